@@ -1,0 +1,52 @@
+# `make demo` trains a small GPT on 8 virtual devices; `make test` runs every check. Both need only Python >= 3.11.
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= torch==2.13.0
+ARGS   ?=
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: help demo test lint types tests bench clean
+
+help:
+	@echo "make demo   set up, train a byte-level GPT on 8 virtual devices (options: ARGS='--steps 100')"
+	@echo "make test   set up, lint, check types, run all tests"
+	@echo "make bench  set up, print the figures of the README's table"
+	@echo "make clean  remove what the others made"
+
+demo: $(STAMP)
+	@echo "== train a GPT on the standard library's sources, data=2 x tensor=4 virtual devices"
+	$(BIN)/python -m shardlib.examples.train_gpt $(ARGS)
+
+test: lint types tests
+
+lint: $(STAMP)
+	@echo "== lint and format"
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	@echo "== types"
+	$(BIN)/mypy
+
+# The last line is pytest's own summary. README code, doctests and notebooks are among the tests.
+tests: $(STAMP) lint types
+	@echo "== tests"
+	$(BIN)/python -m pytest -q --durations=10 $(ARGS)
+
+bench: $(STAMP)
+	$(BIN)/python -m tests.benchmarks.w1 $(ARGS)
+
+# torch goes first and by its version: a range would let a newer build with gigabytes of CUDA libraries in.
+$(STAMP): pyproject.toml
+	@echo "== set up $(VENV)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "$(PYTHON) is older than 3.11; name another one: make PYTHON=python3.12"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,train,notebook]' transformers
+	@touch $@
+
+clean:
+	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

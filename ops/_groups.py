@@ -1,0 +1,113 @@
+"""Groups of ranks: which process group a collective over some mesh axes runs on, and where this rank stands in it.
+
+The members of a group are ordered by their joint coordinate along the axes, major first; the ranks of a process group
+are ordered by rank. Both agree unless a minor mesh axis comes first, as `(tensor, data)` on `Mesh(data=2, tensor=4)`:
+then one process group serves both orders, and `_wire.py` puts the messages in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from threading import Lock
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from shardlib import world
+from shardlib.errors import ShardingError
+from shardlib.axis import Axis
+
+if TYPE_CHECKING:
+    from shardlib.mesh import Mesh
+
+Cosets = tuple[tuple[int, ...], ...]  # all groups over the same axes; together they are all ranks, each once
+
+# Process groups live and die with the default one, so that one is part of every key.
+_handles: dict[tuple[object, Mesh, tuple[Axis, ...]], GroupHandle] = {}
+_process_groups: dict[tuple[object, str, Cosets], dist.ProcessGroup] = {}
+_lock = Lock()
+
+
+@dataclass(frozen=True)
+class GroupHandle:
+    """One group of ranks, as one member sees it.
+
+    * `ranks`: the members, in group order.
+    * `pg`: their process group; None when this rank is alone.
+    * `position`: this rank's index in `ranks`.
+    * `backend`: "gloo" or "nccl".
+    * `by_rank`: group positions in the process group's order; None when the orders agree.
+    """
+
+    ranks: tuple[int, ...]
+    pg: dist.ProcessGroup | None
+    position: int
+    backend: str
+    by_rank: tuple[int, ...] | None = None
+    name: str = ""
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+def group_for(mesh: Mesh, axes: tuple[Axis, ...]) -> GroupHandle:
+    """The group of this rank over `axes` (whole mesh axes or parts of them), from a cache.
+
+    The first call for some axes is a collective over all ranks: all must make it, in one order (see `prepare`).
+    """
+    key = (dist.group.WORLD, mesh, axes)
+    handle = _handles.get(key)
+    if handle is None:
+        prepare(mesh, [axes])
+        handle = _handles[dist.group.WORLD, mesh, axes]
+    return handle
+
+
+def prepare(mesh: Mesh, groups: Iterable[tuple[Axis, ...]]) -> None:
+    """Make the groups of a program up front; every rank calls it with the same axes in the same order.
+
+    Raises `ShardingError` when the mesh has no ranks.
+    """
+    if mesh.kind != "distributed":
+        raise ShardingError(
+            f"{mesh} has no process groups",
+            [f"it is {mesh.kind}: its devices are not ranks of torch.distributed"],
+            remedy=f"run the script with `torchrun --nproc-per-node {mesh.size}`",
+        )
+    device_mesh = mesh.device_mesh  # also starts torch.distributed where nothing has yet
+    coords = mesh.all_coords()
+    with _lock:
+        for axes in groups:
+            key = (dist.group.WORLD, mesh, axes)
+            if key not in _handles:
+                ranks = tuple(mesh.group_ranks(axes, coords[mesh.rank]))
+                cosets = tuple(sorted({tuple(sorted(mesh.group_ranks(axes, c))) for c in coords}))
+                whole = axes[0].name if len(axes) == 1 and axes[0].whole else None
+                known = device_mesh.get_group(whole) if whole and len(ranks) > 1 else None
+                _handles[key] = _handle(ranks, mesh.rank, _process_group(mesh.device, cosets, mesh.rank, known))
+
+
+def _process_group(device: str, cosets: Cosets, rank: int, known: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    if len(cosets[0]) == 1:
+        return None
+    world_group = dist.group.WORLD
+    key = (world_group, device, cosets)
+    if known is not None:
+        _process_groups[key] = known
+    elif len(cosets) == 1:
+        return world_group
+    elif key not in _process_groups:
+        # Every rank makes every group, those of others too: that is what keeps the ranks' group names the same.
+        made = [dist.new_group(list(coset), timeout=world.timeout()) for coset in cosets]
+        _process_groups[key] = next(pg for pg, coset in zip(made, cosets, strict=True) if rank in coset)
+    return _process_groups[key]
+
+
+def _handle(ranks: tuple[int, ...], rank: int, pg: dist.ProcessGroup | None) -> GroupHandle:
+    order = tuple(sorted(range(len(ranks)), key=ranks.__getitem__))
+    by_rank = None if order == tuple(range(len(ranks))) else order
+    backend = str(dist.get_backend(pg)) if pg is not None else "none"
+    name = str(pg.group_name) if pg is not None else ""
+    return GroupHandle(ranks, pg, ranks.index(rank), backend, by_rank, name)

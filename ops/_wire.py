@@ -1,0 +1,175 @@
+"""Messages between the members of a group, beneath the collectives that move pieces of tensors.
+
+A message is a flat, contiguous tensor; what travels are its bytes, so every dtype does, on every backend. Pieces have
+sizes of their own, empty ones too; nothing is padded here but an uneven all-gather on NCCL.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from shardlib.ops._groups import GroupHandle
+
+_c10d = torch.ops._c10d_functional
+T = TypeVar("T")
+
+
+class Choice(NamedTuple):
+    """The way in which a collective runs, and why."""
+
+    way: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.way}: {self.reason}"
+
+
+@dataclass(slots=True, frozen=True)
+class Handle(Generic[T]):
+    """A collective under way. `finish` waits for it; until then it holds every buffer that is read or written."""
+
+    finish: Callable[[], T]
+
+
+@dataclass(slots=True, frozen=True)
+class Flight:
+    """Bytes on their way here: one piece from every member, stored in the process group's order.
+
+    `counts` are the elements of each member's piece, `slots` the room that it takes in `buffer`. `sent` stays alive
+    until the bytes are here. With `own`, nothing was sent to oneself and `own` is that piece.
+    """
+
+    buffer: Tensor
+    counts: Sequence[int]
+    slots: Sequence[int]
+    dtype: torch.dtype
+    group: GroupHandle
+    sent: Tensor
+    own: Tensor | None = None
+
+    def flat(self) -> Tensor:
+        """The pieces one after the other, by member; a copy only when they are not stored so."""
+        if self.group.by_rank is None and self.own is None and list(self.counts) == list(self.slots):
+            return wait(self.buffer).view(self.dtype)
+        return torch.cat(self.pieces())
+
+    def pieces(self) -> list[Tensor]:
+        """The pieces by member; views."""
+        group = self.group
+        stored = wait(self.buffer).view(self.dtype).split_with_sizes(_in(group.by_rank, self.slots))
+        pieces = list(stored)
+        if group.by_rank is not None:
+            for member, piece in zip(group.by_rank, stored, strict=True):
+                pieces[member] = piece
+        pieces = [piece if len(piece) == n else piece[:n] for piece, n in zip(pieces, self.counts, strict=True)]
+        if self.own is not None:
+            pieces[group.position] = self.own
+        return pieces
+
+
+def wait(tensor: Tensor) -> Tensor:
+    """Block until the collective that fills `tensor` is done."""
+    return _c10d.wait_tensor(tensor)  # type: ignore[no-any-return]
+
+
+def exchange(message: Tensor, send: Sequence[int], receive: Sequence[int], group: GroupHandle) -> Flight:
+    """Start an all-to-all: `send[i]` elements of `message` go to member i, `receive[i]` come from it."""
+    sent = message
+    if group.by_rank is not None:
+        blocks = message.split_with_sizes(send)
+        sent = torch.cat([blocks[i] for i in group.by_rank])
+    buffer = _all_to_all(sent, _in(group.by_rank, receive), _in(group.by_rank, send), group)
+    return Flight(buffer, receive, receive, message.dtype, group, sent)
+
+
+def gather(message: Tensor, counts: Sequence[int], group: GroupHandle, way: str, *, own: bool = True) -> Flight:
+    """Start sending `message` to all; `counts[i]` elements come from member i.
+
+    The way is "exchange" (all at once), "native" (the backend's all-gather; counts must be equal) or "padded" (that,
+    with all messages made equal in size). With `own=False` an exchange leaves out the message to oneself.
+    """
+    n = group.size
+    if way == "exchange":
+        others = n if own else n - 1
+        sent = message if others == 1 else message.repeat(others)
+        send, receive = [len(message)] * n, list(counts)
+        if not own:
+            send[group.position] = receive[group.position] = 0
+        buffer = _all_to_all(sent, _in(group.by_rank, receive), _in(group.by_rank, send), group)
+        return Flight(buffer, counts, receive, message.dtype, group, sent, None if own else message)
+    slot = max(counts)
+    sent = message
+    if way == "padded" and len(message) < slot:
+        sent = message.new_empty(slot)
+        sent[: len(message)] = message
+    buffer = _c10d.all_gather_into_tensor(sent.view(torch.uint8), n, group.name)
+    return Flight(buffer, counts, [slot] * n, message.dtype, group, sent)
+
+
+def combine(parts: Sequence[Tensor], kind: str) -> Tensor:
+    """Reduce tensors of one shape in the order of members, so that every member and every runtime gets the same bits.
+
+    A sum of floats of less than 32 bits is formed in float32 and rounded once. The result never shares memory with the
+    parts, unless there is only one.
+    """
+    first, *rest = parts
+    if not rest:
+        return first
+    if kind == "sum" and first.is_floating_point() and first.itemsize < 4:
+        total = first.float()
+        for part in rest:
+            total += part
+        return total.to(first.dtype)
+    reduce = _REDUCE[kind]
+    total = reduce(first, rest[0])
+    for part in rest[1:]:
+        reduce(total, part, out=total)
+    return total
+
+
+_REDUCE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+def pack(pieces: Sequence[Tensor]) -> Tensor:
+    """One flat message of these tensors of one dtype, each in row-major order; each element is copied once."""
+    message = pieces[0].new_empty(sum(piece.numel() for piece in pieces))
+    for room, piece in zip(message.split_with_sizes([piece.numel() for piece in pieces]), pieces, strict=True):
+        room.view(piece.shape).copy_(piece)
+    return message
+
+
+def resized(shape: Sequence[int], dim: int, size: int) -> list[int]:
+    """`shape` with another size along `dim`."""
+    new = list(shape)
+    new[dim] = size
+    return new
+
+
+def leads(shape: Sequence[int], dim: int) -> bool:
+    """Whether pieces along `dim` lie one after the other in memory: all dims before it have size 1."""
+    return math.prod(shape[:dim]) == 1
+
+
+def by_dtype(xs: Sequence[Tensor]) -> list[list[int]]:
+    """Positions of tensors that may share a message."""
+    groups: dict[torch.dtype, list[int]] = {}
+    for i, x in enumerate(xs):
+        groups.setdefault(x.dtype, []).append(i)
+    return list(groups.values())
+
+
+def _all_to_all(sent: Tensor, receive: Sequence[int], send: Sequence[int], group: GroupHandle) -> Tensor:
+    size = sent.itemsize
+    return _c10d.all_to_all_single(  # type: ignore[no-any-return]
+        sent.view(torch.uint8), [n * size for n in receive], [n * size for n in send], group.name
+    )
+
+
+def _in(order: tuple[int, ...] | None, sizes: Sequence[int]) -> list[int]:
+    return list(sizes) if order is None else [sizes[i] for i in order]

@@ -1,0 +1,78 @@
+"""ppermute: tensors move between members along given pairs.
+
+x    [...]    one tensor a member
+out  [...]    the tensor of the member that sends here; zeros of x's shape where none does; contiguous
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardlib.errors import ShardingError
+from shardlib.ops._groups import GroupHandle
+from shardlib.ops._wire import Handle, exchange
+
+Pairs = Sequence[tuple[int, int]]
+
+
+def wire_bytes(out: int, n: int) -> int:
+    """Bytes that each of `n` devices sends at most, for `out` bytes of result on it."""
+    return out if n > 1 else 0
+
+
+def reference(shards: Sequence[Tensor], pairs: Pairs) -> list[Tensor]:
+    """All members at once; a result is its sender's tensor itself."""
+    check(pairs, len(shards))
+    source = {dst: src for src, dst in pairs}
+    return [shards[source[i]] if i in source else torch.zeros_like(x) for i, x in enumerate(shards)]
+
+
+def check(pairs: Pairs, n: int) -> None:
+    """Refuse pairs that name no member, or one member twice as a sender or twice as a receiver."""
+    faults = [f"pair {pair} names a member beyond {n - 1}" for pair in pairs if not all(0 <= i < n for i in pair)]
+    for side, verb in enumerate(("sends", "receives")):
+        counts = Counter(pair[side] for pair in pairs)
+        faults += [f"member {i} {verb} {count} times" for i, count in counts.items() if count > 1]
+    if faults:
+        raise ShardingError(
+            f"ppermute over {n} members along {list(pairs)}",
+            faults,
+            rule="a member sends to one member at most and receives from one at most",
+        )
+
+
+def start(x: Tensor, pairs: Pairs, group: GroupHandle, shapes: Sequence[Sequence[int]] | None = None) -> Handle[Tensor]:
+    """Begin to move `x` along `pairs` of (source, destination) positions; `shapes` by member, where they differ."""
+    n, me = group.size, group.position
+    check(pairs, n)
+    source = {dst: src for src, dst in pairs}.get(me)
+    if source is None:
+        shape = x.shape
+    else:
+        shape = torch.Size(x.shape if shapes is None else shapes[source])
+    if n == 1:
+        return Handle(lambda: torch.zeros_like(x) if source is None else x)
+    send, receive = [0] * n, [0] * n
+    for src, dst in pairs:
+        if src == me:
+            send[dst] = x.numel()
+    if source is not None:
+        receive[source] = math.prod(shape)
+    message = x.contiguous().view(-1) if any(send) else x.new_empty(0)
+    flight = exchange(message, send, receive, group)
+
+    def land() -> Tensor:
+        arrived = flight.flat()
+        return x.new_zeros(shape) if source is None else arrived.view(shape)
+
+    return Handle(land)
+
+
+def finish(handle: Handle[Tensor]) -> Tensor:
+    """Wait for the result of `start`."""
+    return handle.finish()

@@ -1,0 +1,114 @@
+"""reduce_scatter: the members' tensors are reduced, and each member keeps its rows of one dim.
+
+x    [..., sum(sizes), ...]    a different addend on every member
+out  [..., sizes[i], ...]      member i's rows [sum(sizes[:i]), +sizes[i]) of the reduction, contiguous
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from shardlib.ops._groups import GroupHandle
+from shardlib.ops._wire import Choice, Handle, by_dtype, combine, exchange, leads, pack, resized, wait
+from shardlib.ops.all_reduce import natively
+
+_c10d = torch.ops._c10d_functional
+
+
+def wire_bytes(out: int, n: int) -> int:
+    """Bytes that each of `n` devices sends, for `out` bytes of result on it."""
+    return out * (n - 1)
+
+
+def reference(shards: Sequence[Tensor], dim: int, sizes: Sequence[int], kind: str = "sum") -> list[Tensor]:
+    """All members at once."""
+    if len(shards) == 1:
+        return list(shards)
+    rows = zip(*(shard.split_with_sizes(sizes, dim) for shard in shards), strict=True)
+    return [combine(parts, kind).contiguous() for parts in rows]
+
+
+@lru_cache(maxsize=1024)
+def choose(even: bool, dtype: torch.dtype, kind: str, backend: str) -> Choice:
+    """How a reduce-scatter runs.
+
+    Example:
+        >>> print(choose(True, torch.float32, "sum", "gloo"))
+        exchange: Gloo reduce-scatters by a whole all-reduce, 2 to 6 times slower than pieces added where they belong
+    """
+    if backend == "gloo":
+        reason = "Gloo reduce-scatters by a whole all-reduce, 2 to 6 times slower than pieces added where they belong"
+        return Choice("exchange", reason)
+    fault = natively(dtype, kind, backend)
+    if fault:
+        return Choice("exchange", fault)
+    if not even:
+        return Choice("exchange", "sizes differ: pieces are sent as they are, nothing is padded")
+    return Choice("native", "sizes are equal")
+
+
+def start(x: Tensor, dim: int, sizes: Sequence[int], group: GroupHandle, kind: str = "sum") -> Handle[Tensor]:
+    """Begin to reduce `x` over the group and to scatter rows of `dim`, `sizes[i]` to member i."""
+    many = start_many([x], [dim], [sizes], group, kind).finish
+    return Handle(lambda: many()[0])
+
+
+def start_many(
+    xs: Sequence[Tensor],
+    dims: Sequence[int],
+    sizes: Sequence[Sequence[int]],
+    group: GroupHandle,
+    kind: str = "sum",
+) -> Handle[list[Tensor]]:
+    """Begin to reduce and scatter several tensors in one message (one for every dtype among them)."""
+    if group.size == 1:
+        return Handle(lambda: list(xs))
+    parts = [(which, _one_dtype([xs[i] for i in which], which, dims, sizes, group, kind)) for which in by_dtype(xs)]
+    shapes = [resized(x.shape, dim, of[group.position]) for x, dim, of in zip(xs, dims, sizes, strict=True)]
+
+    def land() -> list[Tensor]:
+        out = list(xs)
+        for which, mine in parts:
+            flats = mine.finish().split_with_sizes([torch.Size(shapes[i]).numel() for i in which])
+            for i, flat in zip(which, flats, strict=True):
+                out[i] = flat.view(shapes[i])
+        return out
+
+    return Handle(land)
+
+
+def finish(handle: Handle[Tensor]) -> Tensor:
+    """Wait for the result of `start`."""
+    return handle.finish()
+
+
+def _one_dtype(
+    some: Sequence[Tensor],
+    which: Sequence[int],
+    dims: Sequence[int],
+    sizes: Sequence[Sequence[int]],
+    group: GroupHandle,
+    kind: str,
+) -> Handle[Tensor]:
+    """This member's rows of all these tensors, flat, one tensor after the other."""
+    n = group.size
+    # pieces[m][j]: what goes to member m of the j-th tensor
+    pieces = list(zip(*(x.split_with_sizes(sizes[i], dims[i]) for x, i in zip(some, which, strict=True)), strict=True))
+    counts = [sum(piece.numel() for piece in of_member) for of_member in pieces]
+    if sum(counts) == 0:
+        empty = some[0].new_empty(0)
+        return Handle(lambda: empty)
+    if len(some) == 1 and leads(some[0].shape, dims[which[0]]):
+        message = some[0].contiguous().view(-1)
+    else:
+        message = pack([piece for of_member in pieces for piece in of_member])
+    even = len(set(counts)) == 1 and group.by_rank is None
+    if choose(even, message.dtype, kind, group.backend).way == "native":
+        buffer = _c10d.reduce_scatter_tensor(message, kind, n, group.name)
+        return Handle(lambda: (message, wait(buffer))[1])
+    flight = exchange(message, counts, [counts[group.position]] * n, group)
+    return Handle(lambda: combine(flight.pieces(), kind))

@@ -1,0 +1,90 @@
+"""Axes: a mesh axis or a part of one, and the elements that a device holds of a factor cut over axes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardlib.errors import ShardingError
+
+Coords = Mapping[str, int]  # a device: its coordinate along every mesh axis
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A mesh axis, or a contiguous part of one.
+
+    `size` devices along the axis `name` of `of` devices; `pre` is the product of the parts that are more major.
+
+    Example:
+        >>> str(Axis("tensor", 8)), str(Axis("tensor", 4, pre=2, of=8))
+        ('tensor', 'tensor:(2)4')
+        >>> Axis("tensor", 4, pre=2, of=8).coord({"tensor": 7})
+        3
+    """
+
+    name: str
+    size: int
+    pre: int = 1
+    of: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.of:
+            object.__setattr__(self, "of", self.size)
+        if self.size < 1 or self.of % (self.pre * self.size):
+            fault = f"a part of size {self.size} behind parts of {self.pre} does not divide it"
+            raise ShardingError(f"axis {self.name!r} of size {self.of} cannot be cut", [fault])
+
+    @property
+    def whole(self) -> bool:
+        return self.size == self.of
+
+    @property
+    def post(self) -> int:
+        """Product of the more minor parts of the same mesh axis."""
+        return self.of // (self.pre * self.size)
+
+    def coord(self, coords: Coords) -> int:
+        """This part's coordinate on the device at `coords`."""
+        return coords[self.name] // self.post % self.size
+
+    def primes(self) -> tuple[Axis, ...]:
+        """The axis cut into parts of prime size, major first."""
+        parts, pre, rest, p = [], self.pre, self.size, 2
+        while rest > 1:
+            while rest % p == 0:
+                parts.append(Axis(self.name, p, pre, self.of))
+                pre, rest = pre * p, rest // p
+            p += 1
+        return tuple(parts)
+
+    def __str__(self) -> str:
+        return self.name if self.whole else f"{self.name}:({self.pre}){self.size}"
+
+    @staticmethod
+    def merge(axes: Iterable[Axis]) -> tuple[Axis, ...]:
+        """Melt neighbours that are adjacent parts of one mesh axis.
+
+        Example:
+            >>> [str(a) for a in Axis.merge(Axis("tensor", 8).primes())]
+            ['tensor']
+        """
+        merged: list[Axis] = []
+        for axis in axes:
+            last = merged[-1] if merged else None
+            if last and last.name == axis.name and last.pre * last.size == axis.pre:
+                merged[-1] = Axis(axis.name, last.size * axis.size, last.pre, axis.of)
+            elif axis.size > 1 or axis.whole:
+                merged.append(axis)
+        return tuple(merged)
+
+
+def span(size: int, axes: Sequence[Axis], coords: Coords) -> tuple[int, int]:
+    """The `(start, stop)` that the device at `coords` holds of a factor cut by `axes` (nested chunks)."""
+    start, stop = 0, size
+    for axis in axes:
+        chunk = -(-(stop - start) // axis.size)
+        # Each chunk is cut by its own length, so that its parts concatenate to it, the shorter last chunk's too.
+        low = min(start + chunk * axis.coord(coords), stop)
+        start, stop = low, min(low + chunk, stop)
+    return start, stop

@@ -1,0 +1,58 @@
+"""`shard(x, spec)` while a function is traced: a node that says where a value lives, and its cotangent too.
+
+The node computes nothing. It is an op of its own (not an annotation on some node) because the same value may be
+constrained twice, differently, and because vmap and grad must carry it along.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LIB = torch.library.Library("shardlib", "FRAGMENT")
+_LIB.define("constrain(Tensor x, str spec) -> Tensor")
+
+
+@torch.library.impl(_LIB, "constrain", "CompositeExplicitAutograd")  # type: ignore[untyped-decorator]
+def _constrain(x: Tensor, spec: str) -> Tensor:
+    return x.clone()  # an op's result must not alias its operand
+
+
+@torch.library.register_fake("shardlib::constrain", lib=_LIB)
+def _fake(x: Tensor, spec: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+def constrain(x: Tensor, spec: str) -> Tensor:
+    """The value x, of any shape, laid out as the text `spec` says; so is the gradient that flows back through it.
+
+    Under vmap the batch dim is put in front and left open (`_?`), for the compiler to decide.
+
+    Example:
+        >>> w = torch.ones(2, 3, requires_grad=True)
+        >>> constrain(w, "embed ff").sum().backward()
+        >>> w.grad.sum().item()
+        6.0
+    """
+    return _Constrain.apply(x, spec)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Constrain(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, spec: str) -> Any:
+        return torch.ops.shardlib.constrain(x, spec)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
+        ctx.spec = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return constrain(grad, ctx.spec), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, None], x: Tensor, spec: str) -> tuple[Tensor, int]:
+        assert in_dims[0] is not None, "vmap rules run for batched operands only"
+        return constrain(x.movedim(in_dims[0], 0), f"_? {spec}".rstrip()), 0

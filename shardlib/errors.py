@@ -1,0 +1,32 @@
+"""The one exception of shardlib, and the one way in which it is written.
+
+A message says what was asked, lists every offender as a bullet (tensor, shape, spec, both sizes), then the rule that was
+broken and the remedy, so that one run shows all that there is to mend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ShardingError(ValueError):
+    """A program, spec or mesh that shardlib refuses, before anything runs.
+
+    Example:
+        >>> print(ShardingError("shard(w) cannot be laid out", ["w has 2 dims, the spec 3"], rule="one name a dim"))
+        shard(w) cannot be laid out:
+          * w has 2 dims, the spec 3
+        Rule: one name a dim
+    """
+
+    def __init__(
+        self, what: str, offenders: Sequence[str] = (), *, rule: str | None = None, remedy: str | None = None
+    ) -> None:
+        self.what, self.offenders, self.rule, self.remedy = what, tuple(offenders), rule, remedy
+        lines = [what + (":" if offenders else "")]
+        lines += [f"  * {offender}" for offender in offenders]
+        if rule:
+            lines.append(f"Rule: {rule}")
+        if remedy:
+            lines.append(f"Remedy: {remedy}")
+        super().__init__("\n".join(lines))

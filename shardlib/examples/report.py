@@ -1,0 +1,49 @@
+"""What a run leaves beside its checkpoints: the losses, their curve, the plan. Files are written aside and renamed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+
+@dataclass
+class Losses:
+    """Losses by step, in nats per byte; `validation` holds (step, loss) pairs."""
+
+    train: list[float] = field(default_factory=list)
+    validation: list[tuple[int, float]] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, list[float] | list[tuple[int, float]]]:
+        """The losses as JSON-able lists."""
+        return {"train": self.train, "validation": self.validation}
+
+
+def write(path: Path, make: Callable[[Path], object]) -> None:
+    """Let `make` write a file beside `path`, then rename it: a reader finds the old file or the new one, whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".partial-{path.name}")
+    make(aside)
+    aside.replace(path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text`, aside first."""
+    write(path, lambda aside: aside.write_text(text, encoding="utf-8"))
+
+
+def write_losses(folder: Path, losses: Losses) -> None:
+    """`losses.json` and the curve `loss.png` in `folder`."""
+    write_text(folder / "losses.json", json.dumps(losses.to_dict(), indent=1) + "\n")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(range(1, len(losses.train) + 1), losses.train, linewidth=0.8, label="training")
+    if losses.validation:
+        axes.plot(*zip(*losses.validation, strict=True), "o-", label="validation")
+    axes.set(xlabel="step", ylabel="loss (nats per byte)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    write(folder / "loss.png", lambda aside: figure.savefig(aside, format="png", dpi=120))

@@ -1,0 +1,169 @@
+"""The traced graph as the compiler reads it: ops with their rules, over values.
+
+FX nodes with several results and their `getitem`s become one `Op` with several result `Value`s. A value is *constant* when
+it depends on no input: constants never take part in decisions, they are sliced, or made again in pieces, for free.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardlib.lines import Line
+from shardlib.rules import rule_for
+from shardlib.rules.rule import Call, Meta, Rule
+
+
+@dataclass(eq=False)
+class Value:
+    """One tensor of the program."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    op: Op | None  # None for inputs and captured tensors
+    index: int = 0
+    constant: bool = False
+    readers: list[tuple[Op, int]] = field(default_factory=list)  # (op, operand position)
+    is_output: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        n = self.dtype.itemsize
+        for size in self.shape:
+            n *= size
+        return n
+
+    def __repr__(self) -> str:
+        return f"{self.name}{list(self.shape)}"
+
+
+@dataclass(eq=False)
+class Op:
+    """One call of an ATen (or shardlib, or custom) op, with its rule; `rule is None` means: it runs replicated."""
+
+    name: str
+    call: Call
+    rule: Rule | None
+    operands: tuple[Value, ...]
+    results: tuple[Value | None, ...]
+    node: fx.Node
+    line: Line | None
+    backward: bool
+
+    @property
+    def target(self) -> Any:
+        return self.call.target
+
+    @property
+    def transparent(self) -> bool:
+        return self.rule is not None and self.rule.transparent
+
+    def __repr__(self) -> str:
+        return f"{self.name} = {self.target}"
+
+
+@dataclass
+class Graph:
+    """Ops in order; inputs, captured tensors (name -> tensor) and outputs (a value, or a Python constant)."""
+
+    ops: list[Op]
+    inputs: list[Value]
+    captured: list[tuple[Value, torch.Tensor]]
+    outputs: list[Value | Any]
+
+    def values(self) -> Iterator[Value]:
+        yield from self.inputs
+        yield from (value for value, _ in self.captured)
+        for op in self.ops:
+            yield from (r for r in op.results if r is not None)
+
+
+def _meta(val: Any) -> Meta | None:
+    return Meta(tuple(val.shape), val.dtype) if isinstance(val, torch.Tensor) else None
+
+
+def build(gm: fx.GraphModule) -> Graph:
+    """Read a normalised FX graph; looks up every op's rule."""
+    values: dict[fx.Node, Value] = {}
+    inputs: list[Value] = []
+    captured: list[tuple[Value, torch.Tensor]] = []
+    ops: list[Op] = []
+    outputs: list[Any] = []
+    by_node: dict[fx.Node, Op] = {}
+    for node in gm.graph.nodes:
+        val = node.meta.get("val")
+        if node.op == "placeholder":
+            value = values[node] = Value(node.name, tuple(val.shape), val.dtype, None)
+            inputs.append(value)
+        elif node.op == "get_attr":
+            tensor = operator.attrgetter(node.target)(gm)
+            value = values[node] = Value(node.name, tuple(tensor.shape), tensor.dtype, None, constant=True)
+            captured.append((value, tensor))
+        elif node.op == "output":
+            outputs = [values[x] if isinstance(x, fx.Node) else x for x in node.args[0]]
+        elif node.target is operator.getitem:
+            source = by_node[node.args[0]]
+            result = source.results[node.args[1]]
+            assert result is not None
+            values[node] = result
+        else:
+            op = by_node[node] = _op(node, val, values)
+            ops.append(op)
+            if not isinstance(val, tuple | list) and op.results[0] is not None:
+                values[node] = op.results[0]
+    for out in outputs:
+        if isinstance(out, Value):
+            out.is_output = True
+    return Graph(ops, inputs, captured, outputs)
+
+
+def _op(node: fx.Node, val: Any, values: dict[fx.Node, Value]) -> Op:
+    operands: list[Value] = []
+    metas: dict[Value, Meta] = {}
+
+    def abstract(arg: Any) -> Any:
+        if isinstance(arg, fx.Node):
+            value = values[arg]
+            operands.append(value)
+            if value not in metas:
+                metas[value] = Meta(value.shape, value.dtype)
+            return metas[value]
+        if isinstance(arg, tuple | list):
+            return tuple(abstract(a) for a in arg)
+        return arg
+
+    args = tuple(abstract(a) for a in node.args)
+    kwargs = {k: abstract(v) for k, v in node.kwargs.items()}
+    results = tuple(map(_meta, val)) if isinstance(val, tuple | list) else (_meta(val),)
+    call = Call(node.target, args, kwargs, tuple(metas[v] for v in operands), results)
+    rule = rule_for(call)
+    op = Op(node.name, call, rule, tuple(operands), (), node, node.meta.get("line"), bool(node.meta.get("backward")))
+    # A creation op reads at most the shape and dtype of its operand: its result is as constant as a literal.
+    shapeless = rule is not None and all(not set(_flat(o)) & {f for r in rule.results for f in _flat(r)} for o in rule.operands)
+    creation = shapeless and is_creation(node.target)
+    constant = creation or (bool(operands) and all(v.constant for v in operands)) or not operands
+    op.results = tuple(
+        None if m is None else Value(node.name if len(results) == 1 else f"{node.name}.{i}", m.shape, m.dtype, op, i, constant)
+        for i, m in enumerate(results)
+    )
+    for i, v in enumerate(operands):
+        v.readers.append((op, i))
+    return op
+
+
+def _flat(labels: tuple[tuple[str, ...], ...]) -> list[str]:
+    return [f for dim in labels for f in dim]
+
+
+def is_creation(target: Any) -> bool:
+    name = target._schema.name.split("::")[-1]
+    return name in _CREATION or name.startswith("new_")
+
+
+_CREATION = frozenset({"full", "zeros", "ones", "empty", "scalar_tensor", "arange", "eye"})

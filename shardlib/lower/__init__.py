@@ -1,0 +1,8 @@
+"""Decisions -> the per-device program with explicit collectives."""
+
+from __future__ import annotations
+
+from shardlib.lower.lower import lower
+from shardlib.lower.program import Program
+
+__all__ = ["Program", "lower"]

@@ -1,0 +1,570 @@
+"""Decisions -> the per-device program.
+
+Ops are lowered in program order. Each op asks for its operands in the cut that its unit decided; `_get` finds the cheapest
+source among the layouts in which a value is already there, behind views at their root. Pending sums travel through ops
+that are linear in them, and are reduced when somebody needs the value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardlib import reshard
+from shardlib.graph import Graph, Op, Value, is_creation
+from shardlib.layout import Axis, Factor, Layout, Pending
+from shardlib.lines import Line
+from shardlib.lower.move import Mover
+from shardlib.lower.program import Collective, Instr, Program, Var
+from shardlib.lower.sym import Sym, local_size, offset, product
+from shardlib.propagate import Propagated
+from shardlib.propagate.flood import Factor as OpFactor
+from shardlib.propagate.units import is_constraint, looks_through, value_factors
+from shardlib.reshard import Axes, Cut
+from shardlib.rules.rule import Path, Rule
+
+Assignment = Mapping[OpFactor, Axes]
+
+
+@dataclass(frozen=True)
+class Owed:
+    """What a value still owes: a reduction of `kind` over `axes`."""
+
+    axes: Axes = ()
+    kind: str = "sum"
+
+    def __bool__(self) -> bool:
+        return bool(self.axes)
+
+
+Form = tuple[Cut, Owed]  # one layout of a value: its cut, and what is pending
+
+
+def lower(graph: Graph, propagated: Propagated) -> Program:
+    """Emit the program."""
+    return _Lowering(graph, propagated).run()
+
+
+class _Lowering:
+    def __init__(self, graph: Graph, propagated: Propagated) -> None:
+        self.graph, self.p = graph, propagated
+        self.flood, self.units = propagated.flood, propagated.units
+        self.program = Program()
+        self.mover = Mover(self.program)
+        self.have: dict[Value, dict[Form, Var]] = defaultdict(dict)
+        self.constants: dict[tuple[Value, tuple[Any, ...]], Var] = {}
+        self.readers = _reader_counts(graph, propagated)
+        self.line: Line | None = None
+        self.backward = False
+        self.reader: Any = None
+        self._names: dict[str, int] = {}
+
+    def run(self) -> Program:
+        for value in self.graph.inputs:
+            cut = self.p.input_cut(value)
+            var = Var(value.name, self._layout(value, cut), value.dtype, value, (cut, Owed()))
+            self.program.inputs.append(var)
+            if value.constant:
+                self.constants[value, ()] = var
+            else:
+                self.have[value][cut, Owed()] = var
+        for value, tensor in self.graph.captured:
+            var = Var(value.name, Layout.replicated(value.shape), value.dtype)
+            self.program.captured.append((var, tensor))
+            self.constants[value, ()] = var
+        for op in self.graph.ops:
+            constant = all(r is None or r.constant for r in op.results)
+            if not constant and not looks_through(op):
+                self.line, self.backward, self.reader = op.line, op.backward, op
+                self._op(op)
+        for i, value in enumerate(self.graph.outputs):
+            self.program.outputs.append(self._output(i, value) if isinstance(value, Value) else value)
+        return self.program
+
+    # Ops ------------------------------------------------------------------------------------------------------------
+
+    def _op(self, op: Op) -> None:
+        if is_constraint(op):
+            result = op.results[0]
+            assert result is not None
+            cut = self.flood.fixed[result][0]
+            self.have[result][cut, Owed()] = self._get(op.operands[0], cut)
+            return
+        if op.rule is None:
+            self._replicated(op)
+            return
+        carried = self._carried(op)
+        if carried is not None:
+            assignment, owed, linear = carried
+        else:
+            cuts = self.p.unit_cut(self.units.unit[op])
+            assignment = {x: cuts[s] for x, s in self.units.op_slots[op].items() if cuts[s]}
+            owed, linear = Owed(), frozenset()
+        operands = [self._operand(op, i, assignment, owed if i in linear else Owed()) for i in range(len(op.operands))]
+        outs = self._emit(op, op.rule, assignment, operands)
+        for i, result in enumerate(op.results):
+            if result is not None:
+                cut, pending = self._result_form(op, i, assignment, owed)
+                var = outs[i]
+                self._settle(var, result, (cut, pending))
+
+    def _replicated(self, op: Op) -> None:
+        """No rule: whole operands, the plain op, whole results."""
+        operands = [
+            self._constant(v, ()) if v.constant else self._get(v, ((),) * len(self.flood.leaves(v))) for v in op.operands
+        ]
+        args, kwargs = _substitute(op.node, operands)
+        outs = self._call(op.target, args, kwargs, op.results, note="no rule: runs replicated")
+        for result, var in zip(op.results, outs, strict=True):
+            if result is not None:
+                self._settle(var, result, (((),) * len(self.flood.leaves(result)), Owed()))
+
+    def _operand(self, op: Op, i: int, assignment: Assignment, owed: Owed = Owed()) -> Var:
+        value = op.operands[i]
+        assert op.rule is not None
+        if value.constant:
+            dims = []
+            for names in op.rule.operands[i]:
+                dims.append(tuple((self._leaf_size(op, x), assignment.get(x, ())) for x in self._factors(op, names)))
+            return self._constant(value, tuple(dims))
+        cut = tuple(assignment.get(x, ()) if x else () for x in value_factors(self.flood, op, i, operand=True))
+        return self._native(value, cut, owed) if owed else self._get(value, cut)
+
+    def _result_form(self, op: Op, i: int, assignment: Assignment, owed: Owed) -> Form:
+        assert op.rule is not None
+        factors = value_factors(self.flood, op, i, operand=False)
+        cut = tuple(assignment.get(x, ()) if x else () for x in factors)
+        axes = list(owed.axes)
+        kind = owed.kind
+        for x, cut_axes in assignment.items():
+            if x not in factors and cut_axes:
+                if x[0] not in op.rule.reduce:
+                    raise AssertionError(f"{op}: cut factor {x[0]} is missing from result {i} and is no declared reduction")
+                axes += cut_axes
+                kind = op.rule.reduce[x[0]]
+        return cut, Owed(tuple(axes), kind)
+
+    def _emit(self, op: Op, rule: Rule, assignment: Assignment, operands: Sequence[Var]) -> list[Any]:
+        args, kwargs = _substitute(op.node, operands)
+        cut_labels = {x[0] for x, axes in assignment.items() if axes}
+        for path, (k, names) in rule.ints.items():
+            if cut_labels & set(names):
+                size = product([self._label_size(op, n, assignment) for n in names])
+                args, kwargs = _put(args, kwargs, path, size * k)
+        flops = rule.flops / max(1, math.prod(reshard.ways(axes) for axes in assignment.values()))
+        if rule.local is not None and cut_labels & rule.local_factors:
+            out = rule.local(_Local(self, op, assignment, args, kwargs))
+            return list(out) if isinstance(out, tuple | list) else [out]
+        return self._call(op.target, args, kwargs, op.results, flops=flops)
+
+    def _call(
+        self, target: Any, args: Any, kwargs: Any, results: Sequence[Value | None], *, note: str = "", flops: float = 0.0
+    ) -> list[Any]:
+        outs = tuple(None if r is None else Var(r.name, Layout.replicated(r.shape), r.dtype, r) for r in results)
+        self.program.steps.append(Instr(target, args, kwargs, outs, self.line, self.backward, note, flops))
+        return list(outs)
+
+    # Pending sums ---------------------------------------------------------------------------------------------------
+
+    def _carried(self, op: Op) -> tuple[Assignment, Owed, frozenset[int]] | None:
+        """How `op` runs on operands whose sum is pending, if it may: (its assignment, what is owed, which operands)."""
+        rule = op.rule
+        assert rule is not None
+        for linear in rule.linear:
+            forms = [self._owing(op.operands[i]) for i in sorted(linear)]
+            if not forms or any(form is None for form in forms):
+                continue
+            if len({form[1] for form in forms if form}) > 1 or any(self.readers[op.operands[i]] > 1 for i in linear):
+                continue
+            assignment: dict[OpFactor, Axes] = {}
+            fits = True
+            for i, form in zip(sorted(linear), forms, strict=True):
+                assert form is not None
+                for x, axes in zip(value_factors(self.flood, op, i, operand=True), form[0], strict=True):
+                    if axes and (x is None or x[0] in self.flood.whole[op] or assignment.get(x, axes) != axes):
+                        fits = False
+                    elif x is not None and (axes or x in assignment):
+                        fits = fits and assignment.setdefault(x, axes) == axes
+            for i, form in zip(sorted(linear), forms, strict=True):  # a factor that one addend has cut and another has whole
+                assert form is not None
+                for x, axes in zip(value_factors(self.flood, op, i, operand=True), form[0], strict=True):
+                    fits = fits and (x is None or assignment.get(x, ()) == axes)
+            owed = forms[0][1] if forms[0] else Owed()
+            if fits and self._worth_carrying(op, linear, assignment, owed):
+                return assignment, owed, linear
+        return None
+
+    def _worth_carrying(self, op: Op, linear: frozenset[int], assignment: Assignment, owed: Owed) -> bool:
+        """No growth, no further reshards for the other operands, and no other kind of reduction on top."""
+        assert op.rule is not None
+        if owed.kind != "sum":
+            return False
+        for x, axes in assignment.items():
+            if axes and op.rule.reduce.get(x[0], "sum") != "sum":
+                return False
+        most = max(op.operands[i].nbytes for i in linear)
+        if sum(r.nbytes for r in op.results if r is not None) > most:
+            return False
+        for i, value in enumerate(op.operands):
+            if i not in linear and not value.constant:
+                want = tuple(assignment.get(x, ()) if x else () for x in value_factors(self.flood, op, i, operand=True))
+                if self._price(value, want) > 0:
+                    return False
+        return True
+
+    def _owing(self, value: Value) -> Form | None:
+        """The form of a value that exists only as a pending sum; None where it is complete."""
+        if value.constant:
+            return None
+        if value.op is not None and looks_through(value.op) and not self.have[value]:
+            form = self._owing(value.op.operands[0])
+            if form is None:
+                return None
+            assignment = self._pulled(value.op, form[0])
+            if assignment is None:
+                return None
+            return self._result_form(value.op, 0, assignment, form[1])
+        forms = list(self.have[value])
+        return forms[0] if len(forms) == 1 and forms[0][1] else None
+
+    def _pulled(self, op: Op, cut: Cut) -> Assignment | None:
+        """The assignment of a view that leaves its operand in `cut`."""
+        assignment: dict[OpFactor, Axes] = {}
+        for x, axes in zip(value_factors(self.flood, op, 0, operand=True), cut, strict=True):
+            if axes:
+                if x is None or x[0] in self.flood.whole[op]:
+                    return None
+                assignment[x] = axes
+        return assignment
+
+    def _native(self, value: Value, cut: Cut, owed: Owed) -> Var:
+        """The variable of a pending value, as it is."""
+        if (known := self.have[value].get((cut, owed))) is not None:
+            return known
+        op = value.op
+        assert op is not None and op.rule is not None and looks_through(op)
+        form = self._owing(op.operands[0])
+        assert form is not None
+        assignment = self._pulled(op, form[0])
+        assert assignment is not None
+        return self._view(op, assignment, self._native(op.operands[0], *form), owed)
+
+    # Values ---------------------------------------------------------------------------------------------------------
+
+    def _view(self, op: Op, assignment: Assignment, operand: Var, owed: Owed = Owed()) -> Var:
+        value = op.results[0]
+        assert value is not None and op.rule is not None
+        form = self._result_form(op, 0, assignment, owed)
+        if (known := self.have[value].get(form)) is not None:
+            return known
+        (var,) = self._emit(op, op.rule, assignment, [operand])
+        self._settle(var, value, form)
+        return var
+
+    def _through(self, op: Op, want: Cut) -> tuple[Assignment, Cut]:
+        """What a view's operand must be for its result to be `want`, as nearly as the view allows."""
+        assignment = {
+            x: axes
+            for x, axes in zip(value_factors(self.flood, op, 0, operand=False), want, strict=True)
+            if x is not None and axes and x[0] not in self.flood.whole[op]
+        }
+        return assignment, tuple(assignment.get(x, ()) if x else () for x in value_factors(self.flood, op, 0, operand=True))
+
+    def _get(self, value: Value, want: Cut) -> Var:
+        """The value, complete, in cut `want`."""
+        if value.constant:
+            return self._constant(value, self._dims(value, want))
+        if (known := self.have[value].get((want, Owed()))) is not None:
+            return known
+        if value.op is not None and looks_through(value.op) and not self._ready_cheaply(value, want):
+            assignment, operand_cut = self._through(value.op, want)
+            self._view(value.op, assignment, self._get(value.op.operands[0], operand_cut))
+            if (known := self.have[value].get((want, Owed()))) is not None:
+                return known
+        source, steps = self._cheapest(value, want)
+        return self._move(value, source, steps)
+
+    def _ready_cheaply(self, value: Value, want: Cut) -> bool:
+        """Whether a view that exists already reaches `want` for less than its operand does."""
+        forms = [form for form in self.have[value] if not form[1]]
+        if not forms:
+            return False
+        assert value.op is not None
+        _, operand_cut = self._through(value.op, want)
+        return self._cheapest_price(value, want) <= self._price(value.op.operands[0], operand_cut)
+
+    def _price(self, value: Value, want: Cut) -> float:
+        if value.constant or (want, Owed()) in self.have[value]:
+            return 0.0
+        prices = [self._cheapest_price(value, want)] if self.have[value] else []
+        if value.op is not None and looks_through(value.op):
+            prices.append(self._price(value.op.operands[0], self._through(value.op, want)[1]))
+        return min(prices)
+
+    def _cheapest_price(self, value: Value, want: Cut) -> float:
+        return reshard.seconds(self._cheapest(value, want)[1])
+
+    def _cheapest(self, value: Value, want: Cut) -> tuple[Form, tuple[reshard.Step, ...]]:
+        sizes, itemsize = self.flood.sizes(value), value.dtype.itemsize
+        options = [(form, reshard.plan(sizes, itemsize, form[0], want, form[1].axes, form[1].kind)) for form in self.have[value]]
+        return min(options, key=lambda o: (reshard.seconds(o[1]), len(o[1])))
+
+    def _move(self, value: Value, source: Form, steps: Sequence[reshard.Step]) -> Var:
+        """Emit `steps` from `source`; every stop on the way is a form that others may start from."""
+        var, (cut, owed) = self.have[value][source], source
+        for step in steps:
+            if step.kind in ("reduce_scatter", "all_reduce"):
+                done = set(p for a in step.axes for p in a.primes())
+                owed = Owed(tuple(a for a in owed.axes if a not in done), owed.kind)
+            layout = self._layout(value, step.result, owed)
+            var = self.mover.step(
+                step, var, self._dims(value, cut), layout, name=self._fresh_name(value), line=self.line,
+                backward=self.backward, reason=self._reason(value, source, step), because=(value, self.reader),
+            )  # fmt: skip
+            cut = step.result
+            var.value, var.form = value, (cut, owed)
+            self.have[value].setdefault((cut, owed), var)
+        return var
+
+    def _reason(self, value: Value, source: Form, step: reshard.Step) -> str:
+        made = self._typed(value, *source)
+        reader = self.reader.name if isinstance(self.reader, Op) else self.reader
+        return f"{value.name} is {made}, {reader} needs {self._typed(value, step.result, Owed())}"
+
+    # Constants ------------------------------------------------------------------------------------------------------
+
+    def _constant(self, value: Value, dims: tuple[Any, ...]) -> Var:
+        """A constant, cut as `dims` says (per dim, `(size, axes)` per factor): made in pieces, or whole and sliced."""
+        cut = any(axes for dim in dims for _, axes in dim)
+        key = (value, dims if cut else ())
+        if (known := self.constants.get(key)) is not None:
+            return known
+        op = value.op
+        assert op is not None
+        if cut and op.rule is not None and is_creation(op.target) and self._made_in_pieces(op):
+            var = self._create(op, dims)
+        elif cut:
+            var = self.mover.slice_all(self._constant(value, ()), dims, name=self._fresh_name(value), line=op.line)
+        else:
+            operands = [self._constant_operand(v) for v in op.operands]
+            args, kwargs = _substitute(op.node, operands)
+            outs = self._call(op.target, args, kwargs, op.results)
+            for result, out in zip(op.results, outs, strict=True):
+                if result is not None:
+                    self.constants[result, ()] = out
+            var = self.constants[key]
+        self.constants[key] = var
+        return var
+
+    def _constant_operand(self, value: Value) -> Var:
+        """Creation ops read at most the dtype and device of their operand: any form of it will do."""
+        if value.constant:
+            return self._constant(value, ())
+        if self.have[value]:
+            return next(iter(self.have[value].values()))
+        assert value.op is not None
+        return self._constant_operand(value.op.operands[0])
+
+    def _made_in_pieces(self, op: Op) -> bool:
+        assert op.rule is not None
+        named = {n for _, names in op.rule.ints.values() for n in names}
+        return all(n in named for names in op.rule.results[0] for n in names)
+
+    def _create(self, op: Op, dims: tuple[Any, ...]) -> Var:
+        assert op.rule is not None and op.results[0] is not None
+        sizes = {}
+        for names, factors in zip(op.rule.results[0], dims, strict=True):
+            if names:
+                (label,) = names
+                sizes[label] = product([local_size(n, axes) for n, axes in factors])
+        args, kwargs = _substitute(op.node, [self._constant_operand(v) for v in op.operands])
+        for path, (k, names) in op.rule.ints.items():
+            args, kwargs = _put(args, kwargs, path, product([sizes[n] for n in names]) * k)
+        (var,) = self._call(op.target, args, kwargs, op.results)
+        var.layout = Layout(tuple(tuple(Factor(n, Axis.merge(axes)) for n, axes in dim) for dim in dims))
+        return var  # type: ignore[no-any-return]
+
+    # Outputs --------------------------------------------------------------------------------------------------------
+
+    def _output(self, i: int, value: Value) -> Var:
+        self.line, self.backward, self.reader = None, False, f"output {i}"
+        if value.op is not None:
+            self.line, self.backward = value.op.line, value.op.backward
+        if i in self.flood.outputs:
+            return self._get(value, self.flood.outputs[i][0])
+        if value.constant:
+            return self._constant(value, ())
+        return self._get(value, self._natural(value))
+
+    def _natural(self, value: Value) -> Cut:
+        """As it was made; a pending sum goes to the factors that want its axes, so that gradients land like parameters."""
+        if value.op is not None and looks_through(value.op) and not self.have[value]:
+            assignment = self._pulled(value.op, self._natural(value.op.operands[0]))
+            if assignment is None:
+                return ((),) * len(self.flood.leaves(value))
+            return self._result_form(value.op, 0, assignment, Owed())[0]
+        (cut, owed), *_ = self.have[value]
+        complete = [form for form in self.have[value] if not form[1]]
+        if complete:
+            return complete[0][0]
+        out = list(cut)
+        for axis in owed.axes:
+            for j, leaf in enumerate(self.flood.leaves(value)):
+                ways = reshard.ways(out[j]) * axis.size
+                if any(w.axis == axis for w in self.flood.wants.get(leaf, ())) and self.flood.dims.size(leaf) >= ways:
+                    out[j] = (*out[j], axis)
+                    break
+        return tuple(out)
+
+    # Small helpers --------------------------------------------------------------------------------------------------
+
+    def _factors(self, op: Op, names: Sequence[str]) -> list[OpFactor]:
+        return [(n, k) for n in names for k in range(len(self.flood.labels[op][n]))]
+
+    def _leaf_size(self, op: Op, x: OpFactor) -> int:
+        return self.flood.dims.size(self.flood.labels[op][x[0]][x[1]])
+
+    def _label_size(self, op: Op, label: str, assignment: Assignment) -> Sym | int:
+        return product([local_size(self._leaf_size(op, x), assignment.get(x, ())) for x in self._factors(op, [label])])
+
+    def _dims(self, value: Value, cut: Cut) -> tuple[Any, ...]:
+        """Per dim, `(size, axes)` per leaf."""
+        if value.constant:
+            return tuple(((n, ()),) for n in value.shape)
+        axes = iter(cut)
+        return tuple(tuple((self.flood.dims.size(x), next(axes)) for x in leaves) for leaves in self.flood.value[value])
+
+    def _layout(self, value: Value, cut: Cut, owed: Owed = Owed()) -> Layout:
+        pending = (Pending(Axis.merge(owed.axes), owed.kind),) if owed else ()
+        return layout_of(self._dims(value, cut), pending)
+
+    def _typed(self, value: Value, cut: Cut, owed: Owed) -> str:
+        return f"[{self._layout(value, cut, owed)}]"
+
+    def _settle(self, var: Var, value: Value, form: Form) -> None:
+        """`var` is `value` in this form."""
+        var.name, var.layout = self._fresh_name(value), self._layout(value, *form)
+        var.value, var.form = value, form
+        self.have[value][form] = var
+
+    def _fresh_name(self, value: Value) -> str:
+        n = self._names[value.name] = self._names.get(value.name, -1) + 1
+        return value.name if n == 0 else f"{value.name}_{n}"
+
+
+def layout_of(dims: tuple[Any, ...], pending: tuple[Pending, ...] = ()) -> Layout:
+    """The printable layout of `(size, axes)` leaves: neighbouring leaves that are whole melt into one factor."""
+    out = []
+    for dim in dims:
+        factors: list[Factor] = []
+        for size, axes in dim:
+            if factors and not axes and not factors[-1].axes:
+                factors[-1] = Factor(factors[-1].size * size)
+            elif factors and not axes and factors[-1].even and factors[-1].axes:
+                # Chunks of a major leaf times a whole minor leaf are chunks of the product.
+                factors[-1] = Factor(factors[-1].size * size, factors[-1].axes)
+            else:
+                factors.append(Factor(size, Axis.merge(axes)))
+        out.append(tuple(factors) or (Factor(1),))
+    return Layout(tuple(out), pending)
+
+
+class _Local:
+    """What rules write their local forms with; see `shardlib.rules.rule.Local`."""
+
+    def __init__(self, lowering: _Lowering, op: Op, assignment: Assignment, args: Any, kwargs: Any) -> None:
+        assert op.rule is not None
+        self.call, self.rule, self.args, self.kwargs = op.call, op.rule, args, kwargs
+        self._lowering, self._op, self._assignment = lowering, op, assignment
+
+    def axes(self, factor: str) -> Axes:
+        return tuple(a for x in self._lowering._factors(self._op, [factor]) for a in self._assignment.get(x, ()))
+
+    def size(self, factor: str) -> Sym | int:
+        return self._lowering._label_size(self._op, factor, self._assignment)
+
+    def offset(self, factor: str) -> Sym | int:
+        (first, *rest) = self._lowering._factors(self._op, [factor]) or [(factor, 0)]
+        inner = math.prod(self._lowering._leaf_size(self._op, x) for x in rest)
+        return offset(self._lowering._leaf_size(self._op, first), self._assignment.get(first, ())) * inner
+
+    def op(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        n = sum(r.real_type.isSubtypeOf(torch._C.TensorType.get()) for r in target._schema.returns)
+        name = f"{self._op.name}.{target._schema.name.split('::')[-1]}"
+        outs = tuple(Var(name, None, torch.float32) for _ in range(max(1, n)))
+        low = self._lowering
+        low.program.steps.append(Instr(target, args, kwargs, outs, low.line, low.backward, f"part of {self._op.name}"))
+        return outs[0] if len(outs) == 1 else outs
+
+    def all_reduce(self, value: Var, factor: str, kind: str) -> Var:
+        low, axes = self._lowering, self.axes(factor)
+        out = Var(f"{value.name}.reduced", None, value.dtype)
+        n = reshard.ways(axes)
+        nbytes = 2 * self._small_bytes() * (n - 1) / n
+        low.program.steps.append(
+            Collective(
+                "all_reduce", Axis.merge(axes), value, out, {}, nbytes, kind, low.line, low.backward,
+                f"{self._op.name} needs its {kind} over {factor}", because=(self._op, factor),
+            )  # fmt: skip
+        )
+        return out
+
+    def _small_bytes(self) -> float:
+        """Bytes of one number for each row of the op's first result, local to the fullest device."""
+        result = self._op.results[0]
+        assert result is not None
+        n = result.dtype.itemsize
+        for names in self.rule.results[0]:
+            for x in self._lowering._factors(self._op, names):
+                if x[0] not in self.rule.local_factors:
+                    n *= -(-self._lowering._leaf_size(self._op, x) // reshard.ways(self._assignment.get(x, ())))
+        return n
+
+
+def _reader_counts(graph: Graph, p: Propagated) -> dict[Value, int]:
+    """How often a value is read, views looked through; a view counts as its root."""
+    counts: dict[Value, int] = defaultdict(int)
+    for value, (root, _) in p.units.roots.items():
+        counts[root] += sum(not looks_through(op) for op, _ in value.readers)
+    for out in graph.outputs:
+        if isinstance(out, Value) and not out.constant:
+            counts[p.units.root(out)[0]] += 1
+    return {value: counts[root] for value, (root, _) in p.units.roots.items()}
+
+
+def _substitute(node: fx.Node, operands: Sequence[Var]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The node's arguments with its tensors replaced, in order."""
+    feed = iter(operands)
+
+    def change(x: Any) -> Any:
+        if isinstance(x, fx.Node):
+            return next(feed)
+        if isinstance(x, tuple | list):
+            return [change(y) for y in x]
+        return x
+
+    return tuple(change(a) for a in node.args), {k: change(v) for k, v in node.kwargs.items()}
+
+
+def _put(args: tuple[Any, ...], kwargs: dict[str, Any], path: Path, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments with one integer replaced."""
+
+    def put(x: Any, rest: Path) -> Any:
+        if not rest:
+            return value
+        if isinstance(x, dict):
+            return {**x, rest[0]: put(x[rest[0]], rest[1:])}
+        i = rest[0]
+        assert isinstance(i, int)
+        return type(x)([*x[:i], put(x[i], rest[1:]), *x[i + 1 :]])
+
+    if isinstance(path[0], str):
+        return args, put(kwargs, path)
+    return put(args, path), kwargs
+

@@ -1,0 +1,187 @@
+"""One reshard step -> instructions: where a factor sits inside a dim, sizes per member, local slices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardlib.layout import Axis, Coords, Layout, span
+from shardlib.lines import Line
+from shardlib.lower.program import Collective, Instr, Program, Var
+from shardlib.lower.sym import Sym, local_size, product
+from shardlib.reshard import Axes, Step, ways
+
+aten = torch.ops.aten
+LocalDims = tuple[tuple[tuple[int, Axes], ...], ...]  # per dim, (size, axes) per factor
+
+
+class Mover:
+    """Appends the instructions of reshards to a program."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+
+    def step(
+        self,
+        step: Step,
+        var: Var,
+        dims: LocalDims,
+        layout: Layout,
+        *,
+        name: str,
+        line: Line | None,
+        backward: bool,
+        reason: str,
+        because: Any,
+    ) -> Var:
+        """Emit `step` on `var`, whose factors are `dims`."""
+        out = Var(name, layout, var.dtype)
+        if step.kind == "all_reduce":
+            self._collective(step, var, out, {}, line, backward, reason, because)
+            return out
+        new = _recut(dims, step.result)
+        if step.kind == "slice":
+            d, k = _locate(dims, step.factor)
+            x, at, shape = self._expose(var, dims, [(d, k)], new)
+            (where,) = at
+            size, post = _size_after(dims, d, k, pairs=((d, k),))
+            start, length = _relative(size, dims[d][k][1], new[d][k][1])
+            self._instr(aten.narrow.default, (x, where, start * post, length * post), out, line, backward)
+            return self._restore(out, shape, new, name, line, backward)
+        pairs = [_locate(dims, step.factor)] + ([_locate(dims, step.to)] if step.kind == "all_to_all" else [])
+        x, at, shape = self._expose(var, dims, pairs, new)
+        d, k = pairs[0]
+        size, post = _size_after(dims, d, k, pairs)
+        if step.kind == "all_to_all":
+            (e, m) = pairs[1]
+            to_size, to_post = _size_after(dims, e, m, pairs)
+            n = ways(step.axes)
+            split = local_size(to_size, new[e][m][1]) * to_post
+            concat = local_size(size, dims[d][k][1]) * post
+            params: dict[str, Any] = {
+                "split_dim": at[1], "split_sizes": [split] * n, "concat_dim": at[0], "concat_sizes": [concat] * n,
+            }  # fmt: skip
+        else:
+            finer = dims[d][k][1] if step.kind == "all_gather" else new[d][k][1]
+            params = {"dim": at[0], "sizes": _member_sizes(size, finer, step.axes, post)}
+        self._collective(step, x, out, params, line, backward, reason, because)
+        return self._restore(out, shape, new, name, line, backward)
+
+    def slice_all(self, var: Var, dims: LocalDims, *, name: str, line: Line | None) -> Var:
+        """Cut a whole value as `dims` says, locally."""
+        have = tuple(tuple((n, ()) for n, _ in dim) for dim in dims)
+        for d, dim in enumerate(dims):
+            for k, (size, axes) in enumerate(dim):
+                if axes:
+                    new = _replace(have, d, k, axes)
+                    out = Var(name, None, var.dtype)
+                    x, (where,), shape = self._expose(var, have, [(d, k)], new)
+                    post = product([n for n, _ in dim[k + 1 :]])
+                    start, length = _relative(size, (), axes)
+                    self._instr(aten.narrow.default, (x, where, start * post, length * post), out, line, False)
+                    var, have = self._restore(out, shape, new, name, line, False), new
+        return var
+
+    def _collective(
+        self, step: Step, var: Var, out: Var, params: dict[str, Any], line: Line | None, backward: bool, reason: str, because: Any
+    ) -> None:
+        self.program.steps.append(
+            Collective(step.kind, step.axes, var, out, params, step.bytes, step.reduce, line, backward, reason, because)
+        )
+
+    def _instr(self, target: Any, args: tuple[Any, ...], out: Var, line: Line | None, backward: bool) -> None:
+        self.program.steps.append(Instr(target, args, {}, (out,), line, backward, "reshard"))
+
+    def _expose(
+        self, var: Var, dims: LocalDims, pairs: list[tuple[int, int]], new: LocalDims
+    ) -> tuple[Var, list[int], bool]:
+        """View `var` so that each factor of `pairs` leads a dim of its own: (view, where they are, whether to view back)."""
+        splits = sorted({(d, k) for d, k in pairs if any(_local(n, a) != 1 for n, a in dims[d][:k])})
+        at = [d + sum(split <= (d, k) for split in splits) for d, k in pairs]
+        if not splits:
+            return var, at, False
+        shape: list[Sym | int] = []
+        for d, dim in enumerate(dims):
+            edges = [0, *(k for e, k in splits if e == d), len(dim)]
+            for start, stop in zip(edges, edges[1:], strict=False):
+                shape.append(product([_local(n, a) for n, a in dim[start:stop]]))
+        view = Var(f"{var.name}.split", None, var.dtype)
+        self._instr(aten.reshape.default, (var, shape), view, None, False)
+        return view, at, True
+
+    def _restore(self, out: Var, needed: bool, dims: LocalDims, name: str, line: Line | None, backward: bool) -> Var:
+        if not needed:
+            return out
+        shape = [product([_local(n, a) for n, a in dim]) for dim in dims]
+        whole = Var(name, out.layout, out.dtype)
+        out.name, out.layout = f"{name}.split", None
+        self._instr(aten.reshape.default, (out, shape), whole, line, backward)
+        return whole
+
+
+def _local(size: int, axes: Axes) -> Sym | int:
+    return local_size(size, Axis.merge(axes))
+
+
+def _locate(dims: LocalDims, flat: int) -> tuple[int, int]:
+    for d, dim in enumerate(dims):
+        if flat < len(dim):
+            return d, flat
+        flat -= len(dim)
+    raise IndexError(flat)
+
+
+def _size_after(dims: LocalDims, d: int, k: int, pairs: Sequence[tuple[int, int]]) -> tuple[int, Any]:
+    """The factor's size, and the local size of what stands behind it in the dim that `_expose` made for it."""
+    stop = min([m for e, m in pairs if e == d and m > k], default=len(dims[d]))
+    return dims[d][k][0], product([_local(n, a) for n, a in dims[d][k + 1 : stop]])
+
+
+def _recut(dims: LocalDims, cut: tuple[Axes, ...]) -> LocalDims:
+    axes = iter(cut)
+    return tuple(tuple((n, next(axes)) for n, _ in dim) for dim in dims)
+
+
+def _replace(dims: LocalDims, d: int, k: int, axes: Axes) -> LocalDims:
+    dim = dims[d]
+    return (*dims[:d], (*dim[:k], (dim[k][0], axes), *dim[k + 1 :]), *dims[d + 1 :])
+
+
+def _relative(size: int, old: Axes, new: Axes) -> tuple[Any, Any]:
+    """Start and length of a device's piece under `new` inside its piece under `old`."""
+    old, new = Axis.merge(old), Axis.merge(new)
+
+    def start(c: Coords) -> int:
+        return span(size, new, c)[0] - span(size, old, c)[0]
+
+    return Sym(start, frozenset(new), f"start({size})"), local_size(size, new)
+
+
+def _member_sizes(size: int, finer: Axes, group: Axes, post: Any) -> Any:
+    """Sizes of the group's members along the dim, in group order; the group's axes are the minor ones of `finer`."""
+    finer = Axis.merge(finer)
+    n = ways(group)
+    if size % ways(finer) == 0 and not isinstance(post, Sym):
+        return [size // ways(finer) * post] * n
+
+    def at(coords: Coords) -> list[int]:
+        inner = post.at(coords) if isinstance(post, Sym) else post
+        sizes = []
+        for i in range(n):
+            start, stop = span(size, finer, member_coords(coords, group, i))
+            sizes.append((stop - start) * inner)
+        return sizes
+
+    rest = frozenset(finer) | (post.axes if isinstance(post, Sym) else frozenset())
+    return Sym(at, rest, f"sizes({size})")
+
+
+def member_coords(coords: Coords, group: Axes, i: int) -> dict[str, int]:
+    """The coordinates of member `i` of the group along `group` (major first) that the device at `coords` is in."""
+    out = dict(coords)
+    for axis in reversed(group):
+        i, c = divmod(i, axis.size)
+        out[axis.name] += (c - axis.coord(out)) * axis.post
+    return out

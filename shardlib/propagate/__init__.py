@@ -1,0 +1,44 @@
+"""Annotations and rules -> one layout decision per op, with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardlib.graph import Graph, Value
+from shardlib.layout import Axis
+from shardlib.mesh import Mesh
+from shardlib.propagate.decide import Decider
+from shardlib.propagate.flood import Fixed, Flood, flood
+from shardlib.propagate.units import Unit, Units, build_units
+from shardlib.reshard import Cut
+
+
+@dataclass(frozen=True)
+class Propagated:
+    """What propagation found: leaves and wants (`flood`), what is decided together (`units`), the decisions."""
+
+    flood: Flood
+    units: Units
+    decider: Decider
+
+    def unit_cut(self, unit: Unit) -> tuple[tuple[Axis, ...], ...]:
+        """The mesh axes on each slot of `unit`, in prime parts."""
+        return self.decider.unit_cut(unit)
+
+    def input_cut(self, value: Value) -> Cut:
+        """The cut of an input: as annotated, or as inferred."""
+        if value in self.flood.fixed:
+            return self.flood.fixed[value][0]
+        unit = self.units.unit.get(value)
+        if unit is None:
+            return ((),) * len(self.flood.leaves(value))
+        cuts = self.unit_cut(unit)
+        return tuple(() if s is None else cuts[s] for s in self.units.value_slots[value])
+
+
+def propagate(graph: Graph, mesh: Mesh, fixed: Mapping[Value, Fixed], outputs: Mapping[int, Fixed]) -> Propagated:
+    """Decide every op's cut; `fixed` and `outputs` hold what the user decided."""
+    flooded = flood(graph, fixed, outputs)
+    units = build_units(graph, flooded)
+    return Propagated(flooded, units, Decider(graph, flooded, units, mesh))

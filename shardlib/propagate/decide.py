@@ -1,0 +1,369 @@
+"""Which factor of a unit gets each mesh axis: one global minimum of estimated seconds.
+
+The estimate has two parts. Every value pays the reshards from the layout in which it is made to every distinct layout in
+which it is read (a pending sum once; sums that only meet in an addition are added first and then paid once). Every unit
+pays its arithmetic, divided by the ways in which it is cut: so replicating work costs what it takes.
+
+Values and units with the same shape of problem (the layers of a model) are counted once with a multiplicity, so the cost
+of deciding does not grow with the depth of the model. The search starts from every order of precedence between classes,
+improves one unit at a time until nothing improves, and keeps the best end.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardlib import reshard
+from shardlib.graph import Graph, Op, Value
+from shardlib.layout import Axis
+from shardlib.mesh import Mesh
+from shardlib.propagate.dims import Leaf
+from shardlib.propagate.flood import Flood
+from shardlib.propagate.units import Slots, Unit, Units, is_constraint, looks_through, op_cut_slots, value_factors
+from shardlib.reshard import Cut
+
+Choice = tuple[int, ...]  # slots in order of precedence for one mesh axis; empty: the axis stays unused
+Kind = int  # index of a group of units that share every decision
+
+
+@dataclass(frozen=True)
+class End:
+    """One end of a value: the unit that makes or reads it (`kind`, `slots` per leaf), or a cut that is fixed."""
+
+    kind: Kind | None
+    slots: Slots = ()
+    cut: Cut = ()
+    pending: tuple[int, ...] = ()  # slots of the unit whose sum this value still owes
+
+
+@dataclass(frozen=True)
+class Record:
+    """A value as the estimate sees it."""
+
+    sizes: tuple[int, ...]
+    itemsize: int
+    sources: tuple[End, ...]
+    readers: frozenset[End]
+
+    @cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        return tuple(sorted({e.kind for e in (*self.sources, *self.readers) if e.kind is not None}))
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Why a kind of unit gives `axis` to `winner`: estimated seconds of the whole program for every alternative."""
+
+    axis: str
+    winner: str
+    alternatives: tuple[tuple[str, float], ...]
+    units: int
+
+    def __str__(self) -> str:
+        others = ", ".join(f"{name}: {s * 1e6:.1f} us" for name, s in self.alternatives)
+        return f"{self.axis} -> {self.winner} ({others}; {self.units} alike)"
+
+
+class Decider:
+    """Kinds, records and the search; `cuts(unit)` is the answer."""
+
+    def __init__(self, graph: Graph, flood: Flood, units: Units, mesh: Mesh) -> None:
+        self.flood, self.units, self.mesh = flood, units, mesh
+        self.atoms = {name: mesh.axis(name).primes() for name in mesh.axis_names}
+        self.kind: dict[Unit, Kind] = {}
+        self.members: list[list[Unit]] = []
+        self._find_kinds(graph)
+        self.slots: list[list[Leaf]] = [m[0].slots for m in self.members]
+        self.candidates = [self._candidates(slots) for slots in self.slots]
+        self.records = Counter(self._records(graph))
+        self.compute = [self._compute(m[0], len(m)) for m in self.members]
+        self._touching: dict[Kind, list[Record]] = defaultdict(list)
+        for record in self.records:
+            for kind in record.kinds:
+                self._touching[kind].append(record)
+        self._cost_memo: dict[tuple[Record, tuple[tuple[Choice, ...], ...]], float] = {}
+        self._cut_memo: dict[tuple[Kind, tuple[Choice, ...]], tuple[tuple[Axis, ...], ...]] = {}
+        self.choices: list[tuple[Choice, ...]] = self._search()
+
+    # The problem ----------------------------------------------------------------------------------------------------
+
+    def _find_kinds(self, graph: Graph) -> None:
+        described: dict[Unit, set[object]] = defaultdict(set)
+        for op in graph.ops:
+            unit = self.units.unit.get(op)
+            if unit is not None and unit.slots:
+                pins = []
+                for value in (*op.operands, *op.results):
+                    if value is not None and not value.constant:
+                        root, _ = self.units.root(value)
+                        pins.append(self.flood.fixed[root][0] if root in self.flood.fixed else None)
+                slots = self.units.op_slots[op]
+                described[unit].add((op.target, tuple(slots.items()), tuple(pins)))
+        for value, unit in self.units.unit.items():
+            if isinstance(value, Value) and unit.slots:
+                described[unit].add((value.op is None, self.units.value_slots[value]))
+        index: dict[object, Kind] = {}
+        for unit, what in described.items():
+            key = (tuple(unit.slots), frozenset(what))
+            kind = index.setdefault(key, len(index))
+            if kind == len(self.members):
+                self.members.append([])
+            self.members[kind].append(unit)
+            self.kind[unit] = kind
+
+    def _candidates(self, slots: list[Leaf]) -> dict[str, list[int]]:
+        """For each mesh axis, the slots that want a part of it."""
+        out: dict[str, list[int]] = {}
+        for name, atoms in self.atoms.items():
+            wanting = [i for i, leaf in enumerate(slots) if any(w.axis in atoms for w in self.flood.wants[leaf])]
+            if wanting:
+                out[name] = wanting
+        return out
+
+    def _end(self, unit: Unit | None, slots: Slots, pending: tuple[int, ...] = ()) -> End:
+        if unit is None or unit not in self.kind:
+            return End(None, cut=((),) * len(slots))
+        return End(self.kind[unit], slots, pending=pending)
+
+    def _records(self, graph: Graph) -> Iterable[Record]:
+        f, u = self.flood, self.units
+        readers: dict[Value, set[End]] = defaultdict(set)
+        merged: set[Value] = set()
+        sources: dict[Value, tuple[End, ...]] = {}
+        counts: Counter[Value] = Counter()
+        for value, (root, _) in u.roots.items():
+            counts[root] += sum(not looks_through(op) for op, _ in value.readers) + value.is_output
+        for op in graph.ops:
+            if all(r is None or r.constant for r in op.results) or looks_through(op):
+                continue
+            for i, value in enumerate(op.operands):
+                if not value.constant:
+                    root, positions = u.root(value)
+                    readers[root].add(self._reader(op, i, value, root, positions))
+            for index, result in enumerate(op.results):
+                if result is not None:
+                    sources[result] = (self._source(op, index, result),)
+            if self._adds(op):
+                addends = [u.root(v) for v in op.operands]
+                result = op.results[0]
+                assert result is not None
+                if all(counts[r] == 1 and not r.is_output and any(s.pending for s in sources.get(r, ())) for r, _ in addends):
+                    merged.update(r for r, _ in addends)
+                    sources[result] = tuple(s for r, _ in addends for s in sources[r])
+        for i, value in enumerate(graph.outputs):
+            if isinstance(value, Value) and not value.constant:
+                root, positions = u.root(value)
+                if i in f.outputs:
+                    readers[root].add(End(None, cut=_onto_root(f.outputs[i][0], positions, len(f.leaves(root)))))
+        for root, ends in readers.items():
+            if root in merged:
+                continue
+            if root not in sources:
+                sources[root] = (self._input(root),)
+            if root in f.fixed:
+                sources[root] = (End(None, cut=f.fixed[root][0]),)
+            record = Record(f.sizes(root), root.dtype.itemsize, tuple(dict.fromkeys(sources[root])), frozenset(ends))
+            if record.kinds:
+                yield record
+
+    def _reader(self, op: Op, i: int, value: Value, root: Value, positions: tuple[int | None, ...]) -> End:
+        n = len(self.flood.leaves(root))
+        if is_constraint(op):
+            result = op.results[0]
+            assert result is not None
+            return End(None, cut=_onto_root(self.flood.fixed[result][0], positions, n))
+        if op.rule is None:
+            return End(None, cut=((),) * n)
+        slots = op_cut_slots(self.units, self.flood, op, value_factors(self.flood, op, i, operand=True))
+        out: list[int | None] = [None] * n
+        for slot, position in zip(slots, positions, strict=True):
+            if position is not None:
+                out[position] = slot
+        return self._end(self.units.unit[op], tuple(out))
+
+    def _source(self, op: Op, index: int, result: Value) -> End:
+        f, u = self.flood, self.units
+        if result in f.fixed or op.rule is None:
+            return End(None, cut=f.fixed[result][0] if result in f.fixed else ((),) * len(f.leaves(result)))
+        factors = value_factors(f, op, index, operand=False)
+        owed = tuple(s for x, s in u.op_slots[op].items() if x not in factors and x[0] in op.rule.reduce)
+        return self._end(u.unit[op], op_cut_slots(u, f, op, factors), owed)
+
+    def _input(self, value: Value) -> End:
+        if value in self.flood.fixed or value not in self.units.unit:
+            return End(None, cut=((),) * len(self.flood.leaves(value)))
+        return self._end(self.units.unit[value], self.units.value_slots[value])
+
+    def _adds(self, op: Op) -> bool:
+        rule = op.rule
+        return rule is not None and len(op.operands) == 2 and frozenset({0, 1}) in rule.linear and op.operands[0].shape == op.operands[1].shape
+
+    def _compute(self, unit: Unit, count: int) -> list[tuple[float, tuple[int, ...]]]:
+        """(seconds on one device, the slots that divide them) of a unit's ops."""
+        totals: dict[tuple[int, ...], float] = defaultdict(float)
+        for op in unit.ops:
+            assert op.rule is not None
+            nbytes = sum(v.nbytes for v in (*op.operands, *op.results) if v is not None)
+            seconds = max(op.rule.flops / reshard.FLOPS_PER_SECOND, nbytes / reshard.MEMORY_BYTES_PER_SECOND)
+            totals[tuple(sorted(set(self.units.op_slots[op].values())))] += seconds * count
+        return [(s, slots) for slots, s in totals.items()]
+
+    # The estimate ---------------------------------------------------------------------------------------------------
+
+    def cut(self, kind: Kind, choice: tuple[Choice, ...]) -> tuple[tuple[Axis, ...], ...]:
+        """The axes on every slot of a kind under `choice` (one entry per mesh axis, in mesh order)."""
+        key = (kind, choice)
+        if (known := self._cut_memo.get(key)) is not None:
+            return known
+        leaves = self.slots[kind]
+        axes: list[list[Axis]] = [[] for _ in leaves]
+        for name, order in zip(self.mesh.axis_names, choice, strict=True):
+            for atom in self.atoms[name]:
+                for slot in order:
+                    ways = math.prod(a.size for a in axes[slot]) * atom.size
+                    wanted = any(w.axis == atom for w in self.flood.wants[leaves[slot]])
+                    if wanted and self.flood.dims.size(leaves[slot]) >= ways:
+                        axes[slot].append(atom)
+                        break
+        result = []
+        for leaf, mine in zip(leaves, axes, strict=True):
+            rank = {w.axis: i for i, w in enumerate(self.flood.wants[leaf])}
+            result.append(tuple(sorted(mine, key=rank.__getitem__)))
+        self._cut_memo[key] = tuple(result)
+        return self._cut_memo[key]
+
+    def _record_cost(self, record: Record, choices: list[tuple[Choice, ...]]) -> float:
+        key = (record, tuple(choices[k] for k in record.kinds))
+        if (known := self._cost_memo.get(key)) is not None:
+            return known
+
+        def resolve(end: End) -> tuple[Cut, tuple[Axis, ...]]:
+            if end.kind is None:
+                return end.cut, ()
+            slots = self.cut(end.kind, choices[end.kind])
+            cut = tuple(() if s is None else slots[s] for s in end.slots)
+            return cut, tuple(a for s in end.pending for a in slots[s])
+
+        sources = {resolve(s): None for s in record.sources}
+        wants = sorted({resolve(r)[0] for r in record.readers}, key=lambda c: reshard.local_numel(record.sizes, c))
+        total = 0.0
+        have: list[tuple[Cut, tuple[Axis, ...]]] = list(sources)
+        if len(have) > 1 and wants:  # sums that cannot be added first: each goes to the first reader's layout on its own
+            for cut, pending in have:
+                total += reshard.seconds(reshard.plan(record.sizes, record.itemsize, cut, wants[0], pending))
+            have = [(wants[0], ())]
+        for want in wants:
+            best = min(reshard.seconds(reshard.plan(record.sizes, record.itemsize, c, want, p)) for c, p in have)
+            total += best
+            have.append((want, ()))
+        self._cost_memo[key] = total
+        return total
+
+    def _kind_cost(self, kind: Kind, choices: list[tuple[Choice, ...]]) -> float:
+        cut = self.cut(kind, choices[kind])
+        total = sum(s / math.prod(reshard.ways(cut[i]) for i in slots) for s, slots in self.compute[kind])
+        return total + sum(self._record_cost(r, choices) * self.records[r] for r in self._touching[kind])
+
+    def _total(self, choices: list[tuple[Choice, ...]]) -> float:
+        compute = 0.0
+        for kind in range(len(self.members)):
+            cut = self.cut(kind, choices[kind])
+            compute += sum(s / math.prod(reshard.ways(cut[i]) for i in slots) for s, slots in self.compute[kind])
+        return compute + sum(self._record_cost(r, choices) * n for r, n in self.records.items())
+
+    # The search -----------------------------------------------------------------------------------------------------
+
+    def _search(self) -> list[tuple[Choice, ...]]:
+        if not self.members:
+            return []
+        starts: dict[tuple[tuple[Choice, ...], ...], None] = {}
+        rivals = {name: self._rivals(name) for name in self.atoms}
+        orders = [list(itertools.islice(itertools.permutations(leaves), 6)) or [()] for leaves in rivals.values()]
+        for i in range(max(map(len, orders), default=1)):
+            order = [o[i % len(o)] for o in orders]
+            starts[tuple(self._start(kind, order) for kind in range(len(self.members)))] = None
+        ends = []
+        for start in starts:
+            choices = list(start)
+            self._descend(choices)
+            ends.append((self._total(choices), choices))
+        return min(ends, key=lambda e: e[0])[1]
+
+    def _rivals(self, name: str) -> list[Leaf]:
+        """The classes that compete for the axis in some unit."""
+        rivals: set[Leaf] = set()
+        for slots, candidates in zip(self.slots, self.candidates, strict=True):
+            leaves = {slots[i] for i in candidates.get(name, ())}
+            rivals |= leaves if len(leaves) > 1 else set()
+        return sorted(rivals)
+
+    def _start(self, kind: Kind, order: list[tuple[Leaf, ...]]) -> tuple[Choice, ...]:
+        choice = []
+        for name, precedence in zip(self.atoms, order, strict=True):
+            rank = {leaf: i for i, leaf in enumerate(precedence)}
+            slots = self.candidates[kind].get(name, ())
+            choice.append(tuple(sorted(slots, key=lambda i: rank.get(self.slots[kind][i], -1))))
+        return tuple(choice)
+
+    def _alternatives(self, kind: Kind, name: str) -> list[Choice]:
+        slots = self.candidates[kind].get(name, [])
+        return [(i, *(j for j in slots if j != i)) for i in slots] + ([()] if slots else [])
+
+    def _descend(self, choices: list[tuple[Choice, ...]]) -> None:
+        improved = True
+        while improved:
+            improved = False
+            for kind in range(len(self.members)):
+                for a, name in enumerate(self.mesh.axis_names):
+                    alternatives = self._alternatives(kind, name)
+                    if len(alternatives) < 2:
+                        continue
+                    current = choices[kind]
+                    best, best_cost = current, self._kind_cost(kind, choices)
+                    for alternative in alternatives:
+                        choices[kind] = (*current[:a], alternative, *current[a + 1 :])
+                        cost = self._kind_cost(kind, choices)
+                        if cost < best_cost * (1 - 1e-9):
+                            best, best_cost = choices[kind], cost
+                    choices[kind] = best
+                    improved |= best != current
+
+    # The answer -----------------------------------------------------------------------------------------------------
+
+    def unit_cut(self, unit: Unit) -> tuple[tuple[Axis, ...], ...]:
+        kind = self.kind.get(unit)
+        return ((),) * len(unit.slots) if kind is None else self.cut(kind, self.choices[kind])
+
+    def decision(self, unit: Unit, name: str) -> Decision | None:
+        """Why the unit uses (or leaves) mesh axis `name`; None where there was nothing to decide."""
+        kind = self.kind.get(unit)
+        if kind is None or not self.candidates[kind].get(name):
+            return None
+        a = self.mesh.axis_names.index(name)
+        rows = []
+        for alternative in self._alternatives(kind, name):
+            choices = list(self.choices)
+            choices[kind] = (*choices[kind][:a], alternative, *choices[kind][a + 1 :])
+            rows.append((self._slot_name(kind, alternative), self._kind_cost(kind, choices)))
+        winner = self._slot_name(kind, self.choices[kind][a])
+        return Decision(name, winner, tuple(rows), len(self.members[kind]))
+
+    def _slot_name(self, kind: Kind, choice: Choice) -> str:
+        if not choice:
+            return "nothing"
+        leaf = self.slots[kind][choice[0]]
+        return self.flood.names.get(leaf, f"a dim of {self.flood.dims.size(leaf)}")
+
+
+def _onto_root(cut: Cut, positions: tuple[int | None, ...], n: int) -> Cut:
+    """A cut of a view, on the leaves of its root."""
+    out: list[tuple[Axis, ...]] = [()] * n
+    for axes, position in zip(cut, positions, strict=True):
+        if position is not None:
+            out[position] = axes
+    return tuple(out)

@@ -1,0 +1,158 @@
+"""Dims made of leaves: what is the same dim all over the program.
+
+Every dim of every value is a list of leaves, major first. Unifying two dims makes them the same list: leaves of one size
+become one, a larger leaf is split at the other's boundary. All leaves that were ever made one are a *class*.
+
+Two dims can be unified only if their boundaries chain by divisibility: (2 6) and (4 3) become (2 2 3), but (2 3) and (3 2)
+have no common refinement, and then nothing happens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+Leaf = int
+
+
+class Dims:
+    """Union-find over leaves that can be split."""
+
+    def __init__(self) -> None:
+        self._parent: list[Leaf] = []
+        self._size: list[int] = []
+        self._parts: list[tuple[Leaf, Leaf] | None] = []  # (major, minor) once split
+        self._ways: list[frozenset[tuple[int, ...]]] = []  # cuts that a split must leave expressible
+
+    def new(self, size: int) -> list[Leaf]:
+        """A dim of its own; dims of size 1 have no leaves."""
+        if size == 1:
+            return []
+        self._parent.append(len(self._parent))
+        self._size.append(size)
+        self._parts.append(None)
+        self._ways.append(frozenset())
+        return [len(self._parent) - 1]
+
+    def find(self, leaf: Leaf) -> Leaf:
+        parent = self._parent
+        while parent[leaf] != leaf:
+            parent[leaf] = parent[parent[leaf]]
+            leaf = parent[leaf]
+        return leaf
+
+    def leaves(self, dim: Iterable[Leaf]) -> list[Leaf]:
+        """`dim` as it stands now: roots, split as far as anything needed them split."""
+        out: list[Leaf] = []
+        stack = list(dim)[::-1]
+        while stack:
+            leaf = self.find(stack.pop())
+            parts = self._parts[leaf]
+            if parts is None:
+                out.append(leaf)
+            else:
+                stack += [parts[1], parts[0]]
+        return out
+
+    def size(self, leaf: Leaf) -> int:
+        return self._size[self.find(leaf)]
+
+    def lock(self, leaf: Leaf, ways: Sequence[int]) -> None:
+        """Demand that splits of `leaf` keep a cut into `ways` (major first) expressible on the parts."""
+        leaf = self.find(leaf)
+        self._ways[leaf] |= {tuple(ways)}
+
+    def refine(self, dim: Sequence[Leaf], sizes: Sequence[int]) -> list[list[Leaf]] | None:
+        """Split `dim` at the boundaries of `sizes` (major first); the leaves of each part, or None if it cannot be."""
+        dim = self.leaves(dim)
+        parts = [self.new(n) for n in sizes]
+        return parts if self.unify([leaf for p in parts for leaf in p], dim) else None
+
+    def unify(self, a: Sequence[Leaf], b: Sequence[Leaf]) -> bool:
+        """Make two dims one; False (and nothing done) if they have no common refinement."""
+        left, right = self.leaves(a), self.leaves(b)
+        if left == right:
+            return True
+        bounds = self._bounds(left) | self._bounds(right)
+        chain = sorted(bounds)
+        if any(y % x for x, y in zip(chain, chain[1:], strict=False)) or not (self._fits(left, chain) and self._fits(right, chain)):
+            return False
+        if math.prod(map(self.size, left)) != math.prod(map(self.size, right)):
+            return False
+        while left and right:
+            x, y = self.find(left[-1]), self.find(right[-1])
+            if x == y:
+                left.pop(), right.pop()
+            elif self._parts[x] is not None:
+                left[-1:] = self._parts[x]  # split meanwhile, through another occurrence of the same leaf
+            elif self._parts[y] is not None:
+                right[-1:] = self._parts[y]
+            elif self._size[x] == self._size[y]:
+                self._parent[y] = x
+                self._ways[x] |= self._ways[y]
+                left.pop(), right.pop()
+            elif self._size[x] > self._size[y]:
+                self._split(x, self._size[y])
+            else:
+                self._split(y, self._size[x])
+        return True
+
+    def _bounds(self, leaves: Sequence[Leaf]) -> set[int]:
+        """Products of the sizes from the minor side: where the dim can be cut apart."""
+        bounds, inner = {1}, 1
+        for leaf in reversed(leaves):
+            inner *= self.size(leaf)
+            bounds.add(inner)
+        return bounds
+
+    def _fits(self, leaves: Sequence[Leaf], chain: Sequence[int]) -> bool:
+        """Whether the locks of `leaves` allow splits at all of `chain`'s boundaries."""
+        inner = 1
+        for leaf in reversed(leaves):
+            outer = inner * self.size(leaf)
+            cuts = [c for c in chain if inner < c < outer]
+            for ways in self._ways[self.find(leaf)] if cuts else ():
+                edges = [inner, *cuts, outer]
+                sizes = [y // x for x, y in zip(edges, edges[1:], strict=False)][::-1]
+                if spread(sizes, ways) is None:
+                    return False
+            inner = outer
+        return True
+
+    def _split(self, leaf: Leaf, minor: int) -> None:
+        (major_leaf,), (minor_leaf,) = self.new(self._size[leaf] // minor), self.new(minor)
+        self._parts[leaf] = (major_leaf, minor_leaf)
+        for ways in self._ways[leaf]:
+            shares = spread([self._size[leaf] // minor, minor], ways)
+            assert shares is not None
+            for part, share in zip((major_leaf, minor_leaf), shares, strict=True):
+                if share:
+                    self.lock(part, [ways[i] for i in share])
+
+
+def spread(sizes: Sequence[int], ways: Sequence[int]) -> list[list[int]] | None:
+    """Hand the cuts `ways` (primes, major first) to parts of `sizes` (major first): positions per part.
+
+    Cutting the product of `sizes` in contiguous chunks is cutting its parts, major first, as long as every part but the
+    last is cut evenly, completely used up before the next is touched; None otherwise.
+
+    Example:
+        >>> spread([4, 32], [2, 2, 2])
+        [[0, 1], [2]]
+        >>> spread([3, 5], [2]) is None
+        True
+    """
+    shares: list[list[int]] = [[] for _ in sizes]
+    part, rest = 0, sizes[0] if sizes else 1
+    for i, n in enumerate(ways):
+        while rest == 1 and part + 1 < len(sizes):
+            part, rest = part + 1, sizes[part + 1]
+        last = part == len(sizes) - 1
+        if rest % n and not last:
+            return None
+        if rest % n and last and part > 0:
+            # An uneven cut of a minor part is not a contiguous cut of the whole.
+            return None
+        shares[part].append(i)
+        rest = rest // n if rest % n == 0 else -(-rest // n)
+    return shares

@@ -1,0 +1,181 @@
+"""Annotations flood through the rules: leaves of every dim, classes of leaves, and the mesh axes that each class wants.
+
+Fixed layouts (annotations, placed arguments, output specs) are written down first and lock their factors; then every op's
+rule unifies the dims of its operands and results, forward and backward code alike. What comes out says, for every op,
+which leaves its factors are, and for every class, which mesh axes some annotation put on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shardlib.graph import Graph, Op, Value
+from shardlib.layout import Axis, Layout
+from shardlib.propagate.dims import Dims, Leaf, spread
+from shardlib.reshard import Cut
+
+Factor = tuple[str, int]  # an op's factor: the rule's label, and which of its leaves
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A layout that is not ours to choose: `layout`, the names of its factors, which dims stay open, and who said so."""
+
+    layout: Layout
+    names: tuple[tuple[str | None, ...], ...]
+    open: tuple[bool, ...]
+    source: str
+
+
+@dataclass
+class Want:
+    """One mesh axis (a prime part) that a class wants, and the annotation that asked for it."""
+
+    axis: Axis
+    source: str
+
+
+@dataclass
+class Flood:
+    """The result of flooding; see the fields."""
+
+    dims: Dims = field(default_factory=Dims)
+    value: dict[Value, tuple[tuple[Leaf, ...], ...]] = field(default_factory=dict)  # leaves per dim
+    labels: dict[Op, dict[str, tuple[Leaf, ...]]] = field(default_factory=dict)  # leaves per factor of the op's rule
+    whole: dict[Op, frozenset[str]] = field(default_factory=dict)  # factors that must not be cut here
+    wants: dict[Leaf, list[Want]] = field(default_factory=dict)
+    names: dict[Leaf, str] = field(default_factory=dict)
+    fixed: dict[Value, tuple[Cut, Fixed]] = field(default_factory=dict)  # results of constraints, and fixed inputs
+    outputs: dict[int, tuple[Cut, Fixed]] = field(default_factory=dict)  # by output position
+
+    def leaves(self, value: Value) -> tuple[Leaf, ...]:
+        return tuple(leaf for dim in self.value[value] for leaf in dim)
+
+    def sizes(self, value: Value) -> tuple[int, ...]:
+        return tuple(self.dims.size(leaf) for leaf in self.leaves(value))
+
+    def operand_factors(self, op: Op, position: int, dim: int) -> tuple[Factor, ...]:
+        """The op's factors, leaf by leaf, along one dim of an operand."""
+        assert op.rule is not None
+        return self._factors(op, op.rule.operands[position][dim])
+
+    def result_factors(self, op: Op, index: int, dim: int) -> tuple[Factor, ...]:
+        assert op.rule is not None
+        return self._factors(op, op.rule.results[index][dim])
+
+    def _factors(self, op: Op, labels: Sequence[str]) -> tuple[Factor, ...]:
+        return tuple((label, k) for label in labels for k in range(len(self.labels[op][label])))
+
+
+def flood(graph: Graph, fixed: Mapping[Value, Fixed], fixed_outputs: Mapping[int, Fixed]) -> Flood:
+    """Run the flood. `fixed` holds inputs with specs and results of constraints, `fixed_outputs` the output specs."""
+    f = Flood()
+    raw: dict[Value, list[list[Leaf]]] = {}
+    for value in graph.values():
+        if not value.constant:
+            raw[value] = [f.dims.new(n) for n in value.shape]
+    parts = {value: _write_down(f.dims, raw[value], fx) for value, fx in fixed.items()}
+    out_parts = {}
+    for i, fx in fixed_outputs.items():
+        value = graph.outputs[i]
+        if value.constant:
+            continue
+        # An output spec may disagree with an annotation of the same value: it is a reshard, not a contradiction.
+        out_parts[i] = _write_down(f.dims, raw[value], fx)
+
+    raw_labels: dict[Op, dict[str, list[Leaf]]] = {}
+    for op in graph.ops:
+        if op.rule is not None and not _all_constant(op):
+            _unify(f, op, raw, raw_labels)
+
+    for value, dims in raw.items():
+        f.value[value] = tuple(tuple(f.dims.leaves(d)) for d in dims)
+    for op, labels in raw_labels.items():
+        f.labels[op] = {name: tuple(f.dims.leaves(leaves)) for name, leaves in labels.items()}
+    for value, fx in fixed.items():
+        f.fixed[value] = (_settle(f, fx, parts[value]), fx)
+    for i, parts_i in out_parts.items():
+        f.outputs[i] = (_settle(f, fixed_outputs[i], parts_i), fixed_outputs[i])
+    for value, (cut, fx) in list(f.fixed.items()):
+        f.fixed[value] = (_open(f, f.value[value], cut, fx), fx)
+    for i, (cut, fx) in list(f.outputs.items()):
+        f.outputs[i] = (_open(f, f.value[graph.outputs[i]], cut, fx), fx)
+    return f
+
+
+def _all_constant(op: Op) -> bool:
+    return all(r is None or r.constant for r in op.results)
+
+
+def _write_down(dims: Dims, raw: list[list[Leaf]], fixed: Fixed) -> list[list[list[Leaf]] | None]:
+    """Split a value's dims as its fixed layout says and lock them; leaves per factor, None where a dim cannot follow."""
+    out: list[list[list[Leaf]] | None] = []
+    for leaves, factors in zip(raw, fixed.layout.dims, strict=True):
+        parts = dims.refine(leaves, [x.size for x in factors])
+        out.append(parts)
+        for part, factor in zip(parts or [], factors, strict=bool(parts)):
+            ways = [p.size for a in factor.axes for p in a.primes()]
+            leaves_of_part = dims.leaves(part)
+            shares = spread([dims.size(x) for x in leaves_of_part], ways) if ways else None
+            for leaf, share in zip(leaves_of_part, shares or [], strict=bool(shares)):
+                if share:
+                    dims.lock(leaf, [ways[i] for i in share])
+    return out
+
+
+def _unify(f: Flood, op: Op, raw: dict[Value, list[list[Leaf]]], raw_labels: dict[Op, dict[str, list[Leaf]]]) -> None:
+    rule = op.rule
+    assert rule is not None
+    labels = {name: f.dims.new(n) for name, n in rule.sizes.items()}
+    whole = set(rule.whole)
+    uses = [(v, labs) for v, labs in zip(op.operands, rule.operands, strict=True) if not v.constant]
+    uses += [(r, labs) for r, labs in zip(op.results, rule.results, strict=True) if r is not None and not r.constant]
+    for value, labs in uses:
+        for leaves, names in zip(raw[value], labs, strict=True):
+            if names and not f.dims.unify([x for n in names for x in labels[n]], leaves):
+                whole.update(names)
+    raw_labels[op] = labels
+    f.whole[op] = frozenset(whole)
+
+
+def _settle(f: Flood, fixed: Fixed, parts: list[list[list[Leaf]] | None]) -> Cut:
+    """The fixed layout on the final leaves; records wants and names."""
+    cut: list[tuple[Axis, ...]] = []
+    for d, (groups, factors) in enumerate(zip(parts, fixed.layout.dims, strict=True)):
+        assert groups is not None, f"{fixed.source}: dim {d} has no common refinement with an earlier layout of the value"
+        for group, factor, name in zip(groups, factors, fixed.names[d] or (None,) * len(factors), strict=True):
+            leaves = f.dims.leaves(group)
+            if not leaves:
+                continue
+            primes = [p for a in factor.axes for p in a.primes()]
+            shares = spread([f.dims.size(x) for x in leaves], [p.size for p in primes])
+            assert shares is not None, "a locked factor was split where its cut does not allow it"
+            for leaf, share in zip(leaves, shares, strict=True):
+                axes = tuple(primes[i] for i in share)
+                cut.append(axes)
+                have = f.wants.setdefault(leaf, [])
+                have += [Want(a, fixed.source) for a in axes if all(w.axis != a for w in have)]
+            if name and len(leaves) == 1:
+                f.names.setdefault(leaves[0], name)
+    return tuple(cut)
+
+
+def _open(f: Flood, dims: tuple[tuple[Leaf, ...], ...], cut: Cut, fixed: Fixed) -> Cut:
+    """Give open dims what their classes want, as far as the tensor has not used it already."""
+    if not any(fixed.open):
+        return cut
+    used = {a for axes in cut for a in axes}
+    flat = [(d, leaf) for d, leaves in enumerate(dims) for leaf in leaves]
+    out = []
+    for (d, leaf), axes in zip(flat, cut, strict=True):
+        if fixed.open[d]:
+            for want in f.wants.get(leaf, ()):
+                ways = want.axis.size
+                for a in axes:
+                    ways *= a.size
+                if want.axis not in used and f.dims.size(leaf) >= ways:
+                    axes = (*axes, want.axis)
+                    used.add(want.axis)
+        out.append(axes)
+    return tuple(out)

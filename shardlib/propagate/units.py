@@ -1,0 +1,163 @@
+"""Units: what is decided together.
+
+Only factors that want a mesh axis and may be cut matter here; each is a *slot* of a unit. An op and a value belong to one
+unit when the value holds every slot of the op and nothing more, so pointwise chains, and most matmuls with their result,
+melt into a few units per layer. A value whose layout is fixed stands alone: it is where units meet.
+
+Views, transposes and expands are looked through: a reader of a view is a reader of the view's *root*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shardlib.graph import Graph, Op, Value
+from shardlib.propagate.dims import Leaf
+from shardlib.propagate.flood import Factor, Flood
+
+Slots = tuple[int | None, ...]  # per leaf of a value: the unit's slot, or None (never cut)
+
+
+@dataclass(eq=False)
+class Unit:
+    """`slots`: the class in each slot; `ops` and `values`: the members."""
+
+    slots: list[Leaf]
+    ops: list[Op] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+
+
+@dataclass
+class Units:
+    """Every op's unit and slots, and every root value's."""
+
+    unit: dict[Op | Value, Unit] = field(default_factory=dict)
+    op_slots: dict[Op, dict[Factor, int]] = field(default_factory=dict)
+    value_slots: dict[Value, Slots] = field(default_factory=dict)
+    roots: dict[Value, tuple[Value, tuple[int | None, ...]]] = field(default_factory=dict)
+
+    def root(self, value: Value) -> tuple[Value, tuple[int | None, ...]]:
+        """The value that `value` is a view of, and for each leaf of `value` its position there (None: not there)."""
+        return self.roots[value]
+
+
+def is_constraint(op: Op) -> bool:
+    return str(op.target).startswith("shardlib.constrain")
+
+
+def looks_through(op: Op) -> bool:
+    return op.transparent and not is_constraint(op)
+
+
+def build_units(graph: Graph, f: Flood) -> Units:
+    """Group ops and values, in program order."""
+    u = Units()
+    for value in (*graph.inputs, *(v for v, _ in graph.captured)):
+        _add_root(u, f, value)
+    for op in graph.ops:
+        results = [r for r in op.results if r is not None]
+        if all(r.constant for r in results):
+            continue
+        if looks_through(op):
+            _look_through(u, f, op)
+            continue
+        if op.rule is not None and not is_constraint(op):
+            factors = [
+                (label, k)
+                for label, leaves in f.labels[op].items()
+                if label not in f.whole[op]
+                for k, leaf in enumerate(leaves)
+                if leaf in f.wants
+            ]
+            unit = Unit([f.labels[op][label][k] for label, k in factors], [op])
+            u.unit[op] = unit
+            u.op_slots[op] = {x: i for i, x in enumerate(factors)}
+        for r in results:
+            _add_root(u, f, r)
+        if op in u.unit:
+            _join_members(u, f, op)
+    return u
+
+
+def _add_root(u: Units, f: Flood, value: Value) -> None:
+    if value.constant:
+        return
+    leaves = f.leaves(value)
+    u.roots[value] = (value, tuple(range(len(leaves))))
+    if value in f.fixed or (value.op is not None and value.op.rule is None):
+        return
+    slots: list[int | None] = []
+    unit = Unit([], [], [value])
+    for leaf in leaves:
+        slots.append(len(unit.slots) if leaf in f.wants else None)
+        if leaf in f.wants:
+            unit.slots.append(leaf)
+    u.unit[value], u.value_slots[value] = unit, tuple(slots)
+
+
+def _look_through(u: Units, f: Flood, op: Op) -> None:
+    source, value = op.operands[0], op.results[0]
+    assert value is not None
+    root, positions = u.roots[source]
+    at = {x: p for x, p in zip(value_factors(f, op, 0, operand=True), positions, strict=True) if x and x[0] not in f.whole[op]}
+    u.roots[value] = (root, tuple(at.get(x) if x else None for x in value_factors(f, op, 0, operand=False)))
+
+
+def value_factors(f: Flood, op: Op, position: int, *, operand: bool) -> list[Factor | None]:
+    """For each leaf of an operand (or result) of `op`: the op's factor there; None where the op's factors do not fit it."""
+    assert op.rule is not None
+    value = op.operands[position] if operand else op.results[position]
+    assert value is not None
+    out: list[Factor | None] = []
+    for d, leaves in enumerate(f.value[value]):
+        factors = f.operand_factors(op, position, d) if operand else f.result_factors(op, position, d)
+        labels = f.labels[op]
+        if tuple(labels[name][k] for name, k in factors) == leaves:
+            out += factors
+        else:
+            out += [None] * len(leaves)
+    return out
+
+
+def _join_members(u: Units, f: Flood, op: Op) -> None:
+    assert op.rule is not None
+    members = [(v, i, True) for i, v in enumerate(op.operands)] + [(r, i, False) for i, r in enumerate(op.results) if r]
+    for value, i, operand in members:
+        if value.constant:
+            continue
+        root, positions = u.roots[value]
+        if root not in u.unit:
+            continue
+        op_slots, root_slots = u.op_slots[op], u.value_slots[root]
+        pairs: dict[int, int] = {}
+        for factor, position in zip(value_factors(f, op, i, operand=operand), positions, strict=True):
+            if factor is not None and position is not None and factor in op_slots:
+                slot = root_slots[position]
+                if slot is not None:
+                    pairs[op_slots[factor]] = slot
+        mine, other = u.unit[op], u.unit[root]
+        if len(pairs) == len(mine.slots) == len(other.slots) and len(set(pairs.values())) == len(pairs):
+            _merge(u, mine, other, pairs)
+
+
+def _merge(u: Units, a: Unit, b: Unit, pairs: dict[int, int]) -> None:
+    """Make `a` and `b` one; slot i of `a` is slot pairs[i] of `b`."""
+    if a is b:
+        return  # a second way round (x + x.t()) may disagree; then the first one stands and this edge is a reshard
+    if len(a.ops) + len(a.values) > len(b.ops) + len(b.values):
+        a, b, pairs = b, a, {j: i for i, j in pairs.items()}
+    for op in a.ops:
+        u.unit[op] = b
+        u.op_slots[op] = {x: pairs[i] for x, i in u.op_slots[op].items()}
+    for value in a.values:
+        u.unit[value] = b
+        u.value_slots[value] = tuple(None if s is None else pairs[s] for s in u.value_slots[value])
+    b.ops += a.ops
+    b.values += a.values
+
+
+def op_cut_slots(u: Units, f: Flood, op: Op, factors: Sequence[Factor | None]) -> Slots:
+    """The unit's slot of each of `factors`."""
+    slots = u.op_slots[op]
+    return tuple(None if x is None else slots.get(x) for x in factors)

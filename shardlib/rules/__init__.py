@@ -1,0 +1,9 @@
+"""Sharding rules: what an op's dims have to do with each other, as data."""
+
+from __future__ import annotations
+
+from shardlib.rules.notation import pattern
+from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
+from shardlib.rules.table import TABLE, rule, rule_for
+
+__all__ = ["TABLE", "Call", "Local", "Meta", "Rule", "RuleFn", "pattern", "rule", "rule_for"]

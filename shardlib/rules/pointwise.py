@@ -1,0 +1,104 @@
+"""Pointwise ops: every dim of the result is a factor, operands are broadcast against it.
+
+What is pointwise torch says itself, by its tag; this table adds the ops that miss it and says which are linear. An op is
+linear in a set of operands when sums on exactly these pass through: `f(a + a', b + b') = f(a, b) + f(a', b')` for {0,1}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from shardlib.rules.notation import joint, present, tensor_arguments
+from shardlib.rules.rule import Call, Rule, RuleFn
+from shardlib.rules.space import Space, arg, broadcast, numel, result_shape
+
+
+def pointwise(sets: str = "", *, transparent: bool = False) -> RuleFn:
+    """The rule of a pointwise op that is linear in `sets`, written as in the notation: `{0} {1}`, `{0,1}`."""
+    linear = [frozenset(map(int, s.strip("{}").split(","))) for s in sets.split()]
+    return lambda call: _pointwise(call, linear, transparent)
+
+
+def _pointwise(call: Call, linear: Iterable[frozenset[int]], transparent: bool = False) -> Rule:
+    space = Space()
+    shape = result_shape(call)
+    dims = space.dims(shape)
+    operands = [broadcast(dims, m.shape) for m in call.operands]
+    results = [() if m is None else broadcast(dims, m.shape) for m in call.results]
+    where = tensor_arguments(call.target)
+    sets = joint(linear, present(call, len(where))) if where is not None else ()
+    return space.rule(operands, results, linear=sets, flops=0 if transparent else numel(shape), transparent=transparent)
+
+
+def is_pointwise(target: torch._ops.OpOverload) -> bool:
+    """Pointwise by torch's tag, without writing to an operand or drawing random numbers."""
+    return (
+        torch.Tag.pointwise in target.tags
+        and torch.Tag.nondeterministic_seeded not in target.tags
+        and not target._schema.is_mutable
+    )
+
+
+def _to_copy(call: Call) -> Rule:
+    """A change of dtype rounds: only a copy in the same dtype is linear."""
+    same = call.operands[0].dtype == getattr(call.results[0], "dtype", None)
+    return _pointwise(call, [frozenset({0})] if same else [], transparent=same)
+
+
+def _copy(call: Call) -> Rule:
+    """`copy(self, src)`: the values of src in the shape and dtype of self, whose own values do not matter."""
+    same = call.operands[0].dtype == call.operands[1].dtype
+    return _pointwise(call, [frozenset({1})] if same else [])
+
+
+def _div(call: Call) -> Rule:
+    rounds = arg(call, 2, "rounding_mode") is not None
+    return _pointwise(call, [] if rounds else [frozenset({0})])
+
+
+# Identities, which never are a reason to lay a value out in some way.
+IDENTITIES = dict.fromkeys(
+    ["alias", "detach", "lift", "lift_fresh", "lift_fresh_copy", "clone", "contiguous", "detach_copy", "alias_copy"],
+    pointwise("{0}", transparent=True),
+)
+
+# `add(x, 2)` is not linear: a set counts only where all its members are tensors.
+LINEAR = {
+    "add.Tensor": "{0,1}",
+    "sub.Tensor": "{0,1}",
+    "rsub.Tensor": "{0,1}",
+    "neg": "{0}",
+    "mul.Tensor": "{0} {1}",
+    "mul.Scalar": "{0}",
+    "div.Scalar": "{0}",
+    "addcmul": "{0,1} {0,2}",
+    "addcdiv": "{0,1}",
+    "lerp.Scalar": "{0,1}",
+    "lerp.Tensor": "{0,1}",
+    "gelu_backward": "{0}",
+    "silu_backward": "{0}",
+    "tanh_backward": "{0}",
+    "sigmoid_backward": "{0}",
+    "threshold_backward": "{0}",
+    "elu_backward": "{0}",
+    "leaky_relu_backward": "{0}",
+    "hardtanh_backward": "{0}",
+    "softplus_backward": "{0}",
+    "native_dropout_backward": "{0}",
+}
+
+ROWS: dict[str, RuleFn | str] = {
+    **IDENTITIES,
+    **{name: pointwise(sets) for name, sets in LINEAR.items()},
+    "div.Tensor": _div,
+    "div.Tensor_mode": _div,
+    "_to_copy": _to_copy,
+    "copy": _copy,
+    "fill.Scalar": pointwise(),
+    "fill.Tensor": pointwise(),
+    "masked_fill.Scalar": pointwise(),
+    "masked_fill.Tensor": pointwise(),
+    "shardlib::constrain": pointwise("{0}", transparent=True),
+}

@@ -1,0 +1,101 @@
+"""What a sharding rule is.
+
+A rule names the *factors* of one op's iteration space and says, for every dim of every tensor operand and result, which
+factors it is made of (major first). A factor of an operand that a result lacks is a reduction and must be declared.
+
+Everything the compiler needs to run the op on shards is here: which factors may be cut, what the results then are, which
+integer arguments are sizes, and, where the plain op on local tensors is not enough, a `local` form of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from shardlib.layout import Axis
+
+Labels = tuple[tuple[str, ...], ...]  # per dim, the names of its factors, major first; () for a dim of size 1
+Path = tuple[int | str, ...]  # where an argument sits: (1, 0) is args[1][0]; ("size", 0) is kwargs["size"][0]
+
+
+@dataclass(frozen=True)
+class Meta:
+    """Shape and dtype of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an ATen op, as rules see it: tensors are `Meta`s."""
+
+    target: Any  # torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    operands: tuple[Meta, ...]  # the tensors among args, then kwargs, flattened in order, repeats kept
+    results: tuple[Meta | None, ...]  # one per output; None where the op returns no tensor
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one call shards.
+
+    * `operands`, `results`: labels per tensor, aligned with `Call.operands` and `Call.results`.
+    * `sizes`: the size of every factor; factors of size 1 are left out everywhere.
+    * `reduce`: factor -> "sum", "max" or "min": cutting it leaves the results that lack it pending that way. "none" leaves
+      them complete: the op reads no values of that operand (`new_zeros`), or its `local` form reduces them itself.
+    * `whole`: factors that must not be cut.
+    * `linear`: each entry is a set of operand positions in which the op is jointly linear, so that pending sums on exactly
+      these operands may pass through it to the results (`add`: {0, 1}; `mul`: {0} and {1}; `neg`: {0}).
+    * `ints`: integer arguments that are `k * product of local sizes of factors`: {path: (k, factors)}.
+    * `local`: the per-device form, used when one of `local_factors` is cut; returns the local results.
+    * `flops`: floating-point operations of the whole call.
+    * `transparent`: the result is a re-indexing of operand 0 without arithmetic or choice (view, transpose, expand).
+    """
+
+    operands: tuple[Labels, ...]
+    results: tuple[Labels, ...]
+    sizes: Mapping[str, int]
+    reduce: Mapping[str, str] = field(default_factory=dict)
+    whole: frozenset[str] = frozenset()
+    linear: tuple[frozenset[int], ...] = ()
+    ints: Mapping[Path, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
+    local: Callable[[Local], Any] | None = None
+    local_factors: frozenset[str] = frozenset()
+    flops: int = 0
+    transparent: bool = False
+
+
+class Local(Protocol):
+    """What a `local` form writes its instructions with. Values are opaque; ints may be symbolic (they differ by device).
+
+    Symbolic ints support `+ - * //` with ints and each other and `.eq(int)` (1 or 0), and may stand wherever an int
+    argument of an op may.
+    """
+
+    rule: Rule
+    call: Call  # the whole call, with global shapes
+    args: tuple[Any, ...]  # the call's arguments, tensors replaced by local values, `ints` made local
+    kwargs: dict[str, Any]
+
+    def axes(self, factor: str) -> tuple[Axis, ...]:
+        """The mesh axes that cut `factor` here; () when it is whole."""
+
+    def size(self, factor: str) -> Any:
+        """This device's size of `factor`."""
+
+    def offset(self, factor: str) -> Any:
+        """The global index of this device's first element of `factor`."""
+
+    def op(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        """Emit one call; returns its value (a tuple of values for ops with several results)."""
+
+    def all_reduce(self, value: Any, factor: str, kind: str) -> Any:
+        """Reduce a local value over the axes that cut `factor`."""
+
+
+RuleFn = Callable[[Call], Rule]

@@ -1,0 +1,147 @@
+"""Building blocks for rules that follow from shapes: an iteration space, and where a call's arguments sit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from shardlib.rules.rule import Call, Labels, Local, Meta, Path, Rule
+
+Dim = tuple[str, ...]
+Ints = dict[Path, tuple[int, Dim]]
+
+
+class Space:
+    """The iteration space of one call: hands out factors, and leaves out those of size 1.
+
+    Example:
+        >>> space = Space()
+        >>> space.dim(4), space.dim(1), space.dim(6, "k", whole=True)
+        (('d',), (), ('k',))
+        >>> space.sizes, space.whole
+        ({'d': 4, 'k': 6}, {'k'})
+    """
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, int] = {}
+        self.whole: set[str] = set()
+
+    def dim(self, size: int, hint: str = "d", *, whole: bool = False) -> Dim:
+        """A new factor, as the label of a dim made of it alone."""
+        if size == 1:
+            return ()
+        name = hint if hint not in self.sizes else f"{hint}{len(self.sizes)}"
+        self.sizes[name] = size
+        if whole or size == 0:
+            self.whole.add(name)
+        return (name,)
+
+    def dims(self, shape: Sequence[int], hint: str = "d", *, whole: Iterable[int] = ()) -> list[Dim]:
+        """One new factor a dim; those at the positions `whole` must not be cut."""
+        kept = set(whole)
+        return [self.dim(n, hint, whole=i in kept) for i, n in enumerate(shape)]
+
+    def size(self, dim: Dim) -> int:
+        return math.prod(self.sizes[f] for f in dim)
+
+    def rule(
+        self,
+        operands: Sequence[Sequence[Dim]],
+        results: Sequence[Sequence[Dim]],
+        *,
+        reduce: Mapping[str, str] | None = None,
+        linear: Iterable[Iterable[int]] = (),
+        ints: Mapping[Path, tuple[int, Dim]] | None = None,
+        local: Callable[[Local], Any] | None = None,
+        local_factors: Iterable[str] = (),
+        flops: int = 0,
+        transparent: bool = False,
+    ) -> Rule:
+        cut_locally = frozenset(local_factors) - self.whole
+        return Rule(
+            operands=tuple(tuple(o) for o in operands),
+            results=tuple(tuple(r) for r in results),
+            sizes=self.sizes,
+            reduce={f: kind for f, kind in (reduce or {}).items() if f not in self.whole},
+            whole=frozenset(self.whole),
+            linear=tuple(frozenset(s) for s in linear),
+            ints=ints or {},
+            local=local if cut_locally else None,
+            local_factors=cut_locally,
+            flops=flops,
+            transparent=transparent,
+        )
+
+
+def arg(call: Call | Local, position: int, name: str, default: Any = None) -> Any:
+    """An argument, given by position or by name."""
+    if position < len(call.args):
+        return call.args[position]
+    return call.kwargs.get(name, default)
+
+
+def path(call: Call, position: int, name: str) -> Path:
+    """Where that argument sits."""
+    return (position,) if position < len(call.args) else (name,)
+
+
+def given(call: Call, position: int, name: str) -> bool:
+    return position < len(call.args) or name in call.kwargs
+
+
+def meta(call: Call, position: int, name: str) -> Meta | None:
+    value = arg(call, position, name)
+    return value if isinstance(value, Meta) else None
+
+
+def axis(dim: int, rank: int) -> int:
+    """A dim counted from the front (scalars have one dim for this purpose)."""
+    return dim + max(rank, 1) if dim < 0 else dim
+
+
+def axes(dims: int | Sequence[int] | None, rank: int) -> list[int]:
+    """Reduced dims; None and an empty list mean all of them."""
+    if isinstance(dims, int):
+        dims = [dims]
+    return sorted({axis(d, rank) for d in dims}) if dims else list(range(rank))
+
+
+def result_shape(call: Call, i: int = 0) -> tuple[int, ...]:
+    found = call.results[i]
+    if found is None:
+        raise ValueError(f"{call.target} has no tensor as result {i}")
+    return found.shape
+
+
+def shape_ints(prefix: Path, dims: Sequence[Dim]) -> Ints:
+    """A size argument that lists every dim of a value."""
+    return {(*prefix, i): (1, dim) for i, dim in enumerate(dims)}
+
+
+def broadcast(dims: Sequence[Dim], shape: Sequence[int]) -> list[Dim]:
+    """The labels of an operand of `shape` that is broadcast against a value labelled `dims`."""
+    tail = dims[len(dims) - len(shape) :] if shape else []
+    return [() if n == 1 else dim for dim, n in zip(tail, shape, strict=True)]
+
+
+def numel(shape: Sequence[int]) -> int:
+    return math.prod(shape)
+
+
+__all__ = [
+    "Dim",
+    "Ints",
+    "Labels",
+    "Space",
+    "arg",
+    "axes",
+    "axis",
+    "broadcast",
+    "given",
+    "meta",
+    "numel",
+    "path",
+    "result_shape",
+    "shape_ints",
+]

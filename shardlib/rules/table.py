@@ -1,0 +1,136 @@
+"""All rules in one table, and the look-up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from shardlib.errors import ShardingError
+from shardlib.rules import (
+    attention,
+    contraction,
+    creation,
+    indexing,
+    norm,
+    pointwise,
+    reduction,
+    slicing,
+    softmax,
+    view,
+)
+from shardlib.rules.notation import parse, pattern, tensor_arguments
+from shardlib.rules.rule import Call, Rule, RuleFn
+
+FAMILIES = (pointwise, contraction, reduction, softmax, norm, view, slicing, indexing, creation, attention)
+
+Op = TypeVar("Op")
+
+
+def _key(name: str) -> str:
+    """`mm` and `add.Tensor` are ATen's; other namespaces are written out, `shardlib::attention`."""
+    return name if "::" in name else f"aten::{name}"
+
+
+def _table() -> dict[str, RuleFn]:
+    table: dict[str, RuleFn] = {}
+    for family in FAMILIES:
+        for name, row in family.ROWS.items():
+            assert _key(name) not in table, f"two rules for {name}"
+            table[_key(name)] = pattern(row) if isinstance(row, str) else row
+    return table
+
+
+TABLE: dict[str, RuleFn] = _table()
+_BY_TAG = pointwise.pointwise()
+_CACHE: dict[Any, Rule | None] = {}
+_CACHE_SIZE = 1 << 16
+
+
+def rule_for(call: Call) -> Rule | None:
+    """The rule of one call; None if there is none: the op then runs replicated."""
+    key = (call.target, _frozen(call.args), _frozen(call.kwargs) if call.kwargs else None)
+    try:
+        return _CACHE[key]
+    except KeyError:
+        pass
+    found = row(call.target)
+    if len(_CACHE) >= _CACHE_SIZE:
+        _CACHE.clear()
+    rule = _CACHE[key] = found(call) if found else None
+    return rule
+
+
+def row(target: Any) -> RuleFn | None:
+    """The row of the table that covers an op."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    return TABLE.get(target.name()) or (_BY_TAG if pointwise.is_pointwise(target) else None)
+
+
+def _frozen(value: Any) -> Any:
+    """Lists and dicts as tuples: arguments as a key."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_frozen, value))
+    if isinstance(value, dict):
+        return tuple((k, _frozen(v)) for k, v in value.items())
+    return value
+
+
+def rule(text: str) -> Callable[[Op], Op]:
+    """Register the sharding rule of a custom op, in the notation of `shardlib.rules.notation`.
+
+    `op` is what `torch.library.custom_op` returns, or an `OpOverload`; it is handed back. A factor that a result lacks
+    stays whole unless the rule says how it is reduced (`k:sum`).
+
+    Raises:
+        ShardingError: the text is not in the notation, or has not as many operands as the op has tensor arguments.
+
+    Example:
+        >>> import torch
+        >>> @rule("... m k, k n -> ... m n | k:sum {0} {1}")
+        ... @torch.library.custom_op("docs::product", mutates_args=())
+        ... def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        ...     return a @ b
+    """
+    parsed = parse(text)
+
+    def register(op: Op) -> Op:
+        overload = _overload(op)
+        schema = overload._schema
+        wrong = []
+        tensors = tensor_arguments(overload)
+        if tensors is None:
+            wrong.append("it takes a list of tensors")
+        elif len(tensors) != len(parsed.operands):
+            wrong.append(f"it takes {len(tensors)} tensors, the rule has {len(parsed.operands)} operands")
+        if len(schema.returns) != len(parsed.results):
+            wrong.append(f"it returns {len(schema.returns)} values, the rule has {len(parsed.results)} results")
+        if schema.is_mutable:
+            wrong.append("it writes to an argument")
+        if wrong:
+            raise ShardingError(
+                f"rule({text!r}) does not fit {overload.name()}",
+                wrong,
+                rule="one term for every tensor argument and every result of an op without side effects",
+            )
+        TABLE[overload.name()] = pattern(text)
+        _CACHE.clear()
+        return op
+
+    return register
+
+
+def _overload(op: Any) -> torch._ops.OpOverload:
+    if isinstance(op, torch._library.custom_ops.CustomOpDef):
+        op = op._opoverload
+    if isinstance(op, torch._ops.OpOverloadPacket) and op.overloads() == ["default"]:
+        op = op.default
+    if not isinstance(op, torch._ops.OpOverload):
+        raise ShardingError(
+            f"a rule cannot be given to {op!r}",
+            rule="rules belong to ops of torch.library",
+            remedy='put `@sl.rule("...")` above `@torch.library.custom_op(...)`, or pass torch.ops.<namespace>.<op>.default',
+        )
+    return op

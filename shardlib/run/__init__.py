@@ -1,0 +1,26 @@
+"""Program -> something to call: on virtual devices in this process, or on this rank of torch.distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardlib.lower.program import Program
+from shardlib.mesh import Mesh
+from shardlib.run import virtual
+
+if TYPE_CHECKING:
+    from shardlib.plan import Plan
+
+Runner = Callable[[Sequence[Sequence[torch.Tensor]]], tuple[Any, ...]]
+
+
+def load(program: Program, mesh: Mesh, plan: Plan) -> Runner:
+    """A function from local inputs (per input, one tensor for each device of this process) to local outputs, likewise."""
+    if mesh.kind == "virtual":
+        return virtual.load(program, mesh)
+    from shardlib.run import distributed
+
+    return distributed.load(program, mesh, plan)

@@ -1,0 +1,208 @@
+"""Ranks that disagree, or that are gone, get an error that names them, within a timeout, instead of a hang.
+
+`agree` compares the ranks' programs before the first run; `blame` finds out who is gone after a collective failed. Both
+speak through the store of `torch.distributed`, which works when collectives do not.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from shardlib import world
+from shardlib.errors import ShardingError
+
+if TYPE_CHECKING:
+    from shardlib.mesh import Mesh
+
+_REPLY_SECONDS = 10.0  # for peers that are known to be alive and about to answer
+_SAME = "every rank runs the same programs in the same order"
+_LOOK = "look for the first error in the output of the ranks named; SHARDLIB_TIMEOUT=<seconds> waits longer"
+
+
+@dataclass
+class _Known:
+    """What this process knows of its peers."""
+
+    meetings: int = 0  # how often the ranks have agreed: they meet in one order, or their digests differ
+    lives: dict[int, str] = field(default_factory=dict)  # where each rank's process is, as it said when last agreeing
+
+
+_known = _Known()
+
+
+def agree(mesh: Mesh, digest: str, what: str, timeout: float | None = None) -> None:
+    """Wait until every rank is about to run the program `digest`; `what` is its name on the first line, then its text.
+
+    Raises `ShardingError` naming the ranks that did not arrive within `timeout` seconds (None: SHARDLIB_TIMEOUT), or
+    those whose program differs, with the first line that does.
+    """
+    if mesh.kind != "distributed" or mesh.size == 1:
+        return
+    seconds = world.timeout().total_seconds() if timeout is None else timeout
+    name, everyone = what.partition("\n")[0], range(mesh.size)
+    store, room = _Store(mesh.rank), f"shardlib/agree/{_known.meetings}"
+    _known.meetings += 1
+    store.post(f"{room}/life", _life())
+    store.post(f"{room}/digest", digest)
+    if missing := store.wait(f"{room}/digest", everyone, seconds):
+        raise ShardingError(
+            f"{_names(missing)} of {mesh.size} did not come to run {name}",
+            [f"rank {r} did not arrive within {seconds:g} s: it is dead or runs other code" for r in missing],
+            rule=_SAME,
+            remedy=_LOOK,
+        )
+    digests = store.read(f"{room}/digest", everyone)
+    if len(set(digests.values())) > 1:
+        # Texts may be long, so they are sent only now that they are needed.
+        store.post(f"{room}/what", zlib.compress(what.encode()))
+        silent = store.wait(f"{room}/what", everyone, _REPLY_SECONDS)
+        sent = store.read(f"{room}/what", [r for r in everyone if r not in silent])
+        raise ShardingError(
+            "the ranks are about to run different programs",
+            _differences(digests, {r: zlib.decompress(text).decode() for r, text in sent.items()}),
+            rule=_SAME,
+            remedy="start all ranks from the same code, configuration and input shapes; let nothing depend on the rank",
+        )
+    _known.lives = {r: life.decode() for r, life in store.read(f"{room}/life", everyone).items()}
+
+
+def blame(mesh: Mesh, error: BaseException, timeout: float = 10.0) -> NoReturn:
+    """Raise, from `error`, a `ShardingError` that names the ranks that are gone; to be called when a collective failed.
+
+    The ranks that see the failure sign in. One that has not is looked up as a process where it ran on this machine, and
+    is otherwise reported as silent after `timeout` seconds.
+    """
+    store, room, everyone = _Store(mesh.rank, error), f"shardlib/alive/{_known.meetings}", range(mesh.size)
+    store.post(room, b"")
+    silent = store.wait(room, everyone, timeout, until=lambda missing: _dead(missing) or store.verdict(room))
+    # Ranks die of their errors. So the first who has judged is right, and the later ones take over what it found.
+    if dead := _dead(everyone):
+        offenders = [f"rank {r} is dead: its process is gone" for r in dead]
+    elif silent:
+        offenders = [f"rank {r} gave no sign of life within {timeout:g} s" for r in silent]
+    else:
+        offenders = ["all ranks are alive: they waited in different collectives, or one was slower than the timeout"]
+    offenders = store.verdict(room, "\n".join(offenders)).split("\n")
+    raise ShardingError(
+        f"a collective failed on rank {mesh.rank} of {mesh.size}",
+        offenders,
+        rule="every rank of the mesh takes part in every step",
+        remedy=_LOOK,
+    ) from error
+
+
+class _Store:
+    """The store of torch.distributed, as one rank uses it."""
+
+    def __init__(self, rank: int, cause: BaseException | None = None) -> None:
+        self.rank, self.cause, self.store = rank, cause, _get_default_store()
+
+    def post(self, room: str, value: str | bytes) -> None:
+        try:
+            self.store.set(f"{room}/{self.rank}", value)  # type: ignore[arg-type]  # bytes are taken too
+        except dist.DistError as error:
+            self._unreachable(error)
+
+    def read(self, room: str, ranks: Iterable[int]) -> dict[int, bytes]:
+        try:
+            return {r: self.store.get(f"{room}/{r}") for r in ranks}
+        except dist.DistError as error:
+            self._unreachable(error)
+
+    def verdict(self, room: str, proposed: str = "") -> str:
+        """What the first of all ranks proposed; empty when none has yet."""
+        try:
+            return self.store.compare_set(f"{room}/verdict", "", proposed).decode()
+        except dist.DistError as error:
+            self._unreachable(error)
+
+    def wait(
+        self, room: str, ranks: Sequence[int], seconds: float, until: Callable[[Sequence[int]], object] | None = None
+    ) -> list[int]:
+        """Wait until all ranks have posted, or `until(those missing)` holds; returns the ranks still missing."""
+        deadline, pause, missing = time.monotonic() + seconds, 0.001, list(ranks)
+        try:
+            # Store.wait would do, but it logs every timeout from C++, and says nothing about who is missing.
+            while not self.store.check([f"{room}/{r}" for r in missing]):
+                missing = [r for r in missing if not self.store.check([f"{room}/{r}"])]
+                left = deadline - time.monotonic()
+                if left <= 0 or (until and until(missing)):
+                    return missing
+                time.sleep(min(pause, left))
+                pause = min(2 * pause, 0.05)
+        except dist.DistError as error:
+            self._unreachable(error)
+        return []
+
+    def _unreachable(self, error: dist.DistError) -> NoReturn:
+        raise ShardingError(
+            f"rank {self.rank} lost the store of torch.distributed",
+            ["rank 0, or the launcher that holds the store, is gone"],
+            rule="every rank of the mesh takes part in every step",
+            remedy="look for the first error in the output of rank 0 and of the launcher",
+        ) from (self.cause or error)
+
+
+def _life() -> str:
+    """This process, in a form that others on the machine can look up: host and process namespace, then id."""
+    namespace = Path("/proc/self/ns/pid")
+    return f"{socket.gethostname()} {namespace.readlink() if namespace.exists() else ''} {os.getpid()}"
+
+
+def _dead(ranks: Sequence[int]) -> list[int]:
+    """The ranks among these whose processes ran here and are gone."""
+    return [r for r in ranks if r in _known.lives and _is_gone(_known.lives[r])]
+
+
+def _is_gone(life: str) -> bool:
+    where, _, pid = life.rpartition(" ")
+    if where != _life().rpartition(" ")[0]:
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")  # a process that its parent has not waited for yet still has an id
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] in "ZX"
+
+
+def _differences(digests: Mapping[int, bytes], texts: Mapping[int, str]) -> list[str]:
+    """One line for every program but the commonest, which is taken to be the right one."""
+    holders: dict[bytes, list[int]] = {}
+    for rank, digest in digests.items():
+        holders.setdefault(digest, []).append(rank)
+    right, *others = sorted(holders.values(), key=lambda ranks: (-len(ranks), ranks[0]))
+    return [_difference(right, other, digests, texts) for other in others]
+
+
+def _difference(right: list[int], other: list[int], digests: Mapping[int, bytes], texts: Mapping[int, str]) -> str:
+    def program(ranks: list[int]) -> tuple[str, list[str]]:
+        name, *lines = next((texts[r] for r in ranks if r in texts), "a program that it did not show").split("\n")
+        verb = "runs" if len(ranks) == 1 else "run"
+        return f"{_names(ranks)} {verb} {name} [{digests[ranks[0]].decode()[:8]}]", lines
+
+    (one, old), (two, new) = program(other), program(right)
+    for number, (a, b) in enumerate(zip(old, new, strict=False), 1):
+        if a != b:
+            return f"{one}, {two}; line {number} is {a.strip()!r} on the first and {b.strip()!r} on the second"
+    if len(old) != len(new):
+        return f"{one}, {two}; the first has {len(old)} lines, the second {len(new)}"
+    return f"{one}, {two}"
+
+
+def _names(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

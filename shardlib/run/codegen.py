@@ -1,0 +1,273 @@
+"""Program -> straight-line Python source over plain tensors, for some devices of the mesh.
+
+For one device the source is that device's program. For all devices of a virtual mesh it is one function that runs segment
+by segment between collectives, device after device; a value that is provably the same on several devices is computed once
+and shared. A local tensor is dropped at its last use.
+"""
+
+from __future__ import annotations
+
+import itertools
+import keyword
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardlib.layout import Axis, Coords
+from shardlib.lower.move import member_coords
+from shardlib.lower.program import Collective, Instr, Program, Var, reads, syms
+from shardlib.lower.sym import Sym
+
+Primes = tuple[Axis, ...]
+
+
+@dataclass
+class Source:
+    """Generated code: `text` defines `program(inputs)`, run in `namespace`.
+
+    `feed` says what `inputs` are, one after the other: (which input of the program, which of the devices' tensors).
+    """
+
+    text: str
+    namespace: dict[str, Any]
+    feed: tuple[tuple[int, int], ...] = ()
+
+    def compile(self) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+        exec(compile(self.text, "<shardlib program>", "exec"), self.namespace)
+        function: Callable[[Sequence[Any]], tuple[Any, ...]] = self.namespace["program"]
+        return function
+
+
+@dataclass
+class _Statement:
+    text: str
+    outs: tuple[str, ...]
+    ins: tuple[str, ...]
+
+
+@dataclass
+class Generator:
+    """Writes the source for `devices`; `collective` writes what one collective is on this runtime."""
+
+    program: Program
+    devices: Sequence[Coords]
+    share: bool = True
+    namespace: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.varies: dict[Var, Primes] = {}
+        self._all = _primes(a for c in self.devices[:1] for a in self._mesh_axes())
+        self._find_varying()
+        self._names: dict[tuple[Var, tuple[int, ...]], str] = {}
+        self._taken: dict[str, int] = {"inputs": 1, "program": 1}
+        self._bound: dict[Any, str] = {}
+        self._statements: list[_Statement] = []
+        self._flying: dict[Var, _Statement] = {}
+
+    def _mesh_axes(self) -> Iterable[Axis]:
+        sizes: dict[str, int] = {}
+        for c in self.devices:
+            for name, i in c.items():
+                sizes[name] = max(sizes.get(name, 0), i + 1)
+        return (Axis(name, n) for name, n in sizes.items())
+
+    def _find_varying(self) -> None:
+        """On which mesh axes each variable may differ between devices."""
+        if len(self.devices) == 1:
+            return
+        everything = self._all
+        for var in self.program.inputs:
+            assert var.layout is not None
+            self.varies[var] = _primes((*var.layout.axes, *var.layout.pending_axes)) if self.share else everything
+        for var, _ in self.program.captured:
+            self.varies[var] = () if self.share else everything
+        for step in self.program.steps:
+            axes: set[Axis] = {a for v in reads(step) for a in self.varies[v]}
+            axes |= set(_primes(a for s in syms(step) for a in s.axes))
+            if isinstance(step, Collective):
+                group = set(_primes(step.axes))
+                axes = axes - group if step.kind in ("all_reduce", "all_gather") else axes | group
+            for out in step.outs:
+                if out is not None:
+                    self.varies[out] = _primes(axes) if self.share else everything
+
+    # Names ----------------------------------------------------------------------------------------------------------
+
+    def name(self, var: Var, coords: Coords) -> str:
+        """The identifier of `var` on the device at `coords`."""
+        key = (var, tuple(a.coord(coords) for a in self.varies.get(var, ())))
+        if (known := self._names.get(key)) is None:
+            base = re.sub(r"\W", "_", var.name)
+            if not base.isidentifier() or keyword.iskeyword(base):
+                base = f"v_{base}"
+            if key[1]:
+                base += "_d" + "".join(map(str, key[1]))
+            known = self._names[key] = self.fresh(base)
+        return known
+
+    def fresh(self, base: str) -> str:
+        """An identifier that nothing else uses."""
+        base = re.sub(r"\W", "_", base)
+        n = self._taken.get(base, 0)
+        self._taken[base] = n + 1
+        return self.fresh(f"{base}_{n}") if n else base
+
+    def bind(self, value: Any, hint: str) -> str:
+        """A global name for an object that has no literal."""
+        key = id(value)
+        if (known := self._bound.get(key)) is None:
+            known = self._bound[key] = self.fresh(hint)
+            self.namespace[known] = value
+        return known
+
+    # Steps ----------------------------------------------------------------------------------------------------------
+
+    def generate(self, collective: Callable[[Generator, Collective], None]) -> Source:
+        segment: list[Instr] = []
+        for step in self.program.steps:
+            if isinstance(step, Collective):
+                self._segment(segment)
+                segment = []
+                collective(self, step)
+            else:
+                segment.append(step)
+        self._segment(segment)
+        self.wait_for([v for v in self.program.outputs if isinstance(v, Var)])
+        text, feed = self._render()
+        return Source(text, self.namespace, feed)
+
+    def _segment(self, steps: list[Instr]) -> None:
+        done: set[tuple[int, tuple[int, ...]]] = set()
+        for coords in self.devices:
+            for i, step in enumerate(steps):
+                first = next((v for v in step.outs if v is not None), None)
+                axes = self.varies.get(first, ()) if first is not None else ()
+                key = (i, tuple(a.coord(coords) for a in axes))
+                if key not in done:
+                    done.add(key)
+                    self._instr(step, coords)
+
+    def finish_later(self, var: Var, text: str, outs: Iterable[str], ins: Iterable[str]) -> None:
+        """Emit this statement just before `var` is first read."""
+        self._flying[var] = _Statement(text, tuple(outs), tuple(ins))
+
+    def wait_for(self, variables: Iterable[Var]) -> None:
+        """Emit what finishes `variables`."""
+        for var in variables:
+            if var in self._flying:
+                self._statements.append(self._flying.pop(var))
+
+    def _instr(self, step: Instr, coords: Coords) -> None:
+        if self._flying:
+            self.wait_for(reads(step))
+        args = [self.literal(a, coords) for a in step.args]
+        args += [f"{k}={self.literal(v, coords)}" for k, v in step.kwargs.items()]
+        outs = tuple("_" if v is None else self.name(v, coords) for v in step.outs)
+        left = ", ".join(outs)
+        call = f"{self.bind(fast_binding(step.target), _short(step.target))}({', '.join(args)})"
+        if len(step.outs) == 1 and isinstance(getattr(step.target, "_schema", None), torch._C.FunctionSchema):
+            left += "," if _returns_list(step.target) else ""
+        self.emit(f"{left} = {call}" if outs else call, outs, [self.name(v, coords) for v in reads(step)])
+
+    def emit(self, text: str, outs: Iterable[str], ins: Iterable[str]) -> None:
+        self._statements.append(_Statement(text, tuple(o for o in outs if o != "_"), tuple(ins)))
+
+    def literal(self, x: Any, coords: Coords) -> str:
+        if isinstance(x, Var):
+            return self.name(x, coords)
+        if isinstance(x, Sym):
+            return self.literal(x.at(coords), coords)
+        if isinstance(x, tuple | list):
+            return "[" + ", ".join(self.literal(y, coords) for y in x) + "]"
+        if x is None or isinstance(x, bool | int | str) or (isinstance(x, float) and x - x == 0):
+            return repr(x)
+        return self.bind(x, str(x).replace("torch.", ""))
+
+    def members(self, step: Collective) -> list[list[Coords]]:
+        """The groups of a collective among the generated devices, each as its members' coordinates in group order.
+
+        Groups whose source and result are the same values are listed once.
+        """
+        n = 1
+        for a in step.axes:
+            n *= a.size
+        group = set(_primes(step.axes))
+        rest = tuple(a for a in self.varies.get(step.source, ()) if a not in group)
+        seen: dict[tuple[int, ...], list[Coords]] = {}
+        for coords in self.devices:
+            key = tuple(a.coord(coords) for a in rest)
+            if key not in seen:
+                seen[key] = [member_coords(coords, step.axes, i) for i in range(n)]
+        return list(seen.values())
+
+    # Text -----------------------------------------------------------------------------------------------------------
+
+    def _render(self) -> tuple[str, tuple[tuple[int, int], ...]]:
+        names: dict[str, tuple[int, int]] = {}
+        for i, var in enumerate(self.program.inputs):
+            for d, coords in enumerate(self.devices):
+                names.setdefault(self.name(var, coords), (i, d))
+        for var, tensor in self.program.captured:
+            self.namespace[self.name(var, self.devices[0])] = tensor
+        results = []
+        for out in self.program.outputs:
+            if isinstance(out, Var):
+                parts = ", ".join(self.name(out, c) for c in self.devices)
+                results.append(f"({parts},)")
+            else:
+                results.append(self.bind(out, "constant"))
+        ending = f"    return ({', '.join(results)}{',' if results else ''})"
+        captured = {self.name(var, self.devices[0]) for var, _ in self.program.captured}
+        keep = captured | set(re.findall(r"\w+", ending))
+        last: dict[str, int] = {}
+        for i, s in enumerate(self._statements):
+            for name in (*s.outs, *s.ins):
+                last[name] = i
+        drops: dict[int, list[str]] = {}
+        for name, i in last.items():
+            if name not in keep:
+                drops.setdefault(i, []).append(name)
+        lines = ["def program(inputs):"]
+        if names:
+            lines.append(f"    {', '.join(names)}, = inputs")
+        for i, s in enumerate(self._statements):
+            lines.append("    " + s.text + (f"; del {', '.join(drops[i])}" if i in drops else ""))
+        return "\n".join([*lines, ending, ""]), tuple(names.values())
+
+
+def _primes(axes: Iterable[Axis]) -> Primes:
+    found = {p for a in axes for p in a.primes()}
+    return tuple(sorted(found, key=lambda a: (a.name, a.pre)))
+
+
+def _short(target: Any) -> str:
+    return str(getattr(target, "_schema", target).name if hasattr(target, "_schema") else getattr(target, "__name__", "op")).split("::")[-1]
+
+
+def _returns_list(target: Any) -> bool:
+    """Whether the op's one return is a list of tensors (so that its results are unpacked)."""
+    returns = target._schema.returns
+    return len(returns) == 1 and isinstance(returns[0].type, torch._C.ListType)
+
+
+_FAST: Mapping[str, Any] = {
+    name: getattr(torch.Tensor, name)
+    for name in ("expand", "permute", "t", "transpose", "unsqueeze", "reshape", "new_zeros", "new_ones", "new_full")
+}
+
+
+def fast_binding(target: Any) -> Any:
+    """The cheapest callable for an op: torch's C functions parse arguments faster than `torch.ops` does.
+
+    The two take the same arguments; where torch has no function of that name, the op itself is called.
+    """
+    schema = getattr(target, "_schema", None)
+    if schema is None or not schema.name.startswith("aten::"):
+        return target
+    name = schema.name.removeprefix("aten::")
+    if name in ("view", "_unsafe_view"):
+        return torch.Tensor.reshape  # a local shard may have other strides than the whole tensor that was traced
+    return _FAST.get(name) or getattr(torch._C._VariableFunctions, name, target)

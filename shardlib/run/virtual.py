@@ -1,0 +1,68 @@
+"""All devices of a mesh in this process.
+
+Collectives are plain tensor arithmetic on the members' local tensors; see `shardlib.ops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardlib.lower.program import Collective, Program
+from shardlib.mesh import Mesh
+from shardlib.ops import all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
+from shardlib.run.codegen import Generator, Source
+
+Runner = Callable[[Sequence[Sequence[torch.Tensor]]], tuple[Any, ...]]
+
+_SHARED = {"all_reduce": all_reduce.reference, "all_gather": all_gather.reference}
+_APART = {
+    "reduce_scatter": reduce_scatter.reference,
+    "all_to_all": all_to_all.reference,
+    "ppermute": ppermute.reference,
+}
+
+
+def source(program: Program, mesh: Mesh, *, share: bool = True) -> Source:
+    """One Python function for the whole mesh; `share=False` computes every device's every value."""
+    return Generator(program, mesh.all_coords(), share).generate(_collective)
+
+
+def load(program: Program, mesh: Mesh, *, share: bool = True) -> Runner:
+    """The program as a function of every input's local tensors (one per device), returning every output's."""
+    generated = source(program, mesh, share=share)
+    function, feed = generated.compile(), generated.feed
+
+    def run(pieces: Sequence[Sequence[torch.Tensor]]) -> tuple[Any, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            return function([pieces[i][d] for i, d in feed])
+
+    return run
+
+
+def _collective(g: Generator, step: Collective) -> None:
+    function = (_SHARED | _APART)[step.kind]
+    call = g.bind(function, step.kind)
+    for group in g.members(step):
+        sources = [g.name(step.source, c) for c in group]
+        outs = [g.name(step.out, c) for c in group]
+        args = [f"[{', '.join(sources)}]"]
+        for key, value in step.params.items():
+            member = [g.literal(value, c) for c in group]
+            # Sizes of the whole group are the same for each member, its own sizes are given as a list over members.
+            args.append(f"{key}={member[0]}" if key in _COMMON[step.kind] else f"{key}=[{', '.join(member)}]")
+        if step.kind in ("all_reduce", "reduce_scatter"):
+            args.append(f"kind={step.reduce!r}")
+        left = "".join(f"{o}, " for o in outs).strip()
+        g.emit(f"{left} = {call}({', '.join(args)})", dict.fromkeys(outs), dict.fromkeys(sources))
+
+
+_COMMON = {
+    "all_reduce": (),
+    "all_gather": ("dim", "sizes"),
+    "reduce_scatter": ("dim", "sizes"),
+    "all_to_all": ("split_dim", "split_sizes", "concat_dim", "concat_sizes"),
+    "ppermute": ("pairs",),
+}

@@ -1,0 +1,38 @@
+"""What the code that runs now is part of: a trace, or a run on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+_tracing: ContextVar[bool] = ContextVar("shardlib_tracing", default=False)
+_single: ContextVar[bool] = ContextVar("shardlib_single", default=False)
+
+
+def is_tracing() -> bool:
+    """Whether a user's function is being traced: annotations become nodes of its graph."""
+    return _tracing.get()
+
+
+def is_single_device() -> bool:
+    """Whether a function runs as the plain program it is: annotations do nothing."""
+    return _single.get()
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    token = _tracing.set(True)
+    try:
+        yield
+    finally:
+        _tracing.reset(token)
+
+
+@contextmanager
+def single_device() -> Iterator[None]:
+    token = _single.set(True)
+    try:
+        yield
+    finally:
+        _single.reset(token)

@@ -1,0 +1,183 @@
+"""What the schemas of ATen ops say about memory: which ops write, which ops view, and how to write through a view."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+aten = torch.ops.aten
+
+Emit = Callable[..., fx.Node]  # emit(target, *args, **kwargs): a new node with its value
+Inverse = Callable[[Emit, fx.Node, fx.Node, fx.Node], fx.Node]  # (emit, view, base, value) -> the new base
+
+
+@cache
+def written_arguments(target: Any) -> tuple[str, ...]:
+    """Names of the arguments that an op writes to."""
+    if not isinstance(target, OpOverload):
+        return ()
+    return tuple(a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+@cache
+def is_view(target: Any) -> bool:
+    """Whether an op's result shows the memory of its first argument."""
+    if not isinstance(target, OpOverload) or not target._schema.arguments:
+        return False
+    alias = target._schema.arguments[0].alias_info
+    return alias is not None and not alias.is_write
+
+
+@cache
+def functional_form(target: OpOverload) -> OpOverload | None:
+    """The op that returns what `target` writes: `add_.Tensor` and `add.out` -> `add.Tensor`; None if torch has none."""
+    if target in _FUNCTIONAL:
+        return _FUNCTIONAL[target]
+    namespace, _, name = target._schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    if packet is None:
+        return None
+
+    def signature(op: OpOverload) -> list[tuple[str, str]]:
+        arguments = op._schema.arguments
+        return [(a.name, str(a.type)) for a in arguments if not (a.kwarg_only and a.alias_info is not None)]
+
+    wanted = signature(target)
+    for overload in packet.overloads():
+        op: OpOverload = getattr(packet, overload)
+        if op is not target and signature(op) == wanted and not written_arguments(op):
+            return op
+    return None
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """The argument `name` of a call, wherever it was passed, or its default."""
+    assert isinstance(node.target, OpOverload)
+    for i, a in enumerate(node.target._schema.arguments):
+        if a.name == name:
+            return node.args[i] if i < len(node.args) else node.kwargs.get(name, a.default_value)
+    raise KeyError(name)
+
+
+def tensors_in(value: Any) -> list[fx.Node]:
+    """The nodes of an argument: one, a list of them, or none."""
+    if isinstance(value, fx.Node):
+        return [value]
+    return [x for item in value for x in tensors_in(item)] if isinstance(value, list | tuple) else []
+
+
+# --- writing through views --------------------------------------------------------------------------------------------
+
+
+def scatter(emit: Emit, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node | None:
+    """`base` with the part that `view` shows replaced by `value`; None for views that cannot be written through."""
+    if view.target is operator.getitem:
+        parts, index = view.args
+        assert isinstance(parts, fx.Node) and isinstance(index, int)
+        dim = argument(parts, "dim")
+        if parts.target is aten.unbind.int:
+            return emit(aten.select_scatter.default, base, value, dim, index)
+        start = sum(p.shape[dim] for p in parts.meta["val"][:index])
+        return emit(aten.slice_scatter.default, base, value, dim, start, start + value.meta["val"].shape[dim])
+    inverse = _INVERSE.get(view.target)
+    return inverse(emit, view, base, value) if inverse else None
+
+
+def _same(emit: Emit, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node:
+    return value
+
+
+def _reshape(emit: Emit, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node:
+    return emit(aten.reshape.default, value, list(base.meta["val"].shape))
+
+
+def _permute(emit: Emit, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node:
+    rank = base.meta["val"].dim()
+    dims = [d % rank for d in argument(view, "dims")]
+    return emit(aten.permute.default, value, sorted(range(rank), key=dims.__getitem__))
+
+
+def _itself(emit: Emit, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node:
+    return emit(view.target, value, *view.args[1:], **view.kwargs)
+
+
+def _scattered(target: OpOverload) -> Inverse:
+    return lambda emit, view, base, value: emit(target, base, value, *view.args[1:], **view.kwargs)
+
+
+_INVERSE: dict[Any, Inverse] = {
+    **dict.fromkeys((aten.detach.default, aten.alias.default, aten.lift_fresh.default), _same),
+    **dict.fromkeys((aten.view.default, aten._reshape_alias.default, aten.unsqueeze.default), _reshape),
+    **dict.fromkeys((aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims), _reshape),
+    **dict.fromkeys((aten.t.default, aten.transpose.int), _itself),
+    aten.permute.default: _permute,
+    aten.slice.Tensor: _scattered(aten.slice_scatter.default),
+    aten.select.int: _scattered(aten.select_scatter.default),
+    aten.diagonal.default: _scattered(aten.diagonal_scatter.default),
+    aten.view_as_real.default: lambda emit, view, base, value: emit(aten.view_as_complex.default, value),
+    aten.view_as_complex.default: lambda emit, view, base, value: emit(aten.view_as_real.default, value),
+}
+
+# Ops whose functional form has another name; its results are the op's own, then the new value of every written argument.
+_FUNCTIONAL: dict[OpOverload, OpOverload] = {
+    aten._native_batch_norm_legit.default: aten._native_batch_norm_legit_functional.default,
+    aten.normal_.default: aten.normal_functional.default,
+    aten._index_put_impl_.default: aten._unsafe_index_put.default,
+}
+
+
+# --- as_strided -------------------------------------------------------------------------------------------------------
+
+
+def unstrided(emit: Emit, base: fx.Node, size: Sequence[int], stride: Sequence[int], offset: int) -> fx.Node | None:
+    """`as_strided` of a dense tensor as slices, a permutation and a reshape; None if it is no such thing.
+
+    Strides are a matter of one device's memory: they mean nothing on shards. Autograd makes `as_strided` for writes to slices.
+    """
+    val: Tensor = base.meta["val"]
+    order = sorted((d for d in range(val.dim()) if val.shape[d] != 1), key=val.stride, reverse=True)
+    if not _dense([val.shape[d] for d in order], [val.stride(d) for d in order]):
+        return None
+    if val.numel() == math.prod(size) and val.is_contiguous() and _dense(size, stride) and not offset:
+        return emit(aten.reshape.default, base, list(size))
+    cuts: dict[int, tuple[int, int, int]] = {}  # base dim -> start, count, step
+    for d in order:
+        cuts[d] = (offset // val.stride(d), 1, 1)
+        offset %= val.stride(d)
+    taken: list[int] = []
+    for n, s in zip(size, stride, strict=True):
+        if n == 1:
+            continue
+        d = next((d for d in order if val.stride(d) <= s), None)
+        if d is None or d in taken or s % val.stride(d):
+            return None
+        start, step = cuts[d][0], s // val.stride(d)
+        if start + step * (n - 1) >= val.shape[d]:
+            return None
+        cuts[d] = (start, n, step)
+        taken.append(d)
+    node = base
+    for d, (start, count, step) in cuts.items():
+        if (start, count, step) != (0, val.shape[d], 1):
+            node = emit(aten.slice.Tensor, node, d, start, start + step * (count - 1) + 1, step)
+    rest = [d for d in range(val.dim()) if d not in taken]
+    if taken + rest != list(range(val.dim())):
+        node = emit(aten.permute.default, node, taken + rest)
+    return node if node.meta["val"].shape == torch.Size(size) else emit(aten.reshape.default, node, list(size))
+
+
+def _dense(sizes: Iterable[int], strides: Iterable[int]) -> bool:
+    """Whether dims, major first, fill their memory without a gap."""
+    expected = 1
+    for n, s in reversed(list(zip(sizes, strides, strict=True))):
+        if n != 1 and s != expected:
+            return False
+        expected *= n
+    return True

@@ -1,0 +1,213 @@
+"""The main job: what it computes, and that it can be stopped, resumed and moved to another mesh."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardlib as sl
+from shardlib.examples import adamw, checkpoint, data, model
+from shardlib.examples.options import Options
+from shardlib.examples.train_gpt import train
+
+ROOT = Path(__file__).parents[1]
+TINY = Options(
+    steps=6,
+    batch=4,
+    layers=1,
+    width=32,
+    heads=4,
+    context=16,
+    megabytes=0.1,
+    warmup=2,
+    save_every=3,
+    eval_every=3,
+    sample=8,
+)
+
+
+def _command(options: Options, *more: str) -> list[str]:
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in vars(options).items() if name != "resume"]
+    return ["-m", "shardlib.examples.train_gpt", *words, *more]
+
+
+def _plain_losses(options: Options) -> list[float]:
+    """The same training in plain torch, on one device, with torch's own AdamW."""
+    config, hyper = options.config, adamw.Hyper()
+    corpus = data.Corpus.of(data.standard_library(int(options.megabytes * 1e6)))
+    params = {name: p.requires_grad_() for name, p in model.init(config, options.seed).items()}
+    groups = [
+        {"params": [p for p in params.values() if p.dim() > 1], "weight_decay": hyper.decay},
+        {"params": [p for p in params.values() if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(hyper.beta1, hyper.beta2), eps=hyper.eps)
+    losses = []
+    for number in range(1, options.steps + 1):
+        loss = model.loss(
+            params, *data.batch(corpus.train, number, options.batch, options.context, options.seed), config
+        )
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(params.values(), hyper.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = adamw.cosine(number, options.steps, options.lr, options.warmup)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[float]:
+    return _plain_losses(TINY)
+
+
+@pytest.mark.parametrize(("data_axis", "tensor_axis"), [(2, 4), (1, 1), (4, 2)])
+def test_losses_are_those_of_plain_torch(tmp_path: Path, plain: list[float], data_axis: int, tensor_axis: int) -> None:
+    run = train(replace(TINY, out=tmp_path, data=data_axis, tensor=tensor_axis))
+    assert run.losses.train == pytest.approx(plain, abs=1e-4)
+
+
+def test_what_a_run_leaves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = train(replace(TINY, out=tmp_path / "run"))
+    assert checkpoint.steps(tmp_path / "run" / "checkpoints") == [3, 6]
+    written = json.loads((tmp_path / "run" / "losses.json").read_text())
+    assert written["train"] == run.losses.train
+    assert [step for step, _ in written["validation"]] == [3, 6]
+    assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "all_reduce" in (tmp_path / "run" / "plan.txt").read_text()
+    assert not list(tmp_path.rglob("*partial*"))
+    assert "--- the model goes on from 'def '" in capsys.readouterr().out
+
+
+def test_gradients_become_what_the_weights_are() -> None:
+    """The moments are not annotated, and end up where the weights are."""
+    mesh = sl.Mesh(data=2, tensor=4, rules=model.RULES)
+    from shardlib.examples.train_gpt import make_step
+
+    config = TINY.config
+    params = model.init(config)
+    tokens, targets = data.batch(torch.arange(256), 1, 4, config.context)
+    with mesh:
+        step = make_step(config, adamw.Hyper())
+        out, moments, _, _ = step(params, adamw.zeros(params), tokens, targets, torch.tensor(1.0), torch.tensor(0.1))
+    for name, p in out.items():
+        assert sl.typeof(p) == sl.typeof(moments["mean"][name]) == sl.typeof(moments["square"][name]), name
+    assert "@tensor" in sl.typeof(out["0.qkv"])
+
+
+@pytest.mark.parametrize(("data_axis", "tensor_axis"), [(2, 4), (8, 1)])
+def test_resumed_on_any_mesh_it_goes_on_as_if_nothing_had_been(
+    tmp_path: Path, plain: list[float], data_axis: int, tensor_axis: int
+) -> None:
+    shorter = replace(TINY, out=tmp_path, steps=3)
+    # The schedule is that of the whole run; only the end comes early.
+    first = train(replace(shorter, steps=TINY.steps, save_every=3))
+    for path in (tmp_path / "checkpoints").glob("step-000006"):
+        path.rename(tmp_path / "gone")
+    run = train(replace(TINY, out=tmp_path, data=data_axis, tensor=tensor_axis, resume=True))
+    assert run.losses.train[:3] == first.losses.train[:3]
+    assert run.losses.train == pytest.approx(plain, abs=1e-4)
+    assert [step for step, _ in run.losses.validation] == [3, 6]
+
+
+def test_resume_says_what_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="nothing to resume: there is no checkpoint in"):
+        train(replace(TINY, out=tmp_path, resume=True))
+    train(replace(TINY, out=tmp_path, steps=1))
+    with pytest.raises(
+        SystemExit, match=r"the checkpoint holds another model: .*'width': 32.* asked for .*'width': 64"
+    ):
+        train(replace(TINY, out=tmp_path, width=64, resume=True))
+
+
+def test_a_new_run_moves_the_former_one_aside(tmp_path: Path) -> None:
+    once = replace(TINY, out=tmp_path / "run", steps=1)
+    train(once)
+    train(once)
+    assert checkpoint.steps(tmp_path / "run.1" / "checkpoints") == [1]
+    assert checkpoint.steps(tmp_path / "run" / "checkpoints") == [1]
+
+
+def test_an_unfinished_checkpoint_does_not_count(tmp_path: Path) -> None:
+    (tmp_path / ".step-000004.partial").mkdir()
+    (tmp_path / "step-000002").mkdir()
+    assert checkpoint.steps(tmp_path) == [2]
+    assert checkpoint.steps(tmp_path / "nowhere") == []
+
+
+def test_interrupted_it_leaves_a_usable_checkpoint(tmp_path: Path, plain: list[float]) -> None:
+    """SIGINT, as Ctrl-C sends it: the step ends, a checkpoint is written, the exit status is 0."""
+    options = replace(TINY, out=tmp_path, steps=100_000, save_every=100_000, eval_every=3)
+    process = subprocess.Popen(
+        [sys.executable, *_command(options)],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "plan.txt").exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(2.0)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    (done,) = checkpoint.steps(tmp_path / "checkpoints")
+    assert f"stopped after step {done}; the checkpoint is in {tmp_path / 'checkpoints'}" in out
+    assert "give the same command again with --resume" in out
+    run = train(replace(options, steps=done + 1, resume=True))
+    assert len(run.losses.train) == done + 1
+
+
+@pytest.mark.ranks
+def test_ranks_compute_what_virtual_devices_compute(tmp_path: Path) -> None:
+    """Four processes under torchrun: the losses of 20 steps, and a checkpoint that loads on virtual devices."""
+    options = replace(TINY, out=tmp_path / "ranks", data=2, tensor=2, steps=20, save_every=20)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", *_command(options)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *launch], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("nats per byte") == 1  # one rank speaks
+    losses: dict[str, Any] = json.loads((tmp_path / "ranks" / "losses.json").read_text())
+    virtual = train(replace(options, out=tmp_path / "virtual"))
+    assert losses["train"] == pytest.approx(virtual.losses.train, abs=1e-4)
+    assert losses["train"] == pytest.approx(_plain_losses(options), abs=1e-4)
+    resumed = train(replace(options, tensor=4, steps=22, resume=True))
+    assert resumed.done == 22
+
+
+def test_adamw_is_torchs() -> None:
+    params = {"matrix": torch.randn(4, 3), "vector": torch.randn(3)}
+    hyper = adamw.Hyper()
+    theirs = {name: p.clone().requires_grad_() for name, p in params.items()}
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [theirs["matrix"]], "weight_decay": hyper.decay},
+            {"params": [theirs["vector"]], "weight_decay": 0.0},
+        ],
+        lr=0.01,
+        betas=(hyper.beta1, hyper.beta2),
+        eps=hyper.eps,
+    )
+    moments = adamw.zeros(params)
+    for step in range(1, 6):
+        grads = {name: torch.randn_like(p) for name, p in params.items()}
+        for name, p in theirs.items():
+            p.grad = grads[name].clone()
+        optimizer.step()
+        params, moments = adamw.update(params, grads, moments, torch.tensor(float(step)), torch.tensor(0.01), hyper)
+    for name, p in params.items():
+        torch.testing.assert_close(p, theirs[name].detach(), rtol=1e-5, atol=1e-6)
