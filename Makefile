@@ -41,7 +41,7 @@ bench: $(STAMP)
 $(STAMP): pyproject.toml
 	@echo "== set up $(VENV)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	    { echo "$(PYTHON) is older than 3.11; name another one: make PYTHON=python3.12"; exit 1; }
+	    { echo "$(PYTHON) is not Python 3.11 or newer; name one that is: make PYTHON=python3.12"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,train,notebook]' transformers

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from shardlib import world
-from shardlib.errors import ShardingError
 from shardlib.axis import Axis
+from shardlib.errors import ShardingError
 
 if TYPE_CHECKING:
     from shardlib.mesh import Mesh

@@ -73,9 +73,16 @@ class Flight:
         return pieces
 
 
+class CollectiveError(RuntimeError):
+    """A collective that could not be finished: a peer is gone, or did not come in time."""
+
+
 def wait(tensor: Tensor) -> Tensor:
-    """Block until the collective that fills `tensor` is done."""
-    return _c10d.wait_tensor(tensor)  # type: ignore[no-any-return]
+    """Block until the collective that fills `tensor` is done. Raises `CollectiveError`."""
+    try:
+        return _c10d.wait_tensor(tensor)  # type: ignore[no-any-return]
+    except RuntimeError as error:
+        raise CollectiveError(str(error)) from error
 
 
 def exchange(message: Tensor, send: Sequence[int], receive: Sequence[int], group: GroupHandle) -> Flight:

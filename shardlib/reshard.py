@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from shardlib.layout import Axis
+from shardlib.spread import spread
 
 Axes = tuple[Axis, ...]
 Cut = tuple[Axes, ...]
@@ -145,8 +146,70 @@ def plan(sizes: tuple[int, ...], itemsize: int, src: Cut, dst: Cut, pending: Axe
     return tuple(steps)
 
 
-def seconds(steps: tuple[Step, ...]) -> float:
-    return sum(s.seconds for s in steps)
+@dataclass(frozen=True)
+class Hop:
+    """A step of a route: the factors that it works on, and the cut of the value's leaves after it."""
+
+    step: Step
+    dims: tuple[tuple[tuple[int, Axes], ...], ...]  # per dim, (size, axes) per fused factor, before the step
+    after: Cut
+
+
+@cache
+def route(
+    leaves: tuple[tuple[int, ...], ...], itemsize: int, src: Cut, dst: Cut, pending: Axes = (), reduce: str = "sum"
+) -> tuple[Hop, ...]:
+    """`plan` for a value whose dims are lists of `leaves`: neighbours that both cuts treat as one are moved as one."""
+    groups = _fused(leaves, src, dst)
+    sizes = tuple(math.prod(size for size, _ in group) for dim in groups for group in dim)
+
+    def fuse(cut: Cut) -> Cut:
+        return tuple(tuple(a for _, i in group for a in cut[i]) for dim in groups for group in dim)
+
+    def split(cut: Cut) -> Cut:
+        out: list[Axes] = []
+        for group, axes in zip((g for dim in groups for g in dim), cut, strict=True):
+            shares = spread([size for size, _ in group], [a.size for a in axes])
+            assert shares is not None
+            out += [tuple(axes[i] for i in share) for share in shares]
+        return tuple(out)
+
+    hops = []
+    now = fuse(src)
+    for step in plan(sizes, itemsize, now, fuse(dst), pending, reduce):
+        flat = iter(zip(sizes, now, strict=True))
+        hops.append(Hop(step, tuple(tuple(next(flat) for _ in dim) for dim in groups), split(step.result)))
+        now = step.result
+    return tuple(hops)
+
+
+def _fused(leaves: tuple[tuple[int, ...], ...], src: Cut, dst: Cut) -> list[list[list[tuple[int, int]]]]:
+    """Per dim, groups of `(size, flat index)` leaves; a minor leaf joins when chunks of the product are chunks of both."""
+    out, i = [], 0
+    for dim in leaves:
+        groups: list[list[tuple[int, int]]] = []
+        for size in dim:
+            if groups and all(_chunks(groups[-1], cut) or not cut[i] for cut in (src, dst)) and _same_even(groups[-1], src, dst):
+                groups[-1].append((size, i))
+            else:
+                groups.append([(size, i)])
+            i += 1
+        out.append(groups)
+    return out
+
+
+def _chunks(group: list[tuple[int, int]], cut: Cut) -> bool:
+    """Whether the cut uses the group up: one element a device."""
+    return all(ways(cut[i]) == size for size, i in group)
+
+
+def _same_even(group: list[tuple[int, int]], *cuts: Cut) -> bool:
+    return all(size % ways(cut[i]) == 0 for cut in cuts for size, i in group)
+
+
+def seconds(steps: tuple[Step, ...] | tuple[Hop, ...]) -> float:
+    """Estimated time of a plan or route."""
+    return sum((s.step if isinstance(s, Hop) else s).seconds for s in steps)
 
 
 def _prefix(have: list[Axis], want: Axes, size: int) -> int:

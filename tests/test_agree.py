@@ -17,6 +17,7 @@ from shardlib.errors import ShardingError
 from shardlib.mesh import Mesh
 from shardlib.ops import all_reduce
 from shardlib.ops._groups import GroupHandle, group_for
+from shardlib.ops._wire import CollectiveError
 from shardlib.run.agree import agree, blame
 from tests.ranks import RankError, only, run_ranks
 
@@ -105,7 +106,7 @@ def test_missing_ranks_are_named(late, head):
 def reduce_or_blame(group: GroupHandle, mesh: Mesh, timeout: float) -> None:
     try:
         all_reduce.finish(all_reduce.start(torch.ones(1 << 16), group))
-    except RuntimeError as error:
+    except CollectiveError as error:
         blame(mesh, error, timeout)
 
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlib.errors import ShardingError
 from shardlib.axis import Axis
+from shardlib.errors import ShardingError
 from shardlib.mesh import Mesh
 from shardlib.ops import _wire, all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
 from shardlib.ops._groups import GroupHandle, group_for, prepare

@@ -310,32 +310,32 @@ class _Lowering:
     def _cheapest_price(self, value: Value, want: Cut) -> float:
         return reshard.seconds(self._cheapest(value, want)[1])
 
-    def _cheapest(self, value: Value, want: Cut) -> tuple[Form, tuple[reshard.Step, ...]]:
+    def _cheapest(self, value: Value, want: Cut) -> tuple[Form, tuple[reshard.Hop, ...]]:
         sizes, itemsize = self.flood.sizes(value), value.dtype.itemsize
-        options = [(form, reshard.plan(sizes, itemsize, form[0], want, form[1].axes, form[1].kind)) for form in self.have[value]]
+        options = [(form, reshard.route(sizes, itemsize, form[0], want, form[1].axes, form[1].kind)) for form in self.have[value]]
         return min(options, key=lambda o: (reshard.seconds(o[1]), len(o[1])))
 
-    def _move(self, value: Value, source: Form, steps: Sequence[reshard.Step]) -> Var:
-        """Emit `steps` from `source`; every stop on the way is a form that others may start from."""
-        var, (cut, owed) = self.have[value][source], source
-        for step in steps:
+    def _move(self, value: Value, source: Form, hops: Sequence[reshard.Hop]) -> Var:
+        """Emit `hops` from `source`; every stop on the way is a form that others may start from."""
+        var, owed = self.have[value][source], source[1]
+        for hop in hops:
+            step = hop.step
             if step.kind in ("reduce_scatter", "all_reduce"):
-                done = set(p for a in step.axes for p in a.primes())
+                done = {p for a in step.axes for p in a.primes()}
                 owed = Owed(tuple(a for a in owed.axes if a not in done), owed.kind)
-            layout = self._layout(value, step.result, owed)
+            form = (hop.after, owed)
             var = self.mover.step(
-                step, var, self._dims(value, cut), layout, name=self._fresh_name(value), line=self.line,
-                backward=self.backward, reason=self._reason(value, source, step), because=(value, self.reader),
+                step, var, hop.dims, self._layout(value, *form), name=self._fresh_name(value), line=self.line,
+                backward=self.backward, reason=self._reason(value, source, form), because=(value, self.reader),
             )  # fmt: skip
-            cut = step.result
-            var.value, var.form = value, (cut, owed)
-            self.have[value].setdefault((cut, owed), var)
+            var.value, var.form = value, form
+            self.have[value].setdefault(form, var)
         return var
 
-    def _reason(self, value: Value, source: Form, step: reshard.Step) -> str:
+    def _reason(self, value: Value, source: Form, form: Form) -> str:
         made = self._typed(value, *source)
         reader = self.reader.name if isinstance(self.reader, Op) else self.reader
-        return f"{value.name} is {made}, {reader} needs {self._typed(value, step.result, Owed())}"
+        return f"{value.name} is {made}, {reader} needs {self._typed(value, *form)}"
 
     # Constants ------------------------------------------------------------------------------------------------------
 
@@ -459,16 +459,14 @@ class _Lowering:
 
 
 def layout_of(dims: tuple[Any, ...], pending: tuple[Pending, ...] = ()) -> Layout:
-    """The printable layout of `(size, axes)` leaves: neighbouring leaves that are whole melt into one factor."""
+    """The printable layout of `(size, axes)` leaves: neighbours whose chunks are chunks of their product melt together."""
     out = []
     for dim in dims:
         factors: list[Factor] = []
         for size, axes in dim:
-            if factors and not axes and not factors[-1].axes:
-                factors[-1] = Factor(factors[-1].size * size)
-            elif factors and not axes and factors[-1].even and factors[-1].axes:
-                # Chunks of a major leaf times a whole minor leaf are chunks of the product.
-                factors[-1] = Factor(factors[-1].size * size, factors[-1].axes)
+            last = factors[-1] if factors else None
+            if last and ((not axes and last.even) or last.ways == last.size):
+                factors[-1] = Factor(last.size * size, Axis.merge((*last.axes, *axes)))
             else:
                 factors.append(Factor(size, Axis.merge(axes)))
         out.append(tuple(factors) or (Factor(1),))

@@ -45,7 +45,7 @@ class End:
 class Record:
     """A value as the estimate sees it."""
 
-    sizes: tuple[int, ...]
+    sizes: tuple[tuple[int, ...], ...]  # of the leaves, per dim
     itemsize: int
     sources: tuple[End, ...]
     readers: frozenset[End]
@@ -250,15 +250,16 @@ class Decider:
             return cut, tuple(a for s in end.pending for a in slots[s])
 
         sources = {resolve(s): None for s in record.sources}
-        wants = sorted({resolve(r)[0] for r in record.readers}, key=lambda c: reshard.local_numel(record.sizes, c))
+        flat = tuple(n for dim in record.sizes for n in dim)
+        wants = sorted({resolve(r)[0] for r in record.readers}, key=lambda c: reshard.local_numel(flat, c))
         total = 0.0
         have: list[tuple[Cut, tuple[Axis, ...]]] = list(sources)
         if len(have) > 1 and wants:  # sums that cannot be added first: each goes to the first reader's layout on its own
             for cut, pending in have:
-                total += reshard.seconds(reshard.plan(record.sizes, record.itemsize, cut, wants[0], pending))
+                total += reshard.seconds(reshard.route(record.sizes, record.itemsize, cut, wants[0], pending))
             have = [(wants[0], ())]
         for want in wants:
-            best = min(reshard.seconds(reshard.plan(record.sizes, record.itemsize, c, want, p)) for c, p in have)
+            best = min(reshard.seconds(reshard.route(record.sizes, record.itemsize, c, want, p)) for c, p in have)
             total += best
             have.append((want, ()))
         self._cost_memo[key] = total

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 from shardlib.graph import Graph, Op, Value
 from shardlib.layout import Axis, Layout
-from shardlib.propagate.dims import Dims, Leaf, spread
+from shardlib.propagate.dims import Dims, Leaf
 from shardlib.reshard import Cut
+from shardlib.spread import spread
 
 Factor = tuple[str, int]  # an op's factor: the rule's label, and which of its leaves
 
@@ -52,8 +53,9 @@ class Flood:
     def leaves(self, value: Value) -> tuple[Leaf, ...]:
         return tuple(leaf for dim in self.value[value] for leaf in dim)
 
-    def sizes(self, value: Value) -> tuple[int, ...]:
-        return tuple(self.dims.size(leaf) for leaf in self.leaves(value))
+    def sizes(self, value: Value) -> tuple[tuple[int, ...], ...]:
+        """The sizes of the leaves, per dim."""
+        return tuple(tuple(self.dims.size(leaf) for leaf in dim) for dim in self.value[value])
 
     def operand_factors(self, op: Op, position: int, dim: int) -> tuple[Factor, ...]:
         """The op's factors, leaf by leaf, along one dim of an operand."""

@@ -8,7 +8,7 @@ import torch
 
 from shardlib.rules.pointwise import pointwise
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.space import Space, arg, path, result_shape, shape_ints
+from shardlib.rules.space import Space, path, result_shape, shape_ints
 
 aten = torch.ops.aten
 

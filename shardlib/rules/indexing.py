@@ -6,6 +6,7 @@ sum over the devices; a write drops what lies elsewhere: it goes into one row mo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -135,7 +136,7 @@ class _Advanced:
         self.x = space.dims(shape)
         self.dims = [i for i, m in enumerate(given) if m is not None]
         metas = [m for m in given if m is not None]
-        size = torch.broadcast_shapes(*(m.shape for m in metas))
+        size = _broadcast(m.shape for m in metas)
         self.rank = len(size)
         index = space.dims(size, "j")
         self.indices = [broadcast(index, m.shape) for m in metas]
@@ -162,6 +163,12 @@ class _Advanced:
         """The indices with None for every dim that is not indexed."""
         queue = iter(indices)
         return [next(queue) if i in self.dims else None for i in range(self.dims[-1] + 1)]
+
+
+def _broadcast(shapes: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """The shape of all of them together."""
+    columns = itertools.zip_longest(*(reversed(s) for s in shapes), fillvalue=1)
+    return tuple(next((n for n in column if n != 1), 1) for column in columns)[::-1]
 
 
 def _masks(call: Call) -> bool:

@@ -157,7 +157,7 @@ def pattern(
         ({'m': 2, 'k': 3, 'n': 4}, {'k': 'sum'}, 48)
     """
     parsed = parse(text)
-    sized = {where: (1, (factor,)) for where, factor in (ints or {}).items()}
+    sized: Ints = {where: (1, (factor,)) for where, factor in (ints or {}).items()}
     return lambda call: _apply(parsed, call, sized, local, flops, transparent)
 
 

@@ -96,7 +96,7 @@ def _extreme(local: Local) -> Any:
     return local.op(local.call.target, x, *local.args[1:], **local.kwargs)
 
 
-def _norm(call: Call) -> Rule:
+def _norm(call: Call) -> Rule | None:
     """The 2-norm reduces over devices itself: its square root cannot wait for a pending sum."""
     two = arg(call, 1, "ord", 2) == 2 and call.operands[0].dtype.is_floating_point
     return (reduction("none", dim=(2, "dim"), local=_two_norm) if two else reduction(None, dim=(2, "dim")))(call)

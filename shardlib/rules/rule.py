@@ -98,4 +98,4 @@ class Local(Protocol):
         """Reduce a local value over the axes that cut `factor`."""
 
 
-RuleFn = Callable[[Call], Rule]
+RuleFn = Callable[[Call], Rule | None]  # None: this call has no rule after all

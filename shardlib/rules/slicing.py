@@ -6,6 +6,7 @@ slice arguments are multiples of its local size. Where nothing larger than 1 div
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -131,8 +132,8 @@ def _split(call: Call) -> Rule:
     def local(local: Local) -> Any:
         size = local.size(inner[0])
         ends = [sum(parts[:i]) // block for i in range(len(parts) + 1)]
-        pairs = zip(ends, ends[1:], strict=False)
-        return tuple(local.op(aten.slice.Tensor, local.args[0], at, size * lo, size * hi) for lo, hi in pairs)
+        slices = itertools.pairwise(ends)
+        return tuple(local.op(aten.slice.Tensor, local.args[0], at, size * lo, size * hi) for lo, hi in slices)
 
     return space.rule([x], out, linear=[{0}], local=local, local_factors=inner)
 

@@ -66,7 +66,11 @@ def row(target: Any) -> RuleFn | None:
     """The row of the table that covers an op."""
     if not isinstance(target, torch._ops.OpOverload):
         return None
-    return TABLE.get(target.name()) or (_BY_TAG if pointwise.is_pointwise(target) else None)
+    return TABLE.get(_name(target)) or (_BY_TAG if pointwise.is_pointwise(target) else None)
+
+
+def _name(target: torch._ops.OpOverload) -> str:
+    return str(target.name())  # type: ignore[no-untyped-call]
 
 
 def _frozen(value: Any) -> Any:
@@ -111,11 +115,11 @@ def rule(text: str) -> Callable[[Op], Op]:
             wrong.append("it writes to an argument")
         if wrong:
             raise ShardingError(
-                f"rule({text!r}) does not fit {overload.name()}",
+                f"rule({text!r}) does not fit {_name(overload)}",
                 wrong,
                 rule="one term for every tensor argument and every result of an op without side effects",
             )
-        TABLE[overload.name()] = pattern(text)
+        TABLE[_name(overload)] = pattern(text)
         _CACHE.clear()
         return op
 
@@ -125,7 +129,7 @@ def rule(text: str) -> Callable[[Op], Op]:
 def _overload(op: Any) -> torch._ops.OpOverload:
     if isinstance(op, torch._library.custom_ops.CustomOpDef):
         op = op._opoverload
-    if isinstance(op, torch._ops.OpOverloadPacket) and op.overloads() == ["default"]:
+    if isinstance(op, torch._ops.OpOverloadPacket) and list(op) == ["default"]:
         op = op.default
     if not isinstance(op, torch._ops.OpOverload):
         raise ShardingError(

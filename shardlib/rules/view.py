@@ -10,6 +10,7 @@ m whole. So a fused `[768, 3 * 768]` weight is split, or put together, without l
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -48,14 +49,14 @@ def regroup(space: Space, old: Sequence[int], new: Sequence[int]) -> tuple[list[
     bounds = sorted({*_bounds(old), *_bounds(new)})
     shared = [b for b in bounds if all(b % c == 0 or c % b == 0 for c in bounds)]
     parts: dict[tuple[int, int], Dim] = {}
-    for low, high in reversed(list(zip(shared, shared[1:], strict=False))):
+    for low, high in reversed(list(itertools.pairwise(shared))):
         if not any(low < b < high for b in bounds):
             parts[low, high] = space.dim(high // low)
 
     def label(shape: Sequence[int]) -> list[Dim]:
         dims: list[Dim] = []
         edges = _bounds(shape)
-        for low, high in zip(edges, edges[1:], strict=False):
+        for low, high in itertools.pairwise(edges):
             inner = sorted({low, high, *(b for b in shared if low < b < high)}, reverse=True)
             pairs = zip(inner[1:], inner, strict=False)
             dims.append(tuple(f for lo, hi in pairs for f in parts.get((lo, hi)) or space.dim(hi // lo, whole=True)))

@@ -1,0 +1,271 @@
+"""Normalise: remove from a traced graph whatever must not influence a decision, and say the rest in one way.
+
+Every pass is a small function over the graph; `PASSES` lists them in order. What a graph computes stays the same to the
+last bit, and so does which results share memory: a tensor that the function returns is never merged with another one.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from shardlib.trace import Traced
+from shardlib.views import argument, is_view, written_arguments
+
+aten = torch.ops.aten
+
+
+def normalise(traced: Traced) -> Traced:
+    """Run all passes on the traced graph, in place, and return it.
+
+    Example:
+        >>> from shardlib.trace import trace
+        >>> def f(x):
+        ...     return (x.t().t().detach() * 2).reshape(2, 6).reshape(12), x.sin(), x.sin().cos()
+        >>> [n.name for n in normalise(trace(f, (torch.zeros(3, 4),))).graph.graph.nodes]
+        ['x', 'mul', 'view_1', 'sin', 'cos', 'output']
+    """
+    for run in PASSES:
+        run(traced.graph)
+    verify(traced.graph)
+    traced.graph.recompile()
+    return traced
+
+
+def verify(gm: fx.GraphModule) -> None:
+    """Check what every stage relies on; an AssertionError here is a bug of the stage before.
+
+    Values are defined before they are used, no op writes to memory, and every node has its value and its line.
+    """
+    seen: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        late = [n.name for n in node.all_input_nodes if n not in seen]
+        assert not late, f"{node.name} reads {late}, defined later"
+        seen.add(node)
+        assert "line" in node.meta, f"{node.name} has no line"
+        if node.op == "output":
+            continue
+        assert "val" in node.meta, f"{node.name} has no value"
+        assert node.op in ("placeholder", "get_attr", "call_function"), f"{node.name} is a {node.op}"
+        assert not written_arguments(node.target), f"{node.name} writes to memory: {node.target}"
+
+
+# --- passes -----------------------------------------------------------------------------------------------------------
+
+
+def one_reshape(gm: fx.GraphModule) -> None:
+    """`view`, `_unsafe_view`, ... are `reshape`: whether a local shard needs a copy is not what the whole tensor said."""
+    for node in gm.graph.nodes:
+        if node.target in _RESHAPES:
+            node.target, node.args, node.kwargs = aten.reshape.default, (node.args[0], _shape(node)), {}
+
+
+def drop_identities(gm: fx.GraphModule) -> None:
+    """Nodes that return their operand go; a copy stays if the function returns its memory."""
+    returned = _returned(gm)
+    for node in gm.graph.nodes:
+        test = _IDENTITIES.get(node.target)
+        if test is None or not _same_as_operand(node) or not test(node):
+            continue
+        source = node.args[0]
+        if node.target not in _COPIES:
+            node.replace_all_uses_with(source)
+        elif node not in returned:
+            _note_copies(node)
+            node.replace_all_uses_with(source)
+
+
+def compose_permutes(gm: fx.GraphModule) -> None:
+    """A permutation of a permutation is one, or none."""
+    for node in gm.graph.nodes:
+        if node.target not in _PERMUTES:
+            continue
+        dims, source = _dims(node), node.args[0]
+        if source.target in _PERMUTES:
+            inner = _dims(source)
+            dims, source = [inner[d] for d in dims], source.args[0]
+        if dims == sorted(dims):
+            node.replace_all_uses_with(source)
+        elif source is not node.args[0]:
+            _set_permute(node, source, dims)
+
+
+def compose_reshapes(gm: fx.GraphModule) -> None:
+    """A reshape of reshapes is one, or none; a copy that several read is made once."""
+    for node in gm.graph.nodes:
+        if node.target not in _REGROUPINGS:
+            continue
+        source = node.args[0]
+        while source.target in _REGROUPINGS and not (source.meta.get("copies") and len(source.users) > 1):
+            node.meta["copies"] = node.meta.get("copies", False) or source.meta.get("copies", False)
+            source = source.args[0]
+        if source.meta["val"].shape == node.meta["val"].shape:
+            node.replace_all_uses_with(source)
+        elif source is not node.args[0]:
+            node.target, node.args, node.kwargs = aten.reshape.default, (source, _shape(node)), {}
+
+
+def divide_losses_late(gm: fx.GraphModule) -> None:
+    """The mean of a loss is a sum over a count, so that rows may be cut: each part adds to both, the division comes last."""
+    for node in list(gm.graph.nodes):
+        if node.target not in _LOSSES or argument(node, "reduction") != _MEAN:
+            continue
+        if node.args[0].meta["val"].dtype == torch.float16:
+            continue  # the sum would overflow
+        if node.target in _LOSS_BACKWARDS:
+            total = argument(node, "total_weight")
+            with gm.graph.inserting_before(node):
+                grad = _call(gm, node, aten.div.Tensor, node.args[0], total)
+            node.args = (grad, *node.args[1:4], _SUM, *node.args[5:])
+            continue
+        items = {user.args[1]: user for user in node.users}
+        node.args = (*node.args[:3], _SUM, *node.args[4:])
+        if loss := items.get(0):
+            total = items.get(1)
+            with gm.graph.inserting_after(loss):
+                if total is None or total > loss:
+                    fresh = _call(gm, loss, operator.getitem, node, 1)
+                    total = total.replace_all_uses_with(fresh) and fresh if total else fresh
+            with gm.graph.inserting_after(total):
+                mean = _call(gm, node, aten.div.Tensor, loss, total)
+            loss.replace_all_uses_with(mean, delete_user_cb=lambda user, mean=mean: user is not mean)
+
+
+def merge_repeated(gm: fx.GraphModule) -> None:
+    """Two nodes that compute the same are one.
+
+    Not so when both are returned, nor when a backward node repeats forward arithmetic: that is how activation
+    checkpointing trades time for memory.
+    """
+    returned = _returned(gm)
+    known: dict[Any, fx.Node] = {}
+    for node in gm.graph.nodes:
+        if node.op not in ("call_function", "get_attr") or _is_random(node.target):
+            continue
+        free = node.op == "get_attr" or node.target is operator.getitem or is_view(node.target) or node.target in _REGROUPINGS
+        phase = None if free else bool(node.meta.get("backward"))
+        key = (node.target, phase, _key(node.args), _key(node.kwargs))
+        first = known.setdefault(key, node)
+        if first is not node and not (node in returned and not free):
+            node.replace_all_uses_with(first)
+
+
+def drop_dead(gm: fx.GraphModule) -> None:
+    """Nodes without readers go; random ones stay, as the numbers behind them depend on them."""
+    for node in reversed(gm.graph.nodes):
+        if node.op in ("call_function", "get_attr") and not node.users and not _is_random(node.target):
+            gm.graph.erase_node(node)
+
+
+PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
+    one_reshape,
+    drop_identities,
+    compose_permutes,
+    merge_repeated,  # before reshapes are composed: it tells which copies are shared
+    drop_dead,
+    compose_reshapes,
+    divide_losses_late,
+    merge_repeated,
+    drop_dead,
+)
+
+
+# --- helpers ----------------------------------------------------------------------------------------------------------
+
+_RESHAPES = {aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.reshape.default}
+_REGROUPINGS = {
+    aten.reshape.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+}
+_PERMUTES = {aten.t.default, aten.transpose.int, aten.permute.default}
+_COPIES = {aten.clone.default, aten._to_copy.default, aten.lift_fresh_copy.default}
+_LOSS_BACKWARDS = {aten.nll_loss_backward.default, aten.nll_loss2d_backward.default}
+_LOSSES = _LOSS_BACKWARDS | {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
+_MEAN, _SUM = 1, 2
+
+
+def _is_one(node: fx.Node) -> bool:
+    value = node.args[1]
+    return isinstance(value, int | float) and value == 1
+
+
+_IDENTITIES: dict[Any, Callable[[fx.Node], bool]] = {
+    **dict.fromkeys(_COPIES, lambda node: True),
+    **dict.fromkeys((aten.detach.default, aten.alias.default, aten.lift_fresh.default), lambda node: True),
+    **dict.fromkeys((aten.expand.default, aten.slice.Tensor, aten.reshape.default), lambda node: True),
+    **dict.fromkeys((aten.mul.Scalar, aten.mul.Tensor, aten.div.Scalar, aten.div.Tensor), _is_one),
+    aten.pow.Tensor_Scalar: _is_one,  # from the gradient of x ** 2
+}
+
+
+def _same_as_operand(node: fx.Node) -> bool:
+    source = node.args[0]
+    if not isinstance(source, fx.Node):
+        return False
+    old, new = source.meta["val"], node.meta["val"]
+    return bool(old.shape == new.shape and old.dtype == new.dtype and old.device == new.device)
+
+
+def _note_copies(copy: fx.Node) -> None:
+    """A reshape took this copy because it needed one; it now copies by itself."""
+    for user in copy.users:
+        if user.target is aten.reshape.default:
+            user.meta["copies"] = True
+
+
+def _returned(gm: fx.GraphModule) -> set[fx.Node]:
+    """The nodes whose memory the function returns."""
+    owners = set()
+    for node in gm.graph.output_node().all_input_nodes:
+        while is_view(node.target) or node.target in _RESHAPES:
+            node = node.args[0]
+        owners.add(node)
+    return owners
+
+
+def _is_random(target: Any) -> bool:
+    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def _key(value: Any) -> Any:
+    """Hashable, and apart wherever 1, 1.0, True or 0.0, -0.0 mean different programs."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_key, value))
+    if isinstance(value, dict):
+        return tuple((k, _key(v)) for k, v in sorted(value.items()))
+    return value if isinstance(value, fx.Node) else (type(value), repr(value))
+
+
+def _shape(node: fx.Node) -> list[int]:
+    return list(node.meta["val"].shape)
+
+
+def _dims(node: fx.Node) -> list[int]:
+    rank = node.meta["val"].dim()
+    if node.target is aten.permute.default:
+        return [d % rank for d in node.args[1]]  # type: ignore[union-attr]
+    dims = list(range(rank))
+    if rank > 1:
+        a, b = (0, 1) if node.target is aten.t.default else node.args[1:]
+        dims[a], dims[b] = dims[b], dims[a]  # type: ignore[index]
+    return dims
+
+
+def _set_permute(node: fx.Node, source: fx.Node, dims: list[int]) -> None:
+    node.target, node.args = aten.permute.default, (source, dims)
+
+
+def _call(gm: fx.GraphModule, like: fx.Node, target: Any, *args: Any) -> fx.Node:
+    """A new node with the line of `like`; the caller says where."""
+    node = gm.graph.call_function(target, args)
+    node.meta.update({k: like.meta[k] for k in ("line", "backward") if k in like.meta})
+    node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
+    return node

@@ -1,0 +1,340 @@
+"""A brute-force machine that proves sharding rules: the op on the whole against the op on the shards.
+
+For one concrete call it cuts every factor that its rule allows over 2, 3 and 4 devices (so that shards are even, uneven and
+empty) and over two axes at once, and every pair of factors over two axes; hands every device its shards; runs the plain op
+or the rule's local form on all devices in lock-step; puts the results together as the rule says; and compares values,
+shapes and dtypes. Besides that it adds up random addends for every linear set, and checks the bookkeeping.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardlib.layout import Axis, Factor, Layout, Pending, span
+from shardlib.rules.rule import Call, Labels, Meta, Rule
+
+Axes = tuple[Axis, ...]
+Coords = dict[str, int]
+
+
+def call_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Call, list[torch.Tensor], list[Any]]:
+    """What the rules see of a concrete call, its tensors in order, and what it returns."""
+    out = target(*args, **kwargs)
+    results = list(out) if isinstance(out, tuple | list) else [out]
+    tensors: list[torch.Tensor] = []
+
+    def abstract(value: Any) -> Any:
+        tensors.append(value)
+        return Meta(tuple(value.shape), value.dtype)
+
+    abstract_args, abstract_kwargs = mapped((tuple(args), dict(kwargs)), abstract)
+    metas = tuple(Meta(tuple(t.shape), t.dtype) for t in tensors)
+    outs = tuple(Meta(tuple(r.shape), r.dtype) if isinstance(r, torch.Tensor) else None for r in results)
+    return Call(target, abstract_args, abstract_kwargs, metas, outs), tensors, results
+
+
+def mapped(value: Any, f: Callable[[Any], Any], kind: Any = torch.Tensor) -> Any:
+    """`value` with every leaf of `kind` replaced, in the order of arguments."""
+    if isinstance(value, list | tuple):
+        return type(value)(mapped(v, f, kind) for v in value)
+    if isinstance(value, dict):
+        return {k: mapped(v, f, kind) for k, v in value.items()}
+    return f(value) if isinstance(value, kind) else value
+
+
+# The machine ----------------------------------------------------------------------------------------------------------
+
+
+class Sym:
+    """An int that differs by device."""
+
+    def __init__(self, at: Callable[[Coords], int]) -> None:
+        self.at = at
+
+    def _with(self, other: Any, op: Callable[[int, int], int]) -> Sym:
+        return Sym(lambda c: op(self.at(c), other.at(c) if isinstance(other, Sym) else other))
+
+    def __add__(self, other: Any) -> Sym:
+        return self._with(other, lambda a, b: a + b)
+
+    def __sub__(self, other: Any) -> Sym:
+        return self._with(other, lambda a, b: a - b)
+
+    def __rsub__(self, other: Any) -> Sym:
+        return self._with(other, lambda a, b: b - a)
+
+    def __mul__(self, other: Any) -> Sym:
+        return self._with(other, lambda a, b: a * b)
+
+    def __floordiv__(self, other: Any) -> Sym:
+        return self._with(other, lambda a, b: a // b)
+
+    def eq(self, other: Any) -> Sym:
+        return self._with(other, lambda a, b: int(a == b))
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+
+class Ref:
+    """A local value: on every device another tensor."""
+
+
+@dataclass
+class Tape:
+    """`Local`: writes a local form down as instructions, and runs them on all devices in lock-step."""
+
+    rule: Rule
+    call: Call
+    cut: Mapping[str, Axes]
+    devices: list[Coords]
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    steps: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def axes(self, factor: str) -> Axes:
+        return self.cut.get(factor, ())
+
+    def size(self, factor: str) -> Sym:
+        n, axes = self.rule.sizes[factor], self.axes(factor)
+        return Sym(lambda c: span(n, axes, c)[1] - span(n, axes, c)[0])
+
+    def offset(self, factor: str) -> Sym:
+        n, axes = self.rule.sizes[factor], self.axes(factor)
+        return Sym(lambda c: span(n, axes, c)[0])
+
+    def op(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        outs = tuple(Ref() for _ in target._schema.returns)
+        self.steps.append((target, args, kwargs, outs))
+        return outs[0] if len(outs) == 1 else outs
+
+    def all_reduce(self, value: Any, factor: str, kind: str) -> Any:
+        out = Ref()
+        self.steps.append(("all_reduce", value, self.axes(factor), kind, out))
+        return out
+
+    def run(self, values: list[dict[Ref, torch.Tensor]]) -> None:
+        """Run all steps; `values` holds each device's tensors."""
+        for step in self.steps:
+            if step[0] == "all_reduce":
+                self._all_reduce(values, *step[1:])
+                continue
+            target, args, kwargs, outs = step
+            for coords, mine in zip(self.devices, values, strict=True):
+                results = target(*self.here(args, coords, mine), **self.here(kwargs, coords, mine))
+                results = results if isinstance(results, tuple) else (results,)
+                mine.update(zip(outs, results, strict=True))
+
+    def _all_reduce(self, values: list[dict[Ref, torch.Tensor]], value: Ref, axes: Axes, kind: str, out: Ref) -> None:
+        combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[kind]
+        names = {a.name for a in axes}
+        groups: dict[Any, list[int]] = {}
+        for i, coords in enumerate(self.devices):
+            groups.setdefault(tuple(v for k, v in coords.items() if k not in names), []).append(i)
+        for group in groups.values():
+            total = values[group[0]][value]
+            for i in group[1:]:
+                total = combine(total, values[i][value])
+            for i in group:
+                values[i][out] = total
+
+    def here(self, value: Any, coords: Coords, mine: Mapping[Ref, torch.Tensor]) -> Any:
+        return mapped(mapped(value, lambda r: mine[r], Ref), lambda s: s.at(coords), Sym)
+
+
+def run(call: Call, rule: Rule, tensors: Sequence[torch.Tensor], cut: Mapping[str, Axes]) -> list[list[Any]]:
+    """The results of every device, when the factors in `cut` are cut."""
+    names = {a.name: a.of for axes in cut.values() for a in axes}
+    devices = [dict(zip(names, c, strict=True)) for c in itertools.product(*map(range, names.values()))]
+    tape = Tape(rule, call, cut, devices)
+    refs = [Ref() for _ in tensors]
+    queue = iter(refs)
+    args, kwargs = mapped((call.args, dict(call.kwargs)), lambda _: next(queue), Meta)
+    for path, (k, factors) in rule.ints.items():
+        size = math.prod([tape.size(f) for f in factors]) * k if factors else k
+        args, kwargs = put((args, kwargs), (1, *path) if isinstance(path[0], str) else (0, *path), size)
+    tape.args, tape.kwargs = args, kwargs
+    if rule.local is not None and any(cut.get(f) for f in rule.local_factors):
+        out = rule.local(tape)
+    else:
+        out = Ref()
+        tape.steps.append((call.target, args, kwargs, (out,)))
+        tape.steps[-1] = (lambda *a, **k: (call.target(*a, **k),), args, kwargs, (out,))
+    layouts = [layout(rule.sizes, labels, cut) for labels in rule.operands]
+    values = [
+        {ref: at.scatter(t, c) for ref, t, at in zip(refs, tensors, layouts, strict=True)} for c in devices
+    ]
+    tape.run(values)
+    each = [tape.here(out, c, mine) for c, mine in zip(devices, values, strict=True)]
+    return [list(o) if isinstance(o, tuple | list) else [o] for o in each]
+
+
+def put(value: Any, path: Sequence[Any], new: Any) -> Any:
+    """`value` with what sits at `path` replaced."""
+    if not path:
+        return new
+    if isinstance(value, dict):
+        return {**value, path[0]: put(value[path[0]], path[1:], new)}
+    items = list(value)
+    items[path[0]] = put(items[path[0]], path[1:], new)
+    return type(value)(items)
+
+
+def layout(sizes: Mapping[str, int], labels: Labels, cut: Mapping[str, Axes], pending: Sequence[Pending] = ()) -> Layout:
+    dims = tuple(tuple(Factor(sizes[f], cut.get(f, ())) for f in dim) or (Factor(1),) for dim in labels)
+    return Layout(dims, tuple(pending))
+
+
+# The proof ------------------------------------------------------------------------------------------------------------
+
+
+def cuts(rule: Rule, ways: Sequence[int] = (2, 3, 4)) -> Iterator[dict[str, Axes]]:
+    """Every way of cutting that is tried: none, one factor, one factor over two axes, two factors."""
+    free = [f for f in rule.sizes if f not in rule.whole]
+    a, b = Axis("a", 2), Axis("b", 3)
+    yield {}
+    for f in free:
+        yield from ({f: (Axis("a", n),)} for n in ways)
+        yield {f: (a, Axis("b", 2))}
+    for f, g in itertools.combinations(free, 2):
+        yield {f: (a,), g: (b,)}
+
+
+def prove(
+    target: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    rule: Rule | None,
+    values: bool = True,
+    tolerance: float = 1e-12,
+) -> list[str]:
+    """What is wrong with `rule` for this call; an empty list is a proof. `values=False` compares shapes and dtypes only."""
+    call, tensors, results = call_of(target, args, kwargs or {})
+    if rule is None:
+        return [f"{target}: no rule"]
+    wrong = bookkeeping(call, rule)
+    if wrong:
+        return [f"{target}: {w}" for w in wrong]
+    for cut in cuts(rule):
+        text = ", ".join(f"{f}[{rule.sizes[f]}]@{'x'.join(str(x.size) for x in axes)}" for f, axes in cut.items())
+        wrong += [f"{target} with {text or 'nothing cut'}: {w}" for w in _one(call, rule, tensors, results, cut, values, tolerance)]
+    wrong += [f"{target}: {w}" for w in linearity(call, rule, tensors, tolerance)]
+    return wrong
+
+
+def bookkeeping(call: Call, rule: Rule) -> list[str]:
+    """Labels must spell the shapes, and a factor that is cut and lost must be a declared reduction."""
+    wrong = []
+    pairs = [(f"operand {i}", m, x) for i, (m, x) in enumerate(zip(call.operands, rule.operands, strict=True))]
+    pairs += [(f"result {i}", m, x) for i, (m, x) in enumerate(zip(call.results, rule.results, strict=True)) if m]
+    for name, meta, labels in pairs:
+        spelled = tuple(math.prod(rule.sizes[f] for f in d) for d in labels)
+        if spelled != meta.shape:
+            wrong.append(f"{name} is labelled {labels}, of sizes {spelled}, but has shape {meta.shape}")
+        flat = [f for d in labels for f in d]
+        if len(flat) != len(set(flat)):
+            wrong.append(f"{name} has a factor twice: {labels}")
+    read = {f for labels in rule.operands for d in labels for f in d}
+    for i, (meta, labels) in enumerate(zip(call.results, rule.results, strict=True)):
+        lost = read - {f for d in labels for f in d} - rule.whole - rule.reduce.keys() if meta else set()
+        wrong += [f"{f} may be cut, is missing from result {i} and is no declared reduction" for f in sorted(lost)]
+    wrong += [f"{f} has size 1" for f, n in rule.sizes.items() if n == 1]
+    known = rule.whole | rule.reduce.keys() | rule.local_factors | {f for _, fs in rule.ints.values() for f in fs}
+    wrong += [f"{f} has no size" for f in sorted(known - rule.sizes.keys())]
+    return wrong
+
+
+def _one(
+    call: Call,
+    rule: Rule,
+    tensors: Sequence[torch.Tensor],
+    results: Sequence[Any],
+    cut: Mapping[str, Axes],
+    values: bool,
+    tolerance: float,
+) -> list[str]:
+    try:
+        each = run(call, rule, tensors, cut)
+    except (RuntimeError, IndexError, TypeError, ValueError) as error:
+        return [f"{type(error).__name__}: {str(error).splitlines()[0]}"]
+    names = {a.name: a.of for axes in cut.values() for a in axes}
+    devices = [dict(zip(names, c, strict=True)) for c in itertools.product(*map(range, names.values()))]
+    wrong = []
+    for i, want in enumerate(results):
+        if not isinstance(want, torch.Tensor):
+            continue
+        labels = rule.results[i]
+        have = {f for d in labels for f in d}
+        pending = [
+            Pending(axes, rule.reduce[f])
+            for f, axes in cut.items()
+            if f not in have and rule.reduce.get(f, "none") != "none" and any(f in d for o in rule.operands for d in o)
+        ]
+        at = layout(rule.sizes, labels, cut, pending)
+        if any(len(out) <= i for out in each):
+            wrong.append(f"a device has no result {i}")
+            continue
+        shards = [(c, out[i]) for c, out in zip(devices, each, strict=True)]
+        bad = [(c, tuple(x.shape)) for c, x in shards if tuple(x.shape) != at.local_shape(c)]
+        if bad:
+            coords, shape = bad[0]
+            wrong.append(f"result {i} is {shape} on device {coords}, not {at.local_shape(coords)}")
+        elif any(x.dtype != want.dtype for _, x in shards):
+            wrong.append(f"result {i} is {shards[0][1].dtype}, not {want.dtype}")
+        elif values:
+            if not _copies_agree(at, shards, tolerance):
+                wrong.append(f"result {i} differs between devices that should hold the same")
+            elif len({p.kind for p in pending}) > 1:
+                continue  # a planner never makes two kinds of pending reduction at once
+            elif not same(at.gather(shards), want, tolerance):
+                wrong.append(f"result {i} is wrong")
+    return wrong
+
+
+def _copies_agree(at: Layout, shards: Sequence[tuple[Coords, torch.Tensor]], tolerance: float) -> bool:
+    """Devices that hold the same part, and the same addend of it, hold the same numbers."""
+    first: dict[Any, torch.Tensor] = {}
+    for coords, x in shards:
+        part = tuple(span(f.size, f.axes, coords) for f in at.factors)
+        key = (part, tuple(a.coord(coords) for a in at.pending_axes))
+        if not same(x, first.setdefault(key, x), tolerance):
+            return False
+    return True
+
+
+def linearity(call: Call, rule: Rule, tensors: Sequence[torch.Tensor], tolerance: float = 1e-12) -> list[str]:
+    """Random addends on the operands of every linear set must add up to the result of their sums."""
+    wrong = []
+    for members in rule.linear:
+        if not members or any(not tensors[i].is_floating_point() for i in members):
+            continue
+        other = [torch.randn_like(t) if i in members else t for i, t in enumerate(tensors)]
+        total = [t + u if i in members else t for i, (t, u) in enumerate(zip(tensors, other, strict=True))]
+        outs = [_plain(call, x) for x in (tensors, other, total)]
+        if not all(same(a + b, c, tolerance) for a, b, c in zip(*outs, strict=True)):
+            wrong.append(f"not linear in operands {sorted(members)}")
+    return wrong
+
+
+def _plain(call: Call, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    queue = iter(tensors)
+    args, kwargs = mapped((call.args, dict(call.kwargs)), lambda _: next(queue), Meta)
+    out = call.target(*args, **kwargs)
+    return [o for o in (out if isinstance(out, tuple | list) else [out]) if isinstance(o, torch.Tensor)]
+
+
+def same(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
+    """Equal in shape and dtype, and in value up to the precision of the dtype."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b)
+    room = max(tolerance, {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}.get(a.dtype, 0.0))
+    return torch.allclose(a, b, rtol=room, atol=room, equal_nan=True)
