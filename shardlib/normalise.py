@@ -80,19 +80,18 @@ def drop_identities(gm: fx.GraphModule) -> None:
             node.replace_all_uses_with(source)
 
 
-def compose_permutes(gm: fx.GraphModule) -> None:
-    """A permutation of a permutation is one, or none."""
+def one_permute(gm: fx.GraphModule) -> None:
+    """`t` and `transpose` are `permute`, which is as fast; a permutation of a permutation is one, or none."""
     for node in gm.graph.nodes:
         if node.target not in _PERMUTES:
             continue
         dims, source = _dims(node), node.args[0]
-        if source.target in _PERMUTES:
-            inner = _dims(source)
-            dims, source = [inner[d] for d in dims], source.args[0]
+        if source.target is aten.permute.default:
+            dims, source = [source.args[1][d] for d in dims], source.args[0]
         if dims == sorted(dims):
             node.replace_all_uses_with(source)
-        elif source is not node.args[0]:
-            _set_permute(node, source, dims)
+        else:
+            node.target, node.args, node.kwargs = aten.permute.default, (source, dims), {}
 
 
 def compose_reshapes(gm: fx.GraphModule) -> None:
@@ -165,7 +164,7 @@ def drop_dead(gm: fx.GraphModule) -> None:
 PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
     one_reshape,
     drop_identities,
-    compose_permutes,
+    one_permute,
     merge_repeated,  # before reshapes are composed: it tells which copies are shared
     drop_dead,
     compose_reshapes,
@@ -255,12 +254,8 @@ def _dims(node: fx.Node) -> list[int]:
     dims = list(range(rank))
     if rank > 1:
         a, b = (0, 1) if node.target is aten.t.default else node.args[1:]
-        dims[a], dims[b] = dims[b], dims[a]  # type: ignore[index]
+        dims[a], dims[b] = dims[b], dims[a]
     return dims
-
-
-def _set_permute(node: fx.Node, source: fx.Node, dims: list[int]) -> None:
-    node.target, node.args = aten.permute.default, (source, dims)
 
 
 def _call(gm: fx.GraphModule, like: fx.Node, target: Any, *args: Any) -> fx.Node:

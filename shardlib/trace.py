@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from shardlib.errors import ShardingError
+from shardlib.first_order import first_order
 from shardlib.functionalise import functionalise
 from shardlib.lines import Line, LineRecorder, error_line
 from shardlib.ops.attention import AttentionCapture
@@ -160,7 +161,7 @@ def _tracing() -> Iterator[None]:
         # Model libraries read this flag before they look at the values of masks and positions.
         torch.compiler._is_compiling_flag = True
         try:
-            with AttentionCapture():
+            with AttentionCapture(), first_order():
                 yield
         finally:
             torch.compiler._is_compiling_flag = before

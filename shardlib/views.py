@@ -147,6 +147,12 @@ def unstrided(emit: Emit, base: fx.Node, size: Sequence[int], stride: Sequence[i
         return None
     if val.numel() == math.prod(size) and val.is_contiguous() and _dense(size, stride) and not offset:
         return emit(aten.reshape.default, base, list(size))
+    long = [(n, s) for n, s in zip(size, stride, strict=True) if n != 1]
+    if len(long) <= 1 and val.is_contiguous():  # a diagonal, say: every so many elements of the memory
+        count, step = long[0] if long else (1, 1)
+        flat = emit(aten.reshape.default, base, [val.numel()])
+        line = emit(aten.slice.Tensor, flat, 0, offset, offset + step * (count - 1) + 1, step)
+        return emit(aten.reshape.default, line, list(size))
     cuts: dict[int, tuple[int, int, int]] = {}  # base dim -> start, count, step
     for d in order:
         cuts[d] = (offset // val.stride(d), 1, 1)

@@ -25,7 +25,7 @@ Sample = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
 def f(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
+    return torch.randn(shape, dtype=torch.float64)
 
 
 def pos(*shape: int) -> torch.Tensor:

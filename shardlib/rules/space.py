@@ -86,10 +86,6 @@ def path(call: Call, position: int, name: str) -> Path:
     return (position,) if position < len(call.args) else (name,)
 
 
-def given(call: Call, position: int, name: str) -> bool:
-    return position < len(call.args) or name in call.kwargs
-
-
 def meta(call: Call, position: int, name: str) -> Meta | None:
     value = arg(call, position, name)
     return value if isinstance(value, Meta) else None
@@ -138,7 +134,6 @@ __all__ = [
     "axes",
     "axis",
     "broadcast",
-    "given",
     "meta",
     "numel",
     "path",

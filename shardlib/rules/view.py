@@ -73,10 +73,26 @@ def _bounds(shape: Sequence[int]) -> list[int]:
     return out
 
 
-def _view(call: Call) -> Rule:
+def _reshape(call: Call) -> Rule:
     space = Space()
     old, new = regroup(space, call.operands[0].shape, result_shape(call))
-    return space.rule([old], [new], linear=[{0}], ints=shape_ints(path(call, 1, "size"), new), transparent=True)
+    ints = shape_ints(path(call, 1, "shape" if call.target == aten.reshape.default else "size"), new)
+
+    def local(local: Local) -> Any:
+        size = [math.prod(local.size(f) for f in dim) for dim in new]
+        return local.op(aten.reshape.default, local.args[0], size)
+
+    # Shards are slices, of which strides may allow no view.
+    view = call.target != aten.reshape.default
+    return space.rule(
+        [old],
+        [new],
+        linear=[{0}],
+        ints=ints,
+        local=local if view else None,
+        local_factors=space.sizes if view else (),
+        transparent=True,
+    )
 
 
 def rearrange(order: Callable[[Call, int], Sequence[int]]) -> RuleFn:
@@ -177,10 +193,8 @@ def _diagonal(call: Call) -> Rule:
     return space.rule([x], [out], linear=[{0}])
 
 
-_IDENTITY_VIEWS = ["view", "_unsafe_view", "reshape", "_reshape_copy", "view_copy"]
-
 ROWS: dict[str, RuleFn | str] = {
-    **dict.fromkeys(_IDENTITY_VIEWS, _view),
+    **dict.fromkeys(["view", "reshape", "_unsafe_view"], _reshape),
     "permute": rearrange(_permute),
     "transpose.int": rearrange(_swap),
     "t": rearrange(_reverse),

@@ -16,6 +16,7 @@ import torch
 from shardlib.lower.program import Collective, Program
 from shardlib.mesh import Mesh
 from shardlib.ops import _groups, all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
+from shardlib.ops._wire import CollectiveError
 from shardlib.run.agree import agree, blame
 from shardlib.run.codegen import Generator, Source
 
@@ -54,6 +55,7 @@ def source(program: Program, mesh: Mesh) -> Source:
 
 def load(program: Program, mesh: Mesh, plan: Plan) -> Callable[[Sequence[Sequence[torch.Tensor]]], tuple[Any, ...]]:
     """The program as a function of this rank's local inputs; compares the ranks' programs first."""
+    mesh.device_mesh  # noqa: B018 - starts torch.distributed where nothing has yet
     text = str(plan)
     agree(mesh, hashlib.sha256(text.encode()).hexdigest(), f"{plan.name}\n{text}")
     _groups.prepare(mesh, list(dict.fromkeys(c.axes for c in program.collectives)))
@@ -64,7 +66,7 @@ def load(program: Program, mesh: Mesh, plan: Plan) -> Callable[[Sequence[Sequenc
         try:
             with torch._C._AutoDispatchBelowAutograd():
                 return function([pieces[i][d] for i, d in feed])
-        except RuntimeError as error:
-            raise blame(mesh, error) from error
+        except CollectiveError as error:
+            blame(mesh, error)
 
     return run
