@@ -1,32 +1,27 @@
 """Attention: softmax(scale q k^T + mask) v, and the log-sum-exp of every row.
 
 Shapes: q `[B, H, S, D]`, k and v `[B, KV, T, D]`, mask broadcastable to `[B, H, S, T]`, lse `[B, H, S]`.
-Grouped heads: query head h reads key head `h // (H // KV)`. Causal: query i sees key j if `j + k_offset <= i + q_offset`, so
-that a part of a sequence knows where it stands in the whole. A row that sees no key gives o = 0 and lse = -inf.
+Grouped heads: query head h reads key head `h // (H // KV)`. Causal: query i sees key j if `j + k_offset <= i + q_offset`,
+so that a part of a sequence knows where it stands in the whole. A row that sees no key gives o = 0 and lse = -inf.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from shardlib.errors import ShardingError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # --- schema -----------------------------------------------------------------------------------------------------------
 
 _WHERE = "Tensor? mask, bool causal, float scale, SymInt q_offset=0, SymInt k_offset=0"
 _BACK = "Tensor grad_o, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse"
-_LIB = torch.library.Library("shardlib", "FRAGMENT")
+_LIB: Any = torch.library.Library("shardlib", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIB.define(f"attention(Tensor q, Tensor k, Tensor v, {_WHERE}) -> (Tensor o, Tensor lse)")
 _LIB.define(f"attention_backward({_BACK}, {_WHERE}) -> (Tensor dq, Tensor dk, Tensor dv)")
 
@@ -49,17 +44,25 @@ class Where(NamedTuple):
 # --- fake -------------------------------------------------------------------------------------------------------------
 
 
-@torch.library.register_fake("shardlib::attention", lib=_LIB)
 def _fake(q: Tensor, k: Tensor, v: Tensor, *where: Any, **named: Any) -> tuple[Tensor, Tensor]:
     _check(q, k, v, Where(*where, **named).mask)
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=_accumulator(q.dtype))
+    return torch.empty_like(q), _heads_last(q.new_empty(q.shape[:3], dtype=_accumulator(q.dtype)))
 
 
-@torch.library.register_fake("shardlib::attention_backward", lib=_LIB)
 def _fake_backward(
     grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *where: Any, **named: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq, dk, dv = (_heads_last(x.new_empty(x.shape)) for x in (q, k, v))
+    return dq, dk, dv
+
+
+torch.library.register_fake("shardlib::attention", _fake, lib=_LIB)
+torch.library.register_fake("shardlib::attention_backward", _fake_backward, lib=_LIB)
+
+
+def _heads_last(x: Tensor) -> Tensor:
+    """`[B, H, S, ...]` in memory as `[B, S, H, ...]`: torch's choice for all but o, which is laid out as q is."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
@@ -147,7 +150,7 @@ def attention(
     """
     _check(q, k, v, mask)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    o, lse = _Attention.apply(q, k, v, mask, causal, scale, q_offset, k_offset)  # type: ignore[no-untyped-call]
+    o, lse = _Attention.apply(q, k, v, mask, causal, scale, q_offset, k_offset)
     return o, lse
 
 
@@ -184,7 +187,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _AttentionBackward(torch.autograd.Function):
-    """The backward as a function of its own, so that vmap can batch it and a second derivative is refused, not wrong."""
+    """A function of its own, so that vmap can batch the backward and a second derivative is refused, not wrong."""
 
     @staticmethod
     def forward(*inputs: Any) -> Any:
@@ -230,7 +233,7 @@ def _fold_mask(n: int, dim: int | None, mask: Tensor | None, batch: int) -> Tens
 
 def _math(q: Tensor, k: Tensor, v: Tensor, where: Where) -> tuple[Tensor, Tensor]:
     p, lse = _probabilities(q, k, where)
-    return _per_head(p @ v.to(p.dtype), q), lse
+    return torch.empty_like(q).copy_((p @ v.to(p.dtype)).reshape(q.shape)), _heads_last(lse)
 
 
 def _math_backward(
@@ -240,8 +243,8 @@ def _math_backward(
     do, qs = _per_group(grad_o, k, p.dtype), _per_group(q, k, p.dtype)
     delta = (do * _per_group(o, k, p.dtype)).sum(-1, keepdim=True)
     ds = (do @ v.to(p.dtype).mT).sub_(delta).mul_(p).mul_(where.scale)
-    dq = _per_head(ds @ k.to(p.dtype), q)
-    return dq, (ds.mT @ qs).to(k.dtype), (p.mT @ do).to(v.dtype)
+    dq, dk, dv = (ds @ k.to(p.dtype)).reshape(q.shape), ds.mT @ qs, p.mT @ do
+    return _heads_last(dq.to(q.dtype)), _heads_last(dk.to(k.dtype)), _heads_last(dv.to(v.dtype))
 
 
 def _probabilities(q: Tensor, k: Tensor, where: Where, lse: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -262,10 +265,6 @@ def _per_group(x: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
     b, h, s, d = x.shape
     kv = k.shape[1]
     return x.to(dtype).reshape(b, kv, (h // kv if kv else 0) * s, d)
-
-
-def _per_head(x: Tensor, like: Tensor) -> Tensor:
-    return x.reshape(like.shape).to(like.dtype)
 
 
 def _torch_cpu(q: Tensor, k: Tensor, v: Tensor, where: Where) -> tuple[Tensor, Tensor]:
@@ -290,7 +289,9 @@ def _torch_cpu_backward(
         grad_o, q, k, v, o, lse, 0.0, causal, attn_mask=mask, scale=where.scale
     )
     unseen = keys - k.shape[2]
-    return (dq, F.pad(dk, (0, 0, 0, unseen)), F.pad(dv, (0, 0, 0, unseen))) if unseen else (dq, dk, dv)
+    if unseen:
+        dk, dv = (_heads_last(F.pad(x, (0, 0, 0, unseen))) for x in (dk, dv))
+    return dq, dk, dv
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, where: Where) -> tuple[Tensor, Tensor, Tensor | None, bool]:
@@ -344,14 +345,12 @@ def choose(q: Tensor, k: Tensor, where: Where) -> Choice:
     return Choice("torch", "torch's flash attention for CPU")
 
 
-@torch.library.impl(_LIB, "attention", "CompositeExplicitAutograd")  # type: ignore[untyped-decorator]
 def forward(q: Tensor, k: Tensor, v: Tensor, *where: Any, **named: Any) -> tuple[Tensor, Tensor]:
     """The op itself, by the chosen backend; a program may call it past the dispatcher."""
     how = Where(*where, **named)
     return FORWARD[choose(q, k, how).backend](q, k, v, how)
 
 
-@torch.library.impl(_LIB, "attention_backward", "CompositeExplicitAutograd")  # type: ignore[untyped-decorator]
 def backward(
     grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *where: Any, **named: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -360,57 +359,5 @@ def backward(
     return BACKWARD[choose(q, k, how).backend](grad_o, q, k, v, o, lse, how)
 
 
-# --- capture ----------------------------------------------------------------------------------------------------------
-
-
-class AttentionCapture(TorchFunctionMode):
-    """While on, `torch.nn.functional.scaled_dot_product_attention` is this op, whole and independent of the device."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is _SDPA:
-            return _captured(*args, **kwargs)
-        if func is F.multi_head_attention_forward:  # Python code: the mode is off inside, and it calls attention there
-            with _replaced():
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
-
-
-_SDPA = F.scaled_dot_product_attention
-
-
-@contextmanager
-def _replaced() -> Iterator[None]:
-    F.scaled_dot_product_attention = _captured
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = _SDPA
-
-
-def _captured(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    if dropout_p > 0:
-        raise ShardingError("attention dropout is not supported yet", remedy="set dropout to 0")
-    learned = attn_mask is not None and attn_mask.requires_grad
-    odd = query.shape[-1] != value.shape[-1] or min(query.dim(), key.dim(), value.dim()) < 3
-    if learned or odd or not query.is_floating_point():
-        return _SDPA(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
-    lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
-    q, k, v = (x.expand(*lead, *x.shape[-3:]).reshape(-1, *x.shape[-3:]) for x in (query, key, value))
-    heads = q.shape[1] if enable_gqa else max(q.shape[1], k.shape[1])
-    if not enable_gqa:  # heads broadcast like any other leading dim
-        q, k, v = (x.expand(-1, heads, -1, -1) for x in (q, k, v))
-    mask = attn_mask
-    if mask is not None and len(lead) != 1 and mask.dim() > 3:
-        mask = mask.expand(*lead, *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])
-    o, _ = attention(q, k, v, mask, causal=is_causal, scale=scale)
-    return o.reshape(*lead, heads, *o.shape[-2:])
+_LIB.impl("attention", forward, "CompositeExplicitAutograd")
+_LIB.impl("attention_backward", backward, "CompositeExplicitAutograd")

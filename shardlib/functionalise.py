@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
 
 from shardlib.errors import ShardingError
 from shardlib.views import argument, functional_form, is_view, scatter, tensors_in, unstrided, written_arguments
@@ -28,12 +27,18 @@ def functionalise(gm: fx.GraphModule, input_names: Sequence[str] = ()) -> None:
 
     Raises ShardingError for writes into inputs and captured tensors, and for writes that have no functional form.
     """
-    if not any(written_arguments(n.target) for n in gm.graph.nodes):
-        return
-    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    names = dict(zip(placeholders, input_names or [p.name for p in placeholders], strict=True))
-    _Rewriter(gm.graph, names).run()
+    if any(written_arguments(n.target) for n in gm.graph.nodes):
+        placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        names = dict(zip(placeholders, input_names or [p.name for p in placeholders], strict=True))
+        _Rewriter(gm.graph, names).run()
+    for node in gm.graph.nodes:
+        # A value, and a local shard of it even more so, may have other strides than the tensor that was traced.
+        if node.target in _VIEWS:
+            node.target, node.args, node.kwargs = aten.reshape.default, (node.args[0], list(node.meta["val"].shape)), {}
     gm.recompile()
+
+
+_VIEWS = {aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default}
 
 
 @dataclass
@@ -71,7 +76,7 @@ class _Rewriter:
         if self.offenders:
             raise ShardingError(
                 "the traced function writes to tensors that are not its own",
-                self.offenders,
+                list(dict.fromkeys(self.offenders)),
                 rule="a traced function returns what it computes and leaves its inputs as they were",
                 remedy="write x = x + 1 instead of x += 1 (or clone x first), and return the new value",
             )
@@ -110,9 +115,13 @@ class _Rewriter:
             return
         if target is operator.getitem and is_view(source.target):
             base = self.views[source].parent
-            self.views[node] = _View(base, lambda b: self.emit(target, self.views[source].remake(b), args[1]), self.version_of(base))
+            self.views[node] = _View(
+                base, lambda b: self.emit(target, self.views[source].remake(b), args[1]), self.version_of(base)
+            )
         elif is_view(target):
-            self.views[node] = _View(source, lambda b: self.emit(target, b, *args[1:], **kwargs), self.version_of(source))
+            self.views[node] = _View(
+                source, lambda b: self.emit(target, b, *args[1:], **kwargs), self.version_of(source)
+            )
 
     def rewrite_strided(self, node: fx.Node) -> bool:
         """Replace `as_strided` by views that know dims; true if `node` is now unused."""
@@ -128,7 +137,9 @@ class _Rewriter:
 
         base: Tensor = source.meta["val"]
         offset = argument(node, "storage_offset") or 0
-        result = unstrided(emit, source, argument(node, "size"), argument(node, "stride"), offset - base.storage_offset())
+        result = unstrided(
+            emit, source, argument(node, "size"), argument(node, "stride"), offset - base.storage_offset()
+        )
         if result is None:
             raise ShardingError(
                 "a strided view cannot be traced",
@@ -216,7 +227,11 @@ class _Rewriter:
 
     def fitted(self, value: fx.Node, like: Tensor) -> fx.Node:
         """A write keeps the dtype of what it writes to."""
-        return value if value.meta["val"].dtype == like.dtype else self.emit(aten._to_copy.default, value, dtype=like.dtype)
+        return (
+            value
+            if value.meta["val"].dtype == like.dtype
+            else self.emit(aten._to_copy.default, value, dtype=like.dtype)
+        )
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A new node in front of the one that is being rewritten, with its line, and its value computed on fakes."""
@@ -255,8 +270,3 @@ _SPECIAL: dict[OpOverload, Callable[..., fx.Node]] = {
     aten.zero_.default: lambda emit, base: _fill(emit, base, 0),
     aten.bernoulli_.float: lambda emit, base, p=0.5, **named: emit(aten.bernoulli.p, base, p, **named),
 }
-
-
-def fake_mode(gm: fx.GraphModule) -> Any:
-    """The mode that the fake values of a graph belong to."""
-    return next((n.meta["val"].fake_mode for n in gm.graph.nodes if isinstance(n.meta.get("val"), FakeTensor)), None)

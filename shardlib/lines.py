@@ -93,7 +93,11 @@ _lines: dict[tuple[CodeType, int], Line] = {}
 def _is_internal(file: str) -> bool:
     if file.startswith(_EXAMPLES):
         return False
-    return file.startswith("<frozen") or file.startswith(_LIBRARIES) or (file.startswith(_STDLIB) and "site-packages" not in file)
+    return (
+        file.startswith("<frozen")
+        or file.startswith(_LIBRARIES)
+        or (file.startswith(_STDLIB) and "site-packages" not in file)
+    )
 
 
 def _folder(path: str) -> str:

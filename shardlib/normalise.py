@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch._ops import OpOverload
 
 from shardlib.trace import Traced
@@ -58,13 +58,6 @@ def verify(gm: fx.GraphModule) -> None:
 # --- passes -----------------------------------------------------------------------------------------------------------
 
 
-def one_reshape(gm: fx.GraphModule) -> None:
-    """`view`, `_unsafe_view`, ... are `reshape`: whether a local shard needs a copy is not what the whole tensor said."""
-    for node in gm.graph.nodes:
-        if node.target in _RESHAPES:
-            node.target, node.args, node.kwargs = aten.reshape.default, (node.args[0], _shape(node)), {}
-
-
 def drop_identities(gm: fx.GraphModule) -> None:
     """Nodes that return their operand go; a copy stays if the function returns its memory."""
     returned = _returned(gm)
@@ -106,7 +99,7 @@ def compose_reshapes(gm: fx.GraphModule) -> None:
         if source.meta["val"].shape == node.meta["val"].shape:
             node.replace_all_uses_with(source)
         elif source is not node.args[0]:
-            node.target, node.args, node.kwargs = aten.reshape.default, (source, _shape(node)), {}
+            node.target, node.args, node.kwargs = aten.reshape.default, (source, list(node.meta["val"].shape)), {}
 
 
 def divide_losses_late(gm: fx.GraphModule) -> None:
@@ -146,7 +139,12 @@ def merge_repeated(gm: fx.GraphModule) -> None:
     for node in gm.graph.nodes:
         if node.op not in ("call_function", "get_attr") or _is_random(node.target):
             continue
-        free = node.op == "get_attr" or node.target is operator.getitem or is_view(node.target) or node.target in _REGROUPINGS
+        free = (
+            node.op == "get_attr"
+            or node.target is operator.getitem
+            or is_view(node.target)
+            or node.target in _REGROUPINGS
+        )
         phase = None if free else bool(node.meta.get("backward"))
         key = (node.target, phase, _key(node.args), _key(node.kwargs))
         first = known.setdefault(key, node)
@@ -162,7 +160,6 @@ def drop_dead(gm: fx.GraphModule) -> None:
 
 
 PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
-    one_reshape,
     drop_identities,
     one_permute,
     merge_repeated,  # before reshapes are composed: it tells which copies are shared
@@ -176,7 +173,6 @@ PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
 
 # --- helpers ----------------------------------------------------------------------------------------------------------
 
-_RESHAPES = {aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.reshape.default}
 _REGROUPINGS = {
     aten.reshape.default,
     aten.unsqueeze.default,
@@ -224,7 +220,7 @@ def _returned(gm: fx.GraphModule) -> set[fx.Node]:
     """The nodes whose memory the function returns."""
     owners = set()
     for node in gm.graph.output_node().all_input_nodes:
-        while is_view(node.target) or node.target in _RESHAPES:
+        while is_view(node.target) or node.target is aten.reshape.default:
             node = node.args[0]
         owners.add(node)
     return owners
@@ -241,10 +237,6 @@ def _key(value: Any) -> Any:
     if isinstance(value, dict):
         return tuple((k, _key(v)) for k, v in sorted(value.items()))
     return value if isinstance(value, fx.Node) else (type(value), repr(value))
-
-
-def _shape(node: fx.Node) -> list[int]:
-    return list(node.meta["val"].shape)
 
 
 def _dims(node: fx.Node) -> list[int]:

@@ -21,7 +21,7 @@ Cut = tuple[Axes, ...]
 
 # Round figures of one node of current GPUs; they rank choices and are printed with them, they are not promises.
 LINK_BYTES_PER_SECOND = 100e9
-COLLECTIVE_LATENCY = 2e-6
+COLLECTIVE_LATENCY = 1e-7  # small collectives travel together, so each costs little more than its bytes
 FLOPS_PER_SECOND = 400e12
 MEMORY_BYTES_PER_SECOND = 2e12
 

@@ -26,7 +26,7 @@ from shardlib.errors import ShardingError
 from shardlib.first_order import first_order
 from shardlib.functionalise import functionalise
 from shardlib.lines import Line, LineRecorder, error_line
-from shardlib.ops.attention import AttentionCapture
+from shardlib.capture import AttentionCapture
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Traced:
     in_tree: pytree.TreeSpec
     output_names: tuple[str, ...]
     out_tree: pytree.TreeSpec
+    static: Collection[int | str] = ()
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
@@ -56,7 +57,7 @@ class Traced:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph op by op on real tensors: the oracle for every later stage."""
-        leaves = flatten_call(args, kwargs).leaves
+        leaves = flatten_call(args, kwargs, self.static).leaves
         flat = fx.Interpreter(self.graph).run(*(leaves[i] for i in self.input_leaves), enable_io_processing=False)
         return pytree.tree_unflatten(list(flat), self.out_tree)
 
@@ -147,7 +148,7 @@ def trace(
         _finish(gm, names, [leaf for _, leaf in out_paths], lines.fallback, mode)
         functionalise(gm, names)
     out_names = tuple(pytree.keystr(path) for path, _ in out_paths)
-    return Traced(gm, lines.fallback.function, names, where, call.tree, out_names, out_tree)
+    return Traced(gm, lines.fallback.function, names, where, call.tree, out_names, out_tree, static)
 
 
 _LOCK = threading.RLock()  # torch's tracing state is global
@@ -210,7 +211,7 @@ def _finish(gm: fx.GraphModule, names: Sequence[str], leaves: Sequence[Any], lin
 
 
 def _definition(fn: Callable[..., Any]) -> Line:
-    inner = inspect.unwrap(fn)
+    inner = inspect.unwrap(fn.forward if isinstance(fn, torch.nn.Module) else fn)
     inner = getattr(inner, "__func__", inner)
     code = getattr(inner, "__code__", None)
     name = getattr(fn, "__name__", type(fn).__name__)
@@ -222,7 +223,7 @@ def _definition(fn: Callable[..., Any]) -> Line:
 def _input_names(fn: Callable[..., Any], paths: Sequence[Any]) -> Iterator[str]:
     """`params['wq']`, `x`, `rest[0]`: leaves named by the function's own parameters."""
     try:
-        parameters = list(inspect.signature(fn).parameters.values())
+        parameters = list(inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters.values())
     except (ValueError, TypeError):  # a builtin
         parameters = []
     kinds = inspect.Parameter
@@ -255,7 +256,12 @@ _TEXTS: tuple[tuple[type[Exception], str, str, tuple[str, str]], ...] = (
     (TypeError, "integer tensors of a single element", "needs the value of a tensor as an int", _VALUE),
     (TypeError, "unsupported format string passed to FakeTensor", "prints the value of a tensor", _VALUE),
     (RuntimeError, ".numpy() is not supported", "turns a tensor into a numpy array", _VALUE),
-    (RuntimeError, "leaf Variable that requires grad is being used in an in-place", "writes to an input in place", _LEAF),
+    (
+        RuntimeError,
+        "leaf Variable that requires grad is being used in an in-place",
+        "writes to an input in place",
+        _LEAF,
+    ),
 )
 
 

@@ -22,10 +22,18 @@ from shardlib import reshard
 from shardlib.graph import Graph, Op, Value
 from shardlib.layout import Axis
 from shardlib.mesh import Mesh
-from shardlib.propagate.dims import Leaf
 from shardlib.propagate.flood import Flood
 from shardlib.propagate.units import Slots, Unit, Units, is_constraint, looks_through, op_cut_slots, value_factors
 from shardlib.reshard import Cut
+
+@dataclass(frozen=True)
+class Role:
+    """What the decisions need to know of a class: classes of one role (the heads of every layer) are treated alike."""
+
+    size: int
+    wants: tuple[Axis, ...]
+    name: str | None
+
 
 Choice = tuple[int, ...]  # slots in order of precedence for one mesh axis; empty: the axis stays unused
 Kind = int  # index of a group of units that share every decision
@@ -75,10 +83,14 @@ class Decider:
     def __init__(self, graph: Graph, flood: Flood, units: Units, mesh: Mesh) -> None:
         self.flood, self.units, self.mesh = flood, units, mesh
         self.atoms = {name: mesh.axis(name).primes() for name in mesh.axis_names}
+        self.roles = {
+            leaf: Role(flood.dims.size(leaf), tuple(w.axis for w in wants), flood.names.get(leaf))
+            for leaf, wants in flood.wants.items()
+        }
         self.kind: dict[Unit, Kind] = {}
         self.members: list[list[Unit]] = []
         self._find_kinds(graph)
-        self.slots: list[list[Leaf]] = [m[0].slots for m in self.members]
+        self.slots: list[list[Role]] = [[self.roles[leaf] for leaf in m[0].slots] for m in self.members]
         self.candidates = [self._candidates(slots) for slots in self.slots]
         self.records = Counter(self._records(graph))
         self.compute = [self._compute(m[0], len(m)) for m in self.members]
@@ -109,18 +121,18 @@ class Decider:
                 described[unit].add((value.op is None, self.units.value_slots[value]))
         index: dict[object, Kind] = {}
         for unit, what in described.items():
-            key = (tuple(unit.slots), frozenset(what))
+            key = (tuple(self.roles[leaf] for leaf in unit.slots), frozenset(what))
             kind = index.setdefault(key, len(index))
             if kind == len(self.members):
                 self.members.append([])
             self.members[kind].append(unit)
             self.kind[unit] = kind
 
-    def _candidates(self, slots: list[Leaf]) -> dict[str, list[int]]:
+    def _candidates(self, slots: list[Role]) -> dict[str, list[int]]:
         """For each mesh axis, the slots that want a part of it."""
         out: dict[str, list[int]] = {}
         for name, atoms in self.atoms.items():
-            wanting = [i for i, leaf in enumerate(slots) if any(w.axis in atoms for w in self.flood.wants[leaf])]
+            wanting = [i for i, role in enumerate(slots) if any(axis in atoms for axis in role.wants)]
             if wanting:
                 out[name] = wanting
         return out
@@ -220,20 +232,16 @@ class Decider:
         key = (kind, choice)
         if (known := self._cut_memo.get(key)) is not None:
             return known
-        leaves = self.slots[kind]
-        axes: list[list[Axis]] = [[] for _ in leaves]
+        roles = self.slots[kind]
+        axes: list[list[Axis]] = [[] for _ in roles]
         for name, order in zip(self.mesh.axis_names, choice, strict=True):
             for atom in self.atoms[name]:
                 for slot in order:
                     ways = math.prod(a.size for a in axes[slot]) * atom.size
-                    wanted = any(w.axis == atom for w in self.flood.wants[leaves[slot]])
-                    if wanted and self.flood.dims.size(leaves[slot]) >= ways:
+                    if atom in roles[slot].wants and roles[slot].size >= ways:
                         axes[slot].append(atom)
                         break
-        result = []
-        for leaf, mine in zip(leaves, axes, strict=True):
-            rank = {w.axis: i for i, w in enumerate(self.flood.wants[leaf])}
-            result.append(tuple(sorted(mine, key=rank.__getitem__)))
+        result = [tuple(sorted(mine, key=role.wants.index)) for role, mine in zip(roles, axes, strict=True)]
         self._cut_memo[key] = tuple(result)
         return self._cut_memo[key]
 
@@ -280,35 +288,54 @@ class Decider:
     # The search -----------------------------------------------------------------------------------------------------
 
     def _search(self) -> list[tuple[Choice, ...]]:
+        """Descend from every class first and every class last, on every axis; keep the best end."""
         if not self.members:
             return []
-        starts: dict[tuple[tuple[Choice, ...], ...], None] = {}
-        rivals = {name: self._rivals(name) for name in self.atoms}
-        orders = [list(itertools.islice(itertools.permutations(leaves), 6)) or [()] for leaves in rivals.values()]
-        for i in range(max(map(len, orders), default=1)):
-            order = [o[i % len(o)] for o in orders]
-            starts[tuple(self._start(kind, order) for kind in range(len(self.members)))] = None
-        ends = []
-        for start in starts:
-            choices = list(start)
-            self._descend(choices)
-            ends.append((self._total(choices), choices))
-        return min(ends, key=lambda e: e[0])[1]
+        nobody: dict[str, tuple[Role, ...]] = dict.fromkeys(self.atoms, ())
+        best = [self._start(kind, nobody, nobody) for kind in range(len(self.members))]
+        self._descend(best)
+        best_cost = self._total(best)
+        improved = True
+        while improved:
+            improved = False
+            for name in self.atoms:
+                for role in self._rivals(name):
+                    for first, last in ((nobody | {name: (role,)}, nobody), (nobody, nobody | {name: (role,)})):
+                        choices = [self._start(k, first, last, best[k]) for k in range(len(self.members))]
+                        if choices == best:
+                            continue
+                        self._descend(choices)
+                        cost = self._total(choices)
+                        if cost < best_cost * (1 - 1e-6):
+                            best, best_cost, improved = choices, cost, True
+        return best
 
-    def _rivals(self, name: str) -> list[Leaf]:
-        """The classes that compete for the axis in some unit."""
-        rivals: set[Leaf] = set()
+    def _rivals(self, name: str) -> list[Role]:
+        """The roles that compete for the axis in some unit, in the order of their first appearance."""
+        rivals: dict[Role, None] = {}
         for slots, candidates in zip(self.slots, self.candidates, strict=True):
-            leaves = {slots[i] for i in candidates.get(name, ())}
-            rivals |= leaves if len(leaves) > 1 else set()
-        return sorted(rivals)
+            roles = dict.fromkeys(slots[i] for i in candidates.get(name, ()))
+            rivals |= roles if len(roles) > 1 else {}
+        return list(rivals)
 
-    def _start(self, kind: Kind, order: list[tuple[Leaf, ...]]) -> tuple[Choice, ...]:
+    def _start(
+        self,
+        kind: Kind,
+        first: dict[str, tuple[Role, ...]],
+        last: dict[str, tuple[Role, ...]],
+        given: tuple[Choice, ...] | None = None,
+    ) -> tuple[Choice, ...]:
+        """`given` (or everything that wants an axis, in order) with some classes put first or last on some axes."""
+        roles = self.slots[kind]
         choice = []
-        for name, precedence in zip(self.atoms, order, strict=True):
-            rank = {leaf: i for i, leaf in enumerate(precedence)}
-            slots = self.candidates[kind].get(name, ())
-            choice.append(tuple(sorted(slots, key=lambda i: rank.get(self.slots[kind][i], -1))))
+        for a, name in enumerate(self.atoms):
+            slots = tuple(self.candidates[kind].get(name, ()))
+            order = slots if given is None or first[name] or last[name] else given[a]
+            if given is not None and order is slots and not any(roles[i] in (*first[name], *last[name]) for i in slots):
+                order = given[a]
+            elif given is not None and order is slots:
+                order = tuple(dict.fromkeys((*given[a], *slots)))
+            choice.append(tuple(sorted(order, key=lambda i: (roles[i] not in first[name]) + 2 * (roles[i] in last[name]))))  # noqa: B023
         return tuple(choice)
 
     def _alternatives(self, kind: Kind, name: str) -> list[Choice]:
@@ -357,8 +384,8 @@ class Decider:
     def _slot_name(self, kind: Kind, choice: Choice) -> str:
         if not choice:
             return "nothing"
-        leaf = self.slots[kind][choice[0]]
-        return self.flood.names.get(leaf, f"a dim of {self.flood.dims.size(leaf)}")
+        role = self.slots[kind][choice[0]]
+        return role.name or f"a dim of {role.size}"
 
 
 def _onto_root(cut: Cut, positions: tuple[int | None, ...], n: int) -> Cut:

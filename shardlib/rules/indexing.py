@@ -65,9 +65,8 @@ def _embedding_backward(local: Local) -> Any:
 
 def _embedding_dense_backward(call: Call) -> Rule:
     """Rows of one index add up, wherever they are; scaling by how often it occurs needs all of them in one place."""
-    kind = "whole" if arg(call, 4, "scale_grad_by_freq") else "sum"
-    text = f"... d, ... -> v d | ...:{kind} v:local {{0}}"
-    return pattern(text, local=_embedding_backward, ints={(2,): "v"})(call)
+    kinds = "...:whole v:whole" if arg(call, 4, "scale_grad_by_freq") else "...:sum v:local"
+    return pattern(f"... d, ... -> v d | {kinds} {{0}}", local=_embedding_backward, ints={(2,): "v"})(call)
 
 
 def _gather(call: Call) -> Rule:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from shardlib.rules.rule import Call, Rule, RuleFn
+from typing import Any
+
+import torch
+
+from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.space import Dim, Space, arg, numel
+
+aten = torch.ops.aten
 
 # A normalisation's tensor arguments and results: "x" is shaped like the input, "w" like the normalised dims, "s" like the
 # statistics (the normalised dims are 1), "-" is no tensor.
@@ -25,12 +31,20 @@ def _norm(call: Call) -> Rule:
     dims: dict[str, list[Dim]] = {"x": x, "w": x[start:], "s": x[:start] + [()] * inner}
     operands = [dims[k] for k, a in zip(kinds, call.args, strict=False) if k != "-" and a is not None]
     results = [dims[k] if m is not None else [] for k, m in zip(outs, call.results, strict=True)]
-    backward = len(outs) > 1 and outs[1] == "w"
+    backward = outs[1] == "w"
+
+    def local(local: Local) -> Any:
+        # The kernels read statistics as if they were contiguous, which a slice of them is not.
+        args = [local.op(aten.contiguous.default, a) if k == "s" else a for k, a in zip(kinds, local.args, strict=True)]
+        return local.op(call.target, *args)
+
     return space.rule(
         operands,
         results,
         reduce=dict.fromkeys((f for d in x[:start] for f in d), "sum") if backward else {},
         linear=[{0}] if backward else [],
+        local=local if backward else None,
+        local_factors=[f for d in x for f in d] if backward else (),
         flops=(8 if backward else 5) * numel(shape),
     )
 

@@ -1,0 +1,233 @@
+"""`check`: run a function on one device and sharded, and compare everything that comes out."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from shardlib.errors import ShardingError
+from shardlib.jit import Jitted, _run, jit
+from shardlib.mesh import Mesh, current_mesh
+from shardlib.run import virtual
+from shardlib.state import single_device
+from shardlib.tensor import ShardedTensor, typeof
+from shardlib.trace import Static, flatten_call
+
+_RTOL = {torch.float64: 1e-12, torch.complex128: 1e-12, torch.float32: 1e-5, torch.complex64: 1e-5}
+_HALF = 1e-2  # bf16, fp16 and smaller
+_SMALL = 16  # devices: on larger virtual meshes the run without sharing takes too long
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One leaf: its relative error (maximum norm, against one device) and, if that is too large, where it first shows."""
+
+    path: str
+    type: str
+    error: float
+    rtol: float
+    fault: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.type}: {self.fault or f'error {self.error:.1e} (tolerance {self.rtol:.0e})'}"
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What was compared: every output, gradient, and every output of the run in which devices share nothing."""
+
+    name: str
+    mesh: Mesh
+    leaves: tuple[Compared, ...]
+
+    @property
+    def max_error(self) -> float:
+        """The largest relative error of all leaves."""
+        return max((leaf.error for leaf in self.leaves), default=0.0)
+
+    def __str__(self) -> str:
+        head = f"{self.name} on {self.mesh}: the same as on one device, {len(self.leaves)} tensors compared"
+        return "\n".join([head, *(f"  {leaf}" for leaf in self.leaves)])
+
+
+def check(
+    fn: Callable[..., Any],
+    *args: Any,
+    mesh: Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+    rtol: float | None = None,
+    atol: float | None = None,
+    **kwargs: Any,
+) -> CheckReport:
+    """Run `fn` on one device, as the plain torch program that it is, and sharded on `mesh`, and compare every result.
+
+    A function that returns one real number, a loss, has its gradients compared, too, for all floating-point arguments.
+    On small virtual meshes the program also runs with nothing shared between devices. `fn` may be jitted: its specs hold.
+    Errors are relative, in the maximum norm of each tensor; `rtol` defaults to 1e-12 (f64), 1e-5 (f32) or 1e-2 (bf16,
+    f16), and `atol`, for tensors that are zero, to a hundredth of that. All runs start from the same random state.
+
+    Raises `ShardingError` that lists every tensor that differs.
+
+    Example:
+        >>> import shardlib as sl
+        >>> with sl.Mesh(data=2, tensor=2):
+        ...     print(sl.check(lambda x, w: (x @ w).sin().sum(), torch.ones(4, 3), torch.ones(3, 2), in_specs=("b@data _",)))
+        <lambda> on Mesh(data=2, tensor=2): the same as on one device, 4 tensors compared
+          result f32[]: error ... (tolerance 1e-05)
+          result (nothing shared) f32[]: error ... (tolerance 1e-05)
+          gradient of x f32[4@data, 3]: error ... (tolerance 1e-05)
+          gradient of w f32[3, 2]: error ... (tolerance 1e-05)
+    """
+    mesh = mesh or current_mesh()
+    if mesh is None:
+        raise ShardingError(
+            "check is called outside any mesh",
+            rule="it compares one device with the current mesh",
+            remedy="call it inside `with Mesh(data=2, tensor=4):`, or give mesh=",
+        )
+    step = _copied(fn, in_specs, out_specs)
+    close = functools.partial(_compare, rtol=rtol, atol=atol)
+    with mesh:
+        one_args, one_kwargs = pytree.tree_map_only(Tensor, _plain, (args, kwargs))
+        expected = _alone(step.fn, one_args, one_kwargs)
+        plan, found = step.plan(*args, **kwargs), _seeded(lambda: step(*args, **kwargs))
+        leaves = close("result", expected, found)
+        if mesh.kind == "virtual" and mesh.size <= _SMALL:
+            found = _seeded(lambda: _unshared(step, mesh, args, kwargs))
+            leaves += close("result", expected, found, " (nothing shared)")
+        names = [name for name, value in plan.compiled.inputs if value.dtype.is_floating_point]
+        if names and _is_loss(expected):
+            pull = _gradients(step)
+            back = _with_options_of(step, pull)
+            expected = dict(zip(names, _alone(pull, one_args, one_kwargs), strict=True))
+            found = dict(zip(names, _seeded(lambda: back(*args, **kwargs)), strict=True))
+            leaves += close("gradient of ", expected, found)
+    if faults := [str(leaf) for leaf in leaves if leaf.fault]:
+        raise ShardingError(
+            f"check({plan.name}): {len(faults)} of {len(leaves)} tensors differ between one device and {mesh}",
+            faults,
+            rule="the sharded program computes what the program for one device computes",
+            remedy="if the differences are rounding, give rtol=; if not, please report this program: it is a bug of shardlib",
+        )
+    return CheckReport(plan.name, mesh, tuple(leaves))
+
+
+# --- the runs ---------------------------------------------------------------------------------------------------------
+
+
+def _copied(fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Jitted:
+    """A jitted function of its own, which donates nothing: arguments are used several times."""
+    if not isinstance(fn, Jitted):
+        return jit(fn, in_specs=in_specs, out_specs=out_specs)  # type: ignore[no-any-return]
+    in_specs, out_specs = in_specs or fn.in_specs, out_specs or fn.out_specs
+    return Jitted(fn.fn, in_specs, out_specs, fn.static, frozenset(), None)
+
+
+def _with_options_of(step: Jitted, fn: Callable[..., Any]) -> Jitted:
+    return Jitted(fn, step.in_specs, None, step.static, frozenset(), None)
+
+
+def _plain(x: Tensor) -> Tensor:
+    """A whole copy of an argument: the function may write to it."""
+    whole = x.full_tensor() if isinstance(x, ShardedTensor) else x
+    return whole.detach().clone().requires_grad_(x.requires_grad)
+
+
+def _seeded(run: Callable[[], Any]) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return run()
+
+
+def _alone(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    with single_device():
+        return _seeded(lambda: fn(*args, **kwargs))
+
+
+def _unshared(step: Jitted, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    plan = step.plan(*args, **kwargs)
+    entry = replace(step._load(mesh, plan), runner=virtual.load(plan.compiled.program, mesh, share=False))
+    return _run(entry, mesh, list(flatten_call(args, kwargs, step.static).leaves))
+
+
+def _is_loss(out: Any) -> bool:
+    return isinstance(out, Tensor) and out.dim() == 0 and out.is_floating_point()
+
+
+def _gradients(step: Jitted) -> Callable[..., tuple[Tensor, ...]]:
+    """The gradients of all floating-point leaves of a call, in order."""
+
+    @functools.wraps(step.fn)
+    def gradients(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        call = flatten_call(args, kwargs, step.static)
+        where = [i for i, x in enumerate(call.leaves) if isinstance(x, Tensor) and x.is_floating_point()]
+
+        def loss(*some: Tensor) -> Any:
+            leaves = [x.value if isinstance(x, Static) else x for x in call.leaves]
+            for i, x in zip(where, some, strict=True):
+                leaves[i] = x
+            a, k = pytree.tree_unflatten(leaves, call.tree)
+            return step.fn(*a, **k)
+
+        found = torch.func.grad(loss, argnums=tuple(range(len(where))))(*(call.leaves[i] for i in where))
+        return tuple(found)
+
+    return gradients
+
+
+# --- comparing --------------------------------------------------------------------------------------------------------
+
+
+def _compare(
+    root: str, expected: Any, found: Any, suffix: str = "", *, rtol: float | None, atol: float | None
+) -> list[Compared]:
+    one, tree = pytree.tree_flatten_with_path(expected)
+    many, other = pytree.tree_flatten(found)
+    if tree != other:
+        raise ShardingError(
+            "check: the function returns one structure on one device and another when it is traced",
+            [f"on one device: {tree}", f"traced: {other}"],
+            rule="what a function returns does not depend on how it runs",
+        )
+    out = []
+    for (path, a), b in zip(one, many, strict=True):
+        plain = root.endswith(" ")  # gradients are named by their arguments
+        name = root + (path[0].key if plain else pytree.keystr(path)) + suffix
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            out.append(_compare_tensors(name, a.detach(), b, rtol, atol))
+        else:
+            out.append(Compared(name, repr(a), 0.0, 0.0, "" if a == b else f"is {b!r} when sharded"))
+    return out
+
+
+def _compare_tensors(name: str, one: Tensor, sharded: Tensor, rtol: float | None, atol: float | None) -> Compared:
+    whole = sharded.full_tensor() if isinstance(sharded, ShardedTensor) else sharded
+    if (one.shape, one.dtype) != (whole.shape, whole.dtype):
+        return Compared(name, typeof(sharded), float("inf"), 0.0, f"is {typeof(one)} on one device")
+    inexact = one.is_floating_point() or one.is_complex()
+    if rtol is None:
+        rtol = _RTOL.get(one.dtype, _HALF) if inexact else 0.0
+    if atol is None:
+        atol = rtol / 100
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    a, b = (one.to(wide), whole.to(wide)) if inexact else (one, whole)
+    same = (a == b) | (a.isnan() & b.isnan())
+    far = torch.where(same, 0.0, (a - b).abs() if inexact else 1.0).to(torch.float64)
+    far = torch.where(far.isnan(), torch.inf, far)
+    finite = torch.where(a.isfinite(), a.abs(), 0.0).to(torch.float64)
+    most, scale = (float(x.max()) if x.numel() else 0.0 for x in (far, finite))
+    error = most / scale if scale else most
+    if most <= atol + rtol * scale:
+        return Compared(name, typeof(sharded), error, rtol)
+    i = int((far > atol + rtol * scale).flatten().nonzero()[0])
+    at = tuple(int(k) for k in torch.unravel_index(torch.tensor(i), one.shape))
+    where = f"first at {list(at)}: " if at else ""
+    fault = f"error {error:.1e} (tolerance {rtol:.0e}), {where}{one[at].item()} on one device, {whole[at].item()} sharded"
+    return Compared(name, typeof(sharded), error, rtol, fault)
