@@ -1,8 +1,8 @@
 """Attention: softmax(scale q k^T + mask) v, and the log-sum-exp of every row.
 
 Shapes: q `[B, H, S, D]`, k and v `[B, KV, T, D]`, mask broadcastable to `[B, H, S, T]`, lse `[B, H, S]`.
-Grouped heads: query head h reads key head `h // (H // KV)`. Causal: query i sees key j if `j + k_offset <= i + q_offset`,
-so that a part of a sequence knows where it stands in the whole. A row that sees no key gives o = 0 and lse = -inf.
+Grouped heads: query head h reads key head `h // (H // KV)`. Causal: query i sees key j if `j + k_offset <= i +
+q_offset`, so that a part of a sequence knows its place in the whole. A row that sees no key gives o = 0 and lse = -inf.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def attention(
     """
     _check(q, k, v, mask)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    o, lse = _Attention.apply(q, k, v, mask, causal, scale, q_offset, k_offset)
+    o, lse = _Attention.apply(q, k, v, mask, causal, scale, q_offset, k_offset)  # type: ignore[no-untyped-call]
     return o, lse
 
 
@@ -167,7 +167,7 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, *output, mask)
 
     @staticmethod
-    def backward(ctx: Any, grad_o: Tensor, _: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_o: Tensor, _: None) -> tuple[Tensor | None, ...]:
         if ctx.needs_input_grad[3]:
             raise ShardingError(
                 "attention was asked for the gradient of its mask",

@@ -1,4 +1,4 @@
-"""Attention, caught whole while a function is traced: before torch picks a kernel for the device that it is traced on."""
+"""Attention, caught whole while a function is traced, before torch picks a kernel for the device at hand."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _captured(
     odd = query.shape[-1] != value.shape[-1] or min(query.dim(), key.dim(), value.dim()) < 3
     if learned or odd or not query.is_floating_point():
         return _SDPA(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
-    lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])  # type: ignore[no-untyped-call]
     q, k, v = (x.expand(*lead, *x.shape[-3:]).reshape(-1, *x.shape[-3:]) for x in (query, key, value))
     heads = q.shape[1] if enable_gqa else max(q.shape[1], k.shape[1])
     if not enable_gqa:  # heads broadcast like any other leading dim

@@ -26,7 +26,7 @@ _SMALL = 16  # devices: on larger virtual meshes the run without sharing takes t
 
 @dataclass(frozen=True)
 class Compared:
-    """One leaf: its relative error (maximum norm, against one device) and, if that is too large, where it first shows."""
+    """One leaf: its relative error against one device (maximum norm), and what is wrong with it, if anything."""
 
     path: str
     type: str
@@ -68,17 +68,18 @@ def check(
 ) -> CheckReport:
     """Run `fn` on one device, as the plain torch program that it is, and sharded on `mesh`, and compare every result.
 
-    A function that returns one real number, a loss, has its gradients compared, too, for all floating-point arguments.
-    On small virtual meshes the program also runs with nothing shared between devices. `fn` may be jitted: its specs hold.
-    Errors are relative, in the maximum norm of each tensor; `rtol` defaults to 1e-12 (f64), 1e-5 (f32) or 1e-2 (bf16,
-    f16), and `atol`, for tensors that are zero, to a hundredth of that. All runs start from the same random state.
+    A function that returns one real number, a loss, has its gradients compared, too, for all floating-point
+    arguments. On small virtual meshes the program also runs with nothing shared between devices. `fn` may be jitted:
+    its specs hold. Errors are relative, in the maximum norm of each tensor; `rtol` defaults to 1e-12 (f64), 1e-5
+    (f32) or 1e-2 (bf16, f16), and `atol`, for tensors that are zero, to a hundredth of that. All runs start from the
+    same random state.
 
     Raises `ShardingError` that lists every tensor that differs.
 
     Example:
         >>> import shardlib as sl
         >>> with sl.Mesh(data=2, tensor=2):
-        ...     print(sl.check(lambda x, w: (x @ w).sin().sum(), torch.ones(4, 3), torch.ones(3, 2), in_specs=("b@data _",)))
+        ...     print(sl.check(lambda x, w: (x @ w).sum(), torch.ones(4, 3), torch.ones(3, 2), in_specs=("b@data _",)))
         <lambda> on Mesh(data=2, tensor=2): the same as on one device, 4 tensors compared
           result f32[]: error ... (tolerance 1e-05)
           result (nothing shared) f32[]: error ... (tolerance 1e-05)
@@ -106,15 +107,14 @@ def check(
         if names and _is_loss(expected):
             pull = _gradients(step)
             back = _with_options_of(step, pull)
-            expected = dict(zip(names, _alone(pull, one_args, one_kwargs), strict=True))
-            found = dict(zip(names, _seeded(lambda: back(*args, **kwargs)), strict=True))
-            leaves += close("gradient of ", expected, found)
+            expected, found = _alone(pull, one_args, one_kwargs), _seeded(lambda: back(*args, **kwargs))
+            leaves += close("gradient of ", expected, found, names=names)
     if faults := [str(leaf) for leaf in leaves if leaf.fault]:
         raise ShardingError(
             f"check({plan.name}): {len(faults)} of {len(leaves)} tensors differ between one device and {mesh}",
             faults,
             rule="the sharded program computes what the program for one device computes",
-            remedy="if the differences are rounding, give rtol=; if not, please report this program: it is a bug of shardlib",
+            remedy="if the differences are rounding, give rtol=; if not, it is a bug of shardlib: report the program",
         )
     return CheckReport(plan.name, mesh, tuple(leaves))
 
@@ -186,8 +186,16 @@ def _gradients(step: Jitted) -> Callable[..., tuple[Tensor, ...]]:
 
 
 def _compare(
-    root: str, expected: Any, found: Any, suffix: str = "", *, rtol: float | None, atol: float | None
+    root: str,
+    expected: Any,
+    found: Any,
+    suffix: str = "",
+    names: Sequence[str] | None = None,
+    *,
+    rtol: float | None,
+    atol: float | None,
 ) -> list[Compared]:
+    """Compare leaf by leaf; leaves are called by their paths, or by `names`."""
     one, tree = pytree.tree_flatten_with_path(expected)
     many, other = pytree.tree_flatten(found)
     if tree != other:
@@ -198,8 +206,7 @@ def _compare(
         )
     out = []
     for (path, a), b in zip(one, many, strict=True):
-        plain = root.endswith(" ")  # gradients are named by their arguments
-        name = root + (path[0].key if plain else pytree.keystr(path)) + suffix
+        name = root + (pytree.keystr(path) if names is None else names[len(out)]) + suffix
         if isinstance(a, Tensor) and isinstance(b, Tensor):
             out.append(_compare_tensors(name, a.detach(), b, rtol, atol))
         else:
@@ -229,5 +236,7 @@ def _compare_tensors(name: str, one: Tensor, sharded: Tensor, rtol: float | None
     i = int((far > atol + rtol * scale).flatten().nonzero()[0])
     at = tuple(int(k) for k in torch.unravel_index(torch.tensor(i), one.shape))
     where = f"first at {list(at)}: " if at else ""
-    fault = f"error {error:.1e} (tolerance {rtol:.0e}), {where}{one[at].item()} on one device, {whole[at].item()} sharded"
+    fault = (
+        f"error {error:.1e} (tolerance {rtol:.0e}), {where}{one[at].item()} on one device, {whole[at].item()} sharded"
+    )
     return Compared(name, typeof(sharded), error, rtol, fault)

@@ -1,7 +1,8 @@
 """The collectives of a `shard_map` body, as a user calls them.
 
 `axis` is a mesh axis, or a tuple of them (one group, numbered jointly, major first). All but `pmax` and `pmin` are
-differentiable, any number of times. Each raises `ShardingError` outside a body and for axes that the mesh does not have.
+differentiable, any number of times. Each raises `ShardingError` outside a body and for axes that the mesh does not
+have.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ class _AxisIndex(torch.autograd.Function):
         ctx.mark_non_differentiable(output)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
         return None, None
 
     @staticmethod

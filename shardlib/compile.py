@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from shardlib import graph as graphs
 from shardlib.errors import ShardingError
-from shardlib.graph import Graph, Value
+from shardlib.graph import Graph, Op, Value
 from shardlib.lower import lower
 from shardlib.lower.program import Program
 from shardlib.mesh import Mesh
@@ -66,9 +66,9 @@ def compile_program(
     fixed = {graph.inputs[i]: f for i, f in fixed_inputs.items()} | _constraints(graph, mesh)
     outputs = _fixed_outputs(traced, graph, out_specs, mesh)
     clock.stop("rules")
-    propagated = propagate(graph, mesh, fixed, outputs)
+    propagated = propagate(graph, mesh, fixed, outputs, _doors(graph, mesh))
     clock.stop("propagate")
-    program = lower(graph, propagated)
+    program = lower(graph, propagated, mesh)
     clock.stop("lower")
     names = tuple(zip(traced.input_names, graph.inputs, strict=True))
     return Compiled(traced, mesh, graph, propagated, program, names, fixed_inputs, clock.seconds)
@@ -178,13 +178,23 @@ def _fixed_outputs(traced: Traced, graph: Graph, out_specs: Any, mesh: Mesh) -> 
 def _constraints(graph: Graph, mesh: Mesh) -> dict[Value, Fixed]:
     fixed = {}
     for op in graph.ops:
-        if is_constraint(op):
+        if is_constraint(op) or op.kind == "from_local":
             value = op.results[0]
             assert value is not None
-            r = Spec.of(str(op.node.args[1])).resolve(value.shape, mesh, name=op.operands[0].name)
-            where = f"{op.line.file}:{op.line.lineno}" if op.line else "?"
-            fixed[value] = Fixed(r.layout, r.names, r.open, f"shard(..., {str(r.spec)!r}) at {where}")
+            fixed[value] = _said(op, value, mesh)
     return fixed
+
+
+def _doors(graph: Graph, mesh: Mesh) -> dict[Op, Fixed]:
+    return {op: _said(op, op.operands[0], mesh) for op in graph.ops if op.kind == "to_local"}
+
+
+def _said(op: Op, value: Value, mesh: Mesh) -> Fixed:
+    """What the spec in an op's text says of a value."""
+    r = Spec.of(str(op.node.args[1])).resolve(value.shape, mesh, name=op.operands[0].name)
+    where = f"{op.line.file}:{op.line.lineno}" if op.line else "?"
+    call = "shard" if is_constraint(op) else "shard_map"
+    return Fixed(r.layout, r.names, r.open, f"{call}(..., {str(r.spec)!r}) at {where}")
 
 
 def is_spec(x: Any) -> bool:

@@ -11,18 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LIB = torch.library.Library("shardlib", "FRAGMENT")
+_LIB: Any = torch.library.Library("shardlib", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIB.define("constrain(Tensor x, str spec) -> Tensor")
 
 
-@torch.library.impl(_LIB, "constrain", "CompositeExplicitAutograd")  # type: ignore[untyped-decorator]
 def _constrain(x: Tensor, spec: str) -> Tensor:
     return x.clone()  # an op's result must not alias its operand
 
 
-@torch.library.register_fake("shardlib::constrain", lib=_LIB)
 def _fake(x: Tensor, spec: str) -> Tensor:
     return torch.empty_like(x)
+
+
+_LIB.impl("constrain", _constrain, "CompositeExplicitAutograd")
+torch.library.register_fake("shardlib::constrain", _fake, lib=_LIB)
 
 
 def constrain(x: Tensor, spec: str) -> Tensor:
@@ -49,7 +51,7 @@ class _Constrain(torch.autograd.Function):
         ctx.spec = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return constrain(grad, ctx.spec), None
 
     @staticmethod

@@ -1,8 +1,8 @@
 """Operations on ShardedTensors outside `jit`: each is a program of one op, compiled once per op, layouts and arguments.
 
-Autograd sits above this: `.backward()` on a ShardedTensor dispatches its gradient's ops here one by one. A write in place
-computes the new value and gives it to the tensor and to all its aliases; their pieces themselves are never written to,
-since devices (and the plain tensor that was placed) may share them.
+Autograd sits above this: `.backward()` on a ShardedTensor dispatches its gradient's ops here one by one. A write in
+place computes the new value and gives it to the tensor and to all its aliases; their pieces themselves are never
+written to, since devices (and the plain tensor that was placed) may share them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _ALIASES = (aten.detach.default, aten.alias.default)
 def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run one ATen op on sharded (and plain, taken as whole) tensors; tensor results are sharded.
 
-    Raises `ShardingError` for tensors of several meshes, for a ShardedTensor that a traced function closes over, and for
-    writes through views, or reads of views whose tensor was written to.
+    Raises `ShardingError` for tensors of several meshes, for a ShardedTensor that a traced function closes over, and
+    for writes through views, or reads of views whose tensor was written to.
     """
     if func in _ALIASES:
         return _alias(args[0])
@@ -59,7 +59,9 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return results
 
 
-def _program(func: Any, tree: pytree.TreeSpec, fixed: list[Any], where: list[int], places: list[int]) -> Callable[..., Any]:
+def _program(
+    func: Any, tree: pytree.TreeSpec, fixed: list[Any], where: list[int], places: list[int]
+) -> Callable[..., Any]:
     """The op as a function of its tensors: (its results, the new values of what it writes to)."""
 
     def op(*tensors: torch.Tensor) -> tuple[Any, list[torch.Tensor]]:

@@ -1,8 +1,8 @@
 """Gradients that nobody differentiates again, taken as plain autograd takes them.
 
-`torch.func.grad` records its own backward pass, in case someone differentiates that too. Recording is slow, and it makes torch
-prefer differentiable formulas to fused ones: silu's backward becomes seven ops instead of one. While a function is traced, the
-pass is recorded only where a transform outside, or plain autograd, can see it.
+`torch.func.grad` records its own backward pass, in case someone differentiates that too. Recording is slow, and makes
+torch prefer differentiable formulas to fused ones: silu's backward becomes seven ops instead of one. While a function
+is traced, the pass is recorded only where a transform outside, or plain autograd, can see it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch._functorch import eager_transforms
 @contextmanager
 def first_order() -> Iterator[None]:
     """While on, torch.func's gradients record their backward pass only if it can be differentiated from outside."""
-    original = eager_transforms._autograd_grad
+    original: Any = eager_transforms._autograd_grad
 
     def autograd_grad(outputs: Sequence[Any], *args: Any, create_graph: bool = True, **kwargs: Any) -> Any:
         again = any(map(_tracked_outside, outputs)) or _forward_mode()

@@ -1,8 +1,8 @@
 """In-place ops of a traced graph, rewritten into functional ones.
 
 A view is remembered as (what it views, how). A write to a view is carried up, view by view, into the tensor that owns
-the memory: a write to `x[1:]` becomes `slice_scatter(x, value, ...)`. A view that is read after its owner changed is made
-again. Writes into inputs or captured tensors would outlive the program, and are refused, all of them at once.
+the memory: a write to `x[1:]` becomes `slice_scatter(x, value, ...)`. A view that is read after its owner changed is
+made again. Writes into inputs or captured tensors would outlive the program: they are refused, all of them at once.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _VIEWS = {aten.view.default, aten._unsafe_view.default, aten._reshape_alias.defa
 
 @dataclass
 class _View:
-    """One node as a view: of `parent`, made again by `remake(value of parent)`; a write that returns its operand is one too."""
+    """One node as a view of `parent`; what a write returns is a view of what it wrote to."""
 
     parent: fx.Node
-    remake: Callable[[fx.Node], fx.Node]
+    remake: Callable[[fx.Node], fx.Node]  # from the value of the parent
     version: int  # of the owner, when the view's value was made
     itself: bool = False  # shows all of the parent, as it is
 
@@ -62,17 +62,19 @@ class _Rewriter:
 
     def run(self) -> None:
         replaced = []
-        for self.at in list(self.graph.nodes):
-            if self.at.op == "call_function" and written_arguments(self.at.target):
-                self.rewrite_write(self.at)
-                replaced.append(self.at)
-            elif self.at.op == "call_function" and not self.rewrite_strided(self.at):
-                self.note_view(self.at)
-                self.read(self.at)
-            elif self.at.op == "call_function":
-                replaced.append(self.at)
+        for node in list(self.graph.nodes):
+            self.at = node
+            if torch.Tag.inplace_view in getattr(node.target, "tags", ()):
+                self.rename_view(node)
+            if written_arguments(node.target):
+                self.rewrite_write(node)
+                replaced.append(node)
+            elif node.target is aten.as_strided.default:
+                self.rewrite_strided(node)
+                replaced.append(node)
             else:
-                self.read(self.at)
+                self.note_view(node)
+                self.read(node)
         if self.offenders:
             raise ShardingError(
                 "the traced function writes to tensors that are not its own",
@@ -123,10 +125,8 @@ class _Rewriter:
                 source, lambda b: self.emit(target, b, *args[1:], **kwargs), self.version_of(source)
             )
 
-    def rewrite_strided(self, node: fx.Node) -> bool:
-        """Replace `as_strided` by views that know dims; true if `node` is now unused."""
-        if node.target is not aten.as_strided.default:
-            return False
+    def rewrite_strided(self, node: fx.Node) -> None:
+        """Replace `as_strided` by views that know dims."""
         source = node.args[0]
         assert isinstance(source, fx.Node)
         made: list[fx.Node] = []
@@ -136,10 +136,8 @@ class _Rewriter:
             return made[-1]
 
         base: Tensor = source.meta["val"]
-        offset = argument(node, "storage_offset") or 0
-        result = unstrided(
-            emit, source, argument(node, "size"), argument(node, "stride"), offset - base.storage_offset()
-        )
+        offset = (argument(node, "storage_offset") or 0) - int(base.storage_offset())
+        result = unstrided(emit, source, argument(node, "size"), argument(node, "stride"), offset)
         if result is None:
             raise ShardingError(
                 "a strided view cannot be traced",
@@ -152,13 +150,23 @@ class _Rewriter:
             self.read(view)
         self.value[node] = result
         self.views[node] = _View(result, lambda b: b, self.version_of(result), itself=True)
-        return True
 
     def note_reshape(self, node: fx.Node) -> None:
         source, shape = node.args
         assert isinstance(source, fx.Node)
         node.target = aten.view.default
         self.views[node] = _View(source, lambda b: self.emit(aten.reshape.default, b, shape), self.version_of(source))
+
+    def rename_view(self, node: fx.Node) -> None:
+        """`x.squeeze_()` writes to no memory: what comes after it sees the same memory in another shape."""
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        assert isinstance(node.target, OpOverload)
+        if source.op in ("placeholder", "get_attr"):
+            self.offenders.append(self.describe(source))
+        view = functional_form(node.target)
+        if view is not None and is_view(view):
+            node.target = view
 
     # --- writing ------------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardlib.errors import ShardingError
 from shardlib.lines import Line
 from shardlib.rules import rule_for
 from shardlib.rules.rule import Call, Meta, Rule
@@ -29,6 +30,7 @@ class Value:
     op: Op | None  # None for inputs and captured tensors
     index: int = 0
     constant: bool = False
+    manual: bool = False  # what one device holds, inside a shard_map body: it has a local shape and no layout
     readers: list[tuple[Op, int]] = field(default_factory=list)  # (op, operand position)
     is_output: bool = False
 
@@ -61,11 +63,24 @@ class Op:
         return self.call.target
 
     @property
+    def kind(self) -> str:
+        """The op's bare name: `mm`, `to_local`."""
+        return str(self.call.target._schema.name).split("::")[-1]
+
+    @property
+    def manual(self) -> bool:
+        """Whether this is per-device code: an op inside a shard_map body, or one of the body's two doors."""
+        return self.kind in DOORS or any(v.manual for v in self.operands)
+
+    @property
     def transparent(self) -> bool:
         return self.rule is not None and self.rule.transparent
 
     def __repr__(self) -> str:
         return f"{self.name} = {self.target}"
+
+
+DOORS = frozenset({"to_local", "from_local"})
 
 
 @dataclass
@@ -142,15 +157,21 @@ def _op(node: fx.Node, val: Any, values: dict[fx.Node, Value]) -> Op:
     kwargs = {k: abstract(v) for k, v in node.kwargs.items()}
     results = tuple(map(_meta, val)) if isinstance(val, tuple | list) else (_meta(val),)
     call = Call(node.target, args, kwargs, tuple(metas[v] for v in operands), results)
-    rule = rule_for(call)
+    inside = any(v.manual for v in operands)
+    rule = None if inside or _kind(node.target) in DOORS else rule_for(call)
     op = Op(node.name, call, rule, tuple(operands), (), node, node.meta.get("line"), bool(node.meta.get("backward")))
     # A creation op reads at most the shape and dtype of its operand: its result is as constant as a literal.
     shapeless = rule is not None and all(not set(_flat(o)) & {f for r in rule.results for f in _flat(r)} for o in rule.operands)
     creation = shapeless and is_creation(node.target)
+    manual = _kind(node.target) == "to_local" or (inside and _kind(node.target) != "from_local")
+    if manual and inside:
+        _refuse_captured(op)
     constant = creation or (bool(operands) and all(v.constant for v in operands)) or not operands
+    constant = constant and not torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    names = [node.name if len(results) == 1 else f"{node.name}.{i}" for i in range(len(results))]
     op.results = tuple(
-        None if m is None else Value(node.name if len(results) == 1 else f"{node.name}.{i}", m.shape, m.dtype, op, i, constant)
-        for i, m in enumerate(results)
+        None if m is None else Value(name, m.shape, m.dtype, op, i, constant and not manual, manual)
+        for i, (name, m) in enumerate(zip(names, results, strict=True))
     )
     for i, v in enumerate(operands):
         v.readers.append((op, i))
@@ -162,8 +183,23 @@ def _flat(labels: tuple[tuple[str, ...], ...]) -> list[str]:
 
 
 def is_creation(target: Any) -> bool:
-    name = target._schema.name.split("::")[-1]
+    name = _kind(target)
     return name in _CREATION or name.startswith("new_")
 
 
 _CREATION = frozenset({"full", "zeros", "ones", "empty", "scalar_tensor", "arange", "eye"})
+
+
+def _kind(target: Any) -> str:
+    return str(target._schema.name).split("::")[-1]
+
+
+def _refuse_captured(op: Op) -> None:
+    captured = [v for v in op.operands if not v.manual and not v.constant]
+    if captured:
+        raise ShardingError(
+            "a shard_map body reads tensors of the program around it",
+            [f"{v.name} of shape {list(v.shape)}, at {op.line}" for v in captured],
+            rule="a body sees local tensors, and only those that come in as its arguments",
+            remedy="pass the tensor to the shard_map, with a spec in in_specs (P() for a replicated one)",
+        )

@@ -1,8 +1,8 @@
 """Which line of the user's source a traced node comes from, backward nodes too.
 
-A forward node belongs to the innermost frame that is not the library's or torch's. A backward node has no such frame: it
-runs inside the autograd engine. But every autograd node has a sequence number, handed out in forward order, so the line
-that was current when a number was handed out is the line of everything that autograd node computes later.
+A forward node belongs to the innermost frame that is not the library's or torch's. A backward node has no such frame:
+it runs inside the autograd engine. But every autograd node has a sequence number, handed out in forward order, so the
+line that was current when a number was handed out is the line of everything that autograd node computes later.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
 
@@ -35,7 +36,7 @@ class LineRecorder:
     def __init__(self, fallback: Line) -> None:
         self.fallback = fallback
         self._by_sequence: dict[int, Line] = {}
-        self._seen = torch.autograd._get_sequence_nr()
+        self._seen = torch._C._autograd._get_sequence_nr()
 
     def record(self, node: fx.Node) -> None:
         line = None
@@ -47,7 +48,7 @@ class LineRecorder:
             line = user_line(sys._getframe(1)) or self.fallback
         node.meta["line"] = line
         # Numbers handed out since the last node are this one's: autograd makes its node just before the op runs.
-        upto = torch.autograd._get_sequence_nr()
+        upto = torch._C._autograd._get_sequence_nr()
         for number in range(self._seen, upto):
             self._by_sequence[number] = line
         self._seen = max(self._seen, upto)
@@ -100,11 +101,7 @@ def _is_internal(file: str) -> bool:
     )
 
 
-def _folder(path: str) -> str:
-    return os.path.dirname(os.path.abspath(path)) + os.sep
-
-
-_HERE = _folder(__file__)
-_EXAMPLES = os.path.join(_HERE, "examples") + os.sep
-_STDLIB = _folder(os.__file__)
-_LIBRARIES = (_HERE, os.path.realpath(os.path.join(_HERE, "ops")) + os.sep, _folder(torch.__file__))
+_HERE = Path(__file__).absolute().parent
+_EXAMPLES = f"{_HERE / 'examples'}{os.sep}"
+_STDLIB = f"{Path(os.__file__).parent}{os.sep}"
+_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (_HERE, (_HERE / "ops").resolve(), Path(torch.__file__).parent))

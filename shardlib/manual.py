@@ -1,10 +1,11 @@
 """Collectives of per-device code, and the two doors between it and the global program.
 
-Inside a `shard_map` body a tensor is what one device holds. `to_local` goes in, `from_local` comes out; every collective in
-between is an op `shardlib::manual_<kind>` that a traced graph carries to the compiler. As a map on the local tensors of all
-devices together each of them is linear (but for max and min), and its gradient is its transpose: the sum of all is its own,
-gathering and reduce-scattering are each other's. No attempt is made to know which values are equal on several devices
-(JAX's `check_vma=False`), so a gradient is what the transposed collectives say, with nothing left out.
+Inside a `shard_map` body a tensor is what one device holds. `to_local` goes in, `from_local` comes out; every
+collective in between is an op `shardlib::manual_<kind>` that a traced graph carries to the compiler. As a map on the
+local tensors of all devices together each of them is linear (but for max and min), and its gradient is its transpose:
+the sum of all is its own, gathering and reduce-scattering are each other's. No attempt is made to know which values
+are equal on several devices (JAX's `check_vma=False`), so a gradient is what the transposed collectives say, with
+nothing left out.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardlib.doors import Door
 from shardlib.errors import ShardingError
 from shardlib.mesh import Mesh
 from shardlib.stacked import collective, depth
 
-_LIB = torch.library.Library("shardlib", "FRAGMENT")
+_LIB = torch.library.Library("shardlib", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def _define(schema: str, fake: Callable[..., Tensor]) -> None:
     # The result depends on the device: nothing may compute it ahead, on constants. So there is no kernel and this tag.
-    _LIB.define(schema, tags=(torch.Tag.nondeterministic_seeded,))
+    _LIB.define(schema, tags=(torch.Tag.nondeterministic_seeded,))  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"shardlib::{schema.partition('(')[0]}", fake, lib=_LIB)
 
 
@@ -171,11 +173,11 @@ class _Linear(torch.autograd.Function):
         ctx.call = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         call: Call = ctx.call
         if call.args[0] in ("max", "min"):
             raise ShardingError(
-                f"a gradient flows through p{call.args[0]} over {call.axes}",
+                f"a gradient flows through p{call.args[0]} over {', '.join(map(repr, call.axes))}",
                 rule=f"p{call.args[0]} has no derivative: which device holds the {call.args[0]} is not kept",
                 remedy="detach its operand, as a stable softmax does with its maximum",
             )
@@ -191,28 +193,13 @@ class _Linear(torch.autograd.Function):
         return call.batched()(x), 0
 
 
-@dataclass(frozen=True)
-class Door:
-    """How a global tensor is cut for a body: over which axes it is not, and how many devices those are."""
-
-    spec: str
-    global_shape: tuple[int, ...]
-    local_shape: tuple[int, ...]
-    unmentioned: tuple[str, ...]
-    copies: int
-
-    def batched(self, n: int) -> Door:
-        spec = f"_ {self.spec}".rstrip()
-        return replace(self, spec=spec, global_shape=(n, *self.global_shape), local_shape=(n, *self.local_shape))
-
-
 def to_local(x: Tensor, door: Door) -> Tensor:
     """What one device holds of the global tensor x; its gradient is summed over the axes that do not cut x."""
     return _ToLocal.apply(x, door)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def from_local(x: Tensor, door: Door) -> Tensor:
-    """The global tensor of which each device holds x; where several hold the same, each gets its share of the gradient."""
+    """The global tensor of which each device holds x; several that hold the same share its gradient equally."""
     return _FromLocal.apply(x, door)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -226,7 +213,7 @@ class _ToLocal(torch.autograd.Function):
         ctx.door = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         door: Door = ctx.door
         if door.copies > 1:
             grad = Call("all_reduce", door.unmentioned, ("sum",))(grad)
@@ -248,7 +235,7 @@ class _FromLocal(torch.autograd.Function):
         ctx.door = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         door: Door = ctx.door
         local = to_local(grad, door)
         return (local / door.copies if door.copies > 1 else local), None

@@ -103,7 +103,7 @@ def compose_reshapes(gm: fx.GraphModule) -> None:
 
 
 def divide_losses_late(gm: fx.GraphModule) -> None:
-    """The mean of a loss is a sum over a count, so that rows may be cut: each part adds to both, the division comes last."""
+    """The mean of a loss is a sum over a count: every part of the rows adds to both, and the division comes last."""
     for node in list(gm.graph.nodes):
         if node.target not in _LOSSES or argument(node, "reduction") != _MEAN:
             continue
@@ -221,7 +221,7 @@ def _returned(gm: fx.GraphModule) -> set[fx.Node]:
     owners = set()
     for node in gm.graph.output_node().all_input_nodes:
         while is_view(node.target) or node.target is aten.reshape.default:
-            node = node.args[0]
+            node = node.all_input_nodes[0]
         owners.add(node)
     return owners
 
@@ -245,7 +245,7 @@ def _dims(node: fx.Node) -> list[int]:
         return [d % rank for d in node.args[1]]  # type: ignore[union-attr]
     dims = list(range(rank))
     if rank > 1:
-        a, b = (0, 1) if node.target is aten.t.default else node.args[1:]
+        a, b = (0, 1) if node.target is aten.t.default else (argument(node, "dim0"), argument(node, "dim1"))
         dims[a], dims[b] = dims[b], dims[a]
     return dims
 

@@ -1,7 +1,7 @@
 """Collectives where the local tensors of all devices are stacked along dim 0, in the order of ranks.
 
-A body that is written for one device runs on all of them at once under vmap; there a collective is plain arithmetic along
-the stacked dim. This is how a `shard_map` runs in a program for one device.
+A body that is written for one device runs on all of them at once under vmap; there a collective is plain arithmetic
+along the stacked dim. This is how a `shard_map` runs in a program for one device.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def cut(x: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
 
 
 def join(x: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
-    """The whole tensor of stacked pieces: the mean, where several devices hold one piece (each is meant to be the same)."""
+    """The whole tensor of stacked pieces; of a piece that several devices hold (alike, one hopes) the mean."""
     used = {a.name for a in layout.axes}
     idle = [d for d, name in enumerate(mesh.axis_names) if name not in used]
-    grid = x.unflatten(0, list(mesh.axes.values()))
+    grid = x.reshape([*mesh.axes.values(), *x.shape[1:]])
     if x.is_floating_point() or x.is_complex():
         grid = grid.mean(idle, keepdim=True) if idle else grid
     else:
@@ -59,10 +59,11 @@ def collective(x: Tensor, mesh: Mesh, axes: Sequence[str], kind: str, args: Sequ
     grid = list(mesh.axes.values())
     g, k = len(grid) - len(axes), len(axes)
     here, there = [mesh.axis_names.index(name) for name in axes], list(range(g, g + k))
-    x = x.unflatten(0, grid).movedim(here, there)
+    x = x.reshape([*grid, *x.shape[1:]]).movedim(here, there)
     members = x.shape[g : g + k]
     x = _KINDS[kind](x.flatten(g, g + k - 1), g, *args)
-    return x.unflatten(g, members).movedim(there, here).flatten(0, len(grid) - 1)
+    x = x.reshape([*x.shape[:g], *members, *x.shape[g + 1 :]])
+    return x.movedim(there, here).flatten(0, len(grid) - 1)
 
 
 # Each takes x [groups.., member, ...] with the members' dim at g; the dims of a member's tensor follow it.
@@ -72,7 +73,7 @@ def _all_reduce(x: Tensor, g: int, reduce: str) -> Tensor:
     if reduce == "sum":
         out = x.sum(g, keepdim=True, dtype=x.dtype)
     else:
-        out = (x.amax if reduce == "max" else x.amin)(g, keepdim=True)
+        out = x.amax(g, keepdim=True) if reduce == "max" else x.amin(g, keepdim=True)
     return out.expand_as(x)
 
 

@@ -1,7 +1,7 @@
 """Trace: a user's function -> one functional graph of ATen ops, with the user's line on every node.
 
-The function runs once, on fake tensors. Python runs as it is written: its ints, floats and flags become constants of the
-graph. Attention is caught whole, before torch picks a kernel for some device; in-place writes are rewritten afterwards.
+The function runs once, on fake tensors. Python runs as it is written: its ints, floats and flags become constants of
+the graph. Attention is caught whole, before torch picks a kernel for some device; in-place writes are rewritten after.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from torch import fx
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
+from shardlib.capture import AttentionCapture
 from shardlib.errors import ShardingError
 from shardlib.first_order import first_order
 from shardlib.functionalise import functionalise
 from shardlib.lines import Line, LineRecorder, error_line
-from shardlib.capture import AttentionCapture
 
 
 @dataclass(frozen=True)
 class Traced:
     """One traced function: a functional graph, and how its values map to the function's arguments and results.
 
-    `graph` takes the tensor leaves of `(args, kwargs)` in order, named `input_names`, and returns the leaves of the result;
-    leaves of the result that are no tensors stand in its output node as they are.
+    `graph` takes the tensor leaves of `(args, kwargs)` in order, named `input_names`, and returns the leaves of the
+    result; those that are no tensors stand in its output node as they are.
     """
 
     graph: fx.GraphModule
@@ -79,7 +79,7 @@ class FlatCall:
 
 
 def flatten_call(args: Sequence[Any], kwargs: Mapping[str, Any], static: Collection[int | str] = ()) -> FlatCall:
-    """The leaves of a call; arguments at a position or with a name in `static` are one leaf each, wrapped in `Static`."""
+    """The leaves of a call; an argument whose position or name is in `static` is one leaf, wrapped in `Static`."""
     wrapped = tuple(Static(a) if i in static else a for i, a in enumerate(args))
     named = {k: Static(a) if k in static else a for k, a in kwargs.items()}
     paths, tree = pytree.tree_flatten_with_path((wrapped, named))
@@ -204,8 +204,8 @@ def _finish(gm: fx.GraphModule, names: Sequence[str], leaves: Sequence[Any], lin
     returned = iter(output.args[0])  # type: ignore[arg-type]
     output.args = (tuple(next(returned) if isinstance(x, torch.Tensor) else x for x in leaves),)
     for node in graph.nodes:
-        if "line" not in node.meta:
-            node.meta["line"] = line
+        node.meta.setdefault("line", line)
+        node.meta.setdefault("val", None)  # a gradient that nobody asked for
         if node.op == "get_attr" and node.meta.get("val") is None:
             node.meta["val"] = mode.from_tensor(operator.attrgetter(str(node.target))(gm))
 

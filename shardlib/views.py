@@ -80,7 +80,8 @@ def scatter(emit: Emit, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node
     """`base` with the part that `view` shows replaced by `value`; None for views that cannot be written through."""
     if view.target is operator.getitem:
         parts, index = view.args
-        assert isinstance(parts, fx.Node) and isinstance(index, int)
+        assert isinstance(parts, fx.Node)
+        assert isinstance(index, int)
         dim = argument(parts, "dim")
         if parts.target is aten.unbind.int:
             return emit(aten.select_scatter.default, base, value, dim, index)
@@ -125,7 +126,7 @@ _INVERSE: dict[Any, Inverse] = {
     aten.view_as_complex.default: lambda emit, view, base, value: emit(aten.view_as_real.default, value),
 }
 
-# Ops whose functional form has another name; its results are the op's own, then the new value of every written argument.
+# Functional forms with a name of their own; results: the op's own, then the new value of every written argument.
 _FUNCTIONAL: dict[OpOverload, OpOverload] = {
     aten._native_batch_norm_legit.default: aten._native_batch_norm_legit_functional.default,
     aten.normal_.default: aten.normal_functional.default,
@@ -139,7 +140,8 @@ _FUNCTIONAL: dict[OpOverload, OpOverload] = {
 def unstrided(emit: Emit, base: fx.Node, size: Sequence[int], stride: Sequence[int], offset: int) -> fx.Node | None:
     """`as_strided` of a dense tensor as slices, a permutation and a reshape; None if it is no such thing.
 
-    Strides are a matter of one device's memory: they mean nothing on shards. Autograd makes `as_strided` for writes to slices.
+    Strides are a matter of one device's memory: they mean nothing on shards. Autograd makes `as_strided` for writes to
+    slices.
     """
     val: Tensor = base.meta["val"]
     order = sorted((d for d in range(val.dim()) if val.shape[d] != 1), key=val.stride, reverse=True)
@@ -161,9 +163,10 @@ def unstrided(emit: Emit, base: fx.Node, size: Sequence[int], stride: Sequence[i
     for n, s in zip(size, stride, strict=True):
         if n == 1:
             continue
-        d = next((d for d in order if val.stride(d) <= s), None)
-        if d is None or d in taken or s % val.stride(d):
+        below = [d for d in order if val.stride(d) <= s]
+        if not below or below[0] in taken or s % val.stride(below[0]):
             return None
+        d = below[0]
         start, step = cuts[d][0], s // val.stride(d)
         if start + step * (n - 1) >= val.shape[d]:
             return None

@@ -1,9 +1,9 @@
 """A brute-force machine that proves sharding rules: the op on the whole against the op on the shards.
 
-For one concrete call it cuts every factor that its rule allows over 2, 3 and 4 devices (so that shards are even, uneven and
-empty) and over two axes at once, and every pair of factors over two axes; hands every device its shards; runs the plain op
-or the rule's local form on all devices in lock-step; puts the results together as the rule says; and compares values,
-shapes and dtypes. Besides that it adds up random addends for every linear set, and checks the bookkeeping.
+For one concrete call it cuts every factor that its rule allows over 2, 3 and 4 devices (so that shards are even, uneven
+and empty) and over two axes at once, and every pair of factors over two axes; hands every device its shards; runs the
+plain op or the rule's local form on all devices in lock-step; puts the results together as the rule says; and compares
+values, shapes and dtypes. Besides that it adds up random addends for every linear set, and checks the bookkeeping.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from typing import Any
 import torch
 
 from shardlib.layout import Axis, Factor, Layout, Pending, span
+from shardlib.rules import rule_for
 from shardlib.rules.rule import Call, Labels, Meta, Rule
 
 Axes = tuple[Axis, ...]
 Coords = dict[str, int]
+Sample = tuple[str, tuple[Any, ...], dict[str, Any]]  # name of an op, its arguments
 
 
 def call_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Call, list[torch.Tensor], list[Any]]:
@@ -174,9 +176,7 @@ def run(call: Call, rule: Rule, tensors: Sequence[torch.Tensor], cut: Mapping[st
         out = Ref()
         tape.steps.append((lambda *a, **k: (kernel(call.target)(*a, **k),), args, kwargs, (out,)))
     layouts = [layout(rule.sizes, labels, cut) for labels in rule.operands]
-    values = [
-        {ref: at.scatter(t, c) for ref, t, at in zip(refs, tensors, layouts, strict=True)} for c in devices
-    ]
+    values = [{ref: at.scatter(t, c) for ref, t, at in zip(refs, tensors, layouts, strict=True)} for c in devices]
     tape.run(values)
     each = [tape.here(out, c, mine) for c, mine in zip(devices, values, strict=True)]
     return [list(o) if isinstance(o, tuple | list) else [o] for o in each]
@@ -193,7 +193,9 @@ def put(value: Any, path: Sequence[Any], new: Any) -> Any:
     return type(value)(items)
 
 
-def layout(sizes: Mapping[str, int], labels: Labels, cut: Mapping[str, Axes], pending: Sequence[Pending] = ()) -> Layout:
+def layout(
+    sizes: Mapping[str, int], labels: Labels, cut: Mapping[str, Axes], pending: Sequence[Pending] = ()
+) -> Layout:
     dims = tuple(tuple(Factor(sizes[f], cut.get(f, ())) for f in dim) or (Factor(1),) for dim in labels)
     return Layout(dims, tuple(pending))
 
@@ -222,7 +224,10 @@ def prove(
     values: bool = True,
     tolerance: float = 1e-12,
 ) -> list[str]:
-    """What is wrong with `rule` for this call; an empty list is a proof. `values=False` compares shapes and dtypes only."""
+    """What is wrong with `rule` for this call; an empty list is a proof.
+
+    `values=False` compares shapes and dtypes only.
+    """
     call, tensors, results = call_of(target, args, kwargs or {})
     if rule is None:
         return [f"{target}: no rule"]
@@ -231,7 +236,10 @@ def prove(
         return [f"{target}: {w}" for w in wrong]
     for cut in cuts(rule):
         text = ", ".join(f"{f}[{rule.sizes[f]}]@{'x'.join(str(x.size) for x in axes)}" for f, axes in cut.items())
-        wrong += [f"{target} with {text or 'nothing cut'}: {w}" for w in _one(call, rule, tensors, results, cut, values, tolerance)]
+        wrong += [
+            f"{target} with {text or 'nothing cut'}: {w}"
+            for w in _one(call, rule, tensors, results, cut, values, tolerance)
+        ]
     wrong += [f"{target}: {w}" for w in linearity(call, rule, tensors, tolerance)]
     return wrong
 
@@ -351,3 +359,29 @@ def same(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
         return torch.equal(a, b)
     room = max(tolerance, _precision(a.dtype))
     return torch.allclose(a, b, rtol=room, atol=room, equal_nan=True)
+
+
+# Calls by name --------------------------------------------------------------------------------------------------------
+
+
+def target_of(name: str) -> Any:
+    """The op that `mm`, `add.Tensor` or `shardlib::attention` names."""
+    namespace, _, rest = name.rpartition("::")
+    packet, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace or "aten"), packet), overload or "default")
+
+
+def check(sample: Sample, planted: Callable[[Call], Rule | None] = rule_for) -> list[str]:
+    """What is wrong with the rule of one call; `planted` gives another rule in its place."""
+    name, args, kwargs = sample
+    target = target_of(name)
+    call, *_ = call_of(target, args, kwargs)
+    # What `empty` holds means nothing.
+    return prove(target, args, kwargs, rule=planted(call), values="empty" not in name)
+
+
+def rule_of(name: str, *args: Any, **kwargs: Any) -> Rule:
+    """The rule of a call that has one."""
+    found = rule_for(call_of(target_of(name), args, kwargs)[0])
+    assert found is not None
+    return found

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.tensor import DTensor
 
 import shardlib as sl
 
@@ -45,7 +47,7 @@ def save(folder: Path, step: int, state: State, facts: dict[str, Any], mesh: sl.
     _wait(distributed)
     values = {name: sl.to_dtensor(t) if distributed else t.full_tensor() for name, t in _sharded(state).items()}
     with _quiet():
-        dcp.save(values, checkpoint_id=aside, no_dist=not distributed)
+        dcp_save(values, checkpoint_id=aside, no_dist=not distributed)
     _wait(distributed)
     if mesh.rank == 0:
         (aside / _FACTS).write_text(json.dumps({"step": step} | facts))
@@ -70,9 +72,9 @@ def load(folder: Path, step: int, into: State, mesh: sl.Mesh) -> State:
     distributed = mesh.kind == "distributed"
     values = {name: sl.to_dtensor(t) if distributed else t.full_tensor() for name, t in sharded.items()}
     with _quiet():
-        dcp.load(values, checkpoint_id=path, no_dist=not distributed)
+        dcp_load(values, checkpoint_id=path, no_dist=not distributed)
     if distributed:
-        return {name: sl.from_dtensor(t, mesh) for name, t in values.items()}
+        return {name: sl.from_dtensor(t, mesh) for name, t in values.items() if isinstance(t, DTensor)}
     with mesh:
         return {name: sl.shard(t, sharded[name].spec) for name, t in values.items()}
 

@@ -22,7 +22,6 @@ RULES = {"batch": "data", "seq": "tensor", "heads": "tensor", "ff": "tensor", "v
 # Megatron's layout. `heads` cuts [3, H*hd, D] along whole heads: the compiler finds H in that dim by itself.
 WEIGHT_SPECS = {
     r"embedding|head": "vocab embed",
-    r"position": "position embed",
     r".*\.qkv": "three heads embed",
     r".*\.out": "embed heads",
     r".*\.up": "ff embed",
@@ -46,7 +45,7 @@ class Config:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every parameter, by name."""
         D, F4 = self.width, 4 * self.width
-        shapes: dict[str, tuple[int, ...]] = {"embedding": (self.vocab, D), "position": (self.context, D)}
+        shapes: dict[str, tuple[int, ...]] = {"embedding": (self.vocab, D)}
         for i in range(self.layers):
             shapes |= {
                 f"{i}.norm1.weight": (D,),
@@ -67,7 +66,7 @@ def init(config: Config, seed: int = 0) -> Params:
     Example:
         >>> params = init(Config(layers=1))
         >>> sum(p.numel() for p in params.values())
-        951808
+        919040
     """
     generator = torch.Generator().manual_seed(seed)
     params: Params = {}
@@ -97,15 +96,17 @@ def plain(x: Tensor, spec: str) -> Tensor:
 
 def logits(params: Params, tokens_BT: Tensor, config: Config, annotate: Annotate = plain) -> Tensor:
     """Logits `[B, T, V]` of the byte that follows each position; a sharded program annotates with `shardlib.shard`."""
-    T, D = tokens_BT.shape[1], config.width
-    x_BTD = F.embedding(tokens_BT, params["embedding"]) + params["position"][:T]
+    (B, T), D = tokens_BT.shape, config.width
+    x_BTD = F.embedding(tokens_BT, params["embedding"])
+    angles = _angles(T, D // config.heads, tokens_BT.device)
     for i in range(config.layers):
         p = {key: params[f"{i}.{key}"] for key in ("qkv", "out", "up", "down")}
         x_BTD = annotate(x_BTD, RESIDUAL_SPEC)
 
         h_BTD = _norm(params, f"{i}.norm1", x_BTD)
-        qkv = F.linear(h_BTD, p["qkv"].flatten(0, 1)).unflatten(-1, (3, config.heads, D // config.heads))
+        qkv = F.linear(h_BTD, p["qkv"].flatten(0, 1)).view(B, T, 3, config.heads, D // config.heads)
         q_BHTd, k_BHTd, v_BHTd = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        q_BHTd, k_BHTd = _rotated(q_BHTd, angles), _rotated(k_BHTd, angles)
         a_BHTd = F.scaled_dot_product_attention(q_BHTd, k_BHTd, v_BHTd, is_causal=True)
         x_BTD = annotate(x_BTD + F.linear(a_BHTd.transpose(1, 2).flatten(2), p["out"]), RESIDUAL_SPEC)
 
@@ -122,6 +123,18 @@ def loss(params: Params, tokens_BT: Tensor, targets_BT: Tensor, config: Config, 
 
 def _norm(params: Params, name: str, x_BTD: Tensor) -> Tensor:
     return F.layer_norm(x_BTD, x_BTD.shape[-1:], params[f"{name}.weight"], params[f"{name}.bias"])
+
+
+def _angles(length: int, head: int, device: torch.device) -> Tensor:
+    """Rotary positions (Su et al., 2021): the angle `[T, d/2]` of each pair of channels at each position."""
+    speeds = 10_000.0 ** (-torch.arange(0, head, 2, device=device) / head)
+    return torch.arange(length, device=device)[:, None] * speeds
+
+
+def _rotated(x_BHTd: Tensor, angles: Tensor) -> Tensor:
+    a, b = x_BHTd.chunk(2, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
 
 @torch.no_grad()

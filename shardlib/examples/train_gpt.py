@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,14 @@ import shardlib as sl
 from shardlib.examples import adamw, checkpoint, data, model, report
 from shardlib.examples.interrupt import Interrupt
 from shardlib.examples.options import Options
+from shardlib.jit import Jitted
 
 Tree = dict[str, Tensor]
 Moments = dict[str, Tree]
 PROMPT = b"def "
 
 
-def make_step(config: model.Config, hyper: adamw.Hyper) -> Callable[..., Any]:
+def make_step(config: model.Config, hyper: adamw.Hyper) -> Jitted:
     """The jitted training step: (params, moments, tokens, targets, step, lr) -> (params, moments, loss, gradient norm).
 
     Weights and batch are annotated; the layouts of gradients, moments and everything between are inferred.
@@ -49,17 +49,19 @@ def make_step(config: model.Config, hyper: adamw.Hyper) -> Callable[..., Any]:
 
     specs = {name: model.spec(name) for name in config.shapes()}
     in_specs = (specs, None, model.BATCH_SPEC, model.BATCH_SPEC, sl.P(), sl.P())
-    return sl.jit(train_step, in_specs=in_specs, donate_argnums=(0, 1))
+    step: Jitted = sl.jit(train_step, in_specs=in_specs, donate_argnums=(0, 1))
+    return step
 
 
-def make_evaluate(config: model.Config) -> Callable[..., Any]:
+def make_evaluate(config: model.Config) -> Jitted:
     """The jitted loss: (params, tokens, targets) -> loss."""
 
     def evaluate(params: Tree, tokens: Tensor, targets: Tensor) -> Tensor:
         return model.loss(params, tokens, targets, config, annotate=sl.shard)
 
     specs = {name: model.spec(name) for name in config.shapes()}
-    return sl.jit(evaluate, in_specs=(specs, model.BATCH_SPEC, model.BATCH_SPEC))
+    jitted: Jitted = sl.jit(evaluate, in_specs=(specs, model.BATCH_SPEC, model.BATCH_SPEC))
+    return jitted
 
 
 @dataclass
@@ -133,7 +135,7 @@ class Run:
 
     def plan(self) -> None:
         """Print the plan of a step in short, and write it in full."""
-        plan = self.step.plan(*self.arguments())  # type: ignore[attr-defined]
+        plan = self.step.plan(*self.arguments())
         if self.mesh.rank == 0:
             report.write_text(self.options.out / "plan.txt", f"{plan}\n")
         self.say(f"{plan.summary()}\nthe whole plan is in {self.options.out / 'plan.txt'}\n")

@@ -20,9 +20,11 @@ from shardlib import reshard
 from shardlib.graph import Graph, Op, Value, is_creation
 from shardlib.layout import Axis, Factor, Layout, Pending
 from shardlib.lines import Line
+from shardlib.lower import manual
 from shardlib.lower.move import Mover
 from shardlib.lower.program import Collective, Instr, Program, Var
 from shardlib.lower.sym import Sym, local_size, offset, product
+from shardlib.mesh import Mesh
 from shardlib.propagate import Propagated
 from shardlib.propagate.flood import Factor as OpFactor
 from shardlib.propagate.units import is_constraint, looks_through, value_factors
@@ -46,16 +48,16 @@ class Owed:
 Form = tuple[Cut, Owed]  # one layout of a value: its cut, and what is pending
 
 
-def lower(graph: Graph, propagated: Propagated) -> Program:
+def lower(graph: Graph, propagated: Propagated, mesh: Mesh) -> Program:
     """Emit the program."""
-    return _Lowering(graph, propagated).run()
+    return _Lowering(graph, propagated, mesh).run()
 
 
 class _Lowering:
-    def __init__(self, graph: Graph, propagated: Propagated) -> None:
+    def __init__(self, graph: Graph, propagated: Propagated, mesh: Mesh) -> None:
         self.graph, self.p = graph, propagated
         self.flood, self.units = propagated.flood, propagated.units
-        self.program = Program()
+        self.program = Program(mesh)
         self.mover = Mover(self.program)
         self.have: dict[Value, dict[Form, Var]] = defaultdict(dict)
         self.constants: dict[tuple[Value, tuple[Any, ...]], Var] = {}
@@ -96,6 +98,9 @@ class _Lowering:
             cut = self.flood.fixed[result][0]
             self.have[result][cut, Owed()] = self._get(op.operands[0], cut)
             return
+        if op.manual:
+            self._manual(op)
+            return
         if op.rule is None:
             self._replicated(op)
             return
@@ -124,6 +129,33 @@ class _Lowering:
         for result, var in zip(op.results, outs, strict=True):
             if result is not None:
                 self._settle(var, result, (((),) * len(self.flood.leaves(result)), Owed()))
+
+    def _manual(self, op: Op) -> None:
+        """Per-device code of a shard_map body, as it is written."""
+        result = op.results[0]
+        if op.kind == "to_local":
+            assert result is not None
+            value = op.operands[0]
+            cut = self.flood.doors[op][0] if op in self.flood.doors else ()
+            var = self._constant(value, self._door_dims(op)) if value.constant else self._get(value, cut)
+            self.have[result][(), Owed()] = var
+            return
+        operands = [self._constant(v, ()) if v.constant else self.have[v][(), Owed()] for v in op.operands]
+        if op.kind == "from_local":
+            assert result is not None
+            self.have[result][self.flood.fixed[result][0], Owed()] = operands[0]
+        elif op.kind.startswith("manual_"):
+            assert result is not None
+            self.have[result][(), Owed()] = manual.collective(self.program, op, operands[0], self._fresh_name(result))
+        else:
+            args, kwargs = _substitute(op.node, operands)
+            for r, var in zip(op.results, self._call(op.target, args, kwargs, op.results, note="shard_map"), strict=True):
+                if r is not None:
+                    self._settle(var, r, ((), Owed()))
+
+    def _door_dims(self, op: Op) -> tuple[Any, ...]:
+        layout = self.p.doors[op].layout
+        return tuple(tuple((f.size, f.axes) for f in dim) for dim in layout.dims)
 
     def _operand(self, op: Op, i: int, assignment: Assignment, owed: Owed = Owed()) -> Var:
         value = op.operands[i]
@@ -435,7 +467,7 @@ class _Lowering:
 
     def _dims(self, value: Value, cut: Cut) -> tuple[Any, ...]:
         """Per dim, `(size, axes)` per leaf."""
-        if value.constant:
+        if value.constant or value.manual:
             return tuple(((n, ()),) for n in value.shape)
         axes = iter(cut)
         return tuple(tuple((self.flood.dims.size(x), next(axes)) for x in leaves) for leaves in self.flood.value[value])

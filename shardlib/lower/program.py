@@ -17,6 +17,7 @@ from shardlib.graph import Value
 from shardlib.layout import Axis, Layout
 from shardlib.lines import Line
 from shardlib.lower.sym import Sym
+from shardlib.mesh import Mesh
 
 
 @dataclass(eq=False)
@@ -87,6 +88,7 @@ Step = Instr | Collective
 class Program:
     """Steps in order, inputs and captured tensors as local variables, outputs (a variable with its layout, or a constant)."""
 
+    mesh: Mesh
     steps: list[Step] = field(default_factory=list)
     inputs: list[Var] = field(default_factory=list)
     captured: list[tuple[Var, torch.Tensor]] = field(default_factory=list)

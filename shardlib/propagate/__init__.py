@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardlib.graph import Graph, Value
+from shardlib.graph import Graph, Op, Value
 from shardlib.layout import Axis
 from shardlib.mesh import Mesh
 from shardlib.propagate.decide import Decider
@@ -21,6 +21,7 @@ class Propagated:
     flood: Flood
     units: Units
     decider: Decider
+    doors: Mapping[Op, Fixed]
 
     def unit_cut(self, unit: Unit) -> tuple[tuple[Axis, ...], ...]:
         """The mesh axes on each slot of `unit`, in prime parts."""
@@ -37,8 +38,10 @@ class Propagated:
         return tuple(() if s is None else cuts[s] for s in self.units.value_slots[value])
 
 
-def propagate(graph: Graph, mesh: Mesh, fixed: Mapping[Value, Fixed], outputs: Mapping[int, Fixed]) -> Propagated:
-    """Decide every op's cut; `fixed` and `outputs` hold what the user decided."""
-    flooded = flood(graph, fixed, outputs)
+def propagate(
+    graph: Graph, mesh: Mesh, fixed: Mapping[Value, Fixed], outputs: Mapping[int, Fixed], doors: Mapping[Op, Fixed]
+) -> Propagated:
+    """Decide every op's cut; `fixed`, `outputs` and `doors` hold what the user decided."""
+    flooded = flood(graph, fixed, outputs, doors)
     units = build_units(graph, flooded)
-    return Propagated(flooded, units, Decider(graph, flooded, units, mesh))
+    return Propagated(flooded, units, Decider(graph, flooded, units, mesh), doors)

@@ -189,6 +189,8 @@ class Decider:
             result = op.results[0]
             assert result is not None
             return End(None, cut=_onto_root(self.flood.fixed[result][0], positions, n))
+        if op in self.flood.doors:
+            return End(None, cut=_onto_root(self.flood.doors[op][0], positions, n))
         if op.rule is None:
             return End(None, cut=((),) * n)
         slots = op_cut_slots(self.units, self.flood, op, value_factors(self.flood, op, i, operand=True))

@@ -49,6 +49,7 @@ class Flood:
     names: dict[Leaf, str] = field(default_factory=dict)
     fixed: dict[Value, tuple[Cut, Fixed]] = field(default_factory=dict)  # results of constraints, and fixed inputs
     outputs: dict[int, tuple[Cut, Fixed]] = field(default_factory=dict)  # by output position
+    doors: dict[Op, tuple[Cut, Fixed]] = field(default_factory=dict)  # how a shard_map body takes its argument
 
     def leaves(self, value: Value) -> tuple[Leaf, ...]:
         return tuple(leaf for dim in self.value[value] for leaf in dim)
@@ -70,14 +71,22 @@ class Flood:
         return tuple((label, k) for label in labels for k in range(len(self.labels[op][label])))
 
 
-def flood(graph: Graph, fixed: Mapping[Value, Fixed], fixed_outputs: Mapping[int, Fixed]) -> Flood:
-    """Run the flood. `fixed` holds inputs with specs and results of constraints, `fixed_outputs` the output specs."""
+def flood(
+    graph: Graph, fixed: Mapping[Value, Fixed], fixed_outputs: Mapping[int, Fixed], doors: Mapping[Op, Fixed]
+) -> Flood:
+    """Run the flood.
+
+    `fixed` holds inputs with specs and results of constraints, `fixed_outputs` the output specs, `doors` the specs of
+    arguments of shard_map bodies.
+    """
     f = Flood()
     raw: dict[Value, list[list[Leaf]]] = {}
     for value in graph.values():
         if not value.constant:
-            raw[value] = [f.dims.new(n) for n in value.shape]
+            # Inside a shard_map body nothing is known of dims: they have no leaves, so nothing can cut them.
+            raw[value] = [[] if value.manual else f.dims.new(n) for n in value.shape]
     parts = {value: _write_down(f.dims, raw[value], fx) for value, fx in fixed.items()}
+    door_parts = {op: _write_down(f.dims, raw[op.operands[0]], fx) for op, fx in doors.items() if not op.operands[0].constant}
     out_parts = {}
     for i, fx in fixed_outputs.items():
         value = graph.outputs[i]
@@ -99,6 +108,8 @@ def flood(graph: Graph, fixed: Mapping[Value, Fixed], fixed_outputs: Mapping[int
         f.fixed[value] = (_settle(f, fx, parts[value]), fx)
     for i, parts_i in out_parts.items():
         f.outputs[i] = (_settle(f, fixed_outputs[i], parts_i), fixed_outputs[i])
+    for op, door in door_parts.items():
+        f.doors[op] = (_settle(f, doors[op], door), doors[op])
     for value, (cut, fx) in list(f.fixed.items()):
         f.fixed[value] = (_open(f, f.value[value], cut, fx), fx)
     for i, (cut, fx) in list(f.outputs.items()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardlib.rules.notation import pattern
+from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
 from shardlib.rules.table import TABLE, rule, rule_for
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardlib.rules.notation import pattern
+from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, RuleFn
 from shardlib.rules.space import arg
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardlib.rules.notation import pattern
+from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Local, RuleFn
 from shardlib.rules.shards import is_zero
 

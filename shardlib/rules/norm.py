@@ -11,7 +11,7 @@ from shardlib.rules.space import Dim, Space, arg, numel
 
 aten = torch.ops.aten
 
-# A normalisation's tensor arguments and results: "x" is shaped like the input, "w" like the normalised dims, "s" like the
+# A normalisation's arguments and results: "x" is shaped like the input, "w" like the normalised dims, "s" like the
 # statistics (the normalised dims are 1), "-" is no tensor.
 _LAYOUTS = {
     "native_layer_norm": ("x-ww-", "xss"),

@@ -2,8 +2,8 @@
 
     ... m k, k n -> ... m n | k:sum {0} {1}
 
-Before the arrow the tensor operands, behind it the results, a term each; in a term one word per dim. The same word is the
-same factor everywhere.
+Before the arrow the tensor operands, behind it the results, a term each; in a term one word per dim. The same word is
+the same factor everywhere.
 
 | written | means |
 |---|---|
@@ -29,20 +29,16 @@ factor in front of the colon.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from shardlib.errors import ShardingError
-from shardlib.rules.rule import Call, Local, Meta, Path, Rule
-from shardlib.rules.space import Dim, Ints, Space
+from shardlib.rules.space import Dim
 
 _WORD = re.compile(r"\.\.\.|\([^()]*\)|[A-Za-z_]\w*|1")
 _NOTE = re.compile(r"(\.\.\.|[A-Za-z_]\w*):(sum|max|min|none|whole|local)|\{(\d+(?:,\d+)*)\}")
-_ELLIPSIS = ("...",)
+ELLIPSIS = ("...",)
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,7 @@ class Term:
     @property
     def rank(self) -> int:
         """How many dims the words stand for, without the ellipsis."""
-        return sum(d != _ELLIPSIS for d in self.dims)
+        return sum(d != ELLIPSIS for d in self.dims)
 
     def __str__(self) -> str:
         words = " ".join("1" if not d else d[0] if len(d) == 1 else f"({' '.join(d)})" for d in self.dims)
@@ -67,8 +63,8 @@ class Pattern:
     """A parsed pattern; `str` gives it back.
 
     Example:
-        >>> print(parse("... m k,k n->... m n|{0}{1} k:sum"))
-        ... m k, k n -> ... m n | k:sum {0} {1}
+        >>> str(parse("... m k,k n->... m n|{0}{1} k:sum"))
+        '... m k, k n -> ... m n | k:sum {0} {1}'
     """
 
     operands: tuple[Term, ...]
@@ -79,7 +75,8 @@ class Pattern:
     def __str__(self) -> str:
         notes = [f"{f}:{kind}" for f, kind in self.notes]
         notes += ["{" + ",".join(map(str, sorted(s))) + "}" for s in self.linear]
-        text = f"{', '.join(map(str, self.operands))} -> {', '.join(map(str, self.results))}".rstrip()
+        left, right = (", ".join(map(str, terms)) for terms in (self.operands, self.results))
+        text = " ".join(f"{left} -> {right}".split())
         return f"{text} | {' '.join(notes)}" if notes else text
 
 
@@ -101,7 +98,9 @@ def parse(text: str) -> Pattern:
     notes, linear = _notes(tail, wrong)
     known = {f for t in (*operands, *results) for d in t.dims for f in d}
     wrong += [f"`{f}:{kind}` names a factor that no tensor has" for f, kind in notes if f not in known]
-    wrong += [f"{{{i}}} names an operand, but there are {len(operands)}" for s in linear for i in s if i >= len(operands)]
+    wrong += [
+        f"{{{i}}} names an operand, but there are {len(operands)}" for s in linear for i in s if i >= len(operands)
+    ]
     if wrong:
         raise ShardingError(
             f"rule({text!r}) cannot be read", wrong, remedy='write "... m k, k n -> ... m n | k:sum {0} {1}"'
@@ -119,7 +118,7 @@ def _term(text: str, wrong: list[str]) -> Term:
     if words.count("...") > 1:
         wrong.append(f"the term {text!r} has more than one `...`")
     dims = tuple(() if w == "1" else tuple(w.strip("()").split()) for w in words)
-    names = [f for d in dims for f in d]
+    names = [f for d in dims for f in d if d != ELLIPSIS]
     wrong += [f"the term {text!r} has {f!r} twice" for f in sorted({f for f in names if names.count(f) > 1})]
     return Term(dims, fits)
 
@@ -131,183 +130,3 @@ def _notes(text: str, wrong: list[str]) -> tuple[list[tuple[str, str]], list[fro
     notes = [(f, kind) for f, kind, _ in found if f]
     linear = [frozenset(map(int, s.split(","))) for _, _, s in found if s]
     return notes, linear
-
-
-def pattern(
-    text: str,
-    *,
-    local: Callable[[Local], Any] | None = None,
-    ints: Mapping[Path, str] | None = None,
-    flops: Callable[[Call, int], int] | None = None,
-    transparent: bool = False,
-) -> Callable[[Call], Rule]:
-    """A rule function from the notation.
-
-    `ints` names integer arguments that are local sizes of a factor: `{(2,): "v"}`. `flops` gets the call and the size of
-    the iteration space; without it, a point is two operations where operands are contracted and one elsewhere.
-
-    Example:
-        >>> import torch
-        >>> from shardlib.rules.rule import Call, Meta
-        >>> a, b, c = (Meta(shape, torch.float32) for shape in ((2, 3), (3, 4), (2, 4)))
-        >>> rule = pattern("m k, k n -> m n | k:sum")(Call(torch.ops.aten.mm.default, (a, b), {}, (a, b), (c,)))
-        >>> rule.operands, rule.results
-        (((('m',), ('k',)), (('k',), ('n',))), ((('m',), ('n',)),))
-        >>> rule.sizes, rule.reduce, rule.flops
-        ({'m': 2, 'k': 3, 'n': 4}, {'k': 'sum'}, 48)
-    """
-    parsed = parse(text)
-    sized: Ints = {where: (1, (factor,)) for where, factor in (ints or {}).items()}
-    return lambda call: _apply(parsed, call, sized, local, flops, transparent)
-
-
-def tensor_arguments(target: Any) -> list[tuple[int, str]] | None:
-    """Position and name of every argument that may be a tensor; None if some argument is a list of tensors."""
-    return _tensor_arguments(target._schema)
-
-
-@lru_cache(maxsize=4096)
-def _tensor_arguments(schema: Any) -> list[tuple[int, str]] | None:
-    out = []
-    for i, a in enumerate(schema.arguments):
-        kind = str(a.type)
-        if kind.startswith("List[") and "Tensor" in kind:
-            return None
-        if "Tensor" in kind:
-            out.append((i, a.name))
-    return out
-
-
-def present(call: Call, count: int) -> list[int]:
-    """Which of the `count` tensor arguments of the op this call gives (others are None, or Python numbers)."""
-    if len(call.operands) == count:
-        return list(range(count))
-    where = tensor_arguments(call.target) or []
-    return [
-        i
-        for i, (position, name) in enumerate(where)
-        if isinstance(call.args[position] if position < len(call.args) else call.kwargs.get(name), Meta)
-    ]
-
-
-def joint(sets: Iterable[frozenset[int]], here: Sequence[int]) -> list[frozenset[int]]:
-    """Linear sets in terms of the operands that are present; a set with an absent member (a number) is not linear."""
-    position = {p: i for i, p in enumerate(here)}
-    return [frozenset(position[p] for p in s) for s in sets if s <= position.keys()]
-
-
-def _apply(
-    pattern: Pattern,
-    call: Call,
-    ints: Ints,
-    local: Callable[[Local], Any] | None,
-    flops: Callable[[Call, int], int] | None,
-    transparent: bool,
-) -> Rule:
-    here = present(call, len(pattern.operands))
-    if len(here) != len(call.operands) or len(pattern.results) != len(call.results):
-        raise _misfit(pattern, call, [f"it has {len(call.operands)} operands and {len(call.results)} results"])
-    operands = [(pattern.operands[p], m.shape) for p, m in zip(here, call.operands, strict=True)]
-    results = [(t, None if m is None else m.shape) for t, m in zip(pattern.results, call.results, strict=True)]
-    every = [(t, shape) for t, shape in (*operands, *results) if shape is not None]
-    sizes = _sizes(pattern, call, every)
-
-    space = Space()
-    for name, n in sizes.items():
-        space.dim(n, name)
-    labelled = [_label(t, shape, sizes) for t, shape in operands]
-    out = [() if shape is None else _label(t, shape, sizes) for t, shape in results]
-    reduce: dict[str, str] = {}
-    cut_locally = []
-    dots = [f for f in space.sizes if f.startswith("*")]
-    for name, kind in pattern.notes:
-        for f in dots if name == "..." else [name]:
-            if f not in space.sizes:
-                continue
-            if kind == "whole":
-                space.whole.add(f)
-            elif kind == "local":
-                cut_locally.append(f)
-            else:
-                reduce[f] = kind
-    for labels, (_, shape) in zip(out, results, strict=True):
-        missing = space.sizes.keys() - {f for d in labels for f in d}
-        if shape is not None:
-            space.whole |= missing - reduce.keys()
-    points = math.prod(space.sizes.values())
-    return space.rule(
-        labelled,
-        out,
-        reduce=reduce,
-        linear=joint(pattern.linear, here),
-        ints={where: (k, tuple(f for f in fs if f in space.sizes)) for where, (k, fs) in ints.items()},
-        local=local,
-        local_factors=cut_locally,
-        flops=flops(call, points) if flops else points * _per_point(labelled, reduce),
-        transparent=transparent,
-    )
-
-
-def _per_point(operands: Sequence[Sequence[Dim]], reduce: Mapping[str, str]) -> int:
-    """A multiplication and an addition per point of a contraction, one operation per point otherwise."""
-    summed = [f for f, kind in reduce.items() if kind == "sum"]
-    return 2 if any(sum(any(f in d for d in o) for o in operands) > 1 for f in summed) else 1
-
-
-def _sizes(pattern: Pattern, call: Call, tensors: Sequence[tuple[Term, tuple[int, ...]]]) -> dict[str, int]:
-    """The size of every factor, in the order in which the pattern names them."""
-    sizes: dict[str, int] = {}
-    wrong: list[str] = []
-    open_dims: list[tuple[Dim, int]] = []
-    for term, shape in tensors:
-        if not _rank_fits(term, shape):
-            wrong.append(f"{list(shape)} does not have the dims of `{term}`")
-            continue
-        for dim, n in _aligned(term, shape):
-            stretched = n == 1 and (term.fits or (dim and dim[0].startswith("*")))
-            if not dim and n != 1:
-                wrong.append(f"{list(shape)} has size {n} where `{term}` says 1")
-            elif len(dim) == 1 and not stretched and sizes.setdefault(dim[0], n) != n:
-                wrong.append(f"`{dim[0]}` is {n} in {list(shape)} and {sizes[dim[0]]} before")
-            elif len(dim) > 1 and not stretched:
-                open_dims.append((dim, n))
-    # A dim of several factors gives the size of the one that is still unknown; each round settles one dim at least.
-    for _ in range(len(open_dims) + 1):
-        for dim, n in open_dims:
-            known = 1
-            for f in dim:
-                known *= sizes.get(f, 1)
-            unknown = [f for f in dim if f not in sizes]
-            if (len(unknown) == 1 and (not known or n % known)) or (not unknown and known != n):
-                wrong.append(f"a dim of size {n} is no `({' '.join(dim)})` with {known} for the sizes that are known")
-                sizes.update(dict.fromkeys(unknown, 1))
-            elif len(unknown) == 1:
-                sizes[unknown[0]] = n // known
-    wrong += [f"the size of `{f}` does not follow" for d, _ in open_dims for f in d if f not in sizes]
-    if wrong:
-        raise _misfit(pattern, call, list(dict.fromkeys(wrong)))
-    return sizes
-
-
-def _rank_fits(term: Term, shape: Sequence[int]) -> bool:
-    return len(shape) == term.rank or (len(shape) > term.rank and _ELLIPSIS in term.dims) or (
-        term.fits and len(shape) < term.rank
-    )
-
-
-def _aligned(term: Term, shape: Sequence[int]) -> list[tuple[Dim, int]]:
-    """Pairs of factor names and size; the dims of `...` are `*0`, `*1` from the right, so that they broadcast."""
-    dims = list(term.dims)
-    if _ELLIPSIS in dims:
-        at = dims.index(_ELLIPSIS)
-        dims[at : at + 1] = [(f"*{i}",) for i in reversed(range(len(shape) - term.rank))]
-    return list(zip(dims[len(dims) - len(shape) :], shape, strict=True))
-
-
-def _label(term: Term, shape: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[Dim, ...]:
-    return tuple(() if n == 1 else tuple(f for f in d if sizes[f] != 1) for d, n in _aligned(term, shape))
-
-
-def _misfit(pattern: Pattern, call: Call, wrong: list[str]) -> ShardingError:
-    given = ", ".join(str(list(m.shape)) for m in call.operands)
-    return ShardingError(f"the rule `{pattern}` does not fit the call {call.target}({given})", wrong)

@@ -1,7 +1,8 @@
 """Pointwise ops: every dim of the result is a factor, operands are broadcast against it.
 
-What is pointwise torch says itself, by its tag; this table adds the ops that miss it and says which are linear. An op is
-linear in a set of operands when sums on exactly these pass through: `f(a + a', b + b') = f(a, b) + f(a', b')` for {0,1}.
+What is pointwise torch says itself, by its tag; this table adds the ops that miss it and says which are linear. An op
+is linear in a set of operands when sums on exactly these pass through: `f(a + a', b + b') = f(a, b) + f(a', b')` for
+{0,1}.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
-from shardlib.rules.notation import joint, present, tensor_arguments
+from shardlib.rules.patterns import joint, present, tensor_arguments
 from shardlib.rules.rule import Call, Rule, RuleFn
 from shardlib.rules.space import Space, arg, broadcast, numel, result_shape
 
@@ -33,11 +34,15 @@ def _pointwise(call: Call, linear: Iterable[frozenset[int]], transparent: bool =
 
 
 def is_pointwise(target: torch._ops.OpOverload) -> bool:
-    """Pointwise by torch's tag, without writing to an operand or drawing random numbers."""
+    """Pointwise by torch's tag, without writing to an operand or drawing random numbers.
+
+    `aten.equal` has the tag too, but answers for all elements together.
+    """
     return (
         torch.Tag.pointwise in target.tags
         and torch.Tag.nondeterministic_seeded not in target.tags
         and not target._schema.is_mutable
+        and all(str(r.type) == "Tensor" for r in target._schema.returns)
     )
 
 

@@ -3,8 +3,8 @@
 A rule names the *factors* of one op's iteration space and says, for every dim of every tensor operand and result, which
 factors it is made of (major first). A factor of an operand that a result lacks is a reduction and must be declared.
 
-Everything the compiler needs to run the op on shards is here: which factors may be cut, what the results then are, which
-integer arguments are sizes, and, where the plain op on local tensors is not enough, a `local` form of it.
+Everything the compiler needs to run the op on shards is here: which factors may be cut, what the results then are,
+which integer arguments are sizes, and, where the plain op on local tensors is not enough, a `local` form of it.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ class Rule:
 
     * `operands`, `results`: labels per tensor, aligned with `Call.operands` and `Call.results`.
     * `sizes`: the size of every factor; factors of size 1 are left out everywhere.
-    * `reduce`: factor -> "sum", "max" or "min": cutting it leaves the results that lack it pending that way. "none" leaves
-      them complete: the op reads no values of that operand (`new_zeros`), or its `local` form reduces them itself.
+    * `reduce`: factor -> "sum", "max" or "min": cutting it leaves the results that lack it pending that way. "none"
+      leaves them complete: the op reads no values of that operand (`new_zeros`), or its `local` form reduces them
+      itself.
     * `whole`: factors that must not be cut.
-    * `linear`: each entry is a set of operand positions in which the op is jointly linear, so that pending sums on exactly
-      these operands may pass through it to the results (`add`: {0, 1}; `mul`: {0} and {1}; `neg`: {0}).
+    * `linear`: each entry is a set of operand positions in which the op is jointly linear, so that pending sums on
+      exactly these operands may pass through it to the results (`add`: {0, 1}; `mul`: {0} and {1}; `neg`: {0}).
     * `ints`: integer arguments that are `k * product of local sizes of factors`: {path: (k, factors)}.
     * `local`: the per-device form, used when one of `local_factors` is cut; returns the local results.
     * `flops`: floating-point operations of the whole call.
@@ -71,7 +72,8 @@ class Rule:
 
 
 class Local(Protocol):
-    """What a `local` form writes its instructions with. Values are opaque; ints may be symbolic (they differ by device).
+    """What a `local` form writes its instructions with. Values are opaque; ints may be symbolic (they differ by
+    device).
 
     Symbolic ints support `+ - * //` with ints and each other and `.eq(int)` (1 or 0), and may stand wherever an int
     argument of an op may.

@@ -44,7 +44,7 @@ def may_be_empty(local: Local, factor: str) -> bool:
 
 
 def never_empty(local: Local, x: Any, position: int, factors: Iterable[str], value: float = 0) -> Any:
-    """Operand `position`, whose value is x, with one element of `value` in dims that are empty because `factors` are cut.
+    """Operand `position` with one element of `value` in dims that are empty because `factors` are cut; x is its value.
 
     Reductions without a neutral element and indexing refuse empty dims.
     """

@@ -1,7 +1,8 @@
 """Slices, and values put together from slices.
 
-With I = gcd(start, stop, size) a sliced dim is `(n I)` and its result `(m I)`: n and m stay whole, I may be cut, and the
-slice arguments are multiples of its local size. Where nothing larger than 1 divides all three, the dim stays whole.
+With I = gcd(start, stop, size) a sliced dim is `(n I)` and its result `(m I)`: n and m stay whole, I may be cut, and
+the slice arguments are multiples of its local size. Where nothing larger than 1 divides all three, the dim stays whole.
+So a fused `[768, 3 * 768]` weight is split, or put together, without a look at how the 768 are cut.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Softmax and its like, with the softmax dim cut: devices exchange the maximum and the sum of a row, never its elements."""
+"""Softmax and its like, along a cut dim: devices exchange the maximum and the sum of a row, never its elements."""
 
 from __future__ import annotations
 

@@ -13,17 +13,33 @@ from shardlib.rules import (
     contraction,
     creation,
     indexing,
+    loss,
     norm,
     pointwise,
     reduction,
     slicing,
     softmax,
     view,
+    writing,
 )
-from shardlib.rules.notation import parse, pattern, tensor_arguments
+from shardlib.rules.notation import parse
+from shardlib.rules.patterns import pattern, tensor_arguments
 from shardlib.rules.rule import Call, Rule, RuleFn
 
-FAMILIES = (pointwise, contraction, reduction, softmax, norm, view, slicing, indexing, creation, attention)
+FAMILIES = (
+    pointwise,
+    contraction,
+    reduction,
+    softmax,
+    norm,
+    view,
+    slicing,
+    indexing,
+    writing,
+    loss,
+    creation,
+    attention,
+)
 
 Op = TypeVar("Op")
 
@@ -135,6 +151,6 @@ def _overload(op: Any) -> torch._ops.OpOverload:
         raise ShardingError(
             f"a rule cannot be given to {op!r}",
             rule="rules belong to ops of torch.library",
-            remedy='put `@sl.rule("...")` above `@torch.library.custom_op(...)`, or pass torch.ops.<namespace>.<op>.default',
+            remedy='put `@sl.rule("...")` above `@torch.library.custom_op(...)`, or pass torch.ops.<name>.<op>.default',
         )
     return op

@@ -1,11 +1,9 @@
 """Views and re-arrangements: the result holds the operand's elements, elsewhere. All follow from shapes.
 
-A reshape regroups factors. Its boundaries are the products of sizes from the right; a boundary that divides or is divided by
-every other one cuts operand and result alike, and what lies between two such boundaries is one shared factor, unless a
-boundary in between has no counterpart on the other side: these dims get factors of their own, which stay whole.
-
-Slices keep the minor part of a dim: with I = gcd(start, stop, size), the dim is `(n I)` and the result `(m I)`, with n and
-m whole. So a fused `[768, 3 * 768]` weight is split, or put together, without looking at how the 768 are cut.
+A reshape regroups factors. Its boundaries are the products of sizes from the right; a boundary that divides or is
+divided by every other one cuts operand and result alike, and what lies between two such boundaries is one shared
+factor, unless a boundary in between has no counterpart on the other side: these dims get factors of their own, which
+stay whole.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ def regroup(space: Space, old: Sequence[int], new: Sequence[int]) -> tuple[list[
         (([('d', 'd1'), ('d2',)], [('d',), ('d1', 'd2')]), {'d': 2, 'd1': 3, 'd2': 4})
         >>> space = Space()
         >>> regroup(space, (6, 4, 2), (4, 12)), sorted(space.whole)
-        (([('d1',), ('d2',), ('d',)], [('d3',), ('d4', 'd')]), ['d1', 'd2', 'd3', 'd4'])
+        (([('d2',), ('d1',), ('d',)], [('d4',), ('d3', 'd')]), ['d1', 'd2', 'd3', 'd4'])
     """
     if math.prod(old) == 0:
         every = range(max(len(old), len(new)))

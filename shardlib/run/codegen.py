@@ -125,15 +125,22 @@ class Generator:
 
     # Steps ----------------------------------------------------------------------------------------------------------
 
-    def generate(self, collective: Callable[[Generator, Collective], None]) -> Source:
+    def generate(
+        self,
+        communicate: Callable[[Generator, tuple[Collective, ...]], None],
+        events: Sequence[Instr | tuple[Collective, ...]] | None = None,
+    ) -> Source:
+        """The source; `communicate` writes collectives that start together, `events` is the program in another order."""
+        if events is None:
+            events = [(s,) if isinstance(s, Collective) else s for s in self.program.steps]
         segment: list[Instr] = []
-        for step in self.program.steps:
-            if isinstance(step, Collective):
+        for event in events:
+            if isinstance(event, tuple):
                 self._segment(segment)
                 segment = []
-                collective(self, step)
+                communicate(self, event)
             else:
-                segment.append(step)
+                segment.append(event)
         self._segment(segment)
         self.wait_for([v for v in self.program.outputs if isinstance(v, Var)])
         text, feed = self._render()
@@ -150,15 +157,17 @@ class Generator:
                     done.add(key)
                     self._instr(step, coords)
 
-    def finish_later(self, var: Var, text: str, outs: Iterable[str], ins: Iterable[str]) -> None:
-        """Emit this statement just before `var` is first read."""
-        self._flying[var] = _Statement(text, tuple(outs), tuple(ins))
+    def finish_later(self, variables: Iterable[Var], text: str, outs: Iterable[str], ins: Iterable[str]) -> None:
+        """Emit this statement just before any of `variables` is first read."""
+        self._flying |= dict.fromkeys(variables, _Statement(text, tuple(outs), tuple(ins)))
 
     def wait_for(self, variables: Iterable[Var]) -> None:
         """Emit what finishes `variables`."""
         for var in variables:
-            if var in self._flying:
-                self._statements.append(self._flying.pop(var))
+            if (landing := self._flying.pop(var, None)) is not None:
+                self._statements.append(landing)
+                for name in [v for v, s in self._flying.items() if s is landing]:
+                    del self._flying[name]
 
     def _instr(self, step: Instr, coords: Coords) -> None:
         if self._flying:

@@ -19,6 +19,7 @@ from shardlib.ops import _groups, all_gather, all_reduce, all_to_all, ppermute, 
 from shardlib.ops._wire import CollectiveError
 from shardlib.run.agree import agree, blame
 from shardlib.run.codegen import Generator, Source
+from shardlib.run.schedule import schedule
 
 if TYPE_CHECKING:
     from shardlib.plan import Plan
@@ -30,27 +31,39 @@ _START: dict[str, Callable[..., Any]] = {
     "all_to_all": all_to_all.start,
     "ppermute": ppermute.start,
 }
+_START_MANY: dict[str, Callable[..., Any]] = {
+    "all_reduce": all_reduce.start_many,
+    "all_gather": all_gather.start_many,
+    "reduce_scatter": reduce_scatter.start_many,
+}
 
 
 def source(program: Program, mesh: Mesh) -> Source:
     """The Python function of this rank."""
+    return Generator(program, [mesh.coords(mesh.rank)]).generate(_communicate, schedule(program))
 
-    def collective(g: Generator, step: Collective) -> None:
-        (coords,) = g.devices
-        start = g.bind(_START[step.kind], f"start_{step.kind}")
-        group = g.bind(_groups.group_for(mesh, step.axes), "group_" + "_".join(map(str, step.axes)))
-        args = [g.name(step.source, coords)]
-        args += [f"{key}={g.literal(value, coords)}" for key, value in step.params.items()]
-        args.append(f"group={group}")
-        if step.kind in ("all_reduce", "reduce_scatter"):
-            args.append(f"kind={step.reduce!r}")
-        g.wait_for([step.source])
-        out = g.name(step.out, coords)
-        handle = g.fresh(f"{out}_flying")
-        g.emit(f"{handle} = {start}({', '.join(args)})", [handle], [g.name(step.source, coords)])
-        g.finish_later(step.out, f"{out} = {handle}.finish()", [out], [handle])
 
-    return Generator(program, [mesh.coords(mesh.rank)]).generate(collective)
+def _communicate(g: Generator, bundle: tuple[Collective, ...]) -> None:
+    """Start a bundle, as one message, and finish it where a result is first read."""
+    (coords,) = g.devices
+    first = bundle[0]
+    g.wait_for([c.source for c in bundle])
+    sources, outs = ([g.name(v, coords) for v in vs] for vs in ([c.source for c in bundle], [c.out for c in bundle]))
+    group = g.bind(_groups.group_for(g.program.mesh, first.axes), "group_" + "_".join(map(str, first.axes)))
+    reduce = [f"kind={first.reduce!r}"] if first.kind in ("all_reduce", "reduce_scatter") else []
+    if len(bundle) == 1:
+        start = g.bind(_START[first.kind], f"start_{first.kind}")
+        args = [sources[0], *(f"{key}={g.literal(value, coords)}" for key, value in first.params.items())]
+        left = outs[0]
+    else:
+        start = g.bind(_START_MANY[first.kind], f"start_many_{first.kind}")
+        args = [f"[{', '.join(sources)}]"]
+        if first.kind != "all_reduce":
+            args += [g.literal([c.params[key] for c in bundle], coords) for key in ("dim", "sizes")]
+        left = ", ".join(outs)
+    handle = g.fresh(f"{outs[0]}_flying")
+    g.emit(f"{handle} = {start}({', '.join([*args, f'group={group}', *reduce])})", [handle], sources)
+    g.finish_later([c.out for c in bundle], f"{left} = {handle}.finish()", outs, [handle])
 
 
 def load(program: Program, mesh: Mesh, plan: Plan) -> Callable[[Sequence[Sequence[torch.Tensor]]], tuple[Any, ...]]:

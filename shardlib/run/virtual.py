@@ -27,7 +27,7 @@ _APART = {
 
 def source(program: Program, mesh: Mesh, *, share: bool = True) -> Source:
     """One Python function for the whole mesh; `share=False` computes every device's every value."""
-    return Generator(program, mesh.all_coords(), share).generate(_collective)
+    return Generator(program, mesh.all_coords(), share).generate(_communicate)
 
 
 def load(program: Program, mesh: Mesh, *, share: bool = True) -> Runner:
@@ -40,6 +40,11 @@ def load(program: Program, mesh: Mesh, *, share: bool = True) -> Runner:
             return function([pieces[i][d] for i, d in feed])
 
     return run
+
+
+def _communicate(g: Generator, bundle: tuple[Collective, ...]) -> None:
+    for step in bundle:
+        _collective(g, step)
 
 
 def _collective(g: Generator, step: Collective) -> None:

@@ -1,0 +1,63 @@
+"""Collectives that a user wrote in a shard_map body, as steps of the program."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from shardlib.graph import Op
+from shardlib.layout import Axis, Layout
+from shardlib.lower.program import Collective, Instr, Program, Var
+from shardlib.lower.sym import Sym
+
+
+def collective(program: Program, op: Op, source: Var, name: str) -> Var:
+    """Append one `shardlib::manual_<kind>` op; returns its result."""
+    result, args = op.results[0], op.call.args
+    assert result is not None
+    out = Var(name, Layout.replicated(result.shape), result.dtype, result, ((), None))
+    axes = _axes(program, args[1])
+    kind, n, shape = op.kind.removeprefix("manual_"), math.prod(a.size for a in axes), op.operands[0].shape
+    if kind == "axis_index":
+        index = Sym(lambda c: _joint(axes, c), frozenset(axes), f"axis_index({' '.join(args[1])})")
+        program.steps.append(
+            Instr(torch.ops.aten.full.default, ([], index), {"dtype": torch.int64}, (out,), op.line, op.backward)
+        )
+        return out
+    params: dict[str, Any] = {}
+    reduce, sent = "sum", float(result.nbytes)
+    if kind == "all_reduce":
+        reduce, sent = args[2], 2 * result.nbytes * (n - 1) / n
+    elif kind == "all_gather":
+        params, sent = {"dim": args[2], "sizes": [shape[args[2]]] * n}, result.nbytes * (n - 1) / n
+    elif kind == "reduce_scatter":
+        params, sent = {"dim": args[2], "sizes": [shape[args[2]] // n] * n}, result.nbytes * (n - 1)
+    elif kind == "all_to_all":
+        split, concat = args[2], args[3]
+        params = {
+            "split_dim": split, "split_sizes": [shape[split] // n] * n,
+            "concat_dim": concat, "concat_sizes": [shape[concat]] * n,
+        }  # fmt: skip
+        sent = result.nbytes * (n - 1) / n
+    else:
+        params = {"pairs": list(zip(args[2][::2], args[2][1::2], strict=True))}
+    program.steps.append(
+        Collective(
+            kind, axes, source, out, params, sent, reduce, op.line, op.backward,
+            "the transpose of a collective in a shard_map body" if op.backward else "written in a shard_map body",
+        )  # fmt: skip
+    )
+    return out
+
+
+def _axes(program: Program, names: list[str]) -> tuple[Axis, ...]:
+    return tuple(program.mesh.axis(name) for name in names)
+
+
+def _joint(axes: tuple[Axis, ...], coords: Any) -> int:
+    index = 0
+    for axis in axes:
+        index = index * axis.size + axis.coord(coords)
+    return index

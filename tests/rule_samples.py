@@ -1,0 +1,381 @@
+"""Sample calls for every row of the rule tables; `test_rules` proves the rows on them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+import shardlib.constraint
+import shardlib.ops.attention  # noqa: F401  (defines shardlib::attention)
+from tests.prover import Sample
+
+aten = torch.ops.aten
+
+
+def f(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def pos(*shape: int) -> torch.Tensor:
+    return f(*shape).abs() + 0.5
+
+
+def i(high: int, *shape: int) -> torch.Tensor:
+    return torch.randint(0, high, shape)
+
+
+def s(name: str, *args: Any, **kwargs: Any) -> Sample:
+    return name, args, kwargs
+
+
+def pointwise() -> Iterator[Sample]:
+    for name in ("alias", "detach", "lift", "lift_fresh", "lift_fresh_copy", "clone", "contiguous"):
+        yield s(name, f(2, 5))
+        yield s(name, f())
+    for name in ("detach_copy", "alias_copy"):
+        yield s(name, f(5, 3))
+    for name in ("add.Tensor", "sub.Tensor", "mul.Tensor", "rsub.Tensor", "div.Tensor"):
+        yield s(name, f(3, 5), pos(3, 5))
+        yield s(name, f(2, 3, 4), pos(3, 1))
+        yield s(name, f(1, 4), pos(3, 1))
+        yield s(name, f(), pos(5))
+        yield s(name, f(3, 5), f(3, 5).float().abs() + 1)
+        if name != "rsub.Tensor":
+            yield s(name, f(4), 2)
+    yield s("add.Tensor", f(3, 5), f(5), alpha=3)
+    yield s("sub.Tensor", f(5), f(3, 5), alpha=-0.5)
+    yield s("div.Tensor_mode", f(3, 5), pos(5), rounding_mode="floor")
+    yield s("div.Tensor_mode", f(3, 5), pos(5), rounding_mode=None)
+    yield s("neg", f(4, 3))
+    yield s("mul.Scalar", f(4, 3), 1.5)
+    yield s("div.Scalar", f(4, 3), 1.5)
+    yield s("addcmul", f(3, 4), f(4), f(3, 1), value=2)
+    yield s("addcdiv", f(3, 4), f(4), pos(3, 1), value=2)
+    yield s("lerp.Scalar", f(3, 4), f(4), 0.3)
+    yield s("lerp.Tensor", f(3, 4), f(4), f(3, 1))
+    yield s("gelu_backward", f(3, 4), f(3, 4), approximate="tanh")
+    yield s("silu_backward", f(3, 4), f(3, 4))
+    yield s("tanh_backward", f(3, 4), f(3, 4))
+    yield s("sigmoid_backward", f(3, 4), f(3, 4))
+    yield s("threshold_backward", f(3, 4), f(3, 4), 0)
+    yield s("elu_backward", f(3, 4), 1.0, 1.0, 1.0, False, f(3, 4))
+    yield s("leaky_relu_backward", f(3, 4), f(3, 4), 0.1, False)
+    yield s("hardtanh_backward", f(3, 4), f(3, 4), -1, 1)
+    yield s("softplus_backward", f(3, 4), f(3, 4), 1, 20)
+    yield s("native_dropout_backward", f(3, 4), f(3, 4) > 0, 2.0)
+    yield s("_to_copy", f(3, 4), dtype=torch.float32)
+    yield s("_to_copy", f(3, 4), dtype=torch.float64)
+    yield s("_to_copy", i(9, 5), dtype=torch.float64)
+    yield s("copy", f(3, 4), f(4))
+    yield s("copy", f(3, 4).float(), f(3, 1))
+    yield s("fill.Scalar", f(3, 4), 2)
+    yield s("fill.Tensor", f(3, 4), f())
+    yield s("masked_fill.Scalar", f(3, 4), f(4) > 0, 0)
+    yield s("masked_fill.Tensor", f(3, 4), f(3, 1) > 0, f())
+    yield s("where.self", f(3, 1) > 0, f(3, 4), f(4))
+    yield s("shardlib::constrain", f(3, 4), "a b")
+
+
+def contraction() -> Iterator[Sample]:
+    yield s("mm", f(2, 3), f(3, 5))
+    yield s("mm", f(4, 1), f(1, 5))
+    yield s("bmm", f(2, 3, 5), f(2, 5, 4))
+    yield s("mv", f(3, 5), f(5))
+    yield s("dot", f(5), f(5))
+    for bias in (f(4), f(3, 4), f(1, 4), f(3, 1), f()):
+        yield s("addmm", bias, f(3, 5), f(5, 4))
+    yield s("addmm", f(4), f(3, 2), f(2, 4), beta=2, alpha=0.5)
+    yield s("addmm", f(4), f(3, 5), f(5, 4), beta=0.25)
+    yield s("addmv", f(3), f(3, 5), f(5), beta=0.25)
+    yield s("baddbmm", f(2, 3, 4), f(2, 3, 5), f(2, 5, 4))
+    yield s("baddbmm", f(3, 1), f(2, 3, 5), f(2, 5, 4), beta=0.5, alpha=2)
+
+
+def reduction() -> Iterator[Sample]:
+    x = f(3, 5)
+    for name in ("sum", "mean", "max", "min", "prod", "std", "var", "var_mean"):
+        yield s(name, x)
+        yield s(name, f(2, 1, 5))
+    for name in ("sum", "max"):
+        yield s(name, i(9, 3, 5))
+        yield s(name, f())
+    yield s("sum", f(3, 5) > 0)
+    yield s("sum", x, dtype=torch.float32)
+    yield s("mean", x.bfloat16())
+    for name in ("sum.dim_IntList", "mean.dim", "amax", "amin", "linalg_vector_norm"):
+        dim = (2,) if name == "linalg_vector_norm" else ()
+        yield s(name, x, *dim, [0])
+        yield s(name, x, *dim, [-1], True)
+        yield s(name, f(2, 3, 4), *dim, [0, -1], False)
+        yield s(name, f(2, 3, 4), *dim, [], True)
+    yield s("sum.dim_IntList", x, None)
+    yield s("sum.dim_IntList", x, [1], dtype=torch.float32)
+    yield s("mean.dim", x, None, True)
+    yield s("mean.dim", x.half(), [1])
+    yield s("mean.dim", x.float(), [1], dtype=torch.float64)
+    yield s("amax", i(9, 3, 5) - 20, [1])
+    yield s("amin", i(9, 3, 5) + 20, [1])
+    yield s("linalg_vector_norm", x)
+    yield s("linalg_vector_norm", x.float(), dtype=torch.float64)
+    yield s("linalg_vector_norm", x.bfloat16(), 2, [1])
+    yield s("linalg_vector_norm", x, 1, [1])
+    for name in ("any", "all"):
+        yield s(name, f(3, 5) > 0)
+        yield s(f"{name}.dim", f(3, 5) > 0, 1)
+        yield s(f"{name}.dim", i(2, 3, 5), -2, True)
+        yield s(f"{name}.dims", f(2, 3, 4) > 0, [0, 2])
+    for name in ("max.dim", "min.dim", "argmax", "argmin", "median.dim"):
+        yield s(name, x, 1)
+        yield s(name, x, -2, True)
+    yield s("argmax", x)
+    yield s("argmin", x, None, True)
+    yield s("prod.dim_int", x, -1, True)
+    for name in ("var.correction", "var_mean.correction", "std.correction"):
+        yield s(name, x, [1], correction=1)
+        yield s(name, f(2, 3, 4), [0, -1], correction=0, keepdim=True)
+        yield s(name, x)
+    for name in ("var.dim", "var_mean.dim", "std.dim"):
+        yield s(name, x, [0])
+        yield s(name, x, [1], False, True)
+    yield s("histc", f(7), 4, -1, 1)
+    for name in ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"):
+        yield s(name, x, 1)
+        yield s(name, f(2, 3, 4), -2)
+    yield s("topk", f(3, 5), 2)
+    yield s("topk", f(3, 5), 2, 0)
+    yield s("sort", f(3, 5))
+    yield s("sort", f(3, 5), 0, True)
+    yield s("sort.stable", f(3, 5), stable=True)
+    yield s("sort.stable", f(3, 5), stable=True, dim=0)
+
+
+def softmax() -> Iterator[Sample]:
+    for name in ("_softmax", "_log_softmax"):
+        yield s(name, f(3, 5), 1, False)
+        yield s(name, f(2, 3, 4) * 400, -2, False)
+        yield s(name, f(3, 5).half(), 1, False)
+    yield s("_safe_softmax", f(3, 5), -1)
+    yield s("_softmax_backward_data", f(3, 5), f(3, 5).softmax(1), 1, torch.float64)
+    yield s("_softmax_backward_data", f(2, 3, 4), f(2, 3, 4).softmax(0), 0, torch.float64)
+    yield s("_log_softmax_backward_data", f(3, 5), f(3, 5).log_softmax(-1), -1, torch.float64)
+    yield s("_log_softmax_backward_data", f(3, 5).bfloat16(), f(3, 5).bfloat16().log_softmax(0), 0, torch.bfloat16)
+    yield s("logsumexp", f(3, 5), [1])
+    yield s("logsumexp", f(2, 3, 4) * 400, [0, -1], True)
+    yield s("logsumexp", torch.full((3, 5), -torch.inf, dtype=torch.float64), [1])
+
+
+def norm() -> Iterator[Sample]:
+    x, w, b = f(2, 3, 4), f(4), f(4)
+    for weights in ((w, b), (w, None), (None, None)):
+        _, mean, rstd = aten.native_layer_norm(x, [4], *weights, 1e-5)
+        yield s("native_layer_norm", x, [4], *weights, 1e-5)
+        yield s(
+            "native_layer_norm_backward",
+            f(2, 3, 4),
+            x,
+            [4],
+            mean,
+            rstd,
+            *weights,
+            [True, *(p is not None for p in weights)],
+        )
+    wide = (f(3, 4), f(3, 4))
+    _, mean, rstd = aten.native_layer_norm(x, [3, 4], *wide, 1e-5)
+    yield s("native_layer_norm", x, [3, 4], *wide, 1e-5)
+    yield s("native_layer_norm_backward", f(2, 3, 4), x, [3, 4], mean, rstd, *wide, [True, True, True])
+    yield s("native_layer_norm_backward", f(2, 3, 4), x, [3, 4], mean, rstd, *wide, [True, False, False])
+    if hasattr(aten, "_fused_rms_norm"):
+        for weight in (w, None):
+            _, rstd = aten._fused_rms_norm(x, [4], weight, 1e-5)
+            yield s("_fused_rms_norm", x, [4], weight, 1e-5)
+            yield s("_fused_rms_norm_backward", f(2, 3, 4), x, [4], rstd, weight, [True, weight is not None])
+
+
+def view() -> Iterator[Sample]:
+    for name in ("view", "reshape", "_unsafe_view"):
+        yield s(name, f(6, 4), [2, 12])
+        yield s(name, f(2, 3, 4), [6, 4])
+        yield s(name, f(24), [2, 3, 4])
+        yield s(name, f(2, 12), [6, -1])
+        yield s(name, f(6, 4), [4, 6])
+        yield s(name, f(6, 4, 2), [4, 12])
+        yield s(name, f(1, 5, 1), [5])
+        yield s(name, f(1, 1), [])
+        yield s(name, f(), [1, 1])
+        yield s(name, f(0, 4), [2, 0])
+    yield s("permute", f(2, 3, 4), [2, 0, -2])
+    yield s("transpose.int", f(2, 3, 4), 0, -1)
+    yield s("transpose.int", f(), 0, -1)
+    yield s("t", f(2, 3))
+    yield s("t", f(5))
+    yield s("numpy_T", f(2, 3))
+    yield s("unsqueeze", f(2, 3), -1)
+    yield s("unsqueeze", f(2, 3), 0)
+    yield s("squeeze", f(2, 1, 3, 1))
+    yield s("squeeze.dim", f(2, 1, 3), 1)
+    yield s("squeeze.dim", f(2, 1, 3), -1)
+    yield s("squeeze.dims", f(2, 1, 3), [0, 1])
+    yield s("expand", f(3, 1), [2, 3, 4])
+    yield s("expand", f(3, 5), [2, -1, 5])
+    yield s("expand", f(), [3, 4])
+    yield s("repeat", f(3, 5), [2, 1, 3])
+    yield s("repeat", f(3, 1), [1, 4])
+    yield s("repeat_interleave.self_int", f(3, 5), 2, 1)
+    yield s("repeat_interleave.self_int", f(3, 5), 3, 0, output_size=9)
+    yield s("repeat_interleave.self_int", f(3, 2), 2)
+    yield s("diagonal", f(3, 4))
+    yield s("diagonal", f(3, 2, 3), 1, 0, -1)
+
+
+def slicing() -> Iterator[Sample]:
+    yield s("slice.Tensor", f(12, 3), 0, 4, 8)
+    yield s("slice.Tensor", f(3, 12), -1, -4)
+    yield s("slice.Tensor", f(3, 12), 1, 0, 6)
+    yield s("slice.Tensor", f(3, 5), 1, 1, 9223372036854775807)
+    yield s("slice.Tensor", f(3, 5), 1, 0, 5)
+    yield s("slice.Tensor", f(3, 5), 1, 0, 100)
+    yield s("slice.Tensor", f(3, 5), 1, None, None, 2)
+    yield s("slice.Tensor", f(3, 4), 1, 2, 2)
+    yield s("slice.Tensor", f(5))
+    yield s("slice_backward", f(4, 3), [12, 3], 0, 4, 8, 1)
+    yield s("slice_backward", f(3, 4), [3, 5], -1, 0, 4, 1)
+    yield s("slice_backward", f(3, 5), [3, 5], 1, 0, 9223372036854775807, 1)
+    yield s("slice_backward", f(3, 3), [3, 5], 1, 0, 5, 2)
+    yield s("slice_scatter", f(12, 3), f(4, 3), 0, 4, 8)
+    yield s("slice_scatter", f(3, 5), f(3, 2), 1, 3)
+    yield s("select.int", f(3, 5), 1, 2)
+    yield s("select.int", f(2, 3, 4), -2, -1)
+    yield s("select_backward", f(2, 4), [2, 3, 4], 1, -1)
+    yield s("select_backward", f(3), [3, 5], -1, 2)
+    yield s("select_scatter", f(3, 5), f(3), 1, -2)
+    yield s("unbind.int", f(3, 5))
+    yield s("unbind.int", f(2, 3, 4), -2)
+    yield s("split.Tensor", f(3, 12), 4, 1)
+    yield s("split.Tensor", f(12, 2), 8)
+    yield s("split.Tensor", f(5, 2), 2)
+    yield s("split.Tensor", f(3, 2), 5, -1)
+    yield s("split_with_sizes", f(3, 12), [4, 2, 6], -1)
+    yield s("split_with_sizes", f(12), [8, 4])
+    yield s("split_with_sizes_copy", f(3, 12), [6, 6], 1)
+    yield s("chunk", f(3, 12), 3, 1)
+    yield s("chunk", f(10), 3)
+    yield s("cat", [f(3, 4), f(3, 4), f(3, 4)], 1)
+    yield s("cat", [f(2, 3), f(4, 3)])
+    yield s("cat", [f(3, 2), f(3, 3)], -1)
+    yield s("cat", [f(3, 5)])
+    yield s("cat", [f(0), f(3, 2), f(3, 2)], -1)
+    yield s("stack", [f(3, 4), f(3, 4)])
+    yield s("stack", [f(3, 4), f(3, 4), f(3, 4)], -1)
+    yield s("constant_pad_nd", f(3, 4), [0, 4])
+    yield s("constant_pad_nd", f(3, 4), [1, 1, 3, 6])
+    yield s("constant_pad_nd", f(3, 4), [0, -2, 0, 0], 1.5)
+    yield s("flip", f(3, 5), [0])
+    yield s("roll", f(3, 5), [2], [-1])
+    yield s("roll", f(3, 5), [2])
+    for name in ("tril", "triu"):
+        yield s(name, f(5, 4))
+        yield s(name, f(2, 3, 5), 1)
+        yield s(name, f(4, 4), -2)
+
+
+def indexing() -> Iterator[Sample]:
+    yield s("embedding", f(5, 3), i(5, 2, 4))
+    yield s("embedding", f(5, 3), i(5, 4), 2)
+    yield s("embedding", f(2, 3), i(2))
+    grad, index = f(2, 4, 3), i(5, 2, 4)
+    yield s("embedding_dense_backward", grad, index, 5, -1, False)
+    yield s("embedding_dense_backward", grad, index, 5, 2, False)
+    yield s("embedding_dense_backward", grad, index, 5, 0, False)
+    yield s("embedding_dense_backward", grad, index, 5, -1, True)
+    yield s("gather", f(3, 5), 1, i(5, 3, 4))
+    yield s("gather", f(3, 5), -2, i(3, 2, 5))
+    yield s("gather", f(3, 5), 0, i(3, 4, 2))
+    yield s("gather", f(2, 3, 4), 1, i(3, 2, 1, 4))
+    yield s("gather", i(9, 3, 5), 1, i(5, 3, 1))
+    yield s("index_select", f(3, 5), 1, i(5, 4))
+    yield s("index_select", f(5, 3), -2, i(5, 2))
+    yield s("index_select", f(5, 3), 0, i(5, 1))
+    for name in ("index.Tensor", "_unsafe_index.Tensor"):
+        yield s(name, f(5, 3), [i(5, 4)])
+        yield s(name, f(5, 3), [i(5, 2, 4) - 5])
+        yield s(name, f(2, 5, 3), [None, i(5, 2)])
+        yield s(name, f(2, 5, 3), [None, i(5, 4), i(3, 4)])
+        yield s(name, f(2, 5, 3), [i(2, 4, 1), None, i(3, 2)])
+        yield s(name, f(2, 5, 3), [None, i(5, 2), None])
+        yield s(name, f(5), [i(5)])
+    row = i(5, 1, 4)
+    for name in ("scatter.src", "scatter_add"):
+        yield s(name, f(5, 4), 0, row, f(1, 4))
+        yield s(name, f(5, 4), 0, i(5, 1, 3), f(2, 4))
+        yield s(name, f(4, 5), -1, torch.stack([torch.randperm(5)[:3] for _ in range(4)]), f(4, 3))
+    yield s("scatter_add", f(2, 5), 1, i(5, 2, 7), f(2, 7))
+    yield s("scatter_add", f(2, 5), 1, i(5, 2, 4), f(2, 7))
+    yield s("scatter.value", f(5, 4), 0, row, 1.5)
+    yield s("scatter.value", f(4, 5), 1, i(5, 4, 3), -1)
+    yield s("scatter.value", torch.zeros(4, 5, dtype=torch.int64), 1, i(5, 4, 1), 1)
+    yield s("index_add", f(5, 3), 0, i(5, 7), f(7, 3))
+    yield s("index_add", f(3, 5), -1, i(5, 4), f(3, 4), alpha=2)
+    for name in ("index_put", "_unsafe_index_put"):
+        for adds in (False, True):
+            unique = torch.randperm(5)[:4]
+            yield s(name, f(5, 3), [unique], f(4, 3), adds)
+            yield s(name, f(5, 3), [unique - 5], f(3), adds)
+            yield s(name, f(2, 5, 3), [None, unique], f(4, 3), adds)
+            yield s(name, f(4, 2, 5), [i(4, 4) * 0 + torch.arange(4), None, unique], f(4, 2), adds)
+            yield s(name, f(5), [unique], f(), adds)
+        yield s(name, f(5, 3), [i(5, 9)], f(9, 3), True)
+        yield s(name, f(5, 4), [i(5, 3, 1), i(4, 3)], f(3, 3), True)
+    for reduction, weight, ignore in itertools.product((0, 1, 2), (None, pos(5)), (-100, 2)):
+        target = torch.tensor([0, 2, 4, 1, 2, 3])
+        yield s("nll_loss_forward", f(6, 5), target, weight, reduction, ignore)
+        grad = f(6) if reduction == 0 else f()
+        yield s("nll_loss_backward", grad, f(6, 5), target, weight, reduction, ignore, pos())
+    yield s("nll_loss_forward", f(6, 5), torch.tensor([0, -100, 4, 1, -100, 3]), None, 2, -100)
+    yield s("nll_loss_forward", f(5), torch.tensor(3), None, 2, -100)
+    yield s("nll_loss_backward", f(), f(5), torch.tensor(3), None, 2, -100, pos())
+
+
+def creation() -> Iterator[Sample]:
+    yield s("zeros", [3, 5], dtype=torch.float64)
+    yield s("ones", [4], dtype=torch.int64)
+    yield s("full", [3, 1, 4], 1.5)
+    yield s("full", [], 1.5)
+    yield s("empty.memory_format", [3, 5], dtype=torch.float64)
+    yield s("new_zeros", f(2, 3), [3, 5])
+    yield s("new_ones", f(), [3], dtype=torch.int64)
+    yield s("new_full", f(4), [4], 2)
+    yield s("new_empty", f(4), [4, 3])
+    yield s("empty_strided", [3, 5], [1, 3])
+    yield s("new_empty_strided", f(2), [3, 5], [5, 1])
+    for name in ("zeros_like", "ones_like", "empty_like"):
+        yield s(name, f(3, 5))
+        yield s(name, f(3, 5), dtype=torch.float32)
+    yield s("full_like", f(3, 5), 2)
+    yield s("arange", 7)
+    yield s("arange", 7, dtype=torch.float64)
+    yield s("arange", 3.5)
+    yield s("arange.start", 2, 7)
+    yield s("arange.start_step", 9, 1, -3)
+    yield s("arange.start_step", 1, 9, 2, dtype=torch.float32)
+    yield s("scalar_tensor", 2.5, dtype=torch.float64)
+
+
+def attention() -> Iterator[Sample]:
+    masks = (None, f(1, 1, 5, 3) > -1, f(2, 4, 1, 3), f(1, 4, 5, 3))
+    for mask, causal in itertools.product(masks, (False, True)):
+        q, k, v, g = f(2, 4, 5, 4), f(2, 2, 3, 4), f(2, 2, 3, 4), f(2, 4, 5, 4)
+        where = (mask, causal, 0.5, 1, 0)
+        o, lse = torch.ops.shardlib.attention(q, k, v, *where)
+        yield s("shardlib::attention", q, k, v, *where)
+        yield s("shardlib::attention_backward", g, q, k, v, o, lse, *where)
+    q = f(1, 3, 4, 2)
+    yield s("shardlib::attention", q, q, q, None, True, 1.0)
+    yield s("shardlib::attention", q, q, q, None, True, 1.0, q_offset=0)
+
+
+SAMPLES = (
+    pointwise, contraction, reduction, softmax, norm, view, slicing, indexing, creation, attention,
+)  # fmt: skip

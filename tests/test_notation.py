@@ -1,0 +1,125 @@
+"""The notation of rules: what it reads, what it refuses, and rules for custom ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from shardlib.errors import ShardingError
+from shardlib.rules import Call, Meta, Rule, pattern, rule, rule_for
+from shardlib.rules.notation import parse
+from tests.prover import call_of, check, prove
+from tests.rule_samples import f, s
+
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        ("... m k,k n->... m n", "... m k, k n -> ... m n"),
+        ("m k, k n -> m n|{0}{1} k:sum", "m k, k n -> m n | k:sum {0} {1}"),
+        ("~m n, 1 (a  b) -> (a b) m | ...:sum"[:-10], "~m n, 1 (a b) -> (a b) m"),
+        ("... d, ... -> v d | ...:sum v:local {0,1}", "... d, ... -> v d | ...:sum v:local {0,1}"),
+        ("k, k -> | k:sum", "k, k -> | k:sum"),
+        ("->", "->"),
+        ("c, -> , | c:sum", "c, -> , | c:sum"),
+    ],
+)
+def test_pattern_text(text: str, plain: str) -> None:
+    assert str(parse(text)) == plain
+    assert parse(plain) == parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("m k, k n", "it has no `->` between operands and results"),
+        ("m k, k n -> m n | q:sum", "`q:sum` names a factor that no tensor has"),
+        ("m k, k n -> m n | {2}", "{2} names an operand, but there are 2"),
+        (
+            "m k, k n -> m n | k sum",
+            "'k sum' behind the bar is neither `factor:kind` nor a set of operands like `{0,1}`",
+        ),
+        ("m [k, k n -> m n", "'[' in the term 'm [k' is not a name, `1`, `...` or `(a b)`"),
+        ("... m ..., k -> m", "the term '... m ...' has more than one `...`"),
+        ("m m -> m", "the term 'm m' has 'm' twice"),
+        ("m -> ~m", "`~` marks operands, not results"),
+    ],
+)
+def test_bad_pattern(text: str, message: str) -> None:
+    with pytest.raises(ShardingError) as error:
+        parse(text)
+    assert error.value.offenders == (message,)
+
+
+def call(pattern_text: str, shapes: list[tuple[int, ...]], out: tuple[int, ...]) -> Rule | None:
+    metas = tuple(Meta(x, torch.float32) for x in shapes)
+    return pattern(pattern_text)(Call(aten.mm.default, metas, {}, metas, (Meta(out, torch.float32),)))
+
+
+@pytest.mark.parametrize(
+    ("text", "shapes", "message"),
+    [
+        ("m k, k n -> m n", [(2, 3), (4, 5)], "`k` is 4 in [4, 5] and 3 before"),
+        ("m k, k n -> m n", [(2, 3), (3, 5, 1)], "[3, 5, 1] does not have the dims of `k n`"),
+        ("m (a b), a n -> m n", [(2, 8), (3, 5)], "a dim of size 8 is no `(a b)` with 3 for the sizes that are known"),
+        ("m (a b), k n -> m n", [(2, 8), (3, 5)], "the size of `a` does not follow"),
+        ("m 1, k n -> m n", [(2, 8), (3, 5)], "[2, 8] has size 8 where `m 1` says 1"),
+    ],
+)
+def test_pattern_that_does_not_fit(text: str, shapes: list[tuple[int, ...]], message: str) -> None:
+    with pytest.raises(ShardingError, match=r"does not fit the call aten\.mm\.default") as error:
+        call(text, shapes, (2, 5))
+    assert message in error.value.offenders
+
+
+def test_a_lost_factor_stays_whole_unless_the_rule_says_more() -> None:
+    plain = call("m k, k n -> m n", [(2, 3), (3, 4)], (2, 4))
+    summed = call("m k, k n -> m n | k:sum", [(2, 3), (3, 4)], (2, 4))
+    assert plain is not None
+    assert summed is not None
+    assert (plain.whole, plain.reduce) == ({"k"}, {})
+    assert (summed.whole, summed.reduce) == (set(), {"k": "sum"})
+
+
+# Rules for custom ops -------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("shardlib_tests::product", mutates_args=())
+def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return a @ b if bias is None else a @ b + bias
+
+
+def test_rule_of_a_custom_op() -> None:
+    assert rule_for(call_of(torch.ops.shardlib_tests.product.default, (f(2, 3), f(3, 4)), {})[0]) is None
+    assert rule("... m k, k n, n -> ... m n | {0}")(product) is product
+    wrong = check(s("shardlib_tests::product", f(2, 3, 5), f(5, 4)))
+    wrong += check(s("shardlib_tests::product", f(3, 5), f(5, 4)))
+    assert not wrong
+    with_bias = call_of(torch.ops.shardlib_tests.product.default, (f(3, 5), f(5, 4), f(4)), {})
+    assert prove(with_bias[0].target, (f(3, 5), f(5, 4), f(4)), rule=rule_for(with_bias[0]))  # not linear beside a bias
+    rule("... m k, k n, n -> ... m n")(torch.ops.shardlib_tests.product.default)
+    assert not check(s("shardlib_tests::product", f(3, 5), f(5, 4), f(4)))
+
+
+@pytest.mark.parametrize(
+    ("text", "op", "message"),
+    [
+        ("m k, k n -> m n", product, "it takes 3 tensors, the rule has 2 operands"),
+        ("m k, k n, n -> m n, m", product, "it returns 1 values, the rule has 2 results"),
+        ("m, n -> m", aten.cat.default, "it takes a list of tensors"),
+        ("m, m -> m", aten.add_.Tensor, "it writes to an argument"),
+    ],
+)
+def test_rule_that_does_not_fit_the_op(text: str, op: Any, message: str) -> None:
+    with pytest.raises(ShardingError, match="does not fit") as error:
+        rule(text)(op)
+    assert message in error.value.offenders
+
+
+def test_rule_for_something_else() -> None:
+    with pytest.raises(ShardingError, match=r"rules belong to ops of torch\.library"):
+        rule("m -> m")(torch.sin)

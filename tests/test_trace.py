@@ -1,0 +1,362 @@
+"""Tracing: names, constants, source lines, in-place writes, and what is refused. The oracle is the function itself."""
+
+import inspect
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.func import functional_call, grad, grad_and_value, hessian, jacrev, vmap
+from torch.utils.checkpoint import checkpoint
+
+from shardlib.constraint import constrain
+from shardlib.errors import ShardingError
+from shardlib.normalise import verify
+from shardlib.trace import trace
+
+torch.manual_seed(0)
+X = torch.randn(6, 6, dtype=torch.float64)
+LINEAR = nn.Linear(6, 6, bias=False).double()
+
+
+def same(got, want, tolerance=0.0):
+    """Equal trees; to the last bit unless a tolerance is given."""
+    got, got_tree = pytree.tree_flatten(got)
+    want, want_tree = pytree.tree_flatten(want)
+    assert got_tree == want_tree
+    for a, b in zip(got, want, strict=True):
+        if isinstance(b, torch.Tensor):
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+        else:
+            assert a is b or a == b
+
+
+def ops(traced):
+    return [str(n.target) for n in traced.graph.graph.nodes if n.op == "call_function"]
+
+
+# --- arguments and results --------------------------------------------------------------------------------------------
+
+
+def test_inputs_are_named_as_the_user_names_them():
+    def step(params, x, *rest, scale=1.0, **named):
+        return x
+
+    traced = trace(step, ({"wq": X, "layers": [X, X]}, X, X, [X]), {"scale": X, "extra": {"a": X}})
+    assert traced.name == "step"
+    assert traced.input_names == (
+        "params['wq']", "params['layers'][0]", "params['layers'][1]", "x", "rest[0]", "rest[1][0]", "scale", "extra['a']",
+    )  # fmt: skip
+    assert [n.name for n in traced.inputs][:3] == ["params_wq", "params_layers_0", "params_layers_1"]
+    assert trace(nn.Linear(6, 2), (X.float(),)).input_names == ("input",)
+    assert trace(torch.sin, (X,)).input_names == ("args[0]",)
+
+
+def test_results_keep_their_tree_and_their_constants():
+    class Opaque:
+        pass
+
+    opaque = Opaque()
+
+    def f(x, n):
+        return {"y": x * n, "same": x, "none": None, "n": (n, "text", opaque)}, [torch.tensor([1.0, 2.0])]
+
+    traced = trace(f, (X, 3))
+    assert traced.output_names == (
+        "[0]['y']", "[0]['same']", "[0]['none']", "[0]['n'][0]", "[0]['n'][1]", "[0]['n'][2]", "[1][0]",
+    )  # fmt: skip
+    assert traced.outputs[1] is traced.inputs[0]
+    assert traced.outputs[2:6] == (None, 3, "text", opaque)
+    same(traced(X, 3), f(X, 3))
+
+
+def test_only_shapes_of_arguments_are_read():
+    class Sharded:  # what is no tensor, but has its shape, dtype and device
+        shape, dtype, device, requires_grad = torch.Size([2, 3]), torch.float32, torch.device("cpu"), True
+
+    meta = torch.empty(3, 4, device="meta")
+    traced = trace(lambda a, b: (a @ b).relu(), (Sharded(), meta))
+    assert [tuple(n.meta["val"].shape) for n in traced.inputs] == [(2, 3), (3, 4)]
+    assert traced.inputs[0].meta["val"].device.type == "cpu"
+    a, b = torch.randn(2, 3), torch.randn(3, 4)
+    same(traced(a, b), (a @ b).relu())
+    on_gpu = trace(lambda x: x.sin(), (meta,), device="cuda")
+    assert on_gpu.outputs[0].meta["val"].device.type == "cuda"
+
+
+def test_static_arguments_are_not_looked_into():
+    config = {"scale": torch.tensor(2.0, dtype=torch.float64)}
+    traced = trace(lambda x, config: x * config["scale"], (X, config), static=(1,))
+    assert traced.input_names == ("x",)
+    same(traced(X, config), X * 2)
+    assert trace(lambda x, *, config: x, (X,), {"config": config}, static=("config",)).input_names == ("x",)
+
+
+def test_captured_tensors_are_constants():
+    layer = nn.Linear(6, 6).double()
+    traced = trace(lambda x: layer(x) + torch.tensor(2.0) + torch.tensor(3.0).item(), (X,))
+    assert traced.input_names == ("x",)
+    same(traced(X), layer(X) + 5.0, 1e-15)
+    verify(traced.graph)
+
+
+def test_flags_are_restored():
+    def fails(x):
+        assert torch.compiler.is_compiling()
+        raise KeyError("mine")
+
+    sdpa = F.scaled_dot_product_attention
+    with pytest.raises(KeyError, match="mine"):
+        trace(fails, (X,))
+    assert not torch.compiler.is_compiling()
+    assert F.scaled_dot_product_attention is sdpa
+    assert torch.sin(X).equal(X.sin())
+
+
+def test_threads_may_trace_at_once():
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(trace(grad(_mlp), (X, X)))) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(results) == 4
+    assert {tuple(ops(t)) for t in results} == {tuple(ops(results[0]))}
+    assert not torch.compiler.is_compiling()
+
+
+# --- transforms -------------------------------------------------------------------------------------------------------
+
+
+def _mlp(w, x):
+    return (F.silu(x @ w) @ w).pow(2).sum()
+
+
+def _autograd(w, x):
+    return torch.autograd.grad(_mlp(w, x), w)[0]
+
+
+def _own_leaf(w, x):
+    w = w.detach().requires_grad_()
+    return torch.autograd.grad(_mlp(w, x), w)[0]
+
+
+def _checkpointed(w, x):
+    w = w.detach().requires_grad_()
+    return torch.autograd.grad(checkpoint(_mlp, w, x, use_reentrant=False), w)[0]
+
+
+def _module(w, x):
+    return functional_call(LINEAR, {"weight": w}, (x,))
+
+
+W = torch.randn(6, 6, dtype=torch.float64)
+TRANSFORMS = {
+    "forward": _mlp,
+    "grad": grad(_mlp),
+    "grad_and_value": grad_and_value(_mlp, (0, 1)),
+    "vmap of grad": vmap(grad(_mlp), (None, 0)),
+    "grad of vmap": grad(lambda w, x: vmap(_mlp, (None, 0))(w, x).sum()),
+    "grad of grad": grad(lambda w, x: grad(_mlp)(w, x).sin().sum()),
+    "jacrev": jacrev(lambda w, x: F.silu(w[0] * x[0])),
+    "hessian": hessian(lambda w, x: F.silu(w[0] * x[0]).pow(2).sum()),
+    "own leaf": _own_leaf,
+    "checkpoint": _checkpointed,
+    "module": _module,
+    "constraint": grad(lambda w, x: _mlp(constrain(w, "a b"), x)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # torch's forward mode scripts its formulas
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms(name):
+    traced = trace(TRANSFORMS[name], (W, X))
+    verify(traced.graph)
+    same(traced(W, X), TRANSFORMS[name](W, X), 1e-13)
+
+
+def test_autograd_over_inputs_that_require_gradients():
+    w = W.clone().requires_grad_()
+    traced = trace(_autograd, (w, X))
+    same(traced(W, X), _autograd(w, X))
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        trace(_autograd, (W, X))
+    over = lambda w, x: torch.autograd.grad(grad(_mlp)(w, x).sum(), w)[0]  # noqa: E731
+    same(trace(over, (w, X))(W, X), over(w, X), 1e-13)
+
+
+def test_gradients_that_are_not_differentiated_again_keep_fused_ops():
+    assert "aten.silu_backward.default" in ops(trace(grad(_mlp), (W, X)))
+    assert "aten.silu_backward.default" in ops(trace(vmap(grad(_mlp), (None, 0)), (W, X)))
+
+
+def test_constraints_on_values_and_cotangents():
+    def f(w):
+        return constrain(w, "embed ff").sin().sum()
+
+    def specs(traced):
+        return [n.args[1] for n in traced.graph.graph.nodes if "constrain" in str(n.target)]
+
+    traced = trace(grad(f), (W,))
+    assert specs(traced) == ["embed ff", "embed ff"]
+    batched = trace(vmap(grad(f), 1), (torch.stack([W, W], 1),))
+    assert specs(batched) == ["_? embed ff", "_? embed ff"]
+    torch.library.opcheck(torch.ops.shardlib.constrain.default, (W, "embed ff"))
+
+
+def test_random_ops_stay():
+    def f(x):
+        return grad(lambda x: F.dropout(x, 0.3).pow(2).sum())(x), torch.rand_like(x), x.new_empty(3).uniform_()
+
+    traced = trace(f, (X,))
+    torch.manual_seed(1)
+    want = f(X)
+    torch.manual_seed(1)
+    same(traced(X), want)
+
+
+# --- source lines -----------------------------------------------------------------------------------------------------
+
+
+def _layer(x, w):
+    y = x @ w
+    y = F.layer_norm(y, y.shape[-1:])
+    return F.silu(y)
+
+
+def _loss(w, x):
+    for _ in range(2):
+        x = _layer(x, w)
+    return x.sum()
+
+
+def _step(w, x):
+    g = grad(_loss)(w, x)
+    return w - 0.1 * g
+
+
+def _step_autograd(w, x):
+    (g,) = torch.autograd.grad(_loss(w, x), w)
+    return w - 0.1 * g
+
+
+@pytest.mark.parametrize("step", [_step, _step_autograd])
+def test_every_node_has_its_line(step):
+    traced = trace(step, (W.clone().requires_grad_(step is _step_autograd), X))
+    verify(traced.graph)
+    found = {}
+    for node in traced.graph.graph.nodes:
+        if node.op == "call_function":
+            name = str(node.target).removeprefix("aten.").split(".")[0]
+            found.setdefault((name, bool(node.meta.get("backward"))), set()).add(node.meta["line"].text)
+    assert found["mm", False] == found["mm", True] == {"y = x @ w"}
+    assert found["native_layer_norm", False] == found["native_layer_norm_backward", True]
+    assert found["native_layer_norm", False] == {"y = F.layer_norm(y, y.shape[-1:])"}
+    assert found["silu", False] == found["silu_backward", True] == {"return F.silu(y)"}
+    assert found["expand", True] == {"return x.sum()"}
+    assert found["sub", False] == {"return w - 0.1 * g"}
+    line = next(n for n in traced.graph.graph.nodes if str(n.target) == "aten.silu.default").meta["line"]
+    source, start = inspect.getsourcelines(_layer)
+    assert line == (__file__, start + len(source) - 1, "_layer", "return F.silu(y)")
+    assert str(line) == f"{__file__}:{line.lineno} in _layer: return F.silu(y)"
+
+
+def test_a_gradient_of_a_gradient_keeps_the_forward_line():
+    def inner(w):
+        return w.sin().sum()
+
+    traced = trace(grad(lambda w: grad(inner)(w).pow(2).sum()), (W,))
+    lines = {n.meta["line"].text for n in traced.graph.graph.nodes if "cos" in str(n.target) or "sin" in str(n.target)}
+    assert lines == {"return w.sin().sum()"}
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def refusal(fn, *args):
+    with pytest.raises(ShardingError) as caught:
+        trace(fn, args)
+    return str(caught.value).splitlines()
+
+
+def branches(x):
+    if x.sum() > 0:
+        return x
+    return -x
+
+
+def test_control_flow_on_values():
+    what, where, rule, remedy = refusal(branches, X)
+    assert what == "the traced function needs the value of gt (bool[]):"
+    assert where.startswith(f"  * {__file__}:")
+    assert where.endswith(" in branches: if x.sum() > 0:")
+    assert rule == (
+        "Rule: Python runs once, on shapes; the values of tensors are known only when the program runs"
+    )
+    assert remedy == (
+        "Remedy: use torch.where(condition, a, b) or tensor arithmetic, or pass a Python number as an argument"
+    )
+    assert trace(lambda x: torch.where(x.sum() > 0, x, -x), (X,))(X).equal(branches(X))
+
+
+VALUES = {
+    "item": (lambda x: x * x[0, 0].item(), "needs the value of select_1 (float64[])"),
+    "float": (lambda x: x * float(x.sum()), "needs the value of sum_1 (float64[])"),
+    "int": (lambda x: x[: int(x[0, 0])], "needs the value of select_1 (float64[])"),
+    "tolist": (lambda x: x.tolist(), "needs the value of "),
+    "range": (lambda x: list(range(x.sum().long())), "needs the value of "),
+    "numpy": (lambda x: x.numpy(), "turns a tensor into a numpy array"),
+    "format": (lambda x: f"{x.sum():.2f}", "prints the value of a tensor"),
+    "nonzero": (lambda x: x.nonzero(), "makes a shape that depends on values, by aten.nonzero.default"),
+    "unique": (lambda x: x.unique(), "makes a shape that depends on values, by aten._unique2.default"),
+    "mask": (lambda x: x[x > 0], "makes a shape that depends on values, by aten.nonzero.default"),
+    "in a gradient": (grad(lambda x: (x * x[0, 0].item()).sum()), "needs the value of select_1 (float64[])"),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_and_shapes_that_are_not_known(name):
+    fn, what = VALUES[name]
+    message = refusal(fn, X)
+    assert message[0].startswith(f"the traced function {what}")
+    assert __file__ in message[1]
+    assert message[2].startswith("Rule: ")
+    assert message[3].startswith("Remedy: ")
+
+
+def writes(x, state):
+    x.add_(1)
+    state["m"][1:].t()[0] = 0.0
+    return x
+
+
+def test_writes_to_inputs_are_all_named():
+    what, first, second, rule, remedy = refusal(writes, X, {"m": X})
+    assert what == "the traced function writes to tensors that are not its own:"
+    assert first.startswith(f"  * input x is written to at {__file__}:")
+    assert first.endswith(" in writes: x.add_(1)")
+    assert second.startswith("  * input state['m'], through a view, is written to at ")
+    assert second.endswith(" in writes: state[\"m\"][1:].t()[0] = 0.0")
+    assert rule == "Rule: a traced function returns what it computes and leaves its inputs as they were"
+    assert remedy == "Remedy: write x = x + 1 instead of x += 1 (or clone x first), and return the new value"
+    assert trace(lambda x: x.clone().add_(1), (X,))(X).equal(X + 1)
+
+
+def test_other_writes_that_are_refused():
+    leaf = X.clone().requires_grad_()
+    assert refusal(lambda x: x.add_(1), leaf)[0] == "the traced function writes to an input in place:"
+    captured = torch.zeros(6)
+    assert "a tensor that the function closes over is written to at" in refusal(lambda x: captured.add_(1), X)[1]
+    norm = nn.BatchNorm1d(6).double()
+    message = refusal(lambda s, x: functional_call(norm, s, (x,)), dict(norm.state_dict()), X)
+    assert sorted(line.split(" is ")[0] for line in message[1:4]) == [
+        "  * input s['num_batches_tracked']",
+        "  * input s['running_mean']",
+        "  * input s['running_var']",
+    ]
+    assert "aten.expand.default" in refusal(lambda x: (x * 1)[:1].expand(3, -1).add_(1), X)[0]
+    assert "input x is written to at" in refusal(lambda x: x.unsqueeze_(0), X)[1]
+    assert refusal(lambda x: (x * 1).resize_(3), X)[0] == "aten.resize_.default cannot be traced:"
+    assert refusal(lambda x: (x * 1).as_strided((2, 2), (1, 1)).add_(1), X)[0] == "a strided view cannot be traced:"
