@@ -37,7 +37,8 @@ tests: $(STAMP) lint types
 bench: $(STAMP)
 	$(BIN)/python -m tests.benchmarks.w1 $(ARGS)
 
-# torch goes first and by its version: a range would let a newer build with gigabytes of CUDA libraries in.
+# torch goes first and by its version: a range would let a newer build with gigabytes of CUDA libraries in. Where pip's
+# index has the CUDA build under this version, say: make TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
 $(STAMP): pyproject.toml
 	@echo "== set up $(VENV)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

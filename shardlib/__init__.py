@@ -1,10 +1,8 @@
 """Sharding for PyTorch the way JAX does it: write the program for one device, say where a few tensors live, run it.
 
-Contents: meshes and specs; placing and typing tensors; compiling, planning and checking; per-device code by hand; rules for
-custom ops; torch.func's transforms, which all compose with `jit`.
+Contents: meshes and specs; placing and typing tensors; compiling, planning and checking; per-device code by hand; rules
+for custom ops; torch.func's transforms, which all compose with `jit`.
 """
-
-
 
 from shardlib.budget import comm_budget
 from shardlib.errors import ShardingError
@@ -17,6 +15,12 @@ from shardlib.tensor import ShardedTensor, from_dtensor, shard, to_dtensor, type
 from shardlib.transforms import grad, value_and_grad, vmap
 
 __all__ = [
-    "Mesh", "P", "Plan", "ShardedTensor", "ShardingError", "Spec", "comm_budget", "current_mesh", "from_dtensor", "grad", "jit",
-    "rule", "shard", "to_dtensor", "typeof", "value_and_grad", "vmap",
+    # where devices and tensors are
+    "Mesh", "current_mesh", "P", "Spec", "ShardedTensor", "shard", "typeof", "to_dtensor", "from_dtensor",
+    # compiling and planning
+    "jit", "Plan", "comm_budget", "rule",
+    # transforms
+    "grad", "value_and_grad", "vmap",
+    # what goes wrong
+    "ShardingError",
 ]  # fmt: skip

@@ -50,13 +50,15 @@ class CommBudget:
         if not forbidden and not over:
             return
         shown = sorted(plan.collectives, key=lambda c: -c.bytes) if over else forbidden
-        facts = [f"{plan.comm_bytes:,.0f} bytes are sent per device, the budget is {self.max_bytes:,.0f}"] if over else []
+        facts = (
+            [f"{plan.comm_bytes:,.0f} bytes are sent per device, the budget is {self.max_bytes:,.0f}"] if over else []
+        )
         more = [f"and {len(shown) - 20} more"] if len(shown) > 20 else []
         raise ShardingError(
             f"{plan.name} exceeds its communication budget",
             facts + [str(c) for c in shown[:20]] + more,
             rule=f"comm_budget(max_bytes={self.max_bytes}, forbid={self.forbid})",
-            remedy="annotate where a value should live (plan.explain(collective) tells why it is there), or raise the budget",
+            remedy="annotate where values should live (plan.explain(collective) tells why), or raise the budget",
         )
 
     def __enter__(self) -> Self:

@@ -204,14 +204,19 @@ def _compare(
             [f"on one device: {tree}", f"traced: {other}"],
             rule="what a function returns does not depend on how it runs",
         )
-    out = []
+    out: list[Compared] = []
     for (path, a), b in zip(one, many, strict=True):
         name = root + (pytree.keystr(path) if names is None else names[len(out)]) + suffix
         if isinstance(a, Tensor) and isinstance(b, Tensor):
             out.append(_compare_tensors(name, a.detach(), b, rtol, atol))
         else:
-            out.append(Compared(name, repr(a), 0.0, 0.0, "" if a == b else f"is {b!r} when sharded"))
+            same = not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
+            out.append(Compared(name, _show(a), 0.0, 0.0, "" if same else f"is {_show(b)} when sharded"))
     return out
+
+
+def _show(x: Any) -> str:
+    return typeof(x) if isinstance(x, Tensor) else repr(x)
 
 
 def _compare_tensors(name: str, one: Tensor, sharded: Tensor, rtol: float | None, atol: float | None) -> Compared:

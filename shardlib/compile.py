@@ -21,7 +21,7 @@ from shardlib.propagate.flood import Fixed
 from shardlib.propagate.units import is_constraint
 from shardlib.spec import P, Spec, resolve_many
 from shardlib.state import tracing
-from shardlib.trace import Traced, is_tensor, trace
+from shardlib.trace import Traced, flatten_call, trace
 
 SpecLike = str | P | Spec | None
 
@@ -95,8 +95,6 @@ def _fixed_inputs(
     placed: Callable[[Any], Fixed | None],
 ) -> dict[int, Fixed]:
     """Layouts of the inputs that have one: from their spec, or because they are placed already."""
-    leaves = pytree.tree_leaves((tuple(args), dict(kwargs)), is_leaf=lambda x: is_tensor(x))
-    del leaves
     specs = _input_specs(traced, args, kwargs, in_specs, static)
     items = [
         (i, (name, value.shape, spec, None))
@@ -105,16 +103,23 @@ def _fixed_inputs(
     ]
     resolved = resolve_many([item for _, item in items], mesh, what="jit in_specs") if items else []
     fixed = {
-        i: Fixed(r.layout, r.names, r.open, f"in_specs: {item[0]} {r.spec}") for (i, item), r in zip(items, resolved, strict=True)
+        i: Fixed(r.layout, r.names, r.open, f"in_specs: {item[0]} {r.spec}")
+        for (i, item), r in zip(items, resolved, strict=True)
     }
     wrong = []
-    for i, (leaf, name) in enumerate(zip(_tensor_leaves(traced, args, kwargs, static), traced.input_names, strict=True)):
+    for i, (leaf, name) in enumerate(
+        zip(_tensor_leaves(traced, args, kwargs, static), traced.input_names, strict=True)
+    ):
         if (at := placed(leaf)) is not None:
             said = fixed.get(i)
             if said is not None and not any(said.open) and _melted(said) != _melted(at):
-                wrong.append(f"{name} of shape {list(at.layout.shape)} is laid out [{at.layout}], in_specs say [{said.layout}]")
+                wrong.append(
+                    f"{name} of shape {list(at.layout.shape)} is laid out [{at.layout}], in_specs say [{said.layout}]"
+                )
             names = said.names if said is not None and said.layout == at.layout else at.names
-            fixed[i] = Fixed(at.layout, names, (False,) * len(at.layout.dims), said.source if said else f"argument {name}")
+            fixed[i] = Fixed(
+                at.layout, names, (False,) * len(at.layout.dims), said.source if said else f"argument {name}"
+            )
     if wrong:
         raise ShardingError(
             f"{traced.name}: {len(wrong)} arguments are not where in_specs say",
@@ -126,14 +131,14 @@ def _fixed_inputs(
 
 
 def _melted(fixed: Fixed) -> str:
-    from shardlib.lower.lower import layout_of
+    from shardlib.lower.lowering import layout_of
 
     return str(layout_of(tuple(tuple((f.size, f.axes) for f in dim) for dim in fixed.layout.dims)))
 
 
-def _tensor_leaves(traced: Traced, args: Sequence[Any], kwargs: Mapping[str, Any], static: Collection[int | str]) -> list[Any]:
-    from shardlib.trace import flatten_call
-
+def _tensor_leaves(
+    traced: Traced, args: Sequence[Any], kwargs: Mapping[str, Any], static: Collection[int | str]
+) -> list[Any]:
     leaves = flatten_call(args, kwargs, static).leaves
     return [leaves[i] for i in traced.input_leaves]
 
@@ -143,8 +148,6 @@ def _input_specs(
 ) -> list[SpecLike]:
     if in_specs is None:
         return [None] * len(traced.input_names)
-    from shardlib.trace import flatten_call
-
     call = flatten_call(args, kwargs, static)
     positional, named = pytree.tree_unflatten(list(call.leaves), call.tree)
     if isinstance(in_specs, dict) and not args:
@@ -153,7 +156,7 @@ def _input_specs(
         specs = in_specs if isinstance(in_specs, tuple | list) and not isinstance(in_specs, P) else (in_specs,)
         if len(specs) > len(positional):
             raise ShardingError(
-                f"{traced.name}: in_specs has {len(specs)} entries, the call has {len(positional)} positional arguments",
+                f"{traced.name}: in_specs has {len(specs)} entries, the call {len(positional)} positional arguments",
                 rule="in_specs is a tuple with one entry (or None) per positional argument",
             )
         tree = ((*specs, *(None,) * (len(positional) - len(specs))), dict.fromkeys(named))
@@ -172,7 +175,10 @@ def _fixed_outputs(traced: Traced, graph: Graph, out_specs: Any, mesh: Mesh) -> 
         if spec is not None and isinstance(value, Value)
     ]
     resolved = resolve_many([item for _, item in items], mesh, what="jit out_specs") if items else []
-    return {i: Fixed(r.layout, r.names, r.open, f"out_specs: {item[0]} {r.spec}") for (i, item), r in zip(items, resolved, strict=True)}
+    return {
+        i: Fixed(r.layout, r.names, r.open, f"out_specs: {item[0]} {r.spec}")
+        for (i, item), r in zip(items, resolved, strict=True)
+    }
 
 
 def _constraints(graph: Graph, mesh: Mesh) -> dict[Value, Fixed]:
@@ -217,14 +223,20 @@ def broadcast_prefix(prefix: Any, tree: Any, what: str) -> list[SpecLike]:
             out.extend([spec] * len(pytree.tree_leaves(node)))
             return
         if isinstance(spec, dict) and isinstance(node, dict):
-            wrong.extend(f"{path} has no {key!r}; it has {', '.join(map(repr, node))}" for key in spec if key not in node)
+            wrong.extend(
+                f"{path} has no {key!r}; it has {', '.join(map(repr, node))}" for key in spec if key not in node
+            )
             for key, child in node.items():
                 walk(spec.get(key), child, f"{path}[{key!r}]")
         elif isinstance(spec, tuple | list) and isinstance(node, tuple | list) and len(spec) == len(node):
             for i, (s, n) in enumerate(zip(spec, node, strict=True)):
                 walk(s, n, f"{path}[{i}]")
         else:
-            got = f"{type(node).__name__} of {len(node)}" if isinstance(node, tuple | list | dict) else type(node).__name__
+            got = (
+                f"{type(node).__name__} of {len(node)}"
+                if isinstance(node, tuple | list | dict)
+                else type(node).__name__
+            )
             said = f"{type(spec).__name__} of {len(spec)}" if isinstance(spec, tuple | list | dict) else repr(spec)
             wrong.append(f"{path}: the specs have a {said}, the values a {got}")
 

@@ -138,12 +138,14 @@ def _ways(names: Sequence[str], mesh: Mesh) -> int:
 def _axes(spec: Spec, rank: int, mesh: Mesh) -> Axes:
     """The mesh axes that a spec asks for, per dim and factor, as it says and whatever the sizes are."""
 
+    whole: list[tuple[str, ...]] = [()]
+
     def dims() -> Iterator[list[tuple[str, ...]]]:
         for dim in spec.dims:
             if isinstance(dim, SpecDim):
                 yield [_named(f.name, mesh) if f.axes is None else f.axes for f in dim.factors]
             else:
-                yield from ([()] for _ in range(rank - len(spec.dims) + 1))
+                yield from (whole for _ in range(rank - len(spec.dims) + 1))
 
     return list(dims())
 

@@ -1,7 +1,7 @@
 """The one exception of shardlib, and the one way in which it is written.
 
-A message says what was asked, lists every offender as a bullet (tensor, shape, spec, both sizes), then the rule that was
-broken and the remedy, so that one run shows all that there is to mend.
+A message says what was asked, lists every offender as a bullet (tensor, shape, spec, both sizes), then the rule that
+was broken and the remedy, so that one run shows all that there is to mend.
 """
 
 from __future__ import annotations

@@ -9,7 +9,10 @@ from shardlib.lower.program import Collective, Var
 
 def collective(compiled: Compiled, c: Collective) -> str:
     """What moved, between which layouts, who made it and who reads it, and what decided both."""
-    lines = [f"{c.kind}[{' '.join(map(str, c.axes))}] of {c.source.name}, {c.bytes:,.0f} bytes per device", f"  because {c.reason}"]
+    lines = [
+        f"{c.kind}[{' '.join(map(str, c.axes))}] of {c.source.name}, {c.bytes:,.0f} bytes per device",
+        f"  because {c.reason}",
+    ]
     if c.line:
         lines.append(f"  at {c.line}")
     value = c.source.value

@@ -1,7 +1,7 @@
 """The traced graph as the compiler reads it: ops with their rules, over values.
 
-FX nodes with several results and their `getitem`s become one `Op` with several result `Value`s. A value is *constant* when
-it depends on no input: constants never take part in decisions, they are sliced, or made again in pieces, for free.
+FX nodes with several results and their `getitem`s become one `Op` with several result `Value`s. A value is *constant*
+when it depends on no input: constants never take part in decisions, they are sliced, or made again in pieces, for free.
 """
 
 from __future__ import annotations
@@ -161,13 +161,15 @@ def _op(node: fx.Node, val: Any, values: dict[fx.Node, Value]) -> Op:
     rule = None if inside or _kind(node.target) in DOORS else rule_for(call)
     op = Op(node.name, call, rule, tuple(operands), (), node, node.meta.get("line"), bool(node.meta.get("backward")))
     # A creation op reads at most the shape and dtype of its operand: its result is as constant as a literal.
-    shapeless = rule is not None and all(not set(_flat(o)) & {f for r in rule.results for f in _flat(r)} for o in rule.operands)
+    shapeless = rule is not None and all(
+        not set(_flat(o)) & {f for r in rule.results for f in _flat(r)} for o in rule.operands
+    )
     creation = shapeless and is_creation(node.target)
     manual = _kind(node.target) == "to_local" or (inside and _kind(node.target) != "from_local")
     if manual and inside:
         _refuse_captured(op)
     constant = creation or (bool(operands) and all(v.constant for v in operands)) or not operands
-    constant = constant and not torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    constant = constant and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())
     names = [node.name if len(results) == 1 else f"{node.name}.{i}" for i in range(len(results))]
     op.results = tuple(
         None if m is None else Value(name, m.shape, m.dtype, op, i, constant and not manual, manual)

@@ -44,12 +44,13 @@ def jit(
     donate_argnums: int | Sequence[int] = (),
     comm_budget: CommBudget | None = None,
 ) -> Any:
-    """Compile `fn` for the current mesh, at the first call for each set of shapes, dtypes, layouts and static arguments.
+    """Compile `fn` for the current mesh, at the first call for each set of shapes, dtypes, layouts and static
+    arguments.
 
-    `in_specs` (a tuple, one entry per positional argument) and `out_specs` are prefix pytrees of specs; None leaves a layout
-    to inference. Arguments may be plain tensors (every process has them whole) or `ShardedTensor`s; tensor results are
-    `ShardedTensor`s without autograd history: take gradients inside, with `sl.grad` or `sl.value_and_grad`. Memory of
-    arguments in `donate_argnums` may be reused for results: do not read them again. Works as a decorator.
+    `in_specs` (a tuple, one entry per positional argument) and `out_specs` are prefix pytrees of specs; None leaves a
+    layout to inference. Arguments may be plain tensors (every process has them whole) or `ShardedTensor`s; tensor
+    results are `ShardedTensor`s without autograd history: take gradients inside, with `sl.grad` or `sl.value_and_grad`.
+    Memory of arguments in `donate_argnums` may be reused for results: do not read them again. Works as a decorator.
 
     Raises `ShardingError` outside any mesh, where specs do not fit, and where a communication budget is exceeded.
 
@@ -62,13 +63,22 @@ def jit(
     """
     if fn is None:
         return functools.partial(
-            jit, in_specs=in_specs, out_specs=out_specs, static_argnums=static_argnums, static_argnames=static_argnames,
-            donate_argnums=donate_argnums, comm_budget=comm_budget,
-        )  # fmt: skip
+            jit,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+            donate_argnums=donate_argnums,
+            comm_budget=comm_budget,
+        )
     return Jitted(
-        fn, in_specs, out_specs, frozenset((*_tuple(static_argnums), *_tuple(static_argnames))),
-        frozenset(_tuple(donate_argnums)), comm_budget,
-    )  # fmt: skip
+        fn,
+        in_specs,
+        out_specs,
+        frozenset((*_tuple(static_argnums), *_tuple(static_argnames))),
+        frozenset(_tuple(donate_argnums)),
+        comm_budget,
+    )
 
 
 def _tuple(x: Any) -> tuple[Any, ...]:
@@ -152,10 +162,17 @@ class Jitted:
                     [repr(leaf)],
                     rule="all tensors of a program live on one mesh",
                 )
-            return Fixed(leaf.layout, leaf._names, (False,) * leaf.dim(), "")
+            return Fixed(leaf.sharding, leaf._names, (False,) * leaf.dim(), "")
 
         compiled = compile_program(
-            self.fn, args, kwargs, mesh, in_specs=self.in_specs, out_specs=self.out_specs, static=self.static, placed=placed
+            self.fn,
+            args,
+            kwargs,
+            mesh,
+            in_specs=self.in_specs,
+            out_specs=self.out_specs,
+            static=self.static,
+            placed=placed,
         )
         return Plan(compiled)
 
@@ -206,7 +223,9 @@ def _leaf_key(leaf: Any) -> Any:
         return (tuple(leaf.shape), leaf.dtype, leaf.device.type, leaf.requires_grad)
     if isinstance(leaf, _Static):
         leaf = leaf.value
-    return (type(leaf), leaf) if isinstance(leaf, int | float | bool | str | None) else (type(leaf), id(leaf), _Keep(leaf))
+    return (
+        (type(leaf), leaf) if isinstance(leaf, int | float | bool | str | None) else (type(leaf), id(leaf), _Keep(leaf))
+    )
 
 
 class _Keep:
@@ -230,7 +249,9 @@ def _difference(old: Any, new: Any) -> str:
         return f"the mesh was {old[0]}, is {new[0]}"
     if old[1] != new[1]:
         return "the arguments have another structure"
-    changes = [f"leaf {i}: {_show(a)} -> {_show(b)}" for i, (a, b) in enumerate(zip(old[2], new[2], strict=True)) if a != b]
+    changes = [
+        f"leaf {i}: {_show(a)} -> {_show(b)}" for i, (a, b) in enumerate(zip(old[2], new[2], strict=True)) if a != b
+    ]
     return "; ".join(changes)
 
 
@@ -258,7 +279,7 @@ _relayouts: dict[Any, Jitted] = {}
 
 def relayout(x: ShardedTensor, resolved: Resolved) -> ShardedTensor:
     """`x` laid out as `resolved` says, through a program of nothing but the reshard."""
-    if _same(x.layout, resolved.layout):
+    if _same(x.sharding, resolved.layout):
         return ShardedTensor(x._locals, resolved.layout, x.mesh, resolved.names, x.requires_grad)
     key = resolved.spec
     step = _relayouts.get(key)

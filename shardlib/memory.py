@@ -1,7 +1,7 @@
 """Peak memory of a program on the fullest device, by the lifetimes of its local tensors.
 
-Views cost nothing and keep what they view alive; inputs live all the time. What an op allocates inside, and the buffers of
-collectives, are not counted.
+Views cost nothing and keep what they view alive; inputs live all the time. What an op allocates inside, and the buffers
+of collectives, are not counted.
 """
 
 from __future__ import annotations
@@ -9,7 +9,23 @@ from __future__ import annotations
 from shardlib.lower.program import Instr, Program, Var, reads
 
 _VIEWS = frozenset(
-    ["view", "reshape", "permute", "t", "transpose", "expand", "unsqueeze", "squeeze", "slice", "select", "narrow", "alias", "detach", "split", "unbind"]
+    [
+        "view",
+        "reshape",
+        "permute",
+        "t",
+        "transpose",
+        "expand",
+        "unsqueeze",
+        "squeeze",
+        "slice",
+        "select",
+        "narrow",
+        "alias",
+        "detach",
+        "split",
+        "unbind",
+    ]
 )
 
 

@@ -59,18 +59,28 @@ def verify(gm: fx.GraphModule) -> None:
 
 
 def drop_identities(gm: fx.GraphModule) -> None:
-    """Nodes that return their operand go; a copy stays if the function returns its memory."""
+    """Nodes that return their operand go; a copy stays where the function would else return the same memory twice."""
     returned = _returned(gm)
     for node in gm.graph.nodes:
         test = _IDENTITIES.get(node.target)
         if test is None or not _same_as_operand(node) or not test(node):
             continue
         source = node.args[0]
-        if node.target not in _COPIES:
-            node.replace_all_uses_with(source)
-        elif node not in returned:
-            _note_copies(node)
-            node.replace_all_uses_with(source)
+        if node in returned:
+            owner = _owner(source)
+            if owner in returned or owner.op != "call_function":
+                continue
+            returned.add(owner)
+        _note_copies(node)
+        node.replace_all_uses_with(source)
+
+
+def free_scalars(gm: fx.GraphModule) -> None:
+    """The 1 that a backward pass starts from is a constant: it does not need the loss that it looks like."""
+    for node in gm.graph.nodes:
+        if node.target is aten.ones_like.default and node.meta["val"].dim() == 0:
+            val = node.meta["val"]
+            node.target, node.args, node.kwargs = aten.full.default, ([], 1), {"dtype": val.dtype, "device": val.device}
 
 
 def one_permute(gm: fx.GraphModule) -> None:
@@ -161,6 +171,7 @@ def drop_dead(gm: fx.GraphModule) -> None:
 
 PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
     drop_identities,
+    free_scalars,
     one_permute,
     merge_repeated,  # before reshapes are composed: it tells which copies are shared
     drop_dead,
@@ -209,21 +220,22 @@ def _same_as_operand(node: fx.Node) -> bool:
     return bool(old.shape == new.shape and old.dtype == new.dtype and old.device == new.device)
 
 
-def _note_copies(copy: fx.Node) -> None:
+def _note_copies(node: fx.Node) -> None:
     """A reshape took this copy because it needed one; it now copies by itself."""
-    for user in copy.users:
-        if user.target is aten.reshape.default:
+    for user in node.users:
+        if node.target is aten.clone.default and user.target is aten.reshape.default:
             user.meta["copies"] = True
 
 
 def _returned(gm: fx.GraphModule) -> set[fx.Node]:
     """The nodes whose memory the function returns."""
-    owners = set()
-    for node in gm.graph.output_node().all_input_nodes:
-        while is_view(node.target) or node.target is aten.reshape.default:
-            node = node.all_input_nodes[0]
-        owners.add(node)
-    return owners
+    return {_owner(node) for node in gm.graph.output_node().all_input_nodes}
+
+
+def _owner(node: fx.Node) -> fx.Node:
+    while is_view(node.target) or node.target is aten.reshape.default:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _is_random(target: Any) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import sysconfig
+from pathlib import Path
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -114,7 +116,7 @@ class Plan:
         raise KeyError(f"{self.name} has no value {what!r}; its inputs are {', '.join(names[:20])}")
 
     def explain(self, what: str | PlannedCollective | int) -> str:
-        """Why a value lives where it does, or why a collective (or the i-th of them) is there: a chain to annotations."""
+        """Why a value lives where it does, or a collective (or the i-th) is there: a chain back to annotations."""
         if isinstance(what, PlannedCollective):
             what = self.collectives.index(what)
         if isinstance(what, int):
@@ -131,7 +133,9 @@ class Plan:
     # Text -----------------------------------------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        return "\n".join([self._heading(), "", *self._inputs(), "", *self._program(), "", *self._outputs(), "", self.summary()])
+        return "\n".join(
+            [self._heading(), "", *self._inputs(), "", *self._program(), "", *self._outputs(), "", self.summary()]
+        )
 
     __repr__ = __str__
 
@@ -157,7 +161,8 @@ class Plan:
             "name": self.name,
             "mesh": str(self.mesh),
             "inputs": {
-                name: str(var.layout) for (name, _), var in zip(self.compiled.inputs, self.compiled.program.inputs, strict=True)
+                name: str(var.layout)
+                for (name, _), var in zip(self.compiled.inputs, self.compiled.program.inputs, strict=True)
             },
             "collectives": [vars(c) | {"axes": list(c.axes)} for c in self.collectives],
             "comm_bytes": self.comm_bytes,
@@ -188,12 +193,24 @@ class Plan:
         for step in self.compiled.program.steps:
             if isinstance(step, Collective):
                 axes = " ".join(map(str, step.axes))
-                rows.append((f"  ! {step.kind}[{axes}] {step.source.name}", self._typed(step.out), f"{si(step.bytes, 'B')}  {_where(step)}"))
+                rows.append(
+                    (
+                        f"  ! {step.kind}[{axes}] {step.source.name}",
+                        self._typed(step.out),
+                        f"{si(step.bytes, 'B')}  {_where(step)}",
+                    )
+                )
             elif (value := _result(step)) is not None and value.op is not None and _matters(value.op):
                 back = "backward of " if step.backward else ""
                 call = f"{_short(step.target)}({', '.join(v.name for v in value.op.operands)})"
                 note = f"  [{step.note}]" if step.note else ""
-                rows.append((f"  {step.outs[0].name if step.outs[0] else '_'} = {call}", self._typed(step.outs[0]), f"{back}{_place(step.line)}{note}"))
+                rows.append(
+                    (
+                        f"  {step.outs[0].name if step.outs[0] else '_'} = {call}",
+                        self._typed(step.outs[0]),
+                        f"{back}{_place(step.line)}{note}",
+                    )
+                )
         return ["program (each device; lines with ! communicate)", *table(rows)]
 
     def _typed(self, var: Var | None) -> str:
@@ -245,14 +262,14 @@ def _short(target: Any) -> str:
     return str(target._schema.name).split("::")[-1] if hasattr(target, "_schema") else str(target)
 
 
-_ROOTS = sorted({os.path.dirname(torch.__path__[0]), sysconfig.get_paths()["purelib"]}, key=len, reverse=True)
+_ROOTS = sorted({str(Path(torch.__path__[0]).parent), sysconfig.get_paths()["purelib"]}, key=len, reverse=True)
 
 
 def _place(line: Any) -> str:
     if line is None or not line.file:
         return "?"
     path = line.file
-    for root in (*_ROOTS, os.getcwd()):
+    for root in (*_ROOTS, str(Path.cwd())):
         if path.startswith(root + os.sep):
             path = path[len(root) + 1 :]
             break
@@ -276,7 +293,7 @@ def si(n: float, unit: str) -> str:
     return f"{n:g} {unit}"
 
 
-def table(rows: list[tuple[str, ...]]) -> list[str]:
+def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Rows in columns."""
     if not rows:
         return []
@@ -286,8 +303,6 @@ def table(rows: list[tuple[str, ...]]) -> list[str]:
 
 def fold(rows: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
     """Rows that differ only by an index (`layers[0]`, `layers[1]`) become one (`layers[*]`), with their number."""
-    import re
-
     groups: dict[tuple[str, str, str], list[str]] = {}
     for name, typed, how in rows:
         groups.setdefault((re.sub(r"\[\d+\]", "[*]", name), typed, how), []).append(name)

@@ -42,7 +42,7 @@ class Differentiable:
                 out = pytree.tree_leaves(fn(*pytree.tree_unflatten(full, tree)))
                 return tuple(out[i] for i in cotangents)
 
-            _, vjp = torch.func.vjp(of, *(leaves[i] for i in wanted))
+            vjp = torch.func.vjp(of, *(leaves[i] for i in wanted))[1]
             return list(vjp(tuple(cotangents.values())))
 
         return Differentiable(pull)

@@ -1,7 +1,7 @@
 """From one layout to another: the collectives, their bytes and their estimated time.
 
-A *cut* of a value is a tuple with one entry per factor: the mesh axes over it, major first, in prime parts. Steps are taken
-in the order that moves the fewest bytes: slice what is free, scatter pending sums, exchange, reduce, gather last.
+A *cut* of a value is a tuple with one entry per factor: the mesh axes over it, major first, in prime parts. Steps are
+taken in the order that moves the fewest bytes: slice what is free, scatter pending sums, exchange, reduce, gather last.
 
 Wire bytes are what one device sends under ring algorithms: all-gather out*(n-1)/n, reduce-scatter out*(n-1), all-reduce
 2*out*(n-1)/n, all-to-all out*(n-1)/n.
@@ -58,7 +58,9 @@ def local_numel(sizes: tuple[int, ...], cut: Cut) -> int:
 
 
 @cache
-def plan(sizes: tuple[int, ...], itemsize: int, src: Cut, dst: Cut, pending: Axes = (), reduce: str = "sum") -> tuple[Step, ...]:
+def plan(
+    sizes: tuple[int, ...], itemsize: int, src: Cut, dst: Cut, pending: Axes = (), reduce: str = "sum"
+) -> tuple[Step, ...]:
     """The steps from cut `src`, with a reduction pending over `pending`, to cut `dst` with nothing pending."""
     if src == dst and not pending:
         return ()
@@ -184,12 +186,16 @@ def route(
 
 
 def _fused(leaves: tuple[tuple[int, ...], ...], src: Cut, dst: Cut) -> list[list[list[tuple[int, int]]]]:
-    """Per dim, groups of `(size, flat index)` leaves; a minor leaf joins when chunks of the product are chunks of both."""
+    """Per dim, groups of `(size, flat index)` leaves; a minor leaf joins when chunks stay chunks."""
     out, i = [], 0
     for dim in leaves:
         groups: list[list[tuple[int, int]]] = []
         for size in dim:
-            if groups and all(_chunks(groups[-1], cut) or not cut[i] for cut in (src, dst)) and _same_even(groups[-1], src, dst):
+            if (
+                groups
+                and all(_chunks(groups[-1], cut) or not cut[i] for cut in (src, dst))
+                and _same_even(groups[-1], src, dst)
+            ):
                 groups[-1].append((size, i))
             else:
                 groups.append([(size, i)])
@@ -224,7 +230,9 @@ def _prefix(have: list[Axis], want: Axes, size: int) -> int:
     while k and not _even(size, have[:k]) and (_joined(have, k) or _joined(list(want), k)):
         k -= 1
     # An even prefix can still be inside a run whose whole is uneven.
-    while k and ((_joined(have, k) and not _even(size, have)) or (_joined(list(want), k) and not _even(size, list(want)))):
+    while k and (
+        (_joined(have, k) and not _even(size, have)) or (_joined(list(want), k) and not _even(size, list(want)))
+    ):
         k -= 1
     return k
 

@@ -5,7 +5,7 @@ On virtual devices every piece is in this process; on ranks only this rank's is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +62,7 @@ class ShardedTensor(torch.Tensor):
         requires_grad: bool = False,
     ) -> ShardedTensor:
         first = locals_[0]
-        self: ShardedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self: ShardedTensor = torch.Tensor._make_wrapper_subclass(
             cls, layout.shape, dtype=first.dtype, device=first.device, requires_grad=requires_grad
         )
         self._layout, self._mesh, self._locals = layout, mesh, tuple(locals_)
@@ -70,7 +70,8 @@ class ShardedTensor(torch.Tensor):
         return self
 
     @property
-    def layout(self) -> Layout:
+    def sharding(self) -> Layout:
+        """The exact layout (`Tensor.layout` is torch's: strided or sparse)."""
         return self._layout
 
     @property
@@ -81,7 +82,7 @@ class ShardedTensor(torch.Tensor):
     def spec(self) -> Spec:
         """Where this tensor lives, as a spec: names that are known, and mesh axes.
 
-        Parts of a mesh axis have no spelling in a spec; `layout` shows them.
+        Parts of a mesh axis have no spelling in a spec; `sharding` shows them.
         """
         dims = []
         for factors, names in zip(self._layout.dims, self._names, strict=True):
@@ -132,13 +133,11 @@ class ShardedTensor(torch.Tensor):
         """The value of a tensor of one element."""
         return self.full_tensor().item()
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override] # torch's own takes tensor_contents
         return f"ShardedTensor({typeof(self)} on {_axes_of(self._mesh)})"
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         from shardlib.eager import dispatch
 
         return dispatch(func, args, dict(kwargs or {}))
@@ -151,8 +150,9 @@ def _axes_of(mesh: Mesh) -> str:
 def shard(x: torch.Tensor, spec: str | P | Spec, **sizes: int) -> torch.Tensor:
     """Say where `x` lives: a constraint inside a traced function (also on its gradient), a placement outside.
 
-    `spec` has one entry per dim: logical names (mapped by the mesh's rules), `name@axis`, or factors in parentheses, whose
-    sizes are given like einops' lengths. Raises `ShardingError` outside any mesh and where spec, shape and mesh do not fit.
+    `spec` has one entry per dim: logical names (mapped by the mesh's rules), `name@axis`, or factors in parentheses,
+    whose sizes are given like einops' lengths. Raises `ShardingError` outside any mesh and where spec, shape and mesh
+    do not fit.
 
     Example:
         >>> from shardlib.mesh import Mesh
@@ -223,7 +223,7 @@ def typeof(x: torch.Tensor) -> str:
         >>> typeof(torch.zeros(2, 3))
         'f32[2, 3]'
     """
-    layout = x.layout if isinstance(x, ShardedTensor) else Layout.replicated(x.shape)
+    layout = x.sharding if isinstance(x, ShardedTensor) else Layout.replicated(x.shape)
     body, plus, pending = str(layout).partition("+")
     if not plus:
         return f"{short_dtype(x.dtype)}[{body}]"
@@ -233,22 +233,23 @@ def typeof(x: torch.Tensor) -> str:
 def to_dtensor(x: ShardedTensor) -> DTensor:
     """The same tensor as a DTensor on the mesh's DeviceMesh; nothing is copied.
 
-    Raises `ShardingError` on virtual devices, and for layouts that DTensor's placements cannot say (an axis on a factor in
-    the middle of a dim, parts of axes): redistribute first.
+    Raises `ShardingError` on virtual devices, and for layouts that DTensor's placements cannot say (an axis on a factor
+    in the middle of a dim, parts of axes): redistribute first.
     """
     placements: list[Any] = []
     faults = []
     for name in x.mesh.axis_names:
         placement: Any = Replicate()
-        for d, dim in enumerate(x.layout.dims):
+        for d, dim in enumerate(x.sharding.dims):
             for f in dim:
                 for a in f.axes:
                     if a.name == name:
                         if len(dim) > 1 or not a.whole:
-                            faults.append(f"dim {d} is {Layout((dim,))}: axis {a} cuts one factor of it, or only a part of {name} does")
+                            text = f"axis {a} cuts one factor of it, or only a part of {name} does"
+                            faults.append(f"dim {d} is {Layout((dim,))}: {text}")
                         placement = Shard(d)
         placements.append(placement)
-    for d, dim in enumerate(x.layout.dims):
+    for d, dim in enumerate(x.sharding.dims):
         order = [x.mesh.axis_names.index(a.name) for f in dim for a in f.axes]
         if order != sorted(order):
             faults.append(f"dim {d} is {Layout((dim,))}: DTensor cuts in the order of the mesh's axes")
@@ -278,7 +279,8 @@ def from_dtensor(x: DTensor, mesh: Mesh | None = None) -> ShardedTensor:
             axes[placement.dim].append(mesh.axis(name))
         elif not isinstance(placement, Replicate):
             raise ShardingError(
-                f"placement {placement} of a DTensor has no layout here", remedy="redistribute it to Shard and Replicate first"
+                f"placement {placement} of a DTensor has no layout here",
+                remedy="redistribute it to Shard and Replicate first",
             )
     layout = Layout(tuple((Factor(n, tuple(a)),) for n, a in zip(x.shape, axes, strict=True)))
     return ShardedTensor([x.to_local()], layout, mesh)

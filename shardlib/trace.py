@@ -20,6 +20,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from shardlib.capture import AttentionCapture
@@ -139,7 +140,7 @@ def trace(
             raise
         return [leaf for _, leaf in result[0] if isinstance(leaf, torch.Tensor)]
 
-    with _tracing(), mode:
+    with _tracing(), mode, _use_lazy_graph_module(True):  # nobody needs the graph as Python source
         inputs = [_fake(x, device, tensors) for x in tensors]
         gm = make_fx(flat, _DECOMPOSITIONS, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
 

@@ -10,7 +10,9 @@ from torch.func import grad, grad_and_value, vmap
 __all__ = ["grad", "value_and_grad", "vmap"]
 
 
-def value_and_grad(fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
+def value_and_grad(
+    fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
     """`torch.func.grad_and_value` with its results in JAX's order: `(value, gradients)`.
 
     With `has_aux`, `fn` returns `(value, aux)` and the result is `((value, aux), gradients)`.

@@ -65,6 +65,12 @@ def pointwise() -> Iterator[Sample]:
     yield s("leaky_relu_backward", f(3, 4), f(3, 4), 0.1, False)
     yield s("hardtanh_backward", f(3, 4), f(3, 4), -1, 1)
     yield s("softplus_backward", f(3, 4), f(3, 4), 1, 20)
+    for name in ("mish_backward", "hardswish_backward", "hardsigmoid_backward"):
+        yield s(name, f(3, 4), f(3, 4))
+    yield s("log_sigmoid_forward", f(3, 4))
+    yield s("log_sigmoid_backward", f(3, 4), f(3, 4), aten.log_sigmoid_forward(f(3, 4))[1])
+    yield s("floor_divide", i(9, 3, 4), i(3, 4) + 1)
+    yield s("floor_divide.Scalar", f(3, 4), 2)
     yield s("native_dropout_backward", f(3, 4), f(3, 4) > 0, 2.0)
     yield s("_to_copy", f(3, 4), dtype=torch.float32)
     yield s("_to_copy", f(3, 4), dtype=torch.float64)
@@ -133,7 +139,7 @@ def reduction() -> Iterator[Sample]:
     yield s("argmax", x)
     yield s("argmin", x, None, True)
     yield s("prod.dim_int", x, -1, True)
-    for name in ("var.correction", "var_mean.correction", "std.correction"):
+    for name in ("var.correction", "var_mean.correction", "std.correction", "std_mean.correction"):
         yield s(name, x, [1], correction=1)
         yield s(name, f(2, 3, 4), [0, -1], correction=0, keepdim=True)
         yield s(name, x)
@@ -338,6 +344,23 @@ def indexing() -> Iterator[Sample]:
     yield s("nll_loss_backward", f(), f(5), torch.tensor(3), None, 2, -100, pos())
 
 
+def loss() -> Iterator[Sample]:
+    for name, rest in (("mse_loss", ()), ("smooth_l1_loss", (0.5,)), ("huber_loss", (0.5,))):
+        for how in (0, 1, 2):
+            grad = f() if how else f(3, 5)
+            yield s(name, f(3, 5), f(3, 5), how, *rest)
+            yield s(f"{name}_backward", grad, f(3, 5), f(3, 5), how, *rest)
+    yield s("mse_loss", f(3, 5), f(3, 5))
+    yield s("mse_loss", f(3, 5).half(), f(3, 5).half(), reduction=1)
+    yield s("binary_cross_entropy", pos(3, 5).clamp(max=0.9), pos(3, 5).clamp(max=0.9))
+    yield s("binary_cross_entropy_backward", f(), pos(3, 5).clamp(max=0.9), pos(3, 5).clamp(max=0.9))
+    for weight, how in itertools.product((None, pos(5)), (0, 1, 2)):
+        x, y = f(3, 5).sigmoid(), f(3, 5).sigmoid()
+        grad = f() if how else f(3, 5)
+        yield s("binary_cross_entropy", x, y, weight, how)
+        yield s("binary_cross_entropy_backward", grad, x, y, weight, how)
+
+
 def creation() -> Iterator[Sample]:
     yield s("zeros", [3, 5], dtype=torch.float64)
     yield s("ones", [4], dtype=torch.int64)
@@ -377,5 +400,6 @@ def attention() -> Iterator[Sample]:
 
 
 SAMPLES = (
-    pointwise, contraction, reduction, softmax, norm, view, slicing, indexing, creation, attention,
+    pointwise, contraction, reduction, softmax, norm, view, slicing, indexing,
+    loss, creation, attention,
 )  # fmt: skip

@@ -175,7 +175,7 @@ def test_scaled_dot_product_attention_is_captured(name):
 def test_attention_inside_torch_modules_is_captured():
     layer = nn.MultiheadAttention(16, 4, batch_first=True)
     params, x = dict(layer.named_parameters()), torch.randn(2, 5, 16)
-    run = lambda p, x: functional_call(layer, p, (x, x, x), {"need_weights": False})[0]  # noqa: E731
+    run = lambda p, x: functional_call(layer, p, (x, x, x), {"need_weights": False})[0]
     gm = captured(run, params, x)
     assert sum(str(n.target) == "shardlib.attention.default" for n in gm.graph.nodes) == 1
     assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
@@ -183,7 +183,7 @@ def test_attention_inside_torch_modules_is_captured():
 
 def test_a_learned_bias_keeps_its_gradient():
     q, k, v, _ = operands(2, 2, 5, 7)
-    loss = lambda bias: F.scaled_dot_product_attention(q, k, v, bias).sin().sum()  # noqa: E731
+    loss = lambda bias: F.scaled_dot_product_attention(q, k, v, bias).sin().sum()
     bias = torch.randn(2, 5, 7, dtype=torch.float64)
     gm = captured(grad(loss), bias)
     assert not [n for n in gm.graph.nodes if "shardlib" in str(n.target)]

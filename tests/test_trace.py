@@ -47,7 +47,8 @@ def test_inputs_are_named_as_the_user_names_them():
     traced = trace(step, ({"wq": X, "layers": [X, X]}, X, X, [X]), {"scale": X, "extra": {"a": X}})
     assert traced.name == "step"
     assert traced.input_names == (
-        "params['wq']", "params['layers'][0]", "params['layers'][1]", "x", "rest[0]", "rest[1][0]", "scale", "extra['a']",
+        "params['wq']", "params['layers'][0]", "params['layers'][1]",
+        "x", "rest[0]", "rest[1][0]", "scale", "extra['a']",
     )  # fmt: skip
     assert [n.name for n in traced.inputs][:3] == ["params_wq", "params_layers_0", "params_layers_1"]
     assert trace(nn.Linear(6, 2), (X.float(),)).input_names == ("input",)
@@ -183,7 +184,7 @@ def test_autograd_over_inputs_that_require_gradients():
     same(traced(W, X), _autograd(w, X))
     with pytest.raises(RuntimeError, match="does not require grad"):
         trace(_autograd, (W, X))
-    over = lambda w, x: torch.autograd.grad(grad(_mlp)(w, x).sum(), w)[0]  # noqa: E731
+    over = lambda w, x: torch.autograd.grad(grad(_mlp)(w, x).sum(), w)[0]
     same(trace(over, (w, X))(W, X), over(w, X), 1e-13)
 
 
@@ -292,9 +293,7 @@ def test_control_flow_on_values():
     assert what == "the traced function needs the value of gt (bool[]):"
     assert where.startswith(f"  * {__file__}:")
     assert where.endswith(" in branches: if x.sum() > 0:")
-    assert rule == (
-        "Rule: Python runs once, on shapes; the values of tensors are known only when the program runs"
-    )
+    assert rule == ("Rule: Python runs once, on shapes; the values of tensors are known only when the program runs")
     assert remedy == (
         "Remedy: use torch.where(condition, a, b) or tensor arithmetic, or pass a Python number as an argument"
     )
@@ -338,7 +337,7 @@ def test_writes_to_inputs_are_all_named():
     assert first.startswith(f"  * input x is written to at {__file__}:")
     assert first.endswith(" in writes: x.add_(1)")
     assert second.startswith("  * input state['m'], through a view, is written to at ")
-    assert second.endswith(" in writes: state[\"m\"][1:].t()[0] = 0.0")
+    assert second.endswith(' in writes: state["m"][1:].t()[0] = 0.0')
     assert rule == "Rule: a traced function returns what it computes and leaves its inputs as they were"
     assert remedy == "Remedy: write x = x + 1 instead of x += 1 (or clone x first), and return the new value"
     assert trace(lambda x: x.clone().add_(1), (X,))(X).equal(X + 1)

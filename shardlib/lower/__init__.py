@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardlib.lower.lower import lower
+from shardlib.lower.lowering import lower
 from shardlib.lower.program import Program
 
 __all__ = ["Program", "lower"]

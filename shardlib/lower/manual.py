@@ -37,17 +37,27 @@ def collective(program: Program, op: Op, source: Var, name: str) -> Var:
     elif kind == "all_to_all":
         split, concat = args[2], args[3]
         params = {
-            "split_dim": split, "split_sizes": [shape[split] // n] * n,
-            "concat_dim": concat, "concat_sizes": [shape[concat]] * n,
-        }  # fmt: skip
+            "split_dim": split,
+            "split_sizes": [shape[split] // n] * n,
+            "concat_dim": concat,
+            "concat_sizes": [shape[concat]] * n,
+        }
         sent = result.nbytes * (n - 1) / n
     else:
         params = {"pairs": list(zip(args[2][::2], args[2][1::2], strict=True))}
     program.steps.append(
         Collective(
-            kind, axes, source, out, params, sent, reduce, op.line, op.backward,
+            kind,
+            axes,
+            source,
+            out,
+            params,
+            sent,
+            reduce,
+            op.line,
+            op.backward,
             "the transpose of a collective in a shard_map body" if op.backward else "written in a shard_map body",
-        )  # fmt: skip
+        )
     )
     return out
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -61,8 +62,11 @@ class Mover:
             split = local_size(to_size, new[e][m][1]) * to_post
             concat = local_size(size, dims[d][k][1]) * post
             params: dict[str, Any] = {
-                "split_dim": at[1], "split_sizes": [split] * n, "concat_dim": at[0], "concat_sizes": [concat] * n,
-            }  # fmt: skip
+                "split_dim": at[1],
+                "split_sizes": [split] * n,
+                "concat_dim": at[0],
+                "concat_sizes": [concat] * n,
+            }
         else:
             finer = dims[d][k][1] if step.kind == "all_gather" else new[d][k][1]
             params = {"dim": at[0], "sizes": _member_sizes(size, finer, step.axes, post)}
@@ -71,7 +75,7 @@ class Mover:
 
     def slice_all(self, var: Var, dims: LocalDims, *, name: str, line: Line | None) -> Var:
         """Cut a whole value as `dims` says, locally."""
-        have = tuple(tuple((n, ()) for n, _ in dim) for dim in dims)
+        have: LocalDims = tuple(tuple((n, ()) for n, _ in dim) for dim in dims)
         for d, dim in enumerate(dims):
             for k, (size, axes) in enumerate(dim):
                 if axes:
@@ -85,7 +89,15 @@ class Mover:
         return var
 
     def _collective(
-        self, step: Step, var: Var, out: Var, params: dict[str, Any], line: Line | None, backward: bool, reason: str, because: Any
+        self,
+        step: Step,
+        var: Var,
+        out: Var,
+        params: dict[str, Any],
+        line: Line | None,
+        backward: bool,
+        reason: str,
+        because: Any,
     ) -> None:
         self.program.steps.append(
             Collective(step.kind, step.axes, var, out, params, step.bytes, step.reduce, line, backward, reason, because)
@@ -97,7 +109,7 @@ class Mover:
     def _expose(
         self, var: Var, dims: LocalDims, pairs: list[tuple[int, int]], new: LocalDims
     ) -> tuple[Var, list[int], bool]:
-        """View `var` so that each factor of `pairs` leads a dim of its own: (view, where they are, whether to view back)."""
+        """View `var` so that each of `pairs` leads a dim of its own: (view, where they are, whether to view back)."""
         splits = sorted({(d, k) for d, k in pairs if any(_local(n, a) != 1 for n, a in dims[d][:k])})
         at = [d + sum(split <= (d, k) for split in splits) for d, k in pairs]
         if not splits:
@@ -105,7 +117,7 @@ class Mover:
         shape: list[Sym | int] = []
         for d, dim in enumerate(dims):
             edges = [0, *(k for e, k in splits if e == d), len(dim)]
-            for start, stop in zip(edges, edges[1:], strict=False):
+            for start, stop in pairwise(edges):
                 shape.append(product([_local(n, a) for n, a in dim[start:stop]]))
         view = Var(f"{var.name}.split", None, var.dtype)
         self._instr(aten.reshape.default, (var, shape), view, None, False)

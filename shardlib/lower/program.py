@@ -52,8 +52,8 @@ class Instr:
 class Collective:
     """One communication: `kind` over `axes` on local tensor `source`.
 
-    `params` are the op's arguments (dims, and per-member sizes, which may be `Sym`s); `bytes` go on the wire per device;
-    `reason` says which layouts forced it.
+    `params` are the op's arguments (dims, and per-member sizes, which may be `Sym`s); `bytes` go on the wire per
+    device; `reason` says which layouts forced it.
     """
 
     kind: str
@@ -86,7 +86,7 @@ Step = Instr | Collective
 
 @dataclass
 class Program:
-    """Steps in order, inputs and captured tensors as local variables, outputs (a variable with its layout, or a constant)."""
+    """Steps in order; inputs and captured tensors as local variables; outputs (a variable, or a constant)."""
 
     mesh: Mesh
     steps: list[Step] = field(default_factory=list)

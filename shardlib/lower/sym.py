@@ -24,7 +24,9 @@ class Sym:
 
     def _with(self, other: Sym | int, op: Callable[[Any, Any], Any], sign: str) -> Sym:
         if isinstance(other, Sym):
-            return Sym(lambda c: op(self.at(c), other.at(c)), self.axes | other.axes, f"({self.text} {sign} {other.text})")
+            return Sym(
+                lambda c: op(self.at(c), other.at(c)), self.axes | other.axes, f"({self.text} {sign} {other.text})"
+            )
         return Sym(lambda c: op(self.at(c), other), self.axes, f"({self.text} {sign} {other})")
 
     def __add__(self, other: Sym | int) -> Sym:

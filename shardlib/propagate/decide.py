@@ -1,17 +1,16 @@
 """Which factor of a unit gets each mesh axis: one global minimum of estimated seconds.
 
-The estimate has two parts. Every value pays the reshards from the layout in which it is made to every distinct layout in
-which it is read (a pending sum once; sums that only meet in an addition are added first and then paid once). Every unit
-pays its arithmetic, divided by the ways in which it is cut: so replicating work costs what it takes.
+The estimate has two parts. Every value pays the reshards from the layout in which it is made to every distinct layout
+in which it is read (a pending sum once; sums that only meet in an addition are added first and then paid once). Every
+unit pays its arithmetic, divided by the ways in which it is cut: so replicating work costs what it takes.
 
-Values and units with the same shape of problem (the layers of a model) are counted once with a multiplicity, so the cost
-of deciding does not grow with the depth of the model. The search starts from every order of precedence between classes,
-improves one unit at a time until nothing improves, and keeps the best end.
+Values and units with the same shape of problem (the layers of a model) are counted once with a multiplicity, so the
+cost of deciding does not grow with the depth of the model. The search starts from every order of precedence between
+classes, improves one unit at a time until nothing improves, and keeps the best end.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -25,6 +24,7 @@ from shardlib.mesh import Mesh
 from shardlib.propagate.flood import Flood
 from shardlib.propagate.units import Slots, Unit, Units, is_constraint, looks_through, op_cut_slots, value_factors
 from shardlib.reshard import Cut
+
 
 @dataclass(frozen=True)
 class Role:
@@ -116,9 +116,9 @@ class Decider:
                         pins.append(self.flood.fixed[root][0] if root in self.flood.fixed else None)
                 slots = self.units.op_slots[op]
                 described[unit].add((op.target, tuple(slots.items()), tuple(pins)))
-        for value, unit in self.units.unit.items():
-            if isinstance(value, Value) and unit.slots:
-                described[unit].add((value.op is None, self.units.value_slots[value]))
+        for member, unit in self.units.unit.items():
+            if isinstance(member, Value) and unit.slots:
+                described[unit].add((member.op is None, self.units.value_slots[member]))
         index: dict[object, Kind] = {}
         for unit, what in described.items():
             key = (tuple(self.roles[leaf] for leaf in unit.slots), frozenset(what))
@@ -164,7 +164,10 @@ class Decider:
                 addends = [u.root(v) for v in op.operands]
                 result = op.results[0]
                 assert result is not None
-                if all(counts[r] == 1 and not r.is_output and any(s.pending for s in sources.get(r, ())) for r, _ in addends):
+                if all(
+                    counts[r] == 1 and not r.is_output and any(s.pending for s in sources.get(r, ()))
+                    for r, _ in addends
+                ):
                     merged.update(r for r, _ in addends)
                     sources[result] = tuple(s for r, _ in addends for s in sources[r])
         for i, value in enumerate(graph.outputs):
@@ -205,7 +208,9 @@ class Decider:
         if result in f.fixed or op.rule is None:
             return End(None, cut=f.fixed[result][0] if result in f.fixed else ((),) * len(f.leaves(result)))
         factors = value_factors(f, op, index, operand=False)
-        owed = tuple(s for x, s in u.op_slots[op].items() if x not in factors and x[0] in op.rule.reduce)
+        owed = tuple(
+            s for x, s in u.op_slots[op].items() if x not in factors and op.rule.reduce.get(x[0], "none") != "none"
+        )
         return self._end(u.unit[op], op_cut_slots(u, f, op, factors), owed)
 
     def _input(self, value: Value) -> End:
@@ -215,7 +220,9 @@ class Decider:
 
     def _adds(self, op: Op) -> bool:
         rule = op.rule
-        return rule is not None and len(op.operands) == 2 and frozenset({0, 1}) in rule.linear and op.operands[0].shape == op.operands[1].shape
+        if rule is None or len(op.operands) != 2 or any(v.constant for v in op.operands):
+            return False
+        return frozenset({0, 1}) in rule.linear and op.operands[0].shape == op.operands[1].shape
 
     def _compute(self, unit: Unit, count: int) -> list[tuple[float, tuple[int, ...]]]:
         """(seconds on one device, the slots that divide them) of a unit's ops."""
@@ -264,7 +271,9 @@ class Decider:
         wants = sorted({resolve(r)[0] for r in record.readers}, key=lambda c: reshard.local_numel(flat, c))
         total = 0.0
         have: list[tuple[Cut, tuple[Axis, ...]]] = list(sources)
-        if len(have) > 1 and wants:  # sums that cannot be added first: each goes to the first reader's layout on its own
+        if (
+            len(have) > 1 and wants
+        ):  # sums that cannot be added first: each goes to the first reader's layout on its own
             for cut, pending in have:
                 total += reshard.seconds(reshard.route(record.sizes, record.itemsize, cut, wants[0], pending))
             have = [(wants[0], ())]
@@ -337,7 +346,9 @@ class Decider:
                 order = given[a]
             elif given is not None and order is slots:
                 order = tuple(dict.fromkeys((*given[a], *slots)))
-            choice.append(tuple(sorted(order, key=lambda i: (roles[i] not in first[name]) + 2 * (roles[i] in last[name]))))  # noqa: B023
+            choice.append(
+                tuple(sorted(order, key=lambda i: (roles[i] not in first[name]) + 2 * (roles[i] in last[name])))
+            )
         return tuple(choice)
 
     def _alternatives(self, kind: Kind, name: str) -> list[Choice]:

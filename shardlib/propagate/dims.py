@@ -1,16 +1,17 @@
 """Dims made of leaves: what is the same dim all over the program.
 
-Every dim of every value is a list of leaves, major first. Unifying two dims makes them the same list: leaves of one size
-become one, a larger leaf is split at the other's boundary. All leaves that were ever made one are a *class*.
+Every dim of every value is a list of leaves, major first. Unifying two dims makes them the same list: leaves of one
+size become one, a larger leaf is split at the other's boundary. All leaves that were ever made one are a *class*.
 
-Two dims can be unified only if their boundaries chain by divisibility: (2 6) and (4 3) become (2 2 3), but (2 3) and (3 2)
-have no common refinement, and then nothing happens.
+Two dims can be unified only if their boundaries chain by divisibility: (2 6) and (4 3) become (2 2 3), but (2 3) and (3
+2) have no common refinement, and then nothing happens.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from shardlib.spread import spread
 
@@ -77,7 +78,7 @@ class Dims:
             return True
         bounds = self._bounds(left) | self._bounds(right)
         chain = sorted(bounds)
-        if any(y % x for x, y in zip(chain, chain[1:], strict=False)) or not (self._fits(left, chain) and self._fits(right, chain)):
+        if any(y % x for x, y in pairwise(chain)) or not (self._fits(left, chain) and self._fits(right, chain)):
             return False
         if math.prod(map(self.size, left)) != math.prod(map(self.size, right)):
             return False
@@ -86,9 +87,9 @@ class Dims:
             if x == y:
                 left.pop(), right.pop()
             elif self._parts[x] is not None:
-                left[-1:] = self._parts[x]  # split meanwhile, through another occurrence of the same leaf
+                left[-1:] = self._halves(x)  # split meanwhile, through another occurrence of the same leaf
             elif self._parts[y] is not None:
-                right[-1:] = self._parts[y]
+                right[-1:] = self._halves(y)
             elif self._size[x] == self._size[y]:
                 self._parent[y] = x
                 self._ways[x] |= self._ways[y]
@@ -98,6 +99,11 @@ class Dims:
             else:
                 self._split(y, self._size[x])
         return True
+
+    def _halves(self, leaf: Leaf) -> tuple[Leaf, Leaf]:
+        parts = self._parts[leaf]
+        assert parts is not None
+        return parts
 
     def _bounds(self, leaves: Sequence[Leaf]) -> set[int]:
         """Products of the sizes from the minor side: where the dim can be cut apart."""
@@ -115,7 +121,7 @@ class Dims:
             cuts = [c for c in chain if inner < c < outer]
             for ways in self._ways[self.find(leaf)] if cuts else ():
                 edges = [inner, *cuts, outer]
-                sizes = [y // x for x, y in zip(edges, edges[1:], strict=False)][::-1]
+                sizes = [y // x for x, y in pairwise(edges)][::-1]
                 if spread(sizes, ways) is None:
                     return False
             inner = outer

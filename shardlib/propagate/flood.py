@@ -1,8 +1,8 @@
 """Annotations flood through the rules: leaves of every dim, classes of leaves, and the mesh axes that each class wants.
 
-Fixed layouts (annotations, placed arguments, output specs) are written down first and lock their factors; then every op's
-rule unifies the dims of its operands and results, forward and backward code alike. What comes out says, for every op,
-which leaves its factors are, and for every class, which mesh axes some annotation put on it.
+Fixed layouts (annotations, placed arguments, output specs) are written down first and lock their factors; then every
+op's rule unifies the dims of its operands and results, forward and backward code alike. What comes out says, for every
+op, which leaves its factors are, and for every class, which mesh axes some annotation put on it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Factor = tuple[str, int]  # an op's factor: the rule's label, and which of its l
 
 @dataclass(frozen=True)
 class Fixed:
-    """A layout that is not ours to choose: `layout`, the names of its factors, which dims stay open, and who said so."""
+    """A layout that is not ours to choose: the names of its factors, which dims stay open, and who said so."""
 
     layout: Layout
     names: tuple[tuple[str | None, ...], ...]
@@ -86,7 +86,9 @@ def flood(
             # Inside a shard_map body nothing is known of dims: they have no leaves, so nothing can cut them.
             raw[value] = [[] if value.manual else f.dims.new(n) for n in value.shape]
     parts = {value: _write_down(f.dims, raw[value], fx) for value, fx in fixed.items()}
-    door_parts = {op: _write_down(f.dims, raw[op.operands[0]], fx) for op, fx in doors.items() if not op.operands[0].constant}
+    door_parts = {
+        op: _write_down(f.dims, raw[op.operands[0]], fx) for op, fx in doors.items() if not op.operands[0].constant
+    }
     out_parts = {}
     for i, fx in fixed_outputs.items():
         value = graph.outputs[i]
@@ -122,7 +124,7 @@ def _all_constant(op: Op) -> bool:
 
 
 def _write_down(dims: Dims, raw: list[list[Leaf]], fixed: Fixed) -> list[list[list[Leaf]] | None]:
-    """Split a value's dims as its fixed layout says and lock them; leaves per factor, None where a dim cannot follow."""
+    """Split a value's dims as its fixed layout says and lock them; leaves per factor, None where one cannot."""
     out: list[list[list[Leaf]] | None] = []
     for leaves, factors in zip(raw, fixed.layout.dims, strict=True):
         parts = dims.refine(leaves, [x.size for x in factors])
@@ -156,7 +158,9 @@ def _settle(f: Flood, fixed: Fixed, parts: list[list[list[Leaf]] | None]) -> Cut
     """The fixed layout on the final leaves; records wants and names."""
     cut: list[tuple[Axis, ...]] = []
     for d, (groups, factors) in enumerate(zip(parts, fixed.layout.dims, strict=True)):
-        assert groups is not None, f"{fixed.source}: dim {d} has no common refinement with an earlier layout of the value"
+        assert groups is not None, (
+            f"{fixed.source}: dim {d} has no common refinement with an earlier layout of the value"
+        )
         for group, factor, name in zip(groups, factors, fixed.names[d] or (None,) * len(factors), strict=True):
             leaves = f.dims.leaves(group)
             if not leaves:

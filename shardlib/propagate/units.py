@@ -1,8 +1,8 @@
 """Units: what is decided together.
 
-Only factors that want a mesh axis and may be cut matter here; each is a *slot* of a unit. An op and a value belong to one
-unit when the value holds every slot of the op and nothing more, so pointwise chains, and most matmuls with their result,
-melt into a few units per layer. A value whose layout is fixed stands alone: it is where units meet.
+Only factors that want a mesh axis and may be cut matter here; each is a *slot* of a unit. An op and a value belong to
+one unit when the value holds every slot of the op and nothing more, so pointwise chains, and most matmuls with their
+result, melt into a few units per layer. A value whose layout is fixed stands alone: it is where units meet.
 
 Views, transposes and expands are looked through: a reader of a view is a reader of the view's *root*.
 """
@@ -69,6 +69,7 @@ def build_units(graph: Graph, f: Flood) -> Units:
                 if label not in f.whole[op]
                 for k, leaf in enumerate(leaves)
                 if leaf in f.wants
+                and (k == 0 or label not in op.rule.local_factors)  # offsets need one contiguous range
             ]
             unit = Unit([f.labels[op][label][k] for label, k in factors], [op])
             u.unit[op] = unit
@@ -100,12 +101,16 @@ def _look_through(u: Units, f: Flood, op: Op) -> None:
     source, value = op.operands[0], op.results[0]
     assert value is not None
     root, positions = u.roots[source]
-    at = {x: p for x, p in zip(value_factors(f, op, 0, operand=True), positions, strict=True) if x and x[0] not in f.whole[op]}
+    at = {
+        x: p
+        for x, p in zip(value_factors(f, op, 0, operand=True), positions, strict=True)
+        if x and x[0] not in f.whole[op]
+    }
     u.roots[value] = (root, tuple(at.get(x) if x else None for x in value_factors(f, op, 0, operand=False)))
 
 
 def value_factors(f: Flood, op: Op, position: int, *, operand: bool) -> list[Factor | None]:
-    """For each leaf of an operand (or result) of `op`: the op's factor there; None where the op's factors do not fit it."""
+    """For each leaf of an operand (or result) of `op`: the op's factor there; None where none fits it."""
     assert op.rule is not None
     value = op.operands[position] if operand else op.results[position]
     assert value is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 
 from shardlib.rules.rule import Call, Local, Meta
 from shardlib.rules.shards import cut
-from shardlib.rules.space import Dim, Space, arg, broadcast
+from shardlib.rules.space import Dim, Space, arg, broadcast, join
 
 aten = torch.ops.aten
 
@@ -39,7 +38,7 @@ class Advanced:
         self.x = space.dims(shape)
         self.dims = [i for i, m in enumerate(given) if m is not None]
         metas = [m for m in given if m is not None]
-        size = _broadcast(m.shape for m in metas)
+        size = join(m.shape for m in metas)
         self.rank = len(size)
         index = space.dims(size, "j")
         self.indices = [broadcast(index, m.shape) for m in metas]
@@ -66,12 +65,6 @@ class Advanced:
         """The indices with None for every dim that is not indexed."""
         queue = iter(indices)
         return [next(queue) if i in self.dims else None for i in range(self.dims[-1] + 1)]
-
-
-def _broadcast(shapes: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """The shape of all of them together."""
-    columns = itertools.zip_longest(*(reversed(s) for s in shapes), fillvalue=1)
-    return tuple(next((n for n in column if n != 1), 1) for column in columns)[::-1]
 
 
 def masks(call: Call) -> bool:

@@ -1,4 +1,8 @@
-"""Cross-entropy over classes that may be cut: a device knows the logits of its own classes, and logits never move."""
+"""Losses: cross-entropy over classes that may be cut, and losses element by element.
+
+In a cross-entropy a device looks at the logits of its own classes, and logits never move. A mean is a local sum over
+the global count.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,8 @@ import torch
 
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.shards import localise
-from shardlib.rules.space import arg
+from shardlib.rules.shards import cast, localise, wide
+from shardlib.rules.space import Space, arg, broadcast, join, numel, result_shape
 
 aten = torch.ops.aten
 
@@ -48,7 +52,81 @@ def _nll_loss_backward(call: Call) -> Rule:
     return pattern(f"{loss}, {row} c, {row}, c, -> {row} c | c:local {{0}}", local=_nll_backward)(call)
 
 
+# Element by element ---------------------------------------------------------------------------------------------------
+
+_NONE, _MEAN, _SUM = range(3)
+
+
+def _others(local: Local) -> dict[str, Any]:
+    """The keyword arguments that do not say how to reduce."""
+    return {k: v for k, v in local.kwargs.items() if k != "reduction"}
+
+
+def _elementwise(reduction: int) -> RuleFn:
+    """`mse_loss(x, target, reduction)` and its like; the argument `reduction` stands at that position."""
+
+    def rule(call: Call) -> Rule:
+        how = arg(call, reduction, "reduction", _MEAN)
+        space = Space()
+        shape = join(m.shape for m in call.operands)
+        dims = space.dims(shape)
+
+        def local(local: Local) -> Any:
+            out = call.results[0]
+            assert out is not None
+            acc = wide(out.dtype)
+            before = [*local.args[:reduction], None][:reduction]
+            behind = local.args[reduction + 1 :]
+            if acc == out.dtype:
+                total = local.op(call.target, *before, _SUM, *behind, **_others(local))
+            else:  # a sum may be too large for half precision
+                each = local.op(call.target, *before, _NONE, *behind, **_others(local))
+                total = local.op(aten.sum.default, each, dtype=acc)
+            return cast(local, local.op(aten.div.Scalar, total, numel(shape)), acc, out.dtype)
+
+        return space.rule(
+            [broadcast(dims, m.shape) for m in call.operands],
+            [[] if how else dims],
+            reduce=dict.fromkeys(space.sizes, "sum") if how else {},
+            local=local if how == _MEAN else None,
+            local_factors=space.sizes if how == _MEAN else (),
+            flops=numel(shape),
+        )
+
+    return rule
+
+
+def _elementwise_backward(reduction: int) -> RuleFn:
+    """`mse_loss_backward(grad, x, target, reduction)`: the gradient of a mean is divided by the global count."""
+
+    def rule(call: Call) -> Rule:
+        space = Space()
+        shape = result_shape(call)
+        dims = space.dims(shape)
+        mean = arg(call, reduction, "reduction", _MEAN) == _MEAN
+
+        def local(local: Local) -> Any:
+            grad, *rest = [*local.args[:reduction], None][:reduction]
+            mine = local.op(aten.div.Scalar, grad, numel(shape))
+            return local.op(call.target, mine, *rest, _SUM, *local.args[reduction + 1 :], **_others(local))
+
+        return space.rule(
+            [broadcast(dims, m.shape) for m in call.operands],
+            [dims],
+            linear=[{0}],
+            local=local if mean else None,
+            local_factors=space.sizes if mean else (),
+            flops=numel(shape),
+        )
+
+    return rule
+
+
 ROWS: dict[str, RuleFn | str] = {
     "nll_loss_forward": _nll_loss_forward,
     "nll_loss_backward": _nll_loss_backward,
+    **dict.fromkeys(["mse_loss", "smooth_l1_loss", "huber_loss"], _elementwise(2)),
+    **dict.fromkeys(["mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward"], _elementwise_backward(3)),
+    "binary_cross_entropy": _elementwise(3),
+    "binary_cross_entropy_backward": _elementwise_backward(4),
 }

@@ -63,6 +63,14 @@ def _div(call: Call) -> Rule:
     return _pointwise(call, [] if rounds else [frozenset({0})])
 
 
+def _log_sigmoid(call: Call) -> Rule:
+    """The second result is a buffer that some devices leave empty."""
+    space = Space()
+    x = space.dims(call.operands[0].shape)
+    out = [x if m is None or m.shape == call.operands[0].shape else space.dims(m.shape) for m in call.results]
+    return space.rule([x], out, flops=numel(call.operands[0].shape))
+
+
 # Identities, which never are a reason to lay a value out in some way.
 IDENTITIES = dict.fromkeys(
     ["alias", "detach", "lift", "lift_fresh", "lift_fresh_copy", "clone", "contiguous", "detach_copy", "alias_copy"],
@@ -91,6 +99,10 @@ LINEAR = {
     "leaky_relu_backward": "{0}",
     "hardtanh_backward": "{0}",
     "softplus_backward": "{0}",
+    "mish_backward": "{0}",
+    "hardswish_backward": "{0}",
+    "hardsigmoid_backward": "{0}",
+    "log_sigmoid_backward": "{0}",
     "native_dropout_backward": "{0}",
 }
 
@@ -101,6 +113,9 @@ ROWS: dict[str, RuleFn | str] = {
     "div.Tensor_mode": _div,
     "_to_copy": _to_copy,
     "copy": _copy,
+    "log_sigmoid_forward": _log_sigmoid,
+    "floor_divide": pointwise(),
+    "floor_divide.Scalar": pointwise(),
     "fill.Scalar": pointwise(),
     "fill.Tensor": pointwise(),
     "masked_fill.Scalar": pointwise(),

@@ -144,7 +144,9 @@ ROWS: dict[str, RuleFn | str] = {
     **_each(["max.dim", "min.dim", "argmax", "argmin", "median.dim"], reduction(None, dim=_DIM)),
     **_each(["prod", "std", "var", "var_mean"], reduction(None)),
     **_each(["prod.dim_int"], reduction(None, dim=_DIM)),
-    **_each(["var.correction", "var_mean.correction", "std.correction"], reduction(None, dim=_DIM)),
+    **_each(
+        ["var.correction", "var_mean.correction", "std.correction", "std_mean.correction"], reduction(None, dim=_DIM)
+    ),
     **_each(["var.dim", "var_mean.dim", "std.dim"], reduction(None, dim=_DIM)),
     "linalg_vector_norm": _norm,
     "histc": _histc,

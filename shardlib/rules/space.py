@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from shardlib.rules.rule import Call, Labels, Local, Meta, Path, Rule
+from shardlib.rules.rule import Call, Local, Meta, Path, Rule
 
 Dim = tuple[str, ...]
 Ints = dict[Path, tuple[int, Dim]]
@@ -121,22 +122,11 @@ def broadcast(dims: Sequence[Dim], shape: Sequence[int]) -> list[Dim]:
     return [() if n == 1 else dim for dim, n in zip(tail, shape, strict=True)]
 
 
+def join(shapes: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """The shape of all of them together."""
+    columns = itertools.zip_longest(*(reversed(s) for s in shapes), fillvalue=1)
+    return tuple(next((n for n in column if n != 1), 1) for column in columns)[::-1]
+
+
 def numel(shape: Sequence[int]) -> int:
     return math.prod(shape)
-
-
-__all__ = [
-    "Dim",
-    "Ints",
-    "Labels",
-    "Space",
-    "arg",
-    "axes",
-    "axis",
-    "broadcast",
-    "meta",
-    "numel",
-    "path",
-    "result_shape",
-    "shape_ints",
-]

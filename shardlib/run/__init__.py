@@ -9,7 +9,7 @@ import torch
 
 from shardlib.lower.program import Program
 from shardlib.mesh import Mesh
-from shardlib.run import virtual
+from shardlib.run import distributed, virtual
 
 if TYPE_CHECKING:
     from shardlib.plan import Plan
@@ -18,9 +18,7 @@ Runner = Callable[[Sequence[Sequence[torch.Tensor]]], tuple[Any, ...]]
 
 
 def load(program: Program, mesh: Mesh, plan: Plan) -> Runner:
-    """A function from local inputs (per input, one tensor for each device of this process) to local outputs, likewise."""
+    """A function from local inputs (per input, one tensor for each device of this process) to local outputs."""
     if mesh.kind == "virtual":
         return virtual.load(program, mesh)
-    from shardlib.run import distributed
-
     return distributed.load(program, mesh, plan)

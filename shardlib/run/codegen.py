@@ -1,13 +1,12 @@
 """Program -> straight-line Python source over plain tensors, for some devices of the mesh.
 
-For one device the source is that device's program. For all devices of a virtual mesh it is one function that runs segment
-by segment between collectives, device after device; a value that is provably the same on several devices is computed once
-and shared. A local tensor is dropped at its last use.
+For one device the source is that device's program. For all devices of a virtual mesh it is one function that runs
+segment by segment between collectives, device after device; a value that is provably the same on several devices is
+computed once and shared. A local tensor is dropped at its last use.
 """
 
 from __future__ import annotations
 
-import itertools
 import keyword
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -130,7 +129,7 @@ class Generator:
         communicate: Callable[[Generator, tuple[Collective, ...]], None],
         events: Sequence[Instr | tuple[Collective, ...]] | None = None,
     ) -> Source:
-        """The source; `communicate` writes collectives that start together, `events` is the program in another order."""
+        """The source; `communicate` writes what starts together, `events` is the program in another order."""
         if events is None:
             events = [(s,) if isinstance(s, Collective) else s for s in self.program.steps]
         segment: list[Instr] = []
@@ -253,7 +252,9 @@ def _primes(axes: Iterable[Axis]) -> Primes:
 
 
 def _short(target: Any) -> str:
-    return str(getattr(target, "_schema", target).name if hasattr(target, "_schema") else getattr(target, "__name__", "op")).split("::")[-1]
+    return str(
+        getattr(target, "_schema", target).name if hasattr(target, "_schema") else getattr(target, "__name__", "op")
+    ).split("::")[-1]
 
 
 def _returns_list(target: Any) -> bool:

@@ -1,8 +1,8 @@
 """This rank's program on `torch.distributed`.
 
 A collective is started where its source is ready and finished where its result is first read, so that it runs under the
-arithmetic in between. Before the first run the ranks compare their programs; when a collective fails, the ranks that are
-gone are named.
+arithmetic in between. Before the first run the ranks compare their programs; when a collective fails, the ranks that
+are gone are named.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """When each collective starts: early, and together with others of its kind.
 
-The program says what must be communicated; here only the order changes. Reductions start as soon as their source is there,
-gathers a little before they are read. Collectives of one kind over one group travel in one message as long as nobody waits
-for it. Where a result in flight is needed, independent matmuls that stand a little later are done first.
+The program says what must be communicated; here only the order changes. Reductions start as soon as their source is
+there, gathers a little before they are read. Collectives of one kind over one group travel in one message as long as
+nobody waits for it. Where a result in flight is needed, independent matmuls that stand a little later are done first.
 
 Every rank schedules the same program the same way, so the ranks meet in the same order.
 """

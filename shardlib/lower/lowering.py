@@ -1,8 +1,8 @@
 """Decisions -> the per-device program.
 
-Ops are lowered in program order. Each op asks for its operands in the cut that its unit decided; `_get` finds the cheapest
-source among the layouts in which a value is already there, behind views at their root. Pending sums travel through ops
-that are linear in them, and are reduced when somebody needs the value.
+Ops are lowered in program order. Each op asks for its operands in the cut that its unit decided; `_get` finds the
+cheapest source among the layouts in which a value is already there, behind views at their root. Pending sums travel
+through ops that are linear in them, and are reduced when somebody needs the value.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ class _Lowering:
     def _replicated(self, op: Op) -> None:
         """No rule: whole operands, the plain op, whole results."""
         operands = [
-            self._constant(v, ()) if v.constant else self._get(v, ((),) * len(self.flood.leaves(v))) for v in op.operands
+            self._constant(v, ()) if v.constant else self._get(v, ((),) * len(self.flood.leaves(v)))
+            for v in op.operands
         ]
         args, kwargs = _substitute(op.node, operands)
         outs = self._call(op.target, args, kwargs, op.results, note="no rule: runs replicated")
@@ -149,7 +150,9 @@ class _Lowering:
             self.have[result][(), Owed()] = manual.collective(self.program, op, operands[0], self._fresh_name(result))
         else:
             args, kwargs = _substitute(op.node, operands)
-            for r, var in zip(op.results, self._call(op.target, args, kwargs, op.results, note="shard_map"), strict=True):
+            for r, var in zip(
+                op.results, self._call(op.target, args, kwargs, op.results, note="shard_map"), strict=True
+            ):
                 if r is not None:
                     self._settle(var, r, ((), Owed()))
 
@@ -177,18 +180,21 @@ class _Lowering:
         for x, cut_axes in assignment.items():
             if x not in factors and cut_axes:
                 if x[0] not in op.rule.reduce:
-                    raise AssertionError(f"{op}: cut factor {x[0]} is missing from result {i} and is no declared reduction")
-                axes += cut_axes
-                kind = op.rule.reduce[x[0]]
+                    raise AssertionError(
+                        f"{op}: cut factor {x[0]} is missing from result {i} and is no declared reduction"
+                    )
+                if op.rule.reduce[x[0]] != "none":
+                    axes += cut_axes
+                    kind = op.rule.reduce[x[0]]
         return cut, Owed(tuple(axes), kind)
 
     def _emit(self, op: Op, rule: Rule, assignment: Assignment, operands: Sequence[Var]) -> list[Any]:
         args, kwargs = _substitute(op.node, operands)
         cut_labels = {x[0] for x, axes in assignment.items() if axes}
-        for path, (k, names) in rule.ints.items():
-            if cut_labels & set(names):
-                size = product([self._label_size(op, n, assignment) for n in names])
-                args, kwargs = _put(args, kwargs, path, size * k)
+        for path, (k, names) in rule.ints.items() if cut_labels else ():
+            # All of them: beside an empty shard's 0, a -1 left over in a shape would mean nothing.
+            size = product([self._label_size(op, n, assignment) for n in names])
+            args, kwargs = _put(args, kwargs, path, size * k)
         flops = rule.flops / max(1, math.prod(reshard.ways(axes) for axes in assignment.values()))
         if rule.local is not None and cut_labels & rule.local_factors:
             out = rule.local(_Local(self, op, assignment, args, kwargs))
@@ -196,7 +202,14 @@ class _Lowering:
         return self._call(op.target, args, kwargs, op.results, flops=flops)
 
     def _call(
-        self, target: Any, args: Any, kwargs: Any, results: Sequence[Value | None], *, note: str = "", flops: float = 0.0
+        self,
+        target: Any,
+        args: Any,
+        kwargs: Any,
+        results: Sequence[Value | None],
+        *,
+        note: str = "",
+        flops: float = 0.0,
     ) -> list[Any]:
         outs = tuple(None if r is None else Var(r.name, Layout.replicated(r.shape), r.dtype, r) for r in results)
         self.program.steps.append(Instr(target, args, kwargs, outs, self.line, self.backward, note, flops))
@@ -223,7 +236,9 @@ class _Lowering:
                         fits = False
                     elif x is not None and (axes or x in assignment):
                         fits = fits and assignment.setdefault(x, axes) == axes
-            for i, form in zip(sorted(linear), forms, strict=True):  # a factor that one addend has cut and another has whole
+            for i, form in zip(
+                sorted(linear), forms, strict=True
+            ):  # a factor that one addend has cut and another has whole
                 assert form is not None
                 for x, axes in zip(value_factors(self.flood, op, i, operand=True), form[0], strict=True):
                     fits = fits and (x is None or assignment.get(x, ()) == axes)
@@ -238,7 +253,7 @@ class _Lowering:
         if owed.kind != "sum":
             return False
         for x, axes in assignment.items():
-            if axes and op.rule.reduce.get(x[0], "sum") != "sum":
+            if axes and op.rule.reduce.get(x[0], "sum") not in ("sum", "none"):
                 return False
         most = max(op.operands[i].nbytes for i in linear)
         if sum(r.nbytes for r in op.results if r is not None) > most:
@@ -280,7 +295,8 @@ class _Lowering:
         if (known := self.have[value].get((cut, owed))) is not None:
             return known
         op = value.op
-        assert op is not None and op.rule is not None and looks_through(op)
+        assert op is not None
+        assert looks_through(op)
         form = self._owing(op.operands[0])
         assert form is not None
         assignment = self._pulled(op, form[0])
@@ -291,7 +307,8 @@ class _Lowering:
 
     def _view(self, op: Op, assignment: Assignment, operand: Var, owed: Owed = Owed()) -> Var:
         value = op.results[0]
-        assert value is not None and op.rule is not None
+        assert value is not None
+        assert op.rule is not None
         form = self._result_form(op, 0, assignment, owed)
         if (known := self.have[value].get(form)) is not None:
             return known
@@ -306,7 +323,9 @@ class _Lowering:
             for x, axes in zip(value_factors(self.flood, op, 0, operand=False), want, strict=True)
             if x is not None and axes and x[0] not in self.flood.whole[op]
         }
-        return assignment, tuple(assignment.get(x, ()) if x else () for x in value_factors(self.flood, op, 0, operand=True))
+        return assignment, tuple(
+            assignment.get(x, ()) if x else () for x in value_factors(self.flood, op, 0, operand=True)
+        )
 
     def _get(self, value: Value, want: Cut) -> Var:
         """The value, complete, in cut `want`."""
@@ -344,7 +363,10 @@ class _Lowering:
 
     def _cheapest(self, value: Value, want: Cut) -> tuple[Form, tuple[reshard.Hop, ...]]:
         sizes, itemsize = self.flood.sizes(value), value.dtype.itemsize
-        options = [(form, reshard.route(sizes, itemsize, form[0], want, form[1].axes, form[1].kind)) for form in self.have[value]]
+        options = [
+            (form, reshard.route(sizes, itemsize, form[0], want, form[1].axes, form[1].kind))
+            for form in self.have[value]
+        ]
         return min(options, key=lambda o: (reshard.seconds(o[1]), len(o[1])))
 
     def _move(self, value: Value, source: Form, hops: Sequence[reshard.Hop]) -> Var:
@@ -357,9 +379,16 @@ class _Lowering:
                 owed = Owed(tuple(a for a in owed.axes if a not in done), owed.kind)
             form = (hop.after, owed)
             var = self.mover.step(
-                step, var, hop.dims, self._layout(value, *form), name=self._fresh_name(value), line=self.line,
-                backward=self.backward, reason=self._reason(value, source, form), because=(value, self.reader),
-            )  # fmt: skip
+                step,
+                var,
+                hop.dims,
+                self._layout(value, *form),
+                name=self._fresh_name(value),
+                line=self.line,
+                backward=self.backward,
+                reason=self._reason(value, source, form),
+                because=(value, self.reader),
+            )
             var.value, var.form = value, form
             self.have[value].setdefault(form, var)
         return var
@@ -409,7 +438,8 @@ class _Lowering:
         return all(n in named for names in op.rule.results[0] for n in names)
 
     def _create(self, op: Op, dims: tuple[Any, ...]) -> Var:
-        assert op.rule is not None and op.results[0] is not None
+        assert op.rule is not None
+        assert op.results[0] is not None
         sizes = {}
         for names, factors in zip(op.rule.results[0], dims, strict=True):
             if names:
@@ -435,7 +465,7 @@ class _Lowering:
         return self._get(value, self._natural(value))
 
     def _natural(self, value: Value) -> Cut:
-        """As it was made; a pending sum goes to the factors that want its axes, so that gradients land like parameters."""
+        """As it was made; a pending sum goes to the factors that want its axes: gradients land like parameters."""
         if value.op is not None and looks_through(value.op) and not self.have[value]:
             assignment = self._pulled(value.op, self._natural(value.op.operands[0]))
             if assignment is None:
@@ -491,7 +521,7 @@ class _Lowering:
 
 
 def layout_of(dims: tuple[Any, ...], pending: tuple[Pending, ...] = ()) -> Layout:
-    """The printable layout of `(size, axes)` leaves: neighbours whose chunks are chunks of their product melt together."""
+    """The printable layout of `(size, axes)` leaves: neighbours whose chunks are chunks of the product melt."""
     out = []
     for dim in dims:
         factors: list[Factor] = []
@@ -539,9 +569,18 @@ class _Local:
         nbytes = 2 * self._small_bytes() * (n - 1) / n
         low.program.steps.append(
             Collective(
-                "all_reduce", Axis.merge(axes), value, out, {}, nbytes, kind, low.line, low.backward,
-                f"{self._op.name} needs its {kind} over {factor}", because=(self._op, factor),
-            )  # fmt: skip
+                "all_reduce",
+                Axis.merge(axes),
+                value,
+                out,
+                {},
+                nbytes,
+                kind,
+                low.line,
+                low.backward,
+                f"{self._op.name} needs its {kind} over {factor}",
+                because=(self._op, factor),
+            )
         )
         return out
 
@@ -582,7 +621,9 @@ def _substitute(node: fx.Node, operands: Sequence[Var]) -> tuple[tuple[Any, ...]
     return tuple(change(a) for a in node.args), {k: change(v) for k, v in node.kwargs.items()}
 
 
-def _put(args: tuple[Any, ...], kwargs: dict[str, Any], path: Path, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _put(
+    args: tuple[Any, ...], kwargs: dict[str, Any], path: Path, value: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments with one integer replaced."""
 
     def put(x: Any, rest: Path) -> Any:
@@ -597,4 +638,3 @@ def _put(args: tuple[Any, ...], kwargs: dict[str, Any], path: Path, value: Any) 
     if isinstance(path[0], str):
         return args, put(kwargs, path)
     return put(args, path), kwargs
-

@@ -1,0 +1,175 @@
+"""check: it passes where sharded and single-device runs agree, and says exactly what differs where they do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardlib as sl
+from shardlib import Mesh, ShardingError, shard
+from shardlib.check import CheckReport, check
+from shardlib.state import is_single_device
+
+MESH = {"data": 2, "tensor": 2}
+
+
+def loss(params: dict[str, Tensor], x: Tensor, scale: float = 1.0) -> Tensor:
+    h = shard(x, "b@data _") @ shard(params["w"], "_ ff@tensor")
+    return (torch.nn.functional.gelu(h) @ params["v"]).pow(2).mean() * scale
+
+
+def _params(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    return {"w": torch.randn(6, 8, dtype=dtype), "v": torch.randn(8, 4, dtype=dtype)}
+
+
+def _paths(report: CheckReport) -> list[str]:
+    return [leaf.path for leaf in report.leaves]
+
+
+def _sharded_only(x: Tensor, change: Tensor) -> Tensor:
+    """A bug on purpose: the sharded program adds something that the one for one device does not."""
+    return x if is_single_device() else x + change
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_loss(dtype: torch.dtype) -> None:
+    with Mesh(**MESH):
+        report = check(loss, _params(dtype), torch.randn(4, 6, dtype=dtype), scale=2.0)
+    assert _paths(report) == [
+        "result", "result (nothing shared)", "gradient of params['v']", "gradient of params['w']", "gradient of x",
+    ] or _paths(report) == [
+        "result", "result (nothing shared)", "gradient of params['w']", "gradient of params['v']", "gradient of x",
+    ]  # fmt: skip
+    assert report.max_error <= {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+
+
+def test_pytrees_and_other_leaves() -> None:
+    def fn(x: Tensor, n: int, flag: bool = False) -> dict[str, Any]:
+        return {"y": x * n, "i": (x > 0).sum(0), "pair": (n, flag), "none": None}
+
+    with Mesh(**MESH):
+        report = check(fn, torch.randn(4, 6), 3, flag=True, in_specs=("b@data _", None))
+    assert _paths(report)[:5] == [
+        "result['y']",
+        "result['i']",
+        "result['pair'][0]",
+        "result['pair'][1]",
+        "result['none']",
+    ]
+    assert [leaf.type for leaf in report.leaves[:5]] == ["f32[4@data, 6]", "i64[6]", "3", "True", "None"]
+
+
+def test_jitted_and_sharded_arguments() -> None:
+    step = sl.jit(loss, in_specs=({"w": "_ ff@tensor", "v": None}, "b@data _"), static_argnums=2, donate_argnums=0)
+    with Mesh(**MESH):
+        params = {"w": shard(torch.randn(6, 8), "_ ff@tensor"), "v": torch.randn(8, 4, requires_grad=True)}
+        before = params["w"].full_tensor()
+        report = check(step, params, torch.randn(4, 6), 2.0)
+        assert torch.equal(params["w"].full_tensor(), before), "check donates nothing"
+    assert "gradient of x f32[4@data, 6]" in str(report)
+
+
+def test_large_meshes_are_not_run_without_sharing() -> None:
+    assert _paths(check(lambda x: x + 1, torch.ones(32), mesh=Mesh(x=32), in_specs=("_@x",))) == ["result"]
+
+
+def test_report_prints() -> None:
+    with Mesh(**MESH):
+        report = check(lambda x: x * 2, torch.ones(4, 2), in_specs=("b@data _",))
+    assert str(report) == (
+        "<lambda> on Mesh(data=2, tensor=2): the same as on one device, 2 tensors compared\n"
+        "  result f32[4@data, 2]: error 0.0e+00 (tolerance 1e-05)\n"
+        "  result (nothing shared) f32[4@data, 2]: error 0.0e+00 (tolerance 1e-05)"
+    )
+
+
+def test_random_state_is_the_same_and_is_kept() -> None:
+    before = torch.get_rng_state()
+    with Mesh(**MESH):
+        check(lambda x: x + torch.rand(4, 2), torch.ones(4, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_differs_is_listed() -> None:
+    change = torch.zeros(4, 3)
+    change[2, 1] = 0.5
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x + 1, _sharded_only(x, change), _sharded_only(x, change).sum(1)
+
+    with Mesh(data=2), pytest.raises(ShardingError) as error:
+        check(fn, torch.ones(4, 3), in_specs=("b@data _",))
+    assert str(error.value) == (
+        "check(fn): 4 of 6 tensors differ between one device and Mesh(data=2):\n"
+        "  * result[1] f32[4@data, 3]: error 5.0e-01 (tolerance 1e-05), first at [2, 1]: 1.0 on one device, 1.5 sharded\n"
+        "  * result[2] f32[4@data]: error 1.7e-01 (tolerance 1e-05), first at [2]: 3.0 on one device, 3.5 sharded\n"
+        "  * result[1] (nothing shared) f32[4@data, 3]: error 5.0e-01 (tolerance 1e-05), first at [2, 1]: "
+        "1.0 on one device, 1.5 sharded\n"
+        "  * result[2] (nothing shared) f32[4@data]: error 1.7e-01 (tolerance 1e-05), first at [2]: "
+        "3.0 on one device, 3.5 sharded\n"
+        "Rule: the sharded program computes what the program for one device computes\n"
+        "Remedy: if the differences are rounding, give rtol=; if not, it is a bug of shardlib: report the program"
+    )
+
+
+def test_gradients_that_differ() -> None:
+    """The value agrees, the gradient does not."""
+
+    def fn(x: Tensor) -> Tensor:
+        y = x if is_single_device() else x.detach() * 2 - x
+        return (y * y).sum()
+
+    with (
+        Mesh(data=2),
+        pytest.raises(ShardingError, match=r"1 of 3 tensors.*\n  \* gradient of x f32\[4@data\]: error 2.0e"),
+    ):
+        check(fn, torch.ones(4), in_specs=("_@data",))
+
+
+@pytest.mark.parametrize(
+    ("sharded", "text"),
+    [
+        (lambda x: x.double(), r"result f64\[2\]: is f32\[2\] on one device"),
+        (lambda x: x[:1], r"result f32\[1\]: is f32\[2\] on one device"),
+        (lambda x: x / 0, r"error inf"),
+        (lambda x: x * torch.nan, r"error inf .*: 1.0 on one device, nan sharded"),
+        (lambda x: 3, "1 of 1"),
+    ],
+)
+def test_other_differences(sharded: Any, text: str) -> None:
+    with Mesh(x=32), pytest.raises(ShardingError, match=text):
+        check(lambda x: x if is_single_device() else sharded(x), torch.ones(2))
+
+
+def test_structures_that_differ() -> None:
+    with Mesh(data=2), pytest.raises(ShardingError, match="one structure on one device and another when it is traced"):
+        check(lambda x: x if is_single_device() else (x, x), torch.ones(2))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_equal_nans_and_infinities(value: float) -> None:
+    with Mesh(data=2):
+        assert check(lambda x: x * 2, torch.tensor([1.0, value])).max_error == 0
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "passes"), [({"rtol": 1e-1}, True), ({"atol": 1e-1}, True), ({"rtol": 1e-3}, False)]
+)
+def test_tolerances(tolerance: dict[str, float], passes: bool) -> None:
+    def run() -> CheckReport:
+        return check(lambda x: _sharded_only(x, torch.tensor(0.01)), torch.ones(2), **tolerance)
+
+    with Mesh(data=2):
+        if passes:
+            assert run().max_error == pytest.approx(0.01, rel=1e-4)
+        else:
+            with pytest.raises(ShardingError, match="2 of 2 tensors differ"):
+                run()
+
+
+def test_outside_any_mesh() -> None:
+    with pytest.raises(ShardingError, match="check is called outside any mesh"):
+        check(lambda x: x, torch.ones(2))

@@ -1,0 +1,266 @@
+"""Normalised graphs compute what the traced ones do, to the last bit, in fewer nodes; every pass on a small program."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.func import functional_call, grad, grad_and_value
+from torch.utils.checkpoint import checkpoint
+
+from shardlib.normalise import PASSES, normalise, verify
+from shardlib.ops.attention import attention
+from shardlib.trace import trace
+
+torch.manual_seed(0)
+X, W = torch.randn(4, 6, dtype=torch.float64), torch.randn(6, 6, dtype=torch.float64)
+
+
+def ops(traced):
+    names = (str(n.target).removeprefix("aten.") for n in traced.graph.graph.nodes if n.op == "call_function")
+    return [name.split(".")[0] if "getitem" not in name else "getitem" for name in names]
+
+
+def check(fn, *args, tolerance=0.0):
+    """Trace, then run every pass with the verifier and the interpreter behind it; returns the normalised trace."""
+    traced = trace(fn, args)
+    want, tree = pytree.tree_flatten(fn(*args))
+    for run in (verify, *PASSES):
+        run(traced.graph)
+        verify(traced.graph)
+        with torch.no_grad():
+            got, got_tree = pytree.tree_flatten(traced(*args))
+        assert got_tree == tree
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
+    return traced
+
+
+# --- passes -----------------------------------------------------------------------------------------------------------
+
+SMALL = {
+    "identities": (lambda x: x.detach().clone().to(torch.float64).expand(4, 6)[:].view(4, 6).sin() * 1, ["sin"]),
+    "a result is not an input": (lambda x: x.detach() * 1, ["mul"]),
+    "dtypes stay": (lambda x: x.float().double().clone(), ["_to_copy", "_to_copy"]),
+    "powers of one": (lambda x: (x + 1).pow(1.0) / 1, ["add"]),
+    "not at an int": (lambda x: (x > 0).long() / 1, ["gt", "_to_copy", "div"]),
+    "permutes": (lambda x: x.t().transpose(0, 1).permute(1, 0) + 1, ["permute", "add"]),
+    "no permute": (lambda x: x.t().permute(1, 0) + 1, ["add"]),
+    "three dims": (lambda x: x.view(2, 2, 6).permute(2, 0, 1).transpose(0, 2), ["reshape", "permute"]),
+    "negative dims": (lambda x: x.view(2, 2, 6).transpose(-1, -2).permute(0, -1, 1) + 1, ["reshape", "add"]),
+    "reshapes": (lambda x: x.view(24).reshape(2, 12).unsqueeze(0).squeeze(0).view(3, 8), ["reshape"]),
+    "reshape and back": (lambda x: x.view(24).view(4, 6) + 1, ["add"]),
+    "one unsqueeze": (lambda x: x.unsqueeze(1), ["unsqueeze"]),
+    "a copy that two read": (
+        lambda x: (x.t().reshape(24) + 1, x.t().reshape(12, 2) + 1),
+        ["permute", "reshape", "add", "reshape", "add"],
+    ),
+    "repeats": (lambda x: (x.sin() + 1) * (x.sin() + 1), ["sin", "add", "mul"]),
+    "ints and floats differ": (lambda x: ((x > 0).long() + 1, (x > 0).long() + 1.0), ["gt", "_to_copy", "add", "add"]),
+    "zeros differ": (lambda x: (x * 0.0) + (x * -0.0), ["mul", "mul", "add"]),
+    "repeated constants": (lambda x: x + torch.arange(6) + torch.arange(6), ["arange", "add", "add"]),
+    "dead": (lambda x: (x.sin(), x.cos())[0], ["sin"]),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_programs(name):
+    fn, want = SMALL[name]
+    assert ops(check(fn, X)) == want
+
+
+def test_results_that_are_apart_stay_apart():
+    def f(x):
+        return torch.zeros(3), torch.zeros(3), x.sin(), x.sin(), x.clone(), torch.zeros(6).view(2, 3)
+
+    traced = check(f, X)
+    results = traced(X)
+    assert len({r.untyped_storage().data_ptr() for r in (*results, X)}) == len(results) + 1
+    same = normalise(trace(lambda x: (y := x.sin(), y), (X,)))
+    assert same.outputs[0] is same.outputs[1]
+
+
+def test_random_numbers_are_neither_merged_nor_dropped():
+    traced = normalise(trace(lambda x: (torch.rand(3), x.sin(), torch.rand(3)), (X,)))
+    assert ops(traced).count("rand") == 2
+    traced = normalise(trace(lambda x: (torch.rand(3), torch.rand(3))[1], (X,)))
+    assert ops(traced).count("rand") == 2
+
+
+def test_checkpointing_survives():
+    def body(w, x):
+        return (x @ w).sin() @ w
+
+    def step(run):
+        def f(w, x):
+            w = w.detach().requires_grad_()
+            loss = run(body, w, x).sum()
+            return torch.autograd.grad(loss, w)[0], loss.detach()
+
+        return f
+
+    plain = check(step(lambda f, *a: f(*a)), W, X)
+    again = check(step(lambda f, *a: checkpoint(f, *a, use_reentrant=False)), W, X)
+    assert ops(plain).count("sin") == 1
+    assert ops(again).count("sin") == 2
+
+
+TARGETS = torch.tensor([1, 2, -100, 3])
+LOSSES = {
+    "mean": lambda x: F.cross_entropy(x, TARGETS),
+    "all ignored": lambda x: F.cross_entropy(x, torch.full((4,), -100)),
+    "weights": lambda x: F.cross_entropy(x, TARGETS, weight=torch.arange(1.0, 7.0, dtype=torch.float64)),
+    "one row": lambda x: F.cross_entropy(x[0], torch.tensor(2)),
+    "images": lambda x: F.cross_entropy(x.view(2, 3, 2, 2), torch.tensor([[[0, 1], [2, -100]]] * 2)),
+    "sum": lambda x: F.cross_entropy(x, TARGETS, reduction="sum"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_are_divided_last(name):
+    traced = check(grad_and_value(LOSSES[name]), X)
+    losses = [n for n in traced.graph.graph.nodes if "nll_loss" in str(n.target)]
+    assert [n.args[4 if "backward" in n.name else 3] for n in losses] == [2, 2]
+    assert ops(traced).count("div") == (0 if name == "sum" else 2)
+
+
+def test_half_precision_sums_must_not_overflow():
+    x = torch.randn(4, 6)
+    assert "div" in ops(check(LOSSES["mean"], x.bfloat16(), tolerance=1e-2))
+    assert "div" not in ops(check(LOSSES["mean"], x.half()))
+
+
+def test_lines_survive():
+    def f(w, x):
+        y = x @ w
+        return F.cross_entropy(y, TARGETS)
+
+    traced = normalise(trace(grad(f), (W, X)))
+    divisions = [n for n in traced.graph.graph.nodes if "div" in str(n.target)]
+    assert [n.meta["line"].text for n in divisions] == ["return F.cross_entropy(y, TARGETS)"]
+    assert divisions[0].meta["backward"]
+
+
+def test_the_verifier_sees_broken_graphs():
+    def broken(breaking):
+        traced = trace(lambda x: x.sin().cos(), (X,))
+        sin, cos = (n for n in traced.graph.graph.nodes if n.op == "call_function")
+        breaking(sin, cos)
+        with pytest.raises(AssertionError) as caught:
+            verify(traced.graph)
+        return str(caught.value).splitlines()[0]
+
+    assert broken(lambda sin, cos: cos.append(sin)) == "cos reads ['sin'], defined later"
+    assert broken(lambda sin, cos: sin.meta.pop("line")) == "sin has no line"
+    assert broken(lambda sin, cos: cos.meta.pop("val")) == "cos has no value"
+    assert broken(lambda sin, cos: setattr(cos, "target", torch.ops.aten.cos_.default)) == (
+        "cos writes to memory: aten.cos_.default"
+    )
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def decoder(layers=2, d=16, heads=4, kv=2, ff=24, vocab=20):
+    """A Llama-like decoder: parameters, and a loss of them."""
+    r = lambda *shape: torch.randn(*shape, dtype=torch.float64) / shape[-1] ** 0.5
+    ones = torch.ones(d, dtype=torch.float64)
+    layer = lambda: {
+        "n1": ones, "n2": ones, "q": r(d, d), "k": r(d * kv // heads, d), "v": r(d * kv // heads, d), "o": r(d, d),
+        "gate": r(ff, d), "up": r(ff, d), "down": r(d, ff),
+    }  # fmt: skip
+    params = {"emb": r(vocab, d), "norm": ones, "head": r(vocab, d), "layers": [layer() for _ in range(layers)]}
+
+    def rms(x, w):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * w
+
+    def rope(x):
+        s, hd = x.shape[-2:]
+        angle = torch.arange(s)[:, None] * 10000.0 ** (-torch.arange(0, hd, 2) / hd)
+        cos, sin = angle.cos().to(x), angle.sin().to(x)
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+    def loss(p, x, y):
+        b, s = x.shape
+        h = F.embedding(x, p["emb"])
+        for w in p["layers"]:
+            n = rms(h, w["n1"])
+            split = lambda t: t.view(b, s, -1, d // heads).transpose(1, 2)
+            q, k, v = (split(n @ w[name].T) for name in "qkv")
+            o, _ = attention(rope(q), rope(k), v, causal=True)
+            h = h + o.transpose(1, 2).reshape(b, s, d) @ w["o"].T
+            n = rms(h, w["n2"])
+            h = h + (F.silu(n @ w["gate"].T) * (n @ w["up"].T)) @ w["down"].T
+        logits = rms(h, p["norm"]) @ p["head"].T
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+    return params, loss
+
+
+def test_a_decoder_and_its_update():
+    params, loss = decoder()
+    x, y = torch.randint(0, 20, (2, 2, 5))
+
+    def step(params, x, y, lr):
+        gradients, value = grad_and_value(loss)(params, x, y)
+        return pytree.tree_map(lambda p, g: p - lr * g, params, gradients), value
+
+    # torch.func's own backward uses differentiable formulas, the traced one the fused ones: they round differently.
+    traced = check(step, params, x, y, 0.1, tolerance=1e-14)
+    names = ops(traced)
+    assert names.count("silu_backward") == names.count("silu") == 2
+    assert names.count("cos") == 1
+    assert not {"clone", "detach", "t", "transpose", "view", "_unsafe_view", "fill_"} & set(names)
+
+
+def test_modules_with_adamw_in_the_step():
+    model = nn.TransformerEncoderLayer(16, 4, 24, dropout=0.0, batch_first=True, norm_first=True).double()
+    params = {k: v.detach() for k, v in model.named_parameters()}
+    state = {k: (torch.zeros_like(v), torch.zeros_like(v)) for k, v in params.items()}
+
+    def step(params, state, x, t):
+        def loss(p):
+            return functional_call(model, p, (x,)).pow(2).mean()
+
+        gradients, value = grad_and_value(loss)(params)
+        new, moments = {}, {}
+        for k, g in gradients.items():
+            m, v = state[k][0].lerp(g, 0.1), state[k][1].clone().mul_(0.99).addcmul_(g, g, value=0.01)
+            update = (m / (1 - 0.9**t)) / ((v / (1 - 0.99**t)).sqrt() + 1e-8)
+            new[k], moments[k] = params[k] * 0.999 - 0.01 * update, (m, v)
+        return new, moments, value
+
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    check(step, params, state, x, torch.tensor(3.0, dtype=torch.float64), tolerance=1e-12)
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_transformers(name):
+    transformers = pytest.importorskip("transformers")
+    config = {
+        "gpt2": lambda: transformers.GPT2Config(
+            vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0,
+            attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+        ),
+        "llama": lambda: transformers.LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=32,
+        ),
+    }[name]()  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config)).double()
+    params, ids = dict(model.named_parameters()), torch.randint(0, 64, (2, 16))
+
+    def step(params, ids):
+        out = functional_call(model, params, (), {"input_ids": ids, "labels": ids})
+        gradients = torch.autograd.grad(out.loss, list(params.values()))
+        return out.loss.detach(), dict(zip(params, gradients, strict=True))
+
+    traced = check(step, params, ids)
+    names = [str(n.target) for n in traced.graph.graph.nodes]
+    assert names.count("shardlib.attention.default") == names.count("shardlib.attention_backward.default") == 2
+    files = {n.meta["line"].file for n in traced.graph.graph.nodes if n.op == "call_function"}
+    assert all("transformers" in f or f == __file__ for f in files)
