@@ -70,7 +70,7 @@ class Op:
     @property
     def manual(self) -> bool:
         """Whether this is per-device code: an op inside a shard_map body, or one of the body's two doors."""
-        return self.kind in DOORS or any(v.manual for v in self.operands)
+        return _is_manual(self.target) or any(v.manual for v in self.operands)
 
     @property
     def transparent(self) -> bool:
@@ -158,15 +158,15 @@ def _op(node: fx.Node, val: Any, values: dict[fx.Node, Value]) -> Op:
     results = tuple(map(_meta, val)) if isinstance(val, tuple | list) else (_meta(val),)
     call = Call(node.target, args, kwargs, tuple(metas[v] for v in operands), results)
     inside = any(v.manual for v in operands)
-    rule = None if inside or _kind(node.target) in DOORS else rule_for(call)
+    rule = None if inside or _is_manual(node.target) else rule_for(call)
     op = Op(node.name, call, rule, tuple(operands), (), node, node.meta.get("line"), bool(node.meta.get("backward")))
     # A creation op reads at most the shape and dtype of its operand: its result is as constant as a literal.
     shapeless = rule is not None and all(
         not set(_flat(o)) & {f for r in rule.results for f in _flat(r)} for o in rule.operands
     )
     creation = shapeless and is_creation(node.target)
-    manual = _kind(node.target) == "to_local" or (inside and _kind(node.target) != "from_local")
-    if manual and inside:
+    manual = (inside or _is_manual(node.target)) and _kind(node.target) != "from_local"
+    if manual and _kind(node.target) != "to_local":
         _refuse_captured(op)
     constant = creation or (bool(operands) and all(v.constant for v in operands)) or not operands
     constant = constant and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())
@@ -194,6 +194,11 @@ _CREATION = frozenset({"full", "zeros", "ones", "empty", "scalar_tensor", "arang
 
 def _kind(target: Any) -> str:
     return str(target._schema.name).split("::")[-1]
+
+
+def _is_manual(target: Any) -> bool:
+    """Whether an op belongs to shard_map bodies, whatever its operands are."""
+    return _kind(target) in DOORS or _kind(target).startswith("manual_")
 
 
 def _refuse_captured(op: Op) -> None:

@@ -144,7 +144,8 @@ class _Lowering:
         operands = [self._constant(v, ()) if v.constant else self.have[v][(), Owed()] for v in op.operands]
         if op.kind == "from_local":
             assert result is not None
-            self.have[result][self.flood.fixed[result][0], Owed()] = operands[0]
+            (var,) = self._call(torch.ops.aten.alias.default, (operands[0],), {}, op.results)
+            self._settle(var, result, (self.flood.fixed[result][0], Owed()))
         elif op.kind.startswith("manual_"):
             assert result is not None
             self.have[result][(), Owed()] = manual.collective(self.program, op, operands[0], self._fresh_name(result))
