@@ -112,7 +112,7 @@ def _fixed_inputs(
     ):
         if (at := placed(leaf)) is not None:
             said = fixed.get(i)
-            if said is not None and not any(said.open) and _melted(said) != _melted(at):
+            if said is not None and not any(said.open) and said.layout.canonical != at.layout.canonical:
                 wrong.append(
                     f"{name} of shape {list(at.layout.shape)} is laid out [{at.layout}], in_specs say [{said.layout}]"
                 )
@@ -128,12 +128,6 @@ def _fixed_inputs(
             remedy="x.redistribute(spec) before the call, or leave the spec out (None) to take the argument as it is",
         )
     return fixed
-
-
-def _melted(fixed: Fixed) -> str:
-    from shardlib.lower.lowering import layout_of
-
-    return str(layout_of(tuple(tuple((f.size, f.axes) for f in dim) for dim in fixed.layout.dims)))
 
 
 def _tensor_leaves(

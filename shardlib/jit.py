@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from shardlib.budget import CommBudget, current_budgets
 from shardlib.compile import compile_program
 from shardlib.errors import ShardingError
-from shardlib.layout import Factor, Layout
+from shardlib.layout import Layout
 from shardlib.lower.program import Var
 from shardlib.mesh import Mesh, current_mesh
 from shardlib.plan import Plan
@@ -279,7 +279,7 @@ _relayouts: dict[Any, Jitted] = {}
 
 def relayout(x: ShardedTensor, resolved: Resolved) -> ShardedTensor:
     """`x` laid out as `resolved` says, through a program of nothing but the reshard."""
-    if _same(x.sharding, resolved.layout):
+    if x.sharding.canonical == resolved.layout.canonical:
         return ShardedTensor(x._locals, resolved.layout, x.mesh, resolved.names, x.requires_grad)
     key = resolved.spec
     step = _relayouts.get(key)
@@ -292,15 +292,3 @@ def relayout(x: ShardedTensor, resolved: Resolved) -> ShardedTensor:
 
 def _identity(x: Any) -> Any:
     return x
-
-
-def _same(a: Layout, b: Layout) -> bool:
-    def melted(layout: Layout) -> Layout:
-        return Layout(tuple(tuple(Factor(f.size, f.axes) for f in dim) for dim in layout.dims), layout.pending)
-
-    return melted(a) == melted(b)
-
-
-def options(step: Jitted) -> Mapping[str, Any]:
-    """The options that a jitted function was made with."""
-    return {"in_specs": step.in_specs, "out_specs": step.out_specs, "static": step.static, "donate": step.donate}

@@ -114,6 +114,28 @@ class Layout:
     def is_replicated(self) -> bool:
         return not self.axes and not self.pending
 
+    @cached_property
+    def canonical(self) -> Layout:
+        """The same layout in its shortest form: neighbouring factors whose chunks are chunks of their product melt.
+
+        Example:
+            >>> data = Axis("data", 4)
+            >>> str(Layout(((Factor(8, (data,)), Factor(3)),)).canonical)
+            '24@data'
+        """
+        dims = []
+        for dim in self.dims:
+            factors: list[Factor] = []
+            for f in dim:
+                axes = tuple(a for a in f.axes if a.size > 1)
+                last = factors[-1] if factors else None
+                if last and ((not axes and last.even) or last.ways == last.size):
+                    factors[-1] = Factor(last.size * f.size, Axis.merge((*last.axes, *axes)))
+                else:
+                    factors.append(Factor(f.size, Axis.merge(axes)))
+            dims.append(tuple(factors) or (Factor(1),))
+        return Layout(tuple(dims), self.pending)
+
     def local_shape(self, coords: Coords) -> tuple[int, ...]:
         """The shape of what the device at `coords` holds."""
         sizes = ((span(f.size, f.axes, coords) for f in dim) for dim in self.dims)

@@ -16,6 +16,7 @@ from shardlib.constraint import constrain
 from shardlib.errors import ShardingError
 from shardlib.grammar import SpecDim, SpecFactor
 from shardlib.layout import Coords, Factor, Layout
+from shardlib.manual import current_body
 from shardlib.mesh import Mesh, current_mesh
 from shardlib.spec import P, Resolved, Spec, resolve_many
 from shardlib.state import is_single_device, is_tracing
@@ -163,6 +164,12 @@ def shard(x: torch.Tensor, spec: str | P | Spec, **sizes: int) -> torch.Tensor:
     """
     if is_single_device():
         return x
+    if is_tracing() and current_body() is not None:
+        raise ShardingError(
+            f"shard(x, {str(spec)!r}) on shape {list(x.shape)} is inside a shard_map body",
+            rule="a body is one device's program: its tensors are local, and nothing about them is inferred",
+            remedy="annotate the arguments and results of the shard_map, by in_specs and out_specs",
+        )
     mesh = current_mesh()
     if mesh is None:
         raise ShardingError(

@@ -104,7 +104,8 @@ def test_what_differs_is_listed() -> None:
         check(fn, torch.ones(4, 3), in_specs=("b@data _",))
     assert str(error.value) == (
         "check(fn): 4 of 6 tensors differ between one device and Mesh(data=2):\n"
-        "  * result[1] f32[4@data, 3]: error 5.0e-01 (tolerance 1e-05), first at [2, 1]: 1.0 on one device, 1.5 sharded\n"
+        "  * result[1] f32[4@data, 3]: error 5.0e-01 (tolerance 1e-05), first at [2, 1]: "
+        "1.0 on one device, 1.5 sharded\n"
         "  * result[2] f32[4@data]: error 1.7e-01 (tolerance 1e-05), first at [2]: 3.0 on one device, 3.5 sharded\n"
         "  * result[1] (nothing shared) f32[4@data, 3]: error 5.0e-01 (tolerance 1e-05), first at [2, 1]: "
         "1.0 on one device, 1.5 sharded\n"

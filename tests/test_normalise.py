@@ -86,7 +86,7 @@ def test_results_that_are_apart_stay_apart():
 def test_random_numbers_are_neither_merged_nor_dropped():
     traced = normalise(trace(lambda x: (torch.rand(3), x.sin(), torch.rand(3)), (X,)))
     assert ops(traced).count("rand") == 2
-    assert ops(normalise(trace(lambda x: torch.rand(3) - torch.rand(3), (X,)))).count("rand") == 2
+    assert normalise(trace(lambda x: torch.rand(3) - torch.rand(3), (X,)))(X).all()
     traced = normalise(trace(lambda x: (torch.rand(3), torch.rand(3))[1], (X,)))
     assert ops(traced).count("rand") == 2
 

@@ -112,7 +112,8 @@ CASES = [
     Case(softmax, lambda x: x.softmax(-1), ((4, 8),), "b@data k@tensor", "b@data k@tensor"),
     Case(halo, halo_whole, ((4, 8),), "b@data k@tensor", "b@data k@tensor"),
     Case(
-        lambda x: pmean(x.mean(), ("data", "tensor")), torch.mean, ((4, 8),), "b@data k@tensor", P(), "pmean of a scalar"
+        lambda x: pmean(x.mean(), ("data", "tensor")), torch.mean,
+        ((4, 8),), "b@data k@tensor", P(), "pmean of a scalar",
     ),
     Case(
         lambda x: x * (axis_index(("tensor", "data")) + 1).to(x.dtype),

@@ -408,7 +408,11 @@ class _Lowering:
         if (known := self.constants.get(key)) is not None:
             return known
         op = value.op
-        assert op is not None
+        if op is None:
+            self.constants[key] = self.mover.slice_all(
+                self.constants[value, ()], dims, name=self._fresh_name(value), line=self.line
+            )
+            return self.constants[key]
         if cut and op.rule is not None and is_creation(op.target) and self._made_in_pieces(op):
             var = self._create(op, dims)
         elif cut:
@@ -505,7 +509,7 @@ class _Lowering:
 
     def _layout(self, value: Value, cut: Cut, owed: Owed = Owed()) -> Layout:
         pending = (Pending(Axis.merge(owed.axes), owed.kind),) if owed else ()
-        return layout_of(self._dims(value, cut), pending)
+        return Layout(tuple(tuple(Factor(n, a) for n, a in dim) for dim in self._dims(value, cut)), pending).canonical
 
     def _typed(self, value: Value, cut: Cut, owed: Owed) -> str:
         return f"[{self._layout(value, cut, owed)}]"
@@ -519,21 +523,6 @@ class _Lowering:
     def _fresh_name(self, value: Value) -> str:
         n = self._names[value.name] = self._names.get(value.name, -1) + 1
         return value.name if n == 0 else f"{value.name}_{n}"
-
-
-def layout_of(dims: tuple[Any, ...], pending: tuple[Pending, ...] = ()) -> Layout:
-    """The printable layout of `(size, axes)` leaves: neighbours whose chunks are chunks of the product melt."""
-    out = []
-    for dim in dims:
-        factors: list[Factor] = []
-        for size, axes in dim:
-            last = factors[-1] if factors else None
-            if last and ((not axes and last.even) or last.ways == last.size):
-                factors[-1] = Factor(last.size * size, Axis.merge((*last.axes, *axes)))
-            else:
-                factors.append(Factor(size, Axis.merge(axes)))
-        out.append(tuple(factors) or (Factor(1),))
-    return Layout(tuple(out), pending)
 
 
 class _Local:

@@ -23,7 +23,14 @@ def collective(program: Program, op: Op, source: Var, name: str) -> Var:
     if kind == "axis_index":
         index = Sym(lambda c: _joint(axes, c), frozenset(axes), f"axis_index({' '.join(args[1])})")
         program.steps.append(
-            Instr(torch.ops.aten.full.default, ([], index), {"dtype": torch.int64}, (out,), op.line, op.backward)
+            Instr(
+                torch.ops.aten.new_full.default,
+                (source, [], index),
+                {"dtype": torch.int64},
+                (out,),
+                op.line,
+                op.backward,
+            )
         )
         return out
     params: dict[str, Any] = {}

@@ -219,7 +219,7 @@ class Generator:
             for d, coords in enumerate(self.devices):
                 names.setdefault(self.name(var, coords), (i, d))
         for var, tensor in self.program.captured:
-            self.namespace[self.name(var, self.devices[0])] = tensor
+            self.namespace |= {self.name(var, c): tensor for c in self.devices}
         results = []
         for out in self.program.outputs:
             if isinstance(out, Var):
@@ -228,7 +228,7 @@ class Generator:
             else:
                 results.append(self.bind(out, "constant"))
         ending = f"    return ({', '.join(results)}{',' if results else ''})"
-        captured = {self.name(var, self.devices[0]) for var, _ in self.program.captured}
+        captured = {self.name(var, c) for var, _ in self.program.captured for c in self.devices}
         keep = captured | set(re.findall(r"\w+", ending))
         last: dict[str, int] = {}
         for i, s in enumerate(self._statements):
