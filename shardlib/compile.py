@@ -20,7 +20,7 @@ from shardlib.propagate import Propagated, propagate
 from shardlib.propagate.flood import Fixed
 from shardlib.propagate.units import is_constraint
 from shardlib.spec import P, Spec, resolve_many
-from shardlib.state import tracing
+from shardlib.state import paused_gc, tracing
 from shardlib.trace import Traced, flatten_call, trace
 
 SpecLike = str | P | Spec | None
@@ -40,6 +40,7 @@ class Compiled:
     seconds: Mapping[str, float] = field(default_factory=dict)
 
 
+@paused_gc()
 def compile_program(
     fn: Callable[..., Any],
     args: Sequence[Any],

@@ -57,15 +57,14 @@ class Op:
     node: fx.Node
     line: Line | None
     backward: bool
+    kind: str = ""
 
     @property
     def target(self) -> Any:
         return self.call.target
 
-    @property
-    def kind(self) -> str:
-        """The op's bare name: `mm`, `to_local`."""
-        return str(self.call.target._schema.name).split("::")[-1]
+    def __post_init__(self) -> None:
+        self.kind = _kind(self.call.target)  # the op's bare name: `mm`, `to_local`
 
     @property
     def manual(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -36,3 +37,15 @@ def single_device() -> Iterator[None]:
         yield
     finally:
         _single.reset(token)
+
+
+@contextmanager
+def paused_gc() -> Iterator[None]:
+    """No garbage collection meanwhile: a compiler makes many objects and few cycles, and each pass looks at them all."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

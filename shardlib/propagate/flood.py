@@ -50,6 +50,7 @@ class Flood:
     fixed: dict[Value, tuple[Cut, Fixed]] = field(default_factory=dict)  # results of constraints, and fixed inputs
     outputs: dict[int, tuple[Cut, Fixed]] = field(default_factory=dict)  # by output position
     doors: dict[Op, tuple[Cut, Fixed]] = field(default_factory=dict)  # how a shard_map body takes its argument
+    factors: dict[tuple[Op, int, bool], list[Factor | None]] = field(default_factory=dict)  # memo of `value_factors`
 
     def leaves(self, value: Value) -> tuple[Leaf, ...]:
         return tuple(leaf for dim in self.value[value] for leaf in dim)
@@ -81,13 +82,17 @@ def flood(
     """
     f = Flood()
     raw: dict[Value, list[list[Leaf]]] = {}
-    for value in graph.values():
-        if not value.constant:
+
+    def dims_of(value: Value) -> list[list[Leaf]]:
+        if value not in raw:
             # Inside a shard_map body nothing is known of dims: they have no leaves, so nothing can cut them.
             raw[value] = [[] if value.manual else f.dims.new(n) for n in value.shape]
-    parts = {value: _write_down(f.dims, raw[value], fx) for value, fx in fixed.items()}
+        return raw[value]
+
+    # What is fixed comes first, so that its locks hold when rules split dims.
+    parts = {value: _write_down(f.dims, dims_of(value), fx) for value, fx in fixed.items()}
     door_parts = {
-        op: _write_down(f.dims, raw[op.operands[0]], fx) for op, fx in doors.items() if not op.operands[0].constant
+        op: _write_down(f.dims, dims_of(op.operands[0]), fx) for op, fx in doors.items() if not op.operands[0].constant
     }
     out_parts = {}
     for i, fx in fixed_outputs.items():
@@ -95,12 +100,17 @@ def flood(
         if value.constant:
             continue
         # An output spec may disagree with an annotation of the same value: it is a reshard, not a contradiction.
-        out_parts[i] = _write_down(f.dims, raw[value], fx)
+        out_parts[i] = _write_down(f.dims, dims_of(value), fx)
 
     raw_labels: dict[Op, dict[str, list[Leaf]]] = {}
+    for value in graph.inputs:
+        dims_of(value)
     for op in graph.ops:
         if op.rule is not None and not _all_constant(op):
             _unify(f, op, raw, raw_labels)
+        for value in op.results:
+            if value is not None and not value.constant:
+                dims_of(value)
 
     for value, dims in raw.items():
         f.value[value] = tuple(tuple(f.dims.leaves(d)) for d in dims)
@@ -140,16 +150,30 @@ def _write_down(dims: Dims, raw: list[list[Leaf]], fixed: Fixed) -> list[list[li
 
 
 def _unify(f: Flood, op: Op, raw: dict[Value, list[list[Leaf]]], raw_labels: dict[Op, dict[str, list[Leaf]]]) -> None:
+    """Make the dims that share a factor one; the first dim that has a factor to itself is that factor."""
     rule = op.rule
     assert rule is not None
-    labels = {name: f.dims.new(n) for name, n in rule.sizes.items()}
+    labels: dict[str, list[Leaf]] = {}
     whole = set(rule.whole)
-    uses = [(v, labs) for v, labs in zip(op.operands, rule.operands, strict=True) if not v.constant]
-    uses += [(r, labs) for r, labs in zip(op.results, rule.results, strict=True) if r is not None and not r.constant]
-    for value, labs in uses:
-        for leaves, names in zip(raw[value], labs, strict=True):
-            if names and not f.dims.unify([x for n in names for x in labels[n]], leaves):
+
+    def leaves_of(names: Sequence[str]) -> list[Leaf]:
+        for name in names:
+            if name not in labels:
+                labels[name] = f.dims.new(rule.sizes[name])
+        return [leaf for name in names for leaf in labels[name]]
+
+    for value, dims in (*zip(op.operands, rule.operands, strict=True), *zip(op.results, rule.results, strict=True)):
+        if value is None or value.constant:
+            continue
+        if value not in raw:
+            raw[value] = [leaves_of(names) for names in dims]
+            continue
+        for leaves, names in zip(raw[value], dims, strict=True):
+            if len(names) == 1 and names[0] not in labels:
+                labels[names[0]] = leaves
+            elif names and not f.dims.unify(leaves_of(names), leaves):
                 whole.update(names)
+    leaves_of(tuple(rule.sizes))
     raw_labels[op] = labels
     f.whole[op] = frozenset(whole)
 

@@ -43,7 +43,7 @@ class Units:
 
 
 def is_constraint(op: Op) -> bool:
-    return str(op.target).startswith("shardlib.constrain")
+    return op.kind == "constrain"
 
 
 def looks_through(op: Op) -> bool:
@@ -111,6 +111,9 @@ def _look_through(u: Units, f: Flood, op: Op) -> None:
 
 def value_factors(f: Flood, op: Op, position: int, *, operand: bool) -> list[Factor | None]:
     """For each leaf of an operand (or result) of `op`: the op's factor there; None where none fits it."""
+    key = (op, position, operand)
+    if (known := f.factors.get(key)) is not None:
+        return known
     assert op.rule is not None
     value = op.operands[position] if operand else op.results[position]
     assert value is not None
@@ -122,6 +125,7 @@ def value_factors(f: Flood, op: Op, position: int, *, operand: bool) -> list[Fac
             out += factors
         else:
             out += [None] * len(leaves)
+    f.factors[key] = out
     return out
 
 
