@@ -16,6 +16,7 @@ from shardlib.lower import lower
 from shardlib.lower.program import Program
 from shardlib.mesh import Mesh
 from shardlib.normalise import normalise
+from shardlib.places import place
 from shardlib.propagate import Propagated, propagate
 from shardlib.propagate.flood import Fixed
 from shardlib.propagate.units import is_constraint
@@ -193,9 +194,8 @@ def _doors(graph: Graph, mesh: Mesh) -> dict[Op, Fixed]:
 def _said(op: Op, value: Value, mesh: Mesh) -> Fixed:
     """What the spec in an op's text says of a value."""
     r = Spec.of(str(op.node.args[1])).resolve(value.shape, mesh, name=op.operands[0].name)
-    where = f"{op.line.file}:{op.line.lineno}" if op.line else "?"
     call = "shard" if is_constraint(op) else "shard_map"
-    return Fixed(r.layout, r.names, r.open, f"{call}(..., {str(r.spec)!r}) at {where}")
+    return Fixed(r.layout, r.names, r.open, f"{call}(..., {str(r.spec)!r}) at {place(op.line)}")
 
 
 def is_spec(x: Any) -> bool:

@@ -7,7 +7,8 @@ when it depends on no input: constants never take part in decisions, they are sl
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,6 +135,7 @@ def build(gm: fx.GraphModule) -> Graph:
     for out in outputs:
         if isinstance(out, Value):
             out.is_output = True
+    _refuse_random(ops)
     return Graph(ops, inputs, captured, outputs)
 
 
@@ -198,6 +200,20 @@ def _kind(target: Any) -> str:
 def _is_manual(target: Any) -> bool:
     """Whether an op belongs to shard_map bodies, whatever its operands are."""
     return _kind(target) in DOORS or _kind(target).startswith("manual_")
+
+
+def _refuse_random(ops: Iterable[Op]) -> None:
+    """Every rank has a generator of its own, so a draw would differ between ranks that hold the same elements."""
+    random = [op for op in ops if torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ())]
+    random = [op for op in random if not _is_manual(op.target)]  # collectives have the tag, so that none is merged
+    if random:
+        places = Counter(f"{op.target} at {op.line}" for op in random)
+        raise ShardingError(
+            f"the program draws random numbers, in {len(random)} ops",
+            [place if n == 1 else f"{place} ({n} times)" for place, n in places.items()],
+            rule="what a sharded program computes does not depend on where its tensors live; a generator's draws do",
+            remedy="set the dropout probabilities to 0 (or call model.eval()); draw other numbers outside, pass them in",
+        )
 
 
 def _refuse_captured(op: Op) -> None:

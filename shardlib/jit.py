@@ -29,9 +29,10 @@ from shardlib.trace import is_tensor
 class _Entry:
     plan: Plan
     runner: Runner
-    inputs: tuple[tuple[int, Layout], ...]  # per program input: which leaf of the call, and its layout
+    inputs: tuple[tuple[int, Layout, bool], ...]  # per input: which leaf of the call, its layout, whether it is donated
     outputs: tuple[tuple[Layout, Names] | None, ...]
     out_tree: pytree.TreeSpec
+    donates: bool
 
 
 def jit(
@@ -184,13 +185,21 @@ class Jitted:
                 remedy="plan on it (step.plan(...)), or use Mesh(...)",
             )
         compiled = plan.compiled
-        inputs = tuple(zip(compiled.traced.input_leaves, (_layout(v) for v in compiled.program.inputs), strict=True))
+        program = compiled.program
+        paths = compiled.traced.input_paths
+        program.donated = frozenset(
+            i for i, path in enumerate(paths) if path[0].idx == 0 and path[1].idx in self.donate
+        )
+        inputs = tuple(
+            (leaf, _layout(var), i in program.donated)
+            for i, (leaf, var) in enumerate(zip(compiled.traced.input_leaves, program.inputs, strict=True))
+        )
         outputs = tuple(
             (_layout(out), names) if isinstance(out, Var) else None
             for out, names in zip(compiled.program.outputs, plan.output_names, strict=True)
         )
         runner = load(compiled.program, mesh, plan)
-        return _Entry(plan, runner, inputs, outputs, compiled.traced.out_tree)
+        return _Entry(plan, runner, inputs, outputs, compiled.traced.out_tree, bool(program.donated))
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self.__call__, instance)
@@ -198,15 +207,38 @@ class Jitted:
 
 def _run(entry: _Entry, mesh: Mesh, leaves: list[Any]) -> Any:
     pieces = []
-    for i, layout in entry.inputs:
+    for i, layout, donated in entry.inputs:
         leaf = leaves[i]
-        pieces.append(leaf._locals if type(leaf) is ShardedTensor else cut_up(leaf.detach(), layout, mesh))
+        if type(leaf) is ShardedTensor:
+            pieces.append(leaf._locals)
+        else:
+            # What is donated is a placed copy: a plain tensor of the caller is never written to.
+            pieces.append(cut_up(leaf.detach().clone() if donated else leaf.detach(), layout, mesh))
+    if entry.donates:
+        _refuse_shared(entry, leaves)
     results = entry.runner(pieces)
     out = [
         r if form is None else ShardedTensor(r, form[0], mesh, form[1])
         for r, form in zip(results, entry.outputs, strict=True)
     ]
     return pytree.tree_unflatten(out, entry.out_tree)
+
+
+def _refuse_shared(entry: _Entry, leaves: list[Any]) -> None:
+    """A donated tensor that is also another argument would be read after it was overwritten."""
+    owner: dict[int, int] = {}
+    donated = {i for i, _, gone in entry.inputs if gone}
+    for i, _, _ in entry.inputs:
+        first = owner.setdefault(id(leaves[i]), i)
+        if first != i and (first in donated or i in donated):
+            names = entry.plan.compiled.traced.input_names
+            at = [leaf for leaf, _, _ in entry.inputs]
+            raise ShardingError(
+                f"{entry.plan.name}: one tensor is given twice, and donated",
+                [f"{names[at.index(first)]} and {names[at.index(i)]}, of shape {list(leaves[i].shape)}"],
+                rule="a donated argument may be overwritten while the function runs",
+                remedy="donate neither, or pass a copy",
+            )
 
 
 class _Static:

@@ -6,33 +6,16 @@ of collectives, are not counted.
 
 from __future__ import annotations
 
-from shardlib.lower.program import Instr, Program, Var, reads
+import torch
 
-_VIEWS = frozenset(
-    [
-        "view",
-        "reshape",
-        "permute",
-        "t",
-        "transpose",
-        "expand",
-        "unsqueeze",
-        "squeeze",
-        "slice",
-        "select",
-        "narrow",
-        "alias",
-        "detach",
-        "split",
-        "unbind",
-    ]
-)
+from shardlib import views
+from shardlib.lower.program import Instr, Program, Var, reads
 
 
 def is_view(step: object) -> bool:
-    """Whether the step's results share the memory of its operand."""
-    schema = getattr(getattr(step, "target", None), "_schema", None)
-    return isinstance(step, Instr) and schema is not None and schema.name.split("::")[-1] in _VIEWS
+    """Whether the step's results share the memory of its operand (a reshape may)."""
+    target = getattr(step, "target", None)
+    return isinstance(step, Instr) and (views.is_view(target) or target in _MAY_VIEW)
 
 
 def local_bytes(var: Var) -> int:
@@ -73,3 +56,8 @@ def peak_bytes(program: Program) -> int:
         peak = max(peak, alive)
         alive -= sum(local_bytes(v) for v in ends.get(i, ()))
     return peak
+
+
+_MAY_VIEW = frozenset(
+    {torch.ops.aten.reshape.default, torch.ops.aten.narrow.default, torch.ops.aten.contiguous.default}
+)

@@ -194,7 +194,7 @@ def _fused(leaves: tuple[tuple[int, ...], ...], src: Cut, dst: Cut) -> list[list
             if (
                 groups
                 and all(_chunks(groups[-1], cut) or not cut[i] for cut in (src, dst))
-                and _same_even(groups[-1], src, dst)
+                and _same_even([*groups[-1], (size, i)], src, dst)
             ):
                 groups[-1].append((size, i))
             else:

@@ -42,6 +42,7 @@ class Traced:
     name: str
     input_names: tuple[str, ...]
     input_leaves: tuple[int, ...]  # for every placeholder, which leaf of `in_tree` it is
+    input_paths: tuple[Any, ...]  # and its pytree path in `(args, kwargs)`
     in_tree: pytree.TreeSpec
     output_names: tuple[str, ...]
     out_tree: pytree.TreeSpec
@@ -149,7 +150,17 @@ def trace(
         _finish(gm, names, [leaf for _, leaf in out_paths], lines.fallback, mode)
         functionalise(gm, names)
     out_names = tuple(pytree.keystr(path) for path, _ in out_paths)
-    return Traced(gm, lines.fallback.function, names, where, call.tree, out_names, out_tree, static)
+    return Traced(
+        gm,
+        lines.fallback.function,
+        names,
+        where,
+        tuple(call.paths[i] for i in where),
+        call.tree,
+        out_names,
+        out_tree,
+        static,
+    )
 
 
 _LOCK = threading.RLock()  # torch's tracing state is global

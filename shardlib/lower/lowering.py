@@ -21,6 +21,7 @@ from shardlib.graph import Graph, Op, Value, is_creation
 from shardlib.layout import Axis, Factor, Layout, Pending
 from shardlib.lines import Line
 from shardlib.lower import manual
+from shardlib.lower.fuse import fuse
 from shardlib.lower.move import Mover
 from shardlib.lower.program import Collective, Instr, Program, Var
 from shardlib.lower.sym import Sym, local_size, offset, product
@@ -50,7 +51,7 @@ Form = tuple[Cut, Owed]  # one layout of a value: its cut, and what is pending
 
 def lower(graph: Graph, propagated: Propagated, mesh: Mesh) -> Program:
     """Emit the program."""
-    return _Lowering(graph, propagated, mesh).run()
+    return fuse(_Lowering(graph, propagated, mesh).run())
 
 
 class _Lowering:
@@ -95,8 +96,7 @@ class _Lowering:
         if is_constraint(op):
             result = op.results[0]
             assert result is not None
-            cut = self.flood.fixed[result][0]
-            self.have[result][cut, Owed()] = self._get(op.operands[0], cut)
+            self._as(op.operands[0], result, self.flood.fixed[result][0])
             return
         if op.manual:
             self._manual(op)
@@ -137,8 +137,10 @@ class _Lowering:
         if op.kind == "to_local":
             assert result is not None
             value = op.operands[0]
-            cut = self.flood.doors[op][0] if op in self.flood.doors else ()
-            var = self._constant(value, self._door_dims(op)) if value.constant else self._get(value, cut)
+            if value.constant:
+                var = self._constant(value, self._door_dims(op))
+            else:
+                var = self._as(value, self.flood.apart.get(op, value), self.flood.doors[op][0])
             self.have[result][(), Owed()] = var
             return
         operands = [self._constant(v, ()) if v.constant else self.have[v][(), Owed()] for v in op.operands]
@@ -342,6 +344,13 @@ class _Lowering:
         source, steps = self._cheapest(value, want)
         return self._move(value, source, steps)
 
+    def _as(self, value: Value, target: Value, cut: Cut) -> Var:
+        """`value` in a cut of `target`, the same tensor under another annotation: its factors may be others."""
+        if target is not value:
+            near = self.flood.across(cut, target, value)
+            self.have[target][self.flood.across(near, value, target), Owed()] = self._get(value, near)
+        return self._get(target, cut)
+
     def _ready_cheaply(self, value: Value, want: Cut) -> bool:
         """Whether a view that exists already reaches `want` for less than its operand does."""
         forms = [form for form in self.have[value] if not form[1]]
@@ -464,7 +473,7 @@ class _Lowering:
         if value.op is not None:
             self.line, self.backward = value.op.line, value.op.backward
         if i in self.flood.outputs:
-            return self._get(value, self.flood.outputs[i][0])
+            return self._as(value, self.flood.apart.get(i, value), self.flood.outputs[i][0])
         if value.constant:
             return self._constant(value, ())
         return self._get(value, self._natural(value))

@@ -93,6 +93,7 @@ class Program:
     inputs: list[Var] = field(default_factory=list)
     captured: list[tuple[Var, torch.Tensor]] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
+    donated: frozenset[int] = frozenset()  # positions of inputs whose memory may be overwritten
 
     @property
     def collectives(self) -> list[Collective]:

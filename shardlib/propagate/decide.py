@@ -174,7 +174,8 @@ class Decider:
             if isinstance(value, Value) and not value.constant:
                 root, positions = u.root(value)
                 if i in f.outputs:
-                    readers[root].add(End(None, cut=_onto_root(f.outputs[i][0], positions, len(f.leaves(root)))))
+                    cut = f.across(f.outputs[i][0], f.apart.get(i, value), value)
+                    readers[root].add(End(None, cut=_onto_root(cut, positions, len(f.leaves(root)))))
         for root, ends in readers.items():
             if root in merged:
                 continue
@@ -191,9 +192,11 @@ class Decider:
         if is_constraint(op):
             result = op.results[0]
             assert result is not None
-            return End(None, cut=_onto_root(self.flood.fixed[result][0], positions, n))
+            cut = self.flood.across(self.flood.fixed[result][0], result, value)
+            return End(None, cut=_onto_root(cut, positions, n))
         if op in self.flood.doors:
-            return End(None, cut=_onto_root(self.flood.doors[op][0], positions, n))
+            cut = self.flood.across(self.flood.doors[op][0], self.flood.apart.get(op, value), value)
+            return End(None, cut=_onto_root(cut, positions, n))
         if op.rule is None:
             return End(None, cut=((),) * n)
         slots = op_cut_slots(self.units, self.flood, op, value_factors(self.flood, op, i, operand=True))

@@ -7,7 +7,7 @@ op, which leaves its factors are, and for every class, which mesh axes some anno
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardlib.graph import Graph, Op, Value
@@ -50,10 +50,20 @@ class Flood:
     fixed: dict[Value, tuple[Cut, Fixed]] = field(default_factory=dict)  # results of constraints, and fixed inputs
     outputs: dict[int, tuple[Cut, Fixed]] = field(default_factory=dict)  # by output position
     doors: dict[Op, tuple[Cut, Fixed]] = field(default_factory=dict)  # how a shard_map body takes its argument
+    apart: dict[int | Op, Value] = field(default_factory=dict)  # outputs, doors whose factors are not their value's
     factors: dict[tuple[Op, int, bool], list[Factor | None]] = field(default_factory=dict)  # memo of `value_factors`
 
     def leaves(self, value: Value) -> tuple[Leaf, ...]:
         return tuple(leaf for dim in self.value[value] for leaf in dim)
+
+    def across(self, cut: Cut, source: Value, target: Value) -> Cut:
+        """A cut of `source` on a value of the same shape; dims whose factors differ are whole."""
+        feed: Iterator[tuple[Axis, ...]] = iter(cut)
+        out: list[tuple[Axis, ...]] = []
+        for mine, theirs in zip(self.value[source], self.value[target], strict=True):
+            axes = [next(feed) for _ in mine]
+            out += axes if mine == theirs else [()] * len(theirs)
+        return tuple(out)
 
     def sizes(self, value: Value) -> tuple[tuple[int, ...], ...]:
         """The sizes of the leaves, per dim."""
@@ -91,16 +101,16 @@ def flood(
 
     # What is fixed comes first, so that its locks hold when rules split dims.
     parts = {value: _write_down(f.dims, dims_of(value), fx) for value, fx in fixed.items()}
-    door_parts = {
-        op: _write_down(f.dims, dims_of(op.operands[0]), fx) for op, fx in doors.items() if not op.operands[0].constant
-    }
-    out_parts = {}
-    for i, fx in fixed_outputs.items():
-        value = graph.outputs[i]
-        if value.constant:
-            continue
-        # An output spec may disagree with an annotation of the same value: it is a reshard, not a contradiction.
-        out_parts[i] = _write_down(f.dims, dims_of(value), fx)
+    ends: dict[int | Op, tuple[Value, Fixed]] = {op: (op.operands[0], fx) for op, fx in doors.items()}
+    ends |= {i: (graph.outputs[i], fx) for i, fx in fixed_outputs.items()}
+    ends = {key: end for key, end in ends.items() if not end[0].constant}
+    end_parts = {}
+    for key, (value, fx) in ends.items():
+        end_parts[key] = _write_down(f.dims, dims_of(value), fx)
+        if None in end_parts[key]:
+            # It has other factors than an annotation of the same value: that is a reshard, not a contradiction.
+            apart = f.apart[key] = Value(value.name, value.shape, value.dtype, None)
+            end_parts[key] = _write_down(f.dims, dims_of(apart), fx)
 
     raw_labels: dict[Op, dict[str, list[Leaf]]] = {}
     for value in graph.inputs:
@@ -111,6 +121,9 @@ def flood(
         for value in op.results:
             if value is not None and not value.constant:
                 dims_of(value)
+    for key, apart in f.apart.items():
+        for mine, theirs in zip(raw[apart], raw[ends[key][0]], strict=True):
+            f.dims.unify(mine, theirs)
 
     for value, dims in raw.items():
         f.value[value] = tuple(tuple(f.dims.leaves(d)) for d in dims)
@@ -118,14 +131,16 @@ def flood(
         f.labels[op] = {name: tuple(f.dims.leaves(leaves)) for name, leaves in labels.items()}
     for value, fx in fixed.items():
         f.fixed[value] = (_settle(f, fx, parts[value]), fx)
-    for i, parts_i in out_parts.items():
-        f.outputs[i] = (_settle(f, fixed_outputs[i], parts_i), fixed_outputs[i])
-    for op, door in door_parts.items():
-        f.doors[op] = (_settle(f, doors[op], door), doors[op])
+    for key, (_, fx) in ends.items():
+        cut = _settle(f, fx, end_parts[key])
+        if isinstance(key, int):
+            f.outputs[key] = (cut, fx)
+        else:
+            f.doors[key] = (cut, fx)
     for value, (cut, fx) in list(f.fixed.items()):
         f.fixed[value] = (_open(f, f.value[value], cut, fx), fx)
     for i, (cut, fx) in list(f.outputs.items()):
-        f.outputs[i] = (_open(f, f.value[graph.outputs[i]], cut, fx), fx)
+        f.outputs[i] = (_open(f, f.value[f.apart.get(i, graph.outputs[i])], cut, fx), fx)
     return f
 
 
@@ -143,6 +158,8 @@ def _write_down(dims: Dims, raw: list[list[Leaf]], fixed: Fixed) -> list[list[li
             ways = [p.size for a in factor.axes for p in a.primes()]
             leaves_of_part = dims.leaves(part)
             shares = spread([dims.size(x) for x in leaves_of_part], ways) if ways else None
+            if ways and leaves_of_part and shares is None:
+                out[-1] = None
             for leaf, share in zip(leaves_of_part, shares or [], strict=bool(shares)):
                 if share:
                     dims.lock(leaf, [ways[i] for i in share])
@@ -182,9 +199,7 @@ def _settle(f: Flood, fixed: Fixed, parts: list[list[list[Leaf]] | None]) -> Cut
     """The fixed layout on the final leaves; records wants and names."""
     cut: list[tuple[Axis, ...]] = []
     for d, (groups, factors) in enumerate(zip(parts, fixed.layout.dims, strict=True)):
-        assert groups is not None, (
-            f"{fixed.source}: dim {d} has no common refinement with an earlier layout of the value"
-        )
+        assert groups is not None, f"{fixed.source}: dim {d} is not made of its own factors"
         for group, factor, name in zip(groups, factors, fixed.names[d] or (None,) * len(factors), strict=True):
             leaves = f.dims.leaves(group)
             if not leaves:

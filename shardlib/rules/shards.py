@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardlib.layout import span
+from shardlib.layout import Axis, span
 from shardlib.rules.rule import Local
 
 aten = torch.ops.aten
@@ -38,7 +38,7 @@ def localise(local: Local, index: Any, factor: str) -> tuple[Any, Any]:
 
 def may_be_empty(local: Local, factor: str) -> bool:
     """Whether some device of the mesh holds nothing of `factor`."""
-    parts = local.axes(factor)
+    parts = Axis.merge(local.axes(factor))
     start, stop = span(local.rule.sizes[factor], parts, {a.name: a.of - 1 for a in parts})
     return start == stop
 

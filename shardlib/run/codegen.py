@@ -19,6 +19,7 @@ from shardlib.layout import Axis, Coords
 from shardlib.lower.move import member_coords
 from shardlib.lower.program import Collective, Instr, Program, Var, reads, syms
 from shardlib.lower.sym import Sym
+from shardlib.run.reuse import in_place, overwrites
 
 Primes = tuple[Axis, ...]
 
@@ -65,6 +66,7 @@ class Generator:
         self._bound: dict[Any, str] = {}
         self._statements: list[_Statement] = []
         self._flying: dict[Var, _Statement] = {}
+        self._overwrites: dict[Instr, int] = {}
 
     def _mesh_axes(self) -> Iterable[Axis]:
         sizes: dict[str, int] = {}
@@ -132,6 +134,8 @@ class Generator:
         """The source; `communicate` writes what starts together, `events` is the program in another order."""
         if events is None:
             events = [(s,) if isinstance(s, Collective) else s for s in self.program.steps]
+        donated = [self.program.inputs[i] for i in self.program.donated]
+        self._overwrites = overwrites(self.program, events, self.varies, donated)
         segment: list[Instr] = []
         for event in events:
             if isinstance(event, tuple):
@@ -171,11 +175,15 @@ class Generator:
     def _instr(self, step: Instr, coords: Coords) -> None:
         if self._flying:
             self.wait_for(reads(step))
-        args = [self.literal(a, coords) for a in step.args]
+        target, operands = step.target, list(step.args)
+        if (k := self._overwrites.get(step)) is not None:
+            target = in_place(target)
+            operands[0], operands[k] = operands[k], operands[0]
+        args = [self.literal(a, coords) for a in operands]
         args += [f"{k}={self.literal(v, coords)}" for k, v in step.kwargs.items()]
         outs = tuple("_" if v is None else self.name(v, coords) for v in step.outs)
         left = ", ".join(outs)
-        call = f"{self.bind(fast_binding(step.target), _short(step.target))}({', '.join(args)})"
+        call = f"{self.bind(fast_binding(target), _short(target))}({', '.join(args)})"
         if len(step.outs) == 1 and isinstance(getattr(step.target, "_schema", None), torch._C.FunctionSchema):
             left += "," if _returns_list(step.target) else ""
         self.emit(f"{left} = {call}" if outs else call, outs, [self.name(v, coords) for v in reads(step)])
@@ -277,7 +285,11 @@ def fast_binding(target: Any) -> Any:
     schema = getattr(target, "_schema", None)
     if schema is None or not schema.name.startswith("aten::"):
         return target
+    if any(str(a.type) == "List[Optional[Tensor]]" for a in schema.arguments):
+        return target  # torch's own functions do not take the None of x[:, i]
     name = schema.name.removeprefix("aten::")
     if name in ("view", "_unsafe_view"):
         return torch.Tensor.reshape  # a local shard may have other strides than the whole tensor that was traced
+    if name.endswith("_") and hasattr(torch.Tensor, name):
+        return getattr(torch.Tensor, name)
     return _FAST.get(name) or getattr(torch._C._VariableFunctions, name, target)

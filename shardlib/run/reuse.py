@@ -1,0 +1,111 @@
+"""Which instructions may write their result over an operand.
+
+A pointwise result may take the memory of an operand of its shape and dtype that nobody reads again: that saves fresh memory
+for every residual add and parameter update. Whoever shares that memory (views of it, results of collectives) counts as a
+reader, and so does a device that computes later from a value which several devices share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardlib.layout import Axis
+from shardlib.lower.program import Collective, Instr, Program, Var, reads
+from shardlib.memory import is_view
+
+_COMMUTES = ("aten::add", "aten::mul")
+_FRESH = ("all_reduce", "reduce_scatter")  # collectives whose results are nobody else's memory
+Event = Instr | tuple[Collective, ...]
+
+
+def overwrites(
+    program: Program, events: Sequence[Event], varies: Mapping[Var, tuple[Axis, ...]], donated: Collection[Var]
+) -> dict[Instr, int]:
+    """Instructions that may run in place, with the operand (0 or 1) that they overwrite.
+
+    `events` is the order in which the program runs, `varies` on which axes values differ between devices, `donated` the
+    inputs that may be overwritten.
+    """
+    owner = _owners(events, donated)
+    kept = {owner.get(v, v) for v in program.outputs if isinstance(v, Var)}
+    kept |= {owner.get(v, v) for v in program.inputs if v not in donated}
+    kept |= {owner.get(v, v) for v, _ in program.captured}
+    last: dict[Var, int] = {}
+    shared: set[Var] = set()
+    for i, event in enumerate(events):
+        steps = event if isinstance(event, tuple) else (event,)
+        for step in steps:
+            for var in reads(step):
+                root = owner.get(var, var)
+                last[root] = i
+                if isinstance(step, Collective):
+                    kept.add(root)  # it may be in flight for as long as its result is not read
+                elif any(out is not None and varies.get(out, ()) != varies.get(root, ()) for out in step.outs):
+                    shared.add(root)
+    chosen: dict[Instr, int] = {}
+    for i, event in enumerate(events):
+        if isinstance(event, Instr) and _in_place(event) is not None:
+            (out,) = event.outs
+            assert out is not None
+            for k in (0, 1) if event.target._schema.name in _COMMUTES and not event.kwargs else (0,):
+                var = event.args[k] if k < len(event.args) else None
+                if not isinstance(var, Var) or sum(v is var for v in reads(event)) != 1:
+                    continue
+                root = owner.get(var, var)
+                same = var.layout == out.layout is not None and var.dtype == out.dtype and _shape(var) == _shape(out)
+                if (
+                    same
+                    and root is var
+                    and root in owner
+                    and last[root] == i
+                    and root not in kept
+                    and root not in shared
+                ):
+                    chosen[event] = k
+                    break
+    return chosen
+
+
+def in_place(target: Any) -> Any:
+    """The op that writes its result over its first operand."""
+    overload = _in_place_overload(target)
+    assert overload is not None
+    return overload
+
+
+def _in_place(step: Instr) -> Any:
+    """The in-place form of a pointwise instruction with one result; None if it has none."""
+    if len(step.outs) != 1 or step.outs[0] is None or torch.Tag.pointwise not in getattr(step.target, "tags", ()):
+        return None
+    return _in_place_overload(step.target)
+
+
+def _in_place_overload(target: Any) -> Any:
+    packet = getattr(torch.ops.aten, target._schema.name.removeprefix("aten::") + "_", None)
+    return getattr(packet, target._overloadname, None) if packet is not None else None
+
+
+def _owners(events: Sequence[Event], donated: Collection[Var]) -> dict[Var, Var]:
+    """For every value of known memory, the value that first had that memory; views are owned by what they view."""
+    owner: dict[Var, Var] = {}
+    for event in events:
+        if isinstance(event, tuple):
+            for c in event:
+                owner[c.out] = c.out if c.kind in _FRESH else owner.get(c.source, c.source)
+        elif is_view(event):
+            source = next(iter(reads(event)))
+            for out in event.outs:
+                if out is not None:
+                    owner[out] = owner.setdefault(source, source)
+        else:
+            for out in event.outs:
+                if out is not None:
+                    owner[out] = out
+    return owner | {v: owner.get(v, v) for v in donated}
+
+
+def _shape(var: Var) -> Any:
+    return None if var.value is None else var.value.shape
