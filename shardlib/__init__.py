@@ -34,8 +34,8 @@ __all__ = [
     # compiling and planning
     "jit", "Plan", "check", "comm_budget", "rule",
     # per-device code by hand
-    "shard_map", "psum", "pmean", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute", "axis_index",
-    "axis_size",
+    "shard_map", "psum", "pmean", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute",
+    "axis_index", "axis_size",
     # transforms
     "grad", "value_and_grad", "vmap",
     # what goes wrong

@@ -3,36 +3,32 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from shardlib.budget import CommBudget, current_budgets
+from shardlib.call import Entry, run, signature
+from shardlib.call import entry as make_entry
+from shardlib.call import run as _run
 from shardlib.compile import compile_program
 from shardlib.errors import ShardingError
 from shardlib.layout import Layout
-from shardlib.lower.program import Var
 from shardlib.mesh import Mesh, current_mesh
 from shardlib.plan import Plan
 from shardlib.propagate.flood import Fixed
-from shardlib.run import Runner, load
+from shardlib.run import load
 from shardlib.spec import Resolved
 from shardlib.state import is_single_device, is_tracing
-from shardlib.tensor import Names, ShardedTensor, cut_up
-from shardlib.trace import is_tensor
+from shardlib.tensor import ShardedTensor, short_dtype
+from shardlib.trace import FlatCall, Static, flatten_call, is_tensor
+from shardlib.trace import _input_names as input_names
 
-
-@dataclass(frozen=True)
-class _Entry:
-    plan: Plan
-    runner: Runner
-    inputs: tuple[tuple[int, Layout, bool], ...]  # per input: which leaf of the call, its layout, whether it is donated
-    outputs: tuple[tuple[Layout, Names] | None, ...]
-    out_tree: pytree.TreeSpec
-    donates: bool
+__all__ = ["Jitted", "_run", "jit", "relayout"]
 
 
 def jit(
@@ -72,14 +68,8 @@ def jit(
             donate_argnums=donate_argnums,
             comm_budget=comm_budget,
         )
-    return Jitted(
-        fn,
-        in_specs,
-        out_specs,
-        frozenset((*_tuple(static_argnums), *_tuple(static_argnames))),
-        frozenset(_tuple(donate_argnums)),
-        comm_budget,
-    )
+    static = (*_tuple(static_argnums), *_tuple(static_argnames))
+    return Jitted(fn, in_specs, out_specs, frozenset(static), frozenset(_tuple(donate_argnums)), comm_budget)
 
 
 def _tuple(x: Any) -> tuple[Any, ...]:
@@ -87,7 +77,7 @@ def _tuple(x: Any) -> tuple[Any, ...]:
 
 
 class Jitted:
-    """What `jit` returns: call it, or ask for its `plan`."""
+    """What `jit` returns: call it, or ask for its `plan`. `retraces` tells why it was compiled more than once."""
 
     def __init__(
         self,
@@ -95,37 +85,57 @@ class Jitted:
         in_specs: Any,
         out_specs: Any,
         static: frozenset[int | str],
-        donate: frozenset[int],
+        donate: frozenset[int | str],
         budget: CommBudget | None,
     ) -> None:
         functools.update_wrapper(self, fn)
-        self.fn, self.in_specs, self.out_specs = fn, in_specs, out_specs
-        self.static, self.donate, self.budget = static, donate, budget
-        self._entries: dict[Any, _Entry] = {}
+        self.name: str = getattr(fn, "__name__", type(fn).__name__)
+        self.fn, self.in_specs, self.out_specs, self.budget = fn, in_specs, out_specs, budget
+        self.static, self.donate = _by_position_and_name(fn, static), _by_position_and_name(fn, donate)
+        self._entries: dict[Any, Entry] = {}
         self._plans: dict[Any, Plan] = {}
-        self.retraces: list[str] = []  # why each compilation after the first was needed
+        self._warm: dict[Any, Entry] = {}  # by mesh and signature
+        self._lock = threading.RLock()
+        self.retraces: list[str] = []
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments (real, meta or fake tensors); nothing runs and no device is touched."""
         mesh = self._mesh(args, kwargs)
-        leaves, _, key = self._key(mesh, args, kwargs)
-        del leaves
-        if (known := self._plans.get(key)) is None:
-            self._note_retrace(key)
-            known = self._plans[key] = self._compile(mesh, args, kwargs)
-        for budget in (*current_budgets(), *([self.budget] if self.budget else ())):
-            budget.check(known)
-        return known
+        plan = self._planned(mesh, args, kwargs)
+        self._check_budgets(plan)
+        return plan
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_single_device() or is_tracing() or _transformed(args, kwargs):
             return self.fn(*args, **kwargs)
-        mesh = self._mesh(args, kwargs)
-        leaves, _, key = self._key(mesh, args, kwargs)
-        entry = self._entries.get(key)
-        if entry is None:
-            entry = self._entries[key] = self._load(mesh, self.plan(*args, **kwargs))
-        return _run(entry, mesh, leaves)
+        mesh = current_mesh() or self._mesh(args, kwargs)
+        read = signature(args, kwargs)
+        if read is not None:
+            entry = self._warm.get((id(mesh), read[1]))
+            if entry is not None:
+                if current_budgets():
+                    self._check_budgets(entry.plan)
+                return run(entry, mesh, read[0])
+        call = flatten_call(args, kwargs, self.static)
+        leaves = list(call.leaves)
+        with self._lock:
+            key = self._key(mesh, call)
+            entry = self._entries.get(key)
+            if entry is None:
+                plan = self._planned(mesh, args, kwargs)
+                self._check_budgets(plan)
+                _refuse_other_devices(plan, mesh, leaves)
+                entry = self._entries[key] = self._load(mesh, plan)
+            else:
+                self._check_budgets(entry.plan)
+            # The two readings of a call list the same leaves, but for what only the slow one looks into.
+            if read is not None and entry.mesh is mesh and _same(read[0], leaves):
+                self._warm[id(mesh), read[1]] = entry
+        return run(entry, mesh, leaves)
+
+    def _check_budgets(self, plan: Plan) -> None:
+        for budget in (*current_budgets(), *([self.budget] if self.budget else ())):
+            budget.check(plan)
 
     def _mesh(self, args: Any, kwargs: Any) -> Mesh:
         mesh = current_mesh()
@@ -133,25 +143,27 @@ class Jitted:
             found = {leaf.mesh for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ShardedTensor)}
             if len(found) != 1:
                 raise ShardingError(
-                    f"{self.__name__} is called outside any mesh",  # type: ignore[attr-defined]
+                    f"{self.name} is called outside any mesh",
                     rule="a jitted function runs on the current mesh",
                     remedy="call it inside `with Mesh(data=2, tensor=4):`",
                 )
             (mesh,) = found
         return mesh
 
-    def _key(self, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any, Any]:
-        if self.static:
-            args_ = tuple(_Static(a) if i in self.static else a for i, a in enumerate(args))
-            kwargs_ = {k: _Static(v) if k in self.static else v for k, v in kwargs.items()}
-            leaves, tree = pytree.tree_flatten((args_, kwargs_))
-        else:
-            leaves, tree = pytree.tree_flatten((args, kwargs))
-        return leaves, tree, (mesh, tree, tuple(map(_leaf_key, leaves)))
+    def _key(self, mesh: Mesh, call: FlatCall) -> Any:
+        return mesh, call.tree, tuple(map(_leaf_key, call.leaves))
 
-    def _note_retrace(self, key: Any) -> None:
-        if self._plans:
-            self.retraces.append(_difference(list(self._plans)[-1], key))
+    def _planned(self, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+        call = flatten_call(args, kwargs, self.static)
+        with self._lock:
+            key = self._key(mesh, call)
+            known = self._plans.get(key)
+            if known is None:
+                known = self._compile(mesh, args, kwargs)
+                if self._plans:
+                    self.retraces.append(_difference(list(self._plans)[-1], key, call, self.fn))
+                self._plans[key] = known
+        return known
 
     def _compile(self, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         def placed(leaf: Any) -> Fixed | None:
@@ -159,9 +171,10 @@ class Jitted:
                 return None
             if leaf.mesh != mesh:
                 raise ShardingError(
-                    f"an argument of {self.__name__} lives on {leaf.mesh}, the current mesh is {mesh}",  # type: ignore[attr-defined]
+                    f"an argument of {self.name} lives on {leaf.mesh}, the current mesh is {mesh}",
                     [repr(leaf)],
                     rule="all tensors of a program live on one mesh",
+                    remedy="place it again: shard(x.full_tensor(), spec) inside `with` the current mesh",
                 )
             return Fixed(leaf.sharding, leaf._names, (False,) * leaf.dim(), "")
 
@@ -175,93 +188,90 @@ class Jitted:
             static=self.static,
             placed=placed,
         )
+        paths = compiled.traced.input_paths
+        compiled.program.donated = frozenset(i for i, path in enumerate(paths) if _argument(path) in self.donate)
         return Plan(compiled)
 
-    def _load(self, mesh: Mesh, plan: Plan) -> _Entry:
+    def _load(self, mesh: Mesh, plan: Plan) -> Entry:
         if mesh.kind == "abstract":
             raise ShardingError(
-                f"{self.__name__} cannot run on {mesh}",  # type: ignore[attr-defined]
+                f"{self.name} cannot run on {mesh}",
                 rule="an abstract mesh has no devices",
                 remedy="plan on it (step.plan(...)), or use Mesh(...)",
             )
-        compiled = plan.compiled
-        program = compiled.program
-        paths = compiled.traced.input_paths
-        program.donated = frozenset(
-            i for i, path in enumerate(paths) if path[0].idx == 0 and path[1].idx in self.donate
-        )
-        inputs = tuple(
-            (leaf, _layout(var), i in program.donated)
-            for i, (leaf, var) in enumerate(zip(compiled.traced.input_leaves, program.inputs, strict=True))
-        )
-        outputs = tuple(
-            (_layout(out), names) if isinstance(out, Var) else None
-            for out, names in zip(compiled.program.outputs, plan.output_names, strict=True)
-        )
-        runner = load(compiled.program, mesh, plan)
-        return _Entry(plan, runner, inputs, outputs, compiled.traced.out_tree, bool(program.donated))
+        return make_entry(plan, mesh, load(plan.compiled.program, mesh, plan))
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else functools.partial(self.__call__, instance)
+        return self if instance is None else functools.partial(self, instance)
+
+    def __repr__(self) -> str:
+        return f"<jit of {self.name}>"
 
 
-def _run(entry: _Entry, mesh: Mesh, leaves: list[Any]) -> Any:
-    pieces = []
-    for i, layout, donated in entry.inputs:
-        leaf = leaves[i]
-        if type(leaf) is ShardedTensor:
-            pieces.append(leaf._locals)
-        else:
-            # What is donated is a placed copy: a plain tensor of the caller is never written to.
-            pieces.append(cut_up(leaf.detach().clone() if donated else leaf.detach(), layout, mesh))
-    if entry.donates:
-        _refuse_shared(entry, leaves)
-    results = entry.runner(pieces)
-    out = [
-        r if form is None else ShardedTensor(r, form[0], mesh, form[1])
-        for r, form in zip(results, entry.outputs, strict=True)
+def _by_position_and_name(fn: Callable[..., Any], chosen: frozenset[int | str]) -> frozenset[int | str]:
+    """Arguments that are chosen by position, also by their names, and the other way round; they may be passed either
+    way."""
+    if not chosen:
+        return chosen
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (ValueError, TypeError):  # a builtin
+        return chosen
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    plain = [p.name for p in parameters if p.kind in kinds]
+    chosen |= {i + len(plain) for i in chosen if isinstance(i, int) and i < 0}
+    chosen |= {plain[i] for i in chosen if isinstance(i, int) and 0 <= i < len(plain)}
+    return chosen | {i for i, name in enumerate(plain) if name in chosen}
+
+
+def _argument(path: Any) -> int | str:
+    """The position or name of the argument that a leaf is in."""
+    group, first = path[0], path[1]
+    return str(first.key) if group.idx == 1 else int(first.idx)
+
+
+def _same(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+
+
+def _refuse_other_devices(plan: Plan, mesh: Mesh, leaves: list[Any]) -> None:
+    """Every tensor must be where the mesh's devices are."""
+    traced = plan.compiled.traced
+    there = torch.device(mesh.device).type
+    wrong = [
+        f"{name} of shape {list(leaves[i].shape)} is on {leaves[i].device}"
+        for i, name in zip(traced.input_leaves, traced.input_names, strict=True)
+        if leaves[i].device.type != there
     ]
-    return pytree.tree_unflatten(out, entry.out_tree)
-
-
-def _refuse_shared(entry: _Entry, leaves: list[Any]) -> None:
-    """A donated tensor that is also another argument would be read after it was overwritten."""
-    owner: dict[int, int] = {}
-    donated = {i for i, _, gone in entry.inputs if gone}
-    for i, _, _ in entry.inputs:
-        first = owner.setdefault(id(leaves[i]), i)
-        if first != i and (first in donated or i in donated):
-            names = entry.plan.compiled.traced.input_names
-            at = [leaf for leaf, _, _ in entry.inputs]
-            raise ShardingError(
-                f"{entry.plan.name}: one tensor is given twice, and donated",
-                [f"{names[at.index(first)]} and {names[at.index(i)]}, of shape {list(leaves[i].shape)}"],
-                rule="a donated argument may be overwritten while the function runs",
-                remedy="donate neither, or pass a copy",
-            )
-
-
-class _Static:
-    """A static argument: compared by value."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    if wrong:
+        meta = all(leaves[i].device.type in (there, "meta") for i in traced.input_leaves)
+        raise ShardingError(
+            f"{plan.name} runs on {mesh}, whose devices are {there}",
+            wrong,
+            rule="arguments live on the devices of the mesh",
+            remedy="meta tensors have no values: plan with them (step.plan(...))"
+            if meta
+            else f"x.to({there!r}) first, or Mesh(..., device=...)",
+        )
 
 
 def _leaf_key(leaf: Any) -> Any:
     if type(leaf) is ShardedTensor:
-        return (leaf.shape, leaf.dtype, leaf._layout, leaf.requires_grad)
+        return tuple(leaf.shape), leaf.dtype, leaf._layout, leaf.requires_grad, leaf._names
     if is_tensor(leaf):
-        return (tuple(leaf.shape), leaf.dtype, leaf.device.type, leaf.requires_grad)
-    if isinstance(leaf, _Static):
+        return tuple(leaf.shape), leaf.dtype, leaf.device.type, leaf.requires_grad, type(leaf)
+    if isinstance(leaf, Static):
         leaf = leaf.value
-    return (
-        (type(leaf), leaf) if isinstance(leaf, int | float | bool | str | None) else (type(leaf), id(leaf), _Keep(leaf))
-    )
+        try:
+            hash(leaf)
+        except TypeError:
+            return type(leaf), _Keep(leaf)
+        return type(leaf), leaf
+    return (type(leaf), leaf) if isinstance(leaf, int | float | bool | str | None) else (type(leaf), _Keep(leaf))
 
 
 class _Keep:
-    """Keeps an object that is compared by identity alive as long as its key."""
+    """Compares an object by identity, and keeps it alive as long as its key, so that no other one gets its id."""
 
     __slots__ = ("value",)
 
@@ -274,23 +284,26 @@ class _Keep:
     def __hash__(self) -> int:
         return id(self.value)
 
+    def __repr__(self) -> str:
+        return f"a {type(self.value).__name__} (compared by identity)"
 
-def _difference(old: Any, new: Any) -> str:
+
+def _difference(old: Any, new: Any, call: FlatCall, fn: Callable[..., Any]) -> str:
     """What changed between two calls, in words."""
     if old[0] != new[0]:
         return f"the mesh was {old[0]}, is {new[0]}"
     if old[1] != new[1]:
         return "the arguments have another structure"
-    changes = [
-        f"leaf {i}: {_show(a)} -> {_show(b)}" for i, (a, b) in enumerate(zip(old[2], new[2], strict=True)) if a != b
-    ]
+    names = list(input_names(fn, call.paths))
+    changes = [f"{name}: {_show(a)} -> {_show(b)}" for name, a, b in zip(names, old[2], new[2], strict=True) if a != b]
     return "; ".join(changes)
 
 
 def _show(key: Any) -> str:
-    if len(key) == 4:
-        return f"{str(key[1]).removeprefix('torch.')}{list(key[0])} {key[2]}{' requires_grad' if key[3] else ''}"
-    return repr(key[1])
+    if len(key) == 2:
+        return repr(key[1])
+    where = f" [{key[2]}]" if isinstance(key[2], Layout) else ""
+    return f"{short_dtype(key[1])}{list(key[0])}{where}{' requires_grad' if key[3] else ''}"
 
 
 def _transformed(args: Any, kwargs: Any) -> bool:
@@ -299,11 +312,6 @@ def _transformed(args: Any, kwargs: Any) -> bool:
         return False
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     return any(isinstance(x, torch.Tensor) and wrapped(x) for x in pytree.tree_leaves((args, kwargs)))
-
-
-def _layout(var: Var) -> Layout:
-    assert var.layout is not None, f"{var} is no value of the program"
-    return var.layout
 
 
 _relayouts: dict[Any, Jitted] = {}

@@ -89,7 +89,7 @@ class Plan:
 
     @cached_property
     def flops(self) -> float:
-        """Floating-point operations of one device in one call: a multiply-add is two, elementwise work is not counted."""
+        """Floating-point operations of one device in one call; a multiply-add is two, pointwise work is not counted."""
         return float(sum(s.flops for s in self.compiled.program.steps if isinstance(s, Instr)))
 
     @cached_property
@@ -202,7 +202,7 @@ class Plan:
         }
 
     def listing(self) -> str:
-        """Every step of the program, arithmetic and constants included: two plans are the same if their listings are."""
+        """Every step of the program, arithmetic and constants included: plans with one listing are the same."""
         lines = [f"{v.name}: {v.dtype}[{v.layout}]" for v in self._in]
         for s in self.compiled.program.steps:
             outs = ", ".join("_" if v is None else v.name for v in s.outs)

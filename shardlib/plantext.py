@@ -86,10 +86,11 @@ def fold(rows: Sequence[Row]) -> list[Row]:
     """
     ids: dict[tuple[str, ...], int] = {}
     shapes = [ids.setdefault(row.shape, len(ids)) for row in rows]
+    heads = [len(row.cells) == 1 for row in rows]
     out: list[Row] = []
     i = 0
     while i < len(rows):
-        period, times = _best(shapes, i)
+        period, times = _best(shapes, i, heads)
         if times < 2:
             out.append(rows[i])
             i += 1
@@ -101,10 +102,14 @@ def fold(rows: Sequence[Row]) -> list[Row]:
     return out
 
 
-def _best(shapes: Sequence[int], i: int) -> tuple[int, int]:
-    """The period and number of the repeats from line `i` on that save most lines."""
+def _best(shapes: Sequence[int], i: int, heads: Sequence[bool]) -> tuple[int, int]:
+    """The period and number of the repeats from line `i` on that save most lines; a block that holds a heading starts
+    with one.
+    """
     best, saved = (0, 0), 1
     for j in range(i + 1, min(i + _LONGEST, (i + len(shapes)) // 2 + 1)):
+        if heads[j] and not heads[i]:
+            break
         if shapes[j] != shapes[i]:
             continue
         period, times = j - i, 1

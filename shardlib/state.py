@@ -41,7 +41,7 @@ def single_device() -> Iterator[None]:
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """No garbage collection meanwhile: a compiler makes many objects and few cycles, and each pass looks at them all."""
+    """No garbage collection meanwhile: compiling makes many objects, few cycles, and each pass looks at all."""
     was = gc.isenabled()
     gc.disable()
     try:

@@ -138,10 +138,10 @@ class ShardedTensor(torch.Tensor):
         return f"ShardedTensor({typeof(self)} on {_axes_of(self._mesh)})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         from shardlib.eager import dispatch
 
-        return dispatch(func, args, dict(kwargs or {}))
+        return dispatch(op, args, dict(kwargs or {}))
 
 
 def _axes_of(mesh: Mesh) -> str:

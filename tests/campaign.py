@@ -73,9 +73,9 @@ def outcome(p: Program) -> Outcome:
                 return Outcome("wrong", fault, *once)
             entry = step._load(mesh, plan)
             with counting() as calls:
-                runner = virtual.load(plan.compiled.program, mesh, share=False)
-                locals_ = runner([sl.jit.__globals__["cut_up"](args[i], lay, mesh) for i, lay in entry.inputs])
-            if fault := differ_anywhere(expected, locals_, entry.outputs, mesh, tolerance):
+                apart = replace(entry, runner=virtual.load(plan.compiled.program, mesh, share=False))
+                found = pytree.tree_leaves(_run(apart, mesh, args))
+            if fault := differ_anywhere(expected, found, mesh, tolerance):
                 return Outcome("wrong", f"unshared: {fault}", *once)
             if fault := broken_promise(promised, calls, mesh):
                 return Outcome("wrong", f"bytes: {fault}", *once)
@@ -130,15 +130,15 @@ def differ(expected: list[Any], found: list[Any], tolerance: list[float]) -> str
 
 
 def differ_anywhere(
-    expected: list[Any], found: tuple[Any, ...], outputs: Any, mesh: Mesh, tolerance: list[float]
+    expected: list[Any], found: list[Any], mesh: Mesh, tolerance: list[float]
 ) -> str:
     """The same for every device's local tensor."""
     faults = []
-    for i, (a, shards, form, t) in enumerate(zip(expected, found, outputs, tolerance, strict=True)):
-        if form is None:
+    for i, (a, sharded, t) in enumerate(zip(expected, found, tolerance, strict=True)):
+        if not isinstance(sharded, sl.ShardedTensor):
             continue
-        layout: Layout = form[0]
-        for coords, b in zip(mesh.all_coords(), shards, strict=True):
+        layout: Layout = sharded.sharding
+        for coords, b in zip(mesh.all_coords(), sharded._locals, strict=True):
             if fault := far(layout.scatter(a, coords), b, t):
                 faults.append(f"leaf {i} on {dict(coords)} as [{layout}]: {fault}")
                 break

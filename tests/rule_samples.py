@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -98,6 +99,16 @@ def contraction() -> Iterator[Sample]:
     yield s("addmv", f(3), f(3, 5), f(5), beta=0.25)
     yield s("baddbmm", f(2, 3, 4), f(2, 3, 5), f(2, 5, 4))
     yield s("baddbmm", f(3, 1), f(2, 3, 5), f(2, 5, 4), beta=0.5, alpha=2)
+
+
+def grouped() -> Iterator[Sample]:
+    if importlib.util.find_spec("transformers") is None:
+        return
+    importlib.import_module("transformers.integrations.moe")  # defines its ops
+    for ends in ([2, 2, 5], [0, 5, 5], [1, 4, 4]):
+        x, weight, offs = f(5, 3), f(3, 3, 4), torch.tensor(ends, dtype=torch.int32)
+        yield s("transformers::grouped_mm_fallback", x, weight, offs)
+        yield s("transformers::grouped_mm_fallback_backward", x, weight, offs, f(5, 4))
 
 
 def reduction() -> Iterator[Sample]:
@@ -400,6 +411,6 @@ def attention() -> Iterator[Sample]:
 
 
 SAMPLES = (
-    pointwise, contraction, reduction, softmax, norm, view, slicing, indexing,
+    pointwise, contraction, grouped, reduction, softmax, norm, view, slicing, indexing,
     loss, creation, attention,
 )  # fmt: skip

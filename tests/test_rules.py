@@ -32,7 +32,8 @@ def test_every_row_has_a_sample() -> None:
         name for name in rows if hasattr(getattr(torch.ops, name.split("::")[0]), name.split("::")[1].split(".")[0])
     }
     assert here - proved == set()
-    assert rows - here <= {"aten::_fused_rms_norm", "aten::_fused_rms_norm_backward"}  # torch may be too old for them
+    new = {"aten::_fused_rms_norm", "aten::_fused_rms_norm_backward"}  # torch may be too old for them
+    assert {name for name in rows - here if not name.startswith("transformers::")} <= new
 
 
 # Pointwise by tag -----------------------------------------------------------------------------------------------------

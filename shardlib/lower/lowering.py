@@ -317,7 +317,7 @@ class _Lowering:
             return known
         (var,) = self._emit(op, op.rule, assignment, [operand])
         self._settle(var, value, form)
-        return var
+        return var  # type: ignore[no-any-return]
 
     def _through(self, op: Op, want: Cut) -> tuple[Assignment, Cut]:
         """What a view's operand must be for its result to be `want`, as nearly as the view allows."""

@@ -57,6 +57,7 @@ class Sym:
 
 def local_size(size: int, axes: Sequence[Axis]) -> Sym | int:
     """How many of `size` elements cut over `axes` a device holds: an int where all hold the same."""
+    axes = Axis.merge(axes)  # parts of one mesh axis cut as one
     n = 1
     for a in axes:
         n *= a.size
@@ -72,6 +73,7 @@ def local_size(size: int, axes: Sequence[Axis]) -> Sym | int:
 
 def offset(size: int, axes: Sequence[Axis]) -> Sym | int:
     """The global index of a device's first element."""
+    axes = Axis.merge(axes)
     if not axes:
         return 0
     return Sym(lambda coords: span(size, axes, coords)[0], frozenset(axes), f"offset({size}@{_names(axes)})")

@@ -118,9 +118,9 @@ def flood(
     for op in graph.ops:
         if op.rule is not None and not _all_constant(op):
             _unify(f, op, raw, raw_labels)
-        for value in op.results:
-            if value is not None and not value.constant:
-                dims_of(value)
+        for result in op.results:
+            if result is not None and not result.constant:
+                dims_of(result)
     for key, apart in f.apart.items():
         for mine, theirs in zip(raw[apart], raw[ends[key][0]], strict=True):
             f.dims.unify(mine, theirs)

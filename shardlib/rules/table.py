@@ -12,6 +12,7 @@ from shardlib.rules import (
     attention,
     contraction,
     creation,
+    grouped,
     indexing,
     loss,
     norm,
@@ -29,6 +30,7 @@ from shardlib.rules.rule import Call, Rule, RuleFn
 FAMILIES = (
     pointwise,
     contraction,
+    grouped,
     reduction,
     softmax,
     norm,

@@ -1,8 +1,8 @@
 """Which instructions may write their result over an operand.
 
-A pointwise result may take the memory of an operand of its shape and dtype that nobody reads again: that saves fresh memory
-for every residual add and parameter update. Whoever shares that memory (views of it, results of collectives) counts as a
-reader, and so does a device that computes later from a value which several devices share.
+A pointwise result may take the memory of an operand of its shape and dtype that nobody reads again: that saves fresh
+memory for every residual add and parameter update. Whoever shares that memory (views of it, results of collectives)
+counts as a reader, and so does a device that computes later from a value which several devices share.
 """
 
 from __future__ import annotations
@@ -51,11 +51,14 @@ def overwrites(
             (out,) = event.outs
             assert out is not None
             for k in (0, 1) if event.target._schema.name in _COMMUTES and not event.kwargs else (0,):
-                var = event.args[k] if k < len(event.args) else None
-                if not isinstance(var, Var) or sum(v is var for v in reads(event)) != 1:
+                operand = event.args[k] if k < len(event.args) else None
+                if not isinstance(operand, Var) or sum(v is operand for v in reads(event)) != 1:
                     continue
-                root = owner.get(var, var)
-                same = var.layout == out.layout is not None and var.dtype == out.dtype and _shape(var) == _shape(out)
+                root = owner.get(operand, operand)
+                same = operand.layout == out.layout is not None and (operand.dtype, _shape(operand)) == (
+                    out.dtype,
+                    _shape(out),
+                )
                 if (
                     same
                     and root is var

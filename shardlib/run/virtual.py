@@ -6,6 +6,7 @@ Collectives are plain tensor arithmetic on the members' local tensors; see `shar
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -49,6 +50,8 @@ def _communicate(g: Generator, bundle: tuple[Collective, ...]) -> None:
 
 def _collective(g: Generator, step: Collective) -> None:
     function = (_SHARED | _APART)[step.kind]
+    if step.kind in _SHARED and not g.share:
+        function = _own(function)
     call = g.bind(function, step.kind)
     for group in g.members(step):
         sources = [g.name(step.source, c) for c in group]
@@ -62,6 +65,16 @@ def _collective(g: Generator, step: Collective) -> None:
             args.append(f"kind={step.reduce!r}")
         left = "".join(f"{o}, " for o in outs).strip()
         g.emit(f"{left} = {call}({', '.join(args)})", dict.fromkeys(outs), dict.fromkeys(sources))
+
+
+@cache
+def _own(reference: Callable[..., list[torch.Tensor]]) -> Callable[..., list[torch.Tensor]]:
+    """The collective with a tensor of its own for every member: each may be overwritten."""
+
+    def apart(*args: Any, **params: Any) -> list[torch.Tensor]:
+        return [out.clone() for out in reference(*args, **params)]
+
+    return apart
 
 
 _COMMON = {
