@@ -21,7 +21,7 @@ from shardlib.lower.program import Var
 from shardlib.mesh import Mesh
 from shardlib.plan import Plan
 from shardlib.run import Runner
-from shardlib.tensor import Names, ShardedTensor, cut_up
+from shardlib.tensor import ShardedTensor, cut_up
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,9 @@ def _layout(var: Var) -> Layout:
 
 
 def _firsts(layout: Layout, mesh: Mesh) -> Iterator[tuple[int, int]]:
-    coords = mesh.all_coords() if mesh.kind == "virtual" else [{}]
-    keys = [tuple(a.coord(c) for a in layout.axes) for c in coords] if mesh.kind == "virtual" else [()]
-    seen = dict.fromkeys(keys)
-    return ((keys.index(key), keys.count(key)) for key in seen)
+    coords = mesh.all_coords() if mesh.kind == "virtual" else [mesh.coords(mesh.rank)]
+    keys = [tuple(a.coord(c) for a in layout.axes) for c in coords]
+    return ((keys.index(key), keys.count(key)) for key in dict.fromkeys(keys))
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
@@ -151,7 +150,7 @@ def _sole(pieces: tuple[torch.Tensor, ...], firsts: tuple[tuple[int, int], ...],
 
 
 def _uses(x: torch.Tensor) -> int:
-    return int(torch._C._storage_Use_Count(x.untyped_storage()._cdata))  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(x.untyped_storage()._cdata))
 
 
 def _counted(pieces: tuple[torch.Tensor, ...]) -> tuple[int, int, int]:
@@ -223,17 +222,11 @@ def _read(x: Any, leaves: list[Any], known: list[Any]) -> bool:
     if kind is tuple or kind is list:
         known.append(kind)
         known.append(len(x))
-        for y in x:
-            if not _read(y, leaves, known):
-                return False
-        return True
+        return all(_read(y, leaves, known) for y in x)
     if kind is dict:
         known.append(kind)
         known.append(tuple(x))
-        for y in x.values():
-            if not _read(y, leaves, known):
-                return False
-        return True
+        return all(_read(y, leaves, known) for y in x.values())
     leaves.append(x)
     if isinstance(x, torch.Tensor):
         if kind is not torch.Tensor and kind is not torch.nn.Parameter:

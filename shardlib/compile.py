@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from shardlib.propagate.flood import Fixed
 from shardlib.propagate.units import is_constraint
 from shardlib.spec import P, Spec, resolve_many
 from shardlib.state import paused_gc, tracing
-from shardlib.trace import Traced, flatten_call, trace
+from shardlib.trace import Static, Traced, flatten_call, is_tensor, trace
 
 SpecLike = str | P | Spec | None
 
@@ -64,8 +65,9 @@ def compile_program(
         traced = normalise(traced)
     clock.stop("normalise")
     graph = graphs.build(traced.graph)
-    fixed_inputs = _fixed_inputs(traced, graph, args, kwargs, in_specs, static, mesh, placed)
+    fixed_inputs = _fixed_inputs(fn, traced, graph, args, kwargs, in_specs, static, mesh, placed)
     fixed = {graph.inputs[i]: f for i, f in fixed_inputs.items()} | _constraints(graph, mesh)
+    _refuse_contradictions(traced, graph, fixed)
     outputs = _fixed_outputs(traced, graph, out_specs, mesh)
     clock.stop("rules")
     propagated = propagate(graph, mesh, fixed, outputs, _doors(graph, mesh))
@@ -87,6 +89,7 @@ class _Clock:
 
 
 def _fixed_inputs(
+    fn: Callable[..., Any],
     traced: Traced,
     graph: Graph,
     args: Sequence[Any],
@@ -97,7 +100,7 @@ def _fixed_inputs(
     placed: Callable[[Any], Fixed | None],
 ) -> dict[int, Fixed]:
     """Layouts of the inputs that have one: from their spec, or because they are placed already."""
-    specs = _input_specs(traced, args, kwargs, in_specs, static)
+    specs = _input_specs(fn, traced, args, kwargs, in_specs, static)
     items = [
         (i, (name, value.shape, spec, None))
         for i, (name, value, spec) in enumerate(zip(traced.input_names, graph.inputs, specs, strict=True))
@@ -140,31 +143,81 @@ def _tensor_leaves(
 
 
 def _input_specs(
-    traced: Traced, args: Sequence[Any], kwargs: Mapping[str, Any], in_specs: Any, static: Collection[int | str]
+    fn: Callable[..., Any],
+    traced: Traced,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    in_specs: Any,
+    static: Collection[int | str],
 ) -> list[SpecLike]:
     if in_specs is None:
         return [None] * len(traced.input_names)
     call = flatten_call(args, kwargs, static)
     positional, named = pytree.tree_unflatten(list(call.leaves), call.tree)
-    if isinstance(in_specs, dict) and not args:
-        tree: Any = ((), {k: in_specs.get(k) for k in named})
-    else:
-        specs = in_specs if isinstance(in_specs, tuple | list) and not isinstance(in_specs, P) else (in_specs,)
-        if len(specs) > len(positional):
-            raise ShardingError(
-                f"{traced.name}: in_specs has {len(specs)} entries, the call {len(positional)} positional arguments",
-                rule="in_specs is a tuple with one entry (or None) per positional argument",
-            )
-        tree = ((*specs, *(None,) * (len(positional) - len(specs))), dict.fromkeys(named))
-    flat = broadcast_prefix(tree, (positional, named), f"{traced.name}: in_specs")
+    tree = _by_argument(fn, traced.name, in_specs, len(positional), named)
+    flat = broadcast_prefix(tree, (positional, named), f"{traced.name}: in_specs", _describe)
     return [flat[i] for i in traced.input_leaves]
+
+
+def _by_argument(
+    fn: Callable[..., Any], name: str, in_specs: Any, positional: int, named: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The specs of `(args, kwargs)`: `in_specs` is a tuple with an entry per positional argument, or a dict by name."""
+    plain, everything = _parameters(fn)
+    if isinstance(in_specs, dict):
+        known = [*everything, *(k for k in named if k not in everything)]
+        if unknown := [key for key in in_specs if key not in known]:
+            raise ShardingError(
+                f"{name}: in_specs do not fit the arguments",
+                [f"{key!r} is no parameter; they are {', '.join(known) or 'none'}" for key in unknown],
+                rule="in_specs is a tuple with an entry per positional argument, or a dict by parameter name",
+                remedy="in_specs=({...},) for a first argument that is a dict itself",
+            )
+        first = tuple(in_specs.get(plain[i]) if i < len(plain) else None for i in range(positional))
+        return first, {k: in_specs.get(k) for k in named}
+    specs = tuple(in_specs) if isinstance(in_specs, tuple | list) else (in_specs,)
+    if len(specs) > positional + len(named):
+        total = positional + len(named)
+        raise ShardingError(
+            f"{name}: in_specs has {len(specs)} entries, the call has {total} argument{'s' * (total != 1)}",
+            [f"{i}: {spec!r}" for i, spec in enumerate(specs[total:], total)],
+            rule="in_specs is a tuple with an entry (or None) per positional argument, or a dict by parameter name",
+            remedy="a spec is one string, 'batch seq', not a tuple of names; in_specs=('batch seq',) for one argument",
+        )
+    rest = dict(zip(plain[positional:], specs[positional:], strict=False))  # given by name this time
+    return (*specs[:positional], *(None,) * (positional - len(specs))), {k: rest.get(k) for k in named}
+
+
+def _parameters(fn: Callable[..., Any]) -> tuple[list[str], list[str]]:
+    """Names of the parameters that may be given by position, and of all."""
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (ValueError, TypeError):  # a builtin
+        return [], []
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = [p for p in parameters if p.kind not in variadic]
+    return [p.name for p in named if p.kind is not inspect.Parameter.KEYWORD_ONLY], [p.name for p in named]
+
+
+def _describe(leaf: Any) -> str | None:
+    """What a leaf is, if it can have no spec."""
+    if is_tensor(leaf) or leaf is None:
+        return None
+    if isinstance(leaf, Static):
+        return "a static argument"
+    return f"{leaf!r}, which is no tensor" if isinstance(leaf, int | float | str) else f"a {type(leaf).__name__}"
 
 
 def _fixed_outputs(traced: Traced, graph: Graph, out_specs: Any, mesh: Mesh) -> dict[int, Fixed]:
     if out_specs is None:
         return {}
     dummy = pytree.tree_unflatten(list(range(len(graph.outputs))), traced.out_tree)
-    flat = broadcast_prefix(out_specs, dummy, f"{traced.name}: out_specs")
+
+    def describe(i: int) -> str | None:
+        constant = graph.outputs[i]
+        return None if isinstance(constant, Value) else _describe(constant)
+
+    flat = broadcast_prefix(out_specs, dummy, f"{traced.name}: out_specs", describe)
     items = [
         (i, (f"result{name}", value.shape, spec, None))
         for i, (value, spec, name) in enumerate(zip(graph.outputs, flat, traced.output_names, strict=True))
@@ -198,13 +251,45 @@ def _said(op: Op, value: Value, mesh: Mesh) -> Fixed:
     return Fixed(r.layout, r.names, r.open, f"{call}(..., {str(r.spec)!r}) at {place(op.line)}")
 
 
+def _refuse_contradictions(traced: Traced, graph: Graph, fixed: Mapping[Value, Fixed]) -> None:
+    """Two annotations of one value, with no op between them, must agree; a reshard is asked for of an op's result."""
+    names = dict(zip(graph.inputs, traced.input_names, strict=True))
+    wrong = []
+    for op in graph.ops:
+        if not is_constraint(op) or op.backward:
+            continue
+        value, result = op.operands[0], op.results[0]
+        annotated = value.op is not None and is_constraint(value.op)
+        annotated |= value.op is None and value in fixed and fixed[value].source.startswith("in_specs")
+        assert result is not None
+        if annotated and not any((*fixed[value].open, *fixed[result].open)):
+            first, second = fixed[value], fixed[result]
+            if first.layout.canonical != second.layout.canonical:
+                name = names.get(value, "a value")
+                wrong.append(
+                    f"{name} of shape {list(value.shape)}: [{first.layout}] by {first.source}, "
+                    f"[{second.layout}] by {second.source}"
+                )
+    if wrong:
+        raise ShardingError(
+            f"{traced.name} has contradictory annotations",
+            wrong,
+            rule="two annotations of one value agree: it lives in one place",
+            remedy="drop one of the two; to move a value on purpose, shard the result of the op that reads it",
+        )
+
+
 def is_spec(x: Any) -> bool:
     """Whether `x` is a leaf of a pytree of specs."""
     return x is None or isinstance(x, str | P | Spec)
 
 
-def broadcast_prefix(prefix: Any, tree: Any, what: str) -> list[SpecLike]:
+def broadcast_prefix(
+    prefix: Any, tree: Any, what: str, describe: Callable[[Any], str | None] = lambda leaf: None
+) -> list[SpecLike]:
     """One spec per leaf of `tree`; a spec (or None) in `prefix` stands for everything below it.
+
+    `describe` says what a leaf is that can have no spec of its own, and None of any other.
 
     Example:
         >>> broadcast_prefix(("a", {"x": "b c"}), (1, {"x": 2, "y": 3}), "in_specs")
@@ -215,25 +300,25 @@ def broadcast_prefix(prefix: Any, tree: Any, what: str) -> list[SpecLike]:
 
     def walk(spec: Any, node: Any, path: str) -> None:
         if is_spec(spec):
-            out.extend([spec] * len(pytree.tree_leaves(node)))
+            leaves = pytree.tree_leaves(node)
+            if spec is not None and len(leaves) == 1 and leaves[0] is node and (said := describe(node)):
+                wrong.append(f"{path}: spec {str(spec)!r} for {said}")
+            out.extend([spec] * len(leaves))
             return
-        if isinstance(spec, dict) and isinstance(node, dict):
+        specs, values = _children(spec), _children(node)
+        if specs is None or values is None or (isinstance(spec, dict) != isinstance(node, dict)):
+            wrong.append(f"{path}: the specs have {_kind(spec)}, the values {_kind(node)}")
+        elif isinstance(spec, dict):
             wrong.extend(
                 f"{path} has no {key!r}; it has {', '.join(map(repr, node))}" for key in spec if key not in node
             )
             for key, child in node.items():
                 walk(spec.get(key), child, f"{path}[{key!r}]")
-        elif isinstance(spec, tuple | list) and isinstance(node, tuple | list) and len(spec) == len(node):
-            for i, (s, n) in enumerate(zip(spec, node, strict=True)):
-                walk(s, n, f"{path}[{i}]")
+        elif len(specs) != len(values):
+            wrong.append(f"{path}: the specs have {_kind(spec)}, the values {_kind(node)}")
         else:
-            got = (
-                f"{type(node).__name__} of {len(node)}"
-                if isinstance(node, tuple | list | dict)
-                else type(node).__name__
-            )
-            said = f"{type(spec).__name__} of {len(spec)}" if isinstance(spec, tuple | list | dict) else repr(spec)
-            wrong.append(f"{path}: the specs have a {said}, the values a {got}")
+            for i, (s, n) in enumerate(zip(specs, values, strict=True)):
+                walk(s, n, f"{path}[{i}]")
 
     walk(prefix, tree, "")
     if wrong:
@@ -241,5 +326,19 @@ def broadcast_prefix(prefix: Any, tree: Any, what: str) -> list[SpecLike]:
             f"{what} do not fit the values",
             wrong,
             rule="specs are a prefix of the values' pytree: a spec, or None, at a node stands for all leaves below",
+            remedy="write the spec of one tensor as a string ('batch seq') or a P, None where it is to be inferred",
         )
     return out
+
+
+def _children(x: Any) -> list[Any] | None:
+    """What a container holds, in order; None for a leaf."""
+    node = pytree._get_node_type(x)
+    return list(pytree.SUPPORTED_NODES[node].flatten_fn(x)[0]) if node in pytree.SUPPORTED_NODES else None
+
+
+def _kind(x: Any) -> str:
+    children = _children(x)
+    if children is None and not is_tensor(x):
+        return repr(x) if isinstance(x, int | float | str) else f"a {type(x).__name__}"
+    return f"a {type(x).__name__}" if children is None else f"a {type(x).__name__} of {len(children)}"

@@ -193,7 +193,7 @@ def _assigned(ops: Sequence[Op]) -> Iterator[tuple[str, Value]]:
     """Names that source lines assign, with the value that the line computes last; forward code only."""
     for op, after in zip(ops, [*ops[1:], None], strict=True):
         same = after is not None and after.line == op.line and after.backward == op.backward
-        if same or op.line is None or op.backward or op.line.file == "":
+        if same or op.line is None or op.backward or "lambda" in op.line.text:
             continue
         found = _ASSIGNMENT.match(op.line.text)
         value = op.results[0] if len(op.results) == 1 else None

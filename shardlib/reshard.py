@@ -20,9 +20,10 @@ Axes = tuple[Axis, ...]
 Cut = tuple[Axes, ...]
 
 # Round figures of one node of current GPUs; they rank choices and are printed with them, they are not promises.
-LINK_BYTES_PER_SECOND = 100e9
-COLLECTIVE_LATENCY = 1e-7  # small collectives travel together, so each costs little more than its bytes
-FLOPS_PER_SECOND = 400e12
+LINK_BYTES_PER_SECOND = 300e9
+COLLECTIVE_LATENCY = 3e-8  # small collectives travel together, so each costs little more than its bytes
+FLOPS_PER_SECOND = 400e12  # matmuls in 16 bits
+WIDE_FLOPS_PER_SECOND = 50e12  # and in 32 or more
 MEMORY_BYTES_PER_SECOND = 2e12
 
 

@@ -563,6 +563,8 @@ class _Local:
 
     def all_reduce(self, value: Var, factor: str, kind: str) -> Var:
         low, axes = self._lowering, self.axes(factor)
+        if not axes:
+            return value  # another of the factors that the local form is for is cut
         out = Var(f"{value.name}.reduced", None, value.dtype)
         n = reshard.ways(axes)
         nbytes = 2 * self._small_bytes() * (n - 1) / n

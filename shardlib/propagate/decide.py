@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardlib import reshard
@@ -24,6 +24,10 @@ from shardlib.mesh import Mesh
 from shardlib.propagate.flood import Flood
 from shardlib.propagate.units import Slots, Unit, Units, is_constraint, looks_through, op_cut_slots, value_factors
 from shardlib.reshard import Cut
+
+
+# An activation that moves is gone soon, a gathered parameter takes memory for half a step: near a tie, move activations.
+HOLDING = 1.25
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class Record:
     itemsize: int
     sources: tuple[End, ...]
     readers: frozenset[End]
+    held: bool = False  # an input: what is gathered of it stays in memory from its forward to its backward reader
 
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
@@ -164,12 +169,12 @@ class Decider:
                 addends = [u.root(v) for v in op.operands]
                 result = op.results[0]
                 assert result is not None
-                if all(
+                if all(f.value[v] == f.value[result] for v in op.operands) and all(
                     counts[r] == 1 and not r.is_output and any(s.pending for s in sources.get(r, ()))
                     for r, _ in addends
                 ):
                     merged.update(r for r, _ in addends)
-                    sources[result] = tuple(s for r, _ in addends for s in sources[r])
+                    sources[result] = tuple(_seen(s, positions) for r, positions in addends for s in sources[r])
         for i, value in enumerate(graph.outputs):
             if isinstance(value, Value) and not value.constant:
                 root, positions = u.root(value)
@@ -183,7 +188,13 @@ class Decider:
                 sources[root] = (self._input(root),)
             if root in f.fixed:
                 sources[root] = (End(None, cut=f.fixed[root][0]),)
-            record = Record(f.sizes(root), root.dtype.itemsize, tuple(dict.fromkeys(sources[root])), frozenset(ends))
+            record = Record(
+                f.sizes(root),
+                root.dtype.itemsize,
+                tuple(dict.fromkeys(sources[root])),
+                frozenset(ends),
+                root.op is None,
+            )
             if record.kinds:
                 yield record
 
@@ -233,7 +244,9 @@ class Decider:
         for op in unit.ops:
             assert op.rule is not None
             nbytes = sum(v.nbytes for v in (*op.operands, *op.results) if v is not None)
-            seconds = max(op.rule.flops / reshard.FLOPS_PER_SECOND, nbytes / reshard.MEMORY_BYTES_PER_SECOND)
+            wide = any(r is not None and r.dtype.itemsize > 2 for r in op.results)
+            speed = reshard.WIDE_FLOPS_PER_SECOND if wide else reshard.FLOPS_PER_SECOND
+            seconds = max(op.rule.flops / speed, nbytes / reshard.MEMORY_BYTES_PER_SECOND)
             totals[tuple(sorted(set(self.units.op_slots[op].values())))] += seconds * count
         return [(s, slots) for slots, s in totals.items()]
 
@@ -284,7 +297,7 @@ class Decider:
             best = min(reshard.seconds(reshard.route(record.sizes, record.itemsize, c, want, p)) for c, p in have)
             total += best
             have.append((want, ()))
-        self._cost_memo[key] = total
+        self._cost_memo[key] = total = total * (HOLDING if record.held else 1.0)
         return total
 
     def _kind_cost(self, kind: Kind, choices: list[tuple[Choice, ...]]) -> float:
@@ -402,6 +415,13 @@ class Decider:
             return "nothing"
         role = self.slots[kind][choice[0]]
         return role.name or f"a dim of {role.size}"
+
+
+def _seen(end: End, positions: Slots) -> End:
+    """The end of a root, on the leaves of a view of it."""
+    if end.kind is None:
+        return replace(end, cut=tuple(() if p is None else end.cut[p] for p in positions))
+    return replace(end, slots=tuple(None if p is None else end.slots[p] for p in positions))
 
 
 def _onto_root(cut: Cut, positions: tuple[int | None, ...], n: int) -> Cut:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from shardlib.layout import Axis, span
 from shardlib.rules.rule import Local
 
 aten = torch.ops.aten
@@ -38,9 +37,10 @@ def localise(local: Local, index: Any, factor: str) -> tuple[Any, Any]:
 
 def may_be_empty(local: Local, factor: str) -> bool:
     """Whether some device of the mesh holds nothing of `factor`."""
-    parts = Axis.merge(local.axes(factor))
-    start, stop = span(local.rule.sizes[factor], parts, {a.name: a.of - 1 for a in parts})
-    return start == stop
+    size = local.size(factor)
+    if isinstance(size, int):
+        return size == 0
+    return bool(size.at({a.name: a.of - 1 for a in local.axes(factor)}) == 0)  # the last device holds the least
 
 
 def never_empty(local: Local, x: Any, position: int, factors: Iterable[str], value: float = 0) -> Any:

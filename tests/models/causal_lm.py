@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from .wide import Wide
+
 LEARNING_RATE = 0.1
 
 Params = dict[str, Tensor]
+Batch = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,7 @@ class CausalLM:
 
     module: nn.Module
     patterns: Mapping[str, str]
+    keywords: Mapping[str, object] = field(default_factory=lambda: {"use_cache": False})
 
     def params(self) -> Params:
         """Its parameters by name; tied ones once."""
@@ -35,10 +40,15 @@ class CausalLM:
             raise KeyError(f"{name} matches {len(found)} patterns")
         return found[0]
 
-    def loss(self, params: Params, tokens: Tensor) -> Tensor:
-        """Mean cross-entropy of the next token; tokens (batch, sequence)."""
-        keywords = {"input_ids": tokens, "labels": tokens, "use_cache": False}
-        value: Tensor = functional_call(self.module, params, (), keywords).loss
+    def loss(self, params: Params, batch: Tensor | Batch) -> Tensor:
+        """The model's own loss: mean cross-entropy of the next token; `batch` is tokens (B, S), or all its inputs.
+
+        With parameters in float64 nothing is computed in less.
+        """
+        inputs = {"input_ids": batch, "labels": batch} if isinstance(batch, Tensor) else dict(batch)
+        wide = next(iter(params.values())).dtype == torch.float64
+        with Wide() if wide else contextlib.nullcontext():
+            value: Tensor = functional_call(self.module, params, (), {**inputs, **self.keywords}).loss
         return value
 
     def step(self, params: Params, tokens: Tensor) -> tuple[Tensor, Params]:
