@@ -268,6 +268,7 @@ def _per_group(x: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _torch_cpu(q: Tensor, k: Tensor, v: Tensor, where: Where) -> tuple[Tensor, Tensor]:
+    q, k, v = _rows(q), _rows(k), _rows(v)
     k, v, mask, causal = _dense(q, k, v, where)
     o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=mask, scale=where.scale
@@ -282,6 +283,7 @@ def _torch_cpu_backward(
     grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, where: Where
 ) -> tuple[Tensor, Tensor, Tensor]:
     keys = k.shape[2]
+    grad_o, q, k, v, o = (_rows(x) for x in (grad_o, q, k, v, o))
     k, v, mask, causal = _dense(q, k, v, where)
     if mask is not None:
         lse = lse.masked_fill(lse.isneginf(), 0)
@@ -292,6 +294,11 @@ def _torch_cpu_backward(
     if unseen:
         dk, dv = (_heads_last(F.pad(x, (0, 0, 0, unseen))) for x in (dk, dv))
     return dq, dk, dv
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x with its last dim dense in memory: torch's kernel reads and writes whole rows, whatever the strides say."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, where: Where) -> tuple[Tensor, Tensor, Tensor | None, bool]:

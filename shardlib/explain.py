@@ -134,7 +134,10 @@ class Explainer:
                     said.add(op)
                     lines += [f"  {line}" for line in self._op(op, verb)]
         if value is not None and value.op is None:
-            lines += [f"  {line}" for line in self._cuts(value, c.source)]
+            lines += [f"  {self.subject(c)} is {line}" for line in self._cuts(value, c.source)]
+        if isinstance(reader, str) and reader.startswith("output "):
+            fixed = self.compiled.propagated.flood.outputs.get(int(reader.removeprefix("output ")))
+            lines += [f"  the result is fixed by {fixed[1].source}"] if fixed else []
         return "\n".join(lines)
 
     def value(self, v: Value, var: Var) -> str:

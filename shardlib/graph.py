@@ -212,7 +212,7 @@ def _refuse_random(ops: Iterable[Op]) -> None:
             f"the program draws random numbers, in {len(random)} ops",
             [place if n == 1 else f"{place} ({n} times)" for place, n in places.items()],
             rule="what a sharded program computes does not depend on where its tensors live; a generator's draws do",
-            remedy="set the dropout probabilities to 0 (or call model.eval()); draw other numbers outside, pass them in",
+            remedy="set the dropout probabilities to 0 (or call model.eval()); draw other numbers outside and pass them",
         )
 
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 
 from shardlib.compile import Compiled
 from shardlib.graph import Op, Value
@@ -191,7 +192,7 @@ _ASSIGNMENT = re.compile(r"(\w+)\s*(?::[^=]+)?=(?!=)")
 
 def _assigned(ops: Sequence[Op]) -> Iterator[tuple[str, Value]]:
     """Names that source lines assign, with the value that the line computes last; forward code only."""
-    for op, after in zip(ops, [*ops[1:], None], strict=True):
+    for op, after in zip_longest(ops, ops[1:]):
         same = after is not None and after.line == op.line and after.backward == op.backward
         if same or op.line is None or op.backward or "lambda" in op.line.text:
             continue

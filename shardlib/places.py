@@ -16,7 +16,7 @@ _ROOTS = sorted({str(Path(torch.__path__[0]).parent), sysconfig.get_paths()["pur
 def place(line: Line | None) -> str:
     """`tests/models/w1.py:106`: relative to the installed libraries, or to the folder that the program runs in."""
     if line is None or not line.file:
-        return "?"
+        return "the results"  # what moves where no op stands: an argument that is returned elsewhere
     path = line.file
     for root in (*_ROOTS, str(Path.cwd())):
         if path.startswith(root + os.sep):

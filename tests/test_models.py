@@ -50,7 +50,8 @@ def sgd(grads: Params, params: Params, state: Any) -> tuple[Params, Any]:
 def adamw(grads: Params, params: Params, state: Any) -> tuple[Params, Any]:
     moments = {name: (0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g) for (name, (m, v)), g in _zip(state, grads)}
     new = {
-        name: p * (1 - 1e-3) - 1e-2 * (m / 0.1) / ((v / 0.05).sqrt() + 1e-8) for (name, p), (m, v) in _zip(params, moments)
+        name: p * (1 - 1e-3) - 1e-2 * (m / 0.1) / ((v / 0.05).sqrt() + 1e-8)
+        for (name, p), (m, v) in _zip(params, moments)
     }
     return new, moments
 
@@ -244,8 +245,7 @@ def text(form: gpt.GPT, *, padded: bool) -> dict[str, Tensor]:
     return out
 
 
-@pytest.mark.parametrize("where", ["batch seq", "batch seq@tensor"])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("padded", "where"), [(False, "batch seq"), (True, "batch seq@tensor")])
 @pytest.mark.parametrize("form", FORMS)
 def test_forms(form: str, padded: bool, where: str) -> None:
     model = FORMS[form]

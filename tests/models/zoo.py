@@ -31,7 +31,7 @@ _NEOX = {
     r"(embed_in|lm_head|word_embeddings)\.weight": "vocab embed",
     r"query_key_value\.weight": f"{_QKV} embed",
     r"query_key_value\.bias": _QKV,
-    r"attention\.dense\.weight": "embed heads",
+    r"(self_)?attention\.dense\.weight": "embed heads",
     r"dense_h_to_4h\.weight": "ff embed",
     r"dense_h_to_4h\.bias": "ff",
     r"dense_4h_to_h\.weight": "embed ff",

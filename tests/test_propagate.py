@@ -1,0 +1,141 @@
+"""What propagation decides: small programs, and the collectives that they should come to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import shardlib as sl
+
+RULES = {"batch": "data", "ff": "tensor", "heads": "tensor", "vocab": "tensor"}
+MESH = sl.Mesh.abstract(data=2, tensor=4, rules=RULES)
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return torch.relu(x @ up) @ down
+
+
+def qkv(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor) -> Tensor:
+    return (x @ wq).sin() + (x @ wk).cos() + (x @ wv)
+
+
+def residual(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    x = sl.shard(x, "batch seq@tensor embed")
+    return sl.shard(x + torch.relu(x @ up) @ down, "batch seq@tensor embed")
+
+
+def square(x: Tensor) -> Tensor:
+    return (x @ x.mT).softmax(-1) @ x
+
+
+def head(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy((x @ w).flatten(0, 1), targets.flatten())
+
+
+def grads(fn: Callable[..., Tensor], *argnums: int) -> Callable[..., Any]:
+    return sl.grad(lambda *args: fn(*args).square().sum(), argnums=argnums)
+
+
+X = meta(16, 256)
+X3 = meta(16, 128, 256)
+UP, DOWN = meta(256, 1024), meta(1024, 256)
+MEGATRON = ("batch embed", "embed ff", "ff embed")
+
+# program, arguments, in_specs -> the collectives, as (kind, axes), in order
+CASES = {
+    "nothing annotated": (mlp, (X, UP, DOWN), None, []),
+    "data parallel forward": (mlp, (X, UP, DOWN), ("batch embed",), []),
+    "data parallel gradients, once each": (
+        grads(mlp, 1, 2), (X, UP, DOWN), ("batch embed",), [("all_reduce", "data")] * 2,
+    ),
+    "gradients land like their parameters": (
+        grads(mlp, 1), (meta(65536, 256), meta(256, 64), meta(64, 256)), ("batch embed", "embed@data ff@()", "ff@() embed"),
+        [("all_gather", "data"), ("reduce_scatter", "data")],
+    ),
+    "megatron forward": (mlp, (X, UP, DOWN), MEGATRON, [("all_reduce", "tensor")]),
+    "sums are added before they are reduced": (
+        grads(qkv, 0), (X3, UP, UP, UP), ("batch seq embed", "embed ff", "embed ff", "embed ff"),
+        [("all_reduce", "tensor")],
+    ),
+    "sequence parallel": (
+        residual, (meta(16, 128, 256), meta(256, 4096), meta(4096, 256)), ("batch _? embed", "embed ff", "ff embed"),
+        [("all_gather", "tensor"), ("reduce_scatter", "tensor")],
+    ),
+    "a class that meets itself is gathered on one side": (
+        square, (X3,), ("b seq@data e",), [("all_gather", "data")],
+    ),
+    "logits are never gathered": (
+        head, (X3, meta(256, 4096), meta(16, 128, dtype=torch.int64)), ("batch s e", "e vocab", "batch s"),
+        [("all_reduce", "tensor")] * 2 + [("all_reduce", "data tensor")] * 2,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_collectives(name: str) -> None:
+    fn, args, specs, expected = CASES[name]
+    with MESH:
+        plan = sl.jit(fn, in_specs=specs).plan(*args)
+    assert [(c.kind, " ".join(c.axes)) for c in plan.collectives] == expected
+
+
+def test_a_fused_weight_is_cut_by_heads() -> None:
+    """One factor in the middle of a dim reaches attention without any communication."""
+
+    def attend(x: Tensor, w: Tensor) -> Tensor:
+        q, k, v = (x @ w).unflatten(-1, (3, 8, 16)).permute(2, 0, 3, 1, 4).unbind(0)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def fused(x: Tensor, w: Tensor) -> Tensor:
+        return attend(x, sl.shard(w, "embed (three heads hd)", three=3, heads=8))
+
+    with MESH:
+        plan = sl.jit(fused, in_specs=("batch seq embed", None)).plan(X3, meta(256, 384))
+    assert plan.collectives == ()
+    assert str(plan.layout_of("w")) == "256, (3 128@tensor)"  # whole heads: the head's own dim melts into them
+    assert str(plan.layout_of("result")) == "16@data, 8@tensor, 128, 16"
+
+
+def test_few_heads_use_a_part_of_the_axis() -> None:
+    """4 KV heads on a tensor axis of 8: query heads use all of it, keys and values a part."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    with sl.Mesh.abstract(tensor=8):
+        step = sl.jit(attend, in_specs=("b heads@tensor s d", "b kv@tensor s d", "b kv@tensor s d"))
+        plan = step.plan(meta(2, 16, 32, 8), meta(2, 4, 32, 8), meta(2, 4, 32, 8))
+    assert plan.collectives == ()
+    assert str(plan.layout_of("k")) == "2, 4@tensor:(1)4, 32, 8"
+    assert str(plan.layout_of("result")) == "2, 16@tensor, 32, 8"
+
+
+def test_depth_does_not_change_decisions() -> None:
+    def deep(x: Tensor, layers: list[tuple[Tensor, Tensor]]) -> Tensor:
+        for up, down in layers:
+            x = x + mlp(x, up, down)
+        return x
+
+    with MESH:
+        step = sl.jit(deep, in_specs=("batch embed", [("embed ff", "ff embed")]))
+        one = step.plan(X, [(UP, DOWN)])
+        step = sl.jit(deep, in_specs=("batch embed", [("embed ff", "ff embed")] * 5))
+        five = step.plan(X, [(UP, DOWN)] * 5)
+    assert five.comm_bytes == 5 * one.comm_bytes
+
+
+def test_planning_touches_no_device_and_any_mesh_size() -> None:
+    with sl.Mesh.abstract(pod=8, data=64, tensor=16, rules={"batch": ("pod", "data"), "ff": "tensor"}):
+        plan = sl.jit(mlp, in_specs=MEGATRON).plan(meta(4096, 256), UP, DOWN)
+    assert plan.mesh.size == 8192
+    assert [(c.kind, c.axes) for c in plan.collectives] == [("all_reduce", ("tensor",))]
+    assert str(plan.layout_of("x")) == "4096@(pod data), 256"
