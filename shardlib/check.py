@@ -79,10 +79,14 @@ def check(
     Example:
         >>> import shardlib as sl
         >>> with sl.Mesh(data=2, tensor=2):
-        ...     print(sl.check(lambda x, w: (x @ w).square().sum(), torch.ones(4, 3), torch.ones(3, 2),
-        in_specs=("b@data _",))) <lambda> on Mesh(data=2, tensor=2): the same as on one device, 4 tensors compared
-        result f32[]: error ... (tolerance 1e-05) result (nothing shared) f32[]: error ... (tolerance 1e-05) gradient of
-        x f32[4@data, 3]: error ... (tolerance 1e-05) gradient of w f32[3, 2]: error ... (tolerance 1e-05)
+        ...     x, w = torch.ones(4, 3), torch.ones(3, 2)
+        ...     x, w = torch.ones(4, 3), torch.ones(3, 2)
+        ...     print(sl.check(lambda x, w: (x @ w).square().sum(), x, w, in_specs=("b@data _",)))
+        <lambda> on Mesh(data=2, tensor=2): the same as on one device, 4 tensors compared
+          result f32[]: error ... (tolerance 1e-05)
+          result (nothing shared) f32[]: error ... (tolerance 1e-05)
+          gradient of x f32[4@data, 3]: error ... (tolerance 1e-05)
+          gradient of w f32[3, 2]: error ... (tolerance 1e-05)
     """
     mesh = mesh or current_mesh()
     if mesh is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -126,8 +127,9 @@ def _fixed_inputs(
                 at.layout, names, (False,) * len(at.layout.dims), said.source if said else f"argument {name}"
             )
     if wrong:
+        verb = "is" if len(wrong) == 1 else "are"
         raise ShardingError(
-            f"{traced.name}: {len(wrong)} arguments are not where in_specs say",
+            f"{traced.name}: {len(wrong)} of {len(items)} arguments with a spec {verb} elsewhere",
             wrong,
             rule="jit does not move its arguments",
             remedy="x.redistribute(spec) before the call, or leave the spec out (None) to take the argument as it is",
@@ -306,6 +308,8 @@ def broadcast_prefix(
             out.extend([spec] * len(leaves))
             return
         specs, values = _children(spec), _children(node)
+        if specs is not None and values is not None and dataclasses.is_dataclass(node) and type(spec) is type(node):
+            specs = [getattr(spec, name) for name in _fields(node)]  # flattening leaves out what is None
         if specs is None or values is None or (isinstance(spec, dict) != isinstance(node, dict)):
             wrong.append(f"{path}: the specs have {_kind(spec)}, the values {_kind(node)}")
         elif isinstance(spec, dict):
@@ -335,6 +339,12 @@ def _children(x: Any) -> list[Any] | None:
     """What a container holds, in order; None for a leaf."""
     node = pytree._get_node_type(x)
     return list(pytree.SUPPORTED_NODES[node].flatten_fn(x)[0]) if node in pytree.SUPPORTED_NODES else None
+
+
+def _fields(x: Any) -> list[str]:
+    """The fields of a registered dataclass that are children, in order."""
+    flatten: Any = pytree.SUPPORTED_NODES[type(x)].flatten_with_keys_fn
+    return [str(key.name) for key, _ in flatten(x)[0]]
 
 
 def _kind(x: Any) -> str:

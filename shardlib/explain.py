@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,9 +68,12 @@ class Explainer:
         return f"{' '.join(left)} whole" if left else ""
 
     def _holders(self, var: Var, axes: set[Axis]) -> list[str]:
+        dims = self.naming.dims(var)
+        count = Counter(name for dim in dims for name, _ in dim)
         out = []
-        for d, dim in enumerate(self.naming.dims(var)):
-            out += [name or f"dim {d}" for name, f in dim if axes & {p for a in f.axes for p in a.primes()}]
+        for d, dim in enumerate(dims):
+            held = [name for name, f in dim if axes & {p for a in f.axes for p in a.primes()}]
+            out += [name if name and count[name] == 1 else f"dim {d}" for name in held]
         return out
 
     @cached_property

@@ -204,16 +204,26 @@ def _is_manual(target: Any) -> bool:
 
 def _refuse_random(ops: Iterable[Op]) -> None:
     """Every rank has a generator of its own, so a draw would differ between ranks that hold the same elements."""
-    random = [op for op in ops if torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ())]
-    random = [op for op in random if not _is_manual(op.target)]  # collectives have the tag, so that none is merged
-    if random:
+    if random := [op for op in ops if _draws(op)]:
         places = Counter(f"{op.target} at {op.line}" for op in random)
         raise ShardingError(
             f"the program draws random numbers, in {len(random)} ops",
             [place if n == 1 else f"{place} ({n} times)" for place, n in places.items()],
             rule="what a sharded program computes does not depend on where its tensors live; a generator's draws do",
-            remedy="set the dropout probabilities to 0 (or call model.eval()); draw other numbers outside and pass them",
+            remedy="set the dropout probabilities to 0 (or call model.eval()); draw others outside, pass them in",
         )
+
+
+def _draws(op: Op) -> bool:
+    """Whether a call draws random numbers; torch's attention and rrelu do where they drop something out."""
+    if torch.Tag.nondeterministic_seeded not in getattr(op.target, "tags", ()):
+        return False
+    if _is_manual(op.target):  # collectives have the tag, so that none is merged with another
+        return False
+    call = op.call
+    given = {a.name: a.default_value for a in call.target._schema.arguments if a.has_default_value()}
+    given |= {a.name: x for a, x in zip(call.target._schema.arguments, call.args, strict=False)} | dict(call.kwargs)
+    return all(given.get(name, True) not in (0, False) for name in ("dropout_p", "training", "train"))
 
 
 def _refuse_captured(op: Op) -> None:

@@ -46,15 +46,19 @@ def peak_bytes(program: Program) -> int:
     for var, i in last.items():
         if var not in always and var not in returned:
             ends.setdefault(i, []).append(var)
-    alive = peak = sum(local_bytes(v) for v in always)
+    size = {v: local_bytes(v) for v in always}
+    alive = peak = sum(size.values())
     seen = set(always)
     for i, step in enumerate(program.steps):
         for out in step.outs:
             if out is not None and owner(out) not in seen:
                 seen.add(owner(out))
-                alive += local_bytes(owner(out))
+                # Inside the local form of a rule no layout is known: its values are as large as what they are made of.
+                made_of = max((size.get(owner(v), 0) for v in reads(step)), default=0)
+                size[owner(out)] = made_of if owner(out).layout is None else local_bytes(owner(out))
+                alive += size[owner(out)]
         peak = max(peak, alive)
-        alive -= sum(local_bytes(v) for v in ends.get(i, ()))
+        alive -= sum(size.get(v, 0) for v in ends.get(i, ()))
     return peak
 
 

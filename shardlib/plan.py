@@ -89,7 +89,7 @@ class Plan:
 
     @cached_property
     def flops(self) -> float:
-        """Floating-point operations of one device in one call; a multiply-add is two, pointwise work is not counted."""
+        """Floating-point operations of one device in one call: two for a multiply-add, one for a pointwise result."""
         return float(sum(s.flops for s in self.compiled.program.steps if isinstance(s, Instr)))
 
     @cached_property

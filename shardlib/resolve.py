@@ -152,11 +152,20 @@ def _sizes(dim: SpecDim, i: int, size: int, given: Mapping[str, int], faults: li
 
 
 def _fitted(size: int, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
-    """The axes that cut a factor: of an axis larger than what is left, and a multiple of it, only the major part."""
-    fitted = []
+    """The axes that cut a factor: of an axis larger than what is left, and a multiple of it, only a part.
+
+    Parts are made of the axis's primes, major first: so two parts of one axis have nothing, or whole primes, in common.
+    """
+    fitted: list[Axis] = []
     for axis in axes:
         if 0 < size < axis.size and axis.size % size == 0:
-            axis = Axis(axis.name, size, pre=1, of=axis.of)
+            part: list[Axis] = []
+            for prime in axis.primes():
+                if size % prime.size == 0:
+                    part.append(prime)
+                    size //= prime.size
+            fitted += Axis.merge(part)
+            continue
         if axis.size > 1 or axis.whole:
             fitted.append(axis)
         size = -(-size // axis.size)

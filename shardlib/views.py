@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -143,6 +144,20 @@ def unstrided(emit: Emit, base: fx.Node, size: Sequence[int], stride: Sequence[i
     Strides are a matter of one device's memory: they mean nothing on shards. Autograd makes `as_strided` for writes to
     slices.
     """
+    val: Tensor = base.meta["val"]
+    if 0 in size:
+        nothing = emit(aten.slice.Tensor, emit(aten.reshape.default, base, [val.numel()]), 0, 0, 0)
+        return emit(aten.reshape.default, nothing, list(size))
+    found = _unstrided(emit, base, size, stride, offset)
+    if found is None and val.is_contiguous():  # the memory as a grid in which every stride is a step along a dim
+        steps = sorted({s for n, s in zip(size, stride, strict=True) if n != 1} | {1, val.numel()}, reverse=True)
+        if all(a % b == 0 for a, b in pairwise(steps)):
+            grid = emit(aten.reshape.default, base, [a // b for a, b in pairwise(steps)])
+            found = _unstrided(emit, grid, size, stride, offset)
+    return found
+
+
+def _unstrided(emit: Emit, base: fx.Node, size: Sequence[int], stride: Sequence[int], offset: int) -> fx.Node | None:
     val: Tensor = base.meta["val"]
     order = sorted((d for d in range(val.dim()) if val.shape[d] != 1), key=val.stride, reverse=True)
     if not _dense([val.shape[d] for d in order], [val.stride(d) for d in order]):

@@ -143,7 +143,7 @@ class _Drawing:
     def _mesh(self) -> tuple[tuple[str, int], ...]:
         sizes: list[int] = []
         for _ in range(self.rng.choice([1, 1, 2, 2, 2, 3, 4])):
-            sizes.append(self.rng.choice([1, 2, 2, 2, 3, 4]))
+            sizes.append(self.rng.choice([1, 2, 2, 2, 2, 3, 3, 4, 4, 6, 8]))
             if math.prod(sizes) > MOST_DEVICES:
                 sizes.pop()
         return tuple(zip("abcd", sizes, strict=False))
@@ -482,8 +482,10 @@ def constant(d: _Drawing) -> str:
 
 
 def annotate(d: _Drawing) -> str:
+    """An annotation; one of an annotated value would be refused, so it is of something made of it."""
     x = d.pick()
-    return f"{{0}} = shard({x}, {d.spec(d.shape(x))!r})"
+    f = d.rng.choice(["{x}", "{x} * 1.5", "torch.tanh({x})"]) if x.startswith("v") else "{x} * 1.5"
+    return f"{{0}} = shard({f.format(x=x)}, {d.spec(d.shape(x))!r})"
 
 
 def residual(d: _Drawing) -> str:

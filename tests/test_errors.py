@@ -159,10 +159,9 @@ TABLE = [
         "in-place write to an input",
         _jit(_writes, X),
         (
-            "writes to",
-            "x",
+            "  * input x is written to at",
             "in _writes: x.add_(1)",
-            "Remedy: write x = x + 1 instead of x += 1, and return the new value",
+            "Remedy: write x = x + 1 instead of x += 1 (or clone x first), and return the new value",
         ),
         _jit(lambda x: x.clone().add_(1), X),
     ),
@@ -211,7 +210,7 @@ TABLE = [
     Bad(
         "one spec for a tree of tensors of several ranks",
         _jit(_tree, TREE, in_specs=("batch _",)),
-        ("p['b'] of", "the spec has 2 dims, the tensor has 1 dim") and ("p['b']", "the spec has 2 dims"),
+        ("jit in_specs: 1 of 2 specs do not fit", "  * p['b'] with spec 'batch _' on shape [6]: the spec has 2 dims"),
         _jit(_tree, TREE, in_specs=("batch ...",)),
     ),
     Bad(
@@ -224,7 +223,7 @@ TABLE = [
         "an argument that lives elsewhere",
         lambda: sl.jit(_same, in_specs=("batch _",))(shard(X, "_ ff")),
         (
-            "_same: 1 arguments are not where in_specs say:",
+            "_same: 1 of 1 arguments with a spec is elsewhere:",
             "  * x of shape [8, 6] is laid out [8, 6@tensor], in_specs say [8@data, 6]",
             "Remedy: x.redistribute(spec) before the call",
         ),
@@ -252,7 +251,7 @@ TABLE = [
     Bad(
         "a number from a tensor of many",
         lambda: float(sl.jit(_same)(X)),
-        ("48 elements",),
+        ("only one element tensors can be converted to Python scalars",),
         lambda: float(sl.jit(torch.sum)(X)),
     ),
     Bad(
@@ -275,7 +274,7 @@ def _elsewhere() -> torch.Tensor:
 
 @pytest.mark.parametrize("bad", TABLE, ids=lambda bad: bad.name)
 def test_a_mistake_is_explained(bad: Bad) -> None:
-    with Mesh(data=2, tensor=2, rules=RULES), pytest.raises((ShardingError, RuntimeError, TypeError)) as error:
+    with Mesh(data=2, tensor=2, rules=RULES), pytest.raises(ValueError) as error:  # noqa: PT011  the words are below
         bad.run()
     for line in bad.says:
         assert line in str(error.value), f"{line!r} is not in:\n{error.value}"

@@ -292,6 +292,22 @@ def test_dropout_of_nothing_passes() -> None:
         assert torch.equal(step(torch.ones(4)).full_tensor(), torch.ones(4))
 
 
+def test_attention_by_torchs_own_kernel_draws_nothing() -> None:
+    """With an odd size of v attention is not caught whole; torch's kernels say that they may be random."""
+    q, v = torch.randn(2, 4, 8, 4), torch.randn(2, 4, 8, 6)
+    with Mesh(data=2):
+        sharded = sl.jit(lambda q, v: F.scaled_dot_product_attention(q, q, v), in_specs=("b@data _ _ _",) * 2)
+        torch.testing.assert_close(sharded(q, v).full_tensor(), F.scaled_dot_product_attention(q, q, v))
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        for p, draws in ((0.0, False), (0.1, True)):
+            plan = sl.jit(lambda q, p=p: flash(q, q, q, p)[0]).plan
+            if draws:
+                with pytest.raises(ShardingError, match="draws random numbers"):
+                    plan(q)
+            else:
+                plan(q)
+
+
 # Other families -------------------------------------------------------------------------------------------------------
 
 

@@ -25,8 +25,7 @@ from shardlib.propagate.flood import Flood
 from shardlib.propagate.units import Slots, Unit, Units, is_constraint, looks_through, op_cut_slots, value_factors
 from shardlib.reshard import Cut
 
-
-# An activation that moves is gone soon, a gathered parameter takes memory for half a step: near a tie, move activations.
+# An activation that moves is gone soon, a gathered parameter stays for half a step: near a tie, move activations.
 HOLDING = 1.25
 
 
@@ -60,7 +59,7 @@ class Record:
     sizes: tuple[tuple[int, ...], ...]  # of the leaves, per dim
     itemsize: int
     sources: tuple[End, ...]
-    readers: frozenset[End]
+    readers: tuple[End, ...]  # each once, in program order: planning must not depend on the order of a set
     held: bool = False  # an input: what is gathered of it stays in memory from its forward to its backward reader
 
     @cached_property
@@ -149,7 +148,7 @@ class Decider:
 
     def _records(self, graph: Graph) -> Iterable[Record]:
         f, u = self.flood, self.units
-        readers: dict[Value, set[End]] = defaultdict(set)
+        readers: dict[Value, dict[End, None]] = defaultdict(dict)
         merged: set[Value] = set()
         sources: dict[Value, tuple[End, ...]] = {}
         counts: Counter[Value] = Counter()
@@ -161,7 +160,7 @@ class Decider:
             for i, value in enumerate(op.operands):
                 if not value.constant:
                     root, positions = u.root(value)
-                    readers[root].add(self._reader(op, i, value, root, positions))
+                    readers[root][self._reader(op, i, value, root, positions)] = None
             for index, result in enumerate(op.results):
                 if result is not None:
                     sources[result] = (self._source(op, index, result),)
@@ -180,7 +179,7 @@ class Decider:
                 root, positions = u.root(value)
                 if i in f.outputs:
                     cut = f.across(f.outputs[i][0], f.apart.get(i, value), value)
-                    readers[root].add(End(None, cut=_onto_root(cut, positions, len(f.leaves(root)))))
+                    readers[root][End(None, cut=_onto_root(cut, positions, len(f.leaves(root))))] = None
         for root, ends in readers.items():
             if root in merged:
                 continue
@@ -192,7 +191,7 @@ class Decider:
                 f.sizes(root),
                 root.dtype.itemsize,
                 tuple(dict.fromkeys(sources[root])),
-                frozenset(ends),
+                tuple(ends),
                 root.op is None,
             )
             if record.kinds:
@@ -284,7 +283,7 @@ class Decider:
 
         sources = {resolve(s): None for s in record.sources}
         flat = tuple(n for dim in record.sizes for n in dim)
-        wants = sorted({resolve(r)[0] for r in record.readers}, key=lambda c: reshard.local_numel(flat, c))
+        wants = sorted(dict.fromkeys(resolve(r)[0] for r in record.readers), key=lambda c: reshard.local_numel(flat, c))
         total = 0.0
         have: list[tuple[Cut, tuple[Axis, ...]]] = list(sources)
         if (

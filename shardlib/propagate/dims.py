@@ -76,12 +76,18 @@ class Dims:
         left, right = self.leaves(a), self.leaves(b)
         if left == right:
             return True
-        bounds = self._bounds(left) | self._bounds(right)
-        chain = sorted(bounds)
-        if any(y % x for x, y in pairwise(chain)) or not (self._fits(left, chain) and self._fits(right, chain)):
+        if 0 in (sizes := [*map(self.size, left)]) or 0 in map(self.size, right):
+            # Nothing can be said of boundaries in an empty dim.
+            if sizes != [*map(self.size, right)]:
+                return False
+        elif not self._refinable(left, right) or not self._repeats_fit(left, right):
             return False
-        if math.prod(map(self.size, left)) != math.prod(map(self.size, right)):
-            return False
+        merged = self._merge(left, right)
+        assert merged, "what can be refined was refined"
+        return True
+
+    def _merge(self, left: list[Leaf], right: list[Leaf]) -> bool:
+        """Make the two lists one, from the minor side; False, half done, where a leaf cannot be split as it must."""
         while left and right:
             x, y = self.find(left[-1]), self.find(right[-1])
             if x == y:
@@ -94,11 +100,29 @@ class Dims:
                 self._parent[y] = x
                 self._ways[x] |= self._ways[y]
                 left.pop(), right.pop()
-            elif self._size[x] > self._size[y]:
-                self._split(x, self._size[y])
-            else:
-                self._split(y, self._size[x])
+            elif not (
+                self._split(x, self._size[y]) if self._size[x] > self._size[y] else self._split(y, self._size[x])
+            ):
+                return False
         return True
+
+    def _refinable(self, left: Sequence[Leaf], right: Sequence[Leaf]) -> bool:
+        """Whether there is a list of leaves that both can be split into."""
+        chain = sorted(self._bounds(left) | self._bounds(right))
+        if any(y % x for x, y in pairwise(chain)) or not (self._fits(left, chain) and self._fits(right, chain)):
+            return False
+        return math.prod(map(self.size, left)) == math.prod(map(self.size, right))
+
+    def _repeats_fit(self, left: Sequence[Leaf], right: Sequence[Leaf]) -> bool:
+        """A leaf that stands there twice is split at both places, which may not fit: tried out on a copy."""
+        leaves = dict.fromkeys((*left, *right))
+        if len(leaves) == len(left) + len(right):
+            return True
+        trial = Dims()
+        copy = {leaf: trial.new(self.size(leaf))[0] for leaf in leaves}
+        for leaf, same in copy.items():
+            trial._ways[same] = self._ways[self.find(leaf)]
+        return trial._merge([copy[x] for x in left], [copy[x] for x in right])
 
     def _halves(self, leaf: Leaf) -> tuple[Leaf, Leaf]:
         parts = self._parts[leaf]
@@ -127,12 +151,15 @@ class Dims:
             inner = outer
         return True
 
-    def _split(self, leaf: Leaf, minor: int) -> None:
-        (major_leaf,), (minor_leaf,) = self.new(self._size[leaf] // minor), self.new(minor)
+    def _split(self, leaf: Leaf, minor: int) -> bool:
+        major, rest = divmod(self._size[leaf], minor)
+        shares = {ways: spread([major, minor], ways) for ways in self._ways[leaf]}
+        if rest or None in shares.values():
+            return False
+        (major_leaf,), (minor_leaf,) = self.new(major), self.new(minor)
         self._parts[leaf] = (major_leaf, minor_leaf)
-        for ways in self._ways[leaf]:
-            shares = spread([self._size[leaf] // minor, minor], ways)
-            assert shares is not None
-            for part, share in zip((major_leaf, minor_leaf), shares, strict=True):
+        for ways, share_of in shares.items():
+            for part, share in zip((major_leaf, minor_leaf), share_of or (), strict=True):
                 if share:
                     self.lock(part, [ways[i] for i in share])
+        return True

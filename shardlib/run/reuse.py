@@ -61,7 +61,7 @@ def overwrites(
                 )
                 if (
                     same
-                    and root is var
+                    and root is operand
                     and root in owner
                     and last[root] == i
                     and root not in kept
