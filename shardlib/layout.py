@@ -129,7 +129,9 @@ class Layout:
             for f in dim:
                 axes = tuple(a for a in f.axes if a.size > 1)
                 last = factors[-1] if factors else None
-                if last and ((not axes and last.even) or last.ways == last.size):
+                # Parts of one mesh axis that come together would cut as one, which on an uneven factor cuts elsewhere.
+                apart = f.even or not (last and last.axes) or len(Axis.merge((last.axes[-1], axes[0]))) == 2
+                if last and ((not axes and last.even) or (last.ways == last.size and apart)):
                     factors[-1] = Factor(last.size * f.size, Axis.merge((*last.axes, *axes)))
                 else:
                     factors.append(Factor(f.size, Axis.merge(axes)))

@@ -121,6 +121,16 @@ class ShardedTensor(torch.Tensor):
         (resolved,) = resolve_many([("x", self.shape, spec, sizes)], self._mesh, what="redistribute")
         return relayout(self, resolved)
 
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """As `Tensor.backward`; raises `ShardingError` for results of jitted functions, which have no history."""
+        if not self.requires_grad:
+            raise ShardingError(
+                f"{typeof(self)} has no history to go back through",
+                rule="a jitted function returns values; gradients are taken inside it",
+                remedy="jit sl.value_and_grad(loss) (or sl.grad), and use the gradients that it returns",
+            )
+        super().backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
     def __float__(self) -> float:
         return float(self.full_tensor())
 

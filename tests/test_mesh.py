@@ -245,7 +245,7 @@ def test_a_bad_timeout_is_refused(monkeypatch, text):
 
 
 def groups_of_four():
-    mesh = Mesh(data=2, tensor=2, rules={"batch": "data"})
+    mesh = Mesh(rows=2, columns=2, rules={"batch": "rows"})  # names of its own: ranks keep their groups for other tests
     os.environ["SHARDLIB_TIMEOUT"] = "30"
     device_mesh = mesh.device_mesh
     del os.environ["SHARDLIB_TIMEOUT"]
@@ -259,13 +259,13 @@ def groups_of_four():
         dist.all_reduce(ranks, group=group)
         assert ranks.nonzero().flatten().tolist() == mesh.group_ranks((mesh.axis(name),), mesh.coords(mesh.rank))
         assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 30
-    assert Mesh(data=2, tensor=2).device_mesh is device_mesh
-    assert Mesh.from_device_mesh(device_mesh, rules={"batch": "data"}) == mesh
+    assert Mesh(rows=2, columns=2).device_mesh is device_mesh
+    assert Mesh.from_device_mesh(device_mesh, rules={"batch": "rows"}) == mesh
     whole = Mesh(one=1, all=4).device_mesh
     assert (whole["one"].size(), whole["all"].size()) == (1, 4)
     plain = init_device_mesh("cpu", (4,), mesh_dim_names=("x",))
     assert Mesh.from_device_mesh(plain).device_mesh is plain
-    for bad, fault in ((init_device_mesh("cpu", (4,)), "no names"), (device_mesh["data"], "of 4")):
+    for bad, fault in ((init_device_mesh("cpu", (4,)), "no names"), (device_mesh["rows"], "of 4")):
         with pytest.raises(ShardingError, match=rf"(?s)cannot become a Mesh.*{fault}"):
             Mesh.from_device_mesh(bad)
     with pytest.raises(ShardingError, match=r"the mesh has 8 devices, torch.distributed has 4 ranks"):

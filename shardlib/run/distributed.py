@@ -69,7 +69,7 @@ def _communicate(g: Generator, bundle: tuple[Collective, ...]) -> None:
 def load(program: Program, mesh: Mesh, plan: Plan) -> Callable[[Sequence[Sequence[torch.Tensor]]], tuple[Any, ...]]:
     """The program as a function of this rank's local inputs; compares the ranks' programs first."""
     mesh.device_mesh  # noqa: B018 - starts torch.distributed where nothing has yet
-    text = str(plan)
+    text = plan.listing()
     agree(mesh, hashlib.sha256(text.encode()).hexdigest(), f"{plan.name}\n{text}")
     _groups.prepare(mesh, list(dict.fromkeys(c.axes for c in program.collectives)))
     generated = source(program, mesh)

@@ -52,9 +52,11 @@ def overwrites(
             assert out is not None
             for k in (0, 1) if event.target._schema.name in _COMMUTES and not event.kwargs else (0,):
                 operand = event.args[k] if k < len(event.args) else None
-                if not isinstance(operand, Var) or sum(v is operand for v in reads(event)) != 1:
+                if not isinstance(operand, Var):
                     continue
                 root = owner.get(operand, operand)
+                if sum(owner.get(v, v) is root for v in reads(event)) != 1:
+                    continue  # the other operand shows the same memory: x + x.t()
                 same = operand.layout == out.layout is not None and (operand.dtype, _shape(operand)) == (
                     out.dtype,
                     _shape(out),

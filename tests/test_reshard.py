@@ -1,0 +1,178 @@
+"""Resharding, by brute force: every step runs, gives every device its part, and sends the bytes that it says."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardlib import Mesh, reshard
+from shardlib.layout import Axis, Factor, Layout
+from shardlib.lower.move import Mover
+from shardlib.lower.program import Program, Var
+from shardlib.reshard import Axes, Cut, Hop
+from shardlib.run import virtual
+from shardlib.spread import spread
+from tests.campaign import broken_promise, counting
+
+A = Axis("a", 4)
+A0, A1 = A.primes()
+B = Axis("b", 3)
+C = Axis("c", 2)
+
+Leaves = tuple[tuple[int, ...], ...]
+VALUES: list[Leaves] = [((8,),), ((5,),), ((4,), (6,)), ((3,), (5,)), ((2, 3), (4,)), ((4, 3),), ((6,), (1,), (5,)), ((2,), (2, 5))]
+
+
+def cuts(n: int, atoms: Sequence[Axis]) -> Iterator[Cut]:
+    """Every way to put some of the atoms on n leaves."""
+    for where in itertools.product(range(-1, n), repeat=len(atoms)):
+        yield tuple(tuple(a for a, w in zip(atoms, where, strict=True) if w == i) for i in range(n))
+
+
+def layout(leaves: Leaves, cut: Cut) -> Layout:
+    feed = iter(cut)
+    return Layout(tuple(tuple(Factor(n, Axis.merge(next(feed))) for n in dim) for dim in leaves))
+
+
+def run(leaves: Leaves, hops: Sequence[Hop], src: Cut, dst: Cut, mesh: Mesh, pending: Axes, reduce: str) -> None:
+    """Move a random value through Mover and virtual devices, and compare with where it ought to be."""
+    shape = [math.prod(dim) for dim in leaves]
+    ways = reshard.ways(pending)
+    addends = torch.randint(-9, 9, (ways, *shape)).double()
+    whole = addends.amax(0) if reduce == "max" else addends.sum(0)
+    have, want = layout(leaves, src), layout(leaves, dst)
+    program = Program(mesh)
+    var = Var("x", have, whole.dtype)
+    program.inputs.append(var)
+    # Which addend a device holds is not in the layout here, so nothing may be shared between devices.
+    for i, hop in enumerate(hops):
+        to = layout(leaves, hop.after)
+        var = Mover(program).step(hop.step, var, hop.dims, to, name=f"x{i}", line=None, backward=False, reason="", because=None)  # fmt: skip
+    program.outputs.append(var)
+
+    def piece(coords: dict[str, int]) -> torch.Tensor:
+        k = 0
+        for axis in pending:
+            k = k * axis.size + axis.coord(coords)
+        return have.scatter(addends[k], coords)
+
+    with counting() as calls:
+        runner = virtual.load(program, mesh, share=False)
+    pieces = [piece(c) for c in mesh.all_coords()]
+    (locals_,) = runner([pieces])
+    for coords, local in zip(mesh.all_coords(), locals_, strict=True):
+        expected = want.scatter(whole, coords)
+        assert local.shape == expected.shape, (have, want, coords)
+        assert torch.equal(local, expected), (str(have), str(want), coords, [h.step for h in hops])
+    assert not broken_promise(program.collectives, calls, mesh)
+    if not pending:
+        shared = virtual.load(program, mesh)([pieces])[0]
+        assert all(map(torch.equal, shared, locals_))
+
+
+@pytest.mark.parametrize("leaves", VALUES, ids=str)
+@pytest.mark.parametrize("atoms", [(A0, A1), (A0, A1, C), (B, C), (C, A0, A1)], ids=lambda a: " ".join(map(str, a)))
+def test_every_pair(leaves: Leaves, atoms: Axes) -> None:
+    mesh = Mesh({a.name: a.of for a in atoms})
+    every = list(cuts(sum(map(len, leaves)), atoms))
+    pairs = list(itertools.product(every, every))
+    for src, dst in pairs[:: max(1, len(pairs) // 60)]:
+        run(leaves, reshard.route(leaves, 8, src, dst), src, dst, mesh, (), "sum")
+
+
+@pytest.mark.parametrize("leaves", VALUES, ids=str)
+@pytest.mark.parametrize("reduce", ["sum", "max"])
+def test_every_pending(leaves: Leaves, reduce: str) -> None:
+    mesh, n = Mesh(a=4, c=2), sum(map(len, leaves))
+    cases = []
+    for k in range(1, 4):
+        for pending in itertools.combinations((A0, A1, C), k):
+            rest = [a for a in (A0, A1, C) if a not in pending]
+            cases += [(src, dst, pending) for src in cuts(n, rest) for dst in cuts(n, (A0, A1, C))]
+    for src, dst, pending in cases[:: max(1, len(cases) // 60)]:
+        run(leaves, reshard.route(leaves, 8, src, dst, pending, reduce), src, dst, mesh, pending, reduce)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "pending", "expected"),
+    [
+        ([()], [(C,)], (), ["slice 0"]),
+        ([(C,)], [()], (), ["all_gather 256"]),
+        ([(C,), ()], [(), (C,)], (), ["all_to_all 128"]),
+        ([()], [()], (C,), ["all_reduce 512"]),
+        ([()], [(C,)], (C,), ["reduce_scatter 256"]),
+        ([(), ()], [(C,), (A0, A1)], (C,), ["slice 0", "reduce_scatter 64"]),
+        ([(A0, A1)], [(A0,)], (), ["all_gather 128"]),
+        ([(A0, A1)], [()], (), ["all_gather 384"]),
+        ([(C, A0, A1)], [(C,)], (), ["all_gather 192"]),
+        ([()], [(A0,)], (A0, A1), ["reduce_scatter 256", "all_reduce 256"]),
+    ],
+)
+def test_bytes(src: list[Axes], dst: list[Axes], pending: Axes, expected: list[str]) -> None:
+    """64 numbers of 8 bytes under ring algorithms; the shape is [64] or [8, 8]."""
+    sizes = (64,) if len(src) == 1 else (8, 8)
+    steps = reshard.plan(sizes, 8, tuple(src), tuple(dst), pending)
+    assert [f"{s.kind} {s.bytes:.0f}" for s in steps] == expected
+
+
+def test_what_is_there_costs_nothing() -> None:
+    assert reshard.plan((8, 8), 4, ((A0,), ()), ((A0,), ())) == ()
+    assert reshard.seconds(reshard.plan((8,), 4, ((),), ((A0, A1),))) == 0
+
+
+def test_fused_leaves_move_as_one() -> None:
+    """(2 4) cut over both is one chunk of 8; what an uneven minor leaf holds is not."""
+    hops = reshard.route(((2, 4),), 8, ((A0,), (A1,)), ((), ()))
+    assert [h.step.kind for h in hops] == ["all_gather"]
+    hops = reshard.route(((2, 5),), 8, ((A0,), (A1,)), ((), ()))
+    assert [(h.step.kind, h.after) for h in hops][-1] == ("all_gather", ((), ()))
+    assert len(hops) == 2
+
+
+def test_a_run_of_parts_on_an_uneven_factor_is_gathered_whole() -> None:
+    """5 over a=4 is 2 2 1 0, over its major part 3 2: neither is made of the other."""
+    steps = reshard.plan((5,), 8, ((A0, A1),), ((A0,),))
+    assert [s.kind for s in steps] == ["all_gather", "slice"]
+
+
+# spread ---------------------------------------------------------------------------------------------------------------
+
+
+@settings(derandomize=True, database=None, deadline=None)
+@given(st.lists(st.integers(1, 8), min_size=1, max_size=3), st.lists(st.sampled_from([2, 3]), max_size=3))
+def test_spread_cuts_like_the_whole(sizes: list[int], ways: list[int]) -> None:
+    """Axes handed to the parts hold, on every device, the elements that they hold of the product."""
+    shares = spread(sizes, ways)
+    axes = [Axis(f"x{i}", n) for i, n in enumerate(ways)]
+    if shares is None:
+        assert math.prod(sizes) % math.prod(ways) or len(sizes) > 1
+        return
+    assert sorted(i for share in shares for i in share) == list(range(len(ways)))
+    one = Layout(((Factor(math.prod(sizes), tuple(axes)),),))
+    parts = Layout((tuple(Factor(n, tuple(axes[i] for i in share)) for n, share in zip(sizes, shares, strict=True)),))
+    whole = torch.arange(math.prod(sizes))
+    for at in itertools.product(*(range(n) for n in ways)):
+        coords = {a.name: i for a, i in zip(axes, at, strict=True)}
+        assert torch.equal(one.scatter(whole, coords), parts.scatter(whole, coords))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ways", "shares"),
+    [
+        ([4, 32], [2, 2, 2], [[0, 1], [2]]),
+        ([8], [2, 3], [[0, 1]]),
+        ([3, 5], [2], None),
+        ([2, 5], [2, 2], None),
+        ([2, 3], [2, 3], [[0], [1]]),
+        ([1, 6], [2], [[], [0]]),
+        ([], [], []),
+    ],
+)
+def test_spread(sizes: list[int], ways: list[int], shares: list[list[int]] | None) -> None:
+    assert spread(sizes, ways) == shares
