@@ -81,7 +81,9 @@ def outcome(p: Program) -> Outcome:
                 return Outcome("wrong", f"bytes: {fault}", *once)
     except (AssertionError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError, AttributeError) as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
-        inside = next((f for f in reversed(traceback.extract_tb(error.__traceback__)) if "shardlib" in f.filename), where)
+        inside = next(
+            (f for f in reversed(traceback.extract_tb(error.__traceback__)) if "shardlib" in f.filename), where
+        )
         return Outcome("crash", f"{type(error).__name__}: {error} ({inside.name}:{inside.lineno})")
     return Outcome("same", "", *once)
 
@@ -129,9 +131,7 @@ def differ(expected: list[Any], found: list[Any], tolerance: list[float]) -> str
     return "; ".join(faults)
 
 
-def differ_anywhere(
-    expected: list[Any], found: list[Any], mesh: Mesh, tolerance: list[float]
-) -> str:
+def differ_anywhere(expected: list[Any], found: list[Any], mesh: Mesh, tolerance: list[float]) -> str:
     """The same for every device's local tensor."""
     faults = []
     for i, (a, sharded, t) in enumerate(zip(expected, found, tolerance, strict=True)):
@@ -230,7 +230,9 @@ def smallest(p: Program, found: Outcome, budget: float = 20.0) -> Program:
 def _smaller(p: Program) -> Iterator[Program]:
     for i in range(len(p.outputs)):
         if len(p.outputs) > 1:
-            yield replace(p, outputs=p.outputs[:i] + p.outputs[i + 1 :], out_specs=p.out_specs[:i] + p.out_specs[i + 1 :])
+            yield replace(
+                p, outputs=p.outputs[:i] + p.outputs[i + 1 :], out_specs=p.out_specs[:i] + p.out_specs[i + 1 :]
+            )
     yield from (q for q in [_without_dead(p)] if q != p)
     for i in range(len(p.lines) - 1, -1, -1):  # return an earlier value instead
         names = re.findall(r"\bv\d+\b", p.lines[i].split(" = ")[0])

@@ -134,9 +134,7 @@ class _Drawing:
         outputs = tuple(dict.fromkeys([made[-1], *(rng.choice(made) for _ in range(rng.randint(0, 2)))]))
         grad = rng.random() < 0.75 and any(self.env[o].is_floating_point() for o in outputs)
         specs = tuple(self.spec(self.env[o].shape) if rng.random() < 0.3 else None for o in outputs)
-        return Program(
-            self.mesh, tuple(self.inputs), tuple(self.lines), outputs, specs, grad, rng.random() < 0.3
-        )
+        return Program(self.mesh, tuple(self.inputs), tuple(self.lines), outputs, specs, grad, rng.random() < 0.3)
 
     # Choices --------------------------------------------------------------------------------------------------------
 

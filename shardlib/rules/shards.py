@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -40,7 +41,9 @@ def may_be_empty(local: Local, factor: str) -> bool:
     size = local.size(factor)
     if isinstance(size, int):
         return size == 0
-    return bool(size.at({a.name: a.of - 1 for a in local.axes(factor)}) == 0)  # the last device holds the least
+    lengths = {a.name: a.of for a in local.axes(factor)}
+    devices = itertools.product(*map(range, lengths.values()))  # 7 over (2 3) is 2 2 0 1 1 1
+    return any(size.at(dict(zip(lengths, at, strict=True))) == 0 for at in devices)
 
 
 def never_empty(local: Local, x: Any, position: int, factors: Iterable[str], value: float = 0) -> Any:

@@ -1,0 +1,217 @@
+"""Lowering: integers that differ by device, local slices and groups, and what a lowered program must and must not do."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardlib as sl
+from shardlib import Mesh, shard
+from shardlib.axis import span
+from shardlib.layout import Axis, Factor, Layout
+from shardlib.lower.move import Mover, member_coords
+from shardlib.lower.program import Collective, Instr, Program, Var, reads
+from shardlib.lower.sym import Sym, local_size, offset, product
+from shardlib.plan import Plan
+from shardlib.run import virtual
+from tests.campaign import compiled
+from tests.programs import draw
+
+A, B = Axis("a", 4), Axis("b", 3)
+COORDS = [{"a": i, "b": j} for i in range(4) for j in range(3)]
+
+# Sym ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["+", "-", "*", "//"])
+@pytest.mark.parametrize("other", [2, 5, local_size(7, [B]), offset(9, [A, B])], ids=str)
+def test_arithmetic_is_that_of_ints(op: str, other: Any) -> None:
+    one = local_size(10, [A])
+    assert isinstance(one, Sym)
+    f: Callable[[Any, Any], Any] = eval(f"lambda x, y: x {op} y")
+    for c in COORDS:
+        y = other.at(c) if isinstance(other, Sym) else other
+        if op == "//" and y == 0:
+            continue
+        assert f(one, other).at(c) == f(one.at(c), y)
+        if op != "//":
+            assert f(3, one).at(c) == f(3, one.at(c))
+
+
+def test_a_sym_knows_its_axes() -> None:
+    x, y = local_size(10, [A]), local_size(7, [B])
+    assert isinstance(x, Sym)
+    assert isinstance(y, Sym)
+    assert (x.axes, (x * y + 1).axes) == (frozenset([A]), frozenset([A, B]))
+    assert [x.eq(3).at(c) for c in COORDS[::3]] == [1, 1, 1, 0]
+    assert str(x * 2 - y) == "((size(10@a) * 2) - size(7@b))"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 6, 8, 10, 12])
+@pytest.mark.parametrize(
+    "axes", [(), (A,), (B,), (A, B), (B, A), A.primes(), A.primes()[:1], (A.primes()[1], B)], ids=str
+)
+def test_sizes_and_offsets(size: int, axes: tuple[Axis, ...]) -> None:
+    n, start = local_size(size, axes), offset(size, axes)
+    for c in COORDS:
+        low, high = span(size, Axis.merge(axes), c)
+        assert (n.at(c) if isinstance(n, Sym) else n) == high - low
+        assert (start.at(c) if isinstance(start, Sym) else start) == low
+    assert isinstance(n, int) == (size % (Factor(size, axes).ways) == 0), "an int where all devices hold the same"
+
+
+def test_product() -> None:
+    x = local_size(5, [A])
+    assert product([2, 3]) == 6
+    assert product([]) == 1
+    assert [product([2, x, 3]).at(c) for c in COORDS[::3]] == [12, 12, 6, 0]  # type: ignore[union-attr]
+
+
+# Mover ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "group", [(A,), (B,), (A, B), (B, A), A.primes()[:1], A.primes()[1:], (A.primes()[1], B)], ids=str
+)
+def test_members_of_a_group(group: tuple[Axis, ...]) -> None:
+    """Every device is in one group, at the place that its coordinates along the group's axes say, major first."""
+    n = Factor(1, group).ways
+    for c in COORDS:
+        members = [member_coords(c, group, i) for i in range(n)]
+        places = list(itertools.product(*(range(a.size) for a in group)))
+        assert [tuple(a.coord(m) for a in group) for m in members] == places
+        assert c in members
+        assert all(member_coords(m, group, 0) == members[0] for m in members)
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [
+        (((5, (A,)),), ((4, (B,)),)),
+        (((2, A.primes()[:1]), (3, (B,)), (4, A.primes()[1:])),),
+        (((3, ()), (5, (A,)), (2, ())), ((7, (B,)),)),
+        (((2, ()), (4, (B, A))), ((1, ()),)),
+    ],
+    ids=str,
+)
+def test_slice_all(dims: Any) -> None:
+    mesh = Mesh(a=4, b=3)
+    layout = Layout(tuple(tuple(Factor(n, Axis.merge(axes)) for n, axes in dim) for dim in dims))
+    whole = torch.arange(Layout.replicated(layout.shape).max_local_numel()).view(layout.shape)
+    program = Program(mesh)
+    program.inputs.append(Var("x", Layout.replicated(layout.shape), whole.dtype))
+    program.outputs.append(Mover(program).slice_all(program.inputs[0], dims, name="y", line=None))
+    for share in (True, False):
+        (locals_,) = virtual.load(program, mesh, share=share)([[whole] * mesh.size])
+        for c, local in zip(mesh.all_coords(), locals_, strict=True):
+            assert torch.equal(local, layout.scatter(whole, c)), c
+
+
+# Programs -------------------------------------------------------------------------------------------------------------
+
+
+def planned(
+    fn: Callable[..., Any], *shapes: tuple[int, ...], mesh: dict[str, int], in_specs: Any, **options: Any
+) -> Plan:
+    """The plan of `fn` on tensors of `shapes`, after `check` has run it."""
+    args = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    with Mesh(mesh):
+        sl.check(fn, *args, in_specs=in_specs, rtol=1e-10, **options)
+        return sl.jit(fn, in_specs=in_specs, **options).plan(*args)
+
+
+def kinds(plan: Plan) -> list[str]:
+    return [f"{c.kind} {' '.join(c.axes)}" for c in plan.collectives]
+
+
+def test_pending_sums_are_added_first() -> None:
+    def fn(x: Tensor, w: Tensor, y: Tensor, v: Tensor) -> Tensor:
+        return x @ w + y @ v
+
+    specs = ("_ k@a", "k@a _", "_ k@a", "k@a _")
+    shapes = [(6, 4), (4, 8), (6, 8), (8, 8)]
+    plan = planned(fn, *shapes, mesh={"a": 2}, in_specs=specs, out_specs="_ _")
+    assert kinds(plan) == ["all_reduce a"]
+    plan = planned(fn, *shapes, mesh={"a": 2}, in_specs=specs, out_specs="_@a _")
+    assert kinds(plan) == ["reduce_scatter a"]
+
+
+def test_a_pending_sum_passes_what_is_linear_and_stops_before_what_is_not() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return torch.tanh((-(x @ w)).t() * 2)
+
+    plan = planned(fn, (6, 4), (4, 8), mesh={"a": 2}, in_specs=("_ k@a", "k@a _"), out_specs="_ _")
+    assert kinds(plan) == ["all_reduce a"]
+    names = [s.kind if isinstance(s, Collective) else s.target._schema.name for s in plan.compiled.program.steps]
+    assert names.index("all_reduce") > names.index("aten::neg")
+    assert names.index("all_reduce") < names.index("aten::tanh")
+
+
+def test_a_value_is_gathered_once_for_all_its_views() -> None:
+    def fn(w: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x @ w, y @ w.t(), x @ w.reshape(4, 2, 4).flatten(1)
+
+    plan = planned(fn, (4, 8), (6, 4), (6, 8), mesh={"a": 2}, in_specs=("_@a _", "_ _", "_ _"), out_specs=("_ _",) * 3)
+    assert kinds(plan).count("all_gather a") <= 1
+
+
+def test_constants_are_made_in_pieces() -> None:
+    """Neither an arange nor zeros are made whole where only a shard is read, and none is sent."""
+
+    def fn(x: Tensor) -> Tensor:
+        return x + torch.zeros(8, 6, dtype=torch.float64) + torch.ones_like(x)
+
+    plan = planned(fn, (8, 6), mesh={"a": 4}, in_specs=("_@a _",))
+    assert not plan.collectives
+    made = [s for s in plan.compiled.program.steps if isinstance(s, Instr) and "zeros" in str(s.target)]
+    assert all(out.layout is not None and out.layout.max_local_numel() == 12 for s in made for out in s.outs if out)
+
+
+def test_an_annotation_may_have_other_factors_than_the_value() -> None:
+    """A dim of 10 as one factor and as (5 2) have no cut in common: between them the dim is whole."""
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = shard(x * 2, "_ _@a")
+        return y, y
+
+    plan = planned(fn, (10, 10), mesh={"a": 2}, in_specs=("_ (_=5 _=2@a)",), out_specs=("_ (_=5@a _=2)", "_ _@a"))
+    assert [str(plan.layout_of(f"result[{i}]")) for i in range(2)] == ["10, (5@a 2)", "10, 10@a"]
+
+
+def test_one_input_in_two_output_layouts() -> None:
+    plan = planned(lambda x: (x, x), (6, 8), mesh={"a": 2}, in_specs=("_@a _",), out_specs=("_ _@a", "(_=2 _=3@a) _"))
+    assert [str(plan.layout_of(f"result[{i}]")) for i in range(2)] == ["6, 8@a", "(2 3@a), 8"]
+
+
+@pytest.mark.parametrize("size", [3, 6])
+def test_a_dim_smaller_than_its_axis_uses_whole_primes(size: int) -> None:
+    """3 on an axis of 6 = 2 x 3 is cut by the part of 3, whatever else is cut by the part of 2."""
+    plan = planned(lambda x, y: x + y.sum(1), (size, 2), (size, 4, 2), mesh={"a": 6}, in_specs=("_@a _", "_ _ _@a"))
+    assert str(plan.layout_of("x")) == {3: "3@a:(2)3, 2", 6: "6@a, 2"}[size]
+    assert str(plan.layout_of("y")) == f"{size}, 4, 2@a:(1)2"
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_every_value_is_made_before_it_is_read(seed: int) -> None:
+    p = draw(random.Random(seed))
+    with Mesh(dict(p.mesh)):
+        plan = sl.jit(compiled(p.function), in_specs=tuple(x.spec for x in p.inputs)).plan(
+            *(x.make() for x in p.inputs)
+        )
+    program = plan.compiled.program
+    known = {*program.inputs, *(v for v, _ in program.captured)}
+    for step in program.steps:
+        assert known.issuperset(reads(step)), step
+        fresh = [out for out in step.outs if out is not None]
+        assert not known & set(fresh), "every variable is written once"
+        known.update(fresh)
+        if isinstance(step, Collective):
+            assert all(a.size > 1 for a in step.axes)
+            assert step.reason
+    assert known.issuperset(v for v in program.outputs if isinstance(v, Var))
