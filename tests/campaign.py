@@ -156,7 +156,7 @@ def far(a: Any, b: Any, tolerance: float) -> str:
     return f"differs by {float(error):.1e} of {float(a.abs().max()):.1e}" if float(error) > tolerance else ""
 
 
-# What ran against what was planned --------------------------------------------------------------------------------------
+# What ran against what was planned ------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -201,7 +201,7 @@ def broken_promise(promised: list[Collective], calls: list[Call], mesh: Mesh) ->
     return "" if next(feed, None) is None else "more collectives ran than were planned"
 
 
-# Shrinking --------------------------------------------------------------------------------------------------------------
+# Shrinking ------------------------------------------------------------------------------------------------------------
 
 
 def smallest(p: Program, found: Outcome, budget: float = 20.0) -> Program:
@@ -293,7 +293,7 @@ def _without_axis(p: Program, axis: str, i: int) -> Program:
     return replace(p, lines=lines, inputs=inputs, mesh=mesh, out_specs=tuple(map(drop, p.out_specs)))
 
 
-# The campaign -----------------------------------------------------------------------------------------------------------
+# The campaign ---------------------------------------------------------------------------------------------------------
 
 
 def main() -> None:

@@ -64,7 +64,81 @@ def test_many_programs(block: int) -> None:
     assert score["same"] >= 190, score
 
 
-# What the machine itself must notice ------------------------------------------------------------------------------------
+# What was found -------------------------------------------------------------------------------------------------------
+
+
+def _program(mesh: str, inputs: str, lines: str, out: str | None = None, *, grad: bool = False) -> Program:
+    """`x0 5,4 _@a _; i1 3<5` are inputs (name, shape, below, spec), `v0 = ...; v1 = ...` lines; the last returned."""
+    made = []
+    for text in inputs.split("; "):
+        name, shape, spec = (text.split(" ", 2) + [""])[:3]
+        dims, _, high = shape.partition("<")
+        made.append(Input(name, tuple(map(int, dims.split(","))), int(high or 0), spec or None))
+    axes = tuple((axis[0], int(axis[1:])) for axis in mesh.split())
+    body = tuple(lines.split("; "))
+    last = [line for line in body if " = " in line][-1]
+    return Program(axes, tuple(made), body, (last.split(" = ")[0],), (out,), grad)
+
+
+@pytest.mark.parametrize(
+    "p",
+    [
+        # 5 over 4 devices is 2 2 1 0, cut by parts of the axis one after the other it would be 2 1 1 1.
+        _program("a4", "x0 5,6,5 _@a _ _", "v0 = x0.unflatten(0, (1, 5))"),
+        _program("a4", "x0 10,8 _@a _; x1 8,8", "v0 = x0 @ x1", grad=True),
+        # A part of an axis is made of its primes: 3 of 6 is the minor part.
+        _program("a2 b6", "x0 5,6,5 _ _@a _@b", "v0 = shard(x0 * 1.5, '_? _@(a b)? _')", "_@a? (_=2@b _=3) _?"),
+        # (2@a' 3@a'') is not 6@a.
+        _program("a8", "x0 6,6 _ (_=2@a _=3); x1 6 _?", "v0 = x0.masked_fill(x1 > 0, 0.25)", "(_=2 _=3@a) _"),
+        # An uneven minor leaf does not move together with the major one.
+        _program(
+            "a2 c2",
+            "x0 2,5,5,2 _ _@a _@(c) _; x1 5,5; x2 2,1,5,2 _@(c) _@a _ _",
+            "v0 = F.scaled_dot_product_attention(x0, x2, x2, attn_mask=x1, enable_gqa=True)",
+            grad=True,
+        ),
+        # Annotations of one dim by factors that have no cut in common.
+        _program("a2", "x0 10,10 _ (_=5 _=2)", "v0 = x0 * 1.5; v1 = shard(v0, '_ _@a')", "_ (_=5@a _=2)"),
+        # Sums that meet in an addition, of which one is seen through a view with other leaves.
+        _program(
+            "b2",
+            "x0 6,8,6",
+            "v0 = x0.unsqueeze(-1) * x0.unsqueeze(-2); v1 = torch.stack([v0, v0], 3); v2 = v1.sum(3); "
+            "v3 = v2.unsqueeze(4); v4 = v3.flatten(3, 4)",
+            "_ _ _@b (_=3 _=2)?",
+            grad=True,
+        ),
+        _program(
+            "a2 b2",
+            "x0 12,10,10",
+            "v0 = shard(x0[:, :5], '_@(a b) _? _'); v1 = v0 @ v0.transpose(-1, -2); "
+            "v2 = shard(v1, '(_=2@a _=6@b) _? _')",
+            grad=True,
+        ),
+        # 7 over (2 3) is 2 2 0 1 1 1: not the last device is the empty one.
+        _program("a2 b3", "x0 6,7 _ _@(a b)", "v0 = x0.amax(-1, keepdim=True)"),
+        # 8 as (4 2), of which the 4 is cut over 3: 2 2 0 of 4, and so of 8.
+        _program("a3", "x0 4,2 _@a _; x1 2,8", "v0 = x1 + x0.flatten(); v1 = v0.amax(1)"),
+        # Two factors are reduced, one of them is cut.
+        _program("a2", "x0 4,6 _@a _", "v0 = x0.logsumexp((0, 1))"),
+        # Keys whose rows are not dense, and writes to slices.
+        _program(
+            "a2", "x0 4,2,6 _@a _ _",
+            "v0 = x0.unsqueeze(3).expand([-1, -1, -1, 2]); v1 = F.scaled_dot_product_attention(v0, v0, v0)",
+        ),
+        _program("a2", "x0 10,10 _@a _", "v0 = x0 * 1.5; v0[8:] *= 2", grad=True),
+        _program("a2", "x0 5,4,3 _@a _ _", "v0 = x0 * 1.5; v0[8:] *= 2", grad=True),
+        # The gradient of x + x.mT adds a value to a view of itself, which must not happen in place.
+        _program("z1", "x0 5,5,5", "v0 = x0 + x0.transpose(-1, -2)", grad=True),
+        _program("a2", "x0 4,6 _ _@a; i1 3<6", "v0 = x0[:, i1]", grad=True),
+    ],
+    ids=lambda p: "; ".join(p.lines)[:60],
+)  # fmt: skip
+def test_found(p: Program) -> None:
+    assert _check(p) == "same"
+
+
+# What the machine itself must notice ----------------------------------------------------------------------------------
 
 _SIMPLE = Program(
     mesh=(("a", 2),),

@@ -1,4 +1,4 @@
-"""Lowering: integers that differ by device, local slices and groups, and what a lowered program must and must not do."""
+"""Lowering: integers that differ by device, local slices and groups, and what a lowered program must not do."""
 
 from __future__ import annotations
 
@@ -215,3 +215,14 @@ def test_every_value_is_made_before_it_is_read(seed: int) -> None:
             assert all(a.size > 1 for a in step.axes)
             assert step.reason
     assert known.issuperset(v for v in program.outputs if isinstance(v, Var))
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (4, 3), (2, 2, 5), (1, 5), (3, 4)], ids=str)
+def test_the_short_form_of_a_layout_holds_the_same(sizes: tuple[int, ...]) -> None:
+    """Parts of one axis on neighbouring leaves melt only where that cuts at the same places."""
+    (a0, a1), whole = A.primes(), torch.arange(Layout.replicated(sizes).max_local_numel())
+    for where in itertools.product(range(-1, len(sizes)), repeat=3):
+        cuts = [tuple(x for x, w in zip((a0, B, a1), where, strict=True) if w == i) for i in range(len(sizes))]
+        layout = Layout((tuple(Factor(n, Axis.merge(axes)) for n, axes in zip(sizes, cuts, strict=True)),))
+        for c in COORDS:
+            assert torch.equal(layout.scatter(whole, c), layout.canonical.scatter(whole, c)), (str(layout), c)

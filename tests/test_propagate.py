@@ -141,7 +141,8 @@ def test_plans_do_not_depend_on_the_process() -> None:
     """Ranks plan on their own: the order of Python's sets, which differs between processes, must not show."""
     program = (
         "import torch, shardlib as sl; from tests.models import w1; config = w1.Config(layers=1, batch=8, seq=16)\n"
-        "mode = w1.modes(config)['tp_sp']; step = lambda *a: w1.step(*a, config, lambda x: sl.shard(x, mode.residual))\n"
+        "mode = w1.modes(config)['tp_sp']\n"
+        "step = lambda *a: w1.step(*a, config, lambda x: sl.shard(x, mode.residual))\n"
         "with sl.Mesh.abstract(**mode.axes, rules=dict(mode.rules)):\n"
         "    print(sl.jit(step, in_specs=(mode.params, mode.batch, mode.batch)).plan(*w1.abstract(config)))"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -62,7 +63,8 @@ def run(leaves: Leaves, hops: Sequence[Hop], src: Cut, dst: Cut, mesh: Mesh, pen
     # Which addend a device holds is not in the layout here, so nothing may be shared between devices.
     for i, hop in enumerate(hops):
         to = layout(leaves, hop.after)
-        var = Mover(program).step(hop.step, var, hop.dims, to, name=f"x{i}", line=None, backward=False, reason="", because=None)  # fmt: skip
+        step = partial(Mover(program).step, name=f"x{i}", line=None, backward=False, reason="", because=None)
+        var = step(hop.step, var, hop.dims, to)
     program.outputs.append(var)
 
     def piece(coords: dict[str, int]) -> torch.Tensor:
