@@ -9,30 +9,29 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
 
 from shardlib import reshard
 from shardlib.graph import Graph, Op, Value, is_creation
 from shardlib.layout import Axis, Factor, Layout, Pending
 from shardlib.lines import Line
 from shardlib.lower import manual
+from shardlib.lower.arguments import put, substitute
 from shardlib.lower.fuse import fuse
+from shardlib.lower.local import Assignment, LocalForm
 from shardlib.lower.move import Mover
-from shardlib.lower.program import Collective, Instr, Program, Var
-from shardlib.lower.sym import Sym, local_size, offset, product
+from shardlib.lower.program import Instr, Program, Var
+from shardlib.lower.sym import Sym, local_size, product
 from shardlib.mesh import Mesh
 from shardlib.propagate import Propagated
 from shardlib.propagate.flood import Factor as OpFactor
 from shardlib.propagate.units import is_constraint, looks_through, value_factors
 from shardlib.reshard import Axes, Cut
-from shardlib.rules.rule import Path, Rule
-
-Assignment = Mapping[OpFactor, Axes]
+from shardlib.rules.rule import Rule
 
 
 @dataclass(frozen=True)
@@ -51,10 +50,10 @@ Form = tuple[Cut, Owed]  # one layout of a value: its cut, and what is pending
 
 def lower(graph: Graph, propagated: Propagated, mesh: Mesh) -> Program:
     """Emit the program."""
-    return fuse(_Lowering(graph, propagated, mesh).run())
+    return fuse(Lowering(graph, propagated, mesh).run())
 
 
-class _Lowering:
+class Lowering:
     def __init__(self, graph: Graph, propagated: Propagated, mesh: Mesh) -> None:
         self.graph, self.p = graph, propagated
         self.flood, self.units = propagated.flood, propagated.units
@@ -125,7 +124,7 @@ class _Lowering:
             self._constant(v, ()) if v.constant else self._get(v, ((),) * len(self.flood.leaves(v)))
             for v in op.operands
         ]
-        args, kwargs = _substitute(op.node, operands)
+        args, kwargs = substitute(op.node, operands)
         outs = self._call(op.target, args, kwargs, op.results, note="no rule: runs replicated")
         for result, var in zip(op.results, outs, strict=True):
             if result is not None:
@@ -152,7 +151,7 @@ class _Lowering:
             assert result is not None
             self.have[result][(), Owed()] = manual.collective(self.program, op, operands[0], self._fresh_name(result))
         else:
-            args, kwargs = _substitute(op.node, operands)
+            args, kwargs = substitute(op.node, operands)
             for r, var in zip(
                 op.results, self._call(op.target, args, kwargs, op.results, note="shard_map"), strict=True
             ):
@@ -169,7 +168,7 @@ class _Lowering:
         if value.constant:
             dims = []
             for names in op.rule.operands[i]:
-                dims.append(tuple((self._leaf_size(op, x), assignment.get(x, ())) for x in self._factors(op, names)))
+                dims.append(tuple((self.leaf_size(op, x), assignment.get(x, ())) for x in self.factors(op, names)))
             return self._constant(value, tuple(dims))
         cut = tuple(assignment.get(x, ()) if x else () for x in value_factors(self.flood, op, i, operand=True))
         return self._native(value, cut, owed) if owed else self._get(value, cut)
@@ -192,15 +191,15 @@ class _Lowering:
         return cut, Owed(tuple(axes), kind)
 
     def _emit(self, op: Op, rule: Rule, assignment: Assignment, operands: Sequence[Var]) -> list[Any]:
-        args, kwargs = _substitute(op.node, operands)
+        args, kwargs = substitute(op.node, operands)
         cut_labels = {x[0] for x, axes in assignment.items() if axes}
         for path, (k, names) in rule.ints.items() if cut_labels else ():
             # All of them: beside an empty shard's 0, a -1 left over in a shape would mean nothing.
-            size = product([self._label_size(op, n, assignment) for n in names])
-            args, kwargs = _put(args, kwargs, path, size * k)
+            size = product([self.label_size(op, n, assignment) for n in names])
+            args, kwargs = put(args, kwargs, path, size * k)
         flops = rule.flops / max(1, math.prod(reshard.ways(axes) for axes in assignment.values()))
         if rule.local is not None and cut_labels & rule.local_factors:
-            out = rule.local(_Local(self, op, assignment, args, kwargs))
+            out = rule.local(LocalForm(self, op, assignment, args, kwargs))
             return list(out) if isinstance(out, tuple | list) else [out]
         return self._call(op.target, args, kwargs, op.results, flops=flops)
 
@@ -428,7 +427,7 @@ class _Lowering:
             var = self.mover.slice_all(self._constant(value, ()), dims, name=self._fresh_name(value), line=op.line)
         else:
             operands = [self._constant_operand(v) for v in op.operands]
-            args, kwargs = _substitute(op.node, operands)
+            args, kwargs = substitute(op.node, operands)
             outs = self._call(op.target, args, kwargs, op.results)
             for result, out in zip(op.results, outs, strict=True):
                 if result is not None:
@@ -459,9 +458,9 @@ class _Lowering:
             if names:
                 (label,) = names
                 sizes[label] = product([local_size(n, axes) for n, axes in factors])
-        args, kwargs = _substitute(op.node, [self._constant_operand(v) for v in op.operands])
+        args, kwargs = substitute(op.node, [self._constant_operand(v) for v in op.operands])
         for path, (k, names) in op.rule.ints.items():
-            args, kwargs = _put(args, kwargs, path, product([sizes[n] for n in names]) * k)
+            args, kwargs = put(args, kwargs, path, product([sizes[n] for n in names]) * k)
         (var,) = self._call(op.target, args, kwargs, op.results)
         var.layout = Layout(tuple(tuple(Factor(n, Axis.merge(axes)) for n, axes in dim) for dim in dims))
         return var  # type: ignore[no-any-return]
@@ -500,14 +499,14 @@ class _Lowering:
 
     # Small helpers --------------------------------------------------------------------------------------------------
 
-    def _factors(self, op: Op, names: Sequence[str]) -> list[OpFactor]:
+    def factors(self, op: Op, names: Sequence[str]) -> list[OpFactor]:
         return [(n, k) for n in names for k in range(len(self.flood.labels[op][n]))]
 
-    def _leaf_size(self, op: Op, x: OpFactor) -> int:
+    def leaf_size(self, op: Op, x: OpFactor) -> int:
         return self.flood.dims.size(self.flood.labels[op][x[0]][x[1]])
 
-    def _label_size(self, op: Op, label: str, assignment: Assignment) -> Sym | int:
-        return product([local_size(self._leaf_size(op, x), assignment.get(x, ())) for x in self._factors(op, [label])])
+    def label_size(self, op: Op, label: str, assignment: Assignment) -> Sym | int:
+        return product([local_size(self.leaf_size(op, x), assignment.get(x, ())) for x in self.factors(op, [label])])
 
     def _dims(self, value: Value, cut: Cut) -> tuple[Any, ...]:
         """Per dim, `(size, axes)` per leaf."""
@@ -534,69 +533,6 @@ class _Lowering:
         return value.name if n == 0 else f"{value.name}_{n}"
 
 
-class _Local:
-    """What rules write their local forms with; see `shardlib.rules.rule.Local`."""
-
-    def __init__(self, lowering: _Lowering, op: Op, assignment: Assignment, args: Any, kwargs: Any) -> None:
-        assert op.rule is not None
-        self.call, self.rule, self.args, self.kwargs = op.call, op.rule, args, kwargs
-        self._lowering, self._op, self._assignment = lowering, op, assignment
-
-    def axes(self, factor: str) -> Axes:
-        return tuple(a for x in self._lowering._factors(self._op, [factor]) for a in self._assignment.get(x, ()))
-
-    def size(self, factor: str) -> Sym | int:
-        return self._lowering._label_size(self._op, factor, self._assignment)
-
-    def offset(self, factor: str) -> Sym | int:
-        (first, *rest) = self._lowering._factors(self._op, [factor]) or [(factor, 0)]
-        inner = math.prod(self._lowering._leaf_size(self._op, x) for x in rest)
-        return offset(self._lowering._leaf_size(self._op, first), self._assignment.get(first, ())) * inner
-
-    def op(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        n = sum(r.real_type.isSubtypeOf(torch._C.TensorType.get()) for r in target._schema.returns)
-        name = f"{self._op.name}.{target._schema.name.split('::')[-1]}"
-        outs = tuple(Var(name, None, torch.float32) for _ in range(max(1, n)))
-        low = self._lowering
-        low.program.steps.append(Instr(target, args, kwargs, outs, low.line, low.backward, f"part of {self._op.name}"))
-        return outs[0] if len(outs) == 1 else outs
-
-    def all_reduce(self, value: Var, factor: str, kind: str) -> Var:
-        low, axes = self._lowering, self.axes(factor)
-        if not axes:
-            return value  # another of the factors that the local form is for is cut
-        out = Var(f"{value.name}.reduced", None, value.dtype)
-        n = reshard.ways(axes)
-        nbytes = 2 * self._small_bytes() * (n - 1) / n
-        low.program.steps.append(
-            Collective(
-                "all_reduce",
-                Axis.merge(axes),
-                value,
-                out,
-                {},
-                nbytes,
-                kind,
-                low.line,
-                low.backward,
-                f"{self._op.name} needs its {kind} over {factor}",
-                because=(self._op, factor),
-            )
-        )
-        return out
-
-    def _small_bytes(self) -> float:
-        """Bytes of one number for each row of the op's first result, local to the fullest device."""
-        result = self._op.results[0]
-        assert result is not None
-        n = result.dtype.itemsize
-        for names in self.rule.results[0]:
-            for x in self._lowering._factors(self._op, names):
-                if x[0] not in self.rule.local_factors:
-                    n *= -(-self._lowering._leaf_size(self._op, x) // reshard.ways(self._assignment.get(x, ())))
-        return n
-
-
 def _reader_counts(graph: Graph, p: Propagated) -> dict[Value, int]:
     """How often a value is read, views looked through; a view counts as its root."""
     counts: dict[Value, int] = defaultdict(int)
@@ -606,36 +542,3 @@ def _reader_counts(graph: Graph, p: Propagated) -> dict[Value, int]:
         if isinstance(out, Value) and not out.constant:
             counts[p.units.root(out)[0]] += 1
     return {value: counts[root] for value, (root, _) in p.units.roots.items()}
-
-
-def _substitute(node: fx.Node, operands: Sequence[Var]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The node's arguments with its tensors replaced, in order."""
-    feed = iter(operands)
-
-    def change(x: Any) -> Any:
-        if isinstance(x, fx.Node):
-            return next(feed)
-        if isinstance(x, tuple | list):
-            return [change(y) for y in x]
-        return x
-
-    return tuple(change(a) for a in node.args), {k: change(v) for k, v in node.kwargs.items()}
-
-
-def _put(
-    args: tuple[Any, ...], kwargs: dict[str, Any], path: Path, value: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments with one integer replaced."""
-
-    def put(x: Any, rest: Path) -> Any:
-        if not rest:
-            return value
-        if isinstance(x, dict):
-            return {**x, rest[0]: put(x[rest[0]], rest[1:])}
-        i = rest[0]
-        assert isinstance(i, int)
-        return type(x)([*x[:i], put(x[i], rest[1:]), *x[i + 1 :]])
-
-    if isinstance(path[0], str):
-        return args, put(kwargs, path)
-    return put(args, path), kwargs
