@@ -186,7 +186,7 @@ class Drawing:
         ]  # fmt: skip
         if not fit:
             return self.input([self.size() for _ in range(rank or max(least, 2))])
-        return fit[-1 - min(int(self.rng.expovariate(0.4)), len(fit) - 1)]
+        return fit[-1 - int(min(self.rng.expovariate(0.4), len(fit) - 1))]  # which may draw infinity
 
     def like(self, shape: Any) -> str:
         """Another value of this shape."""

@@ -161,3 +161,11 @@ def test_planning_touches_no_device_and_any_mesh_size() -> None:
     assert plan.mesh.size == 8192
     assert [(c.kind, c.axes) for c in plan.collectives] == [("all_reduce", ("tensor",))]
     assert str(plan.layout_of("x")) == "4096@(pod data), 256"
+
+
+def test_a_constant_result_lands_where_its_spec_says() -> None:
+    with sl.Mesh(data=2):
+        step = sl.jit(lambda x: (x, torch.arange(6), torch.zeros(4, 2)), out_specs=(None, "n@data", "_ m@data"))
+        out = step(torch.ones(2))
+    assert [sl.typeof(x) for x in out] == ["f32[2]", "i64[6@data]", "f32[4, 2@data]"]
+    assert out[1].full_tensor().tolist() == list(range(6))

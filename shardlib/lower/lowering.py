@@ -416,23 +416,20 @@ class Lowering:
         if (known := self.constants.get(key)) is not None:
             return known
         op = value.op
-        if op is None:
-            self.constants[key] = self.mover.slice_all(
-                self.constants[value, ()], dims, name=self._fresh_name(value), line=self.line
-            )
-            return self.constants[key]
-        if cut and op.rule is not None and is_creation(op.target) and self._made_in_pieces(op):
-            var = self._create(op, dims)
-        elif cut:
-            var = self.mover.slice_all(self._constant(value, ()), dims, name=self._fresh_name(value), line=op.line)
-        else:
+        if op is not None and not cut:
             operands = [self._constant_operand(v) for v in op.operands]
             args, kwargs = substitute(op.node, operands)
-            outs = self._call(op.target, args, kwargs, op.results)
-            for result, out in zip(op.results, outs, strict=True):
+            for result, out in zip(op.results, self._call(op.target, args, kwargs, op.results), strict=True):
                 if result is not None:
                     self.constants[result, ()] = out
-            var = self.constants[key]
+            return self.constants[key]
+        if op is not None and op.rule is not None and is_creation(op.target) and self._made_in_pieces(op):
+            var = self._create(op, dims)
+        else:
+            line = op.line if op is not None else self.line
+            var = self.mover.slice_all(self._constant(value, ()), dims, name=self._fresh_name(value), line=line)
+        var.layout = Layout(tuple(tuple(Factor(n, Axis.merge(a)) for n, a in dim) for dim in dims)).canonical
+        var.value = value
         self.constants[key] = var
         return var
 
@@ -462,7 +459,6 @@ class Lowering:
         for path, (k, names) in op.rule.ints.items():
             args, kwargs = put(args, kwargs, path, product([sizes[n] for n in names]) * k)
         (var,) = self._call(op.target, args, kwargs, op.results)
-        var.layout = Layout(tuple(tuple(Factor(n, Axis.merge(axes)) for n, axes in dim) for dim in dims))
         return var  # type: ignore[no-any-return]
 
     # Outputs --------------------------------------------------------------------------------------------------------
@@ -474,7 +470,9 @@ class Lowering:
         if i in self.flood.outputs:
             return self._as(value, self.flood.apart.get(i, value), self.flood.outputs[i][0])
         if value.constant:
-            return self._constant(value, ())
+            said = self.p.outputs.get(i)
+            dims = () if said is None else tuple(tuple((f.size, f.axes) for f in dim) for dim in said.layout.dims)
+            return self._constant(value, dims)
         return self._get(value, self._natural(value))
 
     def _natural(self, value: Value) -> Cut:

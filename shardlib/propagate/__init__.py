@@ -22,6 +22,7 @@ class Propagated:
     units: Units
     decider: Decider
     doors: Mapping[Op, Fixed]
+    outputs: Mapping[int, Fixed]
 
     def unit_cut(self, unit: Unit) -> tuple[tuple[Axis, ...], ...]:
         """The mesh axes on each slot of `unit`, in prime parts."""
@@ -44,4 +45,4 @@ def propagate(
     """Decide every op's cut; `fixed`, `outputs` and `doors` hold what the user decided."""
     flooded = flood(graph, fixed, outputs, doors)
     units = build_units(graph, flooded)
-    return Propagated(flooded, units, Decider(graph, flooded, units, mesh), doors)
+    return Propagated(flooded, units, Decider(graph, flooded, units, mesh), doors, outputs)

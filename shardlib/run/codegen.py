@@ -135,8 +135,7 @@ class Generator:
         if events is None:
             events = [(s,) if isinstance(s, Collective) else s for s in self.program.steps]
         donated = [self.program.inputs[i] for i in self.program.donated]
-        # Unshared devices still share what a collective gave all of them, so nothing may be overwritten there.
-        self._overwrites = overwrites(self.program, events, self.varies, donated) if self.share else {}
+        self._overwrites = overwrites(self.program, events, self.varies, donated)
         segment: list[Instr] = []
         for event in events:
             if isinstance(event, tuple):
