@@ -1,4 +1,4 @@
-"""Gradients themselves, not parameters after a step: in fp64 and fp32, on three meshes, virtual and on four processes."""
+"""Gradients themselves, not parameters after a step: fp64 and fp32, on three meshes, virtual and on four processes."""
 
 from __future__ import annotations
 
