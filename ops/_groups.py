@@ -3,6 +3,9 @@
 The members of a group are ordered by their joint coordinate along the axes, major first; the ranks of a process group
 are ordered by rank. Both agree unless a minor mesh axis comes first, as `(tensor, data)` on `Mesh(data=2, tensor=4)`:
 then one process group serves both orders, and `_wire.py` puts the messages in order.
+
+A group of CPU tensors whose members are on one machine also has a channel in shared memory. Its members decide that
+together, when the groups are made: all of them use it, or none.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import torch.distributed as dist
 from shardlib import world
 from shardlib.axis import Axis
 from shardlib.errors import ShardingError
+from shardlib.ops._shm import Channel, Session
 
 if TYPE_CHECKING:
     from shardlib.mesh import Mesh
@@ -26,6 +30,7 @@ Cosets = tuple[tuple[int, ...], ...]  # all groups over the same axes; together 
 # Process groups live and die with the default one, so that one is part of every key.
 _handles: dict[tuple[object, Mesh, tuple[Axis, ...]], GroupHandle] = {}
 _process_groups: dict[tuple[object, str, Cosets], dist.ProcessGroup] = {}
+_sessions: dict[object, Session] = {}
 _lock = Lock()
 
 
@@ -38,6 +43,7 @@ class GroupHandle:
     * `position`: this rank's index in `ranks`.
     * `backend`: "gloo" or "nccl".
     * `by_rank`: group positions in the process group's order; None when the orders agree.
+    * `shm`: the channel in shared memory; None when there is none, and `why` says why.
     """
 
     ranks: tuple[int, ...]
@@ -46,10 +52,17 @@ class GroupHandle:
     backend: str
     by_rank: tuple[int, ...] | None = None
     name: str = ""
+    shm: Channel | None = None
+    why: str = ""
 
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def transport(self) -> str:
+        """What `choose` of a collective is told: "shm", "gloo", "nccl", or "none" for a single member."""
+        return "shm" if self.shm is not None else self.backend
 
 
 def group_for(mesh: Mesh, axes: tuple[Axis, ...]) -> GroupHandle:
@@ -79,6 +92,7 @@ def prepare(mesh: Mesh, groups: Iterable[tuple[Axis, ...]]) -> None:
     device_mesh = mesh.device_mesh  # also starts torch.distributed where nothing has yet
     coords = mesh.all_coords()
     with _lock:
+        session = _session(mesh.size) if mesh.device == "cpu" and mesh.size > 1 else None
         for axes in groups:
             key = (dist.group.WORLD, mesh, axes)
             if key not in _handles:
@@ -86,7 +100,8 @@ def prepare(mesh: Mesh, groups: Iterable[tuple[Axis, ...]]) -> None:
                 cosets = tuple(sorted({tuple(sorted(mesh.group_ranks(axes, c))) for c in coords}))
                 whole = axes[0].name if len(axes) == 1 and axes[0].whole else None
                 known = device_mesh.get_group(whole) if whole and len(ranks) > 1 else None
-                _handles[key] = _handle(ranks, mesh.rank, _process_group(mesh.device, cosets, mesh.rank, known))
+                pg = _process_group(mesh.device, cosets, mesh.rank, known)
+                _handles[key] = _handle(ranks, mesh.rank, pg, session)
 
 
 def _process_group(device: str, cosets: Cosets, rank: int, known: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -105,9 +120,20 @@ def _process_group(device: str, cosets: Cosets, rank: int, known: dist.ProcessGr
     return _process_groups[key]
 
 
-def _handle(ranks: tuple[int, ...], rank: int, pg: dist.ProcessGroup | None) -> GroupHandle:
+def _session(size: int) -> Session:
+    """What the ranks of this world share; made at the first call, which all ranks make."""
+    if dist.group.WORLD not in _sessions:
+        while _sessions:  # worlds that were destroyed
+            _sessions.popitem()[1].close()
+        _sessions[dist.group.WORLD] = Session(dist.get_rank(), size)
+    return _sessions[dist.group.WORLD]
+
+
+def _handle(ranks: tuple[int, ...], rank: int, pg: dist.ProcessGroup | None, session: Session | None) -> GroupHandle:
     order = tuple(sorted(range(len(ranks)), key=ranks.__getitem__))
     by_rank = None if order == tuple(range(len(ranks))) else order
     backend = str(dist.get_backend(pg)) if pg is not None else "none"
     name = str(pg.group_name) if pg is not None else ""
-    return GroupHandle(ranks, pg, ranks.index(rank), backend, by_rank, name)
+    channel = session.channel(ranks) if session is not None and pg is not None else ""
+    shm, why = (None, channel) if isinstance(channel, str) else (channel, "")
+    return GroupHandle(ranks, pg, ranks.index(rank), backend, by_rank, name, shm, why)

@@ -9,25 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from shardlib.ops._groups import GroupHandle
+from shardlib.ops._choice import Choice, unavailable, wanted
+
+if TYPE_CHECKING:
+    from shardlib.ops._groups import GroupHandle
 
 _c10d = torch.ops._c10d_functional
 T = TypeVar("T")
-
-
-class Choice(NamedTuple):
-    """The way in which a collective runs, and why."""
-
-    way: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.way}: {self.reason}"
 
 
 @dataclass(slots=True, frozen=True)
@@ -75,6 +68,29 @@ class Flight:
 
 class CollectiveError(RuntimeError):
     """A collective that could not be finished: a peer is gone, or did not come in time."""
+
+
+def pick(op: str, transport: str, why: str, shm: Choice | str, other: Choice) -> Choice:
+    """Shared memory where there is some, unless SHARDLIB_OPS says torch; `other` is torch's way.
+
+    The transport is "shm", "gloo", "nccl", "virtual" (all members in one process) or "none" (one member). `why` says
+    why there is no shared memory, and `shm`, when it is a text, what it cannot do in this case.
+    """
+    want = wanted(op)
+    if transport in ("virtual", "none"):
+        return Choice("torch", "", "all members are in this process" if transport == "virtual" else "one member")
+    fault = why or f"the members speak over {transport}" if transport != "shm" else shm if isinstance(shm, str) else ""
+    if want not in (None, "torch") and (want != "shm" or fault):
+        raise unavailable(op, want, fault or f"there is no {want} backend of {op} for CPU tensors")
+    if want != "torch" and isinstance(shm, Choice) and not fault:
+        return shm
+    reason = "" if want == "torch" or not fault or transport == "nccl" else f" (no shared memory: {fault})"
+    return Choice(other.backend, other.way, other.reason + reason)
+
+
+def settled(xs: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors with their conjugations and negations done: others read their memory."""
+    return [x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x for x in xs]
 
 
 def wait(tensor: Tensor) -> Tensor:

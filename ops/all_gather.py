@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from shardlib.ops._choice import Choice
 from shardlib.ops._groups import GroupHandle
-from shardlib.ops._wire import Choice, Flight, Handle, by_dtype, gather, leads, pack, resized
+from shardlib.ops._shm import Recipe
+from shardlib.ops._streams import COPY, Block, Like, Message, dense, likes, prefix, sources
+from shardlib.ops._wire import Flight, Handle, by_dtype, gather, leads, pack, pick, resized, settled
 
 # Measured on Gloo over the loop-back device, 2 and 4 processes: see `choose`.
 _GLOO_EXCHANGE_BYTES = 1 << 20
@@ -32,23 +34,29 @@ def reference(shards: Sequence[Tensor], dim: int, sizes: Sequence[int]) -> list[
     return [out] * len(shards)
 
 
-@lru_cache(maxsize=1024)
-def choose(out: int, even: bool, backend: str) -> Choice:
-    """How `out` bytes of result are gathered.
+def choose(nbytes: int, even: bool, dtype: torch.dtype, kind: str, transport: str, n: int, why: str = "") -> Choice:
+    """How `nbytes` of result are gathered; see `pick` for the transport and for `why`.
 
     Example:
-        >>> print(choose(1 << 22, True, "gloo"))
-        native: a large, even gather: the ring copies less
+        >>> print(choose(1 << 22, True, torch.float32, "", "gloo", 4))
+        torch/native: a large, even gather: the ring copies less (no shared memory: the members speak over gloo)
+        >>> print(choose(1 << 22, True, torch.float32, "", "shm", 4))
+        shm: each member reads the others' parts to their places
     """
-    if backend == "gloo":
+    shm = Choice("shm", "", "each member reads the others' parts to their places")
+    return pick("all_gather", transport, why, shm, _over_torch(nbytes, even, transport))
+
+
+def _over_torch(nbytes: int, even: bool, transport: str) -> Choice:
+    if transport != "nccl":
         if not even:
-            return Choice("exchange", "sizes differ: sent pairwise, nothing is padded")
-        if out <= _GLOO_EXCHANGE_BYTES:
-            return Choice("exchange", "a small message: one round of latency instead of a ring of them")
-        return Choice("native", "a large, even gather: the ring copies less")
+            return Choice("torch", "exchange", "sizes differ: sent pairwise, nothing is padded")
+        if nbytes <= _GLOO_EXCHANGE_BYTES:
+            return Choice("torch", "exchange", "a small message: one round of latency instead of a ring of them")
+        return Choice("torch", "native", "a large, even gather: the ring copies less")
     if even:
-        return Choice("native", "sizes are equal")
-    return Choice("padded", "sizes differ, and the backend gathers equal ones only")
+        return Choice("torch", "native", "sizes are equal")
+    return Choice("torch", "padded", "sizes differ, and the backend gathers equal ones only")
 
 
 def start(x: Tensor, dim: int, sizes: Sequence[int], group: GroupHandle) -> Handle[Tensor]:
@@ -63,6 +71,11 @@ def start_many(
     """Begin to gather several tensors in one message (one for every dtype among them)."""
     if group.size == 1:
         return Handle(lambda: list(xs))
+    if group.shm is not None:
+        xs = settled(xs)
+        key = ("all_gather", likes(xs), tuple(dims), tuple(map(tuple, sizes)))
+        if flying := group.shm.start(key, lambda: _recipe(list(map(Like.of, xs)), dims, sizes, group), xs):
+            return Handle(flying.finish)
     parts: list[tuple[list[int], list[list[int]], Flight | None]] = []
     for which in by_dtype(xs):
         some = [xs[i] for i in which]
@@ -75,7 +88,8 @@ def start_many(
             parts.append((which, numels, None))
             continue
         message = some[0].contiguous().view(-1) if len(some) == 1 else pack(some)
-        way = choose(total * some[0].itemsize, len(set(counts)) == 1, group.backend).way
+        even = len(set(counts)) == 1
+        way = choose(total * message.itemsize, even, message.dtype, "", group.transport, group.size, group.why).way
         parts.append((which, numels, gather(message, counts, group, way)))
 
     def land() -> list[Tensor]:
@@ -91,6 +105,25 @@ def start_many(
 def finish(handle: Handle[Tensor]) -> Tensor:
     """Wait for the result of `start`."""
     return handle.finish()
+
+
+def _recipe(
+    xs: Sequence[Like], dims: Sequence[int], sizes: Sequence[Sequence[int]], group: GroupHandle
+) -> Recipe | None:
+    """Each member's tensors are one stream; what arrives is copied to its place in the results."""
+    outs = [dense(resized(x.shape, dim, sum(of)), x.dtype) for x, dim, of in zip(xs, dims, sizes, strict=True)]
+    nbytes, n = sum(out.nbytes for out in outs), group.size
+    even = all(len(set(of)) == 1 for of in sizes)
+    if choose(nbytes, even, xs[0].dtype, "", group.transport, n, group.why).backend != "shm":
+        return None
+    sent, packed = sources(xs)
+    message = Message(n, group.position, COPY)
+    message.send(message.stream(Block(j, x) for j, x in enumerate(sent)))
+    for i in range(n):
+        where = zip(outs, dims, sizes, strict=True)
+        blocks = (Block(len(xs) + j, out, d, prefix(of, i), of[i]) for j, (out, d, of) in enumerate(where))
+        message.receive(message.stream(blocks))
+    return Recipe(message.words(nbytes), tuple(outs), packed, direct=len(xs) == 1 and sent[0].contiguous)
 
 
 def _unpack(

@@ -7,13 +7,27 @@ out  [...]    the same on all members, contiguous
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from shardlib.ops._choice import Choice
 from shardlib.ops._groups import GroupHandle
-from shardlib.ops._wire import Choice, Handle, by_dtype, combine, exchange, gather, pack, wait
+from shardlib.ops._shm import Recipe
+from shardlib.ops._streams import (
+    LINE,
+    REDUCE,
+    REDUCE_GATHER,
+    Block,
+    Like,
+    Message,
+    dense,
+    irreducible,
+    likes,
+    sources,
+    up,
+)
+from shardlib.ops._wire import Handle, by_dtype, combine, exchange, gather, pack, pick, settled, wait
 
 _c10d = torch.ops._c10d_functional
 
@@ -21,6 +35,7 @@ _c10d = torch.ops._c10d_functional
 # (1.3 to 2 times faster than the ring), two rounds of one up to 4 MB (1.1 to 1.3 times), the ring above.
 _EXCHANGE_BYTES = 1 << 20
 _SCATTER_GATHER_BYTES = 1 << 22
+_ONE_STEP_BYTES = 1 << 15  # in shared memory, every member adds up all of a message of this size
 
 _NATIVE = {
     "gloo": {torch.float32, torch.float64, torch.int32, torch.int64},
@@ -52,35 +67,48 @@ def natively(dtype: torch.dtype, kind: str, backend: str) -> str | None:
     return None
 
 
-@lru_cache(maxsize=1024)
-def choose(nbytes: int, dtype: torch.dtype, kind: str, backend: str, n: int) -> Choice:
-    """How `nbytes` are reduced over `n` members.
+def choose(nbytes: int, even: bool, dtype: torch.dtype, kind: str, transport: str, n: int, why: str = "") -> Choice:
+    """How `nbytes` are reduced over `n` members; see `pick` for the transport and for `why`.
 
     Example:
-        >>> print(choose(1 << 23, torch.float32, "sum", "gloo", 4))
-        native: a large message: the ring copies least
-        >>> print(choose(1 << 23, torch.bfloat16, "sum", "gloo", 4))
-        scatter_gather: gloo does not reduce bfloat16 exactly
+        >>> print(choose(1 << 23, True, torch.bfloat16, "sum", "nccl", 4))
+        torch/native: the backend reduces this dtype
+        >>> print(choose(1 << 23, True, torch.bfloat16, "sum", "shm", 4))
+        shm/two_steps: each member adds up a part, then reads the others'
     """
+    if nbytes <= _ONE_STEP_BYTES:
+        step = Choice("shm", "one_step", "a small message: each member adds up all of it")
+    else:
+        step = Choice("shm", "two_steps", "each member adds up a part, then reads the others'")
+    return pick(
+        "all_reduce", transport, why, irreducible(dtype, kind) or step, _over_torch(nbytes, dtype, kind, transport, n)
+    )
+
+
+def _over_torch(nbytes: int, dtype: torch.dtype, kind: str, transport: str, n: int) -> Choice:
+    backend = "nccl" if transport == "nccl" else "gloo"
     if backend == "gloo" and n == 2:
-        return Choice("exchange", "two members: each sends the other its own, and adds")
+        return Choice("torch", "exchange", "two members: each sends the other its own, and adds")
     fault = natively(dtype, kind, backend)
     small = nbytes * (n - 1) <= _EXCHANGE_BYTES
     if fault:
-        return Choice("exchange" if small else "scatter_gather", fault)
+        return Choice("torch", "exchange" if small else "scatter_gather", fault)
     if backend != "gloo":
-        return Choice("native", "the backend reduces this dtype")
+        return Choice("torch", "native", "the backend reduces this dtype")
     if small:
-        return Choice("exchange", "a small message: one round of latency instead of 2 (n - 1)")
+        return Choice("torch", "exchange", "a small message: one round of latency instead of 2 (n - 1)")
     if nbytes <= _SCATTER_GATHER_BYTES:
-        return Choice("scatter_gather", "a middling message: two rounds of latency instead of 2 (n - 1)")
-    return Choice("native", "a large message: the ring copies least")
+        return Choice("torch", "scatter_gather", "a middling message: two rounds of latency instead of 2 (n - 1)")
+    return Choice("torch", "native", "a large message: the ring copies least")
 
 
 def start(x: Tensor, group: GroupHandle, kind: str = "sum") -> Handle[Tensor]:
     """Begin to reduce `x`, of one shape on all members, over the group."""
     if group.size == 1:
         return Handle(lambda: x)
+    if group.shm is not None:
+        many = start_many([x], group, kind).finish
+        return Handle(lambda: many()[0])
     flat = _start_flat(x.contiguous().view(-1), group, kind, fresh=False).finish
     return Handle(lambda: flat().view(x.shape))
 
@@ -89,6 +117,11 @@ def start_many(xs: Sequence[Tensor], group: GroupHandle, kind: str = "sum") -> H
     """Begin to reduce several tensors in one message (one for every dtype among them)."""
     if group.size == 1:
         return Handle(lambda: list(xs))
+    if group.shm is not None:
+        xs = settled(xs)
+        key = ("all_reduce", kind, likes(xs))
+        if flying := group.shm.start(key, lambda: _recipe(list(map(Like.of, xs)), group, kind), xs):
+            return Handle(flying.finish)
     parts = [
         (which, _start_flat(pack([xs[i] for i in which]), group, kind, fresh=True).finish) for which in by_dtype(xs)
     ]
@@ -108,12 +141,38 @@ def finish(handle: Handle[Tensor]) -> Tensor:
     return handle.finish()
 
 
+def _recipe(xs: Sequence[Like], group: GroupHandle, kind: str) -> Recipe | None:
+    """All tensors are one stream, of which each member reduces all, or one n-th that the others then read."""
+    n, me = group.size, group.position
+    nbytes = sum(x.nbytes for x in xs)
+    choices = [choose(nbytes, True, x.dtype, kind, group.transport, n, group.why) for x in xs]
+    if any(choice.backend != "shm" for choice in choices):
+        return None
+    sent, packed = sources(xs)
+    outs = [dense(x.shape, x.dtype) for x in xs]
+    message = Message(n, me, REDUCE if choices[0].way == "one_step" else REDUCE_GATHER, kind)
+    source = message.stream(Block(j, x) for j, x in enumerate(sent))
+    result = message.stream(Block(len(xs) + j, out) for j, out in enumerate(outs))
+    if message.how == REDUCE:
+        message.send(source)
+        message.receive(result)
+    else:
+        total = message.lengths[source]
+        slice_ = up(-(-total // n))
+        for begin in range(0, n * slice_, max(slice_, LINE)):
+            length = max(0, min(slice_, total - begin))
+            message.send(source, begin, length)
+            message.receive(result, begin, length, direct=begin)
+    direct = len(xs) == 1 and sent[0].contiguous
+    return Recipe(message.words(nbytes), tuple(outs), packed, direct=direct)
+
+
 def _start_flat(message: Tensor, group: GroupHandle, kind: str, *, fresh: bool) -> Handle[Tensor]:
     """Begin to reduce a flat message; a `fresh` one may be overwritten."""
     n, count = group.size, len(message)
     if count == 0:
         return Handle(lambda: message)
-    way = choose(message.nbytes, message.dtype, kind, group.backend, n).way
+    way = choose(message.nbytes, True, message.dtype, kind, group.transport, n, group.why).way
     if way == "native":
         buffer = (_c10d.all_reduce_ if fresh else _c10d.all_reduce)(message, kind, group.name)
         return Handle(lambda: (message, wait(buffer))[1])

@@ -14,8 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shardlib.ops._choice import Choice
 from shardlib.ops._groups import GroupHandle
-from shardlib.ops._wire import Handle, exchange, leads, pack, resized
+from shardlib.ops._shm import Recipe
+from shardlib.ops._streams import COPY, Block, Like, Message, dense, likes, prefix, sources, up
+from shardlib.ops._wire import Handle, exchange, leads, pack, pick, resized, settled
 
 
 def wire_bytes(out: int, n: int) -> int:
@@ -37,6 +40,17 @@ def reference(
     return [torch.cat(of_member, concat_dim) for of_member in pieces]
 
 
+def choose(nbytes: int, even: bool, dtype: torch.dtype, kind: str, transport: str, n: int, why: str = "") -> Choice:
+    """How `nbytes` of tensor change their shards; see `pick` for the transport and for `why`.
+
+    Example:
+        >>> print(choose(1 << 22, True, torch.float32, "", "shm", 4))
+        shm: each member reads its pieces to their places
+    """
+    shm = Choice("shm", "", "each member reads its pieces to their places")
+    return pick("all_to_all", transport, why, shm, Choice("torch", "exchange", "pieces are sent pairwise"))
+
+
 def start(
     x: Tensor,
     split_dim: int,
@@ -48,6 +62,14 @@ def start(
     """Begin to send member j the j-th piece of `x` along `split_dim`; arrivals are concatenated along `concat_dim`."""
     if group.size == 1:
         return Handle(lambda: x)
+    if group.shm is not None:
+        (x,) = settled([x])
+        split, concat = tuple(split_sizes), tuple(concat_sizes)
+        key = ("all_to_all", likes([x]), split_dim, split, concat_dim, concat)
+        if flying := group.shm.start(
+            key, lambda: _recipe(Like.of(x), split_dim, split, concat_dim, concat, group), [x]
+        ):
+            return Handle(flying.first)
     row = resized(x.shape, split_dim, split_sizes[group.position])
     same = split_dim == concat_dim
     shapes = [row if same else resized(row, concat_dim, size) for size in concat_sizes]
@@ -69,3 +91,34 @@ def start(
 def finish(handle: Handle[Tensor]) -> Tensor:
     """Wait for the result of `start`."""
     return handle.finish()
+
+
+def _recipe(
+    x: Like,
+    split_dim: int,
+    split_sizes: Sequence[int],
+    concat_dim: int,
+    concat_sizes: Sequence[int],
+    group: GroupHandle,
+) -> Recipe | None:
+    """What goes to one member is one stream; what arrives is copied to its place in the result."""
+    n, me, item = group.size, group.position, x.dtype.itemsize
+    even = len(set(split_sizes)) == len(set(concat_sizes)) == 1
+    if choose(x.nbytes, even, x.dtype, "", group.transport, n, group.why).backend != "shm":
+        return None
+    (sent,), packed = sources([x])
+    message = Message(n, me, COPY)
+    for j in range(n):
+        message.send(message.stream([Block(0, sent, split_dim, prefix(split_sizes, j), split_sizes[j])]))
+    same = split_dim == concat_dim
+    arriving = [split_sizes[me]] * n if same else list(concat_sizes)
+    out = dense(resized(resized(x.shape, split_dim, split_sizes[me]), concat_dim, sum(arriving)), x.dtype)
+    longest = 0
+    for i in range(n):
+        theirs = x.shape if same else resized(x.shape, concat_dim, concat_sizes[i])
+        row = math.prod(resized(theirs, split_dim, 1)) * item
+        longest = max(longest, *(up(row * size) for size in split_sizes))
+        block = Block(1, out, concat_dim, prefix(arriving, i), arriving[i])
+        message.receive(message.stream([block]), direct=row * prefix(split_sizes, me))
+    whole = sent.contiguous and leads(x.shape, split_dim)
+    return Recipe(message.words(out.nbytes, longest), (out,), packed, direct=whole)

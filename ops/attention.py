@@ -1,126 +1,182 @@
-"""Attention: softmax(scale q k^T + mask) v, and the log-sum-exp of every row.
+"""Attention: softmax(scale q k^T + bias) v, and the log-sum-exp of every row.
 
-Shapes: q `[B, H, S, D]`, k and v `[B, KV, T, D]`, mask broadcastable to `[B, H, S, T]`, lse `[B, H, S]`.
-Grouped heads: query head h reads key head `h // (H // KV)`. Causal: query i sees key j if `j + k_offset <= i +
-q_offset`, so that a part of a sequence knows its place in the whole. A row that sees no key gives o = 0 and lse = -inf.
+Shapes: q `[B, H, S, D]`, k and v `[B, KV, T, D]`, o `[B, H, S, D]`, lse `[B, H, S]` (float32; float64 for float64),
+mask and bias broadcastable to `[B, H, S, T]`, alibi `[H]`. Query head h reads key head `h // (H // KV)`.
+
+Query i stands at `q_offset + i` and key j at `k_offset + j`, so that a part of a sequence knows its place in the whole.
+A row that sees no key gives o = 0, lse = -inf and zero gradients. Dropout leaves lse as it is.
+
+The backward measures against lse and o: with those of the whole, a block of keys gives its own share of dq, dk and dv
+exactly, and `merge` puts the forward results of blocks together. Ring attention is made of these two.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.errors import ShardingError
+from shardlib.ops import _attention_math, _attention_merge, _attention_torch
+from shardlib.ops._attention_grad import Attention
+from shardlib.ops._attention_merge import Merge
+from shardlib.ops._attention_variant import Variant, accumulator, heads_last
+from shardlib.ops._choice import Choice, unavailable, wanted
 
 # --- schema -----------------------------------------------------------------------------------------------------------
 
-_WHERE = "Tensor? mask, bool causal, float scale, SymInt q_offset=0, SymInt k_offset=0"
-_BACK = "Tensor grad_o, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse"
+_VARIANT = (
+    "Tensor? mask, Tensor? bias, Tensor? alibi, Tensor? key, bool causal, float scale, int window, float dropout, "
+    "SymInt q_offset=0, SymInt k_offset=0, SymInt[]? part=None"
+)
+_BACK = "Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse"
 _LIB: Any = torch.library.Library("shardlib", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIB.define(f"attention(Tensor q, Tensor k, Tensor v, {_WHERE}) -> (Tensor o, Tensor lse)")
-_LIB.define(f"attention_backward({_BACK}, {_WHERE}) -> (Tensor dq, Tensor dk, Tensor dv)")
-
-
-class Where(NamedTuple):
-    """Which keys a query sees, and how logits are scaled: the arguments shared by both ops."""
-
-    mask: Tensor | None
-    causal: bool
-    scale: float
-    q_offset: int = 0
-    k_offset: int = 0
-
-    @property
-    def shift(self) -> int:
-        """Query i sees the keys up to `i + shift`."""
-        return self.q_offset - self.k_offset
+_LIB.define(f"attention(Tensor q, Tensor k, Tensor v, {_VARIANT}) -> (Tensor o, Tensor lse)")
+_LIB.define(
+    f"attention_backward({_BACK}, {_VARIANT}, bool need_bias=False) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)"
+)
+_LIB.define("attention_merge(Tensor o1, Tensor lse1, Tensor o2, Tensor lse2) -> (Tensor o, Tensor lse)")
+_LIB.define(
+    "attention_merge_(Tensor(a!) o1, Tensor(b!) lse1, Tensor o2, Tensor lse2) -> (Tensor(a!) o, Tensor(b!) lse)"
+)
 
 
 # --- fake -------------------------------------------------------------------------------------------------------------
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, *where: Any, **named: Any) -> tuple[Tensor, Tensor]:
-    _check(q, k, v, Where(*where, **named).mask)
-    return torch.empty_like(q), _heads_last(q.new_empty(q.shape[:3], dtype=_accumulator(q.dtype)))
+def _fake(q: Tensor, k: Tensor, v: Tensor, *variant: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    check(q, k, v, Variant(*variant, **named))
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
 
 
 def _fake_backward(
-    grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *where: Any, **named: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (_heads_last(x.new_empty(x.shape)) for x in (q, k, v))
-    return dq, dk, dv
+    grad_o: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    *variant: Any,
+    **named: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    how, need_bias = _split(variant, named)
+    dq, dk, dv = (heads_last(x.new_empty(x.shape)) for x in (q, k, v))
+    return dq, dk, dv, how.bias.new_empty(how.bias.shape) if need_bias and how.bias is not None else None
+
+
+def _split(variant: tuple[Any, ...], named: dict[str, Any]) -> tuple[Variant, bool]:
+    """The variant, and the flag behind it."""
+    n = len(Variant._fields)
+    need_bias = bool(variant[n] if len(variant) > n else named.pop("need_bias", False))
+    return Variant(*variant[:n], **named), need_bias
+
+
+def _fake_merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(o1, dtype=accumulator(o1.dtype)), torch.empty_like(lse1)
 
 
 torch.library.register_fake("shardlib::attention", _fake, lib=_LIB)
+torch.library.register_fake("shardlib::attention_merge", _fake_merge, lib=_LIB)
+torch.library.register_fake("shardlib::attention_merge_", lambda o1, lse1, o2, lse2: (o1, lse1), lib=_LIB)
 torch.library.register_fake("shardlib::attention_backward", _fake_backward, lib=_LIB)
 
 
-def _heads_last(x: Tensor) -> Tensor:
-    """`[B, H, S, ...]` in memory as `[B, S, H, ...]`: torch's choice for all but o, which is laid out as q is."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
-    def fits(size: int, whole: int) -> bool:
-        return size in (1, whole)
-
-    wrong = []
-    if not (q.dim() == k.dim() == v.dim() == 4 and k.shape == v.shape and q.shape[0] == k.shape[0]):
-        wrong.append("q must be [B, H, S, D], k and v [B, KV, T, D]")
-    elif q.shape[3] != k.shape[3]:
-        wrong.append(f"q has head size {q.shape[3]}, k has {k.shape[3]}")
-    elif q.shape[1] != k.shape[1] and (not k.shape[1] or q.shape[1] % k.shape[1]):
-        wrong.append(f"{q.shape[1]} query heads are no multiple of {k.shape[1]} key heads")
-    elif mask is not None:
-        scores = (*q.shape[:3], k.shape[2])
-        if mask.dim() > 4 or not all(map(fits, mask.shape, scores[4 - mask.dim() :])):
-            wrong.append(f"a mask {list(mask.shape)} does not broadcast to {list(scores)}")
+def check(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> None:
+    """Raise ShardingError with everything that does not fit."""
+    wrong = [*_wrong_shapes(q, k, v, variant), *_wrong_kinds(q, k, v, variant), *_wrong_numbers(variant)]
     if wrong:
         shapes = ", ".join(f"{n} {list(t.shape)}" for n, t in (("q", q), ("k", k), ("v", v)))
         raise ShardingError(f"attention({shapes}) does not fit", wrong)
 
 
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def _wrong_shapes(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> list[str]:
+    if not (q.dim() == k.dim() == v.dim() == 4 and k.shape == v.shape and q.shape[0] == k.shape[0]):
+        return ["q must be [B, H, S, D], k and v [B, KV, T, D]"]
+    wrong = []
+    if q.shape[3] != k.shape[3]:
+        wrong.append(f"q has head size {q.shape[3]}, k has {k.shape[3]}")
+    if q.shape[1] != k.shape[1] and (not k.shape[1] or q.shape[1] % k.shape[1]):
+        wrong.append(f"{q.shape[1]} query heads are no multiple of {k.shape[1]} key heads")
+    scores = (*q.shape[:3], k.shape[2])
+    for name, x in (("mask", variant.mask), ("bias", variant.bias)):
+        if x is None:
+            continue
+        if x.dim() > 4 or not all(n in (1, m) for n, m in zip(x.shape, scores[4 - x.dim() :], strict=True)):
+            wrong.append(f"a {name} {list(x.shape)} does not broadcast to {list(scores)}")
+    if variant.alibi is not None and tuple(variant.alibi.shape) != (q.shape[1],):
+        wrong.append(f"alibi {list(variant.alibi.shape)} must be one slope for each of {q.shape[1]} heads")
+    if variant.key is not None and tuple(variant.key.shape) != (2,):
+        wrong.append(f"key {list(variant.key.shape)} must be [2], seed and counter")
+    return wrong
+
+
+def _wrong_kinds(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> list[str]:
+    wrong = []
+    if not q.dtype == k.dtype == v.dtype:
+        wrong.append(f"q is {_name(q)}, k {_name(k)}, v {_name(v)}: they must be of one dtype")
+    elif not q.is_floating_point():
+        wrong.append(f"q, k and v are {_name(q)}, which is no floating dtype")
+    if variant.mask is not None and variant.mask.dtype != torch.bool:
+        wrong.append(f"a mask is bool, not {_name(variant.mask)}; what is added to the logits is a bias")
+    if variant.bias is not None and not variant.bias.is_floating_point():
+        wrong.append(f"a bias is floating, not {_name(variant.bias)}; what hides keys is a mask")
+    if variant.alibi is not None and variant.alibi.dtype != torch.float32:
+        wrong.append(f"alibi is float32, not {_name(variant.alibi)}")
+    if variant.key is not None and variant.key.dtype != torch.int64:
+        wrong.append(f"key is int64, not {_name(variant.key)}")
+    named = {"q": q, "k": k, "v": v, "mask": variant.mask, "bias": variant.bias, "alibi": variant.alibi}
+    places = {n: str(x.device) for n, x in (named | {"key": variant.key}).items() if x is not None}
+    if len(set(places.values())) > 1:
+        wrong.append(f"{', '.join(f'{n} is on {place}' for n, place in places.items())}: they must be on one device")
+    return wrong
+
+
+def _wrong_numbers(variant: Variant) -> list[str]:
+    wrong = []
+    if not 0 <= variant.dropout < 1:
+        wrong.append(f"dropout is {variant.dropout}, not in [0, 1)")
+    if variant.dropout and variant.key is None:
+        wrong.append("dropout needs a key: an int64 tensor of seed and counter")
+    if variant.window < 0:
+        wrong.append(f"window is {variant.window}; 0 is none, w sees keys less than w away")
+    if len(variant.part or ()) not in (0, 5):
+        wrong.append(f"part {list(variant.part or ())} is not [first batch, first head, H, S, T]")
+    if variant.dropout and min(variant.q_offset, variant.k_offset) < 0:
+        wrong.append(f"with dropout offsets are places in the whole, not {variant.q_offset} and {variant.k_offset}")
+    return wrong
+
+
+def _name(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
 
 
 # --- reference --------------------------------------------------------------------------------------------------------
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, where: Where) -> tuple[Tensor, Tensor]:
+def reference(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> tuple[Tensor, Tensor]:
     """The definition, differentiable and slow; give float64 tensors for a yardstick.
 
     Example:
         >>> q = torch.zeros(1, 1, 2, 4); k = torch.zeros(1, 1, 3, 4)
-        >>> o, lse = reference(q, k, torch.ones(1, 1, 3, 4), Where(None, causal=True, scale=1.0))
+        >>> o, lse = reference(q, k, torch.ones(1, 1, 3, 4), Variant(causal=True))
         >>> lse.exp().round().tolist()  # the first query sees one key, the second two
         [[[1.0, 2.0]]]
     """
+    variant = variant.explicit(q, k)
     group = q.shape[1] // max(k.shape[1], 1)
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = _masked(torch.einsum("bhsd,bhtd->bhst", q, k) * where.scale, where)
-    lse = scores.logsumexp(-1)
-    p = (scores - lse.masked_fill(lse.isneginf(), 0)[..., None]).exp()
+    scores = variant.logits(torch.einsum("bhsd,bhtd->bhst", q, k) * variant.scale)
+    dead = scores.isneginf().all(-1)  # rows without a key; their gradient would be NaN
+    lse = scores.masked_fill(dead[..., None], 0).logsumexp(-1)
+    p, lse = (scores - lse[..., None]).exp(), lse.masked_fill(dead, -math.inf)
+    if variant.dropout:
+        b, h, s, t = p.shape
+        p = p * variant.keep(b, h, s, t, p.device) / (1 - variant.dropout)
     return torch.einsum("bhst,bhtd->bhsd", p, v), lse
-
-
-def _masked(scores: Tensor, where: Where) -> Tensor:
-    """The scores `[..., S, T]`, -inf where a query must not look."""
-    mask = where.mask
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.to(scores.dtype)
-    if where.causal:
-        scores = scores.masked_fill(~_visible(scores.shape[-2], scores.shape[-1], where, scores.device), -math.inf)
-    return scores
-
-
-def _visible(s: int, t: int, where: Where, device: torch.device) -> Tensor:
-    return torch.ones(s, t, dtype=torch.bool, device=device).tril(where.shift)
 
 
 # --- autograd partner -------------------------------------------------------------------------------------------------
@@ -130,17 +186,30 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None = None,
     *,
     causal: bool = False,
     scale: float | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    window: int = 0,
+    alibi: Tensor | None = None,
+    dropout: float = 0.0,
+    key: Tensor | None = None,
     q_offset: int = 0,
     k_offset: int = 0,
+    part: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of q `[B, H, S, D]` over k, v `[B, KV, T, D]`; returns o `[B, H, S, D]` and lse `[B, H, S]`.
 
-    A float mask is added to the logits, a boolean mask keeps where it is true. `scale` is `1 / sqrt(D)` unless given.
-    Differentiable in q, k and v; lse carries no gradient. Raises ShardingError for shapes that do not fit.
+    * causal: a query sees the keys up to its own place. window: only keys less than `window` places away (0: all).
+    * mask: bool, true where a query may look. bias: added to the logits. Both broadcast to `[B, H, S, T]`.
+    * scale: of q k^T, `1 / sqrt(D)` unless given. alibi: slopes float32 `[H]`; `slope * |distance|` is taken off.
+    * dropout: drops that share of the probabilities, by `key` (int64 `[2]`: seed and counter), the same on every device
+      and backend: see `shardlib.ops.random`.
+    * q_offset, k_offset: the places of the first query and key. part: `[first batch, first head, H, S, T]`, of what
+      whole these tensors are a part; only dropout needs it.
+
+    Differentiable in q, k, v and bias, through o and lse. Raises ShardingError for what does not fit.
 
     Example:
         >>> q, kv = torch.zeros(2, 8, 5, 16), torch.ones(2, 4, 7, 16)
@@ -148,223 +217,112 @@ def attention(
         >>> o.shape, round(lse[0, 0, 0].exp().item())
         (torch.Size([2, 8, 5, 16]), 7)
     """
-    _check(q, k, v, mask)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    o, lse = _Attention.apply(q, k, v, mask, causal, scale, q_offset, k_offset)  # type: ignore[no-untyped-call]
+    scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale
+    variant = Variant(mask, bias, alibi, key, causal, scale, window, dropout, q_offset, k_offset, part)
+    check(q, k, v, variant)
+    o, lse = Attention.apply(q, k, v, *variant)  # type: ignore[no-untyped-call]
     return o, lse
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, *where: Any) -> Any:
-        return torch.ops.shardlib.attention(q, k, v, *where)
+def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over the keys of both parts, from the o `[B, H, S, D]` and lse `[B, H, S]` of each.
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, mask, *ctx.rest = inputs
-        ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(False)  # else a tensor of zeros is made for lse
-        ctx.save_for_backward(q, k, v, *output, mask)
+    The result's o is float32 (float64 when o1 is), whatever the parts are: cast it once, behind the last merge.
+    Differentiable in all four.
 
-    @staticmethod
-    def backward(ctx: Any, grad_o: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        if ctx.needs_input_grad[3]:
-            raise ShardingError(
-                "attention was asked for the gradient of its mask",
-                rule="attention is differentiable in q, k and v",
-                remedy="add a learned bias to the logits yourself, or detach the mask",
-            )
-        *tensors, mask = ctx.saved_tensors
-        grads = _AttentionBackward.apply(grad_o, *tensors, mask, *ctx.rest)  # type: ignore[no-untyped-call]
-        return (*grads, None, None, None, None, None)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
-        folded = _fold(info.batch_size, in_dims[:3], inputs[:3])
-        mask = _fold_mask(info.batch_size, in_dims[3], inputs[3], folded[0].shape[0])
-        outputs = _Attention.apply(*folded, mask, *inputs[4:])  # type: ignore[no-untyped-call]
-        return tuple(x.unflatten(0, (info.batch_size, -1)) for x in outputs), (0, 0)
-
-
-class _AttentionBackward(torch.autograd.Function):
-    """A function of its own, so that vmap can batch the backward and a second derivative is refused, not wrong."""
-
-    @staticmethod
-    def forward(*inputs: Any) -> Any:
-        return torch.ops.shardlib.attention_backward(*inputs)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None: ...
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise ShardingError(
-            "attention was differentiated twice",
-            rule="attention has a first derivative only",
-            remedy="write softmax(q k^T) v with torch ops where second derivatives are needed",
-        )
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
-        folded = _fold(info.batch_size, in_dims[:6], inputs[:6])
-        mask = _fold_mask(info.batch_size, in_dims[6], inputs[6], folded[0].shape[0])
-        outputs = _AttentionBackward.apply(*folded, mask, *inputs[7:])  # type: ignore[no-untyped-call]
-        return tuple(x.unflatten(0, (info.batch_size, -1)) for x in outputs), (0, 0, 0)
-
-
-def _fold(n: int, dims: Iterable[int | None], tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Every tensor with the batch dim of size n in front and melted into its first dim."""
-    fronted = (x.expand(n, *x.shape) if d is None else x.movedim(d, 0) for d, x in zip(dims, tensors, strict=True))
-    return [x.flatten(0, 1) for x in fronted]
-
-
-def _fold_mask(n: int, dim: int | None, mask: Tensor | None, batch: int) -> Tensor | None:
-    if mask is None:
-        return None
-    if dim is None:
-        return mask if mask.dim() < 4 or mask.shape[0] == 1 else mask.repeat(n, 1, 1, 1)
-    mask = mask.movedim(dim, 0)
-    mask = mask.reshape(n, *(1,) * (5 - mask.dim()), *mask.shape[1:])
-    return mask.expand(n, batch // n, *mask.shape[2:]).flatten(0, 1)
+    Example:
+        >>> q, k = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 6, 8)
+        >>> first, second = (attention(q, part, part) for part in (k[:, :, :2], k[:, :, 2:]))
+        >>> torch.allclose(merge(*first, *second)[0], attention(q, k, k)[0], atol=1e-6)
+        True
+    """
+    o, lse = Merge.apply(o1, lse1, o2, lse2)  # type: ignore[no-untyped-call]
+    return o, lse
 
 
 # --- backends ---------------------------------------------------------------------------------------------------------
 
 
-def _math(q: Tensor, k: Tensor, v: Tensor, where: Where) -> tuple[Tensor, Tensor]:
-    p, lse = _probabilities(q, k, where)
-    return torch.empty_like(q).copy_((p @ v.to(p.dtype)).reshape(q.shape)), _heads_last(lse)
+class Backend(NamedTuple):
+    """One way to compute attention; its functions get an explicit `Variant`.
 
+    * `unable(q, k, variant, need_bias)`: why it cannot do this, or None when it can.
+    * `way(q, k, variant)`: how it goes about it, in a few words; `reason`: why it is taken.
+    """
 
-def _math_backward(
-    grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, where: Where
-) -> tuple[Tensor, Tensor, Tensor]:
-    p, _ = _probabilities(q, k, where, lse)
-    do, qs = _per_group(grad_o, k, p.dtype), _per_group(q, k, p.dtype)
-    delta = (do * _per_group(o, k, p.dtype)).sum(-1, keepdim=True)
-    ds = (do @ v.to(p.dtype).mT).sub_(delta).mul_(p).mul_(where.scale)
-    dq, dk, dv = (ds @ k.to(p.dtype)).reshape(q.shape), ds.mT @ qs, p.mT @ do
-    return _heads_last(dq.to(q.dtype)), _heads_last(dk.to(k.dtype)), _heads_last(dv.to(v.dtype))
-
-
-def _probabilities(q: Tensor, k: Tensor, where: Where, lse: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """softmax of the logits `[B, KV, G*S, T]`, in the accumulator's type, and lse `[B, H, S]`."""
-    b, h, s, _ = q.shape
-    dtype = _accumulator(q.dtype)
-    grouped = (_per_group(q, k, dtype) * where.scale) @ k.to(dtype).mT
-    scores = _masked(grouped.reshape(b, h, s, k.shape[2]), where)
-    if lse is None:
-        lse = scores.logsumexp(-1)
-    dead = lse.isneginf()
-    p = (scores - lse.masked_fill(dead, 0)[..., None]).exp_()
-    return p.reshape(grouped.shape), lse
-
-
-def _per_group(x: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
-    """`[B, (KV G), S, D] -> [B, KV, (G S), D]`: heads that share their keys become more rows of one product."""
-    b, h, s, d = x.shape
-    kv = k.shape[1]
-    return x.to(dtype).reshape(b, kv, (h // kv if kv else 0) * s, d)
-
-
-def _torch_cpu(q: Tensor, k: Tensor, v: Tensor, where: Where) -> tuple[Tensor, Tensor]:
-    q, k, v = _rows(q), _rows(k), _rows(v)
-    k, v, mask, causal = _dense(q, k, v, where)
-    o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, causal, attn_mask=mask, scale=where.scale
-    )
-    if mask is not None and (suspect := lse == 0).any():
-        # The kernel gives 0 for a row that sees nothing.
-        lse = lse.masked_fill_(suspect & mask.isneginf().all(-1), -math.inf)
-    return o, lse
-
-
-def _torch_cpu_backward(
-    grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, where: Where
-) -> tuple[Tensor, Tensor, Tensor]:
-    keys = k.shape[2]
-    grad_o, q, k, v, o = (_rows(x) for x in (grad_o, q, k, v, o))
-    k, v, mask, causal = _dense(q, k, v, where)
-    if mask is not None:
-        lse = lse.masked_fill(lse.isneginf(), 0)
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad_o, q, k, v, o, lse, 0.0, causal, attn_mask=mask, scale=where.scale
-    )
-    unseen = keys - k.shape[2]
-    if unseen:
-        dk, dv = (_heads_last(F.pad(x, (0, 0, 0, unseen))) for x in (dk, dv))
-    return dq, dk, dv
-
-
-def _rows(x: Tensor) -> Tensor:
-    """x with its last dim dense in memory: torch's kernel reads and writes whole rows, whatever the strides say."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _dense(q: Tensor, k: Tensor, v: Tensor, where: Where) -> tuple[Tensor, Tensor, Tensor | None, bool]:
-    """k, v, mask and flag as torch's kernel wants them: one additive 4-d mask, or its own causal flag, never both."""
-    s, t = q.shape[2], k.shape[2]
-    mask, causal = where.mask, where.causal and where.shift < t - 1
-    if causal and where.shift == 0 and mask is None:
-        return k, v, None, True
-    if causal:
-        seen = max(min(t, where.shift + s), 1)  # no query sees the keys behind these
-        k, v = k[:, :, :seen], v[:, :, :seen]
-        mask = mask[..., :seen] if mask is not None and mask.shape[-1] > 1 else mask
-        visible = _visible(s, seen, where, q.device)
-        mask = visible if mask is None else mask & visible if mask.dtype == torch.bool else mask.to(q.dtype)
-        mask = mask if mask.dtype == torch.bool else mask.masked_fill(~visible, -math.inf)
-    if mask is None:
-        return k, v, None, False
-    if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
-    mask = mask.to(q.dtype).reshape((1,) * (4 - mask.dim()) + mask.shape)
-    return k, v, mask, False
-
-
-class Choice(NamedTuple):
-    """A backend and the reason why it runs."""
-
-    backend: str
+    unable: Callable[[Tensor, Tensor, Variant, bool], str | None]
+    way: Callable[[Tensor, Tensor, Variant], str]
     reason: str
+    forward: Callable[[Tensor, Tensor, Tensor, Variant], tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
 
 
-FORWARD: Mapping[str, Callable[..., tuple[Tensor, Tensor]]] = {"torch": _torch_cpu, "math": _math}
-BACKWARD: Mapping[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
-    "torch": _torch_cpu_backward,
-    "math": _math_backward,
+# In the order of preference.
+BACKENDS: Mapping[str, Backend] = {
+    "torch": Backend(
+        _attention_torch.unable,
+        _attention_torch.way,
+        "torch's own kernel",
+        _attention_torch.forward,
+        _attention_torch.backward,
+    ),
+    "math": Backend(
+        lambda *_: None, lambda *_: "", "written out in torch", _attention_math.forward, _attention_math.backward
+    ),
 }
 
 
-def choose(q: Tensor, k: Tensor, where: Where) -> Choice:
-    """Which backend computes attention of these tensors, and why.
+def choose(q: Tensor, k: Tensor, variant: Variant, need_bias: bool = False) -> Choice:
+    """Which backend computes attention of these tensors, and why; `need_bias`: its backward with a bias's gradient.
+
+    `SHARDLIB_OPS` may name one. "torch" is torch's kernels, or its plain ops ("math") for what the kernels cannot do.
 
     Example:
-        >>> choose(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 0, 8), Where(None, False, 1.0))
-        Choice(backend='math', reason='a size is 0')
+        >>> print(choose(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 6, 8), Variant()))
+        torch/flash for CPU: torch's own kernel
+        >>> print(choose(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 0, 8), Variant()))
+        math: a size is 0
     """
-    if q.device.type != "cpu":
-        return Choice("math", f"no kernel for {q.device.type} here")
-    if not (q.numel() and k.numel()):
-        return Choice("math", "a size is 0")
-    if not q.dtype.is_floating_point or q.dtype != k.dtype:
-        return Choice("math", f"{q.dtype} queries and {k.dtype} keys")
-    return Choice("torch", "torch's flash attention for CPU")
+    want = wanted("attention")
+    candidates = tuple(BACKENDS) if want is None else ("torch", "math") if want == "torch" else (want,)
+    why_not = None
+    for name in candidates:
+        backend = BACKENDS.get(name)
+        reason, why_not = (
+            why_not,
+            backend.unable(q, k, variant, need_bias) if backend else "it is not part of this build",
+        )
+        if backend and why_not is None:
+            return Choice(name, backend.way(q, k, variant), reason or backend.reason)
+    raise unavailable("attention", want or "math", why_not or "")
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, *where: Any, **named: Any) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, *variant: Any, **named: Any) -> tuple[Tensor, Tensor]:
     """The op itself, by the chosen backend; a program may call it past the dispatcher."""
-    how = Where(*where, **named)
-    return FORWARD[choose(q, k, how).backend](q, k, v, how)
+    how = Variant(*variant, **named).explicit(q, k)
+    return BACKENDS[choose(q, k, how).backend].forward(q, k, v, how)
 
 
 def backward(
-    grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *where: Any, **named: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, by the chosen backend."""
-    how = Where(*where, **named)
-    return BACKWARD[choose(q, k, how).backend](grad_o, q, k, v, o, lse, how)
+    grad_o: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    *variant: Any,
+    **named: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of q, k, v and, when it is asked for, bias, by the chosen backend."""
+    given, need_bias = _split(variant, named)
+    how = given.explicit(q, k)
+    run = BACKENDS[choose(q, k, how, need_bias).backend].backward
+    dq, dk, dv, dbias = run(grad_o, grad_lse, q, k, v, o, lse, how, need_bias)
+    return dq, dk, dv, dbias if dbias is None or given.bias is None else dbias.reshape(given.bias.shape)
 
 
 _LIB.impl("attention", forward, "CompositeExplicitAutograd")
 _LIB.impl("attention_backward", backward, "CompositeExplicitAutograd")
+_LIB.impl("attention_merge", _attention_merge.merge, "CompositeExplicitAutograd")
+_LIB.impl("attention_merge_", _attention_merge.merge_, "CompositeExplicitAutograd")

@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 
 from shardlib.errors import ShardingError
+from shardlib.ops._choice import Choice
 from shardlib.ops._groups import GroupHandle
-from shardlib.ops._wire import Handle, exchange
+from shardlib.ops._shm import Recipe
+from shardlib.ops._streams import COPY, Block, Like, Message, dense, likes, sources, up
+from shardlib.ops._wire import Handle, exchange, pick, settled
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -25,8 +28,8 @@ def wire_bytes(out: int, n: int) -> int:
     return out if n > 1 else 0
 
 
-def reference(shards: Sequence[Tensor], pairs: Pairs) -> list[Tensor]:
-    """All members at once; a result is its sender's tensor itself."""
+def reference(shards: Sequence[Tensor], pairs: Pairs, shapes: Sequence[Sequence[int]] | None = None) -> list[Tensor]:
+    """All members at once; a result is its sender's tensor itself, so `shapes` says nothing new."""
     check(pairs, len(shards))
     source = {dst: src for src, dst in pairs}
     return [shards[source[i]] if i in source else torch.zeros_like(x) for i, x in enumerate(shards)]
@@ -46,6 +49,17 @@ def check(pairs: Pairs, n: int) -> None:
         )
 
 
+def choose(nbytes: int, even: bool, dtype: torch.dtype, kind: str, transport: str, n: int, why: str = "") -> Choice:
+    """How `nbytes` move to another member; see `pick` for the transport and for `why`.
+
+    Example:
+        >>> print(choose(1 << 22, True, torch.float32, "", "shm", 4))
+        shm: each member reads what is sent to it
+    """
+    shm = Choice("shm", "", "each member reads what is sent to it")
+    return pick("ppermute", transport, why, shm, Choice("torch", "exchange", "tensors are sent pairwise"))
+
+
 def start(x: Tensor, pairs: Pairs, group: GroupHandle, shapes: Sequence[Sequence[int]] | None = None) -> Handle[Tensor]:
     """Begin to move `x` along `pairs` of (source, destination) positions; `shapes` by member, where they differ."""
     n, me = group.size, group.position
@@ -57,6 +71,12 @@ def start(x: Tensor, pairs: Pairs, group: GroupHandle, shapes: Sequence[Sequence
         shape = torch.Size(x.shape if shapes is None else shapes[source])
     if n == 1:
         return Handle(lambda: torch.zeros_like(x) if source is None else x)
+    if group.shm is not None:
+        (x,) = settled([x])
+        every = tuple(map(tuple, shapes)) if shapes is not None else None
+        key = ("ppermute", likes([x]), tuple(map(tuple, pairs)), every)
+        if flying := group.shm.start(key, lambda: _recipe(Like.of(x), pairs, every, group), [x]):
+            return Handle(lambda: x.new_zeros(shape) if source is None else flying.first())
     send, receive = [0] * n, [0] * n
     for src, dst in pairs:
         if src == me:
@@ -76,3 +96,20 @@ def start(x: Tensor, pairs: Pairs, group: GroupHandle, shapes: Sequence[Sequence
 def finish(handle: Handle[Tensor]) -> Tensor:
     """Wait for the result of `start`."""
     return handle.finish()
+
+
+def _recipe(x: Like, pairs: Pairs, shapes: Sequence[Sequence[int]] | None, group: GroupHandle) -> Recipe | None:
+    """A sender's tensor is one stream; all others send and receive nothing."""
+    n, me = group.size, group.position
+    theirs = [dense(x.shape if shapes is None else shapes[i], x.dtype) for i in range(n)]
+    longest = max((up(theirs[source].nbytes) for source, _ in pairs), default=0)
+    if choose(longest, shapes is None, x.dtype, "", group.transport, n, group.why).backend != "shm":
+        return None
+    (sent,), packed = sources([x])
+    source = {dst: src for src, dst in pairs}.get(me)
+    outs = () if source is None else (theirs[source],)
+    message = Message(n, me, COPY)
+    message.send(message.stream([Block(0, sent)] if any(src == me for src, _ in pairs) else []))
+    for i in range(n):
+        message.receive(message.stream([Block(1, out) for out in outs if i == source]))
+    return Recipe(message.words(sum(out.nbytes for out in outs), longest), outs, packed, direct=sent.contiguous)

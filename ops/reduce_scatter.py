@@ -7,13 +7,15 @@ out  [..., sizes[i], ...]      member i's rows [sum(sizes[:i]), +sizes[i]) of th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from shardlib.ops._choice import Choice
 from shardlib.ops._groups import GroupHandle
-from shardlib.ops._wire import Choice, Handle, by_dtype, combine, exchange, leads, pack, resized, wait
+from shardlib.ops._shm import Recipe
+from shardlib.ops._streams import REDUCE, Block, Like, Message, dense, irreducible, likes, prefix, sources
+from shardlib.ops._wire import Handle, by_dtype, combine, exchange, leads, pack, pick, resized, settled, wait
 from shardlib.ops.all_reduce import natively
 
 _c10d = torch.ops._c10d_functional
@@ -32,23 +34,31 @@ def reference(shards: Sequence[Tensor], dim: int, sizes: Sequence[int], kind: st
     return [combine(parts, kind).contiguous() for parts in rows]
 
 
-@lru_cache(maxsize=1024)
-def choose(even: bool, dtype: torch.dtype, kind: str, backend: str) -> Choice:
-    """How a reduce-scatter runs.
+def choose(nbytes: int, even: bool, dtype: torch.dtype, kind: str, transport: str, n: int, why: str = "") -> Choice:
+    """How `nbytes` are reduced and scattered; see `pick` for the transport and for `why`.
 
     Example:
-        >>> print(choose(True, torch.float32, "sum", "gloo"))
-        exchange: Gloo reduce-scatters by a whole all-reduce, 2 to 6 times slower than pieces added where they belong
+        >>> print(choose(1 << 22, True, torch.float32, "sum", "nccl", 4))
+        torch/native: sizes are equal
+        >>> print(choose(1 << 22, True, torch.float32, "sum", "shm", 4))
+        shm: each member adds up its own rows straight from the others' memory
     """
-    if backend == "gloo":
+    shm = irreducible(dtype, kind) or Choice(
+        "shm", "", "each member adds up its own rows straight from the others' memory"
+    )
+    return pick("reduce_scatter", transport, why, shm, _over_torch(even, dtype, kind, transport))
+
+
+def _over_torch(even: bool, dtype: torch.dtype, kind: str, transport: str) -> Choice:
+    if transport != "nccl":
         reason = "Gloo reduce-scatters by a whole all-reduce, 2 to 6 times slower than pieces added where they belong"
-        return Choice("exchange", reason)
-    fault = natively(dtype, kind, backend)
+        return Choice("torch", "exchange", reason)
+    fault = natively(dtype, kind, transport)
     if fault:
-        return Choice("exchange", fault)
+        return Choice("torch", "exchange", fault)
     if not even:
-        return Choice("exchange", "sizes differ: pieces are sent as they are, nothing is padded")
-    return Choice("native", "sizes are equal")
+        return Choice("torch", "exchange", "sizes differ: pieces are sent as they are, nothing is padded")
+    return Choice("torch", "native", "sizes are equal")
 
 
 def start(x: Tensor, dim: int, sizes: Sequence[int], group: GroupHandle, kind: str = "sum") -> Handle[Tensor]:
@@ -67,6 +77,11 @@ def start_many(
     """Begin to reduce and scatter several tensors in one message (one for every dtype among them)."""
     if group.size == 1:
         return Handle(lambda: list(xs))
+    if group.shm is not None:
+        xs = settled(xs)
+        key = ("reduce_scatter", kind, likes(xs), tuple(dims), tuple(map(tuple, sizes)))
+        if flying := group.shm.start(key, lambda: _recipe(list(map(Like.of, xs)), dims, sizes, group, kind), xs):
+            return Handle(flying.finish)
     parts = [(which, _one_dtype([xs[i] for i in which], which, dims, sizes, group, kind)) for which in by_dtype(xs)]
     shapes = [resized(x.shape, dim, of[group.position]) for x, dim, of in zip(xs, dims, sizes, strict=True)]
 
@@ -84,6 +99,27 @@ def start_many(
 def finish(handle: Handle[Tensor]) -> Tensor:
     """Wait for the result of `start`."""
     return handle.finish()
+
+
+def _recipe(
+    xs: Sequence[Like], dims: Sequence[int], sizes: Sequence[Sequence[int]], group: GroupHandle, kind: str
+) -> Recipe | None:
+    """The rows of one member are one stream, which it reduces over all members."""
+    n, me = group.size, group.position
+    even = all(len(set(of)) == 1 for of in sizes)
+    nbytes = sum(x.nbytes for x in xs)
+    if any(choose(nbytes, even, x.dtype, kind, group.transport, n, group.why).backend != "shm" for x in xs):
+        return None
+    sent, packed = sources(xs)
+    message = Message(n, me, REDUCE, kind)
+    for i in range(n):
+        where = zip(sent, dims, sizes, strict=True)
+        message.send(message.stream(Block(j, x, d, prefix(of, i), of[i]) for j, (x, d, of) in enumerate(where)))
+    outs = [dense(resized(x.shape, d, of[me]), x.dtype) for x, d, of in zip(xs, dims, sizes, strict=True)]
+    first = Block(0, dense(xs[0].shape, xs[0].dtype), dims[0], prefix(sizes[0], me), sizes[0][me])
+    message.receive(message.stream(Block(len(xs) + j, out) for j, out in enumerate(outs)), direct=first.offset)
+    whole = len(xs) == 1 and sent[0].contiguous and leads(xs[0].shape, dims[0])
+    return Recipe(message.words(sum(out.nbytes for out in outs)), tuple(outs), packed, direct=whole)
 
 
 def _one_dtype(
@@ -107,7 +143,7 @@ def _one_dtype(
     else:
         message = pack([piece for of_member in pieces for piece in of_member])
     even = len(set(counts)) == 1 and group.by_rank is None
-    if choose(even, message.dtype, kind, group.backend).way == "native":
+    if choose(message.nbytes, even, message.dtype, kind, group.transport, n, group.why).way == "native":
         buffer = _c10d.reduce_scatter_tensor(message, kind, n, group.name)
         return Handle(lambda: (message, wait(buffer))[1])
     flight = exchange(message, counts, [counts[group.position]] * n, group)

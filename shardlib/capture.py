@@ -1,8 +1,13 @@
-"""Attention, caught whole while a function is traced, before torch picks a kernel for the device at hand."""
+"""Attention, caught whole while a function is traced, before torch picks a kernel for the device at hand.
+
+`torch.nn.functional.scaled_dot_product_attention` is caught where it is called. Kernels that somebody calls by name, or
+that stand in a graph traced elsewhere, are caught one level below, as decompositions: forward and backward.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,23 +17,24 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shardlib.errors import ShardingError
+from shardlib.lines import user_line
 from shardlib.ops.attention import attention
+
+_aten = torch.ops.aten
+_SDPA = F.scaled_dot_product_attention
 
 
 class AttentionCapture(TorchFunctionMode):
-    """While on, `torch.nn.functional.scaled_dot_product_attention` is this op, whole and independent of the device."""
+    """While on, torch's `scaled_dot_product_attention` is this op, whole and independent of the device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is _SDPA:
+        if func is _SDPA or func in (_aten.scaled_dot_product_attention, _aten.scaled_dot_product_attention.default):
             return _captured(*args, **kwargs)
         if func is F.multi_head_attention_forward:  # Python code: the mode is off inside, and it calls attention there
             with _replaced():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
-
-
-_SDPA = F.scaled_dot_product_attention
 
 
 @contextmanager
@@ -50,11 +56,9 @@ def _captured(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    if dropout_p > 0:
-        raise ShardingError("attention dropout is not supported yet", remedy="set dropout to 0")
-    learned = attn_mask is not None and attn_mask.requires_grad
+    _refuse_dropout(dropout_p)
     odd = query.shape[-1] != value.shape[-1] or min(query.dim(), key.dim(), value.dim()) < 3
-    if learned or odd or not query.is_floating_point():
+    if odd or not query.is_floating_point():
         return _SDPA(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
     lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])  # type: ignore[no-untyped-call]
     q, k, v = (x.expand(*lead, *x.shape[-3:]).reshape(-1, *x.shape[-3:]) for x in (query, key, value))
@@ -64,5 +68,101 @@ def _captured(
     mask = attn_mask
     if mask is not None and len(lead) != 1 and mask.dim() > 3:
         mask = mask.expand(*lead, *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])
-    o, _ = attention(q, k, v, mask, causal=is_causal, scale=scale)
+    keep, bias = _sorted(mask)
+    o, _ = attention(q, k, v, mask=keep, bias=bias, causal=is_causal, scale=scale)
     return o.reshape(*lead, heads, *o.shape[-2:])
+
+
+def _sorted(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """torch's mask as a mask, where it is bool, or as a bias, where it is added."""
+    return (mask, None) if mask is None or mask.dtype == torch.bool else (None, mask)
+
+
+def _refuse_dropout(p: float) -> None:
+    if p > 0:
+        line = user_line(sys._getframe(1))
+        raise ShardingError(
+            "attention with dropout draws random numbers, which is not supported yet",
+            [f"a dropout of {p}" + (f" at {line}" if line else "")],
+            rule="what a sharded program computes does not depend on where its tensors live; a generator's draws do",
+            remedy="set it to 0 (or call model.eval()), or call shardlib.ops.attention.attention with a key",
+        )
+
+
+# --- kernels called by name -------------------------------------------------------------------------------------------
+
+_NAMES = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+_KERNELS = tuple(f"_scaled_dot_product_{name}" for name in (*_NAMES, "fused_attention_overrideable"))
+_LSE_ROWS = 32  # the memory-efficient kernel gives lse in multiples of as many rows
+
+
+def _forward_of(op: Any) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given = _bound(op, args, kwargs)
+        q, k, v = given["query"], given["key"], given["value"]
+        _refuse_dropout(given["dropout_p"])
+        if q.shape[-1] != v.shape[-1] or q.dim() != 4:
+            return NotImplemented
+        o, lse = torch.ops.shardlib.attention(q, k, v, *_variant(given))
+        return tuple(_result(op, r.name, q, k, o, lse) for r in op._schema.returns)
+
+    return forward
+
+
+def _backward_of(op: Any) -> Callable[..., Any]:
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        given = _bound(op, args, kwargs)
+        q, k, v = given["query"], given["key"], given["value"]
+        _refuse_dropout(given["dropout_p"])
+        if q.shape[-1] != v.shape[-1] or q.dim() != 4:
+            return NotImplemented
+        grad_o = given["grad_out_"] if "grad_out_" in given else given["grad_out"]
+        lse = given["logsumexp"].flatten(2)[:, :, : q.shape[2]]
+        variant = _variant(given)
+        wants_bias = variant[1] is not None and bool(given.get("grad_input_mask", (False,))[-1])
+        grads = torch.ops.shardlib.attention_backward(
+            grad_o, None, q, k, v, given["out"], lse, *variant, need_bias=wants_bias
+        )
+        return tuple(grads[: len(op._schema.returns)])
+
+    return backward
+
+
+def _bound(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call by their names, defaults too."""
+    schema = op._schema.arguments
+    given = {a.name: a.default_value for a in schema if a.has_default_value()}
+    return given | {a.name: x for a, x in zip(schema, args, strict=False)} | kwargs
+
+
+def _variant(given: dict[str, Any]) -> tuple[Any, ...]:
+    """The arguments of `shardlib::attention` behind q, k and v."""
+    mask, bias = _sorted(given.get("attn_mask", given.get("attn_bias")))
+    scale = given["query"].shape[-1] ** -0.5 if given["scale"] is None else given["scale"]
+    return mask, bias, None, None, given["is_causal"], scale, 0, 0.0
+
+
+def _result(op: Any, name: str, q: Tensor, k: Tensor, o: Tensor, lse: Tensor) -> Any:
+    """One of the results of torch's kernel; without dropout, what belongs to generators is never read."""
+    if name == "output":
+        return o
+    if name in ("logsumexp", "log_sumexp"):
+        if "efficient" in str(op):
+            return F.pad(lse, (0, -lse.shape[2] % _LSE_ROWS), value=float("inf"))
+        return lse[..., None] if "cudnn" in str(op) else lse
+    sizes = {"max_q": q.shape[2], "max_k": k.shape[2]}
+    if name in sizes:
+        return sizes[name]
+    return None if name.startswith("cum_seq") else q.new_zeros((), dtype=torch.int64)
+
+
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    table: dict[Any, Callable[..., Any]] = {}
+    for name in filter(lambda name: hasattr(_aten, name), _KERNELS):
+        forward, backward = getattr(_aten, name).default, getattr(_aten, f"{name}_backward").default
+        table |= {forward: _forward_of(forward), backward: _backward_of(backward)}
+    return table
+
+
+# For `make_fx`: torch's attention kernels as `shardlib::attention` and `shardlib::attention_backward`.
+DECOMPOSITIONS = _decompositions()

@@ -31,6 +31,8 @@ class Explainer:
         if c.source.value is not None:
             return self.naming.var(c.source)
         op = self._asker(c)
+        if c.kind == "ppermute":
+            return c.source.name
         return f"{op.name}'s {c.reduce}" if op is not None else c.source.name
 
     def why(self, c: Collective) -> str:
@@ -38,6 +40,8 @@ class Explainer:
         if isinstance(c.because, tuple) and isinstance(c.because[0], Op):
             op, factor = c.because
             names = [self.naming.leaf(x) for x in self.compiled.propagated.flood.labels[op].get(factor, ())]
+            if c.kind == "ppermute":
+                return f"{' '.join(names) or factor} passed round, inside {self.naming.call(op, 2)}"
             return f"{c.reduce} over {' '.join(names) or factor}, inside {self.naming.call(op, 2)}"
         reader = self._reader(c)
         if not reader:

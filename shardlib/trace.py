@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
-from shardlib.capture import AttentionCapture
+from shardlib.capture import DECOMPOSITIONS, AttentionCapture
 from shardlib.errors import ShardingError
 from shardlib.first_order import first_order
 from shardlib.functionalise import functionalise
@@ -318,4 +318,6 @@ def _batch_norm(
     return legit.default(x, weight, bias, mean, var, training, momentum, eps)  # type: ignore[no-any-return]
 
 
-_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {torch.ops.aten.native_batch_norm.default: _batch_norm}
+_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.native_batch_norm.default: _batch_norm
+} | DECOMPOSITIONS

@@ -129,11 +129,35 @@ class Tape:
         self.steps.append(("all_reduce", value, self.axes(factor), kind, out))
         return out
 
+    def ways(self, factor: str) -> int:
+        return math.prod(a.size for a in self.axes(factor))
+
+    def of(self, value: Any, factor: str, member: Callable[[int], int]) -> Any:
+        axes = self.axes(factor)
+        return value if not isinstance(value, Sym) else Sym(lambda c: value.at(_member(c, axes, member(_place(c, axes)))))
+
+    def ppermute(
+        self,
+        value: Any,
+        factor: str,
+        pairs: Sequence[tuple[int, int]],
+        labels: Labels,
+        *,
+        holds: Callable[[int], int] = lambda i: i,
+        parts: int = 1,
+    ) -> Any:
+        out = Ref()
+        self.steps.append(("ppermute", value, self.axes(factor), list(pairs), out))
+        return out
+
     def run(self, values: list[dict[Ref, torch.Tensor]]) -> None:
         """Run all steps; `values` holds each device's tensors."""
         for step in self.steps:
             if step[0] == "all_reduce":
                 self._all_reduce(values, *step[1:])
+                continue
+            if step[0] == "ppermute":
+                self._ppermute(values, *step[1:])
                 continue
             target, args, kwargs, outs = step
             for coords, mine in zip(self.devices, values, strict=True):
@@ -154,8 +178,30 @@ class Tape:
             for i in group:
                 values[i][out] = total
 
+    def _ppermute(
+        self, values: list[dict[Ref, torch.Tensor]], value: Ref, axes: Axes, pairs: list[tuple[int, int]], out: Ref
+    ) -> None:
+        source = {dst: src for src, dst in pairs}
+        for coords, mine in zip(self.devices, values, strict=True):
+            there = _member(coords, axes, source[_place(coords, axes)])
+            mine[out] = values[self.devices.index(there)][value]
+
     def here(self, value: Any, coords: Coords, mine: Mapping[Ref, torch.Tensor]) -> Any:
         return mapped(mapped(value, lambda r: mine[r], Ref), lambda s: s.at(coords), Sym)
+
+
+def _place(coords: Coords, axes: Axes) -> int:
+    place = 0
+    for a in axes:
+        place = place * a.size + coords[a.name]
+    return place
+
+
+def _member(coords: Coords, axes: Axes, place: int) -> Coords:
+    out = dict(coords)
+    for a in reversed(axes):
+        place, out[a.name] = divmod(place, a.size)
+    return out
 
 
 def run(call: Call, rule: Rule, tensors: Sequence[torch.Tensor], cut: Mapping[str, Axes]) -> list[list[Any]]:
@@ -205,7 +251,7 @@ def layout(
 
 def cuts(rule: Rule, ways: Sequence[int] = (2, 3, 4)) -> Iterator[dict[str, Axes]]:
     """Every way of cutting that is tried: none, one factor, one factor over two axes, two factors."""
-    free = [f for f in rule.sizes if f not in rule.whole]
+    free = [f for f in rule.sizes if f not in rule.whole and f not in rule.rounds]
     a, b = Axis("a", 2), Axis("b", 3)
     yield {}
     for f in free:
@@ -213,6 +259,10 @@ def cuts(rule: Rule, ways: Sequence[int] = (2, 3, 4)) -> Iterator[dict[str, Axes
         yield {f: (a, Axis("b", 2))}
     for f, g in itertools.combinations(free, 2):
         yield {f: (a,), g: (b,)}
+    for t, s in rule.rounds.items():
+        yield from ({t: axes, s: axes} for axes in (*((Axis("a", n),) for n in ways), (a, Axis("b", 2))))
+        yield {t: (a,), s: (a, b)}
+        yield from ({t: (b,), s: (b,), f: (a,)} for f in free if f != s)
 
 
 def prove(
@@ -288,9 +338,10 @@ def _one(
         labels = rule.results[i]
         have = {f for d in labels for f in d}
         pending = [
-            Pending(axes, rule.reduce[f])
+            Pending(owed, rule.reduce[f])
             for f, axes in cut.items()
-            if f not in have and rule.reduce.get(f, "none") != "none" and any(f in d for o in rule.operands for d in o)
+            if (owed := tuple(x for x in axes if all(x not in cut.get(h, ()) for h in have)))
+            and f not in have and rule.reduce.get(f, "none") != "none" and any(f in d for o in rule.operands for d in o)
         ]
         at = layout(rule.sizes, labels, cut, pending)
         if any(len(out) <= i for out in each):

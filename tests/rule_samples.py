@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import shardlib.constraint
 import shardlib.ops.attention  # noqa: F401  (defines shardlib::attention)
@@ -398,16 +400,53 @@ def creation() -> Iterator[Sample]:
 
 
 def attention() -> Iterator[Sample]:
-    masks = (None, f(1, 1, 5, 3) > -1, f(2, 4, 1, 3), f(1, 4, 5, 3))
-    for mask, causal in itertools.product(masks, (False, True)):
-        q, k, v, g = f(2, 4, 5, 4), f(2, 2, 3, 4), f(2, 2, 3, 4), f(2, 4, 5, 4)
-        where = (mask, causal, 0.5, 1, 0)
-        o, lse = torch.ops.shardlib.attention(q, k, v, *where)
-        yield s("shardlib::attention", q, k, v, *where)
-        yield s("shardlib::attention_backward", g, q, k, v, o, lse, *where)
-    q = f(1, 3, 4, 2)
-    yield s("shardlib::attention", q, q, q, None, True, 1.0)
-    yield s("shardlib::attention", q, q, q, None, True, 1.0, q_offset=0)
+    q, k, g, g_lse = f(2, 4, 5, 4), f(2, 2, 3, 4), f(2, 4, 5, 4), f(2, 4, 5)
+    key, slopes = torch.tensor([3, 8]), torch.tensor([0.5, 0.25, 1.0, 0.125])
+    variants: list[dict[str, Any]] = [
+        {},
+        {"causal": True},
+        {"causal": True, "q_offset": 1},
+        {"causal": True, "k_offset": 3},
+        {"window": 2, "q_offset": 1},
+        {"causal": True, "window": 2, "q_offset": 2},
+        {"mask": f(1, 1, 5, 3) > -1},
+        {"mask": f(2, 1, 1, 3) > -1, "causal": True},
+        {"alibi": slopes},
+        {"alibi": slopes, "causal": True, "bias": f(5, 1)},
+        *({"bias": f(*shape)} for shape in ((2, 4, 1, 3), (1, 4, 5, 3), (2, 1, 5, 3), (5, 3), (1, 1, 1, 1), (4, 1, 3))),
+        {"key": key, "dropout": 0.5},
+        {"key": key, "dropout": 0.5, "causal": True, "q_offset": 1, "bias": f(4, 5, 3)},
+        {"key": key, "dropout": 0.5, "q_offset": 2, "k_offset": 4, "part": [3, 8, 16, 9, 10]},
+    ]
+    for how in variants:
+        yield from _attention(q, k, g, None, how)
+        yield from _attention(q, k, g, g_lse, how)
+    one_key_head = {"key": key, "dropout": 0.3, "alibi": slopes}
+    yield from _attention(q, f(2, 1, 3, 4), g, None, one_key_head)
+    yield from _attention(f(1, 4, 2, 4), f(1, 4, 3, 4), f(1, 4, 2, 4), None, one_key_head)
+    yield from _attention(f(3, 2, 1, 4), f(3, 2, 6, 4), f(3, 2, 1, 4), None, {"causal": True, "q_offset": 5})
+    lse = [f(2, 4, 5) for _ in range(2)]
+    lse[0][:, :, :2] = lse[1][:, 0] = -math.inf
+    yield s("shardlib::attention_merge", q, lse[0], g, lse[1])
+    yield s("shardlib::attention_merge", q.float(), lse[0].float(), g.half(), lse[1].float())
+
+
+def _attention(q: Tensor, k: Tensor, g: Tensor, g_lse: Tensor | None, how: dict[str, Any]) -> Iterator[Sample]:
+    """The op and its backward, with arguments by position as far as a traced graph writes them so, then by name."""
+    names = ("mask", "bias", "alibi", "key", "causal", "scale", "window", "dropout")
+    how = {"causal": False, "scale": 0.5, "window": 0, "dropout": 0.0} | how
+    first = [how.get(n) for n in names]
+    rest = {n: x for n, x in how.items() if n not in names}
+    v = f(*k.shape)
+    o, lse = torch.ops.shardlib.attention(q, k, v, *first, **rest)
+    yield s("shardlib::attention", q, k, v, *first, **rest)
+    if "part" in rest:
+        by_place = (rest["q_offset"], rest["k_offset"], rest["part"], "bias" in how)
+        yield s("shardlib::attention_backward", g, g_lse, q, k, v, o, lse, *first, *by_place)
+    else:
+        yield s(
+            "shardlib::attention_backward", g, g_lse, q, k, v, o, lse, *first, **rest, need_bias="bias" in how
+        )
 
 
 SAMPLES = (

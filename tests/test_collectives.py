@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from torch import Tensor
 from shardlib.axis import Axis
 from shardlib.errors import ShardingError
 from shardlib.mesh import Mesh
-from shardlib.ops import _wire, all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
+from shardlib.ops import all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
+from shardlib.ops._choice import Choice
 from shardlib.ops._groups import GroupHandle, group_for, prepare
 from tests.ranks import only, run_ranks
 
@@ -223,7 +225,7 @@ def test_large_messages(n, kind, dtype):
     big = addends((1, 300_000), n, dtype=dtype)
     for dim in (0, 1):
         sizes = tuple(x.shape[dim] for x in big)
-        assert all_gather.choose(n * big[0].nbytes, True, "gloo").way == "native"
+        assert all_gather.choose(n * big[0].nbytes, True, torch.float32, "", "gloo", n).way == "native"
         check_op("all_gather", big, (dim, sizes), [torch.cat(big, dim)] * n)
 
 
@@ -333,10 +335,11 @@ def test_collectives_overlap(n):
 
 
 def forced(op: str, shards: list[Tensor], args: tuple[Any, ...], way: str) -> Tensor:
-    OPS[op].choose.cache_clear()
-    kept, OPS[op].choose = OPS[op].choose, lambda *_: _wire.Choice(way, "asked for")
+    mesh = Mesh(x=len(shards))
+    group = replace(group_for(mesh, (mesh.axis("x"),)), shm=None)
+    kept, OPS[op].choose = OPS[op].choose, lambda *_: Choice("torch", way, "asked for")
     try:
-        return on_ranks(op, shards, args)
+        return run_op(op, shards[group.position], args, group)
     finally:
         OPS[op].choose = kept
 
@@ -470,19 +473,30 @@ def test_wire_bytes(op, out, n, sent):
 @pytest.mark.parametrize(
     ("choice", "text"),
     [
-        (all_reduce.choose(100, torch.float32, "sum", "gloo", 4), "exchange: a small message"),
-        (all_reduce.choose(10**6, torch.float32, "sum", "gloo", 4), "scatter_gather: a middling message"),
-        (all_reduce.choose(10**7, torch.float32, "sum", "gloo", 4), "native: a large message"),
-        (all_reduce.choose(10**7, torch.float32, "sum", "gloo", 2), "exchange: two members"),
-        (all_reduce.choose(10**7, torch.float32, "max", "gloo", 4), "scatter_gather: gloo loses NaNs in a max"),
-        (all_reduce.choose(10**7, torch.int32, "max", "nccl", 4), "native: "),
-        (all_reduce.choose(100, torch.bfloat16, "sum", "nccl", 4), "native: "),
-        (all_reduce.choose(100, torch.complex64, "sum", "nccl", 4), "exchange: nccl does not reduce complex64"),
-        (all_gather.choose(100, False, "nccl"), "padded: sizes differ"),
-        (all_gather.choose(100, False, "gloo"), "exchange: sizes differ"),
-        (reduce_scatter.choose(True, torch.float32, "sum", "nccl"), "native: sizes are equal"),
-        (reduce_scatter.choose(False, torch.float32, "sum", "nccl"), "exchange: sizes differ"),
+        (("all_reduce", 100, True, torch.float32, "sum", "gloo", 4), "torch/exchange: a small message"),
+        (("all_reduce", 10**6, True, torch.float32, "sum", "gloo", 4), "torch/scatter_gather: a middling message"),
+        (("all_reduce", 10**7, True, torch.float32, "sum", "gloo", 4), "torch/native: a large message"),
+        (("all_reduce", 10**7, True, torch.float32, "sum", "gloo", 2), "torch/exchange: two members"),
+        (("all_reduce", 10**7, True, torch.float32, "max", "gloo", 4), "torch/scatter_gather: gloo loses NaNs in a max"),
+        (("all_reduce", 10**7, True, torch.int32, "max", "nccl", 4), "torch/native: "),
+        (("all_reduce", 100, True, torch.bfloat16, "sum", "nccl", 4), "torch/native: "),
+        (("all_reduce", 100, True, torch.complex64, "sum", "nccl", 4), "torch/exchange: nccl does not reduce complex64"),
+        (("all_reduce", 100, True, torch.float32, "sum", "shm", 4), "shm/one_step: a small message"),
+        (("all_reduce", 10**6, True, torch.bfloat16, "sum", "shm", 4), "shm/two_steps: "),
+        (("all_reduce", 10**6, True, torch.complex64, "max", "shm", 4), "torch/scatter_gather: "),
+        (("all_gather", 100, False, torch.float32, "", "nccl", 4), "torch/padded: sizes differ"),
+        (("all_gather", 100, False, torch.float32, "", "gloo", 4), "torch/exchange: sizes differ"),
+        (("all_gather", 100, False, torch.float32, "", "shm", 4), "shm: each member reads"),
+        (("all_gather", 100, True, torch.float32, "", "virtual", 4), "torch: all members are in this process"),
+        (("all_gather", 100, True, torch.float32, "", "none", 1), "torch: one member"),
+        (("reduce_scatter", 100, True, torch.float32, "sum", "nccl", 4), "torch/native: sizes are equal"),
+        (("reduce_scatter", 100, False, torch.float32, "sum", "nccl", 4), "torch/exchange: sizes differ"),
+        (("reduce_scatter", 100, False, torch.bfloat16, "sum", "shm", 4), "shm: each member adds up"),
+        (("all_to_all", 100, True, torch.float32, "", "shm", 4), "shm: each member reads its pieces"),
+        (("ppermute", 100, True, torch.float32, "", "gloo", 4), "torch/exchange: tensors are sent pairwise"),
     ],
 )
-def test_choices_say_why(choice, text):
-    assert str(choice).startswith(text)
+def test_choices_say_why(choice, text, monkeypatch):
+    monkeypatch.delenv("SHARDLIB_OPS", raising=False)
+    op, *case = choice
+    assert str(OPS[op].choose(*case)).startswith(text)

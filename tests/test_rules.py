@@ -130,11 +130,11 @@ def minor_first(r: Rule) -> Rule:
 
 def attention_sample(name: str = "shardlib::attention", *, causal: bool = True) -> Sample:
     q, k = f(2, 4, 5, 4), f(2, 2, 5, 4)
-    where = (None, causal, 0.5, 0, 0)
+    where = (None, None, None, None, causal, 0.5, 0, 0.0)
     if name == "shardlib::attention":
         return s(name, q, k, k, *where)
     o, lse = torch.ops.shardlib.attention(q, k, k, *where)
-    return s(name, f(2, 4, 5, 4), q, k, k, o, lse, *where)
+    return s(name, f(2, 4, 5, 4), None, q, k, k, o, lse, *where)
 
 
 NORM = (f(2, 3, 4), f(2, 3, 4), [4], f(2, 3, 1), pos(2, 3, 1), f(4), f(4), [True, True, True])

@@ -24,7 +24,7 @@ from shardlib.lower.arguments import put, substitute
 from shardlib.lower.fuse import fuse
 from shardlib.lower.local import Assignment, LocalForm
 from shardlib.lower.move import Mover
-from shardlib.lower.program import Instr, Program, Var
+from shardlib.lower.program import Instr, Program, Step, Var
 from shardlib.lower.sym import Sym, local_size, product
 from shardlib.mesh import Mesh
 from shardlib.propagate import Propagated
@@ -186,7 +186,7 @@ class Lowering:
                         f"{op}: cut factor {x[0]} is missing from result {i} and is no declared reduction"
                     )
                 if op.rule.reduce[x[0]] != "none":
-                    axes += cut_axes
+                    axes += [a for a in cut_axes if not any(a in mine for mine in cut)]  # the rest went round
                     kind = op.rule.reduce[x[0]]
         return cut, Owed(tuple(axes), kind)
 
@@ -197,9 +197,11 @@ class Lowering:
             # All of them: beside an empty shard's 0, a -1 left over in a shape would mean nothing.
             size = product([self.label_size(op, n, assignment) for n in names])
             args, kwargs = put(args, kwargs, path, size * k)
-        flops = rule.flops / max(1, math.prod(reshard.ways(axes) for axes in assignment.values()))
+        flops = rule.flops / math.prod(reshard.ways(axes) for x, axes in assignment.items() if x[0] not in rule.rounds)
         if rule.local is not None and cut_labels & rule.local_factors:
+            before = len(self.program.steps)
             out = rule.local(LocalForm(self, op, assignment, args, kwargs))
+            _count(self.program.steps[before:], op.target, flops)
             return list(out) if isinstance(out, tuple | list) else [out]
         return self._call(op.target, args, kwargs, op.results, flops=flops)
 
@@ -529,6 +531,13 @@ class Lowering:
     def _fresh_name(self, value: Value) -> str:
         n = self._names[value.name] = self._names.get(value.name, -1) + 1
         return value.name if n == 0 else f"{value.name}_{n}"
+
+
+def _count(steps: Sequence[Step], target: Any, flops: float) -> None:
+    """Book an op's arithmetic on the steps of its local form: those that call the op itself, if there are such."""
+    calls = [s for s in steps if isinstance(s, Instr)]
+    for step in (same := [s for s in calls if s.target is target] or calls):
+        step.flops = flops / len(same)
 
 
 def _reader_counts(graph: Graph, p: Propagated) -> dict[Value, int]:

@@ -9,6 +9,7 @@ import torch
 
 from shardlib.graph import Op
 from shardlib.layout import Axis, Layout
+from shardlib.lower.move import position
 from shardlib.lower.program import Collective, Instr, Program, Var
 from shardlib.lower.sym import Sym
 
@@ -21,7 +22,7 @@ def collective(program: Program, op: Op, source: Var, name: str) -> Var:
     axes = _axes(program, args[1])
     kind, n, shape = op.kind.removeprefix("manual_"), math.prod(a.size for a in axes), op.operands[0].shape
     if kind == "axis_index":
-        index = Sym(lambda c: _joint(axes, c), frozenset(axes), f"axis_index({' '.join(args[1])})")
+        index = Sym(lambda c: position(c, axes), frozenset(axes), f"axis_index({' '.join(args[1])})")
         program.steps.append(
             Instr(
                 torch.ops.aten.new_full.default,
@@ -71,10 +72,3 @@ def collective(program: Program, op: Op, source: Var, name: str) -> Var:
 
 def _axes(program: Program, names: list[str]) -> tuple[Axis, ...]:
     return tuple(program.mesh.axis(name) for name in names)
-
-
-def _joint(axes: tuple[Axis, ...], coords: Any) -> int:
-    index = 0
-    for axis in axes:
-        index = index * axis.size + axis.coord(coords)
-    return index

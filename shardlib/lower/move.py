@@ -190,6 +190,14 @@ def _member_sizes(size: int, finer: Axes, group: Axes, post: Any) -> Any:
     return Sym(at, rest, f"sizes({size})")
 
 
+def position(coords: Coords, group: Axes) -> int:
+    """The position of the device at `coords` in its group along `group`, major first."""
+    index = 0
+    for axis in group:
+        index = index * axis.size + axis.coord(coords)
+    return index
+
+
 def member_coords(coords: Coords, group: Axes, i: int) -> dict[str, int]:
     """The coordinates of member `i` of the group along `group` (major first) that the device at `coords` is in."""
     out = dict(coords)

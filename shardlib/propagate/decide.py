@@ -11,9 +11,10 @@ classes, improves one unit at a time until nothing improves, and keeps the best 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -21,6 +22,7 @@ from shardlib import reshard
 from shardlib.graph import Graph, Op, Value
 from shardlib.layout import Axis
 from shardlib.mesh import Mesh
+from shardlib.ops._choice import wanted
 from shardlib.propagate.flood import Flood
 from shardlib.propagate.units import Slots, Unit, Units, is_constraint, looks_through, op_cut_slots, value_factors
 from shardlib.reshard import Cut
@@ -81,6 +83,23 @@ class Decision:
         return f"{self.axis} -> {self.winner} ({others}; {self.units} alike)"
 
 
+@dataclass(frozen=True)
+class Passed:
+    """A tensor that ops may pass round: `seconds` to send it whole once, `times` for the ops that do, the unit's slots
+    along its dims.
+
+    With `slot` cut over n devices every piece is sent n - 1 times. With `slot` whole and `beside` cut, it is gathered
+    instead, and stays so until the backward pass has read it: that is charged as if it were sent once more.
+    """
+
+    seconds: float
+    times: int
+    slots: tuple[int, ...]
+    slot: int
+    beside: int
+    operand: bool
+
+
 class Decider:
     """Kinds, records and the search; `cuts(unit)` is the answer."""
 
@@ -94,10 +113,12 @@ class Decider:
         self.kind: dict[Unit, Kind] = {}
         self.members: list[list[Unit]] = []
         self._find_kinds(graph)
-        self.slots: list[list[Role]] = [[self.roles[leaf] for leaf in m[0].slots] for m in self.members]
-        self.candidates = [self._candidates(slots) for slots in self.slots]
+        self.slots: list[list[Role]] = [self._roles(m[0]) for m in self.members]
+        self.rounds = [m[0].rounds for m in self.members]
+        self.candidates = [self._candidates(k) for k in range(len(self.members))]
         self.records = Counter(self._records(graph))
         self.compute = [self._compute(m[0], len(m)) for m in self.members]
+        self.passed = [list(self._passed(m[0], len(m))) for m in self.members]
         self._touching: dict[Kind, list[Record]] = defaultdict(list)
         for record in self.records:
             for kind in record.kinds:
@@ -125,21 +146,51 @@ class Decider:
                 described[unit].add((member.op is None, self.units.value_slots[member]))
         index: dict[object, Kind] = {}
         for unit, what in described.items():
-            key = (tuple(self.roles[leaf] for leaf in unit.slots), frozenset(what))
+            key = (tuple(self._roles(unit)), frozenset(what))
             kind = index.setdefault(key, len(index))
             if kind == len(self.members):
                 self.members.append([])
             self.members[kind].append(unit)
             self.kind[unit] = kind
 
-    def _candidates(self, slots: list[Role]) -> dict[str, list[int]]:
+    def _roles(self, unit: Unit) -> list[Role]:
+        """The roles of a unit's slots; one that others lend to wants what they want, after its own."""
+        roles = [self.roles.get(leaf) or Role(self.flood.dims.size(leaf), (), None) for leaf in unit.slots]
+        for slot, lender in unit.lends.items():
+            mine = roles[slot]
+            lent = tuple(a for a in roles[lender].wants if a not in mine.wants)
+            roles[slot] = replace(mine, wants=mine.wants + lent, name=mine.name or self.flood.names.get(unit.slots[slot]))
+        return roles
+
+    def _candidates(self, kind: Kind) -> dict[str, list[int]]:
         """For each mesh axis, the slots that want a part of it."""
         out: dict[str, list[int]] = {}
+        slots, rounds = self.slots[kind], self.rounds[kind]
         for name, atoms in self.atoms.items():
-            wanting = [i for i, role in enumerate(slots) if any(axis in atoms for axis in role.wants)]
-            if wanting:
+            wanting = [
+                i
+                for i, role in enumerate(slots)
+                if any(axis in atoms and axis in slots[rounds.get(i, i)].wants for axis in role.wants)
+            ]
+            if wanting := self._as_told(kind, wanting, atoms):
                 out[name] = wanting
         return out
+
+    def _as_told(self, kind: Kind, wanting: list[int], atoms: tuple[Axis, ...]) -> list[int]:
+        """The slots that `SHARDLIB_OPS=sequence=...` leaves; all of them where it leaves none."""
+        unit, how = self.members[kind][0], wanted("sequence")
+        own = [i for i in wanting if any(a in atoms for a in self._own_wants(unit, i)) and i not in unit.rounds]
+        told = {
+            "ring": [i for i in wanting if i in unit.rounds],
+            "zigzag": [i for i in wanting if i in unit.rounds],
+            "heads": [i for i in wanting if i in unit.lends],
+            "gather": own,
+        }
+        return (told[how] if how and unit.alone else wanting) or wanting
+
+    def _own_wants(self, unit: Unit, slot: int) -> tuple[Axis, ...]:
+        role = self.roles.get(unit.slots[slot])
+        return role.wants if role else ()
 
     def _end(self, unit: Unit | None, slots: Slots, pending: tuple[int, ...] = ()) -> End:
         if unit is None or unit not in self.kind:
@@ -246,8 +297,24 @@ class Decider:
             wide = any(r is not None and r.dtype.itemsize > 2 for r in op.results)
             speed = reshard.WIDE_FLOPS_PER_SECOND if wide else reshard.FLOPS_PER_SECOND
             seconds = max(op.rule.flops / speed, nbytes / reshard.MEMORY_BYTES_PER_SECOND)
-            totals[tuple(sorted(set(self.units.op_slots[op].values())))] += seconds * count
+            slots = set(self.units.op_slots[op].values()) - unit.rounds.keys()
+            totals[tuple(sorted(slots))] += seconds * count
         return [(s, slots) for slots, s in totals.items()]
+
+    def _passed(self, unit: Unit, count: int) -> Iterable[Passed]:
+        """The tensors that go round if their unit decides so."""
+        for op in unit.ops if unit.rounds else ():
+            for values, operand in ((op.operands, True), (op.results, False)):
+                for i, value in enumerate(values):
+                    if value is None or value.constant:
+                        continue
+                    slots = op_cut_slots(
+                        self.units, self.flood, op, value_factors(self.flood, op, i, operand=operand)
+                    )
+                    for slot in set(slots) & unit.rounds.keys():
+                        seconds = value.nbytes * count / reshard.LINK_BYTES_PER_SECOND
+                        cut = tuple(s for s in slots if s is not None)
+                        yield Passed(seconds, count, cut, slot, unit.rounds[slot], operand)
 
     # The estimate ---------------------------------------------------------------------------------------------------
 
@@ -261,9 +328,10 @@ class Decider:
         for name, order in zip(self.mesh.axis_names, choice, strict=True):
             for atom in self.atoms[name]:
                 for slot in order:
-                    ways = math.prod(a.size for a in axes[slot]) * atom.size
-                    if atom in roles[slot].wants and roles[slot].size >= ways:
-                        axes[slot].append(atom)
+                    both = {slot, self.rounds[kind].get(slot, slot)}
+                    if all(atom in roles[i].wants and roles[i].size >= _ways(axes[i]) * atom.size for i in both):
+                        for i in both:
+                            axes[i].append(atom)
                         break
         result = [tuple(sorted(mine, key=role.wants.index)) for role, mine in zip(roles, axes, strict=True)]
         self._cut_memo[key] = tuple(result)
@@ -279,7 +347,8 @@ class Decider:
                 return end.cut, ()
             slots = self.cut(end.kind, choices[end.kind])
             cut = tuple(() if s is None else slots[s] for s in end.slots)
-            return cut, tuple(a for s in end.pending for a in slots[s])
+            # What went round was reduced on the way.
+            return cut, tuple(a for s in end.pending for a in slots[s] if not any(a in axes for axes in cut))
 
         sources = {resolve(s): None for s in record.sources}
         flat = tuple(n for dim in record.sizes for n in dim)
@@ -299,22 +368,31 @@ class Decider:
         self._cost_memo[key] = total = total * (HOLDING if record.held else 1.0)
         return total
 
-    def _kind_cost(self, kind: Kind, choices: list[tuple[Choice, ...]]) -> float:
+    def _work(self, kind: Kind, choices: list[tuple[Choice, ...]]) -> float:
+        """Seconds of a kind's arithmetic, and of what its ops send while they run."""
         cut = self.cut(kind, choices[kind])
-        total = sum(s / math.prod(reshard.ways(cut[i]) for i in slots) for s, slots in self.compute[kind])
-        return total + sum(self._record_cost(r, choices) * self.records[r] for r in self._touching[kind])
+        total = sum(s / math.prod(_ways(cut[i]) for i in slots) for s, slots in self.compute[kind])
+        for p in self.passed[kind]:
+            local = p.seconds / math.prod(_ways(cut[i]) for i in p.slots)
+            passed, wanted = _ways(cut[p.slot]), self.slots[kind][p.slot].wants
+            held = _ways([a for a in cut[p.beside] if a in wanted and a not in cut[p.slot]])
+            total += local * (passed - 1 + (held - 1) / held)
+            # All ways of doing attention on a cut sequence count as many messages: their bytes shall decide.
+            total += p.times * reshard.COLLECTIVE_LATENCY * ((held > 1) + 2 * (passed > 1 and p.operand))
+        return total
+
+    def _kind_cost(self, kind: Kind, choices: list[tuple[Choice, ...]]) -> float:
+        return self._work(kind, choices) + sum(self._record_cost(r, choices) * self.records[r] for r in self._touching[kind])
 
     def _total(self, choices: list[tuple[Choice, ...]]) -> float:
-        compute = 0.0
-        for kind in range(len(self.members)):
-            cut = self.cut(kind, choices[kind])
-            compute += sum(s / math.prod(reshard.ways(cut[i]) for i in slots) for s, slots in self.compute[kind])
-        return compute + sum(self._record_cost(r, choices) * n for r, n in self.records.items())
+        work = sum(self._work(kind, choices) for kind in range(len(self.members)))
+        return work + sum(self._record_cost(r, choices) * n for r, n in self.records.items())
 
     # The search -----------------------------------------------------------------------------------------------------
 
     def _search(self) -> list[tuple[Choice, ...]]:
-        """Descend from every class first and every class last, on every axis; keep the best end."""
+        """Descend from every class first and every class last, on every axis, and with all units that have a choice of
+        their own taking it alike; keep the best end."""
         if not self.members:
             return []
         nobody: dict[str, tuple[Role, ...]] = dict.fromkeys(self.atoms, ())
@@ -325,16 +403,34 @@ class Decider:
         while improved:
             improved = False
             for name in self.atoms:
-                for role in self._rivals(name):
-                    for first, last in ((nobody | {name: (role,)}, nobody), (nobody, nobody | {name: (role,)})):
-                        choices = [self._start(k, first, last, best[k]) for k in range(len(self.members))]
-                        if choices == best:
-                            continue
-                        self._descend(choices)
-                        cost = self._total(choices)
-                        if cost < best_cost * (1 - 1e-6):
-                            best, best_cost, improved = choices, cost, True
+                starts = [
+                    [self._start(k, first, last, best[k]) for k in range(len(self.members))]
+                    for role in self._rivals(name)
+                    for first, last in ((nobody | {name: (role,)}, nobody), (nobody, nobody | {name: (role,)}))
+                ]
+                for choices in (*starts, *self._alike(name, best)):
+                    if choices == best:
+                        continue
+                    self._descend(choices)
+                    cost = self._total(choices)
+                    if cost < best_cost * (1 - 1e-6):
+                        best, best_cost, improved = choices, cost, True
         return best
+
+    def _alike(self, name: str, given: list[tuple[Choice, ...]]) -> Iterator[list[tuple[Choice, ...]]]:
+        """All units that could pass something round do, then all that could cut what is lent: where two units read one
+        value, neither gains by doing so alone."""
+        a = list(self.atoms).index(name)
+        for pick in (lambda unit: unit.rounds, lambda unit: unit.lends):
+            choices = list(given)
+            for kind, members in enumerate(self.members):
+                slots = self.candidates[kind].get(name, ())
+                first = [i for i in slots if i in pick(members[0])]
+                if first:
+                    order = (*first, *(i for i in slots if i not in first))
+                    choices[kind] = (*given[kind][:a], order, *given[kind][a + 1 :])
+            if choices != given:
+                yield choices
 
     def _rivals(self, name: str) -> list[Role]:
         """The roles that compete for the axis in some unit, in the order of their first appearance."""
@@ -368,6 +464,11 @@ class Decider:
 
     def _alternatives(self, kind: Kind, name: str) -> list[Choice]:
         slots = self.candidates[kind].get(name, [])
+        if self.members[kind][0].alone:
+            # An axis may be shared: some of it cuts heads, the rest passes keys round. It is never left unused: whoever
+            # cuts a sequence has no room for the whole of it.
+            orders = [(i, j, *(k for k in slots if k not in (i, j))) for i, j in itertools.permutations(slots, 2)]
+            return orders or [tuple(slots)]
         return [(i, *(j for j in slots if j != i)) for i in slots] + ([()] if slots else [])
 
     def _descend(self, choices: list[tuple[Choice, ...]]) -> None:
@@ -412,8 +513,19 @@ class Decider:
     def _slot_name(self, kind: Kind, choice: Choice) -> str:
         if not choice:
             return "nothing"
-        role = self.slots[kind][choice[0]]
+        slot = choice[0]
+        name = self._role_name(kind, slot)
+        if (beside := self.rounds[kind].get(slot)) is not None:
+            return f"{self._role_name(kind, beside)}, with {name} passed round"
+        return name
+
+    def _role_name(self, kind: Kind, slot: int) -> str:
+        role = self.slots[kind][slot]
         return role.name or f"a dim of {role.size}"
+
+
+def _ways(axes: Sequence[Axis]) -> int:
+    return math.prod(a.size for a in axes)
 
 
 def _seen(end: End, positions: Slots) -> End:

@@ -2,7 +2,9 @@
 
 Only factors that want a mesh axis and may be cut matter here; each is a *slot* of a unit. An op and a value belong to
 one unit when the value holds every slot of the op and nothing more, so pointwise chains, and most matmuls with their
-result, melt into a few units per layer. A value whose layout is fixed stands alone: it is where units meet.
+result, melt into a few units per layer. A value whose layout is fixed stands alone: it is where units meet. So does an
+op that has a choice of its own: attention may pass its keys round, or exchange the cut of the sequence for one of the
+heads, where its neighbours can do neither.
 
 Views, transposes and expands are looked through: a reader of a view is a reader of the view's *root*.
 """
@@ -21,11 +23,21 @@ Slots = tuple[int | None, ...]  # per leaf of a value: the unit's slot, or None 
 
 @dataclass(eq=False)
 class Unit:
-    """`slots`: the class in each slot; `ops` and `values`: the members."""
+    """`slots`: the class in each slot; `ops` and `values`: the members.
+
+    `rounds`: {slot: another one}: the first is cut only together with the other, by the same axes. `lends`: {slot:
+    another one}: the first may take an axis that only the other wants.
+    """
 
     slots: list[Leaf]
     ops: list[Op] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
+    rounds: dict[int, int] = field(default_factory=dict)
+    lends: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def alone(self) -> bool:
+        return bool(self.rounds or self.lends)
 
 
 @dataclass
@@ -71,12 +83,19 @@ def build_units(graph: Graph, f: Flood) -> Units:
                 if leaf in f.wants
                 and (k == 0 or label not in op.rule.local_factors)  # offsets need one contiguous range
             ]
+            wanted = {label for label, k in factors if k == 0}
+            rounds = {t: s for t, s in op.rule.rounds.items() if {t, s} <= wanted}
+            factors = [x for x in factors if x[0] not in op.rule.rounds or x in ((t, 0) for t in rounds)]
+            lends = {h: s for h, s in op.rule.lends.items() if s in wanted and h not in f.whole[op]}
+            factors += [(h, 0) for h in lends if f.labels[op].get(h) and (h, 0) not in factors]
             unit = Unit([f.labels[op][label][k] for label, k in factors], [op])
+            slots = u.op_slots[op] = {x: i for i, x in enumerate(factors)}
+            unit.rounds = {slots[t, 0]: slots[s, 0] for t, s in rounds.items()}
+            unit.lends = {slots[h, 0]: slots[s, 0] for h, s in lends.items() if (h, 0) in slots}
             u.unit[op] = unit
-            u.op_slots[op] = {x: i for i, x in enumerate(factors)}
         for r in results:
             _add_root(u, f, r)
-        if op in u.unit:
+        if op in u.unit and not u.unit[op].alone:
             _join_members(u, f, op)
     return u
 

@@ -21,6 +21,8 @@ Behind the bar, in any order:
 | `k:none` | results that lack `k` are complete although it is cut |
 | `k:whole` | `k` must not be cut |
 | `k:local` | when `k` is cut, the op's local form runs instead of the op |
+| `t:round(s)` | `t` may be cut only together with `s` and as `s` is; the local form passes its pieces round |
+| `h:lend(s)` | `h` may take over, for this op, a mesh axis that only `s` wants |
 | `{0}`, `{0,1}` | the op is linear in operand 0, jointly linear in operands 0 and 1 |
 
 A factor that some result lacks and of which nothing is said stays whole: that is always right. `...` may stand for a
@@ -37,7 +39,9 @@ from shardlib.errors import ShardingError
 from shardlib.rules.space import Dim
 
 _WORD = re.compile(r"\.\.\.|\([^()]*\)|[A-Za-z_]\w*|1")
-_NOTE = re.compile(r"(\.\.\.|[A-Za-z_]\w*):(sum|max|min|none|whole|local)|\{(\d+(?:,\d+)*)\}")
+_NOTE = re.compile(
+    r"(\.\.\.|[A-Za-z_]\w*):(sum|max|min|none|whole|local|round\([A-Za-z_]\w*\)|lend\([A-Za-z_]\w*\))|\{(\d+(?:,\d+)*)\}"
+)
 ELLIPSIS = ("...",)
 
 
@@ -97,7 +101,11 @@ def parse(text: str) -> Pattern:
         wrong.append("`~` marks operands, not results")
     notes, linear = _notes(tail, wrong)
     known = {f for t in (*operands, *results) for d in t.dims for f in d}
-    wrong += [f"`{f}:{kind}` names a factor that no tensor has" for f, kind in notes if f not in known]
+    wrong += [
+        f"`{f}:{kind}` names a factor that no tensor has"
+        for f, kind in notes
+        if f not in known or other(kind) not in (None, *known)
+    ]
     wrong += [
         f"{{{i}}} names an operand, but there are {len(operands)}" for s in linear for i in s if i >= len(operands)
     ]
@@ -106,6 +114,11 @@ def parse(text: str) -> Pattern:
             f"rule({text!r}) cannot be read", wrong, remedy='write "... m k, k n -> ... m n | k:sum {0} {1}"'
         )
     return Pattern(operands, results, tuple(notes), tuple(linear))
+
+
+def other(kind: str) -> str | None:
+    """The factor that a note names besides its own: `s` of `round(s)`."""
+    return kind[:-1].partition("(")[2] or None
 
 
 def _term(text: str, wrong: list[str]) -> Term:

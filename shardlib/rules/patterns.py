@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from shardlib.errors import ShardingError
-from shardlib.rules.notation import ELLIPSIS, Pattern, Term, parse
+from shardlib.rules.notation import ELLIPSIS, Pattern, Term, other, parse
 from shardlib.rules.rule import Call, Local, Meta, Path, Rule
 from shardlib.rules.space import Dim, Ints, Space
 
@@ -99,12 +99,19 @@ def _apply(
     out = [() if shape is None else _label(t, shape, sizes) for t, shape in results]
     reduce: dict[str, str] = {}
     cut_locally = []
+    tied: dict[str, dict[str, str]] = {"round": {}, "lend": {}}
     dots = [f for f in space.sizes if f.startswith("*")]
     for name, kind in pattern.notes:
         for f in dots if name == "..." else [name]:
             if f not in space.sizes:
                 continue
-            if kind == "whole":
+            if (second := other(kind)) is not None:
+                # Without a partner (it has size 1) a factor that goes round stays whole.
+                if second in space.sizes:
+                    tied[kind.partition("(")[0]][f] = second
+                    if kind.startswith("round"):
+                        reduce.setdefault(f, "none")
+            elif kind == "whole":
                 space.whole.add(f)
             elif kind == "local":
                 cut_locally.append(f)
@@ -123,6 +130,8 @@ def _apply(
         ints={where: (k, tuple(f for f in fs if f in space.sizes)) for where, (k, fs) in ints.items()},
         local=local,
         local_factors=cut_locally,
+        rounds=tied["round"],
+        lends=tied["lend"],
         flops=flops(call, points) if flops else points * _per_point(labelled, reduce),
         transparent=transparent,
     )

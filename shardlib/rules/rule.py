@@ -9,7 +9,7 @@ which integer arguments are sizes, and, where the plain op on local tensors is n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -54,6 +54,10 @@ class Rule:
       exactly these operands may pass through it to the results (`add`: {0, 1}; `mul`: {0} and {1}; `neg`: {0}).
     * `ints`: integer arguments that are `k * product of local sizes of factors`: {path: (k, factors)}.
     * `local`: the per-device form, used when one of `local_factors` is cut; returns the local results.
+    * `rounds`: {t: s}: `t` may be cut only together with `s`, over the same mesh axes; then `local` passes the pieces
+      of `t` round, so that every piece of `s` meets every piece of `t`, and no result owes anything over these axes.
+    * `lends`: {h: s}: for this op `h` may take over a mesh axis that only `s` wants (attention exchanges the cut of the
+      sequence for one of the heads).
     * `flops`: floating-point operations of the whole call.
     * `transparent`: the result is a re-indexing of operand 0 without arithmetic or choice (view, transpose, expand).
     """
@@ -67,6 +71,8 @@ class Rule:
     ints: Mapping[Path, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
     local: Callable[[Local], Any] | None = None
     local_factors: frozenset[str] = frozenset()
+    rounds: Mapping[str, str] = field(default_factory=dict)
+    lends: Mapping[str, str] = field(default_factory=dict)
     flops: int = 0
     transparent: bool = False
 
@@ -92,6 +98,29 @@ class Local(Protocol):
 
     def offset(self, factor: str) -> Any:
         """The global index of this device's first element of `factor`."""
+
+    def ways(self, factor: str) -> int:
+        """In how many pieces `factor` is cut: the members of the group over its axes, in order."""
+
+    def of(self, value: Any, factor: str, member: Callable[[int], int]) -> Any:
+        """The symbolic int `value` as member `member(i)` of the group over `factor`'s axes has it; i is this device's
+        own position there."""
+
+    def ppermute(
+        self,
+        value: Any,
+        factor: str,
+        pairs: Sequence[tuple[int, int]],
+        labels: Labels,
+        *,
+        holds: Callable[[int], int] = ...,
+        parts: int = 1,
+    ) -> Any:
+        """Send a local value along (source, destination) positions in the group over `factor`'s axes.
+
+        Its dims are `labels`. Member i sends what member `holds(i)` has of them, or one of `parts` equal parts of that
+        along `factor`.
+        """
 
     def op(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         """Emit one call; returns its value (a tuple of values for ops with several results)."""

@@ -56,6 +56,8 @@ class Space:
         ints: Mapping[Path, tuple[int, Dim]] | None = None,
         local: Callable[[Local], Any] | None = None,
         local_factors: Iterable[str] = (),
+        rounds: Mapping[str, str] | None = None,
+        lends: Mapping[str, str] | None = None,
         flops: int = 0,
         transparent: bool = False,
     ) -> Rule:
@@ -70,6 +72,8 @@ class Space:
             ints=ints or {},
             local=local if cut_locally else None,
             local_factors=cut_locally,
+            rounds=rounds or {},
+            lends=lends or {},
             flops=flops,
             transparent=transparent,
         )

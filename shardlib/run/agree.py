@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from shardlib import world
 from shardlib.errors import ShardingError
+from shardlib.store import LOOK, Store, names
 
 if TYPE_CHECKING:
     from shardlib.mesh import Mesh
 
 _REPLY_SECONDS = 10.0  # for peers that are known to be alive and about to answer
 _SAME = "every rank runs the same programs in the same order"
-_LOOK = "look for the first error in the output of the ranks named; SHARDLIB_TIMEOUT=<seconds> waits longer"
 
 
 @dataclass
@@ -50,16 +48,16 @@ def agree(mesh: Mesh, digest: str, what: str, timeout: float | None = None) -> N
         return
     seconds = world.timeout().total_seconds() if timeout is None else timeout
     name, everyone = what.partition("\n")[0], range(mesh.size)
-    store, room = _Store(mesh.rank), f"shardlib/agree/{_known.meetings}"
+    store, room = Store(mesh.rank, _get_default_store()), f"shardlib/agree/{_known.meetings}"
     _known.meetings += 1
     store.post(f"{room}/life", _life())
     store.post(f"{room}/digest", digest)
     if missing := store.wait(f"{room}/digest", everyone, seconds):
         raise ShardingError(
-            f"{_names(missing)} of {mesh.size} did not come to run {name}",
+            f"{names(missing)} of {mesh.size} did not come to run {name}",
             [f"rank {r} did not arrive within {seconds:g} s: it is dead or runs other code" for r in missing],
             rule=_SAME,
-            remedy=_LOOK,
+            remedy=LOOK,
         )
     digests = store.read(f"{room}/digest", everyone)
     if len(set(digests.values())) > 1:
@@ -82,7 +80,11 @@ def blame(mesh: Mesh, error: BaseException, timeout: float = 10.0) -> NoReturn:
     The ranks that see the failure sign in. One that has not is looked up as a process where it ran on this machine, and
     is otherwise reported as silent after `timeout` seconds.
     """
-    store, room, everyone = _Store(mesh.rank, error), f"shardlib/alive/{_known.meetings}", range(mesh.size)
+    store, room, everyone = (
+        Store(mesh.rank, _get_default_store(), error),
+        f"shardlib/alive/{_known.meetings}",
+        range(mesh.size),
+    )
     store.post(room, b"")
     silent = store.wait(room, everyone, timeout, until=lambda missing: _dead(missing) or store.verdict(room))
     # Ranks die of their errors. So the first who has judged is right, and the later ones take over what it found.
@@ -97,60 +99,8 @@ def blame(mesh: Mesh, error: BaseException, timeout: float = 10.0) -> NoReturn:
         f"a collective failed on rank {mesh.rank} of {mesh.size}",
         offenders,
         rule="every rank of the mesh takes part in every step",
-        remedy=_LOOK,
+        remedy=LOOK,
     ) from error
-
-
-class _Store:
-    """The store of torch.distributed, as one rank uses it."""
-
-    def __init__(self, rank: int, cause: BaseException | None = None) -> None:
-        self.rank, self.cause, self.store = rank, cause, _get_default_store()
-
-    def post(self, room: str, value: str | bytes) -> None:
-        try:
-            self.store.set(f"{room}/{self.rank}", value)  # type: ignore[arg-type]  # bytes are taken too
-        except dist.DistError as error:
-            self._unreachable(error)
-
-    def read(self, room: str, ranks: Iterable[int]) -> dict[int, bytes]:
-        try:
-            return {r: self.store.get(f"{room}/{r}") for r in ranks}
-        except dist.DistError as error:
-            self._unreachable(error)
-
-    def verdict(self, room: str, proposed: str = "") -> str:
-        """What the first of all ranks proposed; empty when none has yet."""
-        try:
-            return self.store.compare_set(f"{room}/verdict", "", proposed).decode()
-        except dist.DistError as error:
-            self._unreachable(error)
-
-    def wait(
-        self, room: str, ranks: Sequence[int], seconds: float, until: Callable[[Sequence[int]], object] | None = None
-    ) -> list[int]:
-        """Wait until all ranks have posted, or `until(those missing)` holds; returns the ranks still missing."""
-        deadline, pause, missing = time.monotonic() + seconds, 0.001, list(ranks)
-        try:
-            # Store.wait would do, but it logs every timeout from C++, and says nothing about who is missing.
-            while not self.store.check([f"{room}/{r}" for r in missing]):
-                missing = [r for r in missing if not self.store.check([f"{room}/{r}"])]
-                left = deadline - time.monotonic()
-                if left <= 0 or (until and until(missing)):
-                    return missing
-                time.sleep(min(pause, left))
-                pause = min(2 * pause, 0.05)
-        except dist.DistError as error:
-            self._unreachable(error)
-        return []
-
-    def _unreachable(self, error: dist.DistError) -> NoReturn:
-        raise ShardingError(
-            f"rank {self.rank} lost the store of torch.distributed",
-            ["rank 0, or the launcher that holds the store, is gone"],
-            rule="every rank of the mesh takes part in every step",
-            remedy="look for the first error in the output of rank 0 and of the launcher",
-        ) from (self.cause or error)
 
 
 def _life() -> str:
@@ -191,7 +141,7 @@ def _difference(right: list[int], other: list[int], digests: Mapping[int, bytes]
     def program(ranks: list[int]) -> tuple[str, list[str]]:
         name, *lines = next((texts[r] for r in ranks if r in texts), "a program that it did not show").split("\n")
         verb = "runs" if len(ranks) == 1 else "run"
-        return f"{_names(ranks)} {verb} {name} [{digests[ranks[0]].decode()[:8]}]", lines
+        return f"{names(ranks)} {verb} {name} [{digests[ranks[0]].decode()[:8]}]", lines
 
     (one, old), (two, new) = program(other), program(right)
     for number, (a, b) in enumerate(zip(old, new, strict=False), 1):
@@ -200,9 +150,3 @@ def _difference(right: list[int], other: list[int], digests: Mapping[int, bytes]
     if len(old) != len(new):
         return f"{one}, {two}; the first has {len(old)} lines, the second {len(new)}"
     return f"{one}, {two}"
-
-
-def _names(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

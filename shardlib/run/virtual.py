@@ -82,5 +82,5 @@ _COMMON = {
     "all_gather": ("dim", "sizes"),
     "reduce_scatter": ("dim", "sizes"),
     "all_to_all": ("split_dim", "split_sizes", "concat_dim", "concat_sizes"),
-    "ppermute": ("pairs",),
+    "ppermute": ("pairs", "shapes"),
 }

@@ -1,0 +1,284 @@
+// Attention backward for cards from sm_80 on: cp.async, ldmatrix, mma.sync (after FlashAttention-2, Dao 2023).
+//
+// Shapes: q, o, their gradients [B, H, S, D]; k, v, their gradients [B, KV, T, D]; lse, delta [B, H, S]; all of dq is
+// summed in float, dq_sum [B, H, S, D]. Three kernels in a row:
+//   delta    rowsum(grad_o * o) - grad_lse
+//   backward a CTA owns a tile of keys of one key head and walks over the query heads of its group and the tiles of
+//            queries that see these keys. Its scores are transposed, keys down: so P^T and dS^T leave the accumulators
+//            as left operands of dV += P^T dO and dK += dS^T Q, and only dQ += dS K needs dS in shared memory.
+//   convert  dq from its sums; these are added up by atomics in no fixed order, so dq's last bits vary from run to run.
+#include "attention_sm80.cuh"
+
+namespace shardlib {
+namespace {
+
+using namespace sm80;
+
+// Configuration, by the width of a row of q; the shared memory of all fits into the 99 KiB of sm_86, sm_89 and sm_120.
+template <int kWidth> struct Config {
+  static constexpr int kQueries = kWidth <= 64 ? 64 : 32;  // per tile
+  static constexpr int kStages = kWidth <= 128 ? 2 : 1;    // tiles of queries in shared memory
+  static constexpr int kParts = kWidth <= 128 ? 1 : 2;     // warps that share 16 keys, each with its columns of dk and dv
+  static constexpr int kKeys = 16 * kWarps / kParts;       // per CTA
+};
+
+// Arguments
+struct Params {
+  AttentionBackwardArgs args;
+  Sight sight;
+  Extras extras;
+  bool general;  // there are extras: scores are turned into logits
+  int tiles;     // of keys, per head
+};
+
+// Kernels
+constexpr int kRowLanes = 8;  // lanes that work on one row of delta
+
+template <class T> __global__ void __launch_bounds__(kThreads) delta(const __grid_constant__ AttentionBackwardArgs p) {
+  const AttentionArgs& a = p.forward;
+  const int64_t row = (int64_t(blockIdx.x) * kThreads + threadIdx.x) / kRowLanes;
+  const bool inside = row < a.batch * a.heads * a.queries;
+  const int64_t i = row % a.queries, h = row / a.queries % a.heads, b = row / a.queries / a.heads;
+  const T* o = static_cast<const T*>(a.o) + b * a.o_strides[0] + h * a.o_strides[1] + i * a.o_strides[2];
+  const T* grad_o = static_cast<const T*>(p.grad_o) + b * p.grad_o_strides[0] + h * p.grad_o_strides[1] + i * p.grad_o_strides[2];
+  float sum = 0;
+  if (inside)
+    for (int c = int(threadIdx.x) % kRowLanes * 8; c < a.head_dim; c += 8 * kRowLanes) {
+      const uint4 x = load_16(o + c), y = load_16(grad_o + c);
+      const uint32_t left[4] = {x.x, x.y, x.z, x.w}, right[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const float2 l = unpack<T>(left[w]), r = unpack<T>(right[w]);
+        sum += l.x * r.x + l.y * r.y;
+      }
+    }
+#pragma unroll
+  for (int lanes = kRowLanes / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(kFullMask, sum, lanes);
+  if (!inside || threadIdx.x % kRowLanes) return;
+  if (p.grad_lse) sum -= p.grad_lse[b * p.grad_lse_strides[0] + h * p.grad_lse_strides[1] + i * p.grad_lse_strides[2]];
+  p.delta[row] = sum;
+}
+
+template <class T> __global__ void __launch_bounds__(kThreads) convert(const __grid_constant__ AttentionBackwardArgs p) {
+  const AttentionArgs& a = p.forward;
+  const int64_t word = int64_t(blockIdx.x) * kThreads + threadIdx.x, wide = a.head_dim / 8;
+  const int64_t row = word / wide, c = word % wide * 8;
+  if (row >= a.batch * a.heads * a.queries) return;
+  const int64_t i = row % a.queries, h = row / a.queries % a.heads, b = row / a.queries / a.heads;
+  const auto* sums = reinterpret_cast<const float4*>(p.workspace + 8 * word);
+  const float4 x = sums[0], y = sums[1];
+  const float scale = float(a.scale);
+  store_16(static_cast<T*>(p.dq) + b * p.dq_strides[0] + h * p.dq_strides[1] + i * p.dq_strides[2] + c,
+           make_uint4(pack<T>(x.x * scale, x.y * scale), pack<T>(x.z * scale, x.w * scale),
+                      pack<T>(y.x * scale, y.y * scale), pack<T>(y.z * scale, y.w * scale)));
+}
+
+template <class T, int kWidth> struct Backward {
+  using C = Config<kWidth>;
+  using KeyTile = Tile<T, C::kKeys, kWidth>;
+  using QueryTile = Tile<T, C::kQueries, kWidth>;
+  using ScoreTile = Tile<T, C::kKeys, C::kQueries>;
+  static constexpr int kRows = 2 * C::kQueries;  // of lse and delta, of one stage
+  static constexpr int kEights = C::kQueries / 8;
+  static constexpr unsigned kSharedBytes =
+      2 * KeyTile::kBytes + 2 * C::kStages * QueryTile::kBytes + ScoreTile::kBytes + C::kStages * kRows * 4;
+};
+
+template <class T, int kWidth>
+__global__ void __launch_bounds__(kThreads) backward(const __grid_constant__ Params p) {
+  using F = Backward<T, kWidth>;
+  using C = typename F::C;
+  const AttentionArgs& a = p.args.forward;
+  const int queries = int(a.queries), dim = int(a.head_dim), group = int(a.heads / a.kv_heads);
+  const int head_index = int(blockIdx.x) / p.tiles, b = head_index / int(a.kv_heads), kv_head = head_index % int(a.kv_heads);
+  const int j0 = int(blockIdx.x) % p.tiles * C::kKeys, keys = min(int(a.keys) - j0, C::kKeys);
+  const int warp = int(warp_index()), part = warp % C::kParts, warp_row = warp / C::kParts * 16;
+
+  unsigned char* shared = shared_memory();
+  const typename F::KeyTile k_tile = {reinterpret_cast<T*>(shared)}, v_tile = {k_tile.data + F::KeyTile::kBytes / sizeof(T)};
+  const auto query_tile = [&](int n) {
+    return typename F::QueryTile{reinterpret_cast<T*>(shared + 2 * F::KeyTile::kBytes + n * F::QueryTile::kBytes)};
+  };
+  const typename F::ScoreTile ds_tile = {query_tile(2 * C::kStages).data};
+  float* rows = reinterpret_cast<float*>(ds_tile.data + F::ScoreTile::kBytes / sizeof(T));
+
+  // The steps of this CTA: tiles of queries, for one head of the group after the other.
+  const int first = p.sight.first_query(j0) / C::kQueries;
+  const int last = (p.sight.last_query(j0 + keys - 1) + C::kQueries - 1) / C::kQueries;
+  const int per_head = last > first ? last - first : 0, steps = per_head * group;
+  const auto load_queries = [&](int step) {
+    const int64_t h = kv_head * group + step / per_head, i = (first + step % per_head) * C::kQueries;
+    const T* q = static_cast<const T*>(a.q) + b * a.q_strides[0] + h * a.q_strides[1] + i * a.q_strides[2];
+    const T* grad_o = static_cast<const T*>(p.args.grad_o) + b * p.args.grad_o_strides[0] + h * p.args.grad_o_strides[1] +
+                      i * p.args.grad_o_strides[2];
+    query_tile(step % C::kStages * 2).load(q, a.q_strides[2], queries - int(i), dim);
+    query_tile(step % C::kStages * 2 + 1).load(grad_o, p.args.grad_o_strides[2], queries - int(i), dim);
+  };
+  // One thread's part of lse, in log 2, and delta. A row that sees nothing, or that there is not, has probabilities 0.
+  const auto load_row = [&](int step) {
+    const int64_t h = kv_head * group + step / per_head;
+    const int r = int(threadIdx.x) % C::kQueries, i = (first + step % per_head) * C::kQueries + r;
+    if (threadIdx.x >= F::kRows || i >= queries) return threadIdx.x < C::kQueries ? -SHARDLIB_MINUS_INFINITY : 0.0f;
+    if (threadIdx.x >= C::kQueries) return p.args.delta[(b * a.heads + h) * queries + i];
+    const float lse = a.lse[b * a.lse_strides[0] + h * a.lse_strides[1] + i * a.lse_strides[2]];
+    return lse == SHARDLIB_MINUS_INFINITY ? -SHARDLIB_MINUS_INFINITY : lse * kLog2E;
+  };
+  const auto store_row = [&](int step, float value) {
+    if (threadIdx.x < F::kRows) rows[step % C::kStages * F::kRows + threadIdx.x] = value;
+  };
+
+  if (steps > 0) {
+    const T* from_k = static_cast<const T*>(a.k) + b * a.k_strides[0] + kv_head * a.k_strides[1] + j0 * a.k_strides[2];
+    const T* from_v = static_cast<const T*>(a.v) + b * a.v_strides[0] + kv_head * a.v_strides[1] + j0 * a.v_strides[2];
+    k_tile.load(from_k, a.k_strides[2], keys, dim);
+    v_tile.load(from_v, a.v_strides[2], keys, dim);
+    load_queries(0);
+    store_row(0, load_row(0));
+  }
+  cp_async_commit();
+
+  constexpr int kColumns = kWidth / C::kParts;  // of dk and dv, of this warp
+  float dk[1][kColumns / 8][4] = {}, dv[1][kColumns / 8][4] = {};
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    const int h = kv_head * group + step / per_head, i0 = (first + step % per_head) * C::kQueries;
+    cp_async_wait<0>();
+    __syncthreads();  // this step's tiles are here for all, and all are done with the step before
+    float next_row = 0;
+    if (C::kStages == 2 && step + 1 < steps) {
+      load_queries(step + 1);
+      next_row = load_row(step + 1);
+    }
+    cp_async_commit();
+    const auto q_tile = query_tile(step % C::kStages * 2), grad_o_tile = query_tile(step % C::kStages * 2 + 1);
+    const float* row = rows + step % C::kStages * F::kRows + lane_index() % 4 * 2;
+
+    float s[1][F::kEights][4] = {}, dp[1][F::kEights][4] = {};
+    multiply<T, kWidth>(s, k_tile, warp_row, q_tile);
+    multiply<T, kWidth>(dp, v_tile, warp_row, grad_o_tile);
+
+    const Block<true> block = {i0, j0 + warp_row};
+    const RowExtras head = p.general ? row_extras(p.extras, b, h, 0) : RowExtras{};
+    const uint32_t visible = seen<F::kEights>(p.sight, p.extras, head, block);
+    if (p.general) add_extras(s[0], p.sight, p.extras, head, block, visible);
+    hide(s[0], visible);
+    const uint32_t keep = p.extras.key ? kept<F::kEights>(p.extras, head, block) : ~0u;
+
+    const float unit = p.general ? 1.0f : p.extras.scale_log2;  // of s, in log 2
+#pragma unroll
+    for (int n = 0; n < F::kEights; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float probability = exp2_approx(fmaf(s[0][n][e], unit, -row[8 * n + e % 2]));
+        const bool keeps = keep >> (4 * n + e) & 1;
+        const float gradient = keeps ? dp[0][n][e] * p.extras.keep_scale : 0.0f;
+        dp[0][n][e] = probability * (gradient - row[8 * n + e % 2 + C::kQueries]);  // dS
+        s[0][n][e] = keeps ? probability : 0.0f;
+      }
+    if (p.args.dbias && part == 0) {
+      float* dbias = p.args.dbias + b * p.args.dbias_strides[0] + h * p.args.dbias_strides[1];
+#pragma unroll
+      for (int n = 0; n < F::kEights; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          if (visible >> (4 * n + e) & 1)
+            atomicAdd(dbias + block.query_of(n, e) * p.args.dbias_strides[2] + block.key_of(n, e) * p.args.dbias_strides[3],
+                      dp[0][n][e]);
+    }
+
+    uint32_t probabilities[1][F::kEights / 2][4], ds[1][F::kEights / 2][4];
+    to_fragments<T>(probabilities[0], s[0]);
+    to_fragments<T>(ds[0], dp[0]);
+    if (part == 0)
+#pragma unroll
+      for (int n = 0; n < F::kEights; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          *reinterpret_cast<uint32_t*>(ds_tile.at(warp_row + lane_index() / 4 + 8 * half, 8 * n + lane_index() % 4 * 2)) =
+              ds[0][n / 2][n % 2 * 2 + half];
+    accumulate<T>(dv, probabilities, grad_o_tile, part * kColumns);
+    accumulate<T>(dk, ds, q_tile, part * kColumns);
+    __syncthreads();  // all of dS is there
+
+    // dQ: a warp has 16 queries and a part of the columns.
+    constexpr int kRowBlocks = C::kQueries / 16, kDqColumns = kWidth * kRowBlocks / kWarps;
+    const int dq_row = warp % kRowBlocks * 16, dq_column = warp / kRowBlocks * kDqColumns;
+    float dq[1][kDqColumns / 8][4] = {};
+    uint32_t ds_rows[1][C::kKeys / 16][4];
+#pragma unroll
+    for (int k = 0; k < C::kKeys / 16; ++k) ldmatrix_x4_transposed(ds_rows[0][k], along_first(ds_tile, 16 * k, dq_row));
+    accumulate<T>(dq, ds_rows, k_tile, dq_column);
+    float* dq_sum = p.args.workspace + (b * a.heads + h) * queries * dim;
+    const Block<false> dq_block = {i0 + dq_row, dq_column};  // its keys are columns of dq
+#pragma unroll
+    for (int n = 0; n < kDqColumns / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int i = dq_block.query_of(n, e), c = dq_block.key_of(n, e);
+        if (i < queries && c < dim) atomicAdd(dq_sum + int64_t(i) * dim + c, dq[0][n][e]);
+      }
+
+    if (C::kStages == 2) store_row(step + 1, next_row);
+    if (C::kStages == 1 && step + 1 < steps) {
+      __syncthreads();  // all are done with the only tiles
+      load_queries(step + 1);
+      store_row(step + 1, load_row(step + 1));
+    }
+  }
+
+  const AttentionBackwardArgs& g = p.args;
+  T* to_k = static_cast<T*>(g.dk) + b * g.dk_strides[0] + kv_head * g.dk_strides[1] + j0 * g.dk_strides[2];
+  T* to_v = static_cast<T*>(g.dv) + b * g.dv_strides[0] + kv_head * g.dv_strides[1] + j0 * g.dv_strides[2];
+  const float k_factor = float(a.scale), v_factor = p.extras.keep_scale;
+  store_block<T>(to_k, g.dk_strides[2], dk[0], warp_row, keys, part * kColumns, dim, k_factor, k_factor);
+  store_block<T>(to_v, g.dv_strides[2], dv[0], warp_row, keys, part * kColumns, dim, v_factor, v_factor);
+}
+
+// Entry
+int ctas(int64_t items, int64_t per_cta, LaunchShape& shape) {
+  const int64_t count = (items + per_cta - 1) / per_cta;
+  if (count >= int64_t(1) << 31) return fail(1, "attention: %lld CTAs are too many", (long long)count);
+  shape.grid = dim3(unsigned(count)), shape.block = dim3(kThreads);
+  return 0;
+}
+
+struct Run {
+  const AttentionBackwardArgs& g;
+  cudaStream_t stream;
+
+  template <class T, int kWidth> int call() const {
+    const AttentionArgs& a = g.forward;
+    const int64_t tiles = (a.keys + Config<kWidth>::kKeys - 1) / Config<kWidth>::kKeys;
+    const int64_t rows = a.batch * a.heads * a.queries;
+    LaunchShape shape;
+    if (rows > 0) {
+      if (const int code = ctas(rows * kRowLanes, kThreads, shape)) return code;
+      if (const int code = launch(shape, stream, delta<T>, g)) return code;
+    }
+    if (tiles * a.batch * a.kv_heads > 0) {
+      if (const int code = ctas(tiles * a.batch * a.kv_heads, 1, shape)) return code;
+      shape.shared_bytes = Backward<T, kWidth>::kSharedBytes;
+      const Params params = {g, make_sight(a), make_extras(a), has_extras(a), int(tiles)};
+      if (const int code = launch(shape, stream, backward<T, kWidth>, params)) return code;
+      shape.shared_bytes = 0;
+    }
+    if (rows == 0) return 0;
+    if (const int code = ctas(rows * a.head_dim / 8, kThreads, shape)) return code;
+    return launch(shape, stream, convert<T>, g);
+  }
+};
+
+}  // namespace
+}  // namespace shardlib
+
+// Bytes of AttentionBackwardArgs::workspace: the sums of dq, [B, H, S, D].
+extern "C" int64_t shardlib_attention_sm80_backward_workspace(const AttentionBackwardArgs* args) {
+  const AttentionArgs& a = args->forward;
+  return a.batch * a.heads * a.queries * a.head_dim * int64_t(sizeof(float));
+}
+
+extern "C" int shardlib_attention_sm80_backward(const AttentionBackwardArgs* args, cudaStream_t stream) {
+  using namespace shardlib;
+  if (const int code = check_attention(args->forward)) return code;
+  return sm80::for_type_and_width(args->forward, Run{*args, stream});
+}

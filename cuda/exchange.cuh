@@ -1,0 +1,231 @@
+// Messages between all pairs of a group: what all-gather and all-to-all share.
+//
+// An argument structure A says what the messages are; every rank knows all of them:
+//   a.segments()      1: a rank has one message for all; ranks: one for each
+//   a.bytes(p, d)     bytes from rank p to rank d
+//   a.taken(p, d)     where they begin in p's input
+//   a.put(p, d)       where they begin in d's output
+//   a.group, a.input[p], a.output[p], a.form
+//
+// Forms. Readers fetch ("pull"), except for packets; rank r turns to r + 1 first, then to r + 2, so that at any time all
+// pairs are at work and no rank serves two.
+//   packets    a message is written into the reader's memory with its flags in it: one way, no barrier, twice the bytes
+//   staged     a rank copies its messages to its workspace chunk by chunk, others fetch a chunk behind
+//   direct     inputs lie in symmetric memory: others fetch from there, and the call ends when all have
+//   engine     as direct, by the copy engines; no SM moves a byte
+//   multicast  as staged, but the message is written to all workspaces at once
+#pragma once
+#include "bytes.cuh"
+#include "collectives.h"
+#include "multicast.cuh"
+#include "peers.cuh"
+
+namespace shardlib {
+
+// The part of every message that one launch moves: bytes [first, first + length), in `rounds` chunks of a slice.
+struct Window { int64_t first, length, rounds; };
+
+__host__ __device__ __forceinline__ int64_t in_window(const Window& w, int64_t bytes) {
+  return max(int64_t(0), min(bytes - w.first, w.length));
+}
+
+// The slot of a message in its sender's half of the data area, or with multicast in everybody's.
+__host__ __device__ __forceinline__ int64_t slots_of(const Group& g, int64_t segments, int64_t form) {
+  return form == kMulticast ? g.ranks : segments;
+}
+__host__ __device__ __forceinline__ int64_t slot_bytes(const Group& g, int64_t slots) { return g.window / slots / 128 * 128; }
+
+// Offset in a workspace; off its slot's start as far as the target is off a multiple of 16, so that readers copy by 16.
+template <class A> __device__ __forceinline__ int64_t staged_at(const Call& c, const A& a, unsigned from, unsigned to) {
+  const int64_t slots = slots_of(c.group, a.segments(), a.form);
+  const int64_t slot = a.form == kMulticast ? from : a.segments() == 1 ? 0 : to;
+  return data_offset(c) + slot * slot_bytes(c.group, slots) + a.put(from, to) % 16;
+}
+
+template <class A> __device__ __forceinline__ Range piece(const A& a, const Window& w, unsigned from, unsigned to, int64_t round) {
+  return piece_of(in_window(w, a.bytes(from, to)), a.group.ctas, blockIdx.x, a.group.chunk, round);
+}
+
+// This rank's messages, one chunk of each, to where the others fetch them; what it sends itself, to its output.
+template <class A> __device__ __forceinline__ void publish(const Call& c, const A& a, const Window& w, int64_t round) {
+  const unsigned rank = c.rank, ranks = unsigned(a.group.ranks);
+  for (unsigned turn = 1; turn <= unsigned(a.segments()); ++turn) {
+    const unsigned to = a.segments() == 1 ? rank : (rank + turn) % ranks;
+    if (a.segments() > 1 && to == rank) break;
+    const Range p = piece(a, w, rank, to, round);
+    const unsigned char* from = a.input[rank] + a.taken(rank, to) + w.first + p.begin;
+    const int64_t at = staged_at(c, a, rank, to) + p.begin;
+    if (a.form == kMulticast) {
+      for (int64_t i = threadIdx.x * 16; i < p.size(); i += blockDim.x * 16)
+        multicast_store_16(a.group, at + i, load_16(from + i));
+    } else {
+      copy_bytes(a.group.workspace[rank] + at, from, p.size());
+    }
+  }
+}
+
+// One chunk of the messages to this rank, from wherever their senders have them.
+template <class A> __device__ __forceinline__ void fetch(const Call& c, const A& a, const Window& w, int64_t round) {
+  const unsigned rank = c.rank, ranks = unsigned(a.group.ranks);
+  for (unsigned turn = 1; turn <= ranks; ++turn) {
+    const unsigned from = (rank + turn) % ranks;
+    const Range p = piece(a, w, from, rank, round);
+    const unsigned char* source = a.input[from] + a.taken(from, rank) + w.first;
+    if (from != rank && a.form == kStaged) source = a.group.workspace[from] + staged_at(c, a, from, rank);
+    if (from != rank && a.form == kMulticast) source = a.group.workspace[rank] + staged_at(c, a, from, rank);
+    copy_bytes(a.output[rank] + a.put(from, rank) + w.first + p.begin, source + p.begin, p.size());
+  }
+}
+
+template <class A> __device__ __forceinline__ void exchange_staged(Call& c, const A& a, const Window& w) {
+  for (int64_t round = 0; round <= w.rounds; ++round) {
+    if (round < w.rounds) {
+      publish(c, a, w, round);
+      signal_all(c, kArrived, mark(c, round + 1));
+    }
+    if (round > 0) {
+      if (!wait_all(c, kArrived, mark(c, round))) return;
+      fetch(c, a, w, round - 1);
+    }
+  }
+}
+
+template <class A> __device__ __forceinline__ void exchange_direct(Call& c, const A& a, const Window& w) {
+  signal_all(c, kArrived, mark(c, 1));
+  if (!wait_all(c, kArrived, mark(c, 1))) return;
+  for (int64_t round = 0; round < w.rounds; ++round) fetch(c, a, w, round);
+  signal_all(c, kDone, mark(c, 1));
+  wait_all(c, kDone, mark(c, 1));
+}
+
+template <class A> __global__ void __launch_bounds__(kMaxThreads) exchange(const __grid_constant__ A a, const Window w) {
+  Call c{a.group, unsigned(a.group.rank) + blockIdx.y};
+  if (!begin(c)) return;
+  if (a.form == kDirect) {
+    exchange_direct(c, a, w);
+  } else {
+    exchange_staged(c, a, w);
+  }
+  end(c);
+}
+
+template <class A> __global__ void __launch_bounds__(kMaxThreads) exchange_packets(const __grid_constant__ A a) {
+  Call c{a.group, unsigned(a.group.rank) + blockIdx.y};
+  if (!begin(c)) return;
+  const unsigned rank = c.rank, ranks = unsigned(a.group.ranks);
+  const int64_t first = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, step = int64_t(gridDim.x) * blockDim.x;
+  for (unsigned turn = 1; turn < ranks; ++turn) {
+    const unsigned to = (rank + turn) % ranks;
+    const int64_t bytes = a.bytes(rank, to), words = max(int64_t(1), (bytes + 3) / 4);  // an empty one is sent, too
+    for (int64_t i = first; i < words; i += step) send_packet(c, to, i, load_word(a.input[rank] + a.taken(rank, to), i, bytes));
+  }
+  bool whole = true;
+  for (unsigned turn = 1; turn <= ranks && whole; ++turn) {
+    const unsigned from = (rank + turn) % ranks;
+    const int64_t bytes = a.bytes(from, rank), words = max(int64_t(1), (bytes + 3) / 4);
+    unsigned char* out = a.output[rank] + a.put(from, rank);
+    for (int64_t i = first; i < words && whole; i += step) {
+      uint32_t word = 0;
+      if (from == rank) {
+        word = load_word(a.input[rank] + a.taken(rank, rank), i, bytes);
+      } else {
+        whole = receive_packet(c, from, i, word);
+      }
+      if (whole) store_word(out, i, bytes, word);
+    }
+  }
+  end(c);
+}
+
+// Nothing but the barrier: all ranks have come here, and what their streams did before is visible.
+template <class A> __global__ void __launch_bounds__(kMaxThreads) meet(const __grid_constant__ A a) {
+  Call c{a.group, unsigned(a.group.rank) + blockIdx.y};
+  if (!begin(c)) return;
+  signal_all(c, kArrived, mark(c, 1));
+  wait_all(c, kArrived, mark(c, 1));
+  end(c);
+}
+
+// --- host -------------------------------------------------------------------------------------------------------------
+
+#if defined(__CUDACC__)
+inline int copy_async(void* to, const void* from, int64_t bytes, cudaStream_t stream) {
+  const cudaError_t error = cudaMemcpyAsync(to, from, size_t(bytes), cudaMemcpyDefault, stream);
+  return error == cudaSuccess ? 0 : fail(int(error), "a copy of %lld bytes: %s", (long long)bytes, cudaGetErrorString(error));
+}
+#else
+inline int copy_async(void* to, const void* from, int64_t bytes, cudaStream_t) {
+  std::memcpy(to, from, size_t(bytes));
+  return 0;
+}
+#endif
+
+// Calls launch_window(window) until all of every message is moved; with nothing to move once, as the ranks meet.
+template <class Launch>
+int for_windows(const Group& g, int64_t longest, int64_t slots, bool staged, Launch launch_window) {
+  // The last 128 bytes of a slot are room for a message that begins off a multiple of 16.
+  const int64_t length = staged ? slot_bytes(g, slots) - 128 : max(longest, int64_t(128));
+  if (length < 128) return fail(1, "a window of %lld bytes is too small for %lld messages", (long long)g.window, (long long)slots);
+  for (int64_t first = 0; first == 0 || first < longest; first += length) {
+    const int64_t slice = slice_bytes(min(longest - first, length), g.ctas);
+    const int64_t rounds = max(int64_t(1), (slice + g.chunk - 1) / g.chunk);
+    if (rounds >= int64_t(1) << 24) return fail(1, "%lld chunks are too many for one launch", (long long)rounds);
+    if (const int code = launch_window(Window{first, length, rounds})) return code;
+  }
+  return 0;
+}
+
+template <class A> int meet_ranks(A a, cudaStream_t stream) {
+  a.group.ctas = 1, a.group.threads = 32;
+  return launch(shape_of(a.group), stream, meet<A>, a);
+}
+
+// The copies of the ranks that run here, each beginning at its next neighbour, between two meetings.
+template <class A> int exchange_by_engines(const A& a, cudaStream_t stream) {
+  if (const int code = meet_ranks(a, stream)) return code;
+  const int64_t ranks = a.group.ranks;
+  for (int64_t to = a.group.rank; to < a.group.rank + a.group.present; ++to)
+    for (int64_t turn = 1; turn <= ranks; ++turn) {
+      const int64_t from = (to + turn) % ranks, bytes = a.bytes(unsigned(from), unsigned(to));
+      if (bytes == 0) continue;
+      if (const int code = copy_async(a.output[to] + a.put(unsigned(from), unsigned(to)),
+                                      a.input[from] + a.taken(unsigned(from), unsigned(to)), bytes, stream))
+        return code;
+    }
+  return meet_ranks(a, stream);
+}
+
+template <class A> int launch_exchange(const A& a, cudaStream_t stream) {
+  const Group& g = a.group;
+  if (const int code = check_group(g)) return code;
+  int64_t longest = 0;
+  bool by_16 = true;
+  for (unsigned from = 0; from < g.ranks; ++from)
+    for (unsigned to = 0; to < g.ranks; ++to) {
+      const int64_t bytes = a.bytes(from, to);
+      if (bytes < 0) return fail(1, "a message of %lld bytes", (long long)bytes);
+      longest = max(longest, bytes);
+      by_16 = by_16 && bytes % 16 == 0 && a.put(from, to) % 16 == 0;
+    }
+  switch (a.form) {
+    case kPackets:
+      if (longest > 4 * g.packet_words)
+        return fail(1, "a message of %lld bytes is too large for packets (%lld bytes at most)", (long long)longest,
+                    (long long)(4 * g.packet_words));
+      return launch(shape_of(g), stream, exchange_packets<A>, a);
+    case kEngine: return exchange_by_engines(a, stream);
+    case kMulticast:
+      if (g.multicast == nullptr) return fail(1, "the group's memory has no multicast address");
+      for (int64_t r = g.rank; r < g.rank + g.present; ++r)
+        by_16 = by_16 && reinterpret_cast<uintptr_t>(a.input[r]) % 16 == 0;
+      if (a.segments() != 1 || !by_16) return fail(1, "multicast takes one message of whole 16-byte words from every rank");
+      break;
+    case kStaged:
+    case kDirect: break;
+    default: return fail(1, "there is no form %lld", (long long)a.form);
+  }
+  return for_windows(g, longest, slots_of(g, a.segments(), a.form), a.form != kDirect,
+                     [&](const Window& w) { return launch(shape_of(g), stream, exchange<A>, a, w); });
+}
+
+}  // namespace shardlib

@@ -1,0 +1,172 @@
+"""Attention by torch's own kernels, for a block of queries and keys at a time.
+
+They know causal attention from place 0 and an additive mask. Whatever else hides keys or moves logits is turned into
+such a mask, of at most `_ELEMENTS` numbers at a time, for a block of queries with the keys that they may see.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardlib.ops._attention_aten import CPU, EFFICIENT, FLASH, Kernels
+from shardlib.ops._attention_variant import Variant, accumulator, blocks, heads_last
+
+_ELEMENTS = 1 << 22
+_HIDING_ROWS = 512
+_HALF = (torch.float16, torch.bfloat16)
+Block = tuple[slice, slice, Tensor | None, bool]  # queries, keys, their additive mask, torch's own causal flag
+
+
+def unable(q: Tensor, k: Tensor, variant: Variant, need_bias: bool) -> str | None:
+    """Why torch's kernels cannot do this, or None when they can."""
+    if q.device.type not in ("cpu", "cuda"):
+        return f"torch has no kernel for {q.device.type} here"
+    if not (q.numel() and k.numel()):
+        return "a size is 0"
+    if variant.dropout:
+        return "torch's kernels drop out by a generator, not by a key"
+    if need_bias:
+        return "torch's kernels give no gradient of a bias as it is broadcast here"
+    if q.device.type == "cuda" and (q.dtype == torch.float64 or q.shape[3] % 8):
+        return f"torch has no kernel for {q.dtype} heads of {q.shape[3]} on CUDA"
+    return None
+
+
+def way(q: Tensor, k: Tensor, variant: Variant) -> str:
+    """Which of torch's kernels runs, by its name."""
+    names = {CPU: "flash for CPU", FLASH: "flash", EFFICIENT: "memory-efficient"}
+    return names[_kernels(q, k, variant)]
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> tuple[Tensor, Tensor]:
+    """o, laid out as q is, and lse."""
+    run = _kernels(q, k, variant).forward
+    laid_out = q
+    q, k, v = _dense(q), _dense(k), _dense(v)
+    o: Tensor | None = None
+    lse = q
+    for rows, keys, mask, causal in _blocks(q, k, variant):
+        part, part_lse = run(_cut(q, rows), _cut(k, keys), _cut(v, keys), mask, causal, variant.scale)
+        if part.shape == q.shape and part.stride() == laid_out.stride():
+            return part, part_lse.contiguous()
+        if o is None:
+            o, lse = _unseen(laid_out)
+        o[:, :, rows], lse[:, :, rows] = part, part_lse
+    return _unseen(laid_out) if o is None else (o, lse)
+
+
+def backward(
+    grad_o: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    variant: Variant,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, None]:
+    """dq, dk and dv; there is no gradient of a bias here."""
+    assert not need_bias
+    run, d = _kernels(q, k, variant).backward, q.shape[3]
+    if grad_lse is not None:
+        grad_o, q, k, v, o = _widened(grad_o, grad_lse, q, k, v, o)
+    grad_o, q, k, v, o = (_dense(x) for x in (grad_o, q, k, v, o))
+    dtype = accumulator(q.dtype)
+    sums: tuple[Tensor, Tensor, Tensor] | None = None
+    for rows, keys, mask, causal in _blocks(q, k, variant):
+        grad_o_part, q_part, o_part, lse_part = (_cut(x, rows) for x in (grad_o, q, o, lse))
+        if mask is not None:  # rows that see nothing: their logits are -inf already
+            lse_part = lse_part.masked_fill(lse_part.isneginf(), 0)
+        parts = run(grad_o_part, q_part, _cut(k, keys), _cut(v, keys), o_part, lse_part, mask, causal, variant.scale)
+        if parts[0].shape == q.shape and parts[1].shape == k.shape:
+            sums = parts
+            break
+        sums = sums or (torch.zeros_like(q), torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype))
+        sums[0][:, :, rows] = parts[0]
+        sums[1][:, :, keys] += parts[1]
+        sums[2][:, :, keys] += parts[2]
+    sums = sums or (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
+    dq, dk, dv = (heads_last(x[..., :d].to(q.dtype)) for x in sums)
+    return dq, dk, dv, None
+
+
+def _kernels(q: Tensor, k: Tensor, variant: Variant) -> Kernels:
+    if q.device.type == "cpu":
+        return CPU
+    plain = q.dtype in _HALF and q.shape[3] <= 256 and variant.mask is variant.bias is variant.alibi is None
+    s, t = q.shape[2], k.shape[2]
+    square = s == t and variant.shift == 0 and variant.causal and not 0 < variant.window < s
+    return FLASH if plain and (square or not variant.hides(s, t)) else EFFICIENT
+
+
+def _blocks(q: Tensor, k: Tensor, variant: Variant) -> Iterator[Block]:
+    """What torch's kernel is called with; queries that see no key are left out."""
+    s, t, shift = q.shape[2], k.shape[2], variant.shift
+    hides = variant.hides(s, t)
+    if not (hides or any(x is not None for x in (variant.mask, variant.bias, variant.alibi))):
+        yield slice(0, s), slice(0, t), None, False
+        return
+    narrow = 0 < variant.window <= shift + s - 1
+    if variant.causal and shift <= 0 and not narrow and variant.mask is variant.bias is variant.alibi is None:
+        # Queries before the first key see nothing. For the others the triangle begins at the first key.
+        if -shift < s:
+            yield slice(-shift, s), slice(0, min(t, s + shift)), None, True
+        return
+    for rows, keys, here in blocks(variant, s, t, _rows(q, k, variant, hides)):
+        yield rows, keys, _additive(here, rows.stop - rows.start, keys.stop - keys.start, q), False
+
+
+def _rows(q: Tensor, k: Tensor, variant: Variant, hides: bool) -> int:
+    """Queries per block: few where places hide keys, since blocks leave those out."""
+    given = [x for x in (variant.mask, variant.bias) if x is not None]
+    if not hides and variant.alibi is None and all(x.shape[2] == 1 for x in given):
+        return q.shape[2]
+    b = max((x.shape[0] for x in given), default=1)
+    h = q.shape[1] if variant.alibi is not None else max((x.shape[1] for x in given), default=1)
+    rows = _ELEMENTS // max(b * h * k.shape[2], 1)
+    return min(rows, _HIDING_ROWS) if hides else rows
+
+
+def _additive(variant: Variant, s: int, t: int, q: Tensor) -> Tensor | None:
+    """All that is added to the logits or hides them, broadcast to `[B, H, s, t]`, in the accumulator's dtype."""
+    placed = variant.alibi is not None or variant.hides(s, t)
+    if not (placed or variant.mask is not None or variant.bias is not None):
+        return None
+    sizes = (s, t) if placed else (1, 1)
+    return variant.logits(q.new_zeros(1, 1, *sizes, dtype=accumulator(q.dtype)))
+
+
+def _widened(
+    grad_o: Tensor, grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The operands with two more columns that bring the gradient of lse in.
+
+    The kernel measures the gradient of every probability against the sum of grad_o * o; grad_lse must be taken off
+    that. A column of ones in grad_o and of -grad_lse in o does it, and meets zeros everywhere else. There are two, for
+    what the dtype of o does not hold of grad_lse.
+    """
+    zeros = [F.pad(x, (0, 2)) for x in (q, k, v)]
+    high = grad_lse.to(o.dtype)
+    low = (grad_lse - high).to(o.dtype)
+    return F.pad(grad_o, (0, 2), value=1.0), *zeros, torch.cat([o, -torch.stack([high, low], -1)], -1)  # type: ignore[return-value]
+
+
+def _unseen(q: Tensor) -> tuple[Tensor, Tensor]:
+    """o and lse of queries that see nothing; those that do are written over it."""
+    return torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf, dtype=accumulator(q.dtype))
+
+
+def _cut(x: Tensor, part: slice) -> Tensor:
+    """Some rows of `[B, H, S, ...]`."""
+    return x if part.stop - part.start == x.shape[2] else x[:, :, part]
+
+
+def _dense(x: Tensor) -> Tensor:
+    """x with its last dim dense in memory: torch's kernel reads and writes whole rows, whatever the strides say."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,346 @@
+"""Collectives between ranks on one machine, over shared memory: what a process shares, and its channels to others.
+
+All ranks make a `Session` together, once for a world of torch.distributed; a group of ranks that all share memory gets a
+`Channel` in it. Whether there are channels is decided by what all ranks said of themselves, so all decide alike.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
+
+from shardlib import world
+from shardlib.errors import ShardingError
+from shardlib.ops import _native
+from shardlib.ops._choice import wanted
+from shardlib.ops._results import result
+from shardlib.ops._segment import PAGE, Address, Segment, SegmentError
+from shardlib.ops._streams import Like
+from shardlib.ops._wire import CollectiveError
+from shardlib.recipe import Missing
+from shardlib.store import Store, names
+
+if TYPE_CHECKING:
+    from shardlib.ops._groups import GroupHandle
+
+STAGING = 16 << 20  # bytes in which a process keeps what it has sent and others have not read yet
+LOOK_SECONDS = 0.1  # how often a rank that waits looks whether its peers are alive
+NOWHERE = (1 << 64) - 1
+RECIPES = 1024  # that a channel keeps
+FLYING = 256  # collectives under way, from which on it is looked whether some were forgotten
+_OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ppermute")
+_sessions = 0  # that this process has made: a number that is the same on all ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a collective runs: its message (None when it moves nothing), and the results that each run of it needs.
+
+    `packed` are the sources that are made contiguous first; with `direct`, others may read the source itself.
+    """
+
+    words: array[int] | None
+    outs: tuple[Like, ...]
+    packed: frozenset[int] = frozenset()
+    direct: bool = False
+
+
+class _Loaded:
+    """A recipe as the library keeps it."""
+
+    def __init__(self, library: ctypes.CDLL, recipe: Recipe) -> None:
+        self.recipe, self.library = recipe, library
+        self.outs = [(out.shape, out.dtype) for out in recipe.outs]
+        self.pointer = None if recipe.words is None else library.shm_recipe(recipe.words.buffer_info()[0])
+
+    def __del__(self) -> None:
+        if self.pointer is not None:
+            self.library.shm_drop_recipe(self.pointer)
+
+
+class Session:
+    """What this process shares with others of its world, and what it knows of them.
+
+    `faults` says, for every rank that takes no part, why; a session with this rank among them has no memory.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        global _sessions
+        self.rank, self.room = rank, f"shardlib/shm/{_sessions}"
+        _sessions += 1
+        self.segments: dict[int, Segment] = {}
+        self.tensors: list[Segment] = []  # memory of symmetric tensors, ours and others'
+        self.channels = 0
+        self.flying: dict[int, object] = {}  # tensors of what is under way, by ticket
+        self.library: ctypes.CDLL | None = None
+        self.engine: int | None = None
+        self.faults, self.machines = self._meet(size)
+
+    def _meet(self, size: int) -> tuple[dict[int, str], dict[int, str]]:
+        everyone, seconds = range(size), world.timeout().total_seconds()
+        store = Store(self.rank, _get_default_store())
+        hello = {"ops": os.environ.get("SHARDLIB_OPS", ""), "fault": "", "address": ""}
+        try:
+            hello["address"] = self._make().dumps()
+        except (SegmentError, ShardingError) as error:
+            hello["fault"] = str(error)
+        posted = store.exchange(f"{self.room}/hello", json.dumps(hello), everyone, seconds, "make groups of ranks")
+        hellos = {rank: json.loads(text) for rank, text in posted.items()}
+        check_same({rank: said["ops"] for rank, said in hellos.items()})
+        wanted(_OPS[0])  # raises what every rank has found to be wrong with it
+        faults = {rank: said["fault"] for rank, said in hellos.items() if said["fault"]}
+        addresses = {r: Address.loads(said["address"]) for r, said in hellos.items() if r not in faults}
+        verdict = "" if self.rank in faults else self._open(addresses)
+        posted = store.exchange(f"{self.room}/reached", verdict, everyone, seconds, "share memory")
+        faults |= {rank: text for rank, text in posted.items() if text}
+        if self.rank in faults:
+            self.close()
+        return faults, {r: address.machine for r, address in addresses.items()}
+
+    def _make(self) -> Address:
+        if all(wanted(op) == "torch" for op in _OPS):
+            raise SegmentError("SHARDLIB_OPS asks for torch")
+        library = _native.host()
+        if isinstance(library, Missing):
+            raise SegmentError(str(library))
+        declare(library)
+        size = PAGE + library.shm_start() + STAGING
+        mine = self.segments[self.rank] = Segment.make(size)
+        self.library = library
+        self.engine = library.shm_open_engine(mine.base + PAGE, size - PAGE)
+        return mine.address
+
+    def _open(self, addresses: dict[int, Address]) -> str:
+        """Map what the ranks on this machine share; says what went wrong."""
+        for rank, address in addresses.items():
+            if rank != self.rank and address.machine == addresses[self.rank].machine:
+                try:
+                    peer = self.segments[rank] = Segment.open(address)
+                    if peer.owner_is_gone():
+                        return f"sees no lock of process {address.pid}, which is rank {rank}"
+                except OSError as error:
+                    return f"{error} (rank {rank})"
+        return ""
+
+    def why_not(self, ranks: Sequence[int]) -> str:
+        """Why these ranks cannot share memory; empty when they can. The same on all of them."""
+        if faulty := [rank for rank in ranks if rank in self.faults]:
+            return f"rank {faulty[0]}: {self.faults[faulty[0]]}"
+        if other := [rank for rank in ranks if self.machines[rank] != self.machines[ranks[0]]]:
+            return f"ranks {ranks[0]} and {other[0]} are on different machines, or in different containers"
+        return ""
+
+    def channel(self, ranks: tuple[int, ...]) -> Channel | str:
+        """A new channel between these ranks, in this order, or why there is none.
+
+        All ranks of the world call this in the same order, each for a group that it is in.
+        """
+        number, self.channels = self.channels, self.channels + 1
+        if why := self.why_not(ranks):
+            return why
+        assert self.library is not None
+        if number >= self.library.shm_channels():
+            return f"there are {number} groups of ranks already"
+        return Channel(self, number, ranks)
+
+    def close(self) -> None:
+        """Give the memory back. What is under way is lost."""
+        if self.engine is not None:
+            assert self.library is not None
+            self.library.shm_close_engine(self.engine)
+        self.engine = None
+        self.flying.clear()
+        for segment in (*self.segments.values(), *self.tensors):
+            segment.close()
+        self.segments.clear()
+        self.tensors.clear()
+
+
+class Channel:
+    """This rank's place in a group whose members share memory."""
+
+    def __init__(self, session: Session, number: int, ranks: tuple[int, ...]) -> None:
+        assert session.library is not None
+        self.session, self.number, self.ranks, self.library = session, number, ranks, session.library
+        self.size, self.position = len(ranks), ranks.index(session.rank)
+        self.recipes: dict[object, _Loaded | None] = {}
+        self.shared: list[tuple[int, int, int]] = []  # tensors that all members map: first byte, end, number
+        self.spins = 200 if len(session.segments) <= len(os.sched_getaffinity(0)) else 20
+        bases = (ctypes.c_void_p * self.size)(*(session.segments[rank].base + PAGE for rank in ranks))
+        self.library.shm_join(session.engine, number, self.size, self.position, bases)
+
+    def start(self, key: object, make: Callable[[], Recipe | None], sources: Sequence[Tensor]) -> Transfer | None:
+        """Begin the collective `key`; None when it runs on torch. `make` decides that, at the first time."""
+        session = self.session
+        if session.engine is None:
+            raise CollectiveError("the process group that this collective runs on was destroyed")
+        if key not in self.recipes:
+            if len(self.recipes) >= RECIPES:  # of shapes that never come back
+                self.recipes.clear()
+            recipe = make()
+            self.recipes[key] = None if recipe is None else _Loaded(self.library, recipe)
+        if (loaded := self.recipes[key]) is None:
+            return None
+        recipe = loaded.recipe
+        if recipe.packed:
+            sources = [x.contiguous() if i in recipe.packed else x for i, x in enumerate(sources)]
+        outs = [result(shape, dtype) for shape, dtype in loaded.outs]
+        if loaded.pointer is None:
+            return Transfer(self, 0, outs)
+        tensors = [*sources, *outs]
+        pointers = (ctypes.c_void_p * len(tensors))(*[x.data_ptr() for x in tensors])
+        direct = self._direct(sources[0]) if recipe.direct and self.shared else NOWHERE
+        ticket = self.library.shm_begin(session.engine, self.number, loaded.pointer, pointers, len(tensors), direct)
+        session.flying[ticket] = tensors
+        if len(session.flying) > FLYING:
+            self._sweep()
+        return Transfer(self, ticket, outs)
+
+    def _direct(self, x: Tensor) -> int:
+        at = x.data_ptr()
+        for first, end, number in self.shared:
+            if first <= at < end:
+                return number << 48 | (at - first)
+        return NOWHERE
+
+    def _sweep(self) -> None:
+        """Forget tensors of collectives that nobody waited for and that are done."""
+        for ticket in [t for t in self.session.flying if self.library.shm_done(self.session.engine, t)]:
+            self.library.shm_finish(self.session.engine, ticket, 0, 0)
+            del self.session.flying[ticket]
+
+    def watch(self, ticket: int, begin: float) -> None:
+        """Raise `CollectiveError` if a peer is gone or has given up, or if it is late."""
+        session = self.session
+        for rank in self.ranks:
+            if rank == session.rank:
+                continue
+            segment = session.segments[rank]
+            if (culprit := segment.culprit) is not None:
+                self._fail(f"rank {rank} gave up waiting for rank {culprit}", culprit)
+            if segment.owner_is_gone():
+                self._fail(f"rank {rank} is dead: its process is gone", rank)
+        seconds = world.timeout().total_seconds()
+        if time.monotonic() - begin > seconds:
+            late = self.library.shm_lacks(session.engine, ticket)
+            rank = self.ranks[late] if late >= 0 else session.rank
+            self._fail(f"rank {rank} did not come to a collective of {names(self.ranks)} within {seconds:g} s", rank)
+
+    def _fail(self, text: str, culprit: int) -> NoReturn:
+        self.session.segments[self.session.rank].give_up(culprit)
+        raise CollectiveError(text)
+
+
+class Transfer:
+    """A collective under way; its results are there when `finish` returns."""
+
+    __slots__ = ("channel", "outs", "ticket")
+
+    def __init__(self, channel: Channel, ticket: int, outs: list[Tensor]) -> None:
+        self.channel, self.ticket, self.outs = channel, ticket, outs
+
+    def finish(self) -> list[Tensor]:
+        """Wait, and return the results. Raises `CollectiveError` naming a rank that is dead, gave up or is late."""
+        channel = self.channel
+        session = channel.session
+        patience = int(LOOK_SECONDS * 1e9)
+        begin = 0.0
+        while True:
+            if session.engine is None:
+                raise CollectiveError("the process group was destroyed before this collective was finished")
+            if channel.library.shm_finish(session.engine, self.ticket, patience, channel.spins):
+                session.flying.pop(self.ticket, None)
+                return self.outs
+            begin = begin or time.monotonic()
+            channel.watch(self.ticket, begin)
+
+    def first(self) -> Tensor:
+        """`finish` of a collective of one tensor."""
+        return self.finish()[0]
+
+
+def check_same(settings: dict[int, str]) -> None:
+    """Refuse ranks whose SHARDLIB_OPS differ: they would speak past each other."""
+    if len(set(settings.values())) > 1:
+        holders: dict[str, list[int]] = {}
+        for rank, text in settings.items():
+            holders.setdefault(text, []).append(rank)
+        raise ShardingError(
+            "the ranks would run their collectives in different ways",
+            [f"{names(ranks)}: SHARDLIB_OPS={text!r}" for text, ranks in holders.items()],
+            rule="SHARDLIB_OPS is the same on every rank",
+            remedy="set it where all ranks are started, or on none",
+        )
+
+
+def symmetric_empty(shape: Sequence[int], dtype: torch.dtype, group: GroupHandle) -> Tensor:
+    """An uninitialised tensor whose memory the other members of `group` read: a collective on it copies nothing first.
+
+    All members call this together; shapes may differ. A collective on a view of it is served directly if the view is
+    contiguous and is sent whole or along its first dim, otherwise like any tensor. The tensor may be written to again
+    when the collective is finished. The memory stays until the process group ends. Where the group shares no memory, a
+    plain tensor.
+    """
+    channel = group.shm
+    if channel is None:
+        return torch.empty(tuple(shape), dtype=dtype)
+    session, nbytes = channel.session, math.prod(shape) * dtype.itemsize
+    room = f"{session.room}/{channel.number}/{len(channel.shared)}"
+    store, seconds = Store(session.rank, _get_default_store()), world.timeout().total_seconds()
+    size = PAGE + max(nbytes, 1)
+    mine: Segment | None = None
+    said = ""
+    try:
+        mine = Segment.make(size)
+        said = mine.address.dumps()
+    except SegmentError as error:
+        said = f"!{error}"
+    posted = store.exchange(room, said, channel.ranks, seconds, "share a tensor")
+    if faults := [f"rank {rank}: {text[1:]}" for rank, text in posted.items() if text.startswith("!")]:
+        if mine is not None:
+            mine.close()
+        raise ShardingError(
+            f"no shared tensor of shape {tuple(shape)}, {dtype}",
+            faults,
+            rule="every member of the group shares a tensor of its own",
+            remedy="free memory, or use a plain tensor",
+        )
+    assert mine is not None
+    opened = {r: mine if r == session.rank else Segment.open(Address.loads(posted[r])) for r in channel.ranks}
+    session.tensors += opened.values()
+    pointers = (ctypes.c_void_p * channel.size)(*(opened[r].base + PAGE for r in channel.ranks))
+    number = channel.library.shm_share(session.engine, channel.number, pointers)
+    channel.shared.append((mine.base + PAGE, mine.base + PAGE + nbytes, number))
+    return torch.frombuffer(mine.memory, dtype=dtype, count=math.prod(shape), offset=PAGE).view(tuple(shape))
+
+
+def declare(library: ctypes.CDLL) -> None:
+    """Say which arguments the library's functions take."""
+    pointer, u64, i32 = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int
+    for name, result, arguments in (
+        ("shm_start", ctypes.c_size_t, ()),
+        ("shm_channels", i32, ()),
+        ("shm_open_engine", pointer, (pointer, ctypes.c_size_t)),
+        ("shm_close_engine", None, (pointer,)),
+        ("shm_join", None, (pointer, i32, i32, i32, pointer)),
+        ("shm_share", i32, (pointer, i32, pointer)),
+        ("shm_recipe", pointer, (pointer,)),
+        ("shm_drop_recipe", None, (pointer,)),
+        ("shm_begin", u64, (pointer, i32, pointer, pointer, i32, u64)),
+        ("shm_finish", i32, (pointer, u64, ctypes.c_int64, i32)),
+        ("shm_done", i32, (pointer, u64)),
+        ("shm_lacks", i32, (pointer, u64)),
+    ):
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments

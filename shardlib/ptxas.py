@@ -1,0 +1,71 @@
+"""What the CUDA assembler says about each kernel: `ptxas -v`, as the units' logs hold it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+_STARTS = re.compile(r"Compiling entry function '(?P<name>\S+)' for '(?P<card>\S+)'")
+_STACK = re.compile(r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill")
+_USED = re.compile(r"Used (?P<registers>\d+) registers")
+_SHARED = re.compile(r"(?P<shared>\d+) bytes smem")
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One kernel on one kind of card; all sizes in bytes per thread, `shared` (static) per block."""
+
+    name: str
+    card: str
+    registers: int
+    stack: int
+    spills: int
+    shared: int
+
+    def __str__(self) -> str:
+        said = f"{self.card:8} {self.registers:4} registers, {self.stack} stack, {self.spills} spills"
+        return f"{said}, {self.shared} shared: {self.name}" if self.shared else f"{said}: {self.name}"
+
+
+def kernels(log: str) -> list[Kernel]:
+    """The kernels of a log in its order; functions that a kernel calls count as its stack and spills.
+
+    Example:
+        >>> log = '''ptxas info    : Compiling entry function 'fill' for 'sm_80'
+        ... ptxas info    : Function properties for fill
+        ...     16 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads
+        ... ptxas info    : Used 32 registers, used 0 barriers, 392 bytes cmem[0]'''
+        >>> print(*kernels(log))
+        sm_80      32 registers, 16 stack, 12 spills: fill
+    """
+    starts = list(_STARTS.finditer(log))
+    ends = [*(start.start() for start in starts), len(log)][1:]
+    names = _readable([start["name"] for start in starts])
+    found = []
+    for start, end, name in zip(starts, ends, names, strict=True):
+        said = log[start.end() : end]
+        frames = list(_STACK.finditer(said))
+        used, shared = _USED.search(said), _SHARED.search(said)
+        found.append(
+            Kernel(
+                name=name,
+                card=start["card"],
+                registers=int(used["registers"]) if used else 0,
+                stack=sum(int(frame["stack"]) for frame in frames),
+                spills=sum(int(frame["stores"]) + int(frame["loads"]) for frame in frames),
+                shared=int(shared["shared"]) if shared else 0,
+            )
+        )
+    return found
+
+
+def _readable(names: list[str]) -> list[str]:
+    """C++ names without their arguments, where binutils' c++filt is there to undo the mangling."""
+    tool = shutil.which("c++filt")
+    if tool is None or not names:
+        return names
+    done = subprocess.run([tool], input="\n".join(names), capture_output=True, text=True, check=False)
+    plain = [line.replace("(anonymous namespace)::", "").removeprefix("void ") for line in done.stdout.splitlines()]
+    return [re.sub(r"\((?!int\)|bool\)).*", "", line) for line in plain] if len(plain) == len(names) else names
