@@ -13,11 +13,13 @@ struct AllToAll : AllToAllArgs {
   __host__ __device__ int64_t bytes(unsigned from, unsigned to) const { return sizes[from][to]; }
   __host__ __device__ int64_t taken(unsigned from, unsigned to) const {
     int64_t before = 0;
+#pragma unroll 1
     for (unsigned d = 0; d < to; ++d) before += sizes[from][d];
     return before;
   }
   __host__ __device__ int64_t put(unsigned from, unsigned to) const {
     int64_t before = 0;
+#pragma unroll 1
     for (unsigned p = 0; p < from; ++p) before += sizes[p][to];
     return before;
   }

@@ -162,40 +162,64 @@ template <class T, class C> __device__ __forceinline__ void consume(const Params
   const int key = work.key + key_row + thread / 32 * 16 + lane / 4, column = query_column + lane % 4 * 2;
   const int dq_column = C::DqByRows ? 0 : group * C::DqColumns, sum_panel = C::Halved ? group * C::Columns / 64 : 0;
   // Operands: rows of keys and queries as they lie (k-major), and the other way round (mn-major) where they are summed over.
-  const uint64_t k_rows = wgmma_descriptor(s.k + key_row * 128, 16, 1024), v_rows = wgmma_descriptor(s.v + key_row * 128, 16, 1024);
-  const uint64_t q_rows = wgmma_descriptor(s.q + query_column * 128, 16, 1024);
-  const uint64_t grad_rows = wgmma_descriptor(s.grad_o + query_column * 128, 16, 1024);
-  const uint64_t q_columns = wgmma_descriptor(s.q + sum_panel * C::QueryPanel, C::QueryPanel, 1024);
-  const uint64_t grad_columns = wgmma_descriptor(s.grad_o + sum_panel * C::QueryPanel, C::QueryPanel, 1024);
-  const uint64_t k_columns = wgmma_descriptor(s.k + dq_column / 64 * C::KeyPanel + dq_column % 64 * 2, C::KeyPanel, 1024);
-  const uint64_t ds_columns = wgmma_descriptor(s.ds + (C::DqByRows ? group * C::KeyPanel : 0), C::KeyPanel, 1024);
-  const uint64_t ds_rows = wgmma_descriptor(s.ds, 16, 1024), p_rows = wgmma_descriptor(s.p, 16, 1024);
+  // One descriptor and constants make all others: few registers, whatever is live.
+  const uint64_t origin = wgmma_descriptor(s.k, 0, 1024);
+  const auto operand = [origin](int place, int leading) { return origin + uint64_t(place >> 4) + (uint64_t(leading >> 4) << 16); };
+  const uint64_t k_rows = operand(key_row * 128, 16), v_rows = operand(C::VAt + key_row * 128, 16);
+  const uint64_t q_rows = operand(C::QAt + query_column * 128, 16), grad_rows = operand(C::GradAt + query_column * 128, 16);
+  const uint64_t q_columns = operand(C::QAt + sum_panel * C::QueryPanel, C::QueryPanel);
+  const uint64_t grad_columns = operand(C::GradAt + sum_panel * C::QueryPanel, C::QueryPanel);
+  const uint64_t k_columns = operand(dq_column / 64 * C::KeyPanel + dq_column % 64 * 2, C::KeyPanel);
+  const uint64_t ds_columns = operand(C::DsAt + (C::DqByRows ? group * C::KeyPanel : 0), C::KeyPanel);
+  const uint64_t ds_rows = operand(C::DsAt, 16), p_rows = operand(C::PAt, 16);
 
   float dk[C::Columns / 2], dv[C::Columns / 2];
 #pragma unroll
   for (int i = 0; i < C::Columns / 2; ++i) dk[i] = 0.0f, dv[i] = 0.0f;
+  float scores[C::ScoreColumns / 2];
   Ring<C::Stages> ring;
-  unsigned flip = 0;  // the buffer of scores, and the phase of dq
-  if (work.first < work.last) barrier_wait(s.k_full, 0), barrier_wait(s.v_full, 0);
+  unsigned flip = 0;                                                            // the buffer of scores, and the phase of dq
+  const auto next_scores = [&] {
+    issue_scores<T, C>(scores, k_rows, q_rows + ring.stage * (C::QueryBytes >> 4));
+  };
+  const auto next_dp = [&](float(&dp)[C::ScoreColumns / 2]) {
+    barrier_wait(s.grad_full + ring.stage, ring.phase);
+    issue_scores<T, C>(dp, v_rows, grad_rows + ring.stage * (C::QueryBytes >> 4));
+  };
+  int head = work.kv_head * (p.heads / p.kv_heads), tile = work.first;
+  int left = (work.last - work.first) * (p.heads / p.kv_heads);                 // tiles
+  if (left > 0) {
+    barrier_wait(s.k_full, 0);
+    barrier_wait(s.v_full, 0);
+    if constexpr (C::Ahead) {
+      barrier_wait(s.q_full + ring.stage, ring.phase);
+      next_scores();
+      wgmma_wait<0>();
+      wgmma_keep(scores);
+    }
+  }
 
-  each_tile(p, work, [&](int head, int tile) {
+#pragma unroll 1
+  for (; left > 0; --left) {
     const int stage = ring.stage * (C::QueryBytes >> 4), buffer = int(flip) * C::ScoreBytes, query = tile * C::Queries + column;
     const float* rows = s.rows + ring.stage * C::Queries * 2 + column;
-    float scores[C::ScoreColumns / 2], dp[C::ScoreColumns / 2];
+    // A shuffle that changes nothing: what follows from the key shall not stay in registers from tile to tile.
+    const int my_key = C::General ? __shfl_sync(kFullMask, key, lane) : key;
+    float dp[C::ScoreColumns / 2];
     uint32_t probabilities[C::ScoreColumns / 16][4], gradients[C::ScoreColumns / 16][4];
 
-    barrier_wait(s.q_full + ring.stage, ring.phase);
-    issue_scores<T, C>(scores, k_rows, q_rows + stage);
-    barrier_wait(s.grad_full + ring.stage, ring.phase);
-    issue_scores<T, C>(dp, v_rows, grad_rows + stage);
-    wgmma_wait<1>();
-    wgmma_keep(scores);
+    if constexpr (!C::Ahead) barrier_wait(s.q_full + ring.stage, ring.phase), next_scores();
+    if constexpr (!C::General) next_dp(dp);
+    if constexpr (!C::Ahead) {
+      wgmma_wait<C::General ? 0 : 1>();
+      wgmma_keep(scores);
+    }
 
     // P, without dropout in `scores`, with it in `probabilities`.
     uint32_t kept = ~0u;
     if constexpr (C::General) {
-      general_logits(scores, p, work.batch, head, key, query);
-      if (p.extras.key) kept = kept_bits<C::ScoreColumns / 2>(p.extras, work.batch, head, key, query);
+      general_logits(scores, p, work.batch, head, my_key, query);
+      if (p.extras.key) kept = kept_bits<C::ScoreColumns / 2>(p.extras, work.batch, head, my_key, query);
     } else if (!p.sight.whole(tile * C::Queries, C::Queries, work.key, C::Keys)) {
       hide(scores, p.sight, key, query);
     }
@@ -217,9 +241,16 @@ template <class T, class C> __device__ __forceinline__ void consume(const Params
       pack_tile<T>(probabilities, scores);
     }
 
-    wgmma_wait<0>();
+    // dS, in place of dP. A general kernel has not the registers to begin dP earlier.
+    if constexpr (C::General) barrier_wait(s.grad_full + ring.stage, ring.phase);
+    if constexpr (C::EarlyDv) issue_sum<T, C>(dv, probabilities, 0, grad_columns + stage);
+    if constexpr (C::General) {
+      wgmma_wait<0>();
+      wgmma_keep(dv);
+      next_dp(dp);
+    }
+    wgmma_wait<C::EarlyDv && !C::General ? 1 : 0>();
     wgmma_keep(dp);
-    // dS, in place of dP.
 #pragma unroll
     for (int i = 0; i < C::ScoreColumns / 8; ++i) {
       const float2 delta = *reinterpret_cast<const float2*>(rows + C::Queries + 8 * i);
@@ -231,10 +262,9 @@ template <class T, class C> __device__ __forceinline__ void consume(const Params
       }
     }
     if constexpr (C::General)
-      if (p.dbias) add_bias_gradient(dp, p, work.batch, head, key, query);
+      if (p.dbias) add_bias_gradient(dp, p, work.batch, head, my_key, query);
     pack_tile<T>(gradients, dp);
 
-    // dv, with dS on its way to the other warpgroup.
     store_tile(s.ds + buffer + key_row * 128, C::KeyPanel, query_column / 8, gradients);
     if constexpr (C::Halved) {
       store_tile(s.p + buffer, C::KeyPanel, query_column / 8, probabilities);
@@ -243,7 +273,7 @@ template <class T, class C> __device__ __forceinline__ void consume(const Params
       issue_sum<T, C>(dv, probabilities, p_rows + (buffer >> 4), grad_columns + stage);
     } else {
       fence_async_shared();
-      issue_sum<T, C>(dv, probabilities, 0, grad_columns + stage);
+      if constexpr (!C::EarlyDv) issue_sum<T, C>(dv, probabilities, 0, grad_columns + stage);
       named_barrier_sync(kScores, 128 * C::Groups);
     }
     float dq[C::DqColumns / 2];
@@ -252,7 +282,13 @@ template <class T, class C> __device__ __forceinline__ void consume(const Params
     wgmma_keep(dv);
     if (lane == 0) barrier_arrive(s.grad_empty + ring.stage);
     issue_sum<T, C>(dk, gradients, ds_rows + (buffer >> 4), q_columns + stage);
-    wgmma_wait<1>();
+    Barrier* q_empty = s.q_empty + ring.stage;
+    if (left > 1) ring.next();
+    if constexpr (C::Ahead) {
+      if (left > 1) barrier_wait(s.q_full + ring.stage, ring.phase);
+      next_scores();
+    }
+    wgmma_wait<C::Ahead ? 2 : 1>();
     wgmma_keep(dq);
 
     // dq, in the order of the registers.
@@ -265,10 +301,11 @@ template <class T, class C> __device__ __forceinline__ void consume(const Params
 
     wgmma_wait<0>();
     wgmma_keep(dk);
-    if (lane == 0) barrier_arrive(s.q_empty + ring.stage);
-    ring.next();
+    if constexpr (C::Ahead) wgmma_keep(scores);
+    if (lane == 0) barrier_arrive(q_empty);
     flip ^= 1;
-  });
+    if (++tile == work.last) tile = work.first, ++head;
+  }
 
   named_barrier_sync(kDone, 128 * C::Groups);  // k and v may be written over
 #pragma unroll

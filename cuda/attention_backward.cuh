@@ -22,6 +22,8 @@ template <int D_, bool General_> struct Config {
   static constexpr int Queries = D == 64 && !General ? 128 : 64;
   static constexpr int Keys = Halved ? 64 : 128;
   static constexpr int Stages = Halved ? 1 : 2;
+  // Whether the next tile's scores begin before this tile's dq is written, and dv before dS is known.
+  static constexpr bool Ahead = !General && D == 64, EarlyDv = D == 128;
   static constexpr int ProducerRegisters = 24, ConsumerRegisters = 240;
   // One warpgroup's scores are [64, ScoreColumns], its dk and dv [64, Columns], its part of dq [64, DqColumns].
   static constexpr int ScoreColumns = Halved ? Queries / 2 : Queries;
@@ -34,8 +36,10 @@ template <int D_, bool General_> struct Config {
   static constexpr int KeyBytes = Panels * KeyPanel, QueryBytes = Panels * QueryPanel;
   static constexpr int ScoreBytes = Queries / 64 * KeyPanel;
   static constexpr int DqFloats = 64 * DqColumns, DqBytes = 4 * DqFloats;
-  static constexpr int SharedBytes = 2 * KeyBytes + 2 * Stages * QueryBytes + (Halved ? 4 : 2) * ScoreBytes +
-                                     Groups * DqBytes + Stages * Queries * 8 + 256;
+  // Where they lie: k, v, then the stages of q and of grad_o, two buffers of dS and, where halved, of P, dq, rows, barriers.
+  static constexpr int VAt = KeyBytes, QAt = 2 * KeyBytes, GradAt = QAt + Stages * QueryBytes, DsAt = GradAt + Stages * QueryBytes;
+  static constexpr int PAt = DsAt + 2 * ScoreBytes, DqAt = PAt + (Halved ? 2 : 0) * ScoreBytes, RowsAt = DqAt + Groups * DqBytes;
+  static constexpr int BarriersAt = RowsAt + Stages * Queries * 8, SharedBytes = BarriersAt + 256;
   static_assert(SharedBytes <= 227 << 10);
 };
 
@@ -62,10 +66,9 @@ template <class C> struct Shared {
   Barrier *k_full, *v_full, *q_full, *q_empty, *grad_full, *grad_empty, *dq_full, *dq_empty;
 
   __device__ __forceinline__ explicit Shared(unsigned char* base) {
-    k = base, v = k + C::KeyBytes, q = v + C::KeyBytes, grad_o = q + C::Stages * C::QueryBytes;
-    ds = grad_o + C::Stages * C::QueryBytes, p = ds + 2 * C::ScoreBytes;
-    dq = reinterpret_cast<float*>(p + (C::Halved ? 2 : 0) * C::ScoreBytes), rows = dq + C::Groups * C::DqFloats;
-    k_full = reinterpret_cast<Barrier*>(rows + C::Stages * C::Queries * 2), v_full = k_full + 1, q_full = v_full + 1;
+    k = base, v = base + C::VAt, q = base + C::QAt, grad_o = base + C::GradAt, ds = base + C::DsAt, p = base + C::PAt;
+    dq = reinterpret_cast<float*>(base + C::DqAt), rows = reinterpret_cast<float*>(base + C::RowsAt);
+    k_full = reinterpret_cast<Barrier*>(base + C::BarriersAt), v_full = k_full + 1, q_full = v_full + 1;
     q_empty = q_full + C::Stages, grad_full = q_empty + C::Stages, grad_empty = grad_full + C::Stages;
     dq_full = grad_empty + C::Stages, dq_empty = dq_full + C::Groups;
   }
@@ -148,9 +151,9 @@ __device__ __forceinline__ uint32_t kept_bits(const Extras& e, int batch, int he
   const bool odd = mine & 1, high = mine & 2;
   uint32_t bits = 0;
   if (e.k_offset % 4 == 0) {
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < N / 4; i += 2)
-#pragma unroll
+#pragma unroll 1
       for (int r = 0; r < 2; ++r) {
         const RowExtras row = row_extras(e, batch, head, query + 8 * (i + mine / 2) + mine % 2);
         uint4 w = philox(philox_key, uint64_t(row.dropout_row + ((e.k_offset + key + 8 * r) >> 2)));
@@ -163,7 +166,7 @@ __device__ __forceinline__ uint32_t kept_bits(const Extras& e, int batch, int he
                 uint32_t(w.z >= e.threshold) << (4 * i + 2 * r + 4) | uint32_t(w.w >= e.threshold) << (4 * i + 2 * r + 5);
       }
   } else {
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < N; ++i) {
       const RowExtras row = row_extras(e, batch, head, query + i / 4 * 8 + i % 2);
       bits |= uint32_t(kept(e, row, philox_key, key + i / 2 % 2 * 8)) << i;

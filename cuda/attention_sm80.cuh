@@ -6,7 +6,7 @@
 // Bits for all elements of such a block are a word per lane: bit 4 n + e belongs to d[n][e], so a block has at most 64
 // columns. Loops that make bits are rolled: they index no registers.
 #pragma once
-#include "attention.cuh"
+#include "attention_rows.cuh"
 
 namespace shardlib::sm80 {
 
@@ -87,14 +87,9 @@ __device__ __forceinline__ void accumulate(float (&d)[kBlocks][kEights][4], cons
     }
 }
 
-// Accumulators, rounded, as the left operand of the next product.
-template <class T, int kEights>
-__device__ __forceinline__ void to_fragments(uint32_t (&a)[kEights / 2][4], const float (&d)[kEights][4]) {
-#pragma unroll
-  for (int n = 0; n < kEights; ++n) {
-    a[n / 2][n % 2 * 2] = pack<T>(d[n][0], d[n][1]);
-    a[n / 2][n % 2 * 2 + 1] = pack<T>(d[n][2], d[n][3]);
-  }
+// The same accumulators as one row of numbers, for the functions of attention_rows.cuh.
+template <int kEights> __device__ __forceinline__ float (&flat(float (&d)[kEights][4]))[4 * kEights] {
+  return reinterpret_cast<float(&)[4 * kEights]>(d);
 }
 
 // Writes a block's rows below `rows` and columns below `columns` (even) to global memory, each times its row's factor.
@@ -126,6 +121,11 @@ template <bool kKeysDown> struct Block {
   }
 };
 
+// Whether no query of [i, i + rows) sees any key of [j, j + columns), by position.
+__device__ __forceinline__ bool blind(const Sight& sight, int i, int rows, int j, int columns) {
+  return i >= sight.queries || j >= sight.end(i + rows - 1) || j + columns <= sight.begin(i);
+}
+
 // Bits of the elements whose query sees their key, by position and by mask. `head` is query 0's row.
 template <int kEights, bool kKeysDown>
 __device__ __forceinline__ uint32_t seen(const Sight& sight, const Extras& extras, const RowExtras& head,
@@ -147,22 +147,33 @@ __device__ __forceinline__ uint32_t seen(const Sight& sight, const Extras& extra
   return bits;
 }
 
-// Scores become logits in units of log 2, less those that the queries do not see.
-template <int kEights, bool kKeysDown>
-__device__ __forceinline__ void add_extras(float (&s)[kEights][4], const Sight& sight, const Extras& extras,
-                                           const RowExtras& head, Block<kKeysDown> block, uint32_t seen) {
+// Scores become logits in units of log 2. Elements outside the tensors take the values of the nearest inside.
+template <class T, int kEights, bool kKeysDown>
+__device__ __forceinline__ void add_bias(float (&s)[kEights][4], const Sight& sight, const Extras& extras,
+                                         const RowExtras& head, Block<kKeysDown> block) {
+  const T* bias = static_cast<const T*>(extras.bias) + head.bias;
 #pragma unroll
   for (int n = 0; n < kEights; ++n)
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const int i = block.query_of(n, e), j = block.key_of(n, e);
-      float x = s[n][e] * extras.scale_log2 - head.slope_log2 * fabsf(float(i + sight.shift - j));
-      if (extras.bias && (seen >> (4 * n + e) & 1)) {
-        const int64_t at = head.bias + i * extras.bias_strides[2] + j * extras.bias_strides[3];
-        x += load_bias(extras.bias, extras.bias_dtype, at) * kLog2E;
-      }
-      s[n][e] = x;
+      const int i = min(block.query_of(n, e), sight.queries - 1), j = min(block.key_of(n, e), sight.keys - 1);
+      s[n][e] += to_float(bias[i * extras.bias_strides[2] + j * extras.bias_strides[3]]) * kLog2E;
     }
+}
+template <int kEights, bool kKeysDown>
+__device__ __forceinline__ void add_extras(float (&s)[kEights][4], const Sight& sight, const Extras& extras,
+                                           const RowExtras& head, Block<kKeysDown> block) {
+#pragma unroll
+  for (int n = 0; n < kEights; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int distance = block.query_of(n, e) + sight.shift - block.key_of(n, e);
+      s[n][e] = s[n][e] * extras.scale_log2 - head.slope_log2 * fabsf(float(distance));
+    }
+  if (!extras.bias) return;
+  if (extras.bias_dtype == SHARDLIB_F32) add_bias<float>(s, sight, extras, head, block);
+  else if (extras.bias_dtype == SHARDLIB_BF16) add_bias<bf16>(s, sight, extras, head, block);
+  else add_bias<fp16>(s, sight, extras, head, block);
 }
 
 template <int kEights> __device__ __forceinline__ void hide(float (&s)[kEights][4], uint32_t seen) {
@@ -212,20 +223,10 @@ __device__ __forceinline__ uint32_t kept(const Extras& extras, const RowExtras& 
   return bits;
 }
 
-// Sums, or greatest values, of the four lanes that hold a row.
-__device__ __forceinline__ float row_sum(float x) {
-  x += __shfl_xor_sync(kFullMask, x, 1);
-  return x + __shfl_xor_sync(kFullMask, x, 2);
-}
-__device__ __forceinline__ float row_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(kFullMask, x, 1));
-  return fmaxf(x, __shfl_xor_sync(kFullMask, x, 2));
-}
-
 // --- host -------------------------------------------------------------------------------------------------------------
 
 // Calls run.template operator()<T, kHeadDim>() for the least tile width that holds the head dim.
-template <class Run> inline int for_type_and_width(const AttentionArgs& a, const Run& run) {
+template <class Run> inline auto for_type_and_width(const AttentionArgs& a, const Run& run) {
   const bool is_bf16 = a.dtype == SHARDLIB_BF16;
   if (a.head_dim <= 64) return is_bf16 ? run.template call<bf16, 64>() : run.template call<fp16, 64>();
   if (a.head_dim <= 128) return is_bf16 ? run.template call<bf16, 128>() : run.template call<fp16, 128>();

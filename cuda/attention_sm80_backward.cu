@@ -1,12 +1,12 @@
 // Attention backward for cards from sm_80 on: cp.async, ldmatrix, mma.sync (after FlashAttention-2, Dao 2023).
 //
-// Shapes: q, o, their gradients [B, H, S, D]; k, v, their gradients [B, KV, T, D]; lse, delta [B, H, S]; all of dq is
-// summed in float, dq_sum [B, H, S, D]. Three kernels in a row:
-//   delta    rowsum(grad_o * o) - grad_lse
+// Shapes: q, grad_o, dq [B, H, S, D]; k, v, dk, dv [B, KV, T, D]; lse, delta [B, H, S]; dq_sum, float [B, H, S, D].
+// Two kernels in a row:
 //   backward a CTA owns a tile of keys of one key head and walks over the query heads of its group and the tiles of
 //            queries that see these keys. Its scores are transposed, keys down: so P^T and dS^T leave the accumulators
 //            as left operands of dV += P^T dO and dK += dS^T Q, and only dQ += dS K needs dS in shared memory.
-//   convert  dq from its sums; these are added up by atomics in no fixed order, so dq's last bits vary from run to run.
+//   convert  dq from its sums
+// The CTAs add to a sum of dq in any order, so that its last bits vary; with `repeatable`, in the order of their keys.
 #include "attention_sm80.cuh"
 
 namespace shardlib {
@@ -27,38 +27,12 @@ struct Params {
   AttentionBackwardArgs args;
   Sight sight;
   Extras extras;
-  bool general;  // there are extras: scores are turned into logits
-  int tiles;     // of keys, per head
+  bool general;           // there are extras: scores are turned into logits
+  int tiles, query_tiles; // of keys, and of queries, per head
+  uint32_t* started;      // repeatable: how many CTAs have begun; behind it, how many have added to each tile of dq
 };
 
 // Kernels
-constexpr int kRowLanes = 8;  // lanes that work on one row of delta
-
-template <class T> __global__ void __launch_bounds__(kThreads) delta(const __grid_constant__ AttentionBackwardArgs p) {
-  const AttentionArgs& a = p.forward;
-  const int64_t row = (int64_t(blockIdx.x) * kThreads + threadIdx.x) / kRowLanes;
-  const bool inside = row < a.batch * a.heads * a.queries;
-  const int64_t i = row % a.queries, h = row / a.queries % a.heads, b = row / a.queries / a.heads;
-  const T* o = static_cast<const T*>(a.o) + b * a.o_strides[0] + h * a.o_strides[1] + i * a.o_strides[2];
-  const T* grad_o = static_cast<const T*>(p.grad_o) + b * p.grad_o_strides[0] + h * p.grad_o_strides[1] + i * p.grad_o_strides[2];
-  float sum = 0;
-  if (inside)
-    for (int c = int(threadIdx.x) % kRowLanes * 8; c < a.head_dim; c += 8 * kRowLanes) {
-      const uint4 x = load_16(o + c), y = load_16(grad_o + c);
-      const uint32_t left[4] = {x.x, x.y, x.z, x.w}, right[4] = {y.x, y.y, y.z, y.w};
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        const float2 l = unpack<T>(left[w]), r = unpack<T>(right[w]);
-        sum += l.x * r.x + l.y * r.y;
-      }
-    }
-#pragma unroll
-  for (int lanes = kRowLanes / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(kFullMask, sum, lanes);
-  if (!inside || threadIdx.x % kRowLanes) return;
-  if (p.grad_lse) sum -= p.grad_lse[b * p.grad_lse_strides[0] + h * p.grad_lse_strides[1] + i * p.grad_lse_strides[2]];
-  p.delta[row] = sum;
-}
-
 template <class T> __global__ void __launch_bounds__(kThreads) convert(const __grid_constant__ AttentionBackwardArgs p) {
   const AttentionArgs& a = p.forward;
   const int64_t word = int64_t(blockIdx.x) * kThreads + threadIdx.x, wide = a.head_dim / 8;
@@ -71,6 +45,17 @@ template <class T> __global__ void __launch_bounds__(kThreads) convert(const __g
   store_16(static_cast<T*>(p.dq) + b * p.dq_strides[0] + h * p.dq_strides[1] + i * p.dq_strides[2] + c,
            make_uint4(pack<T>(x.x * scale, x.y * scale), pack<T>(x.z * scale, x.w * scale),
                       pack<T>(y.x * scale, y.y * scale), pack<T>(y.z * scale, y.w * scale)));
+}
+
+// Waits until `before` CTAs have added to a tile of dq; lets the next one add.
+__device__ __forceinline__ void wait_for_turn(const uint32_t* added, int before) {
+  if (threadIdx.x == 0)
+    while (load_acquire_device(added) != uint32_t(before)) pause_ns(64);
+  __syncthreads();
+}
+__device__ __forceinline__ void end_turn(uint32_t* added) {
+  __syncthreads();
+  if (threadIdx.x == 0) fence_device(), add_release_device(added, 1u);
 }
 
 template <class T, int kWidth> struct Backward {
@@ -90,8 +75,15 @@ __global__ void __launch_bounds__(kThreads) backward(const __grid_constant__ Par
   using C = typename F::C;
   const AttentionArgs& a = p.args.forward;
   const int queries = int(a.queries), dim = int(a.head_dim), group = int(a.heads / a.kv_heads);
-  const int head_index = int(blockIdx.x) / p.tiles, b = head_index / int(a.kv_heads), kv_head = head_index % int(a.kv_heads);
-  const int j0 = int(blockIdx.x) % p.tiles * C::kKeys, keys = min(int(a.keys) - j0, C::kKeys);
+  int cta = int(blockIdx.x);
+  if (p.started) {  // those that have begun never wait for those that have not
+    SHARED(int, place);
+    if (threadIdx.x == 0) place = int(atomicAdd(p.started, 1u));
+    __syncthreads();
+    cta = place;
+  }
+  const int b = cta / p.tiles / int(a.kv_heads), kv_head = cta / p.tiles % int(a.kv_heads);
+  const int j0 = cta % p.tiles * C::kKeys, keys = min(int(a.keys) - j0, C::kKeys);
   const int warp = int(warp_index()), part = warp % C::kParts, warp_row = warp / C::kParts * 16;
 
   unsigned char* shared = shared_memory();
@@ -144,51 +136,52 @@ __global__ void __launch_bounds__(kThreads) backward(const __grid_constant__ Par
     const int h = kv_head * group + step / per_head, i0 = (first + step % per_head) * C::kQueries;
     cp_async_wait<0>();
     __syncthreads();  // this step's tiles are here for all, and all are done with the step before
-    float next_row = 0;
-    if (C::kStages == 2 && step + 1 < steps) {
-      load_queries(step + 1);
-      next_row = load_row(step + 1);
-    }
+    if (C::kStages == 2 && step + 1 < steps) load_queries(step + 1);
     cp_async_commit();
     const auto q_tile = query_tile(step % C::kStages * 2), grad_o_tile = query_tile(step % C::kStages * 2 + 1);
     const float* row = rows + step % C::kStages * F::kRows + lane_index() % 4 * 2;
 
-    float s[1][F::kEights][4] = {}, dp[1][F::kEights][4] = {};
-    multiply<T, kWidth>(s, k_tile, warp_row, q_tile);
-    multiply<T, kWidth>(dp, v_tile, warp_row, grad_o_tile);
+    uint32_t ds[1][F::kEights / 2][4] = {};
+    if (!blind(p.sight, i0, C::kQueries, j0 + warp_row, 16)) {
+      float s[1][F::kEights][4] = {}, dp[1][F::kEights][4] = {};
+      multiply<T, kWidth>(s, k_tile, warp_row, q_tile);
+      multiply<T, kWidth>(dp, v_tile, warp_row, grad_o_tile);
 
-    const Block<true> block = {i0, j0 + warp_row};
-    const RowExtras head = p.general ? row_extras(p.extras, b, h, 0) : RowExtras{};
-    const uint32_t visible = seen<F::kEights>(p.sight, p.extras, head, block);
-    if (p.general) add_extras(s[0], p.sight, p.extras, head, block, visible);
-    hide(s[0], visible);
-    const uint32_t keep = p.extras.key ? kept<F::kEights>(p.extras, head, block) : ~0u;
+      const Block<true> block = {i0, j0 + warp_row};
+      const RowExtras head = p.general ? row_extras(p.extras, b, h, 0) : RowExtras{};
+      const uint32_t visible = seen<F::kEights>(p.sight, p.extras, head, block);
+      if (p.general) add_extras(s[0], p.sight, p.extras, head, block);
+      hide(s[0], visible);
+      const uint32_t keep = p.extras.key ? kept<F::kEights>(p.extras, head, block) : ~0u;
 
-    const float unit = p.general ? 1.0f : p.extras.scale_log2;  // of s, in log 2
-#pragma unroll
-    for (int n = 0; n < F::kEights; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float probability = exp2_approx(fmaf(s[0][n][e], unit, -row[8 * n + e % 2]));
-        const bool keeps = keep >> (4 * n + e) & 1;
-        const float gradient = keeps ? dp[0][n][e] * p.extras.keep_scale : 0.0f;
-        dp[0][n][e] = probability * (gradient - row[8 * n + e % 2 + C::kQueries]);  // dS
-        s[0][n][e] = keeps ? probability : 0.0f;
-      }
-    if (p.args.dbias && part == 0) {
-      float* dbias = p.args.dbias + b * p.args.dbias_strides[0] + h * p.args.dbias_strides[1];
+      const float unit = p.general ? 1.0f : p.extras.scale_log2;  // of s, in log 2
 #pragma unroll
       for (int n = 0; n < F::kEights; ++n)
 #pragma unroll
-        for (int e = 0; e < 4; ++e)
-          if (visible >> (4 * n + e) & 1)
-            atomicAdd(dbias + block.query_of(n, e) * p.args.dbias_strides[2] + block.key_of(n, e) * p.args.dbias_strides[3],
-                      dp[0][n][e]);
-    }
+        for (int e = 0; e < 4; ++e) {
+          const float probability = exp2_approx(fmaf(s[0][n][e], unit, -row[8 * n + e % 2]));
+          const bool keeps = keep >> (4 * n + e) & 1;
+          const float gradient = keeps ? dp[0][n][e] * p.extras.keep_scale : 0.0f;
+          dp[0][n][e] = probability * (gradient - row[8 * n + e % 2 + C::kQueries]);  // dS
+          s[0][n][e] = keeps ? probability : 0.0f;
+        }
+      if (p.args.dbias && part == 0) {
+        const int64_t* strides = p.args.dbias_strides;
+        float* dbias = p.args.dbias + b * strides[0] + h * strides[1];
+#pragma unroll
+        for (int n = 0; n < F::kEights; ++n)
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            if (visible >> (4 * n + e) & 1)
+              atomicAdd(dbias + block.query_of(n, e) * strides[2] + block.key_of(n, e) * strides[3], dp[0][n][e]);
+      }
 
-    uint32_t probabilities[1][F::kEights / 2][4], ds[1][F::kEights / 2][4];
-    to_fragments<T>(probabilities[0], s[0]);
-    to_fragments<T>(ds[0], dp[0]);
+      uint32_t probabilities[1][F::kEights / 2][4];
+      pack_scores<T>(probabilities[0], flat(s[0]));
+      pack_scores<T>(ds[0], flat(dp[0]));
+      accumulate<T>(dv, probabilities, grad_o_tile, part * kColumns);
+      accumulate<T>(dk, ds, q_tile, part * kColumns);
+    }
     if (part == 0)
 #pragma unroll
       for (int n = 0; n < F::kEights; ++n)
@@ -196,8 +189,7 @@ __global__ void __launch_bounds__(kThreads) backward(const __grid_constant__ Par
         for (int half = 0; half < 2; ++half)
           *reinterpret_cast<uint32_t*>(ds_tile.at(warp_row + lane_index() / 4 + 8 * half, 8 * n + lane_index() % 4 * 2)) =
               ds[0][n / 2][n % 2 * 2 + half];
-    accumulate<T>(dv, probabilities, grad_o_tile, part * kColumns);
-    accumulate<T>(dk, ds, q_tile, part * kColumns);
+    const float next_row = C::kStages == 2 && step + 1 < steps ? load_row(step + 1) : 0.0f;  // in time for the next step
     __syncthreads();  // all of dS is there
 
     // dQ: a warp has 16 queries and a part of the columns.
@@ -209,6 +201,8 @@ __global__ void __launch_bounds__(kThreads) backward(const __grid_constant__ Par
     for (int k = 0; k < C::kKeys / 16; ++k) ldmatrix_x4_transposed(ds_rows[0][k], along_first(ds_tile, 16 * k, dq_row));
     accumulate<T>(dq, ds_rows, k_tile, dq_column);
     float* dq_sum = p.args.workspace + (b * a.heads + h) * queries * dim;
+    const int tile = (b * int(a.heads) + h) * p.query_tiles + i0 / C::kQueries;
+    if (p.started) wait_for_turn(p.started + 1 + tile, j0 / C::kKeys - p.sight.begin(i0) / C::kKeys);
     const Block<false> dq_block = {i0 + dq_row, dq_column};  // its keys are columns of dq
 #pragma unroll
     for (int n = 0; n < kDqColumns / 8; ++n)
@@ -217,11 +211,13 @@ __global__ void __launch_bounds__(kThreads) backward(const __grid_constant__ Par
         const int i = dq_block.query_of(n, e), c = dq_block.key_of(n, e);
         if (i < queries && c < dim) atomicAdd(dq_sum + int64_t(i) * dim + c, dq[0][n][e]);
       }
+    if (p.started) end_turn(p.started + 1 + tile);
 
     if (C::kStages == 2) store_row(step + 1, next_row);
     if (C::kStages == 1 && step + 1 < steps) {
       __syncthreads();  // all are done with the only tiles
       load_queries(step + 1);
+      cp_async_commit();
       store_row(step + 1, load_row(step + 1));
     }
   }
@@ -235,50 +231,74 @@ __global__ void __launch_bounds__(kThreads) backward(const __grid_constant__ Par
 }
 
 // Entry
-int ctas(int64_t items, int64_t per_cta, LaunchShape& shape) {
-  const int64_t count = (items + per_cta - 1) / per_cta;
-  if (count >= int64_t(1) << 31) return fail(1, "attention: %lld CTAs are too many", (long long)count);
-  shape.grid = dim3(unsigned(count)), shape.block = dim3(kThreads);
-  return 0;
+int check(const AttentionBackwardArgs& g) {
+  const AttentionArgs& a = g.forward;
+  const struct { const char* name; const void* base; const int64_t* strides; int64_t heads, rows; } tensors[] = {
+      {"grad_o", g.grad_o, g.grad_o_strides, a.heads, a.queries},
+      {"dq", g.dq, g.dq_strides, a.heads, a.queries},
+      {"dk", g.dk, g.dk_strides, a.kv_heads, a.keys},
+      {"dv", g.dv, g.dv_strides, a.kv_heads, a.keys}};
+  for (const auto& t : tensors) {
+    const int64_t sizes[3] = {a.batch, t.heads, t.rows};
+    for (int d = 0; d < 3; ++d)
+      if (reinterpret_cast<uintptr_t>(t.base) % 16 || (sizes[d] > 1 && t.strides[d] % 8))
+        return fail(1, "attention: %s must begin at, and step by, multiples of 16 bytes", t.name);
+  }
+  return check_attention(a);
 }
+
+int64_t tiles_of(int64_t rows, int64_t size) { return (rows + size - 1) / size; }
+
+int64_t dq_sums(const AttentionArgs& a) { return a.batch * a.heads * a.queries * a.head_dim; }
+
+template <class Kernel, class P>
+int launch_many(int64_t ctas, unsigned shared_bytes, cudaStream_t stream, const Kernel& kernel, const P& params) {
+  if (ctas >= int64_t(1) << 31) return fail(1, "attention: %lld tiles are too many", (long long)ctas);
+  LaunchShape shape;
+  shape.grid = dim3(unsigned(ctas)), shape.block = dim3(kThreads), shape.shared_bytes = shared_bytes;
+  return launch(shape, stream, kernel, params);
+}
+
+struct Bytes {
+  const AttentionBackwardArgs& g;
+
+  template <class T, int kWidth> int64_t call() const {
+    const AttentionArgs& a = g.forward;
+    const int64_t tiles = a.batch * a.heads * tiles_of(a.queries, Config<kWidth>::kQueries);
+    return 4 * (dq_sums(a) + (g.repeatable ? 1 + tiles : 0));
+  }
+};
 
 struct Run {
   const AttentionBackwardArgs& g;
   cudaStream_t stream;
 
   template <class T, int kWidth> int call() const {
+    using C = Config<kWidth>;
     const AttentionArgs& a = g.forward;
-    const int64_t tiles = (a.keys + Config<kWidth>::kKeys - 1) / Config<kWidth>::kKeys;
-    const int64_t rows = a.batch * a.heads * a.queries;
-    LaunchShape shape;
-    if (rows > 0) {
-      if (const int code = ctas(rows * kRowLanes, kThreads, shape)) return code;
-      if (const int code = launch(shape, stream, delta<T>, g)) return code;
-    }
-    if (tiles * a.batch * a.kv_heads > 0) {
-      if (const int code = ctas(tiles * a.batch * a.kv_heads, 1, shape)) return code;
-      shape.shared_bytes = Backward<T, kWidth>::kSharedBytes;
-      const Params params = {g, make_sight(a), make_extras(a), has_extras(a), int(tiles)};
-      if (const int code = launch(shape, stream, backward<T, kWidth>, params)) return code;
-      shape.shared_bytes = 0;
-    }
-    if (rows == 0) return 0;
-    if (const int code = ctas(rows * a.head_dim / 8, kThreads, shape)) return code;
-    return launch(shape, stream, convert<T>, g);
+    const int64_t tiles = tiles_of(a.keys, C::kKeys), query_tiles = tiles_of(a.queries, C::kQueries);
+    uint32_t* started = g.repeatable ? reinterpret_cast<uint32_t*>(g.workspace + dq_sums(a)) : nullptr;
+    const Params params = {g, make_sight(a), make_extras(a), has_extras(a), int(tiles), int(query_tiles), started};
+    int code = 0;
+    if (const int64_t ctas = tiles * a.batch * a.kv_heads)
+      code = launch_many(ctas, Backward<T, kWidth>::kSharedBytes, stream, backward<T, kWidth>, params);
+    const int64_t ctas = tiles_of(dq_sums(a), 8 * kThreads);
+    return code || ctas == 0 ? code : launch_many(ctas, 0, stream, convert<T>, g);
   }
 };
 
 }  // namespace
 }  // namespace shardlib
 
-// Bytes of AttentionBackwardArgs::workspace: the sums of dq, [B, H, S, D].
+// The bytes that args->workspace must have, zeros on entry.
 extern "C" int64_t shardlib_attention_sm80_backward_workspace(const AttentionBackwardArgs* args) {
-  const AttentionArgs& a = args->forward;
-  return a.batch * a.heads * a.queries * a.head_dim * int64_t(sizeof(float));
+  return shardlib::sm80::for_type_and_width(args->forward, shardlib::Bytes{*args});
 }
 
+// Writes dq, dk and dv and adds to dbias, with delta as shardlib_attention_delta wrote it; 0, or an error code with its
+// text in shardlib_last_error().
 extern "C" int shardlib_attention_sm80_backward(const AttentionBackwardArgs* args, cudaStream_t stream) {
   using namespace shardlib;
-  if (const int code = check_attention(args->forward)) return code;
+  if (const int code = check(*args)) return code;
   return sm80::for_type_and_width(args->forward, Run{*args, stream});
 }

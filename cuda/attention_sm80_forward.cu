@@ -68,9 +68,11 @@ __global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ Para
   }
   cp_async_commit();
 
-  float o[C::kBlocks][kWidth / 8][4] = {}, top[C::kBlocks][2], sum[C::kBlocks][2] = {};
+  const float unit = p.general ? 1.0f : p.extras.scale_log2;  // of the scores that go into the softmax, in log 2
+  float o[C::kBlocks][kWidth / 8][4] = {};
+  RowState rows[C::kBlocks];
 #pragma unroll
-  for (int m = 0; m < C::kBlocks; ++m) top[m][0] = top[m][1] = SHARDLIB_MINUS_INFINITY;
+  for (int m = 0; m < C::kBlocks; ++m) rows[m] = {{SHARDLIB_MINUS_INFINITY, SHARDLIB_MINUS_INFINITY}, {0.0f, 0.0f}};
 
 #pragma unroll 1
   for (int n = first; n < last; ++n) {
@@ -78,6 +80,7 @@ __global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ Para
     __syncthreads();  // tile n is here for all, and all are done with tile n - 1
     if (n + 1 < last) load_keys(n + 1, ~n & 1);
     cp_async_commit();
+    if (blind(p.sight, i0 + warp_row, 16 * C::kBlocks, n * C::kKeys, C::kKeys)) continue;
 
     float s[C::kBlocks][F::kEights][4] = {};
     multiply<T, kWidth>(s, q_tile, warp_row, key_tile(n % 2 * 2));
@@ -88,28 +91,10 @@ __global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ Para
       const Block<false> block = {i0 + warp_row + 16 * m, n * C::kKeys};
       const RowExtras head = p.general ? row_extras(p.extras, b, h, 0) : RowExtras{};
       const uint32_t visible = seen<F::kEights>(p.sight, p.extras, head, block);
-      if (p.general) add_extras(s[m], p.sight, p.extras, head, block, visible);
+      if (p.general) add_extras(s[m], p.sight, p.extras, head, block);
       hide(s[m], visible);
 
-      const float unit = p.general ? 1.0f : p.extras.scale_log2;  // of s, in log 2
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float greatest = SHARDLIB_MINUS_INFINITY;
-#pragma unroll
-        for (int c = 0; c < F::kEights; ++c) greatest = fmaxf(greatest, fmaxf(s[m][c][2 * half], s[m][c][2 * half + 1]));
-        const float now = fmaxf(top[m][half], row_max(greatest) * unit);
-        const float base = now == SHARDLIB_MINUS_INFINITY ? 0.0f : now;  // the row has seen no key so far
-        const float shrink = exp2_approx(top[m][half] - base);
-        top[m][half] = now;
-        float total = sum[m][half] * shrink;
-#pragma unroll
-        for (int c = 0; c < F::kEights; ++c)
-#pragma unroll
-          for (int e = 2 * half; e < 2 * half + 2; ++e) total += s[m][c][e] = exp2_approx(fmaf(s[m][c][e], unit, -base));
-        sum[m][half] = total;
-#pragma unroll
-        for (int c = 0; c < kWidth / 8; ++c) o[m][c][2 * half] *= shrink, o[m][c][2 * half + 1] *= shrink;
-      }
+      scale_rows(flat(o[m]), softmax(flat(s[m]), rows[m], unit));
 
       if (p.extras.key) {
         const uint32_t keep = kept<F::kEights>(p.extras, head, block);
@@ -118,7 +103,7 @@ __global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ Para
 #pragma unroll
           for (int e = 0; e < 4; ++e) s[m][c][e] = keep >> (4 * c + e) & 1 ? s[m][c][e] : 0.0f;
       }
-      to_fragments<T>(probabilities[m], s[m]);
+      pack_scores<T>(probabilities[m], flat(s[m]));
     }
     accumulate<T>(o, probabilities, key_tile(n % 2 * 2 + 1), 0);
   }
@@ -128,14 +113,13 @@ __global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ Para
 #pragma unroll
   for (int m = 0; m < C::kBlocks; ++m) {
     const int row = i0 + warp_row + 16 * m;
+    finish_rows(rows[m]);
     float factor[2];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float total = row_sum(sum[m][half]);
-      const int i = row + int(lane_index()) / 4 + 8 * half;
-      factor[half] = total == 0 ? 0.0f : p.extras.keep_scale / total;
-      if (lane_index() % 4 == 0 && i < queries)
-        lse[i * a.lse_strides[2]] = total == 0 ? SHARDLIB_MINUS_INFINITY : (top[m][half] + log2_approx(total)) * kLn2;
+    for (int r = 0; r < 2; ++r) {
+      const int i = row + int(lane_index()) / 4 + 8 * r;
+      factor[r] = rows[m].sum[r] == 0 ? 0.0f : p.extras.keep_scale / rows[m].sum[r];
+      if (lane_index() % 4 == 0 && i < queries) lse[i * a.lse_strides[2]] = row_lse(rows[m], r, unit);
     }
     store_block<T>(out, a.o_strides[2], o[m], row, queries, 0, dim, factor[0], factor[1]);
   }
@@ -161,6 +145,7 @@ struct Run {
 }  // namespace
 }  // namespace shardlib
 
+// Writes o and lse; 0, or an error code with its text in shardlib_last_error().
 extern "C" int shardlib_attention_sm80_forward(const AttentionArgs* args, cudaStream_t stream) {
   using namespace shardlib;
   if (const int code = check_attention(*args)) return code;

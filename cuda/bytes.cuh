@@ -24,42 +24,38 @@ __device__ __forceinline__ Range piece_of(int64_t bytes, int64_t ctas, int64_t i
   return {min(first, last), min(first + chunk, last)};
 }
 
-__device__ __forceinline__ uint4 load(const uint4* p) { return load_16_streaming(p); }
-__device__ __forceinline__ void store(uint4* p, uint4 v) { store_16(p, v); }
-template <class Word> __device__ __forceinline__ Word load(const Word* p) { return *p; }
-template <class Word> __device__ __forceinline__ void store(Word* p, Word v) { *p = v; }
-
-template <class Word> __device__ __forceinline__ void copy_words(Word* to, const Word* from, int64_t count) {
-  const int64_t threads = blockDim.x;
-  int64_t i = threadIdx.x;
-  for (; i + (kUnroll - 1) * threads < count; i += kUnroll * threads) {
-    Word words[kUnroll];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) words[u] = load(from + i + u * threads);
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) store(to + i + u * threads, words[u]);
-  }
-  for (; i < count; i += threads) store(to + i, load(from + i));
+// Word i of 4 bytes from `from` on, which lies `past` bytes past a multiple of 4: of the two words that hold it.
+__device__ __forceinline__ uint32_t load_askew(const unsigned char* from, int64_t i, unsigned past) {
+  const uint32_t* words = reinterpret_cast<const uint32_t*>(from - past) + i;
+  const uint64_t both = uint64_t(past == 0 ? 0 : words[1]) << 32 | words[0];
+  return uint32_t(both >> 8 * past);
 }
 
-// In words of the target's alignment; the bytes before the first and after the last whole word go one by one.
-template <class Word>
-__device__ __forceinline__ void copy_aligned(unsigned char* to, const unsigned char* from, int64_t bytes) {
-  constexpr int64_t kSize = sizeof(Word);
-  const int64_t head = min(bytes, int64_t(-reinterpret_cast<uintptr_t>(to) % kSize));
-  const int64_t count = (bytes - head) / kSize, tail = head + count * kSize;
-  for (int64_t i = threadIdx.x; i < head; i += blockDim.x) to[i] = from[i];
-  copy_words(reinterpret_cast<Word*>(to + head), reinterpret_cast<const Word*>(from + head), count);
-  for (int64_t i = tail + threadIdx.x; i < bytes; i += blockDim.x) to[i] = from[i];
-}
-
+// The target is written in words of 16 bytes if the source lies alike, else in words of 4; the bytes before its first
+// and after its last whole word go one by one.
 __device__ __forceinline__ void copy_bytes(unsigned char* to, const unsigned char* from, int64_t bytes) {
-  const auto apart = reinterpret_cast<uintptr_t>(to) - reinterpret_cast<uintptr_t>(from);
-  if (bytes <= 0) return;
-  if (apart % 16 == 0) return copy_aligned<uint4>(to, from, bytes);
-  if (apart % 4 == 0) return copy_aligned<uint32_t>(to, from, bytes);
-  if (apart % 2 == 0) return copy_aligned<uint16_t>(to, from, bytes);
-  copy_aligned<unsigned char>(to, from, bytes);
+  const bool alike = (reinterpret_cast<uintptr_t>(to) - reinterpret_cast<uintptr_t>(from)) % 16 == 0;
+  const unsigned size = alike ? 16 : 4;
+  const int64_t head = min(bytes, int64_t(-reinterpret_cast<uintptr_t>(to) % size));
+  const int64_t count = (bytes - head) / size, tail = head + count * size, threads = blockDim.x;
+  for (int64_t i = threadIdx.x; i < head; i += threads) to[i] = from[i];
+  for (int64_t i = tail + threadIdx.x; i < bytes; i += threads) to[i] = from[i];
+  to += head, from += head;
+  int64_t i = threadIdx.x;
+  if (alike) {
+    for (; i + (kUnroll - 1) * threads < count; i += kUnroll * threads) {
+      uint4 words[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) words[u] = load_16_streaming(from + (i + u * threads) * 16);
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) store_16(to + (i + u * threads) * 16, words[u]);
+    }
+    for (; i < count; i += threads) store_16(to + i * 16, load_16_streaming(from + i * 16));
+  } else {
+    const unsigned past = reinterpret_cast<uintptr_t>(from) % 4;
+#pragma unroll 4
+    for (; i < count; i += threads) reinterpret_cast<uint32_t*>(to)[i] = load_askew(from, i, past);
+  }
 }
 
 // Word i of a message of `bytes`, by 4 bytes; what lies beyond its end counts as zeros and is not touched.

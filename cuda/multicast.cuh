@@ -52,14 +52,14 @@ inline void multicast_store_16(const Group& g, int64_t offset, uint4 v) {
 
 template <class T> inline uint4 multicast_sum_16(const Group& g, int64_t offset) {
   constexpr int kElements = 16 / sizeof(T);
-  T sums[kElements];
+  uint4 sums;
   for (int e = 0; e < kElements; ++e) {
     float total = 0;
     for (int r = int(g.ranks) - 1; r >= 0; --r)  // not the members' order, which nobody promises here
       total += to_float(reinterpret_cast<const T*>(g.workspace[r] + offset)[e]);
-    sums[e] = from_float<T>(total);
+    reinterpret_cast<T*>(&sums)[e] = from_float<T>(total);
   }
-  return shardlib_bits<uint4>(sums);
+  return sums;
 }
 
 #endif

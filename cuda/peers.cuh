@@ -13,28 +13,16 @@
 #pragma once
 #include "primitives.cuh"
 
+#include "collectives.h"
+
 namespace shardlib {
 
-constexpr int kMaxRanks = 16;
 constexpr int kMaxCtas = 256;
 constexpr int kMaxThreads = 512;
 constexpr int kCounters = 2;
 constexpr int kSpins = 32;  // looks at a flag before the first rest
 
 enum Counter : unsigned { kArrived, kDone, kPacket };  // packets carry their own flag
-
-struct Group {
-  int64_t ranks, rank, present;
-  int64_t ctas, threads;         // of every rank; the same numbers on all
-  int64_t limit_ns;              // of every wait
-  int64_t packet_words;          // 4-byte words of a message that goes as packets, at most
-  int64_t window;                // bytes of each half of the data area
-  int64_t chunk;                 // bytes of a slice between two flags
-  int64_t op;                    // for the report: which collective this is
-  unsigned char* multicast;      // all workspaces at once, or null
-  unsigned char* workspace[kMaxRanks];
-  uint64_t* report[kMaxRanks];   // of the present ranks; the host reads it: Report
-};
 
 // What a rank says when it gave up. `state` is written last.
 enum Report { kState, kOp, kRank, kPeer, kCounter, kCta, kTarget, kSeen, kReportWords };
@@ -104,10 +92,11 @@ __device__ __forceinline__ void end(const Call& c) {
 }
 
 // The first thread of a rank that gives up leaves word; the others only stop.
-__device__ __noinline__ void give_up(const Call& c, unsigned peer, unsigned counter, uint64_t target, uint64_t seen) {
-  if (atomicExch(&c.control->broken, 1u) != 0) return;
-  uint64_t* report = c.group.report[c.rank];
-  report[kOp] = uint64_t(c.group.op), report[kRank] = c.rank, report[kPeer] = peer;
+__device__ __forceinline__ void give_up(const Group& g, unsigned rank, unsigned peer, unsigned counter, uint64_t target,
+                                     uint64_t seen) {
+  if (atomicExch(&control_of(g, rank)->broken, 1u) != 0) return;
+  uint64_t* report = g.report[rank];
+  report[kOp] = uint64_t(g.op), report[kRank] = rank, report[kPeer] = peer;
   report[kCounter] = counter, report[kCta] = blockIdx.x, report[kTarget] = target, report[kSeen] = seen;
   store_release_system(&report[kState], uint64_t(1));
 }
@@ -122,7 +111,7 @@ __device__ __forceinline__ bool wait(const Call& c, unsigned peer, unsigned coun
     const uint64_t now = timer_ns();
     if (start == 0) start = now;
     if (now - start > uint64_t(c.group.limit_ns)) {
-      give_up(c, peer, counter, target, seen);
+      give_up(c.group, c.rank, peer, counter, target, seen);
       return false;
     }
     if (load_relaxed_device(&c.control->broken) != 0) return false;

@@ -39,6 +39,7 @@ namespace {
 
 constexpr int kChannels = 64;
 constexpr uint64_t kRounds = 64;  // of one channel that one member has posted and others have not taken
+constexpr int kSpins = 20;         // looks, about half a microsecond apart, before a waiting process sleeps
 constexpr uint64_t kNowhere = ~uint64_t{0};
 
 struct Round {
@@ -179,13 +180,13 @@ class Engine {
     }
 
     // Whether the op is done; waits for that at most `patience` nanoseconds.
-    bool finish(uint64_t ticket, int64_t patience, int spins) {
+    bool finish(uint64_t ticket, int64_t patience) {
         std::unique_lock<std::mutex> hold(mutex_);
         const auto found = ops_.find(ticket);
         if (found == ops_.end()) return true;
         const std::shared_ptr<Op> op = found->second;
         for (int idle = 0; !push(*op); ++idle) {
-            if (idle < spins) {
+            if (idle < kSpins) {
                 pause(idle);
                 continue;
             }
@@ -567,8 +568,8 @@ uint64_t shm_begin(void* engine, int channel, void* recipe, char* const* tensors
     return static_cast<shm::Engine*>(engine)->begin(channel, *static_cast<Held*>(recipe), tensors, count, direct);
 }
 
-int shm_finish(void* engine, uint64_t ticket, int64_t nanoseconds, int spins) {
-    return static_cast<shm::Engine*>(engine)->finish(ticket, nanoseconds, spins);
+int shm_finish(void* engine, uint64_t ticket, int64_t nanoseconds) {
+    return static_cast<shm::Engine*>(engine)->finish(ticket, nanoseconds);
 }
 
 int shm_done(void* engine, uint64_t ticket) { return static_cast<shm::Engine*>(engine)->is_done(ticket); }

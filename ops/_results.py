@@ -7,6 +7,7 @@ result of that size, up to `KEPT` bytes.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import mmap
@@ -43,11 +44,11 @@ def result(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _take(size: int) -> mmap.mmap:
-    for address in reversed(_free):
-        if len(_free[address]) == size:
-            return _free.pop(address)
+    for address, memory in reversed(list(_free.items())):  # a copy: any allocation may call `_give`
+        if len(memory) == size and _free.pop(address, None) is not None:
+            return memory
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 

@@ -176,7 +176,6 @@ class Channel:
         self.size, self.position = len(ranks), ranks.index(session.rank)
         self.recipes: dict[object, _Loaded | None] = {}
         self.shared: list[tuple[int, int, int]] = []  # tensors that all members map: first byte, end, number
-        self.spins = 200 if len(session.segments) <= len(os.sched_getaffinity(0)) else 20
         bases = (ctypes.c_void_p * self.size)(*(session.segments[rank].base + PAGE for rank in ranks))
         self.library.shm_join(session.engine, number, self.size, self.position, bases)
 
@@ -217,7 +216,7 @@ class Channel:
     def _sweep(self) -> None:
         """Forget tensors of collectives that nobody waited for and that are done."""
         for ticket in [t for t in self.session.flying if self.library.shm_done(self.session.engine, t)]:
-            self.library.shm_finish(self.session.engine, ticket, 0, 0)
+            self.library.shm_finish(self.session.engine, ticket, 0)
             del self.session.flying[ticket]
 
     def watch(self, ticket: int, begin: float) -> None:
@@ -259,7 +258,7 @@ class Transfer:
         while True:
             if session.engine is None:
                 raise CollectiveError("the process group was destroyed before this collective was finished")
-            if channel.library.shm_finish(session.engine, self.ticket, patience, channel.spins):
+            if channel.library.shm_finish(session.engine, self.ticket, patience):
                 session.flying.pop(self.ticket, None)
                 return self.outs
             begin = begin or time.monotonic()
@@ -338,7 +337,7 @@ def declare(library: ctypes.CDLL) -> None:
         ("shm_recipe", pointer, (pointer,)),
         ("shm_drop_recipe", None, (pointer,)),
         ("shm_begin", u64, (pointer, i32, pointer, pointer, i32, u64)),
-        ("shm_finish", i32, (pointer, u64, ctypes.c_int64, i32)),
+        ("shm_finish", i32, (pointer, u64, ctypes.c_int64)),
         ("shm_done", i32, (pointer, u64)),
         ("shm_lacks", i32, (pointer, u64)),
     ):

@@ -15,6 +15,7 @@ from shardlib.naming import Naming
 from shardlib.places import place
 from shardlib.plantext import si
 from shardlib.propagate.dims import Leaf
+from shardlib.propagate.units import Unit
 
 
 @dataclass(frozen=True)
@@ -197,11 +198,12 @@ class Explainer:
             if decision is None:
                 continue
             yield f"{axis} cuts {decision.winner} here ({decision.units} alike); estimated, with all that it touches:"
-            slots = decider.candidates[decider.kind[unit]][axis]
-            sources = [self._asked(unit.slots[s], axis) for s in slots] + ["no device does less"]
-            for (name, seconds), source in zip(decision.alternatives, sources, strict=True):
+            for name, seconds, first in decision.alternatives:
+                source = self._asked(unit, first[0], axis) if first else "no device does less"
                 yield f"  {name}: {seconds * 1e6:.1f} us, {source}"
 
-    def _asked(self, leaf: Leaf, axis: str) -> str:
-        wants = self.compiled.propagated.flood.wants.get(leaf, ())
-        return next((f"asked for by {w.source}" for w in wants if w.axis.name == axis), "")
+    def _asked(self, unit: Unit, slot: int, axis: str) -> str:
+        wants = self.compiled.propagated.flood.wants.get(unit.slots[slot], ())
+        asked = next((f"asked for by {w.source}" for w in wants if w.axis.name == axis), "")
+        lender = unit.lends.get(slot)
+        return asked or ("" if lender is None else f"lent by {self.naming.leaf(unit.slots[lender])}")

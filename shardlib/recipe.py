@@ -32,7 +32,7 @@ CARDS: list[tuple[str, tuple[str, ...]]] = [
 ]
 
 # Where torch's stable ABI begins for us: a library made for 2.11 runs with later versions too.
-_STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"
+STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +91,19 @@ def _host(folder: Path) -> Recipe | Missing:
     if isinstance(compiler, Missing):
         compiler = Missing("no C++ compiler: CXX names none, and there is no c++, g++ or clang++ on PATH")
     units = [(path, flags) for path in sorted(folder.glob("*.cpp")) if path.name != "binding.cpp"]
-    return _recipe("host", folder, units, compiler, (*flags, "-shared"), ("-lrt",))
+    return assemble("host", folder, units, compiler, (*flags, "-shared"), ("-lrt",))
 
 
 def _cuda(folder: Path) -> Recipe | Missing:
     home = Path(torch.__file__).parent
-    common = ("-std=c++17", "-O3", "-lineinfo", "-Xcompiler", "-fPIC", "-Xptxas", "-v")
-    binding = (*common, _STABLE_ABI, f"-I{home / 'include'}")
+    common = ("-std=c++17", "-O3", "-Xcompiler", "-fPIC", "-Xptxas", "-v")
+    binding = (*common, STABLE_ABI, f"-I{home / 'include'}")
     units: list[tuple[Path, tuple[str, ...]]] = [
         (path, (*common, *_cards(path))) for path in sorted(folder.glob("*.cu"))
     ]
     units += [(path, binding) for path in folder.glob("binding.cpp")]
     link = ("--shared", "--cudart", "static", "-Xcompiler", "-fPIC", f"-L{home / 'lib'}", "-Xlinker", "--no-as-needed")
-    return _recipe("cuda", folder, units, _nvcc(), link, ("-ltorch",))
+    return assemble("cuda", folder, units, _nvcc(), link, ("-ltorch",))
 
 
 def _cards(source: Path) -> Iterable[str]:
@@ -129,7 +129,7 @@ def _first(*commands: list[str]) -> list[str] | Missing:
     return Missing("not found")
 
 
-def _recipe(
+def assemble(
     name: str,
     folder: Path,
     sources: Sequence[tuple[Path, tuple[str, ...]]],
@@ -137,6 +137,7 @@ def _recipe(
     link: tuple[str, ...],
     libraries: tuple[str, ...],
 ) -> Recipe | Missing:
+    """The recipe of these sources, each with its flags; the compiler, or why there is none, stands before all flags."""
     if not sources:
         return Missing(f"there are no sources of the {name} kernels in {folder}")
     tool = compiler if isinstance(compiler, Missing) else _identity(compiler)

@@ -134,7 +134,9 @@ class Tape:
 
     def of(self, value: Any, factor: str, member: Callable[[int], int]) -> Any:
         axes = self.axes(factor)
-        return value if not isinstance(value, Sym) else Sym(lambda c: value.at(_member(c, axes, member(_place(c, axes)))))
+        return (
+            value if not isinstance(value, Sym) else Sym(lambda c: value.at(_member(c, axes, member(_place(c, axes)))))
+        )
 
     def ppermute(
         self,
@@ -341,7 +343,9 @@ def _one(
             Pending(owed, rule.reduce[f])
             for f, axes in cut.items()
             if (owed := tuple(x for x in axes if all(x not in cut.get(h, ()) for h in have)))
-            and f not in have and rule.reduce.get(f, "none") != "none" and any(f in d for o in rule.operands for d in o)
+            and f not in have
+            and rule.reduce.get(f, "none") != "none"
+            and any(f in d for o in rule.operands for d in o)
         ]
         at = layout(rule.sizes, labels, cut, pending)
         if any(len(out) <= i for out in each):

@@ -1,5 +1,6 @@
-"""`ops/attention.py` against its definition in float64, for every backend, and how it composes with torch.func."""
+"""How attention composes: with autograd, torch.func and vmap, with tracing, with sharding; and what it refuses."""
 
+import functools
 import itertools
 
 import pytest
@@ -9,28 +10,12 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from shardlib.capture import AttentionCapture
+import shardlib as sl
+from shardlib import Mesh
+from shardlib.capture import DECOMPOSITIONS, AttentionCapture
 from shardlib.errors import ShardingError
-from shardlib.ops import attention as op
-from shardlib.ops.attention import Where, attention, choose, reference
-
-SIZES = [  # heads, key heads, queries, keys
-    pytest.param(4, 4, 5, 5, id="square"),
-    pytest.param(4, 2, 5, 7, id="grouped"),
-    pytest.param(6, 1, 7, 3, id="one-key-head"),
-    pytest.param(2, 2, 0, 3, id="no-query"),
-    pytest.param(2, 1, 3, 0, id="no-key"),
-    pytest.param(0, 0, 3, 3, id="no-head"),
-]
-OFFSETS = [(0, 0), (4, 0), (0, 3), (2, 5), (0, 20), (20, 0)]
-MASKS = {
-    "none": lambda s, t: None,
-    "bias": lambda s, t: torch.randn(1, s, t, dtype=torch.float64),
-    "keep": lambda s, t: torch.rand(2, 1, s, t) > 0.4,
-    "keys": lambda s, t: torch.rand(2, 1, 1, t) > 0.4,
-    "nothing": lambda s, t: torch.zeros(s, 1, dtype=torch.bool),
-}
-TOLERANCE = {torch.float64: 1e-13, torch.float32: 5e-6, torch.bfloat16: 6e-2, torch.float16: 1e-2}
+from shardlib.ops.attention import Variant, attention, reference
+from shardlib.trace import trace
 
 
 def operands(h, kv, s, t, d=8, dtype=torch.float64):
@@ -38,71 +23,8 @@ def operands(h, kv, s, t, d=8, dtype=torch.float64):
     return tuple(torch.randn(2, n, m, d, dtype=dtype) for n, m in ((h, s), (kv, t), (kv, t), (h, s)))
 
 
-def close(got, want, dtype):
-    torch.testing.assert_close(got.double(), want.double(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize(("h", "kv", "s", "t"), SIZES)
-@pytest.mark.parametrize("backend", ["torch", "math"])
-def test_backends_agree_with_the_reference(backend, h, kv, s, t, mask):
-    q, k, v, grad_o = operands(h, kv, s, t)
-    for (q_offset, k_offset), causal in itertools.product(OFFSETS, (False, True)):
-        where = Where(MASKS[mask](s, t), causal, 0.3, q_offset, k_offset)
-        if backend == "torch" and choose(q, k, where).backend != "torch":
-            continue
-        for dtype in TOLERANCE:
-            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-            o, lse = reference(*leaves, where)
-            grads = torch.autograd.grad(o, leaves, grad_o, allow_unused=True)
-            cast = [x.to(dtype) for x in (q, k, v, grad_o)]
-            got, got_lse = op.FORWARD[backend](*cast[:3], where)
-            close(got, o, dtype)
-            close(got_lse, lse, dtype)
-            assert got.dtype == dtype
-            assert got_lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-            for mine, want in zip(op.BACKWARD[backend](cast[3], *cast[:3], got, got_lse, where), grads, strict=True):
-                close(mine, torch.zeros_like(mine) if want is None else want, dtype)
-
-
-def test_a_row_that_sees_nothing_is_zero_and_says_so():
-    q, k, v, _ = operands(2, 2, 4, 4)
-    o, lse = attention(q, k, v, causal=True, k_offset=2)
-    assert lse[:, :, :2].isneginf().all()
-    assert o[:, :, :2].eq(0).all()
-    assert lse[:, :, 2:].isfinite().all()
-    zero = torch.zeros(1, 1, 1, 8)  # one key, logit 0: lse is 0, which is also what torch's kernel says of dead rows
-    assert attention(zero, zero, zero, torch.ones(1, 1, dtype=torch.bool))[1].item() == 0
-
-
-def test_parts_of_a_sequence_make_the_whole():
-    """Offsets place a part; the log-sum-exp merges parts."""
-    q, k, v, _ = operands(4, 2, 12, 12)
-    whole, whole_lse = attention(q, k, v, causal=True)
-    for start in (0, 4, 8):
-        part, _ = attention(q[:, :, start : start + 4], k, v, causal=True, q_offset=start)
-        close(part, whole[:, :, start : start + 4], torch.float64)
-    cuts = [(attention(q, k[:, :, i : i + 5], v[:, :, i : i + 5], causal=True, k_offset=i)) for i in (0, 5, 10)]
-    lses = torch.stack([lse for _, lse in cuts])
-    close(lses.logsumexp(0), whole_lse, torch.float64)
-    weights = (lses - whole_lse).exp()[..., None]
-    close(sum(o * w for (o, _), w in zip(cuts, weights, strict=True)), whole, torch.float64)
-
-
-@pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
-@pytest.mark.parametrize("backend", ["torch", "math"])
-def test_results_are_laid_out_as_the_fake_says(backend, layout, monkeypatch):
-    monkeypatch.setattr(op, "choose", lambda *_: op.Choice(backend, "test"))
-    q, k, v, grad_o = operands(4, 2, 5, 7)
-    if layout == "BSHD":
-        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
-    for causal, mask in itertools.product((True, False), (None, torch.ones(5, 7, dtype=torch.bool))):
-        arguments = (mask, causal, 0.3)
-        checks = ("test_schema", "test_faketensor")
-        torch.library.opcheck(torch.ops.shardlib.attention.default, (q, k, v, *arguments), test_utils=checks)
-        o, lse = torch.ops.shardlib.attention(q, k, v, *arguments)
-        gradients = (grad_o, q, k, v, o, lse, *arguments, 1, 3)
-        torch.library.opcheck(torch.ops.shardlib.attention_backward.default, gradients, test_utils=checks)
+def close(got, want):
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
 def score(q, k, v):
@@ -112,28 +34,79 @@ def score(q, k, v):
 def test_autograd_torch_func_and_vmap_agree():
     q, k, v, _ = operands(4, 2, 5, 7)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    want = torch.autograd.grad(reference(*leaves, Where(None, True, 8**-0.5))[0].sin().sum(), leaves)
+    want = torch.autograd.grad(reference(*leaves, Variant(causal=True, scale=8**-0.5))[0].sin().sum(), leaves)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     for got in (torch.autograd.grad(score(*leaves), leaves), grad(score, (0, 1, 2))(q, k, v)):
         for mine, gradient in zip(got, want, strict=True):
-            close(mine, gradient, torch.float64)
+            close(mine, gradient)
     batched = [torch.stack([x, 2 * x, -x], dim) for dim, x in enumerate((q, k, v))]
     got = vmap(grad(score, (0, 1, 2)), (0, 1, 2))(*batched)
     each = [grad(score, (0, 1, 2))(*(b.select(d, i) for d, b in enumerate(batched))) for i in range(3)]
     for mine, gradients in zip(got, zip(*each, strict=True), strict=True):
-        close(mine, torch.stack(gradients), torch.float64)
+        close(mine, torch.stack(gradients))
 
 
-@pytest.mark.parametrize("mask_dim", [None, 0, 1])
-@pytest.mark.parametrize("shape", [(5, 7), (4, 5, 7), (1, 4, 1, 7), (2, 1, 5, 7)])
-def test_vmap_of_masks(shape, mask_dim):
+BIASES = [(5, 7), (4, 5, 7), (1, 4, 1, 7), (2, 1, 5, 7), (1,)]
+
+
+def both(q, k, v, bias, mask):
+    o, lse = attention(q, k, v, bias=bias, mask=mask)
+    return o.sin().sum() + lse.masked_fill(lse.isneginf(), 0).cos().sum()
+
+
+@pytest.mark.parametrize("shape", BIASES)
+def test_a_bias_and_lse_have_gradients(shape):
     q, k, v, _ = operands(4, 2, 5, 7)
-    qs = torch.stack([q, q + 1, -q])
-    mask = torch.randn(shape, dtype=torch.float64)
-    masks = mask if mask_dim is None else torch.stack([mask, mask * 2, -mask], mask_dim)
-    got = vmap(lambda q, m: attention(q, k, v, m)[0], (0, mask_dim))(qs, masks)
+    bias, mask = torch.randn(shape, dtype=torch.float64), torch.rand(2, 1, 5, 7) > 0.2
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, bias)]
+    o, lse = reference(*leaves[:3], Variant(bias=leaves[3], mask=mask, scale=8**-0.5))
+    want = torch.autograd.grad(o.sin().sum() + lse.cos().sum(), leaves)
+    for mine, gradient in zip(grad(both, (0, 1, 2, 3))(q, k, v, bias, mask), want, strict=True):
+        assert mine.shape == gradient.shape
+        close(mine, gradient)
+    only_lse = grad(lambda q: attention(q, k, v)[1].sum())(q)
+    q.requires_grad_()
+    close(only_lse, torch.autograd.grad(reference(q, k, v, Variant(scale=8**-0.5))[1].sum(), q)[0])
+
+
+MAPPED = [dims for dims in itertools.product((None, 0), (None, 0, 1), (None, 0)) if dims != (None, None, None)]
+
+
+@pytest.mark.parametrize("dims", MAPPED, ids=str)
+@pytest.mark.parametrize("shape", BIASES)
+def test_vmap_of_biases_and_masks(shape, dims):
+    """Whatever of q, bias and mask is mapped over: results and gradients of each sample are its own."""
+    q_dim, bias_dim, mask_dim = dims
+    bias_dim = bias_dim if len(shape) > 1 or bias_dim is None else 0
+    q, k, v, _ = operands(4, 2, 5, 7)
+    values = {"q": q, "bias": torch.randn(shape, dtype=torch.float64), "mask": torch.rand(shape) > 0.3}
+    where = {"q": q_dim, "bias": bias_dim, "mask": mask_dim}
+    many = lambda x: [x, ~x, x] if x.dtype == torch.bool else [x, x * 2, -x]
+    stacked = {n: x if where[n] is None else torch.stack(many(x), where[n]) for n, x in values.items()}
+    gradients = grad(lambda q, bias, mask: both(q, k, v, bias, mask), (0, 1))
+    got = vmap(gradients, tuple(where.values()))(*stacked.values())
     for i in range(3):
-        close(got[i], attention(qs[i], k, v, mask if mask_dim is None else masks.select(mask_dim, i))[0], torch.float64)
+        sample = [x if where[n] is None else many(x)[i] for n, x in values.items()]
+        for mine, want in zip(got, gradients(*sample), strict=True):
+            close(mine[i], want)
+
+
+def test_vmap_keeps_slopes_and_drops_out_every_sample_by_itself():
+    q, k, v, _ = operands(4, 2, 5, 7)
+    slopes, key = torch.tensor([0.5, 0.25, 0.1, 1.0]), torch.tensor([1, 2])
+    qs = torch.stack([q, q])
+    got = vmap(lambda q: attention(q, k, v, alibi=slopes)[0])(qs)
+    close(got[1], attention(q, k, v, alibi=slopes)[0])
+    dropped = vmap(lambda q: attention(q, k, v, dropout=0.5, key=key)[0])(qs)
+    close(dropped[0], attention(q, k, v, dropout=0.5, key=key)[0])
+    assert not torch.allclose(dropped[0], dropped[1])
+    with pytest.raises(ShardingError) as caught:
+        vmap(lambda s, n: attention(q, k, v, alibi=s, key=n))(torch.stack([slopes] * 2), torch.stack([key] * 2))
+    assert str(caught.value).splitlines() == [
+        "vmap over attention's alibi and key",
+        "Rule: ALiBi slopes and the dropout key are the same for the whole batch",
+        "Remedy: leave them out of vmap's in_dims (None), or call attention once for each",
+    ]
 
 
 def test_a_graph_has_one_node_forward_and_one_backward():
@@ -146,21 +119,32 @@ def test_a_graph_has_one_node_forward_and_one_backward():
     assert not [n for n in names if "zeros" in n]  # nothing is made for the gradient of lse
 
 
+# --- capture ----------------------------------------------------------------------------------------------------------
+
+
 def captured(fn, *args):
     with AttentionCapture():
         return make_fx(fn)(*args)
 
 
+def names_of(graph):
+    names = [str(n.target) for n in graph.nodes]
+    return [n.removeprefix("shardlib.").removesuffix(".default") for n in names if "attention" in n]
+
+
+BIAS = torch.randn(2, 1, 1, 7, dtype=torch.float64)
 SDPA = {
     "causal": lambda q, k, v: F.scaled_dot_product_attention(q, q, q, is_causal=True),
     "causal-rectangle": lambda q, k, v: F.scaled_dot_product_attention(q[:, :2], k, v, is_causal=True),
     "grouped": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
     "scale": lambda q, k, v: F.scaled_dot_product_attention(q[:, :2], k, v, scale=1.0),
     "keep": lambda q, k, v: F.scaled_dot_product_attention(q, k[:, :1], v[:, :1], k.new_ones(5, 7).tril() > 0),
-    "bias": lambda q, k, v: F.scaled_dot_product_attention(q[:, :2], k, v, attn_mask=k.new_ones(2, 1, 1, 7)),
+    "bias": lambda q, k, v: F.scaled_dot_product_attention(q[:, :2], k, v, attn_mask=BIAS),
     "three-dims": lambda q, k, v: F.scaled_dot_product_attention(q[:, 0], k[:, 0], v[:, 0]),
     "five-dims": lambda q, k, v: F.scaled_dot_product_attention(q[None], k[None, :, :1], v[None, :, :1], k.new_ones(7)),
     "broadcast": lambda q, k, v: F.scaled_dot_product_attention(q[:, :2], k[:1], v[:1]),
+    "aten": lambda q, k, v: torch.ops.aten.scaled_dot_product_attention(q[:, :2], k, v, BIAS, scale=0.5),
+    "aten-default": lambda q, k, v: torch.ops.aten.scaled_dot_product_attention.default(q, k, v, enable_gqa=True),
 }
 
 
@@ -168,7 +152,7 @@ SDPA = {
 def test_scaled_dot_product_attention_is_captured(name):
     q, k, v, _ = operands(4, 2, 5, 7)
     gm = captured(SDPA[name], q, k, v)
-    assert sum(str(n.target) == "shardlib.attention.default" for n in gm.graph.nodes) == 1
+    assert names_of(gm.graph) == ["attention"]
     torch.testing.assert_close(gm(q, k, v), SDPA[name](q, k, v))
 
 
@@ -177,45 +161,226 @@ def test_attention_inside_torch_modules_is_captured():
     params, x = dict(layer.named_parameters()), torch.randn(2, 5, 16)
     run = lambda p, x: functional_call(layer, p, (x, x, x), {"need_weights": False})[0]
     gm = captured(run, params, x)
-    assert sum(str(n.target) == "shardlib.attention.default" for n in gm.graph.nodes) == 1
+    assert names_of(gm.graph) == ["attention"]
     assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
 
 
-def test_a_learned_bias_keeps_its_gradient():
+def test_a_learned_bias_is_captured_with_its_gradient():
     q, k, v, _ = operands(2, 2, 5, 7)
     loss = lambda bias: F.scaled_dot_product_attention(q, k, v, bias).sin().sum()
     bias = torch.randn(2, 5, 7, dtype=torch.float64)
     gm = captured(grad(loss), bias)
-    assert not [n for n in gm.graph.nodes if "shardlib" in str(n.target)]
+    assert names_of(gm.graph) == ["attention", "attention_backward"]
     torch.testing.assert_close(gm(bias), grad(loss)(bias))
 
 
-def test_reasons_are_printable():
-    q, k, *_ = operands(2, 2, 5, 7)
-    where = Where(None, False, 1.0)
-    assert choose(q, k, where) == ("torch", "torch's flash attention for CPU")
-    assert choose(q[:0], k[:0], where) == ("math", "a size is 0")
-    assert choose(q.to("meta"), k.to("meta"), where).reason == "no kernel for meta here"
+KERNELS = {  # a call of every kernel of torch, and the same by the public function
+    "flash_attention_for_cpu": (lambda op, q, k, m: op(q, k, k, 0.0, False, attn_mask=m, scale=0.5), 0.5, False),
+    "flash_attention": (lambda op, q, k, m: op(q, k, k, 0.0, True), None, True),
+    "efficient_attention": (lambda op, q, k, m: op(q, k, k, m, True, 0.0, scale=0.5), 0.5, False),
+    "cudnn_attention": (lambda op, q, k, m: op(q, k, k, m, True), None, False),
+    "fused_attention_overrideable": (lambda op, q, k, m: op(q, k, k, attn_bias=m), None, False),
+}
 
 
-def test_errors():
-    q, k, v, _ = operands(4, 2, 5, 7)
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_called_by_name_are_captured(name):
+    """Also those that do not run on this device, forward and backward."""
+    call, scale, causal = KERNELS[name]
+    op = getattr(torch.ops.aten, f"_scaled_dot_product_{name}")
+    q, k, _, grad_o = operands(4, 4, 5, 7, dtype=torch.float32)
+    mask = None if name == "flash_attention" else torch.randn(2, 4, 5, 7)
+    by_name = lambda q, k: (call(op, q, k, mask)[0] * grad_o).sum()
+    traced = trace(grad(by_name, (0, 1)), (q, k))
+    assert names_of(traced.graph.graph) == ["attention", "attention_backward"]
+    public = lambda q, k: F.scaled_dot_product_attention(q, k, k, mask, is_causal=causal, scale=scale)
+    want = grad(lambda q, k: (public(q, k) * grad_o).sum(), (0, 1))(q, k)
+    torch.testing.assert_close(traced(q, k), want)
+    results = trace(lambda q, k: call(op, q, k, mask), (q, k))
+    torch.testing.assert_close(results(q, k)[0], public(q, k))
+    lse = attention(q, k, k, scale=scale, bias=mask, causal=causal)[1]
+    torch.testing.assert_close(results(q, k)[1].flatten(2)[:, :, :5], lse)
+    assert {
+        op.default,
+        getattr(torch.ops.aten, f"_scaled_dot_product_{name}_backward").default,
+    } <= DECOMPOSITIONS.keys()
+
+
+def test_the_bias_of_a_kernel_called_by_name_has_its_gradient():
+    q, k, _, grad_o = operands(4, 4, 5, 7, dtype=torch.float32)
+    bias = torch.randn(2, 4, 5, 7)
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    traced = trace(grad(lambda b: (efficient(q, k, k, b, True)[0] * grad_o).sum()), (bias,))
+    want = grad(lambda b: (F.scaled_dot_product_attention(q, k, k, b) * grad_o).sum())(bias)
+    torch.testing.assert_close(traced(bias), want)
+
+
+def test_a_backward_traced_elsewhere_is_captured():
+    """A joint graph by aten's names, its log-sum-exp an input: as exported programs have it."""
+    q, k, v, grad_o = operands(4, 4, 5, 7)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    o, lse = flash(q, k, v)
+    traced = trace(lambda o, lse: back(grad_o, q, k, v, o, lse, 0.0, False), (o, lse))
+    assert names_of(traced.graph.graph) == ["attention_backward"]
+    torch.testing.assert_close(traced(o, lse), back(grad_o, q, k, v, o, lse, 0.0, False))
+
+
+DROPS = {
+    "function": lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=0.1),
+    "kernel": lambda q: torch.ops.aten._scaled_dot_product_flash_attention(q, q, q, 0.1)[0],
+}
+
+
+@pytest.mark.parametrize("name", DROPS)
+def test_dropout_by_a_generator_is_refused_at_the_users_line(name):
+    q = operands(4, 4, 5, 5)[0]
     with pytest.raises(ShardingError) as caught:
-        attention(q, k[:, :, :, :4], v[:, :, :, :4])
-    assert str(caught.value).splitlines() == [
-        "attention(q [2, 4, 5, 8], k [2, 2, 7, 4], v [2, 2, 7, 4]) does not fit:",
-        "  * q has head size 8, k has 4",
+        trace(grad(lambda q: DROPS[name](q).sum()), (q,))
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "attention with dropout draws random numbers, which is not supported yet:"
+    assert lines[1].startswith("  * a dropout of 0.1 at ")
+    assert "test_attention.py:" in lines[1]
+    assert lines[1].endswith(("dropout_p=0.1),", "0.1)[0],"))
+    assert lines[2:] == [
+        "Rule: what a sharded program computes does not depend on where its tensors live; a generator's draws do",
+        "Remedy: set it to 0 (or call model.eval()), or call shardlib.ops.attention.attention with a key",
     ]
-    with pytest.raises(ShardingError, match="4 query heads are no multiple of 3 key heads"):
-        attention(q, torch.zeros(2, 3, 7, 8), torch.zeros(2, 3, 7, 8))
-    with pytest.raises(ShardingError, match=r"a mask \[5, 6\] does not broadcast to \[2, 4, 5, 7\]"):
-        attention(q, k, v, torch.zeros(5, 6))
-    with pytest.raises(ShardingError, match=r"q must be \[B, H, S, D\], k and v \[B, KV, T, D\]"):
-        attention(q[0], k, v)
+    trace(lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=0.0), (q,))
+
+
+# --- sharded is the same as single ------------------------------------------------------------------------------------
+
+KEY, SLOPES = torch.tensor([7, 9]), torch.tensor([0.5, 0.25, 1.0, 0.125])
+PADDING = torch.arange(12) < torch.tensor([[[[7]]], [[[12]]], [[[1]]], [[[5]]]])
+STEPS = {  # (q, k, v, bias) -> o; q [4, 4, 12, 8], bias [1, 4, 12, 12]
+    "full": lambda q, k, v, bias: F.scaled_dot_product_attention(q, k, v),
+    "causal": lambda q, k, v, bias: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    "padding": lambda q, k, v, bias: F.scaled_dot_product_attention(q, k, v, PADDING),
+    "float bias": lambda q, k, v, bias: F.scaled_dot_product_attention(q, k, v, bias),
+    "bias of keys": lambda q, k, v, bias: F.scaled_dot_product_attention(q, k, v, bias[:, :, 3:4]),
+    "bias of the batch": lambda q, k, v, bias: F.scaled_dot_product_attention(q, k, v, bias.expand(4, -1, -1, -1)),
+    "alibi": lambda q, k, v, bias: attention(q, k, v, alibi=SLOPES, causal=True)[0],
+    "window": lambda q, k, v, bias: attention(q, k, v, window=4, causal=True)[0],
+    "grouped": lambda q, k, v, bias: F.scaled_dot_product_attention(q, k[:, ::2], v[:, ::2], enable_gqa=True),
+    "cross": lambda q, k, v, bias: F.scaled_dot_product_attention(q, k[:, :, :5], v[:, :, :5]),
+    "dropout": lambda q, k, v, bias: attention(q, k, v, dropout=0.3, key=KEY, causal=True)[0],
+    "dropout, grouped": lambda q, k, v, bias: attention(q, k[:, ::2], v[:, ::2], dropout=0.3, key=KEY)[0],
+    "lse": lambda q, k, v, bias: attention(q, k, v, bias=bias, causal=True)[1],
+    "everything": lambda q, k, v, bias: attention(
+        q, k[:, ::2], v[:, ::2], bias=bias, mask=PADDING, alibi=SLOPES, window=9, causal=True, dropout=0.2, key=KEY
+    )[0],
+}
+MESHES = {
+    "batch@8": ({"data": 8}, "batch@data _ _ _", "_ _ _ _"),
+    "heads@8": ({"tensor": 8}, "_ heads@tensor _ _", "_ heads@tensor _ _"),
+    "batch@2 heads@4": ({"data": 2, "tensor": 4}, "batch@data heads@tensor _ _", "_ heads@tensor _ _"),
+    "queries@4 heads@2": ({"seq": 4, "tensor": 2}, "_ heads@tensor seq@seq _", "_ heads@tensor _ _"),
+}
+
+
+@functools.cache
+def single(name):
+    torch.manual_seed(3)
+    leaves = [torch.randn(4, 4, 12, 8, dtype=torch.float64) for _ in range(3)]
+    leaves.append(torch.randn(1, 4, 12, 12, dtype=torch.float64))
+    step = _step(name)
+    return step, leaves, step(*leaves)
+
+
+def _step(name):
+    def loss(*leaves):
+        out = STEPS[name](*leaves)
+        return out.masked_fill(out.isinf(), 0).sin().sum(), out
+
+    def step(*leaves):
+        grads, out = torch.func.grad(loss, (0, 1, 2, 3), has_aux=True)(*leaves)
+        return out, *grads
+
+    return step
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", STEPS)
+def test_sharded_is_single_device(name, mesh):
+    axes, spec, bias_spec = MESHES[mesh]
+    step, leaves, want = single(name)
+    specs = (spec, spec.replace("seq@seq", "_"), spec.replace("seq@seq", "_"), bias_spec)
+    with Mesh(**axes):
+        sharded = sl.jit(step, in_specs=specs)
+        for mine, x in zip(sharded(*leaves), want, strict=True):
+            torch.testing.assert_close(mine.full_tensor(), x, rtol=1e-12, atol=1e-12)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+Z = torch.zeros
+OFFENDERS = {
+    "shapes": (
+        {"k": Z(2, 3, 7, 4), "v": Z(2, 3, 7, 4), "mask": Z(5, 6) > 0, "bias": Z(1, 2, 1, 1, 7)}
+        | {"alibi": Z(3), "key": Z(3).long()},
+        [
+            "q has head size 8, k has 4",
+            "4 query heads are no multiple of 3 key heads",
+            "a mask [5, 6] does not broadcast to [2, 4, 5, 7]",
+            "a bias [1, 2, 1, 1, 7] does not broadcast to [2, 4, 5, 7]",
+            "alibi [3] must be one slope for each of 4 heads",
+            "key [3] must be [2], seed and counter",
+        ],
+    ),
+    "k and v": ({"v": Z(2, 2, 6, 8)}, ["q must be [B, H, S, D], k and v [B, KV, T, D]"]),
+    "batch": ({"q": Z(3, 4, 5, 8)}, ["q must be [B, H, S, D], k and v [B, KV, T, D]"]),
+    "dtypes": (
+        {"k": Z(2, 2, 7, 8).half(), "mask": Z(5, 7), "bias": Z(5, 7).bool(), "alibi": Z(4).double(), "key": Z(2).int()},
+        [
+            "q is float32, k float16, v float32: they must be of one dtype",
+            "a mask is bool, not float32; what is added to the logits is a bias",
+            "a bias is floating, not bool; what hides keys is a mask",
+            "alibi is float32, not float64",
+            "key is int64, not int32",
+        ],
+    ),
+    "ints": ({"q": Z(2, 4, 5, 8).int(), "k": Z(2, 2, 7, 8).int(), "v": Z(2, 2, 7, 8).int()}, [
+        "q, k and v are int32, which is no floating dtype",
+    ]),
+    "devices": ({"k": Z(2, 2, 7, 8, device="meta"), "mask": Z(7, device="meta") > 0}, [
+        "q is on cpu, k is on meta, v is on cpu, mask is on meta: they must be on one device",
+    ]),
+    "numbers": (
+        {"dropout": 1.0, "window": -1, "part": [0, 0, 4], "q_offset": -1},
+        [
+            "dropout is 1.0, not in [0, 1)",
+            "dropout needs a key: an int64 tensor of seed and counter",
+            "window is -1; 0 is none, w sees keys less than w away",
+            "part [0, 0, 4] is not [first batch, first head, H, S, T]",
+            "with dropout offsets are places in the whole, not -1 and 0",
+        ],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OFFENDERS)
+def test_errors_name_all_offenders(name):
+    valid = {"q": Z(2, 4, 5, 8), "k": Z(2, 2, 7, 8), "v": Z(2, 2, 7, 8)}
+    attention(**valid, mask=Z(5, 7) > 0, bias=Z(4, 1, 7), alibi=Z(4), key=Z(2).long(), dropout=0.5, window=3)
+    how, offenders = OFFENDERS[name]
+    given = valid | how
+    with pytest.raises(ShardingError) as caught:
+        attention(**given)
+    shapes = ", ".join(f"{n} {list(given[n].shape)}" for n in "qkv")
+    lines = str(caught.value).splitlines()
+    assert lines == [f"attention({shapes}) does not fit:", *(f"  * {x}" for x in offenders)]
+
+
+def test_what_cannot_be_differentiated():
+    q, k, v, _ = operands(4, 2, 5, 7)
     with pytest.raises(ShardingError, match="attention was differentiated twice"):
         grad(lambda q: grad(score)(q, k, v).sum())(q)
-    with pytest.raises(ShardingError, match="asked for the gradient of its mask"):
-        grad(lambda m: attention(q, k, v, m)[0].sum())(torch.zeros(5, 7, dtype=torch.float64))
-    with AttentionCapture(), pytest.raises(ShardingError) as caught:
-        F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
-    assert str(caught.value) == "attention dropout is not supported yet\nRemedy: set dropout to 0"
+    with pytest.raises(ShardingError) as caught:
+        grad(lambda slopes: attention(q, k, v, alibi=slopes)[0].sum())(torch.ones(4))
+    assert str(caught.value).splitlines() == [
+        "attention was asked for the gradient of its ALiBi slopes",
+        "Rule: attention is differentiable in q, k, v and bias",
+        "Remedy: pass -slope * |qpos - kpos| as a bias where slopes are learned, or detach them",
+    ]
+    attention(q, k, v, alibi=torch.ones(4, requires_grad=True))  # nothing is asked for yet

@@ -87,7 +87,7 @@ def _placed(first: int) -> Callable[[Local], Any]:
         if local.ways("t") > 1:
             variant = Variant(**how)
             if first == _FIRST["attention"]:
-                return ring.forward(local, *local.args[:3], variant)
+                return ring.forward(local, local.args[:first], variant)
             return ring.backward(local, local.args[:first], variant, *after)
         how["q_offset"] = how["q_offset"] + begin("s")
         return local.op(call.target, *local.args[:first], *how.values(), *after)
@@ -101,7 +101,8 @@ def _flops(first: int, products: int) -> Callable[[Call, int], int]:
     def flops(call: Call, points: int) -> int:
         q, k = (x.shape for x in call.args[_QUERIES[first] : _QUERIES[first] + 2])
         how = {n: _of(call, first, n) for n in ("causal", "window", "q_offset", "k_offset")}
-        return products * q[0] * q[1] * q[3] * _twice_area(q[2], k[2], Variant(**how))
+        heads = int(q[0] * q[1] * q[3])
+        return products * heads * _twice_area(q[2], k[2], Variant(**how))
 
     return flops
 

@@ -35,11 +35,11 @@ Pieces = list[Any]  # a device's piece of a tensor, or its two chunks
 Pairs = list[tuple[int, int]]
 
 
-def forward(local: Local, q: Any, k: Any, v: Any, variant: Variant) -> tuple[Any, Any]:
-    """o and lse of this device's queries; `variant` are the op's other arguments."""
+def forward(local: Local, tensors: Sequence[Any], variant: Variant) -> tuple[Any, Any]:
+    """o and lse of this device's queries; `tensors` are q, k and v, `variant` the op's other arguments."""
     ring = Ring.over(local, variant, local.rule.operands[3:], moved=5)
     q_labels, k_labels, v_labels = local.rule.operands[:3]
-    queries, keys, values = ring.order(q, q_labels), ring.order(k, k_labels), ring.order(v, v_labels)
+    queries, keys, values = map(ring.order, tensors, (q_labels, k_labels, v_labels))
     done: list[Any] = [None] * ring.chunks
     for step in range(ring.n):
         here = list(zip(keys, values, strict=True))
@@ -48,7 +48,9 @@ def forward(local: Local, q: Any, k: Any, v: Any, variant: Variant) -> tuple[Any
         for i, query in enumerate(queries):
             for j, (key, value) in enumerate(here):
                 part = local.op(local.call.target, query, key, value, *ring.block(i, j, step))
-                done[i] = part if done[i] is None else local.op(torch.ops.shardlib.attention_merge.default, *done[i], *part)
+                done[i] = (
+                    part if done[i] is None else local.op(torch.ops.shardlib.attention_merge.default, *done[i], *part)
+                )
     o, lse = ([pair[i] for pair in done] for i in (0, 1))
     o_labels, lse_labels = local.rule.results
     return ring.restore(ring.narrow(o), o_labels), ring.restore(lse, lse_labels)

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -146,10 +147,25 @@ def _cache() -> Path:
     return folder
 
 
+_INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
+
+
 @functools.cache
-def _sources() -> dict[str, bytes]:
-    files = [f for kind in ("*.cu", "*.cuh", "emulation/*.h") for f in sorted(CUDA.glob(kind))]
-    return {str(f.relative_to(CUDA)): f.read_bytes() for f in files}
+def _sources(source: str) -> dict[str, bytes]:
+    """A source and every header that it includes for the host, by their names in cuda/."""
+    found: dict[str, bytes] = {}
+    todo = [source]
+    while todo:
+        name = todo.pop()
+        if name in found or name.startswith("device/"):
+            continue
+        found[name] = (CUDA / name).read_bytes()
+        todo += [_inside(name, included) for included in _INCLUDE.findall(found[name].decode())]
+    return dict(sorted(found.items()))
+
+
+def _inside(name: str, included: str) -> str:
+    return included if included.startswith(("device/", "emulation/")) else str(Path(name).parent / included)
 
 
 @functools.cache
@@ -176,8 +192,7 @@ def _run(arguments: Sequence[str], target: Path) -> None:
 @functools.cache
 def _precompiled() -> Path:
     """The emulation's headers, compiled once for all kernels."""
-    parts = [data for name, data in _sources().items() if name.startswith(("emulation/", "primitives.cuh"))]
-    folder = _cache() / _hash(*parts, str(CUDA).encode())
+    folder = _cache() / _hash(*_sources("primitives.cuh").values(), str(CUDA).encode())
     folder.mkdir(exist_ok=True)
     header = folder / "emulated.h"
     if not header.with_suffix(".h.gch").exists():
@@ -187,14 +202,14 @@ def _precompiled() -> Path:
 
 
 def _compile(build: Build) -> Path:
-    changed = dict(_sources())
+    originals = _sources(build.source)
+    changed = dict(originals)
     for file, old, new in build.patches:
         text = changed[file].decode()
         if text.count(old) != 1:
             raise BuildError(f"{file} holds {old!r} {text.count(old)} times; a patch needs it once")
         changed[file] = text.replace(old, new).encode()
-    headers = [data for name, data in changed.items() if not name.endswith(".cu")]
-    key = _hash(changed[build.source], *headers, *(d.encode() for d in build.defines), build.driver.encode())
+    key = _hash(*changed.values(), *(d.encode() for d in build.defines), build.driver.encode())
     target = _cache() / f"{build.source.split('.')[0]}-{key}.so"
     if target.exists():
         return target
@@ -202,7 +217,7 @@ def _compile(build: Build) -> Path:
         folder = Path(name)
         (folder / "emulation").symlink_to(CUDA / "emulation")
         for file, data in changed.items():
-            if data is _sources()[file]:
+            if data is originals[file]:
                 if "/" not in file:
                     (folder / file).symlink_to(CUDA / file)
             else:

@@ -1,0 +1,115 @@
+"""What a decision costs: estimated seconds of the whole program.
+
+Every value pays the reshards from the layout in which it is made to every distinct layout in which it is read (a
+pending sum once; sums that only meet in an addition are added first and then paid once). Every unit pays its
+arithmetic, divided by the ways in which it is cut: so replicating work costs what it takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+from shardlib import reshard
+from shardlib.layout import Axis
+from shardlib.propagate.problem import Choice, End, Kind, Problem, Record
+from shardlib.reshard import Cut
+
+# An activation that moves is gone soon, a gathered parameter stays for half a step: near a tie, move activations.
+HOLDING = 1.25
+
+Order = tuple[Choice, ...]  # a choice for every mesh axis
+Choices = list[Order]  # for every kind
+
+
+class Estimate:
+    """Seconds of choices, memoised per value and choice."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._touching: dict[Kind, list[Record]] = defaultdict(list)
+        for record in problem.records:
+            for kind in record.kinds:
+                self._touching[kind].append(record)
+        self._cost_memo: dict[tuple[Record, tuple[Order, ...]], float] = {}
+        self._cut_memo: dict[tuple[Kind, Order], tuple[tuple[Axis, ...], ...]] = {}
+
+    def cut(self, kind: Kind, choice: Order) -> tuple[tuple[Axis, ...], ...]:
+        """The axes on every slot of a kind under `choice` (one entry per mesh axis, in mesh order)."""
+        key = (kind, choice)
+        if (known := self._cut_memo.get(key)) is not None:
+            return known
+        roles = self.problem.slots[kind]
+        axes: list[list[Axis]] = [[] for _ in roles]
+        for name, order in zip(self.problem.mesh.axis_names, choice, strict=True):
+            atoms = self.problem.atoms[name]
+            if order and set(roles[order[0]].lent) & set(atoms):
+                atoms = atoms[::-1]  # what is lent is the minor part: only that can be exchanged
+            for atom in atoms:
+                for slot in order:
+                    both = {slot, self.problem.rounds[kind].get(slot, slot)}
+                    if all(atom in roles[i].wants and roles[i].size >= _ways(axes[i]) * atom.size for i in both):
+                        for i in both:
+                            axes[i].append(atom)
+                        break
+        result = [tuple(sorted(mine, key=role.wants.index)) for role, mine in zip(roles, axes, strict=True)]
+        self._cut_memo[key] = tuple(result)
+        return self._cut_memo[key]
+
+    def record_cost(self, record: Record, choices: Choices) -> float:
+        key = (record, tuple(choices[k] for k in record.kinds))
+        if (known := self._cost_memo.get(key)) is not None:
+            return known
+
+        def resolve(end: End) -> tuple[Cut, tuple[Axis, ...]]:
+            if end.kind is None:
+                return end.cut, ()
+            slots = self.cut(end.kind, choices[end.kind])
+            cut = tuple(() if s is None else slots[s] for s in end.slots)
+            # What went round was reduced on the way.
+            return cut, tuple(a for s in end.pending for a in slots[s] if not any(a in axes for axes in cut))
+
+        sources = {resolve(s): None for s in record.sources}
+        flat = tuple(n for dim in record.sizes for n in dim)
+        wants = sorted(dict.fromkeys(resolve(r)[0] for r in record.readers), key=lambda c: reshard.local_numel(flat, c))
+        total = 0.0
+        have: list[tuple[Cut, tuple[Axis, ...]]] = list(sources)
+        if (
+            len(have) > 1 and wants
+        ):  # sums that cannot be added first: each goes to the first reader's layout on its own
+            for cut, pending in have:
+                total += reshard.seconds(reshard.route(record.sizes, record.itemsize, cut, wants[0], pending))
+            have = [(wants[0], ())]
+        for want in wants:
+            best = min(reshard.seconds(reshard.route(record.sizes, record.itemsize, c, want, p)) for c, p in have)
+            total += best
+            have.append((want, ()))
+        self._cost_memo[key] = total = total * (HOLDING if record.held else 1.0)
+        return total
+
+    def work(self, kind: Kind, choices: Choices) -> float:
+        """Seconds of a kind's arithmetic, and of what its ops send while they run."""
+        cut = self.cut(kind, choices[kind])
+        total = sum(s / math.prod(_ways(cut[i]) for i in slots) for s, slots in self.problem.compute[kind])
+        for p in self.problem.passed[kind]:
+            local = p.seconds / math.prod(_ways(cut[i]) for i in p.slots)
+            passed, wanted = _ways(cut[p.slot]), self.problem.slots[kind][p.slot].wants
+            held = _ways([a for a in cut[p.beside] if a in wanted and a not in cut[p.slot]])
+            total += local * (passed - 1 + (held - 1) / held)
+            # All ways of doing attention on a cut sequence count as many messages: their bytes shall decide.
+            total += p.times * reshard.COLLECTIVE_LATENCY * ((held > 1) + 2 * (passed > 1 and p.operand))
+        return total
+
+    def kind_cost(self, kind: Kind, choices: Choices) -> float:
+        return self.work(kind, choices) + sum(
+            self.record_cost(r, choices) * self.problem.records[r] for r in self._touching[kind]
+        )
+
+    def total(self, choices: Choices) -> float:
+        work = sum(self.work(kind, choices) for kind in range(len(self.problem.members)))
+        return work + sum(self.record_cost(r, choices) * n for r, n in self.problem.records.items())
+
+
+def _ways(axes: Sequence[Axis]) -> int:
+    return math.prod(a.size for a in axes)

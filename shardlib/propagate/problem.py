@@ -1,0 +1,295 @@
+"""What there is to decide: kinds of units, the values between them, and what each costs.
+
+Values and units with the same shape of problem (the layers of a model) are counted once with a multiplicity, so the
+cost of deciding does not grow with the depth of the model.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from shardlib import reshard
+from shardlib.graph import Graph, Op, Value
+from shardlib.layout import Axis
+from shardlib.mesh import Mesh
+from shardlib.ops._choice import wanted
+from shardlib.propagate.flood import Flood
+from shardlib.propagate.units import Slots, Unit, Units, is_constraint, looks_through, op_cut_slots, value_factors
+from shardlib.reshard import Cut
+
+
+@dataclass(frozen=True)
+class Role:
+    """What the decisions need to know of a class: classes of one role (the heads of every layer) are treated alike."""
+
+    size: int
+    wants: tuple[Axis, ...]
+    name: str | None
+    lent: tuple[Axis, ...] = ()  # those of its wants that another slot of the unit lends it
+
+
+Choice = tuple[int, ...]  # slots in order of precedence for one mesh axis; empty: the axis stays unused
+Kind = int  # index of a group of units that share every decision
+
+
+@dataclass(frozen=True)
+class End:
+    """One end of a value: the unit that makes or reads it (`kind`, `slots` per leaf), or a cut that is fixed."""
+
+    kind: Kind | None
+    slots: Slots = ()
+    cut: Cut = ()
+    pending: tuple[int, ...] = ()  # slots of the unit whose sum this value still owes
+
+
+@dataclass(frozen=True)
+class Record:
+    """A value as the estimate sees it."""
+
+    sizes: tuple[tuple[int, ...], ...]  # of the leaves, per dim
+    itemsize: int
+    sources: tuple[End, ...]
+    readers: tuple[End, ...]  # each once, in program order: planning must not depend on the order of a set
+    held: bool = False  # an input: what is gathered of it stays in memory from its forward to its backward reader
+
+    @cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        return tuple(sorted({e.kind for e in (*self.sources, *self.readers) if e.kind is not None}))
+
+
+@dataclass(frozen=True)
+class Passed:
+    """A tensor that ops may pass round: `seconds` to send it whole once, `times` for the ops that do, the unit's slots
+    along its dims.
+
+    With `slot` cut over n devices every piece is sent n - 1 times. With `slot` whole and `beside` cut, it is gathered
+    instead, and stays so until the backward pass has read it: that is charged as if it were sent once more.
+    """
+
+    seconds: float
+    times: int
+    slots: tuple[int, ...]
+    slot: int
+    beside: int
+    operand: bool
+
+
+class Problem:
+    """Kinds of units: `members`, `slots` (a role each), `rounds`, `candidates` (slots that want an axis), `compute` and
+    `passed` (what their ops cost); and `records`, the values between them."""
+
+    def __init__(self, graph: Graph, flood: Flood, units: Units, mesh: Mesh) -> None:
+        self.flood, self.units, self.mesh = flood, units, mesh
+        self.atoms = {name: mesh.axis(name).primes() for name in mesh.axis_names}
+        self.roles = {
+            leaf: Role(flood.dims.size(leaf), tuple(w.axis for w in wants), flood.names.get(leaf))
+            for leaf, wants in flood.wants.items()
+        }
+        self.kind: dict[Unit, Kind] = {}
+        self.members: list[list[Unit]] = []
+        self._find_kinds(graph)
+        self.slots: list[list[Role]] = [self._roles(m[0]) for m in self.members]
+        self.rounds = [m[0].rounds for m in self.members]
+        self.candidates = [self._candidates(k) for k in range(len(self.members))]
+        self.records = Counter(self._records(graph))
+        self.compute = [self._compute(m[0], len(m)) for m in self.members]
+        self.passed = [list(self._passed(m[0], len(m))) for m in self.members]
+
+    def _find_kinds(self, graph: Graph) -> None:
+        described: dict[Unit, set[object]] = defaultdict(set)
+        for op in graph.ops:
+            unit = self.units.unit.get(op)
+            if unit is not None and unit.slots:
+                pins = []
+                for value in (*op.operands, *op.results):
+                    if value is not None and not value.constant:
+                        root, _ = self.units.root(value)
+                        pins.append(self.flood.fixed[root][0] if root in self.flood.fixed else None)
+                slots = self.units.op_slots[op]
+                described[unit].add((op.target, tuple(slots.items()), tuple(pins)))
+        for member, unit in self.units.unit.items():
+            if isinstance(member, Value) and unit.slots:
+                described[unit].add((member.op is None, self.units.value_slots[member]))
+        index: dict[object, Kind] = {}
+        for unit, what in described.items():
+            key = (tuple(self._roles(unit)), frozenset(what))
+            kind = index.setdefault(key, len(index))
+            if kind == len(self.members):
+                self.members.append([])
+            self.members[kind].append(unit)
+            self.kind[unit] = kind
+
+    def _roles(self, unit: Unit) -> list[Role]:
+        """The roles of a unit's slots; one that others lend to wants what they want, after its own."""
+        roles = [self.roles.get(leaf) or Role(self.flood.dims.size(leaf), (), None) for leaf in unit.slots]
+        for slot, lender in unit.lends.items():
+            mine = roles[slot]
+            lent = tuple(a for a in roles[lender].wants if a not in mine.wants)
+            name = mine.name or self.flood.names.get(unit.slots[slot])
+            roles[slot] = replace(mine, wants=mine.wants + lent, name=name, lent=lent)
+        return roles
+
+    def _candidates(self, kind: Kind) -> dict[str, list[int]]:
+        """For each mesh axis, the slots that want a part of it."""
+        out: dict[str, list[int]] = {}
+        slots, rounds = self.slots[kind], self.rounds[kind]
+        for name, atoms in self.atoms.items():
+            wanting = [
+                i
+                for i, role in enumerate(slots)
+                if any(axis in atoms and axis in slots[rounds.get(i, i)].wants for axis in role.wants)
+            ]
+            if wanting := self._as_told(kind, wanting, atoms):
+                out[name] = wanting
+        return out
+
+    def _as_told(self, kind: Kind, wanting: list[int], atoms: tuple[Axis, ...]) -> list[int]:
+        """The slots that `SHARDLIB_OPS=sequence=...` leaves; all of them where it leaves none."""
+        unit, how = self.members[kind][0], wanted("sequence")
+        if how is None or not unit.alone:
+            return wanting
+        around = [i for i in wanting if i in unit.rounds]
+        lent = [i for i in wanting if set(self.slots[kind][i].lent) & set(atoms)]
+        own = [i for i in wanting if i not in (*around, *lent)]
+        return {"ring": around, "zigzag": around, "heads": lent, "gather": own}[how] or wanting
+
+    def _end(self, unit: Unit | None, slots: Slots, pending: tuple[int, ...] = ()) -> End:
+        if unit is None or unit not in self.kind:
+            return End(None, cut=((),) * len(slots))
+        return End(self.kind[unit], slots, pending=pending)
+
+    def _records(self, graph: Graph) -> Iterable[Record]:
+        f, u = self.flood, self.units
+        readers: dict[Value, dict[End, None]] = defaultdict(dict)
+        merged: set[Value] = set()
+        sources: dict[Value, tuple[End, ...]] = {}
+        counts: Counter[Value] = Counter()
+        for value, (root, _) in u.roots.items():
+            counts[root] += sum(not looks_through(op) for op, _ in value.readers) + value.is_output
+        for op in graph.ops:
+            if all(r is None or r.constant for r in op.results) or looks_through(op):
+                continue
+            for i, value in enumerate(op.operands):
+                if not value.constant:
+                    root, positions = u.root(value)
+                    readers[root][self._reader(op, i, value, root, positions)] = None
+            for index, result in enumerate(op.results):
+                if result is not None:
+                    sources[result] = (self._source(op, index, result),)
+            if self._adds(op):
+                addends = [u.root(v) for v in op.operands]
+                result = op.results[0]
+                assert result is not None
+                if all(f.value[v] == f.value[result] for v in op.operands) and all(
+                    counts[r] == 1 and not r.is_output and any(s.pending for s in sources.get(r, ()))
+                    for r, _ in addends
+                ):
+                    merged.update(r for r, _ in addends)
+                    sources[result] = tuple(_seen(s, positions) for r, positions in addends for s in sources[r])
+        for i, value in enumerate(graph.outputs):
+            if isinstance(value, Value) and not value.constant:
+                root, positions = u.root(value)
+                if i in f.outputs:
+                    cut = f.across(f.outputs[i][0], f.apart.get(i, value), value)
+                    readers[root][End(None, cut=_onto_root(cut, positions, len(f.leaves(root))))] = None
+        for root, ends in readers.items():
+            if root in merged:
+                continue
+            if root not in sources:
+                sources[root] = (self._input(root),)
+            if root in f.fixed:
+                sources[root] = (End(None, cut=f.fixed[root][0]),)
+            record = Record(
+                f.sizes(root),
+                root.dtype.itemsize,
+                tuple(dict.fromkeys(sources[root])),
+                tuple(ends),
+                root.op is None,
+            )
+            if record.kinds:
+                yield record
+
+    def _reader(self, op: Op, i: int, value: Value, root: Value, positions: tuple[int | None, ...]) -> End:
+        n = len(self.flood.leaves(root))
+        if is_constraint(op):
+            result = op.results[0]
+            assert result is not None
+            cut = self.flood.across(self.flood.fixed[result][0], result, value)
+            return End(None, cut=_onto_root(cut, positions, n))
+        if op in self.flood.doors:
+            cut = self.flood.across(self.flood.doors[op][0], self.flood.apart.get(op, value), value)
+            return End(None, cut=_onto_root(cut, positions, n))
+        if op.rule is None:
+            return End(None, cut=((),) * n)
+        slots = op_cut_slots(self.units, self.flood, op, value_factors(self.flood, op, i, operand=True))
+        out: list[int | None] = [None] * n
+        for slot, position in zip(slots, positions, strict=True):
+            if position is not None:
+                out[position] = slot
+        return self._end(self.units.unit[op], tuple(out))
+
+    def _source(self, op: Op, index: int, result: Value) -> End:
+        f, u = self.flood, self.units
+        if result in f.fixed or op.rule is None:
+            return End(None, cut=f.fixed[result][0] if result in f.fixed else ((),) * len(f.leaves(result)))
+        factors = value_factors(f, op, index, operand=False)
+        owed = tuple(
+            s for x, s in u.op_slots[op].items() if x not in factors and op.rule.reduce.get(x[0], "none") != "none"
+        )
+        return self._end(u.unit[op], op_cut_slots(u, f, op, factors), owed)
+
+    def _input(self, value: Value) -> End:
+        if value in self.flood.fixed or value not in self.units.unit:
+            return End(None, cut=((),) * len(self.flood.leaves(value)))
+        return self._end(self.units.unit[value], self.units.value_slots[value])
+
+    def _adds(self, op: Op) -> bool:
+        rule = op.rule
+        if rule is None or len(op.operands) != 2 or any(v.constant for v in op.operands):
+            return False
+        return frozenset({0, 1}) in rule.linear and op.operands[0].shape == op.operands[1].shape
+
+    def _compute(self, unit: Unit, count: int) -> list[tuple[float, tuple[int, ...]]]:
+        """(seconds on one device, the slots that divide them) of a unit's ops."""
+        totals: dict[tuple[int, ...], float] = defaultdict(float)
+        for op in unit.ops:
+            assert op.rule is not None
+            nbytes = sum(v.nbytes for v in (*op.operands, *op.results) if v is not None)
+            wide = any(r is not None and r.dtype.itemsize > 2 for r in op.results)
+            speed = reshard.WIDE_FLOPS_PER_SECOND if wide else reshard.FLOPS_PER_SECOND
+            seconds = max(op.rule.flops / speed, nbytes / reshard.MEMORY_BYTES_PER_SECOND)
+            slots = set(self.units.op_slots[op].values()) - unit.rounds.keys()
+            totals[tuple(sorted(slots))] += seconds * count
+        return [(s, slots) for slots, s in totals.items()]
+
+    def _passed(self, unit: Unit, count: int) -> Iterable[Passed]:
+        """The tensors that go round if their unit decides so."""
+        for op in unit.ops if unit.rounds else ():
+            for values, operand in ((op.operands, True), (op.results, False)):
+                for i, value in enumerate(values):
+                    if value is None or value.constant:
+                        continue
+                    slots = op_cut_slots(self.units, self.flood, op, value_factors(self.flood, op, i, operand=operand))
+                    cut = tuple(s for s in slots if s is not None)
+                    seconds = value.nbytes * count / reshard.LINK_BYTES_PER_SECOND
+                    for slot in unit.rounds.keys() & set(cut):
+                        yield Passed(seconds, count, cut, slot, unit.rounds[slot], operand)
+
+
+def _seen(end: End, positions: Slots) -> End:
+    """The end of a root, on the leaves of a view of it."""
+    if end.kind is None:
+        return replace(end, cut=tuple(() if p is None else end.cut[p] for p in positions))
+    return replace(end, slots=tuple(None if p is None else end.slots[p] for p in positions))
+
+
+def _onto_root(cut: Cut, positions: tuple[int | None, ...], n: int) -> Cut:
+    """A cut of a view, on the leaves of its root."""
+    out: list[tuple[Axis, ...]] = [()] * n
+    for axes, position in zip(cut, positions, strict=True):
+        if position is not None:
+            out[position] = axes
+    return tuple(out)

@@ -1,0 +1,345 @@
+"""Every collective on every backend against its reference: dtypes, shapes, dims, groups, sizes, bits."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardlib.axis import Axis
+from shardlib.mesh import Mesh
+from shardlib.ops import _shm, _streams, all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
+from shardlib.ops._groups import GroupHandle, group_for
+from shardlib.ops._shm import Session, symmetric_empty
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+OPS: dict[str, Any] = {
+    m.__name__.rpartition(".")[2]: m for m in (all_gather, all_reduce, all_to_all, ppermute, reduce_scatter)
+}
+BACKENDS = ["torch", "shm", "symmetric"]  # the last: shm, with operands in shared memory
+FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+INTS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
+DTYPES = [*FLOATS, *INTS, torch.complex64, torch.complex128]
+Case = tuple[str, list[Tensor], tuple[Any, ...]]  # op, all members' operands, arguments
+
+SIZES = {2: [(3, 2), (0, 4), (0, 0)], 3: [(2, 2, 2), (1, 0, 3)], 4: [(2, 2, 2, 2), (3, 0, 1, 2)]}
+UNEVEN = [(n, sizes) for n in SIZES for sizes in SIZES[n]]
+
+
+def tensor(shape: Sequence[int], dtype: torch.dtype, seed: int, layout: str = "dense") -> Tensor:
+    """Random values with all their bits; `layout`: dense, reversed (dims, in memory), expanded or sliced."""
+    generator = torch.Generator().manual_seed(seed)
+    order = list(reversed(range(len(shape))))
+    if layout == "expanded" and shape:
+        return tensor((1, *shape[1:]), dtype, seed).expand(tuple(shape))
+    if layout == "sliced" and shape:
+        return tensor((*shape[:-1], 2 * shape[-1] + 1), dtype, seed)[..., 1::2]
+    made = [shape[d] for d in order] if layout == "reversed" else shape
+    if dtype.is_floating_point or dtype.is_complex:
+        value = torch.randn(made, dtype=torch.complex128 if dtype.is_complex else torch.float64, generator=generator)
+    else:
+        value = torch.randint(0, 2 if dtype == torch.bool else 127, made, generator=generator)
+    value = value.to(dtype)
+    return value.permute(order) if layout == "reversed" else value
+
+
+def gather(dim: int, sizes: Sequence[int], dtype: torch.dtype = torch.float32, layout: str = "dense") -> Case:
+    shapes = [[size if d == dim else 2 + d for d in range(3)] for size in sizes]
+    return "all_gather", [tensor(shape, dtype, i, layout) for i, shape in enumerate(shapes)], (dim, sizes)
+
+
+def scatter(
+    dim: int, sizes: Sequence[int], dtype: torch.dtype = torch.float32, layout: str = "dense", kind: str = "sum"
+) -> Case:
+    shape = [sum(sizes) if d == dim else 2 + d for d in range(3)]
+    return "reduce_scatter", [tensor(shape, dtype, i, layout) for i in range(len(sizes))], (dim, sizes, kind)
+
+
+def reduction(
+    shape: Sequence[int], n: int, dtype: torch.dtype = torch.float32, layout: str = "dense", kind: str = "sum"
+) -> Case:
+    return "all_reduce", [tensor(shape, dtype, i, layout) for i in range(n)], (kind,)
+
+
+def exchange(
+    split: int, concat: int, sizes: Sequence[int], dtype: torch.dtype = torch.float32, layout: str = "dense"
+) -> Case:
+    splits = list(reversed(sizes))
+    concats = list(sizes) if split != concat else [sum(splits)] * len(sizes)
+    shapes = [[2, 3, 4] for _ in sizes]
+    for i, shape in enumerate(shapes):
+        shape[concat] = concats[i]
+        shape[split] = sum(splits)
+    return (
+        "all_to_all",
+        [tensor(shape, dtype, i, layout) for i, shape in enumerate(shapes)],
+        (split, splits, concat, concats),
+    )
+
+
+def shift(shape: Sequence[int], n: int, dtype: torch.dtype = torch.float32, layout: str = "dense") -> Case:
+    return "ppermute", [tensor(shape, dtype, i, layout) for i in range(n)], ([(i, (i + 1) % n) for i in range(n)],)
+
+
+# On ranks.
+
+
+def group_of(backend: str, axes: Sequence[tuple[str, int, int, int]] | None = None) -> GroupHandle:
+    n = dist.get_world_size()
+    mesh = Mesh(x=n) if axes is None else Mesh(data=2, tensor=2)
+    group = group_for(mesh, (mesh.axis("x"),) if axes is None else tuple(Axis(*axis) for axis in axes))
+    assert group.size == 1 or group.transport == "shm", group.why
+    return replace(group, shm=None) if backend == "torch" else group
+
+
+def run_op(op: str, x: Tensor, args: tuple[Any, ...], group: GroupHandle) -> Any:
+    if op in ("all_reduce", "reduce_scatter"):
+        *head, kind = args
+        return OPS[op].start(x, *head, group, kind)
+    return OPS[op].start(x, *args, group)
+
+
+def on_ranks(case: Case, backend: str, axes: Any = None) -> Tensor:
+    op, shards, args = case
+    group = group_of(backend, axes)
+    x = shards[group.position]
+    if backend == "symmetric":
+        room = symmetric_empty((max(1, x.numel()),), x.dtype, group)[: x.numel()]
+        x = room.view(x.shape).copy_(x)
+    out: Tensor = run_op(op, x, args, group).finish()
+    assert out.is_contiguous()
+    return out.clone()
+
+
+def check(case: Case, backend: str, axes: Any = None, members: Sequence[Sequence[int]] | None = None) -> None:
+    """The ranks have the bits of the reference."""
+    op, shards, args = case
+    want = OPS[op].reference(shards, *args)
+    n = len(shards) if members is None else 4
+    got = run_ranks(on_ranks, n, case, backend, axes)
+    for rank in range(n):
+        same(got[rank], want[rank if members is None else members[rank].index(rank)])
+
+
+def same(got: Tensor, want: Tensor) -> None:
+    assert got.dtype == want.dtype
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+BACKEND = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@BACKEND
+@pytest.mark.parametrize("layout", ["dense", "reversed", "expanded", "sliced"])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize(("n", "sizes"), UNEVEN)
+def test_gather_and_scatter(n, sizes, dim, layout, backend):
+    if backend == "symmetric" and layout != "dense":
+        pytest.skip("a symmetric operand is dense here; its views are tested below")
+    check(gather(dim, sizes, layout=layout), backend)
+    check(scatter(dim, sizes, layout=layout), backend)
+
+
+@BACKEND
+@pytest.mark.parametrize(("split", "concat"), [*itertools.permutations(range(3), 2), (0, 0), (2, 2)])
+@pytest.mark.parametrize(("n", "sizes"), UNEVEN)
+def test_all_to_all(n, sizes, split, concat, backend):
+    check(exchange(split, concat, sizes, layout="dense" if backend == "symmetric" else "reversed"), backend)
+
+
+@BACKEND
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("shape", [(), (1,), (0, 3), (3, 5), (70, 200)])
+def test_all_reduce_and_ppermute(shape, n, backend):
+    check(reduction(shape, n), backend)
+    check(shift(shape, n), backend)
+
+
+@BACKEND
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes(dtype, backend):
+    n, sizes = 3, (2, 0, 3)
+    check(gather(1, sizes, dtype), backend)
+    check(exchange(0, 2, sizes, dtype), backend)
+    check(shift((2, 3), n, dtype), backend)
+    for kind in ("sum",) if dtype.is_complex else ("sum", "max", "min"):
+        check(scatter(1, sizes, dtype, kind=kind), backend)
+        check(reduction((5, 3), n, dtype, kind=kind), backend)
+        check(reduction((150, 301), n, dtype, kind=kind), backend)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_half_precision_number_is_added_right(dtype):
+    """All bit patterns, each to one of 13 numbers, in the ways that rounding, overflow and NaN need."""
+    every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
+    more = torch.tensor([0.0, -0.0, 1.0, -1.0, 3e-8, 6e-5, 1e-40, 0.1, 2048.0, 6e4, -6e4, torch.inf, torch.nan])
+    shards = [every, more.to(dtype).repeat(5042)[: 1 << 16], torch.full((1 << 16,), 2.0**-8, dtype=dtype)]
+    for kind in ("sum", "max", "min"):
+        check(("all_reduce", shards, (kind,)), "shm")
+        check(("reduce_scatter", shards, (0, (1 << 14, 1 << 15, 1 << 14), kind)), "shm")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", ["sum", "max", "min"])
+def test_nan_and_infinity(dtype, kind):
+    special = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, 1.0, -1e38], dtype=dtype)
+    shards = [x.contiguous().view(-1) for x in torch.meshgrid(special, special, special, indexing="ij")]
+    check(("all_reduce", shards, (kind,)), "shm")
+
+
+@pytest.mark.parametrize("dtype", INTS[:-1], ids=str)
+def test_integers_wrap_around(dtype):
+    largest = torch.full((300,), torch.iinfo(dtype).max, dtype=dtype)
+    check(("all_reduce", [largest, largest, largest], ("sum",)), "shm")
+
+
+@pytest.mark.parametrize("backend", ["torch", "shm"])
+@pytest.mark.parametrize(
+    ("axes", "members"),
+    [
+        ([("data", 2, 1, 2)], [(0, 2), (1, 3), (0, 2), (1, 3)]),
+        ([("tensor", 2, 1, 2)], [(0, 1), (0, 1), (2, 3), (2, 3)]),
+        ([("data", 2, 1, 2), ("tensor", 2, 1, 2)], [(0, 1, 2, 3)] * 4),
+        ([("tensor", 2, 1, 2), ("data", 2, 1, 2)], [(0, 2, 1, 3)] * 4),
+        ([], [(0,), (1,), (2,), (3,)]),
+    ],
+)
+def test_groups(axes, members, backend):
+    sizes = (3, 1, 0, 2)[: len(members[0])]
+    for case in (gather(1, sizes), scatter(2, sizes), exchange(0, 1, sizes), shift((2, 3), len(sizes))):
+        check(case, backend, axes, members)
+    check(reduction((40, 300), len(sizes)), backend, axes, members)
+
+
+@BACKEND
+@pytest.mark.parametrize("nbytes", [1, 2, 63, 64, 65, 4097, (1 << 20) + 1])
+def test_sizes_from_one_byte_up(nbytes, backend):
+    parts = [nbytes // 2, nbytes - nbytes // 2]
+    shards = [tensor((nbytes,), torch.uint8, i) for i in range(2)]
+    check(("all_gather", [x[:size] for x, size in zip(shards, parts, strict=True)], (0, parts)), backend)
+    check(("reduce_scatter", shards, (0, parts, "sum")), backend)
+    check(("all_reduce", shards, ("sum",)), backend)
+    check(("all_to_all", shards, (0, parts, 0, [nbytes] * 2)), backend)
+    check(("ppermute", shards, ([(1, 0)],)), backend)
+
+
+def views(layout: str) -> list[Tensor]:
+    """A gather and a scatter of views of a symmetric tensor, one of which starts in its middle."""
+    group = group_of("symmetric")
+    room = symmetric_empty((6, 6), torch.float32, group)
+    room.copy_(torch.arange(36.0).view(6, 6) + 100 * group.position)
+    x = {"rows": room[2:5], "columns": room[:, 2:4], "transposed": room.t()}[layout]
+    sizes = [x.shape[0]] * group.size
+    gathered = all_gather.start(x, 0, sizes, group).finish()
+    parts = [x.shape[0] // 2, x.shape[0] - x.shape[0] // 2]
+    scattered = reduce_scatter.start(x, 0, parts, group).finish()
+    room.zero_()  # it may be overwritten now
+    return [gathered, scattered]
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns", "transposed"])
+def test_views_of_symmetric_tensors(layout):
+    rooms = [torch.arange(36.0).view(6, 6) + 100 * i for i in range(2)]
+    xs = [{"rows": r[2:5], "columns": r[:, 2:4], "transposed": r.t()}[layout] for r in rooms]
+    rows = xs[0].shape[0]
+    for rank, (gathered, scattered) in enumerate(run_ranks(views, 2, layout)):
+        same(gathered, torch.cat(xs))
+        same(scattered, (xs[0] + xs[1])[rank * (rows // 2) :][: rows - rows // 2 if rank else rows // 2])
+
+
+# In small staging, so that everything is larger than it, and many at once.
+
+
+@functools.cache
+def small_session() -> Session:
+    kept, _shm.STAGING = _shm.STAGING, 1 << 14
+    try:
+        return Session(dist.get_rank(), dist.get_world_size())
+    finally:
+        _shm.STAGING = kept
+
+
+@functools.cache
+def small_group(axes: tuple[tuple[str, int, int, int], ...]) -> GroupHandle:
+    """A group with a staging of 16 KB, in rounds of 4 KB."""
+    _streams.ROUND = 1 << 12
+    group = group_of("shm", axes)
+    channel = small_session().channel(group.ranks)
+    assert isinstance(channel, _shm.Channel)
+    return replace(group, shm=channel)
+
+
+GROUPS = (
+    (("data", 2, 1, 2),),
+    (("tensor", 2, 1, 2),),
+    (("data", 2, 1, 2), ("tensor", 2, 1, 2)),
+    (("tensor", 2, 1, 2), ("data", 2, 1, 2)),
+)
+
+
+def draw_program(seed: int, count: int) -> list[tuple[int, Case]]:
+    """Collectives over random groups, from nothing to many times the staging."""
+    rng = random.Random(seed)
+    program = []
+    for _ in range(count):
+        which = rng.randrange(len(GROUPS))
+        n = 2 if which < 2 else 4
+        rows = rng.choice([1, 3, 40, 3000])
+        sizes = [rng.choice([0, rows, 2 * rows]) for _ in range(n)]
+        dim = rng.randrange(3)
+        layout = rng.choice(["dense", "reversed", "sliced"])
+        dtype = rng.choice([torch.float32, torch.bfloat16, torch.uint8])
+        kinds = [
+            lambda d=dim, s=sizes, t=dtype, lay=layout: gather(d, s, t, lay),
+            lambda d=dim, s=sizes, t=dtype, lay=layout: scatter(d, s, t, lay),
+            lambda r=rows, m=n, t=dtype, lay=layout: reduction((r, 5), m, t, lay),
+            lambda r=rows, m=n, t=dtype, lay=layout: shift((r, 3), m, t, lay),
+            lambda d=dim, s=sizes, t=dtype, lay=layout: exchange(d, (d + 1) % 3, s, t, lay),
+        ]
+        program.append((which, rng.choice(kinds)()))
+    return program
+
+
+def many_in_flight(seed: int, count: int) -> None:
+    """All are started, in one order; each rank waits for them in an order of its own."""
+    program = draw_program(seed, count)
+    handles = []
+    for which, (op, shards, args) in program:
+        group = small_group(GROUPS[which])
+        handles.append(run_op(op, shards[group.position], args, group))
+    order = list(range(count))
+    random.Random(f"{seed} {dist.get_rank()}").shuffle(order)
+    for i in order:
+        which, (op, shards, args) = program[i]
+        same(handles[i].finish(), OPS[op].reference(shards, *args)[small_group(GROUPS[which]).position])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_many_in_flight_that_do_not_fit(seed):
+    run_ranks(many_in_flight, 4, seed, 60)
+
+
+def forgotten() -> int:
+    """Collectives that nobody waits for: those after them are right, and their tensors are not kept for ever."""
+    group = group_of("shm")
+    assert group.shm is not None
+    for i in range(600):
+        all_gather.start(torch.full((3,), float(i)), 0, [3] * group.size, group)
+        if i % 100 == 99:
+            out = all_gather.start(torch.full((1,), float(i)), 0, [1] * group.size, group).finish()
+            assert out.tolist() == [float(i)] * group.size
+    return len(group.shm.session.flying)
+
+
+def test_forgotten_collectives():
+    assert max(run_ranks(forgotten, 2)) <= _shm.FLYING + 100
