@@ -92,6 +92,17 @@ template <int kEights> __device__ __forceinline__ float (&flat(float (&d)[kEight
   return reinterpret_cast<float(&)[4 * kEights]>(d);
 }
 
+// Writes a block that was packed as the left operand of a product to the 16 rows from `row` on of a tile.
+template <class Tile, int kSteps>
+__device__ __forceinline__ void store_fragments(Tile tile, int row, const uint32_t (&a)[kSteps][4]) {
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      *reinterpret_cast<uint32_t*>(
+          tile.at(row + lane_index() / 4 + i % 2 * 8, 16 * k + i / 2 * 8 + lane_index() % 4 * 2)) = a[k][i];
+}
+
 // Writes a block's rows below `rows` and columns below `columns` (even) to global memory, each times its row's factor.
 // `row` and `column` are the block's own place.
 template <class T, int kEights>
@@ -148,18 +159,6 @@ __device__ __forceinline__ uint32_t seen(const Sight& sight, const Extras& extra
 }
 
 // Scores become logits in units of log 2. Elements outside the tensors take the values of the nearest inside.
-template <class T, int kEights, bool kKeysDown>
-__device__ __forceinline__ void add_bias(float (&s)[kEights][4], const Sight& sight, const Extras& extras,
-                                         const RowExtras& head, Block<kKeysDown> block) {
-  const T* bias = static_cast<const T*>(extras.bias) + head.bias;
-#pragma unroll
-  for (int n = 0; n < kEights; ++n)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int i = min(block.query_of(n, e), sight.queries - 1), j = min(block.key_of(n, e), sight.keys - 1);
-      s[n][e] += to_float(bias[i * extras.bias_strides[2] + j * extras.bias_strides[3]]) * kLog2E;
-    }
-}
 template <int kEights, bool kKeysDown>
 __device__ __forceinline__ void add_extras(float (&s)[kEights][4], const Sight& sight, const Extras& extras,
                                            const RowExtras& head, Block<kKeysDown> block) {
@@ -171,9 +170,19 @@ __device__ __forceinline__ void add_extras(float (&s)[kEights][4], const Sight& 
       s[n][e] = s[n][e] * extras.scale_log2 - head.slope_log2 * fabsf(float(distance));
     }
   if (!extras.bias) return;
-  if (extras.bias_dtype == SHARDLIB_F32) add_bias<float>(s, sight, extras, head, block);
-  else if (extras.bias_dtype == SHARDLIB_BF16) add_bias<bf16>(s, sight, extras, head, block);
-  else add_bias<fp16>(s, sight, extras, head, block);
+  const bool wide = extras.bias_dtype == SHARDLIB_F32, is_bf16 = extras.bias_dtype == SHARDLIB_BF16;
+  const int64_t size = wide ? 4 : 2, row = extras.bias_strides[2] * size, column = extras.bias_strides[3] * size;
+  const unsigned char* bias = static_cast<const unsigned char*>(extras.bias) + head.bias * size;
+#pragma unroll
+  for (int n = 0; n < kEights; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int i = min(block.query_of(n, e), sight.queries - 1), j = min(block.key_of(n, e), sight.keys - 1);
+      const unsigned char* at = bias + i * row + j * column;
+      const uint32_t bits = wide ? *reinterpret_cast<const uint32_t*>(at) : *reinterpret_cast<const uint16_t*>(at);
+      const float x = wide ? __uint_as_float(bits) : is_bf16 ? __uint_as_float(bits << 16) : unpack<fp16>(bits).x;
+      s[n][e] += x * kLog2E;
+    }
 }
 
 template <int kEights> __device__ __forceinline__ void hide(float (&s)[kEights][4], uint32_t seen) {
@@ -225,7 +234,7 @@ __device__ __forceinline__ uint32_t kept(const Extras& extras, const RowExtras& 
 
 // --- host -------------------------------------------------------------------------------------------------------------
 
-// Calls run.template operator()<T, kHeadDim>() for the least tile width that holds the head dim.
+// run.call<T, kWidth>() for the element type and the least width of tiles that holds the head dim.
 template <class Run> inline auto for_type_and_width(const AttentionArgs& a, const Run& run) {
   const bool is_bf16 = a.dtype == SHARDLIB_BF16;
   if (a.head_dim <= 64) return is_bf16 ? run.template call<bf16, 64>() : run.template call<fp16, 64>();

@@ -58,6 +58,20 @@ __device__ __forceinline__ void end_turn(uint32_t* added) {
   if (threadIdx.x == 0) fence_device(), add_release_device(added, 1u);
 }
 
+// Adds dS to the gradient of the bias. In any order, also with `repeatable`: it shows where the bias is broadcast.
+template <int kEights>
+__device__ __forceinline__ void add_bias_gradient(const AttentionBackwardArgs& args, int b, int h,
+                                                  const float (&ds)[kEights][4], Block<true> block, uint32_t seen) {
+  const int64_t* strides = args.dbias_strides;
+  float* dbias = args.dbias + b * strides[0] + h * strides[1];
+#pragma unroll
+  for (int n = 0; n < kEights; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      if (seen >> (4 * n + e) & 1)
+        atomicAdd(dbias + block.query_of(n, e) * strides[2] + block.key_of(n, e) * strides[3], ds[n][e]);
+}
+
 template <class T, int kWidth> struct Backward {
   using C = Config<kWidth>;
   using KeyTile = Tile<T, C::kKeys, kWidth>;
@@ -75,17 +89,6 @@ __global__ void __launch_bounds__(kThreads) backward(const __grid_constant__ Par
   using C = typename F::C;
   const AttentionArgs& a = p.args.forward;
   const int queries = int(a.queries), dim = int(a.head_dim), group = int(a.heads / a.kv_heads);
-  int cta = int(blockIdx.x);
-  if (p.started) {  // those that have begun never wait for those that have not
-    SHARED(int, place);
-    if (threadIdx.x == 0) place = int(atomicAdd(p.started, 1u));
-    __syncthreads();
-    cta = place;
-  }
-  const int b = cta / p.tiles / int(a.kv_heads), kv_head = cta / p.tiles % int(a.kv_heads);
-  const int j0 = cta % p.tiles * C::kKeys, keys = min(int(a.keys) - j0, C::kKeys);
-  const int warp = int(warp_index()), part = warp % C::kParts, warp_row = warp / C::kParts * 16;
-
   unsigned char* shared = shared_memory();
   const typename F::KeyTile k_tile = {reinterpret_cast<T*>(shared)}, v_tile = {k_tile.data + F::KeyTile::kBytes / sizeof(T)};
   const auto query_tile = [&](int n) {
@@ -93,6 +96,17 @@ __global__ void __launch_bounds__(kThreads) backward(const __grid_constant__ Par
   };
   const typename F::ScoreTile ds_tile = {query_tile(2 * C::kStages).data};
   float* rows = reinterpret_cast<float*>(ds_tile.data + F::ScoreTile::kBytes / sizeof(T));
+
+  int cta = int(blockIdx.x);
+  if (p.started) {  // CTAs take their work in the order in which they begin: none waits for one that has not
+    int* place = reinterpret_cast<int*>(ds_tile.data);
+    if (threadIdx.x == 0) *place = int(atomicAdd(p.started, 1u));
+    __syncthreads();
+    cta = *place;
+  }
+  const int b = cta / p.tiles / int(a.kv_heads), kv_head = cta / p.tiles % int(a.kv_heads);
+  const int j0 = cta % p.tiles * C::kKeys, keys = min(int(a.keys) - j0, C::kKeys);
+  const int warp = int(warp_index()), part = warp % C::kParts, warp_row = warp / C::kParts * 16;
 
   // The steps of this CTA: tiles of queries, for one head of the group after the other.
   const int first = p.sight.first_query(j0) / C::kQueries;
@@ -165,16 +179,7 @@ __global__ void __launch_bounds__(kThreads) backward(const __grid_constant__ Par
           dp[0][n][e] = probability * (gradient - row[8 * n + e % 2 + C::kQueries]);  // dS
           s[0][n][e] = keeps ? probability : 0.0f;
         }
-      if (p.args.dbias && part == 0) {
-        const int64_t* strides = p.args.dbias_strides;
-        float* dbias = p.args.dbias + b * strides[0] + h * strides[1];
-#pragma unroll
-        for (int n = 0; n < F::kEights; ++n)
-#pragma unroll
-          for (int e = 0; e < 4; ++e)
-            if (visible >> (4 * n + e) & 1)
-              atomicAdd(dbias + block.query_of(n, e) * strides[2] + block.key_of(n, e) * strides[3], dp[0][n][e]);
-      }
+      if (p.args.dbias && part == 0) add_bias_gradient(p.args, b, h, dp[0], block, visible);
 
       uint32_t probabilities[1][F::kEights / 2][4];
       pack_scores<T>(probabilities[0], flat(s[0]));
@@ -182,13 +187,7 @@ __global__ void __launch_bounds__(kThreads) backward(const __grid_constant__ Par
       accumulate<T>(dv, probabilities, grad_o_tile, part * kColumns);
       accumulate<T>(dk, ds, q_tile, part * kColumns);
     }
-    if (part == 0)
-#pragma unroll
-      for (int n = 0; n < F::kEights; ++n)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          *reinterpret_cast<uint32_t*>(ds_tile.at(warp_row + lane_index() / 4 + 8 * half, 8 * n + lane_index() % 4 * 2)) =
-              ds[0][n / 2][n % 2 * 2 + half];
+    if (part == 0) store_fragments(ds_tile, warp_row, ds[0]);
     const float next_row = C::kStages == 2 && step + 1 < steps ? load_row(step + 1) : 0.0f;  // in time for the next step
     __syncthreads();  // all of dS is there
 

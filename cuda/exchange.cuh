@@ -109,13 +109,13 @@ template <class A> __global__ void __launch_bounds__(kMaxThreads) exchange_packe
   const int64_t first = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, step = int64_t(gridDim.x) * blockDim.x;
   for (unsigned turn = 1; turn < ranks; ++turn) {
     const unsigned to = (rank + turn) % ranks;
-    const int64_t bytes = a.bytes(rank, to), words = max(int64_t(1), (bytes + 3) / 4);  // an empty one is sent, too
+    const int64_t bytes = a.bytes(rank, to), words = packets_for(bytes);
     for (int64_t i = first; i < words; i += step) send_packet(c, to, i, load_word(a.input[rank] + a.taken(rank, to), i, bytes));
   }
   bool whole = true;
   for (unsigned turn = 1; turn <= ranks && whole; ++turn) {
     const unsigned from = (rank + turn) % ranks;
-    const int64_t bytes = a.bytes(from, rank), words = max(int64_t(1), (bytes + 3) / 4);
+    const int64_t bytes = a.bytes(from, rank), words = packets_for(bytes);
     unsigned char* out = a.output[rank] + a.put(from, rank);
     for (int64_t i = first; i < words && whole; i += step) {
       uint32_t word = 0;

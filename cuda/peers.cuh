@@ -141,6 +141,9 @@ __device__ __forceinline__ bool wait_all(Call& c, unsigned counter, uint64_t tar
   return faults == 0;
 }
 
+// An empty message goes as a packet, too: every rank hears from every other.
+__device__ __forceinline__ int64_t packets_for(int64_t bytes) { return max(int64_t(1), (bytes + 3) / 4); }
+
 // 4 bytes with their epoch in one store: who sees the one sees the other, and nothing else has to be ordered.
 __device__ __forceinline__ void send_packet(const Call& c, unsigned to, int64_t i, uint32_t word) {
   store_relaxed_system(packets_of(c, to, c.rank) + i, c.epoch << 32 | word);

@@ -192,11 +192,11 @@ __global__ void __launch_bounds__(kMaxThreads) reduce_scatter_packets(const __gr
   const int64_t first = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, step = int64_t(gridDim.x) * blockDim.x;
   for (unsigned turn = 1; turn < ranks; ++turn) {
     const unsigned to = (rank + turn) % ranks;
-    const int64_t segment = a.mine(to), bytes = a.bytes(segment), words = max(int64_t(1), (bytes + 3) / 4);
+    const int64_t segment = a.mine(to), bytes = a.bytes(segment), words = packets_for(bytes);
     const unsigned char* from = a.input[rank] + a.taken(segment);
     for (int64_t i = first; i < words; i += step) send_packet(c, to, i, load_word(from, i, bytes));
   }
-  const int64_t segment = a.mine(rank), bytes = a.bytes(segment), words = max(int64_t(1), (bytes + 3) / 4);
+  const int64_t segment = a.mine(rank), bytes = a.bytes(segment), words = packets_for(bytes);
   bool whole = true;
   for (int64_t i = first; i < words && whole; i += step) {
     float sums[kLanes];

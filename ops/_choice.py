@@ -39,8 +39,13 @@ class Choice:
     way: str
     reason: str
 
+    @property
+    def name(self) -> str:
+        """Backend and way."""
+        return f"{self.backend}/{self.way}" if self.way else self.backend
+
     def __str__(self) -> str:
-        return f"{self.backend}/{self.way}: {self.reason}" if self.way else f"{self.backend}: {self.reason}"
+        return f"{self.name}: {self.reason}"
 
 
 def wanted(op: str) -> str | None:

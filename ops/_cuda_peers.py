@@ -74,7 +74,7 @@ class Peers:
         self.present = range(int(group.rank), int(group.rank + group.present))
         self.memory: list[Tensor] = []  # what the pointers in plans point to
         self._plans: dict[object, Plan] = {}
-        self._shared: list[tuple[int, int, tuple[int, ...]]] = []  # first byte here, its end, first byte of every rank
+        self._shared: dict[int, list[int]] = {}  # where a tensor's storage begins here: where all ranks' do
         self._launch = launch
         self._stream: torch.cuda.Stream | None = None
         self._report = report
@@ -130,7 +130,8 @@ class Peers:
         come past the call.
         """
         self.memory.append(tensor)
-        self._shared.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, tuple(addresses)))
+        start = tensor.untyped_storage().data_ptr()
+        self._shared[start] = [address - (tensor.data_ptr() - start) for address in addresses]
 
     def _sum(
         self, counts: tuple[int, ...], messages: Sequence[Tensor], outs: list[Tensor], form: str, ctas: int
@@ -180,11 +181,12 @@ class Peers:
 
     def _inputs(self, messages: Sequence[Tensor]) -> list[int] | None:
         """Where the ranks' messages are, if they lie in shared tensors."""
-        at = messages[0].data_ptr()
-        for first, end, addresses in self._shared:
-            if first <= at < end:
-                return [address + at - first for address in addresses]
-        return None
+        if not self._shared:
+            return None
+        x = messages[0]  # it may be empty, and has no data_ptr then
+        addresses = self._shared.get(x.untyped_storage().data_ptr())
+        offset = x.storage_offset() * x.itemsize
+        return None if addresses is None else [address + offset for address in addresses]
 
     def _follow(self, device: torch.device) -> None:
         """Calls of a group run one after the other, on whatever streams they are made."""

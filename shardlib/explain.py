@@ -29,17 +29,17 @@ class Explainer:
 
     def subject(self, c: Collective) -> str:
         """What a collective moves."""
+        if isinstance(c.because, tuple) and len(c.because) == 3:
+            return str(c.because[2])
         if c.source.value is not None:
             return self.naming.var(c.source)
         op = self._asker(c)
-        if c.kind == "ppermute":
-            return c.source.name
         return f"{op.name}'s {c.reduce}" if op is not None else c.source.name
 
     def why(self, c: Collective) -> str:
         """Why a collective is there, in a few words."""
         if isinstance(c.because, tuple) and isinstance(c.because[0], Op):
-            op, factor = c.because
+            op, factor, *_ = c.because
             names = [self.naming.leaf(x) for x in self.compiled.propagated.flood.labels[op].get(factor, ())]
             if c.kind == "ppermute":
                 return f"{' '.join(names) or factor} passed round, inside {self.naming.call(op, 2)}"

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shardlib import backends
 from shardlib.compile import Compiled
 from shardlib.explain import Explainer
 from shardlib.graph import Op, Value, is_creation
@@ -28,7 +29,8 @@ class PlannedCollective:
     """One collective of a plan.
 
     `bytes` go on the wire per device (ring algorithms); `value` is what moves; `line` is the user's source line, or,
-    where `backward`, the line whose gradient this is; `reason` names the layouts that forced it, and why they are so.
+    where `backward`, the line whose gradient this is; `reason` names the layouts that forced it, and why they are so;
+    `backend` is what runs it, and why ("" on an abstract mesh).
     """
 
     kind: str
@@ -38,6 +40,7 @@ class PlannedCollective:
     line: str
     backward: bool
     reason: str
+    backend: str = ""
 
     def __str__(self) -> str:
         back = "backward of" if self.backward else "at"
@@ -78,6 +81,7 @@ class Plan:
                 place(c.line),
                 c.backward,
                 why.reason(c),
+                str(backends.of_collective(c, self.mesh) or ""),
             )
             for c in self.compiled.program.collectives
         )
@@ -168,17 +172,20 @@ class Plan:
     # Forms ----------------------------------------------------------------------------------------------------------
 
     def summary(self) -> str:
-        """Totals per kind of collective and axis, arithmetic and memory."""
-        counts: Counter[tuple[str, str]] = Counter()
-        sizes: Counter[tuple[str, str]] = Counter()
+        """Totals per kind of collective, axis and backend; why these backends; arithmetic and memory."""
+        counts: Counter[tuple[str, str, str]] = Counter()
+        sizes: Counter[tuple[str, str, str]] = Counter()
+        reasons: dict[str, None] = {}
         for c in self.compiled.program.collectives:
-            key = (c.kind, " ".join(map(str, c.axes)))
+            choice = backends.of_collective(c, self.mesh)
+            key = (c.kind, " ".join(map(str, c.axes)), choice.name if choice else "")
             counts[key] += 1
             sizes[key] += c.bytes  # type: ignore[assignment]
-        rows = [("collective", "axes", "times", "wire bytes per device")]
-        rows += [(*key, str(counts[key]), si(sizes[key], "B")) for key in sorted(counts)]
-        rows.append(("total", "", str(sum(counts.values())), si(self.comm_bytes, "B")))
-        lines = table(rows)
+            reasons |= {str(choice): None} if choice else {}
+        rows = [("collective", "axes", "times", "wire bytes per device", "by" if reasons else "")]
+        rows += [(*key[:2], str(counts[key]), si(sizes[key], "B"), key[2]) for key in sorted(counts)]
+        rows.append(("total", "", str(sum(counts.values())), si(self.comm_bytes, "B"), ""))
+        lines = [*table(rows), *sorted(reasons)]
         lines.append(f"per device: {si(self.flops, 'FLOP')}, peak memory {si(self.peak_memory, 'B')}")
         lines += [f"no rule, runs replicated: {op} ({n} times)" for op, n in Counter(self.replicated_ops).items()]
         return "\n".join(lines)
@@ -246,8 +253,9 @@ class Plan:
     def _program(self) -> list[str]:
         rows: list[Row] = []
         heading = ""
+        listed: set[Op] = set()
         for step in self.compiled.program.steps:
-            if (cells := self._cells(step)) is None:
+            if (cells := self._cells(step, listed)) is None:
                 continue
             text = step.line.text if step.line else ""
             text = text if len(text) <= 96 else f"{text[:93]}..."
@@ -260,8 +268,9 @@ class Plan:
         shown = ["  " * (r.depth + 1) + r.cells[0] if len(r.cells) == 1 else next(lines) for r in folded]
         return ["program (each device; lines with ! communicate)", *shown]
 
-    def _cells(self, step: Step) -> tuple[str, ...] | None:
-        """A step as a reader wants to see it; None for what does not matter: views, pointwise ops, constants."""
+    def _cells(self, step: Step, listed: set[Op]) -> tuple[str, ...] | None:
+        """A step as a reader wants to see it; None for what does not matter: views, pointwise ops, constants, and more
+        forms of what is `listed`."""
         if isinstance(step, Collective):
             what = f"! {step.kind}[{' '.join(map(str, step.axes))}] {self._explainer.subject(step)}"
             return what, self._naming.typed(step.out), si(step.bytes, "B"), self._explainer.why(step)
@@ -271,11 +280,15 @@ class Plan:
             var is None
             or var.value is None
             or op is None
+            or op in listed
             or not _matters(op)
             or all(r is None or r.constant for r in op.results)
         ):
             return None
+        listed.add(op)
         note = "" if op.rule is not None or op.manual else "no rule: runs replicated"
+        if (choice := backends.of_attention(op, self.mesh)) is not None:
+            note = f"by {choice}"
         return f"  {self._naming.own(var.value)} = {self._naming.call(op)}", self._naming.typed(var), "", note
 
     def _aligned(self, var: Var) -> Names:

@@ -145,6 +145,7 @@ class Tape:
         pairs: Sequence[tuple[int, int]],
         labels: Labels,
         *,
+        name: str,
         holds: Callable[[int], int] = lambda i: i,
         parts: int = 1,
     ) -> Any:

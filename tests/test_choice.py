@@ -7,6 +7,7 @@ import pytest
 from shardlib.errors import ShardingError
 from shardlib.ops._choice import BACKENDS, Choice, unavailable, wanted
 
+OPS = ("attention", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ppermute")
 REST = 'Rule: SHARDLIB_OPS is "torch", which means every op, or entries op=backend with commas between them'
 REMEDY = 'Remedy: for instance "all_gather=shm,attention=math"'
 
@@ -16,9 +17,10 @@ REMEDY = 'Remedy: for instance "all_gather=shm,attention=math"'
     [
         (None, {}),
         ("", {}),
-        ("torch", dict.fromkeys(BACKENDS, "torch")),
-        (" torch ", dict.fromkeys(BACKENDS, "torch")),
+        ("torch", dict.fromkeys(OPS, "torch")),
+        (" torch ", dict.fromkeys(OPS, "torch")),
         ("attention=math", {"attention": "math"}),
+        ("sequence=ring", {"sequence": "ring"}),
         ("attention=torch, all_gather = shm ,", {"attention": "torch", "all_gather": "shm"}),
         ("ppermute=cuda,ppermute=cuda", {"ppermute": "cuda"}),
     ],
@@ -39,9 +41,10 @@ def test_what_is_wanted(text: str | None, wants: dict[str, str], monkeypatch: py
             "gather=shm",
             [
                 "'gather=shm': there is no op 'gather'; the ops are attention, all_gather, reduce_scatter, all_reduce,"
-                " all_to_all, ppermute"
+                " all_to_all, ppermute, sequence"
             ],
         ),
+        ("sequence=torch", ["'sequence=torch': sequence has no backend 'torch'; it has ring, zigzag, heads, gather"]),
         ("all_gather=nccl", ["'all_gather=nccl': all_gather has no backend 'nccl'; it has torch, shm, cuda"]),
         ("all_gather=", ["'all_gather=': all_gather has no backend ''; it has torch, shm, cuda"]),
         ("attention=shm", ["'attention=shm': attention has no backend 'shm'; it has torch, math, cuda"]),

@@ -65,11 +65,12 @@ class LocalForm:
         pairs: Sequence[tuple[int, int]],
         labels: Labels,
         *,
+        name: str,
         holds: Callable[[int], int] = lambda i: i,
         parts: int = 1,
     ) -> Var:
         low, axes, layout = self._lowering, Axis.merge(self.axes(factor)), self._layout(labels, factor, parts)
-        out = Var(f"{self._op.name}.passed", layout, value.dtype)
+        out = Var(name, layout, value.dtype)
         params: dict[str, Any] = {"pairs": list(pairs)}
 
         def shapes(coords: Coords) -> list[list[int]]:
@@ -89,7 +90,7 @@ class LocalForm:
                 low.line,
                 low.backward,
                 f"{self._op.name} passes {factor} round",
-                because=(self._op, factor),
+                because=(self._op, factor, name),
             )
         )
         return out

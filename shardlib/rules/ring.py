@@ -30,6 +30,7 @@ from shardlib.ops._choice import wanted
 from shardlib.rules.rule import Labels, Local
 
 aten = torch.ops.aten
+_TENSORS = ("grad_o", "grad_lse", "q", "k", "v", "o", "lse")
 SEQUENCE = 2  # the dim of q, k, v, o and lse that is cut
 Pieces = list[Any]  # a device's piece of a tensor, or its two chunks
 Pairs = list[tuple[int, int]]
@@ -39,12 +40,12 @@ def forward(local: Local, tensors: Sequence[Any], variant: Variant) -> tuple[Any
     """o and lse of this device's queries; `tensors` are q, k and v, `variant` the op's other arguments."""
     ring = Ring.over(local, variant, local.rule.operands[3:], moved=5)
     q_labels, k_labels, v_labels = local.rule.operands[:3]
-    queries, keys, values = map(ring.order, tensors, (q_labels, k_labels, v_labels))
+    queries, keys, values = map(ring.order, tensors, (q_labels, k_labels, v_labels), ("q", "k", "v"))
     done: list[Any] = [None] * ring.chunks
     for step in range(ring.n):
         here = list(zip(keys, values, strict=True))
         if step + 1 < ring.n:
-            keys, values = ring.onward(keys, k_labels, step), ring.onward(values, v_labels, step)
+            keys, values = ring.onward(keys, k_labels, step, "k"), ring.onward(values, v_labels, step, "v")
         for i, query in enumerate(queries):
             for j, (key, value) in enumerate(here):
                 part = local.op(local.call.target, query, key, value, *ring.block(i, j, step))
@@ -53,7 +54,7 @@ def forward(local: Local, tensors: Sequence[Any], variant: Variant) -> tuple[Any
                 )
     o, lse = ([pair[i] for pair in done] for i in (0, 1))
     o_labels, lse_labels = local.rule.results
-    return ring.restore(ring.narrow(o), o_labels), ring.restore(lse, lse_labels)
+    return ring.restore(ring.narrow(o), o_labels, "o"), ring.restore(lse, lse_labels, "lse")
 
 
 def backward(local: Local, tensors: Sequence[Any], variant: Variant, *after: Any) -> tuple[Any, Any, Any, Any]:
@@ -62,17 +63,19 @@ def backward(local: Local, tensors: Sequence[Any], variant: Variant, *after: Any
     operands = iter(local.rule.operands)
     labels = [() if x is None else next(operands) for x in tensors]
     ring = Ring.over(local, variant, tuple(operands), moved=10)
-    grad_o, grad_lse, queries, own_keys, own_values, o, lse = map(ring.order, tensors, labels)
+    grad_o, grad_lse, queries, own_keys, own_values, o, lse = map(ring.order, tensors, labels, _TENSORS)
     dq, dk, dv = ring.nothing(), ring.nothing(), ring.nothing()
     dbias = None
-    keys, values = ring.onward(own_keys, labels[3], 0), ring.onward(own_values, labels[4], 0)
+    keys, values = ring.onward(own_keys, labels[3], 0, "k"), ring.onward(own_values, labels[4], 0, "v")
     for step in range(1, ring.n + 1):
         here = list(zip(keys, values, strict=True))
         if step + 1 < ring.n:
-            keys, values = ring.onward(keys, labels[3], step), ring.onward(values, labels[4], step)
+            keys, values = ring.onward(keys, labels[3], step, "k"), ring.onward(values, labels[4], step, "v")
         elif step + 1 == ring.n:
             keys, values = own_keys, own_values  # last, when their gradients have been everywhere else
-        arrived = (ring.onward(dk, labels[3], step - 1), ring.onward(dv, labels[4], step - 1)) if step > 1 else ()
+        arrived: tuple[Pieces, ...] = ()
+        if step > 1:
+            arrived = ring.onward(dk, labels[3], step - 1, "dk"), ring.onward(dv, labels[4], step - 1, "dv")
         dk, dv = ring.nothing(), ring.nothing()
         for i in range(ring.chunks):
             given = grad_o[i], grad_lse[i], queries[i]
@@ -83,8 +86,9 @@ def backward(local: Local, tensors: Sequence[Any], variant: Variant, *after: Any
                 dbias = ring.add_bias(dbias, one[3], step)
         if arrived:
             dk, dv = (list(map(ring.add, *pair)) for pair in zip(arrived, (dk, dv), strict=True))
-    results = zip((ring.narrow(dq), dk, dv), local.rule.results, strict=False)
-    return (*(ring.restore(x, of) for x, of in results), dbias)
+    results = zip((ring.narrow(dq), dk, dv), local.rule.results, ("dq", "dk", "dv"), strict=False)
+    dq, dk, dv = (ring.restore(*result) for result in results)
+    return dq, dk, dv, dbias
 
 
 @dataclass(frozen=True)
@@ -108,23 +112,23 @@ class Ring:
 
     # Order ----------------------------------------------------------------------------------------------------------
 
-    def order(self, x: Any, labels: Labels) -> Pieces:
+    def order(self, x: Any, labels: Labels, name: str) -> Pieces:
         """This device's pieces of a tensor that is cut along the sequence."""
         if x is None or self.chunks == 1:
             return [x] * self.chunks
         half = self.local.size("s") // 2
         chunks = [self.local.op(aten.narrow.default, x, SEQUENCE, half * i, half) for i in (0, 1)]
         return [
-            self.local.ppermute(chunk, "t", pairs, labels, parts=2)
+            self.local.ppermute(chunk, "t", pairs, labels, name=name, parts=2)
             for chunk, pairs in zip(chunks, self._pairs(), strict=True)
         ]
 
-    def restore(self, pieces: Pieces, labels: Labels) -> Any:
+    def restore(self, pieces: Pieces, labels: Labels, name: str) -> Any:
         """The inverse of `order`."""
         if self.chunks == 1:
             return pieces[0]
         back = [
-            self.local.ppermute(piece, "t", [(dst, src) for src, dst in pairs], labels, parts=2)
+            self.local.ppermute(piece, "t", [(dst, src) for src, dst in pairs], labels, name=name, parts=2)
             for piece, pairs in zip(pieces, self._pairs(), strict=True)
         ]
         return self.local.op(aten.cat.default, back, SEQUENCE)
@@ -134,11 +138,11 @@ class Ring:
         last = 2 * self.n - 1
         return [[(i, min(c, last - c)) for i, c in enumerate(range(first, last + 1, 2))] for first in (0, 1)]
 
-    def onward(self, pieces: Pieces, labels: Labels, step: int) -> Pieces:
+    def onward(self, pieces: Pieces, labels: Labels, step: int, name: str) -> Pieces:
         """Pieces that are `step` places away from home, one place further."""
         pairs = [(i, (i + 1) % self.n) for i in range(self.n)]
         holds = lambda i: (i - step) % self.n
-        return [self.local.ppermute(x, "t", pairs, labels, holds=holds, parts=self.chunks) for x in pieces]
+        return [self.local.ppermute(x, "t", pairs, labels, name=name, holds=holds, parts=self.chunks) for x in pieces]
 
     # Blocks ---------------------------------------------------------------------------------------------------------
 

@@ -113,13 +113,14 @@ class Local(Protocol):
         pairs: Sequence[tuple[int, int]],
         labels: Labels,
         *,
+        name: str,
         holds: Callable[[int], int] = ...,
         parts: int = 1,
     ) -> Any:
         """Send a local value along (source, destination) positions in the group over `factor`'s axes.
 
-        Its dims are `labels`. Member i sends what member `holds(i)` has of them, or one of `parts` equal parts of that
-        along `factor`.
+        A plan calls it `name`. Its dims are `labels`; member i sends what member `holds(i)` has of them, or one of
+        `parts` equal parts of that along `factor`.
         """
 
     def op(self, target: Any, *args: Any, **kwargs: Any) -> Any:

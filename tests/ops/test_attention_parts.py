@@ -58,6 +58,11 @@ def test_dropout_does_not_depend_on_the_part():
         q[1:3, 2:4, 5:9], k[1:3, 1:2], k[1:3, 1:2], dropout=0.5, key=key, q_offset=5, part=[1, 2, 6, 10, 11]
     )
     torch.testing.assert_close(part, whole[1:3, 2:4, 5:9], rtol=1e-12, atol=1e-12)
+    behind = attention(q, k, k, dropout=0.5, key=key, q_offset=20, k_offset=9)[0]  # what lies before counts too
+    part, _ = attention(
+        q[:, 2:4], k[:, 1:2], k[:, 1:2], dropout=0.5, key=key, q_offset=20, k_offset=9, part=[0, 2, 6, 30, 20]
+    )
+    torch.testing.assert_close(part, behind[:, 2:4], rtol=1e-12, atol=1e-12)
     for other in (torch.tensor([2**62 + 5, 78]), torch.tensor([5, 77])):
         assert not torch.allclose(attention(q, k, k, dropout=0.5, key=other)[0], whole)
     with pytest.raises(AssertionError):  # the invalid twin: a part that does not say so
