@@ -11,6 +11,7 @@
 namespace shardlib::sm80 {
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
+constexpr unsigned kMostSharedBytes = 99 << 10;  // what a CTA may have on sm_86, sm_89 and sm_120
 
 // --- tiles ------------------------------------------------------------------------------------------------------------
 

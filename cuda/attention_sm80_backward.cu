@@ -14,7 +14,7 @@ namespace {
 
 using namespace sm80;
 
-// Configuration, by the width of a row of q; the shared memory of all fits into the 99 KiB of sm_86, sm_89 and sm_120.
+// Configuration, by the width of a row of q.
 template <int kWidth> struct Config {
   static constexpr int kQueries = kWidth <= 64 ? 64 : 32;  // per tile
   static constexpr int kStages = kWidth <= 128 ? 2 : 1;    // tiles of queries in shared memory
@@ -81,6 +81,7 @@ template <class T, int kWidth> struct Backward {
   static constexpr int kEights = C::kQueries / 8;
   static constexpr unsigned kSharedBytes =
       2 * KeyTile::kBytes + 2 * C::kStages * QueryTile::kBytes + ScoreTile::kBytes + C::kStages * kRows * 4;
+  static_assert(kSharedBytes <= kMostSharedBytes);
 };
 
 template <class T, int kWidth>

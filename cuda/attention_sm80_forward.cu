@@ -10,7 +10,7 @@ namespace {
 
 using namespace sm80;
 
-// Configuration, by the width of a row of q; the shared memory of all fits into the 99 KiB of sm_86, sm_89 and sm_120.
+// Configuration, by the width of a row of q.
 template <int kWidth> struct Config {
   static constexpr int kBlocks = kWidth <= 128 ? 2 : 1;      // blocks of 16 queries per warp
   static constexpr int kKeys = kWidth <= 64 ? 64 : 32;       // keys per tile
@@ -33,6 +33,7 @@ template <class T, int kWidth> struct Forward {
   using KeyTile = Tile<T, C::kKeys, kWidth>;
   static constexpr int kEights = C::kKeys / 8;
   static constexpr unsigned kSharedBytes = QueryTile::kBytes + 4 * KeyTile::kBytes;
+  static_assert(kSharedBytes <= kMostSharedBytes);
 };
 
 template <class T, int kWidth>
@@ -95,7 +96,6 @@ __global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ Para
       hide(s[m], visible);
 
       scale_rows(flat(o[m]), softmax(flat(s[m]), rows[m], unit));
-
       if (p.extras.key) {
         const uint32_t keep = kept<F::kEights>(p.extras, head, block);
 #pragma unroll

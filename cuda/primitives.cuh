@@ -13,5 +13,5 @@
 #include "device/types.cuh"
 #include "device/wgmma.cuh"
 #else
-#include "emulation/host.h"
+#include "emulation/memory.h"
 #endif

@@ -24,6 +24,7 @@ aten = torch.ops.aten
         ("~m n, 1 (a  b) -> (a b) m | ...:sum"[:-10], "~m n, 1 (a b) -> (a b) m"),
         ("... d, ... -> v d | ...:sum v:local {0,1}", "... d, ... -> v d | ...:sum v:local {0,1}"),
         ("k, k -> | k:sum", "k, k -> | k:sum"),
+        ("s d, t d -> s d | t:round(s) s:lend(t)", "s d, t d -> s d | t:round(s) s:lend(t)"),
         ("->", "->"),
         ("c, -> , | c:sum", "c, -> , | c:sum"),
     ],
@@ -38,6 +39,7 @@ def test_pattern_text(text: str, plain: str) -> None:
     [
         ("m k, k n", "it has no `->` between operands and results"),
         ("m k, k n -> m n | q:sum", "`q:sum` names a factor that no tensor has"),
+        ("m k, k n -> m n | k:round(q)", "`k:round(q)` names a factor that no tensor has"),
         ("m k, k n -> m n | {2}", "{2} names an operand, but there are 2"),
         (
             "m k, k n -> m n | k sum",
@@ -110,6 +112,12 @@ def test_rule_of_a_custom_op() -> None:
     [
         ("m k, k n -> m n", product, "it takes 3 tensors, the rule has 2 operands"),
         ("m k, k n, n -> m n, m", product, "it returns 1 values, the rule has 2 results"),
+        ("m k, k n -> m n | k:local", product, "`k:local` needs a local form, which only the library's own rules have"),
+        (
+            "m k, k n -> m n | k:round(m)",
+            product,
+            "`k:round(m)` needs a local form, which only the library's own rules have",
+        ),
         ("m, n -> m", aten.cat.default, "it takes a list of tensors"),
         ("m, m -> m", aten.add_.Tensor, "it writes to an argument"),
     ],

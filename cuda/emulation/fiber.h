@@ -1,4 +1,4 @@
-// A context switch of a few nanoseconds: every emulated CUDA thread is one of these.
+// A context switch of a few nanoseconds: every emulated CUDA thread runs on a stack of its own.
 //
 // swapcontext() would do, but enters the kernel to save the signal mask at each switch; it is the form for other
 // processors only. A context is nothing but a stack pointer; what a function call must preserve is on its stack.
@@ -14,15 +14,15 @@
 
 namespace shardlib::emulation {
 
+using Context = void*;  // a stack pointer, or a ucontext_t
+
 #if defined(__x86_64__)
 
-using Context = void*;
-
-extern "C" void shardlib_switch_context(void** save, void* load);
+extern "C" void shardlib_switch_context(Context* save, Context load);
 // Preserved by the calling convention: rbx, rbp, r12-r15. The rounding mode never changes here.
 asm(R"(
 .text
-.weak shardlib_switch_context
+.local shardlib_switch_context
 .type shardlib_switch_context, @function
 shardlib_switch_context:
   pushq %rbp
@@ -53,13 +53,11 @@ inline void make_context(Context& context, unsigned char* stack, size_t bytes, v
 
 #elif defined(__aarch64__)
 
-using Context = void*;
-
-extern "C" void shardlib_switch_context(void** save, void* load);
+extern "C" void shardlib_switch_context(Context* save, Context load);
 // Preserved by the calling convention: x19-x30 and the low halves of v8-v15.
 asm(R"(
 .text
-.weak shardlib_switch_context
+.local shardlib_switch_context
 .type shardlib_switch_context, %function
 shardlib_switch_context:
   sub sp, sp, #160
@@ -101,30 +99,23 @@ inline void make_context(Context& context, unsigned char* stack, size_t bytes, v
 
 #else
 
-using Context = ucontext_t*;
-
 inline void shardlib_switch_context(Context* save, Context load) {
-  if (*save == nullptr) *save = static_cast<Context>(std::calloc(1, sizeof(ucontext_t)));
-  swapcontext(*save, load);
+  if (*save == nullptr) *save = std::calloc(1, sizeof(ucontext_t));
+  swapcontext(static_cast<ucontext_t*>(*save), static_cast<ucontext_t*>(load));
 }
 
 inline void make_context(Context& context, unsigned char* stack, size_t bytes, void (*entry)()) {
-  if (context == nullptr) context = static_cast<Context>(std::calloc(1, sizeof(ucontext_t)));
-  getcontext(context);
-  context->uc_stack.ss_sp = stack;
-  context->uc_stack.ss_size = bytes;
-  context->uc_link = nullptr;
-  makecontext(context, entry, 0);
+  if (context == nullptr) context = std::calloc(1, sizeof(ucontext_t));
+  auto* made = static_cast<ucontext_t*>(context);
+  getcontext(made);
+  made->uc_stack.ss_sp = stack;
+  made->uc_stack.ss_size = bytes;
+  made->uc_link = nullptr;
+  makecontext(made, entry, 0);
 }
 
 #endif
 
-inline void switch_context(Context& save, Context load) {
-#if defined(__x86_64__) || defined(__aarch64__)
-  shardlib_switch_context(&save, load);
-#else
-  shardlib_switch_context(&save, load);
-#endif
-}
+inline void switch_context(Context& save, Context load) { shardlib_switch_context(&save, load); }
 
 }  // namespace shardlib::emulation

@@ -1,11 +1,13 @@
 // CUDA's words and vector types, as plain C++: what the kernel sources use of them and no more.
 #pragma once
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <type_traits>
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
 
 #define __global__
 #define __device__
@@ -72,6 +74,9 @@ struct fp16 { uint16_t bits; };
 
 inline float to_float(bf16 x) { return __uint_as_float(uint32_t(x.bits) << 16); }
 
+#if defined(__F16C__)
+inline float to_float(fp16 x) { return _cvtsh_ss(x.bits); }
+#else
 inline float to_float(fp16 x) {
   // Exponent and mantissa moved up make a number 2^112 times too small; infinities and NaN keep a full exponent.
   const uint32_t magnitude = uint32_t(x.bits & 0x7fff) << 13;
@@ -79,6 +84,7 @@ inline float to_float(fp16 x) {
   if ((x.bits & 0x7c00) == 0x7c00) value = __uint_as_float(magnitude | 0x7f800000u);
   return (x.bits & 0x8000) ? -value : value;
 }
+#endif
 inline float to_float(float x) { return x; }
 
 template <class T> T from_float(float x);
@@ -91,6 +97,9 @@ template <> inline bf16 from_float<bf16>(float x) {
   return {uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};  // to nearest, ties to even
 }
 
+#if defined(__F16C__)
+template <> inline fp16 from_float<fp16>(float x) { return {uint16_t(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT))}; }
+#else
 template <> inline fp16 from_float<fp16>(float x) {
   const uint32_t bits = __float_as_uint(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
   if (magnitude > 0x7f800000u) return {0x7fff};
@@ -102,6 +111,7 @@ template <> inline fp16 from_float<fp16>(float x) {
   const uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);
   return {uint16_t(sign | ((rounded - 0x38000000u) >> 13))};
 }
+#endif
 
 template <class T> inline uint32_t pack(float low, float high) {
   return uint32_t(from_float<T>(low).bits) | uint32_t(from_float<T>(high).bits) << 16;

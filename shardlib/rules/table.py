@@ -23,7 +23,7 @@ from shardlib.rules import (
     view,
     writing,
 )
-from shardlib.rules.notation import parse
+from shardlib.rules.notation import other, parse
 from shardlib.rules.patterns import pattern, tensor_arguments
 from shardlib.rules.rule import Call, Rule, RuleFn
 
@@ -131,6 +131,11 @@ def rule(text: str) -> Callable[[Op], Op]:
             wrong.append(f"it returns {len(schema.returns)} values, the rule has {len(parsed.results)} results")
         if schema.is_mutable:
             wrong.append("it writes to an argument")
+        wrong += [
+            f"`{f}:{kind}` needs a local form, which only the library's own rules have"
+            for f, kind in parsed.notes
+            if kind == "local" or other(kind)
+        ]
         if wrong:
             raise ShardingError(
                 f"rule({text!r}) does not fit {_name(overload)}",

@@ -113,6 +113,8 @@ class _Scheduler:
         """The earliest step before which collective i should start."""
         step = self.steps[i]
         assert isinstance(step, Collective)
+        if step.kind == "ppermute":
+            return i  # what goes round stands where it runs under the arithmetic; two hops early, it would wait for one
         ready = self._ready(step.source)
         if step.kind == "all_gather":
             ready = max(ready, self.first_use.get(step.out, i) - PREFETCH)

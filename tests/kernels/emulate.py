@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,7 +38,7 @@ class BuildError(RuntimeError):
 
 
 class Patch(NamedTuple):
-    """One planted change: `old` occurs exactly once in `file` (a name in cuda/) and becomes `new`."""
+    """One planted change: `old` occurs exactly once in `file` (a name in cuda/, in no folder) and becomes `new`."""
 
     file: str
     old: str
@@ -120,7 +121,10 @@ class Memory:
         start = self.GUARD + -(raw.data_ptr() + self.GUARD) % 256
         self._kept.append((name, raw, start, start + size))
         storage = raw[start : start + size].view(like.dtype) if size else torch.empty(0, dtype=like.dtype)
-        return storage.as_strided(like.shape, like.stride()).copy_(like)
+        once = [slice(0, 1) if stride == 0 else slice(None) for stride in like.stride()]  # of what is expanded
+        new = storage.as_strided(like.shape, like.stride())
+        new[tuple(once)] = like[tuple(once)]
+        return new
 
     def empty(self, *shape: int, dtype: torch.dtype, name: str = "an output") -> Tensor:
         """A guarded output, all ones: an element that nobody writes stays NaN."""
@@ -189,27 +193,31 @@ def _run(arguments: Sequence[str], target: Path) -> None:
     partial.replace(target)
 
 
+_MACHINE_LOCK = threading.Lock()
+
+
 @functools.cache
-def _precompiled() -> Path:
-    """The emulation's headers, compiled once for all kernels."""
-    folder = _cache() / _hash(*_sources("primitives.cuh").values(), str(CUDA).encode())
-    folder.mkdir(exist_ok=True)
-    header = folder / "emulated.h"
-    if not header.with_suffix(".h.gch").exists():
-        header.write_text(f'#include "{CUDA}/primitives.cuh"\n')
-        _run(["-x", "c++-header", str(header)], header.with_suffix(".h.gch"))
-    return header
+def _machine() -> Path:
+    """The emulated machine as one object file, compiled once for all kernels."""
+    files = sorted((CUDA / "emulation").iterdir())
+    target = _cache() / f"machine-{_hash(*(file.read_bytes() for file in files))}.o"
+    with _MACHINE_LOCK:
+        if not target.exists():
+            with tempfile.TemporaryDirectory(prefix="shardlib-") as folder:
+                whole = Path(folder) / "machine.cpp"
+                whole.write_text("".join(f'#include "{file}"\n' for file in files if file.suffix == ".cpp"))
+                _run(["-O3", "-c", str(whole)], target)
+    return target
 
 
 def _compile(build: Build) -> Path:
-    originals = _sources(build.source)
-    changed = dict(originals)
+    changed = dict(_sources(build.source))
     for file, old, new in build.patches:
         text = changed[file].decode()
         if text.count(old) != 1:
             raise BuildError(f"{file} holds {old!r} {text.count(old)} times; a patch needs it once")
         changed[file] = text.replace(old, new).encode()
-    key = _hash(*changed.values(), *(d.encode() for d in build.defines), build.driver.encode())
+    key = _hash(_machine().name.encode(), *changed.values(), *(d.encode() for d in build.defines), build.driver.encode())
     target = _cache() / f"{build.source.split('.')[0]}-{key}.so"
     if target.exists():
         return target
@@ -217,20 +225,9 @@ def _compile(build: Build) -> Path:
         folder = Path(name)
         (folder / "emulation").symlink_to(CUDA / "emulation")
         for file, data in changed.items():
-            if data is originals[file]:
-                if "/" not in file:
-                    (folder / file).symlink_to(CUDA / file)
-            else:
+            if "/" not in file:
                 (folder / file).write_bytes(data)
         (folder / "all.cpp").write_text(f'#include "{build.source}"\n{build.driver}\n')
         defines = [f"-D{d}" for d in build.defines]
-        plain = any(file.startswith(("emulation/", "primitives")) for file, _, _ in build.patches)
-        if plain:
-            (folder / "emulation").unlink()
-            (folder / "emulation").mkdir()
-            for file, data in changed.items():
-                if "/" in file:
-                    (folder / file).write_bytes(data)
-        start = [] if plain else ["-include", str(_precompiled())]
-        _run([*start, *defines, "-shared", str(folder / "all.cpp")], target)
+        _run([*defines, "-shared", str(folder / "all.cpp"), str(_machine())], target)
     return target

@@ -39,6 +39,7 @@ LARGE: dict[str, Case] = {
     "alibi in tiles": Case(1, 3, 1, 140, 200, 64, lambda _: {"alibi": torch.tensor([0.5, 0.1, 0.02]), "causal": True}),
     "dropout in tiles": Case(1, 2, 1, 150, 203, 64, lambda _: {"dropout": 0.25, "key": _key(), "window": 120}),
     "a negative scale": Case(1, 1, 1, 70, 90, 64, lambda _: {"scale": -0.2}),
+    "sharp tiles": Case(1, 2, 1, 150, 300, 128, lambda _: {"scale": 1.0}),
     "no scale": Case(1, 1, 1, 70, 90, 64, lambda _: {"scale": 0.0}),
 }
 
@@ -195,7 +196,7 @@ _ENTRY = "return args->dtype == SHARDLIB_BF16 ? choose<bf16>(*args, stream) : ch
 _PLAIN = Patch(SOURCE, _ENTRY, "return run<bf16, 128, false>(*args, stream);")
 _GENERAL = Patch(SOURCE, _ENTRY, "return run<bf16, 64, true>(*args, stream);")
 ONLY = {name: [_GENERAL] for name in (*CASES, *LARGE)} | {
-    name: [_PLAIN] for name in ("causal tiles", "causal tiles, many queries", "window of tiles", "tiles that see nothing")
+    name: [_PLAIN] for name in ("causal tiles", "causal tiles, many queries", "window of tiles", "tiles that see nothing", "sharp tiles")
 }
 ROWS, SHARED = "attention_rows.cuh", "attention.cuh"
 BUGS: dict[str, Bug] = {
@@ -245,13 +246,13 @@ BUGS: dict[str, Bug] = {
     "o is swizzled by the wrong row": Bug("(chunk ^ my_row % 8)", "(chunk ^ my_row / 8 % 8)", "causal tiles"),
     # numbers
     "o is not scaled": Bug("    scale_rows(o, shrink);\n", "", "causal tiles"),
-    "scores are added to the last ones": Bug(">> 4), step > 0);", ">> 4), true);", "causal tiles"),
+    "scores are added to the last ones": Bug(">> 4), step > 0);", ">> 4), true);", "sharp tiles"),
     "lse in units of log 2": Bug("log2_approx(rows.sum[r])) * kLn2", "log2_approx(rows.sum[r]))", "causal tiles", ROWS),
     "sums of a quarter of the row": Bug(
         "rows.sum[r] += __shfl_xor_sync(kFullMask, rows.sum[r], 2);", "", "causal tiles", ROWS
     ),
     "a row that saw nothing": Bug(
-        "maximum == SHARDLIB_MINUS_INFINITY ? 0.0f : maximum * scale_log2", "maximum * scale_log2", "causal tiles, many queries", ROWS
+        "maximum == SHARDLIB_MINUS_INFINITY ? 0.0f : maximum * scale_log2", "maximum * scale_log2", "tiles that see nothing", ROWS
     ),
     # sight
     "causal sees one key more": Bug("last = i + shift + 1;", "last = i + shift + 2;", "causal tiles", SHARED),
@@ -259,7 +260,9 @@ BUGS: dict[str, Bug] = {
     "a tile at the edge taken for a whole one": Bug(
         "j + columns <= end(i)", "j + columns <= end(i + rows - 1)", "causal tiles", SHARED
     ),
-    "tiles that nobody sees": Bug("last = end > begin ? (end", "last = end >= begin ? (end", "tiles that see nothing"),
+    "rows that see nothing are left alone": Bug(
+        "write_nothing<T, C>(p, work, group);\n      continue;", "continue;", "tiles that see nothing"
+    ),
     # features
     "alibi upwards": Bug("logit -= row.slope_log2", "logit += row.slope_log2", "alibi in tiles", SHARED),
     "a bias in the wrong units": Bug("e.bias_strides[3]) * kLog2E", "e.bias_strides[3])", "bias", SHARED),

@@ -1,0 +1,423 @@
+"""Shared memory between ranks: who may use it and why not, what becomes of it, and ranks that die or come late."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardlib.errors import ShardingError
+from shardlib.mesh import Mesh
+from shardlib.ops import _groups, _native, _results, _segment, _shm, all_gather, all_reduce
+from shardlib.ops._groups import GroupHandle, group_for
+from shardlib.ops._segment import Address, Segment, SegmentError
+from shardlib.ops._shm import check_same, symmetric_empty
+from shardlib.ops._streams import Like, dense
+from shardlib.ops._wire import CollectiveError
+from shardlib.recipe import Missing
+from tests.ranks import Pool, RankError, only
+
+RANKED = pytest.mark.ranks
+
+
+@contextmanager
+def fresh(n: int) -> Iterator[Callable[..., list[Any]]]:
+    """Processes of their own, for tests that leave them unfit for others; nothing may stay in /dev/shm."""
+    before = sorted(path.name for path in Path("/dev/shm").iterdir())
+    with closing(Pool(n)) as pool:
+        yield pool.run
+    assert sorted(path.name for path in Path("/dev/shm").iterdir()) == before
+
+
+def group_of(n: int) -> GroupHandle:
+    mesh = Mesh(x=n)
+    return group_for(mesh, (mesh.axis("x"),))
+
+
+def gathered(group: GroupHandle, value: float | None = None) -> list[float]:
+    x = torch.tensor([float(dist.get_rank()) if value is None else value])
+    found: list[float] = all_gather.start(x, 0, [1] * group.size, group).finish().tolist()
+    return found
+
+
+# Who uses it.
+
+
+def transport(setting: str | None = None, prepare: str = "") -> tuple[str, str]:
+    """How this rank's group speaks and why, after a collective that must be right either way."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    if setting is not None:
+        os.environ["SHARDLIB_OPS"] = setting
+    if prepare and rank == 1:
+        PREPARE[prepare]()
+    group = group_of(n)
+    assert gathered(group) == [float(r) for r in range(n)]
+    return group.transport, group.why
+
+
+def _no_compiler() -> None:
+    _native._host[:] = [Missing("no C++ compiler")]
+
+
+def _small_files() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def _no_memfd() -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    os.memfd_create = refuse
+
+
+def _elsewhere() -> None:
+    _segment.machine = lambda: "elsewhere"
+
+
+def _out_of_reach() -> None:
+    make = Segment.make
+
+    def lie(size: int) -> Segment:
+        made = make(size)
+        made.address = Address(made.address.machine, made.address.pid, 987654, size, made.address.token)
+        return made
+
+    Segment.make = staticmethod(lie)  # type: ignore[method-assign]
+
+
+PREPARE = {f.__name__: f for f in (_no_compiler, _small_files, _no_memfd, _elsewhere, _out_of_reach)}
+
+
+@RANKED
+@pytest.mark.parametrize(
+    ("setting", "prepare", "want"),
+    [
+        ("", "", ("shm", "")),
+        ("torch", "", ("gloo", "rank 0: SHARDLIB_OPS asks for torch")),
+        ("", "_no_compiler", ("gloo", "rank 1: no C++ compiler")),
+        ("", "_small_files", ("gloo", "rank 1: cannot reserve 16 MiB of shared memory: File too large")),
+        ("", "_no_memfd", ("gloo", "rank 1: cannot reserve 16 MiB of shared memory: Function not implemented")),
+        ("", "_elsewhere", ("gloo", "ranks 0 and 1 are on different machines, or in different containers")),
+    ],
+)
+def test_all_use_it_or_none(setting, prepare, want):
+    with fresh(2) as run:
+        assert only(run(transport, setting, prepare)) == want
+
+
+@RANKED
+def test_memory_that_a_peer_cannot_open():
+    with fresh(2) as run:
+        how, why = only(run(transport, "", "_out_of_reach"))
+    assert how == "gloo"
+    assert why.startswith("rank 0: cannot open memory of process ")
+    assert why.endswith("No such file or directory (rank 1)")
+
+
+@RANKED
+def test_a_backend_that_is_asked_for_is_not_replaced():
+    with fresh(2) as run, pytest.raises(RankError) as caught:
+        run(transport, "all_gather=shm", "_no_compiler")
+    for error in caught.value.errors.values():
+        assert isinstance(error, ShardingError)
+        assert str(error).startswith("SHARDLIB_OPS asks for all_gather=shm, which cannot run here:")
+        assert error.offenders == ("rank 1: no C++ compiler",)
+
+
+def one_op_on_torch() -> tuple[list[str], list[float]]:
+    os.environ["SHARDLIB_OPS"] = "all_gather=torch"
+    group = group_of(2)
+    choices = [str(op.choose(8, True, torch.float32, "sum", group.transport, 2)) for op in (all_gather, all_reduce)]
+    return choices, gathered(group)
+
+
+@RANKED
+def test_one_op_on_torch():
+    with fresh(2) as run:
+        choices, values = only(run(one_op_on_torch))
+    assert choices[0].startswith("torch/exchange: a small message")
+    assert choices[1].startswith("shm/one_step: ")
+    assert values == [0.0, 1.0]
+
+
+def own_setting(settings: list[str]) -> str:
+    os.environ["SHARDLIB_OPS"] = settings[dist.get_rank()]
+    try:
+        group_of(len(settings))
+    except ShardingError as error:
+        return str(error)
+    return ""
+
+
+@RANKED
+def test_ranks_with_different_settings_are_named():
+    with fresh(3) as run:
+        assert only(run(own_setting, ["torch", "all_gather=shm", "torch"])) == (
+            "the ranks would run their collectives in different ways:\n"
+            "  * ranks 0 and 2: SHARDLIB_OPS='torch'\n"
+            "  * rank 1: SHARDLIB_OPS='all_gather=shm'\n"
+            "Rule: SHARDLIB_OPS is the same on every rank\n"
+            "Remedy: set it where all ranks are started, or on none"
+        )
+
+
+@RANKED
+def test_a_setting_that_cannot_be_read_is_refused_on_every_rank():
+    with fresh(2) as run:
+        assert only(run(own_setting, ["all_gather=gloo"] * 2)).startswith("cannot read SHARDLIB_OPS='all_gather=gloo'")
+
+
+def test_the_same_settings_pass():
+    check_same({0: "torch", 1: "torch"})
+
+
+def some_machines() -> list[tuple[tuple[int, ...], str, list[float]]]:
+    """Ranks 2 and 3 are elsewhere: groups within a machine share memory, those between machines do not."""
+    if dist.get_rank() >= 2:
+        _segment.machine = lambda: "elsewhere"
+    mesh = Mesh(data=2, tensor=2)
+    groups = [group_for(mesh, (mesh.axis(name),)) for name in ("data", "tensor")]
+    return [(group.ranks, group.transport, gathered(group)) for group in groups]
+
+
+@RANKED
+def test_each_group_decides_for_itself():
+    with fresh(4) as run:
+        for rank, (data, tensor) in enumerate(run(some_machines)):
+            across, within = (rank % 2, rank % 2 + 2), (rank // 2 * 2, rank // 2 * 2 + 1)
+            assert data == (across, "gloo", [float(r) for r in across])
+            assert tensor == (within, "shm", [float(r) for r in within])
+
+
+# Ranks that die or come late.
+
+
+def die(victim: int, mib: int) -> None:
+    group = group_of(dist.get_world_size())
+    assert group.transport == "shm"
+    x = torch.ones(mib << 18)
+    all_reduce.start(x, group).finish()
+    handle = all_reduce.start(x, group)
+    if dist.get_rank() == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    try:
+        handle.finish()
+        all_reduce.start(x, group).finish()
+    except CollectiveError as error:
+        raise CollectiveError(f"{error}|{time.monotonic() - begin}") from error
+
+
+@RANKED
+@pytest.mark.parametrize("mib", [1, 40])
+def test_a_killed_peer_is_named_at_once(mib):
+    victim, begin = 1, time.monotonic()
+    with fresh(3) as run, pytest.raises(RankError) as caught:
+        run(die, victim, mib)
+    errors = caught.value.errors
+    assert errors.pop(victim) == f"died with exit code {-signal.SIGKILL}"
+    assert sorted(errors) == [0, 2]
+    for error in errors.values():
+        assert isinstance(error, CollectiveError)
+        text, seconds = str(error).split("|")
+        assert "rank 1" in text
+        assert text in ("rank 1 is dead: its process is gone", *(f"rank {r} gave up waiting for rank 1" for r in (0, 2)))
+        assert float(seconds) < 2.0
+    assert time.monotonic() - begin < 30
+
+
+def die_elsewhere() -> None:
+    """Rank 1 dies; ranks 2 and 3 have no collective with it, but wait for those that have."""
+    mesh = Mesh(data=2, tensor=2)
+    data, tensor = (group_for(mesh, (mesh.axis(name),)) for name in ("data", "tensor"))
+    gathered(data)
+    rank = dist.get_rank()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0:
+        gathered(tensor)
+    if rank == 2:
+        gathered(data)
+    if rank == 3:
+        gathered(tensor)
+
+
+@RANKED
+def test_those_who_wait_for_the_waiting_name_the_dead():
+    with fresh(4) as run, pytest.raises(RankError) as caught:
+        run(die_elsewhere)
+    errors = {rank: str(error) for rank, error in caught.value.errors.items() if rank != 1}
+    assert errors == {
+        0: "rank 1 is dead: its process is gone",
+        2: "rank 0 gave up waiting for rank 1",
+        3: "rank 2 gave up waiting for rank 1",
+    }
+
+
+def come_late(seconds: float) -> tuple[str, float]:
+    os.environ["SHARDLIB_TIMEOUT"] = "0.5"
+    group = group_of(2)
+    gathered(group)
+    begin = time.monotonic()
+    if dist.get_rank() == 1:
+        time.sleep(seconds)
+    try:
+        return str(gathered(group)), 0.0
+    except CollectiveError as error:
+        return str(error), time.monotonic() - begin
+
+
+@RANKED
+def test_a_late_peer_is_named():
+    with fresh(2) as run:
+        waited, _ = run(come_late, 1.5)
+    assert waited[0] == "rank 1 did not come to a collective of ranks 0 and 1 within 0.5 s"
+    assert 0.5 <= waited[1] < 1.4
+
+
+@RANKED
+def test_a_peer_that_is_not_too_late_is_waited_for():
+    with fresh(2) as run:
+        assert [text for text, _ in run(come_late, 0.3)] == ["[0.0, 1.0]"] * 2
+
+
+# What becomes of the memory.
+
+
+def again(port: int) -> list[Any]:
+    """Collectives in two worlds, one after the other; what is left of the first."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    old = group_of(n)
+    assert gathered(old) == [0.0, 1.0]
+    used = mappings()
+    dist.destroy_process_group()
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=n, timeout=timedelta(seconds=60))
+    new = group_of(n)
+    assert new is not old
+    assert gathered(new, 5.0 + rank) == [5.0, 6.0]
+    with pytest.raises(CollectiveError, match="was destroyed"):
+        gathered(old)
+    return [new.transport, mappings() == used, len(_groups._sessions)]
+
+
+def mappings() -> tuple[int, int]:
+    """Shared segments that this process maps, and the files that it holds open for them."""
+    maps = Path("/proc/self/maps").read_text().count("memfd:shardlib")
+    links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return maps, sum("memfd:shardlib" in link for link in links)
+
+
+@RANKED
+def test_a_second_world_in_one_process():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with fresh(2) as run:
+        assert only(run(again, store.port)) == ["shm", True, 1]
+
+
+def symmetric(limited: bool) -> Any:
+    group = group_of(2)
+    rank = dist.get_rank()
+    if limited and rank == 1:
+        _small_files()
+    try:
+        x = symmetric_empty((1 + rank, 1 << 19), torch.float32, group)
+    except ShardingError as error:
+        return str(error), mappings()
+    x.fill_(rank)
+    out = all_gather.start(x, 0, [1, 2], group).finish()
+    return out.shape, out.sum(1).tolist(), x.is_contiguous()
+
+
+@RANKED
+def test_symmetric_tensors_of_different_shapes():
+    with fresh(2) as run:
+        assert only(run(symmetric, False)) == (torch.Size([3, 1 << 19]), [0.0, 524288.0, 524288.0], True)
+
+
+@RANKED
+def test_symmetric_tensors_that_do_not_fit_are_refused_everywhere():
+    with fresh(2) as run:
+        for rank, (text, left) in enumerate(run(symmetric, True)):
+            shape = f"({1 + rank}, {1 << 19})"
+            assert text.startswith(f"no shared tensor of shape {shape}, torch.float32:\n  * rank 1: cannot reserve 4 MiB")
+            assert left == (2, 2)
+
+
+def test_symmetric_tensors_of_groups_without_shared_memory_are_plain():
+    alone = GroupHandle((0,), None, 0, "none")
+    assert symmetric_empty((2, 3), torch.int16, alone).shape == (2, 3)
+
+
+def test_a_segment_is_reserved_and_zero_and_its_own():
+    segment = Segment.make(1 << 16)
+    try:
+        stat = os.fstat(segment.fd)
+        assert stat.st_blocks * 512 >= 1 << 16
+        assert not any(segment.memory[_segment.PAGE :])
+        with pytest.raises(SegmentError, match="is another one than was meant"):
+            Segment.open(Address(segment.address.machine, os.getpid(), segment.fd, 1 << 16, "0" * 32))
+    finally:
+        segment.close()
+    with pytest.raises(SegmentError, match="cannot open memory of process"):
+        Segment.open(segment.address)
+
+
+# Results.
+
+
+def test_memory_of_results_is_used_again_when_nobody_has_them():
+    shape = (_results.LARGE // 4 + 13,)
+    first = _results.result(shape, torch.float32)
+    at, part = first.data_ptr(), first[5:]
+    del first
+    second = _results.result(shape, torch.float32)
+    assert second.data_ptr() != at  # `part` still shows it
+    del part
+    assert _results.result(shape, torch.float32).data_ptr() == at
+    second.fill_(1)
+
+
+def test_kept_memory_is_bounded(monkeypatch):
+    monkeypatch.setattr(_results, "KEPT", 3 << 20)
+    held = [_results.result((1 << 20,), torch.uint8) for _ in range(8)]
+    del held
+    assert sum(map(len, _results._free.values())) <= 3 << 20
+
+
+# Layouts.
+
+
+@pytest.mark.parametrize(
+    ("x", "run", "dims"),
+    [
+        (torch.empty(2, 3, 4), 96, []),
+        (torch.empty(()), 4, []),
+        (torch.empty(2, 3, 4)[:, :2], 32, [(2, 48)]),
+        (torch.empty(2, 3, 4)[..., :2], 8, [(6, 16)]),
+        (torch.empty(2, 3, 4).transpose(0, 2), 4, [(4, 4), (3, 16), (2, 48)]),
+        (torch.empty(1, 3).expand(5, 3), 12, [(5, 0)]),
+        (torch.empty(5, 1, 8)[::2], 32, [(3, 64)]),
+        (torch.empty(4)[::2], 4, [(2, 8)]),
+    ],
+)
+def test_rows_of_memory(x, run, dims):
+    assert Like.of(x).rows() == (run, dims)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 0, 3), (2, 3, 4)])
+def test_dense_strides(shape):
+    assert dense(shape).stride == torch.empty(shape).stride()
+
+
