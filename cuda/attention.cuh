@@ -26,16 +26,20 @@ struct Sight {
   }
   __host__ __device__ __forceinline__ int end(int i) const {
     int last = keys;
-    if (causal) last = i + shift + 1;
-    else if (window > 0) last = i + shift + window;
+    if (causal)
+      last = i + shift + 1;
+    else if (window > 0)
+      last = i + shift + window;
     last = last < keys ? last : keys;
     return last > 0 ? last : 0;
   }
   // Key j is seen by the queries [first_query(j), last_query(j)).
   __host__ __device__ __forceinline__ int first_query(int j) const {
     int first = 0;
-    if (causal) first = j - shift;
-    else if (window > 0) first = j - shift - window + 1;
+    if (causal)
+      first = j - shift;
+    else if (window > 0)
+      first = j - shift - window + 1;
     return first > 0 ? first : 0;
   }
   __host__ __device__ __forceinline__ int last_query(int j) const {
@@ -57,11 +61,11 @@ struct Extras {
   const float* alibi;
   const int64_t* key;
   int64_t mask_strides[4], bias_strides[4];
-  int64_t first_row;        // the dropout row of batch 0, head 0, query 0 of this part
+  int64_t first_row;                          // the dropout row of batch 0, head 0, query 0 of this part
   int64_t batch_rows, head_rows, row_blocks;  // dropout rows per batch and head; Philox blocks per row
   int64_t k_offset;
   float scale_log2, keep_scale;  // scale * log2(e); 1 / (1 - dropout)
-  uint32_t threshold;       // a probability is kept when its 32 bits reach this
+  uint32_t threshold;            // a probability is kept when its 32 bits reach this
   int bias_dtype;
 };
 
@@ -89,7 +93,8 @@ __device__ __forceinline__ RowExtras row_extras(const Extras& e, int b, int h, i
 
 // The logit of a product of query and key, in units of log 2; minus infinity where the query does not see the key.
 // (i, j) must lie inside the tensors; `distance` is i + shift - j.
-__device__ __forceinline__ float extra_logit(const Extras& e, const RowExtras& row, float product, int j, int distance) {
+__device__ __forceinline__ float extra_logit(const Extras& e, const RowExtras& row, float product, int j,
+                                             int distance) {
   float logit = product * e.scale_log2;
   if (e.bias) logit += load_bias(e.bias, e.bias_dtype, row.bias + j * e.bias_strides[3]) * kLog2E;
   logit -= row.slope_log2 * fabsf(float(distance));
@@ -113,15 +118,17 @@ __device__ __forceinline__ bool kept(const Extras& e, const RowExtras& row, Phil
   return philox_word(philox(key, uint64_t(row.dropout_row + (position >> 2))), unsigned(position & 3)) >= e.threshold;
 }
 
-// --- host -------------------------------------------------------------------------------------------------------------
+// --- host ----------------------------------------------------------------------------------------------------------
+
+// Positions are 32-bit: sequences stay below kFar, and whoever is further apart than twice that is simply far apart.
+constexpr int64_t kFar = int64_t(1) << 28;
 
 inline Sight make_sight(const AttentionArgs& a) {
-  const int64_t far = int64_t(1) << 30;
   const int64_t shift = a.q_offset - a.k_offset;
   Sight sight;
   sight.queries = int(a.queries), sight.keys = int(a.keys);
-  sight.shift = int(shift < -far ? -far : shift > far ? far : shift);
-  sight.window = int(a.window > far / 2 ? 0 : a.window);  // wider than any sequence
+  sight.shift = int(shift < -2 * kFar ? -2 * kFar : shift > 2 * kFar ? 2 * kFar : shift);
+  sight.window = a.window >= 4 * kFar ? 0 : int(a.window);  // wider than everything
   sight.causal = a.causal != 0;
   return sight;
 }
@@ -148,23 +155,29 @@ inline Extras make_extras(const AttentionArgs& a) {
 
 // 0, or an error that names the argument that no attention kernel here takes.
 inline int check_attention(const AttentionArgs& a) {
-  const long long far = 1ll << 30;
-  if (a.dtype != SHARDLIB_BF16 && a.dtype != SHARDLIB_FP16) return fail(1, "attention: q, k and v must be bf16 or fp16");
+  if (a.dtype != SHARDLIB_BF16 && a.dtype != SHARDLIB_FP16)
+    return fail(1, "attention: q, k and v must be bf16 or fp16");
   if (a.kv_heads < 1 || a.heads % a.kv_heads)
-    return fail(1, "attention: %lld query heads do not divide into %lld key heads", (long long)a.heads, (long long)a.kv_heads);
+    return fail(1, "attention: %lld query heads do not divide into %lld key heads", (long long)a.heads,
+                (long long)a.kv_heads);
   if (a.head_dim < 8 || a.head_dim > 256 || a.head_dim % 8)
     return fail(1, "attention: head dim %lld; the kernels take multiples of 8 up to 256", (long long)a.head_dim);
-  if (a.queries >= far || a.keys >= far) return fail(1, "attention: a sequence of 2^30 or more");
+  if (a.queries >= kFar || a.keys >= kFar) return fail(1, "attention: a sequence of 2^28 or more");
   if (a.window < 0) return fail(1, "attention: window %lld is negative", (long long)a.window);
-  if (a.alibi && (a.q_offset - a.k_offset >= far || a.k_offset - a.q_offset >= far))
-    return fail(1, "attention: ALiBi over a distance of 2^30 or more");
+  const int64_t shift = a.q_offset - a.k_offset;
+  if ((a.alibi || a.window >= kFar) && (shift > 2 * kFar || shift < -2 * kFar))
+    return fail(1, "attention: ALiBi or a window of 2^28 over a distance of more than 2^29");
   if (!(a.dropout >= 0 && a.dropout < 1)) return fail(1, "attention: dropout %g is not in [0, 1)", a.dropout);
   if (a.dropout > 0 && !a.key) return fail(1, "attention: dropout without a key");
-  const struct { const char* name; const void* base; const int64_t* strides; const int64_t sizes[3]; } tensors[] = {
-      {"q", a.q, a.q_strides, {a.batch, a.heads, a.queries}},
-      {"k", a.k, a.k_strides, {a.batch, a.kv_heads, a.keys}},
-      {"v", a.v, a.v_strides, {a.batch, a.kv_heads, a.keys}},
-      {"o", a.o, a.o_strides, {a.batch, a.heads, a.queries}}};
+  const struct {
+    const char* name;
+    const void* base;
+    const int64_t* strides;
+    const int64_t sizes[3];
+  } tensors[] = {{"q", a.q, a.q_strides, {a.batch, a.heads, a.queries}},
+                 {"k", a.k, a.k_strides, {a.batch, a.kv_heads, a.keys}},
+                 {"v", a.v, a.v_strides, {a.batch, a.kv_heads, a.keys}},
+                 {"o", a.o, a.o_strides, {a.batch, a.heads, a.queries}}};
   for (const auto& t : tensors)
     for (int d = 0; d < 3; ++d)
       if (reinterpret_cast<uintptr_t>(t.base) % 16 || (t.sizes[d] > 1 && t.strides[d] % 8))

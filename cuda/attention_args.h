@@ -15,15 +15,15 @@ struct AttentionArgs {
   const void *q, *k, *v;
   void* o;
   float* lse;
-  const uint8_t* mask;   // bool, null: none
-  const void* bias;      // null: none
-  const float* alibi;    // [H], null: none
-  const int64_t* key;    // (seed, counter) of dropout, null: none
+  const uint8_t* mask;  // bool, null: none
+  const void* bias;     // null: none
+  const float* alibi;   // [H], null: none
+  const int64_t* key;   // (seed, counter) of dropout, null: none
   int64_t q_strides[3], k_strides[3], v_strides[3], o_strides[3], lse_strides[3];  // batch, head, row
-  int64_t mask_strides[4], bias_strides[4];                                       // batch, head, row, column; 0: broadcast
+  int64_t mask_strides[4], bias_strides[4];  // batch, head, row, column; 0: broadcast
   int64_t batch, heads, kv_heads, queries, keys, head_dim;
-  int64_t q_offset, k_offset, window;                                             // window 0: none
-  int64_t first_batch, first_head, global_heads, global_queries, global_keys;     // this part's place, for dropout
+  int64_t q_offset, k_offset, window;                                          // window 0: none
+  int64_t first_batch, first_head, global_heads, global_queries, global_keys;  // this part's place, for dropout
   double scale, dropout;
   int32_t dtype, bias_dtype, causal;
 };
@@ -32,14 +32,14 @@ struct AttentionArgs {
 struct AttentionBackwardArgs {
   AttentionArgs forward;
   const void* grad_o;
-  const float* grad_lse;   // null: zero
-  float* delta;            // [B, H, S] dense: rowsum(grad_o * o) - grad_lse, written by shardlib_attention_delta
-  void *dq, *dk, *dv;      // of q's type
-  float* dbias;            // null: not wanted; otherwise zeros on entry, added to with dbias_strides
-  float* workspace;        // as many bytes as the kernel's shardlib_..._workspace(args) says, zeros on entry
+  const float* grad_lse;  // null: zero
+  float* delta;           // [B, H, S] dense: rowsum(grad_o * o) - grad_lse, written by shardlib_attention_delta
+  void *dq, *dk, *dv;     // of q's type
+  float* dbias;           // null: not wanted; otherwise zeros on entry, added to with dbias_strides
+  float* workspace;       // as many bytes as the kernel's shardlib_..._workspace(args) says, zeros on entry
   int64_t grad_o_strides[3], grad_lse_strides[3], dq_strides[3], dk_strides[3], dv_strides[3];
   int64_t dbias_strides[4];
-  int32_t repeatable;      // 1: dq adds up in a fixed order, the same bits every time (slower)
+  int32_t repeatable;  // 1: dq adds up in a fixed order, the same bits every time (slower)
 };
 
 }  // extern "C"

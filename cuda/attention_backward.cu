@@ -7,9 +7,11 @@
 // with dk and dv in registers, and one warp for each adds its dq to float sums in global memory. A small kernel then
 // makes dq of the sums. With `repeatable`, CTAs add to a sum in the order of their keys.
 //
-// Shapes of a CTA: k, v [Keys, D]; q, grad_o [Queries, D] per stage; scores [Keys, Queries]. D is the head dim rounded up
-// to 64, 128 or 256: TMA reads zeros beyond the tensors' last column.
+// Shapes of a CTA: k, v [Keys, D]; q, grad_o [Queries, D] per stage; scores [Keys, Queries]. D is the head dim rounded
+// up to 64, 128 or 256: TMA reads zeros beyond the tensors' last column.
 #include "attention_backward.cuh"
+#include "attention_backward_dq.cuh"
+#include "attention_backward_scores.cuh"
 
 namespace shardlib {
 namespace {
@@ -17,83 +19,7 @@ namespace {
 // Named barriers: both warpgroups have written their scores; both are done with k and v; a warpgroup's own.
 constexpr unsigned kScores = 1, kDone = 2, kOutput = 3;
 
-// --- producers --------------------------------------------------------------------------------------------------------
-
-template <class C>
-__device__ __forceinline__ void load_panels(unsigned char* to, const TensorMap* map, Barrier* full, int panel_bytes, int row, int head,
-                                            int batch) {
-#pragma unroll
-  for (int panel = 0; panel < C::Panels; ++panel) tma_load(to + panel * panel_bytes, map, full, panel * 64, row, head, batch);
-}
-
-// One thread: k and v once, then q and grad_o of every tile.
-template <class C> __device__ __forceinline__ void load_tiles(const Params& p, const Shared<C>& s, const Work& work) {
-  if (work.first == work.last) return;
-  barrier_arrive_expect(s.k_full, C::KeyBytes);
-  load_panels<C>(s.k, &p.k, s.k_full, C::KeyPanel, work.key, work.kv_head, work.batch);
-  barrier_arrive_expect(s.v_full, C::KeyBytes);
-  load_panels<C>(s.v, &p.v, s.v_full, C::KeyPanel, work.key, work.kv_head, work.batch);
-  Ring<C::Stages> ring;
-  each_tile(p, work, [&](int head, int tile) {
-    Barrier *q_full = s.q_full + ring.stage, *grad_full = s.grad_full + ring.stage;
-    barrier_wait(s.q_empty + ring.stage, ring.phase ^ 1);
-    barrier_arrive_expect(q_full, C::QueryBytes);
-    load_panels<C>(s.q + ring.stage * C::QueryBytes, &p.q, q_full, C::QueryPanel, tile * C::Queries, head, work.batch);
-    barrier_wait(s.grad_empty + ring.stage, ring.phase ^ 1);
-    barrier_arrive_expect(grad_full, C::QueryBytes);
-    load_panels<C>(s.grad_o + ring.stage * C::QueryBytes, &p.grad_o, grad_full, C::QueryPanel, tile * C::Queries, head, work.batch);
-    ring.next();
-  });
-}
-
-// One warp: log-sum-exp and delta of every tile's rows. A row that sees nothing, or is none, gets the log-sum-exp that
-// makes its probabilities zero.
-template <class C> __device__ __forceinline__ void load_rows(const Params& p, const Shared<C>& s, const Work& work) {
-  const int lane = int(lane_index());
-  Ring<C::Stages> ring;
-  each_tile(p, work, [&](int head, int tile) {
-    const float* lse = p.lse + work.batch * p.lse_strides[0] + head * p.lse_strides[1];
-    const float* delta = p.delta + (int64_t(work.batch) * p.heads + head) * p.sight.queries;
-    float* rows = s.rows + ring.stage * C::Queries * 2;
-    barrier_wait(s.q_empty + ring.stage, ring.phase ^ 1);
-#pragma unroll
-    for (int i = lane; i < C::Queries; i += 32) {
-      const int row = tile * C::Queries + i;
-      const float sum = row < p.sight.queries ? lse[row * p.lse_strides[2]] : SHARDLIB_MINUS_INFINITY;
-      const bool nothing = sum == SHARDLIB_MINUS_INFINITY;
-      rows[i] = nothing ? -SHARDLIB_MINUS_INFINITY : sum * kLog2E;
-      rows[C::Queries + i] = nothing ? 0.0f : delta[row];
-    }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(s.q_full + ring.stage);
-    ring.next();
-  });
-}
-
-// One thread per warpgroup: adds its part of dq to the sums.
-template <class C> __device__ __forceinline__ void add_dq(const Params& p, const Shared<C>& s, const Work& work, int group) {
-  unsigned phase = 0;
-  each_tile(p, work, [&](int head, int tile) {
-    const int64_t run = ((int64_t(work.batch) * p.heads + head) * p.query_tiles + tile) * C::Groups + group;
-    barrier_wait(s.dq_full + group, phase);
-    if (p.turns) {
-      const uint32_t before = uint32_t(work.tile - p.sight.begin(tile * C::Queries) / C::Keys);  // CTAs with earlier keys
-      while (load_acquire_device(p.turns + run) != before) pause_ns(64);
-    }
-    bulk_reduce_add(p.dq_sum + run * C::DqFloats, s.dq + group * C::DqFloats, C::DqBytes);
-    bulk_commit();
-    bulk_wait_read<0>();
-    barrier_arrive(s.dq_empty + group);
-    if (p.turns) {
-      bulk_wait<0>();
-      fence_device();
-      add_release_device(p.turns + run, 1u);
-    }
-    phase ^= 1;
-  });
-}
-
-// --- consumers --------------------------------------------------------------------------------------------------------
+// --- consumers -------------------------------------------------------------------------------------------------------
 
 // scores = a b^T over D: a's 64 rows are keys, b's are queries. One commit group.
 template <class T, class C>
@@ -103,16 +29,16 @@ __device__ __forceinline__ void issue_scores(float (&scores)[C::ScoreColumns / 2
 #pragma unroll
   for (int step = 0; step < C::D / 16; ++step) {
     const int inside = step % 4 * 32;
-    wgmma<T, C::ScoreColumns>(scores, a + ((step / 4 * C::KeyPanel + inside) >> 4), b + ((step / 4 * C::QueryPanel + inside) >> 4),
-                              step > 0);
+    wgmma<T, C::ScoreColumns>(scores, a + ((step / 4 * C::KeyPanel + inside) >> 4),
+                              b + ((step / 4 * C::QueryPanel + inside) >> 4), step > 0);
   }
   wgmma_commit();
 }
 
 // sum += scores b over the queries, from registers or, where they are halved, from shared memory. One commit group.
 template <class T, class C>
-__device__ __forceinline__ void issue_sum(float (&sum)[C::Columns / 2], uint32_t (&scores)[C::ScoreColumns / 16][4], uint64_t shared_scores,
-                                          uint64_t b) {
+__device__ __forceinline__ void issue_sum(float (&sum)[C::Columns / 2], uint32_t (&scores)[C::ScoreColumns / 16][4],
+                                          uint64_t shared_scores, uint64_t b) {
   wgmma_keep(sum);
   wgmma_fence();
 #pragma unroll
@@ -128,19 +54,20 @@ __device__ __forceinline__ void issue_sum(float (&sum)[C::Columns / 2], uint32_t
 }
 
 // dq = dS k over the keys. One commit group.
-template <class T, class C> __device__ __forceinline__ void issue_dq(float (&dq)[C::DqColumns / 2], uint64_t ds, uint64_t k) {
+template <class T, class C>
+__device__ __forceinline__ void issue_dq(float (&dq)[C::DqColumns / 2], uint64_t ds, uint64_t k) {
   wgmma_keep(dq);
   wgmma_fence();
 #pragma unroll
-  for (int step = 0; step < C::Keys / 16; ++step)
+  for (int step = 0; step < C::DqKeys / 16; ++step)
     wgmma<T, C::DqColumns, Major::mn, Major::mn>(dq, ds + ((step * 2048) >> 4), k + ((step * 2048) >> 4), step > 0);
   wgmma_commit();
 }
 
 // Writes 64 rows of dk or dv over the rows of k or v that they belong to, and from there to global memory.
 template <class T, class C>
-__device__ __forceinline__ void write_sum(const TensorMap* map, unsigned char* tile, const float (&sum)[C::Columns / 2], const Work& work,
-                                          int group) {
+__device__ __forceinline__ void write_sum(const TensorMap* map, unsigned char* tile, const float (&sum)[C::Columns / 2],
+                                          const Work& work, int group) {
   const int first_row = C::Halved ? 0 : 64 * group, first_panel = C::Halved ? group * C::Columns / 64 : 0;
   unsigned char* rows = tile + first_panel * C::KeyPanel + first_row * 128;
   uint32_t words[C::Columns / 16][4];
@@ -151,26 +78,33 @@ __device__ __forceinline__ void write_sum(const TensorMap* map, unsigned char* t
   if (threadIdx.x % 128 == 0) {
 #pragma unroll
     for (int panel = 0; panel < C::Columns / 64; ++panel)
-      tma_store(map, rows + panel * C::KeyPanel, (first_panel + panel) * 64, work.key + first_row, work.kv_head, work.batch);
+      tma_store(map, rows + panel * C::KeyPanel, (first_panel + panel) * 64, work.key + first_row, work.kv_head,
+                work.batch);
     bulk_commit();
   }
 }
 
-template <class T, class C> __device__ __forceinline__ void consume(const Params& p, const Shared<C>& s, const Work& work, int group) {
+template <class T, class C>
+__device__ __forceinline__ void consume(const Params& p, const Shared<C>& s, const Work& work, int group) {
   const int thread = int(threadIdx.x) % 128, lane = thread % 32;
   const int key_row = C::Halved ? 0 : 64 * group, query_column = C::Halved ? group * C::ScoreColumns : 0;
   const int key = work.key + key_row + thread / 32 * 16 + lane / 4, column = query_column + lane % 4 * 2;
-  const int dq_column = C::DqByRows ? 0 : group * C::DqColumns, sum_panel = C::Halved ? group * C::Columns / 64 : 0;
-  // Operands: rows of keys and queries as they lie (k-major), and the other way round (mn-major) where they are summed over.
+  const int dq_panel = C::DqByRows || C::DqByKeys ? 0 : group * C::DqColumns / 64,
+            dq_key = C::DqByKeys ? group * C::DqKeys : 0;
+  const int sum_panel = C::Halved ? group * C::Columns / 64 : 0;
+  // Operands: rows of keys and queries as they lie (k-major), and the other way round (mn-major) where they are summed.
   // One descriptor and constants make all others: few registers, whatever is live.
   const uint64_t origin = wgmma_descriptor(s.k, 0, 1024);
-  const auto operand = [origin](int place, int leading) { return origin + uint64_t(place >> 4) + (uint64_t(leading >> 4) << 16); };
+  const auto operand = [origin](int place, int leading) {
+    return origin + uint64_t(place >> 4) + (uint64_t(leading >> 4) << 16);
+  };
   const uint64_t k_rows = operand(key_row * 128, 16), v_rows = operand(C::VAt + key_row * 128, 16);
-  const uint64_t q_rows = operand(C::QAt + query_column * 128, 16), grad_rows = operand(C::GradAt + query_column * 128, 16);
+  const uint64_t q_rows = operand(C::QAt + query_column * 128, 16),
+                 grad_rows = operand(C::GradAt + query_column * 128, 16);
   const uint64_t q_columns = operand(C::QAt + sum_panel * C::QueryPanel, C::QueryPanel);
   const uint64_t grad_columns = operand(C::GradAt + sum_panel * C::QueryPanel, C::QueryPanel);
-  const uint64_t k_columns = operand(dq_column / 64 * C::KeyPanel + dq_column % 64 * 2, C::KeyPanel);
-  const uint64_t ds_columns = operand(C::DsAt + (C::DqByRows ? group * C::KeyPanel : 0), C::KeyPanel);
+  const uint64_t k_columns = operand(dq_panel * C::KeyPanel + dq_key * 128, C::KeyPanel);
+  const uint64_t ds_columns = operand(C::DsAt + (C::DqByRows ? group * C::KeyPanel : 0) + dq_key * 128, C::KeyPanel);
   const uint64_t ds_rows = operand(C::DsAt, 16), p_rows = operand(C::PAt, 16);
 
   float dk[C::Columns / 2], dv[C::Columns / 2];
@@ -178,16 +112,14 @@ template <class T, class C> __device__ __forceinline__ void consume(const Params
   for (int i = 0; i < C::Columns / 2; ++i) dk[i] = 0.0f, dv[i] = 0.0f;
   float scores[C::ScoreColumns / 2];
   Ring<C::Stages> ring;
-  unsigned flip = 0;                                                            // the buffer of scores, and the phase of dq
-  const auto next_scores = [&] {
-    issue_scores<T, C>(scores, k_rows, q_rows + ring.stage * (C::QueryBytes >> 4));
-  };
-  const auto next_dp = [&](float(&dp)[C::ScoreColumns / 2]) {
+  unsigned flip = 0;  // the buffer of scores, and the phase of dq
+  const auto next_scores = [&] { issue_scores<T, C>(scores, k_rows, q_rows + ring.stage * (C::QueryBytes >> 4)); };
+  const auto next_dp = [&](float (&dp)[C::ScoreColumns / 2]) {
     barrier_wait(s.grad_full + ring.stage, ring.phase);
     issue_scores<T, C>(dp, v_rows, grad_rows + ring.stage * (C::QueryBytes >> 4));
   };
   int head = work.kv_head * (p.heads / p.kv_heads), tile = work.first;
-  int left = (work.last - work.first) * (p.heads / p.kv_heads);                 // tiles
+  int left = (work.last - work.first) * (p.heads / p.kv_heads);
   if (left > 0) {
     barrier_wait(s.k_full, 0);
     barrier_wait(s.v_full, 0);
@@ -201,7 +133,8 @@ template <class T, class C> __device__ __forceinline__ void consume(const Params
 
 #pragma unroll 1
   for (; left > 0; --left) {
-    const int stage = ring.stage * (C::QueryBytes >> 4), buffer = int(flip) * C::ScoreBytes, query = tile * C::Queries + column;
+    const int stage = ring.stage * (C::QueryBytes >> 4), buffer = int(flip) * C::ScoreBytes,
+              query = tile * C::Queries + column;
     const float* rows = s.rows + ring.stage * C::Queries * 2 + column;
     // A shuffle that changes nothing: what follows from the key shall not stay in registers from tile to tile.
     const int my_key = C::General ? __shfl_sync(kFullMask, key, lane) : key;
@@ -223,19 +156,10 @@ template <class T, class C> __device__ __forceinline__ void consume(const Params
     } else if (!p.sight.whole(tile * C::Queries, C::Queries, work.key, C::Keys)) {
       hide(scores, p.sight, key, query);
     }
-#pragma unroll
-    for (int i = 0; i < C::ScoreColumns / 8; ++i) {
-      const float2 lse = *reinterpret_cast<const float2*>(rows + 8 * i);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float& score = scores[4 * i + e];
-        score = exp2_approx(fmaf(score, p.scale_log2, -(e % 2 ? lse.y : lse.x)));
-      }
-    }
+    exponentiate(scores, rows, p.scale_log2);
     if constexpr (C::General) {
       float dropped[C::ScoreColumns / 2];
-#pragma unroll
-      for (int i = 0; i < C::ScoreColumns / 2; ++i) dropped[i] = kept >> i & 1 ? scores[i] * p.extras.keep_scale : 0.0f;
+      drop(dropped, scores, kept, p.extras.keep_scale);
       pack_tile<T>(probabilities, dropped);
     } else {
       pack_tile<T>(probabilities, scores);
@@ -251,16 +175,8 @@ template <class T, class C> __device__ __forceinline__ void consume(const Params
     }
     wgmma_wait<C::EarlyDv && !C::General ? 1 : 0>();
     wgmma_keep(dp);
-#pragma unroll
-    for (int i = 0; i < C::ScoreColumns / 8; ++i) {
-      const float2 delta = *reinterpret_cast<const float2*>(rows + C::Queries + 8 * i);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float value = dp[4 * i + e];
-        if constexpr (C::General) value = kept >> (4 * i + e) & 1 ? value * p.extras.keep_scale : 0.0f;
-        dp[4 * i + e] = scores[4 * i + e] * (value - (e % 2 ? delta.y : delta.x));
-      }
-    }
+    if constexpr (C::General) drop(dp, dp, kept, p.extras.keep_scale);
+    differentiate(dp, scores, rows + C::Queries);
     if constexpr (C::General)
       if (p.dbias) add_bias_gradient(dp, p, work.batch, head, my_key, query);
     pack_tile<T>(gradients, dp);
@@ -295,7 +211,8 @@ template <class T, class C> __device__ __forceinline__ void consume(const Params
     barrier_wait(s.dq_empty + group, flip ^ 1);
     float4* sums = reinterpret_cast<float4*>(s.dq + group * C::DqFloats) + thread;
 #pragma unroll
-    for (int i = 0; i < C::DqColumns / 8; ++i) sums[128 * i] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+    for (int i = 0; i < C::DqColumns / 8; ++i)
+      sums[128 * i] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
     fence_async_shared();
     barrier_arrive(s.dq_full + group);
 
@@ -315,7 +232,7 @@ template <class T, class C> __device__ __forceinline__ void consume(const Params
   if (thread == 0) bulk_wait_read<0>();
 }
 
-// --- kernels ----------------------------------------------------------------------------------------------------------
+// --- kernels ---------------------------------------------------------------------------------------------------------
 
 template <class T, int D, bool General>
 __global__ void __launch_bounds__(Config<D, General>::Threads, 1) backward(const __grid_constant__ Params p) {
@@ -328,7 +245,8 @@ __global__ void __launch_bounds__(Config<D, General>::Threads, 1) backward(const
       barrier_init(s.q_full + stage, 2), barrier_init(s.grad_full + stage, 1);  // q: its copies, and the rows' numbers
       barrier_init(s.q_empty + stage, 4 * C::Groups), barrier_init(s.grad_empty + stage, 4 * C::Groups);
     }
-    for (int group = 0; group < C::Groups; ++group) barrier_init(s.dq_full + group, 128), barrier_init(s.dq_empty + group, 1);
+    for (int group = 0; group < C::Groups; ++group)
+      barrier_init(s.dq_full + group, 128), barrier_init(s.dq_empty + group, 1);
     barrier_init_fence();
   }
   __syncthreads();
@@ -348,47 +266,24 @@ __global__ void __launch_bounds__(Config<D, General>::Threads, 1) backward(const
   }
 }
 
-struct DqParams {
-  const float* dq_sum;
-  void* dq;
-  int64_t strides[3];
-  int heads, queries, query_tiles, head_dim;
-  float scale;
-};
-
-// dq = scale * dq_sum; a CTA has one tile's sums of one warpgroup, a thread the registers of the thread that made them.
-template <class T, int D, bool General> __global__ void __launch_bounds__(128) convert_dq(const __grid_constant__ DqParams p) {
-  using C = Config<D, General>;
-  const int run = int(blockIdx.x), group = run % C::Groups, tile = run / C::Groups % p.query_tiles, head = run / C::Groups / p.query_tiles;
-  const int thread = int(threadIdx.x), lane = thread % 32;
-  const int row = tile * C::Queries + (C::DqByRows ? 64 * group : 0) + thread / 32 * 16 + lane / 4;
-  const int column = (C::DqByRows ? 0 : group * C::DqColumns) + lane % 4 * 2;
-  const float4* sums = reinterpret_cast<const float4*>(p.dq_sum + int64_t(run) * C::DqFloats) + thread;
-  T* out = static_cast<T*>(p.dq) + head / p.heads * p.strides[0] + head % p.heads * p.strides[1];
-#pragma unroll
-  for (int i = 0; i < C::DqColumns / 8; ++i) {
-    const float4 sum = sums[128 * i];
-    if (column + 8 * i >= p.head_dim) continue;
-    T* place = out + row * p.strides[2] + column + 8 * i;
-    if (row < p.queries) *reinterpret_cast<uint32_t*>(place) = pack<T>(sum.x * p.scale, sum.y * p.scale);
-    if (row + 8 < p.queries) *reinterpret_cast<uint32_t*>(place + 8 * p.strides[2]) = pack<T>(sum.z * p.scale, sum.w * p.scale);
-  }
-}
-
-// --- entry ------------------------------------------------------------------------------------------------------------
+// --- entry -----------------------------------------------------------------------------------------------------------
 
 // A map of [batch, heads, rows, D] with boxes of 64 columns.
-int map_tiles(TensorMap& map, const AttentionArgs& a, const void* base, const int64_t* strides, int64_t heads, int64_t rows, int box_rows) {
+int map_tiles(TensorMap& map, const AttentionArgs& a, const void* base, const int64_t* strides, int64_t heads,
+              int64_t rows, int box_rows) {
   const uint64_t sizes[4] = {uint64_t(a.head_dim), uint64_t(rows), uint64_t(heads), uint64_t(a.batch)};
   uint64_t bytes[3];
   for (int d = 0; d < 3; ++d) bytes[d] = sizes[d + 1] > 1 ? uint64_t(strides[2 - d]) * 2 : 16;  // of one: never stepped
   const uint32_t box[4] = {64, uint32_t(box_rows), 1, 1};
-  return make_tensor_map(map, a.dtype == SHARDLIB_BF16 ? TileType::bf16 : TileType::fp16, 4, base, sizes, bytes, box, Swizzle::b128);
+  return make_tensor_map(map, a.dtype == SHARDLIB_BF16 ? TileType::bf16 : TileType::fp16, 4, base, sizes, bytes, box,
+                         Swizzle::b128);
 }
 
 int64_t tiles_of(int64_t rows, int64_t size) { return (rows + size - 1) / size; }
 
-template <class C> int64_t dq_runs(const AttentionArgs& a) { return a.batch * a.heads * tiles_of(a.queries, C::Queries) * C::Groups; }
+template <class C> int64_t dq_runs(const AttentionArgs& a) {
+  return a.batch * a.heads * tiles_of(a.queries, C::Queries) * C::DqRuns;
+}
 
 struct Bytes {
   const AttentionBackwardArgs& args;
@@ -405,7 +300,8 @@ struct Launch {
   template <class T, int D, bool General> int run() const {
     using C = Config<D, General>;
     const AttentionArgs& a = args.forward;
-    const int64_t runs = dq_runs<C>(a), key_tiles = tiles_of(a.keys, C::Keys), blocks = key_tiles * a.batch * a.kv_heads;
+    const int64_t runs = dq_runs<C>(a), key_tiles = tiles_of(a.keys, C::Keys),
+                  blocks = key_tiles * a.batch * a.kv_heads;
     if (runs >= int64_t(1) << 31 || blocks >= int64_t(1) << 31) return fail(1, "attention: more than 2^31 tiles");
     int code = blocks > 0 ? gradients<T, D, General>(unsigned(blocks)) : 0;
     if (code == 0 && runs > 0) code = queries<T, D, General>(unsigned(runs));
@@ -431,7 +327,8 @@ struct Launch {
     if (code == 0) code = map_tiles(p.dk, a, args.dk, args.dk_strides, a.kv_heads, a.keys, 64);
     if (code == 0) code = map_tiles(p.dv, a, args.dv, args.dv_strides, a.kv_heads, a.keys, 64);
     if (code == 0 && a.queries > 0) code = map_tiles(p.q, a, a.q, a.q_strides, a.heads, a.queries, C::Queries);
-    if (code == 0 && a.queries > 0) code = map_tiles(p.grad_o, a, args.grad_o, args.grad_o_strides, a.heads, a.queries, C::Queries);
+    if (code == 0 && a.queries > 0)
+      code = map_tiles(p.grad_o, a, args.grad_o, args.grad_o_strides, a.heads, a.queries, C::Queries);
     if (code != 0) return code;
     LaunchShape shape;
     shape.grid = dim3(blocks), shape.block = dim3(C::Threads), shape.shared_bytes = C::SharedBytes;
@@ -469,11 +366,15 @@ template <class What> auto choose(const AttentionBackwardArgs& args, const What&
 int check(const AttentionBackwardArgs& args) {
   const AttentionArgs& a = args.forward;
   if (int code = check_attention(a)) return code;
-  const struct { const char* name; const void* base; const int64_t* strides; const int64_t sizes[3]; } tensors[] = {
-      {"grad_o", args.grad_o, args.grad_o_strides, {a.batch, a.heads, a.queries}},
-      {"dq", args.dq, args.dq_strides, {a.batch, a.heads, a.queries}},
-      {"dk", args.dk, args.dk_strides, {a.batch, a.kv_heads, a.keys}},
-      {"dv", args.dv, args.dv_strides, {a.batch, a.kv_heads, a.keys}}};
+  const struct {
+    const char* name;
+    const void* base;
+    const int64_t* strides;
+    const int64_t sizes[3];
+  } tensors[] = {{"grad_o", args.grad_o, args.grad_o_strides, {a.batch, a.heads, a.queries}},
+                 {"dq", args.dq, args.dq_strides, {a.batch, a.heads, a.queries}},
+                 {"dk", args.dk, args.dk_strides, {a.batch, a.kv_heads, a.keys}},
+                 {"dv", args.dv, args.dv_strides, {a.batch, a.kv_heads, a.keys}}};
   for (const auto& t : tensors)
     for (int d = 0; d < 3; ++d)
       if (reinterpret_cast<uintptr_t>(t.base) % 16 || (t.sizes[d] > 1 && t.strides[d] % 8))

@@ -1,17 +1,17 @@
 // What every row's dS is measured against: delta = rowsum(grad_o * o) - grad_lse, before the backward kernels.
 //
-// Shapes: grad_o, o [B, H, S, D]; grad_lse, delta [B, H, S], delta dense. The kernel reads each element once, 16 bytes a
-// thread: the lanes of a row, D / 8 rounded up to a power of two, add up by shuffles.
+// Shapes: grad_o, o [B, H, S, D]; grad_lse, delta [B, H, S], delta dense. The kernel reads each element once, 16 bytes
+// a thread: the lanes of a row, D / 8 rounded up to a power of two, add up by shuffles.
 #include "attention.cuh"
 
 namespace shardlib {
 namespace {
 
-// --- configuration ----------------------------------------------------------------------------------------------------
+// --- configuration ---------------------------------------------------------------------------------------------------
 
 constexpr int kThreads = 256;
 
-// --- arguments --------------------------------------------------------------------------------------------------------
+// --- arguments -------------------------------------------------------------------------------------------------------
 
 struct Params {
   const void *o, *grad_o;
@@ -22,7 +22,7 @@ struct Params {
   int chunks, lanes;  // 16-byte chunks of a row; lanes that share it
 };
 
-// --- kernel -----------------------------------------------------------------------------------------------------------
+// --- kernel ----------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ int64_t place(const int64_t (&strides)[3], int64_t b, int64_t h, int64_t i) {
   return b * strides[0] + h * strides[1] + i * strides[2];
@@ -51,7 +51,7 @@ template <class T> __global__ void __launch_bounds__(kThreads) rows_of_delta(con
 }  // namespace
 }  // namespace shardlib
 
-// --- entry ------------------------------------------------------------------------------------------------------------
+// --- entry -----------------------------------------------------------------------------------------------------------
 
 // Writes args->delta; 0, or an error code with its text in shardlib_last_error().
 extern "C" int shardlib_attention_delta(const AttentionBackwardArgs* args, cudaStream_t stream) {
@@ -75,5 +75,6 @@ extern "C" int shardlib_attention_delta(const AttentionBackwardArgs* args, cudaS
   if (blocks >= int64_t(1) << 31) return fail(1, "attention: %lld rows are too many for one launch", (long long)p.rows);
   LaunchShape shape;
   shape.grid = dim3(unsigned(blocks)), shape.block = dim3(kThreads);
-  return a.dtype == SHARDLIB_BF16 ? launch(shape, stream, rows_of_delta<bf16>, p) : launch(shape, stream, rows_of_delta<fp16>, p);
+  return a.dtype == SHARDLIB_BF16 ? launch(shape, stream, rows_of_delta<bf16>, p)
+                                  : launch(shape, stream, rows_of_delta<fp16>, p);
 }

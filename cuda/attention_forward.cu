@@ -1,18 +1,20 @@
 // Attention forward for sm_90a: o = softmax(scale q k^T + ...) v and the log-sum-exp of every row, bf16 and fp16.
 //
-// The shape is FlashAttention-3's (Shah et al. 2024). One producer warp loads tiles of q, k and v with TMA; two or three
-// consumer warpgroups own 64 queries each and walk the keys from the last to the first. A warpgroup issues the scores of
-// the next keys before the values of the last ones, and the warpgroups take turns at the tensor cores, so that the
-// softmax of one runs under the products of another. CTAs are persistent and take the longest tiles first.
+// The shape is FlashAttention-3's (Shah et al. 2024). One producer warp loads tiles of q, k and v with TMA; two or
+// three consumer warpgroups own 64 queries each and walk the keys from the last to the first. A warpgroup issues the
+// scores of the next keys before the values of the last ones, and the warpgroups take turns at the tensor cores, so
+// that the softmax of one runs under the products of another. CTAs are persistent and take the longest tiles first.
 //
 // Shapes of a CTA: q [Rows, D], k and v [Keys, D] per stage, scores [64, Keys] and o [64, D] in each warpgroup's
 // registers. D is the head dim rounded up to 64, 96, 128 or 256: TMA reads zeros beyond the tensors' last column.
+#include "attention_order.cuh"
+#include "attention_ring.cuh"
 #include "attention_rows.cuh"
 
 namespace shardlib {
 namespace {
 
-// --- configuration ----------------------------------------------------------------------------------------------------
+// --- configuration -------------------------------------------------------------------------------------------------
 
 // Queries and keys per tile. A general kernel looks at every logit by itself, and keeps fewer of them in registers.
 template <int D_, bool General_> struct Config {
@@ -36,7 +38,7 @@ template <int D_, bool General_> struct Config {
 // Named barriers: one per warpgroup for its turn at the tensor cores, one for its output.
 constexpr unsigned kTurn = 1, kOutput = 4;
 
-// --- arguments --------------------------------------------------------------------------------------------------------
+// --- arguments -----------------------------------------------------------------------------------------------------
 
 struct Params {
   TensorMap q, k, v, o;
@@ -45,27 +47,9 @@ struct Params {
   void* o_base;
   float* lse;
   int64_t o_strides[3], lse_strides[3];
-  int batch, heads, kv_heads, head_dim;
-  int row_tiles, tiles;   // tiles of queries per head; of the whole call
-  int section_heads;      // heads whose keys and values stay in L2 together
-  float scale_log2;       // scale * log2(e); 1 in a general kernel, whose logits are scaled one by one
-};
-
-// One tile of work: queries [row, row + Rows) of head `head`.
-struct Work {
-  int batch, head, row;
-};
-
-// A ring of stages in shared memory, tiles of keys or of values: a barrier says that a stage is full, one that it is empty.
-template <class C> struct Ring {
-  unsigned char* tiles;
-  Barrier *full, *empty;
-  int stage = 0;
-  unsigned phase = 0;  // of `full`; the producer waits for the phase of `empty` before it
-
-  __device__ __forceinline__ void next() {
-    if (++stage == C::Stages) stage = 0, phase ^= 1;
-  }
+  WorkOrder order;
+  int kv_group, head_dim;  // query heads per key head
+  float scale_log2;        // scale * log2(e); 1 in a general kernel, whose logits are scaled one by one
 };
 
 // Where things lie in a CTA's shared memory.
@@ -82,24 +66,7 @@ template <class C> struct Shared {
   }
 };
 
-// --- kernel -----------------------------------------------------------------------------------------------------------
-
-// The CTA's turn `round`: every second round goes backwards, so that who had the longest tile gets the shortest next.
-// False when none is left.
-template <class C> __device__ __forceinline__ bool take_work(const Params& p, int round, Work& work) {
-  const int place = round & 1 ? int(gridDim.x - 1 - blockIdx.x) : int(blockIdx.x);
-  const int64_t index = int64_t(round) * gridDim.x + place;
-  if (int64_t(round) * gridDim.x >= p.tiles) return false;
-  work.row = -1;  // a place beyond the last tile, in the last round
-  if (index >= p.tiles) return true;
-  const int per_section = p.section_heads * p.row_tiles, heads = p.batch * p.heads;
-  const int section = int(index) / per_section, rest = int(index) - section * per_section;
-  const int first = section * p.section_heads, many = min(p.section_heads, heads - first);
-  const int head = first + rest % many;
-  work.batch = head / p.heads, work.head = head - work.batch * p.heads;
-  work.row = (p.row_tiles - 1 - rest / many) * C::Rows;  // the last queries see the most keys
-  return true;
-}
+// --- kernel --------------------------------------------------------------------------------------------------------
 
 // The key tiles [first, last) that a tile of queries sees something of.
 template <class C> __device__ __forceinline__ void key_tiles(const Sight& sight, int row, int& first, int& last) {
@@ -108,32 +75,15 @@ template <class C> __device__ __forceinline__ void key_tiles(const Sight& sight,
   last = end > begin ? (end + C::Keys - 1) / C::Keys : first;
 }
 
-template <class C>
-__device__ __forceinline__ void load_panels(unsigned char* to, int panel_bytes, const TensorMap* map, Barrier* full, int row,
-                                            int head, int batch) {
-#pragma unroll
-  for (int panel = 0; panel < C::Panels; ++panel) tma_load(to + panel * panel_bytes, map, full, panel * 64, row, head, batch);
-}
-
-// Fills the next stage of a ring.
-template <class C>
-__device__ __forceinline__ void load_stage(Ring<C>& ring, const TensorMap* map, int tile, int head, int batch) {
-  Barrier* full = &ring.full[ring.stage];
-  barrier_wait(&ring.empty[ring.stage], ring.phase ^ 1);
-  barrier_arrive_expect(full, C::KvBytes);
-  load_panels<C>(ring.tiles + ring.stage * C::KvBytes, C::KvPanel, map, full, tile * C::Keys, head, batch);
-  ring.next();
-}
-
 template <class C> __device__ __forceinline__ void produce(const Params& p, Shared<C> s) {
   unsigned q_phase = 0;
   Work work;
-  for (int round = 0; take_work<C>(p, round, work); ++round) {
+  for (int round = 0; take_work(p.order, C::Rows, round, work); ++round) {
     if (work.row < 0) continue;
     int first, last;
     key_tiles<C>(p.sight, work.row, first, last);
     if (first == last) continue;
-    const int kv_head = work.head / (p.heads / p.kv_heads);
+    const int kv_head = work.head / p.kv_group;
     barrier_wait(s.q_empty, q_phase ^ 1);
     barrier_arrive_expect(s.q_full, C::QBytes);
     load_panels<C>(s.q, C::QPanel, &p.q, s.q_full, work.row, work.head, work.batch);
@@ -145,16 +95,6 @@ template <class C> __device__ __forceinline__ void produce(const Params& p, Shar
     }
     load_stage(s.v, &p.v, first, kv_head, work.batch);
   }
-}
-
-// A consumer's view of a ring: the descriptor of the stage that is full, and its return when its products are complete.
-template <class C> __device__ __forceinline__ uint64_t full_stage(const Ring<C>& ring, uint64_t descriptor) {
-  barrier_wait(&ring.full[ring.stage], ring.phase);
-  return descriptor + ((ring.stage * C::KvBytes) >> 4);
-}
-template <class C> __device__ __forceinline__ void release_stage(Ring<C>& ring) {
-  if (threadIdx.x % 32 == 0) barrier_arrive(&ring.empty[ring.stage]);
-  ring.next();
 }
 
 // The warpgroups issue their products in turn: barrier kTurn + g is group g's, which the group before it arrives at.
@@ -176,14 +116,16 @@ __device__ __forceinline__ void issue_scores(float (&scores)[C::Keys / 2], uint6
 #pragma unroll
   for (int step = 0; step < C::D / 16; ++step) {
     const int inside = step % 4 * 32;
-    wgmma<T, C::Keys>(scores, q + ((step / 4 * C::QPanel + inside) >> 4), k + ((step / 4 * C::KvPanel + inside) >> 4), step > 0);
+    wgmma<T, C::Keys>(scores, q + ((step / 4 * C::QPanel + inside) >> 4), k + ((step / 4 * C::KvPanel + inside) >> 4),
+                      step > 0);
   }
   wgmma_commit();
 }
 
 // o += probabilities v, one commit group.
 template <class T, class C>
-__device__ __forceinline__ void issue_values(float (&o)[C::D / 2], const uint32_t (&probabilities)[C::Keys / 16][4], uint64_t v) {
+__device__ __forceinline__ void issue_values(float (&o)[C::D / 2], const uint32_t (&probabilities)[C::Keys / 16][4],
+                                             uint64_t v) {
   wgmma_keep(o);
   wgmma_fence();
 #pragma unroll
@@ -194,22 +136,24 @@ __device__ __forceinline__ void issue_values(float (&o)[C::D / 2], const uint32_
 
 // Normalises and writes a warpgroup's rows of o, through its rows of q in shared memory, and its lse.
 template <class T, class C>
-__device__ __forceinline__ void write_rows(const Params& p, const Work& work, unsigned char* q_rows, float (&o)[C::D / 2],
-                                           RowState& rows, int group, int row, Barrier* q_empty) {
+__device__ __forceinline__ void write_rows(const Params& p, const Work& work, unsigned char* q_rows,
+                                           float (&o)[C::D / 2], RowState& rows, int group, int row, Barrier* q_empty) {
   const int thread = int(threadIdx.x) % 128, warp = thread / 32, lane = thread % 32;
   finish_rows(rows);
   float* lse = p.lse + work.batch * p.lse_strides[0] + work.head * p.lse_strides[1];
 #pragma unroll
   for (int r = 0; r < 2; ++r)
-    if (lane % 4 == 0 && row + 8 * r < p.sight.queries) lse[(row + 8 * r) * p.lse_strides[2]] = row_lse(rows, r, p.scale_log2);
-  scale_rows(o, make_float2(rows.sum[0] > 0.0f ? 1.0f / rows.sum[0] : 0.0f, rows.sum[1] > 0.0f ? 1.0f / rows.sum[1] : 0.0f));
+    if (lane % 4 == 0 && row + 8 * r < p.sight.queries)
+      lse[(row + 8 * r) * p.lse_strides[2]] = row_lse(rows, r, p.scale_log2);
+  scale_rows(
+      o, make_float2(rows.sum[0] > 0.0f ? 1.0f / rows.sum[0] : 0.0f, rows.sum[1] > 0.0f ? 1.0f / rows.sum[1] : 0.0f));
   // Lane i holds the address of row i % 8 of matrix i / 8: rows 0-7 and 8-15 of 8 columns, then of the next 8.
   const int matrix = lane / 8, my_row = warp * 16 + matrix % 2 * 8 + lane % 8;
 #pragma unroll
   for (int i = 0; i < C::D / 16; ++i) {
     const int chunk = 2 * i % 8 + matrix / 2;
-    const uint32_t words[4] = {pack<T>(o[8 * i], o[8 * i + 1]), pack<T>(o[8 * i + 2], o[8 * i + 3]), pack<T>(o[8 * i + 4], o[8 * i + 5]),
-                               pack<T>(o[8 * i + 6], o[8 * i + 7])};
+    const uint32_t words[4] = {pack<T>(o[8 * i], o[8 * i + 1]), pack<T>(o[8 * i + 2], o[8 * i + 3]),
+                               pack<T>(o[8 * i + 4], o[8 * i + 5]), pack<T>(o[8 * i + 6], o[8 * i + 7])};
     stmatrix_x4(q_rows + i / 4 * C::QPanel + my_row * 128 + ((chunk ^ my_row % 8) * 16), words);
   }
   fence_async_shared();
@@ -225,20 +169,22 @@ __device__ __forceinline__ void write_rows(const Params& p, const Work& work, un
 }
 
 // A tile of queries that see no key at all: o = 0, lse = -inf.
-template <class T, class C> __device__ __forceinline__ void write_nothing(const Params& p, const Work& work, int group) {
+template <class T, class C>
+__device__ __forceinline__ void write_nothing(const Params& p, const Work& work, int group) {
   const int thread = int(threadIdx.x) % 128, chunks = p.head_dim / 8;
   auto* o = static_cast<T*>(p.o_base) + work.batch * p.o_strides[0] + work.head * p.o_strides[1];
   const int row = work.row + 64 * group, rows = min(64, p.sight.queries - row);
   for (int i = thread; i < rows * chunks; i += 128)
     store_16(o + (row + i / chunks) * p.o_strides[2] + i % chunks * 8, make_uint4(0, 0, 0, 0));
   if (thread < rows)
-    p.lse[work.batch * p.lse_strides[0] + work.head * p.lse_strides[1] + (row + thread) * p.lse_strides[2]] = SHARDLIB_MINUS_INFINITY;
+    p.lse[work.batch * p.lse_strides[0] + work.head * p.lse_strides[1] + (row + thread) * p.lse_strides[2]] =
+        SHARDLIB_MINUS_INFINITY;
 }
 
 // A warpgroup's queries from `top` on against the key tiles [first, last). Leaves o to be normalised.
 template <class T, class C>
-__device__ __forceinline__ void attend(const Params& p, Ring<C>& k, Ring<C>& v, const Turn<C>& turn, uint64_t q_tile, int top,
-                                       int row, int first, int last, float (&o)[C::D / 2], RowState& rows) {
+__device__ __forceinline__ void attend(const Params& p, Ring<C>& k, Ring<C>& v, const Turn<C>& turn, uint64_t q_tile,
+                                       int top, int row, int first, int last, float (&o)[C::D / 2], RowState& rows) {
   const uint64_t k_tile = wgmma_descriptor(k.tiles, 16, 1024), v_tile = wgmma_descriptor(v.tiles, C::KvPanel, 1024);
   const int column = int(threadIdx.x) % 4 * 2;
   float scores[C::Keys / 2];
@@ -251,7 +197,8 @@ __device__ __forceinline__ void attend(const Params& p, Ring<C>& k, Ring<C>& v, 
   wgmma_wait<0>();
   wgmma_keep(scores);
   release_stage(k);
-  if (!p.sight.whole(top, 64, (last - 1) * C::Keys, C::Keys)) mask_scores(scores, p.sight, row, (last - 1) * C::Keys + column);
+  if (!p.sight.whole(top, 64, (last - 1) * C::Keys, C::Keys))
+    mask_scores(scores, p.sight, row, (last - 1) * C::Keys + column);
   softmax(scores, rows, p.scale_log2);
   pack_scores<T>(probabilities, scores);
 
@@ -282,9 +229,9 @@ __device__ __forceinline__ void attend(const Params& p, Ring<C>& k, Ring<C>& v, 
 
 // The same with everything that can be added to a logit, and dropout: simpler, and slower.
 template <class T, class C>
-__device__ __forceinline__ void attend_general(const Params& p, Ring<C>& k, Ring<C>& v, const Turn<C>& turn, uint64_t q_tile,
-                                               const RowExtras (&extras)[2], int row, int first, int last, float (&o)[C::D / 2],
-                                               RowState& rows) {
+__device__ __forceinline__ void attend_general(const Params& p, Ring<C>& k, Ring<C>& v, const Turn<C>& turn,
+                                               uint64_t q_tile, const RowExtras (&extras)[2], int row, int first,
+                                               int last, float (&o)[C::D / 2], RowState& rows) {
   const uint64_t k_tile = wgmma_descriptor(k.tiles, 16, 1024), v_tile = wgmma_descriptor(v.tiles, C::KvPanel, 1024);
   const int column = int(threadIdx.x) % 4 * 2;
   float scores[C::Keys / 2];
@@ -316,7 +263,7 @@ template <class T, class C> __device__ __forceinline__ void consume(const Params
   const Turn<C> turn(group);
   unsigned q_phase = 0;
   Work work;
-  for (int round = 0; take_work<C>(p, round, work); ++round) {
+  for (int round = 0; take_work(p.order, C::Rows, round, work); ++round) {
     if (work.row < 0) continue;
     int first, last;
     key_tiles<C>(p.sight, work.row, first, last);
@@ -368,15 +315,17 @@ __global__ void __launch_bounds__(Config<D, General>::Threads, 1) forward(const 
   }
 }
 
-// --- entry ------------------------------------------------------------------------------------------------------------
+// --- entry ---------------------------------------------------------------------------------------------------------
 
 // A map of [batch, heads, rows, D] with boxes of 64 columns.
-int map_tiles(TensorMap& map, const AttentionArgs& a, const void* base, const int64_t* strides, int64_t heads, int64_t rows, int box_rows) {
+int map_tiles(TensorMap& map, const AttentionArgs& a, const void* base, const int64_t* strides, int64_t heads,
+              int64_t rows, int box_rows) {
   const uint64_t sizes[4] = {uint64_t(a.head_dim), uint64_t(rows), uint64_t(heads), uint64_t(a.batch)};
   uint64_t bytes[3];
   for (int d = 0; d < 3; ++d) bytes[d] = sizes[d + 1] > 1 ? uint64_t(strides[2 - d]) * 2 : 16;  // of one: never stepped
   const uint32_t box[4] = {64, uint32_t(box_rows), 1, 1};
-  return make_tensor_map(map, a.dtype == SHARDLIB_BF16 ? TileType::bf16 : TileType::fp16, 4, base, sizes, bytes, box, Swizzle::b128);
+  return make_tensor_map(map, a.dtype == SHARDLIB_BF16 ? TileType::bf16 : TileType::fp16, 4, base, sizes, bytes, box,
+                         Swizzle::b128);
 }
 
 template <class T, int D, bool General> int run(const AttentionArgs& a, cudaStream_t stream) {
@@ -386,22 +335,16 @@ template <class T, int D, bool General> int run(const AttentionArgs& a, cudaStre
   p.extras = make_extras(a);
   p.o_base = a.o, p.lse = a.lse;
   for (int d = 0; d < 3; ++d) p.o_strides[d] = a.o_strides[d], p.lse_strides[d] = a.lse_strides[d];
-  p.batch = int(a.batch), p.heads = int(a.heads), p.kv_heads = int(a.kv_heads), p.head_dim = int(a.head_dim);
+  p.kv_group = int(a.heads / a.kv_heads), p.head_dim = int(a.head_dim);
   p.scale_log2 = General ? 1.0f : p.extras.scale_log2;
-  const int64_t row_tiles = (a.queries + C::Rows - 1) / C::Rows, tiles = row_tiles * a.batch * a.heads;
-  if (tiles >= int64_t(1) << 31) return fail(1, "attention: %lld tiles of queries; at most 2^31", (long long)tiles);
-  p.row_tiles = int(row_tiles), p.tiles = int(tiles);
-  // Heads go through together as long as their keys and values fill at most half of an L2 of 50 MB.
-  const int64_t head_bytes = (a.keys > 0 ? a.keys : 1) * a.head_dim * 4, group = a.heads / a.kv_heads;
-  const int64_t fit = (int64_t(24) << 20) / head_bytes, section = (fit > 1 ? fit : 1) * group, all = a.batch * a.heads;
-  p.section_heads = int(section < all ? section : all);
+  if (int code = make_order(p.order, a, C::Rows)) return code;
   int code = map_tiles(p.q, a, a.q, a.q_strides, a.heads, a.queries, C::Rows);
   if (code == 0) code = map_tiles(p.o, a, a.o, a.o_strides, a.heads, a.queries, 64);
   if (code == 0 && a.keys > 0) code = map_tiles(p.k, a, a.k, a.k_strides, a.kv_heads, a.keys, C::Keys);
   if (code == 0 && a.keys > 0) code = map_tiles(p.v, a, a.v, a.v_strides, a.kv_heads, a.keys, C::Keys);
   if (code != 0) return code;
   LaunchShape shape;
-  shape.grid = dim3(unsigned(tiles < multiprocessor_count() ? tiles : multiprocessor_count()));
+  shape.grid = dim3(unsigned(min(p.order.tiles, multiprocessor_count())));
   shape.block = dim3(C::Threads);
   shape.shared_bytes = C::SharedBytes;
   return launch(shape, stream, forward<T, D, General>, p);

@@ -1,7 +1,7 @@
 // What a thread of a forward kernel does with its scores: masks, adds, softmax, dropout, packing.
 //
-// A thread holds two rows, r and r + 8 of its warp's 16, in the layout of wgmma and mma accumulators: scores[4 i + 2 r + c]
-// is row r, column 8 i + c from the thread's first. Scores stay in registers, so every loop over them is unrolled.
+// A thread holds two rows, r and r + 8 of its warp's 16, in the layout of wgmma and mma accumulators: scores[4 i + 2 r
+// + c] is row r, column 8 i + c from the thread's first. Scores stay in registers, so every loop over them is unrolled.
 #pragma once
 #include "attention.cuh"
 
@@ -37,7 +37,8 @@ __device__ __forceinline__ void general_scores(float (&scores)[N], const Extras&
     for (int i = 0; i < N / 2; ++i) {
       const int j = key + i / 2 * 8 + i % 2;
       float& score = scores[i / 2 * 4 + 2 * r + i % 2];
-      score = j >= begin && j < end ? extra_logit(extras, rows[r], score, j, query + sight.shift - j) : SHARDLIB_MINUS_INFINITY;
+      score = j >= begin && j < end ? extra_logit(extras, rows[r], score, j, query + sight.shift - j)
+                                    : SHARDLIB_MINUS_INFINITY;
     }
   }
 }
@@ -91,7 +92,8 @@ __device__ __forceinline__ void drop(float (&scores)[N], const Extras& extras, c
 }
 
 // Probabilities as the fragments of a matrix operand, 16 columns each.
-template <class T, int N> __device__ __forceinline__ void pack_scores(uint32_t (&fragments)[N / 8][4], const float (&scores)[N]) {
+template <class T, int N>
+__device__ __forceinline__ void pack_scores(uint32_t (&fragments)[N / 8][4], const float (&scores)[N]) {
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) fragments[i / 4][i % 4] = pack<T>(scores[2 * i], scores[2 * i + 1]);
 }
@@ -110,7 +112,8 @@ __device__ __forceinline__ void finish_rows(RowState& rows) {
   }
 }
 __device__ __forceinline__ float row_lse(const RowState& rows, int r, float scale_log2) {
-  return rows.sum[r] > 0.0f ? (rows.maximum[r] * scale_log2 + log2_approx(rows.sum[r])) * kLn2 : SHARDLIB_MINUS_INFINITY;
+  return rows.sum[r] > 0.0f ? (rows.maximum[r] * scale_log2 + log2_approx(rows.sum[r])) * kLn2
+                            : SHARDLIB_MINUS_INFINITY;
 }
 
 }  // namespace shardlib

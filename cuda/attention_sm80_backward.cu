@@ -189,8 +189,11 @@ __global__ void __launch_bounds__(kThreads) backward(const __grid_constant__ Par
       accumulate<T>(dk, ds, q_tile, part * kColumns);
     }
     if (part == 0) store_fragments(ds_tile, warp_row, ds[0]);
-    const float next_row = C::kStages == 2 && step + 1 < steps ? load_row(step + 1) : 0.0f;  // in time for the next step
-    __syncthreads();  // all of dS is there
+    const float next_row = step + 1 < steps ? load_row(step + 1) : 0.0f;
+    __syncthreads();  // all of dS is there, and all are done with this step's other tiles
+    if (C::kStages == 1 && step + 1 < steps) load_queries(step + 1);
+    cp_async_commit();
+    store_row(step + 1, next_row);
 
     // dQ: a warp has 16 queries and a part of the columns.
     constexpr int kRowBlocks = C::kQueries / 16, kDqColumns = kWidth * kRowBlocks / kWarps;
@@ -212,14 +215,6 @@ __global__ void __launch_bounds__(kThreads) backward(const __grid_constant__ Par
         if (i < queries && c < dim) atomicAdd(dq_sum + int64_t(i) * dim + c, dq[0][n][e]);
       }
     if (p.started) end_turn(p.started + 1 + tile);
-
-    if (C::kStages == 2) store_row(step + 1, next_row);
-    if (C::kStages == 1 && step + 1 < steps) {
-      __syncthreads();  // all are done with the only tiles
-      load_queries(step + 1);
-      cp_async_commit();
-      store_row(step + 1, load_row(step + 1));
-    }
   }
 
   const AttentionBackwardArgs& g = p.args;

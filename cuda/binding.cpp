@@ -2,9 +2,9 @@
 // the stable ABI's, so that one library serves torch 2.11 and later.
 //
 // An op has a function from tensors to a launcher's arguments, a schema (STABLE_TORCH_LIBRARY) and its registration for
-// CUDA tensors (STABLE_TORCH_LIBRARY_IMPL); the dispatcher refuses tensors elsewhere. Results are written to tensors that
-// the caller made. What could make a kernel leave a tensor's memory is checked here; ops/ decides what runs at all, and
-// knows the gradients.
+// CUDA tensors (STABLE_TORCH_LIBRARY_IMPL); the dispatcher refuses tensors elsewhere. Results are written to tensors
+// that the caller made. What could make a kernel leave a tensor's memory is checked here; ops/ decides what runs at
+// all, and knows the gradients.
 //
 // With SHARDLIB_EMULATED the same ops take CPU tensors, for tests: namespace shardlib_emulated.
 //
@@ -43,7 +43,7 @@ using torch::stable::Tensor;
 using Maybe = std::optional<Tensor>;
 using Sizes = std::initializer_list<int64_t>;
 
-// --- what every op needs ----------------------------------------------------------------------------------------------
+// --- what every op needs ---------------------------------------------------------------------------------------------
 
 #ifndef SHARDLIB_EMULATED
 
@@ -93,7 +93,7 @@ void expect(const char* name, const Tensor& x, const Tensor& like, ScalarType dt
                   "] on the device of the others");
 }
 
-// --- poison -----------------------------------------------------------------------------------------------------------
+// --- poison ----------------------------------------------------------------------------------------------------------
 
 void poison_(Tensor x, int64_t byte) {
   STD_TORCH_CHECK(x.is_contiguous(), "shardlib_cuda::poison_: x must be contiguous");
@@ -101,7 +101,7 @@ void poison_(Tensor x, int64_t byte) {
   check(shardlib_fill(x.mutable_data_ptr(), x.numel() * int64_t(x.element_size()), byte, place.stream()));
 }
 
-// --- attention --------------------------------------------------------------------------------------------------------
+// --- attention -------------------------------------------------------------------------------------------------------
 
 // How the schemas spell what kind of attention it is; ops/_attention_variant.py has the same order.
 #define VARIANT                                                                                                 \
@@ -160,7 +160,8 @@ void* logits(const char* name, const Tensor& x, const AttentionArgs& a, const Te
 AttentionArgs arguments(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse,
                         const Variant& how) {
   STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4, "shardlib_cuda: q and k must have 4 dims");
-  STD_TORCH_CHECK(k.size(0) == q.size(0) && k.size(3) == q.size(3), "shardlib_cuda: q and k differ in batch or head dim");
+  STD_TORCH_CHECK(k.size(0) == q.size(0) && k.size(3) == q.size(3),
+                  "shardlib_cuda: q and k differ in batch or head dim");
   AttentionArgs a = {};
   a.batch = q.size(0), a.heads = q.size(1), a.queries = q.size(2), a.head_dim = q.size(3);
   a.kv_heads = k.size(1), a.keys = k.size(2);
@@ -195,9 +196,9 @@ AttentionArgs arguments(const Tensor& q, const Tensor& k, const Tensor& v, const
 }
 
 template <int (*launcher)(const AttentionArgs*, cudaStream_t)>
-void attention_forward(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Maybe mask, Maybe bias, Maybe alibi, Maybe key,
-                       bool causal, double scale, int64_t window, double dropout, int64_t q_offset, int64_t k_offset,
-                       std::optional<std::vector<int64_t>> part) {
+void attention_forward(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Maybe mask, Maybe bias, Maybe alibi,
+                       Maybe key, bool causal, double scale, int64_t window, double dropout, int64_t q_offset,
+                       int64_t k_offset, std::optional<std::vector<int64_t>> part) {
   const Variant how{mask, bias, alibi, key, causal, scale, window, dropout, q_offset, k_offset, part};
   const AttentionArgs args = arguments(q, k, v, o, lse, how);
   const Place place(q);
@@ -205,11 +206,12 @@ void attention_forward(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Maybe
 }
 
 // Delta, then the gradients. dbias holds zeros on entry.
-template <int (*launcher)(const AttentionBackwardArgs*, cudaStream_t), int64_t (*workspace)(const AttentionBackwardArgs*)>
+template <int (*launcher)(const AttentionBackwardArgs*, cudaStream_t),
+          int64_t (*workspace)(const AttentionBackwardArgs*)>
 void attention_backward(Tensor grad_o, Maybe grad_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor dq,
-                        Tensor dk, Tensor dv, Maybe dbias, bool repeatable, Maybe mask, Maybe bias, Maybe alibi, Maybe key,
-                        bool causal, double scale, int64_t window, double dropout, int64_t q_offset, int64_t k_offset,
-                        std::optional<std::vector<int64_t>> part) {
+                        Tensor dk, Tensor dv, Maybe dbias, bool repeatable, Maybe mask, Maybe bias, Maybe alibi,
+                        Maybe key, bool causal, double scale, int64_t window, double dropout, int64_t q_offset,
+                        int64_t k_offset, std::optional<std::vector<int64_t>> part) {
   const Variant how{mask, bias, alibi, key, causal, scale, window, dropout, q_offset, k_offset, part};
   AttentionBackwardArgs args = {};
   args.forward = arguments(q, k, v, o, lse, how);
@@ -231,14 +233,29 @@ void attention_backward(Tensor grad_o, Maybe grad_lse, Tensor q, Tensor k, Tenso
   check(launcher(&args, place.stream()));
 }
 
+// --- collectives over peer pointers ----------------------------------------------------------------------------------
+
+// `plan` holds the launcher's arguments word for word, as ops/_cuda_plan.py lays them out. The tensors out and x say on
+// which device and stream.
+template <class Args, int (*launcher)(const Args*, cudaStream_t)>
+void collective(Tensor out, Tensor x, Tensor plan) {
+  STD_TORCH_CHECK(out.device() == x.device(), "shardlib_cuda: out and x are on different devices");
+  STD_TORCH_CHECK(plan.is_cpu() && plan.scalar_type() == ScalarType::Long && plan.is_contiguous() &&
+                      plan.numel() * sizeof(int64_t) == sizeof(Args),
+                  "shardlib_cuda: the plan must be ", sizeof(Args) / sizeof(int64_t), " dense int64 words on the CPU");
+  const Place place(out);
+  check(launcher(static_cast<const Args*>(plan.const_data_ptr()), place.stream()));
+}
+
 }  // namespace
 
-// --- schemas and registration -----------------------------------------------------------------------------------------
+// --- schemas and registration ----------------------------------------------------------------------------------------
 
 #define FORWARD "(Tensor q, Tensor k, Tensor v, Tensor(a!) o, Tensor(b!) lse, " VARIANT ") -> ()"
 #define BACKWARD                                                                                             \
   "(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor(a!) dq, "      \
   "Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? dbias, bool repeatable, " VARIANT ") -> ()"
+#define COLLECTIVE "(Tensor(a!) out, Tensor x, Tensor plan) -> ()"
 
 STABLE_TORCH_LIBRARY(NAMESPACE, m) {
   m.def("version() -> str");
@@ -247,6 +264,9 @@ STABLE_TORCH_LIBRARY(NAMESPACE, m) {
   m.def("attention_backward" BACKWARD);
   m.def("attention_sm80_forward" FORWARD);
   m.def("attention_sm80_backward" BACKWARD);
+  m.def("all_gather" COLLECTIVE);
+  m.def("all_to_all" COLLECTIVE);
+  m.def("reduce_scatter" COLLECTIVE);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(NAMESPACE, CompositeExplicitAutograd, m) { m.impl("version", TORCH_BOX(&version)); }
@@ -258,5 +278,9 @@ STABLE_TORCH_LIBRARY_IMPL(NAMESPACE, DEVICE, m) {
          TORCH_BOX((&attention_backward<shardlib_attention_backward, shardlib_attention_backward_workspace>)));
   m.impl("attention_sm80_forward", TORCH_BOX(&attention_forward<shardlib_attention_sm80_forward>));
   m.impl("attention_sm80_backward",
-         TORCH_BOX((&attention_backward<shardlib_attention_sm80_backward, shardlib_attention_sm80_backward_workspace>)));
+         TORCH_BOX((&attention_backward<shardlib_attention_sm80_backward,
+                                        shardlib_attention_sm80_backward_workspace>)));
+  m.impl("all_gather", TORCH_BOX((&collective<shardlib::AllGatherArgs, shardlib_all_gather>)));
+  m.impl("all_to_all", TORCH_BOX((&collective<shardlib::AllToAllArgs, shardlib_all_to_all>)));
+  m.impl("reduce_scatter", TORCH_BOX((&collective<shardlib::ReduceScatterArgs, shardlib_reduce_scatter>)));
 }

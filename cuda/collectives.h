@@ -1,12 +1,6 @@
-// The doors of the collectives over peer pointers: the arguments, all of 8 bytes, as ops/_cuda_peers.py lays them out
-// too, and the launchers. A launcher returns 0, or an error code whose text shardlib_last_error() has.
+// What the collectives over peer pointers are told: fields of 8 bytes, as ops/_cuda_plan.py lays them out too.
 #pragma once
-#include <cstdint>
-#if defined(__CUDACC__)
-#include <cuda_runtime_api.h>
-#else
-#include "emulation/types.h"
-#endif
+#include <stdint.h>
 
 namespace shardlib {
 
@@ -59,10 +53,3 @@ struct ReduceScatterArgs {
 };
 
 }  // namespace shardlib
-
-extern "C" {
-int shardlib_all_gather(const shardlib::AllGatherArgs* args, cudaStream_t stream);
-int shardlib_all_to_all(const shardlib::AllToAllArgs* args, cudaStream_t stream);
-int shardlib_reduce_scatter(const shardlib::ReduceScatterArgs* args, cudaStream_t stream);  // a sum; all-reduce, too
-const char* shardlib_last_error();
-}

@@ -7,14 +7,16 @@
 //   a.put(p, d)       where they begin in d's output
 //   a.group, a.input[p], a.output[p], a.form
 //
-// Forms. Readers fetch ("pull"), except for packets; rank r turns to r + 1 first, then to r + 2, so that at any time all
-// pairs are at work and no rank serves two.
+// Forms. Readers fetch ("pull"), except for packets; rank r turns to r + 1 first, then to r + 2, so that at any time
+// all pairs are at work and no rank serves two.
 //   packets    a message is written into the reader's memory with its flags in it: one way, no barrier, twice the bytes
 //   staged     a rank copies its messages to its workspace chunk by chunk, others fetch a chunk behind
 //   direct     inputs lie in symmetric memory: others fetch from there, and the call ends when all have
 //   engine     as direct, by the copy engines; no SM moves a byte
 //   multicast  as staged, but the message is written to all workspaces at once
 #pragma once
+#include <cstring>
+
 #include "bytes.cuh"
 #include "collectives.h"
 #include "multicast.cuh"
@@ -35,7 +37,8 @@ template <class A> __device__ __forceinline__ int64_t staged_at(const Call& c, c
   return data_offset(c) + slot * slot_bytes(c.group, slots) + a.put(from, to) % 16;
 }
 
-template <class A> __device__ __forceinline__ Range piece(const A& a, const Window& w, unsigned from, unsigned to, int64_t round) {
+template <class A>
+__device__ __forceinline__ Range piece(const A& a, const Window& w, unsigned from, unsigned to, int64_t round) {
   return piece_of(in_window(w, a.bytes(from, to)), a.group.ctas, blockIdx.x, a.group.chunk, round);
 }
 
@@ -91,7 +94,8 @@ template <class A> __device__ __forceinline__ void exchange_direct(Call& c, cons
   wait_all(c, kDone, mark(c, 1));
 }
 
-template <class A> __global__ void __launch_bounds__(kMaxThreads) exchange(const __grid_constant__ A a, const Window w) {
+template <class A>
+__global__ void __launch_bounds__(kMaxThreads) exchange(const __grid_constant__ A a, const Window w) {
   Call c{a.group, unsigned(a.group.rank) + blockIdx.y};
   if (!begin(c)) return;
   if (a.form == kDirect) {
@@ -110,7 +114,8 @@ template <class A> __global__ void __launch_bounds__(kMaxThreads) exchange_packe
   for (unsigned turn = 1; turn < ranks; ++turn) {
     const unsigned to = (rank + turn) % ranks;
     const int64_t bytes = a.bytes(rank, to), words = packets_for(bytes);
-    for (int64_t i = first; i < words; i += step) send_packet(c, to, i, load_word(a.input[rank] + a.taken(rank, to), i, bytes));
+    const unsigned char* from = a.input[rank] + a.taken(rank, to);
+    for (int64_t i = first; i < words; i += step) send_packet(c, to, i, load_word(from, i, bytes));
   }
   bool whole = true;
   for (unsigned turn = 1; turn <= ranks && whole; ++turn) {
@@ -139,12 +144,13 @@ template <class A> __global__ void __launch_bounds__(kMaxThreads) meet(const __g
   end(c);
 }
 
-// --- host -------------------------------------------------------------------------------------------------------------
+// --- host -----------------------------------------------------------------------------------------------------------
 
 #if defined(__CUDACC__)
 inline int copy_async(void* to, const void* from, int64_t bytes, cudaStream_t stream) {
   const cudaError_t error = cudaMemcpyAsync(to, from, size_t(bytes), cudaMemcpyDefault, stream);
-  return error == cudaSuccess ? 0 : fail(int(error), "a copy of %lld bytes: %s", (long long)bytes, cudaGetErrorString(error));
+  if (error == cudaSuccess) return 0;
+  return fail(int(error), "a copy of %lld bytes: %s", (long long)bytes, cudaGetErrorString(error));
 }
 #else
 inline int copy_async(void* to, const void* from, int64_t bytes, cudaStream_t) {
@@ -196,7 +202,8 @@ template <class A> int launch_exchange(const A& a, cudaStream_t stream) {
       if (g.multicast == nullptr) return fail(1, "the group's memory has no multicast address");
       for (int64_t r = g.rank; r < g.rank + g.present; ++r)
         by_16 = by_16 && reinterpret_cast<uintptr_t>(a.input[r]) % 16 == 0;
-      if (a.segments() != 1 || !by_16) return fail(1, "multicast takes one message of whole 16-byte words from every rank");
+      if (a.segments() != 1 || !by_16)
+        return fail(1, "multicast takes one message of whole 16-byte words from every rank");
       break;
     case kStaged:
     case kDirect: break;

@@ -19,7 +19,8 @@ struct FillArgs {
 __global__ void __launch_bounds__(kThreads) fill(const FillArgs a) {
   const int64_t first = int64_t(blockIdx.x) * kThreads + threadIdx.x, step = int64_t(gridDim.x) * kThreads;
   const uint32_t word = a.byte * 0x01010101u;
-  for (int64_t i = first; i < a.wides; i += step) store_16(a.out + a.head + i * kWide, make_uint4(word, word, word, word));
+  const uint4 words = make_uint4(word, word, word, word);
+  for (int64_t i = first; i < a.wides; i += step) store_16(a.out + a.head + i * kWide, words);
   for (int64_t i = first; i < a.singles; i += step) a.out[i < a.head ? i : i + a.wides * kWide] = a.byte;
 }
 

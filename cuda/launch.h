@@ -1,9 +1,10 @@
 // The doors of the CUDA kernels: what binding.cpp calls. No torch, no kernels, no CUDA headers.
 //
-// A launcher checks its arguments, enqueues kernels on `stream` of the current device and returns at once: 0, or an error
-// code whose text shardlib_last_error() then holds, for the calling thread.
+// A launcher checks its arguments, enqueues kernels on `stream` of the current device and returns at once: 0, or an
+// error code whose text shardlib_last_error() then holds, for the calling thread.
 #pragma once
 #include "attention_args.h"
+#include "collectives.h"
 
 extern "C" {
 
@@ -27,5 +28,11 @@ int64_t shardlib_attention_backward_workspace(const AttentionBackwardArgs* args)
 int64_t shardlib_attention_sm80_backward_workspace(const AttentionBackwardArgs* args);
 int shardlib_attention_backward(const AttentionBackwardArgs* args, cudaStream_t stream);
 int shardlib_attention_sm80_backward(const AttentionBackwardArgs* args, cudaStream_t stream);
+
+// all_gather.cu, all_to_all.cu, reduce_scatter.cu: one collective of the present ranks. reduce_scatter is a sum, and
+// serves all-reduce too.
+int shardlib_all_gather(const shardlib::AllGatherArgs* args, cudaStream_t stream);
+int shardlib_all_to_all(const shardlib::AllToAllArgs* args, cudaStream_t stream);
+int shardlib_reduce_scatter(const shardlib::ReduceScatterArgs* args, cudaStream_t stream);
 
 }  // extern "C"

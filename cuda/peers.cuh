@@ -1,12 +1,12 @@
 // What the ranks of a group tell each other: epochs, flags in each other's memory, waits that end.
 //
 //   workspace[r]   symmetric memory of rank r, mapped by all ranks; zeros when the group is made:
-//                  Control | flags [kCounters][kMaxRanks][kMaxCtas] | packets [2][ranks][packet_words] | data [2][window]
+//                  Control, flags [kCounters][kMaxRanks][kMaxCtas], packets [2][ranks][packet_words], data [2][window]
 //
 // Every call on a group is one epoch, counted in device memory so that a replayed CUDA graph counts on. In each call
 // every rank hears from every other one at least once. So who has finished epoch e knows that all have begun e, hence
-// finished e - 1: what lies in the half of epoch e - 1 may be overwritten in epoch e + 1 without another word. The calls
-// of a group run one after the other, in the same order on all ranks.
+// finished e - 1: what lies in the half of epoch e - 1 may be overwritten in epoch e + 1 without another word. A group's
+// calls run one after the other, in the same order on all ranks.
 //
 // A launch runs `present` ranks from `rank` on, one row of CTAs each (blockIdx.y): one where every rank has a GPU, all
 // of them as virtual ranks of one GPU. CTA i of a rank speaks only to CTAs i of the others.
@@ -122,7 +122,7 @@ __device__ __forceinline__ bool wait(const Call& c, unsigned peer, unsigned coun
 
 // Tells all peers that what this CTA wrote and read so far is done with: they may read it, or write over it.
 __device__ __forceinline__ void signal_all(const Call& c, unsigned counter, uint64_t value) {
-  __syncthreads();
+  __syncthreads();  // the stores of the whole CTA come first
   const unsigned peer = threadIdx.x;
   if (peer < c.group.ranks && peer != c.rank) store_release_system(flag_of(c.group, peer, counter, c.rank), value);
 }
@@ -158,11 +158,12 @@ __device__ __forceinline__ bool receive_packet(const Call& c, unsigned from, int
   }, [&](uint64_t seen) { return seen == epoch; });
 }
 
-// --- host -------------------------------------------------------------------------------------------------------------
+// --- host -----------------------------------------------------------------------------------------------------------
 
 // What would make the kernels go wrong in a group, told by shardlib_last_error(); 0 when nothing would.
 inline int check_group(const Group& g) {
-  if (g.ranks < 2 || g.ranks > kMaxRanks) return fail(1, "a group has 2 to %d ranks, not %lld", kMaxRanks, (long long)g.ranks);
+  if (g.ranks < 2 || g.ranks > kMaxRanks)
+    return fail(1, "a group has 2 to %d ranks, not %lld", kMaxRanks, (long long)g.ranks);
   if (g.rank < 0 || g.present < 1 || g.rank + g.present > g.ranks)
     return fail(1, "a launch of ranks %lld to %lld in a group of %lld", (long long)g.rank,
                 (long long)(g.rank + g.present - 1), (long long)g.ranks);
@@ -170,9 +171,11 @@ inline int check_group(const Group& g) {
   if (g.threads < 32 || g.threads > kMaxThreads || g.threads % 32)
     return fail(1, "a CTA has a multiple of 32 threads up to %d, not %lld", kMaxThreads, (long long)g.threads);
   if (g.window % 128 || g.chunk < 128 || g.chunk % 128)
-    return fail(1, "windows and chunks are multiples of 128 bytes, not %lld and %lld", (long long)g.window, (long long)g.chunk);
+    return fail(1, "windows and chunks are multiples of 128 bytes, not %lld and %lld", (long long)g.window,
+                (long long)g.chunk);
   if (g.present > 1 && g.present * g.ctas > multiprocessor_count() * int64_t(2048 / kMaxThreads))
-    return fail(1, "%lld virtual ranks of %lld CTAs do not run at the same time", (long long)g.present, (long long)g.ctas);
+    return fail(1, "%lld virtual ranks of %lld CTAs do not run at the same time", (long long)g.present,
+                (long long)g.ctas);
   return 0;
 }
 

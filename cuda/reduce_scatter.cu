@@ -93,7 +93,7 @@ struct Addends {
   }
 };
 
-// `count` words of 16 bytes from `begin` on: up to kPeers addends of kInFlight / kPeers words are on their way at a time.
+// `count` words of 16 bytes from `begin` on: up to kPeers addends of kInFlight / kPeers words are on their way at once.
 template <class T, int kPeers>
 __device__ __forceinline__ void sum_words(const Addends& from, unsigned char* to, int64_t begin, int64_t count) {
   constexpr int kWords = kInFlight / kPeers, kLanes = Lanes<T>::kCount;
@@ -136,7 +136,8 @@ template <class T>
 __device__ __forceinline__ void sum_elements(const Addends& from, unsigned char* to, int64_t begin, int64_t bytes) {
   for (int64_t at = threadIdx.x * sizeof(T); at < bytes; at += blockDim.x * sizeof(T)) {
     float total = to_float(*reinterpret_cast<const T*>(from.of(0) + begin + at));
-    for (int p = 1; p < from.a.group.ranks; ++p) total += to_float(*reinterpret_cast<const T*>(from.of(p) + begin + at));
+    for (int p = 1; p < from.a.group.ranks; ++p)
+      total += to_float(*reinterpret_cast<const T*>(from.of(p) + begin + at));
     *reinterpret_cast<T*>(to + at) = from_float<T>(total);
   }
 }
@@ -247,7 +248,8 @@ extern "C" int shardlib_reduce_scatter(const shardlib::ReduceScatterArgs* args, 
   if (a.form == kPackets && longest > 4 * a.group.packet_words)
     return fail(1, "a segment of %lld bytes is too large for packets (%lld bytes at most)", (long long)longest,
                 (long long)(4 * a.group.packet_words));
-  if (a.form == kMulticast && a.group.multicast == nullptr) return fail(1, "the group's memory has no multicast address");
+  if (a.form == kMulticast && a.group.multicast == nullptr)
+    return fail(1, "the group's memory has no multicast address");
   if (a.form != kPackets && a.form != kStaged && a.form != kDirect && a.form != kMulticast)
     return fail(1, "reduce_scatter has no form %lld", (long long)a.form);
   switch (a.element) {

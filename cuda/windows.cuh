@@ -13,16 +13,19 @@ __host__ __device__ __forceinline__ int64_t in_window(const Window& w, int64_t b
 }
 
 // Each half of the data area has slots of this size, one for a message.
-__host__ __device__ __forceinline__ int64_t slot_bytes(const Group& g, int64_t slots) { return g.window / slots / 128 * 128; }
+__host__ __device__ __forceinline__ int64_t slot_bytes(const Group& g, int64_t slots) {
+  return g.window / slots / 128 * 128;
+}
 
-// --- host -------------------------------------------------------------------------------------------------------------
+// --- host -----------------------------------------------------------------------------------------------------------
 
 // Calls launch_window(window) until all of every message is moved; with nothing to move once, as the ranks meet.
 template <class Launch>
 int for_windows(const Group& g, int64_t longest, int64_t slots, bool staged, Launch launch_window) {
   // The last 128 bytes of a slot are room for a message that begins off a multiple of 16.
   const int64_t length = staged ? slot_bytes(g, slots) - 128 : max(longest, int64_t(128));
-  if (length < 128) return fail(1, "a window of %lld bytes is too small for %lld messages", (long long)g.window, (long long)slots);
+  if (length < 128)
+    return fail(1, "a window of %lld bytes is too small for %lld messages", (long long)g.window, (long long)slots);
   for (int64_t first = 0; first == 0 || first < longest; first += length) {
     const int64_t slice = slice_bytes(min(longest - first, length), g.ctas);
     const int64_t rounds = max(int64_t(1), (slice + g.chunk - 1) / g.chunk);

@@ -185,7 +185,7 @@ class Peers:
             return None
         x = messages[0]  # it may be empty, and has no data_ptr then
         addresses = self._shared.get(x.untyped_storage().data_ptr())
-        offset = x.storage_offset() * x.itemsize
+        offset = int(x.storage_offset()) * x.itemsize
         return None if addresses is None else [address + offset for address in addresses]
 
     def _follow(self, device: torch.device) -> None:

@@ -43,7 +43,8 @@ inline int launch(const LaunchShape& shape, cudaStream_t stream, void (*kernel)(
   }
   if (error == cudaSuccess) return 0;
   cudaGetLastError();  // the next launch shall not report this one's error
-  return fail(int(error), "a kernel of %u x %u x %u CTAs of %u threads with %u bytes of shared memory was not launched: %s",
+  return fail(int(error),
+              "a kernel of %u x %u x %u CTAs of %u threads with %u bytes of shared memory was not launched: %s",
               shape.grid.x, shape.grid.y, shape.grid.z, shape.block.x, shape.shared_bytes, cudaGetErrorString(error));
 }
 

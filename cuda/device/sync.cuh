@@ -18,13 +18,17 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
 // A named object in the CTA's static shared memory.
 #define SHARED(type, name) __shared__ type name
 
-struct alignas(8) Barrier { uint64_t state; };
+struct alignas(8) Barrier {
+  uint64_t state;
+};
 
 __device__ __forceinline__ void barrier_init(Barrier* barrier, unsigned arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 // Shows fresh mbarriers to the copy engine; a __syncthreads() must follow.
-__device__ __forceinline__ void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 
 __device__ __forceinline__ void barrier_arrive(Barrier* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");

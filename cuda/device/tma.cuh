@@ -15,9 +15,9 @@ using TensorMap = CUtensorMap;
 // outside the tensor read as zero. The driver's function is found at run time, so that nothing links with libcuda.
 inline int make_tensor_map(TensorMap& map, TileType type, int rank, const void* base, const uint64_t* sizes,
                            const uint64_t* strides, const uint32_t* box, Swizzle swizzle) {
-  using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
-                              const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                              CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+  using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                              const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                              CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
   static Encode encode = nullptr;
   if (encode == nullptr) {
     void* found = nullptr;
@@ -30,16 +30,16 @@ inline int make_tensor_map(TensorMap& map, TileType type, int rank, const void* 
   }
   const CUtensorMapDataType types[] = {CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
                                        CU_TENSOR_MAP_DATA_TYPE_FLOAT32};
-  const CUtensorMapSwizzle swizzles[] = {CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_SWIZZLE_32B, CU_TENSOR_MAP_SWIZZLE_64B,
-                                         CU_TENSOR_MAP_SWIZZLE_128B};
+  const CUtensorMapSwizzle swizzles[] = {CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_SWIZZLE_32B,
+                                         CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_SWIZZLE_128B};
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
   const CUresult code = encode(&map, types[int(type)], cuuint32_t(rank), const_cast<void*>(base),
-                               reinterpret_cast<const cuuint64_t*>(sizes), reinterpret_cast<const cuuint64_t*>(strides), box,
-                               steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzles[int(swizzle)],
+                               reinterpret_cast<const cuuint64_t*>(sizes), reinterpret_cast<const cuuint64_t*>(strides),
+                               box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzles[int(swizzle)],
                                CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (code != CUDA_SUCCESS)
-    return fail(2, "cuTensorMapEncodeTiled refused a tensor of rank %d, inner size %llu, inner box %u (CUresult %d)", rank,
-                static_cast<unsigned long long>(sizes[0]), box[0], int(code));
+    return fail(2, "cuTensorMapEncodeTiled refused a tensor of rank %d, inner size %llu, inner box %u (CUresult %d)",
+                rank, static_cast<unsigned long long>(sizes[0]), box[0], int(code));
   return 0;
 }
 
@@ -50,8 +50,8 @@ __device__ __forceinline__ void tma_prefetch(const TensorMap* map) {
 // Loads the box at these coordinates (innermost first, may lie outside) and adds its bytes to the barrier's phase.
 __device__ __forceinline__ void tma_load(void* to, const TensorMap* map, Barrier* barrier, int x, int y) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
-          shared_address(to)),
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::
+          "r"(shared_address(to)),
       "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y)
       : "memory");
 }
@@ -87,10 +87,10 @@ __device__ __forceinline__ void tma_store(const TensorMap* map, const void* from
                : "memory");
 }
 __device__ __forceinline__ void tma_reduce_add(const TensorMap* map, const void* from, int x, int y, int z, int w) {
-  asm volatile("cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
-                   map),
-               "r"(shared_address(from)), "r"(x), "r"(y), "r"(z), "r"(w)
-               : "memory");
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+      "r"(shared_address(from)), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
 }
 
 // Runs of bytes: 16-byte aligned at both ends, a multiple of 16 long.
@@ -101,7 +101,8 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, unsigned b
                : "memory");
 }
 __device__ __forceinline__ void bulk_store(void* to, const void* from, unsigned bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)), "r"(bytes)
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
+               "r"(bytes)
                : "memory");
 }
 __device__ __forceinline__ void bulk_reduce_add(float* to, const float* from, unsigned bytes) {
@@ -115,7 +116,9 @@ template <int N> __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
 // All but this thread's N latest groups have written global memory.
-template <int N> __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory"); }
+template <int N> __device__ __forceinline__ void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
+}
 
 // Shows this thread's ordinary stores to shared memory to TMA and wgmma; a barrier must follow.
 __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -8,9 +8,9 @@ namespace shardlib {
 
 enum class Major { k, mn };
 
-// A tile in shared memory as wgmma reads it. Offsets in bytes. K-major: `stride` is from 8 rows to the next 8, `leading`
-// counts without swizzle only. MN-major with swizzle: `leading` is from one swizzle width to the next along MN, `stride`
-// from 8 of k to the next 8.
+// A tile in shared memory as wgmma reads it. Offsets in bytes. K-major: `stride` is from 8 rows to the next 8,
+// `leading` counts without swizzle only. MN-major with swizzle: `leading` is from one swizzle width to the next along
+// MN, `stride` from 8 of k to the next 8.
 __device__ __forceinline__ uint64_t wgmma_descriptor(const void* tile, unsigned leading, unsigned stride,
                                                      Swizzle swizzle = Swizzle::b128) {
   const uint64_t layout = swizzle == Swizzle::b128 ? 1 : swizzle == Swizzle::b64 ? 2 : swizzle == Swizzle::b32 ? 3 : 0;
@@ -53,43 +53,48 @@ template <int R> __device__ __forceinline__ void wgmma_keep(uint32_t (&a)[R]) {
 #define SHARDLIB_T13 "%104, %105, %106, %107, %108, %109, %110, %111"
 #define SHARDLIB_T14 "%112, %113, %114, %115, %116, %117, %118, %119"
 #define SHARDLIB_T15 "%120, %121, %122, %123, %124, %125, %126, %127"
-#define SHARDLIB_R(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define SHARDLIB_R(i)                                                                                         \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+      "+f"(d[i + 7])
 
 // One width: the text of its accumulators, their operands, and the numbers of the seven operands after them.
-#define SHARDLIB_WGMMA_TEXT(N, TYPE, REGISTERS, OPERANDS, SCALE, TAIL)                                     \
-  "{\n.reg .pred p;\nsetp.ne.b32 p, " SCALE ", 0;\n"                                                       \
-  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGISTERS "}, " OPERANDS ", p, 1, 1" TAIL ";\n}"
-#define SHARDLIB_WGMMA_SHARED(N, TYPE, REGISTERS, OUT, I0, I1, I2, I3, I4)                                           \
-  asm volatile(SHARDLIB_WGMMA_TEXT(N, TYPE, REGISTERS, I0 ", " I1, I2, ", " I3 ", " I4)                              \
-               : OUT                                                                                                 \
+#define SHARDLIB_WGMMA_TEXT(N, TYPE, REGISTERS, OPERANDS, SCALE, TAIL)                                           \
+  "{\n.reg .pred p;\nsetp.ne.b32 p, " SCALE                                                                      \
+  ", 0;\n"                                                                                                       \
+  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGISTERS "}, " OPERANDS ", p, 1, 1" TAIL \
+  ";\n}"
+#define SHARDLIB_WGMMA_SHARED(N, TYPE, REGISTERS, OUT, I0, I1, I2, I3, I4)              \
+  asm volatile(SHARDLIB_WGMMA_TEXT(N, TYPE, REGISTERS, I0 ", " I1, I2, ", " I3 ", " I4) \
+               : OUT                                                                    \
                : "l"(a), "l"(b), "r"(int(accumulate)), "n"(A == Major::mn), "n"(B == Major::mn))
-#define SHARDLIB_WGMMA_REGISTERS(N, TYPE, REGISTERS, OUT, I0, I1, I2, I3, I4, I5, I6)                                \
-  asm volatile(SHARDLIB_WGMMA_TEXT(N, TYPE, REGISTERS, "{" I0 ", " I1 ", " I2 ", " I3 "}, " I4, I5, ", " I6)         \
-               : OUT                                                                                                 \
+#define SHARDLIB_WGMMA_REGISTERS(N, TYPE, REGISTERS, OUT, I0, I1, I2, I3, I4, I5, I6)                        \
+  asm volatile(SHARDLIB_WGMMA_TEXT(N, TYPE, REGISTERS, "{" I0 ", " I1 ", " I2 ", " I3 "}, " I4, I5, ", " I6) \
+               : OUT                                                                                         \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(B == Major::mn))
 
 template <int N> struct Wgmma;  // the widths that the kernels use are below
 
-#define SHARDLIB_WGMMA(N, REGISTERS, OUT, I0, I1, I2, I3, I4, I5, I6)                                            \
-  template <> struct Wgmma<N> {                                                                                  \
-    template <class T, Major A, Major B>                                                                         \
-    static __device__ __forceinline__ void shared(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {   \
-      if constexpr (std::is_same_v<T, bf16>)                                                                     \
-        SHARDLIB_WGMMA_SHARED(N, "bf16", REGISTERS, SHARDLIB_ESC OUT, I0, I1, I2, I3, I4);                       \
-      else                                                                                                       \
-        SHARDLIB_WGMMA_SHARED(N, "f16", REGISTERS, SHARDLIB_ESC OUT, I0, I1, I2, I3, I4);                        \
-    }                                                                                                            \
-    template <class T, Major B>                                                                                  \
-    static __device__ __forceinline__ void registers(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b,       \
-                                                     bool accumulate) {                                          \
-      if constexpr (std::is_same_v<T, bf16>)                                                                     \
-        SHARDLIB_WGMMA_REGISTERS(N, "bf16", REGISTERS, SHARDLIB_ESC OUT, I0, I1, I2, I3, I4, I5, I6);            \
-      else                                                                                                       \
-        SHARDLIB_WGMMA_REGISTERS(N, "f16", REGISTERS, SHARDLIB_ESC OUT, I0, I1, I2, I3, I4, I5, I6);             \
-    }                                                                                                            \
+#define SHARDLIB_WGMMA(N, REGISTERS, OUT, I0, I1, I2, I3, I4, I5, I6)                                           \
+  template <> struct Wgmma<N> {                                                                                 \
+    template <class T, Major A, Major B>                                                                        \
+    static __device__ __forceinline__ void shared(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) { \
+      if constexpr (std::is_same_v<T, bf16>)                                                                    \
+        SHARDLIB_WGMMA_SHARED(N, "bf16", REGISTERS, SHARDLIB_ESC OUT, I0, I1, I2, I3, I4);                      \
+      else                                                                                                      \
+        SHARDLIB_WGMMA_SHARED(N, "f16", REGISTERS, SHARDLIB_ESC OUT, I0, I1, I2, I3, I4);                       \
+    }                                                                                                           \
+    template <class T, Major B>                                                                                 \
+    static __device__ __forceinline__ void registers(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b,     \
+                                                     bool accumulate) {                                         \
+      if constexpr (std::is_same_v<T, bf16>)                                                                    \
+        SHARDLIB_WGMMA_REGISTERS(N, "bf16", REGISTERS, SHARDLIB_ESC OUT, I0, I1, I2, I3, I4, I5, I6);           \
+      else                                                                                                      \
+        SHARDLIB_WGMMA_REGISTERS(N, "f16", REGISTERS, SHARDLIB_ESC OUT, I0, I1, I2, I3, I4, I5, I6);            \
+    }                                                                                                           \
   };
 #define SHARDLIB_ESC(...) __VA_ARGS__
 
+// clang-format off
 SHARDLIB_WGMMA(16, SHARDLIB_T0, (SHARDLIB_R(0)), "%8", "%9", "%10", "%11", "%12", "%13", "%14")
 SHARDLIB_WGMMA(32, SHARDLIB_T0 ", " SHARDLIB_T1, (SHARDLIB_R(0), SHARDLIB_R(8)), "%16", "%17", "%18", "%19", "%20",
                "%21", "%22")
@@ -141,6 +146,7 @@ SHARDLIB_WGMMA(256, SHARDLIB_T0 ", " SHARDLIB_T1 ", " SHARDLIB_T2 ", " SHARDLIB_
                SHARDLIB_R(64), SHARDLIB_R(72), SHARDLIB_R(80), SHARDLIB_R(88), SHARDLIB_R(96), SHARDLIB_R(104),
                SHARDLIB_R(112), SHARDLIB_R(120)), "%128", "%129", "%130", "%131", "%132", "%133", "%134")
 
+// clang-format on
 #undef SHARDLIB_WGMMA
 
 // d = a b + (accumulate ? d : 0), both operands in shared memory; Major says which of their dims is contiguous.

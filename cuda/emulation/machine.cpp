@@ -1,8 +1,9 @@
 // Grids of CTAs, every thread a fiber, run in a random but repeatable order.
 //
-// A fiber runs until a primitive makes it wait or, now and then, gives way at random. Asynchronous work (TMA, bulk
-// copies) is done at random moments. When nothing can run any more the launch fails, and its text says who waits for
-// what. Everything happens on one host thread, so no emulated state needs a lock.
+// A fiber runs until a primitive makes it wait or, now and then, gives way at random. Some warps are slow for a while:
+// what must be waited for is then far from done. Asynchronous work (TMA, bulk copies) is done at random moments, and
+// half of it only when nobody can go on without. When nothing can run any more the launch fails, and its text says who
+// waits for what. Everything happens on one host thread, so no emulated state needs a lock.
 #include <sys/mman.h>
 
 #include <cstdarg>
@@ -15,8 +16,20 @@ namespace emulation {
 
 Thread* current = nullptr;
 dim3 grid, block;
+float fp16_values[1 << 16];
 
 namespace {
+
+// Exponent and mantissa in float's places make a number 2^112 times too small; infinities and NaN keep a full exponent.
+[[maybe_unused]] const bool fp16_values_are_filled = [] {
+  for (uint32_t bits = 0; bits < 1 << 16; ++bits) {
+    const uint32_t magnitude = (bits & 0x7fff) << 13;
+    const bool finite = (bits & 0x7c00) != 0x7c00;
+    const float value = finite ? __uint_as_float(magnitude) * 0x1p112f : __uint_as_float(magnitude | 0x7f800000u);
+    fp16_values[bits] = bits & 0x8000 ? -value : value;
+  }
+  return true;
+}();
 
 constexpr size_t kStackBytes = 256 << 10;
 constexpr unsigned kGuardBytes = 256;
@@ -28,13 +41,14 @@ struct Settings {
   unsigned resident = 2;         // CTAs of an ordinary launch that live at once
   unsigned multiprocessors = 3;  // what host code is told
 } settings;
+uint64_t launches = 0;  // since the settings were made: each has an order of its own
 
 struct Machine {
   void (*body)(const void*) = nullptr;
   const void* closure = nullptr;
   std::vector<std::unique_ptr<Cta>> ctas;
   std::vector<Fiber*> ready, pollers;
-  std::vector<std::function<void()>> later;
+  std::vector<std::function<void()>> soon, late;  // asynchronous work
   Context main{};
   uint64_t random = 0, clock_ns = 0, idle_steps = 0, loads_in_vain = 0;
   unsigned live_fibers = 0;
@@ -63,13 +77,22 @@ std::string place(const Fiber& fiber) {
   std::abort();
 }
 
-void do_one_later() {
-  const size_t i = random_below(machine->later.size());
-  auto action = std::move(machine->later[i]);
-  machine->later[i] = std::move(machine->later.back());
-  machine->later.pop_back();
+void do_one(std::vector<std::function<void()>>& actions) {
+  const size_t i = random_below(actions.size());
+  auto action = std::move(actions[i]);
+  actions[i] = std::move(actions.back());
+  actions.pop_back();
   action();
   memory_event();
+}
+
+// Whether a fiber's warp is slow at present: one in four, for a thousand switches.
+bool slow(const Fiber& fiber) {
+  const uint64_t epoch = machine->clock_ns >> 13,
+                 warp = fiber.warp + 64 * uint64_t(fiber.block_idx.x + 7 * fiber.block_idx.y);
+  const uint64_t mixed =
+      (epoch * 0x9e3779b97f4a7c15ull + warp * 0xbf58476d1ce4e5b9ull) ^ settings.seed * 0x94d049bb133111ebull;
+  return ((mixed * 0xff51afd7ed558ccdull) >> 62) == 0;
 }
 
 // The next fiber to run; does asynchronous work on the way. Fails the launch when nothing is left to do.
@@ -77,15 +100,20 @@ Fiber* next_fiber() {
   Machine& m = *machine;
   m.clock_ns += 8;
   for (;;) {
-    if (!m.later.empty() && (m.ready.empty() || chance(16))) do_one_later();
+    if (!m.soon.empty() && (m.ready.empty() || chance(16))) do_one(m.soon);
     if (!m.ready.empty()) {
-      const size_t i = random_below(m.ready.size());
+      size_t i = random_below(m.ready.size());
+      for (int tries = 0; tries < 6 && slow(*m.ready[i]); ++tries) i = random_below(m.ready.size());
       Fiber* fiber = m.ready[i];
       m.ready[i] = m.ready.back();
       m.ready.pop_back();
       return fiber;
     }
-    if (!m.later.empty()) continue;
+    if (!m.soon.empty()) continue;
+    if (!m.late.empty()) {
+      do_one(m.late);
+      continue;
+    }
     if (m.pollers.empty() || m.idle_steps > kIdleSteps) {
       current = nullptr;
       stop(who_waits());
@@ -125,7 +153,8 @@ void fiber_main() {
 
 unsigned char* take_stack() {
   if (idle_stacks.empty()) {
-    void* fresh = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* fresh =
+        mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (fresh == MAP_FAILED) std::abort();
     idle_stacks.push_back(static_cast<unsigned char*>(fresh));
   }
@@ -179,8 +208,9 @@ int run_ctas(const LaunchShape& shape) {
   uint64_t started = 0;
   while (started < many || m.live_fibers > 0) {
     for (; started < many && (shape.cooperative || m.ctas.size() < settings.resident); ++started)
-      start_cta(dim3(unsigned(started % grid.x), unsigned(started / grid.x % grid.y), unsigned(started / grid.x / grid.y)),
-                shape.shared_bytes);
+      start_cta(
+          dim3(unsigned(started % grid.x), unsigned(started / grid.x % grid.y), unsigned(started / grid.x / grid.y)),
+          shape.shared_bytes);
     current = nullptr;
     Fiber* first = next_fiber();
     current = first;
@@ -195,7 +225,8 @@ int run_ctas(const LaunchShape& shape) {
       if (wrong) return fail(900, "emulation: %s", wrong);
     }
   }
-  while (!m.later.empty()) do_one_later();
+  while (!m.soon.empty()) do_one(m.soon);
+  while (!m.late.empty()) do_one(m.late);
   return 0;
 }
 
@@ -235,7 +266,7 @@ std::string who_waits() {
 
 uint32_t random_below(size_t n) { return uint32_t((uint64_t(random_bits()) * n) >> 32); }
 uint64_t seed() { return settings.seed; }
-void later(std::function<void()> action) { machine->later.push_back(std::move(action)); }
+void later(std::function<void()> action) { (chance(2) ? machine->soon : machine->late).push_back(std::move(action)); }
 
 void memory_event() {
   machine->idle_steps = 0;
@@ -290,9 +321,9 @@ void* static_shared(const void* key, unsigned bytes) {
 }
 
 int run_grid(const LaunchShape& shape, void (*body)(const void*), const void* closure) {
-  if (shape.shared_bytes > 227u << 10) return fail(1, "a kernel asks for %u bytes of shared memory", shape.shared_bytes);
+  if (shape.shared_bytes > 227u << 10)
+    return fail(1, "a kernel asks for %u bytes of shared memory", shape.shared_bytes);
   if (uint64_t(shape.grid.x) * shape.grid.y * shape.grid.z == 0) return fail(1, "a launch of an empty grid");
-  static uint64_t launches = 0;
   Machine m;
   machine = &m;
   grid = shape.grid, block = shape.block;
@@ -346,4 +377,5 @@ extern "C" const char* shardlib_last_error() { return shardlib::emulation::last_
 
 extern "C" void shardlib_emulation_configure(uint64_t seed, unsigned resident, unsigned multiprocessors) {
   shardlib::emulation::settings = {seed, resident, multiprocessors};
+  shardlib::emulation::launches = 0;
 }

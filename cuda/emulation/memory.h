@@ -38,7 +38,9 @@ template <class T> inline void store_release_system(T* p, std::common_type_t<T> 
   emulation::drain_stores();
   store_relaxed_system(p, value);
 }
-template <class T> inline void store_release_device(T* p, std::common_type_t<T> value) { store_release_system(p, value); }
+template <class T> inline void store_release_device(T* p, std::common_type_t<T> value) {
+  store_release_system(p, value);
+}
 
 template <class T> inline T add_release_system(T* p, std::common_type_t<T> value) {  // returns the old value
   emulation::drain_stores();
@@ -47,9 +49,15 @@ template <class T> inline T add_release_system(T* p, std::common_type_t<T> value
   emulation::after_flag();
   return old;
 }
-template <class T> inline T add_release_device(T* p, std::common_type_t<T> value) { return add_release_system(p, value); }
-template <class T> inline T add_acquire_release_system(T* p, std::common_type_t<T> value) { return add_release_system(p, value); }
-template <class T> inline T add_acquire_release_device(T* p, std::common_type_t<T> value) { return add_release_system(p, value); }
+template <class T> inline T add_release_device(T* p, std::common_type_t<T> value) {
+  return add_release_system(p, value);
+}
+template <class T> inline T add_acquire_release_system(T* p, std::common_type_t<T> value) {
+  return add_release_system(p, value);
+}
+template <class T> inline T add_acquire_release_device(T* p, std::common_type_t<T> value) {
+  return add_release_system(p, value);
+}
 
 inline void fence_system() { emulation::drain_stores(); }
 inline void fence_device() { emulation::drain_stores(); }

@@ -66,10 +66,12 @@ void multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], flo
   float rows[2][16], columns[2][16];  // of this lane: rows lane / 4 (+ 8) of a, columns 2 (lane % 4) (+ 1) of b
   for (unsigned quad = 0; quad < 4; ++quad) {
     const auto left = from_lane<Fragments>(slots, int(lane / 4 * 4 + quad));
-    for (unsigned i = 0; i < 8; ++i) rows[i / 2 % 2][i / 4 * 8 + quad * 2 + i % 2] = decode(uint16_t(left.a[i / 2] >> i % 2 * 16));
+    for (unsigned i = 0; i < 8; ++i)
+      rows[i / 2 % 2][i / 4 * 8 + quad * 2 + i % 2] = decode(uint16_t(left.a[i / 2] >> i % 2 * 16));
     for (unsigned c = 0; c < 2; ++c) {
       const auto right = from_lane<Fragments>(slots, int((lane % 4 * 2 + c) * 4 + quad));
-      for (unsigned i = 0; i < 4; ++i) columns[c][i / 2 * 8 + quad * 2 + i % 2] = decode(uint16_t(right.b[i / 2] >> i % 2 * 16));
+      for (unsigned i = 0; i < 4; ++i)
+        columns[c][i / 2 * 8 + quad * 2 + i % 2] = decode(uint16_t(right.b[i / 2] >> i % 2 * 16));
     }
   }
   for (unsigned i = 0; i < 4; ++i) {

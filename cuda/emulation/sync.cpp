@@ -41,8 +41,10 @@ void check_named(unsigned id, unsigned threads) {
 
 uint32_t offset_in_shared(const void* p, unsigned bytes, unsigned align, const char* what) {
   const auto offset = static_cast<const unsigned char*>(p) - current->shared;
-  if (offset < 0 || size_t(offset) + bytes > self().cta->shared_bytes) stop(std::string(what) + " outside shared memory");
-  if (offset % align) stop(std::string(what) + " in shared memory that is not aligned to " + std::to_string(align) + " bytes");
+  if (offset < 0 || size_t(offset) + bytes > self().cta->shared_bytes)
+    stop(std::string(what) + " outside shared memory");
+  if (offset % align)
+    stop(std::string(what) + " in shared memory that is not aligned to " + std::to_string(align) + " bytes");
   return uint32_t(offset);
 }
 

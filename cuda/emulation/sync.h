@@ -6,7 +6,9 @@ namespace shardlib {
 
 constexpr uint32_t kFullMask = 0xffffffffu;
 
-struct alignas(8) Barrier { uint64_t state; };
+struct alignas(8) Barrier {
+  uint64_t state;
+};
 
 void barrier_init(Barrier* barrier, unsigned arrivals);
 inline void barrier_init_fence() {}
@@ -57,7 +59,8 @@ template <class T> inline T __shfl_xor_sync(uint32_t mask, T value, int bits, in
 }
 template <class T> inline T __shfl_down_sync(uint32_t mask, T value, unsigned delta, int width = 32) {
   const int self = int(shardlib::emulation::current->lane);
-  return shardlib::emulation::shuffle(mask, value, (self & (width - 1)) + int(delta) < width ? self + int(delta) : self);
+  return shardlib::emulation::shuffle(mask, value,
+                                      (self & (width - 1)) + int(delta) < width ? self + int(delta) : self);
 }
 template <class T> inline T __shfl_up_sync(uint32_t mask, T value, unsigned delta, int width = 32) {
   const int self = int(shardlib::emulation::current->lane);

@@ -54,23 +54,24 @@ struct Tile {
     offset = offset_in_shared(tile, bytes, 128, "a tile");
   }
 
-  // Calls visit(shared chunk, global chunk, bytes of it inside the tensor) for the tile's 16-byte chunks.
+  // Calls visit(shared, global, begin, end) for the tile's 16-byte chunks: bytes [begin, end) lie inside the tensor.
   template <class Visit> void chunks(Visit visit) const {
-    const unsigned row = map.box[0] * map.element_bytes, rows = bytes / row;
+    const int64_t row = map.box[0] * map.element_bytes, rows = bytes / row, first = int64_t(at[0]) * map.element_bytes;
+    const int64_t width = int64_t(map.sizes[0]) * map.element_bytes;
     uint32_t address = offset;
-    for (unsigned r = 0; r < rows; ++r) {
-      unsigned char* global = map.base;
+    for (int64_t r = 0; r < rows; ++r) {
+      unsigned char* global = map.base + first;
       bool inside = true;
-      unsigned rest = r;
+      int64_t rest = r;
       for (int d = 1; d < map.rank; rest /= map.box[d++]) {
-        const int64_t place = int64_t(at[d]) + rest % map.box[d];
-        inside = inside && place >= 0 && uint64_t(place) < map.sizes[d];
+        const int64_t place = at[d] + rest % map.box[d];
+        inside = inside && place >= 0 && place < int64_t(map.sizes[d]);
         global += place * int64_t(map.strides[d]);
       }
-      for (unsigned x = 0; x < row; x += 16, address += 16) {
-        const int64_t column = at[0] + int64_t(x / map.element_bytes), left = (int64_t(map.sizes[0]) - column) * map.element_bytes;
-        const bool some = inside && column >= 0 && left > 0;
-        visit(shared + swizzled(address, map.swizzle), global + column * map.element_bytes, some ? unsigned(std::min<int64_t>(left, 16)) : 0u);
+      for (int64_t x = 0; x < row; x += 16, address += 16) {
+        const int64_t begin = std::clamp<int64_t>(-(first + x), 0, 16),
+                      end = std::clamp<int64_t>(width - (first + x), begin, 16);
+        visit(shared + swizzled(address, map.swizzle), global + x, unsigned(begin), unsigned(inside ? end : begin));
       }
     }
   }
@@ -107,16 +108,16 @@ void load_tile(void* to, const TensorMap& map, Barrier* barrier, int rank, const
   const Tile tile(map, to, rank, at);
   check_barrier(barrier);
   const auto fetch = [tile] {
-    tile.chunks([](unsigned char* shared, const unsigned char* global, unsigned valid) {
+    tile.chunks([](unsigned char* shared, const unsigned char* global, unsigned begin, unsigned end) {
       std::memset(shared, 0, 16);
-      if (valid) std::memcpy(shared, global, valid);
+      if (begin < end) std::memcpy(shared + begin, global + begin, end - begin);
     });
   };
   const bool early = chance(2);
   if (early)
     fetch();
   else
-    tile.chunks([](unsigned char* shared, const unsigned char*, unsigned) { std::memset(shared, 0xff, 16); });
+    tile.chunks([](unsigned char* shared, const unsigned char*, unsigned, unsigned) { std::memset(shared, 0xff, 16); });
   Cta* cta = self().cta;
   ++cta->in_flight;
   later([=] {
@@ -132,15 +133,17 @@ void store_tile(const TensorMap& map, const void* from, bool add, int rank, cons
   if (add && map.type != TileType::f32) stop("only tiles of float are added to global memory");
   auto store = std::make_shared<BulkStore>();
   store->read = [tile](std::vector<unsigned char>& held) {
-    tile.chunks([&](unsigned char* shared, unsigned char*, unsigned) { held.insert(held.end(), shared, shared + 16); });
+    tile.chunks([&](unsigned char* shared, unsigned char*, unsigned, unsigned) {
+      held.insert(held.end(), shared, shared + 16);
+    });
   };
   store->write = [tile, add](const std::vector<unsigned char>& held) {
     const unsigned char* next = held.data();
-    tile.chunks([&](unsigned char*, unsigned char* global, unsigned valid) {
+    tile.chunks([&](unsigned char*, unsigned char* global, unsigned begin, unsigned end) {
       if (add)
-        add_floats(global, next, valid);
-      else if (valid)
-        std::memcpy(global, next, valid);
+        add_floats(global + begin, next + begin, end - begin);
+      else if (begin < end)
+        std::memcpy(global + begin, next + begin, end - begin);
       next += 16;
     });
   };
@@ -174,13 +177,16 @@ void wait_stores(unsigned latest, bool only_read) {
 
 using namespace emulation;
 
-int make_tensor_map(TensorMap& map, TileType type, int rank, const void* base, const uint64_t* sizes, const uint64_t* strides,
-                    const uint32_t* box, Swizzle swizzle) {
+int make_tensor_map(TensorMap& map, TileType type, int rank, const void* base, const uint64_t* sizes,
+                    const uint64_t* strides, const uint32_t* box, Swizzle swizzle) {
   const unsigned element = type == TileType::f32 ? 4 : 2;
   if (rank < 1 || rank > 5) return fail(1, "a tensor map has 1 to 5 dims, not %d", rank);
   if (reinterpret_cast<uintptr_t>(base) % 16) return fail(1, "a tensor map needs an address that is a multiple of 16");
   const unsigned row = box[0] * element;
-  const unsigned limit = swizzle == Swizzle::b128 ? 128 : swizzle == Swizzle::b64 ? 64 : swizzle == Swizzle::b32 ? 32 : 1024;
+  const unsigned limit = swizzle == Swizzle::b128  ? 128
+                         : swizzle == Swizzle::b64 ? 64
+                         : swizzle == Swizzle::b32 ? 32
+                                                   : 1024;
   if (row > limit || row % 16) return fail(1, "a tensor map's box is %u bytes wide; 16 to %u, by 16", row, limit);
   map = TensorMap{};
   for (int d = 0; d < rank; ++d) {

@@ -18,8 +18,8 @@ struct alignas(64) TensorMap {
   uint32_t box[5] = {};
 };
 
-int make_tensor_map(TensorMap& map, TileType type, int rank, const void* base, const uint64_t* sizes, const uint64_t* strides,
-                    const uint32_t* box, Swizzle swizzle);
+int make_tensor_map(TensorMap& map, TileType type, int rank, const void* base, const uint64_t* sizes,
+                    const uint64_t* strides, const uint32_t* box, Swizzle swizzle);
 
 namespace emulation {
 void load_tile(void* to, const TensorMap& map, Barrier* barrier, int rank, const int* at);
@@ -44,7 +44,9 @@ template <class... C> inline void tma_reduce_add(const TensorMap* map, const voi
 
 void bulk_load(void* to, const void* from, unsigned bytes, Barrier* barrier);
 inline void bulk_store(void* to, const void* from, unsigned bytes) { emulation::store_bytes(to, from, bytes, false); }
-inline void bulk_reduce_add(float* to, const float* from, unsigned bytes) { emulation::store_bytes(to, from, bytes, true); }
+inline void bulk_reduce_add(float* to, const float* from, unsigned bytes) {
+  emulation::store_bytes(to, from, bytes, true);
+}
 void bulk_commit();
 template <int N> inline void bulk_wait_read() { emulation::wait_stores(N, true); }
 template <int N> inline void bulk_wait() { emulation::wait_stores(N, false); }

@@ -5,9 +5,6 @@
 #include <cstdio>
 #include <cstring>
 #include <type_traits>
-#if defined(__F16C__)
-#include <immintrin.h>
-#endif
 
 #define __global__
 #define __device__
@@ -23,13 +20,27 @@ struct dim3 {
   unsigned x = 1, y = 1, z = 1;
   constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
 };
-struct int2 { int x, y; };
-struct int4 { int x, y, z, w; };
-struct uint2 { uint32_t x, y; };
-struct uint3 { uint32_t x, y, z; };
-struct alignas(16) uint4 { uint32_t x, y, z, w; };
-struct float2 { float x, y; };
-struct alignas(16) float4 { float x, y, z, w; };
+struct int2 {
+  int x, y;
+};
+struct int4 {
+  int x, y, z, w;
+};
+struct uint2 {
+  uint32_t x, y;
+};
+struct uint3 {
+  uint32_t x, y, z;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+struct float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
 inline int2 make_int2(int x, int y) { return {x, y}; }
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
@@ -38,8 +49,7 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 
 using cudaStream_t = void*;
 
-template <class To, class From>
-inline To shardlib_bits(From from) {
+template <class To, class From> inline To shardlib_bits(From from) {
   static_assert(sizeof(To) == sizeof(From));
   To to;
   std::memcpy(&to, &from, sizeof to);
@@ -59,32 +69,26 @@ inline float __expf(float x) { return std::exp(x); }
 inline float __logf(float x) { return std::log(x); }
 inline float __log2f(float x) { return std::log2(x); }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
-template <class A, class B>
-inline std::common_type_t<A, B> min(A a, B b) { return b < a ? b : a; }
-template <class A, class B>
-inline std::common_type_t<A, B> max(A a, B b) { return a < b ? b : a; }
-template <class T>
-inline T __ldg(const T* p) { return *p; }
+template <class A, class B> inline std::common_type_t<A, B> min(A a, B b) { return b < a ? b : a; }
+template <class A, class B> inline std::common_type_t<A, B> max(A a, B b) { return a < b ? b : a; }
+template <class T> inline T __ldg(const T* p) { return *p; }
 
 namespace shardlib {
 
 // bfloat16 and binary16, as bits; arithmetic happens in float only.
-struct bf16 { uint16_t bits; };
-struct fp16 { uint16_t bits; };
+struct bf16 {
+  uint16_t bits;
+};
+struct fp16 {
+  uint16_t bits;
+};
 
 inline float to_float(bf16 x) { return __uint_as_float(uint32_t(x.bits) << 16); }
 
-#if defined(__F16C__)
-inline float to_float(fp16 x) { return _cvtsh_ss(x.bits); }
-#else
-inline float to_float(fp16 x) {
-  // Exponent and mantissa moved up make a number 2^112 times too small; infinities and NaN keep a full exponent.
-  const uint32_t magnitude = uint32_t(x.bits & 0x7fff) << 13;
-  float value = __uint_as_float(magnitude) * 0x1p112f;
-  if ((x.bits & 0x7c00) == 0x7c00) value = __uint_as_float(magnitude | 0x7f800000u);
-  return (x.bits & 0x8000) ? -value : value;
+namespace emulation {
+extern float fp16_values[1 << 16];  // machine.cpp
 }
-#endif
+inline float to_float(fp16 x) { return emulation::fp16_values[x.bits]; }
 inline float to_float(float x) { return x; }
 
 template <class T> T from_float(float x);
@@ -97,21 +101,17 @@ template <> inline bf16 from_float<bf16>(float x) {
   return {uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};  // to nearest, ties to even
 }
 
-#if defined(__F16C__)
-template <> inline fp16 from_float<fp16>(float x) { return {uint16_t(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT))}; }
-#else
 template <> inline fp16 from_float<fp16>(float x) {
   const uint32_t bits = __float_as_uint(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
   if (magnitude > 0x7f800000u) return {0x7fff};
   if (magnitude >= 0x477ff000u) return {uint16_t(sign | 0x7c00u)};  // 65520 and above round to infinity
-  if (magnitude < 0x38800000u) {                                   // subnormal: adding 1/2 aligns the last bit at 2^-24
+  if (magnitude < 0x38800000u) {  // subnormal: adding 1/2 aligns the last bit at 2^-24
     const float shifted = __uint_as_float(magnitude) + 0.5f;
     return {uint16_t(sign | (__float_as_uint(shifted) - 0x3f000000u))};
   }
   const uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);
   return {uint16_t(sign | ((rounded - 0x38000000u) >> 13))};
 }
-#endif
 
 template <class T> inline uint32_t pack(float low, float high) {
   return uint32_t(from_float<T>(low).bits) | uint32_t(from_float<T>(high).bits) << 16;

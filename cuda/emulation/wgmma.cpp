@@ -77,10 +77,12 @@ struct Operand {
       for (unsigned inner = 0; inner < (along_k ? 16 : rows); inner += 8) {
         const unsigned i = along_k ? outer : inner, k = along_k ? inner : outer;
         const uint32_t at = address(i, k);
-        if (at < kSharedBase || at - kSharedBase + 16 > self().cta->shared_bytes) stop("wgmma reads outside shared memory");
+        if (at < kSharedBase || at - kSharedBase + 16 > self().cta->shared_bytes)
+          stop("wgmma reads outside shared memory");
         uint16_t bits[8];
         std::memcpy(bits, current->shared + (at - kSharedBase), 16);
-        for (unsigned e = 0; e < 8; ++e) out[i * i_step + k * k_step + e * (along_k ? k_step : i_step)] = decode(bits[e]);
+        for (unsigned e = 0; e < 8; ++e)
+          out[i * i_step + k * k_step + e * (along_k ? k_step : i_step)] = decode(bits[e]);
       }
   }
 };
@@ -119,8 +121,8 @@ template <class Move> void each_register(int columns, unsigned t, Move move) {
 }
 
 bool alike(const Issue& x, const Issue& y) {
-  return x.columns == y.columns && x.a == y.a && x.b == y.b && !x.fragment == !y.fragment && x.accumulate == y.accumulate &&
-         x.a_major == y.a_major && x.b_major == y.b_major;
+  return x.columns == y.columns && x.a == y.a && x.b == y.b && !x.fragment == !y.fragment &&
+         x.accumulate == y.accumulate && x.a_major == y.a_major && x.b_major == y.b_major;
 }
 
 // The thread's part of a product's accumulator; spoils its registers when no product has them yet.
@@ -190,7 +192,8 @@ void wait_products(unsigned latest) {
       ++i;
       continue;
     }
-    each_register(accumulator->columns, t, [&](unsigned r, unsigned at) { accumulator->registers[t][r] = accumulator->value[at]; });
+    each_register(accumulator->columns, t,
+                  [&](unsigned r, unsigned at) { accumulator->registers[t][r] = accumulator->value[at]; });
     thread.spoiled.erase(thread.spoiled.begin() + long(i));
   }
   thread.waited = end;

@@ -11,9 +11,9 @@ namespace emulation {
 // One product of a warpgroup, as one of its threads issues it.
 struct Issue {
   int columns;
-  uint64_t a, b;            // descriptors
+  uint64_t a, b;             // descriptors
   const uint32_t* fragment;  // A in registers, or null
-  float* registers;         // the thread's part of the accumulator
+  float* registers;          // the thread's part of the accumulator
   bool accumulate;
   Major a_major, b_major;
   float (*decode)(uint16_t);

@@ -1,4 +1,4 @@
-"""The attention kernels' argument structures for ctypes, filled from torch tensors; the mirror of cuda/attention.cuh."""
+"""The attention kernels' argument structures for ctypes, filled from tensors; the mirror of cuda/attention_args.h."""
 
 from __future__ import annotations
 
@@ -29,10 +29,7 @@ class AttentionArgs(ctypes.Structure):
 class AttentionBackwardArgs(ctypes.Structure):
     _fields_ = [
         ("forward", AttentionArgs),
-        *(
-            (name, c_void_p)
-            for name in ("grad_o", "grad_lse", "delta", "dq", "dk", "dv", "dbias", "workspace")
-        ),
+        *((name, c_void_p) for name in ("grad_o", "grad_lse", "delta", "dq", "dk", "dv", "dbias", "workspace")),
         *(
             (name, c_int64 * 3)
             for name in ("grad_o_strides", "grad_lse_strides", "dq_strides", "dk_strides", "dv_strides")
@@ -82,12 +79,25 @@ def attention_args(
         **{f"{name}_strides": x.stride()[:3] for name, x in (("q", q), ("k", k), ("v", v), ("o", o), ("lse", lse))},
         "mask_strides": broadcast_strides(mask, shape),
         "bias_strides": broadcast_strides(bias, shape),
-        **dict(batch=batch, heads=heads, kv_heads=k.shape[1], queries=queries, keys=keys, head_dim=dim),
-        **dict(q_offset=q_offset, k_offset=k_offset, window=window),
-        **dict(first_batch=first_batch, first_head=first_head),
-        **dict(global_heads=global_heads, global_queries=global_queries, global_keys=global_keys),
-        **dict(scale=dim**-0.5 if scale is None else scale, dropout=dropout),
-        **dict(dtype=DTYPES[q.dtype], bias_dtype=0 if bias is None else DTYPES[bias.dtype], causal=int(causal)),
+        "batch": batch,
+        "heads": heads,
+        "kv_heads": k.shape[1],
+        "queries": queries,
+        "keys": keys,
+        "head_dim": dim,
+        "q_offset": q_offset,
+        "k_offset": k_offset,
+        "window": window,
+        "first_batch": first_batch,
+        "first_head": first_head,
+        "global_heads": global_heads,
+        "global_queries": global_queries,
+        "global_keys": global_keys,
+        "scale": dim**-0.5 if scale is None else scale,
+        "dropout": dropout,
+        "causal": int(causal),
+        "dtype": DTYPES[q.dtype],
+        "bias_dtype": 0 if bias is None else DTYPES[bias.dtype],
     }
     args = AttentionArgs()
     for name, value in fields.items():

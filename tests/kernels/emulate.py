@@ -143,7 +143,8 @@ class Memory:
 
 
 @functools.cache
-def _cache() -> Path:
+def cache() -> Path:
+    """Where what was compiled is kept."""
     home = os.environ.get("SHARDLIB_CACHE") or os.environ.get("XDG_CACHE_HOME")
     folder = Path(home) if home else Path(tempfile.gettempdir()) / f"shardlib-{os.getuid()}"
     folder = folder / "emulation"
@@ -177,7 +178,8 @@ def _version() -> bytes:
     return subprocess.run([compiler(), "--version"], capture_output=True, check=True).stdout
 
 
-def _hash(*parts: bytes) -> str:
+def hashed(*parts: bytes) -> str:
+    """A name for what the compiler makes of these parts."""
     digest = hashlib.sha256()
     for part in (_version(), " ".join(FLAGS).encode(), *parts):
         digest.update(len(part).to_bytes(8, "little") + part)
@@ -200,7 +202,7 @@ _MACHINE_LOCK = threading.Lock()
 def _machine() -> Path:
     """The emulated machine as one object file, compiled once for all kernels."""
     files = sorted((CUDA / "emulation").iterdir())
-    target = _cache() / f"machine-{_hash(*(file.read_bytes() for file in files))}.o"
+    target = cache() / f"machine-{hashed(*(file.read_bytes() for file in files))}.o"
     with _MACHINE_LOCK:
         if not target.exists():
             with tempfile.TemporaryDirectory(prefix="shardlib-") as folder:
@@ -217,8 +219,9 @@ def _compile(build: Build) -> Path:
         if text.count(old) != 1:
             raise BuildError(f"{file} holds {old!r} {text.count(old)} times; a patch needs it once")
         changed[file] = text.replace(old, new).encode()
-    key = _hash(_machine().name.encode(), *changed.values(), *(d.encode() for d in build.defines), build.driver.encode())
-    target = _cache() / f"{build.source.split('.')[0]}-{key}.so"
+    rest = (_machine().name, *build.defines, build.driver)
+    key = hashed(*changed.values(), *(part.encode() for part in rest))
+    target = cache() / f"{build.source.split('.')[0]}-{key}.so"
     if target.exists():
         return target
     with tempfile.TemporaryDirectory(prefix="shardlib-") as name:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from shardlib.ops.attention import Variant, reference
 from tests.kernels import bugs, emulate
 from tests.kernels.attention_args import AttentionBackwardArgs, attention_args, broadcast_strides, pointer
 from tests.kernels.bugs import Bug
-from tests.kernels.emulate import Build, EmulationError, Patch
+from tests.kernels.emulate import EmulationError, Patch
 from tests.ops.attention_cases import CASES, Case, cast
 
 SOURCE, DELTA = "attention_backward.cu", "attention_delta.cu"
@@ -53,6 +52,7 @@ LARGE: dict[str, Case] = {
     "dropout in tiles": Case(1, 2, 1, 70, 143, 128, lambda _: {"window": 120, **_dropout(0.25)}),
     "dropout out of step": Case(1, 2, 1, 70, 80, 64, lambda _: {"k_offset": 3, "q_offset": 1, **_dropout(0.5)}),
     "a negative scale": Case(1, 1, 1, 70, 90, 64, lambda _: {"scale": -0.2}),
+    "a steep scale": Case(1, 6, 6, 100, 90, 64, lambda _: {"scale": 20.0, "window": 2}),
     "no scale": Case(1, 1, 1, 70, 90, 64, lambda _: {"scale": 0.0}),
 }
 ALL = CASES | LARGE
@@ -162,7 +162,7 @@ def test_fp16_against_float64(case: str) -> None:
     check(case, FP16)
 
 
-@pytest.mark.parametrize("case", ["causal tiles", "window of tiles", "tiles of a wide head", "dropout in tiles"])
+@pytest.mark.parametrize("case", ["causal tiles", "window of tiles", "tiles of a wide head", "alibi in tiles"])
 def test_any_order_of_events_gives_the_same_bits_when_repeatable(case: str) -> None:
     library, found = emulate.library(SOURCE), []
     check(case, BF16, repeatable=True)
@@ -213,15 +213,19 @@ def test_empty(b: int, s: int, t: int) -> None:
     assert [name for name, x in found.items() if not x.eq(0).all()] == []
 
 
+_Q, _OUT, _ROWS, _SUMS = (
+    *(torch.zeros(1, 2, 8, 64).bfloat16() for _ in "qo"),
+    torch.zeros(1, 2, 8),
+    torch.zeros(2, 128, 64),
+)
+
+
 def _arguments(**changed: Any) -> AttentionBackwardArgs:
-    q, rows = torch.zeros(1, 2, 8, 64, dtype=BF16), torch.zeros(1, 2, 8)
-    args = AttentionBackwardArgs(attention_args(q, q, q, q, rows), delta=pointer(rows))
-    args.keep = (q, rows, torch.zeros(1, 2, 8, 64, dtype=BF16), torch.zeros(2 * 64 * 64))  # type: ignore[attr-defined]
-    strides = (ctypes.c_int64 * 3)(*q.stride()[:3])
+    args = AttentionBackwardArgs(attention_args(_Q, _Q, _Q, _Q, _ROWS))
+    args.delta, args.workspace = pointer(_ROWS), pointer(_SUMS)
     for name in ("grad_o", "dq", "dk", "dv"):
-        setattr(args, name, pointer(args.keep[2]))  # type: ignore[attr-defined]
-        setattr(args, f"{name}_strides", strides)
-    args.workspace = pointer(args.keep[3])  # type: ignore[attr-defined]
+        setattr(args, name, pointer(_OUT))
+        setattr(args, f"{name}_strides", (ctypes.c_int64 * 3)(*_Q.stride()[:3]))
     for name, value in changed.items():
         setattr(args, name, value)
     return args
@@ -257,71 +261,75 @@ _NARROW = {
 }
 ONLY = {
     "causal tiles, many queries": _NARROW["64, false"],
+    "grouped": _NARROW["64, false"],
+    "a steep scale": _NARROW["64, false"],
     "causal tiles": _NARROW["128, false"],
-    "window of tiles": _NARROW["128, false"],
     "tiles of a wide head": _NARROW["256, false"],
     "bias of many keys": _NARROW["128, true"],
-    "bias of tiles": _NARROW["64, true"],
     "dropout in tiles": _NARROW["128, true"],
     "bias with infinities": _NARROW["64, true"],
 }
 TILES, MANY, WIDE = "causal tiles", "causal tiles, many queries", "tiles of a wide head"
-PARTS, SHARED = "attention_backward.cuh", "attention.cuh"
+GROUPED, STEEP = "grouped", "a steep scale"
+FEED, SCORES, SHARED = "attention_backward.cuh", "attention_backward_scores.cuh", "attention.cuh"
 BUGS: dict[str, Bug] = {
     # waiting
     "dP is read before it is there": Bug("wgmma_wait<C::EarlyDv && !C::General ? 1 : 0>();", "", MANY),
-    "dP is read while it is made, behind dv": Bug("C::EarlyDv && !C::General ? 1 : 0", "C::EarlyDv ? 2 : 0", TILES),
     "dq is read before it is there": Bug("wgmma_wait<C::Ahead ? 2 : 1>();", "", TILES),
     "grad_o is not waited for": Bug(
         "barrier_wait(s.grad_full + ring.stage, ring.phase);\n    issue_scores", "issue_scores", MANY
     ),
-    "k is not waited for": Bug("barrier_wait(s.k_full, 0);", "", MANY),
     "q is refilled while dk still reads it": Bug(
-        "barrier_wait(s.q_empty + ring.stage, ring.phase ^ 1);\n    barrier_arrive_expect",
-        "barrier_arrive_expect", MANY,
+        "barrier_wait(s.q_empty + ring.stage, ring.phase ^ 1);\n    barrier_arrive_expect", "barrier_arrive_expect",
+        MANY, FEED,
     ),
     "the producer waits for the wrong phase": Bug(
-        "barrier_wait(s.grad_empty + ring.stage, ring.phase ^ 1);", "barrier_wait(s.grad_empty + ring.stage, ring.phase);",
-        TILES,
+        "s.grad_empty + ring.stage, ring.phase ^ 1);", "s.grad_empty + ring.stage, ring.phase);", TILES, FEED
     ),
-    "the phase never flips": Bug("stage = 0, phase ^= 1;", "stage = 0;", TILES, PARTS),
-    "a stage of grad_o is never released": Bug("if (lane == 0) barrier_arrive(s.grad_empty + ring.stage);", "", MANY),
+    "the phase never flips": Bug("stage = 0, phase ^= 1;", "stage = 0;", TILES, FEED),
     "dS is read before the other half is there": Bug(
-        "issue_sum<T, C>(dv, probabilities, 0, grad_columns + stage);\n      named_barrier_sync(kScores, 128 * C::Groups);",
-        "issue_sum<T, C>(dv, probabilities, 0, grad_columns + stage);", MANY,
+        "0, grad_columns + stage);\n      named_barrier_sync(kScores, 128 * C::Groups);", "0, grad_columns + stage);",
+        MANY,
     ),
-    "dq is written over before it was added": Bug("barrier_wait(s.dq_empty + group, flip ^ 1);", "", TILES),
-    "dq is added before it is written": Bug("barrier_wait(s.dq_full + group, phase);", "", TILES),
-    "dv is written over v that is still read": Bug("named_barrier_sync(kDone, 128 * C::Groups);", "", WIDE),
+    "dq is written over while it is added": Bug(
+        "bulk_commit();\n    bulk_wait_read<0>();\n    barrier_arrive", "bulk_commit();\n    barrier_arrive",
+        TILES, FEED,
+    ),
+    "dq is added before it is written": Bug("barrier_wait(s.dq_full + group, phase);", "", TILES, FEED),
     # addresses
-    "k is transposed by its panels": Bug("dq_column % 64 * 2, C::KeyPanel);", "dq_column % 64 * 2, 128);", WIDE),
-    "q's descriptor does not advance": Bug(
+    "k's panels are taken for one": Bug(
+        "dq_panel * C::KeyPanel + dq_key * 128, C::KeyPanel);", "dq_panel * C::KeyPanel + dq_key * 128, 128);", WIDE
+    ),
+    "the queries' descriptor does not advance": Bug(
         "const uint64_t rows = b + ((step * 2048) >> 4);", "const uint64_t rows = b;", TILES
     ),
-    "k is taken as it lies": Bug(
+    "k is not transposed": Bug(
         "wgmma<T, C::DqColumns, Major::mn, Major::mn>", "wgmma<T, C::DqColumns, Major::mn, Major::k>", TILES
     ),
-    "a buffer of dS for two": Bug("buffer = int(flip) * C::ScoreBytes", "buffer = 0", TILES),
-    "the wrong query heads": Bug(
-        "int head = work.kv_head * (p.heads / p.kv_heads)", "int head = work.kv_head", "window of tiles"
+    "the query heads of another key head": Bug(
+        "int head = work.kv_head * group; head < (work.kv_head + 1) * group;",
+        "int head = work.kv_head; head < work.kv_head + group;", GROUPED, FEED,
     ),
-    "one head of the group": Bug("int left = (work.last - work.first) * (p.heads / p.kv_heads);", "int left = work.last - work.first;", TILES),
-    "a tile of queries is left out": Bug("work.first = first / C::Queries", "work.first = first / C::Queries + 1", TILES, PARTS),
+    "one head of the group": Bug(
+        "int left = (work.last - work.first) * (p.heads / p.kv_heads);", "int left = work.last - work.first;", GROUPED
+    ),
+    "a tile of queries is left out": Bug(
+        "work.first = first / C::Queries", "work.first = first / C::Queries + 1", TILES, FEED
+    ),
     # numbers
-    "no delta": Bug("(value - (e % 2 ? delta.y : delta.x))", "value", TILES),
-    "the neighbour's delta": Bug("e % 2 ? delta.y : delta.x", "delta.x", TILES),
+    "no delta": Bug("(dp[4 * i + e] - (e % 2 ? two.y : two.x))", "dp[4 * i + e]", TILES, SCORES),
     "dk without the scale": Bug("dk[i] *= p.scale;", "", TILES),
-    "dq without the scale": Bug("pack<T>(sum.x * p.scale, sum.y * p.scale)", "pack<T>(sum.x, sum.y)", TILES),
-    "dS of the first tile only": Bug("wgmma_keep(sum);\n  wgmma_fence();", "sum[0] = 0; wgmma_fence();", TILES),
-    "rows that see nothing": Bug("nothing ? -SHARDLIB_MINUS_INFINITY : sum * kLog2E", "sum * kLog2E", "bias with infinities"),
+    "rows that see nothing": Bug(
+        "nothing ? -SHARDLIB_MINUS_INFINITY : sum * kLog2E", "sum * kLog2E", "bias with infinities", FEED
+    ),
     # sight and features
-    "keys beyond the last": Bug("end = j < sight.keys ? sight", "end = true ? sight", TILES, PARTS),
+    "keys beyond the last": Bug("end = j < sight.keys ? sight", "end = true ? sight", STEEP, SCORES),
     "causal by one query": Bug("first = j - shift;", "first = j - shift + 1;", TILES, SHARED),
-    "dP without dropout": Bug("value = kept >> (4 * i + e) & 1 ? value * p.extras.keep_scale : 0.0f;", "", "dropout in tiles"),
-    "dv without dropout": Bug("kept >> i & 1 ? scores[i] * p.extras.keep_scale : 0.0f", "scores[i]", "dropout in tiles"),
-    "the lanes swap the wrong words": Bug("odd ? w.x : w.y, 4", "odd ? w.y : w.x, 4", "dropout in tiles", PARTS),
-    "a bias of keys, from two lanes": Bug("sum += __shfl_xor_sync(kFullMask, sum, 2);", "", "bias of many keys", PARTS),
-    "the bias's gradient of the wrong head": Bug("h * strides[1]", "h * strides[0]", "bias of tiles", PARTS),
+    "dP without dropout": Bug("drop(dp, dp, kept, p.extras.keep_scale);", "", "dropout in tiles"),
+    "the lanes swap the wrong words": Bug("odd ? w.x : w.y, 4", "odd ? w.y : w.x, 4", "dropout in tiles", SCORES),
+    "a bias of keys, from two lanes": Bug(
+        "sum += __shfl_xor_sync(kFullMask, sum, 2);", "", "bias of many keys", SCORES
+    ),
 }  # fmt: skip
 
 

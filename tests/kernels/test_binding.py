@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shardlib import build, recipe
 from shardlib.build import Built
+from shardlib.ops import _cuda_plan as plans
 from shardlib.ops import _native
 from shardlib.recipe import Missing, Recipe
 from tests.kernels.attention_args import AttentionArgs, AttentionBackwardArgs, attention_args, broadcast_strides
@@ -230,6 +231,28 @@ def test_what_would_leave_a_tensor_is_refused(case: str) -> None:
     with pytest.raises(RuntimeError, match=f"shardlib_cuda: {said}"):
         ops.attention_forward(*arguments.values())
     assert launchers.recorded_call() == b"shardlib_fill"  # nothing was launched
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["all_gather", "all_to_all", "reduce_scatter"])
+def test_collectives_get_the_plan(name: str) -> None:
+    ops, launchers = _recorded()
+    group = plans.Group(ranks=3, rank=1, present=2)
+    made: dict[str, plans.Plan] = {
+        "all_gather": plans.all_gather(group, "staged", [4, 5, 6]),
+        "all_to_all": plans.all_to_all(group, "direct", [[1, 2, 3], [4, 5, 6], [7, 8, 9]]),
+        "reduce_scatter": plans.reduce_scatter(group, "packets", [1, 2, 3], torch.bfloat16),
+    }
+    plan, x = made[name], torch.zeros(2)
+    plan.input[1], plan.output[2] = 11, 22
+    getattr(ops, name)(x, x, plan.tensor())
+    assert launchers.recorded_call().decode() == f"shardlib_{name}"
+    assert ctypes.string_at(launchers.recorded_args(), ctypes.sizeof(plan)) == bytes(plan)
+    for wrong in (plan.tensor()[:-1], plan.tensor().double(), torch.zeros(2 * plan.tensor().numel()).long()[::2]):
+        with pytest.raises(
+            RuntimeError, match=rf"the plan must be {plan.tensor().numel()} dense int64 words on the CPU"
+        ):
+            getattr(ops, name)(x, x, wrong)
 
 
 @needs_compiler

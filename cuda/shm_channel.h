@@ -1,0 +1,73 @@
+// What one process keeps of its channels: the collectives under way, and the staging that the channels share.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "shm_layout.h"
+#include "shm_recipe.h"
+
+namespace shm {
+
+struct Op {
+    std::shared_ptr<const Recipe> recipe;
+    std::vector<char*> tensors;
+    uint64_t direct;  // see Round
+    int channel;
+    uint64_t first;  // its first round's number in the channel
+    uint64_t staged = 0, reduced = 0, taken = 0;  // rounds
+    std::vector<char> got;                        // from whom the round that is being taken has been copied
+    bool done = false;
+};
+
+// A channel as this process sees it.
+struct Member {
+    int n = 0, me = 0;
+    std::vector<char*> bases;  // the members' segments
+    std::vector<Channel*> peers;
+    std::vector<std::vector<char*>> directs;  // shared tensors: [number][member]
+    uint64_t next = 0;                        // round
+    uint64_t freed = 0;                       // rounds that all have taken, when last looked
+    std::deque<std::shared_ptr<Op>> pending;  // in order
+
+    uint64_t all_taken() {
+        uint64_t least = ~uint64_t{0};
+        for (Channel* peer : peers) least = std::min(least, peer->taken.load(std::memory_order_acquire));
+        return freed = least;
+    }
+};
+
+// The ring: rounds lie in the order in which they were staged, and are freed in that order.
+class Staging {
+  public:
+    Staging(uint64_t start, uint64_t bytes) : start_(start), size_(bytes / kLine * kLine) {}
+
+    // Where in the segment there is room for round `number` of the channel, or kNowhere.
+    uint64_t allocate(size_t bytes, Member& member, uint64_t number) {
+        while (!held_.empty()) {
+            const Held& oldest = held_.front();
+            if (oldest.member->freed <= oldest.number && oldest.member->all_taken() <= oldest.number) break;
+            tail_ = oldest.end;
+            held_.pop_front();
+        }
+        if (held_.empty()) head_ = tail_ = 0;  // the memory that is in the caches already
+        uint64_t at = head_;
+        if (at % size_ + bytes > size_) at += size_ - at % size_;  // a round is one block of memory
+        if (at + bytes - tail_ > size_) return kNowhere;
+        head_ = at + bytes;
+        held_.push_back({&member, number, head_});
+        return start_ + at % size_;
+    }
+
+  private:
+    struct Held {
+        Member* member;
+        uint64_t number, end;
+    };
+
+    uint64_t start_, size_, head_ = 0, tail_ = 0;  // head and tail only grow while there is something between them
+    std::deque<Held> held_;
+};
+
+}  // namespace shm

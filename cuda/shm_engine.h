@@ -1,0 +1,382 @@
+// Collectives of processes on one machine, over memory that all of them map.
+//
+// Every process has one segment: a header, with a doorbell and a block of counters for every channel (a group of ranks),
+// and then the staging, a ring that all its channels share. A collective ("op") is cut into rounds; all members of the
+// channel cut it alike, so a round's number is all that they ever tell each other:
+//
+//   stage   pack this member's part of a round into the ring, write down where it lies, then `posted` = round + 1
+//   reduce  (all-reduce in two steps) when all have posted: reduce this member's slice into the ring, then `reduced`
+//   take    when the others have: copy what is for this member to its place, then `taken` = round + 1
+//
+// A round's memory is free again when all have taken it. A member's slot for member j is number (j - i - 1) mod n, so
+// that its own slot is the last one, which need not be there.
+//
+// No deadlock: starting an op never blocks. Staging goes strictly in the order in which this process started its ops,
+// over all channels, and whoever waits for one op pushes on all of them. So the op that was started first among those
+// under way can always be finished, if processes start the ops that they share in the same order.
+#pragma once
+
+#include <sched.h>
+#include <time.h>
+
+#include <cerrno>
+#include <mutex>
+#include <unordered_map>
+
+#include "shm_channel.h"
+#include "shm_reduce.h"
+
+namespace shm {
+
+class Engine {
+  public:
+    Engine(char* base, size_t bytes)
+        : base_(base), header_(reinterpret_cast<Header*>(base)), staging_(start(), bytes - start()) {}
+
+    static size_t start() { return (sizeof(Header) + 4095) / 4096 * 4096; }
+
+    void join(int channel, int n, int me, char* const* bases) {
+        std::lock_guard<std::mutex> hold(mutex_);
+        Member& m = members_[channel];
+        m.n = n;
+        m.me = me;
+        m.bases.assign(bases, bases + n);
+        for (char* b : m.bases) m.peers.push_back(&reinterpret_cast<Header*>(b)->channels[channel]);
+    }
+
+    int share(int channel, char* const* tensors) {
+        std::lock_guard<std::mutex> hold(mutex_);
+        Member& m = members_[channel];
+        m.directs.emplace_back(tensors, tensors + m.n);
+        return static_cast<int>(m.directs.size()) - 1;
+    }
+
+    uint64_t begin(int channel, std::shared_ptr<const Recipe> recipe, char* const* tensors, int count, uint64_t direct) {
+        std::lock_guard<std::mutex> hold(mutex_);
+        Member& m = members_[channel];
+        auto op = std::make_shared<Op>();
+        op->recipe = std::move(recipe);
+        op->tensors.assign(tensors, tensors + count);
+        op->direct = direct;
+        op->channel = channel;
+        op->first = m.next;
+        op->got.assign(m.n, 0);
+        m.next += op->recipe->rounds;
+        m.pending.push_back(op);
+        unstaged_.push_back(op);
+        uint64_t ticket = ++tickets_;
+        ops_[ticket] = op;
+        while (stage_next()) {
+        }
+        // What others wait for is done now and not only when this process waits: slices of all-reduces, and room.
+        for (auto& [index, other] : members_) reduce_ahead(other);
+        if (!unstaged_.empty()) push(nullptr);
+        return ticket;
+    }
+
+    // Whether the op is done; waits for that at most `patience` nanoseconds.
+    bool finish(uint64_t ticket, int64_t patience) {
+        std::unique_lock<std::mutex> hold(mutex_);
+        const auto found = ops_.find(ticket);
+        if (found == ops_.end()) return true;
+        const std::shared_ptr<Op> op = found->second;
+        for (int idle = 0; !push(op.get()); ++idle) {
+            if (idle < kSpins) {
+                pause(idle);
+                continue;
+            }
+            const uint32_t seen = header_->rings.load(std::memory_order_acquire);
+            header_->wants.store(kNews | (waits_for_room() ? kRoom : Event{}), std::memory_order_relaxed);
+            std::atomic_thread_fence(std::memory_order_seq_cst);
+            if (push(op.get())) break;
+            timespec limit{patience / 1000000000, patience % 1000000000};
+            hold.unlock();
+            const long woken = syscall(SYS_futex, &header_->rings, FUTEX_WAIT, seen, &limit, nullptr, 0);
+            const bool late = woken == -1 && errno == ETIMEDOUT;
+            hold.lock();
+            if (late && !push(op.get())) return false;
+            if (op->done) break;
+            idle = 0;
+        }
+        ops_.erase(ticket);
+        return true;
+    }
+
+    bool is_done(uint64_t ticket) {
+        std::lock_guard<std::mutex> hold(mutex_);
+        const auto found = ops_.find(ticket);
+        return found == ops_.end() || found->second->done;
+    }
+
+    // The first member that the op waits for, or -1.
+    int lacks(uint64_t ticket) {
+        std::lock_guard<std::mutex> hold(mutex_);
+        const auto found = ops_.find(ticket);
+        if (found == ops_.end()) return -1;
+        const Op& op = *found->second;
+        Member& m = members_[op.channel];
+        const uint64_t last = op.first + op.recipe->rounds;
+        for (int step = 0; step < 3; ++step)
+            for (int i = 0; i < m.n; ++i) {
+                const Channel* peer = m.peers[i];
+                const std::atomic<uint64_t>& counter = step == 0 ? peer->posted : step == 1 ? peer->reduced : peer->taken;
+                const bool counts = step != 1 || op.recipe->how == kReduceGather;
+                const uint64_t due = step == 2 ? last : op.first + op.taken + 1;
+                if (i != m.me && counts && counter.load(std::memory_order_acquire) < due) return i;
+            }
+        return -1;
+    }
+
+  private:
+    // Whatever can be done now, until `target` is done; whether it is.
+    bool push(const Op* target) {
+        for (bool moved = true; moved && !(target && target->done);) {
+            moved = stage_next();
+            for (auto& [index, m] : members_) {
+                if (reduce_ahead(m)) moved = true;
+                while (!m.pending.empty() && take_next(m, *m.pending.front())) {
+                    moved = true;
+                    if (!m.pending.front()->done) break;  // stage the next round before the next one is taken
+                    m.pending.pop_front();
+                }
+            }
+        }
+        return target && target->done;
+    }
+
+    // Whether it matters that others take what they have been sent.
+    bool waits_for_room() const {
+        if (!unstaged_.empty()) return true;
+        for (const auto& [index, m] : members_)
+            if (!m.pending.empty() && m.pending.front()->direct != kNowhere) return true;
+        return false;
+    }
+
+    static void pause(int idle) {
+        if (idle % 16 == 15) {
+            sched_yield();
+            return;
+        }
+        for (int i = 0; i < 32; ++i) {
+#if defined(__x86_64__)
+            __builtin_ia32_pause();
+#elif defined(__aarch64__)
+            asm volatile("yield");
+#endif
+        }
+    }
+
+    // Staging ----------------------------------------------------------------------------------------------------
+
+    bool stage_next() {
+        if (unstaged_.empty()) return false;
+        Op& op = *unstaged_.front();
+        if (!stage(op)) return false;
+        if (op.staged == op.recipe->rounds) unstaged_.pop_front();
+        return true;
+    }
+
+    bool stage(Op& op) {
+        const Recipe& r = *op.recipe;
+        Member& m = members_[op.channel];
+        Channel& mine = *m.peers[m.me];
+        const uint64_t number = op.first + op.staged;
+        if (number - m.freed >= kRounds && number - m.all_taken() >= kRounds) return false;
+        const bool direct = op.direct != kNowhere;
+        Round round{0, 0, op.direct};
+        const size_t own = r.how == kReduceGather && direct ? r.slot : 0;
+        const size_t needs = direct ? own : stage_bytes(r, op.staged);
+        if (needs) {
+            const uint64_t at = staging_.allocate(needs, m, number);
+            if (at == kNowhere) return false;
+            round.staged = at;
+            round.own = direct ? at : at + (r.slots() - 1) * r.slot;
+        }
+        if (!direct)
+            for (int j = 0; j < static_cast<int>(r.sends.size()); ++j) {
+                const Segment& s = r.sends[j];
+                const size_t length = r.length(s, op.staged), from = s.begin + op.staged * r.slot;
+                if (length && (r.shared() || j != r.me || r.keeps_own))
+                    pack(*s.stream, op.tensors.data(), from, from + length,
+                         base_ + round.staged + r.place(r.me, j) * r.slot);
+            }
+        mine.rounds[number % kRounds] = round;
+        mine.posted.store(number + 1, std::memory_order_release);
+        ++op.staged;
+        tell(m, kNews);
+        return true;
+    }
+
+    static size_t stage_bytes(const Recipe& r, uint64_t round) {
+        return r.shared() ? (r.length(r.sends[0], round) + kLine - 1) / kLine * kLine : r.slots() * r.slot;
+    }
+
+    // Taking -----------------------------------------------------------------------------------------------------
+
+    // Moves the op on by a round, or by part of one; whether anything was done.
+    bool take_next(Member& m, Op& op) {
+        const Recipe& r = *op.recipe;
+        bool moved = false;
+        if (op.taken < op.staged) {
+            if (r.how == kReduce ? reduce_round(m, op) : copy_round(m, op)) moved = true;
+        } else if (op.taken == r.rounds && op.direct != kNowhere && m.all_taken() >= op.first + r.rounds) {
+            // The others have read the source, so that it may be overwritten now.
+            return op.done = true;
+        }
+        return moved;
+    }
+
+    // Reduces this member's slices of the channel's all-reduces, in order, as far as the others have posted.
+    bool reduce_ahead(Member& m) {
+        bool moved = false;
+        for (const auto& op : m.pending) {
+            if (op->recipe->how != kReduceGather) continue;
+            for (; op->reduced < op->staged && all_posted(m, op->first + op->reduced); moved = true) reduce_slice(m, *op);
+            if (op->reduced < op->recipe->rounds) break;
+        }
+        return moved;
+    }
+
+    bool all_posted(const Member& m, uint64_t number) const {
+        for (const Channel* peer : m.peers)
+            if (peer->posted.load(std::memory_order_acquire) <= number) return false;
+        return true;
+    }
+
+    // Where member i's bytes for this member lie in the op's round `round`.
+    const char* source(const Member& m, const Op& op, int i, uint64_t round, const Segment& s) const {
+        const Recipe& r = *op.recipe;
+        const Round& at = m.peers[i]->rounds[(op.first + round) % kRounds];
+        if (at.direct != kNowhere)
+            return m.directs[at.direct >> 48][i] + (at.direct & ((uint64_t{1} << 48) - 1)) + s.direct + round * r.slot;
+        return m.bases[i] + at.staged + r.place(i, r.me) * r.slot;
+    }
+
+    bool copy_round(Member& m, Op& op) {
+        const Recipe& r = *op.recipe;
+        const uint64_t number = op.first + op.taken;
+        bool moved = false;
+        int left = 0;
+        for (int k = 1; k <= m.n; ++k) {  // every member begins with another one
+            const int i = (m.me + k) % m.n;
+            if (op.got[i]) continue;
+            const Segment& s = r.receives[i];
+            const size_t length = r.length(s, op.taken);
+            if (length) {
+                const Channel& peer = *m.peers[i];
+                const bool gathers = r.how == kReduceGather;
+                if ((gathers ? peer.reduced : peer.posted).load(std::memory_order_acquire) <= number) {
+                    ++left;
+                    continue;
+                }
+                const size_t from = s.begin + op.taken * r.slot;
+                if (gathers && i == m.me) {
+                    // reduce_slice has put it there
+                } else if (!gathers && i == m.me && !r.shared() && !r.keeps_own && op.direct == kNowhere) {
+                    own_copy(r, op, from, length);
+                } else {
+                    const char* bytes = gathers ? m.bases[i] + peer.rounds[number % kRounds].own
+                                                : source(m, op, i, op.taken, s);
+                    unpack(*s.stream, op.tensors.data(), from, from + length, bytes, r.past_caches);
+                }
+            }
+            op.got[i] = 1;
+            moved = true;
+        }
+        if (left == 0) took(m, op);
+        return moved;
+    }
+
+    // This member's piece for itself, which is one block of memory and was not staged.
+    void own_copy(const Recipe& r, Op& op, size_t from, size_t length) {
+        const Segment& sent = r.sends[r.me];
+        const size_t shift = sent.begin + op.taken * r.slot;
+        each_part(*sent.stream, shift, shift + length, nullptr, [&](const Piece& p, size_t a, size_t, char*) {
+            const size_t begin = from + (p.start + a - shift), end = from + length;
+            const size_t stop = std::min(end, from + (p.start + p.bytes - shift));
+            unpack(*r.receives[r.me].stream, op.tensors.data(), begin, stop,
+                   op.tensors[p.tensor] + p.offset + a, r.past_caches);
+        });
+    }
+
+    bool reduce_round(Member& m, Op& op) {
+        const Recipe& r = *op.recipe;
+        if (!all_posted(m, op.first + op.taken)) return false;
+        const Segment& out = r.receives[0];
+        const size_t length = r.length(out, op.taken), from = out.begin + op.taken * r.slot;
+        if (length) combine(m, op, op.taken, out, from, length, nullptr);
+        took(m, op);
+        return true;
+    }
+
+    void reduce_slice(Member& m, Op& op) {
+        const Recipe& r = *op.recipe;
+        const Segment& out = r.receives[m.me];
+        const size_t length = r.length(out, op.reduced), from = out.begin + op.reduced * r.slot;
+        Channel& mine = *m.peers[m.me];
+        const uint64_t number = op.first + op.reduced;
+        if (length) combine(m, op, op.reduced, out, from, length, base_ + mine.rounds[number % kRounds].own);
+        mine.reduced.store(number + 1, std::memory_order_release);
+        ++op.reduced;
+        tell(m, kNews);
+    }
+
+    // Reduce bytes [from, from + length) of the result's stream, whose pieces are contiguous, and copy them to `slot`.
+    void combine(Member& m, Op& op, uint64_t round, const Segment& out, size_t from, size_t length, char* slot) {
+        const Recipe& r = *op.recipe;
+        std::vector<const char*> base(m.n), at(m.n);
+        for (int i = 0; i < m.n; ++i) base[i] = source(m, op, i, round, out);
+        const bool own_staged = r.keeps_own || r.shared() || op.direct != kNowhere;
+        const Segment& sent = r.shared() ? r.sends[0] : r.sends[m.me];
+        const size_t shift = sent.begin + round * r.slot;  // in the stream of what was sent; `from` in that of the result
+        alignas(kLine) char tile[kTile];
+        each_part(*out.stream, from, from + length, nullptr, [&](const Piece& p, size_t a, size_t b, char*) {
+            const size_t element = element_size(p.dtype);
+            char* to = op.tensors[p.tensor] + p.offset;
+            for (size_t here = a; here < b; here += kTile) {
+                const size_t some = std::min(kTile, b - here);
+                const size_t flat = p.start + here - from;
+                for (int i = 0; i < m.n; ++i) at[i] = base[i] + flat;
+                if (!own_staged) at[m.me] = own_bytes(*sent.stream, op, shift + flat);
+                if (!slot && !r.past_caches) {
+                    reduce(p.dtype, r.kind, at.data(), m.n, to + here, some / element);
+                    continue;
+                }
+                reduce(p.dtype, r.kind, at.data(), m.n, tile, some / element);
+                if (slot) std::memcpy(slot + flat, tile, some);
+                r.past_caches ? stream_copy(to + here, tile, some) : (void)std::memcpy(to + here, tile, some);
+            }
+        });
+    }
+
+    static const char* own_bytes(const Stream& stream, const Op& op, size_t at) {
+        for (const Piece& p : stream)
+            if (at < p.start + p.bytes) return op.tensors[p.tensor] + p.offset + (at - p.start);
+        return nullptr;
+    }
+
+    void took(Member& m, Op& op) {
+        std::fill(op.got.begin(), op.got.end(), 0);
+        if (op.recipe->past_caches) stream_fence();
+        ++op.taken;
+        m.peers[m.me]->taken.store(op.first + op.taken, std::memory_order_release);
+        tell(m, kRoom);
+        op.done = op.taken == op.recipe->rounds && op.direct == kNowhere;
+    }
+
+    void tell(const Member& m, Event event) {
+        for (int i = 0; i < m.n; ++i)
+            if (i != m.me) ring(reinterpret_cast<Header*>(m.bases[i]), event);
+    }
+
+    std::mutex mutex_;
+    char* base_;
+    Header* header_;
+    Staging staging_;
+    std::unordered_map<int, Member> members_;
+    std::deque<std::shared_ptr<Op>> unstaged_;
+    std::unordered_map<uint64_t, std::shared_ptr<Op>> ops_;
+    uint64_t tickets_ = 0;
+};
+
+}  // namespace shm

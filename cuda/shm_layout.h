@@ -1,0 +1,54 @@
+// What processes share: the header of every process's segment, which all map.
+#pragma once
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <climits>
+#include <cstdint>
+
+#include "shm_copy.h"
+
+namespace shm {
+
+constexpr int kChannels = 64;
+constexpr uint64_t kRounds = 64;  // of one channel that one member has posted and others have not taken
+constexpr int kSpins = 20;        // looks, about half a microsecond apart, before a waiting process sleeps
+constexpr uint64_t kNowhere = ~uint64_t{0};
+
+struct Round {
+    uint64_t staged;  // where its slots lie in the segment
+    uint64_t own;     // where the last slot, the member's own, lies: an all-reduce's slice
+    uint64_t direct;  // kNowhere, or: the source is in shared memory (number << 48 | offset), and nothing is staged
+};
+
+struct Channel {
+    alignas(kLine) std::atomic<uint64_t> posted;
+    alignas(kLine) std::atomic<uint64_t> reduced;
+    alignas(kLine) std::atomic<uint64_t> taken;
+    alignas(kLine) Round rounds[kRounds];
+};
+
+enum Event : uint32_t { kNews = 1, kRoom = 2 };
+
+struct Header {
+    // Whoever sleeps has said in `wants` what for, and sleeps until `rings` changes.
+    alignas(kLine) std::atomic<uint32_t> rings;
+    std::atomic<uint32_t> wants;
+    Channel channels[kChannels];
+};
+static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free,
+              "counters are shared between processes");
+
+inline void ring(Header* header, Event event) {
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // what was stored before is seen, or `wants` is
+    if (header->wants.load(std::memory_order_relaxed) & event) {
+        header->wants.store(0, std::memory_order_relaxed);
+        header->rings.fetch_add(1, std::memory_order_release);
+        syscall(SYS_futex, &header->rings, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+    }
+}
+
+}  // namespace shm

@@ -1,0 +1,80 @@
+// What one member does in a collective: made once for a kind of call, and then used by every call of that kind.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "shm_copy.h"
+
+namespace shm {
+
+enum How : int64_t { kCopy, kReduce, kReduceGather };
+
+// An interval of a stream: what goes to one member, or comes from one.
+struct Segment {
+    const Stream* stream = nullptr;
+    size_t begin = 0, length = 0;
+    size_t direct = 0;  // of what comes from a member: where it begins in that member's tensor, if that is shared
+};
+
+struct Recipe {
+    int n, me;
+    How how;
+    int kind;
+    size_t slot;      // bytes of a segment that are moved in a round
+    uint64_t rounds;  // enough for the longest segment of any member
+    bool keeps_own;   // the own slot is staged (its pieces are strided, or all members read one slot)
+    bool past_caches;
+    std::vector<Stream> streams;
+    std::vector<Segment> sends;     // one for each member, or a single one for all
+    std::vector<Segment> receives;  // by member; one only when all contributions are reduced to it
+
+    bool shared() const { return sends.size() == 1; }
+    int slots() const { return shared() ? 1 : n - 1 + (keeps_own || how == kReduceGather); }
+    int place(int owner, int reader) const { return shared() ? 0 : (reader - owner - 1 + n) % n; }
+    size_t length(const Segment& s, uint64_t round) const {
+        size_t at = round * slot;
+        return s.length > at ? std::min(slot, s.length - at) : 0;
+    }
+};
+
+// A recipe as ops/_streams.py writes it: whole numbers, one after the other.
+inline std::shared_ptr<const Recipe> read_recipe(const int64_t* w) {
+    auto r = std::make_shared<Recipe>();
+    r->n = static_cast<int>(*w++);
+    r->me = static_cast<int>(*w++);
+    r->how = static_cast<How>(*w++);
+    r->kind = static_cast<int>(*w++);
+    r->slot = *w++;
+    r->rounds = *w++;
+    r->keeps_own = *w++;
+    r->past_caches = *w++;
+    r->streams.resize(*w++);
+    for (Stream& stream : r->streams) {
+        stream.resize(*w++);
+        for (Piece& p : stream) {
+            p.tensor = static_cast<int>(*w++);
+            p.dtype = static_cast<int>(*w++);
+            p.start = *w++;
+            p.bytes = *w++;
+            p.offset = *w++;
+            p.run = *w++;
+            p.dims = static_cast<int>(*w++);
+            for (int d = 0; d < p.dims; ++d) p.size[d] = *w++;
+            for (int d = 0; d < p.dims; ++d) p.stride[d] = *w++;
+        }
+    }
+    for (auto* segments : {&r->sends, &r->receives}) {
+        segments->resize(*w++);
+        for (Segment& s : *segments) {
+            s.stream = &r->streams[*w++];
+            s.begin = *w++;
+            s.length = *w++;
+            s.direct = *w++;
+        }
+    }
+    return r;
+}
+
+}  // namespace shm
