@@ -8,18 +8,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.ops._attention_aten import CPU, EFFICIENT, FLASH, Kernels
+from shardlib.ops._attention_merge import merge_
 from shardlib.ops._attention_variant import Variant, accumulator, blocks, heads_last
 
 _ELEMENTS = 1 << 22
 _HIDING_ROWS = 512
+_COLUMNS = 8  # more in a head, where lse has a gradient
 _HALF = (torch.float16, torch.bfloat16)
-Block = tuple[slice, slice, Tensor | None, bool]  # queries, keys, their additive mask, torch's own causal flag
+
+
+class Block(NamedTuple):
+    """One call of torch's kernel; `alone`: these queries see no other keys."""
+
+    rows: slice
+    keys: slice
+    mask: Tensor | None
+    causal: bool
+    alone: bool = True
 
 
 def unable(q: Tensor, k: Tensor, variant: Variant, need_bias: bool) -> str | None:
@@ -50,14 +62,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> tuple[Tensor, 
     q, k, v = _dense(q), _dense(k), _dense(v)
     o: Tensor | None = None
     lse = q
-    for rows, keys, mask, causal in _blocks(q, k, variant):
+    for rows, keys, mask, causal, alone in _blocks(q, k, variant):
         part, part_lse = run(_cut(q, rows), _cut(k, keys), _cut(v, keys), mask, causal, variant.scale)
-        if part.shape == q.shape and part.stride() == laid_out.stride():
+        if alone and part.shape == q.shape and part.stride() == laid_out.stride():
             return part, part_lse.contiguous()
         if o is None:
             o, lse = _unseen(laid_out)
-        o[:, :, rows], lse[:, :, rows] = part, part_lse
-    return _unseen(laid_out) if o is None else (o, lse)
+        merge_(o[:, :, rows], lse[:, :, rows], part, part_lse)
+    if o is None:
+        o, lse = _unseen(laid_out)
+    return o.to(q.dtype), lse
 
 
 def backward(
@@ -73,13 +87,14 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, None]:
     """dq, dk and dv; there is no gradient of a bias here."""
     assert not need_bias
-    run, d = _kernels(q, k, variant).backward, q.shape[3]
+    d = q.shape[3]
     if grad_lse is not None:
         grad_o, q, k, v, o = _widened(grad_o, grad_lse, q, k, v, o)
     grad_o, q, k, v, o = (_dense(x) for x in (grad_o, q, k, v, o))
+    run = _kernels(q, k, variant).backward
     dtype = accumulator(q.dtype)
     sums: tuple[Tensor, Tensor, Tensor] | None = None
-    for rows, keys, mask, causal in _blocks(q, k, variant):
+    for rows, keys, mask, causal, _ in _blocks(q, k, variant):
         grad_o_part, q_part, o_part, lse_part = (_cut(x, rows) for x in (grad_o, q, o, lse))
         if mask is not None:  # rows that see nothing: their logits are -inf already
             lse_part = lse_part.masked_fill(lse_part.isneginf(), 0)
@@ -87,12 +102,11 @@ def backward(
         if parts[0].shape == q.shape and parts[1].shape == k.shape:
             sums = parts
             break
-        sums = sums or (torch.zeros_like(q), torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype))
-        sums[0][:, :, rows] = parts[0]
+        sums = sums or _zeros(q, k, v, dtype)
+        sums[0][:, :, rows] += parts[0]
         sums[1][:, :, keys] += parts[1]
         sums[2][:, :, keys] += parts[2]
-    sums = sums or (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
-    dq, dk, dv = (heads_last(x[..., :d].to(q.dtype)) for x in sums)
+    dq, dk, dv = (heads_last(x[..., :d].to(q.dtype)) for x in sums or _zeros(q, k, v, dtype))
     return dq, dk, dv, None
 
 
@@ -106,20 +120,25 @@ def _kernels(q: Tensor, k: Tensor, variant: Variant) -> Kernels:
 
 
 def _blocks(q: Tensor, k: Tensor, variant: Variant) -> Iterator[Block]:
-    """What torch's kernel is called with; queries that see no key are left out."""
+    """What torch's kernel is called with, some queries more than once; those that see no key are left out."""
     s, t, shift = q.shape[2], k.shape[2], variant.shift
     hides = variant.hides(s, t)
     if not (hides or any(x is not None for x in (variant.mask, variant.bias, variant.alibi))):
-        yield slice(0, s), slice(0, t), None, False
+        yield Block(slice(0, s), slice(0, t), None, False)
         return
     narrow = 0 < variant.window <= shift + s - 1
-    if variant.causal and shift <= 0 and not narrow and variant.mask is variant.bias is variant.alibi is None:
-        # Queries before the first key see nothing. For the others the triangle begins at the first key.
-        if -shift < s:
-            yield slice(-shift, s), slice(0, min(t, s + shift)), None, True
+    if variant.causal and not narrow and variant.mask is variant.bias is variant.alibi is None:
+        # All queries see the keys before the first of them; queries before the first key see nothing. The rest is a
+        # triangle that begins at place 0 of both.
+        first = max(-shift, 0)
+        if shift > 0:
+            yield Block(slice(0, s), slice(0, shift), None, False, alone=False)
+        if first < s:
+            yield Block(slice(first, s), slice(max(shift, 0), min(t, s + shift)), None, True, alone=shift <= 0)
         return
     for rows, keys, here in blocks(variant, s, t, _rows(q, k, variant, hides)):
-        yield rows, keys, _additive(here, rows.stop - rows.start, keys.stop - keys.start, q), False
+        mask = _additive(here, rows.stop - rows.start, keys.stop - keys.start, q)
+        yield Block(rows, keys, mask, False)
 
 
 def _rows(q: Tensor, k: Tensor, variant: Variant, hides: bool) -> int:
@@ -145,21 +164,26 @@ def _additive(variant: Variant, s: int, t: int, q: Tensor) -> Tensor | None:
 def _widened(
     grad_o: Tensor, grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The operands with two more columns that bring the gradient of lse in.
+    """The operands with more columns, the first of which brings the gradient of lse in.
 
     The kernel measures the gradient of every probability against the sum of grad_o * o; grad_lse must be taken off
-    that. A column of ones in grad_o and of -grad_lse in o does it, and meets zeros everywhere else. There are two, for
-    what the dtype of o does not hold of grad_lse.
+    that. A column of ones in grad_o and of -grad_lse in o does it, and meets zeros everywhere else. The others keep
+    the head's size as the kernels for CUDA want it.
     """
-    zeros = [F.pad(x, (0, 2)) for x in (q, k, v)]
-    high = grad_lse.to(o.dtype)
-    low = (grad_lse - high).to(o.dtype)
-    return F.pad(grad_o, (0, 2), value=1.0), *zeros, torch.cat([o, -torch.stack([high, low], -1)], -1)  # type: ignore[return-value]
+    q, k, v = (F.pad(x, (0, _COLUMNS)) for x in (q, k, v))
+    minus = -grad_lse.to(o.dtype)[..., None]
+    grad_o, o = (torch.cat([x, column], -1) for x, column in ((grad_o, torch.ones_like(minus)), (o, minus)))
+    return F.pad(grad_o, (0, _COLUMNS - 1)), q, k, v, F.pad(o, (0, _COLUMNS - 1))
 
 
 def _unseen(q: Tensor) -> tuple[Tensor, Tensor]:
-    """o and lse of queries that see nothing; those that do are written over it."""
-    return torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf, dtype=accumulator(q.dtype))
+    """o and lse of queries that see nothing, in the accumulator's dtype; what blocks see is merged in."""
+    dtype = accumulator(q.dtype)
+    return torch.zeros_like(q, dtype=dtype), q.new_full(q.shape[:3], -math.inf, dtype=dtype)
+
+
+def _zeros(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.zeros_like(q, dtype=dtype), torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
 
 
 def _cut(x: Tensor, part: slice) -> Tensor:

@@ -238,7 +238,9 @@ class Channel:
 
     def _fail(self, text: str, culprit: int) -> NoReturn:
         self.session.segments[self.session.rank].give_up(culprit)
-        raise CollectiveError(text)
+        error = CollectiveError(text)
+        error.culprit = culprit
+        raise error
 
 
 class Transfer:

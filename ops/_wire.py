@@ -67,7 +67,12 @@ class Flight:
 
 
 class CollectiveError(RuntimeError):
-    """A collective that could not be finished: a peer is gone, or did not come in time."""
+    """A collective that could not be finished: a peer is gone, or did not come in time.
+
+    `culprit` is its rank, where it is known.
+    """
+
+    culprit: int | None = None
 
 
 def pick(op: str, transport: str, why: str, shm: Choice | str, other: Choice) -> Choice:

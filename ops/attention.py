@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardlib.errors import ShardingError
-from shardlib.ops import _attention_math, _attention_merge, _attention_torch
+from shardlib.ops import _attention_cuda, _attention_math, _attention_merge, _attention_torch
 from shardlib.ops._attention_grad import Attention
 from shardlib.ops._attention_merge import Merge
 from shardlib.ops._attention_variant import Variant, accumulator, heads_last
@@ -246,7 +246,7 @@ def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, T
 class Backend(NamedTuple):
     """One way to compute attention; its functions get an explicit `Variant`.
 
-    * `unable(q, k, variant, need_bias)`: why it cannot do this, or None when it can.
+    * `unable(q, k, variant, need_bias)`: why it cannot do this (empty: no word is due), or None when it can.
     * `way(q, k, variant)`: how it goes about it, in a few words; `reason`: why it is taken.
     """
 
@@ -259,6 +259,13 @@ class Backend(NamedTuple):
 
 # In the order of preference.
 BACKENDS: Mapping[str, Backend] = {
+    "cuda": Backend(
+        _attention_cuda.unable,
+        _attention_cuda.way,
+        "shardlib's own kernel",
+        _attention_cuda.forward,
+        _attention_cuda.backward,
+    ),
     "torch": Backend(
         _attention_torch.unable,
         _attention_torch.way,

@@ -182,6 +182,7 @@ _WIRE: dict[str, Callable[[int, int], float]] = {
     "all_to_all": lambda out, n: out * (n - 1) / n,
     "all_reduce": lambda out, n: 2 * out * (n - 1) / n,
     "reduce_scatter": lambda out, n: out * (n - 1),
+    "ppermute": lambda out, n: out,
 }
 
 

@@ -240,6 +240,10 @@ def test_cross_attention_goes_round_where_both_are_cut() -> None:
     assert error(fn, args, 4) < 1e-12
 
 
+def test_a_single_key_stays_where_it_is() -> None:
+    assert error(attend(), tensors(2, 12, t=1), 4) < 1e-12
+
+
 def test_keys_that_no_annotation_cuts_stay_whole() -> None:
     def fn(q: Any, k: Any, v: Any) -> Any:
         return F.scaled_dot_product_attention(shard(q, "b h s@seq d"), shard(k, P()), shard(v, P()))

@@ -67,7 +67,7 @@ def transport(setting: str | None = None, prepare: str = "") -> tuple[str, str]:
 
 
 def _no_compiler() -> None:
-    _native._host[:] = [Missing("no C++ compiler")]
+    _native.host = lambda: Missing("no C++ compiler")  # type: ignore[assignment]
 
 
 def _small_files() -> None:
@@ -328,13 +328,13 @@ def test_a_second_world_in_one_process():
 
 def symmetric(limited: bool) -> Any:
     group = group_of(2)
-    rank = dist.get_rank()
+    rank, before = dist.get_rank(), mappings()
     if limited and rank == 1:
         _small_files()
     try:
         x = symmetric_empty((1 + rank, 1 << 19), torch.float32, group)
     except ShardingError as error:
-        return str(error), mappings()
+        return str(error), mappings() == before
     x.fill_(rank)
     out = all_gather.start(x, 0, [1, 2], group).finish()
     return out.shape, out.sum(1).tolist(), x.is_contiguous()
@@ -352,7 +352,7 @@ def test_symmetric_tensors_that_do_not_fit_are_refused_everywhere():
         for rank, (text, left) in enumerate(run(symmetric, True)):
             shape = f"({1 + rank}, {1 << 19})"
             assert text.startswith(f"no shared tensor of shape {shape}, torch.float32:\n  * rank 1: cannot reserve 4 MiB")
-            assert left == (2, 2)
+            assert left is True
 
 
 def test_symmetric_tensors_of_groups_without_shared_memory_are_plain():

@@ -34,6 +34,8 @@ class LocalForm:
         self._lowering, self._op, self._assignment = lowering, op, assignment
 
     def axes(self, factor: str) -> Axes:
+        if factor not in self.rule.sizes:  # of size 1
+            return ()
         return tuple(a for x in self._lowering.factors(self._op, [factor]) for a in self._assignment.get(x, ()))
 
     def size(self, factor: str) -> Sym | int:

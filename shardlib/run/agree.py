@@ -92,6 +92,8 @@ def blame(mesh: Mesh, error: BaseException, timeout: float = 10.0) -> NoReturn:
         offenders = [f"rank {r} is dead: its process is gone" for r in dead]
     elif silent:
         offenders = [f"rank {r} gave no sign of life within {timeout:g} s" for r in silent]
+    elif getattr(error, "culprit", None) is not None:
+        offenders = [f"{error}; it is alive: it was slower than that, or it waits in another collective"]
     else:
         offenders = ["all ranks are alive: they waited in different collectives, or one was slower than the timeout"]
     offenders = store.verdict(room, "\n".join(offenders)).split("\n")

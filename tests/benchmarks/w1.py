@@ -18,7 +18,7 @@ import torch
 
 from tests.models import w1
 
-from . import peers_jax, planning, ranks
+from . import peers_jax, planning, ranks, w1_backends
 from .timing import apart, interleave, markdown, ms, ratio
 
 ALL_MODES = ("dp8", "tp", "tp_sp", "fsdp8", "fsdp_tp")
@@ -201,7 +201,29 @@ def ranks_table(o: Options) -> str:
     )
 
 
-TABLES = {"bytes": bytes_table, "plan": plan_table, "virtual": virtual_table, "one": one_table, "ranks": ranks_table}
+def shm_table(o: Options) -> str:
+    rows: list[tuple[object, ...]] = []
+    for name in o.modes or ALL_MODES:
+        for layers in o.layers or (2, 8):
+            samples, differ = w1_backends.launch(name, layers, o.rounds)
+            against = ratio(samples["shm"], samples["torch"])
+            figures = ms(samples["shm"]), ms(samples["torch"])
+            rows.append((f"{name} L={layers}", *figures, against, "< 1x", f"{differ:.0e}"))
+    return markdown(
+        "One step on 4 processes, one thread each, collectives over shared memory against SHARDLIB_OPS=torch (Gloo)",
+        ("what", "shared memory", "Gloo", "ratio (quartiles)", "target", "losses differ from torch by"),
+        rows,
+    )
+
+
+TABLES = {
+    "bytes": bytes_table,
+    "plan": plan_table,
+    "virtual": virtual_table,
+    "one": one_table,
+    "ranks": ranks_table,
+    "shm": shm_table,
+}
 
 
 def main() -> None:

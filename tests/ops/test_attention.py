@@ -56,6 +56,31 @@ def test_every_variant_has_a_backend():
     assert sum(c == "torch" for c, _ in CELLS) == sum(not CASES[n].variant().dropout for n in CASES)
 
 
+@pytest.mark.parametrize("column", COLUMNS)
+def test_many_blocks_add_up_in_full_precision(column, monkeypatch):
+    torch.manual_seed(4)
+    q, grad_o = (torch.randn(1, 1, 400, 8).bfloat16() for _ in range(2))
+    k = torch.randn(1, 1, 16, 8).bfloat16()
+    variant = Variant(mask=torch.ones(1, 1, 400, 16) > 0, scale=0.3)
+    o, lse = BACKENDS[column].forward(q, k, k, variant)
+    gradients = lambda: BACKENDS[column].backward(grad_o, None, q, k, k, o, lse, variant, False)[:3]
+    whole = gradients()
+    for module in (_attention_math, _attention_torch):
+        monkeypatch.setattr(module, "_ELEMENTS", 1)
+    for a, b in zip(gradients(), whole, strict=True):
+        assert (a - b).abs().max() <= 2**-7 * b.abs().max()  # the last rounding
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+def test_a_logit_of_zero_is_not_nothing(column):
+    """torch's kernel gives lse = 0 also to rows that see no key."""
+    q = torch.zeros(1, 1, 3, 8)
+    see = torch.tensor([[True], [False], [True]])[None, None]
+    o, lse = BACKENDS[column].forward(q, q[:, :, :1], q[:, :, :1] + 1, Variant(mask=see))
+    assert lse.flatten().tolist() == [0.0, float("-inf"), 0.0]
+    assert o[0, 0, :, 0].tolist() == [1.0, 0.0, 1.0]
+
+
 # --- strides and sizes ------------------------------------------------------------------------------------------------
 
 STRIDES = {
@@ -194,7 +219,9 @@ def test_torchs_kernel_gets_no_mask_where_it_needs_none():
     for name, how in plain.items():
         seen = measured(Variant(**how), 40, 50, "torch")
         assert (seen.calls, seen.masks) == (2, 0), name
-    for how in ({"causal": True, "q_offset": 3}, {"window": 9}, {"mask": torch.ones(50) > 0}):
+    seen = measured(Variant(causal=True, q_offset=3), 40, 50, "torch")
+    assert (seen.calls, seen.masks) == (4, 0)  # three keys for all, and a triangle
+    for how in ({"causal": True, "q_offset": 3, "window": 9}, {"window": 9}, {"mask": torch.ones(50) > 0}):
         seen = measured(Variant(**how), 40, 50, "torch")
         assert (seen.calls, seen.masks) == (2, 2)
     nothing = ({"causal": True, "k_offset": 40}, {"window": 9, "k_offset": 60}, {"window": 9, "q_offset": 90})

@@ -111,6 +111,13 @@ def test_what_attention_keeps_is_drawn_for_elements_of_the_whole(part):
         assert kept[at].item() == (bits(11, 12, torch.tensor(index)).item() >= 0.3 * 2**32)
 
 
+def test_a_word_at_the_threshold_is_kept():
+    one = Range(0, 1, 1)
+    word = bits(11, 12, torch.tensor(0)).item()
+    for dropout, kept in ((word / 2**32, True), ((word + 1) / 2**32, False)):
+        assert keep_mask(torch.tensor([11, 12]), dropout, one, one, one, one, device=CPU).item() is kept
+
+
 def test_everything_is_kept_without_dropout():
     whole = Range(0, 5, 5)
     assert keep_mask(torch.tensor([1, 2]), 0.0, whole, whole, whole, whole, device=CPU).all()

@@ -1,0 +1,134 @@
+"""Attention's kernels on a GPU: every variant, both dtypes and all head sizes against float64; the same bits twice.
+
+Outputs are NaN before every call, so that what nobody writes is an error.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from shardlib.ops import _attention_cuda, _attention_math
+from tests.gpu.figures import CARDS, DTYPES, bits_of, error_of, of_part
+from tests.gpu.kernels import Kernels, deterministic, find
+from tests.gpu.records import Outcome, Recorder
+from tests.ops import attention_cases
+from tests.ops.attention_cases import CASES, Case, cast
+
+WIDTHS = (64, 96, 112, 128, 256)
+TYPES = dict(zip(DTYPES, (torch.bfloat16, torch.float16), strict=True))
+
+# Many tiles, none of them full: the other cases are within one or two.
+LARGE: dict[str, Case] = {
+    "many tiles": Case(2, 2, 1, 515, 777),
+    "many tiles, causal": Case(1, 4, 2, 771, 771, make=lambda _: {"causal": True}),
+    "many tiles behind a prefix": Case(1, 2, 1, 389, 901, make=lambda _: {"causal": True, "q_offset": 512}),
+    "many tiles, window": Case(1, 2, 2, 700, 700, make=lambda _: {"causal": True, "window": 200}),
+    "many tiles, mask": Case(2, 2, 1, 300, 333, make=lambda c: {"mask": torch.rand(c.b, 1, c.s, c.t) > 0.3}),
+    "many tiles, bias": Case(
+        1, 2, 2, 270, 390, make=lambda c: {"bias": torch.randn(1, c.h, c.s, c.t).double(), "causal": True}
+    ),
+    "many tiles, dropout": Case(1, 3, 1, 330, 410, make=lambda _: {"dropout": 0.2, "key": torch.tensor([7, 1 << 40])}),
+}
+TINY = ("full", "grouped", "everything")  # a rehearsal's
+
+
+def errors(run: Recorder, card: str) -> None:
+    """Forward and backward of one card's kernels, each beside the other direction written out in torch."""
+    figures = of_part(f"errors {card}")
+    kernels = find(run.device == "cpu")
+    if isinstance(kernels, str):
+        return run.absent(figures, kernels)
+    if card not in kernels.cards:
+        return run.absent(figures, f"this card does not run {card} kernels")
+    kernels.install(poison=True)
+    once = set(CASES)
+    cases = dict(_cases(run.quick, kernels.rehearsal))
+    attention_cases.CASES |= cases
+    for dtype in DTYPES:
+        for name in cases:
+            for lse_gradient in (False, True) if name in once else (False,):
+                run.attempt(
+                    error_of("backward", card, dtype),
+                    f"{name}{', lse too' if lse_gradient else ''}",
+                    functools.partial(measured, name, "backward", card, dtype, kernels, lse_gradient),
+                )
+            run.attempt(
+                error_of("forward", card, dtype),
+                name,
+                functools.partial(measured, name, "forward", card, dtype, kernels),
+            )
+    return None
+
+
+def _cases(quick: bool, rehearsal: bool) -> Iterator[tuple[str, Case]]:
+    """Every variant, and each once more for every width that it does not have."""
+    if rehearsal:
+        yield from ((name, CASES[name]) for name in TINY)
+        return
+    plain = dict(CASES)
+    yield from plain.items()
+    for name, case in (plain | LARGE).items():
+        if case.d == 64 or name in LARGE:
+            for d in WIDTHS[-2:-1] if quick else WIDTHS:
+                if name in LARGE or d != case.d:
+                    yield f"{name}, head {d}", replace(case, d=d)
+
+
+def measured(name: str, direction: str, card: str, dtype: str, kernels: Kernels, lse_gradient: bool = False) -> Outcome:
+    """The results of one direction, each error over what is allowed."""
+    forward, backward = _attention_math.forward, _attention_math.backward
+    mine: tuple[str, ...]
+    if direction == "forward":
+        forward, mine = functools.partial(_attention_cuda.forward, card=card), ("o", "lse")
+    else:
+        backward, mine = functools.partial(_attention_cuda.backward, card=card), ("dq", "dk", "dv", "dbias")
+    found = attention_cases.errors(
+        name, forward, backward, TYPES[dtype], lse_gradient=lse_gradient, device=kernels.device
+    )
+    shares = {result: error / allowed for result, error, allowed in found if result in mine}
+    worst = max(shares, key=lambda result: shares[result])
+    wrong = [f"{result} is {share:.3g} of what is allowed" for result, share in shares.items() if not share <= 1]
+    return Outcome(not wrong, "; ".join(wrong) or f"{worst}: {shares[worst]:.2f}", shares[worst])
+
+
+def same_bits(run: Recorder) -> None:
+    """Two runs of the forward, and of the backward when the sums shall have an order, with other work in between."""
+    kernels = find(run.device == "cpu")
+    if isinstance(kernels, str):
+        return run.absent(of_part("same bits"), kernels)
+    kernels.install()
+    for card in CARDS:
+        if card not in kernels.cards:
+            run.absent([bits_of(card)], f"this card does not run {card} kernels")
+            continue
+        cases = {n: CASES[n] for n in TINY} if kernels.rehearsal else LARGE | {"everything": CASES["everything"]}
+        for name, case in cases.items():
+            run.attempt(bits_of(card), name, functools.partial(_equal, case, card, kernels))
+            if not run.quick and not kernels.rehearsal:
+                wide = functools.partial(_equal, replace(case, d=128), card, kernels)
+                run.attempt(bits_of(card), f"{name}, head 128", wide)
+    return None
+
+
+def _equal(case: Case, card: str, kernels: Kernels) -> Outcome:
+    q, k, v, grad_o = (x.to(kernels.device, torch.bfloat16) for x in case.operands()[:4])
+    variant = cast(case.variant(), torch.bfloat16, kernels.device).explicit(q, k)
+
+    def once() -> list[Tensor]:
+        o, lse = _attention_cuda.forward(q, k, v, variant, card)
+        with deterministic():
+            grads = _attention_cuda.backward(grad_o, None, q, k, v, o, lse, variant, variant.bias is not None, card)
+        return [x for x in (o, lse, *grads) if x is not None]
+
+    first = once()
+    for i in range(1 if kernels.rehearsal else 4):
+        torch.randn(1 << (10 + 3 * i), device=kernels.device).sort()  # so that CTAs begin elsewhere
+        for a, b in zip(first, once(), strict=True):
+            if not torch.equal(a, b):
+                return Outcome(False, f"run {i + 2} differs by {(a.float() - b.float()).abs().max().item():.2e}")
+    return Outcome(True, "equal")

@@ -1,0 +1,300 @@
+"""The GPU session on a machine with none: its parts rehearsed, crashes and hangs survived, its report honest."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardlib.ops import _attention_cuda
+from tests.gpu import faulty, figures, records, report, session, speed_attention, tools
+from tests.gpu.clock import Times, race
+from tests.gpu.figures import FIGURES, of_part
+from tests.gpu.records import NO_TIME, Outcome, Record, Recorder, summed_up
+from tests.gpu.session import PARTS, Session
+
+REPORT = Path(session.__file__).with_name("REPORT.md")
+NO_GPU = {part.name: "there is no CUDA GPU" for part in PARTS}
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+# Figures that a rehearsal leaves out: other lengths, what only CUDA has, and a library that is not built for it.
+NOT_REHEARSED = (" 4k", " 8k", " 16k", "in a CUDA graph", "racecheck", "synccheck", "cuda/ compiles")
+
+
+def test_every_figure_has_a_part_and_every_part_its_figures() -> None:
+    names = [part.name for part in PARTS]
+    assert len(set(names)) == len(names)
+    assert {figure.part for figure in FIGURES} == set(names) - {"environment"}
+    assert len({figure.name for figure in FIGURES}) == len(FIGURES)
+    assert all(part.needs in ("", *names[: names.index(part.name)]) for part in PARTS)
+    assert all(part.least < part.most for part in PARTS)
+    assert session.SECONDS < 600
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
+@pytest.mark.parametrize("name", [part.name for part in PARTS if part.name not in ("gpu tests", "cpu tests")])
+def test_a_part_rehearsed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_attention_cuda, "kernel", _attention_cuda.kernel)  # restored behind the part
+    part = next(part for part in PARTS if part.name == name)
+    run = Recorder(tmp_path / "records.jsonl", "cpu")
+    part.run(run)
+    found, facts, _ = records.read(run.path)
+    expected = {figure for figure in of_part(name) if not figure.endswith(NOT_REHEARSED[:4])}
+    expected -= {figure for figure in expected if any(word in figure for word in NOT_REHEARSED[4:])}
+    assert {r.figure for r in found} - {"cuda/ compiles"} == expected
+    assert [r for r in found if r.ok is False and r.figure != "cuda/ compiles"] == []
+    assert (facts.get("GPU", "none: a rehearsal, no figure counts")) == "none: a rehearsal, no figure counts"
+    assert bool(facts) == (name == "environment")
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
+def test_a_wrong_kernel_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.gpu import check_attention, rehearsal
+
+    def sloppy(card: str, direction: str) -> object:
+        run = rehearsal.kernel(card, direction)
+
+        def wrong(*arguments: object) -> None:
+            run(*arguments)
+            x = arguments[3 if direction == "forward" else 8]  # o, dk
+            assert isinstance(x, torch.Tensor)
+            x[-1, -1, -1, -1] += 1
+
+        return wrong
+
+    monkeypatch.setattr(_attention_cuda, "kernel", _attention_cuda.kernel)
+    real = check_attention.find(rehearsal=True)
+    assert not isinstance(real, str)
+    monkeypatch.setattr(check_attention, "find", lambda _: real.__class__("cpu", sloppy, real.launch, real.cards, True))  # type: ignore[arg-type]
+    run = Recorder(tmp_path / "records.jsonl", "cpu")
+    check_attention.errors(run, "sm_80")
+    found, _, _ = records.read(run.path)
+    assert len(found) == 18
+    assert all(r.ok is False and r.value is not None and r.value > 1 for r in found)
+    assert {r.text.split()[0] for r in found} == {"o", "dk"}
+
+
+# --- crashes and hangs ------------------------------------------------------------------------------------------------
+
+
+def _session(folder: Path, seconds: float) -> Session:
+    log = (folder / "session.log").open("w")
+    return Session(folder / "records.jsonl", log, time.monotonic() + seconds, False, "cpu", "tests.gpu.faulty")
+
+
+def _fault(name: str) -> session.Part:
+    return next(part for part in faulty.PARTS if part.name == name)
+
+
+def test_a_part_goes_on_behind_what_ended_its_process(tmp_path: Path) -> None:
+    run = _session(tmp_path, 100)
+    assert run.run(_fault("faults")) == ""
+    found, _, _ = records.read(run.path)
+    said = {r.case: (r.ok, r.text) for r in found}
+    assert said == {
+        "good": (True, "equal"),
+        "crash": (False, "the process ended: SIGSEGV"),
+        "hang": (False, "did not end within 1 s"),
+        "wrong": (False, "an illegal memory access"),
+        "unforeseen": (False, "the process ended: exit status 1, see session.log"),
+        "good too": (True, "equal"),
+    }
+    outcome = summed_up(found)
+    assert outcome is not None
+    assert outcome.ok is False
+    assert outcome.text.startswith("2 of 6 cases pass; worst 0.50 (good too); crash: the process ended: SIGSEGV; hang:")
+    assert outcome.text.endswith("; and 2 more")
+    assert "nobody thought of this" in (tmp_path / "session.log").read_text()
+
+
+def test_a_part_that_is_late_keeps_what_it_has(tmp_path: Path) -> None:
+    run = _session(tmp_path, 100)
+    start = time.monotonic()
+    assert run.run(_fault("late")) == NO_TIME
+    assert time.monotonic() - start < 20
+    outcome = summed_up(records.read(run.path)[0])
+    assert outcome == Outcome(None, "1 of 2 cases pass, 1 not reached; worst 0.25 (good)")
+
+
+def test_a_part_that_cannot_begin_is_not_tried_again(tmp_path: Path) -> None:
+    assert _session(tmp_path, 100).run(_fault("broken")) == "its process ended: exit status 1, see session.log"
+    assert (tmp_path / "session.log").read_text().count("before the first case") == 1
+
+
+def test_without_time_a_part_does_not_begin(tmp_path: Path) -> None:
+    part = session.Part("build", tools.build, 100, 20)
+    assert _session(tmp_path, 7).run(part) in ("7 s were left, it needs 20", "6 s were left, it needs 20")
+
+
+def test_no_case_begins_behind_the_end(tmp_path: Path) -> None:
+    run = Recorder(tmp_path / "records.jsonl", "cpu", end=time.monotonic() - 1)
+    run.attempt("a", "b", lambda: Outcome(True, "ran"))
+    assert records.read(run.path)[0] == [Record("a", "b", None, NO_TIME)]
+    assert summed_up(records.read(run.path)[0]) is None
+
+
+def test_a_line_cut_off_is_passed_over(tmp_path: Path) -> None:
+    run = Recorder(tmp_path / "records.jsonl", "cpu")
+    run.note("a", True, "fine")
+    with run.path.open("a") as file:
+        file.write('{"figure": "b", "ca')
+    records.close(run.path, "gone")
+    assert [r.figure for r in records.read(run.path)[0]] == ["a"]
+
+
+# --- times ------------------------------------------------------------------------------------------------------------
+
+
+def test_medians_and_quartiles() -> None:
+    times = Times.of([5.0, 1.0, 2.0, 4.0, 3.0])
+    assert times == Times(3.0, 2.0, 4.0)
+    assert times.rate(12e12, 1e12) == "4 (3-6)"
+
+
+def test_a_race_is_by_turns_and_leaves_the_warmup_out() -> None:
+    order: list[str] = []
+    found = race({name: functools.partial(order.append, name) for name in "ab"}, "cpu", rounds=4, warmup=2, calls=3)
+    assert list(found) == ["a", "b"]
+    assert "".join(order) == "aaabbb bbbaaa".replace(" ", "") * 3
+    assert all(0 < t.low <= t.median <= t.high < 1 for t in found.values())
+
+
+def test_a_slow_call_is_slow() -> None:
+    found = race({"slow": lambda: time.sleep(0.02), "fast": lambda: None}, "cpu", rounds=5)
+    assert 0.02 <= found["slow"].low
+    assert found["fast"].median < 0.01
+
+
+@pytest.mark.parametrize(
+    ("direction", "ratios", "met"),
+    [
+        ("forward", {"flash": 1.3, "cuDNN": 0.85}, True),
+        ("forward", {"flash": 1.29, "cuDNN": 0.9}, False),
+        ("forward", {"flash": 1.4, "cuDNN": 0.84}, False),
+        ("forward", {"flash": 1.4}, None),
+        ("forward", {"cuDNN": 0.5}, False),
+        ("backward", {"flash": 1.2, "cuDNN": 0.5}, True),
+        ("backward", {"flash": 1.19, "cuDNN": 1.0}, False),
+        ("backward", {}, None),
+    ],
+)
+def test_targets_of_speed(direction: str, ratios: dict[str, float], met: bool | None) -> None:
+    assert speed_attention.judged(direction, ratios) is met
+
+
+def test_a_wrong_result_is_not_timed() -> None:
+    x = torch.randn(100)
+    speed_attention._agree((x,), (x + 0.001,))
+    for other in (x + 0.1, x * float("nan")):
+        with pytest.raises(AssertionError, match="not timed: the result is off by"):
+            speed_attention._agree((x,), (other,))
+
+
+# --- compute-sanitizer ------------------------------------------------------------------------------------------------
+
+SAID = {
+    "========= ERROR SUMMARY: 0 errors\nran 9 cases": (0, True, "0 errors; 9 cases"),
+    "ran 9 cases\n========= ERROR SUMMARY: 0 errors": (5, False, "0 errors; 9 cases"),
+    "========= Invalid __global__ write of size 4 bytes\n=========     at f\n========= ERROR SUMMARY: 2 errors\nran 9 cases": (
+        9, False, "2 errors; 9 cases; first: Invalid __global__ write of size 4 bytes"),
+    "ran 3 cases\n========= RACECHECK SUMMARY: 1 hazard displayed (0 errors, 1 warning)": (
+        0, False, "1 hazard displayed (0 errors, 1 warning); 3 cases"),
+    "========= ERROR SUMMARY: 0 errors": (0, False, "0 errors; the program did not end"),
+    "========= Error: Device not supported\n========= ERROR SUMMARY: 1 error": (
+        1, None, "compute-sanitizer does not support this device"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", SAID)
+def test_what_the_sanitizer_says(said: str) -> None:
+    code, ok, text = SAID[said]
+    program = f"import sys; print({said!r}); sys.exit({code})"
+    assert tools._sanitized(["env", sys.executable, "-c", program]) == Outcome(ok, text)
+
+
+def test_a_sanitizer_that_does_not_start() -> None:
+    with pytest.raises(RuntimeError, match="exit status 1: cannot do that"):
+        tools._sanitized([sys.executable, "-c", "import sys; print('cannot do that'); sys.exit(1)"])
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_nothing_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert session.main(["--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().out == f"not measured: there is no CUDA GPU (torch {torch.__version__})\n"
+    page = (tmp_path / "REPORT.md").read_text()
+    assert page.count("not measured: there is no CUDA GPU | not measured |") == len(FIGURES)
+    assert [path.name for path in tmp_path.iterdir()] == ["REPORT.md"]
+
+
+def test_the_committed_report_has_every_figure() -> None:
+    lines = REPORT.read_text().splitlines()
+    for figure in FIGURES:
+        assert any(
+            line.startswith(f"| {figure.name} | {figure.target.replace('|', chr(92) + '|')} |") for line in lines
+        )
+    never = report.page(report.rows([], {}, NO_GPU), {}, lines[2].split(":")[0])
+    assert ("| GPU |" in REPORT.read_text()) or REPORT.read_text() == never  # measured, or it says that nothing was
+
+
+def test_verdicts() -> None:
+    found = [
+        Record(figures.error_of("forward", "sm_80", "bf16"), "full", True, "o: 0.50", 0.5),
+        Record("cuda/ compiles", "", False, "not built: no nvcc"),
+        Record("bf16 matmul 8192^3", "", None, "700 (690-710) TFLOP/s"),
+        Record("something else", "", None, "7"),
+    ]
+    table = report.rows(found, {"copy_ of 1 GiB, read + write": "for a reason"}, {"gpu tests": "no time"})
+    by_name = {row.figure: (row.measured, row.verdict) for row in table}
+    assert by_name[found[0].figure] == ("1 of 1 cases pass; worst 0.50 (full)", "met")
+    assert by_name["cuda/ compiles"] == ("not built: no nvcc", "missed")
+    assert by_name["bf16 matmul 8192^3"] == ("700 (690-710) TFLOP/s", "")
+    assert by_name["copy_ of 1 GiB, read + write"] == ("not measured: for a reason", "not measured")
+    assert by_name["pytest -m gpu"] == ("not measured: no time", "not measured")
+    assert by_name["something else"] == ("7", "")
+    assert len(table) == len(FIGURES) + 1
+    text = report.text(table, {"GPU": "a card"})
+    assert text.startswith("GPU: a card\nMISS cuda/ compiles")
+    assert text.endswith(f"1 met, 1 missed, {len(table) - 4} not measured")
+    page = report.page(table, {"GPU": "a card"}, "2026-01-31")
+    assert "Measured on 2026-01-31 on one a card." in page
+    assert "| cuda/ compiles | 0 bytes spilled, <= 15 MB | not built: no nvcc | missed |" in page
+
+
+def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report.write(tmp_path / "REPORT.md", "old")
+
+    def full(self: Path, target: Path) -> Path:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="no space left"):
+        patched.setattr(Path, "replace", full)
+        report.write(tmp_path / "REPORT.md", "new")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"REPORT.md": "old"}
+    report.write(tmp_path / "REPORT.md", "new")
+    assert (tmp_path / "REPORT.md").read_text() == "new"
+
+
+def test_what_builds_on_a_failed_build_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def run(self: Session, part: session.Part) -> str:
+        ran.append(part.name)
+        if part.name == "build":
+            Recorder(self.path).note("cuda/ compiles", False, "not built: no nvcc")
+        return ""
+
+    monkeypatch.setattr(Session, "run", run)
+    with (tmp_path / "log").open("w") as log:
+        skipped = session._all_parts(Session(tmp_path / "records", log, 0, False, "cuda"), [])
+    assert ran == [part.name for part in PARTS if not part.needs]
+    assert skipped["errors sm_80"] == "build: it failed"
