@@ -1,8 +1,8 @@
 // Collectives of processes on one machine, over memory that all of them map.
 //
-// Every process has one segment: a header, with a doorbell and a block of counters for every channel (a group of ranks),
-// and then the staging, a ring that all its channels share. A collective ("op") is cut into rounds; all members of the
-// channel cut it alike, so a round's number is all that they ever tell each other:
+// Every process has one segment: a header, with a doorbell and a block of counters for every channel (a group of
+// ranks), and then the staging, a ring that all its channels share. A collective ("op") is cut into rounds; all members
+// of the channel cut it alike, so a round's number is all that they ever tell each other:
 //
 //   stage   pack this member's part of a round into the ring, write down where it lies, then `posted` = round + 1
 //   reduce  (all-reduce in two steps) when all have posted: reduce this member's slice into the ring, then `reduced`
@@ -51,7 +51,8 @@ class Engine {
         return static_cast<int>(m.directs.size()) - 1;
     }
 
-    uint64_t begin(int channel, std::shared_ptr<const Recipe> recipe, char* const* tensors, int count, uint64_t direct) {
+    uint64_t begin(int channel, std::shared_ptr<const Recipe> recipe, char* const* tensors, int count,
+                   uint64_t direct) {
         std::lock_guard<std::mutex> hold(mutex_);
         Member& m = members_[channel];
         auto op = std::make_shared<Op>();
@@ -119,7 +120,7 @@ class Engine {
         for (int step = 0; step < 3; ++step)
             for (int i = 0; i < m.n; ++i) {
                 const Channel* peer = m.peers[i];
-                const std::atomic<uint64_t>& counter = step == 0 ? peer->posted : step == 1 ? peer->reduced : peer->taken;
+                const auto& counter = step == 0 ? peer->posted : step == 1 ? peer->reduced : peer->taken;
                 const bool counts = step != 1 || op.recipe->how == kReduceGather;
                 const uint64_t due = step == 2 ? last : op.first + op.taken + 1;
                 if (i != m.me && counts && counter.load(std::memory_order_acquire) < due) return i;
@@ -231,7 +232,10 @@ class Engine {
         bool moved = false;
         for (const auto& op : m.pending) {
             if (op->recipe->how != kReduceGather) continue;
-            for (; op->reduced < op->staged && all_posted(m, op->first + op->reduced); moved = true) reduce_slice(m, *op);
+            while (op->reduced < op->staged && all_posted(m, op->first + op->reduced)) {
+                reduce_slice(m, *op);
+                moved = true;
+            }
             if (op->reduced < op->recipe->rounds) break;
         }
         return moved;
@@ -328,7 +332,7 @@ class Engine {
         for (int i = 0; i < m.n; ++i) base[i] = source(m, op, i, round, out);
         const bool own_staged = r.keeps_own || r.shared() || op.direct != kNowhere;
         const Segment& sent = r.shared() ? r.sends[0] : r.sends[m.me];
-        const size_t shift = sent.begin + round * r.slot;  // in the stream of what was sent; `from` in that of the result
+        const size_t shift = sent.begin + round * r.slot;  // in the stream that was sent, as `from` in the result's
         alignas(kLine) char tile[kTile];
         each_part(*out.stream, from, from + length, nullptr, [&](const Piece& p, size_t a, size_t b, char*) {
             const size_t element = element_size(p.dtype);

@@ -58,7 +58,7 @@ struct F16 {
         // Below 2^-14 the addition itself rounds: a half's smallest step is the last bit of a float in [0.5, 1).
         uint32_t small = bits<uint32_t>(bits<float>(m) + 0.5f) - 0x3f000000u;
         uint32_t h = m < 0x38800000u ? small : normal;
-        h = m >= 0x477ff000u ? 0x7c00u : h;
+        h = m >= 0x47800000u ? 0x7c00u : h;
         h = m > 0x7f800000u ? 0x7e00u : h;
         return static_cast<T>(h | sign);
     }

@@ -13,9 +13,9 @@ constexpr size_t kTile = 4096;  // bytes of result that are reduced at a time; t
 
 size_t element_size(int dtype);
 
-// to[i] = from[0][i] (+) from[1][i] (+) ... (+) from[n-1][i] for `count` elements. Floats of 16 bits are accumulated in
-// 32 and rounded once; a NaN wins a maximum or minimum; integers wrap around; a sum of bools is "or". `to` may be one of
-// `from`, but not overlap one otherwise. All pointers are aligned to the element.
+// to[i] = from[0][i] (+) from[1][i] (+) ... (+) from[n-1][i] for `count` elements and n > 1. Floats of 16 bits are
+// accumulated in 32 and rounded once; a NaN wins a maximum or minimum; integers wrap around; a sum of bools is "or".
+// `to` may be one of `from`, but not overlap one otherwise. All pointers are aligned to the element.
 void reduce(int dtype, int kind, const char* const* from, int n, char* to, size_t count);
 
 }  // namespace shm

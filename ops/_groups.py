@@ -10,6 +10,7 @@ together, when the groups are made: all of them use it, or none.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from threading import Lock
@@ -30,7 +31,7 @@ Cosets = tuple[tuple[int, ...], ...]  # all groups over the same axes; together 
 # Process groups live and die with the default one, so that one is part of every key.
 _handles: dict[tuple[object, Mesh, tuple[Axis, ...]], GroupHandle] = {}
 _process_groups: dict[tuple[object, str, Cosets], dist.ProcessGroup] = {}
-_sessions: dict[object, Session] = {}
+_sessions: dict[tuple[object, str], Session] = {}
 _lock = Lock()
 
 
@@ -92,7 +93,7 @@ def prepare(mesh: Mesh, groups: Iterable[tuple[Axis, ...]]) -> None:
     device_mesh = mesh.device_mesh  # also starts torch.distributed where nothing has yet
     coords = mesh.all_coords()
     with _lock:
-        session = _session(mesh.size) if mesh.device == "cpu" and mesh.size > 1 else None
+        session = _session(mesh) if mesh.size > 1 else None
         for axes in groups:
             key = (dist.group.WORLD, mesh, axes)
             if key not in _handles:
@@ -102,6 +103,18 @@ def prepare(mesh: Mesh, groups: Iterable[tuple[Axis, ...]]) -> None:
                 known = device_mesh.get_group(whole) if whole and len(ranks) > 1 else None
                 pg = _process_group(mesh.device, cosets, mesh.rank, known)
                 _handles[key] = _handle(ranks, mesh.rank, pg, session)
+
+
+def transport(mesh: Mesh, axes: tuple[Axis, ...]) -> tuple[str, str]:
+    """What `choose` of a collective over `axes` is told of its group, and why the group shares no memory.
+
+    Nothing is communicated: what the ranks have not settled yet is "open".
+    """
+    if (handle := _handles.get((dist.group.WORLD, mesh, axes))) is not None:
+        return handle.transport, handle.why
+    if math.prod(axis.size for axis in axes) == 1:
+        return "none", ""
+    return ("open" if mesh.device == "cpu" else "nccl"), ""
 
 
 def _process_group(device: str, cosets: Cosets, rank: int, known: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -120,13 +133,14 @@ def _process_group(device: str, cosets: Cosets, rank: int, known: dist.ProcessGr
     return _process_groups[key]
 
 
-def _session(size: int) -> Session:
+def _session(mesh: Mesh) -> Session:
     """What the ranks of this world share; made at the first call, which all ranks make."""
-    if dist.group.WORLD not in _sessions:
-        while _sessions:  # worlds that were destroyed
-            _sessions.popitem()[1].close()
-        _sessions[dist.group.WORLD] = Session(dist.get_rank(), size)
-    return _sessions[dist.group.WORLD]
+    key = (dist.group.WORLD, mesh.device)
+    if key not in _sessions:
+        for old in [k for k in _sessions if k[0] is not dist.group.WORLD]:  # worlds that were destroyed
+            _sessions.pop(old).close()
+        _sessions[key] = Session(mesh.rank, mesh.size, mesh.device)
+    return _sessions[key]
 
 
 def _handle(ranks: tuple[int, ...], rank: int, pg: dist.ProcessGroup | None, session: Session | None) -> GroupHandle:

@@ -2,8 +2,8 @@
 
 A segment is an anonymous file (memfd): it never has a name in /dev/shm or elsewhere, so there is nothing to clean up
 whenever its processes are killed; it goes with the last that maps it, and the size of /dev/shm does not limit it. Peers
-open it as /proc/<pid>/fd/<n>. Its pages are reserved when it is made: memory that is not there is an error then, and not
-a SIGBUS later.
+open it as /proc/<pid>/fd/<n>. Its pages are reserved when it is made: where memory is missing, that is an error then,
+and not a SIGBUS later.
 
 The owner holds a lock on the file, which the kernel drops when the process ends, however it ends. A peer that gets the
 lock knows that the owner is gone; process ids, which may be used again, do not matter.
@@ -122,7 +122,7 @@ class Segment:
 
 
 def machine() -> str:
-    """What processes have in common that can reach each other's memory: the kernel since it started, and process ids."""
+    """What processes that can reach each other's memory have in common: a kernel since it started, and process ids."""
     boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     try:
         return f"{boot.read_text().strip()} {namespace.readlink()}"

@@ -1,7 +1,7 @@
 """Collectives between ranks on one machine, over shared memory: what a process shares, and its channels to others.
 
-All ranks make a `Session` together, once for a world of torch.distributed; a group of ranks that all share memory gets a
-`Channel` in it. Whether there are channels is decided by what all ranks said of themselves, so all decide alike.
+All ranks make a `Session` together, once for a world of torch.distributed; a group of ranks that all share memory has a
+`Channel` in it. Whether there is one is decided by what all ranks said of themselves, so all decide alike.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import math
 import os
 import time
+import weakref
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ RECIPES = 1024  # that a channel keeps
 FLYING = 256  # collectives under way, from which on it is looked whether some were forgotten
 _OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ppermute")
 _sessions = 0  # that this process has made: a number that is the same on all ranks
+_living: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +74,11 @@ class _Loaded:
 class Session:
     """What this process shares with others of its world, and what it knows of them.
 
-    `faults` says, for every rank that takes no part, why; a session with this rank among them has no memory.
+    `faults` says, for every rank that takes no part, why; a session with this rank among them has no memory. Raises
+    `ShardingError` when ranks do not come, or when their SHARDLIB_OPS differ.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, device: str = "cpu") -> None:
         global _sessions
         self.rank, self.room = rank, f"shardlib/shm/{_sessions}"
         _sessions += 1
@@ -85,14 +88,19 @@ class Session:
         self.flying: dict[int, object] = {}  # tensors of what is under way, by ticket
         self.library: ctypes.CDLL | None = None
         self.engine: int | None = None
-        self.faults, self.machines = self._meet(size)
+        try:
+            self.faults, self.machines = self._meet(size, device)
+        except ShardingError:
+            self.close()
+            raise
+        _living.add(self)
 
-    def _meet(self, size: int) -> tuple[dict[int, str], dict[int, str]]:
+    def _meet(self, size: int, device: str) -> tuple[dict[int, str], dict[int, str]]:
         everyone, seconds = range(size), world.timeout().total_seconds()
         store = Store(self.rank, _get_default_store())
         hello = {"ops": os.environ.get("SHARDLIB_OPS", ""), "fault": "", "address": ""}
         try:
-            hello["address"] = self._make().dumps()
+            hello["address"] = self._make(device).dumps()
         except (SegmentError, ShardingError) as error:
             hello["fault"] = str(error)
         posted = store.exchange(f"{self.room}/hello", json.dumps(hello), everyone, seconds, "make groups of ranks")
@@ -108,7 +116,9 @@ class Session:
             self.close()
         return faults, {r: address.machine for r, address in addresses.items()}
 
-    def _make(self) -> Address:
+    def _make(self, device: str) -> Address:
+        if device != "cpu":
+            raise SegmentError(f"its tensors are on {device}")
         if all(wanted(op) == "torch" for op in _OPS):
             raise SegmentError("SHARDLIB_OPS asks for torch")
         library = _native.host()
@@ -167,6 +177,18 @@ class Session:
         self.tensors.clear()
 
 
+_ENDED = "the process group of this collective was destroyed, or this process is a fork of a rank"
+
+
+def _after_fork() -> None:
+    """A forked process is no rank: it must not touch what its parent shares."""
+    for session in _living:
+        session.engine = None
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 class Channel:
     """This rank's place in a group whose members share memory."""
 
@@ -183,7 +205,7 @@ class Channel:
         """Begin the collective `key`; None when it runs on torch. `make` decides that, at the first time."""
         session = self.session
         if session.engine is None:
-            raise CollectiveError("the process group that this collective runs on was destroyed")
+            raise CollectiveError(_ENDED)
         if key not in self.recipes:
             if len(self.recipes) >= RECIPES:  # of shapes that never come back
                 self.recipes.clear()
@@ -259,7 +281,7 @@ class Transfer:
         begin = 0.0
         while True:
             if session.engine is None:
-                raise CollectiveError("the process group was destroyed before this collective was finished")
+                raise CollectiveError(_ENDED)
             if channel.library.shm_finish(session.engine, self.ticket, patience):
                 session.flying.pop(self.ticket, None)
                 return self.outs
@@ -329,7 +351,7 @@ def symmetric_empty(shape: Sequence[int], dtype: torch.dtype, group: GroupHandle
 def declare(library: ctypes.CDLL) -> None:
     """Say which arguments the library's functions take."""
     pointer, u64, i32 = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int
-    for name, result, arguments in (
+    for name, returns, arguments in (
         ("shm_start", ctypes.c_size_t, ()),
         ("shm_channels", i32, ()),
         ("shm_open_engine", pointer, (pointer, ctypes.c_size_t)),
@@ -344,4 +366,4 @@ def declare(library: ctypes.CDLL) -> None:
         ("shm_lacks", i32, (pointer, u64)),
     ):
         function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
+        function.restype, function.argtypes = returns, arguments

@@ -78,10 +78,13 @@ class CollectiveError(RuntimeError):
 def pick(op: str, transport: str, why: str, shm: Choice | str, other: Choice) -> Choice:
     """Shared memory where there is some, unless SHARDLIB_OPS says torch; `other` is torch's way.
 
-    The transport is "shm", "gloo", "nccl", "virtual" (all members in one process) or "none" (one member). `why` says
-    why there is no shared memory, and `shm`, when it is a text, what it cannot do in this case.
+    The transport is "shm", "gloo", "nccl", "virtual" (all members in one process), "none" (one member) or "open" (the
+    ranks have not found out yet whether they share memory). `why` says why there is no shared memory, and `shm`, when
+    it is a text, what it cannot do in this case.
     """
     want = wanted(op)
+    if transport == "open" and want in (None, "shm") and isinstance(shm, Choice):
+        return Choice("shm", shm.way, f"{shm.reason}; {other.name} if the ranks find that they share no memory")
     if transport in ("virtual", "none"):
         return Choice("torch", "", "all members are in this process" if transport == "virtual" else "one member")
     fault = why or f"the members speak over {transport}" if transport != "shm" else shm if isinstance(shm, str) else ""

@@ -444,9 +444,7 @@ def _attention(q: Tensor, k: Tensor, g: Tensor, g_lse: Tensor | None, how: dict[
         by_place = (rest["q_offset"], rest["k_offset"], rest["part"], "bias" in how)
         yield s("shardlib::attention_backward", g, g_lse, q, k, v, o, lse, *first, *by_place)
     else:
-        yield s(
-            "shardlib::attention_backward", g, g_lse, q, k, v, o, lse, *first, **rest, need_bias="bias" in how
-        )
+        yield s("shardlib::attention_backward", g, g_lse, q, k, v, o, lse, *first, **rest, need_bias="bias" in how)
 
 
 SAMPLES = (

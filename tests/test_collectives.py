@@ -477,10 +477,16 @@ def test_wire_bytes(op, out, n, sent):
         (("all_reduce", 10**6, True, torch.float32, "sum", "gloo", 4), "torch/scatter_gather: a middling message"),
         (("all_reduce", 10**7, True, torch.float32, "sum", "gloo", 4), "torch/native: a large message"),
         (("all_reduce", 10**7, True, torch.float32, "sum", "gloo", 2), "torch/exchange: two members"),
-        (("all_reduce", 10**7, True, torch.float32, "max", "gloo", 4), "torch/scatter_gather: gloo loses NaNs in a max"),
+        (
+            ("all_reduce", 10**7, True, torch.float32, "max", "gloo", 4),
+            "torch/scatter_gather: gloo loses NaNs in a max",
+        ),
         (("all_reduce", 10**7, True, torch.int32, "max", "nccl", 4), "torch/native: "),
         (("all_reduce", 100, True, torch.bfloat16, "sum", "nccl", 4), "torch/native: "),
-        (("all_reduce", 100, True, torch.complex64, "sum", "nccl", 4), "torch/exchange: nccl does not reduce complex64"),
+        (
+            ("all_reduce", 100, True, torch.complex64, "sum", "nccl", 4),
+            "torch/exchange: nccl does not reduce complex64",
+        ),
         (("all_reduce", 100, True, torch.float32, "sum", "shm", 4), "shm/one_step: a small message"),
         (("all_reduce", 10**6, True, torch.bfloat16, "sum", "shm", 4), "shm/two_steps: "),
         (("all_reduce", 10**6, True, torch.complex64, "max", "shm", 4), "torch/scatter_gather: "),
@@ -489,6 +495,14 @@ def test_wire_bytes(op, out, n, sent):
         (("all_gather", 100, False, torch.float32, "", "shm", 4), "shm: each member reads"),
         (("all_gather", 100, True, torch.float32, "", "virtual", 4), "torch: all members are in this process"),
         (("all_gather", 100, True, torch.float32, "", "none", 1), "torch: one member"),
+        (
+            ("all_gather", 100, True, torch.float32, "", "open", 4),
+            "shm: each member reads the others' parts to their places; torch/exchange if the ranks find",
+        ),
+        (
+            ("all_reduce", 100, True, torch.complex64, "max", "open", 4),
+            "torch/exchange: gloo does not reduce complex64",
+        ),
         (("reduce_scatter", 100, True, torch.float32, "sum", "nccl", 4), "torch/native: sizes are equal"),
         (("reduce_scatter", 100, False, torch.float32, "sum", "nccl", 4), "torch/exchange: sizes differ"),
         (("reduce_scatter", 100, False, torch.bfloat16, "sum", "shm", 4), "shm: each member adds up"),

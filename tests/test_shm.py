@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from shardlib.errors import ShardingError
 from shardlib.mesh import Mesh
-from shardlib.ops import _groups, _native, _results, _segment, _shm, all_gather, all_reduce
+from shardlib.ops import _groups, _native, _results, _segment, all_gather, all_reduce
 from shardlib.ops._groups import GroupHandle, group_for
 from shardlib.ops._segment import Address, Segment, SegmentError
 from shardlib.ops._shm import check_same, symmetric_empty
@@ -156,6 +156,7 @@ def own_setting(settings: list[str]) -> str:
     try:
         group_of(len(settings))
     except ShardingError as error:
+        assert mappings() == (0, 0)
         return str(error)
     return ""
 
@@ -178,8 +179,46 @@ def test_a_setting_that_cannot_be_read_is_refused_on_every_rank():
         assert only(run(own_setting, ["all_gather=gloo"] * 2)).startswith("cannot read SHARDLIB_OPS='all_gather=gloo'")
 
 
+def join_late() -> str:
+    os.environ["SHARDLIB_TIMEOUT"] = "0.4"
+    mesh = Mesh(x=2)
+    mesh.device_mesh  # noqa: B018 - meets the others through Gloo
+    if dist.get_rank() == 1:
+        time.sleep(1.2)
+    try:
+        group_for(mesh, (mesh.axis("x"),))
+    except ShardingError as error:
+        return str(error)
+    return ""
+
+
+@RANKED
+def test_ranks_that_do_not_come_to_make_groups_are_named():
+    with fresh(2) as run:
+        text = run(join_late)[0]
+    assert text.startswith(
+        "rank 1 did not come to make groups of ranks:\n"
+        "  * rank 1 did not arrive within 0.4 s: it is dead or runs other code\n"
+    )
+
+
 def test_the_same_settings_pass():
     check_same({0: "torch", 1: "torch"})
+
+
+def told() -> list[tuple[str, str]]:
+    """What a plan is told of a group: before the ranks have made groups, and when they have."""
+    mesh = Mesh(a=1, b=2)
+    one, both = (mesh.axis("a"),), (mesh.axis("b"),)
+    before = [_groups.transport(mesh, axes) for axes in (one, both)]
+    group_for(mesh, both)
+    return [*before, _groups.transport(mesh, both)]
+
+
+@RANKED
+def test_what_a_plan_is_told():
+    with fresh(2) as run:
+        assert only(run(told)) == [("none", ""), ("open", ""), ("shm", "")]
 
 
 def some_machines() -> list[tuple[tuple[int, ...], str, list[float]]]:
@@ -232,7 +271,10 @@ def test_a_killed_peer_is_named_at_once(mib):
         assert isinstance(error, CollectiveError)
         text, seconds = str(error).split("|")
         assert "rank 1" in text
-        assert text in ("rank 1 is dead: its process is gone", *(f"rank {r} gave up waiting for rank 1" for r in (0, 2)))
+        assert text in (
+            "rank 1 is dead: its process is gone",
+            *(f"rank {r} gave up waiting for rank 1" for r in (0, 2)),
+        )
         assert float(seconds) < 2.0
     assert time.monotonic() - begin < 30
 
@@ -292,6 +334,30 @@ def test_a_peer_that_is_not_too_late_is_waited_for():
         assert [text for text, _ in run(come_late, 0.3)] == ["[0.0, 1.0]"] * 2
 
 
+def in_a_fork() -> tuple[str, list[float]]:
+    """A forked process cannot take part, and does not disturb the rank that it was forked from."""
+    group = group_of(2)
+    gathered(group)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            gathered(group)
+        except CollectiveError as error:
+            os.write(write, str(error).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    return os.read(read, 200).decode(), gathered(group)
+
+
+@RANKED
+def test_a_fork_of_a_rank_is_refused():
+    with fresh(2) as run:
+        text, values = only(run(in_a_fork))
+    assert text == "the process group of this collective was destroyed, or this process is a fork of a rank"
+    assert values == [0.0, 1.0]
+
+
 # What becomes of the memory.
 
 
@@ -315,7 +381,7 @@ def again(port: int) -> list[Any]:
 def mappings() -> tuple[int, int]:
     """Shared segments that this process maps, and the files that it holds open for them."""
     maps = Path("/proc/self/maps").read_text().count("memfd:shardlib")
-    links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    links = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     return maps, sum("memfd:shardlib" in link for link in links)
 
 
@@ -351,7 +417,9 @@ def test_symmetric_tensors_that_do_not_fit_are_refused_everywhere():
     with fresh(2) as run:
         for rank, (text, left) in enumerate(run(symmetric, True)):
             shape = f"({1 + rank}, {1 << 19})"
-            assert text.startswith(f"no shared tensor of shape {shape}, torch.float32:\n  * rank 1: cannot reserve 4 MiB")
+            assert text.startswith(
+                f"no shared tensor of shape {shape}, torch.float32:\n  * rank 1: cannot reserve 4 MiB"
+            )
             assert left is True
 
 
@@ -360,7 +428,8 @@ def test_symmetric_tensors_of_groups_without_shared_memory_are_plain():
     assert symmetric_empty((2, 3), torch.int16, alone).shape == (2, 3)
 
 
-def test_a_segment_is_reserved_and_zero_and_its_own():
+def test_a_segment_is_reserved_and_zero_and_its_own(monkeypatch):
+    monkeypatch.setattr(_segment.mmap, "MAP_POPULATE", 0)  # which would reserve it too, but does not say if it cannot
     segment = Segment.make(1 << 16)
     try:
         stat = os.fstat(segment.fd)
@@ -419,5 +488,3 @@ def test_rows_of_memory(x, run, dims):
 @pytest.mark.parametrize("shape", [(), (3,), (2, 0, 3), (2, 3, 4)])
 def test_dense_strides(shape):
     assert dense(shape).stride == torch.empty(shape).stride()
-
-

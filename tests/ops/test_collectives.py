@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -233,6 +234,18 @@ def test_sizes_from_one_byte_up(nbytes, backend):
     check(("ppermute", shards, ([(1, 0)],)), backend)
 
 
+@pytest.mark.parametrize("backend", ["shm", "symmetric"])
+def test_larger_than_the_staging(backend):
+    """Results of this size are written past the caches."""
+    count = (_shm.STAGING >> 2) + (1 << 20) + 3
+    shards = [torch.arange(count, dtype=torch.float32) % 1009 + i for i in range(2)]
+    parts = [count // 2 + 5, count - count // 2 - 5]
+    check(("all_gather", [x[: count // 2] for x in shards], (0, [count // 2] * 2)), backend)
+    check(("reduce_scatter", shards, (0, parts, "sum")), backend)
+    check(("all_reduce", shards, ("sum",)), backend)
+    check(("all_to_all", [x.view(1, -1) for x in shards], (1, parts, 0, [1, 1])), backend)
+
+
 def views(layout: str) -> list[Tensor]:
     """A gather and a scatter of views of a symmetric tensor, one of which starts in its middle."""
     group = group_of("symmetric")
@@ -327,6 +340,36 @@ def many_in_flight(seed: int, count: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_many_in_flight_that_do_not_fit(seed):
     run_ranks(many_in_flight, 4, seed, 60)
+
+
+def waiting(count: int) -> None:
+    """More collectives at once than a channel has notes for; the last rank comes when the others have started all."""
+    group = group_of("shm")
+    if group.position == group.size - 1:
+        time.sleep(0.1)
+    xs = [torch.full((3,), 1000.0 * group.position + i) for i in range(count)]
+    handles = [all_gather.start(x, 0, [3] * group.size, group) for x in xs]
+    for i, handle in enumerate(handles):
+        assert handle.finish().view(-1, 3)[:, 0].tolist() == [1000.0 * m + i for m in range(group.size)]
+
+
+def test_many_small_ones_at_once():
+    run_ranks(waiting, 3, 300)
+
+
+def woken() -> float:
+    """Seconds that 30 collectives take whose last member comes 5 ms late each time."""
+    group = group_of("shm")
+    begin = time.monotonic()
+    for i in range(30):
+        if i % group.size == group.position:
+            time.sleep(0.005)
+        all_gather.start(torch.zeros(1), 0, [1] * group.size, group).finish()
+    return time.monotonic() - begin
+
+
+def test_those_who_wait_are_woken():
+    assert max(run_ranks(woken, 4)) < 30 * _shm.LOOK_SECONDS / 2
 
 
 def forgotten() -> int:
