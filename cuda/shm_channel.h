@@ -29,6 +29,7 @@ struct Member {
     std::vector<std::vector<char*>> directs;  // shared tensors: [number][member]
     uint64_t next = 0;                        // round
     uint64_t freed = 0;                       // rounds that all have taken, when last looked
+    bool untold = false;                      // rounds were posted, and nobody was woken for them yet
     std::deque<std::shared_ptr<Op>> pending;  // in order
 
     uint64_t all_taken() {

@@ -69,6 +69,7 @@ class Engine {
         ops_[ticket] = op;
         while (stage_next()) {
         }
+        announce();
         // What others wait for is done now and not only when this process waits: slices of all-reduces, and room.
         for (auto& [index, other] : members_) reduce_ahead(other);
         if (!unstaged_.empty()) push(nullptr);
@@ -133,6 +134,7 @@ class Engine {
     bool push(const Op* target) {
         for (bool moved = true; moved && !(target && target->done);) {
             moved = stage_next();
+            announce();
             for (auto& [index, m] : members_) {
                 if (reduce_ahead(m)) moved = true;
                 while (!m.pending.empty() && take_next(m, *m.pending.front())) {
@@ -169,6 +171,14 @@ class Engine {
 
     // Staging ----------------------------------------------------------------------------------------------------
 
+    // Wake those who wait for what has been staged: once for many rounds, as waking costs more than a round.
+    void announce() {
+        for (auto& [index, m] : members_) {
+            if (m.untold) tell(m, kNews);
+            m.untold = false;
+        }
+    }
+
     bool stage_next() {
         if (unstaged_.empty()) return false;
         Op& op = *unstaged_.front();
@@ -204,7 +214,7 @@ class Engine {
         mine.rounds[number % kRounds] = round;
         mine.posted.store(number + 1, std::memory_order_release);
         ++op.staged;
-        tell(m, kNews);
+        m.untold = true;
         return true;
     }
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from shardlib.ops import _attention_cuda
-from tests.gpu import check_attention, faulty, figures, rehearsal, records, report, session, speed_attention, tools
+from tests.gpu import check_attention, faulty, figures, records, rehearsal, report, session, speed_attention, tools
 from tests.gpu.clock import Times, race
 from tests.gpu.figures import FIGURES, of_part
 from tests.gpu.kernels import find

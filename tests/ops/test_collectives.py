@@ -198,6 +198,22 @@ def test_nan_and_infinity(dtype, kind):
     check(("all_reduce", shards, (kind,)), "shm")
 
 
+def lazily(op: str) -> Tensor:
+    """A collective of a tensor whose conjugation (or negation) torch has only noted."""
+    group = group_of("shm")
+    x = tensor((4,), torch.complex64, group.position)
+    flagged = x.conj() if op == "conj" else x.conj().imag
+    assert flagged.is_conj() or flagged.is_neg()
+    return all_reduce.start(flagged, group).finish()
+
+
+@pytest.mark.parametrize("op", ["conj", "neg"])
+def test_conjugations_that_are_only_noted(op):
+    xs = [tensor((4,), torch.complex64, i).conj_physical() for i in range(2)]
+    for got in run_ranks(lazily, 2, op):
+        same(got, sum(x if op == "conj" else x.imag for x in xs))
+
+
 @pytest.mark.parametrize("dtype", INTS[:-1], ids=str)
 def test_integers_wrap_around(dtype):
     largest = torch.full((300,), torch.iinfo(dtype).max, dtype=dtype)
