@@ -5,23 +5,31 @@ are ordered by rank. Both agree unless a minor mesh axis comes first, as `(tenso
 then one process group serves both orders, and `_wire.py` puts the messages in order.
 
 A group of CPU tensors whose members are on one machine also has a channel in shared memory. Its members decide that
-together, when the groups are made: all of them use it, or none.
+together, when the groups are made: all of them use it, or none. A group of GPUs has peers when SHARDLIB_OPS asks for
+shardlib's kernels by then.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from shardlib import world
 from shardlib.axis import Axis
 from shardlib.errors import ShardingError
+from shardlib.ops import _cuda_wire
+from shardlib.ops._choice import unavailable
+from shardlib.ops._cuda_open import open_group
+from shardlib.ops._cuda_peers import Peers, unserved
 from shardlib.ops._shm import Channel, Session
+from shardlib.store import Store
 
 if TYPE_CHECKING:
     from shardlib.mesh import Mesh
@@ -32,6 +40,8 @@ Cosets = tuple[tuple[int, ...], ...]  # all groups over the same axes; together 
 _handles: dict[tuple[object, Mesh, tuple[Axis, ...]], GroupHandle] = {}
 _process_groups: dict[tuple[object, str, Cosets], dist.ProcessGroup] = {}
 _sessions: dict[tuple[object, str], Session] = {}
+_peers: dict[tuple[object, Cosets], Peers] = {}  # these cosets are in group order
+_rooms = 0  # in which ranks have said whether they have peers: the same number on all
 _lock = Lock()
 
 
@@ -45,6 +55,7 @@ class GroupHandle:
     * `backend`: "gloo" or "nccl".
     * `by_rank`: group positions in the process group's order; None when the orders agree.
     * `shm`: the channel in shared memory; None when there is none, and `why` says why.
+    * `peers`: the kernels' way to the other GPUs; None where SHARDLIB_OPS did not ask for it.
     """
 
     ranks: tuple[int, ...]
@@ -55,6 +66,7 @@ class GroupHandle:
     name: str = ""
     shm: Channel | None = None
     why: str = ""
+    peers: Peers | None = None
 
     @property
     def size(self) -> int:
@@ -62,8 +74,8 @@ class GroupHandle:
 
     @property
     def transport(self) -> str:
-        """What `choose` of a collective is told: "shm", "gloo", "nccl", or "none" for a single member."""
-        return "shm" if self.shm is not None else self.backend
+        """What `choose` of a collective is told: "shm", "cuda", "gloo", "nccl", or "none" for a single member."""
+        return "shm" if self.shm is not None else "cuda" if self.peers is not None else self.backend
 
 
 def group_for(mesh: Mesh, axes: tuple[Axis, ...]) -> GroupHandle:
@@ -82,7 +94,8 @@ def group_for(mesh: Mesh, axes: tuple[Axis, ...]) -> GroupHandle:
 def prepare(mesh: Mesh, groups: Iterable[tuple[Axis, ...]]) -> None:
     """Make the groups of a program up front; every rank calls it with the same axes in the same order.
 
-    Raises `ShardingError` when the mesh has no ranks.
+    Raises `ShardingError` when the mesh has no ranks, or, on all ranks, when SHARDLIB_OPS asks for shardlib's kernels
+    and some members of a group cannot run them.
     """
     if mesh.kind != "distributed":
         raise ShardingError(
@@ -102,7 +115,11 @@ def prepare(mesh: Mesh, groups: Iterable[tuple[Axis, ...]]) -> None:
                 whole = axes[0].name if len(axes) == 1 and axes[0].whole else None
                 known = device_mesh.get_group(whole) if whole and len(ranks) > 1 else None
                 pg = _process_group(mesh.device, cosets, mesh.rank, known)
-                _handles[key] = _handle(ranks, mesh.rank, pg, session)
+                handle = _handle(ranks, mesh.rank, pg, session)
+                if _asks_for_peers(mesh, len(ranks)):
+                    ordered = tuple(sorted({tuple(mesh.group_ranks(axes, c)) for c in coords}))
+                    handle = replace(handle, peers=_peers_of(mesh, handle, ordered))
+                _handles[key] = handle
 
 
 def transport(mesh: Mesh, axes: tuple[Axis, ...]) -> tuple[str, str]:
@@ -114,7 +131,10 @@ def transport(mesh: Mesh, axes: tuple[Axis, ...]) -> tuple[str, str]:
         return handle.transport, handle.why
     if math.prod(axis.size for axis in axes) == 1:
         return "none", ""
-    return ("open" if mesh.device == "cpu" else "nccl"), ""
+    if mesh.device == "cpu":
+        return "open", ""
+    size = math.prod(axis.size for axis in axes)
+    return ("cuda" if _asks_for_peers(mesh, size) else "nccl"), ""  # peers, or an error when the groups are made
 
 
 def _process_group(device: str, cosets: Cosets, rank: int, known: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -141,6 +161,29 @@ def _session(mesh: Mesh) -> Session:
             _sessions.pop(old).close()
         _sessions[key] = Session(mesh.rank, mesh.size, mesh.device)
     return _sessions[key]
+
+
+def _asks_for_peers(mesh: Mesh, size: int) -> bool:
+    return mesh.device != "cpu" and size > 1 and not unserved("", torch.uint8, "", size) and bool(_cuda_wire.asked())
+
+
+def _peers_of(mesh: Mesh, handle: GroupHandle, cosets: Cosets) -> Peers:
+    """This group's peers. All ranks of the world come here together, so that all go on or none does."""
+    global _rooms
+    key = (dist.group.WORLD, cosets)
+    if key not in _peers:
+        for old in [k for k in _peers if k[0] is not dist.group.WORLD]:  # worlds that were destroyed
+            del _peers[old]
+        opened = open_group(handle, torch.device(mesh.device, torch.cuda.current_device()))
+        store, seconds = Store(mesh.rank, _get_default_store()), world.timeout().total_seconds()
+        room, _rooms = f"shardlib/peers/{_rooms}", _rooms + 1
+        fault = opened if isinstance(opened, str) else ""
+        said = store.exchange(room, fault, range(mesh.size), seconds, "make groups of ranks")
+        if faults := [text for text in said.values() if text]:
+            raise unavailable(_cuda_wire.asked(), "cuda", faults[0])
+        assert isinstance(opened, Peers)
+        _peers[key] = opened
+    return _peers[key]
 
 
 def _handle(ranks: tuple[int, ...], rank: int, pg: dist.ProcessGroup | None, session: Session | None) -> GroupHandle:

@@ -19,6 +19,8 @@ from shardlib.ops._choice import Choice, unavailable, wanted
 if TYPE_CHECKING:
     from shardlib.ops._groups import GroupHandle
 
+NCCL = ("nccl", "cuda")  # transports of GPUs
+
 _c10d = torch.ops._c10d_functional
 T = TypeVar("T")
 
@@ -35,7 +37,8 @@ class Flight:
     """Bytes on their way here: one piece from every member, stored in the process group's order.
 
     `counts` are the elements of each member's piece, `slots` the room that it takes in `buffer`. `sent` stays alive
-    until the bytes are here. With `own`, nothing was sent to oneself and `own` is that piece.
+    until the bytes are here. With `own`, nothing was sent to oneself and `own` is that piece. What is `ready` needs no
+    wait and is stored by member.
     """
 
     buffer: Tensor
@@ -45,25 +48,33 @@ class Flight:
     group: GroupHandle
     sent: Tensor
     own: Tensor | None = None
+    ready: bool = False
 
     def flat(self) -> Tensor:
         """The pieces one after the other, by member; a copy only when they are not stored so."""
-        if self.group.by_rank is None and self.own is None and list(self.counts) == list(self.slots):
-            return wait(self.buffer).view(self.dtype)
+        if self._order is None and self.own is None and list(self.counts) == list(self.slots):
+            return self._arrived()
         return torch.cat(self.pieces())
 
     def pieces(self) -> list[Tensor]:
         """The pieces by member; views."""
-        group = self.group
-        stored = wait(self.buffer).view(self.dtype).split_with_sizes(_in(group.by_rank, self.slots))
+        order = self._order
+        stored = self._arrived().split_with_sizes(_in(order, self.slots))
         pieces = list(stored)
-        if group.by_rank is not None:
-            for member, piece in zip(group.by_rank, stored, strict=True):
+        if order is not None:
+            for member, piece in zip(order, stored, strict=True):
                 pieces[member] = piece
         pieces = [piece if len(piece) == n else piece[:n] for piece, n in zip(pieces, self.counts, strict=True)]
         if self.own is not None:
-            pieces[group.position] = self.own
+            pieces[self.group.position] = self.own
         return pieces
+
+    @property
+    def _order(self) -> tuple[int, ...] | None:
+        return None if self.ready else self.group.by_rank
+
+    def _arrived(self) -> Tensor:
+        return (self.buffer if self.ready else wait(self.buffer)).view(self.dtype)
 
 
 class CollectiveError(RuntimeError):
@@ -75,25 +86,45 @@ class CollectiveError(RuntimeError):
     culprit: int | None = None
 
 
-def pick(op: str, transport: str, why: str, shm: Choice | str, other: Choice) -> Choice:
+def pick(op: str, transport: str, why: str, shm: Choice | str, other: Choice, cuda: Choice | str) -> Choice:
     """Shared memory where there is some, unless SHARDLIB_OPS says torch; `other` is torch's way.
 
-    The transport is "shm", "gloo", "nccl", "virtual" (all members in one process), "none" (one member) or "open" (the
-    ranks have not found out yet whether they share memory). `why` says why there is no shared memory, and `shm`, when
-    it is a text, what it cannot do in this case.
+    The transport is "shm", "gloo", "nccl", "cuda" (NCCL, and GPUs that reach each other's memory), "virtual" (all
+    members in one process), "none" (one member) or "open" (the ranks have not found out yet whether they share memory).
+    `why` says why there is no shared memory; `shm` and `cuda`, when they are texts, what these cannot do in this case.
     """
     want = wanted(op)
+    if transport in NCCL and want != "shm":
+        return _on_gpus(op, transport, want, cuda, other)
     if transport == "open" and want in (None, "shm") and isinstance(shm, Choice):
         return Choice("shm", shm.way, f"{shm.reason}; {other.name} if the ranks find that they share no memory")
     if transport in ("virtual", "none"):
         return Choice("torch", "", "all members are in this process" if transport == "virtual" else "one member")
-    fault = why or f"the members speak over {transport}" if transport != "shm" else shm if isinstance(shm, str) else ""
+    if transport == "shm":
+        fault = shm if isinstance(shm, str) else ""
+    else:
+        fault = why or f"the members speak over {'nccl' if transport in NCCL else transport}"
     if want not in (None, "torch") and (want != "shm" or fault):
         raise unavailable(op, want, fault or f"there is no {want} backend of {op} for CPU tensors")
     if want != "torch" and isinstance(shm, Choice) and not fault:
         return shm
-    reason = "" if want == "torch" or not fault or transport == "nccl" else f" (no shared memory: {fault})"
+    reason = "" if want == "torch" or not fault else f" (no shared memory: {fault})"
     return Choice(other.backend, other.way, other.reason + reason)
+
+
+def _on_gpus(op: str, transport: str, want: str | None, cuda: Choice | str, other: Choice) -> Choice:
+    """NCCL, unless SHARDLIB_OPS asks for the kernels and they do this."""
+    if want == "torch" or (want is None and isinstance(cuda, str)):
+        return other
+    if want is None:
+        reason = f"not yet measured on a GPU: SHARDLIB_OPS={op}=cuda takes shardlib's kernels"
+    elif isinstance(cuda, str):
+        reason = f"not shardlib's kernels: {cuda}"
+    elif transport == "cuda":
+        return cuda
+    else:
+        raise unavailable(op, "cuda", "the ranks made this group before SHARDLIB_OPS asked for the kernels")
+    return Choice(other.backend, other.way, f"{other.reason} ({reason})")
 
 
 def settled(xs: Sequence[Tensor]) -> list[Tensor]:

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shardlib.ops import _cuda_wire
 from shardlib.ops._choice import Choice
 from shardlib.ops._groups import GroupHandle
 from shardlib.ops._shm import Recipe
 from shardlib.ops._streams import COPY, Block, Like, Message, dense, likes, prefix, sources
-from shardlib.ops._wire import Flight, Handle, by_dtype, gather, leads, pack, pick, resized, settled
+from shardlib.ops._wire import NCCL, Flight, Handle, by_dtype, gather, leads, pack, pick, resized, settled
 
 # Measured on Gloo over the loop-back device, 2 and 4 processes: see `choose`.
 _GLOO_EXCHANGE_BYTES = 1 << 20
@@ -44,11 +45,12 @@ def choose(nbytes: int, even: bool, dtype: torch.dtype, kind: str, transport: st
         shm: each member reads the others' parts to their places
     """
     shm = Choice("shm", "", "each member reads the others' parts to their places")
-    return pick("all_gather", transport, why, shm, _over_torch(nbytes, even, transport))
+    cuda = _cuda_wire.serve("all_gather", nbytes, even, dtype, kind, n)
+    return pick("all_gather", transport, why, shm, _over_torch(nbytes, even, transport), cuda)
 
 
 def _over_torch(nbytes: int, even: bool, transport: str) -> Choice:
-    if transport != "nccl":
+    if transport not in NCCL:
         if not even:
             return Choice("torch", "exchange", "sizes differ: sent pairwise, nothing is padded")
         if nbytes <= _GLOO_EXCHANGE_BYTES:
@@ -89,8 +91,12 @@ def start_many(
             continue
         message = some[0].contiguous().view(-1) if len(some) == 1 else pack(some)
         even = len(set(counts)) == 1
-        way = choose(total * message.itemsize, even, message.dtype, "", group.transport, group.size, group.why).way
-        parts.append((which, numels, gather(message, counts, group, way)))
+        choice = choose(total * message.itemsize, even, message.dtype, "", group.transport, group.size, group.why)
+        if choice.backend == "cuda":
+            flight = _cuda_wire.gather(message, counts, group)
+        else:
+            flight = gather(message, counts, group, choice.way)
+        parts.append((which, numels, flight))
 
     def land() -> list[Tensor]:
         out = list(xs)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shardlib.ops import _cuda_wire
 from shardlib.ops._choice import Choice
 from shardlib.ops._groups import GroupHandle
 from shardlib.ops._shm import Recipe
@@ -27,7 +28,7 @@ from shardlib.ops._streams import (
     sources,
     up,
 )
-from shardlib.ops._wire import Handle, by_dtype, combine, exchange, gather, pack, pick, settled, wait
+from shardlib.ops._wire import NCCL, Handle, by_dtype, combine, exchange, gather, pack, pick, settled, wait
 
 _c10d = torch.ops._c10d_functional
 
@@ -71,7 +72,7 @@ def choose(nbytes: int, even: bool, dtype: torch.dtype, kind: str, transport: st
     """How `nbytes` are reduced over `n` members; see `pick` for the transport and for `why`.
 
     Example:
-        >>> print(choose(1 << 23, True, torch.bfloat16, "sum", "nccl", 4))
+        >>> print(choose(1 << 23, True, torch.int32, "sum", "nccl", 4))
         torch/native: the backend reduces this dtype
         >>> print(choose(1 << 23, True, torch.bfloat16, "sum", "shm", 4))
         shm/two_steps: each member adds up a part, then reads the others'
@@ -80,13 +81,13 @@ def choose(nbytes: int, even: bool, dtype: torch.dtype, kind: str, transport: st
         step = Choice("shm", "one_step", "a small message: each member adds up all of it")
     else:
         step = Choice("shm", "two_steps", "each member adds up a part, then reads the others'")
-    return pick(
-        "all_reduce", transport, why, irreducible(dtype, kind) or step, _over_torch(nbytes, dtype, kind, transport, n)
-    )
+    torch_way = _over_torch(nbytes, dtype, kind, transport, n)
+    cuda = _cuda_wire.serve("all_reduce", nbytes, even, dtype, kind, n)
+    return pick("all_reduce", transport, why, irreducible(dtype, kind) or step, torch_way, cuda)
 
 
 def _over_torch(nbytes: int, dtype: torch.dtype, kind: str, transport: str, n: int) -> Choice:
-    backend = "nccl" if transport == "nccl" else "gloo"
+    backend = "nccl" if transport in NCCL else "gloo"
     if backend == "gloo" and n == 2:
         return Choice("torch", "exchange", "two members: each sends the other its own, and adds")
     fault = natively(dtype, kind, backend)
@@ -172,11 +173,13 @@ def _start_flat(message: Tensor, group: GroupHandle, kind: str, *, fresh: bool) 
     n, count = group.size, len(message)
     if count == 0:
         return Handle(lambda: message)
-    way = choose(message.nbytes, True, message.dtype, kind, group.transport, n, group.why).way
-    if way == "native":
+    choice = choose(message.nbytes, True, message.dtype, kind, group.transport, n, group.why)
+    if choice.backend == "cuda":
+        return _cuda_wire.reduce(message, group)
+    if choice.way == "native":
         buffer = (_c10d.all_reduce_ if fresh else _c10d.all_reduce)(message, kind, group.name)
         return Handle(lambda: (message, wait(buffer))[1])
-    if way == "exchange":
+    if choice.way == "exchange":
         flight = gather(message, [count] * n, group, "exchange", own=False)
         return Handle(lambda: combine(flight.pieces(), kind))
     # Each member reduces one n-th, then all gather; the second round starts when the first is waited for.

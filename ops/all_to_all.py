@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shardlib.ops import _cuda_wire
 from shardlib.ops._choice import Choice
 from shardlib.ops._groups import GroupHandle
 from shardlib.ops._shm import Recipe
@@ -48,7 +49,8 @@ def choose(nbytes: int, even: bool, dtype: torch.dtype, kind: str, transport: st
         shm: each member reads its pieces to their places
     """
     shm = Choice("shm", "", "each member reads its pieces to their places")
-    return pick("all_to_all", transport, why, shm, Choice("torch", "exchange", "pieces are sent pairwise"))
+    cuda = _cuda_wire.serve("all_to_all", nbytes, even, dtype, kind, n)
+    return pick("all_to_all", transport, why, shm, Choice("torch", "exchange", "pieces are sent pairwise"), cuda)
 
 
 def start(
@@ -77,7 +79,15 @@ def start(
     whole = resized(row, concat_dim, sum(shape[concat_dim] for shape in shapes))
     pieces = x.split_with_sizes(split_sizes, split_dim)
     message = x.contiguous().view(-1) if leads(x.shape, split_dim) else pack(pieces)
-    flight = exchange(message, [piece.numel() for piece in pieces], receive, group)
+    even = len(set(split_sizes)) == len(set(concat_sizes)) == 1
+    if choose(x.nbytes, even, x.dtype, "", group.transport, group.size, group.why).backend == "cuda":
+        # All members know the sizes of all pieces: another's tensor differs from this one along concat_dim only, and
+        # where that is split_dim, too, it does not.
+        theirs = [resized(x.shape, concat_dim, size) for size in concat_sizes]
+        counts = [[math.prod(resized(shape, split_dim, size)) for size in split_sizes] for shape in theirs]
+        flight = _cuda_wire.exchange(message, counts, group)
+    else:
+        flight = exchange(message, [piece.numel() for piece in pieces], receive, group)
 
     def land() -> Tensor:
         if leads(whole, concat_dim):

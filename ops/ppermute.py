@@ -57,7 +57,8 @@ def choose(nbytes: int, even: bool, dtype: torch.dtype, kind: str, transport: st
         shm: each member reads what is sent to it
     """
     shm = Choice("shm", "", "each member reads what is sent to it")
-    return pick("ppermute", transport, why, shm, Choice("torch", "exchange", "tensors are sent pairwise"))
+    other = Choice("torch", "exchange", "tensors are sent pairwise")
+    return pick("ppermute", transport, why, shm, other, "they have no ppermute")
 
 
 def start(x: Tensor, pairs: Pairs, group: GroupHandle, shapes: Sequence[Sequence[int]] | None = None) -> Handle[Tensor]:

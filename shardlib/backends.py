@@ -40,7 +40,8 @@ def of_collective(c: Collective, mesh: Mesh) -> Choice | None:
     sizes = [c.params[key] for key in ("sizes", "split_sizes", "concat_sizes", "shapes") if key in c.params]
     even = not any(isinstance(s, Sym) or len(set(map(repr, s))) > 1 for s in sizes)
     n = math.prod(a.size for a in c.axes)
-    return _COLLECTIVES[c.kind](local_bytes(c.out), even, c.source.dtype, c.reduce, transport, n, why)
+    whole = c.source if c.kind == "reduce_scatter" else c.out
+    return _COLLECTIVES[c.kind](local_bytes(whole), even, c.source.dtype, c.reduce, transport, n, why)
 
 
 def of_attention(op: Op, mesh: Mesh) -> Choice | None:

@@ -177,7 +177,7 @@ def _by_argument(
             )
         first = tuple(in_specs.get(plain[i]) if i < len(plain) else None for i in range(positional))
         return first, {k: in_specs.get(k) for k in named}
-    specs = tuple(in_specs) if isinstance(in_specs, tuple | list) else (in_specs,)
+    specs = tuple(in_specs) if isinstance(in_specs, tuple | list) else (in_specs,) * (positional + len(named))
     if len(specs) > positional + len(named):
         total = positional + len(named)
         raise ShardingError(

@@ -45,11 +45,12 @@ def jit(
     arguments.
 
     `in_specs` (a tuple with an entry per positional argument, or a dict by parameter name) and `out_specs` are prefix
-    pytrees of specs; None leaves a layout to inference. Arguments may be plain tensors (every process has them whole)
-    or `ShardedTensor`s; tensor results are `ShardedTensor`s without autograd history: take gradients inside, with
-    `sl.grad` or `sl.value_and_grad`. A `ShardedTensor` in `donate_argnums` gives its memory up, for results to be
-    written over it, and reading it afterwards is an error; memory that anything else refers to (a plain tensor, a view,
-    a piece from `to_local`) is copied instead, and never written to. Works as a decorator, also of methods.
+    pytrees of specs: a single spec is every argument's; None leaves a layout to inference. Arguments may be plain
+    tensors (every process has them whole) or `ShardedTensor`s; tensor results are `ShardedTensor`s without autograd
+    history: take gradients inside, with `sl.grad` or `sl.value_and_grad`. A `ShardedTensor` in `donate_argnums` gives
+    its memory up, for results to be written over it, and reading it afterwards is an error; memory that anything else
+    refers to (a plain tensor, a view, a piece from `to_local`) is copied instead, and never written to. Works as a
+    decorator, also of methods.
 
     Raises `ShardingError` outside any mesh, where specs do not fit, and where a communication budget is exceeded.
 

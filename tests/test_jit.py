@@ -356,3 +356,11 @@ def test_ranks_with_different_code() -> None:
         assert text.startswith("the ranks are about to run different programs")
         assert "rank 1" in text
         assert "Remedy: start all ranks from the same code" in text
+
+
+def test_a_single_spec_is_every_arguments() -> None:
+    with sl.Mesh(data=2):
+        plan = sl.jit(lambda x, y, z: x + y + z, in_specs="batch@data _").plan(
+            *(torch.ones(4, 3),) * 2, z=torch.ones(4, 3)
+        )
+    assert [str(plan.layout_of(name)) for name in "xyz"] == ["4@data, 3"] * 3

@@ -36,7 +36,7 @@ def attend(seq: str = "b h s@seq d", **how: Any) -> Any:
 
     def fn(q: Any, k: Any, v: Any, *bias: Any) -> Any:
         def total(q: Any, k: Any, v: Any, *bias: Any) -> Any:
-            o, lse = attention(q, k, v, bias=bias[0] if bias else None, **how)
+            o, lse = attention(q, k, v, **{**how, **({"bias": bias[0]} if bias else {})})
             return (o * o).sum() + lse.sum(), o
 
         q, k, v = (shard(x, seq) for x in (q, k, v))
@@ -91,6 +91,15 @@ def test_a_bias_gets_its_gradient(shape: tuple[int, ...]) -> None:
     args = [*tensors(3, 12), torch.randn(shape, dtype=torch.float64)]
     assert "ppermute" in kinds(planned(attend(causal=True), args, 4))
     assert error(attend(causal=True), args, 4) < 1e-12
+
+
+def test_a_bias_without_a_gradient() -> None:
+    def fn(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        return attend(bias=bias, causal=True)(q, k, v)
+
+    args = [*tensors(1, 12), torch.randn(12, 12, dtype=torch.float64)]
+    assert "ppermute" in kinds(planned(fn, args, 4))
+    assert error(fn, args, 4) < 1e-12
 
 
 @pytest.mark.parametrize("n", range(2, 9))

@@ -41,6 +41,7 @@ def forward(local: Local, tensors: Sequence[Any], variant: Variant) -> tuple[Any
     ring = Ring.over(local, variant, local.rule.operands[3:], moved=5)
     q_labels, k_labels, v_labels = local.rule.operands[:3]
     queries, keys, values = map(ring.order, tensors, (q_labels, k_labels, v_labels), ("q", "k", "v"))
+    merge = torch.ops.shardlib.attention_merge.default
     done: list[Any] = [None] * ring.chunks
     for step in range(ring.n):
         here = list(zip(keys, values, strict=True))
@@ -49,9 +50,7 @@ def forward(local: Local, tensors: Sequence[Any], variant: Variant) -> tuple[Any
         for i, query in enumerate(queries):
             for j, (key, value) in enumerate(here):
                 part = local.op(local.call.target, query, key, value, *ring.block(i, j, step))
-                done[i] = (
-                    part if done[i] is None else local.op(torch.ops.shardlib.attention_merge.default, *done[i], *part)
-                )
+                done[i] = part if done[i] is None else local.op(merge, *done[i], *part)
     o, lse = ([pair[i] for pair in done] for i in (0, 1))
     o_labels, lse_labels = local.rule.results
     return ring.restore(ring.narrow(o), o_labels, "o"), ring.restore(lse, lse_labels, "lse")
@@ -193,7 +192,7 @@ class Ring:
 
     def add_bias(self, total: Any, block: Any, step: int) -> Any:
         """The gradient of the bias with one more block's; a bias with a column a key gets it in its columns."""
-        if self.variant.bias is None:
+        if self.local.call.results[3] is None:
             return None
         if not self._along_keys("bias"):
             return self.add(total, block)

@@ -1,0 +1,86 @@
+"""Messages between the members of a group of GPUs through shardlib's kernels, as `_wire.py` sends them through torch.
+
+`Peers` knows the members in group order, so nothing is put in order here. The kernels run on the current stream: what
+comes from here is ready for whatever is enqueued there next, and waits for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shardlib.ops import _cuda_peers
+from shardlib.ops._choice import Choice, wanted
+from shardlib.ops._cuda_peers import ONE_STEP_BYTES, Peers
+from shardlib.ops._wire import Flight, Handle, settled
+
+if TYPE_CHECKING:
+    from shardlib.ops._groups import GroupHandle
+
+OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+
+
+def asked() -> str:
+    """The first collective for which SHARDLIB_OPS asks for the kernels; empty when there is none."""
+    return next((op for op in OPS if wanted(op) == "cuda"), "")
+
+
+def serve(op: str, nbytes: int, even: bool, dtype: torch.dtype, kind: str, n: int) -> Choice | str:
+    """The form in which the kernels move `nbytes`, or what they cannot do in this case.
+
+    The bytes are those of the op's whole tensor. Its longest message decides the form; where sizes differ, that one is
+    not known here.
+
+    Example:
+        >>> print(serve("all_gather", 4 << 10, True, torch.float32, "", 4))
+        cuda/packets: a small message: its flags travel in it
+        >>> print(serve("all_gather", 4 << 10, False, torch.float32, "", 4))
+        cuda: sizes differ: the longest message decides the form
+        >>> serve("all_reduce", 4 << 10, True, torch.float32, "max", 4)
+        'the kernels form sums, no max'
+    """
+    if fault := _cuda_peers.unserved(op, dtype, kind, n):
+        return fault
+    if op == "all_reduce":
+        if nbytes <= ONE_STEP_BYTES:
+            return _cuda_peers.choose(op, nbytes)
+        form = _cuda_peers.choose(op, -(-nbytes // n))
+        return Choice("cuda", form.way, f"each member adds up a part, then gathers the others'; {form.reason}")
+    if not even:
+        return Choice("cuda", "", "sizes differ: the longest message decides the form")
+    return _cuda_peers.choose(op, nbytes // n)
+
+
+def gather(message: Tensor, counts: Sequence[int], group: GroupHandle) -> Flight:
+    """Every member's message to all; `counts[i]` elements come from member i."""
+    (out,) = _peers(group).gather(settled([message]), counts)
+    return Flight(out, counts, counts, message.dtype, group, message, ready=True)
+
+
+def exchange(message: Tensor, counts: Sequence[Sequence[int]], group: GroupHandle) -> Flight:
+    """An all-to-all: `counts[i][j]` elements go from member i to member j."""
+    receive = [row[group.position] for row in counts]
+    out = message.new_empty(0)
+    if any(map(any, counts)):
+        (out,) = _peers(group).exchange(settled([message]), counts)
+    return Flight(out, receive, receive, message.dtype, group, message, ready=True)
+
+
+def scatter_sum(message: Tensor, counts: Sequence[int], group: GroupHandle) -> Handle[Tensor]:
+    """The sum of all members' messages, of which member i gets `counts[i]` elements."""
+    (out,) = _peers(group).scatter_sum(settled([message]), counts)
+    return Handle(lambda: out)
+
+
+def reduce(message: Tensor, group: GroupHandle) -> Handle[Tensor]:
+    """The sum of all members' messages, on every member."""
+    (out,) = _peers(group).reduce(settled([message]))
+    return Handle(lambda: out)
+
+
+def _peers(group: GroupHandle) -> Peers:
+    assert group.peers is not None
+    return group.peers
