@@ -308,7 +308,7 @@ def test_those_who_wait_for_the_waiting_name_the_dead():
 
 
 def come_late(seconds: float) -> tuple[str, float]:
-    os.environ["SHARDLIB_TIMEOUT"] = "0.5"
+    os.environ["SHARDLIB_TIMEOUT"] = "2"  # a loaded machine may hold a rank up for a good part of a second
     group = group_of(2)
     gathered(group)
     begin = time.monotonic()
@@ -323,9 +323,9 @@ def come_late(seconds: float) -> tuple[str, float]:
 @RANKED
 def test_a_late_peer_is_named():
     with fresh(2) as run:
-        waited, _ = run(come_late, 1.5)
-    assert waited[0] == "rank 1 did not come to a collective of ranks 0 and 1 within 0.5 s"
-    assert 0.5 <= waited[1] < 1.4
+        waited, _ = run(come_late, 4.0)
+    assert waited[0] == "rank 1 did not come to a collective of ranks 0 and 1 within 2 s"
+    assert 2 <= waited[1] < 3.9
 
 
 @RANKED
