@@ -293,6 +293,8 @@ def test_the_user_decides() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHARDLIB_OPS", "sequence=heads")
         assert "ppermute" not in kinds(planned(attend(), tensors(4, 12), 2))
+        assert "ppermute" in kinds(planned(attend(), tensors(2, 512), 8)), "two heads are too few for eight devices"
+        assert error(attend(), tensors(2, 32), 8) < 1e-12
         patch.setenv("SHARDLIB_OPS", "sequence=ring")
         assert set(kinds(planned(attend(), tensors(4, 12), 2))) == {"ppermute"}
         patch.setenv("SHARDLIB_OPS", "sequence=gather")

@@ -6,6 +6,7 @@ cost of deciding does not grow with the depth of the model.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -147,13 +148,15 @@ class Problem:
         return out
 
     def _as_told(self, kind: Kind, wanting: list[int], atoms: tuple[Axis, ...]) -> list[int]:
-        """The slots that `SHARDLIB_OPS=sequence=...` leaves; all of them where it leaves none."""
+        """The slots that `SHARDLIB_OPS=sequence=...` leaves; all of them where it leaves none, or too few heads."""
         unit, how = self.members[kind][0], wanted("sequence")
         if how is None or not unit.alone:
             return wanting
         around = [i for i in wanting if i in unit.rounds]
         lent = [i for i in wanting if set(self.slots[kind][i].lent) & set(atoms)]
         own = [i for i in wanting if i not in (*around, *lent)]
+        if math.prod(self.slots[kind][i].size for i in lent) < math.prod(a.size for a in atoms):
+            lent = []
         return {"ring": around, "zigzag": around, "heads": lent, "gather": own}[how] or wanting
 
     def _end(self, unit: Unit | None, slots: Slots, pending: tuple[int, ...] = ()) -> End:
