@@ -28,6 +28,7 @@ from shardlib.errors import ShardingError
 from shardlib.first_order import first_order
 from shardlib.functionalise import functionalise
 from shardlib.lines import Line, LineRecorder, error_line
+from shardlib.rules.table import DECOMPOSITIONS as RULES_DECOMPOSITIONS
 
 
 @dataclass(frozen=True)
@@ -318,6 +319,6 @@ def _batch_norm(
     return legit.default(x, weight, bias, mean, var, training, momentum, eps)  # type: ignore[no-any-return]
 
 
-_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
-    torch.ops.aten.native_batch_norm.default: _batch_norm
-} | DECOMPOSITIONS
+_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = (
+    {torch.ops.aten.native_batch_norm.default: _batch_norm} | DECOMPOSITIONS | RULES_DECOMPOSITIONS
+)

@@ -14,6 +14,7 @@ from torch import Tensor
 import shardlib.constraint
 import shardlib.ops.attention  # noqa: F401  (defines shardlib::attention)
 from tests.prover import Sample
+from tests.samples import SAMPLES as FAMILIES
 
 aten = torch.ops.aten
 
@@ -449,5 +450,5 @@ def _attention(q: Tensor, k: Tensor, g: Tensor, g_lse: Tensor | None, how: dict[
 
 SAMPLES = (
     pointwise, contraction, grouped, reduction, softmax, norm, view, slicing, indexing,
-    loss, creation, attention,
+    loss, creation, attention, *FAMILIES,
 )  # fmt: skip

@@ -9,15 +9,27 @@ import torch
 
 from shardlib.errors import ShardingError
 from shardlib.rules import (
+    activation,
     attention,
+    bags,
     contraction,
+    convolution,
     creation,
+    cumulative,
+    fft,
     grouped,
     indexing,
+    linalg,
     loss,
+    matrix,
     norm,
+    ordering,
     pointwise,
+    pooling,
+    random,
     reduction,
+    resample,
+    scattering,
     slicing,
     softmax,
     view,
@@ -29,17 +41,29 @@ from shardlib.rules.rule import Call, Rule, RuleFn
 
 FAMILIES = (
     pointwise,
+    activation,
     contraction,
     grouped,
+    matrix,
+    linalg,
+    fft,
     reduction,
+    cumulative,
+    ordering,
     softmax,
     norm,
+    convolution,
+    pooling,
+    resample,
     view,
     slicing,
     indexing,
     writing,
+    scattering,
+    bags,
     loss,
     creation,
+    random,
     attention,
 )
 
@@ -60,7 +84,24 @@ def _table() -> dict[str, RuleFn]:
     return table
 
 
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    """Ops that are written as other ops while a function is traced: `DECOMPOSED` of the families, by overload."""
+    found: dict[Any, Callable[..., Any]] = {}
+    for family in FAMILIES:
+        for name, form in getattr(family, "DECOMPOSED", {}).items():
+            assert _key(name) not in TABLE, f"{name} has a rule and a decomposition"
+            found[_overload_named(name)] = form
+    return found
+
+
+def _overload_named(name: str) -> Any:
+    namespace, _, rest = _key(name).partition("::")
+    packet, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+
+
 TABLE: dict[str, RuleFn] = _table()
+DECOMPOSITIONS = _decompositions()
 _BY_TAG = pointwise.pointwise()
 _CACHE: dict[Any, Rule | None] = {}
 _CACHE_SIZE = 1 << 16

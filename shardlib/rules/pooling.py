@@ -1,0 +1,7 @@
+"""Pooling: batch and channels pass through; a cut spatial dim exchanges its borders."""
+
+from __future__ import annotations
+
+from shardlib.rules.rule import RuleFn
+
+ROWS: dict[str, RuleFn | str] = {}

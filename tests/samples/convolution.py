@@ -1,0 +1,9 @@
+"""Samples for `shardlib.rules.convolution`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from tests.prover import Sample
+
+SAMPLES: tuple[Callable[[], Iterator[Sample]], ...] = ()
