@@ -31,7 +31,7 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)  # added to the key words after every round
 _ROUNDS = 10
 _WORD = 0xFFFFFFFF
-_CHUNK = 1 << 14  # counters at once: the eight tensors in use stay in the cache
+_CHUNK = 1 << 14  # counters at once on the CPU: the eight tensors in use stay in the cache
 
 
 def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -64,10 +64,11 @@ def words(seed: Tensor | int, counter: Tensor | int, i: Tensor) -> Tensor:
     key, tail = _halves(seed, i.device), _halves(counter, i.device)
     flat = i.reshape(-1)
     out = flat.new_empty(len(flat), 4)
-    for start in range(0, len(flat), _CHUNK):
-        part = flat[start : start + _CHUNK]
+    step = _CHUNK if i.device.type == "cpu" else max(1, len(flat))
+    for start in range(0, len(flat), step):
+        part = flat[start : start + step]
         found = philox((part & _WORD, _high(part), *tail), key)
-        torch.stack(found, -1, out=out[start : start + _CHUNK])
+        torch.stack(found, -1, out=out[start : start + step])
     return out.view(*i.shape, 4)
 
 

@@ -18,19 +18,22 @@ from shardlib.collectives import (
     psum,
     reduce_scatter,
 )
+from shardlib.dtensor import from_dtensor, to_dtensor
 from shardlib.errors import ShardingError
 from shardlib.jit import jit
 from shardlib.mesh import Mesh, current_mesh
+from shardlib.plain import global_random
 from shardlib.plan import Plan
 from shardlib.rules import rule
 from shardlib.shard_map import shard_map
 from shardlib.spec import P, Spec
-from shardlib.tensor import ShardedTensor, from_dtensor, shard, to_dtensor, typeof
+from shardlib.tensor import ShardedTensor, shard, typeof
 from shardlib.transforms import grad, value_and_grad, vmap
+from shardlib.visualize import visualize
 
 __all__ = [
     # where devices and tensors are
-    "Mesh", "current_mesh", "P", "Spec", "ShardedTensor", "shard", "typeof", "to_dtensor", "from_dtensor",
+    "Mesh", "current_mesh", "P", "Spec", "ShardedTensor", "shard", "typeof", "visualize", "to_dtensor", "from_dtensor",
     # compiling and planning
     "jit", "Plan", "check", "comm_budget", "rule",
     # per-device code by hand
@@ -38,6 +41,8 @@ __all__ = [
     "axis_index", "axis_size",
     # transforms
     "grad", "value_and_grad", "vmap",
+    # random numbers
+    "global_random",
     # what goes wrong
     "ShardingError",
 ]  # fmt: skip

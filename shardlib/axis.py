@@ -1,8 +1,9 @@
-"""Axes: a mesh axis or a part of one, and the elements that a device holds of a factor cut over axes."""
+"""Axes: a mesh axis or a part of one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shardlib.errors import ShardingError
@@ -31,7 +32,7 @@ class Axis:
     def __post_init__(self) -> None:
         if not self.of:
             object.__setattr__(self, "of", self.size)
-        if self.size < 1 or self.of % (self.pre * self.size):
+        if self.size < 1 or self.pre < 1 or self.of % (self.pre * self.size):
             fault = f"a part of size {self.size} behind parts of {self.pre} does not divide it"
             raise ShardingError(f"axis {self.name!r} of size {self.of} cannot be cut", [fault])
 
@@ -58,6 +59,12 @@ class Axis:
             p += 1
         return tuple(parts)
 
+    def part(self, pre: int, size: int) -> Axis | None:
+        """The part of this size behind parts of `pre`; None if primes of the axis do not make one."""
+        edges = [self.pre, *(p.pre * p.size for p in self.primes())]
+        fits = size > 1 and self.pre * pre in edges and self.pre * pre * size in edges
+        return Axis(self.name, size, self.pre * pre, self.of) if fits else None
+
     def __str__(self) -> str:
         return self.name if self.whole else f"{self.name}:({self.pre}){self.size}"
 
@@ -79,12 +86,17 @@ class Axis:
         return tuple(merged)
 
 
-def span(size: int, axes: Sequence[Axis], coords: Coords) -> tuple[int, int]:
-    """The `(start, stop)` that the device at `coords` holds of a factor cut by `axes` (nested chunks)."""
-    start, stop = 0, size
-    for axis in axes:
-        chunk = -(-(stop - start) // axis.size)
-        # Each chunk is cut by its own length, so that its parts concatenate to it, the shorter last chunk's too.
-        low = min(start + chunk * axis.coord(coords), stop)
-        start, stop = low, min(low + chunk, stop)
-    return start, stop
+_PART = re.compile(r"(\w+)(?::\((\d+)\)(\d+))?")
+
+
+def split_name(text: str) -> tuple[str, int, int | None]:
+    """The name, `pre` and size in `tensor` (whole: no size) or `tensor:(2)4`.
+
+    Example:
+        >>> split_name("tensor:(2)4"), split_name("tensor")
+        (('tensor', 2, 4), ('tensor', 1, None))
+    """
+    found = _PART.fullmatch(text)
+    assert found, f"{text!r} was read as an axis"
+    name, pre, size = found.groups()
+    return name, int(pre or 1), int(size) if size else None

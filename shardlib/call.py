@@ -16,12 +16,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 from shardlib.errors import ShardingError
+from shardlib.form import Form
 from shardlib.layout import Layout
 from shardlib.lower.program import Var
 from shardlib.mesh import Mesh
 from shardlib.plan import Plan
 from shardlib.run import Runner
-from shardlib.tensor import ShardedTensor, cut_up
+from shardlib.tensor import ShardedTensor, cut_up, wrap
 
 
 @dataclass(frozen=True)
@@ -39,15 +40,6 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Output:
-    """One tensor result: what the ShardedTensor around its pieces is made of."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    attributes: dict[str, Any]
-
-
-@dataclass(frozen=True)
 class Entry:
     """A program that is ready to run, for one signature."""
 
@@ -55,7 +47,7 @@ class Entry:
     mesh: Mesh
     runner: Runner
     inputs: tuple[Input, ...]
-    outputs: tuple[Output | None, ...]
+    outputs: tuple[Form | None, ...]  # None: no tensor
     build: Callable[[list[Any]], Any]
     donates: bool
 
@@ -67,14 +59,11 @@ def entry(plan: Plan, mesh: Mesh, runner: Runner) -> Entry:
     for i, (leaf, name, var) in enumerate(zip(traced.input_leaves, traced.input_names, program.inputs, strict=True)):
         layout, donated = _layout(var), i in program.donated
         inputs.append(Input(leaf, name, layout, donated, tuple(_firsts(layout, mesh))))
-    outputs = []
-    for out, names in zip(program.outputs, plan.output_names, strict=True):
-        form = None
-        if isinstance(out, Var):
-            layout = _layout(out)
-            fixed = {"_layout": layout, "_mesh": mesh, "_names": names}
-            form = Output(layout.shape, out.dtype, fixed | {"_form": _number((layout.shape, out.dtype, layout, names))})
-        outputs.append(form)
+    device = torch.empty(0, device=mesh.device).device
+    outputs = [
+        Form.of(_layout(out), mesh, out.dtype, device, names) if isinstance(out, Var) else None
+        for out, names in zip(program.outputs, plan.output_names, strict=True)
+    ]
     return Entry(plan, mesh, runner, tuple(inputs), tuple(outputs), _builder(traced.out_tree), bool(program.donated))
 
 
@@ -105,15 +94,7 @@ def run(entry: Entry, mesh: Mesh, leaves: list[Any]) -> Any:
     results = entry.runner(pieces)
     for leaf in gone:
         leaf._locals = _Gone(entry.plan.name)
-    out: list[Any] = []
-    make, cls = torch.Tensor._make_wrapper_subclass, ShardedTensor
-    for r, form in zip(results, entry.outputs, strict=True):
-        if form is not None:
-            x = make(cls, form.shape, dtype=form.dtype, device=r[0].device)
-            x.__dict__.update(form.attributes)
-            x._locals = r
-            r = x
-        out.append(r)
+    out = [r if form is None else wrap(form, r) for r, form in zip(results, entry.outputs, strict=True)]
     return entry.build(out)
 
 
@@ -216,8 +197,8 @@ def _read(x: Any, leaves: list[Any], known: list[Any]) -> bool:
     kind = type(x)
     if kind is ShardedTensor:
         leaves.append(x)
-        number = x.__dict__.get("_form")
-        known.append(-1 - number if x.requires_grad else number) if number is not None else known.append(_form(x))
+        number = x._form.number
+        known.append(-1 - number if x.requires_grad else number)
         return True
     if kind is tuple or kind is list:
         known.append(kind)
@@ -241,17 +222,6 @@ def _read(x: Any, leaves: list[Any], known: list[Any]) -> bool:
 
 
 _BY_VALUE = frozenset({int, float, bool, str, type(None)})
-_numbers: dict[Any, int] = {}
-
-
-def _form(x: ShardedTensor) -> int:
-    number = x.__dict__["_form"] = _number((tuple(x.shape), x.dtype, x._layout, x._names))
-    return -1 - number if x.requires_grad else number
-
-
-def _number(form: Any) -> int:
-    """A small number for a shape, dtype and layout, which hashes faster than they do."""
-    return _numbers.setdefault(form, len(_numbers))
 
 
 def _builder(tree: pytree.TreeSpec) -> Callable[[list[Any]], Any]:

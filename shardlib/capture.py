@@ -1,12 +1,12 @@
 """Attention, caught whole while a function is traced, before torch picks a kernel for the device at hand.
 
 `torch.nn.functional.scaled_dot_product_attention` is caught where it is called. Kernels that somebody calls by name, or
-that stand in a graph traced elsewhere, are caught one level below, as decompositions: forward and backward.
+that stand in a graph traced elsewhere, are caught one level below, as decompositions: forward and backward. Dropout is
+drawn from a key, so that it does not depend on the sharding.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,34 +16,57 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from shardlib.draw import fresh_key
 from shardlib.errors import ShardingError
-from shardlib.lines import user_line
 from shardlib.ops.attention import attention
+from shardlib.rules.loss import ctc_loss
 
 _aten = torch.ops.aten
 _SDPA = F.scaled_dot_product_attention
 
 
 class AttentionCapture(TorchFunctionMode):
-    """While on, torch's `scaled_dot_product_attention` is this op, whole and independent of the device."""
+    """While on, torch's `scaled_dot_product_attention` is this op, whole and independent of the device.
+
+    `only_dropout` leaves calls that drop nothing as they are.
+    """
+
+    def __init__(self, *, only_dropout: bool = False) -> None:
+        super().__init__()
+        self.attention = _where_dropped if only_dropout else _captured
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _SDPA or func in (_aten.scaled_dot_product_attention, _aten.scaled_dot_product_attention.default):
-            return _captured(*args, **kwargs)
+            return self.attention(*args, **kwargs)
+        if func is F.ctc_loss or func is torch.ctc_loss:  # inside, it makes tensors where no tracer sees it
+            return ctc_loss(*args, **kwargs)
         if func is F.multi_head_attention_forward:  # Python code: the mode is off inside, and it calls attention there
-            with _replaced():
+            with _replaced(self.attention):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
 
 @contextmanager
-def _replaced() -> Iterator[None]:
-    F.scaled_dot_product_attention = _captured
+def _replaced(attention: Callable[..., Tensor]) -> Iterator[None]:
+    F.scaled_dot_product_attention = attention
     try:
         yield
     finally:
         F.scaled_dot_product_attention = _SDPA
+
+
+def _where_dropped(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    *rest: Any,
+    **how: Any,
+) -> Tensor:
+    attention = _captured if dropout_p else _SDPA
+    return attention(query, key, value, attn_mask, dropout_p, *rest, **how)
 
 
 def _captured(
@@ -56,10 +79,9 @@ def _captured(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    _refuse_dropout(dropout_p)
     odd = query.shape[-1] != value.shape[-1] or min(query.dim(), key.dim(), value.dim()) < 3
-    if odd or not query.is_floating_point():
-        return _SDPA(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if odd or not query.is_floating_point() or not 0 <= dropout_p < 1:
+        return _SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])  # type: ignore[no-untyped-call]
     q, k, v = (x.expand(*lead, *x.shape[-3:]).reshape(-1, *x.shape[-3:]) for x in (query, key, value))
     heads = q.shape[1] if enable_gqa else max(q.shape[1], k.shape[1])
@@ -69,7 +91,8 @@ def _captured(
     if mask is not None and len(lead) != 1 and mask.dim() > 3:
         mask = mask.expand(*lead, *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])
     keep, bias = _sorted(mask)
-    o, _ = attention(q, k, v, mask=keep, bias=bias, causal=is_causal, scale=scale)
+    seed = _key(query.device) if dropout_p else None
+    o, _ = attention(q, k, v, mask=keep, bias=bias, causal=is_causal, scale=scale, dropout=dropout_p, key=seed)
     return o.reshape(*lead, heads, *o.shape[-2:])
 
 
@@ -78,15 +101,23 @@ def _sorted(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     return (mask, None) if mask is None or mask.dtype == torch.bool else (None, mask)
 
 
-def _refuse_dropout(p: float) -> None:
-    if p > 0:
-        line = user_line(sys._getframe(1))
+def _key(device: torch.device) -> Tensor:
+    """A key of this call's own. Under vmap examples are further rows of the batch, so each has its own numbers."""
+    wrong = [mode for mode in _vmap_modes() if mode != "different"]
+    if wrong:
         raise ShardingError(
-            "attention with dropout draws random numbers, which is not supported yet",
-            [f"a dropout of {p}" + (f" at {line}" if line else "")],
-            rule="what a sharded program computes does not depend on where its tensors live; a generator's draws do",
-            remedy="set it to 0 (or call model.eval()), or call shardlib.ops.attention.attention with a key",
+            f"attention with dropout under vmap(..., randomness={wrong[0]!r})",
+            rule="the examples of a vmap are rows of one batch, and every row has numbers of its own",
+            remedy='vmap(..., randomness="different"), or a dropout of 0',
         )
+    key: Tensor = torch.ops.shardlib.fresh_key(device=device)
+    return key
+
+
+def _vmap_modes() -> Iterator[str]:
+    for level in torch._C._functorch.get_interpreter_stack() or []:
+        if level.key() == torch._C._functorch.TransformType.Vmap:
+            yield torch._C._functorch.CVmapInterpreterPtr(level).randomness().name.lower()
 
 
 # --- kernels called by name -------------------------------------------------------------------------------------------
@@ -100,11 +131,11 @@ def _forward_of(op: Any) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = _bound(op, args, kwargs)
         q, k, v = given["query"], given["key"], given["value"]
-        _refuse_dropout(given["dropout_p"])
-        if q.shape[-1] != v.shape[-1] or q.dim() != 4:
+        if q.shape[-1] != v.shape[-1] or q.dim() != 4 or not _may_drop(op, given["dropout_p"]):
             return NotImplemented
-        o, lse = torch.ops.shardlib.attention(q, k, v, *_variant(given))
-        return tuple(_result(op, r.name, q, k, o, lse) for r in op._schema.returns)
+        key = fresh_key(device=q.device) if given["dropout_p"] else None
+        o, lse = torch.ops.shardlib.attention(q, k, v, *_variant(given, key))
+        return tuple(_result(op, r.name, q, k, o, lse, key) for r in op._schema.returns)
 
     return forward
 
@@ -113,12 +144,11 @@ def _backward_of(op: Any) -> Callable[..., Any]:
     def backward(*args: Any, **kwargs: Any) -> Any:
         given = _bound(op, args, kwargs)
         q, k, v = given["query"], given["key"], given["value"]
-        _refuse_dropout(given["dropout_p"])
-        if q.shape[-1] != v.shape[-1] or q.dim() != 4:
+        if q.shape[-1] != v.shape[-1] or q.dim() != 4 or not _may_drop(op, given["dropout_p"]):
             return NotImplemented
         grad_o = given["grad_out_"] if "grad_out_" in given else given["grad_out"]
         lse = given["logsumexp"].flatten(2)[:, :, : q.shape[2]]
-        variant = _variant(given)
+        variant = _variant(given, given["philox_seed"] if given["dropout_p"] else None)
         wants_bias = variant[1] is not None and bool(given.get("grad_input_mask", (False,))[-1])
         grads = torch.ops.shardlib.attention_backward(
             grad_o, None, q, k, v, given["out"], lse, *variant, need_bias=wants_bias
@@ -135,15 +165,20 @@ def _bound(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
     return given | {a.name: x for a, x in zip(schema, args, strict=False)} | kwargs
 
 
-def _variant(given: dict[str, Any]) -> tuple[Any, ...]:
+def _may_drop(op: Any, p: float) -> bool:
+    """A kernel that drops something out hands its state on to its backward: ours is a key."""
+    return p == 0 or (0 < p < 1 and "for_cpu" not in str(op))
+
+
+def _variant(given: dict[str, Any], key: Tensor | None) -> tuple[Any, ...]:
     """The arguments of `shardlib::attention` behind q, k and v."""
     mask, bias = _sorted(given.get("attn_mask", given.get("attn_bias")))
     scale = given["query"].shape[-1] ** -0.5 if given["scale"] is None else given["scale"]
-    return mask, bias, None, None, given["is_causal"], scale, 0, 0.0
+    return mask, bias, None, key, given["is_causal"], scale, 0, given["dropout_p"]
 
 
-def _result(op: Any, name: str, q: Tensor, k: Tensor, o: Tensor, lse: Tensor) -> Any:
-    """One of the results of torch's kernel; without dropout, what belongs to generators is never read."""
+def _result(op: Any, name: str, q: Tensor, k: Tensor, o: Tensor, lse: Tensor, key: Tensor | None) -> Any:
+    """One of the results of torch's kernel; the state of its generator is the key."""
     if name == "output":
         return o
     if name in ("logsumexp", "log_sumexp"):
@@ -153,6 +188,8 @@ def _result(op: Any, name: str, q: Tensor, k: Tensor, o: Tensor, lse: Tensor) ->
     sizes = {"max_q": q.shape[2], "max_k": k.shape[2]}
     if name in sizes:
         return sizes[name]
+    if key is not None and name in ("rng_state", "philox_seed"):
+        return key
     return None if name.startswith("cum_seq") else q.new_zeros((), dtype=torch.int64)
 
 

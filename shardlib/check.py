@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from shardlib.errors import ShardingError
 from shardlib.jit import Jitted, _run, jit
 from shardlib.mesh import Mesh, current_mesh
+from shardlib.plain import plain_program
 from shardlib.run import virtual
 from shardlib.state import single_device
 from shardlib.tensor import ShardedTensor, typeof
@@ -149,8 +150,12 @@ def _seeded(run: Callable[[], Any]) -> Any:
 
 
 def _alone(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def run() -> Any:
+        with plain_program():
+            return fn(*args, **kwargs)
+
     with single_device():
-        return _seeded(lambda: fn(*args, **kwargs))
+        return _seeded(run)
 
 
 def _unshared(step: Jitted, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -109,7 +109,7 @@ def _fixed_inputs(
     ]
     resolved = resolve_many([item for _, item in items], mesh, what="jit in_specs") if items else []
     fixed = {
-        i: Fixed(r.layout, r.names, r.open, f"in_specs: {item[0]} {r.spec}")
+        i: Fixed(r.layout, r.names, r.open, f"in_specs: {item[0]} {r.spec}", r.exact)
         for (i, item), r in zip(items, resolved, strict=True)
     }
     wrong = []
@@ -118,11 +118,11 @@ def _fixed_inputs(
     ):
         if (at := placed(leaf)) is not None:
             said = fixed.get(i)
-            if said is not None and not any(said.open) and said.layout.canonical != at.layout.canonical:
+            if said is not None and not any(said.open) and not said.agrees(at):
                 wrong.append(
                     f"{name} of shape {list(at.layout.shape)} is laid out [{at.layout}], in_specs say [{said.layout}]"
                 )
-            names = said.names if said is not None and said.layout == at.layout else at.names
+            names = said.names if said is not None and said.layout.chunked == at.layout.chunked else at.names
             fixed[i] = Fixed(
                 at.layout, names, (False,) * len(at.layout.dims), said.source if said else f"argument {name}"
             )
@@ -227,7 +227,7 @@ def _fixed_outputs(traced: Traced, graph: Graph, out_specs: Any, mesh: Mesh) -> 
     ]
     resolved = resolve_many([item for _, item in items], mesh, what="jit out_specs") if items else []
     return {
-        i: Fixed(r.layout, r.names, r.open, f"out_specs: {item[0]} {r.spec}")
+        i: Fixed(r.layout, r.names, r.open, f"out_specs: {item[0]} {r.spec}", r.exact)
         for (i, item), r in zip(items, resolved, strict=True)
     }
 
@@ -249,8 +249,8 @@ def _doors(graph: Graph, mesh: Mesh) -> dict[Op, Fixed]:
 def _said(op: Op, value: Value, mesh: Mesh) -> Fixed:
     """What the spec in an op's text says of a value."""
     r = Spec.of(str(op.node.args[1])).resolve(value.shape, mesh, name=op.operands[0].name)
-    call = "shard" if is_constraint(op) else "shard_map"
-    return Fixed(r.layout, r.names, r.open, f"{call}(..., {str(r.spec)!r}) at {place(op.line)}")
+    call, exact = ("shard", r.exact) if is_constraint(op) else ("shard_map", None)
+    return Fixed(r.layout, r.names, r.open, f"{call}(..., {str(r.spec)!r}) at {place(op.line)}", exact)
 
 
 def _refuse_contradictions(traced: Traced, graph: Graph, fixed: Mapping[Value, Fixed]) -> None:
@@ -266,7 +266,7 @@ def _refuse_contradictions(traced: Traced, graph: Graph, fixed: Mapping[Value, F
         assert result is not None
         if annotated and not any((*fixed[value].open, *fixed[result].open)):
             first, second = fixed[value], fixed[result]
-            if first.layout.canonical != second.layout.canonical:
+            if not first.agrees(second):
                 name = names.get(value, "a value")
                 wrong.append(
                     f"{name} of shape {list(value.shape)}: [{first.layout}] by {first.source}, "

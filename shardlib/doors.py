@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from shardlib.compile import broadcast_prefix
 from shardlib.errors import ShardingError
 from shardlib.grammar import SpecDim
-from shardlib.layout import Layout
+from shardlib.layout import Layout, Pieces
 from shardlib.mesh import Mesh
 from shardlib.spec import P, Resolved, Spec, resolve_many
 
@@ -116,8 +116,12 @@ def _global_shape(shape: Sequence[int], axes: Axes, mesh: Mesh) -> tuple[int, ..
 def _uneven(layout: Layout, axes: Axes, mesh: Mesh) -> Iterator[str]:
     for d, (dim, cuts) in enumerate(zip(layout.dims, axes, strict=True)):
         for factor, names in zip(dim, cuts, strict=True):
-            if factor.size % _ways(names, mesh):
-                part = f"dim {d}" if len(dim) == 1 else f"a factor of dim {d}"
+            part = f"dim {d}" if len(dim) == 1 else f"a factor of dim {d}"
+            if isinstance(factor.size, Pieces):
+                yield f"{part} has pieces of {', '.join(map(str, factor.pieces))}"
+            elif parts := [name for name in names if ":" in name]:
+                yield f"{part} is cut over {' x '.join(parts)}, where a body sees whole axes"
+            elif factor.size % _ways(names, mesh):
                 yield f"{part} has size {factor.size}, {' x '.join(names)} has {_ways(names, mesh)} devices"
 
 

@@ -1,184 +1,308 @@
-"""Operations on ShardedTensors outside `jit`: each is a program of one op, compiled once per op, layouts and arguments.
+"""Operations on ShardedTensors outside `jit`: each is a program of one op, made once per op, forms and arguments.
 
-Autograd sits above this: `.backward()` on a ShardedTensor dispatches its gradient's ops here one by one. A write in
-place computes the new value and gives it to the tensor and to all its aliases; their pieces themselves are never
-written to, since devices (and the plain tensor that was placed) may share them.
+Autograd sits above this: `.backward()` on a ShardedTensor dispatches its gradient's ops here one by one. An op whose
+operands fit as they are becomes a call on the pieces; any other becomes a program with communication (`prepare`). Ops
+that are written as other ops come back here one by one. An op whose result's shape depends on values runs on every
+device, with whole operands.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from shardlib import aliases
+from shardlib.draw import in_call, one_call
 from shardlib.errors import ShardingError
-from shardlib.jit import Jitted, jit, relayout
-from shardlib.spec import Resolved
+from shardlib.form import Form
+from shardlib.layout import Layout
+from shardlib.mesh import Mesh
+from shardlib.prepare import LOCK, Prepared, pieces, whole
+from shardlib.rules.table import row
+from shardlib.slots import tensors_of
 from shardlib.state import is_tracing
-from shardlib.tensor import ShardedTensor, typeof
+from shardlib.tensor import ShardedTensor, typeof, wrap
+from shardlib.trace import _DECOMPOSITIONS as DECOMPOSITIONS
+from shardlib.views import functional_form, is_view
+from shardlib.warm import LOOSE, PROGRAMS, Run, key_of
+from shardlib.writes import FILLS, put, strided, writer
 
 aten = torch.ops.aten
 
-_programs: dict[Any, Jitted] = {}
-_ALIASES = (aten.detach.default, aten.alias.default)
+Handler = Callable[[Any, Any, dict[str, Any]], Any]
+
+HANDLERS: dict[Any, Handler] = {}
+_known: set[Any] = set()
 
 
-def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run one ATen op on sharded (and plain, taken as whole) tensors; tensor results are sharded.
+def handles(*ops: Any) -> Callable[[Handler], Handler]:
+    """Register what runs these ops on ShardedTensors; it may return NotImplemented, and is asked again each time."""
+
+    def register(handler: Handler) -> Handler:
+        HANDLERS.update(dict.fromkeys(ops, handler))
+        return handler
+
+    return register
+
+
+def dispatch(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run one ATen op on sharded (and plain, taken as whole) tensors that is not ready yet; tensor results are sharded.
 
     Raises `ShardingError` for tensors of several meshes, for a ShardedTensor that a traced function closes over, and
-    for a read of what was written to through a view, or of a view of what was written to.
+    for ops that make no sense for a tensor in pieces.
     """
-    if func in _ALIASES:
-        return _alias(args[0])
-    leaves, tree = pytree.tree_flatten((args, kwargs))
-    first: dict[int, int] = {}  # where a tensor stands first among the leaves
-    where = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
-    stands = [first.setdefault(id(leaves[i]), i) for i in where]
-    sharded = [leaves[i] for i in where if isinstance(leaves[i], ShardedTensor)]
-    _refuse(func, sharded)
-    if func is aten._local_scalar_dense.default:
-        return sharded[0].full_tensor().item()
-    written = _written(func, args, kwargs) if func._schema.is_mutable else []
-    places = list(dict.fromkeys(first[id(x)] for x in written))
-    key = (func, tree, tuple(map(_static, leaves)), tuple(stands), tuple(places))
-    if (step := _programs.get(key)) is None:
-        fixed = [None if isinstance(x, torch.Tensor) else x for x in leaves]
-        step = _programs[key] = jit(_program(func, tree, fixed, where, stands, places))
-    with sharded[0].mesh:
-        results, values = step(*(leaves[i] for i in where))
-    for i, value in zip(places, values, strict=True):
-        _write(leaves[i], value)
-    if func._schema.is_mutable:
-        return _returned(func, results, written)
-    if any(r.alias_info is not None for r in func._schema.returns):
-        for out in pytree.tree_leaves(results):
-            _view(sharded[0], out)
-    return results
+    if is_tracing():
+        _refuse_closed_over(op, args, kwargs)
+    if not isinstance(op, OpOverload):
+        raise ShardingError(
+            f"{op} on ShardedTensors",
+            [typeof(x) for x in tensors_of((args, kwargs))],
+            rule="outside jit, ops of ATen and of torch.library run, not operators that take functions",
+            remedy="jit the function that calls it",
+        )
+    if (handler := HANDLERS.get(op)) is not None:
+        result = handler(op, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    with LOCK:
+        if op not in _known:
+            _learn(op)
+        key = key_of(op, args, kwargs)
+        run = PROGRAMS.get(key)
+        if run is None:
+            run = PROGRAMS[key] = _make(op, args, kwargs)
+    return run(args, kwargs)
 
 
-def _program(
-    func: Any, tree: pytree.TreeSpec, fixed: list[Any], where: list[int], stands: list[int], places: list[int]
-) -> Callable[..., Any]:
-    """The op as a function of its tensors: (results of its own, the new values of what it writes to)."""
-
-    def op(*tensors: torch.Tensor) -> tuple[Any, list[torch.Tensor]]:
-        leaves = list(fixed)
-        for i, j, x in zip(where, stands, tensors, strict=True):
-            leaves[i] = leaves[j] if j < i else x.clone() if i in places else x
-        args, kwargs = pytree.tree_unflatten(leaves, tree)
-        out = func(*args, **kwargs)
-        own = [o for o, r in zip(_tuple(out), func._schema.returns, strict=True) if not _is_write(r)] if places else out
-        return own, [leaves[i] for i in places]
-
-    op.__name__ = func._schema.name.removeprefix("aten::")
-    return op
-
-
-def _static(x: Any) -> Any:
-    """A key for an argument that is no tensor: 1, 1.0 and True are different ones, and so are 0.0 and -0.0."""
-    if isinstance(x, torch.Tensor):
-        return torch.Tensor
-    return (float, repr(x)) if isinstance(x, float) else (type(x), x)
-
-
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that `func` writes to, in the order of its schema."""
-    out: list[Any] = []
-    for i, a in enumerate(func._schema.arguments):
-        if _is_write(a):
-            out += pytree.tree_leaves(args[i] if i < len(args) else kwargs.get(a.name))
-    return [x for x in out if isinstance(x, torch.Tensor)]
+def _make(op: Any, args: Any, kwargs: dict[str, Any]) -> Run:
+    """What runs this call, and all that have its key."""
+    tensors = tensors_of((args, kwargs))
+    mesh = _mesh(op, [x for x in tensors if isinstance(x, ShardedTensor)])
+    devices = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.device)]
+    if any(device.type == "meta" for device in devices) and not _composite(op):
+        return lambda args, kwargs: Prepared(op, args, kwargs or {}, mesh).meta()  # shapes alone are nowhere
+    _refuse_devices(op, tensors, devices, mesh)
+    if torch.Tag.inplace_view in op.tags and op not in _STORAGE:
+        return _turner(op)
+    _refuse_storage(op, args)
+    if (other := _written_otherwise(op, mesh)) is not None:
+        return other
+    if op._schema.is_mutable:
+        return writer(op, args, kwargs, mesh)
+    call = Prepared(op, args, kwargs, mesh)
+    if not any("Tensor" in str(r.type) for r in op._schema.returns):  # it returns Python values
+        return lambda args, kwargs: whole(op, args, kwargs or {})
+    try:
+        meta = call.meta()
+    except (NotImplementedError, DynamicOutputShapeException, DataDependentOutputException):
+        return lambda args, kwargs: whole(op, args, kwargs or {})
+    except RuntimeError as error:
+        if "on meta tensors" not in str(error):  # it looks at values: .item() cannot be called on meta tensors
+            raise
+        return lambda args, kwargs: whole(op, args, kwargs or {})
+    return call.viewing(call.direct(meta) or call.program())
 
 
-def _returned(func: Any, own: list[Any], written: list[torch.Tensor]) -> Any:
-    """What an op in place returns: tensors that it wrote to, and results of its own, in the order of its schema."""
-    theirs, mine = iter(written), iter(own)
-    out = tuple(next(theirs) if _is_write(r) else next(mine) for r in func._schema.returns)
-    return out if len(out) > 1 else out[0] if out else None
+def _written_otherwise(op: Any, mesh: Mesh) -> Run | None:
+    """How an op runs that stands for other ops: each of these comes back to `dispatch`."""
+    if op._schema.is_mutable and all(a.kwarg_only for a in _outs(op)) and functional_form(op) is not None:
+        return _through_copies(op)
+    if op in DECOMPOSITIONS:
+        form = DECOMPOSITIONS[op]
+        draws = torch.Tag.nondeterministic_seeded in op.tags
+
+        def decomposed(args: Any, kwargs: Any) -> Any:
+            with mesh, one_call() if draws and not in_call() else nullcontext():
+                out = form(*args, **(kwargs or {}))
+            if out is not NotImplemented:
+                return out
+            if op._schema.is_mutable:  # what was written to copies would be lost
+                return writer(op, args, kwargs or {}, mesh)(args, kwargs or {})
+            return whole(op, args, kwargs or {})
+
+        return decomposed
+    if op._schema.name.startswith("aten::_foreach_"):
+        return lambda args, kwargs: op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **(kwargs or {}))
+    if _composite(op) and (row(op) is None or is_view(op)):
+        return lambda args, kwargs: op.decompose(*args, **(kwargs or {}))
+    return None
 
 
-def _is_write(x: Any) -> bool:
-    return x.alias_info is not None and bool(x.alias_info.is_write)
+def _outs(op: Any) -> list[Any]:
+    return [a for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
-def _tuple(x: Any) -> tuple[Any, ...]:
-    return x if isinstance(x, tuple) else () if x is None else (x,)
+def _through_copies(op: Any) -> Run:
+    """The `out=` form of an op: the op, and its results written where they are wanted."""
+    functional, names = functional_form(op), [a.name for a in _outs(op)]
+    assert functional is not None, f"{op} is the out= form of an op"
+
+    def run(args: Any, kwargs: Any) -> Any:
+        outs = [kwargs[name] for name in names]
+        made = functional(*args, **{k: x for k, x in kwargs.items() if k not in names})
+        for out, new in zip(outs, made if isinstance(made, tuple) else (made,), strict=True):
+            put(op, new, out)
+        return tuple(outs) if len(outs) > 1 else outs[0]
+
+    return run
 
 
-class _Memory:
-    """What a tensor, its aliases and its views would share, if they shared memory: how often it was written to."""
-
-    def __init__(self) -> None:
-        self.writes = 0
-
-
-class _Kin:
-    """Whom a tensor is related to: the memory, how many writes to it the tensor has seen, and its aliases."""
-
-    def __init__(self, owner: ShardedTensor | None = None, memory: _Memory | None = None, seen: int = 0) -> None:
-        self.owner = weakref.ref(owner) if owner is not None else None
-        self.memory, self.seen = memory or _Memory(), seen
-        self.aliases: list[_Kin] = [self]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Kin, ()  # a copy of the tensor is related to nobody
-
-    @property
-    def stale(self) -> bool:
-        return self.seen != self.memory.writes
+@cache
+def _composite(op: Any) -> bool:
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return key in op.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
 
 
-def _kin(x: ShardedTensor) -> _Kin:
-    kin: _Kin | None = x.__dict__.get("_kin")
-    if kin is None or kin.owner is None or kin.owner() is not x:  # new, or the attributes of another were copied
-        kin = x.__dict__["_kin"] = _Kin(x)
-    return kin
+def _turner(op: Any) -> Run:
+    """An op that makes a tensor a view of what it was: `t_`, `squeeze_`."""
+    view = functional_form(op)
+    assert view is not None, f"{op} is the form in place of a view"
+
+    def turn(args: Any, kwargs: Any) -> Any:
+        x, *rest = args
+        x.data = view(x, *rest, **(kwargs or {}))
+        return x
+
+    return turn
 
 
-def _view(x: ShardedTensor, out: ShardedTensor) -> None:
-    memory = _kin(x).memory
-    out.__dict__["_kin"] = _Kin(out, memory, memory.writes)
+def _learn(op: Any) -> None:
+    """Note whether an op's numbers only enter its arithmetic."""
+    arguments = op._schema.arguments
+    pointwise = torch.Tag.pointwise in op.tags or op in FILLS
+    sizes = any(str(a.type) in ("int", "SymInt", "List[int]", "Optional[int]") for a in arguments)
+    if pointwise and not sizes:
+        LOOSE.add(id(op))
+    _known.add(op)
 
 
-def _alias(x: ShardedTensor) -> ShardedTensor:
-    out, kin = ShardedTensor(x._locals, x._layout, x._mesh, x._names), _kin(x)
-    out.__dict__["_kin"] = own = _Kin(out, kin.memory, kin.seen)
-    kin.aliases[:] = [k for k in kin.aliases if k.owner is not None and k.owner() is not None]
-    kin.aliases.append(own)
-    own.aliases = kin.aliases
+# --- ops with a way of their own --------------------------------------------------------------------------------------
+
+
+@handles(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+def _alias(op: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    PROGRAMS[key_of(op, args, kwargs)] = _aliased
+    return _aliased((x,), None)
+
+
+def _aliased(args: Any, kwargs: Any) -> ShardedTensor:
+    (x,) = args
+    out = wrap(x._form, x._locals)
+    aliases.view(x, out, ())
     return out
 
 
-def _write(x: torch.Tensor, value: ShardedTensor) -> None:
-    if not isinstance(x, ShardedTensor):
-        x.copy_(value.full_tensor())
-        return
-    moved = relayout(value, Resolved(x._layout, x._names, (False,) * x.dim(), x.spec))
-    kin = _kin(x)
-    kin.memory.writes += 1
-    for alias in kin.aliases:
-        tensor = alias.owner() if alias.owner is not None else None
-        if tensor is not None:
-            tensor._locals, alias.seen = moved._locals, kin.memory.writes
+@handles(aten.as_strided.default)
+def _as_strided(op: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    """Strides speak of the owner's memory, whatever of it the tensor shows."""
+    x, size, stride, *rest = args
+    offset = rest[0] if rest else kwargs.get("storage_offset")
+    memory = aliases.memory_of(x)
+    start = (x._form.offset if offset is None else offset) - memory.form.offset
+    path = ((op, (tuple(size), tuple(stride), start), (), None),)
+    value = strided(memory.form, memory.locals, path)
+    form = Form.of(Layout.replicated(value.shape), x.mesh, x.dtype, x._form.device, None, stride, start)
+    out = wrap(form, pieces(value, x.mesh))
+    memory.join(out, path)
+    return out
 
 
-def _refuse(func: Any, sharded: list[ShardedTensor]) -> None:
-    if is_tracing():
+@handles(aten.resize_.default, aten.resize_as_.default)
+def _resize(op: Any, args: Any, kwargs: Any) -> Any:
+    x, size = args[0], args[1]
+    shape = torch.Size(size.shape if isinstance(size, torch.Tensor) else size)
+    if isinstance(x, ShardedTensor) and x.shape != shape and x.numel() == shape.numel() and x.is_contiguous():
+        x.data = x.view(shape)
+    elif isinstance(x, ShardedTensor) and x.shape != shape:
+        put(op, torch.empty(shape, dtype=x.dtype, device=x.device), x)
+    elif not isinstance(x, ShardedTensor):
+        x.resize_(shape)
+    return x
+
+
+@handles(aten._local_scalar_dense.default)
+def _item(op: Any, args: Any, kwargs: Any) -> Any:
+    return args[0].full_tensor().item()
+
+
+@handles(aten.equal.default)
+def _equal(op: Any, args: Any, kwargs: Any) -> bool:
+    x, y = args
+    return x.shape == y.shape and bool((x == y).all())
+
+
+@handles(aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
+def _masked(op: Any, args: Any, kwargs: Any) -> Any:
+    """A mask among the indices says where its elements are; how many these are, only its values say."""
+    x, indices, *rest = args
+    if not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
+        return NotImplemented
+    found: list[torch.Tensor | None] = []
+    for i in indices:
+        if i is not None and i.dtype in (torch.bool, torch.uint8):
+            mask = i.full_tensor() if isinstance(i, ShardedTensor) else i
+            found += mask.nonzero().unbind(1)
+        else:
+            found.append(i)
+    return op(x, found, *rest, **kwargs)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def _refuse_closed_over(op: Any, args: Any, kwargs: Any) -> None:
+    sharded = [x for x in tensors_of((args, kwargs)) if isinstance(x, ShardedTensor)]
+    raise ShardingError(
+        f"a traced function closes over {', '.join(map(typeof, sharded))}",
+        [f"{op} reads it"],
+        rule="tensors that live on a mesh enter a program as arguments",
+        remedy="make it an argument of the function",
+    )
+
+
+def _mesh(op: Any, sharded: Sequence[ShardedTensor]) -> Mesh:
+    meshes = list(dict.fromkeys(x.mesh for x in sharded))
+    if len(meshes) > 1:
         raise ShardingError(
-            f"a traced function closes over {', '.join(map(typeof, sharded))}",
-            [f"{func} reads it"],
-            rule="tensors that live on a mesh enter a program as arguments",
-            remedy="make it an argument of the function",
+            f"{op} takes tensors on {len(meshes)} meshes",
+            [f"{typeof(x)} on {x.mesh}" for x in sharded],
+            rule="all tensors of a program live on one mesh",
+            remedy="place one again: shard(x.full_tensor(), spec) inside `with` the other's mesh",
         )
-    stale = [x for x in sharded if "_kin" in x.__dict__ and _kin(x).stale]
-    if stale:
+    return meshes[0]
+
+
+def _refuse_storage(op: Any, args: Any) -> None:
+    if op in _STORAGE:
         raise ShardingError(
-            f"{func} uses a ShardedTensor whose memory was written to through another view",
-            [typeof(x) for x in stale],
-            rule="a view of a ShardedTensor is a value of its own: writes to one do not reach the other",
-            remedy="write to the tensor itself, x.copy_(torch.where(mask, new, x)), and take views afterwards",
+            f"{op} on a ShardedTensor",
+            [typeof(x) for x in tensors_of(args)],
+            rule="a tensor in pieces is strided, keeps its size, and has no storage of its own",
+            remedy="make a new tensor: torch.zeros_like(x), torch.cat([x, y]), x[:n]",
         )
+
+
+def _refuse_devices(op: Any, tensors: Sequence[Any], devices: Sequence[torch.device], mesh: Mesh) -> None:
+    others = [d for d in (*devices, *(x.device for x in tensors)) if d.type not in (mesh.device, "meta")]
+    if others:
+        raise ShardingError(
+            f"{op} takes a ShardedTensor to another device",
+            [f"{typeof(x)} lives on {mesh}, on {mesh.device}" for x in tensors if isinstance(x, ShardedTensor)]
+            + [f"{device} is asked for" for device in others],
+            rule="a mesh says which devices its tensors live on",
+            remedy=f"x.full_tensor().to({str(others[0])!r}), or place it on a mesh of such devices",
+        )
+
+
+_STORAGE = {
+    getattr(getattr(aten, name), overload)
+    for name in ("set_", "to_sparse", "_to_sparse", "to_mkldnn", "record_stream")
+    for overload in getattr(aten, name).overloads()
+}

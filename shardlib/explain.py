@@ -29,7 +29,7 @@ class Explainer:
 
     def subject(self, c: Collective) -> str:
         """What a collective moves."""
-        if isinstance(c.because, tuple) and len(c.because) == 3:
+        if isinstance(c.because, tuple) and len(c.because) > 2:
             return str(c.because[2])
         if c.source.value is not None:
             return self.naming.var(c.source)
@@ -39,10 +39,11 @@ class Explainer:
     def why(self, c: Collective) -> str:
         """Why a collective is there, in a few words."""
         if isinstance(c.because, tuple) and isinstance(c.because[0], Op):
-            op, factor, *_ = c.because
+            op, factor, *told = c.because
             names = [self.naming.leaf(x) for x in self.compiled.propagated.flood.labels[op].get(factor, ())]
             if c.kind == "ppermute":
-                return f"{' '.join(names) or factor} passed round, inside {self.naming.call(op, 2)}"
+                how = told[1] if len(told) > 1 else "passed round"
+                return f"{' '.join(names) or factor} {how}, inside {self.naming.call(op, 2)}"
             return f"{c.reduce} over {' '.join(names) or factor}, inside {self.naming.call(op, 2)}"
         reader = self._reader(c)
         if not reader:
@@ -57,6 +58,8 @@ class Explainer:
         reader = c.because[1] if isinstance(c.because, tuple) else None
         if isinstance(reader, Op):
             return f"read by {self.naming.call(reader, 2)}"
+        if reader == "the program":  # of an argument that is in other pieces than the rest
+            return "as all that has this dim"
         if isinstance(reader, str) and reader.startswith("output "):
             return f"returned as result{self.compiled.traced.output_names[int(reader.removeprefix('output '))]}"
         return ""
@@ -67,6 +70,8 @@ class Explainer:
             return ""
         axes = {p for a in c.axes for p in a.primes()}
         lost, won = (self._holders(v, axes) for v in (c.source, c.out))
+        if c.kind == "all_to_all" and lost == won:
+            return f"{' '.join(dict.fromkeys(won))} in other pieces"
         left, right = ([x for x in side if x not in other] for side, other in ((lost, won), (won, lost)))
         if right:
             return f"{' '.join(map(str, c.axes))} from {' '.join(left) or 'nothing'} to {' '.join(right)}"

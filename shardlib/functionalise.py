@@ -7,6 +7,7 @@ made again. Writes into inputs or captured tensors would outlive the program: th
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,9 +36,27 @@ def functionalise(gm: fx.GraphModule, input_names: Sequence[str] = ()) -> None:
         # A value, and a local shard of it even more so, may have other strides than the tensor that was traced.
         if node.target in _VIEWS:
             node.target, node.args, node.kwargs = aten.reshape.default, (node.args[0], list(node.meta["val"].shape)), {}
+        if node.target in _LAZY:
+            _at_once(node)
     gm.recompile()
 
 
+def _at_once(node: fx.Node) -> None:
+    """A bit that says "conjugate me when you are read" would not travel with the bytes of a tensor."""
+    target, number = _LAZY[node.target]
+    if isinstance(node.args[0], fx.Node):
+        node.target = target
+        return
+    value = number(node.args[0])  # a Python number that torch looked at as a tensor
+    for user in list(node.users):
+        user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda n: value if n is node else n)
+    node.graph.erase_node(node)
+
+
+_LAZY: dict[Any, tuple[Any, Callable[[Any], Any]]] = {
+    aten._conj.default: (aten.conj_physical.default, lambda x: x.conjugate()),
+    aten._neg_view.default: (aten.neg.default, operator.neg),
+}
 _VIEWS = {aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default}
 
 
@@ -57,6 +76,7 @@ class _Rewriter:
         self.value: dict[fx.Node, fx.Node] = {}  # traced node -> the node that holds its value now, if it is another
         self.views: dict[fx.Node, _View] = {}
         self.version: dict[fx.Node, int] = {}  # owner -> how often it was written to
+        self.returned: dict[fx.Node, Sequence[fx.Node]] = {}  # a write to several tensors -> these, which it returns
         self.at: fx.Node = graph.output_node()  # the node that is being rewritten
         self.offenders: list[str] = []
 
@@ -71,6 +91,9 @@ class _Rewriter:
                 replaced.append(node)
             elif node.target is aten.as_strided.default:
                 self.rewrite_strided(node)
+                replaced.append(node)
+            elif node.target is operator.getitem and node.args[0] in self.returned:
+                self.show(node, self.returned[node.args[0]][node.args[1]])
                 replaced.append(node)
             else:
                 self.note_view(node)
@@ -146,16 +169,22 @@ class _Rewriter:
                 remedy="use slices, permute and reshape",
             )
         for view in made:
-            self.note_reshape(view) if view.target is aten.reshape.default else self.note_view(view)
+            if view.target in (aten.reshape.default, aten.index.Tensor):
+                self.note_own(view)
+            else:
+                self.note_view(view)
             self.read(view)
         self.value[node] = result
         self.views[node] = _View(result, lambda b: b, self.version_of(result), itself=True)
 
-    def note_reshape(self, node: fx.Node) -> None:
-        source, shape = node.args
+    def note_own(self, node: fx.Node) -> None:
+        """A reshape or an index that stands for a strided view is one, whatever its schema says."""
+        source, what = node.args
         assert isinstance(source, fx.Node)
-        node.target = aten.view.default
-        self.views[node] = _View(source, lambda b: self.emit(aten.reshape.default, b, shape), self.version_of(source))
+        read = node.target
+        if read is aten.reshape.default:
+            node.target = aten.view.default
+        self.views[node] = _View(source, lambda b: self.emit(read, b, what), self.version_of(source))
 
     def rename_view(self, node: fx.Node) -> None:
         """`x.squeeze_()` writes to no memory: what comes after it sees the same memory in another shape."""
@@ -167,6 +196,18 @@ class _Rewriter:
         view = functional_form(node.target)
         if view is not None and is_view(view):
             node.target = view
+        if node.target in (aten.resize_.default, aten.resize_as_.default):
+            self.resize(node, source)
+
+    def resize(self, node: fx.Node, source: fx.Node) -> None:
+        """The same elements in another shape, or the first of them; what was empty is new memory."""
+        old, new = source.meta["val"], node.meta["val"]
+        if old.numel() == 0 and new.numel():
+            node.target, node.args = aten.empty.memory_format, (list(new.shape),)
+            node.kwargs = {"dtype": new.dtype, "device": new.device}
+        elif new.numel() <= old.numel():
+            stride = [math.prod(new.shape[d + 1 :]) for d in range(new.dim())]
+            node.target, node.args, node.kwargs = aten.as_strided.default, (source, list(new.shape), stride), {}
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
@@ -180,9 +221,15 @@ class _Rewriter:
             self.write(target, self.fitted(value, target.meta["val"]))
         if own is not None:
             self.value[node] = own
-        elif written:  # x.add_(1) returns x
-            self.views[node] = _View(written[0], lambda b: b, self.version_of(written[0]), itself=True)
-            self.value[node] = self.fresh(written[0])
+        elif isinstance(node.meta["val"], Tensor):  # x.add_(1) returns x
+            self.show(node, written[0])
+        else:
+            self.returned[node] = written
+
+    def show(self, node: fx.Node, written: fx.Node) -> None:
+        """Make `node` another name of what was written to."""
+        self.views[node] = _View(written, lambda b: b, self.version_of(written), itself=True)
+        self.value[node] = self.fresh(written)
 
     def functional(self, node: fx.Node, written: Sequence[fx.Node]) -> tuple[list[fx.Node], fx.Node | None]:
         """The new values of what `node` writes to; and the node of its own results, if it has any beside these."""
@@ -199,6 +246,9 @@ class _Rewriter:
             )
         kept = {a.name for a in target._schema.arguments}
         kwargs = {k: v for k, v in node.kwargs.items() if k in kept}
+        out: Tensor = written[0].meta["val"]
+        own_form = {a.name for a in node.target._schema.arguments}
+        kwargs |= {k: getattr(out, k) for k in ("dtype", "device") if k in kept and k not in own_form}
         result = self.emit(target, *self.current(node.args), **self.current(kwargs))
         own = sum(r.alias_info is None for r in node.target._schema.returns)
         if isinstance(result.meta["val"], Tensor):
@@ -218,8 +268,9 @@ class _Rewriter:
             if not view.itself:
                 new = scatter(self.emit, node, self.fresh(view.parent), value)
                 if new is None:
+                    through = "overlapping strides" if "overlaps" in node.meta else str(node.target)
                     raise ShardingError(
-                        f"a write through {node.target} cannot be traced",
+                        f"a write through {through} cannot be traced",
                         [str(self.at.meta["line"])],
                         rule="in-place writes go through views that show every element once and name dims",
                         remedy="compute the new value and use torch.where, torch.cat or index_put",
@@ -275,6 +326,7 @@ _SPECIAL: dict[OpOverload, Callable[..., fx.Node]] = {
     aten.copy_.default: _copy,
     aten.fill_.Scalar: _fill,
     aten.fill_.Tensor: _fill,
+    aten.polygamma_.default: lambda emit, base, n: emit(aten.polygamma.default, n, base),
     aten.zero_.default: lambda emit, base: _fill(emit, base, 0),
     aten.bernoulli_.float: lambda emit, base, p=0.5, **named: emit(aten.bernoulli.p, base, p, **named),
 }

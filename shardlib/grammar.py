@@ -4,9 +4,11 @@ spec   = dim*                    as many as the tensor has, separated by spaces
 dim    = "..."                   any number of whole dims, once
        | factor "?"?             "?" leaves the dim open for the compiler; otherwise it is closed
        | "(" factor+ ")" "?"?    one dim made of factors, major first
-factor = name ("=" size)? ("@" axes)?
+factor = name ("=" size)? ("@" axes)? ("=" pieces)?
 name   = logical name | "_"      without "@", the mesh's rules give the axes; no rule, or "_": whole
 axes   = axis | "(" axis* ")"    mesh axes, major first
+axis   = mesh axis (":(" n ")" n)?   of a mesh axis only the part of size n behind parts of (n): `tensor:(2)4`
+pieces = "[" size* "]"           what every device along the axes holds, major first; otherwise chunks
 """
 
 from __future__ import annotations
@@ -16,24 +18,29 @@ from types import EllipsisType
 
 from shardlib.scan import Scanner
 
-_RULE = "a spec is dims separated by spaces: name, name@axis, name@(a b), _, (a b), ..., and ? behind an open dim"
+_RULE = "a spec is dims separated by spaces: name, name@axis, name@(a b)=[5 3], _, (a b), ..., ? behind open dims"
 
 
 @dataclass(frozen=True)
 class SpecFactor:
-    """One factor: `name` (None: `_`), mesh `axes` (None: through the mesh's rules), `size` where the spec says it."""
+    """One factor: `name` (None: `_`), mesh `axes` (None: through the mesh's rules), `size` where the spec says it.
+
+    An axis is its name, or a part of it as text (`tensor:(2)4`). `pieces` are the sizes on the devices along the axes,
+    where they are chosen.
+    """
 
     name: str | None
     axes: tuple[str, ...] | None = None
     size: int | None = None
+    pieces: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         text = self.name or "_"
         if self.size is not None:
             text += f"={self.size}"
-        if self.axes is None:
-            return text
-        return f"{text}@{self.axes[0]}" if len(self.axes) == 1 else f"{text}@({' '.join(self.axes)})"
+        if self.axes is not None:
+            text += f"@{self.axes[0]}" if len(self.axes) == 1 else f"@({' '.join(self.axes)})"
+        return text if self.pieces is None else f"{text}=[{' '.join(map(str, self.pieces))}]"
 
 
 @dataclass(frozen=True)
@@ -79,19 +86,50 @@ def _dim(scan: Scanner) -> SpecDim:
 
 def _factor(scan: Scanner) -> SpecFactor:
     name = scan.name("a name")
-    size = scan.number("a size") if scan.take("=") else None
-    axes: tuple[str, ...] | None = None
-    if scan.take("@"):
-        axes = _axes(scan) if scan.take("(") else (scan.name("a mesh axis"),)
-    return SpecFactor(None if name == "_" else name, axes, size)
+    size, axes, pieces = None, None, None
+    equals = scan.take("=")
+    if equals and scan.token != "[":
+        size, equals = scan.number("a size"), False
+    if not equals and scan.take("@"):
+        axes = _axes(scan)
+    if equals or scan.take("="):
+        pieces = scan.numbers("the sizes of the pieces, [5 3 8 0]")
+    return SpecFactor(None if name == "_" else name, axes, size, pieces)
+
+
+def read_axes(text: str) -> tuple[tuple[str, ...], tuple[int, ...] | None]:
+    """What stands behind an `@`: axes, and the pieces where they are chosen.
+
+    Example:
+        >>> read_axes("data"), read_axes("(pod tensor:(1)2)=[5 3 8 0]")
+        ((('data',), None), (('pod', 'tensor:(1)2'), (5, 3, 8, 0)))
+    """
+    scan = Scanner(text, "axes", rule="axes are axis, axis:(2)4 for a part, (a b) for several, =[5 3] for the pieces")
+    axes = _axes(scan)
+    pieces = scan.numbers("the sizes of the pieces, [5 3 8 0]") if scan.take("=") else None
+    if scan.token:
+        scan.fail(f"{scan.token!r} does not belong here")
+    return axes, pieces
 
 
 def _axes(scan: Scanner) -> tuple[str, ...]:
+    if not scan.take("("):
+        return (_axis(scan),)
     axes = []
     while scan.is_name:
-        axes.append(scan.name("a mesh axis"))
+        axes.append(_axis(scan))
     scan.expect(")", _stray(scan) if scan.token else "the ')' of these axes is missing")
     return tuple(axes)
+
+
+def _axis(scan: Scanner) -> str:
+    name = scan.name("a mesh axis")
+    if not scan.take(":"):
+        return name
+    scan.expect("(", "a part of an axis is written axis:(pre)size, as in tensor:(1)8")
+    pre = scan.number("the product of the more major parts")
+    scan.expect(")", "a part of an axis is written axis:(pre)size, as in tensor:(1)8")
+    return f"{name}:({pre}){scan.number('the size of the part')}"
 
 
 def _stray(scan: Scanner) -> str:

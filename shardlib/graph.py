@@ -73,6 +73,12 @@ class Op:
         return _is_manual(self.target) or any(v.manual for v in self.operands)
 
     @property
+    def constant(self) -> bool:
+        """Whether all that it makes is constant; a check, which makes nothing, is not."""
+        results = [r for r in self.results if r is not None]
+        return bool(results) and all(r.constant for r in results)
+
+    @property
     def transparent(self) -> bool:
         return self.rule is not None and self.rule.transparent
 
@@ -119,7 +125,7 @@ def build(gm: fx.GraphModule) -> Graph:
         elif node.op == "get_attr":
             tensor = operator.attrgetter(node.target)(gm)
             value = values[node] = Value(node.name, tuple(tensor.shape), tensor.dtype, None, constant=True)
-            captured.append((value, tensor))
+            captured.append((value, tensor.resolve_conj().resolve_neg()))
         elif node.op == "output":
             outputs = [values[x] if isinstance(x, fx.Node) else x for x in node.args[0]]
         elif node.target is operator.getitem:
@@ -203,14 +209,14 @@ def _is_manual(target: Any) -> bool:
 
 
 def _refuse_random(ops: Iterable[Op]) -> None:
-    """Every rank has a generator of its own, so a draw would differ between ranks that hold the same elements."""
+    """Draws whose numbers do not belong to places in a tensor would differ between devices that hold the same."""
     if random := [op for op in ops if _draws(op)]:
         places = Counter(f"{op.target} at {op.line}" for op in random)
         raise ShardingError(
-            f"the program draws random numbers, in {len(random)} ops",
+            f"the program draws random numbers by ops that cannot be sharded, in {len(random)} places",
             [place if n == 1 else f"{place} ({n} times)" for place, n in places.items()],
-            rule="what a sharded program computes does not depend on where its tensors live; a generator's draws do",
-            remedy="set the dropout probabilities to 0 (or call model.eval()); draw others outside, pass them in",
+            rule="a number is drawn from its element's place in the whole tensor; these ops draw one after the other",
+            remedy="draw them outside and pass them in, or make them of uniform and normal numbers",
         )
 
 
@@ -218,7 +224,7 @@ def _draws(op: Op) -> bool:
     """Whether a call draws random numbers; torch's attention and rrelu do where they drop something out."""
     if torch.Tag.nondeterministic_seeded not in getattr(op.target, "tags", ()):
         return False
-    if _is_manual(op.target):  # collectives have the tag, so that none is merged with another
+    if _is_manual(op.target) or op.kind == "call_key":  # the tag keeps these from being merged with another
         return False
     call = op.call
     given = {a.name: a.default_value for a in call.target._schema.arguments if a.has_default_value()}

@@ -16,13 +16,15 @@ from shardlib.call import Entry, run, signature
 from shardlib.call import entry as make_entry
 from shardlib.call import run as _run
 from shardlib.compile import compile_program
+from shardlib.draw import in_call
 from shardlib.errors import ShardingError
-from shardlib.layout import Layout
+from shardlib.layout import Layout, Pieces
 from shardlib.mesh import Mesh, current_mesh
+from shardlib.plain import plain_program
 from shardlib.plan import Plan
 from shardlib.propagate.flood import Fixed
 from shardlib.run import load
-from shardlib.spec import Resolved
+from shardlib.spec import Resolved, Spec
 from shardlib.state import is_single_device, is_tracing
 from shardlib.tensor import ShardedTensor, short_dtype
 from shardlib.trace import FlatCall, Static, flatten_call, is_tensor
@@ -109,6 +111,9 @@ class Jitted:
         return plan
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_single_device() and not (is_tracing() or in_call()):
+            with plain_program():
+                return self.fn(*args, **kwargs)
         if is_single_device() or is_tracing() or _transformed(args, kwargs):
             return self.fn(*args, **kwargs)
         mesh = current_mesh() or self._mesh(args, kwargs)
@@ -179,7 +184,7 @@ class Jitted:
                     rule="all tensors of a program live on one mesh",
                     remedy="place it again: shard(x.full_tensor(), spec) inside `with` the current mesh",
                 )
-            return Fixed(leaf.sharding, leaf._names, (False,) * leaf.dim(), "")
+            return Fixed(leaf.sharding, leaf._form.names, (False,) * leaf.dim(), "")
 
         compiled = compile_program(
             self.fn,
@@ -260,7 +265,7 @@ def _refuse_other_devices(plan: Plan, mesh: Mesh, leaves: list[Any]) -> None:
 
 def _leaf_key(leaf: Any) -> Any:
     if type(leaf) is ShardedTensor:
-        return tuple(leaf.shape), leaf.dtype, leaf._layout, leaf.requires_grad, leaf._names
+        return tuple(leaf.shape), leaf.dtype, leaf.sharding, leaf.requires_grad, leaf._form.names
     if is_tensor(leaf):
         return tuple(leaf.shape), leaf.dtype, leaf.device.type, leaf.requires_grad, type(leaf)
     if isinstance(leaf, Static):
@@ -321,15 +326,17 @@ _relayouts: dict[Any, Jitted] = {}
 
 
 def relayout(x: ShardedTensor, resolved: Resolved) -> ShardedTensor:
-    """`x` laid out as `resolved` says, through a program of nothing but the reshard."""
+    """`x` laid out as `resolved` says, through a program of nothing but the reshard; without history."""
     if x.sharding.canonical == resolved.layout.canonical:
-        return ShardedTensor(x._locals, resolved.layout, x.mesh, resolved.names, x.requires_grad)
+        return ShardedTensor(x._locals, resolved.layout, x.mesh, resolved.names)
     key = resolved.spec
+    if any(isinstance(f.size, Pieces) for f in x.sharding.factors):
+        key = Spec.exactly(resolved.layout, resolved.names, pieces=True)  # not the pieces that it has now
     step = _relayouts.get(key)
     if step is None:
-        step = _relayouts[key] = Jitted(_identity, None, resolved.spec, frozenset(), frozenset(), None)
+        step = _relayouts[key] = Jitted(_identity, None, key, frozenset(), frozenset(), None)
     with x.mesh:
-        out: ShardedTensor = step(x)
+        out: ShardedTensor = step(x.detach())
     return out
 
 

@@ -5,6 +5,7 @@ value may be *pending*: each device holds an addend, and the value is their sum 
 
 Splitting is nested chunking. The first axis of a factor of size 10 on 4 devices gives 3, 3, 3, 1; a second axis of 2
 cuts each of these to 2+1, 2+1, 2+1, 1+0. So each device may have its own local shape, known from its coordinates alone.
+Where somebody chose the pieces, the factor's size is `Pieces` and is printed with them: `16@data=[5 3 8 0]`.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from functools import cached_property, lru_cache, reduce
 import torch
 from einops import rearrange
 
-from shardlib.axis import Axis, Coords, span
+from shardlib.axis import Axis, Coords
 from shardlib.errors import ShardingError
+from shardlib.pieces import Pieces, even, fullest, over, span, spans
 from shardlib.scan import Scanner
 
-__all__ = ["Axis", "Coords", "Dim", "Factor", "Layout", "Pending", "span"]
+__all__ = ["Axis", "Coords", "Dim", "Factor", "Layout", "Pending", "Pieces", "span"]
 
 _REDUCE: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
@@ -33,10 +35,20 @@ _REDUCE: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Factor:
-    """One component of a dim: `size` elements, cut over `axes`, major first."""
+    """One component of a dim: `size` elements, cut over `axes`, major first; in chunks, or as `Pieces` say.
+
+    Example:
+        >>> data = Axis("data", 4)
+        >>> str(Factor(Pieces((5, 3, 8, 0), (data,)), (data,))), str(Factor(Pieces((4, 4, 4, 4), (data,)), (data,)))
+        ('16@data=[5 3 8 0]', '16@data')
+    """
 
     size: int
     axes: tuple[Axis, ...] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.size, Pieces):
+            object.__setattr__(self, "size", over(self.size, self.axes))
 
     @property
     def ways(self) -> int:
@@ -44,13 +56,19 @@ class Factor:
 
     @property
     def even(self) -> bool:
-        return self.size % self.ways == 0
+        return even(self.size, self.axes)
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """How much of it every device along `axes` holds, major first."""
+        return spans(self.size, self.axes)
 
     def __str__(self) -> str:
         if not self.axes:
             return str(self.size)
         names = " ".join(map(str, self.axes))
-        return f"{self.size}@{names}" if len(self.axes) == 1 else f"{self.size}@({names})"
+        text = f"{self.size}@{names}" if len(self.axes) == 1 else f"{self.size}@({names})"
+        return f"{text}=[{' '.join(map(str, self.size.sizes))}]" if isinstance(self.size, Pieces) else text
 
 
 Dim = tuple[Factor, ...]
@@ -116,7 +134,7 @@ class Layout:
 
     @cached_property
     def canonical(self) -> Layout:
-        """The same layout in its shortest form: neighbouring factors whose chunks are chunks of their product melt.
+        """The same layout in its shortest form: neighbouring factors whose pieces are pieces of their product melt.
 
         Example:
             >>> data = Axis("data", 4)
@@ -131,12 +149,21 @@ class Layout:
                 last = factors[-1] if factors else None
                 # Parts of one mesh axis that come together would cut as one, which on an uneven factor cuts elsewhere.
                 apart = f.even or not (last and last.axes) or len(Axis.merge((last.axes[-1], axes[0]))) == 2
-                if last and ((not axes and last.even) or (last.ways == last.size and apart)):
+                if last and not axes and isinstance(last.size, Pieces):
+                    factors[-1] = Factor(Pieces([n * f.size for n in last.size.sizes], last.axes), last.axes)
+                elif last and last.size == 1 and not last.axes:
+                    factors[-1] = Factor(f.size, Axis.merge(axes))
+                elif last and ((not axes and last.even) or (last.ways == last.size and apart and _plain(last, f))):
                     factors[-1] = Factor(last.size * f.size, Axis.merge((*last.axes, *axes)))
                 else:
                     factors.append(Factor(f.size, Axis.merge(axes)))
             dims.append(tuple(factors) or (Factor(1),))
         return Layout(tuple(dims), self.pending)
+
+    @cached_property
+    def chunked(self) -> Layout:
+        """The same axes on the same factors, all cut in chunks: where the layout is, but for chosen pieces."""
+        return Layout(tuple(tuple(Factor(int(f.size), f.axes) for f in dim) for dim in self.dims), self.pending)
 
     def local_shape(self, coords: Coords) -> tuple[int, ...]:
         """The shape of what the device at `coords` holds."""
@@ -145,7 +172,7 @@ class Layout:
 
     def max_local_numel(self) -> int:
         """Elements on the device that holds most (the one at the origin)."""
-        return math.prod(_first_chunk(f) for f in self.factors)
+        return math.prod(fullest(f.size, f.axes) for f in self.factors)
 
     def scatter(self, whole: torch.Tensor, coords: Coords) -> torch.Tensor:
         """The part of `whole` that the device at `coords` holds (pending sums: the origin holds all, others zeros)."""
@@ -192,7 +219,7 @@ class Layout:
         """Read what `str` prints; `axis_sizes` are the mesh's.
 
         Example:
-            >>> text = "(3 8@tensor:(1)2 16), 10@(data tensor:(2)2) +pod"
+            >>> text = "(3 8@tensor:(1)2 16), 10@(data tensor:(2)2)=[4 0 6 0] +pod"
             >>> str(Layout.parse(text, {"tensor": 4, "data": 2, "pod": 2})) == text
             True
         """
@@ -211,7 +238,10 @@ class Layout:
         return Layout(tuple(dims), tuple(pending))
 
 
-_RULE = "a layout is dims separated by commas (8, 8@axis, 8@(a b), or factors in parentheses), then reductions (+axis)"
+_RULE = (
+    "a layout is dims separated by commas (8, 8@axis, 8@(a b), 8@axis=[5 3], or factors in parentheses), "
+    "then reductions (+axis)"
+)
 
 
 def _read_dim(scan: Scanner, axis_sizes: Mapping[str, int]) -> Dim:
@@ -225,7 +255,13 @@ def _read_dim(scan: Scanner, axis_sizes: Mapping[str, int]) -> Dim:
 
 def _read_factor(scan: Scanner, axis_sizes: Mapping[str, int]) -> Factor:
     size = scan.number("a size")
-    return Factor(size, _read_axes(scan, axis_sizes) if scan.take("@") else ())
+    axes = _read_axes(scan, axis_sizes) if scan.take("@") else ()
+    if not scan.take("="):
+        return Factor(size, axes)
+    pieces = scan.numbers("the pieces of a size, [5 3 8 0]")
+    if len(pieces) != math.prod(a.size for a in axes) or sum(pieces) != size:
+        scan.fail("there is a piece for every device along the axes, and they add up to the size")
+    return Factor(Pieces(pieces, axes), axes)
 
 
 def _read_axes(scan: Scanner, axis_sizes: Mapping[str, int]) -> tuple[Axis, ...]:
@@ -249,18 +285,15 @@ def _read_axis(scan: Scanner, axis_sizes: Mapping[str, int]) -> Axis:
     return Axis(name, scan.number("the size of the part"), pre, axis_sizes[name])
 
 
-def _first_chunk(f: Factor) -> int:
-    size = f.size
-    for a in f.axes:
-        size = -(-size // a.size)
-    return size
+def _plain(*factors: Factor) -> bool:
+    return not any(isinstance(f.size, Pieces) for f in factors)
 
 
 def _rearranged(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
     """`whole` viewed with one dim per factor, written as einops would: `(a b) c -> a b c`."""
     if all(len(d) == 1 for d in layout.dims):
         return whole
-    pattern, sizes = _pattern(tuple(tuple(f.size for f in d) for d in layout.dims))
+    pattern, sizes = _pattern(tuple(tuple(int(f.size) for f in d) for d in layout.dims))
     return rearrange(whole, pattern, **sizes)
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Literal
 
+from shardlib.axis import Axis, split_name
+
 Kind = Literal["virtual", "distributed", "abstract"]
 MeshAxes = str | tuple[str, ...] | None  # what a rule maps a logical name to
 
@@ -44,11 +46,19 @@ def faults_of(sizes: list[tuple[str, int]], rules: Mapping[str, MeshAxes]) -> li
         names = (to,) if isinstance(to, str) else to or ()
         if len(set(names)) < len(names):
             faults.append(f"rule {logical!r} -> {to!r} uses an axis twice")
-        for name in names:
+        for text in names:
+            name, _, part = str(text).partition(":")
             if name not in known:
-                hint = did_you_mean(str(name), sorted(known))
+                hint = did_you_mean(name, sorted(known))
                 faults.append(f"rule {logical!r} -> {to!r}: the mesh ({listing}) has no axis {name!r}{hint}")
+            elif part and not _is_part(str(text), dict(sizes)[name]):
+                faults.append(f"rule {logical!r} -> {to!r}: {text} is no part of {name!r} of size {dict(sizes)[name]}")
     return faults
+
+
+def _is_part(text: str, size: int) -> bool:
+    name, pre, of = split_name(text)
+    return of is not None and Axis(name, size).part(pre, of) is not None
 
 
 def _is_name(name: object) -> bool:

@@ -60,7 +60,7 @@ class Naming:
 
     def value(self, value: Value) -> str:
         """The name of a value; a view is called what it is a view of."""
-        seen = value
+        seen = self.compiled.propagated.flood.twins.get(value, value)
         while seen.op is not None and (looks_through(seen.op) or is_constraint(seen.op)):
             seen = seen.op.operands[0]
         return self._names.get(seen, seen.name)
@@ -124,10 +124,11 @@ class Naming:
 
     def _dim(self, parts: Sequence[tuple[Leaf, Factor]]) -> Named:
         out: list[tuple[str | None, Factor]] = []
+        same = self.compiled.propagated.flood.same
         i = 0
         while i < len(parts):
             for j in range(len(parts), i, -1):
-                name = self._groups.get(tuple(leaf for leaf, _ in parts[i:j]))
+                name = self._groups.get(tuple(same.get(leaf, leaf) for leaf, _ in parts[i:j]))
                 melted = _melt(f for _, f in parts[i:j])
                 if name and len(melted) == 1:
                     out.append((name, melted[0]))
@@ -181,10 +182,11 @@ def _runs(leaves: Sequence[Leaf], factors: Sequence[Factor], size_of: object) ->
     rest = list(leaves)
     for f in factors:
         run, n = [], 1
-        while rest and n < f.size:
+        size = int(f.size)
+        while rest and n < size:
             run.append(rest.pop(0))
             n *= size_of(run[-1])
-        yield tuple(run) if n == f.size else ()
+        yield tuple(run) if n == size else ()
 
 
 _ASSIGNMENT = re.compile(r"(\w+)\s*(?::[^=]+)?=(?!=)")

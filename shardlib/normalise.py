@@ -163,13 +163,25 @@ def merge_repeated(gm: fx.GraphModule) -> None:
 
 
 def drop_dead(gm: fx.GraphModule) -> None:
-    """Nodes without readers go; random ones stay, as the numbers behind them depend on them."""
+    """Nodes without readers go; a call's key stays, since drawing it moves a generator on, and so do checks."""
     for node in reversed(gm.graph.nodes):
-        if node.op in ("call_function", "get_attr") and not node.users and not _is_random(node.target):
+        stays = _is_random(node.target) or _is_check(node.target)
+        if node.op in ("call_function", "get_attr") and not node.users and not stays:
             gm.graph.erase_node(node)
 
 
+def free_draws(gm: fx.GraphModule) -> None:
+    """Random numbers lie beside an input that they are drawn for; a tensor made on the way is not kept for them."""
+    for node in gm.graph.nodes:
+        if node.target is torch.ops.shardlib.draw.default and isinstance(like := node.args[1], fx.Node):
+            while like.target in _SHAPED_ALIKE:
+                like = like.args[0]
+            key, _, *rest = node.args
+            node.args = (key, like if like.op == "placeholder" else None, *rest)
+
+
 PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
+    free_draws,
     drop_identities,
     free_scalars,
     one_permute,
@@ -193,6 +205,7 @@ _REGROUPINGS = {
 }
 _PERMUTES = {aten.t.default, aten.transpose.int, aten.permute.default}
 _COPIES = {aten.clone.default, aten._to_copy.default, aten.lift_fresh_copy.default}
+_SHAPED_ALIKE = _COPIES | {aten.empty_like.default, aten.zeros_like.default, aten.detach.default, aten.alias.default}
 _LOSS_BACKWARDS = {aten.nll_loss_backward.default, aten.nll_loss2d_backward.default}
 _LOSSES = _LOSS_BACKWARDS | {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
 _MEAN, _SUM = 1, 2
@@ -240,6 +253,11 @@ def _owner(node: fx.Node) -> fx.Node:
 
 def _is_random(target: Any) -> bool:
     return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def _is_check(target: Any) -> bool:
+    """Whether an op is there for the error that it may raise: it makes nothing."""
+    return isinstance(target, OpOverload) and not target._schema.returns
 
 
 def _key(value: Any) -> Any:

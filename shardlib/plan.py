@@ -282,7 +282,7 @@ class Plan:
             or op is None
             or op in listed
             or not _matters(op)
-            or all(r is None or r.constant for r in op.results)
+            or op.constant
         ):
             return None
         listed.add(op)

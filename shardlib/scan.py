@@ -74,6 +74,16 @@ class Scanner:
         self.at += 1
         return int(self.tokens[self.at - 1][0])
 
+    def numbers(self, what: str) -> tuple[int, ...]:
+        """`[5 3 8 0]`; commas between the numbers do no harm."""
+        self.expect("[", f"{what} must stand here")
+        out: list[int] = []
+        while self.token.isdecimal():
+            out.append(self.number(what))
+            self.take(",")
+        self.expect("]", f"{self.token!r} is not a size" if self.token else "the ']' is missing")
+        return tuple(out)
+
     def fail(self, why: str) -> NoReturn:
         head = f"{self.what} {self.text!r} cannot be read: {why}"
         raise ShardingError(f"{head}\n    {self.text}\n    {' ' * self.column}^", rule=self.rule)

@@ -6,14 +6,14 @@ A spec is a string (the grammar is in `grammar.py`), JAX's positional `P`, or a 
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import EllipsisType
 
 from shardlib.errors import ShardingError
-from shardlib.grammar import SpecDim, SpecFactor, read
-from shardlib.layout import Layout
+from shardlib.grammar import SpecDim, SpecFactor, read, read_axes
+from shardlib.layout import Factor, Layout, Pieces
 from shardlib.mesh import Mesh
 from shardlib.resolve import Fit, fit
 
@@ -22,7 +22,8 @@ from shardlib.resolve import Fit, fit
 class P:
     """JAX's positional form of a spec: per dim None, a mesh axis, or a tuple of mesh axes (major first).
 
-    Shorter than the rank leaves the remaining dims whole; `P()` is replicated.
+    Shorter than the rank leaves the remaining dims whole; `P()` is replicated. A text may also be whatever a spec has
+    behind `@`: a part of an axis (`"tensor:(1)8"`), chosen pieces (`"data=[5 3 8 0]"`, `"(pod data)=[5 3 8 0]"`).
 
     Example:
         >>> P(None, "tensor"), str(Spec.of(P(None, ("pod", "data"))))
@@ -35,12 +36,13 @@ class P:
 
     def __init__(self, *parts: str | Sequence[str] | None) -> None:
         tidy = tuple(tuple(part) if isinstance(part, list | tuple) else part for part in parts)
-        axes = [axis for part in tidy if part is not None for axis in (part if isinstance(part, tuple) else (part,))]
-        if wrong := [axis for axis in axes if not isinstance(axis, str) or not axis.isidentifier()]:
+        wrong = [part for part in tidy if not (part is None or isinstance(part, tuple) or _is_axes(part))]
+        wrong += [axis for part in tidy if isinstance(part, tuple) for axis in part if not _is_axes(axis, 1)]
+        if wrong:
             raise ShardingError(
                 f"P({', '.join(map(repr, parts))}) cannot be read",
                 [f"{axis!r} is not a mesh axis" for axis in wrong],
-                rule='an entry of P is None, an axis "a" or several ("a", "b")',
+                rule='an entry of P is None, an axis "a" or several ("a", "b"), a part "a:(1)8", pieces "a=[5 3]"',
             )
         object.__setattr__(self, "parts", tidy)
 
@@ -92,13 +94,38 @@ class Spec:
     def names(self) -> tuple[str | None, ...]:
         return tuple(f.name for f in self.factors)
 
+    @staticmethod
+    def exactly(layout: Layout, names: Names, *, pieces: bool = False) -> Spec:
+        """The spec that says `layout`; with `pieces` what every device holds, chunks too.
+
+        Example:
+            >>> from shardlib.mesh import Mesh
+            >>> mesh = Mesh.abstract(data=2)
+            >>> at = parse("batch@data=[7 1] seq").resolve((8, 4), mesh)
+            >>> str(Spec.exactly(at.layout, at.names))
+            'batch@data=[7 1] seq@()'
+        """
+
+        def factor(f: Factor, name: str | None, alone: bool) -> SpecFactor:
+            told = f.pieces if f.axes and (pieces or isinstance(f.size, Pieces)) else None
+            return SpecFactor(name, tuple(map(str, f.axes)), None if alone else int(f.size), told)
+
+        return Spec(
+            tuple(
+                SpecDim(tuple(factor(f, name, len(dim) == 1) for f, name in zip(dim, words, strict=True)))
+                for dim, words in zip(layout.dims, names, strict=True)
+            )
+        )
+
     def resolve(
-        self, shape: Sequence[int], mesh: Mesh, *, sizes: Mapping[str, int] | None = None, name: str = "tensor"
+        self, shape: Sequence[int], mesh: Mesh, *, sizes: Sizes | None = None, name: str = "tensor"
     ) -> Resolved:
-        """The layout that this spec gives a tensor of `shape` on `mesh`; `sizes` are the factors' sizes, by name.
+        """The layout that this spec gives a tensor of `shape` on `mesh`.
+
+        `sizes` hold by name the sizes of factors, and the pieces that factors are cut into.
 
         Raises one `ShardingError` with everything that does not fit: unknown axes, an axis used twice, the wrong number
-        of dims, sizes that contradict or do not divide.
+        of dims, sizes that contradict or do not divide, pieces that do not add up.
 
         Example:
             >>> from shardlib.mesh import Mesh
@@ -108,12 +135,14 @@ class Spec:
         """
         return resolve_many([(name, shape, self, sizes)], mesh)[0]
 
-    def with_sizes(self, sizes: Mapping[str, int]) -> Spec:
-        """The spec with these sizes written on the factors inside composed dims.
+    def with_sizes(self, sizes: Sizes) -> Spec:
+        """The spec with these sizes written on the factors inside composed dims, and pieces on any factor.
 
         Example:
             >>> str(parse("(three heads hd) embed").with_sizes({"three": 3, "heads": 8}))
             '(three=3 heads=8 hd) embed'
+            >>> str(parse("batch@data embed").with_sizes({"batch": [5, 3, 8, 0]}))
+            'batch@data=[5 3 8 0] embed'
         """
         if not sizes:
             return self
@@ -129,25 +158,42 @@ def parse(text: str) -> Spec:
 
     Example:
         >>> parse("batch seq@(pod data) _").dims[1]
-        SpecDim(factors=(SpecFactor(name='seq', axes=('pod', 'data'), size=None),), open=False)
+        SpecDim(factors=(SpecFactor(name='seq', axes=('pod', 'data'), size=None, pieces=None),), open=False)
         >>> parse("embed ff@")
         Traceback (most recent call last):
             ...
         shardlib.errors.ShardingError: spec 'embed ff@' cannot be read: a mesh axis is missing
             embed ff@
                      ^
-        Rule: a spec is dims separated by spaces: name, name@axis, name@(a b), _, (a b), ..., and ? behind an open dim
+        Rule: a spec is dims separated by spaces: name, name@axis, name@(a b)=[5 3], _, (a b), ..., ? behind open dims
     """
     return Spec(read(text))
 
 
 @lru_cache(maxsize=4096)
 def _positional(p: P) -> Spec:
-    dims = [SpecDim((SpecFactor(None, (x,) if isinstance(x, str) else x or None),)) for x in p.parts]
-    return Spec((*dims, ...))
+    return Spec((*(SpecDim((_entry(part),)) for part in p.parts), ...))
 
 
-Item = tuple[str, Sequence[int], str | P | Spec, Mapping[str, int] | None]  # name, shape, spec, sizes of factors
+def _entry(part: str | tuple[str, ...] | None) -> SpecFactor:
+    if isinstance(part, str):
+        axes, pieces = read_axes(part)
+        return SpecFactor(None, axes, pieces=pieces)
+    return SpecFactor(None, tuple(axis for text in part for axis in read_axes(text)[0]) if part else None)
+
+
+def _is_axes(text: object, most: int = 0) -> bool:
+    """Whether this is what a spec may have behind `@`; with `most`, no pieces and that many axes at most."""
+    try:
+        axes, pieces = read_axes(text) if isinstance(text, str) else ((), ())
+    except ShardingError:
+        return False
+    return bool(axes) and (not most or (pieces is None and len(axes) <= most))
+
+
+Sizes = Mapping[str, int | Sequence[int]]  # by the name of a factor: its size, or the sizes of its pieces
+Names = tuple[tuple[str | None, ...], ...]  # per dim, the name of every factor
+Item = tuple[str, Sequence[int], str | P | Spec, Sizes | None]  # name, shape, spec, sizes
 
 
 @dataclass(frozen=True)
@@ -155,13 +201,15 @@ class Resolved:
     """A spec that fits: the layout, and what it does not hold.
 
     `names` are the logical names per dim and factor, aligned with `layout.dims`; `open` says per dim whether the
-    compiler may cut it further; `spec` is the spec as written, with the given sizes of factors inside dims filled in.
+    compiler may cut it further; `exact` whether its pieces are chosen (otherwise, inside a program, a cut is where
+    others cut that dim); `spec` is the spec as written, with the given sizes filled in.
     """
 
     layout: Layout
-    names: tuple[tuple[str | None, ...], ...]
+    names: Names
     open: tuple[bool, ...]
     spec: Spec
+    exact: tuple[bool, ...] = ()
 
 
 def resolve_many(items: Sequence[Item], mesh: Mesh, *, what: str = "shard") -> list[Resolved]:
@@ -181,13 +229,13 @@ def resolve_many(items: Sequence[Item], mesh: Mesh, *, what: str = "shard") -> l
     """
     specs = [_read_for(name, spec, what) for name, _, spec, _ in items]
     outcomes = [
-        fit(spec.dims, tuple(shape), mesh, tuple(sorted((sizes or {}).items())))
+        fit(spec.dims, tuple(shape), mesh, tuple(sorted(_hashable(sizes or {}))))
         for spec, (_, shape, _, sizes) in zip(specs, items, strict=True)
     ]
     refused = [(item, outcome) for item, outcome in zip(items, outcomes, strict=True) if isinstance(outcome, tuple)]
     if not refused:
         return [
-            Resolved(found.layout, found.names, found.open, spec.with_sizes(sizes or {}))
+            Resolved(found.layout, found.names, found.open, spec.with_sizes(sizes or {}), found.exact)
             for spec, found, (_, _, _, sizes) in zip(specs, outcomes, items, strict=True)
             if isinstance(found, Fit)
         ]
@@ -212,7 +260,8 @@ def _read_for(name: str, spec: str | P | Spec, what: str) -> Spec:
 
 def _asked(item: Item) -> tuple[str, str]:
     name, shape, spec, sizes = item
-    given = "".join(f", {key}={size}" for key, size in (sizes or {}).items())
+    told = {key: list(size) if isinstance(size, Sequence) else size for key, size in (sizes or {}).items()}
+    given = "".join(f", {key}={size}" for key, size in told.items())
     shown = repr(spec) if isinstance(spec, P) else repr(str(spec))
     return name, f"with spec {shown}{given} on shape {list(shape)}"
 
@@ -221,7 +270,16 @@ def _grid(mesh: Mesh) -> str:
     return f"mesh ({', '.join(f'{name}={size}' for name, size in mesh.axes.items())})"
 
 
-def _sized(dim: SpecDim, sizes: Mapping[str, int]) -> SpecDim:
-    if len(dim.factors) == 1:
-        return dim
-    return replace(dim, factors=tuple(replace(f, size=sizes.get(f.name or "_", f.size)) for f in dim.factors))
+def _hashable(sizes: Sizes) -> Iterator[tuple[str, int | tuple[int, ...]]]:
+    for name, size in sizes.items():
+        yield name, tuple(size) if isinstance(size, list | tuple) else size  # type: ignore[misc] # judged in `fit`
+
+
+def _sized(dim: SpecDim, sizes: Sizes) -> SpecDim:
+    def one(f: SpecFactor) -> SpecFactor:
+        size = sizes.get(f.name or "_")
+        if isinstance(size, Sequence):
+            return replace(f, pieces=tuple(size))
+        return f if size is None or len(dim.factors) == 1 else replace(f, size=size)
+
+    return replace(dim, factors=tuple(map(one, dim.factors)))

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-_tracing: ContextVar[bool] = ContextVar("shardlib_tracing", default=False)
+tracing_flag: ContextVar[bool] = ContextVar("shardlib_tracing", default=False)
 _single: ContextVar[bool] = ContextVar("shardlib_single", default=False)
 
 
 def is_tracing() -> bool:
     """Whether a user's function is being traced: annotations become nodes of its graph."""
-    return _tracing.get()
+    return tracing_flag.get()
 
 
 def is_single_device() -> bool:
@@ -23,11 +23,11 @@ def is_single_device() -> bool:
 
 @contextmanager
 def tracing() -> Iterator[None]:
-    token = _tracing.set(True)
+    token = tracing_flag.set(True)
     try:
         yield
     finally:
-        _tracing.reset(token)
+        tracing_flag.reset(token)
 
 
 @contextmanager

@@ -5,23 +5,25 @@ On virtual devices every piece is in this process; on ranks only this rank's is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from shardlib.aliases import view
 from shardlib.constraint import constrain
 from shardlib.errors import ShardingError
-from shardlib.grammar import SpecDim, SpecFactor
-from shardlib.layout import Coords, Factor, Layout
+from shardlib.form import Form
+from shardlib.form import Names as Names
+from shardlib.layout import Coords, Layout
 from shardlib.manual import current_body
 from shardlib.mesh import Mesh, current_mesh
 from shardlib.spec import P, Resolved, Spec, resolve_many
 from shardlib.state import is_single_device, is_tracing
-
-Names = tuple[tuple[str | None, ...], ...]
+from shardlib.state import tracing_flag as _tracing
+from shardlib.strided import refuse_others
+from shardlib.warm import LOOSE, PROGRAMS, read
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,18 @@ class LocalShard:
     rank: int
     coords: Coords
     data: torch.Tensor
+
+
+class _Stale:
+    """Stands in for the pieces of a tensor whose memory was written to through another one: they are made again."""
+
+    def __get__(self, x: ShardedTensor | None, owner: type) -> Any:
+        if x is None:
+            return self
+        from shardlib.writes import remake
+
+        made = x.__dict__["_locals"] = remake(x)
+        return made
 
 
 class ShardedTensor(torch.Tensor):
@@ -48,10 +62,10 @@ class ShardedTensor(torch.Tensor):
         tensor(28.)
     """
 
-    _layout: Layout
-    _mesh: Mesh
-    _locals: tuple[torch.Tensor, ...]
-    _names: Names
+    _form: Form
+    _locals: tuple[torch.Tensor, ...] = _Stale()  # type: ignore[assignment] # until an instance has its own
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -63,63 +77,54 @@ class ShardedTensor(torch.Tensor):
         requires_grad: bool = False,
     ) -> ShardedTensor:
         first = locals_[0]
-        self: ShardedTensor = torch.Tensor._make_wrapper_subclass(
-            cls, layout.shape, dtype=first.dtype, device=first.device, requires_grad=requires_grad
-        )
-        self._layout, self._mesh, self._locals = layout, mesh, tuple(locals_)
-        self._names = names or tuple((None,) * len(dim) for dim in layout.dims)
+        self = wrap(Form.of(layout, mesh, first.dtype, first.device, names), tuple(locals_))
+        if requires_grad:
+            self.requires_grad_()
         return self
 
     @property
     def sharding(self) -> Layout:
         """The exact layout (`Tensor.layout` is torch's: strided or sparse)."""
-        return self._layout
+        return self._form.layout
 
     @property
     def mesh(self) -> Mesh:
-        return self._mesh
+        return self._form.mesh
 
     @property
     def spec(self) -> Spec:
-        """Where this tensor lives, as a spec: names that are known, and mesh axes.
-
-        Parts of a mesh axis have no spelling in a spec; `sharding` shows them.
-        """
-        dims = []
-        for factors, names in zip(self._layout.dims, self._names, strict=True):
-            one = len(factors) == 1
-            dims.append(
-                SpecDim(
-                    tuple(
-                        SpecFactor(name, tuple(a.name for a in f.axes), None if one else f.size)
-                        for f, name in zip(factors, names, strict=True)
-                    )
-                )
-            )
-        return Spec(tuple(dims))
+        """Where this tensor lives, as a spec: names that are known, mesh axes, parts of axes, and chosen pieces."""
+        return Spec.exactly(self._form.layout, self._form.names)
 
     @property
     def shards(self) -> tuple[LocalShard, ...]:
         """The pieces that this process holds: all of them on virtual devices, one on a rank."""
-        ranks = range(self._mesh.size) if self._mesh.kind == "virtual" else [self._mesh.rank]
-        return tuple(LocalShard(r, self._mesh.coords(r), x) for r, x in zip(ranks, self._locals, strict=True))
+        ranks = range(self.mesh.size) if self.mesh.kind == "virtual" else [self.mesh.rank]
+        return tuple(LocalShard(r, self.mesh.coords(r), x) for r, x in zip(ranks, self._locals, strict=True))
 
     def to_local(self) -> torch.Tensor:
         """This rank's piece (rank 0's on virtual devices)."""
         return self._locals[0]
 
     def full_tensor(self) -> torch.Tensor:
-        """The whole tensor as a plain one. On ranks this is a collective: every rank must call it."""
-        if self._mesh.kind == "virtual":
-            return self._layout.gather([(s.coords, s.data) for s in self.shards])
-        return self.redistribute(P()).to_local()
+        """The whole tensor as a plain one; differentiable. On ranks this is a collective: every rank must call it."""
+        from shardlib.moving import whole
 
-    def redistribute(self, spec: str | P | Spec, **sizes: int) -> ShardedTensor:
-        """The same values laid out as `spec` says. On ranks this is a collective: every rank must call it."""
-        from shardlib.jit import relayout
+        return whole(self)
 
-        (resolved,) = resolve_many([("x", self.shape, spec, sizes)], self._mesh, what="redistribute")
-        return relayout(self, resolved)
+    def redistribute(
+        self, spec: str | P | Spec, *, sizes: Mapping[str, int | Sequence[int]] | None = None, **lengths: int
+    ) -> ShardedTensor:
+        """The same values laid out as `spec` says, with `sizes` and `lengths` as `shard` takes them; differentiable.
+
+        On ranks this is a collective: every rank must call it.
+        """
+        from shardlib.moving import redistributed
+
+        (resolved,) = resolve_many(
+            [("x", self.shape, spec, {**(sizes or {}), **lengths})], self.mesh, what="redistribute"
+        )
+        return redistributed(self, resolved)
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """As `Tensor.backward`; raises `ShardingError` for results of jitted functions, which have no history."""
@@ -131,11 +136,50 @@ class ShardedTensor(torch.Tensor):
             )
         super().backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
+    @property
+    def data(self) -> ShardedTensor:
+        """As `Tensor.data`: the same memory without history; it may be set to another ShardedTensor."""
+        return super().data  # type: ignore[return-value]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, ShardedTensor):
+            raise ShardingError(
+                f"the data of {typeof(self)} is set to a plain tensor of shape {list(value.shape)}",
+                rule="a ShardedTensor stays one",
+                remedy="place the value first, x.data = shard(value, spec), or x.copy_(value)",
+            )
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self._form, self._locals = value._form, value._locals
+        view(value, self, ())
+
+    def tolist(self) -> Any:
+        """The values as nested lists. On ranks this is a collective, as is all that reads values."""
+        return self.full_tensor().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The whole tensor as a numpy array."""
+        return self.full_tensor().numpy(force=force)
+
+    def data_ptr(self) -> int:
+        """Refused: there is no one address."""
+        raise ShardingError(
+            f"{typeof(self)} has no address",
+            rule="a tensor in pieces has no storage of its own",
+            remedy="x.to_local().data_ptr() is this device's piece",
+        )
+
     def __float__(self) -> float:
         return float(self.full_tensor())
 
     def __int__(self) -> int:
         return int(self.full_tensor())
+
+    def __complex__(self) -> complex:
+        return complex(self.full_tensor())
+
+    def __index__(self) -> int:
+        return self.full_tensor().__index__()
 
     def __bool__(self) -> bool:
         return bool(self.full_tensor())
@@ -144,26 +188,106 @@ class ShardedTensor(torch.Tensor):
         """The value of a tensor of one element."""
         return self.full_tensor().item()
 
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 and spec else str(self)
+
+    def __copy__(self) -> ShardedTensor:
+        return self.detach().requires_grad_(self.requires_grad)  # type: ignore[return-value]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
+        from shardlib.persist import deep_copy
+
+        return deep_copy(self, memo)
+
+    # What torch.distributed.checkpoint asks of tensors.
+
+    def __create_write_items__(self, name: str, _: Any) -> Any:
+        from shardlib.dcp import write_items
+
+        return write_items(self, name)
+
+    def __create_chunk_list__(self) -> Any:
+        from shardlib.dcp import chunk_list
+
+        return chunk_list(self)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        from shardlib.dcp import tensor_shard
+
+        return tensor_shard(self, index)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        from shardlib.persist import reduced
+
+        return reduced(self)
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override] # torch's own takes tensor_contents
-        return f"ShardedTensor({typeof(self)} on {_axes_of(self._mesh)})"
+        return f"ShardedTensor({typeof(self)} on {_axes_of(self.mesh)})"
+
+    def __str__(self) -> str:
+        from shardlib.visualize import visualize
+
+        title, _, picture = str(visualize(self)).partition("\n")
+        return f"ShardedTensor {title}\nspec: {self.spec}\n{picture}"
+
+    def _repr_html_(self) -> str:
+        from shardlib.visualize import visualize
+
+        return visualize(self)._repr_html_()
 
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        from shardlib.eager import dispatch
+        # `warm.key_of`, written out: what a call of a ready op costs is what stands here.
+        number = id(op)
+        loose = number in LOOSE
+        key: list[Any] = [number]
+        add = key.append
+        for x in args:
+            kind = type(x)
+            if kind is ShardedTensor:
+                add(x._form)
+            elif kind is int:
+                add(int if loose else x)
+            elif x is None:
+                add(None)
+            elif kind is list and (not x or type(x[0]) is int):
+                add((list, len(x)))
+                key += x
+            else:
+                read(key, (x,), loose)
+        if kwargs:
+            add(tuple(kwargs))
+            read(key, kwargs.values(), loose)
+        run = PROGRAMS.get(tuple(key))
+        if run is None or _tracing.get():
+            from shardlib.eager import dispatch
 
-        return dispatch(op, args, dict(kwargs or {}))
+            return dispatch(op, args, kwargs or {})
+        return run(args, kwargs)
+
+
+def wrap(form: Form, locals_: tuple[torch.Tensor, ...]) -> ShardedTensor:
+    """The tensor of this form whose pieces in this process these are."""
+    x: ShardedTensor = torch.Tensor._make_wrapper_subclass(
+        ShardedTensor, form.shape, form.strides, form.offset, None, form.dtype, torch.strided, form.device
+    )
+    x._form, x._locals = form, locals_
+    return x
 
 
 def _axes_of(mesh: Mesh) -> str:
     return f"Mesh({', '.join(f'{name}={n}' for name, n in mesh.axes.items())})"
 
 
-def shard(x: torch.Tensor, spec: str | P | Spec, **sizes: int) -> torch.Tensor:
+def shard(
+    x: torch.Tensor, spec: str | P | Spec, *, sizes: Mapping[str, int | Sequence[int]] | None = None, **lengths: int
+) -> torch.Tensor:
     """Say where `x` lives: a constraint inside a traced function (also on its gradient), a placement outside.
 
     `spec` has one entry per dim: logical names (mapped by the mesh's rules), `name@axis`, or factors in parentheses,
-    whose sizes are given like einops' lengths. Raises `ShardingError` outside any mesh and where spec, shape and mesh
-    do not fit.
+    whose sizes are given like einops' lengths. `sizes` may hold them too, and by name the pieces into which a factor is
+    cut, one for each device along its axes. Raises `ShardingError` outside any mesh and where spec, shape and mesh do
+    not fit.
 
     Example:
         >>> from shardlib.mesh import Mesh
@@ -171,9 +295,14 @@ def shard(x: torch.Tensor, spec: str | P | Spec, **sizes: int) -> torch.Tensor:
         ...     w = shard(torch.zeros(3 * 8 * 16, 128), "(three heads hd) embed", three=3, heads=8)
         >>> typeof(w)
         'f32[(3 8@tensor 16), 128]'
+        >>> with Mesh(data=4):
+        ...     x = shard(torch.zeros(16, 2), "batch@data embed", sizes={"batch": [5, 3, 8, 0]})
+        >>> typeof(x), [len(s.data) for s in x.shards]
+        ('f32[16@data=[5 3 8 0], 2]', [5, 3, 8, 0])
     """
     if is_single_device():
         return x
+    refuse_others(f"shard(x, {str(spec)!r})", [("x", x)])
     if is_tracing() and current_body() is not None:
         raise ShardingError(
             f"shard(x, {str(spec)!r}) on shape {list(x.shape)} is inside a shard_map body",
@@ -187,12 +316,14 @@ def shard(x: torch.Tensor, spec: str | P | Spec, **sizes: int) -> torch.Tensor:
             rule="an annotation names axes of the current mesh",
             remedy="put it inside `with Mesh(data=2, tensor=4):`",
         )
-    (resolved,) = resolve_many([("x", x.shape, spec, sizes)], mesh)
+    (resolved,) = resolve_many([("x", x.shape, spec, {**(sizes or {}), **lengths})], mesh)
     if is_tracing():
         return constrain(x, str(resolved.spec))
     if isinstance(x, ShardedTensor):
         return x.redistribute(resolved.spec)
-    return place(x, resolved, mesh)
+    from shardlib.moving import placed
+
+    return placed(x, resolved, mesh)
 
 
 def place(x: torch.Tensor, resolved: Resolved, mesh: Mesh) -> ShardedTensor:
@@ -209,6 +340,7 @@ def place(x: torch.Tensor, resolved: Resolved, mesh: Mesh) -> ShardedTensor:
 
 def cut_up(x: torch.Tensor, layout: Layout, mesh: Mesh) -> list[torch.Tensor]:
     """The pieces of a whole tensor that this process holds, equal pieces shared."""
+    x = x.resolve_conj().resolve_neg()  # bits that say so would not travel with the bytes
     coords = mesh.all_coords() if mesh.kind == "virtual" else [mesh.coords(mesh.rank)]
     if layout.is_replicated:
         return [x] * len(coords)
@@ -245,67 +377,3 @@ def typeof(x: torch.Tensor) -> str:
     if not plus:
         return f"{short_dtype(x.dtype)}[{body}]"
     return f"{short_dtype(x.dtype)}[{body.strip()}] +{pending}"
-
-
-def to_dtensor(x: ShardedTensor) -> DTensor:
-    """The same tensor as a DTensor on the mesh's DeviceMesh; nothing is copied.
-
-    Raises `ShardingError` on virtual devices, and for layouts that DTensor's placements cannot say (an axis on a factor
-    in the middle of a dim, parts of axes): redistribute first.
-    """
-    placements: list[Any] = []
-    faults = []
-    for name in x.mesh.axis_names:
-        placement: Any = Replicate()
-        for d, dim in enumerate(x.sharding.dims):
-            for f in dim:
-                for a in f.axes:
-                    if a.name == name:
-                        if len(dim) > 1 or not a.whole:
-                            text = f"axis {a} cuts one factor of it, or only a part of {name} does"
-                            faults.append(f"dim {d} is {Layout((dim,))}: {text}")
-                        placement = Shard(d)
-        placements.append(placement)
-    for d, dim in enumerate(x.sharding.dims):
-        order = [x.mesh.axis_names.index(a.name) for f in dim for a in f.axes]
-        if order != sorted(order):
-            faults.append(f"dim {d} is {Layout((dim,))}: DTensor cuts in the order of the mesh's axes")
-    if faults:
-        raise ShardingError(
-            f"{typeof(x)} has no DTensor placements",
-            faults,
-            rule="a DTensor cuts whole dims over whole mesh axes, in the mesh's order",
-            remedy="x.redistribute(spec) first",
-        )
-    return DTensor.from_local(
-        x.to_local(), x.mesh.device_mesh, placements, run_check=False, shape=x.shape, stride=_contiguous(x.shape)
-    )
-
-
-def from_dtensor(x: DTensor, mesh: Mesh | None = None) -> ShardedTensor:
-    """A DTensor as a ShardedTensor on `mesh` (by default its own DeviceMesh); nothing is copied."""
-    mesh = mesh or current_mesh() or Mesh.from_device_mesh(x.device_mesh)
-    sizes = dict(zip(x.device_mesh.mesh_dim_names or (), x.device_mesh.mesh.shape, strict=False))
-    if sizes != dict(mesh.axes):
-        raise ShardingError(
-            f"a DTensor on {x.device_mesh} is not on {mesh}", rule="both meshes have the same axes in the same order"
-        )
-    axes: list[list[Any]] = [[] for _ in x.shape]
-    for name, placement in zip(mesh.axis_names, x.placements, strict=True):
-        if type(placement) is Shard:
-            axes[placement.dim].append(mesh.axis(name))
-        elif not isinstance(placement, Replicate):
-            raise ShardingError(
-                f"placement {placement} of a DTensor has no layout here",
-                remedy="redistribute it to Shard and Replicate first",
-            )
-    layout = Layout(tuple((Factor(n, tuple(a)),) for n, a in zip(x.shape, axes, strict=True)))
-    return ShardedTensor([x.to_local()], layout, mesh)
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for n in reversed(shape):
-        strides.append(step)
-        step *= n
-    return tuple(reversed(strides))

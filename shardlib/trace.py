@@ -24,11 +24,15 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from shardlib.capture import DECOMPOSITIONS, AttentionCapture
+from shardlib.composites import Composites
+from shardlib.draw import one_program
 from shardlib.errors import ShardingError
 from shardlib.first_order import first_order
 from shardlib.functionalise import functionalise
 from shardlib.lines import Line, LineRecorder, error_line
+from shardlib.rules.batchnorm import native_batch_norm
 from shardlib.rules.table import DECOMPOSITIONS as RULES_DECOMPOSITIONS
+from shardlib.strided import refuse_others
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,7 @@ def trace(
     where = tuple(i for i, leaf in enumerate(call.leaves) if is_tensor(leaf))
     names = tuple(_input_names(fn, [call.paths[i] for i in where]))
     tensors = [call.leaves[i] for i in where]
+    refuse_others("the traced function", zip(names, tensors, strict=True))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     lines = LineRecorder(_definition(fn))
     result: list[Any] = []  # what fn returned, as (paths and leaves, tree)
@@ -175,7 +180,7 @@ def _tracing() -> Iterator[None]:
         # Model libraries read this flag before they look at the values of masks and positions.
         torch.compiler._is_compiling_flag = True
         try:
-            with AttentionCapture(), first_order():
+            with AttentionCapture(), Composites(), first_order(), one_program(traced=True):
                 yield
         finally:
             torch.compiler._is_compiling_flag = before
@@ -216,11 +221,16 @@ def _finish(gm: fx.GraphModule, names: Sequence[str], leaves: Sequence[Any], lin
     output = graph.output_node()
     returned = iter(output.args[0])  # type: ignore[arg-type]
     output.args = (tuple(next(returned) if isinstance(x, torch.Tensor) else x for x in leaves),)
+    refuse_others("the traced function", ((f"the result of {n.target}", x) for n in graph.nodes for x in _values(n)))
     for node in graph.nodes:
         node.meta.setdefault("line", line)
         node.meta.setdefault("val", None)  # a gradient that nobody asked for
         if node.op == "get_attr" and node.meta.get("val") is None:
             node.meta["val"] = mode.from_tensor(operator.attrgetter(str(node.target))(gm))
+
+
+def _values(node: fx.Node) -> list[Any]:
+    return pytree.tree_leaves(node.meta.get("val")) if node.op == "call_function" else []
 
 
 def _definition(fn: Callable[..., Any]) -> Line:
@@ -268,6 +278,8 @@ _LEAF = (
 _TEXTS: tuple[tuple[type[Exception], str, str, tuple[str, str]], ...] = (
     (TypeError, "integer tensors of a single element", "needs the value of a tensor as an int", _VALUE),
     (TypeError, "unsupported format string passed to FakeTensor", "prints the value of a tensor", _VALUE),
+    (RuntimeError, "its data is not allocated yet", "needs the value of a tensor", _VALUE),
+    (RuntimeError, "Tensor that doesn't have storage", "needs the value of a tensor", _VALUE),
     (RuntimeError, ".numpy() is not supported", "turns a tensor into a numpy array", _VALUE),
     (
         RuntimeError,
@@ -307,18 +319,26 @@ def _last_operand(tracer: Any) -> str:
 # --- decompositions ---------------------------------------------------------------------------------------------------
 
 
-def _batch_norm(
-    x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
-) -> tuple[Any, Any, Any]:
-    """The form whose schema admits that it writes to the running statistics."""
-    legit = torch.ops.aten._native_batch_norm_legit
-    if mean is None:
-        return legit.no_stats(x, weight, bias, training, momentum, eps)  # type: ignore[no-any-return]
-    if not training:
-        return torch.ops.aten._native_batch_norm_legit_no_training(x, weight, bias, mean, var, momentum, eps)  # type: ignore[no-any-return]
-    return legit.default(x, weight, bias, mean, var, training, momentum, eps)  # type: ignore[no-any-return]
+def _batch_norm_out(*args: Any, out: Any, save_mean: Any, save_invstd: Any) -> tuple[Any, Any, Any]:
+    for buffer, value in zip((out, save_mean, save_invstd), native_batch_norm(*args), strict=True):
+        buffer.copy_(value)
+    return out, save_mean, save_invstd
 
 
-_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = (
-    {torch.ops.aten.native_batch_norm.default: _batch_norm} | DECOMPOSITIONS | RULES_DECOMPOSITIONS
-)
+def _as_strided_copy(x: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
+    return x.as_strided(size, stride, storage_offset).clone()
+
+
+def _as_strided_scatter(x: Any, src: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
+    out = x.clone()
+    out.as_strided(size, stride, storage_offset).copy_(src)
+    return out
+
+
+_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.native_batch_norm.out: _batch_norm_out,
+    torch.ops.aten.as_strided_copy.default: _as_strided_copy,
+    torch.ops.aten.as_strided_scatter.default: _as_strided_scatter,
+    **DECOMPOSITIONS,
+    **RULES_DECOMPOSITIONS,
+}

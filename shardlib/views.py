@@ -16,20 +16,23 @@ from torch._ops import OpOverload
 aten = torch.ops.aten
 
 Emit = Callable[..., fx.Node]  # emit(target, *args, **kwargs): a new node with its value
-Inverse = Callable[[Emit, fx.Node, fx.Node, fx.Node], fx.Node]  # (emit, view, base, value) -> the new base
+Inverse = Callable[[Emit, fx.Node, fx.Node, fx.Node], fx.Node | None]  # (emit, view, base, value) -> the new base
 
 
 @cache
 def written_arguments(target: Any) -> tuple[str, ...]:
-    """Names of the arguments that an op writes to."""
+    """Names of the arguments that an op writes to, out= ones first: functional forms return results in this order."""
     if not isinstance(target, OpOverload):
         return ()
-    return tuple(a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    written = [a for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return tuple(a.name for a in sorted(written, key=lambda a: not a.kwarg_only))
 
 
 @cache
 def is_view(target: Any) -> bool:
-    """Whether an op's result shows the memory of its first argument."""
+    """Whether an op's result shows the memory of its first argument; `_unsafe_view` does, whatever its schema says."""
+    if target is aten._unsafe_view.default:
+        return True
     if not isinstance(target, OpOverload) or not target._schema.arguments:
         return False
     alias = target._schema.arguments[0].alias_info
@@ -46,16 +49,21 @@ def functional_form(target: OpOverload) -> OpOverload | None:
     if packet is None:
         return None
 
-    def signature(op: OpOverload) -> list[tuple[str, str]]:
-        arguments = op._schema.arguments
-        return [(a.name, str(a.type)) for a in arguments if not (a.kwarg_only and a.alias_info is not None)]
+    def signature(op: OpOverload) -> list[Any]:
+        return [a for a in op._schema.arguments if not (a.kwarg_only and a.alias_info is not None)]
 
-    wanted = signature(target)
+    wanted = [(a.name, str(a.type)) for a in signature(target)]
+    longer = None
     for overload in packet.overloads():
         op: OpOverload = getattr(packet, overload)
-        if op is not target and signature(op) == wanted and not written_arguments(op):
+        theirs = signature(op)
+        if op is target or written_arguments(op) or [(a.name, str(a.type)) for a in theirs[: len(wanted)]] != wanted:
+            continue
+        if len(theirs) == len(wanted):
             return op
-    return None
+        if all(a.kwarg_only and a.has_default_value() for a in theirs[len(wanted) :]):
+            longer = op  # a factory: dtype and device are those of `out`
+    return longer
 
 
 def argument(node: fx.Node, name: str) -> Any:
@@ -116,13 +124,15 @@ def _scattered(target: OpOverload) -> Inverse:
 
 _INVERSE: dict[Any, Inverse] = {
     **dict.fromkeys((aten.detach.default, aten.alias.default, aten.lift_fresh.default), _same),
-    **dict.fromkeys((aten.view.default, aten._reshape_alias.default, aten.unsqueeze.default), _reshape),
+    **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default), _reshape),
+    aten.unsqueeze.default: _reshape,
     **dict.fromkeys((aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims), _reshape),
-    **dict.fromkeys((aten.t.default, aten.transpose.int), _itself),
+    **dict.fromkeys((aten.t.default, aten.transpose.int, aten._conj.default, aten._neg_view.default), _itself),
     aten.permute.default: _permute,
     aten.slice.Tensor: _scattered(aten.slice_scatter.default),
     aten.select.int: _scattered(aten.select_scatter.default),
     aten.diagonal.default: _scattered(aten.diagonal_scatter.default),
+    aten.index.Tensor: lambda emit, view, base, value: _unindexed(emit, view, base, value),
     aten.view_as_real.default: lambda emit, view, base, value: emit(aten.view_as_complex.default, value),
     aten.view_as_complex.default: lambda emit, view, base, value: emit(aten.view_as_real.default, value),
 }
@@ -130,6 +140,8 @@ _INVERSE: dict[Any, Inverse] = {
 # Functional forms with a name of their own; results: the op's own, then the new value of every written argument.
 _FUNCTIONAL: dict[OpOverload, OpOverload] = {
     aten._native_batch_norm_legit.default: aten._native_batch_norm_legit_functional.default,
+    aten._native_batch_norm_legit.out: aten._native_batch_norm_legit_functional.default,
+    aten._batch_norm_with_update.default: aten._batch_norm_with_update_functional.default,
     aten.normal_.default: aten.normal_functional.default,
     aten._index_put_impl_.default: aten._unsafe_index_put.default,
 }
@@ -139,7 +151,7 @@ _FUNCTIONAL: dict[OpOverload, OpOverload] = {
 
 
 def unstrided(emit: Emit, base: fx.Node, size: Sequence[int], stride: Sequence[int], offset: int) -> fx.Node | None:
-    """`as_strided` of a dense tensor as slices, a permutation and a reshape; None if it is no such thing.
+    """`as_strided` of a dense tensor as slices, a permutation and a reshape, or else as an index; None if not dense.
 
     Strides are a matter of one device's memory: they mean nothing on shards. Autograd makes `as_strided` for writes to
     slices.
@@ -154,7 +166,7 @@ def unstrided(emit: Emit, base: fx.Node, size: Sequence[int], stride: Sequence[i
         if all(a % b == 0 for a, b in pairwise(steps)):
             grid = emit(aten.reshape.default, base, [a // b for a, b in pairwise(steps)])
             found = _unstrided(emit, grid, size, stride, offset)
-    return found
+    return found or _indexed(emit, base, size, stride, offset)
 
 
 def _unstrided(emit: Emit, base: fx.Node, size: Sequence[int], stride: Sequence[int], offset: int) -> fx.Node | None:
@@ -195,6 +207,39 @@ def _unstrided(emit: Emit, base: fx.Node, size: Sequence[int], stride: Sequence[
     if taken + rest != list(range(val.dim())):
         node = emit(aten.permute.default, node, taken + rest)
     return node if node.meta["val"].shape == torch.Size(size) else emit(aten.reshape.default, node, list(size))
+
+
+def _indexed(emit: Emit, base: fx.Node, size: Sequence[int], stride: Sequence[int], offset: int) -> fx.Node | None:
+    """Every element by its place in the memory: overlapping windows, say."""
+    val: Tensor = base.meta["val"]
+    order = sorted(range(val.dim()), key=lambda d: (val.stride()[d], val.shape[d]), reverse=True)
+    if not _dense([val.shape[d] for d in order], [val.stride(d) for d in order]):
+        return None
+    memory = base if order == list(range(val.dim())) else emit(aten.permute.default, base, order)
+    flat = emit(aten.reshape.default, memory, [val.numel()])
+    where = emit(aten.full.default, [1] * len(size), offset, dtype=torch.int64, device=val.device)
+    for d, (n, s) in enumerate(zip(size, stride, strict=True)):
+        if s and n > 1:
+            steps = emit(aten.arange.start_step, 0, n * s, s, dtype=torch.int64, device=val.device)
+            line = emit(aten.reshape.default, steps, [n if i == d else 1 for i in range(len(size))])
+            where = emit(aten.add.Tensor, where, line)
+    found = emit(aten.index.Tensor, flat, [emit(aten.expand.default, where, list(size))])
+    found.meta["overlaps"] = not _apart(size, stride)
+    return found
+
+
+def _unindexed(emit: Emit, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node | None:
+    return None if view.meta["overlaps"] else emit(aten.index_put.default, base, view.args[1], value)
+
+
+def _apart(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether every element has a place of its own: each stride steps over all that the smaller ones reach."""
+    reach = 0
+    for s, n in sorted((s, n) for n, s in zip(size, stride, strict=True) if n != 1):
+        if s <= reach:
+            return False
+        reach += s * (n - 1)
+    return True
 
 
 def _dense(sizes: Iterable[int], strides: Iterable[int]) -> bool:

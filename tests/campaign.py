@@ -35,7 +35,7 @@ from tests.programs import Input, Program, draw
 
 RTOL = 1e-10
 NOISE = 1e-13  # of a probe that tells how well-conditioned a program is
-Call = tuple[str, int, int]  # kind, members, bytes of the largest result
+Call = tuple[str, int, float]  # kind, members, bytes of the largest result
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,10 @@ def counting() -> Iterator[list[Call]]:
     def noting(kind: str, reference: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
         def call(shards: list[Tensor], **params: Any) -> list[Tensor]:
             out = reference(shards, **params)
-            calls.append((kind, len(shards), max(o.numel() * o.itemsize for o in out)))
+            most: float = max(o.nbytes for o in out)
+            if kind == "all_to_all" and not isinstance((table := params["split_sizes"])[0], int):
+                most = _exchanged(shards, params["split_dim"], table)
+            calls.append((kind, len(shards), most))
             return out
 
         return call
@@ -177,7 +180,14 @@ def counting() -> Iterator[list[Call]]:
         yield calls
 
 
-_WIRE: dict[str, Callable[[int, int], float]] = {
+def _exchanged(shards: list[Tensor], dim: int, table: list[list[int]]) -> float:
+    """Where pieces of one dim change hands: the most that one device sends, as a share of a result that all send."""
+    rows = [x.split_with_sizes(row, dim) for x, row in zip(shards, table, strict=True)]
+    sent = max(sum(piece.nbytes for j, piece in enumerate(row) if j != i) for i, row in enumerate(rows))
+    return sent * len(shards) / (len(shards) - 1)
+
+
+_WIRE: dict[str, Callable[[float, int], float]] = {
     "all_gather": lambda out, n: out * (n - 1) / n,
     "all_to_all": lambda out, n: out * (n - 1) / n,
     "all_reduce": lambda out, n: 2 * out * (n - 1) / n,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shardlib.layout import Axis, Factor, Layout, Pending, span
+from shardlib.layout import Axis, Factor, Layout, Pending, Pieces, span
 from shardlib.rules import rule_for
 from shardlib.rules.rule import Call, Labels, Meta, Rule
 
@@ -88,6 +88,9 @@ class Sym:
     def eq(self, other: Any) -> Sym:
         return self._with(other, lambda a, b: int(a == b))
 
+    def at_most(self, other: int) -> Sym:
+        return self._with(other, min)
+
     __radd__ = __add__
     __rmul__ = __mul__
 
@@ -112,11 +115,11 @@ class Tape:
         return self.cut.get(factor, ())
 
     def size(self, factor: str) -> Sym:
-        n, axes = self.rule.sizes[factor], self.axes(factor)
+        n, axes = extent(self.rule.sizes, self.cut, factor), self.axes(factor)
         return Sym(lambda c: span(n, axes, c)[1] - span(n, axes, c)[0])
 
     def offset(self, factor: str) -> Sym:
-        n, axes = self.rule.sizes[factor], self.axes(factor)
+        n, axes = extent(self.rule.sizes, self.cut, factor), self.axes(factor)
         return Sym(lambda c: span(n, axes, c)[0])
 
     def op(self, target: Any, *args: Any, **kwargs: Any) -> Any:
@@ -124,19 +127,58 @@ class Tape:
         self.steps.append((kernel(target), args, kwargs, outs))
         return outs[0] if len(outs) == 1 else outs
 
-    def all_reduce(self, value: Any, factor: str, kind: str) -> Any:
+    def all_reduce(self, value: Any, factor: str, kind: str, labels: Labels | None = None) -> Any:
         out = Ref()
-        self.steps.append(("all_reduce", value, self.axes(factor), kind, out))
+        self.steps.append(("all_reduce", value, self.axes(factor), kind, self._said(labels), out))
         return out
+
+    def all_gather(self, value: Any, factor: str, dim: int, labels: Labels, size: Any = 1) -> Any:
+        out = Ref()
+        told = [self._said((row,)) for row in labels]
+        told[dim] = Sym(lambda c: size.at(c) if isinstance(size, Sym) else size)
+        self.steps.append(("all_gather", value, self.axes(factor), dim, told, out))
+        return out
+
+    def _said(self, labels: Labels | None) -> Sym | None:
+        """How many elements a device has of a value with these labels: a plan counts its bytes by them."""
+        at = None if labels is None else layout(self.rule.sizes, labels, self.cut)
+        return None if at is None else Sym(lambda c: math.prod(at.local_shape(c)))
+
+    def pieces(self, factor: str) -> list[tuple[Sym, Sym, int]]:
+        return [(self.size(factor), self.offset(factor), self.rule.sizes[factor])]
 
     def ways(self, factor: str) -> int:
         return math.prod(a.size for a in self.axes(factor))
+
+    def position(self, factor: str) -> Sym:
+        axes = self.axes(factor)
+        return Sym(lambda c: _place(c, axes))
 
     def of(self, value: Any, factor: str, member: Callable[[int], int]) -> Any:
         axes = self.axes(factor)
         return (
             value if not isinstance(value, Sym) else Sym(lambda c: value.at(_member(c, axes, member(_place(c, axes)))))
         )
+
+    def calc(self, function: Callable[..., Any], *values: Any) -> Any:
+        """A plain value where it is the same everywhere, as in a program."""
+        out = Sym(lambda c: function(*(v.at(c) if isinstance(v, Sym) else v for v in values)))
+        alike = {out.at(c) for c in self.devices}
+        return alike.pop() if len(alike) == 1 else out
+
+    def values(self, value: Any, factor: str) -> list[set[Any]]:
+        axes = self.axes(factor)
+        out: list[set[Any]] = [set() for _ in range(self.ways(factor))]
+        for coords in self.devices:
+            out[_place(coords, axes)].add(value.at(coords) if isinstance(value, Sym) else value)
+        return out
+
+    def send(
+        self, value: Any, factor: str, pairs: Sequence[tuple[int, int]], shape: Sequence[Any], *, name: str
+    ) -> Any:
+        out = Ref()
+        self.steps.append(("send", value, self.axes(factor), list(pairs), list(shape), out))
+        return out
 
     def ppermute(
         self,
@@ -162,13 +204,27 @@ class Tape:
             if step[0] == "ppermute":
                 self._ppermute(values, *step[1:])
                 continue
+            if step[0] == "send":
+                self._send(values, *step[1:])
+                continue
+            if step[0] == "all_gather":
+                self._all_gather(values, *step[1:])
+                continue
             target, args, kwargs, outs = step
             for coords, mine in zip(self.devices, values, strict=True):
                 results = target(*self.here(args, coords, mine), **self.here(kwargs, coords, mine))
                 results = results if isinstance(results, tuple) else (results,)
                 mine.update(zip(outs, results, strict=True))
 
-    def _all_reduce(self, values: list[dict[Ref, torch.Tensor]], value: Ref, axes: Axes, kind: str, out: Ref) -> None:
+    def _all_reduce(
+        self,
+        values: list[dict[Ref, torch.Tensor]],
+        value: Ref,
+        axes: Axes,
+        kind: str,
+        told: Sym | None,
+        out: Ref,
+    ) -> None:
         combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[kind]
         names = {a.name for a in axes}
         groups: dict[Any, list[int]] = {}
@@ -176,10 +232,26 @@ class Tape:
             groups.setdefault(tuple(v for k, v in coords.items() if k not in names), []).append(i)
         for group in groups.values():
             total = values[group[0]][value]
+            said = told.at(self.devices[group[0]]) if told is not None else total.numel()
+            if total.numel() != said:
+                raise ValueError(f"{total.numel()} elements are reduced, where {said} were said")
             for i in group[1:]:
                 total = combine(total, values[i][value])
             for i in group:
                 values[i][out] = total
+
+    def _all_gather(
+        self, values: list[dict[Ref, torch.Tensor]], value: Ref, axes: Axes, dim: int, told: list[Sym], out: Ref
+    ) -> None:
+        for coords, mine in zip(self.devices, values, strict=True):
+            pieces = []
+            for place in range(math.prod(a.size for a in axes)):
+                there = _member(coords, axes, place)
+                pieces.append(values[self.devices.index(there)][value])
+                have, said = tuple(pieces[-1].shape), tuple(n.at(there) for n in told)
+                if have != said:
+                    raise ValueError(f"a piece {have} is gathered, where {said} was said")
+            mine[out] = torch.cat(pieces, dim)
 
     def _ppermute(
         self, values: list[dict[Ref, torch.Tensor]], value: Ref, axes: Axes, pairs: list[tuple[int, int]], out: Ref
@@ -188,6 +260,24 @@ class Tape:
         for coords, mine in zip(self.devices, values, strict=True):
             there = _member(coords, axes, source[_place(coords, axes)])
             mine[out] = values[self.devices.index(there)][value]
+
+    def _send(
+        self,
+        values: list[dict[Ref, torch.Tensor]],
+        value: Ref,
+        axes: Axes,
+        pairs: list[tuple[int, int]],
+        shape: list[Any],
+        out: Ref,
+    ) -> None:
+        source = {dst: src for src, dst in pairs}
+        for coords, mine in zip(self.devices, values, strict=True):
+            have, said = tuple(mine[value].shape), tuple(self.here(shape, coords, mine))
+            if have != said:
+                raise ValueError(f"a piece {have} is sent, where {said} was said")
+            here = _place(coords, axes)
+            there = values[self.devices.index(_member(coords, axes, source.get(here, here)))][value]
+            mine[out] = there if here in source else torch.zeros_like(there)
 
     def here(self, value: Any, coords: Coords, mine: Mapping[Ref, torch.Tensor]) -> Any:
         return mapped(mapped(value, lambda r: mine[r], Ref), lambda s: s.at(coords), Sym)
@@ -245,26 +335,48 @@ def put(value: Any, path: Sequence[Any], new: Any) -> Any:
 def layout(
     sizes: Mapping[str, int], labels: Labels, cut: Mapping[str, Axes], pending: Sequence[Pending] = ()
 ) -> Layout:
-    dims = tuple(tuple(Factor(sizes[f], cut.get(f, ())) for f in dim) or (Factor(1),) for dim in labels)
+    dims = tuple(tuple(Factor(extent(sizes, cut, f), cut.get(f, ())) for f in dim) or (Factor(1),) for dim in labels)
     return Layout(dims, tuple(pending))
 
 
 # The proof ------------------------------------------------------------------------------------------------------------
 
 
+class Chosen(dict[str, Axes]):
+    """A cut in which the pieces of some factors are chosen: lopsided, with an empty one among them."""
+
+    def __init__(self, cut: Mapping[str, Axes], *factors: str) -> None:
+        super().__init__(cut)
+        self.factors = factors
+
+
+def extent(sizes: Mapping[str, int], cut: Mapping[str, Axes], factor: str) -> int:
+    """The size of a factor, with its pieces where the cut chooses them."""
+    n, axes = sizes.get(factor, 1), cut.get(factor, ())
+    if not isinstance(cut, Chosen) or factor not in cut.factors:
+        return n
+    ways = math.prod(a.size for a in axes)
+    return Pieces((n // 2 + 1, *(0,) * (ways - 2), n - n // 2 - 1), axes)
+
+
 def cuts(rule: Rule, ways: Sequence[int] = (2, 3, 4)) -> Iterator[dict[str, Axes]]:
     """Every way of cutting that is tried: none, one factor, one factor over two axes, two factors."""
-    free = [f for f in rule.sizes if f not in rule.whole and f not in rule.rounds]
+    tied = {**rule.rounds, **rule.follows}
+    free = [f for f in rule.sizes if f not in rule.whole and f not in tied]
     a, b = Axis("a", 2), Axis("b", 3)
     yield {}
     for f in free:
         yield from ({f: (Axis("a", n),)} for n in ways)
         yield {f: (a, Axis("b", 2))}
+        if rule.sizes[f]:
+            yield Chosen({f: (b,)}, f)
     for f, g in itertools.combinations(free, 2):
         yield {f: (a,), g: (b,)}
-    for t, s in rule.rounds.items():
+    for t, s in tied.items():
         yield from ({t: axes, s: axes} for axes in (*((Axis("a", n),) for n in ways), (a, Axis("b", 2))))
         yield {t: (a,), s: (a, b)}
+        if rule.sizes[s] and rule.sizes[t]:
+            yield from (Chosen({t: (b,), s: (b,)}, *factors) for factors in ((s,), (s, t)))
         yield from ({t: (b,), s: (b,), f: (a,)} for f in free if f != s)
 
 
@@ -288,7 +400,7 @@ def prove(
     if wrong:
         return [f"{target}: {w}" for w in wrong]
     for cut in cuts(rule):
-        text = ", ".join(f"{f}[{rule.sizes[f]}]@{'x'.join(str(x.size) for x in axes)}" for f, axes in cut.items())
+        text = ", ".join(f"{f}[{Factor(extent(rule.sizes, cut, f), axes)}]" for f, axes in cut.items())
         wrong += [
             f"{target} with {text or 'nothing cut'}: {w}"
             for w in _one(call, rule, tensors, results, cut, values, tolerance)
@@ -384,7 +496,7 @@ def linearity(call: Call, rule: Rule, tensors: Sequence[torch.Tensor], tolerance
     """Random addends on the operands of every linear set must add up to the result of their sums."""
     wrong = []
     for members in rule.linear:
-        if not members or any(not tensors[i].is_floating_point() for i in members):
+        if not members or any(not (tensors[i].is_floating_point() or tensors[i].is_complex()) for i in members):
             continue
         other = [torch.randn_like(t) if i in members else t for i, t in enumerate(tensors)]
         total = [t + u if i in members else t for i, (t, u) in enumerate(zip(tensors, other, strict=True))]
@@ -404,7 +516,7 @@ def _plain(call: Call, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _precision(dtype: torch.dtype) -> float:
     """What rounding may cost in a few operations."""
-    return {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}.get(dtype, 0.0)
+    return {torch.float32: 1e-5, torch.complex64: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}.get(dtype, 0.0)
 
 
 def same(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:

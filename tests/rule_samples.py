@@ -100,11 +100,29 @@ def contraction() -> Iterator[Sample]:
     yield s("addmm", f(4), f(3, 2), f(2, 4), beta=2, alpha=0.5)
     yield s("addmm", f(4), f(3, 5), f(5, 4), beta=0.25)
     yield s("addmv", f(3), f(3, 5), f(5), beta=0.25)
+    yield s("addmv", f(1), f(5, 4), f(4))
     yield s("baddbmm", f(2, 3, 4), f(2, 3, 5), f(2, 5, 4))
     yield s("baddbmm", f(3, 1), f(2, 3, 5), f(2, 5, 4), beta=0.5, alpha=2)
+    for bias, factors in ((f(3, 4), {}), (f(4), {"beta": 0.25, "alpha": 2}), (f(3, 1), {"beta": 3})):
+        yield s("addbmm", bias, f(5, 3, 2), f(5, 2, 4), **factors)
+    yield s("addr", f(3, 5), f(3), f(5), beta=0.5, alpha=2)
+    yield s("addr", f(5), f(3), f(5))
+    yield s("vdot", f(5), f(5))
+    yield s("vdot", torch.randn(5, dtype=torch.complex128), torch.randn(5, dtype=torch.complex128))
+    yield s("_int_mm", i(9, 17, 8).to(torch.int8), i(9, 8, 8).to(torch.int8))
+    yield s("_addmm_activation", f(4), f(3, 5), f(5, 4), use_gelu=True)
+    yield s("_addmm_activation", f(3, 4), f(3, 5), f(5, 4))
 
 
 def grouped() -> Iterator[Sample]:
+    for ends in ([2, 2, 5], [0, 5, 5], [1, 4, 5]):
+        offs = torch.tensor(ends, dtype=torch.int32)
+        yield s("_grouped_mm", f(5, 8).float(), f(3, 8, 16).float(), offs)
+    for ends in ([4, 4, 12], [0, 5, 12]):
+        offs = torch.tensor(ends, dtype=torch.int32)
+        yield s("_grouped_mm", f(12, 8).float().t(), f(12, 4).float(), offs)
+        yield s("_grouped_mm", f(3, 6, 8).float(), f(12, 8).float().t(), offs)
+    yield s("_grouped_mm", f(3, 5, 16).float(), f(3, 16, 8).float())
     if importlib.util.find_spec("transformers") is None:
         return
     importlib.import_module("transformers.integrations.moe")  # defines its ops
@@ -116,7 +134,7 @@ def grouped() -> Iterator[Sample]:
 
 def reduction() -> Iterator[Sample]:
     x = f(3, 5)
-    for name in ("sum", "mean", "max", "min", "prod", "std", "var", "var_mean"):
+    for name in ("sum", "mean", "max", "min"):
         yield s(name, x)
         yield s(name, f(2, 1, 5))
     for name in ("sum", "max"):
@@ -147,29 +165,8 @@ def reduction() -> Iterator[Sample]:
         yield s(f"{name}.dim", f(3, 5) > 0, 1)
         yield s(f"{name}.dim", i(2, 3, 5), -2, True)
         yield s(f"{name}.dims", f(2, 3, 4) > 0, [0, 2])
-    for name in ("max.dim", "min.dim", "argmax", "argmin", "median.dim"):
-        yield s(name, x, 1)
-        yield s(name, x, -2, True)
-    yield s("argmax", x)
-    yield s("argmin", x, None, True)
-    yield s("prod.dim_int", x, -1, True)
-    for name in ("var.correction", "var_mean.correction", "std.correction", "std_mean.correction"):
-        yield s(name, x, [1], correction=1)
-        yield s(name, f(2, 3, 4), [0, -1], correction=0, keepdim=True)
-        yield s(name, x)
-    for name in ("var.dim", "var_mean.dim", "std.dim"):
-        yield s(name, x, [0])
-        yield s(name, x, [1], False, True)
-    yield s("histc", f(7), 4, -1, 1)
-    for name in ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"):
-        yield s(name, x, 1)
-        yield s(name, f(2, 3, 4), -2)
-    yield s("topk", f(3, 5), 2)
-    yield s("topk", f(3, 5), 2, 0)
-    yield s("sort", f(3, 5))
-    yield s("sort", f(3, 5), 0, True)
-    yield s("sort.stable", f(3, 5), stable=True)
-    yield s("sort.stable", f(3, 5), stable=True, dim=0)
+        yield s(f"{name}.dims", f(2, 3, 4) > 0, [])
+        yield s(f"{name}.dims", f(2, 3, 4) > 0, None, True)
 
 
 def softmax() -> Iterator[Sample]:
@@ -178,10 +175,19 @@ def softmax() -> Iterator[Sample]:
         yield s(name, f(2, 3, 4) * 400, -2, False)
         yield s(name, f(3, 5).half(), 1, False)
     yield s("_safe_softmax", f(3, 5), -1)
+    yield s("_safe_softmax", torch.tensor([[float("-inf")] * 5, [1.0, 2.0, float("-inf"), 0.0, 3.0]]), -1)
     yield s("_softmax_backward_data", f(3, 5), f(3, 5).softmax(1), 1, torch.float64)
     yield s("_softmax_backward_data", f(2, 3, 4), f(2, 3, 4).softmax(0), 0, torch.float64)
     yield s("_log_softmax_backward_data", f(3, 5), f(3, 5).log_softmax(-1), -1, torch.float64)
     yield s("_log_softmax_backward_data", f(3, 5).bfloat16(), f(3, 5).bfloat16().log_softmax(0), 0, torch.bfloat16)
+    for name in ("softmax.int", "log_softmax.int"):
+        yield s(name, f(3, 5), -1)
+        yield s(name, f(3, 5).float(), 0, torch.float64)
+    heads, keys = f(3, 2, 4, 4), f(3, 4) > 0
+    yield s("_masked_softmax", heads, f(4, 4) > 0.5, None, 0)
+    yield s("_masked_softmax", heads, keys, None, 1)
+    yield s("_masked_softmax", heads, f(3, 2, 4, 4) > 1, -1, 2)
+    yield s("_masked_softmax_backward", f(3, 5), f(3, 5).softmax(-1), f(3, 5) > 0.5, 1)
     yield s("logsumexp", f(3, 5), [1])
     yield s("logsumexp", f(2, 3, 4) * 400, [0, -1], True)
     yield s("logsumexp", torch.full((3, 5), -torch.inf, dtype=torch.float64), [1])
@@ -212,6 +218,9 @@ def norm() -> Iterator[Sample]:
             _, rstd = aten._fused_rms_norm(x, [4], weight, 1e-5)
             yield s("_fused_rms_norm", x, [4], weight, 1e-5)
             yield s("_fused_rms_norm_backward", f(2, 3, 4), x, [4], rstd, weight, [True, weight is not None])
+    h, hw = f(2, 3, 5).bfloat16(), f(5).bfloat16()
+    yield s("native_layer_norm", h, [5], hw, hw, 1e-5)
+    yield s("native_layer_norm", h, [5], hw.float(), hw.float(), 1e-5)
 
 
 def view() -> Iterator[Sample]:
@@ -226,28 +235,46 @@ def view() -> Iterator[Sample]:
         yield s(name, f(1, 1), [])
         yield s(name, f(), [1, 1])
         yield s(name, f(0, 4), [2, 0])
-    yield s("permute", f(2, 3, 4), [2, 0, -2])
-    yield s("transpose.int", f(2, 3, 4), 0, -1)
+    for name in ("view_copy", "_reshape_copy"):
+        yield s(name, f(6, 4), [2, 12])
+        yield s(name, f(5, 1), [5])
+    for name in ("permute", "permute_copy"):
+        yield s(name, f(2, 3, 4), [2, 0, -2])
+    for name in ("transpose.int", "transpose_copy.int"):
+        yield s(name, f(2, 3, 4), 0, -1)
     yield s("transpose.int", f(), 0, -1)
-    yield s("t", f(2, 3))
-    yield s("t", f(5))
+    for name in ("t", "t_copy"):
+        yield s(name, f(2, 3))
+        yield s(name, f(5))
     yield s("numpy_T", f(2, 3))
-    yield s("unsqueeze", f(2, 3), -1)
-    yield s("unsqueeze", f(2, 3), 0)
-    yield s("squeeze", f(2, 1, 3, 1))
-    yield s("squeeze.dim", f(2, 1, 3), 1)
-    yield s("squeeze.dim", f(2, 1, 3), -1)
-    yield s("squeeze.dims", f(2, 1, 3), [0, 1])
-    yield s("expand", f(3, 1), [2, 3, 4])
-    yield s("expand", f(3, 5), [2, -1, 5])
-    yield s("expand", f(), [3, 4])
+    for copy in ("", "_copy"):
+        yield s(f"unsqueeze{copy}", f(2, 3), -1)
+        yield s(f"unsqueeze{copy}", f(2, 3), 0)
+        yield s(f"squeeze{copy}", f(2, 1, 3, 1))
+        yield s(f"squeeze{copy}.dim", f(2, 1, 3), 1)
+        yield s(f"squeeze{copy}.dim", f(2, 1, 3), -1)
+        yield s(f"squeeze{copy}.dims", f(2, 1, 3), [0, 1])
+        yield s(f"expand{copy}", f(3, 1), [2, 3, 4])
+        yield s(f"expand{copy}", f(3, 5), [2, -1, 5])
+        yield s(f"expand{copy}", f(), [3, 4])
     yield s("repeat", f(3, 5), [2, 1, 3])
     yield s("repeat", f(3, 1), [1, 4])
     yield s("repeat_interleave.self_int", f(3, 5), 2, 1)
     yield s("repeat_interleave.self_int", f(3, 5), 3, 0, output_size=9)
     yield s("repeat_interleave.self_int", f(3, 2), 2)
-    yield s("diagonal", f(3, 4))
-    yield s("diagonal", f(3, 2, 3), 1, 0, -1)
+    for name in ("unfold", "unfold_copy"):
+        yield s(name, f(3, 5), 1, 2, 1)
+        yield s(name, f(6, 5), 0, 2, 2)
+        yield s(name, f(3, 7, 2), -2, 2, 2)
+        yield s(name, f(3, 4), 1, 3, 5)
+        yield s(name, f(), 0, 1, 1)
+    yield s("unfold_backward", f(3, 4, 2), [3, 5], 1, 2, 1)
+    yield s("unfold_backward", f(5, 3, 2), [10, 3], 0, 2, 2)
+    yield s("unfold_backward", f(3, 2, 2, 3), [3, 7, 2], 1, 3, 4)
+    for name in ("view.dtype", "view_copy.dtype"):
+        yield s(name, f(3, 5), torch.int64)
+        yield s(name, f(3, 5), torch.int32)
+        yield s(name, f(3, 4).float(), torch.float64)
 
 
 def slicing() -> Iterator[Sample]:
@@ -260,6 +287,7 @@ def slicing() -> Iterator[Sample]:
     yield s("slice.Tensor", f(3, 5), 1, None, None, 2)
     yield s("slice.Tensor", f(3, 4), 1, 2, 2)
     yield s("slice.Tensor", f(5))
+    yield s("slice_copy.Tensor", f(3, 12), 1, 4, 8)
     yield s("slice_backward", f(4, 3), [12, 3], 0, 4, 8, 1)
     yield s("slice_backward", f(3, 4), [3, 5], -1, 0, 4, 1)
     yield s("slice_backward", f(3, 5), [3, 5], 1, 0, 9223372036854775807, 1)
@@ -268,11 +296,16 @@ def slicing() -> Iterator[Sample]:
     yield s("slice_scatter", f(3, 5), f(3, 2), 1, 3)
     yield s("select.int", f(3, 5), 1, 2)
     yield s("select.int", f(2, 3, 4), -2, -1)
+    yield s("select_copy.int", f(2, 3, 4), 1, 2)
     yield s("select_backward", f(2, 4), [2, 3, 4], 1, -1)
     yield s("select_backward", f(3), [3, 5], -1, 2)
     yield s("select_scatter", f(3, 5), f(3), 1, -2)
     yield s("unbind.int", f(3, 5))
     yield s("unbind.int", f(2, 3, 4), -2)
+    yield s("unbind_copy.int", f(2, 3, 4), 1)
+    for name in ("unsafe_split.Tensor", "split_copy.Tensor"):
+        yield s(name, f(3, 12), 4, 1)
+    yield s("unsafe_split_with_sizes", f(3, 12), [4, 8], 1)
     yield s("split.Tensor", f(3, 12), 4, 1)
     yield s("split.Tensor", f(12, 2), 8)
     yield s("split.Tensor", f(5, 2), 2)
@@ -398,6 +431,32 @@ def creation() -> Iterator[Sample]:
     yield s("arange.start_step", 9, 1, -3)
     yield s("arange.start_step", 1, 9, 2, dtype=torch.float32)
     yield s("scalar_tensor", 2.5, dtype=torch.float64)
+    yield s("eye", 5, dtype=torch.float64)
+    yield s("eye", 1)
+    yield s("eye.m", 3, 5)
+    yield s("eye.m", 5, 2, dtype=torch.int64)
+    yield s("empty_permuted", [3, 5], [1, 0], dtype=torch.float64)
+    for space in ("linspace", "logspace"):
+        for name, low, high in (
+            ("", -1.0, 2.5),
+            (".Tensor_Tensor", f(), f()),
+            (".Tensor_Scalar", f(), 2.5),
+            (".Scalar_Tensor", 2, f()),
+        ):
+            yield s(f"{space}{name}", low, high, 7, dtype=torch.float64)
+    yield s("linspace", 3, 4, 5)
+    yield s("range", 0, 1.5)
+    yield s("range.step", 0, 1.5, 0.1)
+    for name in ("tril_indices", "triu_indices"):
+        yield s(name, 3, 4, 1)
+    for name in ("fft_fftfreq", "fft_rfftfreq"):
+        yield s(name, 7, 0.3)
+    for name in ("bartlett_window", "blackman_window", "hann_window", "hamming_window", "kaiser_window"):
+        yield s(name, 7)
+        yield s(f"{name}.periodic", 5, False)
+    yield s("hamming_window.periodic_alpha", 7, True, 0.5)
+    yield s("hamming_window.periodic_alpha_beta", 7, True, 0.5, 0.4)
+    yield s("kaiser_window.beta", 7, True, 8.0)
 
 
 def attention() -> Iterator[Sample]:

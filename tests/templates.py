@@ -271,8 +271,89 @@ def residual(d: Drawing) -> str:
     return f"{{0}} = {x} + torch.tanh({x} @ {d.like([k, n])} / {k}) @ {d.like([n, k])} / {n}"
 
 
+def convolution(d: Drawing) -> str:
+    """With any of batch, channels and space annotated; odd sizes, strides and dilations."""
+    x = d.pick(rank=d.rng.choice([3, 4]))
+    shape = d.shape(x)
+    c, rank = shape[1], len(shape) - 2
+    kernel = [d.rng.randint(1, min(3, n)) for n in shape[2:]]
+    groups = d.rng.choice([g for g in (1, 1, 2, c) if c % g == 0])
+    how = f"stride={d.rng.choice([1, 1, 2])}, padding={d.rng.choice([0, 1])}, groups={groups}"
+    out = groups * d.rng.choice([1, 2])
+    if d.rng.random() < 0.3:
+        weight = d.like([c, out // groups, *kernel])
+        return f"{{0}} = F.conv_transpose{rank}d({x}, {weight}, {how}) / {c}"
+    bias = d.rng.choice(["None", d.like([out])])
+    how += f", dilation={d.rng.choice([1, 1, 2])}"
+    return f"{{0}} = F.conv{rank}d({x}, {d.like([out, c // groups, *kernel])}, {bias}, {how}) / {c}"
+
+
+def pooling(d: Drawing) -> str:
+    x = d.pick(rank=d.rng.choice([3, 4]))
+    rank = len(d.shape(x)) - 2
+    k, stride = d.rng.choice([1, 2, 2, 3]), d.rng.choice([1, 2, 2])
+    f = d.rng.choice(["F.avg_pool{r}d({x}, {k}, {s})", "F.max_pool{r}d({x}, {k}, {s})", "F.interpolate({x}, None, 2)",
+                      "F.avg_pool{r}d({x}, 3, {s}, padding=1)", "F.max_pool{r}d({x}, 3, {s}, padding=1)",
+                      "F.adaptive_avg_pool{r}d({x}, {k})", "F.pad({x}, {p}, mode='replicate')",
+                      "F.pad({x}, {p}, mode='reflect')"])  # fmt: skip
+    return f"{{0}} = {f.format(r=rank, x=x, k=k, s=stride, p=[1, 0] * rank)}"
+
+
+def channel_norm(d: Drawing) -> str:
+    x = d.pick(rank=d.rng.choice([2, 3, 4]))
+    c = d.shape(x)[1]
+    groups = d.rng.choice([g for g in range(1, c + 1) if c % g == 0])
+    weight = d.rng.choice(["", f", weight={d.like([c])}", f", weight={d.like([c])}, bias={d.like([c])}"])
+    f = d.rng.choice([f"F.batch_norm({x}, None, None, training=True{weight})", f"F.group_norm({x}, {groups}{weight})"])
+    return f"{{0}} = {f}"
+
+
+def ordering(d: Drawing) -> str:
+    x = d.pick(least=1)
+    k = d.dim(x)
+    n = d.rng.randint(1, d.shape(x)[k])
+    f = d.rng.choice([f"{x}.topk({n}, {k}).values", f"{x}.kthvalue({n}, {k}).values", f"{x}.median({k}).values",
+                      f"{x}.cumprod({k})", f"{x}.logcumsumexp({k})", f"{x}.cummax({k}).values",
+                      f"{x}.gather({k}, {x}.argsort({k}))", f"{x}.gather({k}, {x}.argmax({k}, keepdim=True))",
+                      f"{x}.unfold({k}, {n}, 1)", f"{x}.diff(dim={k})", f"{x}.aminmax(dim={k}).max"])  # fmt: skip
+    return f"{{0}} = {f}"
+
+
+def matrices(d: Drawing) -> str:
+    x = d.pick(least=2)
+    n = d.shape(x)[-2]
+    gram = f"({x} @ {x}.mT / {d.shape(x)[-1]} + torch.eye({n}, dtype=torch.float64))"
+    f = d.rng.choice([f"torch.linalg.solve({gram}, {x})", f"torch.linalg.cholesky({gram})", f"torch.linalg.inv({gram})",
+                      f"torch.linalg.slogdet({gram}).logabsdet", f"torch.fft.rfft({x}).abs()",
+                      f"torch.fft.ifft({x} * 1j).imag", f"{x}.diagonal(dim1=-2, dim2=-1)", f"torch.cdist({x}, {x} + 1)",
+                      f"{x}.diag_embed()", f"F.glu({x}, {d.dim(x)})"])  # fmt: skip
+    return f"{{0}} = {f}"
+
+
+def written(d: Drawing) -> str:
+    x = d.pick(least=1)
+    shape = d.shape(x)
+    i = d.rng.randrange(len(shape))
+    index = d.input(shape, shape[i])
+    how = d.rng.choice(["sum", "mean", "amax", "amin"])
+    f = d.rng.choice([f"{x}.scatter_reduce({i}, {index}, {d.like(shape)}, '{how}')",
+                      f"{x}.index_fill({i}, {d.input([d.size()], shape[i])}, 0.5)",
+                      f"{x}.index_copy({i}, torch.arange({shape[i]}).flip(0), {d.like(shape)})",
+                      f"{x}.take({d.input([d.size()], math.prod(shape))})"])  # fmt: skip
+    return f"{{0}} = {f}"
+
+
+def regression(d: Drawing) -> str:
+    x = d.pick()
+    y = d.like(d.shape(x))
+    f = d.rng.choice(["mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "l1_loss"])
+    more = d.rng.choice(["", "", ", reduction='sum'", ", reduction='none'"])
+    return f"{{0}} = F.{f}({x}, {y}.detach(){more})"
+
+
 TEMPLATES: list[Template] = [
     unary, unary, binary, binary, binary, matmul, matmul, bmm, meets_itself, reduction, reduction, along, layer_norm,
     view, view, view, expand, part, part, parts, together, together, masked, triangle, lookup, lookup, loss, attention,
     heads, in_place, constant, annotate, annotate, annotate, residual, residual,
+    convolution, pooling, channel_norm, ordering, ordering, matrices, written, regression,
 ]  # fmt: skip

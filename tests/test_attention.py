@@ -233,20 +233,15 @@ DROPS = {
 
 
 @pytest.mark.parametrize("name", DROPS)
-def test_dropout_by_a_generator_is_refused_at_the_users_line(name):
+def test_dropout_is_drawn_from_a_key_of_its_own(name):
     q = operands(4, 4, 5, 5)[0]
-    with pytest.raises(ShardingError) as caught:
-        trace(grad(lambda q: DROPS[name](q).sum()), (q,))
-    lines = str(caught.value).splitlines()
-    assert lines[0] == "attention with dropout draws random numbers, which is not supported yet:"
-    assert lines[1].startswith("  * a dropout of 0.1 at ")
-    assert "test_attention.py:" in lines[1]
-    assert lines[1].endswith(("dropout_p=0.1),", "0.1)[0],"))
-    assert lines[2:] == [
-        "Rule: what a sharded program computes does not depend on where its tensors live; a generator's draws do",
-        "Remedy: set it to 0 (or call model.eval()), or call shardlib.ops.attention.attention with a key",
-    ]
-    trace(lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=0.0), (q,))
+    traced = trace(grad(lambda q: (DROPS[name](q) + DROPS[name](q)).sum()), (q,))
+    calls = [n for n in traced.graph.graph.nodes if "shardlib.attention" in str(n.target)]
+    keys = [n.args[6 if len(n.args) < 15 else 10] for n in calls]
+    assert len(calls) == 4
+    assert len(set(keys)) == 2  # one for each, forward and backward
+    assert len({k.args[1] for k in keys}) == 2
+    assert {str(k.args[0].target) for k in keys} == {"shardlib.call_key.default"}
 
 
 # --- sharded is the same as single ------------------------------------------------------------------------------------

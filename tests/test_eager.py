@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor
 
 import shardlib as sl
-from shardlib import Mesh, ShardedTensor, ShardingError, eager, shard
+from shardlib import Mesh, P, ShardedTensor, ShardingError, shard
+from shardlib.warm import PROGRAMS
+from tests.ranks import only, run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -71,12 +78,22 @@ def test_layouts_follow() -> None:
 def test_programs_are_kept() -> None:
     x = shard(X, "b@data _")
     x * 3
-    n = len(eager._programs)
+    n = len(PROGRAMS)
     x * 3
-    shard(X, "_ f@tensor") * 3
-    assert len(eager._programs) == n
+    x * 4
+    assert len(PROGRAMS) == n, "numbers of a pointwise op only enter its arithmetic"
     x * 3.0
-    assert len(eager._programs) == n + 1
+    shard(X, "_ f@tensor") * 3
+    assert len(PROGRAMS) == n + 2
+
+
+def test_numbers_that_do_not_change_the_program_change_the_result() -> None:
+    x = shard(X, "b@data _")
+    for value in (2, 3, 2.5, -0.0, float("inf")):
+        torch.testing.assert_close((x * value).full_tensor(), X * value, equal_nan=True)
+        torch.testing.assert_close(x.add(x, alpha=value).full_tensor(), X.add(X, alpha=value), equal_nan=True)
+        moved = x.addcmul(shard(X, "_ f@tensor"), x, value=value)  # this one moves its operands first
+        torch.testing.assert_close(moved.full_tensor(), X.addcmul(X, X, value=value), equal_nan=True)
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -94,7 +111,18 @@ def test_numbers() -> None:
 
 def test_repr() -> None:
     x = shard(X, "b@data f@tensor")
-    assert repr(x) == str(x) == f"{x}" == "ShardedTensor(f32[4@data, 12@tensor] on Mesh(data=2, tensor=2))"
+    assert repr(x) == "ShardedTensor(f32[4@data, 12@tensor] on Mesh(data=2, tensor=2))"
+    text = """ShardedTensor f32[4@data, 12@tensor] on Mesh(data=2, tensor=2)
+spec: b@data f@tensor
+     0:6 6:12
+    ┌───┬────┐
+0:2 │ 0 │ 1  │
+    ├───┼────┤
+2:4 │ 2 │ 3  │
+    └───┴────┘"""
+    assert str(x) == f"{x}" == text
+    assert f"{x.sum():.3f}" == f"{X.sum():.3f}"
+    assert "<svg" in x._repr_html_()
 
 
 # --- writes in place --------------------------------------------------------------------------------------------------
@@ -145,27 +173,147 @@ def test_lists() -> None:
     assert [float(x.sum()) for x in xs] == [8, 12]
 
 
-STALE = r"uses a ShardedTensor whose memory was written to through another view:\n  \* f32"
+# --- views: a write through one is seen by all ------------------------------------------------------------------------
+
+THROUGH: dict[str, Callable[[Tensor], Any]] = {
+    "slice": lambda x: x[1:].zero_(),
+    "element": lambda x: x.view(-1).__setitem__(0, 1.0),
+    "transpose": lambda x: x.t().add_(1),
+    "view of a view": lambda x: x[1:].t()[2:4].mul_(3),
+    "chunks": lambda x: [c.mul_(i) for i, c in enumerate(x.chunk(3, 1))],
+    "pieces of a list": lambda x: [c.add_(i) for i, c in enumerate(x.split([5, 7], 1))],
+    "rows": lambda x: [row.mul_(i) for i, row in enumerate(x)],
+    "setitem int": lambda x: x.__setitem__(1, 5.0),
+    "setitem slices": lambda x: x.__setitem__((slice(1, 3), slice(None, None, 2)), torch.ones(6)),
+    "setitem mask": lambda x: x.__setitem__(x > 0, 5.0),
+    "setitem mask of rows": lambda x: x.__setitem__(torch.tensor([True, False, True, False]), torch.ones(12)),
+    "setitem integers": lambda x: x.__setitem__(torch.tensor([0, 2]), torch.ones(12)),
+    "setitem itself": lambda x: x.__setitem__(0, x[1]),
+    "diagonal": lambda x: x.diagonal().fill_(7.0),
+    "column": lambda x: x[:, 3].copy_(torch.ones(4)),
+    "row times row": lambda x: x[0].mul_(x[1]),
+    "flatten is a view": lambda x: x.flatten()[3:5].zero_(),
+    "reshape is a view": lambda x: x.reshape(-1).add_(1),
+    "reshape is a copy": lambda x: x.t().reshape(-1).add_(1),
+    "contiguous is a copy": lambda x: x.t().contiguous().add_(1),
+    "contiguous is itself": lambda x: x.contiguous().add_(1),
+    "squeeze": lambda x: x.unsqueeze(0).squeeze(0).add_(1),
+    "strided": lambda x: x.as_strided((2, 3), (12, 1), 1).add_(1),
+    "detached": lambda x: x.detach()[1].zero_(),
+    "data": lambda x: x.data.add_(1),
+    "out=": lambda x: torch.add(x[0], 1, out=x[1]),
+    "masked_fill_": lambda x: x[1:].masked_fill_(x[1:] > 0, 0.0),
+    "in place of itself": lambda x: x.detach().t_().unsqueeze_(0)[0, 2].add_(1),
+    "another dtype": lambda x: x[1:].add_(torch.ones(12, dtype=torch.int64)),
+}
 
 
-def test_views_are_values() -> None:
-    """A view may be written to, or its tensor; the other is not used afterwards, rather than being silently old."""
-    x = shard(torch.ones(4, 2), "b@data _")
-    view, other = x[1], x.t()
-    assert float(view.add_(1).sum()) == 4
-    for old in (x, other):
-        with pytest.raises(ShardingError, match=STALE):
-            old.sum()
-    y = shard(torch.ones(4, 2), "b@data _")
-    view = y.detach()[1]
+@pytest.mark.parametrize("spec", ["_ _", "b@data f@tensor", "_ f@(data tensor)", "(a=2 b@data) _"])
+@pytest.mark.parametrize("name", THROUGH)
+def test_writes_through_views(name: str, spec: str) -> None:
+    expected, x = X.clone(), shard(X.clone(), spec)
+    before = x.sharding
+    old, seen = x.t(), expected.t()
+    THROUGH[name](expected)
+    THROUGH[name](x)
+    assert x.sharding == before
+    torch.testing.assert_close(x.full_tensor(), expected)
+    torch.testing.assert_close(old.full_tensor(), seen, msg="a view from before the write shows it")
+
+
+def test_a_write_reaches_views_of_views_and_no_copies() -> None:
+    x = shard(torch.zeros(4, 6), "b@data _")
+    rows, copy = x[1:], x.clone()
+    column = rows[:, 2]
+    x.add_(1)
+    column.mul_(5)
+    assert column.tolist() == [5, 5, 5]
+    assert rows.sum().item() == 18 + 12
+    assert x[0].tolist() == [1] * 6
+    assert copy.sum().item() == 0
+
+
+def test_views_outlive_their_tensor() -> None:
+    view = shard(torch.zeros(4, 6), "b@data _")[1:]
+    view[0].add_(2)
+    assert view.sum().item() == 12
+
+
+def test_a_view_that_cannot_be_written_through() -> None:
+    with pytest.raises(ShardingError, match=r"a write through aten\.unfold\.default cannot be traced"):
+        shard(X.clone(), "b@data _").unfold(1, 3, 3).add_(1)
+    x = shard(X, "b@data _")
+    assert torch.equal(x.full_tensor(), X), "nothing was written"
+
+
+OUTS: dict[str, tuple[Callable[[Tensor, Tensor], Any], tuple[int, ...]]] = {
+    "of the same shape": (lambda x, out: torch.add(x, 1, out=out), (4, 12)),
+    "without elements": (lambda x, out: torch.mul(x, 2, out=out), (0,)),
+    "beside scratch memory of torch": (lambda x, out: torch.msort(x, out=out), (4, 12)),
+    "of an op made of others": (lambda x, out: torch.linalg.det(x[:, :4], out=out), ()),
+    "whose shape values decide": (lambda x, out: torch.masked_select(x, x > 0, out=out), (0,)),
+    "resized": (lambda x, out: out.resize_(3).zero_(), (0,)),
+}
+
+
+@pytest.mark.parametrize("spec", ["_ _", "b@data f@tensor"])
+@pytest.mark.parametrize("name", OUTS)
+def test_out(name: str, spec: str) -> None:
+    call, shape = OUTS[name]
+    expected, out = torch.ones(shape), shard(torch.ones(shape), P())
+    call(X, expected)
+    assert call(shard(X, spec), out) is out
+    torch.testing.assert_close(out.full_tensor(), expected)
+
+
+STRIDED: dict[str, Callable[[Tensor], Any]] = {
+    "of a transpose": lambda x: x.t().as_strided((3, 2), (1, 5)),
+    "with the offset of a slice": lambda x: x[1:].as_strided((2, 2), (5, 1)),
+    "outside of a slice": lambda x: x[1:].as_strided((2, 2), (5, 1), 0),
+    "overlapping": lambda x: x.as_strided((3, 3), (1, 1)),
+    "from before a write": lambda x: (x.as_strided((3, 3), (1, 1), 2), x.add_(1))[0],
+}
+
+
+@pytest.mark.parametrize("name", STRIDED)
+def test_as_strided_shows_the_memory_of_the_owner(name: str) -> None:
+    torch.testing.assert_close(STRIDED[name](shard(X.clone(), "b@data _")).full_tensor(), STRIDED[name](X.clone()))
+
+
+def test_new_data() -> None:
+    x, y = shard(torch.zeros(4), "_@data"), shard(torch.ones(6, dtype=torch.float64), "_@tensor")
+    view = x[1:]
+    x.data = y
     y.add_(1)
-    with pytest.raises(ShardingError, match=r"aten.sum.default " + STALE + r"\[2\]"):
-        view.sum()
-    assert float(y[1].sum()) == 4
-    z = shard(torch.ones(4, 2), "b@data _")
-    z[0] = 5.0
-    with pytest.raises(ShardingError, match=STALE):
-        z.sum()
+    assert (sl.typeof(x), x.dtype, x.tolist()) == ("f64[6@tensor]", torch.float64, [2.0] * 6)
+    assert view.tolist() == [0, 0, 0]
+    with pytest.raises(ShardingError, match="is set to a plain tensor of shape"):
+        x.data = torch.ones(6)
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "indices": lambda x: [x[None, ..., 0], x[[0, 2]], x[torch.tensor([1, -1])], x[..., None], x[-1], x[1, 2], x[::2]],
+    "masks": lambda x: [x[x > 0], x[torch.tensor([True, False, True, True])], x.masked_select(x < 0)],
+    "shapes that values decide": lambda x: [(x > 0).nonzero(), torch.unique((x > 0).long()), torch.where(x > 0)],
+    "python values": lambda x: [len(x), x.tolist(), bool(x[0, 0] == 0), x[1, 1].item(), 0.0 in x, [0][x[0, 0].long()]],
+    "comparisons": lambda x: [torch.equal(x, x.clone()), torch.allclose(x, x + 1e-9), torch.equal(x, x + 1)],
+    "iteration": lambda x: [row.sum() for row in x],
+    "numpy": lambda x: torch.from_numpy(x.numpy()),
+    "dtypes": lambda x: [x.double(), x.half(), x.to(torch.int64), x.bool()],
+    "new ones": lambda x: [x.new_tensor([1.0, 2.0]), x.new_zeros(3), torch.zeros_like(x), x.new_full((2,), 3)],
+    "lists": lambda x: [torch.cat([x, x]), torch.stack([x, x], 1), torch._foreach_mul([x, x], 2.0)],
+    "norms": lambda x: [x.norm(), torch.linalg.vector_norm(x, dim=1), x.var(), x.std(0)],
+    "complex": lambda x: [torch.complex(x, x + 1).conj() * 1j, torch.complex(x, x + 1).conj().imag],
+    "shapes alone": lambda x: (x + 1).to("meta").shape,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", ["_ _", "b@data f@tensor", "b@(data tensor) _"])
+@pytest.mark.parametrize("name", READS)
+def test_reads(name: str, spec: str) -> None:
+    torch.testing.assert_close(_whole(READS[name](shard(X, spec))), READS[name](X))
 
 
 def test_inference_mode() -> None:
@@ -233,7 +381,223 @@ def test_functional_gradient() -> None:
     torch.testing.assert_close(_whole(found), expected)
 
 
+def test_gradients_through_writes() -> None:
+    def f(w: Tensor, x: Tensor) -> Tensor:
+        y = (x @ w.t()).clone()
+        y[1:] = y[1:] * 2
+        y[0].mul_(3)
+        y.t()[2].add_(w[:, 0].sum())
+        return (y**2).sum()
+
+    w = torch.randn(6, 12)
+    plain, placed = w.clone().requires_grad_(), shard(w.clone().requires_grad_(), "f@tensor _")
+    f(plain, X).backward()
+    f(placed, shard(X, "b@data _")).backward()
+    torch.testing.assert_close(placed.grad.full_tensor(), plain.grad)
+
+
+def test_double_backward_hooks_and_retained_gradients() -> None:
+    def f(x: Tensor) -> list[Tensor]:
+        x = x.detach().requires_grad_()
+        h = x.sin()
+        h.retain_grad()
+        h.register_hook(lambda g: g * 2)
+        (g,) = torch.autograd.grad((h * x).sum(), x, create_graph=True)
+        (g**2).sum().backward()
+        return [x.grad, h.grad]
+
+    torch.testing.assert_close(_whole(f(shard(X, "b@data _"))), f(X))
+
+
+def test_moving_has_gradients() -> None:
+    w = torch.randn(4, 6)
+    x = shard(w.clone().requires_grad_(), "b@data _")
+    weight = torch.randn(4, 6)
+    (x.redistribute("_ f@tensor") * shard(weight, P())).sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), weight)
+    assert x.grad.sharding == x.sharding
+    x.grad = None
+    (x.full_tensor() * weight).sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), weight)
+
+
+TRANSFORMS: dict[str, Callable[[Tensor], Any]] = {
+    "vjp": lambda x: torch.func.vjp(lambda y: y.sin() * y, x)[1](torch.ones_like(x)),
+    "jvp": lambda x: torch.func.jvp(lambda y: (y.sin() * y).sum(1), (x,), (torch.ones_like(x),)),
+    "jacrev": lambda x: torch.func.jacrev(lambda y: y.sin().sum(0))(x),
+    "hessian": lambda x: torch.func.hessian(lambda y: (y**3).sum())(x[0]),
+    "vmap": lambda x: torch.func.vmap(lambda row: row.sin().sum())(x),
+    "vmap of grad": lambda x: torch.func.vmap(torch.func.grad(lambda row: F.linear(row, x).sin().sum()))(x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch.func.jvp calls it
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms(name: str) -> None:
+    torch.testing.assert_close(_whole(TRANSFORMS[name](shard(X, "b@data f@tensor"))), TRANSFORMS[name](X))
+
+
+def test_pieces_carry_no_marks() -> None:
+    """A piece that is only marked as a conjugate, or as negated, would be sent without its mark."""
+    z = torch.complex(shard(X, "b@data _"), shard(X, "b@data _"))
+    for marked in (z.conj(), z.conj().imag):
+        assert not any(s.data.is_conj() or s.data.is_neg() for s in marked.shards)
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = torch.nn.Linear(12, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(F.gelu(self.up(x))))
+
+
+PLACES = {"up.weight": "f@tensor _", "up.bias": "f@tensor", "down.weight": "_ f@tensor", "down.bias": "_@data"}
+
+
+def _net() -> tuple[Net, Net]:
+    """The same network twice: plain, and with placed parameters."""
+    torch.manual_seed(0)
+    plain, placed = Net(), Net()
+    for name, p in plain.named_parameters():
+        module, _, last = name.rpartition(".")
+        setattr(
+            placed.get_submodule(module), last, torch.nn.Parameter(shard(p.detach().clone(), PLACES.get(name, P())))
+        )
+    return plain, placed
+
+
+TARGET = torch.tensor([0, 5, 2, 2])
+
+
+def _loss(net: Net, x: Tensor) -> Tensor:
+    return F.cross_entropy(net(x), TARGET)
+
+
+def _checkpointed(net: Net, x: Tensor) -> None:
+    checkpoint: Any = torch.utils.checkpoint.checkpoint
+    F.cross_entropy(checkpoint(net, x, use_reentrant=False), TARGET).backward()
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+
+
+def _steps(make: Callable[[Any], torch.optim.Optimizer]) -> Callable[[Net, Tensor], None]:
+    def train(net: Net, x: Tensor) -> None:
+        optimizer = make(net.parameters())
+        for _ in range(2):
+            optimizer.zero_grad()
+            _loss(net, x).backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            optimizer.step()
+
+    return train
+
+
+def _averaged(net: Net, x: Tensor) -> None:
+    other = copy.deepcopy(net)
+    _steps(lambda p: torch.optim.SGD(p, lr=0.1))(net, x)
+    with torch.no_grad():
+        for mine, theirs in zip(net.parameters(), other.parameters(), strict=True):
+            mine.lerp_(theirs, 0.3).mul_(0.9).add_(theirs, alpha=0.1)
+
+
+def _stored(net: Net, x: Tensor) -> None:
+    file = io.BytesIO()
+    torch.save(net.state_dict(), file)
+    file.seek(0)
+    for p in net.parameters():
+        p.data.zero_()
+    net.load_state_dict(torch.load(file, weights_only=True))
+
+
+def _assigned(net: Net, x: Tensor) -> None:
+    net.load_state_dict({name: 2 * value for name, value in net.state_dict().items()}, assign=True)
+
+
+MODULES: dict[str, Callable[[Net, Tensor], None]] = {
+    "sgd": _steps(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1)),
+    "sgd foreach": _steps(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True)),
+    "adamw": _steps(lambda p: torch.optim.AdamW(p, amsgrad=True)),
+    "adamw foreach": _steps(lambda p: torch.optim.AdamW(p, foreach=True)),
+    "checkpointing": _checkpointed,
+    "averaging": _averaged,
+    "state in a file": _stored,
+    "state assigned": _assigned,
+    "dtype": lambda net, x: net.to(torch.float64).float().bfloat16().float() and None,
+    "frozen": lambda net, x: net.requires_grad_(False) and None,
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules(name: str) -> None:
+    plain, placed = _net()
+    before = [p.sharding for p in placed.parameters()]
+    MODULES[name](plain, X)
+    MODULES[name](placed, shard(X, "b@data _"))
+    for p, q in zip(placed.parameters(), plain.parameters(), strict=True):
+        assert isinstance(p, torch.nn.Parameter)
+        assert (p.dtype, p.requires_grad) == (q.dtype, q.requires_grad)
+        torch.testing.assert_close(p.full_tensor().detach(), q.detach(), rtol=1e-4, atol=1e-5)
+    assert [p.sharding for p in placed.parameters()] == before
+
+
+def test_threads() -> None:
+    x = shard(X, "b@data _")
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda i: (x * i).sum().item(), range(16)))
+    assert found == pytest.approx([float(X.sum() * i) for i in range(16)], rel=1e-5)
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def on_ranks() -> list[float]:
+    with Mesh(data=2):
+        x, w = shard(X.clone(), "b@data _"), shard(torch.ones(12, 6).requires_grad_(), "_ f@data")
+        view = x.t()
+        x[1:].mul_(2)
+        y = F.layer_norm(x @ w, (6,)) + view.t()[:, :6]
+        (y**2).sum().backward()
+        again = pickle.loads(pickle.dumps(x))
+        return [y.sum().item(), w.grad.sum().item(), again.sum().item(), x[x > 0].sum().item()]
+
+
+@pytest.mark.ranks
+def test_ranks_compute_what_virtual_devices_do() -> None:
+    assert only(run_ranks(on_ranks, 2)) == pytest.approx(on_ranks(), rel=1e-5)
+
+
 # --- errors -----------------------------------------------------------------------------------------------------------
+
+
+REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "address": (lambda x: x.data_ptr(), "has no address"),
+    "resize": (lambda x: x.resize_(3), "that it does not fit"),
+    "storage": (lambda x: x.set_(), "has no storage of its own"),
+    "sparse": (lambda x: x.to_sparse(), "is strided"),
+    "wrong out=": (lambda x: torch.add(x, 1, out=x.new_zeros(3)), "that it does not fit"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    call, text = REFUSED[name]
+    with pytest.raises(ShardingError, match=text):
+        call(shard(X, "b@data _"))
+
+
+@pytest.mark.parametrize(
+    "call", [lambda x: x @ x, lambda x: x + torch.ones(5), lambda x: x.view(5), lambda x: x.t().view(-1)]
+)
+def test_errors_of_torch_are_torchs(call: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(RuntimeError) as expected:
+        call(X)
+    with pytest.raises(type(expected.value)) as found:
+        call(shard(X, "b@data _"))
+    assert not isinstance(found.value, ShardingError)
 
 
 def test_two_meshes() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh, shard
-from shardlib.axis import span
+from shardlib.pieces import span
 from shardlib.layout import Axis, Factor, Layout
 from shardlib.lower.move import Mover, member_coords
 from shardlib.lower.program import Collective, Instr, Program, Var, reads

@@ -19,7 +19,7 @@ X, W = torch.randn(4, 6, dtype=torch.float64), torch.randn(6, 6, dtype=torch.flo
 
 
 def ops(traced):
-    names = (str(n.target).removeprefix("aten.") for n in traced.graph.graph.nodes if n.op == "call_function")
+    names = (str(n.target).removeprefix("aten.").removeprefix("shardlib.") for n in traced.graph.graph.nodes if n.op == "call_function")
     return [name.split(".")[0] if "getitem" not in name else "getitem" for name in names]
 
 
@@ -83,12 +83,22 @@ def test_results_that_are_apart_stay_apart():
     assert same.outputs[0] is same.outputs[1]
 
 
-def test_random_numbers_are_neither_merged_nor_dropped():
+def test_draws_have_numbers_of_their_own():
     traced = normalise(trace(lambda x: (torch.rand(3), x.sin(), torch.rand(3)), (X,)))
-    assert ops(traced).count("rand") == 2
+    assert ops(traced).count("draw") == 2
     assert normalise(trace(lambda x: torch.rand(3) - torch.rand(3), (X,)))(X).all()
     traced = normalise(trace(lambda x: (torch.rand(3), torch.rand(3))[1], (X,)))
-    assert ops(traced).count("rand") == 2
+    assert ops(traced) == ["call_key", "draw"]
+    nothing = normalise(trace(lambda x: (torch.rand(3), x.sin())[1], (X,)))
+    assert ops(nothing) == ["call_key", "sin"]  # the call takes a number from the generator all the same
+
+
+def test_draws_lie_beside_inputs():
+    """What is made on the way to a draw, only for its shape, is not kept."""
+    traced = normalise(trace(lambda x: (torch.rand_like(x), torch.rand_like(x.sin()), x.clone().normal_()), (X,)))
+    likes = [n.args[1] and n.args[1].name for n in traced.graph.graph.nodes if "draw" in str(n.target)]
+    assert likes == ["x", None, "x"]
+    assert "sin" not in ops(traced)
 
 
 def test_checkpointing_survives():

@@ -26,6 +26,7 @@ aten = torch.ops.aten
         ("k, k -> | k:sum", "k, k -> | k:sum"),
         ("s d, t d -> s d | t:round(s) s:lend(t)", "s d, t d -> s d | t:round(s) s:lend(t)"),
         ("->", "->"),
+        ("... _  _,~_ _ -> ... _ a", "... _ _, ~_ _ -> ... _ a"),
         ("c, -> , | c:sum", "c, -> , | c:sum"),
     ],
 )

@@ -7,11 +7,12 @@ import types
 import shardlib as sl
 
 PUBLIC = [
-    "Mesh", "current_mesh", "P", "Spec", "ShardedTensor", "shard", "typeof", "to_dtensor", "from_dtensor",
+    "Mesh", "current_mesh", "P", "Spec", "ShardedTensor", "shard", "typeof", "visualize", "to_dtensor", "from_dtensor",
     "jit", "Plan", "check", "comm_budget", "rule",
     "shard_map", "psum", "pmean", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute",
     "axis_index", "axis_size",
     "grad", "value_and_grad", "vmap",
+    "global_random",
     "ShardingError",
 ]  # fmt: skip
 

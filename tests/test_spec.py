@@ -106,7 +106,7 @@ def test_bad_text_is_pointed_at(text, caret, fault):
         parse(text)
     assert str(error.value) == (
         f"spec {text!r} cannot be read: {fault}\n    {text}\n    {' ' * caret}^\n"
-        "Rule: a spec is dims separated by spaces: name, name@axis, name@(a b), _, (a b), ..., and ? behind an open dim"
+        "Rule: a spec is dims separated by spaces: name, name@axis, name@(a b)=[5 3], _, (a b), ..., ? behind open dims"
     )
 
 

@@ -13,6 +13,7 @@ import torch
 import shardlib as sl
 from shardlib import Mesh, P, ShardedTensor, ShardingError, shard
 from shardlib.layout import Layout
+from tests.ranks import run_ranks
 
 RULES = {"batch": "data", "heads": "tensor", "ff": "tensor"}
 X = torch.arange(60.0).view(5, 12)
@@ -71,12 +72,14 @@ def test_place_and_gather(shape, spec, sizes, layout, shapes, mesh: Mesh) -> Non
     assert torch.equal(x.full_tensor(), whole)
 
 
-def test_placing_copies_no_gradient_history() -> None:
+def test_placing_a_leaf_makes_a_leaf_and_anything_else_keeps_its_history() -> None:
     w = torch.ones(4, requires_grad=True)
     x = shard(w, "_@data")
     assert x.requires_grad
     assert x.is_leaf
-    assert not shard(w * 2, P()).full_tensor().requires_grad
+    (shard(w * 2, "_@tensor") * torch.arange(4.0)).sum().backward()
+    assert torch.equal(w.grad, 2 * torch.arange(4.0))
+    assert not x.to_local().requires_grad
 
 
 def test_equal_pieces_are_shared() -> None:
@@ -170,7 +173,61 @@ def test_copies(way: str, detached: bool) -> None:
     )
     with torch.no_grad():
         y.add_(1)
-    assert torch.equal(x.full_tensor(), X)
+    assert torch.equal(x.full_tensor(), X + 1 if way == "copy" else X), "only a shallow copy is the same memory"
+
+
+def test_deep_copies_have_gradients_of_their_own() -> None:
+    x = shard(X.clone().requires_grad_(), "batch ff")
+    (x * 2).sum().backward()
+    y = copy.deepcopy({"first": x, "second": x})
+    assert y["first"] is y["second"]
+    y["first"].grad.zero_()
+    assert x.grad.sum().item() == 2 * X.numel()
+    with pytest.raises(RuntimeError, match="graph leaves"):
+        copy.deepcopy(x * 2)
+
+
+def test_stored_tensors_come_back_onto_the_current_mesh_if_it_has_their_axes(mesh: Mesh) -> None:
+    x = shard(X, "batch ff")
+    text = pickle.dumps(torch.nn.Parameter(x))
+    other = Mesh(mesh.axes, rules={"batch": "tensor"})
+    with other:
+        y = pickle.loads(text)
+        assert y.mesh is other
+    with Mesh(x=3):
+        z = pickle.loads(text)
+        assert z.mesh == mesh
+    assert isinstance(y, torch.nn.Parameter)
+    assert torch.equal(y.full_tensor(), X)
+    assert (y.sharding, z.sharding) == (x.sharding, x.sharding)
+
+
+def test_files_hold_nothing_but_tensors_text_and_numbers() -> None:
+    file = io.BytesIO()
+    torch.save({"w": shard(X, "batch ff")}, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=True)["w"].full_tensor(), X)
+
+
+def ranks_store() -> bytes:
+    with Mesh(data=2):
+        return pickle.dumps(shard(torch.arange(4.0), "_@data"))
+
+
+@pytest.mark.ranks
+def test_a_rank_stores_its_own_piece() -> None:
+    mine, other = run_ranks(ranks_store, 2)
+    assert run_ranks(ranks_load, 2, [mine, other]) == [[0, 1, 2, 3], [0, 1, 2, 3]]
+    with pytest.raises(ShardingError, match="it is the piece of rank 1, this process is no rank"):
+        pickle.loads(other)
+
+
+def ranks_load(stored: list[bytes]) -> list[float]:
+    rank = torch.distributed.get_rank()
+    with pytest.raises(ShardingError, match=f"the piece of rank {1 - rank}, this is rank {rank}"):
+        pickle.loads(stored[1 - rank])
+    found: list[float] = pickle.loads(stored[rank]).tolist()
+    return found
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +15,9 @@ from shardlib.graph import Op
 from shardlib.layout import Axis, Coords, Factor, Layout
 from shardlib.lower.move import member_coords, position
 from shardlib.lower.program import Collective, Instr, Var, leaves
-from shardlib.lower.sym import Sym, offset
+from shardlib.lower.sym import Sym, local_size, offset
 from shardlib.memory import local_bytes
+from shardlib.pieces import fullest
 from shardlib.propagate.flood import Factor as OpFactor
 from shardlib.reshard import Axes
 from shardlib.rules.rule import Labels
@@ -39,12 +42,27 @@ class LocalForm:
         return tuple(a for x in self._lowering.factors(self._op, [factor]) for a in self._assignment.get(x, ()))
 
     def size(self, factor: str) -> Sym | int:
+        if factor not in self.rule.sizes:
+            return 1
         return self._lowering.label_size(self._op, factor, self._assignment)
 
     def offset(self, factor: str) -> Sym | int:
+        if factor not in self.rule.sizes:
+            return 0
         (first, *rest) = self._lowering.factors(self._op, [factor]) or [(factor, 0)]
         inner = math.prod(self._lowering.leaf_size(self._op, x) for x in rest)
         return offset(self._lowering.leaf_size(self._op, first), self._assignment.get(first, ())) * inner
+
+    def pieces(self, factor: str) -> list[tuple[Sym | int, Sym | int, int]]:
+        out: list[tuple[Sym | int, Sym | int, int]] = []
+        for x in self._lowering.factors(self._op, [factor]):
+            n, axes = self._lowering.leaf_size(self._op, x), self._assignment.get(x, ())
+            if out and not axes:
+                size, begin, whole = out[-1]
+                out[-1] = size * int(n), begin * int(n), whole * int(n)
+            else:
+                out.append((local_size(n, axes), offset(n, axes), int(n)))
+        return out
 
     def ways(self, factor: str) -> int:
         return reshard.ways(self.axes(factor))
@@ -59,6 +77,60 @@ class LocalForm:
             return value.at(there)  # type: ignore[no-any-return]
 
         return Sym(at, value.axes | set(axes), f"{value.text} elsewhere on {' '.join(map(str, axes))}")
+
+    def position(self, factor: str) -> Sym | int:
+        axes = Axis.merge(self.axes(factor))
+        return Sym(lambda c: position(c, axes), frozenset(axes), f"position({factor})") if axes else 0
+
+    def calc(self, function: Callable[..., Any], *values: Any) -> Any:
+        """Worked out at once, so that what is alike everywhere is no symbol, and nothing is worked out twice."""
+        syms = [v for v in values if isinstance(v, Sym)]
+        if not syms:
+            return function(*values)
+        axes = frozenset(a for v in syms for a in v.axes)
+        names = sorted({a.name for a in axes})
+        table = {
+            tuple(c[n] for n in names): function(*(v.at(c) if isinstance(v, Sym) else v for v in values))
+            for c in _everywhere(axes)
+        }
+        if len(alike := set(table.values())) == 1:
+            return alike.pop()
+        return Sym(lambda c: table[tuple(c[n] for n in names)], axes, f"calc({' '.join(names)})")
+
+    def values(self, value: Any, factor: str) -> list[set[Any]]:
+        axes = Axis.merge(self.axes(factor))
+        out: list[set[Any]] = [set() for _ in range(self.ways(factor))]
+        for coords in _everywhere((*axes, *(value.axes if isinstance(value, Sym) else ()))):
+            out[position(coords, axes)].add(value.at(coords) if isinstance(value, Sym) else value)
+        return out
+
+    def send(
+        self, value: Var, factor: str, pairs: Sequence[tuple[int, int]], shape: Sequence[Sym | int], *, name: str
+    ) -> Var:
+        low, axes = self._lowering, Axis.merge(self.axes(factor))
+        read = frozenset(a for n in shape if isinstance(n, Sym) for a in n.axes)
+        source = {dst: src for src, dst in pairs}
+
+        def there(coords: Coords, member: int) -> list[int]:
+            at = member_coords(coords, axes, member)
+            return [n.at(at) if isinstance(n, Sym) else n for n in shape]
+
+        def received(coords: Coords) -> int:
+            here = position(coords, axes)
+            return math.prod(there(coords, source.get(here, here)))
+
+        params: dict[str, Any] = {"pairs": list(pairs)}
+        if read:
+            every = lambda coords: [there(coords, i) for i in range(self.ways(factor))]
+            params["shapes"] = Sym(every, read | frozenset(axes), f"shapes({name})")
+        out = Var(f"{name}.halo", None, value.dtype)
+        nbytes = max(map(received, _everywhere((*axes, *read)))) * value.dtype.itemsize
+        reason = f"{self._op.name} needs of {name} what others hold along {factor}"
+        because = (self._op, factor, name, "exchanged at the borders")
+        low.program.steps.append(
+            Collective("ppermute", axes, value, out, params, nbytes, "sum", low.line, low.backward, reason, because)
+        )
+        return out
 
     def ppermute(
         self,
@@ -78,7 +150,7 @@ class LocalForm:
         def shapes(coords: Coords) -> list[list[int]]:
             return [list(layout.local_shape(member_coords(coords, axes, holds(i)))) for i in range(self.ways(factor))]
 
-        if any(f.size % reshard.ways(f.axes) for f in layout.factors):
+        if not all(f.even for f in layout.factors):
             params["shapes"] = Sym(shapes, frozenset(layout.axes), f"shapes({layout})")
         low.program.steps.append(
             Collective(
@@ -100,8 +172,10 @@ class LocalForm:
     def op(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         n = sum(r.real_type.isSubtypeOf(torch._C.TensorType.get()) for r in target._schema.returns)
         name = f"{self._op.name}.{target._schema.name.split('::')[-1]}"
-        dtype = kwargs.get("dtype") or next((a.dtype for a in leaves(args, Var)), torch.float32)
+        dtype = kwargs.get("dtype") or _result_dtype(target, [a.dtype for a in leaves(args, Var)])
         outs = tuple(Var(name, None, dtype) for _ in range(max(1, n)))
+        for out, r in zip(outs, target._schema.returns, strict=False):
+            out.dtype = torch.int64 if r.name == "indices" else dtype
         if target is self._op.target:  # one more call of the op itself
             for out, result in zip(outs, self._op.results, strict=True):
                 out.dtype = dtype if result is None else result.dtype
@@ -109,13 +183,14 @@ class LocalForm:
         low.program.steps.append(Instr(target, args, kwargs, outs, low.line, low.backward, f"part of {self._op.name}"))
         return outs[0] if len(outs) == 1 else outs
 
-    def all_reduce(self, value: Var, factor: str, kind: str) -> Var:
+    def all_reduce(self, value: Var, factor: str, kind: str, labels: Labels | None = None) -> Var:
         low, axes = self._lowering, self.axes(factor)
         if not axes:
             return value  # another of the factors that the local form is for is cut
         out = Var(f"{value.name}.reduced", None, value.dtype)
         n = reshard.ways(axes)
-        nbytes = 2 * self._small_bytes() * (n - 1) / n
+        size = self._small_bytes() if labels is None else local_bytes(Var("", self._layout(labels, "", 1), value.dtype))
+        nbytes = 2 * size * (n - 1) / n
         low.program.steps.append(
             Collective(
                 "all_reduce",
@@ -133,13 +208,47 @@ class LocalForm:
         )
         return out
 
+    def all_gather(self, value: Var, factor: str, dim: int, labels: Labels, size: Sym | int = 1) -> Var:
+        low, axes = self._lowering, Axis.merge(self.axes(factor))
+        if not axes:
+            return value
+        n = reshard.ways(axes)
+        each = [self.of(size, factor, lambda _, i=i: i) for i in range(n)]  # type: ignore[misc]
+
+        def sizes(coords: Coords) -> list[int]:
+            return [s.at(coords) if isinstance(s, Sym) else s for s in each]
+
+        total = sum(sizes(dict.fromkeys(low.program.mesh.axis_names, 0)))
+        dims = list(self._layout(labels, factor, 1).dims)
+        dims[dim] = (Factor(total),)
+        out = Var(f"{value.name}.gathered", Layout(tuple(dims)), value.dtype)
+        even = not isinstance(size, Sym)
+        low.program.steps.append(
+            Collective(
+                "all_gather",
+                axes,
+                value,
+                out,
+                {"dim": dim, "sizes": each if even else Sym(sizes, frozenset(axes), f"{size} of each")},
+                local_bytes(out) * (n - 1) / n,
+                "sum",
+                low.line,
+                low.backward,
+                f"{self._op.name} needs what each piece of {factor} came to",
+                because=(self._op, factor),
+            )
+        )
+        return out
+
     def _layout(self, labels: Labels, factor: str, parts: int) -> Layout:
         """The layout of a tensor of these labels, or of one of `parts` equal parts along `factor` of every piece."""
         low, op = self._lowering, self._op
 
         def one(x: OpFactor) -> Factor:
             size = low.leaf_size(op, x)
-            return Factor(size // parts if x == (factor, 0) else size, Axis.merge(self._assignment.get(x, ())))
+            if parts > 1 and x == (factor, 0):
+                size //= parts
+            return Factor(size, Axis.merge(self._assignment.get(x, ())))
 
         return Layout(tuple(tuple(one(x) for x in low.factors(op, names)) for names in labels)).canonical
 
@@ -151,5 +260,25 @@ class LocalForm:
         for names in self.rule.results[0]:
             for x in self._lowering.factors(self._op, names):
                 if x[0] not in self.rule.local_factors:
-                    n *= -(-self._lowering.leaf_size(self._op, x) // reshard.ways(self._assignment.get(x, ())))
+                    n *= fullest(self._lowering.leaf_size(self._op, x), Axis.merge(self._assignment.get(x, ())))
         return n
+
+
+def _result_dtype(target: Any, operands: Sequence[torch.dtype]) -> torch.dtype:
+    """The dtype of what an op without a `dtype` makes of its operands."""
+    name = target._schema.name.removeprefix("aten::")
+    if name in _COMPARES:
+        return torch.bool
+    behind = operands[1:] if name == "where" else operands
+    if torch.Tag.pointwise not in target.tags:
+        behind = behind[:1]
+    return functools.reduce(torch.promote_types, behind) if behind else torch.float32
+
+
+_COMPARES = ("eq", "ne", "lt", "le", "gt", "ge", "isnan", "logical_and", "logical_or", "logical_not", "any", "all")
+
+
+def _everywhere(axes: Iterable[Axis]) -> Iterator[dict[str, int]]:
+    """Coordinates of all devices, along the mesh axes that `axes` are of."""
+    lengths = {a.name: a.of for a in axes}
+    return (dict(zip(lengths, at, strict=True)) for at in itertools.product(*map(range, lengths.values())))

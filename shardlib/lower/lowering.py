@@ -28,6 +28,7 @@ from shardlib.lower.program import Instr, Program, Step, Var
 from shardlib.lower.sym import Sym, local_size, product
 from shardlib.mesh import Mesh
 from shardlib.propagate import Propagated
+from shardlib.propagate.estimate import settled
 from shardlib.propagate.flood import Factor as OpFactor
 from shardlib.propagate.units import is_constraint, looks_through, value_factors
 from shardlib.reshard import Axes, Cut
@@ -70,19 +71,23 @@ class Lowering:
     def run(self) -> Program:
         for value in self.graph.inputs:
             cut = self.p.input_cut(value)
-            var = Var(value.name, self._layout(value, cut), value.dtype, value, (cut, Owed()))
+            as_given = self.flood.apart.get(value, value)
+            var = Var(value.name, self._layout(as_given, cut), value.dtype, as_given, (cut, Owed()))
             self.program.inputs.append(var)
             if value.constant:
                 self.constants[value, ()] = var
             else:
-                self.have[value][cut, Owed()] = var
+                self.have[as_given][cut, Owed()] = var
         for value, tensor in self.graph.captured:
             var = Var(value.name, Layout.replicated(value.shape), value.dtype)
             self.program.captured.append((var, tensor))
             self.constants[value, ()] = var
+        for value in self.graph.inputs:
+            if value in self.flood.apart and self.readers[value]:
+                self.reader = "the program"
+                self._as(self.flood.apart[value], value, self.p.input_cut(value))
         for op in self.graph.ops:
-            constant = all(r is None or r.constant for r in op.results)
-            if not constant and not looks_through(op):
+            if not op.constant and not looks_through(op):
                 self.line, self.backward, self.reader = op.line, op.backward, op
                 self._op(op)
         for i, value in enumerate(self.graph.outputs):
@@ -95,10 +100,16 @@ class Lowering:
         if is_constraint(op):
             result = op.results[0]
             assert result is not None
-            self._as(op.operands[0], result, self.flood.fixed[result][0])
+            said, cut = self.flood.apart.get(result, result), self.flood.fixed[result][0]
+            self._as(op.operands[0], said, cut)
+            if said is not result:
+                self._as(said, result, cut)
             return
         if op.manual:
             self._manual(op)
+            return
+        if op.kind == "call_key":
+            self._call_key(op)
             return
         if op.rule is None:
             self._replicated(op)
@@ -130,6 +141,17 @@ class Lowering:
             if result is not None:
                 self._settle(var, result, (((),) * len(self.flood.leaves(result)), Owed()))
 
+    def _call_key(self, op: Op) -> None:
+        """The first device draws the key, the others hold 0: a pending sum over the mesh."""
+        mesh, (result,) = self.program.mesh, op.results
+        assert result is not None
+        axes = tuple(p for name, n in mesh.axes.items() if n > 1 for p in Axis(name, n).primes())
+        first = Sym(lambda c: int(not any(c.values())), frozenset(axes), "first device") if axes else 1
+        args, kwargs = substitute(op.node, [])
+        kwargs |= {"lead": first, "apart": mesh.kind == "distributed"}
+        (var,) = self._call(op.target, args, kwargs, op.results)
+        self._settle(var, result, ((), Owed(axes)))
+
     def _manual(self, op: Op) -> None:
         """Per-device code of a shard_map body, as it is written."""
         result = op.results[0]
@@ -146,7 +168,10 @@ class Lowering:
         if op.kind == "from_local":
             assert result is not None
             (var,) = self._call(torch.ops.aten.alias.default, (operands[0],), {}, op.results)
-            self._settle(var, result, (self.flood.fixed[result][0], Owed()))
+            said, cut = self.flood.apart.get(result, result), self.flood.fixed[result][0]
+            self._settle(var, said, (cut, Owed()))
+            if said is not result:
+                self._as(said, result, cut)
         elif op.kind.startswith("manual_"):
             assert result is not None
             self.have[result][(), Owed()] = manual.collective(self.program, op, operands[0], self._fresh_name(result))
@@ -197,7 +222,8 @@ class Lowering:
             # All of them: beside an empty shard's 0, a -1 left over in a shape would mean nothing.
             size = product([self.label_size(op, n, assignment) for n in names])
             args, kwargs = put(args, kwargs, path, size * k)
-        flops = rule.flops / math.prod(reshard.ways(axes) for x, axes in assignment.items() if x[0] not in rule.rounds)
+        tied = {*rule.rounds, *rule.follows}
+        flops = rule.flops / math.prod(reshard.ways(axes) for x, axes in assignment.items() if x[0] not in tied)
         if rule.local is not None and cut_labels & rule.local_factors:
             before = len(self.program.steps)
             out = rule.local(LocalForm(self, op, assignment, args, kwargs))
@@ -246,6 +272,8 @@ class Lowering:
                 assert form is not None
                 for x, axes in zip(value_factors(self.flood, op, i, operand=True), form[0], strict=True):
                     fits = fits and (x is None or assignment.get(x, ()) == axes)
+            for t, s in (*rule.rounds.items(), *rule.follows.items()):
+                fits = fits and set(assignment.get((t, 0), ())) <= set(assignment.get((s, 0), ()))
             owed = forms[0][1] if forms[0] else Owed()
             if fits and self._worth_carrying(op, linear, assignment, owed):
                 return assignment, owed, linear
@@ -346,11 +374,21 @@ class Lowering:
         return self._move(value, source, steps)
 
     def _as(self, value: Value, target: Value, cut: Cut) -> Var:
-        """`value` in a cut of `target`, the same tensor under another annotation: its factors may be others."""
-        if target is not value:
+        """`value` in a cut of `target`, the same tensor under another annotation: with other factors, or pieces."""
+        if target is not value and self._repieced(value, target):
+            if (cut, Owed()) not in self.have[target]:
+                if not self.have[value]:  # a view
+                    self._get(value, cut)
+                self._move(target, *self._cheapest(value, cut, target), value)
+        elif target is not value:
             near = self.flood.across(cut, target, value)
             self.have[target][self.flood.across(near, value, target), Owed()] = self._get(value, near)
         return self._get(target, cut)
+
+    def _repieced(self, a: Value, b: Value) -> bool:
+        """Whether two forms of a tensor have the same factors, and some of them in other pieces."""
+        dims = zip(self.flood.value[a], self.flood.value[b], strict=True)
+        return self.flood.value[a] != self.flood.value[b] and all(self.flood.alike(x, y) for x, y in dims)
 
     def _ready_cheaply(self, value: Value, want: Cut) -> bool:
         """Whether a view that exists already reaches `want` for less than its operand does."""
@@ -372,17 +410,25 @@ class Lowering:
     def _cheapest_price(self, value: Value, want: Cut) -> float:
         return reshard.seconds(self._cheapest(value, want)[1])
 
-    def _cheapest(self, value: Value, want: Cut) -> tuple[Form, tuple[reshard.Hop, ...]]:
+    def _cheapest(
+        self, value: Value, want: Cut, target: Value | None = None
+    ) -> tuple[Form, tuple[reshard.Hop, ...]]:
         sizes, itemsize = self.flood.sizes(value), value.dtype.itemsize
+        into = None if target is None else self.flood.sizes(target)
         options = [
-            (form, reshard.route(sizes, itemsize, form[0], want, form[1].axes, form[1].kind))
+            (form, reshard.route(sizes, itemsize, form[0], want, form[1].axes, form[1].kind, into))
             for form in self.have[value]
         ]
         return min(options, key=lambda o: (reshard.seconds(o[1]), len(o[1])))
 
-    def _move(self, value: Value, source: Form, hops: Sequence[reshard.Hop]) -> Var:
-        """Emit `hops` from `source`; every stop on the way is a form that others may start from."""
-        var, owed = self.have[value][source], source[1]
+    def _move(
+        self, value: Value, source: Form, hops: Sequence[reshard.Hop], origin: Value | None = None
+    ) -> Var:
+        """Emit `hops` from `source`; every stop on the way is a form that others may start from.
+
+        From a form of `origin`, which has other pieces, only the end is.
+        """
+        var, owed = self.have[origin or value][source], source[1]
         for hop in hops:
             step = hop.step
             if step.kind in ("reduce_scatter", "all_reduce"):
@@ -393,19 +439,22 @@ class Lowering:
                 step,
                 var,
                 hop.dims,
-                self._layout(value, *form),
+                self._layout(value, *form, hop.sizes),
                 name=self._fresh_name(value),
                 line=self.line,
                 backward=self.backward,
-                reason=self._reason(value, source, form),
+                reason=self._reason(value, source, form, origin),
                 because=(value, self.reader),
             )
             var.value, var.form = value, form
-            self.have[value].setdefault(form, var)
+            if origin is None:
+                self.have[value].setdefault(form, var)
+        if origin is not None:
+            self.have[value][hops[-1].after if hops else source[0], Owed()] = var
         return var
 
-    def _reason(self, value: Value, source: Form, form: Form) -> str:
-        made = self._typed(value, *source)
+    def _reason(self, value: Value, source: Form, form: Form, origin: Value | None) -> str:
+        made = self._typed(origin or value, *source)
         reader = self.reader.name if isinstance(self.reader, Op) else self.reader
         return f"{value.name} is {made}, {reader} needs {self._typed(value, *form)}"
 
@@ -488,14 +537,9 @@ class Lowering:
         complete = [form for form in self.have[value] if not form[1]]
         if complete:
             return complete[0][0]
-        out = list(cut)
-        for axis in owed.axes:
-            for j, leaf in enumerate(self.flood.leaves(value)):
-                ways = reshard.ways(out[j]) * axis.size
-                if any(w.axis == axis for w in self.flood.wants.get(leaf, ())) and self.flood.dims.size(leaf) >= ways:
-                    out[j] = (*out[j], axis)
-                    break
-        return tuple(out)
+        wants = self.flood.wants
+        leaves = [([w.axis for w in wants.get(x, ())], self.flood.dims.size(x)) for x in self.flood.leaves(value)]
+        return settled(cut, owed.axes, leaves)
 
     # Small helpers --------------------------------------------------------------------------------------------------
 
@@ -515,9 +559,11 @@ class Lowering:
         axes = iter(cut)
         return tuple(tuple((self.flood.dims.size(x), next(axes)) for x in leaves) for leaves in self.flood.value[value])
 
-    def _layout(self, value: Value, cut: Cut, owed: Owed = Owed()) -> Layout:
+    def _layout(self, value: Value, cut: Cut, owed: Owed = Owed(), sizes: Sequence[int] | None = None) -> Layout:
         pending = (Pending(Axis.merge(owed.axes), owed.kind),) if owed else ()
-        return Layout(tuple(tuple(Factor(n, a) for n, a in dim) for dim in self._dims(value, cut)), pending).canonical
+        dims = self._dims(value, cut)
+        feed = iter(n for dim in dims for n, _ in dim) if sizes is None else iter(sizes)
+        return Layout(tuple(tuple(Factor(next(feed), a) for _, a in dim) for dim in dims), pending).canonical
 
     def _typed(self, value: Value, cut: Cut, owed: Owed) -> str:
         return f"[{self._layout(value, cut, owed)}]"

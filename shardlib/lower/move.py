@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
-from shardlib.layout import Axis, Coords, Layout, span
+from shardlib.axis import Axis, Coords
+from shardlib.layout import Layout
 from shardlib.lines import Line
 from shardlib.lower.program import Collective, Instr, Program, Var
 from shardlib.lower.sym import Sym, local_size, product
+from shardlib.pieces import even, span
 from shardlib.reshard import Axes, Step, ways
 
 aten = torch.ops.aten
@@ -42,34 +44,30 @@ class Mover:
         if step.kind == "all_reduce":
             self._collective(step, var, out, {}, line, backward, reason, because)
             return out
-        new = _recut(dims, step.result)
+        new = _recut(dims, step)
         if step.kind == "slice":
             d, k = _locate(dims, step.factor)
             x, at, shape = self._expose(var, dims, [(d, k)], new)
             (where,) = at
-            size, post = _size_after(dims, d, k, pairs=((d, k),))
-            start, length = _relative(size, dims[d][k][1], new[d][k][1])
+            post = _after(dims, d, k, pairs=((d, k),))
+            start, length = _relative(*dims[d][k], *new[d][k])
             self._instr(aten.narrow.default, (x, where, start * post, length * post), out, line, backward)
             return self._restore(out, shape, new, name, line, backward)
         pairs = [_locate(dims, step.factor)] + ([_locate(dims, step.to)] if step.kind == "all_to_all" else [])
         x, at, shape = self._expose(var, dims, pairs, new)
         d, k = pairs[0]
-        size, post = _size_after(dims, d, k, pairs)
-        if step.kind == "all_to_all":
+        post = _after(dims, d, k, pairs)
+        if step.kind == "all_to_all" and step.factor == step.to:
+            sizes = _exchanged(dims[d][k], new[d][k], step.axes, post)
+            params: dict[str, Any] = {"split_dim": at[0], "split_sizes": sizes, "concat_dim": at[0], "concat_sizes": []}
+        elif step.kind == "all_to_all":
             (e, m) = pairs[1]
-            to_size, to_post = _size_after(dims, e, m, pairs)
-            n = ways(step.axes)
-            split = local_size(to_size, new[e][m][1]) * to_post
-            concat = local_size(size, dims[d][k][1]) * post
-            params: dict[str, Any] = {
-                "split_dim": at[1],
-                "split_sizes": [split] * n,
-                "concat_dim": at[0],
-                "concat_sizes": [concat] * n,
-            }
+            split = _member_sizes(*new[e][m], step.axes, _after(dims, e, m, pairs))
+            concat = _member_sizes(*dims[d][k], step.axes, post)
+            params = {"split_dim": at[1], "split_sizes": split, "concat_dim": at[0], "concat_sizes": concat}
         else:
-            finer = dims[d][k][1] if step.kind == "all_gather" else new[d][k][1]
-            params = {"dim": at[0], "sizes": _member_sizes(size, finer, step.axes, post)}
+            finer = dims[d][k] if step.kind == "all_gather" else new[d][k]
+            params = {"dim": at[0], "sizes": _member_sizes(*finer, step.axes, post)}
         self._collective(step, x, out, params, line, backward, reason, because)
         return self._restore(out, shape, new, name, line, backward)
 
@@ -83,7 +81,7 @@ class Mover:
                     out = Var(name, None, var.dtype)
                     x, (where,), shape = self._expose(var, have, [(d, k)], new)
                     post = product([n for n, _ in dim[k + 1 :]])
-                    start, length = _relative(size, (), axes)
+                    start, length = _relative(size, (), size, axes)
                     self._instr(aten.narrow.default, (x, where, start * post, length * post), out, line, False)
                     var, have = self._restore(out, shape, new, name, line, False), new
         return var
@@ -110,7 +108,8 @@ class Mover:
         self, var: Var, dims: LocalDims, pairs: list[tuple[int, int]], new: LocalDims
     ) -> tuple[Var, list[int], bool]:
         """View `var` so that each of `pairs` leads a dim of its own: (view, where they are, whether to view back)."""
-        splits = sorted({(d, k) for d, k in pairs if any(_local(n, a) != 1 for n, a in dims[d][:k])})
+        before = {(d, k): [p for p in pairs if p[0] == d and p[1] < k] for d, k in pairs}
+        splits = sorted(p for p in {*pairs} if before[p] or any(_local(n, a) != 1 for n, a in dims[p[0]][: p[1]]))
         at = [d + sum(split <= (d, k) for split in splits) for d, k in pairs]
         if not splits:
             return var, at, False
@@ -145,15 +144,15 @@ def _locate(dims: LocalDims, flat: int) -> tuple[int, int]:
     raise IndexError(flat)
 
 
-def _size_after(dims: LocalDims, d: int, k: int, pairs: Sequence[tuple[int, int]]) -> tuple[int, Any]:
-    """The factor's size, and the local size of what stands behind it in the dim that `_expose` made for it."""
+def _after(dims: LocalDims, d: int, k: int, pairs: Sequence[tuple[int, int]]) -> Any:
+    """The local size of what stands behind a factor in the dim that `_expose` made for it."""
     stop = min([m for e, m in pairs if e == d and m > k], default=len(dims[d]))
-    return dims[d][k][0], product([_local(n, a) for n, a in dims[d][k + 1 : stop]])
+    return product([_local(n, a) for n, a in dims[d][k + 1 : stop]])
 
 
-def _recut(dims: LocalDims, cut: tuple[Axes, ...]) -> LocalDims:
-    axes = iter(cut)
-    return tuple(tuple((n, next(axes)) for n, _ in dim) for dim in dims)
+def _recut(dims: LocalDims, step: Step) -> LocalDims:
+    after = iter(zip(step.sizes, step.result, strict=True))
+    return tuple(tuple(next(after) for _ in dim) for dim in dims)
 
 
 def _replace(dims: LocalDims, d: int, k: int, axes: Axes) -> LocalDims:
@@ -161,12 +160,12 @@ def _replace(dims: LocalDims, d: int, k: int, axes: Axes) -> LocalDims:
     return (*dims[:d], (*dim[:k], (dim[k][0], axes), *dim[k + 1 :]), *dims[d + 1 :])
 
 
-def _relative(size: int, old: Axes, new: Axes) -> tuple[Any, Any]:
-    """Start and length of a device's piece under `new` inside its piece under `old`."""
+def _relative(whole: int, old: Axes, size: int, new: Axes) -> tuple[Any, Any]:
+    """Start and length of a device's piece of `size` under `new` inside its piece of `whole` under `old`."""
     old, new = Axis.merge(old), Axis.merge(new)
 
     def start(c: Coords) -> int:
-        return span(size, new, c)[0] - span(size, old, c)[0]
+        return span(size, new, c)[0] - span(whole, old, c)[0]
 
     return Sym(start, frozenset(new), f"start({size})"), local_size(size, new)
 
@@ -175,19 +174,35 @@ def _member_sizes(size: int, finer: Axes, group: Axes, post: Any) -> Any:
     """Sizes of the group's members along the dim, in group order; the group's axes are the minor ones of `finer`."""
     finer = Axis.merge(finer)
     n = ways(group)
-    if size % ways(finer) == 0 and not isinstance(post, Sym):
+    if even(size, finer) and not isinstance(post, Sym):
         return [size // ways(finer) * post] * n
 
     def at(coords: Coords) -> list[int]:
-        inner = post.at(coords) if isinstance(post, Sym) else post
-        sizes = []
-        for i in range(n):
-            start, stop = span(size, finer, member_coords(coords, group, i))
-            sizes.append((stop - start) * inner)
-        return sizes
+        inner = _here(post, coords)
+        pieces = (span(size, finer, member_coords(coords, group, i)) for i in range(n))
+        return [(stop - start) * inner for start, stop in pieces]
 
-    rest = frozenset(finer) | (post.axes if isinstance(post, Sym) else frozenset())
-    return Sym(at, rest, f"sizes({size})")
+    return Sym(at, frozenset(finer) | _axes(post), f"sizes({size})")
+
+
+def _exchanged(old: tuple[int, Axes], new: tuple[int, Axes], group: Axes, post: Any) -> Sym:
+    """How much each member of the group sends to each, when a factor's pieces change from `old` to `new`."""
+    (have, before), (want, after) = ((n, Axis.merge(a)) for n, a in (old, new))
+
+    def at(coords: Coords) -> list[list[int]]:
+        members, inner = [member_coords(coords, group, i) for i in range(ways(group))], _here(post, coords)
+        held, wanted = ([span(n, a, c) for c in members] for n, a in ((have, before), (want, after)))
+        return [[max(0, min(b, d) - max(a, c)) * inner for c, d in wanted] for a, b in held]
+
+    return Sym(at, frozenset((*before, *after)) | _axes(post), f"exchanged({have})")
+
+
+def _here(n: Any, coords: Coords) -> int:
+    return int(n.at(coords) if isinstance(n, Sym) else n)
+
+
+def _axes(n: Any) -> frozenset[Axis]:
+    return n.axes if isinstance(n, Sym) else frozenset()
 
 
 def position(coords: Coords, group: Axes) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shardlib.layout import Axis, Coords, span
+from shardlib.axis import Axis, Coords
+from shardlib.pieces import even, span
 
 
 class Sym:
@@ -45,6 +47,10 @@ class Sym:
         """1 where equal, else 0."""
         return self._with(other, lambda a, b: int(a == b), "==")
 
+    def at_most(self, other: int) -> Sym:
+        """The smaller of the two."""
+        return self._with(other, min, "at most")
+
     def __rsub__(self, other: int) -> Sym:
         return self._with(other, lambda a, b: b - a, "rsub")
 
@@ -58,11 +64,8 @@ class Sym:
 def local_size(size: int, axes: Sequence[Axis]) -> Sym | int:
     """How many of `size` elements cut over `axes` a device holds: an int where all hold the same."""
     axes = Axis.merge(axes)  # parts of one mesh axis cut as one
-    n = 1
-    for a in axes:
-        n *= a.size
-    if size % n == 0:
-        return size // n
+    if even(size, axes):
+        return size // math.prod(a.size for a in axes)
 
     def at(coords: Coords) -> int:
         start, stop = span(size, axes, coords)

@@ -10,6 +10,7 @@ from shardlib.layout import Axis
 from shardlib.mesh import Mesh
 from shardlib.propagate.decide import Decider
 from shardlib.propagate.flood import Fixed, Flood, flood
+from shardlib.propagate.refine import refine
 from shardlib.propagate.units import Unit, Units, build_units
 from shardlib.reshard import Cut
 
@@ -44,5 +45,5 @@ def propagate(
 ) -> Propagated:
     """Decide every op's cut; `fixed`, `outputs` and `doors` hold what the user decided."""
     flooded = flood(graph, fixed, outputs, doors)
-    units = build_units(graph, flooded)
-    return Propagated(flooded, units, Decider(graph, flooded, units, mesh), doors, outputs)
+    decider = refine(graph, flooded, mesh, Decider(graph, flooded, build_units(graph, flooded), mesh))
+    return Propagated(flooded, decider.units, decider, doors, outputs)

@@ -7,7 +7,7 @@ and keeps the best end.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardlib.graph import Graph
@@ -33,13 +33,41 @@ class Decision:
         return f"{self.axis} -> {self.winner} ({others}; {self.units} alike)"
 
 
+def _contradicted(flood: Flood) -> Iterator[str]:
+    """Mesh axes that some annotation keeps off a class which wants them elsewhere."""
+    fixed = [(flood.leaves(value), cut) for value, (cut, _) in flood.fixed.items()]
+    for leaves, cut in fixed:
+        for leaf, axes in zip(leaves, cut, strict=True):
+            yield from (w.axis.name for w in flood.wants.get(leaf, ()) if w.axis not in axes)
+
+
 class Decider:
     """The search; `unit_cut(unit)` is the answer."""
 
-    def __init__(self, graph: Graph, flood: Flood, units: Units, mesh: Mesh) -> None:
+    def __init__(
+        self, graph: Graph, flood: Flood, units: Units, mesh: Mesh, start: Callable[[Unit], Order] | None = None
+    ) -> None:
+        self.units = units
         self.problem = Problem(graph, flood, units, mesh)
         self.estimate = Estimate(self.problem)
-        self.choices: Choices = self._search()
+        self.rivals = {name: self._rivals(name) for name in self.problem.atoms}
+        # Annotations that nothing contradicts are followed: only where there is a conflict may an axis stay unused.
+        self.contested = {name for name, rivals in self.rivals.items() if rivals} | set(_contradicted(flood))
+        self.followers = self._followers()
+        if start is None:
+            self.choices: Choices = self._search()
+        else:
+            self.choices = [start(members[0]) for members in self.problem.members]
+            self._descend(self.choices, quiet=False)
+
+    @property
+    def seconds(self) -> float:
+        """The estimated time of the whole program."""
+        return self.estimate.total(self.choices)
+
+    def order(self, unit: Unit) -> Order:
+        """The choice of a unit, for every mesh axis."""
+        return self.choices[self.problem.kind[unit]]
 
     # The search -----------------------------------------------------------------------------------------------------
 
@@ -58,7 +86,7 @@ class Decider:
             for name in self.problem.atoms:
                 starts = [
                     [self._start(k, first, last, best[k]) for k in range(len(self.problem.members))]
-                    for role in self._rivals(name)
+                    for role in self.rivals[name]
                     for first, last in ((nobody | {name: (role,)}, nobody), (nobody, nobody | {name: (role,)}))
                 ]
                 for choices in (*starts, *self._alike(name, best)):
@@ -75,7 +103,7 @@ class Decider:
         value, neither gains by doing so alone."""
         a = list(self.problem.atoms).index(name)
         units = [members[0] for members in self.problem.members]
-        for preferred in ([unit.rounds for unit in units], [unit.lends for unit in units]):
+        for preferred in ([{**unit.rounds, **unit.follows} for unit in units], [unit.lends for unit in units]):
             choices = list(given)
             for kind in range(len(units)):
                 slots = self.problem.candidates[kind].get(name, ())
@@ -116,33 +144,70 @@ class Decider:
             )
         return tuple(choice)
 
-    def _alternatives(self, kind: Kind, name: str) -> list[Choice]:
+    def _alternatives(self, kind: Kind, name: str, *, idle_too: bool = False) -> list[Choice]:
         slots = self.problem.candidates[kind].get(name, [])
         if self.problem.members[kind][0].alone:
             # An axis may be shared: some of it cuts heads, the rest passes keys round. It is never left unused: whoever
             # cuts a sequence has no room for the whole of it.
             orders = [(i, j, *(k for k in slots if k not in (i, j))) for i, j in itertools.permutations(slots, 2)]
             return orders or [tuple(slots)]
-        return [(i, *(j for j in slots if j != i)) for i in slots] + ([()] if slots else [])
+        idle: list[Choice] = [()] if slots and (idle_too or name in self.contested) else []
+        return [(i, *(j for j in slots if j != i)) for i in slots] + idle
 
-    def _descend(self, choices: Choices) -> None:
+    def _descend(self, choices: Choices, *, quiet: bool = True) -> None:
+        """Improve one kind at a time until nothing does; without `quiet`, only those beside which something moves."""
         improved = True
         while improved:
             improved = False
             for kind in range(len(self.problem.members)):
+                if not quiet and not self.estimate.moves(kind, choices):
+                    continue
                 for a, name in enumerate(self.problem.mesh.axis_names):
                     alternatives = self._alternatives(kind, name)
                     if len(alternatives) < 2:
                         continue
-                    current = choices[kind]
-                    best, best_cost = current, self.estimate.kind_cost(kind, choices)
+                    moving = (kind, *self.followers[kind])
+                    current = best = [choices[k] for k in moving]
+                    best_cost = self.estimate.cost(moving, choices)
                     for alternative in alternatives:
-                        choices[kind] = (*current[:a], alternative, *current[a + 1 :])
-                        cost = self.estimate.kind_cost(kind, choices)
+                        self._put(choices, moving, current)
+                        choices[kind] = (*current[0][:a], alternative, *current[0][a + 1 :])
+                        for follower in self.followers[kind]:
+                            self._follow(choices, follower, a, name)
+                        cost = self.estimate.cost(moving, choices)
                         if cost < best_cost * (1 - 1e-9):
-                            best, best_cost = choices[kind], cost
-                    choices[kind] = best
+                            best, best_cost = [choices[k] for k in moving], cost
+                    self._put(choices, moving, best)
                     improved |= best != current
+
+    def _follow(self, choices: Choices, kind: Kind, a: int, name: str) -> None:
+        """Give `kind` what is best for mesh axis `name` as everything else stands."""
+        current = choices[kind]
+        ways = [(*current[:a], way, *current[a + 1 :]) for way in self._alternatives(kind, name)]
+
+        def cost(choice: Order) -> float:
+            choices[kind] = choice
+            return self.estimate.kind_cost(kind, choices)
+
+        choices[kind] = min((current, *ways), key=cost)
+
+    @staticmethod
+    def _put(choices: Choices, kinds: tuple[Kind, ...], orders: Sequence[Order]) -> None:
+        for kind, order in zip(kinds, orders, strict=True):
+            choices[kind] = order
+
+    def _followers(self) -> list[tuple[Kind, ...]]:
+        """For every kind, the inputs beside it that nobody annotated: they go where their readers want them."""
+        free = {
+            k
+            for k, (unit, *_) in enumerate(self.problem.members)
+            if not unit.ops and all(v.op is None for v in unit.values)
+        }
+        out: list[dict[Kind, None]] = [{} for _ in self.problem.members]
+        for record in self.problem.records:
+            for kind in record.kinds:
+                out[kind] |= dict.fromkeys(k for k in record.kinds if k in free and k != kind)
+        return [tuple(found) for found in out]
 
     # The answer -----------------------------------------------------------------------------------------------------
 
@@ -157,7 +222,7 @@ class Decider:
             return None
         a = self.problem.mesh.axis_names.index(name)
         rows: dict[tuple[tuple[Axis, ...], ...], tuple[str, float, Choice]] = {}
-        for alternative in self._alternatives(kind, name):
+        for alternative in self._alternatives(kind, name, idle_too=True):
             choices = list(self.choices)
             choices[kind] = (*choices[kind][:a], alternative, *choices[kind][a + 1 :])
             cut = self.estimate.cut(kind, choices[kind])
@@ -174,7 +239,9 @@ class Decider:
             takers = tuple(i for i in choice if any(a.name == name for a in cut[i]))
         names = []
         for slot in takers:
-            if slot in rounds:
+            if slot in self.problem.members[kind][0].follows:
+                names.append(self._role_name(kind, rounds[slot]))
+            elif slot in rounds:
                 names.append(f"{self._role_name(kind, rounds[slot])}, with {self._role_name(kind, slot)} passed round")
             elif all(rounds.get(i) != slot for i in takers):
                 names.append(self._role_name(kind, slot))

@@ -5,17 +5,21 @@ size become one, a larger leaf is split at the other's boundary. All leaves that
 
 Two dims can be unified only if their boundaries chain by divisibility: (2 6) and (4 3) become (2 2 3), but (2 3) and (3
 2) have no common refinement, and then nothing happens.
+
+A class has one size: where pieces of it are chosen, all that is the same dim is cut there. The first choice stands.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import count, pairwise
 
+from shardlib.pieces import Pieces
 from shardlib.spread import spread
 
 Leaf = int
+Lock = tuple[tuple[int, ...], Pieces | None]  # ways (major first), and the pieces where they are chosen
 
 
 class Dims:
@@ -25,7 +29,9 @@ class Dims:
         self._parent: list[Leaf] = []
         self._size: list[int] = []
         self._parts: list[tuple[Leaf, Leaf] | None] = []  # (major, minor) once split
-        self._ways: list[frozenset[tuple[int, ...]]] = []  # cuts that a split must leave expressible
+        self._locks: list[frozenset[Lock]] = []  # cuts that a split must leave expressible
+        self._pieces: dict[Leaf, tuple[int, Pieces]] = {}  # of classes with chosen pieces: (its rank, the size)
+        self.order = count()  # ranks for `choose`, in the order of the annotations
 
     def new(self, size: int) -> list[Leaf]:
         """A dim of its own; dims of size 1 have no leaves."""
@@ -34,7 +40,7 @@ class Dims:
         self._parent.append(len(self._parent))
         self._size.append(size)
         self._parts.append(None)
-        self._ways.append(frozenset())
+        self._locks.append(frozenset())
         return [len(self._parent) - 1]
 
     def find(self, leaf: Leaf) -> Leaf:
@@ -58,17 +64,29 @@ class Dims:
         return out
 
     def size(self, leaf: Leaf) -> int:
-        return self._size[self.find(leaf)]
-
-    def lock(self, leaf: Leaf, ways: Sequence[int]) -> None:
-        """Demand that splits of `leaf` keep a cut into `ways` (major first) expressible on the parts."""
+        """Its size; `Pieces` where the class has chosen ones."""
         leaf = self.find(leaf)
-        self._ways[leaf] |= {tuple(ways)}
+        return self._pieces[leaf][1] if leaf in self._pieces else self._size[leaf]
+
+    def lock(self, leaf: Leaf, ways: Sequence[int], pieces: Pieces | None = None) -> None:
+        """Demand that splits of `leaf` keep a cut into `ways` (major first), or `pieces`, expressible on the parts."""
+        leaf = self.find(leaf)
+        self._locks[leaf] |= {(tuple(ways), pieces)}
+
+    @property
+    def chosen(self) -> bool:
+        """Whether any class has chosen pieces."""
+        return bool(self._pieces)
+
+    def choose(self, leaf: Leaf, pieces: Pieces, rank: int) -> None:
+        """Cut the class of `leaf` into `pieces`, unless a choice of lower `rank` stands."""
+        leaf = self.find(leaf)
+        self._pieces[leaf] = min(self._pieces.get(leaf, (rank, pieces)), (rank, pieces), key=lambda choice: choice[0])
 
     def refine(self, dim: Sequence[Leaf], sizes: Sequence[int]) -> list[list[Leaf]] | None:
         """Split `dim` at the boundaries of `sizes` (major first); the leaves of each part, or None if it cannot be."""
         dim = self.leaves(dim)
-        parts = [self.new(n) for n in sizes]
+        parts = [self.new(int(n)) for n in sizes]
         return parts if self.unify([leaf for p in parts for leaf in p], dim) else None
 
     def unify(self, a: Sequence[Leaf], b: Sequence[Leaf]) -> bool:
@@ -76,9 +94,9 @@ class Dims:
         left, right = self.leaves(a), self.leaves(b)
         if left == right:
             return True
-        if 0 in (sizes := [*map(self.size, left)]) or 0 in map(self.size, right):
+        if 0 in (sizes := [self._size[x] for x in left]) or 0 in (self._size[x] for x in right):
             # Nothing can be said of boundaries in an empty dim.
-            if sizes != [*map(self.size, right)]:
+            if sizes != [self._size[x] for x in right]:
                 return False
         elif not self._refinable(left, right) or not self._repeats_fit(left, right):
             return False
@@ -98,7 +116,10 @@ class Dims:
                 right[-1:] = self._halves(y)
             elif self._size[x] == self._size[y]:
                 self._parent[y] = x
-                self._ways[x] |= self._ways[y]
+                self._locks[x] |= self._locks[y]
+                if y in self._pieces:
+                    rank, pieces = self._pieces.pop(y)
+                    self.choose(x, pieces, rank)
                 left.pop(), right.pop()
             elif not (
                 self._split(x, self._size[y]) if self._size[x] > self._size[y] else self._split(y, self._size[x])
@@ -119,9 +140,9 @@ class Dims:
         if len(leaves) == len(left) + len(right):
             return True
         trial = Dims()
-        copy = {leaf: trial.new(self.size(leaf))[0] for leaf in leaves}
+        copy = {leaf: trial.new(int(self.size(leaf)))[0] for leaf in leaves}
         for leaf, same in copy.items():
-            trial._ways[same] = self._ways[self.find(leaf)]
+            trial._locks[same] = self._locks[self.find(leaf)]
         return trial._merge([copy[x] for x in left], [copy[x] for x in right])
 
     def _halves(self, leaf: Leaf) -> tuple[Leaf, Leaf]:
@@ -143,23 +164,57 @@ class Dims:
         for leaf in reversed(leaves):
             outer = inner * self.size(leaf)
             cuts = [c for c in chain if inner < c < outer]
-            for ways in self._ways[self.find(leaf)] if cuts else ():
+            for lock in self._locks[self.find(leaf)] if cuts else ():
                 edges = [inner, *cuts, outer]
                 sizes = [y // x for x, y in pairwise(edges)][::-1]
-                if spread(sizes, ways) is None:
+                if shares(sizes, lock) is None:
                     return False
             inner = outer
         return True
 
     def _split(self, leaf: Leaf, minor: int) -> bool:
         major, rest = divmod(self._size[leaf], minor)
-        shares = {ways: spread([major, minor], ways) for ways in self._ways[leaf]}
-        if rest or None in shares.values():
+        parted = [shares([major, minor], lock) for lock in self._locks[leaf]]
+        if rest or None in parted:
             return False
         (major_leaf,), (minor_leaf,) = self.new(major), self.new(minor)
         self._parts[leaf] = (major_leaf, minor_leaf)
-        for ways, share_of in shares.items():
-            for part, share in zip((major_leaf, minor_leaf), share_of or (), strict=True):
-                if share:
-                    self.lock(part, [ways[i] for i in share])
+        for locks in parted:
+            for part, (ways, pieces) in zip((major_leaf, minor_leaf), locks or (), strict=True):
+                if ways:
+                    self.lock(part, ways, pieces)
+        if leaf in self._pieces:
+            rank, chosen = self._pieces.pop(leaf)
+            if isinstance(size := divided(chosen, minor), Pieces):
+                self.choose(major_leaf, size, rank)
         return True
+
+
+def shares(sizes: Sequence[int], lock: Lock) -> list[Lock] | None:
+    """What is left of a cut for each of the parts of `sizes` (major first) of what it cuts; None if it has no place.
+
+    Chosen pieces are made of whole rows of the minor parts: then they are pieces of the major part.
+
+    Example:
+        >>> from shardlib.axis import Axis
+        >>> pieces = Pieces((20, 12, 32, 0), (Axis("data", 4),))
+        >>> [size.sizes for _, size in shares([16, 4], ((2, 2), pieces)) if size]
+        [(5, 3, 8, 0)]
+        >>> shares([8, 8], ((2, 2), pieces)) is None
+        True
+    """
+    ways, pieces = lock
+    if pieces is None:
+        found = spread(sizes, ways)
+        return None if found is None else [(tuple(ways[i] for i in share), None) for share in found]
+    size = divided(pieces, math.prod(sizes[1:]))
+    if size is None:
+        return None
+    return [(ways, size if isinstance(size, Pieces) else None), *(((), None) for _ in sizes[1:])]
+
+
+def divided(size: Pieces, by: int) -> int | None:
+    """The size of what `size` has `by` elements of each; None if a piece ends inside one."""
+    if by == 0 or any(n % by for n in size.sizes):
+        return None
+    return Pieces.of([n // by for n in size.sizes], size.axes)

@@ -28,11 +28,14 @@ class Estimate:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self._touching: dict[Kind, list[Record]] = defaultdict(list)
-        for record in problem.records:
+        # Records are known by their number here: they hash slowly.
+        self._records = list(problem.records.items())
+        self._touching: dict[Kind, list[int]] = defaultdict(list)
+        for i, (record, _) in enumerate(self._records):
             for kind in record.kinds:
-                self._touching[kind].append(record)
-        self._cost_memo: dict[tuple[Record, tuple[Order, ...]], float] = {}
+                self._touching[kind].append(i)
+        self._cost_memo: list[dict[tuple[Order, ...], float]] = [{} for _ in self._records]
+        self._work_memo: dict[tuple[Kind, Order], float] = {}
         self._cut_memo: dict[tuple[Kind, Order], tuple[tuple[Axis, ...], ...]] = {}
 
     def cut(self, kind: Kind, choice: Order) -> tuple[tuple[Axis, ...], ...]:
@@ -57,10 +60,16 @@ class Estimate:
         self._cut_memo[key] = tuple(result)
         return self._cut_memo[key]
 
-    def record_cost(self, record: Record, choices: Choices) -> float:
-        key = (record, tuple(choices[k] for k in record.kinds))
-        if (known := self._cost_memo.get(key)) is not None:
-            return known
+    def record_cost(self, i: int, choices: Choices) -> float:
+        """Seconds of the reshards of all values that record number `i` stands for."""
+        record, count = self._records[i]
+        key = tuple([choices[k] for k in record.kinds])
+        memo = self._cost_memo[i]
+        if (known := memo.get(key)) is None:
+            known = memo[key] = self._reshards(record, choices) * count
+        return known
+
+    def _reshards(self, record: Record, choices: Choices) -> float:
 
         def resolve(end: End) -> tuple[Cut, tuple[Axis, ...]]:
             if end.kind is None:
@@ -85,11 +94,21 @@ class Estimate:
             best = min(reshard.seconds(reshard.route(record.sizes, record.itemsize, c, want, p)) for c, p in have)
             total += best
             have.append((want, ()))
-        self._cost_memo[key] = total = total * (HOLDING if record.held else 1.0)
-        return total
+        if record.returned is not None and all(pending for _, pending in have):
+            flat_wants = list(zip(record.returned, flat, strict=True))
+            for cut, pending in have:
+                want = settled(cut, pending, flat_wants)
+                total += reshard.seconds(reshard.route(record.sizes, record.itemsize, cut, want, pending))
+        return total * (HOLDING if record.held else 1.0)
 
     def work(self, kind: Kind, choices: Choices) -> float:
         """Seconds of a kind's arithmetic, and of what its ops send while they run."""
+        key = (kind, choices[kind])
+        if (known := self._work_memo.get(key)) is None:
+            known = self._work_memo[key] = self._work(kind, choices)
+        return known
+
+    def _work(self, kind: Kind, choices: Choices) -> float:
         cut = self.cut(kind, choices[kind])
         total = sum(s / math.prod(_ways(cut[i]) for i in slots) for s, slots in self.problem.compute[kind])
         for p in self.problem.passed[kind]:
@@ -99,16 +118,45 @@ class Estimate:
             total += local * (passed - 1 + (held - 1) / held)
             # All ways of doing attention on a cut sequence count as many messages: their bytes shall decide.
             total += p.times * reshard.COLLECTIVE_LATENCY * ((held > 1) + 2 * (passed > 1 and p.operand))
+        for b in self.problem.borders[kind]:
+            if (n := _ways(cut[b.slot])) > 1:
+                messages, rows = b.sent(n)
+                total += b.seconds * rows / math.prod(_ways(cut[i]) for i in b.slots)
+                total += b.times * messages * reshard.COLLECTIVE_LATENCY
         return total
 
     def kind_cost(self, kind: Kind, choices: Choices) -> float:
-        return self.work(kind, choices) + sum(
-            self.record_cost(r, choices) * self.problem.records[r] for r in self._touching[kind]
-        )
+        return self.work(kind, choices) + sum([self.record_cost(i, choices) for i in self._touching[kind]])
+
+    def moves(self, kind: Kind, choices: Choices) -> bool:
+        """Whether a value beside this kind is resharded."""
+        return any(self.record_cost(i, choices) for i in self._touching[kind])
+
+    def cost(self, kinds: Sequence[Kind], choices: Choices) -> float:
+        """Seconds of everything that touches one of `kinds`."""
+        if len(kinds) == 1:
+            return self.kind_cost(kinds[0], choices)
+        touched = dict.fromkeys(i for k in kinds for i in self._touching[k])
+        work = sum(self.work(k, choices) for k in kinds)
+        return work + sum([self.record_cost(i, choices) for i in touched])
 
     def total(self, choices: Choices) -> float:
         work = sum(self.work(kind, choices) for kind in range(len(self.problem.members)))
-        return work + sum(self.record_cost(r, choices) * n for r, n in self.problem.records.items())
+        return work + sum([self.record_cost(i, choices) for i in range(len(self._records))])
+
+
+def settled(cut: Cut, pending: Sequence[Axis], leaves: Sequence[tuple[Sequence[Axis], int]]) -> Cut:
+    """Where a sum goes that is returned while it is pending over axes: to leaves, given as (axes it wants, size).
+
+    So gradients land like parameters.
+    """
+    out = list(cut)
+    for axis in pending:
+        for j, (wants, size) in enumerate(leaves):
+            if axis in wants and size >= _ways(out[j]) * axis.size:
+                out[j] = (*out[j], axis)
+                break
+    return tuple(out)
 
 
 def _ways(axes: Sequence[Axis]) -> int:

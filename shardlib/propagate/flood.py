@@ -3,6 +3,10 @@
 Fixed layouts (annotations, placed arguments, output specs) are written down first and lock their factors; then every
 op's rule unifies the dims of its operands and results, forward and backward code alike. What comes out says, for every
 op, which leaves its factors are, and for every class, which mesh axes some annotation put on it.
+
+Where an annotation chooses the pieces of a dim, the class of the dim has these pieces everywhere. A layout that is as
+it is (a placed argument, an annotation with other pieces) and does not agree stands *apart*: as a tensor of its own, of
+which the value is a reshard.
 """
 
 from __future__ import annotations
@@ -12,21 +16,35 @@ from dataclasses import dataclass, field
 
 from shardlib.graph import Graph, Op, Value
 from shardlib.layout import Axis, Layout
-from shardlib.propagate.dims import Dims, Leaf
+from shardlib.layout import Factor as LayoutFactor
+from shardlib.pieces import Pieces, over
+from shardlib.propagate.dims import Dims, Leaf, shares
 from shardlib.reshard import Cut
-from shardlib.spread import spread
 
 Factor = tuple[str, int]  # an op's factor: the rule's label, and which of its leaves
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """A layout that is not ours to choose: the names of its factors, which dims stay open, and who said so."""
+    """A layout that is not ours to choose: the names of its factors, which dims stay open, and who said so.
+
+    `exact` dims (None: all) have the pieces of the layout; others, if cut, are cut where the rest of the program cuts
+    that dim.
+    """
 
     layout: Layout
     names: tuple[tuple[str | None, ...], ...]
     open: tuple[bool, ...]
     source: str
+    exact: tuple[bool, ...] | None = None
+
+    def agrees(self, other: Fixed) -> bool:
+        """Whether the two say the same of one value."""
+        if self.layout.canonical == other.layout.canonical:
+            return True
+        if all(fx.exact is None or any(fx.exact) for fx in (self, other)):
+            return False
+        return self.layout.chunked.canonical == other.layout.chunked.canonical
 
 
 @dataclass
@@ -50,7 +68,10 @@ class Flood:
     fixed: dict[Value, tuple[Cut, Fixed]] = field(default_factory=dict)  # results of constraints, and fixed inputs
     outputs: dict[int, tuple[Cut, Fixed]] = field(default_factory=dict)  # by output position
     doors: dict[Op, tuple[Cut, Fixed]] = field(default_factory=dict)  # how a shard_map body takes its argument
-    apart: dict[int | Op, Value] = field(default_factory=dict)  # outputs, doors whose factors are not their value's
+    # What is fixed in other factors, or other pieces, than its value has: outputs, doors, inputs, constraints' results.
+    apart: dict[int | Op | Value, Value] = field(default_factory=dict)
+    twins: dict[Value, Value] = field(default_factory=dict)  # what stands apart: the value that it is
+    same: dict[Leaf, Leaf] = field(default_factory=dict)  # leaves that differ from another's in their pieces only
     factors: dict[tuple[Op, int, bool], list[Factor | None]] = field(default_factory=dict)  # memo of `value_factors`
 
     def leaves(self, value: Value) -> tuple[Leaf, ...]:
@@ -62,8 +83,12 @@ class Flood:
         out: list[tuple[Axis, ...]] = []
         for mine, theirs in zip(self.value[source], self.value[target], strict=True):
             axes = [next(feed) for _ in mine]
-            out += axes if mine == theirs else [()] * len(theirs)
+            out += axes if self.alike(mine, theirs) else [()] * len(theirs)
         return tuple(out)
+
+    def alike(self, a: Sequence[Leaf], b: Sequence[Leaf]) -> bool:
+        """Whether two dims have the same factors, in whatever pieces."""
+        return [self.same.get(x, x) for x in a] == [self.same.get(x, x) for x in b]
 
     def sizes(self, value: Value) -> tuple[tuple[int, ...], ...]:
         """The sizes of the leaves, per dim."""
@@ -109,20 +134,20 @@ def flood(
         end_parts[key] = _write_down(f.dims, dims_of(value), fx)
         if None in end_parts[key]:
             # It has other factors than an annotation of the same value: that is a reshard, not a contradiction.
-            apart = f.apart[key] = Value(value.name, value.shape, value.dtype, None)
+            apart = f.apart[key] = _twin(f, value)
             end_parts[key] = _write_down(f.dims, dims_of(apart), fx)
 
     raw_labels: dict[Op, dict[str, list[Leaf]]] = {}
     for value in graph.inputs:
         dims_of(value)
     for op in graph.ops:
-        if op.rule is not None and not _all_constant(op):
+        if op.rule is not None and not op.constant:
             _unify(f, op, raw, raw_labels)
         for result in op.results:
             if result is not None and not result.constant:
                 dims_of(result)
-    for key, apart in f.apart.items():
-        for mine, theirs in zip(raw[apart], raw[ends[key][0]], strict=True):
+    for apart in f.apart.values():
+        for mine, theirs in zip(raw[apart], raw[f.twins[apart]], strict=True):
             f.dims.unify(mine, theirs)
 
     for value, dims in raw.items():
@@ -131,12 +156,17 @@ def flood(
         f.labels[op] = {name: tuple(f.dims.leaves(leaves)) for name, leaves in labels.items()}
     for value, fx in fixed.items():
         f.fixed[value] = (_settle(f, fx, parts[value]), fx)
-    for key, (_, fx) in ends.items():
+        if f.dims.chosen:
+            _set_apart(f, value, value, fx, parts[value])
+    for key, (value, fx) in ends.items():
         cut = _settle(f, fx, end_parts[key])
+        if f.dims.chosen:
+            _set_apart(f, key, f.apart.get(key, value), fx, end_parts[key])
         if isinstance(key, int):
             f.outputs[key] = (cut, fx)
         else:
             f.doors[key] = (cut, fx)
+    _follow(f)
     for value, (cut, fx) in list(f.fixed.items()):
         f.fixed[value] = (_open(f, f.value[value], cut, fx), fx)
     for i, (cut, fx) in list(f.outputs.items()):
@@ -144,12 +174,50 @@ def flood(
     return f
 
 
-def _all_constant(op: Op) -> bool:
-    return all(r is None or r.constant for r in op.results)
+def _twin(f: Flood, value: Value) -> Value:
+    twin = Value(value.name, value.shape, value.dtype, None)
+    f.twins[twin] = f.twins.get(value, value)
+    return twin
+
+
+def _set_apart(f: Flood, key: int | Op | Value, value: Value, fx: Fixed, parts: list[list[list[Leaf]] | None]) -> None:
+    """Where the pieces of a fixed layout are not those of the classes of its dims, give it a value of its own."""
+    dims = []
+    for d, (groups, factors) in enumerate(zip(parts, fx.layout.dims, strict=True)):
+        dim: list[Leaf] = []
+        for group, factor in zip(groups or (), factors, strict=True):
+            for leaf, axes, size in _shared_out(f.dims, group, factor):
+                if axes and (fx.exact is None or fx.exact[d]) and over(f.dims.size(leaf), axes) != over(size, axes):
+                    (other,) = f.dims.new(int(size))
+                    if isinstance(size, Pieces):
+                        f.dims.choose(other, size, 0)
+                    f.same[other], leaf = leaf, other
+                dim.append(leaf)
+        dims.append(tuple(dim))
+    if tuple(dims) != f.value[value]:
+        twin = f.apart[key] = _twin(f, value)
+        f.value[twin] = tuple(dims)
+
+
+def _shared_out(
+    dims: Dims, group: Sequence[Leaf], factor: LayoutFactor
+) -> Iterator[tuple[Leaf, tuple[Axis, ...], int]]:
+    """The leaves of a factor that is fixed: what cuts each, and its size as the factor has it."""
+    leaves = dims.leaves(group)
+    primes = [p for a in factor.axes for p in a.primes()]
+    pieces = factor.size if isinstance(factor.size, Pieces) else None
+    locks = shares([dims.size(x) for x in leaves], (tuple(p.size for p in primes), pieces)) if leaves else []
+    assert locks is not None, "a locked factor was split where its cut does not allow it"
+    feed = iter(primes)
+    for leaf, (ways, size) in zip(leaves, locks, strict=True):
+        yield leaf, tuple(next(feed) for _ in ways), int(dims.size(leaf)) if size is None else size
 
 
 def _write_down(dims: Dims, raw: list[list[Leaf]], fixed: Fixed) -> list[list[list[Leaf]] | None]:
-    """Split a value's dims as its fixed layout says and lock them; leaves per factor, None where one cannot."""
+    """Split a value's dims as its fixed layout says and lock them; leaves per factor, None where one cannot.
+
+    Pieces that the layout has chosen are its classes', unless an earlier one has chosen others.
+    """
     out: list[list[list[Leaf]] | None] = []
     for leaves, factors in zip(raw, fixed.layout.dims, strict=True):
         parts = dims.refine(leaves, [x.size for x in factors])
@@ -157,12 +225,15 @@ def _write_down(dims: Dims, raw: list[list[Leaf]], fixed: Fixed) -> list[list[li
         for part, factor in zip(parts or [], factors, strict=bool(parts)):
             ways = [p.size for a in factor.axes for p in a.primes()]
             leaves_of_part = dims.leaves(part)
-            shares = spread([dims.size(x) for x in leaves_of_part], ways) if ways else None
-            if ways and leaves_of_part and shares is None:
+            pieces = factor.size if isinstance(factor.size, Pieces) else None
+            locks = shares([dims.size(x) for x in leaves_of_part], (tuple(ways), pieces)) if ways else None
+            if ways and leaves_of_part and locks is None:
                 out[-1] = None
-            for leaf, share in zip(leaves_of_part, shares or [], strict=bool(shares)):
-                if share:
-                    dims.lock(leaf, [ways[i] for i in share])
+            for leaf, (mine, size) in zip(leaves_of_part, locks or [], strict=bool(locks)):
+                if mine:
+                    dims.lock(leaf, mine, size)
+                if size is not None:
+                    dims.choose(leaf, size, next(dims.order))
     return out
 
 
@@ -202,19 +273,36 @@ def _settle(f: Flood, fixed: Fixed, parts: list[list[list[Leaf]] | None]) -> Cut
         assert groups is not None, f"{fixed.source}: dim {d} is not made of its own factors"
         for group, factor, name in zip(groups, factors, fixed.names[d] or (None,) * len(factors), strict=True):
             leaves = f.dims.leaves(group)
-            if not leaves:
-                continue
-            primes = [p for a in factor.axes for p in a.primes()]
-            shares = spread([f.dims.size(x) for x in leaves], [p.size for p in primes])
-            assert shares is not None, "a locked factor was split where its cut does not allow it"
-            for leaf, share in zip(leaves, shares, strict=True):
-                axes = tuple(primes[i] for i in share)
+            for leaf, axes, _ in _shared_out(f.dims, group, factor):
                 cut.append(axes)
                 have = f.wants.setdefault(leaf, [])
                 have += [Want(a, fixed.source) for a in axes if all(w.axis != a for w in have)]
             if name and len(leaves) == 1:
                 f.names.setdefault(leaves[0], name)
     return tuple(cut)
+
+
+def _follow(f: Flood) -> None:
+    """Who wants a factor cut wants those cut that follow it, and those that it follows."""
+    tied: dict[Leaf, dict[Leaf, None]] = {}
+    for op, labels in f.labels.items():
+        assert op.rule is not None
+        for pair in op.rule.follows.items():
+            if not f.whole[op] & set(pair):
+                a, b = (labels[x][0] for x in pair)
+                tied.setdefault(a, {})[b] = None
+                tied.setdefault(b, {})[a] = None
+    queue = [leaf for leaf in tied if leaf in f.wants]
+    while queue:
+        leaf = queue.pop()
+        for other in tied[leaf]:
+            have = f.wants.setdefault(other, [])
+            new = [w for w in f.wants[leaf] if all(w.axis != h.axis for h in have)]
+            if new:
+                have += new
+                queue.append(other)
+            if leaf in f.names:
+                f.names.setdefault(other, f.names[leaf])
 
 
 def _open(f: Flood, dims: tuple[tuple[Leaf, ...], ...], cut: Cut, fixed: Fixed) -> Cut:
@@ -226,7 +314,7 @@ def _open(f: Flood, dims: tuple[tuple[Leaf, ...], ...], cut: Cut, fixed: Fixed) 
     out = []
     for (d, leaf), axes in zip(flat, cut, strict=True):
         if fixed.open[d]:
-            for want in f.wants.get(leaf, ()):
+            for want in f.wants.get(f.same.get(leaf, leaf), ()):
                 ways = want.axis.size
                 for a in axes:
                     ways *= a.size

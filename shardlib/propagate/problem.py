@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -55,6 +55,9 @@ class Record:
     sources: tuple[End, ...]
     readers: tuple[End, ...]  # each once, in program order: planning must not depend on the order of a set
     held: bool = False  # an input: what is gathered of it stays in memory from its forward to its backward reader
+    # A result of the program, in a layout that nobody fixed: per leaf, the axes that it wants. What is still owed then
+    # is paid, in pieces if a leaf wants the axis.
+    returned: tuple[tuple[Axis, ...], ...] | None = None
 
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
@@ -78,9 +81,21 @@ class Passed:
     operand: bool
 
 
+@dataclass(frozen=True)
+class Border:
+    """What ops send of a tensor while `slot` is cut n ways: `sent(n)` messages and rows at most; `seconds` to send a
+    row of the whole tensor, `times` for the ops that do, the unit's slots along the other dims."""
+
+    seconds: float
+    times: int
+    slots: tuple[int, ...]
+    slot: int
+    sent: Callable[[int], tuple[int, int]]
+
+
 class Problem:
     """Kinds of units: `members`, `slots` (a role each), `rounds`, `candidates` (slots that want an axis), `compute` and
-    `passed` (what their ops cost); and `records`, the values between them."""
+    `passed` and `borders` (what their ops cost); and `records`, the values between them."""
 
     def __init__(self, graph: Graph, flood: Flood, units: Units, mesh: Mesh) -> None:
         self.flood, self.units, self.mesh = flood, units, mesh
@@ -93,10 +108,11 @@ class Problem:
         self.members: list[list[Unit]] = []
         self._find_kinds(graph)
         self.slots: list[list[Role]] = [self._roles(m[0]) for m in self.members]
-        self.rounds = [m[0].rounds for m in self.members]
+        self.rounds = [{**m[0].rounds, **m[0].follows} for m in self.members]
         self.candidates = [self._candidates(k) for k in range(len(self.members))]
         self.records = Counter(self._records(graph))
         self.compute = [self._compute(m[0], len(m)) for m in self.members]
+        self.borders = [list(self._borders(m[0], len(m))) for m in self.members]
         self.passed = [list(self._passed(m[0], len(m))) for m in self.members]
 
     def _find_kinds(self, graph: Graph) -> None:
@@ -116,7 +132,7 @@ class Problem:
                 described[unit].add((member.op is None, self.units.value_slots[member]))
         index: dict[object, Kind] = {}
         for unit, what in described.items():
-            key = (tuple(self._roles(unit)), frozenset(what))
+            key = (tuple(self._roles(unit)), frozenset(what), unit.part)
             kind = index.setdefault(key, len(index))
             if kind == len(self.members):
                 self.members.append([])
@@ -169,11 +185,12 @@ class Problem:
         readers: dict[Value, dict[End, None]] = defaultdict(dict)
         merged: set[Value] = set()
         sources: dict[Value, tuple[End, ...]] = {}
+        returned: dict[Value, tuple[tuple[Axis, ...], ...]] = {}
         counts: Counter[Value] = Counter()
         for value, (root, _) in u.roots.items():
             counts[root] += sum(not looks_through(op) for op, _ in value.readers) + value.is_output
         for op in graph.ops:
-            if all(r is None or r.constant for r in op.results) or looks_through(op):
+            if op.constant or looks_through(op):
                 continue
             for i, value in enumerate(op.operands):
                 if not value.constant:
@@ -195,9 +212,12 @@ class Problem:
         for i, value in enumerate(graph.outputs):
             if isinstance(value, Value) and not value.constant:
                 root, positions = u.root(value)
+                ends = readers[root]
                 if i in f.outputs:
                     cut = f.across(f.outputs[i][0], f.apart.get(i, value), value)
-                    readers[root][End(None, cut=_onto_root(cut, positions, len(f.leaves(root))))] = None
+                    ends[End(None, cut=_onto_root(cut, positions, len(f.leaves(root))))] = None
+                else:
+                    returned[root] = tuple(tuple(w.axis for w in f.wants.get(x, ())) for x in f.leaves(root))
         for root, ends in readers.items():
             if root in merged:
                 continue
@@ -211,6 +231,7 @@ class Problem:
                 tuple(dict.fromkeys(sources[root])),
                 tuple(ends),
                 root.op is None,
+                returned.get(root),
             )
             if record.kinds:
                 yield record
@@ -264,7 +285,7 @@ class Problem:
             wide = any(r is not None and r.dtype.itemsize > 2 for r in op.results)
             speed = reshard.WIDE_FLOPS_PER_SECOND if wide else reshard.FLOPS_PER_SECOND
             seconds = max(op.rule.flops / speed, nbytes / reshard.MEMORY_BYTES_PER_SECOND)
-            slots = set(self.units.op_slots[op].values()) - unit.rounds.keys()
+            slots = set(self.units.op_slots[op].values()) - unit.rounds.keys() - unit.follows.keys()
             totals[tuple(sorted(slots))] += seconds * count
         return [(s, slots) for slots, s in totals.items()]
 
@@ -280,6 +301,20 @@ class Problem:
                     seconds = value.nbytes * count / reshard.LINK_BYTES_PER_SECOND
                     for slot in unit.rounds.keys() & set(cut):
                         yield Passed(seconds, count, cut, slot, unit.rounds[slot], operand)
+
+    def _borders(self, unit: Unit, count: int) -> Iterable[Border]:
+        """What goes to neighbours where a unit's ops have a cut dim of which they need more than their own piece."""
+        for op in unit.ops:
+            assert op.rule is not None
+            for halo in op.rule.halos:
+                slot = self.units.op_slots[op].get((halo.factor, 0))
+                value = (op.operands if halo.operand else op.results)[halo.position]
+                if slot is None or value is None or value.constant:
+                    continue
+                factors = value_factors(self.flood, op, halo.position, operand=halo.operand)
+                cut = op_cut_slots(self.units, self.flood, op, factors)
+                seconds = value.nbytes / op.rule.sizes[halo.factor] / reshard.LINK_BYTES_PER_SECOND
+                yield Border(seconds * count, count, tuple(s for s in cut if s not in (None, slot)), slot, halo.sent)
 
 
 def _seen(end: End, positions: Slots) -> End:

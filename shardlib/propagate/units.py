@@ -11,8 +11,8 @@ Views, transposes and expands are looked through: a reader of a view is a reader
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from shardlib.graph import Graph, Op, Value
 from shardlib.propagate.dims import Leaf
@@ -26,7 +26,9 @@ class Unit:
     """`slots`: the class in each slot; `ops` and `values`: the members.
 
     `rounds`: {slot: another one}: the first is cut only together with the other, by the same axes. `lends`: {slot:
-    another one}: the first may take an axis that only the other wants.
+    another one}: the first may take an axis that only the other wants. `follows`: {slot: another one}: cut only
+    together too, which is no choice of its own. `part`: which part of a larger unit this is, if it was taken apart;
+    units of different parts never share a decision.
     """
 
     slots: list[Leaf]
@@ -34,6 +36,8 @@ class Unit:
     values: list[Value] = field(default_factory=list)
     rounds: dict[int, int] = field(default_factory=dict)
     lends: dict[int, int] = field(default_factory=dict)
+    follows: dict[int, int] = field(default_factory=dict)
+    part: object = None
 
     @property
     def alone(self) -> bool:
@@ -53,6 +57,24 @@ class Units:
         """The value that `value` is a view of, and for each leaf of `value` its position there (None: not there)."""
         return self.roots[value]
 
+    def apart(self, part: Callable[[Op | Value], object]) -> Units:
+        """The same members in units of their own for every part, on the same slots; a result goes with its op."""
+        parts: dict[tuple[Unit, object], Unit] = {}
+        split: dict[Op | Value, Unit] = {}
+        for member, unit in self.unit.items():
+            if unit.alone or unit.follows or not unit.slots:
+                split[member] = unit
+                continue
+            made_by = member.op if isinstance(member, Value) else None
+            key = part(made_by if made_by is not None and self.unit.get(made_by) is unit else member)
+            mine = parts.setdefault((unit, key), Unit(unit.slots, part=key))
+            if isinstance(member, Op):
+                mine.ops.append(member)
+            else:
+                mine.values.append(member)
+            split[member] = mine
+        return replace(self, unit=split)
+
 
 def is_constraint(op: Op) -> bool:
     return op.kind == "constrain"
@@ -69,7 +91,7 @@ def build_units(graph: Graph, f: Flood) -> Units:
         _add_root(u, f, value)
     for op in graph.ops:
         results = [r for r in op.results if r is not None]
-        if all(r.constant for r in results):
+        if op.constant:
             continue
         if looks_through(op):
             _look_through(u, f, op)
@@ -81,23 +103,39 @@ def build_units(graph: Graph, f: Flood) -> Units:
                 if label not in f.whole[op]
                 for k, leaf in enumerate(leaves)
                 if leaf in f.wants
-                and (k == 0 or label not in op.rule.local_factors)  # offsets need one contiguous range
+                # Offsets need one contiguous range.
+                and (k == 0 or label not in op.rule.local_factors - op.rule.loose)
             ]
             wanted = {label for label, k in factors if k == 0}
-            rounds = {t: s for t, s in op.rule.rounds.items() if {t, s} <= wanted}
-            factors = [x for x in factors if x[0] not in op.rule.rounds or x in ((t, 0) for t in rounds)]
+            tied = {**op.rule.rounds, **op.rule.follows}
+            kept = {(t, 0) for t, s in tied.items() if {t, s} <= wanted and t not in _made_whole(op)}
+            factors = [x for x in factors if x[0] not in tied or x in kept]
             lends = {h: s for h, s in op.rule.lends.items() if s in wanted and h not in f.whole[op]}
             factors += [(h, 0) for h in lends if f.labels[op].get(h) and (h, 0) not in factors]
             unit = Unit([f.labels[op][label][k] for label, k in factors], [op])
             slots = u.op_slots[op] = {x: i for i, x in enumerate(factors)}
-            unit.rounds = {slots[t, 0]: slots[s, 0] for t, s in rounds.items()}
+            unit.rounds, unit.follows = (
+                {slots[t, 0]: slots[s, 0] for t, s in tie.items() if (t, 0) in kept}
+                for tie in (op.rule.rounds, op.rule.follows)
+            )
             unit.lends = {slots[h, 0]: slots[s, 0] for h, s in lends.items() if (h, 0) in slots}
             u.unit[op] = unit
         for r in results:
             _add_root(u, f, r)
-        if op in u.unit and not u.unit[op].alone:
+        if op in u.unit and not u.unit[op].alone and not u.unit[op].follows:
             _join_members(u, f, op)
     return u
+
+
+def _made_whole(op: Op) -> set[str]:
+    """Followers that constants alone have: whole, each device takes of them what it needs, and nothing is sent."""
+    assert op.rule is not None
+    if not op.rule.follows:
+        return set()
+    read = [(v, labels) for v, labels in zip(op.operands, op.rule.operands, strict=True) if not v.constant]
+    made = [(v, labels) for v, labels in zip(op.results, op.rule.results, strict=True) if v is not None]
+    live = {f for _, labels in (*read, *made) for dim in labels for f in dim}
+    return {t for t in op.rule.follows if t not in live}
 
 
 def _add_root(u: Units, f: Flood, value: Value) -> None:

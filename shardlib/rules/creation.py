@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from shardlib.rules.pointwise import pointwise
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
+from shardlib.rules.shards import cut
 from shardlib.rules.space import Space, path, result_shape, shape_ints
 
 aten = torch.ops.aten
@@ -39,12 +42,13 @@ def _strided(call: Call) -> Rule:
 
 
 def _arange(call: Call) -> Rule:
-    """A part of a range of integers is a range; among floats rounding would differ, so these stay whole."""
+    """A part of a range of integers is a range; among floats rounding would differ."""
     args = list(call.args)
     start, end, step = (0, args[0], 1) if len(args) == 1 else (*args, 1)[:3]
-    exact = all(isinstance(n, int) for n in (start, end, step))
+    if not all(isinstance(n, int) for n in (start, end, step)):
+        return _part_of_whole(call)
     space = Space()
-    out = space.dims(result_shape(call), "i", whole=() if exact else [0])
+    out = space.dims(result_shape(call), "i")
 
     def local(local: Local) -> Any:
         first = local.offset("i") * step + start
@@ -54,13 +58,79 @@ def _arange(call: Call) -> Rule:
     return space.rule([], [out], local=local, local_factors=out[0])
 
 
+def _part_of_whole(call: Call) -> Rule:
+    """Every device makes all values and keeps its own: they are to the last bit what one device makes."""
+    space = Space()
+    operands = [space.dims(m.shape, "x", whole=range(len(m.shape))) for m in call.operands]
+    out = space.dims(result_shape(call), "i")
+
+    def local(local: Local) -> Any:
+        value = local.op(local.call.target, *local.args, **local.kwargs)
+        for i, factor in enumerate(out):
+            for f in cut(local, factor):
+                start = local.offset(f)
+                value = local.op(aten.slice.Tensor, value, i, start, start + local.size(f))
+        return value
+
+    return space.rule(operands, [out], local=local, local_factors=[f for d in out for f in d])
+
+
+def _eye(call: Call) -> Rule:
+    """Ones where the row is the column: the diagonal of a block starts where its offsets say."""
+    space = Space()
+    rows, columns = result_shape(call)
+    m, n = space.dim(rows, "m"), space.dim(columns, "n")
+
+    def local(local: Local) -> Any:
+        start = [sum(local.offset(f) for f in dim) for dim in (m, n)]
+        stop = [at + math.prod(local.size(f) for f in dim) for at, dim in zip(start, (m, n), strict=True)]
+        device = {"device": local.kwargs.get("device")}
+        i, j = (local.op(aten.arange.start_step, a, b, 1, **device) for a, b in zip(start, stop, strict=True))
+        same = local.op(aten.eq.Tensor, local.op(aten.unsqueeze.default, i, 1), j)
+        meta = local.call.results[0]
+        assert meta is not None
+        return local.op(aten._to_copy.default, same, dtype=meta.dtype)
+
+    return space.rule([], [[m, n]], local=local, local_factors=(*m, *n))
+
+
+def _permuted(call: Call) -> Rule:
+    """`empty_permuted(size, physical_layout)`: the order of the strides stays, the sizes are the part's."""
+    space = Space()
+    out = space.dims(result_shape(call))
+    return space.rule([], [out], ints=shape_ints((0,), out))
+
+
+def _zeros(size: Sequence[int], **kwargs: Any) -> torch.Tensor:
+    """Torch's own zeros of no memory are not strided."""
+    return torch.zeros(size, **kwargs)
+
+
 _SIZED = ["zeros", "ones", "full", "empty.memory_format", "new_zeros", "new_ones", "new_full", "new_empty"]
 _LIKE = ["zeros_like", "ones_like", "full_like", "empty_like"]
+_MIXED = (".Tensor_Tensor", ".Tensor_Scalar", ".Scalar_Tensor")
+_WINDOWS = {
+    "bartlett": [],
+    "blackman": [],
+    "hann": [],
+    "hamming": [".periodic_alpha", ".periodic_alpha_beta"],
+    "kaiser": [".beta"],
+}
+_EXACT = [
+    *(f"{space}{given}" for space in ("linspace", "logspace") for given in ("", *_MIXED)),
+    *("range", "range.step", "tril_indices", "triu_indices", "fft_fftfreq", "fft_rfftfreq"),
+    *(f"{kind}_window{given}" for kind, more in _WINDOWS.items() for given in ("", ".periodic", *more)),
+]
 
 ROWS: dict[str, RuleFn | str] = {
     **dict.fromkeys(_SIZED, _sized),
     **dict.fromkeys(["empty_strided", "new_empty_strided"], _strided),
     **dict.fromkeys(_LIKE, pointwise()),
     **dict.fromkeys(["arange", "arange.start", "arange.start_step"], _arange),
+    **dict.fromkeys(["eye", "eye.m"], _eye),
+    "empty_permuted": _permuted,
+    **dict.fromkeys(_EXACT, _part_of_whole),
     "scalar_tensor": "->",
 }
+
+DECOMPOSED: dict[str, Any] = {"_efficientzerotensor": _zeros}

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardlib.rules.lineup import Advanced, alongside, masks
+from shardlib.rules.lineup import Advanced, alongside, masks, whole
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import cut, localise, never_empty
@@ -54,6 +54,8 @@ def _gather(call: Call) -> Rule:
     """`gather(x, dim, index)`. Other dims of the index may be shorter than x's; those stay whole."""
     space = Space()
     shape, index = call.operands[0].shape, call.operands[1].shape
+    if len(shape) != len(index):  # an index without elements, or a number
+        return whole(call)
     at = axis(arg(call, 1, "dim"), len(shape))
     x, ind = alongside(space, shape, index, at)
 

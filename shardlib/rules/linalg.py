@@ -1,7 +1,154 @@
-"""Matrix factorisations and solvers: the matrix dims stay whole, leading dims are a batch."""
+"""Matrix factorisations and solvers: matrices stay whole, leading dims are a batch, columns to solve for are free.
+
+Every matrix of a batch meets the same kernel whoever holds it, so what a factorisation leaves open (signs, phases, the
+order of equal eigenvalues) comes out as on one device.
+"""
 
 from __future__ import annotations
 
-from shardlib.rules.rule import RuleFn
+from typing import Any
 
-ROWS: dict[str, RuleFn | str] = {}
+import torch
+from torch import Tensor
+
+from shardlib.ops.lstsq import lstsq
+from shardlib.rules.patterns import pattern
+from shardlib.rules.reduction import reduction
+from shardlib.rules.rule import Call, Local, Rule, RuleFn
+from shardlib.rules.space import Space, arg, axis, broadcast, result_shape
+
+aten = torch.ops.aten
+
+
+def _parts(text: str) -> RuleFn:
+    """A pattern of which the call may leave out results: these are empty vectors."""
+    operands, _, results = text.partition("->")
+    results, _, notes = results.partition("|")
+    terms = results.split(",")
+
+    def rule(call: Call) -> Rule:
+        given = ["_" if m is not None and m.shape == (0,) else t for t, m in zip(terms, call.results, strict=True)]
+        return pattern(f"{operands} -> {', '.join(given)} | {notes}")(call)
+
+    return rule
+
+
+def _sided(matrix: str, linear: int) -> RuleFn:
+    """A solver of `A X = B` (argument `left`), or of `X A = B`: linear in B, whose other dim is free."""
+    left, right = (f"{matrix}, ... {x} -> ... {x} | {{{linear}}}" for x in ("_ k", "k _"))
+    return lambda call: pattern(left if _is_left(call) else right)(call)
+
+
+def _is_left(call: Call) -> bool:
+    return bool(arg(call, 3, "left", True))
+
+
+def _solve_ex(call: Call) -> Rule:
+    """`(X, LU, pivots, info)`; what B has beyond A, columns and batch dims, the factorisation of A does not see."""
+    a, b = (m.shape for m in call.operands)
+    side = "_" if len(b) == 1 or a[:-1] == b else "_ k" if _is_left(call) else "k _"
+    columns = "k:none" if "k" in side else ""
+    return pattern(f"... _ _, ... {side} -> ... {side}, ... _ _, ... _, ... | ...:none {columns}")(call)
+
+
+def _least_squares(call: Call) -> Rule | None:
+    """`(X, residuals, rank, singular values)`, of which the driver decides what there is."""
+    a, b = (m.shape for m in call.operands)
+    side, left = ("_", "1") if len(b) == len(a) - 1 else ("_ _", "_")
+    return _parts(f"... _ _, ... {side} -> ... {side}, ... {left}, ..., ... _")(call)
+
+
+def _cross(call: Call) -> Rule:
+    shape = result_shape(call)
+    space = Space()
+    x = space.dims(shape, whole=[axis(arg(call, 2, "dim", -1), len(shape))])
+    return space.rule([broadcast(x, m.shape) for m in call.operands], [x], linear=[{0}, {1}])
+
+
+def _matrix_exp(local: Local) -> Any:
+    """The kernel looks at its batch as one dim, which shards cut from the middle of a tensor do not allow."""
+    x = local.op(aten.clone.default, local.args[0], memory_format=torch.contiguous_format)
+    return local.op(aten.linalg_matrix_exp.default, x)
+
+
+# For a determinant torch factorises the transpose of a matrix that lies in memory row by row, and its gradient decides
+# by the strides at hand which of the two it was given. Written out, that is settled while tracing, and by nothing else.
+
+
+def _factorise(a: Tensor) -> tuple[Tensor, Tensor]:
+    by_rows = a.is_contiguous() and not a.is_complex()
+    lu, pivots, _ = torch.linalg.lu_factor_ex(a.mT if by_rows else a)
+    return lu, pivots
+
+
+def _permutation_sign(pivots: Tensor) -> Tensor:
+    """1 or -1, by the number of interchanges of rows."""
+    rows = torch.arange(1, pivots.shape[-1] + 1, dtype=pivots.dtype, device=pivots.device)
+    odd = (pivots != rows).sum(-1).remainder(2)
+    return odd.mul(-2).add(1)
+
+
+def _det(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    lu, pivots = _factorise(a)
+    return _permutation_sign(pivots) * lu.diagonal(0, -2, -1).prod(-1), lu, pivots
+
+
+def _slogdet(a: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    lu, pivots = _factorise(a)
+    u = lu.diagonal(0, -2, -1)
+    return _permutation_sign(pivots) * u.sgn().prod(-1), u.abs().log().sum(-1), lu, pivots
+
+
+def _lstsq(a: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | None = None) -> Any:
+    return lstsq(a, b, rcond, driver or ("gelsy" if a.device.type == "cpu" else "gels"))
+
+
+def _cholesky(x: Tensor, upper: bool = False) -> Tensor:
+    """The factors, and a check of its own: it sees all matrices of a batch, and stops all devices alike."""
+    factor: Tensor
+    factor, info = torch.linalg.cholesky_ex(x, upper=upper)
+    aten._linalg_check_errors(info, "cholesky", is_matrix=x.dim() == 2)
+    return factor
+
+
+ROWS: dict[str, RuleFn | str] = {
+    # Factorisations.
+    "linalg_cholesky_ex": "... _ _ -> ... _ _, ...",
+    "cholesky_inverse": "... _ _ -> ... _ _",
+    "linalg_inv_ex": "... _ _ -> ... _ _, ...",
+    "linalg_lu": _parts("... _ _ -> ... _ _, ... _ _, ... _ _"),
+    "linalg_lu_factor_ex": "... _ _ -> ... _ _, ... _, ...",
+    "lu_unpack": _parts("... _ _, ... _ -> ... _ _, ... _ _, ... _ _"),
+    "linalg_ldl_factor_ex": "... _ _ -> ... _ _, ... _, ...",
+    "linalg_qr": _parts("... _ _ -> ... _ _, ... _ _"),
+    "geqrf": "... _ _ -> ... _ _, ... _",
+    "linalg_householder_product": "... _ _, ... _ -> ... _ _",
+    "ormqr": _sided("... _ _, ... _", 2),
+    # Spectra, and functions of a whole matrix.
+    "linalg_eig": "... _ _ -> ... _, ... _ _",
+    **dict.fromkeys(["_linalg_eigvals", "linalg_eigvals"], "... _ _ -> ... _"),
+    "_linalg_eigh": _parts("... _ _ -> ... _, ... _ _"),
+    "_linalg_svd": _parts("... _ _ -> ... _ _, ... _, ... _ _"),
+    "linalg_pinv.atol_rtol_tensor": "... _ _, ..., ... -> ... _ _",
+    "linalg_matrix_exp": pattern("... _ _ -> ... _ _ | ...:local", local=_matrix_exp),
+    # Solvers.
+    "_linalg_solve_ex": _solve_ex,
+    "linalg_solve_triangular": _sided("... _ _", 1),
+    "linalg_lu_solve": _sided("... _ _, ... _", 2),
+    "linalg_ldl_solve": "... _ _, ... _, ... _ k -> ... _ k | {2}",
+    "triangular_solve": "... _ k, ... _ _ -> ... _ k, ... _ _ | k:none",
+    "cholesky_solve": "... _ k, ... _ _ -> ... _ k | {0}",
+    "_cholesky_solve_helper": "... _ k, ... _ _ -> ... _ k | {0}",
+    "shardlib::lstsq": _least_squares,
+    # An error names the matrix of the batch that failed, so every device looks at all of them.
+    "_linalg_check_errors": pattern("... -> | ...:whole"),
+    "linalg_cross": _cross,
+    "linalg__powsum": reduction("sum", dim=(2, "dim")),
+}
+
+DECOMPOSED: dict[str, Any] = {
+    "cholesky": _cholesky,
+    "linalg_lstsq": _lstsq,
+    "_linalg_det": _det,
+    "_linalg_slogdet": _slogdet,
+}

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from shardlib.rules.rule import Call, Local, Meta
+from shardlib.rules.rule import Call, Local, Meta, Rule
 from shardlib.rules.shards import cut
-from shardlib.rules.space import Dim, Space, arg, broadcast, join
+from shardlib.rules.space import Dim, Space, arg, broadcast, join, numel
 
 aten = torch.ops.aten
 
@@ -27,6 +27,16 @@ def alongside(space: Space, shape: Sequence[int], index: Sequence[int], at: int)
             x.append(space.dim(n, whole=not same))
             ind.append(x[-1] if same else space.dim(m, "j", whole=True))
     return x, ind
+
+
+def whole(call: Call) -> Rule:
+    """The rule of an op of which nothing may be cut."""
+    space = Space()
+    dims = [
+        [] if m is None else space.dims(m.shape, whole=range(len(m.shape))) for m in (*call.operands, *call.results)
+    ]
+    n = len(call.operands)
+    return space.rule(dims[:n], dims[n:], flops=sum(numel(m.shape) for m in call.operands))
 
 
 class Advanced:

@@ -6,16 +6,21 @@ the global count.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
+import shardlib.ops.ctc  # noqa: F401  (defines shardlib::ctc_loss)
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.shards import cast, localise, wide
-from shardlib.rules.space import Space, arg, broadcast, join, numel, result_shape
+from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
+from shardlib.rules.shards import cast, cut, localise, positional, wide
+from shardlib.rules.space import Dim, Space, arg, broadcast, join, numel, result_shape
 
 aten = torch.ops.aten
+
+_NONE, _MEAN, _SUM = range(3)  # what the argument `reduction` says
 
 
 def _classes(local: Local, target: Any, ignore: int) -> Any:
@@ -26,40 +31,83 @@ def _classes(local: Local, target: Any, ignore: int) -> Any:
 
 
 def _nll(local: Local) -> Any:
+    """A mean is the sum of all devices over the weight of all devices: a target may be ignored, so both travel."""
     x, target, weight, reduction, ignore = local.args
-    return local.op(aten.nll_loss_forward.default, x, _classes(local, target, ignore), weight, reduction, -1)
+    mine = _classes(local, target, ignore)
+    if reduction != _MEAN:
+        return local.op(local.call.target, x, mine, weight, reduction, -1)
+    have = local.call.operands[0].dtype
+    x, weight = (None if a is None else cast(local, a, have, wide(have)) for a in (x, weight))
+    totals = local.op(local.call.target, x, mine, weight, _SUM, -1)
+    for factor in cut(local, local.rule.reduce):
+        totals = [local.all_reduce(t, factor, "sum") for t in totals]
+    loss = local.op(aten.div.Tensor, *totals)
+    return tuple(cast(local, x, wide(have), have) for x in (loss, totals[1]))
 
 
 def _nll_backward(local: Local) -> Any:
     grad, x, target, weight, reduction, ignore, total = local.args
     mine = _classes(local, target, ignore)
-    return local.op(aten.nll_loss_backward.default, grad, x, mine, weight, reduction, -1, total)
+    return local.op(local.call.target, grad, x, mine, weight, reduction, -1, total)
 
 
-def _nll_loss_forward(call: Call) -> Rule:
-    """Sums and single losses add up over rows and classes; a mean divides by a count that no device has."""
-    mean = arg(call, 3, "reduction") == 1
-    kind = "n:whole c:whole" if mean else "n:sum c:sum c:local"
-    row = "n" if len(call.operands[0].shape) == 2 else ""
-    loss = row if arg(call, 3, "reduction") == 0 else ""
-    kind = kind if row else kind.replace("n:sum", "").replace("n:whole", "")
-    return pattern(f"{row} c, {row}, c -> {loss}, | {kind}", local=_nll)(call)
+def _dims(shape: Sequence[int]) -> tuple[str, str]:
+    """Words for the logits and the targets: the classes stand first, or behind the batch."""
+    space = " ".join(f"s{i}" for i in range(len(shape) - 2))
+    return ("c", "") if len(shape) == 1 else (f"n c {space}", f"n {space}")
 
 
-def _nll_loss_backward(call: Call) -> Rule:
-    row = "n" if len(call.operands[1].shape) == 2 else ""
-    loss = row if arg(call, 4, "reduction") == 0 else ""
-    return pattern(f"{loss}, {row} c, {row}, c, -> {row} c | c:local {{0}}", local=_nll_backward)(call)
+def _nll_forward(call: Call) -> Rule:
+    """Sums and single losses add up over rows and classes."""
+    logits, target = _dims(call.operands[0].shape)
+    reduction = arg(call, 3, "reduction")
+    summed = ["c", *target.split()] if reduction != _NONE else ["c"]
+    kinds = " ".join(f"{f}:{'none' if reduction == _MEAN else 'sum'}" for f in summed)
+    kinds += " c:local" + " ".join(f" {f}:local" for f in target.split() if reduction == _MEAN)
+    loss = target if reduction == _NONE else ""
+    return pattern(f"{logits}, {target}, c -> {loss}, | {kinds}", local=_nll)(call)
 
 
-# Element by element ---------------------------------------------------------------------------------------------------
+def _nll_backward_rule(call: Call) -> Rule:
+    logits, target = _dims(call.operands[1].shape)
+    loss = target if arg(call, 4, "reduction") == _NONE else ""
+    return pattern(f"{loss}, {logits}, {target}, c, -> {logits} | c:local {{0}}", local=_nll_backward)(call)
 
-_NONE, _MEAN, _SUM = range(3)
+
+# Means over the elements or rows of the whole ------------------------------------------------------------------------
 
 
-def _others(local: Local) -> dict[str, Any]:
-    """The keyword arguments that do not say how to reduce."""
-    return {k: v for k, v in local.kwargs.items() if k != "reduction"}
+def _mean(reduction: int, count: int, *, apart: bool = False) -> Callable[[Local], Any]:
+    """The local form of a mean: the sum of what is here over the count of all. Further results are as they are.
+
+    `apart`: losses come one by one and are added up here, since the op's own sum of none is whatever memory holds.
+    """
+
+    def local(local: Local) -> Any:
+        out = local.call.results[0]
+        assert out is not None
+        acc = wide(out.dtype)
+        args = positional(local)
+        # A sum may be too large for half precision.
+        args[reduction] = how = _SUM if acc == out.dtype and not apart else _NONE
+        results = local.op(local.call.target, *args)
+        total, *rest = results if isinstance(results, tuple) else (results,)
+        total = local.op(aten.sum.default, total, dtype=acc) if how == _NONE else total
+        mean = cast(local, local.op(aten.div.Scalar, total, count), acc, out.dtype)
+        return (mean, *rest)
+
+    return local
+
+
+def _mean_backward(reduction: int, count: int) -> Callable[[Local], Any]:
+    """The gradient of a mean is that of the sum, over the count of all."""
+
+    def local(local: Local) -> Any:
+        grad, *args = positional(local)
+        args[reduction - 1] = _SUM
+        return local.op(local.call.target, local.op(aten.div.Scalar, grad, count), *args)
+
+    return local
 
 
 def _elementwise(reduction: int) -> RuleFn:
@@ -70,25 +118,11 @@ def _elementwise(reduction: int) -> RuleFn:
         space = Space()
         shape = join(m.shape for m in call.operands)
         dims = space.dims(shape)
-
-        def local(local: Local) -> Any:
-            out = call.results[0]
-            assert out is not None
-            acc = wide(out.dtype)
-            before = [*local.args[:reduction], None][:reduction]
-            behind = local.args[reduction + 1 :]
-            if acc == out.dtype:
-                total = local.op(call.target, *before, _SUM, *behind, **_others(local))
-            else:  # a sum may be too large for half precision
-                each = local.op(call.target, *before, _NONE, *behind, **_others(local))
-                total = local.op(aten.sum.default, each, dtype=acc)
-            return cast(local, local.op(aten.div.Scalar, total, numel(shape)), acc, out.dtype)
-
         return space.rule(
             [broadcast(dims, m.shape) for m in call.operands],
             [[] if how else dims],
             reduce=dict.fromkeys(space.sizes, "sum") if how else {},
-            local=local if how == _MEAN else None,
+            local=_mean(reduction, numel(shape)) if how == _MEAN else None,
             local_factors=space.sizes if how == _MEAN else (),
             flops=numel(shape),
         )
@@ -97,24 +131,18 @@ def _elementwise(reduction: int) -> RuleFn:
 
 
 def _elementwise_backward(reduction: int) -> RuleFn:
-    """`mse_loss_backward(grad, x, target, reduction)`: the gradient of a mean is divided by the global count."""
+    """`mse_loss_backward(grad, x, target, reduction)`."""
 
     def rule(call: Call) -> Rule:
         space = Space()
         shape = result_shape(call)
         dims = space.dims(shape)
         mean = arg(call, reduction, "reduction", _MEAN) == _MEAN
-
-        def local(local: Local) -> Any:
-            grad, *rest = [*local.args[:reduction], None][:reduction]
-            mine = local.op(aten.div.Scalar, grad, numel(shape))
-            return local.op(call.target, mine, *rest, _SUM, *local.args[reduction + 1 :], **_others(local))
-
         return space.rule(
             [broadcast(dims, m.shape) for m in call.operands],
             [dims],
             linear=[{0}],
-            local=local if mean else None,
+            local=_mean_backward(reduction, numel(shape)) if mean else None,
             local_factors=space.sizes if mean else (),
             flops=numel(shape),
         )
@@ -122,11 +150,131 @@ def _elementwise_backward(reduction: int) -> RuleFn:
     return rule
 
 
+# Arguments and results of losses that look at all classes of a row: "x" is shaped like the input, "n" has a number for
+# each row, "c" for each class, "l" is a loss or its gradient, "r" says how to reduce, "-" is no tensor.
+_ROWWISE = {
+    "multi_margin_loss": ("xn--cr", "l"),
+    "multi_margin_loss_backward": ("lxn--cr", "x"),
+    "multilabel_margin_loss_forward": ("xxr", "lx"),
+    "multilabel_margin_loss_backward": ("lxxrx", "x"),
+}
+
+
+def _rowwise(call: Call) -> Rule:
+    """Rows are independent, classes stay whole."""
+    kinds, outs = _ROWWISE[call.target._schema.name.removeprefix("aten::")]
+    reduction = kinds.index("r")
+    how = arg(call, reduction, "reduction", _MEAN)
+    shape = call.operands[kinds.index("x")].shape
+    space = Space()
+    x = space.dims(shape, whole=[len(shape) - 1])
+    rows = x[:-1]
+    dims = {"x": x, "n": rows or [()], "c": x[-1:], "l": rows or [()] if how == _NONE else []}
+    backward = "l" in kinds
+
+    def labels(kind: str, m: Meta) -> list[Dim]:
+        return list(dims[kind][: len(m.shape)])  # a single row may be without its dim
+
+    given = [(kind, a) for kind, a in zip(kinds, call.args, strict=False) if isinstance(a, Meta)]
+    batch = [f for d in rows for f in d]
+    count = numel(shape[:-1]) if how == _MEAN else 1
+    local = _mean_backward(reduction, count) if backward else _mean(reduction, count, apart=True)
+    changed = how == _MEAN or (how == _SUM and not backward)
+    return space.rule(
+        [labels(kind, m) for kind, m in given],
+        [labels(kind, m) for kind, m in zip(outs, call.results, strict=True) if m is not None],
+        reduce=dict.fromkeys(batch, "sum") if how and not backward else {},
+        linear=[{0}] if backward else [],
+        local=local if changed else None,
+        local_factors=batch if changed else (),
+        flops=numel(shape),
+    )
+
+
+# Sequences of labels --------------------------------------------------------------------------------------------------
+
+
+def ctc_loss(
+    x: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0, reduction: str | int = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:  # fmt: skip
+    """`torch.nn.functional.ctc_loss`, whose own code reads the values of lengths that are tensors.
+
+    One sequence may come without the dim of the batch.
+    """
+    how = {"none": _NONE, "mean": _MEAN, "sum": _SUM}.get(str(reduction), reduction)
+    alone = x.dim() == 2
+    lengths = [
+        n if isinstance(n, Tensor) else torch.tensor(n, device=x.device) for n in (input_lengths, target_lengths)
+    ]
+    kept = lengths if isinstance(target_lengths, Tensor) else [input_lengths, target_lengths]
+    if alone:
+        x, targets = x.unsqueeze(1), targets.unsqueeze(0) if targets.dim() == 1 else targets
+        kept = [n.reshape(1) if isinstance(n, Tensor) else list(n) for n in kept]
+    loss, _ = aten._ctc_loss(x, targets, *kept, blank, zero_infinity)
+    if zero_infinity:
+        loss = torch.where(loss == float("inf"), 0, loss)
+    if how == _MEAN:
+        loss = (loss / lengths[1].clamp(min=1)).mean()
+    elif how == _SUM:
+        loss = loss.sum()
+    elif alone:
+        loss = loss.squeeze(0)
+    return loss  # type: ignore[no-any-return]
+
+
+def _ctc_loss(
+    x: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0, zero_infinity: bool = False
+) -> tuple[Tensor, Tensor]:
+    rows, lengths, longest = _sequences(targets, input_lengths, target_lengths)
+    return torch.ops.shardlib.ctc_loss(x, rows, *lengths, blank, zero_infinity, longest)  # type: ignore[no-any-return]
+
+
+def _ctc_loss_backward(
+    grad: Tensor, x: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, loss: Tensor, alpha: Tensor,
+    blank: int, zero_infinity: bool = False,
+) -> Tensor:  # fmt: skip
+    rows, lengths, _ = _sequences(targets, input_lengths, target_lengths)
+    back = torch.ops.shardlib.ctc_loss_backward
+    return back(grad, x, rows, *lengths, loss, alpha, blank, zero_infinity)  # type: ignore[no-any-return]
+
+
+def _sequences(targets: Tensor, inputs: Any, lengths: Any) -> tuple[Tensor, tuple[Tensor, Tensor], int]:
+    """Targets as a row per sequence, lengths as tensors, and how long a target may be.
+
+    Targets may come one behind the other, lengths as Python numbers.
+    """
+    if isinstance(lengths, Tensor):
+        longest = targets.shape[-1]
+    else:
+        longest = max(lengths, default=0)
+        inputs, lengths = (torch.tensor(n, dtype=torch.int64, device=targets.device) for n in (inputs, lengths))
+    if targets.dim() == 1:
+        starts = lengths.cumsum(0) - lengths
+        places = starts[:, None] + torch.arange(longest, device=targets.device)
+        targets = targets[places.clamp(max=max(len(targets) - 1, 0))]
+    return targets, (inputs, lengths), longest
+
+
 ROWS: dict[str, RuleFn | str] = {
-    "nll_loss_forward": _nll_loss_forward,
-    "nll_loss_backward": _nll_loss_backward,
-    **dict.fromkeys(["mse_loss", "smooth_l1_loss", "huber_loss"], _elementwise(2)),
-    **dict.fromkeys(["mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward"], _elementwise_backward(3)),
+    **dict.fromkeys(["nll_loss_forward", "nll_loss2d_forward"], _nll_forward),
+    **dict.fromkeys(["nll_loss_backward", "nll_loss2d_backward"], _nll_backward_rule),
+    **dict.fromkeys(["mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"], _elementwise(2)),
+    **dict.fromkeys(
+        ["mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward", "soft_margin_loss_backward"],
+        _elementwise_backward(3),
+    ),
     "binary_cross_entropy": _elementwise(3),
     "binary_cross_entropy_backward": _elementwise_backward(4),
+    "binary_cross_entropy_with_logits": _elementwise(4),
+    **dict.fromkeys(_ROWWISE, _rowwise),
+    "shardlib::ctc_loss": "t n _, n _, n, n -> n, n t _ | t:whole",
+    "shardlib::ctc_loss_backward": "n, t n _, n _, n, n, n, n t _ -> t n _ | t:whole {0}",
+}
+
+DECOMPOSED: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(["_ctc_loss", "_ctc_loss.Tensor"], _ctc_loss),
+    **dict.fromkeys(["_ctc_loss_backward", "_ctc_loss_backward.Tensor"], _ctc_loss_backward),
+    # A choice by the values of lengths, which also asks for a certain device.
+    **dict.fromkeys(["_use_cudnn_ctc_loss", "_use_cudnn_ctc_loss.Tensor"], lambda *_, **__: False),
 }

@@ -2,6 +2,144 @@
 
 from __future__ import annotations
 
-from shardlib.rules.rule import RuleFn
+import functools
+from collections.abc import Sequence
+from typing import Any
 
-ROWS: dict[str, RuleFn | str] = {}
+import torch
+from torch import Tensor
+
+from shardlib.rules.patterns import pattern
+from shardlib.rules.pointwise import pointwise
+from shardlib.rules.rule import Call, Local, Rule, RuleFn
+from shardlib.rules.space import Dim, Space, arg, axis, path, result_shape, shape_ints
+
+aten = torch.ops.aten
+
+
+def _trace(local: Local) -> Any:
+    """The part of the diagonal that crosses this device's block."""
+    rows, columns = (local.offset(f) if local.axes(f) else 0 for f in "mn")
+    offset = rows - columns
+    return local.op(aten.sum.default, local.op(aten.diagonal.default, local.args[0], offset))
+
+
+def _ends(call: Call, rank: int, first: int, default: Sequence[int | None] = (None, None)) -> list[int]:
+    """The two dims in which a diagonal runs; their arguments stand at `first`."""
+    return [axis(arg(call, first + i, f"dim{i + 1}", d), rank) for i, d in enumerate(default)]
+
+
+def diagonal(call: Call) -> Rule:
+    """Both dims of the diagonal stay whole."""
+    space = Space()
+    shape = call.operands[0].shape
+    ends = _ends(call, len(shape), 2, (0, 1))
+    x = space.dims(shape, whole=ends)
+    return space.rule([x], [_beside(space, x, ends, result_shape(call)[-1])], linear=[{0}])
+
+
+def _beside(space: Space, x: Sequence[Dim], ends: Sequence[int], length: int) -> list[Dim]:
+    """The labels of a diagonal of `length`, the last dim, of a value labelled `x`."""
+    return [d for i, d in enumerate(x) if i not in ends] + [space.dim(length, "o", whole=True)]
+
+
+def _diag_embed(call: Call) -> Rule:
+    space = Space()
+    shape = result_shape(call)
+    ends = _ends(call, len(shape), 2, (-2, -1))
+    out = space.dims(shape, whole=ends)
+    return space.rule([_beside(space, out, ends, call.operands[0].shape[-1])], [out], linear=[{0}])
+
+
+def _diagonal_backward(call: Call) -> Rule:
+    space = Space()
+    shape = result_shape(call)
+    ends = _ends(call, len(shape), 3)
+    out = space.dims(shape, whole=ends)
+    grad = _beside(space, out, ends, call.operands[0].shape[-1])
+    return space.rule([grad], [out], linear=[{0}], ints=shape_ints(path(call, 1, "input_sizes"), out))
+
+
+def _diagonal_scatter(call: Call) -> Rule:
+    space = Space()
+    shape = call.operands[0].shape
+    ends = _ends(call, len(shape), 3, (0, 1))
+    x = space.dims(shape, whole=ends)
+    return space.rule([x, _beside(space, x, ends, call.operands[1].shape[-1])], [x], linear=[{0, 1}])
+
+
+def _trilinear(call: Call) -> Rule:
+    """The product of three tensors, each with new dims of size 1 at its `expand`, summed over `sumdim`."""
+    space = Space()
+    gaps: list[list[int]] = [list(arg(call, 3 + i, f"expand{i + 1}")) for i in range(3)]
+    rank = len(call.operands[0].shape) + len(gaps[0])
+    shapes = []
+    for m, gap in zip(call.operands, gaps, strict=True):
+        sizes = iter(m.shape)
+        shapes.append([1 if i in gap else next(sizes) for i in range(rank)])
+    dims = space.dims([next((n for n in column if n != 1), 1) for column in zip(*shapes, strict=True)])
+    operands = [
+        [() if shape[i] == 1 else dims[i] for i in range(rank) if i not in gap]
+        for shape, gap in zip(shapes, gaps, strict=True)
+    ]
+    gone = [axis(d, rank) for d in arg(call, 6, "sumdim")]
+    out = [d for i, d in enumerate(dims) if i not in gone]
+    reduce = {f: "sum" for i in gone for f in dims[i]}
+    return space.rule(operands, [out], reduce=reduce, linear=[{0}, {1}, {2}], flops=3 * space.size(sum(dims, ())))
+
+
+def _dist(x: Tensor, y: Tensor, p: float = 2) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(x - y, p)
+    return norm
+
+
+def _pairs(x: Tensor, p: float = 2) -> Tensor:
+    """pdist: the distances between two rows, each pair once."""
+    i, j = torch.triu_indices(len(x), len(x), 1, device=x.device)
+    distances: Tensor = aten._cdist_forward(x, x, p, None)
+    return distances[i, j]
+
+
+def _pairs_backward(grad: Tensor, x: Tensor, p: float, distances: Tensor) -> Tensor:
+    i, j = torch.triu_indices(len(x), len(x), 1, device=x.device)
+    both = (torch.cat([i, j]), torch.cat([j, i]))
+    square = [x.new_zeros(len(x), len(x)).index_put(both, torch.cat([v, v])) for v in (grad, distances)]
+    gradient: Tensor = aten._cdist_backward(square[0], x, x, p, square[1])
+    return gradient
+
+
+def _block_diag(tensors: Sequence[Tensor]) -> Tensor:
+    """Blocks with zeros on both sides, one below the other; a vector is a row."""
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
+    blocks = [t.to(dtype).reshape(((1, 1), (1, t.numel()), t.shape)[t.dim()]) for t in tensors]
+    width, left, rows = sum(b.shape[1] for b in blocks), 0, []
+    for b in blocks:
+        rows.append(torch.nn.functional.pad(b, (left, width - left - b.shape[1])))
+        left += b.shape[1]
+    return torch.cat(rows)
+
+
+ROWS: dict[str, RuleFn | str] = {
+    "trace": pattern("m n -> | m:sum n:sum m:local n:local {0}", local=_trace),
+    **dict.fromkeys(["diagonal", "diagonal_copy"], diagonal),
+    "diag_embed": _diag_embed,
+    "diagonal_backward": _diagonal_backward,
+    "diagonal_scatter": _diagonal_scatter,
+    "_trilinear": _trilinear,
+    # Distances between rows of m numbers; given the distances, their gradient goes number by number.
+    **dict.fromkeys(["_cdist_forward", "_euclidean_dist"], "... p m, ... r m -> ... p r | m:whole"),
+    "_cdist_backward": "... p r, ... p m, ... r m, ... p r -> ... p m | r:sum {0}",
+    # A complex number as a pair, and what torch does not tag as pointwise.
+    **dict.fromkeys(["view_as_real", "view_as_real_copy"], "... -> ... _ | {0}"),
+    **dict.fromkeys(["view_as_complex", "view_as_complex_copy"], "... _ -> ... | {0}"),
+    **dict.fromkeys(["_conj", "_conj_copy", "conj_physical", "_neg_view", "_neg_view_copy"], pointwise("{0}")),
+    "complex": pointwise("{0,1}"),
+    "polar": pointwise("{0}"),
+}
+
+DECOMPOSED: dict[str, Any] = {
+    "dist": _dist,
+    "_pdist_forward": _pairs,
+    "_pdist_backward": _pairs_backward,
+    "block_diag": _block_diag,
+}

@@ -10,6 +10,7 @@ the same factor everywhere.
 | `m` | a dim that is the factor `m` |
 | `(kv g)` | a dim made of factors, major first |
 | `1` | a dim of size 1 |
+| `_` | a dim that stays whole, a factor of its own wherever it is written |
 | `...` | any dims, broadcast against each other from the right |
 | `~m n` | an operand that is broadcast from the right against `m n`: fewer dims, or of size 1 |
 
@@ -31,6 +32,7 @@ factor in front of the colon.
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 from functools import lru_cache
@@ -39,6 +41,7 @@ from shardlib.errors import ShardingError
 from shardlib.rules.space import Dim
 
 _WORD = re.compile(r"\.\.\.|\([^()]*\)|[A-Za-z_]\w*|1")
+_OWN = re.compile(r"(?<!\w)_(?!\w)")
 _NOTE = re.compile(
     r"(\.\.\.|[A-Za-z_]\w*):(sum|max|min|none|whole|local|round\([A-Za-z_]\w*\)|lend\([A-Za-z_]\w*\))|\{(\d+(?:,\d+)*)\}"
 )
@@ -58,7 +61,8 @@ class Term:
         return sum(d != ELLIPSIS for d in self.dims)
 
     def __str__(self) -> str:
-        words = " ".join("1" if not d else d[0] if len(d) == 1 else f"({' '.join(d)})" for d in self.dims)
+        named = [["_" if is_own(f) else f for f in d] for d in self.dims]
+        words = " ".join("1" if not d else d[0] if len(d) == 1 else f"({' '.join(d)})" for d in named)
         return f"~{words}" if self.fits else words
 
 
@@ -69,6 +73,8 @@ class Pattern:
     Example:
         >>> str(parse("... m k,k n->... m n|{0}{1} k:sum"))
         '... m k, k n -> ... m n | k:sum {0} {1}'
+        >>> str(parse("... _ _ -> ... _"))
+        '... _ _ -> ... _'
     """
 
     operands: tuple[Term, ...]
@@ -92,6 +98,8 @@ def parse(text: str) -> Pattern:
         ShardingError: the text is not in the notation, or names a factor that no tensor has.
     """
     body, _, tail = text.partition("|")
+    number = itertools.count()
+    body = _OWN.sub(lambda _: f"_{next(number)}", body)
     left, arrow, right = body.partition("->")
     wrong = [] if arrow else ["it has no `->` between operands and results"]
     operands, results = (tuple(_term(t, wrong) for t in side.split(",")) for side in (left, right))
@@ -114,6 +122,11 @@ def parse(text: str) -> Pattern:
             f"rule({text!r}) cannot be read", wrong, remedy='write "... m k, k n -> ... m n | k:sum {0} {1}"'
         )
     return Pattern(operands, results, tuple(notes), tuple(linear))
+
+
+def is_own(factor: str) -> bool:
+    """Whether a factor was written `_`."""
+    return factor[0] == "_" and factor[1:].isdecimal()
 
 
 def other(kind: str) -> str | None:

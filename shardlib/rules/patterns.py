@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from shardlib.errors import ShardingError
-from shardlib.rules.notation import ELLIPSIS, Pattern, Term, other, parse
+from shardlib.rules.notation import ELLIPSIS, Pattern, Term, is_own, other, parse
 from shardlib.rules.rule import Call, Local, Meta, Path, Rule
 from shardlib.rules.space import Dim, Ints, Space
 
@@ -94,7 +94,7 @@ def _apply(
 
     space = Space()
     for name, n in sizes.items():
-        space.dim(n, name)
+        space.dim(n, name, whole=is_own(name))
     labelled = [_label(t, shape, sizes) for t, shape in operands]
     out = [() if shape is None else _label(t, shape, sizes) for t, shape in results]
     reduce: dict[str, str] = {}

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from shardlib.rules.pointwise import pointwise
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import cast, cut, never_empty, wide, worst
-from shardlib.rules.space import Dim, Space, arg, axes, axis, numel, result_shape
+from shardlib.rules.space import Space, arg, axes, numel, result_shape
 
 aten = torch.ops.aten
+_DIM = (1, "dim")
 
 
 def reduction(
@@ -47,37 +50,6 @@ def reduction(
     return rule
 
 
-def scan(dim: int = 1, *, linear: bool = False) -> RuleFn:
-    """The rule of an op that runs along one dim, which stays whole, and keeps the shape."""
-
-    def rule(call: Call) -> Rule:
-        shape = call.operands[0].shape
-        space = Space()
-        x = space.dims(shape, whole=[axis(arg(call, dim, "dim"), len(shape))])
-        out = [x] * len(call.results)
-        return space.rule([x], out, linear=[{0}] if linear else [], flops=numel(shape))
-
-    return rule
-
-
-def ordered(dim: tuple[int, str, int | None]) -> RuleFn:
-    """The rule of an op that reorders (sort) or picks (topk) along one dim, which stays whole."""
-
-    def rule(call: Call) -> Rule:
-        shape = call.operands[0].shape
-        space = Space()
-        at = axis(arg(call, *dim), len(shape)) if shape else 0
-        x = space.dims(shape, whole=[at])
-        out: list[Dim] = list(x)
-        first = call.results[0]
-        # Positions along the dim mean something else in the result: no common factor.
-        if shape and first is not None:
-            out[at] = space.dim(first.shape[at], "o", whole=True)
-        return space.rule([x], [out] * len(call.results), flops=numel(shape))
-
-    return rule
-
-
 def _mean(local: Local) -> Any:
     """Local sum over global count; half precision is summed in single, where counts do not overflow."""
     x, out = local.call.operands[0], local.call.results[0]
@@ -96,63 +68,92 @@ def _extreme(local: Local) -> Any:
     return local.op(local.call.target, x, *local.args[1:], **local.kwargs)
 
 
-def _norm(call: Call) -> Rule | None:
-    """The 2-norm reduces over devices itself: its square root cannot wait for a pending sum."""
-    two = arg(call, 1, "ord", 2) == 2 and call.operands[0].dtype.is_floating_point
-    return (reduction("none", dim=(2, "dim"), local=_two_norm) if two else reduction(None, dim=(2, "dim")))(call)
+def _aminmax(local: Local) -> Any:
+    """Both ends of a row: a pending value can be one kind of reduction only."""
+    x, labels = local.call.operands[0], local.rule.results[0]
+    dims = axes(arg(local, 1, "dim"), len(x.shape))
+    ends = []
+    for target, kind in ((aten.amin.default, "min"), (aten.amax.default, "max")):
+        value = never_empty(local, local.args[0], 0, local.rule.reduce, worst(x.dtype, lowest=kind == "max"))
+        value = local.op(target, value, dims, len(labels) == len(x.shape))
+        for factor in cut(local, local.rule.reduce):
+            value = local.all_reduce(value, factor, kind, labels)
+        ends.append(value)
+    return tuple(ends)
 
 
-def _two_norm(local: Local) -> Any:
-    x, out = local.call.operands[0], local.call.results[0]
+def _truth(kind: str) -> RuleFn:
+    """`any` and `all` of a list of dims: only here, an empty list means none of them."""
+    reduced, kept = reduction(kind, dim=_DIM), pointwise()
+    return lambda call: kept(call) if arg(call, 1, "dim") in ([], ()) else reduced(call)
+
+
+def _prod(local: Local) -> Any:
+    """Products of the pieces, gathered: no sum or maximum can stand for them while they are pending."""
+    out, labels = local.call.results[0], local.rule.results[0]
     assert out is not None
-    acc = wide(out.dtype)
-    keepdim = len(out.shape) == len(x.shape)
-    norm = local.op(local.call.target, local.args[0], 2, arg(local, 2, "dim"), keepdim, dtype=acc)
-    total = local.op(aten.mul.Tensor, norm, norm)
+    value = local.op(local.call.target, *local.args, **(local.kwargs | {"dtype": out.dtype}))
     for factor in cut(local, local.rule.reduce):
-        total = local.all_reduce(total, factor, "sum")
-    return cast(local, local.op(aten.sqrt.default, total), acc, out.dtype)
+        pieces = local.all_gather(local.op(aten.unsqueeze.default, value, 0), factor, 0, ((), *labels))
+        value = local.op(aten.prod.dim_int, pieces, 0, dtype=out.dtype)
+    return value
 
 
-def _histc(call: Call) -> Rule:
-    space = Space()
-    shape = call.operands[0].shape
-    counts = space.dims(result_shape(call), "o", whole=[0])
-    return space.rule([space.dims(shape, whole=range(len(shape)))], [counts], flops=numel(shape))
+# Variance, written as sums, so that it may be cut like them -----------------------------------------------------------
 
 
-_DIM = (1, "dim")
+def _moments(x: Tensor, dim: Sequence[int] | None, correction: float | None, keepdim: bool) -> tuple[Tensor, Tensor]:
+    """Variance and mean, in two passes, so that nothing cancels."""
+    dims = axes(dim, x.dim())
+    count = numel([x.shape[d] for d in dims if x.dim()])
+    value = x.to(wide(x.dtype))
+    mean = value.mean(dims, keepdim=True)
+    centred = value - mean
+    square = (centred * centred.conj()).real if x.is_complex() else centred * centred
+    var = square.sum(dims, keepdim=keepdim) / max(0, count - (1 if correction is None else correction))
+    mean = mean if keepdim else mean.squeeze(dims)
+    return var, mean.to(x.dtype)
 
 
-def _each(names: Iterable[str], make: RuleFn) -> dict[str, RuleFn | str]:
-    return dict.fromkeys(names, make)
+def _variance(*, root: bool = False, mean: bool = False) -> Callable[..., Any]:
+    """`var`, `std` (its root), and both with the mean."""
+
+    def form(
+        x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+    ) -> Any:
+        var, middle = _moments(x, dim, correction, keepdim)
+        spread = (var.sqrt() if root else var).to(x.dtype.to_real())
+        return (spread, middle) if mean else spread
+
+    return form
 
 
 ROWS: dict[str, RuleFn | str] = {
     "sum": reduction("sum", linear=True),
     "sum.dim_IntList": reduction("sum", dim=_DIM, linear=True),
+    "nansum": reduction("sum", dim=_DIM),
+    **dict.fromkeys(["count_nonzero", "count_nonzero.dim_IntList"], reduction("sum", dim=_DIM)),
     "mean": reduction("sum", linear=True, local=_mean),
     "mean.dim": reduction("sum", dim=_DIM, linear=True, local=_mean),
     "amax": reduction("max", dim=_DIM, local=_extreme),
     "amin": reduction("min", dim=_DIM, local=_extreme),
-    **_each(["max"], reduction("max", local=_extreme)),
-    **_each(["min"], reduction("min", local=_extreme)),
-    **_each(["any"], reduction("max")),
-    **_each(["any.dim", "any.dims"], reduction("max", dim=_DIM)),
-    **_each(["all"], reduction("min")),
-    **_each(["all.dim", "all.dims"], reduction("min", dim=_DIM)),
-    **_each(["max.dim", "min.dim", "argmax", "argmin", "median.dim"], reduction(None, dim=_DIM)),
-    **_each(["prod", "std", "var", "var_mean"], reduction(None)),
-    **_each(["prod.dim_int"], reduction(None, dim=_DIM)),
-    **_each(
-        ["var.correction", "var_mean.correction", "std.correction", "std_mean.correction"], reduction(None, dim=_DIM)
-    ),
-    **_each(["var.dim", "var_mean.dim", "std.dim"], reduction(None, dim=_DIM)),
-    "linalg_vector_norm": _norm,
-    "histc": _histc,
-    "cumsum": scan(linear=True),
-    **_each(["cumprod", "logcumsumexp", "cummax", "cummin"], scan()),
-    "topk": ordered((2, "dim", -1)),
-    "sort": ordered((1, "dim", -1)),
-    "sort.stable": ordered((2, "dim", -1)),
+    "max": reduction("max", local=_extreme),
+    "min": reduction("min", local=_extreme),
+    **dict.fromkeys(["aminmax", "_aminmax", "_aminmax.dim"], reduction("none", dim=_DIM, local=_aminmax)),
+    "any": reduction("max"),
+    **dict.fromkeys(["any.dim", "any.dims"], _truth("max")),
+    "all": reduction("min"),
+    **dict.fromkeys(["all.dim", "all.dims"], _truth("min")),
+    "_is_any_true": reduction("max"),
+    "_is_all_true": reduction("min"),
+    "prod": reduction("none", local=_prod),
+    "prod.dim_int": reduction("none", dim=_DIM, local=_prod),
+    "hash_tensor": reduction(None, dim=_DIM),
+}
+
+DECOMPOSED: dict[str, Callable[..., Any]] = {
+    "var.correction": _variance(),
+    "std.correction": _variance(root=True),
+    "var_mean.correction": _variance(mean=True),
+    "std_mean.correction": _variance(root=True, mean=True),
 }

@@ -215,7 +215,9 @@ def _zigzag(local: Local, variant: Variant, n: int, moved: int) -> bool:
     s, t = (local.rule.sizes.get(x, 1) for x in ("s", "t"))
     if not variant.causal or variant.window or variant.mask is not None or variant.bias is not None:
         return False
-    if s != t or s % (2 * n) or local.axes("s") != local.axes("t") or variant.q_offset != variant.k_offset:
+    if s != t or s % (2 * n) or any(len(set().union(*local.values(local.size(x), x))) > 1 for x in "st"):
+        return False
+    if local.axes("s") != local.axes("t") or variant.q_offset != variant.k_offset:
         return False
     if (told := wanted("sequence")) in ("ring", "zigzag"):
         return told == "zigzag"

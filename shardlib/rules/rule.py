@@ -41,6 +41,20 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Halo:
+    """What a local form sends while `factor` is cut: rows of one operand (or result), a row being all of it that lies
+    at one index of the factor.
+
+    `sent(n)`: how many messages a device sends at most when the factor is cut n ways, and how many rows in all.
+    """
+
+    factor: str
+    position: int
+    operand: bool
+    sent: Callable[[int], tuple[int, int]]
+
+
+@dataclass(frozen=True)
 class Rule:
     """How one call shards.
 
@@ -56,6 +70,10 @@ class Rule:
     * `local`: the per-device form, used when one of `local_factors` is cut; returns the local results.
     * `rounds`: {t: s}: `t` may be cut only together with `s`, over the same mesh axes; then `local` passes the pieces
       of `t` round, so that every piece of `s` meets every piece of `t`, and no result owes anything over these axes.
+    * `follows`: {i: o}: `i` may be cut only together with `o`, and whoever wants one of them cut wants both: they are
+      one dim in two sizes (what goes into a convolution and what comes out), so cutting one nearly cuts the other.
+    * `halos`: what `local` sends, for the estimate.
+    * `loose`: those of `local_factors` of which `local` asks no offset, so that any part of them may be cut.
     * `lends`: {h: s}: for this op `h` may take over a mesh axis that only `s` wants (attention exchanges the cut of the
       sequence for one of the heads).
     * `flops`: floating-point operations of the whole call.
@@ -73,6 +91,9 @@ class Rule:
     local_factors: frozenset[str] = frozenset()
     rounds: Mapping[str, str] = field(default_factory=dict)
     lends: Mapping[str, str] = field(default_factory=dict)
+    follows: Mapping[str, str] = field(default_factory=dict)
+    halos: tuple[Halo, ...] = ()
+    loose: frozenset[str] = frozenset()
     flops: int = 0
     transparent: bool = False
 
@@ -81,8 +102,8 @@ class Local(Protocol):
     """What a `local` form writes its instructions with. Values are opaque; ints may be symbolic (they differ by
     device).
 
-    Symbolic ints support `+ - * //` with ints and each other and `.eq(int)` (1 or 0), and may stand wherever an int
-    argument of an op may.
+    Symbolic ints support `+ - * //` with ints and each other, `.eq(int)` (1 or 0) and `.at_most(int)` (the smaller of
+    the two), and may stand wherever an int argument of an op may.
     """
 
     rule: Rule
@@ -99,12 +120,35 @@ class Local(Protocol):
     def offset(self, factor: str) -> Any:
         """The global index of this device's first element of `factor`."""
 
+    def pieces(self, factor: str) -> list[tuple[Any, Any, int]]:
+        """The leaves of `factor`, major first: this device's size of each, its offset there, and the whole's size.
+
+        A leaf that nothing cuts is part of the one before it.
+        """
+
     def ways(self, factor: str) -> int:
         """In how many pieces `factor` is cut: the members of the group over its axes, in order."""
+
+    def position(self, factor: str) -> Any:
+        """This device's place among the members of the group over `factor`'s axes."""
 
     def of(self, value: Any, factor: str, member: Callable[[int], int]) -> Any:
         """The symbolic int `value` as member `member(i)` of the group over `factor`'s axes has it; i is this device's
         own position there."""
+
+    def calc(self, function: Callable[..., Any], *values: Any) -> Any:
+        """The symbolic value `function(*values)`: a function of symbolic values, which returns an int or several."""
+
+    def values(self, value: Any, factor: str) -> list[set[Any]]:
+        """For each position in the group over `factor`'s axes, what a symbolic value is on the devices there."""
+
+    def send(
+        self, value: Any, factor: str, pairs: Sequence[tuple[int, int]], shape: Sequence[Any], *, name: str
+    ) -> Any:
+        """Send a local value of `shape` along (source, destination) positions in the group over `factor`'s axes.
+
+        Whoever receives nothing gets zeros of the shape of its own value.
+        """
 
     def ppermute(
         self,
@@ -126,8 +170,18 @@ class Local(Protocol):
     def op(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         """Emit one call; returns its value (a tuple of values for ops with several results)."""
 
-    def all_reduce(self, value: Any, factor: str, kind: str) -> Any:
-        """Reduce a local value over the axes that cut `factor`."""
+    def all_reduce(self, value: Any, factor: str, kind: str, labels: Labels | None = None) -> Any:
+        """Reduce a local value over the axes that cut `factor`.
+
+        Its dims are `labels`; None: it holds one number for each row of the first result, that is for everything but
+        the `local_factors`.
+        """
+
+    def all_gather(self, value: Any, factor: str, dim: int, labels: Labels, size: Any = 1) -> Any:
+        """The members' local values next to each other along `dim`, in the order of their pieces of `factor`.
+
+        The dims of `value` are `labels`, except for `dim`, of which a member has its `size` (an int, or symbolic).
+        """
 
 
 RuleFn = Callable[[Call], Rule | None]  # None: this call has no rule after all

@@ -75,3 +75,9 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def cast(local: Local, x: Any, have: torch.dtype, want: torch.dtype) -> Any:
     return x if have == want else local.op(aten._to_copy.default, x, dtype=want)
+
+
+def positional(local: Local) -> list[Any]:
+    """All arguments of the call by position, with the schema's defaults; for ops without keyword-only ones."""
+    given = local.call.target._schema.arguments
+    return [*local.args, *(local.kwargs.get(a.name, a.default_value) for a in given[len(local.args) :])]

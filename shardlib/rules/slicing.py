@@ -1,8 +1,7 @@
-"""Slices, and values put together from slices.
+"""Single slices, parts and triangles of a value; ranges of a dim are in `shifting` and `moving`.
 
-With I = gcd(start, stop, size) a sliced dim is `(n I)` and its result `(m I)`: n and m stay whole, I may be cut, and
-the slice arguments are multiples of its local size. Where nothing larger than 1 divides all three, the dim stays whole.
-So a fused `[768, 3 * 768]` weight is split, or put together, without a look at how the 768 are cut.
+With I the gcd of its parts, a dim that is split is `(n I)` and each part `(m I)`: n and m stay whole, I may be cut. So
+a fused `[768, 3 * 768]` weight is split without a look at how the 768 are cut.
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ from typing import Any
 
 import torch
 
+from shardlib.rules import moving, shifting
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.space import Dim, Ints, Space, arg, axis, path, result_shape, shape_ints
+from shardlib.rules.space import Dim, Space, arg, axis, result_shape
 
 aten = torch.ops.aten
 
@@ -29,87 +29,6 @@ def strided(space: Space, sizes: Sequence[int], marks: Sequence[int] = ()) -> tu
     inner = space.dim(block, "i") if block else ()
     dims = [(*space.dim(n // block if block else n, "n", whole=True), *inner) for n in sizes]
     return dims, inner, block
-
-
-def _range(call: Call, size: int, first: int) -> tuple[int, int, int]:
-    """start, stop and step of a slice whose dim argument stands at `first`, as Python would count them."""
-    step = arg(call, first + 3, "step", 1)
-    start, stop, _ = slice(arg(call, first + 1, "start"), arg(call, first + 2, "end")).indices(size)
-    return start, max(start, stop), step
-
-
-def _slice_ints(call: Call, first: int, start: int, stop: int, inner: Dim, block: int) -> Ints:
-    ints: Ints = {}
-    for k, name, value in ((1, "start", start), (2, "end", stop)):
-        if isinstance(arg(call, first + k, name), int):
-            ints[path(call, first + k, name)] = (value // block, inner) if block else (value, ())
-    return ints
-
-
-def _sliced(space: Space, call: Call, size: int, length: int, first: int) -> tuple[Dim, Dim, Ints]:
-    """Labels of a dim of `size` and of its slice of `length`, and the slice arguments."""
-    start, stop, step = _range(call, size, first)
-    if step != 1 or (start, stop) == (0, 0):
-        return space.dim(size, "n", whole=True), space.dim(length, "n", whole=True), {}
-    (long, short), inner, block = strided(space, (size, stop - start), (start,))
-    return long, short, _slice_ints(call, first, start, stop, inner, block)
-
-
-def _slice(call: Call) -> Rule:
-    space = Space()
-    shape = call.operands[0].shape
-    at = axis(arg(call, 1, "dim", 0), len(shape))
-    long, short, ints = _sliced(space, call, shape[at], result_shape(call)[at], 1)
-    rest = [() if i == at else space.dim(n) for i, n in enumerate(shape)]
-    x, out = ([d if i == at else r for i, r in enumerate(rest)] for d in (long, short))
-    return space.rule([x], [out], linear=[{0}], ints=ints)
-
-
-def _slice_backward(call: Call) -> Rule:
-    """`slice_backward(grad, sizes, dim, start, end, step)`: grad in its place among zeros."""
-    space = Space()
-    shape, grad = result_shape(call), call.operands[0].shape
-    at = axis(arg(call, 2, "dim"), len(shape))
-    long, short, ints = _sliced(space, call, shape[at], grad[at], 2)
-    rest = [() if i == at else space.dim(n) for i, n in enumerate(shape)]
-    x, out = ([d if i == at else r for i, r in enumerate(rest)] for d in (short, long))
-    return space.rule([x], [out], linear=[{0}], ints={**ints, **shape_ints(path(call, 1, "input_sizes"), out)})
-
-
-def _slice_scatter(call: Call) -> Rule:
-    """`slice_scatter(self, src, dim, start, end, step)`: src in its place in self."""
-    space = Space()
-    shape, src = call.operands[0].shape, call.operands[1].shape
-    at = axis(arg(call, 2, "dim", 0), len(shape))
-    long, short, ints = _sliced(space, call, shape[at], src[at], 2)
-    rest = [() if i == at else space.dim(n) for i, n in enumerate(shape)]
-    x, part = ([d if i == at else r for i, r in enumerate(rest)] for d in (long, short))
-    return space.rule([x, part], [x], linear=[{0, 1}], ints=ints)
-
-
-def _select(call: Call) -> Rule:
-    space = Space()
-    shape = call.operands[0].shape
-    at = axis(arg(call, 1, "dim"), len(shape))
-    x = space.dims(shape, whole=[at])
-    return space.rule([x], [x[:at] + x[at + 1 :]], linear=[{0}])
-
-
-def _select_backward(call: Call) -> Rule:
-    space = Space()
-    shape = result_shape(call)
-    at = axis(arg(call, 2, "dim"), len(shape))
-    out = space.dims(shape, whole=[at])
-    ints = shape_ints(path(call, 1, "input_sizes"), out)
-    return space.rule([out[:at] + out[at + 1 :]], [out], linear=[{0}], ints=ints)
-
-
-def _select_scatter(call: Call) -> Rule:
-    space = Space()
-    shape = call.operands[0].shape
-    at = axis(arg(call, 2, "dim"), len(shape))
-    x = space.dims(shape, whole=[at])
-    return space.rule([x, x[:at] + x[at + 1 :]], [x], linear=[{0, 1}])
 
 
 def _unbind(call: Call) -> Rule:
@@ -139,20 +58,6 @@ def _split(call: Call) -> Rule:
     return space.rule([x], out, linear=[{0}], local=local, local_factors=inner)
 
 
-def _cat(call: Call) -> Rule:
-    """Old-style empty operands (shape [0]) count as nothing."""
-    space = Space()
-    shape = result_shape(call)
-    at = axis(arg(call, 1, "dim", 0), len(shape))
-    real = [m.shape for m in call.operands if len(m.shape) == len(shape)]
-    (total, *parts), _, _ = strided(space, (shape[at], *(s[at] for s in real)))
-    rest = space.dims([1 if i == at else n for i, n in enumerate(shape)])
-    rows = [[d if i == at else r for i, r in enumerate(rest)] for d in (total, *parts)]
-    queue = iter(rows[1:])
-    operands = [next(queue) if len(m.shape) == len(shape) else space.dims(m.shape, whole=[0]) for m in call.operands]
-    return space.rule(operands, [rows[0]], linear=[range(len(operands))])
-
-
 def _stack(call: Call) -> Rule:
     space = Space()
     shape = result_shape(call)
@@ -162,34 +67,10 @@ def _stack(call: Call) -> Rule:
     return space.rule([out[:at] + out[at + 1 :]] * count, [out], linear=[range(count)])
 
 
-def _pad(call: Call) -> Rule:
-    space = Space()
-    shape, grown = call.operands[0].shape, result_shape(call)
-    pad = list(arg(call, 1, "pad"))
-    prefix = path(call, 1, "pad")
-    x: list[Dim] = []
-    out: list[Dim] = []
-    ints: Ints = {}
-    for i, (old, new) in enumerate(zip(shape, grown, strict=True)):
-        k = 2 * (len(shape) - 1 - i)
-        before, after = (pad[k], pad[k + 1]) if k < len(pad) else (0, 0)
-        if before == after == 0:
-            d = e = space.dim(old)
-        else:
-            (d, e), inner, block = strided(space, (old, new), (abs(before), abs(after)))
-            if block:
-                ints |= {(*prefix, k): (before // block, inner), (*prefix, k + 1): (after // block, inner)}
-        x.append(d)
-        out.append(e)
-    return space.rule([x], [out], linear=[] if arg(call, 2, "value", 0) else [{0}], ints=ints)
-
-
-def _mirror(call: Call) -> Rule:
-    """flip and roll: their dims stay whole; roll without dims rolls the flattened value."""
+def _flip(call: Call) -> Rule:
     space = Space()
     shape = call.operands[0].shape
-    dims = arg(call, 2, "dims", ()) if call.target == aten.roll.default else arg(call, 1, "dims")
-    x = space.dims(shape, whole=[axis(d, len(shape)) for d in dims] or range(len(shape)))
+    x = space.dims(shape, whole=[axis(d, len(shape)) for d in arg(call, 1, "dims")])
     return space.rule([x], [x], linear=[{0}])
 
 
@@ -211,19 +92,21 @@ def _triangle(call: Call) -> Rule:
 
 
 ROWS: dict[str, RuleFn | str] = {
-    "slice.Tensor": _slice,
-    "slice_backward": _slice_backward,
-    "slice_scatter": _slice_scatter,
-    "select.int": _select,
-    "select_backward": _select_backward,
-    "select_scatter": _select_scatter,
-    "unbind.int": _unbind,
-    **dict.fromkeys(["split.Tensor", "split_with_sizes", "chunk", "split_with_sizes_copy"], _split),
-    "cat": _cat,
+    **dict.fromkeys(["slice.Tensor", "slice_copy.Tensor"], shifting.slice_),
+    "slice_backward": shifting.slice_backward,
+    "slice_scatter": shifting.slice_scatter,
+    **dict.fromkeys(["select.int", "select_copy.int"], shifting.select),
+    "select_backward": shifting.select_backward,
+    "select_scatter": shifting.select_scatter,
+    **dict.fromkeys(["unbind.int", "unbind_copy.int"], _unbind),
+    **dict.fromkeys([f"{kind}split.Tensor" for kind in ("", "unsafe_")], _split),
+    **dict.fromkeys([f"{kind}split_with_sizes" for kind in ("", "unsafe_")], _split),
+    **dict.fromkeys(["chunk", "split_copy.Tensor", "split_with_sizes_copy"], _split),
+    "cat": moving.cat,
     "stack": _stack,
-    "constant_pad_nd": _pad,
-    "flip": _mirror,
-    "roll": _mirror,
+    "constant_pad_nd": moving.pad,
+    "flip": _flip,
+    "roll": moving.roll,
     "tril": _triangle,
     "triu": _triangle,
 }

@@ -57,6 +57,16 @@ def _softmax(local: Local, dim: int, row: Dim) -> Any:
     return cast(local, local.op(aten.div.Tensor, exp, _total(local, exp, [dim], row)), acc, out)
 
 
+def _safe_softmax(local: Local, dim: int, row: Dim) -> Any:
+    """A row in which everything is masked away gives zeros; its maximum is -inf."""
+    x, have, acc, out = _input(local)
+    shifted, top = _shifted(local, cast(local, x, have, acc), acc, [dim], row)
+    exp = local.op(aten.exp.default, shifted)
+    share = local.op(aten.div.Tensor, exp, _total(local, exp, [dim], row))
+    empty = local.op(aten.eq.Scalar, top, float("-inf"))
+    return cast(local, local.op(aten.masked_fill.Scalar, share, empty, 0), acc, out)
+
+
 def _log_softmax(local: Local, dim: int, row: Dim) -> Any:
     x, have, acc, out = _input(local)
     shifted, _ = _shifted(local, cast(local, x, have, acc), acc, [dim], row)
@@ -119,11 +129,40 @@ def _logsumexp(call: Call) -> Rule:
     )
 
 
+def _masked(call: Call) -> Rule:
+    """`_masked_softmax(x, mask, dim, kind)`: the mask is one of queries and keys (kind 0), of a batch's keys (1), or
+    shaped like x; its backward sees the last kind only."""
+    *_, x_meta, mask = call.operands
+    backward = len(call.operands) == 3
+    shape = x_meta.shape
+    space = Space()
+    dim = arg(call, 3 if backward else 2, "dim")
+    at = axis(-1 if dim is None else dim, len(shape))
+    x = space.dims(shape, whole=[at])
+    kind = None if backward else arg(call, 3, "mask_type")
+    if kind in (0, 1):
+        space.whole |= set(x[-2])  # the kernel wants a square
+    by = x[-2:] if kind == 0 else [x[0], x[-1]] if kind == 1 else x
+    fits = [space.size(d) for d in by] == list(mask.shape)
+    if not fits:
+        space.whole |= space.sizes.keys()
+    return space.rule(
+        [x] * (len(call.operands) - 1) + [list(by) if fits else space.dims(mask.shape, whole=range(len(mask.shape)))],
+        [x],
+        linear=[{0}] if backward else [],
+        flops=4 * numel(shape),
+    )
+
+
 ROWS: dict[str, RuleFn | str] = {
     "_softmax": _along(_softmax, 1),
     "_log_softmax": _along(_log_softmax, 1),
-    "_safe_softmax": _along(_softmax, 1),
+    "_safe_softmax": _along(_safe_softmax, 1),
+    # `out=` leaves the composite ops as they are.
+    "softmax.int": _along(_softmax, 1),
+    "log_softmax.int": _along(_log_softmax, 1),
     "_softmax_backward_data": _along(_softmax_backward, 2, linear=True),
     "_log_softmax_backward_data": _along(_log_softmax_backward, 2, linear=True),
     "logsumexp": _logsumexp,
+    **dict.fromkeys(["_masked_softmax", "_masked_softmax_backward"], _masked),
 }

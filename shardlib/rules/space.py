@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from shardlib.rules.rule import Call, Local, Meta, Path, Rule
+from shardlib.rules.rule import Call, Halo, Local, Meta, Path, Rule
 
 Dim = tuple[str, ...]
 Ints = dict[Path, tuple[int, Dim]]
@@ -58,6 +58,9 @@ class Space:
         local_factors: Iterable[str] = (),
         rounds: Mapping[str, str] | None = None,
         lends: Mapping[str, str] | None = None,
+        follows: Mapping[str, str] | None = None,
+        halos: Iterable[Halo] = (),
+        loose: Iterable[str] = (),
         flops: int = 0,
         transparent: bool = False,
     ) -> Rule:
@@ -74,6 +77,9 @@ class Space:
             local_factors=cut_locally,
             rounds=rounds or {},
             lends=lends or {},
+            follows=follows or {},
+            halos=tuple(halos),
+            loose=frozenset(loose),
             flops=flops,
             transparent=transparent,
         )

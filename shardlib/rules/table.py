@@ -12,11 +12,15 @@ from shardlib.rules import (
     activation,
     attention,
     bags,
+    batchnorm,
     contraction,
     convolution,
+    counting,
     creation,
     cumulative,
     fft,
+    foreach,
+    fused_loss,
     grouped,
     indexing,
     linalg,
@@ -26,6 +30,7 @@ from shardlib.rules import (
     ordering,
     pointwise,
     pooling,
+    powers,
     random,
     reduction,
     resample,
@@ -38,6 +43,7 @@ from shardlib.rules import (
 from shardlib.rules.notation import other, parse
 from shardlib.rules.patterns import pattern, tensor_arguments
 from shardlib.rules.rule import Call, Rule, RuleFn
+from shardlib.rules.written import writers
 
 FAMILIES = (
     pointwise,
@@ -48,10 +54,13 @@ FAMILIES = (
     linalg,
     fft,
     reduction,
+    powers,
     cumulative,
     ordering,
+    counting,
     softmax,
     norm,
+    batchnorm,
     convolution,
     pooling,
     resample,
@@ -61,7 +70,9 @@ FAMILIES = (
     writing,
     scattering,
     bags,
+    foreach,
     loss,
+    fused_loss,
     creation,
     random,
     attention,
@@ -87,11 +98,14 @@ def _table() -> dict[str, RuleFn]:
 def _decompositions() -> dict[Any, Callable[..., Any]]:
     """Ops that are written as other ops while a function is traced: `DECOMPOSED` of the families, by overload."""
     found: dict[Any, Callable[..., Any]] = {}
+    written: dict[Any, Callable[..., Any]] = {}
     for family in FAMILIES:
         for name, form in getattr(family, "DECOMPOSED", {}).items():
             assert _key(name) not in TABLE, f"{name} has a rule and a decomposition"
-            found[_overload_named(name)] = form
-    return found
+            op = _overload_named(name)
+            found[op] = form
+            written.update(writers(op, form))
+    return written | found
 
 
 def _overload_named(name: str) -> Any:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
 
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.space import (
@@ -77,8 +79,7 @@ def _reshape(call: Call) -> Rule:
     ints = shape_ints(path(call, 1, "shape" if call.target == aten.reshape.default else "size"), new)
 
     def local(local: Local) -> Any:
-        size = [math.prod(local.size(f) for f in dim) for dim in new]
-        return local.op(aten.reshape.default, local.args[0], size)
+        return local.op(aten.reshape.default, local.args[0], _sizes(local, new))
 
     # Shards are slices, of which strides may allow no view.
     view = call.target != aten.reshape.default
@@ -91,6 +92,10 @@ def _reshape(call: Call) -> Rule:
         local_factors=space.sizes if view else (),
         transparent=True,
     )
+
+
+def _sizes(local: Local, dims: Sequence[Dim]) -> list[Any]:
+    return [math.prod(local.size(f) for f in dim) for dim in dims]
 
 
 def rearrange(order: Callable[[Call, int], Sequence[int]]) -> RuleFn:
@@ -181,26 +186,133 @@ def _repeat_interleave(call: Call) -> Rule:
     return space.rule([x], [out], linear=[{0}], ints=ints)
 
 
-def _diagonal(call: Call) -> Rule:
-    """Both dims of the diagonal stay whole."""
+def _windows(
+    space: Space, shape: Sequence[int], at: int, size: int, step: int, count: int
+) -> tuple[list[Dim], list[Dim]]:
+    """The labels of a value and of its windows along dim `at`, whose elements are a last dim."""
+    touching = size == step and shape[at : at + 1] == (count * size,)
+    many, one = space.dim(count, "w", whole=not touching), space.dim(size, "s", whole=True)
+    along = (*many, *one) if touching else space.dim(math.prod(shape[at : at + 1]), whole=True)
+    x = [along if i == at else space.dim(n) for i, n in enumerate(shape)]
+    return x, [*(many if i == at else d for i, d in enumerate(x)), one]
+
+
+def _unfold(call: Call) -> Rule:
+    """`unfold(x, dim, size, step)`: windows that touch, but do not overlap, are factors of the dim."""
     space = Space()
-    shape = call.operands[0].shape
-    ends = [axis(arg(call, 2, "dim1", 0), len(shape)), axis(arg(call, 3, "dim2", 1), len(shape))]
-    x = space.dims(shape, whole=ends)
-    out = [d for i, d in enumerate(x) if i not in ends] + [space.dim(result_shape(call)[-1], "o", whole=True)]
-    return space.rule([x], [out], linear=[{0}])
+    shape, new = call.operands[0].shape, result_shape(call)
+    at = axis(arg(call, 1, "dimension"), len(shape))
+    x, out = _windows(space, shape, at, arg(call, 2, "size"), arg(call, 3, "step"), new[at])
+
+    def local(local: Local) -> Any:
+        apart = _sizes(local, [*out[: at + 1], out[-1], *out[at + 1 : -1]])
+        order = [i for i in range(len(apart)) if i != at + 1]
+        return local.op(aten.permute.default, local.op(aten.reshape.default, local.args[0], apart), [*order, at + 1])
+
+    return space.rule([x], [out], linear=[{0}], local=local, local_factors=out[at])
+
+
+def _unfold_backward(call: Call) -> Rule:
+    space = Space()
+    shape, new = result_shape(call), call.operands[0].shape
+    at = axis(arg(call, 2, "dim"), len(shape))
+    x, out = _windows(space, shape, at, arg(call, 3, "size"), arg(call, 4, "step"), new[at])
+
+    def local(local: Local) -> Any:
+        order = [*range(at + 1), len(out) - 1, *range(at + 1, len(out) - 1)]
+        return local.op(aten.reshape.default, local.op(aten.permute.default, local.args[0], order), _sizes(local, x))
+
+    return space.rule(
+        [out],
+        [x],
+        linear=[{0}],
+        ints=shape_ints(path(call, 1, "input_sizes"), x),
+        local=local,
+        local_factors=out[at],
+    )
+
+
+def _reinterpret(call: Call) -> Rule:
+    """`view.dtype`: the bytes of the last dim, where the sizes of the dtypes differ."""
+    space = Space()
+    shape, new = call.operands[0].shape, result_shape(call)
+    x = space.dims(shape, whole=[len(shape) - 1] if shape != new else ())
+    return space.rule([x], [x if shape == new else [*x[:-1], space.dim(new[-1], "o", whole=True)]])
+
+
+def _shuffle_channels(x: Tensor, groups: int) -> Tensor:
+    n, channels, *rest = x.shape
+    return x.reshape(n, groups, channels // groups, *rest).transpose(1, 2).reshape(x.shape)
+
+
+def _shuffle_pixels(x: Tensor, times: int) -> Tensor:
+    """`(c p q) h w -> c (h p) (w q)`."""
+    *batch, channels, h, w = x.shape
+    apart = x.reshape(*batch, channels // times**2, times, times, h, w)
+    order = (*range(len(batch)), *(len(batch) + i for i in (0, 3, 1, 4, 2)))
+    return apart.permute(order).reshape(*batch, channels // times**2, h * times, w * times)
+
+
+def _unshuffle_pixels(x: Tensor, times: int) -> Tensor:
+    """`c (h p) (w q) -> (c p q) h w`."""
+    *batch, c, height, width = x.shape
+    apart = x.reshape(*batch, c, height // times, times, width // times, times)
+    order = (*range(len(batch)), *(len(batch) + i for i in (0, 2, 4, 1, 3)))
+    return apart.permute(order).reshape(*batch, c * times**2, height // times, width // times)
+
+
+def _chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int) -> Tensor:
+    """Every tensor in `num_chunks` equal chunks along `dim` (padded at the end), flattened and put side by side."""
+    rows = []
+    for x in tensors:
+        at = dim % x.dim()
+        pad = [0] * (2 * (x.dim() - at) - 1) + [-x.shape[at] % num_chunks]
+        rows.append(torch.nn.functional.pad(x, pad).reshape(*x.shape[:at], num_chunks, -1))
+    return torch.cat(rows, dim % tensors[0].dim() + 1)
+
+
+def _rot90(x: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
+    a, b = dims
+    turned = {0: (), 1: (b,), 2: (a, b), 3: (a,)}[k % 4]
+    x = x.flip(turned) if turned else x.clone()
+    return x.transpose(a, b) if k % 2 else x
+
+
+def _as_strided_scatter(
+    x: Tensor, src: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> Tensor:
+    out = x.clone()
+    out.as_strided(size, stride, storage_offset).copy_(src)
+    return out
+
+
+def _copied(view: Callable[..., Any]) -> Callable[..., Any]:
+    """A view as an op that returns memory of its own."""
+    return lambda x, *args, **kwargs: pytree.tree_map(Tensor.clone, view(x, *args, **kwargs))
 
 
 ROWS: dict[str, RuleFn | str] = {
-    **dict.fromkeys(["view", "reshape", "_unsafe_view"], _reshape),
-    "permute": rearrange(_permute),
-    "transpose.int": rearrange(_swap),
-    "t": rearrange(_reverse),
-    "numpy_T": rearrange(_reverse),
-    "unsqueeze": rearrange(_unsqueeze),
-    **dict.fromkeys(["squeeze", "squeeze.dim", "squeeze.dims"], _squeeze),
-    "expand": _expand,
+    **dict.fromkeys(["view", "reshape", "_unsafe_view", "view_copy", "_reshape_copy"], _reshape),
+    **dict.fromkeys(["permute", "permute_copy"], rearrange(_permute)),
+    **dict.fromkeys(["transpose.int", "transpose_copy.int"], rearrange(_swap)),
+    **dict.fromkeys(["t", "t_copy", "numpy_T"], rearrange(_reverse)),
+    **dict.fromkeys(["unsqueeze", "unsqueeze_copy"], rearrange(_unsqueeze)),
+    **dict.fromkeys([f"squeeze{copy}{dim}" for copy in ("", "_copy") for dim in ("", ".dim", ".dims")], _squeeze),
+    **dict.fromkeys(["expand", "expand_copy"], _expand),
     "repeat": _repeat,
     "repeat_interleave.self_int": _repeat_interleave,
-    "diagonal": _diagonal,
+    **dict.fromkeys(["unfold", "unfold_copy"], _unfold),
+    "unfold_backward": _unfold_backward,
+    **dict.fromkeys(["view.dtype", "view_copy.dtype"], _reinterpret),
+}
+
+DECOMPOSED: dict[str, Any] = {
+    "_chunk_cat": _chunk_cat,
+    "rot90": _rot90,
+    "channel_shuffle": _shuffle_channels,
+    "pixel_shuffle": _shuffle_pixels,
+    "pixel_unshuffle": _unshuffle_pixels,
+    "narrow_copy": _copied(torch.narrow),
+    "as_strided_copy": _copied(torch.as_strided),
+    "as_strided_scatter": _as_strided_scatter,
 }

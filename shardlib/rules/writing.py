@@ -6,14 +6,14 @@ left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from shardlib.rules.lineup import Advanced, alongside, masks
+from shardlib.rules.lineup import Advanced, alongside, masks, whole
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Local, Rule, RuleFn
+from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
 from shardlib.rules.shards import cut, is_zero, localise
 from shardlib.rules.space import Dim, Space, arg, axis, broadcast, meta, numel
 
@@ -59,87 +59,128 @@ def _write(local: Local, x: Any, dims: Sequence[tuple[int, Dim]], indices: Seque
     return x
 
 
-def _once(local: Local, x: Any, factors: Iterable[str]) -> Any:
-    """x where all of `factors` begin and zeros elsewhere, so that x is counted once among the addends."""
+def once(local: Local, x: Any, factors: Iterable[str]) -> Any:
+    """x on the first of the devices that share `factors` and zeros on the others, so that it is counted once."""
     for factor in cut(local, factors):
-        x = local.op(aten.mul.Scalar, x, is_zero(local.offset(factor)))
+        others = local.op(aten.new_full.default, x, [], 1 - is_zero(local.position(factor)), dtype=torch.bool)
+        x = local.op(aten.masked_fill.Scalar, x, others, 0)
     return x
 
 
-def _scatter(*, adds: bool) -> RuleFn:
-    """`scatter(x, dim, index, src)`; added entries may come from all devices, plain ones have an order that matters."""
+def scattered(kind: Callable[[Call], str | None]) -> RuleFn:
+    """`scatter(x, dim, index, src)` and its like; `kind` says how results of shared out entries combine.
+
+    None: their order matters, or what x holds where nothing is written does; they stay together.
+    """
 
     def rule(call: Call) -> Rule:
         space = Space()
         shape, index = call.operands[0].shape, call.operands[1].shape
+        if len(shape) != len(index):  # an index without elements, or a number
+            return whole(call)
         at = axis(arg(call, 1, "dim"), len(shape))
         x, ind = alongside(space, shape, index, at)
+        how = kind(call)
         entries = ind[at] if shape else ()
         source = meta(call, 3, "src")
         src: list[list[Dim]] = []
-        if source is not None:
+        if isinstance(source, Meta):
             fits = [n == m for n, m in zip(source.shape, index, strict=False)]
             space.whole |= {f for same, d in zip(fits, ind, strict=False) if not same for f in d}
-            src = [
-                [
-                    d if same else space.dim(n, "s", whole=True)
-                    for same, d, n in zip(fits, ind, source.shape, strict=False)
-                ]
-            ]
-        if not adds:
+            sized = zip(fits, ind, source.shape, strict=False)
+            src = [[d if same else space.dim(n, "s", whole=True) for same, d, n in sized]]
+        if how is None:
             space.whole |= set(entries)
         row = x[at] if shape else ()
 
         def local(local: Local) -> Any:
-            start = _once(local, local.args[0], entries)
-            write = lambda x, mine: local.op(local.call.target, x, at, *mine, local.args[3], **local.kwargs)
+            start = once(local, local.args[0], entries) if how == "sum" else local.args[0]
+            write = lambda x, mine: local.op(local.call.target, x, at, *mine, *local.args[3:], **local.kwargs)
             return _write(local, start, [(at, row)], [local.args[2]], write)
 
-        linear = ([{0, 2}] if src else []) if source is not None or not arg(call, 3, "value") else []
+        linear = {0, 2} if src else {0}
         return space.rule(
             [x, ind, *src],
             [x],
-            reduce=dict.fromkeys(entries, "sum") if adds else {},
-            linear=linear,
+            reduce=dict.fromkeys(entries, how) if how else {},
+            linear=[linear] if _is_linear(call) else [],
             local=local,
-            local_factors=(*row, *(entries if adds else ())),
+            local_factors=(*row, *(entries if how == "sum" else ())),
             flops=numel(index),
         )
 
     return rule
 
 
-def _index_add(call: Call) -> Rule:
-    """`index_add(x, dim, index, source)`."""
-    space = Space()
-    shape = call.operands[0].shape
-    at = axis(arg(call, 1, "dim"), len(shape))
-    x = space.dims(shape)
-    ind = space.dims(call.operands[1].shape, "j")
-    entries = ind[0] if ind else ()
-    source = [entries if i == at else d for i, d in enumerate(x)]
-    row = x[at] if shape else ()
-
-    def local(local: Local) -> Any:
-        start = _once(local, local.args[0], entries)
-        write = lambda x, mine: local.op(aten.index_add.default, x, at, *mine, local.args[3], **local.kwargs)
-        return _write(local, start, [(at, row)], [local.args[2]], write)
-
-    return space.rule(
-        [x, ind, source],
-        [x],
-        reduce=dict.fromkeys(entries, "sum"),
-        linear=[{0, 2}],
-        local=local,
-        local_factors=(*row, *entries),
-        flops=numel(call.operands[2].shape),
-    )
+def _is_linear(call: Call) -> bool:
+    """Whether sums on x and on what is written may stay pending: not where a number is written, unless it is 0."""
+    reduce = call.kwargs.get("reduce", arg(call, 4, "reduce"))
+    if reduce is not None:
+        return reduce in ("add", "sum", "mean") and isinstance(arg(call, 3, "src"), Meta)
+    return isinstance(arg(call, 3, "src"), Meta) or not arg(call, 3, "value")
 
 
-def _index_put(call: Call) -> Rule | None:
+def indexed(kind: Callable[[Call], str | None] | None = None) -> RuleFn:
+    """`op(x, dim, index, source, ...)`, which writes rows of `source` (or a number) to the rows that `index` names.
+
+    `kind` says how results of shared out entries combine; None: the entries stay together.
+    """
+
+    def rule(call: Call) -> Rule:
+        space = Space()
+        shape = call.operands[0].shape
+        at = axis(arg(call, 1, "dim"), len(shape))
+        x = space.dims(shape)
+        ind = space.dims(call.operands[1].shape, "j")
+        entries = ind[0] if ind else ()
+        how = kind(call) if kind else None
+        if how is None:
+            space.whole |= set(entries)
+        rows = [[entries if i == at else d for i, d in enumerate(x)]]
+        source = [rows[0] if m.shape else [] for m in call.operands[2:]]
+        row = x[at] if shape else ()
+
+        def local(local: Local) -> Any:
+            start = once(local, local.args[0], entries) if how == "sum" else local.args[0]
+            index = local.args[2]
+            if call.target in _WRAPS and cut(local, row):
+                index = local.op(aten.remainder.Scalar, index, shape[at])
+            write = lambda x, mine: local.op(call.target, x, at, *mine, *local.args[3:], **local.kwargs)
+            return _write(local, start, [(at, row)], [index], write)
+
+        return space.rule(
+            [x, ind, *source],
+            [x],
+            reduce=dict.fromkeys(entries, how) if how else {},
+            linear=_linear(call),
+            local=local,
+            local_factors=(*row, *(entries if how == "sum" else ())),
+            flops=numel(call.operands[-1].shape),
+        )
+
+    return rule
+
+
+def _linear(call: Call) -> list[set[int]]:
+    if call.target in _WRAPS:
+        return [] if arg(call, 3, "value") else [{0}]
+    return [{0, 2}] if arg(call, 4, "reduce", "sum") == "sum" else []
+
+
+# Ops that count negative indices from the end.
+_WRAPS = (aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
+
+
+def extremes(call: Call) -> str | None:
+    """Every device starts from x itself; that is the same for a maximum, a minimum, but no other reduction."""
+    kind = {"amax": "max", "amin": "min"}.get(arg(call, 4, "reduce"))
+    return kind if call.kwargs.get("include_self", True) else None
+
+
+def _index_put(call: Call) -> Rule:
     """`index_put(x, indices, values, accumulate)`; without accumulation later entries win, so they stay together."""
     if masks(call):
-        return None
+        return _put_where(call)
     space = Space()
     a = Advanced(space, call)
     adds = bool(arg(call, 3, "accumulate", False))
@@ -149,7 +190,7 @@ def _index_put(call: Call) -> Rule | None:
 
     def local(local: Local) -> Any:
         # A value that the addends share is added by each, which is right only where entries are not shared out.
-        start = _once(local, local.args[0], a.index_factors)
+        start = once(local, local.args[0], a.index_factors)
         dims = list(zip(a.dims, a.indexed, strict=True))
         write = lambda x, mine: local.op(local.call.target, x, a.listed(mine), *local.args[2:], **local.kwargs)
         return _write(local, start, dims, a.positive(local), write)
@@ -165,11 +206,29 @@ def _index_put(call: Call) -> Rule | None:
     )
 
 
+def _put_where(call: Call) -> Rule:
+    """`x[mask] = value`: one number goes wherever a piece of the mask says; rows of values are counted on the whole."""
+    given, shape, values = arg(call, 1, "indices"), call.operands[0].shape, call.operands[-1].shape
+    (mask, *others), one = [m for m in given if m is not None], numel(values) == 1
+    if others or (given[0] is None and not one):
+        return whole(call)
+    space = Space()
+    x = space.dims(shape)
+    covered = x[given.index(mask) :][: len(mask.shape)]
+    rest = x[len(covered) :]
+    if one:
+        return space.rule([x, covered, [()] * len(values)], [x], flops=numel(shape))
+    space.whole |= {f for d in covered for f in d}
+    rest = [space.dim(values[0], "n", whole=True) if len(values) > len(rest) else (), *rest]
+    return space.rule([x, covered, broadcast(rest, values)], [x], flops=numel(shape))
+
+
 ROWS: dict[str, RuleFn | str] = {
     "embedding_dense_backward": _embedding_dense_backward,
-    "scatter.src": _scatter(adds=False),
-    "scatter.value": _scatter(adds=False),
-    "scatter_add": _scatter(adds=True),
-    "index_add": _index_add,
-    **dict.fromkeys(["index_put", "_unsafe_index_put"], _index_put),
+    **dict.fromkeys(["scatter.src", "scatter.value"], scattered(lambda call: None)),
+    "scatter_add": scattered(lambda call: "sum"),
+    "index_add": indexed(lambda call: "sum"),
+    **dict.fromkeys(["index_copy", "index_fill.int_Scalar", "index_fill.int_Tensor"], indexed()),
+    "index_reduce": indexed(extremes),
+    **dict.fromkeys(["index_put", "_unsafe_index_put", "_index_put_impl"], _index_put),
 }

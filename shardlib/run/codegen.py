@@ -200,7 +200,7 @@ class Generator:
             return "[" + ", ".join(self.literal(y, coords) for y in x) + "]"
         if x is None or isinstance(x, bool | int | str) or (isinstance(x, float) and x - x == 0):
             return repr(x)
-        return self.bind(x, str(x).replace("torch.", ""))
+        return self.bind(x, "number" if isinstance(x, complex) else str(x).replace("torch.", ""))
 
     def members(self, step: Collective) -> list[list[Coords]]:
         """The groups of a collective among the generated devices, each as its members' coordinates in group order.
@@ -277,6 +277,18 @@ _FAST: Mapping[str, Any] = {
 }
 
 
+# Kernels of these may leave the conjugation of what they return to its readers, by a bit that bytes do not carry along.
+_CONJUGATED = frozenset({"_linalg_solve_ex", "linalg_lu_solve", "linalg_solve_triangular", "vdot"})
+
+
+def _resolved(target: Any) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        out = target(*args, **kwargs)
+        return tuple(x.resolve_conj() for x in out) if isinstance(out, tuple) else out.resolve_conj()
+
+    return call
+
+
 def fast_binding(target: Any) -> Any:
     """The cheapest callable for an op: torch's C functions parse arguments faster than `torch.ops` does.
 
@@ -288,6 +300,8 @@ def fast_binding(target: Any) -> Any:
     if any(str(a.type) == "List[Optional[Tensor]]" for a in schema.arguments):
         return target  # torch's own functions do not take the None of x[:, i]
     name = schema.name.removeprefix("aten::")
+    if name in _CONJUGATED:
+        return _resolved(target)
     if name in ("view", "_unsafe_view"):
         return torch.Tensor.reshape  # a local shard may have other strides than the whole tensor that was traced
     if name.endswith("_") and hasattr(torch.Tensor, name):

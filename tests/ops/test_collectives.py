@@ -159,6 +159,18 @@ def test_all_to_all(n, sizes, split, concat, backend):
 
 
 @BACKEND
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("table", [[[1, 4], [0, 3]], [[5, 0, 0], [3, 0, 0], [0, 4, 0]], [[0, 0], [0, 7]]], ids=str)
+def test_all_to_all_of_different_sizes(table, dim, backend):
+    """Row i is what member i sends to each, along the dim in which it arrives."""
+    shapes = [[2, 3, 4] for _ in table]
+    for shape, row in zip(shapes, table, strict=True):
+        shape[dim] = sum(row)
+    shards = [tensor(shape, torch.float32, i) for i, shape in enumerate(shapes)]
+    check(("all_to_all", shards, (dim, table, dim, [])), backend)
+
+
+@BACKEND
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("shape", [(), (1,), (0, 3), (3, 5), (70, 200)])
 def test_all_reduce_and_ppermute(shape, n, backend):

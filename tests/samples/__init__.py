@@ -6,15 +6,19 @@ from tests.samples import (
     activation,
     bags,
     convolution,
+    counting,
     cumulative,
     fft,
     linalg,
+    loss,
     matrix,
+    norm,
     ordering,
     pooling,
     random,
     resample,
     scattering,
+    shifting,
 )
 
 SAMPLES = tuple(
@@ -23,15 +27,19 @@ SAMPLES = tuple(
         activation,
         bags,
         convolution,
+        counting,
         cumulative,
         fft,
         linalg,
+        loss,
         matrix,
+        norm,
         ordering,
         pooling,
         random,
         resample,
         scattering,
+        shifting,
     )
     for sample in family.SAMPLES
 )

@@ -3,7 +3,74 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
 
 from tests.prover import Sample
 
-SAMPLES: tuple[Callable[[], Iterator[Sample]], ...] = ()
+aten = torch.ops.aten
+
+
+def _f(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+_KINDS: dict[int, dict[str, tuple[Any, ...]]] = {
+    1: {"upsample_nearest1d": (), "_upsample_nearest_exact1d": (), "upsample_linear1d": (True,)},
+    2: {
+        "upsample_nearest2d": (), "_upsample_nearest_exact2d": (), "upsample_bilinear2d": (False,),
+        "upsample_bicubic2d": (True,), "_upsample_bilinear2d_aa": (False,), "_upsample_bicubic2d_aa": (True,),
+        "_upsample_lanczos2d_aa": (False,),
+    },
+    3: {"upsample_nearest3d": (), "_upsample_nearest_exact3d": (), "upsample_trilinear3d": (False,)},
+}  # fmt: skip
+
+
+def upsample() -> Iterator[Sample]:
+    for dims, kinds in _KINDS.items():
+        small, large = [2, 3, 2][:dims], [4, 3, 5][:dims]
+        for name, rest in kinds.items():
+            if hasattr(aten, name):
+                for n, c in ((3, 2), (1, 4)):
+                    yield name, (_f(n, c, *small), large, *rest), {}
+                    yield f"{name}_backward", (_f(n, c, *large), large, [n, c, *small], *rest), {}
+
+
+def pad() -> Iterator[Sample]:
+    for kind in ("reflection", "replication"):
+        for dims in (1, 2, 3):
+            small, pads, large = [3, 4, 3][:dims], [1, 2, 0, 1, 2, 1][: 2 * dims], [6, 5, 6][:dims]
+            for outer in ((3, 2), (5,)):
+                large = [n + pads[2 * (dims - 1 - i)] + pads[2 * (dims - 1 - i) + 1] for i, n in enumerate(small)]
+                yield f"{kind}_pad{dims}d", (_f(*outer, *small), pads), {}
+                yield f"{kind}_pad{dims}d_backward", (_f(*outer, *large), _f(*outer, *small), pads), {}
+
+
+def grid() -> Iterator[Sample]:
+    for dims in (2, 3):
+        space, points = [3, 4, 2][:dims], [2, 3, 2][:dims]
+        for how in ((0, 0, False), (1, 1, True), (0, 2, False)):
+            x, at, grad = _f(3, 2, *space), _f(3, *points, dims), _f(3, 2, *points)
+            yield f"grid_sampler_{dims}d", (x, at, *how), {}
+            for mask in ([True, True], [False, True]):
+                yield f"grid_sampler_{dims}d_backward", (grad, x, at, *how, mask), {}
+    x, at, grad = (_f(*shape).float() for shape in ((2, 3, 4, 3), (2, 5, 1, 2), (2, 3, 5, 1)))
+    yield "_grid_sampler_2d_cpu_fallback", (x, at, 0, 0, False), {}
+    yield "_grid_sampler_2d_cpu_fallback_backward", (grad, x, at, 0, 0, False), {}
+    yield "affine_grid_generator", (_f(3, 2, 3), [3, 2, 4, 5], True), {}
+    yield "affine_grid_generator", (_f(5, 3, 4), [5, 1, 2, 3, 4], False), {}
+
+
+def windows() -> Iterator[Sample]:
+    how = ([2, 3], [1, 1], [1, 0], [2, 1])
+    for outer in ((3, 2), (2, 5)):
+        x = _f(*outer, 4, 5)
+        yield "im2col", (x, *how), {}
+        yield "im2col", (x[0], *how), {}
+        columns = aten.im2col(x, *how)
+        yield "col2im", (columns, [4, 5], *how), {}
+        yield "col2im", (columns[0], [4, 5], *how), {}
+
+
+SAMPLES: tuple[Callable[[], Iterator[Sample]], ...] = (upsample, pad, grid, windows)

@@ -1,0 +1,130 @@
+"""Random words as numbers of some distribution, by torch's elementary arithmetic.
+
+Every value is made of additions, multiplications, divisions and square roots, rounded to nearest everywhere. So
+`cuda/random.cpp`, which does the same steps, and any device find the same bits. A change here is a change there.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+KINDS = ("word", "long", "bernoulli", "uniform", "normal", "exponential", "cauchy")
+
+
+@dataclass(frozen=True)
+class Number:
+    """A floating dtype, the integers of its size, and how exactly things are computed in it."""
+
+    dtype: torch.dtype
+    integer: torch.dtype
+    bits: int
+    digits: int
+    root_half: int  # the bits of sqrt(1/2)
+    log_terms: int
+    sine_terms: int
+    angle: int  # bits of a random angle that are used, and of a random number
+    open: int
+
+
+SINGLE = Number(torch.float32, torch.int32, 32, 24, 0x3F3504F3, 4, 4, 32, 31)
+DOUBLE = Number(torch.float64, torch.int64, 64, 53, 0x3FE6A09E667F3BCD, 10, 8, 55, 53)
+
+
+def elements_per_block(kind: str, dtype: torch.dtype) -> int:
+    """How many elements share an evaluation of Philox: two where an element takes 64 bits, four where it takes 32."""
+    return 2 if kind == "long" or (dtype == torch.float64 and kind != "bernoulli") else 4
+
+
+def values(kind: str, dtype: torch.dtype, words: Tensor, p: int) -> Tensor:
+    """The elements `[n, 4 or 2]` of the blocks whose words are `[n, 4]` (int64, from 0 to 2^32 - 1).
+
+    * `word`, `long`: int64 of 32 and of 63 bits. `bernoulli`: 1 where the word is below p, of any dtype.
+    * `uniform`: from 0 to below 1, of p binary digits. `normal`, `exponential`, `cauchy`: of their standard form.
+
+    Example:
+        >>> values("uniform", torch.float32, torch.tensor([[0, 1 << 31, 3 << 30, 1 << 30]]), 24)
+        tensor([[0.0000, 0.5000, 0.7500, 0.2500]])
+        >>> values("bernoulli", torch.bool, torch.tensor([[0, 1 << 31, 3 << 30, 1 << 30]]), 1 << 31)
+        tensor([[ True, False, False,  True]])
+    """
+    if kind == "word":
+        return words
+    if kind == "bernoulli":
+        return (words < p).to(dtype)
+    number = DOUBLE if elements_per_block(kind, dtype) == 2 else SINGLE
+    w = words if number is SINGLE else words[:, 1::2] << 32 | words[:, ::2]
+    if kind == "long":
+        return _high(w, 63, number)
+    if kind == "uniform":
+        return _high(w, p, number).to(dtype) * 2.0**-p
+    if kind == "exponential":
+        return _exponential(w, number)
+    if kind == "cauchy":  # the tangent of half the angle that a uniform number is: it repeats after half a turn
+        sine, cosine = _turn(_high(w, number.bits - 1, number), number)
+        return sine / cosine
+    e = _exponential(w[:, ::2], number)  # Box and Muller (1958): neighbours share a radius
+    radius = _sqrt(e + e)
+    sine, cosine = _turn(w[:, 1::2], number)
+    return torch.stack([radius * cosine, radius * sine], -1).flatten(1)
+
+
+def _high(w: Tensor, n: int, number: Number) -> Tensor:
+    """The n highest bits of what is unsigned, although int64 may show it as a negative number."""
+    return (w >> (number.bits - n)) & ((1 << n) - 1)
+
+
+def _exponential(w: Tensor, number: Number) -> Tensor:
+    """-log(u) for u uniform between 0 and 1.
+
+    With u = 2^e m, m from sqrt(1/2) to sqrt(2), log m is 2 artanh(s) by its series in s = (m - 1) / (m + 1). Never 0:
+    where u is rounded to 1, it is the middle of what that stands for.
+    """
+    u = (_high(w, number.open, number).to(number.dtype) + 0.5) * 2.0**-number.open
+    i = u.view(number.integer)
+    e = (i - number.root_half) >> (number.digits - 1)
+    m = (i - e * (1 << (number.digits - 1))).view(number.dtype)
+    s = (m - 1.0) / (m + 1.0)
+    z = s * s
+    total = torch.full_like(z, 1.0 / (2 * number.log_terms + 1))
+    for k in reversed(range(number.log_terms)):
+        total = total * z + 1.0 / (2 * k + 1)
+    minus_log = e.to(number.dtype) * -math.log(2) - (s + s) * total
+    return minus_log.clamp(min=2.0 ** (-1 - number.digits))
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """The square root, rounded to nearest: torch's kernels for the CPU may be one bit off.
+
+    In double precision by a step of Newton's with an exact remainder: the square's rounding error is that of Dekker's
+    product of halves (1971).
+    """
+    if x.dtype == torch.float32:
+        return x.double().sqrt().float()
+    y = x.sqrt()
+    square, high = y * y, y * 134217729.0
+    high = high - (high - y)
+    low = y - high
+    lost = ((high * high - square) + 2.0 * high * low) + low * low
+    return y + ((x - square) - lost) / (2.0 * y)
+
+
+def _turn(w: Tensor, number: Number) -> tuple[Tensor, Tensor]:
+    """Sine and cosine of the angle 2 pi w / 2^bits: quarter turns, and at most an eighth of one on either side."""
+    quarters = ((w + (1 << (number.bits - 3))) >> (number.bits - 2)) & 3
+    rest = w - (quarters << (number.bits - 2))
+    if number is SINGLE:  # as a signed number of 32 bits
+        rest = ((rest + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)
+    x = ((rest >> (number.bits - number.angle)).to(number.dtype) + 0.5) * (2 * math.pi * 2.0**-number.angle)
+    z = x * x
+    sine, cosine = torch.ones_like(z), torch.ones_like(z)  # 1 - z / 6 (1 - z / 20 (...)), 1 - z / 2 (1 - z / 12 (...))
+    for k in range(number.sine_terms, 0, -1):
+        sine = 1.0 - z * (1.0 / (2 * k * (2 * k + 1))) * sine
+        cosine = 1.0 - z * (1.0 / (2 * k * (2 * k - 1))) * cosine
+    sine = sine * x
+    odd = (quarters & 1).bool()
+    a, b = torch.where(odd, cosine, sine), torch.where(odd, sine, cosine)
+    return torch.where(quarters >= 2, -a, a), torch.where(((quarters + 1) & 2).bool(), -b, b)

@@ -1,0 +1,72 @@
+"""Which ShardedTensors share memory, so that a write through one of them is seen by all, as on one device.
+
+Pieces are never written to: devices, and the plain tensor that was placed, may share them. A write computes new pieces
+instead. So a tensor that was viewed has a `Memory`: the value of whoever owns it, and all tensors that show a part of
+it, each with the views that lead there from the owner. A write through any of them makes the owner's new value; the
+others forget their pieces, and make them again from the owner's when they are next read.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from shardlib.form import Form
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardlib.tensor import ShardedTensor
+
+Step = tuple[Any, tuple[Any, ...], tuple[tuple[str, Any], ...], int | None]  # op, args behind the first, kwargs, item
+Path = tuple[Step, ...]
+
+
+class Memory:
+    """What a tensor, its aliases and its views share."""
+
+    __slots__ = ("form", "limit", "locals", "members")
+
+    def __init__(self, form: Form, locals_: tuple[torch.Tensor, ...]) -> None:
+        self.form, self.locals = form, locals_
+        self.members: list[weakref.ref[ShardedTensor]] = []
+        self.limit = 16
+
+    def join(self, x: ShardedTensor, path: Path) -> None:
+        """`x` shows what `path` leads to."""
+        if len(self.members) >= self.limit:
+            self.members = [m for m in self.members if m() is not None]
+            self.limit = 2 * len(self.members) + 16
+        self.members.append(weakref.ref(x))
+        attributes = x.__dict__
+        attributes["_memory"], attributes["_path"] = self, path
+
+    def write(self, locals_: tuple[torch.Tensor, ...]) -> None:
+        """The owner's new value: whoever shows the memory has to look at it again."""
+        self.locals = locals_
+        for member in self.members:
+            x = member()
+            if x is not None and x.__dict__.get("_memory") is self:
+                x.__dict__.pop("_locals", None)
+
+
+def memory_of(x: ShardedTensor) -> Memory:
+    """The memory that `x` shows; its own, if it has shared none so far."""
+    memory: Memory | None = x.__dict__.get("_memory")
+    if memory is None:
+        memory = Memory(x._form, x._locals)
+        memory.join(x, ())
+    return memory
+
+
+def view(x: ShardedTensor, out: ShardedTensor, path: Path) -> None:
+    """Note that `out` is what the views of `path`, one after the other, make of `x`."""
+    memory_of(x).join(out, x.__dict__["_path"] + path)
+
+
+def assign(x: ShardedTensor, value: tuple[torch.Tensor, ...], shown: tuple[torch.Tensor, ...]) -> None:
+    """Write through `x`: the owner of its memory has a new value, of which `x` shows `shown`."""
+    memory: Memory | None = x.__dict__.get("_memory")
+    if memory is not None:
+        memory.write(value)
+    x._locals = shown

@@ -1,0 +1,157 @@
+"""Functions of torch that look at values on their way, written so that they do not.
+
+A traced function knows shapes only. These ones check their arguments (`cov`, `gaussian_nll_loss`), go through a mask
+(`combinations`) or differentiate through one (`index_fill`, `index_put`) although the shape of what they return does
+not depend on it. What they check, they leave out: a negative weight gives whatever the formula gives.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class Composites(TorchFunctionMode):
+    """While on, the functions of this module stand for torch's."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        form = _FORMS.get(func)
+        found = form(*args, **kwargs) if form is not None else None
+        return func(*args, **kwargs) if found is None else found
+
+
+def _cov(
+    input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
+) -> Tensor | None:
+    if input.dim() > 2 or any(w is not None and w.dim() > 1 for w in (fweights, aweights)):
+        return None  # torch says what is wrong
+    x = input if input.dim() == 2 else input.reshape(1, -1)
+    weights = [w for w in (fweights, aweights) if w is not None]
+    w = math.prod(weights[1:], start=weights[0]) if weights else None
+    total = x.shape[1] if w is None else w.sum()
+    mean = (x if w is None else x * w).sum(1) / total
+    norm = total - correction
+    if w is not None and aweights is not None and correction:
+        norm = total - correction * (w * aweights).sum() / total
+    x = x - mean.unsqueeze(1)
+    found = x @ (x if w is None else x * w).t().conj()
+    return (found / (norm.clamp(min=0) if isinstance(norm, Tensor) else max(norm, 0))).squeeze()
+
+
+def _corrcoef(input: Tensor) -> Tensor | None:
+    found = _cov(input)
+    if found is None or found.dim() == 0:
+        return found if found is None else found / found
+    deviation = torch.real(found.diag()).sqrt()
+    found = found / deviation.unsqueeze(1) / deviation
+    if found.is_complex():
+        return torch.complex(found.real.clip(-1, 1), found.imag.clip(-1, 1))
+    return found.clip(-1, 1)
+
+
+def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor | None:
+    if input.dim() != 1 or r < 1:
+        return None
+    choose = itertools.combinations_with_replacement if with_replacement else itertools.combinations
+    places = list(itertools.chain.from_iterable(choose(range(len(input)), r)))
+    return input.index_select(0, torch.tensor(places, dtype=torch.int64, device=input.device)).reshape(-1, r)
+
+
+def _gaussian_nll_loss(
+    input: Tensor,
+    target: Tensor,
+    var: Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Tensor | None:
+    if not isinstance(var, Tensor) or reduction not in ("none", "mean", "sum"):
+        return None
+    if var.shape != input.shape:
+        if var.shape == input.shape[:-1]:
+            var = var.unsqueeze(-1)
+        elif var.dim() != input.dim() or var.shape[-1:] != (1,) or var.shape[:-1] != input.shape[:-1]:
+            return None
+    with torch.no_grad():
+        least = var.clamp(min=eps)
+    var = var + (least - var).detach()  # the gradient goes past the bound
+    loss = 0.5 * (var.log() + (input - target) ** 2 / var)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
+
+
+def _index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor | None:
+    if not isinstance(value, Tensor) or value.dim():
+        return None
+    if input.dim() == 0:
+        return value.to(input.dtype) if index.numel() else None
+    filled = torch.zeros(input.shape[dim], dtype=torch.bool, device=input.device).index_fill(0, index, True)
+    return torch.where(_along(filled, dim, input), value.to(input.dtype), input)
+
+
+def _narrow(input: Tensor, dim: int, start: Any, length: int) -> Tensor | None:
+    if not isinstance(start, Tensor):
+        return None
+    start = torch.where(start < 0, start + input.shape[dim], start)
+    return input.index_select(dim, start + torch.arange(length, device=input.device))
+
+
+def _index_put(
+    input: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
+) -> Tensor | None:
+    """Values that are the same wherever a mask is true need not be counted."""
+    if len(indices) != 1 or not isinstance(mask := indices[0], Tensor) or mask.dtype is not torch.bool:
+        return None
+    rest = input.dim() - mask.dim()
+    if values.dim() > rest:
+        if values.dim() != rest + 1 or values.shape[0] != 1:
+            return None
+        values = values.squeeze(0)
+    mask = mask.reshape(*mask.shape, *(1,) * rest)
+    return torch.where(mask, input + values if accumulate else values, input)
+
+
+def _in_place(form: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
+    def write(input: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+        value = form(input, *args, **kwargs)
+        return value if value is None else input.copy_(value)
+
+    return write
+
+
+def _along(x: Tensor, dim: int, like: Tensor) -> Tensor:
+    return x.reshape([-1 if d == dim % like.dim() else 1 for d in range(like.dim())])
+
+
+def _matrix_rank(*args: Any, out: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+    """Torch forgets to write to `out` while it is traced."""
+    return None if out is None else out.copy_(torch.linalg.matrix_rank(*args, **kwargs))
+
+
+_FORMS: dict[Any, Callable[..., Tensor | None]] = {
+    torch.linalg.matrix_rank: _matrix_rank,
+    torch.cov: _cov,
+    Tensor.cov: _cov,
+    torch.corrcoef: _corrcoef,
+    Tensor.corrcoef: _corrcoef,
+    torch.combinations: _combinations,
+    F.gaussian_nll_loss: _gaussian_nll_loss,
+    torch.index_fill: _index_fill,
+    Tensor.index_fill: _index_fill,
+    Tensor.index_fill_: _in_place(_index_fill),
+    torch.narrow: _narrow,
+    Tensor.narrow: _narrow,
+    torch.index_put: _index_put,
+    torch.index_put_: _in_place(_index_put),
+    Tensor.index_put: _index_put,
+    Tensor.index_put_: _in_place(_index_put),
+}

@@ -1,0 +1,115 @@
+"""One op on operands that fit already: then it runs on the pieces as they are, and nothing moves.
+
+Most eager ops are of this kind, and a rule says so by itself: every factor is cut in the same way wherever it occurs,
+and is in every result. No decision is to be made, so nothing is searched, lowered or generated. Everything else goes
+the way of `jit`'s programs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardlib.axis import Axis, Coords
+from shardlib.form import Form, Names
+from shardlib.layout import Dim, Factor, Layout
+from shardlib.pieces import Pieces, span
+from shardlib.rules.rule import Labels, Path, Rule
+
+Part = tuple[Dim, tuple[str | None, ...]]  # the pieces of one factor of a rule, and their names
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Layouts and names of the results, and for every integer that is a local size: what it is a product of."""
+
+    results: tuple[tuple[Layout, Names], ...]
+    ints: tuple[tuple[Path, int, Dim], ...]
+    axes: tuple[Axis, ...]  # that anything is cut by
+
+    def local_ints(self, coords: Coords) -> tuple[int, ...]:
+        """The integers of one device, in the order of `ints`."""
+        return tuple(k * math.prod(_length(f, coords) for f in dim) for _, k, dim in self.ints)
+
+
+def _length(f: Factor, coords: Coords) -> int:
+    start, stop = span(f.size, f.axes, coords)
+    return stop - start
+
+
+def fit(rule: Rule, operands: Sequence[Form | None]) -> Fit | None:
+    """How the op runs on operands in these forms (None: whole) without moving anything; None if it cannot."""
+    parts: dict[str, Part] = {}
+    for labels, form in zip(rule.operands, operands, strict=True):
+        if form is not None and not _read(labels, form, rule, parts):
+            return None
+    for labels, form in zip(rule.operands, operands, strict=True):
+        if form is None and any(_cut(parts, name) for dim in labels for name in dim):
+            return None
+    cut = [name for name in parts if _cut(parts, name)]
+    for name in cut:
+        if name in rule.whole or name in rule.local_factors or name in rule.rounds:
+            return None
+        if any(name not in itertools.chain.from_iterable(labels) for labels in rule.results):
+            return None
+    axes = [a for name in cut for f in parts[name][0] for a in f.axes]
+    primes = [p for a in axes for p in a.primes()]
+    if len(set(primes)) != len(primes):
+        return None
+    results = tuple(_written(labels, rule, parts) for labels in rule.results)
+    ints = tuple(
+        (path, k, tuple(f for name in names for f in _part(rule, parts, name)[0]))
+        for path, (k, names) in rule.ints.items()
+        if cut  # an empty shard's 0 beside a -1 left over would mean nothing: all of them, or none
+    )
+    return Fit(results, ints, tuple(axes))
+
+
+def _read(labels: Labels, form: Form, rule: Rule, parts: dict[str, Part]) -> bool:
+    """Note how an operand's dims cut the rule's factors; False if they do not say, or contradict another operand."""
+    for names, dim, called in zip(labels, form.layout.dims, form.names, strict=True):
+        said: dict[str, Part]
+        if not any(f.axes for f in dim):
+            said = {x: ((Factor(rule.sizes[x]),), called if len(names) == len(called) == 1 else (None,)) for x in names}
+        elif len(names) == 1:
+            said = {names[0]: (dim, called)}
+        elif len(names) == len(dim) and all(rule.sizes[x] == f.size for x, f in zip(names, dim, strict=True)):
+            said = {x: ((f,), (called[i],)) for i, (x, f) in enumerate(zip(names, dim, strict=True))}
+        elif (
+            names and len(dim) == 1 and not isinstance(dim[0].size, Pieces) and rule.sizes[names[0]] % dim[0].ways == 0
+        ):
+            rest = {x: ((Factor(rule.sizes[x]),), (None,)) for x in names[1:]}
+            said = {names[0]: ((Factor(rule.sizes[names[0]], dim[0].axes),), (None,)), **rest}
+        else:
+            return False
+        for x, part in said.items():
+            if x not in parts:
+                parts[x] = part
+            elif parts[x][0] != part[0]:
+                whole = all(not f.axes for f in (*parts[x][0], *part[0]))
+                if not whole:
+                    return False
+    return True
+
+
+def _cut(parts: dict[str, Part], name: str) -> bool:
+    return name in parts and any(f.axes for f in parts[name][0])
+
+
+def _part(rule: Rule, parts: dict[str, Part], name: str) -> Part:
+    return parts.get(name) or ((Factor(rule.sizes[name]),), (None,))
+
+
+def _written(labels: Labels, rule: Rule, parts: dict[str, Part]) -> tuple[Layout, Names]:
+    """A result's layout in its shortest form, with the names that this form keeps apart."""
+    dims, names = [], []
+    for dim in labels:
+        found = [_part(rule, parts, x) for x in dim]
+        factors = tuple(f for part, _ in found for f in part) or (Factor(1),)
+        called = tuple(n for _, mine in found for n in mine) or (None,)
+        short = Layout((factors,)).canonical.dims[0]
+        dims.append(short)
+        names.append(called if short == factors else (None,) * len(short))
+    return Layout(tuple(dims)), tuple(names)

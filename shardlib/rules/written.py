@@ -1,0 +1,52 @@
+"""Ops in place and with out=, of ops that are written as other ops: the same form, and its results copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from shardlib.views import functional_form, written_arguments
+
+Form = Callable[..., Any]
+
+
+def writers(target: OpOverload, form: Form) -> Iterator[tuple[OpOverload, Form]]:
+    """The ops that write what `target` returns to `self` or to their out= arguments, and their forms."""
+    namespace, _, name = target._schema.name.partition("::")
+    ops = getattr(torch.ops, namespace)
+    for packet in (getattr(ops, n, None) for n in (name, f"{name}_")):
+        for overload in packet.overloads() if packet is not None else ():
+            op = getattr(packet, overload)
+            if op is not target and functional_form(op) is target and _plain(op, target):
+                yield op, _writing(op, form)
+
+
+def _plain(op: OpOverload, target: OpOverload) -> bool:
+    """Whether it writes one tensor for each result, and draws nothing: random numbers have rules of their own."""
+    written = [a for a in op._schema.arguments if a.name in written_arguments(op)]
+    outs = [a for a in written if a.is_out]
+    kinds = {str(a.type) for a in written}
+    random = torch.Tag.nondeterministic_seeded in op.tags
+    single = len(written) == len(target._schema.returns) and kinds == {"Tensor"}
+    return single and not random and (written == outs or [a.name for a in written] == ["self"])
+
+
+def _writing(op: OpOverload, form: Form) -> Form:
+    outs = [a.name for a in op._schema.arguments if a.is_out]
+
+    def write(*args: Any, **kwargs: Any) -> Any:
+        given = [kwargs[name] for name in outs] if outs else [args[0]]
+        results = form(*args, **{k: v for k, v in kwargs.items() if k not in outs})
+        if results is NotImplemented:
+            return NotImplemented
+        pairs = list(zip(given, results if isinstance(results, tuple) else (results,), strict=True))
+        if any((a.shape != b.shape and a.numel()) or not torch.can_cast(b.dtype, a.dtype) for a, b in pairs):
+            return NotImplemented  # torch would resize it, or refuse
+        for a, b in pairs:
+            (a if a.shape == b.shape else a.resize_(b.shape)).copy_(b)
+        return tuple(given) if len(given) > 1 else given[0]
+
+    return write

@@ -1,0 +1,225 @@
+"""The program of one op: its graph written down from the call itself, then the same stages as for a jitted function.
+
+There is nothing to trace, since the call is known; the shapes of the results come from running it on meta tensors. An
+op that writes is given a copy of the tensor that owns the memory and the views that lead to what it writes to, and is
+made functional as in a traced function; the owner's new value is then one of the results.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.utils import _pytree as pytree
+
+from shardlib import graph as graphs
+from shardlib import run
+from shardlib.aliases import Path
+from shardlib.compile import Compiled
+from shardlib.errors import ShardingError
+from shardlib.form import Form, Names
+from shardlib.functionalise import functionalise
+from shardlib.lines import Line, user_line
+from shardlib.lower import lower
+from shardlib.lower.program import Program, Var
+from shardlib.mesh import Mesh
+from shardlib.normalise import normalise
+from shardlib.plan import Plan
+from shardlib.propagate import propagate
+from shardlib.propagate.flood import Fixed
+from shardlib.run import distributed, virtual
+from shardlib.slots import filled, listed, moved
+from shardlib.state import paused_gc
+from shardlib.trace import Traced
+
+aten = torch.ops.aten
+
+Pieces = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor that comes in: its form, the views that lead from it to what the op sees, whether that is written to."""
+
+    form: Form
+    path: Path = ()
+    shown: Form | None = None  # what the op sees, where `path` leads elsewhere
+    written: bool = False
+
+
+@dataclass(frozen=True)
+class Single:
+    """A program that is ready to run on the operands' pieces; its results are the op's own, then, for every operand
+    that is written to, its new value and, behind a path, that of what the op saw."""
+
+    run: Callable[[Sequence[Pieces]], tuple[Any, ...]]
+    results: tuple[Form | None, ...]  # None: a constant
+    tree: pytree.TreeSpec  # of the op's own results
+    own: int
+
+    def __call__(self, pieces: Sequence[Pieces]) -> tuple[Any, ...]:
+        return self.run(pieces)
+
+
+@paused_gc()
+def single(op: Any, args: Any, kwargs: dict[str, Any], operands: Sequence[Operand], mesh: Mesh) -> Single:
+    """Compile one call; `op` None only follows the path of the one operand."""
+    _refuse_pending(op, operands)
+    name = "view" if op is None else op._schema.name.removeprefix("aten::")
+    line = user_line(sys._getframe(1)) or Line("", 0, name, "")
+    writer = _Writer(line)
+    inputs = [writer.input(f"x{i}", x.form) for i, x in enumerate(operands)]
+    owners = [
+        writer.call(aten.clone.default, (n,), {}) if x.written else n for n, x in zip(inputs, operands, strict=True)
+    ]
+    seen = [writer.follow(n, x.path) for n, x in zip(owners, operands, strict=True)]
+    result: Any = seen[0]
+    if op is not None:
+        result = writer.items(writer.call(op, filled(args, seen), filled(kwargs, seen)))
+        if op._schema.is_mutable:
+            mine = [r.alias_info is None or not r.alias_info.is_write for r in op._schema.returns]
+            every = result if isinstance(result, tuple) else (result,)
+            result = tuple(x for x, own in zip(every, mine, strict=False) if own)
+    own, tree = pytree.tree_flatten(result)
+    outputs, fixed_outputs = list(own), {}
+    for x, owner, view in zip(operands, owners, seen, strict=True):
+        if x.written:
+            fixed_outputs[len(outputs)] = _fixed(x.form, "what is written to")
+            outputs.append(owner)
+            if x.path and x.shown is not None:
+                fixed_outputs[len(outputs)] = _fixed(x.shown, "what is written to")
+                outputs.append(view)
+    if op is None and operands[0].shown is not None:
+        fixed_outputs[0] = _fixed(operands[0].shown, "the view")
+    vals = [x.meta["val"] if isinstance(x, fx.Node) else None for x in outputs]
+    traced = writer.finish(name, inputs, outputs)
+    compiled = _compile(traced, operands, fixed_outputs, mesh)
+    plan = Plan(compiled)
+    return Single(_load(compiled.program, mesh, plan), _forms(compiled.program, vals, operands, plan), tree, len(own))
+
+
+class _Writer:
+    """Writes down an FX graph, with the values of its nodes on meta tensors."""
+
+    def __init__(self, line: Line) -> None:
+        self.graph = fx.Graph()
+        self.meta: dict[str, Any] = {"line": line}
+        self.device: torch.device | None = None
+        if torch._C._current_autograd_node() is not None:
+            self.meta["backward"] = True
+
+    def input(self, name: str, form: Form) -> fx.Node:
+        self.device = form.device
+        node = self.graph.placeholder(name)
+        node.meta.update(self.meta, val=form.abstract())
+        return node
+
+    def call(self, op: Any, args: Any, kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(op, tuple(args), dict(kwargs))
+        a, k = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], moved((args, kwargs), torch.device("meta")))
+        node.meta.update(self.meta, val=op(*a, **k))
+        return node
+
+    def follow(self, node: fx.Node, path: Path) -> fx.Node:
+        for op, args, kwargs, item in path:
+            node = self.call(op, (node, *map(listed, args)), dict(kwargs))
+            if item is not None:
+                node = self.items(node)[item]
+        return node
+
+    def items(self, node: fx.Node) -> Any:
+        """A node for every tensor of a node's value; what is no tensor stands for itself."""
+        val = node.meta["val"]
+        if isinstance(val, torch.Tensor):
+            return node
+        if not isinstance(val, tuple | list):
+            return val
+        out = []
+        for i, v in enumerate(val):
+            if isinstance(v, torch.Tensor):
+                item = self.graph.call_function(operator.getitem, (node, i))
+                item.meta.update(self.meta, val=v)
+                out.append(item)
+            else:
+                out.append(v)
+        return type(val)(out) if type(val) in (tuple, list) else tuple(out)
+
+    def settle(self, gm: fx.GraphModule) -> None:
+        """What passes made for the values at hand, which are meta tensors, is made where the operands live."""
+        for node in gm.graph.nodes:
+            if node.kwargs.get("device") == torch.device("meta"):
+                node.kwargs = {**node.kwargs, "device": self.device}
+
+    def finish(self, name: str, inputs: Sequence[fx.Node], outputs: Sequence[Any]) -> Traced:
+        node = self.graph.output(tuple(outputs))
+        node.meta.update(self.meta)
+        paths, in_tree = pytree.tree_flatten_with_path((tuple(range(len(inputs))), {}))
+        names = tuple(n.name for n in inputs)
+        with _use_lazy_graph_module(True):
+            gm = fx.GraphModule({}, self.graph)
+            functionalise(gm, names)
+            self.settle(gm)
+            out_paths, out_tree = pytree.tree_flatten_with_path(tuple(range(len(outputs))))
+            traced = Traced(
+                gm,
+                name,
+                names,
+                tuple(range(len(inputs))),
+                tuple(p for p, _ in paths),
+                in_tree,
+                tuple(pytree.keystr(p) for p, _ in out_paths),
+                out_tree,
+            )
+            return normalise(traced)
+
+
+def _fixed(form: Form, source: str) -> Fixed:
+    return Fixed(form.layout, form.names, (False,) * len(form.shape), source)
+
+
+def _compile(traced: Traced, operands: Sequence[Operand], outputs: dict[int, Fixed], mesh: Mesh) -> Compiled:
+    graph = graphs.build(traced.graph)
+    fixed = {i: _fixed(x.form, f"argument {i}") for i, x in enumerate(operands)}
+    propagated = propagate(graph, mesh, {graph.inputs[i]: f for i, f in fixed.items()}, outputs, {})
+    names = tuple(zip(traced.input_names, graph.inputs, strict=True))
+    return Compiled(traced, mesh, graph, propagated, lower(graph, propagated, mesh), names, fixed)
+
+
+def _load(program: Program, mesh: Mesh, plan: Plan) -> Callable[[Sequence[Pieces]], tuple[Any, ...]]:
+    """Ranks compare only programs that communicate: others may run on one of them alone."""
+    if program.collectives:
+        return run.load(program, mesh, plan)
+    source = virtual.source if mesh.kind == "virtual" else distributed.source
+    generated = source(program, mesh)
+    function, feed = generated.compile(), generated.feed
+    return lambda pieces: function([pieces[i][d] for i, d in feed])
+
+
+def _forms(program: Program, vals: Sequence[Any], operands: Sequence[Operand], plan: Plan) -> tuple[Form | None, ...]:
+    named = any(name for x in operands for dim in x.form.names for name in dim)
+    names: Sequence[Names | None] = plan.output_names if named else [None] * len(vals)
+    device = operands[0].form.device
+    out: list[Form | None] = []
+    for var, val, called in zip(program.outputs, vals, names, strict=True):
+        if isinstance(var, Var):
+            assert var.layout is not None, f"{var} is no value of the program"
+            out.append(Form.of(var.layout, program.mesh, var.dtype, device, called, val.stride(), val.storage_offset()))
+        else:
+            out.append(None)
+    return tuple(out)
+
+
+def _refuse_pending(op: Any, operands: Sequence[Operand]) -> None:
+    if pending := [x.form for x in operands if x.form.layout.pending]:
+        raise ShardingError(
+            f"{op} reads a ShardedTensor that is a pending sum",
+            [str(form.layout) for form in pending],
+            rule="an op outside jit takes complete values",
+            remedy="x.full_tensor(), and place it again",
+        )

@@ -1,0 +1,60 @@
+"""The eager ops that are ready to run, and how a call finds its own: one key, one look-up.
+
+A key names the op, the form of every tensor, and every other argument by type and value. Where a number only enters the
+arithmetic (`x * 0.1`), its type alone counts, so that a learning rate that changes makes no new program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardlib.form import Form
+
+Run = Callable[[Any, Any], Any]  # of a call's args and kwargs
+
+PROGRAMS: dict[Any, Run] = {}
+LOOSE: set[int] = set()  # ids of ops whose numbers count by type; ops live as long as the process
+
+
+def key_of(op: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """What decides which program runs a call."""
+    number = id(op)
+    key: list[Any] = [number]
+    read(key, args, number in LOOSE)
+    if kwargs:
+        key.append(tuple(kwargs))
+        read(key, kwargs.values(), number in LOOSE)
+    return tuple(key)
+
+
+def read(key: list[Any], values: Any, loose: bool) -> None:
+    """Append what counts of some arguments."""
+    add = key.append
+    for x in values:
+        kind = type(x)
+        if kind is int:
+            add(int if loose else x)
+        elif x is None:
+            add(None)
+        elif kind is float or kind is complex:
+            # 1, 1.0 and True are different arguments, and so are 0.0 and -0.0.
+            add(kind)
+            if not loose:
+                add(x if x and x == x else repr(x))
+        elif kind is list or kind is tuple:
+            add((list, len(x)))
+            read(key, x, loose)
+        elif isinstance(x, torch.Tensor):
+            form = x.__dict__.get("_form")
+            add(form if type(form) is Form else plain(x))
+        else:
+            add(kind)
+            add(x)
+
+
+def plain(x: torch.Tensor) -> Any:
+    """A plain tensor, as part of a key."""
+    return x.shape, x.stride(), x.dtype, x.device

@@ -1,0 +1,197 @@
+"""Eager ops that write: each computes the new value, and gives it to all tensors that share the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.utils import _pytree as pytree
+
+from shardlib import aliases
+from shardlib.aliases import Memory, Path
+from shardlib.errors import ShardingError
+from shardlib.form import Form
+from shardlib.mesh import Mesh
+from shardlib.prepare import LOCK, Prepared, pieces, replicated, whole, wrapped
+from shardlib.single import Operand, Single, single
+from shardlib.slots import Slot, filled, listed, moved, numbers_of, tensors_of
+from shardlib.tensor import ShardedTensor, cut_up, typeof, wrap
+from shardlib.views import functional_form, written_arguments
+from shardlib.warm import LOOSE, Run, key_of
+
+aten = torch.ops.aten
+
+_programs: dict[Any, Single] = {}
+
+
+def writer(op: Any, args: Any, kwargs: dict[str, Any], mesh: Mesh) -> Run:
+    """What runs this call of an op that writes, and all calls like it."""
+
+    def through(args: Any, kwargs: Any) -> Any:
+        return _write(op, args, kwargs or {}, mesh)
+
+    first = str(op._schema.arguments[0].name)
+    functional = FILLS.get(op) or (None if op in _OWN_FORM else functional_form(op))
+    if functional is None or written_arguments(op) != (first,) or not isinstance(args[0], ShardedTensor):
+        return through
+    if id(op) in LOOSE:
+        LOOSE.add(id(functional))
+    call = Prepared(functional, args, kwargs, mesh)
+    meta = call.meta()
+    fits = isinstance(meta, torch.Tensor) and meta.shape == args[0].shape
+    direct = call.direct(meta, write=True) if fits else None
+    if direct is None:
+        return through
+
+    def write(args: Any, kwargs: Any) -> Any:
+        return through(args, kwargs) if args[0].__dict__.get("_path") else direct(args, kwargs)
+
+    return write
+
+
+FILLS = {aten.zero_.default: aten.zeros_like.default, aten.fill_.Scalar: aten.full_like.default}
+_OWN_FORM = {aten.copy_.default, aten.fill_.Tensor, aten.bernoulli_.float}
+
+
+def _write(op: Any, args: Any, kwargs: dict[str, Any], mesh: Mesh) -> Any:
+    """One program: from the value of who owns the memory, along the views, to the owner's new value."""
+    written = _written(op, args, kwargs)
+    if not all(isinstance(x, ShardedTensor) for x in written):
+        return _write_plain(op, args, kwargs, written)
+    _refuse_shared(op, written)
+    call = Prepared(op, args, kwargs, mesh)
+    operands, inputs = [], []
+    for x, form in zip(call.tensors, call.forms, strict=True):
+        memory: Memory | None = x.__dict__.get("_memory")
+        mine = any(x is w for w in written)
+        if mine and memory is not None:
+            operands.append(Operand(memory.form, x.__dict__["_path"], form, True))
+            inputs.append(memory.locals)
+        else:
+            operands.append(Operand(form, written=mine))
+            inputs.append(pieces(x, mesh))
+    described = tuple((x.form, x.path) for x in operands if x.written)
+    key = (key_of(op, args, kwargs), tuple(map(repr, numbers_of((args, kwargs)))), described)
+    ready = _programs.get(key)
+    if ready is None:
+        _check_outs(op, call)
+        with LOCK:
+            ready = _programs[key] = single(op, call.args, call.kwargs, operands, mesh)
+    results = ready(inputs)
+    rest = iter(results[ready.own :])
+    for x, operand in zip(call.tensors, operands, strict=True):
+        if operand.written:
+            assert isinstance(x, ShardedTensor)
+            value = next(rest)
+            aliases.assign(x, value, next(rest) if operand.path else value)
+    return _returned(op, list(pytree.tree_unflatten(wrapped(ready, results), ready.tree)), written)
+
+
+def _check_outs(op: Any, call: Prepared) -> None:
+    """A write of another shape would resize what it writes to."""
+    names = written_arguments(op)
+    values = [form.abstract() for form in call.forms]
+    args, kwargs = filled(moved((call.args, call.kwargs), torch.device("meta")), values)
+    functional = functional_form(op)
+    if functional is None or not all(name in call.kwargs for name in names):
+        return
+    made = functional(*args, **{k: x for k, x in kwargs.items() if k not in names})
+    for name, new in zip(names, made if isinstance(made, tuple) else (made,), strict=False):
+        slot = call.kwargs[name]
+        if isinstance(slot, Slot) and new.shape != call.tensors[slot.index].shape:
+            refuse_out(op, new, call.tensors[slot.index])
+
+
+def _write_plain(op: Any, args: Any, kwargs: dict[str, Any], written: Sequence[torch.Tensor]) -> Any:
+    """A write of sharded values into plain tensors, which every process has whole."""
+    if any(isinstance(x, ShardedTensor) for x in written):
+        raise ShardingError(
+            f"{op} writes to sharded and to plain tensors at once",
+            [typeof(x) for x in written],
+            rule="what one op writes to is sharded, or is not",
+            remedy="place all of them: shard(x, spec)",
+        )
+    out = whole(op, args, kwargs)
+    every = out if isinstance(out, tuple) else (out,)
+    own = [x for x, r in zip(every, op._schema.returns, strict=False) if r.alias_info is None]
+    return _returned(op, own, written)
+
+
+def remake(x: ShardedTensor) -> tuple[torch.Tensor, ...]:
+    """The pieces of a tensor whose memory was written to through another one."""
+    memory: Memory = x.__dict__["_memory"]
+    path: Path = x.__dict__["_path"]
+    if not path:
+        return memory.locals
+    if any(step[0] is aten.as_strided.default for step in path):
+        return tuple(cut_up(strided(memory.form, memory.locals, path), x.sharding, x.mesh))
+    key = (memory.form, path, x._form)
+    ready = _programs.get(key)
+    if ready is None:
+        with LOCK:
+            operand = Operand(memory.form, path, x._form)
+            ready = _programs[key] = single(None, (), {}, [operand], x._form.mesh)
+    (out,) = ready([memory.locals])
+    return tuple(out)
+
+
+def strided(form: Form, locals_: tuple[torch.Tensor, ...], path: Path) -> torch.Tensor:
+    """What views show of a whole owner, which lies in memory as on one device: for those that speak of strides."""
+    shown = torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device=form.device)
+    shown.copy_(wrap(form, locals_).full_tensor())
+    for op, args, kwargs, item in path:
+        out = op(shown, *map(listed, args), **dict(kwargs))
+        shown = out if item is None else out[item]
+    return shown.clone()
+
+
+def _written(op: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that `op` writes to, in the order of its schema."""
+    names = written_arguments(op)
+    out: list[torch.Tensor] = []
+    for i, a in enumerate(op._schema.arguments):
+        if a.name in names:
+            out += tensors_of((args[i] if i < len(args) else kwargs.get(a.name),))
+    return out
+
+
+def _returned(op: Any, own: list[Any], written: Sequence[torch.Tensor]) -> Any:
+    """What an op in place returns: tensors that it wrote to, and results of its own, in the order of its schema."""
+    theirs, mine = iter(written), iter(own)
+    returns = op._schema.returns
+    out = tuple(next(theirs) if r.alias_info is not None and r.alias_info.is_write else next(mine) for r in returns)
+    return out if len(out) > 1 else out[0] if out else None
+
+
+def put(op: Any, new: torch.Tensor, out: torch.Tensor) -> None:
+    """Write a result to what `out=` names; as in torch, what has no element yet takes the result's shape."""
+    if not torch.can_cast(new.dtype, out.dtype) or (out.shape != new.shape and out.numel()):
+        refuse_out(op, new, out)
+    if not isinstance(out, ShardedTensor):  # torch's own scratch memory, say
+        out.resize_(new.shape).copy_(new.full_tensor() if isinstance(new, ShardedTensor) else new)
+    elif out.shape == new.shape:
+        out.copy_(new)
+    else:
+        out.data = (new if isinstance(new, ShardedTensor) else replicated(new, out._form)).to(out.dtype)
+
+
+def refuse_out(op: Any, new: torch.Tensor, out: torch.Tensor) -> NoReturn:
+    """Raise the error for a result that does not fit what it is to be written to."""
+    raise ShardingError(
+        f"{op} writes its result to a tensor that it does not fit",
+        [f"the result has shape {list(new.shape)} and {new.dtype}, the tensor is {typeof(out)}"],
+        rule="a tensor in pieces keeps its size and dtype",
+        remedy="take the result without out=, or make the tensor like it",
+    )
+
+
+def _refuse_shared(op: Any, written: Sequence[torch.Tensor]) -> None:
+    memories = [x.__dict__.get("_memory") or x for x in written]
+    if len({id(m) for m in memories}) < len(memories):
+        raise ShardingError(
+            f"{op} writes twice to one memory",
+            [typeof(x) for x in written],
+            rule="what one op writes to does not overlap",
+            remedy="write one after the other",
+        )

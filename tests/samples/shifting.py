@@ -1,0 +1,66 @@
+"""Samples for `shardlib.rules.shifting`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from tests.prover import Sample
+
+
+def f(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def slices_of_cut_dims() -> Iterator[Sample]:
+    """Shifted by one, in blocks, with steps; shorter than a piece; back into their places."""
+    ranges = (9, 1, 9, 1), (9, 0, 8, 1), (12, 2, 10, 1), (8, 6, 8, 1), (11, 2, 10, 3), (6, 0, 6, 2)
+    for size, start, stop, step in ranges:
+        x = f(2, size)
+        part = x[:, start:stop:step]
+        yield "slice.Tensor", (x, 1, start, stop, step), {}
+        yield "slice_backward", (torch.randn_like(part), [2, size], 1, start, stop, step), {}
+        yield "slice_scatter", (x, torch.randn_like(part), 1, start, stop, step), {}
+
+
+def one_of_a_cut_dim() -> Iterator[Sample]:
+    """One block: a sum of what devices have of it."""
+    for index in (0, 3, -1):
+        yield "select.int", (f(3, 5), 1, index), {}
+        yield "select_backward", (f(3), [3, 5], 1, index), {}
+        yield "select_scatter", (f(3, 5), f(3), 1, index), {}
+    yield "select.int", (f(3, 5) > 0, 1, 2), {}
+    yield "select.int", (torch.arange(5), 0, 2), {}
+    for start in (2, 4):
+        yield "slice.Tensor", (f(6, 2), 0, start, start + 2), {}
+        yield "slice_backward", (f(2, 2), [6, 2], 0, start, start + 2, 1), {}
+        yield "slice_scatter", (f(6, 2), f(2, 2), 0, start, start + 2), {}
+
+
+def cats_of_cut_dims() -> Iterator[Sample]:
+    yield "cat", ([f(2, 5), f(2, 3), f(2, 1)], 1), {}
+    yield "cat", ([f(4, 2), f(8, 2), f(0), f(6, 2)],), {}
+    yield "cat", ([f(2, 0), f(2, 3), f(2, 4)], 1), {}
+
+
+def pads_of_cut_dims() -> Iterator[Sample]:
+    yield "constant_pad_nd", (f(2, 6), [1, 2]), {}
+    yield "constant_pad_nd", (f(2, 9), [-2, -1]), {}
+    yield "constant_pad_nd", (f(6, 4), [2, 4, 3, -1], 1.5), {}
+
+
+def rolls() -> Iterator[Sample]:
+    yield "roll", (f(2, 7), [3], [1]), {}
+    yield "roll", (f(5, 6), [-1, 8], [0, 1]), {}
+    yield "roll", (f(5, 4), [1, 1], [0, 0]), {}
+
+
+SAMPLES: tuple[Callable[[], Iterator[Sample]], ...] = (
+    slices_of_cut_dims,
+    one_of_a_cut_dim,
+    cats_of_cut_dims,
+    pads_of_cut_dims,
+    rolls,
+)

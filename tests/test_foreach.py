@@ -1,0 +1,137 @@
+"""Ops over lists, and the optimisers that use them: on shards the same as on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardlib as sl
+from shardlib.rules import foreach
+from shardlib.rules.table import DECOMPOSITIONS
+
+SHAPES = ((5, 3), (4,), ())
+SPECS = (sl.P("x"), sl.P("x"), sl.P())
+F64 = torch.float64
+
+
+def draw(seed: int) -> list[Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    return [torch.rand(shape, generator=made, dtype=F64) * 0.8 + 0.1 for shape in SHAPES]
+
+
+def placed(tensors: list[Tensor]) -> list[Tensor]:
+    return [sl.shard(x, spec) for x, spec in zip(tensors, SPECS, strict=True)]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    whole = [x.full_tensor() if isinstance(x, sl.ShardedTensor) else x for x in a]
+    return all(x.shape == y.shape and torch.allclose(x, y, rtol=1e-12) for x, y in zip(whole, b, strict=True))
+
+
+def arguments(name: str) -> list[Any]:
+    """Something for every argument: lists of tensors or numbers, as many as there are parameters."""
+    out: list[Any] = []
+    for a in foreach._overload(name)._schema.arguments:
+        kind = str(a.type)
+        if a.kwarg_only or a.name in ("dtype", "non_blocking"):
+            continue
+        if kind == "List[Tensor]":
+            out.append(draw(len(out)))
+        elif a.name == "scalars" and kind == "Tensor":
+            out.append(torch.tensor([0.5, 1.5, 2.0], dtype=F64))
+        elif kind == "Tensor":
+            out.append(torch.tensor(0.5, dtype=F64))
+        else:
+            out.append([0.5, 1.5, 2.0] if kind.startswith("List[") else 2)
+    return out
+
+
+@pytest.mark.parametrize("name", [n for n in foreach._overloads() if n != "_foreach_mm"])
+def test_lists_item_by_item(name: str) -> None:
+    op = foreach._overload(name)
+    mine, torchs = arguments(name), arguments(name)
+    found, expected = DECOMPOSITIONS[op](*mine), op(*torchs)
+    if op._schema.is_mutable:
+        found, expected = mine[0], torchs[0]
+    assert same(list(found), list(expected))
+    assert [x.dtype for x in found] == [x.dtype for x in expected]
+
+
+def test_products_of_lists() -> None:
+    a, b = [torch.rand(3, 4), torch.rand(1, 2)], [torch.rand(4, 2), torch.rand(2, 2)]
+    assert same(DECOMPOSITIONS[torch.ops.aten._foreach_mm.default](a, b), [x @ y for x, y in zip(a, b, strict=True)])
+
+
+def test_a_list_is_not_cast_in_place() -> None:
+    with pytest.raises(RuntimeError, match="can't be cast"):
+        DECOMPOSITIONS[torch.ops.aten._foreach_add_.Scalar]([torch.tensor(1)], 0.5)
+
+
+def test_lists_in_a_jitted_function() -> None:
+    def norms(xs: list[Tensor]) -> Tensor:
+        return torch.stack(torch._foreach_norm(torch._foreach_mul(xs, 2.0)))
+
+    with sl.Mesh(x=4):
+        assert same([sl.jit(norms)(placed(draw(0)))], [norms(draw(0))])
+
+
+def _rate(lr: float, fused: bool = False, **_: bool) -> Any:
+    """The fused step takes a tensor, too."""
+    return torch.tensor(lr) if fused else lr
+
+
+OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda p, **how: torch.optim.SGD(p, lr=0.1, **how),
+    "sgd, momentum": lambda p, **how: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.1, **how),
+    "sgd, nesterov": lambda p, **how: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, maximize=True, **how),
+    "adam": lambda p, **how: torch.optim.Adam(p, lr=0.01, weight_decay=0.1, amsgrad=True, **how),
+    "adamw": lambda p, **how: torch.optim.AdamW(p, lr=_rate(0.01, **how), weight_decay=0.1, **how),
+    "adagrad": lambda p, **how: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1, weight_decay=0.1, **how),
+}
+
+
+def steps(make: Callable[..., torch.optim.Optimizer], params: list[Tensor], place: Any, how: dict[str, bool]) -> None:
+    optimiser = make(params, **how)
+    for seed in range(1, 4):
+        for p, g in zip(params, place(draw(seed)), strict=True):
+            p.grad = g - 0.5
+        optimiser.step()
+
+
+@pytest.mark.parametrize("how", ["foreach", "fused"])
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_optimisers_step_on_shards(name: str, how: str) -> None:
+    whole = [x.requires_grad_() for x in draw(0)]
+    steps(OPTIMISERS[name], whole, lambda x: x, {how: True})
+    with sl.Mesh(x=4):
+        mine = [x.requires_grad_() for x in placed(draw(0))]
+        steps(OPTIMISERS[name], mine, placed, {how: True})
+    assert same([x.detach() for x in mine], [x.detach() for x in whole])
+    assert [x.spec for x in mine if isinstance(x, sl.ShardedTensor)] == [x.spec for x in _placed_in_mesh()]
+
+
+def _placed_in_mesh() -> list[Any]:
+    with sl.Mesh(x=4):
+        return placed(draw(0))
+
+
+@pytest.mark.parametrize("found", [0.0, 1.0])
+def test_a_step_is_skipped_where_a_gradient_was_not_finite(found: float) -> None:
+    def step(params: list[Tensor], grads: list[Tensor]) -> None:
+        state = [torch.zeros_like(p) for p in params]
+        options = {"weight_decay": 0.0, "momentum": 0.9, "lr": 0.1, "dampening": 0.0}
+        flags = {"nesterov": False, "maximize": False, "is_first_step": True}
+        scale = {"grad_scale": torch.tensor(4.0), "found_inf": torch.tensor(found)}
+        torch._fused_sgd_(params, grads, state, **options, **flags, **scale)
+
+    whole, grads = draw(0), draw(1)
+    step(whole, grads)
+    with sl.Mesh(x=4):
+        mine, my_grads = placed(draw(0)), placed(draw(1))
+        step(mine, my_grads)
+    assert same(mine, whole)
+    assert same(my_grads, grads)
