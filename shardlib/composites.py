@@ -93,7 +93,7 @@ def _index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor | 
     if not isinstance(value, Tensor) or value.dim():
         return None
     if input.dim() == 0:
-        return value.to(input.dtype) if index.numel() else None
+        return torch.where(torch.ones((), dtype=torch.bool), value.to(input.dtype), input) if index.numel() else None
     filled = torch.zeros(input.shape[dim], dtype=torch.bool, device=input.device).index_fill(0, index, True)
     return torch.where(_along(filled, dim, input), value.to(input.dtype), input)
 

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from shardlib import aliases
+from shardlib.eager import aliases
 from shardlib.errors import ShardingError
 from shardlib.layout import Coords, Dim, Layout
 from shardlib.pieces import span

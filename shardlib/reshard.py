@@ -35,7 +35,7 @@ MEMORY_BYTES_PER_SECOND = 2e12
 class Step:
     """One collective (or free local slice): `kind` over `axes`, on factor `factor` (and `to`, for all_to_all)."""
 
-    kind: str  # slice, reduce_scatter, all_to_all, all_reduce, all_gather
+    kind: str  # slice, reduce_scatter, all_to_all, ppermute, all_reduce, all_gather
     axes: Axes
     factor: int
     to: int
@@ -84,6 +84,7 @@ def _plan(
     way.slices()
     way.scatter_sums()
     way.exchange_factors()
+    way.permute_pieces()
     way.exchange_pieces()
     way.scatter_sums()
     way.add_sums()
@@ -199,6 +200,38 @@ class _Way:
                 moving = []
                 self.slices()
 
+    def permute_pieces(self) -> None:
+        """The pieces as they are, on other devices: factors that are cut as often after as before, by other axes.
+
+        Factors are sliced finer first where axes are free; axes that are left over stay, to be gathered.
+        """
+        apart = [i for i in range(len(self.cut)) if self.extra(i) and self.missing(i) and self._plain(i)]
+        for group in (apart, *([i] for i in apart if len(apart) > 1)):
+            if not all(self.extra(i) and self.missing(i) for i in group):
+                continue
+            used = {a for axes in (*self.cut, self.pending) for a in axes}
+            regrid = _regrid({i: (self.extra(i), self.missing(i)) for i in group}, used)
+            after = {i: [*self.cut[i][: self.keep(i)], *axes] for i, (_, axes) in regrid.items()}
+            if not after or any(self.sizes[i] % ways(tuple(axes)) for i, axes in after.items()):
+                continue
+            for i, (new, _) in regrid.items():
+                if new:
+                    self.cut[i].extend(new)
+                    self.emit("slice", new, i, i, 0.0)
+            pairs = [(self.cut[i], after[i]) for i in group]
+            axes = [a for a in dict.fromkeys(a for pair in pairs for of in pair for a in of) if _moves(a, pairs)]
+            for i in group:
+                self.cut[i] = after[i]
+            self.emit("ppermute", axes, group[0], group[0], float(self.itemsize * self.numel()))
+            self.slices()
+
+    def _plain(self, i: int) -> bool:
+        """Whether all pieces of factor i are of one size, before and after."""
+        have, want = self.sizes[i], self.into[i]
+        if type(have) is not int or type(want) is not int:
+            return False
+        return have % ways(tuple(self.cut[i])) == 0 and want % ways(self.dst[i]) == 0
+
     def exchange_pieces(self) -> None:
         """Where a factor stays on its axes, but in other pieces: each device sends on what others are to hold."""
         for i in range(len(self.cut)):
@@ -240,6 +273,46 @@ class _Way:
         n = ways(tuple(axes))
         del self.cut[i][len(self.cut[i]) - len(axes) :]
         self.emit("all_gather", axes, i, i, self.itemsize * self.numel() * (n - 1) / n)
+
+
+def _regrid(
+    factors: dict[int, tuple[list[Axis], list[Axis]]], used: Collection[Axis]
+) -> dict[int, tuple[list[Axis], list[Axis]]]:
+    """{factor: (axes to slice by first, axes after)}, given {factor: (axes that leave, axes that come)}.
+
+    Then every factor is cut as often before as after. Empty where that cannot be.
+    """
+    leaving = [a for leave, _ in factors.values() for a in leave]
+    coming = [a for _, come in factors.values() for a in come]
+    if any(a in used and a not in leaving for a in coming):
+        return {}
+    free, spare = [a for a in coming if a not in used], [a for a in leaving if a not in coming]
+    out = {}
+    for i, (leave, come) in factors.items():
+        have, want = ways(tuple(leave)), ways(tuple(come))
+        new, rest = _taken(free, want / have), _taken(spare, have / want)
+        if new is None and rest is None:
+            return {}
+        out[i] = (new or [], [*come, *(rest or [])])
+    return out
+
+
+def _taken(axes: list[Axis], product: float) -> list[Axis] | None:
+    """Axes of this product, taken out of the list; None where it has none."""
+    taken = []
+    for a in axes:
+        if product % a.size == 0:
+            product /= a.size
+            taken.append(a)
+    if product != 1:
+        return None
+    axes[:] = [a for a in axes if a not in taken]
+    return taken
+
+
+def _moves(axis: Axis, pairs: Sequence[tuple[list[Axis], list[Axis]]]) -> bool:
+    """Whether `axis` has another place in some factor after than before."""
+    return any((axis in a) != (axis in b) or (axis in a and a.index(axis) != b.index(axis)) for a, b in pairs)
 
 
 def _moved(have: int, want: int, axes: Axes, kept: int) -> int:

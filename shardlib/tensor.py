@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from shardlib.aliases import view
 from shardlib.constraint import constrain
+from shardlib.eager.aliases import view
+from shardlib.eager.warm import LOOSE, PROGRAMS, read
 from shardlib.errors import ShardingError
 from shardlib.form import Form
 from shardlib.form import Names as Names
@@ -23,7 +24,6 @@ from shardlib.spec import P, Resolved, Spec, resolve_many
 from shardlib.state import is_single_device, is_tracing
 from shardlib.state import tracing_flag as _tracing
 from shardlib.strided import refuse_others
-from shardlib.warm import LOOSE, PROGRAMS, read
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class _Stale:
     def __get__(self, x: ShardedTensor | None, owner: type) -> Any:
         if x is None:
             return self
-        from shardlib.writes import remake
+        from shardlib.eager.writes import remake
 
         made = x.__dict__["_locals"] = remake(x)
         return made
@@ -260,7 +260,7 @@ class ShardedTensor(torch.Tensor):
             read(key, kwargs.values(), loose)
         run = PROGRAMS.get(tuple(key))
         if run is None or _tracing.get():
-            from shardlib.eager import dispatch
+            from shardlib.eager.dispatch import dispatch
 
             return dispatch(op, args, kwargs or {})
         return run(args, kwargs)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh, P, ShardedTensor, ShardingError, shard
-from shardlib.warm import PROGRAMS
+from shardlib.eager.warm import PROGRAMS
 from tests.ranks import only, run_ranks
 
 

@@ -45,6 +45,11 @@ class Mover:
             self._collective(step, var, out, {}, line, backward, reason, because)
             return out
         new = _recut(dims, step)
+        if step.kind == "ppermute":
+            old_cut, new_cut = ([axes for dim in of for _, axes in dim] for of in (dims, new))
+            params: dict[str, Any] = {"pairs": _senders(step.axes, old_cut, new_cut)}
+            self._collective(step, var, out, params, line, backward, reason, because)
+            return out
         if step.kind == "slice":
             d, k = _locate(dims, step.factor)
             x, at, shape = self._expose(var, dims, [(d, k)], new)
@@ -59,7 +64,7 @@ class Mover:
         post = _after(dims, d, k, pairs)
         if step.kind == "all_to_all" and step.factor == step.to:
             sizes = _exchanged(dims[d][k], new[d][k], step.axes, post)
-            params: dict[str, Any] = {"split_dim": at[0], "split_sizes": sizes, "concat_dim": at[0], "concat_sizes": []}
+            params = {"split_dim": at[0], "split_sizes": sizes, "concat_dim": at[0], "concat_sizes": []}
         elif step.kind == "all_to_all":
             (e, m) = pairs[1]
             split = _member_sizes(*new[e][m], step.axes, _after(dims, e, m, pairs))
@@ -203,6 +208,24 @@ def _here(n: Any, coords: Coords) -> int:
 
 def _axes(n: Any) -> frozenset[Axis]:
     return n.axes if isinstance(n, Sym) else frozenset()
+
+
+def _senders(group: Axes, old: Sequence[Axes], new: Sequence[Axes]) -> list[tuple[int, int]]:
+    """Who sends to whom, for pieces cut by `old` to be cut by `new` (the axes of every factor).
+
+    Pairs of (source, destination) positions in the group. As many members hold a piece before as after; those that hold
+    it before and after keep it.
+    """
+    origin = {a.name: 0 for axes in (group, *old, *new) for a in axes}
+    members = [member_coords(origin, group, i) for i in range(ways(group))]
+    before, after = ([tuple(position(c, axes) for axes in cut) for c in members] for cut in (old, new))
+    kept = [i for i, (p, q) in enumerate(zip(before, after, strict=True)) if p == q]
+    free: dict[tuple[int, ...], list[int]] = {}
+    for i, piece in enumerate(before):
+        if i not in kept:
+            free.setdefault(piece, []).append(i)
+    moved = [(free[piece].pop(0), i) for i, piece in enumerate(after) if i not in kept]
+    return sorted([*((i, i) for i in kept), *moved], key=lambda pair: pair[1])
 
 
 def position(coords: Coords, group: Axes) -> int:

@@ -8,17 +8,17 @@ from typing import Any, NoReturn
 import torch
 from torch.utils import _pytree as pytree
 
-from shardlib import aliases
-from shardlib.aliases import Memory, Path
+from shardlib.eager import aliases
+from shardlib.eager.aliases import Memory, Path
+from shardlib.eager.prepare import LOCK, Prepared, pieces, replicated, whole, wrapped
+from shardlib.eager.single import Operand, Single, single
+from shardlib.eager.slots import Slot, filled, listed, moved, numbers_of, tensors_of
+from shardlib.eager.warm import LOOSE, Run, key_of
 from shardlib.errors import ShardingError
 from shardlib.form import Form
 from shardlib.mesh import Mesh
-from shardlib.prepare import LOCK, Prepared, pieces, replicated, whole, wrapped
-from shardlib.single import Operand, Single, single
-from shardlib.slots import Slot, filled, listed, moved, numbers_of, tensors_of
 from shardlib.tensor import ShardedTensor, cut_up, typeof, wrap
 from shardlib.views import functional_form, written_arguments
-from shardlib.warm import LOOSE, Run, key_of
 
 aten = torch.ops.aten
 

@@ -20,8 +20,9 @@ from torch.utils import _pytree as pytree
 
 from shardlib import graph as graphs
 from shardlib import run
-from shardlib.aliases import Path
 from shardlib.compile import Compiled
+from shardlib.eager.aliases import Path
+from shardlib.eager.slots import filled, listed, moved
 from shardlib.errors import ShardingError
 from shardlib.form import Form, Names
 from shardlib.functionalise import functionalise
@@ -34,7 +35,6 @@ from shardlib.plan import Plan
 from shardlib.propagate import propagate
 from shardlib.propagate.flood import Fixed
 from shardlib.run import distributed, virtual
-from shardlib.slots import filled, listed, moved
 from shardlib.state import paused_gc
 from shardlib.trace import Traced
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from shardlib.aliases import assign
+from shardlib.eager.aliases import assign
+from shardlib.eager.slots import Slot
+from shardlib.eager.warm import Run
 from shardlib.form import Form
-from shardlib.slots import Slot
-from shardlib.warm import Run
 
 Put = dict[tuple[Any, ...], int]  # path of an integer that is a local size -> which of a device's integers it is
 

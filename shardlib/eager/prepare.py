@@ -10,21 +10,21 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from shardlib import aliases
-from shardlib.aliases import Step
-from shardlib.caller import caller
-from shardlib.fit import Fit, fit
+from shardlib.eager import aliases
+from shardlib.eager.aliases import Step
+from shardlib.eager.caller import caller
+from shardlib.eager.fit import Fit, fit
+from shardlib.eager.single import Operand, Single, single
+from shardlib.eager.slots import filled, frozen, moved, numbers_of, slotted, tensors_of
+from shardlib.eager.warm import LOOSE, Run
 from shardlib.form import Form
 from shardlib.layout import Layout
 from shardlib.mesh import Mesh
 from shardlib.rules.rule import Call, Meta
 from shardlib.rules.table import rule_for
 from shardlib.run.codegen import fast_binding
-from shardlib.single import Operand, Single, single
-from shardlib.slots import filled, frozen, moved, numbers_of, slotted, tensors_of
 from shardlib.tensor import ShardedTensor, wrap
 from shardlib.views import is_view
-from shardlib.warm import LOOSE, Run
 
 aten = torch.ops.aten
 
