@@ -276,14 +276,7 @@ class Plan:
             return what, self._naming.typed(step.out), si(step.bytes, "B"), self._explainer.why(step)
         var = next((v for v in step.outs if v is not None and v.value is not None), None)
         op = var.value.op if var is not None and var.value is not None else None
-        if (
-            var is None
-            or var.value is None
-            or op is None
-            or op in listed
-            or not _matters(op)
-            or op.constant
-        ):
+        if var is None or var.value is None or op is None or op in listed or not _matters(op) or op.constant:
             return None
         listed.add(op)
         note = "" if op.rule is not None or op.manual else "no rule: runs replicated"

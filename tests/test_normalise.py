@@ -19,7 +19,11 @@ X, W = torch.randn(4, 6, dtype=torch.float64), torch.randn(6, 6, dtype=torch.flo
 
 
 def ops(traced):
-    names = (str(n.target).removeprefix("aten.").removeprefix("shardlib.") for n in traced.graph.graph.nodes if n.op == "call_function")
+    names = (
+        str(n.target).removeprefix("aten.").removeprefix("shardlib.")
+        for n in traced.graph.graph.nodes
+        if n.op == "call_function"
+    )
     return [name.split(".")[0] if "getitem" not in name else "getitem" for name in names]
 
 

@@ -46,6 +46,11 @@ def test_the_printed_plan_is_the_plan() -> None:
     assert shown[1] == _printed(_blocks()[0]), "python -m tests.test_readme --write"
 
 
+def test_the_pictures_are_those_that_are_printed() -> None:
+    (block,) = (block for block in _blocks() if "sl.visualize" in block)
+    assert _printed(block) in _PLAN.findall(README.read_text())
+
+
 def test_links_and_commands_exist() -> None:
     text, root = README.read_text(), README.parent
     for target in re.findall(r"\]\(([^)#]+)\)", text):

@@ -410,9 +410,7 @@ class Lowering:
     def _cheapest_price(self, value: Value, want: Cut) -> float:
         return reshard.seconds(self._cheapest(value, want)[1])
 
-    def _cheapest(
-        self, value: Value, want: Cut, target: Value | None = None
-    ) -> tuple[Form, tuple[reshard.Hop, ...]]:
+    def _cheapest(self, value: Value, want: Cut, target: Value | None = None) -> tuple[Form, tuple[reshard.Hop, ...]]:
         sizes, itemsize = self.flood.sizes(value), value.dtype.itemsize
         into = None if target is None else self.flood.sizes(target)
         options = [
@@ -421,9 +419,7 @@ class Lowering:
         ]
         return min(options, key=lambda o: (reshard.seconds(o[1]), len(o[1])))
 
-    def _move(
-        self, value: Value, source: Form, hops: Sequence[reshard.Hop], origin: Value | None = None
-    ) -> Var:
+    def _move(self, value: Value, source: Form, hops: Sequence[reshard.Hop], origin: Value | None = None) -> Var:
         """Emit `hops` from `source`; every stop on the way is a form that others may start from.
 
         From a form of `origin`, which has other pieces, only the end is.

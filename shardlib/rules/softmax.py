@@ -92,7 +92,7 @@ def _input(local: Local) -> tuple[Any, torch.dtype, torch.dtype, torch.dtype]:
     out = local.call.results[0]
     assert out is not None
     have = local.call.operands[0].dtype
-    return local.args[0], have, wide(have), out.dtype
+    return local.args[0], have, wide(out.dtype), out.dtype
 
 
 def _grad(local: Local) -> tuple[Any, Any, torch.dtype, torch.dtype]:
