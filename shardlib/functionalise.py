@@ -174,7 +174,7 @@ class _Rewriter:
             else:
                 self.note_view(view)
             self.read(view)
-        self.value[node] = result
+        self.value[node] = self.fresh(result)  # which may be the source itself
         self.views[node] = _View(result, lambda b: b, self.version_of(result), itself=True)
 
     def note_own(self, node: fx.Node) -> None:

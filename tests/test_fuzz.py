@@ -131,6 +131,10 @@ def _program(mesh: str, inputs: str, lines: str, out: str | None = None, *, grad
         # The gradient of x + x.mT adds a value to a view of itself, which must not happen in place.
         _program("z1", "x0 5,5,5", "v0 = x0 + x0.transpose(-1, -2)", grad=True),
         _program("a2", "x0 4,6 _ _@a; i1 3<6", "v0 = x0[:, i1]", grad=True),
+        # What is written to has the strides of a transpose.
+        _program("a2", "x0 8,10 _@a _", "v0 = x0.mT[:, ::2] * 1.5; v0[:, 0:] *= 2", grad=True),
+        # A kernel that wants dense memory, and gets a view.
+        _program("z1", "x0 8,12; x1 12", "v0 = x0.unfold(-2, 4, 1); v1 = F.group_norm(v0, 1, weight=x1)", grad=True),
     ],
     ids=lambda p: "; ".join(p.lines)[:60],
 )  # fmt: skip

@@ -13,11 +13,11 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh, shard
-from shardlib.pieces import span
 from shardlib.layout import Axis, Factor, Layout
 from shardlib.lower.move import Mover, member_coords
 from shardlib.lower.program import Collective, Instr, Program, Var, reads
 from shardlib.lower.sym import Sym, local_size, offset, product
+from shardlib.pieces import span
 from shardlib.plan import Plan
 from shardlib.run import virtual
 from tests.campaign import compiled

@@ -224,7 +224,7 @@ class Lowering:
             args, kwargs = put(args, kwargs, path, size * k)
         tied = {*rule.rounds, *rule.follows}
         flops = rule.flops / math.prod(reshard.ways(axes) for x, axes in assignment.items() if x[0] not in tied)
-        if rule.local is not None and cut_labels & rule.local_factors:
+        if rule.local is not None and (cut_labels & rule.local_factors or rule.dense):
             before = len(self.program.steps)
             out = rule.local(LocalForm(self, op, assignment, args, kwargs))
             _count(self.program.steps[before:], op.target, flops)

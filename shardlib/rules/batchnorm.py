@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -164,7 +165,7 @@ def _group_norm(call: Call) -> Rule:
         ]
         return local.op(call.target, *args)
 
-    return space.rule(
+    rule = space.rule(
         [dims[k] for k, a in zip(kinds, call.args, strict=True) if isinstance(a, Meta)],
         [[] if m is None else dims[k] for k, m in zip("xww" if backward else "xss", call.results, strict=True)],
         reduce=dict.fromkeys((*n, *s), "sum") if backward else dict.fromkeys(within, "none"),
@@ -174,6 +175,7 @@ def _group_norm(call: Call) -> Rule:
         local_factors=[*n, *g, *within],
         flops=(8 if backward else 5) * numel(shape),
     )
+    return replace(rule, dense=True)
 
 
 class _Groups:
