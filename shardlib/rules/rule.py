@@ -77,8 +77,8 @@ class Rule:
     * `lends`: {h: s}: for this op `h` may take over a mesh axis that only `s` wants (attention exchanges the cut of the
       sequence for one of the heads).
     * `flops`: floating-point operations of the whole call.
-    * `dense`: the kernel takes memory as it comes, so `local`, which makes operands contiguous, runs also when nothing is
-      cut.
+    * `dense`: the kernel takes memory as it comes, so `local`, which makes operands contiguous, runs even when nothing
+      is cut.
     * `transparent`: the result is a re-indexing of operand 0 without arithmetic or choice (view, transpose, expand).
     """
 
