@@ -144,7 +144,8 @@ class Layout:
         dims = []
         for dim in self.dims:
             factors: list[Factor] = []
-            for f in dim:
+            empty = len(dim) > 1 and not all(f.size for f in dim)  # of nothing everybody has everything
+            for f in (Factor(0),) if empty else dim:
                 axes = tuple(a for a in f.axes if a.size > 1)
                 last = factors[-1] if factors else None
                 # Parts of one mesh axis that come together would cut as one, which on an uneven factor cuts elsewhere.

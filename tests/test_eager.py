@@ -266,6 +266,18 @@ def test_out(name: str, spec: str) -> None:
     torch.testing.assert_close(out.full_tensor(), expected)
 
 
+@pytest.mark.parametrize("spec", ["_ _", "b@data f@tensor"])
+def test_a_list_of_outs(spec: str) -> None:
+    outs = [shard(torch.ones(12), "_@tensor") for _ in X]
+    assert torch.unbind_copy(shard(X, spec), 0, out=outs) is None
+    assert all(torch.equal(out.full_tensor(), row) for out, row in zip(outs, X, strict=True))
+
+
+def test_nothing_of_a_dim_that_is_cut() -> None:
+    part = shard(X, "b@data f@tensor").narrow(1, 12, 0)
+    assert (part * 2).full_tensor().shape == part.clone().shape == (4, 0)
+
+
 STRIDED: dict[str, Callable[[Tensor], Any]] = {
     "of a transpose": lambda x: x.t().as_strided((3, 2), (1, 5)),
     "with the offset of a slice": lambda x: x[1:].as_strided((2, 2), (5, 1)),

@@ -103,10 +103,14 @@ def _make(op: Any, args: Any, kwargs: dict[str, Any]) -> Run:
     except (NotImplementedError, DynamicOutputShapeException, DataDependentOutputException):
         return lambda args, kwargs: whole(op, args, kwargs or {})
     except RuntimeError as error:
-        if "on meta tensors" not in str(error):  # it looks at values: .item() cannot be called on meta tensors
+        if not any(text in str(error) for text in _VALUES):
             raise
         return lambda args, kwargs: whole(op, args, kwargs or {})
     return call.viewing(call.direct(meta) or call.program())
+
+
+# What torch says of meta tensors whose values an op looks at, where it has no exception of its own for it.
+_VALUES = ("on meta tensors", "a meta tensor without output_size")
 
 
 def _written_otherwise(op: Any, mesh: Mesh) -> Run | None:
@@ -146,8 +150,11 @@ def _through_copies(op: Any) -> Run:
     def run(args: Any, kwargs: Any) -> Any:
         outs = [kwargs[name] for name in names]
         made = functional(*args, **{k: x for k, x in kwargs.items() if k not in names})
-        for out, new in zip(outs, made if isinstance(made, tuple) else (made,), strict=True):
+        made = made if isinstance(made, tuple | list) else (made,)
+        for out, new in zip(tensors_of(tuple(outs)), made, strict=True):
             put(op, new, out)
+        if not op._schema.returns:
+            return None
         return tuple(outs) if len(outs) > 1 else outs[0]
 
     return run

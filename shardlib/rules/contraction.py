@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,6 +36,14 @@ def _added(local: Local, bias: Any) -> Any:
         bias = once(local, bias, local.rule.reduce)
     return local.op(local.call.target, bias, a, b, beta=beta, alpha=alpha)
 
+
+def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
+    product = torch.matmul(x, weight.mT if weight.dim() > 1 else weight)
+    return product if bias is None else product + bias
+
+
+# Composite, but `out=` leaves it as it is.
+DECOMPOSED: dict[str, Callable[..., Any]] = {"linear": _linear}
 
 ROWS: dict[str, RuleFn | str] = {
     "mm": "m k, k n -> m n | k:sum {0} {1}",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from tests.sweep.cell import MESHES, Cell, Result, run_cell
+from tests.sweep.cell import MESHES, Cell, Result, run_cell, run_plain
 from tests.sweep.entries import SIZES, entries
 from tests.sweep.report import read, report, table, write
 from tests.sweep.trial import MODES
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     for i, (cell, done) in enumerate(
         run_all(run_cell, todo, workers=options.workers, seconds=options.seconds), start=1
     ):
-        result = Result(*cell.key, done.kind, done.reason) if isinstance(done, Lost) else done
+        result = _lost(cell, done) if isinstance(done, Lost) else done
         known[cell.key] = result
         if options.out:
             write(options.out, result)
@@ -73,6 +73,14 @@ def main(argv: list[str] | None = None) -> int:
     if options.report:
         report(results, "python -m tests.sweep " + shlex.join(argv if argv is not None else sys.argv[1:]))
     return int(any(r.outcome in ("wrong", "error", "crash", "timeout") for r in results))
+
+
+def _lost(cell: Cell, done: Lost) -> Result:
+    """What a cell is that gave no result: nothing can be said where plain torch gives none either."""
+    ((_, alone),) = run_all(run_plain, [cell], workers=1, seconds=cell.seconds)
+    if isinstance(alone, Lost):
+        return Result(*cell.key, "untestable", f"plain torch: {alone.reason}")
+    return Result(*cell.key, done.kind, done.reason)
 
 
 def _warm_up() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
@@ -89,6 +90,15 @@ def run_cell(cell: Cell) -> Result:
             result.reason = next(n for n in result.notes if n.startswith(result.outcome)).partition(": ")[2]
         result.seconds = round(time.perf_counter() - start, 2)
         return result
+
+
+def run_plain(cell: Cell) -> int:
+    """Plain torch alone on all samples of a cell; how many there are."""
+    plain, others = cases(cell.entry, cell.sizes, cell.samples)
+    for case in (*plain, *others):
+        with contextlib.suppress(UntestableError):
+            oracle(owned(case))
+    return len(plain) + len(others)
 
 
 def _trials(cell: Cell, result: Result, start: float) -> Iterator[tuple[Case, Placement, Outcome]]:
