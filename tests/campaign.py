@@ -1,16 +1,13 @@
 """Running random programs: one device against virtual devices, shared and unshared, and what the plan promised.
 
 `outcome` says of one program whether it came out the same, was refused, or is a failure; `smallest` shrinks a failure;
-`main` runs many and keeps the score.
+`tests.record` runs many and keeps the score.
 """
 
 from __future__ import annotations
 
-import argparse
-import collections
 import contextlib
 import math
-import random
 import re
 import time
 import traceback
@@ -31,7 +28,7 @@ from shardlib.layout import Layout
 from shardlib.lower.program import Collective
 from shardlib.run import virtual
 from shardlib.state import single_device
-from tests.programs import Input, Program, draw
+from tests.programs import Input, Program
 
 RTOL = 1e-10
 NOISE = 1e-13  # of a probe that tells how well-conditioned a program is
@@ -302,44 +299,3 @@ def _without_axis(p: Program, axis: str, i: int) -> Program:
     inputs = tuple(replace(x, spec=drop(x.spec)) for x in p.inputs)
     mesh = p.mesh[:i] + p.mesh[i + 1 :] or (("z", 1),)
     return replace(p, lines=lines, inputs=inputs, mesh=mesh, out_specs=tuple(map(drop, p.out_specs)))
-
-
-# The campaign ---------------------------------------------------------------------------------------------------------
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="run random programs and keep the score")
-    parser.add_argument("--examples", type=int, default=300)
-    parser.add_argument("--first", type=int, default=0, help="seed of the first program")
-    parser.add_argument("--shrink", type=float, default=20.0, help="seconds for making a failure small")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    score: collections.Counter[str] = collections.Counter()
-    refusals: collections.Counter[str] = collections.Counter()
-    replicated: collections.Counter[str] = collections.Counter()
-    seen: collections.Counter[str] = collections.Counter()
-    lines = collectives = 0
-    begin = time.monotonic()
-    for seed in range(options.first, options.first + options.examples):
-        p = draw(random.Random(seed))
-        found = outcome(p)
-        score[found.kind] += 1
-        lines, collectives = lines + len(p.lines), collectives + found.collectives
-        replicated.update(r.split(" at ")[0] for r in found.replicated)
-        if found.kind == "refused":
-            refusals[found.detail.split("\n")[0][:100]] += 1
-            print(f"--- seed {seed} refused: {found.detail}", flush=True)
-        if found.failed:
-            key = re.sub(r"[\d.e+-]+|v\w+", "#", found.detail)[-60:] if found.kind == "crash" else found.kind
-            seen[key] += 1
-            print(f"--- seed {seed} {found.kind}: {found.detail[:300]}", flush=True)
-            if seen[key] <= 3:
-                small = smallest(p, found, options.shrink)
-                print(small.script, "\n#", outcome(small).detail[:300], flush=True)
-    seconds = time.monotonic() - begin
-    print(f"{options.examples} programs of {lines} lines, {collectives} collectives, {seconds:.0f} s: {dict(score)}")
-    print("refused:", dict(refusals), "\nrun replicated:", dict(replicated))
-
-
-if __name__ == "__main__":
-    main()

@@ -231,6 +231,6 @@ def _tame(v: Tensor) -> bool:
 
 
 if __name__ == "__main__":
-    from tests.campaign import main
+    from tests.record import main
 
     main()

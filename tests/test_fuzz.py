@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import collections
 import random
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from tests import record
 from tests.campaign import broken_promise, outcome, smallest
 from tests.programs import Input, Program, draw
 
@@ -185,6 +188,28 @@ def test_a_broken_promise_is_found() -> None:
         promised = step.plan(*(x.make() for x in _SIMPLE.inputs)).compiled.program.collectives
     assert "ran [None]" in broken_promise(promised, [], mesh)
     assert broken_promise([], [("all_reduce", 2, 8)], mesh) == "more collectives ran than were planned"
+
+
+def test_a_campaign_is_recorded_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "fuzz.jsonl"
+    for examples, ran in ((1, 1), (3, 2), (3, 0)):
+        with mock.patch("sys.argv", ["programs", "--first", "7", "--examples", str(examples), "--out", str(out)]):
+            record.main()
+        assert f"s for {ran} programs" in capsys.readouterr().out
+    with out.open("a") as file:
+        file.write('{"seed": 99, "kin')  # cut off
+    assert sorted(record.read(out)) == [7, 8, 9]
+
+
+def test_the_score_names_every_failure() -> None:
+    lines = [
+        record.Line(1, "same", lines=3, collectives=2),
+        record.Line(2, "wrong", "leaf 0", 4, script="import torch"),
+    ]
+    text = "\n".join(record.summary([*lines, record.Line(3, "timeout", "not done after 1 s")]))
+    assert "| 3 | 7 | 2 | 1 | 0 | 0 | 1 | 1 |" in text
+    assert "Seed 2, wrong: leaf 0\n\n```python\nimport torch" in text
+    assert "Seed 3, timeout: not done after 1 s" in text
 
 
 def test_scripts_run() -> None:
