@@ -213,7 +213,7 @@ def _refuse_random(ops: Iterable[Op]) -> None:
     if random := [op for op in ops if _draws(op)]:
         places = Counter(f"{op.target} at {op.line}" for op in random)
         raise ShardingError(
-            f"the program draws random numbers by ops that cannot be sharded, in {len(random)} places",
+            f"the program draws random numbers by ops that cannot be sharded, in {len(random)} place{'s' * (len(random) > 1)}",
             [place if n == 1 else f"{place} ({n} times)" for place, n in places.items()],
             rule="a number is drawn from its element's place in the whole tensor; these ops draw one after the other",
             remedy="draw them outside and pass them in, or make them of uniform and normal numbers",
