@@ -213,11 +213,15 @@ def _refuse_random(ops: Iterable[Op]) -> None:
     if random := [op for op in ops if _draws(op)]:
         places = Counter(f"{op.target} at {op.line}" for op in random)
         raise ShardingError(
-            f"the program draws random numbers by ops that cannot be sharded, in {len(random)} place{'s' * (len(random) > 1)}",
+            f"the program draws random numbers by ops that cannot be sharded, in {_counted(len(random), 'place')}",
             [place if n == 1 else f"{place} ({n} times)" for place, n in places.items()],
             rule="a number is drawn from its element's place in the whole tensor; these ops draw one after the other",
             remedy="draw them outside and pass them in, or make them of uniform and normal numbers",
         )
+
+
+def _counted(n: int, what: str) -> str:
+    return f"{n} {what}{'s' * (n != 1)}"
 
 
 def _draws(op: Op) -> bool:
