@@ -170,13 +170,13 @@ class ShardedTensor(torch.Tensor):
         )
 
     def __float__(self) -> float:
-        return float(self.detach().full_tensor())
+        return float(self.full_tensor().detach())
 
     def __int__(self) -> int:
-        return int(self.detach().full_tensor())
+        return int(self.full_tensor().detach())
 
     def __complex__(self) -> complex:
-        return complex(self.detach().full_tensor())
+        return complex(self.full_tensor().detach())
 
     def __index__(self) -> int:
         return self.full_tensor().__index__()
