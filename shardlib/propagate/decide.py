@@ -33,11 +33,12 @@ class Decision:
         return f"{self.axis} -> {self.winner} ({others}; {self.units} alike)"
 
 
-def _contradicted(flood: Flood) -> Iterator[str]:
+def _contradicted(graph: Graph, flood: Flood) -> Iterator[str]:
     """Mesh axes that some annotation keeps off a class which wants them elsewhere."""
-    fixed = [(flood.leaves(value), cut) for value, (cut, _) in flood.fixed.items()]
-    for leaves, cut in fixed:
-        for leaf, axes in zip(leaves, cut, strict=True):
+    fixed = [(value, cut) for value, (cut, _) in flood.fixed.items()]
+    fixed += [(flood.apart.get(i, graph.outputs[i]), cut) for i, (cut, _) in flood.outputs.items()]
+    for value, cut in fixed:
+        for leaf, axes in zip(flood.leaves(value), cut, strict=True):
             yield from (w.axis.name for w in flood.wants.get(leaf, ()) if w.axis not in axes)
 
 
@@ -52,7 +53,7 @@ class Decider:
         self.estimate = Estimate(self.problem)
         self.rivals = {name: self._rivals(name) for name in self.problem.atoms}
         # Annotations that nothing contradicts are followed: only where there is a conflict may an axis stay unused.
-        self.contested = {name for name, rivals in self.rivals.items() if rivals} | set(_contradicted(flood))
+        self.contested = {name for name, rivals in self.rivals.items() if rivals} | set(_contradicted(graph, flood))
         self.followers = self._followers()
         if start is None:
             self.choices: Choices = self._search()

@@ -71,7 +71,8 @@ def main(argv: list[str] | None = None) -> int:
     results = [known[c.key] for c in cells if c.key in known]
     print(table(results))
     if options.report:
-        report(results, "python -m tests.sweep " + shlex.join(argv if argv is not None else sys.argv[1:]))
+        given = [Path(a).name if options.out and Path(a) == options.out else a for a in argv or sys.argv[1:]]
+        report(results, "python -m tests.sweep " + shlex.join(given))
     return int(any(r.outcome in ("wrong", "error", "crash", "timeout") for r in results))
 
 
