@@ -18,6 +18,7 @@ from itertools import accumulate
 
 from shardlib.axis import Axis
 from shardlib.pieces import even, fullest, nested, over, spans
+from shardlib.regrid import moves, regrid
 from shardlib.spread import spread
 
 Axes = tuple[Axis, ...]
@@ -210,16 +211,16 @@ class _Way:
             if not all(self.extra(i) and self.missing(i) for i in group):
                 continue
             used = {a for axes in (*self.cut, self.pending) for a in axes}
-            regrid = _regrid({i: (self.extra(i), self.missing(i)) for i in group}, used)
-            after = {i: [*self.cut[i][: self.keep(i)], *axes] for i, (_, axes) in regrid.items()}
+            grid = regrid({i: (self.extra(i), self.missing(i)) for i in group}, used)
+            after = {i: [*self.cut[i][: self.keep(i)], *axes] for i, (_, axes) in grid.items()}
             if not after or any(self.sizes[i] % ways(tuple(axes)) for i, axes in after.items()):
                 continue
-            for i, (new, _) in regrid.items():
+            for i, (new, _) in grid.items():
                 if new:
                     self.cut[i].extend(new)
                     self.emit("slice", new, i, i, 0.0)
             pairs = [(self.cut[i], after[i]) for i in group]
-            axes = [a for a in dict.fromkeys(a for pair in pairs for of in pair for a in of) if _moves(a, pairs)]
+            axes = [a for a in dict.fromkeys(a for pair in pairs for of in pair for a in of) if moves(a, pairs)]
             for i in group:
                 self.cut[i] = after[i]
             self.emit("ppermute", axes, group[0], group[0], float(self.itemsize * self.numel()))
@@ -273,46 +274,6 @@ class _Way:
         n = ways(tuple(axes))
         del self.cut[i][len(self.cut[i]) - len(axes) :]
         self.emit("all_gather", axes, i, i, self.itemsize * self.numel() * (n - 1) / n)
-
-
-def _regrid(
-    factors: dict[int, tuple[list[Axis], list[Axis]]], used: Collection[Axis]
-) -> dict[int, tuple[list[Axis], list[Axis]]]:
-    """{factor: (axes to slice by first, axes after)}, given {factor: (axes that leave, axes that come)}.
-
-    Then every factor is cut as often before as after. Empty where that cannot be.
-    """
-    leaving = [a for leave, _ in factors.values() for a in leave]
-    coming = [a for _, come in factors.values() for a in come]
-    if any(a in used and a not in leaving for a in coming):
-        return {}
-    free, spare = [a for a in coming if a not in used], [a for a in leaving if a not in coming]
-    out = {}
-    for i, (leave, come) in factors.items():
-        have, want = ways(tuple(leave)), ways(tuple(come))
-        new, rest = _taken(free, want / have), _taken(spare, have / want)
-        if new is None and rest is None:
-            return {}
-        out[i] = (new or [], [*come, *(rest or [])])
-    return out
-
-
-def _taken(axes: list[Axis], product: float) -> list[Axis] | None:
-    """Axes of this product, taken out of the list; None where it has none."""
-    taken = []
-    for a in axes:
-        if product % a.size == 0:
-            product /= a.size
-            taken.append(a)
-    if product != 1:
-        return None
-    axes[:] = [a for a in axes if a not in taken]
-    return taken
-
-
-def _moves(axis: Axis, pairs: Sequence[tuple[list[Axis], list[Axis]]]) -> bool:
-    """Whether `axis` has another place in some factor after than before."""
-    return any((axis in a) != (axis in b) or (axis in a and a.index(axis) != b.index(axis)) for a, b in pairs)
 
 
 def _moved(have: int, want: int, axes: Axes, kept: int) -> int:

@@ -15,24 +15,9 @@ import shardlib.constraint
 import shardlib.ops.attention  # noqa: F401  (defines shardlib::attention)
 from tests.prover import Sample
 from tests.samples import SAMPLES as FAMILIES
+from tests.samples.make import f, i, pos, s
 
 aten = torch.ops.aten
-
-
-def f(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64)
-
-
-def pos(*shape: int) -> torch.Tensor:
-    return f(*shape).abs() + 0.5
-
-
-def i(high: int, *shape: int) -> torch.Tensor:
-    return torch.randint(0, high, shape)
-
-
-def s(name: str, *args: Any, **kwargs: Any) -> Sample:
-    return name, args, kwargs
 
 
 def pointwise() -> Iterator[Sample]:

@@ -6,15 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tests.prover import Sample
+from tests.samples.make import f
 
 aten = torch.ops.aten
-
-
-def f(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64)
 
 
 def conv(

@@ -4,24 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from tests.prover import Sample
-
-
-def f(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64)
-
-
-def i(high: int, *shape: int) -> Tensor:
-    return torch.randint(0, high, shape)
-
-
-def s(name: str, *args: Any, **kwargs: Any) -> Sample:
-    return name, args, kwargs
+from tests.samples.make import f, i, s
 
 
 def scans() -> Iterator[Sample]:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.prover import Sample
+from tests.samples.make import f, s
 
 aten = torch.ops.aten
-
-
-def f(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64)
 
 
 def c(*shape: int) -> Tensor:
@@ -29,10 +25,6 @@ def regular(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 def positive(*shape: int) -> Tensor:
     x = f(*shape)
     return x @ x.mT + torch.eye(shape[-1], dtype=x.dtype)
-
-
-def s(name: str, *args: Any, **kwargs: Any) -> Sample:
-    return name, args, kwargs
 
 
 BATCHES: tuple[tuple[int, ...], ...] = ((), (5,), (2, 3))

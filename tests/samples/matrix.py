@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.prover import Sample
-
-
-def f(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64)
+from tests.samples.make import f, s
 
 
 def c(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.complex128)
-
-
-def s(name: str, *args: Any, **kwargs: Any) -> Sample:
-    return name, args, kwargs
 
 
 def diagonals() -> Iterator[Sample]:

@@ -5,25 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
 from tests.prover import Sample
+from tests.samples.make import f, pos, s
 
 aten = torch.ops.aten
-
-
-def f(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64)
-
-
-def pos(*shape: int) -> torch.Tensor:
-    return f(*shape).abs() + 0.5
-
-
-def s(name: str, *args: Any, **kwargs: Any) -> Sample:
-    return name, args, kwargs
 
 
 def batch_norm() -> Iterator[Sample]:

@@ -6,13 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tests.prover import Sample, target_of
-
-
-def f(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64)
+from tests.samples.make import f
 
 
 def average(*shape: int, kernel: Any, **how: Any) -> Iterator[Sample]:

@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
 
 from tests.prover import Sample
-
-
-def f(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64)
+from tests.samples.make import f
 
 
 def slices_of_cut_dims() -> Iterator[Sample]:
