@@ -1,0 +1,52 @@
+"""The same pieces on other devices: which axes a factor is sliced by first, and by which it is cut after."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+from shardlib.axis import Axis
+
+
+def regrid(
+    factors: dict[int, tuple[list[Axis], list[Axis]]], used: Collection[Axis]
+) -> dict[int, tuple[list[Axis], list[Axis]]]:
+    """{factor: (axes to slice by first, axes after)}, given {factor: (axes that leave, axes that come)}.
+
+    Then every factor is cut as often before as after. Empty where that cannot be.
+    """
+    leaving = [a for leave, _ in factors.values() for a in leave]
+    coming = [a for _, come in factors.values() for a in come]
+    if any(a in used and a not in leaving for a in coming):
+        return {}
+    free, spare = [a for a in coming if a not in used], [a for a in leaving if a not in coming]
+    out = {}
+    for i, (leave, come) in factors.items():
+        have, want = _ways(leave), _ways(come)
+        new, rest = _taken(free, want / have), _taken(spare, have / want)
+        if new is None and rest is None:
+            return {}
+        out[i] = (new or [], [*come, *(rest or [])])
+    return out
+
+
+def _taken(axes: list[Axis], product: float) -> list[Axis] | None:
+    """Axes of this product, taken out of the list; None where it has none."""
+    taken = []
+    for a in axes:
+        if product % a.size == 0:
+            product /= a.size
+            taken.append(a)
+    if product != 1:
+        return None
+    axes[:] = [a for a in axes if a not in taken]
+    return taken
+
+
+def moves(axis: Axis, pairs: Sequence[tuple[list[Axis], list[Axis]]]) -> bool:
+    """Whether `axis` has another place in some factor after than before."""
+    return any((axis in a) != (axis in b) or (axis in a and a.index(axis) != b.index(axis)) for a, b in pairs)
+
+
+def _ways(axes: Sequence[Axis]) -> int:
+    return math.prod(a.size for a in axes)
