@@ -169,3 +169,35 @@ def test_a_constant_result_lands_where_its_spec_says() -> None:
         out = step(torch.ones(2))
     assert [sl.typeof(x) for x in out] == ["f32[2]", "i64[6@data]", "f32[4, 2@data]"]
     assert out[1].full_tensor().tolist() == list(range(6))
+
+
+# Conflicts ------------------------------------------------------------------------------------------------------------
+
+
+def _kinds(fn: Any, shapes: list[tuple[int, ...]], specs: tuple[sl.P | None, ...]) -> list[tuple[str, float]]:
+    with sl.Mesh.abstract(data=2):
+        plan = sl.jit(fn, in_specs=specs).plan(*(torch.empty(s, device="meta") for s in shapes))
+    return [(c.kind, c.bytes) for c in plan.collectives]
+
+
+def test_annotations_that_nothing_contradicts_are_followed() -> None:
+    """The sum is larger than x, whose gathering would be cheaper; but nobody wants the axis elsewhere."""
+    found = _kinds(lambda x, w: x @ w, [(64, 128), (128, 4096)], (sl.P(None, "data"), None))
+    assert [kind for kind, _ in found] == ["all_reduce"]
+
+
+def test_ops_of_one_unit_part_where_their_neighbours_differ() -> None:
+    def fn(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        a = x + y
+        return a + z, sl.shard(a, sl.P(None, None, None))
+
+    assert (
+        _kinds(fn, [(32, 512, 64), (512, 64), (32, 512, 64)], (sl.P(None, None, None), None, sl.P(None, None, "data")))
+        == []
+    )
+
+
+def test_a_sum_that_is_returned_has_its_price() -> None:
+    """With b cut, the sum over it is 128 MB; gathering x costs 8 kB."""
+    found = _kinds(lambda x, w: (x * 2).t() @ w, [(32, 64), (32, 2**19)], (sl.P("data", None), sl.P(None, None)))
+    assert sum(n for _, n in found) < 1e5
