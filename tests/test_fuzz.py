@@ -136,7 +136,17 @@ def _program(mesh: str, inputs: str, lines: str, out: str | None = None, *, grad
         _program("a2", "x0 4,6 _ _@a; i1 3<6", "v0 = x0[:, i1]", grad=True),
         # What is written to has the strides of a transpose.
         _program("a2", "x0 8,10 _@a _", "v0 = x0.mT[:, ::2] * 1.5; v0[:, 0:] *= 2", grad=True),
-        # A kernel that wants dense memory, and gets a view.
+        # A sum passes tril only while the rows and columns that a device holds are ranges.
+        _program("a2 b2", "x0 12,12 _ _@a; x1 12,12 _@a (_=6 _=2@b)", "v0 = (x0 @ x1).tril()"),
+        # (6 2) cut by (2 3 2) may not be permuted to (2 2 3).
+        _program(
+            "a2 b6",
+            "x0 12,12,12; x1 12,5 _@(a b) _; x2 5,12 _@b (_=6@a _=2); x3 12,5 (_=6@b _=2@a) _",
+            "v0 = x0 + torch.tanh(x0 @ x1 / 12) @ x2 / 5; v1 = F.silu(v0 @ x3 / 12)",
+            grad=True,
+        ),
+        # Kernels that want dense memory, and get a view.
+        _program("z1", "x0 1", "v0 = x0.repeat_interleave(2, 0); v1 = v0.median(0).values"),
         _program("z1", "x0 8,12; x1 12", "v0 = x0.unfold(-2, 4, 1); v1 = F.group_norm(v0, 1, weight=x1)", grad=True),
     ],
     ids=lambda p: "; ".join(p.lines)[:60],

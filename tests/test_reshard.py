@@ -17,6 +17,7 @@ from shardlib.layout import Axis, Factor, Layout
 from shardlib.lower.move import Mover
 from shardlib.lower.program import Program, Var
 from shardlib.reshard import Axes, Cut, Hop
+from shardlib.reshard.direct import direct
 from shardlib.run import virtual
 from shardlib.spread import spread
 from tests.campaign import broken_promise, counting
@@ -130,6 +131,47 @@ def test_bytes(src: list[Axes], dst: list[Axes], pending: Axes, expected: list[s
     sizes = (64,) if len(src) == 1 else (8, 8)
     steps = reshard.plan(sizes, 8, tuple(src), tuple(dst), pending)
     assert [f"{s.kind} {s.bytes:.0f}" for s in steps] == expected
+
+
+D = Axis("d", 2)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "pending", "expected"),
+    [
+        # Both axes go to the factor that wants the major one, and the minor one is gathered there.
+        ([(C, D), ()], [(), (C,)], (), ["all_to_all 384", "all_gather 512"]),
+        # What the target needs anyway is cut off before the exchange, not after it.
+        ([(C,), ()], [(), (C, D)], (), ["slice 0", "all_to_all 384"]),
+        # Two factors swap axes of different sizes through one of them.
+        ([(A0, A1), (C,)], [(C,), (A0, A1)], (), ["all_to_all 128", "all_to_all 224", "all_to_all 128"]),
+        # A sum is scattered where nobody wants it, for what is gathered then is less than what would be summed.
+        ([(C,), ()], [(D,), ()], (D,), ["reduce_scatter 512", "ppermute 512", "all_gather 512"]),
+    ],
+)
+def test_ways_round(src: list[Axes], dst: list[Axes], pending: Axes, expected: list[str]) -> None:
+    """[512, 512] of 8 bytes, where the direct way sends more: KiB of every step, and the values."""
+    leaves: Leaves = ((512,), (512,))
+    hops = reshard.route(leaves, 8, tuple(src), tuple(dst), pending)
+    assert [f"{h.step.kind} {h.step.bytes / 1024:.0f}" for h in hops] == expected
+    known = direct((512, 512), 8, tuple(src), tuple(dst), pending, "sum", (512, 512), leaves)
+    assert sum(h.step.bytes for h in hops) < sum(step.bytes for step in known)
+    mesh = Mesh({a.name: a.of for a in dict.fromkeys((*itertools.chain(*src, *dst), *pending))})
+    run(leaves, hops, tuple(src), tuple(dst), mesh, pending, "sum")
+
+
+def test_a_way_round_is_never_dearer() -> None:
+    """Every cut of three dims over three axes, and every set of pending ones, against the direct way."""
+    atoms, sizes, better = (A0, A1, C), (64, 64, 64), 0
+    for src, dst in itertools.product(cuts(3, atoms), cuts(3, atoms)):
+        on = [a for axes in src for a in axes]
+        for pending in ((), tuple(a for a in atoms if a not in on)):
+            steps = reshard.plan(sizes, 8, src, dst, pending)
+            known = direct(sizes, 8, src, dst, pending, "sum", sizes, ((64,),) * 3)
+            assert sum(s.bytes for s in steps) <= sum(s.bytes for s in known)
+            assert reshard.seconds(steps) <= reshard.seconds(known)
+            better += steps != known
+    assert better
 
 
 def test_what_is_there_costs_nothing() -> None:

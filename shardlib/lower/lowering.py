@@ -30,7 +30,7 @@ from shardlib.mesh import Mesh
 from shardlib.propagate import Propagated
 from shardlib.propagate.estimate import settled
 from shardlib.propagate.flood import Factor as OpFactor
-from shardlib.propagate.units import is_constraint, looks_through, value_factors
+from shardlib.propagate.units import is_constraint, looks_through, may_cut, value_factors
 from shardlib.reshard import Axes, Cut
 from shardlib.rules.rule import Rule
 
@@ -262,7 +262,7 @@ class Lowering:
             for i, form in zip(sorted(linear), forms, strict=True):
                 assert form is not None
                 for x, axes in zip(value_factors(self.flood, op, i, operand=True), form[0], strict=True):
-                    if axes and (x is None or x[0] in self.flood.whole[op] or assignment.get(x, axes) != axes):
+                    if axes and (x is None or not may_cut(self.flood, op, x) or assignment.get(x, axes) != axes):
                         fits = False
                     elif x is not None and (axes or x in assignment):
                         fits = fits and assignment.setdefault(x, axes) == axes

@@ -18,6 +18,8 @@ from shardlib.propagate.flood import Flood
 from shardlib.propagate.problem import Choice, Kind, Problem, Role
 from shardlib.propagate.units import Unit, Units
 
+Beside = list[tuple[Kind, ...]]  # for every kind, those that share a value with it
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -53,13 +55,15 @@ class Decider:
         self.estimate = Estimate(self.problem)
         self.rivals = {name: self._rivals(name) for name in self.problem.atoms}
         # Annotations that nothing contradicts are followed: only where there is a conflict may an axis stay unused.
-        self.contested = {name for name, rivals in self.rivals.items() if rivals} | set(_contradicted(graph, flood))
-        self.followers = self._followers()
+        disputed = {name for name, rivals in self.rivals.items() if rivals} | set(_contradicted(graph, flood))
+        self.contested = disputed | {a.name for rivals in self.rivals.values() for role in rivals for a in role.wants}
+        self.followers, self.neighbours = self._beside()
         if start is None:
             self.choices: Choices = self._search()
         else:
             self.choices = [start(members[0]) for members in self.problem.members]
-            self._descend(self.choices, quiet=False)
+            self._descend(self.choices, self.followers, quiet=False)
+        self._descend(self.choices, self.neighbours, quiet=False)
 
     @property
     def seconds(self) -> float:
@@ -79,7 +83,7 @@ class Decider:
             return []
         nobody: dict[str, tuple[Role, ...]] = dict.fromkeys(self.problem.atoms, ())
         best = [self._start(kind, nobody, nobody) for kind in range(len(self.problem.members))]
-        self._descend(best)
+        self._descend(best, self.followers)
         best_cost = self.estimate.total(best)
         improved = True
         while improved:
@@ -93,7 +97,7 @@ class Decider:
                 for choices in (*starts, *self._alike(name, best)):
                     if choices == best:
                         continue
-                    self._descend(choices)
+                    self._descend(choices, self.followers)
                     cost = self.estimate.total(choices)
                     if cost < best_cost * (1 - 1e-6):
                         best, best_cost, improved = choices, cost, True
@@ -155,8 +159,11 @@ class Decider:
         idle: list[Choice] = [()] if slots and (idle_too or name in self.contested) else []
         return [(i, *(j for j in slots if j != i)) for i in slots] + idle
 
-    def _descend(self, choices: Choices, *, quiet: bool = True) -> None:
-        """Improve one kind at a time until nothing does; without `quiet`, only those beside which something moves."""
+    def _descend(self, choices: Choices, beside: Beside, *, quiet: bool = True) -> None:
+        """Improve one kind at a time until nothing does, with an answer of each of those `beside` it.
+
+        Without `quiet`, only kinds beside which something moves.
+        """
         improved = True
         while improved:
             improved = False
@@ -167,13 +174,13 @@ class Decider:
                     alternatives = self._alternatives(kind, name)
                     if len(alternatives) < 2:
                         continue
-                    moving = (kind, *self.followers[kind])
+                    moving = (kind, *beside[kind])
                     current = best = [choices[k] for k in moving]
                     best_cost = self.estimate.cost(moving, choices)
                     for alternative in alternatives:
                         self._put(choices, moving, current)
                         choices[kind] = (*current[0][:a], alternative, *current[0][a + 1 :])
-                        for follower in self.followers[kind]:
+                        for follower in beside[kind]:
                             self._follow(choices, follower, a, name)
                         cost = self.estimate.cost(moving, choices)
                         if cost < best_cost * (1 - 1e-9):
@@ -197,18 +204,19 @@ class Decider:
         for kind, order in zip(kinds, orders, strict=True):
             choices[kind] = order
 
-    def _followers(self) -> list[tuple[Kind, ...]]:
-        """For every kind, the inputs beside it that nobody annotated: they go where their readers want them."""
+    def _beside(self) -> tuple[Beside, Beside]:
+        """For every kind, the inputs beside it that nobody annotated, which go where their readers want them; and all
+        kinds beside it."""
         free = {
             k
             for k, (unit, *_) in enumerate(self.problem.members)
             if not unit.ops and all(v.op is None for v in unit.values)
         }
-        out: list[dict[Kind, None]] = [{} for _ in self.problem.members]
+        all_of: list[dict[Kind, None]] = [{} for _ in self.problem.members]
         for record in self.problem.records:
             for kind in record.kinds:
-                out[kind] |= dict.fromkeys(k for k in record.kinds if k in free and k != kind)
-        return [tuple(found) for found in out]
+                all_of[kind] |= dict.fromkeys(k for k in record.kinds if k != kind)
+        return [tuple(k for k in found if k in free) for found in all_of], [tuple(found) for found in all_of]
 
     # The answer -----------------------------------------------------------------------------------------------------
 

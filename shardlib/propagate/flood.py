@@ -11,6 +11,7 @@ which the value is a reshard.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -154,18 +155,24 @@ def flood(
         f.value[value] = tuple(tuple(f.dims.leaves(d)) for d in dims)
     for op, labels in raw_labels.items():
         f.labels[op] = {name: tuple(f.dims.leaves(leaves)) for name, leaves in labels.items()}
+    asked: dict[int, list[tuple[Leaf, Want]]] = defaultdict(list)  # by the bytes of what was annotated
     for value, fx in fixed.items():
-        f.fixed[value] = (_settle(f, fx, parts[value]), fx)
+        f.fixed[value] = (_settle(f, fx, parts[value], asked[value.nbytes]), fx)
         if f.dims.chosen:
             _set_apart(f, value, value, fx, parts[value])
     for key, (value, fx) in ends.items():
-        cut = _settle(f, fx, end_parts[key])
+        cut = _settle(f, fx, end_parts[key], asked[value.nbytes])
         if f.dims.chosen:
             _set_apart(f, key, f.apart.get(key, value), fx, end_parts[key])
         if isinstance(key, int):
             f.outputs[key] = (cut, fx)
         else:
             f.doors[key] = (cut, fx)
+    # The largest tensor says which axis is major: it would cost most to cut it in another order.
+    for _, wants in sorted(asked.items(), key=lambda of: -of[0]):
+        for leaf, want in wants:
+            have = f.wants.setdefault(leaf, [])
+            have += [want] if all(w.axis != want.axis for w in have) else []
     _follow(f)
     for value, (cut, fx) in list(f.fixed.items()):
         f.fixed[value] = (_open(f, f.value[value], cut, fx), fx)
@@ -266,8 +273,8 @@ def _unify(f: Flood, op: Op, raw: dict[Value, list[list[Leaf]]], raw_labels: dic
     f.whole[op] = frozenset(whole)
 
 
-def _settle(f: Flood, fixed: Fixed, parts: list[list[list[Leaf]] | None]) -> Cut:
-    """The fixed layout on the final leaves; records wants and names."""
+def _settle(f: Flood, fixed: Fixed, parts: list[list[list[Leaf]] | None], asked: list[tuple[Leaf, Want]]) -> Cut:
+    """The fixed layout on the final leaves; records names, and in `asked` what it wants."""
     cut: list[tuple[Axis, ...]] = []
     for d, (groups, factors) in enumerate(zip(parts, fixed.layout.dims, strict=True)):
         assert groups is not None, f"{fixed.source}: dim {d} is not made of its own factors"
@@ -275,8 +282,7 @@ def _settle(f: Flood, fixed: Fixed, parts: list[list[list[Leaf]] | None]) -> Cut
             leaves = f.dims.leaves(group)
             for leaf, axes, _ in _shared_out(f.dims, group, factor):
                 cut.append(axes)
-                have = f.wants.setdefault(leaf, [])
-                have += [Want(a, fixed.source) for a in axes if all(w.axis != a for w in have)]
+                asked += [(leaf, Want(a, fixed.source)) for a in axes]
             if name and len(leaves) == 1:
                 f.names.setdefault(leaves[0], name)
     return tuple(cut)

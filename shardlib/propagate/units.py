@@ -100,11 +100,8 @@ def build_units(graph: Graph, f: Flood) -> Units:
             factors = [
                 (label, k)
                 for label, leaves in f.labels[op].items()
-                if label not in f.whole[op]
                 for k, leaf in enumerate(leaves)
-                if leaf in f.wants
-                # Offsets need one contiguous range.
-                and (k == 0 or label not in op.rule.local_factors - op.rule.loose)
+                if leaf in f.wants and may_cut(f, op, (label, k))
             ]
             wanted = {label for label, k in factors if k == 0}
             tied = {**op.rule.rounds, **op.rule.follows}
@@ -125,6 +122,13 @@ def build_units(graph: Graph, f: Flood) -> Units:
         if op in u.unit and not u.unit[op].alone and not u.unit[op].follows:
             _join_members(u, f, op)
     return u
+
+
+def may_cut(f: Flood, op: Op, factor: Factor) -> bool:
+    """Whether `op` can run with the factor cut: its local form, if it asks for offsets, needs one contiguous range."""
+    assert op.rule is not None
+    label, k = factor
+    return label not in f.whole[op] and (k == 0 or label not in op.rule.local_factors - op.rule.loose)
 
 
 def _made_whole(op: Op) -> set[str]:

@@ -6,6 +6,7 @@ Along a cut dim a selection asks every device for what it found in its piece: th
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,6 +35,16 @@ def ordered(dim: tuple[int, str, int | None]) -> RuleFn:
         return space.rule([x], [out] * len(call.results), flops=numel(shape))
 
     return rule
+
+
+def _median(call: Call) -> Rule | None:
+    """The median along a dim; torch's kernel reads past a dim of stride 0, so it gets memory of its own."""
+
+    def local(local: Local) -> Any:
+        return local.op(call.target, local.op(aten.contiguous.default, local.args[0]), *local.args[1:], **local.kwargs)
+
+    rule = ordered((1, "dim", None))(call)
+    return rule and replace(rule, local=local, dense=True)
 
 
 def _topk(call: Call) -> Rule | None:
@@ -136,7 +147,7 @@ ROWS: dict[str, RuleFn | str] = {
     "topk": _topk,
     "kthvalue": ordered((2, "dim", -1)),
     "mode": ordered((1, "dim", -1)),
-    **dict.fromkeys(["median.dim", "nanmedian.dim"], ordered((1, "dim", None))),
+    **dict.fromkeys(["median.dim", "nanmedian.dim"], _median),
     **dict.fromkeys(["median", "nanmedian"], reduction(None)),
     **dict.fromkeys(["max.dim", "min.dim", "argmax", "argmin"], _extreme),
 }

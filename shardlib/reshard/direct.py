@@ -1,87 +1,37 @@
-"""From one layout to another: the collectives, their bytes and their estimated time.
+"""The direct way from one cut to another, whatever the sizes: what is free first, then what moves the fewest bytes.
 
-A *cut* of a value is a tuple with one entry per factor: the mesh axes over it, major first, in prime parts. Steps are
-taken in the order that moves the fewest bytes: slice what is free, scatter pending sums, exchange, reduce, gather last.
-Between other pieces of one factor over the same axes, an all-to-all along its dim exchanges what changes hands.
-
-Wire bytes are what one device sends under ring algorithms: all-gather out*(n-1)/n, reduce-scatter out*(n-1), all-reduce
-2*out*(n-1)/n, all-to-all out*(n-1)/n.
+Slice what is free, scatter pending sums, exchange, reduce, gather last. Between other pieces of one factor over
+the same axes, an all-to-all along its dim exchanges what changes hands.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
 from functools import cache
 from itertools import accumulate
 
 from shardlib.axis import Axis
-from shardlib.pieces import even, fullest, nested, over, spans
-from shardlib.regrid import moves, regrid
-from shardlib.spread import spread
-
-Axes = tuple[Axis, ...]
-Cut = tuple[Axes, ...]
-
-# Round figures of one node of current GPUs; they rank choices and are printed with them, they are not promises.
-LINK_BYTES_PER_SECOND = 300e9
-COLLECTIVE_LATENCY = 3e-8  # small collectives travel together, so each costs little more than its bytes
-FLOPS_PER_SECOND = 400e12  # matmuls in 16 bits
-WIDE_FLOPS_PER_SECOND = 50e12  # and in 32 or more
-MEMORY_BYTES_PER_SECOND = 2e12
+from shardlib.pieces import fullest, nested, over, spans
+from shardlib.reshard.regrid import moves, regrid
+from shardlib.reshard.step import Axes, Cut, Leaves, Step, fits, local_numel, ways
 
 
-@dataclass(frozen=True)
-class Step:
-    """One collective (or free local slice): `kind` over `axes`, on factor `factor` (and `to`, for all_to_all)."""
-
-    kind: str  # slice, reduce_scatter, all_to_all, ppermute, all_reduce, all_gather
-    axes: Axes
-    factor: int
-    to: int
-    result: Cut
-    sizes: tuple[int, ...]  # of the factors, after it
-    bytes: float  # on the wire, per device
-    reduce: str = "sum"
-
-    @property
-    def seconds(self) -> float:
-        return 0.0 if self.kind == "slice" else COLLECTIVE_LATENCY + self.bytes / LINK_BYTES_PER_SECOND
-
-
-def ways(axes: Axes) -> int:
-    return math.prod(a.size for a in axes)
-
-
-def local_numel(sizes: tuple[int, ...], cut: Cut) -> int:
-    """Elements on the fullest device."""
-    return math.prod(fullest(size, Axis.merge(axes)) for size, axes in zip(sizes, cut, strict=True))
-
-
-def plan(
+def direct(
     sizes: tuple[int, ...],
     itemsize: int,
     src: Cut,
     dst: Cut,
-    pending: Axes = (),
-    reduce: str = "sum",
-    into: tuple[int, ...] | None = None,
+    pending: Axes,
+    reduce: str,
+    into: tuple[int, ...],
+    parts: Leaves,
 ) -> tuple[Step, ...]:
-    """The steps from cut `src`, with a reduction pending over `pending`, to cut `dst` with nothing pending.
+    """The steps from `src`, with a reduction pending over `pending`, to `dst`; `into` are the sizes at the end.
 
-    `into` are the sizes at the end, where their pieces are others.
+    `parts` are the sizes of the leaves that each factor is made of.
     """
-    return _plan(sizes, itemsize, src, dst, pending, reduce, into or sizes)
-
-
-@cache
-def _plan(
-    sizes: tuple[int, ...], itemsize: int, src: Cut, dst: Cut, pending: Axes, reduce: str, into: tuple[int, ...]
-) -> tuple[Step, ...]:
-    if src == dst and not pending and sizes == into:
-        return ()
-    way = _Way(sizes, itemsize, src, dst, pending, reduce, into)
+    way = _Way(sizes, itemsize, src, dst, pending, reduce, into, parts)
     way.slices()
     way.scatter_sums()
     way.exchange_factors()
@@ -107,8 +57,9 @@ class _Way:
         pending: Axes,
         reduce: str,
         into: tuple[int, ...],
+        parts: Leaves,
     ) -> None:
-        self.sizes, self.into, self.dst = list(sizes), into, dst
+        self.sizes, self.into, self.dst, self.parts = list(sizes), into, dst, parts
         self.itemsize, self.reduce = itemsize, reduce
         self.cut = [list(a) for a in src]
         self.pending = list(pending)
@@ -213,11 +164,12 @@ class _Way:
             used = {a for axes in (*self.cut, self.pending) for a in axes}
             grid = regrid({i: (self.extra(i), self.missing(i)) for i in group}, used)
             after = {i: [*self.cut[i][: self.keep(i)], *axes] for i, (_, axes) in grid.items()}
-            if not after or any(self.sizes[i] % ways(tuple(axes)) for i, axes in after.items()):
+            finer = {i: [*self.cut[i], *new] for i, (new, _) in grid.items()}
+            if not grid or not all(fits(self.parts[i], axes) for of in (finer, after) for i, axes in of.items()):
                 continue
             for i, (new, _) in grid.items():
                 if new:
-                    self.cut[i].extend(new)
+                    self.cut[i] = finer[i]
                     self.emit("slice", new, i, i, 0.0)
             pairs = [(self.cut[i], after[i]) for i in group]
             axes = [a for a in dict.fromkeys(a for pair in pairs for of in pair for a in of) if moves(a, pairs)]
@@ -294,97 +246,3 @@ def _moved(have: int, want: int, axes: Axes, kept: int) -> int:
 def edges(size: int, axes: Axes) -> tuple[int, ...]:
     """Where the pieces of `size` over `axes` start, and the end."""
     return (0, *accumulate(spans(size, Axis.merge(axes))))
-
-
-@dataclass(frozen=True)
-class Hop:
-    """A step of a route: the factors that it works on, and the cut of the value's leaves after it."""
-
-    step: Step
-    dims: tuple[tuple[tuple[int, Axes], ...], ...]  # per dim, (size, axes) per fused factor, before the step
-    after: Cut
-    sizes: tuple[int, ...]  # of the leaves, after it
-
-
-Leaves = tuple[tuple[int, ...], ...]  # per dim, the sizes of its leaves
-
-
-def route(
-    leaves: Leaves,
-    itemsize: int,
-    src: Cut,
-    dst: Cut,
-    pending: Axes = (),
-    reduce: str = "sum",
-    into: Leaves | None = None,
-) -> tuple[Hop, ...]:
-    """`plan` for a value whose dims are lists of `leaves`: neighbours that both cuts treat as one are moved as one."""
-    return _route(leaves, itemsize, src, dst, pending, reduce, into or leaves)
-
-
-@cache
-def _route(
-    leaves: Leaves, itemsize: int, src: Cut, dst: Cut, pending: Axes, reduce: str, into: Leaves
-) -> tuple[Hop, ...]:
-    flat = [size for dim in leaves for size in dim]
-    ends = [size for dim in into for size in dim]
-    groups = _fused(leaves, ends, src, dst)
-    flat_groups = [group for dim in groups for group in dim]
-
-    def fuse_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
-        return tuple(sizes[g[0]] if len(g) == 1 else math.prod(sizes[i] for i in g) for g in flat_groups)
-
-    def fuse(cut: Cut) -> Cut:
-        return tuple(tuple(a for i in group for a in cut[i]) for group in flat_groups)
-
-    def split(cut: Cut) -> Cut:
-        out: list[Axes] = []
-        for group, axes in zip(flat_groups, cut, strict=True):
-            shares = spread([flat[i] for i in group], [a.size for a in axes])
-            assert shares is not None
-            out += [tuple(axes[i] for i in share) for share in shares]
-        return tuple(out)
-
-    hops = []
-    now, sizes = fuse(src), fuse_sizes(flat)
-    for step in plan(sizes, itemsize, now, fuse(dst), pending, reduce, fuse_sizes(ends)):
-        feed = iter(zip(sizes, now, strict=True))
-        before = tuple(tuple(next(feed) for _ in dim) for dim in groups)
-        after = [*flat]
-        for group, size in zip(flat_groups, step.sizes, strict=True):
-            if len(group) == 1:
-                after[group[0]] = size
-        hops.append(Hop(step, before, split(step.result), tuple(after)))
-        now, sizes = step.result, step.sizes
-    return tuple(hops)
-
-
-def _fused(leaves: Leaves, into: Sequence[int], src: Cut, dst: Cut) -> list[list[list[int]]]:
-    """Per dim, groups of leaves, by their index; a minor leaf joins when chunks stay chunks."""
-    flat = [size for dim in leaves for size in dim]
-
-    def joins(group: list[int], i: int) -> bool:
-        whole = all(_used_up(flat, group, cut) or not cut[i] for cut in (src, dst))
-        return whole and all(even(flat[j], cut[j]) and even(into[j], cut[j]) for cut in (src, dst) for j in (*group, i))
-
-    out, i = [], 0
-    for dim in leaves:
-        groups: list[list[int]] = []
-        for _ in dim:
-            if groups and joins(groups[-1], i):
-                groups[-1].append(i)
-            else:
-                groups.append([i])
-            i += 1
-        out.append(groups)
-    return out
-
-
-def _used_up(sizes: Sequence[int], group: list[int], cut: Cut) -> bool:
-    """Whether the cut leaves one element a device."""
-    return all(ways(cut[i]) == sizes[i] for i in group)
-
-
-def seconds(steps: tuple[Step, ...] | tuple[Hop, ...]) -> float:
-    """Estimated time of a plan or route."""
-    return sum((s.step if isinstance(s, Hop) else s).seconds for s in steps)

@@ -1,0 +1,38 @@
+"""From one layout to another: the collectives, their bytes and their estimated time.
+
+A *cut* of a value is a tuple with one entry per factor: the mesh axes over it, major first, in prime parts. `plan`
+moves factors, `route` values whose dims are made of several.
+"""
+
+from shardlib.reshard.routing import Hop, plan, route, seconds
+from shardlib.reshard.step import (
+    COLLECTIVE_LATENCY,
+    FLOPS_PER_SECOND,
+    LINK_BYTES_PER_SECOND,
+    MEMORY_BYTES_PER_SECOND,
+    WIDE_FLOPS_PER_SECOND,
+    Axes,
+    Cut,
+    Leaves,
+    Step,
+    local_numel,
+    ways,
+)
+
+__all__ = [
+    "COLLECTIVE_LATENCY",
+    "FLOPS_PER_SECOND",
+    "LINK_BYTES_PER_SECOND",
+    "MEMORY_BYTES_PER_SECOND",
+    "WIDE_FLOPS_PER_SECOND",
+    "Axes",
+    "Cut",
+    "Hop",
+    "Leaves",
+    "Step",
+    "local_numel",
+    "plan",
+    "route",
+    "seconds",
+    "ways",
+]

@@ -1,0 +1,177 @@
+"""The cheapest way between even cuts: Dijkstra's algorithm over single steps, never dearer than a way that is known.
+
+A state is a cut and what is still pending. From there axes may be sliced off locally, gathered, exchanged for another
+factor's, summed or scattered; or the pieces stay as they are and go to other devices. Axes that stay together from
+beginning to end move as one *block*.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from shardlib.axis import Axis
+from shardlib.pieces import even
+from shardlib.reshard.regrid import moves
+from shardlib.reshard.step import COLLECTIVE_LATENCY, LINK_BYTES_PER_SECOND, Axes, Cut, Leaves, Step, fits, ways
+
+_BLOCKS = 5  # with more, the number of arrangements outgrows what a better way is worth
+
+Run = tuple[int, ...]  # blocks, by their number, major first
+State = tuple[tuple[Run, ...], Run]  # what is on every factor, and what is pending
+Move = tuple[float, str, Run, int, int, State]  # bytes, kind, blocks, factor, to, what is then
+
+
+def cheapest(
+    parts: Leaves, itemsize: int, src: Cut, dst: Cut, pending: Axes, reduce: str, known: tuple[Step, ...]
+) -> tuple[Step, ...]:
+    """The steps from `src` to `dst`, in no more bytes and less time than the way that is `known`, or that.
+
+    `parts` are the sizes of the leaves that each factor is made of.
+    """
+    factors = [(math.prod(leaves), axes) for cut in (src, dst) for leaves, axes in zip(parts, cut, strict=True)]
+    if not all(even(n, axes) for n, axes in factors):
+        return known
+    blocks = _blocks([*src, *dst, pending])
+    return _Search(parts, itemsize, blocks, src, dst, pending).run(known, reduce) if len(blocks) <= _BLOCKS else known
+
+
+def _blocks(runs: Sequence[Axes]) -> list[Axes]:
+    """The axes of `runs` in blocks: an axis joins the one that it follows wherever either stands."""
+    pairs = [pair for run in runs for pair in pairwise((None, *run, None))]
+    ahead: dict[Axis | None, set[Axis | None]] = defaultdict(set)
+    behind: dict[Axis | None, set[Axis | None]] = defaultdict(set)
+    for a, b in pairs:
+        behind[a].add(b)
+        ahead[b].add(a)
+    blocks: dict[Axis, list[Axis]] = {}
+    for previous, a in pairs:
+        if a is not None and a not in blocks:
+            joins = previous is not None and ahead[a] == {previous} and behind[previous] == {a}
+            blocks[a] = blocks[previous] if joins and previous is not None else []
+            blocks[a].append(a)
+    return [tuple(block) for block in {id(block): block for block in blocks.values()}.values()]
+
+
+class _Search:
+    """All ways from one cut to another, the cheapest first."""
+
+    def __init__(self, parts: Leaves, itemsize: int, blocks: list[Axes], src: Cut, dst: Cut, pending: Axes) -> None:
+        self.parts, self.blocks = parts, blocks
+        self.ways = [ways(block) for block in blocks]
+        self.nbytes = itemsize * math.prod(n for leaves in parts for n in leaves)
+        number = {block[0]: i for i, block in enumerate(blocks)}
+
+        def numbered(axes: Axes) -> Run:
+            return tuple(number[a] for a in axes if a in number)
+
+        self.src: State = (tuple(map(numbered, src)), numbered(pending))
+        self.dst: State = (tuple(map(numbered, dst)), ())
+        self.wanted = [b for run in self.dst[0] for b in run]
+        self.movable = [i for i in range(len(parts)) if src[i] or dst[i]]
+        self._fits: dict[tuple[int, Run], bool] = {}
+
+    def run(self, known: tuple[Step, ...], reduce: str) -> tuple[Step, ...]:
+        """The steps of the cheapest way, or those of the `known` one."""
+        limit = sum(step.bytes for step in known)
+        bound = sum(step.seconds for step in known) * (1 - 1e-6)
+        best: dict[State, float] = {self.src: 0.0}
+        came: dict[State, tuple[State, Move]] = {}
+        queue: list[tuple[float, float, State]] = [(0.0, 0.0, self.src)]
+        while queue:
+            cost, sent, state = heapq.heappop(queue)
+            if state == self.dst:
+                return self._told(came, reduce)
+            if cost > best[state]:
+                continue
+            for move in self._moves(state, min(limit - sent, (bound - cost) * LINK_BYTES_PER_SECOND)):
+                after, total = move[-1], sent + move[0]
+                seconds = cost + (0.0 if move[1] == "slice" else COLLECTIVE_LATENCY + move[0] / LINK_BYTES_PER_SECOND)
+                if total <= limit and seconds < min(bound, best.get(after, bound)):
+                    best[after], came[after] = seconds, (state, move)
+                    heapq.heappush(queue, (seconds, total, after))
+        return known
+
+    def _told(self, came: dict[State, tuple[State, Move]], reduce: str) -> tuple[Step, ...]:
+        taken: list[Move] = []
+        state = self.dst
+        while state != self.src:
+            state, move = came[state]
+            taken.append(move)
+        sizes, steps, cut = tuple(map(math.prod, self.parts)), [], self._axes(self.src)
+        for nbytes, kind, run, factor, to, after in reversed(taken):
+            before, cut = cut, self._axes(after)
+            axes = tuple(a for b in run for a in self.blocks[b])
+            if kind == "ppermute":
+                pairs = [(list(x), list(y)) for x, y in zip(before, cut, strict=True)]
+                axes = tuple(a for a in dict.fromkeys(a for pair in pairs for x in pair for a in x) if moves(a, pairs))
+            steps.append(Step(kind, Axis.merge(axes), factor, to, cut, sizes, nbytes, reduce))
+        return tuple(steps)
+
+    def _axes(self, state: State) -> Cut:
+        return tuple(tuple(a for b in run for a in self.blocks[b]) for run in state[0])
+
+    def _moves(self, state: State, limit: float) -> Iterator[Move]:
+        """Every step from `state` that sends at most `limit` bytes."""
+        cut, pending = state
+        used = {*pending, *(b for run in cut for b in run)}
+        local = self.nbytes / math.prod([self.ways[b] for run in cut for b in run])
+        for i in self.movable:
+            for b in self.wanted:
+                if b not in used and self._fit(i, (*cut[i], b)):
+                    yield 0.0, "slice", (b,), i, i, (_with(cut, i, (*cut[i], b)), pending)
+            for b in pending:
+                nbytes = local - local / self.ways[b]
+                if nbytes <= limit and self._fit(i, (*cut[i], b)):
+                    left = tuple(p for p in pending if p != b)
+                    yield nbytes, "reduce_scatter", (b,), i, i, (_with(cut, i, (*cut[i], b)), left)
+            for k in range(len(cut[i])):
+                kept, run = cut[i][:k], cut[i][k:]
+                n = math.prod([self.ways[b] for b in run])
+                if local * (n - 1) <= limit:
+                    yield local * (n - 1), "all_gather", run, i, i, (_with(cut, i, kept), pending)
+                for j in self.movable if local * (n - 1) / n <= limit else ():
+                    if j != i and self._fit(j, (*cut[j], *run)):
+                        after = _with(_with(cut, i, kept), j, (*cut[j], *run))
+                        yield local * (n - 1) / n, "all_to_all", run, i, j, (after, pending)
+        n = math.prod([self.ways[b] for b in pending])
+        if pending and 2 * local * (n - 1) / n <= limit:
+            yield 2 * local * (n - 1) / n, "all_reduce", pending, -1, -1, (cut, ())
+        if local <= limit:
+            for arranged in self._arrangements(cut, [b for b in range(len(self.blocks)) if b not in pending]):
+                if arranged != cut:
+                    first = next(i for i in self.movable if cut[i] != arranged[i])
+                    yield local, "ppermute", (), first, first, (arranged, pending)
+
+    def _arrangements(self, cut: Sequence[Run], blocks: Sequence[int], i: int = 0) -> Iterator[tuple[Run, ...]]:
+        """All cuts into as many pieces of every factor, by whichever blocks."""
+        if i == len(cut):
+            yield ()
+            return
+        for mine in self._runs(math.prod([self.ways[b] for b in cut[i]]), blocks):
+            if self._fit(i, mine):
+                for rest in self._arrangements(cut, [b for b in blocks if b not in mine], i + 1):
+                    yield (mine, *rest)
+
+    def _runs(self, product: int, blocks: Sequence[int]) -> Iterator[Run]:
+        """All runs of blocks with this product of sizes."""
+        if product == 1:
+            yield ()
+            return
+        for b in blocks:
+            if product % self.ways[b] == 0:
+                for rest in self._runs(product // self.ways[b], [x for x in blocks if x != b]):
+                    yield (b, *rest)
+
+    def _fit(self, i: int, run: Run) -> bool:
+        """Whether factor i can be cut by these blocks evenly, and its leaves with it."""
+        if (known := self._fits.get((i, run))) is None:
+            known = self._fits[i, run] = fits(self.parts[i], [a for b in run for a in self.blocks[b]])
+        return known
+
+
+def _with(cut: tuple[Run, ...], i: int, run: Run) -> tuple[Run, ...]:
+    return (*cut[:i], run, *cut[i + 1 :])

@@ -1,0 +1,59 @@
+"""One step of a reshard: its wire bytes and its estimated time.
+
+Wire bytes are what one device sends under ring algorithms: all-gather out*(n-1)/n, reduce-scatter out*(n-1), all-reduce
+2*out*(n-1)/n, all-to-all out*(n-1)/n, a permutation out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardlib.axis import Axis
+from shardlib.pieces import fullest
+from shardlib.spread import spread
+
+Axes = tuple[Axis, ...]
+Cut = tuple[Axes, ...]
+Leaves = tuple[tuple[int, ...], ...]  # the sizes of leaves: per dim, or per factor
+
+# Round figures of one node of current GPUs; they rank choices and are printed with them, they are not promises.
+LINK_BYTES_PER_SECOND = 300e9
+COLLECTIVE_LATENCY = 3e-8  # small collectives travel together, so each costs little more than its bytes
+FLOPS_PER_SECOND = 400e12  # matmuls in 16 bits
+WIDE_FLOPS_PER_SECOND = 50e12  # and in 32 or more
+MEMORY_BYTES_PER_SECOND = 2e12
+
+
+@dataclass(frozen=True)
+class Step:
+    """One collective (or free local slice): `kind` over `axes`, on factor `factor` (and `to`, for all_to_all)."""
+
+    kind: str  # slice, reduce_scatter, all_to_all, ppermute, all_reduce, all_gather
+    axes: Axes
+    factor: int
+    to: int
+    result: Cut
+    sizes: tuple[int, ...]  # of the factors, after it
+    bytes: float  # on the wire, per device
+    reduce: str = "sum"
+
+    @property
+    def seconds(self) -> float:
+        return 0.0 if self.kind == "slice" else COLLECTIVE_LATENCY + self.bytes / LINK_BYTES_PER_SECOND
+
+
+def ways(axes: Axes) -> int:
+    return math.prod(a.size for a in axes)
+
+
+def local_numel(sizes: tuple[int, ...], cut: Cut) -> int:
+    """Elements on the fullest device."""
+    return math.prod(fullest(size, Axis.merge(axes)) for size, axes in zip(sizes, cut, strict=True))
+
+
+def fits(leaves: Sequence[int], axes: Sequence[Axis]) -> bool:
+    """Whether a factor made of `leaves` can be cut evenly by `axes`, and the leaves with it."""
+    cuts = [a.size for a in axes]
+    return math.prod(leaves) % math.prod(cuts) == 0 and spread(leaves, cuts) is not None
