@@ -306,7 +306,7 @@ def channel_norm(d: Drawing) -> str:
     weight = d.rng.choice(["", f", weight={d.like([c])}", f", weight={d.like([c])}, bias={d.like([c])}"])
     f = d.rng.choice([f"F.batch_norm({x}, None, None, training=True{weight})", f"F.group_norm({x}, {groups}{weight})"])
     if len(d.shape(x)) > 3 and 1 in d.shape(x):
-        # A transpose's strides may be channels-last, too: then torch's own CPU kernel gets gradients of batch norm wrong.
+        # A transpose's strides may be channels-last too; then torch's own CPU kernel gets batch norm's gradient wrong.
         f = f"F.group_norm({x}, {groups}{weight})"
     return f"{{0}} = {f}"
 
