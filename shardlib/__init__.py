@@ -19,6 +19,7 @@ from shardlib.collectives import (
     reduce_scatter,
 )
 from shardlib.dtensor import from_dtensor, to_dtensor
+from shardlib.eager import above as _above  # noqa: F401  (registers itself with torch)
 from shardlib.errors import ShardingError
 from shardlib.jit import jit
 from shardlib.mesh import Mesh, current_mesh

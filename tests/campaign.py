@@ -76,7 +76,16 @@ def outcome(p: Program) -> Outcome:
                 return Outcome("wrong", f"unshared: {fault}", *once)
             if fault := broken_promise(promised, calls, mesh):
                 return Outcome("wrong", f"bytes: {fault}", *once)
-    except (AssertionError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError, AttributeError) as error:
+    except (
+        AssertionError,
+        ArithmeticError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        NameError,
+    ) as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         inside = next(
             (f for f in reversed(traceback.extract_tb(error.__traceback__)) if "shardlib" in f.filename), where

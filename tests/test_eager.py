@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shardlib as sl
 from shardlib import Mesh, P, ShardedTensor, ShardingError, shard
@@ -253,6 +254,7 @@ OUTS: dict[str, tuple[Callable[[Tensor, Tensor], Any], tuple[int, ...]]] = {
     "of an op made of others": (lambda x, out: torch.linalg.det(x[:, :4], out=out), ()),
     "whose shape values decide": (lambda x, out: torch.masked_select(x, x > 0, out=out), (0,)),
     "resized": (lambda x, out: out.resize_(3).zero_(), (0,)),
+    "of a product whose batch folds": (lambda x, out: torch.matmul(x.view(4, 4, 3), x[:3, :3], out=out), (4, 4, 3)),
 }
 
 
@@ -271,6 +273,55 @@ def test_a_list_of_outs(spec: str) -> None:
     outs = [shard(torch.ones(12), "_@tensor") for _ in X]
     assert torch.unbind_copy(shard(X, spec), 0, out=outs) is None
     assert all(torch.equal(out.full_tensor(), row) for out, row in zip(outs, X, strict=True))
+
+
+ABOVE: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "rank": lambda x, out: torch.linalg.matrix_rank(x[:, :4], out=out),
+    "rank, tol": lambda x, out: torch.linalg.matrix_rank(x[:, :4], 0.5, out=out),
+    "rank, tol tensor": lambda x, out: torch.linalg.matrix_rank(x[:, :4], torch.tensor(0.5), out=out),
+    "rank, atol": lambda x, out: torch.linalg.matrix_rank(x[:, :4], atol=0.5, rtol=0.1, out=out),
+}
+
+
+@pytest.mark.parametrize("sharded", ["both", "out", "x"])
+@pytest.mark.parametrize("name", ABOVE)
+def test_ops_that_torch_decides_above_dispatch(name: str, sharded: str) -> None:
+    """Torch hands subclasses a new tensor instead of writing to `out`."""
+    expected, out = torch.full((), -1), torch.full((), -1)
+    ABOVE[name](X, expected)
+    x = X if sharded == "out" else shard(X, "b@data f@tensor")
+    out = out if sharded == "x" else shard(out, P())
+    assert ABOVE[name](x, out) is out
+    assert out.item() == expected.item() > 0
+
+
+def test_plain_and_fake_tensors_never_come_by() -> None:
+    out = torch.full((), -1)
+    assert torch.linalg.matrix_rank(torch.eye(3), out=out) is out
+    assert out.item() == 3
+    with FakeTensorMode():
+        assert torch.matmul(torch.empty(4, 4, 3), torch.empty(3, 3), out=torch.empty(4, 4, 3)).shape == (4, 4, 3)
+
+
+def test_out_refuses_gradients_as_torch_does() -> None:
+    x, out = shard(X.clone(), "b@data _").requires_grad_(), shard(torch.empty(4, 4), P())
+    with pytest.raises(RuntimeError, match=r"matmul\(\): functions with out="):
+        torch.matmul(x, x.mT, out=out)
+    with torch.no_grad():
+        torch.matmul(x, x.mT, out=out)
+    torch.testing.assert_close(out.full_tensor(), X @ X.mT)
+
+
+@pytest.mark.parametrize("where", [torch.tensor([1, 3]), torch.tensor(2)], ids=["at", "into"])
+def test_splitting_where_a_tensor_says(where: Tensor) -> None:
+    expected = torch.tensor_split(X, where)
+    x = shard(X.clone(), "b@data f@tensor").requires_grad_()
+    parts = torch.tensor_split(x, shard(where, P()))
+    assert [p.shape for p in parts] == [p.shape for p in expected]
+    assert all(torch.equal(p.full_tensor(), q) for p, q in zip(parts, expected, strict=True))
+    parts[0].sum().backward()
+    assert x.grad is not None
+    assert x.grad.full_tensor().sum().item() == parts[0].numel()
 
 
 def test_nothing_of_a_dim_that_is_cut() -> None:

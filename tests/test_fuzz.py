@@ -145,6 +145,11 @@ def _program(mesh: str, inputs: str, lines: str, out: str | None = None, *, grad
             "v0 = x0 + torch.tanh(x0 @ x1 / 12) @ x2 / 5; v1 = F.silu(v0 @ x3 / 12)",
             grad=True,
         ),
+        # An exchange whose sizes differ between devices that hold the same.
+        _program(
+            "a2 b2", "x0 10,1; x1 10,10 _@a _; x2 1,10",
+            "v0 = x1.expand([10, -1, -1]); v1 = v0 + torch.tanh(v0 @ x0 / 10) @ x2", "_@(b a) _ _",
+        ),
         # Kernels that want dense memory, and get a view.
         _program("z1", "x0 1", "v0 = x0.repeat_interleave(2, 0); v1 = v0.median(0).values"),
         _program("z1", "x0 8,12; x1 12", "v0 = x0.unfold(-2, 4, 1); v1 = F.group_norm(v0, 1, weight=x1)", grad=True),

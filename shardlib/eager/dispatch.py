@@ -116,7 +116,7 @@ _VALUES = ("on meta tensors", "a meta tensor without output_size")
 def _written_otherwise(op: Any, mesh: Mesh) -> Run | None:
     """How an op runs that stands for other ops: each of these comes back to `dispatch`."""
     if op._schema.is_mutable and all(a.kwarg_only for a in _outs(op)) and functional_form(op) is not None:
-        return _through_copies(op)
+        return through_copies(op)
     if op in DECOMPOSITIONS:
         form = DECOMPOSITIONS[op]
         draws = torch.Tag.nondeterministic_seeded in op.tags
@@ -142,7 +142,7 @@ def _outs(op: Any) -> list[Any]:
     return [a for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
-def _through_copies(op: Any) -> Run:
+def through_copies(op: Any) -> Run:
     """The `out=` form of an op: the op, and its results written where they are wanted."""
     functional, names = functional_form(op), [a.name for a in _outs(op)]
     assert functional is not None, f"{op} is the out= form of an op"

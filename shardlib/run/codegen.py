@@ -211,7 +211,8 @@ class Generator:
         for a in step.axes:
             n *= a.size
         group = set(_primes(step.axes))
-        rest = tuple(a for a in self.varies.get(step.source, ()) if a not in group)
+        varying = dict.fromkeys((*self.varies.get(step.source, ()), *self.varies.get(step.out, ())))
+        rest = tuple(a for a in varying if a not in group)
         seen: dict[tuple[int, ...], list[Coords]] = {}
         for coords in self.devices:
             key = tuple(a.coord(coords) for a in rest)

@@ -1,0 +1,61 @@
+"""Composite ops whose C++ decides above our dispatch, and wrongly for tensors in pieces: they are caught further above.
+
+Of these, torch reads memory that is elsewhere, or hands a new tensor back instead of writing to `out`. The key at which
+they are caught is that of tensor subclasses alone: plain tensors never come by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+from torch.library import Library
+
+from shardlib.eager.dispatch import through_copies
+from shardlib.eager.slots import tensors_of
+from shardlib.tensor import ShardedTensor
+
+aten = torch.ops.aten
+_ABOVE = Library("aten", "IMPL")
+_BELOW = torch._C._dispatch_keyset_full_after(DispatchKey.PythonTLSSnapshot)
+
+
+def _catch(op: Any, form: Callable[..., Any]) -> None:
+    """Run `op` as `form(op, *args, **kwargs)` where a ShardedTensor takes part."""
+
+    def caught(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, ShardedTensor) for x in tensors_of((args, kwargs))):
+            return form(op, *args, **kwargs)
+        return op.redispatch(keys & _BELOW, *args, **kwargs)
+
+    _ABOVE.impl(op.name(), caught, "PythonTLSSnapshot", with_keyset=True)
+
+
+def _written(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """An `out=` form: the op, then a write."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors_of((args, kwargs))):
+        raise RuntimeError(
+            f"{op._schema.name.removeprefix('aten::')}(): functions with out=... arguments don't support automatic "
+            "differentiation, but one of the arguments requires grad."
+        )
+    return through_copies(op)(args, kwargs)
+
+
+def _tensor_split(op: Any, x: Tensor, where: Tensor, dim: int = 0) -> Any:
+    """Where to split is read from the whole tensor."""
+    at = (where.full_tensor() if isinstance(where, ShardedTensor) else where).tolist()
+    return torch.tensor_split(x, at, dim=dim)
+
+
+for _op in (
+    aten.matmul.out,
+    aten.linalg_matrix_rank.out,
+    aten.linalg_matrix_rank.out_tol_tensor,
+    aten.linalg_matrix_rank.atol_rtol_float_out,
+    aten.linalg_matrix_rank.atol_rtol_tensor_out,
+):
+    _catch(_op, _written)
+_catch(aten.tensor_split.tensor_indices_or_sections, _tensor_split)
