@@ -19,7 +19,7 @@ from shardlib.eager.slots import tensors_of
 from shardlib.tensor import ShardedTensor
 
 aten = torch.ops.aten
-_ABOVE = Library("aten", "IMPL")
+_ABOVE = Library("aten", "IMPL")  # type: ignore[no-untyped-call] # torch has no types for it
 _BELOW = torch._C._dispatch_keyset_full_after(DispatchKey.PythonTLSSnapshot)
 
 
@@ -31,7 +31,7 @@ def _catch(op: Any, form: Callable[..., Any]) -> None:
             return form(op, *args, **kwargs)
         return op.redispatch(keys & _BELOW, *args, **kwargs)
 
-    _ABOVE.impl(op.name(), caught, "PythonTLSSnapshot", with_keyset=True)
+    _ABOVE.impl(op.name(), caught, "PythonTLSSnapshot", with_keyset=True)  # type: ignore[no-untyped-call]
 
 
 def _written(op: Any, *args: Any, **kwargs: Any) -> Any:

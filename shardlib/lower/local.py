@@ -23,7 +23,7 @@ from shardlib.reshard import Axes
 from shardlib.rules.rule import Labels
 
 if TYPE_CHECKING:
-    from shardlib.lower.lowering import Lowering
+    from shardlib.lower.emit import Emitter
 
 Assignment = Mapping[OpFactor, Axes]  # the mesh axes on the factors of one op
 
@@ -31,32 +31,32 @@ Assignment = Mapping[OpFactor, Axes]  # the mesh axes on the factors of one op
 class LocalForm:
     """What rules write their local forms with; see `shardlib.rules.rule.Local`."""
 
-    def __init__(self, lowering: Lowering, op: Op, assignment: Assignment, args: Any, kwargs: Any) -> None:
+    def __init__(self, emitter: Emitter, op: Op, assignment: Assignment, args: Any, kwargs: Any) -> None:
         assert op.rule is not None
         self.call, self.rule, self.args, self.kwargs = op.call, op.rule, args, kwargs
-        self._lowering, self._op, self._assignment = lowering, op, assignment
+        self._emitter, self._op, self._assignment = emitter, op, assignment
 
     def axes(self, factor: str) -> Axes:
         if factor not in self.rule.sizes:  # of size 1
             return ()
-        return tuple(a for x in self._lowering.factors(self._op, [factor]) for a in self._assignment.get(x, ()))
+        return tuple(a for x in self._emitter.factors(self._op, [factor]) for a in self._assignment.get(x, ()))
 
     def size(self, factor: str) -> Sym | int:
         if factor not in self.rule.sizes:
             return 1
-        return self._lowering.label_size(self._op, factor, self._assignment)
+        return self._emitter.label_size(self._op, factor, self._assignment)
 
     def offset(self, factor: str) -> Sym | int:
         if factor not in self.rule.sizes:
             return 0
-        (first, *rest) = self._lowering.factors(self._op, [factor]) or [(factor, 0)]
-        inner = math.prod(self._lowering.leaf_size(self._op, x) for x in rest)
-        return offset(self._lowering.leaf_size(self._op, first), self._assignment.get(first, ())) * inner
+        (first, *rest) = self._emitter.factors(self._op, [factor]) or [(factor, 0)]
+        inner = math.prod(self._emitter.leaf_size(self._op, x) for x in rest)
+        return offset(self._emitter.leaf_size(self._op, first), self._assignment.get(first, ())) * inner
 
     def pieces(self, factor: str) -> list[tuple[Sym | int, Sym | int, int]]:
         out: list[tuple[Sym | int, Sym | int, int]] = []
-        for x in self._lowering.factors(self._op, [factor]):
-            n, axes = self._lowering.leaf_size(self._op, x), self._assignment.get(x, ())
+        for x in self._emitter.factors(self._op, [factor]):
+            n, axes = self._emitter.leaf_size(self._op, x), self._assignment.get(x, ())
             if out and not axes:
                 size, begin, whole = out[-1]
                 out[-1] = size * int(n), begin * int(n), whole * int(n)
@@ -107,7 +107,7 @@ class LocalForm:
     def send(
         self, value: Var, factor: str, pairs: Sequence[tuple[int, int]], shape: Sequence[Sym | int], *, name: str
     ) -> Var:
-        low, axes = self._lowering, Axis.merge(self.axes(factor))
+        emitter, axes = self._emitter, Axis.merge(self.axes(factor))
         read = frozenset(a for n in shape if isinstance(n, Sym) for a in n.axes)
         source = {dst: src for src, dst in pairs}
 
@@ -127,8 +127,10 @@ class LocalForm:
         nbytes = max(map(received, _everywhere((*axes, *read)))) * value.dtype.itemsize
         reason = f"{self._op.name} needs of {name} what others hold along {factor}"
         because = (self._op, factor, name, "exchanged at the borders")
-        low.program.steps.append(
-            Collective("ppermute", axes, value, out, params, nbytes, "sum", low.line, low.backward, reason, because)
+        emitter.program.steps.append(
+            Collective(
+                "ppermute", axes, value, out, params, nbytes, "sum", emitter.line, emitter.backward, reason, because
+            )
         )
         return out
 
@@ -143,7 +145,7 @@ class LocalForm:
         holds: Callable[[int], int] = lambda i: i,
         parts: int = 1,
     ) -> Var:
-        low, axes, layout = self._lowering, Axis.merge(self.axes(factor)), self._layout(labels, factor, parts)
+        emitter, axes, layout = self._emitter, Axis.merge(self.axes(factor)), self._layout(labels, factor, parts)
         out = Var(name, layout, value.dtype)
         params: dict[str, Any] = {"pairs": list(pairs)}
 
@@ -152,7 +154,7 @@ class LocalForm:
 
         if not all(f.even for f in layout.factors):
             params["shapes"] = Sym(shapes, frozenset(layout.axes), f"shapes({layout})")
-        low.program.steps.append(
+        emitter.program.steps.append(
             Collective(
                 "ppermute",
                 Axis.merge(axes),
@@ -161,8 +163,8 @@ class LocalForm:
                 params,
                 local_bytes(out),
                 "sum",
-                low.line,
-                low.backward,
+                emitter.line,
+                emitter.backward,
                 f"{self._op.name} passes {factor} round",
                 because=(self._op, factor, name),
             )
@@ -179,19 +181,21 @@ class LocalForm:
         if target is self._op.target:  # one more call of the op itself
             for out, result in zip(outs, self._op.results, strict=True):
                 out.dtype = dtype if result is None else result.dtype
-        low = self._lowering
-        low.program.steps.append(Instr(target, args, kwargs, outs, low.line, low.backward, f"part of {self._op.name}"))
+        emitter = self._emitter
+        emitter.program.steps.append(
+            Instr(target, args, kwargs, outs, emitter.line, emitter.backward, f"part of {self._op.name}")
+        )
         return outs[0] if len(outs) == 1 else outs
 
     def all_reduce(self, value: Var, factor: str, kind: str, labels: Labels | None = None) -> Var:
-        low, axes = self._lowering, self.axes(factor)
+        emitter, axes = self._emitter, self.axes(factor)
         if not axes:
             return value  # another of the factors that the local form is for is cut
         out = Var(f"{value.name}.reduced", None, value.dtype)
         n = reshard.ways(axes)
         size = self._small_bytes() if labels is None else local_bytes(Var("", self._layout(labels, "", 1), value.dtype))
         nbytes = 2 * size * (n - 1) / n
-        low.program.steps.append(
+        emitter.program.steps.append(
             Collective(
                 "all_reduce",
                 Axis.merge(axes),
@@ -200,8 +204,8 @@ class LocalForm:
                 {},
                 nbytes,
                 kind,
-                low.line,
-                low.backward,
+                emitter.line,
+                emitter.backward,
                 f"{self._op.name} needs its {kind} over {factor}",
                 because=(self._op, factor),
             )
@@ -209,7 +213,7 @@ class LocalForm:
         return out
 
     def all_gather(self, value: Var, factor: str, dim: int, labels: Labels, size: Sym | int = 1) -> Var:
-        low, axes = self._lowering, Axis.merge(self.axes(factor))
+        emitter, axes = self._emitter, Axis.merge(self.axes(factor))
         if not axes:
             return value
         n = reshard.ways(axes)
@@ -218,12 +222,12 @@ class LocalForm:
         def sizes(coords: Coords) -> list[int]:
             return [s.at(coords) if isinstance(s, Sym) else s for s in each]
 
-        total = sum(sizes(dict.fromkeys(low.program.mesh.axis_names, 0)))
+        total = sum(sizes(dict.fromkeys(emitter.program.mesh.axis_names, 0)))
         dims = list(self._layout(labels, factor, 1).dims)
         dims[dim] = (Factor(total),)
         out = Var(f"{value.name}.gathered", Layout(tuple(dims)), value.dtype)
         even = not isinstance(size, Sym)
-        low.program.steps.append(
+        emitter.program.steps.append(
             Collective(
                 "all_gather",
                 axes,
@@ -232,8 +236,8 @@ class LocalForm:
                 {"dim": dim, "sizes": each if even else Sym(sizes, frozenset(axes), f"{size} of each")},
                 local_bytes(out) * (n - 1) / n,
                 "sum",
-                low.line,
-                low.backward,
+                emitter.line,
+                emitter.backward,
                 f"{self._op.name} needs what each piece of {factor} came to",
                 because=(self._op, factor),
             )
@@ -242,15 +246,15 @@ class LocalForm:
 
     def _layout(self, labels: Labels, factor: str, parts: int) -> Layout:
         """The layout of a tensor of these labels, or of one of `parts` equal parts along `factor` of every piece."""
-        low, op = self._lowering, self._op
+        emitter, op = self._emitter, self._op
 
         def one(x: OpFactor) -> Factor:
-            size = low.leaf_size(op, x)
+            size = emitter.leaf_size(op, x)
             if parts > 1 and x == (factor, 0):
                 size //= parts
             return Factor(size, Axis.merge(self._assignment.get(x, ())))
 
-        return Layout(tuple(tuple(one(x) for x in low.factors(op, names)) for names in labels)).canonical
+        return Layout(tuple(tuple(one(x) for x in emitter.factors(op, names)) for names in labels)).canonical
 
     def _small_bytes(self) -> float:
         """Bytes of one number for each row of the op's first result, local to the fullest device."""
@@ -258,9 +262,9 @@ class LocalForm:
         assert result is not None
         n = result.dtype.itemsize
         for names in self.rule.results[0]:
-            for x in self._lowering.factors(self._op, names):
+            for x in self._emitter.factors(self._op, names):
                 if x[0] not in self.rule.local_factors:
-                    n *= fullest(self._lowering.leaf_size(self._op, x), Axis.merge(self._assignment.get(x, ())))
+                    n *= fullest(self._emitter.leaf_size(self._op, x), Axis.merge(self._assignment.get(x, ())))
         return n
 
 

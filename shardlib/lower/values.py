@@ -1,0 +1,270 @@
+"""Where every value is: the layouts in which it is there, and the cheapest way to another.
+
+Views are looked through: what one asks of a view is asked of its root, unless a form of the view is nearer.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardlib import reshard
+from shardlib.graph import Op, Value
+from shardlib.layout import Axis, Factor, Layout, Pending
+from shardlib.lower.constants import Constants
+from shardlib.lower.emit import Emitter
+from shardlib.lower.local import Assignment
+from shardlib.lower.move import Mover
+from shardlib.lower.program import Var
+from shardlib.propagate.estimate import settled
+from shardlib.propagate.flood import Factor as OpFactor
+from shardlib.propagate.units import looks_through, value_factors
+from shardlib.reshard import Axes, Cut
+
+
+@dataclass(frozen=True)
+class Owed:
+    """What a value still owes: a reduction of `kind` over `axes`."""
+
+    axes: Axes = ()
+    kind: str = "sum"
+
+    def __bool__(self) -> bool:
+        return bool(self.axes)
+
+
+SETTLED = Owed()  # nothing is pending
+Form = tuple[Cut, Owed]  # one layout of a value: its cut, and what is pending
+
+
+class Values:
+    """The forms of every value of a program that is being written; `reader` is who asks for them."""
+
+    def __init__(self, emitter: Emitter) -> None:
+        self.emitter, self.flood = emitter, emitter.flood
+        self.mover = Mover(emitter.program)
+        self.have: dict[Value, dict[Form, Var]] = defaultdict(dict)
+        self.constants = Constants(self)
+        self.reader: Any = None
+        self._names: dict[str, int] = {}
+
+    # Another layout -------------------------------------------------------------------------------------------------
+
+    def _view(self, op: Op, assignment: Assignment, operand: Var, owed: Owed = SETTLED) -> Var:
+        value = op.results[0]
+        assert value is not None
+        assert op.rule is not None
+        form = self.result_form(op, 0, assignment, owed)
+        if (known := self.have[value].get(form)) is not None:
+            return known
+        (var,) = self.emitter.op(op, op.rule, assignment, [operand])
+        self.settle(var, value, form)
+        return var  # type: ignore[no-any-return]
+
+    def _through(self, op: Op, want: Cut) -> tuple[Assignment, Cut]:
+        """What a view's operand must be for its result to be `want`, as nearly as the view allows."""
+        assignment = {
+            x: axes
+            for x, axes in zip(value_factors(self.flood, op, 0, operand=False), want, strict=True)
+            if x is not None and axes and x[0] not in self.flood.whole[op]
+        }
+        return assignment, tuple(
+            assignment.get(x, ()) if x else () for x in value_factors(self.flood, op, 0, operand=True)
+        )
+
+    def get(self, value: Value, want: Cut) -> Var:
+        """The value, complete, in cut `want`."""
+        if value.constant:
+            return self.constants.get(value, self.dims(value, want))
+        if (known := self.have[value].get((want, SETTLED))) is not None:
+            return known
+        if value.op is not None and looks_through(value.op) and not self._ready_cheaply(value, want):
+            assignment, operand_cut = self._through(value.op, want)
+            self._view(value.op, assignment, self.get(value.op.operands[0], operand_cut))
+            if (known := self.have[value].get((want, SETTLED))) is not None:
+                return known
+        source, steps = self._cheapest(value, want)
+        return self._move(value, source, steps)
+
+    def as_(self, value: Value, target: Value, cut: Cut) -> Var:
+        """`value` in a cut of `target`, the same tensor under another annotation: with other factors, or pieces."""
+        if target is not value and self._repieced(value, target):
+            if (cut, SETTLED) not in self.have[target]:
+                if not self.have[value]:  # a view
+                    self.get(value, cut)
+                self._move(target, *self._cheapest(value, cut, target), value)
+        elif target is not value:
+            near = self.flood.across(cut, target, value)
+            self.have[target][self.flood.across(near, value, target), SETTLED] = self.get(value, near)
+        return self.get(target, cut)
+
+    def _repieced(self, a: Value, b: Value) -> bool:
+        """Whether two forms of a tensor have the same factors, and some of them in other pieces."""
+        dims = zip(self.flood.value[a], self.flood.value[b], strict=True)
+        return self.flood.value[a] != self.flood.value[b] and all(self.flood.alike(x, y) for x, y in dims)
+
+    def _ready_cheaply(self, value: Value, want: Cut) -> bool:
+        """Whether a view that exists already reaches `want` for less than its operand does."""
+        forms = [form for form in self.have[value] if not form[1]]
+        if not forms:
+            return False
+        assert value.op is not None
+        _, operand_cut = self._through(value.op, want)
+        return self._cheapest_price(value, want) <= self.price(value.op.operands[0], operand_cut)
+
+    def price(self, value: Value, want: Cut) -> float:
+        if value.constant or (want, SETTLED) in self.have[value]:
+            return 0.0
+        prices = [self._cheapest_price(value, want)] if self.have[value] else []
+        if value.op is not None and looks_through(value.op):
+            prices.append(self.price(value.op.operands[0], self._through(value.op, want)[1]))
+        return min(prices)
+
+    def _cheapest_price(self, value: Value, want: Cut) -> float:
+        return reshard.seconds(self._cheapest(value, want)[1])
+
+    def _cheapest(self, value: Value, want: Cut, target: Value | None = None) -> tuple[Form, tuple[reshard.Hop, ...]]:
+        sizes, itemsize = self.flood.sizes(value), value.dtype.itemsize
+        into = None if target is None else self.flood.sizes(target)
+        options = [
+            (form, reshard.route(sizes, itemsize, form[0], want, form[1].axes, form[1].kind, into))
+            for form in self.have[value]
+        ]
+        return min(options, key=lambda o: (reshard.seconds(o[1]), len(o[1])))
+
+    def _move(self, value: Value, source: Form, hops: Sequence[reshard.Hop], origin: Value | None = None) -> Var:
+        """Emit `hops` from `source`; every stop on the way is a form that others may start from.
+
+        From a form of `origin`, which has other pieces, only the end is.
+        """
+        var, owed = self.have[origin or value][source], source[1]
+        for hop in hops:
+            step = hop.step
+            if step.kind in ("reduce_scatter", "all_reduce"):
+                done = {p for a in step.axes for p in a.primes()}
+                owed = Owed(tuple(a for a in owed.axes if a not in done), owed.kind)
+            form = (hop.after, owed)
+            var = self.mover.step(
+                step,
+                var,
+                hop.dims,
+                self.layout(value, *form, hop.sizes),
+                name=self.fresh_name(value),
+                line=self.emitter.line,
+                backward=self.emitter.backward,
+                reason=self._reason(value, source, form, origin),
+                because=(value, self.reader),
+            )
+            var.value, var.form = value, form
+            if origin is None:
+                self.have[value].setdefault(form, var)
+        if origin is not None:
+            self.have[value][hops[-1].after if hops else source[0], SETTLED] = var
+        return var
+
+    def _reason(self, value: Value, source: Form, form: Form, origin: Value | None) -> str:
+        made = self._typed(origin or value, *source)
+        reader = self.reader.name if isinstance(self.reader, Op) else self.reader
+        return f"{value.name} is {made}, {reader} needs {self._typed(value, *form)}"
+
+    # Pending sums ---------------------------------------------------------------------------------------------------
+
+    def owing(self, value: Value) -> Form | None:
+        """The form of a value that exists only as a pending sum; None where it is complete."""
+        if value.constant:
+            return None
+        if value.op is not None and looks_through(value.op) and not self.have[value]:
+            form = self.owing(value.op.operands[0])
+            if form is None:
+                return None
+            assignment = self.pulled(value.op, form[0])
+            if assignment is None:
+                return None
+            return self.result_form(value.op, 0, assignment, form[1])
+        forms = list(self.have[value])
+        return forms[0] if len(forms) == 1 and forms[0][1] else None
+
+    def pulled(self, op: Op, cut: Cut) -> Assignment | None:
+        """The assignment of a view that leaves its operand in `cut`."""
+        assignment: dict[OpFactor, Axes] = {}
+        for x, axes in zip(value_factors(self.flood, op, 0, operand=True), cut, strict=True):
+            if axes:
+                if x is None or x[0] in self.flood.whole[op]:
+                    return None
+                assignment[x] = axes
+        return assignment
+
+    def native(self, value: Value, cut: Cut, owed: Owed) -> Var:
+        """The variable of a pending value, as it is."""
+        if (known := self.have[value].get((cut, owed))) is not None:
+            return known
+        op = value.op
+        assert op is not None
+        assert looks_through(op)
+        form = self.owing(op.operands[0])
+        assert form is not None
+        assignment = self.pulled(op, form[0])
+        assert assignment is not None
+        return self._view(op, assignment, self.native(op.operands[0], *form), owed)
+
+    def natural(self, value: Value) -> Cut:
+        """As it was made; a pending sum goes to the factors that want its axes: gradients land like parameters."""
+        if value.op is not None and looks_through(value.op) and not self.have[value]:
+            assignment = self.pulled(value.op, self.natural(value.op.operands[0]))
+            if assignment is None:
+                return ((),) * len(self.flood.leaves(value))
+            return self.result_form(value.op, 0, assignment, SETTLED)[0]
+        (cut, owed), *_ = self.have[value]
+        complete = [form for form in self.have[value] if not form[1]]
+        if complete:
+            return complete[0][0]
+        wants = self.flood.wants
+        leaves = [([w.axis for w in wants.get(x, ())], self.flood.dims.size(x)) for x in self.flood.leaves(value)]
+        return settled(cut, owed.axes, leaves)
+
+    # Forms ----------------------------------------------------------------------------------------------------------
+
+    def result_form(self, op: Op, i: int, assignment: Assignment, owed: Owed) -> Form:
+        assert op.rule is not None
+        factors = value_factors(self.flood, op, i, operand=False)
+        cut = tuple(assignment.get(x, ()) if x else () for x in factors)
+        axes = list(owed.axes)
+        kind = owed.kind
+        for x, cut_axes in assignment.items():
+            if x not in factors and cut_axes:
+                if x[0] not in op.rule.reduce:
+                    raise AssertionError(
+                        f"{op}: cut factor {x[0]} is missing from result {i} and is no declared reduction"
+                    )
+                if op.rule.reduce[x[0]] != "none":
+                    axes += [a for a in cut_axes if not any(a in mine for mine in cut)]  # the rest went round
+                    kind = op.rule.reduce[x[0]]
+        return cut, Owed(tuple(axes), kind)
+
+    def dims(self, value: Value, cut: Cut) -> tuple[Any, ...]:
+        """Per dim, `(size, axes)` per leaf."""
+        if value.constant or value.manual:
+            return tuple(((n, ()),) for n in value.shape)
+        axes = iter(cut)
+        return tuple(tuple((self.flood.dims.size(x), next(axes)) for x in leaves) for leaves in self.flood.value[value])
+
+    def layout(self, value: Value, cut: Cut, owed: Owed = SETTLED, sizes: Sequence[int] | None = None) -> Layout:
+        pending = (Pending(Axis.merge(owed.axes), owed.kind),) if owed else ()
+        dims = self.dims(value, cut)
+        feed = iter(n for dim in dims for n, _ in dim) if sizes is None else iter(sizes)
+        return Layout(tuple(tuple(Factor(next(feed), a) for _, a in dim) for dim in dims), pending).canonical
+
+    def _typed(self, value: Value, cut: Cut, owed: Owed) -> str:
+        return f"[{self.layout(value, cut, owed)}]"
+
+    def settle(self, var: Var, value: Value, form: Form) -> None:
+        """`var` is `value` in this form."""
+        var.name, var.layout = self.fresh_name(value), self.layout(value, *form)
+        var.value, var.form = value, form
+        self.have[value][form] = var
+
+    def fresh_name(self, value: Value) -> str:
+        n = self._names[value.name] = self._names.get(value.name, -1) + 1
+        return value.name if n == 0 else f"{value.name}_{n}"
