@@ -18,6 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shardlib as sl
 from shardlib import Mesh, P, ShardedTensor, ShardingError, shard
+from shardlib.eager import prepare
+from shardlib.eager.prepare import _meta as meta
 from shardlib.eager.warm import PROGRAMS
 from tests.ranks import only, run_ranks
 
@@ -661,6 +663,53 @@ def test_errors_of_torch_are_torchs(call: Callable[[Tensor], Any]) -> None:
     with pytest.raises(type(expected.value)) as found:
         call(shard(X, "b@data _"))
     assert not isinstance(found.value, ShardingError)
+
+
+ALIKE: dict[str, Callable[[Tensor], Any]] = {
+    "layer_norm": lambda x: torch.native_layer_norm(x, (12,), torch.ones(12), None, 1e-5),
+    "layer_norm of 16 bits": lambda x: F.layer_norm(x.bfloat16(), (12,)),
+    "square": lambda x: x + torch.ones(len(x), 12),
+    "column": lambda x: x * torch.ones(len(x), 1),
+    "reduced": lambda x: x.amax(1, keepdim=True),
+    "softmax": lambda x: F.log_softmax(x, 1),
+    "two dtypes": lambda x: (F.log_softmax(x.double(), 1), F.log_softmax(x, 1)),
+    "gelu": F.gelu,
+    "transposed": lambda x: F.gelu(x.t()),
+    "top": lambda x: x.topk(3),
+    "to double": lambda x: x.to(torch.float64),
+    "compare": lambda x: (x > 0, torch.where(x > 0, x, 1)),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_first_calls_in_other_sizes(name: str) -> None:
+    """What one call gave is taken for the next one's: also where sizes coincide, are 1 or 0, or do not divide."""
+    for n in (4, 6, 12, 2, 1, 5, 0, 8):
+        x = torch.arange(12.0 * n).view(n, 12).sin()
+        for spec in ("b@data _", "b@(data tensor) _", "_ _@data"):
+            expected, found = ALIKE[name](x), ALIKE[name](shard(x, spec))
+            pairs = zip(expected, found, strict=True) if isinstance(expected, tuple) else [(expected, found)]
+            for want, got in pairs:
+                assert (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)
+                torch.testing.assert_close(got.full_tensor(), want)
+
+
+def test_torch_is_asked_once_for_calls_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(prepare, "_meta", lambda op, *rest: (asked.append(op), meta(op, *rest))[1])
+    for n in (10, 14, 22):
+        F.layer_norm(shard(torch.ones(n, 26), "b@data _"), (26,))
+    assert asked == [torch.ops.aten.native_layer_norm.default]
+
+
+def test_a_call_like_one_that_ran_may_still_be_wrong() -> None:
+    """The op itself says so, each time: a size that is wrong is not cut, so every piece has it."""
+    x = torch.arange(40.0).view(4, 10)
+    shard(x, "b@data _").topk(9)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="not in range") as found:
+            shard(x[:, :8].contiguous(), "b@data _").topk(9)
+        assert not isinstance(found.value, ShardingError)
 
 
 def test_two_meshes() -> None:

@@ -90,7 +90,7 @@ def caller(
 
 
 def _static(x: Any) -> bool:
-    return not isinstance(x, Slot) and (not isinstance(x, list | tuple) or all(map(_static, x)))
+    return type(x) is int or (not isinstance(x, Slot) and (not isinstance(x, list | tuple) or all(map(_static, x))))
 
 
 def _bind(bound: dict[str, Any], value: Any) -> str:

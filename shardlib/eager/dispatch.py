@@ -88,16 +88,11 @@ def _make(op: Any, args: Any, kwargs: dict[str, Any]) -> Run:
     if any(device.type == "meta" for device in devices) and not _composite(op):
         return lambda args, kwargs: Prepared(op, args, kwargs or {}, mesh).meta()  # shapes alone are nowhere
     _refuse_devices(op, tensors, devices, mesh)
-    if torch.Tag.inplace_view in op.tags and op not in _STORAGE:
-        return _turner(op)
-    _refuse_storage(op, args)
-    if (other := _written_otherwise(op, mesh)) is not None:
+    if not _ordinary(op) and (other := _otherwise(op, args, kwargs, mesh)) is not None:
         return other
-    if op._schema.is_mutable:
-        return writer(op, args, kwargs, mesh)
     call = Prepared(op, args, kwargs, mesh)
-    if not any("Tensor" in str(r.type) for r in op._schema.returns):  # it returns Python values
-        return lambda args, kwargs: whole(op, args, kwargs or {})
+    if (alike := call.as_before()) is not None:
+        return alike
     try:
         meta = call.meta()
     except (NotImplementedError, DynamicOutputShapeException, DataDependentOutputException):
@@ -107,6 +102,38 @@ def _make(op: Any, args: Any, kwargs: dict[str, Any]) -> Run:
             raise
         return lambda args, kwargs: whole(op, args, kwargs or {})
     return call.viewing(call.direct(meta) or call.program())
+
+
+@cache
+def _ordinary(op: Any) -> bool:
+    """Whether an op is sure to run as it is, and to make new tensors or views."""
+    return (
+        not op._schema.is_mutable
+        and torch.Tag.inplace_view not in op.tags
+        and op not in _STORAGE
+        and op not in DECOMPOSITIONS
+        and not op._schema.name.startswith("aten::_foreach_")
+        and not _composite(op)
+        and _returns_tensors(op)
+    )
+
+
+def _returns_tensors(op: Any) -> bool:
+    return any("Tensor" in str(r.type) for r in op._schema.returns)
+
+
+def _otherwise(op: Any, args: Any, kwargs: dict[str, Any], mesh: Mesh) -> Run | None:
+    """How an op runs that is not an op on pieces in its own name."""
+    if torch.Tag.inplace_view in op.tags and op not in _STORAGE:
+        return _turner(op)
+    _refuse_storage(op, args)
+    if (other := _written_otherwise(op, mesh)) is not None:
+        return other
+    if op._schema.is_mutable:
+        return writer(op, args, kwargs, mesh)
+    if not _returns_tensors(op):  # it returns Python values
+        return lambda args, kwargs: whole(op, args, kwargs or {})
+    return None
 
 
 # What torch says of meta tensors whose values an op looks at, where it has no exception of its own for it.
@@ -297,7 +324,8 @@ def _refuse_storage(op: Any, args: Any) -> None:
 
 
 def _refuse_devices(op: Any, tensors: Sequence[Any], devices: Sequence[torch.device], mesh: Mesh) -> None:
-    others = [d for d in (*devices, *(x.device for x in tensors)) if d.type not in (mesh.device, "meta")]
+    plain = [x.device for x in tensors if not isinstance(x, ShardedTensor)]
+    others = [d for d in (*devices, *plain) if d.type not in (mesh.device, "meta")]
     if others:
         raise ShardingError(
             f"{op} takes a ShardedTensor to another device",

@@ -7,7 +7,6 @@ the way of `jit`'s programs.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +34,8 @@ class Fit:
 
 
 def _length(f: Factor, coords: Coords) -> int:
+    if not f.axes:
+        return int(f.size)
     start, stop = span(f.size, f.axes, coords)
     return stop - start
 
@@ -45,19 +46,20 @@ def fit(rule: Rule, operands: Sequence[Form | None]) -> Fit | None:
     for labels, form in zip(rule.operands, operands, strict=True):
         if form is not None and not _read(labels, form, rule, parts):
             return None
+    cut = {name: None for name, (dim, _) in parts.items() if any(f.axes for f in dim)}
     for labels, form in zip(rule.operands, operands, strict=True):
-        if form is None and any(_cut(parts, name) for dim in labels for name in dim):
+        if form is None and any(name in cut for dim in labels for name in dim):
             return None
-    cut = [name for name in parts if _cut(parts, name)]
     for name in cut:
         if name in rule.whole or name in rule.local_factors or name in rule.rounds:
             return None
-        if any(name not in itertools.chain.from_iterable(labels) for labels in rule.results):
+        if any(all(name not in dim for dim in labels) for labels in rule.results):
             return None
     axes = [a for name in cut for f in parts[name][0] for a in f.axes]
-    primes = [p for a in axes for p in a.primes()]
-    if len(set(primes)) != len(primes):
-        return None
+    if len({a.name for a in axes}) < len(axes):
+        primes = [p for a in axes for p in a.primes()]
+        if len(set(primes)) != len(primes):
+            return None
     results = tuple(_written(labels, rule, parts) for labels in rule.results)
     ints = tuple(
         (path, k, tuple(f for name in names for f in _part(rule, parts, name)[0]))
@@ -94,10 +96,6 @@ def _read(labels: Labels, form: Form, rule: Rule, parts: dict[str, Part]) -> boo
     return True
 
 
-def _cut(parts: dict[str, Part], name: str) -> bool:
-    return name in parts and any(f.axes for f in parts[name][0])
-
-
 def _part(rule: Rule, parts: dict[str, Part], name: str) -> Part:
     return parts.get(name) or ((Factor(rule.sizes[name]),), (None,))
 
@@ -109,7 +107,16 @@ def _written(labels: Labels, rule: Rule, parts: dict[str, Part]) -> tuple[Layout
         found = [_part(rule, parts, x) for x in dim]
         factors = tuple(f for part, _ in found for f in part) or (Factor(1),)
         called = tuple(n for _, mine in found for n in mine) or (None,)
-        short = Layout((factors,)).canonical.dims[0]
+        short = _shortest(factors)
         dims.append(short)
         names.append(called if short == factors else (None,) * len(short))
     return Layout(tuple(dims)), tuple(names)
+
+
+def _shortest(dim: Dim) -> Dim:
+    """`Layout.canonical` of one dim, at once where there is little to melt."""
+    if not any(f.axes for f in dim):
+        return dim if len(dim) == 1 else (Factor(math.prod(f.size for f in dim)),)
+    if len(dim) == 1 and len(dim[0].axes) == 1 and dim[0].ways > 1:
+        return dim
+    return Layout((dim,)).canonical.dims[0]

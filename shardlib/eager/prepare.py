@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from shardlib.eager import aliases
 from shardlib.eager.aliases import Step
 from shardlib.eager.caller import caller
 from shardlib.eager.fit import Fit, fit
+from shardlib.eager.outcome import Outcome, likeness, recall, remember
 from shardlib.eager.single import Operand, Single, single
 from shardlib.eager.slots import filled, frozen, moved, numbers_of, slotted, tensors_of
 from shardlib.eager.warm import LOOSE, Run
@@ -54,37 +56,49 @@ class Prepared:
         self.tensors: list[torch.Tensor] = []
         args, kwargs = slotted((list(args), kwargs), self.tensors)
         self.device = next(x for x in self.tensors if isinstance(x, ShardedTensor))._form.device
-        self.args, self.kwargs = moved(args, self.device), moved(kwargs, self.device)
+        if _placed(args, kwargs):
+            args, kwargs = moved((args, kwargs), self.device)
+        self.args, self.kwargs = args, kwargs
         self.sharded = [isinstance(x, ShardedTensor) for x in self.tensors]
         self.forms = [form_of(x, mesh, self.device) for x in self.tensors]
 
     def meta(self) -> Any:
         """The results, as meta tensors."""
-        args, kwargs = moved((self.args, self.kwargs), torch.device("meta"))
-        values = [form.abstract() for form in self.forms]
-        short = any(form.dtype.itemsize < 4 for form in self.forms)
-        if self.op not in _BY_DEVICE and not (short and self.op in _BY_DTYPE):
-            return self.op(*filled(args, values), **filled(kwargs, values))
-        with FakeTensorMode():
-            values = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=self.device) for x in values]
-            return self.op(*filled(args, values), **filled(kwargs, values))
+        return _meta(self.op, self.args, self.kwargs, self.forms, self.device)
+
+    def as_before(self) -> Run | None:
+        """`direct` by what calls like this one gave; None where there was none yet, or something must move first."""
+        if is_view(self.op) or self.op in _BY_DEVICE or not self._settled:
+            return None
+        op, args, kwargs, forms, device = self.op, self.args, self.kwargs, self.forms, self.device
+        outcome = recall(likeness(op, args, kwargs, forms), lambda: _meta(op, args, kwargs, forms, device))
+        return None if outcome is None else self._direct(outcome)
 
     def direct(self, meta: Any, write: bool = False) -> Run | None:
         """The op called on the pieces as they are; None where something must move first.
 
         With `write`, the result becomes the first argument's value, and has to fit it.
         """
-        if torch.Tag.nondeterministic_seeded in self.op.tags or any(f.layout.pending for f in self.forms):
+        if not self._settled:
             return None
-        target, args, kwargs = _dimwise(self.op, self.args, self.kwargs, meta)
-        results, kind = ([meta], None) if not isinstance(meta, list | tuple) else (list(meta), type(meta))
-        if (fits := self._fit(target, args, kwargs, results)) is None:
+        outcome = Outcome.of(meta)
+        if not is_view(self.op) and self.op not in _BY_DEVICE:
+            remember(likeness(self.op, self.args, self.kwargs, self.forms), outcome)
+        return self._direct(outcome, write)
+
+    @property
+    def _settled(self) -> bool:
+        """Whether the op's results are a function of complete values."""
+        return not _draws(self.op) and not any(f.layout.pending for f in self.forms)
+
+    def _direct(self, outcome: Outcome, write: bool = False) -> Run | None:
+        target, args, kwargs = _dimwise(self.op, self.args, self.kwargs, outcome)
+        if (fits := self._fit(target, args, kwargs, outcome)) is None:
             return None
+        memory = outcome.memory or ((None, 0),) * len(outcome.metas)
         forms = [
-            Form.of(layout, self.mesh, x.dtype, self.device, names, x.stride(), int(x.storage_offset()))
-            if isinstance(x, torch.Tensor)
-            else None
-            for x, (layout, names) in zip(results, fits.results, strict=True)
+            Form.of(layout, self.mesh, m.dtype, self.device, names, strides, offset) if m is not None else None
+            for m, (layout, names), (strides, offset) in zip(outcome.metas, fits.results, memory, strict=True)
         ]
         if write:
             old, (new,) = self.forms[args[0].index], forms
@@ -92,13 +106,12 @@ class Prepared:
                 return None
         devices, spread = _devices(self.mesh, fits)
         put = {path: i for i, (path, _, _) in enumerate(fits.ints)}
-        loose = id(self.op) in LOOSE
-        return caller(fast_binding(target), args, kwargs, self.sharded, forms, kind, put, devices, spread, loose, write)
+        loose, function = id(self.op) in LOOSE, _function(target)
+        return caller(function, args, kwargs, self.sharded, forms, outcome.kind, put, devices, spread, loose, write)
 
-    def _fit(self, target: Any, args: list[Any], kwargs: dict[str, Any], results: Sequence[Any]) -> Fit | None:
+    def _fit(self, target: Any, args: list[Any], kwargs: dict[str, Any], outcome: Outcome) -> Fit | None:
         metas = tuple(Meta(tuple(f.shape), f.dtype) for f in self.forms)
-        made = tuple(Meta(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else None for x in results)
-        rule = rule_for(Call(target, filled(args, metas, tuple), filled(kwargs, metas, tuple), metas, made))
+        rule = rule_for(Call(target, filled(args, metas, tuple), filled(kwargs, metas, tuple), metas, outcome.metas))
         return None if rule is None else fit(rule, self.forms)
 
     def program(self) -> Run:
@@ -138,6 +151,29 @@ class Prepared:
         return view
 
 
+def _meta(op: Any, args: Any, kwargs: dict[str, Any], forms: Sequence[Form], device: torch.device) -> Any:
+    if _placed(args, kwargs):
+        args, kwargs = moved((args, kwargs), torch.device("meta"))
+    values = [form.abstract() for form in forms]
+    if op not in _BY_DEVICE and not (op in _BY_DTYPE and any(form.dtype.itemsize < 4 for form in forms)):
+        return op(*filled(args, values), **filled(kwargs, values))
+    with FakeTensorMode():
+        values = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device) for x in values]
+        return op(*filled(args, values), **filled(kwargs, values))
+
+
+def _placed(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    return any(isinstance(x, torch.device) for x in (*args, *kwargs.values()))
+
+
+@cache
+def _draws(op: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
+_function = cache(fast_binding)
+
+
 def form_of(x: torch.Tensor, mesh: Mesh, device: torch.device) -> Form:
     """The form of a tensor among the operands; every device has a plain one whole."""
     if isinstance(x, ShardedTensor):
@@ -175,10 +211,14 @@ def replicated(x: torch.Tensor, beside: Form) -> ShardedTensor:
     return wrap(form, pieces(x, beside.mesh))
 
 
-def _dimwise(op: Any, args: list[Any], kwargs: dict[str, Any], meta: Any) -> tuple[Any, list[Any], dict[str, Any]]:
+def _dimwise(
+    op: Any, args: list[Any], kwargs: dict[str, Any], outcome: Outcome
+) -> tuple[Any, list[Any], dict[str, Any]]:
     """The same op without strides and marks, which say nothing about pieces."""
     if op in _RESHAPES:
-        return aten.reshape.default, [args[0], list(meta.shape)], {}
+        (result,) = outcome.metas
+        assert result is not None, "what is reshaped is a tensor"
+        return aten.reshape.default, [args[0], list(result.shape)], {}
     if op in _PHYSICAL:
         return _PHYSICAL[op], args, kwargs
     if op is aten.new_empty_strided.default:
@@ -195,7 +235,9 @@ _RESHAPES = {aten.view.default, aten._unsafe_view.default, aten._reshape_alias.d
 
 def _devices(mesh: Mesh, fits: Fit) -> tuple[list[tuple[int, tuple[int, ...]]], list[int]]:
     """The devices of this process that compute something different, and which of them each device agrees with."""
-    coords = mesh.all_coords() if mesh.kind == "virtual" else [mesh.coords(mesh.rank)]
+    if mesh.kind != "virtual":
+        return [(0, fits.local_ints(mesh.coords(mesh.rank)) if fits.ints else ())], [0]
+    coords = mesh.all_coords()
     seen: dict[tuple[int, ...], int] = {}
     devices: list[tuple[int, tuple[int, ...]]] = []
     spread = []

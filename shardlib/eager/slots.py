@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+_ATOMS = frozenset({type(None), bool, int, float, str, torch.dtype})  # most of what is neither tensor nor sequence
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -18,6 +20,8 @@ class Slot:
 
 def slotted(x: Any, tensors: list[torch.Tensor]) -> Any:
     """Arguments with a `Slot` for every tensor, which goes to the end of `tensors`."""
+    if type(x) in _ATOMS:
+        return x
     if isinstance(x, torch.Tensor):
         tensors.append(x)
         return Slot(len(tensors) - 1)
@@ -28,6 +32,8 @@ def slotted(x: Any, tensors: list[torch.Tensor]) -> Any:
 
 def filled(x: Any, values: Any, kind: type = list) -> Any:
     """Arguments with a value in every slot; sequences become of type `kind`."""
+    if type(x) in _ATOMS:
+        return x
     if isinstance(x, Slot):
         return values[x.index]
     if isinstance(x, dict):
@@ -37,6 +43,8 @@ def filled(x: Any, values: Any, kind: type = list) -> Any:
 
 def moved(x: Any, device: torch.device) -> Any:
     """Arguments in which every device is this one."""
+    if type(x) in _ATOMS or isinstance(x, Slot):
+        return x
     if isinstance(x, torch.device):
         return device
     if isinstance(x, dict):

@@ -46,4 +46,5 @@ def propagate(
     """Decide every op's cut; `fixed`, `outputs` and `doors` hold what the user decided."""
     flooded = flood(graph, fixed, outputs, doors)
     decider = refine(graph, flooded, mesh, Decider(graph, flooded, build_units(graph, flooded), mesh))
+    decider.spare()
     return Propagated(flooded, decider.units, decider, doors, outputs)

@@ -18,6 +18,9 @@ from shardlib.propagate.flood import Flood
 from shardlib.propagate.problem import Choice, Kind, Problem, Role
 from shardlib.propagate.units import Unit, Units
 
+_TIE = 1.05  # estimates are no better than that: of two ends as near, the one that sends less
+_DEARER = (2.0, 8.0, 32.0)
+
 Beside = list[tuple[Kind, ...]]  # for every kind, those that share a value with it
 
 
@@ -73,6 +76,20 @@ class Decider:
     def order(self, unit: Unit) -> Order:
         """The choice of a unit, for every mesh axis."""
         return self.choices[self.problem.kind[unit]]
+
+    def spare(self) -> None:
+        """Send less where that takes hardly longer: while communication is made dearer and dearer, follow the minimum."""
+        limit = self.seconds * _TIE
+
+        def near(choices: Choices) -> bool:
+            dear, self.estimate.dear = self.estimate.dear, 1.0
+            seconds = self.estimate.total(choices)
+            self.estimate.dear = dear
+            return seconds <= limit
+
+        for self.estimate.dear in _DEARER:
+            self._descend(self.choices, self.followers, quiet=False, allowed=near)
+        self.estimate.dear = 1.0
 
     # The search -----------------------------------------------------------------------------------------------------
 
@@ -159,10 +176,17 @@ class Decider:
         idle: list[Choice] = [()] if slots and (idle_too or name in self.contested) else []
         return [(i, *(j for j in slots if j != i)) for i in slots] + idle
 
-    def _descend(self, choices: Choices, beside: Beside, *, quiet: bool = True) -> None:
+    def _descend(
+        self,
+        choices: Choices,
+        beside: Beside,
+        *,
+        quiet: bool = True,
+        allowed: Callable[[Choices], bool] = lambda choices: True,
+    ) -> None:
         """Improve one kind at a time until nothing does, with an answer of each of those `beside` it.
 
-        Without `quiet`, only kinds beside which something moves.
+        Without `quiet`, only kinds beside which something moves; what is not `allowed` is taken back.
         """
         improved = True
         while improved:
@@ -186,6 +210,9 @@ class Decider:
                         if cost < best_cost * (1 - 1e-9):
                             best, best_cost = [choices[k] for k in moving], cost
                     self._put(choices, moving, best)
+                    if best != current and not allowed(choices):
+                        self._put(choices, moving, current)
+                        continue
                     improved |= best != current
 
     def _follow(self, choices: Choices, kind: Kind, a: int, name: str) -> None:

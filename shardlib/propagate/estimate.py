@@ -24,10 +24,10 @@ Choices = list[Order]  # for every kind
 
 
 class Estimate:
-    """Seconds of choices, memoised per value and choice."""
+    """Seconds of choices, memoised per value and choice; `dear` times those that go into communication."""
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+        self.problem, self.dear = problem, 1.0
         # Records are known by their number here: they hash slowly.
         self._records = list(problem.records.items())
         self._touching: dict[Kind, list[int]] = defaultdict(list)
@@ -35,7 +35,7 @@ class Estimate:
             for kind in record.kinds:
                 self._touching[kind].append(i)
         self._cost_memo: list[dict[tuple[Order, ...], float]] = [{} for _ in self._records]
-        self._work_memo: dict[tuple[Kind, Order], float] = {}
+        self._work_memo: dict[tuple[Kind, Order], tuple[float, float]] = {}
         self._cut_memo: dict[tuple[Kind, Order], tuple[tuple[Axis, ...], ...]] = {}
 
     def cut(self, kind: Kind, choice: Order) -> tuple[tuple[Axis, ...], ...]:
@@ -67,7 +67,7 @@ class Estimate:
         memo = self._cost_memo[i]
         if (known := memo.get(key)) is None:
             known = memo[key] = self._reshards(record, choices) * count
-        return known
+        return known * self.dear
 
     def _reshards(self, record: Record, choices: Choices) -> float:
 
@@ -106,11 +106,12 @@ class Estimate:
         key = (kind, choices[kind])
         if (known := self._work_memo.get(key)) is None:
             known = self._work_memo[key] = self._work(kind, choices)
-        return known
+        return known[0] + known[1] * self.dear
 
-    def _work(self, kind: Kind, choices: Choices) -> float:
+    def _work(self, kind: Kind, choices: Choices) -> tuple[float, float]:
+        """Seconds of arithmetic, and of communication."""
         cut = self.cut(kind, choices[kind])
-        total = sum(s / math.prod(_ways(cut[i]) for i in slots) for s, slots in self.problem.compute[kind])
+        work, total = sum(s / math.prod(_ways(cut[i]) for i in slots) for s, slots in self.problem.compute[kind]), 0.0
         for p in self.problem.passed[kind]:
             local = p.seconds / math.prod(_ways(cut[i]) for i in p.slots)
             passed, wanted = _ways(cut[p.slot]), self.problem.slots[kind][p.slot].wants
@@ -123,7 +124,7 @@ class Estimate:
                 messages, rows = b.sent(n)
                 total += b.seconds * rows / math.prod(_ways(cut[i]) for i in b.slots)
                 total += b.times * messages * reshard.COLLECTIVE_LATENCY
-        return total
+        return work, total
 
     def kind_cost(self, kind: Kind, choices: Choices) -> float:
         return self.work(kind, choices) + sum([self.record_cost(i, choices) for i in self._touching[kind]])

@@ -13,7 +13,7 @@ import torch
 
 from shardlib.rules.patterns import joint, present, tensor_arguments
 from shardlib.rules.rule import Call, Rule, RuleFn
-from shardlib.rules.space import Space, arg, broadcast, numel, result_shape
+from shardlib.rules.space import Space, arg, broadcast, join, numel
 
 
 def pointwise(sets: str = "", *, transparent: bool = False) -> RuleFn:
@@ -24,10 +24,10 @@ def pointwise(sets: str = "", *, transparent: bool = False) -> RuleFn:
 
 def _pointwise(call: Call, linear: Iterable[frozenset[int]], transparent: bool = False) -> Rule:
     space = Space()
-    shape = result_shape(call)
+    shape = join(m.shape for m in call.operands)
     dims = space.dims(shape)
     operands = [broadcast(dims, m.shape) for m in call.operands]
-    results = [() if m is None else broadcast(dims, m.shape) for m in call.results]
+    results = [() if m is None else dims for m in call.results]
     where = tensor_arguments(call.target)
     sets = joint(linear, present(call, len(where))) if where is not None else ()
     return space.rule(operands, results, linear=sets, flops=0 if transparent else numel(shape), transparent=transparent)

@@ -46,23 +46,27 @@ def regroup(space: Space, old: Sequence[int], new: Sequence[int]) -> tuple[list[
     if math.prod(old) == 0:
         every = range(max(len(old), len(new)))
         return space.dims(old, whole=every), space.dims(new, whole=every)
-    bounds = sorted({*_bounds(old), *_bounds(new)})
-    shared = [b for b in bounds if all(b % c == 0 or c % b == 0 for c in bounds)]
+    mine, theirs = _bounds(old), _bounds(new)
+    bounds = sorted({*mine, *theirs}, reverse=True)
+    shared = {b: None for b in bounds if all(b % c == 0 or c % b == 0 for c in bounds)}
     parts: dict[tuple[int, int], Dim] = {}
-    for low, high in reversed(list(itertools.pairwise(shared))):
-        if not any(low < b < high for b in bounds):
+    for high, low in itertools.pairwise(bounds):
+        if low in shared and high in shared:
             parts[low, high] = space.dim(high // low)
 
-    def label(shape: Sequence[int]) -> list[Dim]:
+    def label(edges: Sequence[int]) -> list[Dim]:
         dims: list[Dim] = []
-        edges = _bounds(shape)
         for low, high in itertools.pairwise(edges):
-            inner = sorted({low, high, *(b for b in shared if low < b < high)}, reverse=True)
-            pairs = zip(inner[1:], inner, strict=False)
-            dims.append(tuple(f for lo, hi in pairs for f in parts.get((lo, hi)) or space.dim(hi // lo, whole=True)))
+            factors: Dim = ()
+            if (inner := parts.get((low, high))) is not None:
+                factors = inner
+            elif low < high:
+                for hi, lo in itertools.pairwise((high, *(b for b in shared if low < b < high), low)):
+                    factors += parts.get((lo, hi)) or space.dim(hi // lo, whole=True)
+            dims.append(factors)
         return dims[::-1]
 
-    return label(old), label(new)
+    return label(mine), label(theirs)
 
 
 def _bounds(shape: Sequence[int]) -> list[int]:
