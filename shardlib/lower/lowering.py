@@ -61,7 +61,7 @@ class Lowering:
                 self.values.as_(self.flood.apart[value], value, self.p.input_cut(value))
         for op in self.graph.ops:
             if not op.constant and not looks_through(op):
-                self.line, self.backward, self.values.reader = op.line, op.backward, op
+                self._at(op, op)
                 self._op(op)
         for i, value in enumerate(self.graph.outputs):
             self.program.outputs.append(self._output(i, value) if isinstance(value, Value) else value)

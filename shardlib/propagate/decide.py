@@ -78,7 +78,7 @@ class Decider:
         return self.choices[self.problem.kind[unit]]
 
     def spare(self) -> None:
-        """Send less where that takes hardly longer: while communication is made dearer and dearer, follow the minimum."""
+        """Send less where that takes hardly longer: follow the minimum while communication is made dearer and dearer."""
         limit = self.seconds * _TIE
 
         def near(choices: Choices) -> bool:
