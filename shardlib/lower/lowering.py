@@ -184,9 +184,7 @@ class Lowering:
     # Outputs --------------------------------------------------------------------------------------------------------
 
     def _output(self, i: int, value: Value) -> Var:
-        self.line, self.backward, self.values.reader = None, False, f"output {i}"
-        if value.op is not None:
-            self.line, self.backward = value.op.line, value.op.backward
+        self._at(value.op, f"output {i}")
         if i in self.flood.outputs:
             return self.values.as_(value, self.flood.apart.get(i, value), self.flood.outputs[i][0])
         if value.constant:
