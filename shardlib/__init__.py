@@ -20,6 +20,7 @@ from shardlib.collectives import (
 )
 from shardlib.dtensor import from_dtensor, to_dtensor
 from shardlib.eager import above as _above  # noqa: F401  (registers itself with torch)
+from shardlib.eager import functional as _functional  # noqa: F401  (this, too)
 from shardlib.errors import ShardingError
 from shardlib.jit import jit
 from shardlib.mesh import Mesh, current_mesh

@@ -1,12 +1,13 @@
 """Attention, caught whole while a function is traced, before torch picks a kernel for the device at hand.
 
-`torch.nn.functional.scaled_dot_product_attention` is caught where it is called. Kernels that somebody calls by name, or
-that stand in a graph traced elsewhere, are caught one level below, as decompositions: forward and backward. Dropout is
-drawn from a key, so that it does not depend on the sharding.
+`torch.nn.functional.scaled_dot_product_attention` and `flex_attention` are caught where they are called. Kernels that
+somebody calls by name, or that stand in a graph traced elsewhere, are caught one level below, as decompositions:
+forward and backward. Dropout is drawn from a key, so that it does not depend on the sharding.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,10 +15,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._ops import HigherOrderOperator
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.overrides import TorchFunctionMode
 
+from shardlib import flex
 from shardlib.draw import fresh_key
 from shardlib.errors import ShardingError
+from shardlib.lines import user_line
 from shardlib.ops.attention import attention
 from shardlib.rules.loss import ctc_loss
 
@@ -28,11 +33,13 @@ _SDPA = F.scaled_dot_product_attention
 class AttentionCapture(TorchFunctionMode):
     """While on, torch's `scaled_dot_product_attention` is this op, whole and independent of the device.
 
-    `only_dropout` leaves calls that drop nothing as they are.
+    `flex_attention` is its plain form. `only_dropout` leaves calls that drop nothing as they are.
     """
 
     def __init__(self, *, only_dropout: bool = False) -> None:
         super().__init__()
+        flex.direct()
+        self.traces = not only_dropout
         self.attention = _where_dropped if only_dropout else _captured
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -44,7 +51,30 @@ class AttentionCapture(TorchFunctionMode):
         if func is F.multi_head_attention_forward:  # Python code: the mode is off inside, and it calls attention there
             with _replaced(self.attention):
                 return func(*args, **kwargs)
+        if isinstance(func, HigherOrderOperator) and not torch.compiler.is_dynamo_compiling():  # it will call again
+            if func is flex.OPERATOR:
+                return flex.flex_attention(*args, **kwargs, fused=self.traces)
+            if self.traces:
+                _refuse_nodes(func)
         return func(*args, **kwargs)
+
+
+flex.MODES.add(AttentionCapture)
+_DYNAMO = "<eval_with_key>"  # the file of what it compiled: nobody wrote that
+
+
+def _refuse_nodes(op: HigherOrderOperator) -> None:
+    """An operator that would stand in the graph with the functions that it takes; others call theirs at once."""
+    if ProxyTorchDispatchMode in op.python_key_table:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and (line := user_line(frame)) and line.file.startswith(_DYNAMO):
+            frame = frame.f_back
+        raise ShardingError(
+            f"the traced function calls torch.ops.higher_order.{op}",
+            [str(line)],
+            rule="a program is a list of ops on tensors; operators that take functions have no sharding rule",
+            remedy="write it in ops: torch.where for cond, a Python loop for while_loop and scan, torch.vmap for map",
+        )
 
 
 @contextmanager

@@ -188,6 +188,8 @@ def _running() -> _Call:
 class PlainDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While on, ATen's random ops on plain tensors are `forms`, each a call of its own unless one is running."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, forms: Mapping[Any, Callable[..., Any]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.forms = forms

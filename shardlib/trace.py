@@ -225,6 +225,10 @@ def _finish(gm: fx.GraphModule, names: Sequence[str], leaves: Sequence[Any], lin
     for node in graph.nodes:
         node.meta.setdefault("line", line)
         node.meta.setdefault("val", None)  # a gradient that nobody asked for
+        if node.target is torch.ops.aten._to_copy.default and not isinstance(node.args[0], fx.Node):
+            made = node.meta["val"]  # under vmap, a Python number that meets a tensor changes its dtype alone
+            node.target = torch.ops.aten.scalar_tensor.default
+            node.kwargs = {"dtype": made.dtype, "device": made.device}
         if node.op == "get_attr" and node.meta.get("val") is None:
             node.meta["val"] = mode.from_tensor(operator.attrgetter(str(node.target))(gm))
 

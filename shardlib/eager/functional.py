@@ -7,20 +7,31 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
+from torch._C._functorch import TransformType
 
 from shardlib import flex
+from shardlib.draw import PlainDraws
 from shardlib.tensor import ShardedTensor
 
-_SNAPSHOT = DispatchKey.PythonTLSSnapshot  # the key of tensor subclasses alone: plain tensors never come by
+_SNAPSHOT = DispatchKey.PythonTLSSnapshot  # the key of tensor subclasses, and of modes: plain tensors never come by
 
 
 @flex.OPERATOR.py_impl(_SNAPSHOT)  # type: ignore[untyped-decorator]
 def _caught(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **how: Any) -> Any:
     """Above autograd, which then follows the form's ops as it follows others."""
-    if any(isinstance(x, ShardedTensor) for x in (query, key, value)):
-        return flex.flex_attention(query, key, value, *rest, **how)
+    if flex.ours(query, key, value):
+        sharded = any(isinstance(x, ShardedTensor) for x in (query, key, value))
+        return flex.flex_attention(query, key, value, *rest, **how, fused=sharded)
     with torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(_SNAPSHOT)):
         return flex.OPERATOR(query, key, value, *rest, **how)
 
 
+def _transformed(_: Any, *args: Any, **kwargs: Any) -> Any:
+    """Under torch.func, for which torch's operator has no rule: its ops have."""
+    return flex.flex_attention(*args, **kwargs)
+
+
+for _kind in (TransformType.Grad, TransformType.Jvp, TransformType.Vmap):
+    flex.OPERATOR.py_impl(_kind)(_transformed)
 flex.TYPES.add(ShardedTensor)
+flex.MODES.add(PlainDraws)  # dynamo goes through no modes but torch's

@@ -78,7 +78,7 @@ class Decider:
         return self.choices[self.problem.kind[unit]]
 
     def spare(self) -> None:
-        """Send less where that takes hardly longer: follow the minimum while communication is made dearer and dearer."""
+        """Send less where that takes hardly longer: follow the minimum while communication grows dearer and dearer."""
         limit = self.seconds * _TIE
 
         def near(choices: Choices) -> bool:
@@ -88,7 +88,7 @@ class Decider:
             return seconds <= limit
 
         for self.estimate.dear in _DEARER:
-            self._descend(self.choices, self.followers, quiet=False, allowed=near)
+            self._descend(self.choices, self.neighbours, quiet=False, allowed=near)
         self.estimate.dear = 1.0
 
     # The search -----------------------------------------------------------------------------------------------------
