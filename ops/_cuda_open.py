@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
-from shardlib import world
+from shardlib.meshes import world
 from shardlib.ops import _native
 from shardlib.ops._cuda_peers import Peers, group_of, launch, report_of, unserved
 from shardlib.ops._cuda_plan import Tuning, workspace_bytes

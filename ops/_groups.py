@@ -21,18 +21,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from shardlib import world
-from shardlib.axis import Axis
 from shardlib.errors import ShardingError
+from shardlib.meshes import world
 from shardlib.ops import _cuda_wire
 from shardlib.ops._choice import unavailable
 from shardlib.ops._cuda_open import open_group
 from shardlib.ops._cuda_peers import Peers, unserved
 from shardlib.ops._shm import Channel, Session
+from shardlib.specs.axis import Axis
 from shardlib.store import Store
 
 if TYPE_CHECKING:
-    from shardlib.mesh import Mesh
+    from shardlib.meshes.mesh import Mesh
 
 Cosets = tuple[tuple[int, ...], ...]  # all groups over the same axes; together they are all ranks, each once
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
-from shardlib import world
 from shardlib.errors import ShardingError
+from shardlib.meshes import world
 from shardlib.ops import _native
 from shardlib.ops._choice import wanted
 from shardlib.ops._results import result

@@ -4,9 +4,12 @@ Contents: meshes and specs; placing and typing tensors; compiling, planning and 
 for custom ops; torch.func's transforms, which all compose with `jit`.
 """
 
-from shardlib.budget import comm_budget
 from shardlib.check import check
-from shardlib.collectives import (
+from shardlib.eager import above as _above  # noqa: F401  (registers itself with torch)
+from shardlib.eager import functional as _functional  # noqa: F401  (this, too)
+from shardlib.errors import ShardingError
+from shardlib.jit import jit
+from shardlib.manual.collectives import (
     all_gather,
     all_to_all,
     axis_index,
@@ -18,20 +21,17 @@ from shardlib.collectives import (
     psum,
     reduce_scatter,
 )
-from shardlib.dtensor import from_dtensor, to_dtensor
-from shardlib.eager import above as _above  # noqa: F401  (registers itself with torch)
-from shardlib.eager import functional as _functional  # noqa: F401  (this, too)
-from shardlib.errors import ShardingError
-from shardlib.jit import jit
-from shardlib.mesh import Mesh, current_mesh
-from shardlib.plain import global_random
-from shardlib.plan import Plan
+from shardlib.manual.shard_map import shard_map
+from shardlib.meshes.mesh import Mesh, current_mesh
+from shardlib.plans.budget import comm_budget
+from shardlib.plans.plan import Plan
+from shardlib.random.plain import global_random
 from shardlib.rules import rule
-from shardlib.shard_map import shard_map
-from shardlib.spec import P, Spec
-from shardlib.tensor import ShardedTensor, shard, typeof
+from shardlib.specs.spec import P, Spec
+from shardlib.tensors.dtensor import from_dtensor, to_dtensor
+from shardlib.tensors.tensor import ShardedTensor, shard, typeof
+from shardlib.tensors.visualize import visualize
 from shardlib.transforms import grad, value_and_grad, vmap
-from shardlib.visualize import visualize
 
 __all__ = [
     # where devices and tensors are

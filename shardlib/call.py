@@ -16,13 +16,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 from shardlib.errors import ShardingError
-from shardlib.form import Form
-from shardlib.layout import Layout
 from shardlib.lower.program import Var
-from shardlib.mesh import Mesh
-from shardlib.plan import Plan
+from shardlib.meshes.mesh import Mesh
+from shardlib.plans.plan import Plan
 from shardlib.run import Runner
-from shardlib.tensor import ShardedTensor, cut_up, wrap
+from shardlib.specs.layout import Layout
+from shardlib.tensors.form import Form
+from shardlib.tensors.tensor import ShardedTensor, cut_up, wrap
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from torch.utils import _pytree as pytree
 
 from shardlib.errors import ShardingError
 from shardlib.jit import Jitted, _run, jit
-from shardlib.mesh import Mesh, current_mesh
-from shardlib.plain import plain_program
+from shardlib.meshes.mesh import Mesh, current_mesh
+from shardlib.random.plain import plain_program
 from shardlib.run import virtual
 from shardlib.state import single_device
-from shardlib.tensor import ShardedTensor, typeof
-from shardlib.trace import Static, flatten_call
+from shardlib.tensors.tensor import ShardedTensor, typeof
+from shardlib.tracing.trace import Static, flatten_call
 
 _RTOL = {torch.float64: 1e-12, torch.complex128: 1e-12, torch.float32: 1e-5, torch.complex64: 1e-5}
 _HALF = 1e-2  # bf16, fp16 and smaller

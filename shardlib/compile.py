@@ -16,15 +16,15 @@ from shardlib.errors import ShardingError
 from shardlib.graph import Graph, Op, Value
 from shardlib.lower import lower
 from shardlib.lower.program import Program
-from shardlib.mesh import Mesh
+from shardlib.meshes.mesh import Mesh
 from shardlib.normalise import normalise
-from shardlib.places import place
+from shardlib.plans.places import place
 from shardlib.propagate import Propagated, propagate
 from shardlib.propagate.flood import Fixed
 from shardlib.propagate.units import is_constraint
-from shardlib.spec import P, Spec, resolve_many
+from shardlib.specs.spec import P, Spec, resolve_many
 from shardlib.state import paused_gc, tracing
-from shardlib.trace import Static, Traced, flatten_call, is_tensor, trace
+from shardlib.tracing.trace import Static, Traced, flatten_call, is_tensor, trace
 
 SpecLike = str | P | Spec | None
 

@@ -16,9 +16,9 @@ import torch
 from torch import fx
 
 from shardlib.errors import ShardingError
-from shardlib.lines import Line
 from shardlib.rules import rule_for
 from shardlib.rules.rule import Call, Meta, Rule
+from shardlib.tracing.lines import Line
 
 
 @dataclass(eq=False)

@@ -11,24 +11,24 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from shardlib.budget import CommBudget, current_budgets
 from shardlib.call import Entry, run, signature
 from shardlib.call import entry as make_entry
 from shardlib.call import run as _run
 from shardlib.compile import compile_program
-from shardlib.draw import in_call
 from shardlib.errors import ShardingError
-from shardlib.layout import Layout, Pieces
-from shardlib.mesh import Mesh, current_mesh
-from shardlib.plain import plain_program
-from shardlib.plan import Plan
+from shardlib.meshes.mesh import Mesh, current_mesh
+from shardlib.plans.budget import CommBudget, current_budgets
+from shardlib.plans.plan import Plan
 from shardlib.propagate.flood import Fixed
+from shardlib.random.draw import in_call
+from shardlib.random.plain import plain_program
 from shardlib.run import load
-from shardlib.spec import Resolved, Spec
+from shardlib.specs.layout import Layout, Pieces
+from shardlib.specs.spec import Resolved, Spec
 from shardlib.state import is_single_device, is_tracing
-from shardlib.tensor import ShardedTensor, short_dtype
-from shardlib.trace import FlatCall, Static, flatten_call, is_tensor
-from shardlib.trace import _input_names as input_names
+from shardlib.tensors.tensor import ShardedTensor, short_dtype
+from shardlib.tracing.trace import FlatCall, Static, flatten_call, is_tensor
+from shardlib.tracing.trace import _input_names as input_names
 
 __all__ = ["Jitted", "_run", "jit", "relayout"]
 

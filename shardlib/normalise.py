@@ -14,8 +14,8 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from shardlib.trace import Traced
-from shardlib.views import argument, is_view, written_arguments
+from shardlib.tracing.trace import Traced
+from shardlib.tracing.views import argument, is_view, written_arguments
 
 aten = torch.ops.aten
 
@@ -24,7 +24,7 @@ def normalise(traced: Traced) -> Traced:
     """Run all passes on the traced graph, in place, and return it.
 
     Example:
-        >>> from shardlib.trace import trace
+        >>> from shardlib.tracing.trace import trace
         >>> def f(x):
         ...     return (x.t().t().detach() * 2).reshape(2, 6).reshape(12), x.sin(), x.sin().cos()
         >>> [n.name for n in normalise(trace(f, (torch.zeros(3, 4),))).graph.graph.nodes]

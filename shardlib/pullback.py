@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from shardlib.errors import ShardingError
 from shardlib.jit import jit
-from shardlib.mesh import current_mesh
+from shardlib.meshes.mesh import current_mesh
 
 
 class Differentiable:

@@ -24,9 +24,9 @@ from torch.utils import _pytree as pytree
 import shardlib as sl
 from shardlib import Mesh, ShardingError
 from shardlib.jit import _run
-from shardlib.layout import Layout
 from shardlib.lower.program import Collective
 from shardlib.run import virtual
+from shardlib.specs.layout import Layout
 from shardlib.state import single_device
 from tests.programs import Input, Program
 

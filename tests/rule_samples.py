@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import shardlib.constraint
-import shardlib.ops.attention  # noqa: F401  (defines shardlib::attention)
 from tests.prover import Sample
 from tests.samples import SAMPLES as FAMILIES
 from tests.samples.make import f, i, pos, s

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardlib.errors import ShardingError
-from shardlib.mesh import Mesh
+from shardlib.meshes.mesh import Mesh
 from shardlib.ops import all_reduce
 from shardlib.ops._groups import GroupHandle, group_for
 from shardlib.ops._wire import CollectiveError

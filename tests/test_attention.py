@@ -12,10 +12,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import shardlib as sl
 from shardlib import Mesh
-from shardlib.capture import DECOMPOSITIONS, AttentionCapture
 from shardlib.errors import ShardingError
 from shardlib.ops.attention import Variant, attention, reference
-from shardlib.trace import trace
+from shardlib.tracing.capture import DECOMPOSITIONS, AttentionCapture
+from shardlib.tracing.trace import trace
 
 
 def operands(h, kv, s, t, d=8, dtype=torch.float64):

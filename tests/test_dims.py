@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlib.propagate.dims import Dims, Leaf
-from shardlib.spread import spread
+from shardlib.specs.spread import spread
 
 
 def sizes(dims: Dims, dim: list[Leaf]) -> list[int]:

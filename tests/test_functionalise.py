@@ -6,8 +6,8 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 
 from shardlib.normalise import normalise, verify
-from shardlib.plain import plain_program
-from shardlib.trace import trace
+from shardlib.random.plain import plain_program
+from shardlib.tracing.trace import trace
 
 PROGRAMS = []
 

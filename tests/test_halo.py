@@ -17,11 +17,11 @@ from torch.utils import _pytree as pytree
 import shardlib as sl
 from shardlib import Mesh, P, shard
 from shardlib.call import run as run_entry
-from shardlib.layout import Axis, span
 from shardlib.rules.halo import Piece, overlap, sent
 from shardlib.rules.rule import Call, Rule
 from shardlib.rules.window import Window
 from shardlib.run import virtual
+from shardlib.specs.layout import Axis, span
 from shardlib.state import single_device
 from tests.campaign import broken_promise, counting
 from tests.prover import Ref, Tape

@@ -13,13 +13,13 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh, shard
-from shardlib.layout import Axis, Factor, Layout
 from shardlib.lower.move import Mover, member_coords
 from shardlib.lower.program import Collective, Instr, Program, Var, reads
 from shardlib.lower.sym import Sym, local_size, offset, product
-from shardlib.pieces import span
-from shardlib.plan import Plan
+from shardlib.plans.plan import Plan
 from shardlib.run import virtual
+from shardlib.specs.layout import Axis, Factor, Layout
+from shardlib.specs.pieces import span
 from tests.campaign import compiled
 from tests.programs import draw
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardlib.errors import ShardingError
-from shardlib.layout import Axis
-from shardlib.mesh import Mesh, current_mesh
+from shardlib.meshes.mesh import Mesh, current_mesh
+from shardlib.specs.layout import Axis
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -279,7 +279,7 @@ def test_the_groups_of_four_ranks():
 
 ALONE = """
 import torch.distributed as dist
-from shardlib.mesh import Mesh
+from shardlib.meshes.mesh import Mesh
 
 mesh = Mesh(data=1)
 assert not dist.is_initialized()

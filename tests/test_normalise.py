@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardlib.normalise import PASSES, normalise, verify
 from shardlib.ops.attention import attention
-from shardlib.trace import trace
+from shardlib.tracing.trace import trace
 
 torch.manual_seed(0)
 X, W = torch.randn(4, 6, dtype=torch.float64), torch.randn(6, 6, dtype=torch.float64)

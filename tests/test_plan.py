@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import shardlib as sl
 from shardlib import Mesh, Plan, shard
-from shardlib.plantext import Row, fold, fold_names
+from shardlib.plans.plantext import Row, fold, fold_names
 from tests.models import w1, w1_sharded
 
 RULES = {"batch": "data", "ff": "tensor", "heads": "tensor"}

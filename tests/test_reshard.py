@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlib import Mesh, reshard
-from shardlib.layout import Axis, Factor, Layout
 from shardlib.lower.move import Mover
 from shardlib.lower.program import Program, Var
 from shardlib.reshard import Axes, Cut, Hop
 from shardlib.reshard.direct import direct
 from shardlib.run import virtual
-from shardlib.spread import spread
+from shardlib.specs.layout import Axis, Factor, Layout
+from shardlib.specs.spread import spread
 from tests.campaign import broken_promise, counting
 
 A = Axis("a", 4)

@@ -13,11 +13,11 @@ import torch
 
 import shardlib as sl
 from shardlib import Mesh
-from shardlib.layout import Axis, Layout
 from shardlib.lower.program import Collective, Instr, Program, Var, reads
-from shardlib.memory import local_bytes
+from shardlib.plans.memory import local_bytes
 from shardlib.run import schedule as scheduling
 from shardlib.run.schedule import Event, schedule
+from shardlib.specs.layout import Axis, Layout
 from tests.campaign import compiled
 from tests.programs import draw
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh, P, ShardingError, shard
-from shardlib.collectives import (
+from shardlib.manual.body import Call
+from shardlib.manual.collectives import (
     all_gather,
     all_to_all,
     axis_index,
@@ -25,11 +26,10 @@ from shardlib.collectives import (
     psum,
     reduce_scatter,
 )
-from shardlib.manual import Call
-from shardlib.shard_map import shard_map
-from shardlib.stacked import collective
+from shardlib.manual.shard_map import shard_map
+from shardlib.manual.stacked import collective
 from shardlib.state import single_device, tracing
-from shardlib.trace import trace
+from shardlib.tracing.trace import trace
 
 MESH = {"data": 2, "tensor": 4}
 N = 4  # devices along tensor

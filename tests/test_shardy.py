@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from shardlib.layout import Layout
+from shardlib.specs.layout import Layout
 from tests.shardy.__main__ import agreement, traffic
 from tests.shardy.oracle import differences, layout_text, ours, shardy
 from tests.shardy.programs import draw

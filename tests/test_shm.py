@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from shardlib.errors import ShardingError
-from shardlib.mesh import Mesh
+from shardlib.meshes.mesh import Mesh
 from shardlib.ops import _groups, _native, _results, _segment, all_gather, all_reduce
 from shardlib.ops._groups import GroupHandle, group_for
 from shardlib.ops._segment import Address, Segment, SegmentError

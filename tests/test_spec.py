@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlib.errors import ShardingError
-from shardlib.grammar import SpecDim, SpecFactor
-from shardlib.layout import Axis
-from shardlib.mesh import Mesh
-from shardlib.spec import P, Spec, parse, resolve_many
+from shardlib.meshes.mesh import Mesh
+from shardlib.specs.grammar import SpecDim, SpecFactor
+from shardlib.specs.layout import Axis
+from shardlib.specs.spec import P, Spec, parse, resolve_many
 
 RULES = {"batch": ("pod", "data"), "heads": "tensor", "ff": "tensor", "vocab": "tensor", "seq": None}
 MESH = Mesh.abstract(pod=2, data=2, tensor=4, rules=RULES)

@@ -11,11 +11,11 @@ from torch import nn
 from torch.func import functional_call, grad, grad_and_value, hessian, jacrev, vmap
 from torch.utils.checkpoint import checkpoint
 
-from shardlib.constraint import constrain
 from shardlib.errors import ShardingError
 from shardlib.normalise import verify
-from shardlib.plain import plain_program
-from shardlib.trace import trace
+from shardlib.random.plain import plain_program
+from shardlib.tracing.constraint import constrain
+from shardlib.tracing.trace import trace
 
 torch.manual_seed(0)
 X = torch.randn(6, 6, dtype=torch.float64)

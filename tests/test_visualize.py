@@ -9,8 +9,8 @@ import torch
 
 import shardlib as sl
 from shardlib import Mesh, P, ShardingError, shard
-from shardlib.layout import Layout
-from shardlib.visualize import Picture
+from shardlib.specs.layout import Layout
+from shardlib.tensors.visualize import Picture
 
 MESH = Mesh(data=2, tensor=2)
 

@@ -16,7 +16,7 @@ from torch.library import Library
 
 from shardlib.eager.dispatch import through_copies
 from shardlib.eager.slots import tensors_of
-from shardlib.tensor import ShardedTensor
+from shardlib.tensors.tensor import ShardedTensor
 
 aten = torch.ops.aten
 _ABOVE = Library("aten", "IMPL")  # type: ignore[no-untyped-call] # torch has no types for it

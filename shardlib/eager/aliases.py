@@ -11,12 +11,12 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from shardlib.form import Form
+from shardlib.tensors.form import Form
 
 if TYPE_CHECKING:
     import torch
 
-    from shardlib.tensor import ShardedTensor
+    from shardlib.tensors.tensor import ShardedTensor
 
 Step = tuple[Any, tuple[Any, ...], tuple[tuple[str, Any], ...], int | None]  # op, args behind the first, kwargs, item
 Path = tuple[Step, ...]

@@ -17,21 +17,21 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from shardlib.draw import in_call, one_call
 from shardlib.eager import aliases
 from shardlib.eager.prepare import LOCK, Prepared, pieces, whole
 from shardlib.eager.slots import tensors_of
 from shardlib.eager.warm import LOOSE, PROGRAMS, Run, key_of
 from shardlib.eager.writes import FILLS, put, strided, writer
 from shardlib.errors import ShardingError
-from shardlib.form import Form
-from shardlib.layout import Layout
-from shardlib.mesh import Mesh
+from shardlib.meshes.mesh import Mesh
+from shardlib.random.draw import in_call, one_call
 from shardlib.rules.table import row
+from shardlib.specs.layout import Layout
 from shardlib.state import is_tracing
-from shardlib.tensor import ShardedTensor, typeof, wrap
-from shardlib.trace import _DECOMPOSITIONS as DECOMPOSITIONS
-from shardlib.views import functional_form, is_view
+from shardlib.tensors.form import Form
+from shardlib.tensors.tensor import ShardedTensor, typeof, wrap
+from shardlib.tracing.trace import _DECOMPOSITIONS as DECOMPOSITIONS
+from shardlib.tracing.views import functional_form, is_view
 
 aten = torch.ops.aten
 

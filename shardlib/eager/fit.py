@@ -11,11 +11,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardlib.axis import Axis, Coords
-from shardlib.form import Form, Names
-from shardlib.layout import Dim, Factor, Layout
-from shardlib.pieces import Pieces, span
 from shardlib.rules.rule import Labels, Path, Rule
+from shardlib.specs.axis import Axis, Coords
+from shardlib.specs.layout import Dim, Factor, Layout
+from shardlib.specs.pieces import Pieces, span
+from shardlib.tensors.form import Form, Names
 
 Part = tuple[Dim, tuple[str | None, ...]]  # the pieces of one factor of a rule, and their names
 

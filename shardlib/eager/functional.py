@@ -9,9 +9,9 @@ from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch._C._functorch import TransformType
 
-from shardlib import flex
-from shardlib.draw import PlainDraws
-from shardlib.tensor import ShardedTensor
+from shardlib.random.draw import PlainDraws
+from shardlib.tensors.tensor import ShardedTensor
+from shardlib.tracing import flex
 
 _SNAPSHOT = DispatchKey.PythonTLSSnapshot  # the key of tensor subclasses, and of modes: plain tensors never come by
 

@@ -17,8 +17,8 @@ import torch
 
 from shardlib.eager.slots import numbers_of
 from shardlib.eager.warm import LOOSE, read
-from shardlib.form import Form, contiguous
 from shardlib.rules.rule import Meta
+from shardlib.tensors.form import Form, contiguous
 
 Ask = Callable[[], Any]  # torch's answer, as meta tensors
 

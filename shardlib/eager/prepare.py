@@ -19,14 +19,14 @@ from shardlib.eager.outcome import Outcome, likeness, recall, remember
 from shardlib.eager.single import Operand, Single, single
 from shardlib.eager.slots import filled, frozen, moved, numbers_of, slotted, tensors_of
 from shardlib.eager.warm import LOOSE, Run
-from shardlib.form import Form
-from shardlib.layout import Layout
-from shardlib.mesh import Mesh
+from shardlib.meshes.mesh import Mesh
 from shardlib.rules.rule import Call, Meta
 from shardlib.rules.table import rule_for
 from shardlib.run.codegen import fast_binding
-from shardlib.tensor import ShardedTensor, wrap
-from shardlib.views import is_view
+from shardlib.specs.layout import Layout
+from shardlib.tensors.form import Form
+from shardlib.tensors.tensor import ShardedTensor, wrap
+from shardlib.tracing.views import is_view
 
 aten = torch.ops.aten
 

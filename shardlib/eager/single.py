@@ -24,19 +24,19 @@ from shardlib.compile import Compiled
 from shardlib.eager.aliases import Path
 from shardlib.eager.slots import filled, listed, moved
 from shardlib.errors import ShardingError
-from shardlib.form import Form, Names
-from shardlib.functionalise import functionalise
-from shardlib.lines import Line, user_line
 from shardlib.lower import lower
 from shardlib.lower.program import Program, Var
-from shardlib.mesh import Mesh
+from shardlib.meshes.mesh import Mesh
 from shardlib.normalise import normalise
-from shardlib.plan import Plan
+from shardlib.plans.plan import Plan
 from shardlib.propagate import propagate
 from shardlib.propagate.flood import Fixed
 from shardlib.run import distributed, virtual
 from shardlib.state import paused_gc
-from shardlib.trace import Traced
+from shardlib.tensors.form import Form, Names
+from shardlib.tracing.functionalise import functionalise
+from shardlib.tracing.lines import Line, user_line
+from shardlib.tracing.trace import Traced
 
 aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardlib.form import Form
+from shardlib.tensors.form import Form
 
 Run = Callable[[Any, Any], Any]  # of a call's args and kwargs
 

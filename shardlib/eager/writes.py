@@ -15,10 +15,10 @@ from shardlib.eager.single import Operand, Single, single
 from shardlib.eager.slots import Slot, filled, listed, moved, numbers_of, tensors_of
 from shardlib.eager.warm import LOOSE, Run, key_of
 from shardlib.errors import ShardingError
-from shardlib.form import Form
-from shardlib.mesh import Mesh
-from shardlib.tensor import ShardedTensor, cut_up, typeof, wrap
-from shardlib.views import functional_form, written_arguments
+from shardlib.meshes.mesh import Mesh
+from shardlib.tensors.form import Form
+from shardlib.tensors.tensor import ShardedTensor, cut_up, typeof, wrap
+from shardlib.tracing.views import functional_form, written_arguments
 
 aten = torch.ops.aten
 

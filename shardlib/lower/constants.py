@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardlib.graph import Op, Value, is_creation
-from shardlib.layout import Axis, Factor, Layout
 from shardlib.lower.arguments import put, substitute
 from shardlib.lower.program import Var
 from shardlib.lower.sym import local_size, product
+from shardlib.specs.layout import Axis, Factor, Layout
 
 if TYPE_CHECKING:
     from shardlib.lower.values import Values

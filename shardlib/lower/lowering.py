@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from shardlib.graph import Graph, Op, Value
-from shardlib.layout import Axis, Layout
 from shardlib.lower import manual
 from shardlib.lower.arguments import substitute
 from shardlib.lower.emit import Emitter
@@ -21,9 +20,10 @@ from shardlib.lower.pending import carried, reader_counts
 from shardlib.lower.program import Program, Var
 from shardlib.lower.sym import Sym
 from shardlib.lower.values import SETTLED, Owed, Values
-from shardlib.mesh import Mesh
+from shardlib.meshes.mesh import Mesh
 from shardlib.propagate import Propagated
 from shardlib.propagate.units import is_constraint, looks_through, value_factors
+from shardlib.specs.layout import Axis, Layout
 
 
 def lower(graph: Graph, propagated: Propagated, mesh: Mesh) -> Program:

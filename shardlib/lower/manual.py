@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from shardlib.graph import Op
-from shardlib.layout import Axis, Layout
 from shardlib.lower.move import position
 from shardlib.lower.program import Collective, Instr, Program, Var
 from shardlib.lower.sym import Sym
+from shardlib.specs.layout import Axis, Layout
 
 
 def collective(program: Program, op: Op, source: Var, name: str) -> Var:

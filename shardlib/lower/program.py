@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from shardlib.graph import Value
-from shardlib.layout import Axis, Layout
-from shardlib.lines import Line
 from shardlib.lower.sym import Sym
-from shardlib.mesh import Mesh
+from shardlib.meshes.mesh import Mesh
+from shardlib.specs.layout import Axis, Layout
+from shardlib.tracing.lines import Line
 
 
 @dataclass(eq=False)

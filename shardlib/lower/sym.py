@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shardlib.axis import Axis, Coords
-from shardlib.pieces import even, span
+from shardlib.specs.axis import Axis, Coords
+from shardlib.specs.pieces import even, span
 
 
 class Sym:

@@ -12,7 +12,6 @@ from typing import Any
 
 from shardlib import reshard
 from shardlib.graph import Op, Value
-from shardlib.layout import Axis, Factor, Layout, Pending
 from shardlib.lower.constants import Constants
 from shardlib.lower.emit import Emitter
 from shardlib.lower.local import Assignment
@@ -22,6 +21,7 @@ from shardlib.propagate.estimate import settled
 from shardlib.propagate.flood import Factor as OpFactor
 from shardlib.propagate.units import looks_through, value_factors
 from shardlib.reshard import Axes, Cut
+from shardlib.specs.layout import Axis, Factor, Layout, Pending
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import count, pairwise
 
-from shardlib.pieces import Pieces
-from shardlib.spread import spread
+from shardlib.specs.pieces import Pieces
+from shardlib.specs.spread import spread
 
 Leaf = int
 Lock = tuple[tuple[int, ...], Pieces | None]  # ways (major first), and the pieces where they are chosen
@@ -196,7 +196,7 @@ def shares(sizes: Sequence[int], lock: Lock) -> list[Lock] | None:
     Chosen pieces are made of whole rows of the minor parts: then they are pieces of the major part.
 
     Example:
-        >>> from shardlib.axis import Axis
+        >>> from shardlib.specs.axis import Axis
         >>> pieces = Pieces((20, 12, 32, 0), (Axis("data", 4),))
         >>> [size.sizes for _, size in shares([16, 4], ((2, 2), pieces)) if size]
         [(5, 3, 8, 0)]

@@ -16,11 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardlib.graph import Graph, Op, Value
-from shardlib.layout import Axis, Layout
-from shardlib.layout import Factor as LayoutFactor
-from shardlib.pieces import Pieces, over
 from shardlib.propagate.dims import Dims, Leaf, shares
 from shardlib.reshard import Cut
+from shardlib.specs.layout import Axis, Layout
+from shardlib.specs.layout import Factor as LayoutFactor
+from shardlib.specs.pieces import Pieces, over
 
 Factor = tuple[str, int]  # an op's factor: the rule's label, and which of its leaves
 

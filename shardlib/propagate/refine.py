@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from shardlib.graph import Graph, Op, Value
-from shardlib.mesh import Mesh
+from shardlib.meshes.mesh import Mesh
 from shardlib.propagate.decide import Decider
 from shardlib.propagate.estimate import Order
 from shardlib.propagate.flood import Flood

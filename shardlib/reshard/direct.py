@@ -11,10 +11,10 @@ from collections.abc import Collection
 from functools import cache
 from itertools import accumulate
 
-from shardlib.axis import Axis
-from shardlib.pieces import fullest, nested, over, spans
 from shardlib.reshard.regrid import moves, regrid
 from shardlib.reshard.step import Axes, Cut, Leaves, Step, fits, local_numel, ways
+from shardlib.specs.axis import Axis
+from shardlib.specs.pieces import fullest, nested, over, spans
 
 
 def direct(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-from shardlib.axis import Axis
+from shardlib.specs.axis import Axis
 
 
 def regrid(

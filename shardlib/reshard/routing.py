@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from shardlib.pieces import even
 from shardlib.reshard.cheapest import cheapest
 from shardlib.reshard.direct import direct
 from shardlib.reshard.step import Axes, Cut, Leaves, Step, ways
-from shardlib.spread import spread
+from shardlib.specs.pieces import even
+from shardlib.specs.spread import spread
 
 
 def plan(

@@ -10,9 +10,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardlib.axis import Axis
-from shardlib.pieces import fullest
-from shardlib.spread import spread
+from shardlib.specs.axis import Axis
+from shardlib.specs.pieces import fullest
+from shardlib.specs.spread import spread
 
 Axes = tuple[Axis, ...]
 Cut = tuple[Axes, ...]

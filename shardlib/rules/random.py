@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardlib import distributions
+from shardlib.random import distributions
 from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
 from shardlib.rules.space import Space, numel, result_shape, shape_ints
 

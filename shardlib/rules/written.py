@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from shardlib.views import functional_form, written_arguments
+from shardlib.tracing.views import functional_form, written_arguments
 
 Form = Callable[..., Any]
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardlib.lower.program import Program
-from shardlib.mesh import Mesh
+from shardlib.meshes.mesh import Mesh
 from shardlib.run import distributed, virtual
 
 if TYPE_CHECKING:
-    from shardlib.plan import Plan
+    from shardlib.plans.plan import Plan
 
 Runner = Callable[[Sequence[Sequence[torch.Tensor]]], tuple[Any, ...]]
 

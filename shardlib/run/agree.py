@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 from torch.distributed.distributed_c10d import _get_default_store
 
-from shardlib import world
 from shardlib.errors import ShardingError
+from shardlib.meshes import world
 from shardlib.store import LOOK, Store, names
 
 if TYPE_CHECKING:
-    from shardlib.mesh import Mesh
+    from shardlib.meshes.mesh import Mesh
 
 _REPLY_SECONDS = 10.0  # for peers that are known to be alive and about to answer
 _SAME = "every rank runs the same programs in the same order"

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from shardlib.layout import Axis, Coords
 from shardlib.lower.move import member_coords
 from shardlib.lower.program import Collective, Instr, Program, Var, reads, syms
 from shardlib.lower.sym import Sym
 from shardlib.run.reuse import in_place, overwrites
+from shardlib.specs.layout import Axis, Coords
 
 Primes = tuple[Axis, ...]
 

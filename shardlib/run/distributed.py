@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardlib.lower.program import Collective, Program
-from shardlib.mesh import Mesh
+from shardlib.meshes.mesh import Mesh
 from shardlib.ops import _groups, all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
 from shardlib.ops._wire import CollectiveError
 from shardlib.run.agree import agree, blame
@@ -22,7 +22,7 @@ from shardlib.run.codegen import Generator, Source
 from shardlib.run.schedule import schedule
 
 if TYPE_CHECKING:
-    from shardlib.plan import Plan
+    from shardlib.plans.plan import Plan
 
 _START: dict[str, Callable[..., Any]] = {
     "all_reduce": all_reduce.start,

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from shardlib.layout import Axis
 from shardlib.lower.program import Collective, Instr, Program, Var, reads
-from shardlib.memory import is_view
+from shardlib.plans.memory import is_view
+from shardlib.specs.layout import Axis
 
 _COMMUTES = ("aten::add", "aten::mul")
 _FRESH = ("all_reduce", "reduce_scatter")  # collectives whose results are nobody else's memory

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shardlib.lower.program import Collective, Program
-from shardlib.mesh import Mesh
+from shardlib.meshes.mesh import Mesh
 from shardlib.ops import all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
 from shardlib.run.codegen import Generator, Source
 

@@ -12,8 +12,8 @@ import torch
 
 import shardlib as sl
 from shardlib import Mesh, P, reshard
-from shardlib.layout import Layout
-from shardlib.plan import Plan
+from shardlib.plans.plan import Plan
+from shardlib.specs.layout import Layout
 from tests.shardy.programs import Program, Sharding, Value
 
 _PROPAGATE = "builtin.module(sdy-propagation-pipeline)"

@@ -1,0 +1,246 @@
+"""Collectives of per-device code, and the two doors between it and the global program.
+
+Inside a `shard_map` body a tensor is what one device holds. `to_local` goes in, `from_local` comes out; every
+collective in between is an op `shardlib::manual_<kind>` that a traced graph carries to the compiler. As a map on the
+local tensors of all devices together each of them is linear (but for max and min), and its gradient is its transpose:
+the sum of all is its own, gathering and reduce-scattering are each other's. No attempt is made to know which values
+are equal on several devices (JAX's `check_vma=False`), so a gradient is what the transposed collectives say, with
+nothing left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib.errors import ShardingError
+from shardlib.manual.doors import Door
+from shardlib.manual.stacked import collective, depth
+from shardlib.meshes.mesh import Mesh
+
+_LIB = torch.library.Library("shardlib", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def _define(schema: str, fake: Callable[..., Tensor]) -> None:
+    # The result depends on the device: nothing may compute it ahead, on constants. So there is no kernel and this tag.
+    _LIB.define(schema, tags=(torch.Tag.nondeterministic_seeded,))  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"shardlib::{schema.partition('(')[0]}", fake, lib=_LIB)
+
+
+def _resized(x: Tensor, dim: int, size: int) -> Tensor:
+    return x.new_empty([*x.shape[:dim], size, *x.shape[dim + 1 :]])
+
+
+def _exchanged(x: Tensor, axes: Any, split_dim: int, concat_dim: int, n: int) -> Tensor:
+    shape = list(x.shape)
+    shape[split_dim] //= n
+    shape[concat_dim] *= n
+    return x.new_empty(shape)
+
+
+_define("to_local(Tensor x, str spec, int[] local_shape) -> Tensor", lambda x, spec, shape: x.new_empty(shape))
+_define("from_local(Tensor x, str spec, int[] global_shape) -> Tensor", lambda x, spec, shape: x.new_empty(shape))
+_define("manual_all_reduce(Tensor x, str[] axes, str reduce) -> Tensor", lambda x, axes, reduce: x.new_empty(x.shape))
+_define(
+    "manual_all_gather(Tensor x, str[] axes, int dim, int n) -> Tensor",
+    lambda x, axes, dim, n: _resized(x, dim, x.shape[dim] * n),
+)
+_define(
+    "manual_reduce_scatter(Tensor x, str[] axes, int dim, int n) -> Tensor",
+    lambda x, axes, dim, n: _resized(x, dim, x.shape[dim] // n),
+)
+_define("manual_all_to_all(Tensor x, str[] axes, int split_dim, int concat_dim, int n) -> Tensor", _exchanged)
+_define("manual_ppermute(Tensor x, str[] axes, int[] pairs) -> Tensor", lambda x, axes, pairs: x.new_empty(x.shape))
+# `like` is any value of the body: it gives the device, and makes the result one of the body's values.
+_define(
+    "manual_axis_index(Tensor like, str[] axes) -> Tensor", lambda like, axes: like.new_empty((), dtype=torch.int64)
+)
+
+
+# --- the body that runs -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Body:
+    """The `shard_map` body that runs now.
+
+    `like` is one of its values while it is traced. `index` is the device's rank where all devices run at once, stacked
+    under a vmap whose outside is `depth` transforms deep.
+    """
+
+    mesh: Mesh
+    like: Tensor | None = None
+    index: Tensor | None = None
+    depth: int = 0
+
+
+_body: ContextVar[Body | None] = ContextVar("shardlib_body", default=None)
+
+
+def current_body() -> Body | None:
+    """The `shard_map` body that runs now; None outside."""
+    return _body.get()
+
+
+@contextmanager
+def entered(body: Body) -> Iterator[None]:
+    token = _body.set(body)
+    try:
+        yield
+    finally:
+        _body.reset(token)
+
+
+def group(call: str, axis: str | Sequence[str]) -> tuple[Body, tuple[str, ...], int]:
+    """The body, the mesh axes and the number of devices that `call` is about."""
+    body = _body.get()
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    if body is None:
+        raise ShardingError(
+            f"{call} over {axis!r} is outside any shard_map",
+            rule="collectives act on what one device holds, which only the body of a shard_map sees",
+            remedy="call it in fn of sl.shard_map(fn, in_specs, out_specs)",
+        )
+    faults = [f"{body.mesh} has no axis {name!r}" for name in axes if name not in body.mesh.axes]
+    faults += [f"axis {name!r} is named twice" for name in dict.fromkeys(axes) if axes.count(name) > 1]
+    if faults or not axes:
+        raise ShardingError(
+            f"{call} over {axis!r}",
+            faults or ["no axis is named"],
+            rule="a collective runs over one mesh axis, or several distinct ones, major first",
+            remedy=f"use axes of {', '.join(body.mesh.axes)}",
+        )
+    n = 1
+    for name in axes:
+        n *= body.mesh.axes[name]
+    return body, axes, n
+
+
+# --- differentiable calls ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective: `shardlib::manual_<kind>(x, axes, *args)`."""
+
+    kind: str
+    axes: tuple[str, ...]
+    args: tuple[Any, ...]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        body = _body.get()
+        if body is not None and body.index is not None:  # a value that is the same on all devices is stacked, too
+            x = torch.where(body.index >= 0, x, x)
+        return _Linear.apply(x, self)  # type: ignore[no-any-return,no-untyped-call]
+
+    def transposed(self) -> Call:
+        return _TRANSPOSE[self.kind](self)
+
+    def batched(self) -> Call:
+        """The same call on tensors that have one more dim, in front."""
+        dims = _DIMS.get(self.kind, 0)
+        return replace(self, args=(*(d + 1 for d in self.args[:dims]), *self.args[dims:]))
+
+
+_DIMS = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 2}  # how many of a call's arguments are dims
+
+_TRANSPOSE: dict[str, Callable[[Call], Call]] = {
+    "all_reduce": lambda call: call,
+    "all_gather": lambda call: replace(call, kind="reduce_scatter"),
+    "reduce_scatter": lambda call: replace(call, kind="all_gather"),
+    "all_to_all": lambda call: replace(call, args=(call.args[1], call.args[0], call.args[2])),
+    "ppermute": lambda call: replace(call, args=(_reversed(call.args[0]),)),
+}
+
+
+def _reversed(pairs: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(x for i in range(0, len(pairs), 2) for x in (pairs[i + 1], pairs[i]))
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, call: Call) -> Any:
+        return getattr(torch.ops.shardlib, f"manual_{call.kind}")(x, list(call.axes), *call.args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Call], output: Tensor) -> None:
+        ctx.call = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        call: Call = ctx.call
+        if call.args[0] in ("max", "min"):
+            raise ShardingError(
+                f"a gradient flows through p{call.args[0]} over {', '.join(map(repr, call.axes))}",
+                rule=f"p{call.args[0]} has no derivative: which device holds the {call.args[0]} is not kept",
+                remedy="detach its operand, as a stable softmax does with its maximum",
+            )
+        return call.transposed()(grad), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, None], x: Tensor, call: Call) -> tuple[Tensor, int]:
+        assert in_dims[0] is not None, "vmap rules run for batched operands only"
+        x = x.movedim(in_dims[0], 0)
+        body = _body.get()
+        if body is not None and body.index is not None and depth() == body.depth:
+            return collective(x, body.mesh, call.axes, call.kind, call.args), 0
+        return call.batched()(x), 0
+
+
+def to_local(x: Tensor, door: Door) -> Tensor:
+    """What one device holds of the global tensor x; its gradient is summed over the axes that do not cut x."""
+    return _ToLocal.apply(x, door)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def from_local(x: Tensor, door: Door) -> Tensor:
+    """The global tensor of which each device holds x; several that hold the same share its gradient equally."""
+    return _FromLocal.apply(x, door)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, door: Door) -> Any:
+        return torch.ops.shardlib.to_local(x, door.spec, list(door.local_shape))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Door], output: Tensor) -> None:
+        ctx.door = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        door: Door = ctx.door
+        if door.copies > 1:
+            grad = Call("all_reduce", door.unmentioned, ("sum",))(grad)
+        return from_local(grad, door), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, None], x: Tensor, door: Door) -> tuple[Tensor, int]:
+        assert in_dims[0] is not None, "vmap rules run for batched operands only"
+        return to_local(x.movedim(in_dims[0], 0), door.batched(info.batch_size)), 0
+
+
+class _FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, door: Door) -> Any:
+        return torch.ops.shardlib.from_local(x, door.spec, list(door.global_shape))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Door], output: Tensor) -> None:
+        ctx.door = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        door: Door = ctx.door
+        local = to_local(grad, door)
+        return (local / door.copies if door.copies > 1 else local), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, None], x: Tensor, door: Door) -> tuple[Tensor, int]:
+        assert in_dims[0] is not None, "vmap rules run for batched operands only"
+        return from_local(x.movedim(in_dims[0], 0), door.batched(info.batch_size)), 0

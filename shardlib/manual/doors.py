@@ -1,0 +1,159 @@
+"""The doors of a `shard_map`: how the global tensors in front of and behind a body lie on the devices.
+
+A spec, and either the global shape (arguments) or the local one (results), give the other. Per-device code has one
+set of shapes, so here, unlike anywhere else, an axis must divide what it cuts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from shardlib.compile import broadcast_prefix
+from shardlib.errors import ShardingError
+from shardlib.meshes.mesh import Mesh
+from shardlib.specs.grammar import SpecDim
+from shardlib.specs.layout import Layout, Pieces
+from shardlib.specs.spec import P, Resolved, Spec, resolve_many
+
+Axes = list[list[tuple[str, ...]]]  # per dim and factor, the mesh axes that a spec asks for
+
+
+@dataclass(frozen=True)
+class Door:
+    """How a global tensor is cut for a body: over which axes it is not, and how many devices those are."""
+
+    spec: str
+    global_shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    unmentioned: tuple[str, ...]
+    copies: int
+
+    def batched(self, n: int) -> Door:
+        spec = f"_ {self.spec}".rstrip()
+        return replace(self, spec=spec, global_shape=(n, *self.global_shape), local_shape=(n, *self.local_shape))
+
+
+class Stack:
+    """A result of all devices, stacked, which shows the shape that one device sees."""
+
+    def __init__(self, pieces: Tensor) -> None:
+        self.pieces, self.shape = pieces, pieces.shape[1:]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one global tensor lies on the devices, for the compiler and in full."""
+
+    door: Door
+    layout: Layout
+
+
+def arguments(args: Any, specs: Any, mesh: Mesh, what: str) -> list[Cut | None]:
+    """A cut per leaf of the global `args`; None for leaves that are no tensors."""
+    return _cuts(args, specs, mesh, what, "args", inside=False)
+
+
+def results(out: Any, specs: Any, mesh: Mesh, what: str) -> list[Cut | None]:
+    """A cut per leaf of what one device returned; None for leaves that are no tensors."""
+    return _cuts(out, specs, mesh, what, "result", inside=True)
+
+
+def _cuts(tree: Any, specs: Any, mesh: Mesh, what: str, root: str, *, inside: bool) -> list[Cut | None]:
+    leaves = [(root + pytree.keystr(path), x) for path, x in pytree.tree_flatten_with_path(tree)[0]]
+    flat = broadcast_prefix(specs, tree, what)
+    items = {i: (*leaf, spec) for i, (leaf, spec) in enumerate(zip(leaves, flat, strict=True)) if _is_tensor(leaf[1])}
+    closed = {i: (name, x, spec) for i, (name, x, spec) in items.items() if spec is not None and not _is_open(spec)}
+    if len(closed) < len(items):
+        raise ShardingError(
+            f"{what} leave something open",
+            [
+                f"{name} of shape {list(x.shape)} has " + (f"the open spec {str(spec)!r}" if spec else "no spec")
+                for i, (name, x, spec) in items.items()
+                if i not in closed
+            ],
+            rule="per-device code needs to know the shapes that it works on",
+            remedy='write P() (or `_` per dim) for a tensor that every device has whole, "name@axis" for a cut dim',
+        )
+    axes = {i: _axes(Spec.of(spec), len(x.shape), mesh) for i, (_, x, spec) in closed.items()}
+    shapes = {i: _global_shape(x.shape, axes[i], mesh) if inside else tuple(x.shape) for i, (_, x, _) in closed.items()}
+    asked = [(name, shapes[i], spec, None) for i, (name, _, spec) in closed.items()]
+    resolved = dict(zip(closed, resolve_many(asked, mesh, what=what), strict=True)) if asked else {}
+    uneven = [
+        f"{name} of shape {list(shapes[i])} with spec {str(spec)!r}: {fault}"
+        for i, (name, _, spec) in closed.items()
+        for fault in _uneven(resolved[i].layout, axes[i], mesh)
+    ]
+    if uneven:
+        raise ShardingError(
+            f"{what} do not divide the tensors",
+            uneven,
+            rule="every device runs the same code on the same shapes, so axes must divide what they cut",
+            remedy="pad the tensor to a multiple, or leave that dim whole",
+        )
+    return [_cut(resolved[i], axes[i], mesh) if i in resolved else None for i in range(len(leaves))]
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, Tensor | Stack)
+
+
+def _is_open(spec: str | P | Spec) -> bool:
+    return any(isinstance(dim, SpecDim) and dim.open for dim in Spec.of(spec).dims)
+
+
+def _global_shape(shape: Sequence[int], axes: Axes, mesh: Mesh) -> tuple[int, ...]:
+    if len(axes) != len(shape):  # the spec does not fit, as will be said in full when it is resolved
+        return tuple(shape)
+    return tuple(size * _ways([a for f in dim for a in f], mesh) for size, dim in zip(shape, axes, strict=True))
+
+
+def _uneven(layout: Layout, axes: Axes, mesh: Mesh) -> Iterator[str]:
+    for d, (dim, cuts) in enumerate(zip(layout.dims, axes, strict=True)):
+        for factor, names in zip(dim, cuts, strict=True):
+            part = f"dim {d}" if len(dim) == 1 else f"a factor of dim {d}"
+            if isinstance(factor.size, Pieces):
+                yield f"{part} has pieces of {', '.join(map(str, factor.pieces))}"
+            elif parts := [name for name in names if ":" in name]:
+                yield f"{part} is cut over {' x '.join(parts)}, where a body sees whole axes"
+            elif factor.size % _ways(names, mesh):
+                yield f"{part} has size {factor.size}, {' x '.join(names)} has {_ways(names, mesh)} devices"
+
+
+def _cut(r: Resolved, axes: Axes, mesh: Mesh) -> Cut:
+    dims = zip(r.layout.dims, axes, strict=True)
+    local = [[f.size // _ways(names, mesh) for f, names in zip(dim, cuts, strict=True)] for dim, cuts in dims]
+    used = {a for dim in axes for names in dim for a in names}
+    idle = tuple(a for a in mesh.axis_names if a not in used)
+    door = Door(str(r.spec), r.layout.shape, tuple(map(math.prod, local)), idle, _ways(idle, mesh))
+    return Cut(door, r.layout)
+
+
+def _ways(names: Sequence[str], mesh: Mesh) -> int:
+    """How many devices there are along these axes (those that exist: others are reported elsewhere)."""
+    return math.prod(mesh.axes.get(name, 1) for name in names)
+
+
+def _axes(spec: Spec, rank: int, mesh: Mesh) -> Axes:
+    """The mesh axes that a spec asks for, per dim and factor, as it says and whatever the sizes are."""
+
+    whole: list[tuple[str, ...]] = [()]
+
+    def dims() -> Iterator[list[tuple[str, ...]]]:
+        for dim in spec.dims:
+            if isinstance(dim, SpecDim):
+                yield [_named(f.name, mesh) if f.axes is None else f.axes for f in dim.factors]
+            else:
+                yield from (whole for _ in range(rank - len(spec.dims) + 1))
+
+    return list(dims())
+
+
+def _named(name: str | None, mesh: Mesh) -> tuple[str, ...]:
+    to = mesh.rules.get(name) if name else None
+    return (to,) if isinstance(to, str) else tuple(to or ())

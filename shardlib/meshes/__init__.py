@@ -1,0 +1,1 @@
+"""Devices: the mesh, its text, and the world of ranks."""

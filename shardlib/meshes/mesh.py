@@ -1,0 +1,278 @@
+"""The mesh: a grid of devices with named axes, the logical rules, and the current mesh.
+
+A mesh is a value: two meshes with the same axes, rules, kind and device are the same mesh. What lives in the
+process (the process groups of a distributed mesh, the stack of `with` blocks) is kept beside it, never inside it.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType, TracebackType
+from typing import Any, Self
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardlib.errors import ShardingError
+from shardlib.meshes import world
+from shardlib.meshes.meshtext import Kind, MeshAxes, did_you_mean, faults_of, tidy_axes, written
+from shardlib.specs.layout import Axis, Coords
+
+# A tuple in a context variable: every thread and every asyncio task has a stack of its own.
+_stack: ContextVar[tuple[Mesh, ...]] = ContextVar("shardlib_mesh", default=())
+
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class Mesh:
+    """A grid of devices with named axes, the right-most varying fastest over the ranks.
+
+    `rules` map logical names of tensor dims to a mesh axis, several (major first) or None. In a plain process the
+    devices are virtual; under torchrun, or once `torch.distributed` is initialised, they are its ranks, and the sizes
+    must agree. `device` is "cpu" or "cuda" (None: torch's default device). Axes may also be given as a dict. Raises
+    `ShardingError` for bad names and sizes, rules that name no axis, and a mesh that does not match the world size.
+
+    Example:
+        >>> mesh = Mesh(data=2, tensor=4, rules={"batch": "data", "ff": "tensor"})
+        >>> mesh.size, mesh.axis_names, mesh.kind
+        (8, ('data', 'tensor'), 'virtual')
+        >>> mesh.coords(6)
+        {'data': 1, 'tensor': 2}
+        >>> Mesh.parse(str(mesh)) == mesh
+        True
+        >>> with mesh:
+        ...     current_mesh() is mesh
+        True
+    """
+
+    axes: Mapping[str, int]
+    rules: Mapping[str, MeshAxes]
+    kind: Kind
+    device: str
+
+    def __init__(
+        self,
+        axes: Mapping[str, int] | None = None,
+        /,
+        *,
+        rules: Mapping[str, str | Iterable[str] | None] | None = None,
+        device: str | None = None,
+        **sizes: int,
+    ) -> None:
+        self._set(_joined(axes, sizes), rules, world.kind(), device)
+
+    @classmethod
+    def abstract(
+        cls,
+        axes: Mapping[str, int] | None = None,
+        /,
+        *,
+        rules: Mapping[str, str | Iterable[str] | None] | None = None,
+        device: str | None = None,
+        **sizes: int,
+    ) -> Self:
+        """A mesh to plan on, of any size, in any process; nothing can be placed on it.
+
+        Example:
+            >>> Mesh.abstract(data=512, tensor=8)
+            Mesh.abstract(data=512, tensor=8)
+        """
+        mesh = cls.__new__(cls)
+        mesh._set(_joined(axes, sizes), rules, "abstract", device)
+        return mesh
+
+    @classmethod
+    def from_device_mesh(
+        cls, device_mesh: DeviceMesh, *, rules: Mapping[str, str | Iterable[str] | None] | None = None
+    ) -> Self:
+        """The mesh of a `torch.distributed` DeviceMesh with dim names, over all ranks in order; shares its groups."""
+        names = device_mesh.mesh_dim_names
+        ranks = device_mesh.mesh.flatten().tolist()
+        if names is None or ranks != list(range(world.size() or 1)):
+            fault = "its dims have no names" if names is None else f"it holds ranks {ranks} of {world.size()}"
+            raise ShardingError(
+                f"{device_mesh} cannot become a Mesh",
+                [fault],
+                rule="a mesh names every axis and covers all ranks of the world, in order",
+                remedy="init_device_mesh(device, shape, mesh_dim_names=(...)) over the whole world",
+            )
+        mesh = cls.__new__(cls)
+        mesh._set(list(zip(names, device_mesh.mesh.shape, strict=True)), rules, "distributed", device_mesh.device_type)
+        world.remember(mesh.axes, mesh.device, device_mesh)
+        return mesh
+
+    def _set(
+        self,
+        sizes: list[tuple[str, int]],
+        rules: Mapping[str, str | Iterable[str] | None] | None,
+        kind: Kind,
+        device: str | None,
+    ) -> None:
+        tidy = {name: tidy_axes(to) for name, to in (rules or {}).items()}
+        if faults := faults_of(sizes, tidy):
+            raise ShardingError(
+                f"{written(kind, sizes, tidy, 'cpu')} is not a mesh",
+                faults,
+                rule="axes have distinct names (identifiers) and sizes of 1 or more; a rule maps a name to axes",
+            )
+        axes = {name: int(size) for name, size in sizes}
+        if kind == "distributed":
+            world.check_size(written(kind, sizes, {}, "cpu"), math.prod(axes.values()))
+        object.__setattr__(self, "axes", MappingProxyType(axes))
+        object.__setattr__(self, "rules", MappingProxyType(tidy))
+        object.__setattr__(self, "kind", kind)
+        object.__setattr__(self, "device", world.device_type(device, kind))
+        if kind == "distributed":
+            world.choose_gpu(self.device)
+
+    @cached_property
+    def size(self) -> int:
+        """The number of devices."""
+        return math.prod(self.axes.values())
+
+    @cached_property
+    def axis_names(self) -> tuple[str, ...]:
+        return tuple(self.axes)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank; 0 in a plain process."""
+        return world.rank() if self.kind == "distributed" else 0
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The `torch.distributed` DeviceMesh of a distributed mesh (initialises the process group when needed)."""
+        if self.kind != "distributed":
+            raise ShardingError(
+                f"{self} has no DeviceMesh",
+                [f"it is {self.kind}: its devices are not ranks of torch.distributed"],
+                remedy=f"run the script with `torchrun --nproc-per-node {self.size}`",
+            )
+        return world.device_mesh(self.axes, self.device)
+
+    def axis(self, name: str) -> Axis:
+        """The axis of this name, whole."""
+        if name not in self.axes:
+            raise ShardingError(f"{self} has no axis {name!r}{did_you_mean(name, self.axes)}")
+        return Axis(name, self.axes[name])
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """The coordinates of one rank."""
+        if not 0 <= rank < self.size:
+            raise ShardingError(f"{self} has no rank {rank}", [f"its ranks are 0 to {self.size - 1}"])
+        coords: dict[str, int] = {}
+        for name, size in reversed(list(self.axes.items())):
+            rank, coords[name] = divmod(rank, size)
+        return {name: coords[name] for name in self.axes}
+
+    def all_coords(self) -> list[dict[str, int]]:
+        """The coordinates of all ranks, in the order of ranks."""
+        steps = itertools.product(*map(range, self.axes.values()))
+        return [dict(zip(self.axes, step, strict=True)) for step in steps]
+
+    def rank_of(self, coords: Coords) -> int:
+        """The rank at these coordinates.
+
+        Example:
+            >>> Mesh(data=2, tensor=4).rank_of({"data": 1, "tensor": 2})
+            6
+        """
+        rank = 0
+        for name, size in self.axes.items():
+            rank = rank * size + coords[name]
+        return rank
+
+    def group_ranks(self, axes: tuple[Axis, ...], coords: Coords) -> list[int]:
+        """The ranks that differ from `coords` only along `axes` (or parts of axes), by joint coordinate, major first.
+
+        Example:
+            >>> mesh = Mesh(data=2, tensor=4)
+            >>> mesh.group_ranks((mesh.axis("data"),), mesh.coords(6))
+            [2, 6]
+            >>> mesh.group_ranks((Axis("tensor", 2, pre=2, of=4),), mesh.coords(6))
+            [6, 7]
+        """
+        ranks = []
+        for steps in itertools.product(*(range(axis.size) for axis in axes)):
+            there = dict(coords)
+            for axis, step in zip(axes, steps, strict=True):
+                there[axis.name] += (step - axis.coord(there)) * axis.post
+            ranks.append(self.rank_of(there))
+        return ranks
+
+    def __enter__(self) -> Self:
+        _stack.set((*_stack.get(), self))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Generators may leave their blocks out of order: the innermost entry of this very mesh goes.
+        stack = _stack.get()
+        last = max(i for i, mesh in enumerate(stack) if mesh is self)
+        _stack.set(stack[:last] + stack[last + 1 :])
+
+    @cached_property
+    def _key(self) -> tuple[object, ...]:
+        # The order of axes is part of the value, the order of rules is not.
+        return tuple(self.axes.items()), frozenset(self.rules.items()), self.kind, self.device
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Mesh) and self._key == other._key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (str(self),)
+
+    def __str__(self) -> str:
+        return written(self.kind, list(self.axes.items()), self.rules, self.device)
+
+    __repr__ = __str__
+
+    @staticmethod
+    def parse(text: str) -> Mesh:
+        """Read what `str` prints (`Mesh(data=2, rules={"batch": "data"})`, or `Mesh.abstract(...)`).
+
+        Example:
+            >>> Mesh.parse("Mesh.abstract(data=4, rules={'batch': 'data'})").size
+            4
+        """
+        try:
+            call = ast.parse(text.strip(), mode="eval").body
+            if not isinstance(call, ast.Call) or len(call.args) > 1 or any(w.arg is None for w in call.keywords):
+                raise ValueError(text)
+            kind = ast.unparse(call.func)
+            axes = [ast.literal_eval(arg) for arg in call.args]
+            words = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+            make = {"Mesh": Mesh, "Mesh.abstract": Mesh.abstract}[kind]
+        except (SyntaxError, ValueError, KeyError) as error:
+            raise ShardingError(
+                f"{text!r} cannot be read as a mesh", remedy='write Mesh(data=2, tensor=4, rules={"batch": "data"})'
+            ) from error
+        return make(*axes, **{"device": "cpu", **words})
+
+
+def current_mesh() -> Mesh | None:
+    """The mesh of the innermost `with mesh:` block of this thread; None outside."""
+    stack = _stack.get()
+    return stack[-1] if stack else None
+
+
+def _restored(text: str) -> Mesh:
+    return Mesh.parse(text)
+
+
+def _joined(axes: Mapping[str, int] | None, sizes: Mapping[str, int]) -> list[tuple[str, int]]:
+    if not isinstance(axes, Mapping | None):
+        raise ShardingError(f"{axes!r} does not name the axes of a mesh", remedy="write Mesh(data=2, tensor=4)")
+    return [*(axes or {}).items(), *sizes.items()]

@@ -1,0 +1,214 @@
+"""Why: a collective or a value, as a chain back to the annotations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardlib.compile import Compiled
+from shardlib.graph import Op, Value
+from shardlib.lower.program import Collective, Step, Var, reads
+from shardlib.plans.naming import Naming
+from shardlib.plans.places import place
+from shardlib.plans.plantext import si
+from shardlib.propagate.dims import Leaf
+from shardlib.propagate.units import Unit
+from shardlib.specs.layout import Axis
+
+
+@dataclass(frozen=True)
+class Explainer:
+    """Finds reasons in what the stages recorded."""
+
+    compiled: Compiled
+    naming: Naming
+
+    # One line -------------------------------------------------------------------------------------------------------
+
+    def subject(self, c: Collective) -> str:
+        """What a collective moves."""
+        if isinstance(c.because, tuple) and len(c.because) > 2:
+            return str(c.because[2])
+        if c.source.value is not None:
+            return self.naming.var(c.source)
+        op = self._asker(c)
+        return f"{op.name}'s {c.reduce}" if op is not None else c.source.name
+
+    def why(self, c: Collective) -> str:
+        """Why a collective is there, in a few words."""
+        if isinstance(c.because, tuple) and isinstance(c.because[0], Op):
+            op, factor, *told = c.because
+            names = [self.naming.leaf(x) for x in self.compiled.propagated.flood.labels[op].get(factor, ())]
+            if c.kind == "ppermute":
+                how = told[1] if len(told) > 1 else "passed round"
+                return f"{' '.join(names) or factor} {how}, inside {self.naming.call(op, 2)}"
+            return f"{c.reduce} over {' '.join(names) or factor}, inside {self.naming.call(op, 2)}"
+        reader = self._reader(c)
+        if not reader:
+            return c.reason
+        if c.kind in ("all_reduce", "reduce_scatter"):
+            over = self._summed(c)
+            return f"{c.reduce} over {over}; {reader}" if over else reader
+        moved = self._moved(c)
+        return f"{moved}: {reader}" if moved else reader
+
+    def _reader(self, c: Collective) -> str:
+        reader = c.because[1] if isinstance(c.because, tuple) else None
+        if isinstance(reader, Op):
+            return f"read by {self.naming.call(reader, 2)}"
+        if reader == "the program":  # of an argument that is in other pieces than the rest
+            return "as all that has this dim"
+        if isinstance(reader, str) and reader.startswith("output "):
+            return f"returned as result{self.compiled.traced.output_names[int(reader.removeprefix('output '))]}"
+        return ""
+
+    def _moved(self, c: Collective) -> str:
+        """Which dims lose the axes and which get them: `embed whole`, `tensor from heads to seq`."""
+        if c.source.layout is None or c.out.layout is None:
+            return ""
+        axes = {p for a in c.axes for p in a.primes()}
+        lost, won = (self._holders(v, axes) for v in (c.source, c.out))
+        if c.kind == "all_to_all" and lost == won:
+            return f"{' '.join(dict.fromkeys(won))} in other pieces"
+        left, right = ([x for x in side if x not in other] for side, other in ((lost, won), (won, lost)))
+        if right:
+            return f"{' '.join(map(str, c.axes))} from {' '.join(left) or 'nothing'} to {' '.join(right)}"
+        return f"{' '.join(left)} whole" if left else ""
+
+    def _holders(self, var: Var, axes: set[Axis]) -> list[str]:
+        dims = self.naming.dims(var)
+        count = Counter(name for dim in dims for name, _ in dim)
+        out = []
+        for d, dim in enumerate(dims):
+            held = [name for name, f in dim if axes & {p for a in f.axes for p in a.primes()}]
+            out += [name if name and count[name] == 1 else f"dim {d}" for name in held]
+        return out
+
+    @cached_property
+    def _makers(self) -> dict[Var, Step]:
+        return {out: step for step in self.compiled.program.steps for out in step.outs if out is not None}
+
+    def origin(self, c: Collective) -> Value | None:
+        """The value that a contraction or reduction left pending, before anything linear was done to it."""
+        var = c.source
+        while (step := self._makers.get(var)) is not None:
+            owing = [v for v in reads(step) if v.layout is not None and v.layout.pending]
+            if not owing:
+                return var.value
+            var = owing[0]
+        return None
+
+    def _summed(self, c: Collective) -> str:
+        value = self.origin(c)
+        op = None if value is None else value.op
+        units, propagated = self.compiled.propagated.units, self.compiled.propagated
+        if value is None or op is None or op.rule is None or op not in units.unit:
+            return ""
+        axes = {p for a in c.axes for p in a.primes()}
+        cuts = propagated.unit_cut(units.unit[op])
+        kept = {label for labels in op.rule.results[value.index] for label in labels}
+        over = [
+            self.naming.leaf(propagated.flood.labels[op][label][k])
+            for (label, k), slot in units.op_slots[op].items()
+            if label not in kept and axes & set(cuts[slot])
+        ]
+        return " ".join(dict.fromkeys(over))
+
+    def _asker(self, c: Collective) -> Op | None:
+        return c.because[0] if isinstance(c.because, tuple) and isinstance(c.because[0], Op) else None
+
+    def reason(self, c: Collective) -> str:
+        """The layouts that forced a collective, and why they are what they are."""
+        if c.source.layout is None or c.out.layout is None:
+            return self.why(c)
+        before, after = self.naming.spec(c.source), self.naming.spec(c.out)
+        return f"{before} -> {after[after.index('[') :]}, {self.why(c)}"
+
+    # Chains ---------------------------------------------------------------------------------------------------------
+
+    def collective(self, c: Collective) -> str:
+        """What moved, why, who made it and who reads it, and what decided both."""
+        axes = " ".join(map(str, c.axes))
+        lines = [f"{c.kind}[{axes}] of {self.subject(c)}: {si(c.bytes, 'B')} on the wire per device"]
+        if c.line:
+            lines.append(f"  {'backward of' if c.backward else 'at'} {place(c.line)}  {c.line.text}".rstrip())
+        if c.source.layout is not None and c.out.layout is not None:
+            lines += [f"  from {self.naming.typed(c.source)}", f"  to   {self.naming.typed(c.out)}"]
+        lines.append(f"  because {self.why(c)}")
+        value = c.source.value
+        made = [v.op for v in (self.origin(c), value) if v is not None]
+        makers = [self._asker(c), *made]
+        reader = c.because[1] if isinstance(c.because, tuple) else None
+        said: set[Op] = set()
+        for verb, ops in (("made by", makers), ("read by", [reader])):
+            for op in ops:
+                if isinstance(op, Op) and op not in said:
+                    said.add(op)
+                    lines += [f"  {line}" for line in self._op(op, verb)]
+        if value is not None and value.op is None:
+            lines += [f"  {self.subject(c)} is {line}" for line in self._cuts(value, c.source)]
+        if isinstance(reader, str) and reader.startswith("output "):
+            fixed = self.compiled.propagated.flood.outputs.get(int(reader.removeprefix("output ")))
+            lines += [f"  the result is fixed by {fixed[1].source}"] if fixed else []
+        return "\n".join(lines)
+
+    def value(self, v: Value, var: Var) -> str:
+        """Each cut of a value: which annotation asked for it, and what it won against."""
+        lines = [f"{self.naming.own(v)} is {self.naming.typed(var)}", *self._cuts(v, var)]
+        if v.op is not None:
+            lines += self._op(v.op, "made by")
+        elif v not in self.compiled.propagated.flood.fixed and v in self.compiled.propagated.units.unit:
+            lines.append("inferred together with its readers")
+            lines += [f"  {line}" for op, _ in v.readers[:1] for line in self._op(op, "read by")]
+        return "\n  ".join(lines)
+
+    def _cuts(self, v: Value, var: Var) -> list[str]:
+        flood = self.compiled.propagated.flood
+        if v in flood.fixed:
+            return [f"fixed by {flood.fixed[v][1].source}"]
+        lines = []
+        for leaf, axes in zip(
+            flood.leaves(v) if v in flood.value else (), var.form[0] if var.form else (), strict=False
+        ):
+            for axis in axes:
+                asked = self._source(leaf, axis)
+                lines.append(f"{self.naming.leaf(leaf)} is cut over {axis}, asked for by {asked}")
+        if not lines and v in flood.value:
+            wanted = [leaf for leaf in flood.leaves(v) if flood.wants.get(leaf)]
+            lines = [] if wanted else ["whole: no annotation reaches its dims"]
+        return lines
+
+    def _source(self, leaf: Leaf, axis: Axis) -> str:
+        wants = self.compiled.propagated.flood.wants.get(leaf, ())
+        return next((w.source for w in wants if w.axis in axis.primes()), "the reduction that lands there")
+
+    def _op(self, op: Op, verb: str) -> Iterator[str]:
+        where = f"  at {place(op.line)}  {op.line.text}" if op.line else ""
+        back = "backward of " if op.backward else ""
+        result = next((r for r in op.results if r is not None), None)
+        name = f"{self.naming.own(result)} = " if result is not None else ""
+        yield f"{verb} {back}{name}{self.naming.call(op)}{where}".rstrip()
+        if op.rule is None:
+            yield "  it has no rule, so it runs replicated, on whole operands"
+        yield from (f"  {line}" for line in self._decisions(op))
+
+    def _decisions(self, op: Op) -> Iterator[str]:
+        units, decider = self.compiled.propagated.units, self.compiled.propagated.decider
+        unit = units.unit.get(op)
+        for axis in self.compiled.mesh.axis_names if unit is not None else ():
+            assert unit is not None
+            decision = decider.decision(unit, axis)
+            if decision is None:
+                continue
+            yield f"{axis} cuts {decision.winner} here ({decision.units} alike); estimated, with all that it touches:"
+            for name, seconds, first in decision.alternatives:
+                source = self._asked(unit, first[0], axis) if first else "no device does less"
+                yield f"  {name}: {seconds * 1e6:.1f} us, {source}"
+
+    def _asked(self, unit: Unit, slot: int, axis: str) -> str:
+        wants = self.compiled.propagated.flood.wants.get(unit.slots[slot], ())
+        asked = next((f"asked for by {w.source}" for w in wants if w.axis.name == axis), "")
+        lender = unit.lends.get(slot)
+        return asked or ("" if lender is None else f"lent by {self.naming.leaf(unit.slots[lender])}")

@@ -1,0 +1,320 @@
+"""The plan: what a function became on a mesh, to be read before it runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from shardlib.compile import Compiled
+from shardlib.graph import Op, Value, is_creation
+from shardlib.lower.program import Collective, Instr, Step, Var
+from shardlib.plans import backends
+from shardlib.plans.explain import Explainer
+from shardlib.plans.memory import peak_bytes
+from shardlib.plans.naming import Naming, op_name, shorten
+from shardlib.plans.places import place
+from shardlib.plans.plantext import Row, fold, fold_names, si, table
+from shardlib.propagate.units import is_constraint
+from shardlib.specs.layout import Layout
+from shardlib.tensors.tensor import Names
+
+
+@dataclass(frozen=True)
+class PlannedCollective:
+    """One collective of a plan.
+
+    `bytes` go on the wire per device (ring algorithms); `value` is what moves; `line` is the user's source line, or,
+    where `backward`, the line whose gradient this is; `reason` names the layouts that forced it, and why they are so;
+    `backend` is what runs it, and why ("" on an abstract mesh).
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: float
+    value: str
+    line: str
+    backward: bool
+    reason: str
+    backend: str = ""
+
+    def __str__(self) -> str:
+        back = "backward of" if self.backward else "at"
+        return f"{self.kind}[{' '.join(self.axes)}] {si(self.bytes, 'B')} {back} {self.line}: {self.reason}"
+
+
+class Plan:
+    """The printable result of propagation and lowering; made by `step.plan(*args)`, without any device.
+
+    Example:
+        >>> import torch, shardlib as sl
+        >>> with sl.Mesh(data=2):
+        ...     plan = sl.jit(lambda x: x.sum(), in_specs=("batch@data _",)).plan(torch.ones(4, 3))
+        >>> plan.comm_bytes, [c.kind for c in plan.collectives]
+        (4.0, ['all_reduce'])
+        >>> str(plan.layout_of("x"))
+        '4@data, 3'
+        >>> plan.collectives[0].reason
+        'sum_1[] +data -> [], sum over batch; returned as result'
+    """
+
+    def __init__(self, compiled: Compiled) -> None:
+        self.compiled = compiled
+        self.name, self.mesh = compiled.traced.name, compiled.mesh
+
+    # Figures --------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def collectives(self) -> tuple[PlannedCollective, ...]:
+        """Every collective of the program, in order."""
+        why = self._explainer
+        return tuple(
+            PlannedCollective(
+                c.kind,
+                tuple(map(str, c.axes)),
+                float(c.bytes),
+                why.subject(c),
+                place(c.line),
+                c.backward,
+                why.reason(c),
+                str(backends.of_collective(c, self.mesh) or ""),
+            )
+            for c in self.compiled.program.collectives
+        )
+
+    @property
+    def comm_bytes(self) -> float:
+        """Wire bytes that one device sends in one call (ring algorithms)."""
+        return float(sum(c.bytes for c in self.compiled.program.collectives))
+
+    @cached_property
+    def flops(self) -> float:
+        """Floating-point operations of one device in one call: two for a multiply-add, one for a pointwise result."""
+        return float(sum(s.flops for s in self.compiled.program.steps if isinstance(s, Instr)))
+
+    @cached_property
+    def peak_memory(self) -> int:
+        """The most bytes of local tensors alive at once on the fullest device, arguments and results included."""
+        return peak_bytes(self.compiled.program)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds that each stage of planning took."""
+        return dict(self.compiled.seconds)
+
+    @property
+    def replicated_ops(self) -> tuple[str, ...]:
+        """Ops that run on every device with whole operands, for want of a rule."""
+        ops = (op for op in self.compiled.graph.ops if op.rule is None and not op.manual)
+        return tuple(f"{op.target} at {place(op.line)}" for op in ops)
+
+    # Questions ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _naming(self) -> Naming:
+        return Naming(self.compiled)
+
+    @cached_property
+    def _explainer(self) -> Explainer:
+        return Explainer(self.compiled, self._naming)
+
+    @cached_property
+    def output_names(self) -> tuple[Names, ...]:
+        """Logical names per output, dim and factor, aligned with the outputs' layouts."""
+        return tuple(self._aligned(v) if isinstance(v, Var) else () for v in self.compiled.program.outputs)
+
+    def layout_of(self, what: str | Value) -> Layout:
+        """The layout of an input (`"params['w']"` or `"params.w"`), an output (`"result[0]"`) or a value of the
+        program, by the name that the plan prints. Raises KeyError for any other name."""
+        layout = self._var(what).layout
+        assert layout is not None
+        return layout
+
+    def explain(self, what: str | PlannedCollective | int) -> str:
+        """Why a value lives where it does, or a collective (or the i-th) is there: a chain back to annotations.
+
+        Raises KeyError for a name that is none of the plan's, IndexError past the last collective.
+        """
+        if isinstance(what, PlannedCollective):
+            what = self.collectives.index(what)
+        if isinstance(what, int):
+            return self._explainer.collective(self.compiled.program.collectives[what])
+        var = self._var(what)
+        value = var.value if var.value is not None else self._naming.find(what)
+        assert value is not None
+        return self._explainer.value(value, var)
+
+    def _var(self, what: str | Value) -> Var:
+        program = self.compiled.program
+        value: Value | None
+        if isinstance(what, str):
+            for name, out in zip(self.compiled.traced.output_names, program.outputs, strict=True):
+                if what in (f"result{name}", shorten(f"result{name}")) and isinstance(out, Var):
+                    return out
+            value = self._naming.find(what)
+        else:
+            value = what
+        for var in self._variables():
+            if var.layout is not None and (var.name == what or (value is not None and var.value is value)):
+                return var
+        names = ", ".join(self._naming.inputs[:20])
+        raise KeyError(f"{self.name} has no value {what!r}; its inputs are {names}")
+
+    def _variables(self) -> Iterator[Var]:
+        yield from self.compiled.program.inputs
+        for step in self.compiled.program.steps:
+            yield from (out for out in step.outs if out is not None)
+
+    # Forms ----------------------------------------------------------------------------------------------------------
+
+    def summary(self) -> str:
+        """Totals per kind of collective, axis and backend; why these backends; arithmetic and memory."""
+        counts: Counter[tuple[str, str, str]] = Counter()
+        sizes: Counter[tuple[str, str, str]] = Counter()
+        reasons: dict[str, None] = {}
+        for c in self.compiled.program.collectives:
+            choice = backends.of_collective(c, self.mesh)
+            key = (c.kind, " ".join(map(str, c.axes)), choice.name if choice else "")
+            counts[key] += 1
+            sizes[key] += c.bytes  # type: ignore[assignment]
+            reasons |= {str(choice): None} if choice else {}
+        rows = [("collective", "axes", "times", "wire bytes per device", "by" if reasons else "")]
+        rows += [(*key[:2], str(counts[key]), si(sizes[key], "B"), key[2]) for key in sorted(counts)]
+        rows.append(("total", "", str(sum(counts.values())), si(self.comm_bytes, "B"), ""))
+        lines = [*table(rows), *sorted(reasons)]
+        lines.append(f"per device: {si(self.flops, 'FLOP')}, peak memory {si(self.peak_memory, 'B')}")
+        lines += [f"no rule, runs replicated: {op} ({n} times)" for op, n in Counter(self.replicated_ops).items()]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        parts = [[self._heading()], self._inputs(), self._program(), self._outputs(), [self.summary()]]
+        return "\n\n".join("\n".join(part) for part in parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain data (JSON-ready)."""
+        return {
+            "name": self.name,
+            "mesh": dict(self.mesh.axes),
+            "inputs": {name: self._naming.typed(var) for name, var in zip(self._naming.inputs, self._in, strict=True)},
+            "outputs": {name: self._naming.typed(v) if isinstance(v, Var) else repr(v) for name, v in self._out},
+            "collectives": [asdict(c) | {"axes": list(c.axes)} for c in self.collectives],
+            "comm_bytes": self.comm_bytes,
+            "flops": self.flops,
+            "peak_memory": self.peak_memory,
+            "replicated_ops": list(self.replicated_ops),
+        }
+
+    def listing(self) -> str:
+        """Every step of the program, arithmetic and constants included: plans with one listing are the same."""
+        lines = [f"{v.name}: {v.dtype}[{v.layout}]" for v in self._in]
+        for s in self.compiled.program.steps:
+            outs = ", ".join("_" if v is None else v.name for v in s.outs)
+            if isinstance(s, Collective):
+                axes = " ".join(map(str, s.axes))
+                lines.append(f"{outs} = {s.kind}[{axes}]({s.source.name}, {s.params}, {s.reduce})  # {place(s.line)}")
+            else:
+                args = ", ".join([*map(repr, s.args), *(f"{k}={v!r}" for k, v in s.kwargs.items())])
+                lines.append(f"{outs} = {s.target}({args})  # {place(s.line)}")
+        lines.append(f"return {', '.join(map(repr, self.compiled.program.outputs))}")
+        return "\n".join(lines)
+
+    # Text -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def _in(self) -> list[Var]:
+        return self.compiled.program.inputs
+
+    @property
+    def _out(self) -> Iterable[tuple[str, Any]]:
+        names = (f"result{name}" for name in self.compiled.traced.output_names)
+        return zip(names, self.compiled.program.outputs, strict=True)
+
+    def _heading(self) -> str:
+        axes = ", ".join(f"{name}={n}" for name, n in self.mesh.axes.items())
+        return f"{self.name} on {axes} ({self.mesh.size} devices, {self.mesh.kind})"
+
+    def _inputs(self) -> list[str]:
+        rows = []
+        for i, (name, var) in enumerate(zip(self._naming.inputs, self._in, strict=True)):
+            how = "annotated" if i in self.compiled.fixed_inputs else "inferred"
+            rows.append((f"  {name}", self._naming.typed(var), how))
+        return ["inputs", *table(fold_names(rows))]
+
+    def _outputs(self) -> list[str]:
+        rows = []
+        for name, out in self._out:
+            rows.append((f"  {shorten(name)}", self._naming.typed(out) if isinstance(out, Var) else repr(out)))
+        return ["outputs", *table(fold_names(rows))]
+
+    def _program(self) -> list[str]:
+        rows: list[Row] = []
+        heading = ""
+        listed: set[Op] = set()
+        for step in self.compiled.program.steps:
+            if (cells := self._cells(step, listed)) is None:
+                continue
+            text = step.line.text if step.line else ""
+            text = text if len(text) <= 96 else f"{text[:93]}..."
+            line = f"{'backward of ' if step.backward else ''}{place(step.line)}  {text}".rstrip()
+            if line != heading:
+                rows.append(Row((heading := line,)))
+            rows.append(Row(cells, 1))
+        folded = fold(rows)
+        lines = iter(table([("  " * (r.depth + 1) + r.cells[0], *r.cells[1:]) for r in folded if len(r.cells) > 1]))
+        shown = ["  " * (r.depth + 1) + r.cells[0] if len(r.cells) == 1 else next(lines) for r in folded]
+        return ["program (each device; lines with ! communicate)", *shown]
+
+    def _cells(self, step: Step, listed: set[Op]) -> tuple[str, ...] | None:
+        """A step as a reader wants to see it; None for what does not matter: views, pointwise ops, constants, and more
+        forms of what is `listed`."""
+        if isinstance(step, Collective):
+            what = f"! {step.kind}[{' '.join(map(str, step.axes))}] {self._explainer.subject(step)}"
+            return what, self._naming.typed(step.out), si(step.bytes, "B"), self._explainer.why(step)
+        var = next((v for v in step.outs if v is not None and v.value is not None), None)
+        op = var.value.op if var is not None and var.value is not None else None
+        if var is None or var.value is None or op is None or op in listed or not _matters(op) or op.constant:
+            return None
+        listed.add(op)
+        note = "" if op.rule is not None or op.manual else "no rule: runs replicated"
+        if (choice := backends.of_attention(op, self.mesh)) is not None:
+            note = f"by {choice}"
+        return f"  {self._naming.own(var.value)} = {self._naming.call(op)}", self._naming.typed(var), "", note
+
+    def _aligned(self, var: Var) -> Names:
+        """A name for each factor of a variable's layout: those that the layout's shortest form keeps apart."""
+        assert var.layout is not None
+        out = []
+        for dim, named in zip(var.layout.dims, self._naming.dims(var), strict=True):
+            same = len(dim) == len(named) and all(f == g for f, (_, g) in zip(dim, named, strict=True))
+            out.append(tuple(name for name, _ in named) if same else (None,) * len(dim))
+        return tuple(out)
+
+
+_PLUMBING = frozenset(
+    [
+        "slice",
+        "cat",
+        "split",
+        "split_with_sizes",
+        "stack",
+        "select",
+        "slice_backward",
+        "select_backward",
+        "clone",
+        "to_copy",
+        "copy",
+        "to_local",
+        "from_local",
+    ]
+)
+
+
+def _matters(op: Op) -> bool:
+    """What a reader wants to see: not views, not pointwise arithmetic, not constants."""
+    if op.transparent or is_constraint(op) or is_creation(op.target) or op_name(op) in _PLUMBING:
+        return False
+    return op.rule is None or torch.Tag.pointwise not in getattr(op.target, "tags", ())

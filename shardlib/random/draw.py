@@ -1,0 +1,203 @@
+"""Random numbers that do not depend on the sharding: which key and which counter a draw has.
+
+torch's default generator for the CPU holds the state, so `torch.manual_seed`, `get_rng_state`, `fork_rng` and
+activation checkpointing mean what they always mean. A *call* draws one key from it: a call of a jitted function, or one
+operation outside. The draws of a call are told apart by counters. These come from the same generator, set to a fixed
+state for the time of a trace: so they are constants of the program, a trace leaves no mark on the user's state, and
+what checkpointing runs again, from the state that it kept, draws the same numbers again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from shardlib.errors import ShardingError
+from shardlib.meshes.mesh import current_mesh
+from shardlib.ops import _groups, all_reduce
+from shardlib.ops import draw as ops
+from shardlib.specs.layout import Axis
+
+_FIRST_COUNTER = 0x5348_4152  # the seed of counters
+
+
+class _Call:
+    """The draws of one operation: its keys, one for each generator, and its counters, the same in every call."""
+
+    def __init__(self) -> None:
+        self._keys: dict[Any, Tensor] = {}
+        self._drawn = 0
+
+    def key(self, generator: torch.Generator | None) -> Tensor:
+        """The call's key."""
+        if generator not in self._keys:
+            self._keys[generator] = self._key(ops.number_of(generator))
+        return self._keys[generator]
+
+    def _key(self, number: int) -> Tensor:
+        with _disable_current_modes():
+            return _agreed(ops.call_key(number, device=torch.device("cpu")))
+
+    def counter(self) -> int:
+        with _disable_current_modes():
+            while len(_counters) <= self._drawn:
+                _counters.append(int(torch.randint(ops.KEYS, (), generator=_counting)))
+        self._drawn += 1
+        return _counters[self._drawn - 1]
+
+
+_counting = torch.Generator().manual_seed(_FIRST_COUNTER)
+_counters: list[int] = []
+
+
+class _Program(_Call):
+    """The draws of a program. Its counters are the same numbers, but drawn from torch's own generator, set back for the
+    time, so that what activation checkpointing runs again gets the same ones again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._state = torch.default_generator.get_state()  # the user's
+
+    def _key(self, number: int) -> Tensor:
+        if number:
+            return super()._key(number)
+        own, counters = torch.default_generator, torch.default_generator.get_state()
+        own.set_state(self._state)
+        key = super()._key(number)
+        self._state = own.get_state()
+        own.set_state(counters)
+        return key
+
+    def counter(self) -> int:
+        with _disable_current_modes():
+            return int(torch.randint(ops.KEYS, ()))
+
+    def __enter__(self) -> None:
+        torch.default_generator.manual_seed(_FIRST_COUNTER)
+
+    def __exit__(self, *_: object) -> None:
+        torch.default_generator.set_state(self._state)
+
+
+class _Trace(_Program):
+    """The draws of a program that is being traced: its key is a node, which draws a number in every call."""
+
+    def _key(self, number: int) -> Tensor:
+        mesh = current_mesh()
+        where = torch.device("cpu" if mesh is None else mesh.device)
+        key: Tensor = torch.ops.shardlib.call_key(number, device=where)
+        return key
+
+
+_call: ContextVar[_Call | None] = ContextVar("shardlib_draws", default=None)
+
+
+@contextmanager
+def one_call() -> Iterator[None]:
+    """One operation runs: its draws have one key."""
+    token = _call.set(_Call())
+    try:
+        yield
+    finally:
+        _call.reset(token)
+
+
+@contextmanager
+def one_program(*, traced: bool = False) -> Iterator[None]:
+    """A function is traced, or runs as a plain program: the draws of all its operations have one key."""
+    call = _Trace() if traced else _Program()
+    token = _call.set(call)
+    try:
+        with call:
+            yield
+    finally:
+        _call.reset(token)
+
+
+def in_call() -> bool:
+    """Whether a call is running that its draws belong to."""
+    return _call.get() is not None
+
+
+def _agreed(key: Tensor) -> Tensor:
+    """On ranks, the key of the first."""
+    mesh = current_mesh()
+    if mesh is None or mesh.kind != "distributed" or mesh.size == 1:
+        return key
+    axes = tuple(Axis(name, n) for name, n in mesh.axes.items() if n > 1)
+    mine = (key if mesh.rank == 0 else torch.zeros_like(key)).to(mesh.device)
+    return all_reduce.start(mine, group=_groups.group_for(mesh, axes), kind="sum").finish().cpu()
+
+
+# --- drawing ----------------------------------------------------------------------------------------------------------
+
+
+def draw(
+    kind: str,
+    size: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator | None = None,
+    like: Tensor | None = None,
+    p: int = 0,
+) -> Tensor:
+    """The next numbers of the running call, of shape `size`; see `shardlib.ops.draw` for `kind`, `dtype` and `p`.
+
+    `like` is a tensor of that shape beside which the numbers are to lie.
+    """
+    call = _running()
+    size = list(size)
+    out: Tensor = torch.ops.shardlib.draw(
+        call.key(generator), like, call.counter(), kind, size, [0] * len(size), size, dtype=dtype, device=device, p=p
+    )
+    return out
+
+
+def fresh_key(*, device: torch.device) -> Tensor:
+    """A key for an op that draws by itself (attention), int64 `[2]`."""
+    call = _running()
+    key: Tensor = torch.ops.shardlib.numbered_key(call.key(None), call.counter())
+    return key.to(device)
+
+
+def _running() -> _Call:
+    call = _call.get()
+    assert call is not None, "numbers are drawn in a call"
+    from shardlib.manual.body import current_body  # late: bodies are compiled, which needs the rules, which draw
+
+    if isinstance(call, _Trace) and current_body() is not None:
+        raise ShardingError(
+            "a shard_map body draws random numbers",
+            rule="an element's number belongs to its place in the whole tensor, which a body does not know",
+            remedy="draw outside, from the whole tensor's shape, and pass the numbers in as an argument of the body",
+        )
+    return call
+
+
+# --- plain programs ---------------------------------------------------------------------------------------------------
+
+
+class PlainDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While on, ATen's random ops on plain tensors are `forms`, each a call of its own unless one is running."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, forms: Mapping[Any, Callable[..., Any]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.forms = forms
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        form = self.forms.get(func)
+        if form is None or not all(t in (torch.Tensor, torch.nn.Parameter) for t in types):
+            return func(*args, **kwargs)
+        with nullcontext() if _call.get() else one_call(), self:  # a form may be written with other random ops
+            return form(*args, **kwargs)

@@ -1,0 +1,1 @@
+"""`ShardedTensor`: its form, how it is placed, moved, converted, kept and shown."""

@@ -1,0 +1,118 @@
+"""What `torch.distributed.checkpoint` asks of a tensor: which boxes of the whole this process holds, and where.
+
+A piece is one box where every dim is cut in contiguous ranges; where a factor in the middle of a dim is cut, it is
+several. Boxes, not layouts, are stored: so a checkpoint loads into any layout on any mesh.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from shardlib.eager import aliases
+from shardlib.errors import ShardingError
+from shardlib.specs.layout import Coords, Dim, Layout
+from shardlib.specs.pieces import span
+from shardlib.tensors.tensor import LocalShard, ShardedTensor, typeof
+
+
+class Run(NamedTuple):
+    """A range of a dim that a device holds: where it starts in the whole and in the piece, and how long it is."""
+
+    start: int
+    local: int
+    length: int
+
+
+Box = tuple[Run, ...]  # a run per dim
+
+
+def boxes(layout: Layout, coords: Coords) -> Iterator[Box]:
+    """The boxes of the whole that the device at `coords` holds.
+
+    Example:
+        >>> from shardlib.specs.layout import Axis
+        >>> layout = Layout.parse("(2 4@t 3), 5", {"t": 2})
+        >>> [[tuple(run) for run in box] for box in boxes(layout, {"t": 1})]
+        [[(6, 0, 6), (0, 0, 5)], [(18, 6, 6), (0, 0, 5)]]
+    """
+    return itertools.product(*(tuple(_runs(dim, coords)) for dim in layout.dims))
+
+
+def _runs(dim: Dim, coords: Coords) -> Iterator[Run]:
+    held = [span(f.size, f.axes, coords) for f in dim]
+    # All that is behind the last factor that is cut stays together.
+    k = max((k for k, (f, (a, b)) in enumerate(zip(dim, held, strict=True)) if b - a < f.size), default=0)
+    inner = math.prod(int(f.size) for f in dim[k + 1 :])
+    start, stop = held[k]
+    length = (stop - start) * inner
+    for i, outer in enumerate(itertools.product(*(range(*s) for s in held[:k]))):
+        at = 0
+        for f, n in zip(dim, outer, strict=False):
+            at = at * int(f.size) + n
+        if length:
+            yield Run((at * int(dim[k].size) + start) * inner, i * length, length)
+
+
+def write_items(x: ShardedTensor, name: str) -> list[WriteItem]:
+    """What this process has to store; devices that hold the same say the same, and one of them is asked to."""
+    items = []
+    for box, piece in _held(x).items():
+        properties = TensorProperties.create_from_tensor(piece)
+        data = TensorWriteData(_chunk(box), properties, torch.Size(x.shape))
+        items.append(WriteItem(MetadataIndex(name, _chunk(box).offsets), WriteItemType.SHARD, tensor_data=data))
+    return items
+
+
+def chunk_list(x: ShardedTensor) -> list[ChunkStorageMetadata]:
+    """What this process wants to read. From here on `x` has pieces of its own, which the reader fills.
+
+    Raises `ShardingError` for a view: the tensor that it shows a part of would not change.
+    """
+    if x.__dict__.get("_path"):
+        raise ShardingError(
+            f"{typeof(x)} is a view, and cannot be loaded into",
+            rule="a checkpoint is loaded into the tensor that has the memory",
+            remedy="load into that tensor, or into a copy (x.clone())",
+        )
+    own: dict[tuple[int, ...], torch.Tensor] = {}  # devices that hold the same share it, and so what is read
+    for shard in x.shards:
+        own.setdefault(_place(x, shard), shard.data.clone())
+    pieces = tuple(own[_place(x, shard)] for shard in x.shards)
+    aliases.assign(x, pieces, pieces)
+    return [_chunk(box) for box in _held(x)]
+
+
+def _place(x: ShardedTensor, shard: LocalShard) -> tuple[int, ...]:
+    return tuple(a.coord(shard.coords) for a in x.sharding.axes)
+
+
+def tensor_shard(x: ShardedTensor, index: MetadataIndex) -> torch.Tensor:
+    """The box of that offset, as a view of the piece that it is in."""
+    for box, piece in _held(x).items():
+        if index.offset is None or _chunk(box).offsets == index.offset:
+            for d, run in enumerate(box):
+                piece = piece.narrow(d, run.local, run.length)
+            return piece
+    raise ShardingError(f"{typeof(x)} has no piece at {index.offset}, which {index.fqn} is asked for here")
+
+
+def _held(x: ShardedTensor) -> dict[Box, torch.Tensor]:
+    """The boxes of all pieces of this process, each with one of the pieces that have it."""
+    if x.sharding.pending:
+        raise ShardingError(
+            f"{typeof(x)} is a pending sum, and cannot be stored",
+            rule="a checkpoint has complete values",
+            remedy="redistribute it first",
+        )
+    return {box: shard.data for shard in reversed(x.shards) for box in boxes(x.sharding, shard.coords)}
+
+
+def _chunk(box: Box) -> Any:
+    return ChunkStorageMetadata(torch.Size(run.start for run in box), torch.Size(run.length for run in box))

@@ -1,0 +1,71 @@
+"""ShardedTensors as DTensors of torch.distributed, and back; nothing is copied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from shardlib.errors import ShardingError
+from shardlib.meshes.mesh import Mesh, current_mesh
+from shardlib.specs.layout import Factor, Layout, Pieces
+from shardlib.tensors.form import contiguous
+from shardlib.tensors.tensor import ShardedTensor, typeof
+
+
+def to_dtensor(x: ShardedTensor) -> DTensor:
+    """The same tensor as a DTensor on the mesh's DeviceMesh; nothing is copied.
+
+    Raises `ShardingError` on virtual devices, and for layouts that DTensor's placements cannot say (an axis on a factor
+    in the middle of a dim, parts of axes): redistribute first.
+    """
+    placements: list[Any] = []
+    faults = []
+    for name in x.mesh.axis_names:
+        placement: Any = Replicate()
+        for d, dim in enumerate(x.sharding.dims):
+            for f in dim:
+                for a in f.axes:
+                    if a.name == name:
+                        if isinstance(f.size, Pieces):
+                            faults.append(f"dim {d} is {Layout((dim,))}: DTensor cuts in chunks")
+                        elif len(dim) > 1 or not a.whole:
+                            text = f"axis {a} cuts one factor of it, or only a part of {name} does"
+                            faults.append(f"dim {d} is {Layout((dim,))}: {text}")
+                        placement = Shard(d)
+        placements.append(placement)
+    for d, dim in enumerate(x.sharding.dims):
+        order = [x.mesh.axis_names.index(a.name) for f in dim for a in f.axes]
+        if order != sorted(order):
+            faults.append(f"dim {d} is {Layout((dim,))}: DTensor cuts in the order of the mesh's axes")
+    if faults:
+        raise ShardingError(
+            f"{typeof(x)} has no DTensor placements",
+            faults,
+            rule="a DTensor cuts whole dims over whole mesh axes, in the mesh's order",
+            remedy="x.redistribute(spec) first",
+        )
+    return DTensor.from_local(
+        x.to_local(), x.mesh.device_mesh, placements, run_check=False, shape=x.shape, stride=contiguous(x.shape)
+    )
+
+
+def from_dtensor(x: DTensor, mesh: Mesh | None = None) -> ShardedTensor:
+    """A DTensor as a ShardedTensor on `mesh` (by default its own DeviceMesh); nothing is copied."""
+    mesh = mesh or current_mesh() or Mesh.from_device_mesh(x.device_mesh)
+    sizes = dict(zip(x.device_mesh.mesh_dim_names or (), x.device_mesh.mesh.shape, strict=False))
+    if sizes != dict(mesh.axes):
+        raise ShardingError(
+            f"a DTensor on {x.device_mesh} is not on {mesh}", rule="both meshes have the same axes in the same order"
+        )
+    axes: list[list[Any]] = [[] for _ in x.shape]
+    for name, placement in zip(mesh.axis_names, x.placements, strict=True):
+        if type(placement) is Shard:
+            axes[placement.dim].append(mesh.axis(name))
+        elif not isinstance(placement, Replicate):
+            raise ShardingError(
+                f"placement {placement} of a DTensor has no layout here",
+                remedy="redistribute it to Shard and Replicate first",
+            )
+    layout = Layout(tuple((Factor(n, tuple(a)),) for n, a in zip(x.shape, axes, strict=True)))
+    return ShardedTensor([x.to_local()], layout, mesh)

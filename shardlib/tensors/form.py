@@ -1,0 +1,81 @@
+"""What a ShardedTensor is apart from its values: shape, strides, dtype, layout, mesh and names, as one shared object.
+
+Equal forms are one object, so that they are compared and hashed by identity: that is what makes looking up the program
+of an eager op, or of a call of a jitted function, cheap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardlib.meshes.mesh import Mesh
+from shardlib.specs.layout import Layout
+
+Names = tuple[tuple[str | None, ...], ...]
+
+_forms: dict[Any, Form] = {}
+
+
+class Form:
+    """Made by `Form.of`. Strides and offset are those that the tensor would have on one device: they say what is a view
+    of what, and no piece has to have them."""
+
+    __slots__ = ("device", "dtype", "layout", "mesh", "names", "number", "offset", "shape", "strides")
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    layout: Layout
+    mesh: Mesh
+    names: Names
+    number: int
+
+    @staticmethod
+    def of(
+        layout: Layout,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        device: torch.device,
+        names: Names | None = None,
+        strides: Sequence[int] | None = None,
+        offset: int = 0,
+    ) -> Form:
+        """The form with these properties; contiguous where `strides` is None."""
+        shape = layout.shape
+        strides = contiguous(shape) if strides is None else tuple(strides)
+        names = names or tuple((None,) * len(dim) for dim in layout.dims)
+        key = (layout, mesh, dtype, device, names, strides, offset)
+        form = _forms.get(key)
+        if form is None:
+            form = Form()
+            form.shape, form.strides, form.offset, form.dtype, form.device = (
+                torch.Size(shape),
+                strides,
+                offset,
+                dtype,
+                device,
+            )
+            form.layout, form.mesh, form.names, form.number = layout, mesh, names, len(_forms)
+            form = _forms.setdefault(key, form)
+        return form
+
+    def abstract(self) -> torch.Tensor:
+        """A meta tensor with this shape, dtype and strides."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+
+    def __repr__(self) -> str:
+        return f"Form({self.dtype}[{self.layout}] on {self.mesh})"
+
+
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a dense tensor, as torch gives them: an empty dim counts as one."""
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))

@@ -1,0 +1,79 @@
+"""Where a tensor lives, changed from outside `jit`: placed, laid out otherwise, or made whole. All have gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardlib.jit import relayout
+from shardlib.meshes.mesh import Mesh
+from shardlib.specs.spec import P, Resolved, resolve_many
+from shardlib.tensors.tensor import ShardedTensor, place
+
+
+def redistributed(x: ShardedTensor, resolved: Resolved) -> ShardedTensor:
+    """`x` laid out as `resolved` says; its gradient is laid out as `x` is."""
+    if x.requires_grad and torch.is_grad_enabled():
+        out: ShardedTensor = _Redistribute.apply(x, resolved)  # type: ignore[no-untyped-call]
+        return out
+    return relayout(x, resolved)
+
+
+def whole(x: ShardedTensor) -> torch.Tensor:
+    """`x` as a plain tensor; its gradient, which every process has whole, is cut up as `x` is."""
+    if x.requires_grad and torch.is_grad_enabled():
+        out: torch.Tensor = _Gather.apply(x)  # type: ignore[no-untyped-call]
+        return out
+    return _gathered(x)
+
+
+def placed(x: torch.Tensor, resolved: Resolved, mesh: Mesh) -> ShardedTensor:
+    """A plain tensor, placed. A leaf makes a leaf: a parameter is placed once. What was computed keeps its history."""
+    if x.requires_grad and not x.is_leaf and torch.is_grad_enabled():
+        out: ShardedTensor = _Place.apply(x, resolved, mesh)  # type: ignore[no-untyped-call]
+        return out
+    return place(x, resolved, mesh)
+
+
+def _gathered(x: ShardedTensor) -> torch.Tensor:
+    if x.mesh.kind == "virtual":
+        return x.sharding.gather([(s.coords, s.data) for s in x.shards])
+    (resolved,) = resolve_many([("x", x.shape, P(), {})], x.mesh, what="full_tensor")
+    return relayout(x, resolved).to_local()
+
+
+def _home(x: ShardedTensor) -> Resolved:
+    return Resolved(x.sharding, x._form.names, (False,) * x.dim(), x.spec)
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: ShardedTensor, resolved: Resolved) -> ShardedTensor:
+        ctx.home = _home(x)
+        return relayout(x, resolved)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return redistributed(grad, ctx.home), None
+
+
+class _Place(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, resolved: Resolved, mesh: Mesh) -> ShardedTensor:
+        return place(x.detach(), resolved, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return whole(grad), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: ShardedTensor) -> torch.Tensor:
+        ctx.home, ctx.mesh = _home(x), x.mesh
+        return _gathered(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad if isinstance(grad, ShardedTensor) else place(grad, ctx.home, ctx.mesh)

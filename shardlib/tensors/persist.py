@@ -1,0 +1,107 @@
+"""Copies of ShardedTensors, in this process and in files.
+
+A tensor is stored with its mesh, by axes, and with the pieces that this process holds: all of them on virtual devices,
+so that such a file can be read anywhere; one on a rank, so that each rank reads what it has written. It comes back onto
+the current mesh where that has the same axes, otherwise onto its own. `torch.load(weights_only=True)` takes such files,
+since nothing but tensors, text and numbers is stored.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from shardlib.errors import ShardingError
+from shardlib.meshes import world
+from shardlib.meshes.mesh import Mesh, current_mesh
+from shardlib.specs.layout import Layout
+from shardlib.tensors.form import Form, Names
+from shardlib.tensors.tensor import ShardedTensor, cut_up, wrap
+
+
+def reduced(x: ShardedTensor) -> tuple[Any, ...]:
+    """What pickle needs to make `x` again."""
+    form = x._form
+    rank = form.mesh.rank if form.mesh.kind == "distributed" else None
+    written = str(form.layout), str(form.mesh), form.names, form.strides, form.offset
+    return restored, (x._locals, *written, rank, x.requires_grad, bool(x.__dict__.get("_is_param")))
+
+
+def restored(
+    pieces: tuple[torch.Tensor, ...],
+    layout: str,
+    mesh: str,
+    names: Names,
+    strides: tuple[int, ...],
+    offset: int,
+    rank: int | None,
+    requires_grad: bool,
+    is_param: bool,
+) -> ShardedTensor:
+    """The tensor that `reduced` wrote down; raises `ShardingError` where its mesh cannot be had here."""
+    saved = Mesh.abstract(Mesh.parse(_abstract(mesh)).axes)
+    here = _mesh(mesh, saved, rank)
+    at = Layout.parse(layout, saved.axes)
+    names = tuple(tuple(dim) for dim in names)
+    if rank is None and here.kind == "distributed":
+        whole = at.gather(list(zip(saved.all_coords(), pieces, strict=True)))
+        pieces = tuple(cut_up(whole, at, here))
+    form = Form.of(at, here, pieces[0].dtype, pieces[0].device, names, tuple(strides), offset)
+    return _finished(wrap(form, tuple(pieces)), requires_grad, is_param)
+
+
+def _mesh(text: str, saved: Mesh, rank: int | None) -> Mesh:
+    """The mesh that a stored tensor comes back to."""
+    mesh = current_mesh()
+    same = mesh is not None and mesh.kind != "abstract" and list(mesh.axes.items()) == list(saved.axes.items())
+    faults = []
+    if rank is not None:
+        if world.kind() != "distributed":
+            faults.append(f"it is the piece of rank {rank}, this process is no rank")
+        elif world.rank() != rank:
+            faults.append(f"it is the piece of rank {rank}, this is rank {world.rank()}")
+        elif mesh is not None and not same:
+            faults.append(f"the current mesh is {mesh}")
+    elif not same and world.kind() == "distributed":
+        faults.append(f"it has {saved.size} virtual devices, the current mesh is {mesh}")
+    if faults:
+        raise ShardingError(
+            f"a stored tensor on {text} cannot be read here",
+            faults,
+            rule="a tensor comes back onto a mesh with the axes that it was stored with, on a rank its own piece",
+            remedy="read it inside `with` such a mesh, or store x.full_tensor()",
+        )
+    return mesh if same and mesh is not None else Mesh.parse(text)
+
+
+def _abstract(text: str) -> str:
+    return text if text.startswith("Mesh.abstract") else text.replace("Mesh(", "Mesh.abstract(", 1)
+
+
+def deep_copy(x: ShardedTensor, memo: dict[int, Any]) -> ShardedTensor:
+    """For `copy.deepcopy`: pieces of its own, its gradient's too; pieces that devices share stay shared."""
+    if id(x) in memo:
+        known: ShardedTensor = memo[id(x)]
+        return known
+    if not x.is_leaf:
+        raise RuntimeError(
+            "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment"
+        )
+    out = _finished(wrap(x._form, copy.deepcopy(x._locals, memo)), x.requires_grad, bool(x.__dict__.get("_is_param")))
+    memo[id(x)] = out
+    if x.grad is not None:
+        out.grad = copy.deepcopy(x.grad, memo)
+    return out
+
+
+def _finished(x: ShardedTensor, requires_grad: bool, is_param: bool) -> ShardedTensor:
+    if requires_grad:
+        x.requires_grad_()
+    if is_param:
+        x._is_param = True  # what torch.nn.Parameter puts on tensors of other classes
+    return x
+
+
+torch.serialization.add_safe_globals([restored])

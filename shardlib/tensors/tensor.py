@@ -1,0 +1,379 @@
+"""ShardedTensor: a tensor with a global shape whose pieces live on the devices of a mesh.
+
+On virtual devices every piece is in this process; on ranks only this rank's is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardlib.eager.aliases import view
+from shardlib.eager.warm import LOOSE, PROGRAMS, read
+from shardlib.errors import ShardingError
+from shardlib.manual.body import current_body
+from shardlib.meshes.mesh import Mesh, current_mesh
+from shardlib.specs.layout import Coords, Layout
+from shardlib.specs.spec import P, Resolved, Spec, resolve_many
+from shardlib.state import is_single_device, is_tracing
+from shardlib.state import tracing_flag as _tracing
+from shardlib.strided import refuse_others
+from shardlib.tensors.form import Form
+from shardlib.tensors.form import Names as Names
+from shardlib.tracing.constraint import constrain
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """One device's piece: its rank, coordinates and tensor."""
+
+    rank: int
+    coords: Coords
+    data: torch.Tensor
+
+
+class _Stale:
+    """Stands in for the pieces of a tensor whose memory was written to through another one: they are made again."""
+
+    def __get__(self, x: ShardedTensor | None, owner: type) -> Any:
+        if x is None:
+            return self
+        from shardlib.eager.writes import remake
+
+        made = x.__dict__["_locals"] = remake(x)
+        return made
+
+
+class ShardedTensor(torch.Tensor):
+    """A tensor of global shape, laid out over a mesh; made by `shard` and by jitted functions.
+
+    Example:
+        >>> from shardlib.meshes.mesh import Mesh
+        >>> with Mesh(data=2, tensor=2):
+        ...     x = shard(torch.arange(8.0).view(4, 2), "batch@data feature@tensor")
+        >>> x
+        ShardedTensor(f32[4@data, 2@tensor] on Mesh(data=2, tensor=2))
+        >>> x.shape, [tuple(s.data.shape) for s in x.shards]
+        (torch.Size([4, 2]), [(2, 1), (2, 1), (2, 1), (2, 1)])
+        >>> x.full_tensor().sum()
+        tensor(28.)
+    """
+
+    _form: Form
+    _locals: tuple[torch.Tensor, ...] = _Stale()  # type: ignore[assignment] # until an instance has its own
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls,
+        locals_: Sequence[torch.Tensor],
+        layout: Layout,
+        mesh: Mesh,
+        names: Names | None = None,
+        requires_grad: bool = False,
+    ) -> ShardedTensor:
+        first = locals_[0]
+        self = wrap(Form.of(layout, mesh, first.dtype, first.device, names), tuple(locals_))
+        if requires_grad:
+            self.requires_grad_()
+        return self
+
+    @property
+    def sharding(self) -> Layout:
+        """The exact layout (`Tensor.layout` is torch's: strided or sparse)."""
+        return self._form.layout
+
+    @property
+    def mesh(self) -> Mesh:
+        return self._form.mesh
+
+    @property
+    def spec(self) -> Spec:
+        """Where this tensor lives, as a spec: names that are known, mesh axes, parts of axes, and chosen pieces."""
+        return Spec.exactly(self._form.layout, self._form.names)
+
+    @property
+    def shards(self) -> tuple[LocalShard, ...]:
+        """The pieces that this process holds: all of them on virtual devices, one on a rank."""
+        ranks = range(self.mesh.size) if self.mesh.kind == "virtual" else [self.mesh.rank]
+        return tuple(LocalShard(r, self.mesh.coords(r), x) for r, x in zip(ranks, self._locals, strict=True))
+
+    def to_local(self) -> torch.Tensor:
+        """This rank's piece (rank 0's on virtual devices)."""
+        return self._locals[0]
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole tensor as a plain one; differentiable. On ranks this is a collective: every rank must call it."""
+        from shardlib.tensors.moving import whole
+
+        return whole(self)
+
+    def redistribute(
+        self, spec: str | P | Spec, *, sizes: Mapping[str, int | Sequence[int]] | None = None, **lengths: int
+    ) -> ShardedTensor:
+        """The same values laid out as `spec` says, with `sizes` and `lengths` as `shard` takes them; differentiable.
+
+        On ranks this is a collective: every rank must call it.
+        """
+        from shardlib.tensors.moving import redistributed
+
+        (resolved,) = resolve_many(
+            [("x", self.shape, spec, {**(sizes or {}), **lengths})], self.mesh, what="redistribute"
+        )
+        return redistributed(self, resolved)
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """As `Tensor.backward`; raises `ShardingError` for results of jitted functions, which have no history."""
+        if not self.requires_grad:
+            raise ShardingError(
+                f"{typeof(self)} has no history to go back through",
+                rule="a jitted function returns values; gradients are taken inside it",
+                remedy="jit sl.value_and_grad(loss) (or sl.grad), and use the gradients that it returns",
+            )
+        super().backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    @property
+    def data(self) -> ShardedTensor:
+        """As `Tensor.data`: the same memory without history; it may be set to another ShardedTensor."""
+        return super().data  # type: ignore[return-value]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, ShardedTensor):
+            raise ShardingError(
+                f"the data of {typeof(self)} is set to a plain tensor of shape {list(value.shape)}",
+                rule="a ShardedTensor stays one",
+                remedy="place the value first, x.data = shard(value, spec), or x.copy_(value)",
+            )
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self._form, self._locals = value._form, value._locals
+        view(value, self, ())
+
+    def tolist(self) -> Any:
+        """The values as nested lists. On ranks this is a collective, as is all that reads values."""
+        return self.full_tensor().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The whole tensor as a numpy array."""
+        return self.full_tensor().numpy(force=force)
+
+    def data_ptr(self) -> int:
+        """Refused: there is no one address."""
+        raise ShardingError(
+            f"{typeof(self)} has no address",
+            rule="a tensor in pieces has no storage of its own",
+            remedy="x.to_local().data_ptr() is this device's piece",
+        )
+
+    def __float__(self) -> float:
+        return float(self.full_tensor().detach())
+
+    def __int__(self) -> int:
+        return int(self.full_tensor().detach())
+
+    def __complex__(self) -> complex:
+        return complex(self.full_tensor().detach())
+
+    def __index__(self) -> int:
+        return self.full_tensor().__index__()
+
+    def __bool__(self) -> bool:
+        return bool(self.full_tensor())
+
+    def item(self) -> Any:
+        """The value of a tensor of one element."""
+        return self.full_tensor().item()
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 and spec else str(self)
+
+    def __copy__(self) -> ShardedTensor:
+        return self.detach().requires_grad_(self.requires_grad)  # type: ignore[return-value]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
+        from shardlib.tensors.persist import deep_copy
+
+        return deep_copy(self, memo)
+
+    # What torch.distributed.checkpoint asks of tensors.
+
+    def __create_write_items__(self, name: str, _: Any) -> Any:
+        from shardlib.tensors.dcp import write_items
+
+        return write_items(self, name)
+
+    def __create_chunk_list__(self) -> Any:
+        from shardlib.tensors.dcp import chunk_list
+
+        return chunk_list(self)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        from shardlib.tensors.dcp import tensor_shard
+
+        return tensor_shard(self, index)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        from shardlib.tensors.persist import reduced
+
+        return reduced(self)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override] # torch's own takes tensor_contents
+        return f"ShardedTensor({typeof(self)} on {_axes_of(self.mesh)})"
+
+    def __str__(self) -> str:
+        from shardlib.tensors.visualize import visualize
+
+        title, _, picture = str(visualize(self)).partition("\n")
+        return f"ShardedTensor {title}\nspec: {self.spec}\n{picture}"
+
+    def _repr_html_(self) -> str:
+        from shardlib.tensors.visualize import visualize
+
+        return visualize(self)._repr_html_()
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        # `warm.key_of`, written out: what a call of a ready op costs is what stands here.
+        number = id(op)
+        loose = number in LOOSE
+        key: list[Any] = [number]
+        add = key.append
+        for x in args:
+            kind = type(x)
+            if kind is ShardedTensor:
+                add(x._form)
+            elif kind is int:
+                add(int if loose else x)
+            elif x is None:
+                add(None)
+            elif kind is list and (not x or type(x[0]) is int):
+                add((list, len(x)))
+                key += x
+            else:
+                read(key, (x,), loose)
+        if kwargs:
+            add(tuple(kwargs))
+            read(key, kwargs.values(), loose)
+        run = PROGRAMS.get(tuple(key))
+        if run is None or _tracing.get():
+            from shardlib.eager.dispatch import dispatch
+
+            return dispatch(op, args, kwargs or {})
+        return run(args, kwargs)
+
+
+def wrap(form: Form, locals_: tuple[torch.Tensor, ...]) -> ShardedTensor:
+    """The tensor of this form whose pieces in this process these are."""
+    x: ShardedTensor = torch.Tensor._make_wrapper_subclass(
+        ShardedTensor, form.shape, form.strides, form.offset, None, form.dtype, torch.strided, form.device
+    )
+    x._form, x._locals = form, locals_
+    return x
+
+
+def _axes_of(mesh: Mesh) -> str:
+    return f"Mesh({', '.join(f'{name}={n}' for name, n in mesh.axes.items())})"
+
+
+def shard(
+    x: torch.Tensor, spec: str | P | Spec, *, sizes: Mapping[str, int | Sequence[int]] | None = None, **lengths: int
+) -> torch.Tensor:
+    """Say where `x` lives: a constraint inside a traced function (also on its gradient), a placement outside.
+
+    `spec` has one entry per dim: logical names (mapped by the mesh's rules), `name@axis`, or factors in parentheses,
+    whose sizes are given like einops' lengths. `sizes` may hold them too, and by name the pieces into which a factor is
+    cut, one for each device along its axes. Raises `ShardingError` outside any mesh and where spec, shape and mesh do
+    not fit.
+
+    Example:
+        >>> from shardlib.meshes.mesh import Mesh
+        >>> with Mesh(data=2, tensor=4, rules={"heads": "tensor"}):
+        ...     w = shard(torch.zeros(3 * 8 * 16, 128), "(three heads hd) embed", three=3, heads=8)
+        >>> typeof(w)
+        'f32[(3 8@tensor 16), 128]'
+        >>> with Mesh(data=4):
+        ...     x = shard(torch.zeros(16, 2), "batch@data embed", sizes={"batch": [5, 3, 8, 0]})
+        >>> typeof(x), [len(s.data) for s in x.shards]
+        ('f32[16@data=[5 3 8 0], 2]', [5, 3, 8, 0])
+    """
+    if is_single_device():
+        return x
+    refuse_others(f"shard(x, {str(spec)!r})", [("x", x)])
+    if is_tracing() and current_body() is not None:
+        raise ShardingError(
+            f"shard(x, {str(spec)!r}) on shape {list(x.shape)} is inside a shard_map body",
+            rule="a body is one device's program: its tensors are local, and nothing about them is inferred",
+            remedy="annotate the arguments and results of the shard_map, by in_specs and out_specs",
+        )
+    mesh = current_mesh()
+    if mesh is None:
+        raise ShardingError(
+            f"shard(x, {str(spec)!r}) on shape {list(x.shape)} is outside any mesh",
+            rule="an annotation names axes of the current mesh",
+            remedy="put it inside `with Mesh(data=2, tensor=4):`",
+        )
+    (resolved,) = resolve_many([("x", x.shape, spec, {**(sizes or {}), **lengths})], mesh)
+    if is_tracing():
+        return constrain(x, str(resolved.spec))
+    if isinstance(x, ShardedTensor):
+        return x.redistribute(resolved.spec)
+    from shardlib.tensors.moving import placed
+
+    return placed(x, resolved, mesh)
+
+
+def place(x: torch.Tensor, resolved: Resolved, mesh: Mesh) -> ShardedTensor:
+    """Cut a plain tensor that every process has whole."""
+    if mesh.kind == "abstract":
+        raise ShardingError(
+            f"a tensor of shape {list(x.shape)} cannot be placed on {mesh}",
+            rule="an abstract mesh has no devices",
+            remedy="plan on it (step.plan(...)), or use Mesh(...)",
+        )
+    locals_ = cut_up(x.detach(), resolved.layout, mesh)
+    return ShardedTensor(locals_, resolved.layout, mesh, resolved.names, x.requires_grad)
+
+
+def cut_up(x: torch.Tensor, layout: Layout, mesh: Mesh) -> list[torch.Tensor]:
+    """The pieces of a whole tensor that this process holds, equal pieces shared."""
+    x = x.resolve_conj().resolve_neg()  # bits that say so would not travel with the bytes
+    coords = mesh.all_coords() if mesh.kind == "virtual" else [mesh.coords(mesh.rank)]
+    if layout.is_replicated:
+        return [x] * len(coords)
+    made: dict[tuple[int, ...], torch.Tensor] = {}
+    out = []
+    for c in coords:
+        key = tuple(a.coord(c) for a in layout.axes)
+        if key not in made:
+            made[key] = layout.scatter(x, c).contiguous()
+        out.append(made[key])
+    return out
+
+
+_SHORT = {
+    torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
+    torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool",
+}  # fmt: skip
+
+
+def short_dtype(dtype: torch.dtype) -> str:
+    """A dtype as types print it: f32, bf16, i64."""
+    return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def typeof(x: torch.Tensor) -> str:
+    """The type of a tensor with its layout.
+
+    Example:
+        >>> typeof(torch.zeros(2, 3))
+        'f32[2, 3]'
+    """
+    layout = x.sharding if isinstance(x, ShardedTensor) else Layout.replicated(x.shape)
+    body, plus, pending = str(layout).partition("+")
+    if not plus:
+        return f"{short_dtype(x.dtype)}[{body}]"
+    return f"{short_dtype(x.dtype)}[{body.strip()}] +{pending}"

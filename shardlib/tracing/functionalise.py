@@ -1,0 +1,332 @@
+"""In-place ops of a traced graph, rewritten into functional ones.
+
+A view is remembered as (what it views, how). A write to a view is carried up, view by view, into the tensor that owns
+the memory: a write to `x[1:]` becomes `slice_scatter(x, value, ...)`. A view that is read after its owner changed is
+made again. Writes into inputs or captured tensors would outlive the program: they are refused, all of them at once.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from shardlib.errors import ShardingError
+from shardlib.tracing.views import argument, functional_form, is_view, scatter, tensors_in, unstrided, written_arguments
+
+aten = torch.ops.aten
+
+
+def functionalise(gm: fx.GraphModule, input_names: Sequence[str] = ()) -> None:
+    """Rewrite `gm` so that no op writes to memory; `input_names` are the placeholders' names in errors.
+
+    Raises ShardingError for writes into inputs and captured tensors, and for writes that have no functional form.
+    """
+    if any(written_arguments(n.target) for n in gm.graph.nodes):
+        placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        names = dict(zip(placeholders, input_names or [p.name for p in placeholders], strict=True))
+        _Rewriter(gm.graph, names).run()
+    for node in gm.graph.nodes:
+        # A value, and a local shard of it even more so, may have other strides than the tensor that was traced.
+        if node.target in _VIEWS:
+            node.target, node.args, node.kwargs = aten.reshape.default, (node.args[0], list(node.meta["val"].shape)), {}
+        if node.target in _LAZY:
+            _at_once(node)
+    gm.recompile()
+
+
+def _at_once(node: fx.Node) -> None:
+    """A bit that says "conjugate me when you are read" would not travel with the bytes of a tensor."""
+    target, number = _LAZY[node.target]
+    if isinstance(node.args[0], fx.Node):
+        node.target = target
+        return
+    value = number(node.args[0])  # a Python number that torch looked at as a tensor
+    for user in list(node.users):
+        user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda n: value if n is node else n)
+    node.graph.erase_node(node)
+
+
+_LAZY: dict[Any, tuple[Any, Callable[[Any], Any]]] = {
+    aten._conj.default: (aten.conj_physical.default, lambda x: x.conjugate()),
+    aten._neg_view.default: (aten.neg.default, operator.neg),
+}
+_VIEWS = {aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default}
+
+
+@dataclass
+class _View:
+    """One node as a view of `parent`; what a write returns is a view of what it wrote to."""
+
+    parent: fx.Node
+    remake: Callable[[fx.Node], fx.Node]  # from the value of the parent
+    version: int  # of the owner, when the view's value was made
+    itself: bool = False  # shows all of the parent, as it is
+
+
+class _Rewriter:
+    def __init__(self, graph: fx.Graph, names: dict[fx.Node, str]) -> None:
+        self.graph, self.names = graph, names
+        self.value: dict[fx.Node, fx.Node] = {}  # traced node -> the node that holds its value now, if it is another
+        self.views: dict[fx.Node, _View] = {}
+        self.version: dict[fx.Node, int] = {}  # owner -> how often it was written to
+        self.returned: dict[fx.Node, Sequence[fx.Node]] = {}  # a write to several tensors -> these, which it returns
+        self.at: fx.Node = graph.output_node()  # the node that is being rewritten
+        self.offenders: list[str] = []
+
+    def run(self) -> None:
+        replaced = []
+        for node in list(self.graph.nodes):
+            self.at = node
+            if torch.Tag.inplace_view in getattr(node.target, "tags", ()):
+                self.rename_view(node)
+            if written_arguments(node.target):
+                self.rewrite_write(node)
+                replaced.append(node)
+            elif node.target is aten.as_strided.default:
+                self.rewrite_strided(node)
+                replaced.append(node)
+            elif node.target is operator.getitem and node.args[0] in self.returned:
+                self.show(node, self.returned[node.args[0]][node.args[1]])
+                replaced.append(node)
+            else:
+                self.note_view(node)
+                self.read(node)
+        if self.offenders:
+            raise ShardingError(
+                "the traced function writes to tensors that are not its own",
+                list(dict.fromkeys(self.offenders)),
+                rule="a traced function returns what it computes and leaves its inputs as they were",
+                remedy="write x = x + 1 instead of x += 1 (or clone x first), and return the new value",
+            )
+        for node in reversed(replaced):
+            self.graph.erase_node(node)
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def read(self, node: fx.Node) -> None:
+        node.args, node.kwargs = self.current(node.args), self.current(node.kwargs)
+
+    def current(self, arguments: Any) -> Any:
+        return fx.map_arg(arguments, self.fresh)
+
+    def fresh(self, node: fx.Node) -> fx.Node:
+        """The node that holds what the traced `node` shows now: made again if its owner was written to since."""
+        view = self.views.get(node)
+        if view is not None and view.version != (version := self.version_of(node)):
+            self.value[node] = view.remake(self.fresh(view.parent))
+            view.version = version
+        return self.value.get(node, node)
+
+    def owner(self, node: fx.Node) -> fx.Node:
+        while node in self.views:
+            node = self.views[node].parent
+        return node
+
+    def version_of(self, node: fx.Node) -> int:
+        return self.version.get(self.owner(node), 0)
+
+    def note_view(self, node: fx.Node) -> None:
+        """Remember how a view is made: an op on its first operand, or one item of an op that lists views."""
+        target, args, kwargs = node.target, node.args, dict(node.kwargs)
+        source = args[0] if args else None
+        if not isinstance(source, fx.Node):
+            return
+        if target is operator.getitem and is_view(source.target):
+            base = self.views[source].parent
+            self.views[node] = _View(
+                base, lambda b: self.emit(target, self.views[source].remake(b), args[1]), self.version_of(base)
+            )
+        elif is_view(target):
+            self.views[node] = _View(
+                source, lambda b: self.emit(target, b, *args[1:], **kwargs), self.version_of(source)
+            )
+
+    def rewrite_strided(self, node: fx.Node) -> None:
+        """Replace `as_strided` by views that know dims."""
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        made: list[fx.Node] = []
+
+        def emit(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+            made.append(self.emit(target, *args, **kwargs))
+            return made[-1]
+
+        base: Tensor = source.meta["val"]
+        offset = (argument(node, "storage_offset") or 0) - int(base.storage_offset())
+        result = unstrided(emit, source, argument(node, "size"), argument(node, "stride"), offset)
+        if result is None:
+            raise ShardingError(
+                "a strided view cannot be traced",
+                [f"as_strided of {list(base.shape)} at {node.meta['line']}"],
+                rule="views name dims; strides are a matter of one device's memory",
+                remedy="use slices, permute and reshape",
+            )
+        for view in made:
+            if view.target in (aten.reshape.default, aten.index.Tensor):
+                self.note_own(view)
+            else:
+                self.note_view(view)
+            self.read(view)
+        self.value[node] = self.fresh(result)  # which may be the source itself
+        self.views[node] = _View(result, lambda b: b, self.version_of(result), itself=True)
+
+    def note_own(self, node: fx.Node) -> None:
+        """A reshape or an index that stands for a strided view is one, whatever its schema says."""
+        source, what = node.args
+        assert isinstance(source, fx.Node)
+        read = node.target
+        if read is aten.reshape.default:
+            node.target = aten.view.default
+        self.views[node] = _View(source, lambda b: self.emit(read, b, what), self.version_of(source))
+
+    def rename_view(self, node: fx.Node) -> None:
+        """`x.squeeze_()` writes to no memory: what comes after it sees the same memory in another shape."""
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        assert isinstance(node.target, OpOverload)
+        if source.op in ("placeholder", "get_attr"):
+            self.offenders.append(self.describe(source))
+        view = functional_form(node.target)
+        if view is not None and is_view(view):
+            node.target = view
+        if node.target in (aten.resize_.default, aten.resize_as_.default):
+            self.resize(node, source)
+
+    def resize(self, node: fx.Node, source: fx.Node) -> None:
+        """The same elements in another shape, or the first of them; what was empty is new memory."""
+        old, new = source.meta["val"], node.meta["val"]
+        if old.numel() == 0 and new.numel():
+            node.target, node.args = aten.empty.memory_format, (list(new.shape),)
+            node.kwargs = {"dtype": new.dtype, "device": new.device}
+        elif new.numel() <= old.numel():
+            stride = [math.prod(new.shape[d + 1 :]) for d in range(new.dim())]
+            node.target, node.args, node.kwargs = aten.as_strided.default, (source, list(new.shape), stride), {}
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    def rewrite_write(self, node: fx.Node) -> None:
+        assert isinstance(node.target, OpOverload)
+        written = [t for name in written_arguments(node.target) for t in tensors_in(argument(node, name))]
+        foreign = [t for t in written if self.owner(t).op in ("placeholder", "get_attr")]
+        self.offenders += [self.describe(t) for t in foreign]
+        new, own = self.functional(node, written)
+        for target, value in zip(written, new, strict=True):
+            self.write(target, self.fitted(value, target.meta["val"]))
+        if own is not None:
+            self.value[node] = own
+        elif isinstance(node.meta["val"], Tensor):  # x.add_(1) returns x
+            self.show(node, written[0])
+        else:
+            self.returned[node] = written
+
+    def show(self, node: fx.Node, written: fx.Node) -> None:
+        """Make `node` another name of what was written to."""
+        self.views[node] = _View(written, lambda b: b, self.version_of(written), itself=True)
+        self.value[node] = self.fresh(written)
+
+    def functional(self, node: fx.Node, written: Sequence[fx.Node]) -> tuple[list[fx.Node], fx.Node | None]:
+        """The new values of what `node` writes to; and the node of its own results, if it has any beside these."""
+        assert isinstance(node.target, OpOverload)
+        if special := _SPECIAL.get(node.target):
+            return [special(self.emit, *self.current(node.args), **self.current(node.kwargs))], None
+        target = functional_form(node.target)
+        if target is None or torch.Tag.inplace_view in node.target.tags:
+            raise ShardingError(
+                f"{node.target} cannot be traced",
+                [str(node.meta["line"])],
+                rule="an in-place op needs a functional form",
+                remedy="write it without the trailing underscore",
+            )
+        kept = {a.name for a in target._schema.arguments}
+        kwargs = {k: v for k, v in node.kwargs.items() if k in kept}
+        out: Tensor = written[0].meta["val"]
+        own_form = {a.name for a in node.target._schema.arguments}
+        kwargs |= {k: getattr(out, k) for k in ("dtype", "device") if k in kept and k not in own_form}
+        result = self.emit(target, *self.current(node.args), **self.current(kwargs))
+        own = sum(r.alias_info is None for r in node.target._schema.returns)
+        if isinstance(result.meta["val"], Tensor):
+            return [result], None
+        values = [
+            self.emit(operator.getitem, x, j) if j is not None else x
+            for i, val in enumerate(result.meta["val"])
+            for x in ([result] if isinstance(val, Tensor) else [self.emit(operator.getitem, result, i)])
+            for j in ([i] if isinstance(val, Tensor) else range(len(val)))
+        ]
+        return values[own:], result if own else None
+
+    def write(self, node: fx.Node, value: fx.Node) -> None:
+        """Make `value` what `node` shows, and carry it up to the owner."""
+        shown = [(node, value)]
+        while (view := self.views.get(node)) is not None:
+            if not view.itself:
+                new = scatter(self.emit, node, self.fresh(view.parent), value)
+                if new is None:
+                    through = "overlapping strides" if "overlaps" in node.meta else str(node.target)
+                    raise ShardingError(
+                        f"a write through {through} cannot be traced",
+                        [str(self.at.meta["line"])],
+                        rule="in-place writes go through views that show every element once and name dims",
+                        remedy="compute the new value and use torch.where, torch.cat or index_put",
+                    )
+                value = new
+            node = view.parent
+            shown.append((node, value))
+        self.version[node] = version = self.version.get(node, 0) + 1
+        for link, now in shown:
+            self.value[link] = now
+            if link in self.views:
+                self.views[link].version = version
+
+    def fitted(self, value: fx.Node, like: Tensor) -> fx.Node:
+        """A write keeps the dtype of what it writes to."""
+        return (
+            value
+            if value.meta["val"].dtype == like.dtype
+            else self.emit(aten._to_copy.default, value, dtype=like.dtype)
+        )
+
+    def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A new node in front of the one that is being rewritten, with its line, and its value computed on fakes."""
+        with self.graph.inserting_before(self.at):
+            node = self.graph.call_function(target, args, kwargs)
+        node.meta.update({k: self.at.meta[k] for k in ("line", "backward") if k in self.at.meta})
+        fakes = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        node.meta["val"] = target(*fakes[0], **fakes[1])
+        return node
+
+    def describe(self, node: fx.Node) -> str:
+        owner = self.owner(node)
+        what = f"input {self.names[owner]}" if owner.op == "placeholder" else "a tensor that the function closes over"
+        through = "" if owner is node else ", through a view,"
+        return f"{what}{through} is written to at {self.at.meta['line']}"
+
+
+# --- writes that are simpler than their functional op -----------------------------------------------------------------
+
+
+def _copy(emit: Any, base: fx.Node, source: fx.Node, non_blocking: bool = False) -> fx.Node:
+    old, new = base.meta["val"], source.meta["val"]
+    changes = {k: getattr(old, k) for k in ("dtype", "device") if getattr(old, k) != getattr(new, k)}
+    node = emit(aten._to_copy.default, source, **changes) if changes else source
+    return node if old.shape == new.shape else emit(aten.expand.default, node, list(old.shape))
+
+
+def _fill(emit: Any, base: fx.Node, value: Any) -> fx.Node:
+    return _copy(emit, base, value) if isinstance(value, fx.Node) else emit(aten.full_like.default, base, value)
+
+
+_SPECIAL: dict[OpOverload, Callable[..., fx.Node]] = {
+    aten.copy_.default: _copy,
+    aten.fill_.Scalar: _fill,
+    aten.fill_.Tensor: _fill,
+    aten.polygamma_.default: lambda emit, base, n: emit(aten.polygamma.default, n, base),
+    aten.zero_.default: lambda emit, base: _fill(emit, base, 0),
+    aten.bernoulli_.float: lambda emit, base, p=0.5, **named: emit(aten.bernoulli.p, base, p, **named),
+}

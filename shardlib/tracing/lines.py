@@ -1,0 +1,107 @@
+"""Which line of the user's source a traced node comes from, backward nodes too.
+
+A forward node belongs to the innermost frame that is not the library's or torch's. A backward node has no such frame:
+it runs inside the autograd engine. But every autograd node has a sequence number, handed out in forward order, so the
+line that was current when a number was handed out is the line of everything that autograd node computes later.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+
+class Line(NamedTuple):
+    """One line of the user's program."""
+
+    file: str
+    lineno: int
+    function: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.lineno} in {self.function}: {self.text}"
+
+
+class LineRecorder:
+    """Writes `meta["line"]` (and `meta["backward"]`) of a node at the moment it is made, for about 5 us a node."""
+
+    def __init__(self, fallback: Line) -> None:
+        self.fallback = fallback
+        self._by_sequence: dict[int, Line] = {}
+        self._seen = torch._C._autograd._get_sequence_nr()
+
+    def record(self, node: fx.Node) -> None:
+        line = None
+        running = torch._C._current_autograd_node()
+        if running is not None:
+            node.meta["backward"] = True
+            line = self._by_sequence.get(running._sequence_nr())
+        if line is None:
+            line = user_line(sys._getframe(1)) or self.fallback
+        node.meta["line"] = line
+        # Numbers handed out since the last node are this one's: autograd makes its node just before the op runs.
+        upto = torch._C._autograd._get_sequence_nr()
+        for number in range(self._seen, upto):
+            self._by_sequence[number] = line
+        self._seen = max(self._seen, upto)
+
+
+def user_line(frame: FrameType | None) -> Line | None:
+    """The innermost line, from `frame` outwards, that a user wrote (or a model library, such as transformers)."""
+    while frame is not None:
+        code = frame.f_code
+        internal = _internal.get(code)
+        if internal is None:
+            internal = _internal[code] = _is_internal(code.co_filename)
+        if not internal:
+            return line_at(code, frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
+def line_at(code: CodeType, lineno: int) -> Line:
+    """The line `lineno` of a function's code."""
+    line = _lines.get((code, lineno))
+    if line is None:
+        text = linecache.getline(code.co_filename, lineno).strip()
+        line = _lines[code, lineno] = Line(code.co_filename, lineno, code.co_qualname, text)
+    return line
+
+
+def error_line(error: BaseException) -> Line | None:
+    """The user's line that an exception passed through last."""
+    found, step = None, error.__traceback__
+    while step is not None:
+        code = step.tb_frame.f_code
+        if not _is_internal(code.co_filename):
+            found = line_at(code, step.tb_lineno)
+        step = step.tb_next
+    return found
+
+
+_internal: dict[CodeType, bool] = {}
+_lines: dict[tuple[CodeType, int], Line] = {}
+
+
+def _is_internal(file: str) -> bool:
+    if file.startswith(_EXAMPLES):
+        return False
+    return (
+        file.startswith("<frozen")
+        or file.startswith(_LIBRARIES)
+        or (file.startswith(_STDLIB) and "site-packages" not in file)
+    )
+
+
+_HERE = Path(__file__).absolute().parent.parent
+_EXAMPLES = f"{_HERE / 'examples'}{os.sep}"
+_STDLIB = f"{Path(os.__file__).parent}{os.sep}"
+_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (_HERE, (_HERE / "ops").resolve(), Path(torch.__file__).parent))
