@@ -381,12 +381,20 @@ def test_reads(name: str, spec: str) -> None:
     torch.testing.assert_close(_whole(READS[name](shard(X, spec))), READS[name](X))
 
 
-def test_inference_mode() -> None:
+@pytest.mark.parametrize("made", ["inside", "outside"])
+def test_inference_mode(made: str) -> None:
+    before = shard(X.clone(), "b@data _")
     with torch.inference_mode():
-        x = shard(X, "b@data _")
+        x = shard(X, "b@data _") if made == "inside" else before
         torch.testing.assert_close((x * 2).full_tensor(), X * 2)
         torch.testing.assert_close(x[0].full_tensor(), X[0])
         torch.testing.assert_close(F.linear(x, torch.ones(3, 12)).full_tensor(), X @ torch.ones(12, 3))
+        torch.testing.assert_close(
+            x.view(2, 2, 12).as_strided((2, 2), (12, 1)).full_tensor(), X.as_strided((2, 2), (12, 1))
+        )
+        assert x.chunk(2)[0].detach().t().is_inference() == (made == "inside")
+        x[1:].detach().add_(1)
+        assert x[1:].full_tensor().sum().item() == pytest.approx(X[1:].sum().item() + 36)
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------

@@ -9,13 +9,14 @@ others forget their pieces, and make them again from the owner's when they are n
 from __future__ import annotations
 
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from shardlib.tensors.form import Form
 
 if TYPE_CHECKING:
-    import torch
-
     from shardlib.tensors.tensor import ShardedTensor
 
 Step = tuple[Any, tuple[Any, ...], tuple[tuple[str, Any], ...], int | None]  # op, args behind the first, kwargs, item
@@ -57,6 +58,16 @@ def memory_of(x: ShardedTensor) -> Memory:
         memory = Memory(x._form, x._locals)
         memory.join(x, ())
     return memory
+
+
+_AS_IS = nullcontext()
+
+
+def like(x: torch.Tensor) -> AbstractContextManager[object]:
+    """Where a view of `x` is made: under `inference_mode`, that of a normal tensor is a normal tensor, too."""
+    if torch.is_inference_mode_enabled() and not x.is_inference():
+        return torch.inference_mode(False)
+    return _AS_IS
 
 
 def view(x: ShardedTensor, out: ShardedTensor, path: Path) -> None:

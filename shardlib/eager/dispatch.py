@@ -228,7 +228,8 @@ def _alias(op: Any, args: Any, kwargs: Any) -> Any:
 
 def _aliased(args: Any, kwargs: Any) -> ShardedTensor:
     (x,) = args
-    out = wrap(x._form, x._locals)
+    with aliases.like(x):
+        out = wrap(x._form, x._locals)
     aliases.view(x, out, ())
     return out
 
@@ -243,7 +244,8 @@ def _as_strided(op: Any, args: Any, kwargs: Any) -> ShardedTensor:
     path = ((op, (tuple(size), tuple(stride), start), (), None),)
     value = strided(memory.form, memory.locals, path)
     form = Form.of(Layout.replicated(value.shape), x.mesh, x.dtype, x._form.device, None, stride, start)
-    out = wrap(form, pieces(value, x.mesh))
+    with aliases.like(x):
+        out = wrap(form, pieces(value, x.mesh))
     memory.join(out, path)
     return out
 

@@ -140,7 +140,8 @@ class Prepared:
         paths = [(step,)], lambda i: ((*step[:3], i),)
 
         def view(args: Any, kwargs: Any) -> Any:
-            out = run(args, kwargs)
+            with aliases.like(args[0]):
+                out = run(args, kwargs)
             if type(out) is ShardedTensor:
                 aliases.view(args[0], out, paths[0][0])
             else:
