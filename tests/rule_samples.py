@@ -137,6 +137,7 @@ def reduction() -> Iterator[Sample]:
     yield s("mean.dim", x, None, True)
     yield s("mean.dim", x.half(), [1])
     yield s("mean.dim", x.float(), [1], dtype=torch.float64)
+    yield s("mean.dim", torch.zeros(0, 4, dtype=torch.float64), [1])
     yield s("amax", i(9, 3, 5) - 20, [1])
     yield s("amin", i(9, 3, 5) + 20, [1])
     yield s("linalg_vector_norm", x)

@@ -57,7 +57,7 @@ def _mean(local: Local) -> Any:
     acc = wide(out.dtype)
     dims = arg(local, 1, "dim") if local.call.target == aten.mean.dim else None
     total = local.op(aten.sum.dim_IntList, local.args[0], dims or None, len(out.shape) == len(x.shape), dtype=acc)
-    mean = local.op(aten.div.Scalar, total, numel(x.shape) // numel(out.shape))
+    mean = local.op(aten.div.Scalar, total, numel(x.shape) // max(numel(out.shape), 1))
     return cast(local, mean, acc, out.dtype)
 
 
