@@ -205,6 +205,14 @@ def test_every_route_ends_where_it_should(route: tuple[Leaves, Cut, Leaves, Cut,
     moved(leaves, src, into, dst, pending)
 
 
+@pytest.mark.parametrize("dst", [((A1,), ()), ((A1,), (A0,)), ((), (A1,)), ((), (A0,)), ((A1, A0), ())], ids=str)
+@pytest.mark.parametrize("size", [(500, 300, 800, 0), (400, 400, 400, 400)], ids=["chosen", "even"])
+def test_large_pieces_go_no_way_that_only_even_ones_can(size: tuple[int, ...], dst: Cut) -> None:
+    """As large as that, a way round is worth one more collective; over (A1, A0) the pieces would be others."""
+    leaves = ((Pieces(size, (A,)) if len({*size}) > 1 else sum(size),), (64,))
+    moved(leaves, ((A0, A1), ()), leaves, dst)
+
+
 OTHER = Pieces((4, 4, 0, 8), (A,))
 CHOSEN = Pieces((5, 3, 8, 0), (A,))
 

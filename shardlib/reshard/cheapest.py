@@ -16,7 +16,7 @@ from itertools import pairwise
 from shardlib.reshard.regrid import moves
 from shardlib.reshard.step import COLLECTIVE_LATENCY, LINK_BYTES_PER_SECOND, Axes, Cut, Leaves, Step, fits, ways
 from shardlib.specs.axis import Axis
-from shardlib.specs.pieces import even
+from shardlib.specs.pieces import Pieces, even
 
 _BLOCKS = 5  # with more, the number of arrangements outgrows what a better way is worth
 
@@ -30,10 +30,10 @@ def cheapest(
 ) -> tuple[Step, ...]:
     """The steps from `src` to `dst`, in no more bytes and less time than the way that is `known`, or that.
 
-    `parts` are the sizes of the leaves that each factor is made of.
+    `parts` are the sizes of the leaves that each factor is made of; uneven and chosen pieces stay on the known way.
     """
     factors = [(math.prod(leaves), axes) for cut in (src, dst) for leaves, axes in zip(parts, cut, strict=True)]
-    if not all(even(n, axes) for n, axes in factors):
+    if any(isinstance(n, Pieces) for leaves in parts for n in leaves) or not all(even(n, axes) for n, axes in factors):
         return known
     blocks = _blocks([*src, *dst, pending])
     return _Search(parts, itemsize, blocks, src, dst, pending).run(known, reduce) if len(blocks) <= _BLOCKS else known
