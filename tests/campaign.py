@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import shardlib as sl
-from shardlib import Mesh, ShardingError
+from shardlib import Mesh, ShardingError, reshard
 from shardlib.jit import _run
 from shardlib.lower.program import Collective
+from shardlib.reshard import cheapest, routing, step
 from shardlib.run import virtual
 from shardlib.specs.layout import Layout
 from shardlib.state import single_device
@@ -161,6 +162,21 @@ def far(a: Any, b: Any, tolerance: float) -> str:
         return ""
     error = (a.double() - b.double()).abs().nan_to_num(nan=math.inf).max()
     return f"differs by {float(error):.1e} of {float(a.abs().max()):.1e}" if float(error) > tolerance else ""
+
+
+@contextlib.contextmanager
+def as_if_large() -> Iterator[None]:
+    """Inside, programs are planned as if tensors were large: a collective costs its bytes alone.
+
+    Small tensors take the ways with the fewest collectives; so the others are tried, too.
+    """
+    with contextlib.ExitStack() as patches:
+        for module in (reshard, step, cheapest):
+            patches.enter_context(mock.patch.object(module, "COLLECTIVE_LATENCY", 0.0))
+        for cache in (routing._plan, routing._route):
+            cache.cache_clear()
+            patches.callback(cache.cache_clear)
+        yield
 
 
 # What ran against what was planned ------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 import shardlib  # noqa: F401  (imported before processes are forked)
-from tests.campaign import outcome, smallest
+from tests.campaign import as_if_large, outcome, smallest
 from tests.programs import draw
 from tests.sweep.workers import Lost, run_all
 
@@ -49,6 +49,11 @@ def run(seed: int, shrink: float = 20.0) -> Line:
     replicated = tuple(sorted({r.split(" at ")[0] for r in found.replicated}))
     script = smallest(p, found, shrink).script if found.failed else ""
     return Line(seed, found.kind, found.detail, len(p.lines), found.collectives, replicated, script)
+
+
+def run_as_if_large(seed: int) -> Line:
+    with as_if_large():
+        return run(seed)
 
 
 def read(path: Path) -> dict[int, Line]:
@@ -92,15 +97,17 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, help="a line of JSON for each program; those that are there are not run again"
     )
+    parser.add_argument("--large", action="store_true", help="plan as if tensors were large: bytes alone count")
     parser.add_argument("--report", action="store_true", help=f"write {REPORT.name}")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    work = run_as_if_large if options.large else run
     seeds = range(options.first, options.first + options.examples)
     known = {s: x for s, x in read(options.out).items() if s in seeds} if options.out else {}
     begin = time.monotonic()
-    run(0)  # what children would each import and fill in for themselves
+    work(0)  # what children would each import and fill in for themselves
     todo = [s for s in seeds if s not in known]
-    for seed, done in run_all(run, todo, workers=options.workers, seconds=options.seconds):
+    for seed, done in run_all(work, todo, workers=options.workers, seconds=options.seconds):
         line = known[seed] = Line(seed, done.kind, done.reason) if isinstance(done, Lost) else done
         if options.out:
             with options.out.open("a") as file:
@@ -111,6 +118,7 @@ def main() -> None:
     print(f"{text}\n{time.monotonic() - begin:.0f} s for {len(todo)} programs")
     if options.report:
         command = f"python -m tests.programs --first {options.first} --examples {options.examples}"
+        command += " --large" * options.large
         head = f"# Random programs\n\n`{command}`, {datetime.date.today()}, torch {torch.__version__}: one device"
         head += (
             " against virtual\ndevices, values and gradients in float64, and the bytes that ran against the plan's.\n"

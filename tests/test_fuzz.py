@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests import record
-from tests.campaign import broken_promise, outcome, smallest
+from tests.campaign import as_if_large, broken_promise, outcome, smallest
 from tests.programs import Input, Program, draw
 
 _REFUSALS = (
@@ -57,6 +57,13 @@ def test_small_programs(rng: random.Random) -> None:
 @pytest.mark.parametrize("block", range(13))
 def test_programs(block: int) -> None:
     score = collections.Counter(_check(draw(random.Random(1000 * block + i))) for i in range(20))
+    assert score["same"] >= 18, score
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_programs_as_if_tensors_were_large(block: int) -> None:
+    with as_if_large():
+        score = collections.Counter(_check(draw(random.Random(50_000 + 1000 * block + i))) for i in range(20))
     assert score["same"] >= 18, score
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -20,12 +21,13 @@ from shardlib.reshard.direct import direct
 from shardlib.run import virtual
 from shardlib.specs.layout import Axis, Factor, Layout
 from shardlib.specs.spread import spread
-from tests.campaign import broken_promise, counting
+from tests.campaign import as_if_large, broken_promise, counting
 
 A = Axis("a", 4)
 A0, A1 = A.primes()
 B = Axis("b", 3)
 C = Axis("c", 2)
+D = Axis("d", 2)
 
 Leaves = tuple[tuple[int, ...], ...]
 VALUES: list[Leaves] = [
@@ -98,6 +100,21 @@ def test_every_pair(leaves: Leaves, atoms: Axes) -> None:
         run(leaves, reshard.route(leaves, 8, src, dst), src, dst, mesh, (), "sum")
 
 
+@pytest.mark.parametrize("leaves", [*VALUES, ((8,), (8,)), ((4, 4), (16,)), ((12,), (6, 2))], ids=str)
+@pytest.mark.parametrize(
+    "atoms", [(A0, A1, C), (C, A0, A1), (A0, A1, C, D), (B, C, D)], ids=lambda a: " ".join(map(str, a))
+)
+def test_every_way_that_large_tensors_take(leaves: Leaves, atoms: Axes) -> None:
+    """Axes in any order, with and without sums."""
+    mesh, rng = Mesh({a.name: a.of for a in atoms}), random.Random(0)
+    every = [tuple(tuple(rng.sample(x, len(x))) for x in cut) for cut in cuts(sum(map(len, leaves)), atoms)]
+    with as_if_large():
+        for _ in range(12):
+            src, dst, reduce = rng.choice(every), rng.choice(every), rng.choice(["sum", "max"])
+            pending = tuple(a for a in atoms if rng.random() < 0.3 and not any(a in axes for axes in src))
+            run(leaves, reshard.route(leaves, 8, src, dst, pending, reduce), src, dst, mesh, pending, reduce)
+
+
 @pytest.mark.parametrize("leaves", VALUES, ids=str)
 @pytest.mark.parametrize("reduce", ["sum", "max"])
 def test_every_pending(leaves: Leaves, reduce: str) -> None:
@@ -131,9 +148,6 @@ def test_bytes(src: list[Axes], dst: list[Axes], pending: Axes, expected: list[s
     sizes = (64,) if len(src) == 1 else (8, 8)
     steps = reshard.plan(sizes, 8, tuple(src), tuple(dst), pending)
     assert [f"{s.kind} {s.bytes:.0f}" for s in steps] == expected
-
-
-D = Axis("d", 2)
 
 
 @pytest.mark.parametrize(
