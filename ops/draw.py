@@ -223,7 +223,7 @@ def numbered_key(key: Tensor, counter: int) -> Tensor:
 
 
 def fresh_key(*, device: torch.device) -> Tensor:
-    """A key that nobody else has, int64 `[2]`; in a program it is made of the call's key, see `shardlib.random.draw`."""
+    """A key that nobody else has, int64 `[2]`; in a program, made of the call's key (`shardlib.random.draw`)."""
     return numbered_key(call_key(device=device), 0)
 
 
