@@ -157,6 +157,11 @@ def _program(mesh: str, inputs: str, lines: str, out: str | None = None, *, grad
             "a2 b2", "x0 10,1; x1 10,10 _@a _; x2 1,10",
             "v0 = x1.expand([10, -1, -1]); v1 = v0 + torch.tanh(v0 @ x0 / 10) @ x2", "_@(b a) _ _",
         ),
+        # Pieces that go to other devices, where an axis stays second and the ones around it have other sizes.
+        _program(
+            "a3 b2 c2", "x0 12,6,6,12 _@(c b) (_=2@a _=3) _ _; x1 4,3,3,2",
+            "v0 = F.conv2d(x0, x1, None, stride=1, padding=1, groups=2, dilation=1)", "_@(a b) _ _@c _?",
+        ),
         # Kernels that want dense memory, and get a view.
         _program("z1", "x0 1", "v0 = x0.repeat_interleave(2, 0); v1 = v0.median(0).values"),
         _program("z1", "x0 8,12; x1 12", "v0 = x0.unfold(-2, 4, 1); v1 = F.group_norm(v0, 1, weight=x1)", grad=True),

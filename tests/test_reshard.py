@@ -174,6 +174,16 @@ def test_ways_round(src: list[Axes], dst: list[Axes], pending: Axes, expected: l
     run(leaves, hops, tuple(src), tuple(dst), mesh, pending, "sum")
 
 
+@pytest.mark.parametrize("order", itertools.permutations((B, C, D)), ids=lambda o: "".join(a.name for a in o))
+def test_pieces_in_any_order_of_axes(order: Axes) -> None:
+    """An axis that stays second goes along where those around it have other sizes."""
+    mesh = Mesh(b=3, c=2, d=2)
+    for other in itertools.permutations(order):
+        hops = reshard.route(((12,),), 8, (order,), (other,))
+        run(((12,),), hops, (order,), (other,), mesh, (), "sum")
+        assert [h.step.kind for h in hops] == ["ppermute"] * (other != order)
+
+
 def test_a_way_round_is_never_dearer() -> None:
     """Every cut of three dims over three axes, and every set of pending ones, against the direct way."""
     atoms, sizes, better = (A0, A1, C), (64, 64, 64), 0

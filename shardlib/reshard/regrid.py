@@ -44,8 +44,13 @@ def _taken(axes: list[Axis], product: float) -> list[Axis] | None:
 
 
 def moves(axis: Axis, pairs: Sequence[tuple[list[Axis], list[Axis]]]) -> bool:
-    """Whether `axis` has another place in some factor after than before."""
-    return any((axis in a) != (axis in b) or (axis in a and a.index(axis) != b.index(axis)) for a, b in pairs)
+    """Whether `axis` tells other pieces apart after than before: on another factor, or with others behind it."""
+    return any(_stride(axis, before) != _stride(axis, after) for before, after in pairs)
+
+
+def _stride(axis: Axis, axes: list[Axis]) -> int:
+    """How many pieces further a device's neighbour along `axis` is; 0 if it does not cut the factor."""
+    return _ways(axes[axes.index(axis) + 1 :]) if axis in axes else 0
 
 
 def _ways(axes: Sequence[Axis]) -> int:
