@@ -174,7 +174,7 @@ def test_ways_round(src: list[Axes], dst: list[Axes], pending: Axes, expected: l
     run(leaves, hops, tuple(src), tuple(dst), mesh, pending, "sum")
 
 
-@pytest.mark.parametrize("order", itertools.permutations((B, C, D)), ids=lambda o: "".join(a.name for a in o))
+@pytest.mark.parametrize("order", list(itertools.permutations((B, C, D))), ids=lambda o: "".join(a.name for a in o))
 def test_pieces_in_any_order_of_axes(order: Axes) -> None:
     """An axis that stays second goes along where those around it have other sizes."""
     mesh = Mesh(b=3, c=2, d=2)
