@@ -17,7 +17,7 @@ from shardlib import Mesh, reshard
 from shardlib.lower.move import Mover
 from shardlib.lower.program import Program, Var
 from shardlib.reshard import Axes, Cut, Hop
-from shardlib.reshard.direct import direct
+from shardlib.reshard.direct import Direct
 from shardlib.run import virtual
 from shardlib.specs.layout import Axis, Factor, Layout
 from shardlib.specs.spread import spread
@@ -168,7 +168,7 @@ def test_ways_round(src: list[Axes], dst: list[Axes], pending: Axes, expected: l
     leaves: Leaves = ((512,), (512,))
     hops = reshard.route(leaves, 8, tuple(src), tuple(dst), pending)
     assert [f"{h.step.kind} {h.step.bytes / 1024:.0f}" for h in hops] == expected
-    known = direct((512, 512), 8, tuple(src), tuple(dst), pending, "sum", (512, 512), leaves)
+    known = Direct((512, 512), 8, tuple(src), tuple(dst), pending, "sum", (512, 512), leaves).run()
     assert sum(h.step.bytes for h in hops) < sum(step.bytes for step in known)
     mesh = Mesh({a.name: a.of for a in dict.fromkeys((*itertools.chain(*src, *dst), *pending))})
     run(leaves, hops, tuple(src), tuple(dst), mesh, pending, "sum")
@@ -191,7 +191,7 @@ def test_a_way_round_is_never_dearer() -> None:
         on = [a for axes in src for a in axes]
         for pending in ((), tuple(a for a in atoms if a not in on)):
             steps = reshard.plan(sizes, 8, src, dst, pending)
-            known = direct(sizes, 8, src, dst, pending, "sum", sizes, ((64,),) * 3)
+            known = Direct(sizes, 8, src, dst, pending, "sum", sizes, ((64,),) * 3).run()
             assert sum(s.bytes for s in steps) <= sum(s.bytes for s in known)
             assert reshard.seconds(steps) <= reshard.seconds(known)
             better += steps != known

@@ -71,5 +71,5 @@ class Constants:
         args, kwargs = substitute(op.node, [self._operand(v) for v in op.operands])
         for path, (k, names) in op.rule.ints.items():
             args, kwargs = put(args, kwargs, path, product([sizes[n] for n in names]) * k)
-        (var,) = self.values.emitter.call(op.target, args, kwargs, op.results)
-        return var  # type: ignore[no-any-return]
+        var: Var = self.values.emitter.call(op.target, args, kwargs, op.results)[0]
+        return var

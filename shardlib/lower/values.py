@@ -59,9 +59,9 @@ class Values:
         form = self.result_form(op, 0, assignment, owed)
         if (known := self.have[value].get(form)) is not None:
             return known
-        (var,) = self.emitter.op(op, op.rule, assignment, [operand])
+        var: Var = self.emitter.op(op, op.rule, assignment, [operand])[0]
         self.settle(var, value, form)
-        return var  # type: ignore[no-any-return]
+        return var
 
     def _through(self, op: Op, want: Cut) -> tuple[Assignment, Cut]:
         """What a view's operand must be for its result to be `want`, as nearly as the view allows."""

@@ -17,36 +17,11 @@ from shardlib.specs.axis import Axis
 from shardlib.specs.pieces import fullest, nested, over, spans
 
 
-def direct(
-    sizes: tuple[int, ...],
-    itemsize: int,
-    src: Cut,
-    dst: Cut,
-    pending: Axes,
-    reduce: str,
-    into: tuple[int, ...],
-    parts: Leaves,
-) -> tuple[Step, ...]:
-    """The steps from `src`, with a reduction pending over `pending`, to `dst`; `into` are the sizes at the end.
+class Direct:
+    """Where a value is on its way from `src`, with a reduction pending over `pending`, to `dst`.
 
-    `parts` are the sizes of the leaves that each factor is made of.
+    `into` are the sizes at the end; `parts` the sizes of the leaves that each factor is made of.
     """
-    way = _Way(sizes, itemsize, src, dst, pending, reduce, into, parts)
-    way.slices()
-    way.scatter_sums()
-    way.exchange_factors()
-    way.permute_pieces()
-    way.exchange_pieces()
-    way.scatter_sums()
-    way.add_sums()
-    way.gather()
-    assert way.frozen() == dst, f"reshard from {src} to {dst} stopped at {way.frozen()}"
-    assert all(over(a, x) == over(b, x) for a, b, x in zip(way.sizes, into, dst, strict=True))
-    return tuple(way.steps)
-
-
-class _Way:
-    """Where a value is on its way from one cut to another."""
 
     def __init__(
         self,
@@ -64,6 +39,20 @@ class _Way:
         self.cut = [list(a) for a in src]
         self.pending = list(pending)
         self.steps: list[Step] = []
+
+    def run(self) -> tuple[Step, ...]:
+        """All steps of the way."""
+        self.slices()
+        self.scatter_sums()
+        self.exchange_factors()
+        self.permute_pieces()
+        self.exchange_pieces()
+        self.scatter_sums()
+        self.add_sums()
+        self.gather()
+        assert self.frozen() == self.dst, f"reshard to {self.dst} stopped at {self.frozen()}"
+        assert all(over(a, x) == over(b, x) for a, b, x in zip(self.sizes, self.into, self.dst, strict=True))
+        return tuple(self.steps)
 
     def frozen(self) -> Cut:
         return tuple(tuple(a) for a in self.cut)

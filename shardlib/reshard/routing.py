@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from shardlib.reshard.cheapest import cheapest
-from shardlib.reshard.direct import direct
+from shardlib.reshard.direct import Direct
 from shardlib.reshard.step import Axes, Cut, Leaves, Step, ways
 from shardlib.specs.pieces import even
 from shardlib.specs.spread import spread
@@ -45,7 +45,7 @@ def _plan(
 ) -> tuple[Step, ...]:
     if src == dst and not pending and sizes == into:
         return ()
-    steps = direct(sizes, itemsize, src, dst, pending, reduce, into, parts)
+    steps = Direct(sizes, itemsize, src, dst, pending, reduce, into, parts).run()
     if sizes != into or not any(step.bytes for step in steps[:-1]):
         return steps  # one collective, after all that is free: nothing sends less
     return cheapest(parts, itemsize, src, dst, pending, reduce, steps)
