@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shardlib.errors import ShardingError
-from shardlib.jit import Jitted, _run, jit
+from shardlib.calls.flat import Static, flatten_call
+from shardlib.calls.run import run
+from shardlib.jit import Jitted, jit
 from shardlib.meshes.mesh import Mesh, current_mesh
 from shardlib.random.plain import plain_program
 from shardlib.run import virtual
 from shardlib.state import single_device
 from shardlib.tensors.tensor import ShardedTensor, typeof
-from shardlib.tracing.trace import Static, flatten_call
 
 _RTOL = {torch.float64: 1e-12, torch.complex128: 1e-12, torch.float32: 1e-5, torch.complex64: 1e-5}
 _HALF = 1e-2  # bf16, fp16 and smaller
@@ -104,7 +105,7 @@ def check(
         plan, found = step.plan(*args, **kwargs), _seeded(lambda: step(*args, **kwargs))
         leaves = close("result", expected, found)
         if mesh.kind == "virtual" and mesh.size <= _SMALL:
-            found = _seeded(lambda: _unshared(step, mesh, args, kwargs))
+            found = _seeded(lambda: unshared(step, mesh, args, kwargs))
             leaves += close("result", expected, found, " (nothing shared)")
         names = [name for name, value in plan.compiled.inputs if value.dtype.is_floating_point]
         if names and _is_loss(expected):
@@ -158,10 +159,13 @@ def _alone(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
         return _seeded(run)
 
 
-def _unshared(step: Jitted, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    plan = step.plan(*args, **kwargs)
-    entry = replace(step._load(mesh, plan), runner=virtual.load(plan.compiled.program, mesh, share=False))
-    return _run(entry, mesh, list(flatten_call(args, kwargs, step.static).leaves))
+def unshared(step: Jitted, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A call in which virtual devices share no value: each computes its own."""
+    args, kwargs = tuple(args), dict(kwargs)
+    key, leaves, state = step._read(mesh, step.programs, None, args, kwargs)
+    plan, _ = step._planned(step.programs, mesh, key, leaves, state, args, kwargs)
+    ready = step._load(mesh, plan, (), lambda program, mesh, _: virtual.load(program, mesh, share=False))
+    return run(ready.entry, mesh, leaves)
 
 
 def _is_loss(out: Any) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,21 +10,25 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from shardlib import graph as graphs
+from shardlib.calls.flat import FlatCall, flatten_call
+from shardlib.calls.arguments import by_argument, describe
+from shardlib.calls.state import State
 from shardlib.errors import ShardingError
 from shardlib.graph import Graph, Op, Value
 from shardlib.lower import lower
 from shardlib.lower.program import Program
+from shardlib.lower.split import Halves, split
 from shardlib.meshes.mesh import Mesh
 from shardlib.normalise import normalise
 from shardlib.plans.places import place
 from shardlib.propagate import Propagated, propagate
 from shardlib.propagate.flood import Fixed
 from shardlib.propagate.units import is_constraint
-from shardlib.specs.spec import P, Spec, resolve_many
+from shardlib.specs.layout import Layout
+from shardlib.specs.prefix import SpecLike, broadcast_prefix
+from shardlib.specs.spec import Spec, resolve_many
 from shardlib.state import paused_gc, tracing
-from shardlib.tracing.trace import Static, Traced, flatten_call, is_tensor, trace
-
-SpecLike = str | P | Spec | None
+from shardlib.tracing.trace import Traced, trace
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Compiled:
     program: Program
     inputs: tuple[tuple[str, Value], ...]
     fixed_inputs: Mapping[int, Fixed]  # by input position
+    halves: Halves | None = None  # of the program, where its results have gradients
     seconds: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -54,29 +57,38 @@ def compile_program(
     out_specs: Any = None,
     static: Collection[int | str] = (),
     placed: Callable[[Any], Fixed | None] = lambda leaf: None,
+    state: State | None = None,
+    differentiate: bool = False,
+    exact: bool = False,
 ) -> Compiled:
     """Run all stages on `fn(*args, **kwargs)`.
 
-    `in_specs` and `out_specs` are prefix pytrees of specs; `placed` gives the layout of an argument leaf that has one.
+    `in_specs` and `out_specs` are prefix pytrees of specs; `placed` gives the layout of a leaf of the call that has
+    one. `state`, `differentiate` and `exact` are as in `trace`.
     """
     clock = _Clock()
+    call = flatten_call(args, kwargs, static, state)
     with mesh, tracing():
-        traced = trace(fn, args, kwargs, static=static)
+        traced = trace(fn, args, kwargs, static=static, state=state, differentiate=differentiate, exact=exact)
         clock.stop("trace")
         traced = normalise(traced)
     clock.stop("normalise")
     graph = graphs.build(traced.graph)
-    fixed_inputs = _fixed_inputs(fn, traced, graph, args, kwargs, in_specs, static, mesh, placed)
+    fixed_inputs = _fixed_inputs(fn, traced, graph, call, in_specs, mesh, placed)
     fixed = {graph.inputs[i]: f for i, f in fixed_inputs.items()} | _constraints(graph, mesh)
     _refuse_contradictions(traced, graph, fixed)
-    outputs = _fixed_outputs(traced, graph, out_specs, mesh)
+    outputs = _fixed_outputs(traced, graph, out_specs, mesh) | _at_home(traced, graph, call, fixed_inputs, placed)
     clock.stop("rules")
     propagated = propagate(graph, mesh, fixed, outputs, _doors(graph, mesh))
     clock.stop("propagate")
     program = lower(graph, propagated, mesh)
+    halves = None
+    if traced.after.gradients:
+        halves = split(program, len(traced.after.cotangents), len(traced.after.gradients))
+        program.steps = [*halves.forward.steps, *halves.backward.steps]
     clock.stop("lower")
     names = tuple(zip(traced.input_names, graph.inputs, strict=True))
-    return Compiled(traced, mesh, graph, propagated, program, names, fixed_inputs, clock.seconds)
+    return Compiled(traced, mesh, graph, propagated, program, names, fixed_inputs, halves, clock.seconds)
 
 
 class _Clock:
@@ -93,15 +105,13 @@ def _fixed_inputs(
     fn: Callable[..., Any],
     traced: Traced,
     graph: Graph,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    call: FlatCall,
     in_specs: Any,
-    static: Collection[int | str],
     mesh: Mesh,
     placed: Callable[[Any], Fixed | None],
 ) -> dict[int, Fixed]:
     """Layouts of the inputs that have one: from their spec, or because they are placed already."""
-    specs = _input_specs(fn, traced, args, kwargs, in_specs, static)
+    specs = _input_specs(fn, traced, call, in_specs)
     items = [
         (i, (name, value.shape, spec, None))
         for i, (name, value, spec) in enumerate(zip(traced.input_names, graph.inputs, specs, strict=True))
@@ -113,9 +123,7 @@ def _fixed_inputs(
         for (i, item), r in zip(items, resolved, strict=True)
     }
     wrong = []
-    for i, (leaf, name) in enumerate(
-        zip(_tensor_leaves(traced, args, kwargs, static), traced.input_names, strict=True)
-    ):
+    for i, (leaf, name) in enumerate(zip(_input_leaves(traced, call), traced.input_names, strict=True)):
         if (at := placed(leaf)) is not None:
             said = fixed.get(i)
             if said is not None and not any(said.open) and not said.agrees(at):
@@ -137,92 +145,59 @@ def _fixed_inputs(
     return fixed
 
 
-def _tensor_leaves(
-    traced: Traced, args: Sequence[Any], kwargs: Mapping[str, Any], static: Collection[int | str]
-) -> list[Any]:
-    leaves = flatten_call(args, kwargs, static).leaves
-    return [leaves[i] for i in traced.input_leaves]
+def _input_leaves(traced: Traced, call: FlatCall) -> list[Any]:
+    """The leaf of the call that each input is; None for a cotangent."""
+    leaves = call.leaves
+    return [leaves[i] if i >= 0 else None for i in traced.input_leaves]
 
 
-def _input_specs(
-    fn: Callable[..., Any],
-    traced: Traced,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    in_specs: Any,
-    static: Collection[int | str],
-) -> list[SpecLike]:
+def _input_specs(fn: Callable[..., Any], traced: Traced, call: FlatCall, in_specs: Any) -> list[SpecLike]:
     if in_specs is None:
         return [None] * len(traced.input_names)
-    call = flatten_call(args, kwargs, static)
-    positional, named = pytree.tree_unflatten(list(call.leaves), call.tree)
-    tree = _by_argument(fn, traced.name, in_specs, len(positional), named)
-    flat = broadcast_prefix(tree, (positional, named), f"{traced.name}: in_specs", _describe)
-    return [flat[i] for i in traced.input_leaves]
+    positional, named = pytree.tree_unflatten(list(call.arguments), call.tree)
+    tree = by_argument(fn, traced.name, in_specs, len(positional), named)
+    flat = broadcast_prefix(tree, (positional, named), f"{traced.name}: in_specs", describe)
+    return [flat[i] if 0 <= i < len(flat) else None for i in traced.input_leaves]
 
 
-def _by_argument(
-    fn: Callable[..., Any], name: str, in_specs: Any, positional: int, named: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The specs of `(args, kwargs)`: `in_specs` is a tuple with an entry per positional argument, or a dict by name."""
-    plain, everything = _parameters(fn)
-    if isinstance(in_specs, dict):
-        known = [*everything, *(k for k in named if k not in everything)]
-        if unknown := [key for key in in_specs if key not in known]:
-            raise ShardingError(
-                f"{name}: in_specs do not fit the arguments",
-                [f"{key!r} is no parameter; they are {', '.join(known) or 'none'}" for key in unknown],
-                rule="in_specs is a tuple with an entry per positional argument, or a dict by parameter name",
-                remedy="in_specs=({...},) for a first argument that is a dict itself",
-            )
-        first = tuple(in_specs.get(plain[i]) if i < len(plain) else None for i in range(positional))
-        return first, {k: in_specs.get(k) for k in named}
-    specs = tuple(in_specs) if isinstance(in_specs, tuple | list) else (in_specs,) * (positional + len(named))
-    if len(specs) > positional + len(named):
-        total = positional + len(named)
-        raise ShardingError(
-            f"{name}: in_specs has {len(specs)} entries, the call has {total} argument{'s' * (total != 1)}",
-            [f"{i}: {spec!r}" for i, spec in enumerate(specs[total:], total)],
-            rule="in_specs is a tuple with an entry (or None) per positional argument, or a dict by parameter name",
-            remedy="a spec is one string, 'batch seq', not a tuple of names; in_specs=('batch seq',) for one argument",
-        )
-    rest = dict(zip(plain[positional:], specs[positional:], strict=False))  # given by name this time
-    return (*specs[:positional], *(None,) * (positional - len(specs))), {k: rest.get(k) for k in named}
+def _at_home(
+    traced: Traced,
+    graph: Graph,
+    call: FlatCall,
+    fixed_inputs: Mapping[int, Fixed],
+    placed: Callable[[Any], Fixed | None],
+) -> dict[int, Fixed]:
+    """What is written to stays where it was, and gradients live where their values live; plain tensors are whole."""
+    leaves, after = call.leaves, traced.after
+    said = {traced.input_leaves[i]: fixed for i, fixed in fixed_inputs.items()}
+    out = {}
+    for leaf, position in (*after.written, *after.gradients, *after.grads):
+        if position is not None:
+            value = graph.outputs[position]
+            whole = Fixed(Layout.replicated(value.shape), ((None,),) * len(value.shape), (False,) * len(value.shape), "")
+            home = said[leaf] if placed(leaves[leaf]) is not None and leaf in said else whole
+            out[position] = Fixed(home.layout, home.names, home.open, f"the place of {_name(traced, leaf)}")
+    return out
 
 
-def _parameters(fn: Callable[..., Any]) -> tuple[list[str], list[str]]:
-    """Names of the parameters that may be given by position, and of all."""
-    try:
-        parameters = list(inspect.signature(fn).parameters.values())
-    except (ValueError, TypeError):  # a builtin
-        return [], []
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    named = [p for p in parameters if p.kind not in variadic]
-    return [p.name for p in named if p.kind is not inspect.Parameter.KEYWORD_ONLY], [p.name for p in named]
-
-
-def _describe(leaf: Any) -> str | None:
-    """What a leaf is, if it can have no spec."""
-    if is_tensor(leaf) or leaf is None:
-        return None
-    if isinstance(leaf, Static):
-        return "a static argument"
-    return f"{leaf!r}, which is no tensor" if isinstance(leaf, int | float | str) else f"a {type(leaf).__name__}"
+def _name(traced: Traced, leaf: int) -> str:
+    names = dict(zip(traced.input_leaves, traced.input_names, strict=True))
+    return names.get(leaf, "an argument")
 
 
 def _fixed_outputs(traced: Traced, graph: Graph, out_specs: Any, mesh: Mesh) -> dict[int, Fixed]:
     if out_specs is None:
         return {}
-    dummy = pytree.tree_unflatten(list(range(len(graph.outputs))), traced.out_tree)
+    own = graph.outputs[: traced.out_tree.num_leaves]
+    dummy = pytree.tree_unflatten(list(range(len(own))), traced.out_tree)
 
-    def describe(i: int) -> str | None:
-        constant = graph.outputs[i]
-        return None if isinstance(constant, Value) else _describe(constant)
+    def what(i: int) -> str | None:
+        return None if isinstance(own[i], Value) else describe(own[i])
 
-    flat = broadcast_prefix(out_specs, dummy, f"{traced.name}: out_specs", describe)
+    flat = broadcast_prefix(out_specs, dummy, f"{traced.name}: out_specs", what)
     items = [
         (i, (f"result{name}", value.shape, spec, None))
-        for i, (value, spec, name) in enumerate(zip(graph.outputs, flat, traced.output_names, strict=True))
+        for i, (value, spec, name) in enumerate(zip(own, flat, traced.output_names, strict=True))
         if spec is not None and isinstance(value, Value)
     ]
     resolved = resolve_many([item for _, item in items], mesh, what="jit out_specs") if items else []
@@ -279,76 +254,3 @@ def _refuse_contradictions(traced: Traced, graph: Graph, fixed: Mapping[Value, F
             rule="two annotations of one value agree: it lives in one place",
             remedy="drop one of the two; to move a value on purpose, shard the result of the op that reads it",
         )
-
-
-def is_spec(x: Any) -> bool:
-    """Whether `x` is a leaf of a pytree of specs."""
-    return x is None or isinstance(x, str | P | Spec)
-
-
-def broadcast_prefix(
-    prefix: Any, tree: Any, what: str, describe: Callable[[Any], str | None] = lambda leaf: None
-) -> list[SpecLike]:
-    """One spec per leaf of `tree`; a spec (or None) in `prefix` stands for everything below it.
-
-    `describe` says what a leaf is that can have no spec of its own, and None of any other.
-
-    Example:
-        >>> broadcast_prefix(("a", {"x": "b c"}), (1, {"x": 2, "y": 3}), "in_specs")
-        ['a', 'b c', None]
-    """
-    out: list[SpecLike] = []
-    wrong: list[str] = []
-
-    def walk(spec: Any, node: Any, path: str) -> None:
-        if is_spec(spec):
-            leaves = pytree.tree_leaves(node)
-            if spec is not None and len(leaves) == 1 and leaves[0] is node and (said := describe(node)):
-                wrong.append(f"{path}: spec {str(spec)!r} for {said}")
-            out.extend([spec] * len(leaves))
-            return
-        specs, values = _children(spec), _children(node)
-        if specs is not None and values is not None and dataclasses.is_dataclass(node) and type(spec) is type(node):
-            specs = [getattr(spec, name) for name in _fields(node)]  # flattening leaves out what is None
-        if specs is None or values is None or (isinstance(spec, dict) != isinstance(node, dict)):
-            wrong.append(f"{path}: the specs have {_kind(spec)}, the values {_kind(node)}")
-        elif isinstance(spec, dict):
-            wrong.extend(
-                f"{path} has no {key!r}; it has {', '.join(map(repr, node))}" for key in spec if key not in node
-            )
-            for key, child in node.items():
-                walk(spec.get(key), child, f"{path}[{key!r}]")
-        elif len(specs) != len(values):
-            wrong.append(f"{path}: the specs have {_kind(spec)}, the values {_kind(node)}")
-        else:
-            for i, (s, n) in enumerate(zip(specs, values, strict=True)):
-                walk(s, n, f"{path}[{i}]")
-
-    walk(prefix, tree, "")
-    if wrong:
-        raise ShardingError(
-            f"{what} do not fit the values",
-            wrong,
-            rule="specs are a prefix of the values' pytree: a spec, or None, at a node stands for all leaves below",
-            remedy="write the spec of one tensor as a string ('batch seq') or a P, None where it is to be inferred",
-        )
-    return out
-
-
-def _children(x: Any) -> list[Any] | None:
-    """What a container holds, in order; None for a leaf."""
-    node = pytree._get_node_type(x)
-    return list(pytree.SUPPORTED_NODES[node].flatten_fn(x)[0]) if node in pytree.SUPPORTED_NODES else None
-
-
-def _fields(x: Any) -> list[str]:
-    """The fields of a registered dataclass that are children, in order."""
-    flatten: Any = pytree.SUPPORTED_NODES[type(x)].flatten_with_keys_fn
-    return [str(key.name) for key, _ in flatten(x)[0]]
-
-
-def _kind(x: Any) -> str:
-    children = _children(x)
-    if children is None and not is_tensor(x):
-        return repr(x) if isinstance(x, int | float | str) else f"a {type(x).__name__}"
-    return f"a {type(x).__name__}" if children is None else f"a {type(x).__name__} of {len(children)}"

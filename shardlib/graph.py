@@ -120,7 +120,8 @@ def build(gm: fx.GraphModule) -> Graph:
     for node in gm.graph.nodes:
         val = node.meta.get("val")
         if node.op == "placeholder":
-            value = values[node] = Value(node.name, tuple(val.shape), val.dtype, None)
+            constant = bool(node.meta.get("constant"))  # what every process has whole, and that needs no gradient
+            value = values[node] = Value(node.name, tuple(val.shape), val.dtype, None, constant=constant)
             inputs.append(value)
         elif node.op == "get_attr":
             tensor = operator.attrgetter(node.target)(gm)

@@ -5,15 +5,26 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+import warnings
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from shardlib.call import Entry, run, signature
-from shardlib.call import entry as make_entry
-from shardlib.call import run as _run
+from shardlib.calls import gradient
+from shardlib.calls.ambient import ambient
+from shardlib.calls.closure import Closure
+from shardlib.calls.flat import flatten_call, read, same_number, wrapped
+from shardlib.calls.gradient import Backward
+from shardlib.calls.reasons import Seen, difference, seen
+from shardlib.calls.run import Entry, entry, run
+from shardlib.calls.run import run as _run
+from shardlib.calls.state import Place, State, changed
 from shardlib.compile import compile_program
 from shardlib.errors import ShardingError
 from shardlib.meshes.mesh import Mesh, current_mesh
@@ -22,13 +33,11 @@ from shardlib.plans.plan import Plan
 from shardlib.propagate.flood import Fixed
 from shardlib.random.draw import in_call
 from shardlib.random.plain import plain_program
-from shardlib.run import load
+from shardlib.run import Runner, load
 from shardlib.specs.layout import Layout, Pieces
 from shardlib.specs.spec import Resolved, Spec
 from shardlib.state import is_single_device, is_tracing
-from shardlib.tensors.tensor import ShardedTensor, short_dtype
-from shardlib.tracing.trace import FlatCall, Static, flatten_call, is_tensor
-from shardlib.tracing.trace import _input_names as input_names
+from shardlib.tensors.tensor import ShardedTensor, typeof
 
 __all__ = ["Jitted", "_run", "jit", "relayout"]
 
@@ -81,6 +90,71 @@ def _tuple(x: Any) -> tuple[Any, ...]:
     return (x,) if isinstance(x, int | str) else tuple(x)
 
 
+class RetraceWarning(UserWarning):
+    """A function is compiled again and again."""
+
+
+OFTEN = 8  # programs for one reason, from which on it is said
+PROGRAMS = 64  # that a function keeps; the one that was not called for longest goes
+PLANS = 8
+
+
+class Programs:
+    """The programs and plans of one jitted function, or of a jitted method of one object."""
+
+    def __init__(self) -> None:
+        self.entries: OrderedDict[Any, list[Ready]] = OrderedDict()
+        self.plans: OrderedDict[Any, list[tuple[Plan, list[Any]]]] = OrderedDict()
+        self.lock = threading.RLock()  # while compiling
+        self.last: Seen | None = None
+        self.retraces: list[str] = []
+        self.reasons: Counter[str] = Counter()
+        self.changing: set[Place] = set()  # what the function itself changes where it was found
+
+    def find(self, key: Any, leaves: Sequence[Any]) -> Ready | None:
+        """The program for a call."""
+        for ready in self.entries.get(key, ()):
+            if all(same_number(leaves[i], value) for i, value in ready.entry.looked):
+                return ready
+        return None
+
+    def keep(self, key: Any, ready: Ready) -> None:
+        """A new program; the oldest go where there are too many."""
+        self.entries.setdefault(key, []).append(ready)
+        self.entries.move_to_end(key)
+        while sum(map(len, self.entries.values())) > PROGRAMS:
+            oldest = next(iter(self.entries))
+            self.entries[oldest].pop(0)
+            if not self.entries[oldest]:
+                del self.entries[oldest]
+
+    def plan_for(self, key: Any, leaves: Sequence[Any]) -> tuple[Plan, list[Any]] | None:
+        """The plan for a call, and what its key knows by identity."""
+        for plan, kept in self.plans.get(key, ()):
+            if all(same_number(leaves[i], value) for i, value in plan.compiled.traced.looked.items()):
+                return plan, kept
+        return None
+
+    def keep_plan(self, key: Any, plan: Plan, kept: list[Any]) -> None:
+        """A new plan; the oldest go where there are too many."""
+        self.plans.setdefault(key, []).append((plan, kept))
+        self.plans.move_to_end(key)
+        while sum(map(len, self.plans.values())) > PLANS:
+            oldest = next(iter(self.plans))
+            self.plans[oldest].pop(0)
+            if not self.plans[oldest]:
+                del self.plans[oldest]
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A program that can run: forward, and the way back where its results have a history."""
+
+    entry: Entry
+    backward: Backward | None
+    plan: weakref.ref[Plan]
+
+
 class Jitted:
     """What `jit` returns: call it, or ask for its `plan`. `retraces` tells why it was compiled more than once."""
 
@@ -97,49 +171,80 @@ class Jitted:
         self.name: str = getattr(fn, "__name__", type(fn).__name__)
         self.fn, self.in_specs, self.out_specs, self.budget = fn, in_specs, out_specs, budget
         self.static, self.donate = _by_position_and_name(fn, static), _by_position_and_name(fn, donate)
-        self._entries: dict[Any, Entry] = {}
-        self._plans: dict[Any, Plan] = {}
-        self._warm: dict[Any, Entry] = {}  # by mesh and signature
-        self._lock = threading.RLock()
-        self.retraces: list[str] = []
+        self.programs = Programs()
+        self._of: dict[int, tuple[weakref.ref[Any], Programs]] = {}  # programs of methods, by object
+
+    @functools.cached_property
+    def _closure(self) -> Closure:
+        return Closure(self.fn)
+
+    @property
+    def retraces(self) -> list[str]:
+        """Why it was compiled again, each time."""
+        return self.programs.retraces
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments (real, meta or fake tensors); nothing runs and no device is touched."""
+        return self._plan(self.programs, None, args, kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(self.programs, None, args, kwargs)
+
+    def _plan(self, programs: Programs, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         mesh = self._mesh(args, kwargs)
-        plan = self._planned(mesh, args, kwargs)
+        key, leaves, state = self._read(mesh, programs, own, args, kwargs)
+        plan = self._planned(programs, mesh, key, leaves, state, args, kwargs)[0]
         self._check_budgets(plan)
         return plan
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, programs: Programs, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_single_device() and not (is_tracing() or in_call()):
             with plain_program():
                 return self.fn(*args, **kwargs)
         if is_single_device() or is_tracing() or _transformed(args, kwargs):
             return self.fn(*args, **kwargs)
         mesh = current_mesh() or self._mesh(args, kwargs)
-        read = signature(args, kwargs)
-        if read is not None:
-            entry = self._warm.get((id(mesh), read[1]))
-            if entry is not None:
-                if current_budgets():
-                    self._check_budgets(entry.plan)
-                return run(entry, mesh, read[0])
-        call = flatten_call(args, kwargs, self.static)
-        leaves = list(call.leaves)
-        with self._lock:
-            key = self._key(mesh, call)
-            entry = self._entries.get(key)
-            if entry is None:
-                plan = self._planned(mesh, args, kwargs)
-                self._check_budgets(plan)
-                _refuse_other_devices(plan, mesh, leaves)
-                entry = self._entries[key] = self._load(mesh, plan)
-            else:
-                self._check_budgets(entry.plan)
-            # The two readings of a call list the same leaves, but for what only the slow one looks into.
-            if read is not None and entry.mesh is mesh and _same(read[0], leaves):
-                self._warm[id(mesh), read[1]] = entry
-        return run(entry, mesh, leaves)
+        key, leaves, state = self._read(mesh, programs, own, args, kwargs)
+        ready = programs.find(key, leaves)
+        if ready is None:
+            with programs.lock:
+                ready = programs.find(key, leaves)
+                if ready is None:
+                    plan, kept = self._planned(programs, mesh, key, leaves, state, args, kwargs)
+                    self._check_budgets(plan)
+                    _refuse_other_devices(plan, mesh, leaves)
+                    ready = self._load(mesh, plan, kept)
+                    programs.keep(key, ready)
+        elif self.budget is not None or current_budgets():
+            plan = ready.plan() or self._planned(programs, mesh, key, leaves, state, args, kwargs)[0]
+            self._check_budgets(plan)
+        if ready.backward is not None:
+            return gradient.run(ready.entry, ready.backward, mesh, leaves)
+        return run(ready.entry, mesh, leaves)
+
+    def _read(
+        self,
+        mesh: Mesh,
+        programs: Programs,
+        own: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        noting: bool = False,
+    ) -> tuple[Any, list[Any], State]:
+        """The key of a call, its leaves, and the state that comes with it."""
+        leaves: list[Any] = []
+        known: list[Any] = []
+        state = State(own, programs.changing)
+        if noting:
+            state.found = {}
+        if self.static:
+            args, kwargs = wrapped(args, kwargs, self.static)
+        read(args, leaves, known, state)
+        read(kwargs, leaves, known, state)
+        self._closure.read(state, known)
+        leaves += state.tensors
+        return (mesh, ambient(), tuple(known)), leaves, state
 
     def _check_budgets(self, plan: Plan) -> None:
         for budget in (*current_budgets(), *([self.budget] if self.budget else ())):
@@ -158,22 +263,52 @@ class Jitted:
             (mesh,) = found
         return mesh
 
-    def _key(self, mesh: Mesh, call: FlatCall) -> Any:
-        return mesh, call.tree, tuple(map(_leaf_key, call.leaves))
-
-    def _planned(self, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-        call = flatten_call(args, kwargs, self.static)
-        with self._lock:
-            key = self._key(mesh, call)
-            known = self._plans.get(key)
+    def _planned(
+        self,
+        programs: Programs,
+        mesh: Mesh,
+        key: Any,
+        leaves: list[Any],
+        state: State,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Plan, list[Any]]:
+        with programs.lock:
+            known = programs.plan_for(key, leaves)
             if known is None:
-                known = self._compile(mesh, args, kwargs)
-                if self._plans:
-                    self.retraces.append(_difference(list(self._plans)[-1], key, call, self.fn))
-                self._plans[key] = known
+                before = self._read(mesh, programs, state.own, args, kwargs, noting=True)[2]
+                plan = self._compile(mesh, leaves, state, args, kwargs)
+                after = self._read(mesh, programs, state.own, args, kwargs, noting=True)[2]
+                if left := changed(before.found or {}, after.found or {}):
+                    _refuse_leaks(self.name, left, before, after)
+                    programs.changing |= left
+                    key = self._read(mesh, programs, state.own, args, kwargs)[0]
+                call = flatten_call(args, kwargs, self.static, state)
+                now = seen(self.fn, call, key, plan.compiled.traced.looked)
+                if programs.last is not None:
+                    self._retraced(programs, difference(programs.last, now))
+                programs.last, known = now, (plan, state.kept)
+                programs.keep_plan(key, plan, state.kept)
         return known
 
-    def _compile(self, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    def _retraced(self, programs: Programs, changes: Mapping[str, str]) -> None:
+        """Note why; say it when it happens again and again."""
+        programs.retraces.append("; ".join(f"{name}: {change}" if change else name for name, change in changes.items()))
+        del programs.retraces[:-PROGRAMS]
+        for name in changes:
+            programs.reasons[name] += 1
+            if programs.reasons[name] == OFTEN:
+                warnings.warn(
+                    f"{self.name} has been compiled {OFTEN + 1} times because of {name} "
+                    f"({programs.retraces[-1]}): pad to a few shapes, pass what changes as a tensor, "
+                    "or leave Python out of it; step.retraces lists all reasons",
+                    RetraceWarning,
+                    stacklevel=5,
+                )
+
+    def _compile(
+        self, mesh: Mesh, leaves: list[Any], state: State, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Plan:
         def placed(leaf: Any) -> Fixed | None:
             if not isinstance(leaf, ShardedTensor):
                 return None
@@ -195,25 +330,97 @@ class Jitted:
             out_specs=self.out_specs,
             static=self.static,
             placed=placed,
+            state=state,
+            exact=self._closure.exact,
+            differentiate=torch.is_grad_enabled()
+            and any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves),
         )
         paths = compiled.traced.input_paths
-        compiled.program.donated = frozenset(i for i, path in enumerate(paths) if _argument(path) in self.donate)
+        compiled.program.donated = frozenset(
+            i for i, path in enumerate(paths) if path is not None and _argument(path) in self.donate
+        )
         return Plan(compiled)
 
-    def _load(self, mesh: Mesh, plan: Plan) -> Entry:
+    def _load(self, mesh: Mesh, plan: Plan, kept: Sequence[Any] = (), load: Callable[..., Runner] = load) -> Ready:
         if mesh.kind == "abstract":
             raise ShardingError(
                 f"{self.name} cannot run on {mesh}",
                 rule="an abstract mesh has no devices",
                 remedy="plan on it (step.plan(...)), or use Mesh(...)",
             )
-        return make_entry(plan, mesh, load(plan.compiled.program, mesh, plan))
+        program, halves = plan.compiled.program, plan.compiled.halves
+        if halves is None:
+            return Ready(entry(plan, program, mesh, load(program, mesh, plan), kept), None, weakref.ref(plan))
+        halves.forward.donated = program.donated
+        first = entry(plan, halves.forward, mesh, load(halves.forward, mesh, plan), kept)
+        second = gradient.backward(plan, halves, mesh, load(halves.backward, mesh, plan), _moved)
+        return Ready(first, second, weakref.ref(plan))
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)
+        return self if instance is None else Method(self, instance)
+
+    def _programs_of(self, instance: Any) -> Programs | None:
+        """The programs of one object's method, which go with the object; None where nobody can see it go."""
+        known = self._of.get(id(instance))
+        if known is None or known[0]() is not instance:
+            try:
+                gone = weakref.ref(instance, lambda _, number=id(instance), of=self._of: of.pop(number, None))
+            except TypeError:  # it has slots
+                return None
+            known = self._of[id(instance)] = gone, Programs()
+        return known[1]
 
     def __repr__(self) -> str:
         return f"<jit of {self.name}>"
+
+
+class Method:
+    """A jitted method of one object: call it, or ask for its `plan`."""
+
+    def __init__(self, jitted: Jitted, instance: Any) -> None:
+        self.jitted, self.instance = jitted, instance
+        own = jitted._programs_of(instance)
+        self.programs, self._own = (jitted.programs, None) if own is None else (own, instance)
+        self.__wrapped__ = functools.partial(jitted.fn, instance)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """As `Jitted.plan`."""
+        return self.jitted._plan(self.programs, self._own, (self.instance, *args), kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.jitted._call(self.programs, self._own, (self.instance, *args), kwargs)
+
+    @property
+    def retraces(self) -> list[str]:
+        """Why it was compiled again, each time."""
+        return self.programs.retraces
+
+    def __repr__(self) -> str:
+        return f"<jit of {self.jitted.name} of a {type(self.instance).__name__}>"
+
+
+def _refuse_leaks(name: str, places: Collection[Place], before: State, after: State) -> None:
+    """Values of a trace are none of this world: nobody may keep them."""
+    known = {id(x) for x in before.tensors}
+    wrong = [
+        f"{where} has become a value of the trace, {typeof(x)}"
+        for where, x in zip(after.names, after.tensors, strict=True)
+        if isinstance(x, FakeTensor) and id(x) not in known
+    ]
+    if wrong:
+        raise ShardingError(
+            f"{name} keeps tensors that it computes while it is traced",
+            wrong,
+            rule="a jitted function runs once, on shapes: its tensors have no values, and leave it only as results",
+            remedy="return the tensor, and keep it outside; or register it as a buffer and write to it in place",
+        )
+
+
+def _moved(x: ShardedTensor, layout: Layout) -> ShardedTensor:
+    """`x` in another layout."""
+    names = tuple((None,) * len(dim) for dim in layout.dims)
+    spec = Spec.exactly(layout, names, pieces=True)
+    return relayout(x, Resolved(layout, names, (False,) * len(layout.dims), spec))
 
 
 def _by_position_and_name(fn: Callable[..., Any], chosen: frozenset[int | str]) -> frozenset[int | str]:
@@ -238,10 +445,6 @@ def _argument(path: Any) -> int | str:
     return str(first.key) if group.idx == 1 else int(first.idx)
 
 
-def _same(a: list[Any], b: list[Any]) -> bool:
-    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
-
-
 def _refuse_other_devices(plan: Plan, mesh: Mesh, leaves: list[Any]) -> None:
     """Every tensor must be where the mesh's devices are."""
     traced = plan.compiled.traced
@@ -261,57 +464,6 @@ def _refuse_other_devices(plan: Plan, mesh: Mesh, leaves: list[Any]) -> None:
             if meta
             else f"x.to({there!r}) first, or Mesh(..., device=...)",
         )
-
-
-def _leaf_key(leaf: Any) -> Any:
-    if type(leaf) is ShardedTensor:
-        return tuple(leaf.shape), leaf.dtype, leaf.sharding, leaf.requires_grad, leaf._form.names
-    if is_tensor(leaf):
-        return tuple(leaf.shape), leaf.dtype, leaf.device.type, leaf.requires_grad, type(leaf)
-    if isinstance(leaf, Static):
-        leaf = leaf.value
-        try:
-            hash(leaf)
-        except TypeError:
-            return type(leaf), _Keep(leaf)
-        return type(leaf), leaf
-    return (type(leaf), leaf) if isinstance(leaf, int | float | bool | str | None) else (type(leaf), _Keep(leaf))
-
-
-class _Keep:
-    """Compares an object by identity, and keeps it alive as long as its key, so that no other one gets its id."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Keep) and (self.value is other.value)
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __repr__(self) -> str:
-        return f"a {type(self.value).__name__} (compared by identity)"
-
-
-def _difference(old: Any, new: Any, call: FlatCall, fn: Callable[..., Any]) -> str:
-    """What changed between two calls, in words."""
-    if old[0] != new[0]:
-        return f"the mesh was {old[0]}, is {new[0]}"
-    if old[1] != new[1]:
-        return "the arguments have another structure"
-    names = list(input_names(fn, call.paths))
-    changes = [f"{name}: {_show(a)} -> {_show(b)}" for name, a, b in zip(names, old[2], new[2], strict=True) if a != b]
-    return "; ".join(changes)
-
-
-def _show(key: Any) -> str:
-    if len(key) == 2:
-        return repr(key[1])
-    where = f" [{key[2]}]" if isinstance(key[2], Layout) else ""
-    return f"{short_dtype(key[1])}{list(key[0])}{where}{' requires_grad' if key[3] else ''}"
 
 
 def _transformed(args: Any, kwargs: Any) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from shardlib.scalar import hinted
 from shardlib.tracing.trace import Traced
 from shardlib.tracing.views import argument, is_view, written_arguments
 
@@ -284,5 +285,5 @@ def _call(gm: fx.GraphModule, like: fx.Node, target: Any, *args: Any) -> fx.Node
     """A new node with the line of `like`; the caller says where."""
     node = gm.graph.call_function(target, args)
     node.meta.update({k: like.meta[k] for k in ("line", "backward") if k in like.meta})
-    node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
+    node.meta["val"] = target(*hinted(fx.map_arg(args, lambda n: n.meta["val"])))
     return node

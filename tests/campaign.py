@@ -12,7 +12,7 @@ import re
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 import shardlib as sl
 from shardlib import Mesh, ShardingError, reshard
-from shardlib.jit import _run
+from shardlib.check import unshared
 from shardlib.lower.program import Collective
 from shardlib.reshard import cheapest, routing, step
 from shardlib.run import virtual
@@ -69,10 +69,8 @@ def outcome(p: Program) -> Outcome:
             str(plan)
             if fault := differ(expected, pytree.tree_leaves(step(*args)), tolerance):
                 return Outcome("wrong", fault, *once)
-            entry = step._load(mesh, plan)
             with counting() as calls:
-                apart = replace(entry, runner=virtual.load(plan.compiled.program, mesh, share=False))
-                found = pytree.tree_leaves(_run(apart, mesh, args))
+                found = pytree.tree_leaves(unshared(step, mesh, args, {}))
             if fault := differ_anywhere(expected, found, mesh, tolerance):
                 return Outcome("wrong", f"unshared: {fault}", *once)
             if fault := broken_promise(promised, calls, mesh):

@@ -250,7 +250,7 @@ def test_threads() -> None:
     [t.start() for t in threads]
     [t.join() for t in threads]
     assert not failures
-    assert len(step._plans) == 2
+    assert len(step.programs.entries) == 2
 
 
 # --- donation ---------------------------------------------------------------------------------------------------------

@@ -160,7 +160,7 @@ def test_calls_draw_anew_without_compiling_again() -> None:
         step, x = sl.jit(noisy), torch.ones(8, 12)
         first, second = step(x), step(x)
         assert not step.retraces
-        assert len(step._entries) == 1
+        assert len(step.programs.entries) == 1
         assert not any(torch.equal(whole(a), whole(b)) for a, b in zip(first, second, strict=True))
         assert not torch.equal(whole(first[0]) != 0, whole(first[1]) < 0.5)
 

@@ -30,6 +30,7 @@ from shardlib.specs.layout import Layout
 from shardlib.state import is_tracing
 from shardlib.tensors.form import Form
 from shardlib.tensors.tensor import ShardedTensor, typeof, wrap
+from shardlib.tracing.lifted import redirected
 from shardlib.tracing.trace import _DECOMPOSITIONS as DECOMPOSITIONS
 from shardlib.tracing.views import functional_form, is_view
 
@@ -58,7 +59,7 @@ def dispatch(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     for ops that make no sense for a tensor in pieces.
     """
     if is_tracing():
-        _refuse_closed_over(op, args, kwargs)
+        return redirected(op, args, kwargs)
     if not isinstance(op, OpOverload):
         raise ShardingError(
             f"{op} on ShardedTensors",
@@ -291,16 +292,6 @@ def _masked(op: Any, args: Any, kwargs: Any) -> Any:
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
-
-
-def _refuse_closed_over(op: Any, args: Any, kwargs: Any) -> None:
-    sharded = [x for x in tensors_of((args, kwargs)) if isinstance(x, ShardedTensor)]
-    raise ShardingError(
-        f"a traced function closes over {', '.join(map(typeof, sharded))}",
-        [f"{op} reads it"],
-        rule="tensors that live on a mesh enter a program as arguments",
-        remedy="make it an argument of the function",
-    )
 
 
 def _mesh(op: Any, sharded: Sequence[ShardedTensor]) -> Mesh:

@@ -7,6 +7,7 @@ from collections import Counter
 import torch
 
 from shardlib.lower.program import Instr, Program, Var, reads
+from shardlib.scalar import Scalar
 
 aten = torch.ops.aten
 
@@ -38,4 +39,5 @@ def _scales(step: Instr) -> bool:
     if step.target is not aten.mul.Tensor or len(step.args) != 2:
         return False
     x, c = step.args
-    return isinstance(x, Var) and x.dtype.is_floating_point and isinstance(c, int | float) and not isinstance(c, bool)
+    number = isinstance(c, int | float | Scalar) and not isinstance(c, bool)
+    return number and isinstance(x, Var) and x.dtype.is_floating_point

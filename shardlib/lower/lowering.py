@@ -43,14 +43,15 @@ class Lowering:
 
     def run(self) -> Program:
         for value in self.graph.inputs:
+            if value.constant:
+                var = self.constants.have[value, ()] = Var(value.name, Layout.replicated(value.shape), value.dtype)
+                self.program.inputs.append(var)
+                continue
             cut = self.p.input_cut(value)
             as_given = self.flood.apart.get(value, value)
             var = Var(value.name, self.values.layout(as_given, cut), value.dtype, as_given, (cut, SETTLED))
             self.program.inputs.append(var)
-            if value.constant:
-                self.constants.have[value, ()] = var
-            else:
-                self.values.have[as_given][cut, SETTLED] = var
+            self.values.have[as_given][cut, SETTLED] = var
         for value, tensor in self.graph.captured:
             var = Var(value.name, Layout.replicated(value.shape), value.dtype)
             self.program.captured.append((var, tensor))

@@ -94,6 +94,7 @@ class Program:
     captured: list[tuple[Var, torch.Tensor]] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
     donated: frozenset[int] = frozenset()  # positions of inputs whose memory may be overwritten
+    varies: dict[Var, tuple[Axis, ...]] = field(default_factory=dict)  # where inputs differ, if their layout is silent
 
     @property
     def collectives(self) -> list[Collective]:

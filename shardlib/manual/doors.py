@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shardlib.compile import broadcast_prefix
+from shardlib.specs.prefix import broadcast_prefix
 from shardlib.errors import ShardingError
 from shardlib.meshes.mesh import Mesh
 from shardlib.specs.grammar import SpecDim

@@ -61,7 +61,7 @@ class Explainer:
         if reader == "the program":  # of an argument that is in other pieces than the rest
             return "as all that has this dim"
         if isinstance(reader, str) and reader.startswith("output "):
-            return f"returned as result{self.compiled.traced.output_names[int(reader.removeprefix('output '))]}"
+            return f"returned as {self.compiled.traced.result_names[int(reader.removeprefix('output '))]}"
         return ""
 
     def _moved(self, c: Collective) -> str:

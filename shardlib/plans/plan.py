@@ -149,11 +149,10 @@ class Plan:
         return self._explainer.value(value, var)
 
     def _var(self, what: str | Value) -> Var:
-        program = self.compiled.program
         value: Value | None
         if isinstance(what, str):
-            for name, out in zip(self.compiled.traced.output_names, program.outputs, strict=True):
-                if what in (f"result{name}", shorten(f"result{name}")) and isinstance(out, Var):
+            for name, out in self._out:
+                if what in (name, shorten(name)) and isinstance(out, Var):
                     return out
             value = self._naming.find(what)
         else:
@@ -230,8 +229,7 @@ class Plan:
 
     @property
     def _out(self) -> Iterable[tuple[str, Any]]:
-        names = (f"result{name}" for name in self.compiled.traced.output_names)
-        return zip(names, self.compiled.program.outputs, strict=True)
+        return zip(self.compiled.traced.result_names, self.compiled.program.outputs, strict=True)
 
     def _heading(self) -> str:
         axes = ", ".join(f"{name}={n}" for name, n in self.mesh.axes.items())

@@ -14,7 +14,7 @@ from shardlib.run import distributed, virtual
 if TYPE_CHECKING:
     from shardlib.plans.plan import Plan
 
-Runner = Callable[[Sequence[Sequence[torch.Tensor]]], tuple[Any, ...]]
+Runner = Callable[..., tuple[Any, ...]]  # of the inputs' pieces, and of the leaves of the call, for its numbers
 
 
 def load(program: Program, mesh: Mesh, plan: Plan) -> Runner:

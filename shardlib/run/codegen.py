@@ -16,24 +16,26 @@ from typing import Any
 import torch
 
 from shardlib.lower.move import member_coords
-from shardlib.lower.program import Collective, Instr, Program, Var, reads, syms
+from shardlib.lower.program import Collective, Instr, Program, Var, reads
 from shardlib.lower.sym import Sym
+from shardlib.lower.varying import Primes, primes, varying
 from shardlib.run.reuse import in_place, overwrites
+from shardlib.scalar import Scalar
 from shardlib.specs.layout import Axis, Coords
-
-Primes = tuple[Axis, ...]
 
 
 @dataclass
 class Source:
-    """Generated code: `text` defines `program(inputs)`, run in `namespace`.
+    """Generated code: `text` defines `program(inputs, numbers)`, run in `namespace`.
 
-    `feed` says what `inputs` are, one after the other: (which input of the program, which of the devices' tensors).
+    `feed` says what `inputs` are, one after the other: (which input of the program, which of the devices' tensors);
+    `numbers` are those at these leaves of the call.
     """
 
     text: str
     namespace: dict[str, Any]
     feed: tuple[tuple[int, int], ...] = ()
+    numbers: tuple[int, ...] = ()
 
     def compile(self) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
         exec(compile(self.text, "<shardlib program>", "exec"), self.namespace)
@@ -59,10 +61,12 @@ class Generator:
 
     def __post_init__(self) -> None:
         self.varies: dict[Var, Primes] = {}
-        self._all = _primes(a for c in self.devices[:1] for a in self._mesh_axes())
-        self._find_varying()
+        if len(self.devices) > 1:
+            everything = None if self.share else primes(self._mesh_axes())
+            self.varies = varying(self.program, everything)
         self._names: dict[tuple[Var, tuple[int, ...]], str] = {}
-        self._taken: dict[str, int] = {"inputs": 1, "program": 1}
+        self._taken: dict[str, int] = {"inputs": 1, "numbers": 1, "program": 1, "float": 1}
+        self._numbers: dict[int, str] = {}  # leaf of the call -> its name
         self._bound: dict[Any, str] = {}
         self._statements: list[_Statement] = []
         self._flying: dict[Var, _Statement] = {}
@@ -74,26 +78,6 @@ class Generator:
             for name, i in c.items():
                 sizes[name] = max(sizes.get(name, 0), i + 1)
         return (Axis(name, n) for name, n in sizes.items())
-
-    def _find_varying(self) -> None:
-        """On which mesh axes each variable may differ between devices."""
-        if len(self.devices) == 1:
-            return
-        everything = self._all
-        for var in self.program.inputs:
-            assert var.layout is not None
-            self.varies[var] = _primes((*var.layout.axes, *var.layout.pending_axes)) if self.share else everything
-        for var, _ in self.program.captured:
-            self.varies[var] = () if self.share else everything
-        for step in self.program.steps:
-            axes: set[Axis] = {a for v in reads(step) for a in self.varies[v]}
-            axes |= set(_primes(a for s in syms(step) for a in s.axes))
-            if isinstance(step, Collective):
-                group = set(_primes(step.axes))
-                axes = axes - group if step.kind in ("all_reduce", "all_gather") else axes | group
-            for out in step.outs:
-                if out is not None:
-                    self.varies[out] = _primes(axes) if self.share else everything
 
     # Names ----------------------------------------------------------------------------------------------------------
 
@@ -147,7 +131,7 @@ class Generator:
         self._segment(segment)
         self.wait_for([v for v in self.program.outputs if isinstance(v, Var)])
         text, feed = self._render()
-        return Source(text, self.namespace, feed)
+        return Source(text, self.namespace, feed, tuple(self._numbers))
 
     def _segment(self, steps: list[Instr]) -> None:
         done: set[tuple[int, tuple[int, ...]]] = set()
@@ -196,11 +180,19 @@ class Generator:
             return self.name(x, coords)
         if isinstance(x, Sym):
             return self.literal(x.at(coords), coords)
+        if isinstance(x, Scalar):
+            return x.text(self._number)
         if isinstance(x, tuple | list):
             return "[" + ", ".join(self.literal(y, coords) for y in x) + "]"
         if x is None or isinstance(x, bool | int | str) or (isinstance(x, float) and x - x == 0):
             return repr(x)
         return self.bind(x, "number" if isinstance(x, complex) else str(x).replace("torch.", ""))
+
+    def _number(self, given: Scalar) -> str:
+        if given.leaf not in self._numbers:
+            base = re.sub(r"\W", "_", given.name)
+            self._numbers[given.leaf] = self.fresh(base if base.isidentifier() else f"n_{base}")
+        return self._numbers[given.leaf]
 
     def members(self, step: Collective) -> list[list[Coords]]:
         """The groups of a collective among the generated devices, each as its members' coordinates in group order.
@@ -210,7 +202,7 @@ class Generator:
         n = 1
         for a in step.axes:
             n *= a.size
-        group = set(_primes(step.axes))
+        group = set(primes(step.axes))
         varying = dict.fromkeys((*self.varies.get(step.source, ()), *self.varies.get(step.out, ())))
         rest = tuple(a for a in varying if a not in group)
         seen: dict[tuple[int, ...], list[Coords]] = {}
@@ -234,6 +226,8 @@ class Generator:
             if isinstance(out, Var):
                 parts = ", ".join(self.name(out, c) for c in self.devices)
                 results.append(f"({parts},)")
+            elif isinstance(out, Scalar):
+                results.append(out.text(self._number))
             else:
                 results.append(self.bind(out, "constant"))
         ending = f"    return ({', '.join(results)}{',' if results else ''})"
@@ -247,17 +241,14 @@ class Generator:
         for name, i in last.items():
             if name not in keep:
                 drops.setdefault(i, []).append(name)
-        lines = ["def program(inputs):"]
+        lines = ["def program(inputs, numbers=()):"]
         if names:
             lines.append(f"    {', '.join(names)}, = inputs")
+        if self._numbers:
+            lines.append(f"    {', '.join(self._numbers.values())}, = numbers")
         for i, s in enumerate(self._statements):
             lines.append("    " + s.text + (f"; del {', '.join(drops[i])}" if i in drops else ""))
         return "\n".join([*lines, ending, ""]), tuple(names.values())
-
-
-def _primes(axes: Iterable[Axis]) -> Primes:
-    found = {p for a in axes for p in a.primes()}
-    return tuple(sorted(found, key=lambda a: (a.name, a.pre)))
 
 
 def _short(target: Any) -> str:

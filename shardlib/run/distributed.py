@@ -66,19 +66,19 @@ def _communicate(g: Generator, bundle: tuple[Collective, ...]) -> None:
     g.finish_later([c.out for c in bundle], f"{left} = {handle}.finish()", outs, [handle])
 
 
-def load(program: Program, mesh: Mesh, plan: Plan) -> Callable[[Sequence[Sequence[torch.Tensor]]], tuple[Any, ...]]:
+def load(program: Program, mesh: Mesh, plan: Plan) -> Callable[..., tuple[Any, ...]]:
     """The program as a function of this rank's local inputs; compares the ranks' programs first."""
     mesh.device_mesh  # noqa: B018 - starts torch.distributed where nothing has yet
     text = plan.listing()
     agree(mesh, hashlib.sha256(text.encode()).hexdigest(), f"{plan.name}\n{text}")
     _groups.prepare(mesh, list(dict.fromkeys(c.axes for c in program.collectives)))
     generated = source(program, mesh)
-    function, feed = generated.compile(), generated.feed
+    function, feed, numbers = generated.compile(), generated.feed, generated.numbers
 
-    def run(pieces: Sequence[Sequence[torch.Tensor]]) -> tuple[Any, ...]:
+    def run(pieces: Sequence[Sequence[torch.Tensor]], leaves: Sequence[Any] = ()) -> tuple[Any, ...]:
         try:
             with torch._C._AutoDispatchBelowAutograd():
-                return function([pieces[i][d] for i, d in feed])
+                return function([pieces[i][d] for i, d in feed], [leaves[i] for i in numbers])
         except CollectiveError as error:
             blame(mesh, error)
 

@@ -16,7 +16,7 @@ from shardlib.meshes.mesh import Mesh
 from shardlib.ops import all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
 from shardlib.run.codegen import Generator, Source
 
-Runner = Callable[[Sequence[Sequence[torch.Tensor]]], tuple[Any, ...]]
+Runner = Callable[..., tuple[Any, ...]]  # of the inputs' pieces, and of the leaves of the call, for its numbers
 
 _SHARED = {"all_reduce": all_reduce.reference, "all_gather": all_gather.reference}
 _APART = {
@@ -34,11 +34,11 @@ def source(program: Program, mesh: Mesh, *, share: bool = True) -> Source:
 def load(program: Program, mesh: Mesh, *, share: bool = True) -> Runner:
     """The program as a function of every input's local tensors (one per device), returning every output's."""
     generated = source(program, mesh, share=share)
-    function, feed = generated.compile(), generated.feed
+    function, feed, numbers = generated.compile(), generated.feed, generated.numbers
 
-    def run(pieces: Sequence[Sequence[torch.Tensor]]) -> tuple[Any, ...]:
+    def run(pieces: Sequence[Sequence[torch.Tensor]], leaves: Sequence[Any] = ()) -> tuple[Any, ...]:
         with torch._C._AutoDispatchBelowAutograd():
-            return function([pieces[i][d] for i, d in feed])
+            return function([pieces[i][d] for i, d in feed], [leaves[i] for i in numbers])
 
     return run
 

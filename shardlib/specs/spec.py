@@ -212,6 +212,11 @@ class Resolved:
     exact: tuple[bool, ...] = ()
 
 
+def _plain_sizes(sizes: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Sizes as plain ints: what a program is compiled for is kept."""
+    return {k: n.__index__() if hasattr(n, "__index__") else n for k, n in (sizes or {}).items()}
+
+
 def resolve_many(items: Sequence[Item], mesh: Mesh, *, what: str = "shard") -> list[Resolved]:
     """Resolve the specs of several tensors: `(name, shape, spec, sizes)`; `what` is the call that they came with.
 
@@ -227,6 +232,7 @@ def resolve_many(items: Sequence[Item], mesh: Mesh, *, what: str = "shard") -> l
         Rule: a spec names axes of its mesh
         Remedy: use one of data, tensor
     """
+    items = [(name, shape, spec, _plain_sizes(sizes)) for name, shape, spec, sizes in items]
     specs = [_read_for(name, spec, what) for name, _, spec, _ in items]
     outcomes = [
         fit(spec.dims, tuple(shape), mesh, tuple(sorted(_hashable(sizes or {}))))

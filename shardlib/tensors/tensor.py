@@ -127,12 +127,13 @@ class ShardedTensor(torch.Tensor):
         return redistributed(self, resolved)
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
-        """As `Tensor.backward`; raises `ShardingError` for results of jitted functions, which have no history."""
+        """As `Tensor.backward`; raises `ShardingError` for a tensor that has no history."""
         if not self.requires_grad:
             raise ShardingError(
                 f"{typeof(self)} has no history to go back through",
-                rule="a jitted function returns values; gradients are taken inside it",
-                remedy="jit sl.value_and_grad(loss) (or sl.grad), and use the gradients that it returns",
+                rule="a result has a history if an argument, or a parameter that is read, requires gradients",
+                remedy="x.requires_grad_() before the call; a function that calls backward() itself sets .grad, and "
+                "leaves nothing to go back through",
             )
         super().backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
@@ -143,12 +144,16 @@ class ShardedTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if not isinstance(value, ShardedTensor):
+        if not isinstance(value, ShardedTensor) and not is_tracing():
             raise ShardingError(
                 f"the data of {typeof(self)} is set to a plain tensor of shape {list(value.shape)}",
                 rule="a ShardedTensor stays one",
                 remedy="place the value first, x.data = shard(value, spec), or x.copy_(value)",
             )
+        if is_tracing():
+            with torch.no_grad():
+                self.detach().copy_(value)
+            return
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self._form, self._locals = value._form, value._locals
         view(value, self, ())

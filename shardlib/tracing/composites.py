@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from shardlib.errors import ShardingError
+
 
 class Composites(TorchFunctionMode):
     """While on, the functions of this module stand for torch's."""
@@ -137,7 +139,21 @@ def _matrix_rank(*args: Any, out: Tensor | None = None, **kwargs: Any) -> Tensor
     return None if out is None else out.copy_(torch.linalg.matrix_rank(*args, **kwargs))
 
 
+def _set_data(x: Tensor, value: Tensor) -> Tensor:
+    """`x.data = value` gives `x` other memory, which a trace does not see; a write of the value is all that it can be."""
+    if x.shape != value.shape or x.dtype != value.dtype:
+        raise ShardingError(
+            "the traced function sets the data of a tensor to another shape or dtype",
+            [f"{list(x.shape)} of {x.dtype} to {list(value.shape)} of {value.dtype}"],
+            rule="a program knows the shapes of all tensors that it is given",
+            remedy="return the new tensor, and set it outside",
+        )
+    with torch.no_grad():
+        return x.detach().copy_(value)
+
+
 _FORMS: dict[Any, Callable[..., Tensor | None]] = {
+    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     torch.linalg.matrix_rank: _matrix_rank,
     torch.cov: _cov,
     Tensor.cov: _cov,

@@ -2,7 +2,8 @@
 
 A view is remembered as (what it views, how). A write to a view is carried up, view by view, into the tensor that owns
 the memory: a write to `x[1:]` becomes `slice_scatter(x, value, ...)`. A view that is read after its owner changed is
-made again. Writes into inputs or captured tensors would outlive the program: they are refused, all of them at once.
+made again. What is written to an input is one more result. Writes into other tensors that the function finds outside
+would outlive the program unseen: they are refused, all of them at once.
 """
 
 from __future__ import annotations
@@ -18,20 +19,23 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from shardlib.errors import ShardingError
+from shardlib.scalar import hinted
 from shardlib.tracing.views import argument, functional_form, is_view, scatter, tensors_in, unstrided, written_arguments
 
 aten = torch.ops.aten
 
 
-def functionalise(gm: fx.GraphModule, input_names: Sequence[str] = ()) -> None:
+def functionalise(gm: fx.GraphModule, input_names: Sequence[str] = ()) -> list[int]:
     """Rewrite `gm` so that no op writes to memory; `input_names` are the placeholders' names in errors.
 
-    Raises ShardingError for writes into inputs and captured tensors, and for writes that have no functional form.
+    Returns the inputs that were written to, by position: their new values are further results, in this order.
+    Raises ShardingError for writes into captured tensors, and for writes that have no functional form.
     """
-    if any(written_arguments(n.target) for n in gm.graph.nodes):
+    written: list[int] = []
+    if any(written_arguments(n.target) or n.target is aten.as_strided.default for n in gm.graph.nodes):
         placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
         names = dict(zip(placeholders, input_names or [p.name for p in placeholders], strict=True))
-        _Rewriter(gm.graph, names).run()
+        written = [placeholders.index(n) for n in _Rewriter(gm.graph, names).run()]
     for node in gm.graph.nodes:
         # A value, and a local shard of it even more so, may have other strides than the tensor that was traced.
         if node.target in _VIEWS:
@@ -39,6 +43,7 @@ def functionalise(gm: fx.GraphModule, input_names: Sequence[str] = ()) -> None:
         if node.target in _LAZY:
             _at_once(node)
     gm.recompile()
+    return written
 
 
 def _at_once(node: fx.Node) -> None:
@@ -80,7 +85,8 @@ class _Rewriter:
         self.at: fx.Node = graph.output_node()  # the node that is being rewritten
         self.offenders: list[str] = []
 
-    def run(self) -> None:
+    def run(self) -> list[fx.Node]:
+        """Rewrite all ops; returns the inputs that are written to."""
         replaced = []
         for node in list(self.graph.nodes):
             self.at = node
@@ -102,11 +108,15 @@ class _Rewriter:
             raise ShardingError(
                 "the traced function writes to tensors that are not its own",
                 list(dict.fromkeys(self.offenders)),
-                rule="a traced function returns what it computes and leaves its inputs as they were",
-                remedy="write x = x + 1 instead of x += 1 (or clone x first), and return the new value",
+                rule="a traced function writes to its arguments, to what it closes over, and to what it makes",
+                remedy="make the tensor an argument, or write x = x + 1 instead of x += 1 (or clone x first)",
             )
+        written = [n for n in self.names if n in self.version]
+        output = self.at = self.graph.output_node()
+        output.args = ((*output.args[0], *map(self.fresh, written)),)  # type: ignore[misc]
         for node in reversed(replaced):
             self.graph.erase_node(node)
+        return written
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -214,7 +224,7 @@ class _Rewriter:
     def rewrite_write(self, node: fx.Node) -> None:
         assert isinstance(node.target, OpOverload)
         written = [t for name in written_arguments(node.target) for t in tensors_in(argument(node, name))]
-        foreign = [t for t in written if self.owner(t).op in ("placeholder", "get_attr")]
+        foreign = [t for t in written if self.owner(t).op == "get_attr"]
         self.offenders += [self.describe(t) for t in foreign]
         new, own = self.functional(node, written)
         for target, value in zip(written, new, strict=True):
@@ -297,7 +307,7 @@ class _Rewriter:
         with self.graph.inserting_before(self.at):
             node = self.graph.call_function(target, args, kwargs)
         node.meta.update({k: self.at.meta[k] for k in ("line", "backward") if k in self.at.meta})
-        fakes = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        fakes = hinted(fx.map_arg((args, kwargs), lambda n: n.meta["val"]))
         node.meta["val"] = target(*fakes[0], **fakes[1])
         return node
 

@@ -60,7 +60,7 @@ def user_line(frame: FrameType | None) -> Line | None:
         code = frame.f_code
         internal = _internal.get(code)
         if internal is None:
-            internal = _internal[code] = _is_internal(code.co_filename)
+            internal = _internal[code] = is_internal(code.co_filename)
         if not internal:
             return line_at(code, frame.f_lineno)
         frame = frame.f_back
@@ -81,7 +81,7 @@ def error_line(error: BaseException) -> Line | None:
     found, step = None, error.__traceback__
     while step is not None:
         code = step.tb_frame.f_code
-        if not _is_internal(code.co_filename):
+        if not is_internal(code.co_filename):
             found = line_at(code, step.tb_lineno)
         step = step.tb_next
     return found
@@ -91,7 +91,7 @@ _internal: dict[CodeType, bool] = {}
 _lines: dict[tuple[CodeType, int], Line] = {}
 
 
-def _is_internal(file: str) -> bool:
+def is_internal(file: str) -> bool:
     if file.startswith(_EXAMPLES):
         return False
     return (

@@ -12,8 +12,8 @@ import operator
 import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,35 +23,44 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
+from shardlib.calls.flat import FlatCall, Static, flatten_call, is_number, is_tensor, names_of
+from shardlib.calls.state import State
 from shardlib.errors import ShardingError
 from shardlib.random.draw import one_program
 from shardlib.rules.batchnorm import native_batch_norm
 from shardlib.rules.table import DECOMPOSITIONS as RULES_DECOMPOSITIONS
 from shardlib.strided import refuse_others
+from shardlib.tensors.form import contiguous
 from shardlib.tracing.capture import DECOMPOSITIONS, AttentionCapture
 from shardlib.tracing.composites import Composites
+from shardlib.tracing.ending import After, Ending, move_inputs_first
 from shardlib.tracing.first_order import first_order
 from shardlib.tracing.functionalise import functionalise
+from shardlib.tracing.lifted import Lifted, refuse_carriers
 from shardlib.tracing.lines import Line, LineRecorder, error_line
+from shardlib.tracing.numbers import NotExpressions, Numbers, scalar_of
 
 
 @dataclass(frozen=True)
 class Traced:
     """One traced function: a functional graph, and how its values map to the function's arguments and results.
 
-    `graph` takes the tensor leaves of `(args, kwargs)` in order, named `input_names`, and returns the leaves of the
-    result; those that are no tensors stand in its output node as they are.
+    `graph` takes the tensors that are inputs, in order, named `input_names`; behind the arguments' come those of the
+    call's state. It returns the leaves of the result (those that are no tensors stand in its output node as they are),
+    then what `after` lists.
     """
 
     graph: fx.GraphModule
     name: str
     input_names: tuple[str, ...]
-    input_leaves: tuple[int, ...]  # for every placeholder, which leaf of `in_tree` it is
-    input_paths: tuple[Any, ...]  # and its pytree path in `(args, kwargs)`
+    input_leaves: tuple[int, ...]  # for every placeholder, which leaf of the call it is; -1 for a cotangent
+    input_paths: tuple[Any, ...]  # and its pytree path in `(args, kwargs)`; None for state
     in_tree: pytree.TreeSpec
     output_names: tuple[str, ...]
     out_tree: pytree.TreeSpec
     static: Collection[int | str] = ()
+    after: After = After()
+    looked: Mapping[int, Any] = field(default_factory=dict)  # leaf -> the value of a number that Python looked at
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
@@ -59,45 +68,24 @@ class Traced:
 
     @property
     def outputs(self) -> tuple[Any, ...]:
-        """A node for every tensor leaf of the result, the constant itself for every other leaf."""
+        """A node for every tensor leaf of the result and of what comes after; other leaves of the result as they are."""
         return tuple(self.graph.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    @property
+    def result_names(self) -> tuple[str, ...]:
+        """What every output is called: `result['loss']`, `w.grad`, `gradient of w`, `w (written)`."""
+        named = dict(zip(self.input_leaves, self.input_names, strict=True))
+        after = {at: f"{named.get(leaf, 'an argument')}.grad" for leaf, at in self.after.grads}
+        after |= {at: f"gradient of {named[leaf]}" for leaf, at in self.after.gradients}
+        after |= {at: f"{named[leaf]} (written)" for leaf, at in self.after.written}
+        own = tuple(f"result{name}" for name in self.output_names)
+        return (*own, *(after[at] for at in range(len(own), len(self.outputs))))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph op by op on real tensors: the oracle for every later stage."""
         leaves = flatten_call(args, kwargs, self.static).leaves
         flat = fx.Interpreter(self.graph).run(*(leaves[i] for i in self.input_leaves), enable_io_processing=False)
-        return pytree.tree_unflatten(list(flat), self.out_tree)
-
-
-@dataclass(frozen=True)
-class Static:
-    """An argument that is kept whole and never looked into."""
-
-    value: Any
-
-
-@dataclass(frozen=True)
-class FlatCall:
-    """The leaves of one call's arguments, and the path to each."""
-
-    leaves: tuple[Any, ...]
-    paths: tuple[Any, ...]
-    tree: pytree.TreeSpec
-
-
-def flatten_call(args: Sequence[Any], kwargs: Mapping[str, Any], static: Collection[int | str] = ()) -> FlatCall:
-    """The leaves of a call; an argument whose position or name is in `static` is one leaf, wrapped in `Static`."""
-    wrapped = tuple(Static(a) if i in static else a for i, a in enumerate(args))
-    named = {k: Static(a) if k in static else a for k, a in kwargs.items()}
-    paths, tree = pytree.tree_flatten_with_path((wrapped, named))
-    return FlatCall(tuple(leaf for _, leaf in paths), tuple(path for path, _ in paths), tree)
-
-
-def is_tensor(leaf: Any) -> bool:
-    """Whether a leaf becomes an input of the graph: a tensor, or whatever has a tensor's shape, dtype and device."""
-    return isinstance(leaf, torch.Tensor) or (
-        isinstance(getattr(leaf, "dtype", None), torch.dtype) and hasattr(leaf, "shape") and hasattr(leaf, "device")
-    )
+        return pytree.tree_unflatten(list(flat)[: self.out_tree.num_leaves], self.out_tree)
 
 
 def trace(
@@ -107,66 +95,109 @@ def trace(
     *,
     static: Collection[int | str] = (),
     device: torch.device | str | None = None,
+    state: State | None = None,
+    differentiate: bool = False,
+    exact: bool = False,
 ) -> Traced:
     """Trace `fn(*args, **kwargs)`.
 
-    Tensor leaves of the arguments (real, meta, fake or sharded: only shape, dtype, device and `requires_grad` are read)
-    become inputs; every other leaf is a constant, and so is every argument whose position or name is in `static`. Real
-    tensors that `fn` closes over become constants. `device` overrides where inputs are thought to live.
+    Tensor leaves of the arguments (real, meta, fake or sharded: only shape, strides, dtype, device and `requires_grad`
+    are read) and the tensors of `state` become inputs; numbers become inputs where they only enter arithmetic; every
+    other leaf is a constant, and so is every argument whose position or name is in `static`. Other real tensors that
+    `fn` closes over become constants. Writes to inputs become results. `device` overrides where inputs are thought to
+    live; with `exact`, all numbers are constants. With `differentiate`, the gradients of all inputs that require one are results, given cotangents.
 
-    Raises ShardingError, with the user's line, when `fn` needs the value of a tensor, when a result's shape depends on
-    values, and when `fn` writes to an input in place.
+    Raises ShardingError, with the user's line, when `fn` needs the value of a tensor, and when a result's shape depends
+    on values.
 
     Example:
         >>> traced = trace(lambda x, n: {"y": x.sin() * n}, (torch.empty(3, device="meta"), 2.0))
         >>> traced.input_names, traced.output_names
         (('x',), ("['y']",))
-        >>> traced(torch.zeros(3), 2.0)["y"]
-        tensor([0., 0., 0.])
+        >>> traced.graph.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)[0].args
+        (sin, n)
     """
-    call = flatten_call(args, kwargs or {}, static)
-    where = tuple(i for i, leaf in enumerate(call.leaves) if is_tensor(leaf))
-    names = tuple(_input_names(fn, [call.paths[i] for i in where]))
-    tensors = [call.leaves[i] for i in where]
-    refuse_others("the traced function", zip(names, tensors, strict=True))
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    call = flatten_call(args, kwargs or {}, static, state)
+    if not exact and any(map(is_number, call.arguments)):
+        try:
+            return _trace(fn, call, static, device, differentiate, Numbers())
+        except _NOT_NUMBERS:  # something took a number for more than arithmetic: then it is a constant
+            pass
+    return _trace(fn, call, static, device, differentiate, None)
+
+
+def _trace(
+    fn: Callable[..., Any],
+    call: FlatCall,
+    static: Collection[int | str],
+    device: torch.device | str | None,
+    differentiate: bool,
+    numbers: Numbers | None,
+) -> Traced:
+    where = tuple(i for i, leaf in enumerate(call.arguments) if is_tensor(leaf))
+    names = list(names_of(fn, call, range(len(call.leaves))))
+    tensors = [call.arguments[i] for i in where]
+    refuse_others("the traced function", zip((names[i] for i in where), tensors, strict=True))
+    mode = FakeTensorMode(
+        allow_non_fake_inputs=True, shape_env=None if numbers is None else numbers.env, static_shapes=True
+    )
     lines = LineRecorder(_definition(fn))
-    result: list[Any] = []  # what fn returned, as (paths and leaves, tree)
+    lifted = Lifted(call.state, mode)
+    ending = Ending(call, lifted, where)
+    result: list[Any] = []  # what fn returned, as paths, leaves and tree
 
     def flat(*inputs: torch.Tensor) -> list[torch.Tensor]:
         tracer = _recorded(lines)
-        leaves = list(call.leaves)
+        lifted.enter(tracer, device)
+        ending.start(inputs)
+        leaves = [x.value if isinstance(x, Static) else x for x in call.arguments]
         for i, x in zip(where, inputs, strict=True):
             leaves[i] = x
-        a, k = pytree.tree_unflatten([x.value if isinstance(x, Static) else x for x in leaves], call.tree)
+        if numbers is not None:
+            leaves = [numbers.give(i, names[i], x) if is_number(x) else x for i, x in enumerate(leaves)]
+        a, k = pytree.tree_unflatten(leaves, call.tree)
         try:
-            result.extend(pytree.tree_flatten_with_path(fn(*a, **k)))
+            with nullcontext() if numbers is None else numbers:
+                found, tree = pytree.tree_flatten_with_path(fn(*a, **k))
         except Exception as error:
             if refusal := _refusal(error, tracer):
                 raise refusal from error
             raise
-        return [leaf for _, leaf in result[0] if isinstance(leaf, torch.Tensor)]
+        refuse_carriers([(pytree.keystr(path), leaf) for path, leaf in found])
+        returned = [lifted.seen(leaf) for _, leaf in found]
+        more = ending.finish(returned, inputs, tracer, differentiate=differentiate)
+        result.extend(([path for path, _ in found], [*returned, *more], tree))
+        return [x for x in (*returned, *more) if isinstance(x, torch.Tensor)]
 
-    with _tracing(), mode, _use_lazy_graph_module(True):  # nobody needs the graph as Python source
+    with _tracing(), mode, lifted, ending, _use_lazy_graph_module(True):  # nobody needs the graph as Python source
         inputs = [_fake(x, device, tensors) for x in tensors]
         gm = make_fx(flat, _DECOMPOSITIONS, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
 
-    out_paths, out_tree = result
+    paths, returned, out_tree = result
+    if numbers is not None and not numbers.settle(gm):
+        raise NotExpressions
+    inputs_of = (*where, *(len(call.arguments) + i for i in lifted.prune(gm)), *(-1,) * len(ending.cotangents))
+    input_names = (*(names[i] for i in inputs_of if i >= 0), *ending.names(paths))
     with mode:
-        _finish(gm, names, [leaf for _, leaf in out_paths], lines.fallback, mode)
-        functionalise(gm, names)
-    out_names = tuple(pytree.keystr(path) for path, _ in out_paths)
+        _finish(gm, input_names, returned, lines.fallback, mode)
+        written = functionalise(gm, input_names)
     return Traced(
         gm,
         lines.fallback.function,
-        names,
-        where,
-        tuple(call.paths[i] for i in where),
+        input_names,
+        inputs_of,
+        tuple(call.paths[i] if 0 <= i < len(call.paths) else None for i in inputs_of),
         call.tree,
-        out_names,
+        tuple(map(pytree.keystr, paths)),
         out_tree,
         static,
+        ending.after(gm.graph, [inputs_of[i] for i in written]),
+        {i: x for i, x in enumerate(call.arguments) if is_number(x)} if numbers is None else numbers.looked,
     )
+
+
+# What Python and torch raise where a number is not what they expect.
+_NOT_NUMBERS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError, NotExpressions)
 
 
 _LOCK = threading.RLock()  # torch's tracing state is global
@@ -193,7 +224,9 @@ def _fake(x: Any, device: torch.device | str | None, among: Sequence[Any]) -> to
         real = (t.device for t in among if t.device.type != "meta")
         device = x.device if x.device.type != "meta" else next(real, torch.device("cpu"))
     requires_grad = bool(getattr(x, "requires_grad", False))
-    return torch.empty(tuple(x.shape), dtype=x.dtype, device=device, requires_grad=requires_grad)
+    shape = tuple(x.shape)
+    strides = x.stride() if isinstance(x, torch.Tensor) else contiguous(shape)
+    return torch.empty_strided(shape, strides, dtype=x.dtype, device=device, requires_grad=requires_grad)
 
 
 def _recorded(lines: LineRecorder) -> Any:
@@ -215,12 +248,13 @@ def _recorded(lines: LineRecorder) -> Any:
 def _finish(gm: fx.GraphModule, names: Sequence[str], leaves: Sequence[Any], line: Line, mode: FakeTensorMode) -> None:
     """Name the inputs as the user does, put constants among the outputs, fill in what has no line."""
     graph = gm.graph
+    move_inputs_first(graph)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     for node, name in zip(placeholders, names, strict=True):
         node._rename(re.sub(r"\W+", "_", name).strip("_") or "x")
     output = graph.output_node()
     returned = iter(output.args[0])  # type: ignore[arg-type]
-    output.args = (tuple(next(returned) if isinstance(x, torch.Tensor) else x for x in leaves),)
+    output.args = (tuple(next(returned) if isinstance(x, torch.Tensor) else scalar_of(x) for x in leaves),)
     refuse_others("the traced function", ((f"the result of {n.target}", x) for n in graph.nodes for x in _values(n)))
     for node in graph.nodes:
         node.meta.setdefault("line", line)
@@ -245,24 +279,6 @@ def _definition(fn: Callable[..., Any]) -> Line:
     if code is None:
         return Line("", 0, name, "")
     return Line(code.co_filename, code.co_firstlineno, name, "")
-
-
-def _input_names(fn: Callable[..., Any], paths: Sequence[Any]) -> Iterator[str]:
-    """`params['wq']`, `x`, `rest[0]`: leaves named by the function's own parameters."""
-    try:
-        parameters = list(inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters.values())
-    except (ValueError, TypeError):  # a builtin
-        parameters = []
-    kinds = inspect.Parameter
-    plain = [p.name for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
-    rest = next((p.name for p in parameters if p.kind is kinds.VAR_POSITIONAL), "args")
-    for path in paths:
-        group, first, *tail = path
-        if group.idx == 1:
-            head = str(first.key)
-        else:
-            head = plain[first.idx] if first.idx < len(plain) else f"{rest}[{first.idx - len(plain)}]"
-        yield head + pytree.keystr(tuple(tail))
 
 
 # --- what cannot be traced --------------------------------------------------------------------------------------------

@@ -1,14 +1,13 @@
-"""One call of a compiled function: which program it is for, its pieces in, its results out.
+"""One call of a compiled function: its pieces in, its results out, and what it does to memory beside.
 
-A warm call must cost little next to the program itself. So calls are recognised by a signature that is read off the
-arguments without building a pytree: containers by their type and keys, sharded tensors by a number that stands for
-shape, dtype and layout together, everything else by value.
+Writes to arguments are results of the program: they are applied when it has run. So are `.grad`s that it sets. An
+argument in `donate_argnums` gives its memory up, where nobody else holds it.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -16,13 +15,14 @@ import torch
 from torch.utils import _pytree as pytree
 
 from shardlib.errors import ShardingError
-from shardlib.lower.program import Var
+from shardlib.lower.program import Program, Var
 from shardlib.meshes.mesh import Mesh
 from shardlib.plans.plan import Plan
 from shardlib.run import Runner
 from shardlib.specs.layout import Layout
 from shardlib.tensors.form import Form
 from shardlib.tensors.tensor import ShardedTensor, cut_up, wrap
+from shardlib.tracing.ending import After
 
 
 @dataclass(frozen=True)
@@ -41,30 +41,47 @@ class Input:
 
 @dataclass(frozen=True)
 class Entry:
-    """A program that is ready to run, for one signature."""
+    """A program that is ready to run, for one key; `looked` are the numbers that it is for, by leaf.
 
-    plan: Plan
+    Its outputs are the results of the function, then what `after` lists, then `saved` values.
+    """
+
+    name: str
     mesh: Mesh
     runner: Runner
     inputs: tuple[Input, ...]
     outputs: tuple[Form | None, ...]  # None: no tensor
     build: Callable[[list[Any]], Any]
-    donates: bool
+    after: After
+    returned: int
+    looked: tuple[tuple[int, Any], ...] = ()
+    kept: tuple[Any, ...] = ()
+
+    @property
+    def donates(self) -> bool:
+        return any(given.donated for given in self.inputs)
 
 
-def entry(plan: Plan, mesh: Mesh, runner: Runner) -> Entry:
-    """Make a plan's program callable."""
-    program, traced = plan.compiled.program, plan.compiled.traced
+def entry(plan: Plan, program: Program, mesh: Mesh, runner: Runner, kept: Sequence[Any] = ()) -> Entry:
+    """Make a program callable: a plan's own, or the forward half of it."""
+    traced = plan.compiled.traced
     inputs = []
-    for i, (leaf, name, var) in enumerate(zip(traced.input_leaves, traced.input_names, program.inputs, strict=True)):
+    for i, (leaf, name, var) in enumerate(zip(traced.input_leaves, traced.input_names, program.inputs, strict=False)):
         layout, donated = _layout(var), i in program.donated
         inputs.append(Input(leaf, name, layout, donated, tuple(_firsts(layout, mesh))))
+    named = plan.output_names[: len(plan.output_names) - len(traced.after.gradients)]
+    outputs = tuple(forms(program.outputs[: len(named)], mesh, named))
+    looked = tuple(traced.looked.items())
+    build = _builder(traced.out_tree)
+    after, n = traced.after, traced.out_tree.num_leaves
+    return Entry(plan.name, mesh, runner, tuple(inputs), outputs, build, after, n, looked, tuple(kept))
+
+
+def forms(outputs: Sequence[Any], mesh: Mesh, names: Sequence[Any]) -> Iterator[Form | None]:
+    """What the results of a program are as ShardedTensors."""
     device = torch.empty(0, device=mesh.device).device
-    outputs = [
-        Form.of(_layout(out), mesh, out.dtype, device, names) if isinstance(out, Var) else None
-        for out, names in zip(program.outputs, plan.output_names, strict=True)
-    ]
-    return Entry(plan, mesh, runner, tuple(inputs), tuple(outputs), _builder(traced.out_tree), bool(program.donated))
+    for out, called in zip(outputs, names, strict=True):
+        yield Form.of(_layout(out), mesh, out.dtype, device, called) if isinstance(out, Var) else None
 
 
 def _layout(var: Var) -> Layout:
@@ -83,6 +100,15 @@ def _firsts(layout: Layout, mesh: Mesh) -> Iterator[tuple[int, int]]:
 
 def run(entry: Entry, mesh: Mesh, leaves: list[Any]) -> Any:
     """Call the program on the leaves of a call."""
+    out = results(entry, mesh, leaves)[0]
+    return entry.build(out)
+
+
+def results(entry: Entry, mesh: Mesh, leaves: list[Any]) -> tuple[list[Any], Sequence[Any]]:
+    """The function's own results by leaf, and the pieces of the values that are saved for the backward pass."""
+    after = entry.after
+    if after.written or after.grads:
+        _refuse_overlaps(entry, leaves)
     pieces = []
     for given in entry.inputs:
         leaf = leaves[given.leaf]
@@ -91,11 +117,54 @@ def run(entry: Entry, mesh: Mesh, leaves: list[Any]) -> Any:
         else:
             pieces.append(tuple(cut_up(leaf.detach(), given.layout, mesh)))
     gone = _donate(entry, leaves, pieces) if entry.donates else ()
-    results = entry.runner(pieces)
+    raw = entry.runner(pieces, leaves)
     for leaf in gone:
-        leaf._locals = _Gone(entry.plan.name)
-    out = [r if form is None else wrap(form, r) for r, form in zip(results, entry.outputs, strict=True)]
-    return entry.build(out)
+        leaf._locals = _Gone(entry.name)
+    out = [r if form is None else wrap(form, r) for r, form in zip(raw, entry.outputs, strict=False)]
+    if after.written or after.grads:
+        _apply(entry, leaves, out)
+    return out[: entry.returned], raw[len(entry.outputs) :]
+
+
+def _apply(entry: Entry, leaves: Sequence[Any], out: Sequence[Any]) -> None:
+    """Write to arguments what the function wrote to them, and set their gradients."""
+    with torch.no_grad():
+        for leaf, at in entry.after.written:
+            into, value = leaves[leaf], out[at]
+            into.detach().copy_(value if type(into) is ShardedTensor else value.to_local())
+        for leaf, there in entry.after.grads:
+            leaves[leaf].grad = None if there is None else _gradient(leaves[leaf], out[there])
+
+
+def _gradient(of: torch.Tensor, value: ShardedTensor) -> torch.Tensor:
+    return value if type(of) is ShardedTensor else value.to_local().clone()
+
+
+def _refuse_overlaps(entry: Entry, leaves: Sequence[Any]) -> None:
+    """Each input of a program has memory of its own; on one device a write would show in all that share it."""
+    changed = {leaf for leaf, _ in entry.after.written} | {leaf for leaf, _ in entry.after.grads}
+    holders: dict[int, list[int]] = {}
+    for given in entry.inputs:
+        holders.setdefault(_memory(leaves[given.leaf]), []).append(given.leaf)
+    names = {given.leaf: given.name for given in entry.inputs}
+    wrong = [
+        f"{' and '.join(names[i] for i in sharing)} share memory"
+        for sharing in holders.values()
+        if len(sharing) > 1 and changed & set(sharing)
+    ]
+    if wrong:
+        raise ShardingError(
+            f"{entry.name} writes to memory that several of its arguments show",
+            wrong,
+            rule="a function that writes to an argument sees its memory once",
+            remedy="pass the tensor once (make views of it inside), or pass x.clone()",
+        )
+
+
+def _memory(x: torch.Tensor) -> int:
+    if type(x) is ShardedTensor:
+        return id(x.__dict__.get("_memory") or x)
+    return int(x.untyped_storage()._cdata)
 
 
 def _donate(entry: Entry, leaves: list[Any], pieces: list[tuple[torch.Tensor, ...]]) -> list[ShardedTensor]:
@@ -181,49 +250,6 @@ class _Gone(tuple[Any, ...]):
     __getitem__ = __iter__ = __len__ = _refuse
 
 
-# --- recognising calls ------------------------------------------------------------------------------------------------
-
-
-def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], tuple[Any, ...]] | None:
-    """The leaves of a call in pytree order, and what decides which program runs it; None if it needs a closer look."""
-    leaves: list[Any] = []
-    known: list[Any] = []
-    if _read(args, leaves, known) and _read(kwargs, leaves, known):
-        return leaves, tuple(known)
-    return None
-
-
-def _read(x: Any, leaves: list[Any], known: list[Any]) -> bool:
-    kind = type(x)
-    if kind is ShardedTensor:
-        leaves.append(x)
-        number = x._form.number
-        known.append(-1 - number if x.requires_grad else number)
-        return True
-    if kind is tuple or kind is list:
-        known.append(kind)
-        known.append(len(x))
-        return all(_read(y, leaves, known) for y in x)
-    if kind is dict:
-        known.append(kind)
-        known.append(tuple(x))
-        return all(_read(y, leaves, known) for y in x.values())
-    leaves.append(x)
-    if isinstance(x, torch.Tensor):
-        if kind is not torch.Tensor and kind is not torch.nn.Parameter:
-            return False
-        known.append((kind, x.shape, x.dtype, x.device, x.requires_grad))
-        return True
-    if kind in _BY_VALUE:
-        known.append(kind)
-        known.append(x)
-        return True
-    return False
-
-
-_BY_VALUE = frozenset({int, float, bool, str, type(None)})
-
-
 def _builder(tree: pytree.TreeSpec) -> Callable[[list[Any]], Any]:
     """`tree_unflatten`, written out for the plain containers that results mostly are."""
     names: dict[str, Any] = {}
@@ -252,3 +278,5 @@ def _builder(tree: pytree.TreeSpec) -> Callable[[list[Any]], Any]:
 @dataclass(frozen=True)
 class _Leaf:
     index: int
+
+

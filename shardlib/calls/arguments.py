@@ -1,0 +1,61 @@
+"""Which spec is which argument's."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shardlib.calls.flat import Static, is_tensor
+from shardlib.errors import ShardingError
+
+
+def by_argument(
+    fn: Callable[..., Any], name: str, in_specs: Any, positional: int, named: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The specs of `(args, kwargs)`: `in_specs` is a tuple with an entry per positional argument, or a dict by name."""
+    plain, everything = _parameters(fn)
+    if isinstance(in_specs, dict):
+        known = [*everything, *(k for k in named if k not in everything)]
+        if unknown := [key for key in in_specs if key not in known]:
+            raise ShardingError(
+                f"{name}: in_specs do not fit the arguments",
+                [f"{key!r} is no parameter; they are {', '.join(known) or 'none'}" for key in unknown],
+                rule="in_specs is a tuple with an entry per positional argument, or a dict by parameter name",
+                remedy="in_specs=({...},) for a first argument that is a dict itself",
+            )
+        first = tuple(in_specs.get(plain[i]) if i < len(plain) else None for i in range(positional))
+        return first, {k: in_specs.get(k) for k in named}
+    specs = tuple(in_specs) if isinstance(in_specs, tuple | list) else (in_specs,) * (positional + len(named))
+    if len(specs) > positional + len(named):
+        total = positional + len(named)
+        raise ShardingError(
+            f"{name}: in_specs has {len(specs)} entries, the call has {total} argument{'s' * (total != 1)}",
+            [f"{i}: {spec!r}" for i, spec in enumerate(specs[total:], total)],
+            rule="in_specs is a tuple with an entry (or None) per positional argument, or a dict by parameter name",
+            remedy="a spec is one string, 'batch seq', not a tuple of names; in_specs=('batch seq',) for one argument",
+        )
+    rest = dict(zip(plain[positional:], specs[positional:], strict=False))  # given by name this time
+    return (*specs[:positional], *(None,) * (positional - len(specs))), {k: rest.get(k) for k in named}
+
+
+def _parameters(fn: Callable[..., Any]) -> tuple[list[str], list[str]]:
+    """Names of the parameters that may be given by position, and of all."""
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (ValueError, TypeError):  # a builtin
+        return [], []
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = [p for p in parameters if p.kind not in variadic]
+    return [p.name for p in named if p.kind is not inspect.Parameter.KEYWORD_ONLY], [p.name for p in named]
+
+
+def describe(leaf: Any) -> str | None:
+    """What a leaf is, if it can have no spec."""
+    if is_tensor(leaf) or leaf is None:
+        return None
+    if isinstance(leaf, Static):
+        return "a static argument"
+    return f"{leaf!r}, which is no tensor" if isinstance(leaf, int | float | str) else f"a {type(leaf).__name__}"
+
+

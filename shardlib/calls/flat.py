@@ -1,0 +1,167 @@
+"""What a call is made of: its leaves, what decides which program runs it, and what each leaf is called.
+
+`read` goes through the arguments once, in pytree's order, without building a pytree: tensors and numbers become leaves,
+and what a trace can see of everything becomes part of the key. A warm call costs this and one look-up. A number's value
+is no part of the key: programs take numbers as inputs, and say themselves which of them they looked at.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from shardlib.calls.state import State
+from shardlib.tensors.tensor import ShardedTensor
+
+
+@dataclass(frozen=True)
+class Static:
+    """An argument that is kept whole and never looked into."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class FlatCall:
+    """One call: the leaves of its arguments, the path to each, and the state that comes with it.
+
+    Leaves are numbered on: first those of the arguments, then the tensors of `state`.
+    """
+
+    arguments: tuple[Any, ...]
+    paths: tuple[Any, ...]
+    tree: pytree.TreeSpec
+    state: State
+
+    @property
+    def leaves(self) -> list[Any]:
+        return [*self.arguments, *self.state.tensors]
+
+
+def flatten_call(
+    args: Sequence[Any], kwargs: Mapping[str, Any], static: Collection[int | str] = (), state: State | None = None
+) -> FlatCall:
+    """The leaves of a call; an argument whose position or name is in `static` is one leaf, wrapped in `Static`."""
+    paths, tree = pytree.tree_flatten_with_path(wrapped(args, kwargs, static))
+    leaves = tuple(leaf for _, leaf in paths)
+    return FlatCall(leaves, tuple(path for path, _ in paths), tree, State() if state is None else state)
+
+
+def wrapped(
+    args: Sequence[Any], kwargs: Mapping[str, Any], static: Collection[int | str]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments with those that are static in a box."""
+    if not static:
+        return tuple(args), dict(kwargs)
+    return (
+        tuple(Static(a) if i in static else a for i, a in enumerate(args)),
+        {k: Static(a) if k in static else a for k, a in kwargs.items()},
+    )
+
+
+def is_tensor(leaf: Any) -> bool:
+    """Whether a leaf becomes an input of the graph: a tensor, or whatever has a tensor's shape, dtype and device."""
+    return isinstance(leaf, torch.Tensor) or (
+        isinstance(getattr(leaf, "dtype", None), torch.dtype) and hasattr(leaf, "shape") and hasattr(leaf, "device")
+    )
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether a leaf is a number that may change from call to call; a flag is none."""
+    return type(leaf) is int or type(leaf) is float
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
+
+
+def read(x: Any, leaves: list[Any], known: list[Any], state: State) -> None:
+    """Append the leaves of `x` to `leaves`, and what a program depends on to `known`."""
+    kind = type(x)
+    if kind is ShardedTensor:
+        leaves.append(x)
+        known.append(x._form)
+        if x.requires_grad:
+            known.append(True)
+            state.gradient(x, known)
+    elif kind is tuple or kind is list:
+        known.append(kind)
+        known.append(len(x))
+        for y in x:
+            read(y, leaves, known, state)
+    elif kind is dict:
+        known.append(kind)
+        known.append(tuple(x))
+        for y in x.values():
+            read(y, leaves, known, state)
+    elif kind is float or kind is int:
+        leaves.append(x)
+        known.append(kind)
+    elif kind is str or kind is bool or x is None:
+        leaves.append(x)
+        known.append(kind)
+        known.append(x)
+    elif kind is Static:
+        leaves.append(x)
+        known.append(Static)
+        state.fact(x.value, known)
+    elif isinstance(x, torch.Tensor):
+        leaves.append(x)
+        state.tensor(x, known)
+    elif (node := pytree._get_node_type(x)) in pytree.SUPPORTED_NODES:
+        children, context = pytree.SUPPORTED_NODES[node].flatten_fn(x)
+        known.append(kind)
+        known.append(len(children))
+        state.fact(context, known)
+        for y in children:
+            read(y, leaves, known, state)
+    else:
+        leaves.append(x)
+        known.append(kind)
+        state.object(x, known)
+
+
+def same_number(a: Any, b: Any) -> bool:
+    """Whether two numbers are one to a program: 1, 1.0 and True are three, 0.0 and -0.0 are two, NaN is itself."""
+    if type(a) is not type(b):
+        return False
+    return bool(a == b) if type(a) is not float else a.hex() == b.hex()
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def names_of(fn: Callable[..., Any], call: FlatCall, leaves: Sequence[int]) -> Iterator[str]:
+    """`params['wq']`, `x`, `rest[0]`, `net.head.weight`: leaves, named by the function's own parameters."""
+    named, rest = _parameters(fn)
+    for i in leaves:
+        if i >= len(call.arguments):
+            yield call.state.names[i - len(call.arguments)]
+            continue
+        group, first, *tail = call.paths[i]
+        yield _head(named, rest, group.idx, first) + pytree.keystr(tuple(tail))
+
+
+def root_names(fn: Callable[..., Any], call: FlatCall) -> list[str]:
+    """What every leaf of the arguments is called; state that is found in one is called after it."""
+    return list(names_of(fn, call, range(len(call.arguments))))
+
+
+def _parameters(fn: Callable[..., Any]) -> tuple[list[str], str]:
+    try:
+        parameters = list(inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters.values())
+    except (ValueError, TypeError):  # a builtin
+        parameters = []
+    kinds = inspect.Parameter
+    plain = [p.name for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
+    return plain, next((p.name for p in parameters if p.kind is kinds.VAR_POSITIONAL), "args")
+
+
+def _head(named: Sequence[str], rest: str, group: int, first: Any) -> str:
+    if group == 1:
+        return str(first.key)
+    return named[first.idx] if first.idx < len(named) else f"{rest}[{first.idx - len(named)}]"

@@ -1,0 +1,122 @@
+"""A jitted call as an op of autograd: its forward and its backward program, the two halves of one joint program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib.calls.run import Entry, forms, results
+from shardlib.errors import ShardingError
+from shardlib.lower.split import Halves
+from shardlib.meshes.mesh import Mesh
+from shardlib.plans.plan import Plan
+from shardlib.run import Runner
+from shardlib.specs.layout import Layout
+from shardlib.tensors.form import Form
+from shardlib.tensors.tensor import ShardedTensor, cut_up, wrap
+
+Move = Callable[[ShardedTensor, Layout], ShardedTensor]
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The second half of a program: the leaves that have gradients, the results that have cotangents, and how to run.
+
+    `move` lays out a cotangent that comes otherwise than the program expects it.
+    """
+
+    name: str
+    runner: Runner
+    leaves: tuple[int, ...]
+    forms: tuple[Form | None, ...]
+    cotangents: tuple[int, ...]
+    layouts: tuple[Layout, ...]
+    dtypes: tuple[torch.dtype, ...]
+    move: Move
+
+
+def backward(plan: Plan, halves: Halves, mesh: Mesh, runner: Runner, move: Move) -> Backward:
+    """Make the second half of a plan's program callable."""
+    after = plan.compiled.traced.after
+    program = halves.backward
+    last = program.inputs[len(halves.saved) :]
+    layouts = tuple(v.layout for v in last if v.layout is not None)
+    assert len(layouts) == len(after.cotangents), "a cotangent is a value of the program"
+    found = tuple(forms(program.outputs, mesh, plan.output_names[-len(program.outputs) :]))
+    leaves = tuple(leaf for leaf, _ in after.gradients)
+    return Backward(plan.name, runner, leaves, found, after.cotangents, layouts, tuple(v.dtype for v in last), move)
+
+
+def run(entry: Entry, then: Backward, mesh: Mesh, leaves: list[Any]) -> Any:
+    """Call the forward program; its results have a history that leads through the backward program."""
+    call = _Call(entry, then, mesh, leaves)
+    found = iter(_Apply.apply(call, *(leaves[i] for i in then.leaves)))  # type: ignore[no-untyped-call]
+    return entry.build([next(found) if isinstance(x, Tensor) else x for x in call.out])
+
+
+class _Call:
+    """One call, on its way through autograd."""
+
+    def __init__(self, entry: Entry, then: Backward, mesh: Mesh, leaves: list[Any]) -> None:
+        self.entry, self.then, self.mesh = entry, then, mesh
+        self.leaves = leaves
+        self.out: list[Any] = []
+
+
+class _Apply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *_: Tensor) -> Any:
+        then = call.then
+        call.out, saved = results(call.entry, call.mesh, call.leaves)
+        ctx.then, ctx.mesh = then, call.mesh
+        ctx.numbers = [None if isinstance(x, Tensor) else x for x in call.leaves]
+        ctx.plain = [isinstance(call.leaves[i], ShardedTensor) for i in then.leaves]
+        ctx.counts = [len(pieces) for pieces in saved]
+        # Saved as autograd saves: freed by the first backward pass, and guarded against writes in between.
+        plain = {x.untyped_storage()._cdata: x for x in call.leaves if type(x) in (Tensor, torch.nn.Parameter)}
+        pieces = [p for value in saved for p in value]
+        held = {p.untyped_storage()._cdata for p in pieces}
+        ctx.save_for_backward(*pieces, *(x.detach() for at, x in plain.items() if at in held))
+        ctx.set_materialize_grads(False)
+        tensors = [x for x in call.out if isinstance(x, Tensor)]
+        diff = {id(call.out[i]) for i in then.cotangents}
+        ctx.mark_non_differentiable(*(x for x in tensors if id(x) not in diff))
+        places = {id(x): k for k, x in enumerate(tensors)}
+        ctx.where = [places[id(call.out[i])] for i in then.cotangents]
+        call.leaves = []
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        then, mesh = ctx.then, ctx.mesh
+        if torch.is_grad_enabled():
+            raise ShardingError(
+                f"the gradient of {then.name} is differentiated again",
+                rule="a jitted call has a program for its first derivative",
+                remedy="take the inner gradient inside: jit a function that calls sl.grad",
+            )
+        rest = iter(ctx.saved_tensors)
+        pieces: list[Sequence[Tensor]] = [tuple(next(rest) for _ in range(n)) for n in ctx.counts]
+        for at, layout, dtype in zip(ctx.where, then.layouts, then.dtypes, strict=True):
+            pieces.append(_cotangent(grads[at], layout, dtype, then, mesh))
+        found = then.runner(pieces, ctx.numbers)
+        return None, *_gradients(then.forms, found, ctx.plain)
+
+
+def _cotangent(grad: Any, layout: Layout, dtype: torch.dtype, then: Backward, mesh: Mesh) -> Sequence[Tensor]:
+    if grad is None:
+        coords = mesh.all_coords() if mesh.kind == "virtual" else [mesh.coords(mesh.rank)]
+        return [torch.zeros(layout.local_shape(c), dtype=dtype, device=mesh.device) for c in coords]
+    if not isinstance(grad, ShardedTensor):
+        return cut_up(grad.detach(), layout, mesh)
+    return then.move(grad.detach(), layout)._locals  # type: ignore[arg-type]
+
+
+def _gradients(forms: Sequence[Form | None], found: Sequence[Any], sharded: Sequence[bool]) -> Iterator[Any]:
+    for form, pieces, stays in zip(forms, found, sharded, strict=True):
+        assert form is not None, "a gradient is a tensor"
+        yield wrap(form, pieces) if stays else pieces[0]

@@ -1,0 +1,62 @@
+"""A joint program of forward and backward, as two: what the results need, and the rest. Only saved values cross."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from shardlib.lower.program import Collective, Instr, Program, Step, Var, reads
+from shardlib.lower.varying import varying
+
+
+@dataclass(frozen=True)
+class Halves:
+    """`forward` takes the program's own inputs, and returns its results but the gradients, then `saved`.
+
+    `backward` takes `saved`, then the cotangents, and returns the gradients.
+    """
+
+    forward: Program
+    backward: Program
+    saved: tuple[Var, ...]
+
+
+def split(program: Program, cotangents: int, gradients: int) -> Halves:
+    """Cut `program`, of whose inputs the last ones are cotangents and of whose outputs the last ones are gradients."""
+    inputs, given = program.inputs[:-cotangents], program.inputs[-cotangents:]
+    own, results = program.outputs[:-gradients], program.outputs[-gradients:]
+    needed = {v for v in own if isinstance(v, Var)}
+    late = set(given)  # what depends on a cotangent
+    first: list[Step] = []
+    second: list[Step] = []
+    for step in program.steps:
+        if any(v in late for v in reads(step)):
+            late |= {v for v in step.outs if v is not None}
+    for step in reversed(program.steps):
+        outs = {v for v in step.outs if v is not None}
+        if outs & needed or (not outs & late and _stays(step)):
+            first.append(step)
+            needed |= set(reads(step))
+        else:
+            second.append(step)
+    first.reverse()
+    second.reverse()
+    there = {*program.inputs, *(v for s in first for v in s.outs if v is not None)} - set(given)
+    wanted = dict.fromkeys(v for s in second for v in reads(s))
+    wanted |= dict.fromkeys(v for v in results if isinstance(v, Var))
+    saved = tuple(v for v in wanted if v in there)
+    forward = Program(program.mesh, first, inputs, program.captured, [*own, *saved], program.donated)
+    varies = varying(program)
+    known = {v: varies[v] for v in saved}
+    backward = Program(program.mesh, second, [*saved, *given], program.captured, results, varies=known)
+    return Halves(forward, backward, saved)
+
+
+def _stays(step: Step) -> bool:
+    """Whether a step belongs to the forward pass whoever reads it: draws of keys, and what is there for its effect."""
+    if isinstance(step, Collective):
+        return False
+    assert isinstance(step, Instr)
+    drawn = torch.Tag.nondeterministic_seeded in getattr(step.target, "tags", ())
+    return drawn or not step.outs

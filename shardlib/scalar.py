@@ -1,0 +1,82 @@
+"""Numbers that a call gives: arguments of ops whose values are known only when a program runs, the same on every device.
+
+A `Scalar` is a Python expression over the call's numbers. It stands among an op's arguments, opaque to every stage, and
+is evaluated with Python's own arithmetic, so that `p - lr * g` is the same program for every learning rate.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+_INFIX: dict[Any, str] = {
+    operator.add: "+",
+    operator.sub: "-",
+    operator.mul: "*",
+    operator.truediv: "/",
+    operator.pow: "**",
+}
+_PREFIX: dict[Any, str] = {operator.neg: "-", operator.pos: "+"}
+_CALLS: dict[Any, str] = {torch.sym_float: "float", float: "float"}
+OPERATIONS = frozenset({*_INFIX, *_PREFIX, *_CALLS})
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """`op` of `args` (numbers and scalars), or the number at leaf `leaf` of the call, called `name`.
+
+    `hint` is its value when the program was traced: for the shapes and dtypes of what it makes, never for a decision.
+    """
+
+    op: Any
+    args: tuple[Any, ...]
+    leaf: int = -1
+    name: str = ""
+    hint: Any = field(default=None, compare=False)
+
+    @staticmethod
+    def given(leaf: int, name: str, value: Any) -> Scalar:
+        """The number at a leaf of the call."""
+        return Scalar(None, (), leaf, name, value)
+
+    @staticmethod
+    def of(op: Any, *args: Any) -> Scalar:
+        """`op` of numbers; its hint is computed as Python does, so it raises what Python raises."""
+        return Scalar(op, args, hint=op(*(x.hint if isinstance(x, Scalar) else x for x in args)))
+
+    def text(self, name: Callable[[Scalar], str]) -> str:
+        """The expression in Python, with `name` for what the call gives."""
+        if self.op is None:
+            return name(self)
+        parts = [x.text(name) if isinstance(x, Scalar) else repr(x) for x in self.args]
+        if self.op in _INFIX:
+            return f"({parts[0]} {_INFIX[self.op]} {parts[1]})"
+        if self.op in _PREFIX:
+            return f"({_PREFIX[self.op]}{parts[0]})"
+        return f"{_CALLS[self.op]}({parts[0]})"
+
+    def leaves(self) -> Iterator[int]:
+        """The leaves of the call that it is made of."""
+        if self.op is None:
+            yield self.leaf
+        for x in self.args:
+            if isinstance(x, Scalar):
+                yield from x.leaves()
+
+    def __repr__(self) -> str:
+        return self.text(lambda x: x.name)
+
+
+def hinted(x: Any) -> Any:
+    """Arguments with the hint of every scalar in its place."""
+    if isinstance(x, Scalar):
+        return x.hint
+    if isinstance(x, dict):
+        return {k: hinted(y) for k, y in x.items()}
+    if isinstance(x, list | tuple) and not isinstance(x, torch.Size):
+        return [hinted(y) for y in x] if isinstance(x, list) else tuple(hinted(y) for y in x)
+    return x

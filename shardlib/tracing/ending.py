@@ -1,0 +1,132 @@
+"""What a program does beside returning its results: `.grad` that it sets, inputs that it writes to, gradients it has.
+
+With gradients, one joint graph holds forward and backward: cotangents of the results are inputs, too, and gradients of
+whatever requires one are results. It is decided as a whole, and split into two programs when it is lowered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from shardlib.calls.flat import FlatCall
+from shardlib.tracing.lifted import Lifted, placeholder
+
+
+@dataclass(frozen=True)
+class After:
+    """Results of a graph behind those that the function returns, in this order; leaves are those of the call.
+
+    `grads`: (leaf, position of its new `.grad`, None where it is dropped); `written`: (leaf, position of its new
+    value); `gradients`: (leaf, position of its gradient); `cotangents`: the results that have gradients, by position.
+    """
+
+    grads: tuple[tuple[int, int | None], ...] = ()
+    written: tuple[tuple[int, int], ...] = ()
+    gradients: tuple[tuple[int, int], ...] = ()
+    cotangents: tuple[int, ...] = ()
+
+    @property
+    def differentiable(self) -> bool:
+        return bool(self.gradients)
+
+
+class Ending:
+    """Collects, at the end of a trace, what the function did beside returning a value."""
+
+    def __init__(self, call: FlatCall, lifted: Lifted, where: Sequence[int]) -> None:
+        self.call, self.lifted, self.where = call, lifted, where
+        self.returned = 0  # leaves of the function's result
+        self.cotangents: list[int] = []
+        self._watched: list[tuple[int, Tensor, Tensor | None]] = []  # leaf, what the trace sees of it, its `.grad`
+        self._grads: list[tuple[int, bool]] = []
+        self._gradients: list[int] = []
+
+    def __enter__(self) -> Ending:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for x, grad in self.call.state.grads:
+            if x.grad is not grad:
+                x.grad = grad
+
+    def start(self, inputs: Sequence[Tensor]) -> None:
+        """Before the function runs: arguments have the `.grad` that is theirs."""
+        arguments, state = self.call.arguments, self.call.state.tensors
+        leaves = {id(x): len(arguments) + i for i, x in enumerate(state)}
+        seen = {id(x): x for x in state}
+        for i, x in zip(self.where, inputs, strict=True):
+            leaves[id(arguments[i])], seen[id(arguments[i])] = i, x
+        for x, grad in self.call.state.grads:
+            self._watched.append((leaves[id(x)], seen[id(x)], grad))
+            if seen[id(x)] is not x and grad is not None:
+                seen[id(x)].grad = grad
+
+    def finish(self, result: Sequence[Any], inputs: Sequence[Tensor], tracer: Any, *, differentiate: bool) -> list[Tensor]:
+        """After it has run: what follows its own results."""
+        self.returned = len(result)
+        out: list[Tensor] = []
+        for leaf, x, grad in self._watched:
+            if (now := x.grad) is not grad:
+                self._grads.append((leaf, now is not None))
+                out += [] if now is None else [self.lifted.seen(now)]
+        return out + (self._backward(result, inputs, tracer) if differentiate else [])
+
+    def _backward(self, result: Sequence[Any], inputs: Sequence[Tensor], tracer: Any) -> list[Tensor]:
+        outs = [i for i, x in enumerate(result) if isinstance(x, Tensor) and x.requires_grad]
+        owners = dict(zip(self.where, inputs, strict=True))
+        owners |= {len(self.call.arguments) + i: x for i, x in enumerate(self.call.state.tensors)}
+        wanted = {leaf: x for leaf, x in owners.items() if x.requires_grad}
+        if not outs or not wanted:
+            return []
+        before = set(tracer.graph.nodes)
+        cotangents = [placeholder(tracer, result[i]) for i in outs]
+        try:
+            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+                found = torch.autograd.grad(
+                    [result[i] for i in outs], list(wanted.values()), [c.value for c in cotangents], allow_unused=True
+                )
+        except RuntimeError as error:
+            if "backward through the graph a second time" not in str(error):
+                raise
+            for node in reversed(tracer.graph.nodes):  # the function went back through it itself, and kept nothing
+                if node not in before:
+                    tracer.graph.erase_node(node)
+            return []
+        self.cotangents = outs
+        self._gradients = [leaf for leaf, x in zip(wanted, found, strict=True) if x is not None]
+        return [self.lifted.seen(x) for x in found if x is not None]
+
+    def names(self, paths: Sequence[Any]) -> tuple[str, ...]:
+        """What the cotangents are called, given the paths of the function's results."""
+        return tuple(f"gradient of result{pytree.keystr(paths[i])}" for i in self.cotangents)
+
+    def after(self, graph: fx.Graph, written: Sequence[int]) -> After:
+        """All of it; `written` are the leaves that are written to, whose values are last in the graph, and go first."""
+        output = graph.output_node()
+        outs: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+        at = self.returned
+        grads: list[tuple[int, int | None]] = []
+        for leaf, there in self._grads:
+            grads.append((leaf, at if there else None))
+            at += there
+        last = len(outs) - len(written)
+        output.args = ((*outs[:at], *outs[last:], *outs[at:last]),)
+        changed = tuple((leaf, at + i) for i, leaf in enumerate(written))
+        at += len(changed)
+        gradients = tuple((leaf, at + i) for i, leaf in enumerate(self._gradients))
+        return After(tuple(grads), changed, gradients, tuple(self.cotangents))
+
+
+def move_inputs_first(graph: fx.Graph) -> None:
+    """Inputs that were found on the way stand in front of all ops."""
+    ops = [n for n in graph.nodes if n.op != "placeholder"]
+    first = ops[0]
+    for node in [n for n in graph.nodes if n.op == "placeholder"]:
+        first.prepend(node)
+

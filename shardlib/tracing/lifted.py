@@ -1,0 +1,151 @@
+"""Tensors that a traced function finds around itself, in modules, closures and objects, as inputs of its graph.
+
+A tensor is known to the tracer by itself, so that code that holds it need not change. What an op then reads is its
+stand-in, a fake: `_StandIns` puts it in the place of a plain tensor, `redirected` in that of a ShardedTensor.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from contextlib import ExitStack
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardlib.calls.state import State
+from shardlib.errors import ShardingError
+from shardlib.tensors.tensor import ShardedTensor, typeof
+
+_current: ContextVar[Lifted | None] = ContextVar("shardlib_lifted", default=None)
+
+
+class Lifted:
+    """The state of a call, while its function is traced."""
+
+    def __init__(self, state: State, mode: FakeTensorMode) -> None:
+        self.state, self.mode = state, mode
+        self.nodes: list[fx.Node] = []
+        self._stand_ins: dict[int, Tensor] = {}
+        self._exit = ExitStack()
+
+    def __enter__(self) -> Lifted:
+        token = _current.set(self)
+        self._exit.callback(lambda: _current.reset(token))
+        self._exit.callback(self._forget)
+        if any(not isinstance(x, ShardedTensor) for x in self.state.tensors):
+            self._exit.enter_context(_StandIns(self._stand_ins))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._exit.close()
+
+    def _forget(self) -> None:
+        for x in self.state.tensors:  # the tracer notes the last write to a tensor on it
+            x.__dict__.pop("proxy", None)
+
+    def enter(self, tracer: Any, device: torch.device | str | None) -> None:
+        """Make an input of every tensor."""
+        for x in self.state.tensors:
+            stand_in = placeholder(tracer, x, device)
+            self.nodes.append(stand_in.node)
+            with disable_proxy_modes_tracing():
+                self._stand_ins[id(x)] = stand_in.value
+                if not isinstance(x, ShardedTensor):
+                    track_tensor_tree(x, stand_in.proxy, constant=None, tracer=tracer)
+                    stand_in.node.meta["val"] = stand_in.value
+                    # What needs no gradient, and every process has whole, decides nothing.
+                    stand_in.node.meta["constant"] = not x.requires_grad
+
+    def seen(self, x: Any) -> Any:
+        """A tensor as the trace knows it."""
+        if not isinstance(x, ShardedTensor):
+            return x
+        if (found := self._stand_ins.get(id(x))) is not None:
+            return found
+        raise ShardingError(
+            f"a traced function closes over {typeof(x)}",
+            ["it is neither an argument nor found in the function's variables, modules or objects"],
+            rule="tensors that live on a mesh enter a program as arguments, or with what the function closes over",
+            remedy="make it an argument of the function",
+        )
+
+    def prune(self, gm: fx.GraphModule) -> list[int]:
+        """Drop the inputs that nothing reads; returns those that stay."""
+        for node in self.nodes:
+            if not node.users:
+                gm.graph.erase_node(node)
+        alive = set(gm.graph.nodes)
+        return [i for i, node in enumerate(self.nodes) if node in alive]
+
+
+class _StandIns(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Between the tracer, which knows the tensors themselves, and torch's fake tensors, which compute real ones."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, stand_ins: dict[int, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.stand_ins = stand_ins
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*map(self._of, args), **{k: self._of(x) for k, x in (kwargs or {}).items()})
+
+    def _of(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return self.stand_ins.get(id(x), x)
+        return [self._of(y) for y in x] if type(x) is list else x
+
+
+class placeholder:  # noqa: N801  it is a function with three results
+    """A new input of the graph that is being traced: `proxy`, `node`, and the `value` that stands for it."""
+
+    def __init__(self, tracer: Any, x: Tensor, device: torch.device | str | None = None) -> None:
+        with disable_proxy_modes_tracing():
+            where = device or ("cpu" if x.is_meta else x.device)
+            self.value = torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device=where)
+            self.proxy = tracer.create_proxy("placeholder", "input", (), {})
+            self.node: fx.Node = self.proxy.node
+            track_tensor_tree(self.value, self.proxy, constant=None, tracer=tracer)
+
+
+def redirected(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """An op of a traced function that reads ShardedTensors, on what stands for them."""
+    lifted = _current.get() or Lifted(State(), FakeTensorMode())
+    args, kwargs = pytree.tree_map_only(ShardedTensor, lifted.seen, (args, kwargs))
+    return op(*args, **kwargs)
+
+
+def refuse_carriers(leaves: Sequence[tuple[str, Any]]) -> None:
+    """Refuse results that would carry values of the trace out, where nobody puts the real ones in their place."""
+    wrong = [
+        f"result{path} is a {type(x).__name__}" + (f", with tensors in {', '.join(held)}" if held else "")
+        for path, x in leaves
+        if not isinstance(x, Tensor)
+        and ((held := [k for k, y in _attributes(x).items() if _fake(y)]) or isinstance(x, _LAZY))
+    ]
+    if wrong:
+        raise ShardingError(
+            "the traced function returns objects that jit cannot look into",
+            wrong,
+            rule="a result is a pytree: tensors in lists, tuples, dicts and registered classes",
+            remedy="torch.utils._pytree.register_dataclass(Cls) for a dataclass; return list(...) of a generator",
+        )
+
+
+_LAZY = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, map, filter, zip)
+
+
+def _attributes(x: Any) -> dict[str, Any]:
+    slots = {k: getattr(x, k) for k in getattr(type(x), "__slots__", ()) if isinstance(k, str) and hasattr(x, k)}
+    return {**getattr(x, "__dict__", {}), **slots} if not isinstance(x, type | types.ModuleType) else {}
+
+
+def _fake(x: Any) -> bool:
+    return any(isinstance(y, FakeTensor) for y in pytree.tree_leaves(x))

@@ -1,0 +1,238 @@
+"""Numbers among a traced function's arguments: inputs where they only enter arithmetic, constants where Python looks.
+
+While a function is traced such a number is a `Given`: to Python a float or an int, which follows arithmetic. Where one
+meets a tensor in an op that takes a scalar, the op's node refers to it (as a `Scalar`). Whatever needs its value (a
+comparison, `math.sqrt`, a size, any other function of torch) gets it, and the trace notes that it was looked at: its
+program is then for this value alone.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from shardlib.scalar import OPERATIONS, Scalar
+
+
+class Given:
+    """A number that a call gives, or one computed from such.
+
+    It is of torch's types for numbers of a trace, so that functions of torch take it, and says `float` or `int` where
+    Python asks for its class.
+    """
+
+    scalar: Scalar
+    numbers: Numbers
+
+    @staticmethod
+    def of(scalar: Scalar, numbers: Numbers) -> Any:
+        """The number of this scalar, as Python code sees it."""
+        kind = type(scalar.hint)
+        if kind not in _KINDS:
+            numbers.look(scalar)
+            return scalar.hint
+        made = _KINDS[kind].__new__(_KINDS[kind])
+        made.__dict__.update(scalar=scalar, numbers=numbers)
+        return made
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self.scalar.hint)
+
+    @property
+    def node(self) -> Any:
+        """What torch reads where it takes the number as it is."""
+        return self.numbers.symbol(self.scalar).node
+
+    def look(self) -> Any:
+        """Its value; from now on the program is for this value."""
+        self.numbers.look(self.scalar)
+        return self.scalar.hint
+
+    def _with(self, op: Any, *args: Any) -> Any:
+        if any(type(x) not in _OPERANDS for x in args):
+            return NotImplemented
+        return Given.of(Scalar.of(op, *(x.scalar if is_given(x) else x for x in args)), self.numbers)
+
+    def __hash__(self) -> int:
+        return hash(self.look())
+
+
+class GivenFloat(Given, torch.SymFloat):
+    """A float."""
+
+    def __init__(self) -> None:
+        pass
+
+
+class GivenInt(Given, torch.SymInt):
+    """An int."""
+
+    def __init__(self) -> None:
+        pass
+
+
+_KINDS: dict[type, Any] = {float: GivenFloat, int: GivenInt}
+_OPERANDS = frozenset({GivenFloat, GivenInt, int, float, bool})
+
+
+def is_given(x: Any) -> bool:
+    """Whether `x` is a number that a call gives."""
+    return type(x) is GivenFloat or type(x) is GivenInt
+
+
+def _forward(op: Any) -> Callable[..., Any]:
+    return lambda self, *others: self._with(op, self, *others)
+
+
+def _reflected(op: Any) -> Callable[..., Any]:
+    return lambda self, other: self._with(op, other, self)
+
+
+def _looking(name: str) -> Callable[..., Any]:
+    def method(self: Given, *others: Any) -> Any:
+        value = self.look()
+        return getattr(value, name)(*(x.look() if is_given(x) else x for x in others))
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow"):
+    setattr(Given, f"__{_name}__", _forward(getattr(operator, _name)))
+    setattr(Given, f"__r{_name}__", _reflected(getattr(operator, _name)))
+for _name in ("neg", "pos"):
+    setattr(Given, f"__{_name}__", _forward(getattr(operator, _name)))
+for _name in (
+    *("eq", "ne", "lt", "le", "gt", "ge", "bool", "int", "float", "complex", "index", "abs", "round", "trunc", "floor"),
+    *("ceil", "floordiv", "rfloordiv", "mod", "rmod", "divmod", "rdivmod", "and", "rand", "or", "ror", "xor", "rxor"),
+    *("lshift", "rlshift", "rshift", "rrshift", "invert", "str", "repr", "format"),
+):
+    setattr(Given, f"__{_name}__", _looking(f"__{_name}__"))
+for _name in ("is_integer", "as_integer_ratio", "hex", "conjugate", "bit_length", "to_bytes"):
+    setattr(Given, _name, _looking(_name))
+for _name in ("real", "imag", "numerator", "denominator"):
+    setattr(Given, _name, property(lambda self, name=_name: getattr(self.look(), name)))
+
+
+class Numbers(TorchFunctionMode):
+    """While on, functions of torch take `Given` numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.env = ShapeEnv()
+        self.looked: dict[int, Any] = {}  # leaf -> value
+        self._hints: dict[int, Any] = {}
+        self._symbols: dict[Scalar, Any] = {}
+        self._scalars: dict[Any, Scalar] = {}  # by symbol
+
+    def give(self, leaf: int, name: str, value: Any) -> Any:
+        """The number at a leaf of the call."""
+        self._hints[leaf] = value
+        return Given.of(Scalar.given(leaf, name, value), self)
+
+    def look(self, scalar: Scalar) -> None:
+        for leaf in scalar.leaves():
+            self.looked[leaf] = self._hints[leaf]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(map(_has, args)) or any(map(_has, kwargs.values())):
+            top = self._taken_up if getattr(func, "__name__", "") in _ARITHMETIC else Given.look
+            args = tuple(self._taken(x, top) for x in args)
+            kwargs = {k: self._taken(x, top) for k, x in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def _taken(self, x: Any, top: Callable[[Given], Any]) -> Any:
+        """An argument as torch takes it; in lists stand sizes, or one number for each tensor of a list."""
+        if is_given(x):
+            return top(x)
+        if isinstance(x, list | tuple) and any(map(_has, x)):
+            return type(x)([self._taken(y, Given.look) for y in x])
+        return x
+
+    def _taken_up(self, x: Given) -> Any:
+        return self.symbol(x.scalar)
+
+    def symbol(self, scalar: Scalar) -> Any:
+        """Torch's symbol for a scalar: an input of the graph, for the time being."""
+        found = self._symbols.get(scalar)
+        if found is None:
+            hint, source = scalar.hint, ConstantSource(f"number{len(self._symbols)}")
+            symbol = self.env.create_unspecified_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+            make = self.env.create_symfloatnode if type(hint) is float else self.env.create_symintnode
+            found = self._symbols[scalar] = make(symbol, hint=hint, source=source)
+            self._scalars[symbol] = scalar
+            mode = get_proxy_mode()
+            assert mode is not None, "a function is traced"
+            proxy = mode.tracer.create_proxy("placeholder", source.name, (), {})
+            proxy.node.meta["scalar"] = scalar
+            track_tensor_tree(found, proxy, constant=None, tracer=mode.tracer)
+        return found
+
+    def settle(self, gm: fx.GraphModule) -> bool:
+        """Write scalars into the arguments of ops, instead of nodes; whether all of them are expressions we know."""
+        for guard in self.env.guards:
+            for symbol in guard.expr.free_symbols:
+                self.look(self._scalars[symbol])
+        found: dict[fx.Node, Any] = {}
+        for node in list(gm.graph.nodes):
+            if "scalar" in node.meta:
+                found[node] = node.meta["scalar"]
+            elif isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool):
+                if node.op != "call_function" or node.target not in OPERATIONS or node.kwargs:
+                    return False
+                found[node] = Scalar.of(node.target, *(found.get(x, x) for x in node.args))
+                continue
+            elif any(type(n) is not int for x in _tensors(node) for n in x.shape):
+                return False
+            if any(n in found for n in node.all_input_nodes):
+                node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda n: found.get(n, n))
+        for node in reversed(found):
+            gm.graph.erase_node(node)
+        return True
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    return [x for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor)]
+
+
+def _has(x: Any) -> bool:
+    return is_given(x) or (isinstance(x, list | tuple) and any(map(is_given, x)))
+
+
+def plain(x: Any) -> Any:
+    """A number as it is, for code that keeps it."""
+    return x.look() if is_given(x) else x
+
+
+def scalar_of(x: Any) -> Any:
+    """A result of a function: a number that a call gives is what it is computed from."""
+    return x.scalar if is_given(x) else x
+
+
+class NotExpressions(Exception):
+    """Numbers became more than a program can hold."""
+
+
+_NAMES = ("add", "sub", "mul", "div", "truediv", "true_divide", "pow", "eq", "ne", "lt", "le", "gt", "ge", "rsub")
+_ARITHMETIC = frozenset(
+    {
+        *_NAMES,
+        *(f"{name}_" for name in _NAMES),
+        *(f"__{sign}{name}__" for name in _NAMES for sign in ("", "r", "i")),
+        *("multiply", "multiply_", "divide", "divide_", "subtract", "subtract_"),
+        *("clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_min_", "clamp_max", "clamp_max_"),
+        *("addcmul", "addcmul_", "addcdiv", "addcdiv_", "lerp", "lerp_", "where", "masked_fill", "masked_fill_"),
+        *("fill_", "full_like", "full"),
+        *(f"_foreach_{name}{end}" for name in ("add", "sub", "mul", "div", "pow", "addcmul", "addcdiv", "lerp") for end in ("", "_")),
+    }
+)  # fmt: skip

@@ -1,0 +1,378 @@
+"""A jitted call takes part in autograd: the same gradients as plain torch, whatever stands before and behind it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import shardlib as sl
+from shardlib import Mesh, ShardedTensor, ShardingError
+from shardlib.state import single_device
+from tests.border.oracle import same
+
+X = torch.arange(24, dtype=torch.float64).view(6, 4).sin()
+W = torch.arange(12, dtype=torch.float64).view(4, 3).cos()
+
+
+@pytest.fixture(autouse=True)
+def mesh() -> Iterator[Mesh]:
+    with Mesh(data=2, tensor=2, rules={"batch": "data", "ff": "tensor"}) as mesh:
+        yield mesh
+
+
+PLACES: dict[str, Callable[[Tensor], Tensor]] = {
+    "plain": lambda x: x.clone(),
+    "replicated": lambda x: sl.shard(x, sl.P()),
+    "rows": lambda x: sl.shard(x, "batch _"),
+    "columns": lambda x: sl.shard(x, "_ ff"),
+}
+
+
+def linear(x: Tensor, w: Tensor) -> Tensor:
+    return x @ w
+
+
+def several(x: Tensor, w: Tensor) -> dict[str, Any]:
+    y = x @ w
+    return {"y": y, "loss": y.square().sum(), "n": 3, "top": y.argmax(1), "fixed": y.detach()}
+
+
+def softly(x: Tensor, w: Tensor) -> Tensor:
+    return F.cross_entropy(torch.tanh(x @ w), torch.tensor([0, 1, 2, 0, 1, 2]))
+
+
+def its_input(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    return x, w.t()
+
+
+def unused(x: Tensor, w: Tensor) -> Tensor:
+    return (w * 2).sum()
+
+
+def in_place(x: Tensor, w: Tensor) -> Tensor:
+    y = x @ w
+    y[1:3] *= 2
+    y.add_(1)
+    return y
+
+
+def own_gradient(x: Tensor, w: Tensor) -> Tensor:
+    return sl.grad(lambda w: (x @ w).square().sum())(w) * w
+
+
+def looped(x: Tensor, w: Tensor) -> Tensor:
+    for _ in range(3):
+        x = torch.relu(x @ w @ w.t())
+    return x
+
+
+FUNCTIONS = [linear, several, softly, its_input, unused, in_place, own_gradient, looped]
+
+
+def total(out: Any) -> Tensor:
+    leaves = [y for y in torch.utils._pytree.tree_leaves(out) if isinstance(y, Tensor) and y.requires_grad]
+    return sum(((i + 2) * y.square().sum() for i, y in enumerate(leaves)), torch.zeros((), dtype=torch.float64))
+
+
+@pytest.mark.parametrize("fn", FUNCTIONS)
+@pytest.mark.parametrize("place", PLACES)
+def test_gradients_through_a_call(fn: Any, place: str) -> None:
+    """Before, behind and beside the call stand other ops; gradients are where their values are."""
+    step = sl.jit(fn)
+
+    def run(step: Any, x: Tensor, w: Tensor) -> Tensor:
+        loss = total(step(x * 2, w + 1)) + w.sum() + (x * x).sum()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        plain = [X.clone().requires_grad_(), W.clone().requires_grad_()]
+        mine = [PLACES[place](X).requires_grad_(), PLACES["columns" if place == "columns" else "plain"](W)]
+        mine[1].requires_grad_()
+        same(run(step, *mine), run(fn, *plain))
+        for a, b in zip(mine, plain, strict=True):
+            same(a.grad, b.grad)
+            assert type(a.grad) is type(a) or type(a) is Tensor
+            if isinstance(a, ShardedTensor):
+                assert a.grad.sharding.canonical == a.sharding.canonical
+
+
+@pytest.mark.parametrize("fn", FUNCTIONS)
+def test_gradients_of_leaves(fn: Any) -> None:
+    step = sl.jit(fn)
+    for place in PLACES:
+        plain = [X.clone().requires_grad_(), W.clone().requires_grad_()]
+        mine = [PLACES[place](X).requires_grad_(), W.clone().requires_grad_()]
+        same(step(*mine), fn(*plain))
+        total(step(*mine)).backward(), total(fn(*plain)).backward()
+        for a, b in zip(mine, plain, strict=True):
+            assert (a.grad is None) == (b.grad is None)
+            if b.grad is not None:
+                same(a.grad, b.grad)
+
+
+def test_the_issue_of_lost_gradients() -> None:
+    """`(f(w) + w.sum()).backward()` counts both."""
+    for place in PLACES.values():
+        w = place(torch.ones(4, 4)).requires_grad_()
+        (sl.jit(lambda w: (2 * w).sum())(w) + w.sum()).backward()
+        same(w.grad, torch.full((4, 4), 3.0))
+
+
+def test_which_results_have_a_history() -> None:
+    x = sl.shard(X, "batch _").requires_grad_()
+    out = sl.jit(several)(x, W)
+    assert {k: v.requires_grad for k, v in out.items() if k != "n"} == {
+        "y": True,
+        "loss": True,
+        "top": False,
+        "fixed": False,
+    }
+    with torch.no_grad():
+        assert not sl.jit(several)(x, W)["y"].requires_grad
+    assert not sl.jit(several)(x.detach(), W)["y"].requires_grad
+
+
+def test_modes_have_programs_of_their_own() -> None:
+    step, x = sl.jit(linear), sl.shard(X, "batch _").requires_grad_()
+    for _ in range(2):
+        with torch.no_grad():
+            assert not step(x, W).requires_grad
+        assert step(x, W).requires_grad
+    assert step.retraces == ["gradient mode: False -> True"]
+
+
+def test_modules_outside_and_inside() -> None:
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 8).double(), nn.Linear(8, 1).double()
+    step = sl.jit(lambda h: second(h.relu()).square().mean())
+    for _ in range(2):
+        for p in (*first.parameters(), *second.parameters()):
+            p.grad = None
+        second(first(X).relu()).square().mean().backward()
+        expected = [p.grad.clone() for p in (*first.parameters(), *second.parameters())]
+        for p in (*first.parameters(), *second.parameters()):
+            p.grad = None
+        step(first(X)).backward()
+        same([p.grad for p in (*first.parameters(), *second.parameters())], expected)
+
+
+def test_an_optimizer_outside() -> None:
+    torch.manual_seed(0)
+    nets = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)).double()]
+    import copy
+
+    nets.append(copy.deepcopy(nets[0]))
+    for i, net in enumerate(nets):
+        opt = torch.optim.AdamW(net.parameters(), lr=0.1)
+        forward = sl.jit(lambda x, net=net: net(x).square().mean()) if i else lambda x, net=net: net(x).square().mean()
+        for _ in range(5):
+            opt.zero_grad()
+            forward(X).backward()
+            opt.step()
+    same(dict(nets[1].state_dict()), dict(nets[0].state_dict()))
+
+
+def test_the_plan_shows_both_ways() -> None:
+    x = sl.shard(X, "batch _").requires_grad_()
+    plan = sl.jit(linear).plan(x, sl.shard(W, "_ ff").requires_grad_())
+    text = str(plan)
+    assert "backward of" in text
+    assert "gradient of x" in text
+    assert "gradient of result" in text
+    assert [c.kind for c in plan.collectives] == ["all_reduce", "all_reduce"]
+    assert str(plan.layout_of("gradient of x")) == "6@data, 4"
+
+
+def test_only_saved_values_cross() -> None:
+    """The backward program reads what the forward program saved: no op of the forward pass runs again."""
+    x = sl.shard(X, "batch _").requires_grad_()
+    halves = sl.jit(lambda x: torch.tanh(x).sum()).plan(x).compiled.halves
+    assert halves is not None
+    first, second = ([getattr(s.target, "_schema", s).name for s in p.steps if hasattr(s, "target")] for p in (halves.forward, halves.backward))
+    assert "aten::tanh" in first
+    assert "aten::tanh" not in second
+    assert "aten::tanh_backward" in second
+
+
+# --- what autograd refuses --------------------------------------------------------------------------------------------
+
+
+def test_twice_through_one_graph() -> None:
+    x = sl.shard(X, "batch _").requires_grad_()
+    y = sl.jit(lambda x: torch.tanh(x).sum())(x)
+    y.backward(retain_graph=True)
+    y.backward()
+    plain = X.clone().requires_grad_()
+    (2 * torch.tanh(plain).sum()).backward()
+    same(x.grad, plain.grad)
+    with pytest.raises(RuntimeError, match="second time"):
+        y.backward()
+
+
+def test_writes_to_what_is_saved_are_noticed() -> None:
+    x, w = X.clone().requires_grad_(), W.clone()
+    y = sl.jit(linear)(x, w)
+    w.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    placed = sl.shard(W, "_ ff")
+    y = sl.jit(linear)(x, placed)
+    placed.add_(1)
+    y.sum().backward()
+    same(x.grad, torch.ones(6, 3, dtype=torch.float64) @ W.t())
+
+
+def test_second_derivatives_from_outside_are_refused() -> None:
+    x = sl.shard(X, "batch _").requires_grad_()
+    y = sl.jit(lambda x: (x**3).sum())(x)
+    with pytest.raises(ShardingError, match="the gradient of <lambda> is differentiated again") as error:
+        torch.autograd.grad(y, x, create_graph=True)
+    assert "jit a function that calls sl.grad" in str(error.value)
+
+
+def test_a_function_that_goes_back_itself_leaves_no_history() -> None:
+    w = W.clone().requires_grad_()
+
+    def step(x: Tensor) -> Tensor:
+        loss = (x @ w).square().sum()
+        loss.backward()
+        return loss
+
+    loss = sl.jit(step)(X)
+    expected = w.grad.clone()
+    w.grad = None
+    step(X)
+    same(expected, w.grad)
+    with pytest.raises(ShardingError, match="has no history"):
+        loss.backward()
+
+
+def test_memory_is_freed_by_the_backward_pass() -> None:
+    x = sl.shard(X, "batch _").requires_grad_()
+    kept = []
+
+    def spy(x: Tensor) -> Tensor:
+        return torch.tanh(torch.tanh(x)).sum()
+
+    y = sl.jit(spy)(x)
+    kept = [weakref.ref(t) for t in y.grad_fn.saved_tensors]
+    assert kept
+    y.backward()
+    gc.collect()
+    pieces = {id(p) for p in x._locals}
+    assert all(r() is None or id(r()) in pieces for r in kept)
+
+
+# --- torch's autograd while tracing -----------------------------------------------------------------------------------
+
+
+class Cube(torch.autograd.Function):
+    """Old style: no setup_context, so torch.func refuses it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x * x * grad
+
+
+INSIDE: dict[str, Callable[[Tensor], Tensor]] = {
+    "one_hot": lambda x: (x * F.one_hot(torch.tensor([0, 1, 2, 3, 0, 1]), 4)).square().sum(),
+    "checkpoint": lambda x: checkpoint(lambda x: torch.tanh(x).square(), x, use_reentrant=False).sum(),
+    "old-style function": lambda x: Cube.apply(x).sum(),  # type: ignore[no-untyped-call]
+    "detach": lambda x: (x.detach() * x).sum(),
+    "no_grad": lambda x: _with_no_grad(x),
+    "clamp": lambda x: x.clamp(-0.5, 0.5).square().sum(),
+    "in place": lambda x: (x * 2).mul_(3).square().sum(),
+    "nested": lambda x: (sl.grad(lambda y: (y**3).sum())(x) * x).sum(),
+    "vmap": lambda x: sl.vmap(lambda row: row.square().sum())(x).sum(),
+    "shard": lambda x: sl.shard(x * 2, "_ ff").square().sum(),
+}
+
+
+def _with_no_grad(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = x.abs().max()
+    return (x * scale).sum()
+
+
+def _eager(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    with single_device():
+        (grad,) = torch.autograd.grad(fn(x), x)
+    return grad
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_gradients_inside_go_through_torchs_autograd(name: str) -> None:
+    fn = INSIDE[name]
+    expected = _eager(fn, X)
+    for place in PLACES.values():
+        x = place(X)
+        same(sl.jit(sl.grad(fn))(x), expected)
+        same(sl.jit(sl.value_and_grad(fn))(x)[1], expected)
+        y = place(X).requires_grad_()
+        sl.jit(lambda y: fn(y).backward())(y)
+        same(y.grad, expected)
+
+
+def test_grad_takes_what_torch_func_takes() -> None:
+    def loss(p: dict[str, Tensor], x: Tensor, n: int = 2) -> Tensor:
+        return ((x @ p["w"] + p["b"]) ** n).sum()
+
+    p = {"w": W, "b": torch.ones(3, dtype=torch.float64)}
+    for argnums in (0, 1, (0, 1)):
+        expected = torch.func.grad(loss, argnums)(p, X)
+        same(sl.jit(sl.grad(loss, argnums))(p, X), expected)
+        same(sl.jit(sl.value_and_grad(loss, argnums))(p, X), (loss(p, X), expected))
+        aux = sl.value_and_grad(lambda p, x: (loss(p, x), {"n": x.sum()}), argnums, has_aux=True)
+        (value, extra), grads = sl.jit(aux)(p, X)
+        same((value, extra, grads), (loss(p, X), {"n": X.sum()}, expected))
+        grads, extra = sl.jit(sl.grad(lambda p, x: (loss(p, x), {"n": x.sum()}), argnums, has_aux=True))(p, X)
+        same((grads, extra), (expected, {"n": X.sum()}))
+    same(sl.jit(lambda p, x: sl.grad(loss)(p, x, n=3))(p, X), torch.func.grad(loss)(p, X, n=3))
+
+
+@pytest.mark.parametrize(
+    ("fn", "what"),
+    [
+        (lambda x: x, "scalar"),
+        (lambda x: 3.0, "Tensor|tensor"),
+        (lambda x: {"loss": x.sum()}, "Tensor|tensor"),
+    ],
+)
+def test_grad_of_what_is_no_loss_is_refused(fn: Any, what: str) -> None:
+    for run in (sl.grad(fn), sl.jit(sl.grad(fn))):
+        with pytest.raises((RuntimeError, ShardingError), match=what):
+            run(X)
+
+
+def test_unused_arguments_have_gradients_of_zeros() -> None:
+    same(sl.jit(sl.grad(lambda x, w: w.sum(), (0, 1)))(X, W), (X * 0, torch.ones_like(W)))
+
+
+def test_an_op_with_a_rule_and_a_gradient_trains() -> None:
+    @torch.library.custom_op("border::triple", mutates_args=())
+    def triple(x: Tensor) -> Tensor:
+        return x * 3
+
+    triple.register_fake(lambda x: torch.empty_like(x))
+    triple.register_autograd(lambda ctx, grad: grad * 3)
+    sl.rule("... -> ...")(triple)
+    same(sl.jit(sl.grad(lambda x: triple(x).square().sum()))(X), 18 * X)
+    x = sl.shard(X, "batch _").requires_grad_()
+    sl.jit(lambda x: triple(x).square().sum())(x).backward()
+    same(x.grad, 18 * X)

@@ -1,0 +1,280 @@
+"""What a call is keyed by: everything that a trace can see. Each case calls a jitted function and the function itself."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardlib as sl
+from shardlib import Mesh, ShardingError
+from shardlib.jit import PROGRAMS, RetraceWarning
+from tests.border.oracle import same
+
+X = torch.arange(24.0).view(6, 4)
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(autouse=True)
+def mesh() -> Iterator[Mesh]:
+    with Mesh(data=2, tensor=2, rules={"batch": "data"}) as mesh:
+        yield mesh
+
+
+def each(fn: Callable[..., Any], calls: list[tuple[Any, ...]], *, programs: int | None = None) -> None:
+    """Every call gives what plain torch gives, twice; in all they make so many programs."""
+    step = sl.jit(fn)
+    for args in calls * 2:
+        same(step(*args), fn(*args))
+    if programs is not None:
+        assert len(step.retraces) + 1 == programs, step.retraces
+
+
+# --- modes and switches -----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+MODES: dict[str, tuple[Callable[[], Any], Callable[[Tensor], Any]]] = {
+    "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), lambda x: x @ x.t()),
+    "autocast to half": (lambda: torch.autocast("cpu", torch.float16), lambda x: x @ x.t()),
+    "autocast's cache": (lambda: torch.autocast("cpu", cache_enabled=False), lambda x: x @ x.t()),
+    "default dtype": (lambda: default_dtype(torch.float64), lambda x: x.long() / 3 + torch.ones(4)),
+    "no grad": (torch.no_grad, lambda x: x * (2 if torch.is_grad_enabled() else 3)),
+    "inference": (torch.inference_mode, lambda x: x * (2 if torch.is_inference_mode_enabled() else 3)),
+    "deterministic": (deterministic, lambda x: x * (2 if torch.are_deterministic_algorithms_enabled() else 3)),
+    "default device": (lambda: torch.device("cpu"), lambda x: x + torch.ones(4)),
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("first", [True, False], ids=["on first", "off first"])
+def test_modes(name: str, first: bool) -> None:
+    mode, fn = MODES[name]
+    step = sl.jit(fn)
+    for on in (first, not first) * 2:
+        with mode() if on else contextlib.nullcontext():
+            same(step(X), fn(X))
+
+
+def test_a_switch_of_ops_plans_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = sl.jit(lambda x: x.sum(), in_specs="batch _")
+    step(X)
+    monkeypatch.setenv("SHARDLIB_OPS", "torch")
+    step(X)
+    assert step.retraces == ["SHARDLIB_OPS: None -> torch"]
+
+
+def test_the_reason_names_the_mode() -> None:
+    step = sl.jit(lambda x: x @ x.t())
+    step(X)
+    with torch.autocast("cpu", torch.bfloat16):
+        step(X)
+    assert step.retraces == ["autocast on cpu: None -> torch.bfloat16"]
+
+
+def test_meshes_count_by_value() -> None:
+    step = sl.jit(lambda x: x.sum(), in_specs="batch _")
+    for rules in ({"batch": "data"}, {"batch": "data"}, {"batch": "tensor"}):
+        with Mesh(data=2, tensor=2, rules=rules):
+            same(step(X), X.sum())
+    assert len(step.retraces) == 1
+
+
+# --- strides ----------------------------------------------------------------------------------------------------------
+
+
+def contiguous_or_not(x: Tensor) -> Tensor:
+    return x + 1 if x.is_contiguous() else x * 10
+
+
+def strided_and_written(x: Tensor) -> Tensor:
+    y = torch.zeros(3)
+    y += 1
+    return x.as_strided((2, 3), (1, 2)) + y
+
+
+STRIDED = [X, X.t().contiguous().t(), X[::2], X[:, ::2], X[:, :3], X.t(), X[:1].expand(6, 4)]
+
+
+def test_strides_of_plain_inputs() -> None:
+    each(contiguous_or_not, [(x,) for x in STRIDED])
+    dense = [X, X.t().contiguous().t(), X.t()]
+    each(strided_and_written, [(x,) for x in dense])
+    each(lambda x: x.as_strided((2, 3), (1, 2)), [(x,) for x in dense])
+    with pytest.raises(ShardingError, match="a strided view cannot be traced"):
+        sl.jit(strided_and_written)(X[::2])
+    each(lambda x: x.stride(0) * x, [(x,) for x in STRIDED])
+
+
+def test_strides_of_sharded_inputs() -> None:
+    placed = sl.shard(X, "batch _")
+    each(contiguous_or_not, [(placed,), (placed.t(),), (placed[:, 1:],)])
+    each(strided_and_written, [(placed,), (placed.t(),)])
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+FLOATS = [0.5, 2.0, 0.0, -0.0, NAN, INF, -INF, 1e-30, 3.0]
+INTS = [0, 1, -1, 2, 7, 10**6]
+
+# A function of a tensor and a number, and how many programs it may take.
+ARITHMETIC: dict[str, Callable[[Tensor, Any], Any]] = {
+    "mul": lambda x, n: x * n,
+    "rmul": lambda x, n: n * x,
+    "add": lambda x, n: x + n,
+    "sub": lambda x, n: x - n,
+    "rsub": lambda x, n: n - x,
+    "alpha": lambda x, n: torch.add(x, x, alpha=n),
+    "value": lambda x, n: torch.addcmul(x, x, x, value=n),
+    "in place": lambda x, n: x.clone().mul_(n),
+    "full_like": lambda x, n: torch.full_like(x, n),
+    "fill_": lambda x, n: x.clone().fill_(n),
+    "where": lambda x, n: torch.where(x > 3, x, n),
+    "masked_fill": lambda x, n: x.masked_fill(x > 3, n),
+    "compare": lambda x, n: (x > n, x == n),
+    "int tensor": lambda x, n: x.long() * n,
+    "bool tensor": lambda x, n: (x > 3) + n,
+    "half tensor": lambda x, n: x.half() * n,
+    "zero-dim tensor": lambda x, n: x[0, 0].double() * n,
+    "python": lambda x, n: x * (2 * n + 1 - n),
+    "power of a constant": lambda x, n: x * 0.9 ** min(5, 3) + 0.5 * n,
+    "unused": lambda x, n: x + 1,
+    "returned": lambda x, n: (x, n),
+    "computed and returned": lambda x, n: (x, -n, n + 1, {"n": n * 2}),
+    "foreach": lambda x, n: torch._foreach_mul([x, x + 1], n),
+    "gradient": lambda x, n: torch.func.grad(lambda x: (x * n).sin().sum())(x),
+}
+
+
+@pytest.mark.parametrize("name", ARITHMETIC)
+@pytest.mark.parametrize("numbers", [FLOATS, INTS], ids=["floats", "ints"])
+def test_arithmetic_takes_one_program(name: str, numbers: list[Any]) -> None:
+    numbers = [n for n in numbers if not (name in ("int tensor", "bool tensor") and abs(n) > 1e9)]
+    each(ARITHMETIC[name], [(X, n) for n in numbers], programs=1)
+
+
+LOOKING: dict[str, Callable[[Tensor, Any], Any]] = {
+    "branch": lambda x, n: x + 1 if n else x * 2,
+    "comparison": lambda x, n: x + 1 if n > 1 else x * 2,
+    "equality": lambda x, n: x + 1 if n == 1 else x * 2,
+    "class": lambda x, n: x * 2 if isinstance(n, float) else x * 3 if isinstance(n, int) else x,
+    "type": lambda x, n: x * 2 if type(n + 0) is float else x * 3,
+    "sign of zero": lambda x, n: x * math.copysign(1.0, n),
+    "math": lambda x, n: x * math.exp(min(n, 5.0) if n == n else 0.0),
+    "text": lambda x, n: x * len(f"{n}"),
+    "repr": lambda x, n: x * len(repr(n)),
+    "key": lambda x, n: x * {0: 2, 1: 3}.get(n, 5),
+    "abs": lambda x, n: x * abs(n),
+    "floor": lambda x, n: x * (n // 2 if n == n and abs(n) < 1e9 else 1),
+    "square root": lambda x, n: x * math.sqrt(abs(n)) if n == n else x,
+    "tensor of it": lambda x, n: x * torch.tensor(n),
+    "exponent": lambda x, n: x**n,
+    "softplus": lambda x, n: torch.nn.functional.softplus(x, beta=2.0, threshold=n),
+}
+
+
+@pytest.mark.filterwarnings("ignore::shardlib.jit.RetraceWarning")
+@pytest.mark.parametrize("name", LOOKING)
+@pytest.mark.parametrize("numbers", [FLOATS, INTS], ids=["floats", "ints"])
+def test_numbers_that_python_looks_at(name: str, numbers: list[Any]) -> None:
+    each(LOOKING[name], [(X, n) for n in numbers])
+
+
+SIZES: dict[str, Callable[[Tensor, int], Any]] = {
+    "view": lambda x, n: x.view(n, -1),
+    "slice": lambda x, n: x[:n],
+    "item": lambda x, n: x[n],
+    "zeros": lambda x, n: x.sum() + torch.zeros(n),
+    "range": lambda x, n: sum((x * i for i in range(n)), x),
+    "dim": lambda x, n: x.sum(n % 2),
+    "sizes": lambda x, n: x.reshape(x.shape[0] // n, n * x.shape[1]),
+    "repeat": lambda x, n: x.repeat(n, 1),
+    "arange": lambda x, n: x[0, 0] + torch.arange(n),
+    "chunk": lambda x, n: x.chunk(n),
+    "list": lambda x, n: [x] * n,
+    "shard": lambda x, n: sl.shard(x, "(a b) c", b=n) * 2,
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_numbers_that_are_sizes(name: str) -> None:
+    each(SIZES[name], [(X, n) for n in (1, 2, 3)])
+
+
+def test_flags_and_numbers() -> None:
+    def fn(x: Tensor, n: Any) -> Any:
+        return x * 2 if n is True else x * 3 if n is False else x + n
+
+    each(fn, [(X, n) for n in (True, 1, 1.0, False, 0, 0.0, -0.0)])
+
+
+def test_a_number_that_meets_integers_promotes_as_in_python() -> None:
+    for x in (X.long(), X.bool(), X.half(), X.double(), X[0, 0].long(), X.to(torch.complex64)):
+        each(lambda x, n: (x * n, x + n), [(x, 2), (x, 2.5), (x, 3), (x, 3.5)])
+
+
+def test_a_learning_rate_that_changes() -> None:
+    """Adam's bias correction, in Python's arithmetic."""
+
+    def adam(p: Tensor, m: Tensor, v: Tensor, g: Tensor, lr: float, t: int) -> tuple[Tensor, Tensor, Tensor]:
+        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+        return p - lr * (m / (1 - 0.9**t)) / ((v / (1 - 0.99**t)).sqrt() + 1e-8), m, v
+
+    step, sharded = sl.jit(adam), (X, X * 0, X * 0)
+    plain = sharded
+    for t in range(1, 30):
+        lr = 0.1 / t
+        sharded, plain = step(*sharded, X.sin(), lr, t), adam(*plain, X.sin(), lr, t)
+    same(sharded, plain)
+    assert len(step.retraces) == 1, "plain arguments, then its own results"
+
+
+def test_numbers_that_differ_in_kind_are_other_programs() -> None:
+    step = sl.jit(lambda x, n: x.long() * n)
+    assert [step(X, n).dtype for n in (1, 1.0, True, 2, 2.5)] == [
+        torch.int64,
+        torch.float32,
+        torch.int64,
+        torch.int64,
+        torch.float32,
+    ]
+
+
+def test_compiling_again_and_again_is_said_once() -> None:
+    step = sl.jit(lambda x: x * 2)
+    with pytest.warns(RetraceWarning, match=r"<lambda> has been compiled 9 times because of x \(x: f32\[8, 4\] -> f32\[9, 4\]") as found:
+        for n in range(1, 20):
+            step(torch.ones(n, 4))
+    assert len(found) == 1
+
+
+def test_programs_that_are_kept_are_bounded() -> None:
+    step = sl.jit(lambda x: x * 2)
+    with pytest.warns(RetraceWarning):
+        for n in range(1, PROGRAMS + 20):
+            same(step(torch.ones(n, 2)), torch.full((n, 2), 2.0))
+    assert sum(map(len, step.programs.entries.values())) == PROGRAMS
+    assert len(step.retraces) <= PROGRAMS

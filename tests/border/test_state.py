@@ -1,0 +1,499 @@
+"""State is an input: modules, objects and closures bring tensors and facts; what is written to them comes back."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardlib as sl
+from shardlib import Mesh, ShardedTensor, ShardingError
+from tests.border.oracle import same
+
+X = torch.arange(24.0).view(6, 4).sin()
+
+
+@pytest.fixture(autouse=True)
+def mesh() -> Iterator[Mesh]:
+    with Mesh(data=2, tensor=2, rules={"batch": "data", "ff": "tensor"}) as mesh:
+        yield mesh
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.5)
+        self.out = nn.Linear(8, 2)
+        self.scale = 1.0
+        self.table: Tensor = torch.ones(2)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        h = self.norm(self.lin(x)).relu()
+        if self.drop.training and self.training:
+            h = h * 2
+        return self.out(h) * self.scale * self.table
+
+
+def sharded(net: Net) -> Net:
+    """A copy whose weights live on the mesh."""
+    net = copy.deepcopy(net)
+    for module, name, spec in (
+        (net.lin, "weight", "ff _"),
+        (net.lin, "bias", "ff"),
+        (net.out, "weight", "_ ff"),
+        (net.out, "bias", "_"),
+    ):
+        setattr(module, name, nn.Parameter(sl.shard(getattr(module, name).detach(), spec)))
+    return net
+
+
+def left(net: nn.Module) -> dict[str, Any]:
+    """All that a module holds."""
+    grads = {f"{k}.grad": p.grad for k, p in net.named_parameters() if p.grad is not None}
+    return {**dict(net.named_parameters()), **dict(net.named_buffers()), **grads}
+
+
+def as_argument(net: nn.Module) -> Callable[..., Any]:
+    step = sl.jit(lambda net, x: net(x))
+    return lambda x: step(net, x)
+
+
+def closed_over(net: nn.Module) -> Callable[..., Any]:
+    return sl.jit(lambda x: net(x))
+
+
+def itself(net: nn.Module) -> Callable[..., Any]:
+    return sl.jit(net)
+
+
+def in_a_list(net: nn.Module) -> Callable[..., Any]:
+    held = {"nets": [net]}
+    return sl.jit(lambda x: held["nets"][0](x))
+
+
+def of_an_object(net: nn.Module) -> Callable[..., Any]:
+    class Trainer:
+        def __init__(self) -> None:
+            self.net = net
+
+        @sl.jit
+        def step(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+    return Trainer().step
+
+
+def in_a_helper(net: nn.Module) -> Callable[..., Any]:
+    def helper(x: Tensor) -> Tensor:
+        return net(x)
+
+    return sl.jit(lambda x: helper(x))
+
+
+def bound(net: nn.Module) -> Callable[..., Any]:
+    return sl.jit(net.forward)
+
+
+WAYS = [as_argument, closed_over, itself, in_a_list, of_an_object, in_a_helper, bound]
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "eval": lambda net: net.eval(),
+    "eval of a part": lambda net: net.norm.eval(),
+    "eval of dropout": lambda net: net.drop.eval(),
+    "scale": lambda net: setattr(net, "scale", 3.0),
+    "a tensor that is no buffer": lambda net: setattr(net, "table", torch.tensor([1.0, 5.0])),
+    "written to": lambda net: net.table.mul_(4),
+    "replaced": lambda net: setattr(net.out, "bias", nn.Parameter(torch.tensor([5.0, 6.0]))),
+    "data": lambda net: setattr(net.norm.weight, "data", torch.full((8,), 2.0)),
+    "filled": lambda net: net.norm.weight.data.fill_(3.0),
+    "loaded": lambda net: net.norm.load_state_dict({k: v + 1 for k, v in net.norm.state_dict().items()}),
+    "frozen": lambda net: net.norm.requires_grad_(False),
+    "hook": lambda net: net.lin.register_forward_hook(lambda m, args, out: out + 1),
+    "another activation": lambda net: setattr(net, "out", nn.Sequential(nn.Tanh(), net.out)),
+    "momentum": lambda net: setattr(net.norm, "momentum", 0.5),
+    "no statistics": lambda net: setattr(net.norm, "track_running_stats", False),
+    "buffer": lambda net: setattr(net.norm, "running_mean", torch.ones(8)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_module_brings_its_state(way: Any) -> None:
+    """Two steps, a change, two more: the results and all that is left in the module."""
+    torch.manual_seed(0)
+    for place in (copy.deepcopy, sharded):
+        plain = Net()
+        plain.drop.p = 0.0
+        mine = place(plain)
+        step = way(mine)
+        for change in (None, CHANGES["eval"], CHANGES["scale"], CHANGES["replaced"]):
+            if change is not None:
+                change(plain), change(mine)
+            for _ in range(2):
+                same(step(X), plain(X))
+                same(left(mine), left(plain))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_are_seen(change: str) -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    plain.drop.p = 0.0
+    mine = copy.deepcopy(plain)
+    step = sl.jit(lambda x: mine(x))
+    same(step(X), plain(X))
+    for _ in range(2):
+        CHANGES[change](plain), CHANGES[change](mine)
+        for _ in range(2):
+            same(step(X), plain(X))
+            same(left(mine), left(plain))
+
+
+def test_nothing_changed_is_nothing_compiled() -> None:
+    net = Net().eval()
+    step = sl.jit(lambda x: net(x))
+    for _ in range(4):
+        step(X)
+        with torch.no_grad():
+            net.lin.weight.add_(1)
+    assert step.retraces == []
+
+
+def test_tied_weights_and_modules_called_twice() -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plain[1].weight = plain[0].weight
+    mine = copy.deepcopy(plain)
+    assert mine[1].weight is mine[0].weight
+    step = sl.jit(lambda x: mine(mine(x)).square().sum())
+    step(X).backward(), plain(plain(X)).square().sum().backward()
+    same(mine[0].weight.grad, plain[0].weight.grad)
+    mine[1].weight = nn.Parameter(torch.ones(4, 4))
+    plain[1].weight = nn.Parameter(torch.ones(4, 4))
+    same(step(X), plain(plain(X)).square().sum())
+
+
+# --- what is written comes back ---------------------------------------------------------------------------------------
+
+
+def add_one(x: Tensor) -> Tensor:
+    x.add_(1)
+    return x * 2
+
+
+def into_a_slice(x: Tensor) -> Tensor:
+    x[1:3] = 7
+    return x.sum()
+
+
+def through_a_view(x: Tensor) -> Tensor:
+    x.t()[0].mul_(3)
+    return x + 1
+
+
+def and_returned(x: Tensor) -> Tensor:
+    return x.mul_(2)
+
+
+def data_of_it(x: Tensor) -> Tensor:
+    x.data = x + 5
+    return x * 1
+
+
+def copied(x: Tensor) -> Tensor:
+    x.copy_(x.flip(0))
+    return x.sum(0)
+
+
+WRITES = [add_one, into_a_slice, through_a_view, and_returned, data_of_it, copied]
+PLACES: dict[str, Callable[[Tensor], Tensor]] = {
+    "plain": lambda x: x.clone(),
+    "transposed": lambda x: x.t().contiguous().t(),
+    "replicated": lambda x: sl.shard(x, sl.P()),
+    "rows": lambda x: sl.shard(x, "batch _"),
+    "both": lambda x: sl.shard(x, "batch ff"),
+    "a view": lambda x: sl.shard(torch.cat([x, x]), "batch _")[6:],
+    "a plain view": lambda x: torch.cat([x, x])[6:],
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("place", PLACES)
+def test_writes_to_arguments(write: Any, place: str) -> None:
+    step = sl.jit(write)
+    for _ in range(2):
+        plain, mine = X.clone(), PLACES[place](X)
+        alias, theirs = mine.detach(), plain.detach()
+        for _ in range(2):
+            same(step(mine), write(plain))
+            same(mine, plain)
+            if write is not data_of_it:
+                same(alias, theirs)
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_writes_to_what_is_closed_over(write: Any) -> None:
+    for place in PLACES.values():
+        plain, mine = X.clone(), place(X)
+        step = sl.jit(lambda y, mine=mine: write(mine) + y.sum())
+        for _ in range(2):
+            same(step(X), write(plain) + X.sum())
+            same(mine, plain)
+
+
+def test_a_cache_that_is_filled_in_place() -> None:
+    def decode(cache: Tensor, x: Tensor, at: Tensor) -> Tensor:
+        cache.index_copy_(0, at, x)
+        return cache.cumsum(0)
+
+    step, plain, mine = sl.jit(decode), torch.zeros(6, 4), sl.shard(torch.zeros(6, 4), "batch _")
+    for i in range(6):
+        at = torch.tensor([i])
+        same(step(mine, X[i : i + 1], at), decode(plain, X[i : i + 1], at))
+        same(mine, plain)
+    assert step.retraces == []
+
+
+def test_memory_that_two_arguments_show_is_refused() -> None:
+    step = sl.jit(lambda x, y: x.add_(1) + y)
+    base = X.clone()
+    placed = sl.shard(base, "batch _")
+    for x, y in ((base, base), (base[1:], base[:5]), (placed, placed), (placed[1:], placed[:5])):
+        with pytest.raises(ShardingError, match="x and y share memory") as error:
+            step(x, y)
+        assert "Remedy: pass the tensor once" in str(error.value)
+    same(base, X)
+    same(sl.jit(lambda x, y: x + y)(base, base), X * 2)
+
+
+def test_captured_tensors_deep_inside_objects_are_read_or_refused() -> None:
+    class Deep:
+        pass
+
+    top = here = Deep()
+    for _ in range(8):
+        here.next = Deep()  # type: ignore[attr-defined]
+        here = here.next  # type: ignore[attr-defined]
+    here.w = sl.shard(X, "batch _")  # type: ignore[attr-defined]
+
+    def fn(x: Tensor) -> Tensor:
+        at: Any = top
+        while hasattr(at, "next"):
+            at = at.next
+        return x + at.w
+
+    with pytest.raises(ShardingError, match="closes over f32"):
+        sl.jit(fn)(X)
+
+
+# --- other Python -----------------------------------------------------------------------------------------------------
+
+SCALE = 2.0
+PARAMS = {"w": torch.ones(4), "layers": [torch.ones(4), torch.ones(4)]}
+
+
+def test_globals_and_variables() -> None:
+    global SCALE
+    offset = 1.0
+    bias = torch.zeros(4)
+
+    def fn(x: Tensor) -> Tensor:
+        return x * SCALE + offset + bias + PARAMS["w"] + PARAMS["layers"][1]  # type: ignore[operator]
+
+    step = sl.jit(fn)
+    same(step(X), fn(X))
+    SCALE = 5.0
+    same(step(X), fn(X))
+    offset = 7.0
+    same(step(X), fn(X))
+    bias = torch.ones(4)
+    same(step(X), fn(X))
+    bias.fill_(9)
+    same(step(X), fn(X))
+    PARAMS["layers"][1] = torch.full((4,), 3.0)  # type: ignore[index]
+    same(step(X), fn(X))
+    SCALE = 2.0
+
+
+def test_objects_by_their_attributes() -> None:
+    @dataclasses.dataclass
+    class Config:
+        scale: float = 1.0
+        names: tuple[str, ...] = ("a",)
+
+    class Model:
+        def __init__(self) -> None:
+            self.config = Config()
+            self.w = torch.ones(4)
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return x * self.config.scale * len(self.config.names) + self.w
+
+    model = Model()
+    step = sl.jit(model)
+    for change in ("", "scale", "names", "w", "config"):
+        if change == "scale":
+            model.config.scale = 3.0
+        elif change == "names":
+            model.config.names = ("a", "b")
+        elif change == "w":
+            model.w = torch.zeros(4)
+        elif change == "config":
+            model.config = Config(scale=9.0)
+        for _ in range(2):
+            same(step(X), model(X))
+
+
+def test_methods_do_not_keep_their_objects() -> None:
+    class Model:
+        def __init__(self) -> None:
+            self.w = torch.ones(4)
+            self.scale = 2.0
+
+        @sl.jit
+        def step(self, x: Tensor) -> Tensor:
+            return x * self.scale + self.w
+
+    model = Model()
+    same(model.step(X), X * 2 + 1)
+    assert str(model.step.plan(X)).startswith("step on data=2, tensor=2")
+    model.scale = 3.0
+    same(model.step(X), X * 3 + 1)
+    assert len(model.step.retraces) == 1
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert not Model.step._of
+
+
+def test_counters_and_logs_do_not_compile_again() -> None:
+    log: list[Any] = []
+
+    class Model:
+        calls = 0
+
+        @sl.jit
+        def step(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            log.append(x.shape)
+            return x * 2
+
+    model = Model()
+    for _ in range(4):
+        same(model.step(X), X * 2)
+    assert len(log) <= 2
+    assert len(model.step.retraces) <= 1
+
+
+def test_values_of_a_trace_that_are_kept_are_refused() -> None:
+    kept: list[Tensor] = []
+
+    class Model:
+        last: Any = None
+
+        def __call__(self, x: Tensor) -> Tensor:
+            self.last = x * 2
+            return self.last
+
+    with pytest.raises(ShardingError, match=r"self.last has become a value of the trace, f32\[6, 4\]"):
+        sl.jit(Model())(X)
+    with pytest.raises(ShardingError, match=r"kept\[0\] has become a value of the trace"):
+        sl.jit(lambda x: kept.append(x) or x)(X)
+
+
+@dataclasses.dataclass
+class Unregistered:
+    y: Tensor
+
+
+@pytest.mark.parametrize(
+    ("fn", "what"),
+    [
+        (lambda x: Unregistered(x), "is a Unregistered, with tensors in y"),
+        (lambda x: {"a": [Unregistered(x)]}, r"result\['a'\]\[0\] is a Unregistered"),
+        (lambda x: (y for y in (x, x)), "is a generator"),
+        (lambda x: map(abs, [x]), "is a map"),
+    ],
+)
+def test_results_that_nobody_can_look_into_are_refused(fn: Any, what: str) -> None:
+    with pytest.raises(ShardingError, match=what) as error:
+        sl.jit(fn)(X)
+    assert "register_dataclass" in str(error.value)
+
+
+def test_a_generator_function_is_refused() -> None:
+    @sl.jit
+    def numbers(x: Tensor) -> Iterator[Tensor]:
+        yield x
+
+    with pytest.raises(ShardingError, match="is a generator"):
+        numbers(X)
+
+
+# --- training steps ---------------------------------------------------------------------------------------------------
+
+
+def test_backward_inside_fills_gradients() -> None:
+    torch.manual_seed(0)
+    for place in (copy.deepcopy, sharded):
+        plain = Net()
+        plain.drop.p = 0.0
+        mine = place(plain)
+
+        def step(net: nn.Module, x: Tensor) -> Tensor:
+            loss = net(x).square().mean()
+            loss.backward()
+            return loss
+
+        jitted = sl.jit(step)
+        for zero in (False, True, False):
+            for _ in range(2):  # gradients add up
+                same(jitted(mine, X), step(plain, X))
+                same(left(mine), left(plain))
+            if zero:
+                mine.zero_grad(), plain.zero_grad()
+        for p in mine.parameters():
+            if isinstance(p, ShardedTensor):
+                assert isinstance(p.grad, ShardedTensor)
+                assert p.grad.sharding == p.sharding
+
+
+def test_an_update_by_hand() -> None:
+    torch.manual_seed(0)
+    for place in (copy.deepcopy, sharded):
+        plain = Net()
+        plain.drop.p = 0.0
+        mine = place(plain)
+
+        def step(net: nn.Module, x: Tensor, lr: float) -> Tensor:
+            loss = net(x).square().mean()
+            loss.backward()
+            with torch.no_grad():
+                for p in net.parameters():
+                    p -= lr * p.grad
+                    p.grad = None
+            return loss.detach()
+
+        jitted = sl.jit(step)
+        for t in range(1, 5):
+            same(jitted(mine, X, 0.1 / t), step(plain, X, 0.1 / t))
+            same(left(mine), left(plain))
+        assert len(jitted.retraces) == 0
+
+
+def test_functional_calls_see_what_they_are_given() -> None:
+    net = nn.Linear(4, 2)
+    step = sl.jit(lambda p, x: torch.func.functional_call(net, p, (x,)))
+    params = {k: p.detach() + 1 for k, p in net.named_parameters()}
+    same(step(params, X), F.linear(X, params["weight"], params["bias"]))
