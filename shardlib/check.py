@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shardlib.errors import ShardingError
 from shardlib.calls.flat import Static, flatten_call
 from shardlib.calls.run import run
+from shardlib.errors import ShardingError
 from shardlib.jit import Jitted, jit
 from shardlib.meshes.mesh import Mesh, current_mesh
 from shardlib.random.plain import plain_program

@@ -10,8 +10,8 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from shardlib import graph as graphs
-from shardlib.calls.flat import FlatCall, flatten_call
 from shardlib.calls.arguments import by_argument, describe
+from shardlib.calls.flat import FlatCall, flatten_call
 from shardlib.calls.state import State
 from shardlib.errors import ShardingError
 from shardlib.graph import Graph, Op, Value
@@ -174,7 +174,9 @@ def _at_home(
     for leaf, position in (*after.written, *after.gradients, *after.grads):
         if position is not None:
             value = graph.outputs[position]
-            whole = Fixed(Layout.replicated(value.shape), ((None,),) * len(value.shape), (False,) * len(value.shape), "")
+            whole = Fixed(
+                Layout.replicated(value.shape), ((None,),) * len(value.shape), (False,) * len(value.shape), ""
+            )
             home = said[leaf] if placed(leaves[leaf]) is not None and leaf in said else whole
             out[position] = Fixed(home.layout, home.names, home.open, f"the place of {_name(traced, leaf)}")
     return out

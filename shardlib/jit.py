@@ -364,7 +364,7 @@ class Jitted:
         known = self._of.get(id(instance))
         if known is None or known[0]() is not instance:
             try:
-                gone = weakref.ref(instance, lambda _, number=id(instance), of=self._of: of.pop(number, None))
+                gone = weakref.ref(instance, functools.partial(_drop, self._of, id(instance)))
             except TypeError:  # it has slots
                 return None
             known = self._of[id(instance)] = gone, Programs()
@@ -380,7 +380,8 @@ class Method:
     def __init__(self, jitted: Jitted, instance: Any) -> None:
         self.jitted, self.instance = jitted, instance
         own = jitted._programs_of(instance)
-        self.programs, self._own = (jitted.programs, None) if own is None else (own, instance)
+        self.programs = own or jitted.programs
+        self._own = None if own is None else instance
         self.__wrapped__ = functools.partial(jitted.fn, instance)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
@@ -414,6 +415,10 @@ def _refuse_leaks(name: str, places: Collection[Place], before: State, after: St
             rule="a jitted function runs once, on shapes: its tensors have no values, and leave it only as results",
             remedy="return the tensor, and keep it outside; or register it as a buffer and write to it in place",
         )
+
+
+def _drop(of: dict[int, Any], number: int, _: object) -> None:
+    of.pop(number, None)
 
 
 def _moved(x: ShardedTensor, layout: Layout) -> ShardedTensor:

@@ -1,4 +1,4 @@
-"""Numbers that a call gives: arguments of ops whose values are known only when a program runs, the same on every device.
+"""Numbers that a call gives: arguments of ops whose values are known when a program runs, the same on every device.
 
 A `Scalar` is a Python expression over the call's numbers. It stands among an op's arguments, opaque to every stage, and
 is evaluated with Python's own arithmetic, so that `p - lr * g` is the same program for every learning rate.

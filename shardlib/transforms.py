@@ -25,8 +25,8 @@ Argnums = int | tuple[int, ...]
 def grad(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
     """As `torch.func.grad`: a function that returns the gradients of `fn`, which returns a scalar.
 
-    Gradients have the structure of the arguments at `argnums`. With `has_aux`, `fn` returns `(value, aux)` and the result
-    is `(gradients, aux)`.
+    Gradients have the structure of the arguments at `argnums`. With `has_aux`, `fn` returns `(value, aux)` and the
+    result is `(gradients, aux)`.
 
     Example:
         >>> grad(lambda x: (x * x).sum())(torch.tensor([1.0, 2.0]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from shardlib.check import unshared
 from shardlib.rules.halo import Piece, overlap, sent
 from shardlib.rules.rule import Call, Rule
 from shardlib.rules.window import Window
-from shardlib.run import virtual
 from shardlib.specs.layout import Axis, span
 from shardlib.state import single_device
 from tests.campaign import broken_promise, counting

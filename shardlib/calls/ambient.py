@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,14 +28,14 @@ def ambient() -> tuple[Any, ...]:
         torch._C._get_deterministic_algorithms(),
         torch._C._get_float32_matmul_precision(),
         os.environ.get("SHARDLIB_OPS"),
-        tuple(map(_mode, _get_current_function_mode_stack())) if torch._C._len_torch_function_stack() else (),
-        tuple(map(_mode, _get_current_dispatch_mode_stack())) if torch._C._len_torch_dispatch_stack() else (),
+        _modes(_get_current_function_mode_stack) if torch._C._len_torch_function_stack() else (),
+        _modes(_get_current_dispatch_mode_stack) if torch._C._len_torch_dispatch_stack() else (),
     )
 
 
-def _mode(mode: Any) -> tuple[Any, ...]:
-    """A mode by its kind, and `with device:` by its device."""
-    return type(mode), getattr(mode, "device", None)
+def _modes(stack: Callable[[], Any]) -> tuple[Any, ...]:
+    """Modes by their kind, and `with device:` by its device."""
+    return tuple((type(mode), getattr(mode, "device", None)) for mode in stack())
 
 
 NAMES = (

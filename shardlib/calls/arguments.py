@@ -57,5 +57,3 @@ def describe(leaf: Any) -> str | None:
     if isinstance(leaf, Static):
         return "a static argument"
     return f"{leaf!r}, which is no tensor" if isinstance(leaf, int | float | str) else f"a {type(leaf).__name__}"
-
-

@@ -56,9 +56,9 @@ class Closure:
             self.exact |= any("type" in _names(code) for code in _codes(fn))
         elif not isinstance(fn, _SKIPPED):
             self._found("self", _constant(fn))
-            call = getattr(type(fn), "__call__", None)
-            if isinstance(call, types.FunctionType):
-                self._function(call)
+            for kind in type(fn).__mro__:
+                if isinstance(call := kind.__dict__.get("__call__"), types.FunctionType):
+                    self._function(call)
 
     def _found(self, name: str, value: Callable[[], Any], *, constant: bool = False) -> None:
         now = value()

@@ -30,9 +30,7 @@ def seen(fn: Callable[..., Any], call: FlatCall, key: Any, looked: Mapping[int, 
     leaves = call.leaves
     names = names_of(fn, call, range(len(leaves)))
     words = {
-        name: _show(x)
-        for i, (name, x) in enumerate(zip(names, leaves, strict=True))
-        if not is_number(x) or i in looked
+        name: _show(x) for i, (name, x) in enumerate(zip(names, leaves, strict=True)) if not is_number(x) or i in looked
     }
     return Seen(mesh, modes, call.tree, words, known)
 
@@ -46,7 +44,9 @@ def difference(old: Seen, new: Seen) -> dict[str, str]:
         return modes
     if old.tree != new.tree:
         return {"the arguments have another structure": ""}
-    changes = {name: f"{old.leaves[name]} -> {now}" for name, now in new.leaves.items() if old.leaves.get(name, now) != now}
+    changes = {
+        name: f"{old.leaves[name]} -> {now}" for name, now in new.leaves.items() if old.leaves.get(name, now) != now
+    }
     if changes:
         return changes
     facts = [(a, b) for a, b in zip(old.known, new.known, strict=False) if a != b]

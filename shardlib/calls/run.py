@@ -278,5 +278,3 @@ def _builder(tree: pytree.TreeSpec) -> Callable[[list[Any]], Any]:
 @dataclass(frozen=True)
 class _Leaf:
     index: int
-
-

@@ -1,8 +1,8 @@
 """State: what a call brings along that is no argument itself. Modules, objects and closures hold tensors and facts.
 
-Every tensor that is found becomes an input of the program, read anew in each call, so a parameter that was replaced or
-filled since is seen. Everything else that is found (flags such as `training`, numbers, hooks, other objects by identity)
-is part of the key. What an object holds is looked at a few levels deep; what is deeper, or made by properties, is not.
+Every tensor that is found becomes an input of the program, read anew in each call: a parameter that was replaced or
+filled since is seen. Everything else that is found (flags such as `training`, numbers, hooks, objects by identity) is
+part of the key. What an object holds is looked at a few levels deep; what is deeper, or made by properties, is not.
 """
 
 from __future__ import annotations

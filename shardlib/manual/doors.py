@@ -14,11 +14,11 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shardlib.specs.prefix import broadcast_prefix
 from shardlib.errors import ShardingError
 from shardlib.meshes.mesh import Mesh
 from shardlib.specs.grammar import SpecDim
 from shardlib.specs.layout import Layout, Pieces
+from shardlib.specs.prefix import broadcast_prefix
 from shardlib.specs.spec import P, Resolved, Spec, resolve_many
 
 Axes = list[list[tuple[str, ...]]]  # per dim and factor, the mesh axes that a spec asks for

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from shardlib.lower.program import Program
 from shardlib.meshes.mesh import Mesh

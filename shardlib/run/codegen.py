@@ -37,9 +37,9 @@ class Source:
     feed: tuple[tuple[int, int], ...] = ()
     numbers: tuple[int, ...] = ()
 
-    def compile(self) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    def compile(self) -> Callable[..., tuple[Any, ...]]:
         exec(compile(self.text, "<shardlib program>", "exec"), self.namespace)
-        function: Callable[[Sequence[Any]], tuple[Any, ...]] = self.namespace["program"]
+        function: Callable[..., tuple[Any, ...]] = self.namespace["program"]
         return function
 
 

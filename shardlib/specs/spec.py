@@ -212,7 +212,7 @@ class Resolved:
     exact: tuple[bool, ...] = ()
 
 
-def _plain_sizes(sizes: Mapping[str, Any] | None) -> dict[str, Any]:
+def _plain_sizes(sizes: Sizes | None) -> dict[str, int | Sequence[int]]:
     """Sizes as plain ints: what a program is compiled for is kept."""
     return {k: n.__index__() if hasattr(n, "__index__") else n for k, n in (sizes or {}).items()}
 

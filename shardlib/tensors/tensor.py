@@ -154,6 +154,7 @@ class ShardedTensor(torch.Tensor):
             with torch.no_grad():
                 self.detach().copy_(value)
             return
+        assert isinstance(value, ShardedTensor), "refused above"
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self._form, self._locals = value._form, value._locals
         view(value, self, ())

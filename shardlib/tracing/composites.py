@@ -140,7 +140,7 @@ def _matrix_rank(*args: Any, out: Tensor | None = None, **kwargs: Any) -> Tensor
 
 
 def _set_data(x: Tensor, value: Tensor) -> Tensor:
-    """`x.data = value` gives `x` other memory, which a trace does not see; a write of the value is all that it can be."""
+    """`x.data = value` gives `x` other memory, which no trace sees: all that it can be is a write of the value."""
     if x.shape != value.shape or x.dtype != value.dtype:
         raise ShardingError(
             "the traced function sets the data of a tensor to another shape or dtype",

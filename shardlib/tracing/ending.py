@@ -67,7 +67,9 @@ class Ending:
             if seen[id(x)] is not x and grad is not None:
                 seen[id(x)].grad = grad
 
-    def finish(self, result: Sequence[Any], inputs: Sequence[Tensor], tracer: Any, *, differentiate: bool) -> list[Tensor]:
+    def finish(
+        self, result: Sequence[Any], inputs: Sequence[Tensor], tracer: Any, *, differentiate: bool
+    ) -> list[Tensor]:
         """After it has run: what follows its own results."""
         self.returned = len(result)
         out: list[Tensor] = []
@@ -129,4 +131,3 @@ def move_inputs_first(graph: fx.Graph) -> None:
     first = ops[0]
     for node in [n for n in graph.nodes if n.op == "placeholder"]:
         first.prepend(node)
-

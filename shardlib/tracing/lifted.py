@@ -103,7 +103,7 @@ class _StandIns(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [self._of(y) for y in x] if type(x) is list else x
 
 
-class placeholder:  # noqa: N801  it is a function with three results
+class placeholder:
     """A new input of the graph that is being traced: `proxy`, `node`, and the `value` that stands for it."""
 
     def __init__(self, tracer: Any, x: Tensor, device: torch.device | str | None = None) -> None:

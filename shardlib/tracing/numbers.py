@@ -106,6 +106,10 @@ def _looking(name: str) -> Callable[..., Any]:
     return method
 
 
+def _attribute(name: str) -> Callable[[Given], Any]:
+    return lambda self: getattr(self.look(), name)
+
+
 for _name in ("add", "sub", "mul", "truediv", "pow"):
     setattr(Given, f"__{_name}__", _forward(getattr(operator, _name)))
     setattr(Given, f"__r{_name}__", _reflected(getattr(operator, _name)))
@@ -120,7 +124,7 @@ for _name in (
 for _name in ("is_integer", "as_integer_ratio", "hex", "conjugate", "bit_length", "to_bytes"):
     setattr(Given, _name, _looking(_name))
 for _name in ("real", "imag", "numerator", "denominator"):
-    setattr(Given, _name, property(lambda self, name=_name: getattr(self.look(), name)))
+    setattr(Given, _name, property(_attribute(_name)))
 
 
 class Numbers(TorchFunctionMode):
@@ -219,11 +223,12 @@ def scalar_of(x: Any) -> Any:
     return x.scalar if is_given(x) else x
 
 
-class NotExpressions(Exception):
+class NotExpressionsError(Exception):
     """Numbers became more than a program can hold."""
 
 
 _NAMES = ("add", "sub", "mul", "div", "truediv", "true_divide", "pow", "eq", "ne", "lt", "le", "gt", "ge", "rsub")
+_FOREACH = ("add", "sub", "mul", "div", "pow", "addcmul", "addcdiv", "lerp")
 _ARITHMETIC = frozenset(
     {
         *_NAMES,
@@ -233,6 +238,6 @@ _ARITHMETIC = frozenset(
         *("clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_min_", "clamp_max", "clamp_max_"),
         *("addcmul", "addcmul_", "addcdiv", "addcdiv_", "lerp", "lerp_", "where", "masked_fill", "masked_fill_"),
         *("fill_", "full_like", "full"),
-        *(f"_foreach_{name}{end}" for name in ("add", "sub", "mul", "div", "pow", "addcmul", "addcdiv", "lerp") for end in ("", "_")),
+        *(f"_foreach_{name}{end}" for name in _FOREACH for end in ("", "_")),
     }
-)  # fmt: skip
+)

@@ -38,7 +38,7 @@ from shardlib.tracing.first_order import first_order
 from shardlib.tracing.functionalise import functionalise
 from shardlib.tracing.lifted import Lifted, refuse_carriers
 from shardlib.tracing.lines import Line, LineRecorder, error_line
-from shardlib.tracing.numbers import NotExpressions, Numbers, scalar_of
+from shardlib.tracing.numbers import NotExpressionsError, Numbers, scalar_of
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Traced:
     output_names: tuple[str, ...]
     out_tree: pytree.TreeSpec
     static: Collection[int | str] = ()
-    after: After = After()
+    after: After = field(default_factory=After)
     looked: Mapping[int, Any] = field(default_factory=dict)  # leaf -> the value of a number that Python looked at
 
     @property
@@ -68,7 +68,7 @@ class Traced:
 
     @property
     def outputs(self) -> tuple[Any, ...]:
-        """A node for every tensor leaf of the result and of what comes after; other leaves of the result as they are."""
+        """A node for every tensor leaf of the result, and of what comes after; other leaves as they are."""
         return tuple(self.graph.graph.output_node().args[0])  # type: ignore[arg-type]
 
     @property
@@ -105,7 +105,8 @@ def trace(
     are read) and the tensors of `state` become inputs; numbers become inputs where they only enter arithmetic; every
     other leaf is a constant, and so is every argument whose position or name is in `static`. Other real tensors that
     `fn` closes over become constants. Writes to inputs become results. `device` overrides where inputs are thought to
-    live; with `exact`, all numbers are constants. With `differentiate`, the gradients of all inputs that require one are results, given cotangents.
+    live; with `exact`, all numbers are constants. With `differentiate`, the gradients of all inputs that require one
+    are results, given cotangents.
 
     Raises ShardingError, with the user's line, when `fn` needs the value of a tensor, and when a result's shape depends
     on values.
@@ -175,7 +176,7 @@ def _trace(
 
     paths, returned, out_tree = result
     if numbers is not None and not numbers.settle(gm):
-        raise NotExpressions
+        raise NotExpressionsError
     inputs_of = (*where, *(len(call.arguments) + i for i in lifted.prune(gm)), *(-1,) * len(ending.cotangents))
     input_names = (*(names[i] for i in inputs_of if i >= 0), *ending.names(paths))
     with mode:
@@ -197,7 +198,7 @@ def _trace(
 
 
 # What Python and torch raise where a number is not what they expect.
-_NOT_NUMBERS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError, NotExpressions)
+_NOT_NUMBERS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError, NotExpressionsError)
 
 
 _LOCK = threading.RLock()  # torch's tracing state is global

@@ -197,7 +197,10 @@ def test_only_saved_values_cross() -> None:
     x = sl.shard(X, "batch _").requires_grad_()
     halves = sl.jit(lambda x: torch.tanh(x).sum()).plan(x).compiled.halves
     assert halves is not None
-    first, second = ([getattr(s.target, "_schema", s).name for s in p.steps if hasattr(s, "target")] for p in (halves.forward, halves.backward))
+    first, second = (
+        [getattr(s.target, "_schema", s).name for s in p.steps if hasattr(s, "target")]
+        for p in (halves.forward, halves.backward)
+    )
     assert "aten::tanh" in first
     assert "aten::tanh" not in second
     assert "aten::tanh_backward" in second

@@ -1,4 +1,4 @@
-"""What a call is keyed by: everything that a trace can see. Each case calls a jitted function and the function itself."""
+"""What a call is keyed by: all that a trace can see. Each case calls a jitted function, and the function itself."""
 
 from __future__ import annotations
 
@@ -263,18 +263,22 @@ def test_numbers_that_differ_in_kind_are_other_programs() -> None:
     ]
 
 
+def lengths(step: Any, upto: int) -> None:
+    for n in range(1, upto):
+        same(step(torch.ones(n, 4)), torch.full((n, 4), 2.0))
+
+
 def test_compiling_again_and_again_is_said_once() -> None:
     step = sl.jit(lambda x: x * 2)
-    with pytest.warns(RetraceWarning, match=r"<lambda> has been compiled 9 times because of x \(x: f32\[8, 4\] -> f32\[9, 4\]") as found:
-        for n in range(1, 20):
-            step(torch.ones(n, 4))
+    why = r"<lambda> has been compiled 9 times because of x \(x: f32\[8, 4\] -> f32\[9, 4\]"
+    with pytest.warns(RetraceWarning, match=why) as found:
+        lengths(step, 20)
     assert len(found) == 1
 
 
+@pytest.mark.filterwarnings("ignore::shardlib.jit.RetraceWarning")
 def test_programs_that_are_kept_are_bounded() -> None:
     step = sl.jit(lambda x: x * 2)
-    with pytest.warns(RetraceWarning):
-        for n in range(1, PROGRAMS + 20):
-            same(step(torch.ones(n, 2)), torch.full((n, 2), 2.0))
+    lengths(step, PROGRAMS + 20)
     assert sum(map(len, step.programs.entries.values())) == PROGRAMS
     assert len(step.retraces) <= PROGRAMS
