@@ -16,6 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from shardlib.bounded import Bounded
 from shardlib.calls import gradient
 from shardlib.calls.ambient import ambient
 from shardlib.calls.closure import Closure
@@ -479,7 +480,7 @@ def _transformed(args: Any, kwargs: Any) -> bool:
     return any(isinstance(x, torch.Tensor) and wrapped(x) for x in pytree.tree_leaves((args, kwargs)))
 
 
-_relayouts: dict[Any, Jitted] = {}
+_relayouts: Bounded[Any, Jitted] = Bounded(1 << 10)
 
 
 def relayout(x: ShardedTensor, resolved: Resolved) -> ShardedTensor:

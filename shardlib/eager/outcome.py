@@ -73,7 +73,7 @@ def likeness(op: Any, args: Any, kwargs: dict[str, Any], forms: Sequence[Form]) 
     integers are sizes of operands: then what is valid once is valid always.
     """
     order: dict[Any, int] = {}
-    key: list[Any] = [id(op)]
+    key: list[Any] = [id(op), torch.get_default_dtype()]
     for form in forms:
         if form.offset or form.strides != contiguous(form.shape) or not all(n > 1 for n in form.shape):
             return None

@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from shardlib.bounded import Bounded
 from shardlib.eager import aliases
 from shardlib.eager.aliases import Step
 from shardlib.eager.caller import caller
@@ -116,7 +117,7 @@ class Prepared:
 
     def program(self) -> Run:
         """The op in a program that moves what must be moved; numbers are part of the program, so one for each."""
-        made: dict[Any, Single] = {}
+        made: Bounded[Any, Single] = Bounded(64)
         op, mesh, loose = self.op, self.mesh, id(self.op) in LOOSE
         operands = [Operand(form) for form in self.forms]
 

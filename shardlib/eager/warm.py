@@ -1,6 +1,6 @@
 """The eager ops that are ready to run, and how a call finds its own: one key, one look-up.
 
-A key names the op, the form of every tensor, and every other argument by type and value. Where a number only enters the
+A key names the op, the form of every tensor, every other argument by type and value, and the default dtype. Where a number only enters the
 arithmetic (`x * 0.1`), its type alone counts, so that a learning rate that changes makes no new program.
 """
 
@@ -11,18 +11,19 @@ from typing import Any
 
 import torch
 
+from shardlib.bounded import Bounded
 from shardlib.tensors.form import Form
 
 Run = Callable[[Any, Any], Any]  # of a call's args and kwargs
 
-PROGRAMS: dict[Any, Run] = {}
+PROGRAMS: Bounded[Any, Run] = Bounded(1 << 14)
 LOOSE: set[int] = set()  # ids of ops whose numbers count by type; ops live as long as the process
 
 
 def key_of(op: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
     """What decides which program runs a call."""
     number = id(op)
-    key: list[Any] = [number]
+    key: list[Any] = [number, torch.get_default_dtype()]
     read(key, args, number in LOOSE)
     if kwargs:
         key.append(tuple(kwargs))

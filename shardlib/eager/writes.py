@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils import _pytree as pytree
 
+from shardlib.bounded import Bounded
 from shardlib.eager import aliases
 from shardlib.eager.aliases import Memory, Path
 from shardlib.eager.prepare import LOCK, Prepared, pieces, replicated, whole, wrapped
@@ -22,7 +23,7 @@ from shardlib.tracing.views import functional_form, written_arguments
 
 aten = torch.ops.aten
 
-_programs: dict[Any, Single] = {}
+_programs: Bounded[Any, Single] = Bounded(1 << 12)
 
 
 def writer(op: Any, args: Any, kwargs: dict[str, Any], mesh: Mesh) -> Run:

@@ -87,13 +87,38 @@ class _Program(_Call):
 
 
 class _Trace(_Program):
-    """The draws of a program that is being traced: its key is a node, which draws a number in every call."""
+    """The draws of a program that is being traced: its key is a node, which draws a number in every call.
+
+    Its counters come from a generator of its own, which stands for torch's in this thread: other threads go on drawing.
+    """
+
+    def __init__(self) -> None:
+        _Call.__init__(self)
+        self.own = torch.Generator().manual_seed(_FIRST_COUNTER)
+
+    def counter(self) -> int:
+        with _disable_current_modes():
+            return int(torch.randint(ops.KEYS, (), generator=self.own))
+
+    def __enter__(self) -> None:
+        torch.random.default_generator = _Default()  # type: ignore[assignment]
+
+    def __exit__(self, *_: object) -> None:
+        torch.random.default_generator = torch.default_generator
 
     def _key(self, number: int) -> Tensor:
         mesh = current_mesh()
         where = torch.device("cpu" if mesh is None else mesh.device)
         key: Tensor = torch.ops.shardlib.call_key(number, device=where)
         return key
+
+
+class _Default:
+    """Torch's default generator, but for the thread that traces: what checkpointing saves and sets back."""
+
+    def __getattr__(self, name: str) -> Any:
+        call = _call.get()
+        return getattr(call.own if isinstance(call, _Trace) else torch.default_generator, name)
 
 
 _call: ContextVar[_Call | None] = ContextVar("shardlib_draws", default=None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from functools import cache
+from functools import lru_cache
 from itertools import accumulate
 
 from shardlib.reshard.regrid import moves, regrid
@@ -231,7 +231,7 @@ def _moved(have: int, want: int, axes: Axes, kept: int) -> int:
     return most
 
 
-@cache
+@lru_cache(maxsize=1 << 14)
 def edges(size: int, axes: Axes) -> tuple[int, ...]:
     """Where the pieces of `size` over `axes` start, and the end."""
     return (0, *accumulate(spans(size, Axis.merge(axes))))

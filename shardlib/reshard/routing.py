@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 from shardlib.reshard.cheapest import cheapest
 from shardlib.reshard.direct import Direct
@@ -32,7 +32,7 @@ def plan(
     return _plan(sizes, itemsize, src, dst, pending, reduce, into or sizes, parts or tuple((n,) for n in sizes))
 
 
-@cache
+@lru_cache(maxsize=1 << 14)
 def _plan(
     sizes: tuple[int, ...],
     itemsize: int,
@@ -74,7 +74,7 @@ def route(
     return _route(leaves, itemsize, src, dst, pending, reduce, into or leaves)
 
 
-@cache
+@lru_cache(maxsize=1 << 14)
 def _route(
     leaves: Leaves, itemsize: int, src: Cut, dst: Cut, pending: Axes, reduce: str, into: Leaves
 ) -> tuple[Hop, ...]:

@@ -6,6 +6,8 @@ of an eager op, or of a call of a jitted function, cheap.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,14 +18,15 @@ from shardlib.specs.layout import Layout
 
 Names = tuple[tuple[str | None, ...], ...]
 
-_forms: dict[Any, Form] = {}
+_forms: weakref.WeakValueDictionary[Any, Form] = weakref.WeakValueDictionary()  # those that somebody has
+_lock = threading.Lock()
 
 
 class Form:
     """Made by `Form.of`. Strides and offset are those that the tensor would have on one device: they say what is a view
     of what, and no piece has to have them."""
 
-    __slots__ = ("device", "dtype", "layout", "mesh", "names", "number", "offset", "shape", "strides")
+    __slots__ = ("__weakref__", "device", "dtype", "layout", "mesh", "names", "offset", "shape", "strides")
 
     shape: torch.Size
     strides: tuple[int, ...]
@@ -33,7 +36,6 @@ class Form:
     layout: Layout
     mesh: Mesh
     names: Names
-    number: int
 
     @staticmethod
     def of(
@@ -52,16 +54,14 @@ class Form:
         key = (layout, mesh, dtype, device, names, strides, offset)
         form = _forms.get(key)
         if form is None:
-            form = Form()
-            form.shape, form.strides, form.offset, form.dtype, form.device = (
-                torch.Size(shape),
-                strides,
-                offset,
-                dtype,
-                device,
-            )
-            form.layout, form.mesh, form.names, form.number = layout, mesh, names, len(_forms)
-            form = _forms.setdefault(key, form)
+            with _lock:  # two equal forms would be two keys
+                form = _forms.get(key)
+                if form is None:
+                    form = Form()
+                    form.shape, form.strides, form.offset = torch.Size(shape), strides, offset
+                    form.dtype, form.device = dtype, device
+                    form.layout, form.mesh, form.names = layout, mesh, names
+                    _forms[key] = form
         return form
 
     def abstract(self) -> torch.Tensor:

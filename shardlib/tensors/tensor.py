@@ -246,7 +246,7 @@ class ShardedTensor(torch.Tensor):
         # `warm.key_of`, written out: what a call of a ready op costs is what stands here.
         number = id(op)
         loose = number in LOOSE
-        key: list[Any] = [number]
+        key: list[Any] = [number, _default_dtype()]
         add = key.append
         for x in args:
             kind = type(x)
@@ -279,6 +279,9 @@ def wrap(form: Form, locals_: tuple[torch.Tensor, ...]) -> ShardedTensor:
     )
     x._form, x._locals = form, locals_
     return x
+
+
+_default_dtype = torch.get_default_dtype  # integers divided are of it
 
 
 def _axes_of(mesh: Mesh) -> str:

@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
+from shardlib.bounded import Bounded
+
 
 class Line(NamedTuple):
     """One line of the user's program."""
@@ -87,8 +89,8 @@ def error_line(error: BaseException) -> Line | None:
     return found
 
 
-_internal: dict[CodeType, bool] = {}
-_lines: dict[tuple[CodeType, int], Line] = {}
+_internal: Bounded[CodeType, bool] = Bounded(1 << 14)
+_lines: Bounded[tuple[CodeType, int], Line] = Bounded(1 << 14)
 
 
 def is_internal(file: str) -> bool:

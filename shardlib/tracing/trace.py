@@ -29,6 +29,7 @@ from shardlib.errors import ShardingError
 from shardlib.random.draw import one_program
 from shardlib.rules.batchnorm import native_batch_norm
 from shardlib.rules.table import DECOMPOSITIONS as RULES_DECOMPOSITIONS
+from shardlib.state import is_tracing, tracing
 from shardlib.strided import refuse_others
 from shardlib.tensors.form import contiguous
 from shardlib.tracing.capture import DECOMPOSITIONS, AttentionCapture
@@ -204,15 +205,22 @@ _NOT_NUMBERS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticEr
 _LOCK = threading.RLock()  # torch's tracing state is global
 
 
+class _Here:
+    """True where a function is traced, and false in all other threads."""
+
+    def __bool__(self) -> bool:
+        return is_tracing()
+
+
 @contextmanager
 def _tracing() -> Iterator[None]:
     with _LOCK, torch.backends.cudnn.flags(enabled=False):  # one graph, whatever device it is for
         before, collects = torch.compiler._is_compiling_flag, gc.isenabled()
         gc.disable()  # nothing made here is garbage yet, and looking for some took a quarter of the time
         # Model libraries read this flag before they look at the values of masks and positions.
-        torch.compiler._is_compiling_flag = True
+        torch.compiler._is_compiling_flag = _Here()  # type: ignore[assignment]
         try:
-            with AttentionCapture(), Composites(), first_order(), one_program(traced=True):
+            with tracing(), AttentionCapture(), Composites(), first_order(), one_program(traced=True):
                 yield
         finally:
             torch.compiler._is_compiling_flag = before
