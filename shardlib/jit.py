@@ -53,18 +53,26 @@ def jit(
     donate_argnums: int | Sequence[int] = (),
     comm_budget: CommBudget | None = None,
 ) -> Any:
-    """Compile `fn` for the current mesh, at the first call for each set of shapes, dtypes, layouts and static
-    arguments.
+    """Compile `fn` for the current mesh, at the first call for each set of what it can see.
+
+    That is shapes, strides, dtypes and layouts of tensors, flags and static arguments, torch's modes (autocast, gradient
+    mode, default dtype ...), and what it closes over: modules with their parameters, buffers and flags, variables,
+    attributes of objects a few levels deep. Tensors found there are inputs, read anew in each call. Attributes that
+    properties compute are not looked at. Numbers among the arguments are inputs, too, where they only enter arithmetic.
+    Writes to arguments, buffers and `.grad` are applied after the call. Random state and prints are not: Python runs
+    while compiling only.
 
     `in_specs` (a tuple with an entry per positional argument, or a dict by parameter name) and `out_specs` are prefix
     pytrees of specs: a single spec is every argument's; None leaves a layout to inference. Arguments may be plain
-    tensors (every process has them whole) or `ShardedTensor`s; tensor results are `ShardedTensor`s without autograd
-    history: take gradients inside, with `sl.grad` or `sl.value_and_grad`. A `ShardedTensor` in `donate_argnums` gives
+    tensors (every process has them whole) or `ShardedTensor`s; tensor results are `ShardedTensor`s. They have a history
+    where an input requires gradients, so that `.backward()` goes through the call; inside, gradients are taken by
+    `sl.grad`, `sl.value_and_grad` or `.backward()`. A `ShardedTensor` in `donate_argnums` gives
     its memory up, for results to be written over it, and reading it afterwards is an error; memory that anything else
     refers to (a plain tensor, a view, a piece from `to_local`) is copied instead, and never written to. Works as a
     decorator, also of methods.
 
-    Raises `ShardingError` outside any mesh, where specs do not fit, and where a communication budget is exceeded.
+    Raises `ShardingError` outside any mesh, where specs do not fit, where a communication budget is exceeded, and for
+    what would leave the trace unseen. Warns `RetraceWarning`, once, of a function that is compiled again and again.
 
     Example:
         >>> from shardlib import Mesh, jit

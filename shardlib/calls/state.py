@@ -94,6 +94,11 @@ class State:
         if type(x) is float:
             known.append(x.hex())
             return
+        if type(x) is tuple:  # (1,) and (True,) are equal
+            known.append(len(x))
+            for y in x:
+                self.fact(y, known)
+            return
         try:
             hash(x)
         except TypeError:

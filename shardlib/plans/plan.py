@@ -15,7 +15,7 @@ from shardlib.graph import Op, Value, is_creation
 from shardlib.lower.program import Collective, Instr, Step, Var
 from shardlib.plans import backends
 from shardlib.plans.explain import Explainer
-from shardlib.plans.memory import peak_bytes
+from shardlib.plans.memory import local_bytes, peak_bytes
 from shardlib.plans.naming import Naming, op_name, shorten
 from shardlib.plans.places import place
 from shardlib.plans.plantext import Row, fold, fold_names, si, table
@@ -186,6 +186,9 @@ class Plan:
         rows.append(("total", "", str(sum(counts.values())), si(self.comm_bytes, "B"), ""))
         lines = [*table(rows), *sorted(reasons)]
         lines.append(f"per device: {si(self.flops, 'FLOP')}, peak memory {si(self.peak_memory, 'B')}")
+        if (halves := self.compiled.halves) is not None:
+            n, held = len(halves.saved), sum(map(local_bytes, halves.saved))
+            lines.append(f"saved for the backward pass: {n} value{'s' * (n != 1)}, {si(held, 'B')}")
         lines += [f"no rule, runs replicated: {op} ({n} times)" for op, n in Counter(self.replicated_ops).items()]
         return "\n".join(lines)
 

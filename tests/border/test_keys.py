@@ -252,6 +252,13 @@ def test_a_learning_rate_that_changes() -> None:
     assert len(step.retraces) == 1, "plain arguments, then its own results"
 
 
+@pytest.mark.filterwarnings("ignore::shardlib.jit.RetraceWarning")
+def test_static_values_are_told_apart() -> None:
+    step = sl.jit(lambda x, n: x * len(repr(n)), static_argnums=1)
+    for n in ((1, 0.0), (True, 0.0), (1, -0.0), (1.0, 0.0), ((1,), "a"), ((True,), "a"), 0.0, -0.0, 1, True) * 2:
+        same(step(X, n), X * len(repr(n)))
+
+
 def test_numbers_that_differ_in_kind_are_other_programs() -> None:
     step = sl.jit(lambda x, n: x.long() * n)
     assert [step(X, n).dtype for n in (1, 1.0, True, 2, 2.5)] == [
