@@ -19,6 +19,7 @@ from shardlib.errors import ShardingError
 from shardlib.rules import rule_for
 from shardlib.rules.rule import Call, Meta, Rule
 from shardlib.tracing.lines import Line
+from shardlib.traits import has
 
 
 @dataclass(eq=False)
@@ -193,11 +194,7 @@ def _flat(labels: tuple[tuple[str, ...], ...]) -> list[str]:
 
 
 def is_creation(target: Any) -> bool:
-    name = _kind(target)
-    return name in _CREATION or name.startswith("new_")
-
-
-_CREATION = frozenset({"full", "zeros", "ones", "empty", "scalar_tensor", "arange", "eye"})
+    return has(target, "creates")
 
 
 def _kind(target: Any) -> str:

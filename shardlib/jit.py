@@ -38,7 +38,8 @@ from shardlib.run import Runner, load
 from shardlib.specs.layout import Layout, Pieces
 from shardlib.specs.spec import Resolved, Spec
 from shardlib.state import is_single_device, is_tracing
-from shardlib.tensors.tensor import ShardedTensor, typeof
+from shardlib.tensors.form import Form
+from shardlib.tensors.tensor import ShardedTensor, typeof, wrap
 
 __all__ = ["Jitted", "_run", "jit", "relayout"]
 
@@ -492,9 +493,12 @@ _relayouts: Bounded[Any, Jitted] = Bounded(1 << 10)
 
 
 def relayout(x: ShardedTensor, resolved: Resolved) -> ShardedTensor:
-    """`x` laid out as `resolved` says, through a program of nothing but the reshard; without history."""
+    """`x` laid out as `resolved` says, through a program of nothing but the reshard; without history.
+
+    Where nothing moves the result shares the pieces, which nobody writes to.
+    """
     if x.sharding.canonical == resolved.layout.canonical:
-        return ShardedTensor(x._locals, resolved.layout, x.mesh, resolved.names)
+        return wrap(Form.of(resolved.layout, x.mesh, x.dtype, x._form.device, resolved.names), x._locals)
     key = resolved.spec
     if any(isinstance(f.size, Pieces) for f in x.sharding.factors):
         key = Spec.exactly(resolved.layout, resolved.names, pieces=True)  # not the pieces that it has now

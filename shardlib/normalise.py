@@ -16,7 +16,8 @@ from torch._ops import OpOverload
 
 from shardlib.scalar import hinted
 from shardlib.tracing.trace import Traced
-from shardlib.tracing.views import argument, is_view, written_arguments
+from shardlib.tracing.views import argument, written_arguments
+from shardlib.traits import has, is_view
 
 aten = torch.ops.aten
 
@@ -63,8 +64,7 @@ def drop_identities(gm: fx.GraphModule) -> None:
     """Nodes that return their operand go; a copy stays where the function would else return the same memory twice."""
     returned = _returned(gm)
     for node in gm.graph.nodes:
-        test = _IDENTITIES.get(node.target)
-        if test is None or not _same_as_operand(node) or not test(node):
+        if not _returns_operand(node) or not _same_as_operand(node):
             continue
         source = node.args[0]
         if node in returned:
@@ -87,7 +87,7 @@ def free_scalars(gm: fx.GraphModule) -> None:
 def one_permute(gm: fx.GraphModule) -> None:
     """`t` and `transpose` are `permute`, which is as fast; a permutation of a permutation is one, or none."""
     for node in gm.graph.nodes:
-        if node.target not in _PERMUTES:
+        if not has(node.target, "permutes"):
             continue
         dims, source = _dims(node), node.args[0]
         if source.target is aten.permute.default:
@@ -101,10 +101,10 @@ def one_permute(gm: fx.GraphModule) -> None:
 def compose_reshapes(gm: fx.GraphModule) -> None:
     """A reshape of reshapes is one, or none; a copy that several read is made once."""
     for node in gm.graph.nodes:
-        if node.target not in _REGROUPINGS:
+        if not has(node.target, "regroups"):
             continue
         source = node.args[0]
-        while source.target in _REGROUPINGS and not (source.meta.get("copies") and len(source.users) > 1):
+        while has(source.target, "regroups") and not (source.meta.get("copies") and len(source.users) > 1):
             node.meta["copies"] = node.meta.get("copies", False) or source.meta.get("copies", False)
             source = source.args[0]
         if source.meta["val"].shape == node.meta["val"].shape:
@@ -154,7 +154,7 @@ def merge_repeated(gm: fx.GraphModule) -> None:
             node.op == "get_attr"
             or node.target is operator.getitem
             or is_view(node.target)
-            or node.target in _REGROUPINGS
+            or has(node.target, "regroups")
         )
         phase = None if free else bool(node.meta.get("backward"))
         key = (node.target, phase, _key(node.args), _key(node.kwargs))
@@ -175,7 +175,7 @@ def free_draws(gm: fx.GraphModule) -> None:
     """Random numbers lie beside an input that they are drawn for; a tensor made on the way is not kept for them."""
     for node in gm.graph.nodes:
         if node.target is torch.ops.shardlib.draw.default and isinstance(like := node.args[1], fx.Node):
-            while like.target in _SHAPED_ALIKE:
+            while any(has(like.target, trait) for trait in ("renames", "copies", "like")):
                 like = like.args[0]
             key, _, *rest = node.args
             node.args = (key, like if like.op == "placeholder" else None, *rest)
@@ -197,16 +197,6 @@ PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
 
 # --- helpers ----------------------------------------------------------------------------------------------------------
 
-_REGROUPINGS = {
-    aten.reshape.default,
-    aten.unsqueeze.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-}
-_PERMUTES = {aten.t.default, aten.transpose.int, aten.permute.default}
-_COPIES = {aten.clone.default, aten._to_copy.default, aten.lift_fresh_copy.default}
-_SHAPED_ALIKE = _COPIES | {aten.empty_like.default, aten.zeros_like.default, aten.detach.default, aten.alias.default}
 _LOSS_BACKWARDS = {aten.nll_loss_backward.default, aten.nll_loss2d_backward.default}
 _LOSSES = _LOSS_BACKWARDS | {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
 _MEAN, _SUM = 1, 2
@@ -218,12 +208,16 @@ def _is_one(node: fx.Node) -> bool:
 
 
 _IDENTITIES: dict[Any, Callable[[fx.Node], bool]] = {
-    **dict.fromkeys(_COPIES, lambda node: True),
-    **dict.fromkeys((aten.detach.default, aten.alias.default, aten.lift_fresh.default), lambda node: True),
     **dict.fromkeys((aten.expand.default, aten.slice.Tensor, aten.reshape.default), lambda node: True),
     **dict.fromkeys((aten.mul.Scalar, aten.mul.Tensor, aten.div.Scalar, aten.div.Tensor), _is_one),
     aten.pow.Tensor_Scalar: _is_one,  # from the gradient of x ** 2
 }
+
+
+def _returns_operand(node: fx.Node) -> bool:
+    """Whether a node's values are those of its operand, if shape and dtype are."""
+    test = _IDENTITIES.get(node.target)
+    return has(node.target, "renames") or has(node.target, "copies") or (test is not None and test(node))
 
 
 def _same_as_operand(node: fx.Node) -> bool:
@@ -247,7 +241,7 @@ def _returned(gm: fx.GraphModule) -> set[fx.Node]:
 
 
 def _owner(node: fx.Node) -> fx.Node:
-    while is_view(node.target) or node.target is aten.reshape.default:
+    while is_view(node.target) or (node.target is operator.getitem and is_view(node.all_input_nodes[0].target)):
         node = node.all_input_nodes[0]
     return node
 

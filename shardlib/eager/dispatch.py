@@ -32,7 +32,8 @@ from shardlib.tensors.form import Form
 from shardlib.tensors.tensor import ShardedTensor, typeof, wrap
 from shardlib.tracing.lifted import redirected
 from shardlib.tracing.trace import _DECOMPOSITIONS as DECOMPOSITIONS
-from shardlib.tracing.views import functional_form, is_view
+from shardlib.tracing.views import functional_form
+from shardlib.traits import has, is_view
 
 aten = torch.ops.aten
 
@@ -111,7 +112,7 @@ def _ordinary(op: Any) -> bool:
     return (
         not op._schema.is_mutable
         and torch.Tag.inplace_view not in op.tags
-        and op not in _STORAGE
+        and not has(op, "storage")
         and op not in DECOMPOSITIONS
         and not op._schema.name.startswith("aten::_foreach_")
         and not _composite(op)
@@ -125,7 +126,7 @@ def _returns_tensors(op: Any) -> bool:
 
 def _otherwise(op: Any, args: Any, kwargs: dict[str, Any], mesh: Mesh) -> Run | None:
     """How an op runs that is not an op on pieces in its own name."""
-    if torch.Tag.inplace_view in op.tags and op not in _STORAGE:
+    if torch.Tag.inplace_view in op.tags and not has(op, "storage"):
         return _turner(op)
     _refuse_storage(op, args)
     if (other := _written_otherwise(op, mesh)) is not None:
@@ -220,7 +221,7 @@ def _learn(op: Any) -> None:
 # --- ops with a way of their own --------------------------------------------------------------------------------------
 
 
-@handles(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+@handles(aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default)
 def _alias(op: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     PROGRAMS[key_of(op, args, kwargs)] = _aliased
@@ -307,7 +308,7 @@ def _mesh(op: Any, sharded: Sequence[ShardedTensor]) -> Mesh:
 
 
 def _refuse_storage(op: Any, args: Any) -> None:
-    if op in _STORAGE:
+    if has(op, "storage"):
         raise ShardingError(
             f"{op} on a ShardedTensor",
             [typeof(x) for x in tensors_of(args)],
@@ -327,10 +328,3 @@ def _refuse_devices(op: Any, tensors: Sequence[Any], devices: Sequence[torch.dev
             rule="a mesh says which devices its tensors live on",
             remedy=f"x.full_tensor().to({str(others[0])!r}), or place it on a mesh of such devices",
         )
-
-
-_STORAGE = {
-    getattr(getattr(aten, name), overload)
-    for name in ("set_", "to_sparse", "_to_sparse", "to_mkldnn", "record_stream")
-    for overload in getattr(aten, name).overloads()
-}

@@ -27,24 +27,9 @@ from shardlib.run.codegen import fast_binding
 from shardlib.specs.layout import Layout
 from shardlib.tensors.form import Form
 from shardlib.tensors.tensor import ShardedTensor, wrap
-from shardlib.tracing.views import is_view
+from shardlib.traits import has, is_view
 
 aten = torch.ops.aten
-
-# What these return beside their first result has another shape on every kind of device,
-_BY_DEVICE = frozenset(
-    {aten._embedding_bag.default, aten._embedding_bag_forward_only.default, aten.log_sigmoid_forward.default}
-)
-# and these another dtype, where their operands have 16 bits.
-_BY_DTYPE = frozenset(
-    {
-        aten.native_layer_norm.default,
-        aten._native_batch_norm_legit.no_stats,
-        aten._native_batch_norm_legit_functional.default,
-        aten._native_batch_norm_legit_no_training.default,
-        aten._batch_norm_with_update_functional.default,
-    }
-)
 
 LOCK = threading.RLock()  # one op is made ready at a time
 
@@ -69,7 +54,7 @@ class Prepared:
 
     def as_before(self) -> Run | None:
         """`direct` by what calls like this one gave; None where there was none yet, or something must move first."""
-        if is_view(self.op) or self.op in _BY_DEVICE or not self._settled:
+        if is_view(self.op) or has(self.op, "other shapes") or not self._settled:
             return None
         op, args, kwargs, forms, device = self.op, self.args, self.kwargs, self.forms, self.device
         outcome = recall(likeness(op, args, kwargs, forms), lambda: _meta(op, args, kwargs, forms, device))
@@ -83,7 +68,7 @@ class Prepared:
         if not self._settled:
             return None
         outcome = Outcome.of(meta)
-        if not is_view(self.op) and self.op not in _BY_DEVICE:
+        if not is_view(self.op) and not has(self.op, "other shapes"):
             remember(likeness(self.op, self.args, self.kwargs, self.forms), outcome)
         return self._direct(outcome, write)
 
@@ -157,7 +142,8 @@ def _meta(op: Any, args: Any, kwargs: dict[str, Any], forms: Sequence[Form], dev
     if _placed(args, kwargs):
         args, kwargs = moved((args, kwargs), torch.device("meta"))
     values = [form.abstract() for form in forms]
-    if op not in _BY_DEVICE and not (op in _BY_DTYPE and any(form.dtype.itemsize < 4 for form in forms)):
+    halves = any(form.dtype.itemsize < 4 for form in forms)
+    if not has(op, "other shapes") and not (halves and has(op, "other dtypes")):
         return op(*filled(args, values), **filled(kwargs, values))
     with FakeTensorMode():
         values = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device) for x in values]
@@ -217,7 +203,7 @@ def _dimwise(
     op: Any, args: list[Any], kwargs: dict[str, Any], outcome: Outcome
 ) -> tuple[Any, list[Any], dict[str, Any]]:
     """The same op without strides and marks, which say nothing about pieces."""
-    if op in _RESHAPES:
+    if has(op, "reshapes"):
         (result,) = outcome.metas
         assert result is not None, "what is reshaped is a tensor"
         return aten.reshape.default, [args[0], list(result.shape)], {}
@@ -232,7 +218,6 @@ def _dimwise(
 _AT_ONCE = {aten._conj.default: aten.conj_physical.default, aten._neg_view.default: aten.neg.default}
 # A conjugate that is only marked as one would be lost: the marks of pieces are not the tensor's.
 _PHYSICAL = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
-_RESHAPES = {aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default}
 
 
 def _devices(mesh: Mesh, fits: Fit) -> tuple[list[tuple[int, tuple[int, ...]]], list[int]]:

@@ -192,7 +192,11 @@ def _compile(traced: Traced, operands: Sequence[Operand], outputs: dict[int, Fix
 
 
 def _load(program: Program, mesh: Mesh, plan: Plan) -> Callable[[Sequence[Pieces]], tuple[Any, ...]]:
-    """Ranks compare only programs that communicate: others may run on one of them alone."""
+    """Ranks compare only programs that communicate: others may run on one of them alone.
+
+    Results may share pieces with operands, since no eager op writes to a piece.
+    """
+    program.owned = 0
     if program.collectives:
         return run.load(program, mesh, plan)
     source = virtual.source if mesh.kind == "virtual" else distributed.source

@@ -18,7 +18,8 @@ from shardlib.eager.warm import LOOSE, Run, key_of
 from shardlib.errors import ShardingError
 from shardlib.meshes.mesh import Mesh
 from shardlib.tensors.form import Form
-from shardlib.tensors.tensor import ShardedTensor, cut_up, typeof, wrap
+from shardlib.tensors.memory import owned
+from shardlib.tensors.tensor import ShardedTensor, typeof, wrap
 from shardlib.tracing.views import functional_form, written_arguments
 
 aten = torch.ops.aten
@@ -126,7 +127,7 @@ def remake(x: ShardedTensor) -> tuple[torch.Tensor, ...]:
     if not path:
         return memory.locals
     if any(step[0] is aten.as_strided.default for step in path):
-        return tuple(cut_up(strided(memory.form, memory.locals, path), x.sharding, x.mesh))
+        return owned(strided(memory.form, memory.locals, path), x.sharding, x.mesh, donated=True)
     key = (memory.form, path, x._form)
     ready = _programs.get(key)
     if ready is None:

@@ -95,6 +95,7 @@ class Program:
     outputs: list[Any] = field(default_factory=list)
     donated: frozenset[int] = frozenset()  # positions of inputs whose memory may be overwritten
     varies: dict[Var, tuple[Axis, ...]] = field(default_factory=dict)  # where inputs differ, if their layout is silent
+    owned: int | None = None  # so many results (None: all) show no memory of arguments, captured tensors or each other
 
     @property
     def collectives(self) -> list[Collective]:

@@ -46,7 +46,7 @@ def split(program: Program, cotangents: int, gradients: int) -> Halves:
     wanted = dict.fromkeys(v for s in second for v in reads(s))
     wanted |= dict.fromkeys(v for v in results if isinstance(v, Var))
     saved = tuple(v for v in wanted if v in there)
-    forward = Program(program.mesh, first, inputs, program.captured, [*own, *saved], program.donated)
+    forward = Program(program.mesh, first, inputs, program.captured, [*own, *saved], program.donated, owned=len(own))
     varies = varying(program)
     known = {v: varies[v] for v in saved}
     backward = Program(program.mesh, second, [*saved, *given], program.captured, results, varies=known)

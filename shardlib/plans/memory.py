@@ -6,16 +6,8 @@ of collectives, are not counted.
 
 from __future__ import annotations
 
-import torch
-
 from shardlib.lower.program import Instr, Program, Var, reads
-from shardlib.tracing import views
-
-
-def is_view(step: object) -> bool:
-    """Whether the step's results share the memory of its operand (a reshape may)."""
-    target = getattr(step, "target", None)
-    return isinstance(step, Instr) and (views.is_view(target) or target in _MAY_VIEW)
+from shardlib.traits import is_view
 
 
 def local_bytes(var: Var) -> int:
@@ -31,7 +23,7 @@ def peak_bytes(program: Program) -> int:
         return root.get(var, var)
 
     for step in program.steps:
-        if is_view(step):
+        if isinstance(step, Instr) and is_view(step.target):
             source = next(iter(reads(step)))
             for out in step.outs:
                 if out is not None:
@@ -60,8 +52,3 @@ def peak_bytes(program: Program) -> int:
         peak = max(peak, alive)
         alive -= sum(size.get(v, 0) for v in ends.get(i, ()))
     return peak
-
-
-_MAY_VIEW = frozenset(
-    {torch.ops.aten.reshape.default, torch.ops.aten.narrow.default, torch.ops.aten.contiguous.default}
-)

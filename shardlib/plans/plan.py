@@ -11,17 +11,18 @@ from typing import Any
 import torch
 
 from shardlib.compile import Compiled
-from shardlib.graph import Op, Value, is_creation
+from shardlib.graph import DOORS, Op, Value, is_creation
 from shardlib.lower.program import Collective, Instr, Step, Var
 from shardlib.plans import backends
 from shardlib.plans.explain import Explainer
 from shardlib.plans.memory import local_bytes, peak_bytes
-from shardlib.plans.naming import Naming, op_name, shorten
+from shardlib.plans.naming import Naming, shorten
 from shardlib.plans.places import place
 from shardlib.plans.plantext import Row, fold, fold_names, si, table
 from shardlib.propagate.units import is_constraint
 from shardlib.specs.layout import Layout
 from shardlib.tensors.tensor import Names
+from shardlib.traits import has
 
 
 @dataclass(frozen=True)
@@ -295,27 +296,12 @@ class Plan:
         return tuple(out)
 
 
-_PLUMBING = frozenset(
-    [
-        "slice",
-        "cat",
-        "split",
-        "split_with_sizes",
-        "stack",
-        "select",
-        "slice_backward",
-        "select_backward",
-        "clone",
-        "to_copy",
-        "copy",
-        "to_local",
-        "from_local",
-    ]
-)
+def _is_plumbing(op: Op) -> bool:
+    return has(op.target, "plumbing") or op.kind in DOORS
 
 
 def _matters(op: Op) -> bool:
     """What a reader wants to see: not views, not pointwise arithmetic, not constants."""
-    if op.transparent or is_constraint(op) or is_creation(op.target) or op_name(op) in _PLUMBING:
+    if op.transparent or is_constraint(op) or is_creation(op.target) or _is_plumbing(op):
         return False
     return op.rule is None or torch.Tag.pointwise not in getattr(op.target, "tags", ())

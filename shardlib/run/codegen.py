@@ -19,9 +19,10 @@ from shardlib.lower.move import member_coords
 from shardlib.lower.program import Collective, Instr, Program, Var, reads
 from shardlib.lower.sym import Sym
 from shardlib.lower.varying import Primes, primes, varying
-from shardlib.run.reuse import in_place, overwrites
+from shardlib.run.reuse import borrowed, in_place, overwrites
 from shardlib.scalar import Scalar
 from shardlib.specs.layout import Axis, Coords
+from shardlib.traits import has
 
 
 @dataclass
@@ -71,6 +72,7 @@ class Generator:
         self._statements: list[_Statement] = []
         self._flying: dict[Var, _Statement] = {}
         self._overwrites: dict[Instr, int] = {}
+        self._own: dict[str, str] = {}  # a result's name -> that of its copy
 
     def _mesh_axes(self) -> Iterable[Axis]:
         sizes: dict[str, int] = {}
@@ -130,8 +132,16 @@ class Generator:
                 segment.append(event)
         self._segment(segment)
         self.wait_for([v for v in self.program.outputs if isinstance(v, Var)])
+        self._copy(borrowed(self.program, events, donated))
         text, feed = self._render()
         return Source(text, self.namespace, feed, tuple(self._numbers))
+
+    def _copy(self, results: Sequence[Var]) -> None:
+        """Give these results memory of their own."""
+        for var in results:
+            for name in dict.fromkeys(self.name(var, c) for c in self.devices):
+                own = self._own[name] = self.fresh(name)
+                self.emit(f"{own} = {name}.clone()", [own], [name])
 
     def _segment(self, steps: list[Instr]) -> None:
         done: set[tuple[int, tuple[int, ...]]] = set()
@@ -222,9 +232,11 @@ class Generator:
         for var, tensor in self.program.captured:
             self.namespace |= {self.name(var, c): tensor for c in self.devices}
         results = []
-        for out in self.program.outputs:
+        for i, out in enumerate(self.program.outputs):
             if isinstance(out, Var):
-                parts = ", ".join(self.name(out, c) for c in self.devices)
+                names_here = [self.name(out, c) for c in self.devices]
+                owns = self.program.owned is None or i < self.program.owned
+                parts = ", ".join(self._own.get(name, name) if owns else name for name in names_here)
                 results.append(f"({parts},)")
             elif isinstance(out, Scalar):
                 results.append(out.text(self._number))
@@ -269,11 +281,9 @@ _FAST: Mapping[str, Any] = {
 }
 
 
-# Kernels of these may leave the conjugation of what they return to its readers, by a bit that bytes do not carry along.
-_CONJUGATED = frozenset({"_linalg_solve_ex", "linalg_lu_solve", "linalg_solve_triangular", "vdot"})
-
-
 def _resolved(target: Any) -> Callable[..., Any]:
+    """The op with its results conjugated where it only marked them so: bytes do not carry such a bit along."""
+
     def call(*args: Any, **kwargs: Any) -> Any:
         out = target(*args, **kwargs)
         return tuple(x.resolve_conj() for x in out) if isinstance(out, tuple) else out.resolve_conj()
@@ -292,9 +302,9 @@ def fast_binding(target: Any) -> Any:
     if any(str(a.type) == "List[Optional[Tensor]]" for a in schema.arguments):
         return target  # torch's own functions do not take the None of x[:, i]
     name = schema.name.removeprefix("aten::")
-    if name in _CONJUGATED:
+    if has(target, "leaves marks"):
         return _resolved(target)
-    if name in ("view", "_unsafe_view"):
+    if has(target, "reshapes"):
         return torch.Tensor.reshape  # a local shard may have other strides than the whole tensor that was traced
     if name.endswith("_") and hasattr(torch.Tensor, name):
         return getattr(torch.Tensor, name)

@@ -1,23 +1,24 @@
-"""Which instructions may write their result over an operand.
+"""Who owns the memory of a program's values: which instructions may write over an operand, which results are copied.
 
 A pointwise result may take the memory of an operand of its shape and dtype that nobody reads again: that saves fresh
 memory for every residual add and parameter update. Whoever shares that memory (views of it, results of collectives)
-counts as a reader, and so does a device that computes later from a value which several devices share.
+counts as a reader, and so does a device that computes later from a value which several devices share. What a result
+shows of other memory (of an argument, of a captured tensor, of another result) is copied at the end.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from shardlib.lower.program import Collective, Instr, Program, Var, reads
-from shardlib.plans.memory import is_view
 from shardlib.specs.layout import Axis
+from shardlib.traits import has, is_view, may_show
 
-_COMMUTES = ("aten::add", "aten::mul")
-_FRESH = ("all_reduce", "reduce_scatter")  # collectives whose results are nobody else's memory
+_FRESH = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")  # the others may hand on what they are given
 Event = Instr | tuple[Collective, ...]
 
 
@@ -30,7 +31,8 @@ def overwrites(
     inputs that may be overwritten.
     """
     owner = _owners(events, donated)
-    kept = {owner.get(v, v) for v in program.outputs if isinstance(v, Var)}
+    kept = _blurred(events, owner)
+    kept |= {owner.get(v, v) for v in program.outputs if isinstance(v, Var)}
     kept |= {owner.get(v, v) for v in program.inputs if v not in donated}
     kept |= {owner.get(v, v) for v, _ in program.captured}
     last: dict[Var, int] = {}
@@ -50,7 +52,7 @@ def overwrites(
         if isinstance(event, Instr) and _in_place(event) is not None:
             (out,) = event.outs
             assert out is not None
-            for k in (0, 1) if event.target._schema.name in _COMMUTES and not event.kwargs else (0,):
+            for k in (0, 1) if has(event.target, "commutes") and not event.kwargs else (0,):
                 operand = event.args[k] if k < len(event.args) else None
                 if not isinstance(operand, Var):
                     continue
@@ -72,6 +74,20 @@ def overwrites(
                     chosen[event] = k
                     break
     return chosen
+
+
+def borrowed(program: Program, events: Sequence[Event], donated: Collection[Var]) -> list[Var]:
+    """Results that show memory of an argument that is not donated, of a captured tensor, or of an earlier result."""
+    owner = _owners(events, donated)
+    others = {v for v in program.inputs if v not in donated} | {v for v, _ in program.captured}
+    others |= _blurred(events, owner)
+    out: list[Var] = []
+    for var in dict.fromkeys(v for v in program.outputs[: program.owned] if isinstance(v, Var)):
+        root = owner.get(var, var)
+        if root in others:
+            out.append(var)
+        others.add(root)
+    return out
 
 
 def in_place(target: Any) -> Any:
@@ -99,8 +115,9 @@ def _owners(events: Sequence[Event], donated: Collection[Var]) -> dict[Var, Var]
     for event in events:
         if isinstance(event, tuple):
             for c in event:
-                owner[c.out] = c.out if c.kind in _FRESH else owner.get(c.source, c.source)
-        elif is_view(event):
+                alone = math.prod(a.size for a in c.axes) == 1  # the only member keeps what it has
+                owner[c.out] = c.out if c.kind in _FRESH and not alone else owner.setdefault(c.source, c.source)
+        elif is_view(event.target):
             source = next(iter(reads(event)))
             for out in event.outs:
                 if out is not None:
@@ -110,6 +127,15 @@ def _owners(events: Sequence[Event], donated: Collection[Var]) -> dict[Var, Var]
                 if out is not None:
                     owner[out] = out
     return owner | {v: owner.get(v, v) for v in donated}
+
+
+def _blurred(events: Sequence[Event], owner: Mapping[Var, Var]) -> set[Var]:
+    """Owners whose memory an op may, or may not, have handed on to its results, and these."""
+    blurred: set[Var] = set()
+    for event in events:
+        if isinstance(event, Instr) and may_show(event.target):
+            blurred |= {owner.get(v, v) for v in (*reads(event), *event.outs) if v is not None}
+    return blurred
 
 
 def _shape(var: Var) -> Any:

@@ -1,4 +1,4 @@
-"""ShardedTensors as DTensors of torch.distributed, and back; nothing is copied."""
+"""ShardedTensors as DTensors of torch.distributed, and back: copies, since a DTensor is written to in place."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from shardlib.errors import ShardingError
 from shardlib.meshes.mesh import Mesh, current_mesh
 from shardlib.specs.layout import Factor, Layout, Pieces
-from shardlib.tensors.form import contiguous
-from shardlib.tensors.tensor import ShardedTensor, typeof
+from shardlib.tensors.form import Form, contiguous
+from shardlib.tensors.memory import refuse_misfits
+from shardlib.tensors.tensor import ShardedTensor, typeof, wrap
 
 
 def to_dtensor(x: ShardedTensor) -> DTensor:
-    """The same tensor as a DTensor on the mesh's DeviceMesh; nothing is copied.
+    """The same values as a DTensor on the mesh's DeviceMesh; this rank's piece is copied.
 
     Raises `ShardingError` on virtual devices, and for layouts that DTensor's placements cannot say (an axis on a factor
     in the middle of a dim, parts of axes): redistribute first.
@@ -46,12 +47,15 @@ def to_dtensor(x: ShardedTensor) -> DTensor:
             remedy="x.redistribute(spec) first",
         )
     return DTensor.from_local(
-        x.to_local(), x.mesh.device_mesh, placements, run_check=False, shape=x.shape, stride=contiguous(x.shape)
+        x.to_local().clone(), x.mesh.device_mesh, placements, run_check=False, shape=x.shape, stride=contiguous(x.shape)
     )
 
 
 def from_dtensor(x: DTensor, mesh: Mesh | None = None) -> ShardedTensor:
-    """A DTensor as a ShardedTensor on `mesh` (by default its own DeviceMesh); nothing is copied."""
+    """A DTensor as a ShardedTensor on `mesh` (by default its own DeviceMesh); this rank's piece is copied.
+
+    Raises `ShardingError` for partial sums, for another mesh, and where the local tensor is no piece of its shape.
+    """
     mesh = mesh or current_mesh() or Mesh.from_device_mesh(x.device_mesh)
     sizes = dict(zip(x.device_mesh.mesh_dim_names or (), x.device_mesh.mesh.shape, strict=False))
     if sizes != dict(mesh.axes):
@@ -68,4 +72,6 @@ def from_dtensor(x: DTensor, mesh: Mesh | None = None) -> ShardedTensor:
                 remedy="redistribute it to Shard and Replicate first",
             )
     layout = Layout(tuple((Factor(n, tuple(a)),) for n, a in zip(x.shape, axes, strict=True)))
-    return ShardedTensor([x.to_local()], layout, mesh)
+    piece = x.to_local().detach().clone()
+    refuse_misfits(f"a DTensor of shape {list(x.shape)} as {layout}", [piece], layout, mesh)
+    return wrap(Form.of(layout, mesh, piece.dtype, piece.device), (piece,))

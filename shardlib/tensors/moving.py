@@ -28,19 +28,21 @@ def whole(x: ShardedTensor) -> torch.Tensor:
     return _gathered(x)
 
 
-def placed(x: torch.Tensor, resolved: Resolved, mesh: Mesh) -> ShardedTensor:
+def placed(x: torch.Tensor, resolved: Resolved, mesh: Mesh, donate: bool = False) -> ShardedTensor:
     """A plain tensor, placed. A leaf makes a leaf: a parameter is placed once. What was computed keeps its history."""
     if x.requires_grad and not x.is_leaf and torch.is_grad_enabled():
         out: ShardedTensor = _Place.apply(x, resolved, mesh)  # type: ignore[no-untyped-call]
         return out
-    return place(x, resolved, mesh)
+    return place(x, resolved, mesh, donate)
 
 
 def _gathered(x: ShardedTensor) -> torch.Tensor:
+    """The values in memory that nobody else shows: who is given it may write to it."""
     if x.mesh.kind == "virtual":
         return x.sharding.gather([(s.coords, s.data) for s in x.shards])
     (resolved,) = resolve_many([("x", x.shape, P(), {})], x.mesh, what="full_tensor")
-    return relayout(x, resolved).to_local()
+    out = relayout(x, resolved).to_local()
+    return out.clone(memory_format=torch.contiguous_format) if out is x.to_local() else out
 
 
 def _home(x: ShardedTensor) -> Resolved:

@@ -18,7 +18,8 @@ from shardlib.meshes import world
 from shardlib.meshes.mesh import Mesh, current_mesh
 from shardlib.specs.layout import Layout
 from shardlib.tensors.form import Form, Names
-from shardlib.tensors.tensor import ShardedTensor, cut_up, wrap
+from shardlib.tensors.memory import owned, refuse_misfits
+from shardlib.tensors.tensor import ShardedTensor, wrap
 
 
 def reduced(x: ShardedTensor) -> tuple[Any, ...]:
@@ -47,7 +48,8 @@ def restored(
     names = tuple(tuple(dim) for dim in names)
     if rank is None and here.kind == "distributed":
         whole = at.gather(list(zip(saved.all_coords(), pieces, strict=True)))
-        pieces = tuple(cut_up(whole, at, here))
+        pieces = owned(whole, at, here, donated=True)
+    refuse_misfits(f"a stored tensor of layout {layout}", pieces, at, here)
     form = Form.of(at, here, pieces[0].dtype, pieces[0].device, names, tuple(strides), offset)
     return _finished(wrap(form, tuple(pieces)), requires_grad, is_param)
 

@@ -23,6 +23,8 @@ from shardlib.state import tracing_flag as _tracing
 from shardlib.strided import refuse_others
 from shardlib.tensors.form import Form
 from shardlib.tensors.form import Names as Names
+from shardlib.tensors.memory import cut_up as cut_up
+from shardlib.tensors.memory import owned, refuse_misfits
 from shardlib.tracing.constraint import constrain
 
 
@@ -50,6 +52,9 @@ class _Stale:
 class ShardedTensor(torch.Tensor):
     """A tensor of global shape, laid out over a mesh; made by `shard` and by jitted functions.
 
+    Its memory is its own: nothing that is written elsewhere shows in it. (The constructor takes over the pieces that it
+    is given, which nobody may write to from then on; it raises `ShardingError` where they do not fit the layout.)
+
     Example:
         >>> from shardlib.meshes.mesh import Mesh
         >>> with Mesh(data=2, tensor=2):
@@ -76,6 +81,7 @@ class ShardedTensor(torch.Tensor):
         names: Names | None = None,
         requires_grad: bool = False,
     ) -> ShardedTensor:
+        refuse_misfits(f"ShardedTensor of layout {layout}", locals_, layout, mesh)
         first = locals_[0]
         self = wrap(Form.of(layout, mesh, first.dtype, first.device, names), tuple(locals_))
         if requires_grad:
@@ -103,7 +109,10 @@ class ShardedTensor(torch.Tensor):
         return tuple(LocalShard(r, self.mesh.coords(r), x) for r, x in zip(ranks, self._locals, strict=True))
 
     def to_local(self) -> torch.Tensor:
-        """This rank's piece (rank 0's on virtual devices)."""
+        """This rank's piece (rank 0's on virtual devices): the tensor itself, to be read.
+
+        Other devices and tensors may share it, so never write to it; `x.to_local().clone()` is yours to change.
+        """
         return self._locals[0]
 
     def full_tensor(self) -> torch.Tensor:
@@ -289,9 +298,18 @@ def _axes_of(mesh: Mesh) -> str:
 
 
 def shard(
-    x: torch.Tensor, spec: str | P | Spec, *, sizes: Mapping[str, int | Sequence[int]] | None = None, **lengths: int
+    x: torch.Tensor,
+    spec: str | P | Spec,
+    *,
+    sizes: Mapping[str, int | Sequence[int]] | None = None,
+    donate: bool = False,
+    **lengths: int,
 ) -> torch.Tensor:
     """Say where `x` lives: a constraint inside a traced function (also on its gradient), a placement outside.
+
+    A placement copies what this process keeps of a plain tensor, so that writing to `x` afterwards changes nothing and
+    a rank that keeps a piece does not keep the whole. With `donate`, the caller promises not to use `x` again, and what
+    is kept whole is taken over as it is.
 
     `spec` has one entry per dim: logical names (mapped by the mesh's rules), `name@axis`, or factors in parentheses,
     whose sizes are given like einops' lengths. `sizes` may hold them too, and by name the pieces into which a factor is
@@ -332,35 +350,20 @@ def shard(
         return x.redistribute(resolved.spec)
     from shardlib.tensors.moving import placed
 
-    return placed(x, resolved, mesh)
+    return placed(x, resolved, mesh, donate)
 
 
-def place(x: torch.Tensor, resolved: Resolved, mesh: Mesh) -> ShardedTensor:
-    """Cut a plain tensor that every process has whole."""
+def place(x: torch.Tensor, resolved: Resolved, mesh: Mesh, donate: bool = False) -> ShardedTensor:
+    """Cut a plain tensor that every process has whole; `donate` gives its memory up, for pieces to be made of it."""
     if mesh.kind == "abstract":
         raise ShardingError(
             f"a tensor of shape {list(x.shape)} cannot be placed on {mesh}",
             rule="an abstract mesh has no devices",
             remedy="plan on it (step.plan(...)), or use Mesh(...)",
         )
-    locals_ = cut_up(x.detach(), resolved.layout, mesh)
-    return ShardedTensor(locals_, resolved.layout, mesh, resolved.names, x.requires_grad)
-
-
-def cut_up(x: torch.Tensor, layout: Layout, mesh: Mesh) -> list[torch.Tensor]:
-    """The pieces of a whole tensor that this process holds, equal pieces shared."""
-    x = x.resolve_conj().resolve_neg()  # bits that say so would not travel with the bytes
-    coords = mesh.all_coords() if mesh.kind == "virtual" else [mesh.coords(mesh.rank)]
-    if layout.is_replicated:
-        return [x] * len(coords)
-    made: dict[tuple[int, ...], torch.Tensor] = {}
-    out = []
-    for c in coords:
-        key = tuple(a.coord(c) for a in layout.axes)
-        if key not in made:
-            made[key] = layout.scatter(x, c).contiguous()
-        out.append(made[key])
-    return out
+    pieces = owned(x.detach(), resolved.layout, mesh, donate)
+    out = wrap(Form.of(resolved.layout, mesh, x.dtype, x.device, resolved.names), pieces)
+    return out.requires_grad_() if x.requires_grad else out  # type: ignore[return-value]
 
 
 _SHORT = {

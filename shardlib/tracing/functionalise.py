@@ -20,7 +20,8 @@ from torch._ops import OpOverload
 
 from shardlib.errors import ShardingError
 from shardlib.scalar import hinted
-from shardlib.tracing.views import argument, functional_form, is_view, scatter, tensors_in, unstrided, written_arguments
+from shardlib.tracing.views import argument, functional_form, scatter, tensors_in, unstrided, written_arguments
+from shardlib.traits import has, is_view
 
 aten = torch.ops.aten
 
@@ -38,7 +39,7 @@ def functionalise(gm: fx.GraphModule, input_names: Sequence[str] = ()) -> list[i
         written = [placeholders.index(n) for n in _Rewriter(gm.graph, names).run()]
     for node in gm.graph.nodes:
         # A value, and a local shard of it even more so, may have other strides than the tensor that was traced.
-        if node.target in _VIEWS:
+        if has(node.target, "reshapes"):
             node.target, node.args, node.kwargs = aten.reshape.default, (node.args[0], list(node.meta["val"].shape)), {}
         if node.target in _LAZY:
             _at_once(node)
@@ -62,7 +63,6 @@ _LAZY: dict[Any, tuple[Any, Callable[[Any], Any]]] = {
     aten._conj.default: (aten.conj_physical.default, lambda x: x.conjugate()),
     aten._neg_view.default: (aten.neg.default, operator.neg),
 }
-_VIEWS = {aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default}
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What the schemas of ATen ops say about memory: which ops write, which ops view, and how to write through a view."""
+"""What the schemas of ATen ops say about writing: which ops write, and how to write through a view."""
 
 from __future__ import annotations
 
@@ -26,17 +26,6 @@ def written_arguments(target: Any) -> tuple[str, ...]:
         return ()
     written = [a for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     return tuple(a.name for a in sorted(written, key=lambda a: not a.kwarg_only))
-
-
-@cache
-def is_view(target: Any) -> bool:
-    """Whether an op's result shows the memory of its first argument; `_unsafe_view` does, whatever its schema says."""
-    if target is aten._unsafe_view.default:
-        return True
-    if not isinstance(target, OpOverload) or not target._schema.arguments:
-        return False
-    alias = target._schema.arguments[0].alias_info
-    return alias is not None and not alias.is_write
 
 
 @cache
@@ -123,7 +112,7 @@ def _scattered(target: OpOverload) -> Inverse:
 
 
 _INVERSE: dict[Any, Inverse] = {
-    **dict.fromkeys((aten.detach.default, aten.alias.default, aten.lift_fresh.default), _same),
+    **dict.fromkeys((aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default), _same),
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default), _reshape),
     aten.unsqueeze.default: _reshape,
     **dict.fromkeys((aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims), _reshape),

@@ -1,0 +1,78 @@
+"""The pieces of a tensor that this process holds: cut from a whole one, owned, or given by others and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardlib.errors import ShardingError
+from shardlib.meshes.mesh import Mesh
+from shardlib.specs.layout import Layout
+
+
+def cut_up(x: torch.Tensor, layout: Layout, mesh: Mesh) -> list[torch.Tensor]:
+    """The pieces of a whole tensor that this process holds, equal pieces shared: some may be views of `x`, or `x`."""
+    x = x.resolve_conj().resolve_neg()  # bits that say so would not travel with the bytes
+    coords = mesh.all_coords() if mesh.kind == "virtual" else [mesh.coords(mesh.rank)]
+    if layout.is_replicated:
+        return [x] * len(coords)
+    made: dict[tuple[int, ...], torch.Tensor] = {}
+    out = []
+    for c in coords:
+        key = tuple(a.coord(c) for a in layout.axes)
+        if key not in made:
+            made[key] = layout.scatter(x, c).contiguous()
+        out.append(made[key])
+    return out
+
+
+def owned(x: torch.Tensor, layout: Layout, mesh: Mesh, donated: bool = False) -> tuple[torch.Tensor, ...]:
+    """The pieces of a whole tensor that this process holds, in memory of their own; equal pieces are shared.
+
+    What was `donated` is kept where it fills its memory, and copied where that would keep more alive than is shown.
+    """
+    made: dict[int, torch.Tensor] = {}
+    pieces = cut_up(x, layout, mesh)
+    memory = x.untyped_storage().data_ptr()
+    for piece in pieces:
+        if id(piece) not in made:
+            held = piece.untyped_storage()
+            mine = held.data_ptr() != memory or donated
+            fills = held.nbytes() == piece.numel() * piece.itemsize
+            made[id(piece)] = piece if mine and fills else piece.clone(memory_format=torch.contiguous_format)
+    return tuple(made[id(piece)] for piece in pieces)
+
+
+def refuse_misfits(what: str, pieces: Sequence[Any], layout: Layout, mesh: Mesh) -> None:
+    """Raise `ShardingError` unless a process holds these pieces of a tensor of this layout on this mesh."""
+    for a in (*layout.axes, *layout.pending_axes):
+        if mesh.axes.get(a.name) != a.of:
+            raise ShardingError(
+                f"{what} is not on {mesh}",
+                [f"axis {a.name} has size {a.of} in the layout, {mesh.axes.get(a.name, 'no such axis')} in the mesh"],
+                rule="a layout names axes of its mesh, by their sizes",
+                remedy="make the layout with mesh.axis(name)",
+            )
+    ranks = range(mesh.size) if mesh.kind != "distributed" else [mesh.rank]
+    faults = []
+    if len(pieces) != len(ranks):
+        faults.append(f"there are {len(pieces)}, this process holds {len(ranks)} of {mesh}")
+    for rank, piece in zip(ranks, pieces, strict=False):
+        shape = layout.local_shape(mesh.coords(rank))
+        if type(piece) not in (torch.Tensor, torch.nn.Parameter) or piece.layout != torch.strided:
+            faults.append(f"rank {rank}: a {type(piece).__name__}, which is no plain tensor")
+        elif tuple(piece.shape) != shape:
+            faults.append(f"rank {rank}: shape {list(piece.shape)}, where {layout} has {list(shape)}")
+        elif piece.dtype != pieces[0].dtype:
+            faults.append(f"rank {rank}: {piece.dtype}, where the first piece is {pieces[0].dtype}")
+        elif piece.device.type != torch.device(mesh.device).type:
+            faults.append(f"rank {rank}: on {piece.device}, where the mesh is on {mesh.device}")
+    if faults:
+        raise ShardingError(
+            f"{what} is given pieces that do not fit",
+            faults,
+            rule="there is a plain tensor for each device of this process, of its local shape, all of one dtype",
+            remedy="shard(x, spec) cuts a whole tensor into pieces that fit",
+        )

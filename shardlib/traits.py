@@ -1,0 +1,140 @@
+"""What ops do with the memory, the marks and the values of their operands, beyond what their schemas say: one table.
+
+A schema says whose memory a result shows, but not always, and it does not say more. Whatever else a stage must know of
+an op by its name stands here, so that tracing, normalisation, lowering, the reuse of memory, plans and eager ops cannot
+disagree. `tests/test_traits.py` runs every op that it can find and compares storages: what shares must be marked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from torch._ops import OpOverload
+
+TRAITS: Mapping[str, str] = {
+    "shows": "results show the memory of the first argument, as those whose schema says so do",
+    "may show": "results may show the memory of any operand, or have memory of their own: it depends on the values",
+    "renames": "the result is the operand itself under another name",
+    "copies": "the result is the operand in memory of its own (or of another dtype or device)",
+    "like": "the operand gives a shape, a dtype and a device, not its values",
+    "regroups": "the same elements in the same order, in other dims",
+    "reshapes": "regroups, to sizes that are said; a copy where the strides ask for one will do as well",
+    "permutes": "the same dims in another order",
+    "creates": "made from sizes and numbers alone",
+    "marks": "the result is the operand with a bit that says what is still to be done with it",
+    "leaves marks": "a kernel may leave conjugation to who reads its results, by a bit",
+    "commutes": "the first two operands may change places",
+    "other shapes": "of some results, on other kinds of devices",
+    "other dtypes": "of some results, on other kinds of devices, where the operands have 16 bits",
+    "plumbing": "moves elements about, which a plan need not list",
+    "storage": "speaks of storages and other layouts, which a tensor in pieces does not have",
+}
+
+# Ops of ATen, all overloads; a name with a dot is one overload.
+_TABLE: Mapping[str, str] = {
+    # memory that the schema keeps quiet about
+    "_unsafe_view": "shows, regroups, reshapes",
+    "unsafe_split": "shows",
+    "unsafe_chunk": "shows",
+    "unsafe_split_with_sizes": "shows",
+    "lift": "shows, renames",
+    **dict.fromkeys(("conj_physical", "sum_to_size", "type_as", "to_dense", "_to_cpu"), "may show"),
+    **dict.fromkeys(("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"), "may show"),
+    **dict.fromkeys(("atleast_1d", "atleast_2d", "atleast_3d", "broadcast_tensors", "meshgrid"), "may show"),
+    **dict.fromkeys(("cartesian_prod", "einsum", "block_diag", "data", "combinations"), "may show"),
+    **dict.fromkeys(
+        ("_saturate_weight_to_fp16", "flatten_dense_tensors", "unflatten_dense_tensors", "set", "_foobar"), "may show"
+    ),
+    **dict.fromkeys(
+        (f"_cast_{name}" for name in ("Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")), "may show"
+    ),
+    # the same values
+    "alias": "renames",
+    "detach": "renames",
+    "lift_fresh": "renames",
+    "clone": "copies, plumbing",
+    "_to_copy": "copies, plumbing",
+    "lift_fresh_copy": "copies",
+    "empty_like": "like",
+    "zeros_like": "like",
+    "view.default": "regroups, reshapes",
+    "_reshape_alias": "regroups, reshapes",
+    "reshape": "regroups",
+    "squeeze": "regroups",
+    "unsqueeze": "regroups",
+    "t": "permutes",
+    "transpose": "permutes",
+    "permute": "permutes",
+    "_conj": "marks",
+    "_neg_view": "marks",
+    # arithmetic
+    "add": "commutes",
+    "mul": "commutes",
+    **dict.fromkeys(("_linalg_solve_ex", "linalg_lu_solve", "linalg_solve_triangular", "vdot"), "leaves marks"),
+    **dict.fromkeys(("full", "zeros", "ones", "empty", "scalar_tensor", "arange", "eye"), "creates"),
+    **dict.fromkeys(("new_full", "new_zeros", "new_ones", "new_empty", "new_empty_strided"), "creates"),
+    # what plans, and meta tensors, say of them
+    **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only", "log_sigmoid_forward"), "other shapes"),
+    **dict.fromkeys(("native_layer_norm", "_native_batch_norm_legit.no_stats"), "other dtypes"),
+    **dict.fromkeys(("_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training"), "other dtypes"),
+    "_batch_norm_with_update_functional": "other dtypes",
+    **dict.fromkeys(("slice", "select", "slice_backward", "select_backward", "split", "split_with_sizes"), "plumbing"),
+    **dict.fromkeys(("cat", "stack", "copy"), "plumbing"),
+    **dict.fromkeys(("set_", "to_sparse", "_to_sparse", "to_mkldnn", "record_stream"), "storage"),
+}
+
+
+@cache
+def has(target: Any, trait: str) -> bool:
+    """Whether an op has a trait of `TRAITS`.
+
+    Example:
+        >>> aten = torch.ops.aten
+        >>> has(aten.t.default, "permutes"), has(aten.unsafe_split.Tensor, "shows"), has(len, "copies")
+        (True, True, False)
+    """
+    assert trait in TRAITS, f"no trait is called {trait!r}"
+    return trait in _of(target)
+
+
+@cache
+def is_view(target: Any) -> bool:
+    """Whether an op's results show the memory of its first argument, by its schema or by the table.
+
+    Example:
+        >>> aten = torch.ops.aten
+        >>> is_view(aten.slice.Tensor), is_view(aten.lift.default), is_view(aten.add_.Tensor)
+        (True, True, False)
+    """
+    if not isinstance(target, OpOverload) or not target._schema.arguments:
+        return False
+    alias = target._schema.arguments[0].alias_info
+    return "shows" in _of(target) or (alias is not None and not alias.is_write)
+
+
+@cache
+def may_show(target: Any) -> bool:
+    """Whether an op's results may show the memory of any operand: also what nobody here has measured may.
+
+    Example:
+        >>> may_show(torch.ops.aten.conj_physical.default), may_show(torch.ops.aten.add.Tensor)
+        (True, False)
+    """
+    if not isinstance(target, OpOverload):
+        return True
+    if target.namespace not in ("aten", "prims", "shardlib"):
+        return bool(target._schema.returns)
+    quiet = any(a.alias_info is not None and not a.alias_info.is_write for a in target._schema.arguments[1:])
+    return quiet or "may show" in _of(target)
+
+
+def _of(target: Any) -> frozenset[str]:
+    if not isinstance(target, OpOverload):
+        return frozenset()
+    namespace, _, name = target._schema.name.partition("::")
+    if namespace != "aten":
+        return frozenset()
+    words = (_TABLE.get(name, ""), _TABLE.get(f"{name}.{target._overloadname}", ""))
+    return frozenset(trait for text in words if text for trait in text.split(", "))
