@@ -43,7 +43,7 @@ _TABLE: Mapping[str, str] = {
     **dict.fromkeys(("conj_physical", "sum_to_size", "type_as", "to_dense", "_to_cpu"), "may show"),
     **dict.fromkeys(("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"), "may show"),
     **dict.fromkeys(("atleast_1d", "atleast_2d", "atleast_3d", "broadcast_tensors", "meshgrid"), "may show"),
-    **dict.fromkeys(("cartesian_prod", "einsum", "block_diag", "data", "combinations"), "may show"),
+    **dict.fromkeys(("cartesian_prod", "einsum", "data"), "may show"),
     **dict.fromkeys(
         ("_saturate_weight_to_fp16", "flatten_dense_tensors", "unflatten_dense_tensors", "set", "_foobar"), "may show"
     ),

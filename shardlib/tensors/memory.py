@@ -56,6 +56,7 @@ def refuse_misfits(what: str, pieces: Sequence[Any], layout: Layout, mesh: Mesh)
                 remedy="make the layout with mesh.axis(name)",
             )
     ranks = range(mesh.size) if mesh.kind != "distributed" else [mesh.rank]
+    first = next((piece.dtype for piece in pieces if isinstance(piece, torch.Tensor)), None)
     faults = []
     if len(pieces) != len(ranks):
         faults.append(f"there are {len(pieces)}, this process holds {len(ranks)} of {mesh}")
@@ -65,8 +66,8 @@ def refuse_misfits(what: str, pieces: Sequence[Any], layout: Layout, mesh: Mesh)
             faults.append(f"rank {rank}: a {type(piece).__name__}, which is no plain tensor")
         elif tuple(piece.shape) != shape:
             faults.append(f"rank {rank}: shape {list(piece.shape)}, where {layout} has {list(shape)}")
-        elif piece.dtype != pieces[0].dtype:
-            faults.append(f"rank {rank}: {piece.dtype}, where the first piece is {pieces[0].dtype}")
+        elif piece.dtype != first:
+            faults.append(f"rank {rank}: {piece.dtype}, where the first piece is {first}")
         elif piece.device.type != torch.device(mesh.device).type:
             faults.append(f"rank {rank}: on {piece.device}, where the mesh is on {mesh.device}")
     if faults:
