@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ import shardlib as sl
 from shardlib.examples import adamw, checkpoint, data, model
 from shardlib.examples.options import Options
 from shardlib.examples.train_gpt import train
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
 TINY = Options(
@@ -118,6 +121,33 @@ def test_resumed_on_any_mesh_it_goes_on_as_if_nothing_had_been(
     assert run.losses.train[:3] == first.losses.train[:3]
     assert run.losses.train == pytest.approx(plain, abs=1e-4)
     assert [step for step, _ in run.losses.validation] == [3, 6]
+
+
+def _losses_on_ranks(options: Options, ops: str) -> list[float]:
+    with mock.patch.dict(os.environ, {"SHARDLIB_OPS": ops} if ops else {}):
+        return train(options).losses.train
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ops", ["", "torch"], ids=["shared memory", "gloo"])
+@pytest.mark.parametrize(
+    ("saved", "shape"),
+    [("ranks", (1, 2)), ("ranks", (2, 2)), ("virtual", (1, 2)), ("virtual", (2, 2))],
+    ids=["1x2", "2x2", "1x2 from 4x2", "2x2 from 4x2"],
+)
+def test_resumed_on_ranks_it_goes_on_as_if_nothing_had_been(
+    tmp_path: Path, plain: list[float], saved: str, shape: tuple[int, int], ops: str
+) -> None:
+    """Weights and both moments are read into memory of their own, over what they were placed from."""
+    there = replace(TINY, out=tmp_path, data=shape[0], tensor=shape[1])
+    ranks = math.prod(shape)
+    if saved == "ranks":
+        run_ranks(_losses_on_ranks, ranks, there, ops)
+    else:
+        train(replace(TINY, out=tmp_path, data=4, tensor=2))
+    (tmp_path / "checkpoints" / "step-000006").rename(tmp_path / "gone")
+    for losses in run_ranks(_losses_on_ranks, ranks, replace(there, resume=True), ops):
+        assert losses == pytest.approx(plain, abs=1e-4)
 
 
 def test_resume_says_what_is_wrong(tmp_path: Path) -> None:

@@ -286,9 +286,8 @@ MISFITS: dict[str, tuple[Callable[[], list[Any]], str]] = {
 @pytest.mark.parametrize("name", MISFITS)
 def test_pieces_are_checked(name: str) -> None:
     make, text = MISFITS[name]
-    with Mesh(data=2) as mesh:
-        with pytest.raises(ShardingError, match="is given pieces that do not fit") as error:
-            ShardedTensor(make(), Layout.parse("5@data, 8", mesh.axes), mesh)
+    with Mesh(data=2) as mesh, pytest.raises(ShardingError, match="is given pieces that do not fit") as error:
+        ShardedTensor(make(), Layout.parse("5@data, 8", mesh.axes), mesh)
     assert f"* {text}" in str(error.value)
     assert "shard(x, spec) cuts a whole tensor into pieces that fit" in str(error.value)
 
@@ -304,13 +303,11 @@ def test_what_is_read_from_a_file_is_checked(way: str) -> None:
     with Mesh(data=2):
         x = sl.shard(torch.ones(5, 8), "_@data _")
         x._locals = x._locals[::-1]  # 2 and 3 rows, where the layout says 3 and 2
+        file = io.BytesIO()
+        (pickle.dump if way == "pickle" else torch.save)(x, file)
+        file.seek(0)
         with pytest.raises(ShardingError, match=r"rank 0: shape \[2, 8\], where 5@data, 8 has \[3, 8\]"):
-            if way == "pickle":
-                pickle.loads(pickle.dumps(x))
-            else:
-                file = io.BytesIO()
-                torch.save(x, file)
-                torch.load(io.BytesIO(file.getvalue()))
+            (pickle.load if way == "pickle" else torch.load)(file)
 
 
 # --- on ranks ---------------------------------------------------------------------------------------------------------
