@@ -56,8 +56,8 @@ def jit(
 ) -> Any:
     """Compile `fn` for the current mesh, at the first call for each set of what it can see.
 
-    That is shapes, strides, dtypes and layouts of tensors, flags and static arguments, torch's modes (autocast, gradient
-    mode, default dtype ...), and what it closes over: modules with their parameters, buffers and flags, variables,
+    That is shapes, strides, dtypes and layouts of tensors, flags and static arguments, torch's modes (autocast,
+    gradient mode, default dtype ...), and what it closes over: modules with their parameters, buffers and flags, variables,
     attributes of objects a few levels deep. Tensors found there are inputs, read anew in each call. Attributes that
     properties compute are not looked at. Numbers among the arguments are inputs, too, where they only enter arithmetic.
     Writes to arguments, buffers and `.grad` are applied after the call. Random state and prints are not: Python runs

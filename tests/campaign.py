@@ -29,6 +29,7 @@ from shardlib.reshard import cheapest, routing, step
 from shardlib.run import virtual
 from shardlib.specs.layout import Layout
 from shardlib.state import single_device
+from tests.bits import ChangedError, unchanged
 from tests.programs import Input, Program
 
 RTOL = 1e-10
@@ -67,14 +68,18 @@ def outcome(p: Program) -> Outcome:
             promised = plan.compiled.program.collectives
             once = len(promised), plan.replicated_ops
             str(plan)
-            if fault := differ(expected, pytree.tree_leaves(step(*args)), tolerance):
+            with unchanged(args):
+                leaves = pytree.tree_leaves(step(*args))
+            if fault := differ(expected, leaves, tolerance):
                 return Outcome("wrong", fault, *once)
-            with counting() as calls:
+            with counting() as calls, unchanged(args):
                 found = pytree.tree_leaves(unshared(step, mesh, args, {}))
             if fault := differ_anywhere(expected, found, mesh, tolerance):
                 return Outcome("wrong", f"unshared: {fault}", *once)
             if fault := broken_promise(promised, calls, mesh):
                 return Outcome("wrong", f"bytes: {fault}", *once)
+    except ChangedError as error:
+        return Outcome("wrong", str(error))
     except (
         AssertionError,
         ArithmeticError,

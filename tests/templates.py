@@ -152,6 +152,31 @@ def parts(d: Drawing) -> str:
     return f"{{0}}, {{1}} = {x}.split([{a}, {n - a}], {i})"
 
 
+def shown(d: Drawing) -> str:
+    """Pointwise arithmetic on what shows another value's memory, by views whose schema says so and by those that hide
+    it: none of it may be done over memory that is read again."""
+    x = d.pick(least=1)
+    shape = d.shape(x)
+    i = d.rng.randrange(len(shape))
+    n = shape[i]
+    a = d.rng.randint(1, n)
+    f = d.rng.choice([f"torch.unsafe_chunk({x}, 2, {i})[0]", f"torch.unsafe_split({x}, {a}, {i})[-1]",
+                      f"torch.unsafe_split_with_sizes({x}, [{a}, {n - a}], {i})[0]", f"torch.ops.aten.lift({x})",
+                      f"torch.unsafe_chunk({x}, 1, {i})[0]", f"{x}.view({x}.shape)", f"{x}.select({i}, {a - 1})",
+                      f"{x}.expand_as({x})", f"{x}.contiguous()", f"{x}.unfold({i}, {a}, 1)"])  # fmt: skip
+    then = d.rng.choice(["{f} * 2", "{f} + 1", "({f} + 1).tanh()", "-{f}", "{f}.sin() + {x}.sum()", "{f} * 0.5 + {f}"])
+    return f"{{0}} = {then.format(f=f, x=x)}"
+
+
+def written_through(d: Drawing) -> str:
+    """A write that another name of the same memory must show."""
+    x = d.pick(least=1)
+    i = d.rng.randrange(len(d.shape(x)))
+    f = d.rng.choice([f"torch.unsafe_chunk({{0}}, 2, {i})[0]", f"torch.unsafe_split({{0}}, 1, {i})[-1]",
+                      "torch.ops.aten.lift({0})", f"{{0}}.chunk(2, {i})[-1]", "{0}.view({0}.shape)"])  # fmt: skip
+    return f"{{0}} = {x}.detach() * 1.5; {f}.{d.rng.choice(['mul_(2)', 'add_(1)', 'tanh_()', 'zero_()'])}"
+
+
 def together(d: Drawing) -> str:
     x = d.pick(least=1)
     shape, k = d.shape(x), d.dim(x)
@@ -358,5 +383,6 @@ TEMPLATES: list[Template] = [
     unary, unary, binary, binary, binary, matmul, matmul, bmm, meets_itself, reduction, reduction, along, layer_norm,
     view, view, view, expand, part, part, parts, together, together, masked, triangle, lookup, lookup, loss, attention,
     heads, in_place, constant, annotate, annotate, annotate, residual, residual,
-    convolution, pooling, channel_norm, ordering, ordering, matrices, written, regression,
+    convolution, pooling, channel_norm, ordering, ordering, matrices, written, regression, shown, shown,
+    written_through,
 ]  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from shardlib.run import reuse
 from tests import record
 from tests.campaign import as_if_large, broken_promise, outcome, smallest
 from tests.programs import Input, Program, draw
@@ -203,6 +205,14 @@ def test_a_wrong_value_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch) 
     small = smallest(_SIMPLE, found)
     assert len(small.lines) < len(_SIMPLE.lines)
     assert small.script.startswith("import torch")
+
+
+def test_a_program_that_writes_to_its_input_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = replace(_SIMPLE, lines=("v0 = torch.unsafe_chunk(x0, 2, 1)[0] + 1",), outputs=("v0",), grad=False)
+    assert outcome(p).kind == "same"
+    monkeypatch.setattr(reuse, "is_view", lambda target: False)
+    found = outcome(p)
+    assert (found.kind, found.detail) == ("wrong", "the call wrote to input 0")
 
 
 def test_a_broken_promise_is_found() -> None:

@@ -1,7 +1,8 @@
 """The eager ops that are ready to run, and how a call finds its own: one key, one look-up.
 
-A key names the op, the form of every tensor, every other argument by type and value, and the default dtype. Where a number only enters the
-arithmetic (`x * 0.1`), its type alone counts, so that a learning rate that changes makes no new program.
+A key names the op, the default dtype, the form of every tensor, and every other argument by type and value. Where a
+number only enters the arithmetic (`x * 0.1`), its type alone counts, so that a learning rate that changes makes no new
+program.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 import shardlib as sl
 from shardlib import Mesh, P, ShardedTensor, ShardingError
 from shardlib.state import single_device
+from tests.bits import ChangedError, unchanged
 from tests.sweep.entries import Case
 
 MODES = ("eager", "jit")
@@ -126,6 +127,8 @@ def trial(case: Case, reference: Oracle, mesh: Mesh, mode: str, placement: Seque
         fault = _faults(reference.leaves, found, mesh, case.shapes_only)
     except ShardingError as error:
         return Outcome("refused", _said(error))
+    except ChangedError as error:
+        return Outcome("wrong", str(error))
     except Exception as error:  # noqa: BLE001 # a crash in Python is an outcome
         return Outcome("error", _said(error))
     replicated = tuple(dict.fromkeys(op.partition(" at ")[0] for p in plan for op in p.replicated_ops))
@@ -135,7 +138,8 @@ def trial(case: Case, reference: Oracle, mesh: Mesh, mode: str, placement: Seque
 def _eager(case: Case, reference: Oracle, mesh: Mesh, placement: Sequence[P], plan: list[sl.Plan]) -> list[Any]:
     with mesh:
         tensors, cotangents = _placed(case, reference, placement)
-        return _seeded(0, lambda: call(case, list(reference.cotangents), tensors, cotangents))
+        with unchanged([*tensors, *cotangents]):
+            return _seeded(0, lambda: call(case, list(reference.cotangents), tensors, cotangents))
 
 
 def _jit(case: Case, reference: Oracle, mesh: Mesh, placement: Sequence[P], plan: list[sl.Plan]) -> list[Any]:
@@ -147,7 +151,8 @@ def _jit(case: Case, reference: Oracle, mesh: Mesh, placement: Sequence[P], plan
         step = sl.jit(program, out_specs=placement[0] if made else None)
         tensors, cotangents = _placed(case, reference, [] if made else placement)
         plan.append(step.plan(tensors, cotangents))
-        found: list[Any] = _seeded(0, lambda: step(tensors, cotangents))
+        with unchanged([*tensors, *cotangents]):
+            found: list[Any] = _seeded(0, lambda: step(tensors, cotangents))
         return found
 
 
