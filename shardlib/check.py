@@ -231,7 +231,7 @@ def _show(x: Any) -> str:
 
 
 def _compare_tensors(name: str, one: Tensor, sharded: Tensor, rtol: float | None, atol: float | None) -> Compared:
-    whole = sharded.full_tensor() if isinstance(sharded, ShardedTensor) else sharded
+    whole = sharded.full_tensor().detach() if isinstance(sharded, ShardedTensor) else sharded.detach()
     if (one.shape, one.dtype) != (whole.shape, whole.dtype):
         return Compared(name, typeof(sharded), float("inf"), 0.0, f"is {typeof(one)} on one device")
     inexact = one.is_floating_point() or one.is_complex()

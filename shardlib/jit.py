@@ -57,11 +57,11 @@ def jit(
     """Compile `fn` for the current mesh, at the first call for each set of what it can see.
 
     That is shapes, strides, dtypes and layouts of tensors, flags and static arguments, torch's modes (autocast,
-    gradient mode, default dtype ...), and what it closes over: modules with their parameters, buffers and flags, variables,
-    attributes of objects a few levels deep. Tensors found there are inputs, read anew in each call. Attributes that
-    properties compute are not looked at. Numbers among the arguments are inputs, too, where they only enter arithmetic.
-    Writes to arguments, buffers and `.grad` are applied after the call. Random state and prints are not: Python runs
-    while compiling only.
+    gradient mode, default dtype ...), and what it closes over: modules with their parameters, buffers and flags,
+    variables, attributes of objects a few levels deep (not what properties compute). Tensors found there are inputs,
+    read anew in each call. Numbers among the arguments are inputs, too, where they only enter arithmetic. Writes to
+    arguments, buffers and `.grad` are applied after the call; other effects of Python (a print) happen while compiling
+    only.
 
     `in_specs` (a tuple with an entry per positional argument, or a dict by parameter name) and `out_specs` are prefix
     pytrees of specs: a single spec is every argument's; None leaves a layout to inference. Arguments may be plain
@@ -303,7 +303,7 @@ class Jitted:
 
     def _retraced(self, programs: Programs, changes: Mapping[str, str]) -> None:
         """Note why; say it when it happens again and again."""
-        programs.retraces.append("; ".join(f"{name}: {change}" if change else name for name, change in changes.items()))
+        programs.retraces.append("; ".join(f"{name}{change}" for name, change in changes.items()))
         del programs.retraces[:-PROGRAMS]
         for name in changes:
             programs.reasons[name] += 1
@@ -467,10 +467,10 @@ def _refuse_other_devices(plan: Plan, mesh: Mesh, leaves: list[Any]) -> None:
     wrong = [
         f"{name} of shape {list(leaves[i].shape)} is on {leaves[i].device}"
         for i, name in zip(traced.input_leaves, traced.input_names, strict=True)
-        if leaves[i].device.type != there
+        if i >= 0 and leaves[i].device.type != there
     ]
     if wrong:
-        meta = all(leaves[i].device.type in (there, "meta") for i in traced.input_leaves)
+        meta = all(leaves[i].device.type in (there, "meta") for i in traced.input_leaves if i >= 0)
         raise ShardingError(
             f"{plan.name} runs on {mesh}, whose devices are {there}",
             wrong,

@@ -7,7 +7,7 @@ is evaluated with Python's own arithmetic, so that `p - lr * g` is the same prog
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,12 @@ class Scalar:
         if self.op in _PREFIX:
             return f"({_PREFIX[self.op]}{parts[0]})"
         return f"{_CALLS[self.op]}({parts[0]})"
+
+    def value(self, leaves: Sequence[Any]) -> Any:
+        """Its value in a call with these leaves."""
+        if self.op is None:
+            return leaves[self.leaf]
+        return self.op(*(x.value(leaves) if isinstance(x, Scalar) else x for x in self.args))
 
     def leaves(self) -> Iterator[int]:
         """The leaves of the call that it is made of."""

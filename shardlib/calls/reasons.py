@@ -36,16 +36,16 @@ def seen(fn: Callable[..., Any], call: FlatCall, key: Any, looked: Mapping[int, 
 
 
 def difference(old: Seen, new: Seen) -> dict[str, str]:
-    """What changed, by name."""
+    """What changed: a sentence by its subject."""
     if old.mesh != new.mesh:
-        return {"the mesh": f"was {old.mesh}, is {new.mesh}"}
-    modes = {n: f"{a} -> {b}" for n, a, b in zip(NAMES, old.ambient, new.ambient, strict=True) if a != b}
+        return {"the mesh": f" was {old.mesh}, is {new.mesh}"}
+    modes = {n: f": {a} -> {b}" for n, a, b in zip(NAMES, old.ambient, new.ambient, strict=True) if a != b}
     if modes:
         return modes
     if old.tree != new.tree:
         return {"the arguments have another structure": ""}
     changes = {
-        name: f"{old.leaves[name]} -> {now}" for name, now in new.leaves.items() if old.leaves.get(name, now) != now
+        name: f": {old.leaves[name]} -> {now}" for name, now in new.leaves.items() if old.leaves.get(name, now) != now
     }
     if changes:
         return changes

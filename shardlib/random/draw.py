@@ -101,10 +101,10 @@ class _Trace(_Program):
             return int(torch.randint(ops.KEYS, (), generator=self.own))
 
     def __enter__(self) -> None:
-        torch.random.default_generator = _Default()  # type: ignore[assignment]
+        setattr(torch.random, "default_generator", _Default())  # noqa: B010  torch says that it exports no such name
 
     def __exit__(self, *_: object) -> None:
-        torch.random.default_generator = torch.default_generator
+        setattr(torch.random, "default_generator", torch.default_generator)  # noqa: B010
 
     def _key(self, number: int) -> Tensor:
         mesh = current_mesh()

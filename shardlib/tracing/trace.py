@@ -29,6 +29,7 @@ from shardlib.errors import ShardingError
 from shardlib.random.draw import one_program
 from shardlib.rules.batchnorm import native_batch_norm
 from shardlib.rules.table import DECOMPOSITIONS as RULES_DECOMPOSITIONS
+from shardlib.scalar import Scalar
 from shardlib.state import is_tracing, tracing
 from shardlib.strided import refuse_others
 from shardlib.tensors.form import contiguous
@@ -85,8 +86,20 @@ class Traced:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph op by op on real tensors: the oracle for every later stage."""
         leaves = flatten_call(args, kwargs, self.static).leaves
-        flat = fx.Interpreter(self.graph).run(*(leaves[i] for i in self.input_leaves), enable_io_processing=False)
+        given = (leaves[i] for i in self.input_leaves)
+        flat = _Interpreter(self.graph, leaves).run(*given, enable_io_processing=False)
         return pytree.tree_unflatten(list(flat)[: self.out_tree.num_leaves], self.out_tree)
+
+
+class _Interpreter(fx.Interpreter):
+    """Runs a graph with the numbers of one call."""
+
+    def __init__(self, graph: fx.GraphModule, leaves: Sequence[Any]) -> None:
+        super().__init__(graph)
+        self.leaves = leaves
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
+        return pytree.tree_map_only(Scalar, lambda x: x.value(self.leaves), super().fetch_args_kwargs_from_env(n))
 
 
 def trace(
