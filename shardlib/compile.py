@@ -76,7 +76,6 @@ def compile_program(
     graph = graphs.build(traced.graph)
     fixed_inputs = _fixed_inputs(fn, traced, graph, call, in_specs, mesh, placed)
     fixed = {graph.inputs[i]: f for i, f in fixed_inputs.items()} | _constraints(graph, mesh)
-    _refuse_contradictions(traced, graph, fixed)
     outputs = _fixed_outputs(traced, graph, out_specs, mesh) | _at_home(traced, graph, call, fixed_inputs, placed)
     clock.stop("rules")
     propagated = propagate(graph, mesh, fixed, outputs, _doors(graph, mesh))
@@ -228,31 +227,3 @@ def _said(op: Op, value: Value, mesh: Mesh) -> Fixed:
     r = Spec.of(str(op.node.args[1])).resolve(value.shape, mesh, name=op.operands[0].name)
     call, exact = ("shard", r.exact) if is_constraint(op) else ("shard_map", None)
     return Fixed(r.layout, r.names, r.open, f"{call}(..., {str(r.spec)!r}) at {place(op.line)}", exact)
-
-
-def _refuse_contradictions(traced: Traced, graph: Graph, fixed: Mapping[Value, Fixed]) -> None:
-    """Two annotations of one value, with no op between them, must agree; a reshard is asked for of an op's result."""
-    names = dict(zip(graph.inputs, traced.input_names, strict=True))
-    wrong = []
-    for op in graph.ops:
-        if not is_constraint(op) or op.backward:
-            continue
-        value, result = op.operands[0], op.results[0]
-        annotated = value.op is not None and is_constraint(value.op)
-        annotated |= value.op is None and value in fixed and fixed[value].source.startswith("in_specs")
-        assert result is not None
-        if annotated and not any((*fixed[value].open, *fixed[result].open)):
-            first, second = fixed[value], fixed[result]
-            if not first.agrees(second):
-                name = names.get(value, "a value")
-                wrong.append(
-                    f"{name} of shape {list(value.shape)}: [{first.layout}] by {first.source}, "
-                    f"[{second.layout}] by {second.source}"
-                )
-    if wrong:
-        raise ShardingError(
-            f"{traced.name} has contradictory annotations",
-            wrong,
-            rule="two annotations of one value agree: it lives in one place",
-            remedy="drop one of the two; to move a value on purpose, shard the result of the op that reads it",
-        )

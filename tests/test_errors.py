@@ -54,21 +54,6 @@ def _writes(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
-def _nested(first: str, second: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        return shard(shard(x * 2, first), second) * 2
-
-    return fn
-
-
-def _twice(x: torch.Tensor) -> torch.Tensor:
-    return shard(x, "_ _@tensor") * 2
-
-
-def _moved(x: torch.Tensor) -> torch.Tensor:
-    return shard(x * 2, "_ _@tensor") * 2
-
-
 def _two(x: torch.Tensor, n: int) -> torch.Tensor:
     return x * n
 
@@ -118,26 +103,6 @@ TABLE = [
             "  * p['w'] with spec 'a@dat b' on shape [8, 6]: dim 0 `a@dat`: the mesh has no axis 'dat'",
             "  * p['b'] with spec 'c d' on shape [6]: the spec has 2 dims, the tensor has 1 dim",
         ),
-    ),
-    Bad(
-        "contradiction of two annotations",
-        _jit(_nested("batch _", "_ ff"), X),
-        (
-            "fn has contradictory annotations:",
-            "a value of shape [8, 6]: [8@data, 6] by shard(..., 'batch _') at tests/test_errors.py:",
-            "[8, 6@tensor] by shard(..., '_ ff') at tests/test_errors.py:",
-            "Remedy: drop one of the two; to move a value on purpose, shard the result of the op that reads it",
-        ),
-        _jit(_nested("batch _", "batch embed"), X),
-    ),
-    Bad(
-        "contradiction of in_specs and annotation",
-        _jit(_twice, X, in_specs=("batch _",)),
-        (
-            "_twice has contradictory annotations:",
-            "  * x of shape [8, 6]: [8@data, 6] by in_specs: x batch _, [8, 6@tensor] by shard(..., '_ _@tensor')",
-        ),
-        _jit(_moved, X, in_specs=("batch _",)),
     ),
     Bad(
         "factor size that does not divide",

@@ -534,14 +534,16 @@ def test_sums_are_scattered_into_chosen_pieces() -> None:
         assert [(c.kind, c.bytes) for c in run.plan(a, b).collectives] == [("reduce_scatter", 6 * 8 * 8 * 3)]
 
 
-def test_two_choices_for_one_value_contradict() -> None:
+def test_a_second_choice_is_a_move() -> None:
     def twice(x: Tensor) -> Tensor:
         return shard(x, "n@data=[8 8 0 0]") * 2
 
     x = torch.arange(16.0)
     with Mesh(data=4):
-        with pytest.raises(ShardingError, match="contradictory annotations"):
-            sl.jit(twice, in_specs=("n@data=[5 3 8 0]",)).plan(x)
+        moved = sl.jit(twice, in_specs=("n@data=[5 3 8 0]",))
+        assert [c.kind for c in moved.plan(x).collectives] == ["all_to_all"]
+        assert str(moved(x).sharding) == "16@data=[8 8 0 0]"
+        assert torch.equal(moved(x).full_tensor(), x * 2)
         follows = sl.jit(lambda x: shard(x, "n@data") * 2, in_specs=("n@data=[5 3 8 0]",))
         assert str(follows(x).sharding) == "16@data=[5 3 8 0]"
         assert torch.equal(sl.jit(twice)(shard(x, "n@data=[5 3 8 0]")).full_tensor(), x * 2)

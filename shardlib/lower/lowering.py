@@ -188,8 +188,11 @@ class Lowering:
         self._at(value.op, f"output {i}")
         if i in self.flood.outputs:
             return self.values.as_(value, self.flood.apart.get(i, value), self.flood.outputs[i][0])
+        annotated = self.flood.fixed.get(value) if value.op is not None else None
         if value.constant:
-            said = self.p.outputs.get(i)
+            said = self.p.outputs.get(i) or (annotated and annotated[1])
             dims = () if said is None else tuple(tuple((f.size, f.axes) for f in dim) for dim in said.layout.dims)
             return self.constants.get(value, dims)
+        if annotated is not None:
+            return self.values.get(self.flood.apart.get(value, value), annotated[0])
         return self.values.get(value, self.values.natural(value))

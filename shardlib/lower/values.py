@@ -96,7 +96,7 @@ class Values:
                     self.get(value, cut)
                 self._move(target, *self._cheapest(value, cut, target), value)
         elif target is not value:
-            near = self.flood.across(cut, target, value)
+            near = self.flood.across(cut, target, value, pieces=True)
             self.have[target][self.flood.across(near, value, target), SETTLED] = self.get(value, near)
         return self.get(target, cut)
 
@@ -210,7 +210,10 @@ class Values:
         return self._view(op, assignment, self.native(op.operands[0], *form), owed)
 
     def natural(self, value: Value) -> Cut:
-        """As it was made; a pending sum goes to the factors that want its axes: gradients land like parameters."""
+        """As it was made, or as an annotation says that it is; a pending sum goes to the factors that want its axes:
+        gradients land like parameters."""
+        if value in self.flood.fixed:
+            return self.flood.fixed[value][0]
         if value.op is not None and looks_through(value.op) and not self.have[value]:
             assignment = self.pulled(value.op, self.natural(value.op.operands[0]))
             if assignment is None:

@@ -14,7 +14,7 @@ from shardlib.plans.naming import Naming
 from shardlib.plans.places import place
 from shardlib.plans.plantext import si
 from shardlib.propagate.dims import Leaf
-from shardlib.propagate.units import Unit
+from shardlib.propagate.units import Unit, is_constraint
 from shardlib.specs.layout import Axis
 
 
@@ -57,7 +57,8 @@ class Explainer:
     def _reader(self, c: Collective) -> str:
         reader = c.because[1] if isinstance(c.because, tuple) else None
         if isinstance(reader, Op):
-            return f"read by {self.naming.call(reader, 2)}"
+            verb = "asked for" if is_constraint(reader) else "read"
+            return f"{verb} by {self.naming.call(reader, 2)}"
         if reader == "the program":  # of an argument that is in other pieces than the rest
             return "as all that has this dim"
         if isinstance(reader, str) and reader.startswith("output "):

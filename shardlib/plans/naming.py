@@ -73,7 +73,9 @@ class Naming:
         return var.name if var.value is None else self.value(var.value)
 
     def call(self, op: Op, limit: int = 4) -> str:
-        """An op as a call on named values, at most `limit` of them."""
+        """An op as a call on named values, at most `limit` of them; an annotation as the user wrote it."""
+        if is_constraint(op):
+            return f"shard({self.value(op.operands[0])}, {str(op.node.args[1])!r})"
         operands = [self.value(v) for v in op.operands[:limit]] + ["..."] * (len(op.operands) > limit)
         return f"{op_name(op)}({', '.join(operands)})"
 

@@ -4,9 +4,9 @@ Fixed layouts (annotations, placed arguments, output specs) are written down fir
 op's rule unifies the dims of its operands and results, forward and backward code alike. What comes out says, for every
 op, which leaves its factors are, and for every class, which mesh axes some annotation put on it.
 
-Where an annotation chooses the pieces of a dim, the class of the dim has these pieces everywhere. A layout that is as
-it is (a placed argument, an annotation with other pieces) and does not agree stands *apart*: as a tensor of its own, of
-which the value is a reshard.
+Where an annotation chooses the pieces of a dim, the class of the dim has these pieces everywhere; a `shard` that
+chooses others begins another class. Another layout that is as it is (a placed argument, a choice of a class that has
+one) and does not agree stands *apart*: as a tensor of its own, of which the value is a reshard.
 """
 
 from __future__ import annotations
@@ -73,23 +73,29 @@ class Flood:
     apart: dict[int | Op | Value, Value] = field(default_factory=dict)
     twins: dict[Value, Value] = field(default_factory=dict)  # what stands apart: the value that it is
     same: dict[Leaf, Leaf] = field(default_factory=dict)  # leaves that differ from another's in their pieces only
+    moves: dict[Op, set[int]] = field(default_factory=dict)  # dims that a `shard` cuts into other pieces
+    kin: dict[Leaf, Leaf] = field(default_factory=dict)  # one leaf for all that differ in their pieces only
     factors: dict[tuple[Op, int, bool], list[Factor | None]] = field(default_factory=dict)  # memo of `value_factors`
 
     def leaves(self, value: Value) -> tuple[Leaf, ...]:
         return tuple(leaf for dim in self.value[value] for leaf in dim)
 
-    def across(self, cut: Cut, source: Value, target: Value) -> Cut:
-        """A cut of `source` on a value of the same shape; dims whose factors differ are whole."""
+    def across(self, cut: Cut, source: Value, target: Value, *, pieces: bool = False) -> Cut:
+        """A cut of `source` on a value of the same shape; dims whose factors (or `pieces`) differ are whole."""
         feed: Iterator[tuple[Axis, ...]] = iter(cut)
         out: list[tuple[Axis, ...]] = []
         for mine, theirs in zip(self.value[source], self.value[target], strict=True):
             axes = [next(feed) for _ in mine]
-            out += axes if self.alike(mine, theirs) else [()] * len(theirs)
+            out += axes if mine == theirs or (not pieces and self.alike(mine, theirs)) else [()] * len(theirs)
         return tuple(out)
 
     def alike(self, a: Sequence[Leaf], b: Sequence[Leaf]) -> bool:
         """Whether two dims have the same factors, in whatever pieces."""
-        return [self.same.get(x, x) for x in a] == [self.same.get(x, x) for x in b]
+        return [self._kin(x) for x in a] == [self._kin(x) for x in b]
+
+    def _kin(self, leaf: Leaf) -> Leaf:
+        leaf = self.same.get(leaf, leaf)
+        return self.kin.get(leaf, leaf)
 
     def sizes(self, value: Value) -> tuple[tuple[int, ...], ...]:
         """The sizes of the leaves, per dim."""
@@ -142,6 +148,8 @@ def flood(
     for value in graph.inputs:
         dims_of(value)
     for op in graph.ops:
+        if op.kind == "constrain" and f.dims.chosen and not op.constant:
+            f.moves[op] = _moved(f, op, raw, fixed)
         if op.rule is not None and not op.constant:
             _unify(f, op, raw, raw_labels)
         for result in op.results:
@@ -153,6 +161,7 @@ def flood(
 
     for value, dims in raw.items():
         f.value[value] = tuple(tuple(f.dims.leaves(d)) for d in dims)
+    _relate(f)
     for op, labels in raw_labels.items():
         f.labels[op] = {name: tuple(f.dims.leaves(leaves)) for name, leaves in labels.items()}
     asked: dict[int, list[tuple[Leaf, Want]]] = defaultdict(list)  # by the bytes of what was annotated
@@ -179,6 +188,39 @@ def flood(
     for i, (cut, fx) in list(f.outputs.items()):
         f.outputs[i] = (_open(f, f.value[f.apart.get(i, graph.outputs[i])], cut, fx), fx)
     return f
+
+
+def _moved(f: Flood, op: Op, raw: dict[Value, list[list[Leaf]]], fixed: Mapping[Value, Fixed]) -> set[int]:
+    """The dims that a `shard` cuts into other pieces than it finds them in: what follows is another class."""
+    (source,), (result,) = op.operands, op.results
+    assert result is not None
+    moved = set()
+    for d, (mine, theirs) in enumerate(zip(raw[source], raw[result], strict=True)):
+        before, after = ([f.dims.size(x) for x in f.dims.leaves(dim)] for dim in (mine, theirs))
+        if before != after and _chosen(before, fixed.get(source), d) and _chosen(after, fixed[result], d):
+            moved.add(d)
+    return moved
+
+
+def _chosen(sizes: Sequence[int], said: Fixed | None, d: int) -> bool:
+    """Whether somebody chose the pieces of a dim; it may be that they are chunks."""
+    if any(isinstance(n, Pieces) for n in sizes):
+        return True
+    cut = said is not None and any(factor.axes for factor in said.layout.dims[d])
+    return cut and said is not None and (said.exact is None or said.exact[d])
+
+
+def _relate(f: Flood) -> None:
+    """What differs in its pieces only, now that no leaf is split any more."""
+    for op, moved in f.moves.items():
+        result = op.results[0]
+        assert result is not None
+        for d in moved:
+            mine, theirs = f.value[op.operands[0]][d], f.value[result][d]
+            if [int(f.dims.size(x)) for x in mine] == [int(f.dims.size(x)) for x in theirs]:
+                for x, y in zip(mine, theirs, strict=True):
+                    to, old = f.kin.get(x, x), f.kin.get(y, y)
+                    f.kin |= {z: to for z in (y, *f.kin) if f.kin.get(z, z) == old}
 
 
 def _twin(f: Flood, value: Value) -> Value:
@@ -250,6 +292,7 @@ def _unify(f: Flood, op: Op, raw: dict[Value, list[list[Leaf]]], raw_labels: dic
     assert rule is not None
     labels: dict[str, list[Leaf]] = {}
     whole = set(rule.whole)
+    moved = f.moves.get(op, ())
 
     def leaves_of(names: Sequence[str]) -> list[Leaf]:
         for name in names:
@@ -263,7 +306,9 @@ def _unify(f: Flood, op: Op, raw: dict[Value, list[list[Leaf]]], raw_labels: dic
         if value not in raw:
             raw[value] = [leaves_of(names) for names in dims]
             continue
-        for leaves, names in zip(raw[value], dims, strict=True):
+        for d, (leaves, names) in enumerate(zip(raw[value], dims, strict=True)):
+            if d in moved and value is op.results[0]:
+                continue
             if len(names) == 1 and names[0] not in labels:
                 labels[names[0]] = leaves
             elif names and not f.dims.unify(leaves_of(names), leaves):

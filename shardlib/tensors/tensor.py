@@ -311,6 +311,7 @@ def shard(
     a rank that keeps a piece does not keep the whole. With `donate`, the caller promises not to use `x` again, and what
     is kept whole is taken over as it is.
 
+    Of a tensor that lives elsewhere it is a move, inside and outside: the result lives where the last `shard` says.
     `spec` has one entry per dim: logical names (mapped by the mesh's rules), `name@axis`, or factors in parentheses,
     whose sizes are given like einops' lengths. `sizes` may hold them too, and by name the pieces into which a factor is
     cut, one for each device along its axes. Raises `ShardingError` outside any mesh and where spec, shape and mesh do

@@ -1,0 +1,1 @@
+"""Where a user's Python, memory and other ranks meet the program."""
