@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from shardlib.manual.claims import hold_claims
 from shardlib.scalar import hinted
 from shardlib.tracing.trace import Traced
 from shardlib.tracing.views import argument, written_arguments
@@ -182,6 +183,7 @@ def free_draws(gm: fx.GraphModule) -> None:
 
 
 PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
+    hold_claims,  # before anything goes that nobody reads
     free_draws,
     drop_identities,
     free_scalars,

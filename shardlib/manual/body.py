@@ -3,9 +3,9 @@
 Inside a `shard_map` body a tensor is what one device holds. `to_local` goes in, `from_local` comes out; every
 collective in between is an op `shardlib::manual_<kind>` that a traced graph carries to the compiler. As a map on the
 local tensors of all devices together each of them is linear (but for max and min), and its gradient is its transpose:
-the sum of all is its own, gathering and reduce-scattering are each other's. No attempt is made to know which values
-are equal on several devices (JAX's `check_vma=False`), so a gradient is what the transposed collectives say, with
-nothing left out.
+the sum of all is its own, gathering and reduce-scattering are each other's. A gradient is what the transposed
+collectives say, with nothing left out: devices that return the same share the cotangent of it, and what reaches an
+argument is summed over the axes that do not cut it, once. That they do return the same is proved (`claims`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ def _exchanged(x: Tensor, axes: Any, split_dim: int, concat_dim: int, n: int) ->
 
 
 _define("to_local(Tensor x, str spec, int[] local_shape) -> Tensor", lambda x, spec, shape: x.new_empty(shape))
-_define("from_local(Tensor x, str spec, int[] global_shape) -> Tensor", lambda x, spec, shape: x.new_empty(shape))
+# `claim` names a result that is to be the same along the axes which spec leaves out.
+_define(
+    'from_local(Tensor x, str spec, int[] global_shape, str claim="") -> Tensor',
+    lambda x, spec, shape, claim="": x.new_empty(shape),
+)
 _define("manual_all_reduce(Tensor x, str[] axes, str reduce) -> Tensor", lambda x, axes, reduce: x.new_empty(x.shape))
 _define(
     "manual_all_gather(Tensor x, str[] axes, int dim, int n) -> Tensor",
@@ -228,7 +232,8 @@ class _ToLocal(torch.autograd.Function):
 class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, door: Door) -> Any:
-        return torch.ops.shardlib.from_local(x, door.spec, list(door.global_shape))
+        claim = (door.claim,) if door.claim else ()
+        return torch.ops.shardlib.from_local(x, door.spec, list(door.global_shape), *claim)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Door], output: Tensor) -> None:

@@ -1,17 +1,19 @@
 """The collectives of a `shard_map` body, as a user calls them.
 
+`x` is a tensor or a pytree of tensors (None stays None); to the reductions a Python number is the same on all devices.
 `axis` is a mesh axis, or a tuple of them (one group, numbered jointly, major first). All but `pmax` and `pmin` are
-differentiable, any number of times. Each raises `ShardingError` outside a body and for axes that the mesh does not
-have.
+differentiable, any number of times. Each raises `ShardingError` outside a body, for axes that the mesh does not have
+and for what is neither tensor nor number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from shardlib.errors import ShardingError
 from shardlib.manual.body import Call, group
@@ -20,8 +22,8 @@ from shardlib.ops import ppermute as permutation
 Axis = str | Sequence[str]
 
 
-def psum(x: Tensor, axis: Axis) -> Tensor:
-    """The sum of all devices' `x`, of any shape, on every device.
+def psum(x: Any, axis: Axis) -> Any:
+    """The sum of all devices' `x`, of any shape, on every device; of a number, the number of devices times it.
 
     Example:
         >>> import shardlib as sl
@@ -30,57 +32,68 @@ def psum(x: Tensor, axis: Axis) -> Tensor:
         ...     print(total(torch.arange(8.0)).full_tensor())
         tensor(28.)
     """
-    _, axes, _ = group("psum", axis)
-    return Call("all_reduce", axes, ("sum",))(x)
+    _, axes, n = group("psum", axis)
+    return _mapped("psum", Call("all_reduce", axes, ("sum",)), x, lambda number: number * n)
 
 
-def pmean(x: Tensor, axis: Axis) -> Tensor:
+def pmean(x: Any, axis: Axis) -> Any:
     """The mean of all devices' `x`, of any shape, on every device."""
     _, axes, n = group("pmean", axis)
-    return Call("all_reduce", axes, ("sum",))(x) / n
+    total = Call("all_reduce", axes, ("sum",))
+    return _mapped("pmean", lambda leaf: total(leaf) / n, x, lambda number: number)
 
 
-def pmax(x: Tensor, axis: Axis) -> Tensor:
+def pmax(x: Any, axis: Axis) -> Any:
     """The elementwise maximum of all devices' `x`, on every device. It has no gradient: detach its operand."""
     _, axes, _ = group("pmax", axis)
-    return Call("all_reduce", axes, ("max",))(x)
+    return _mapped("pmax", Call("all_reduce", axes, ("max",)), x, lambda number: number)
 
 
-def pmin(x: Tensor, axis: Axis) -> Tensor:
+def pmin(x: Any, axis: Axis) -> Any:
     """The elementwise minimum of all devices' `x`, on every device. It has no gradient: detach its operand."""
     _, axes, _ = group("pmin", axis)
-    return Call("all_reduce", axes, ("min",))(x)
+    return _mapped("pmin", Call("all_reduce", axes, ("min",)), x, lambda number: number)
 
 
-def all_gather(x: Tensor, axis: Axis, dim: int = 0, tiled: bool = True) -> Tensor:
+def all_gather(x: Any, axis: Axis, dim: int = 0, tiled: bool = True) -> Any:
     """All devices' `x`, concatenated along `dim` (`tiled=False`: stacked in a new dim there), on every device."""
     _, axes, n = group("all_gather", axis)
-    if not tiled:
-        dim = _dim("all_gather", x.dim() + 1, dim)
-        x = x.unsqueeze(dim)
-    return Call("all_gather", axes, (_dim("all_gather", x.dim(), dim), n))(x)
+
+    def gather(x: Tensor) -> Tensor:
+        at = _dim("all_gather", x.dim() + (not tiled), dim)
+        return Call("all_gather", axes, (at, n))(x if tiled else x.unsqueeze(at))
+
+    return _mapped("all_gather", gather, x)
 
 
-def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+def reduce_scatter(x: Any, axis: Axis, dim: int = 0) -> Any:
     """This device's piece, along `dim`, of the sum of all devices' `x`; n devices must divide that dim."""
     _, axes, n = group("reduce_scatter", axis)
-    dim = _dim("reduce_scatter", x.dim(), dim)
-    _divides("reduce_scatter", x, dim, axes, n)
-    return Call("reduce_scatter", axes, (dim, n))(x)
+
+    def scatter(x: Tensor) -> Tensor:
+        at = _dim("reduce_scatter", x.dim(), dim)
+        _divides("reduce_scatter", x, at, axes, n)
+        return Call("reduce_scatter", axes, (at, n))(x)
+
+    return _mapped("reduce_scatter", scatter, x)
 
 
-def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
+def all_to_all(x: Any, axis: Axis, split_dim: int, concat_dim: int) -> Any:
     """The pieces of `x` along `split_dim` go to the devices in order; what arrives is concatenated along `concat_dim`.
 
     `[n * a, b]` becomes `[a, n * b]` with `split_dim=0, concat_dim=1`; n devices must divide `split_dim`.
     """
     _, axes, n = group("all_to_all", axis)
-    split_dim, concat_dim = _dim("all_to_all", x.dim(), split_dim), _dim("all_to_all", x.dim(), concat_dim)
-    _divides("all_to_all", x, split_dim, axes, n)
-    return Call("all_to_all", axes, (split_dim, concat_dim, n))(x)
+
+    def exchange(x: Tensor) -> Tensor:
+        split, concat = _dim("all_to_all", x.dim(), split_dim), _dim("all_to_all", x.dim(), concat_dim)
+        _divides("all_to_all", x, split, axes, n)
+        return Call("all_to_all", axes, (split, concat, n))(x)
+
+    return _mapped("all_to_all", exchange, x)
 
 
-def ppermute(x: Tensor, axis: Axis, perm: Sequence[tuple[int, int]]) -> Tensor:
+def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Any:
     """Each pair `(source, destination)` of `perm` sends `x`; a device that nobody sends to gets zeros.
 
     Raises `ShardingError` when a device sends, or receives, twice.
@@ -88,7 +101,31 @@ def ppermute(x: Tensor, axis: Axis, perm: Sequence[tuple[int, int]]) -> Tensor:
     _, axes, n = group("ppermute", axis)
     pairs = [(int(a), int(b)) for a, b in perm]
     permutation.check(pairs, n)
-    return Call("ppermute", axes, (tuple(i for pair in pairs for i in pair),))(x)
+    return _mapped("ppermute", Call("ppermute", axes, (tuple(i for pair in pairs for i in pair),)), x)
+
+
+def _mapped(call: str, of: Callable[[Tensor], Tensor], x: Any, of_number: Callable[[Any], Any] | None = None) -> Any:
+    """`of` of every tensor in the pytree `x`, and `of_number` of every number, where there is one."""
+    leaves, tree = pytree.tree_flatten(x)
+    numbers = () if of_number is None else (int, float, complex)
+    wrong = [
+        f"{type(leaf).__name__} {leaf!r}" for leaf in leaves if not isinstance(leaf, (Tensor, type(None), *numbers))
+    ]
+    if wrong:
+        raise ShardingError(
+            f"{call} of what is no tensor",
+            wrong,
+            rule="collectives take tensors, in any pytree; psum, pmean, pmax and pmin take numbers, too",
+            remedy="torch.tensor(number), or a container that is registered with torch.utils._pytree",
+        )
+
+    def one(leaf: Any) -> Any:
+        if leaf is None or isinstance(leaf, Tensor):
+            return leaf if leaf is None else of(leaf)
+        assert of_number is not None, "other leaves were refused"
+        return of_number(leaf)
+
+    return pytree.tree_unflatten([one(leaf) for leaf in leaves], tree)
 
 
 def axis_index(axis: Axis) -> Tensor:

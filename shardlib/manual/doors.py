@@ -26,13 +26,17 @@ Axes = list[list[tuple[str, ...]]]  # per dim and factor, the mesh axes that a s
 
 @dataclass(frozen=True)
 class Door:
-    """How a global tensor is cut for a body: over which axes it is not, and how many devices those are."""
+    """How a global tensor is cut for a body: over which axes it is not, and how many devices those are.
+
+    `claim`, of a result, names it where those devices have to return the same.
+    """
 
     spec: str
     global_shape: tuple[int, ...]
     local_shape: tuple[int, ...]
     unmentioned: tuple[str, ...]
     copies: int
+    claim: str = ""
 
     def batched(self, n: int) -> Door:
         spec = f"_ {self.spec}".rstrip()
@@ -54,18 +58,32 @@ class Cut:
     layout: Layout
 
 
-def arguments(args: Any, specs: Any, mesh: Mesh, what: str) -> list[Cut | None]:
-    """A cut per leaf of the global `args`; None for leaves that are no tensors."""
-    return _cuts(args, specs, mesh, what, "args", inside=False)
+def arguments(args: tuple[Any, ...], kwargs: dict[str, Any], specs: Any, mesh: Mesh, what: str) -> list[Cut | None]:
+    """A cut per leaf of the global `(args, kwargs)`, of which `specs` is a prefix; None for what is no tensor."""
+    tree = (args, kwargs)
+    given = pytree.tree_flatten_with_path(args)[0], pytree.tree_flatten_with_path(list(kwargs.values()))[0]
+    names = [f"args{pytree.keystr(path)}" for path, _ in given[0]]
+    names += [f"{[*kwargs][path[0].idx]}{pytree.keystr(path[1:])}" for path, _ in given[1]]  # type: ignore[attr-defined]
+    return _cuts(tree, specs, mesh, what, names, inside=False)
 
 
-def results(out: Any, specs: Any, mesh: Mesh, what: str) -> list[Cut | None]:
-    """A cut per leaf of what one device returned; None for leaves that are no tensors."""
-    return _cuts(out, specs, mesh, what, "result", inside=True)
+def results(out: Any, specs: Any, mesh: Mesh, who: str, *, claim: bool) -> list[Cut | None]:
+    """A cut per leaf of what one device returned; None for leaves that are no tensors.
+
+    With `claim` they say that devices along axes which are not named return the same.
+    """
+    names = [f"result{pytree.keystr(path)}" for path, _ in pytree.tree_flatten_with_path(out)[0]]
+    cuts = _cuts(out, specs, mesh, f"{who} out_specs", names, inside=True)
+    if not claim:
+        return cuts
+    return [
+        cut and replace(cut, door=replace(cut.door, claim=f"{who}: {name}" if cut.door.copies > 1 else ""))
+        for name, cut in zip(names, cuts, strict=True)
+    ]
 
 
-def _cuts(tree: Any, specs: Any, mesh: Mesh, what: str, root: str, *, inside: bool) -> list[Cut | None]:
-    leaves = [(root + pytree.keystr(path), x) for path, x in pytree.tree_flatten_with_path(tree)[0]]
+def _cuts(tree: Any, specs: Any, mesh: Mesh, what: str, names: Sequence[str], *, inside: bool) -> list[Cut | None]:
+    leaves = list(zip(names, pytree.tree_leaves(tree), strict=True))
     flat = broadcast_prefix(specs, tree, what)
     items = {i: (*leaf, spec) for i, (leaf, spec) in enumerate(zip(leaves, flat, strict=True)) if _is_tensor(leaf[1])}
     closed = {i: (name, x, spec) for i, (name, x, spec) in items.items() if spec is not None and not _is_open(spec)}

@@ -8,7 +8,8 @@ runs as it is written, on every device. In a program for one device the body run
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,51 +26,103 @@ from shardlib.state import is_single_device, is_tracing
 from shardlib.tensors.tensor import ShardedTensor
 
 
-def shard_map(fn: Callable[..., Any], in_specs: Any, out_specs: Any, mesh: Mesh | None = None) -> Callable[..., Any]:
+def shard_map(
+    fn: Callable[..., Any] | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+    mesh: Mesh | None = None,
+    *,
+    check: bool = True,
+    axis_names: Sequence[str] | frozenset[str] | None = None,
+) -> Any:
     """A function of global tensors, from `fn`, which says what each device does with its local ones.
 
-    `in_specs` (one entry per argument) and `out_specs` are prefix pytrees of specs. An argument's spec says how it is
-    cut: a dim cut over an axis of n devices is n times smaller inside. A result's spec says how the devices' results
-    are put together; an axis that it does not name is one along which all devices return the same. Inside, devices
-    talk through `psum`, `all_gather`, `ppermute` and the other collectives. Traced into the program inside a jitted
-    function; outside it is a program of its own. Differentiable in both; the gradient of an argument is summed over
-    the axes that do not cut it.
+    `in_specs` (a tuple with one entry per positional argument, or a dict by parameter name) and `out_specs` are prefix
+    pytrees of specs. An argument's spec says how it is cut: a dim cut over an axis of n devices is n times smaller
+    inside. A result's spec says how the devices' results are put together; an axis that it does not name is one along
+    which all devices return the same. Inside, devices talk through `psum`, `all_gather`, `ppermute` and the other
+    collectives. Traced into the program inside a jitted function; outside it is a program of its own. Differentiable in
+    both; the gradient of an argument is summed over the axes that do not cut it. Works as a decorator, also of methods.
+
+    That devices return the same is proved: a value varies over the axes that cut the arguments which it is computed
+    from, and over those of `axis_index`, `ppermute`, `all_to_all` and `reduce_scatter`, until a `psum`, `pmean`,
+    `pmax`, `pmin` or `all_gather` over an axis makes it the same along it. `check=False` takes your word for it. Every
+    axis of the mesh is manual in a body: `axis_names`, where given, names them all.
 
     Raises `ShardingError` where an axis does not divide a dim (all of them at once), for specs that are left out or
-    open, outside any mesh and inside another body.
+    open, for results that differ along an axis which their spec leaves out, outside any mesh and inside another body.
 
     Example:
         >>> import shardlib as sl
-        >>> def matmul(x, w):  # x: [rows, k / 4], w: [k / 4, columns]
+        >>> @sl.shard_map(in_specs=("_ k@tensor", "k@tensor _"), out_specs="_ _")
+        ... def matmul(x, w):  # x: [rows, k / 4], w: [k / 4, columns]
         ...     return sl.psum(x @ w, "tensor")
         >>> with sl.Mesh(tensor=4):
-        ...     f = sl.shard_map(matmul, in_specs=("_ k@tensor", "k@tensor _"), out_specs="_ _")
-        ...     print(f(torch.ones(2, 8), torch.ones(8, 3)).full_tensor())
+        ...     print(matmul(torch.ones(2, 8), w=torch.ones(8, 3)).full_tensor())
         tensor([[8., 8., 8.],
                 [8., 8., 8.]])
     """
-    return ShardMapped(fn, in_specs, out_specs, mesh)
+    if fn is None:
+        return functools.partial(
+            shard_map, in_specs=in_specs, out_specs=out_specs, mesh=mesh, check=check, axis_names=axis_names
+        )
+    return ShardMapped(fn, in_specs, out_specs, mesh, check, None if axis_names is None else frozenset(axis_names))
 
 
 class ShardMapped:
     """What `shard_map` returns: call it with global tensors."""
 
-    def __init__(self, fn: Callable[..., Any], in_specs: Any, out_specs: Any, mesh: Mesh | None) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        in_specs: Any,
+        out_specs: Any,
+        mesh: Mesh | None,
+        check: bool = True,
+        axis_names: frozenset[str] | None = None,
+    ) -> None:
         functools.update_wrapper(self, fn)
-        self.fn, self.in_specs, self.out_specs, self.mesh = fn, in_specs, out_specs, mesh
+        self.fn, self.in_specs, self.out_specs, self.mesh, self.check = fn, in_specs, out_specs, mesh, check
+        self.axis_names = axis_names
         self.name: str = getattr(fn, "__name__", type(fn).__name__)
-        self._program = Differentiable(functools.wraps(fn)(lambda *args: self._inline(*args)))
+        self._programs: dict[tuple[str, ...], Differentiable] = {}  # by the names of arguments that are given by name
 
-    def __call__(self, *args: Any) -> Any:
-        mesh = self._mesh(args)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        mesh = self._mesh((args, kwargs))
+        args, kwargs = self._bound(args, kwargs)
         if is_tracing():
-            return self._inline(*args)
+            return self._inline(args, kwargs)
         if is_single_device():
-            return self._stacked(mesh, *args)
+            return self._stacked(mesh, args, kwargs)
         with mesh:
-            return self._program(*args)
+            return self._program(tuple(kwargs))(*args, *kwargs.values())
 
-    def _mesh(self, args: Sequence[Any]) -> Mesh:
+    def _program(self, names: tuple[str, ...]) -> Differentiable:
+        """The body as a program of its own, of arguments the last of which have these names."""
+        if names not in self._programs:
+
+            def run(*args: Any) -> Any:
+                n = len(args) - len(names)
+                return self._inline(args[:n], dict(zip(names, args[n:], strict=True)))
+
+            self._programs[names] = Differentiable(run if names else functools.wraps(self.fn)(lambda *args: run(*args)))
+        return self._programs[names]
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """As a method: `in_specs` and the specs' names leave `self` out."""
+        if instance is None:
+            return self
+        fn = self.fn.__get__(instance, owner)
+        return ShardMapped(fn, self.in_specs, self.out_specs, self.mesh, self.check, self.axis_names)
+
+    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call with every argument by position that may stand there; TypeError where fn does not take it."""
+        if not kwargs or (signature := _signature(self.fn)) is None:
+            return args, kwargs
+        bound = signature.bind(*args, **kwargs)
+        return bound.args, bound.kwargs
+
+    def _mesh(self, args: Any) -> Mesh:
         current = current_mesh()
         mesh = self.mesh or current
         if mesh is None:
@@ -84,6 +137,15 @@ class ShardMapped:
             raise ShardingError(
                 f"shard_map({self.name}) is on {mesh}, the program on {current}", rule="a program runs on one mesh"
             )
+        if self.axis_names is not None and self.axis_names != frozenset(mesh.axis_names):
+            left = [name for name in mesh.axis_names if name not in self.axis_names]
+            wrong = [f"{name!r} is left to the compiler" for name in left]
+            raise ShardingError(
+                f"shard_map({self.name}) is manual over {sorted(self.axis_names)}, on {mesh}",
+                wrong + [f"the mesh has no axis {name!r}" for name in sorted(self.axis_names - {*mesh.axis_names})],
+                rule="in a body every mesh axis is manual: tensors have one local shape, and nothing is inferred",
+                remedy="leave axis_names out; the specs say which dims the other axes cut, if any",
+            )
         if current_body() is not None:
             raise ShardingError(
                 f"shard_map({self.name}) is inside the body of another shard_map",
@@ -94,19 +156,20 @@ class ShardMapped:
 
     # The ways to run ------------------------------------------------------------------------------------------
 
-    def _inline(self, *args: Any) -> Any:
-        mesh = self._mesh(args)
-        cuts = self._arguments(args, mesh)
-        leaves, tree = pytree.tree_flatten(args)
+    def _inline(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        mesh = self._mesh((args, kwargs))
+        cuts = self._arguments(args, kwargs, mesh)
+        leaves, tree = pytree.tree_flatten((args, kwargs))
         local = [x if cut is None else to_local(x, cut.door) for x, cut in zip(leaves, cuts, strict=True)]
         like = next((x for x, cut in zip(local, cuts, strict=True) if cut is not None), None)
+        own_args, own_kwargs = pytree.tree_unflatten(local, tree)
         with entered(Body(mesh, like)):
-            out = self.fn(*pytree.tree_unflatten(local, tree))
+            out = self.fn(*own_args, **own_kwargs)
         return self._put_together(out, mesh, lambda x, cut: from_local(x, cut.door))
 
-    def _stacked(self, mesh: Mesh, *args: Any) -> Any:
-        cuts = self._arguments(args, mesh)
-        leaves, tree = pytree.tree_flatten(args)
+    def _stacked(self, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        cuts = self._arguments(args, kwargs, mesh)
+        leaves, tree = pytree.tree_flatten((args, kwargs))
         pieces = [stacked.cut(x, cut.layout, mesh) for x, cut in zip(leaves, cuts, strict=True) if cut is not None]
         index = torch.arange(mesh.size, device=pieces[0].device if pieces else None)
         depth, others = stacked.depth(), []
@@ -114,8 +177,9 @@ class ShardMapped:
         def body(rank: Tensor, *local: Tensor) -> list[Tensor]:
             feed = iter(local)
             own = [x if cut is None else next(feed) for x, cut in zip(leaves, cuts, strict=True)]
+            own_args, own_kwargs = pytree.tree_unflatten(own, tree)
             with entered(Body(mesh, None, rank, depth)):
-                flat, out_tree = pytree.tree_flatten(self.fn(*pytree.tree_unflatten(own, tree)))
+                flat, out_tree = pytree.tree_flatten(self.fn(*own_args, **own_kwargs))
             others.append((flat, out_tree))
             return [x for x in flat if isinstance(x, Tensor)]
 
@@ -126,17 +190,53 @@ class ShardMapped:
         out = pytree.tree_unflatten(shaped, out_tree)
         return self._put_together(out, mesh, lambda x, cut: stacked.join(x.pieces, cut.layout, mesh))
 
-    def _arguments(self, args: tuple[Any, ...], mesh: Mesh) -> list[Cut | None]:
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> list[Cut | None]:
         what = f"shard_map({self.name}) in_specs"
-        if isinstance(self.in_specs, tuple | list) and len(self.in_specs) != len(args):
+        return doors.arguments(args, kwargs, self._input_specs(args, kwargs, what), mesh, what)
+
+    def _input_specs(self, args: tuple[Any, ...], kwargs: dict[str, Any], what: str) -> Any:
+        """The specs of `(args, kwargs)`."""
+        specs, names = self.in_specs, _positional(self.fn)
+        if isinstance(specs, Mapping):
+            signature = _signature(self.fn)
+            known = [*dict.fromkeys((*(signature.parameters if signature else ()), *kwargs))]
+            if unknown := [name for name in specs if name not in known]:
+                raise ShardingError(
+                    f"{what} do not fit the arguments",
+                    [f"{name!r} is no parameter; they are {', '.join(known) or 'none'}" for name in unknown],
+                    rule="in_specs is a tuple with an entry per positional argument, or a dict by parameter name",
+                )
+            first = [*names[: len(args)], *("",) * (len(args) - len(names))]
+            return tuple(specs.get(name) for name in first), {name: specs.get(name) for name in kwargs}
+        if not isinstance(specs, tuple | list):
+            return specs
+        later = {name: i for i, name in enumerate(names) if name in kwargs}
+        total = len(args) + len(later)
+        if len(specs) != total:
             raise ShardingError(
-                f"{what} has {len(self.in_specs)} entries, the call has {len(args)} arguments",
+                f"{what} has {len(specs)} entries, the call has {total} arguments",
                 rule="in_specs has one entry per argument",
+                remedy="in_specs may be a dict by parameter name",
             )
-        return doors.arguments(args, self.in_specs, mesh, what)
+        order = sorted(later, key=later.__getitem__)
+        return tuple(specs[: len(args)]), dict(zip(order, specs[len(args) :], strict=True))
 
     def _put_together(self, out: Any, mesh: Mesh, join: Callable[[Any, Cut], Tensor]) -> Any:
-        cuts = doors.results(out, self.out_specs, mesh, f"shard_map({self.name}) out_specs")
+        cuts = doors.results(out, self.out_specs, mesh, f"shard_map({self.name})", claim=self.check)
         leaves, tree = pytree.tree_flatten(out)
         joined = [x if cut is None else join(x, cut) for x, cut in zip(leaves, cuts, strict=True)]
         return pytree.tree_unflatten(joined, tree)
+
+
+def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(fn)
+    except (ValueError, TypeError):  # a builtin
+        return None
+
+
+def _positional(fn: Callable[..., Any]) -> list[str]:
+    """The parameters that may be given by position."""
+    signature = _signature(fn)
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in signature.parameters.values() if p.kind in kinds] if signature else []

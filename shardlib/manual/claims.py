@@ -1,0 +1,95 @@
+"""What the results of a `shard_map` claim: along an axis that an out_spec leaves out, all devices return the same.
+
+A value of a body varies over the axes that cut the arguments which it is made of. `axis_index` and the collectives that
+give each device something of its own add their axes; a sum, a maximum or a gathering over an axis makes its result the
+same along it. This is decided on the graph as it was traced, so that a result which nothing reads is held to its claim,
+too: its gradient rests on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+from torch._ops import OpOverload
+
+from shardlib.errors import ShardingError
+from shardlib.meshes.mesh import Mesh, current_mesh
+from shardlib.plans.places import place
+from shardlib.specs.spec import Spec
+
+Axes = frozenset[str]
+
+_SAME = {"manual_all_reduce", "manual_all_gather"}  # are the same over their axes
+_OWN = {"manual_axis_index", "manual_reduce_scatter", "manual_all_to_all", "manual_ppermute"}  # differ over their axes
+# What is made of an operand's shape alone.
+_SHAPED = {"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty"}
+_SHAPED |= {"manual_axis_index"}
+
+
+def hold_claims(gm: fx.GraphModule) -> None:
+    """Raise `ShardingError` with all results that may differ where they are said to be the same; drop what was said."""
+    made = [node for node in gm.graph.nodes if _kind(node) == "from_local" and node.args[3:]]
+    if not made:
+        return
+    mesh = current_mesh()
+    assert mesh is not None, "a program is compiled for a mesh"
+    varies = varying(gm, mesh)
+    wrong: dict[str, list[str]] = {}
+    over: dict[str, None] = {}
+    for node in made:
+        source, spec, _, claim = node.args
+        who, _, result = claim.partition(": ")
+        if hidden := [a for a in mesh.axis_names if a in varies[source] - _cut(node.meta["val"].shape, spec, mesh)]:
+            over |= dict.fromkeys(hidden)
+            wrong.setdefault(who, []).append(
+                f"{result} of shape {list(source.meta['val'].shape)} with spec {spec!r} varies over "
+                f"{' and '.join(f'{a!r} ({mesh.axes[a]} devices)' for a in hidden)}{_origin(source)}"
+            )
+        node.args = node.args[:3]
+    if wrong:
+        axes = repr(next(iter(over)) if len(over) == 1 else tuple(over))
+        raise ShardingError(
+            f"{', '.join(wrong)} out_specs leave out axes over which the devices' results differ",
+            [line for lines in wrong.values() for line in lines],
+            rule="an axis that an out_spec does not name is one along which all devices return the same",
+            remedy=f"name the axis in out_specs, or make the result the same: sl.psum(x, {axes}), pmean, pmax, "
+            "all_gather; shard_map(..., check=False) where the devices do return the same, but by other means",
+        )
+
+
+def varying(gm: fx.GraphModule, mesh: Mesh) -> Mapping[fx.Node, Axes]:
+    """The mesh axes over which each value inside a body may differ; of values outside nothing is said."""
+    varies: dict[fx.Node, Axes] = {}
+    for node in gm.graph.nodes:
+        kind = _kind(node)
+        if kind == "to_local":
+            varies[node] = _cut(node.args[0].meta["val"].shape, node.args[1], mesh)
+            continue
+        read = [] if kind in _SHAPED else node.all_input_nodes
+        axes: Axes = frozenset().union(*(varies[source] for source in read))
+        if kind in _SAME:
+            axes -= {*node.args[1]}
+        elif kind in _OWN:
+            axes |= {a for a in node.args[1] if mesh.axes[a] > 1}
+        elif kind == "from_local":
+            axes = frozenset()
+        varies[node] = axes
+    return varies
+
+
+def _cut(shape: Any, spec: str, mesh: Mesh) -> Axes:
+    layout = Spec.of(spec).resolve(tuple(shape), mesh, name="x").layout
+    return frozenset(a.name for a in layout.axes if a.size > 1)
+
+
+def _kind(node: fx.Node) -> str:
+    return str(node.target._schema.name).partition("::")[2] if isinstance(node.target, OpOverload) else ""
+
+
+def _origin(node: fx.Node) -> str:
+    line = node.meta.get("line")
+    if _kind(node) == "to_local":
+        return ", as it came in"
+    return f", made at {place(line)}  {line.text}".rstrip() if line is not None else ""
