@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from shardlib.jit import _run
 from shardlib.run import virtual
 from shardlib.state import single_device
 from tests.campaign import broken_promise, counting
+from tests.ranks import run_ranks
 
 Sizes = dict[str, int]
 MESHES: tuple[Sizes, ...] = ({"a": 2}, {"a": 4}, {"a": 8}, {"a": 3, "b": 2}, {"a": 2, "b": 4}, {"a": 2, "b": 2, "c": 2})
@@ -46,13 +47,14 @@ class Chain:
 
 
 class Drawing:
-    def __init__(self, seed: int, *, plain: bool = False) -> None:
+    def __init__(self, seed: int, *, plain: bool = False, meshes: Sequence[Sizes] = MESHES) -> None:
         self.rng = random.Random(seed)
+        self.meshes = meshes
         self.plain = plain  # only shards, of one whole axis a dim, in even chunks
 
     def chain(self) -> Chain:
         rng = self.rng
-        self.mesh = rng.choice(MESHES)
+        self.mesh = rng.choice(self.meshes)
         shape = tuple(rng.choice((24, 48) if self.plain else DIMS) for _ in range(rng.choice([1, 2, 2, 3])))
         self.shapes: dict[str, tuple[int, ...]] = {"x": shape}
         self.said: dict[str, str] = {}
@@ -396,3 +398,28 @@ def test_muon_moves_its_stack_and_nothing_else() -> None:
     with Mesh(data=4):
         found = sl.jit(_by_layers, in_specs="layer m@data n")(small).full_tensor()
     torch.testing.assert_close(found, _orthogonal(small))
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def _on_a_rank(seeds: range) -> list[str]:
+    """What is wrong with the values and gradients of these chains on this rank's pieces."""
+    wrong = []
+    for seed in seeds:
+        chain = Drawing(seed, meshes=({"a": 4}, {"a": 2, "b": 2})).chain()
+        x = torch.randn(chain.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        fn = _gradient(_function(chain))
+        with single_device():
+            slope, values = fn(x)
+        with Mesh(**chain.mesh):
+            found_slope, found = sl.jit(fn, in_specs=(chain.in_spec,), out_specs=(None, chain.out_specs))(x)
+            for a, b in zip((slope, *values), (found_slope, *found), strict=True):
+                if not torch.allclose(b.full_tensor(), a, rtol=1e-9, atol=1e-9):
+                    wrong.append(f"seed {seed}\n{chain.source}")
+    return wrong
+
+
+@pytest.mark.ranks
+def test_chains_on_ranks() -> None:
+    assert run_ranks(_on_a_rank, 4, range(8)) == [[]] * 4
