@@ -2,8 +2,9 @@
 
 `x` is a tensor or a pytree of tensors (None stays None); to the reductions a Python number is the same on all devices.
 `axis` is a mesh axis, or a tuple of them (one group, numbered jointly, major first). All but `pmax` and `pmin` are
-differentiable, any number of times. Each raises `ShardingError` outside a body, for axes that the mesh does not have
-and for what is neither tensor nor number.
+differentiable, any number of times; a gradient that is taken inside a body is that of all devices' results together, so
+of a loss that n devices share it is n times as large: take its `pmean`. Each raises `ShardingError` outside a body, for
+axes that the mesh does not have and for what is neither tensor nor number.
 """
 
 from __future__ import annotations

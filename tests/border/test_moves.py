@@ -321,9 +321,31 @@ def test_factors_that_have_no_cut_in_common() -> None:
     """The result lives as the last shard says, also where the way there leads over the whole tensor."""
     x = torch.arange(12.0)
     with Mesh(a=2, b=3):
-        out = sl.jit(lambda x: shard(shard(x * 2, "(_=2 _=6@b)"), "(_=3 _=4@a)"))(x)
-        assert str(out.sharding) == "(3 4@a)"
+        out, view = sl.jit(_regrouped)(x)
+        assert (str(out.sharding), str(view.sharding)) == ("(3 4@a)", "4@a, 3")
         assert torch.equal(out.full_tensor(), x * 2)
+        assert torch.equal(view.full_tensor(), (x * 2).view(3, 4).t())
+
+
+def _regrouped(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = shard(shard(x * 2, "(_=2 _=6@b)"), "(_=3 _=4@a)")
+    return y, y.view(3, 4).t()
+
+
+def test_two_choices_that_meet() -> None:
+    """One class has one choice, the first; what has another is returned as it was said, and moves where it is read."""
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = shard(x * 2, "n@data=[5 3 8 0]")
+        z = shard(y, "n@data=[8 8 0 0]")
+        return y + z, z
+
+    x = torch.arange(16.0, dtype=torch.float64)
+    with Mesh(data=4):
+        added, moved = sl.jit(fn)(x)
+    assert [str(t.sharding) for t in (added, moved)] == ["16@data=[5 3 8 0]", "16@data=[8 8 0 0]"]
+    assert torch.equal(added.full_tensor(), x * 4)
+    assert torch.equal(moved.full_tensor(), x * 2)
 
 
 @pytest.mark.parametrize(
