@@ -22,7 +22,7 @@ from shardlib.manual.collectives import (
     reduce_scatter,
 )
 from shardlib.manual.shard_map import shard_map
-from shardlib.meshes.mesh import Mesh, current_mesh
+from shardlib.meshes.mesh import Mesh, current_mesh, no_mesh
 from shardlib.plans.budget import comm_budget
 from shardlib.plans.plan import Plan
 from shardlib.random.plain import global_random
@@ -35,7 +35,8 @@ from shardlib.transforms import grad, value_and_grad, vmap
 
 __all__ = [
     # where devices and tensors are
-    "Mesh", "current_mesh", "P", "Spec", "ShardedTensor", "shard", "typeof", "visualize", "to_dtensor", "from_dtensor",
+    "Mesh", "current_mesh", "no_mesh", "P", "Spec", "ShardedTensor", "shard", "typeof", "visualize", "to_dtensor",
+    "from_dtensor",
     # compiling and planning
     "jit", "Plan", "check", "comm_budget", "rule",
     # per-device code by hand

@@ -60,6 +60,7 @@ class CheckReport:
 
 def check(
     fn: Callable[..., Any],
+    /,
     *args: Any,
     mesh: Mesh | None = None,
     in_specs: Any = None,

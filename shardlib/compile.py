@@ -14,7 +14,7 @@ from shardlib.calls.arguments import by_argument, describe
 from shardlib.calls.flat import FlatCall, flatten_call
 from shardlib.calls.state import State
 from shardlib.errors import ShardingError
-from shardlib.graph import Graph, Op, Value
+from shardlib.graph import DOORS, Graph, Op, Value
 from shardlib.lower import lower
 from shardlib.lower.program import Program
 from shardlib.lower.split import Halves, split
@@ -26,6 +26,7 @@ from shardlib.propagate.flood import Fixed
 from shardlib.propagate.units import is_constraint
 from shardlib.specs.layout import Layout
 from shardlib.specs.prefix import SpecLike, broadcast_prefix
+from shardlib.specs.slips import Use, warn_of_slips
 from shardlib.specs.spec import Spec, resolve_many
 from shardlib.state import paused_gc, tracing
 from shardlib.tracing.trace import Traced, trace
@@ -76,7 +77,9 @@ def compile_program(
     graph = graphs.build(traced.graph)
     fixed_inputs = _fixed_inputs(fn, traced, graph, call, in_specs, mesh, placed)
     fixed = {graph.inputs[i]: f for i, f in fixed_inputs.items()} | _constraints(graph, mesh)
-    outputs = _fixed_outputs(traced, graph, out_specs, mesh) | _at_home(traced, graph, call, fixed_inputs, placed)
+    outputs = _fixed_outputs(traced, graph, out_specs, mesh)
+    _warn_of_slips(traced, graph, fixed_inputs, outputs, mesh)
+    outputs |= _at_home(traced, graph, call, fixed_inputs, placed)
     clock.stop("rules")
     propagated = propagate(graph, mesh, fixed, outputs, _doors(graph, mesh))
     clock.stop("propagate")
@@ -118,7 +121,7 @@ def _fixed_inputs(
     ]
     resolved = resolve_many([item for _, item in items], mesh, what="jit in_specs") if items else []
     fixed = {
-        i: Fixed(r.layout, r.names, r.open, f"in_specs: {item[0]} {r.spec}", r.exact)
+        i: Fixed(r.layout, r.names, r.open, f"in_specs: {item[0]} {r.spec}", r.exact, r.spec)
         for (i, item), r in zip(items, resolved, strict=True)
     }
     wrong = []
@@ -203,7 +206,7 @@ def _fixed_outputs(traced: Traced, graph: Graph, out_specs: Any, mesh: Mesh) -> 
     ]
     resolved = resolve_many([item for _, item in items], mesh, what="jit out_specs") if items else []
     return {
-        i: Fixed(r.layout, r.names, r.open, f"out_specs: {item[0]} {r.spec}", r.exact)
+        i: Fixed(r.layout, r.names, r.open, f"out_specs: {item[0]} {r.spec}", r.exact, r.spec)
         for (i, item), r in zip(items, resolved, strict=True)
     }
 
@@ -226,4 +229,20 @@ def _said(op: Op, value: Value, mesh: Mesh) -> Fixed:
     """What the spec in an op's text says of a value."""
     r = Spec.of(str(op.node.args[1])).resolve(value.shape, mesh, name=op.operands[0].name)
     call, exact = ("shard", r.exact) if is_constraint(op) else ("shard_map", None)
-    return Fixed(r.layout, r.names, r.open, f"{call}(..., {str(r.spec)!r}) at {place(op.line)}", exact)
+    return Fixed(r.layout, r.names, r.open, f"{call}(..., {str(r.spec)!r}) at {place(op.line)}", exact, r.spec)
+
+
+def _warn_of_slips(
+    traced: Traced, graph: Graph, inputs: Mapping[int, Fixed], outputs: Mapping[int, Fixed], mesh: Mesh
+) -> None:
+    """Warn of names that nearly have a rule, in all that this program's source says."""
+    names = traced.input_names
+    uses = [(f"in_specs of {names[i]}", f.spec) for i, f in inputs.items() if f.spec is not None]
+    names = traced.result_names
+    uses += [(f"out_specs of {names[i]}", f.spec) for i, f in outputs.items() if f.spec is not None]
+    lines: dict[Any, Use] = {}  # a line in a loop says it once
+    for op in graph.ops:
+        if (is_constraint(op) or op.kind in DOORS) and not op.backward:
+            call, spec = "shard" if is_constraint(op) else "shard_map", Spec.of(str(op.node.args[1]))
+            lines.setdefault((op.line, spec), (f"{call}({op.operands[0].name}) at {place(op.line)}", spec))
+    warn_of_slips([*uses, *lines.values()], mesh)

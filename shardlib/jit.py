@@ -28,7 +28,7 @@ from shardlib.calls.run import run as _run
 from shardlib.calls.state import Place, State, changed
 from shardlib.compile import compile_program
 from shardlib.errors import ShardingError
-from shardlib.meshes.mesh import Mesh, current_mesh
+from shardlib.meshes.mesh import Mesh, current_mesh, is_without_mesh
 from shardlib.plans.budget import CommBudget, current_budgets
 from shardlib.plans.plan import Plan
 from shardlib.propagate.flood import Fixed
@@ -193,11 +193,11 @@ class Jitted:
         """Why it was compiled again, each time."""
         return self.programs.retraces
 
-    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+    def plan(self, /, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments (real, meta or fake tensors); nothing runs and no device is touched."""
         return self._plan(self.programs, None, args, kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self._call(self.programs, None, args, kwargs)
 
     def _plan(self, programs: Programs, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
@@ -213,7 +213,11 @@ class Jitted:
                 return self.fn(*args, **kwargs)
         if is_single_device() or is_tracing() or _transformed(args, kwargs):
             return self.fn(*args, **kwargs)
-        mesh = current_mesh() or self._mesh(args, kwargs)
+        mesh = current_mesh()
+        if mesh is None:
+            if is_without_mesh():
+                return self.fn(*args, **kwargs)
+            mesh = self._mesh(args, kwargs)
         key, leaves, state = self._read(mesh, programs, own, args, kwargs)
         ready = programs.find(key, leaves)
         if ready is None:
@@ -394,11 +398,11 @@ class Method:
         self._own = None if own is None else instance
         self.__wrapped__ = functools.partial(jitted.fn, instance)
 
-    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+    def plan(self, /, *args: Any, **kwargs: Any) -> Plan:
         """As `Jitted.plan`."""
         return self.jitted._plan(self.programs, self._own, (self.instance, *args), kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self.jitted._call(self.programs, self._own, (self.instance, *args), kwargs)
 
     @property
@@ -499,9 +503,8 @@ def relayout(x: ShardedTensor, resolved: Resolved) -> ShardedTensor:
     """
     if x.sharding.canonical == resolved.layout.canonical:
         return wrap(Form.of(resolved.layout, x.mesh, x.dtype, x._form.device, resolved.names), x._locals)
-    key = resolved.spec
-    if any(isinstance(f.size, Pieces) for f in x.sharding.factors):
-        key = Spec.exactly(resolved.layout, resolved.names, pieces=True)  # not the pieces that it has now
+    chosen = any(isinstance(f.size, Pieces) for f in x.sharding.factors)  # then not the pieces that it has now
+    key = Spec.exactly(resolved.layout, resolved.names, pieces=chosen)
     step = _relayouts.get(key)
     if step is None:
         step = _relayouts[key] = Jitted(_identity, None, key, frozenset(), frozenset(), None)

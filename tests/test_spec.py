@@ -120,7 +120,8 @@ def test_bad_text_is_pointed_at(text, caret, fault):
         (P(None, "tensor"), "P(None, 'tensor')", "_ _@tensor ..."),
         (P(("pod", "data"), None), "P(('pod', 'data'), None)", "_@(pod data) _ ..."),
         (P("data"), "P('data')", "_@data ..."),
-        (P(()), "P(())", "_ ..."),
+        (P(()), "P(None)", "_ ..."),
+        (P(("data",)), "P('data')", "_@data ..."),
     ],
 )
 def test_the_positional_form(p, text, spec):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import ast
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, KeysView, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,26 +21,36 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib.errors import ShardingError
 from shardlib.meshes import world
-from shardlib.meshes.meshtext import Kind, MeshAxes, did_you_mean, faults_of, tidy_axes, written
+from shardlib.meshes.meshtext import Kind, MeshAxes, Rules, did_you_mean, faults_of, tidy_rules, written
 from shardlib.specs.layout import Axis, Coords
 
 # A tuple in a context variable: every thread and every asyncio task has a stack of its own.
-_stack: ContextVar[tuple[Mesh, ...]] = ContextVar("shardlib_mesh", default=())
+# None stands for a block that is outside any mesh on purpose.
+_stack: ContextVar[tuple[Mesh | None, ...]] = ContextVar("shardlib_mesh", default=())
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class Mesh:
     """A grid of devices with named axes, the right-most varying fastest over the ranks.
 
-    `rules` map logical names of tensor dims to a mesh axis, several (major first) or None. In a plain process the
-    devices are virtual; under torchrun, or once `torch.distributed` is initialised, they are its ranks, and the sizes
-    must agree. `device` is "cpu" or "cuda" (None: torch's default device). Axes may also be given as a dict. Raises
-    `ShardingError` for bad names and sizes, rules that name no axis, and a mesh that does not match the world size.
+    `rules` map logical names of tensor dims to a mesh axis, several (major first) or None; they are a dict, or pairs as
+    in flax. In a plain process the devices are virtual; under torchrun, or once `torch.distributed` is initialised,
+    they are its ranks, and the sizes must agree. `device` is "cpu" or "cuda" (None: torch's default device). Axes may
+    also be given as a dict. A `strict` mesh refuses a logical name in a spec that has no rule (a rule may be None) and
+    does not say its axes itself, as `ff@tensor` and `ff@()` do.
+
+    A mesh reads as the mapping `shape`, axis to size in order, as in JAX: `mesh["data"]` is a size, `in`, iteration and
+    `len` are over the names of axes (`mesh.size` counts devices). Raises `ShardingError` for bad names and sizes, rules
+    that name no axis, and a mesh that does not match the world size.
 
     Example:
         >>> mesh = Mesh(data=2, tensor=4, rules={"batch": "data", "ff": "tensor"})
         >>> mesh.size, mesh.axis_names, mesh.kind
         (8, ('data', 'tensor'), 'virtual')
+        >>> mesh["tensor"], list(mesh), "pod" in mesh, dict(mesh.shape)
+        (4, ['data', 'tensor'], False, {'data': 2, 'tensor': 4})
+        >>> Mesh(data=2, tensor=4, rules=[("batch", "data"), ("ff", "tensor")]) == mesh
+        True
         >>> mesh.coords(6)
         {'data': 1, 'tensor': 2}
         >>> Mesh.parse(str(mesh)) == mesh
@@ -53,17 +64,19 @@ class Mesh:
     rules: Mapping[str, MeshAxes]
     kind: Kind
     device: str
+    strict: bool
 
     def __init__(
         self,
         axes: Mapping[str, int] | None = None,
         /,
         *,
-        rules: Mapping[str, str | Iterable[str] | None] | None = None,
+        rules: Rules | None = None,
         device: str | None = None,
+        strict: bool = False,
         **sizes: int,
     ) -> None:
-        self._set(_joined(axes, sizes), rules, world.kind(), device)
+        self._set(_joined(axes, sizes), rules, world.kind(), device, strict)
 
     @classmethod
     def abstract(
@@ -71,8 +84,9 @@ class Mesh:
         axes: Mapping[str, int] | None = None,
         /,
         *,
-        rules: Mapping[str, str | Iterable[str] | None] | None = None,
+        rules: Rules | None = None,
         device: str | None = None,
+        strict: bool = False,
         **sizes: int,
     ) -> Self:
         """A mesh to plan on, of any size, in any process; nothing can be placed on it.
@@ -82,13 +96,11 @@ class Mesh:
             Mesh.abstract(data=512, tensor=8)
         """
         mesh = cls.__new__(cls)
-        mesh._set(_joined(axes, sizes), rules, "abstract", device)
+        mesh._set(_joined(axes, sizes), rules, "abstract", device, strict)
         return mesh
 
     @classmethod
-    def from_device_mesh(
-        cls, device_mesh: DeviceMesh, *, rules: Mapping[str, str | Iterable[str] | None] | None = None
-    ) -> Self:
+    def from_device_mesh(cls, device_mesh: DeviceMesh, *, rules: Rules | None = None, strict: bool = False) -> Self:
         """The mesh of a `torch.distributed` DeviceMesh with dim names, over all ranks in order; shares its groups."""
         names = device_mesh.mesh_dim_names
         ranks = device_mesh.mesh.flatten().tolist()
@@ -101,19 +113,21 @@ class Mesh:
                 remedy="init_device_mesh(device, shape, mesh_dim_names=(...)) over the whole world",
             )
         mesh = cls.__new__(cls)
-        mesh._set(list(zip(names, device_mesh.mesh.shape, strict=True)), rules, "distributed", device_mesh.device_type)
+        sizes = list(zip(names, device_mesh.mesh.shape, strict=True))
+        mesh._set(sizes, rules, "distributed", device_mesh.device_type, strict)
         world.remember(mesh.axes, mesh.device, device_mesh)
         return mesh
 
     def _set(
         self,
         sizes: list[tuple[str, int]],
-        rules: Mapping[str, str | Iterable[str] | None] | None,
+        rules: Rules | None,
         kind: Kind,
         device: str | None,
+        strict: bool,
     ) -> None:
-        tidy = {name: tidy_axes(to) for name, to in (rules or {}).items()}
-        if faults := faults_of(sizes, tidy):
+        tidy, unread = tidy_rules(rules)
+        if faults := [*faults_of(sizes, tidy), *unread]:
             raise ShardingError(
                 f"{written(kind, sizes, tidy, 'cpu')} is not a mesh",
                 faults,
@@ -126,6 +140,7 @@ class Mesh:
         object.__setattr__(self, "rules", MappingProxyType(tidy))
         object.__setattr__(self, "kind", kind)
         object.__setattr__(self, "device", world.device_type(device, kind))
+        object.__setattr__(self, "strict", bool(strict))
         if kind == "distributed":
             world.choose_gpu(self.device)
 
@@ -137,6 +152,27 @@ class Mesh:
     @cached_property
     def axis_names(self) -> tuple[str, ...]:
         return tuple(self.axes)
+
+    @property
+    def shape(self) -> Mapping[str, int]:
+        """The size of every axis, in order."""
+        return self.axes
+
+    def __getitem__(self, name: str) -> int:
+        return self.axis(name).size
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.axes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.axes)
+
+    def __len__(self) -> int:
+        return len(self.axes)
+
+    def keys(self) -> KeysView[str]:
+        """The names of axes: `dict(mesh)` and `**mesh` read them."""
+        return self.axes.keys()
 
     @property
     def rank(self) -> int:
@@ -157,7 +193,7 @@ class Mesh:
     def axis(self, name: str) -> Axis:
         """The axis of this name, whole."""
         if name not in self.axes:
-            raise ShardingError(f"{self} has no axis {name!r}{did_you_mean(name, self.axes)}")
+            raise ShardingError(f"{self} has no axis {name!r}{did_you_mean(str(name), self.axes)}")
         return Axis(name, self.axes[name])
 
     def coords(self, rank: int) -> dict[str, int]:
@@ -211,15 +247,12 @@ class Mesh:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Generators may leave their blocks out of order: the innermost entry of this very mesh goes.
-        stack = _stack.get()
-        last = max(i for i, mesh in enumerate(stack) if mesh is self)
-        _stack.set(stack[:last] + stack[last + 1 :])
+        _leave(self)
 
     @cached_property
     def _key(self) -> tuple[object, ...]:
         # The order of axes is part of the value, the order of rules is not.
-        return tuple(self.axes.items()), frozenset(self.rules.items()), self.kind, self.device
+        return tuple(self.axes.items()), frozenset(self.rules.items()), self.kind, self.device, self.strict
 
     @cached_property
     def _hash(self) -> int:
@@ -235,7 +268,7 @@ class Mesh:
         return _restored, (str(self),)
 
     def __str__(self) -> str:
-        return written(self.kind, list(self.axes.items()), self.rules, self.device)
+        return written(self.kind, list(self.axes.items()), self.rules, self.device, self.strict)
 
     __repr__ = __str__
 
@@ -266,6 +299,43 @@ def current_mesh() -> Mesh | None:
     """The mesh of the innermost `with mesh:` block of this thread; None outside."""
     stack = _stack.get()
     return stack[-1] if stack else None
+
+
+@contextmanager
+def no_mesh() -> Iterator[None]:
+    """Inside `with no_mesh():` code that is written for a mesh runs as the plain torch program that it is.
+
+    `shard` returns its tensor as it is, once its spec was read and fits the tensor's dims and sizes (no axis is looked
+    up); a jitted function runs without `jit`. The innermost block counts: `with mesh:` inside places tensors again.
+    Nothing is to be changed in a layer for it to be tested so, and to be part of a jitted step elsewhere.
+
+    Example:
+        >>> import torch, shardlib as sl
+        >>> def layer(x, w):
+        ...     return sl.shard(x @ w, "batch ff@tensor")
+        >>> with no_mesh():
+        ...     layer(torch.ones(2, 3), torch.ones(3, 4)).shape
+        torch.Size([2, 4])
+    """
+
+    _stack.set((*_stack.get(), None))
+    try:
+        yield
+    finally:
+        _leave(None)
+
+
+def is_without_mesh() -> bool:
+    """Whether the innermost block of this thread is `with no_mesh():`."""
+    stack = _stack.get()
+    return bool(stack) and stack[-1] is None
+
+
+def _leave(block: Mesh | None) -> None:
+    # Generators may leave their blocks out of order: the innermost entry of this very mesh goes.
+    stack = _stack.get()
+    last = max(i for i, mesh in enumerate(stack) if mesh is block)
+    _stack.set(stack[:last] + stack[last + 1 :])
 
 
 def _restored(text: str) -> Mesh:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import keyword
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Literal
 
@@ -11,6 +11,8 @@ from shardlib.specs.axis import Axis, split_name
 
 Kind = Literal["virtual", "distributed", "abstract"]
 MeshAxes = str | tuple[str, ...] | None  # what a rule maps a logical name to
+Axes = str | Iterable[str] | None  # the same, as it is written
+Rules = Mapping[str, Axes] | Iterable[tuple[str, Axes]]  # a dict, or pairs as flax and t5x write them
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -25,6 +27,31 @@ def tidy_axes(to: str | Iterable[str] | None) -> MeshAxes:
         return to
     names = tuple(to)
     return names if len(names) > 1 else names[0] if names else None
+
+
+def tidy_rules(rules: Rules | None) -> tuple[dict[str, MeshAxes], list[str]]:
+    """The rules by name, in one form, and what keeps some of them from being read.
+
+    Example:
+        >>> tidy_rules([("batch", ("pod", "data")), ("embed", None)])
+        ({'batch': ('pod', 'data'), 'embed': None}, [])
+        >>> tidy_rules([("batch", "data"), ("batch", None)])[1]
+        ["rule 'batch' is given twice: 'data' and None"]
+    """
+    tidy: dict[str, MeshAxes] = {}
+    faults = []
+    for pair in list(rules.items()) if isinstance(rules, Mapping) else list(rules or ()):
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], Hashable):
+            faults.append(f"rule {pair!r} is not a pair of a logical name and what it maps to")
+            continue
+        name, to = pair
+        if not (to is None or isinstance(to, str | Iterable)):
+            faults.append(f"rule {name!r} -> {to!r}: {to!r} is not a mesh axis")
+        elif name in tidy and tidy[name] != tidy_axes(to):
+            faults.append(f"rule {name!r} is given twice: {tidy[name]!r} and {tidy_axes(to)!r}")
+        else:
+            tidy[name] = tidy_axes(to)
+    return tidy, faults
 
 
 def faults_of(sizes: list[tuple[str, int]], rules: Mapping[str, MeshAxes]) -> list[str]:
@@ -65,13 +92,17 @@ def _is_name(name: object) -> bool:
     return isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
 
 
-def written(kind: Kind, sizes: list[tuple[str, int]], rules: Mapping[str, MeshAxes], device: str) -> str:
+def written(
+    kind: Kind, sizes: list[tuple[str, int]], rules: Mapping[str, MeshAxes], device: str, strict: bool = False
+) -> str:
     """The text of a mesh, as Python would call it."""
     words = [f"{name}={size!r}" for name, size in sizes]
-    if {name for name, _ in sizes} & {"rules", "device"} or not all(_is_name(name) for name, _ in sizes):
+    if {name for name, _ in sizes} & {"rules", "device", "strict"} or not all(_is_name(name) for name, _ in sizes):
         words = [repr(dict(sizes))]
     if rules:
         words.append(f"rules={dict(rules)!r}")
     if device != "cpu":
         words.append(f"device={device!r}")
+    if strict:
+        words.append("strict=True")
     return f"{'Mesh.abstract' if kind == 'abstract' else 'Mesh'}({', '.join(words)})"

@@ -21,6 +21,7 @@ from shardlib.reshard import Cut
 from shardlib.specs.layout import Axis, Layout
 from shardlib.specs.layout import Factor as LayoutFactor
 from shardlib.specs.pieces import Pieces, over
+from shardlib.specs.spec import Spec
 
 Factor = tuple[str, int]  # an op's factor: the rule's label, and which of its leaves
 
@@ -38,6 +39,7 @@ class Fixed:
     open: tuple[bool, ...]
     source: str
     exact: tuple[bool, ...] | None = None
+    spec: Spec | None = None  # as somebody wrote it
 
     def agrees(self, other: Fixed) -> bool:
         """Whether the two say the same of one value."""

@@ -45,6 +45,7 @@ _PIECES = (
     "chosen pieces are one size for every device along the dim's axes, and add up to the dim",
     "write batch@data=[5 3 8 0], with 0 for a device that holds nothing",
 )
+_STRICT = "on a strict mesh a logical name has a rule, or says its axes itself"
 _PARTS = (
     "a mesh axis is cut into parts by its primes, smallest first, and cuts a tensor once",
     "write axis:(pre)size, where pre is the product of the parts before it: tensor:(1)2 and tensor:(2)8 make 16",
@@ -53,9 +54,9 @@ _PARTS = (
 
 @lru_cache(maxsize=16384)
 def fit(
-    dims: Dims, shape: tuple[int, ...], mesh: Mesh, sizes: tuple[tuple[str, int | tuple[int, ...]], ...]
+    dims: Dims, shape: tuple[int, ...], mesh: Mesh | None, sizes: tuple[tuple[str, int | tuple[int, ...]], ...]
 ) -> Fit | tuple[Fault, ...]:
-    """What the spec of these dims gives a tensor of `shape` on `mesh`.
+    """What the spec of these dims gives a tensor of `shape` on `mesh`; outside any (None), nothing is cut.
 
     `sizes` has by name the size of a factor, or the sizes of its pieces.
     """
@@ -83,7 +84,9 @@ def fit(
         parts = _sizes(dim, i, size, given, faults)
         layout.append(
             tuple(
-                Factor(n, _fitted(n, cut)) if f.pieces is None else _cut(f, n, cut, f"dim {i} `{f}`", faults)
+                Factor(n, _fitted(n, cut))
+                if f.pieces is None or mesh is None
+                else _cut(f, n, cut, f"dim {i} `{f}`", faults)
                 for f, n, cut in zip(dim.factors, parts, cuts, strict=True)
             )
         )
@@ -154,27 +157,34 @@ def _listed(pieces: tuple[int, ...]) -> str:
 class _Axes:
     """Finds the mesh axes of factors, and the faults in them."""
 
-    def __init__(self, mesh: Mesh, faults: list[Fault]) -> None:
+    def __init__(self, mesh: Mesh | None, faults: list[Fault]) -> None:
         self.mesh, self.faults = mesh, faults
         self.users: dict[str, list[tuple[Axis, str]]] = {}
 
     def of(self, factor: SpecFactor, dim: int) -> tuple[Axis, ...]:
-        names, user = factor.axes, f"dim {dim} `{factor}`"
+        mesh, names, user = self.mesh, factor.axes, f"dim {dim} `{factor}`"
+        if mesh is None:
+            return ()
         if names is None:
-            to = self.mesh.rules.get(factor.name) if factor.name else None
+            if mesh.strict and factor.name and factor.name not in mesh.rules:
+                hint = did_you_mean(factor.name, mesh.rules)
+                remedy = f"give it one, rules={{{factor.name!r}: None}} where it stays whole, or write {factor.name}@()"
+                self.faults.append(Fault(f"{user}: {factor.name!r} has no rule{hint}", _STRICT, remedy))
+                return ()
+            to = mesh.rules.get(factor.name) if factor.name else None
             names = (to,) if isinstance(to, str) else to or ()
             user += f" (by the rule {factor.name} -> {' '.join(names)})" if names else ""
-        found = (self._usable(name, user) for name in names)
+        found = (self._usable(mesh, name, user) for name in names)
         return Axis.merge(axis for axis in found if axis is not None)
 
-    def _usable(self, text: str, user: str) -> Axis | None:
+    def _usable(self, mesh: Mesh, text: str, user: str) -> Axis | None:
         name, pre, size = split_name(text)
-        if name not in self.mesh.axes:
-            fault = f"{user}: the mesh has no axis {name!r}{did_you_mean(name, self.mesh.axes)}"
-            use = f"use one of {', '.join(self.mesh.axes)}"
+        if name not in mesh.axes:
+            fault = f"{user}: the mesh has no axis {name!r}{did_you_mean(name, mesh.axes)}"
+            use = f"use one of {', '.join(mesh.axes)}"
             self.faults.append(Fault(fault, "a spec names axes of its mesh", use))
             return None
-        axis = self.mesh.axis(name)
+        axis = mesh.axis(name)
         if size is not None:
             if (part := axis.part(pre, size)) is None:
                 made = " x ".join(str(p.size) for p in axis.primes()) or "1"

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import EllipsisType
+from typing import Any, overload
 
 from shardlib.errors import ShardingError
 from shardlib.meshes.mesh import Mesh
@@ -17,22 +18,29 @@ from shardlib.specs.grammar import SpecDim, SpecFactor, read, read_axes
 from shardlib.specs.layout import Factor, Layout, Pieces
 from shardlib.specs.resolve import Fit, fit
 
+Entry = str | tuple[str, ...] | None  # of a `P`
 
-@dataclass(frozen=True, init=False, repr=False)
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class P:
     """JAX's positional form of a spec: per dim None, a mesh axis, or a tuple of mesh axes (major first).
 
-    Shorter than the rank leaves the remaining dims whole; `P()` is replicated. A text may also be whatever a spec has
-    behind `@`: a part of an axis (`"tensor:(1)8"`), chosen pieces (`"data=[5 3 8 0]"`, `"(pod data)=[5 3 8 0]"`).
+    Shorter than the rank leaves the remaining dims whole; `P()` is replicated. It reads as the sequence of its entries:
+    it iterates, unpacks, adds, has a length and indices, and equals a tuple of the same; `("data",)` is `"data"` and
+    `()` is None, as in JAX (`P("data") != P("data", None)`). A text may also be whatever a spec has behind `@`: a part
+    of an axis (`"tensor:(1)8"`), chosen pieces (`"data=[5 3 8 0]"`, `"(pod data)=[5 3 8 0]"`).
 
     Example:
         >>> P(None, "tensor"), str(Spec.of(P(None, ("pod", "data"))))
         (P(None, 'tensor'), '_ _@(pod data) ...')
         >>> P.parse("P(None, 'tensor')") == P(None, "tensor")
         True
+        >>> rows, columns = P("data", ("tensor",))
+        >>> rows, columns, len(P("data")), P("data") + P(None)[:1]
+        ('data', 'tensor', 1, P('data', None))
     """
 
-    parts: tuple[str | tuple[str, ...] | None, ...]
+    parts: tuple[Entry, ...]
 
     def __init__(self, *parts: str | Sequence[str] | None) -> None:
         tidy = tuple(tuple(part) if isinstance(part, list | tuple) else part for part in parts)
@@ -44,7 +52,45 @@ class P:
                 [f"{axis!r} is not a mesh axis" for axis in wrong],
                 rule='an entry of P is None, an axis "a" or several ("a", "b"), a part "a:(1)8", pieces "a=[5 3]"',
             )
-        object.__setattr__(self, "parts", tidy)
+        object.__setattr__(self, "parts", tuple(map(_plainest, tidy)))
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self.parts)
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    @overload
+    def __getitem__(self, i: int) -> Entry: ...
+    @overload
+    def __getitem__(self, i: slice) -> tuple[Entry, ...]: ...
+    def __getitem__(self, i: int | slice) -> Entry | tuple[Entry, ...]:
+        return self.parts[i]
+
+    def __contains__(self, part: object) -> bool:
+        return part in self.parts
+
+    def index(self, part: Entry) -> int:
+        """The first dim with this entry; raises ValueError where there is none."""
+        return self.parts.index(part)
+
+    def count(self, part: Entry) -> int:
+        """The number of dims with this entry."""
+        return self.parts.count(part)
+
+    def __add__(self, other: P | tuple[Entry, ...]) -> P:
+        return P(*self.parts, *other) if isinstance(other, P | tuple) else NotImplemented
+
+    def __radd__(self, other: tuple[Entry, ...]) -> P:
+        return P(*other, *self.parts) if isinstance(other, tuple) else NotImplemented
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, P):
+            return self.parts == other.parts
+        return isinstance(other, tuple) and self.parts == tuple(map(_plainest, other))
+
+    def __hash__(self) -> int:
+        return hash(self.parts)
 
     def __repr__(self) -> str:
         return f"P({', '.join(map(repr, self.parts))})"
@@ -175,6 +221,11 @@ def _positional(p: P) -> Spec:
     return Spec((*(SpecDim((_entry(part),)) for part in p.parts), ...))
 
 
+def _plainest(part: Any) -> Any:
+    """One axis alone is that axis, none is None."""
+    return part if not isinstance(part, tuple) or len(part) > 1 else part[0] if part else None
+
+
 def _entry(part: str | tuple[str, ...] | None) -> SpecFactor:
     if isinstance(part, str):
         axes, pieces = read_axes(part)
@@ -217,10 +268,11 @@ def _plain_sizes(sizes: Sizes | None) -> dict[str, int | Sequence[int]]:
     return {k: n.__index__() if hasattr(n, "__index__") else n for k, n in (sizes or {}).items()}
 
 
-def resolve_many(items: Sequence[Item], mesh: Mesh, *, what: str = "shard") -> list[Resolved]:
+def resolve_many(items: Sequence[Item], mesh: Mesh | None, *, what: str = "shard") -> list[Resolved]:
     """Resolve the specs of several tensors: `(name, shape, spec, sizes)`; `what` is the call that they came with.
 
-    Raises one `ShardingError` with the faults of all of them.
+    Outside any mesh (None) nothing is cut, and what a spec says of axes is not looked at. Raises one `ShardingError`
+    with the faults of all of them.
 
     Example:
         >>> mesh = Mesh.abstract(data=2, tensor=4)
@@ -272,7 +324,9 @@ def _asked(item: Item) -> tuple[str, str]:
     return name, f"with spec {shown}{given} on shape {list(shape)}"
 
 
-def _grid(mesh: Mesh) -> str:
+def _grid(mesh: Mesh | None) -> str:
+    if mesh is None:
+        return "outside any mesh"
     return f"mesh ({', '.join(f'{name}={size}' for name, size in mesh.axes.items())})"
 
 

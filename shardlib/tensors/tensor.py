@@ -15,9 +15,10 @@ from shardlib.eager.aliases import view
 from shardlib.eager.warm import LOOSE, PROGRAMS, read
 from shardlib.errors import ShardingError
 from shardlib.manual.body import current_body
-from shardlib.meshes.mesh import Mesh, current_mesh
+from shardlib.meshes.mesh import Mesh, current_mesh, is_without_mesh
 from shardlib.specs.layout import Coords, Layout
-from shardlib.specs.spec import P, Resolved, Spec, resolve_many
+from shardlib.specs.slips import warn_of_slip
+from shardlib.specs.spec import P, Resolved, Sizes, Spec, resolve_many
 from shardlib.state import is_single_device, is_tracing
 from shardlib.state import tracing_flag as _tracing
 from shardlib.strided import refuse_others
@@ -122,7 +123,7 @@ class ShardedTensor(torch.Tensor):
         return whole(self)
 
     def redistribute(
-        self, spec: str | P | Spec, *, sizes: Mapping[str, int | Sequence[int]] | None = None, **lengths: int
+        self, spec: str | P | Spec, /, *, sizes: Sizes | int | None = None, **lengths: int
     ) -> ShardedTensor:
         """The same values laid out as `spec` says, with `sizes` and `lengths` as `shard` takes them; differentiable.
 
@@ -130,9 +131,9 @@ class ShardedTensor(torch.Tensor):
         """
         from shardlib.tensors.moving import redistributed
 
-        (resolved,) = resolve_many(
-            [("x", self.shape, spec, {**(sizes or {}), **lengths})], self.mesh, what="redistribute"
-        )
+        item = ("x", self.shape, spec, _lengths(sizes, lengths))
+        (resolved,) = resolve_many([item], self.mesh, what="redistribute")
+        warn_of_slip("redistribute(x)", resolved.spec, self.mesh)
         return redistributed(self, resolved)
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
@@ -204,7 +205,9 @@ class ShardedTensor(torch.Tensor):
         return self.full_tensor().item()
 
     def __format__(self, spec: str) -> str:
-        return format(self.item(), spec) if self.dim() == 0 and spec else str(self)
+        from shardlib.tensors.show import formatted
+
+        return formatted(self, spec)
 
     def __copy__(self) -> ShardedTensor:
         return self.detach().requires_grad_(self.requires_grad)  # type: ignore[return-value]
@@ -237,13 +240,12 @@ class ShardedTensor(torch.Tensor):
         return reduced(self)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override] # torch's own takes tensor_contents
-        return f"ShardedTensor({typeof(self)} on {_axes_of(self.mesh)})"
+        return f"ShardedTensor({typeof(self)} on {axes_of(self.mesh)})"
 
     def __str__(self) -> str:
-        from shardlib.tensors.visualize import visualize
+        from shardlib.tensors.show import shown
 
-        title, _, picture = str(visualize(self)).partition("\n")
-        return f"ShardedTensor {title}\nspec: {self.spec}\n{picture}"
+        return shown(self)
 
     def _repr_html_(self) -> str:
         from shardlib.tensors.visualize import visualize
@@ -293,15 +295,17 @@ def wrap(form: Form, locals_: tuple[torch.Tensor, ...]) -> ShardedTensor:
 _default_dtype = torch.get_default_dtype  # integers divided are of it
 
 
-def _axes_of(mesh: Mesh) -> str:
+def axes_of(mesh: Mesh) -> str:
+    """A mesh without its rules, as types print it: `Mesh(data=2, tensor=4)`."""
     return f"Mesh({', '.join(f'{name}={n}' for name, n in mesh.axes.items())})"
 
 
 def shard(
     x: torch.Tensor,
     spec: str | P | Spec,
+    /,
     *,
-    sizes: Mapping[str, int | Sequence[int]] | None = None,
+    sizes: Sizes | int | None = None,
     donate: bool = False,
     **lengths: int,
 ) -> torch.Tensor:
@@ -314,8 +318,9 @@ def shard(
     Of a tensor that lives elsewhere it is a move, inside and outside: the result lives where the last `shard` says.
     `spec` has one entry per dim: logical names (mapped by the mesh's rules), `name@axis`, or factors in parentheses,
     whose sizes are given like einops' lengths. `sizes` may hold them too, and by name the pieces into which a factor is
-    cut, one for each device along its axes. Raises `ShardingError` outside any mesh and where spec, shape and mesh do
-    not fit.
+    cut, one for each device along its axes. (`sizes=4` is the length of a factor of that name.) Inside `no_mesh()` the
+    spec is read, and `x` returned as it is. Warns of a name that has no rule and is near to one that has. Raises
+    `ShardingError` outside any mesh and where spec, shape and mesh do not fit.
 
     Example:
         >>> from shardlib.meshes.mesh import Mesh
@@ -338,20 +343,30 @@ def shard(
             remedy="annotate the arguments and results of the shard_map, by in_specs and out_specs",
         )
     mesh = current_mesh()
-    if mesh is None:
+    if mesh is None and not is_without_mesh():
         raise ShardingError(
             f"shard(x, {str(spec)!r}) on shape {list(x.shape)} is outside any mesh",
             rule="an annotation names axes of the current mesh",
-            remedy="put it inside `with Mesh(data=2, tensor=4):`",
+            remedy="put it inside `with Mesh(data=2, tensor=4):`, or `with no_mesh():` to run it as plain torch",
         )
-    (resolved,) = resolve_many([("x", x.shape, spec, {**(sizes or {}), **lengths})], mesh)
+    (resolved,) = resolve_many([("x", x.shape, spec, _lengths(sizes, lengths))], mesh)
+    if mesh is None:
+        return x
     if is_tracing():
         return constrain(x, str(resolved.spec))
     if isinstance(x, ShardedTensor):
         return x.redistribute(resolved.spec)
+    warn_of_slip("shard(x)", resolved.spec, mesh)
     from shardlib.tensors.moving import placed
 
     return placed(x, resolved, mesh, donate)
+
+
+def _lengths(sizes: Sizes | int | None, lengths: Mapping[str, int]) -> Sizes:
+    """All that a call says about sizes: a number for `sizes` is the length of a factor of that name, as any other."""
+    if sizes is None or isinstance(sizes, Mapping):
+        return {**(sizes or {}), **lengths}
+    return {"sizes": sizes, **lengths}
 
 
 def place(x: torch.Tensor, resolved: Resolved, mesh: Mesh, donate: bool = False) -> ShardedTensor:
