@@ -25,6 +25,7 @@ from shardlib.manual.shard_map import shard_map
 from shardlib.meshes.mesh import Mesh, current_mesh, no_mesh
 from shardlib.plans.budget import comm_budget
 from shardlib.plans.plan import Plan
+from shardlib.printing import debug_print
 from shardlib.random.plain import global_random
 from shardlib.rules import rule
 from shardlib.specs.spec import P, Spec
@@ -38,7 +39,7 @@ __all__ = [
     "Mesh", "current_mesh", "no_mesh", "P", "Spec", "ShardedTensor", "shard", "typeof", "visualize", "to_dtensor",
     "from_dtensor",
     # compiling and planning
-    "jit", "Plan", "check", "comm_budget", "rule",
+    "jit", "Plan", "check", "comm_budget", "rule", "debug_print",
     # per-device code by hand
     "shard_map", "psum", "pmean", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute",
     "axis_index", "axis_size",

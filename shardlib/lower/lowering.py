@@ -21,6 +21,7 @@ from shardlib.lower.program import Program, Var
 from shardlib.lower.sym import Sym
 from shardlib.lower.values import SETTLED, Owed, Values
 from shardlib.meshes.mesh import Mesh
+from shardlib.printing import OP as PRINT
 from shardlib.propagate import Propagated
 from shardlib.propagate.units import is_constraint, looks_through, value_factors
 from shardlib.specs.layout import Axis, Layout
@@ -85,6 +86,9 @@ class Lowering:
         if op.kind == "call_key":
             self._call_key(op)
             return
+        if op.target is PRINT:
+            self._replicated(op, lead=self._first())
+            return
         if op.rule is None:
             self._replicated(op)
             return
@@ -102,28 +106,34 @@ class Lowering:
                 var = outs[i]
                 self.values.settle(var, result, (cut, pending))
 
-    def _replicated(self, op: Op) -> None:
+    def _replicated(self, op: Op, **more: Any) -> None:
         """No rule: whole operands, the plain op, whole results."""
         operands = [
             self.constants.get(v, ()) if v.constant else self.values.get(v, ((),) * len(self.flood.leaves(v)))
             for v in op.operands
         ]
         args, kwargs = substitute(op.node, operands)
-        outs = self.emitter.call(op.target, args, kwargs, op.results, note="no rule: runs replicated")
+        outs = self.emitter.call(op.target, args, kwargs | more, op.results, note="no rule: runs replicated")
         for result, var in zip(op.results, outs, strict=True):
             if result is not None:
                 self.values.settle(var, result, (((),) * len(self.flood.leaves(result)), SETTLED))
 
     def _call_key(self, op: Op) -> None:
         """The first device draws the key, the others hold 0: a pending sum over the mesh."""
-        mesh, (result,) = self.program.mesh, op.results
+        (result,) = op.results
         assert result is not None
-        axes = tuple(p for name, n in mesh.axes.items() if n > 1 for p in Axis(name, n).primes())
-        first = Sym(lambda c: int(not any(c.values())), frozenset(axes), "first device") if axes else 1
         args, kwargs = substitute(op.node, [])
-        kwargs |= {"lead": first, "apart": mesh.kind == "distributed"}
+        kwargs |= {"lead": self._first(), "apart": self.program.mesh.kind == "distributed"}
         (var,) = self.emitter.call(op.target, args, kwargs, op.results)
-        self.values.settle(var, result, ((), Owed(axes)))
+        self.values.settle(var, result, ((), Owed(self._all_axes())))
+
+    def _first(self) -> Sym | int:
+        """1 on the first device, 0 elsewhere."""
+        axes = self._all_axes()
+        return Sym(lambda c: int(not any(c.values())), frozenset(axes), "first device") if axes else 1
+
+    def _all_axes(self) -> tuple[Axis, ...]:
+        return tuple(p for name, n in self.program.mesh.axes.items() if n > 1 for p in Axis(name, n).primes())
 
     def _manual(self, op: Op) -> None:
         """Per-device code of a shard_map body, as it is written."""

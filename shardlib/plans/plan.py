@@ -12,13 +12,15 @@ import torch
 
 from shardlib.compile import Compiled
 from shardlib.graph import DOORS, Op, Value, is_creation
-from shardlib.lower.program import Collective, Instr, Step, Var
+from shardlib.lower.program import Collective, Instr, Step, Var, reads
 from shardlib.plans import backends
 from shardlib.plans.explain import Explainer
+from shardlib.plans.html import page
 from shardlib.plans.memory import local_bytes, peak_bytes
 from shardlib.plans.naming import Naming, shorten
 from shardlib.plans.places import place
 from shardlib.plans.plantext import Row, fold, fold_names, si, table
+from shardlib.printing import OP as PRINT
 from shardlib.propagate.units import is_constraint
 from shardlib.specs.layout import Layout
 from shardlib.tensors.tensor import Names
@@ -110,7 +112,7 @@ class Plan:
     @property
     def replicated_ops(self) -> tuple[str, ...]:
         """Ops that run on every device with whole operands, for want of a rule."""
-        ops = (op for op in self.compiled.graph.ops if op.rule is None and not op.manual)
+        ops = (op for op in self.compiled.graph.ops if op.rule is None and not op.manual and op.target is not PRINT)
         return tuple(f"{op.target} at {place(op.line)}" for op in ops)
 
     # Questions ------------------------------------------------------------------------------------------------------
@@ -173,6 +175,10 @@ class Plan:
 
     def summary(self) -> str:
         """Totals per kind of collective, axis and backend; why these backends; arithmetic and memory."""
+        rows, lines = self._totals()
+        return "\n".join([*table(rows), *lines])
+
+    def _totals(self) -> tuple[list[tuple[str, ...]], list[str]]:
         counts: Counter[tuple[str, str, str]] = Counter()
         sizes: Counter[tuple[str, str, str]] = Counter()
         reasons: dict[str, None] = {}
@@ -185,17 +191,25 @@ class Plan:
         rows = [("collective", "axes", "times", "wire bytes per device", "by" if reasons else "")]
         rows += [(*key[:2], str(counts[key]), si(sizes[key], "B"), key[2]) for key in sorted(counts)]
         rows.append(("total", "", str(sum(counts.values())), si(self.comm_bytes, "B"), ""))
-        lines = [*table(rows), *sorted(reasons)]
+        lines = sorted(reasons)
         lines.append(f"per device: {si(self.flops, 'FLOP')}, peak memory {si(self.peak_memory, 'B')}")
         if (halves := self.compiled.halves) is not None:
             n, held = len(halves.saved), sum(map(local_bytes, halves.saved))
             lines.append(f"saved for the backward pass: {n} value{'s' * (n != 1)}, {si(held, 'B')}")
         lines += [f"no rule, runs replicated: {op} ({n} times)" for op, n in Counter(self.replicated_ops).items()]
-        return "\n".join(lines)
+        return rows, lines
 
     def __str__(self) -> str:
-        parts = [[self._heading()], self._inputs(), self._program(), self._outputs(), [self.summary()]]
+        inputs, outputs = (
+            table([(f"  {name}", *rest) for name, *rest in s]) for s in (self._inputs(), self._outputs())
+        )
+        program = [_PROGRAM, *self._program()]
+        parts = [[self._heading()], ["inputs", *inputs], program, ["outputs", *outputs], [self.summary()]]
         return "\n\n".join("\n".join(part) for part in parts)
+
+    def _repr_html_(self) -> str:
+        inputs, outputs = (("inputs", self._inputs()), ("outputs", self._outputs()))
+        return page(self._heading(), [inputs, (_PROGRAM, self._folded()), outputs], *self._totals())
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain data (JSON-ready)."""
@@ -239,20 +253,25 @@ class Plan:
         axes = ", ".join(f"{name}={n}" for name, n in self.mesh.axes.items())
         return f"{self.name} on {axes} ({self.mesh.size} devices, {self.mesh.kind})"
 
-    def _inputs(self) -> list[str]:
+    def _inputs(self) -> list[tuple[str, ...]]:
         rows = []
         for i, (name, var) in enumerate(zip(self._naming.inputs, self._in, strict=True)):
             how = "annotated" if i in self.compiled.fixed_inputs else "inferred"
-            rows.append((f"  {name}", self._naming.typed(var), how))
-        return ["inputs", *table(fold_names(rows))]
+            rows.append((name, self._naming.typed(var), how))
+        return fold_names(rows)
 
-    def _outputs(self) -> list[str]:
+    def _outputs(self) -> list[tuple[str, ...]]:
         rows = []
         for name, out in self._out:
-            rows.append((f"  {shorten(name)}", self._naming.typed(out) if isinstance(out, Var) else repr(out)))
-        return ["outputs", *table(fold_names(rows))]
+            rows.append((shorten(name), self._naming.typed(out) if isinstance(out, Var) else repr(out)))
+        return fold_names(rows)
 
     def _program(self) -> list[str]:
+        folded = self._folded()
+        lines = iter(table([("  " * (r.depth + 1) + r.cells[0], *r.cells[1:]) for r in folded if len(r.cells) > 1]))
+        return ["  " * (r.depth + 1) + r.cells[0] if len(r.cells) == 1 else next(lines) for r in folded]
+
+    def _folded(self) -> list[Row]:
         rows: list[Row] = []
         heading = ""
         listed: set[Op] = set()
@@ -265,10 +284,7 @@ class Plan:
             if line != heading:
                 rows.append(Row((heading := line,)))
             rows.append(Row(cells, 1))
-        folded = fold(rows)
-        lines = iter(table([("  " * (r.depth + 1) + r.cells[0], *r.cells[1:]) for r in folded if len(r.cells) > 1]))
-        shown = ["  " * (r.depth + 1) + r.cells[0] if len(r.cells) == 1 else next(lines) for r in folded]
-        return ["program (each device; lines with ! communicate)", *shown]
+        return fold(rows)
 
     def _cells(self, step: Step, listed: set[Op]) -> tuple[str, ...] | None:
         """A step as a reader wants to see it; None for what does not matter: views, pointwise ops, constants, and more
@@ -276,6 +292,9 @@ class Plan:
         if isinstance(step, Collective):
             what = f"! {step.kind}[{' '.join(map(str, step.axes))}] {self._explainer.subject(step)}"
             return what, self._naming.typed(step.out), si(step.bytes, "B"), self._explainer.why(step)
+        if step.target is PRINT:
+            names = [self._naming.var(v) for v in reads(step)]
+            return f"  debug_print({', '.join([repr(step.args[0]), *names])})", "", "", "by the first device"
         var = next((v for v in step.outs if v is not None and v.value is not None), None)
         op = var.value.op if var is not None and var.value is not None else None
         if var is None or var.value is None or op is None or op in listed or not _matters(op) or op.constant:
@@ -294,6 +313,9 @@ class Plan:
             same = len(dim) == len(named) and all(f == g for f, (_, g) in zip(dim, named, strict=True))
             out.append(tuple(name for name, _ in named) if same else (None,) * len(dim))
         return tuple(out)
+
+
+_PROGRAM = "program (each device; lines with ! communicate)"
 
 
 def _is_plumbing(op: Op) -> bool:
