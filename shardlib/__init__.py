@@ -28,6 +28,7 @@ from shardlib.plans.plan import Plan
 from shardlib.printing import debug_print
 from shardlib.random.plain import global_random
 from shardlib.rules import rule
+from shardlib.scanning import scan
 from shardlib.specs.spec import P, Spec
 from shardlib.tensors.dtensor import from_dtensor, to_dtensor
 from shardlib.tensors.tensor import ShardedTensor, shard, typeof
@@ -44,7 +45,7 @@ __all__ = [
     "shard_map", "psum", "pmean", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute",
     "axis_index", "axis_size",
     # transforms
-    "grad", "value_and_grad", "vmap",
+    "grad", "value_and_grad", "vmap", "scan",
     # random numbers
     "global_random",
     # what goes wrong

@@ -12,7 +12,7 @@ PUBLIC = [
     "jit", "Plan", "check", "comm_budget", "rule", "debug_print",
     "shard_map", "psum", "pmean", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute",
     "axis_index", "axis_size",
-    "grad", "value_and_grad", "vmap",
+    "grad", "value_and_grad", "vmap", "scan",
     "global_random",
     "ShardingError",
 ]  # fmt: skip

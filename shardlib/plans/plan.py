@@ -188,7 +188,9 @@ class Plan:
             counts[key] += 1
             sizes[key] += c.bytes  # type: ignore[assignment]
             reasons |= {str(choice): None} if choice else {}
-        rows = [("collective", "axes", "times", "wire bytes per device", "by" if reasons else "")]
+        rows: list[tuple[str, ...]] = [
+            ("collective", "axes", "times", "wire bytes per device", "by" if reasons else "")
+        ]
         rows += [(*key[:2], str(counts[key]), si(sizes[key], "B"), key[2]) for key in sorted(counts)]
         rows.append(("total", "", str(sum(counts.values())), si(self.comm_bytes, "B"), ""))
         lines = sorted(reasons)

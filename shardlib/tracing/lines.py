@@ -10,6 +10,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
+from contextvars import ContextVar
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
@@ -32,6 +33,10 @@ class Line(NamedTuple):
         return f"{self.file}:{self.lineno} in {self.function}: {self.text}"
 
 
+# The line of what is written out again from a graph, where no frame of the user's has it.
+replayed: ContextVar[Line | None] = ContextVar("shardlib_replayed", default=None)
+
+
 class LineRecorder:
     """Writes `meta["line"]` (and `meta["backward"]`) of a node at the moment it is made, for about 5 us a node."""
 
@@ -46,6 +51,7 @@ class LineRecorder:
         if running is not None:
             node.meta["backward"] = True
             line = self._by_sequence.get(running._sequence_nr())
+        line = replayed.get() or line
         if line is None:
             line = user_line(sys._getframe(1)) or self.fallback
         node.meta["line"] = line

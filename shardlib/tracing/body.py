@@ -1,0 +1,274 @@
+"""The body of a loop, traced once: a graph of its own, forward and backward, that is written out again for every step.
+
+The body's Python runs once, with plain autograd over it, on stand-ins for whatever it reads: its arguments, and tensors
+that it closes over. What depends on the cotangents is the backward part; the rest is the forward part, and what the
+backward part reads of it is what one step saves. So custom gradients inside the body count, though its graph is all
+that runs later. Nothing else of the trace around it is seen inside: its transforms are set aside, and come back at
+every step, where the step is one autograd function for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from shardlib.errors import ShardingError
+from shardlib.tracing.functionalise import functionalise
+from shardlib.tracing.lines import Line, LineRecorder, replayed
+from shardlib.tracing.trace import _DECOMPOSITIONS, _recorded
+
+
+@dataclass(frozen=True)
+class Body:
+    """One traced step: `arguments` leaves, then the tensors it closes over (`captured`), to leaves of its result.
+
+    `forward` are its nodes in order, `backward` those of its gradient, which reads `saved` nodes and `cotangents`;
+    `gradients` are by input, None where there is none.
+    """
+
+    arguments: int
+    captured: tuple[Tensor, ...]
+    inputs: tuple[fx.Node | None, ...]  # None: what nothing reads
+    outputs: tuple[fx.Node, ...]
+    differentiable: tuple[int, ...]  # which outputs have cotangents
+    cotangents: tuple[fx.Node, ...]
+    forward: tuple[fx.Node, ...]
+    backward: tuple[fx.Node, ...]
+    saved: tuple[fx.Node, ...]
+    gradients: tuple[fx.Node | None, ...]
+
+    def __call__(self, *leaves: Tensor) -> list[Tensor]:
+        """Write one step out: its result's leaves, differentiable once."""
+        out: tuple[Tensor, ...] = _Step.apply(self, *leaves, *self.captured)  # type: ignore[no-untyped-call]
+        return list(out[: len(self.outputs)])
+
+
+def trace_body(fn: Callable[..., Any], leaves: Sequence[Tensor], names: Sequence[str], line: Line) -> Body:
+    """Trace `fn(*leaves)`, a function of tensors that returns a list of them, inside the trace that is running.
+
+    `names` are the leaves' in errors. Raises `ShardingError` for draws of random numbers, and for a gradient that would
+    be lost.
+    """
+    found: list[Any] = []
+    with ExitStack() as stack:
+        stack.enter_context(temporarily_clear_interpreter_stack())
+        stack.enter_context(disable_proxy_modes_tracing())
+        stack.enter_context(torch.enable_grad())
+        inputs = [_stand_in(x) for x in leaves]
+
+        def joint(*given: Tensor) -> list[Tensor | None]:
+            _recorded(LineRecorder(line))
+            closures = _Closures()
+            with closures:
+                flat = fn(*given)
+            where = [i for i, x in enumerate(flat) if x.requires_grad]
+            reads = [*given, *closures.stand_ins]
+            of = [i for i, x in enumerate(reads) if x.requires_grad]
+            cts = [_alike(flat[i]) for i in where]
+            found.extend([closures, len(flat), where, cts])
+            gradients: list[Tensor | None] = [None] * len(reads)
+            if where:
+                pulled = torch.autograd.grad([flat[i] for i in where], [reads[i] for i in of], cts, allow_unused=True)
+                for i, x in zip(of, pulled, strict=True):
+                    gradients[i] = x
+            return [*flat, *gradients]
+
+        gm = make_fx(joint, _DECOMPOSITIONS, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
+        closures, results, where, cts = found
+        for node in gm.graph.nodes:
+            node.meta.setdefault("line", line)
+            if node.op == "get_attr":
+                node.meta["val"] = getattr(gm, str(node.target))
+        functionalise(gm, names)
+    return _divided(gm, closures, results, where, cts, len(leaves))
+
+
+def _divided(
+    gm: fx.GraphModule, closures: _Closures, results: int, where: list[int], cts: list[Tensor], n: int
+) -> Body:
+    """The joint graph in its two parts."""
+    nodes = list(gm.graph.nodes)
+    constants: dict[int, list[fx.Node]] = {}
+    for node in nodes:
+        if node.op == "get_attr":
+            constants.setdefault(id(getattr(gm, str(node.target))), []).append(node)
+    merged = {x: same[0] for same in constants.values() for x in same}
+
+    def known(x: Tensor) -> fx.Node | None:
+        return constants.pop(id(x), [None])[0]
+
+    stand_ins = [known(x) for x in closures.stand_ins]
+    cotangents = [known(x) for x in cts]
+    captured = [*closures.originals]
+    for node, *_ in constants.values():  # what was made outside, and never met as an argument of a function
+        x = getattr(gm, str(node.target))
+        _refuse_lost(x)
+        stand_ins.append(node)
+        captured.append(x)
+    returned = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
+    returned = [merged.get(x, x) for x in returned]
+    outputs, gradients = returned[:results], returned[results:]
+    gradients += [None] * (n + len(captured) - len(gradients))
+    late: set[fx.Node] = {x for x in cotangents if x is not None}
+    forward, backward = [], []
+    for node in nodes:
+        if node.op != "call_function":
+            continue
+        node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda x: merged.get(x, x))
+        _refuse_draws(node)
+        if late.isdisjoint(node.all_input_nodes):
+            forward.append(node)
+        else:
+            late.add(node)
+            backward.append(node)
+    asked = dict.fromkeys([*(x for node in backward for x in node.all_input_nodes), *filter(None, gradients)])
+    placeholders = [x for x in nodes if x.op == "placeholder"]
+    return Body(
+        n,
+        tuple(captured),
+        (*placeholders, *stand_ins),
+        tuple(outputs),
+        tuple(where),
+        tuple(x if x is not None else fx.Node(gm.graph, "unread", "placeholder", "unread", (), {}) for x in cotangents),
+        tuple(forward),
+        tuple(backward),
+        tuple(x for x in asked if x not in late),
+        tuple(gradients),
+    )
+
+
+class _Closures(TorchFunctionMode):
+    """Puts stand-ins for tensors that come from outside of the body."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.originals: list[Tensor] = []
+        self.stand_ins: list[Tensor] = []
+        self._known: dict[int, Tensor] = {}
+        mode = get_proxy_mode()
+        assert mode is not None, "the body is being traced"
+        self._tracer = mode.tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        mode = get_proxy_mode()
+        if mode is not None and mode.tracer is self._tracer:  # and not of a body inside this one
+            args, kwargs = pytree.tree_map_only(Tensor, self._inside, (args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+    def _inside(self, x: Tensor) -> Tensor:
+        if id(x) in self._known:
+            return self._known[id(x)]
+        if _base(x) in self._tracer.tensor_tracker or any(x is y for y in self.stand_ins):
+            return x
+        if not torch.is_grad_enabled():
+            _refuse_lost(x)
+        self.originals.append(x)
+        self.stand_ins.append(_stand_in(x))
+        self._known[id(x)] = self.stand_ins[-1]
+        return self.stand_ins[-1]
+
+
+class _Step(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(body: Body, *inputs: Tensor) -> Any:
+        env = dict(zip(body.inputs, inputs, strict=True))
+        _run(body.forward, env)
+        taken: set[int] = set(map(id, inputs))
+        out = []
+        for node in (*body.outputs, *_computed(body)):
+            x = env[node]
+            out.append(x.clone() if id(x) in taken else x)  # an output is memory of its own
+            taken.add(id(out[-1]))
+        return tuple(out)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.body, *given = inputs
+        body = ctx.body
+        here = dict(zip(body.inputs, given, strict=True)) | dict(
+            zip(_computed(body), output[len(body.outputs) :], strict=True)
+        )
+        ctx.save_for_backward(*(here[x] for x in body.saved))
+        ctx.mark_non_differentiable(
+            *(x for i, x in enumerate(output) if i not in body.differentiable),
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        body = ctx.body
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (*ctx.saved_tensors, *grads) if x is not None):
+            raise ShardingError(
+                "a gradient is taken through the gradient of scan",
+                rule="a scanned body is traced with its first derivative",
+                remedy="write the loop in Python, for layer in layers: ..., where second derivatives are wanted",
+            )
+        env = dict(zip(body.saved, ctx.saved_tensors, strict=True))
+        env |= dict(zip(body.cotangents, (grads[i] for i in body.differentiable), strict=True))
+        _run(body.backward, env)
+        return (None, *(None if x is None else env[x] for x in body.gradients))
+
+
+def _computed(body: Body) -> list[fx.Node]:
+    """What is saved that is no input."""
+    return [x for x in body.saved if x not in body.inputs]
+
+
+def _run(nodes: Sequence[fx.Node], env: dict[Any, Any]) -> None:
+    """Call the nodes again, each in the name of its own line."""
+    for node in nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: env[x])
+        token = replayed.set(node.meta["line"])
+        try:
+            env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        finally:
+            replayed.reset(token)
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def _stand_in(x: Tensor) -> Tensor:
+    y = _alike(x)
+    return y.requires_grad_(y.is_floating_point() or y.is_complex())
+
+
+def _alike(x: Tensor) -> Tensor:
+    with disable_proxy_modes_tracing() if get_proxy_mode() is not None else ExitStack():
+        return torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device=x.device)
+
+
+def _base(x: Tensor) -> Tensor:
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
+
+
+def _refuse_lost(x: Tensor) -> None:
+    """A tensor from outside that autograd did not see come in must not be one that is differentiated."""
+    if x.requires_grad or x is not _base(x):
+        raise ShardingError(
+            f"the body of scan closes over a tensor of shape {list(x.shape)} where its gradient is not followed",
+            rule="inside torch.no_grad and custom autograd functions, tensors from outside are constants",
+            remedy="pass the tensor in as part of the carry or of xs, or detach it",
+        )
+
+
+def _refuse_draws(node: fx.Node) -> None:
+    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or "shardlib.draw" in str(node.target):
+        raise ShardingError(
+            "the body of scan draws random numbers",
+            [str(node.meta["line"])],
+            rule="a scanned body is traced once: every step would draw the same numbers",
+            remedy="draw them outside, with the steps as the first dim, and pass them in as part of xs",
+        )

@@ -1,0 +1,381 @@
+"""`scan`: a Python loop, traced once; values and gradients against the loop written out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import shardlib as sl
+from shardlib import Mesh, ShardingError, scan, shard
+from tests.ranks import run_ranks
+
+L = 3
+D = torch.float64
+
+
+def _params() -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return {
+        "w": torch.randn(L, 4, 8, dtype=D, generator=g) / 4,
+        "v": torch.randn(L, 8, 4, dtype=D, generator=g) / 4,
+        "b": torch.randn(L, 4, dtype=D, generator=g),
+    }
+
+
+H = torch.linspace(-1, 1, 32, dtype=D).view(8, 4)
+C = torch.linspace(0, 2, 4, dtype=D)
+SPECS = {"w": "l e f@tensor", "v": "l f@tensor e", "b": "l e"}
+
+
+def _looped(fn: Callable[..., Any], init: Any, xs: Any, length: int | None = None, reverse: bool = False) -> Any:
+    """The oracle: the loop that JAX's documentation writes, for a tensor or a dict."""
+    n = length if xs is None else len(next(iter(xs.values())) if isinstance(xs, dict) else xs)
+    ys: list[Any] = [None] * n  # type: ignore[operator]
+    for i in reversed(range(len(ys))) if reverse else range(len(ys)):
+        x = None if xs is None else {k: v[i] for k, v in xs.items()} if isinstance(xs, dict) else xs[i]
+        init, ys[i] = fn(init, x)
+    if isinstance(ys[0], dict):
+        return init, {k: torch.stack([y[k] for y in ys]) for k in ys[0]}
+    return init, None if ys[0] is None else torch.stack(ys)
+
+
+def _mlp(h: Tensor, p: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    h = h + torch.tanh(h @ p["w"]) @ p["v"] + p["b"]
+    return h, h.sum(0)
+
+
+class _Straight(torch.autograd.Function):
+    """Rounds, with a gradient that no formula of torch's would give."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 3 * grad
+
+
+class _Old(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * x
+
+
+def _annotated(h: Tensor, p: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    h = shard(torch.tanh(h @ p["w"]), "b f@tensor") @ p["v"]
+    return shard(h, "b@data e"), h.sum()
+
+
+def _attention(h: Tensor, p: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    q = (h @ p["w"]).view(1, 8, 2, 4).transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).reshape(8, 8)
+    return h + out @ p["v"], out.sum()
+
+
+def _inside(h: Tensor, p: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    slope = torch.func.grad(lambda x: (x * x * p["b"]).sum())(h)
+    return h - 0.1 * slope, slope.sum()
+
+
+def _written(h: Tensor, p: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    out = h * 1
+    out[:, :2] += p["b"][:2]
+    out.mul_(0.5)
+    return out, {"out": out, "rows": out.argmax(0)}
+
+
+BODIES: dict[str, Callable[..., Any]] = {
+    "mlp": _mlp,
+    "no y": lambda h, p: (_mlp(h, p)[0], None),
+    "carry untouched": lambda h, p: (h, p["b"]),
+    "the same twice": lambda h, p: (h * 1, h),
+    "x is the carry": lambda h, p: (p["b"].expand(8, 4) * 1, h),
+    "x unread": lambda h, p: (h * 2, h.sum()),
+    "closure": lambda h, p: (h * C + p["b"], (h * C).sum()),
+    "annotated": _annotated,
+    "custom gradient": lambda h, p: (_Straight.apply(4 * h) / 4 + p["b"], h.sum()),
+    "old custom gradient": lambda h, p: (_Old.apply(h) * 0.1 + p["b"], h.sum()),
+    "attention": _attention,
+    "a gradient inside": _inside,
+    "writes": _written,
+    "integers beside": lambda h, p: (h + p["b"], {"n": h.argmax(1), "h": h}),
+    "vmap inside": lambda h, p: (torch.func.vmap(lambda r: r * p["b"])(h), None),
+    "detached": lambda h, p: (h.detach() * p["b"] + h, h.detach().sum()),
+    "checkpoint": lambda h, p: torch.utils.checkpoint.checkpoint(_mlp, h, p, use_reentrant=False),
+}
+
+
+def _loss(run: Callable[..., Any], body: Callable[..., Any], **how: Any) -> Callable[..., Tensor]:
+    def loss(params: Any, h: Tensor) -> Tensor:
+        h, ys = run(body, h, params, **how)
+        parts = [h, *(ys.values() if isinstance(ys, dict) else [] if ys is None else [ys])]
+        total = h.new_zeros(())
+        for i, y in enumerate(parts):
+            weights = torch.linspace(1, 2, y.numel(), dtype=D, device=y.device).view(y.shape)
+            total = total + (i + 1) * (weights * y * y).sum()
+        return total
+
+    return loss
+
+
+def _close(a: Any, b: Any) -> None:
+    whole = [x.full_tensor() if isinstance(x, sl.ShardedTensor) else x for x in torch.utils._pytree.tree_leaves(a)]
+    for x, y in zip(whole, torch.utils._pytree.tree_leaves(b), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+def _by_autograd(loss: Callable[..., Tensor], params: dict[str, Tensor]) -> Any:
+    leaves = {k: v.clone().requires_grad_() for k, v in params.items()}
+    h = H.clone().requires_grad_()
+    found = torch.autograd.grad(loss(leaves, h), [*leaves.values(), h], allow_unused=True)
+    zeros = [torch.zeros_like(x) if g is None else g for x, g in zip([*leaves.values(), h], found, strict=True)]
+    return dict(zip(leaves, zeros, strict=False)), zeros[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "reverse"), [*((name, False) for name in BODIES), ("mlp", True), ("integers beside", True)]
+)
+def test_values_and_gradients_are_those_of_the_loop(name: str, reverse: bool) -> None:
+    body, params = BODIES[name], _params()
+    one, loop = (_loss(run, body, reverse=reverse) for run in (scan, _looped))
+    with sl.no_mesh():
+        expected = loop(params, H)
+        gradients = _by_autograd(loop, params)
+        _close(one(params, H), expected)
+        _close(_by_autograd(one, params), gradients)
+    with Mesh(data=2, tensor=2):
+        _close(sl.jit(one, in_specs=(SPECS, "b@data e"))(params, H), expected)
+        found = sl.jit(sl.grad(one, argnums=(0, 1)), in_specs=(SPECS, "b@data e"))(params, H)
+        _close(found, gradients)
+
+
+def test_python_runs_once_whatever_the_number_of_steps() -> None:
+    calls = []
+
+    def body(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append(1)
+        return h + x, h
+
+    with Mesh(data=2):
+        for n in (1, 4, 16):
+            calls.clear()
+            sl.jit(lambda x: scan(body, torch.zeros(4), x)).plan(torch.ones(n, 4))
+            assert len(calls) == 1
+            sl.jit(sl.grad(lambda x: scan(body, torch.zeros(4), x)[0].sum())).plan(torch.ones(n, 4))
+            assert len(calls) == 2
+
+
+def test_lines_are_those_of_the_body() -> None:
+    with Mesh(data=2, tensor=2):
+        step = sl.jit(sl.grad(_loss(scan, _mlp)), in_specs=(SPECS, "b@data e"))
+        text = str(step.plan(_params(), H))
+    line = 'h = h + torch.tanh(h @ p["w"]) @ p["v"] + p["b"]'
+    assert f"  {line}" in text
+    assert f"backward of {__file__.rpartition('tests')[0]}" in text or "backward of" in text
+    assert any(row.lstrip().startswith("backward of") and row.endswith(line) for row in text.splitlines())
+
+
+def test_no_collective_more_than_the_loop() -> None:
+    with Mesh(data=2, tensor=2):
+        kinds = [
+            sorted(
+                c.kind for c in sl.jit(_loss(run, _mlp), in_specs=(SPECS, "b@data e")).plan(_params(), H).collectives
+            )
+            for run in (scan, _looped)
+        ]
+    assert kinds[0] == kinds[1]
+
+
+def test_a_gradient_of_what_the_body_closes_over() -> None:
+    def loss(run: Any, c: Tensor, d: Tensor, h: Tensor) -> Tensor:
+        both = {"c": c * 2}
+
+        def body(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.sin(h * both["c"]) + x * d.sum(), h
+
+        return run(body, h, torch.ones(L, 4, dtype=D))[0].square().sum()  # type: ignore[no-any-return]
+
+    expected = sl.grad(lambda *a: loss(_looped, *a), argnums=(0, 1, 2))(C, C + 1, H)
+    with Mesh(data=2):
+        step = sl.jit(sl.grad(lambda *a: loss(scan, *a), argnums=(0, 1, 2)), in_specs=(None, None, "b@data e"))
+        _close(step(C, C + 1, H), expected)
+
+
+def test_scans_in_scans() -> None:
+    def loss(run: Any, ps: Tensor, h: Tensor) -> Tensor:
+        def outer(h: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+            h, ys = run(lambda h, q: (torch.tanh(h * q + p[0]), h.sum()), h, p)
+            return h, ys
+
+        h, ys = run(outer, h, ps)
+        return h.sum() + (ys * ys).sum()
+
+    ps = _params()["w"]
+    ps = ps[:, :, :4]
+    expected = sl.value_and_grad(lambda *a: loss(_looped, *a), argnums=(0, 1))(ps, H)
+    with Mesh(data=2):
+        _close(sl.jit(sl.value_and_grad(lambda *a: loss(scan, *a), argnums=(0, 1)))(ps, H), expected)
+
+
+def test_steps_without_xs_and_carries_of_numbers() -> None:
+    def body(c: Any, _: None) -> Any:
+        return {"n": c["n"] + 1, "v": c["v"] * 2}, c["n"]
+
+    with Mesh(data=2):
+        carry, ys = sl.jit(lambda: scan(body, {"n": 0, "v": 1.5}, length=4))()
+        assert (int(carry["n"]), float(carry["v"]), ys.tolist()) == (4, 24.0, [0, 1, 2, 3])
+    carry, ys = scan(body, {"n": 0, "v": 1.5}, None, 4, True)
+    assert (int(carry["n"]), float(carry["v"]), ys.tolist()) == (4, 24.0, [3, 2, 1, 0])
+
+
+def test_sharded_tensors_outside_jit() -> None:
+    params = _params()
+    with Mesh(data=2, tensor=2):
+        placed = {k: shard(v, SPECS[k]).requires_grad_() for k, v in params.items()}
+        h, ys = scan(_mlp, shard(H, "b@data e"), placed)
+        _close((h.detach(), ys.detach()), _looped(_mlp, H, params))
+        (h.sum() + ys.square().sum()).backward()
+    plain = {k: v.clone().requires_grad_() for k, v in params.items()}
+    h, ys = _looped(_mlp, H, plain)
+    (h.sum() + ys.square().sum()).backward()
+    _close({k: v.grad for k, v in placed.items()}, {k: v.grad for k, v in plain.items()})
+
+
+def test_a_stack_cut_along_its_layers_is_gathered() -> None:
+    with Mesh(data=3):
+        step = sl.jit(lambda x: scan(lambda h, p: (h + p, None), torch.zeros(4), x)[0], in_specs=("l@data e",))
+        _close(step(torch.arange(12.0).view(3, 4)), torch.arange(12.0).view(3, 4).sum(0))
+        assert [c.kind for c in step.plan(torch.zeros(3, 4)).collectives] == ["all_gather"]
+
+
+def test_prints_of_the_body(capsys: Any) -> None:
+    def body(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+        sl.debug_print("h {}", h[0])
+        return h + x, None
+
+    with Mesh(data=2):
+        sl.jit(lambda x: scan(body, torch.zeros(2), x)[0])(torch.ones(L, 2))
+        assert capsys.readouterr().out == "h 0.0\nh 1.0\nh 2.0\n"
+        sl.jit(sl.grad(lambda x: scan(body, torch.zeros(2), x)[0].sum()))(torch.ones(L, 2))
+        assert capsys.readouterr().out == "h 0.0\nh 1.0\nh 2.0\n"
+
+
+X = torch.ones(L, 4, dtype=D)
+
+REFUSED: list[tuple[str, Callable[[], Any], str]] = [
+    ("no pair", lambda: scan(lambda h, x: h, C, X), "does not return a pair:\n  * it returns a tensor of shape [4]"),
+    ("three", lambda: scan(lambda h, x: (h, h, h), C, X), "it returns a tuple of 3"),
+    (
+        "another dtype",
+        lambda: scan(lambda h, x: (h.float(), h), {"a": C}["a"], X),
+        "changes its carry:\n  * carry comes in as f64[4], goes out as f32[4]",
+    ),
+    (
+        "another shape",
+        lambda: scan(lambda h, x: ({"a": h["a"][:2]}, None), {"a": C}, X),
+        "carry['a'] comes in as f64[4]",
+    ),
+    ("another structure", lambda: scan(lambda h, x: ((h, h), None), C, X), "its structure is"),
+    ("a number", lambda: scan(lambda h, x: (h, 3), C, X), "returns what is no tensor:\n  * 3, a int"),
+    (
+        "lengths differ",
+        lambda: scan(lambda h, x: (h, None), C, {"a": X, "b": X[:2]}),
+        "how many steps there are:\n  * xs['a'] of shape [3, 4]: 3 steps\n  * xs['b'] of shape [2, 4]: 2 steps",
+    ),
+    ("length differs", lambda: scan(lambda h, x: (h, None), C, X, length=4), "  * length: 4 steps"),
+    ("no length", lambda: scan(lambda h, x: (h, None), C), "does not know how many steps there are"),
+    ("no steps", lambda: scan(lambda h, x: (h, None), C, X[:0]), "xs of shape [0, 4]: 0 steps"),
+    ("no dim", lambda: scan(lambda h, x: (h, None), C, X.sum()), "xs has no dim"),
+    ("no tensor", lambda: scan(lambda h, x: (h, None), C, [1, 2]), "xs[0] is 1, no tensor"),
+]
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize(("call", "message"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED])
+def test_refused(call: Any, message: str, jitted: bool) -> None:
+    with Mesh(data=2), pytest.raises(ShardingError) as error:
+        sl.jit(call).plan() if jitted else call()
+    assert message in str(error.value)
+
+
+def _lossy(h: Tensor) -> Tensor:
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+            return x * (h * 1).sum()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    return scan(lambda c, x: (Scaled.apply(c) + x, None), C, X)[0].sum()  # type: ignore[no-any-return]
+
+
+INSIDE: list[tuple[str, Callable[[], Any], str]] = [
+    (
+        "draws",
+        lambda: sl.jit(lambda x: scan(lambda h, p: (F.dropout(h) + p, None), C, x)).plan(X),
+        "the body of scan draws random numbers",
+    ),
+    (
+        "second derivatives",
+        lambda: sl.jit(
+            sl.grad(lambda x: sl.grad(lambda x: scan(lambda h, p: (h * p, None), C, x)[0].sum())(x).square().sum())
+        ).plan(X),
+        "a gradient is taken through the gradient of scan",
+    ),
+    ("a gradient lost", lambda: sl.jit(sl.grad(_lossy)).plan(C), "where its gradient is not followed"),
+    (
+        "writes to the carry",
+        lambda: sl.jit(lambda x: scan(lambda h, p: (h.add_(p), None), C, x)).plan(X),
+        "writes to an input in place",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), [r[1:] for r in INSIDE], ids=[r[0] for r in INSIDE])
+def test_refused_inside_jit(call: Any, message: str) -> None:
+    with Mesh(data=2), pytest.raises(ShardingError) as error:
+        call()
+    assert message in str(error.value)
+
+
+def test_under_vmap() -> None:
+    def one(h: Tensor, x: Tensor) -> Any:
+        return scan(lambda h, p: (torch.sin(h * p), h), h, x)
+
+    hs, xs = H, X
+    with Mesh(data=2):
+        _close(sl.jit(sl.vmap(one, in_dims=(0, None)))(hs, xs), sl.vmap(one, in_dims=(0, None))(hs, xs))
+
+
+def _ranked() -> float:
+    params = _params()
+    n = torch.distributed.get_world_size()
+    with Mesh(data=n // 2, tensor=2):
+        step = sl.jit(sl.value_and_grad(_loss(scan, _mlp), argnums=(0, 1)), in_specs=(SPECS, "b@data e"))
+        found = step(params, H)
+        _close(found, sl.value_and_grad(_loss(_looped, _mlp), argnums=(0, 1))(params, H))
+        return float(found[0])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("n", [2, 4])
+def test_on_ranks(n: int) -> None:
+    assert len(set(run_ranks(_ranked, n))) == 1
