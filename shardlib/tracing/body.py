@@ -9,8 +9,8 @@ every step, where the step is one autograd function for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ class Body:
     inputs: tuple[fx.Node | None, ...]  # None: what nothing reads
     outputs: tuple[fx.Node, ...]
     differentiable: tuple[int, ...]  # which outputs have cotangents
-    cotangents: tuple[fx.Node, ...]
+    cotangents: tuple[fx.Node | None, ...]
     forward: tuple[fx.Node, ...]
     backward: tuple[fx.Node, ...]
     saved: tuple[fx.Node, ...]
@@ -63,6 +63,7 @@ def trace_body(fn: Callable[..., Any], leaves: Sequence[Tensor], names: Sequence
         stack.enter_context(temporarily_clear_interpreter_stack())
         stack.enter_context(disable_proxy_modes_tracing())
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(_saved_tensors_hooks())
         inputs = [_stand_in(x) for x in leaves]
 
         def joint(*given: Tensor) -> list[Tensor | None]:
@@ -125,7 +126,15 @@ def _divided(
             continue
         node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda x: merged.get(x, x))
         _refuse_draws(node)
-        if late.isdisjoint(node.all_input_nodes):
+    needed = set(outputs)
+    for node in reversed(nodes):
+        needed.update(node.all_input_nodes if node in needed else ())
+    for node in nodes:
+        if node.op != "call_function":
+            continue
+        # What a checkpoint runs again is part of the backward pass; the gradient of a function inside the body is not.
+        again = node.meta.get("backward") and node not in needed
+        if not again and late.isdisjoint(node.all_input_nodes):
             forward.append(node)
         else:
             late.add(node)
@@ -138,7 +147,7 @@ def _divided(
         (*placeholders, *stand_ins),
         tuple(outputs),
         tuple(where),
-        tuple(x if x is not None else fx.Node(gm.graph, "unread", "placeholder", "unread", (), {}) for x in cotangents),
+        tuple(cotangents),
         tuple(forward),
         tuple(backward),
         tuple(x for x in asked if x not in late),
@@ -233,6 +242,18 @@ def _run(nodes: Sequence[fx.Node], env: dict[Any, Any]) -> None:
             env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         finally:
             replayed.reset(token)
+
+
+@contextmanager
+def _saved_tensors_hooks() -> Iterator[None]:
+    """torch.func forbids hooks on what autograd saves, which checkpoints are made of; here it is set aside."""
+    forbidden = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    torch._C._autograd._saved_tensors_hooks_enable()
+    try:
+        yield
+    finally:
+        if forbidden is not None:
+            torch._C._autograd._saved_tensors_hooks_disable(forbidden)
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------

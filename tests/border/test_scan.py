@@ -217,6 +217,23 @@ def test_a_gradient_of_what_the_body_closes_over() -> None:
         _close(step(C, C + 1, H), expected)
 
 
+def test_plain_autograd_inside_jit() -> None:
+    loss = _loss(scan, _mlp)
+
+    def step(params: dict[str, Tensor], h: Tensor) -> Any:
+        with torch.no_grad():
+            before = loss(params, h)
+        return before, torch.autograd.grad(loss(params, h), params["w"])[0]
+
+    params = _params()
+    expected = _by_autograd(_loss(_looped, _mlp), params)[0]["w"]
+    with Mesh(data=2, tensor=2):
+        leaves = {k: v.clone().requires_grad_() for k, v in params.items()}
+        value, found = sl.jit(step, in_specs=(SPECS, "b@data e"))(leaves, H)
+        _close(found.detach(), expected)
+        _close(value.detach(), _loss(_looped, _mlp)(params, H))
+
+
 def test_scans_in_scans() -> None:
     def loss(run: Any, ps: Tensor, h: Tensor) -> Tensor:
         def outer(h: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
