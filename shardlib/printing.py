@@ -20,7 +20,7 @@ from shardlib.state import is_tracing
 _LIB: Any = torch.library.Library("shardlib", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIB.define("debug_print(str text, Tensor[] xs, *, int lead=1) -> ()")
 OP = torch.ops.shardlib.debug_print.default
-torch.fx.node.has_side_effect(OP)
+torch.fx.node.has_side_effect(OP)  # for whoever drops dead nodes by torch's own means
 
 
 def _print(text: str, xs: list[Tensor], *, lead: int = 1) -> None:
