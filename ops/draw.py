@@ -162,7 +162,8 @@ def forward(
     device = torch.device(device)
     if choose(device).backend == "host":
         return _random_host.draw(int(key), counter, kind, size, first, whole, dtype=dtype, p=p)
-    return reference(key.to(device), counter, kind, size, first, whole, dtype=dtype, device=device, p=p)
+    seed = int(key) if key.device.type == "cpu" else key.to(device)  # a number travels with a kernel
+    return reference(seed, counter, kind, size, first, whole, dtype=dtype, device=device, p=p)
 
 
 _DTYPES = {"word": (torch.int64,), "long": (torch.int64,), "bernoulli": (torch.bool, torch.float32, torch.float64)}
@@ -209,7 +210,10 @@ def call_key(generator: int = 0, *, device: torch.device, lead: int = 1, apart: 
     own = _generators[generator]
     where = torch.device("cpu") if own is None else own.device
     drawn = torch.randint(KEYS, (), generator=own, device=where) if lead or apart else None
-    return drawn.to(device) if drawn is not None and lead else torch.zeros((), dtype=torch.int64, device=device)
+    if drawn is not None and lead and where.type == torch.device(device).type:
+        return drawn.to(device)
+    # A number travels with the kernel that writes it: nobody waits for a GPU, as a copy from the CPU would.
+    return torch.full((), int(drawn) if drawn is not None and lead else 0, dtype=torch.int64, device=device)
 
 
 def numbered_key(key: Tensor, counter: int) -> Tensor:

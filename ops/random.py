@@ -136,5 +136,5 @@ def _high(x: Tensor) -> Tensor:
 def _halves(x: Tensor | int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Low and high word of 64 bits; ints from 2^63 on are taken as the negative number of the same bits."""
     if isinstance(x, int):
-        x = torch.tensor(x - (1 << 64) if x >= 1 << 63 else x, device=device)
+        x = torch.full((), x - (1 << 64) if x >= 1 << 63 else x, dtype=torch.int64, device=device)
     return x & _WORD, _high(x)

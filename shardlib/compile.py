@@ -18,6 +18,7 @@ from shardlib.graph import DOORS, Graph, Op, Value
 from shardlib.lower import lower
 from shardlib.lower.program import Program
 from shardlib.lower.split import Halves, split
+from shardlib.meshes import world
 from shardlib.meshes.mesh import Mesh
 from shardlib.normalise import normalise
 from shardlib.plans.places import place
@@ -70,7 +71,10 @@ def compile_program(
     clock = _Clock()
     call = flatten_call(args, kwargs, static, state)
     with mesh, tracing():
-        traced = trace(fn, args, kwargs, static=static, state=state, differentiate=differentiate, exact=exact)
+        there = world.current_device(mesh.device, mesh.kind)
+        traced = trace(
+            fn, args, kwargs, static=static, device=there, state=state, differentiate=differentiate, exact=exact
+        )
         clock.stop("trace")
         traced = normalise(traced)
     clock.stop("normalise")

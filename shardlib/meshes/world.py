@@ -70,11 +70,14 @@ def device_type(device: str | None, kind: str) -> str:
     if device == "cpu" and kind == "distributed" and initialised() and dist.get_backend() == "nccl":
         fault = "the process group's backend is nccl, which cannot reach CPU tensors"
     if fault:
+        plan = "or Mesh.abstract(...) to plan only"
+        if device == "cuda":
+            plan = 'or plan for GPUs without one, on Mesh.abstract(..., device="cuda"): step.plan(...) takes meta and CPU tensors'
         other = "cpu" if device == "cuda" else "cuda"
         raise ShardingError(
             f"a mesh cannot be on device {device!r}",
             [fault],
-            remedy=f'device="{other}", or Mesh.abstract(...) to plan only',
+            remedy=f'device="{other}", {plan}',
         )
     return device
 
@@ -89,6 +92,13 @@ def timeout() -> timedelta:
     if not seconds > 0:
         raise ShardingError(f"SHARDLIB_TIMEOUT={text!r} is not a time", remedy="give a number of seconds above 0")
     return timedelta(seconds=seconds)
+
+
+def current_device(device: str, kind: str) -> torch.device:
+    """Where a program that is made in this process has its tensors; an abstract mesh touches no GPU."""
+    if device == "cpu":
+        return torch.device(device)
+    return torch.device(device, 0 if kind == "abstract" else torch.cuda.current_device())
 
 
 def choose_gpu(device: str) -> None:

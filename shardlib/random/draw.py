@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from shardlib.errors import ShardingError
-from shardlib.meshes.mesh import current_mesh
+from shardlib.meshes.mesh import Mesh, current_mesh
 from shardlib.ops import _groups, all_reduce
 from shardlib.ops import draw as ops
 from shardlib.specs.layout import Axis
@@ -41,8 +41,7 @@ class _Call:
         return self._keys[generator]
 
     def _key(self, number: int) -> Tensor:
-        with _disable_current_modes():
-            return _agreed(ops.call_key(number, device=torch.device("cpu")))
+        return _agreed(number)
 
     def counter(self) -> int:
         with _disable_current_modes():
@@ -151,14 +150,23 @@ def in_call() -> bool:
     return _call.get() is not None
 
 
-def _agreed(key: Tensor) -> Tensor:
-    """On ranks, the key of the first."""
+def _agreed(number: int) -> Tensor:
+    """A key of this generator, where the mesh's tensors are; on ranks, that of the first."""
     mesh = current_mesh()
-    if mesh is None or mesh.kind != "distributed" or mesh.size == 1:
-        return key
+    apart = mesh is not None and mesh.kind == "distributed" and mesh.size > 1
+    lead = mesh is None or mesh.rank == 0
+    with _disable_current_modes():
+        key = ops.call_key(number, device=torch.device("cpu"), lead=int(lead), apart=apart)
+        if mesh is None or mesh.device == "cpu":
+            return _summed(key, mesh) if mesh is not None and apart else key
+    assert mesh is not None
+    there = torch.full((), int(key), dtype=torch.int64, device=mesh.device)  # written by a kernel: nobody waits for it
+    return _summed(there, mesh) if apart else there
+
+
+def _summed(key: Tensor, mesh: Mesh) -> Tensor:
     axes = tuple(Axis(name, n) for name, n in mesh.axes.items() if n > 1)
-    mine = (key if mesh.rank == 0 else torch.zeros_like(key)).to(mesh.device)
-    return all_reduce.start(mine, group=_groups.group_for(mesh, axes), kind="sum").finish().cpu()
+    return all_reduce.start(key, group=_groups.group_for(mesh, axes), kind="sum").finish()
 
 
 # --- drawing ----------------------------------------------------------------------------------------------------------

@@ -230,7 +230,8 @@ class Generator:
             for d, coords in enumerate(self.devices):
                 names.setdefault(self.name(var, coords), (i, d))
         for var, tensor in self.program.captured:
-            self.namespace |= {self.name(var, c): tensor for c in self.devices}
+            here = tensor.to(self.program.mesh.device)  # once, where it is on the CPU and the mesh is not
+            self.namespace |= {self.name(var, c): here for c in self.devices}
         results = []
         for i, out in enumerate(self.program.outputs):
             if isinstance(out, Var):

@@ -35,6 +35,7 @@ from shardlib.strided import refuse_others
 from shardlib.tensors.form import contiguous
 from shardlib.tracing.capture import DECOMPOSITIONS, AttentionCapture
 from shardlib.tracing.composites import Composites
+from shardlib.tracing.elsewhere import is_here, move
 from shardlib.tracing.ending import After, Ending, move_inputs_first
 from shardlib.tracing.first_order import first_order
 from shardlib.tracing.functionalise import functionalise
@@ -119,8 +120,8 @@ def trace(
     are read) and the tensors of `state` become inputs; numbers become inputs where they only enter arithmetic; every
     other leaf is a constant, and so is every argument whose position or name is in `static`. Other real tensors that
     `fn` closes over become constants. Writes to inputs become results. `device` overrides where inputs are thought to
-    live; with `exact`, all numbers are constants. With `differentiate`, the gradients of all inputs that require one
-    are results, given cotangents.
+    live; where that is not the CPU, all that the function makes lives there too. With `exact`, all numbers are
+    constants. With `differentiate`, the gradients of all inputs that require one are results, given cotangents.
 
     Raises ShardingError, with the user's line, when `fn` needs the value of a tensor, and when a result's shape depends
     on values.
@@ -153,6 +154,8 @@ def _trace(
     names = list(names_of(fn, call, range(len(call.leaves))))
     tensors = [call.arguments[i] for i in where]
     refuse_others("the traced function", zip((names[i] for i in where), tensors, strict=True))
+    there = None if device is None else torch.device(device)
+    traced_on = there if there is None or is_here(there) else torch.device("cpu")
     mode = FakeTensorMode(
         allow_non_fake_inputs=True, shape_env=None if numbers is None else numbers.env, static_shapes=True
     )
@@ -163,7 +166,7 @@ def _trace(
 
     def flat(*inputs: torch.Tensor) -> list[torch.Tensor]:
         tracer = _recorded(lines)
-        lifted.enter(tracer, device)
+        lifted.enter(tracer, traced_on)
         ending.start(inputs)
         leaves = [x.value if isinstance(x, Static) else x for x in call.arguments]
         for i, x in zip(where, inputs, strict=True):
@@ -185,7 +188,7 @@ def _trace(
         return [x for x in (*returned, *more) if isinstance(x, torch.Tensor)]
 
     with _tracing(), mode, lifted, ending, _use_lazy_graph_module(True):  # nobody needs the graph as Python source
-        inputs = [_fake(x, device, tensors) for x in tensors]
+        inputs = [_fake(x, traced_on, tensors) for x in tensors]
         gm = make_fx(flat, _DECOMPOSITIONS, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
 
     paths, returned, out_tree = result
@@ -196,6 +199,8 @@ def _trace(
     with mode:
         _finish(gm, input_names, returned, lines.fallback, mode)
         written = functionalise(gm, input_names)
+    if there is not None and there.type != "cpu":
+        move(gm, there)
     return Traced(
         gm,
         lines.fallback.function,
@@ -241,7 +246,7 @@ def _tracing() -> Iterator[None]:
                 gc.enable()
 
 
-def _fake(x: Any, device: torch.device | str | None, among: Sequence[Any]) -> torch.Tensor:
+def _fake(x: Any, device: torch.device | None, among: Sequence[Any]) -> torch.Tensor:
     if device is None:
         real = (t.device for t in among if t.device.type != "meta")
         device = x.device if x.device.type != "meta" else next(real, torch.device("cpu"))
