@@ -114,6 +114,35 @@ def compose_reshapes(gm: fx.GraphModule) -> None:
             node.target, node.args, node.kwargs = aten.reshape.default, (source, list(node.meta["val"].shape)), {}
 
 
+def fill_by_masks(gm: fx.GraphModule) -> None:
+    """`x[mask] = number` fills where the mask says, as torch does it: a write by indices would first count the mask's
+    elements, and wait for a GPU to know."""
+    for node in gm.graph.nodes:
+        if node.target is not aten.index_put.default:
+            continue
+        x, indices, value, *accumulate = node.args
+        seen = [None if i is None else i.meta["val"] for i in indices]
+        at = mask_filled(x.meta["val"], seen, value.meta["val"], *accumulate, *node.kwargs.values())
+        if at is None:
+            continue
+        mask = indices[at]
+        with gm.graph.inserting_before(node):
+            for _ in range(x.meta["val"].dim() - at - mask.meta["val"].dim()):
+                mask = _call(gm, node, aten.unsqueeze.default, mask, -1)
+        node.target, node.args, node.kwargs = aten.masked_fill.Tensor, (x, mask, value), {}
+
+
+def mask_filled(
+    x: torch.Tensor, indices: Sequence[Any], value: torch.Tensor, accumulate: bool = False, unsafe: bool = False
+) -> int | None:
+    """Which of the indices is the one mask that `x[indices] = value` writes a number by; None of other writes."""
+    (at, *others) = [i for i, index in enumerate(indices) if index is not None] or [None]
+    if at is None or others or accumulate or value.dim() or value.dtype is not x.dtype:
+        return None
+    mask = indices[at]
+    return at if mask.dtype is torch.bool and mask.shape == x.shape[at : at + mask.dim()] else None
+
+
 def divide_losses_late(gm: fx.GraphModule) -> None:
     """The mean of a loss is a sum over a count: every part of the rows adds to both, and the division comes last."""
     for node in list(gm.graph.nodes):
@@ -185,6 +214,7 @@ def free_draws(gm: fx.GraphModule) -> None:
 PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
     hold_claims,  # before anything goes that nobody reads
     free_draws,
+    fill_by_masks,
     drop_identities,
     free_scalars,
     one_permute,

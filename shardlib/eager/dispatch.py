@@ -24,6 +24,7 @@ from shardlib.eager.warm import LOOSE, PROGRAMS, Run, key_of
 from shardlib.eager.writes import FILLS, put, strided, writer
 from shardlib.errors import ShardingError
 from shardlib.meshes.mesh import Mesh
+from shardlib.normalise import mask_filled
 from shardlib.random.draw import in_call, one_call
 from shardlib.rules.table import row
 from shardlib.specs.layout import Layout
@@ -282,6 +283,9 @@ def _masked(op: Any, args: Any, kwargs: Any) -> Any:
     x, indices, *rest = args
     if not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
         return NotImplemented
+    if rest and (at := mask_filled(x, indices, *rest, *kwargs.values())) is not None:
+        wide = indices[at][(..., *[None] * (x.dim() - at - indices[at].dim()))]
+        return (aten.masked_fill if op is aten.index_put.default else aten.masked_fill_).Tensor(x, wide, rest[0])
     found: list[torch.Tensor | None] = []
     for i in indices:
         if i is not None and i.dtype in (torch.bool, torch.uint8):
@@ -318,7 +322,8 @@ def _refuse_storage(op: Any, args: Any) -> None:
 
 
 def _refuse_devices(op: Any, tensors: Sequence[Any], devices: Sequence[torch.device], mesh: Mesh) -> None:
-    plain = [x.device for x in tensors if not isinstance(x, ShardedTensor)]
+    # A number in a tensor on the CPU goes to a GPU with the kernel that reads it.
+    plain = [x.device for x in tensors if not isinstance(x, ShardedTensor) and (x.dim() or x.device.type != "cpu")]
     others = [d for d in (*devices, *plain) if d.type not in (mesh.device, "meta")]
     if others:
         raise ShardingError(

@@ -27,6 +27,7 @@ from shardlib.run.codegen import fast_binding
 from shardlib.specs.layout import Layout
 from shardlib.tensors.form import Form
 from shardlib.tensors.tensor import ShardedTensor, wrap
+from shardlib.tracing.elsewhere import placed
 from shardlib.traits import has, is_view
 
 aten = torch.ops.aten
@@ -44,6 +45,9 @@ class Prepared:
         self.device = next(x for x in self.tensors if isinstance(x, ShardedTensor))._form.device
         if _placed(args, kwargs):
             args, kwargs = moved((args, kwargs), self.device)
+        if self.device.type != "cpu":  # where torch would make something that no device is said for
+            tupled, kwargs = placed(op, tuple(args), kwargs, self.device)
+            args = list(tupled)
         self.args, self.kwargs = args, kwargs
         self.sharded = [isinstance(x, ShardedTensor) for x in self.tensors]
         self.forms = [form_of(x, mesh, self.device) for x in self.tensors]
@@ -139,11 +143,11 @@ class Prepared:
 
 
 def _meta(op: Any, args: Any, kwargs: dict[str, Any], forms: Sequence[Form], device: torch.device) -> Any:
-    if _placed(args, kwargs):
-        args, kwargs = moved((args, kwargs), torch.device("meta"))
     values = [form.abstract() for form in forms]
     halves = any(form.dtype.itemsize < 4 for form in forms)
-    if not has(op, "other shapes") and not (halves and has(op, "other dtypes")):
+    if device.type == "cpu" and not has(op, "other shapes") and not (halves and has(op, "other dtypes")):
+        if _placed(args, kwargs):
+            args, kwargs = moved((args, kwargs), torch.device("meta"))
         return op(*filled(args, values), **filled(kwargs, values))
     with FakeTensorMode():
         values = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device) for x in values]

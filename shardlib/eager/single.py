@@ -10,11 +10,13 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils import _pytree as pytree
 
@@ -73,7 +75,7 @@ def single(op: Any, args: Any, kwargs: dict[str, Any], operands: Sequence[Operan
     _refuse_pending(op, operands)
     name = "view" if op is None else op._schema.name.removeprefix("aten::")
     line = user_line(sys._getframe(1)) or Line("", 0, name, "")
-    writer = _Writer(line)
+    writer = _Writer(line, operands[0].form.device)
     inputs = [writer.input(f"x{i}", x.form) for i, x in enumerate(operands)]
     owners = [
         writer.call(aten.clone.default, (n,), {}) if x.written else n for n, x in zip(inputs, operands, strict=True)
@@ -105,25 +107,30 @@ def single(op: Any, args: Any, kwargs: dict[str, Any], operands: Sequence[Operan
 
 
 class _Writer:
-    """Writes down an FX graph, with the values of its nodes on meta tensors."""
+    """Writes down an FX graph, with the values of its nodes on meta tensors, which answer as the CPU does, or on fake
+    ones of another device."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: Line, device: torch.device) -> None:
         self.graph = fx.Graph()
         self.meta: dict[str, Any] = {"line": line}
-        self.device: torch.device | None = None
+        self.device = device
+        self.shown_on = torch.device("meta") if device.type == "cpu" else device
+        self.mode = nullcontext() if device.type == "cpu" else FakeTensorMode()
         if torch._C._current_autograd_node() is not None:
             self.meta["backward"] = True
 
     def input(self, name: str, form: Form) -> fx.Node:
-        self.device = form.device
         node = self.graph.placeholder(name)
-        node.meta.update(self.meta, val=form.abstract())
+        with self.mode:
+            val = torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device=self.shown_on)
+        node.meta.update(self.meta, val=val)
         return node
 
     def call(self, op: Any, args: Any, kwargs: Any) -> fx.Node:
         node = self.graph.call_function(op, tuple(args), dict(kwargs))
-        a, k = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], moved((args, kwargs), torch.device("meta")))
-        node.meta.update(self.meta, val=op(*a, **k))
+        a, k = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], moved((args, kwargs), self.shown_on))
+        with self.mode:
+            node.meta.update(self.meta, val=op(*a, **k))
         return node
 
     def follow(self, node: fx.Node, path: Path) -> fx.Node:
@@ -161,7 +168,7 @@ class _Writer:
         node.meta.update(self.meta)
         paths, in_tree = pytree.tree_flatten_with_path((tuple(range(len(inputs))), {}))
         names = tuple(n.name for n in inputs)
-        with _use_lazy_graph_module(True):
+        with _use_lazy_graph_module(True), self.mode:
             gm = fx.GraphModule({}, self.graph)
             functionalise(gm, names)
             self.settle(gm)

@@ -174,11 +174,12 @@ class LocalForm:
     def op(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         n = sum(r.real_type.isSubtypeOf(torch._C.TensorType.get()) for r in target._schema.returns)
         name = f"{self._op.name}.{target._schema.name.split('::')[-1]}"
-        dtype = kwargs.get("dtype") or _result_dtype(target, [a.dtype for a in leaves(args, Var)])
+        dtype = kwargs.get("dtype") or _result_dtype(target, args)
         outs = tuple(Var(name, None, dtype) for _ in range(max(1, n)))
         for out, r in zip(outs, target._schema.returns, strict=False):
             out.dtype = torch.int64 if r.name == "indices" else dtype
-        if target is self._op.target:  # one more call of the op itself
+        same = [a.dtype for a in leaves((args, kwargs), Var)] == [v.dtype for v in self._op.operands]
+        if target is self._op.target and same:  # one more call of the op itself
             for out, result in zip(outs, self._op.results, strict=True):
                 out.dtype = dtype if result is None else result.dtype
         emitter = self._emitter
@@ -268,17 +269,27 @@ class LocalForm:
         return n
 
 
-def _result_dtype(target: Any, operands: Sequence[torch.dtype]) -> torch.dtype:
+def _result_dtype(target: Any, args: Sequence[Any]) -> torch.dtype:
     """The dtype of what an op without a `dtype` makes of its operands."""
     name = target._schema.name.removeprefix("aten::")
     if name in _COMPARES:
         return torch.bool
+    operands = [a.dtype for a in leaves(args, Var)]
     behind = operands[1:] if name == "where" else operands
     if torch.Tag.pointwise not in target.tags:
         behind = behind[:1]
-    return functools.reduce(torch.promote_types, behind) if behind else torch.float32
+    if not behind:
+        return torch.float32
+    dtype = functools.reduce(torch.promote_types, behind)
+    number = args[1] if name in _WITH_NUMBER and len(args) > 1 else None
+    if isinstance(number, Sym):
+        number = 1
+    if isinstance(number, bool | int | float | complex):  # of a higher kind than the tensors': bool, int, float
+        dtype = torch.result_type(torch.empty(0, dtype=dtype, device="meta"), number)
+    return dtype
 
 
+_WITH_NUMBER = ("add", "sub", "mul", "div", "pow", "remainder", "floor_divide", "fmod")
 _COMPARES = ("eq", "ne", "lt", "le", "gt", "ge", "isnan", "logical_and", "logical_or", "logical_not", "any", "all")
 
 

@@ -64,11 +64,24 @@ def _div(call: Call) -> Rule:
 
 
 def _log_sigmoid(call: Call) -> Rule:
-    """The second result is a buffer that some devices leave empty."""
+    """The second result is a buffer that GPUs leave empty; nothing of it is owed where it is."""
     space = Space()
     x = space.dims(call.operands[0].shape)
     out = [x if m is None or m.shape == call.operands[0].shape else space.dims(m.shape) for m in call.results]
-    return space.rule([x], out, flops=numel(call.operands[0].shape))
+    empty = any(labels is not x for labels in out)
+    reduce = {f: "none" for names in x for f in names} if empty else {}
+    return space.rule([x], out, reduce=reduce, flops=numel(call.operands[0].shape))
+
+
+def _log_sigmoid_backward(call: Call) -> Rule:
+    """The last operand is that buffer."""
+    grad, x, buffer = call.operands
+    if buffer.shape == x.shape:
+        return _pointwise(call, [frozenset({0})])
+    space = Space()
+    dims = space.dims(x.shape)
+    operands = [broadcast(dims, grad.shape), dims, space.dims(buffer.shape)]
+    return space.rule(operands, [dims], linear=[frozenset({0})], flops=numel(x.shape))
 
 
 # Identities, which never are a reason to lay a value out in some way.
@@ -102,7 +115,6 @@ LINEAR = {
     "mish_backward": "{0}",
     "hardswish_backward": "{0}",
     "hardsigmoid_backward": "{0}",
-    "log_sigmoid_backward": "{0}",
     "native_dropout_backward": "{0}",
 }
 
@@ -114,6 +126,7 @@ ROWS: dict[str, RuleFn | str] = {
     "_to_copy": _to_copy,
     "copy": _copy,
     "log_sigmoid_forward": _log_sigmoid,
+    "log_sigmoid_backward": _log_sigmoid_backward,
     "floor_divide": pointwise(),
     "floor_divide.Scalar": pointwise(),
     "fill.Scalar": pointwise(),

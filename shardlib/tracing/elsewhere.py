@@ -90,4 +90,5 @@ def _device_argument(op: Any) -> tuple[tuple[int, str] | None, bool]:
     places = [
         (i, op._schema.arguments[i].name) for i, kind in enumerate(kinds) if kind in ("Device", "Optional[Device]")
     ]
-    return (places[0] if places else None), not any("Tensor" in kind for kind in kinds)
+    reads_numbers = op._schema.name in ("aten::linspace", "aten::logspace")  # from tensors too, wherever these are
+    return (places[0] if places else None), reads_numbers or not any("Tensor" in kind for kind in kinds)

@@ -322,11 +322,17 @@ _LEAF = (
     "inputs of a traced function are not written to",
     "write x = x + 1 instead of x += 1, and return the new value",
 )
+_DEVICES = (
+    "all tensors that one op reads are on one device",
+    "make it where the arguments are: torch.arange(n, device=x.device), module.to(x.device)",
+)
 _TEXTS: tuple[tuple[type[Exception], str, str, tuple[str, str]], ...] = (
     (TypeError, "integer tensors of a single element", "needs the value of a tensor as an int", _VALUE),
     (TypeError, "unsupported format string passed to FakeTensor", "prints the value of a tensor", _VALUE),
     (RuntimeError, "its data is not allocated yet", "needs the value of a tensor", _VALUE),
     (RuntimeError, "Tensor that doesn't have storage", "needs the value of a tensor", _VALUE),
+    (RuntimeError, "tensors to be on the same device", "reads tensors on two devices at once", _DEVICES),
+    (RuntimeError, "found two different devices", "reads tensors on two devices at once", _DEVICES),
     (RuntimeError, ".numpy() is not supported", "turns a tensor into a numpy array", _VALUE),
     (
         RuntimeError,

@@ -15,7 +15,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,24 +23,8 @@ from shardlib.run.codegen import Generator, Source
 
 # Ops that read values on the host: each makes it wait for the GPU.
 READS = frozenset(
-    [
-        "_local_scalar_dense",
-        "item",
-        "is_nonzero",
-        "equal",
-        "nonzero",
-        "nonzero_numpy",
-        "masked_select",
-        "unique_dim",
-        "unique_consecutive",
-        "_unique",
-        "_unique2",
-        "bincount",
-        "argwhere",
-        "_linalg_check_errors",
-        "_is_all_true",
-        "_is_any_true",
-    ]
+    """_local_scalar_dense item is_nonzero equal nonzero nonzero_numpy masked_select unique_dim unique_consecutive
+    _unique _unique2 bincount argwhere _linalg_check_errors""".split()
 )
 
 
@@ -51,7 +34,10 @@ class Seen:
 
     faults: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
     program: str = ""
+    known: set[str] = field(default_factory=set)  # ops that make the host wait when the plain program calls them
+    plain: Counter[str] = field(default_factory=Counter)  # the same, how often
 
     def fault(self, text: str) -> None:
         self.faults.append(f"{self.program}: {text}" if self.program else text)
@@ -89,7 +75,12 @@ class Watch(TorchDispatchMode):
             i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]
         )
         counts = name == "repeat_interleave" and func._overloadname != "self_int" and not kwargs.get("output_size")
-        if name in READS or masks or counts:
+        filled = masks and name != "index" and args[2].numel() == 1 and args[2].device.type == "cpu"  # by the mask
+        if not (name in READS or counts or (masks and not filled)):
+            return
+        if str(func) in self.seen.known:
+            self.seen.plain[str(func)] += 1
+        else:
             self.seen.fault(f"{func} makes the host wait for values")
 
     def _devices(self, func: Any, args: Any, given: list[Tensor], made: list[Tensor]) -> None:
@@ -97,7 +88,7 @@ class Watch(TorchDispatchMode):
         if wrong := sorted(here - {"cuda"}):
             self.seen.fault(f"{func} makes a tensor on {', '.join(wrong)}")
         # A number among the operands is a CPU scalar, which travels with the kernel; any other tensor is copied.
-        others = [x for x in given if x.device.type != "cuda" and not _number(x)]
+        others = [x for x in given if x.device.type != "cuda" and x.dim()]
         if others:
             self.seen.fault(f"{func} reads {[list(x.shape) for x in others]} from {others[0].device}")
 
@@ -127,10 +118,6 @@ def _arguments(func: Any, given: list[Tensor]) -> list[Any]:
 
 def _written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
-
-
-def _number(x: Tensor) -> bool:
-    return x.dim() == 0 and not isinstance(x, FakeTensor)
 
 
 def _memory(x: Tensor) -> int:

@@ -1,0 +1,211 @@
+"""The programs that run on fake GPUs: all rules' samples, jitted and eager, W1 in its five modes, whole models."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+from torch.utils import _pytree as pytree
+
+import shardlib as sl
+from shardlib import Mesh, ShardedTensor, ShardingError
+from shardlib.rules import rule_for
+from shardlib.specs.layout import Layout
+from shardlib.tracing import elsewhere
+from tests.fakecuda.gpu import CUDA, available, cuda_mesh, gpu, on_gpu, placed, ranks
+from tests.fakecuda.watch import Seen, Watch, watching
+from tests.models import w1, w1_sharded, zoo
+from tests.prover import Chosen, Sample, call_of, cuts, layout, mapped, target_of
+from tests.rule_samples import SAMPLES
+
+MODELS = ("gpt2", "llama", *sorted(zoo.FAMILIES))
+
+
+@contextmanager
+def world(seen: Seen, name: str, rank: tuple[int, int] | None = None) -> Iterator[None]:
+    """A GPU, or a rank that has one (its number, of so many), whose programs are watched in this name."""
+    seen.program = name
+    with ExitStack() as stack:
+        if rank is not None:
+            stack.enter_context(ranks(*rank))
+        stack.enter_context(gpu())
+        stack.enter_context(watching(seen))
+        yield
+
+
+# --- rules' samples ---------------------------------------------------------------------------------------------------
+
+
+def samples() -> Iterator[Sample]:
+    for family in SAMPLES:
+        yield from family()
+    yield "log_sigmoid_backward", (torch.empty(3, 4), torch.empty(3, 4), torch.empty(0)), {}  # as a GPU leaves it
+
+
+def run_sample(seen: Seen, sample: Sample, limit: int | None = None) -> None:
+    """One call under (at most `limit`) placements: jitted on virtual devices, and under the first on a rank; eagerly,
+    twice, so that the second finds everything ready. What comes out is of the dtype, shape and strides of the plain
+    call."""
+    name, args, kwargs = sample
+    with world(seen, name):
+        args, kwargs = elsewhere.placed(target_of(name), *on_gpu((args, kwargs)), CUDA)
+        alone = Seen()
+        try:
+            with Watch(alone):
+                call, tensors, results = call_of(target_of(name), args, kwargs)
+        except (UnsupportedOperatorException, DynamicOutputShapeException, DataDependentOutputException) as error:
+            seen.counts[f"no plain form: {type(error).__name__}"] += 1
+            return
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            seen.counts[f"no plain form: {name}: {str(error).splitlines()[0]}"] += 1
+            return
+        seen.known = {str(call.target)} if alone.faults else set()
+        rule = rule_for(call)
+        if rule is None:
+            seen.counts["no rule"] += 1
+            return
+        seen.counts["samples"] += 1
+        placements = [cut for cut in cuts(rule, (3,)) if not isinstance(cut, Chosen)]
+        layouts = [[layout(rule.sizes, labels, cut).canonical for labels in rule.operands] for cut in placements]
+
+    def fn(*given: Tensor) -> Any:
+        feed = iter(given)
+        a, k = mapped((tuple(args), dict(kwargs)), lambda _: next(feed))
+        return call.target(*a, **k)
+
+    for i, (cut, at) in enumerate(itertools.islice(zip(placements, layouts, strict=True), limit)):
+        axes = {a.name: a.of for some in cut.values() for a in some} or {"a": 2}
+        text = f"{name} {[list(t.shape) for t in tensors]} as {[str(x) for x in at]}"
+        with world(seen, f"jit {text}"):
+            mesh = cuda_mesh(**axes)
+            _compare(seen, results, lambda mesh=mesh, at=at: _jitted(fn, tensors, at, mesh))
+        if tensors:
+            with world(seen, f"eager {text}"):
+                mesh = cuda_mesh(**axes)
+                _compare(seen, results, lambda mesh=mesh, at=at: _eager(seen, fn, tensors, at, mesh), strides=True)
+        if i < 2:
+            with world(seen, f"rank {text}", (mesh.size - 1, mesh.size)):
+                mesh = cuda_mesh(**axes)
+                _compare(seen, results, lambda mesh=mesh, at=at: _jitted(fn, tensors, at, mesh))
+
+
+def _jitted(fn: Any, tensors: Sequence[Tensor], at: Sequence[Layout], mesh: Mesh) -> Any:
+    given = [placed(t, x, mesh) for t, x in zip(tensors, at, strict=True)]
+    with mesh, available():
+        return sl.jit(fn)(*given)
+
+
+def _eager(seen: Seen, fn: Any, tensors: Sequence[Tensor], at: Sequence[Layout], mesh: Mesh) -> Any:
+    for watch in (False, True):
+        given = [placed(t, x, mesh) for t, x in zip(tensors, at, strict=True)]
+        with mesh, ExitStack() as stack:
+            if watch:
+                seen.counts["eager calls"] += 1
+                stack.enter_context(Watch(seen))
+            out = fn(*given)
+    return out
+
+
+def _compare(seen: Seen, expected: Sequence[Any], run: Callable[[], Any], *, strides: bool = False) -> None:
+    try:
+        out = run()
+    except ShardingError as error:
+        seen.counts["refused"] += 1
+        seen.refusals[str(error).splitlines()[0]] += 1
+        return
+    except (DynamicOutputShapeException, DataDependentOutputException) as error:
+        if seen.known:  # as the plain call does
+            seen.plain[f"{next(iter(seen.known))} (eager)"] += 1
+        else:
+            seen.fault(f"{error} makes the host wait for values")
+        return
+    except Exception as error:  # noqa: BLE001 # whatever a program raises on a GPU is what is looked for
+        seen.fault(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+        return
+    found = out if isinstance(out, tuple | list) else [out]
+    if len(found) != len(expected):
+        seen.fault(f"{len(found)} results for {len(expected)}")
+    for i, (want, have) in enumerate(zip(expected, found, strict=False)):
+        if isinstance(want, Tensor):
+            _alike(seen, f"result {i}", want, have, strides)
+
+
+def _alike(seen: Seen, name: str, want: Tensor, have: Any, strides: bool) -> None:
+    """The result says of itself what the plain call's says, and its pieces are what it says."""
+    if not isinstance(have, ShardedTensor):
+        seen.fault(f"{name} is a {type(have).__name__}")
+        return
+    seen.counts["results"] += 1
+    if (have.dtype, have.shape, have.device) != (want.dtype, want.shape, want.device):
+        seen.fault(
+            f"{name} is {have.dtype}{list(have.shape)} on {have.device}, "
+            f"the plain one {want.dtype}{list(want.shape)} on {want.device}"
+        )
+    elif strides and want.numel() and have.stride() != want.stride():
+        seen.fault(f"{name} has strides {have.stride()}, the plain one {want.stride()}")
+    for piece in have.shards:
+        said = (have.dtype, tuple(have.sharding.local_shape(piece.coords)), have.device)
+        if (piece.data.dtype, tuple(piece.data.shape), piece.data.device) != said:
+            seen.fault(f"{name}: the piece at {piece.coords} is {piece.data}, not {said}")
+            return
+
+
+# --- W1 and models ----------------------------------------------------------------------------------------------------
+
+
+def run_w1(seen: Seen, name: str, rank: int | None = None) -> None:
+    """Two steps of W1 in a mode: forward, backward, update; the second from the first one's parameters."""
+    config = w1.TINY.with_(batch=8, d=32, heads=8, ff=48, vocab=64)
+    mode = w1.modes(config)[name]
+    with world(seen, f"W1 {name}", None if rank is None else (rank, 8)):
+        with cuda_mesh(dict(mode.rules), **mode.axes):
+            params, *batch = w1_sharded.place(mode, on_gpu(w1.init(config)), *on_gpu(w1.batch(config)))
+            step = w1_sharded.sharded_step(mode, config)
+            _, params = step(params, *batch)
+            value, params = step(params, *batch)
+        expected = (torch.empty((), device="cuda"), on_gpu(w1.init(config)))
+        _all_alike(seen, expected, (value, params))
+
+
+def run_model(seen: Seen, name: str, rank: int | None = None) -> None:
+    """A step of a model of transformers: forward, backward, update."""
+    from tests.models import gpt2, llama
+
+    if name in zoo.FAMILIES:
+        lm, rules, vocab = zoo.build(name), zoo.RULES, zoo.VOCAB
+    else:
+        module = {"gpt2": gpt2, "llama": llama}[name]
+        lm, rules, vocab = module.build(d=32, seq=16, vocab=64), module.RULES, 64
+    tokens = torch.randint(2, vocab, (8, 16))
+    rules = {n: axis for n, axis in rules.items() if axis in ("data", "tensor")}
+    with world(seen, name, None if rank is None else (rank, 8)):
+        params = on_gpu(lm.params())
+        with cuda_mesh(rules, data=2, tensor=4):
+            step = sl.jit(_model_step(lm), in_specs=(lm.specs(), "batch seq"), out_specs=(None, lm.specs()))
+            value, new = step(params, on_gpu(tokens))
+        _all_alike(seen, (torch.empty((), device="cuda"), params), (value, new))
+
+
+def _model_step(lm: Any) -> Any:
+    def step(params: Any, tokens: Tensor) -> Any:
+        leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
+        value = lm.loss(leaves, {"input_ids": tokens, "labels": tokens})
+        grads = torch.autograd.grad(value, list(leaves.values()))
+        return value.detach(), {n: p - 0.1 * g for (n, p), g in zip(params.items(), grads, strict=True)}
+
+    return step
+
+
+def _all_alike(seen: Seen, expected: Any, found: Any) -> None:
+    pairs = zip(pytree.tree_leaves_with_path(expected), pytree.tree_leaves(found), strict=True)
+    for (path, want), have in pairs:
+        _alike(seen, pytree.keystr(path), want, have, strides=False)
