@@ -157,11 +157,10 @@ def _agreed(number: int) -> Tensor:
     lead = mesh is None or mesh.rank == 0
     with _disable_current_modes():
         key = ops.call_key(number, device=torch.device("cpu"), lead=int(lead), apart=apart)
-        if mesh is None or mesh.device == "cpu":
-            return _summed(key, mesh) if mesh is not None and apart else key
-    assert mesh is not None
-    there = torch.full((), int(key), dtype=torch.int64, device=mesh.device)  # written by a kernel: nobody waits for it
-    return _summed(there, mesh) if apart else there
+        drawn = int(key)
+    if mesh is not None and mesh.device != "cpu":
+        key = torch.full((), drawn, dtype=torch.int64, device=mesh.device)  # by a kernel: nobody waits for it
+    return _summed(key, mesh) if mesh is not None and apart else key
 
 
 def _summed(key: Tensor, mesh: Mesh) -> Tensor:

@@ -19,6 +19,7 @@ from shardlib.lower.move import member_coords
 from shardlib.lower.program import Collective, Instr, Program, Var, reads
 from shardlib.lower.sym import Sym
 from shardlib.lower.varying import Primes, primes, varying
+from shardlib.meshes.mesh import Mesh
 from shardlib.run.reuse import borrowed, in_place, overwrites
 from shardlib.scalar import Scalar
 from shardlib.specs.layout import Axis, Coords
@@ -230,7 +231,7 @@ class Generator:
             for d, coords in enumerate(self.devices):
                 names.setdefault(self.name(var, coords), (i, d))
         for var, tensor in self.program.captured:
-            here = tensor.to(self.program.mesh.device)  # once, where it is on the CPU and the mesh is not
+            here = _captured(tensor, self.program.mesh)
             self.namespace |= {self.name(var, c): here for c in self.devices}
         results = []
         for i, out in enumerate(self.program.outputs):
@@ -262,6 +263,11 @@ class Generator:
         for i, s in enumerate(self._statements):
             lines.append("    " + s.text + (f"; del {', '.join(drops[i])}" if i in drops else ""))
         return "\n".join([*lines, ending, ""]), tuple(names.values())
+
+
+def _captured(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """A tensor that the function closes over, or wrote down, where the mesh's are: copied once, not at every call."""
+    return tensor.to(mesh.device)
 
 
 def _short(target: Any) -> str:

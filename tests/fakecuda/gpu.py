@@ -30,6 +30,9 @@ def gpu() -> Iterator[FakeTensorMode]:
     with ExitStack() as stack:
         for name, value in (("current_device", 0), ("device_count", 8), ("set_device", None)):
             stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_, value=value: value))
+        # A fake number on the CPU has no value.
+        there = lambda x, mesh: torch.full(x.shape, 1, dtype=x.dtype, device=mesh.device)
+        stack.enter_context(mock.patch("shardlib.eager.prepare.number_there", there))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(mock.patch.object(torch._subclasses.fake_tensor.log, "exception"))  # it raises as well
         # An op without a fake form would run on zeros, which takes a real device.

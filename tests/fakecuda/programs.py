@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 
 import shardlib as sl
-from shardlib import Mesh, ShardedTensor, ShardingError
+from shardlib import Mesh, P, ShardedTensor, ShardingError
 from shardlib.rules import rule_for
 from shardlib.specs.layout import Layout
 from shardlib.tracing import elsewhere
@@ -159,6 +159,55 @@ def _alike(seen: Seen, name: str, want: Tensor, have: Any, strides: bool) -> Non
             return
 
 
+# --- eager ------------------------------------------------------------------------------------------------------------
+
+_x, _w = P("data", None), P(None, "tensor")
+
+
+def _written(x: Tensor, w: Tensor) -> Tensor:
+    y = x.clone()
+    y[0] = 1.0
+    y[:, 1:3] += 2
+    y[y > 0] = 0.0
+    y.t()[2].mul_(3)
+    return y.add_(x)
+
+
+# Functions of x (6, 8), cut over data, and w (8, 6), cut over tensor: what a training loop writes outside jit.
+EAGER: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "a layer": lambda x, w: torch.nn.functional.gelu(x @ w).sum(),
+    "norms": lambda x, w: (torch.nn.functional.layer_norm(x, (8,)), torch.nn.functional.rms_norm(x.bfloat16(), (8,))),
+    "softmax": lambda x, w: torch.nn.functional.cross_entropy(x @ w, torch.zeros(6, dtype=torch.int64, device="cuda")),
+    "views": lambda x, w: (x.t().reshape(4, 2, 6).transpose(0, 1).flatten(), x.chunk(2, 1)[1].contiguous()),
+    "writes": _written,
+    "made beside": lambda x, w: x.new_ones(6, 8) + torch.zeros_like(x) + x.new_full((8,), 2.0),
+    "numbers": lambda x, w: x * torch.tensor(2.0) + torch.tensor(1) + 3.0,  # on the CPU: they travel with the kernel
+    "plain beside": lambda x, w: x + torch.ones(8, device="cuda"),
+    "draws": lambda x, w: (torch.nn.functional.dropout(x), torch.rand_like(x), torch.randn_like(w), x.bernoulli()),
+    "drawn in place": lambda x, w: x.clone().normal_().uniform_(0, 1),
+    "attention": lambda x, w: torch.nn.functional.scaled_dot_product_attention(
+        *[x.view(1, 6, 2, 4).transpose(1, 2)] * 3
+    ),
+    "log_sigmoid": lambda x, w: torch.nn.functional.logsigmoid(x) + torch.ops.aten.log_sigmoid_forward(w.t())[0],
+    "an optimiser": lambda x, w: torch._foreach_add([x, w], [x * 0.1, w * 0.1], alpha=-0.1),
+    "moved": lambda x, w: (x.redistribute(P(None, "tensor")), w.full_tensor()),
+    "compared": lambda x, w: (torch.where(x > 0, x, 0.0), x.topk(2), x.argmax(1), (x @ w).amax()),
+}
+
+
+def run_eager(seen: Seen, name: str, rank: int | None = None) -> None:
+    """A function of ShardedTensors outside jit, twice: cold, then with every op made ready."""
+    with world(seen, f"eager {name}", None if rank is None else (rank, 4)), cuda_mesh(data=2, tensor=2):
+        for warm in (False, True):
+            x, w = (sl.shard(torch.empty(6, 8, device="cuda"), _x), sl.shard(torch.empty(8, 6, device="cuda"), _w))
+            with Watch(seen, mine=True) if warm else nullcontext():
+                out = EAGER[name](x, w)
+            seen.counts["eager calls"] += warm
+        for leaf in pytree.tree_leaves(out):
+            if isinstance(leaf, ShardedTensor):
+                _alike(seen, "a result", torch.empty(leaf.shape, dtype=leaf.dtype, device="cuda"), leaf, strides=False)
+
+
 # --- W1 and models ----------------------------------------------------------------------------------------------------
 
 
@@ -189,7 +238,7 @@ def run_model(seen: Seen, name: str, rank: int | None = None) -> None:
     rules = {n: axis for n, axis in rules.items() if axis in ("data", "tensor")}
     with world(seen, name, None if rank is None else (rank, 8)):
         params = on_gpu(lm.params())
-        with cuda_mesh(rules, data=2, tensor=4):
+        with cuda_mesh(rules, data=2, tensor=4 if rank is not None else 2):
             step = sl.jit(_model_step(lm), in_specs=(lm.specs(), "batch seq"), out_specs=(None, lm.specs()))
             value, new = step(params, on_gpu(tokens))
         _all_alike(seen, (torch.empty((), device="cuda"), params), (value, new))

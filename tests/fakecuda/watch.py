@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,8 +24,10 @@ from shardlib.run.codegen import Generator, Source
 
 # Ops that read values on the host: each makes it wait for the GPU.
 READS = frozenset(
-    """_local_scalar_dense item is_nonzero equal nonzero nonzero_numpy masked_select unique_dim unique_consecutive
-    _unique _unique2 bincount argwhere _linalg_check_errors""".split()
+    {
+        *("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "nonzero_numpy", "argwhere", "bincount"),
+        *("masked_select", "unique_dim", "unique_consecutive", "_unique", "_unique2", "_linalg_check_errors"),
+    }
 )
 
 
@@ -44,12 +47,12 @@ class Seen:
 
 
 class Watch(TorchDispatchMode):
-    """Notes faults of the ops that are called while it is on."""
+    """Notes faults of the ops that are called while it is on; in `mine`, numbers on the CPU are the user's own."""
 
-    def __init__(self, seen: Seen) -> None:
+    def __init__(self, seen: Seen, *, mine: bool = False) -> None:
         super().__init__()
-        self.seen = seen
-        self.flying: dict[int, tuple[Tensor, list[Tensor]]] = {}  # storage of a result -> it, and what is being sent
+        self.seen, self.mine = seen, mine
+        self.flying: dict[int, dict[int, StorageWeakRef]] = {}  # memory of a result -> memories that are being sent
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -60,6 +63,8 @@ class Watch(TorchDispatchMode):
         self._reads(func, args, kwargs, given)
         out = func(*args, **kwargs)
         made = _tensors(out)
+        if self.mine and all(x.device.type == "cpu" and not x.dim() for x in (*given, *made)):
+            return out
         self._devices(func, args, given, made)
         self._flight(func, given, made)
         return out
@@ -96,20 +101,23 @@ class Watch(TorchDispatchMode):
         name = func._schema.name
         if name == "_c10d_functional::wait_tensor":
             self.seen.counts["waits"] += 1
-            if self.flying.pop(_memory(given[0]), None) is None:
+            sent = self.flying.pop(_memory(given[0]), None)
+            if sent is None:
                 self.seen.fault("a wait for what is not in flight")
+            elif any(ref.expired() for ref in sent.values()):
+                self.seen.fault("memory is given up while a collective reads it")
             return
         for x in given:
             if _memory(x) in self.flying:
                 self.seen.fault(f"{func} reads the result of a collective before it is waited for")
         writes = [x for x, a in zip(_arguments(func, given), func._schema.arguments, strict=False) if _written(a)]
-        busy = {_memory(x) for _, sent in self.flying.values() for x in sent}
+        busy = {memory for sent in self.flying.values() for memory in sent}
         if any(isinstance(x, Tensor) and _memory(x) in busy for x in writes):
             self.seen.fault(f"{func} writes to memory that a collective reads")
         if name.startswith("_c10d_functional::"):
             self.seen.counts["collectives"] += 1
-            sent = [x for x in given if all(_memory(x) != _memory(y) for y in made)]
-            self.flying |= {_memory(y): (y, sent) for y in made}
+            refs = {_memory(x): StorageWeakRef(x.untyped_storage()) for x in given}
+            self.flying |= {_memory(y): refs for y in made}
 
 
 def _arguments(func: Any, given: list[Tensor]) -> list[Any]:

@@ -1,0 +1,124 @@
+"""Faults that only a GPU would show, planted one mechanism at a time: each is seen, and nothing without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import shardlib as sl
+from shardlib import ShardingError
+from shardlib.eager.slots import moved
+from shardlib.lower.arguments import substitute
+from shardlib.lower.local import LocalForm
+from shardlib.run import virtual
+from tests.fakecuda.gpu import cuda_mesh
+from tests.fakecuda.programs import world
+from tests.fakecuda.watch import Seen
+
+aten = torch.ops.aten
+CLOSED_OVER = torch.arange(8.0)
+Plant = AbstractContextManager[Any]
+
+
+def seen_in(
+    fn: Callable[..., Any], specs: Any, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, rank: bool = False
+) -> Seen:
+    """What is seen of `fn`, jitted on four GPUs, or on one of four ranks."""
+    seen = Seen()
+    with world(seen, "", (1, 4) if rank else None), cuda_mesh(data=2, tensor=2):
+        args = [torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes]
+        try:
+            sl.jit(fn, in_specs=specs)(*args)
+        except ShardingError:
+            raise
+        except Exception as error:  # noqa: BLE001 # a raw error is how torch refuses on fake tensors
+            seen.fault(f"{type(error).__name__}: {error}")
+    return seen
+
+
+def reads_in_a_local_form() -> Plant:
+    write = LocalForm.op
+
+    def op(self: LocalForm, target: Any, *args: Any, **kwargs: Any) -> Any:
+        out = write(self, target, *args, **kwargs)
+        write(self, aten._local_scalar_dense.default, out[0] if isinstance(out, tuple) else out)
+        return out
+
+    return mock.patch.object(LocalForm, "op", op)
+
+
+def made_on_the_cpu(node: Any, operands: Any) -> Any:
+    return moved(substitute(node, operands), torch.device("cpu"))
+
+
+def on_the_cpu(sources: list[Tensor], kind: str = "sum") -> list[Tensor]:
+    return [sources[0].to("cpu")] * len(sources)
+
+
+def cross_entropy(x: Tensor) -> Tensor:
+    return F.cross_entropy(x, torch.zeros(len(x), dtype=torch.int64, device=x.device))
+
+
+# fault -> (the mechanism that is taken out or bent, a program that needs it, what is said)
+PLANTED: dict[str, tuple[Callable[[], Plant], Callable[[], Seen], str]] = {
+    "a constant made on the CPU": (
+        lambda: mock.patch("shardlib.lower.constants.substitute", made_on_the_cpu),
+        lambda: seen_in(lambda x: x + torch.arange(8), ("_@data _",), (6, 8)),
+        "makes a tensor on cpu",
+    ),
+    "a value read in a local form": (
+        reads_in_a_local_form,
+        lambda: seen_in(cross_entropy, ("_ _@tensor",), (6, 8)),
+        "makes the host wait for values",
+    ),
+    "a captured tensor on the CPU": (
+        lambda: mock.patch("shardlib.run.codegen._captured", lambda tensor, mesh: tensor),
+        lambda: seen_in(lambda x: x + CLOSED_OVER, ("_@data _",), (6, 8)),
+        "to be on the same device",
+    ),
+    "a dtype that only the CPU gives": (
+        lambda: mock.patch("shardlib.tracing.elsewhere.is_here", lambda device: True),
+        lambda: seen_in(lambda x: F.layer_norm(x, (8,)), ("_@data _",), (6, 8), dtype=torch.bfloat16),
+        "is torch.float32, the program says torch.bfloat16",
+    ),
+    "a result on another device": (
+        lambda: mock.patch.dict(virtual._SHARED, all_reduce=on_the_cpu),
+        lambda: seen_in(lambda x: x.sum(), ("_@data _",), (6, 8)),
+        "makes a tensor on cpu",
+    ),
+    "a collective that nobody waits for": (
+        lambda: mock.patch("shardlib.ops.all_reduce.wait", lambda tensor: tensor),
+        lambda: seen_in(lambda x: x.sum() * 2, ("_@data _",), (6, 8), rank=True),
+        "before it is waited for",
+    ),
+    "memory given up in flight": (
+        lambda: mock.patch("shardlib.ops._wire.Flight.__init__", forget_what_was_sent),
+        lambda: seen_in(lambda x: sl.shard(x * 2, "_ _"), ("_@data _",), (8, 8), rank=True),
+        "given up while a collective reads it",
+    ),
+}
+
+
+def forget_what_was_sent(self: Any, buffer: Tensor, counts: Any, slots: Any, dtype: Any, group: Any, *_: Any) -> None:
+    values = (buffer, counts, slots, dtype, group, None, None, False)
+    for name, value in zip(type(self).__slots__, values, strict=True):
+        object.__setattr__(self, name, value)
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_planted_faults_are_seen(fault: str) -> None:
+    plant, run, text = PLANTED[fault]
+    sound = run()
+    assert not sound.faults
+    assert sound.counts["programs"]
+    with ExitStack() as stack:
+        stack.enter_context(plant())
+        found = run().faults
+    assert any(text in f for f in found), found
