@@ -72,7 +72,7 @@ def device_type(device: str | None, kind: str) -> str:
     if fault:
         plan = "or Mesh.abstract(...) to plan only"
         if device == "cuda":
-            plan = 'or plan for GPUs without one, on Mesh.abstract(..., device="cuda"): step.plan(...) takes meta and CPU tensors'
+            plan = 'or plan without a GPU: Mesh.abstract(..., device="cuda"), and step.plan(...) of meta or CPU tensors'
         other = "cpu" if device == "cuda" else "cuda"
         raise ShardingError(
             f"a mesh cannot be on device {device!r}",

@@ -48,7 +48,7 @@ def cuda_mesh(rules: Mapping[str, Any] | None = None, /, **axes: int) -> Mesh:
 @contextmanager
 def available() -> Iterator[None]:
     """torch says that it has a GPU: functions are traced on it, which autograd does not bear."""
-    with mock.patch.object(torch.cuda, "is_available", lambda: True):
+    with mock.patch.object(torch.cuda, "is_available", return_value=True):
         yield
 
 
@@ -58,7 +58,7 @@ def ranks(rank: int, size: int) -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         with ExitStack() as stack:
-            stack.enter_context(mock.patch.object(dist, "get_backend", lambda *_: "nccl"))
+            stack.enter_context(mock.patch.object(dist, "get_backend", return_value="nccl"))
             stack.enter_context(mock.patch("shardlib.run.distributed.agree"))  # the others are not there to agree
             stack.enter_context(mock.patch.object(Session, "_meet", _alone))
             stack.enter_context(mock.patch.object(world, "_new", _really(world._new)))
