@@ -136,9 +136,10 @@ def mask_filled(
     x: torch.Tensor, indices: Sequence[Any], value: torch.Tensor, accumulate: bool = False, unsafe: bool = False
 ) -> int | None:
     """Which of the indices is the one mask that `x[indices] = value` writes a number by; None of other writes."""
-    (at, *others) = [i for i, index in enumerate(indices) if index is not None] or [None]
-    if at is None or others or accumulate or value.dim() or value.dtype is not x.dtype:
+    given = [i for i, index in enumerate(indices) if index is not None]
+    if len(given) != 1 or accumulate or value.dim() or value.dtype is not x.dtype:
         return None
+    (at,) = given
     mask = indices[at]
     return at if mask.dtype is torch.bool and mask.shape == x.shape[at : at + mask.dim()] else None
 

@@ -131,6 +131,8 @@ def test_literals(value: Any) -> None:
         (aten.where.self, (torch.randn(3) > 0, torch.randn(3), torch.randn(3))),
         (aten.scalar_tensor.default, (2.0,)),
         (aten.slice.Tensor, (torch.randn(5), 0, 1, 3)),
+        (aten.binary_cross_entropy_with_logits.default, (torch.randn(3, 2), torch.rand(3, 2))),
+        (aten.view.dtype, (torch.randn(3), torch.int32)),
     ],
     ids=lambda x: str(x) if not isinstance(x, tuple) else "",
 )

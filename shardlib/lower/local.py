@@ -280,7 +280,7 @@ def _result_dtype(target: Any, args: Sequence[Any]) -> torch.dtype:
         behind = behind[:1]
     if not behind:
         return torch.float32
-    dtype = functools.reduce(torch.promote_types, behind)
+    dtype: torch.dtype = functools.reduce(torch.promote_types, behind)
     number = args[1] if name in _WITH_NUMBER and len(args) > 1 else None
     if isinstance(number, Sym):
         number = 1

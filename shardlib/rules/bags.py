@@ -45,8 +45,9 @@ def _bag(local: Local) -> Any:
     out, *_ = local.op(local.call.target, table, mine, offsets, False, _SUM, False, weights, last, -1)
     out = local.op(aten.slice.Tensor, out, 1, 0, local.size("d"))
     if mode == _MEAN:
-        (bags, *_) = local.call.results[0].shape  # a GPU counts one more behind the last
-        size = local.op(aten.slice.Tensor, counts[1], 0, 0, bags)
+        pooled = local.call.results[0]
+        assert pooled is not None
+        size = local.op(aten.slice.Tensor, counts[1], 0, 0, pooled.shape[0])  # a GPU counts one more behind the last
         size = local.op(aten.unsqueeze.default, local.op(aten.clamp_min.default, size, 1), 1)
         out = local.op(aten.div.Tensor, out, size)
     return (local.all_reduce(out, "v", "sum", local.rule.results[0]), *counts)

@@ -301,13 +301,16 @@ def _resolved(target: Any) -> Callable[..., Any]:
 def fast_binding(target: Any) -> Any:
     """The cheapest callable for an op: torch's C functions parse arguments faster than `torch.ops` does.
 
-    The two take the same arguments; where torch has no function of that name, the op itself is called.
+    The two take the same arguments, and but for `reduction` mean the same where one is left out; where torch has no
+    function of that name, the op itself is called.
     """
     schema = getattr(target, "_schema", None)
     if schema is None or not schema.name.startswith("aten::"):
         return target
     if any(str(a.type) == "List[Optional[Tensor]]" for a in schema.arguments):
         return target  # torch's own functions do not take the None of x[:, i]
+    if any(a.name == "reduction" for a in schema.arguments):
+        return target  # left out, it is no reduction to torch's own function, and a mean to the op
     name = schema.name.removeprefix("aten::")
     if has(target, "leaves marks"):
         return _resolved(target)

@@ -41,7 +41,7 @@ def groups() -> dict[str, list[tuple[str, Run]]]:
     """Every program by its group."""
 
     def sample(one: Any) -> Run:
-        return lambda seen: programs.run_sample(seen, one, 6)
+        return lambda seen: programs.run_sample(seen, one, 2)
 
     def model(kind: Any, name: str, rank: int | None) -> Run:
         return lambda seen: kind(seen, name, rank)
