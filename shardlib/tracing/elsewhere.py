@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from shardlib.errors import ShardingError
+from shardlib.scalar import hinted
 
 
 def is_here(device: torch.device) -> bool:
@@ -47,7 +48,7 @@ def _like(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _result(node: fx.Node) -> Any:
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    args, kwargs = hinted(fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"]))
     try:
         return node.target(*args, **kwargs)  # type: ignore[operator]
     except (RuntimeError, NotImplementedError) as error:
