@@ -11,6 +11,7 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh, ShardingError
+from shardlib.ops import draw, random
 from tests.fakecuda.gpu import available, cuda_mesh
 from tests.fakecuda.programs import world
 from tests.fakecuda.watch import Seen
@@ -126,3 +127,28 @@ def test_a_mask_and_a_number_fill_without_counting() -> None:
         ints = sl.shard(torch.arange(5), "_@data")
         with pytest.raises((RuntimeError, ShardingError)):
             ints[mask] = torch.tensor(1.5)  # torch writes no other dtype
+
+
+class Called(torch.utils._python_dispatch.TorchDispatchMode):
+    """The ops that were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_keys_are_written_by_kernels_not_copied() -> None:
+    """A copy from the CPU would wait for the GPU; meta stands for another device here."""
+    before = torch.get_rng_state()
+    here = draw.call_key(device=torch.device("cpu"))
+    torch.set_rng_state(before)
+    with Called() as called:
+        there = draw.call_key(device=torch.device("meta"))
+        random.words(3, 4, torch.empty(5, dtype=torch.int64, device="meta"))
+    assert (there.device.type, there.dtype, there.shape) == ("meta", here.dtype, here.shape)
+    assert aten.full.default in called.ops
+    assert not {aten._to_copy.default, aten.copy_.default, aten.lift_fresh.default} & set(called.ops)

@@ -53,10 +53,11 @@ def test_eager(name: str, rank: int | None) -> None:
     assert seen.counts["ops"]
 
 
-@pytest.mark.parametrize(
-    ("name", "rank"),
-    [("tp_sp", None), *((n, 5) for n in MODES), *(pytest.param(n, None, marks=pytest.mark.slow) for n in MODES)],
-)
+FAST = {("dp8", None), ("tp_sp", 5), ("fsdp_tp", 5)}
+W1 = [pytest.param(n, r, marks=[] if (n, r) in FAST else pytest.mark.slow) for n in MODES for r in (None, 5)]
+
+
+@pytest.mark.parametrize(("name", "rank"), W1)
 def test_w1(name: str, rank: int | None) -> None:
     seen = Seen()
     programs.run_w1(seen, name, rank)
