@@ -158,9 +158,10 @@ def _agreed(number: int) -> Tensor:
     with _disable_current_modes():
         key = ops.call_key(number, device=torch.device("cpu"), lead=int(lead), apart=apart)
         drawn = int(key)
-    if mesh is not None and mesh.device != "cpu":
-        key = torch.full((), drawn, dtype=torch.int64, device=mesh.device)  # by a kernel: nobody waits for it
-    return _summed(key, mesh) if mesh is not None and apart else key
+        if mesh is None or mesh.device == "cpu":
+            return _summed(key, mesh) if mesh is not None and apart else key
+    key = torch.full((), drawn, dtype=torch.int64, device=mesh.device)  # by a kernel: nobody waits for it
+    return _summed(key, mesh) if apart else key
 
 
 def _summed(key: Tensor, mesh: Mesh) -> Tensor:
