@@ -91,6 +91,7 @@ def has(target: Any, trait: str) -> bool:
     """Whether an op has a trait of `TRAITS`.
 
     Example:
+        >>> import torch
         >>> aten = torch.ops.aten
         >>> has(aten.t.default, "permutes"), has(aten.unsafe_split.Tensor, "shows"), has(len, "copies")
         (True, True, False)
@@ -104,6 +105,7 @@ def is_view(target: Any) -> bool:
     """Whether an op's results show the memory of its first argument, by its schema or by the table.
 
     Example:
+        >>> import torch
         >>> aten = torch.ops.aten
         >>> is_view(aten.slice.Tensor), is_view(aten.lift.default), is_view(aten.add_.Tensor)
         (True, True, False)
@@ -119,7 +121,9 @@ def may_show(target: Any) -> bool:
     """Whether an op's results may show the memory of any operand: also what nobody here has measured may.
 
     Example:
-        >>> may_show(torch.ops.aten.conj_physical.default), may_show(torch.ops.aten.add.Tensor)
+        >>> import torch
+        >>> aten = torch.ops.aten
+        >>> may_show(aten.conj_physical.default), may_show(aten.add.Tensor)
         (True, False)
     """
     if not isinstance(target, OpOverload):
