@@ -4,6 +4,7 @@ Contents: meshes and specs; placing and typing tensors; compiling, planning and 
 for custom ops; torch.func's transforms, which all compose with `jit`.
 """
 
+from shardlib import beside as _beside  # noqa: F401  (teaches the rest of torch)
 from shardlib.check import check
 from shardlib.eager import above as _above  # noqa: F401  (registers itself with torch)
 from shardlib.eager import functional as _functional  # noqa: F401  (this, too)
@@ -30,6 +31,7 @@ from shardlib.random.plain import global_random
 from shardlib.rules import rule
 from shardlib.scanning import scan
 from shardlib.specs.spec import P, Spec
+from shardlib.tensors import persist as _persist  # noqa: F401  (tells torch.load what it may read)
 from shardlib.tensors.dtensor import from_dtensor, to_dtensor
 from shardlib.tensors.tensor import ShardedTensor, shard, typeof
 from shardlib.tensors.visualize import visualize

@@ -37,7 +37,7 @@ from shardlib.random.plain import plain_program
 from shardlib.run import Runner, load
 from shardlib.specs.layout import Layout, Pieces
 from shardlib.specs.spec import Resolved, Spec
-from shardlib.state import is_single_device, is_tracing
+from shardlib.state import is_single_device, is_tracing, unseen
 from shardlib.tensors.form import Form
 from shardlib.tensors.tensor import ShardedTensor, typeof, wrap
 
@@ -277,6 +277,7 @@ class Jitted:
             (mesh,) = found
         return mesh
 
+    @unseen
     def _planned(
         self,
         programs: Programs,
@@ -355,6 +356,7 @@ class Jitted:
         )
         return Plan(compiled)
 
+    @unseen
     def _load(self, mesh: Mesh, plan: Plan, kept: Sequence[Any] = (), load: Callable[..., Runner] = load) -> Ready:
         if mesh.kind == "abstract":
             raise ShardingError(

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import ParamSpec, TypeVar
+
+from torch._C._dynamo import eval_frame
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
 
 tracing_flag: ContextVar[bool] = ContextVar("shardlib_tracing", default=False)
 _single: ContextVar[bool] = ContextVar("shardlib_single", default=False)
@@ -49,3 +56,17 @@ def paused_gc() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
+
+
+def unseen(fn: Callable[Args, Result]) -> Callable[Args, Result]:
+    """`fn`, and all that it calls, as `torch.compile` lets them alone: what compiles is not compiled itself."""
+
+    @functools.wraps(fn)
+    def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+        before = eval_frame.set_eval_frame(None)
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            eval_frame.set_eval_frame(before)
+
+    return call

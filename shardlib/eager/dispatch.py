@@ -17,6 +17,7 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from shardlib.beside.distributed import NAMESPACES, refuse_collective
 from shardlib.eager import aliases
 from shardlib.eager.prepare import LOCK, Prepared, pieces, whole
 from shardlib.eager.slots import tensors_of
@@ -28,7 +29,7 @@ from shardlib.normalise import mask_filled
 from shardlib.random.draw import in_call, one_call
 from shardlib.rules.table import row
 from shardlib.specs.layout import Layout
-from shardlib.state import is_tracing
+from shardlib.state import is_tracing, unseen
 from shardlib.tensors.form import Form
 from shardlib.tensors.tensor import ShardedTensor, typeof, wrap
 from shardlib.tracing.lifted import redirected
@@ -54,6 +55,7 @@ def handles(*ops: Any) -> Callable[[Handler], Handler]:
     return register
 
 
+@unseen
 def dispatch(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run one ATen op on sharded (and plain, taken as whole) tensors that is not ready yet; tensor results are sharded.
 
@@ -86,6 +88,8 @@ def dispatch(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _make(op: Any, args: Any, kwargs: dict[str, Any]) -> Run:
     """What runs this call, and all that have its key."""
     tensors = tensors_of((args, kwargs))
+    if op.namespace in NAMESPACES:
+        refuse_collective(str(op), [typeof(x) for x in tensors if isinstance(x, ShardedTensor)])
     mesh = _mesh(op, [x for x in tensors if isinstance(x, ShardedTensor)])
     devices = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.device)]
     if any(device.type == "meta" for device in devices) and not _composite(op):

@@ -34,7 +34,7 @@ from shardlib.plans.plan import Plan
 from shardlib.propagate import propagate
 from shardlib.propagate.flood import Fixed
 from shardlib.run import distributed, virtual
-from shardlib.state import paused_gc
+from shardlib.state import paused_gc, unseen
 from shardlib.tensors.form import Form, Names
 from shardlib.tracing.functionalise import functionalise
 from shardlib.tracing.lines import Line, user_line
@@ -69,6 +69,7 @@ class Single:
         return self.run(pieces)
 
 
+@unseen
 @paused_gc()
 def single(op: Any, args: Any, kwargs: dict[str, Any], operands: Sequence[Operand], mesh: Mesh) -> Single:
     """Compile one call; `op` None only follows the path of the one operand."""

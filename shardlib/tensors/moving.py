@@ -36,6 +36,11 @@ def placed(x: torch.Tensor, resolved: Resolved, mesh: Mesh, donate: bool = False
     return place(x, resolved, mesh, donate)
 
 
+def laid_as(x: torch.Tensor, like: ShardedTensor) -> ShardedTensor:
+    """A plain tensor, which every process has whole, laid out as `like` is; without history."""
+    return place(x.detach(), _home(like), like.mesh)
+
+
 def _gathered(x: ShardedTensor) -> torch.Tensor:
     """The values in memory that nobody else shows: who is given it may write to it."""
     if x.mesh.kind == "virtual":

@@ -26,6 +26,7 @@ from shardlib.tensors.form import Form
 from shardlib.tensors.form import Names as Names
 from shardlib.tensors.memory import cut_up as cut_up
 from shardlib.tensors.memory import owned, refuse_misfits
+from shardlib.tensors.storage import without_storage
 from shardlib.tracing.constraint import constrain
 
 
@@ -176,14 +177,6 @@ class ShardedTensor(torch.Tensor):
     def numpy(self, *, force: bool = False) -> Any:
         """The whole tensor as a numpy array."""
         return self.full_tensor().numpy(force=force)
-
-    def data_ptr(self) -> int:
-        """Refused: there is no one address."""
-        raise ShardingError(
-            f"{typeof(self)} has no address",
-            rule="a tensor in pieces has no storage of its own",
-            remedy="x.to_local().data_ptr() is this device's piece",
-        )
 
     def __float__(self) -> float:
         return float(self.full_tensor().detach())
@@ -405,3 +398,6 @@ def typeof(x: torch.Tensor) -> str:
     if not plus:
         return f"{short_dtype(x.dtype)}[{body}]"
     return f"{short_dtype(x.dtype)}[{body.strip()}] +{pending}"
+
+
+without_storage(ShardedTensor, typeof)

@@ -1,0 +1,93 @@
+"""What stands around `torch.distributed.checkpoint`: whole state dicts, and copies for saving in the background.
+
+Both know DTensors by their type, and take every other tensor for a plain one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from shardlib.tensors.form import Form
+from shardlib.tensors.moving import laid_as
+from shardlib.tensors.tensor import ShardedTensor, wrap
+
+
+def _state_dict(module: Any) -> None:
+    """`full_state_dict=True`: plain tensors out; plain tensors in, laid out as those that they replace."""
+    gather = module._gather_state_dict
+
+    @functools.wraps(gather)
+    def gathered(state_dict: Any, **how: Any) -> Any:
+        return gather(pytree.tree_map_only(ShardedTensor, lambda x: x.detach().full_tensor(), state_dict), **how)
+
+    module._gather_state_dict = gathered
+    for name in ("_distribute_state_dict", "_broadcast_state_dict"):
+        setattr(module, name, _placing(getattr(module, name)))
+
+
+def _placing(distribute: Callable[..., None]) -> Callable[..., None]:
+    """One of torch's functions that fill a flat state dict with values of whole ones, and keep the type of DTensors."""
+
+    @functools.wraps(distribute)
+    def placing(full: Any, local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        before = {name: x for name, x in local.items() if isinstance(x, ShardedTensor)}
+        distribute(full, local, *args, **kwargs)
+        for name, x in before.items():
+            now = local.get(name)
+            if isinstance(now, torch.Tensor) and not isinstance(now, ShardedTensor):
+                local[name] = laid_as(now, x)
+
+    return placing
+
+
+def _stager(module: Any) -> None:
+    """Copies on the CPU that training does not change, of the pieces; pieces that devices share stay shared."""
+    cls = module.StateDictStager
+    offload = cls._offload_tensor
+
+    @functools.wraps(offload)
+    def offloaded(self: Any, x: torch.Tensor, memo: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not isinstance(x, ShardedTensor):
+            copied: torch.Tensor = offload(self, x, memo, *args, **kwargs)
+            return copied
+        out = _on_cpu(x, self.deepcopy_with_tensor_offload(x._locals, memo, *args, **kwargs))
+        memo[id(x)] = out
+        return out
+
+    cls._offload_tensor = offloaded
+
+
+def _staging(module: Any) -> None:
+    """The blocking way makes the memory first, and copies into it later."""
+    create = module._create_cpu_state_dict
+
+    @functools.wraps(create)
+    def created(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        leaves, tree = pytree.tree_flatten(state_dict)
+        rest = [None if isinstance(x, ShardedTensor) else x for x in leaves]
+        made = pytree.tree_leaves(create(pytree.tree_unflatten(rest, tree), *args, **kwargs))
+        whole = [
+            _on_cpu(x, tuple(p.cpu() for p in x._locals)) if isinstance(x, ShardedTensor) else y
+            for x, y in zip(leaves, made, strict=True)
+        ]
+        return pytree.tree_unflatten(whole, tree)
+
+    module._create_cpu_state_dict = created
+
+
+def _on_cpu(x: ShardedTensor, pieces: tuple[torch.Tensor, ...]) -> ShardedTensor:
+    form = x._form
+    there = Form.of(form.layout, form.mesh, form.dtype, torch.device("cpu"), form.names, form.strides, form.offset)
+    return wrap(there, pieces)
+
+
+TAUGHT: dict[str, Callable[[Any], None]] = {
+    "torch.distributed.checkpoint.state_dict": _state_dict,
+    "torch.distributed.checkpoint._state_dict_stager": _stager,
+    "torch.distributed.checkpoint.staging": _staging,
+}
