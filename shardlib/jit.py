@@ -16,6 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from shardlib.arrays import taken
 from shardlib.bounded import Bounded
 from shardlib.calls import gradient
 from shardlib.calls.ambient import ambient
@@ -203,6 +204,9 @@ class Jitted:
     def _plan(self, programs: Programs, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         mesh = self._mesh(args, kwargs)
         key, leaves, state = self._read(mesh, programs, own, args, kwargs)
+        if state.arrays:
+            args, kwargs = self._taken(args, kwargs)
+            key, leaves, state = self._read(mesh, programs, own, args, kwargs)
         plan = self._planned(programs, mesh, key, leaves, state, args, kwargs)[0]
         self._check_budgets(plan)
         return plan
@@ -219,6 +223,9 @@ class Jitted:
                 return self.fn(*args, **kwargs)
             mesh = self._mesh(args, kwargs)
         key, leaves, state = self._read(mesh, programs, own, args, kwargs)
+        if state.arrays:
+            args, kwargs = self._taken(args, kwargs)
+            key, leaves, state = self._read(mesh, programs, own, args, kwargs)
         ready = programs.find(key, leaves)
         if ready is None:
             with programs.lock:
@@ -259,6 +266,14 @@ class Jitted:
         self._closure.read(state, known)
         leaves += state.tensors
         return (mesh, ambient(), tuple(known)), leaves, state
+
+    def _taken(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with tensors for numpy's arrays, but for the static ones."""
+        said = f"an argument of {self.name}"
+        return (
+            tuple(x if i in self.static else taken(x, said) for i, x in enumerate(args)),
+            {k: x if k in self.static else taken(x, said) for k, x in kwargs.items()},
+        )
 
     def _check_budgets(self, plan: Plan) -> None:
         for budget in (*current_budgets(), *([self.budget] if self.budget else ())):

@@ -263,7 +263,7 @@ def test_every_node_has_its_line(step):
     assert found["sub", False] == {"return w - 0.1 * g"}
     line = next(n for n in traced.graph.graph.nodes if str(n.target) == "aten.silu.default").meta["line"]
     source, start = inspect.getsourcelines(_layer)
-    assert line == (__file__, start + len(source) - 1, "_layer", "return F.silu(y)")
+    assert line[:4] == (__file__, start + len(source) - 1, "_layer", "return F.silu(y)")
     assert str(line) == f"{__file__}:{line.lineno} in _layer: return F.silu(y)"
 
 

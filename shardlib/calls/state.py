@@ -30,7 +30,7 @@ class State:
     the tensors whose `.grad` a trace can see, with what it is.
     """
 
-    __slots__ = ("_at", "_number", "_visited", "changing", "found", "grads", "kept", "own", "places", "tensors")
+    __slots__ = ("_at", "_number", "_visited", "arrays", "changing", "found", "grads", "kept", "own", "places", "tensors")
 
     def __init__(self, own: Any = None, changing: Collection[Place] = ()) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -38,6 +38,7 @@ class State:
         self.kept: list[Any] = []
         self.grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self.own = own  # the object whose method runs: it has a cache of its own, which must not keep it
+        self.arrays = False  # whether numpy's are among the arguments
         self.changing = changing  # what the function itself changes is not looked at
         self.found: dict[Place, tuple[Any, ...]] | None = None  # if a dict, what is known of each place
         self._number: dict[int, int] = {}
@@ -108,6 +109,7 @@ class State:
 
     def object(self, x: Any, known: list[Any]) -> None:
         """An argument that is no tensor, number or container."""
+        self.arrays |= type(x).__module__ == "numpy"
         self._value(x, known, 0)
 
     def named(self, name: str, x: Any, known: list[Any]) -> None:

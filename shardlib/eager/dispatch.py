@@ -270,6 +270,16 @@ def _resize(op: Any, args: Any, kwargs: Any) -> Any:
     return x
 
 
+@handles(aten.set_.source_Tensor)
+def _set(op: Any, args: Any, kwargs: Any) -> Any:
+    """What a tensor becomes another one by; torch's parametrizations do so with a module's parameter."""
+    x, source = args
+    if not (isinstance(x, ShardedTensor) and isinstance(source, ShardedTensor)):
+        return NotImplemented
+    x.data = source.detach()
+    return x
+
+
 @handles(aten._local_scalar_dense.default)
 def _item(op: Any, args: Any, kwargs: Any) -> Any:
     return args[0].full_tensor().item()

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -275,7 +275,7 @@ class Plan:
 
     def _folded(self) -> list[Row]:
         rows: list[Row] = []
-        heading = ""
+        heading, section = "", cast("tuple[str, ...]", ())
         listed: set[Op] = set()
         for step in self.compiled.program.steps:
             if (cells := self._cells(step, listed)) is None:
@@ -283,6 +283,10 @@ class Plan:
             text = step.line.text if step.line else ""
             text = text if len(text) <= 96 else f"{text[:93]}..."
             line = f"{'backward of ' if step.backward else ''}{place(step.line)}  {text}".rstrip()
+            inside = step.line.section if step.line else ()
+            if inside != section:
+                section, heading = inside, ""
+                rows.append(Row((f"[{' > '.join(section) or 'outside sections'}]",)))
             if line != heading:
                 rows.append(Row((heading := line,)))
             rows.append(Row(cells, 1))

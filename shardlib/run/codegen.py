@@ -298,6 +298,11 @@ def _resolved(target: Any) -> Callable[..., Any]:
     return call
 
 
+def _as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The bytes of a local shard as another dtype; it may have other strides than the whole tensor that was traced."""
+    return (x if x.is_contiguous() else x.contiguous()).view(dtype)
+
+
 def fast_binding(target: Any) -> Any:
     """The cheapest callable for an op: torch's C functions parse arguments faster than `torch.ops` does.
 
@@ -314,6 +319,8 @@ def fast_binding(target: Any) -> Any:
     name = schema.name.removeprefix("aten::")
     if has(target, "leaves marks"):
         return _resolved(target)
+    if name in ("view", "view_copy") and schema.overload_name == "dtype":
+        return _as_dtype
     if has(target, "reshapes"):
         return torch.Tensor.reshape  # a local shard may have other strides than the whole tensor that was traced
     if name.endswith("_") and hasattr(torch.Tensor, name):

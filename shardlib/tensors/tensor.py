@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from shardlib.arrays import tensor_of
 from shardlib.eager.aliases import view
 from shardlib.eager.warm import LOOSE, PROGRAMS, read
 from shardlib.errors import ShardingError
@@ -328,6 +329,8 @@ def shard(
     """
     if is_single_device():
         return x
+    if not isinstance(x, torch.Tensor):
+        x = tensor_of(x, f"the x of shard(x, {str(spec)!r})")
     refuse_others(f"shard(x, {str(spec)!r})", [("x", x)])
     if is_tracing() and current_body() is not None:
         raise ShardingError(

@@ -28,6 +28,7 @@ class Line(NamedTuple):
     lineno: int
     function: str
     text: str
+    section: tuple[str, ...] = ()  # the `record_function`s around it, from the outermost on
 
     def __str__(self) -> str:
         return f"{self.file}:{self.lineno} in {self.function}: {self.text}"
@@ -44,6 +45,7 @@ class LineRecorder:
         self.fallback = fallback
         self._by_sequence: dict[int, Line] = {}
         self._seen = torch._C._autograd._get_sequence_nr()
+        self._section: tuple[str, ...] = ()
 
     def record(self, node: fx.Node) -> None:
         line = None
@@ -54,12 +56,23 @@ class LineRecorder:
         line = replayed.get() or line
         if line is None:
             line = user_line(sys._getframe(1)) or self.fallback
+            if is_mark(node):
+                self._section = (
+                    (*self._section, str(node.args[0])) if "enter" in str(node.target) else self._section[:-1]
+                )
+            if self._section:
+                line = line._replace(section=self._section)
         node.meta["line"] = line
         # Numbers handed out since the last node are this one's: autograd makes its node just before the op runs.
         upto = torch._C._autograd._get_sequence_nr()
         for number in range(self._seen, upto):
             self._by_sequence[number] = line
         self._seen = max(self._seen, upto)
+
+
+def is_mark(node: fx.Node) -> bool:
+    """Whether a node only begins or ends a `torch.profiler.record_function`."""
+    return getattr(node.target, "namespace", "") == "profiler"
 
 
 def user_line(frame: FrameType | None) -> Line | None:

@@ -40,7 +40,8 @@ from shardlib.tracing.ending import After, Ending, move_inputs_first
 from shardlib.tracing.first_order import first_order
 from shardlib.tracing.functionalise import functionalise
 from shardlib.tracing.lifted import Lifted, refuse_carriers
-from shardlib.tracing.lines import Line, LineRecorder, error_line
+from shardlib.tracing.lines import Line, LineRecorder, error_line, is_mark
+from shardlib.tracing.mistakes import mistake
 from shardlib.tracing.numbers import NotExpressionsError, Numbers, scalar_of
 
 
@@ -178,7 +179,7 @@ def _trace(
             with nullcontext() if numbers is None else numbers:
                 found, tree = pytree.tree_flatten_with_path(fn(*a, **k))
         except Exception as error:
-            if refusal := _refusal(error, tracer):
+            if refusal := _refusal(error, tracer) or mistake(error, dict(zip(map(id, inputs), names, strict=True))):
                 raise refusal from error
             raise
         refuse_carriers([(pytree.keystr(path), leaf) for path, leaf in found])
@@ -275,6 +276,8 @@ def _recorded(lines: LineRecorder) -> Any:
 def _finish(gm: fx.GraphModule, names: Sequence[str], leaves: Sequence[Any], line: Line, mode: FakeTensorMode) -> None:
     """Name the inputs as the user does, put constants among the outputs, fill in what has no line."""
     graph = gm.graph
+    for mark in reversed([n for n in graph.nodes if is_mark(n)]):
+        graph.erase_node(mark)  # their names are in the lines of the nodes between them
     move_inputs_first(graph)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     for node, name in zip(placeholders, names, strict=True):

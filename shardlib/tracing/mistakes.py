@@ -1,0 +1,122 @@
+"""What torch refuses in a user's function, said on his line: the function, its operands by name, and torch's own words.
+
+The operands are read off the traceback. While a function is traced its calls of torch go through torch-function modes,
+so the frame of such a mode has the call; the user's frame, outside it, has the names that he gave to its tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from shardlib.errors import ShardingError
+from shardlib.state import is_tracing
+from shardlib.tracing.lines import error_line
+
+_KINDS = (TypeError, IndexError, ValueError, RuntimeError)
+_TORCH = str(Path(torch.__file__).parent)
+_HERE = str(Path(__file__).parent.parent)
+
+# Members of a ShardedTensor that a traced value has not -> what to write instead.
+_INSTEAD = {
+    "full_tensor": "use the tensor itself: inside jit it is the whole one; return it, and call .full_tensor() outside",
+    "redistribute": "shard(x, spec)",
+    "to_local": "a shard_map: its body sees this device's piece",
+    "shards": "a shard_map: its body sees this device's piece",
+    "mesh": "sl.current_mesh()",
+    "spec": "shard(x, spec) says where it lives; step.plan(...).layout_of(name) answers outside",
+    "sharding": "shard(x, spec) says where it lives; step.plan(...).layout_of(name) answers outside",
+}
+
+# Who expects torch's own type gets it, too.
+_TYPES: dict[type, Any] = {kind: type(f"Sharding{kind.__name__}", (ShardingError, kind), {}) for kind in _KINDS}
+_TYPES[ValueError] = ShardingError
+
+# Torch logs what its fake tensors refuse, traceback and all; the error says it.
+logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: not is_tracing())
+
+
+def mistake(error: Exception, names: Mapping[int, str]) -> ShardingError | None:
+    """The error that says on the user's line what torch refuses; None where it was not torch that raised.
+
+    `names` are those of the traced function's inputs, by their ids.
+    """
+    if isinstance(error, AttributeError) and isinstance(error.obj, torch.Tensor) and error.name in _INSTEAD:
+        return ShardingError(
+            f"the traced function reads .{error.name} of a tensor",
+            [str(error_line(error))],
+            rule="inside jit every tensor is a whole one; where it lives is decided when all of the function is known",
+            remedy=_INSTEAD[error.name],
+        )
+    if isinstance(error, TypeError) and "must be Tensor, not" in str(error):
+        return ShardingError(
+            f"torch refuses an argument in the traced function: {_first_sentence(error)}",
+            [str(error_line(error))],
+            rule="containers keep their structure: a list of numbers is no tensor",
+            remedy="pass torch.tensor(x)",
+        )
+    frames = list(_frames(error))
+    if isinstance(error, ShardingError) or not isinstance(error, _KINDS) or not _library(frames[-1]):
+        return None
+    call = next((f.f_locals for f in reversed(frames) if f.f_code.co_name == "__torch_function__"), None)
+    if call is None or "func" not in call:
+        return None
+    known = dict(names) | _members(frames) | _locals([f for f in frames if not _library(f)][-1:])
+    operands = [*_operands(call.get("args", ())), *_operands(tuple((call.get("kwargs") or {}).values()))]
+    name = getattr(call["func"], "__name__", str(call["func"]))
+    return _TYPES[next(kind for kind in _KINDS if isinstance(error, kind))](
+        f"torch refuses {name} in the traced function: {_first_sentence(error)}",
+        [str(error_line(error)), *(f"{known.get(id(x), 'an operand')} is {_described(x)}" for x in operands)],
+        rule="a traced function is a program for one device",
+        remedy="mend the line: it fails on one device, too",
+    )
+
+
+def _frames(error: BaseException) -> Iterator[FrameType]:
+    step = error.__traceback__
+    while step is not None:
+        yield step.tb_frame
+        step = step.tb_next
+
+
+def _library(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith((_TORCH, _HERE))
+
+
+def _members(frames: Sequence[FrameType]) -> dict[int, str]:
+    """Parameters and buffers of the modules whose methods run."""
+    modules = {id(m): m for f in frames if isinstance(m := f.f_locals.get("self"), torch.nn.Module)}
+    return {
+        id(x): f"{type(m).__name__}.{name}"
+        for m in modules.values()
+        for name, x in (*m.named_parameters(recurse=False), *m.named_buffers(recurse=False))
+    }
+
+
+def _locals(frames: Sequence[FrameType]) -> dict[int, str]:
+    return {id(x): name for f in frames for name, x in f.f_locals.items() if isinstance(x, torch.Tensor | list)}
+
+
+def _operands(args: Any) -> Iterator[Any]:
+    """Tensors, also those in lists, and lists where torch wants a tensor."""
+    for x in args:
+        if isinstance(x, torch.Tensor):
+            yield x
+        elif isinstance(x, list | tuple):
+            inside = list(_operands(x))
+            yield from inside or ([x] if isinstance(x, list) and x and not isinstance(x[0], int) else [])
+
+
+def _described(x: Any) -> str:
+    if not isinstance(x, torch.Tensor):
+        return f"a {type(x).__name__} of {len(x)}, no tensor"
+    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+
+
+def _first_sentence(error: Exception) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__
