@@ -144,6 +144,7 @@ def build(gm: fx.GraphModule) -> Graph:
         if isinstance(out, Value):
             out.is_output = True
     _refuse_random(ops)
+    _refuse_collectives(ops)
     return Graph(ops, inputs, captured, outputs)
 
 
@@ -232,6 +233,24 @@ def _draws(op: Op) -> bool:
     given = {a.name: a.default_value for a in call.target._schema.arguments if a.has_default_value()}
     given |= {a.name: x for a, x in zip(call.target._schema.arguments, call.args, strict=False)} | dict(call.kwargs)
     return all(given.get(name, True) not in (0, False) for name in ("dropout_p", "training", "train"))
+
+
+# Ops of torch that communicate, or belong to those who do: per-rank code.
+PER_RANK = frozenset(
+    {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "fsdp", "_dtensor"}
+)
+
+
+def _refuse_collectives(ops: Iterable[Op]) -> None:
+    found = [f"{op.target} at {op.line}" for op in ops if getattr(op.target, "namespace", "") in PER_RANK]
+    if found:
+        raise ShardingError(
+            "a jitted function calls collectives of torch.distributed",
+            found,
+            rule="a jitted function is a program for one device: its tensors are whole, and shardlib writes the "
+            "collectives",
+            remedy="leave them out (x.sum() is the whole sum), or write per-device code in a shard_map: sl.psum",
+        )
 
 
 def _refuse_captured(op: Op) -> None:

@@ -16,11 +16,6 @@ import torch
 from shardlib.errors import ShardingError
 from shardlib.tensors.tensor import ShardedTensor, typeof
 
-# Ops that communicate, or belong to those who do.
-NAMESPACES = frozenset(
-    {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "fsdp", "_dtensor"}
-)
-
 
 def refuse_collective(what: str, found: list[str]) -> NoReturn:
     """Raise the error for a collective of torch.distributed that takes these ShardedTensors."""

@@ -17,13 +17,14 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from shardlib.beside.distributed import NAMESPACES, refuse_collective
+from shardlib.beside.distributed import refuse_collective
 from shardlib.eager import aliases
 from shardlib.eager.prepare import LOCK, Prepared, pieces, whole
 from shardlib.eager.slots import tensors_of
 from shardlib.eager.warm import LOOSE, PROGRAMS, Run, key_of
 from shardlib.eager.writes import FILLS, put, strided, writer
 from shardlib.errors import ShardingError
+from shardlib.graph import PER_RANK
 from shardlib.meshes.mesh import Mesh
 from shardlib.normalise import mask_filled
 from shardlib.random.draw import in_call, one_call
@@ -88,7 +89,7 @@ def dispatch(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _make(op: Any, args: Any, kwargs: dict[str, Any]) -> Run:
     """What runs this call, and all that have its key."""
     tensors = tensors_of((args, kwargs))
-    if op.namespace in NAMESPACES:
+    if op.namespace in PER_RANK:
         refuse_collective(str(op), [typeof(x) for x in tensors if isinstance(x, ShardedTensor)])
     mesh = _mesh(op, [x for x in tensors if isinstance(x, ShardedTensor)])
     devices = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.device)]

@@ -12,7 +12,7 @@ from shardlib.tensors.tensor import ShardedTensor
 
 @handles(torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default)
 def _unscale(op: Any, args: Any, kwargs: Any) -> None:
-    """The scaler's own tensors are plain, and the same on all ranks: what is found in a gradient is found everywhere."""
+    """The scaler's own tensors are plain, and alike on all ranks: what one piece shows, all ranks find."""
     grads, found, inverse = args
     if plain := [g for g in grads if not isinstance(g, ShardedTensor)]:
         op(plain, found, inverse)

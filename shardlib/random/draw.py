@@ -9,6 +9,7 @@ what checkpointing runs again, from the state that it kept, draws the same numbe
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -23,6 +24,7 @@ from shardlib.meshes.mesh import Mesh, current_mesh
 from shardlib.ops import _groups, all_reduce
 from shardlib.ops import draw as ops
 from shardlib.specs.layout import Axis
+from shardlib.tracing.lines import user_line
 
 _FIRST_COUNTER = 0x5348_4152  # the seed of counters
 
@@ -110,6 +112,29 @@ class _Trace(_Program):
         where = torch.device("cpu" if mesh is None else mesh.device)
         key: Tensor = torch.ops.shardlib.call_key(number, device=where)
         return key
+
+    def counter(self) -> int:
+        _refuse_seeding("the draw is at")
+        return super().counter()
+
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
+        try:
+            if kind is None:
+                _refuse_seeding("the function is called at")
+        finally:
+            super().__exit__()
+
+
+def _refuse_seeding(where: str) -> None:
+    """A seed is set once, while the function is traced; every call would have to set it."""
+    if torch.default_generator.initial_seed() != _FIRST_COUNTER:
+        raise ShardingError(
+            "the traced function sets the seed of torch's generator (manual_seed, seed, set_rng_state)",
+            [f"{where} {user_line(sys._getframe(1))}"],
+            rule="the numbers of a call come from the generator as it is when the call begins, and the call sets no "
+            "state of the process",
+            remedy="torch.manual_seed(n) before the call, or torch.Generator().manual_seed(n) outside and generator=",
+        )
 
 
 class _Default:

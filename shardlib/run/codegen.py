@@ -59,6 +59,7 @@ class Generator:
     program: Program
     devices: Sequence[Coords]
     share: bool = True
+    ranges: bool = False  # collectives are ranges of a profiler
     namespace: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

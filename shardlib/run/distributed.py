@@ -19,6 +19,7 @@ from shardlib.ops import _groups, all_gather, all_reduce, all_to_all, ppermute, 
 from shardlib.ops._wire import CollectiveError
 from shardlib.run.agree import agree, blame
 from shardlib.run.codegen import Generator, Source
+from shardlib.run.ranges import Function, label, ranged, watched
 from shardlib.run.schedule import schedule
 
 if TYPE_CHECKING:
@@ -38,9 +39,9 @@ _START_MANY: dict[str, Callable[..., Any]] = {
 }
 
 
-def source(program: Program, mesh: Mesh) -> Source:
+def source(program: Program, mesh: Mesh, *, ranges: bool = False) -> Source:
     """The Python function of this rank."""
-    return Generator(program, [mesh.coords(mesh.rank)]).generate(_communicate, schedule(program))
+    return Generator(program, [mesh.coords(mesh.rank)], ranges=ranges).generate(_communicate, schedule(program))
 
 
 def _communicate(g: Generator, bundle: tuple[Collective, ...]) -> None:
@@ -52,18 +53,25 @@ def _communicate(g: Generator, bundle: tuple[Collective, ...]) -> None:
     group = g.bind(_groups.group_for(g.program.mesh, first.axes), "group_" + "_".join(map(str, first.axes)))
     reduce = [f"kind={first.reduce!r}"] if first.kind in ("all_reduce", "reduce_scatter") else []
     if len(bundle) == 1:
-        start = g.bind(_START[first.kind], f"start_{first.kind}")
+        start = g.bind(_in_range(g, _START[first.kind], label(bundle)), f"start_{first.kind}")
         args = [sources[0], *(f"{key}={g.literal(value, coords)}" for key, value in first.params.items())]
         left = outs[0]
     else:
-        start = g.bind(_START_MANY[first.kind], f"start_many_{first.kind}")
+        start = g.bind(_in_range(g, _START_MANY[first.kind], label(bundle)), f"start_many_{first.kind}")
         args = [f"[{', '.join(sources)}]"]
         if first.kind != "all_reduce":
             args += [g.literal([c.params[key] for c in bundle], coords) for key in ("dim", "sizes")]
         left = ", ".join(outs)
     handle = g.fresh(f"{outs[0]}_flying")
     g.emit(f"{handle} = {start}({', '.join([*args, f'group={group}', *reduce])})", [handle], sources)
-    g.finish_later([c.out for c in bundle], f"{left} = {handle}.finish()", outs, [handle])
+    finish = f"{handle}.finish()"
+    if g.ranges:
+        finish = f"{g.bind(ranged(lambda h: h.finish(), f'wait for {label(bundle)}'), 'finish')}({handle})"
+    g.finish_later([c.out for c in bundle], f"{left} = {finish}", outs, [handle])
+
+
+def _in_range(g: Generator, start: Callable[..., Any], name: str) -> Callable[..., Any]:
+    return ranged(start, name) if g.ranges else start
 
 
 def load(program: Program, mesh: Mesh, plan: Plan) -> Callable[..., tuple[Any, ...]]:
@@ -73,7 +81,10 @@ def load(program: Program, mesh: Mesh, plan: Plan) -> Callable[..., tuple[Any, .
     agree(mesh, hashlib.sha256(text.encode()).hexdigest(), f"{plan.name}\n{text}")
     _groups.prepare(mesh, list(dict.fromkeys(c.axes for c in program.collectives)))
     generated = source(program, mesh)
-    function, feed, numbers = generated.compile(), generated.feed, generated.numbers
+    function: Function = generated.compile()
+    if program.collectives:
+        function = watched(function, lambda: source(program, mesh, ranges=True).compile())
+    feed, numbers = generated.feed, generated.numbers
 
     def run(pieces: Sequence[Sequence[torch.Tensor]], leaves: Sequence[Any] = ()) -> tuple[Any, ...]:
         try:

@@ -15,6 +15,7 @@ from shardlib.lower.program import Collective, Program
 from shardlib.meshes.mesh import Mesh
 from shardlib.ops import all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
 from shardlib.run.codegen import Generator, Source
+from shardlib.run.ranges import Function, label, ranged, watched
 
 Runner = Callable[..., tuple[Any, ...]]  # of the inputs' pieces, and of the leaves of the call, for its numbers
 
@@ -26,15 +27,18 @@ _APART = {
 }
 
 
-def source(program: Program, mesh: Mesh, *, share: bool = True) -> Source:
+def source(program: Program, mesh: Mesh, *, share: bool = True, ranges: bool = False) -> Source:
     """One Python function for the whole mesh; `share=False` computes every device's every value."""
-    return Generator(program, mesh.all_coords(), share).generate(_communicate)
+    return Generator(program, mesh.all_coords(), share, ranges).generate(_communicate)
 
 
 def load(program: Program, mesh: Mesh, *, share: bool = True) -> Runner:
     """The program as a function of every input's local tensors (one per device), returning every output's."""
     generated = source(program, mesh, share=share)
-    function, feed, numbers = generated.compile(), generated.feed, generated.numbers
+    function: Function = generated.compile()
+    if program.collectives:
+        function = watched(function, lambda: source(program, mesh, share=share, ranges=True).compile())
+    feed, numbers = generated.feed, generated.numbers
 
     def run(pieces: Sequence[Sequence[torch.Tensor]], leaves: Sequence[Any] = ()) -> tuple[Any, ...]:
         with torch._C._AutoDispatchBelowAutograd():
@@ -49,9 +53,11 @@ def _communicate(g: Generator, bundle: tuple[Collective, ...]) -> None:
 
 
 def _collective(g: Generator, step: Collective) -> None:
-    function = (_SHARED | _APART)[step.kind]
+    function: Callable[..., Any] = (_SHARED | _APART)[step.kind]
     if step.kind in _SHARED and not g.share:
         function = _own(function)
+    if g.ranges:
+        function = ranged(function, label([step]))
     call = g.bind(function, step.kind)
     for group in g.members(step):
         sources = [g.name(step.source, c) for c in group]

@@ -171,6 +171,27 @@ class ShardedTensor(torch.Tensor):
         self._form, self._locals = value._form, value._locals
         view(value, self, ())
 
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Tensor.to`; raises `ShardingError` for a kind of device on which the mesh is not."""
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, str | torch.device):
+                self._refuse_device(torch.device(x))
+        return super().to(*args, **kwargs)
+
+    def cuda(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Tensor.cuda`; raises `ShardingError` where the mesh is elsewhere."""
+        self._refuse_device(torch.device("cuda"))
+        return super().cuda(*args, **kwargs)
+
+    def _refuse_device(self, device: torch.device) -> None:
+        if device.type not in (self.mesh.device, "meta", "cpu"):
+            raise ShardingError(
+                f"{typeof(self)} goes to {device}",
+                [f"it lives on {self.mesh}, whose devices are {self.mesh.device}"],
+                rule="a mesh says which devices its tensors live on",
+                remedy=f"x.full_tensor().to({str(device)!r}), or place it on Mesh(..., device={device.type!r})",
+            )
+
     def tolist(self) -> Any:
         """The values as nested lists. On ranks this is a collective, as is all that reads values."""
         return self.full_tensor().tolist()

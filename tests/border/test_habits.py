@@ -1,0 +1,470 @@
+"""What torch's users do with tensors beside arithmetic, on ShardedTensors: as on plain tensors, or refused in words."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import record_function
+
+import shardlib as sl
+from shardlib import Mesh, ShardedTensor, ShardingError, shard
+from tests.ranks import only, run_ranks
+
+W = torch.arange(24.0).view(4, 6) / 7 - 1
+
+
+def placed(dtype: torch.dtype = torch.float32, spec: str = "a@data b@tensor") -> ShardedTensor:
+    return shard(W.to(dtype).clone(), spec)
+
+
+@pytest.fixture(autouse=True)
+def _mesh():
+    with Mesh(data=2, tensor=2):
+        yield
+
+
+def refusal(fn: Callable[[], Any]) -> str:
+    with pytest.raises(ShardingError) as caught:
+        fn()
+    return str(caught.value)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+MEMORY: dict[str, Callable[[Any], Any]] = {
+    "address": lambda x: x.data_ptr(),
+    "storage": lambda x: x.untyped_storage(),
+    "typed storage": lambda x: x.storage(),
+    "share_memory_": lambda x: x.share_memory_(),
+    "pin_memory": lambda x: x.pin_memory(),
+    "dlpack": lambda x: x.__dlpack__(),
+    "dlpack device": lambda x: x.__dlpack_device__(),
+    "to_dlpack": lambda x: torch.utils.dlpack.to_dlpack(x),
+    "numpy's from_dlpack": lambda x: np.from_dlpack(x),
+    "from_dlpack": lambda x: torch.from_dlpack(x),
+    "a module's share_memory": lambda x: _linear(x).share_memory(),
+}
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_a_tensor_in_pieces_shows_no_memory(name):
+    message = refusal(lambda: MEMORY[name](placed()))
+    assert message.startswith("f32[4@data, 6@tensor] ")
+    assert "Rule: a tensor in pieces has no storage of its own" in message
+
+
+def test_plain_tensors_still_go_out_by_dlpack():
+    assert torch.equal(torch.from_dlpack(torch.utils.dlpack.to_dlpack(W)), W)
+
+
+# --- dtypes, copies, state --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8, torch.float64, torch.int64])
+@pytest.mark.parametrize("spec", ["a@data b@tensor", "a b", "a b@data", "a b@tensor"])
+def test_views_as_another_dtype(dtype, spec):
+    x = placed(spec=spec)
+    assert torch.equal(x.view(dtype).full_tensor(), W.view(dtype))
+    assert torch.equal(sl.jit(lambda x: x.view(dtype))(x).full_tensor(), W.view(dtype))
+
+
+def test_a_transposed_view_as_another_dtype():
+    f = lambda x: x.t().view(torch.int32)
+    assert torch.equal(f(placed()).full_tensor(), f(W))
+    assert torch.equal(sl.jit(f)(placed()).full_tensor(), f(W))
+
+
+def _linear(weight: torch.Tensor) -> nn.Linear:
+    module = nn.Linear(6, 4)
+    module.weight = nn.Parameter(weight)
+    return module
+
+
+@pytest.mark.parametrize(
+    "wrap", [nn.utils.parametrizations.spectral_norm, nn.utils.parametrizations.orthogonal,
+             nn.utils.parametrizations.weight_norm]
+)  # fmt: skip
+def test_parametrizations(wrap):
+    plain = _linear(W.clone())
+    sharded = copy.deepcopy(plain)
+    sharded.weight = nn.Parameter(placed())
+    wrap(plain), wrap(sharded)
+    for mine, theirs in zip(sharded.buffers(), plain.buffers(), strict=True):
+        mine.copy_(theirs.clone())  # they begin with random numbers
+    x = torch.ones(2, 6)
+    for module in plain, sharded:
+        module(x).square().sum().backward()
+    for mine, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(_full(mine.grad), theirs.grad, atol=1e-4, rtol=1e-4)
+
+
+def _full(x: Any) -> torch.Tensor:
+    return x.full_tensor() if isinstance(x, ShardedTensor) else x
+
+
+@pytest.mark.parametrize("inf", [False, True])
+def test_grad_scaler(inf):
+    found = []
+    for x in W.clone(), placed():
+        w = x.requires_grad_()
+        scaler, opt = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1), torch.optim.SGD([w], lr=0.1)
+        scaler.scale((w * w).sum() * (float("inf") if inf else 1)).backward()
+        scaler.unscale_(opt)
+        nn.utils.clip_grad_norm_([w], 1.0)
+        scaler.step(opt)
+        scaler.update()
+        found.append((_full(w.detach()), scaler.get_scale()))
+    torch.testing.assert_close(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1] == (2.0 if inf else 8.0)
+
+
+def test_torch_load_in_a_fresh_process(tmp_path):
+    torch.save({"x": placed()}, tmp_path / "x.pt")
+    code = f"import torch, shardlib; print(torch.load({str(tmp_path / 'x.pt')!r})['x'].full_tensor().sum().item())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == pytest.approx(float(W.sum()))
+
+
+def test_safetensors_takes_whole_tensors(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch", reason="it comes with transformers")
+    bytes_ = safetensors.save({"w": placed().full_tensor(), "r": placed(spec="a b").full_tensor()})
+    assert torch.equal(safetensors.load(bytes_)["w"], W)
+    assert "has no storage" in refusal(lambda: safetensors.save({"w": placed()}))
+
+
+# --- numpy, lists -----------------------------------------------------------------------------------------------------
+
+
+def _read_only() -> np.ndarray:
+    a = W.numpy().copy()
+    a.flags.writeable = False
+    return a
+
+
+ARRAYS = {
+    "array": lambda: W.numpy().copy(),
+    "read-only": _read_only,
+    "backwards": lambda: W.numpy()[::-1],
+    "transposed": lambda: W.numpy().T,
+    "integers": lambda: np.arange(6).reshape(2, 3),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_numpy_arrays_are_tensors(name):
+    a = ARRAYS[name]()
+    expected = torch.from_numpy(a.copy())
+    assert torch.equal(sl.jit(lambda x: x + 1)(a).full_tensor(), expected + 1)
+    assert torch.equal(sl.jit(lambda d: d["x"] + 1)({"x": a}).full_tensor(), expected + 1)
+    assert torch.equal(shard(a, "a b").full_tensor(), expected)
+
+
+def test_a_numpy_array_is_read_at_every_call_and_kept_by_none():
+    a, f = W.numpy().copy(), sl.jit(lambda x: x * 2)
+    x = shard(a, "a@data b")
+    f(a)
+    a[:] = 5
+    assert torch.equal(f(a).full_tensor(), torch.full((4, 6), 10.0))
+    assert torch.equal(x.full_tensor(), W)
+    assert not f.retraces
+
+
+def test_numpy_numbers_are_numbers():
+    f = sl.jit(lambda x, s: x * s)
+    assert torch.equal(f(placed(), np.float32(2)).full_tensor(), W * 2)
+
+
+NO_TENSORS: dict[str, tuple[Callable[[], Any], str]] = {
+    "text": (lambda: sl.jit(lambda x: x)(np.array(["a"])), "an argument of <lambda> is a numpy array of dtype <U1"),
+    "a list": (lambda: shard([[1.0, 2.0]], "a b"), "the x of shard(x, 'a b') is [[1.0, 2.0]], a list"),
+    "a number": (lambda: shard(1.0, ""), "is 1.0, a float"),
+    "nothing": (lambda: shard(None, ""), "is None, a NoneType"),
+    "a module": (lambda: shard(nn.Linear(2, 2), "a b"), "a Linear"),
+    "a list in jit": (lambda: sl.jit(lambda x: torch.sin(x))([1.0]), "'input' (position 1) must be Tensor, not list"),
+}
+
+
+@pytest.mark.parametrize("name", NO_TENSORS)
+def test_what_is_no_tensor_is_named(name):
+    fn, text = NO_TENSORS[name]
+    assert text in refusal(fn)
+
+
+# --- a traced function ------------------------------------------------------------------------------------------------
+
+
+def _mismatch(x, w):
+    hidden = x + 1
+    return hidden @ w
+
+
+MISTAKES: dict[str, tuple[Callable[..., Any], type[Exception], list[str]]] = {
+    "matmul": (_mismatch, RuntimeError, ["return hidden @ w", "hidden is float32[4, 6]", "w is float32[4, 6]"]),
+    "view": (lambda x, w: x.view(5, 5), RuntimeError, ["x.view(5, 5)", "x is float32[4, 6]"]),
+    "add": (lambda x, w: x + w[:3, :2], RuntimeError, ["x is float32[4, 6]", "an operand is float32[3, 2]"]),
+    "index": (lambda x, w: x[7], IndexError, ["x[7]", "x is float32[4, 6]"]),
+    "cat": (lambda x, w: torch.cat([x, w.t()]), RuntimeError, ["torch.cat", "x is float32[4, 6]"]),
+    "einsum": (lambda x, w: torch.einsum("ij,jk->ik", x, w), RuntimeError, ["torch.einsum", "w is float32[4, 6]"]),
+    "a module": (lambda x, w: nn.Linear(5, 2)(x), RuntimeError, ["nn.Linear(5, 2)(x)", "Linear.bias is float32[2]"]),
+    "a gradient": (lambda x, w: sl.grad(lambda x: _mismatch(x, w).sum())(x), RuntimeError, ["hidden is float32[4, 6]"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_what_torch_refuses_is_said_on_the_users_line(name, caplog):
+    fn, kind, texts = MISTAKES[name]
+    with pytest.raises(ShardingError) as caught:
+        sl.jit(fn).plan(W, W)
+    assert isinstance(caught.value, kind)
+    assert str(caught.value).startswith("torch refuses ")
+    for text in (*texts, "test_habits.py"):
+        assert text in str(caught.value)
+    assert not [r for r in caplog.records if r.levelname in ("WARNING", "ERROR")], "the error says it all"
+
+
+def test_an_error_of_the_user_stays_as_it_is():
+    def fn(x):
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match=r"^mine$"):
+        sl.jit(fn)(W)
+
+
+@pytest.mark.parametrize("name", ["full_tensor", "redistribute", "to_local", "shards", "mesh", "spec", "sharding"])
+def test_members_of_a_sharded_tensor_in_a_traced_function(name):
+    message = refusal(lambda: sl.jit(lambda x: getattr(x, name))(placed()))
+    assert message.startswith(f"the traced function reads .{name} of a tensor")
+    assert "test_habits.py" in message
+
+
+def test_whether_a_value_has_a_member_may_be_asked():
+    assert torch.equal(sl.jit(lambda x: x if hasattr(x, "full_tensor") else x + 1)(placed()).full_tensor(), W + 1)
+
+
+def _sections(x):
+    with record_function("outer"):
+        y = x @ x.t()
+        with record_function("inner"):
+            y = y.softmax(-1)
+        y = y @ x
+    return y.sum() * 2
+
+
+def test_record_function_makes_sections_of_the_plan():
+    x = placed()
+    step = sl.jit(_sections)
+    lines = [line.strip() for line in str(step.plan(x)).splitlines()]
+    found = [line for line in lines if line.startswith("[")]
+    assert found == ["[outer]", "[outer > inner]", "[outer]", "[outside sections]"]
+    torch.testing.assert_close(step(x).full_tensor(), _sections(W))
+    torch.testing.assert_close(sl.jit(sl.grad(_sections))(x).full_tensor(), sl.grad(_sections)(W))
+
+
+def test_an_optimiser_steps_in_a_traced_function():
+    def step(w, x):
+        w = w.clone().requires_grad_()
+        opt = torch.optim.AdamW([w], lr=0.1)
+        (w * x).sum().backward()
+        opt.step()
+        return w.detach()
+
+    torch.testing.assert_close(sl.jit(step)(placed(), placed()).full_tensor(), step(W, W))
+
+
+# --- profilers --------------------------------------------------------------------------------------------------------
+
+
+def _profiled() -> list[str]:
+    """The ranges of a jitted call, and of an eager op, that are collectives."""
+    step = sl.jit(lambda x: (x @ x.t()).sum(), in_specs="a b@data")
+    with Mesh(data=2), torch.profiler.profile() as profile:
+        x = shard(W, "a b@data")
+        step(x)
+        x.sum()
+    names = [event.name for event in profile.events()]
+    return [name for name in names if name.startswith(("all_reduce", "wait for", "all_gather", "reduce_scatter"))]
+
+
+def test_collectives_are_ranges_of_a_profiler():
+    found = _profiled()
+    assert len(found) == 2, found
+    for name in found:
+        assert name.startswith("all_reduce[data] ")
+        assert " B at " in name
+        assert "test_habits.py:" in name
+
+
+def _counted() -> list[list[str]]:
+    first = _profiled()
+    return [first, _profiled()]
+
+
+def test_collectives_of_ranks_are_ranges_of_a_profiler():
+    for first, second in run_ranks(_counted, 2):
+        assert len(first) == len(second) == 4
+        assert sum(name.startswith("wait for all_reduce[data] ") for name in first) == 2
+
+
+def test_a_program_without_a_profiler_has_no_ranges(monkeypatch):
+    from shardlib.run import virtual
+
+    made = []
+    monkeypatch.setattr(virtual, "ranged", lambda fn, name: made.append(name) or fn)
+    step, x = sl.jit(lambda x: x.sum()), placed()
+    step(x)
+    assert not made
+    with torch.profiler.profile():
+        step(x)
+    assert made
+
+
+# --- torch.compile ----------------------------------------------------------------------------------------------------
+
+COMPILED: dict[str, Callable[[Any], Any]] = {
+    "jitted": lambda x: torch.compile(sl.jit(lambda x: x.sin().sum()), backend="eager")(x),
+    "around": lambda x: torch.compile(lambda x: sl.jit(lambda y: y.sin())(x).cos() + 1, backend="aot_eager")(x),
+    "ops": lambda x: torch.compile(lambda x: (x.sin() @ x.t()).softmax(-1), backend="aot_eager")(x),
+    "module": lambda x: torch.compile(_linear(x), backend="aot_eager")(torch.ones(2, 6)).sum(),
+    "inside": lambda x: sl.jit(lambda x: torch.compile(lambda y: y.sin(), backend="eager")(x))(x),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled(name):
+    torch.manual_seed(0)
+    mine = COMPILED[name](placed())
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    with torch.compiler.set_stance("force_eager"):
+        expected = COMPILED[name](placed())
+    torch.testing.assert_close(_full(mine), _full(expected))
+    assert type(mine) is ShardedTensor
+
+
+def test_a_whole_graph_of_a_jitted_function_is_refused():
+    from torch._dynamo.exc import Unsupported
+
+    with pytest.raises(Unsupported, match=r"Jitted.__call__"):
+        torch.compile(sl.jit(lambda x: x.sin()), backend="eager", fullgraph=True)(placed())
+
+
+# --- torch.distributed ------------------------------------------------------------------------------------------------
+
+COLLECTIVES: dict[str, Callable[[Any], Any]] = {
+    "all_reduce": lambda x: dist.all_reduce(x),
+    "all_reduce async": lambda x: dist.all_reduce(x, async_op=True),
+    "broadcast": lambda x: dist.broadcast(x, 0),
+    "reduce": lambda x: dist.reduce(x, 0),
+    "all_gather": lambda x: dist.all_gather([torch.zeros(4, 6)] * 2, x),
+    "all_gather into": lambda x: dist.all_gather([x, x], torch.zeros(4, 6)),
+    "scatter": lambda x: dist.scatter(x, [torch.zeros(4, 6)] * 2 if dist.get_rank() == 0 else None),
+    "scatter from": lambda x: dist.scatter(*((torch.zeros(4, 6), [x, x]) if dist.get_rank() == 0 else (x, None))),
+    "gather": lambda x: dist.gather(x, [torch.zeros(4, 6)] * 2 if dist.get_rank() == 0 else None),
+    "reduce_scatter": lambda x: dist.reduce_scatter(torch.zeros(4, 6), [x, x]),
+    "all_to_all_single": lambda x: dist.all_to_all_single(torch.zeros(4, 6), x),
+    "send": lambda x: dist.send(x, 1 - dist.get_rank()),
+    "recv": lambda x: dist.recv(x, 1 - dist.get_rank()),
+    "functional": lambda x: _functional(x),
+    "ddp": lambda x: nn.parallel.DistributedDataParallel(_linear(x)),
+    "dp": lambda x: nn.DataParallel(_linear(x)),
+    "fsdp": lambda x: _fsdp().FullyShardedDataParallel(_linear(x), device_id=torch.device("cpu")),
+    "fully_shard": lambda x: _fsdp().fully_shard(_linear(x), mesh=x.mesh.device_mesh["data"]),
+}
+
+
+def _fsdp() -> Any:
+    from torch.distributed import fsdp
+
+    return fsdp
+
+
+def _functional(x: torch.Tensor) -> Any:
+    from torch.distributed import _functional_collectives
+
+    return _functional_collectives.all_reduce(x, "sum", dist.group.WORLD)
+
+
+def _collectives() -> dict[str, str]:
+    """What every one says; the last of them shows that the ranks are still in step."""
+    found = {}
+    with Mesh(data=2):
+        x = shard(W, "a@data b")
+        for name, call in COLLECTIVES.items():
+            try:
+                call(x)
+                found[name] = "no error"
+            except ShardingError as error:
+                found[name] = str(error)
+        plain = torch.ones(2)
+        dist.all_reduce(plain)
+        found["plain"] = str(plain.tolist())
+    return found
+
+
+def test_collectives_and_wrappers_of_torch_are_refused_before_they_run():
+    for found in run_ranks(_collectives, 2):
+        assert found.pop("plain") == "[2.0, 2.0]"
+        for name, message in found.items():
+            assert "f32[4@data, 6]" in message, (name, message)
+            assert "Remedy:" in message
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def _checkpoints(folder: str) -> list[str]:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict as sd
+
+    found = []
+    with Mesh(data=2):
+        module = _linear(shard(W.clone(), "a@data b"))
+        opt = torch.optim.Adam(module.parameters(), lr=0.1)
+        module(torch.ones(2, 6)).square().sum().backward()
+        opt.step()
+        whole = module.weight.detach().full_tensor().clone()
+        for how in ({}, {"cpu_offload": True}):
+            options = sd.StateDictOptions(full_state_dict=True, **how)
+            state = sd.get_model_state_dict(module, options=options)
+            if state:  # with cpu_offload, the first rank alone has it
+                found.append(f"{type(state['weight']).__name__} {torch.equal(state['weight'], whole)}")
+        options = sd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        state = sd.get_model_state_dict(module, options=sd.StateDictOptions(full_state_dict=True))
+        moments = sd.get_optimizer_state_dict(module, opt, options=sd.StateDictOptions(full_state_dict=True))
+        with torch.no_grad():
+            module.weight.zero_()
+        sd.set_model_state_dict(module, state if dist.get_rank() == 0 else {}, options=options)
+        found.append(f"back {torch.equal(module.weight.detach().full_tensor(), whole)} {module.weight.spec}")
+        kept = opt.state[module.weight]["exp_avg"].full_tensor()
+        sd.set_optimizer_state_dict(module, opt, moments, options=sd.StateDictOptions(full_state_dict=True))
+        again = opt.state[module.weight]["exp_avg"]
+        found.append(f"moment {torch.equal(again.full_tensor(), kept)} {again.sharding}")
+        future = dcp.async_save({"w": module.weight.detach()}, checkpoint_id=folder)
+        with torch.no_grad():
+            module.weight.zero_()  # the copy is made when async_save returns
+        future.result()
+        there = {"w": shard(torch.zeros(4, 6), "a b@data")}
+        dcp.load(there, checkpoint_id=folder)
+        found.append(f"async {torch.equal(there['w'].full_tensor(), whole)}")
+    return found
+
+
+def test_whole_state_dicts_and_background_saves():
+    with tempfile.TemporaryDirectory() as folder:
+        first, second = run_ranks(_checkpoints, 2, folder)
+    rest = ["back True a@data b@()", "moment True 4@data, 6", "async True"]
+    assert first == ["Tensor True", "Tensor True", *rest]
+    assert second == ["Tensor True", *rest]
+    assert only([first[2:], second[1:]])
