@@ -117,9 +117,9 @@ class _Trace(_Program):
         _refuse_seeding("the draw is at")
         return super().counter()
 
-    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
+    def __exit__(self, *raised: object) -> None:
         try:
-            if kind is None:
+            if not any(raised):
                 _refuse_seeding("the function is called at")
         finally:
             super().__exit__()

@@ -16,17 +16,17 @@ from shardlib.lower.program import Collective
 from shardlib.plans.places import place
 from shardlib.plans.plantext import si
 
-Function = Callable[[Sequence[Any]], tuple[Any, ...]]
+Function = Callable[..., tuple[Any, ...]]  # of the inputs and the numbers of a call
 
 
 def watched(plain: Function, make: Callable[[], Function]) -> Function:
     """`plain` while no profiler runs, what `make()` returns, made once, while one does."""
     ranged = cache(make)
 
-    def run(inputs: Sequence[Any]) -> tuple[Any, ...]:
+    def run(inputs: Sequence[Any], numbers: Sequence[Any] = ()) -> tuple[Any, ...]:
         if profiler._is_profiler_enabled:
-            return ranged()(inputs)
-        return plain(inputs)
+            return ranged()(inputs, numbers)
+        return plain(inputs, numbers)
 
     return run
 

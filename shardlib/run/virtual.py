@@ -53,7 +53,8 @@ def _communicate(g: Generator, bundle: tuple[Collective, ...]) -> None:
 
 
 def _collective(g: Generator, step: Collective) -> None:
-    function: Callable[..., Any] = (_SHARED | _APART)[step.kind]
+    table: dict[str, Callable[..., Any]] = {**_SHARED, **_APART}
+    function = table[step.kind]
     if step.kind in _SHARED and not g.share:
         function = _own(function)
     if g.ranges:

@@ -283,6 +283,53 @@ def test_an_optimiser_steps_in_a_traced_function():
     torch.testing.assert_close(sl.jit(step)(placed(), placed()).full_tensor(), step(W, W))
 
 
+def _seeded(x):
+    torch.manual_seed(3)
+    return x + torch.rand(4, 6)
+
+
+def _forked(x):
+    with torch.random.fork_rng(devices=[]):
+        torch.seed()
+        return x + torch.rand(4, 6)
+
+
+def _seeded_last(x):
+    y = x + torch.rand(4, 6)
+    torch.manual_seed(3)
+    return y
+
+
+def _set(x, state=torch.get_rng_state()):  # noqa: B008 - a state from outside is what is meant
+    torch.set_rng_state(state)
+    return x + torch.rand(4, 6)
+
+
+@pytest.mark.parametrize("fn", [_seeded, _forked, _seeded_last, _set])
+def test_a_seed_inside_a_traced_function_is_refused(fn):
+    before = torch.get_rng_state()
+    assert "sets the seed of torch's generator" in refusal(lambda: sl.jit(fn)(placed()))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_generator_is_honoured_in_a_traced_function():
+    g, f = torch.Generator(), sl.jit(lambda x: x + torch.rand(4, 6, generator=g))
+    assert not torch.equal(f(placed()).full_tensor(), f(placed()).full_tensor())
+    g.manual_seed(3)
+    torch.manual_seed(7)
+    again = f(placed()).full_tensor()
+    g.manual_seed(3)
+    torch.manual_seed(8)
+    assert torch.equal(again, f(placed()).full_tensor())
+
+
+@pytest.mark.parametrize("go", [lambda x: x.cuda(), lambda x: x.to("cuda"), lambda x: _linear(x).to("cuda")])
+def test_a_device_that_the_mesh_has_not_is_refused(go):
+    message = refusal(lambda: go(placed()))
+    assert message.startswith("f32[4@data, 6@tensor] goes to cuda")
+    assert "Mesh(..., device='cuda')" in message
+
+
 # --- profilers --------------------------------------------------------------------------------------------------------
 
 
