@@ -30,7 +30,19 @@ class State:
     the tensors whose `.grad` a trace can see, with what it is.
     """
 
-    __slots__ = ("_at", "_number", "_visited", "arrays", "changing", "found", "grads", "kept", "own", "places", "tensors")
+    __slots__ = (
+        "_at",
+        "_number",
+        "_visited",
+        "arrays",
+        "changing",
+        "found",
+        "grads",
+        "kept",
+        "own",
+        "places",
+        "tensors",
+    )
 
     def __init__(self, own: Any = None, changing: Collection[Place] = ()) -> None:
         self.tensors: list[torch.Tensor] = []

@@ -98,14 +98,17 @@ class _Trace(_Program):
         self.own = torch.Generator().manual_seed(_FIRST_COUNTER)
 
     def counter(self) -> int:
+        self._refuse_seeding("the draw is at")
         with _disable_current_modes():
             return int(torch.randint(ops.KEYS, (), generator=self.own))
 
     def __enter__(self) -> None:
         setattr(torch.random, "default_generator", _Default())  # noqa: B010  torch says that it exports no such name
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *raised: object) -> None:
         setattr(torch.random, "default_generator", torch.default_generator)  # noqa: B010
+        if not any(raised):
+            self._refuse_seeding("the function is called at")
 
     def _key(self, number: int) -> Tensor:
         mesh = current_mesh()
@@ -113,28 +116,16 @@ class _Trace(_Program):
         key: Tensor = torch.ops.shardlib.call_key(number, device=where)
         return key
 
-    def counter(self) -> int:
-        _refuse_seeding("the draw is at")
-        return super().counter()
-
-    def __exit__(self, *raised: object) -> None:
-        try:
-            if not any(raised):
-                _refuse_seeding("the function is called at")
-        finally:
-            super().__exit__()
-
-
-def _refuse_seeding(where: str) -> None:
-    """A seed is set once, while the function is traced; every call would have to set it."""
-    if torch.default_generator.initial_seed() != _FIRST_COUNTER:
-        raise ShardingError(
-            "the traced function sets the seed of torch's generator (manual_seed, seed, set_rng_state)",
-            [f"{where} {user_line(sys._getframe(1))}"],
-            rule="the numbers of a call come from the generator as it is when the call begins, and the call sets no "
-            "state of the process",
-            remedy="torch.manual_seed(n) before the call, or torch.Generator().manual_seed(n) outside and generator=",
-        )
+    def _refuse_seeding(self, where: str) -> None:
+        """A seed is set once, while the function is traced; every call would have to set it."""
+        if self.own.initial_seed() != _FIRST_COUNTER:
+            raise ShardingError(
+                "the traced function sets the seed of torch's generator (manual_seed, seed, set_rng_state)",
+                [f"{where} {user_line(sys._getframe(1))}"],
+                rule="the numbers of a call come from the generator as it is when the call begins, and the call sets no "
+                "state of the process",
+                remedy="torch.manual_seed(n) before the call, or torch.Generator().manual_seed(n) outside and generator=",
+            )
 
 
 class _Default:

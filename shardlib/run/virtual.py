@@ -19,8 +19,8 @@ from shardlib.run.ranges import Function, label, ranged, watched
 
 Runner = Callable[..., tuple[Any, ...]]  # of the inputs' pieces, and of the leaves of the call, for its numbers
 
-_SHARED = {"all_reduce": all_reduce.reference, "all_gather": all_gather.reference}
-_APART = {
+_SHARED: dict[str, Callable[..., Any]] = {"all_reduce": all_reduce.reference, "all_gather": all_gather.reference}
+_APART: dict[str, Callable[..., Any]] = {
     "reduce_scatter": reduce_scatter.reference,
     "all_to_all": all_to_all.reference,
     "ppermute": ppermute.reference,
@@ -53,8 +53,7 @@ def _communicate(g: Generator, bundle: tuple[Collective, ...]) -> None:
 
 
 def _collective(g: Generator, step: Collective) -> None:
-    table: dict[str, Callable[..., Any]] = {**_SHARED, **_APART}
-    function = table[step.kind]
+    function = (_SHARED | _APART)[step.kind]
     if step.kind in _SHARED and not g.share:
         function = _own(function)
     if g.ranges:

@@ -394,6 +394,12 @@ def place(x: torch.Tensor, resolved: Resolved, mesh: Mesh, donate: bool = False)
             rule="an abstract mesh has no devices",
             remedy="plan on it (step.plan(...)), or use Mesh(...)",
         )
+    if x.is_meta and mesh.kind == "distributed":
+        raise ShardingError(
+            f"a meta tensor of shape {list(x.shape)} cannot be placed on {mesh}",
+            rule="what lives on ranks has values: collectives read its memory",
+            remedy=f"make it there, torch.empty_like(x, device={mesh.device!r}); plan with the meta tensor itself",
+        )
     pieces = owned(x.detach(), resolved.layout, mesh, donate)
     out = wrap(Form.of(resolved.layout, mesh, x.dtype, x.device, resolved.names), pieces)
     return out.requires_grad_() if x.requires_grad else out  # type: ignore[return-value]

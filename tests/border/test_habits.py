@@ -68,6 +68,26 @@ def test_plain_tensors_still_go_out_by_dlpack():
     assert torch.equal(torch.from_dlpack(torch.utils.dlpack.to_dlpack(W)), W)
 
 
+def _meta() -> str:
+    with Mesh(data=2):
+        return refusal(lambda: shard(torch.empty(4, 6, device="meta"), "a@data b"))
+
+
+def test_meta_tensors_are_not_placed_on_ranks():
+    message = only(run_ranks(_meta, 2))
+    assert message.startswith("a meta tensor of shape [4, 6] cannot be placed on Mesh(data=2)")
+
+
+def _traced_collective() -> str:
+    with Mesh(data=2):
+        return refusal(lambda: sl.jit(_functional)(torch.ones(4, 6)))
+
+
+def test_collectives_of_torch_in_a_traced_function_are_refused():
+    for message in run_ranks(_traced_collective, 2):
+        assert message.startswith("a jitted function calls collectives of torch.distributed")
+
+
 # --- dtypes, copies, state --------------------------------------------------------------------------------------------
 
 
