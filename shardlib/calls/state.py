@@ -31,17 +31,8 @@ class State:
     """
 
     __slots__ = (
-        "_at",
-        "_number",
-        "_visited",
-        "arrays",
-        "changing",
-        "found",
-        "grads",
-        "kept",
-        "own",
-        "places",
-        "tensors",
+        *("_at", "_number", "_visited", "arrays", "changing", "found"),
+        *("grads", "kept", "own", "places", "tensors"),
     )
 
     def __init__(self, own: Any = None, changing: Collection[Place] = ()) -> None:

@@ -122,9 +122,10 @@ class _Trace(_Program):
             raise ShardingError(
                 "the traced function sets the seed of torch's generator (manual_seed, seed, set_rng_state)",
                 [f"{where} {user_line(sys._getframe(1))}"],
-                rule="the numbers of a call come from the generator as it is when the call begins, and the call sets no "
-                "state of the process",
-                remedy="torch.manual_seed(n) before the call, or torch.Generator().manual_seed(n) outside and generator=",
+                rule="the numbers of a call come from the generator as it is when the call begins, and the call "
+                "sets no state of the process",
+                remedy="torch.manual_seed(n) before the call, or torch.Generator().manual_seed(n) outside, and "
+                "generator=",
             )
 
 
