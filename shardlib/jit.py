@@ -241,6 +241,8 @@ class Jitted:
             self._check_budgets(plan)
         if ready.backward is not None:
             return gradient.run(ready.entry, ready.backward, mesh, leaves)
+        if ready.entry.after.refused:
+            return gradient.refused(ready.entry, mesh, leaves)
         return run(ready.entry, mesh, leaves)
 
     def _read(

@@ -107,6 +107,33 @@ class _Apply(torch.autograd.Function):
         return None, *_gradients(then.forms, found, ctx.plain)
 
 
+def refused(entry: Entry, mesh: Mesh, leaves: list[Any]) -> Any:
+    """Call a program whose results nobody can go back through; whoever does gets torch's reason."""
+    after = entry.after
+    out = results(entry, mesh, leaves)[0]
+    given = _Refused.apply(entry.name, after.why, leaves[after.root], *(out[i] for i in after.refused))  # type: ignore[no-untyped-call]
+    for i, x in zip(after.refused, given, strict=True):
+        out[i] = x
+    return entry.build(out)
+
+
+class _Refused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str, why: str, root: Tensor, *out: Tensor) -> Any:
+        ctx.name, ctx.why = name, why
+        return tuple(x.detach() for x in out)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise ShardingError(
+            f"the results of {ctx.name} have no gradient",
+            [ctx.why],
+            rule="a function whose result goes back through its inputs is differentiated when it is compiled",
+            remedy="detach() what needs no gradient; a function that calls backward() itself sets .grad, and its loss "
+            "is a value: return loss.detach()",
+        )
+
+
 def _cotangent(grad: Any, layout: Layout, dtype: torch.dtype, then: Backward, mesh: Mesh) -> Sequence[Tensor]:
     if grad is None:
         coords = mesh.all_coords() if mesh.kind == "virtual" else [mesh.coords(mesh.rank)]

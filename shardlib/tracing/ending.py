@@ -24,16 +24,17 @@ class After:
 
     `grads`: (leaf, position of its new `.grad`, None where it is dropped); `written`: (leaf, position of its new
     value); `gradients`: (leaf, position of its gradient); `cotangents`: the results that have gradients, by position.
+    `refused`: results that nobody can go back through, though they depend on an input that requires a gradient (at
+    `root`), and torch's reason.
     """
 
     grads: tuple[tuple[int, int | None], ...] = ()
     written: tuple[tuple[int, int], ...] = ()
     gradients: tuple[tuple[int, int], ...] = ()
     cotangents: tuple[int, ...] = ()
-
-    @property
-    def differentiable(self) -> bool:
-        return bool(self.gradients)
+    refused: tuple[int, ...] = ()
+    root: int = -1
+    why: str = ""
 
 
 class Ending:
@@ -46,6 +47,7 @@ class Ending:
         self._watched: list[tuple[int, Tensor, Tensor | None]] = []  # leaf, what the trace sees of it, its `.grad`
         self._grads: list[tuple[int, bool]] = []
         self._gradients: list[int] = []
+        self._refused: tuple[tuple[int, ...], int, str] = ((), -1, "")
 
     def __enter__(self) -> Ending:
         return self
@@ -93,12 +95,11 @@ class Ending:
                 found = torch.autograd.grad(
                     [result[i] for i in outs], list(wanted.values()), [c.value for c in cotangents], allow_unused=True
                 )
-        except RuntimeError as error:
-            if "backward through the graph a second time" not in str(error):
-                raise
-            for node in reversed(tracer.graph.nodes):  # the function went back through it itself, and kept nothing
+        except RuntimeError as error:  # as torch has it, the way back is refused when somebody goes it
+            for node in reversed(tracer.graph.nodes):
                 if node not in before:
                     tracer.graph.erase_node(node)
+            self._refused = tuple(outs), next(iter(wanted)), str(error).partition("\n")[0]
             return []
         self.cotangents = outs
         self._gradients = [leaf for leaf, x in zip(wanted, found, strict=True) if x is not None]
@@ -122,7 +123,7 @@ class Ending:
         changed = tuple((leaf, at + i) for i, leaf in enumerate(written))
         at += len(changed)
         gradients = tuple((leaf, at + i) for i, leaf in enumerate(self._gradients))
-        return After(tuple(grads), changed, gradients, tuple(self.cotangents))
+        return After(tuple(grads), changed, gradients, tuple(self.cotangents), *self._refused)
 
 
 def move_inputs_first(graph: fx.Graph) -> None:

@@ -179,7 +179,9 @@ def _trace(
             with nullcontext() if numbers is None else numbers:
                 found, tree = pytree.tree_flatten_with_path(fn(*a, **k))
         except Exception as error:
-            if refusal := _refusal(error, tracer) or mistake(error, dict(zip(map(id, inputs), names, strict=True))):
+            if refusal := _refusal(error, tracer) or mistake(
+                error, {id(x): names[i] for i, x in zip(where, inputs, strict=True)}
+            ):
                 raise refusal from error
             raise
         refuse_carriers([(pytree.keystr(path), leaf) for path, leaf in found])

@@ -6,7 +6,6 @@ import functools
 import random
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +14,7 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh, P, ShardingError, shard_map
-from shardlib.jit import _run
-from shardlib.run import virtual
+from shardlib.check import unshared
 from shardlib.state import single_device
 
 MESH = {"data": 2, "tensor": 4}
@@ -188,12 +186,11 @@ def test_what_is_proved_is_so(block: int) -> None:
         with Mesh(**MESH) as mesh:
             step = sl.jit(both)
             try:
-                plan = step.plan(*args)
+                step.plan(*args)
             except ShardingError as error:
                 refusals.append(str(error))
                 continue
-            apart = virtual.load(plan.compiled.program, mesh, share=False)
-            grads, (_, out) = _run(replace(step._load(mesh, plan), runner=apart), mesh, args)
+            grads, (_, out) = unshared(step, mesh, args, {})
             with single_device():
                 expected, (_, value) = both(*args)
         for local, coords in zip(out._locals, mesh.all_coords(), strict=True):

@@ -255,8 +255,18 @@ def test_a_function_that_goes_back_itself_leaves_no_history() -> None:
     w.grad = None
     step(X)
     same(expected, w.grad)
-    with pytest.raises(ShardingError, match="has no history"):
-        loss.backward()
+    for lost in (loss, loss + w.sum()):
+        with pytest.raises(ShardingError, match="the results of step have no gradient") as error:
+            lost.backward()
+        assert "second time" in str(error.value)
+
+
+def test_what_torch_cannot_differentiate_is_refused_when_somebody_does() -> None:
+    x = sl.shard(X, "batch _").requires_grad_()
+    out = sl.jit(lambda x: torch.nextafter(x, x + 1))(x)
+    assert out.requires_grad
+    with pytest.raises(ShardingError, match="not implemented"):
+        (out + x).sum().backward()
 
 
 def test_memory_is_freed_by_the_backward_pass() -> None:

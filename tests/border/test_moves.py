@@ -6,7 +6,7 @@ import linecache
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,8 +15,7 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh, Spec, shard
-from shardlib.jit import _run
-from shardlib.run import virtual
+from shardlib.check import unshared
 from shardlib.state import single_device
 from tests.campaign import broken_promise, counting
 from tests.ranks import run_ranks
@@ -165,8 +164,7 @@ def test_any_chain(block: int) -> None:
             plan = step.plan(x)
             found_slope, found = step(x)
             with counting() as calls:
-                apart = virtual.load(plan.compiled.program, mesh, share=False)
-                _run(replace(step._load(mesh, plan), runner=apart), mesh, [x])
+                unshared(step, mesh, [x], {})
             assert not broken_promise(plan.compiled.program.collectives, calls, mesh), told
             for name, asked, out in zip(chain.outputs, chain.out_specs, found, strict=True):
                 said = chain.said.get(name, "?") if asked is None else "?"
