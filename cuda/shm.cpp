@@ -8,8 +8,8 @@ extern "C" {
 size_t shm_start() { return shm::Engine::start(); }
 int shm_channels() { return shm::kChannels; }
 
-// `base`: this process's segment, of zeros.
-void* shm_open_engine(char* base, size_t bytes) { return new shm::Engine(base, bytes); }
+// `base`: this process's segment, of zeros. `asking`: four words that stay; they say what is begun (see Sign).
+void* shm_open_engine(char* base, size_t bytes, uint64_t* asking) { return new shm::Engine(base, bytes, asking); }
 void shm_close_engine(void* engine) { delete static_cast<shm::Engine*>(engine); }
 
 void shm_join(void* engine, int channel, int n, int me, char* const* bases) {
@@ -21,7 +21,7 @@ int shm_share(void* engine, int channel, char* const* tensors) {
     return static_cast<shm::Engine*>(engine)->share(channel, tensors);
 }
 
-void* shm_recipe(const int64_t* words) { return new Held(shm::read_recipe(words)); }
+void* shm_recipe(const int64_t* words, int op) { return new Held(shm::read_recipe(words, op)); }
 void shm_drop_recipe(void* recipe) { delete static_cast<Held*>(recipe); }
 
 // A ticket. The tensors must stay, and what is read stay the same, until it is done.
@@ -31,6 +31,10 @@ uint64_t shm_begin(void* engine, int channel, void* recipe, char* const* tensors
 
 int shm_finish(void* engine, uint64_t ticket, int64_t nanoseconds) {
     return static_cast<shm::Engine*>(engine)->finish(ticket, nanoseconds);
+}
+
+int shm_stranger(void* engine, uint64_t ticket, uint64_t* signs) {
+    return static_cast<shm::Engine*>(engine)->stranger(ticket, signs);
 }
 
 int shm_done(void* engine, uint64_t ticket) { return static_cast<shm::Engine*>(engine)->is_done(ticket); }

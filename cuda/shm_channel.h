@@ -16,6 +16,7 @@ struct Op {
     uint64_t direct;  // see Round
     int channel;
     uint64_t first;  // its first round's number in the channel
+    Sign sign;
     uint64_t staged = 0, reduced = 0, taken = 0;  // rounds
     std::vector<char> got;                        // from whom the round that is being taken has been copied
     bool done = false;
@@ -31,6 +32,8 @@ struct Member {
     uint64_t freed = 0;                       // rounds that all have taken, when last looked
     bool untold = false;                      // rounds were posted, and nobody was woken for them yet
     std::deque<std::shared_ptr<Op>> pending;  // in order
+    int stranger = -1;  // the first member seen in another collective: nothing is taken in this channel any more
+    Sign mine{}, theirs{};
 
     uint64_t all_taken() {
         uint64_t least = ~uint64_t{0};

@@ -11,6 +11,9 @@
 // A round's memory is free again when all have taken it. A member's slot for member j is number (j - i - 1) mod n, so
 // that its own slot is the last one, which need not be there.
 //
+// A round says which collective it belongs to (Sign). Nobody takes or reduces a round before it has compared that with its
+// own: ranks that run different programs learn so, and get no values.
+//
 // No deadlock: starting an op never blocks. Staging goes strictly in the order in which this process started its ops,
 // over all channels, and whoever waits for one op pushes on all of them. So the op that was started first among those
 // under way can always be finished, if processes start the ops that they share in the same order.
@@ -28,10 +31,13 @@
 
 namespace shm {
 
+enum Answer : int { kLate, kDone, kOutOfStep };
+
 class Engine {
   public:
-    Engine(char* base, size_t bytes)
-        : base_(base), header_(reinterpret_cast<Header*>(base)), staging_(start(), bytes - start()) {}
+    // `asking` are the first four words of the signs of what is begun, as the caller last set them.
+    Engine(char* base, size_t bytes, uint64_t* asking)
+        : base_(base), asking_(asking), header_(reinterpret_cast<Header*>(base)), staging_(start(), bytes - start()) {}
 
     static size_t start() { return (sizeof(Header) + 4095) / 4096 * 4096; }
 
@@ -61,6 +67,7 @@ class Engine {
         op->direct = direct;
         op->channel = channel;
         op->first = m.next;
+        op->sign = {asking_[0], asking_[1], asking_[2], asking_[3]++, op->recipe->size()};
         op->got.assign(m.n, 0);
         m.next += op->recipe->rounds;
         m.pending.push_back(op);
@@ -77,12 +84,14 @@ class Engine {
     }
 
     // Whether the op is done; waits for that at most `patience` nanoseconds.
-    bool finish(uint64_t ticket, int64_t patience) {
+    Answer finish(uint64_t ticket, int64_t patience) {
         std::unique_lock<std::mutex> hold(mutex_);
         const auto found = ops_.find(ticket);
-        if (found == ops_.end()) return true;
+        if (found == ops_.end()) return kDone;
         const std::shared_ptr<Op> op = found->second;
+        const Member& m = members_[op->channel];
         for (int idle = 0; !push(op.get()); ++idle) {
+            if (m.stranger >= 0) return kOutOfStep;
             if (idle < kSpins) {
                 pause(idle);
                 continue;
@@ -96,12 +105,23 @@ class Engine {
             const long woken = syscall(SYS_futex, &header_->rings, FUTEX_WAIT, seen, &limit, nullptr, 0);
             const bool late = woken == -1 && errno == ETIMEDOUT;
             hold.lock();
-            if (late && !push(op.get())) return false;
+            if (late && !push(op.get())) return m.stranger >= 0 ? kOutOfStep : kLate;
             if (op->done) break;
             idle = 0;
         }
         ops_.erase(ticket);
-        return true;
+        return kDone;
+    }
+
+    // Of a ticket that is out of step: the member that runs something else, and both signs, this member's first.
+    int stranger(uint64_t ticket, uint64_t* signs) {
+        std::lock_guard<std::mutex> hold(mutex_);
+        const auto found = ops_.find(ticket);
+        if (found == ops_.end()) return -1;
+        const Member& m = members_[found->second->channel];
+        for (const Sign* s : {&m.mine, &m.theirs})
+            for (uint64_t word : {s->event, s->program, s->line, s->position, s->size}) *signs++ = word;
+        return m.stranger;
     }
 
     bool is_done(uint64_t ticket) {
@@ -194,7 +214,7 @@ class Engine {
         const uint64_t number = op.first + op.staged;
         if (number - m.freed >= kRounds && number - m.all_taken() >= kRounds) return false;
         const bool direct = op.direct != kNowhere;
-        Round round{0, 0, op.direct};
+        Round round{0, 0, op.direct, op.sign};
         const size_t own = r.how == kReduceGather && direct ? r.slot : 0;
         const size_t needs = direct ? own : stage_bytes(r, op.staged);
         if (needs) {
@@ -242,7 +262,7 @@ class Engine {
         bool moved = false;
         for (const auto& op : m.pending) {
             if (op->recipe->how != kReduceGather) continue;
-            while (op->reduced < op->staged && all_posted(m, op->first + op->reduced)) {
+            while (op->reduced < op->staged && all_posted(m, *op, op->reduced)) {
                 reduce_slice(m, *op);
                 moved = true;
             }
@@ -251,10 +271,24 @@ class Engine {
         return moved;
     }
 
-    bool all_posted(const Member& m, uint64_t number) const {
+    // Whether all members have posted the op's round `round`, each for this very collective.
+    bool all_posted(Member& m, const Op& op, uint64_t round) {
         for (const Channel* peer : m.peers)
-            if (peer->posted.load(std::memory_order_acquire) <= number) return false;
+            if (peer->posted.load(std::memory_order_acquire) <= op.first + round) return false;
+        for (int i = 0; i < m.n; ++i)
+            if (!same(m, op, i, round)) return false;
         return true;
+    }
+
+    // Whether a round that member i has posted is of this collective. If not, this channel stands still from now on.
+    bool same(Member& m, const Op& op, int i, uint64_t round) {
+        const Sign& theirs = m.peers[i]->rounds[(op.first + round) % kRounds].sign;
+        if (m.stranger >= 0) return false;
+        if (!(theirs != op.sign)) return true;
+        m.stranger = i;
+        m.mine = op.sign;
+        m.theirs = theirs;
+        return false;
     }
 
     // Where member i's bytes for this member lie in the op's round `round`.
@@ -283,6 +317,7 @@ class Engine {
                     ++left;
                     continue;
                 }
+                if (!same(m, op, i, op.taken)) return moved;
                 const size_t from = s.begin + op.taken * r.slot;
                 if (gathers && i == m.me) {
                     // reduce_slice has put it there
@@ -315,7 +350,7 @@ class Engine {
 
     bool reduce_round(Member& m, Op& op) {
         const Recipe& r = *op.recipe;
-        if (!all_posted(m, op.first + op.taken)) return false;
+        if (!all_posted(m, op, op.taken)) return false;
         const Segment& out = r.receives[0];
         const size_t length = r.length(out, op.taken), from = out.begin + op.taken * r.slot;
         if (length) combine(m, op, op.taken, out, from, length, nullptr);
@@ -385,6 +420,7 @@ class Engine {
 
     std::mutex mutex_;
     char* base_;
+    uint64_t* asking_;
     Header* header_;
     Staging staging_;
     std::unordered_map<int, Member> members_;

@@ -18,10 +18,25 @@ constexpr uint64_t kRounds = 64;  // of one channel that one member has posted a
 constexpr int kSpins = 20;        // looks, about half a microsecond apart, before a waiting process sleeps
 constexpr uint64_t kNowhere = ~uint64_t{0};
 
+// Which collective a round belongs to. Members whose rounds of one number differ in it are out of step.
+struct Sign {
+    uint64_t event;     // the calls of programs that the ranks have made together; 0: none is running
+    uint64_t program;   // what stands for the program
+    uint64_t line;      // what stands for the line that calls it
+    uint64_t position;  // collectives that this call has begun before
+    uint64_t size;      // what stands for the kind of collective and the bytes that it moves
+
+    bool operator!=(const Sign& other) const {
+        return event != other.event || program != other.program || line != other.line || position != other.position ||
+               size != other.size;
+    }
+};
+
 struct Round {
     uint64_t staged;  // where its slots lie in the segment
     uint64_t own;     // where the last slot, the member's own, lies: an all-reduce's slice
     uint64_t direct;  // kNowhere, or: the source is in shared memory (number << 48 | offset), and nothing is staged
+    Sign sign;
 };
 
 struct Channel {

@@ -26,12 +26,19 @@ struct Recipe {
     uint64_t rounds;  // enough for the longest segment of any member
     bool keeps_own;   // the own slot is staged (its pieces are strided, or all members read one slot)
     bool past_caches;
+    int op;  // which collective it is
     std::vector<Stream> streams;
     std::vector<Segment> sends;     // one for each member, or a single one for all
     std::vector<Segment> receives;  // by member; one only when all contributions are reduced to it
 
     bool shared() const { return sends.size() == 1; }
     int slots() const { return shared() ? 1 : n - 1 + (keeps_own || how == kReduceGather); }
+    // The same on all members.
+    uint64_t size() const {
+        uint64_t mixed = static_cast<uint64_t>(op) * 1024 + static_cast<uint64_t>(how) * 16 + kind;
+        for (uint64_t part : {static_cast<uint64_t>(slot), rounds}) mixed = mixed * 0x9e3779b97f4a7c15 + part;
+        return mixed;
+    }
     int place(int owner, int reader) const { return shared() ? 0 : (reader - owner - 1 + n) % n; }
     size_t length(const Segment& s, uint64_t round) const {
         size_t at = round * slot;
@@ -40,8 +47,9 @@ struct Recipe {
 };
 
 // A recipe as ops/_streams.py writes it: whole numbers, one after the other.
-inline std::shared_ptr<const Recipe> read_recipe(const int64_t* w) {
+inline std::shared_ptr<const Recipe> read_recipe(const int64_t* w, int op) {
     auto r = std::make_shared<Recipe>();
+    r->op = op;
     r->n = static_cast<int>(*w++);
     r->me = static_cast<int>(*w++);
     r->how = static_cast<How>(*w++);

@@ -12,6 +12,7 @@ shardlib's kernels by then.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from threading import Lock
@@ -19,8 +20,8 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
+from shardlib import order
 from shardlib.errors import ShardingError
 from shardlib.meshes import world
 from shardlib.ops import _cuda_wire
@@ -29,7 +30,6 @@ from shardlib.ops._cuda_open import open_group
 from shardlib.ops._cuda_peers import Peers, unserved
 from shardlib.ops._shm import Channel, Session
 from shardlib.specs.axis import Axis
-from shardlib.store import Store
 
 if TYPE_CHECKING:
     from shardlib.meshes.mesh import Mesh
@@ -41,7 +41,6 @@ _handles: dict[tuple[object, Mesh, tuple[Axis, ...]], GroupHandle] = {}
 _process_groups: dict[tuple[object, str, Cosets], dist.ProcessGroup] = {}
 _sessions: dict[tuple[object, str], Session] = {}
 _peers: dict[tuple[object, Cosets], Peers] = {}  # these cosets are in group order
-_rooms = 0  # in which ranks have said whether they have peers: the same number on all
 _lock = Lock()
 
 
@@ -71,6 +70,11 @@ class GroupHandle:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def may_use_gloo(self) -> bool:
+        """Whether messages go over Gloo, or some may, since SHARDLIB_OPS or a rare dtype keeps them from the memory."""
+        return self.backend == "gloo" and (self.shm is None or bool(os.environ.get("SHARDLIB_OPS")))
 
     @property
     def transport(self) -> str:
@@ -148,7 +152,9 @@ def _process_group(device: str, cosets: Cosets, rank: int, known: dist.ProcessGr
         return world_group
     elif key not in _process_groups:
         # Every rank makes every group, those of others too: that is what keeps the ranks' group names the same.
-        made = [dist.new_group(list(coset), timeout=world.timeout()) for coset in cosets]
+        made = order.waited(
+            lambda: [dist.new_group(list(coset), timeout=world.timeout()) for coset in cosets], "make groups of ranks"
+        )
         _process_groups[key] = next(pg for pg, coset in zip(made, cosets, strict=True) if rank in coset)
     return _process_groups[key]
 
@@ -157,10 +163,18 @@ def _session(mesh: Mesh) -> Session:
     """What the ranks of this world share; made at the first call, which all ranks make."""
     key = (dist.group.WORLD, mesh.device)
     if key not in _sessions:
-        for old in [k for k in _sessions if k[0] is not dist.group.WORLD]:  # worlds that were destroyed
-            _sessions.pop(old).close()
+        _forget_worlds()
         _sessions[key] = Session(mesh.rank, mesh.size, mesh.device)
     return _sessions[key]
+
+
+def _forget_worlds() -> None:
+    """Drop what belongs to worlds that were destroyed."""
+    for old in [k for k in _sessions if k[0] is not dist.group.WORLD]:
+        _sessions.pop(old).close()
+    for cache in (_handles, _process_groups, _peers):
+        for key in [k for k in cache if k[0] is not dist.group.WORLD]:
+            del cache[key]
 
 
 def _asks_for_peers(mesh: Mesh, size: int) -> bool:
@@ -169,16 +183,14 @@ def _asks_for_peers(mesh: Mesh, size: int) -> bool:
 
 def _peers_of(mesh: Mesh, handle: GroupHandle, cosets: Cosets) -> Peers:
     """This group's peers. All ranks of the world come here together, so that all go on or none does."""
-    global _rooms
     key = (dist.group.WORLD, cosets)
     if key not in _peers:
-        for old in [k for k in _peers if k[0] is not dist.group.WORLD]:  # worlds that were destroyed
-            del _peers[old]
         opened = open_group(handle, torch.device(mesh.device, torch.cuda.current_device()))
-        store, seconds = Store(mesh.rank, _get_default_store()), world.timeout().total_seconds()
-        room, _rooms = f"shardlib/peers/{_rooms}", _rooms + 1
+        now = order.current()
+        store, seconds = now.store(), world.timeout().total_seconds()
+        room, now.meetings = f"{now.room}/peers/{now.meetings}", now.meetings + 1
         fault = opened if isinstance(opened, str) else ""
-        said = store.exchange(room, fault, range(mesh.size), seconds, "make groups of ranks")
+        said = store.exchange(room, fault, range(mesh.size), seconds, "make groups of ranks", now.watcher())
         if faults := [text for text in said.values() if text]:
             raise unavailable(_cuda_wire.asked(), "cuda", faults[0])
         assert isinstance(opened, Peers)

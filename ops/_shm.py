@@ -15,12 +15,11 @@ import weakref
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_default_store
-
+from shardlib import order
 from shardlib.errors import ShardingError
 from shardlib.meshes import world
 from shardlib.ops import _native
@@ -30,7 +29,7 @@ from shardlib.ops._segment import PAGE, Address, Segment, SegmentError
 from shardlib.ops._streams import Like
 from shardlib.ops._wire import CollectiveError
 from shardlib.recipe import Missing
-from shardlib.store import Store, names
+from shardlib.store import names
 
 if TYPE_CHECKING:
     from shardlib.ops._groups import GroupHandle
@@ -41,7 +40,7 @@ NOWHERE = (1 << 64) - 1
 RECIPES = 1024  # that a channel keeps
 FLYING = 256  # collectives under way, from which on it is looked whether some were forgotten
 _OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ppermute")
-_sessions = 0  # that this process has made: a number that is the same on all ranks
+_DONE, _OUT_OF_STEP = 1, 2  # answers of the library; 0: not yet
 _living: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
@@ -61,10 +60,10 @@ class Recipe:
 class _Loaded:
     """A recipe as the library keeps it."""
 
-    def __init__(self, library: ctypes.CDLL, recipe: Recipe) -> None:
+    def __init__(self, library: ctypes.CDLL, recipe: Recipe, op: int) -> None:
         self.recipe, self.library = recipe, library
         self.outs = [(out.shape, out.dtype) for out in recipe.outs]
-        self.pointer = None if recipe.words is None else library.shm_recipe(recipe.words.buffer_info()[0])
+        self.pointer = None if recipe.words is None else library.shm_recipe(recipe.words.buffer_info()[0], op)
 
     def __del__(self) -> None:
         if self.pointer is not None:
@@ -79,9 +78,9 @@ class Session:
     """
 
     def __init__(self, rank: int, size: int, device: str = "cpu") -> None:
-        global _sessions
-        self.rank, self.room = rank, f"shardlib/shm/{_sessions}"
-        _sessions += 1
+        self.order = order.current()
+        self.rank, self.room = rank, f"{self.order.room}/shm/{self.order.meetings}"
+        self.order.meetings += 1
         self.segments: dict[int, Segment] = {}
         self.tensors: list[Segment] = []  # memory of symmetric tensors, ours and others'
         self.channels = 0
@@ -97,20 +96,20 @@ class Session:
 
     def _meet(self, size: int, device: str) -> tuple[dict[int, str], dict[int, str]]:
         everyone, seconds = range(size), world.timeout().total_seconds()
-        store = Store(self.rank, _get_default_store())
+        store, dead = self.order.store(), self.order.watcher()
         hello = {"ops": os.environ.get("SHARDLIB_OPS", ""), "fault": "", "address": ""}
         try:
             hello["address"] = self._make(device).dumps()
         except (SegmentError, ShardingError) as error:
             hello["fault"] = str(error)
-        posted = store.exchange(f"{self.room}/hello", json.dumps(hello), everyone, seconds, "make groups of ranks")
+        posted = store.exchange(f"{self.room}/hello", json.dumps(hello), everyone, seconds, "make groups of ranks", dead)
         hellos = {rank: json.loads(text) for rank, text in posted.items()}
         check_same({rank: said["ops"] for rank, said in hellos.items()})
         wanted(_OPS[0])  # raises what every rank has found to be wrong with it
         faults = {rank: said["fault"] for rank, said in hellos.items() if said["fault"]}
         addresses = {r: Address.loads(said["address"]) for r, said in hellos.items() if r not in faults}
         verdict = "" if self.rank in faults else self._open(addresses)
-        posted = store.exchange(f"{self.room}/reached", verdict, everyone, seconds, "share memory")
+        posted = store.exchange(f"{self.room}/reached", verdict, everyone, seconds, "share memory", dead)
         faults |= {rank: text for rank, text in posted.items() if text}
         if self.rank in faults:
             self.close()
@@ -128,7 +127,7 @@ class Session:
         size = PAGE + library.shm_start() + STAGING
         mine = self.segments[self.rank] = Segment.make(size)
         self.library = library
-        self.engine = library.shm_open_engine(mine.base + PAGE, size - PAGE)
+        self.engine = library.shm_open_engine(mine.base + PAGE, size - PAGE, order.ASKING.buffer_info()[0])
         return mine.address
 
     def _open(self, addresses: dict[int, Address]) -> str:
@@ -177,7 +176,10 @@ class Session:
         self.tensors.clear()
 
 
-_ENDED = "the process group of this collective was destroyed, or this process is a fork of a rank"
+def _ended() -> str:
+    if order.is_fork():
+        return "this process is a fork of a rank, and no rank itself: it takes part in no collective"
+    return "the process group of this collective was destroyed"
 
 
 def _after_fork() -> None:
@@ -201,16 +203,17 @@ class Channel:
         bases = (ctypes.c_void_p * self.size)(*(session.segments[rank].base + PAGE for rank in ranks))
         self.library.shm_join(session.engine, number, self.size, self.position, bases)
 
-    def start(self, key: object, make: Callable[[], Recipe | None], sources: Sequence[Tensor]) -> Transfer | None:
+    def start(self, key: tuple[Any, ...], make: Callable[[], Recipe | None], sources: Sequence[Tensor]) -> Transfer | None:
         """Begin the collective `key`; None when it runs on torch. `make` decides that, at the first time."""
         session = self.session
         if session.engine is None:
-            raise CollectiveError(_ENDED)
+            raise CollectiveError(_ended())
         if key not in self.recipes:
             if len(self.recipes) >= RECIPES:  # of shapes that never come back
                 self.recipes.clear()
             recipe = make()
-            self.recipes[key] = None if recipe is None else _Loaded(self.library, recipe)
+            kind = _OPS.index(key[0])
+            self.recipes[key] = None if recipe is None else _Loaded(self.library, recipe, kind)
         if (loaded := self.recipes[key]) is None:
             return None
         recipe = loaded.recipe
@@ -237,13 +240,16 @@ class Channel:
 
     def _sweep(self) -> None:
         """Forget tensors of collectives that nobody waited for and that are done."""
-        for ticket in [t for t in self.session.flying if self.library.shm_done(self.session.engine, t)]:
+        for ticket in [t for t in list(self.session.flying) if self.library.shm_done(self.session.engine, t)]:
             self.library.shm_finish(self.session.engine, ticket, 0)
-            del self.session.flying[ticket]
+            self.session.flying.pop(ticket, None)  # another thread may have waited for it meanwhile
 
-    def watch(self, ticket: int, begin: float) -> None:
-        """Raise `CollectiveError` if a peer is gone or has given up, or if it is late."""
+    def watch(self, ticket: int, begin: float, look: Callable[[], object]) -> None:
+        """Raise `CollectiveError` if a peer is gone or has given up, or if it is late; `look` finds who is elsewhere."""
         session = self.session
+        if any(session.segments[rank].culprit is not None for rank in self.ranks if rank != session.rank):
+            session.order.look()  # it gave up because somebody is out of step, perhaps
+        look()
         for rank in self.ranks:
             if rank == session.rank:
                 continue
@@ -257,6 +263,18 @@ class Channel:
             late = self.library.shm_lacks(session.engine, ticket)
             rank = self.ranks[late] if late >= 0 else session.rank
             self._fail(f"rank {rank} did not come to a collective of {names(self.ranks)} within {seconds:g} s", rank)
+
+    def refuse_stranger(self, ticket: int) -> NoReturn:
+        """Raise the error for a member that is in another collective."""
+        words = (ctypes.c_uint64 * 10)()
+        rank = self.ranks[self.library.shm_stranger(self.session.engine, ticket, words)]
+        self.session.segments[self.session.rank].give_up(rank)
+        mine, theirs = list(words[:4]), list(words[5:9])
+        if mine[0] and theirs[0]:
+            self.session.order.out_of_step(mine, rank, theirs)
+        error = CollectiveError(f"rank {rank} is in another collective of {names(self.ranks)}")
+        error.culprit = rank
+        raise error
 
     def _fail(self, text: str, culprit: int) -> NoReturn:
         self.session.segments[self.session.rank].give_up(culprit)
@@ -278,15 +296,18 @@ class Transfer:
         channel = self.channel
         session = channel.session
         patience = int(LOOK_SECONDS * 1e9)
-        begin = 0.0
+        begin, look = 0.0, None
         while True:
             if session.engine is None:
-                raise CollectiveError(_ENDED)
-            if channel.library.shm_finish(session.engine, self.ticket, patience):
+                raise CollectiveError(_ended())
+            answer = channel.library.shm_finish(session.engine, self.ticket, patience)
+            if answer == _DONE:
                 session.flying.pop(self.ticket, None)
                 return self.outs
-            begin = begin or time.monotonic()
-            channel.watch(self.ticket, begin)
+            if answer == _OUT_OF_STEP:
+                channel.refuse_stranger(self.ticket)
+            begin, look = begin or time.monotonic(), look or order.Patience()
+            channel.watch(self.ticket, begin, look)
 
     def first(self) -> Tensor:
         """`finish` of a collective of one tensor."""
@@ -320,7 +341,7 @@ def symmetric_empty(shape: Sequence[int], dtype: torch.dtype, group: GroupHandle
         return torch.empty(tuple(shape), dtype=dtype)
     session, nbytes = channel.session, math.prod(shape) * dtype.itemsize
     room = f"{session.room}/{channel.number}/{len(channel.shared)}"
-    store, seconds = Store(session.rank, _get_default_store()), world.timeout().total_seconds()
+    store, seconds = session.order.store(), world.timeout().total_seconds()
     size = PAGE + max(nbytes, 1)
     mine: Segment | None = None
     said = ""
@@ -329,7 +350,7 @@ def symmetric_empty(shape: Sequence[int], dtype: torch.dtype, group: GroupHandle
         said = mine.address.dumps()
     except SegmentError as error:
         said = f"!{error}"
-    posted = store.exchange(room, said, channel.ranks, seconds, "share a tensor")
+    posted = store.exchange(room, said, channel.ranks, seconds, "share a tensor", session.order.watcher())
     if faults := [f"rank {rank}: {text[1:]}" for rank, text in posted.items() if text.startswith("!")]:
         if mine is not None:
             mine.close()
@@ -354,14 +375,15 @@ def declare(library: ctypes.CDLL) -> None:
     for name, returns, arguments in (
         ("shm_start", ctypes.c_size_t, ()),
         ("shm_channels", i32, ()),
-        ("shm_open_engine", pointer, (pointer, ctypes.c_size_t)),
+        ("shm_open_engine", pointer, (pointer, ctypes.c_size_t, pointer)),
         ("shm_close_engine", None, (pointer,)),
         ("shm_join", None, (pointer, i32, i32, i32, pointer)),
         ("shm_share", i32, (pointer, i32, pointer)),
-        ("shm_recipe", pointer, (pointer,)),
+        ("shm_recipe", pointer, (pointer, i32)),
         ("shm_drop_recipe", None, (pointer,)),
         ("shm_begin", u64, (pointer, i32, pointer, pointer, i32, u64)),
         ("shm_finish", i32, (pointer, u64, ctypes.c_int64)),
+        ("shm_stranger", i32, (pointer, u64, pointer)),
         ("shm_done", i32, (pointer, u64)),
         ("shm_lacks", i32, (pointer, u64)),
     ):

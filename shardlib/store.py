@@ -14,11 +14,31 @@ from shardlib.errors import ShardingError
 class Store:
     """The store as one rank uses it. In a room every rank may post one value under its number.
 
-    Raises `ShardingError`, from `cause` where there is one, when the store is gone.
+    Raises `ShardingError`, from `cause` where there is one, when the store is gone; `dead` tells which ranks are known
+    to be gone too.
     """
 
-    def __init__(self, rank: int, store: Any, cause: BaseException | None = None) -> None:
-        self.rank, self.store, self.cause = rank, store, cause
+    def __init__(
+        self,
+        rank: int,
+        store: Any,
+        cause: BaseException | None = None,
+        dead: Callable[[], Sequence[int]] = lambda: (),
+    ) -> None:
+        self.rank, self.store, self.cause, self.dead = rank, store, cause, dead
+
+    def put(self, key: str, value: str) -> None:
+        try:
+            self.store.set(key, value)
+        except dist.DistError as error:
+            self._unreachable(error)
+
+    def find(self, key: str) -> str:
+        """The value of a key; empty when there is none."""
+        try:
+            return self.store.get(key).decode() if self.store.check([key]) else ""
+        except dist.DistError as error:
+            self._unreachable(error)
 
     def post(self, room: str, value: str | bytes) -> None:
         try:
@@ -58,25 +78,46 @@ class Store:
             self._unreachable(error)
         return []
 
-    def exchange(self, room: str, value: str, ranks: Sequence[int], seconds: float, what: str) -> dict[int, str]:
-        """Every rank's value; raises `ShardingError` naming the ranks that did not post theirs for `what` in time."""
+    def exchange(
+        self,
+        room: str,
+        value: str,
+        ranks: Sequence[int],
+        seconds: float,
+        what: str,
+        dead: Callable[[Sequence[int]], Sequence[int]] = lambda missing: (),
+    ) -> dict[int, str]:
+        """Every rank's value.
+
+        Raises `ShardingError` naming the ranks that did not post theirs for `what` in time; at once where `dead` finds
+        some of those missing. It is called again and again, and may raise errors of its own.
+        """
         self.post(room, value)
-        if missing := self.wait(room, ranks, seconds):
-            raise ShardingError(
-                f"{names(missing)} did not come to {what}",
-                [f"rank {r} did not arrive within {seconds:g} s: it is dead or runs other code" for r in missing],
-                rule="every rank runs the same programs in the same order",
-                remedy=LOOK,
-            )
+        if missing := self.wait(room, ranks, seconds, until=dead):
+            refuse_missing(missing, dead(missing), seconds, f"to {what}")
         return {r: text.decode() for r, text in self.read(room, ranks).items()}
 
     def _unreachable(self, error: dist.DistError) -> NoReturn:
         raise ShardingError(
             f"rank {self.rank} lost the store of torch.distributed",
-            ["rank 0, or the launcher that holds the store, is gone"],
+            [f"rank {r} is dead: its process is gone" for r in self.dead()]
+            or ["rank 0, or the launcher that holds the store, is gone"],
             rule="every rank of the mesh takes part in every step",
             remedy="look for the first error in the output of rank 0 and of the launcher",
         ) from (self.cause or error)
+
+
+def refuse_missing(
+    missing: Sequence[int], dead: Sequence[int], seconds: float, what: str, of: str = ""
+) -> NoReturn:
+    """Raise the error for ranks that did not come within some seconds, or never will because these of them are dead."""
+    late = f"did not arrive within {seconds:g} s: it is dead or runs other code"
+    raise ShardingError(
+        f"{names(dead or missing)}{of} did not come {what}",
+        [f"rank {r} is dead: its process is gone" for r in dead] or [f"rank {r} {late}" for r in missing],
+        rule="every rank runs the same programs in the same order",
+        remedy=LOOK,
+    )
 
 
 LOOK = "look for the first error in the output of the ranks named; SHARDLIB_TIMEOUT=<seconds> waits longer"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import closing
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardlib import order
 from shardlib.errors import ShardingError
 from shardlib.meshes.mesh import Mesh
 from shardlib.ops import all_reduce
 from shardlib.ops._groups import GroupHandle, group_for
 from shardlib.ops._wire import CollectiveError
 from shardlib.run.agree import agree, blame
-from tests.ranks import RankError, only, run_ranks
+from tests.ranks import Pool, RankError, only, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -153,6 +155,12 @@ def sleep_through(answers: bool) -> str | None:
     return said(reduce_or_blame, group, mesh, 0.5)
 
 
+def alone(fn: Any, n: int, *args: Any) -> list[Any]:
+    """In processes of their own: after a failure of a collective the ranks use no more of them."""
+    with closing(Pool(n)) as pool:
+        return pool.run(fn, *args)
+
+
 @pytest.mark.parametrize(
     ("answers", "offender"),
     [
@@ -161,7 +169,7 @@ def sleep_through(answers: bool) -> str | None:
     ],
 )
 def test_a_silent_peer_is_named(answers, offender):
-    text = run_ranks(sleep_through, 2, answers)[0]
+    text = alone(sleep_through, 2, answers)[0]
     assert text is not None
     assert text.startswith(f"a collective failed on rank 0 of 2:\n  * {offender}\n")
 
@@ -169,7 +177,11 @@ def test_a_silent_peer_is_named(answers, offender):
 def test_a_lost_store_names_rank_0(monkeypatch):
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
-    monkeypatch.setitem(blame.__globals__, "_get_default_store", lambda: client)
+    monkeypatch.setattr(order, "_get_default_store", lambda: client)
+    monkeypatch.setattr(order.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(order.dist, "get_world_size", lambda: 2)
+    here = order.Order(None)
+    monkeypatch.setitem(blame.__globals__, "current", lambda: here)
     mesh: Any = SimpleNamespace(kind="distributed", size=2, rank=1)
     del server
     cause = RuntimeError("Connection closed by peer")

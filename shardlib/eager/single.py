@@ -21,7 +21,6 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils import _pytree as pytree
 
 from shardlib import graph as graphs
-from shardlib import run
 from shardlib.compile import Compiled
 from shardlib.eager.aliases import Path
 from shardlib.eager.slots import filled, listed, moved
@@ -206,7 +205,8 @@ def _load(program: Program, mesh: Mesh, plan: Plan) -> Callable[[Sequence[Pieces
     """
     program.owned = 0
     if program.collectives:
-        return run.load(program, mesh, plan)
+        # The ranks compare it at its first call: who makes it ready holds a lock that other threads wait for.
+        return virtual.load(program, mesh) if mesh.kind == "virtual" else distributed.load(program, mesh, plan, late=True)
     source = virtual.source if mesh.kind == "virtual" else distributed.source
     generated = source(program, mesh)
     function, feed = generated.compile(), generated.feed

@@ -19,6 +19,7 @@ from typing import Any, Self
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardlib import order
 from shardlib.errors import ShardingError
 from shardlib.meshes import world
 from shardlib.meshes.meshtext import Kind, MeshAxes, Rules, did_you_mean, faults_of, tidy_rules, written
@@ -143,6 +144,8 @@ class Mesh:
         object.__setattr__(self, "strict", bool(strict))
         if kind == "distributed":
             world.choose_gpu(self.device)
+            if world.initialised():
+                order.current()  # who we are is known from now on
 
     @cached_property
     def size(self) -> int:
@@ -188,7 +191,7 @@ class Mesh:
                 [f"it is {self.kind}: its devices are not ranks of torch.distributed"],
                 remedy=f"run the script with `torchrun --nproc-per-node {self.size}`",
             )
-        return world.device_mesh(self.axes, self.device)
+        return world.device_mesh(self.axes, self.device, order.waited)
 
     def axis(self, name: str) -> Axis:
         """The axis of this name, whole."""

@@ -6,13 +6,15 @@ What a `Mesh` needs from the environment and from `torch.distributed` is here; t
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from threading import Lock
 from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib.errors import ShardingError
@@ -83,8 +85,12 @@ def device_type(device: str | None, kind: str) -> str:
 
 
 def timeout() -> timedelta:
-    """How long a collective waits for its peers: SHARDLIB_TIMEOUT seconds, by default 300."""
-    text = os.environ.get("SHARDLIB_TIMEOUT", "300")
+    """How long a collective waits for its peers: SHARDLIB_TIMEOUT seconds; without it as long as the user told
+    `init_process_group`, or 300 s where that was not told either.
+    """
+    text = os.environ.get("SHARDLIB_TIMEOUT", "")
+    if not text:
+        return _told_timeout() or timedelta(seconds=300)
     try:
         seconds = float(text)
     except ValueError:
@@ -101,6 +107,16 @@ def current_device(device: str, kind: str) -> torch.device:
     return torch.device(device, 0 if kind == "abstract" else torch.cuda.current_device())
 
 
+def _told_timeout() -> timedelta | None:
+    """The timeout that the process group was given by its maker, if it was; all backends keep one."""
+    group = dist.group.WORLD if initialised() else None
+    if group is None:
+        return None
+    backend = group._get_backend(group._device_types[0])
+    told = getattr(getattr(backend, "options", None), "_timeout", None)
+    return None if told == distributed_c10d._get_default_timeout(dist.get_backend()) else told
+
+
 def choose_gpu(device: str) -> None:
     """On CUDA, make this process's GPU the current one, unless the user has set up the process group already."""
     if device == "cuda" and not initialised():
@@ -113,15 +129,22 @@ def remember(axes: Mapping[str, int], device: str, mesh: DeviceMesh) -> None:
         _meshes[tuple(axes.items()), device] = (dist.group.WORLD, mesh)
 
 
-def device_mesh(axes: Mapping[str, int], device: str) -> DeviceMesh:
-    """The DeviceMesh of these axes over all ranks; all ranks must ask for the same ones in the same order."""
+def device_mesh(
+    axes: Mapping[str, int], device: str, waited: Callable[[Callable[[], DeviceMesh], str], DeviceMesh]
+) -> DeviceMesh:
+    """The DeviceMesh of these axes over all ranks; all ranks must ask for the same ones in the same order.
+
+    `waited` runs what waits for them, under a name, and knows what to do when one is gone.
+    """
     key = tuple(axes.items()), device
     with _lock:
         if not initialised():
             dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timeout())
         owner, mesh = _meshes.get(key, (None, None))
         if mesh is None or owner is not dist.group.WORLD:
-            mesh = _new(axes, device)
+            mesh = waited(partial(_new, axes, device), "make groups of ranks")
+            for old in [k for k, (of, _) in _meshes.items() if of is not dist.group.WORLD]:  # worlds that were destroyed
+                del _meshes[old]
             _meshes[key] = (dist.group.WORLD, mesh)
         return mesh
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -24,6 +24,7 @@ from shardlib.printing import OP as PRINT
 from shardlib.propagate.units import is_constraint
 from shardlib.specs.layout import Layout
 from shardlib.tensors.tensor import Names
+from shardlib.tracing.lines import Line
 from shardlib.traits import has
 
 
@@ -227,17 +228,20 @@ class Plan:
             "replicated_ops": list(self.replicated_ops),
         }
 
-    def listing(self) -> str:
-        """Every step of the program, arithmetic and constants included: plans with one listing are the same."""
+    def listing(self, where: Callable[[Line | None], str] = place) -> str:
+        """Every step of the program, arithmetic and constants included: plans with one listing are the same.
+
+        `where` writes its lines of source.
+        """
         lines = [f"{v.name}: {v.dtype}[{v.layout}]" for v in self._in]
         for s in self.compiled.program.steps:
             outs = ", ".join("_" if v is None else v.name for v in s.outs)
             if isinstance(s, Collective):
                 axes = " ".join(map(str, s.axes))
-                lines.append(f"{outs} = {s.kind}[{axes}]({s.source.name}, {s.params}, {s.reduce})  # {place(s.line)}")
+                lines.append(f"{outs} = {s.kind}[{axes}]({s.source.name}, {s.params}, {s.reduce})  # {where(s.line)}")
             else:
                 args = ", ".join([*map(repr, s.args), *(f"{k}={v!r}" for k, v in s.kwargs.items())])
-                lines.append(f"{outs} = {s.target}({args})  # {place(s.line)}")
+                lines.append(f"{outs} = {s.target}({args})  # {where(s.line)}")
         lines.append(f"return {', '.join(map(repr, self.compiled.program.outputs))}")
         return "\n".join(lines)
 

@@ -23,6 +23,7 @@ from shardlib.errors import ShardingError
 from shardlib.meshes.mesh import Mesh, current_mesh
 from shardlib.ops import _groups, all_reduce
 from shardlib.ops import draw as ops
+from shardlib.order import Turn
 from shardlib.specs.layout import Axis
 from shardlib.tracing.lines import user_line
 
@@ -183,7 +184,13 @@ def _agreed(number: int) -> Tensor:
 
 def _summed(key: Tensor, mesh: Mesh) -> Tensor:
     axes = tuple(Axis(name, n) for name, n in mesh.axes.items() if n > 1)
-    return all_reduce.start(key, group=_groups.group_for(mesh, axes), kind="sum").finish()
+    from shardlib.run.agree import together  # late: what runs programs needs the rules, which draw
+
+    group = _groups.group_for(mesh, axes)
+    return together(mesh, _KEY, group, lambda: all_reduce.start(key, group=group, kind="sum").finish())
+
+
+_KEY = Turn("all_reduce of i64[2]: the key of random numbers")
 
 
 # --- drawing ----------------------------------------------------------------------------------------------------------

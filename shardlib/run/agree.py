@@ -6,36 +6,23 @@ speak through the store of `torch.distributed`, which works when collectives do 
 
 from __future__ import annotations
 
-import os
-import socket
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
-
-from torch.distributed.distributed_c10d import _get_default_store
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from shardlib.errors import ShardingError
 from shardlib.meshes import world
-from shardlib.store import LOOK, Store, names
+from shardlib.ops._wire import CollectiveError
+from shardlib.order import KEEP, Order, Turn, current
+from shardlib.store import LOOK, names, refuse_missing
 
 if TYPE_CHECKING:
     from shardlib.meshes.mesh import Mesh
+    from shardlib.ops._groups import GroupHandle
 
+T = TypeVar("T")
 _REPLY_SECONDS = 10.0  # for peers that are known to be alive and about to answer
 _SAME = "every rank runs the same programs in the same order"
-
-
-@dataclass
-class _Known:
-    """What this process knows of its peers."""
-
-    meetings: int = 0  # how often the ranks have agreed: they meet in one order, or their digests differ
-    lives: dict[int, str] = field(default_factory=dict)  # where each rank's process is, as it said when last agreeing
-
-
-_known = _Known()
 
 
 def agree(mesh: Mesh, digest: str, what: str, timeout: float | None = None) -> None:
@@ -46,32 +33,48 @@ def agree(mesh: Mesh, digest: str, what: str, timeout: float | None = None) -> N
     """
     if mesh.kind != "distributed" or mesh.size == 1:
         return
-    seconds = world.timeout().total_seconds() if timeout is None else timeout
     name, everyone = what.partition("\n")[0], range(mesh.size)
-    store, room = Store(mesh.rank, _get_default_store()), f"shardlib/agree/{_known.meetings}"
-    _known.meetings += 1
-    store.post(f"{room}/life", _life())
+    with Turn(f"the first call of {name}", digest) as order:
+        _compare(order, digest, what, name, everyone, timeout)
+
+
+def _compare(
+    order: Order, digest: str, what: str, name: str, everyone: Sequence[int], timeout: float | None
+) -> None:
+    seconds = world.timeout().total_seconds() if timeout is None else timeout
+    store, room, dead = order.store(), f"{order.room}/agree/{order.meetings}", order.watcher()
+    order.meetings += 1
     store.post(f"{room}/digest", digest)
-    if missing := store.wait(f"{room}/digest", everyone, seconds):
-        raise ShardingError(
-            f"{names(missing)} of {mesh.size} did not come to run {name}",
-            [f"rank {r} did not arrive within {seconds:g} s: it is dead or runs other code" for r in missing],
-            rule=_SAME,
-            remedy=LOOK,
-        )
+    if missing := store.wait(f"{room}/digest", everyone, seconds, until=dead):
+        refuse_missing(missing, dead(missing), seconds, f"to run {name}", f" of {len(everyone)}")
     digests = store.read(f"{room}/digest", everyone)
     if len(set(digests.values())) > 1:
         # Texts may be long, so they are sent only now that they are needed.
+        store.post(f"{room}/line", order.told(order.recent[order.turn % KEEP][2]))
         store.post(f"{room}/what", zlib.compress(what.encode()))
         silent = store.wait(f"{room}/what", everyone, _REPLY_SECONDS)
         sent = store.read(f"{room}/what", [r for r in everyone if r not in silent])
+        lines = {r: text.decode() for r, text in store.read(f"{room}/line", sorted(sent)).items()}
+        order.forget()  # all ranks are told so, and may go on together
         raise ShardingError(
             "the ranks are about to run different programs",
-            _differences(digests, {r: zlib.decompress(text).decode() for r, text in sent.items()}),
+            _differences(digests, {r: zlib.decompress(text).decode() for r, text in sent.items()})
+            + ([f"rank {r} calls it at {line}" for r, line in lines.items()] if len(set(lines.values())) > 1 else []),
             rule=_SAME,
             remedy="start all ranks from the same code, configuration and input shapes; let nothing depend on the rank",
         )
-    _known.lives = {r: life.decode() for r, life in store.read(f"{room}/life", everyone).items()}
+    order.dead(ask=True)  # where their processes are, while the store is there to say it
+
+
+def together(mesh: Mesh, turn: Turn, group: GroupHandle, call: Callable[[], T]) -> T:
+    """The result of `call`, one collective of the group that is a turn of its own."""
+    with turn as order:
+        try:
+            if group.may_use_gloo:
+                order.meet([group])
+            return call()
+        except CollectiveError as error:
+            blame(mesh, error)
 
 
 def blame(mesh: Mesh, error: BaseException, timeout: float = 10.0) -> NoReturn:
@@ -80,15 +83,13 @@ def blame(mesh: Mesh, error: BaseException, timeout: float = 10.0) -> NoReturn:
     The ranks that see the failure sign in. One that has not is looked up as a process where it ran on this machine, and
     is otherwise reported as silent after `timeout` seconds.
     """
-    store, room, everyone = (
-        Store(mesh.rank, _get_default_store(), error),
-        f"shardlib/alive/{_known.meetings}",
-        range(mesh.size),
-    )
+    order = current()
+    store, room, everyone = order.store(error), f"{order.room}/alive/{order.meetings}", range(mesh.size)
     store.post(room, b"")
-    silent = store.wait(room, everyone, timeout, until=lambda missing: _dead(missing) or store.verdict(room))
+    watch = order.watcher()
+    silent = store.wait(room, everyone, timeout, until=lambda missing: watch(missing) or store.verdict(room))
     # Ranks die of their errors. So the first who has judged is right, and the later ones take over what it found.
-    if dead := _dead(everyone):
+    if dead := order.dead(everyone):
         offenders = [f"rank {r} is dead: its process is gone" for r in dead]
     elif silent:
         offenders = [f"rank {r} gave no sign of life within {timeout:g} s" for r in silent]
@@ -97,37 +98,13 @@ def blame(mesh: Mesh, error: BaseException, timeout: float = 10.0) -> NoReturn:
     else:
         offenders = ["all ranks are alive: they waited in different collectives, or one was slower than the timeout"]
     offenders = store.verdict(room, "\n".join(offenders)).split("\n")
+    order.give_up("\n".join([f"a collective failed on rank {mesh.rank}:", *(f"  * {o}" for o in offenders)]))
     raise ShardingError(
         f"a collective failed on rank {mesh.rank} of {mesh.size}",
         offenders,
         rule="every rank of the mesh takes part in every step",
         remedy=LOOK,
     ) from error
-
-
-def _life() -> str:
-    """This process, in a form that others on the machine can look up: host and process namespace, then id."""
-    namespace = Path("/proc/self/ns/pid")
-    return f"{socket.gethostname()} {namespace.readlink() if namespace.exists() else ''} {os.getpid()}"
-
-
-def _dead(ranks: Sequence[int]) -> list[int]:
-    """The ranks among these whose processes ran here and are gone."""
-    return [r for r in ranks if r in _known.lives and _is_gone(_known.lives[r])]
-
-
-def _is_gone(life: str) -> bool:
-    where, _, pid = life.rpartition(" ")
-    if where != _life().rpartition(" ")[0]:
-        return False
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    stat = Path(f"/proc/{pid}/stat")  # a process that its parent has not waited for yet still has an id
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] in "ZX"
 
 
 def _differences(digests: Mapping[int, bytes], texts: Mapping[int, str]) -> list[str]:

@@ -12,18 +12,24 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from shardlib.lower.program import Collective, Program
 from shardlib.meshes.mesh import Mesh
 from shardlib.ops import _groups, all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
 from shardlib.ops._wire import CollectiveError
+from shardlib.order import Turn
+from shardlib.plans.places import spot
 from shardlib.run.agree import agree, blame
 from shardlib.run.codegen import Generator, Source
 from shardlib.run.ranges import Function, label, ranged, watched
 from shardlib.run.schedule import schedule
+from shardlib.tensors.tensor import short_dtype
 
 if TYPE_CHECKING:
     from shardlib.plans.plan import Plan
+
+Runner = Callable[[Sequence[Sequence[torch.Tensor]]], tuple[Any, ...]]
 
 _START: dict[str, Callable[..., Any]] = {
     "all_reduce": all_reduce.start,
@@ -74,23 +80,51 @@ def _in_range(g: Generator, start: Callable[..., Any], name: str) -> Callable[..
     return ranged(start, name) if g.ranges else start
 
 
-def load(program: Program, mesh: Mesh, plan: Plan) -> Callable[..., tuple[Any, ...]]:
-    """The program as a function of this rank's local inputs; compares the ranks' programs first."""
-    mesh.device_mesh  # noqa: B018 - starts torch.distributed where nothing has yet
-    text = plan.listing()
-    agree(mesh, hashlib.sha256(text.encode()).hexdigest(), f"{plan.name}\n{text}")
-    _groups.prepare(mesh, list(dict.fromkeys(c.axes for c in program.collectives)))
-    generated = source(program, mesh)
-    function: Function = generated.compile()
-    if program.collectives:
-        function = watched(function, lambda: source(program, mesh, ranges=True).compile())
-    feed, numbers = generated.feed, generated.numbers
+def load(program: Program, mesh: Mesh, plan: Plan, *, late: bool = False) -> Runner:
+    """The program as a function of this rank's local inputs; compares the ranks' programs first.
+
+    With `late` that is done by the first call. It is done again when torch.distributed is started anew.
+    """
+    text = plan.listing(spot)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    collectives = [f"{c.kind} of {short_dtype(c.source.dtype)}[{c.source.layout}]" for c in program.collectives]
+    turn = Turn("\n".join([plan.name, *collectives]), digest)
+    function: Function | None = None
+    feed: tuple[tuple[int, int], ...] = ()
+    numbers: tuple[int, ...] = ()
+    gloo: list[_groups.GroupHandle] = []
+    of: object = None
+
+    def prepare() -> None:
+        nonlocal function, feed, numbers, gloo, of
+        mesh.device_mesh  # noqa: B018 - starts torch.distributed where nothing has yet
+        agree(mesh, digest, f"{plan.name}\n{text}")
+        axes = list(dict.fromkeys(c.axes for c in program.collectives))
+        _groups.prepare(mesh, axes)
+        handles = [_groups.group_for(mesh, a) for a in axes]
+        gloo = [group for group in handles if group.may_use_gloo]
+        generated = source(program, mesh)
+        function = generated.compile()
+        if collectives:
+            function = watched(function, lambda: source(program, mesh, ranges=True).compile())
+        feed, numbers, of = generated.feed, generated.numbers, dist.group.WORLD
 
     def run(pieces: Sequence[Sequence[torch.Tensor]], leaves: Sequence[Any] = ()) -> tuple[Any, ...]:
-        try:
+        if of is not dist.group.WORLD:
+            prepare()
+        assert function is not None
+        if not collectives:
             with torch._C._AutoDispatchBelowAutograd():
                 return function([pieces[i][d] for i, d in feed], [leaves[i] for i in numbers])
-        except CollectiveError as error:
-            blame(mesh, error)
+        with turn as order:
+            try:
+                if gloo:
+                    order.meet(gloo)
+                with torch._C._AutoDispatchBelowAutograd():
+                    return function([pieces[i][d] for i, d in feed], [leaves[i] for i in numbers])
+            except CollectiveError as error:
+                blame(mesh, error)
 
+    if not late:
+        prepare()
     return run

@@ -77,13 +77,19 @@ def is_mark(node: fx.Node) -> bool:
 
 def user_line(frame: FrameType | None) -> Line | None:
     """The innermost line, from `frame` outwards, that a user wrote (or a model library, such as transformers)."""
+    found = user_frame(frame)
+    return None if found is None else line_at(found.f_code, found.f_lineno)
+
+
+def user_frame(frame: FrameType | None) -> FrameType | None:
+    """The frame of that line."""
     while frame is not None:
-        code = frame.f_code
-        internal = _internal.get(code)
+        file = frame.f_code.co_filename
+        internal = _internal.get(file)
         if internal is None:
-            internal = _internal[code] = is_internal(code.co_filename)
+            internal = _internal[file] = is_internal(file)
         if not internal:
-            return line_at(code, frame.f_lineno)
+            return frame
         frame = frame.f_back
     return None
 
@@ -108,7 +114,7 @@ def error_line(error: BaseException) -> Line | None:
     return found
 
 
-_internal: Bounded[CodeType, bool] = Bounded(1 << 14)
+_internal: Bounded[str, bool] = Bounded(1 << 14)  # by file
 _lines: Bounded[tuple[CodeType, int], Line] = Bounded(1 << 14)
 
 
