@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -110,13 +112,9 @@ def run_pairs(pairs: Sequence[tuple[list[str], list[str]]], port: int, warm: Seq
 
 def lines() -> dict[str, str]:
     """Where each operation is, as errors print it."""
-    source = open(__file__).read().split("\n")  # noqa: SIM115, PTH123
-    found = {}
-    for number, text in enumerate(source, 1):
-        name = text.strip().partition('"')[2].partition('": lambda')
-        if name[1]:
-            found[name[0]] = f"slips.py:{number}"
-    return found
+    source = Path(__file__).read_text().split("\n")
+    names = ((number, re.match(r'\s+"(\w+)": lambda: ', text)) for number, text in enumerate(source, 1))
+    return {name[1]: f"slips.py:{number}" for number, name in names if name}
 
 
 def faults(pairs: Sequence[tuple[list[str], list[str]]], results: Sequence[Sequence[Seen]]) -> list[str]:
