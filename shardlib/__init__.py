@@ -33,6 +33,7 @@ from shardlib.rules import rule
 from shardlib.scanning import scan
 from shardlib.specs.spec import P, Spec
 from shardlib.tensors import persist as _persist  # noqa: F401  (tells torch.load what it may read)
+from shardlib.tensors.agreed import from_local
 from shardlib.tensors.dtensor import from_dtensor, to_dtensor
 from shardlib.tensors.tensor import ShardedTensor, shard, typeof
 from shardlib.tensors.visualize import visualize
@@ -40,8 +41,8 @@ from shardlib.transforms import grad, value_and_grad, vmap
 
 __all__ = [
     # where devices and tensors are
-    "Mesh", "current_mesh", "no_mesh", "P", "Spec", "ShardedTensor", "shard", "typeof", "visualize", "to_dtensor",
-    "from_dtensor",
+    "Mesh", "current_mesh", "no_mesh", "P", "Spec", "ShardedTensor", "shard", "from_local", "typeof", "visualize",
+    "to_dtensor", "from_dtensor",
     # compiling and planning
     "jit", "Plan", "check", "comm_budget", "rule", "debug_print",
     # per-device code by hand

@@ -39,6 +39,7 @@ from shardlib.run import Runner, load
 from shardlib.specs.layout import Layout, Pieces
 from shardlib.specs.spec import Resolved, Spec
 from shardlib.state import is_single_device, is_tracing, unseen
+from shardlib.tensors.agreed import ALWAYS, compare_arguments
 from shardlib.tensors.form import Form
 from shardlib.tensors.tensor import ShardedTensor, typeof, wrap
 
@@ -235,10 +236,13 @@ class Jitted:
                     self._check_budgets(plan)
                     _refuse_other_devices(plan, mesh, leaves)
                     ready = self._load(mesh, plan, kept)
+                    compare_arguments(plan, mesh, leaves)
                     programs.keep(key, ready)
-        elif self.budget is not None or current_budgets():
+        elif ALWAYS or self.budget is not None or current_budgets():
             plan = ready.plan() or self._planned(programs, mesh, key, leaves, state, args, kwargs)[0]
             self._check_budgets(plan)
+            if ALWAYS:
+                compare_arguments(plan, mesh, leaves)
         if ready.backward is not None:
             return gradient.run(ready.entry, ready.backward, mesh, leaves)
         if ready.entry.after.refused:

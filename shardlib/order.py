@@ -114,7 +114,9 @@ class Order:
 
         def dead(missing: Sequence[int]) -> list[int]:
             look()
-            return self.dead(missing, ask=True)
+            if gone := self.dead(missing, ask=True):
+                self.look()  # it may have ended because it was out of step
+            return gone
 
         return dead
 

@@ -7,8 +7,8 @@ import types
 import shardlib as sl
 
 PUBLIC = [
-    "Mesh", "current_mesh", "no_mesh", "P", "Spec", "ShardedTensor", "shard", "typeof", "visualize", "to_dtensor",
-    "from_dtensor",
+    "Mesh", "current_mesh", "no_mesh", "P", "Spec", "ShardedTensor", "shard", "from_local", "typeof", "visualize",
+    "to_dtensor", "from_dtensor",
     "jit", "Plan", "check", "comm_budget", "rule", "debug_print",
     "shard_map", "psum", "pmean", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute",
     "axis_index", "axis_size",

@@ -31,6 +31,7 @@ from shardlib.random.draw import in_call, one_call
 from shardlib.rules.table import row
 from shardlib.specs.layout import Layout
 from shardlib.state import is_tracing, unseen
+from shardlib.tensors.agreed import compare_operands
 from shardlib.tensors.form import Form
 from shardlib.tensors.tensor import ShardedTensor, typeof, wrap
 from shardlib.tracing.lifted import redirected
@@ -80,9 +81,11 @@ def dispatch(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if op not in _known:
             _learn(op)
         key = key_of(op, args, kwargs)
-        run = PROGRAMS.get(key)
-        if run is None:
-            run = PROGRAMS[key] = _make(op, args, kwargs)
+        known = PROGRAMS.get(key)
+        run = known or _make(op, args, kwargs)
+    if known is None:
+        compare_operands(op, args, kwargs)  # which waits for other ranks, so not under the lock
+        PROGRAMS[key] = run
     return run(args, kwargs)
 
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from shardlib.errors import ShardingError
 from shardlib.meshes.mesh import Mesh, current_mesh
-from shardlib.ops import _groups, all_reduce
+from shardlib.ops import all_reduce
 from shardlib.ops import draw as ops
 from shardlib.order import Turn
 from shardlib.specs.layout import Axis
@@ -186,8 +186,7 @@ def _summed(key: Tensor, mesh: Mesh) -> Tensor:
     axes = tuple(Axis(name, n) for name, n in mesh.axes.items() if n > 1)
     from shardlib.run.agree import together  # late: what runs programs needs the rules, which draw
 
-    group = _groups.group_for(mesh, axes)
-    return together(mesh, _KEY, group, lambda: all_reduce.start(key, group=group, kind="sum").finish())
+    return together(mesh, _KEY, axes, lambda group: all_reduce.start(key, group, "sum").finish())
 
 
 _KEY = Turn("all_reduce of i64[2]: the key of random numbers")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from shardlib.errors import ShardingError
 from shardlib.meshes import world
+from shardlib.ops import _groups
 from shardlib.ops._wire import CollectiveError
 from shardlib.order import KEEP, Order, Turn, current
 from shardlib.store import LOOK, names, refuse_missing
@@ -19,6 +20,7 @@ from shardlib.store import LOOK, names, refuse_missing
 if TYPE_CHECKING:
     from shardlib.meshes.mesh import Mesh
     from shardlib.ops._groups import GroupHandle
+    from shardlib.specs.axis import Axis
 
 T = TypeVar("T")
 _REPLY_SECONDS = 10.0  # for peers that are known to be alive and about to answer
@@ -66,13 +68,14 @@ def _compare(
     order.dead(ask=True)  # where their processes are, while the store is there to say it
 
 
-def together(mesh: Mesh, turn: Turn, group: GroupHandle, call: Callable[[], T]) -> T:
-    """The result of `call`, one collective of the group that is a turn of its own."""
+def together(mesh: Mesh, turn: Turn, axes: tuple[Axis, ...], call: Callable[[GroupHandle], T]) -> T:
+    """The result of `call`, one collective of the group over these axes that is a turn of its own."""
     with turn as order:
         try:
+            group = _groups.group_for(mesh, axes)
             if group.may_use_gloo:
                 order.meet([group])
-            return call()
+            return call(group)
         except CollectiveError as error:
             blame(mesh, error)
 
@@ -87,6 +90,7 @@ def blame(mesh: Mesh, error: BaseException, timeout: float = 10.0) -> NoReturn:
     store, room, everyone = order.store(error), f"{order.room}/alive/{order.meetings}", range(mesh.size)
     store.post(room, b"")
     watch = order.watcher()
+    order.look()
     silent = store.wait(room, everyone, timeout, until=lambda missing: watch(missing) or store.verdict(room))
     # Ranks die of their errors. So the first who has judged is right, and the later ones take over what it found.
     if dead := order.dead(everyone):

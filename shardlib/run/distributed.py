@@ -24,6 +24,7 @@ from shardlib.run.agree import agree, blame
 from shardlib.run.codegen import Generator, Source
 from shardlib.run.ranges import Function, label, ranged, watched
 from shardlib.run.schedule import schedule
+from shardlib.tensors import agreed
 from shardlib.tensors.tensor import short_dtype
 
 if TYPE_CHECKING:
@@ -85,7 +86,8 @@ def load(program: Program, mesh: Mesh, plan: Plan, *, late: bool = False) -> Run
 
     With `late` that is done by the first call. It is done again when torch.distributed is started anew.
     """
-    text = plan.listing(spot)
+    constants = (f"{var.name} = a constant with the digest {agreed.digest(x):x}" for var, x in program.captured)
+    text = "\n".join([plan.listing(spot), *constants])
     digest = hashlib.sha256(text.encode()).hexdigest()
     collectives = [f"{c.kind} of {short_dtype(c.source.dtype)}[{c.source.layout}]" for c in program.collectives]
     turn = Turn("\n".join([plan.name, *collectives]), digest)

@@ -97,6 +97,16 @@ def fit(
     return Fit(Layout(tuple(layout)), names_of, tuple(dim.open for dim in aligned), exact)
 
 
+def cuts(dims: Dims, rank: int, mesh: Mesh) -> list[tuple[Axis, ...]] | Fault:
+    """The axes over which each dim is cut, whatever its size."""
+    faults: list[Fault] = []
+    axes, aligned = _Axes(mesh, faults), _aligned(dims, rank)
+    if aligned is None:
+        return _wrong_rank(dims, (0,) * rank)
+    found = [tuple(a for f in dim.factors for a in axes.of(f, i)) for i, dim in enumerate(aligned)]
+    return faults[0] if faults else found
+
+
 def _aligned(dims: Dims, rank: int) -> tuple[SpecDim, ...] | None:
     """One `SpecDim` per dim of the tensor; None when the rank does not fit."""
     missing = rank - sum(dim is not ... for dim in dims)

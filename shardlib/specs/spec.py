@@ -15,8 +15,8 @@ from typing import Any, overload
 from shardlib.errors import ShardingError
 from shardlib.meshes.mesh import Mesh
 from shardlib.specs.grammar import SpecDim, SpecFactor, read, read_axes
-from shardlib.specs.layout import Factor, Layout, Pieces
-from shardlib.specs.resolve import Fit, fit
+from shardlib.specs.layout import Axis, Factor, Layout, Pieces
+from shardlib.specs.resolve import Fault, Fit, cuts, fit
 
 Entry = str | tuple[str, ...] | None  # of a `P`
 
@@ -307,6 +307,14 @@ def resolve_many(items: Sequence[Item], mesh: Mesh | None, *, what: str = "shard
     rules = dict.fromkeys(fault.rule for _, faults in refused for fault in faults)
     remedies = dict.fromkeys(fault.remedy for _, faults in refused for fault in faults)
     raise ShardingError(head, lines, rule="; ".join(rules), remedy="; ".join(remedies))
+
+
+def axes_of_dims(spec: str | P | Spec, rank: int, mesh: Mesh, what: str) -> list[tuple[Axis, ...]]:
+    """The mesh axes over which a spec cuts each dim of a tensor with `rank` dims; raises `ShardingError` for bad ones."""
+    found = cuts(_read_for("x", spec, what).dims, rank, mesh)
+    if isinstance(found, Fault):
+        raise ShardingError(f"{what} cannot be laid out", [found.text], rule=found.rule, remedy=found.remedy)
+    return found
 
 
 def _read_for(name: str, spec: str | P | Spec, what: str) -> Spec:

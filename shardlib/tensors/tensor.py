@@ -321,6 +321,7 @@ def shard(
     /,
     *,
     sizes: Sizes | int | None = None,
+    src: int | None = None,
     donate: bool = False,
     **lengths: int,
 ) -> torch.Tensor:
@@ -334,8 +335,9 @@ def shard(
     `spec` has one entry per dim: logical names (mapped by the mesh's rules), `name@axis`, or factors in parentheses,
     whose sizes are given like einops' lengths. `sizes` may hold them too, and by name the pieces into which a factor is
     cut, one for each device along its axes. (`sizes=4` is the length of a factor of that name.) Inside `no_mesh()` the
-    spec is read, and `x` returned as it is. Warns of a name that has no rule and is near to one that has. Raises
-    `ShardingError` outside any mesh and where spec, shape and mesh do not fit.
+    spec is read, and `x` returned as it is. Warns of a name that has no rule and is near to one that has. On ranks every
+    process has `x` whole, and they place it together: values that differ are refused, unless `src` is the rank whose
+    values count. Raises `ShardingError` outside any mesh and where spec, shape and mesh do not fit.
 
     Example:
         >>> from shardlib.meshes.mesh import Mesh
@@ -369,13 +371,25 @@ def shard(
     (resolved,) = resolve_many([("x", x.shape, spec, _lengths(sizes, lengths))], mesh)
     if mesh is None:
         return x
+    if src is not None and (is_tracing() or isinstance(x, ShardedTensor)):
+        raise ShardingError(
+            f"shard(x, {str(spec)!r}, src={src}) on {typeof(x)}",
+            ["x is a value of the program" if is_tracing() else "x is placed already"],
+            rule="src says whose values count where plain tensors are placed, outside jit",
+            remedy="leave src out",
+        )
     if is_tracing():
         return constrain(x, str(resolved.spec))
     if isinstance(x, ShardedTensor):
         return x.redistribute(resolved.spec)
     warn_of_slip("shard(x)", resolved.spec, mesh)
+    from shardlib.tensors.agreed import from_rank, same
     from shardlib.tensors.moving import placed
 
+    if src is not None:
+        x = from_rank(mesh, x, src, f"shard(x, {str(spec)!r}, src={src})")
+    else:
+        same(mesh, f"shard(x, {str(spec)!r})", [("x", x)])
     return placed(x, resolved, mesh, donate)
 
 
