@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from shardlib.eager import aliases
 from shardlib.errors import ShardingError
+from shardlib.meshes import world
 from shardlib.specs.layout import Coords, Dim, Layout
 from shardlib.specs.pieces import span
 from shardlib.tensors.tensor import LocalShard, ShardedTensor, typeof
@@ -62,6 +63,7 @@ def _runs(dim: Dim, coords: Coords) -> Iterator[Run]:
 
 def write_items(x: ShardedTensor, name: str) -> list[WriteItem]:
     """What this process has to store; devices that hold the same say the same, and one of them is asked to."""
+    _refuse_before_ranks_meet(x)
     items = []
     for box, piece in _held(x).items():
         properties = TensorProperties.create_from_tensor(piece)
@@ -75,6 +77,7 @@ def chunk_list(x: ShardedTensor) -> list[ChunkStorageMetadata]:
 
     Raises `ShardingError` for a view: the tensor that it shows a part of would not change.
     """
+    _refuse_before_ranks_meet(x)
     if x.__dict__.get("_path"):
         raise ShardingError(
             f"{typeof(x)} is a view, and cannot be loaded into",
@@ -87,6 +90,17 @@ def chunk_list(x: ShardedTensor) -> list[ChunkStorageMetadata]:
     pieces = tuple(own[_place(x, shard)] for shard in x.shards)
     aliases.assign(x, pieces, pieces)
     return [_chunk(box) for box in _held(x)]
+
+
+def _refuse_before_ranks_meet(x: ShardedTensor) -> None:
+    """Without a process group torch takes every process for the only one, and all write the same files."""
+    if x.mesh.kind == "distributed" and not world.initialised():
+        raise ShardingError(
+            f"{typeof(x)} is in a checkpoint that this rank would make alone",
+            ["torch.distributed is not initialised, so each rank takes itself for the only process"],
+            rule="ranks save and load a checkpoint together",
+            remedy="torch.distributed.init_process_group() first (or read mesh.device_mesh, which does it)",
+        )
 
 
 def _place(x: ShardedTensor, shard: LocalShard) -> tuple[int, ...]:
