@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -172,7 +172,8 @@ def _forget_worlds() -> None:
     """Drop what belongs to worlds that were destroyed."""
     for old in [k for k in _sessions if k[0] is not dist.group.WORLD]:
         _sessions.pop(old).close()
-    for cache in (_handles, _process_groups, _peers):
+    caches: list[dict[Any, Any]] = [_handles, _process_groups, _peers]
+    for cache in caches:
         for key in [k for k in cache if k[0] is not dist.group.WORLD]:
             del cache[key]
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
+
 from shardlib import order
 from shardlib.errors import ShardingError
 from shardlib.meshes import world
@@ -102,7 +103,9 @@ class Session:
             hello["address"] = self._make(device).dumps()
         except (SegmentError, ShardingError) as error:
             hello["fault"] = str(error)
-        posted = store.exchange(f"{self.room}/hello", json.dumps(hello), everyone, seconds, "make groups of ranks", dead)
+        posted = store.exchange(
+            f"{self.room}/hello", json.dumps(hello), everyone, seconds, "make groups of ranks", dead
+        )
         hellos = {rank: json.loads(text) for rank, text in posted.items()}
         check_same({rank: said["ops"] for rank, said in hellos.items()})
         wanted(_OPS[0])  # raises what every rank has found to be wrong with it
@@ -203,7 +206,9 @@ class Channel:
         bases = (ctypes.c_void_p * self.size)(*(session.segments[rank].base + PAGE for rank in ranks))
         self.library.shm_join(session.engine, number, self.size, self.position, bases)
 
-    def start(self, key: tuple[Any, ...], make: Callable[[], Recipe | None], sources: Sequence[Tensor]) -> Transfer | None:
+    def start(
+        self, key: tuple[Any, ...], make: Callable[[], Recipe | None], sources: Sequence[Tensor]
+    ) -> Transfer | None:
         """Begin the collective `key`; None when it runs on torch. `make` decides that, at the first time."""
         session = self.session
         if session.engine is None:

@@ -69,9 +69,11 @@ class Order:
         self.fault = ""  # why this rank takes no more turns
         self.lives: dict[int, str] = {}  # where the processes of ranks are, as they said
         self._said: set[int] = set()
+        # A connection of our own: torch's is taken for as long as one of its threads waits for something.
+        self._client = _get_default_store().clone()  # type: ignore[attr-defined] # torch's stubs lack it
 
     def store(self, cause: BaseException | None = None) -> Store:
-        return Store(self.rank, _get_default_store(), cause, self.dead)
+        return Store(self.rank, self._client, cause, self.dead)
 
     # Texts ----------------------------------------------------------------------------------------------------------
 

@@ -107,9 +107,7 @@ class Store:
         ) from (self.cause or error)
 
 
-def refuse_missing(
-    missing: Sequence[int], dead: Sequence[int], seconds: float, what: str, of: str = ""
-) -> NoReturn:
+def refuse_missing(missing: Sequence[int], dead: Sequence[int], seconds: float, what: str, of: str = "") -> NoReturn:
     """Raise the error for ranks that did not come within some seconds, or never will because these of them are dead."""
     late = f"did not arrive within {seconds:g} s: it is dead or runs other code"
     raise ShardingError(

@@ -206,7 +206,9 @@ def _load(program: Program, mesh: Mesh, plan: Plan) -> Callable[[Sequence[Pieces
     program.owned = 0
     if program.collectives:
         # The ranks compare it at its first call: who makes it ready holds a lock that other threads wait for.
-        return virtual.load(program, mesh) if mesh.kind == "virtual" else distributed.load(program, mesh, plan, late=True)
+        return (
+            virtual.load(program, mesh) if mesh.kind == "virtual" else distributed.load(program, mesh, plan, late=True)
+        )
     source = virtual.source if mesh.kind == "virtual" else distributed.source
     generated = source(program, mesh)
     function, feed = generated.compile(), generated.feed

@@ -143,7 +143,9 @@ def device_mesh(
         owner, mesh = _meshes.get(key, (None, None))
         if mesh is None or owner is not dist.group.WORLD:
             mesh = waited(partial(_new, axes, device), "make groups of ranks")
-            for old in [k for k, (of, _) in _meshes.items() if of is not dist.group.WORLD]:  # worlds that were destroyed
+            for old in [
+                k for k, (of, _) in _meshes.items() if of is not dist.group.WORLD
+            ]:  # worlds that were destroyed
                 del _meshes[old]
             _meshes[key] = (dist.group.WORLD, mesh)
         return mesh

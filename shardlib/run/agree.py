@@ -40,9 +40,7 @@ def agree(mesh: Mesh, digest: str, what: str, timeout: float | None = None) -> N
         _compare(order, digest, what, name, everyone, timeout)
 
 
-def _compare(
-    order: Order, digest: str, what: str, name: str, everyone: Sequence[int], timeout: float | None
-) -> None:
+def _compare(order: Order, digest: str, what: str, name: str, everyone: Sequence[int], timeout: float | None) -> None:
     seconds = world.timeout().total_seconds() if timeout is None else timeout
     store, room, dead = order.store(), f"{order.room}/agree/{order.meetings}", order.watcher()
     order.meetings += 1

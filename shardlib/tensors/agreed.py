@@ -117,7 +117,9 @@ def _gathered(mesh: Mesh, turn: Turn, mine: Tensor) -> list[list[int]]:
     from shardlib.run.agree import together
 
     here = mine.to(mesh.device).unsqueeze(0)
-    out = together(mesh, turn, everywhere(mesh), lambda group: all_gather.start(here, 0, [1] * mesh.size, group).finish())
+    out = together(
+        mesh, turn, everywhere(mesh), lambda group: all_gather.start(here, 0, [1] * mesh.size, group).finish()
+    )
     found: list[list[int]] = out.tolist()
     return found
 
@@ -132,7 +134,9 @@ def from_rank(mesh: Mesh, x: Tensor, src: int, what: str) -> Tensor:
     from shardlib.run.agree import together
 
     whole = x.detach().contiguous()
-    sent = (whole if mesh.rank == src else torch.zeros_like(whole)).view(-1).view(torch.uint8)  # sums of bytes are exact
+    sent = (
+        (whole if mesh.rank == src else torch.zeros_like(whole)).view(-1).view(torch.uint8)
+    )  # sums of bytes are exact
     turn = Turn(f"sending {x.dtype}{list(x.shape)} from rank {src} ({what})")
     got = together(mesh, turn, everywhere(mesh), lambda group: all_reduce.start(sent, group).finish())
     return got.view(x.dtype).view(x.shape).requires_grad_(x.requires_grad)
@@ -183,7 +187,9 @@ def from_local(
     shapes = _shapes(mesh, mine, what)
     resolved = _layout(mesh, spec, {**(sizes or {}), **lengths}, shapes, what)
     _refuse_different_copies(mesh, mine, resolved.layout, what)
-    return ShardedTensor([piece.detach() for piece in mine], resolved.layout, mesh, resolved.names, mine[0].requires_grad)
+    return ShardedTensor(
+        [piece.detach() for piece in mine], resolved.layout, mesh, resolved.names, mine[0].requires_grad
+    )
 
 
 def _shapes(mesh: Mesh, mine: Sequence[Tensor], what: str) -> list[tuple[int, ...]]:
@@ -212,9 +218,7 @@ def hash_of(text: str) -> int:
     return zlib.crc32(text.encode())
 
 
-def _layout(
-    mesh: Mesh, spec: str | P | Spec, sizes: Any, shapes: Sequence[tuple[int, ...]], what: str
-) -> Resolved:
+def _layout(mesh: Mesh, spec: str | P | Spec, sizes: Any, shapes: Sequence[tuple[int, ...]], what: str) -> Resolved:
     axes, coords = axes_of_dims(spec, len(shapes[0]), mesh, what), mesh.all_coords()
     whole = []
     for d, cut in enumerate(axes):

@@ -1,0 +1,296 @@
+"""What ranks are told when they are out of step, have different values, or are no ranks; plain torch is the oracle."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import shardlib as sl
+from shardlib import order
+from shardlib.meshes import world
+from tests.border import kills, slips
+from tests.ranks import Pool, RankError, only, run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def alone(fn: Callable[..., Any], n: int, *args: Any) -> list[Any]:
+    """In processes of their own, for what leaves them out of step."""
+    with closing(Pool(n)) as pool:
+        return pool.run(fn, *args)
+
+
+def refused(call: Callable[[], Any]) -> str:
+    """What the error says; "" when there is none."""
+    try:
+        call()
+    except sl.ShardingError as error:
+        return str(error)
+    return ""
+
+
+# Out of step.
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_ranks_that_slip_are_refused_with_both_lines(transport):
+    wrong, _ = slips.campaign(4, transport, seed=7)
+    assert wrong == []
+
+
+def one_extra() -> tuple[str, float]:
+    """The minimal case: a log line on one rank."""
+    os.environ["SHARDLIB_OPS"] = ""
+    with sl.Mesh(x=2):
+        w = sl.shard(torch.arange(8.0), "a@x")
+        step = sl.jit(lambda w: (w * w).sum())
+        step(w), w.full_tensor()
+        dist.barrier()
+        begin = time.monotonic()
+
+        def program() -> None:
+            if dist.get_rank() == 0:
+                w.full_tensor()  # the log line
+            float(step(w))  # the step
+
+        return refused(program), time.monotonic() - begin
+
+
+def test_one_extra_collective():
+    for text, _ in alone(one_extra, 2):
+        assert text.startswith("the ranks are out of step:\n  * rank 0 is in all_gather of f32[8@x]")
+        lines = text.split("\n")
+        assert "test_ranks.py:" in lines[1]
+        assert "test_ranks.py:" in lines[2]
+        assert lines[2].startswith("  * rank 1 is in all_reduce of f32[+x] of <lambda>")
+
+
+def threads(n: int) -> list[str]:
+    """Two threads a rank, each with a tensor of its own; what they were told, and wrong values."""
+    told: list[str] = []
+    with sl.Mesh(x=dist.get_world_size()):
+        xs = [sl.shard(torch.full((4,), float(k)), "a@x") for k in range(2)]
+        for x in xs:
+            x.full_tensor()
+
+    def work(k: int) -> None:
+        try:
+            for _ in range(n):
+                with xs[k].mesh:
+                    if xs[k].full_tensor().tolist() != [float(k)] * 4:
+                        told.append("wrong")
+        except sl.ShardingError as error:
+            told.append(str(error))
+
+    both = [threading.Thread(target=work, args=(k,)) for k in range(2)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in both)
+    return told
+
+
+def test_two_threads_of_a_rank_are_right_or_refused():
+    for told in alone(threads, 2, 200):
+        for text in told:
+            assert "out of step" in text or "cannot go on" in text
+
+
+# Values.
+
+
+def different_values() -> list[str]:
+    rank = dist.get_rank()
+    with sl.Mesh(x=2):
+        torch.manual_seed(rank)
+        w, own = torch.randn(4), torch.full((4,), float(rank))
+        x = sl.shard(torch.ones(4), "a@x")
+        program = sl.jit(lambda x, b: (x * b).sum())
+        return [
+            refused(lambda: sl.shard(w, "a")),
+            refused(lambda: program(x, own)),
+            refused(lambda: x * own),
+            refused(lambda: x.copy_(own)),
+            refused(lambda: sl.check(lambda x, b: (x * b).sum(), x, own)),
+            refused(lambda: sl.jit(lambda x: (x * own).sum())(x)),
+        ]
+
+
+def test_different_values_are_refused_where_they_come_in():
+    texts = only(run_ranks(different_values, 2))
+    heads = ["shard(x, 'a')", "<lambda>", "aten.mul", "aten.copy_", "<lambda>"]
+    for head, text in zip(heads, texts, strict=False):
+        assert text.startswith(f"{head}: the ranks have different values:\n  * ")
+        assert "of shape [4]: rank 0 has one value, rank 1 has another" in text
+        assert "torch.manual_seed(...)" in text
+        assert "src=0" in text
+        assert "sl.from_local(x, spec)" in text
+        assert "bug" not in text
+    assert "a constant with the digest" in texts[-1]
+
+
+def same_values() -> list[Any]:
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    x, bits = torch.randn(5, 3), torch.tensor([-0.0, float("nan"), float("inf")])
+    with sl.Mesh(x=2):
+        from_1 = sl.shard(x, "a@x b", src=1).full_tensor()
+        special = sl.shard(bits if rank == 0 else torch.zeros(3), "a", src=0).full_tensor()
+        grad = sl.shard(x.requires_grad_(), "a@x b", src=0).requires_grad
+        whole = sl.from_local(torch.full((2, 3), float(rank)), "b@x _")
+        uneven = sl.from_local(torch.full((1 + 2 * rank, 2), float(rank)), "b@x _", sizes={"b": [1, 3]})
+        parts = sl.from_local(torch.full((6,), float(rank)), "(three h@x d)", three=3, h=2)
+    torch.manual_seed(1)
+    expected = [torch.equal(from_1, torch.randn(5, 3)), special.view(torch.int32).tolist(), grad]
+    return [*expected, *((str(t.spec), t.full_tensor().tolist()) for t in (whole, uneven, parts))]
+
+
+def test_values_of_one_rank_and_of_each_rank():
+    equal, special, grad, whole, uneven, parts = only(run_ranks(same_values, 2))
+    assert equal
+    assert special == torch.tensor([-0.0, float("nan"), float("inf")]).view(torch.int32).tolist()
+    assert grad
+    assert whole == ("b@x _", [[0.0] * 3] * 2 + [[1.0] * 3] * 2)
+    assert uneven[1] == [[0.0] * 2] + [[1.0] * 2] * 3
+    assert parts[1] == [0.0, 0.0, 1.0, 1.0] * 3
+
+
+def bad_pieces() -> list[str]:
+    rank = dist.get_rank()
+    with sl.Mesh(x=2):
+        return [
+            refused(lambda: sl.from_local(torch.ones(1 + 2 * rank, 2), "b@x _")),
+            refused(lambda: sl.from_local(torch.full((2,), float(rank)), "b")),
+            refused(lambda: sl.from_local(torch.ones((2,) * (1 + rank)), "b ...")),
+            refused(lambda: sl.from_local([torch.ones(2)] * 2, "b@x")),
+            refused(lambda: sl.shard(torch.ones(2), "b", src=5)),
+        ]
+
+
+def test_pieces_that_do_not_fit_are_refused():
+    for texts in run_ranks(bad_pieces, 2):
+        uneven, copies, kinds, count, src = texts
+        assert "device 0 has a piece of shape [1, 2], [4@x, 2] asks for [2, 2]" in uneven
+        assert "device 1 has a piece of shape [3, 2], [4@x, 2] asks for [2, 2]" in uneven
+        assert "devices 0 and 1 hold the same piece of [2], and have different values" in copies
+        assert kinds.startswith("from_local(x, 'b ...'): the pieces are of different kinds")
+        assert "2 pieces for 1 device of this process" in count
+        assert src.startswith("shard(x, 'b', src=5): there is no rank 5")
+
+
+def test_pieces_of_virtual_devices():
+    with sl.Mesh(a=2, b=2):
+        x = sl.from_local([torch.full((1, 2), float(i // 2)) for i in range(4)], "r@a c")
+        assert x.full_tensor().tolist() == [[0.0, 0.0], [1.0, 1.0]]
+        assert "devices 0 and 1 hold the same piece" in refused(
+            lambda: sl.from_local([torch.full((1, 2), float(i)) for i in range(4)], "r@a c")
+        )
+        assert "1 piece for 4 devices of this process" in refused(lambda: sl.from_local(torch.ones(2), "r@a"))
+        assert "x is a value of the program" in refused(
+            lambda: sl.jit(lambda x: sl.shard(x, "r", src=0))(torch.ones(2))
+        )
+
+
+# No ranks.
+
+
+def fork() -> tuple[str, str, list[float]]:
+    with sl.Mesh(x=2):
+        x = sl.shard(torch.arange(4.0), "a@x")
+        x.full_tensor()
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(write, (refused(x.full_tensor) + "|" + refused(lambda: sl.shard(torch.ones(2), "a"))).encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        one, two = os.read(read, 4000).decode().split("|")
+        return one, two, x.full_tensor().tolist()
+
+
+def test_a_fork_of_a_rank_says_so():
+    for one, two, values in run_ranks(fork, 2):
+        for text in (one, two):
+            assert text.startswith("a fork of a rank uses a ShardedTensor or a collective:\n  * process ")
+        assert values == [0.0, 1.0, 2.0, 3.0]
+
+
+def checkpoint_alone(folder: str) -> str:
+    with sl.Mesh(x=2):
+        x = sl.shard(torch.arange(4.0), "a@x")
+        x.full_tensor()
+    dist.destroy_process_group()
+    return refused(lambda: dcp.save({"x": x}, checkpoint_id=folder, no_dist=True))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_before_the_ranks_have_met_is_refused(tmp_path):
+    with closing(Pool(2)) as pool, pytest.raises(RankError) as caught:
+        pool.run(save_or_raise, str(tmp_path))
+    for error in caught.value.errors.values():
+        assert "f32[4@x] is in a checkpoint that this rank would make alone" in str(error)
+
+
+def save_or_raise(folder: str) -> None:
+    raise AssertionError(checkpoint_alone(folder))
+
+
+# Worlds.
+
+
+def anew(port: int) -> list[Any]:
+    """A warm program and warm eager ops, before and after the process group was made again."""
+    rank = dist.get_rank()
+    found = []
+    step = sl.jit(lambda x: (x * x).sum())
+    for i in range(3):
+        with sl.Mesh(x=2):
+            x = sl.shard(torch.arange(4.0), "a@x")
+            found.append([float(step(x)), x.full_tensor().tolist(), float((x + x).sum())])
+        room = order.current().room
+        dist.destroy_process_group()
+        client = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        store = dist.PrefixStore(str(i), client)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=9))
+        assert order.current().room != room
+    os.environ.pop("SHARDLIB_TIMEOUT", None)
+    told = world.timeout().total_seconds()
+    os.environ["SHARDLIB_TIMEOUT"] = "7"
+    return [*found, told, world.timeout().total_seconds()]
+
+
+def test_a_process_group_made_again_and_its_timeout():
+    with closing(Pool(2)) as pool:
+        *found, told, said = only(pool.run(anew, pool.store.port))
+    assert found == [[14.0, [0.0, 1.0, 2.0, 3.0], 12.0]] * 3
+    assert (told, said) == (9.0, 7.0)
+
+
+def in_its_own_folder(folder: str) -> float:
+    os.makedirs(f"{folder}/{dist.get_rank()}")  # noqa: PTH103
+    os.chdir(f"{folder}/{dist.get_rank()}")
+    with sl.Mesh(x=2):
+        return float(sl.jit(lambda x: x.sum())(sl.shard(torch.ones(4), "a@x")))
+
+
+def test_ranks_in_different_folders_agree(tmp_path):
+    assert alone(in_its_own_folder, 2, str(tmp_path)) == [4.0, 4.0]
+
+
+# Deaths.
+
+
+@pytest.mark.parametrize(("n", "transport", "delay"), [(2, "shm", 0.3), (2, "gloo", 0.3), (4, "shm", 0.0)])
+def test_a_killed_rank_is_named_by_all_others(n, transport, delay, tmp_path):
+    assert kills.kill(n, transport, delay, n - 1, str(tmp_path)) == []
