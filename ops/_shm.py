@@ -107,10 +107,10 @@ class Session:
             f"{self.room}/hello", json.dumps(hello), everyone, seconds, "make groups of ranks", dead
         )
         hellos = {rank: json.loads(text) for rank, text in posted.items()}
-        check_same({rank: said["ops"] for rank, said in hellos.items()})
+        check_same({rank: theirs["ops"] for rank, theirs in hellos.items()})
         wanted(_OPS[0])  # raises what every rank has found to be wrong with it
-        faults = {rank: said["fault"] for rank, said in hellos.items() if said["fault"]}
-        addresses = {r: Address.loads(said["address"]) for r, said in hellos.items() if r not in faults}
+        faults = {rank: theirs["fault"] for rank, theirs in hellos.items() if theirs["fault"]}
+        addresses = {r: Address.loads(theirs["address"]) for r, theirs in hellos.items() if r not in faults}
         verdict = "" if self.rank in faults else self._open(addresses)
         posted = store.exchange(f"{self.room}/reached", verdict, everyone, seconds, "share memory", dead)
         faults |= {rank: text for rank, text in posted.items() if text}
@@ -250,7 +250,7 @@ class Channel:
             self.session.flying.pop(ticket, None)  # another thread may have waited for it meanwhile
 
     def watch(self, ticket: int, begin: float, look: Callable[[], object]) -> None:
-        """Raise `CollectiveError` if a peer is gone or has given up, or if it is late; `look` finds who is elsewhere."""
+        """Raise `CollectiveError` if a peer is gone, has given up, or is late; `look` finds who is elsewhere."""
         session = self.session
         if any(session.segments[rank].culprit is not None for rank in self.ranks if rank != session.rank):
             session.order.look()  # it gave up because somebody is out of step, perhaps

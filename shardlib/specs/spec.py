@@ -310,7 +310,7 @@ def resolve_many(items: Sequence[Item], mesh: Mesh | None, *, what: str = "shard
 
 
 def axes_of_dims(spec: str | P | Spec, rank: int, mesh: Mesh, what: str) -> list[tuple[Axis, ...]]:
-    """The mesh axes over which a spec cuts each dim of a tensor with `rank` dims; raises `ShardingError` for bad ones."""
+    """The mesh axes over which a spec cuts each dim of a tensor with `rank` dims. Raises `ShardingError`."""
     found = cuts(_read_for("x", spec, what).dims, rank, mesh)
     if isinstance(found, Fault):
         raise ShardingError(f"{what} cannot be laid out", [found.text], rule=found.rule, remedy=found.remedy)

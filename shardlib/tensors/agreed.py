@@ -1,4 +1,4 @@
-"""Values that every rank has whole, and that are the same on all of them: compared, sent by one rank, or made of pieces.
+"""Values that every rank has whole, the same on all of them: compared, sent by one rank, or made of pieces.
 
 A plain tensor on ranks is taken as one value that all processes have. Whether they do is found out by a digest of its
 bytes: at every `shard`, at the first call of a jitted function for each signature, at the first call of an eager op
@@ -54,7 +54,7 @@ def digest(x: Tensor) -> int:
         (False, True)
     """
     x = x.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return zlib.crc32(memoryview(x.view(-1).view(torch.uint8).numpy())) if x.numel() else 0
+    return zlib.crc32(x.view(-1).view(torch.uint8).numpy().data) if x.numel() else 0
 
 
 def same(mesh: Mesh, what: str, tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -237,7 +237,7 @@ def _layout(mesh: Mesh, spec: str | P | Spec, sizes: Any, shapes: Sequence[tuple
             f"{what}: the pieces do not make a tensor of shape {whole}",
             wrong,
             rule="pieces are chunks of the whole, the last ones shorter or empty, or as `sizes` says",
-            remedy='give sizes={"batch": [5, 3, 8, 0]} for pieces of other sizes, by the name that the dim has in the spec',
+            remedy='for pieces of other sizes, sizes={"batch": [5, 3, 8, 0]}, by the name of the dim in the spec',
         )
     return resolved
 

@@ -10,6 +10,8 @@ import os
 import random
 import signal
 import sys
+import tempfile
+import threading
 import time
 from contextlib import closing
 from typing import Any
@@ -40,13 +42,14 @@ def work(transport: str, path: str) -> None:
         dist.barrier()
         with open(f"{path}.{dist.get_rank()}", "w"):  # noqa: PTH123
             pass
+        step = sl.jit(lambda x: (x @ x.t()).sum(0))
         try:
             for i in range(1 << 30):
                 torch.manual_seed(i)
                 spec = "a@x b" if n == 2 or i % 2 else "a@x b@y"
-                x = sl.shard(torch.randn(4 * (1 + i % 7), 8), spec)
-                y = sl.jit(lambda x: (x @ x.t()).sum(0))(x)
-                large = sl.shard(torch.ones(1 << (10 + i % 10)), "a@x")
+                x = sl.shard(torch.randn(4 * (1 + i % 3), 8), spec)
+                y = step(x)
+                large = sl.shard(torch.ones(1 << (18 + i % 2)), "a@x")
                 float((y.sum() + large.sum()).full_tensor())
                 torch.empty_like(x).normal_()
         except sl.ShardingError as error:
@@ -58,7 +61,6 @@ def kill(n: int, transport: str, delay: float, victim: int, folder: str) -> list
     path = f"{folder}/begun"
     with closing(Pool(n)) as pool:
         killed: list[float] = []
-        import threading
 
         def strike() -> None:
             while not all(os.path.exists(f"{path}.{r}") for r in range(n)):  # noqa: PTH110
@@ -91,8 +93,6 @@ def kill(n: int, transport: str, delay: float, victim: int, folder: str) -> list
 
 
 def main() -> int:
-    import tempfile
-
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
