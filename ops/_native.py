@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -33,28 +35,27 @@ def cuda(*, without_device: bool = False) -> ModuleType | Missing:
 
 @functools.cache
 def _host() -> ctypes.CDLL | Missing:
-    from shardlib.build import library  # late, since that module is also run as a command
-
-    built = library("host")
-    if isinstance(built, Missing):
-        return built
-    try:
-        return ctypes.CDLL(str(built.path))
-    except OSError as error:
-        return Missing(f"the host kernels do not load: {error}")
+    return _loaded("host", ctypes.CDLL)
 
 
 @functools.cache
 def _cuda() -> ModuleType | Missing:
-    from shardlib.build import library
-
     if hasattr(torch.ops.shardlib_cuda, "version"):  # to define a namespace twice ends the process
         return Missing("another copy of shardlib has loaded its CUDA kernels into this process")
-    built = library("cuda")
-    if isinstance(built, Missing):
-        return built
-    try:
-        torch.ops.load_library(str(built.path))  # type: ignore[no-untyped-call]
-    except OSError as error:
-        return Missing(f"the CUDA kernels do not load: {error}")
-    return torch.ops.shardlib_cuda
+    loaded = _loaded("cuda", torch.ops.load_library)
+    return loaded if isinstance(loaded, Missing) else torch.ops.shardlib_cuda
+
+
+def _loaded(name: str, load: Callable[[str], Any]) -> Any:
+    """What `load` makes of a library; one that does not load is built once more, and then given up."""
+    from shardlib import build  # late, since that module is also run as a command
+
+    built = build.library(name)
+    for last in (False, True):
+        if isinstance(built, Missing):
+            break
+        try:
+            return load(str(built.path))
+        except OSError as error:
+            built = Missing(f"the {name} kernels do not load: {error}") if last else build.again(name, built)
+    return built

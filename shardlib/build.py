@@ -3,7 +3,7 @@
 Libraries and objects stay in a cache folder of the user (`SHARDLIB_CACHE`, else `XDG_CACHE_HOME/shardlib`, else
 `~/.cache/shardlib`), under names that hold a digest of sources, flags, compiler and torch; the folder may be deleted at
 any time. Processes that want a library at the same time wait for the first. Where one cannot be made, the reason is a
-value: ops print it and run on torch. `SHARDLIB_BUILD=0` turns building off.
+value: ops print it and run on torch. `SHARDLIB_BUILD=0` turns building off; what is there is loaded.
 """
 
 from __future__ import annotations
@@ -26,6 +26,12 @@ from shardlib.recipe import Missing, Recipe, Unit, recipe
 
 NAMES = ("host", "cuda")
 PATIENCE = 600.0  # seconds for which a process waits for another one's build
+_KILLED = "the compiler was ended by signal"
+# What says nothing about the sources: the next process tries again.
+_PASSING = re.compile(
+    rf"{_KILLED}|signal terminated program|internal compiler error: (Killed|Terminated)|No space left on device"
+    "|[Oo]ut of memory|virtual memory exhausted|Cannot allocate memory|changed while it was compiled"
+)
 _CPU = "# CPU seconds: "  # the last line of every unit's log
 
 
@@ -43,13 +49,24 @@ def library(name: str) -> Built | Missing:
     The answer is kept for this process, and a failure in the cache too: it is tried again when sources, flags, compiler
     or torch change, or by `python -m shardlib.build`.
     """
-    if os.environ.get("SHARDLIB_BUILD") == "0":
-        return Missing("SHARDLIB_BUILD=0")
     with _locks[name]:
         if name not in _answers:
             wanted = recipe(name)
-            _answers[name] = wanted if isinstance(wanted, Missing) else make(wanted)
+            if isinstance(wanted, Missing):
+                _answers[name] = wanted
+            elif os.environ.get("SHARDLIB_BUILD") == "0":
+                return look(wanted) or Missing("SHARDLIB_BUILD=0, and none is built")
+            else:
+                _answers[name] = make(wanted)
         return _answers[name]
+
+
+def again(name: str, unfit: Built) -> Built | Missing:
+    """The library, built once more since this one does not load."""
+    cache.discard(unfit.path)
+    with _locks[name]:
+        _answers.pop(name, None)
+    return library(name)
 
 
 _answers: dict[str, Built | Missing] = {}
@@ -83,10 +100,10 @@ def _cached(wanted: Recipe, folder: Path, failures: bool) -> Built | Missing | N
     if not cache.trusted(folder):
         return None
     if isinstance(wanted.tool, Missing):
-        made = sorted(folder.glob(f"{wanted.name}-{wanted.key}-*.so"))
+        made = [path for path in sorted(folder.glob(f"{wanted.name}-{wanted.key}-*.so")) if cache.sound(path)]
         return Built(made[-1]) if made else None
     target = _target(wanted, folder)
-    if target.exists():
+    if cache.sound(target):
         return Built(target)
     failed = target.with_suffix(".failed")
     return Missing(failed.read_text(), target.with_suffix(".log")) if failures and failed.exists() else None
@@ -123,9 +140,10 @@ def _build(wanted: Recipe, folder: Path) -> Built | Missing:
         if failed:
             _say(f" failed after {seconds:.1f} s\n")
             missing = Missing(_why(wanted, failed, text, target.with_suffix(".log")), target.with_suffix(".log"))
-            _put(missing.reason, target.with_suffix(".failed"), aside)
+            if not _PASSING.search(text):
+                _put(missing.reason, target.with_suffix(".failed"), aside)
             return missing
-        made.replace(target)
+        cache.seal(target, made)
         target.with_suffix(".failed").unlink(missing_ok=True)
         _say(f" {seconds:.1f} s\n")
         return Built(target, seconds)
@@ -145,7 +163,7 @@ def object_of(unit: Unit, objects: Path) -> Path:
 def _compile(unit: Unit, objects: Path, aside: Path) -> tuple[bool, str]:
     """Make a unit's object unless it is there; what the compiler said, either way."""
     target = object_of(unit, objects)
-    if target.exists():
+    if cache.sound(target) and target.with_suffix(".log").exists():
         return True, target.with_suffix(".log").read_text()
     made = aside / target.name
     ok, log = _run([*unit.command, "-c", str(unit.source), "-o", str(made)])
@@ -153,7 +171,7 @@ def _compile(unit: Unit, objects: Path, aside: Path) -> tuple[bool, str]:
         return False, f"{log}{unit.source}: error: changed while it was compiled\n"
     if ok:
         _put(log, target.with_suffix(".log"), aside)
-        made.replace(target)
+        cache.seal(target, made)
     return ok, log
 
 
@@ -170,6 +188,8 @@ def _run(command: list[str]) -> tuple[bool, str]:
         process.returncode = os.waitstatus_to_exitcode(status)
         file.seek(0)
         said = file.read()
+    if process.returncode < 0:
+        said += f"error: {_KILLED} {-process.returncode}\n"
     log = f"$ {' '.join(command)}\n{said.rstrip()}\n{_CPU}{usage.ru_utime + usage.ru_stime:.2f}\n"
     return process.returncode == 0, log
 

@@ -1,9 +1,14 @@
-"""The folder in which compiled libraries are kept, and the lock that lets one process at a time build there."""
+"""The folder in which compiled libraries are kept, and the lock that lets one process at a time build there.
+
+Beside every file that is kept stands its seal, a digest of its bytes. A file that does not fit its seal, since a disk was
+full or somebody wrote to it, is deleted and made again: to load it could end the process.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import socket
 import tempfile
@@ -28,12 +33,47 @@ def folders() -> Iterator[Path]:
 
 
 def trusted(folder: Path) -> bool:
-    """Whether the folder is there and, where anyone may make one, was made by us and is closed to others."""
+    """Whether the folder is there, was made by us or by root, and is closed to others: its libraries become our code."""
     try:
         state = folder.stat()
     except OSError:
         return False
-    return folder.parent != Path(tempfile.gettempdir()) or (state.st_uid == os.getuid() and not state.st_mode & 0o022)
+    return state.st_uid in (os.getuid(), 0) and not state.st_mode & 0o022
+
+
+def seal(path: Path, made: Path) -> None:
+    """Give the finished file `made` its place and its seal."""
+    mark = made.with_name(made.name + ".seal")
+    mark.write_text(_digest(made))
+    mark.replace(_mark(path))
+    made.replace(path)
+
+
+def sound(path: Path) -> bool:
+    """Whether the file is there as it was sealed; what is not is deleted, if we may."""
+    try:
+        if _mark(path).read_text() == _digest(path):
+            return True
+    except OSError:
+        if not path.exists():
+            return False
+    discard(path)
+    return False
+
+
+def discard(path: Path) -> None:
+    """Delete a file and its seal."""
+    for each in (path, _mark(path)):
+        with contextlib.suppress(OSError):  # a folder that is read-only: others will say the same of the file
+            each.unlink(missing_ok=True)
+
+
+def _mark(path: Path) -> Path:
+    return path.with_name(path.name + ".seal")
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def writable() -> Path | Missing:

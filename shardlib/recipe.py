@@ -152,10 +152,14 @@ def assemble(
     return Recipe(name, tuple(units), (*command, *link), libraries, digest(*keys, *link, *libraries), tool)
 
 
+_HEEDED = ("NVCC_", "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH")
+
+
 def _identity(compiler: list[str]) -> str | Missing:
     """A digest of what the compiler, and the host's compiler behind nvcc, say about themselves."""
     commands = [compiler, ["g++"]] if Path(compiler[0]).name == "nvcc" else [compiler]
-    said = [value for name, value in sorted(os.environ.items()) if name.startswith("NVCC_")]
+    # Flags of the user's (CXX="g++ -march=native"), and what compilers read of the environment.
+    said = [*compiler[1:], *(value for name, value in sorted(os.environ.items()) if name.startswith(_HEEDED))]
     for command in commands:
         try:
             done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)

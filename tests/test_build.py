@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from shardlib import build, ptxas
+from shardlib import build, cache, ptxas
 from shardlib.build import Built, make
 from shardlib.ops import _native
 from shardlib.recipe import Missing, Recipe, recipe
@@ -319,6 +319,61 @@ def test_a_temporary_folder_that_is_open_to_others_is_refused(
     assert answer(make(host(sources))) == 42
 
 
+@pytest.mark.parametrize("size", [0, 100, 5000])
+def test_a_library_or_object_that_was_cut_short_is_made_again(size: int, sources: Path, store: Path) -> None:
+    made = make(host(sources))
+    for path in (made.path, *(store / "objects").glob("*.o")):  # type: ignore[union-attr]
+        path.write_bytes(path.read_bytes()[:size])
+    assert build.look(host(sources)) is None
+    again = make(host(sources))
+    assert answer(again) == 42
+    assert again.seconds is not None  # type: ignore[union-attr]
+    assert build.look(host(sources)) == Built(again.path)  # type: ignore[union-attr]
+
+
+def test_a_library_that_does_not_load_is_built_once_more(
+    sources: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "recipe", lambda name: recipe(name, sources))
+    made = build.library("host")
+    assert isinstance(made, Built)
+    made.path.write_bytes(b"no library")
+    made.path.with_name(made.path.name + ".seal").write_text(cache._digest(made.path))
+    assert _native._host.__wrapped__().answer() == 42
+
+
+def test_a_compiler_that_was_killed_is_tried_again(
+    sources: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, sick = tmp_path / "compiler", tmp_path / "sick"
+    script.write_text(f'#!/bin/sh\n[ "$1" = --version ] || [ ! -e {sick} ] || kill -9 $$\nexec {COMPILER} "$@"\n')
+    script.chmod(0o755)
+    sick.write_text("")
+    monkeypatch.setenv("CXX", str(script))
+    assert "the compiler was ended by signal 9" in str(make(host(sources)))
+    sick.unlink()
+    assert answer(make(host(sources))) == 42
+
+
+def test_flags_of_the_compiler_count(sources: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = set()
+    for flags in ("", " -O0", " -g"):
+        monkeypatch.setenv("CXX", f"{COMPILER}{flags}")
+        tools.add(host(sources).tool)
+    monkeypatch.setenv("CPATH", "/elsewhere")
+    tools.add(host(sources).tool)
+    assert len(tools) == 4
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o707])
+def test_a_folder_that_others_may_write_to_is_never_used(mode: int, sources: Path, store: Path) -> None:
+    made = make(host(sources))
+    store.chmod(mode)
+    assert "(made by another user, or open to others)" in str(make(host(sources)))
+    store.chmod(0o755)
+    assert make(host(sources)) == Built(made.path)  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(("platform", "reason"), [("linux", "there are no sources"), ("darwin", "are for Linux")])
 def test_nothing_to_build(platform: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", platform)
@@ -329,10 +384,14 @@ def test_nothing_to_build(platform: str, reason: str, tmp_path: Path, monkeypatc
 def test_building_can_be_turned_off(sources: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "recipe", lambda name: recipe(name, sources))
     monkeypatch.setenv("SHARDLIB_BUILD", "0")
-    assert build.library("host") == Missing("SHARDLIB_BUILD=0")
+    assert build.library("host") == Missing("SHARDLIB_BUILD=0, and none is built")
     assert not store.exists()
     monkeypatch.setenv("SHARDLIB_BUILD", "1")
-    assert answer(build.library("host")) == 42
+    made = build.library("host")
+    assert answer(made) == 42
+    monkeypatch.setenv("SHARDLIB_BUILD", "0")
+    monkeypatch.setattr(build, "_answers", {})
+    assert build.library("host") == Built(made.path)  # type: ignore[union-attr]
 
 
 def test_a_process_asks_once(
@@ -357,6 +416,7 @@ def test_the_host_library_is_loaded_or_says_why(
     damaged.write_bytes(b"no library")
     monkeypatch.setattr(build, "library", lambda name: Built(damaged))
     assert str(load()).startswith(f"the host kernels do not load: {damaged}: ")
+    assert not damaged.exists()
     monkeypatch.setattr(build, "library", lambda name: Missing("SHARDLIB_BUILD=0"))
     assert load() == Missing("SHARDLIB_BUILD=0")
 
