@@ -65,7 +65,9 @@ class Order:
         self.turn = 0
         self.meetings = 0  # how often the ranks have compared something through the store
         self.recent: list[Entry] = [(0, 0, 0)] * KEEP  # by turn
-        self.thread, self.several = threading.get_ident(), False  # who took the last turn; whether several did
+        self.thread = 0  # who took the last turn
+        self.name = ""  # what all ranks call it; empty for the main thread
+        self.named: dict[str, int] = {}  # the threads that took turns, by name
         self.fault = ""  # why this rank takes no more turns
         self.lives: dict[int, str] = {}  # where the processes of ranks are, as they said
         self._said: set[int] = set()
@@ -177,12 +179,30 @@ class Order:
             + (
                 "; this rank uses collectives in several threads, which have no common order with other ranks' threads "
                 "unless the program gives them one: use them in one thread"
-                if self.several
+                if len(self.named) > 1
                 else ""
             ),
         )
         self.give_up(str(error))
         raise error
+
+    def change_thread(self) -> None:
+        """Another thread takes a turn. Its name is part of the turn, since threads at one line are not one another.
+
+        Raises `ShardingError` where two threads have one name.
+        """
+        thread = threading.current_thread()
+        self.thread = threading.get_ident()
+        self.name = "" if thread is threading.main_thread() else thread.name
+        before = self.named.setdefault(self.name, self.thread)
+        if before != self.thread and any(other.ident == before for other in threading.enumerate()):
+            self.thread = 0
+            raise ShardingError(
+                f"two threads of rank {self.rank} that use collectives are called {self.name!r}",
+                rule="the ranks tell their threads apart by name",
+                remedy="use collectives in one thread, or give each thread a name of its own, the same on all ranks",
+            )
+        self.named[self.name] = self.thread
 
     def forget(self) -> None:
         """Forget the turns so far; all ranks do so together."""
@@ -227,11 +247,11 @@ class Turn:
             if self.order is not order:
                 order.say(self.program, self.text)
                 self.order = order
+            if order.thread != threading.get_ident():
+                order.change_thread()
             line = _line_number(order)
             order.turn = turn = order.turn + 1
             order.recent[turn % KEEP] = (turn, self.program, line)
-            if order.thread != (thread := threading.get_ident()):
-                order.thread, order.several = thread, True
             ASKING[0], ASKING[1], ASKING[2], ASKING[3] = turn, self.program, line, 0
             ready = True
         finally:
@@ -302,7 +322,7 @@ def waited(task: Callable[[], Any], what: str) -> Any:
 _lock = threading.RLock()  # of whoever has the turn
 _order: Order | None = None
 _count = 0  # worlds so far; a world that was destroyed leaves its texts in the store, so names are not used again
-_lines: dict[tuple[str, int, str], int] = {}
+_lines: dict[tuple[str, int, str, str], int] = {}
 _forked = False
 
 
@@ -311,13 +331,14 @@ def _line_number(order: Order) -> int:
     if frame is None:
         return 0
     code = frame.f_code
-    key = code.co_filename, frame.f_lineno, code.co_qualname
+    key = code.co_filename, frame.f_lineno, code.co_qualname, order.name
     found = _lines.get(key)
     if found is None:
         # Ranks may run the program from different folders.
-        found = _lines[key] = number(Path(code.co_filename).name, str(frame.f_lineno), code.co_qualname)
+        found = _lines[key] = number(Path(code.co_filename).name, str(frame.f_lineno), code.co_qualname, order.name)
     if found not in order._said:
-        order.say(found, place(line_at(code, frame.f_lineno)))
+        where = place(line_at(code, frame.f_lineno))
+        order.say(found, f"{where} in thread {order.name}" if order.name else where)
     return found
 
 
