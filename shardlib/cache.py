@@ -1,7 +1,7 @@
 """The folder in which compiled libraries are kept, and the lock that lets one process at a time build there.
 
-Beside every file that is kept stands its seal, a digest of its bytes. A file that does not fit its seal, since a disk was
-full or somebody wrote to it, is deleted and made again: to load it could end the process.
+Beside every file that is kept stands its seal, a digest of its bytes. A file that does not fit its seal, since a disk
+was full or somebody wrote to it, is deleted and made again: to load it could end the process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def folders() -> Iterator[Path]:
 
 
 def trusted(folder: Path) -> bool:
-    """Whether the folder is there, was made by us or by root, and is closed to others: its libraries become our code."""
+    """Whether the folder is there, made by us or by root, and closed to others: its libraries become our code."""
     try:
         state = folder.stat()
     except OSError:
