@@ -35,7 +35,8 @@ def cuda(*, without_device: bool = False) -> ModuleType | Missing:
 
 @functools.cache
 def _host() -> ctypes.CDLL | Missing:
-    return _loaded("host", ctypes.CDLL)
+    loaded: ctypes.CDLL | Missing = _loaded("host", ctypes.CDLL)
+    return loaded
 
 
 @functools.cache

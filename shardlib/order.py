@@ -151,9 +151,9 @@ class Order:
                     raise CollectiveError(str(error)) from error
             look()
 
-    def look(self) -> None:
+    def look(self, cause: BaseException | None = None) -> None:
         """Tell the others where this rank is; raise `ShardingError` if one of them is in another turn, or gave up."""
-        store, at = self.store(), f"{self.room}/turns"
+        store, at = self.store(cause), f"{self.room}/turns"
         turns = sorted(entry for entry in self.recent if entry[0])
         store.post(at, json.dumps([self.fault, turns]))
         mine = {entry[0]: entry for entry in turns}

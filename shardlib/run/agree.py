@@ -88,7 +88,7 @@ def blame(mesh: Mesh, error: BaseException, timeout: float = 10.0) -> NoReturn:
     store, room, everyone = order.store(error), f"{order.room}/alive/{order.meetings}", range(mesh.size)
     store.post(room, b"")
     watch = order.watcher()
-    order.look()
+    order.look(error)
     silent = store.wait(room, everyone, timeout, until=lambda missing: watch(missing) or store.verdict(room))
     # Ranks die of their errors. So the first who has judged is right, and the later ones take over what it found.
     if dead := order.dead(everyone):
