@@ -83,8 +83,8 @@ def test_different_programs_are_named_on_every_rank(digests, texts, offenders):
 def come_late(late: list[int]) -> tuple[str | None, float]:
     rank, begin = dist.get_rank(), time.monotonic()
     if rank in late:
-        time.sleep(1.5)
-    return said(agree, Mesh(x=4), "a", "train_step\nx = 1", 0.4), time.monotonic() - begin
+        time.sleep(3.0)
+    return said(agree, Mesh(x=4), "a", "train_step\nx = 1", 1.0), time.monotonic() - begin
 
 
 @pytest.mark.parametrize(
@@ -96,13 +96,13 @@ def come_late(late: list[int]) -> tuple[str | None, float]:
 )
 def test_missing_ranks_are_named(late, head):
     results = run_ranks(come_late, 4, late)
-    bullets = "".join(f"  * rank {r} did not arrive within 0.4 s: it is dead or runs other code\n" for r in late)
+    bullets = "".join(f"  * rank {r} did not arrive within 1 s: it is dead or runs other code\n" for r in late)
     for rank, (text, seconds) in enumerate(results):
         if rank not in late:
             assert text is not None
             assert text.startswith(f"{head}:\n{bullets}Rule: every rank runs the same programs in the same order\n")
             assert "SHARDLIB_TIMEOUT=<seconds> waits longer" in text
-            assert seconds < 1.4
+            assert seconds < 2.9
 
 
 def reduce_or_blame(group: GroupHandle, mesh: Mesh, timeout: float) -> None:
