@@ -335,9 +335,9 @@ def shard(
     `spec` has one entry per dim: logical names (mapped by the mesh's rules), `name@axis`, or factors in parentheses,
     whose sizes are given like einops' lengths. `sizes` may hold them too, and by name the pieces into which a factor is
     cut, one for each device along its axes. (`sizes=4` is the length of a factor of that name.) Inside `no_mesh()` the
-    spec is read, and `x` returned as it is. Warns of a name that has no rule and is near to one that has. On ranks every
-    process has `x` whole, and they place it together: values that differ are refused, unless `src` is the rank whose
-    values count. Raises `ShardingError` outside any mesh and where spec, shape and mesh do not fit.
+    spec is read, and `x` returned as it is. Warns of a name that has no rule and is near to one that has. On ranks
+    every process has `x` whole, and they place it together: values that differ are refused, unless `src` is the rank
+    whose values count. Raises `ShardingError` outside any mesh and where spec, shape and mesh do not fit.
 
     Example:
         >>> from shardlib.meshes.mesh import Mesh
