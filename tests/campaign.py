@@ -56,7 +56,7 @@ def outcome(p: Program) -> Outcome:
     args = [x.make() for x in p.inputs]
     fn = compiled(p.function)
     expected = alone(fn, args)
-    tolerance = [2 * t for t in tolerances(p, args, expected)]
+    tolerance = tolerances(p, args, expected)
     mesh = Mesh(dict(p.mesh))
     step = sl.jit(fn, in_specs=tuple(x.spec for x in p.inputs), out_specs=p.specs)
     try:
@@ -78,6 +78,8 @@ def outcome(p: Program) -> Outcome:
                 return Outcome("wrong", f"unshared: {fault}", *once)
             if fault := broken_promise(promised, calls, mesh):
                 return Outcome("wrong", f"bytes: {fault}", *once)
+            if not p.grad and math.inf not in tolerance and (fault := lost_gradient(p, fn, step, args)):
+                return Outcome("wrong", f"gradients through the call: {fault}", *once)
     except ChangedError as error:
         return Outcome("wrong", str(error))
     except (
@@ -110,26 +112,62 @@ def alone(fn: Callable[..., Any], args: list[Tensor]) -> list[Any]:
         return pytree.tree_leaves(fn(*args))
 
 
+def lost_gradient(p: Program, fn: Callable[..., Any], step: Any, args: list[Tensor]) -> str:
+    """What is wrong with the gradients that autograd takes through a jitted call, from outside."""
+    try:
+        with single_device():
+            expected = gradients(fn, args)
+            shaken = gradients(noisy(p), [noise(a) for a in args])
+    except RuntimeError:  # what torch does not differentiate
+        return ""
+    limits = [slack(a, b) for a, b in zip(expected, shaken, strict=True)]
+    if not expected or math.inf in limits:
+        return ""
+    return differ(expected, gradients(step, args), limits)
+
+
+def gradients(run: Callable[..., Any], args: list[Tensor]) -> list[Tensor]:
+    """The gradients of all inputs, of a weighted sum of all results."""
+    given = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in args]
+    leaves = pytree.tree_leaves(run(*given))
+    outs = [y for y in leaves if isinstance(y, Tensor) and y.requires_grad and not y.is_complex()]
+    wanted = [x for x in given if x.requires_grad]
+    if not outs or not wanted:
+        return []
+    total = sum((y * torch.cos(torch.arange(y.numel(), dtype=y.dtype)).view(y.shape)).sum() for y in outs)
+    if isinstance(total, sl.ShardedTensor):
+        total = total.full_tensor()
+    assert isinstance(total, Tensor)
+    found = torch.autograd.grad(total, wanted, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True)]
+
+
 def tolerances(p: Program, args: list[Tensor], expected: list[Any]) -> list[float]:
     """Per result: rounding at `RTOL`, or more where a little noise on every line changes more; inf where it is all."""
+    shaken = alone(noisy(p), [noise(a) for a in args])
+    return [2 * slack(a, b) for a, b in zip(expected, shaken, strict=True)]
 
-    def noise(x: Any) -> Any:
-        if isinstance(x, Tensor) and x.is_floating_point():
-            wave = NOISE * torch.cos(torch.arange(x.numel(), dtype=x.dtype)).view(x.shape)
-            return x * (1 + wave) + 0.1 * wave * (x != 0)  # of what cancels, only rounding is left
-        return x
 
+def noisy(p: Program) -> Callable[..., Any]:
+    """The program with a little noise on every line."""
     lines = tuple(re.sub(r"^(v\d+) = (.*?)(;|$)", r"\1 = noise(\2)\3", line) for line in p.lines)
-    shaken = alone(compiled(replace(p, lines=lines).function, noise=noise), [noise(a) for a in args])
-    out = []
-    for a, b in zip(expected, shaken, strict=True):
-        if not isinstance(a, Tensor) or not a.is_floating_point():
-            out.append(0.0 if not isinstance(a, Tensor) or torch.equal(a, b) else math.inf)
-            continue
-        scale = float(a.abs().max()) if a.numel() else 0.0
-        change = float((a - b).abs().max()) if a.numel() else 0.0
-        out.append(math.inf if change > 1e-5 * scale else RTOL * scale + 1e-11 + 1e3 * change)
-    return out
+    return compiled(replace(p, lines=lines).function, noise=noise)
+
+
+def noise(x: Any) -> Any:
+    if isinstance(x, Tensor) and x.is_floating_point():
+        wave = NOISE * torch.cos(torch.arange(x.numel(), dtype=x.dtype)).view(x.shape)
+        return x * (1 + wave) + 0.1 * wave * (x != 0)  # of what cancels, only rounding is left
+    return x
+
+
+def slack(a: Any, b: Any) -> float:
+    """How far a result may be off, given what noise changes."""
+    if not isinstance(a, Tensor) or not a.is_floating_point():
+        return 0.0 if not isinstance(a, Tensor) or torch.equal(a, b) else math.inf
+    scale = float(a.abs().max()) if a.numel() else 0.0
+    change = float((a - b).abs().max()) if a.numel() else 0.0
+    return math.inf if change > 1e-5 * scale else RTOL * scale + 1e-11 + 1e3 * change
 
 
 def differ(expected: list[Any], found: list[Any], tolerance: list[float]) -> str:
