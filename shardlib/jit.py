@@ -315,6 +315,9 @@ class Jitted:
                 before = self._read(mesh, programs, state.own, args, kwargs, noting=True)[2]
                 plan = self._compile(mesh, leaves, state, args, kwargs)
                 after = self._read(mesh, programs, state.own, args, kwargs, noting=True)[2]
+                if after.leaked:  # a number that stays outside is no number of the trace
+                    plan = self._compile(mesh, leaves, state, args, kwargs, exact=True)
+                    after = self._read(mesh, programs, state.own, args, kwargs, noting=True)[2]
                 if left := changed(before.found or {}, after.found or {}):
                     _refuse_leaks(self.name, left, before, after)
                     programs.changing |= left
@@ -343,7 +346,14 @@ class Jitted:
                 )
 
     def _compile(
-        self, mesh: Mesh, leaves: list[Any], state: State, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        mesh: Mesh,
+        leaves: list[Any],
+        state: State,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        exact: bool = False,
     ) -> Plan:
         def placed(leaf: Any) -> Fixed | None:
             if not isinstance(leaf, ShardedTensor):
@@ -367,7 +377,7 @@ class Jitted:
             static=self.static,
             placed=placed,
             state=state,
-            exact=self._closure.exact,
+            exact=exact or self._closure.exact,
             differentiate=torch.is_grad_enabled()
             and any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves),
         )

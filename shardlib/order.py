@@ -32,7 +32,7 @@ from shardlib.errors import ShardingError
 from shardlib.meshes import world
 from shardlib.ops._wire import CollectiveError
 from shardlib.plans.places import place
-from shardlib.store import Store
+from shardlib.store import Store, own_connection
 from shardlib.tracing.lines import line_at, user_frame
 
 KEEP = 64  # turns that a rank remembers
@@ -72,7 +72,7 @@ class Order:
         self.lives: dict[int, str] = {}  # where the processes of ranks are, as they said
         self._said: set[int] = set()
         # A connection of our own: torch's is taken for as long as one of its threads waits for something.
-        self._client = _get_default_store().clone()  # type: ignore[attr-defined] # torch's stubs lack it
+        self._client = own_connection(_get_default_store())
 
     def store(self, cause: BaseException | None = None) -> Store:
         return Store(self.rank, self._client, cause, self.dead)

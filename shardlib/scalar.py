@@ -6,9 +6,11 @@ is evaluated with Python's own arithmetic, so that `p - lr * g` is the same prog
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ _CALLS: dict[Any, str] = {torch.sym_float: "float", float: "float"}
 OPERATIONS = frozenset({*_INFIX, *_PREFIX, *_CALLS})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Scalar:
     """`op` of `args` (numbers and scalars), or the number at leaf `leaf` of the call, called `name`.
 
@@ -36,7 +38,7 @@ class Scalar:
     args: tuple[Any, ...]
     leaf: int = -1
     name: str = ""
-    hint: Any = field(default=None, compare=False)
+    hint: Any = None
 
     @staticmethod
     def given(leaf: int, name: str, value: Any) -> Scalar:
@@ -52,7 +54,7 @@ class Scalar:
         """The expression in Python, with `name` for what the call gives."""
         if self.op is None:
             return name(self)
-        parts = [x.text(name) if isinstance(x, Scalar) else repr(x) for x in self.args]
+        parts = [x.text(name) if isinstance(x, Scalar) else _literal(x) for x in self.args]
         if self.op in _INFIX:
             return f"({parts[0]} {_INFIX[self.op]} {parts[1]})"
         if self.op in _PREFIX:
@@ -75,6 +77,20 @@ class Scalar:
 
     def __repr__(self) -> str:
         return self.text(lambda x: x.name)
+
+    @cached_property
+    def _text(self) -> str:
+        return self.text(lambda x: f"leaf_{x.leaf}")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Scalar) and self._text == other._text  # 1, 1.0 and True differ, and 0.0 and -0.0
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+
+def _literal(x: Any) -> str:
+    return repr(x) if not isinstance(x, float) or math.isfinite(x) else f"float({str(x)!r})"
 
 
 def hinted(x: Any) -> Any:

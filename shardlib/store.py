@@ -121,6 +121,14 @@ def refuse_missing(missing: Sequence[int], dead: Sequence[int], seconds: float, 
 LOOK = "look for the first error in the output of the ranks named; SHARDLIB_TIMEOUT=<seconds> waits longer"
 
 
+def own_connection(store: Any) -> Any:
+    """A connection to the same store that nobody else waits on; the store itself where it has no such thing."""
+    try:
+        return store.clone()
+    except (AttributeError, RuntimeError):  # torch 2.11 may lack it, and stores inside one process need none
+        return store
+
+
 def names(ranks: Sequence[int]) -> str:
     """Ranks as a sentence has them.
 

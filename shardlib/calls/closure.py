@@ -5,8 +5,9 @@ method of, and the same of every function of the user's that is found there.
 from __future__ import annotations
 
 import functools
+import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -81,9 +82,24 @@ def _variables(fn: types.FunctionType) -> Iterator[tuple[str, Callable[[], Any],
     for i, x in enumerate(fn.__defaults__ or ()):
         yield f"default[{i}]", _constant(x), False
     if not is_internal(fn.__code__.co_filename):
-        for name in dict.fromkeys(_names(fn.__code__)):
-            if name in fn.__globals__ and not isinstance(fn.__globals__[name], types.ModuleType):
+        names = dict.fromkeys(_names(fn.__code__))
+        for name in names:
+            found = fn.__globals__.get(name)
+            if isinstance(found, types.ModuleType | type):
+                yield from _of_namespace(name, found, names)
+            elif name in fn.__globals__:
                 yield name, functools.partial(fn.__globals__.get, name), True
+
+
+def _of_namespace(name: str, space: Any, names: Iterable[str]) -> Iterator[tuple[str, Callable[[], Any], bool]]:
+    """What code may read of one of the user's modules or classes, by its names."""
+    file = getattr(sys.modules.get(getattr(space, "__module__", "") or ""), "__file__", None)
+    file = getattr(space, "__file__", None) if isinstance(space, types.ModuleType) else file
+    if file is None or is_internal(file) or "site-packages" in file:
+        return
+    for inner in names:
+        if inner in vars(space) and not isinstance(vars(space)[inner], _SKIPPED):
+            yield f"{name}.{inner}", functools.partial(getattr, space, inner), True
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

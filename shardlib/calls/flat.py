@@ -96,6 +96,7 @@ def read(x: Any, leaves: list[Any], known: list[Any], state: State) -> None:
     elif kind is dict:
         known.append(kind)
         known.append(tuple(x))
+        known.append(tuple(map(type, x)))  # 1 and True are equal
         for y in x.values():
             read(y, leaves, known, state)
     elif kind is float or kind is int:

@@ -75,10 +75,10 @@ class _Apply(torch.autograd.Function):
         ctx.then, ctx.mesh = then, call.mesh
         ctx.numbers = [None if isinstance(x, Tensor) else x for x in call.leaves]
         ctx.plain = [isinstance(call.leaves[i], ShardedTensor) for i in then.leaves]
-        ctx.counts = [len(pieces) for pieces in saved]
+        ctx.there = [[p is not None for p in pieces] for pieces in saved]
         # Saved as autograd saves: freed by the first backward pass, and guarded against writes in between.
         plain = {x.untyped_storage()._cdata: x for x in call.leaves if type(x) in (Tensor, torch.nn.Parameter)}
-        pieces = [p for value in saved for p in value]
+        pieces = [p for value in saved for p in value if p is not None]
         held = {p.untyped_storage()._cdata for p in pieces}
         ctx.save_for_backward(*pieces, *(x.detach() for at, x in plain.items() if at in held))
         ctx.set_materialize_grads(False)
@@ -100,7 +100,7 @@ class _Apply(torch.autograd.Function):
                 remedy="take the inner gradient inside: jit a function that calls sl.grad",
             )
         rest = iter(ctx.saved_tensors)
-        pieces: list[Sequence[Tensor]] = [tuple(next(rest) for _ in range(n)) for n in ctx.counts]
+        pieces: list[Sequence[Any]] = [[next(rest) if there else None for there in value] for value in ctx.there]
         for at, layout, dtype in zip(ctx.where, then.layouts, then.dtypes, strict=True):
             pieces.append(_cotangent(grads[at], layout, dtype, then, mesh))
         found = then.runner(pieces, ctx.numbers)

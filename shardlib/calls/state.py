@@ -8,14 +8,15 @@ part of the key. What an object holds is looked at a few levels deep; what is de
 from __future__ import annotations
 
 import types
-from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardlib.tensors.tensor import ShardedTensor
+from shardlib.tracing.numbers import is_given
 
 Place = tuple[int, Any]  # id of an object (0: the closure), and a name in it
 
@@ -31,7 +32,7 @@ class State:
     """
 
     __slots__ = (
-        *("_at", "_number", "_visited", "arrays", "changing", "found"),
+        *("_at", "_number", "_visited", "arrays", "changing", "found", "leaked"),
         *("grads", "kept", "own", "places", "tensors"),
     )
 
@@ -42,6 +43,7 @@ class State:
         self.grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self.own = own  # the object whose method runs: it has a cache of its own, which must not keep it
         self.arrays = False  # whether numpy's are among the arguments
+        self.leaked = False  # whether a number of a trace was found
         self.changing = changing  # what the function itself changes is not looked at
         self.found: dict[Place, tuple[Any, ...]] | None = None  # if a dict, what is known of each place
         self._number: dict[int, int] = {}
@@ -57,7 +59,8 @@ class State:
 
     def tensor(self, x: torch.Tensor, known: list[Any]) -> None:
         """A plain tensor among the arguments."""
-        known.append((type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad))
+        strides = x.stride() if x.layout is torch.strided else x.layout
+        known.append((type(x), x.shape, strides, x.dtype, x.device, x.requires_grad))
         if x.requires_grad:
             self.gradient(x, known)
 
@@ -65,6 +68,10 @@ class State:
         """The `.grad` of a tensor that requires one; results of other ops have none."""
         leaf = x.is_leaf
         known.append(leaf)
+        for hooks in (x._backward_hooks, getattr(x, "_post_accumulate_grad_hooks", None)):
+            if hooks:
+                for hook in hooks.values():
+                    self._identity(hook, known)
         if leaf and torch.is_grad_enabled():
             self.grads.append((x, x.grad))
             if x.grad is None:
@@ -98,7 +105,7 @@ class State:
         if type(x) is float:
             known.append(x.hex())
             return
-        if type(x) is tuple:  # (1,) and (True,) are equal
+        if isinstance(x, tuple | list):  # (1,) and (True,) are equal
             known.append(len(x))
             for y in x:
                 self.fact(y, known)
@@ -128,7 +135,7 @@ class State:
         known.append(name)
         self._value(x, known, depth + 1)
         if self.found is not None:
-            deep = isinstance(x, nn.Module) or _is_object(x)
+            deep = isinstance(x, (nn.Module, *_CONTAINERS)) or _is_object(x)
             self.found[owner, name] = (type(x), id(x)) if deep else tuple(known[start:])
 
     def _identity(self, x: Any, known: list[Any]) -> None:
@@ -145,7 +152,10 @@ class State:
             known.append(x if kind is not float else x.hex())
         elif isinstance(x, torch.Tensor):
             self.lift(x, known)
-        elif kind in _CONTAINERS:
+        elif is_given(x):
+            known.append(kind)
+            self.leaked = True
+        elif isinstance(x, _CONTAINERS):
             self._container(x, known, depth)
         elif isinstance(x, nn.Module):
             self._module(x, known, depth)
@@ -156,24 +166,26 @@ class State:
 
     def _container(self, x: Any, known: list[Any], depth: int) -> None:
         known.append(type(x))
-        known.append(len(x))
-        if not x:
+        owner = id(x)
+        self._attribute(owner, _LENGTH, len(x), known, depth)
+        if not x or self._again(x, known):
             return
         if len(x) > LONG or depth >= DEPTH:
             self._identity(x, known)
             return
         at = self._at
         if isinstance(x, dict):
-            for k, y in x.items():
-                self.fact(k, known)
-                self._at = (*at, (k,))
-                self._value(y, known, depth + 1)
+            for k, y in list(x.items()):
+                key = id(k) if isinstance(k, torch.Tensor) else k  # the optimizer's, say
+                self._at = (*at, (key,))
+                self._attribute(owner, (type(k), key), y, known, depth)
         elif isinstance(x, set | frozenset):
-            self.fact(frozenset(x), known)
+            for y in x:
+                self.fact(y, known)
         else:
             for i, y in enumerate(x):
                 self._at = (*at, (i,))
-                self._value(y, known, depth + 1)
+                self._attribute(owner, i, y, known, depth)
         self._at = at
 
     def _module(self, x: nn.Module, known: list[Any], depth: int) -> None:
@@ -181,7 +193,7 @@ class State:
             return
         self._identity(x, known)
         at, owner = self._at, id(x)
-        for k, y in x.__dict__.items():
+        for k, y in _attributes(x):
             if k in ("_parameters", "_buffers", "_modules"):
                 for name, z in y.items():
                     self._at = (*at, ".", name)
@@ -196,10 +208,13 @@ class State:
         if self._again(x, known):
             return
         self._identity(x, known)
+        if type(x).__module__ == "numpy" and hasattr(x, "tobytes"):
+            known.append((x.dtype, x.shape, x.tobytes() if x.size <= LONG else None))
+            return
         if depth >= DEPTH or not _is_object(x):
             return
         at, owner = self._at, id(x)
-        for k, y in list(x.__dict__.items()):
+        for k, y in _attributes(x):
             self._at = (*at, ".", k)
             self._attribute(owner, k, y, known, depth)
         self._at = at
@@ -223,8 +238,25 @@ _ABSENT = object()
 
 
 def _is_object(x: Any) -> bool:
-    """Whether `x` is a user's object, whose attributes count."""
-    return hasattr(x, "__dict__") and type(x).__module__.partition(".")[0] not in _LIBRARIES
+    """Whether `x` is a user's object, or an optimizer: its attributes count."""
+    kind = type(x)
+    return isinstance(x, _TRAINING) or kind.__module__.partition(".")[0] not in _LIBRARIES
+
+
+def _attributes(x: Any) -> Iterator[tuple[str, Any]]:
+    """What an object holds, in its dict and its slots, and what its class says beside."""
+    own = getattr(x, "__dict__", {})
+    yield from list(own.items())
+    for kind in type(x).__mro__:
+        if kind.__module__.partition(".")[0] in _LIBRARIES:
+            continue
+        slots = kind.__dict__.get("__slots__", ())
+        for k in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(x, k):
+                yield k, getattr(x, k)
+        for k, y in list(kind.__dict__.items()):
+            if k not in own and not k.startswith("__") and (type(y) in _PLAIN or isinstance(y, torch.Tensor)):
+                yield k, y
 
 
 def _part(x: Any) -> str:
@@ -234,7 +266,9 @@ def _part(x: Any) -> str:
 _PLAIN = frozenset(
     {bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device, torch.Size}
 )
-_CONTAINERS = frozenset({list, tuple, dict, set, frozenset, OrderedDict})
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_TRAINING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+_LENGTH = "len()"
 _OPAQUE: tuple[Any, ...] = (
     type,
     types.ModuleType,

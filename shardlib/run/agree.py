@@ -68,6 +68,7 @@ def _compare(order: Order, digest: str, what: str, name: str, everyone: Sequence
 
 def together(mesh: Mesh, turn: Turn, axes: tuple[Axis, ...], call: Callable[[GroupHandle], T]) -> T:
     """The result of `call`, one collective of the group over these axes that is a turn of its own."""
+    mesh.device_mesh  # noqa: B018 - starts torch.distributed where nothing has yet
     with turn as order:
         try:
             group = _groups.group_for(mesh, axes)

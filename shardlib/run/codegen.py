@@ -304,6 +304,10 @@ def _as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (x if x.is_contiguous() else x.contiguous()).view(dtype)
 
 
+def _copied_as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return _as_dtype(x, dtype).clone()
+
+
 def fast_binding(target: Any) -> Any:
     """The cheapest callable for an op: torch's C functions parse arguments faster than `torch.ops` does.
 
@@ -320,8 +324,10 @@ def fast_binding(target: Any) -> Any:
     name = schema.name.removeprefix("aten::")
     if has(target, "leaves marks"):
         return _resolved(target)
-    if name in ("view", "view_copy") and schema.overload_name == "dtype":
+    if name == "view" and schema.overload_name == "dtype":
         return _as_dtype
+    if name == "view_copy" and schema.overload_name == "dtype":
+        return _copied_as_dtype
     if has(target, "reshapes"):
         return torch.Tensor.reshape  # a local shard may have other strides than the whole tensor that was traced
     if name.endswith("_") and hasattr(torch.Tensor, name):

@@ -17,7 +17,7 @@ def shown(x: ShardedTensor) -> str:
     """What `print(x)` prints.
 
     Example:
-        >>> import shardlib as sl
+        >>> import torch, shardlib as sl
         >>> with sl.Mesh(data=2, tensor=2):
         ...     print(sl.shard(torch.arange(8.0).view(4, 2), "batch@data feature@tensor"))
         ShardedTensor f32[4@data, 2@tensor] on Mesh(data=2, tensor=2)

@@ -6,6 +6,7 @@ whatever requires one are results. It is decided as a whole, and split into two 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from shardlib.calls.flat import FlatCall
+from shardlib.errors import ShardingError
 from shardlib.tracing.lifted import Lifted, placeholder
 
 
@@ -40,7 +42,10 @@ class After:
 class Ending:
     """Collects, at the end of a trace, what the function did beside returning a value."""
 
-    def __init__(self, call: FlatCall, lifted: Lifted, where: Sequence[int]) -> None:
+    def __init__(
+        self, call: FlatCall, lifted: Lifted, where: Sequence[int], argument_names: Sequence[str], *, strict: bool
+    ) -> None:
+        self.argument_names = argument_names
         self.call, self.lifted, self.where = call, lifted, where
         self.returned = 0  # leaves of the function's result
         self.cotangents: list[int] = []
@@ -48,6 +53,9 @@ class Ending:
         self._grads: list[tuple[int, bool]] = []
         self._gradients: list[int] = []
         self._refused: tuple[tuple[int, ...], int, str] = ((), -1, "")
+        self.strict = strict  # what cannot be differentiated fails at once
+        self._before = [_Autograd.of(x) for x in call.state.tensors]
+        self._passages: list[Any] = []  # hooks on closed-over results of other ops
 
     def __enter__(self) -> Ending:
         return self
@@ -56,6 +64,10 @@ class Ending:
         for x, grad in self.call.state.grads:
             if x.grad is not grad:
                 x.grad = grad
+        for x, was in zip(self.call.state.tensors, self._before, strict=True):
+            was.restore(x)
+        for handle in self._passages:
+            handle.remove()
 
     def start(self, inputs: Sequence[Tensor]) -> None:
         """Before the function runs: arguments have the `.grad` that is theirs."""
@@ -66,20 +78,47 @@ class Ending:
             leaves[id(arguments[i])], seen[id(arguments[i])] = i, x
         for x, grad in self.call.state.grads:
             self._watched.append((leaves[id(x)], seen[id(x)], grad))
-            if seen[id(x)] is not x and grad is not None:
+            if seen[id(x)] is not x:
                 seen[id(x)].grad = grad
+                _Autograd.of(x).lend_hooks(seen[id(x)])
+        for name, x in zip(self.call.state.names, state, strict=True):
+            if x.requires_grad and not x.is_leaf:
+                self._passages.append(x.register_hook(_refuse_passage(name)))  # type: ignore[no-untyped-call]
 
     def finish(
         self, result: Sequence[Any], inputs: Sequence[Tensor], tracer: Any, *, differentiate: bool
     ) -> list[Tensor]:
         """After it has run: what follows its own results."""
         self.returned = len(result)
+        self._refuse_changes(inputs)
         out: list[Tensor] = []
         for leaf, x, grad in self._watched:
             if (now := x.grad) is not grad:
                 self._grads.append((leaf, now is not None))
                 out += [] if now is None else [self.lifted.seen(now)]
         return out + (self._backward(result, inputs, tracer) if differentiate else [])
+
+    def _refuse_changes(self, inputs: Sequence[Tensor]) -> None:
+        """Refuse what the function did to autograd's part of its inputs: a program returns values."""
+        arguments = [self.call.arguments[i] for i in self.where]
+        was = [_Autograd(bool(getattr(x, "requires_grad", False)), None, _hooks(x)) for x in arguments]
+        names = [*self.argument_names, *self.call.state.names]
+        wrong = [
+            f"{name} {change}"
+            for name, x, old in zip(names, (*inputs, *self.call.state.tensors), (*was, *self._before), strict=True)
+            if (change := old.change(x))
+        ]
+        for name, x, given in zip(self.argument_names, inputs, arguments, strict=True):
+            if isinstance(given, Tensor) and given.requires_grad and not given.is_leaf and x.grad is not None:
+                wrong.append(f"{name} is a result of other ops, and backward() goes back into it")
+        if wrong:
+            raise ShardingError(
+                "the traced function changes what autograd knows of its inputs",
+                wrong,
+                rule="a program returns values, and .grad of leaves; an input's history, hooks and flags stay",
+                remedy="write under torch.no_grad() or of detach()ed values; requires_grad_() and register_hook() "
+                "before the call; return the loss, and call backward() outside",
+            )
 
     def _backward(self, result: Sequence[Any], inputs: Sequence[Tensor], tracer: Any) -> list[Tensor]:
         outs = [i for i, x in enumerate(result) if isinstance(x, Tensor) and x.requires_grad]
@@ -88,6 +127,10 @@ class Ending:
         wanted = {leaf: x for leaf, x in owners.items() if x.requires_grad}
         if not outs or not wanted:
             return []
+        for handle in self._passages:
+            handle.remove()
+        for x in owners.values():  # hooks run where the gradients go on: outside
+            _Autograd(False, None, {}).lend_hooks(x)
         before = set(tracer.graph.nodes)
         cotangents = [placeholder(tracer, result[i]) for i in outs]
         try:
@@ -95,7 +138,9 @@ class Ending:
                 found = torch.autograd.grad(
                     [result[i] for i in outs], list(wanted.values()), [c.value for c in cotangents], allow_unused=True
                 )
-        except RuntimeError as error:  # as torch has it, the way back is refused when somebody goes it
+        except (RuntimeError, ShardingError) as error:  # as torch has it, the way back is refused when somebody goes it
+            if self.strict:
+                raise
             for node in reversed(tracer.graph.nodes):
                 if node not in before:
                     tracer.graph.erase_node(node)
@@ -124,6 +169,65 @@ class Ending:
         at += len(changed)
         gradients = tuple((leaf, at + i) for i, leaf in enumerate(self._gradients))
         return After(tuple(grads), changed, gradients, tuple(self.cotangents), *self._refused)
+
+
+@dataclass(frozen=True)
+class _Autograd:
+    """What autograd knows of a tensor: whether it requires a gradient, where it comes from, its hooks by kind."""
+
+    requires_grad: bool
+    grad_fn: Any
+    hooks: dict[str, Any]
+
+    @staticmethod
+    def of(x: Tensor) -> _Autograd:
+        return _Autograd(x.requires_grad, x.grad_fn, _hooks(x))
+
+    def change(self, x: Tensor) -> str:
+        """What is otherwise now, in words."""
+        if x.grad_fn is not self.grad_fn:
+            return "is written to, and what is written has a history"
+        if x.requires_grad != self.requires_grad:
+            return f"has requires_grad={x.requires_grad} now"
+        return (
+            ""
+            if {k: list(v) for k, v in _hooks(x).items()} == {k: list(v) for k, v in self.hooks.items()}
+            else ("has another hook now")
+        )
+
+    def restore(self, x: Tensor) -> None:
+        """Undo what a trace did to a tensor that outlives it."""
+        if x.grad_fn is not self.grad_fn:
+            x.detach_()
+        if x.requires_grad != self.requires_grad:
+            x.requires_grad_(self.requires_grad)
+        self.lend_hooks(x)
+
+    def lend_hooks(self, x: Tensor) -> None:
+        """Give `x` these hooks, and no others."""
+        for kind in _KINDS:
+            hooks = self.hooks.get(kind)
+            if getattr(x, kind, None) or hooks:
+                setattr(x, kind, OrderedDict(hooks) if hooks else None)
+
+
+_KINDS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def _hooks(x: Any) -> dict[str, Any]:
+    return {kind: dict(hooks) for kind in _KINDS if (hooks := getattr(x, kind, None))}
+
+
+def _refuse_passage(name: str) -> Any:
+    def refuse(_: Tensor) -> None:
+        raise ShardingError(
+            "the traced function calls backward() through a result of other ops",
+            [f"{name} has a history outside the function"],
+            rule="a program returns values, and .grad of leaves; it does not go on into a history outside",
+            remedy="return the loss, and call backward() outside; or detach() the tensor",
+        )
+
+    return refuse
 
 
 def move_inputs_first(graph: fx.Graph) -> None:

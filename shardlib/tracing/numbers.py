@@ -8,6 +8,7 @@ program is then for this value alone.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -66,6 +67,17 @@ class Given:
     def __hash__(self) -> int:
         return hash(self.look())
 
+    # A copy is the number itself: who looks at it is noted in the same place.
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, _: Any) -> Any:
+        return self
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        return type(self.scalar.hint), (self.look(),)
+
 
 class GivenFloat(Given, torch.SymFloat):
     """A float."""
@@ -98,12 +110,16 @@ def _reflected(op: Any) -> Callable[..., Any]:
     return lambda self, other: self._with(op, other, self)
 
 
-def _looking(name: str) -> Callable[..., Any]:
-    def method(self: Given, *others: Any) -> Any:
-        value = self.look()
-        return getattr(value, name)(*(x.look() if is_given(x) else x for x in others))
+def _looking(op: Any) -> Callable[..., Any]:
+    return lambda self, *others: op(self.look(), *map(plain, others))
 
-    return method
+
+def _looking_back(op: Any) -> Callable[..., Any]:
+    return lambda self, other: op(plain(other), self.look())
+
+
+def _method(name: str) -> Callable[..., Any]:
+    return lambda self, *others: getattr(self.look(), name)(*map(plain, others))
 
 
 def _attribute(name: str) -> Callable[[Given], Any]:
@@ -115,14 +131,21 @@ for _name in ("add", "sub", "mul", "truediv", "pow"):
     setattr(Given, f"__r{_name}__", _reflected(getattr(operator, _name)))
 for _name in ("neg", "pos"):
     setattr(Given, f"__{_name}__", _forward(getattr(operator, _name)))
-for _name in (
-    *("eq", "ne", "lt", "le", "gt", "ge", "bool", "int", "float", "complex", "index", "abs", "round", "trunc", "floor"),
-    *("ceil", "floordiv", "rfloordiv", "mod", "rmod", "divmod", "rdivmod", "and", "rand", "or", "ror", "xor", "rxor"),
-    *("lshift", "rlshift", "rshift", "rrshift", "invert", "str", "repr", "format"),
+for _name in ("eq", "ne", "lt", "le", "gt", "ge", "abs", "index", "floordiv", "mod", "and_", "or_", "xor", "invert"):
+    setattr(Given, f"__{_name.rstrip('_')}__", _looking(getattr(operator, _name)))
+for _name in ("lshift", "rshift"):
+    setattr(Given, f"__{_name}__", _looking(getattr(operator, _name)))
+for _name in ("floordiv", "mod", "and_", "or_", "xor", "lshift", "rshift"):
+    setattr(Given, f"__r{_name.rstrip('_')}__", _looking_back(getattr(operator, _name)))
+for _name, _op in (
+    *(("bool", bool), ("int", int), ("float", float), ("complex", complex), ("str", str), ("repr", repr)),
+    *(("round", round), ("trunc", math.trunc), ("floor", math.floor), ("ceil", math.ceil)),
+    *(("format", format), ("divmod", divmod)),
 ):
-    setattr(Given, f"__{_name}__", _looking(f"__{_name}__"))
+    setattr(Given, f"__{_name}__", _looking(_op))
+Given.__rdivmod__ = _looking_back(divmod)  # type: ignore[attr-defined]
 for _name in ("is_integer", "as_integer_ratio", "hex", "conjugate", "bit_length", "to_bytes"):
-    setattr(Given, _name, _looking(_name))
+    setattr(Given, _name, _method(_name))
 for _name in ("real", "imag", "numerator", "denominator"):
     setattr(Given, _name, property(_attribute(_name)))
 

@@ -162,7 +162,7 @@ def _trace(
     )
     lines = LineRecorder(_definition(fn))
     lifted = Lifted(call.state, mode)
-    ending = Ending(call, lifted, where)
+    ending = Ending(call, lifted, where, [names[i] for i in where], strict=numbers is not None)
     result: list[Any] = []  # what fn returned, as paths, leaves and tree
 
     def flat(*inputs: torch.Tensor) -> list[torch.Tensor]:
@@ -232,11 +232,21 @@ class _Here:
     def __bool__(self) -> bool:
         return is_tracing()
 
+    def __or__(self, other: Any) -> Any:
+        return bool(self) | other
+
+    def __and__(self, other: Any) -> Any:
+        return bool(self) & other
+
+    __ror__, __rand__ = __or__, __and__
+
 
 @contextmanager
 def _tracing() -> Iterator[None]:
     with _LOCK, torch.backends.cudnn.flags(enabled=False):  # one graph, whatever device it is for
         before, collects = torch.compiler._is_compiling_flag, gc.isenabled()
+        onednn = torch._C._get_mkldnn_enabled()
+        torch._C._set_mkldnn_enabled(False)
         gc.disable()  # nothing made here is garbage yet, and looking for some took a quarter of the time
         # Model libraries read this flag before they look at the values of masks and positions.
         torch.compiler._is_compiling_flag = _Here()  # type: ignore[assignment]
@@ -245,6 +255,7 @@ def _tracing() -> Iterator[None]:
                 yield
         finally:
             torch.compiler._is_compiling_flag = before
+            torch._C._set_mkldnn_enabled(onednn)
             if collects:
                 gc.enable()
 

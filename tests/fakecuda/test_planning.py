@@ -69,9 +69,12 @@ def test_the_same_plan_for_the_cpu_stays_as_it_was() -> None:
     assert devices == {"cpu"}
 
 
-def test_such_a_program_runs_without_copies_from_the_cpu() -> None:
+def test_such_a_program_runs_without_copies_from_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Seen()
     with world(seen, "everywhere"), cuda_mesh(data=2):
+        with pytest.raises(ShardingError, match=r"CLOSED_OVER of shape \[8\] is on cpu"):
+            sl.jit(everywhere)(*(torch.empty(8, 8, device="cuda") for _ in range(2)))
+        monkeypatch.setitem(globals(), "CLOSED_OVER", torch.empty(8, device="cuda"))
         x, w = (torch.empty(8, 8, device="cuda") for _ in range(2))
         sl.jit(sl.value_and_grad(everywhere, argnums=1), in_specs=("_@data _", None))(x, w)
     assert not seen.faults

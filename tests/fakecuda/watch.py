@@ -144,10 +144,10 @@ def watching(seen: Seen) -> Iterator[Seen]:
     def compile_(source: Source) -> Any:
         function = compiled(source)
 
-        def program(inputs: Any) -> Any:
+        def program(inputs: Any, numbers: Any = ()) -> Any:
             seen.counts["programs"] += 1
             with Watch(seen):
-                return function(inputs)
+                return function(inputs, numbers)
 
         return program
 
