@@ -35,11 +35,11 @@ def owned(x: torch.Tensor, layout: Layout, mesh: Mesh, donated: bool = False) ->
     """
     made: dict[int, torch.Tensor] = {}
     pieces = cut_up(x, layout, mesh)
-    memory = x.untyped_storage().data_ptr()
+    memory = x.untyped_storage()._cdata
     for piece in pieces:
         if id(piece) not in made:
             held = piece.untyped_storage()
-            mine = held.data_ptr() != memory or donated
+            mine = held._cdata != memory or donated
             fills = held.nbytes() == piece.numel() * piece.itemsize
             made[id(piece)] = piece if mine and fills else piece.clone(memory_format=torch.contiguous_format)
     return tuple(made[id(piece)] for piece in pieces)

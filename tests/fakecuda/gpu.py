@@ -18,6 +18,8 @@ from shardlib import Mesh, ShardedTensor
 from shardlib.meshes import world
 from shardlib.ops._shm import Session
 from shardlib.specs.layout import Layout
+from shardlib.tensors.form import Form
+from shardlib.tensors.tensor import wrap
 from tests.fakecuda.guard import stand_in
 
 CUDA = torch.device("cuda", 0)
@@ -60,6 +62,7 @@ def ranks(rank: int, size: int) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(dist, "get_backend", return_value="nccl"))
             stack.enter_context(mock.patch.dict(os.environ, SHARDLIB_CHECK="off"))  # nor to say what values they have
+            stack.enter_context(mock.patch.object(world, "_told_timeout", return_value=None))  # NCCL's is not here
             stack.enter_context(mock.patch("shardlib.run.distributed.agree"))  # the others are not there to agree
             stack.enter_context(mock.patch.object(Session, "_meet", _alone))
             stack.enter_context(mock.patch.object(world, "_new", _really(world._new)))
@@ -97,4 +100,5 @@ def placed(x: Tensor, layout: Layout, mesh: Mesh) -> ShardedTensor:
     """A tensor of x's shape and dtype, laid out so."""
     coords: Sequence[Any] = mesh.all_coords() if mesh.kind == "virtual" else [mesh.coords(mesh.rank)]
     pieces = [torch.empty(layout.local_shape(c), dtype=x.dtype, device="cuda") for c in coords]
-    return ShardedTensor(pieces, layout, mesh)
+    first = pieces[0]  # fake pieces are none that a user could give
+    return wrap(Form.of(layout, mesh, first.dtype, first.device), tuple(pieces))

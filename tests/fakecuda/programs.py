@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -108,9 +108,8 @@ def _eager(seen: Seen, fn: Any, tensors: Sequence[Tensor], at: Sequence[Layout],
     for watch in (False, True):
         given = [placed(t, x, mesh) for t, x in zip(tensors, at, strict=True)]
         with mesh, ExitStack() as stack:
-            if watch:
-                seen.counts["eager calls"] += 1
-                stack.enter_context(Watch(seen))
+            seen.counts["eager calls"] += watch
+            stack.enter_context(Watch(seen if watch else Seen()))  # a mode is part of what programs are for
             out = fn(*given)
     return out
 
@@ -200,7 +199,7 @@ def run_eager(seen: Seen, name: str, rank: int | None = None) -> None:
     with world(seen, f"eager {name}", None if rank is None else (rank, 4)), cuda_mesh(data=2, tensor=2):
         for warm in (False, True):
             x, w = (sl.shard(torch.empty(6, 8, device="cuda"), _x), sl.shard(torch.empty(8, 6, device="cuda"), _w))
-            with Watch(seen, mine=True) if warm else nullcontext():
+            with Watch(seen if warm else Seen(), mine=True):  # a mode is part of what programs are for
                 out = EAGER[name](x, w)
             seen.counts["eager calls"] += warm
         for leaf in pytree.tree_leaves(out):
@@ -238,6 +237,8 @@ def run_model(seen: Seen, name: str, rank: int | None = None) -> None:
     rules = {n: axis for n, axis in rules.items() if axis in ("data", "tensor")}
     with world(seen, name, None if rank is None else (rank, 8)):
         params = on_gpu(lm.params())
+        for module in lm.module.modules():
+            module._buffers.update(on_gpu(dict(module._buffers)))
         with cuda_mesh(rules, data=2, tensor=4 if rank is not None else 2):
             step = sl.jit(_model_step(lm), in_specs=(lm.specs(), "batch seq"), out_specs=(None, lm.specs()))
             value, new = step(params, on_gpu(tokens))
