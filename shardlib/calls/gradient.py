@@ -34,6 +34,7 @@ class Backward:
     leaves: tuple[int, ...]
     forms: tuple[Form | None, ...]
     cotangents: tuple[int, ...]
+    needs: tuple[frozenset[int], ...]
     layouts: tuple[Layout, ...]
     dtypes: tuple[torch.dtype, ...]
     move: Move
@@ -48,7 +49,8 @@ def backward(plan: Plan, halves: Halves, mesh: Mesh, runner: Runner, move: Move)
     assert len(layouts) == len(after.cotangents), "a cotangent is a value of the program"
     found = tuple(forms(program.outputs, mesh, plan.output_names[-len(program.outputs) :]))
     leaves = tuple(leaf for leaf, _ in after.gradients)
-    return Backward(plan.name, runner, leaves, found, after.cotangents, layouts, tuple(v.dtype for v in last), move)
+    dtypes = tuple(v.dtype for v in last)
+    return Backward(plan.name, runner, leaves, found, after.cotangents, halves.needs, layouts, dtypes, move)
 
 
 def run(entry: Entry, then: Backward, mesh: Mesh, leaves: list[Any]) -> Any:
@@ -104,7 +106,9 @@ class _Apply(torch.autograd.Function):
         for at, layout, dtype in zip(ctx.where, then.layouts, then.dtypes, strict=True):
             pieces.append(_cotangent(grads[at], layout, dtype, then, mesh))
         found = then.runner(pieces, ctx.numbers)
-        return None, *_gradients(then.forms, found, ctx.plain)
+        given = {i for i, at in enumerate(ctx.where) if grads[at] is not None}
+        made = _gradients(then.forms, found, ctx.plain)
+        return None, *(x if needs & given else None for x, needs in zip(made, then.needs, strict=True))
 
 
 def refused(entry: Entry, mesh: Mesh, leaves: list[Any]) -> Any:

@@ -14,12 +14,14 @@ from shardlib.lower.varying import varying
 class Halves:
     """`forward` takes the program's own inputs, and returns its results but the gradients, then `saved`.
 
-    `backward` takes `saved`, then the cotangents, and returns the gradients.
+    `backward` takes `saved`, then the cotangents, and returns the gradients. Where none of the cotangents that a
+    gradient `needs` is given, there is none, as in torch.
     """
 
     forward: Program
     backward: Program
     saved: tuple[Var, ...]
+    needs: tuple[frozenset[int], ...]  # for each gradient, the cotangents that it depends on, by position
 
 
 def split(program: Program, cotangents: int, gradients: int) -> Halves:
@@ -50,7 +52,12 @@ def split(program: Program, cotangents: int, gradients: int) -> Halves:
     varies = varying(program)
     known = {v: varies[v] for v in saved}
     backward = Program(program.mesh, second, [*saved, *given], program.captured, results, varies=known)
-    return Halves(forward, backward, saved)
+    from_: dict[Var, frozenset[int]] = {v: frozenset({i}) for i, v in enumerate(given)}
+    for step in second:
+        origins = frozenset[int]().union(*(from_.get(v, ()) for v in reads(step)))
+        from_ |= {v: origins for v in step.outs if v is not None}
+    needs = tuple(from_.get(v, frozenset()) if isinstance(v, Var) else frozenset() for v in results)
+    return Halves(forward, backward, saved, needs)
 
 
 def _stays(step: Step) -> bool:

@@ -119,6 +119,71 @@ def test_gradients_of_leaves(fn: Any) -> None:
                 same(a.grad, b.grad)
 
 
+def test_a_result_that_nobody_uses_gives_no_gradient() -> None:
+    v, w = sl.shard(X, "batch _").requires_grad_(), W.clone().requires_grad_()
+    a, _ = sl.jit(lambda v, w: (w * 2, v * 3))(v, w)
+    a.sum().backward()
+    same(w.grad, torch.full_like(W, 2.0))
+    assert v.grad is None
+
+
+def test_hooks_run_once() -> None:
+    for place in PLACES.values():
+        w = nn.Parameter(place(torch.ones(4, 4)))
+        w.register_hook(lambda g: g * 10)
+        sl.jit(lambda x, w=w: (w * x).sum())(torch.ones(4, 4)).backward()
+        same(w.grad, torch.full((4, 4), 10.0))
+        w.grad = None
+        sl.jit(lambda w: (w * 2).sum().backward())(w)
+        same(w.grad, torch.full((4, 4), 20.0))
+
+
+def _returned_with_a_history(c: Tensor, w: Tensor) -> Tensor:
+    c.add_(w * 2)
+    return w.sum()
+
+
+@pytest.mark.parametrize(
+    ("fn", "what"),
+    [
+        (_returned_with_a_history, "c is written to, and what is written has a history"),
+        (lambda c, w: c.requires_grad_().sum() + w.sum(), "c has requires_grad=True now"),
+        (lambda c, w: (w.register_hook(lambda g: g), w.sum())[1], "w has another hook now"),
+        (lambda c, w: ((w * 1).sum() + (CLOSED["y"] * 2).sum()).backward(), "has a history outside the function"),
+    ],
+)
+def test_what_autograd_knows_of_inputs_stays(fn: Any, what: str) -> None:
+    root = torch.ones(4, requires_grad=True)
+    CLOSED["y"] = root * 3
+    c, w = torch.zeros(4), torch.ones(4, requires_grad=True)
+    with pytest.raises(ShardingError, match=what):
+        sl.jit(fn)(c, w)
+    held = {"c": c, "w": w}
+    with pytest.raises(ShardingError, match=r"history|requires_grad|hook"):
+        sl.jit(lambda x: fn(held["c"], held["w"]))(X)
+    assert (c.requires_grad, c.grad_fn, w.grad, root.grad, w._backward_hooks or None) == (False, None, None, None, None)
+
+
+CLOSED: dict[str, Tensor] = {}
+
+
+def test_going_back_into_a_history_outside_is_refused() -> None:
+    root = torch.ones(4, requires_grad=True)
+    with pytest.raises(ShardingError, match="y is a result of other ops, and backward"):
+        sl.jit(lambda y: (y * 2).sum().backward())(root * 3)
+    assert root.grad is None
+
+
+def test_an_lstm_goes_back() -> None:
+    torch.manual_seed(0)
+    net = nn.LSTM(4, 3).double()
+    net(X)[0].square().sum().backward()
+    expected = {k: p.grad for k, p in net.named_parameters()}
+    net.zero_grad()
+    sl.jit(lambda x: net(x)[0])(X).square().sum().backward()
+    same({k: p.grad for k, p in net.named_parameters()}, expected)
+
+
 def test_the_issue_of_lost_gradients() -> None:
     """`(f(w) + w.sum()).backward()` counts both."""
     for place in PLACES.values():

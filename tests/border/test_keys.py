@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -222,6 +223,38 @@ SIZES: dict[str, Callable[[Tensor, int], Any]] = {
 @pytest.mark.parametrize("name", SIZES)
 def test_numbers_that_are_sizes(name: str) -> None:
     each(SIZES[name], [(X, n) for n in (1, 2, 3)])
+
+
+def test_numbers_are_compared_as_numbers() -> None:
+    def fn(x: Tensor, n: Any) -> Any:
+        return x * 2 if n == 1.0 else x * 3 if n in [2.0] else x * {3.0: 7}.get(n, 5)
+
+    each(fn, [(X, n) for n in (1, 2, 3, 4, 1.0)])
+    each(lambda x, n: (x.long() * (n + 1), x.long() * (n + 1.0), x.long() * (n * True)), [(X, 2), (X, 3)], programs=1)
+    each(lambda x, n: (x / (n * 0.0 + 0.0), x / (n * -0.0 - 0.0)), [(X, 2.0)])
+    each(lambda x, n: x * (n * math.inf), [(X, 2.0), (X, 3.0)], programs=1)
+    each(lambda x, n: x * 2 if copy.deepcopy({"n": n})["n"] > 2 else x * 3, [(X, 1.0), (X, 5.0)])
+
+
+def test_a_number_that_is_kept_is_a_plain_one() -> None:
+    class Kept:
+        last: Any = 0
+
+    kept = Kept()
+
+    def fn(x: Tensor, n: float) -> Tensor:
+        kept.last = n
+        return x * n
+
+    same(sl.jit(fn)(X, 2.0), X * 2)
+    assert type(kept.last) is float
+    assert kept.last == 2.0
+
+
+def test_keys_of_dicts_by_their_kinds() -> None:
+    step = sl.jit(lambda d: {repr(k): v * 2 for k, v in d.items()})
+    for d in ({1: X}, {True: X}, {1.0: X}, {1: X}):
+        same(step(d), {repr(k): v * 2 for k, v in d.items()})
 
 
 def test_flags_and_numbers() -> None:

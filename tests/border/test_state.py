@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import warnings
 import weakref
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +19,7 @@ from torch import Tensor, nn
 
 import shardlib as sl
 from shardlib import Mesh, ShardedTensor, ShardingError
+from shardlib.jit import RetraceWarning
 from tests.border.oracle import same
 
 X = torch.arange(24.0).view(6, 4).sin()
@@ -352,6 +356,89 @@ def test_objects_by_their_attributes() -> None:
             model.config = Config(scale=9.0)
         for _ in range(2):
             same(step(X), model(X))
+
+
+class Slotted:
+    __slots__ = ("k", "w")
+
+    def __init__(self) -> None:
+        self.k, self.w = 2.0, torch.ones(4)
+
+
+class Settings:
+    scale = 2.0
+    table = torch.ones(4)
+
+
+def test_other_containers_of_state() -> None:
+    held: dict[str, Any] = {
+        "slots": Slotted(),
+        "counter": Counter(k=2),
+        "default": defaultdict(float, k=2.0),
+        "deque": deque([2.0]),
+        "array": np.array([2.0]),
+        "options": {"lr": 2.0, "n": 0},
+    }
+
+    def fn(x: Tensor) -> Tensor:
+        held["options"]["n"] += 1
+        x = x * held["slots"].k + held["slots"].w + held["counter"]["k"] + held["default"]["k"]
+        return x + held["deque"][0] + float(held["array"][0]) + held["options"]["lr"] + Settings.scale + Settings.table
+
+    step = sl.jit(fn)
+
+    def changes() -> Iterator[None]:
+        yield
+        held["slots"].k = 3.0
+        yield
+        held["slots"].w = torch.zeros(4)
+        yield
+        held["counter"]["k"] = 5
+        yield
+        held["default"]["k"] = 7.0
+        yield
+        held["deque"][0] = 9.0
+        yield
+        held["array"][0] = 11.0
+        yield
+        held["options"]["lr"] = 13.0
+        yield
+        Settings.scale = 15.0
+        yield
+        Settings.table = torch.zeros(4)
+        yield
+        Settings.scale, Settings.table = 2.0, torch.ones(4)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RetraceWarning)
+        for _ in changes():
+            same(step(X), fn(X))
+
+
+def test_an_optimizer_that_is_closed_over() -> None:
+    w = nn.Parameter(torch.ones(4))
+    opt = torch.optim.SGD([w], lr=1.0)
+
+    def step(x: Tensor) -> None:
+        opt.zero_grad()
+        (w * x).sum().backward()
+        opt.step()
+
+    jitted = sl.jit(step)
+    jitted(torch.ones(4))
+    same(w, torch.zeros(4))
+    opt.param_groups[0]["lr"] = 0.5
+    jitted(torch.ones(4))
+    same(w, torch.full((4,), -0.5))
+    momentum = torch.optim.SGD([w], lr=1.0, momentum=0.9)
+
+    def other(x: Tensor) -> None:
+        momentum.zero_grad()
+        (w * x).sum().backward()
+        momentum.step()
+
+    with pytest.raises(ShardingError, match=r"momentum_buffer.* has become a value of the trace"):
+        sl.jit(other)(torch.ones(4))
 
 
 def test_methods_do_not_keep_their_objects() -> None:
