@@ -86,7 +86,7 @@ def _measured(part: int, samples: int) -> Recorder:
     return recorder
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, PARTS))])
 def test_what_ops_share_is_in_the_table(part: int) -> None:
     recorder = _measured(part, samples=1)
     assert len(recorder.ran) > 150
