@@ -174,6 +174,7 @@ def _donate(entry: Entry, leaves: list[Any], pieces: list[tuple[torch.Tensor, ..
     `to_local`. Whoever holds it must not see it change, so only memory that nobody else refers to is overwritten.
     """
     gone: list[ShardedTensor] = []
+    base = _base()
     counts: dict[int, int] = {}
     for given in entry.inputs:
         counts[id(leaves[given.leaf])] = counts.get(id(leaves[given.leaf]), 0) + 1
@@ -181,20 +182,22 @@ def _donate(entry: Entry, leaves: list[Any], pieces: list[tuple[torch.Tensor, ..
         if not given.donated:
             continue
         leaf, mine = leaves[given.leaf], pieces[i]
-        if type(leaf) is ShardedTensor and counts[id(leaf)] == 1 and _sole(mine, given.firsts, 3):
+        if type(leaf) is ShardedTensor and counts[id(leaf)] == 1 and _sole(mine, given.firsts, 3, base):
             gone.append(leaf)
         else:
             pieces[i] = _copied(mine, given, entry.mesh)
     return gone
 
 
-def _sole(pieces: tuple[torch.Tensor, ...], firsts: tuple[tuple[int, int], ...], holders: int) -> bool:
+def _sole(
+    pieces: tuple[torch.Tensor, ...], firsts: tuple[tuple[int, int], ...], holders: int, base: tuple[int, int, int]
+) -> bool:
     """Whether only `holders` of this tuple, and nothing beside it, refer to the memory of these pieces."""
-    if sys.getrefcount(pieces) > holders + _BASE[0]:
+    if sys.getrefcount(pieces) > holders + base[0]:
         return False
     for d, n in firsts:
         x = pieces[d]
-        if sys.getrefcount(x) > n + _BASE[1] or _uses(x) > _BASE[2]:
+        if sys.getrefcount(x) > n + base[1] or _uses(x) > base[2]:
             return False
     return True
 
@@ -204,7 +207,8 @@ def _uses(x: torch.Tensor) -> int:
 
 
 def _counted(pieces: tuple[torch.Tensor, ...]) -> tuple[int, int, int]:
-    """What the counts of `_sole` are beyond the holders, here: interpreters count their own references differently."""
+    """What the counts of `_sole` are beyond the holders, here and now: interpreters count their own references
+    differently, and so does one in which `torch.compile` has been at work."""
     whole = sys.getrefcount(pieces)
     x = pieces[0]
     return whole - 1, sys.getrefcount(x) - 1, _uses(x)
@@ -213,9 +217,6 @@ def _counted(pieces: tuple[torch.Tensor, ...]) -> tuple[int, int, int]:
 def _base() -> tuple[int, int, int]:
     mine = (torch.zeros(1) + 1,)
     return _counted(mine)
-
-
-_BASE = _base()
 
 
 def _copied(pieces: tuple[torch.Tensor, ...], given: Input, mesh: Mesh) -> tuple[torch.Tensor, ...]:
