@@ -128,15 +128,21 @@ def test_what_is_asked_for_and_cannot_run_is_refused(op: str, backend: str, on: 
 
 
 class Told:
-    """A store in which the other rank has said `other`."""
+    """A world's turns and its store, in which the other rank has said `other`."""
 
     other = ""
+    room, meetings = "world", 0
 
-    def __init__(self, rank: int, store: object) -> None:
-        self.rank = rank
+    def store(self) -> Told:
+        return self
 
-    def exchange(self, room: str, value: str, ranks: Sequence[int], seconds: float, what: str) -> dict[int, str]:
-        return {r: value if r == self.rank else self.other for r in ranks}
+    def watcher(self) -> None:
+        return None
+
+    def exchange(
+        self, room: str, value: str, ranks: Sequence[int], seconds: float, what: str, watcher: None
+    ) -> dict[int, str]:
+        return {r: self.other if r else value for r in ranks}
 
 
 class GpuMesh:
@@ -162,8 +168,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[GroupHandle]]:
         return peers
 
     monkeypatch.setattr(_groups, "open_group", open_group)
-    monkeypatch.setattr(_groups, "Store", Told)
-    monkeypatch.setattr(_groups, "_get_default_store", lambda: None)
+    monkeypatch.setattr(_groups.order, "current", Told)
     monkeypatch.setattr(_groups, "_peers", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     yield groups
@@ -182,7 +187,7 @@ def test_a_group_is_opened_once(opened: list[GroupHandle]) -> None:
     assert GroupHandle((0, 1), None, 0, "nccl", peers=first).transport == "cuda"
     assert HANDLE.transport == "nccl"
     _groups._peers["another world", ((0, 1),)] = first
-    _groups._peers_of(MESH, HANDLE, ((2, 3),))
+    _groups._forget_worlds()  # a new world's session does
     assert {world for world, _ in _groups._peers} == {dist.group.WORLD}
 
 
