@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 import warnings
 import weakref
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,11 +18,10 @@ from shardlib.bounded import Bounded
 from shardlib.calls import gradient
 from shardlib.calls.ambient import ambient
 from shardlib.calls.closure import Closure
-from shardlib.calls.flat import flatten_call, read, same_number, wrapped
-from shardlib.calls.gradient import Backward
-from shardlib.calls.reasons import Seen, difference, seen
-from shardlib.calls.run import Entry, entry, run
-from shardlib.calls.run import run as _run
+from shardlib.calls.flat import flatten_call, read, wrapped
+from shardlib.calls.programs import PROGRAMS, Programs, Ready
+from shardlib.calls.reasons import difference, seen
+from shardlib.calls.run import entry, run
 from shardlib.calls.state import Place, State, changed
 from shardlib.compile import compile_program
 from shardlib.errors import ShardingError
@@ -43,7 +39,7 @@ from shardlib.tensors.agreed import ALWAYS, compare_arguments
 from shardlib.tensors.form import Form
 from shardlib.tensors.tensor import ShardedTensor, typeof, wrap
 
-__all__ = ["Jitted", "_run", "jit", "relayout"]
+__all__ = ["Jitted", "RetraceWarning", "jit", "relayout"]
 
 
 def jit(
@@ -107,64 +103,6 @@ class RetraceWarning(UserWarning):
 
 
 OFTEN = 8  # programs for one reason, from which on it is said
-PROGRAMS = 64  # that a function keeps; the one that was not called for longest goes
-PLANS = 8
-
-
-class Programs:
-    """The programs and plans of one jitted function, or of a jitted method of one object."""
-
-    def __init__(self) -> None:
-        self.entries: OrderedDict[Any, list[Ready]] = OrderedDict()
-        self.plans: OrderedDict[Any, list[tuple[Plan, list[Any]]]] = OrderedDict()
-        self.lock = threading.RLock()  # while compiling
-        self.last: Seen | None = None
-        self.retraces: list[str] = []
-        self.reasons: Counter[str] = Counter()
-        self.changing: set[Place] = set()  # what the function itself changes where it was found
-
-    def find(self, key: Any, leaves: Sequence[Any]) -> Ready | None:
-        """The program for a call."""
-        for ready in self.entries.get(key, ()):
-            if all(same_number(leaves[i], value) for i, value in ready.entry.looked):
-                return ready
-        return None
-
-    def keep(self, key: Any, ready: Ready) -> None:
-        """A new program; the oldest go where there are too many."""
-        self.entries.setdefault(key, []).append(ready)
-        self.entries.move_to_end(key)
-        while sum(map(len, self.entries.values())) > PROGRAMS:
-            oldest = next(iter(self.entries))
-            self.entries[oldest].pop(0)
-            if not self.entries[oldest]:
-                del self.entries[oldest]
-
-    def plan_for(self, key: Any, leaves: Sequence[Any]) -> tuple[Plan, list[Any]] | None:
-        """The plan for a call, and what its key knows by identity."""
-        for plan, kept in self.plans.get(key, ()):
-            if all(same_number(leaves[i], value) for i, value in plan.compiled.traced.looked.items()):
-                return plan, kept
-        return None
-
-    def keep_plan(self, key: Any, plan: Plan, kept: list[Any]) -> None:
-        """A new plan; the oldest go where there are too many."""
-        self.plans.setdefault(key, []).append((plan, kept))
-        self.plans.move_to_end(key)
-        while sum(map(len, self.plans.values())) > PLANS:
-            oldest = next(iter(self.plans))
-            self.plans[oldest].pop(0)
-            if not self.plans[oldest]:
-                del self.plans[oldest]
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A program that can run: forward, and the way back where its results have a history."""
-
-    entry: Entry
-    backward: Backward | None
-    plan: weakref.ref[Plan]
 
 
 class Jitted:
@@ -227,17 +165,17 @@ class Jitted:
         if state.arrays:
             args, kwargs = self._taken(args, kwargs)
             key, leaves, state = self._read(mesh, programs, own, args, kwargs)
-        ready = programs.find(key, leaves)
+        ready = programs.entries.find(key, leaves)
         if ready is None:
             with programs.lock:
-                ready = programs.find(key, leaves)
+                ready = programs.entries.find(key, leaves)
                 if ready is None:
                     plan, kept = self._planned(programs, mesh, key, leaves, state, args, kwargs)
                     self._check_budgets(plan)
                     _refuse_other_devices(plan, mesh, leaves)
                     ready = self._load(mesh, plan, kept)
                     compare_arguments(plan, mesh, leaves)
-                    programs.keep(key, ready)
+                    programs.entries.keep(key, ready)
         elif ALWAYS or self.budget is not None or current_budgets():
             plan = ready.plan() or self._planned(programs, mesh, key, leaves, state, args, kwargs)[0]
             self._check_budgets(plan)
@@ -310,7 +248,7 @@ class Jitted:
         kwargs: dict[str, Any],
     ) -> tuple[Plan, list[Any]]:
         with programs.lock:
-            known = programs.plan_for(key, leaves)
+            known = programs.plans.find(key, leaves)
             if known is None:
                 before = self._read(mesh, programs, state.own, args, kwargs, noting=True)[2]
                 plan = self._compile(mesh, leaves, state, args, kwargs)
@@ -327,7 +265,7 @@ class Jitted:
                 if programs.last is not None:
                     self._retraced(programs, difference(programs.last, now))
                 programs.last, known = now, (plan, state.kept)
-                programs.keep_plan(key, plan, state.kept)
+                programs.plans.keep(key, (plan, state.kept))
         return known
 
     def _retraced(self, programs: Programs, changes: Mapping[str, str]) -> None:

@@ -7,8 +7,8 @@ argument in `donate_argnums` gives its memory up, where nobody else holds it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -54,7 +54,7 @@ class Entry:
     build: Callable[[list[Any]], Any]
     after: After
     returned: int
-    looked: tuple[tuple[int, Any], ...] = ()
+    looked: Mapping[int, Any] = field(default_factory=dict)
     kept: tuple[Any, ...] = ()
 
     @property
@@ -71,10 +71,9 @@ def entry(plan: Plan, program: Program, mesh: Mesh, runner: Runner, kept: Sequen
         inputs.append(Input(leaf, name, layout, donated, tuple(_firsts(layout, mesh))))
     named = plan.output_names[: len(plan.output_names) - len(traced.after.gradients)]
     outputs = tuple(forms(program.outputs[: len(named)], mesh, named))
-    looked = tuple(traced.looked.items())
     build = _builder(traced.out_tree)
     after, n = traced.after, traced.out_tree.num_leaves
-    return Entry(plan.name, mesh, runner, tuple(inputs), outputs, build, after, n, looked, tuple(kept))
+    return Entry(plan.name, mesh, runner, tuple(inputs), outputs, build, after, n, traced.looked, tuple(kept))
 
 
 def forms(outputs: Sequence[Any], mesh: Mesh, names: Sequence[Any]) -> Iterator[Form | None]:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh, ShardingError
-from shardlib.jit import PROGRAMS, RetraceWarning
+from shardlib.calls.programs import PROGRAMS
+from shardlib.jit import RetraceWarning
 from tests.border.oracle import same
 
 X = torch.arange(24.0).view(6, 4)

@@ -1,0 +1,73 @@
+"""The programs and plans that a jitted function keeps, and what it has seen of its calls."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from shardlib.calls.flat import same_number
+from shardlib.calls.gradient import Backward
+from shardlib.calls.reasons import Seen
+from shardlib.calls.run import Entry
+from shardlib.calls.state import Place
+from shardlib.plans.plan import Plan
+
+PROGRAMS = 64  # that a function keeps
+PLANS = 8
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A program that can run: forward, and the way back where its results have a history."""
+
+    entry: Entry
+    backward: Backward | None
+    plan: weakref.ref[Plan]
+
+
+class Kept(OrderedDict[Any, list[T]], Generic[T]):
+    """At most `limit` items under keys; those under one key differ by `looked`: the numbers whose values they hold for.
+
+    Where another one comes, one of the key goes that was longest without a new one: finding costs no bookkeeping.
+    """
+
+    def __init__(self, limit: int, looked: Callable[[T], Mapping[int, Any]]) -> None:
+        super().__init__()
+        self.limit, self.looked = limit, looked
+
+    def find(self, key: Any, leaves: Sequence[Any]) -> T | None:
+        """What serves a call."""
+        for item in self.get(key, ()):
+            if all(same_number(leaves[i], value) for i, value in self.looked(item).items()):
+                return item
+        return None
+
+    def keep(self, key: Any, item: T) -> None:
+        """A new item."""
+        self.setdefault(key, []).append(item)
+        self.move_to_end(key)
+        while sum(map(len, self.values())) > self.limit:
+            oldest = next(iter(self))
+            self[oldest].pop(0)
+            if not self[oldest]:
+                del self[oldest]
+
+
+class Programs:
+    """The programs and plans of one jitted function, or of a jitted method of one object."""
+
+    def __init__(self) -> None:
+        self.entries: Kept[Ready] = Kept(PROGRAMS, lambda ready: ready.entry.looked)
+        # A plan, and what its key knows by identity.
+        self.plans: Kept[tuple[Plan, list[Any]]] = Kept(PLANS, lambda kept: kept[0].compiled.traced.looked)
+        self.lock = threading.RLock()  # while compiling
+        self.last: Seen | None = None
+        self.retraces: list[str] = []
+        self.reasons: Counter[str] = Counter()
+        self.changing: set[Place] = set()  # what the function itself changes where it was found
