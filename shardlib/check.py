@@ -164,7 +164,7 @@ def unshared(step: Jitted, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str,
     """A call in which virtual devices share no value: each computes its own."""
     args, kwargs = tuple(args), dict(kwargs)
     key, leaves, state = step._read(mesh, step.programs, None, args, kwargs)
-    plan, _ = step._planned(step.programs, mesh, key, leaves, state, args, kwargs)
+    plan = step._planned(step.programs, mesh, key, leaves, state, args, kwargs)[0]
     ready = step._load(mesh, plan, (), lambda program, mesh, _: virtual.load(program, mesh, share=False))
     return run(ready.entry, mesh, leaves)
 

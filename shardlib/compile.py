@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from shardlib import graph as graphs
 from shardlib.calls.arguments import by_argument, describe
-from shardlib.calls.flat import FlatCall, flatten_call
+from shardlib.calls.flat import FlatCall, flatten_call, twins
 from shardlib.calls.state import State
 from shardlib.errors import ShardingError
 from shardlib.graph import DOORS, Graph, Op, Value
@@ -70,16 +70,25 @@ def compile_program(
     """
     clock = _Clock()
     call = flatten_call(args, kwargs, static, state)
+    specs = _leaf_specs(fn, call, in_specs)
     with mesh, tracing():
         there = world.current_device(mesh.device, mesh.kind)
         traced = trace(
-            fn, args, kwargs, static=static, device=there, state=state, differentiate=differentiate, exact=exact
+            fn,
+            args,
+            kwargs,
+            static=static,
+            device=there,
+            state=state,
+            differentiate=differentiate,
+            exact=exact,
+            apart=_apart(call, specs),
         )
         clock.stop("trace")
         traced = normalise(traced)
     clock.stop("normalise")
     graph = graphs.build(traced.graph)
-    fixed_inputs = _fixed_inputs(fn, traced, graph, call, in_specs, mesh, placed)
+    fixed_inputs = _fixed_inputs(traced, graph, call, specs, mesh, placed)
     fixed = {graph.inputs[i]: f for i, f in fixed_inputs.items()} | _constraints(graph, mesh)
     outputs = _fixed_outputs(traced, graph, out_specs, mesh)
     _warn_of_slips(traced, graph, fixed_inputs, outputs, mesh)
@@ -108,16 +117,15 @@ class _Clock:
 
 
 def _fixed_inputs(
-    fn: Callable[..., Any],
     traced: Traced,
     graph: Graph,
     call: FlatCall,
-    in_specs: Any,
+    leaf_specs: Sequence[SpecLike],
     mesh: Mesh,
     placed: Callable[[Any], Fixed | None],
 ) -> dict[int, Fixed]:
     """Layouts of the inputs that have one: from their spec, or because they are placed already."""
-    specs = _input_specs(fn, traced, call, in_specs)
+    specs = [leaf_specs[i] if 0 <= i < len(leaf_specs) else None for i in traced.input_leaves]
     items = [
         (i, (name, value.shape, spec, None))
         for i, (name, value, spec) in enumerate(zip(traced.input_names, graph.inputs, specs, strict=True))
@@ -157,13 +165,20 @@ def _input_leaves(traced: Traced, call: FlatCall) -> list[Any]:
     return [leaves[i] if i >= 0 else None for i in traced.input_leaves]
 
 
-def _input_specs(fn: Callable[..., Any], traced: Traced, call: FlatCall, in_specs: Any) -> list[SpecLike]:
+def _leaf_specs(fn: Callable[..., Any], call: FlatCall, in_specs: Any) -> list[SpecLike]:
+    """The spec of each leaf of the arguments."""
     if in_specs is None:
-        return [None] * len(traced.input_names)
+        return [None] * len(call.arguments)
+    name = getattr(fn, "__name__", type(fn).__name__)
     positional, named = pytree.tree_unflatten(list(call.arguments), call.tree)
-    tree = by_argument(fn, traced.name, in_specs, len(positional), named)
-    flat = broadcast_prefix(tree, (positional, named), f"{traced.name}: in_specs", describe)
-    return [flat[i] if 0 <= i < len(flat) else None for i in traced.input_leaves]
+    tree = by_argument(fn, name, in_specs, len(positional), named)
+    return broadcast_prefix(tree, (positional, named), f"{name}: in_specs", describe)
+
+
+def _apart(call: FlatCall, specs: Sequence[SpecLike]) -> set[int]:
+    """Arguments that are one tensor with something else, but are said to live elsewhere: then they are two."""
+    pairs = twins(call.arguments, call.state.tensors).items()
+    return {i for i, at in pairs if specs[i] != (specs[at] if at < len(specs) else None)}
 
 
 def _at_home(

@@ -7,6 +7,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from torch.utils import _pytree as pytree
 from shardlib.arrays import taken
 from shardlib.bounded import Bounded
 from shardlib.calls import gradient
-from shardlib.calls.ambient import ambient
+from shardlib.calls.ambient import ambient, refuse_modes
 from shardlib.calls.closure import Closure
-from shardlib.calls.flat import flatten_call, read, wrapped
+from shardlib.calls.flat import flatten_call, read, twins, wrapped
 from shardlib.calls.programs import PROGRAMS, Programs, Ready
 from shardlib.calls.reasons import difference, seen
 from shardlib.calls.run import entry, run
@@ -38,6 +39,7 @@ from shardlib.state import is_single_device, is_tracing, unseen
 from shardlib.tensors.agreed import ALWAYS, compare_arguments
 from shardlib.tensors.form import Form
 from shardlib.tensors.tensor import ShardedTensor, typeof, wrap
+from shardlib.tracing.asked import at_home
 
 __all__ = ["Jitted", "RetraceWarning", "jit", "relayout"]
 
@@ -102,6 +104,7 @@ class RetraceWarning(UserWarning):
     """A function is compiled again and again."""
 
 
+_NOTHING = nullcontext()
 OFTEN = 8  # programs for one reason, from which on it is said
 
 
@@ -121,6 +124,7 @@ class Jitted:
         self.name: str = getattr(fn, "__name__", type(fn).__name__)
         self.fn, self.in_specs, self.out_specs, self.budget = fn, in_specs, out_specs, budget
         self.static, self.donate = _by_position_and_name(fn, static), _by_position_and_name(fn, donate)
+        self._is_ours = fn is _identity  # a move, which is not the user's code
         self.programs = Programs()
         self._of: dict[int, tuple[weakref.ref[Any], Programs]] = {}  # programs of methods, by object
 
@@ -161,6 +165,8 @@ class Jitted:
             if is_without_mesh():
                 return self.fn(*args, **kwargs)
             mesh = self._mesh(args, kwargs)
+        if torch._C._len_torch_dispatch_stack() and not self._is_ours:
+            refuse_modes(self.name)
         key, leaves, state = self._read(mesh, programs, own, args, kwargs)
         if state.arrays:
             args, kwargs = self._taken(args, kwargs)
@@ -170,7 +176,7 @@ class Jitted:
             with programs.lock:
                 ready = programs.entries.find(key, leaves)
                 if ready is None:
-                    plan, kept = self._planned(programs, mesh, key, leaves, state, args, kwargs)
+                    plan, kept, key = self._planned(programs, mesh, key, leaves, state, args, kwargs)
                     self._check_budgets(plan)
                     _refuse_other_devices(plan, mesh, leaves)
                     ready = self._load(mesh, plan, kept)
@@ -181,11 +187,12 @@ class Jitted:
             self._check_budgets(plan)
             if ALWAYS:
                 compare_arguments(plan, mesh, leaves)
-        if ready.backward is not None:
-            return gradient.run(ready.entry, ready.backward, mesh, leaves)
-        if ready.entry.after.refused:
-            return gradient.refused(ready.entry, mesh, leaves)
-        return run(ready.entry, mesh, leaves)
+        with torch._C.DisableTorchFunction() if torch._C._len_torch_function_stack() else _NOTHING:
+            if ready.backward is not None:
+                return gradient.run(ready.entry, ready.backward, mesh, leaves)
+            if ready.entry.after.refused:
+                return gradient.refused(ready.entry, mesh, leaves)
+            return run(ready.entry, mesh, leaves)
 
     def _read(
         self,
@@ -207,9 +214,17 @@ class Jitted:
             args, kwargs = wrapped(args, kwargs, self.static)
         read(args, leaves, known, state)
         read(kwargs, leaves, known, state)
+        modes = ambient(state)
         self._closure.read(state, known)
+        if state.otherwise:
+            known += state.otherwise
+        count = len(leaves)
         leaves += state.tensors
-        return (mesh, ambient(), tuple(known)), leaves, state
+        if len(leaves) > 1 and len(set(map(id, leaves))) < len(leaves):
+            known.append(tuple(twins(leaves[:count], state.tensors).items()))
+        if programs.asks:
+            known.append(tuple(map(at_home, leaves)))
+        return (mesh, modes, tuple(known)), leaves, state
 
     def _taken(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with tensors for numpy's arrays, but for the static ones."""
@@ -246,7 +261,8 @@ class Jitted:
         state: State,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> tuple[Plan, list[Any]]:
+    ) -> tuple[Plan, list[Any], Any]:
+        """The plan of a call, what its key knows by identity, and the key as it is after a trace."""
         with programs.lock:
             known = programs.plans.find(key, leaves)
             if known is None:
@@ -258,15 +274,18 @@ class Jitted:
                     after = self._read(mesh, programs, state.own, args, kwargs, noting=True)[2]
                 if left := changed(before.found or {}, after.found or {}):
                     _refuse_leaks(self.name, left, before, after)
-                    programs.changing |= left
-                    key = self._read(mesh, programs, state.own, args, kwargs)[0]
+                    for place, facts in left.items():
+                        programs.changing[place] = facts
+                if plan.compiled.traced.asked:
+                    programs.asks = True
+                key = self._read(mesh, programs, state.own, args, kwargs)[0]
                 call = flatten_call(args, kwargs, self.static, state)
                 now = seen(self.fn, call, key, plan.compiled.traced.looked)
                 if programs.last is not None:
                     self._retraced(programs, difference(programs.last, now))
                 programs.last, known = now, (plan, state.kept)
                 programs.plans.keep(key, (plan, state.kept))
-        return known
+        return *known, key
 
     def _retraced(self, programs: Programs, changes: Mapping[str, str]) -> None:
         """Note why; say it when it happens again and again."""
@@ -315,7 +334,7 @@ class Jitted:
             static=self.static,
             placed=placed,
             state=state,
-            exact=exact or self._closure.exact,
+            exact=exact or state.exact,
             differentiate=torch.is_grad_enabled()
             and any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves),
         )

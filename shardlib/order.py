@@ -11,6 +11,7 @@ The threads of a rank take turns one at a time. Ranks whose threads come in diff
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -18,6 +19,7 @@ import socket
 import sys
 import threading
 import time
+import zlib
 from array import array
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -38,6 +40,7 @@ from shardlib.tracing.lines import line_at, user_frame
 KEEP = 64  # turns that a rank remembers
 PATIENCE = 0.25  # seconds after which who waits looks where the others are
 _SLICE = timedelta(seconds=PATIENCE)
+_WITH = "\t"  # between the name of a program and the numbers of a call
 _MASK = (1 << 63) - 1
 
 # What is begun now: turn, program, line, and collectives of this turn so far. The library in shared memory reads it.
@@ -71,6 +74,7 @@ class Order:
         self.fault = ""  # why this rank takes no more turns
         self.lives: dict[int, str] = {}  # where the processes of ranks are, as they said
         self._said: set[int] = set()
+        self._numbered: dict[int, tuple[int, str]] = {}  # what recent turns with numbers are, by turn
         # A connection of our own: torch's is taken for as long as one of its threads waits for something.
         self._client = own_connection(_get_default_store())
 
@@ -85,12 +89,21 @@ class Order:
             self._said.add(what)
             self.store().put(f"{self.room}/said/{what}", text)
 
+    def explain(self) -> None:
+        """Say what this rank's recent turns with numbers are, since somebody may ask now."""
+        for what, text in self._numbered.values():
+            self.say(what, text)
+
     def told(self, what: int) -> str:
-        return self.store().find(f"{self.room}/said/{what}") or "?"
+        """The text; who is out of step, too, may be about to say it."""
+        store, end = self.store(), time.monotonic() + 2 * PATIENCE
+        while not (text := store.find(f"{self.room}/said/{what}")) and time.monotonic() < end:
+            time.sleep(0.01)
+        return text or "?"
 
     def describe(self, entry: Sequence[int]) -> str:
         """A turn in words; its fourth number, where it has one, says which of its collectives is meant."""
-        name, *collectives = self.told(entry[1]).split("\n")
+        name, *collectives = self.told(entry[1]).replace(_WITH, " with ").split("\n")
         which = entry[3] if len(entry) > 3 else 0
         what = f"{collectives[which]} of {name}" if which < len(collectives) else name
         return f"{what}, called at {self.told(entry[2])}"
@@ -153,6 +166,7 @@ class Order:
 
     def look(self, cause: BaseException | None = None) -> None:
         """Tell the others where this rank is; raise `ShardingError` if one of them is in another turn, or gave up."""
+        self.explain()
         store, at = self.store(cause), f"{self.room}/turns"
         turns = sorted(entry for entry in self.recent if entry[0])
         store.post(at, json.dumps([self.fault, turns]))
@@ -169,12 +183,19 @@ class Order:
 
     def out_of_step(self, mine: Sequence[int], rank: int, theirs: Sequence[int]) -> NoReturn:
         """Raise the error for two ranks that meet in different turns, or in different collectives of one."""
+        self.explain()
+        program, other = (self.told(entry[1]).partition("\n")[0].partition(_WITH) for entry in (mine, theirs))
+        numbers = mine[2] == theirs[2] and program[0] == other[0] and program[2] != other[2]
         offenders = [f"rank {self.rank} is in {self.describe(mine)}", f"rank {rank} is in {self.describe(theirs)}"]
         error = ShardingError(
-            "the ranks are out of step",
+            "the ranks call one program with different numbers" if numbers else "the ranks are out of step",
             offenders if self.rank < rank else offenders[::-1],
-            rule="every rank runs the same programs in the same order, each called from the same line",
-            remedy="let nothing that communicates (a jitted function, full_tensor, print, ops that move pieces) depend "
+            rule="a number among the arguments is the same on all ranks"
+            if numbers
+            else "every rank runs the same programs in the same order, each called from the same line",
+            remedy="compute the number alike everywhere, or pass what differs as a tensor: sl.from_local(x, spec)"
+            if numbers
+            else "let nothing that communicates (a jitted function, full_tensor, print, ops that move pieces) depend "
             "on the rank"
             + (
                 "; this rank uses collectives in several threads, which have no common order with other ranks' threads "
@@ -207,10 +228,12 @@ class Order:
     def forget(self) -> None:
         """Forget the turns so far; all ranks do so together."""
         self.recent = [(0, 0, 0)] * KEEP
+        self._numbered.clear()
 
     def give_up(self, why: str) -> None:
         """Take no more turns, and tell all ranks that look."""
         self.fault = self.fault or why
+        self.explain()
         turns = sorted(entry for entry in self.recent if entry[0])
         self.store().post(f"{self.room}/turns", json.dumps([self.fault, turns]))
 
@@ -229,11 +252,22 @@ class Order:
 class Turn:
     """The turn of a program, to be used with `with`; `text` are its name and, a line each, its collectives."""
 
-    __slots__ = ("order", "program", "text")
+    __slots__ = ("numbered", "order", "program", "text")
 
     def __init__(self, text: str, *key: str) -> None:
         self.program, self.text = number(text, *key), text
         self.order: Order | None = None
+        self.numbered = False
+
+    def of(self, numbers: Sequence[Any]) -> Turn:
+        """The turn of a call with these numbers: another one than that with others."""
+        if not numbers:
+            return self
+        turn, said = copy.copy(self), ", ".join(map(repr, numbers))
+        turn.program ^= zlib.crc32(said.encode()) << 1
+        name, newline, collectives = self.text.partition("\n")
+        turn.text, turn.numbered = f"{name}{_WITH}{said}{newline}{collectives}", True
+        return turn
 
     def __enter__(self) -> Order:
         if _forked:
@@ -244,7 +278,9 @@ class Turn:
             order = current()
             if order.fault:
                 order.refuse(order.fault)
-            if self.order is not order:
+            if self.numbered:
+                order._numbered[(order.turn + 1) % KEEP] = self.program, self.text
+            elif self.order is not order:
                 order.say(self.program, self.text)
                 self.order = order
             if order.thread != threading.get_ident():

@@ -1,41 +1,118 @@
-"""What a trace can see that no argument says: modes and switches of torch. All of it is part of a call's key."""
+"""What a trace can see that no argument says: modes and switches of torch. All of it is part of a call's key.
+
+Function modes act while a function is traced, above shardlib's own, and not when its program runs. Torch's dispatch
+modes (counters, profilers) see what runs, and nothing of the trace; others are refused, since nobody knows whether they
+mean the ops of one device or of its pieces. Hooks on what autograd saves act on what a call saves.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import types
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.nn.modules import module as modules
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+
+from shardlib.calls.state import State
+from shardlib.errors import ShardingError
 
 _DEVICES = ("cpu", "cuda")
+_NO_AUTOCAST = (None,) * len(_DEVICES)
 
 
-def ambient() -> tuple[Any, ...]:
+def ambient(state: State) -> tuple[Any, ...]:
     """The modes of this thread and the switches of this process, as part of a key.
 
     Gradient and inference mode; autocast of each kind of device, its dtype and its cache; default dtype and device;
-    deterministic algorithms and the precision of matrix products; `SHARDLIB_OPS`; modes that see every function.
+    deterministic algorithms and the precision of matrix products; `SHARDLIB_OPS`; function modes.
     """
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
-        *[torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in _DEVICES],
+        *(_autocast() if torch._C._is_any_autocast_enabled() else _NO_AUTOCAST),
         torch.is_autocast_cache_enabled(),
         torch._C._get_deterministic_algorithms(),
         torch._C._get_float32_matmul_precision(),
         os.environ.get("SHARDLIB_OPS"),
-        _modes(_get_current_function_mode_stack) if torch._C._len_torch_function_stack() else (),
-        _modes(_get_current_dispatch_mode_stack) if torch._C._len_torch_dispatch_stack() else (),
+        modes(state) if torch._C._len_torch_function_stack() or any(_EVERYWHERE) else (),
     )
 
 
-def _modes(stack: Callable[[], Any]) -> tuple[Any, ...]:
-    """Modes by their kind, and `with device:` by its device."""
-    return tuple((type(mode), getattr(mode, "device", None)) for mode in stack())
+def _autocast() -> list[torch.dtype | None]:
+    return [torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in _DEVICES]
+
+
+def modes(state: State) -> tuple[Any, ...]:
+    """What the function modes around a call, and the hooks of all modules, add to its key."""
+    known: list[Any] = []
+    if torch._C._len_torch_function_stack():
+        for mode in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+            known += (type(mode), getattr(mode, "device", None))
+            state.mode(mode, known)
+    if any(_EVERYWHERE):
+        known += (hook for hooks in _EVERYWHERE for hook in hooks.values() if not _is_torch(hook))
+    return tuple(known)
+
+
+def refuse_modes(name: str) -> None:
+    """Refuse dispatch modes that are not torch's own."""
+    wrong = [m for m in _get_current_dispatch_mode_stack() if not _is_torch(m)]
+    if wrong:
+        raise ShardingError(
+            f"{name} is called under a dispatch mode of your own",
+            [f"{type(m).__module__}.{type(m).__qualname__}" for m in wrong],
+            rule="a jitted function runs as another program, of ops on pieces: a mode that changes what ops do would "
+            "change other ones",
+            remedy="enter the mode inside the function (it acts while the function is traced), or around sl.reference",
+        )
+
+
+def _is_torch(x: Any) -> bool:
+    """Whether a mode, or a hook, is torch's own: such ones count and show, and change nothing."""
+    of = x if isinstance(x, types.FunctionType | types.MethodType) else type(x)
+    return of.__module__.partition(".")[0] in ("torch", "shardlib")
+
+
+@contextmanager
+def set_aside() -> Iterator[AbstractContextManager[Any]]:
+    """Nothing of the caller's modes and hooks acts; inside what it gives, the function modes do, above all others."""
+    functions: list[TorchFunctionMode] = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())][::-1]  # type: ignore[no-untyped-call]
+    hooks: list[Any] = []
+    while (pair := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(pair)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        with _disable_current_modes():
+            yield _on_top(functions)
+    finally:
+        for pair in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+        for mode in functions:
+            _push_mode(mode)
+
+
+@contextmanager
+def _on_top(modes: list[TorchFunctionMode]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for mode in modes:
+            _push_mode(mode)  # type: ignore[no-untyped-call]
+            stack.callback(_pop_mode)
+        yield
+
+
+_EVERYWHERE: tuple[dict[int, Any], ...] = tuple(
+    getattr(modules, f"_global_{kind}_hooks")
+    for kind in (
+        *("buffer_registration", "module_registration", "parameter_registration"),
+        *("backward_pre", "backward", "forward_pre", "forward"),
+    )
+)
 
 
 NAMES = (
@@ -47,6 +124,5 @@ NAMES = (
     "deterministic algorithms",
     "float32 precision",
     "SHARDLIB_OPS",
-    "torch function modes",
-    "torch dispatch modes",
+    "function modes",
 )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from shardlib.calls.state import State
+from shardlib.calls.state import OWN, State
 from shardlib.tensors.tensor import ShardedTensor
 
 
@@ -84,7 +84,10 @@ def read(x: Any, leaves: list[Any], known: list[Any], state: State) -> None:
     kind = type(x)
     if kind is ShardedTensor:
         leaves.append(x)
-        known.append(x._form)
+        own = x.__dict__
+        known.append(own["_form"])
+        if len(own) > OWN:
+            state.marks(x, known)
         if x.requires_grad:
             known.append(True)
             state.gradient(x, known)
@@ -124,6 +127,16 @@ def read(x: Any, leaves: list[Any], known: list[Any], state: State) -> None:
         leaves.append(x)
         known.append(kind)
         state.object(x, known)
+
+
+def twins(arguments: Sequence[Any], state: Sequence[torch.Tensor]) -> dict[int, int]:
+    """Arguments that are a tensor which the call has in another place, too: each leaf with the leaf of that place."""
+    places = {id(x): i for i, x in enumerate(state, len(arguments))}
+    found = {}
+    for i, x in enumerate(arguments):
+        if isinstance(x, torch.Tensor) and (at := places.setdefault(id(x), i)) != i:
+            found[i] = at
+    return found
 
 
 def same_number(a: Any, b: Any) -> bool:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from shardlib.bounded import Bounded
 from shardlib.calls.flat import same_number
 from shardlib.calls.gradient import Backward
 from shardlib.calls.reasons import Seen
 from shardlib.calls.run import Entry
-from shardlib.calls.state import Place
+from shardlib.calls.state import Facts, Place
 from shardlib.plans.plan import Plan
 
 PROGRAMS = 64  # that a function keeps
@@ -70,4 +71,6 @@ class Programs:
         self.last: Seen | None = None
         self.retraces: list[str] = []
         self.reasons: Counter[str] = Counter()
-        self.changing: set[Place] = set()  # what the function itself changes where it was found
+        self.asks = False  # where arguments lie in memory
+        # What the function itself changes where it was found, as it was left.
+        self.changing: Bounded[Place, Facts] = Bounded(1 << 14)

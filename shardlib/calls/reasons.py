@@ -10,6 +10,7 @@ import torch
 
 from shardlib.calls.ambient import NAMES
 from shardlib.calls.flat import FlatCall, Static, is_number, is_tensor, names_of
+from shardlib.calls.reach import Reach
 from shardlib.tensors.tensor import ShardedTensor, short_dtype
 
 
@@ -50,6 +51,8 @@ def difference(old: Seen, new: Seen) -> dict[str, str]:
     if changes:
         return changes
     facts = [(a, b) for a, b in zip(old.known, new.known, strict=False) if a != b]
+    if facts and isinstance(facts[0][0], Reach) and isinstance(facts[0][1], Reach):
+        return dict.fromkeys(dict.fromkeys(facts[0][1].replaced(facts[0][0])), " is another function now")
     more = f" ({facts[0][0]!r} -> {facts[0][1]!r})" if facts else ""
     return {f"what the function closes over, or its arguments hold{more}": ""}
 

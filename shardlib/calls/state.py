@@ -2,53 +2,60 @@
 
 Every tensor that is found becomes an input of the program, read anew in each call: a parameter that was replaced or
 filled since is seen. Everything else that is found (flags such as `training`, numbers, hooks, objects by identity) is
-part of the key. What an object holds is looked at a few levels deep; what is deeper, or made by properties, is not.
+part of the key. What an object holds is looked at several levels deep; what is deeper, or made by properties, is not.
+
+What the function itself changes while it is traced (a counter, a log) counts as it was left: it is no reason to trace
+again until somebody else changes it.
 """
 
 from __future__ import annotations
 
+import functools
 import types
-from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardlib.calls.reach import is_users
 from shardlib.tensors.tensor import ShardedTensor
 from shardlib.tracing.numbers import is_given
 
 Place = tuple[int, Any]  # id of an object (0: the closure), and a name in it
+Facts = tuple[Any, ...]
 
-DEPTH = 4  # objects within objects
-LONG = 1000  # items of a container; a longer one counts by identity and length
+DEPTH = 12  # objects within objects
+LONG = 1000  # items of a container; a longer one counts by its numbers and texts,
+LONGEST = 20_000  # and beyond these, or with other things in it, by identity and length
 
 
 class State:
     """The tensors of one call beside its arguments, each once, with their places; facts go into the call's key.
 
     `kept` are the objects that the key knows by identity: as long as they live, nothing else has their ids. `grads` are
-    the tensors whose `.grad` a trace can see, with what it is.
+    the tensors whose `.grad` a trace can see, with what it is. `code` are the functions and classes that were found.
     """
 
-    __slots__ = (
-        *("_at", "_number", "_visited", "arrays", "changing", "found", "leaked"),
-        *("grads", "kept", "own", "places", "tensors"),
-    )
+    arrays = False  # whether numpy's are among the arguments
+    leaked = False  # whether a number of a trace was found
+    exact = False  # whether some code wants numbers that are nothing else
+    found: dict[Place, Facts] | None = None  # if a dict, what is known of each place
+    otherwise: tuple[Any, ...] = ()  # what the function itself changes, and is otherwise now
+    _at: tuple[Any, ...] = ()
 
-    def __init__(self, own: Any = None, changing: Collection[Place] = ()) -> None:
+    def __init__(self, own: Any = None, changing: Mapping[Place, Facts] = MappingProxyType({})) -> None:
+        self.own = own  # the object whose method runs: it has a cache of its own, which must not keep it
+        self.changing = changing  # what the function itself changes, as the last trace left it
         self.tensors: list[torch.Tensor] = []
         self.places: list[tuple[Any, ...]] = []  # the name of each tensor, in parts
         self.kept: list[Any] = []
         self.grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        self.own = own  # the object whose method runs: it has a cache of its own, which must not keep it
-        self.arrays = False  # whether numpy's are among the arguments
-        self.leaked = False  # whether a number of a trace was found
-        self.changing = changing  # what the function itself changes is not looked at
-        self.found: dict[Place, tuple[Any, ...]] | None = None  # if a dict, what is known of each place
+        self.code: dict[Any, None] = {}
         self._number: dict[int, int] = {}
         self._visited: dict[int, int] = {}
-        self._at: tuple[Any, ...] = ()
 
     @property
     def names(self) -> list[str]:
@@ -61,8 +68,18 @@ class State:
         """A plain tensor among the arguments."""
         strides = x.stride() if x.layout is torch.strided else x.layout
         known.append((type(x), x.shape, strides, x.dtype, x.device, x.requires_grad))
+        if x.__dict__:
+            self.marks(x, known)
         if x.requires_grad:
             self.gradient(x, known)
+
+    def marks(self, x: torch.Tensor, known: list[Any]) -> None:
+        """Attributes that somebody gave a tensor."""
+        at, owner = self._at, id(x)
+        for k, y in marks(x).items():
+            self._at = (*at, ".", k)
+            self._attribute(owner, k, y, known, 0)
+        self._at = at
 
     def gradient(self, x: torch.Tensor, known: list[Any]) -> None:
         """The `.grad` of a tensor that requires one; results of other ops have none."""
@@ -92,6 +109,8 @@ class State:
         self.places.append(self._at)
         if type(x) is ShardedTensor:
             known.append((x._form, x.requires_grad))
+            if len(x.__dict__) > OWN:
+                self.marks(x, known)
             if x.requires_grad:
                 self.gradient(x, known)
         else:
@@ -105,9 +124,9 @@ class State:
         if type(x) is float:
             known.append(x.hex())
             return
-        if isinstance(x, tuple | list):  # (1,) and (True,) are equal
+        if isinstance(x, tuple | list | dict):  # (1,) and (True,) are equal
             known.append(len(x))
-            for y in x:
+            for y in x.items() if isinstance(x, dict) else x:
                 self.fact(y, known)
             return
         try:
@@ -127,16 +146,33 @@ class State:
         self._at = (name,)
         self._attribute(0, name, x, known, -1)
 
+    def mode(self, x: Any, known: list[Any]) -> None:
+        """A mode around the call: each `with` may make another one, so it counts by what it holds."""
+        if _is_object(x):
+            self.code.setdefault(type(x))
+            for k, y in _attributes(x):
+                if k not in _OF_MODES:
+                    self._at = (type(x).__name__, ".", k)
+                    self._attribute(id(x), k, y, known, 0)
+
     def _attribute(self, owner: int, name: Any, x: Any, known: list[Any], depth: int) -> None:
         """What an object, or a closure, holds under a name."""
-        if self.changing and (owner, name) in self.changing:
+        left = self.changing.get((owner, name)) if self.changing else None
+        if left is None and self.found is None:
+            known.append(name)
+            self._value(x, known, depth + 1)
             return
         start = len(known)
         known.append(name)
         self._value(x, known, depth + 1)
+        deep = type(x) not in _PLAIN and (isinstance(x, (nn.Module, *_CONTAINERS)) or _is_object(x))
+        facts = (type(x), id(x)) if deep else tuple(known[start:])
         if self.found is not None:
-            deep = isinstance(x, (nn.Module, *_CONTAINERS)) or _is_object(x)
-            self.found[owner, name] = (type(x), id(x)) if deep else tuple(known[start:])
+            self.found[owner, name] = facts
+        if left is not None:
+            del known[start : start + 2 if deep else None]  # what is inside has places of its own
+            if facts != left:
+                self.otherwise += (name, facts)
 
     def _identity(self, x: Any, known: list[Any]) -> None:
         if x is self.own:
@@ -159,8 +195,22 @@ class State:
             self._container(x, known, depth)
         elif isinstance(x, nn.Module):
             self._module(x, known, depth)
+        elif kind is types.FunctionType:
+            self._identity(x, known)
+            self.code.setdefault(x)
+        elif kind is types.MethodType:
+            self.code.setdefault(x.__func__)
+            known.append(kind)
+            self._identity(x.__func__, known)
+            self._attribute(id(x.__func__), "__self__", x.__self__, known, depth)
+        elif kind is functools.partial:
+            known.append(kind)
+            for k in ("func", "args", "keywords"):
+                self._attribute(id(x), k, getattr(x, k), known, depth)
         elif isinstance(x, _OPAQUE):
             self._identity(x, known)
+            if isinstance(x, type) and is_users(x):
+                self.code.setdefault(x)
         else:
             self._object(x, known, depth)
 
@@ -171,7 +221,11 @@ class State:
         if not x or self._again(x, known):
             return
         if len(x) > LONG or depth >= DEPTH:
-            self._identity(x, known)
+            items = [*x.keys(), *x.values()] if isinstance(x, dict) else x
+            if len(x) <= LONGEST and _PLAIN.issuperset(map(type, items)):
+                known.append(tuple(items))
+            else:
+                self._identity(x, known)
             return
         at = self._at
         if isinstance(x, dict):
@@ -192,9 +246,16 @@ class State:
         if self._again(x, known):
             return
         self._identity(x, known)
+        self.code.setdefault(type(x))
         at, owner = self._at, id(x)
+        quick = self.found is None and not self.changing
         for k, y in _attributes(x):
-            if k in ("_parameters", "_buffers", "_modules"):
+            kind = type(y)
+            if quick and kind in _PLAIN:  # as _attribute does it
+                known += (k, kind, y if kind is not float else y.hex())
+            elif quick and kind in _DICTS and not y:
+                known += (k, kind, _LENGTH, int, 0)
+            elif k in ("_parameters", "_buffers", "_modules"):
                 for name, z in y.items():
                     self._at = (*at, ".", name)
                     self._attribute(owner, name, z, known, depth - 1)  # however deep: it is all one module
@@ -211,8 +272,11 @@ class State:
         if type(x).__module__ == "numpy" and hasattr(x, "tobytes"):
             known.append((x.dtype, x.shape, x.tobytes() if x.size <= LONG else None))
             return
+        if (inner := getattr(x, "__dict__", _NOTHING).get("__wrapped__")) is not None:  # a jitted function, say
+            self._attribute(id(x), "__wrapped__", inner, known, depth)
         if depth >= DEPTH or not _is_object(x):
             return
+        self.code.setdefault(type(x))
         at, owner = self._at, id(x)
         for k, y in _attributes(x):
             self._at = (*at, ".", k)
@@ -229,12 +293,17 @@ class State:
         return False
 
 
-def changed(before: Mapping[Place, Any], after: Mapping[Place, Any]) -> set[Place]:
-    """The places that hold something else now, or are new."""
-    return {place for place, now in after.items() if before.get(place, _ABSENT) != now}
+def changed(before: Mapping[Place, Facts], after: Mapping[Place, Facts]) -> dict[Place, Facts]:
+    """The places that hold something else now, or are new, with what they hold."""
+    return {place: now for place, now in after.items() if before.get(place) != now}
 
 
-_ABSENT = object()
+def marks(x: torch.Tensor) -> dict[str, Any]:
+    """The attributes that somebody gave a tensor, beside those that it has itself."""
+    return {k: y for k, y in x.__dict__.items() if k not in _OWN}
+
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def _is_object(x: Any) -> bool:
@@ -247,27 +316,36 @@ def _attributes(x: Any) -> Iterator[tuple[str, Any]]:
     """What an object holds, in its dict and its slots, and what its class says beside."""
     own = getattr(x, "__dict__", {})
     yield from list(own.items())
-    for kind in type(x).__mro__:
-        if kind.__module__.partition(".")[0] in _LIBRARIES:
-            continue
+    for kind in _classes(type(x)):  # type: ignore[arg-type]
         slots = kind.__dict__.get("__slots__", ())
         for k in (slots,) if isinstance(slots, str) else slots:
             if hasattr(x, k):
                 yield k, getattr(x, k)
         for k, y in list(kind.__dict__.items()):
-            if k not in own and not k.startswith("__") and (type(y) in _PLAIN or isinstance(y, torch.Tensor)):
+            if k not in own and not k.startswith("__") and (type(y) in _PLAIN or isinstance(y, _STORED)):
                 yield k, y
+
+
+@functools.lru_cache(1 << 12)
+def _classes(kind: Any) -> tuple[type, ...]:
+    """The classes of the user's that a class is made of."""
+    return tuple(k for k in kind.__mro__ if k.__module__.partition(".")[0] not in _LIBRARIES)
 
 
 def _part(x: Any) -> str:
     return f"[{x[0]!r}]" if isinstance(x, tuple) else str(x)
 
 
+_OF_MODES = frozenset({"inner", "old_dispatch_mode_flags"})
+_OWN = frozenset({"_form", "_locals", "_memory", "_path", "_is_param", "proxy"})
+OWN = 2  # of these a ShardedTensor has at least
 _PLAIN = frozenset(
     {bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device, torch.Size}
 )
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_STORED = (torch.Tensor, *_CONTAINERS)
 _TRAINING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+_DICTS = frozenset({dict, OrderedDict})
 _LENGTH = "len()"
 _OPAQUE: tuple[Any, ...] = (
     type,

@@ -108,7 +108,7 @@ class Prepared:
         """The op in a program that moves what must be moved; numbers are part of the program, so one for each."""
         made: Bounded[Any, Single] = Bounded(64)
         op, mesh, loose = self.op, self.mesh, id(self.op) in LOOSE
-        operands = [Operand(form) for form in self.forms]
+        operands = [Operand(form, plain=not here) for form, here in zip(self.forms, self.sharded, strict=True)]
 
         def run(args: Any, kwargs: Any) -> Any:
             key = tuple(map(repr, numbers_of((args, kwargs)))) if loose else ()

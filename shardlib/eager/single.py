@@ -46,12 +46,14 @@ Pieces = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor that comes in: its form, the views that lead from it to what the op sees, whether that is written to."""
+    """A tensor that comes in: its form, the views that lead from it to what the op sees, whether that is written to,
+    and whether it is plain: then others may write to its memory."""
 
     form: Form
     path: Path = ()
     shown: Form | None = None  # what the op sees, where `path` leads elsewhere
     written: bool = False
+    plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,7 @@ def single(op: Any, args: Any, kwargs: dict[str, Any], operands: Sequence[Operan
     traced = writer.finish(name, inputs, outputs)
     compiled = _compile(traced, operands, fixed_outputs, mesh)
     plan = Plan(compiled)
+    compiled.program.owned = None if any(x.plain for x in operands) else 0
     return Single(_load(compiled.program, mesh, plan), _forms(compiled.program, vals, operands, plan), tree, len(own))
 
 
@@ -201,9 +204,8 @@ def _compile(traced: Traced, operands: Sequence[Operand], outputs: dict[int, Fix
 def _load(program: Program, mesh: Mesh, plan: Plan) -> Callable[[Sequence[Pieces]], tuple[Any, ...]]:
     """Ranks compare only programs that communicate: others may run on one of them alone.
 
-    Results may share pieces with operands, since no eager op writes to a piece.
+    Results may share pieces with operands, but for plain ones, since no eager op writes to a piece.
     """
-    program.owned = 0
     if program.collectives:
         # The ranks compare it at its first call: who makes it ready holds a lock that other threads wait for.
         return (

@@ -71,7 +71,7 @@ def _write(op: Any, args: Any, kwargs: dict[str, Any], mesh: Mesh) -> Any:
             operands.append(Operand(memory.form, x.__dict__["_path"], form, True))
             inputs.append(memory.locals)
         else:
-            operands.append(Operand(form, written=mine))
+            operands.append(Operand(form, written=mine, plain=not isinstance(x, ShardedTensor)))
             inputs.append(pieces(x, mesh))
     described = tuple((x.form, x.path) for x in operands if x.written)
     key = (key_of(op, args, kwargs), tuple(map(repr, numbers_of((args, kwargs)))), described)

@@ -158,7 +158,7 @@ class Plan:
             for name, out in self._out:
                 if what in (name, shorten(name)) and isinstance(out, Var):
                     return out
-            value = self._naming.find(what)
+            value = self._naming.find(self.compiled.traced.twins.get(what, what))
         else:
             value = what
         for var in self._variables():

@@ -118,12 +118,13 @@ def load(program: Program, mesh: Mesh, plan: Plan, *, late: bool = False) -> Run
         if not collectives:
             with torch._C._AutoDispatchBelowAutograd():
                 return function([pieces[i][d] for i, d in feed], [leaves[i] for i in numbers])
-        with turn as order:
+        given = [leaves[i] for i in numbers]
+        with turn.of(given) as order:
             try:
                 if gloo:
                     order.meet(gloo)
                 with torch._C._AutoDispatchBelowAutograd():
-                    return function([pieces[i][d] for i, d in feed], [leaves[i] for i in numbers])
+                    return function([pieces[i][d] for i, d in feed], given)
             except CollectiveError as error:
                 blame(mesh, error)
 

@@ -23,8 +23,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
-from shardlib.calls.flat import FlatCall, Static, flatten_call, is_number, is_tensor, names_of
-from shardlib.calls.state import State
+from shardlib.calls.ambient import set_aside
+from shardlib.calls.flat import FlatCall, Static, flatten_call, is_number, is_tensor, names_of, twins
+from shardlib.calls.state import State, marks
 from shardlib.errors import ShardingError
 from shardlib.random.draw import one_program
 from shardlib.rules.batchnorm import native_batch_norm
@@ -33,6 +34,7 @@ from shardlib.scalar import Scalar
 from shardlib.state import is_tracing, tracing
 from shardlib.strided import refuse_others
 from shardlib.tensors.form import contiguous
+from shardlib.tracing.asked import Asked, refuse_guests
 from shardlib.tracing.capture import DECOMPOSITIONS, AttentionCapture
 from shardlib.tracing.composites import Composites
 from shardlib.tracing.elsewhere import is_here, move
@@ -65,6 +67,8 @@ class Traced:
     static: Collection[int | str] = ()
     after: After = field(default_factory=After)
     looked: Mapping[int, Any] = field(default_factory=dict)  # leaf -> the value of a number that Python looked at
+    asked: bool = False  # where its arguments lie in memory
+    twins: Mapping[str, str] = field(default_factory=dict)  # arguments that are another input, with its name
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
@@ -114,6 +118,7 @@ def trace(
     state: State | None = None,
     differentiate: bool = False,
     exact: bool = False,
+    apart: Collection[int] = (),
 ) -> Traced:
     """Trace `fn(*args, **kwargs)`.
 
@@ -122,7 +127,8 @@ def trace(
     other leaf is a constant, and so is every argument whose position or name is in `static`. Other real tensors that
     `fn` closes over become constants. Writes to inputs become results. `device` overrides where inputs are thought to
     live; where that is not the CPU, all that the function makes lives there too. With `exact`, all numbers are
-    constants. With `differentiate`, the gradients of all inputs that require one are results, given cotangents.
+    constants. With `differentiate`, the gradients of all inputs that require one are results, given cotangents. One
+    tensor in several places of the call is one input, but for the leaves in `apart`.
 
     Raises ShardingError, with the user's line, when `fn` needs the value of a tensor, and when a result's shape depends
     on values.
@@ -137,10 +143,10 @@ def trace(
     call = flatten_call(args, kwargs or {}, static, state)
     if not exact and any(map(is_number, call.arguments)):
         try:
-            return _trace(fn, call, static, device, differentiate, Numbers())
+            return _trace(fn, call, static, device, differentiate, Numbers(), apart)
         except _NOT_NUMBERS:  # something took a number for more than arithmetic: then it is a constant
             pass
-    return _trace(fn, call, static, device, differentiate, None)
+    return _trace(fn, call, static, device, differentiate, None, apart)
 
 
 def _trace(
@@ -150,8 +156,10 @@ def _trace(
     device: torch.device | str | None,
     differentiate: bool,
     numbers: Numbers | None,
+    apart: Collection[int],
 ) -> Traced:
-    where = tuple(i for i, leaf in enumerate(call.arguments) if is_tensor(leaf))
+    same = {i: at for i, at in twins(call.arguments, call.state.tensors).items() if i not in apart}
+    where = tuple(i for i, leaf in enumerate(call.arguments) if is_tensor(leaf) and i not in same)
     names = list(names_of(fn, call, range(len(call.leaves))))
     tensors = [call.arguments[i] for i in where]
     refuse_others("the traced function", zip((names[i] for i in where), tensors, strict=True))
@@ -163,6 +171,7 @@ def _trace(
     lines = LineRecorder(_definition(fn))
     lifted = Lifted(call.state, mode)
     ending = Ending(call, lifted, where, [names[i] for i in where], strict=numbers is not None)
+    asked = Asked()
     result: list[Any] = []  # what fn returned, as paths, leaves and tree
 
     def flat(*inputs: torch.Tensor) -> list[torch.Tensor]:
@@ -172,11 +181,15 @@ def _trace(
         leaves = [x.value if isinstance(x, Static) else x for x in call.arguments]
         for i, x in zip(where, inputs, strict=True):
             leaves[i] = x
+            if isinstance(call.arguments[i], torch.Tensor):
+                x.__dict__.update({k: y for k, y in marks(call.arguments[i]).items() if k not in x.__dict__})
+        for i, at in same.items():
+            leaves[i] = call.state.tensors[at - len(leaves)] if at >= len(leaves) else leaves[at]
         if numbers is not None:
             leaves = [numbers.give(i, names[i], x) if is_number(x) else x for i, x in enumerate(leaves)]
         a, k = pytree.tree_unflatten(leaves, call.tree)
         try:
-            with nullcontext() if numbers is None else numbers:
+            with nullcontext() if numbers is None else numbers, asked, users:
                 found, tree = pytree.tree_flatten_with_path(fn(*a, **k))
         except Exception as error:
             if refusal := _refusal(error, tracer) or mistake(
@@ -190,11 +203,20 @@ def _trace(
         result.extend(([path for path, _ in found], [*returned, *more], tree))
         return [x for x in (*returned, *more) if isinstance(x, torch.Tensor)]
 
-    with _tracing(), mode, lifted, ending, _use_lazy_graph_module(True):  # nobody needs the graph as Python source
+    with (
+        set_aside() as users,
+        _tracing(),
+        mode,
+        lifted,
+        ending,
+        _use_lazy_graph_module(True),
+    ):  # nobody needs the graph as Python source
         inputs = [_fake(x, traced_on, tensors) for x in tensors]
         gm = make_fx(flat, _DECOMPOSITIONS, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
 
     paths, returned, out_tree = result
+    if asked.line is not None:
+        refuse_guests(lines.fallback.function, asked.line, zip(names, call.leaves, strict=True))
     if numbers is not None and not numbers.settle(gm):
         raise NotExpressionsError
     inputs_of = (*where, *(len(call.arguments) + i for i in lifted.prune(gm)), *(-1,) * len(ending.cotangents))
@@ -216,6 +238,8 @@ def _trace(
         static,
         ending.after(gm.graph, [inputs_of[i] for i in written]),
         {i: x for i, x in enumerate(call.arguments) if is_number(x)} if numbers is None else numbers.looked,
+        asked.line is not None,
+        {names[i]: names[at] for i, at in same.items()},
     )
 
 
@@ -258,6 +282,10 @@ def _tracing() -> Iterator[None]:
             torch._C._set_mkldnn_enabled(onednn)
             if collects:
                 gc.enable()
+
+
+def _lazily() -> Any:
+    return _use_lazy_graph_module(True)  # nobody needs the graph as Python source
 
 
 def _fake(x: Any, device: torch.device | None, among: Sequence[Any]) -> torch.Tensor:

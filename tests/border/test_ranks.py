@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -46,6 +47,29 @@ def refused(call: Callable[[], Any]) -> str:
 def test_ranks_that_slip_are_refused_with_both_lines(transport):
     wrong, _ = slips.campaign(4, transport, seed=7)
     assert wrong == []
+
+
+def other_numbers(transport: str) -> tuple[str, float]:
+    """A learning rate that goes apart after some steps, without a new program."""
+    os.environ["SHARDLIB_OPS"] = "torch" if transport == "gloo" else ""
+    with sl.Mesh(x=2):
+        w = sl.shard(torch.arange(8.0), "a@x")
+        step = sl.jit(lambda w, lr, n: (w * lr).sum() * n)
+        for lr in (0.1, 0.2):
+            step(w, lr, 2)
+        assert not step.retraces
+        begin = time.monotonic()
+        return refused(lambda: step(w, 0.3 + dist.get_rank(), 2)), time.monotonic() - begin
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_numbers_that_differ_are_told_at_any_call(transport):
+    for text, seconds in alone(other_numbers, 2, transport):
+        assert text.startswith("the ranks call one program with different numbers"), text
+        for rank, lr in enumerate(("0.3", "1.3")):
+            assert re.search(rf"rank {rank} is in .*<lambda> with {lr}, 2, called at .*test_ranks.py:\d+", text), text
+        assert "Remedy: compute the number alike everywhere" in text
+        assert seconds < 2
 
 
 def one_extra() -> tuple[str, float]:
