@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardlib.manual.doors import Stack
+from shardlib.manual.rows import send_rows
 from shardlib.meshes.mesh import Mesh
 from shardlib.specs.layout import Layout
 from shardlib.state import is_tracing
@@ -129,16 +130,7 @@ def _all_to_all(x: Tensor, axes: Sequence[str], split_dim: int, concat_dim: int,
 
 
 def _ppermute(x: Tensor, axes: Sequence[str], pairs: Sequence[int]) -> Tensor:
-    """Whoever sends equally far sends in one roll."""
-    n, out = len(x), torch.zeros_like(x)
-    far: dict[int, list[int]] = {}
-    for source, to in zip(pairs[::2], pairs[1::2], strict=True):
-        far.setdefault((to - source) % n, []).append(to)
-    for distance, to in far.items():
-        come, all_ = x.roll(distance, 0), torch.arange(n, device=x.device)
-        here = torch.stack([all_ == i for i in to]).any(0).view(n, *[1] * (x.dim() - 1))
-        out = come if len(to) == n else torch.where(here, come, out)
-    return out
+    return send_rows(x, pairs[::2], pairs[1::2])
 
 
 def _split(x: Tensor, dim: int, n: int) -> Tensor:
