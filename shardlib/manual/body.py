@@ -179,7 +179,7 @@ def _reversed(pairs: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class _Linear(torch.autograd.Function):
-    """`indices` are operands where all devices run at once, so that the vmap for each of a call's axes comes by here."""
+    """Where all devices run at once, `indices` are operands: so the vmap for each of a call's axes comes by."""
 
     @staticmethod
     def forward(x: Tensor, call: Call, *indices: Tensor) -> Any:
@@ -212,7 +212,7 @@ class _Linear(torch.autograd.Function):
             return _Linear.apply(x.movedim(in_dims[0], k), call.batched(), *indices), 0 if same else k  # type: ignore[no-untyped-call]
         members = x.expand(info.batch_size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
         name = [a for a in call.axes if a not in call.stack][here[0]]
-        call, rest = replace(call, stack=(name, *call.stack)), [i for d, i in zip(in_dims[2:], indices) if d is None]
+        call, rest = replace(call, stack=(name, *call.stack)), [*indices[: here[0]], *indices[here[0] + 1 :]]
         if rest:
             out = _Linear.apply(members, call, *rest)  # type: ignore[no-untyped-call]
         else:
@@ -221,14 +221,13 @@ class _Linear(torch.autograd.Function):
 
 
 def left(x: Tensor, indices: Mapping[str, Tensor]) -> Stack:
-    """A result of a body that all devices run at once: behind its vmaps, for the axes of `indices` along which it varies."""
+    """A result of a body, outside of its vmaps: stacked over those axes of `indices` along which it varies."""
     axes = stacked.varying(x, indices)
     if not axes:
         return Stack(x, ())
-    body = _body.get()
-    assert body is not None, "a body is left once"
-    sizes = [body.mesh.axes[name] for name in axes]
-    return Stack(Call("leave", axes, (0, math.prod(sizes)))(x.unsqueeze(0)).unflatten(0, sizes), axes)
+    sizes = [group("leave", name)[2] for name in axes]
+    pieces = Call("leave", axes, (0, math.prod(sizes)))(x.unsqueeze(0))
+    return Stack(pieces.reshape([*sizes, *pieces.shape[1:]]), axes)
 
 
 def to_local(x: Tensor, door: Door) -> Tensor:

@@ -3,8 +3,8 @@
 A value of a body varies over the axes that cut the arguments which it is made of. `axis_index` and the collectives that
 give each device something of its own add their axes; a sum, a maximum or a gathering over an axis makes its result the
 same along it. This is decided on the graph as it was traced, so that a result which nothing reads is held to its claim,
-too: its gradient rests on it. Where axes are left to the compiler, a value varies along the axes for which it is batched
-(`stacked`), and that is known when the body ends.
+too: its gradient rests on it. Where axes are left to the compiler, a value varies along those for which it is batched
+(`stacked`), as is known when the body ends.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ axes that the mesh does not have and for what is neither tensor nor number.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -134,7 +133,10 @@ def axis_index(axis: Axis) -> Tensor:
     """The coordinate of this device along `axis`, as an int64 tensor without dims."""
     body, axes, _ = group("axis_index", axis)
     if body.indices:
-        return functools.reduce(lambda at, name: at * body.mesh.axes[name] + body.indices[name], axes[1:], body.indices[axes[0]])
+        at = body.indices[axes[0]]
+        for name in axes[1:]:
+            at = at * body.mesh.axes[name] + body.indices[name]
+        return at
     if body.like is None:
         raise ShardingError(
             f"axis_index({axis!r}) in a shard_map without tensor arguments",

@@ -69,9 +69,7 @@ def arguments(
     return _cuts(tree, specs, mesh, manual, what, names, inside=False)
 
 
-def results(
-    out: Any, specs: Any, mesh: Mesh, manual: Sequence[str], who: str, *, claim: bool
-) -> list[Cut | None]:
+def results(out: Any, specs: Any, mesh: Mesh, manual: Sequence[str], who: str, *, claim: bool) -> list[Cut | None]:
     """A cut per leaf of what one device returned; None for leaves that are no tensors.
 
     With `claim` they say that devices along axes which are not named return the same.
@@ -118,9 +116,9 @@ def _cuts(
         raise ShardingError(
             f"{what} name axes over which the body is not manual",
             others,
-            rule=f"axis_names are {', '.join(map(repr, manual))}: the specs say how these cut the tensors, and how the "
-            "other axes do is left to the compiler",
-            remedy="leave that dim whole in the spec; shard(x, spec), outside the body or in it, says what else cuts it",
+            rule=f"the specs say how axis_names, {', '.join(map(repr, manual))}, cut the tensors; how other axes do is "
+            "left to the compiler",
+            remedy="leave that dim whole in the spec; shard(x, spec), outside the body or in it, says what cuts it",
         )
     uneven = [
         f"{name} of shape {list(shapes[i])} with spec {str(spec)!r}: {fault}"

@@ -1,15 +1,15 @@
 """`shard_map`: per-device code inside a global program, the manual escape hatch.
 
 The body is traced inline: `to_local` in front of it, `from_local` behind it, local values in between. Its arithmetic
-runs as it is written, on every device. In a program for one device the body runs on all devices at once, stacked
-(`stacked.py`).
+runs as it is written, on every device. In a program for one device, and where axes are left to the compiler, the body
+runs on all devices at once, stacked (`stacked.py`).
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ def shard_map(
     mesh: Mesh | None = None,
     *,
     check: bool = True,
-    axis_names: Sequence[str] | frozenset[str] | None = None,
+    axis_names: Collection[str] | None = None,
 ) -> Any:
     """A function of global tensors, from `fn`, which says what each device does with its local ones.
 
@@ -47,11 +47,16 @@ def shard_map(
 
     That devices return the same is proved: a value varies over the axes that cut the arguments which it is computed
     from, and over those of `axis_index`, `ppermute`, `all_to_all` and `reduce_scatter`, until a `psum`, `pmean`,
-    `pmax`, `pmin` or `all_gather` over an axis makes it the same along it. `check=False` takes your word for it. Every
-    axis of the mesh is manual in a body: `axis_names`, where given, names them all.
+    `pmax`, `pmin` or `all_gather` over an axis makes it the same along it. `check=False` takes your word for it.
+
+    With `axis_names` the body is one device's along these axes alone: the specs and the collectives name no others.
+    Along the axes that are left the body is a part of the program like any other: tensors are whole there, the compiler
+    infers how they are cut, `shard` says so where you know better, and a shard_map inside may take these axes. With
+    `check=False`, results that differ along an axis which their spec leaves out are averaged.
 
     Raises `ShardingError` where an axis does not divide a dim (all of them at once), for specs that are left out or
-    open, for results that differ along an axis which their spec leaves out, outside any mesh and inside another body.
+    open, for results that differ along an axis which their spec leaves out, for specs that name axes which are left to
+    the compiler, outside any mesh and inside another body of the same axes.
 
     Example:
         >>> import shardlib as sl
@@ -62,6 +67,10 @@ def shard_map(
         ...     print(matmul(torch.ones(2, 8), w=torch.ones(8, 3)).full_tensor())
         tensor([[8., 8., 8.],
                 [8., 8., 8.]])
+        >>> with sl.Mesh(data=2, tensor=4):
+        ...     mean = sl.shard_map(lambda x: sl.pmean(x.sum(0), "data"), "b@data _", "_", axis_names={"data"})
+        ...     print(sl.typeof(mean(sl.shard(torch.ones(4, 8), "b@data c@tensor"))))
+        f32[8@tensor]
     """
     if fn is None:
         return functools.partial(
@@ -186,7 +195,7 @@ class ShardMapped:
         cuts, own, around = self._arguments(args, kwargs, mesh), self._axes(mesh), current_body()
         leaves, tree = pytree.tree_flatten((args, kwargs))
         over = [() if cut is None else stacked.cutting(cut.layout, mesh) for cut in cuts]
-        pieces = [x if cut is None else stacked.cut(x, cut.layout, mesh) for x, cut in zip(leaves, cuts, strict=True)]
+        pieces = [x if cut is None else stacked.cut(x, cut, mesh) for x, cut in zip(leaves, cuts, strict=True)]
         device = next((x.device for x, cut in zip(leaves, cuts, strict=True) if cut is not None), None)
         results: list[Any] = []
 
@@ -205,7 +214,7 @@ class ShardMapped:
             run = torch.vmap(run, in_dims=at, randomness="different")
         run([torch.arange(mesh.axes[name], device=device) for name in own], pieces)
         (out,) = results
-        return self._put_together(out, mesh, lambda x, cut: stacked.join(x, cut.layout, mesh))
+        return self._put_together(out, mesh, lambda x, cut: stacked.join(x, cut, mesh))
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> list[Cut | None]:
         what = f"shard_map({self.name}) in_specs"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.manual.doors import Stack
+from shardlib.manual.doors import Cut, Stack
 from shardlib.manual.rows import send_rows
 from shardlib.meshes.mesh import Mesh
 from shardlib.specs.layout import Layout
@@ -29,41 +29,40 @@ def cutting(layout: Layout, mesh: Mesh) -> tuple[str, ...]:
     return tuple(name for name in mesh.axis_names if name in used)
 
 
-def cut(x: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+def cut(x: Tensor, how: Cut, mesh: Mesh) -> Tensor:
     """The pieces of a whole tensor, with a dim in front for every axis that cuts it, in the order of the mesh."""
-    axes = cutting(layout, mesh)
-    sizes, at, order = [], {}, []  # at: where the dim of an axis is; order: the dims of a piece
-    for dim in layout.dims:
-        for f in dim:
-            for a in f.axes:
-                at[a.name] = len(sizes)
-                sizes.append(a.size)
-            order.append(len(sizes))
-            sizes.append(f.size // math.prod(a.size for a in f.axes))
-    pieces = x.reshape(sizes).permute([*(at[a] for a in axes), *order])
-    shape = [math.prod(f.size // math.prod(a.size for a in f.axes) for f in dim) for dim in layout.dims]
-    return placed(pieces.reshape([*pieces.shape[: len(axes)], *shape]), *((a,) for a in axes))
+    axes = cutting(how.layout, mesh)
+    sizes, order = _grid(how.layout, axes)
+    pieces = x.reshape(sizes).permute(order)
+    return _on(pieces.reshape([*(mesh.axes[name] for name in axes), *how.door.local_shape]), axes)
 
 
-def join(x: Stack, layout: Layout, mesh: Mesh) -> Tensor:
+def join(x: Stack, how: Cut, mesh: Mesh) -> Tensor:
     """The whole tensor of pieces; of a piece that devices along an axis hold alike (one hopes) the mean."""
-    pieces, axes = placed(x.pieces, *((a,) for a in x.axes)), cutting(layout, mesh)
+    axes, pieces = cutting(how.layout, mesh), _on(x.pieces, x.axes)
     for d, name in reversed([*enumerate(x.axes)]):
         if name not in axes:
             number = pieces.is_floating_point() or pieces.is_complex()
             pieces = pieces.mean(d) if number else pieces.select(d, 0)
-    held = [name for name in x.axes if name in axes]
     for d, name in enumerate(axes):
-        if name not in held:
-            pieces = pieces.unsqueeze(d).expand(*(-1,) * d, mesh.axes[name], *(-1,) * (pieces.dim() - d))
-    # The dims of one piece are split in their factors; every device dim goes in front of what it cuts.
-    at, sizes, order = len(axes), [], []
+        if name not in x.axes:
+            pieces = pieces.unsqueeze(d).expand(*pieces.shape[:d], mesh.axes[name], *pieces.shape[d:])
+    sizes, order = _grid(how.layout, axes)
+    pieces = pieces.reshape([sizes[i] for i in order])
+    return pieces.permute([order.index(i) for i in range(len(order))]).reshape(how.layout.shape)
+
+
+def _grid(layout: Layout, axes: Sequence[str]) -> tuple[list[int], list[int]]:
+    """The sizes of a tensor's dims where every factor is split, devices in front, and where `axes` and the rest are."""
+    at: dict[str, int] = {}
+    rest, sizes = [], list[int]()
     for f in layout.factors:
-        order += [axes.index(a.name) for a in f.axes]
-        order.append(at)
+        for a in f.axes:
+            at[a.name] = len(sizes)
+            sizes.append(a.size)
+        rest.append(len(sizes))
         sizes.append(f.size // math.prod(a.size for a in f.axes))
-        at += 1
-    return pieces.reshape([*pieces.shape[: len(axes)], *sizes]).permute(order).reshape(layout.shape)
+    return sizes, [*(at[name] for name in axes), *rest]
 
 
 def varying(x: Tensor, indices: Mapping[str, Tensor]) -> tuple[str, ...]:
@@ -74,6 +73,11 @@ def varying(x: Tensor, indices: Mapping[str, Tensor]) -> tuple[str, ...]:
             levels.add(torch._C._functorch.maybe_get_level(x))
         x = torch._C._functorch.get_unwrapped(x)
     return tuple(name for name, index in indices.items() if torch._C._functorch.maybe_get_level(index) in levels)
+
+
+def _on(x: Tensor, axes: Sequence[str]) -> Tensor:
+    """x, with a dim in front for each of these axes, which lies there."""
+    return placed(x, *((name,) for name in axes))
 
 
 def placed(x: Tensor, *axes: Sequence[str], back: Sequence[Sequence[str]] | None = None) -> Tensor:
@@ -100,7 +104,7 @@ def collective(x: Tensor, stack: Sequence[str], axes: Sequence[str], kind: str, 
     x = x.movedim(order, [*range(k)])
     sizes = x.shape[:k]
     x = _KINDS[kind](x.flatten(0, k - 1), axes, *args)
-    return x if kind in SAME else x.unflatten(0, sizes).movedim([*range(k)], order)
+    return x if kind in SAME else x.reshape([*sizes, *x.shape[1:]]).movedim([*range(k)], order)
 
 
 # Each takes x [member, ...], and dims of a member's tensor as numbers.
@@ -135,7 +139,7 @@ def _ppermute(x: Tensor, axes: Sequence[str], pairs: Sequence[int]) -> Tensor:
 
 def _split(x: Tensor, dim: int, n: int) -> Tensor:
     """The n pieces along a dim, in front."""
-    return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0)
+    return x.reshape([*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :]]).movedim(dim, 0)
 
 
 _KINDS: dict[str, Callable[..., Tensor]] = {

@@ -172,7 +172,7 @@ def send_rows(call: Call) -> Rule:
 
     def local(local: Local) -> Any:
         piece, (factor,) = Piece.of(local, local.args[0], local.rule.operands[0], "input"), x[0]
-        if local.ways(factor) == n:
+        if local.values(local.size(factor), factor) == [{1}] * n:
             return local.send(piece.value, factor, pairs, piece.shape, name=piece.name)
         whole = local.all_gather(piece.value, factor, 0, local.rule.operands[0], local.size(factor))
         sent = local.op(call.target, whole, *local.args[1:])

@@ -28,7 +28,8 @@ torch.library.register_fake("shardlib::constrain", _fake, lib=_LIB)
 
 
 def constrain(x: Tensor, spec: str, back: str | None = None) -> Tensor:
-    """The value x, of any shape, laid out as the text `spec` says; its gradient that flows back as `back` says, or alike.
+    """The value x, of any shape, laid out as the text `spec` says; so is the gradient that flows back through it,
+    unless `back` says otherwise.
 
     Under vmap the batch dim is put in front and left open (`_?`), for the compiler to decide.
 
@@ -55,8 +56,6 @@ class _Constrain(torch.autograd.Function):
         return constrain(grad, ctx.back, ctx.spec), None, None
 
     @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[int | None, None, None], x: Tensor, spec: str, back: str
-    ) -> tuple[Tensor, int]:
+    def vmap(info: Any, in_dims: tuple[int | None, None, None], x: Tensor, spec: str, back: str) -> tuple[Tensor, int]:
         assert in_dims[0] is not None, "vmap rules run for batched operands only"
         return constrain(x.movedim(in_dims[0], 0), *(f"_? {text}".rstrip() for text in (spec, back))), 0
