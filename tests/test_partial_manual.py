@@ -332,6 +332,63 @@ def test_around_and_inside() -> None:
         _same(sl.jit(slope)(w), torch.func.grad(plain)(w))
 
 
+def test_backward_through_a_module() -> None:
+    """Parameters that the body closes over have gradients, in jit and outside."""
+    net, x = torch.nn.Linear(16, 4), torch.randn(X)
+    expected = torch.autograd.grad((net(x) ** 2).mean(), list(net.parameters()))
+    with Mesh(**MESH):
+        mapped = manual("data")(lambda x: sl.pmean((net(x) ** 2).mean(), "data"), "b@data _", "")
+
+        def step(x: Tensor) -> Tensor:
+            loss: Tensor = mapped(x)
+            loss.backward()
+            return loss
+
+        for run in (sl.jit(step), lambda x: sl.jit(mapped)(x).backward(), lambda x: mapped(x).backward()):
+            net.zero_grad(set_to_none=True)
+            run(x)
+            _same([p.grad for p in net.parameters()], list(expected))
+
+
+def test_memory_of_its_own() -> None:
+    """What a body writes to its arguments stays there, whether they are cut or not."""
+    x, y = torch.ones(X), torch.ones(3)
+    with Mesh(**MESH):
+        mapped = manual("data")(lambda x, y: x.mul_(2) + y.add_(1).sum(), ("b@data _", "_"), "b@data _")
+        for run in (sl.jit(mapped), mapped):
+            _same(run(x, y), torch.full(X, 8.0))
+        with single_device():
+            _same(mapped(x, y), torch.full(X, 8.0))
+    _same([x, y], [torch.ones(X), torch.ones(3)])
+
+
+def _again(x: Tensor) -> Tensor:
+    return torch.utils.checkpoint.checkpoint(lambda x: x.sin().sin(), x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def test_checkpoints() -> None:
+    """Around the body and in a scan inside; in the body itself they would run again where its vmaps are over."""
+    x, data = torch.randn(X), manual("data")
+    expected = torch.func.grad(lambda x: (x.sin().sin() ** 2).sum())(x)
+    with Mesh(**MESH):
+        around = data(lambda x: sl.pmean(x.sin().sin(), "data"), "_ _", "_ _")
+        inside = data(lambda x: sl.scan(lambda h, _: (_again(h), None), x, length=1)[0], "b@data _", "b@data _")
+        for fn in (lambda x: torch.utils.checkpoint.checkpoint(around, x, use_reentrant=False), inside):
+            _same(sl.jit(sl.grad(lambda x, fn=fn: (fn(x) ** 2).sum()))(x), expected)
+        with pytest.raises(ShardingError, match="reads a value of a vmap behind its end"):
+            sl.jit(sl.grad(lambda x: data(_again, "b@data _", "b@data _")(x).sum()))(x)
+
+
+def test_numbers() -> None:
+    """Numbers go through a body: one program for all of them."""
+    x = torch.randn(X)
+    with Mesh(**MESH):
+        step = sl.jit(manual("data")(lambda x, a: sl.psum(x.sum(0) * a, "data"), ("b@data _", None), "_"))
+        for a in (0.5, 2.0):
+            _same(step(x, a), x.sum(0) * a)
+    assert not step.retraces
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 

@@ -30,10 +30,13 @@ def cutting(layout: Layout, mesh: Mesh) -> tuple[str, ...]:
 
 
 def cut(x: Tensor, how: Cut, mesh: Mesh) -> Tensor:
-    """The pieces of a whole tensor, with a dim in front for every axis that cuts it, in the order of the mesh."""
+    """The pieces of a whole tensor, with a dim in front for every axis that cuts it, in the order of the mesh.
+
+    They are memory of their own: what a body writes to its arguments does not reach the tensor.
+    """
     axes = cutting(how.layout, mesh)
     sizes, order = _grid(how.layout, axes)
-    pieces = x.reshape(sizes).permute(order)
+    pieces = x.reshape(sizes).permute(order).clone()
     return _on(pieces.reshape([*(mesh.axes[name] for name in axes), *how.door.local_shape]), axes)
 
 
