@@ -252,6 +252,18 @@ def test_gradients_of_weights() -> None:
         _same(w.grad, torch.func.grad(lambda w: _weighed(torch.matmul, x, w))(whole))
 
 
+def test_gradient_of_all_gather() -> None:
+    """It is scattered while it is summed, at the place of the piece."""
+    with Mesh(**MESH):
+        mapped = manual("data")(lambda x, w: x @ sl.all_gather(w, "data"), ("b@data _", "k@data _"), "b@data _")
+        plan = sl.jit(torch.func.grad(lambda w, x: _weighed(mapped, x, w))).plan(torch.randn(W), torch.randn(X))
+    half = 16 * 32 * 8 / 2
+    assert [(c.kind, c.axes, c.bytes) for c in plan.collectives] == [
+        ("all_gather", D, half),
+        ("reduce_scatter", D, half),
+    ]
+
+
 def test_every_axis_named_is_a_body_of_one_device() -> None:
     """With nothing left to the compiler the body runs as it is written, and holds local tensors alone."""
     with Mesh(**MESH):
@@ -286,6 +298,18 @@ def test_several_axes() -> None:
             slope = torch.func.grad(lambda x, w: sum((o**2).sum() for o in mapped(x, w)), (0, 1))
             expected = torch.func.grad(lambda x, w: sum((o**2).sum() for o in whole(x, w)), (0, 1))(x, w)
             _same(sl.jit(slope)(x, w_at), expected)
+
+
+def test_a_group_with_an_axis_between() -> None:
+    """One group over two axes, of values that vary over a third, which stands between them."""
+    x = torch.randn(8, 3)
+    with Mesh(a=2, b=2, c=2, d=1):
+        cut = "n@(a b c) _"
+        mapped = manual("a", "b", "c")(
+            lambda x: sl.ppermute(x, ("a", "c"), [(i, (i + 1) % 4) for i in range(4)]), cut, cut
+        )
+        groups = x.view(2, 2, 2, 3).transpose(1, 2).flatten(0, 1)  # (a c), b
+        _same(sl.jit(mapped)(x), groups.roll(1, 0).view(2, 2, 2, 3).transpose(1, 2).reshape(8, 3))
 
 
 def test_one_in_another() -> None:
