@@ -470,7 +470,9 @@ BAD = {
     ),
     "twice": (
         D, lambda x: manual("data")(_same_body, "_ _", "_ _")(x), "b@data _", "b@data _",
-        "shard_map(_same_body) is inside the body of another shard_map:\n  * axis 'data' is manual there already",
+        "shard_map(_same_body) is inside the body of another shard_map:\n  * axis 'data' is manual there already\n"
+        "Rule: a body holds one device's piece along its manual axes: there is nothing left to cut\n"
+        "Remedy: axis_names=('tensor',)",
     ),
     "random numbers": (D, torch.rand_like, "b@data _", "b@data _", "a shard_map body draws random numbers"),
     "debug_print": (

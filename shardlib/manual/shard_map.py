@@ -172,7 +172,7 @@ class ShardMapped:
                 f"shard_map({self.name}) is inside the body of another shard_map",
                 [f"axis {name!r} is manual there already" for name in twice],
                 rule="a body holds one device's piece along its manual axes: there is nothing left to cut",
-                remedy=f"axis_names={set(around.left)}" if around.left else "call fn itself, on the local tensors",
+                remedy=f"axis_names={around.left}" if around.left else "call fn itself, on the local tensors",
             )
         return tuple(name for name in mesh.axis_names if name in asked)
 
