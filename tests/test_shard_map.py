@@ -27,7 +27,7 @@ from shardlib.manual.collectives import (
     reduce_scatter,
 )
 from shardlib.manual.shard_map import shard_map
-from shardlib.manual.stacked import collective
+from shardlib.manual.stacked import SAME, collective
 from shardlib.state import single_device, tracing
 from shardlib.tracing.trace import trace
 
@@ -293,19 +293,26 @@ CALLS = [
 ]
 
 
+def _run_call(x: Tensor, call: Call) -> Tensor:
+    """One collective on the tensors of all devices, stacked over the axes of the mesh."""
+    here = [i for i, name in enumerate(MESH) if name in call.axes]
+    groups = [i for i in range(2) if i not in here]
+    members = x.movedim(groups, [*range(-len(groups), 0)]) if groups else x
+    out = collective(members, [[*MESH][i] for i in here], call.axes, call.kind, call.args)
+    if call.kind in SAME:
+        out = out.expand(*([*MESH.values()][i] for i in here), *out.shape)
+    return out.movedim([*range(-len(groups), 0)], groups) if groups else out
+
+
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_transpose(call: Call) -> None:
     """<y, A x> == <A' y, x> over the tensors of all devices, and A'' == A."""
-    mesh = Mesh(**MESH)
 
-    def run(x: Tensor, call: Call) -> Tensor:
-        return collective(x, mesh, call.axes, call.kind, call.args)
-
-    x = torch.randn(8, 8, 8)
-    out = run(x, call)
+    x = torch.randn(2, 4, 8, 8)
+    out = _run_call(x, call)
     y = torch.randn(out.shape)
     back = call.transposed()
-    torch.testing.assert_close((y * out).sum(), (run(y, back) * x).sum())
+    torch.testing.assert_close((y * out).sum(), (_run_call(y, back) * x).sum())
     assert back.transposed() == call
 
 
@@ -314,9 +321,9 @@ def test_fake_shape(call: Call) -> None:
     """What the op promises is what the collective gives, also with a batch dim in front."""
     op = getattr(torch.ops.shardlib, f"manual_{call.kind}")
     for batch, c in (((), call), ((3,), call.batched())):
-        x = torch.randn(8, *batch, 8, 8)
-        fake = op(x[0].to("meta"), list(c.axes), *c.args)
-        assert fake.shape == collective(x, Mesh(**MESH), c.axes, c.kind, c.args)[0].shape
+        x = torch.randn(2, 4, *batch, 8, 8)
+        fake = op(x[0, 0].to("meta"), list(c.axes), *c.args)
+        assert fake.shape == _run_call(x, c)[0, 0].shape
 
 
 # --- what is traced ---------------------------------------------------------------------------------------------------

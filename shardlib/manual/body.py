@@ -10,18 +10,19 @@ argument is summed over the axes that do not cut it, once. That they do return t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardlib.errors import ShardingError
-from shardlib.manual.doors import Door
-from shardlib.manual.stacked import collective, depth
+from shardlib.manual import stacked
+from shardlib.manual.doors import Door, Stack
 from shardlib.meshes.mesh import Mesh
 
 _LIB = torch.library.Library("shardlib", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -72,16 +73,21 @@ _define(
 
 @dataclass(frozen=True)
 class Body:
-    """The `shard_map` body that runs now.
+    """The `shard_map` body that runs now, per-device code along its axes `manual`.
 
-    `like` is one of its values while it is traced. `index` is the device's rank where all devices run at once, stacked
-    under a vmap whose outside is `depth` transforms deep.
+    `like` is one of its values while it is traced as it is written, for one device. Where all devices run at once,
+    stacked, `indices` are the device's coordinates by axis, each batched in the vmap for its axis.
     """
 
     mesh: Mesh
+    manual: tuple[str, ...]
     like: Tensor | None = None
-    index: Tensor | None = None
-    depth: int = 0
+    indices: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def left(self) -> tuple[str, ...]:
+        """The axes that are left to the compiler."""
+        return tuple(name for name in self.mesh.axis_names if name not in self.manual)
 
 
 _body: ContextVar[Body | None] = ContextVar("shardlib_body", default=None)
@@ -112,13 +118,15 @@ def group(call: str, axis: str | Sequence[str]) -> tuple[Body, tuple[str, ...], 
             remedy="call it in fn of sl.shard_map(fn, in_specs, out_specs)",
         )
     faults = [f"{body.mesh} has no axis {name!r}" for name in axes if name not in body.mesh.axes]
+    faults += [f"axis {name!r} is left to the compiler" for name in body.left if name in axes]
     faults += [f"axis {name!r} is named twice" for name in dict.fromkeys(axes) if axes.count(name) > 1]
     if faults or not axes:
         raise ShardingError(
             f"{call} over {axis!r}",
             faults or ["no axis is named"],
-            rule="a collective runs over one mesh axis, or several distinct ones, major first",
-            remedy=f"use axes of {', '.join(body.mesh.axes)}",
+            rule="a collective runs over one mesh axis, or several distinct ones, major first"
+            + (": those that the shard_map is manual over" if body.left else ""),
+            remedy=f"use axes of {', '.join(body.manual)}",
         )
     n = 1
     for name in axes:
@@ -131,17 +139,20 @@ def group(call: str, axis: str | Sequence[str]) -> tuple[Body, tuple[str, ...], 
 
 @dataclass(frozen=True)
 class Call:
-    """One collective: `shardlib::manual_<kind>(x, axes, *args)`."""
+    """One collective: `shardlib::manual_<kind>(x, axes, *args)`.
+
+    Where all devices run at once, `stack` are those of its axes whose members x shows already, as dims in front.
+    """
 
     kind: str
     axes: tuple[str, ...]
-    args: tuple[Any, ...]
+    args: tuple[Any, ...] = ()
+    stack: tuple[str, ...] = ()
 
     def __call__(self, x: Tensor) -> Tensor:
         body = _body.get()
-        if body is not None and body.index is not None:  # a value that is the same on all devices is stacked, too
-            x = torch.where(body.index >= 0, x, x)
-        return _Linear.apply(x, self)  # type: ignore[no-any-return,no-untyped-call]
+        indices = [body.indices[name] for name in self.axes] if body is not None and body.indices else []
+        return _Linear.apply(x, self, *indices)  # type: ignore[no-any-return,no-untyped-call]
 
     def transposed(self) -> Call:
         return _TRANSPOSE[self.kind](self)
@@ -152,7 +163,7 @@ class Call:
         return replace(self, args=(*(d + 1 for d in self.args[:dims]), *self.args[dims:]))
 
 
-_DIMS = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 2}  # how many of a call's arguments are dims
+_DIMS = {"all_gather": 1, "leave": 1, "reduce_scatter": 1, "all_to_all": 2}  # how many of a call's arguments are dims
 
 _TRANSPOSE: dict[str, Callable[[Call], Call]] = {
     "all_reduce": lambda call: call,
@@ -168,16 +179,19 @@ def _reversed(pairs: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class _Linear(torch.autograd.Function):
+    """Where all devices run at once, `indices` are operands: so the vmap for each of a call's axes comes by."""
+
     @staticmethod
-    def forward(x: Tensor, call: Call) -> Any:
+    def forward(x: Tensor, call: Call, *indices: Tensor) -> Any:
         return getattr(torch.ops.shardlib, f"manual_{call.kind}")(x, list(call.axes), *call.args)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Call], output: Tensor) -> None:
-        ctx.call = inputs[1]
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.call, *indices = inputs[1:]
+        ctx.nothing = (None, *(None for _ in indices))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         if call.args[0] in ("max", "min"):
             raise ShardingError(
@@ -185,16 +199,35 @@ class _Linear(torch.autograd.Function):
                 rule=f"p{call.args[0]} has no derivative: which device holds the {call.args[0]} is not kept",
                 remedy="detach its operand, as a stable softmax does with its maximum",
             )
-        return call.transposed()(grad), None
+        return call.transposed()(grad), *ctx.nothing
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, None], x: Tensor, call: Call) -> tuple[Tensor, int]:
-        assert in_dims[0] is not None, "vmap rules run for batched operands only"
-        x = x.movedim(in_dims[0], 0)
-        body = _body.get()
-        if body is not None and body.index is not None and depth() == body.depth:
-            return collective(x, body.mesh, call.axes, call.kind, call.args), 0
-        return call.batched()(x), 0
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], x: Tensor, call: Call, *indices: Tensor
+    ) -> tuple[Tensor, int | None]:
+        here = [i for i, d in enumerate(in_dims[2:]) if d is not None]
+        same, k = call.kind in stacked.SAME, len(call.stack)
+        if not here:  # a vmap inside the body, or one for another axis
+            assert in_dims[0] is not None, "vmap rules run for batched operands only"
+            return _Linear.apply(x.movedim(in_dims[0], k), call.batched(), *indices), 0 if same else k  # type: ignore[no-untyped-call]
+        members = x.expand(info.batch_size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
+        name = [a for a in call.axes if a not in call.stack][here[0]]
+        call, rest = replace(call, stack=(name, *call.stack)), [*indices[: here[0]], *indices[here[0] + 1 :]]
+        if rest:
+            out = _Linear.apply(members, call, *rest)  # type: ignore[no-untyped-call]
+        else:
+            out = stacked.collective(members, call.stack, call.axes, call.kind, call.args)
+        return out, None if same else 0
+
+
+def left(x: Tensor, indices: Mapping[str, Tensor]) -> Stack:
+    """A result of a body, outside of its vmaps: stacked over those axes of `indices` along which it varies."""
+    axes = stacked.varying(x, indices)
+    if not axes:
+        return Stack(x, ())
+    sizes = [group("leave", name)[2] for name in axes]
+    pieces = Call("leave", axes, (0, math.prod(sizes)))(x.unsqueeze(0))
+    return Stack(pieces.reshape([*sizes, *pieces.shape[1:]]), axes)
 
 
 def to_local(x: Tensor, door: Door) -> Tensor:

@@ -3,12 +3,14 @@
 A value of a body varies over the axes that cut the arguments which it is made of. `axis_index` and the collectives that
 give each device something of its own add their axes; a sum, a maximum or a gathering over an axis makes its result the
 same along it. This is decided on the graph as it was traced, so that a result which nothing reads is held to its claim,
-too: its gradient rests on it.
+too: its gradient rests on it. Where axes are left to the compiler, a value varies along those for which it is batched
+(`stacked`), as is known when the body ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -36,18 +38,38 @@ def hold_claims(gm: fx.GraphModule) -> None:
     mesh = current_mesh()
     assert mesh is not None, "a program is compiled for a mesh"
     varies = varying(gm, mesh)
-    wrong: dict[str, list[str]] = {}
-    over: dict[str, None] = {}
+    results = []
     for node in made:
         source, spec, _, claim = node.args
-        who, _, result = claim.partition(": ")
-        if hidden := [a for a in mesh.axis_names if a in varies[source] - _cut(node.meta["val"].shape, spec, mesh)]:
+        hidden = varies[source] - _cut(node.meta["val"].shape, spec, mesh)
+        results.append(Claimed(claim, source.meta["val"].shape, spec, hidden, _origin(source)))
+        node.args = node.args[:3]
+    hold(results, mesh)
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """A result that is to be the same along the axes which its spec leaves out; `hidden` are those where it is not."""
+
+    claim: str  # "who: which result"
+    shape: Sequence[int]
+    spec: str
+    hidden: Axes
+    origin: str = ""
+
+
+def hold(results: Sequence[Claimed], mesh: Mesh) -> None:
+    """Raise `ShardingError` with all results that may differ where they are said to be the same."""
+    wrong: dict[str, list[str]] = {}
+    over: dict[str, None] = {}
+    for result in results:
+        who, _, name = result.claim.partition(": ")
+        if hidden := [a for a, n in mesh.axes.items() if n > 1 and a in result.hidden]:
             over |= dict.fromkeys(hidden)
             wrong.setdefault(who, []).append(
-                f"{result} of shape {list(source.meta['val'].shape)} with spec {spec!r} varies over "
-                f"{' and '.join(f'{a!r} ({mesh.axes[a]} devices)' for a in hidden)}{_origin(source)}"
+                f"{name} of shape {list(result.shape)} with spec {result.spec!r} varies over "
+                f"{' and '.join(f'{a!r} ({mesh.axes[a]} devices)' for a in hidden)}{result.origin}"
             )
-        node.args = node.args[:3]
     if wrong:
         axes = repr(next(iter(over)) if len(over) == 1 else tuple(over))
         raise ShardingError(

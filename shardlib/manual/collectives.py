@@ -132,23 +132,19 @@ def _mapped(call: str, of: Callable[[Tensor], Tensor], x: Any, of_number: Callab
 def axis_index(axis: Axis) -> Tensor:
     """The coordinate of this device along `axis`, as an int64 tensor without dims."""
     body, axes, _ = group("axis_index", axis)
-    if body.index is None:
-        if body.like is None:
-            raise ShardingError(
-                f"axis_index({axis!r}) in a shard_map without tensor arguments",
-                rule="a body runs where its arguments are",
-                remedy="pass it at least one tensor",
-            )
-        like: Tensor = body.like
-        return _AxisIndex.apply(like.detach(), axes)  # type: ignore[no-any-return,no-untyped-call]
-    out = torch.zeros_like(body.index)
-    for name in axes:
-        minor = 1
-        for other in body.mesh.axis_names[body.mesh.axis_names.index(name) + 1 :]:
-            minor *= body.mesh.axes[other]
-        n = body.mesh.axes[name]
-        out = out * n + torch.div(body.index, minor, rounding_mode="floor") % n
-    return out
+    if body.indices:
+        at = body.indices[axes[0]]
+        for name in axes[1:]:
+            at = at * body.mesh.axes[name] + body.indices[name]
+        return at
+    if body.like is None:
+        raise ShardingError(
+            f"axis_index({axis!r}) in a shard_map without tensor arguments",
+            rule="a body runs where its arguments are",
+            remedy="pass it at least one tensor",
+        )
+    like: Tensor = body.like
+    return _AxisIndex.apply(like.detach(), axes)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def axis_size(axis: Axis) -> int:

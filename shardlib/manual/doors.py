@@ -44,10 +44,10 @@ class Door:
 
 
 class Stack:
-    """A result of all devices, stacked, which shows the shape that one device sees."""
+    """A result of all devices, stacked over the axes along which it varies, which shows the shape that one sees."""
 
-    def __init__(self, pieces: Tensor) -> None:
-        self.pieces, self.shape = pieces, pieces.shape[1:]
+    def __init__(self, pieces: Tensor, axes: tuple[str, ...]) -> None:
+        self.pieces, self.axes, self.shape = pieces, axes, pieces.shape[len(axes) :]
 
 
 @dataclass(frozen=True)
@@ -58,22 +58,24 @@ class Cut:
     layout: Layout
 
 
-def arguments(args: tuple[Any, ...], kwargs: dict[str, Any], specs: Any, mesh: Mesh, what: str) -> list[Cut | None]:
+def arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any], specs: Any, mesh: Mesh, manual: Sequence[str], what: str
+) -> list[Cut | None]:
     """A cut per leaf of the global `(args, kwargs)`, of which `specs` is a prefix; None for what is no tensor."""
     tree = (args, kwargs)
     given = pytree.tree_flatten_with_path(args)[0], pytree.tree_flatten_with_path(list(kwargs.values()))[0]
     names = [f"args{pytree.keystr(path)}" for path, _ in given[0]]
     names += [f"{[*kwargs][path[0].idx]}{pytree.keystr(path[1:])}" for path, _ in given[1]]  # type: ignore[attr-defined]
-    return _cuts(tree, specs, mesh, what, names, inside=False)
+    return _cuts(tree, specs, mesh, manual, what, names, inside=False)
 
 
-def results(out: Any, specs: Any, mesh: Mesh, who: str, *, claim: bool) -> list[Cut | None]:
+def results(out: Any, specs: Any, mesh: Mesh, manual: Sequence[str], who: str, *, claim: bool) -> list[Cut | None]:
     """A cut per leaf of what one device returned; None for leaves that are no tensors.
 
     With `claim` they say that devices along axes which are not named return the same.
     """
     names = [f"result{pytree.keystr(path)}" for path, _ in pytree.tree_flatten_with_path(out)[0]]
-    cuts = _cuts(out, specs, mesh, f"{who} out_specs", names, inside=True)
+    cuts = _cuts(out, specs, mesh, manual, f"{who} out_specs", names, inside=True)
     if not claim:
         return cuts
     return [
@@ -82,7 +84,9 @@ def results(out: Any, specs: Any, mesh: Mesh, who: str, *, claim: bool) -> list[
     ]
 
 
-def _cuts(tree: Any, specs: Any, mesh: Mesh, what: str, names: Sequence[str], *, inside: bool) -> list[Cut | None]:
+def _cuts(
+    tree: Any, specs: Any, mesh: Mesh, manual: Sequence[str], what: str, names: Sequence[str], *, inside: bool
+) -> list[Cut | None]:
     leaves = list(zip(names, pytree.tree_leaves(tree), strict=True))
     flat = broadcast_prefix(specs, tree, what)
     items = {i: (*leaf, spec) for i, (leaf, spec) in enumerate(zip(leaves, flat, strict=True)) if _is_tensor(leaf[1])}
@@ -102,6 +106,20 @@ def _cuts(tree: Any, specs: Any, mesh: Mesh, what: str, names: Sequence[str], *,
     shapes = {i: _global_shape(x.shape, axes[i], mesh) if inside else tuple(x.shape) for i, (_, x, _) in closed.items()}
     asked = [(name, shapes[i], spec, None) for i, (name, _, spec) in closed.items()]
     resolved = dict(zip(closed, resolve_many(asked, mesh, what=what), strict=True)) if asked else {}
+    others = [
+        f"{name} of shape {list(x.shape)} with spec {str(spec)!r} names {axis!r}"
+        for i, (name, x, spec) in closed.items()
+        for axis in dict.fromkeys(a.partition(":")[0] for dim in axes[i] for names in dim for a in names)
+        if axis not in manual
+    ]
+    if others:
+        raise ShardingError(
+            f"{what} name axes over which the body is not manual",
+            others,
+            rule=f"the specs say how axis_names, {', '.join(map(repr, manual))}, cut the tensors; how other axes do is "
+            "left to the compiler",
+            remedy="leave that dim whole in the spec; shard(x, spec), outside the body or in it, says what cuts it",
+        )
     uneven = [
         f"{name} of shape {list(shapes[i])} with spec {str(spec)!r}: {fault}"
         for i, (name, _, spec) in closed.items()

@@ -1,15 +1,15 @@
 """`shard_map`: per-device code inside a global program, the manual escape hatch.
 
 The body is traced inline: `to_local` in front of it, `from_local` behind it, local values in between. Its arithmetic
-runs as it is written, on every device. In a program for one device the body runs on all devices at once, stacked
-(`stacked.py`).
+runs as it is written, on every device. In a program for one device, and where axes are left to the compiler, the body
+runs on all devices at once, stacked (`stacked.py`).
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 
 from shardlib.errors import ShardingError
 from shardlib.manual import doors, stacked
-from shardlib.manual.body import Body, current_body, entered, from_local, to_local
+from shardlib.manual.body import Body, current_body, entered, from_local, left, to_local
+from shardlib.manual.claims import Claimed, hold
 from shardlib.manual.doors import Cut, Stack
 from shardlib.meshes.mesh import Mesh, current_mesh
 from shardlib.pullback import Differentiable
@@ -33,7 +34,7 @@ def shard_map(
     mesh: Mesh | None = None,
     *,
     check: bool = True,
-    axis_names: Sequence[str] | frozenset[str] | None = None,
+    axis_names: Collection[str] | None = None,
 ) -> Any:
     """A function of global tensors, from `fn`, which says what each device does with its local ones.
 
@@ -46,11 +47,16 @@ def shard_map(
 
     That devices return the same is proved: a value varies over the axes that cut the arguments which it is computed
     from, and over those of `axis_index`, `ppermute`, `all_to_all` and `reduce_scatter`, until a `psum`, `pmean`,
-    `pmax`, `pmin` or `all_gather` over an axis makes it the same along it. `check=False` takes your word for it. Every
-    axis of the mesh is manual in a body: `axis_names`, where given, names them all.
+    `pmax`, `pmin` or `all_gather` over an axis makes it the same along it. `check=False` takes your word for it.
+
+    With `axis_names` the body is one device's along these axes alone: the specs and the collectives name no others.
+    Along the axes that are left the body is a part of the program like any other: tensors are whole there, the compiler
+    infers how they are cut, `shard` says so where you know better, and a shard_map inside may take these axes. With
+    `check=False`, results that differ along an axis which their spec leaves out are averaged.
 
     Raises `ShardingError` where an axis does not divide a dim (all of them at once), for specs that are left out or
-    open, for results that differ along an axis which their spec leaves out, outside any mesh and inside another body.
+    open, for results that differ along an axis which their spec leaves out, for specs that name axes which are left to
+    the compiler, outside any mesh and inside another body of the same axes.
 
     Example:
         >>> import shardlib as sl
@@ -61,6 +67,10 @@ def shard_map(
         ...     print(matmul(torch.ones(2, 8), w=torch.ones(8, 3)).full_tensor())
         tensor([[8., 8., 8.],
                 [8., 8., 8.]])
+        >>> with sl.Mesh(data=2, tensor=4):
+        ...     mean = sl.shard_map(lambda x: sl.pmean(x.sum(0), "data"), "b@data _", "_", axis_names={"data"})
+        ...     print(sl.typeof(mean(sl.shard(torch.ones(4, 8), "b@data c@tensor"))))
+        f32[8@tensor]
     """
     if fn is None:
         return functools.partial(
@@ -137,62 +147,78 @@ class ShardMapped:
             raise ShardingError(
                 f"shard_map({self.name}) is on {mesh}, the program on {current}", rule="a program runs on one mesh"
             )
-        if self.axis_names is not None and self.axis_names != frozenset(mesh.axis_names):
-            left = [name for name in mesh.axis_names if name not in self.axis_names]
-            wrong = [f"{name!r} is left to the compiler" for name in left]
+        self._axes(mesh)
+        return mesh
+
+    def _axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """The axes that are manual in this body, in the order of the mesh."""
+        asked = frozenset(mesh.axis_names) if self.axis_names is None else self.axis_names
+        if wrong := [f"the mesh has no axis {name!r}" for name in sorted(asked - {*mesh.axis_names})]:
             raise ShardingError(
-                f"shard_map({self.name}) is manual over {sorted(self.axis_names)}, on {mesh}",
-                wrong + [f"the mesh has no axis {name!r}" for name in sorted(self.axis_names - {*mesh.axis_names})],
-                rule="in a body every mesh axis is manual: tensors have one local shape, and nothing is inferred",
-                remedy="leave axis_names out; the specs say which dims the other axes cut, if any",
+                f"shard_map({self.name}) is manual over {sorted(asked)}, on {mesh}",
+                wrong,
+                rule="axis_names are axes of the mesh; the others are left to the compiler",
+                remedy=f"use axes of {', '.join(mesh.axis_names)}",
             )
-        if current_body() is not None:
+        if not asked:
+            raise ShardingError(
+                f"shard_map({self.name}) is manual over no axis",
+                rule="axis_names are the axes that fn sees one device of; left out, they are all",
+                remedy="call fn itself, or leave axis_names out",
+            )
+        around = current_body()
+        if around is not None and (twice := [name for name in around.manual if name in asked]):
             raise ShardingError(
                 f"shard_map({self.name}) is inside the body of another shard_map",
-                rule="in a body every mesh axis is already manual",
-                remedy="call fn itself, on the local tensors",
+                [f"axis {name!r} is manual there already" for name in twice],
+                rule="a body holds one device's piece along its manual axes: there is nothing left to cut",
+                remedy=f"axis_names={around.left}" if around.left else "call fn itself, on the local tensors",
             )
-        return mesh
+        return tuple(name for name in mesh.axis_names if name in asked)
 
     # The ways to run ------------------------------------------------------------------------------------------
 
     def _inline(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mesh = self._mesh((args, kwargs))
+        if len(axes := self._axes(mesh)) < len(mesh.axis_names):
+            return self._stacked(mesh, args, kwargs)
         cuts = self._arguments(args, kwargs, mesh)
         leaves, tree = pytree.tree_flatten((args, kwargs))
         local = [x if cut is None else to_local(x, cut.door) for x, cut in zip(leaves, cuts, strict=True)]
         like = next((x for x, cut in zip(local, cuts, strict=True) if cut is not None), None)
         own_args, own_kwargs = pytree.tree_unflatten(local, tree)
-        with entered(Body(mesh, like)):
+        with entered(Body(mesh, axes, like)):
             out = self.fn(*own_args, **own_kwargs)
         return self._put_together(out, mesh, lambda x, cut: from_local(x, cut.door))
 
     def _stacked(self, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        cuts = self._arguments(args, kwargs, mesh)
+        cuts, own, around = self._arguments(args, kwargs, mesh), self._axes(mesh), current_body()
         leaves, tree = pytree.tree_flatten((args, kwargs))
-        pieces = [stacked.cut(x, cut.layout, mesh) for x, cut in zip(leaves, cuts, strict=True) if cut is not None]
-        index = torch.arange(mesh.size, device=pieces[0].device if pieces else None)
-        depth, others = stacked.depth(), []
+        over = [() if cut is None else stacked.cutting(cut.layout, mesh) for cut in cuts]
+        pieces = [x if cut is None else stacked.cut(x, cut, mesh) for x, cut in zip(leaves, cuts, strict=True)]
+        device = next((x.device for x, cut in zip(leaves, cuts, strict=True) if cut is not None), None)
+        results: list[Any] = []
 
-        def body(rank: Tensor, *local: Tensor) -> list[Tensor]:
-            feed = iter(local)
-            own = [x if cut is None else next(feed) for x, cut in zip(leaves, cuts, strict=True)]
-            own_args, own_kwargs = pytree.tree_unflatten(own, tree)
-            with entered(Body(mesh, None, rank, depth)):
+        def run(indices: list[Tensor], local: list[Any]) -> tuple[()]:
+            own_args, own_kwargs = pytree.tree_unflatten(local, tree)
+            coordinates = dict(zip(own, indices, strict=True))
+            outside = around.indices if around is not None else {}
+            with entered(Body(mesh, (*outside, *own), None, {**outside, **coordinates})):
                 flat, out_tree = pytree.tree_flatten(self.fn(*own_args, **own_kwargs))
-            others.append((flat, out_tree))
-            return [x for x in flat if isinstance(x, Tensor)]
+                out = [left(x, coordinates) if isinstance(x, Tensor) else x for x in flat]
+            results.append(pytree.tree_unflatten(out, out_tree))
+            return ()  # results have left the vmaps already, each for its own axes
 
-        results = iter(torch.vmap(body, randomness="different")(index, *pieces))
-        ((flat, out_tree),) = others
-        # The results' shapes on one device are what the specs are read against.
-        shaped = [Stack(next(results)) if isinstance(x, Tensor) else x for x in flat]
-        out = pytree.tree_unflatten(shaped, out_tree)
-        return self._put_together(out, mesh, lambda x, cut: stacked.join(x.pieces, cut.layout, mesh))
+        for name in reversed(own):
+            at = [0 if a == name else None for a in own], [0 if name in axes else None for axes in over]
+            run = torch.vmap(run, in_dims=at, randomness="different")
+        run([torch.arange(mesh.axes[name], device=device) for name in own], pieces)
+        (out,) = results
+        return self._put_together(out, mesh, lambda x, cut: stacked.join(x, cut, mesh))
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> list[Cut | None]:
         what = f"shard_map({self.name}) in_specs"
-        return doors.arguments(args, kwargs, self._input_specs(args, kwargs, what), mesh, what)
+        return doors.arguments(args, kwargs, self._input_specs(args, kwargs, what), mesh, self._axes(mesh), what)
 
     def _input_specs(self, args: tuple[Any, ...], kwargs: dict[str, Any], what: str) -> Any:
         """The specs of `(args, kwargs)`."""
@@ -222,10 +248,19 @@ class ShardMapped:
         return tuple(specs[: len(args)]), dict(zip(order, specs[len(args) :], strict=True))
 
     def _put_together(self, out: Any, mesh: Mesh, join: Callable[[Any, Cut], Tensor]) -> Any:
-        cuts = doors.results(out, self.out_specs, mesh, f"shard_map({self.name})", claim=self.check)
+        manual = self._axes(mesh)
+        cuts = doors.results(out, self.out_specs, mesh, manual, f"shard_map({self.name})", claim=self.check)
         leaves, tree = pytree.tree_flatten(out)
+        if is_tracing():
+            said = [(x, cut) for x, cut in zip(leaves, cuts, strict=True) if isinstance(x, Stack) and cut is not None]
+            hold([_claimed(x, cut, mesh) for x, cut in said if cut.door.claim], mesh)
         joined = [x if cut is None else join(x, cut) for x, cut in zip(leaves, cuts, strict=True)]
         return pytree.tree_unflatten(joined, tree)
+
+
+def _claimed(x: Stack, cut: Cut, mesh: Mesh) -> Claimed:
+    hidden = frozenset(x.axes).difference(stacked.cutting(cut.layout, mesh))
+    return Claimed(cut.door.claim, x.shape, cut.door.spec, hidden)
 
 
 def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:

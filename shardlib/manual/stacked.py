@@ -1,100 +1,148 @@
-"""Collectives where the local tensors of all devices are stacked along dim 0, in the order of ranks.
+"""A body on all devices at once: what they hold is stacked, a collective is arithmetic along the stacked dims.
 
-A body that is written for one device runs on all of them at once under vmap; there a collective is plain arithmetic
-along the stacked dim. This is how a `shard_map` runs in a program for one device.
+A body that is written for one device runs under one `vmap` for each of its axes. What is the same along an axis is not
+batched there; what differs is, and only that. This is how a `shard_map` runs in a program for one device, and how it
+runs where axes are left to the compiler: then a constraint says that the stacked dims lie on the body's axes, and all
+the rest is inferred.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardlib.manual.doors import Cut, Stack
+from shardlib.manual.rows import send_rows
 from shardlib.meshes.mesh import Mesh
 from shardlib.specs.layout import Layout
+from shardlib.state import is_tracing
+from shardlib.tracing.constraint import constrain
 
 
-def depth() -> int:
-    """How many transforms of torch.func the running code is inside of."""
-    return int(torch._C._functorch.get_dynamic_layer_stack_depth())
-
-
-def cut(x: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
-    """The pieces of a whole tensor on all devices, stacked."""
-    return torch.stack([layout.scatter(x, coords) for coords in mesh.all_coords()])
-
-
-def join(x: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
-    """The whole tensor of stacked pieces; of a piece that several devices hold (alike, one hopes) the mean."""
+def cutting(layout: Layout, mesh: Mesh) -> tuple[str, ...]:
+    """The axes of the mesh that cut a tensor, in the order of the mesh."""
     used = {a.name for a in layout.axes}
-    idle = [d for d, name in enumerate(mesh.axis_names) if name not in used]
-    grid = x.reshape([*mesh.axes.values(), *x.shape[1:]])
-    if x.is_floating_point() or x.is_complex():
-        grid = grid.mean(idle, keepdim=True) if idle else grid
-    else:
-        for d in idle:
-            grid = grid.narrow(d, 0, 1)
-    # Device dims, then the dims of one piece split in their factors; every device dim goes in front of what it cuts.
-    rank, sizes, order = len(mesh.axes), [], []
-    at = rank
+    return tuple(name for name in mesh.axis_names if name in used)
+
+
+def cut(x: Tensor, how: Cut, mesh: Mesh) -> Tensor:
+    """The pieces of a whole tensor, with a dim in front for every axis that cuts it, in the order of the mesh.
+
+    They are memory of their own: what a body writes to its arguments does not reach the tensor.
+    """
+    axes = cutting(how.layout, mesh)
+    sizes, order = _grid(how.layout, axes)
+    pieces = x.reshape(sizes).permute(order).clone()
+    return _on(pieces.reshape([*(mesh.axes[name] for name in axes), *how.door.local_shape]), axes)
+
+
+def join(x: Stack, how: Cut, mesh: Mesh) -> Tensor:
+    """The whole tensor of pieces; of a piece that devices along an axis hold alike (one hopes) the mean."""
+    axes, pieces = cutting(how.layout, mesh), _on(x.pieces, x.axes)
+    for d, name in reversed([*enumerate(x.axes)]):
+        if name not in axes:
+            number = pieces.is_floating_point() or pieces.is_complex()
+            pieces = pieces.mean(d) if number else pieces.select(d, 0)
+    for d, name in enumerate(axes):
+        if name not in x.axes:
+            pieces = pieces.unsqueeze(d).expand(*pieces.shape[:d], mesh.axes[name], *pieces.shape[d:])
+    sizes, order = _grid(how.layout, axes)
+    pieces = pieces.reshape([sizes[i] for i in order])
+    return pieces.permute([order.index(i) for i in range(len(order))]).reshape(how.layout.shape)
+
+
+def _grid(layout: Layout, axes: Sequence[str]) -> tuple[list[int], list[int]]:
+    """The sizes of a tensor's dims where every factor is split, devices in front, and where `axes` and the rest are."""
+    at: dict[str, int] = {}
+    rest, sizes = [], list[int]()
     for f in layout.factors:
-        order += [mesh.axis_names.index(a.name) for a in f.axes]
-        order.append(at)
+        for a in f.axes:
+            at[a.name] = len(sizes)
+            sizes.append(a.size)
+        rest.append(len(sizes))
         sizes.append(f.size // math.prod(a.size for a in f.axes))
-        at += 1
-    grid = grid.reshape([*grid.shape[:rank], *sizes])
-    return grid.permute(*idle, *order).reshape(layout.shape)
+    return sizes, [*(at[name] for name in axes), *rest]
 
 
-def collective(x: Tensor, mesh: Mesh, axes: Sequence[str], kind: str, args: Sequence[Any]) -> Tensor:
-    """One collective over the mesh axes `axes` (jointly, major first), on every group of devices.
+def varying(x: Tensor, indices: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """The axes of a body along which x may differ: where it is batched as the device's index is."""
+    levels = set()
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if torch._C._functorch.is_batchedtensor(x):
+            levels.add(torch._C._functorch.maybe_get_level(x))
+        x = torch._C._functorch.get_unwrapped(x)
+    return tuple(name for name, index in indices.items() if torch._C._functorch.maybe_get_level(index) in levels)
+
+
+def _on(x: Tensor, axes: Sequence[str]) -> Tensor:
+    """x, with a dim in front for each of these axes, which lies there."""
+    return placed(x, *((name,) for name in axes))
+
+
+def placed(x: Tensor, *axes: Sequence[str], back: Sequence[Sequence[str]] | None = None) -> Tensor:
+    """x, of which each leading dim lies on these axes (on none: it is whole); its gradient, where `back` says else."""
+    if not axes or not is_tracing():
+        return x
+
+    def spec(axes: Sequence[Sequence[str]]) -> str:
+        return " ".join([*(f"_@({' '.join(names)})" for names in axes), *["_?"] * (x.dim() - len(axes))])
+
+    return constrain(x, spec(axes), spec(axes if back is None else back))
+
+
+def collective(x: Tensor, stack: Sequence[str], axes: Sequence[str], kind: str, args: Sequence[Any]) -> Tensor:
+    """One collective over mesh axes (jointly, major first), whose members x has in front, a dim for each of `stack`.
+
+    The result has them again, in the same order, unless it is the same on all of them.
 
     Example:
-        >>> collective(torch.tensor([1, 2, 3, 4]), Mesh(data=2, tensor=2), ["tensor"], "all_reduce", ("sum",))
-        tensor([3, 3, 7, 7])
+        >>> collective(torch.tensor([1, 2, 3, 4]), ["data"], ["data"], "ppermute", [[0, 1, 1, 0]])
+        tensor([2, 1, 0, 0])
     """
-    grid = list(mesh.axes.values())
-    g, k = len(grid) - len(axes), len(axes)
-    here, there = [mesh.axis_names.index(name) for name in axes], list(range(g, g + k))
-    x = x.reshape([*grid, *x.shape[1:]]).movedim(here, there)
-    members = x.shape[g : g + k]
-    x = _KINDS[kind](x.flatten(g, g + k - 1), g, *args)
-    x = x.reshape([*x.shape[:g], *members, *x.shape[g + 1 :]])
-    return x.movedim(there, here).flatten(0, len(grid) - 1)
+    k, order = len(axes), [stack.index(name) for name in axes]
+    x = x.movedim(order, [*range(k)])
+    sizes = x.shape[:k]
+    x = _KINDS[kind](x.flatten(0, k - 1), axes, *args)
+    return x if kind in SAME else x.reshape([*sizes, *x.shape[1:]]).movedim([*range(k)], order)
 
 
-# Each takes x [groups.., member, ...] with the members' dim at g; the dims of a member's tensor follow it.
+# Each takes x [member, ...], and dims of a member's tensor as numbers.
 
 
-def _all_reduce(x: Tensor, g: int, reduce: str) -> Tensor:
+def _all_reduce(x: Tensor, axes: Sequence[str], reduce: str) -> Tensor:
     if reduce == "sum":
-        out = x.sum(g, keepdim=True, dtype=x.dtype)
-    else:
-        out = x.amax(g, keepdim=True) if reduce == "max" else x.amin(g, keepdim=True)
-    return out.expand_as(x)
+        return x.sum(0, dtype=x.dtype)
+    return x.amax(0) if reduce == "max" else x.amin(0)
 
 
-def _all_gather(x: Tensor, g: int, dim: int, n: int) -> Tensor:
-    out = torch.cat(x.unbind(g), g + dim)
-    return torch.stack([out] * n, g)
+def _all_gather(x: Tensor, axes: Sequence[str], dim: int, n: int) -> Tensor:
+    return _leave(placed(x, (), back=[axes]), axes, dim, n)
 
 
-def _reduce_scatter(x: Tensor, g: int, dim: int, n: int) -> Tensor:
-    return torch.stack(x.sum(g, dtype=x.dtype).chunk(n, g + dim), g)
+def _leave(x: Tensor, axes: Sequence[str], dim: int, n: int) -> Tensor:
+    return x.movedim(0, dim).flatten(dim, dim + 1)
 
 
-def _all_to_all(x: Tensor, g: int, split_dim: int, concat_dim: int, n: int) -> Tensor:
-    pieces = x.chunk(n, g + 1 + split_dim)
-    return torch.stack([torch.cat(piece.unbind(g), g + concat_dim) for piece in pieces], g)
+def _reduce_scatter(x: Tensor, axes: Sequence[str], dim: int, n: int) -> Tensor:
+    return placed(_split(x.sum(0, dtype=x.dtype), dim, n), axes)
 
 
-def _ppermute(x: Tensor, g: int, pairs: Sequence[int]) -> Tensor:
-    source = dict(zip(pairs[1::2], pairs[::2], strict=True))
-    members = x.unbind(g)
-    return torch.stack([members[source[i]] if i in source else torch.zeros_like(m) for i, m in enumerate(members)], g)
+def _all_to_all(x: Tensor, axes: Sequence[str], split_dim: int, concat_dim: int, n: int) -> Tensor:
+    pieces = placed(_split(x, 1 + split_dim, n), axes)  # [to, from, ...]
+    return pieces.movedim(1, 1 + concat_dim).flatten(1 + concat_dim, 2 + concat_dim)
+
+
+def _ppermute(x: Tensor, axes: Sequence[str], pairs: Sequence[int]) -> Tensor:
+    return send_rows(x, pairs[::2], pairs[1::2])
+
+
+def _split(x: Tensor, dim: int, n: int) -> Tensor:
+    """The n pieces along a dim, in front."""
+    return x.reshape([*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :]]).movedim(dim, 0)
 
 
 _KINDS: dict[str, Callable[..., Tensor]] = {
@@ -103,4 +151,6 @@ _KINDS: dict[str, Callable[..., Tensor]] = {
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
     "ppermute": _ppermute,
+    "leave": _leave,  # a gathering of which nobody says that it has to be whole anywhere
 }
+SAME = {"all_reduce", "all_gather", "leave"}  # whose results all members share

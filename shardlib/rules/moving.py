@@ -163,3 +163,21 @@ def _parts(size: int, by: int) -> list[Callable[[Range], Range]]:
         return (low - by, high - by) if low < high else (0, 0)
 
     return [wrapped, straight]
+
+
+def send_rows(call: Call) -> Rule:
+    """`send_rows(x, sources, rows)`: devices with a row each send it; those that hold several have to see them all."""
+    space, (n, *_) = Space(), call.operands[0].shape
+    x, pairs = space.dims(call.operands[0].shape, "n"), list(zip(*call.args[1:], strict=True))
+
+    def local(local: Local) -> Any:
+        piece, (factor,) = Piece.of(local, local.args[0], local.rule.operands[0], "input"), x[0]
+        if local.values(local.size(factor), factor) == [{1}] * n:
+            return local.send(piece.value, factor, pairs, piece.shape, name=piece.name)
+        whole = local.all_gather(piece.value, factor, 0, local.rule.operands[0], local.size(factor))
+        sent = local.op(call.target, whole, *local.args[1:])
+        return local.op(aten.narrow.default, sent, 0, local.offset(factor), local.size(factor))
+
+    halos = [Halo(factor, 0, True, lambda ways: (1, n // ways)) for factor in x[0]]
+    cut = {*x[0]} if pairs else ()  # with nothing to send there are zeros everywhere
+    return space.rule([x], [x], linear=[{0}], local=local, local_factors=cut, halos=halos if pairs else ())

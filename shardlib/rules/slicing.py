@@ -107,6 +107,7 @@ ROWS: dict[str, RuleFn | str] = {
     "constant_pad_nd": moving.pad,
     "flip": _flip,
     "roll": moving.roll,
+    "shardlib::send_rows": moving.send_rows,
     "tril": _triangle,
     "triu": _triangle,
 }

@@ -355,7 +355,8 @@ def shard(
     if not isinstance(x, torch.Tensor):
         x = tensor_of(x, f"the x of shard(x, {str(spec)!r})")
     refuse_others(f"shard(x, {str(spec)!r})", [("x", x)])
-    if is_tracing() and current_body() is not None:
+    body = current_body() if is_tracing() else None
+    if body is not None and not body.left:
         raise ShardingError(
             f"shard(x, {str(spec)!r}) on shape {list(x.shape)} is inside a shard_map body",
             rule="a body is one device's program: its tensors are local, and nothing about them is inferred",
@@ -371,6 +372,14 @@ def shard(
     (resolved,) = resolve_many([("x", x.shape, spec, _lengths(sizes, lengths))], mesh)
     if mesh is None:
         return x
+    if body is not None and (named := dict.fromkeys(a.name for a in resolved.layout.axes if a.name in body.manual)):
+        raise ShardingError(
+            f"shard(x, {str(spec)!r}) on shape {list(x.shape)} is inside a shard_map that is manual over "
+            f"{', '.join(map(repr, body.manual))}",
+            [f"it names {name!r}" for name in named],
+            rule="along its manual axes a body holds one device's piece; the compiler places it over the other axes",
+            remedy=f"name axes of {', '.join(body.left)}",
+        )
     if src is not None and (is_tracing() or isinstance(x, ShardedTensor)):
         raise ShardingError(
             f"shard(x, {str(spec)!r}, src={src}) on {typeof(x)}",

@@ -27,8 +27,9 @@ _LIB.impl("constrain", _constrain, "CompositeExplicitAutograd")
 torch.library.register_fake("shardlib::constrain", _fake, lib=_LIB)
 
 
-def constrain(x: Tensor, spec: str) -> Tensor:
-    """The value x, of any shape, laid out as the text `spec` says; so is the gradient that flows back through it.
+def constrain(x: Tensor, spec: str, back: str | None = None) -> Tensor:
+    """The value x, of any shape, laid out as the text `spec` says; so is the gradient that flows back through it,
+    unless `back` says otherwise.
 
     Under vmap the batch dim is put in front and left open (`_?`), for the compiler to decide.
 
@@ -38,23 +39,23 @@ def constrain(x: Tensor, spec: str) -> Tensor:
         >>> w.grad.sum().item()
         6.0
     """
-    return _Constrain.apply(x, spec)  # type: ignore[no-any-return,no-untyped-call]
+    return _Constrain.apply(x, spec, spec if back is None else back)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Constrain(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, spec: str) -> Any:
+    def forward(x: Tensor, spec: str, back: str) -> Any:
         return torch.ops.shardlib.constrain(x, spec)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
-        ctx.spec = inputs[1]
+    def setup_context(ctx: Any, inputs: tuple[Tensor, str, str], output: Tensor) -> None:
+        _, ctx.spec, ctx.back = inputs
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return constrain(grad, ctx.spec), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return constrain(grad, ctx.back, ctx.spec), None, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, None], x: Tensor, spec: str) -> tuple[Tensor, int]:
+    def vmap(info: Any, in_dims: tuple[int | None, None, None], x: Tensor, spec: str, back: str) -> tuple[Tensor, int]:
         assert in_dims[0] is not None, "vmap rules run for batched operands only"
-        return constrain(x.movedim(in_dims[0], 0), f"_? {spec}".rstrip()), 0
+        return constrain(x.movedim(in_dims[0], 0), *(f"_? {text}".rstrip() for text in (spec, back))), 0

@@ -60,6 +60,14 @@ def mistake(error: Exception, names: Mapping[int, str]) -> ShardingError | None:
             rule="containers keep their structure: a list of numbers is no tensor",
             remedy="pass torch.tensor(x)",
         )
+    if isinstance(error, RuntimeError) and "escaped from inside a function being vmapped" in str(error):
+        return ShardingError(
+            "the traced function reads a value of a vmap behind its end",
+            [str(error_line(error))],
+            rule="a vmap, and a shard_map over some of the axes, ends with its function; what a checkpoint in it runs "
+            "again, for a gradient, runs behind that",
+            remedy="put torch.utils.checkpoint around it, or into the function of a scan in it",
+        )
     frames = list(_frames(error))
     if isinstance(error, ShardingError) or not isinstance(error, _KINDS) or not _library(frames[-1]):
         return None

@@ -53,10 +53,19 @@ def rolls() -> Iterator[Sample]:
     yield "roll", (f(5, 4), [1, 1], [0, 0]), {}
 
 
+def rows_sent() -> Iterator[Sample]:
+    """Round, to one end, crosswise and to oneself, nowhere."""
+    for sources, rows in (([0, 1, 2], [1, 2, 0]), ([0, 1], [1, 2]), ([0, 1, 2], [2, 1, 0]), ([], [])):
+        yield "shardlib::send_rows", (f(3, 5), sources, rows), {}
+    yield "shardlib::send_rows", (f(2), [0, 1], [1, 0]), {}
+    yield "shardlib::send_rows", (f(1, 3), [0], [0]), {}
+
+
 SAMPLES: tuple[Callable[[], Iterator[Sample]], ...] = (
     slices_of_cut_dims,
     one_of_a_cut_dim,
     cats_of_cut_dims,
     pads_of_cut_dims,
     rolls,
+    rows_sent,
 )
