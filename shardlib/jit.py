@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from shardlib.arrays import taken
-from shardlib.bounded import Bounded
 from shardlib.calls import gradient
 from shardlib.calls.ambient import ambient, refuse_modes
+from shardlib.calls.arguments import argument_of, by_position_and_name
 from shardlib.calls.closure import Closure
 from shardlib.calls.flat import flatten_call, read, twins, wrapped
+from shardlib.calls.method import Method, Methods
 from shardlib.calls.programs import PROGRAMS, Programs, Ready
 from shardlib.calls.reasons import difference, seen
+from shardlib.calls.refusals import refuse_leaks, refuse_other_devices
 from shardlib.calls.run import entry, run
-from shardlib.calls.state import Place, State, changed
+from shardlib.calls.state import State, changed
 from shardlib.compile import compile_program
+from shardlib.eager.relayout import relayout
 from shardlib.errors import ShardingError
 from shardlib.meshes.mesh import Mesh, current_mesh, is_without_mesh
 from shardlib.plans.budget import CommBudget, current_budgets
@@ -33,15 +34,12 @@ from shardlib.propagate.flood import Fixed
 from shardlib.random.draw import in_call
 from shardlib.random.plain import plain_program
 from shardlib.run import Runner, load
-from shardlib.specs.layout import Layout, Pieces
-from shardlib.specs.spec import Resolved, Spec
 from shardlib.state import is_single_device, is_tracing, unseen
 from shardlib.tensors.agreed import ALWAYS, compare_arguments
-from shardlib.tensors.form import Form
-from shardlib.tensors.tensor import ShardedTensor, typeof, wrap
+from shardlib.tensors.tensor import ShardedTensor
 from shardlib.tracing.asked import at_home
 
-__all__ = ["Jitted", "RetraceWarning", "jit", "relayout"]
+__all__ = ["Jitted", "RetraceWarning", "jit"]
 
 
 def jit(
@@ -123,10 +121,9 @@ class Jitted:
         functools.update_wrapper(self, fn)
         self.name: str = getattr(fn, "__name__", type(fn).__name__)
         self.fn, self.in_specs, self.out_specs, self.budget = fn, in_specs, out_specs, budget
-        self.static, self.donate = _by_position_and_name(fn, static), _by_position_and_name(fn, donate)
-        self._is_ours = fn is _identity  # a move, which is not the user's code
+        self.static, self.donate = by_position_and_name(fn, static), by_position_and_name(fn, donate)
         self.programs = Programs()
-        self._of: dict[int, tuple[weakref.ref[Any], Programs]] = {}  # programs of methods, by object
+        self.methods = Methods()
 
     @functools.cached_property
     def _closure(self) -> Closure:
@@ -165,7 +162,7 @@ class Jitted:
             if is_without_mesh():
                 return self.fn(*args, **kwargs)
             mesh = self._mesh(args, kwargs)
-        if torch._C._len_torch_dispatch_stack() and not self._is_ours:
+        if torch._C._len_torch_dispatch_stack():
             refuse_modes(self.name)
         key, leaves, state = self._read(mesh, programs, own, args, kwargs)
         if state.arrays:
@@ -178,7 +175,7 @@ class Jitted:
                 if ready is None:
                     plan, kept, key = self._planned(programs, mesh, key, leaves, state, args, kwargs)
                     self._check_budgets(plan)
-                    _refuse_other_devices(plan, mesh, leaves)
+                    refuse_other_devices(plan, mesh, leaves)
                     ready = self._load(mesh, plan, kept)
                     compare_arguments(plan, mesh, leaves)
                     programs.entries.keep(key, ready)
@@ -273,7 +270,7 @@ class Jitted:
                     plan = self._compile(mesh, leaves, state, args, kwargs, exact=True)
                     after = self._read(mesh, programs, state.own, args, kwargs, noting=True)[2]
                 if left := changed(before.found or {}, after.found or {}):
-                    _refuse_leaks(self.name, left, before, after)
+                    refuse_leaks(self.name, before, after)
                     for place, facts in left.items():
                         programs.changing[place] = facts
                 if plan.compiled.traced.asked:
@@ -340,7 +337,7 @@ class Jitted:
         )
         paths = compiled.traced.input_paths
         compiled.program.donated = frozenset(
-            i for i, path in enumerate(paths) if path is not None and _argument(path) in self.donate
+            i for i, path in enumerate(paths) if path is not None and argument_of(path) in self.donate
         )
         return Plan(compiled)
 
@@ -357,122 +354,14 @@ class Jitted:
             return Ready(entry(plan, program, mesh, load(program, mesh, plan), kept), None, weakref.ref(plan))
         halves.forward.donated = program.donated
         first = entry(plan, halves.forward, mesh, load(halves.forward, mesh, plan), kept)
-        second = gradient.backward(plan, halves, mesh, load(halves.backward, mesh, plan), _moved)
+        second = gradient.backward(plan, halves, mesh, load(halves.backward, mesh, plan), relayout)
         return Ready(first, second, weakref.ref(plan))
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else Method(self, instance)
 
-    def _programs_of(self, instance: Any) -> Programs | None:
-        """The programs of one object's method, which go with the object; None where nobody can see it go."""
-        known = self._of.get(id(instance))
-        if known is None or known[0]() is not instance:
-            try:
-                gone = weakref.ref(instance, functools.partial(_drop, self._of, id(instance)))
-            except TypeError:  # it has slots
-                return None
-            known = self._of[id(instance)] = gone, Programs()
-        return known[1]
-
     def __repr__(self) -> str:
         return f"<jit of {self.name}>"
-
-
-class Method:
-    """A jitted method of one object: call it, or ask for its `plan`."""
-
-    def __init__(self, jitted: Jitted, instance: Any) -> None:
-        self.jitted, self.instance = jitted, instance
-        own = jitted._programs_of(instance)
-        self.programs = own or jitted.programs
-        self._own = None if own is None else instance
-        self.__wrapped__ = functools.partial(jitted.fn, instance)
-
-    def plan(self, /, *args: Any, **kwargs: Any) -> Plan:
-        """As `Jitted.plan`."""
-        return self.jitted._plan(self.programs, self._own, (self.instance, *args), kwargs)
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self.jitted._call(self.programs, self._own, (self.instance, *args), kwargs)
-
-    @property
-    def retraces(self) -> list[str]:
-        """Why it was compiled again, each time."""
-        return self.programs.retraces
-
-    def __repr__(self) -> str:
-        return f"<jit of {self.jitted.name} of a {type(self.instance).__name__}>"
-
-
-def _refuse_leaks(name: str, places: Collection[Place], before: State, after: State) -> None:
-    """Values of a trace are none of this world: nobody may keep them."""
-    known = {id(x) for x in before.tensors}
-    wrong = [
-        f"{where} has become a value of the trace, {typeof(x)}"
-        for where, x in zip(after.names, after.tensors, strict=True)
-        if isinstance(x, FakeTensor) and id(x) not in known
-    ]
-    if wrong:
-        raise ShardingError(
-            f"{name} keeps tensors that it computes while it is traced",
-            wrong,
-            rule="a jitted function runs once, on shapes: its tensors have no values, and leave it only as results",
-            remedy="return the tensor, and keep it outside; or register it as a buffer and write to it in place",
-        )
-
-
-def _drop(of: dict[int, Any], number: int, _: object) -> None:
-    of.pop(number, None)
-
-
-def _moved(x: ShardedTensor, layout: Layout) -> ShardedTensor:
-    """`x` in another layout."""
-    names = tuple((None,) * len(dim) for dim in layout.dims)
-    spec = Spec.exactly(layout, names, pieces=True)
-    return relayout(x, Resolved(layout, names, (False,) * len(layout.dims), spec))
-
-
-def _by_position_and_name(fn: Callable[..., Any], chosen: frozenset[int | str]) -> frozenset[int | str]:
-    """Arguments that are chosen by position, also by their names, and the other way round; they may be passed either
-    way."""
-    if not chosen:
-        return chosen
-    try:
-        parameters = list(inspect.signature(fn).parameters.values())
-    except (ValueError, TypeError):  # a builtin
-        return chosen
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    plain = [p.name for p in parameters if p.kind in kinds]
-    chosen |= {i + len(plain) for i in chosen if isinstance(i, int) and i < 0}
-    chosen |= {plain[i] for i in chosen if isinstance(i, int) and 0 <= i < len(plain)}
-    return chosen | {i for i, name in enumerate(plain) if name in chosen}
-
-
-def _argument(path: Any) -> int | str:
-    """The position or name of the argument that a leaf is in."""
-    group, first = path[0], path[1]
-    return str(first.key) if group.idx == 1 else int(first.idx)
-
-
-def _refuse_other_devices(plan: Plan, mesh: Mesh, leaves: list[Any]) -> None:
-    """Every tensor must be where the mesh's devices are."""
-    traced = plan.compiled.traced
-    there = torch.device(mesh.device).type
-    wrong = [
-        f"{name} of shape {list(leaves[i].shape)} is on {leaves[i].device}"
-        for i, name in zip(traced.input_leaves, traced.input_names, strict=True)
-        if i >= 0 and leaves[i].device.type != there
-    ]
-    if wrong:
-        meta = all(leaves[i].device.type in (there, "meta") for i in traced.input_leaves if i >= 0)
-        raise ShardingError(
-            f"{plan.name} runs on {mesh}, whose devices are {there}",
-            wrong,
-            rule="arguments live on the devices of the mesh",
-            remedy="meta tensors have no values: plan with them (step.plan(...))"
-            if meta
-            else f"x.to({there!r}) first, or Mesh(..., device=...)",
-        )
 
 
 def _transformed(args: Any, kwargs: Any) -> bool:
@@ -481,27 +370,3 @@ def _transformed(args: Any, kwargs: Any) -> bool:
         return False
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     return any(isinstance(x, torch.Tensor) and wrapped(x) for x in pytree.tree_leaves((args, kwargs)))
-
-
-_relayouts: Bounded[Any, Jitted] = Bounded(1 << 10)
-
-
-def relayout(x: ShardedTensor, resolved: Resolved) -> ShardedTensor:
-    """`x` laid out as `resolved` says, through a program of nothing but the reshard; without history.
-
-    Where nothing moves the result shares the pieces, which nobody writes to.
-    """
-    if x.sharding.canonical == resolved.layout.canonical:
-        return wrap(Form.of(resolved.layout, x.mesh, x.dtype, x._form.device, resolved.names), x._locals)
-    chosen = any(isinstance(f.size, Pieces) for f in x.sharding.factors)  # then not the pieces that it has now
-    key = Spec.exactly(resolved.layout, resolved.names, pieces=chosen)
-    step = _relayouts.get(key)
-    if step is None:
-        step = _relayouts[key] = Jitted(_identity, None, key, frozenset(), frozenset(), None)
-    with x.mesh:
-        out: ShardedTensor = step(x.detach())
-    return out
-
-
-def _identity(x: Any) -> Any:
-    return x

@@ -46,7 +46,8 @@ def test_inputs_are_named_as_the_user_names_them():
     def step(params, x, *rest, scale=1.0, **named):
         return x
 
-    traced = trace(step, ({"wq": X, "layers": [X, X]}, X, X, [X]), {"scale": X, "extra": {"a": X}})
+    x = X.to("meta")
+    traced = trace(step, ({"wq": x, "layers": [x, x]}, x, x, [x]), {"scale": x, "extra": {"a": x}})
     assert traced.name == "step"
     assert traced.input_names == (
         "params['wq']", "params['layers'][0]", "params['layers'][1]",

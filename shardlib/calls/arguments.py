@@ -57,3 +57,25 @@ def describe(leaf: Any) -> str | None:
     if isinstance(leaf, Static):
         return "a static argument"
     return f"{leaf!r}, which is no tensor" if isinstance(leaf, int | float | str) else f"a {type(leaf).__name__}"
+
+
+def by_position_and_name(fn: Callable[..., Any], chosen: frozenset[int | str]) -> frozenset[int | str]:
+    """Arguments that are chosen by position, also by their names, and the other way round; they may be passed either
+    way."""
+    if not chosen:
+        return chosen
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (ValueError, TypeError):  # a builtin
+        return chosen
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    plain = [p.name for p in parameters if p.kind in kinds]
+    chosen |= {i + len(plain) for i in chosen if isinstance(i, int) and i < 0}
+    chosen |= {plain[i] for i in chosen if isinstance(i, int) and 0 <= i < len(plain)}
+    return chosen | {i for i, name in enumerate(plain) if name in chosen}
+
+
+def argument_of(path: Any) -> int | str:
+    """The position or name of the argument that a leaf is in."""
+    group, first = path[0], path[1]
+    return str(first.key) if group.idx == 1 else int(first.idx)

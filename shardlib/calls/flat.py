@@ -130,11 +130,14 @@ def read(x: Any, leaves: list[Any], known: list[Any], state: State) -> None:
 
 
 def twins(arguments: Sequence[Any], state: Sequence[torch.Tensor]) -> dict[int, int]:
-    """Arguments that are a tensor which the call has in another place, too: each leaf with the leaf of that place."""
+    """Arguments that are a tensor which the call has in another place, too: each leaf with the leaf of that place.
+
+    Meta tensors, which stand for any of their shape, are not.
+    """
     places = {id(x): i for i, x in enumerate(state, len(arguments))}
     found = {}
     for i, x in enumerate(arguments):
-        if isinstance(x, torch.Tensor) and (at := places.setdefault(id(x), i)) != i:
+        if isinstance(x, torch.Tensor) and (at := places.setdefault(id(x), i)) != i and not x.is_meta:
             found[i] = at
     return found
 

@@ -34,8 +34,8 @@ from shardlib.state import is_tracing, unseen
 from shardlib.tensors.agreed import compare_operands
 from shardlib.tensors.form import Form
 from shardlib.tensors.tensor import ShardedTensor, typeof, wrap
+from shardlib.tracing.decompositions import DECOMPOSITIONS
 from shardlib.tracing.lifted import redirected
-from shardlib.tracing.trace import _DECOMPOSITIONS as DECOMPOSITIONS
 from shardlib.tracing.views import functional_form
 from shardlib.traits import has, is_view
 

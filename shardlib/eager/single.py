@@ -74,8 +74,9 @@ class Single:
 @paused_gc()
 def single(op: Any, args: Any, kwargs: dict[str, Any], operands: Sequence[Operand], mesh: Mesh) -> Single:
     """Compile one call; `op` None only follows the path of the one operand."""
-    _refuse_pending(op, operands)
-    name = "view" if op is None else op._schema.name.removeprefix("aten::")
+    if op is not None:
+        _refuse_pending(op, operands)
+    name = ("view" if operands[0].path else "redistribute") if op is None else op._schema.name.removeprefix("aten::")
     line = user_line(sys._getframe(1)) or Line("", 0, name, "")
     writer = _Writer(line, operands[0].form.device)
     inputs = [writer.input(f"x{i}", x.form) for i, x in enumerate(operands)]
@@ -105,7 +106,8 @@ def single(op: Any, args: Any, kwargs: dict[str, Any], operands: Sequence[Operan
     traced = writer.finish(name, inputs, outputs)
     compiled = _compile(traced, operands, fixed_outputs, mesh)
     plan = Plan(compiled)
-    compiled.program.owned = None if any(x.plain for x in operands) else 0
+    moved = op is None and not operands[0].path
+    compiled.program.owned = None if moved or any(x.plain for x in operands) else 0
     return Single(_load(compiled.program, mesh, plan), _forms(compiled.program, vals, operands, plan), tree, len(own))
 
 
@@ -204,7 +206,8 @@ def _compile(traced: Traced, operands: Sequence[Operand], outputs: dict[int, Fix
 def _load(program: Program, mesh: Mesh, plan: Plan) -> Callable[[Sequence[Pieces]], tuple[Any, ...]]:
     """Ranks compare only programs that communicate: others may run on one of them alone.
 
-    Results may share pieces with operands, but for plain ones, since no eager op writes to a piece.
+    Results may share pieces with operands, but for plain ones, since no eager op writes to a piece. What was moved
+    keeps no more alive than it shows.
     """
     if program.collectives:
         # The ranks compare it at its first call: who makes it ready holds a lock that other threads wait for.

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardlib.jit import relayout
+from shardlib.eager.relayout import relayout
 from shardlib.meshes.mesh import Mesh
 from shardlib.specs.spec import P, Resolved, resolve_many
 from shardlib.tensors.tensor import ShardedTensor, place
@@ -17,7 +17,7 @@ def redistributed(x: ShardedTensor, resolved: Resolved) -> ShardedTensor:
     if x.requires_grad and torch.is_grad_enabled():
         out: ShardedTensor = _Redistribute.apply(x, resolved)  # type: ignore[no-untyped-call]
         return out
-    return relayout(x, resolved)
+    return relayout(x, resolved.layout, resolved.names)
 
 
 def whole(x: ShardedTensor) -> torch.Tensor:
@@ -46,7 +46,7 @@ def _gathered(x: ShardedTensor) -> torch.Tensor:
     if x.mesh.kind == "virtual":
         return x.sharding.gather([(s.coords, s.data) for s in x.shards])
     (resolved,) = resolve_many([("x", x.shape, P(), {})], x.mesh, what="full_tensor")
-    out = relayout(x, resolved).to_local()
+    out = relayout(x, resolved.layout, resolved.names).to_local()
     return out.clone(memory_format=torch.contiguous_format) if out is x.to_local() else out
 
 
@@ -58,7 +58,7 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: ShardedTensor, resolved: Resolved) -> ShardedTensor:
         ctx.home = _home(x)
-        return relayout(x, resolved)
+        return relayout(x, resolved.layout, resolved.names)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:

@@ -22,9 +22,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from shardlib.errors import ShardingError
+from shardlib.tracing.decompositions import DECOMPOSITIONS
 from shardlib.tracing.functionalise import functionalise
 from shardlib.tracing.lines import Line, LineRecorder, replayed
-from shardlib.tracing.trace import _DECOMPOSITIONS, _recorded
+from shardlib.tracing.trace import _recorded
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def trace_body(fn: Callable[..., Any], leaves: Sequence[Tensor], names: Sequence
                     gradients[i] = x
             return [*flat, *gradients]
 
-        gm = make_fx(joint, _DECOMPOSITIONS, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
+        gm = make_fx(joint, DECOMPOSITIONS, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
         closures, results, where, cts = found
         for node in gm.graph.nodes:
             node.meta.setdefault("line", line)

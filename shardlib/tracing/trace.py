@@ -19,32 +19,31 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from shardlib.calls.ambient import set_aside
 from shardlib.calls.flat import FlatCall, Static, flatten_call, is_number, is_tensor, names_of, twins
 from shardlib.calls.state import State, marks
-from shardlib.errors import ShardingError
 from shardlib.random.draw import one_program
-from shardlib.rules.batchnorm import native_batch_norm
-from shardlib.rules.table import DECOMPOSITIONS as RULES_DECOMPOSITIONS
 from shardlib.scalar import Scalar
 from shardlib.state import is_tracing, tracing
 from shardlib.strided import refuse_others
 from shardlib.tensors.form import contiguous
 from shardlib.tracing.asked import Asked, refuse_guests
-from shardlib.tracing.capture import DECOMPOSITIONS, AttentionCapture
+from shardlib.tracing.capture import AttentionCapture
 from shardlib.tracing.composites import Composites
+from shardlib.tracing.decompositions import DECOMPOSITIONS
 from shardlib.tracing.elsewhere import is_here, move
 from shardlib.tracing.ending import After, Ending, move_inputs_first
 from shardlib.tracing.first_order import first_order
 from shardlib.tracing.functionalise import functionalise
 from shardlib.tracing.lifted import Lifted, refuse_carriers
-from shardlib.tracing.lines import Line, LineRecorder, error_line, is_mark
+from shardlib.tracing.lines import Line, LineRecorder, is_mark
 from shardlib.tracing.mistakes import mistake
 from shardlib.tracing.numbers import NotExpressionsError, Numbers, scalar_of
+from shardlib.tracing.refusals import refusal
 
 
 @dataclass(frozen=True)
@@ -192,10 +191,10 @@ def _trace(
             with nullcontext() if numbers is None else numbers, asked, users:
                 found, tree = pytree.tree_flatten_with_path(fn(*a, **k))
         except Exception as error:
-            if refusal := _refusal(error, tracer) or mistake(
+            if refused := refusal(error, tracer) or mistake(
                 error, {id(x): names[i] for i, x in zip(where, inputs, strict=True)}
             ):
-                raise refusal from error
+                raise refused from error
             raise
         refuse_carriers([(pytree.keystr(path), leaf) for path, leaf in found])
         returned = [lifted.seen(leaf) for _, leaf in found]
@@ -212,7 +211,7 @@ def _trace(
         _use_lazy_graph_module(True),
     ):  # nobody needs the graph as Python source
         inputs = [_fake(x, traced_on, tensors) for x in tensors]
-        gm = make_fx(flat, _DECOMPOSITIONS, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
+        gm = make_fx(flat, DECOMPOSITIONS, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
 
     paths, returned, out_tree = result
     if asked.line is not None:
@@ -350,92 +349,3 @@ def _definition(fn: Callable[..., Any]) -> Line:
     if code is None:
         return Line("", 0, name, "")
     return Line(code.co_filename, code.co_firstlineno, name, "")
-
-
-# --- what cannot be traced --------------------------------------------------------------------------------------------
-
-_VALUE = (
-    "Python runs once, on shapes; the values of tensors are known only when the program runs",
-    "use torch.where(condition, a, b) or tensor arithmetic, or pass a Python number as an argument",
-)
-_SHAPE = (
-    "every shape is known before the program runs",
-    "keep the full shape and mask it: torch.where, masked_fill, topk",
-)
-_LEAF = (
-    "inputs of a traced function are not written to",
-    "write x = x + 1 instead of x += 1, and return the new value",
-)
-_DEVICES = (
-    "all tensors that one op reads are on one device",
-    "make it where the arguments are: torch.arange(n, device=x.device), module.to(x.device)",
-)
-_TEXTS: tuple[tuple[type[Exception], str, str, tuple[str, str]], ...] = (
-    (TypeError, "integer tensors of a single element", "needs the value of a tensor as an int", _VALUE),
-    (TypeError, "unsupported format string passed to FakeTensor", "prints the value of a tensor", _VALUE),
-    (RuntimeError, "its data is not allocated yet", "needs the value of a tensor", _VALUE),
-    (RuntimeError, "Tensor that doesn't have storage", "needs the value of a tensor", _VALUE),
-    (RuntimeError, "tensors to be on the same device", "reads tensors on two devices at once", _DEVICES),
-    (RuntimeError, "found two different devices", "reads tensors on two devices at once", _DEVICES),
-    (RuntimeError, ".numpy() is not supported", "turns a tensor into a numpy array", _VALUE),
-    (
-        RuntimeError,
-        "leaf Variable that requires grad is being used in an in-place",
-        "writes to an input in place",
-        _LEAF,
-    ),
-)
-
-
-def _refusal(error: Exception, tracer: Any) -> ShardingError | None:
-    """The error that explains, on the user's line, why a function cannot be traced; None for any other error."""
-    if isinstance(error, DataDependentOutputException):
-        what, (rule, remedy) = f"needs the value of {_last_operand(tracer)}", _VALUE
-    elif isinstance(error, DynamicOutputShapeException):
-        what, (rule, remedy) = f"makes a shape that depends on values, by {error.func}", _SHAPE
-    else:
-        for kind, text, meaning, advice in _TEXTS:
-            if isinstance(error, kind) and text in str(error):
-                what, (rule, remedy) = meaning, advice
-                break
-        else:
-            return None
-    return ShardingError(f"the traced function {what}", [str(error_line(error))], rule=rule, remedy=remedy)
-
-
-def _last_operand(tracer: Any) -> str:
-    """The tensor that the op traced last reads: `gt (bool[])`."""
-    last = next(reversed(tracer.graph.nodes))
-    source = next(iter(last.all_input_nodes), None)
-    val = source.meta.get("val") if source is not None else None
-    if not isinstance(val, torch.Tensor):
-        return "a tensor"
-    return f"{source} ({str(val.dtype).removeprefix('torch.')}{list(val.shape)})"
-
-
-# --- decompositions ---------------------------------------------------------------------------------------------------
-
-
-def _batch_norm_out(*args: Any, out: Any, save_mean: Any, save_invstd: Any) -> tuple[Any, Any, Any]:
-    for buffer, value in zip((out, save_mean, save_invstd), native_batch_norm(*args), strict=True):
-        buffer.copy_(value)
-    return out, save_mean, save_invstd
-
-
-def _as_strided_copy(x: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
-    return x.as_strided(size, stride, storage_offset).clone()
-
-
-def _as_strided_scatter(x: Any, src: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
-    out = x.clone()
-    out.as_strided(size, stride, storage_offset).copy_(src)
-    return out
-
-
-_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
-    torch.ops.aten.native_batch_norm.out: _batch_norm_out,
-    torch.ops.aten.as_strided_copy.default: _as_strided_copy,
-    torch.ops.aten.as_strided_scatter.default: _as_strided_scatter,
-    **DECOMPOSITIONS,
-    **RULES_DECOMPOSITIONS,
-}

@@ -1,0 +1,37 @@
+"""Ops that are written as other ops while they are traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardlib.rules.batchnorm import native_batch_norm
+from shardlib.rules.table import DECOMPOSITIONS as OF_RULES
+from shardlib.tracing.capture import DECOMPOSITIONS as OF_ATTENTION
+
+
+def _batch_norm_out(*args: Any, out: Any, save_mean: Any, save_invstd: Any) -> tuple[Any, Any, Any]:
+    for buffer, value in zip((out, save_mean, save_invstd), native_batch_norm(*args), strict=True):
+        buffer.copy_(value)
+    return out, save_mean, save_invstd
+
+
+def _as_strided_copy(x: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
+    return x.as_strided(size, stride, storage_offset).clone()
+
+
+def _as_strided_scatter(x: Any, src: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
+    out = x.clone()
+    out.as_strided(size, stride, storage_offset).copy_(src)
+    return out
+
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.native_batch_norm.out: _batch_norm_out,
+    torch.ops.aten.as_strided_copy.default: _as_strided_copy,
+    torch.ops.aten.as_strided_scatter.default: _as_strided_scatter,
+    **OF_ATTENTION,
+    **OF_RULES,
+}
