@@ -536,7 +536,7 @@ def test_methods_do_not_keep_their_objects() -> None:
     del model
     gc.collect()
     assert gone() is None
-    assert not Model.step._of
+    assert not Model.step.methods._of
 
 
 def test_counters_and_logs_do_not_compile_again() -> None:
