@@ -21,7 +21,7 @@ from shardlib.calls.flat import flatten_call, read, twins, wrapped
 from shardlib.calls.method import Method, Methods
 from shardlib.calls.programs import PROGRAMS, Programs, Ready
 from shardlib.calls.reasons import difference, seen
-from shardlib.calls.refusals import refuse_leaks, refuse_other_devices
+from shardlib.calls.refusals import forgotten, refuse_leaks, refuse_other_devices
 from shardlib.calls.run import entry, run
 from shardlib.calls.state import State, changed
 from shardlib.compile import compile_program
@@ -58,10 +58,10 @@ def jit(
     gradient mode, default dtype ...), the code of the functions, methods and classes that it leads to, and what all of
     them close over: modules with their parameters, buffers and flags, variables, attributes of objects and of tensors
     (not what properties or libraries compute, nor `os.environ`, context variables and files). Tensors found there are
-    inputs, read anew in each call. Numbers among the arguments are inputs, too, where they only enter arithmetic. Writes to
-    arguments, buffers and `.grad` are applied after the call; other effects of Python (a print) happen while compiling
-    only. A `TorchFunctionMode` around the call acts then, too; torch's own dispatch modes (counters) see what runs, and
-    others are refused.
+    inputs, read anew in each call. Numbers among the arguments are inputs, too, where they only enter arithmetic.
+    Writes to arguments, buffers and `.grad` are applied after the call; other effects of Python (a print) happen while
+    compiling only. A `TorchFunctionMode` around the call acts then, too; torch's own dispatch modes (counters) see what
+    runs, and others are refused.
 
     `in_specs` (a tuple with an entry per positional argument, or a dict by parameter name) and `out_specs` are prefix
     pytrees of specs: a single spec is every argument's; None leaves a layout to inference. Arguments may be plain
@@ -266,13 +266,16 @@ class Jitted:
             known = programs.plans.find(key, leaves)
             if known is None:
                 before = self._read(mesh, programs, state.own, args, kwargs, noting=True)[2]
-                plan = self._compile(mesh, leaves, state, args, kwargs)
-                after = self._read(mesh, programs, state.own, args, kwargs, noting=True)[2]
-                if after.leaked:  # a number that stays outside is no number of the trace
-                    plan = self._compile(mesh, leaves, state, args, kwargs, exact=True)
+                try:
+                    plan = self._compile(mesh, leaves, state, args, kwargs)
                     after = self._read(mesh, programs, state.own, args, kwargs, noting=True)[2]
+                    if after.leaked:  # a number that stays outside is no number of the trace
+                        plan = self._compile(mesh, leaves, state, args, kwargs, exact=True)
+                finally:
+                    after = self._read(mesh, programs, state.own, args, kwargs, noting=True)[2]
+                    left_behind = forgotten(before, after)
+                refuse_leaks(self.name, left_behind)
                 if left := changed(before.found or {}, after.found or {}):
-                    refuse_leaks(self.name, before, after)
                     for place, facts in left.items():
                         programs.changing[place] = facts
                 if plan.compiled.traced.asked:

@@ -67,6 +67,8 @@ class Reach:
     def _methods(self, kind: type) -> None:
         for name, x in list(vars(kind).items()):
             functions = [*_functions(x)]
+            if isinstance(x, functools._lru_cache_wrapper):
+                self._variable(f"{kind.__qualname__}.{name}", functools.partial(vars(kind).get, name))
             if functions:
                 self._place(f"{kind.__qualname__}.{name}", functools.partial(vars(kind).get, name), x)
             for fn in functions:

@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
-from shardlib.calls.state import State
+from shardlib.calls.state import Leak, State
 from shardlib.errors import ShardingError
 from shardlib.meshes.mesh import Mesh
 from shardlib.plans.plan import Plan
 from shardlib.tensors.tensor import typeof
 
 
-def refuse_leaks(name: str, before: State, after: State) -> None:
-    """Values of a trace are none of this world: nobody may keep them."""
+def forgotten(before: State, after: State) -> list[Leak]:
+    """Values of a trace are none of this world: whoever holds one and may ask again, or had nothing there, forgets it.
+
+    Returns those that nobody may have kept: not in a `functools.cache` or a `cached_property`.
+    """
+    misses = {id(cache): count for cache, count in before.caches}
+    for cache, count in after.caches:
+        if misses.get(id(cache)) != count:
+            cache.cache_clear()
     known = {id(x) for x in before.tensors}
-    wrong = [
-        f"{where} has become a value of the trace, {typeof(x)}"
-        for where, x in zip(after.names, after.tensors, strict=True)
-        if isinstance(x, FakeTensor) and id(x) not in known
-    ]
-    if wrong:
+    leaks = [leak for leak in after.leaks if id(leak.value) not in known]
+    for leak in reversed(leaks):
+        if leak.is_cached or leak.place not in (before.found or ()):
+            leak.forget()
+    return [leak for leak in leaks if not leak.is_cached]
+
+
+def refuse_leaks(name: str, leaks: Sequence[Leak]) -> None:
+    """Refuse values of a trace that a function keeps."""
+    if leaks:
         raise ShardingError(
             f"{name} keeps tensors that it computes while it is traced",
-            wrong,
+            [f"{leak.name} has become a value of the trace, {typeof(leak.value)}" for leak in leaks],
             rule="a jitted function runs once, on shapes: its tensors have no values, and leave it only as results",
             remedy="return the tensor, and keep it outside; or register it as a buffer and write to it in place",
         )

@@ -14,11 +14,13 @@ import functools
 import types
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardlib.calls.reach import is_users
 from shardlib.tensors.tensor import ShardedTensor
@@ -42,7 +44,9 @@ class State:
     arrays = False  # whether numpy's are among the arguments
     leaked = False  # whether a number of a trace was found
     exact = False  # whether some code wants numbers that are nothing else
-    found: dict[Place, Facts] | None = None  # if a dict, what is known of each place
+    found: dict[Place, Facts] | None = None  # if a dict, what is known of each place, and the next two are kept
+    leaks: tuple[Leak, ...] = ()
+    caches: tuple[tuple[Any, int], ...] = ()
     otherwise: tuple[Any, ...] = ()  # what the function itself changes, and is otherwise now
     _at: tuple[Any, ...] = ()
 
@@ -54,13 +58,14 @@ class State:
         self.kept: list[Any] = []
         self.grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self.code: dict[Any, None] = {}
+        self._owners: dict[int, Any] = {}
         self._number: dict[int, int] = {}
         self._visited: dict[int, int] = {}
 
     @property
     def names(self) -> list[str]:
         """What each tensor is called: `net.head.weight`, `self.scales[0]`, `net.head.weight.grad`."""
-        return ["".join(map(_part, place)).lstrip(".") for place in self.places]
+        return list(map(_text, self.places))
 
     # Tensors --------------------------------------------------------------------------------------------------------
 
@@ -169,6 +174,10 @@ class State:
         facts = (type(x), id(x)) if deep else tuple(known[start:])
         if self.found is not None:
             self.found[owner, name] = facts
+            if isinstance(x, FakeTensor):
+                self.leaks += (Leak(self._owners.get(owner), (owner, name), _text(self._at), x),)
+            elif isinstance(x, _Cache):
+                self.caches += ((x, x.cache_info().misses),)
         if left is not None:
             del known[start : start + 2 if deep else None]  # what is inside has places of its own
             if facts != left:
@@ -285,12 +294,40 @@ class State:
 
     def _again(self, x: Any, known: list[Any]) -> bool:
         """Whether `x` was looked into before: then it counts by its number."""
+        if self.found is not None:
+            self._owners[id(x)] = x
         number = self._visited.get(id(x))
         if number is not None:
             known.append(number)
             return True
         self._visited[id(x)] = len(self._visited)
         return False
+
+
+@dataclass(frozen=True)
+class Leak:
+    """A value of a trace that was found outside: who holds it, where, what that is called, and the value."""
+
+    owner: Any
+    place: Place
+    name: str
+    value: torch.Tensor
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether its holder computes it again when it is not there."""
+        key = self.place[1]
+        return isinstance(key, str) and isinstance(getattr(type(self.owner), key, None), functools.cached_property)
+
+    def forget(self) -> None:
+        """Take it away from its holder, which has had nothing there before."""
+        key = self.place[1]
+        if isinstance(self.owner, dict):
+            self.owner.pop(key[1], None)
+        elif isinstance(self.owner, list):
+            del self.owner[key:]
+        else:
+            getattr(self.owner, "__dict__", {}).pop(key, None)
 
 
 def changed(before: Mapping[Place, Facts], after: Mapping[Place, Facts]) -> dict[Place, Facts]:
@@ -332,10 +369,15 @@ def _classes(kind: Any) -> tuple[type, ...]:
     return tuple(k for k in kind.__mro__ if k.__module__.partition(".")[0] not in _LIBRARIES)
 
 
+def _text(place: tuple[Any, ...]) -> str:
+    return "".join(map(_part, place)).lstrip(".")
+
+
 def _part(x: Any) -> str:
     return f"[{x[0]!r}]" if isinstance(x, tuple) else str(x)
 
 
+_Cache = functools._lru_cache_wrapper
 _OF_MODES = frozenset({"inner", "old_dispatch_mode_flags"})
 _OWN = frozenset({"_form", "_locals", "_memory", "_path", "_is_param", "proxy"})
 OWN = 2  # of these a ShardedTensor has at least

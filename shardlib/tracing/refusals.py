@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from shardlib.errors import ShardingError
+from shardlib.tensors.tensor import typeof
 from shardlib.tracing.lines import error_line
 
 _VALUE = (
@@ -57,6 +58,16 @@ def refusal(error: Exception, tracer: Any) -> ShardingError | None:
         else:
             return None
     return ShardingError(f"the traced function {what}", [str(error_line(error))], rule=rule, remedy=remedy)
+
+
+def refuse_ghost(x: torch.Tensor, line: Any) -> NoReturn:
+    """Raise the error for a value of an earlier trace, which somebody kept."""
+    raise ShardingError(
+        "the traced function reads a tensor that an earlier trace left behind",
+        [f"{typeof(x)}, read at {line}"],
+        rule="what is computed while a function is traced has no values",
+        remedy="clear the cache that holds it (cache_clear()), and fill it outside jitted functions",
+    )
 
 
 def _last_operand(tracer: Any) -> str:

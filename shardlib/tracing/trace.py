@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
@@ -43,7 +43,7 @@ from shardlib.tracing.lifted import Lifted, refuse_carriers
 from shardlib.tracing.lines import Line, LineRecorder, is_mark
 from shardlib.tracing.mistakes import mistake
 from shardlib.tracing.numbers import NotExpressionsError, Numbers, scalar_of
-from shardlib.tracing.refusals import refusal
+from shardlib.tracing.refusals import refusal, refuse_ghost
 
 
 @dataclass(frozen=True)
@@ -333,8 +333,12 @@ def _finish(gm: fx.GraphModule, names: Sequence[str], leaves: Sequence[Any], lin
             made = node.meta["val"]  # under vmap, a Python number that meets a tensor changes its dtype alone
             node.target = torch.ops.aten.scalar_tensor.default
             node.kwargs = {"dtype": made.dtype, "device": made.device}
-        if node.op == "get_attr" and node.meta.get("val") is None:
-            node.meta["val"] = mode.from_tensor(operator.attrgetter(str(node.target))(gm))
+        if node.op == "get_attr":
+            constant = operator.attrgetter(str(node.target))(gm)
+            if isinstance(constant, FakeTensor):
+                refuse_ghost(constant, node.meta["line"])
+            if node.meta.get("val") is None:
+                node.meta["val"] = mode.from_tensor(constant)
 
 
 def _values(node: fx.Node) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
 import warnings
 import weakref
@@ -330,6 +331,73 @@ def test_attributes_of_tensors_are_seen() -> None:
     closed = sl.jit(lambda x: x * w.scale)
     for w.scale in (2.0, 5.0):
         same(closed(X), X * w.scale)
+
+
+@functools.cache
+def triangle(n: int) -> Tensor:
+    return torch.ones(n, n).tril()
+
+
+class Masks:
+    @functools.lru_cache(4)  # noqa: B019  as users write it
+    def triangle(self, n: int) -> Tensor:
+        return torch.ones(n, n).tril()
+
+    @functools.cached_property
+    def ones(self) -> Tensor:
+        return torch.ones(4)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_caches_keep_no_values_of_a_trace(fails: bool) -> None:
+    masks = Masks()
+
+    def fn(x: Tensor, fails: bool = False) -> Tensor:
+        out = x @ (triangle(4) + masks.triangle(4)) + masks.ones
+        if fails:
+            raise ValueError("on the way")
+        return out
+
+    triangle.cache_clear()
+    step = sl.jit(fn)
+    for x in (X, X[:2], X):
+        if fails:
+            with pytest.raises(ValueError, match="on the way"):
+                step(x, True)
+        same(step(x), fn(x))
+        assert type(triangle(4)) is type(masks.triangle(4)) is type(masks.ones) is Tensor
+
+
+def test_what_is_refused_is_not_left_behind() -> None:
+    held: dict[str, Any] = {}
+    items: list[Any] = [1.0]
+
+    def fn(x: Tensor) -> Tensor:
+        y = x * 2
+        held["y"] = y
+        items.append(y)
+        masks.last = y  # type: ignore[attr-defined]
+        return y
+
+    masks = Masks()
+    with pytest.raises(ShardingError, match="keeps tensors that it computes") as error:
+        sl.jit(fn)(X)
+    assert [word in str(error.value) for word in ("held['y']", "items[1]", "masks.last")] == [True] * 3
+    assert (held, items, vars(masks)) == ({}, [1.0], {})
+
+
+def test_what_an_earlier_trace_left_in_a_hidden_place_is_refused() -> None:
+    hidden = iter_of_one(lambda: torch.ones(4))
+    step = sl.jit(lambda x: x + next(hidden))
+    step(X)
+    with pytest.raises(ShardingError, match="a tensor that an earlier trace left behind"):
+        step(X[:2])
+
+
+def iter_of_one(make: Callable[[], Tensor]) -> Iterator[Tensor]:
+    made = make()
+    while True:
+        yield made
 
 
 def test_what_a_function_changes_itself_may_be_changed_by_others() -> None:
