@@ -69,9 +69,10 @@ def mistake(error: Exception, names: Mapping[int, str]) -> ShardingError | None:
     known = dict(names) | _members(frames) | _locals([f for f in frames if not _library(f)][-1:])
     operands = [*_operands(call.get("args", ())), *_operands(tuple((call.get("kwargs") or {}).values()))]
     name = getattr(call["func"], "__name__", str(call["func"]))
+    line = error_line(error)  # of a call that nobody's line made, there is none
     refused: ShardingError = _TYPES[next(kind for kind in _KINDS if isinstance(error, kind))](
         f"torch refuses {name} in the traced function: {_first_sentence(error)}",
-        [str(error_line(error)), *(f"{known.get(id(x), 'an operand')} is {_described(x)}" for x in operands)],
+        [*([str(line)] if line else []), *(f"{known.get(id(x), 'an operand')} is {_described(x)}" for x in operands)],
         rule="a traced function is a program for one device",
         remedy="mend the line: it fails on one device, too",
     )

@@ -175,18 +175,18 @@ def _trace(
         if numbers is not None:
             leaves = [numbers.give(i, names[i], x) if is_number(x) else x for i, x in enumerate(leaves)]
         a, k = pytree.tree_unflatten(leaves, call.tree)
-        try:
-            with nullcontext() if numbers is None else numbers:
+        with nullcontext() if numbers is None else numbers:
+            try:
                 found, tree = pytree.tree_flatten_with_path(fn(*a, **k))
-        except Exception as error:
-            if refusal := _refusal(error, tracer) or mistake(
-                error, {id(x): names[i] for i, x in zip(where, inputs, strict=True)}
-            ):
-                raise refusal from error
-            raise
-        refuse_carriers([(pytree.keystr(path), leaf) for path, leaf in found])
-        returned = [lifted.seen(leaf) for _, leaf in found]
-        more = ending.finish(returned, inputs, tracer, differentiate=differentiate)
+            except Exception as error:
+                if refusal := _refusal(error, tracer) or mistake(
+                    error, {id(x): names[i] for i, x in zip(where, inputs, strict=True)}
+                ):
+                    raise refusal from error
+                raise
+            refuse_carriers([(pytree.keystr(path), leaf) for path, leaf in found])
+            returned = [lifted.seen(leaf) for _, leaf in found]
+            more = ending.finish(returned, inputs, tracer, differentiate=differentiate)
         result.extend(([path for path, _ in found], [*returned, *more], tree))
         return [x for x in (*returned, *more) if isinstance(x, torch.Tensor)]
 
