@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -395,6 +397,98 @@ def test_a_program_without_a_profiler_has_no_ranges(monkeypatch):
     with torch.profiler.profile():
         step(x)
     assert made
+
+
+# --- CommDebugMode ----------------------------------------------------------------------------------------------------
+
+_OPS = {
+    "all_reduce": "all_reduce",
+    "all_gather": "all_gather_into_tensor",
+    "reduce_scatter": "reduce_scatter_tensor",
+    "all_to_all": "all_to_all_single",
+    "ppermute": "all_to_all_single",
+}
+
+
+def _loss(x: Any, w: Any, v: Any) -> Any:
+    return (torch.relu(x @ w) @ v).square().sum()
+
+
+def _turn(x: Any) -> Any:
+    return sl.ppermute(x, "data", [(0, 1), (1, 0)])
+
+
+def _told(ops: str) -> list[str]:
+    """What the mode counts otherwise than plans say, in a cold and in a warm call."""
+    os.environ["SHARDLIB_OPS"] = ops
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    def moves(x: Any) -> Any:
+        return shard(shard(x, "a b@data"), "a b")
+
+    specs = ("a@data e", "e f@tensor", "f@tensor e")
+    wrong = []
+    with Mesh(data=2, tensor=2):
+        x, w, v = (shard(torch.ones(4, 4), spec).requires_grad_() for spec in specs)
+        turn = sl.shard_map(_turn, in_specs="a@data e", out_specs="a@data e")
+        step = sl.jit(_loss)
+        calls: dict[str, tuple[Any, sl.Plan]] = {
+            "forward and backward": (lambda: step(x, w, v).backward(), step.plan(x, w, v)),
+            "eager": (lambda: _loss(x, w, v).backward(), step.plan(x, w, v)),
+            "moves": (lambda: sl.jit(moves)(x.detach()), sl.jit(moves).plan(x.detach())),
+            "eager moves": (lambda: moves(x.detach()), sl.jit(moves).plan(x.detach())),
+            "a permutation": (lambda: sl.jit(turn)(x.detach()), sl.jit(turn).plan(x.detach())),
+        }
+        for name, (call, plan) in calls.items():
+            expected = Counter(_OPS[c.kind] for c in plan.collectives)
+            for _ in range(2):
+                with CommDebugMode() as outer, CommDebugMode() as mode:
+                    call()
+                for m in (mode, outer):
+                    found = {str(op).removeprefix("c10d_functional."): n for op, n in m.get_comm_counts().items()}
+                    if found != expected or not found:
+                        wrong.append(f"{name}: {found} for {dict(expected)}")
+        with CommDebugMode() as mode:  # ranks compare values and agree on a key
+            torch.nn.functional.dropout(shard(torch.ones(4, 4), "a@data e"))
+        if mode.get_total_counts():
+            wrong.append(f"no plan: {mode}")
+        if "all_reduce[tensor] 32 B at " not in (table := _table(CommDebugMode(), step, x, w, v)):
+            wrong.append(table)
+    return wrong
+
+
+def _table(mode: Any, step: Any, *args: Any) -> str:
+    with mode:
+        step(*args)
+    table: str = mode.generate_comm_debug_tracing_table(noise_level=3)
+    return table
+
+
+def test_the_mode_that_counts_collectives_counts_those_of_plans(monkeypatch):
+    monkeypatch.setenv("SHARDLIB_OPS", "")
+    assert _told("") == []
+
+
+@pytest.mark.parametrize("ops", ["", "torch"])
+def test_the_mode_counts_on_ranks_whatever_carries_collectives(ops):
+    assert run_ranks(_told, 4, ops) == [[]] * 4
+
+
+def test_other_modes_see_a_program_that_is_counted():
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    step, x = sl.jit(lambda x: (x @ x.t()).sum()), placed()
+    flops = []
+    for _ in range(2):
+        with CommDebugMode() as mode, FlopCounterMode(display=False) as counter:
+            step(x)
+        flops.append(counter.get_total_flops())
+        assert mode.get_total_counts() == len(step.plan(x).collectives)
+    for _ in range(2):  # the first call is traced, too
+        with FlopCounterMode(display=False) as alone:
+            step(x)
+    assert flops[1] == alone.get_total_flops() > 0
 
 
 # --- torch.compile ----------------------------------------------------------------------------------------------------
