@@ -7,7 +7,7 @@ so the frame of such a mode has the call; the user's frame, outside it, has the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,9 +16,9 @@ import torch
 
 from shardlib.errors import ShardingError
 from shardlib.state import is_tracing
-from shardlib.tracing.lines import error_line
+from shardlib.tracing.lines import Line, error_line
 
-_KINDS = (TypeError, IndexError, ValueError, RuntimeError)
+_KINDS = (TypeError, IndexError, ValueError, OverflowError, RuntimeError)
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent.parent)
 
@@ -70,13 +70,18 @@ def mistake(error: Exception, names: Mapping[int, str]) -> ShardingError | None:
     operands = [*_operands(call.get("args", ())), *_operands(tuple((call.get("kwargs") or {}).values()))]
     name = getattr(call["func"], "__name__", str(call["func"]))
     line = error_line(error)  # of a call that nobody's line made, there is none
-    refused: ShardingError = _TYPES[next(kind for kind in _KINDS if isinstance(error, kind))](
+    return refused(error, name, line, ((known.get(id(x), "an operand"), x) for x in operands))
+
+
+def refused(error: Exception, name: str, line: Line | None, operands: Iterable[tuple[str, Any]]) -> ShardingError:
+    """What torch said to a call of `name` with these operands, in our words; also of torch's own type."""
+    out: ShardingError = _TYPES[next(kind for kind in _KINDS if isinstance(error, kind))](
         f"torch refuses {name} in the traced function: {_first_sentence(error)}",
-        [*([str(line)] if line else []), *(f"{known.get(id(x), 'an operand')} is {_described(x)}" for x in operands)],
+        [*([str(line)] if line else []), *(f"{called} is {_described(x)}" for called, x in operands)],
         rule="a traced function is a program for one device",
         remedy="mend the line: it fails on one device, too",
     )
-    return refused
+    return out
 
 
 def _frames(error: BaseException) -> Iterator[FrameType]:

@@ -39,6 +39,7 @@ from shardlib.tracing.elsewhere import is_here, move
 from shardlib.tracing.ending import After, Ending, move_inputs_first
 from shardlib.tracing.first_order import first_order
 from shardlib.tracing.functionalise import functionalise
+from shardlib.tracing.kernels import refuse_kernels
 from shardlib.tracing.lifted import Lifted, refuse_carriers
 from shardlib.tracing.lines import Line, LineRecorder, error_line, is_mark
 from shardlib.tracing.mistakes import mistake
@@ -201,6 +202,10 @@ def _trace(
     input_names = (*(names[i] for i in inputs_of if i >= 0), *ending.names(paths))
     with mode:
         _finish(gm, input_names, returned, lines.fallback, mode)
+    if there is None or is_here(there):
+        named = dict(zip(gm.graph.find_nodes(op="placeholder"), input_names, strict=True))
+        refuse_kernels(gm.graph, named, there or torch.device("cpu"))
+    with mode:
         written = functionalise(gm, input_names)
     if there is not None and there.type != "cpu":
         move(gm, there)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.profiler import record_function
 
@@ -350,6 +352,142 @@ def test_a_device_that_the_mesh_has_not_is_refused(go):
     message = refusal(lambda: go(placed()))
     assert message.startswith("f32[4@data, 6@tensor] goes to cuda")
     assert "Mesh(..., device='cuda')" in message
+
+
+# --- dtypes and numbers that torch's kernels do not take --------------------------------------------------------------
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
+PAIRS: dict[str, tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...]]] = {
+    "mm": (lambda a, b: a @ b, (4, 4), (4, 4)),
+    "mv": (torch.mv, (4, 4), (4,)),
+    "dot": (torch.dot, (4,), (4,)),
+    "bmm": (torch.bmm, (2, 4, 4), (2, 4, 4)),
+    "linear": (F.linear, (2, 4, 4), (4, 4)),
+    "bias": (lambda x, b: F.linear(x, x, b), (4, 4), (4,)),
+    "addmm": (lambda a, b: torch.addmm(a, b, b), (4, 4), (4, 4)),
+    "baddbmm": (lambda a, b: torch.baddbmm(a, a, b), (2, 4, 4), (2, 4, 4)),
+    "einsum": (lambda a, b: torch.einsum("ij,kj->ik", a, b), (4, 4), (4, 4)),
+    "conv1d": (F.conv1d, (2, 2, 4), (4, 2, 3)),
+    "grouped conv2d": (lambda x, w: F.conv2d(x, w, groups=2), (2, 4, 4, 4), (2, 2, 3, 3)),
+    "layer_norm": (lambda x, w: F.layer_norm(x, (4,), w, w), (2, 4), (4,)),
+    "group_norm": (lambda x, w: F.group_norm(x, 2, w, w), (2, 4, 4), (4,)),
+    "cross": (torch.linalg.cross, (2, 3), (2, 3)),
+    "embedding": (F.embedding, (4,), (4, 4)),
+    "index_select": (lambda x, i: x.index_select(0, i), (4, 4), (2,)),
+    "index_add": (lambda x, v: x.index_add(0, torch.tensor([0, 1]), v), (4,), (2,)),
+    "index_copy": (lambda x, v: x.index_copy(0, torch.tensor([0, 1]), v), (4,), (2,)),
+    "scatter": (lambda x, v: x.scatter(0, torch.tensor([0, 1]), v), (4,), (2,)),
+    "x[i] = v": (lambda x, v: _assigned(x, torch.tensor([0, 1]), v), (4,), (2,)),
+    "sub": (torch.sub, (4,), (4,)),
+    "add_": (lambda a, b: a.clone().add_(b), (4,), (4,)),
+    "maximum": (torch.maximum, (4,), (4,)),
+    "lerp": (lambda a, b: torch.lerp(a, b, 0.5), (4,), (4,)),
+    "softmax": (lambda a, b: (a.softmax(0), b.sum()), (4,), (4,)),
+    "cholesky": (lambda a, b: torch.linalg.cholesky(torch.eye(4, dtype=a.dtype) + 0 * b), (4, 4), (4, 4)),
+}
+
+
+def _assigned(x: Any, at: Any, value: Any) -> Any:
+    x = x.clone()
+    x[at] = value
+    return x
+
+
+def _refuses(call: Callable[[], Any]) -> bool:
+    try:
+        call()
+    except (RuntimeError, IndexError, ShardingError):
+        return True
+    return False
+
+
+@pytest.mark.filterwarnings("ignore:.*(C|c)omplex")
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_plan_is_refused_where_torch_refuses_dtypes(name: str):
+    fn, left, right = PAIRS[name]
+    wrong = []
+    for one, other in itertools.product(DTYPES, DTYPES):
+        args = torch.ones(left, dtype=one), torch.ones(right, dtype=other)
+        plain, planned = _refuses(lambda a=args: fn(*a)), _refuses(lambda a=args: sl.jit(fn).plan(*a))
+        if plain != planned:
+            wrong.append(f"{one} and {other}: torch {'refuses' if plain else 'takes'} them")
+    assert wrong == []
+
+
+NUMBERS: dict[str, Callable[[Any, Any], Any]] = {
+    "x * n": lambda x, n: x * n,
+    "x + n": lambda x, n: x + n,
+    "add_": lambda x, n: x.clone().add_(n),
+    "fill_": lambda x, n: x.clone().fill_(n),
+    "masked_fill": lambda x, n: x.masked_fill(x > 0, n),
+    "where": lambda x, n: torch.where(x > 0, x, n),
+    "clamp": lambda x, n: x.clamp(max=n),
+    "full": lambda x, n: torch.full((4,), n, dtype=x.dtype),
+    "full_like": torch.full_like,
+    "pad": lambda x, n: F.pad(x, (1, 1), value=n),
+    "alpha": lambda x, n: torch.add(x, x, alpha=n),
+    "x[0] = n": lambda x, n: _assigned(x, 0, n),
+    "x ** n": lambda x, n: x**n,
+}
+HELD: list[tuple[torch.dtype, Any]] = [
+    (torch.float16, 2**40),
+    (torch.float16, 1e10),
+    (torch.bfloat16, 1e39),
+    (torch.float32, 1e39),
+    (torch.float32, 1j),
+    (torch.int8, 1000),
+    (torch.uint8, -1),
+    (torch.int64, 2.5),
+    (torch.int64, 2**70),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*(C|c)omplex")
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_a_dtype_cannot_hold_do_what_torch_does(name: str):
+    fn = NUMBERS[name]
+    for (dtype, number), given in itertools.product(HELD, (False, True)):
+        x = torch.ones(4, dtype=dtype)
+        call = sl.jit(fn if given else lambda x: fn(x, number))  # noqa: B023 - traced here and now
+        args = (x, number) if given else (x,)
+        try:
+            expected = fn(x, number)
+        except (RuntimeError, OverflowError, TypeError, ValueError):
+            with pytest.raises(ShardingError):
+                call.plan(*args)
+        else:
+            found = call(*args).full_tensor()
+            assert found.dtype == expected.dtype
+            assert torch.equal(found.to(torch.complex128).nan_to_num(), expected.to(torch.complex128).nan_to_num())
+
+
+def test_operands_of_two_dtypes_are_named():
+    x, w = torch.ones(2, 4, 4), torch.ones(4, 4, dtype=torch.float64)
+    message = refusal(lambda: sl.jit(lambda x, w: F.linear(x * 1, w)).plan(x, w))
+    assert message.startswith("torch refuses mm in the traced function: expected m1 and m2 to have the same dtype")
+    for words in (
+        "test_habits.py:",
+        "  * an operand is float32[2, 4, 4]\n",
+        "  * w is float64[4, 4]\n",
+        "mend the line",
+    ):
+        assert words in message
+    with pytest.raises(RuntimeError):  # torch's own type, too
+        sl.jit(torch.mm).plan(w.float(), w)
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # which makes one dtype of two
+        assert sl.jit(F.linear)(x, w.float()).dtype == torch.bfloat16
+        refusal(lambda: sl.jit(torch.autocast("cpu", enabled=False)(F.linear)).plan(x, w))
+
+
+def test_what_a_kernel_says_to_other_values_and_sizes_says_nothing():
+    n, x = torch.arange(1, 5), torch.ones(4, 4)
+    for fn in (
+        lambda n, x: n // n,
+        lambda n, x: n % n,
+        lambda n, x: x[n - 1],
+        lambda n, x: x.repeat(1, 1)[:, :2] @ x[:2],
+    ):
+        assert torch.equal(sl.jit(fn)(n, x).full_tensor(), fn(n, x))
 
 
 # --- profilers --------------------------------------------------------------------------------------------------------
