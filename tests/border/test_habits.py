@@ -476,7 +476,7 @@ def test_operands_of_two_dtypes_are_named():
         sl.jit(torch.mm).plan(w.float(), w)
     with torch.autocast("cpu", dtype=torch.bfloat16):  # which makes one dtype of two
         assert sl.jit(F.linear)(x, w.float()).dtype == torch.bfloat16
-        refusal(lambda: sl.jit(torch.autocast("cpu", enabled=False)(F.linear)).plan(x, w))
+        refusal(lambda: sl.jit(torch.autocast("cpu", enabled=False)(F.linear)).plan(x, w.bfloat16()))
 
 
 def test_what_a_kernel_says_to_other_values_and_sizes_says_nothing():
