@@ -77,6 +77,55 @@ def _meta() -> str:
         return refusal(lambda: shard(torch.empty(4, 6, device="meta"), "a@data b"))
 
 
+MADE: dict[str, Callable[[Any], Any]] = {
+    "empty_like": lambda x: torch.empty_like(x, device="cpu"),
+    "zeros_like": lambda x: torch.zeros_like(x, device="cpu"),
+    "of another dtype": lambda x: torch.ones_like(x, device="cpu", dtype=torch.float64),
+    "turned": lambda x: torch.zeros_like(x.t(), device="cpu").t(),
+    "drawn": lambda x: torch.randn_like(x, device="cpu"),
+    "filled": lambda x: torch.empty_like(x, device="cpu").copy_(W),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_is_made_of_a_meta_tensor_lives_where_it_says(name):
+    x = shard(W.to("meta"), "a@data b@tensor")
+    made = MADE[name](x)
+    assert made.spec == x.spec
+    assert {p.device.type for p in made._locals} == {made.device.type} == {"cpu"}
+    assert (made + 1).full_tensor().shape == W.shape
+    assert torch.empty_like(x).is_meta
+    assert x.new_zeros(3, device="cpu").device.type == "cpu"
+
+
+def test_a_module_from_meta_keeps_its_layout():
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6))
+    for m in net:
+        for name, p in m.named_parameters():
+            setattr(m, name, nn.Parameter(shard(p.detach(), "a@tensor ...")))
+    net.to_empty(device="cpu")
+    assert {str(p.spec) for p in net.parameters()} == {"a@tensor", "a@tensor _@()"}
+    for p in net.parameters():
+        nn.init.ones_(p)
+    assert net(torch.ones(2, 6)).full_tensor().tolist() == [[29.0] * 6] * 2
+
+
+NO_VALUES: dict[str, Callable[[Any], Any]] = {
+    "to": lambda x: x.to("cpu"),
+    "copy_": lambda x: placed().copy_(x),
+    "copy_ of a plain one": lambda x: placed().copy_(W.to("meta")),
+    "add": lambda x: placed() + x,
+    "mm": lambda x: x @ W.t(),
+}
+
+
+@pytest.mark.parametrize("name", NO_VALUES)
+def test_meta_tensors_have_no_values(name):
+    with pytest.raises((ShardingError, NotImplementedError), match=r"takes meta tensors and others|no data"):
+        NO_VALUES[name](shard(W.to("meta"), "a@data b"))
+
+
 def test_meta_tensors_are_not_placed_on_ranks():
     message = only(run_ranks(_meta, 2))
     assert message.startswith("a meta tensor of shape [4, 6] cannot be placed on Mesh(data=2)")
