@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardlib.run.counts import entered, handling
+from shardlib.state import is_tracing
 
 
 def _comm_mode(module: Any) -> None:
@@ -33,6 +34,20 @@ def _comm_mode(module: Any) -> None:
             handling.reset(token)
 
     cls.__enter__, cls.__exit__, cls.__torch_dispatch__ = entering, leaving, dispatching
+    tracker = module._CommModeModuleTracker
+    for name in ("_fw_pre_hook", "_fw_post_hook", "_fw_set_module_hook", "_bw_hook"):
+        setattr(tracker, name, _of_calls(getattr(tracker, name)))
+
+
+def _of_calls(hook: Callable[..., None]) -> Callable[..., None]:
+    """A hook on modules that follows where a call is, and leaves hooks of its own on tensors: a trace is no call."""
+
+    @functools.wraps(hook)
+    def called(*args: Any) -> None:
+        if not is_tracing():
+            hook(*args)
+
+    return called
 
 
 TAUGHT: dict[str, Callable[[Any], None]] = {"torch.distributed.tensor.debug._comm_mode": _comm_mode}

@@ -661,6 +661,23 @@ def test_the_mode_counts_on_ranks_whatever_carries_collectives(ops):
     assert run_ranks(_told, 4, ops) == [[]] * 4
 
 
+def test_modules_are_counted_in_a_jitted_call():
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    net = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 1))
+    step, x = sl.jit(lambda x: net(x).sum()), placed().requires_grad_()
+    expected = len(step.plan(x).collectives)
+    for _ in range(2):
+        with CommDebugMode() as mode:
+            step(x).backward()
+        assert mode.get_total_counts() == expected > 0
+    before = len(step.retraces)
+    with CommDebugMode():
+        step(x), step(x)
+    assert len(step.retraces) == before
+    assert not any(m._forward_hooks for m in net.modules())
+
+
 def test_other_modes_see_a_program_that_is_counted():
     from torch.distributed.tensor.debug import CommDebugMode
     from torch.utils.flop_counter import FlopCounterMode
