@@ -18,7 +18,7 @@ from shardlib.errors import ShardingError
 from shardlib.state import is_tracing
 from shardlib.tracing.lines import Line, error_line
 
-_KINDS = (TypeError, IndexError, ValueError, OverflowError, RuntimeError)
+_KINDS = (TypeError, IndexError, ValueError, OverflowError, AssertionError, RuntimeError)
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent.parent)
 
@@ -62,6 +62,8 @@ def mistake(error: Exception, names: Mapping[int, str]) -> ShardingError | None:
         )
     frames = list(_frames(error))
     if isinstance(error, ShardingError) or not isinstance(error, _KINDS) or not _library(frames[-1]):
+        return None
+    if isinstance(error, AssertionError) and not frames[-1].f_code.co_filename.startswith(_TORCH):
         return None
     call = next((f.f_locals for f in reversed(frames) if f.f_code.co_name == "__torch_function__"), None)
     if call is None or "func" not in call:

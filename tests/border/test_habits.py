@@ -510,6 +510,24 @@ def test_numbers_that_a_dtype_cannot_hold_do_what_torch_does(name: str):
             assert torch.equal(found.to(torch.complex128).nan_to_num(), expected.to(torch.complex128).nan_to_num())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_a_write_that_would_lose_its_imaginary_part_is_refused(dtype: torch.dtype):
+    x = placed(dtype)
+    for write in (lambda x: x.add_(1j), lambda x: x[0].mul_(x[0] * 1j)):
+        with pytest.raises(RuntimeError, match="can't be cast"):
+            write(W.to(dtype))
+        with pytest.raises(RuntimeError, match="can't be cast"):
+            write(x)
+        with pytest.raises(ShardingError, match="can't be cast"):
+            sl.jit(write).plan(x)
+    assert torch.equal(x.full_tensor(), W.to(dtype))
+
+
+def test_what_torch_asserts_is_said_too():
+    message = refusal(lambda: sl.jit(lambda x: torch.complex(x.long(), x.long())).plan(placed()))
+    assert message.startswith("torch refuses complex in the traced function: real must be floating point")
+
+
 def test_operands_of_two_dtypes_are_named():
     x, w = torch.ones(2, 4, 4), torch.ones(4, 4, dtype=torch.float64)
     message = refusal(lambda: sl.jit(lambda x, w: F.linear(x * 1, w)).plan(x, w))
