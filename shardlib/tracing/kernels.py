@@ -56,17 +56,17 @@ class _Tensor(NamedTuple):
     rank: int
 
 
-def refuse_kernels(graph: fx.Graph, names: Mapping[fx.Node, str], device: torch.device) -> None:
-    """Raise the error of the first call in the user's own part of a graph that no kernel of this device takes."""
+def refuse_kernels(graph: fx.Graph, names: Mapping[fx.Node, str]) -> None:
+    """Raise the error of the first call in the user's own part of a graph that no kernel of the CPU takes."""
     for node in graph.nodes:
         if node.op != "call_function" or node.meta.get("backward") or not _tried(node.target):
             continue
         args = [_token(x) for x in node.args]
         kwargs = {k: _token(x) for k, x in node.kwargs.items() if k != "device"}
-        key = (node.target, device, _frozen(args), _frozen(kwargs.items()))
+        key = (node.target, _frozen(args), _frozen(kwargs.items()))
         if key not in _known:
             with _plainly():
-                _known[key] = _fault(node.target, args, kwargs, device)
+                _known[key] = _fault(node.target, args, kwargs)
         if (error := _known[key]) is not None:
             name = str(node.target._schema.name).removeprefix("aten::")
             operands = ((names.get(x, "an operand"), x.meta["val"]) for x in map(_source, node.all_input_nodes))
@@ -104,7 +104,7 @@ def _frozen(x: Any) -> Any:
     return type(x), str(x) if isinstance(x, float | complex) else x
 
 
-def _fault(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> Exception | None:
+def _fault(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exception | None:
     operands = list(_tensors([*args, *kwargs.values()]))
     mine = tuple(x.dtype for x in operands)
     n = len(operands)
@@ -112,12 +112,12 @@ def _fault(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], devic
     if kwargs.get("dtype"):
         tame_kwargs["dtype"] = torch.complex128
     for size in (s for s in _SIZES if all(s**x.rank <= _TINY for x in operands)):
-        errors = [_call(op, args, kwargs, device, size, fill) for fill in (1, 0)]
+        errors = [_call(op, args, kwargs, size, fill) for fill in (1, 0)]
         if None in errors:
             continue
         kinds = itertools.product(_KINDS, repeat=n) if n <= _MANY else ((kind,) * n for kind in _KINDS)
         for dtypes, fill in itertools.product((mine, *kinds), (1, 0)):
-            if _call(op, tame_args, tame_kwargs, device, size, fill, iter(dtypes)) is None:
+            if _call(op, tame_args, tame_kwargs, size, fill, iter(dtypes)) is None:
                 return errors[0]
     return None
 
@@ -126,7 +126,6 @@ def _call(
     op: OpOverload,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    device: torch.device,
     size: int,
     fill: int,
     dtypes: Iterator[torch.dtype] | None = None,
@@ -136,7 +135,7 @@ def _call(
     def made(x: Any) -> Any:
         if isinstance(x, _Tensor):
             dtype = x.dtype if dtypes is None else next(dtypes)
-            return torch.full([size] * x.rank, 1 if dtype.is_floating_point else fill, dtype=dtype, device=device)
+            return torch.full([size] * x.rank, 1 if dtype.is_floating_point else fill, dtype=dtype, device="cpu")
         return [made(y) for y in x] if isinstance(x, list) else x
 
     schema = [a.name for a in op._schema.arguments]

@@ -202,9 +202,9 @@ def _trace(
     input_names = (*(names[i] for i in inputs_of if i >= 0), *ending.names(paths))
     with mode:
         _finish(gm, input_names, returned, lines.fallback, mode)
-    if there is None or is_here(there):
+    if there is None or there.type == "cpu":  # GPUs have kernels for other dtypes
         named = dict(zip(gm.graph.find_nodes(op="placeholder"), input_names, strict=True))
-        refuse_kernels(gm.graph, named, there or torch.device("cpu"))
+        refuse_kernels(gm.graph, named)
     with mode:
         written = functionalise(gm, input_names)
     if there is not None and there.type != "cpu":
