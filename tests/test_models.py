@@ -5,8 +5,10 @@ A step returns the loss, the gradients, and what an optimiser makes of the param
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 import shardlib as sl
 from shardlib import Mesh, ShardingError
+from shardlib.random.plain import plain_program
 from shardlib.state import single_device
 from tests.models import gpt, gpt2, llama, zoo
 from tests.models.causal_lm import CausalLM, Params
@@ -151,6 +154,39 @@ def test_weights_and_batch(name: str, mesh: str) -> None:
     kinds = {c.kind for c in plan.collectives}
     assert kinds <= {"all_reduce", "all_gather", "reduce_scatter"}
     assert sum(c.kind == "all_gather" for c in plan.collectives) <= 1  # the small table of embeddings
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")  # the old name, which every version has
+@pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+@pytest.mark.parametrize("name", BUILD)
+def test_gradient_checkpointing(name: str, reentrant: bool, inside: bool) -> None:
+    model = copy.deepcopy(built(name).module).double().train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})  # type: ignore[operator]
+    tokens = batch_of(64)["input_ids"]
+
+    def loss(tokens: Tensor) -> Tensor:
+        value: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        if inside:
+            value.backward()  # type: ignore[no-untyped-call]
+        return value.detach() if inside else value
+
+    def grads(run: Any, program: Any = nullcontext) -> tuple[Tensor, dict[str, Tensor]]:
+        model.zero_grad()
+        torch.manual_seed(1)
+        with program():
+            value = run(tokens)
+            if not inside:
+                value.backward()
+        return value.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    with single_device():
+        one, expected = grads(loss, plain_program)
+    with Mesh(data=2, tensor=4, rules=RULE):
+        many, found = grads(sl.jit(loss, in_specs=("batch seq",)))
+    torch.testing.assert_close(many.full_tensor(), one)
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad, atol=1e-8, rtol=1e-8)
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -99,6 +99,7 @@ def _make(op: Any, args: Any, kwargs: dict[str, Any]) -> Run:
     if any(device.type == "meta" for device in devices) and not _composite(op):
         return lambda args, kwargs: Prepared(op, args, kwargs or {}, mesh).meta()  # shapes alone are nowhere
     _refuse_devices(op, tensors, devices, mesh)
+    _refuse_meta(op, tensors)
     if not _ordinary(op) and (other := _otherwise(op, args, kwargs, mesh)) is not None:
         return other
     call = Prepared(op, args, kwargs, mesh)
@@ -337,6 +338,19 @@ def _refuse_storage(op: Any, args: Any) -> None:
             rule="a tensor in pieces is strided, keeps its size, and has no storage of its own",
             remedy="make a new tensor: torch.zeros_like(x), torch.cat([x, y]), x[:n]",
         )
+
+
+def _refuse_meta(op: Any, tensors: Sequence[torch.Tensor]) -> None:
+    """Refuse values and none in one call. Torch takes one such, a write to a meta tensor, which changes nothing."""
+    nothing = tensors[0].is_meta and op._schema.is_mutable
+    if op.namespace != "aten" or nothing or len({x.is_meta for x in tensors}) == 1:
+        return
+    raise ShardingError(
+        f"{op} takes meta tensors and others",
+        [f"{typeof(x)} {'is on meta' if x.is_meta else f'lives on {x.device}'}" for x in tensors],
+        rule="a meta tensor has a shape and no values",
+        remedy="make values first: torch.empty_like(x, device=mesh.device), module.to_empty(device=mesh.device)",
+    )
 
 
 def _refuse_devices(op: Any, tensors: Sequence[Any], devices: Sequence[torch.device], mesh: Mesh) -> None:

@@ -18,7 +18,7 @@ from shardlib.eager.caller import caller
 from shardlib.eager.fit import Fit, fit
 from shardlib.eager.outcome import Outcome, likeness, recall, remember
 from shardlib.eager.single import Operand, Single, single
-from shardlib.eager.slots import filled, frozen, moved, numbers_of, slotted, tensors_of
+from shardlib.eager.slots import filled, frozen, made_on, moved, numbers_of, slotted, tensors_of
 from shardlib.eager.warm import LOOSE, Run
 from shardlib.meshes.mesh import Mesh
 from shardlib.rules.rule import Call, Meta
@@ -42,7 +42,8 @@ class Prepared:
         self.op, self.mesh = op, mesh
         self.tensors: list[torch.Tensor] = []
         args, kwargs = slotted((list(args), kwargs), self.tensors)
-        self.device = next(x for x in self.tensors if isinstance(x, ShardedTensor))._form.device
+        where = next(x for x in self.tensors if isinstance(x, ShardedTensor))._form.device
+        self.device = made_on(where, args, kwargs)
         if _placed(args, kwargs):
             args, kwargs = moved((args, kwargs), self.device)
         if self.device.type != "cpu":  # where torch would make something that no device is said for

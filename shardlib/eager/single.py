@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from shardlib import graph as graphs
 from shardlib.compile import Compiled
 from shardlib.eager.aliases import Path
-from shardlib.eager.slots import filled, listed, moved
+from shardlib.eager.slots import filled, listed, made_on, moved
 from shardlib.errors import ShardingError
 from shardlib.lower import lower
 from shardlib.lower.program import Program, Var
@@ -78,7 +78,8 @@ def single(op: Any, args: Any, kwargs: dict[str, Any], operands: Sequence[Operan
         _refuse_pending(op, operands)
     name = ("view" if operands[0].path else "redistribute") if op is None else op._schema.name.removeprefix("aten::")
     line = user_line(sys._getframe(1)) or Line("", 0, name, "")
-    writer = _Writer(line, operands[0].form.device)
+    device = made_on(operands[0].form.device, args, kwargs)
+    writer = _Writer(line, device)
     inputs = [writer.input(f"x{i}", x.form) for i, x in enumerate(operands)]
     owners = [
         writer.call(aten.clone.default, (n,), {}) if x.written else n for n, x in zip(inputs, operands, strict=True)
@@ -108,7 +109,8 @@ def single(op: Any, args: Any, kwargs: dict[str, Any], operands: Sequence[Operan
     plan = Plan(compiled)
     moved = op is None and not operands[0].path
     compiled.program.owned = None if moved or any(x.plain for x in operands) else 0
-    return Single(_load(compiled.program, mesh, plan), _forms(compiled.program, vals, operands, plan), tree, len(own))
+    results = _forms(compiled.program, vals, operands, plan, device)
+    return Single(_load(compiled.program, mesh, plan), results, tree, len(own))
 
 
 class _Writer:
@@ -220,10 +222,11 @@ def _load(program: Program, mesh: Mesh, plan: Plan) -> Callable[[Sequence[Pieces
     return lambda pieces: function([pieces[i][d] for i, d in feed])
 
 
-def _forms(program: Program, vals: Sequence[Any], operands: Sequence[Operand], plan: Plan) -> tuple[Form | None, ...]:
+def _forms(
+    program: Program, vals: Sequence[Any], operands: Sequence[Operand], plan: Plan, device: torch.device
+) -> tuple[Form | None, ...]:
     named = any(name for x in operands for dim in x.form.names for name in dim)
     names: Sequence[Names | None] = plan.output_names if named else [None] * len(vals)
-    device = operands[0].form.device
     out: list[Form | None] = []
     for var, val, called in zip(program.outputs, vals, names, strict=True):
         if isinstance(var, Var):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,12 @@ def filled(x: Any, values: Any, kind: type = list) -> Any:
     if isinstance(x, dict):
         return {k: filled(y, values, kind) for k, y in x.items()}
     return kind([filled(y, values, kind) for y in x]) if isinstance(x, list | tuple) else x
+
+
+def made_on(device: torch.device, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
+    """Where results of a call live: where its operands do. Of meta tensors something is made where one asks for it."""
+    asked = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.device))
+    return next(asked, device) if device.type == "meta" else device
 
 
 def moved(x: Any, device: torch.device) -> Any:

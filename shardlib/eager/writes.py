@@ -17,6 +17,7 @@ from shardlib.eager.slots import Slot, filled, listed, moved, numbers_of, tensor
 from shardlib.eager.warm import LOOSE, Run, key_of
 from shardlib.errors import ShardingError
 from shardlib.meshes.mesh import Mesh
+from shardlib.rules.written import refuse_cast
 from shardlib.tensors.form import Form
 from shardlib.tensors.memory import owned
 from shardlib.tensors.tensor import ShardedTensor, typeof, wrap
@@ -41,6 +42,8 @@ def writer(op: Any, args: Any, kwargs: dict[str, Any], mesh: Mesh) -> Run:
         LOOSE.add(id(functional))
     call = Prepared(functional, args, kwargs, mesh)
     meta = call.meta()
+    if isinstance(meta, torch.Tensor):
+        refuse_cast(meta, args[0])
     fits = isinstance(meta, torch.Tensor) and meta.shape == args[0].shape
     direct = call.direct(meta, write=True) if fits else None
     if direct is None:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardlib.rules.written import refuse_cast
+
 aten = torch.ops.aten
 
 # What one tensor's part is called, where it is not the name behind `_foreach_`.
@@ -53,8 +55,7 @@ def _each(target: torch._ops.OpOverload) -> Callable[..., Any]:
 
 
 def _write(x: Tensor, value: Tensor) -> None:
-    if not torch.can_cast(value.dtype, x.dtype):
-        raise RuntimeError(f"result type {value.dtype} can't be cast to the desired output type {x.dtype}")
+    refuse_cast(value, x)
     x.copy_(value)
 
 

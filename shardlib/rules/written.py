@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
 
 from shardlib.tracing.views import functional_form, written_arguments
@@ -32,6 +33,12 @@ def _plain(op: OpOverload, target: OpOverload) -> bool:
     random = torch.Tag.nondeterministic_seeded in op.tags
     single = len(written) == len(target._schema.returns) and kinds == {"Tensor"}
     return single and not random and (written == outs or [a.name for a in written] == ["self"])
+
+
+def refuse_cast(value: Tensor, into: Tensor) -> None:
+    """Refuse, in torch's words, to write what would lose its imaginary part or its fractions."""
+    if not torch.can_cast(value.dtype, into.dtype):
+        raise RuntimeError(f"result type {value.dtype} can't be cast to the desired output type {into.dtype}")
 
 
 def _writing(op: OpOverload, form: Form) -> Form:

@@ -15,6 +15,7 @@ from shardlib.meshes import world
 from shardlib.ops import _groups
 from shardlib.ops._wire import CollectiveError
 from shardlib.order import KEEP, Order, Turn, current
+from shardlib.run.counts import unseen
 from shardlib.store import LOOK, names, refuse_missing
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def _compare(order: Order, digest: str, what: str, name: str, everyone: Sequence
 def together(mesh: Mesh, turn: Turn, axes: tuple[Axis, ...], call: Callable[[GroupHandle], T]) -> T:
     """The result of `call`, one collective of the group over these axes that is a turn of its own."""
     mesh.device_mesh  # noqa: B018 - starts torch.distributed where nothing has yet
-    with turn as order:
+    with unseen(), turn as order:
         try:
             group = _groups.group_for(mesh, axes)
             if group.may_use_gloo:

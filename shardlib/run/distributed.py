@@ -22,6 +22,7 @@ from shardlib.order import Turn
 from shardlib.plans.places import spot
 from shardlib.run.agree import agree, blame
 from shardlib.run.codegen import Generator, Source
+from shardlib.run.counts import counted
 from shardlib.run.ranges import Function, label, ranged, watched
 from shardlib.run.schedule import schedule
 from shardlib.tensors import agreed
@@ -130,4 +131,4 @@ def load(program: Program, mesh: Mesh, plan: Plan, *, late: bool = False) -> Run
 
     if not late:
         prepare()
-    return run
+    return counted(run, program.collectives)

@@ -15,6 +15,7 @@ from shardlib.lower.program import Collective, Program
 from shardlib.meshes.mesh import Mesh
 from shardlib.ops import all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
 from shardlib.run.codegen import Generator, Source
+from shardlib.run.counts import counted
 from shardlib.run.ranges import Function, label, ranged, watched
 
 Runner = Callable[..., tuple[Any, ...]]  # of the inputs' pieces, and of the leaves of the call, for its numbers
@@ -44,7 +45,7 @@ def load(program: Program, mesh: Mesh, *, share: bool = True) -> Runner:
         with torch._C._AutoDispatchBelowAutograd():
             return function([pieces[i][d] for i, d in feed], [leaves[i] for i in numbers])
 
-    return run
+    return counted(run, program.collectives)
 
 
 def _communicate(g: Generator, bundle: tuple[Collective, ...]) -> None:

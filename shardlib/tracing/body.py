@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, fx
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from shardlib.errors import ShardingError
 from shardlib.tracing.decompositions import DECOMPOSITIONS
 from shardlib.tracing.functionalise import functionalise
 from shardlib.tracing.lines import Line, LineRecorder, replayed
+from shardlib.tracing.staying import Staying
 from shardlib.tracing.trace import _recorded
 
 
@@ -79,7 +79,10 @@ def trace_body(fn: Callable[..., Any], leaves: Sequence[Tensor], names: Sequence
             found.extend([closures, len(flat), where, cts])
             gradients: list[Tensor | None] = [None] * len(reads)
             if where:
-                pulled = torch.autograd.grad([flat[i] for i in where], [reads[i] for i in of], cts, allow_unused=True)
+                with closures.passing(cts):  # a checkpoint runs the body again
+                    pulled = torch.autograd.grad(
+                        [flat[i] for i in where], [reads[i] for i in of], cts, allow_unused=True
+                    )
                 for i, x in zip(of, pulled, strict=True):
                     gradients[i] = x
             return [*flat, *gradients]
@@ -156,7 +159,7 @@ def _divided(
     )
 
 
-class _Closures(TorchFunctionMode):
+class _Closures(Staying):
     """Puts stand-ins for tensors that come from outside of the body."""
 
     def __init__(self) -> None:
@@ -167,6 +170,11 @@ class _Closures(TorchFunctionMode):
         mode = get_proxy_mode()
         assert mode is not None, "the body is being traced"
         self._tracer = mode.tracer
+
+    def passing(self, tensors: Sequence[Tensor]) -> _Closures:
+        """The mode itself, to which these tensors are none from outside."""
+        self._known |= {id(x): x for x in tensors}
+        return self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         mode = get_proxy_mode()

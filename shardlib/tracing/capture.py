@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
-from torch.overrides import TorchFunctionMode
 
 from shardlib.errors import ShardingError
 from shardlib.ops.attention import attention
@@ -25,12 +24,13 @@ from shardlib.random.draw import fresh_key
 from shardlib.rules.loss import ctc_loss
 from shardlib.tracing import flex
 from shardlib.tracing.lines import user_line
+from shardlib.tracing.staying import Staying
 
 _aten = torch.ops.aten
 _SDPA = F.scaled_dot_product_attention
 
 
-class AttentionCapture(TorchFunctionMode):
+class AttentionCapture(Staying):
     """While on, torch's `scaled_dot_product_attention` is this op, whole and independent of the device.
 
     `flex_attention` is its plain form. `only_dropout` leaves calls that drop nothing as they are.

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from shardlib.errors import ShardingError
+from shardlib.tracing.staying import Staying
 
 
-class Composites(TorchFunctionMode):
+class Composites(Staying):
     """While on, the functions of this module stand for torch's."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

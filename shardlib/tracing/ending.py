@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
 
 from shardlib.calls.flat import FlatCall
 from shardlib.errors import ShardingError
@@ -135,9 +136,7 @@ class Ending:
         cotangents = [placeholder(tracer, result[i]) for i in outs]
         try:
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-                found = torch.autograd.grad(
-                    [result[i] for i in outs], list(wanted.values()), [c.value for c in cotangents], allow_unused=True
-                )
+                found = _pulled([result[i] for i in outs], list(wanted.values()), [c.value for c in cotangents])
         except (RuntimeError, ShardingError) as error:  # as torch has it, the way back is refused when somebody goes it
             if self.strict:
                 raise
@@ -169,6 +168,39 @@ class Ending:
         at += len(changed)
         gradients = tuple((leaf, at + i) for i, leaf in enumerate(self._gradients))
         return After(tuple(grads), changed, gradients, tuple(self.cotangents), *self._refused)
+
+
+def _pulled(outs: list[Tensor], wanted: list[Tensor], cotangents: list[Tensor]) -> Sequence[Tensor | None]:
+    """The gradients of `wanted`, None where nothing depends on one.
+
+    A reentrant checkpoint calls `backward()` itself, inside another: what it finds is in the `.grad` of leaves.
+    """
+    if not _reenters(outs) or not all(x.is_leaf for x in wanted):
+        return torch.autograd.grad(outs, wanted, cotangents, allow_unused=True)
+    before = [x.grad for x in wanted]
+    try:
+        for x in wanted:
+            x.grad = None
+        torch.autograd.backward(outs, cotangents)
+        return [x.grad for x in wanted]
+    finally:
+        for x, grad in zip(wanted, before, strict=True):
+            x.grad = grad
+
+
+def _reenters(outs: Sequence[Tensor]) -> bool:
+    """Whether the way back leads through a reentrant checkpoint."""
+    seen: set[Any] = set()
+    todo = [x.grad_fn for x in outs]
+    while todo:
+        node: Any = todo.pop()
+        if node is None or node in seen:
+            continue
+        if isinstance(node, CheckpointFunction._backward_cls):
+            return True
+        seen.add(node)
+        todo += [behind for behind, _ in node.next_functions]
+    return False
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ so the frame of such a mode has the call; the user's frame, outside it, has the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,9 +16,9 @@ import torch
 
 from shardlib.errors import ShardingError
 from shardlib.state import is_tracing
-from shardlib.tracing.lines import error_line
+from shardlib.tracing.lines import Line, error_line
 
-_KINDS = (TypeError, IndexError, ValueError, RuntimeError)
+_KINDS = (TypeError, IndexError, ValueError, OverflowError, AssertionError, RuntimeError)
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent.parent)
 
@@ -71,19 +71,27 @@ def mistake(error: Exception, names: Mapping[int, str]) -> ShardingError | None:
     frames = list(_frames(error))
     if isinstance(error, ShardingError) or not isinstance(error, _KINDS) or not _library(frames[-1]):
         return None
+    if isinstance(error, AssertionError) and not frames[-1].f_code.co_filename.startswith(_TORCH):
+        return None
     call = next((f.f_locals for f in reversed(frames) if f.f_code.co_name == "__torch_function__"), None)
     if call is None or "func" not in call:
         return None
     known = dict(names) | _members(frames) | _locals([f for f in frames if not _library(f)][-1:])
     operands = [*_operands(call.get("args", ())), *_operands(tuple((call.get("kwargs") or {}).values()))]
     name = getattr(call["func"], "__name__", str(call["func"]))
-    refused: ShardingError = _TYPES[next(kind for kind in _KINDS if isinstance(error, kind))](
+    line = error_line(error)  # of a call that nobody's line made, there is none
+    return refused(error, name, line, ((known.get(id(x), "an operand"), x) for x in operands))
+
+
+def refused(error: Exception, name: str, line: Line | None, operands: Iterable[tuple[str, Any]]) -> ShardingError:
+    """What torch said to a call of `name` with these operands, in our words; also of torch's own type."""
+    out: ShardingError = _TYPES[next(kind for kind in _KINDS if isinstance(error, kind))](
         f"torch refuses {name} in the traced function: {_first_sentence(error)}",
-        [str(error_line(error)), *(f"{known.get(id(x), 'an operand')} is {_described(x)}" for x in operands)],
+        [*([str(line)] if line else []), *(f"{called} is {_described(x)}" for called, x in operands)],
         rule="a traced function is a program for one device",
         remedy="mend the line: it fails on one device, too",
     )
-    return refused
+    return out
 
 
 def _frames(error: BaseException) -> Iterator[FrameType]:

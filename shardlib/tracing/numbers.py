@@ -18,10 +18,10 @@ from torch import fx
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from shardlib.scalar import OPERATIONS, Scalar
+from shardlib.tracing.staying import Staying
 
 
 class Given:
@@ -150,7 +150,7 @@ for _name in ("real", "imag", "numerator", "denominator"):
     setattr(Given, _name, property(_attribute(_name)))
 
 
-class Numbers(TorchFunctionMode):
+class Numbers(Staying):
     """While on, functions of torch take `Given` numbers."""
 
     def __init__(self) -> None:

@@ -39,6 +39,7 @@ from shardlib.tracing.elsewhere import is_here, move
 from shardlib.tracing.ending import After, Ending, move_inputs_first
 from shardlib.tracing.first_order import first_order
 from shardlib.tracing.functionalise import functionalise
+from shardlib.tracing.kernels import refuse_kernels
 from shardlib.tracing.lifted import Lifted, refuse_carriers
 from shardlib.tracing.lines import Line, LineRecorder, is_mark
 from shardlib.tracing.mistakes import mistake
@@ -187,18 +188,19 @@ def _trace(
         if numbers is not None:
             leaves = [numbers.give(i, names[i], x) if is_number(x) else x for i, x in enumerate(leaves)]
         a, k = pytree.tree_unflatten(leaves, call.tree)
-        try:
-            with nullcontext() if numbers is None else numbers, asked, users:
-                found, tree = pytree.tree_flatten_with_path(fn(*a, **k))
-        except Exception as error:
-            if refused := refusal(error, tracer) or mistake(
-                error, {id(x): names[i] for i, x in zip(where, inputs, strict=True)}
-            ):
-                raise refused from error
-            raise
-        refuse_carriers([(pytree.keystr(path), leaf) for path, leaf in found])
-        returned = [lifted.seen(leaf) for _, leaf in found]
-        more = ending.finish(returned, inputs, tracer, differentiate=differentiate)
+        with nullcontext() if numbers is None else numbers:
+            try:
+                with asked, users:
+                    found, tree = pytree.tree_flatten_with_path(fn(*a, **k))
+            except Exception as error:
+                if refused := refusal(error, tracer) or mistake(
+                    error, {id(x): names[i] for i, x in zip(where, inputs, strict=True)}
+                ):
+                    raise refused from error
+                raise
+            refuse_carriers([(pytree.keystr(path), leaf) for path, leaf in found])
+            returned = [lifted.seen(leaf) for _, leaf in found]
+            more = ending.finish(returned, inputs, tracer, differentiate=differentiate)
         result.extend(([path for path, _ in found], [*returned, *more], tree))
         return [x for x in (*returned, *more) if isinstance(x, torch.Tensor)]
 
@@ -208,8 +210,8 @@ def _trace(
         mode,
         lifted,
         ending,
-        _use_lazy_graph_module(True),
-    ):  # nobody needs the graph as Python source
+        _use_lazy_graph_module(True),  # nobody needs the graph as Python source
+    ):
         inputs = [_fake(x, traced_on, tensors) for x in tensors]
         gm = make_fx(flat, DECOMPOSITIONS, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
 
@@ -222,6 +224,10 @@ def _trace(
     input_names = (*(names[i] for i in inputs_of if i >= 0), *ending.names(paths))
     with mode:
         _finish(gm, input_names, returned, lines.fallback, mode)
+    if there is None or there.type == "cpu":  # GPUs have kernels for other dtypes
+        named = dict(zip(gm.graph.find_nodes(op="placeholder"), input_names, strict=True))
+        refuse_kernels(gm.graph, named)
+    with mode:
         written = functionalise(gm, input_names)
     if there is not None and there.type != "cpu":
         move(gm, there)

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
 
 import shardlib as sl
 from shardlib import Mesh, ShardedTensor, ShardingError
+from shardlib.random.plain import plain_program
 from shardlib.state import single_device
+from shardlib.tracing.trace import trace
 from tests.border.oracle import same
 
 X = torch.arange(24, dtype=torch.float64).view(6, 4).sin()
@@ -410,6 +419,108 @@ def test_gradients_inside_go_through_torchs_autograd(name: str) -> None:
         y = place(X).requires_grad_()
         sl.jit(lambda y: fn(y).backward())(y)
         same(y.grad, expected)
+
+
+# --- checkpoints: what runs again finds the modes, the numbers and the masks of the first time ------------------------
+
+
+def _attends(x: Tensor, w: Tensor, dropout: float = 0.0) -> Tensor:
+    q = (x @ w @ w.t()).view(1, 1, 6, 4)
+    return F.scaled_dot_product_attention(q, x[None, None], x.sin()[None, None], dropout_p=dropout).view(6, 4) * x
+
+
+def _drops(x: Tensor, w: Tensor) -> Tensor:
+    return F.dropout(torch.tanh(x @ w), 0.5) @ w.t()
+
+
+def _scaled(x: Tensor, w: Tensor, scale: float = 1.0, mask: Tensor | None = None) -> Tensor:
+    y = torch.tanh(x @ w @ w.t()) * scale
+    return y if mask is None else y.masked_fill(mask, 0.0)
+
+
+def _hooked(x: Tensor, w: Tensor) -> Tensor:
+    y = x @ w @ w.t()
+    if y.requires_grad:
+        y.register_hook(lambda g: g + _attends(g, w.detach()))  # type: ignore[no-untyped-call]
+    return y.sin()
+
+
+def _selective(fn: Any, *args: Tensor) -> Tensor:
+    def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = op is torch.ops.aten.mm.default
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    found: Tensor = checkpoint(fn, *args, use_reentrant=False, context_fn=contexts)
+    return found
+
+
+MASK = torch.tensor([True, False, False, True])
+INDEX = torch.tensor([0, 2])
+AGAIN: dict[str, Callable[..., Tensor]] = {  # of x, w and a checkpoint
+    "attention": lambda x, w, again: again(_attends, x, w),
+    "nested": lambda x, w, again: again(lambda x, w: again(_attends, x, w).sin() @ w, x, w),
+    "twice": lambda x, w, again: again(_attends, again(_attends, x, w), w),
+    "dropout": lambda x, w, again: again(_drops, again(_drops, x, w), w),
+    "attention dropout": lambda x, w, again: again(_attends, x, w, 0.5),
+    "closed over": lambda x, w, again: again(lambda x: _attends(x, w), x),
+    "composite": lambda x, w, again: again(lambda x, w: (x @ w).index_fill(1, INDEX, w.sum()) @ w.t() * x, x, w),
+    "autograd function": lambda x, w, again: again(lambda x, w: Cube.apply(x @ w), x, w),  # type: ignore[no-untyped-call]
+    "in place": lambda x, w, again: again(lambda x, w: (x @ w).mul_(2).sin(), x, w),
+    "shard": lambda x, w, again: again(lambda x, w: sl.shard(x @ w, "_ ff").sin(), x, w),
+    "sequential": lambda x, w, again: checkpoint_sequential(
+        [torch.sin, torch.tanh, lambda x: x @ w], 2, x, **again.keywords
+    ),
+}
+LATER: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "keywords": lambda x, w: checkpoint(_scaled, x, w, use_reentrant=False, scale=0.5, mask=MASK),
+    "selective": lambda x, w: _selective(_scaled, x, w),
+    "selective attention": lambda x, w: _selective(_attends, x, w),
+    "selective dropout": lambda x, w: _selective(_drops, x, w),
+    "debug": lambda x, w: checkpoint(_scaled, x, w, use_reentrant=False, debug=True),
+    "hook": _hooked,
+    "scan": lambda x, w: sl.scan(
+        lambda c, _: (checkpoint(_attends, c, w, use_reentrant=False), None), x, torch.zeros(2, 1, dtype=x.dtype)
+    )[0],
+}
+LATER |= {
+    f"{name}, {how}": functools.partial(fn, again=functools.partial(checkpoint, use_reentrant=how == "reentrant"))
+    for name, fn in AGAIN.items()
+    for how in ("reentrant", "not reentrant")
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_what_a_checkpoint_runs_again_is_the_same(name: str) -> None:
+    fn = LATER[name]
+
+    def inside(x: Tensor, w: Tensor) -> Tensor:
+        out = fn(x, w)
+        out.square().sum().backward()
+        return out.detach()
+
+    def outside(x: Tensor, w: Tensor) -> Tensor:
+        out: Tensor = sl.jit(fn)(x, w)
+        out.square().sum().backward()
+        return out.detach()
+
+    def run(how: Any, place: Callable[[Tensor], Tensor], program: Any = nullcontext) -> list[Any]:
+        torch.manual_seed(1)
+        with program():
+            x, w = place(X).requires_grad_(), W.clone().requires_grad_()
+            return [how(x, w), x.grad, w.grad]
+
+    with single_device():
+        expected = run(inside, PLACES["plain"], plain_program)
+    same(run(sl.jit(inside), PLACES["rows"]), expected)
+    same(run(outside, PLACES["rows"]), expected)
+
+
+def test_a_selective_checkpoint_keeps_what_its_policy_says() -> None:
+    graph = trace(sl.grad(lambda x, w: _selective(_scaled, x, w).sum()), (X, W)).graph.graph
+    calls = [str(n.target) for n in graph.nodes]
+    assert calls.count("aten.tanh.default") == 2  # forward, and again
+    assert calls.count("aten.mm.default") == 2 + 2  # forward, and the gradient of x
 
 
 def test_grad_takes_what_torch_func_takes() -> None:

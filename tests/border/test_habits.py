@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import os
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.profiler import record_function
 
@@ -71,6 +75,55 @@ def test_plain_tensors_still_go_out_by_dlpack():
 def _meta() -> str:
     with Mesh(data=2):
         return refusal(lambda: shard(torch.empty(4, 6, device="meta"), "a@data b"))
+
+
+MADE: dict[str, Callable[[Any], Any]] = {
+    "empty_like": lambda x: torch.empty_like(x, device="cpu"),
+    "zeros_like": lambda x: torch.zeros_like(x, device="cpu"),
+    "of another dtype": lambda x: torch.ones_like(x, device="cpu", dtype=torch.float64),
+    "turned": lambda x: torch.zeros_like(x.t(), device="cpu").t(),
+    "drawn": lambda x: torch.randn_like(x, device="cpu"),
+    "filled": lambda x: torch.empty_like(x, device="cpu").copy_(W),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_is_made_of_a_meta_tensor_lives_where_it_says(name):
+    x = shard(W.to("meta"), "a@data b@tensor")
+    made = MADE[name](x)
+    assert made.spec == x.spec
+    assert {p.device.type for p in made._locals} == {made.device.type} == {"cpu"}
+    assert (made + 1).full_tensor().shape == W.shape
+    assert torch.empty_like(x).is_meta
+    assert x.new_zeros(3, device="cpu").device.type == "cpu"
+
+
+def test_a_module_from_meta_keeps_its_layout():
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6))
+    for m in net:
+        for name, p in m.named_parameters():
+            setattr(m, name, nn.Parameter(shard(p.detach(), "a@tensor ...")))
+    net.to_empty(device="cpu")
+    assert {str(p.spec) for p in net.parameters()} == {"a@tensor", "a@tensor _@()"}
+    for p in net.parameters():
+        nn.init.ones_(p)
+    assert net(torch.ones(2, 6)).full_tensor().tolist() == [[29.0] * 6] * 2
+
+
+NO_VALUES: dict[str, Callable[[Any], Any]] = {
+    "to": lambda x: x.to("cpu"),
+    "copy_": lambda x: placed().copy_(x),
+    "copy_ of a plain one": lambda x: placed().copy_(W.to("meta")),
+    "add": lambda x: placed() + x,
+    "mm": lambda x: x @ W.t(),
+}
+
+
+@pytest.mark.parametrize("name", NO_VALUES)
+def test_meta_tensors_have_no_values(name):
+    with pytest.raises((ShardingError, NotImplementedError), match=r"takes meta tensors and others|no data"):
+        NO_VALUES[name](shard(W.to("meta"), "a@data b"))
 
 
 def test_meta_tensors_are_not_placed_on_ranks():
@@ -350,6 +403,160 @@ def test_a_device_that_the_mesh_has_not_is_refused(go):
     assert "Mesh(..., device='cuda')" in message
 
 
+# --- dtypes and numbers that torch's kernels do not take --------------------------------------------------------------
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
+PAIRS: dict[str, tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...]]] = {
+    "mm": (lambda a, b: a @ b, (4, 4), (4, 4)),
+    "mv": (torch.mv, (4, 4), (4,)),
+    "dot": (torch.dot, (4,), (4,)),
+    "bmm": (torch.bmm, (2, 4, 4), (2, 4, 4)),
+    "linear": (F.linear, (2, 4, 4), (4, 4)),
+    "bias": (lambda x, b: F.linear(x, x, b), (4, 4), (4,)),
+    "addmm": (lambda a, b: torch.addmm(a, b, b), (4, 4), (4, 4)),
+    "baddbmm": (lambda a, b: torch.baddbmm(a, a, b), (2, 4, 4), (2, 4, 4)),
+    "einsum": (lambda a, b: torch.einsum("ij,kj->ik", a, b), (4, 4), (4, 4)),
+    "conv1d": (F.conv1d, (2, 2, 4), (4, 2, 3)),
+    "grouped conv2d": (lambda x, w: F.conv2d(x, w, groups=2), (2, 4, 4, 4), (2, 2, 3, 3)),
+    "layer_norm": (lambda x, w: F.layer_norm(x, (4,), w, w), (2, 4), (4,)),
+    "group_norm": (lambda x, w: F.group_norm(x, 2, w, w), (2, 4, 4), (4,)),
+    "cross": (torch.linalg.cross, (2, 3), (2, 3)),
+    "embedding": (F.embedding, (4,), (4, 4)),
+    "index_select": (lambda x, i: x.index_select(0, i), (4, 4), (2,)),
+    "index_add": (lambda x, v: x.index_add(0, torch.tensor([0, 1]), v), (4,), (2,)),
+    "index_copy": (lambda x, v: x.index_copy(0, torch.tensor([0, 1]), v), (4,), (2,)),
+    "scatter": (lambda x, v: x.scatter(0, torch.tensor([0, 1]), v), (4,), (2,)),
+    "x[i] = v": (lambda x, v: _assigned(x, torch.tensor([0, 1]), v), (4,), (2,)),
+    "sub": (torch.sub, (4,), (4,)),
+    "add_": (lambda a, b: a.clone().add_(b), (4,), (4,)),
+    "maximum": (torch.maximum, (4,), (4,)),
+    "lerp": (lambda a, b: torch.lerp(a, b, 0.5), (4,), (4,)),
+    "softmax": (lambda a, b: (a.softmax(0), b.sum()), (4,), (4,)),
+    "cholesky": (lambda a, b: torch.linalg.cholesky(torch.eye(4, dtype=a.dtype) + 0 * b), (4, 4), (4, 4)),
+}
+
+
+def _assigned(x: Any, at: Any, value: Any) -> Any:
+    x = x.clone()
+    x[at] = value
+    return x
+
+
+def _refuses(call: Callable[[], Any]) -> bool:
+    try:
+        call()
+    except (RuntimeError, IndexError, ShardingError):
+        return True
+    return False
+
+
+@pytest.mark.filterwarnings("ignore:.*(C|c)omplex")
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_plan_is_refused_where_torch_refuses_dtypes(name: str):
+    fn, left, right = PAIRS[name]
+    wrong = []
+    for one, other in itertools.product(DTYPES, DTYPES):
+        args = torch.ones(left, dtype=one), torch.ones(right, dtype=other)
+        plain, planned = _refuses(lambda a=args: fn(*a)), _refuses(lambda a=args: sl.jit(fn).plan(*a))
+        if plain != planned:
+            wrong.append(f"{one} and {other}: torch {'refuses' if plain else 'takes'} them")
+    assert wrong == []
+
+
+NUMBERS: dict[str, Callable[[Any, Any], Any]] = {
+    "x * n": lambda x, n: x * n,
+    "x + n": lambda x, n: x + n,
+    "add_": lambda x, n: x.clone().add_(n),
+    "fill_": lambda x, n: x.clone().fill_(n),
+    "masked_fill": lambda x, n: x.masked_fill(x > 0, n),
+    "where": lambda x, n: torch.where(x > 0, x, n),
+    "clamp": lambda x, n: x.clamp(max=n),
+    "full": lambda x, n: torch.full((4,), n, dtype=x.dtype),
+    "full_like": torch.full_like,
+    "pad": lambda x, n: F.pad(x, (1, 1), value=n),
+    "alpha": lambda x, n: torch.add(x, x, alpha=n),
+    "x[0] = n": lambda x, n: _assigned(x, 0, n),
+    "x ** n": lambda x, n: x**n,
+}
+HELD: list[tuple[torch.dtype, Any]] = [
+    (torch.float16, 2**40),
+    (torch.float16, 1e10),
+    (torch.bfloat16, 1e39),
+    (torch.float32, 1e39),
+    (torch.float32, 1j),
+    (torch.int8, 1000),
+    (torch.uint8, -1),
+    (torch.int64, 2.5),
+    (torch.int64, 2**70),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*(C|c)omplex")
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_a_dtype_cannot_hold_do_what_torch_does(name: str):
+    fn = NUMBERS[name]
+    for (dtype, number), given in itertools.product(HELD, (False, True)):
+        x = torch.ones(4, dtype=dtype)
+        call = sl.jit(fn if given else lambda x: fn(x, number))  # noqa: B023 - traced here and now
+        args = (x, number) if given else (x,)
+        try:
+            expected = fn(x, number)
+        except (RuntimeError, OverflowError, TypeError, ValueError):
+            with pytest.raises(ShardingError):
+                call.plan(*args)
+        else:
+            found = call(*args).full_tensor()
+            assert found.dtype == expected.dtype
+            assert torch.equal(found.to(torch.complex128).nan_to_num(), expected.to(torch.complex128).nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_a_write_that_would_lose_its_imaginary_part_is_refused(dtype: torch.dtype):
+    x = placed(dtype)
+    for write in (lambda x: x.add_(1j), lambda x: x[0].mul_(x[0] * 1j)):
+        with pytest.raises(RuntimeError, match="can't be cast"):
+            write(W.to(dtype))
+        with pytest.raises(RuntimeError, match="can't be cast"):
+            write(x)
+        with pytest.raises(ShardingError, match="can't be cast"):
+            sl.jit(write).plan(x)
+    assert torch.equal(x.full_tensor(), W.to(dtype))
+
+
+def test_what_torch_asserts_is_said_too():
+    message = refusal(lambda: sl.jit(lambda x: torch.complex(x.long(), x.long())).plan(placed()))
+    assert message.startswith("torch refuses complex in the traced function: real must be floating point")
+
+
+def test_operands_of_two_dtypes_are_named():
+    x, w = torch.ones(2, 4, 4), torch.ones(4, 4, dtype=torch.float64)
+    message = refusal(lambda: sl.jit(lambda x, w: F.linear(x * 1, w)).plan(x, w))
+    assert message.startswith("torch refuses mm in the traced function: expected m1 and m2 to have the same dtype")
+    for words in (
+        "test_habits.py:",
+        "  * an operand is float32[2, 4, 4]\n",
+        "  * w is float64[4, 4]\n",
+        "mend the line",
+    ):
+        assert words in message
+    with pytest.raises(RuntimeError):  # torch's own type, too
+        sl.jit(torch.mm).plan(w.float(), w)
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # which makes one dtype of two
+        assert sl.jit(F.linear)(x, w.float()).dtype == torch.bfloat16
+        refusal(lambda: sl.jit(torch.autocast("cpu", enabled=False)(F.linear)).plan(x, w.bfloat16()))
+
+
+def test_what_a_kernel_says_to_other_values_and_sizes_says_nothing():
+    n, x = torch.arange(1, 5), torch.ones(4, 4)
+    for fn in (
+        lambda n, x: n // n,
+        lambda n, x: n % n,
+        lambda n, x: x[n - 1],
+        lambda n, x: x.repeat(1, 1)[:, :2] @ x[:2],
+    ):
+        assert torch.equal(sl.jit(fn)(n, x).full_tensor(), fn(n, x))
+
+
 # --- profilers --------------------------------------------------------------------------------------------------------
 
 
@@ -395,6 +602,115 @@ def test_a_program_without_a_profiler_has_no_ranges(monkeypatch):
     with torch.profiler.profile():
         step(x)
     assert made
+
+
+# --- CommDebugMode ----------------------------------------------------------------------------------------------------
+
+_OPS = {
+    "all_reduce": "all_reduce",
+    "all_gather": "all_gather_into_tensor",
+    "reduce_scatter": "reduce_scatter_tensor",
+    "all_to_all": "all_to_all_single",
+    "ppermute": "all_to_all_single",
+}
+
+
+def _loss(x: Any, w: Any, v: Any) -> Any:
+    return (torch.relu(x @ w) @ v).square().sum()
+
+
+def _turn(x: Any) -> Any:
+    return sl.ppermute(x, "data", [(0, 1), (1, 0)])
+
+
+def _told(ops: str) -> list[str]:
+    """What the mode counts otherwise than plans say, in a cold and in a warm call."""
+    os.environ["SHARDLIB_OPS"] = ops
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    def moves(x: Any) -> Any:
+        return shard(shard(x, "a b@data"), "a b")
+
+    specs = ("a@data e", "e f@tensor", "f@tensor e")
+    wrong = []
+    with Mesh(data=2, tensor=2):
+        x, w, v = (shard(torch.ones(4, 4), spec).requires_grad_() for spec in specs)
+        turn = sl.shard_map(_turn, in_specs="a@data e", out_specs="a@data e")
+        step = sl.jit(_loss)
+        calls: dict[str, tuple[Any, sl.Plan]] = {
+            "forward and backward": (lambda: step(x, w, v).backward(), step.plan(x, w, v)),
+            "eager": (lambda: _loss(x, w, v).backward(), step.plan(x, w, v)),
+            "moves": (lambda: sl.jit(moves)(x.detach()), sl.jit(moves).plan(x.detach())),
+            "eager moves": (lambda: moves(x.detach()), sl.jit(moves).plan(x.detach())),
+            "a permutation": (lambda: sl.jit(turn)(x.detach()), sl.jit(turn).plan(x.detach())),
+        }
+        for name, (call, plan) in calls.items():
+            expected = Counter(_OPS[c.kind] for c in plan.collectives)
+            for _ in range(2):
+                with CommDebugMode() as outer, CommDebugMode() as mode:
+                    call()
+                for m in (mode, outer):
+                    found = {str(op).removeprefix("c10d_functional."): n for op, n in m.get_comm_counts().items()}
+                    if found != expected or not found:
+                        wrong.append(f"{name}: {found} for {dict(expected)}")
+        with CommDebugMode() as mode:  # ranks compare values and agree on a key
+            torch.nn.functional.dropout(shard(torch.ones(4, 4), "a@data e"))
+        if mode.get_total_counts():
+            wrong.append(f"no plan: {mode}")
+        if "all_reduce[tensor] 32 B at " not in (table := _table(CommDebugMode(), step, x, w, v)):
+            wrong.append(table)
+    return wrong
+
+
+def _table(mode: Any, step: Any, *args: Any) -> str:
+    with mode:
+        step(*args)
+    table: str = mode.generate_comm_debug_tracing_table(noise_level=3)
+    return table
+
+
+def test_the_mode_that_counts_collectives_counts_those_of_plans(monkeypatch):
+    monkeypatch.setenv("SHARDLIB_OPS", "")
+    assert _told("") == []
+
+
+@pytest.mark.parametrize("ops", ["", "torch"])
+def test_the_mode_counts_on_ranks_whatever_carries_collectives(ops):
+    assert run_ranks(_told, 4, ops) == [[]] * 4
+
+
+def test_modules_are_counted_in_a_jitted_call():
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    net = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 1))
+    step, x = sl.jit(lambda x: net(x).sum()), placed().requires_grad_()
+    expected = len(step.plan(x).collectives)
+    for _ in range(2):
+        with CommDebugMode() as mode:
+            step(x).backward()
+        assert mode.get_total_counts() == expected > 0
+    before = len(step.retraces)
+    with CommDebugMode():
+        step(x), step(x)
+    assert len(step.retraces) == before
+    assert not any(m._forward_hooks for m in net.modules())
+
+
+def test_other_modes_see_a_program_that_is_counted():
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    step, x = sl.jit(lambda x: (x @ x.t()).sum()), placed()
+    flops = []
+    for _ in range(2):
+        with CommDebugMode() as mode, FlopCounterMode(display=False) as counter:
+            step(x)
+        flops.append(counter.get_total_flops())
+        assert mode.get_total_counts() == len(step.plan(x).collectives)
+    for _ in range(2):  # the first call is traced, too
+        with FlopCounterMode(display=False) as alone:
+            step(x)
+    assert flops[1] == alone.get_total_flops() > 0
 
 
 # --- torch.compile ----------------------------------------------------------------------------------------------------

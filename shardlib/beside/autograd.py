@@ -1,0 +1,30 @@
+"""Autograd's engine and activation checkpoints, which call Python code back, in a function that is being traced."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from shardlib.state import is_tracing
+from shardlib.tracing.staying import put_back
+
+
+def _engine(module: Any) -> None:
+    """What the engine calls runs under the function modes that were on where it was called."""
+    run = module._engine_run_backward
+    module._engine_run_backward = functools.wraps(run)(put_back(run))
+
+
+def _checkpoint(module: Any) -> None:
+    """Checkpoints keep what their policy says, and run the rest again; for a compiler they would keep all of it."""
+    compiling = module._is_compiling
+
+    @functools.wraps(compiling)
+    def elsewhere(*args: Any) -> Any:
+        return not is_tracing() and compiling(*args)
+
+    module._is_compiling = elsewhere
+
+
+TAUGHT: dict[str, Callable[[Any], None]] = {"torch.autograd": _engine, "torch.utils.checkpoint": _checkpoint}

@@ -1,0 +1,53 @@
+"""`CommDebugMode`, which counts collectives as torch dispatches them: programs tell it theirs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from shardlib.run.counts import entered, handling
+from shardlib.state import is_tracing
+
+
+def _comm_mode(module: Any) -> None:
+    cls = module.CommDebugMode
+    enter, leave, dispatch = cls.__enter__, cls.__exit__, cls.__torch_dispatch__
+
+    @functools.wraps(enter)
+    def entering(self: Any) -> Any:
+        out = enter(self)
+        entered.append(self)
+        return out
+
+    @functools.wraps(leave)
+    def leaving(self: Any, *raised: Any) -> Any:
+        entered[:] = [mode for mode in entered if mode is not self]
+        return leave(self, *raised)
+
+    @functools.wraps(dispatch)
+    def dispatching(self: Any, *call: Any) -> Any:
+        token = handling.set((*handling.get(), self))
+        try:
+            return dispatch(self, *call)
+        finally:
+            handling.reset(token)
+
+    cls.__enter__, cls.__exit__, cls.__torch_dispatch__ = entering, leaving, dispatching
+    tracker = module._CommModeModuleTracker
+    for name in ("_fw_pre_hook", "_fw_post_hook", "_fw_set_module_hook", "_bw_hook"):
+        setattr(tracker, name, _of_calls(getattr(tracker, name)))
+
+
+def _of_calls(hook: Callable[..., None]) -> Callable[..., None]:
+    """A hook on modules that follows where a call is, and leaves hooks of its own on tensors: a trace is no call."""
+
+    @functools.wraps(hook)
+    def called(*args: Any) -> None:
+        if not is_tracing():
+            hook(*args)
+
+    return called
+
+
+TAUGHT: dict[str, Callable[[Any], None]] = {"torch.distributed.tensor.debug._comm_mode": _comm_mode}

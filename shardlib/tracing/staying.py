@@ -1,0 +1,44 @@
+"""Function modes that stay on in what autograd's engine calls: hooks, backward passes, what a checkpoint runs again.
+
+Torch takes a function mode off while it handles a call, and `loss.backward()` is a call like any other: all that the
+engine calls from there would run without the modes under which the forward pass ran, and a checkpoint would find other
+tensors the second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from contextvars import ContextVar
+from typing import Any
+
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+_on: ContextVar[tuple[TorchFunctionMode, ...]] = ContextVar("shardlib_function_modes", default=())
+
+
+class Staying(TorchFunctionMode):
+    """A function mode that is on wherever it was entered, in the engine's callbacks too."""
+
+    def __enter__(self) -> Any:
+        _on.set((*_on.get(), self))
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *raised: Any) -> None:
+        _on.set(_on.get()[:-1])
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+
+
+def put_back(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, which calls the engine, with the modes on that the call took off."""
+
+    def engine(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            if modes := _on.get():
+                there = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+                for mode in modes:
+                    if not any(mode is other for other in there):
+                        stack.enter_context(mode)
+            return run(*args, **kwargs)
+
+    return engine
