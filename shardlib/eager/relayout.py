@@ -21,11 +21,13 @@ def relayout(x: ShardedTensor, layout: Layout, names: Names | None = None) -> Sh
     """
     form = x._form
     to = Form.of(layout, x.mesh, x.dtype, form.device, names)
-    if x.sharding.canonical == layout.canonical:
+    if form.layout.canonical == layout.canonical:
         return wrap(to, x._locals)
     ready = _programs.get((form, to))
     if ready is None:
         with LOCK:
             ready = _programs[form, to] = single(None, (), {}, [Operand(form, shown=to)], x.mesh)
     (pieces,) = ready([x._locals])
-    return wrap(to, tuple(pieces))
+    (made,) = ready.results
+    assert made is not None, "a move has a result"
+    return wrap(made, tuple(pieces))

@@ -225,7 +225,8 @@ def _load(program: Program, mesh: Mesh, plan: Plan) -> Callable[[Sequence[Pieces
 def _forms(
     program: Program, vals: Sequence[Any], operands: Sequence[Operand], plan: Plan, device: torch.device
 ) -> tuple[Form | None, ...]:
-    named = any(name for x in operands for dim in x.form.names for name in dim)
+    forms = [form for x in operands for form in (x.form, x.shown) if form is not None]
+    named = any(name for form in forms for dim in form.names for name in dim)
     names: Sequence[Names | None] = plan.output_names if named else [None] * len(vals)
     out: list[Form | None] = []
     for var, val, called in zip(program.outputs, vals, names, strict=True):

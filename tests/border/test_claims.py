@@ -327,13 +327,12 @@ def test_decorators(mode: str) -> None:
         torch.testing.assert_close(_run_in(mode, Model().scaled, X), 3 * X)
 
 
-def test_axes_left_to_the_compiler_are_refused() -> None:
+def test_specs_of_axes_left_to_the_compiler_are_refused() -> None:
     with Mesh(**MESH):
         every = shard_map(lambda x: x, CUT, CUT, axis_names={"data", "tensor"})
         assert torch.equal(every(X).full_tensor(), X)
-        with pytest.raises(ShardingError) as error:
+        with pytest.raises(ShardingError, match="left to the compiler"):
             shard_map(lambda x: x, CUT, CUT, axis_names={"tensor"})(X)
-    assert "  * 'data' is left to the compiler\nRule: in a body every mesh axis is manual" in str(error.value)
 
 
 # --- pytrees and numbers ----------------------------------------------------------------------------------------------
