@@ -35,7 +35,8 @@ from shardlib.specs.spec import P, Spec
 from shardlib.tensors import persist as _persist  # noqa: F401  (tells torch.load what it may read)
 from shardlib.tensors.agreed import from_local
 from shardlib.tensors.dtensor import from_dtensor, to_dtensor
-from shardlib.tensors.tensor import ShardedTensor, shard, typeof
+from shardlib.tensors.placing import shard
+from shardlib.tensors.tensor import ShardedTensor, typeof
 from shardlib.tensors.visualize import visualize
 from shardlib.transforms import grad, value_and_grad, vmap
 

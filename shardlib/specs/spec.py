@@ -247,6 +247,13 @@ Names = tuple[tuple[str | None, ...], ...]  # per dim, the name of every factor
 Item = tuple[str, Sequence[int], str | P | Spec, Sizes | None]  # name, shape, spec, sizes
 
 
+def every_length(sizes: Sizes | int | None, lengths: Mapping[str, int]) -> Sizes:
+    """All that a call says about sizes: a number for `sizes` is the length of a factor of that name, as any other."""
+    if sizes is None or isinstance(sizes, Mapping):
+        return {**(sizes or {}), **lengths}
+    return {"sizes": sizes, **lengths}
+
+
 @dataclass(frozen=True)
 class Resolved:
     """A spec that fits: the layout, and what it does not hold.

@@ -7,9 +7,12 @@ from typing import Any
 import torch
 
 from shardlib.eager.relayout import relayout
+from shardlib.errors import ShardingError
 from shardlib.meshes.mesh import Mesh
 from shardlib.specs.spec import P, Resolved, resolve_many
-from shardlib.tensors.tensor import ShardedTensor, place
+from shardlib.tensors.form import Form
+from shardlib.tensors.memory import owned
+from shardlib.tensors.tensor import ShardedTensor, wrap
 
 
 def redistributed(x: ShardedTensor, resolved: Resolved) -> ShardedTensor:
@@ -34,6 +37,25 @@ def placed(x: torch.Tensor, resolved: Resolved, mesh: Mesh, donate: bool = False
         out: ShardedTensor = _Place.apply(x, resolved, mesh)  # type: ignore[no-untyped-call]
         return out
     return place(x, resolved, mesh, donate)
+
+
+def place(x: torch.Tensor, resolved: Resolved, mesh: Mesh, donate: bool = False) -> ShardedTensor:
+    """Cut a plain tensor that every process has whole; `donate` gives its memory up, for pieces to be made of it."""
+    if mesh.kind == "abstract":
+        raise ShardingError(
+            f"a tensor of shape {list(x.shape)} cannot be placed on {mesh}",
+            rule="an abstract mesh has no devices",
+            remedy="plan on it (step.plan(...)), or use Mesh(...)",
+        )
+    if x.is_meta and mesh.kind == "distributed":
+        raise ShardingError(
+            f"a meta tensor of shape {list(x.shape)} cannot be placed on {mesh}",
+            rule="what lives on ranks has values: collectives read its memory",
+            remedy=f"make it there, torch.empty_like(x, device={mesh.device!r}); plan with the meta tensor itself",
+        )
+    pieces = owned(x.detach(), resolved.layout, mesh, donate)
+    out = wrap(Form.of(resolved.layout, mesh, x.dtype, x.device, resolved.names), pieces)
+    return out.requires_grad_() if x.requires_grad else out  # type: ignore[return-value]
 
 
 def laid_as(x: torch.Tensor, like: ShardedTensor) -> ShardedTensor:
