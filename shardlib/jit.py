@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,7 @@ from shardlib.state import is_single_device, is_tracing, unseen
 from shardlib.tensors.agreed import ALWAYS, compare_arguments
 from shardlib.tensors.tensor import ShardedTensor
 from shardlib.tracing.asked import at_home
+from shardlib.tracing.lines import user_frame
 
 __all__ = ["Jitted", "RetraceWarning", "jit"]
 
@@ -296,12 +298,12 @@ class Jitted:
         for name in changes:
             programs.reasons[name] += 1
             if programs.reasons[name] == OFTEN:
-                warnings.warn(
+                warnings.warn_explicit(
                     f"{self.name} has been compiled {OFTEN + 1} times because of {name} "
                     f"({programs.retraces[-1]}): pad to a few shapes, pass what changes as a tensor, "
                     "or leave Python out of it; step.retraces lists all reasons",
                     RetraceWarning,
-                    stacklevel=5,
+                    *_asked_at(),
                 )
 
     def _compile(
@@ -367,6 +369,12 @@ class Jitted:
 
     def __repr__(self) -> str:
         return f"<jit of {self.name}>"
+
+
+def _asked_at() -> tuple[str, int]:
+    """The line of the user's that calls."""
+    frame = user_frame(sys._getframe(1))
+    return ("<unknown>", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
 def _transformed(args: Any, kwargs: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from shardlib.bounded import Bounded
 from shardlib.errors import ShardingError
 from shardlib.rules import (
     activation,
@@ -117,8 +118,7 @@ def _overload_named(name: str) -> Any:
 TABLE: dict[str, RuleFn] = _table()
 DECOMPOSITIONS = _decompositions()
 _BY_TAG = pointwise.pointwise()
-_CACHE: dict[Any, Rule | None] = {}
-_CACHE_SIZE = 1 << 16
+_CACHE: Bounded[Any, Rule | None] = Bounded(1 << 11)
 
 
 def rule_for(call: Call) -> Rule | None:
@@ -129,8 +129,6 @@ def rule_for(call: Call) -> Rule | None:
     except KeyError:
         pass
     found = row(call.target)
-    if len(_CACHE) >= _CACHE_SIZE:
-        _CACHE.clear()
     rule = _CACHE[key] = found(call) if found else None
     return rule
 

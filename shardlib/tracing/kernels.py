@@ -73,7 +73,7 @@ def refuse_kernels(graph: fx.Graph, names: Mapping[fx.Node, str]) -> None:
             raise refused(error, name, node.meta["line"], operands)
 
 
-_known: Bounded[Any, Exception | None] = Bounded(1 << 14)
+_known: Bounded[Any, Exception | None] = Bounded(1 << 10)
 
 
 @cache

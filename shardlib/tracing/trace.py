@@ -252,6 +252,7 @@ def _trace(
 _NOT_NUMBERS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError, NotExpressionsError)
 
 
+_FAKE_CACHE = 1 << 11
 _LOCK = threading.RLock()  # torch's tracing state is global
 
 
@@ -273,6 +274,8 @@ class _Here:
 @contextmanager
 def _tracing() -> Iterator[None]:
     with _LOCK, torch.backends.cudnn.flags(enabled=False):  # one graph, whatever device it is for
+        if len(FakeTensorMode.cache) > _FAKE_CACHE:  # it has no bound of its own
+            FakeTensorMode.cache_clear()
         before, collects = torch.compiler._is_compiling_flag, gc.isenabled()
         onednn = torch._C._get_mkldnn_enabled()
         torch._C._set_mkldnn_enabled(False)

@@ -315,6 +315,7 @@ def test_compiling_again_and_again_is_said_once() -> None:
     with pytest.warns(RetraceWarning, match=why) as found:
         lengths(step, 20)
     assert len(found) == 1
+    assert found[0].filename == __file__, "the line that calls"
 
 
 @pytest.mark.filterwarnings("ignore::shardlib.jit.RetraceWarning")

@@ -1,0 +1,22 @@
+"""Short runs of what `tests.border.threads` and `tests.border.flat` do for long."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardlib.jit import RetraceWarning
+from tests.border import flat, threads
+
+
+@pytest.mark.filterwarnings(f"ignore::{RetraceWarning.__module__}.RetraceWarning")
+def test_threads_with_modes_of_their_own_are_right() -> None:
+    right, wrong = threads.campaign(4, seconds=5)
+    assert wrong == []
+    assert len(right) == 4
+
+
+def test_programs_that_go_leave_nothing() -> None:
+    seen, retraces = flat.campaign(140, every=20)
+    (start, _, before), (end, _, after) = seen[-3], seen[-1]
+    assert retraces == 0, "a changing number"
+    assert (after - before) / (end - start) < 100, "a program alone is thousands of objects"
