@@ -210,7 +210,7 @@ class Jitted:
         known: list[Any] = []
         state = State(own, programs.changing)
         if noting:
-            state.found = {}
+            state.found, state.values, state.copies = {}, {}, {}
         if self.static:
             args, kwargs = wrapped(args, kwargs, self.static)
         read(args, leaves, known, state)
@@ -222,7 +222,7 @@ class Jitted:
         count = len(leaves)
         leaves += state.tensors
         if len(leaves) > 1 and len(set(map(id, leaves))) < len(leaves):
-            known.append(tuple(twins(leaves[:count], state.tensors).items()))
+            known += twins(leaves[:count], state.tensors).items()
         if programs.asks:
             known.append(tuple(map(at_home, leaves)))
         return (mesh, modes, tuple(known)), leaves, state
@@ -339,8 +339,7 @@ class Jitted:
             placed=placed,
             state=state,
             exact=exact or state.exact,
-            differentiate=torch.is_grad_enabled()
-            and any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves),
+            differentiate=any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves),
         )
         paths = compiled.traced.input_paths
         compiled.program.donated = frozenset(

@@ -54,9 +54,10 @@ def modes(state: State) -> tuple[Any, ...]:
     if torch._C._len_torch_function_stack():
         for mode in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
             known += (type(mode), getattr(mode, "device", None))
-            state.mode(mode, known)
+            state.mode(mode, known, -len(known))
     if any(_EVERYWHERE):
-        known += (hook for hooks in _EVERYWHERE for hook in hooks.values() if not _is_torch(hook))
+        for hook in (hook for hooks in _EVERYWHERE for hook in hooks.values() if not _is_torch(hook)):
+            state.hook(hook, known)
     return tuple(known)
 
 
@@ -69,7 +70,7 @@ def refuse_modes(name: str) -> None:
             [f"{type(m).__module__}.{type(m).__qualname__}" for m in wrong],
             rule="a jitted function runs as another program, of ops on pieces: a mode that changes what ops do would "
             "change other ones",
-            remedy="enter the mode inside the function (it acts while the function is traced), or around sl.reference",
+            remedy="enter the mode inside the function (it acts while the function is traced), or around plain torch",
         )
 
 
@@ -88,7 +89,7 @@ def set_aside() -> Iterator[AbstractContextManager[Any]]:
         hooks.append(pair)
         torch._C._autograd._pop_saved_tensors_default_hooks()
     try:
-        with _disable_current_modes():
+        with _disable_current_modes(), torch.autograd.set_detect_anomaly(mode=False):
             yield _on_top(functions)
     finally:
         for pair in reversed(hooks):

@@ -16,20 +16,18 @@ class Closure:
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.fn = fn
-        self._first = Reach([fn] if isinstance(fn, types.FunctionType) else [])
+        self._own = (fn,) if isinstance(fn, types.FunctionType) else ()
         self._reached = Reached()
 
     def read(self, state: State, known: list[Any]) -> None:
         """Add tensors to `state`, facts to `known`; what was read before, of the arguments, is in `state`."""
-        if not isinstance(self.fn, types.FunctionType):
+        if not self._own:
             state.named("self", self.fn, known)
-        reach = self._first
-        if not reach.is_current():
-            reach = self._first = Reach(reach.code)
+        reach = self._reached.of(self._own, None)
         self._add(reach, state, known)
         done = 0
         while done < len(state.code):
-            reach = self._reached.of(islice(state.code, done, None), reach)
+            reach = self._reached.of(islice(state.code.values(), done, None), reach)
             done = len(state.code)
             self._add(reach, state, known)
 
@@ -37,5 +35,5 @@ class Closure:
         known.append(reach)
         if reach.exact:
             state.exact = True
-        for name, value in reach.variables:
-            state.named(name, value(), known)
+        for name, get, holder, key in reach.variables:
+            state.named(name, get(), known, holder, key)

@@ -88,8 +88,8 @@ def read(x: Any, leaves: list[Any], known: list[Any], state: State) -> None:
         known.append(own["_form"])
         if len(own) > OWN:
             state.marks(x, known)
-        if x.requires_grad:
-            known.append(True)
+        if x.requires_grad or x.grad is not None:
+            known.append(x.requires_grad)
             state.gradient(x, known)
     elif kind is tuple or kind is list:
         known.append(kind)

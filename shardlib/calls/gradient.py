@@ -56,7 +56,8 @@ def backward(plan: Plan, halves: Halves, mesh: Mesh, runner: Runner, move: Move)
 def run(entry: Entry, then: Backward, mesh: Mesh, leaves: list[Any]) -> Any:
     """Call the forward program; its results have a history that leads through the backward program."""
     call = _Call(entry, then, mesh, leaves)
-    found = iter(_Apply.apply(call, *(leaves[i] for i in then.leaves)))  # type: ignore[no-untyped-call]
+    with torch.enable_grad():  # what has a history, the trace knows
+        found = iter(_Apply.apply(call, *(leaves[i] for i in then.leaves)))  # type: ignore[no-untyped-call]
     return entry.build([next(found) if isinstance(x, Tensor) else x for x in call.out])
 
 

@@ -44,7 +44,7 @@ class Kept(OrderedDict[Any, list[T]], Generic[T]):
 
     def find(self, key: Any, leaves: Sequence[Any]) -> T | None:
         """What serves a call."""
-        for item in self.get(key, ()):
+        for item in reversed(self.get(key, ())):  # the last one knows best what the function itself changes
             if all(same_number(leaves[i], value) for i, value in self.looked(item).items()):
                 return item
         return None

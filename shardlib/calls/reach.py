@@ -1,8 +1,8 @@
 """What code may read beside its arguments: the variables around it, the globals and the user's modules that it names,
-and the same of every function that is found there.
+and the same of every function and class that is found there.
 
-Code is a function or a class (all its methods). It is gone through once; after that, a look at each function's place
-tells whether another one stands there now.
+Code is a function or a class: its methods, and what stands in it. It is gone through once; after that, a look at each
+function's place tells whether another one stands there now.
 """
 
 from __future__ import annotations
@@ -10,16 +10,25 @@ from __future__ import annotations
 import builtins
 import dis
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardlib.bounded import Bounded
 from shardlib.tracing.lines import is_internal
 
 Getter = Callable[[], Any]
-CODE = (types.FunctionType, type)
+
+
+class Variable(NamedTuple):
+    """A variable that some code reads: what it is called, its value now, who holds it, and under which key."""
+
+    name: str
+    get: Getter
+    holder: Any
+    key: Any
 
 
 class Reach:
@@ -32,11 +41,12 @@ class Reach:
     def __init__(self, code: Sequence[Any], before: Reach | None = None) -> None:
         self.code, self.before = tuple(code), before
         self.exact = False
-        self.variables: list[tuple[str, Getter]] = []
+        self.variables: list[Variable] = []
         self._seen: set[Any] = set() if before is None else set(before._seen)
         self._places: list[tuple[str, Getter, Any]] = []
-        for x in code:
-            self._go_through(x)
+        self._todo = list(code)
+        while self._todo:
+            self._go_through(self._todo.pop(0))
         self._found = [(get, x) for _, get, x in self._places]
 
     def is_current(self) -> bool:
@@ -51,70 +61,90 @@ class Reach:
         before = {name: x for name, _, x in old._places}
         return [name.partition(" ")[0] for name, _, x in self._places if before.get(name, x) is not x]
 
+    def _is_new(self, *what: Any) -> bool:
+        known = len(self._seen)
+        self._seen.add(what)
+        return len(self._seen) > known
+
     def _go_through(self, code: Any) -> None:
-        if code in self._seen:
+        if not self._is_new(id(code)):
             return
-        self._seen.add(code)
         if isinstance(code, types.FunctionType):
             self._function(code)
-        else:
-            for kind in code.__mro__:
-                if is_users(kind):
-                    self._methods(kind)
-                elif isinstance(forward := kind.__dict__.get("forward"), types.FunctionType):
-                    self.exact |= "type" in _globals(forward) and not is_internal(forward.__code__.co_filename)
+            return
+        for kind in code.__mro__:
+            if is_users(kind):
+                self._class(kind)
+            elif isinstance(forward := kind.__dict__.get("forward"), types.FunctionType):
+                self.exact |= "type" in _globals(forward) and not is_internal(forward.__code__.co_filename)
 
-    def _methods(self, kind: type) -> None:
-        for name, x in list(vars(kind).items()):
+    def _class(self, kind: type) -> None:
+        if not self._is_new("class", id(kind)):
+            return
+        inside = vars(kind)
+        name = kind.__qualname__
+        self._place(f"{name} attributes", lambda: min(len(inside), 255), min(len(inside), 255))
+        for key, x in list(inside.items()):
             functions = [*_functions(x)]
-            if isinstance(x, functools._lru_cache_wrapper):
-                self._variable(f"{kind.__qualname__}.{name}", functools.partial(vars(kind).get, name))
+            self._todo += functions
+            get = functools.partial(inside.get, key)
             if functions:
-                self._place(f"{kind.__qualname__}.{name}", functools.partial(vars(kind).get, name), x)
-            for fn in functions:
-                self._go_through(fn)
+                self._place(f"{name}.{key}", get, x)
+            if not (key.startswith("__") and key.endswith("__")) and not _is_descriptor(x):
+                self._variable(f"{name}.{key}", get, kind, key)
 
     def _function(self, fn: types.FunctionType) -> None:
-        name = fn.__qualname__
-        for part in ("__code__", "__defaults__"):
+        name, code = fn.__qualname__, fn.__code__
+        for part in ("__code__", "__defaults__", "__kwdefaults__"):
             self._place(f"{name} {part}", functools.partial(getattr, fn, part), getattr(fn, part))
         for i, x in enumerate(fn.__defaults__ or ()):
-            self._variable(f"default[{i}]", _constant(x))
+            self._variable(f"default[{i}]", _constant(x), fn, i)
         for key in (named := fn.__kwdefaults__ or {}):
-            self._variable(f"default[{key!r}]", functools.partial(named.get, key))
-        for variable, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-            self._variable(variable, get := functools.partial(_of_cell, cell))
-            self._space(variable, get(), fn.__code__)
+            self._variable(f"default[{key!r}]", functools.partial(named.get, key), named, (str, key))
+        if is_users(fn):
+            self._variable(f"{name}.__dict__", _constant(fn.__dict__), fn, "__dict__")
+        elif (inner := fn.__dict__.get("__wrapped__")) is not None:
+            self._variable("__wrapped__", _constant(inner), fn, "__wrapped__")
+        for variable, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
+            get = functools.partial(_of_cell, cell)
+            self._variable(variable, get, cell, 0)
+            self._space(variable, get(), code)
         if is_users(fn):
             names = _globals(fn)
-            self.exact |= "type" in names
+            self.exact |= "type" in names and fn.__name__ not in _TEXTS
             for variable in names:
-                if variable in fn.__globals__ or not hasattr(builtins, variable):
-                    self._variable(variable, functools.partial(fn.__globals__.get, variable))
-                self._space(variable, fn.__globals__.get(variable), fn.__code__)
-        if (inner := fn.__dict__.get("__wrapped__")) is not None:
-            self._variable("__wrapped__", _constant(inner))
+                self._global(variable, fn.__globals__, code)
+            for module in _named(code, "IMPORT_NAME"):
+                self._space(module, sys.modules.get(module), code)
+
+    def _global(self, name: str, space: dict[str, Any], code: types.CodeType) -> None:
+        get = functools.partial(space.get, name)
+        if name not in space and hasattr(builtins, name):
+            if self._is_new(id(space), name):
+                self._place(name, get, None)
+            return
+        self._variable(name, get, space, (str, name))
+        self._space(name, get(), code)
 
     def _space(self, name: str, space: Any, code: types.CodeType) -> None:
         """What code may read of one of the user's modules or classes, by its names."""
-        if isinstance(space, types.ModuleType | type) and is_users(space):
+        if isinstance(space, types.ModuleType | type) and is_users(space) and self._is_new(id(space), id(code)):
             for inner in _attributes(code):
                 if inner in vars(space):
-                    self._variable(f"{name}.{inner}", functools.partial(vars(space).get, inner))
+                    get = functools.partial(vars(space).get, inner)
+                    self._variable(f"{name}.{inner}", get, space, inner)
+                    self._space(f"{name}.{inner}", get(), code)
 
-    def _variable(self, name: str, get: Getter) -> None:
-        now = get()
-        if isinstance(now, types.ModuleType):
+    def _variable(self, name: str, get: Getter, holder: Any, key: Any) -> None:
+        if not self._is_new(id(holder), key):
             return
-        if isinstance(now, types.FunctionType):
+        now = get()
+        if isinstance(now, types.FunctionType | types.ModuleType | type):
             self._place(name, get, now)
-            self._go_through(now)
-        elif isinstance(now, type):
-            self._place(name, get, now)
-            if is_users(now):
-                self._go_through(now)
+            if isinstance(now, types.FunctionType) or (isinstance(now, type) and is_users(now)):
+                self._todo.append(now)
         else:
-            self.variables.append((name, get))
+            self.variables.append(Variable(name, get, holder, key))
 
     def _place(self, name: str, get: Getter, now: Any) -> None:
         self._places.append((name, get, now))
@@ -124,16 +154,19 @@ class Reached:
     """The reaches of code, each made once for the same functions."""
 
     def __init__(self) -> None:
-        self._known: Bounded[Any, Reach] = Bounded(64)
+        self._known: Bounded[Any, tuple[Reach, ...]] = Bounded(64)
 
     def of(self, code: Iterable[Any], before: Reach | None) -> Reach:
         """What `code` reads beside what `before` does."""
         code = tuple(code)
         key = (before, *map(id, code))  # whose ids these are, the reach itself keeps alive
-        found = self._known.get(key)
-        if found is None or not found.is_current():
-            found = self._known[key] = Reach(code, before)
-        return found
+        known = self._known.get(key, ())
+        for found in known:
+            if found.is_current():
+                return found
+        made = Reach(code, before)
+        self._known[key] = (made, *known[:7])
+        return made
 
 
 def is_users(x: Any) -> bool:
@@ -154,17 +187,31 @@ def _is_own(file: str) -> bool:
 
 def _functions(x: Any) -> Iterator[types.FunctionType]:
     """The functions of what stands in a class."""
-    inner = (x, *(getattr(x, name, None) for name in ("__func__", "__wrapped__", "func", "fget", "fset")))
+    inside = getattr(x, "__dict__", {})
+    inner = (x, inside.get("__wrapped__"), *(getattr(x, name, None) for name in _PARTS if _is_descriptor(x)))
     yield from (fn for fn in inner if isinstance(fn, types.FunctionType))
 
 
+def _is_descriptor(x: Any) -> bool:
+    """Whether something in a class is a way to an attribute, and none itself."""
+    if isinstance(x, functools._lru_cache_wrapper):
+        return False
+    return inspect.isroutine(x) or isinstance(x, _DESCRIPTORS) or inspect.isdatadescriptor(x)
+
+
+_PARTS = ("__func__", "__wrapped__", "func", "fget", "fset")
+_DESCRIPTORS = (staticmethod, classmethod, property, functools.cached_property, functools.partialmethod)
+_TEXTS = frozenset({"__repr__", "__str__", "__eq__", "__hash__", "__reduce__", "__reduce_ex__", "__format__"})
+
+
 def _globals(fn: types.FunctionType) -> list[str]:
-    return list(dict.fromkeys(_named(fn.__code__, "LOAD_GLOBAL", "LOAD_NAME")))
+    return list(dict.fromkeys(_named(fn.__code__, "LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")))
 
 
 @functools.lru_cache(1 << 12)
 def _attributes(code: types.CodeType) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(_named(code, "LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")))
+    names = _named(code, "LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM", "IMPORT_NAME", "STORE_ATTR")
+    return tuple(dict.fromkeys(part for name in names for part in name.split(".")))
 
 
 def _named(code: types.CodeType, *instructions: str) -> Iterator[str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardlib.calls.state import Leak, State
 from shardlib.errors import ShardingError
@@ -15,20 +17,32 @@ from shardlib.tensors.tensor import typeof
 
 
 def forgotten(before: State, after: State) -> list[Leak]:
-    """Values of a trace are none of this world: whoever holds one and may ask again, or had nothing there, forgets it.
+    """Values of a trace are none of this world: whoever holds one gets back what he had.
 
     Returns those that nobody may have kept: not in a `functools.cache` or a `cached_property`.
     """
     misses = {id(cache): count for cache, count in before.caches}
     for cache, count in after.caches:
-        if misses.get(id(cache)) != count:
+        if misses.get(id(cache)) != count and _holds_fakes(cache):
             cache.cache_clear()
     known = {id(x) for x in before.tensors}
     leaks = [leak for leak in after.leaks if id(leak.value) not in known]
-    for leak in reversed(leaks):
-        if leak.is_cached or leak.place not in (before.found or ()):
-            leak.forget()
+    for leak in leaks:
+        leak.undo(before)
     return [leak for leak in leaks if not leak.is_cached]
+
+
+def _holds_fakes(cache: Any) -> bool:
+    """Whether some result that a `functools.cache` keeps is of a trace."""
+    held, seen = [cache], 0
+    while held and seen < 10_000:
+        x = held.pop()
+        seen += 1
+        if isinstance(x, FakeTensor):
+            return True
+        if x is cache or isinstance(x, list | tuple | dict) or type(x).__name__ == "_lru_list_elem":
+            held += gc.get_referents(x)
+    return seen >= 10_000
 
 
 def refuse_leaks(name: str, leaks: Sequence[Leak]) -> None:

@@ -120,9 +120,32 @@ def results(entry: Entry, mesh: Mesh, leaves: list[Any]) -> tuple[list[Any], Seq
     for leaf in gone:
         leaf._locals = _Gone(entry.name)
     out = [r if form is None else wrap(form, r) for r, form in zip(raw, entry.outputs, strict=False)]
+    saved: Sequence[Any] = raw[len(entry.outputs) :]
     if after.written or after.grads:
+        saved = _kept_from_writes(entry, leaves, saved)
         _apply(entry, leaves, out)
-    return out[: entry.returned], raw[len(entry.outputs) :]
+    return out[: entry.returned], saved
+
+
+def _kept_from_writes(entry: Entry, leaves: Sequence[Any], saved: Sequence[Any]) -> Sequence[Any]:
+    """What the backward pass will read is as it was before the call writes to plain arguments."""
+    written = {leaves[leaf].untyped_storage()._cdata for leaf, _ in entry.after.written if _is_plain(leaves[leaf])}
+    if not written:
+        return saved
+    copies: dict[int, torch.Tensor] = {}
+
+    def kept(piece: Any) -> Any:
+        if piece is None or piece.untyped_storage()._cdata not in written:
+            return piece
+        if id(piece) not in copies:
+            copies[id(piece)] = piece.clone()
+        return copies[id(piece)]
+
+    return [tuple(map(kept, pieces)) for pieces in saved]
+
+
+def _is_plain(x: Any) -> bool:
+    return type(x) is not ShardedTensor
 
 
 def _apply(entry: Entry, leaves: Sequence[Any], out: Sequence[Any]) -> None:

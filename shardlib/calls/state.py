@@ -10,9 +10,10 @@ again until somebody else changes it.
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -45,6 +46,8 @@ class State:
     leaked = False  # whether a number of a trace was found
     exact = False  # whether some code wants numbers that are nothing else
     found: dict[Place, Facts] | None = None  # if a dict, what is known of each place, and the next two are kept
+    values: dict[Place, Any]
+    copies: dict[int, Any]  # of containers
     leaks: tuple[Leak, ...] = ()
     caches: tuple[tuple[Any, int], ...] = ()
     otherwise: tuple[Any, ...] = ()  # what the function itself changes, and is otherwise now
@@ -57,7 +60,7 @@ class State:
         self.places: list[tuple[Any, ...]] = []  # the name of each tensor, in parts
         self.kept: list[Any] = []
         self.grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        self.code: dict[Any, None] = {}
+        self.code: dict[int, Any] = {}
         self._owners: dict[int, Any] = {}
         self._number: dict[int, int] = {}
         self._visited: dict[int, int] = {}
@@ -75,7 +78,7 @@ class State:
         known.append((type(x), x.shape, strides, x.dtype, x.device, x.requires_grad))
         if x.__dict__:
             self.marks(x, known)
-        if x.requires_grad:
+        if x.requires_grad or x.grad is not None:
             self.gradient(x, known)
 
     def marks(self, x: torch.Tensor, known: list[Any]) -> None:
@@ -87,14 +90,14 @@ class State:
         self._at = at
 
     def gradient(self, x: torch.Tensor, known: list[Any]) -> None:
-        """The `.grad` of a tensor that requires one; results of other ops have none."""
+        """The `.grad` of a tensor that requires one, or has one; results of ops have one where they retain it."""
         leaf = x.is_leaf
         known.append(leaf)
         for hooks in (x._backward_hooks, getattr(x, "_post_accumulate_grad_hooks", None)):
             if hooks:
                 for hook in hooks.values():
-                    self._identity(hook, known)
-        if leaf and torch.is_grad_enabled():
+                    self.hook(hook, known)
+        if leaf or x.retains_grad:
             self.grads.append((x, x.grad))
             if x.grad is None:
                 known.append(None)
@@ -116,7 +119,7 @@ class State:
             known.append((x._form, x.requires_grad))
             if len(x.__dict__) > OWN:
                 self.marks(x, known)
-            if x.requires_grad:
+            if x.requires_grad or x.grad is not None:
                 self.gradient(x, known)
         else:
             self.tensor(x, known)
@@ -146,19 +149,29 @@ class State:
         self.arrays |= type(x).__module__ == "numpy"
         self._value(x, known, 0)
 
-    def named(self, name: str, x: Any, known: list[Any]) -> None:
-        """Something that a function closes over."""
-        self._at = (name,)
-        self._attribute(0, name, x, known, -1)
+    def runs(self, code: Any) -> None:
+        """A function or a class that the call may run."""
+        self.code.setdefault(id(code), code)
 
-    def mode(self, x: Any, known: list[Any]) -> None:
+    def named(self, name: str, x: Any, known: list[Any], holder: Any = None, key: Any = None) -> None:
+        """Something that a function closes over, which `holder` has under `key`."""
+        self._at = (name,)
+        if self.found is not None:
+            self._owners[id(holder)] = holder
+        self._attribute(id(holder), name if holder is None else key, x, known, -1)
+
+    def hook(self, x: Any, known: list[Any]) -> None:
+        """A hook that somebody registered: its code, and what that reads."""
+        self._value(x, known, 0)
+
+    def mode(self, x: Any, known: list[Any], place: int) -> None:
         """A mode around the call: each `with` may make another one, so it counts by what it holds."""
         if _is_object(x):
-            self.code.setdefault(type(x))
+            self.runs(type(x))
             for k, y in _attributes(x):
                 if k not in _OF_MODES:
                     self._at = (type(x).__name__, ".", k)
-                    self._attribute(id(x), k, y, known, 0)
+                    self._attribute(place, k, y, known, 0)
 
     def _attribute(self, owner: int, name: Any, x: Any, known: list[Any], depth: int) -> None:
         """What an object, or a closure, holds under a name."""
@@ -174,6 +187,7 @@ class State:
         facts = (type(x), id(x)) if deep else tuple(known[start:])
         if self.found is not None:
             self.found[owner, name] = facts
+            self.values[owner, name] = x
             if isinstance(x, FakeTensor):
                 self.leaks += (Leak(self._owners.get(owner), (owner, name), _text(self._at), x),)
             elif isinstance(x, _Cache):
@@ -206,9 +220,9 @@ class State:
             self._module(x, known, depth)
         elif kind is types.FunctionType:
             self._identity(x, known)
-            self.code.setdefault(x)
+            self.runs(x)
         elif kind is types.MethodType:
-            self.code.setdefault(x.__func__)
+            self.runs(x.__func__)
             known.append(kind)
             self._identity(x.__func__, known)
             self._attribute(id(x.__func__), "__self__", x.__self__, known, depth)
@@ -216,10 +230,13 @@ class State:
             known.append(kind)
             for k in ("func", "args", "keywords"):
                 self._attribute(id(x), k, getattr(x, k), known, depth)
+        elif kind is types.BuiltinMethodType and not isinstance(x.__self__, types.ModuleType | type | None):
+            known.append(x.__name__)
+            self._attribute(id(x.__self__), "__self__", x.__self__, known, depth)
         elif isinstance(x, _OPAQUE):
             self._identity(x, known)
             if isinstance(x, type) and is_users(x):
-                self.code.setdefault(x)
+                self.runs(x)
         else:
             self._object(x, known, depth)
 
@@ -237,25 +254,39 @@ class State:
                 self._identity(x, known)
             return
         at = self._at
-        if isinstance(x, dict):
+        if isinstance(x, dict | types.MappingProxyType):
             for k, y in list(x.items()):
                 key = id(k) if isinstance(k, torch.Tensor) else k  # the optimizer's, say
                 self._at = (*at, (key,))
                 self._attribute(owner, (type(k), key), y, known, depth)
         elif isinstance(x, set | frozenset):
-            for y in x:
-                self.fact(y, known)
+            for i, y in enumerate(x):
+                if isinstance(y, torch.Tensor):
+                    self._at = (*at, (i,))
+                    self._attribute(owner, i, y, known, depth)
+                else:
+                    self.fact(y, known)
         else:
             for i, y in enumerate(x):
                 self._at = (*at, (i,))
                 self._attribute(owner, i, y, known, depth)
+        if type(x) not in _BUILTIN:
+            self._own_part(x, known, depth)
         self._at = at
+
+    def _own_part(self, x: Any, known: list[Any], depth: int) -> None:
+        """What a class of the user's adds to a container."""
+        self.runs(type(x))
+        at, owner = self._at, id(x)
+        for k, y in _attributes(x):
+            self._at = (*at, ".", k)
+            self._attribute(owner, k, y, known, depth)
 
     def _module(self, x: nn.Module, known: list[Any], depth: int) -> None:
         if self._again(x, known):
             return
         self._identity(x, known)
-        self.code.setdefault(type(x))
+        self.runs(type(x))
         at, owner = self._at, id(x)
         quick = self.found is None and not self.changing
         for k, y in _attributes(x):
@@ -285,7 +316,7 @@ class State:
             self._attribute(id(x), "__wrapped__", inner, known, depth)
         if depth >= DEPTH or not _is_object(x):
             return
-        self.code.setdefault(type(x))
+        self.runs(type(x))
         at, owner = self._at, id(x)
         for k, y in _attributes(x):
             self._at = (*at, ".", k)
@@ -296,6 +327,8 @@ class State:
         """Whether `x` was looked into before: then it counts by its number."""
         if self.found is not None:
             self._owners[id(x)] = x
+            if isinstance(x, list | dict | set | deque):
+                self.copies[id(x)] = copy.copy(x)
         number = self._visited.get(id(x))
         if number is not None:
             known.append(number)
@@ -319,15 +352,36 @@ class Leak:
         key = self.place[1]
         return isinstance(key, str) and isinstance(getattr(type(self.owner), key, None), functools.cached_property)
 
-    def forget(self) -> None:
-        """Take it away from its holder, which has had nothing there before."""
-        key = self.place[1]
-        if isinstance(self.owner, dict):
-            self.owner.pop(key[1], None)
-        elif isinstance(self.owner, list):
-            del self.owner[key:]
-        else:
-            getattr(self.owner, "__dict__", {}).pop(key, None)
+    def undo(self, before: State) -> None:
+        """Give its holder back what it had."""
+        owner, key = self.owner, self.place[1]
+        had = self.place in before.values
+        old = before.values.get(self.place)
+        if id(owner) in before.copies:
+            _refill(owner, before.copies[id(owner)])
+        elif isinstance(owner, dict):
+            _put(owner, key[1], old, had)
+        elif isinstance(owner, types.CellType):
+            owner.cell_contents = old
+        elif isinstance(owner, type | types.ModuleType):
+            setattr(owner, key, old) if had else delattr(owner, key)
+        elif owner is not None:
+            spaces = [getattr(owner, name, None) for name in ("_parameters", "_buffers", "__dict__")]
+            space = next((s for s in spaces if isinstance(s, dict) and key in s), None)
+            if space is not None:
+                _put(space, key, old, had)
+
+
+def _refill(x: Any, old: Any) -> None:
+    x.clear()
+    x.update(old) if isinstance(x, dict | set) else x.extend(old)
+
+
+def _put(space: dict[Any, Any], key: Any, old: Any, had: bool) -> None:
+    if had:
+        space[key] = old
+    else:
+        space.pop(key, None)
 
 
 def changed(before: Mapping[Place, Facts], after: Mapping[Place, Facts]) -> dict[Place, Facts]:
@@ -358,9 +412,6 @@ def _attributes(x: Any) -> Iterator[tuple[str, Any]]:
         for k in (slots,) if isinstance(slots, str) else slots:
             if hasattr(x, k):
                 yield k, getattr(x, k)
-        for k, y in list(kind.__dict__.items()):
-            if k not in own and not k.startswith("__") and (type(y) in _PLAIN or isinstance(y, _STORED)):
-                yield k, y
 
 
 @functools.lru_cache(1 << 12)
@@ -384,8 +435,8 @@ OWN = 2  # of these a ShardedTensor has at least
 _PLAIN = frozenset(
     {bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device, torch.Size}
 )
-_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
-_STORED = (torch.Tensor, *_CONTAINERS)
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque, types.MappingProxyType)
+_BUILTIN = frozenset({*_CONTAINERS, OrderedDict, defaultdict, Counter, torch.Size})
 _TRAINING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 _DICTS = frozenset({dict, OrderedDict})
 _LENGTH = "len()"

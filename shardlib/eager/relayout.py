@@ -26,8 +26,10 @@ def relayout(x: ShardedTensor, layout: Layout, names: Names | None = None) -> Sh
     ready = _programs.get((form, to))
     if ready is None:
         with LOCK:
-            ready = _programs[form, to] = single(None, (), {}, [Operand(form, shown=to)], x.mesh)
+            ready = _programs.get((form, to))
+            if ready is None:
+                ready = _programs[form, to] = single(None, (), {}, [Operand(form, shown=to)], x.mesh)
     (pieces,) = ready([x._locals])
     (made,) = ready.results
     assert made is not None, "a move has a result"
-    return wrap(made, tuple(pieces))
+    return wrap(Form.of(made.layout, x.mesh, x.dtype, form.device, made.names), tuple(pieces))

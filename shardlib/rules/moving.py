@@ -130,7 +130,9 @@ def roll(call: Call) -> Rule:
     for d, n in zip(dims, shifts if dims else (), strict=True):
         by[axis(d, len(shape))] = by.get(axis(d, len(shape)), 0) + n
     x = space.dims(shape, whole=[] if dims else range(len(shape)))
-    moved = {at: _parts(shape[at], n) for at, n in by.items() if shape[at] > 1}
+    touched = [at for at in by if shape[at] > 1]
+    by = {at: by[at] for at in touched if by[at] % shape[at]}  # the rest goes all the way round, and stays
+    moved = {at: _parts(shape[at], n) for at, n in by.items()}
     halos = [Halo(x[at][0], 0, True, sent(shape[at], shape[at], part)) for at, parts in moved.items() for part in parts]
 
     def local(local: Local) -> Any:
@@ -144,9 +146,11 @@ def roll(call: Call) -> Rule:
                 piece.fetch(at, x[at], need, need)
             value = local.op(aten.cat.default, [p.value for p in pieces], at)
         rest = [at for at in by if at not in cut]
+        if dims and not by:
+            return local.op(aten.clone.default, value)
         return local.op(aten.roll.default, value, [by[at] for at in rest], rest) if rest else value
 
-    cut = {f for at in moved for f in x[at]}
+    cut = {f for at in touched for f in x[at]}
     return space.rule([x], [x], linear=[{0}], local=local, local_factors=cut, halos=halos)
 
 

@@ -62,9 +62,10 @@ class Ending:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for x, grad in self.call.state.grads:
-            if x.grad is not grad:
-                x.grad = grad
+        grads = {id(x): grad for x, grad in self.call.state.grads}
+        for x in self.call.state.tensors:
+            if x.is_leaf and x.grad is not grads.get(id(x)):
+                x.grad = grads.get(id(x))
         for x, was in zip(self.call.state.tensors, self._before, strict=True):
             was.restore(x)
         for handle in self._passages:
@@ -82,6 +83,8 @@ class Ending:
             if seen[id(x)] is not x:
                 seen[id(x)].grad = grad
                 _Autograd.of(x).lend_hooks(seen[id(x)])
+        given = {leaf for leaf, _, _ in self._watched}
+        self._watched += [(leaf, seen[i], None) for i, leaf in leaves.items() if leaf not in given and seen[i].is_leaf]
         for name, x in zip(self.call.state.names, state, strict=True):
             if x.requires_grad and not x.is_leaf:
                 self._passages.append(x.register_hook(_refuse_passage(name)))  # type: ignore[no-untyped-call]
@@ -109,8 +112,10 @@ class Ending:
             for name, x, old in zip(names, (*inputs, *self.call.state.tensors), (*was, *self._before), strict=True)
             if (change := old.change(x))
         ]
+        grads = {id(x): grad for _, x, grad in self._watched}
         for name, x, given in zip(self.argument_names, inputs, arguments, strict=True):
-            if isinstance(given, Tensor) and given.requires_grad and not given.is_leaf and x.grad is not None:
+            results = isinstance(given, Tensor) and given.requires_grad and not given.is_leaf
+            if results and x.grad is not grads.get(id(x)):
                 wrong.append(f"{name} is a result of other ops, and backward() goes back into it")
         if wrong:
             raise ShardingError(

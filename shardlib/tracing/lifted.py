@@ -6,8 +6,10 @@ stand-in, a fake: `_StandIns` puts it in the place of a plain tensor, `redirecte
 
 from __future__ import annotations
 
+import functools
 import types
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
 from typing import Any
@@ -22,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardlib.calls.state import State
 from shardlib.errors import ShardingError
 from shardlib.tensors.tensor import ShardedTensor, typeof
+from shardlib.tracing.numbers import is_given
 
 _current: ContextVar[Lifted | None] = ContextVar("shardlib_lifted", default=None)
 
@@ -122,13 +125,29 @@ def redirected(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return op(*args, **kwargs)
 
 
+def refuse_changed_arguments(name: str, given: tuple[list[Any], Any], now: Any) -> None:
+    """Refuse other tensors in the lists and dicts among the arguments: the caller's own would not change."""
+    leaves, tree = pytree.tree_flatten_with_path(now)
+    old = given[0]
+    if tree == given[1] and all(x is y for (_, x), y in zip(leaves, old, strict=True)):
+        return
+    known = {id(x) for x in old}
+    new = [pytree.keystr(path[1:]) for path, x in leaves if id(x) not in known]
+    raise ShardingError(
+        f"{name} changes a container among its arguments",
+        [f"argument {path} is another value now" for path in new] or ["it has other items now"],
+        rule="a traced function gets the containers of a call as copies: only what it writes to tensors comes back",
+        remedy="return the new value, or write to the tensor in place: state['m'].copy_(new)",
+    )
+
+
 def refuse_carriers(leaves: Sequence[tuple[str, Any]]) -> None:
     """Refuse results that would carry values of the trace out, where nobody puts the real ones in their place."""
     wrong = [
         f"result{path} is a {type(x).__name__}" + (f", with tensors in {', '.join(held)}" if held else "")
         for path, x in leaves
         if not isinstance(x, Tensor)
-        and ((held := [k for k, y in _attributes(x).items() if _fake(y)]) or isinstance(x, _LAZY))
+        and ((held := [k for k, y in _inside(x).items() if _carries(y)]) or isinstance(x, _LAZY))
     ]
     if wrong:
         raise ShardingError(
@@ -147,5 +166,30 @@ def _attributes(x: Any) -> dict[str, Any]:
     return {**getattr(x, "__dict__", {}), **slots} if not isinstance(x, type | types.ModuleType) else {}
 
 
-def _fake(x: Any) -> bool:
-    return any(isinstance(y, FakeTensor) for y in pytree.tree_leaves(x))
+def _inside(x: Any) -> dict[str, Any]:
+    """What an object holds that is no pytree: attributes, items, what a function closes over."""
+    inside = _attributes(x)
+    if isinstance(x, set | frozenset | list | deque):
+        inside |= {f"[{i}]": y for i, y in enumerate(x)}
+    elif isinstance(x, Mapping):
+        inside |= {f"[{k!r}]": y for k, y in x.items()}
+    elif isinstance(x, functools.partial):
+        inside |= {"func": x.func, "args": x.args, "keywords": x.keywords}
+    elif isinstance(x, types.MethodType):
+        inside |= {"__self__": x.__self__}
+    elif isinstance(x, types.FunctionType):
+        cells = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
+        inside |= {name: cell.cell_contents for name, cell in cells if cell != types.CellType()}
+    return inside
+
+
+def _carries(x: Any, depth: int = 4) -> bool:
+    """Whether values of the trace, or its numbers, are anywhere in something."""
+    if isinstance(x, Tensor) or is_given(x):
+        return isinstance(x, FakeTensor) or is_given(x)
+    if isinstance(x, type | types.ModuleType) or depth == 0:
+        return False
+    leaves = pytree.tree_leaves(x)
+    if len(leaves) != 1 or leaves[0] is not x:
+        return any(_carries(y, depth) for y in leaves)
+    return any(_carries(y, depth - 1) for y in _inside(x).values())

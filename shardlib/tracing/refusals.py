@@ -70,6 +70,16 @@ def refuse_ghost(x: torch.Tensor, line: Any) -> NoReturn:
     )
 
 
+def refuse_unseen(x: torch.Tensor, line: Any) -> NoReturn:
+    """Raise the error for a parameter that no look at variables and objects has found: its gradient would be lost."""
+    raise ShardingError(
+        "the traced function reads a tensor that requires a gradient, from where jit does not look",
+        [f"{typeof(x)}, read at {line}"],
+        rule="gradients go to arguments, and to what variables, modules, objects and short containers hold",
+        remedy="make it an argument of the function, or detach() it",
+    )
+
+
 def _last_operand(tracer: Any) -> str:
     """The tensor that the op traced last reads: `gt (bool[])`."""
     last = next(reversed(tracer.graph.nodes))

@@ -40,11 +40,11 @@ from shardlib.tracing.ending import After, Ending, move_inputs_first
 from shardlib.tracing.first_order import first_order
 from shardlib.tracing.functionalise import functionalise
 from shardlib.tracing.kernels import refuse_kernels
-from shardlib.tracing.lifted import Lifted, refuse_carriers
+from shardlib.tracing.lifted import Lifted, refuse_carriers, refuse_changed_arguments
 from shardlib.tracing.lines import Line, LineRecorder, is_mark
 from shardlib.tracing.mistakes import mistake
 from shardlib.tracing.numbers import NotExpressionsError, Numbers, scalar_of
-from shardlib.tracing.refusals import refusal, refuse_ghost
+from shardlib.tracing.refusals import refusal, refuse_ghost, refuse_unseen
 
 
 @dataclass(frozen=True)
@@ -182,12 +182,15 @@ def _trace(
         for i, x in zip(where, inputs, strict=True):
             leaves[i] = x
             if isinstance(call.arguments[i], torch.Tensor):
+                if isinstance(call.arguments[i], torch.nn.Parameter):
+                    x._is_param = True  # by which torch knows parameters of other classes
                 x.__dict__.update({k: y for k, y in marks(call.arguments[i]).items() if k not in x.__dict__})
         for i, at in same.items():
             leaves[i] = call.state.tensors[at - len(leaves)] if at >= len(leaves) else leaves[at]
         if numbers is not None:
             leaves = [numbers.give(i, names[i], x) if is_number(x) else x for i, x in enumerate(leaves)]
         a, k = pytree.tree_unflatten(leaves, call.tree)
+        given = pytree.tree_flatten((a, k))
         with nullcontext() if numbers is None else numbers:
             try:
                 with asked, users:
@@ -198,6 +201,7 @@ def _trace(
                 ):
                     raise refused from error
                 raise
+            refuse_changed_arguments(lines.fallback.function, given, (a, k))
             refuse_carriers([(pytree.keystr(path), leaf) for path, leaf in found])
             returned = [lifted.seen(leaf) for _, leaf in found]
             more = ending.finish(returned, inputs, tracer, differentiate=differentiate)
@@ -346,6 +350,8 @@ def _finish(gm: fx.GraphModule, names: Sequence[str], leaves: Sequence[Any], lin
             constant = operator.attrgetter(str(node.target))(gm)
             if isinstance(constant, FakeTensor):
                 refuse_ghost(constant, node.meta["line"])
+            if constant.requires_grad and torch.is_grad_enabled():
+                refuse_unseen(constant, node.meta["line"])
             if node.meta.get("val") is None:
                 node.meta["val"] = mode.from_tensor(constant)
 

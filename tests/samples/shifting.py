@@ -51,6 +51,9 @@ def rolls() -> Iterator[Sample]:
     yield "roll", (f(2, 7), [3], [1]), {}
     yield "roll", (f(5, 6), [-1, 8], [0, 1]), {}
     yield "roll", (f(5, 4), [1, 1], [0, 0]), {}
+    yield "roll", (f(6, 4), [0, 1], [0, 1]), {}
+    yield "roll", (f(6, 4), [6], [0]), {}
+    yield "roll", (f(6, 4), [2, 4], [0, 0]), {}
 
 
 def rows_sent() -> Iterator[Sample]:
