@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 import warnings
@@ -11,6 +12,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from shardlib.arrays import taken
@@ -22,7 +24,7 @@ from shardlib.calls.flat import flatten_call, read, twins, wrapped
 from shardlib.calls.method import Method, Methods
 from shardlib.calls.programs import PROGRAMS, Programs, Ready
 from shardlib.calls.reasons import difference, seen
-from shardlib.calls.refusals import forgotten, refuse_leaks, refuse_other_devices
+from shardlib.calls.refusals import forgotten, refuse_leaks, refuse_other_devices, refuse_tangents
 from shardlib.calls.run import entry, run
 from shardlib.calls.state import State, changed
 from shardlib.compile import compile_program
@@ -172,6 +174,8 @@ class Jitted:
         if state.arrays:
             args, kwargs = self._taken(args, kwargs)
             key, leaves, state = self._read(mesh, programs, own, args, kwargs)
+        if forward_ad._current_level >= 0:
+            refuse_tangents(self.name, leaves)
         ready = programs.entries.find(key, leaves)
         if ready is None:
             with programs.lock:
@@ -365,6 +369,13 @@ class Jitted:
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else Method(self, instance)
+
+    def __reduce__(self) -> Any:
+        return Jitted, (self.fn, self.in_specs, self.out_specs, self.static, self.donate, self.budget)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Jitted:
+        fn = copy.deepcopy(self.fn, memo)
+        return Jitted(fn, self.in_specs, self.out_specs, self.static, self.donate, self.budget)
 
     def __repr__(self) -> str:
         return f"<jit of {self.name}>"

@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from shardlib.calls.flat import Static, is_tensor
 from shardlib.errors import ShardingError
 
@@ -42,12 +44,17 @@ def by_argument(
 def _parameters(fn: Callable[..., Any]) -> tuple[list[str], list[str]]:
     """Names of the parameters that may be given by position, and of all."""
     try:
-        parameters = list(inspect.signature(fn).parameters.values())
+        parameters = list(inspect.signature(_code(fn)).parameters.values())
     except (ValueError, TypeError):  # a builtin
         return [], []
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = [p for p in parameters if p.kind not in variadic]
     return [p.name for p in named if p.kind is not inspect.Parameter.KEYWORD_ONLY], [p.name for p in named]
+
+
+def _code(fn: Any) -> Callable[..., Any]:
+    """What has the parameters: of a module, its `forward`."""
+    return fn.forward if isinstance(fn, torch.nn.Module) else fn
 
 
 def describe(leaf: Any) -> str | None:
@@ -65,7 +72,7 @@ def by_position_and_name(fn: Callable[..., Any], chosen: frozenset[int | str]) -
     if not chosen:
         return chosen
     try:
-        parameters = list(inspect.signature(fn).parameters.values())
+        parameters = list(inspect.signature(_code(fn)).parameters.values())
     except (ValueError, TypeError):  # a builtin
         return chosen
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

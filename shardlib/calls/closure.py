@@ -21,6 +21,7 @@ class Closure:
 
     def read(self, state: State, known: list[Any]) -> None:
         """Add tensors to `state`, facts to `known`; what was read before, of the arguments, is in `state`."""
+        state.is_read = True
         if not self._own:
             state.named("self", self.fn, known)
         reach = self._reached.of(self._own, None)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
 from shardlib.calls.state import Leak, State
 from shardlib.errors import ShardingError
@@ -56,6 +57,18 @@ def refuse_leaks(name: str, leaks: Sequence[Leak]) -> None:
         )
 
 
+def refuse_tangents(name: str, leaves: Sequence[Any]) -> None:
+    """Refuse dual tensors, whose tangents a program would drop."""
+    wrong = [x for x in leaves if isinstance(x, torch.Tensor) and _tangent(x) is not None]
+    if wrong:
+        raise ShardingError(
+            f"{name} is called with dual tensors of forward-mode AD",
+            [typeof(x) for x in wrong],
+            rule="a jitted call has a program for its values, and one for its gradients",
+            remedy="torch.func.jvp around the call, or inside the function",
+        )
+
+
 def refuse_other_devices(plan: Plan, mesh: Mesh, leaves: list[Any]) -> None:
     """Every tensor must be where the mesh's devices are."""
     traced = plan.compiled.traced
@@ -75,3 +88,7 @@ def refuse_other_devices(plan: Plan, mesh: Mesh, leaves: list[Any]) -> None:
             if meta
             else f"x.to({there!r}) first, or Mesh(..., device=...)",
         )
+
+
+def _tangent(x: torch.Tensor) -> Any:
+    return forward_ad.unpack_dual(x).tangent  # type: ignore[no-untyped-call]

@@ -11,7 +11,9 @@ again until somebody else changes it.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
+import hashlib
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
@@ -42,6 +44,7 @@ class State:
     the tensors whose `.grad` a trace can see, with what it is. `code` are the functions and classes that were found.
     """
 
+    is_read = False  # whether what the function closes over is in it
     arrays = False  # whether numpy's are among the arguments
     leaked = False  # whether a number of a trace was found
     exact = False  # whether some code wants numbers that are nothing else
@@ -61,6 +64,7 @@ class State:
         self.kept: list[Any] = []
         self.grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self.code: dict[int, Any] = {}
+        self.generators: list[torch.Generator] = []
         self._owners: dict[int, Any] = {}
         self._number: dict[int, int] = {}
         self._visited: dict[int, int] = {}
@@ -137,10 +141,16 @@ class State:
             for y in x.items() if isinstance(x, dict) else x:
                 self.fact(y, known)
             return
-        try:
-            hash(x)
-        except TypeError:
-            self._identity(x, known)
+        if dataclasses.is_dataclass(x) and not isinstance(x, type):
+            for field in dataclasses.fields(x):
+                self.fact(getattr(x, field.name), known)
+            return
+        if isinstance(x, range | complex | set | frozenset):
+            known.append(repr(x))
+            return
+        hashes: Any = type(x).__hash__
+        if hashes is None or hashes is object.__hash__:
+            self._value(x, known, 0)  # it may be another one, inside, next time
         else:
             known.append(x)
 
@@ -233,8 +243,12 @@ class State:
         elif kind is types.BuiltinMethodType and not isinstance(x.__self__, types.ModuleType | type | None):
             known.append(x.__name__)
             self._attribute(id(x.__self__), "__self__", x.__self__, known, depth)
+        elif kind is types.ModuleType and is_users(x):
+            self._space(x, known, depth)
         elif isinstance(x, _OPAQUE):
             self._identity(x, known)
+            if kind is torch.Generator:
+                self.generators.append(x)
             if isinstance(x, type) and is_users(x):
                 self.runs(x)
         else:
@@ -242,10 +256,14 @@ class State:
 
     def _container(self, x: Any, known: list[Any], depth: int) -> None:
         known.append(type(x))
+        if self.found is not None and isinstance(x, list | dict | set | deque):
+            self.copies[id(x)] = copy.copy(x)
         owner = id(x)
         self._attribute(owner, _LENGTH, len(x), known, depth)
-        if not x or self._again(x, known):
+        if (not x and type(x) in _BUILTIN) or self._again(x, known):
             return
+        if type(x) not in _BUILTIN:
+            self._own_part(x, known, depth)
         if len(x) > LONG or depth >= DEPTH:
             items = [*x.keys(), *x.values()] if isinstance(x, dict) else x
             if len(x) <= LONGEST and _PLAIN.issuperset(map(type, items)):
@@ -270,8 +288,6 @@ class State:
             for i, y in enumerate(x):
                 self._at = (*at, (i,))
                 self._attribute(owner, i, y, known, depth)
-        if type(x) not in _BUILTIN:
-            self._own_part(x, known, depth)
         self._at = at
 
     def _own_part(self, x: Any, known: list[Any], depth: int) -> None:
@@ -281,6 +297,19 @@ class State:
         for k, y in _attributes(x):
             self._at = (*at, ".", k)
             self._attribute(owner, k, y, known, depth)
+        self._at = at
+
+    def _space(self, x: types.ModuleType, known: list[Any], depth: int) -> None:
+        """One of the user's modules, as a value: nobody knows which of its names are read."""
+        if self._again(x, known):
+            return
+        self._identity(x, known)
+        at = self._at
+        for k, y in list(vars(x).items()):
+            if not k.startswith("__") and (depth < 1 or not isinstance(y, types.ModuleType)):
+                self._at = (*at, ".", k)
+                self._attribute(id(x), k, y, known, depth)
+        self._at = at
 
     def _module(self, x: nn.Module, known: list[Any], depth: int) -> None:
         if self._again(x, known):
@@ -310,7 +339,7 @@ class State:
             return
         self._identity(x, known)
         if type(x).__module__ == "numpy" and hasattr(x, "tobytes"):
-            known.append((x.dtype, x.shape, x.tobytes() if x.size <= LONG else None))
+            known.append((x.dtype, x.shape, _digest(x)))
             return
         if (inner := getattr(x, "__dict__", _NOTHING).get("__wrapped__")) is not None:  # a jitted function, say
             self._attribute(id(x), "__wrapped__", inner, known, depth)
@@ -327,8 +356,6 @@ class State:
         """Whether `x` was looked into before: then it counts by its number."""
         if self.found is not None:
             self._owners[id(x)] = x
-            if isinstance(x, list | dict | set | deque):
-                self.copies[id(x)] = copy.copy(x)
         number = self._visited.get(id(x))
         if number is not None:
             known.append(number)
@@ -418,6 +445,11 @@ def _attributes(x: Any) -> Iterator[tuple[str, Any]]:
 def _classes(kind: Any) -> tuple[type, ...]:
     """The classes of the user's that a class is made of."""
     return tuple(k for k in kind.__mro__ if k.__module__.partition(".")[0] not in _LIBRARIES)
+
+
+def _digest(x: Any) -> bytes:
+    """What is in an array of numpy, or, of objects, who."""
+    return hashlib.blake2b(x.tobytes(), digest_size=16).digest()
 
 
 def _text(place: tuple[Any, ...]) -> str:

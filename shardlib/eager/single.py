@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils import _pytree as pytree
 
 from shardlib import graph as graphs
@@ -36,6 +35,7 @@ from shardlib.run import distributed, virtual
 from shardlib.state import paused_gc, unseen
 from shardlib.tensors.form import Form, Names
 from shardlib.tracing.functionalise import functionalise
+from shardlib.tracing.lazily import lazily
 from shardlib.tracing.lines import Line, user_line
 from shardlib.tracing.trace import Traced
 
@@ -175,7 +175,7 @@ class _Writer:
         node.meta.update(self.meta)
         paths, in_tree = pytree.tree_flatten_with_path((tuple(range(len(inputs))), {}))
         names = tuple(n.name for n in inputs)
-        with _use_lazy_graph_module(True), self.mode:
+        with lazily(), self.mode:
             gm = fx.GraphModule({}, self.graph)
             functionalise(gm, names)
             self.settle(gm)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -94,9 +94,21 @@ class _Trace(_Program):
     Its counters come from a generator of its own, which stands for torch's in this thread: other threads go on drawing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, generators: Sequence[torch.Generator] | None) -> None:
         _Call.__init__(self)
         self.own = torch.Generator().manual_seed(_FIRST_COUNTER)
+        self._given = [(g, g.get_state()) for g in generators or () if _number(g) != _number(torch.default_generator)]
+        self._known = None if generators is None else {*map(_number, generators), _number(torch.default_generator)}
+
+    def key(self, generator: torch.Generator | None) -> Tensor:
+        if generator is not None and self._known is not None and _number(generator) not in self._known:
+            raise ShardingError(
+                "the traced function draws from a generator that it makes itself",
+                [f"the draw is at {user_line(sys._getframe(1))}"],
+                rule="the numbers of a call come from generators that exist before it, as they are when it begins",
+                remedy="make and seed the generator outside, and pass it, or close over it",
+            )
+        return super().key(generator)
 
     def counter(self) -> int:
         self._refuse_seeding("the draw is at")
@@ -105,11 +117,18 @@ class _Trace(_Program):
 
     def __enter__(self) -> None:
         setattr(torch.random, "default_generator", _Default())  # noqa: B010  torch says that it exports no such name
+        for generator, _ in self._given:
+            generator.manual_seed(_FIRST_COUNTER)
 
     def __exit__(self, *raised: object) -> None:
         setattr(torch.random, "default_generator", torch.default_generator)  # noqa: B010
+        seeded = any(generator.initial_seed() != _FIRST_COUNTER for generator, _ in self._given)
+        for generator, state in self._given:
+            generator.set_state(state)
         if not any(raised):
             self._refuse_seeding("the function is called at")
+            if seeded:
+                self._refuse("a generator", "the function is called at")
 
     def _key(self, number: int) -> Tensor:
         mesh = current_mesh()
@@ -120,14 +139,21 @@ class _Trace(_Program):
     def _refuse_seeding(self, where: str) -> None:
         """A seed is set once, while the function is traced; every call would have to set it."""
         if self.own.initial_seed() != _FIRST_COUNTER:
-            raise ShardingError(
-                "the traced function sets the seed of torch's generator (manual_seed, seed, set_rng_state)",
-                [f"{where} {user_line(sys._getframe(1))}"],
-                rule="the numbers of a call come from the generator as it is when the call begins, and the call "
-                "sets no state of the process",
-                remedy="torch.manual_seed(n) before the call, or torch.Generator().manual_seed(n) outside, and "
-                "generator=",
-            )
+            self._refuse("torch's generator", where)
+
+    def _refuse(self, whose: str, where: str) -> NoReturn:
+        raise ShardingError(
+            f"the traced function sets the seed of {whose} (manual_seed, seed, set_rng_state)",
+            [f"{where} {user_line(sys._getframe(2))}"],
+            rule="the numbers of a call come from the generator as it is when the call begins, and the call "
+            "sets no state of the process",
+            remedy="torch.manual_seed(n) before the call, or torch.Generator().manual_seed(n) outside, and generator=",
+        )
+
+
+def _number(generator: torch.Generator) -> int:
+    """What is the same for all the objects by which Python knows one generator."""
+    return int(generator._cdata)  # type: ignore[attr-defined]
 
 
 class _Default:
@@ -152,9 +178,12 @@ def one_call() -> Iterator[None]:
 
 
 @contextmanager
-def one_program(*, traced: bool = False) -> Iterator[None]:
-    """A function is traced, or runs as a plain program: the draws of all its operations have one key."""
-    call = _Trace() if traced else _Program()
+def one_program(*, traced: bool = False, generators: Sequence[torch.Generator] | None = None) -> Iterator[None]:
+    """A function is traced, or runs as a plain program: the draws of all its operations have one key.
+
+    `generators` are those that a traced function may draw from; None: all.
+    """
+    call: _Program = _Trace(generators) if traced else _Program()
     token = _call.set(call)
     try:
         with call:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -68,6 +69,22 @@ def refuse_ghost(x: torch.Tensor, line: Any) -> NoReturn:
         rule="what is computed while a function is traced has no values",
         remedy="clear the cache that holds it (cache_clear()), and fill it outside jitted functions",
     )
+
+
+def refuse_subclasses(leaves: Iterable[tuple[str, Any]]) -> None:
+    """Refuse tensors of classes that nobody here knows: what stands for them in a trace has none of their methods."""
+    wrong = [
+        f"{name} is a {type(x).__module__}.{type(x).__qualname__}"
+        for name, x in leaves
+        if isinstance(x, torch.Tensor) and type(x).__module__.partition(".")[0] not in ("torch", "shardlib")
+    ]
+    if wrong:
+        raise ShardingError(
+            "the traced function reads tensors of classes of their own",
+            wrong,
+            rule="a program is over plain tensors, parameters and ShardedTensors",
+            remedy="pass x.as_subclass(torch.Tensor), and put what the class adds into functions",
+        )
 
 
 def refuse_unseen(x: torch.Tensor, line: Any) -> NoReturn:

@@ -20,7 +20,6 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from shardlib.calls.ambient import set_aside
@@ -40,11 +39,12 @@ from shardlib.tracing.ending import After, Ending, move_inputs_first
 from shardlib.tracing.first_order import first_order
 from shardlib.tracing.functionalise import functionalise
 from shardlib.tracing.kernels import refuse_kernels
+from shardlib.tracing.lazily import lazily
 from shardlib.tracing.lifted import Lifted, refuse_carriers, refuse_changed_arguments
 from shardlib.tracing.lines import Line, LineRecorder, is_mark
 from shardlib.tracing.mistakes import mistake
 from shardlib.tracing.numbers import NotExpressionsError, Numbers, scalar_of
-from shardlib.tracing.refusals import refusal, refuse_ghost, refuse_unseen
+from shardlib.tracing.refusals import refusal, refuse_ghost, refuse_subclasses, refuse_unseen
 
 
 @dataclass(frozen=True)
@@ -163,6 +163,7 @@ def _trace(
     names = list(names_of(fn, call, range(len(call.leaves))))
     tensors = [call.arguments[i] for i in where]
     refuse_others("the traced function", zip((names[i] for i in where), tensors, strict=True))
+    refuse_subclasses(zip(names, call.leaves, strict=True))
     there = None if device is None else torch.device(device)
     traced_on = there if there is None or is_here(there) else torch.device("cpu")
     mode = FakeTensorMode(
@@ -210,11 +211,11 @@ def _trace(
 
     with (
         set_aside() as users,
-        _tracing(),
+        _tracing(call.state.generators if call.state.is_read else None),
         mode,
         lifted,
         ending,
-        _use_lazy_graph_module(True),  # nobody needs the graph as Python source
+        lazily(),
     ):
         inputs = [_fake(x, traced_on, tensors) for x in tensors]
         gm = make_fx(flat, DECOMPOSITIONS, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
@@ -276,7 +277,7 @@ class _Here:
 
 
 @contextmanager
-def _tracing() -> Iterator[None]:
+def _tracing(generators: Sequence[torch.Generator] | None) -> Iterator[None]:
     with _LOCK, torch.backends.cudnn.flags(enabled=False):  # one graph, whatever device it is for
         if len(FakeTensorMode.cache) > _FAKE_CACHE:  # it has no bound of its own
             FakeTensorMode.cache_clear()
@@ -287,17 +288,14 @@ def _tracing() -> Iterator[None]:
         # Model libraries read this flag before they look at the values of masks and positions.
         torch.compiler._is_compiling_flag = _Here()  # type: ignore[assignment]
         try:
-            with tracing(), AttentionCapture(), Composites(), first_order(), one_program(traced=True):
+            draws = one_program(traced=True, generators=generators)
+            with tracing(), AttentionCapture(), Composites(), first_order(), draws:
                 yield
         finally:
             torch.compiler._is_compiling_flag = before
             torch._C._set_mkldnn_enabled(onednn)
             if collects:
                 gc.enable()
-
-
-def _lazily() -> Any:
-    return _use_lazy_graph_module(True)  # nobody needs the graph as Python source
 
 
 def _fake(x: Any, device: torch.device | None, among: Sequence[Any]) -> torch.Tensor:
