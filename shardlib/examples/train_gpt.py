@@ -130,7 +130,7 @@ class Run:
         o, number = self.options, self.done + 1
         tokens, targets = data.batch(self.corpus.train, number, o.batch, o.context, o.seed)
         lr = adamw.cosine(number, o.steps, o.lr, o.warmup)
-        # 0-d tensors, not numbers: numbers would be constants of the traced program, and every step a new one.
+        # 0-d tensors: their arithmetic, the powers of the betas too, is in float32 as everything else.
         return self.params, self.moments, tokens, targets, torch.tensor(float(number)), torch.tensor(lr)
 
     def plan(self) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -84,6 +87,45 @@ class Net(nn.Module):
 
 def late(x):
     return helper(x) * later
+
+class Config:
+    k = 2.0
+    nested = type("Nested", (), {"k": 2.0})
+
+    @classmethod
+    def applied(cls, x):
+        return x * cls.k
+
+    def __call__(self, x):
+        return x * self.k
+
+class Sub(Config):
+    pass
+
+class Holder:
+    config = Config()
+    kind = Config
+
+class Items(list):
+    k = 2.0
+
+class Missing(dict):
+    def __missing__(self, key):
+        return 2.0
+
+def with_attribute(x):
+    return x * getattr(with_attribute, "k", 1.0)
+
+def with_class(x, config=Config):
+    return x * config.k
+
+def shadowed(x):
+    return sum([x, x])
+
+def imported(x):
+    import users_settings as settings
+    from users_settings.inner import k
+    return x * settings.k * k
 """
 
 
@@ -92,6 +134,10 @@ def fresh() -> Any:
     space = types.ModuleType("users")
     exec(compile(SOURCE, "/home/users.py", "exec"), space.__dict__)
     space.later = 1.0  # type: ignore[attr-defined]
+    for name in ("users_settings", "users_settings.inner"):
+        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].k = 2.0  # type: ignore[attr-defined]
+    sys.modules["users_settings"].inner = sys.modules["users_settings.inner"]  # type: ignore[attr-defined]
     return space
 
 
@@ -115,12 +161,26 @@ def changes(u: Any) -> dict[str, Callable[[], Any]]:
         "a class's list": lambda: u.Base.sizes.append(u.Base.sizes.pop() * 2),
         "a forward": lambda: setattr(u.Net, "forward", lambda self, x: x * 6),
         "what comes later": lambda: setattr(u, "later", 2.0),
+        "a class's number": lambda: setattr(u.Config, "k", 5.0),
+        "a class inside": lambda: setattr(u.Config.nested, "k", 5.0),
+        "an override": lambda: setattr(u.Sub, "__call__", lambda self, x: x * 11),
+        "an object of a class": lambda: setattr(u.Holder, "config", u.Sub()) or setattr(u.Sub, "k", 7.0),
+        "a container's class": lambda: setattr(u.Items, "k", 5.0),
+        "what is missing": lambda: setattr(u.Missing, "__missing__", lambda self, key: 5.0),
+        "a function's attribute": lambda: setattr(u.with_attribute, "k", 5.0),
+        "a builtin's name": lambda: setattr(u, "sum", lambda items: items[0] * 10),
+        "a module's number": lambda: setattr(sys.modules["users_settings"], "k", 5.0),
+        "an inner module's": lambda: setattr(sys.modules["users_settings.inner"], "k", 7.0),
+        "named defaults, all": lambda: setattr(u.by_name, "__kwdefaults__", {"s": 5.0}),
+        "a bound dict": lambda: u.TABLE.update(scale=9.0),
     }
 
 
 def calls(u: Any) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     """Functions and arguments that lead to the user's code in every way."""
     thing, net, jitted = u.Thing(), u.Net(), sl.jit(u.outer)
+    users_settings = sys.modules["users_settings"]
+    classes, missing, get, frozen = {"it": u.Config}, u.Missing(), u.TABLE.get, types.MappingProxyType(u.TABLE)
     holders = {"list": [u.outer], "partial": functools.partial(u.by_default)}
     return {
         "by name": (lambda x: u.outer(x), (X,)),
@@ -137,10 +197,26 @@ def calls(u: Any) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         "a method given": (lambda fn, x: fn(x), (thing.scaled, X)),
         "a static method": (lambda x: u.Thing.still(x), (X,)),
         "a module": (lambda x: net(x), (X,)),
-        "a module given": (lambda m, x: m(x), (net, X)),
+        "a net given": (lambda m, x: m(x), (net, X)),
         "itself a module": (net, (X,)),
         "a module inside": (nn.Sequential(nn.Identity(), net), (X,)),
         "later": (u.late, (X,)),
+        "a class method": (lambda x: u.Config.applied(x), (X,)),
+        "itself a class method": (u.Sub.applied, (X,)),
+        "made inside": (lambda x: u.Sub()(x), (X,)),
+        "a class given": (lambda config, x: x * config.k, (u.Config, X)),
+        "a class in a dict": (lambda x: x * classes["it"].nested.k, (X,)),
+        "a class by default": (u.with_class, (X,)),
+        "a class in a class": (lambda x: x * u.Holder.kind.k * u.Holder.config.k, (X,)),
+        "a list's class": (lambda items, x: x * items.k, (u.Items([1.0]), X)),
+        "a dict's class": (lambda x: x * missing["it"], (X,)),
+        "its own attribute": (u.with_attribute, (X,)),
+        "a builtin": (u.shadowed, (X,)),
+        "imported inside": (u.imported, (X,)),
+        "a module in a module": (lambda x: x * users_settings.inner.k, (X,)),
+        "a module given": (lambda module, x: x * module.k, (users_settings, X)),
+        "a bound builtin": (lambda x: x * get("scale"), (X,)),
+        "a read-only dict": (lambda x: x * frozen["scale"], (X,)),
         "jitted inside": (lambda x: jitted(x) * 2, (X,)),
     }
 
@@ -185,6 +261,31 @@ def test_objects_of_two_classes_share_a_function() -> None:
     same(step(thing, X), thing.scaled(X))
 
 
+def test_functions_that_change_places_are_compiled_once() -> None:
+    u = fresh()
+    step, two = sl.jit(u.outer), [u.helper, lambda x: x * 5]
+    for i in range(6):
+        u.helper = two[i % 2]
+        same(step(X), u.outer(X))
+    assert len(step.retraces) == 1
+
+
+def test_a_class_that_names_its_type_takes_numbers() -> None:
+    class Named:
+        def __repr__(self) -> str:
+            return type(self).__name__
+
+    named = Named()
+    step = sl.jit(lambda x, rate: x * rate if named else x)
+    for rate in (0.1, 0.2, 0.3):
+        same(step(X, rate), X * rate)
+    assert not step.retraces
+    pair = sl.jit(lambda x, a, b: x * a + b)
+    for numbers in ((2, 3), (2, 2), (4, 4)):
+        same(pair(X, *numbers), X * numbers[0] + numbers[1])
+    assert not pair.retraces
+
+
 def test_functions_made_for_each_call() -> None:
     step = sl.jit(lambda fn, x: fn(x))
     for i in range(4):
@@ -223,6 +324,26 @@ def test_static_containers_count_by_what_they_hold() -> None:
     same(step(X, config), X * 2)
     config["scale"][0] = 3.0
     same(step(X, config), X * 3)
+
+
+def test_static_values_by_what_they_hold() -> None:
+    class Plain:
+        k = 1.0
+
+    @dataclasses.dataclass(frozen=True)
+    class Frozen:
+        n: Any
+
+    plain, array = Plain(), np.ones(3)
+    step = sl.jit(lambda x, held: x * held.k, static_argnums=1)
+    first = sl.jit(lambda x, held: x * float(held[0]), static_argnums=1)
+    for value in (1.0, 2.0):
+        plain.k = array[0] = value
+        same(step(X, plain), X * value)
+        same(first(X, array), X * value)
+    kinds = sl.jit(lambda x, held: x.long() * held.n, static_argnums=1)
+    for n in (1, 1.0, True, 2):
+        same(kinds(X, Frozen(n)), X.long() * n)
 
 
 @pytest.mark.parametrize(
