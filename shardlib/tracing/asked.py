@@ -8,7 +8,7 @@ memory, and refused others.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,18 +19,24 @@ from shardlib.tracing.lines import is_internal, line_at
 
 
 class Asked(TorchFunctionMode):
-    """While on, notes the line of the user's where a tensor's place in memory is asked for."""
+    """While on, notes the line of the user's where a tensor's place in memory is asked for, and what torch refused."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.explain: Callable[[Exception], ShardingError | None] = lambda error: None
         self.line: Any = None
+        self.refusal: ShardingError | None = None  # for the first question that a tensor of a trace cannot answer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _QUESTIONS or (func in _STRIDED and (len(args) > 3 or (kwargs and "storage_offset" in kwargs))):
             frame = sys._getframe(1)
             if not is_internal(frame.f_code.co_filename):
                 self.line = line_at(frame.f_code, frame.f_lineno)
-        return func(*args, **(kwargs or {}))
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception as error:
+            self.refusal = self.refusal or self.explain(error)
+            raise
 
 
 def at_home(x: Any) -> bool:

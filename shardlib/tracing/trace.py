@@ -178,6 +178,7 @@ def _trace(
     def flat(*inputs: torch.Tensor) -> list[torch.Tensor]:
         tracer = _recorded(lines)
         lifted.enter(tracer, traced_on)
+        asked.explain = lambda error: refusal(error, tracer)
         ending.start(inputs)
         leaves = [x.value if isinstance(x, Static) else x for x in call.arguments]
         for i, x in zip(where, inputs, strict=True):
@@ -196,6 +197,8 @@ def _trace(
             try:
                 with asked, users:
                     found, tree = pytree.tree_flatten_with_path(fn(*a, **k))
+                if asked.refusal is not None:  # somebody caught it, and went on without the value
+                    raise asked.refusal
             except Exception as error:
                 if refused := refusal(error, tracer) or mistake(
                     error, {id(x): names[i] for i, x in zip(where, inputs, strict=True)}
@@ -228,7 +231,7 @@ def _trace(
     inputs_of = (*where, *(len(call.arguments) + i for i in lifted.prune(gm)), *(-1,) * len(ending.cotangents))
     input_names = (*(names[i] for i in inputs_of if i >= 0), *ending.names(paths))
     with mode:
-        _finish(gm, input_names, returned, lines.fallback, mode)
+        _finish(gm, input_names, returned, lines.fallback, mode, differentiable=call.state.is_read)
     if there is None or there.type == "cpu":  # GPUs have kernels for other dtypes
         named = dict(zip(gm.graph.find_nodes(op="placeholder"), input_names, strict=True))
         refuse_kernels(gm.graph, named)
@@ -324,11 +327,22 @@ def _recorded(lines: LineRecorder) -> Any:
     return tracer
 
 
-def _finish(gm: fx.GraphModule, names: Sequence[str], leaves: Sequence[Any], line: Line, mode: FakeTensorMode) -> None:
+def _finish(
+    gm: fx.GraphModule,
+    names: Sequence[str],
+    leaves: Sequence[Any],
+    line: Line,
+    mode: FakeTensorMode,
+    *,
+    differentiable: bool,
+) -> None:
     """Name the inputs as the user does, put constants among the outputs, fill in what has no line."""
     graph = gm.graph
     for mark in reversed([n for n in graph.nodes if is_mark(n)]):
         graph.erase_node(mark)  # their names are in the lines of the nodes between them
+    for node in reversed([n for n in graph.nodes if "val" not in n.meta and not n.users]):
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.returns:
+            graph.erase_node(node)  # torch refused the call, and somebody caught that
     move_inputs_first(graph)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     for node, name in zip(placeholders, names, strict=True):
@@ -348,7 +362,7 @@ def _finish(gm: fx.GraphModule, names: Sequence[str], leaves: Sequence[Any], lin
             constant = operator.attrgetter(str(node.target))(gm)
             if isinstance(constant, FakeTensor):
                 refuse_ghost(constant, node.meta["line"])
-            if constant.requires_grad and torch.is_grad_enabled():
+            if constant.requires_grad and differentiable and torch.is_grad_enabled():
                 refuse_unseen(constant, node.meta["line"])
             if node.meta.get("val") is None:
                 node.meta["val"] = mode.from_tensor(constant)

@@ -371,3 +371,23 @@ def test_kernels_that_refuse_keep_nobody_alive() -> None:
     gone = refused()
     gc.collect()
     assert gone() is None
+
+
+def test_a_refusal_that_is_caught_is_one() -> None:
+    def fn(x: Tensor) -> Tensor:
+        try:
+            scale = float(x.max())
+        except Exception:  # noqa: BLE001  as users write it
+            scale = 1.0
+        return x / scale
+
+    with pytest.raises(ShardingError, match="needs the value of"):
+        sl.jit(fn)(X)
+
+    def caught(x: Tensor) -> Tensor:
+        try:
+            return x.view(3, 3)
+        except RuntimeError:
+            return x * 2
+
+    same(sl.jit(caught)(X), X * 2)
