@@ -18,13 +18,16 @@ class Closure:
         self.fn = fn
         self._own = (fn,) if isinstance(fn, types.FunctionType) else ()
         self._reached = Reached()
+        self._first = self._reached.of(self._own, None)
 
     def read(self, state: State, known: list[Any]) -> None:
         """Add tensors to `state`, facts to `known`; what was read before, of the arguments, is in `state`."""
         state.is_read = True
         if not self._own:
             state.named("self", self.fn, known)
-        reach = self._reached.of(self._own, None)
+        if not self._first.is_current():
+            self._first = self._reached.of(self._own, None)
+        reach = self._first
         self._add(reach, state, known)
         done = 0
         while done < len(state.code):

@@ -102,7 +102,10 @@ class Reach:
         for key in (named := fn.__kwdefaults__ or {}):
             self._variable(f"default[{key!r}]", functools.partial(named.get, key), named, (str, key))
         if is_users(fn):
-            self._variable(f"{name}.__dict__", _constant(fn.__dict__), fn, "__dict__")
+            inside = fn.__dict__
+            self._place(f"{name} attributes", inside.__len__, len(inside))
+            if inside:
+                self._variable(f"{name}.__dict__", _constant(inside), fn, "__dict__")
         elif (inner := fn.__dict__.get("__wrapped__")) is not None:
             self._variable("__wrapped__", _constant(inner), fn, "__wrapped__")
         for variable, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):

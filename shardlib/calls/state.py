@@ -165,6 +165,9 @@ class State:
 
     def named(self, name: str, x: Any, known: list[Any], holder: Any = None, key: Any = None) -> None:
         """Something that a function closes over, which `holder` has under `key`."""
+        if type(x) in _PLAIN and self.found is None and not self.changing:  # as _attribute does it
+            known += (key, type(x), x if type(x) is not float else x.hex())
+            return
         self._at = (name,)
         if self.found is not None:
             self._owners[id(holder)] = holder
