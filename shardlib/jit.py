@@ -28,7 +28,6 @@ from shardlib.calls.refusals import forgotten, refuse_leaks, refuse_other_device
 from shardlib.calls.run import entry, run
 from shardlib.calls.state import State, changed
 from shardlib.compile import compile_program
-from shardlib.eager.relayout import relayout
 from shardlib.errors import ShardingError
 from shardlib.meshes.mesh import Mesh, current_mesh, is_without_mesh
 from shardlib.plans.budget import CommBudget, current_budgets
@@ -364,7 +363,7 @@ class Jitted:
             return Ready(entry(plan, program, mesh, load(program, mesh, plan), kept), None, weakref.ref(plan))
         halves.forward.donated = program.donated
         first = entry(plan, halves.forward, mesh, load(halves.forward, mesh, plan), kept)
-        second = gradient.backward(plan, halves, mesh, load(halves.backward, mesh, plan), relayout)
+        second = gradient.backward(plan, halves, mesh, load(halves.backward, mesh, plan))
         return Ready(first, second, weakref.ref(plan))
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:

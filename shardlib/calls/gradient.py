@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardlib.calls.run import Entry, forms, results
+from shardlib.eager.relayout import relayout
 from shardlib.errors import ShardingError
 from shardlib.lower.split import Halves
 from shardlib.meshes.mesh import Mesh
@@ -19,15 +20,10 @@ from shardlib.specs.layout import Layout
 from shardlib.tensors.form import Form
 from shardlib.tensors.tensor import ShardedTensor, cut_up, wrap
 
-Move = Callable[[ShardedTensor, Layout], ShardedTensor]
-
 
 @dataclass(frozen=True)
 class Backward:
-    """The second half of a program: the leaves that have gradients, the results that have cotangents, and how to run.
-
-    `move` lays out a cotangent that comes otherwise than the program expects it.
-    """
+    """The second half of a program: which leaves have gradients, which results have cotangents, and how to run."""
 
     name: str
     runner: Runner
@@ -37,10 +33,9 @@ class Backward:
     needs: tuple[frozenset[int], ...]
     layouts: tuple[Layout, ...]
     dtypes: tuple[torch.dtype, ...]
-    move: Move
 
 
-def backward(plan: Plan, halves: Halves, mesh: Mesh, runner: Runner, move: Move) -> Backward:
+def backward(plan: Plan, halves: Halves, mesh: Mesh, runner: Runner) -> Backward:
     """Make the second half of a plan's program callable."""
     after = plan.compiled.traced.after
     program = halves.backward
@@ -50,7 +45,7 @@ def backward(plan: Plan, halves: Halves, mesh: Mesh, runner: Runner, move: Move)
     found = tuple(forms(program.outputs, mesh, plan.output_names[-len(program.outputs) :]))
     leaves = tuple(leaf for leaf, _ in after.gradients)
     dtypes = tuple(v.dtype for v in last)
-    return Backward(plan.name, runner, leaves, found, after.cotangents, halves.needs, layouts, dtypes, move)
+    return Backward(plan.name, runner, leaves, found, after.cotangents, halves.needs, layouts, dtypes)
 
 
 def run(entry: Entry, then: Backward, mesh: Mesh, leaves: list[Any]) -> Any:
@@ -145,7 +140,7 @@ def _cotangent(grad: Any, layout: Layout, dtype: torch.dtype, then: Backward, me
         return [torch.zeros(layout.local_shape(c), dtype=dtype, device=mesh.device) for c in coords]
     if not isinstance(grad, ShardedTensor):
         return cut_up(grad.detach(), layout, mesh)
-    return then.move(grad.detach(), layout)._locals  # type: ignore[arg-type]
+    return relayout(grad.detach(), layout)._locals  # type: ignore[arg-type]
 
 
 def _gradients(forms: Sequence[Form | None], found: Sequence[Any], sharded: Sequence[bool]) -> Iterator[Any]:
