@@ -63,8 +63,8 @@ def jit(
     (not what properties or libraries compute, nor `os.environ`, context variables and files). Tensors found there are
     inputs, read anew in each call. Numbers among the arguments are inputs, too, where they only enter arithmetic.
     Writes to arguments, buffers and `.grad` are applied after the call; other effects of Python (a print) happen while
-    compiling only. A `TorchFunctionMode` around the call acts then, too; torch's own dispatch modes (counters) see what
-    runs, and others are refused.
+    compiling only. A `TorchFunctionMode` around the call acts then, too; torch's own dispatch modes (counters), and
+    those with `only_observes = True`, see what runs, and others are refused.
 
     `in_specs` (a tuple with an entry per positional argument, or a dict by parameter name) and `out_specs` are prefix
     pytrees of specs: a single spec is every argument's; None leaves a layout to inference. Arguments may be plain

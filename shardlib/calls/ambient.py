@@ -1,8 +1,9 @@
 """What a trace can see that no argument says: modes and switches of torch. All of it is part of a call's key.
 
 Function modes act while a function is traced, above shardlib's own, and not when its program runs. Torch's dispatch
-modes (counters, profilers) see what runs, and nothing of the trace; others are refused, since nobody knows whether they
-mean the ops of one device or of its pieces. Hooks on what autograd saves act on what a call saves.
+modes (counters, profilers), and those that say `only_observes`, see what runs, and nothing of the trace; others are
+refused, since nobody knows whether they mean the ops of one device or of its pieces. Hooks on what autograd saves act
+on what a call saves.
 """
 
 from __future__ import annotations
@@ -62,15 +63,17 @@ def modes(state: State) -> tuple[Any, ...]:
 
 
 def refuse_modes(name: str) -> None:
-    """Refuse dispatch modes that are not torch's own."""
-    wrong = [m for m in _get_current_dispatch_mode_stack() if not _is_torch(m)]
+    """Refuse dispatch modes that are not torch's own, and do not say that they only look on."""
+    modes = _get_current_dispatch_mode_stack()
+    wrong = [m for m in modes if not _is_torch(m) and not getattr(m, "only_observes", False)]
     if wrong:
         raise ShardingError(
             f"{name} is called under a dispatch mode of your own",
             [f"{type(m).__module__}.{type(m).__qualname__}" for m in wrong],
             rule="a jitted function runs as another program, of ops on pieces: a mode that changes what ops do would "
             "change other ones",
-            remedy="enter the mode inside the function (it acts while the function is traced), or around plain torch",
+            remedy="enter the mode inside the function (it acts while the function is traced); one that changes "
+            "nothing says only_observes = True in its class, and sees the ops that run, on pieces",
         )
 
 

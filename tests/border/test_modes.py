@@ -81,6 +81,20 @@ class Doubled(TorchDispatchMode):
         return out * 2 if func is torch.ops.aten.sin.default else out
 
 
+class Seen(TorchDispatchMode):
+    only_observes = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.sin.default:
+            self.shapes.append(tuple(out.shape))
+        return out
+
+
 def test_dispatch_modes_of_users_are_refused_around_and_act_inside() -> None:
     step = sl.jit(lambda x: torch.sin(x))
     for _ in range(2):
@@ -95,6 +109,11 @@ def test_dispatch_modes_of_users_are_refused_around_and_act_inside() -> None:
             return torch.sin(x)
 
     same(sl.jit(inside)(X), torch.sin(X) * 2)
+    for _ in range(2):
+        with Seen() as seen:
+            found = sl.jit(lambda x: torch.sin(x), in_specs="a@data b")(X)
+        same(found, torch.sin(X))
+        assert seen.shapes == [(2, 4)] * 2, "pieces, and nothing of the trace"
     placed = sl.shard(X, "a@data b")
     with Doubled():
         same(placed.redistribute("a b@data"), X)
