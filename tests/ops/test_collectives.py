@@ -316,7 +316,7 @@ def small_group(axes: tuple[tuple[str, int, int, int], ...]) -> GroupHandle:
     _streams.ROUND = 1 << 12
     group = group_of("shm", axes)
     channel = small_session().channel(group.ranks)
-    assert isinstance(channel, _shm.Channel)
+    assert isinstance(channel, _shm.Channel), channel
     return replace(group, shm=channel)
 
 
