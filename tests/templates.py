@@ -161,7 +161,8 @@ def shown(d: Drawing) -> str:
     n = shape[i]
     a = d.rng.randint(1, n)
     f = d.rng.choice([f"torch.unsafe_chunk({x}, 2, {i})[0]", f"torch.unsafe_split({x}, {a}, {i})[-1]",
-                      f"torch.unsafe_split_with_sizes({x}, [{a}, {n - a}], {i})[0]", f"torch.ops.aten.lift({x}.detach())",
+                      f"torch.unsafe_split_with_sizes({x}, [{a}, {n - a}], {i})[0]",
+                      f"torch.ops.aten.lift({x}.detach())",
                       f"torch.unsafe_chunk({x}, 1, {i})[0]", f"{x}.view({x}.shape)", f"{x}.select({i}, {a - 1})",
                       f"{x}.expand_as({x})", f"{x}.contiguous()", f"{x}.unfold({i}, {a}, 1)"])  # fmt: skip
     then = d.rng.choice(["{f} * 2", "{f} + 1", "({f} + 1).tanh()", "-{f}", "{f}.sin() + {x}.sum()", "{f} * 0.5 + {f}"])
