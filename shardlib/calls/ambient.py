@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import types
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -92,7 +92,9 @@ def set_aside() -> Iterator[AbstractContextManager[Any]]:
         hooks.append(pair)
         torch._C._autograd._pop_saved_tensors_default_hooks()
     try:
-        with _disable_current_modes(), torch.autograd.set_detect_anomaly(mode=False):
+        # The anomaly switch is the process's: who turns it off for nothing could undo what another thread turns on.
+        quiet = torch.autograd.set_detect_anomaly(mode=False) if torch.is_anomaly_enabled() else nullcontext()
+        with _disable_current_modes(), quiet:
             yield _on_top(functions)
     finally:
         for pair in reversed(hooks):

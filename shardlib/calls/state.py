@@ -29,7 +29,7 @@ from shardlib.calls.reach import is_users
 from shardlib.tensors.tensor import ShardedTensor
 from shardlib.tracing.numbers import is_given
 
-Place = tuple[int, Any]  # id of an object (0: the closure), and a name in it
+Place = tuple[int, Any]  # id of who holds something (a dict of globals, a cell, an object ...), and its name there
 Facts = tuple[Any, ...]
 
 DEPTH = 12  # objects within objects
@@ -48,7 +48,7 @@ class State:
     arrays = False  # whether numpy's are among the arguments
     leaked = False  # whether a number of a trace was found
     exact = False  # whether some code wants numbers that are nothing else
-    found: dict[Place, Facts] | None = None  # if a dict, what is known of each place, and the next two are kept
+    found: dict[Place, Facts] | None = None  # if a dict, what is known of each place; the next four are kept, too
     values: dict[Place, Any]
     copies: dict[int, Any]  # of containers
     leaks: tuple[Leak, ...] = ()
@@ -131,7 +131,7 @@ class State:
     # Everything else ------------------------------------------------------------------------------------------------
 
     def fact(self, x: Any, known: list[Any]) -> None:
-        """Something that counts by value where it can, by identity where not, and is never looked into."""
+        """Something that is no input: it counts by value, by what it holds, or by identity."""
         known.append(type(x))
         if type(x) is float:
             known.append(x.hex())
@@ -145,8 +145,11 @@ class State:
             for field in dataclasses.fields(x):
                 self.fact(getattr(x, field.name), known)
             return
-        if isinstance(x, range | complex | set | frozenset):
+        if isinstance(x, range | complex):
             known.append(repr(x))
+            return
+        if isinstance(x, set | frozenset):
+            known.append(frozenset((type(y), y) for y in x))
             return
         hashes: Any = type(x).__hash__
         if hashes is None or hashes is object.__hash__:
@@ -294,7 +297,7 @@ class State:
         self._at = at
 
     def _own_part(self, x: Any, known: list[Any], depth: int) -> None:
-        """What a class of the user's adds to a container."""
+        """What an object of a class of the user's has by itself."""
         self.runs(type(x))
         at, owner = self._at, id(x)
         for k, y in _attributes(x):
@@ -348,12 +351,7 @@ class State:
             self._attribute(id(x), "__wrapped__", inner, known, depth)
         if depth >= DEPTH or not _is_object(x):
             return
-        self.runs(type(x))
-        at, owner = self._at, id(x)
-        for k, y in _attributes(x):
-            self._at = (*at, ".", k)
-            self._attribute(owner, k, y, known, depth)
-        self._at = at
+        self._own_part(x, known, depth)
 
     def _again(self, x: Any, known: list[Any]) -> bool:
         """Whether `x` was looked into before: then it counts by its number."""

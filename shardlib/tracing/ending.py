@@ -64,7 +64,7 @@ class Ending:
     def __exit__(self, *_: object) -> None:
         grads = {id(x): grad for x, grad in self.call.state.grads}
         for x in self.call.state.tensors:
-            if x.is_leaf and x.grad is not grads.get(id(x)):
+            if (x.is_leaf or id(x) in grads) and x.grad is not grads.get(id(x)):
                 x.grad = grads.get(id(x))
         for x, was in zip(self.call.state.tensors, self._before, strict=True):
             was.restore(x)
