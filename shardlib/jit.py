@@ -21,10 +21,11 @@ from shardlib.calls.ambient import ambient, refuse_modes
 from shardlib.calls.arguments import argument_of, by_position_and_name
 from shardlib.calls.closure import Closure
 from shardlib.calls.flat import flatten_call, read, twins, wrapped
+from shardlib.calls.leaks import forgotten, refuse_leaks
 from shardlib.calls.method import Method, Methods
 from shardlib.calls.programs import PROGRAMS, Programs, Ready
 from shardlib.calls.reasons import difference, seen
-from shardlib.calls.refusals import forgotten, refuse_leaks, refuse_other_devices, refuse_tangents
+from shardlib.calls.refusals import refuse_other_devices, refuse_tangents
 from shardlib.calls.run import entry, run
 from shardlib.calls.state import State, changed
 from shardlib.compile import compile_program

@@ -17,7 +17,6 @@ import hashlib
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -25,6 +24,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from shardlib.calls.leaks import Leak
 from shardlib.calls.reach import is_users
 from shardlib.tensors.tensor import ShardedTensor
 from shardlib.tracing.numbers import is_given
@@ -363,53 +363,6 @@ class State:
             return True
         self._visited[id(x)] = len(self._visited)
         return False
-
-
-@dataclass(frozen=True)
-class Leak:
-    """A value of a trace that was found outside: who holds it, where, what that is called, and the value."""
-
-    owner: Any
-    place: Place
-    name: str
-    value: torch.Tensor
-
-    @property
-    def is_cached(self) -> bool:
-        """Whether its holder computes it again when it is not there."""
-        key = self.place[1]
-        return isinstance(key, str) and isinstance(getattr(type(self.owner), key, None), functools.cached_property)
-
-    def undo(self, before: State) -> None:
-        """Give its holder back what it had."""
-        owner, key = self.owner, self.place[1]
-        had = self.place in before.values
-        old = before.values.get(self.place)
-        if id(owner) in before.copies:
-            _refill(owner, before.copies[id(owner)])
-        elif isinstance(owner, dict):
-            _put(owner, key[1], old, had)
-        elif isinstance(owner, types.CellType):
-            owner.cell_contents = old
-        elif isinstance(owner, type | types.ModuleType):
-            setattr(owner, key, old) if had else delattr(owner, key)
-        elif owner is not None:
-            spaces = [getattr(owner, name, None) for name in ("_parameters", "_buffers", "__dict__")]
-            space = next((s for s in spaces if isinstance(s, dict) and key in s), None)
-            if space is not None:
-                _put(space, key, old, had)
-
-
-def _refill(x: Any, old: Any) -> None:
-    x.clear()
-    x.update(old) if isinstance(x, dict | set) else x.extend(old)
-
-
-def _put(space: dict[Any, Any], key: Any, old: Any, had: bool) -> None:
-    if had:
-        space[key] = old
-    else:
-        space.pop(key, None)
 
 
 def changed(before: Mapping[Place, Facts], after: Mapping[Place, Facts]) -> dict[Place, Facts]:

@@ -1,0 +1,106 @@
+"""Values of a trace that a function keeps outside: found, taken away again, refused."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from shardlib.errors import ShardingError
+from shardlib.tensors.tensor import typeof
+
+if TYPE_CHECKING:
+    from shardlib.calls.state import Place, State
+
+
+@dataclass(frozen=True)
+class Leak:
+    """A value of a trace that was found outside: who holds it, where, what that is called, and the value."""
+
+    owner: Any
+    place: Place
+    name: str
+    value: torch.Tensor
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether its holder computes it again when it is not there."""
+        key = self.place[1]
+        return isinstance(key, str) and isinstance(getattr(type(self.owner), key, None), functools.cached_property)
+
+    def undo(self, before: State) -> None:
+        """Give its holder back what it had."""
+        owner, key = self.owner, self.place[1]
+        had = self.place in before.values
+        old = before.values.get(self.place)
+        if id(owner) in before.copies:
+            _refill(owner, before.copies[id(owner)])
+        elif isinstance(owner, dict):
+            _put(owner, key[1], old, had)
+        elif isinstance(owner, types.CellType):
+            owner.cell_contents = old
+        elif isinstance(owner, type | types.ModuleType):
+            setattr(owner, key, old) if had else delattr(owner, key)
+        elif owner is not None:
+            spaces = [getattr(owner, name, None) for name in ("_parameters", "_buffers", "__dict__")]
+            space = next((s for s in spaces if isinstance(s, dict) and key in s), None)
+            if space is not None:
+                _put(space, key, old, had)
+
+
+def _refill(x: Any, old: Any) -> None:
+    x.clear()
+    x.update(old) if isinstance(x, dict | set) else x.extend(old)
+
+
+def _put(space: dict[Any, Any], key: Any, old: Any, had: bool) -> None:
+    if had:
+        space[key] = old
+    else:
+        space.pop(key, None)
+
+
+def forgotten(before: State, after: State) -> list[Leak]:
+    """Values of a trace are none of this world: whoever holds one gets back what he had.
+
+    Returns those that nobody may have kept: not in a `functools.cache` or a `cached_property`.
+    """
+    misses = {id(cache): count for cache, count in before.caches}
+    for cache, count in after.caches:
+        if misses.get(id(cache)) != count and _holds_fakes(cache):
+            cache.cache_clear()
+    known = {id(x) for x in before.tensors}
+    leaks = [leak for leak in after.leaks if id(leak.value) not in known]
+    for leak in leaks:
+        leak.undo(before)
+    return [leak for leak in leaks if not leak.is_cached]
+
+
+def _holds_fakes(cache: Any) -> bool:
+    """Whether some result that a `functools.cache` keeps is of a trace."""
+    held, seen = [cache], 0
+    while held and seen < 10_000:
+        x = held.pop()
+        seen += 1
+        if isinstance(x, FakeTensor):
+            return True
+        if x is cache or isinstance(x, list | tuple | dict) or type(x).__name__ == "_lru_list_elem":
+            held += gc.get_referents(x)
+    return seen >= 10_000
+
+
+def refuse_leaks(name: str, leaks: Sequence[Leak]) -> None:
+    """Refuse values of a trace that a function keeps."""
+    if leaks:
+        raise ShardingError(
+            f"{name} keeps tensors that it computes while it is traced",
+            [f"{leak.name} has become a value of the trace, {typeof(leak.value)}" for leak in leaks],
+            rule="a jitted function runs once, on shapes: its tensors have no values, and leave it only as results",
+            remedy="return the tensor, and keep it outside; or register it as a buffer and write to it in place",
+        )
