@@ -71,7 +71,7 @@ class Pool:
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         """See `run_ranks`; after an error the pool must be closed."""
-        job = pickle.dumps((list(sys.path), pickle.dumps((fn, args))))
+        job = pickle.dumps((list(sys.path), dict(os.environ), pickle.dumps((fn, args))))
         results: dict[int, Any] = {}
         errors: dict[int, BaseException | str] = {}
         texts: dict[int, str] = {}
@@ -118,16 +118,21 @@ def _close_all() -> None:
 
 def _serve(pipe: Connection, rank: int, n: int, port: int) -> None:
     faulthandler.enable()
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
+    own = {"RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+    os.environ.update(own)
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=n, timeout=timedelta(seconds=60))
     while True:
         try:
-            path, job = pickle.loads(pipe.recv_bytes())
+            path, environment, job = pickle.loads(pipe.recv_bytes())
         except EOFError:  # the parent has closed the pool, or is gone
             os._exit(0)
         sys.path[:] = path  # test modules are imported by the names that the parent knows them by
+        # Not what the fork server was started with, nor what an earlier test has set here.
+        for name in os.environ.keys() - environment.keys() - own.keys():
+            del os.environ[name]
+        os.environ.update({**environment, **own})
         ok, answer = _answer(job)
         pipe.send_bytes(answer)
         if not ok:  # as a script would: then its connections close, and its peers' collectives fail

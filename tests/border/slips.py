@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -139,8 +140,8 @@ def campaign(count: int, transport: str, seed: int = 0) -> tuple[list[str], list
     rng = random.Random(seed)
     pairs = [pair(rng, list(lines())) for _ in range(count)]
     warm = [rng.random() < 0.7 for _ in pairs]
-    os.environ["SHARDLIB_OPS"] = "torch" if transport == "gloo" else ""
-    with closing(Pool(2)) as pool:
+    setting = {"SHARDLIB_OPS": "torch" if transport == "gloo" else ""}
+    with mock.patch.dict(os.environ, setting), closing(Pool(2)) as pool:
         results = pool.run(run_pairs, pairs, pool.store.port, warm, timeout=60.0 + 30 * count)
     late = [max(s.ended for s in seen) - max(s.began for s in seen) for seen in zip(*results, strict=True)]
     return faults(pairs, results), late
