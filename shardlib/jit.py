@@ -8,7 +8,6 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -108,7 +107,6 @@ class RetraceWarning(UserWarning):
     """A function is compiled again and again."""
 
 
-_NOTHING = nullcontext()
 OFTEN = 8  # programs for one reason, from which on it is said
 
 
@@ -192,12 +190,10 @@ class Jitted:
             self._check_budgets(plan)
             if ALWAYS:
                 compare_arguments(plan, mesh, leaves)
-        with torch._C.DisableTorchFunction() if torch._C._len_torch_function_stack() else _NOTHING:
-            if ready.backward is not None:
-                return gradient.run(ready.entry, ready.backward, mesh, leaves)
-            if ready.entry.after.refused:
-                return gradient.refused(ready.entry, mesh, leaves)
-            return run(ready.entry, mesh, leaves)
+        if torch._C._len_torch_function_stack():
+            with torch._C.DisableTorchFunction():
+                return _run(ready, mesh, leaves)
+        return _run(ready, mesh, leaves)
 
     def _read(
         self,
@@ -211,14 +207,13 @@ class Jitted:
     ) -> tuple[Any, list[Any], State]:
         """The key of a call, its leaves, and the state that comes with it."""
         leaves: list[Any] = []
-        known: list[Any] = []
+        known: list[Any] = [None if kwargs else len(args)]
         state = State(own, programs.changing)
         if noting:
             state.found, state.values, state.copies = {}, {}, {}
         if self.static:
             args, kwargs = wrapped(args, kwargs, self.static)
-        read(args, leaves, known, state)
-        read(kwargs, leaves, known, state)
+        read((args, kwargs) if kwargs else args, leaves, known, state)
         modes = ambient(state)
         self._closure.read(state, known)
         if state.otherwise:
@@ -381,15 +376,26 @@ class Jitted:
         return f"<jit of {self.name}>"
 
 
+def _run(ready: Ready, mesh: Mesh, leaves: list[Any]) -> Any:
+    if ready.backward is not None:
+        return gradient.run(ready.entry, ready.backward, mesh, leaves)
+    if ready.entry.after.refused:
+        return gradient.refused(ready.entry, mesh, leaves)
+    return run(ready.entry, mesh, leaves)
+
+
 def _asked_at() -> tuple[str, int]:
     """The line of the user's that calls."""
     frame = user_frame(sys._getframe(1))
     return ("<unknown>", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
+_level = torch._C._functorch.maybe_current_level
+
+
 def _transformed(args: Any, kwargs: Any) -> bool:
     """Whether a torch.func transform is running on these arguments: then the function is part of that program."""
-    if torch._C._functorch.maybe_current_level() is None:
+    if _level() is None:
         return False
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     return any(isinstance(x, torch.Tensor) and wrapped(x) for x in pytree.tree_leaves((args, kwargs)))

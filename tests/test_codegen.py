@@ -50,7 +50,7 @@ def test_locals_are_dropped_at_their_last_use(seed: int, share: bool) -> None:
     source = virtual.source(program, mesh, share=share)
     (function,) = ast.parse(source.text).body
     assert isinstance(function, ast.FunctionDef)
-    alive: set[str] = {"inputs"}
+    alive: set[str] = {"pieces", "leaves"}
     reads: dict[str, int] = {}
     dropped: dict[str, int] = {}
     unread: set[str] = set()  # inputs that nobody reads
@@ -65,7 +65,7 @@ def test_locals_are_dropped_at_their_last_use(seed: int, share: bool) -> None:
                 assert name not in alive or name in reads, f"{name} is written twice"
                 alive.add(name)
                 reads[name] = i
-            if "inputs" in names(statement, ast.Load):
+            if "pieces" in names(statement, ast.Load):
                 unread.add(name)
         for name in names(statement, ast.Load):
             reads[name] = i
@@ -73,12 +73,12 @@ def test_locals_are_dropped_at_their_last_use(seed: int, share: bool) -> None:
     ending = function.body[-1]
     assert isinstance(ending, ast.Return)
     kept = set(names(ending, ast.Load))
-    assert alive - kept <= {"inputs"} | unread, "only results are left"
+    assert alive - kept <= {"pieces", "leaves"} | unread, "only results are left"
     for name, i in dropped.items():
         assert i == reads[name] + 1, f"{name} is last used at {reads[name]} and dropped at {i}"
 
 
-@pytest.mark.parametrize("name", ["class", "1x", "a.b", "inputs", "program", "x y", "é", "add", "_"])
+@pytest.mark.parametrize("name", ["class", "1x", "a.b", "pieces", "program", "x y", "é", "add", "_"])
 def test_names_are_identifiers(name: str) -> None:
     x, y = torch.randn(3), torch.randn(3)
     program, mesh = program_of(lambda x, y: x + y, x, y, mesh={"a": 2})
@@ -87,7 +87,7 @@ def test_names_are_identifiers(name: str) -> None:
     g = Generator(program, mesh.all_coords())
     found = [g.name(var, {"a": 0}) for var in program.inputs]
     assert len(set(found)) == 2
-    assert all(n.isidentifier() and not keyword.iskeyword(n) and n not in ("inputs", "program") for n in found)
+    assert all(n.isidentifier() and not keyword.iskeyword(n) and n not in ("pieces", "leaves", "program") for n in found)
     (result,) = virtual.load(program, mesh)([[x] * 2, [y] * 2])
     assert torch.equal(result[0], x + y)
 

@@ -23,6 +23,7 @@ from shardlib.calls.state import State
 from shardlib.errors import ShardingError
 
 _DEVICES = ("cpu", "cuda")
+_environment: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]  # os.environ takes longer than the rest
 _NO_AUTOCAST = (None,) * len(_DEVICES)
 
 
@@ -40,7 +41,7 @@ def ambient(state: State) -> tuple[Any, ...]:
         torch.is_autocast_cache_enabled(),
         torch._C._get_deterministic_algorithms(),
         torch._C._get_float32_matmul_precision(),
-        os.environ.get("SHARDLIB_OPS"),
+        _environment.get(b"SHARDLIB_OPS"),
         modes(state) if torch._C._len_torch_function_stack() or any(_EVERYWHERE) else (),
     )
 

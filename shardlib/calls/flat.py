@@ -8,7 +8,7 @@ is no part of the key: programs take numbers as inputs, and say themselves which
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,54 +79,47 @@ def is_number(leaf: Any) -> bool:
 # --- keys -------------------------------------------------------------------------------------------------------------
 
 
-def read(x: Any, leaves: list[Any], known: list[Any], state: State) -> None:
-    """Append the leaves of `x` to `leaves`, and what a program depends on to `known`."""
-    kind = type(x)
-    if kind is ShardedTensor:
-        leaves.append(x)
-        own = x.__dict__
-        known.append(own["_form"])
-        if len(own) > OWN:
-            state.marks(x, known)
-        if x.requires_grad or x.grad is not None:
-            known.append(x.requires_grad)
-            state.gradient(x, known)
-    elif kind is tuple or kind is list:
-        known.append(kind)
-        known.append(len(x))
-        for y in x:
-            read(y, leaves, known, state)
-    elif kind is dict:
-        known.append(kind)
-        known.append(tuple(x))
-        known.append(tuple(map(type, x)))  # 1 and True are equal
-        for y in x.values():
-            read(y, leaves, known, state)
-    elif kind is float or kind is int:
-        leaves.append(x)
-        known.append(kind)
-    elif kind is str or kind is bool or x is None:
-        leaves.append(x)
-        known.append(kind)
-        known.append(x)
-    elif kind is Static:
-        leaves.append(x)
-        known.append(Static)
-        state.fact(x.value, known)
-    elif isinstance(x, torch.Tensor):
-        leaves.append(x)
-        state.tensor(x, known)
-    elif (node := pytree._get_node_type(x)) in pytree.SUPPORTED_NODES:
-        children, context = pytree.SUPPORTED_NODES[node].flatten_fn(x)
-        known.append(kind)
-        known.append(len(children))
-        state.fact(context, known)
-        for y in children:
-            read(y, leaves, known, state)
-    else:
-        leaves.append(x)
-        known.append(kind)
-        state.object(x, known)
+def read(items: Iterable[Any], leaves: list[Any], known: list[Any], state: State) -> None:
+    """Append the leaves of all `items` to `leaves`, and what a program depends on to `known`."""
+    for x in items:
+        kind = type(x)
+        if kind is ShardedTensor:
+            leaves.append(x)
+            own = x.__dict__
+            known.append(own["_form"])
+            if len(own) > OWN:
+                state.marks(x, known)
+            if x.requires_grad or x.grad is not None:
+                known.append(x.requires_grad)
+                state.gradient(x, known)
+        elif kind is tuple or kind is list:
+            known += (kind, len(x))
+            read(x, leaves, known, state)
+        elif kind is dict:
+            known += (kind, tuple(x), tuple(map(type, x)))  # 1 and True are equal
+            read(x.values(), leaves, known, state)
+        elif kind is float or kind is int:
+            leaves.append(x)
+            known.append(kind)
+        elif kind is str or kind is bool or x is None:
+            leaves.append(x)
+            known += (kind, x)
+        elif kind is Static:
+            leaves.append(x)
+            known.append(Static)
+            state.fact(x.value, known)
+        elif isinstance(x, torch.Tensor):
+            leaves.append(x)
+            state.tensor(x, known)
+        elif (node := pytree._get_node_type(x)) in pytree.SUPPORTED_NODES:
+            children, context = pytree.SUPPORTED_NODES[node].flatten_fn(x)
+            known += (kind, len(children))
+            state.fact(context, known)
+            read(children, leaves, known, state)
+        else:
+            leaves.append(x)
+            known.append(kind)
+            state.object(x, known)
 
 
 def twins(arguments: Sequence[Any], state: Sequence[torch.Tensor]) -> dict[int, int]:

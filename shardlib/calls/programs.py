@@ -45,7 +45,8 @@ class Kept(OrderedDict[Any, list[T]], Generic[T]):
     def find(self, key: Any, leaves: Sequence[Any]) -> T | None:
         """What serves a call."""
         for item in reversed(self.get(key, ())):  # the last one knows best what the function itself changes
-            if all(same_number(leaves[i], value) for i, value in self.looked(item).items()):
+            looked = self.looked(item)
+            if not looked or all(same_number(leaves[i], value) for i, value in looked.items()):
                 return item
         return None
 

@@ -44,6 +44,7 @@ class Reach:
         self.variables: list[Variable] = []
         self._seen: set[Any] = set() if before is None else set(before._seen)
         self._places: list[tuple[str, Getter, Any]] = []
+        self._functions: list[tuple[types.FunctionType, Any, Any, Any]] = []  # with their parts
         self._todo = list(code)
         while self._todo:
             self._go_through(self._todo.pop(0))
@@ -51,6 +52,9 @@ class Reach:
 
     def is_current(self) -> bool:
         """Whether all its functions are still those that were found."""
+        for fn, code, defaults, named in self._functions:
+            if fn.__code__ is not code or fn.__defaults__ is not defaults or fn.__kwdefaults__ is not named:
+                return False
         for get, x in self._found:  # noqa: SIM110  at every call
             if get() is not x:
                 return False
@@ -58,8 +62,13 @@ class Reach:
 
     def replaced(self, old: Reach) -> list[str]:
         """The functions that are others than in `old`."""
-        before = {name: x for name, _, x in old._places}
-        return [name.partition(" ")[0] for name, _, x in self._places if before.get(name, x) is not x]
+        before, now = dict(old._named()), dict(self._named())
+        return [name.partition(" ")[0] for name, x in now.items() if before.get(name, x) is not x]
+
+    def _named(self) -> Iterator[tuple[str, Any]]:
+        yield from ((name, x) for name, _, x in self._places)
+        for fn, *parts in self._functions:
+            yield from ((f"{fn.__qualname__} {i}", part) for i, part in enumerate(parts))
 
     def _is_new(self, *what: Any) -> bool:
         known = len(self._seen)
@@ -95,8 +104,7 @@ class Reach:
 
     def _function(self, fn: types.FunctionType) -> None:
         name, code = fn.__qualname__, fn.__code__
-        for part in ("__code__", "__defaults__", "__kwdefaults__"):
-            self._place(f"{name} {part}", functools.partial(getattr, fn, part), getattr(fn, part))
+        self._functions.append((fn, code, fn.__defaults__, fn.__kwdefaults__))
         for i, x in enumerate(fn.__defaults__ or ()):
             self._variable(f"default[{i}]", _constant(x), fn, i)
         for key in (named := fn.__kwdefaults__ or {}):

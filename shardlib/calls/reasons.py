@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +41,9 @@ def difference(old: Seen, new: Seen) -> dict[str, str]:
     """What changed: a sentence by its subject."""
     if old.mesh != new.mesh:
         return {"the mesh": f" was {old.mesh}, is {new.mesh}"}
-    modes = {n: f": {a} -> {b}" for n, a, b in zip(NAMES, old.ambient, new.ambient, strict=True) if a != b}
+    modes = {
+        n: f": {_word(a)} -> {_word(b)}" for n, a, b in zip(NAMES, old.ambient, new.ambient, strict=True) if a != b
+    }
     if modes:
         return modes
     if old.tree != new.tree:
@@ -55,6 +58,10 @@ def difference(old: Seen, new: Seen) -> dict[str, str]:
         return dict.fromkeys(dict.fromkeys(facts[0][1].replaced(facts[0][0])), " is another function now")
     more = f" ({facts[0][0]!r} -> {facts[0][1]!r})" if facts else ""
     return {f"what the function closes over, or its arguments hold{more}": ""}
+
+
+def _word(x: Any) -> str:
+    return os.fsdecode(x) if isinstance(x, bytes) else str(x)
 
 
 def _show(x: Any) -> str:

@@ -6,6 +6,7 @@ argument in `donate_argnums` gives its memory up, where nobody else holds it.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,9 +58,14 @@ class Entry:
     looked: Mapping[int, Any] = field(default_factory=dict)
     kept: tuple[Any, ...] = ()
 
-    @property
+    @functools.cached_property
     def donates(self) -> bool:
         return any(given.donated for given in self.inputs)
+
+    @functools.cached_property
+    def places(self) -> tuple[int, ...]:
+        """The leaf that each input is."""
+        return tuple(given.leaf for given in self.inputs)
 
 
 def entry(plan: Plan, program: Program, mesh: Mesh, runner: Runner, kept: Sequence[Any] = ()) -> Entry:
@@ -108,13 +114,10 @@ def results(entry: Entry, mesh: Mesh, leaves: list[Any]) -> tuple[list[Any], Seq
     after = entry.after
     if after.written or after.grads:
         _refuse_overlaps(entry, leaves)
-    pieces = []
-    for given in entry.inputs:
-        leaf = leaves[given.leaf]
-        if type(leaf) is ShardedTensor:
-            pieces.append(leaf._locals)
-        else:
-            pieces.append(tuple(cut_up(leaf.detach(), given.layout, mesh)))
+    pieces = [
+        x._locals if type(x := leaves[at]) is ShardedTensor else _cut(x, entry.inputs[i], mesh)
+        for i, at in enumerate(entry.places)
+    ]
     gone = _donate(entry, leaves, pieces) if entry.donates else ()
     raw = entry.runner(pieces, leaves)
     for leaf in gone:
@@ -124,7 +127,12 @@ def results(entry: Entry, mesh: Mesh, leaves: list[Any]) -> tuple[list[Any], Seq
     if after.written or after.grads:
         saved = _kept_from_writes(entry, leaves, saved)
         _apply(entry, leaves, out)
-    return out[: entry.returned], saved
+    del out[entry.returned :]
+    return out, saved
+
+
+def _cut(x: torch.Tensor, given: Input, mesh: Mesh) -> tuple[torch.Tensor, ...]:
+    return tuple(cut_up(x.detach(), given.layout, mesh))
 
 
 def _kept_from_writes(entry: Entry, leaves: Sequence[Any], saved: Sequence[Any]) -> Sequence[Any]:

@@ -217,9 +217,7 @@ def _load(program: Program, mesh: Mesh, plan: Plan) -> Callable[[Sequence[Pieces
             virtual.load(program, mesh) if mesh.kind == "virtual" else distributed.load(program, mesh, plan, late=True)
         )
     source = virtual.source if mesh.kind == "virtual" else distributed.source
-    generated = source(program, mesh)
-    function, feed = generated.compile(), generated.feed
-    return lambda pieces: function([pieces[i][d] for i, d in feed])
+    return source(program, mesh).compile()
 
 
 def _forms(

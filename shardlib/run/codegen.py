@@ -28,15 +28,14 @@ from shardlib.traits import has
 
 @dataclass
 class Source:
-    """Generated code: `text` defines `program(inputs, numbers)`, run in `namespace`.
+    """Generated code: `text` defines `program(pieces, leaves)`, run in `namespace`.
 
-    `feed` says what `inputs` are, one after the other: (which input of the program, which of the devices' tensors);
-    `numbers` are those at these leaves of the call.
+    `pieces` are those of each input of the program; `leaves` are those of the call, and `numbers` says which of them
+    are read.
     """
 
     text: str
     namespace: dict[str, Any]
-    feed: tuple[tuple[int, int], ...] = ()
     numbers: tuple[int, ...] = ()
 
     def compile(self) -> Callable[..., tuple[Any, ...]]:
@@ -68,7 +67,7 @@ class Generator:
             everything = None if self.share else primes(self._mesh_axes())
             self.varies = varying(self.program, everything)
         self._names: dict[tuple[Var, tuple[int, ...]], str] = {}
-        self._taken: dict[str, int] = {"inputs": 1, "numbers": 1, "program": 1, "float": 1}
+        self._taken: dict[str, int] = {"pieces": 1, "leaves": 1, "program": 1, "float": 1}
         self._numbers: dict[int, str] = {}  # leaf of the call -> its name
         self._bound: dict[Any, str] = {}
         self._statements: list[_Statement] = []
@@ -135,8 +134,7 @@ class Generator:
         self._segment(segment)
         self.wait_for([v for v in self.program.outputs if isinstance(v, Var)])
         self._copy(borrowed(self.program, events, donated))
-        text, feed = self._render()
-        return Source(text, self.namespace, feed, tuple(self._numbers))
+        return Source(self._render(), self.namespace, tuple(self._numbers))
 
     def _copy(self, results: Sequence[Var]) -> None:
         """Give these results memory of their own."""
@@ -226,11 +224,16 @@ class Generator:
 
     # Text -----------------------------------------------------------------------------------------------------------
 
-    def _render(self) -> tuple[str, tuple[tuple[int, int], ...]]:
-        names: dict[str, tuple[int, int]] = {}
+    def _render(self) -> str:
+        lines = ["def program(pieces, leaves=()):"]
         for i, var in enumerate(self.program.inputs):
+            first: dict[str, int] = {}  # the devices whose pieces differ
             for d, coords in enumerate(self.devices):
-                names.setdefault(self.name(var, coords), (i, d))
+                first.setdefault(self.name(var, coords), d)
+            if len(first) == len(self.devices):
+                lines.append(f"    {', '.join(first)}, = pieces[{i}]")
+            else:
+                lines += [f"    {name} = pieces[{i}][{d}]" for name, d in first.items()]
         for var, tensor in self.program.captured:
             here = _captured(tensor, self.program.mesh)
             self.namespace |= {self.name(var, c): here for c in self.devices}
@@ -256,14 +259,10 @@ class Generator:
         for name, i in last.items():
             if name not in keep:
                 drops.setdefault(i, []).append(name)
-        lines = ["def program(inputs, numbers=()):"]
-        if names:
-            lines.append(f"    {', '.join(names)}, = inputs")
-        if self._numbers:
-            lines.append(f"    {', '.join(self._numbers.values())}, = numbers")
+        lines += [f"    {name} = leaves[{leaf}]" for leaf, name in self._numbers.items()]
         for i, s in enumerate(self._statements):
             lines.append("    " + s.text + (f"; del {', '.join(drops[i])}" if i in drops else ""))
-        return "\n".join([*lines, ending, ""]), tuple(names.values())
+        return "\n".join([*lines, ending, ""])
 
 
 def _captured(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:

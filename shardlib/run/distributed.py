@@ -93,13 +93,12 @@ def load(program: Program, mesh: Mesh, plan: Plan, *, late: bool = False) -> Run
     collectives = [f"{c.kind} of {short_dtype(c.source.dtype)}[{c.source.layout}]" for c in program.collectives]
     turn = Turn("\n".join([plan.name, *collectives]), digest)
     function: Function | None = None
-    feed: tuple[tuple[int, int], ...] = ()
     numbers: tuple[int, ...] = ()
     gloo: list[_groups.GroupHandle] = []
     of: object = None
 
     def prepare() -> None:
-        nonlocal function, feed, numbers, gloo, of
+        nonlocal function, numbers, gloo, of
         mesh.device_mesh  # noqa: B018 - starts torch.distributed where nothing has yet
         agree(mesh, digest, f"{plan.name}\n{text}")
         axes = list(dict.fromkeys(c.axes for c in program.collectives))
@@ -110,7 +109,7 @@ def load(program: Program, mesh: Mesh, plan: Plan, *, late: bool = False) -> Run
         function = generated.compile()
         if collectives:
             function = watched(function, lambda: source(program, mesh, ranges=True).compile())
-        feed, numbers, of = generated.feed, generated.numbers, dist.group.WORLD
+        numbers, of = generated.numbers, dist.group.WORLD
 
     def run(pieces: Sequence[Sequence[torch.Tensor]], leaves: Sequence[Any] = ()) -> tuple[Any, ...]:
         if of is not dist.group.WORLD:
@@ -118,14 +117,13 @@ def load(program: Program, mesh: Mesh, plan: Plan, *, late: bool = False) -> Run
         assert function is not None
         if not collectives:
             with torch._C._AutoDispatchBelowAutograd():
-                return function([pieces[i][d] for i, d in feed], [leaves[i] for i in numbers])
-        given = [leaves[i] for i in numbers]
-        with turn.of(given) as order:
+                return function(pieces, leaves)
+        with turn.of([leaves[i] for i in numbers]) as order:
             try:
                 if gloo:
                     order.meet(gloo)
                 with torch._C._AutoDispatchBelowAutograd():
-                    return function([pieces[i][d] for i, d in feed], given)
+                    return function(pieces, leaves)
             except CollectiveError as error:
                 blame(mesh, error)
 

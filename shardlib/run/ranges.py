@@ -16,17 +16,17 @@ from shardlib.lower.program import Collective
 from shardlib.plans.places import place
 from shardlib.plans.plantext import si
 
-Function = Callable[..., tuple[Any, ...]]  # of the inputs and the numbers of a call
+Function = Callable[..., tuple[Any, ...]]  # of the inputs' pieces and the leaves of a call
 
 
 def watched(plain: Function, make: Callable[[], Function]) -> Function:
     """`plain` while no profiler runs, what `make()` returns, made once, while one does."""
     ranged = cache(make)
 
-    def run(inputs: Sequence[Any], numbers: Sequence[Any] = ()) -> tuple[Any, ...]:
+    def run(pieces: Sequence[Any], leaves: Sequence[Any] = ()) -> tuple[Any, ...]:
         if profiler._is_profiler_enabled:
-            return ranged()(inputs, numbers)
-        return plain(inputs, numbers)
+            return ranged()(pieces, leaves)
+        return plain(pieces, leaves)
 
     return run
 

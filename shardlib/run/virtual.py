@@ -35,15 +35,13 @@ def source(program: Program, mesh: Mesh, *, share: bool = True, ranges: bool = F
 
 def load(program: Program, mesh: Mesh, *, share: bool = True) -> Runner:
     """The program as a function of every input's local tensors (one per device), returning every output's."""
-    generated = source(program, mesh, share=share)
-    function: Function = generated.compile()
+    function: Function = source(program, mesh, share=share).compile()
     if program.collectives:
         function = watched(function, lambda: source(program, mesh, share=share, ranges=True).compile())
-    feed, numbers = generated.feed, generated.numbers
 
     def run(pieces: Sequence[Sequence[torch.Tensor]], leaves: Sequence[Any] = ()) -> tuple[Any, ...]:
         with torch._C._AutoDispatchBelowAutograd():
-            return function([pieces[i][d] for i, d in feed], [leaves[i] for i in numbers])
+            return function(pieces, leaves)
 
     return counted(run, program.collectives)
 

@@ -144,10 +144,10 @@ def watching(seen: Seen) -> Iterator[Seen]:
     def compile_(source: Source) -> Any:
         function = compiled(source)
 
-        def program(inputs: Any, numbers: Any = ()) -> Any:
+        def program(pieces: Any, leaves: Any = ()) -> Any:
             seen.counts["programs"] += 1
             with Watch(seen):
-                return function(inputs, numbers)
+                return function(pieces, leaves)
 
         return program
 
