@@ -87,7 +87,9 @@ def test_names_are_identifiers(name: str) -> None:
     g = Generator(program, mesh.all_coords())
     found = [g.name(var, {"a": 0}) for var in program.inputs]
     assert len(set(found)) == 2
-    assert all(n.isidentifier() and not keyword.iskeyword(n) and n not in ("pieces", "leaves", "program") for n in found)
+    assert all(
+        n.isidentifier() and not keyword.iskeyword(n) and n not in ("pieces", "leaves", "program") for n in found
+    )
     (result,) = virtual.load(program, mesh)([[x] * 2, [y] * 2])
     assert torch.equal(result[0], x + y)
 
