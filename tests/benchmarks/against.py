@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -197,7 +198,7 @@ class Tree:
 
 
 def main() -> None:
-    from tests.benchmarks.timing import interleave, markdown, ratio
+    from tests.benchmarks.timing import markdown, ratio
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path, help="the other tree")
@@ -207,26 +208,23 @@ def main() -> None:
     now, before = Tree(ROOT), Tree(a.before.resolve())
     rows = []
     for case in now.cases:
-        if not any(part in case for part in a.only):
-            continue
-        found: dict[str, list[float]] = {"now": [], "before": []}
-        contestants = {
-            name: lambda name=name, tree=tree, case=case: found[name].append(tree.run(case))  # type: ignore[misc]
-            for name, tree in (("now", now), ("before", before))
-        }
-        interleave(contestants, a.rounds, warmup=3)
-        mine, other = found["now"][3:], found["before"][3:]
-        least = min(mine) / min(other)
-        rows.append(
-            (
-                case,
-                *(f"{sorted(s)[len(s) // 2] * 1e6:.1f} us" for s in (mine, other)),
-                ratio(mine, other),
-                f"{least:.2f}x",
-            )
-        )
-        print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
+        if any(part in case for part in a.only):
+            mine, other = contest(now, before, case, a.rounds)
+            seconds = (f"{statistics.median(s) * 1e6:.1f} us" for s in (mine, other))
+            rows.append((case, *seconds, ratio(mine, other), f"{min(mine) / min(other):.2f}x"))
+            print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
     print(markdown("This tree against another", ("what", "now", "before", "ratio (quartiles)", "of the fastest"), rows))
+
+
+def contest(now: Tree, before: Tree, case: str, rounds: int, warmup: int = 3) -> tuple[list[float], list[float]]:
+    """Seconds of one call in each round, of both trees; each begins every other round."""
+    found: dict[Tree, list[float]] = {now: [], before: []}
+    for i in range(-warmup, rounds):
+        for tree in (now, before) if i % 2 else (before, now):
+            seconds = tree.run(case)
+            if i >= 0:
+                found[tree].append(seconds)
+    return found[now], found[before]
 
 
 if __name__ == "__main__":
