@@ -192,8 +192,8 @@ class Jitted:
                 compare_arguments(plan, mesh, leaves)
         if torch._C._len_torch_function_stack():
             with torch._C.DisableTorchFunction():
-                return _run(ready, mesh, leaves)
-        return _run(ready, mesh, leaves)
+                return ready.call(leaves)
+        return ready.call(leaves)
 
     def _read(
         self,
@@ -356,11 +356,13 @@ class Jitted:
             )
         program, halves = plan.compiled.program, plan.compiled.halves
         if halves is None:
-            return Ready(entry(plan, program, mesh, load(program, mesh, plan), kept), None, weakref.ref(plan))
+            whole = entry(plan, program, mesh, load(program, mesh, plan), kept)
+            way = gradient.refused if whole.after.refused else run
+            return Ready(whole, functools.partial(way, whole, mesh), weakref.ref(plan))
         halves.forward.donated = program.donated
         first = entry(plan, halves.forward, mesh, load(halves.forward, mesh, plan), kept)
         second = gradient.backward(plan, halves, mesh, load(halves.backward, mesh, plan))
-        return Ready(first, second, weakref.ref(plan))
+        return Ready(first, functools.partial(gradient.run, first, second, mesh), weakref.ref(plan))
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else Method(self, instance)
@@ -374,14 +376,6 @@ class Jitted:
 
     def __repr__(self) -> str:
         return f"<jit of {self.name}>"
-
-
-def _run(ready: Ready, mesh: Mesh, leaves: list[Any]) -> Any:
-    if ready.backward is not None:
-        return gradient.run(ready.entry, ready.backward, mesh, leaves)
-    if ready.entry.after.refused:
-        return gradient.refused(ready.entry, mesh, leaves)
-    return run(ready.entry, mesh, leaves)
 
 
 def _asked_at() -> tuple[str, int]:

@@ -11,7 +11,6 @@ from typing import Any, Generic, TypeVar
 
 from shardlib.bounded import Bounded
 from shardlib.calls.flat import same_number
-from shardlib.calls.gradient import Backward
 from shardlib.calls.reasons import Seen
 from shardlib.calls.run import Entry
 from shardlib.calls.state import Facts, Place
@@ -25,10 +24,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ready:
-    """A program that can run: forward, and the way back where its results have a history."""
+    """A program that can run, and how to call it on the leaves of a call: its results may have a history."""
 
     entry: Entry
-    backward: Backward | None
+    call: Callable[[list[Any]], Any]
     plan: weakref.ref[Plan]
 
 

@@ -62,11 +62,6 @@ class Entry:
     def donates(self) -> bool:
         return any(given.donated for given in self.inputs)
 
-    @functools.cached_property
-    def places(self) -> tuple[int, ...]:
-        """The leaf that each input is."""
-        return tuple(given.leaf for given in self.inputs)
-
 
 def entry(plan: Plan, program: Program, mesh: Mesh, runner: Runner, kept: Sequence[Any] = ()) -> Entry:
     """Make a program callable: a plan's own, or the forward half of it."""
@@ -105,18 +100,18 @@ def _firsts(layout: Layout, mesh: Mesh) -> Iterator[tuple[int, int]]:
 
 def run(entry: Entry, mesh: Mesh, leaves: list[Any]) -> Any:
     """Call the program on the leaves of a call."""
-    out = results(entry, mesh, leaves)[0]
-    return entry.build(out)
+    return entry.build(results(entry, mesh, leaves)[0])
 
 
 def results(entry: Entry, mesh: Mesh, leaves: list[Any]) -> tuple[list[Any], Sequence[Any]]:
     """The function's own results by leaf, and the pieces of the values that are saved for the backward pass."""
     after = entry.after
-    if after.written or after.grads:
+    writes = after.written or after.grads
+    if writes:
         _refuse_overlaps(entry, leaves)
     pieces = [
-        x._locals if type(x := leaves[at]) is ShardedTensor else _cut(x, entry.inputs[i], mesh)
-        for i, at in enumerate(entry.places)
+        x._locals if type(x := leaves[given.leaf]) is ShardedTensor else tuple(cut_up(x.detach(), given.layout, mesh))
+        for given in entry.inputs
     ]
     gone = _donate(entry, leaves, pieces) if entry.donates else ()
     raw = entry.runner(pieces, leaves)
@@ -124,15 +119,11 @@ def results(entry: Entry, mesh: Mesh, leaves: list[Any]) -> tuple[list[Any], Seq
         leaf._locals = _Gone(entry.name)
     out = [r if form is None else wrap(form, r) for r, form in zip(raw, entry.outputs, strict=False)]
     saved: Sequence[Any] = raw[len(entry.outputs) :]
-    if after.written or after.grads:
+    if writes:
         saved = _kept_from_writes(entry, leaves, saved)
         _apply(entry, leaves, out)
     del out[entry.returned :]
     return out, saved
-
-
-def _cut(x: torch.Tensor, given: Input, mesh: Mesh) -> tuple[torch.Tensor, ...]:
-    return tuple(cut_up(x.detach(), given.layout, mesh))
 
 
 def _kept_from_writes(entry: Entry, leaves: Sequence[Any], saved: Sequence[Any]) -> Sequence[Any]:

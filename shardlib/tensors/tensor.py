@@ -294,9 +294,12 @@ class ShardedTensor(torch.Tensor):
         return run(args, kwargs)
 
 
+_make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
+
+
 def wrap(form: Form, locals_: tuple[torch.Tensor, ...]) -> ShardedTensor:
     """The tensor of this form whose pieces in this process these are."""
-    x: ShardedTensor = torch.Tensor._make_wrapper_subclass(
+    x: ShardedTensor = _make_wrapper_subclass(
         ShardedTensor, form.shape, form.strides, form.offset, None, form.dtype, torch.strided, form.device
     )
     x._form, x._locals = form, locals_
