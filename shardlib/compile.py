@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from shardlib import graph as graphs
 from shardlib.calls.arguments import by_argument, describe
 from shardlib.calls.flat import FlatCall, flatten_call, twins
+from shardlib.calls.rebound import Result, Watch
 from shardlib.calls.state import State
 from shardlib.errors import ShardingError
 from shardlib.graph import DOORS, Graph, Op, Value
@@ -62,11 +63,12 @@ def compile_program(
     state: State | None = None,
     differentiate: bool = False,
     exact: bool = False,
+    watch: Watch | None = None,
 ) -> Compiled:
     """Run all stages on `fn(*args, **kwargs)`.
 
     `in_specs` and `out_specs` are prefix pytrees of specs; `placed` gives the layout of a leaf of the call that has
-    one. `state`, `differentiate` and `exact` are as in `trace`.
+    one. `state`, `differentiate`, `exact` and `watch` are as in `trace`.
     """
     clock = _Clock()
     call = flatten_call(args, kwargs, static, state)
@@ -83,6 +85,7 @@ def compile_program(
             differentiate=differentiate,
             exact=exact,
             apart=_apart(call, specs),
+            watch=watch,
         )
         clock.stop("trace")
         traced = normalise(traced)
@@ -190,17 +193,23 @@ def _at_home(
 ) -> dict[int, Fixed]:
     """What is written to stays where it was, and gradients live where their values live; plain tensors are whole."""
     leaves, after = call.leaves, traced.after
-    said = {traced.input_leaves[i]: fixed for i, fixed in fixed_inputs.items()}
+    said = {traced.input_leaves[i]: f for i, f in fixed_inputs.items()}
     out = {}
     for leaf, position in (*after.written, *after.gradients, *after.grads):
         if position is not None:
-            value = graph.outputs[position]
-            whole = Fixed(
-                Layout.replicated(value.shape), ((None,),) * len(value.shape), (False,) * len(value.shape), ""
-            )
-            home = said[leaf] if placed(leaves[leaf]) is not None and leaf in said else whole
-            out[position] = Fixed(home.layout, home.names, home.open, f"the place of {_name(traced, leaf)}")
+            is_placed = placed(leaves[leaf]) is not None and leaf in said
+            fixed = said[leaf] if is_placed else _whole(graph.outputs[position])
+            out[position] = Fixed(fixed.layout, fixed.names, fixed.open, f"the place of {_name(traced, leaf)}")
+    for part in (part for kept in after.rebound for part in kept.parts if isinstance(part, Result)):
+        if part.plain is not None:
+            out[part.at] = _whole(graph.outputs[part.at])
+        elif (home := part.home) is not None:
+            out[part.at] = Fixed(home.layout, home.names, (False,) * len(home.shape), "the place of what was there")
     return out
+
+
+def _whole(value: Value) -> Fixed:
+    return Fixed(Layout.replicated(value.shape), ((None,),) * len(value.shape), (False,) * len(value.shape), "")
 
 
 def _name(traced: Traced, leaf: int) -> str:
@@ -212,6 +221,7 @@ def _fixed_outputs(traced: Traced, graph: Graph, out_specs: Any, mesh: Mesh) -> 
     if out_specs is None:
         return {}
     own = graph.outputs[: traced.out_tree.num_leaves]
+    names = traced.output_names[: len(own)]
     dummy = pytree.tree_unflatten(list(range(len(own))), traced.out_tree)
 
     def what(i: int) -> str | None:
@@ -219,8 +229,8 @@ def _fixed_outputs(traced: Traced, graph: Graph, out_specs: Any, mesh: Mesh) -> 
 
     flat = broadcast_prefix(out_specs, dummy, f"{traced.name}: out_specs", what)
     items = [
-        (i, (f"result{name}", value.shape, spec, None))
-        for i, (value, spec, name) in enumerate(zip(own, flat, traced.output_names, strict=True))
+        (i, (name, value.shape, spec, None))
+        for i, (value, spec, name) in enumerate(zip(own, flat, names, strict=True))
         if spec is not None and isinstance(value, Value)
     ]
     resolved = resolve_many([item for _, item in items], mesh, what="jit out_specs") if items else []

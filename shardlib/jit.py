@@ -20,13 +20,14 @@ from shardlib.calls.ambient import ambient, refuse_modes
 from shardlib.calls.arguments import argument_of, by_position_and_name
 from shardlib.calls.closure import Closure
 from shardlib.calls.flat import flatten_call, read, twins, wrapped
-from shardlib.calls.leaks import forgotten, refuse_leaks
+from shardlib.calls.leaks import refuse_leaks
 from shardlib.calls.method import Method, Methods
 from shardlib.calls.programs import PROGRAMS, Programs, Ready
 from shardlib.calls.reasons import difference, seen
+from shardlib.calls.rebound import Watch
 from shardlib.calls.refusals import refuse_other_devices, refuse_tangents
 from shardlib.calls.run import entry, run
-from shardlib.calls.state import State, changed
+from shardlib.calls.state import State
 from shardlib.compile import compile_program
 from shardlib.errors import ShardingError
 from shardlib.meshes.mesh import Mesh, current_mesh, is_without_mesh
@@ -210,7 +211,7 @@ class Jitted:
         known: list[Any] = [None if kwargs else len(args)]
         state = State(own, programs.changing)
         if noting:
-            state.found, state.values, state.copies = {}, {}, {}
+            state.note()
         if self.static:
             args, kwargs = wrapped(args, kwargs, self.static)
         read((args, kwargs) if kwargs else args, leaves, known, state)
@@ -266,19 +267,16 @@ class Jitted:
         with programs.lock:
             known = programs.plans.find(key, leaves)
             if known is None:
-                before = self._read(mesh, programs, state.own, args, kwargs, noting=True)[2]
+                watch = Watch(lambda: self._read(mesh, programs, state.own, args, kwargs, noting=True)[2])
                 try:
-                    plan = self._compile(mesh, leaves, state, args, kwargs)
-                    after = self._read(mesh, programs, state.own, args, kwargs, noting=True)[2]
-                    if after.leaked:  # a number that stays outside is no number of the trace
-                        plan = self._compile(mesh, leaves, state, args, kwargs, exact=True)
+                    plan = self._compile(mesh, leaves, state, args, kwargs, watch)
+                    if watch.look().leaked:  # a number that stays outside is no number of the trace
+                        plan = self._compile(mesh, leaves, state, args, kwargs, watch, exact=True)
                 finally:
-                    after = self._read(mesh, programs, state.own, args, kwargs, noting=True)[2]
-                    left_behind = forgotten(before, after)
+                    left_behind = watch.undo()
                 refuse_leaks(self.name, left_behind)
-                if left := changed(before.found or {}, after.found or {}):
-                    for place, facts in left.items():
-                        programs.changing[place] = facts
+                for place, facts in watch.changed().items():
+                    programs.changing[place] = facts
                 if plan.compiled.traced.asked:
                     programs.asks = True
                 key = self._read(mesh, programs, state.own, args, kwargs)[0]
@@ -312,6 +310,7 @@ class Jitted:
         state: State,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        watch: Watch,
         *,
         exact: bool = False,
     ) -> Plan:
@@ -338,6 +337,7 @@ class Jitted:
             placed=placed,
             state=state,
             exact=exact or state.exact,
+            watch=watch,
             differentiate=any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves),
         )
         paths = compiled.traced.input_paths

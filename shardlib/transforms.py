@@ -69,6 +69,7 @@ def _gradient(
         return found, value
     wanted = [args[i] for i in positions]
     leaves, tree = pytree.tree_flatten(wanted)
+    followed = torch.is_grad_enabled()
     with torch.enable_grad():
         roots = [_root(x) for x in leaves]
         filled = list(args)
@@ -80,12 +81,29 @@ def _gradient(
             said = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise RuntimeError(f"grad takes a function that returns a scalar tensor; {_name(fn)} returns {said}")
         found = [None] * len(roots)
+        followed = followed and any(_goes_on(x, roots) for x in pytree.tree_leaves(out) if isinstance(x, Tensor))
         if loss.requires_grad:
-            found = list(torch.autograd.grad(loss, roots, allow_unused=True))
+            found = list(torch.autograd.grad(loss, roots, allow_unused=True, create_graph=followed))
     gradients = [torch.zeros_like(x) if g is None else g for x, g in zip(roots, found, strict=True)]
     rebuilt = pytree.tree_unflatten(gradients, tree)
-    detached = pytree.tree_map_only(Tensor, lambda x: x.detach(), out)
-    return (rebuilt[0] if isinstance(argnums, int) else tuple(rebuilt)), detached
+    value = out if followed else pytree.tree_map_only(Tensor, lambda x: x.detach(), out)
+    return (rebuilt[0] if isinstance(argnums, int) else tuple(rebuilt)), value
+
+
+def _goes_on(x: Tensor, roots: list[Tensor]) -> bool:
+    """Whether a history leads to anything but the roots: what `fn` closes over may have gradients, too."""
+    known, seen, todo = {id(root) for root in roots}, set(), [x.grad_fn]
+    if x.requires_grad and x.is_leaf:
+        return id(x) not in known
+    while todo:
+        node: Any = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", roots[0])) not in known:
+            return True
+        todo += [behind for behind, _ in node.next_functions]
+    return False
 
 
 def _plainly(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

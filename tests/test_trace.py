@@ -69,8 +69,9 @@ def test_results_keep_their_tree_and_their_constants():
 
     traced = trace(f, (X, 3))
     assert traced.output_names == (
-        "[0]['y']", "[0]['same']", "[0]['none']", "[0]['n'][0]", "[0]['n'][1]", "[0]['n'][2]", "[1][0]",
-    )  # fmt: skip
+        *("result[0]['y']", "result[0]['same']", "result[0]['none']"),
+        *("result[0]['n'][0]", "result[0]['n'][1]", "result[0]['n'][2]", "result[1][0]"),
+    )
     assert traced.outputs[1] is traced.inputs[0]
     assert hinted(traced.outputs[2:6]) == (None, 3, "text", opaque)
     same(traced(X, 3), f(X, 3))

@@ -1,4 +1,4 @@
-"""Functions of torch's C++ that hand out a tensor's memory without asking its class."""
+"""Functions of torch's C++ that hand out a tensor's memory, or take it over, without asking its class."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from shardlib.tensors.tensor import ShardedTensor
+from shardlib.errors import ShardingError
+from shardlib.state import is_tracing
+from shardlib.tensors.tensor import ShardedTensor, typeof
+from shardlib.tracing.composites import set_data
 
 
 def _dlpack(module: Any) -> None:
@@ -19,4 +22,29 @@ def _dlpack(module: Any) -> None:
     module.to_dlpack = to_dlpack
 
 
-TAUGHT: dict[str, Callable[[Any], None]] = {"torch": _dlpack, "torch.utils.dlpack": _dlpack}
+def _data(module: Any) -> None:
+    """`x.data = y` gives a plain tensor the memory of another one, and a ShardedTensor has none."""
+    data = module.Tensor.data
+
+    def setter(self: Any, value: Any) -> None:
+        if is_tracing():
+            set_data(self, value)
+            return
+        if isinstance(value, ShardedTensor) and not isinstance(self, ShardedTensor):
+            raise ShardingError(
+                f"the data of a plain tensor of shape {list(self.shape)} is set to {typeof(value)}",
+                rule="a plain tensor has memory of its own, and a ShardedTensor has pieces",
+                remedy="put the tensor itself there, module.weight = torch.nn.Parameter(value), or its values: "
+                "x.copy_(value)",
+            )
+        data.__set__(self, value)
+
+    module.Tensor.data = property(data.__get__, setter, doc=data.__doc__)
+
+
+def _torch(module: Any) -> None:
+    _dlpack(module)
+    _data(module)
+
+
+TAUGHT: dict[str, Callable[[Any], None]] = {"torch": _torch, "torch.utils.dlpack": _dlpack}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.calls.run import Entry, forms, results
+from shardlib.calls.run import Entry, finished, forms, results
 from shardlib.eager.relayout import relayout
 from shardlib.errors import ShardingError
 from shardlib.lower.split import Halves
@@ -53,7 +53,7 @@ def run(entry: Entry, then: Backward, mesh: Mesh, leaves: list[Any]) -> Any:
     call = _Call(entry, then, mesh, leaves)
     with torch.enable_grad():  # what has a history, the trace knows
         found = iter(_Apply.apply(call, *(leaves[i] for i in then.leaves)))  # type: ignore[no-untyped-call]
-    return entry.build([next(found) if isinstance(x, Tensor) else x for x in call.out])
+    return finished(entry, leaves, [next(found) if isinstance(x, Tensor) else x for x in call.out])
 
 
 class _Call:
@@ -114,7 +114,7 @@ def refused(entry: Entry, mesh: Mesh, leaves: list[Any]) -> Any:
     given = _Refused.apply(entry.name, after.why, leaves[after.root], *(out[i] for i in after.refused))  # type: ignore[no-untyped-call]
     for i, x in zip(after.refused, given, strict=True):
         out[i] = x
-    return entry.build(out)
+    return finished(entry, leaves, out)
 
 
 class _Refused(torch.autograd.Function):

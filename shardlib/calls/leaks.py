@@ -31,39 +31,60 @@ class Leak:
     @property
     def is_cached(self) -> bool:
         """Whether its holder computes it again when it is not there."""
-        key = self.place[1]
-        return isinstance(key, str) and isinstance(getattr(type(self.owner), key, None), functools.cached_property)
+        return is_cached(self.owner, self.place[1])
 
     def undo(self, before: State) -> None:
         """Give its holder back what it had."""
-        owner, key = self.owner, self.place[1]
-        had = self.place in before.values
-        old = before.values.get(self.place)
-        if id(owner) in before.copies:
-            _refill(owner, before.copies[id(owner)])
-        elif isinstance(owner, dict):
-            _put(owner, key[1], old, had)
-        elif isinstance(owner, types.CellType):
-            owner.cell_contents = old
-        elif isinstance(owner, type | types.ModuleType):
-            setattr(owner, key, old) if had else delattr(owner, key)
-        elif owner is not None:
-            spaces = [getattr(owner, name, None) for name in ("_parameters", "_buffers", "__dict__")]
-            space = next((s for s in spaces if isinstance(s, dict) and key in s), None)
-            if space is not None:
-                _put(space, key, old, had)
+        if id(self.owner) in before.copies:
+            _refill(self.owner, before.copies[id(self.owner)])
+        else:
+            put_back(self.owner, self.place, before)
+
+
+def is_cached(owner: Any, key: Any) -> bool:
+    """Whether a holder's attribute is a `cached_property`."""
+    return isinstance(key, str) and isinstance(getattr(type(owner), key, None), functools.cached_property)
+
+
+def put_back(owner: Any, place: Place, before: State) -> None:
+    """Give a holder what it had at one of its places."""
+    key = place[1]
+    if place in before.values:
+        put(owner, key, before.values[place])
+    elif isinstance(owner, types.CellType):
+        owner.cell_contents = None
+    elif isinstance(owner, type | types.ModuleType) or _is_slot(owner, key):
+        delattr(owner, key)
+    elif (space := _space(owner, key)) is not None:
+        space.pop(key[1] if space is owner else key, None)
+
+
+def put(owner: Any, key: Any, value: Any) -> None:
+    """Give a holder another value: a cell, a dict of variables, a class, a module, an object."""
+    if isinstance(owner, types.CellType):
+        owner.cell_contents = value
+    elif isinstance(owner, type | types.ModuleType) or _is_slot(owner, key):
+        setattr(owner, key, value)
+    elif (space := _space(owner, key)) is not None:
+        space[key[1] if space is owner else key] = value
+
+
+def _is_slot(owner: Any, key: Any) -> bool:
+    return isinstance(key, str) and isinstance(getattr(type(owner), key, None), types.MemberDescriptorType)
+
+
+def _space(owner: Any, key: Any) -> dict[Any, Any] | None:
+    """The dict in which a holder has a name."""
+    if isinstance(owner, dict):
+        return owner
+    spaces = [getattr(owner, name, None) for name in ("_parameters", "_buffers", "__dict__")]
+    dicts: list[dict[Any, Any]] = [space for space in spaces if isinstance(space, dict)]
+    return next((space for space in dicts if key in space), dicts[-1] if dicts else None)
 
 
 def _refill(x: Any, old: Any) -> None:
     x.clear()
     x.update(old) if isinstance(x, dict | set) else x.extend(old)
-
-
-def _put(space: dict[Any, Any], key: Any, old: Any, had: bool) -> None:
-    if had:
-        space[key] = old
-    else:
-        space.pop(key, None)
 
 
 def forgotten(before: State, after: State) -> list[Leak]:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils import _pytree as pytree
 
+from shardlib.calls.rebound import rebind
 from shardlib.errors import ShardingError
 from shardlib.lower.program import Program, Var
 from shardlib.meshes.mesh import Mesh
@@ -54,7 +55,8 @@ class Entry:
     outputs: tuple[Form | None, ...]  # None: no tensor
     build: Callable[[list[Any]], Any]
     after: After
-    returned: int
+    own: int  # the first of them that the function itself returns
+    returned: int  # with what it keeps
     looked: Mapping[int, Any] = field(default_factory=dict)
     kept: tuple[Any, ...] = ()
 
@@ -73,8 +75,11 @@ def entry(plan: Plan, program: Program, mesh: Mesh, runner: Runner, kept: Sequen
     named = plan.output_names[: len(plan.output_names) - len(traced.after.gradients)]
     outputs = tuple(forms(program.outputs[: len(named)], mesh, named))
     build = _builder(traced.out_tree)
-    after, n = traced.after, traced.out_tree.num_leaves
-    return Entry(plan.name, mesh, runner, tuple(inputs), outputs, build, after, n, traced.looked, tuple(kept))
+    own, returned = traced.out_tree.num_leaves, len(traced.output_names)
+    after = traced.after
+    return Entry(
+        plan.name, mesh, runner, tuple(inputs), outputs, build, after, own, returned, traced.looked, tuple(kept)
+    )
 
 
 def forms(outputs: Sequence[Any], mesh: Mesh, names: Sequence[Any]) -> Iterator[Form | None]:
@@ -100,11 +105,20 @@ def _firsts(layout: Layout, mesh: Mesh) -> Iterator[tuple[int, int]]:
 
 def run(entry: Entry, mesh: Mesh, leaves: list[Any]) -> Any:
     """Call the program on the leaves of a call."""
-    return entry.build(results(entry, mesh, leaves)[0])
+    out = results(entry, mesh, leaves)[0]
+    return finished(entry, leaves, out) if entry.after.rebound else entry.build(out)
+
+
+def finished(entry: Entry, leaves: list[Any], out: list[Any]) -> Any:
+    """What the function returns, given its results and what it keeps, which is put in its place."""
+    if entry.after.rebound:
+        rebind(entry.after.rebound, leaves, out)
+        del out[entry.own :]
+    return entry.build(out)
 
 
 def results(entry: Entry, mesh: Mesh, leaves: list[Any]) -> tuple[list[Any], Sequence[Any]]:
-    """The function's own results by leaf, and the pieces of the values that are saved for the backward pass."""
+    """The function's own results by leaf, then what it keeps; and the pieces that are saved for the backward pass."""
     after = entry.after
     writes = after.written or after.grads
     if writes:

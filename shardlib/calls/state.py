@@ -48,8 +48,9 @@ class State:
     arrays = False  # whether numpy's are among the arguments
     leaked = False  # whether a number of a trace was found
     exact = False  # whether some code wants numbers that are nothing else
-    found: dict[Place, Facts] | None = None  # if a dict, what is known of each place; the next four are kept, too
+    found: dict[Place, Facts] | None = None  # if a dict, what is known of each place; the next five are kept, too
     values: dict[Place, Any]
+    called: dict[Place, tuple[Any, ...]]  # by parts
     copies: dict[int, Any]  # of containers
     leaks: tuple[Leak, ...] = ()
     caches: tuple[tuple[Any, int], ...] = ()
@@ -65,7 +66,7 @@ class State:
         self.grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self.code: dict[int, Any] = {}
         self.generators: list[torch.Generator] = []
-        self._owners: dict[int, Any] = {}
+        self.owners: dict[int, Any] = {}
         self._number: dict[int, int] = {}
         self._visited: dict[int, int] = {}
 
@@ -73,6 +74,15 @@ class State:
     def names(self) -> list[str]:
         """What each tensor is called: `net.head.weight`, `self.scales[0]`, `net.head.weight.grad`."""
         return list(map(_text, self.places))
+
+    def note(self) -> State:
+        """Keep what is found, by its place."""
+        self.found, self.values, self.called, self.copies = {}, {}, {}, {}
+        return self
+
+    def text(self, place: Place) -> str:
+        """What a place is called."""
+        return _text(self.called[place])
 
     # Tensors --------------------------------------------------------------------------------------------------------
 
@@ -88,6 +98,8 @@ class State:
     def marks(self, x: torch.Tensor, known: list[Any]) -> None:
         """Attributes that somebody gave a tensor."""
         at, owner = self._at, id(x)
+        if self.found is not None:
+            self.owners[owner] = x
         for k, y in marks(x).items():
             self._at = (*at, ".", k)
             self._attribute(owner, k, y, known, 0)
@@ -173,7 +185,7 @@ class State:
             return
         self._at = (name,)
         if self.found is not None:
-            self._owners[id(holder)] = holder
+            self.owners[id(holder)] = holder
         self._attribute(id(holder), name if holder is None else key, x, known, -1)
 
     def hook(self, x: Any, known: list[Any]) -> None:
@@ -199,13 +211,14 @@ class State:
         start = len(known)
         known.append(name)
         self._value(x, known, depth + 1)
-        deep = type(x) not in _PLAIN and (isinstance(x, (nn.Module, *_CONTAINERS)) or _is_object(x))
+        deep = type(x) not in _PLAIN and (isinstance(x, (nn.Module, *CONTAINERS)) or _is_object(x))
         facts = (type(x), id(x)) if deep else tuple(known[start:])
         if self.found is not None:
             self.found[owner, name] = facts
             self.values[owner, name] = x
+            self.called[owner, name] = self._at
             if isinstance(x, FakeTensor):
-                self.leaks += (Leak(self._owners.get(owner), (owner, name), _text(self._at), x),)
+                self.leaks += (Leak(self.owners.get(owner), (owner, name), _text(self._at), x),)
             elif isinstance(x, _Cache):
                 self.caches += ((x, x.cache_info().misses),)
         if left is not None:
@@ -230,7 +243,7 @@ class State:
         elif is_given(x):
             known.append(kind)
             self.leaked = True
-        elif isinstance(x, _CONTAINERS):
+        elif isinstance(x, CONTAINERS):
             self._container(x, known, depth)
         elif isinstance(x, nn.Module):
             self._module(x, known, depth)
@@ -356,7 +369,7 @@ class State:
     def _again(self, x: Any, known: list[Any]) -> bool:
         """Whether `x` was looked into before: then it counts by its number."""
         if self.found is not None:
-            self._owners[id(x)] = x
+            self.owners[id(x)] = x
         number = self._visited.get(id(x))
         if number is not None:
             known.append(number)
@@ -421,8 +434,8 @@ OWN = 2  # of these a ShardedTensor has at least
 _PLAIN = frozenset(
     {bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device, torch.Size}
 )
-_CONTAINERS = (list, tuple, dict, set, frozenset, deque, types.MappingProxyType)
-_BUILTIN = frozenset({*_CONTAINERS, OrderedDict, defaultdict, Counter, torch.Size})
+CONTAINERS = (list, tuple, dict, set, frozenset, deque, types.MappingProxyType)
+_BUILTIN = frozenset({*CONTAINERS, OrderedDict, defaultdict, Counter, torch.Size})
 _TRAINING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 _DICTS = frozenset({dict, OrderedDict})
 _LENGTH = "len()"

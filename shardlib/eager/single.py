@@ -187,7 +187,7 @@ class _Writer:
                 tuple(range(len(inputs))),
                 tuple(p for p, _ in paths),
                 in_tree,
-                tuple(pytree.keystr(p) for p, _ in out_paths),
+                tuple(f"result{pytree.keystr(p)}" for p, _ in out_paths),
                 out_tree,
             )
             return normalise(traced)

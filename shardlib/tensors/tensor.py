@@ -158,12 +158,10 @@ class ShardedTensor(torch.Tensor):
                 rule="a ShardedTensor stays one",
                 remedy="place the value first, x.data = shard(value, spec), or x.copy_(value)",
             )
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         if is_tracing():
-            with torch.no_grad():
-                self.detach().copy_(value)
             return
         assert isinstance(value, ShardedTensor), "refused above"
-        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self._form, self._locals = value._form, value._locals
         view(value, self, ())
 

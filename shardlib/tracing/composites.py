@@ -139,7 +139,7 @@ def _matrix_rank(*args: Any, out: Tensor | None = None, **kwargs: Any) -> Tensor
     return None if out is None else out.copy_(torch.linalg.matrix_rank(*args, **kwargs))
 
 
-def _set_data(x: Tensor, value: Tensor) -> Tensor:
+def set_data(x: Tensor, value: Tensor) -> Tensor:
     """`x.data = value` gives `x` other memory, which no trace sees: all that it can be is a write of the value."""
     if x.shape != value.shape or x.dtype != value.dtype:
         raise ShardingError(
@@ -153,7 +153,6 @@ def _set_data(x: Tensor, value: Tensor) -> Tensor:
 
 
 _FORMS: dict[Any, Callable[..., Tensor | None]] = {
-    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     torch.linalg.matrix_rank: _matrix_rank,
     torch.cov: _cov,
     Tensor.cov: _cov,

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from shardlib.calls.flat import FlatCall
+from shardlib.calls.rebound import Rebound
 from shardlib.errors import ShardingError
+from shardlib.tensors.tensor import typeof
 from shardlib.tracing.lifted import Lifted, placeholder
 
 
@@ -27,7 +28,8 @@ class After:
 
     `grads`: (leaf, position of its new `.grad`, None where it is dropped); `written`: (leaf, position of its new
     value); `gradients`: (leaf, position of its gradient); `cotangents`: the results that have gradients, by position.
-    `refused`: results that nobody can go back through, though they depend on an input that requires a gradient (at
+    `rebound`: places that hold other values after a call; those that are results follow the function's own. `refused`:
+    results that nobody can go back through, though they depend on an input that requires a gradient (at
     `root`), and torch's reason.
     """
 
@@ -35,6 +37,7 @@ class After:
     written: tuple[tuple[int, int], ...] = ()
     gradients: tuple[tuple[int, int], ...] = ()
     cotangents: tuple[int, ...] = ()
+    rebound: tuple[Rebound, ...] = ()
     refused: tuple[int, ...] = ()
     root: int = -1
     why: str = ""
@@ -53,6 +56,7 @@ class Ending:
         self._watched: list[tuple[int, Tensor, Tensor | None]] = []  # leaf, what the trace sees of it, its `.grad`
         self._grads: list[tuple[int, bool]] = []
         self._gradients: list[int] = []
+        self.rebound: Sequence[Rebound] = ()
         self._refused: tuple[tuple[int, ...], int, str] = ((), -1, "")
         self.strict = strict  # what cannot be differentiated fails at once
         self._before = [_Autograd.of(x) for x in call.state.tensors]
@@ -94,6 +98,8 @@ class Ending:
     ) -> list[Tensor]:
         """After it has run: what follows its own results."""
         self.returned = len(result)
+        for handle in self._passages:
+            handle.remove()
         self._refuse_changes(inputs)
         out: list[Tensor] = []
         for leaf, x, grad in self._watched:
@@ -133,8 +139,6 @@ class Ending:
         wanted = {leaf: x for leaf, x in owners.items() if x.requires_grad}
         if not outs or not wanted:
             return []
-        for handle in self._passages:
-            handle.remove()
         for x in owners.values():  # hooks run where the gradients go on: outside
             _Autograd(False, None, {}).lend_hooks(x)
         before = set(tracer.graph.nodes)
@@ -151,12 +155,13 @@ class Ending:
             self._refused = tuple(outs), next(iter(wanted)), str(error).partition("\n")[0]
             return []
         self.cotangents = outs
+        _refuse_retained([x for i in outs if (x := result[i]).retains_grad])
         self._gradients = [leaf for leaf, x in zip(wanted, found, strict=True) if x is not None]
         return [self.lifted.seen(x) for x in found if x is not None]
 
-    def names(self, paths: Sequence[Any]) -> tuple[str, ...]:
-        """What the cotangents are called, given the paths of the function's results."""
-        return tuple(f"gradient of result{pytree.keystr(paths[i])}" for i in self.cotangents)
+    def names(self, results: Sequence[str]) -> tuple[str, ...]:
+        """What the cotangents are called, given the names of the results."""
+        return tuple(f"gradient of {results[i]}" for i in self.cotangents)
 
     def after(self, graph: fx.Graph, written: Sequence[int]) -> After:
         """All of it; `written` are the leaves that are written to, whose values are last in the graph, and go first."""
@@ -172,7 +177,19 @@ class Ending:
         changed = tuple((leaf, at + i) for i, leaf in enumerate(written))
         at += len(changed)
         gradients = tuple((leaf, at + i) for i, leaf in enumerate(self._gradients))
-        return After(tuple(grads), changed, gradients, tuple(self.cotangents), *self._refused)
+        return After(tuple(grads), changed, gradients, tuple(self.cotangents), tuple(self.rebound), *self._refused)
+
+
+def _refuse_retained(results: Sequence[Tensor]) -> None:
+    """Refuse results that expect the gradient of what follows them inside: outside, they are results side by side."""
+    if results:
+        raise ShardingError(
+            "the traced function returns tensors that retain their gradient",
+            [typeof(x) for x in results],
+            rule="going back from one result of a program gives gradients to its inputs, not to its other results",
+            remedy="call backward() inside and return h.grad; or add a zero that is an argument, h = h + zero, with "
+            "requires_grad=True: its gradient is that of h",
+        )
 
 
 def _pulled(outs: list[Tensor], wanted: list[Tensor], cotangents: list[Tensor]) -> Sequence[Tensor | None]:

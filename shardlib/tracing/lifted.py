@@ -35,6 +35,8 @@ class Lifted:
     def __init__(self, state: State, mode: FakeTensorMode) -> None:
         self.state, self.mode = state, mode
         self.nodes: list[fx.Node] = []
+        self.refusal: ShardingError | None = None  # of what another thread did
+        self.is_over = False
         self._stand_ins: dict[int, Tensor] = {}
         self._exit = ExitStack()
 
@@ -50,6 +52,7 @@ class Lifted:
         self._exit.close()
 
     def _forget(self) -> None:
+        self.is_over = True
         for x in self.state.tensors:  # the tracer notes the last write to a tensor on it
             x.__dict__.pop("proxy", None)
 
@@ -78,6 +81,15 @@ class Lifted:
             rule="tensors that live on a mesh enter a program as arguments, or with what the function closes over",
             remedy="make it an argument of the function",
         )
+
+    @staticmethod
+    def current() -> Lifted | None:
+        """That of the trace that is going on here."""
+        return _current.get()
+
+    def is_own(self, x: Tensor) -> bool:
+        """Whether a tensor is of this trace, or stands in it for an input."""
+        return isinstance(x, FakeTensor | ShardedTensor) or id(x) in self._stand_ins
 
     def prune(self, gm: fx.GraphModule) -> list[int]:
         """Drop the inputs that nothing reads; returns those that stay."""

@@ -20,10 +20,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot, make_fx
 
 from shardlib.calls.ambient import set_aside
 from shardlib.calls.flat import FlatCall, Static, flatten_call, is_number, is_tensor, names_of, twins
+from shardlib.calls.rebound import Watch
 from shardlib.calls.state import State, marks
 from shardlib.random.draw import one_program
 from shardlib.scalar import Scalar
@@ -45,6 +46,7 @@ from shardlib.tracing.lines import Line, LineRecorder, is_mark
 from shardlib.tracing.mistakes import mistake
 from shardlib.tracing.numbers import NotExpressionsError, Numbers, scalar_of
 from shardlib.tracing.refusals import refusal, refuse_ghost, refuse_subclasses, refuse_unseen
+from shardlib.tracing.threads import refuse_nested
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Traced:
         after = {at: f"{named.get(leaf, 'an argument')}.grad" for leaf, at in self.after.grads}
         after |= {at: f"gradient of {named[leaf]}" for leaf, at in self.after.gradients}
         after |= {at: f"{named[leaf]} (written)" for leaf, at in self.after.written}
-        own = tuple(f"result{name}" for name in self.output_names)
+        own = self.output_names
         return (*own, *(after[at] for at in range(len(own), len(self.outputs))))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -119,6 +121,7 @@ def trace(
     differentiate: bool = False,
     exact: bool = False,
     apart: Collection[int] = (),
+    watch: Watch | None = None,
 ) -> Traced:
     """Trace `fn(*args, **kwargs)`.
 
@@ -128,7 +131,8 @@ def trace(
     `fn` closes over become constants. Writes to inputs become results. `device` overrides where inputs are thought to
     live; where that is not the CPU, all that the function makes lives there too. With `exact`, all numbers are
     constants. With `differentiate`, the gradients of all inputs that require one are results, given cotangents. One
-    tensor in several places of the call is one input, but for the leaves in `apart`.
+    tensor in several places of the call is one input, but for the leaves in `apart`. What `fn` leaves where `watch`
+    looks is among the results.
 
     Raises ShardingError, with the user's line, when `fn` needs the value of a tensor, and when a result's shape depends
     on values.
@@ -136,17 +140,18 @@ def trace(
     Example:
         >>> traced = trace(lambda x, n: {"y": x.sin() * n}, (torch.empty(3, device="meta"), 2.0))
         >>> traced.input_names, traced.output_names
-        (('x',), ("['y']",))
+        (('x',), ("result['y']",))
         >>> traced.graph.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)[0].args
         (sin, n)
     """
     call = flatten_call(args, kwargs or {}, static, state)
     if not exact and any(map(is_number, call.arguments)):
         try:
-            return _trace(fn, call, static, device, differentiate, Numbers(), apart)
+            return _trace(fn, call, static, device, differentiate, Numbers(), apart, watch)
         except _NOT_NUMBERS:  # something took a number for more than arithmetic: then it is a constant
-            pass
-    return _trace(fn, call, static, device, differentiate, None, apart)
+            if watch is not None:
+                watch.undo()
+    return _trace(fn, call, static, device, differentiate, None, apart, watch)
 
 
 def _trace(
@@ -157,6 +162,7 @@ def _trace(
     differentiate: bool,
     numbers: Numbers | None,
     apart: Collection[int],
+    watch: Watch | None,
 ) -> Traced:
     same = {i: at for i, at in twins(call.arguments, call.state.tensors).items() if i not in apart}
     where = tuple(i for i, leaf in enumerate(call.arguments) if is_tensor(leaf) and i not in same)
@@ -197,9 +203,11 @@ def _trace(
             try:
                 with asked, users:
                     found, tree = pytree.tree_flatten_with_path(fn(*a, **k))
-                if asked.refusal is not None:  # somebody caught it, and went on without the value
-                    raise asked.refusal
+                if (unseen := asked.refusal or lifted.refusal) is not None:  # somebody went on without the value
+                    raise unseen
             except Exception as error:
+                if lifted.refusal is not None and error is not lifted.refusal:
+                    raise lifted.refusal from error
                 if refused := refusal(error, tracer) or mistake(
                     error, {id(x): names[i] for i, x in zip(where, inputs, strict=True)}
                 ):
@@ -208,8 +216,13 @@ def _trace(
             refuse_changed_arguments(lines.fallback.function, given, (a, k))
             refuse_carriers([(pytree.keystr(path), leaf) for path, leaf in found])
             returned = [lifted.seen(leaf) for _, leaf in found]
+            own = [f"result{pytree.keystr(path)}" for path, _ in found]
+            if watch is not None:
+                leaf_of = {id(x): i for i, x in enumerate(call.state.tensors, len(leaves))}
+                leaf_of |= {id(x): i for i, x in zip(where, inputs, strict=True)}
+                ending.rebound = watch.rebound(leaf_of, returned, own, lambda x: has_proxy_slot(x, tracer))
             more = ending.finish(returned, inputs, tracer, differentiate=differentiate)
-        result.extend(([path for path, _ in found], [*returned, *more], tree))
+        result.extend((own, [*returned, *more], tree))
         return [x for x in (*returned, *more) if isinstance(x, torch.Tensor)]
 
     with (
@@ -223,13 +236,13 @@ def _trace(
         inputs = [_fake(x, traced_on, tensors) for x in tensors]
         gm = make_fx(flat, DECOMPOSITIONS, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
 
-    paths, returned, out_tree = result
+    output_names, returned, out_tree = result
     if asked.line is not None:
         refuse_guests(lines.fallback.function, asked.line, zip(names, call.leaves, strict=True))
     if numbers is not None and not numbers.settle(gm):
         raise NotExpressionsError
     inputs_of = (*where, *(len(call.arguments) + i for i in lifted.prune(gm)), *(-1,) * len(ending.cotangents))
-    input_names = (*(names[i] for i in inputs_of if i >= 0), *ending.names(paths))
+    input_names = (*(names[i] for i in inputs_of if i >= 0), *ending.names(output_names))
     with mode:
         _finish(gm, input_names, returned, lines.fallback, mode, differentiable=call.state.is_read)
     if there is None or there.type == "cpu":  # GPUs have kernels for other dtypes
@@ -246,7 +259,7 @@ def _trace(
         inputs_of,
         tuple(call.paths[i] if 0 <= i < len(call.paths) else None for i in inputs_of),
         call.tree,
-        tuple(map(pytree.keystr, paths)),
+        tuple(output_names),
         out_tree,
         static,
         ending.after(gm.graph, [inputs_of[i] for i in written]),
@@ -281,6 +294,7 @@ class _Here:
 
 @contextmanager
 def _tracing(generators: Sequence[torch.Generator] | None) -> Iterator[None]:
+    refuse_nested()
     with _LOCK, torch.backends.cudnn.flags(enabled=False):  # one graph, whatever device it is for
         if len(FakeTensorMode.cache) > _FAKE_CACHE:  # it has no bound of its own
             FakeTensorMode.cache_clear()

@@ -570,3 +570,27 @@ def test_an_op_with_a_rule_and_a_gradient_trains() -> None:
     x = sl.shard(X, "batch _").requires_grad_()
     sl.jit(lambda x: triple(x).square().sum())(x).backward()
     same(x.grad, 18 * X)
+
+
+@pytest.mark.parametrize("take", [sl.grad, sl.value_and_grad])
+@pytest.mark.parametrize("placed", [False, True])
+def test_gradients_inside_have_the_history_of_what_the_function_closes_over(take: Any, placed: bool) -> None:
+    def penalty(x: Tensor, w: Tensor) -> Tensor:
+        h = w * 2
+
+        def energy(x: Tensor) -> Tensor:
+            return (x @ h).sin().square().sum()
+
+        out = take(energy)(x)
+        total: Tensor = sum(y.square().sum() for y in (out if isinstance(out, tuple) else (out,)))
+        return total + w.sum()
+
+    x, w = torch.arange(8.0).view(4, 2).cos(), torch.arange(6.0).view(2, 3).sin()
+    plain = w.clone().requires_grad_()
+    mine = (sl.shard(w, "a b@data") if placed else w.clone()).requires_grad_()
+    penalty(x, plain).backward()
+    step = sl.jit(lambda x: penalty(x, mine))
+    step(x).backward()
+    same(mine.grad, plain.grad)
+    with torch.no_grad():
+        assert not step(x).requires_grad

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 from torch.profiler import record_function
 
 import shardlib as sl
@@ -75,6 +76,42 @@ def test_plain_tensors_still_go_out_by_dlpack():
 def _meta() -> str:
     with Mesh(data=2):
         return refusal(lambda: shard(torch.empty(4, 6, device="meta"), "a@data b"))
+
+
+def _with_data(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    x.data = value
+    return x
+
+
+DATA: dict[str, tuple[Callable[[], Any], str]] = {
+    "a plain tensor's": (
+        lambda: _with_data(W.clone(), placed()),
+        "the data of a plain tensor of shape [4, 6] is",
+    ),
+    "a parameter's": (lambda: _with_data(nn.Parameter(W.clone()), placed()), "nn.Parameter(value)"),
+    "of another dtype": (lambda: _with_data(W.clone(), placed(torch.float64)), "x.copy_(value)"),
+    "a placed one's": (lambda: _with_data(placed(), W.clone()), "a ShardedTensor stays one"),
+    "in a trace": (
+        lambda: sl.jit(lambda x: _with_data(x, x[0]))(placed()),
+        "sets the data of a tensor to another shape",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_data_stays_of_its_kind(name):
+    fn, text = DATA[name]
+    assert text in refusal(fn)
+
+
+@pytest.mark.parametrize("x", [nn.Parameter(W.clone()), None])
+def test_data_that_is_set_in_a_trace_is_a_write(x):
+    x = nn.Parameter(placed()) if x is None else x
+    step = sl.jit(lambda y: _with_data(x, y * 2) + 1)
+    for i in range(2):
+        y = W + i
+        torch.testing.assert_close(_full(step(y)), y * 2 + 1)
+        torch.testing.assert_close(_full(x.detach()), y * 2)
 
 
 MADE: dict[str, Callable[[Any], Any]] = {
@@ -215,6 +252,54 @@ def test_safetensors_takes_whole_tensors(tmp_path):
     bytes_ = safetensors.save({"w": placed().full_tensor(), "r": placed(spec="a b").full_tensor()})
     assert torch.equal(safetensors.load(bytes_)["w"], W)
     assert "has no storage" in refusal(lambda: safetensors.save({"w": placed()}))
+
+
+OLD: dict[str, Callable[[nn.Module], Any]] = {
+    "weight_norm": nn.utils.weight_norm,
+    "spectral_norm": nn.utils.spectral_norm,
+    "prune": lambda module: prune.l1_unstructured(module, "weight", 0.4),
+}
+
+
+def _stack(wrap: str, place: bool) -> nn.Module:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 6))
+    if place:
+        module[2].weight = nn.Parameter(shard(module[2].weight.detach(), "a@tensor b"))
+    OLD[wrap](module[0])
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("wrap", OLD)
+@pytest.mark.parametrize("place", [False, True])
+def test_modules_that_make_their_weights_and_count_their_batches(wrap, place):
+    plain, mine = _stack(wrap, False), _stack(wrap, place)
+    step = sl.jit(mine)
+    for training in (True, True, True, False):
+        for module, fn in ((plain, plain), (mine, step)):
+            module.train(training)
+            module.zero_grad()
+            fn(W).square().mean().backward()
+            with torch.no_grad():
+                for p in module.parameters():
+                    p -= 0.1 * p.grad
+        for (name, x), y in zip(mine.state_dict().items(), plain.state_dict().values(), strict=True):
+            torch.testing.assert_close(_full(x), y, msg=name)
+    assert len(step.retraces) <= 3
+
+
+def test_results_that_retain_their_gradient_are_refused():
+    def fn(x, zero=0):
+        h = x * 2 + zero
+        if not isinstance(zero, torch.Tensor):
+            h.retain_grad()
+        return h, h.sin().sum()
+
+    assert "returns tensors that retain their gradient" in refusal(lambda: sl.jit(fn)(placed().requires_grad_()))
+    zero = torch.zeros_like(W).requires_grad_()
+    sl.jit(fn)(placed(), zero)[1].backward()  # as the refusal says
+    torch.testing.assert_close(zero.grad, (W * 2).cos())
 
 
 # --- numpy, lists -----------------------------------------------------------------------------------------------------

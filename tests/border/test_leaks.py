@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import threading
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -30,12 +32,6 @@ def mesh() -> Iterator[Mesh]:
 
 # Who keeps a value gets back what he had.
 
-KEPT: Any = None
-
-
-class Holder:
-    last: Any = None
-
 
 def _noted() -> None:
     """A function that something is put on."""
@@ -43,39 +39,25 @@ def _noted() -> None:
 
 def keepers() -> dict[str, tuple[Callable[[Tensor], Any], Callable[[], Any]]]:
     """What keeps a value, and what is there before and after."""
-    held: Any = 1.0
     items: list[Any] = [1.0, 2.0]
     some: set[Any] = set()
     queue: deque[Any] = deque([1.0])
+    named: dict[str, Any] = {"seen": 1.0}
     net = nn.Linear(4, 4)
-    net.register_buffer("seen", torch.zeros(4))
-
-    def in_a_global(x: Tensor) -> None:
-        global KEPT
-        KEPT = x
-
-    def in_a_cell(x: Tensor) -> None:
-        nonlocal held
-        held = x
-
-    def in_a_class(x: Tensor) -> None:
-        Holder.last = x
 
     def on_a_function(x: Tensor) -> None:
         _noted.last = x  # type: ignore[attr-defined]
 
     def in_a_module(x: Tensor) -> None:
-        net.seen = 0.9 * net.seen + x
+        net.bias = nn.Parameter(x)
 
     return {
-        "a global": (in_a_global, lambda: KEPT),
-        "a cell": (in_a_cell, lambda: held),
-        "a class": (in_a_class, lambda: Holder.last),
         "a function": (on_a_function, lambda: dict(vars(_noted))),
         "a list": (lambda x: items.insert(0, x), lambda: list(items)),
         "a set": (lambda x: some.add(x), lambda: set(some)),
         "a deque": (lambda x: queue.append(x), lambda: list(queue)),
-        "a module": (in_a_module, lambda: (type(net.seen), net.seen.tolist())),
+        "a dict": (lambda x: named.update(seen=x), lambda: dict(named)),
+        "a module's parameter": (in_a_module, lambda: id(net.bias)),
     }
 
 
@@ -391,3 +373,56 @@ def test_a_refusal_that_is_caught_is_one() -> None:
             return x * 2
 
     same(sl.jit(caught)(X), X * 2)
+
+
+# Other threads.
+
+POOL = ThreadPoolExecutor(2)
+WHOLE = X.clone()
+
+
+def _in_a_thread(work: Callable[[], Any]) -> Any:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(work()))
+    thread.start()
+    thread.join()
+    return found[0] if found else None
+
+
+def _jitted() -> Any:
+    with Mesh(data=2):
+        return sl.jit(lambda: torch.ones(2) * 2)()
+
+
+def _in_a_new_pool(work: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+WORK: dict[str, Callable[[Tensor], Any]] = {
+    "an argument": lambda x: x * 2,
+    "a tensor outside": lambda x: WHOLE * 2,
+    "a gradient": lambda x: x.detach().requires_grad_().sum().backward(),
+    "a jitted function": lambda x: _jitted(),
+}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("hand", [_in_a_thread, _in_a_new_pool, lambda work: POOL.submit(work).result()])
+@pytest.mark.parametrize("work", WORK)
+def test_tensors_of_a_trace_in_other_threads_are_refused(work: str, hand: Any) -> None:
+    def fn(x: Tensor) -> Tensor:
+        hand(lambda: WORK[work](x))
+        return x
+
+    with pytest.raises(ShardingError, match="has another thread work on tensors"):
+        sl.jit(fn)(X)
+    same(POOL.submit(lambda: WHOLE * 2).result(), X * 2)
+
+
+def test_threads_do_other_things() -> None:
+    def fn(x: Tensor) -> Tensor:
+        POOL.submit(str, 1).result()
+        return x * _in_a_thread(lambda: 2)
+
+    same(sl.jit(fn)(X), X * 2)
