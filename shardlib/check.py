@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shardlib.calls.flat import Static, flatten_call
+from shardlib.calls.mappings import opened
 from shardlib.calls.run import run
 from shardlib.errors import ShardingError
 from shardlib.jit import Jitted, jit
@@ -100,6 +101,7 @@ def check(
         )
     step = _copied(fn, in_specs, out_specs)
     close = functools.partial(_compare, rtol=rtol, atol=atol)
+    opened((args, kwargs))
     with mesh:
         one_args, one_kwargs = pytree.tree_map_only(Tensor, _plain, (args, kwargs))
         expected = _alone(step.fn, one_args, one_kwargs)

@@ -24,7 +24,7 @@ from shardlib.calls.flat import flatten_call, read, twins, wrapped
 from shardlib.calls.leaks import forgotten, refuse_leaks
 from shardlib.calls.method import Method, Methods
 from shardlib.calls.programs import PROGRAMS, Programs, Ready
-from shardlib.calls.reasons import difference, seen
+from shardlib.calls.reasons import Change, difference, listed, seen
 from shardlib.calls.refusals import refuse_other_devices, refuse_tangents
 from shardlib.calls.run import entry, run
 from shardlib.calls.state import State, changed
@@ -214,7 +214,7 @@ class Jitted:
         known: list[Any] = []
         state = State(own, programs.changing)
         if noting:
-            state.found, state.values, state.copies = {}, {}, {}
+            state.found, state.values, state.copies, state.held = {}, {}, {}, {}
         if self.static:
             args, kwargs = wrapped(args, kwargs, self.static)
         read(args, leaves, known, state)
@@ -288,27 +288,26 @@ class Jitted:
                     programs.asks = True
                 key = self._read(mesh, programs, state.own, args, kwargs)[0]
                 call = flatten_call(args, kwargs, self.static, state)
-                now = seen(self.fn, call, key, plan.compiled.traced.looked)
+                now = seen(self.fn, call, key, plan.compiled.traced.looked, before.held, after.held)
                 if programs.last is not None:
                     self._retraced(programs, difference(programs.last, now))
                 programs.last, known = now, (plan, state.kept)
                 programs.plans.keep(key, (plan, state.kept))
         return *known, key
 
-    def _retraced(self, programs: Programs, changes: Mapping[str, str]) -> None:
+    def _retraced(self, programs: Programs, changes: Mapping[str, Change]) -> None:
         """Note why; say it when it happens again and again."""
-        programs.retraces.append("; ".join(f"{name}{change}" for name, change in changes.items()))
+        programs.retraces.append(listed([f"{name}{change.text}" for name, change in changes.items()]))
         del programs.retraces[:-PROGRAMS]
-        for name in changes:
-            programs.reasons[name] += 1
-            if programs.reasons[name] == OFTEN:
-                warnings.warn_explicit(
-                    f"{self.name} has been compiled {OFTEN + 1} times because of {name} "
-                    f"({programs.retraces[-1]}): pad to a few shapes, pass what changes as a tensor, "
-                    "or leave Python out of it; step.retraces lists all reasons",
-                    RetraceWarning,
-                    *_asked_at(),
-                )
+        programs.reasons.update(list(changes))
+        if often := [name for name in changes if programs.reasons[name] == OFTEN]:
+            warnings.warn_explicit(
+                f"{self.name} has been compiled {OFTEN + 1} times, the last time because of "
+                f"{programs.retraces[-1]}.\n"
+                f"Remedy: {changes[often[0]].remedy}. {self.name}.retraces lists all reasons",
+                RetraceWarning,
+                *_asked_at(),
+            )
 
     def _compile(
         self,

@@ -20,6 +20,7 @@ from torch._ops import OpOverload
 
 from shardlib.errors import ShardingError
 from shardlib.scalar import hinted
+from shardlib.tracing.custom import copying_form
 from shardlib.tracing.views import argument, functional_form, scatter, tensors_in, unstrided, written_arguments
 from shardlib.traits import has, is_view
 
@@ -246,20 +247,22 @@ class _Rewriter:
         assert isinstance(node.target, OpOverload)
         if special := _SPECIAL.get(node.target):
             return [special(self.emit, *self.current(node.args), **self.current(node.kwargs))], None
-        target = functional_form(node.target)
+        target, args, kwargs = functional_form(node.target), node.args, dict(node.kwargs)
+        if target is None and (target := copying_form(node.target)) is not None:
+            args, kwargs = tuple(argument(node, a.name) for a in node.target._schema.arguments), {}
         if target is None or torch.Tag.inplace_view in node.target.tags:
             raise ShardingError(
                 f"{node.target} cannot be traced",
                 [str(node.meta["line"])],
-                rule="an in-place op needs a functional form",
-                remedy="write it without the trailing underscore",
+                rule="what an op writes is the value of a tensor of the same shape and memory, or else of a result",
+                remedy="use an op that returns a new tensor; of an op of your own, write to tensors, not to lists of them",
             )
         kept = {a.name for a in target._schema.arguments}
-        kwargs = {k: v for k, v in node.kwargs.items() if k in kept}
+        kwargs = {k: v for k, v in kwargs.items() if k in kept}
         out: Tensor = written[0].meta["val"]
         own_form = {a.name for a in node.target._schema.arguments}
         kwargs |= {k: getattr(out, k) for k in ("dtype", "device") if k in kept and k not in own_form}
-        result = self.emit(target, *self.current(node.args), **self.current(kwargs))
+        result = self.emit(target, *self.current(args), **self.current(kwargs))
         own = sum(r.alias_info is None for r in node.target._schema.returns)
         if isinstance(result.meta["val"], Tensor):
             return [result], None
@@ -269,7 +272,8 @@ class _Rewriter:
             for x in ([result] if isinstance(val, Tensor) else [self.emit(operator.getitem, result, i)])
             for j in ([i] if isinstance(val, Tensor) else range(len(val)))
         ]
-        return values[own:], result if own else None
+        alone = isinstance(node.meta["val"], Tensor)
+        return values[own:], (values[0] if alone else result) if own else None
 
     def write(self, node: fx.Node, value: fx.Node) -> None:
         """Make `value` what `node` shows, and carry it up to the owner."""

@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from shardlib.calls.ambient import set_aside
 from shardlib.calls.flat import FlatCall, Static, flatten_call, is_number, is_tensor, names_of, twins
+from shardlib.calls.mappings import opened
 from shardlib.calls.state import State, marks
 from shardlib.random.draw import one_program
 from shardlib.scalar import Scalar
@@ -196,7 +197,7 @@ def _trace(
         with nullcontext() if numbers is None else numbers:
             try:
                 with asked, users:
-                    found, tree = pytree.tree_flatten_with_path(fn(*a, **k))
+                    found, tree = pytree.tree_flatten_with_path(opened(fn(*a, **k)))
                 if asked.refusal is not None:  # somebody caught it, and went on without the value
                     raise asked.refusal
             except Exception as error:
