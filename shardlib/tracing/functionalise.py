@@ -12,7 +12,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
@@ -82,6 +82,7 @@ class _Rewriter:
         self.value: dict[fx.Node, fx.Node] = {}  # traced node -> the node that holds its value now, if it is another
         self.views: dict[fx.Node, _View] = {}
         self.version: dict[fx.Node, int] = {}  # owner -> how often it was written to
+        self.version_at: dict[fx.Node, int] = {}  # of what an index picks from, when it did
         self.returned: dict[fx.Node, Sequence[fx.Node]] = {}  # a write to several tensors -> these, which it returns
         self.at: fx.Node = graph.output_node()  # the node that is being rewritten
         self.offenders: list[str] = []
@@ -129,6 +130,9 @@ class _Rewriter:
 
     def fresh(self, node: fx.Node) -> fx.Node:
         """The node that holds what the traced `node` shows now: made again if its owner was written to since."""
+        source = self.picked(node)
+        if source is not None and self.version_of(source) != self.version_at.get(self.owner(node), 0):
+            self.refuse_picked("read after x was written to", "x[i].clone() in front of the write, or x[i] behind it")
         view = self.views.get(node)
         if view is not None and view.version != (version := self.version_of(node)):
             self.value[node] = view.remake(self.fresh(view.parent))
@@ -149,6 +153,8 @@ class _Rewriter:
         source = args[0] if args else None
         if not isinstance(source, fx.Node):
             return
+        if "picked" in node.meta:
+            self.version_at[node] = self.version_of(source)
         if target is operator.getitem and is_view(source.target):
             base = self.views[source].parent
             self.views[node] = _View(
@@ -203,7 +209,15 @@ class _Rewriter:
         assert isinstance(source, fx.Node)
         assert isinstance(node.target, OpOverload)
         if source.op in ("placeholder", "get_attr"):
-            self.offenders.append(self.describe(source))
+            name = node.target._schema.name.partition("::")[2]
+            raise ShardingError(
+                f"{name} changes the shape of a tensor that is not the traced function's own",
+                [self.describe(source)],
+                rule="what a program is given keeps its shape; values are written back, shapes are not",
+                remedy="make a new tensor of it, y = x.flatten()[:n].reshape(shape), or write to it, x.copy_(values)"
+                if name.startswith(("resize", "set"))
+                else f"use the op without the underscore, and a name of its own: y = x.{name.rstrip('_')}(...)",
+            )
         view = functional_form(node.target)
         if view is not None and is_view(view):
             node.target = view
@@ -225,6 +239,9 @@ class _Rewriter:
     def rewrite_write(self, node: fx.Node) -> None:
         assert isinstance(node.target, OpOverload)
         written = [t for name in written_arguments(node.target) for t in tensors_in(argument(node, name))]
+        for target in written:
+            if self.picked(target) is not None:
+                self.refuse_picked("written to", "x[i] = x[i] + 1, or x.index_copy_(dim, i.reshape(1), value)")
         foreign = [t for t in written if self.owner(t).op == "get_attr"]
         self.offenders += [self.describe(t) for t in foreign]
         new, own = self.functional(node, written)
@@ -236,6 +253,19 @@ class _Rewriter:
             self.show(node, written[0])
         else:
             self.returned[node] = written
+
+    def picked(self, node: fx.Node) -> fx.Node | None:
+        """What `x[i]` picks from, where `i` is a tensor without dims and `node` shows that: in torch a view."""
+        owner = self.owner(node)
+        return owner.args[0] if owner.meta.get("picked") else None  # type: ignore[return-value]
+
+    def refuse_picked(self, verb: str, remedy: str) -> NoReturn:
+        raise ShardingError(
+            f"x[i] (or x.narrow), where i is a tensor, is {verb}",
+            [str(self.at.meta["line"])],
+            rule="a value whose place is known only when the program runs is read as a copy; torch makes it a view",
+            remedy=remedy,
+        )
 
     def show(self, node: fx.Node, written: fx.Node) -> None:
         """Make `node` another name of what was written to."""

@@ -179,7 +179,8 @@ def _trace(
     def flat(*inputs: torch.Tensor) -> list[torch.Tensor]:
         tracer = _recorded(lines)
         lifted.enter(tracer, traced_on)
-        asked.explain = lambda error: refusal(error, tracer)
+        named = {id(x): names[i] for i, x in zip(where, inputs, strict=True)}
+        asked.explain = lambda error: refusal(error, tracer, named)
         ending.start(inputs)
         leaves = [x.value if isinstance(x, Static) else x for x in call.arguments]
         for i, x in zip(where, inputs, strict=True):
@@ -201,9 +202,7 @@ def _trace(
                 if asked.refusal is not None:  # somebody caught it, and went on without the value
                     raise asked.refusal
             except Exception as error:
-                if refused := refusal(error, tracer) or mistake(
-                    error, {id(x): names[i] for i, x in zip(where, inputs, strict=True)}
-                ):
+                if refused := refusal(error, tracer, named) or mistake(error, named):
                     raise refused from error
                 raise
             refuse_changed_arguments(lines.fallback.function, given, (a, k))
