@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shardlib.calls.leaks import Leak
 from shardlib.calls.reach import is_users
+from shardlib.strided import refuse_others
 from shardlib.tensors.tensor import ShardedTensor
 from shardlib.tracing.numbers import is_given
 
@@ -80,6 +81,8 @@ class State:
 
     def tensor(self, x: torch.Tensor, known: list[Any]) -> None:
         """A plain tensor among the arguments."""
+        if x.is_nested:
+            refuse_others("a jitted function", [("an argument, or what the function closes over,", x)])
         strides = x.stride() if x.layout is torch.strided else x.layout
         known.append((type(x), x.shape, strides, x.dtype, x.device, x.requires_grad))
         if x.__dict__:

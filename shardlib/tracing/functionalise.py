@@ -27,8 +27,10 @@ from shardlib.traits import has, is_view
 aten = torch.ops.aten
 
 
-def functionalise(gm: fx.GraphModule, input_names: Sequence[str] = ()) -> list[int]:
+def functionalise(gm: fx.GraphModule, input_names: Sequence[str] = (), body: bool = False) -> list[int]:
     """Rewrite `gm` so that no op writes to memory; `input_names` are the placeholders' names in errors.
+
+    The `body` of a loop writes to nothing but what it makes.
 
     Returns the inputs that were written to, by position: their new values are further results, in this order.
     Raises ShardingError for writes into captured tensors, and for writes that have no functional form.
@@ -37,7 +39,7 @@ def functionalise(gm: fx.GraphModule, input_names: Sequence[str] = ()) -> list[i
     if any(written_arguments(n.target) or n.target is aten.as_strided.default for n in gm.graph.nodes):
         placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
         names = dict(zip(placeholders, input_names or [p.name for p in placeholders], strict=True))
-        written = [placeholders.index(n) for n in _Rewriter(gm.graph, names).run()]
+        written = [placeholders.index(n) for n in _Rewriter(gm.graph, names, body).run()]
     for node in gm.graph.nodes:
         # A value, and a local shard of it even more so, may have other strides than the tensor that was traced.
         if has(node.target, "reshapes"):
@@ -77,8 +79,8 @@ class _View:
 
 
 class _Rewriter:
-    def __init__(self, graph: fx.Graph, names: dict[fx.Node, str]) -> None:
-        self.graph, self.names = graph, names
+    def __init__(self, graph: fx.Graph, names: dict[fx.Node, str], body: bool) -> None:
+        self.graph, self.names, self.body = graph, names, body
         self.value: dict[fx.Node, fx.Node] = {}  # traced node -> the node that holds its value now, if it is another
         self.views: dict[fx.Node, _View] = {}
         self.version: dict[fx.Node, int] = {}  # owner -> how often it was written to
@@ -106,6 +108,8 @@ class _Rewriter:
             else:
                 self.note_view(node)
                 self.read(node)
+        if self.offenders and self.body:
+            raise body_writes(self.offenders)
         if self.offenders:
             raise ShardingError(
                 "the traced function writes to tensors that are not its own",
@@ -242,7 +246,8 @@ class _Rewriter:
         for target in written:
             if self.picked(target) is not None:
                 self.refuse_picked("written to", "x[i] = x[i] + 1, or x.index_copy_(dim, i.reshape(1), value)")
-        foreign = [t for t in written if self.owner(t).op == "get_attr"]
+        others = ("get_attr", "placeholder") if self.body else ("get_attr",)
+        foreign = [t for t in written if self.owner(t).op in others]
         self.offenders += [self.describe(t) for t in foreign]
         new, own = self.functional(node, written)
         for target, value in zip(written, new, strict=True):
@@ -350,6 +355,17 @@ class _Rewriter:
         what = f"input {self.names[owner]}" if owner.op == "placeholder" else "a tensor that the function closes over"
         through = "" if owner is node else ", through a view,"
         return f"{what}{through} is written to at {self.at.meta['line']}"
+
+
+def body_writes(offenders: Sequence[str]) -> ShardingError:
+    """The error for the body of a loop that writes to what it is given, or finds outside."""
+    return ShardingError(
+        "the body of scan writes to tensors that it did not make",
+        list(dict.fromkeys(offenders)),
+        rule="a body runs once, for every step: what changes from step to step is its carry",
+        remedy="return the new value in the carry, h = h + x instead of h += x; of a buffer, take it into the carry and "
+        "write it behind scan; for BatchNorm in training, eval(), track_running_stats=False or a loop in Python",
+    )
 
 
 # --- writes that are simpler than their functional op -----------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 
 from shardlib.errors import ShardingError
 from shardlib.tensors.tensor import typeof
@@ -107,8 +107,15 @@ def _kind(x: torch.Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
 
 
-def refuse_ghost(x: torch.Tensor, line: Any) -> NoReturn:
-    """Raise the error for a value of an earlier trace, which somebody kept."""
+def refuse_ghost(x: FakeTensor, line: Any, mode: Any) -> NoReturn:
+    """Raise the error for a value of an earlier trace, or of the body of a scan, which somebody kept."""
+    if x.fake_mode is mode:
+        raise ShardingError(
+            "the traced function reads a tensor that the body of scan left behind",
+            [f"{typeof(x)}, read at {line}"],
+            rule="a body runs once, for every step: its values leave it as the carry, or as y",
+            remedy="return it: `return h, y`; scan gives back the ys of all steps, stacked",
+        )
     raise ShardingError(
         "the traced function reads a tensor that an earlier trace left behind",
         [f"{typeof(x)}, read at {line}"],

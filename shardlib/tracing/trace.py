@@ -163,7 +163,7 @@ def _trace(
     where = tuple(i for i, leaf in enumerate(call.arguments) if is_tensor(leaf) and i not in same)
     names = list(names_of(fn, call, range(len(call.leaves))))
     tensors = [call.arguments[i] for i in where]
-    refuse_others("the traced function", zip((names[i] for i in where), tensors, strict=True))
+    refuse_others("the traced function", zip(names, call.leaves, strict=True))
     refuse_subclasses(zip(names, call.leaves, strict=True))
     there = None if device is None else torch.device(device)
     traced_on = there if there is None or is_here(there) else torch.device("cpu")
@@ -361,7 +361,7 @@ def _finish(
         if node.op == "get_attr":
             constant = operator.attrgetter(str(node.target))(gm)
             if isinstance(constant, FakeTensor):
-                refuse_ghost(constant, node.meta["line"])
+                refuse_ghost(constant, node.meta["line"], mode)
             if constant.requires_grad and differentiable and torch.is_grad_enabled():
                 refuse_unseen(constant, node.meta["line"])
             if node.meta.get("val") is None:
