@@ -25,7 +25,7 @@ from shardlib.calls.leaks import forgotten, refuse_leaks
 from shardlib.calls.method import Method, Methods
 from shardlib.calls.programs import PROGRAMS, Programs, Ready
 from shardlib.calls.reasons import Change, difference, listed, seen
-from shardlib.calls.refusals import refuse_other_devices, refuse_tangents
+from shardlib.calls.refusals import refuse_other_devices, refuse_others_than_functions, refuse_tangents
 from shardlib.calls.run import entry, run
 from shardlib.calls.state import State, changed
 from shardlib.compile import compile_program
@@ -96,6 +96,9 @@ def jit(
             donate_argnums=donate_argnums,
             comm_budget=comm_budget,
         )
+    refuse_others_than_functions(fn)
+    if comm_budget is not None and not isinstance(comm_budget, CommBudget):
+        raise ShardingError(f"{comm_budget!r} is no budget", remedy="comm_budget=sl.comm_budget(max_bytes=...)")
     static = (*_tuple(static_argnums), *_tuple(static_argnames))
     return Jitted(fn, in_specs, out_specs, frozenset(static), frozenset(_tuple(donate_argnums)), comm_budget)
 

@@ -42,14 +42,16 @@ def is_container(x: Any) -> bool:
 
 def opened(tree: Any) -> Any:
     """The tree itself, whose mappings are all known."""
-    while any([is_container(x) for x in pytree.tree_leaves(tree)]):
+    while any(map(is_container, pytree.tree_leaves(tree))):
         pass
     return tree
 
 
 def _is_inner(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) or any(isinstance(y, torch.Tensor) for y in pytree.tree_leaves(x)) or (
-        isinstance(x, Mapping) and any(map(_is_inner, x.values()))
+    return (
+        isinstance(x, torch.Tensor)
+        or any(isinstance(y, torch.Tensor) for y in pytree.tree_leaves(x))
+        or (isinstance(x, Mapping) and any(map(_is_inner, x.values())))
     )
 
 

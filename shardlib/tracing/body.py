@@ -199,7 +199,8 @@ class _Closures(Staying):
         if not torch.is_grad_enabled():
             _refuse_lost(x)
         self.originals.append(x)
-        self.stand_ins.append(_stand_in(x))
+        follows = x.requires_grad or x is not _base(x)  # of a transform around, nobody knows
+        self.stand_ins.append(_stand_in(x) if follows else _alike(x))
         self._known[id(x)] = self.stand_ins[-1]
         return self.stand_ins[-1]
 

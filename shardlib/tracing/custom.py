@@ -15,7 +15,7 @@ from torch.library import Library
 
 from shardlib.tracing.views import written_arguments
 
-_library = Library("shardlib_written", "DEF")
+_library = Library("shardlib_written", "DEF")  # type: ignore[no-untyped-call]
 
 
 @functools.cache
@@ -42,7 +42,7 @@ def copying_form(op: OpOverload) -> OpOverload | None:
         name += "_"
     takes = ", ".join(f"{a.type} {a.name}" for a in arguments)
     gives = ", ".join([*results, *["Tensor"] * len(written)])
-    _library.define(f"{name}({takes}) -> {f'({gives})' if ',' in gives else gives}")
-    _library.impl(name, form, "CompositeExplicitAutograd")
+    _library.define(f"{name}({takes}) -> {f'({gives})' if ',' in gives else gives}")  # type: ignore[no-untyped-call]
+    _library.impl(name, form, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     made: OpOverload = getattr(torch.ops.shardlib_written, name).default
     return made

@@ -290,7 +290,7 @@ class _Rewriter:
                 f"{node.target} cannot be traced",
                 [str(node.meta["line"])],
                 rule="what an op writes is the value of a tensor of the same shape and memory, or else of a result",
-                remedy="use an op that returns a new tensor; of an op of your own, write to tensors, not to lists of them",
+                remedy="use an op that returns a new tensor; an op of your own may write to tensors, not to lists",
             )
         kept = {a.name for a in target._schema.arguments}
         kwargs = {k: v for k, v in kwargs.items() if k in kept}
@@ -363,7 +363,7 @@ def body_writes(offenders: Sequence[str]) -> ShardingError:
         "the body of scan writes to tensors that it did not make",
         list(dict.fromkeys(offenders)),
         rule="a body runs once, for every step: what changes from step to step is its carry",
-        remedy="return the new value in the carry, h = h + x instead of h += x; of a buffer, take it into the carry and "
+        remedy="return the new value in the carry, h = h + x instead of h += x; take a buffer into the carry, and "
         "write it behind scan; for BatchNorm in training, eval(), track_running_stats=False or a loop in Python",
     )
 

@@ -52,7 +52,8 @@ def _parted(x: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]] | None:
     basic = tuple(slice(None) if _is_place(k) else k for k in items)
     if not all(isinstance(k, int | slice | None) or k is ... for k in basic) or any(isinstance(k, bool) for k in basic):
         return None
-    view, places = x[basic], []
+    view: Tensor = x[basic]
+    places: list[Tensor | None] = []
     for k, plain in zip(items, basic, strict=True):
         if plain is ...:
             places += [None] * (x.dim() - sum(isinstance(j, int | slice) for j in basic))
@@ -62,6 +63,13 @@ def _parted(x: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]] | None:
 
 
 def _is_place(k: Any) -> bool:
-    if not isinstance(k, Tensor) or k.dim() or torch._C._functorch.is_functorch_wrapped_tensor(k):
+    if not isinstance(k, Tensor) or k.dim() or k.dtype not in _INTEGERS:
         return False
-    return k.dtype in (torch.int64, torch.int32, torch.int16, torch.int8)
+    while torch._C._functorch.is_functorch_wrapped_tensor(k):
+        if torch._C._functorch.is_batchedtensor(k):
+            return False
+        k = torch._C._functorch.get_unwrapped(k)
+    return True
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)

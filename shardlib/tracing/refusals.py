@@ -7,10 +7,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
+from torch import fx
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 
 from shardlib.errors import ShardingError
 from shardlib.tensors.tensor import typeof
+from shardlib.tracing.elsewhere import is_here
 from shardlib.tracing.lines import error_line, user_line
 from shardlib.tracing.mistakes import called
 
@@ -84,8 +86,9 @@ def refusal(error: Exception, tracer: Any, names: Mapping[int, str]) -> Sharding
     """
     name, operands = called(error, names)
     if isinstance(error, DataDependentOutputException):
-        known, x = min(operands, key=lambda operand: operand[1].numel(), default=("", None))
-        said = f"{known} ({_kind(x)})" if known else None
+        named = [(x, known) for known, x in operands if known]
+        smallest = min(named, key=lambda operand: operand[0].numel(), default=None)
+        said = f"{smallest[1]} ({_kind(smallest[0])})" if smallest else None
         what, (rule, remedy) = f"needs the value of {said or _last_operand(tracer)}", _VALUE
     elif isinstance(error, DynamicOutputShapeException):
         by = "x[mask]" if name == "__getitem__" else name or error.func
@@ -122,6 +125,17 @@ def refuse_ghost(x: FakeTensor, line: Any, mode: Any) -> NoReturn:
         rule="what is computed while a function is traced has no values",
         remedy="clear the cache that holds it (cache_clear()), and fill it outside jitted functions",
     )
+
+
+def refuse_absent(graph: fx.Graph, there: torch.device | None) -> None:
+    """Refuse devices that are neither here nor the mesh's."""
+    for node in graph.nodes:
+        device = node.kwargs.get("device") if node.op == "call_function" else None
+        known = ("meta", there and there.type)
+        if isinstance(device, torch.device) and not is_here(device) and device.type not in known:
+            rule, remedy = _ELSEWHERE
+            what = f"the traced function asks for a device that is not here, {device}"
+            raise ShardingError(what, [str(node.meta["line"])], rule=rule, remedy=remedy)
 
 
 def refuse_subclasses(leaves: Iterable[tuple[str, Any]]) -> None:

@@ -33,6 +33,7 @@ from shardlib.strided import refuse_others
 from shardlib.tensors.form import contiguous
 from shardlib.tracing.asked import Asked, refuse_guests
 from shardlib.tracing.capture import AttentionCapture
+from shardlib.tracing.chance import Chance
 from shardlib.tracing.composites import Composites
 from shardlib.tracing.decompositions import DECOMPOSITIONS
 from shardlib.tracing.elsewhere import is_here, move
@@ -45,7 +46,7 @@ from shardlib.tracing.lifted import Lifted, refuse_carriers, refuse_changed_argu
 from shardlib.tracing.lines import Line, LineRecorder, is_mark
 from shardlib.tracing.mistakes import mistake
 from shardlib.tracing.numbers import NotExpressionsError, Numbers, scalar_of
-from shardlib.tracing.refusals import refusal, refuse_ghost, refuse_subclasses, refuse_unseen
+from shardlib.tracing.refusals import refusal, refuse_absent, refuse_ghost, refuse_subclasses, refuse_unseen
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,9 @@ def _trace(
         with nullcontext() if numbers is None else numbers:
             try:
                 with asked, users:
+                    chance = Chance(call.state.kept)
                     found, tree = pytree.tree_flatten_with_path(opened(fn(*a, **k)))
+                    chance.refuse_draws(lines.fallback.function)
                 if asked.refusal is not None:  # somebody caught it, and went on without the value
                     raise asked.refusal
             except Exception as error:
@@ -232,6 +235,7 @@ def _trace(
     input_names = (*(names[i] for i in inputs_of if i >= 0), *ending.names(paths))
     with mode:
         _finish(gm, input_names, returned, lines.fallback, mode, differentiable=call.state.is_read)
+    refuse_absent(gm.graph, there)
     if there is None or there.type == "cpu":  # GPUs have kernels for other dtypes
         named = dict(zip(gm.graph.find_nodes(op="placeholder"), input_names, strict=True))
         refuse_kernels(gm.graph, named)
