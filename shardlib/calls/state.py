@@ -81,9 +81,11 @@ class State:
 
     def tensor(self, x: torch.Tensor, known: list[Any]) -> None:
         """A plain tensor among the arguments."""
-        if x.is_nested:
+        try:
+            strides = x.stride() if x.layout is torch.strided else x.layout
+        except RuntimeError:  # a nested one has none
             refuse_others("a jitted function", [("an argument, or what the function closes over,", x)])
-        strides = x.stride() if x.layout is torch.strided else x.layout
+            raise
         known.append((type(x), x.shape, strides, x.dtype, x.device, x.requires_grad))
         if x.__dict__:
             self.marks(x, known)
