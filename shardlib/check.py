@@ -12,17 +12,20 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shardlib.calls.flat import Static, flatten_call
+from shardlib.calls.mappings import opened
 from shardlib.calls.run import run
 from shardlib.errors import ShardingError
 from shardlib.jit import Jitted, jit
 from shardlib.meshes.mesh import Mesh, current_mesh
 from shardlib.random.plain import plain_program
+from shardlib.rules.table import own_rules
 from shardlib.run import virtual
 from shardlib.state import single_device
 from shardlib.tensors.tensor import ShardedTensor, typeof
 
 _RTOL = {torch.float64: 1e-12, torch.complex128: 1e-12, torch.float32: 1e-5, torch.complex64: 1e-5}
 _HALF = 1e-2  # bf16, fp16 and smaller
+_BUG = "it is a bug of shardlib: report the program"
 _SMALL = 16  # devices: on larger virtual meshes the run without sharing takes too long
 
 
@@ -100,6 +103,7 @@ def check(
         )
     step = _copied(fn, in_specs, out_specs)
     close = functools.partial(_compare, rtol=rtol, atol=atol)
+    opened((args, kwargs))
     with mesh:
         one_args, one_kwargs = pytree.tree_map_only(Tensor, _plain, (args, kwargs))
         expected = _alone(step.fn, one_args, one_kwargs)
@@ -119,7 +123,12 @@ def check(
             f"check({plan.name}): {len(faults)} of {len(leaves)} tensors differ between one device and {mesh}",
             faults,
             rule="the sharded program computes what the program for one device computes",
-            remedy="if the differences are rounding, give rtol=; if not, it is a bug of shardlib: report the program",
+            remedy="if the differences are rounding, give rtol=; if not, "
+            + (
+                f"look at the rule of {' and '.join(own)}"
+                if (own := own_rules(n.target for n in plan.compiled.traced.graph.graph.nodes))
+                else _BUG
+            ),
         )
     return CheckReport(plan.name, mesh, tuple(leaves))
 

@@ -7,11 +7,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.utils import _pytree as pytree
 
 from shardlib import graph as graphs
 from shardlib.calls.arguments import by_argument, describe
-from shardlib.calls.flat import FlatCall, flatten_call, twins
+from shardlib.calls.flat import FlatCall, arguments_of, flatten_call, twins
 from shardlib.calls.rebound import Result, Watch
 from shardlib.calls.state import State
 from shardlib.errors import ShardingError
@@ -175,7 +176,9 @@ def _leaf_specs(fn: Callable[..., Any], call: FlatCall, in_specs: Any) -> list[S
     name = getattr(fn, "__name__", type(fn).__name__)
     positional, named = pytree.tree_unflatten(list(call.arguments), call.tree)
     tree = by_argument(fn, name, in_specs, len(positional), named)
-    return broadcast_prefix(tree, (positional, named), f"{name}: in_specs", describe)
+    names = arguments_of(fn, len(positional), named)
+    specs, values = ([*a, *k.values()] for a, k in (tree, (positional, named)))
+    return broadcast_prefix(specs, values, f"{name}: in_specs", describe, names)
 
 
 def _apart(call: FlatCall, specs: Sequence[SpecLike]) -> set[int]:
@@ -222,12 +225,9 @@ def _fixed_outputs(traced: Traced, graph: Graph, out_specs: Any, mesh: Mesh) -> 
         return {}
     own = graph.outputs[: traced.out_tree.num_leaves]
     names = traced.output_names[: len(own)]
-    dummy = pytree.tree_unflatten(list(range(len(own))), traced.out_tree)
-
-    def what(i: int) -> str | None:
-        return None if isinstance(own[i], Value) else describe(own[i])
-
-    flat = broadcast_prefix(out_specs, dummy, f"{traced.name}: out_specs", what)
+    leaves = [torch.empty(x.shape, device="meta") if isinstance(x, Value) else x for x in own]
+    result = pytree.tree_unflatten(leaves, traced.out_tree)
+    flat = broadcast_prefix([out_specs], [result], f"{traced.name}: out_specs", describe, ["the result"])
     items = [
         (i, (name, value.shape, spec, None))
         for i, (value, spec, name) in enumerate(zip(own, flat, names, strict=True))

@@ -23,9 +23,9 @@ from shardlib.calls.flat import flatten_call, read, twins, wrapped
 from shardlib.calls.leaks import refuse_leaks
 from shardlib.calls.method import Method, Methods
 from shardlib.calls.programs import PROGRAMS, Programs, Ready
-from shardlib.calls.reasons import difference, seen
+from shardlib.calls.reasons import Change, difference, listed, seen
 from shardlib.calls.rebound import Watch
-from shardlib.calls.refusals import refuse_other_devices, refuse_tangents
+from shardlib.calls.refusals import refuse_other_devices, refuse_others_than_functions, refuse_tangents
 from shardlib.calls.run import entry, run
 from shardlib.calls.state import State
 from shardlib.compile import compile_program
@@ -96,6 +96,9 @@ def jit(
             donate_argnums=donate_argnums,
             comm_budget=comm_budget,
         )
+    refuse_others_than_functions(fn)
+    if comm_budget is not None and not isinstance(comm_budget, CommBudget):
+        raise ShardingError(f"{comm_budget!r} is no budget", remedy="comm_budget=sl.comm_budget(max_bytes=...)")
     static = (*_tuple(static_argnums), *_tuple(static_argnames))
     return Jitted(fn, in_specs, out_specs, frozenset(static), frozenset(_tuple(donate_argnums)), comm_budget)
 
@@ -281,27 +284,26 @@ class Jitted:
                     programs.asks = True
                 key = self._read(mesh, programs, state.own, args, kwargs)[0]
                 call = flatten_call(args, kwargs, self.static, state)
-                now = seen(self.fn, call, key, plan.compiled.traced.looked)
+                now = seen(self.fn, call, key, plan.compiled.traced.looked, watch.before.held, watch.look().held)
                 if programs.last is not None:
                     self._retraced(programs, difference(programs.last, now))
                 programs.last, known = now, (plan, state.kept)
                 programs.plans.keep(key, (plan, state.kept))
         return *known, key
 
-    def _retraced(self, programs: Programs, changes: Mapping[str, str]) -> None:
+    def _retraced(self, programs: Programs, changes: Mapping[str, Change]) -> None:
         """Note why; say it when it happens again and again."""
-        programs.retraces.append("; ".join(f"{name}{change}" for name, change in changes.items()))
+        programs.retraces.append(listed([f"{name}{change.text}" for name, change in changes.items()]))
         del programs.retraces[:-PROGRAMS]
-        for name in changes:
-            programs.reasons[name] += 1
-            if programs.reasons[name] == OFTEN:
-                warnings.warn_explicit(
-                    f"{self.name} has been compiled {OFTEN + 1} times because of {name} "
-                    f"({programs.retraces[-1]}): pad to a few shapes, pass what changes as a tensor, "
-                    "or leave Python out of it; step.retraces lists all reasons",
-                    RetraceWarning,
-                    *_asked_at(),
-                )
+        programs.reasons.update(list(changes))
+        if often := [name for name in changes if programs.reasons[name] == OFTEN]:
+            warnings.warn_explicit(
+                f"{self.name} has been compiled {OFTEN + 1} times, the last time because of "
+                f"{programs.retraces[-1]}.\n"
+                f"Remedy: {changes[often[0]].remedy}. {self.name}.retraces lists all reasons",
+                RetraceWarning,
+                *_asked_at(),
+            )
 
     def _compile(
         self,

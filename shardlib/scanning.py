@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from shardlib.calls.mappings import opened
 from shardlib.errors import ShardingError
 from shardlib.state import is_tracing
 from shardlib.tensors.tensor import short_dtype
@@ -47,7 +48,7 @@ def scan(
         >>> h, sums
         (tensor([[12., 12.]]), tensor([ 4., 10., 24.]))
     """
-    init = pytree.tree_map(lambda x: x if isinstance(x, Tensor | None) else torch.as_tensor(x), init)
+    init = pytree.tree_map(lambda x: x if isinstance(x, Tensor | None) else torch.as_tensor(x), opened(init))
     steps = _length(xs, length)
     leaves, tree = _flat(xs)
     rows: list[Sequence[Tensor]] = [x.unbind(0) for x in leaves]
@@ -85,12 +86,12 @@ class _Tree:
 
 
 def _flat(tree: Any) -> tuple[list[Any], _Tree]:
-    leaves, spec = pytree.tree_flatten(tree)
+    leaves, spec = pytree.tree_flatten(opened(tree))
     return [x for x in leaves if x is not None], _Tree(spec, tuple(x is None for x in leaves))
 
 
 def _paths(name: str, tree: Any) -> dict[str, Any]:
-    leaves, _ = pytree.tree_flatten_with_path(tree)
+    leaves, _ = pytree.tree_flatten_with_path(opened(tree))
     return {f"{name}{pytree.keystr(path)}": x for path, x in leaves if x is not None}
 
 

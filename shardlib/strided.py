@@ -11,31 +11,44 @@ from shardlib.errors import ShardingError
 
 
 def refuse_others(what: str, found: Iterable[tuple[str, Any]]) -> None:
-    """Raise `ShardingError` if there are sparse, nested or opaque ones among the named tensors.
+    """Raise `ShardingError` if there are sparse, nested, quantized or opaque ones among the named tensors.
 
     Example:
         >>> refuse_others("step(x, y)", [("x", torch.zeros(3)), ("y", torch.eye(2).to_sparse())])
         Traceback (most recent call last):
         shardlib.errors.ShardingError: step(x, y) works on tensors that are not strided:
           * y of shape [2, 2] is sparse_coo
-        Rule: a layout cuts dims into ranges of positions; what is stored by index has none
-        Remedy: work on dense tensors, x.to_dense(), or on the indices and the values as tensors of their own
+        Rule: a layout cuts dims into ranges of positions, of numbers as they are
+        Remedy: pass a dense tensor: x.to_dense(), or its indices and values as tensors of their own
     """
     wrong = [(name, x) for name, x in found if isinstance(x, torch.Tensor) and not _is_strided(x)]
     if wrong:
         raise ShardingError(
             f"{what} works on tensors that are not strided",
             [_described(name, x) for name, x in wrong],
-            rule="a layout cuts dims into ranges of positions; what is stored by index has none",
-            remedy="work on dense tensors, x.to_dense(), or on the indices and the values as tensors of their own",
+            rule="a layout cuts dims into ranges of positions, of numbers as they are",
+            remedy=f"pass a dense tensor: {'; '.join(dict.fromkeys(_dense(x) for _, x in wrong))}",
         )
 
 
 def _is_strided(x: torch.Tensor) -> bool:
-    return x.layout == torch.strided and not x.is_nested
+    return x.layout == torch.strided and not x.is_nested and not x.is_quantized
+
+
+def _dense(x: torch.Tensor) -> str:
+    if x.is_nested:
+        return "torch.nested.to_padded_tensor(x, 0.0), with the lengths as a tensor"
+    if x.is_quantized:
+        return "x.dequantize()"
+    return "x.to_dense()" + (", or its indices and values as tensors of their own" if x.layout in _INDEXED else "")
+
+
+_INDEXED = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 def _described(name: str, x: torch.Tensor) -> str:
     if x.is_nested:
         return f"{name} is nested"
+    if x.is_quantized:
+        return f"{name} of shape {list(x.shape)} is quantized"
     return f"{name} of shape {list(x.shape)} is {str(x.layout).removeprefix('torch.')}"

@@ -121,7 +121,7 @@ TABLE = [
             "the traced function needs the value of gt (bool[])",
             "tests/test_errors.py:",
             "in _branch: if x.sum() > 0:",
-            "Remedy: use torch.where(condition, a, b) or tensor arithmetic, or pass a Python number as an argument",
+            "Remedy: torch.where(condition, a, b) for an if; for an assert or a stop, return the condition",
         ),
         _jit(lambda x: torch.where(x.sum() > 0, x, -x), X),
     ),
@@ -131,7 +131,7 @@ TABLE = [
         (
             "  * input x is written to at",
             "in _turns: x.unsqueeze_(0)",
-            "Remedy: make the tensor an argument, or write x = x + 1 instead of x += 1 (or clone x first)",
+            "Remedy: use the op without the underscore, and a name of its own: y = x.unsqueeze(...)",
         ),
         _jit(_writes, X),
     ),
@@ -140,8 +140,8 @@ TABLE = [
         _jit(_same, X, in_specs=(["batch", None],)),
         (
             "_same: in_specs do not fit the values:",
-            "  * [0][0]: the specs have a list of 2, the values a Tensor",
-            "Remedy: write the spec of one tensor as a string ('batch seq') or a P, None where it is to be inferred",
+            "  * x: the specs have a list of 2, the values a Tensor",
+            "Remedy: write the spec of one tensor as one string ('batch seq') or as P('data', None), never as a tuple",
         ),
         _jit(_same, X, in_specs=["batch _"]),
     ),
@@ -158,7 +158,7 @@ TABLE = [
     Bad(
         "a spec for a number",
         _jit(_two, X, 3, in_specs=("batch _", "_")),
-        ("_two: in_specs do not fit the values:", "  * [0][1]: spec '_' for 3, which is no tensor"),
+        ("_two: in_specs do not fit the values:", "  * n: spec '_' for 3, which is no tensor"),
         _jit(_two, X, 3, in_specs=("batch _", None)),
     ),
     Bad(
@@ -174,7 +174,7 @@ TABLE = [
     Bad(
         "a key that is not there",
         _jit(_tree, TREE, in_specs=({"v": "_"},)),
-        ("_tree: in_specs do not fit the values:", "  * [0][0] has no 'v'; it has 'w', 'b'"),
+        ("_tree: in_specs do not fit the values:", "  * p has no 'v'; it has 'w', 'b'"),
         _jit(_tree, TREE, in_specs=({"w": "batch _"},)),
     ),
     Bad(

@@ -77,6 +77,24 @@ def by_position_and_name(fn: Callable[..., Any], chosen: frozenset[int | str]) -
         return chosen
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     plain = [p.name for p in parameters if p.kind in kinds]
+    named = {p.name for p in parameters}
+    variadic = {p.kind for p in parameters}
+    wrong = [
+        f"{x!r} is no {'parameter' if isinstance(x, str) else 'position'}"
+        for x in chosen
+        if (isinstance(x, str) and x not in named and inspect.Parameter.VAR_KEYWORD not in variadic)
+        or (
+            isinstance(x, int)
+            and not -len(plain) <= x < len(plain)
+            and inspect.Parameter.VAR_POSITIONAL not in variadic
+        )
+    ]
+    if wrong:
+        raise ShardingError(
+            "static or donated arguments are none of the function's",
+            sorted(wrong),
+            rule=f"they are chosen by name or position among {', '.join(sorted(named)) or 'no parameters'}",
+        )
     chosen |= {i + len(plain) for i in chosen if isinstance(i, int) and i < 0}
     chosen |= {plain[i] for i in chosen if isinstance(i, int) and 0 <= i < len(plain)}
     return chosen | {i for i, name in enumerate(plain) if name in chosen}

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from shardlib.calls.mappings import is_container
 from shardlib.calls.state import OWN, State
 from shardlib.tensors.tensor import ShardedTensor
 
@@ -111,7 +112,7 @@ def read(items: Iterable[Any], leaves: list[Any], known: list[Any], state: State
         elif isinstance(x, torch.Tensor):
             leaves.append(x)
             state.tensor(x, known)
-        elif (node := pytree._get_node_type(x)) in pytree.SUPPORTED_NODES:
+        elif (node := pytree._get_node_type(x)) in pytree.SUPPORTED_NODES or is_container(x):
             children, context = pytree.SUPPORTED_NODES[node].flatten_fn(x)
             known += (kind, len(children))
             state.fact(context, known)
@@ -119,7 +120,7 @@ def read(items: Iterable[Any], leaves: list[Any], known: list[Any], state: State
         else:
             leaves.append(x)
             known.append(kind)
-            state.object(x, known)
+            state.object(x, known, len(leaves) - 1)
 
 
 def twins(arguments: Sequence[Any], state: Sequence[torch.Tensor]) -> dict[int, int]:
@@ -159,6 +160,12 @@ def names_of(fn: Callable[..., Any], call: FlatCall, leaves: Sequence[int]) -> I
 def root_names(fn: Callable[..., Any], call: FlatCall) -> list[str]:
     """What every leaf of the arguments is called; state that is found in one is called after it."""
     return list(names_of(fn, call, range(len(call.arguments))))
+
+
+def arguments_of(fn: Callable[..., Any], positional: int, named: Iterable[str]) -> list[str]:
+    """What the arguments of a call are called."""
+    plain, rest = _parameters(fn)
+    return [*plain[:positional], *(f"{rest}[{i}]" for i in range(positional - len(plain))), *named]
 
 
 def _parameters(fn: Callable[..., Any]) -> tuple[list[str], str]:

@@ -43,6 +43,7 @@ class Reach:
         self.exact = False
         self.variables: list[Variable] = []
         self._seen: set[Any] = set() if before is None else set(before._seen)
+        self.readers: dict[str, types.CodeType] = {}  # by variable
         self._places: list[tuple[str, Getter, Any]] = []
         self._functions: list[tuple[types.FunctionType, Any, Any, Any]] = []  # with their parts
         self._todo = list(code)
@@ -69,6 +70,10 @@ class Reach:
         yield from ((name, x) for name, _, x in self._places)
         for fn, *parts in self._functions:
             yield from ((f"{fn.__qualname__} {i}", part) for i, part in enumerate(parts))
+
+    def line(self, name: str, attribute: str) -> tuple[types.CodeType, int] | None:
+        """Where a variable is read, and this attribute of it, if it is there."""
+        return None if name not in self.readers else _load(self.readers[name], name, attribute)
 
     def _is_new(self, *what: Any) -> bool:
         known = len(self._seen)
@@ -118,6 +123,7 @@ class Reach:
             self._variable("__wrapped__", _constant(inner), fn, "__wrapped__")
         for variable, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
             get = functools.partial(_of_cell, cell)
+            self.readers.setdefault(variable, code)
             self._variable(variable, get, cell, 0)
             self._space(variable, get(), code)
         if is_users(fn):
@@ -134,6 +140,7 @@ class Reach:
             if self._is_new(id(space), name):
                 self._place(name, get, None)
             return
+        self.readers.setdefault(name, code)
         self._variable(name, get, space, (str, name))
         self._space(name, get(), code)
 
@@ -233,6 +240,20 @@ def _named(code: types.CodeType, *instructions: str) -> Iterator[str]:
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
             yield from _named(inner, *instructions)
+
+
+def _load(code: types.CodeType, name: str, attribute: str) -> tuple[types.CodeType, int] | None:
+    """The line on which code, or code inside it, loads `name.attribute`, or else `name`."""
+    first, line, loaded = None, 0, False
+    for step in dis.get_instructions(code):
+        line = step.starts_line or line
+        if loaded and step.argval == attribute:
+            return code, line
+        loaded = step.opname.startswith("LOAD") and step.argval == name
+        if loaded and first is None and not step.opname.startswith("LOAD_CLOSURE"):
+            first = code, line
+    inner = (_load(x, name, attribute) for x in code.co_consts if isinstance(x, types.CodeType))
+    return first or next(filter(None, inner), None)
 
 
 def _constant(x: Any) -> Getter:

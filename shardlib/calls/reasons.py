@@ -1,32 +1,48 @@
-"""Why a function is compiled again: what two calls differ in, in words."""
+"""Why a function is compiled again: what two calls differ in, in words, and what would help."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from shardlib.calls.ambient import NAMES
-from shardlib.calls.flat import FlatCall, Static, is_number, is_tensor, names_of
+from shardlib.calls.flat import FlatCall, Static, is_number, is_tensor, names_of, root_names
 from shardlib.calls.reach import Reach
+from shardlib.calls.state import Held, name_of
 from shardlib.tensors.tensor import ShardedTensor, short_dtype
+
+Holdings = Mapping[tuple[Any, ...], Sequence[Held]]
+
+
+class Change(NamedTuple):
+    """What a sentence says of its subject, and what to do about it."""
+
+    text: str
+    remedy: str
 
 
 @dataclass(frozen=True)
 class Seen:
-    """One call as a reader sees it."""
+    """One call as a reader sees it: `held` is what it found, `left` what its trace left behind, by name."""
 
     mesh: Any
     ambient: tuple[Any, ...]
     tree: Any
     leaves: Mapping[str, str]
+    held: Holdings
+    left: Holdings
+    roots: Sequence[str]
     known: tuple[Any, ...]
 
 
-def seen(fn: Callable[..., Any], call: FlatCall, key: Any, looked: Mapping[int, Any]) -> Seen:
+def seen(
+    fn: Callable[..., Any], call: FlatCall, key: Any, looked: Mapping[int, Any], held: Holdings, left: Holdings
+) -> Seen:
     """A call in words; numbers count where the function looked at them."""
     mesh, modes, known = key
     leaves = call.leaves
@@ -34,30 +50,65 @@ def seen(fn: Callable[..., Any], call: FlatCall, key: Any, looked: Mapping[int, 
     words = {
         name: _show(x) for i, (name, x) in enumerate(zip(names, leaves, strict=True)) if not is_number(x) or i in looked
     }
-    return Seen(mesh, modes, call.tree, words, known)
+    return Seen(mesh, modes, call.tree, words, held, left, root_names(fn, call), known)
 
 
-def difference(old: Seen, new: Seen) -> dict[str, str]:
+def difference(old: Seen, new: Seen) -> dict[str, Change]:
     """What changed: a sentence by its subject."""
     if old.mesh != new.mesh:
-        return {"the mesh": f" was {old.mesh}, is {new.mesh}"}
-    modes = {
-        n: f": {_word(a)} -> {_word(b)}" for n, a, b in zip(NAMES, old.ambient, new.ambient, strict=True) if a != b
-    }
+        return {"the mesh": Change(f" was {old.mesh}, is {new.mesh}", "give each mesh a jitted function of its own")}
+    modes = [(n, a, b) for n, a, b in zip(NAMES, old.ambient, new.ambient, strict=True) if a != b]
     if modes:
-        return modes
+        return {n: Change(f": {_word(a)} -> {_word(b)}", "give each mode a jitted function of its own") for n, a, b in modes}
     if old.tree != new.tree:
-        return {"the arguments have another structure": ""}
+        return {"the arguments have another structure": Change("", "pass the same structure in every call")}
     changes = {
-        name: f": {old.leaves[name]} -> {now}" for name, now in new.leaves.items() if old.leaves.get(name, now) != now
+        name: Change(f": {old.leaves[name]} -> {now}", _LEAF)
+        for name, now in new.leaves.items()
+        if old.leaves.get(name, now) != now
     }
-    if changes:
-        return changes
-    facts = [(a, b) for a, b in zip(old.known, new.known, strict=False) if a != b]
-    if facts and isinstance(facts[0][0], Reach) and isinstance(facts[0][1], Reach):
-        return dict.fromkeys(dict.fromkeys(facts[0][1].replaced(facts[0][0])), " is another function now")
-    more = f" ({facts[0][0]!r} -> {facts[0][1]!r})" if facts else ""
-    return {f"what the function closes over, or its arguments hold{more}": ""}
+    a, b = next(((a, b) for a, b in zip(old.known, new.known, strict=False) if a != b), (None, None))
+    if isinstance(a, Reach) and isinstance(b, Reach) and (replaced := b.replaced(a)):
+        return changes | dict.fromkeys(replaced, Change(" is another function now", _ANOTHER))
+    other = "what the function closes over, or its arguments hold"
+    return changes | dict(_holdings(old, new)) or {other: Change(" is another", _NUMBER)}
+
+
+def listed(sentences: Sequence[str]) -> str:
+    """A few of them, and how many more there are."""
+    more = f" and {len(sentences) - _FEW} more" if len(sentences) > _FEW else ""
+    return "; ".join(sentences[:_FEW]) + more
+
+
+def _holdings(old: Seen, new: Seen) -> Iterator[tuple[str, Change]]:
+    """What is otherwise in variables and objects; of what was replaced, not what is in it."""
+    replaced: list[tuple[Any, ...]] = []
+    for at in dict.fromkeys((*new.held, *old.left)):
+        a, b = list(old.left.get(at, ())), list(new.held.get(at, ()))
+        if a == b or any(at[: len(root)] == root for root in replaced):
+            continue
+        name = name_of((new.roots[at[0]], *at[1:]) if isinstance(at[0], int) else at) if at else "a hook"
+        where = _read_at(new.known, at)
+        if not a or not b:
+            yield name + where, Change(" is new" if b else " is gone", _ANOTHER)
+            continue
+        (was, _), (now, _) = next(pair for pair in zip((*a, *a), (*b, *b), strict=False) if pair[0] != pair[1])
+        if was == now:
+            replaced.append(at)
+            yield name + where, Change(f" is another one now ({now})", _ANOTHER)
+        else:
+            yield name + where, Change(f": {was} -> {now}", _SETTING if "param_groups" in at else _NUMBER)
+
+
+def _read_at(known: Sequence[Any], at: tuple[Any, ...]) -> str:
+    """The line on which the function reads a variable."""
+    if not at or isinstance(at[0], int):
+        return ""
+    root, _, attribute = at[0].partition(".")  # of a class
+    attribute = attribute or (at[2] if at[1:2] == (".",) else "")
+    found = (x.line(root, attribute) for x in known if isinstance(x, Reach))
+    code, line = next(filter(None, found), (None, 0))
+    return f", read in {code.co_name} at {Path(code.co_filename).name}:{line}" if code else ""
 
 
 def _word(x: Any) -> str:
@@ -73,3 +124,10 @@ def _show(x: Any) -> str:
     strides = "" if not isinstance(x, torch.Tensor) or x.is_contiguous() else f" with strides {list(x.stride())}"
     grad = " requires_grad" if getattr(x, "requires_grad", False) else ""
     return f"{short_dtype(x.dtype)}{list(x.shape)}{where}{strides}{grad}"
+
+
+_FEW = 3
+_LEAF = "pad to a few shapes; keep a number out of Python's decisions, so that it only enters arithmetic"
+_NUMBER = "pass what changes as an argument, where a number is an input, or hold it as a tensor: torch.tensor(x)"
+_SETTING = "call opt.step() behind the jitted function, which then returns the loss"
+_ANOTHER = "make it once, outside the loop, and keep it"

@@ -14,6 +14,21 @@ from shardlib.plans.plan import Plan
 from shardlib.tensors.tensor import typeof
 
 
+def refuse_others_than_functions(fn: Any) -> None:
+    """Refuse what is no function for jit, or makes objects."""
+    said: dict[Any, tuple[str, str]] = {
+        staticmethod: ("a staticmethod", "put @staticmethod above @sl.jit"),
+        classmethod: ("a classmethod", "jit a function of tensors, and call it in the classmethod"),
+        type: (f"a class, {getattr(fn, '__name__', '')}", "jit an object of it, or one of its methods"),
+        torch.Tensor: ("a tensor", "pass the function: sl.jit(f)(x), not sl.jit(f(x))"),
+    }
+    for kind, (what, remedy) in said.items():
+        if isinstance(fn, kind):
+            raise ShardingError(f"jit is given {what}", rule="jit takes a function of tensors", remedy=remedy)
+    if not callable(fn):
+        raise ShardingError(f"jit is given {fn!r}", rule="jit takes a function of tensors")
+
+
 def refuse_tangents(name: str, leaves: Sequence[Any]) -> None:
     """Refuse dual tensors, whose tangents a program would drop."""
     wrong = [x for x in leaves if isinstance(x, torch.Tensor) and _tangent(x) is not None]

@@ -26,11 +26,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shardlib.calls.leaks import Leak
 from shardlib.calls.reach import is_users
+from shardlib.strided import refuse_others
 from shardlib.tensors.tensor import ShardedTensor
 from shardlib.tracing.numbers import is_given
 
 Place = tuple[int, Any]  # id of who holds something (a dict of globals, a cell, an object ...), and its name there
 Facts = tuple[Any, ...]
+Held = tuple[str, Any]
 
 DEPTH = 12  # objects within objects
 LONG = 1000  # items of a container; a longer one counts by its numbers and texts,
@@ -52,6 +54,7 @@ class State:
     values: dict[Place, Any]
     called: dict[Place, tuple[Any, ...]]  # by parts
     copies: dict[int, Any]  # of containers
+    held: dict[tuple[Any, ...], list[Held]]  # under each name
     leaks: tuple[Leak, ...] = ()
     caches: tuple[tuple[Any, int], ...] = ()
     otherwise: tuple[Any, ...] = ()  # what the function itself changes, and is otherwise now
@@ -73,22 +76,26 @@ class State:
     @property
     def names(self) -> list[str]:
         """What each tensor is called: `net.head.weight`, `self.scales[0]`, `net.head.weight.grad`."""
-        return list(map(_text, self.places))
+        return list(map(name_of, self.places))
 
     def note(self) -> State:
         """Keep what is found, by its place."""
-        self.found, self.values, self.called, self.copies = {}, {}, {}, {}
+        self.found, self.values, self.called, self.copies, self.held = {}, {}, {}, {}, {}
         return self
 
     def text(self, place: Place) -> str:
         """What a place is called."""
-        return _text(self.called[place])
+        return name_of(self.called[place])
 
     # Tensors --------------------------------------------------------------------------------------------------------
 
     def tensor(self, x: torch.Tensor, known: list[Any]) -> None:
         """A plain tensor among the arguments."""
-        strides = x.stride() if x.layout is torch.strided else x.layout
+        try:
+            strides = x.stride() if x.layout is torch.strided else x.layout
+        except RuntimeError:  # a nested one has none
+            refuse_others("a jitted function", [("an argument, or what the function closes over,", x)])
+            raise
         known.append((type(x), x.shape, strides, x.dtype, x.device, x.requires_grad))
         if x.__dict__:
             self.marks(x, known)
@@ -169,10 +176,15 @@ class State:
         else:
             known.append(x)
 
-    def object(self, x: Any, known: list[Any]) -> None:
-        """An argument that is no tensor, number or container."""
+    def object(self, x: Any, known: list[Any], leaf: int) -> None:
+        """An argument that is no tensor, number or container: the leaf of this number."""
         self.arrays |= type(x).__module__ == "numpy"
+        if self.found is not None:
+            self._at = (leaf,)
+            self.held.setdefault(self._at, []).append(held(x))
         self._value(x, known, 0)
+        if self.found is not None:
+            self._at = ()
 
     def runs(self, code: Any) -> None:
         """A function or a class that the call may run."""
@@ -217,8 +229,10 @@ class State:
             self.found[owner, name] = facts
             self.values[owner, name] = x
             self.called[owner, name] = self._at
+            if name is not _LENGTH:
+                self.held.setdefault(self._at, []).append(held(x))
             if isinstance(x, FakeTensor):
-                self.leaks += (Leak(self.owners.get(owner), (owner, name), _text(self._at), x),)
+                self.leaks += (Leak(self.owners.get(owner), (owner, name), name_of(self._at), x),)
             elif isinstance(x, _Cache):
                 self.caches += ((x, x.cache_info().misses),)
         if left is not None:
@@ -378,6 +392,22 @@ class State:
         return False
 
 
+def held(x: Any) -> Held:
+    """What a reader is told of something that is held; and, where it counts by who it is, who."""
+    kind = type(x)
+    if kind in _PLAIN:
+        return repr(x), None
+    if isinstance(x, torch.Tensor):
+        return "a tensor", None
+    if isinstance(x, CONTAINERS):
+        return f"a {kind.__name__} of {len(x)}", None
+    if isinstance(x, _OPAQUE):
+        return getattr(x, "__qualname__", getattr(x, "__name__", kind.__name__)), id(x)
+    if kind.__module__ == "numpy" and hasattr(x, "tobytes"):
+        return f"a {kind.__name__}", _digest(x)
+    return f"a {kind.__name__}", id(x)
+
+
 def changed(before: Mapping[Place, Facts], after: Mapping[Place, Facts]) -> dict[Place, Facts]:
     """The places that hold something else now, or are new, with what they hold."""
     return {place: now for place, now in after.items() if before.get(place) != now}
@@ -419,7 +449,7 @@ def _digest(x: Any) -> bytes:
     return hashlib.blake2b(x.tobytes(), digest_size=16).digest()
 
 
-def _text(place: tuple[Any, ...]) -> str:
+def name_of(place: tuple[Any, ...]) -> str:
     return "".join(map(_part, place)).lstrip(".")
 
 

@@ -149,7 +149,7 @@ def _otherwise(op: Any, args: Any, kwargs: dict[str, Any], mesh: Mesh) -> Run | 
 
 
 # What torch says of meta tensors whose values an op looks at, where it has no exception of its own for it.
-_VALUES = ("on meta tensors", "a meta tensor without output_size")
+_VALUES = ("on meta tensors", "a meta tensor without output_size", "no fake impl registered")
 
 
 def _written_otherwise(op: Any, mesh: Mesh) -> Run | None:

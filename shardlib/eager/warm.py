@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from shardlib.bounded import Bounded
+from shardlib.strided import refuse_others
 from shardlib.tensors.form import Form
 
 Run = Callable[[Any, Any], Any]  # of a call's args and kwargs
@@ -59,4 +60,6 @@ def read(key: list[Any], values: Any, loose: bool) -> None:
 
 def plain(x: torch.Tensor) -> Any:
     """A plain tensor, as part of a key."""
+    if x.is_nested or x.layout is not torch.strided:
+        refuse_others("an op on a ShardedTensor", [("its operand", x)])
     return x.shape, x.stride(), x.dtype, x.device

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from shardlib.calls.mappings import opened
 from shardlib.errors import ShardingError
 from shardlib.manual import doors, stacked
 from shardlib.manual.body import Body, current_body, entered, from_local, left, to_local
@@ -98,7 +99,7 @@ class ShardMapped:
         self._programs: dict[tuple[str, ...], Differentiable] = {}  # by the names of arguments that are given by name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        mesh = self._mesh((args, kwargs))
+        mesh = self._mesh(opened((args, kwargs)))
         args, kwargs = self._bound(args, kwargs)
         if is_tracing():
             return self._inline(args, kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -153,6 +153,15 @@ def _frozen(value: Any) -> Any:
     return value
 
 
+_OWN: dict[str, str] = {}  # rules of users
+
+
+def own_rules(targets: Iterable[Any]) -> list[str]:
+    """The users' rules among those of some ops."""
+    ops = [_name(x) for x in targets if isinstance(x, torch._ops.OpOverload)]
+    return [f"{name}, {_OWN[name]!r}" for name in dict.fromkeys(ops) if name in _OWN]
+
+
 def rule(text: str) -> Callable[[Op], Op]:
     """Register the sharding rule of a custom op, in the notation of `shardlib.rules.notation`.
 
@@ -196,6 +205,7 @@ def rule(text: str) -> Callable[[Op], Op]:
                 rule="one term for every tensor argument and every result of an op without side effects",
             )
         TABLE[_name(overload)] = pattern(text)
+        _OWN[_name(overload)] = text
         _CACHE.clear()
         return op
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,11 +21,16 @@ def is_spec(x: Any) -> bool:
 
 
 def broadcast_prefix(
-    prefix: Any, tree: Any, what: str, describe: Callable[[Any], str | None] = lambda leaf: None
+    prefix: Any,
+    tree: Any,
+    what: str,
+    describe: Callable[[Any], str | None] = lambda leaf: None,
+    names: Sequence[str] | None = None,
 ) -> list[SpecLike]:
     """One spec per leaf of `tree`; a spec (or None) in `prefix` stands for everything below it.
 
-    `describe` says what a leaf is that can have no spec of its own, and None of any other.
+    `describe` says what a leaf is that can have no spec of its own, and None of any other. With `names`, both are
+    sequences of as many trees, which are called that.
 
     Example:
         >>> broadcast_prefix(("a", {"x": "b c"}), (1, {"x": 2, "y": 3}), "in_specs")
@@ -44,9 +49,9 @@ def broadcast_prefix(
         specs, values = _children(spec), _children(node)
         if specs is not None and values is not None and dataclasses.is_dataclass(node) and type(spec) is type(node):
             specs = [getattr(spec, name) for name in _fields(node)]  # flattening leaves out what is None
-        if specs is None or values is None or (isinstance(spec, dict) != isinstance(node, dict)):
+        if specs is None or values is None or (isinstance(spec, Mapping) != isinstance(node, Mapping)):
             wrong.append(f"{path}: the specs have {_kind(spec)}, the values {_kind(node)}")
-        elif isinstance(spec, dict):
+        elif isinstance(spec, Mapping):
             wrong.extend(
                 f"{path} has no {key!r}; it has {', '.join(map(repr, node))}" for key in spec if key not in node
             )
@@ -58,19 +63,23 @@ def broadcast_prefix(
             for i, (s, n) in enumerate(zip(specs, values, strict=True)):
                 walk(s, n, f"{path}[{i}]")
 
-    walk(prefix, tree, "")
+    for spec, node, name in [(prefix, tree, "")] if names is None else zip(prefix, tree, names, strict=True):
+        walk(spec, node, name)
     if wrong:
         raise ShardingError(
             f"{what} do not fit the values",
             wrong,
             rule="specs are a prefix of the values' pytree: a spec, or None, at a node stands for all leaves below",
-            remedy="write the spec of one tensor as a string ('batch seq') or a P, None where it is to be inferred",
+            remedy="write the spec of one tensor as one string ('batch seq') or as P('data', None), never as a tuple; "
+            "None where it is to be inferred, and for what is no tensor (a method's self, too)",
         )
     return out
 
 
 def _children(x: Any) -> list[Any] | None:
     """What a container holds, in order; None for a leaf."""
+    if isinstance(x, Mapping):
+        return list(x.values())
     node = pytree._get_node_type(x)
     return list(pytree.SUPPORTED_NODES[node].flatten_fn(x)[0]) if node in pytree.SUPPORTED_NODES else None
 
@@ -84,5 +93,5 @@ def _fields(x: Any) -> list[str]:
 def _kind(x: Any) -> str:
     children = _children(x)
     if children is None and not isinstance(x, torch.Tensor):
-        return repr(x) if isinstance(x, int | float | str) else f"a {type(x).__name__}"
+        return repr(x) if isinstance(x, int | float | str | None) else f"a {type(x).__name__}"
     return f"a {type(x).__name__}" if children is None else f"a {type(x).__name__} of {len(children)}"

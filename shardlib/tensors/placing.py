@@ -90,6 +90,12 @@ def shard(
             rule="src says whose values count where plain tensors are placed, outside jit",
             remedy="leave src out",
         )
+    if not is_tracing() and torch._C._functorch.is_functorch_wrapped_tensor(x):
+        raise ShardingError(
+            f"shard(x, {str(spec)!r}) on shape {list(x.shape)} is inside a transform of torch.func, outside jit",
+            rule="a transform hands on values of its own, which are placed in a program only",
+            remedy="put jit around the transform: sl.jit(sl.grad(f))(x)",
+        )
     if is_tracing():
         return constrain(x, str(resolved.spec))
     if isinstance(x, ShardedTensor):

@@ -22,8 +22,8 @@ from torch.utils import _pytree as pytree
 
 from shardlib.errors import ShardingError
 from shardlib.tracing.decompositions import DECOMPOSITIONS
-from shardlib.tracing.functionalise import functionalise
-from shardlib.tracing.lines import Line, LineRecorder, replayed
+from shardlib.tracing.functionalise import body_writes, functionalise
+from shardlib.tracing.lines import Line, LineRecorder, error_line, replayed
 from shardlib.tracing.staying import Staying
 from shardlib.tracing.trace import _recorded
 
@@ -71,7 +71,12 @@ def trace_body(fn: Callable[..., Any], leaves: Sequence[Tensor], names: Sequence
             _recorded(LineRecorder(line))
             closures = _Closures()
             with closures:
-                flat = fn(*given)
+                try:
+                    flat = fn(*given)
+                except RuntimeError as error:
+                    if any(text in str(error) for text in _WRITES):
+                        raise body_writes([str(error_line(error))]) from error
+                    raise
             where = [i for i, x in enumerate(flat) if x.requires_grad]
             reads = [*given, *closures.stand_ins]
             of = [i for i, x in enumerate(reads) if x.requires_grad]
@@ -93,8 +98,12 @@ def trace_body(fn: Callable[..., Any], leaves: Sequence[Tensor], names: Sequence
             node.meta.setdefault("line", line)
             if node.op == "get_attr":
                 node.meta["val"] = getattr(gm, str(node.target))
-        functionalise(gm, names)
+        functionalise(gm, names, body=True)
     return _divided(gm, closures, results, where, cts, len(leaves))
+
+
+# What torch says where a stand-in, which requires a gradient, is written to.
+_WRITES = ("leaf Variable that requires grad", "'running_mean'", "'running_var'")
 
 
 def _divided(
@@ -190,7 +199,8 @@ class _Closures(Staying):
         if not torch.is_grad_enabled():
             _refuse_lost(x)
         self.originals.append(x)
-        self.stand_ins.append(_stand_in(x))
+        follows = x.requires_grad or x is not _base(x)  # of a transform around, nobody knows
+        self.stand_ins.append(_stand_in(x) if follows else _alike(x))
         self._known[id(x)] = self.stand_ins[-1]
         return self.stand_ins[-1]
 

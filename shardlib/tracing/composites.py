@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.errors import ShardingError
+from shardlib.tracing.looks import formatted, located, pickled, shown
+from shardlib.tracing.places import picked, read_at, write_at
 from shardlib.tracing.staying import Staying
 
 
@@ -104,7 +106,7 @@ def _narrow(input: Tensor, dim: int, start: Any, length: int) -> Tensor | None:
     if not isinstance(start, Tensor):
         return None
     start = torch.where(start < 0, start + input.shape[dim], start)
-    return input.index_select(dim, start + torch.arange(length, device=input.device))
+    return picked(input.index_select(dim, start + torch.arange(length, device=input.device)))
 
 
 def _index_put(
@@ -152,7 +154,13 @@ def set_data(x: Tensor, value: Tensor) -> Tensor:
         return x.detach().copy_(value)
 
 
-_FORMS: dict[Any, Callable[..., Tensor | None]] = {
+_FORMS: dict[Any, Callable[..., Any]] = {
+    Tensor.__repr__: shown,
+    Tensor.__format__: formatted,
+    Tensor.__reduce_ex__: pickled,
+    Tensor.data_ptr: located,
+    Tensor.__getitem__: read_at,
+    Tensor.__setitem__: write_at,
     torch.linalg.matrix_rank: _matrix_rank,
     torch.cov: _cov,
     Tensor.cov: _cov,

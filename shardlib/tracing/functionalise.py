@@ -12,7 +12,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
@@ -20,14 +20,17 @@ from torch._ops import OpOverload
 
 from shardlib.errors import ShardingError
 from shardlib.scalar import hinted
+from shardlib.tracing.custom import copying_form
 from shardlib.tracing.views import argument, functional_form, scatter, tensors_in, unstrided, written_arguments
 from shardlib.traits import has, is_view
 
 aten = torch.ops.aten
 
 
-def functionalise(gm: fx.GraphModule, input_names: Sequence[str] = ()) -> list[int]:
+def functionalise(gm: fx.GraphModule, input_names: Sequence[str] = (), body: bool = False) -> list[int]:
     """Rewrite `gm` so that no op writes to memory; `input_names` are the placeholders' names in errors.
+
+    The `body` of a loop writes to nothing but what it makes.
 
     Returns the inputs that were written to, by position: their new values are further results, in this order.
     Raises ShardingError for writes into captured tensors, and for writes that have no functional form.
@@ -36,7 +39,7 @@ def functionalise(gm: fx.GraphModule, input_names: Sequence[str] = ()) -> list[i
     if any(written_arguments(n.target) or n.target is aten.as_strided.default for n in gm.graph.nodes):
         placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
         names = dict(zip(placeholders, input_names or [p.name for p in placeholders], strict=True))
-        written = [placeholders.index(n) for n in _Rewriter(gm.graph, names).run()]
+        written = [placeholders.index(n) for n in _Rewriter(gm.graph, names, body).run()]
     for node in gm.graph.nodes:
         # A value, and a local shard of it even more so, may have other strides than the tensor that was traced.
         if has(node.target, "reshapes"):
@@ -76,11 +79,12 @@ class _View:
 
 
 class _Rewriter:
-    def __init__(self, graph: fx.Graph, names: dict[fx.Node, str]) -> None:
-        self.graph, self.names = graph, names
+    def __init__(self, graph: fx.Graph, names: dict[fx.Node, str], body: bool) -> None:
+        self.graph, self.names, self.body = graph, names, body
         self.value: dict[fx.Node, fx.Node] = {}  # traced node -> the node that holds its value now, if it is another
         self.views: dict[fx.Node, _View] = {}
         self.version: dict[fx.Node, int] = {}  # owner -> how often it was written to
+        self.version_at: dict[fx.Node, int] = {}  # of what an index picks from, when it did
         self.returned: dict[fx.Node, Sequence[fx.Node]] = {}  # a write to several tensors -> these, which it returns
         self.at: fx.Node = graph.output_node()  # the node that is being rewritten
         self.offenders: list[str] = []
@@ -104,6 +108,8 @@ class _Rewriter:
             else:
                 self.note_view(node)
                 self.read(node)
+        if self.offenders and self.body:
+            raise body_writes(self.offenders)
         if self.offenders:
             raise ShardingError(
                 "the traced function writes to tensors that are not its own",
@@ -128,6 +134,9 @@ class _Rewriter:
 
     def fresh(self, node: fx.Node) -> fx.Node:
         """The node that holds what the traced `node` shows now: made again if its owner was written to since."""
+        source = self.picked(node)
+        if source is not None and self.version_of(source) != self.version_at.get(self.owner(node), 0):
+            self.refuse_picked("read after x was written to", "x[i].clone() in front of the write, or x[i] behind it")
         view = self.views.get(node)
         if view is not None and view.version != (version := self.version_of(node)):
             self.value[node] = view.remake(self.fresh(view.parent))
@@ -148,6 +157,8 @@ class _Rewriter:
         source = args[0] if args else None
         if not isinstance(source, fx.Node):
             return
+        if "picked" in node.meta:
+            self.version_at[node] = self.version_of(source)
         if target is operator.getitem and is_view(source.target):
             base = self.views[source].parent
             self.views[node] = _View(
@@ -202,7 +213,15 @@ class _Rewriter:
         assert isinstance(source, fx.Node)
         assert isinstance(node.target, OpOverload)
         if source.op in ("placeholder", "get_attr"):
-            self.offenders.append(self.describe(source))
+            name = node.target._schema.name.partition("::")[2]
+            raise ShardingError(
+                f"{name} changes the shape of a tensor that is not the traced function's own",
+                [self.describe(source)],
+                rule="what a program is given keeps its shape; values are written back, shapes are not",
+                remedy="make a new tensor of it, y = x.flatten()[:n].reshape(shape), or write to it, x.copy_(values)"
+                if name.startswith(("resize", "set"))
+                else f"use the op without the underscore, and a name of its own: y = x.{name.rstrip('_')}(...)",
+            )
         view = functional_form(node.target)
         if view is not None and is_view(view):
             node.target = view
@@ -224,7 +243,11 @@ class _Rewriter:
     def rewrite_write(self, node: fx.Node) -> None:
         assert isinstance(node.target, OpOverload)
         written = [t for name in written_arguments(node.target) for t in tensors_in(argument(node, name))]
-        foreign = [t for t in written if self.owner(t).op == "get_attr"]
+        for target in written:
+            if self.picked(target) is not None:
+                self.refuse_picked("written to", "x[i] = x[i] + 1, or x.index_copy_(dim, i.reshape(1), value)")
+        others = ("get_attr", "placeholder") if self.body else ("get_attr",)
+        foreign = [t for t in written if self.owner(t).op in others]
         self.offenders += [self.describe(t) for t in foreign]
         new, own = self.functional(node, written)
         for target, value in zip(written, new, strict=True):
@@ -236,6 +259,19 @@ class _Rewriter:
         else:
             self.returned[node] = written
 
+    def picked(self, node: fx.Node) -> fx.Node | None:
+        """What `x[i]` picks from, where `i` is a tensor without dims and `node` shows that: in torch a view."""
+        owner = self.owner(node)
+        return owner.args[0] if owner.meta.get("picked") else None  # type: ignore[return-value]
+
+    def refuse_picked(self, verb: str, remedy: str) -> NoReturn:
+        raise ShardingError(
+            f"x[i] (or x.narrow), where i is a tensor, is {verb}",
+            [str(self.at.meta["line"])],
+            rule="a value whose place is known only when the program runs is read as a copy; torch makes it a view",
+            remedy=remedy,
+        )
+
     def show(self, node: fx.Node, written: fx.Node) -> None:
         """Make `node` another name of what was written to."""
         self.views[node] = _View(written, lambda b: b, self.version_of(written), itself=True)
@@ -246,20 +282,22 @@ class _Rewriter:
         assert isinstance(node.target, OpOverload)
         if special := _SPECIAL.get(node.target):
             return [special(self.emit, *self.current(node.args), **self.current(node.kwargs))], None
-        target = functional_form(node.target)
+        target, args, kwargs = functional_form(node.target), node.args, dict(node.kwargs)
+        if target is None and (target := copying_form(node.target)) is not None:
+            args, kwargs = tuple(argument(node, a.name) for a in node.target._schema.arguments), {}
         if target is None or torch.Tag.inplace_view in node.target.tags:
             raise ShardingError(
                 f"{node.target} cannot be traced",
                 [str(node.meta["line"])],
-                rule="an in-place op needs a functional form",
-                remedy="write it without the trailing underscore",
+                rule="what an op writes is the value of a tensor of the same shape and memory, or else of a result",
+                remedy="use an op that returns a new tensor; an op of your own may write to tensors, not to lists",
             )
         kept = {a.name for a in target._schema.arguments}
-        kwargs = {k: v for k, v in node.kwargs.items() if k in kept}
+        kwargs = {k: v for k, v in kwargs.items() if k in kept}
         out: Tensor = written[0].meta["val"]
         own_form = {a.name for a in node.target._schema.arguments}
         kwargs |= {k: getattr(out, k) for k in ("dtype", "device") if k in kept and k not in own_form}
-        result = self.emit(target, *self.current(node.args), **self.current(kwargs))
+        result = self.emit(target, *self.current(args), **self.current(kwargs))
         own = sum(r.alias_info is None for r in node.target._schema.returns)
         if isinstance(result.meta["val"], Tensor):
             return [result], None
@@ -269,7 +307,8 @@ class _Rewriter:
             for x in ([result] if isinstance(val, Tensor) else [self.emit(operator.getitem, result, i)])
             for j in ([i] if isinstance(val, Tensor) else range(len(val)))
         ]
-        return values[own:], result if own else None
+        alone = isinstance(node.meta["val"], Tensor)
+        return values[own:], (values[0] if alone else result) if own else None
 
     def write(self, node: fx.Node, value: fx.Node) -> None:
         """Make `value` what `node` shows, and carry it up to the owner."""
@@ -316,6 +355,17 @@ class _Rewriter:
         what = f"input {self.names[owner]}" if owner.op == "placeholder" else "a tensor that the function closes over"
         through = "" if owner is node else ", through a view,"
         return f"{what}{through} is written to at {self.at.meta['line']}"
+
+
+def body_writes(offenders: Sequence[str]) -> ShardingError:
+    """The error for the body of a loop that writes to what it is given, or finds outside."""
+    return ShardingError(
+        "the body of scan writes to tensors that it did not make",
+        list(dict.fromkeys(offenders)),
+        rule="a body runs once, for every step: what changes from step to step is its carry",
+        remedy="return the new value in the carry, h = h + x instead of h += x; take a buffer into the carry, and "
+        "write it behind scan; for BatchNorm in training, eval(), track_running_stats=False or a loop in Python",
+    )
 
 
 # --- writes that are simpler than their functional op -----------------------------------------------------------------

@@ -73,14 +73,22 @@ def mistake(error: Exception, names: Mapping[int, str]) -> ShardingError | None:
         return None
     if isinstance(error, AssertionError) and not frames[-1].f_code.co_filename.startswith(_TORCH):
         return None
+    name, operands = called(error, names)
+    if not name:
+        return None
+    line = error_line(error)  # of a call that nobody's line made, there is none
+    return refused(error, name, line, ((known or "an operand", x) for known, x in operands))
+
+
+def called(error: Exception, names: Mapping[int, str]) -> tuple[str, list[tuple[str, Any]]]:
+    """The function of torch that raised, and its operands with the user's names of them, or none."""
+    frames = list(_frames(error))
     call = next((f.f_locals for f in reversed(frames) if f.f_code.co_name == "__torch_function__"), None)
     if call is None or "func" not in call:
-        return None
+        return "", []
     known = dict(names) | _members(frames) | _locals([f for f in frames if not _library(f)][-1:])
     operands = [*_operands(call.get("args", ())), *_operands(tuple((call.get("kwargs") or {}).values()))]
-    name = getattr(call["func"], "__name__", str(call["func"]))
-    line = error_line(error)  # of a call that nobody's line made, there is none
-    return refused(error, name, line, ((known.get(id(x), "an operand"), x) for x in operands))
+    return getattr(call["func"], "__name__", str(call["func"])), [(known.get(id(x), ""), x) for x in operands]
 
 
 def refused(error: Exception, name: str, line: Line | None, operands: Iterable[tuple[str, Any]]) -> ShardingError:
@@ -124,6 +132,8 @@ def _operands(args: Any) -> Iterator[Any]:
     for x in args:
         if isinstance(x, torch.Tensor):
             yield x
+        elif isinstance(x, slice):
+            yield from _operands((x.start, x.stop, x.step))
         elif isinstance(x, list | tuple):
             inside = list(_operands(x))
             yield from inside or ([x] if isinstance(x, list) and x and not isinstance(x[0], int) else [])

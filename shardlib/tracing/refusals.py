@@ -2,55 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch import fx
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 
 from shardlib.errors import ShardingError
 from shardlib.tensors.tensor import typeof
-from shardlib.tracing.lines import error_line
+from shardlib.tracing.elsewhere import is_here
+from shardlib.tracing.lines import error_line, user_line
+from shardlib.tracing.mistakes import called
 
-_VALUE = (
-    "Python runs once, on shapes; the values of tensors are known only when the program runs",
-    "use torch.where(condition, a, b) or tensor arithmetic, or pass a Python number as an argument",
+_ONCE = "Python runs once, on shapes; the values of tensors are known only when the program runs"
+_LEAVE = (
+    "compute with the tensor itself; for a log, return it and read it outside: float(step(x)), or "
+    'sl.debug_print("{}", x)'
 )
-_SHAPE = (
-    "every shape is known before the program runs",
-    "keep the full shape and mask it: torch.where, masked_fill, topk",
+_DECIDE = (
+    "torch.where(condition, a, b) for an if; for an assert or a stop, return the condition and test it outside; "
+    "or pass what decides as a Python number or flag"
 )
+_COUNT = (
+    "pass a size or a number of steps as a Python number; where a tensor says the place, x.narrow(dim, start, length), "
+    "x.index_select(dim, i) and x.index_copy_(dim, i, value) take it"
+)
+# What the user called, as torch names it -> what to do instead.
+_INSTEAD = {
+    **dict.fromkeys(("__bool__", "__contains__", "equal", "allclose", "is_nonzero"), _DECIDE),
+    **dict.fromkeys(("item", "__float__", "__int__", "__complex__", "tolist", "numpy", "__array__"), _LEAVE),
+    "__format__": 'sl.debug_print("{}", x) prints when the program runs',
+    "__index__": _COUNT,
+}
+_VALUE = (_ONCE, "")
+_SHAPES = {
+    "__getitem__": "x.where(mask, 0) and sums over it for x[mask]; x[mask] = value works as it is",
+    "repeat_interleave": "say how many: repeat_interleave(x, n, output_size=total)",
+}
+_MASK = "keep the full shape and mask it: torch.where(mask, x, 0), masked_fill, topk"
 _LEAF = (
-    "inputs of a traced function are not written to",
-    "write x = x + 1 instead of x += 1, and return the new value",
+    "autograd forbids writes in place to a leaf that requires a gradient",
+    "with torch.no_grad(): around the write, as optimizers do; or make a new tensor: w = w + 1",
 )
 _DEVICES = (
     "all tensors that one op reads are on one device",
     "make it where the arguments are: torch.arange(n, device=x.device), module.to(x.device)",
 )
+_ELSEWHERE = (
+    "a program lives on the devices of its mesh, wherever its function is traced",
+    'leave .cuda() and .to("cuda") out of the function; Mesh(..., device="cuda") says where it runs',
+)
+SHAPES = (
+    "an op of your own says what shapes it returns: they are known before the program runs",
+    "@op.register_fake, a function of the same arguments: lambda x: torch.empty_like(x)",
+)
 _TEXTS: tuple[tuple[type[Exception], str, str, tuple[str, str]], ...] = (
-    (TypeError, "integer tensors of a single element", "needs the value of a tensor as an int", _VALUE),
+    (TypeError, "integer tensors of a single element", "needs the value of a tensor as an int", (_ONCE, _COUNT)),
     (TypeError, "unsupported format string passed to FakeTensor", "prints the value of a tensor", _VALUE),
     (RuntimeError, "its data is not allocated yet", "needs the value of a tensor", _VALUE),
     (RuntimeError, "Tensor that doesn't have storage", "needs the value of a tensor", _VALUE),
     (RuntimeError, "tensors to be on the same device", "reads tensors on two devices at once", _DEVICES),
     (RuntimeError, "found two different devices", "reads tensors on two devices at once", _DEVICES),
-    (RuntimeError, ".numpy() is not supported", "turns a tensor into a numpy array", _VALUE),
+    (RuntimeError, "not linked with support for", "asks for a device that is not here", _ELSEWHERE),
+    (RuntimeError, "NVIDIA driver", "asks for a device that is not here", _ELSEWHERE),
+    (AssertionError, "not compiled with CUDA", "asks for a device that is not here", _ELSEWHERE),
+    (RuntimeError, ".numpy() is not supported", "turns a tensor into a numpy array", (_ONCE, _LEAVE)),
+    (RuntimeError, "no fake impl registered", "calls an op that does not say its shapes", SHAPES),
     (
         RuntimeError,
         "leaf Variable that requires grad is being used in an in-place",
-        "writes to an input in place",
+        "writes in place to a leaf that requires a gradient",
         _LEAF,
     ),
 )
 
 
-def refusal(error: Exception, tracer: Any) -> ShardingError | None:
-    """The error that explains, on the user's line, why a function cannot be traced; None for any other error."""
+def refusal(error: Exception, tracer: Any, names: Mapping[int, str]) -> ShardingError | None:
+    """The error that explains, on the user's line, why a function cannot be traced; None for any other error.
+
+    `names` are those of the traced function's inputs, by their ids.
+    """
+    name, operands = called(error, names)
     if isinstance(error, DataDependentOutputException):
-        what, (rule, remedy) = f"needs the value of {_last_operand(tracer)}", _VALUE
+        named = [(x, known) for known, x in operands if known]
+        smallest = min(named, key=lambda operand: operand[0].numel(), default=None)
+        said = f"{smallest[1]} ({_kind(smallest[0])})" if smallest else None
+        what, (rule, remedy) = f"needs the value of {said or _last_operand(tracer)}", _VALUE
     elif isinstance(error, DynamicOutputShapeException):
-        what, (rule, remedy) = f"makes a shape that depends on values, by {error.func}", _SHAPE
+        by = "x[mask]" if name == "__getitem__" else name or error.func
+        what, rule = f"makes a shape that depends on values, by {by}", "every shape is known before the program runs"
+        remedy = _SHAPES.get(name, _MASK)
     else:
         for kind, text, meaning, advice in _TEXTS:
             if isinstance(error, kind) and text in str(error):
@@ -58,17 +101,41 @@ def refusal(error: Exception, tracer: Any) -> ShardingError | None:
                 break
         else:
             return None
-    return ShardingError(f"the traced function {what}", [str(error_line(error))], rule=rule, remedy=remedy)
+    line = error_line(error) or user_line(sys._getframe(1))  # somebody may catch it before it gets there
+    remedy = remedy or _INSTEAD.get(name, _COUNT)
+    return ShardingError(f"the traced function {what}", [str(line)], rule=rule, remedy=remedy)
 
 
-def refuse_ghost(x: torch.Tensor, line: Any) -> NoReturn:
-    """Raise the error for a value of an earlier trace, which somebody kept."""
+def _kind(x: torch.Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+
+
+def refuse_ghost(x: FakeTensor, line: Any, mode: Any) -> NoReturn:
+    """Raise the error for a value of an earlier trace, or of the body of a scan, which somebody kept."""
+    if x.fake_mode is mode:
+        raise ShardingError(
+            "the traced function reads a tensor that the body of scan left behind",
+            [f"{typeof(x)}, read at {line}"],
+            rule="a body runs once, for every step: its values leave it as the carry, or as y",
+            remedy="return it: `return h, y`; scan gives back the ys of all steps, stacked",
+        )
     raise ShardingError(
         "the traced function reads a tensor that an earlier trace left behind",
         [f"{typeof(x)}, read at {line}"],
         rule="what is computed while a function is traced has no values",
         remedy="clear the cache that holds it (cache_clear()), and fill it outside jitted functions",
     )
+
+
+def refuse_absent(graph: fx.Graph, there: torch.device | None) -> None:
+    """Refuse devices that are neither here nor the mesh's."""
+    for node in graph.nodes:
+        device = node.kwargs.get("device") if node.op == "call_function" else None
+        known = ("meta", there and there.type)
+        if isinstance(device, torch.device) and not is_here(device) and device.type not in known:
+            rule, remedy = _ELSEWHERE
+            what = f"the traced function asks for a device that is not here, {device}"
+            raise ShardingError(what, [str(node.meta["line"])], rule=rule, remedy=remedy)
 
 
 def refuse_subclasses(leaves: Iterable[tuple[str, Any]]) -> None:
@@ -102,6 +169,4 @@ def _last_operand(tracer: Any) -> str:
     last = next(reversed(tracer.graph.nodes))
     source = next(iter(last.all_input_nodes), None)
     val = source.meta.get("val") if source is not None else None
-    if not isinstance(val, torch.Tensor):
-        return "a tensor"
-    return f"{source} ({str(val.dtype).removeprefix('torch.')}{list(val.shape)})"
+    return f"{source} ({_kind(val)})" if isinstance(val, torch.Tensor) else "a tensor"

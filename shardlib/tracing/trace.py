@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot, m
 
 from shardlib.calls.ambient import set_aside
 from shardlib.calls.flat import FlatCall, Static, flatten_call, is_number, is_tensor, names_of, twins
+from shardlib.calls.mappings import opened
 from shardlib.calls.rebound import Watch
 from shardlib.calls.state import State, marks
 from shardlib.random.draw import one_program
@@ -33,6 +34,7 @@ from shardlib.strided import refuse_others
 from shardlib.tensors.form import contiguous
 from shardlib.tracing.asked import Asked, refuse_guests
 from shardlib.tracing.capture import AttentionCapture
+from shardlib.tracing.chance import Chance
 from shardlib.tracing.composites import Composites
 from shardlib.tracing.decompositions import DECOMPOSITIONS
 from shardlib.tracing.elsewhere import is_here, move
@@ -45,7 +47,7 @@ from shardlib.tracing.lifted import Lifted, refuse_carriers, refuse_changed_argu
 from shardlib.tracing.lines import Line, LineRecorder, is_mark
 from shardlib.tracing.mistakes import mistake
 from shardlib.tracing.numbers import NotExpressionsError, Numbers, scalar_of
-from shardlib.tracing.refusals import refusal, refuse_ghost, refuse_subclasses, refuse_unseen
+from shardlib.tracing.refusals import refusal, refuse_absent, refuse_ghost, refuse_subclasses, refuse_unseen
 from shardlib.tracing.threads import refuse_nested
 
 
@@ -168,7 +170,7 @@ def _trace(
     where = tuple(i for i, leaf in enumerate(call.arguments) if is_tensor(leaf) and i not in same)
     names = list(names_of(fn, call, range(len(call.leaves))))
     tensors = [call.arguments[i] for i in where]
-    refuse_others("the traced function", zip((names[i] for i in where), tensors, strict=True))
+    refuse_others("the traced function", zip(names, call.leaves, strict=True))
     refuse_subclasses(zip(names, call.leaves, strict=True))
     there = None if device is None else torch.device(device)
     traced_on = there if there is None or is_here(there) else torch.device("cpu")
@@ -184,7 +186,8 @@ def _trace(
     def flat(*inputs: torch.Tensor) -> list[torch.Tensor]:
         tracer = _recorded(lines)
         lifted.enter(tracer, traced_on)
-        asked.explain = lambda error: refusal(error, tracer)
+        named = {id(x): names[i] for i, x in zip(where, inputs, strict=True)}
+        asked.explain = lambda error: refusal(error, tracer, named)
         ending.start(inputs)
         leaves = [x.value if isinstance(x, Static) else x for x in call.arguments]
         for i, x in zip(where, inputs, strict=True):
@@ -202,15 +205,15 @@ def _trace(
         with nullcontext() if numbers is None else numbers:
             try:
                 with asked, users:
-                    found, tree = pytree.tree_flatten_with_path(fn(*a, **k))
+                    chance = Chance(call.state.kept)
+                    found, tree = pytree.tree_flatten_with_path(opened(fn(*a, **k)))
+                    chance.refuse_draws(lines.fallback.function)
                 if (unseen := asked.refusal or lifted.refusal) is not None:  # somebody went on without the value
                     raise unseen
             except Exception as error:
                 if lifted.refusal is not None and error is not lifted.refusal:
                     raise lifted.refusal from error
-                if refused := refusal(error, tracer) or mistake(
-                    error, {id(x): names[i] for i, x in zip(where, inputs, strict=True)}
-                ):
+                if refused := refusal(error, tracer, named) or mistake(error, named):
                     raise refused from error
                 raise
             refuse_changed_arguments(lines.fallback.function, given, (a, k))
@@ -245,6 +248,7 @@ def _trace(
     input_names = (*(names[i] for i in inputs_of if i >= 0), *ending.names(output_names))
     with mode:
         _finish(gm, input_names, returned, lines.fallback, mode, differentiable=call.state.is_read)
+    refuse_absent(gm.graph, there)
     if there is None or there.type == "cpu":  # GPUs have kernels for other dtypes
         named = dict(zip(gm.graph.find_nodes(op="placeholder"), input_names, strict=True))
         refuse_kernels(gm.graph, named)
@@ -375,7 +379,7 @@ def _finish(
         if node.op == "get_attr":
             constant = operator.attrgetter(str(node.target))(gm)
             if isinstance(constant, FakeTensor):
-                refuse_ghost(constant, node.meta["line"])
+                refuse_ghost(constant, node.meta["line"], mode)
             if constant.requires_grad and differentiable and torch.is_grad_enabled():
                 refuse_unseen(constant, node.meta["line"])
             if node.meta.get("val") is None:

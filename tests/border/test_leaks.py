@@ -85,7 +85,7 @@ class Out(dict[str, Any]):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda y: Out(y=y),
+        lambda y: Out(y=types.SimpleNamespace(y=y)),
         lambda y: {y},
         lambda y: functools.partial(torch.add, y),
         lambda y: lambda x: x + y,

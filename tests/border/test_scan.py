@@ -361,7 +361,7 @@ INSIDE: list[tuple[str, Callable[[], Any], str]] = [
     (
         "writes to the carry",
         lambda: sl.jit(lambda x: scan(lambda h, p: (h.add_(p), None), C, x)).plan(X),
-        "writes to an input in place",
+        "the body of scan writes to tensors that it did not make",
     ),
 ]
 

@@ -319,6 +319,7 @@ def test_one_tensor_that_is_to_live_in_two_places_is_two() -> None:
     assert str(plan.layout_of("x")) == str(plan.layout_of("y")) == "6, 4"
 
 
+@pytest.mark.filterwarnings("ignore::shardlib.jit.RetraceWarning")
 def test_attributes_of_tensors_are_seen() -> None:
     step = sl.jit(lambda w: w * getattr(w, "scale", 1.0) + getattr(w, "bias", 0.0))
     for w in (X.clone(), sl.shard(X, "batch _"), nn.Parameter(X.clone())):
