@@ -70,17 +70,20 @@ def entry(plan: Plan, program: Program, mesh: Mesh, runner: Runner, kept: Sequen
         layout, donated = _layout(var), i in program.donated
         inputs.append(Input(leaf, name, layout, donated, tuple(_firsts(layout, mesh))))
     named = plan.output_names[: len(plan.output_names) - len(traced.after.gradients)]
-    outputs = tuple(forms(program.outputs[: len(named)], mesh, named))
-    build = _builder(traced.out_tree)
+    outputs = tuple(forms(program.outputs[: len(named)], mesh, named, traced.strides))
+    same = {i: at for i, at in traced.same.items() if outputs[i] is outputs[at]}  # and live in one place
+    build = _builder(traced.out_tree, same)
     after, n = traced.after, traced.out_tree.num_leaves
     return Entry(plan.name, mesh, runner, tuple(inputs), outputs, build, after, n, traced.looked, tuple(kept))
 
 
-def forms(outputs: Sequence[Any], mesh: Mesh, names: Sequence[Any]) -> Iterator[Form | None]:
-    """What the results of a program are as ShardedTensors."""
+def forms(
+    outputs: Sequence[Any], mesh: Mesh, names: Sequence[Any], strides: Sequence[tuple[int, ...] | None]
+) -> Iterator[Form | None]:
+    """What the results of a program are as ShardedTensors, with the strides that they have on one device."""
     device = torch.empty(0, device=mesh.device).device
-    for out, called in zip(outputs, names, strict=True):
-        yield Form.of(_layout(out), mesh, out.dtype, device, called) if isinstance(out, Var) else None
+    for out, called, said in zip(outputs, names, strides, strict=False):
+        yield Form.of(_layout(out), mesh, out.dtype, device, called, said) if isinstance(out, Var) else None
 
 
 def _layout(var: Var) -> Layout:
@@ -273,8 +276,8 @@ class _Gone(tuple[Any, ...]):
     __getitem__ = __iter__ = __len__ = _refuse
 
 
-def _builder(tree: pytree.TreeSpec) -> Callable[[list[Any]], Any]:
-    """`tree_unflatten`, written out for the plain containers that results mostly are."""
+def _builder(tree: pytree.TreeSpec, same: Mapping[int, int]) -> Callable[[list[Any]], Any]:
+    """`tree_unflatten`, written out for the plain containers that results mostly are; leaf `i` is leaf `same[i]`."""
     names: dict[str, Any] = {}
 
     def write(x: Any) -> str | None:
@@ -291,9 +294,10 @@ def _builder(tree: pytree.TreeSpec) -> Callable[[list[Any]], Any]:
             return f"({inner})" if type(x) is tuple else f"[{inner}]"
         return None
 
-    text = write(pytree.tree_unflatten([_Leaf(i) for i in range(tree.num_leaves)], tree))
+    places = [same.get(i, i) for i in range(tree.num_leaves)]
+    text = write(pytree.tree_unflatten([_Leaf(i) for i in places], tree))
     if text is None:
-        return lambda leaves: pytree.tree_unflatten(leaves, tree)
+        return lambda leaves: pytree.tree_unflatten([leaves[i] for i in places], tree)
     build: Callable[[list[Any]], Any] = eval(f"lambda x: {text}", names)
     return build
 

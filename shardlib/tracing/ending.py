@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.autograd.function import BackwardCFunction
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -27,6 +28,7 @@ class After:
 
     `grads`: (leaf, position of its new `.grad`, None where it is dropped); `written`: (leaf, position of its new
     value); `gradients`: (leaf, position of its gradient); `cotangents`: the results that have gradients, by position.
+    `reached`: for each gradient, from which of `cotangents` torch's own history leads to it: zeros are a gradient, too.
     `refused`: results that nobody can go back through, though they depend on an input that requires a gradient (at
     `root`), and torch's reason.
     """
@@ -35,6 +37,7 @@ class After:
     written: tuple[tuple[int, int], ...] = ()
     gradients: tuple[tuple[int, int], ...] = ()
     cotangents: tuple[int, ...] = ()
+    reached: tuple[frozenset[int], ...] = ()
     refused: tuple[int, ...] = ()
     root: int = -1
     why: str = ""
@@ -53,6 +56,7 @@ class Ending:
         self._watched: list[tuple[int, Tensor, Tensor | None]] = []  # leaf, what the trace sees of it, its `.grad`
         self._grads: list[tuple[int, bool]] = []
         self._gradients: list[int] = []
+        self._reached: tuple[frozenset[int], ...] = ()
         self._refused: tuple[tuple[int, ...], int, str] = ((), -1, "")
         self.strict = strict  # what cannot be differentiated fails at once
         self._before = [_Autograd.of(x) for x in call.state.tensors]
@@ -94,6 +98,8 @@ class Ending:
     ) -> list[Tensor]:
         """After it has run: what follows its own results."""
         self.returned = len(result)
+        for handle in self._passages:
+            handle.remove()
         self._refuse_changes(inputs)
         out: list[Tensor] = []
         for leaf, x, grad in self._watched:
@@ -133,8 +139,6 @@ class Ending:
         wanted = {leaf: x for leaf, x in owners.items() if x.requires_grad}
         if not outs or not wanted:
             return []
-        for handle in self._passages:
-            handle.remove()
         for x in owners.values():  # hooks run where the gradients go on: outside
             _Autograd(False, None, {}).lend_hooks(x)
         before = set(tracer.graph.nodes)
@@ -152,6 +156,8 @@ class Ending:
             return []
         self.cotangents = outs
         self._gradients = [leaf for leaf, x in zip(wanted, found, strict=True) if x is not None]
+        origins = _origins([result[i] for i in outs])
+        self._reached = tuple(origins.get(_end(wanted[leaf]), frozenset()) for leaf in self._gradients)
         return [self.lifted.seen(x) for x in found if x is not None]
 
     def names(self, paths: Sequence[Any]) -> tuple[str, ...]:
@@ -172,7 +178,7 @@ class Ending:
         changed = tuple((leaf, at + i) for i, leaf in enumerate(written))
         at += len(changed)
         gradients = tuple((leaf, at + i) for i, leaf in enumerate(self._gradients))
-        return After(tuple(grads), changed, gradients, tuple(self.cotangents), *self._refused)
+        return After(tuple(grads), changed, gradients, tuple(self.cotangents), self._reached, *self._refused)
 
 
 def _pulled(outs: list[Tensor], wanted: list[Tensor], cotangents: list[Tensor]) -> Sequence[Tensor | None]:
@@ -206,6 +212,42 @@ def _reenters(outs: Sequence[Tensor]) -> bool:
         seen.add(node)
         todo += [behind for behind, _ in node.next_functions]
     return False
+
+
+def _end(x: Tensor) -> Any:
+    """Where the history of what is made of `x` ends."""
+    return id(x) if x.grad_fn is None else x.grad_fn
+
+
+def _origins(outs: Sequence[Tensor]) -> dict[Any, frozenset[int]]:
+    """For every end of the history of `outs`, from which of these it is reached; not through Functions of the user's,
+    which may have no gradient for an input."""
+    order: dict[Any, None] = {}  # from the ends
+    todo: list[tuple[Any, bool]] = [(x.grad_fn, False) for x in outs]
+    open_: set[Any] = set()
+    while todo:
+        node, done = todo.pop()
+        if done:
+            order[node] = None
+        elif node is not None and node not in open_:
+            open_.add(node)
+            todo += [(node, True), *((behind, False) for behind, _ in _behind(node))]
+    found: dict[Any, frozenset[int]] = {}
+    for i, x in enumerate(outs):
+        start = _end(x)
+        found[start] = found.get(start, frozenset()) | {i}
+    for node in reversed(order):
+        for behind, _ in _behind(node):
+            if behind is not None:
+                found[behind] = found.get(behind, frozenset()) | found[node]
+    for node, which in list(found.items()):
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found[id(leaf)] = found.get(id(leaf), frozenset()) | which
+    return found
+
+
+def _behind(node: Any) -> Any:
+    return () if isinstance(node, BackwardCFunction) else node.next_functions
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,8 @@ class Traced:
     looked: Mapping[int, Any] = field(default_factory=dict)  # leaf -> the value of a number that Python looked at
     asked: bool = False  # where its arguments lie in memory
     twins: Mapping[str, str] = field(default_factory=dict)  # arguments that are another input, with its name
+    strides: tuple[tuple[int, ...] | None, ...] = ()  # of every output, on one device; None: dense, dims in order
+    same: Mapping[int, int] = field(default_factory=dict)  # leaves of the result that are an earlier one
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
@@ -193,6 +195,8 @@ def _trace(
             leaves = [numbers.give(i, names[i], x) if is_number(x) else x for i, x in enumerate(leaves)]
         a, k = pytree.tree_unflatten(leaves, call.tree)
         given = pytree.tree_flatten((a, k))
+        asked.inputs = {id(x): (names[i], call.arguments[i]) for i, x in zip(where, inputs, strict=True)}
+        asked.inputs |= {id(x): (name, x) for name, x in zip(call.state.names, call.state.tensors, strict=True)}
         with nullcontext() if numbers is None else numbers:
             try:
                 with asked, users:
@@ -239,6 +243,7 @@ def _trace(
         written = functionalise(gm, input_names)
     if there is not None and there.type != "cpu":
         move(gm, there)
+    after = ending.after(gm.graph, [inputs_of[i] for i in written])
     return Traced(
         gm,
         lines.fallback.function,
@@ -249,10 +254,12 @@ def _trace(
         tuple(map(pytree.keystr, paths)),
         out_tree,
         static,
-        ending.after(gm.graph, [inputs_of[i] for i in written]),
+        after,
         {i: x for i, x in enumerate(call.arguments) if is_number(x)} if numbers is None else numbers.looked,
         asked.line is not None,
         {names[i]: names[at] for i, at in same.items()},
+        _strides(returned, after, call.leaves),
+        _repeated(returned[: out_tree.num_leaves]),
     )
 
 
@@ -366,6 +373,22 @@ def _finish(
                 refuse_unseen(constant, node.meta["line"])
             if node.meta.get("val") is None:
                 node.meta["val"] = mode.from_tensor(constant)
+
+
+def _strides(returned: Sequence[Any], after: After, leaves: Sequence[Any]) -> tuple[tuple[int, ...] | None, ...]:
+    """The strides of all outputs; a gradient has those of its tensor, as autograd would keep it."""
+    own = [x.stride() if isinstance(x, torch.Tensor) else None for x in returned]
+    at = len(own) - len(after.gradients)
+    of = [leaves[leaf] for leaf, _ in after.gradients]
+    kept = [torch.empty_like(torch.empty_strided(x.shape, x.stride(), device="meta")).stride() for x in of]
+    return (*own[:at], *(None for _ in after.written), *kept)
+
+
+def _repeated(results: Sequence[Any]) -> dict[int, int]:
+    """The tensors among these that are an earlier one, with its place."""
+    first: dict[int, int] = {}
+    places = {i: first.setdefault(id(x), i) for i, x in enumerate(results) if isinstance(x, torch.Tensor)}
+    return {i: at for i, at in places.items() if i != at}
 
 
 def _values(node: fx.Node) -> list[Any]:

@@ -213,7 +213,7 @@ def _indexed(emit: Emit, base: fx.Node, size: Sequence[int], stride: Sequence[in
             line = emit(aten.reshape.default, steps, [n if i == d else 1 for i in range(len(size))])
             where = emit(aten.add.Tensor, where, line)
     found = emit(aten.index.Tensor, flat, [emit(aten.expand.default, where, list(size))])
-    found.meta["overlaps"] = not _apart(size, stride)
+    found.meta["overlaps"] = not apart(size, stride)
     return found
 
 
@@ -221,7 +221,7 @@ def _unindexed(emit: Emit, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.N
     return None if view.meta["overlaps"] else emit(aten.index_put.default, base, view.args[1], value)
 
 
-def _apart(size: Sequence[int], stride: Sequence[int]) -> bool:
+def apart(size: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether every element has a place of its own: each stride steps over all that the smaller ones reach."""
     reach = 0
     for s, n in sorted((s, n) for n, s in zip(size, stride, strict=True) if n != 1):

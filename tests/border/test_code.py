@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import sys
@@ -366,6 +367,54 @@ def test_where_an_argument_lies_is_told_of_its_own_memory_alone(fn: Any, view: A
         ) as error:
             step(x)
         assert "Remedy: pass x.clone()" in str(error.value)
+
+
+W = torch.ones(4, requires_grad=True)
+ASKED: dict[str, tuple[Any, str]] = {
+    "address": (lambda x: x.data_ptr(), "the address (data_ptr) of x"),
+    "of a value": (lambda x: (x * 2).data_ptr(), "the address (data_ptr) of a value of the trace"),
+    "of what is closed over": (lambda x: W.data_ptr(), "the address (data_ptr) of W"),
+    "writes": (lambda x: x._version, "the number of writes (_version) of x"),
+    "history": (lambda x: x.grad_fn is None, "the history (grad_fn) of x"),
+    "storage": (lambda x: x.untyped_storage().nbytes(), "the storage of x"),
+    "typed storage": (lambda x: x.storage().size(), "the storage of x"),
+    "view": (lambda x: x._is_view(), "what it is a view of (_is_view) of x"),
+    "caught": (lambda x: _caught(lambda: x.data_ptr()), "the address (data_ptr) of x"),
+}
+
+
+def _caught(ask: Any) -> None:
+    with contextlib.suppress(RuntimeError, sl.ShardingError):
+        ask()
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_who_an_argument_is_is_not_told(name: str) -> None:
+    ask, what = ASKED[name]
+    with pytest.raises(sl.ShardingError) as error:
+        sl.jit(lambda x: (x * 2, ask(x))[0])(W * 2)
+    assert f"the traced function asks for {what}:\n  * " in str(error.value)
+    assert "test_code.py" in str(error.value)
+    assert "Remedy: ask before the call" in str(error.value)
+
+
+def test_whether_an_argument_is_a_leaf_is_told_of_the_callers_own() -> None:
+    def asks(x: Tensor) -> Any:
+        y = x * 1
+        return y.detach() * (2 * x.is_leaf + 3 * x.retains_grad + 5 * y.is_leaf + 7 * (y.grad_fn is None))
+
+    kept = W * 2
+    kept.retain_grad()
+    step = sl.jit(asks)
+    for x in (
+        W,
+        W * 2,
+        kept,
+        torch.ones(4),
+        sl.shard(torch.ones(4), "a@data"),
+        sl.shard(W.detach(), "a").requires_grad_(),
+    ):
+        same(step(x), asks(x))
 
 
 def test_slices_of_one_tensor_run_one_program() -> None:
