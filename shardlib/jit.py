@@ -15,7 +15,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from shardlib.arrays import taken
+from shardlib.arrays import Shown, taken
 from shardlib.calls import gradient
 from shardlib.calls.ambient import ambient, refuse_modes
 from shardlib.calls.arguments import argument_of, by_position_and_name
@@ -233,10 +233,10 @@ class Jitted:
 
     def _taken(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with tensors for numpy's arrays, but for the static ones."""
-        said = f"an argument of {self.name}"
+        said, shown = f"an argument of {self.name}", Shown()
         return (
-            tuple(x if i in self.static else taken(x, said) for i, x in enumerate(args)),
-            {k: x if k in self.static else taken(x, said) for k, x in kwargs.items()},
+            tuple(x if i in self.static else taken(x, said, shown) for i, x in enumerate(args)),
+            {k: x if k in self.static else taken(x, said, shown) for k, x in kwargs.items()},
         )
 
     def _check_budgets(self, plan: Plan) -> None:

@@ -38,7 +38,7 @@ class Asked(TorchFunctionMode):
             name, x = self.inputs.get(id(args[0]), ("a value of the trace", args[0]))
             frame = _asking(sys._getframe(1))
             if func in (_IS_LEAF, _RETAINS_GRAD):
-                return func(x) if x.requires_grad else func(*args)
+                return func(x) if getattr(x, "requires_grad", False) else func(*args)
             if not is_internal(frame.f_code.co_filename) and (what := self._never_told(func, args[0], x)):
                 self.refusal = _never(name, what, line_at(frame.f_code, frame.f_lineno))
                 raise self.refusal

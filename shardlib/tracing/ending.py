@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from shardlib.calls.flat import FlatCall
 from shardlib.errors import ShardingError
 from shardlib.tracing.lifted import Lifted, placeholder
+from shardlib.tracing.views import written_to
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,16 @@ class Ending:
                 self._grads.append((leaf, now is not None))
                 out += [] if now is None else [self.lifted.seen(now)]
         return out + (self._backward(result, inputs, tracer) if differentiate else [])
+
+    def note_lost(self, error: Exception, graph: fx.Graph) -> None:
+        """Say in an error of the function's what it wrote before: on one device that would have happened."""
+        names = (*self.argument_names, *self.call.state.names)
+        inputs = dict(zip(graph.find_nodes(op="placeholder"), names, strict=False))
+        lost = [inputs[node] for node in written_to(graph) if node in inputs]
+        of = dict(zip((*self.where, *range(len(self.call.arguments), len(self.call.leaves))), names, strict=True))
+        lost += [f"{of[leaf]}.grad" for leaf, x, grad in self._watched if x.grad is not grad]
+        if lost:
+            error.add_note(f"Not written: {', '.join(lost)}. A jitted function writes when it has returned.")
 
     def _refuse_changes(self, inputs: Sequence[Tensor]) -> None:
         """Refuse what the function did to autograd's part of its inputs: a program returns values."""

@@ -22,6 +22,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
+from shardlib.arrays import refuse_writes
 from shardlib.calls.ambient import set_aside
 from shardlib.calls.flat import FlatCall, Static, flatten_call, is_number, is_tensor, names_of, twins
 from shardlib.calls.state import State, marks
@@ -204,9 +205,10 @@ def _trace(
                 if asked.refusal is not None:  # somebody caught it, and went on without the value
                     raise asked.refusal
             except Exception as error:
-                if refused := refusal(error, tracer) or mistake(
-                    error, {id(x): names[i] for i, x in zip(where, inputs, strict=True)}
-                ):
+                named = {id(x): names[i] for i, x in zip(where, inputs, strict=True)}
+                refused = refusal(error, tracer) or mistake(error, named)
+                ending.note_lost(refused or error, tracer.graph)
+                if refused is not None:
                     raise refused from error
                 raise
             refuse_changed_arguments(lines.fallback.function, given, (a, k))
@@ -239,6 +241,7 @@ def _trace(
     if there is None or there.type == "cpu":  # GPUs have kernels for other dtypes
         named = dict(zip(gm.graph.find_nodes(op="placeholder"), input_names, strict=True))
         refuse_kernels(gm.graph, named)
+    refuse_writes(gm, call.state.kept)
     with mode:
         written = functionalise(gm, input_names)
     if there is not None and there.type != "cpu":

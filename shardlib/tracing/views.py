@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+
+from shardlib.traits import is_view
 
 aten = torch.ops.aten
 
@@ -26,6 +29,23 @@ def written_arguments(target: Any) -> tuple[str, ...]:
         return ()
     written = [a for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     return tuple(a.name for a in sorted(written, key=lambda a: not a.kwarg_only))
+
+
+def written_to(graph: fx.Graph) -> dict[fx.Node, None]:
+    """The nodes of a graph whose memory some op writes to, by itself or through views."""
+    owners: dict[fx.Node, fx.Node] = {}
+    written: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or not node.args:
+            continue
+        if isinstance(node.args[0], fx.Node) and (node.target is operator.getitem or is_view(node.target)):
+            owners[node] = owners.get(node.args[0], node.args[0])
+        names = written_arguments(node.target)
+        for i, a in enumerate(node.target._schema.arguments if names else ()):
+            if a.name in names:
+                found = node.args[i] if i < len(node.args) else node.kwargs.get(a.name)
+                written |= dict.fromkeys(owners.get(x, x) for x in pytree.tree_leaves(found) if isinstance(x, fx.Node))
+    return written
 
 
 @cache
