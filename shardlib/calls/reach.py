@@ -35,12 +35,13 @@ class Reach:
     """The variables that some code reads, and the functions that it calls by name.
 
     `exact`: some of it asks for `type(x)`, which nothing but a number itself answers right: numbers are constants.
+    `seeds`: some of it names a method by which generators are seeded.
     Two of these are equal only if they are one: it stands for its functions in the key of a call.
     """
 
     def __init__(self, code: Sequence[Any], before: Reach | None = None) -> None:
         self.code, self.before = tuple(code), before
-        self.exact = False
+        self.exact = self.seeds = False
         self.variables: list[Variable] = []
         self._seen: set[Any] = set() if before is None else set(before._seen)
         self._places: list[tuple[str, Getter, Any]] = []
@@ -113,6 +114,7 @@ class Reach:
             self._variable(variable, get, cell, 0)
             self._space(variable, get(), code)
         if is_users(fn):
+            self.seeds |= not _SEEDING.isdisjoint(_attributes(code))
             names = _globals(fn)
             self.exact |= "type" in names and fn.__name__ not in _TEXTS
             for variable in names:
@@ -204,6 +206,7 @@ def _is_descriptor(x: Any) -> bool:
 
 _PARTS = ("__func__", "__wrapped__", "func", "fget", "fset")
 _DESCRIPTORS = (staticmethod, classmethod, property, functools.cached_property, functools.partialmethod)
+_SEEDING = frozenset({"manual_seed", "seed", "set_state", "graphsafe_set_state"})
 _TEXTS = frozenset({"__repr__", "__str__", "__eq__", "__hash__", "__reduce__", "__reduce_ex__", "__format__"})
 
 

@@ -48,6 +48,7 @@ class State:
     arrays = False  # whether numpy's are among the arguments
     leaked = False  # whether a number of a trace was found
     exact = False  # whether some code wants numbers that are nothing else
+    seeds = False  # whether some code names a method by which generators are seeded
     found: dict[Place, Facts] | None = None  # if a dict, what is known of each place; the next four are kept, too
     values: dict[Place, Any]
     copies: dict[int, Any]  # of containers

@@ -46,6 +46,7 @@ from shardlib.tracing.lines import Line, LineRecorder, is_mark
 from shardlib.tracing.mistakes import mistake
 from shardlib.tracing.numbers import NotExpressionsError, Numbers, scalar_of
 from shardlib.tracing.refusals import refusal, refuse_ghost, refuse_subclasses, refuse_unseen
+from shardlib.tracing.results import repeated, strides_of
 
 
 @dataclass(frozen=True)
@@ -220,7 +221,7 @@ def _trace(
 
     with (
         set_aside() as users,
-        _tracing(call.state.generators if call.state.is_read else None),
+        _tracing(call.state.generators if call.state.is_read else None, marked=call.state.seeds),
         mode,
         lifted,
         ending,
@@ -261,8 +262,8 @@ def _trace(
         {i: x for i, x in enumerate(call.arguments) if is_number(x)} if numbers is None else numbers.looked,
         asked.line is not None,
         {names[i]: names[at] for i, at in same.items()},
-        _strides(returned, after, call.leaves),
-        _repeated(returned[: out_tree.num_leaves]),
+        strides_of(returned, after, call.leaves),
+        repeated(returned[: out_tree.num_leaves]),
     )
 
 
@@ -290,7 +291,7 @@ class _Here:
 
 
 @contextmanager
-def _tracing(generators: Sequence[torch.Generator] | None) -> Iterator[None]:
+def _tracing(generators: Sequence[torch.Generator] | None, *, marked: bool) -> Iterator[None]:
     with _LOCK, torch.backends.cudnn.flags(enabled=False):  # one graph, whatever device it is for
         if len(FakeTensorMode.cache) > _FAKE_CACHE:  # it has no bound of its own
             FakeTensorMode.cache_clear()
@@ -301,7 +302,7 @@ def _tracing(generators: Sequence[torch.Generator] | None) -> Iterator[None]:
         # Model libraries read this flag before they look at the values of masks and positions.
         torch.compiler._is_compiling_flag = _Here()  # type: ignore[assignment]
         try:
-            draws = one_program(traced=True, generators=generators)
+            draws = one_program(traced=True, generators=generators, marked=marked)
             with tracing(), AttentionCapture(), Composites(), first_order(), draws:
                 yield
         finally:
@@ -376,22 +377,6 @@ def _finish(
                 refuse_unseen(constant, node.meta["line"])
             if node.meta.get("val") is None:
                 node.meta["val"] = mode.from_tensor(constant)
-
-
-def _strides(returned: Sequence[Any], after: After, leaves: Sequence[Any]) -> tuple[tuple[int, ...] | None, ...]:
-    """The strides of all outputs; a gradient has those of its tensor, as autograd would keep it."""
-    own = [x.stride() if isinstance(x, torch.Tensor) else None for x in returned]
-    at = len(own) - len(after.gradients)
-    of = [leaves[leaf] for leaf, _ in after.gradients]
-    kept = [torch.empty_like(torch.empty_strided(x.shape, x.stride(), device="meta")).stride() for x in of]
-    return (*own[:at], *(None for _ in after.written), *kept)
-
-
-def _repeated(results: Sequence[Any]) -> dict[int, int]:
-    """The tensors among these that are an earlier one, with its place."""
-    first: dict[int, int] = {}
-    places = {i: first.setdefault(id(x), i) for i, x in enumerate(results) if isinstance(x, torch.Tensor)}
-    return {i: at for i, at in places.items() if i != at}
 
 
 def _values(node: fx.Node) -> list[Any]:

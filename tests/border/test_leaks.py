@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import threading
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -313,6 +314,23 @@ def test_generators_that_a_function_makes_or_seeds_are_refused() -> None:
     assert torch.equal(g.get_state(), state)
     with pytest.raises(ShardingError, match="draws from a generator that it makes itself"):
         sl.jit(lambda x: x + torch.rand(4, generator=torch.Generator().manual_seed(3)))(X)
+
+
+def test_a_generator_is_as_it_was_while_a_function_is_traced() -> None:
+    g, seen = torch.Generator().manual_seed(3), []
+    before = g.get_state()
+
+    def draws(x: Tensor) -> Tensor:
+        other = threading.Thread(target=lambda: seen.append(torch.equal(g.get_state(), before)))
+        other.start()
+        other.join()
+        return x + torch.rand(4, generator=g)
+
+    first = sl.jit(draws)(X)
+    assert seen == [True]
+    assert not torch.equal(g.get_state(), before), "the call has drawn its key"
+    g.manual_seed(3)
+    same(sl.jit(draws)(X), first)
 
 
 def _tripled(x: Tensor) -> Tensor:
