@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shardlib.calls.leaks import Leak
 from shardlib.calls.reach import is_users
-from shardlib.tensors.tensor import ShardedTensor
+from shardlib.tensors.tensor import ShardedTensor, marks
 from shardlib.tracing.numbers import is_given
 
 Place = tuple[int, Any]  # id of who holds something (a dict of globals, a cell, an object ...), and its name there
@@ -371,11 +371,6 @@ def changed(before: Mapping[Place, Facts], after: Mapping[Place, Facts]) -> dict
     return {place: now for place, now in after.items() if before.get(place) != now}
 
 
-def marks(x: torch.Tensor) -> dict[str, Any]:
-    """The attributes that somebody gave a tensor, beside those that it has itself."""
-    return {k: y for k, y in x.__dict__.items() if k not in _OWN}
-
-
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -417,8 +412,7 @@ def _part(x: Any) -> str:
 
 _Cache = functools._lru_cache_wrapper
 _OF_MODES = frozenset({"inner", "old_dispatch_mode_flags"})
-_OWN = frozenset({"_form", "_locals", "_memory", "_path", "_is_param", "proxy"})
-OWN = 2  # of these a ShardedTensor has at least
+OWN = 2  # attributes that a ShardedTensor has at least: its form and its pieces
 _PLAIN = frozenset(
     {bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device, torch.Size}
 )

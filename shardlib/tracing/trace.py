@@ -25,12 +25,13 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from shardlib.arrays import refuse_writes
 from shardlib.calls.ambient import set_aside
 from shardlib.calls.flat import FlatCall, Static, flatten_call, is_number, is_tensor, names_of, twins
-from shardlib.calls.state import State, marks
+from shardlib.calls.state import State
 from shardlib.random.draw import one_program
 from shardlib.scalar import Scalar
 from shardlib.state import is_tracing, tracing
 from shardlib.strided import refuse_others
 from shardlib.tensors.form import contiguous
+from shardlib.tensors.tensor import marks
 from shardlib.tracing.asked import Asked, refuse_guests
 from shardlib.tracing.capture import AttentionCapture
 from shardlib.tracing.composites import Composites

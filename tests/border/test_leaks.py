@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import pickle
 import threading
 import types
@@ -331,6 +332,46 @@ def test_a_generator_is_as_it_was_while_a_function_is_traced() -> None:
     assert not torch.equal(g.get_state(), before), "the call has drawn its key"
     g.manual_seed(3)
     same(sl.jit(draws)(X), first)
+
+
+def _saved(x: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+COPIES: dict[str, Any] = {
+    "deepcopy": copy.deepcopy,
+    "copy": lambda tensors: list(map(copy.copy, tensors)),
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "save": _saved,
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_of_tensors_keep_their_attributes(how: str) -> None:
+    def attributes(place: Any) -> Any:
+        x, p = place(X.clone()), nn.Parameter(place(X.clone()))
+        x.note, p.group = {"k": [1, 2]}, "decay"
+        a, b = COPIES[how]([x, p])
+        group = getattr(b, "group", None)  # none in a deep copy
+        return a.note, a.note is x.note, group, isinstance(b, nn.Parameter), b.requires_grad
+
+    assert attributes(lambda x: sl.shard(x, "a@data")) == attributes(lambda x: x)
+
+
+def test_deep_copies_of_views_share_memory() -> None:
+    def parts(x: Any) -> Any:
+        net = {"x": x, "views": [x.view(2, 2), x[2:]], "alias": x.detach()}
+        net["views"][0].mul_(2)
+        mine = copy.deepcopy(net)
+        mine["views"][1].add_(1)
+        mine["x"].mul_(3)
+        mine["views"][0][0].fill_(7)
+        return net, mine
+
+    same(parts(sl.shard(torch.arange(4.0), "a@data")), parts(torch.arange(4.0)))
 
 
 def _tripled(x: Tensor) -> Tensor:
