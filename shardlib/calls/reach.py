@@ -73,6 +73,8 @@ class Reach:
         if isinstance(code, types.FunctionType):
             self._function(code)
             return
+        if is_users(type(code)):
+            self._todo.append(type(code))  # a metaclass has what its classes have not
         for kind in code.__mro__:
             if is_users(kind):
                 self._class(kind)
@@ -199,7 +201,7 @@ def _functions(x: Any) -> Iterator[types.FunctionType]:
 
 def _is_descriptor(x: Any) -> bool:
     """Whether something in a class is a way to an attribute, and none itself."""
-    if isinstance(x, functools._lru_cache_wrapper):
+    if isinstance(x, functools._lru_cache_wrapper) or is_users(type(x)):  # a descriptor of the user's has a state
         return False
     return inspect.isroutine(x) or isinstance(x, _DESCRIPTORS) or inspect.isdatadescriptor(x)
 

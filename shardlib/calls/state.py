@@ -10,6 +10,7 @@ again until somebody else changes it.
 
 from __future__ import annotations
 
+import array
 import copy
 import dataclasses
 import functools
@@ -152,9 +153,8 @@ class State:
         if isinstance(x, set | frozenset):
             known.append(frozenset((type(y), y) for y in x))
             return
-        hashes: Any = type(x).__hash__
-        if hashes is None or hashes is object.__hash__:
-            self._value(x, known, 0)  # it may be another one, inside, next time
+        if _is_its_own(x):
+            self._value(x, known, 0)
         else:
             known.append(x)
 
@@ -283,6 +283,8 @@ class State:
             for k, y in list(x.items()):
                 key = id(k) if isinstance(k, torch.Tensor) else k  # the optimizer's, say
                 self._at = (*at, (key,))
+                if type(k) not in _PLAIN and _is_its_own(k):
+                    self._value(k, known, depth + 1)
                 self._attribute(owner, (type(k), key), y, known, depth)
         elif isinstance(x, set | frozenset):
             for i, y in enumerate(x):
@@ -348,6 +350,9 @@ class State:
         if type(x).__module__ == "numpy" and hasattr(x, "tobytes"):
             known.append((x.dtype, x.shape, _digest(x)))
             return
+        if isinstance(x, bytearray | memoryview | array.array):
+            known.append(_digest(memoryview(x)))
+            return
         if (inner := getattr(x, "__dict__", _NOTHING).get("__wrapped__")) is not None:  # a jitted function, say
             self._attribute(id(x), "__wrapped__", inner, known, depth)
         if depth >= DEPTH or not _is_object(x):
@@ -374,6 +379,12 @@ def changed(before: Mapping[Place, Facts], after: Mapping[Place, Facts]) -> dict
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
+def _is_its_own(x: Any) -> bool:
+    """Whether `x` is equal to nothing else, or may change: it may be another one, inside, next time."""
+    hashes: Any = type(x).__hash__
+    return hashes is None or hashes is object.__hash__
+
+
 def _is_object(x: Any) -> bool:
     """Whether `x` is a user's object, or an optimizer: its attributes count."""
     kind = type(x)
@@ -398,7 +409,7 @@ def _classes(kind: Any) -> tuple[type, ...]:
 
 
 def _digest(x: Any) -> bytes:
-    """What is in an array of numpy, or, of objects, who."""
+    """What is in an array, or, of objects, who."""
     return hashlib.blake2b(x.tobytes(), digest_size=16).digest()
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import dataclasses
 import functools
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -367,6 +368,62 @@ def test_where_an_argument_lies_is_told_of_its_own_memory_alone(fn: Any, view: A
         ) as error:
             step(x)
         assert "Remedy: pass x.clone()" in str(error.value)
+
+
+def held() -> dict[str, tuple[Any, Callable[[], Any]]]:
+    """Functions of `x`, and what changes a number that they read."""
+
+    class Meta(type):
+        scale = 2.0
+        settings: ClassVar = {"k": 2.0}
+
+        @property
+        def computed(cls) -> float:
+            return cls.settings["k"]
+
+    class Made(metaclass=Meta):
+        pass
+
+    class Descriptor:
+        def __init__(self) -> None:
+            self.k = 2.0
+
+        def __get__(self, obj: Any, kind: Any = None) -> float:
+            return self.k
+
+    descriptor = Descriptor()
+    Made.described = descriptor  # type: ignore[attr-defined]
+    made, numbers, raw = Made(), array.array("d", [2.0]), bytearray(b"2")
+    view = memoryview(raw)
+
+    class Key:
+        k = 2.0
+
+    keys = {(key := Key()): 1, "other": 2}
+    held_by_set = {key}
+    return {
+        "a metaclass": (lambda x: x * Made.scale, lambda: setattr(Meta, "scale", 3.0)),
+        "a property of a metaclass": (lambda x: x * Made.computed, lambda: Meta.settings.update(k=3.0)),
+        "a descriptor": (lambda x: x * made.described, lambda: setattr(descriptor, "k", 3.0)),
+        "a descriptor of a class": (lambda x: x * Made.described, lambda: setattr(descriptor, "k", 3.0)),
+        "a key": (lambda x: x * next(iter(keys)).k, lambda: setattr(key, "k", 3.0)),
+        "a set": (lambda x: x * next(iter(held_by_set)).k, lambda: setattr(key, "k", 3.0)),
+        "an array": (lambda x: x * numbers[0], lambda: numbers.__setitem__(0, 3.0)),
+        "bytes": (lambda x: x * raw[0], lambda: raw.__setitem__(0, 3)),
+        "a view of bytes": (lambda x: x * view[0], lambda: raw.__setitem__(0, 3)),
+    }
+
+
+@pytest.mark.parametrize("how", held())
+def test_numbers_that_something_holds(how: str) -> None:
+    fn, change = held()[how]
+    step = sl.jit(fn)
+    same(step(X), fn(X))
+    same(step(X), fn(X))
+    assert not step.retraces
+    change()
+    same(step(X), fn(X))
+    assert step.retraces
 
 
 W = torch.ones(4, requires_grad=True)
