@@ -72,7 +72,7 @@ def entry(plan: Plan, program: Program, mesh: Mesh, runner: Runner, kept: Sequen
     named = plan.output_names[: len(plan.output_names) - len(traced.after.gradients)]
     outputs = tuple(forms(program.outputs[: len(named)], mesh, named, traced.strides))
     same = {i: at for i, at in traced.same.items() if outputs[i] is outputs[at]}  # and live in one place
-    build = _builder(traced.out_tree, same)
+    build = _with_leaves(_builder(traced.out_tree, same), traced.after.leaves)
     after, n = traced.after, traced.out_tree.num_leaves
     return Entry(plan.name, mesh, runner, tuple(inputs), outputs, build, after, n, traced.looked, tuple(kept))
 
@@ -300,6 +300,20 @@ def _builder(tree: pytree.TreeSpec, same: Mapping[int, int]) -> Callable[[list[A
         return lambda leaves: pytree.tree_unflatten([leaves[i] for i in places], tree)
     build: Callable[[list[Any]], Any] = eval(f"lambda x: {text}", names)
     return build
+
+
+def _with_leaves(build: Callable[[list[Any]], Any], leaves: Sequence[tuple[int, bool]]) -> Callable[[list[Any]], Any]:
+    """`build`, and at some results a history begins."""
+    if not leaves:
+        return build
+
+    def marked(out: list[Any]) -> Any:
+        out = list(out)
+        for i, is_parameter in leaves:
+            out[i] = torch.nn.Parameter(out[i]) if is_parameter else out[i].requires_grad_()
+        return build(out)
+
+    return marked
 
 
 @dataclass(frozen=True)

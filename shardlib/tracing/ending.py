@@ -7,7 +7,7 @@ whatever requires one are results. It is decided as a whole, and split into two 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ class After:
     `grads`: (leaf, position of its new `.grad`, None where it is dropped); `written`: (leaf, position of its new
     value); `gradients`: (leaf, position of its gradient); `cotangents`: the results that have gradients, by position.
     `reached`: for each gradient, from which of `cotangents` torch's own history leads to it: zeros are a gradient, too.
+    `leaves`: results at which the caller's history begins, and whether one is a parameter: the function made it so.
     `refused`: results that nobody can go back through, though they depend on an input that requires a gradient (at
     `root`), and torch's reason.
     """
@@ -39,6 +40,7 @@ class After:
     gradients: tuple[tuple[int, int], ...] = ()
     cotangents: tuple[int, ...] = ()
     reached: tuple[frozenset[int], ...] = ()
+    leaves: tuple[tuple[int, bool], ...] = ()
     refused: tuple[int, ...] = ()
     root: int = -1
     why: str = ""
@@ -58,6 +60,7 @@ class Ending:
         self._grads: list[tuple[int, bool]] = []
         self._gradients: list[int] = []
         self._reached: tuple[frozenset[int], ...] = ()
+        self._leaves: list[tuple[int, bool]] = []
         self._refused: tuple[tuple[int, ...], int, str] = ((), -1, "")
         self.strict = strict  # what cannot be differentiated fails at once
         self._before = [_Autograd.of(x) for x in call.state.tensors]
@@ -102,12 +105,27 @@ class Ending:
         for handle in self._passages:
             handle.remove()
         self._refuse_changes(inputs)
+        self._leaves = list(self._made(result, inputs))
         out: list[Tensor] = []
         for leaf, x, grad in self._watched:
             if (now := x.grad) is not grad:
                 self._grads.append((leaf, now is not None))
                 out += [] if now is None else [self.lifted.seen(now)]
         return out + (self._backward(result, inputs, tracer) if differentiate else [])
+
+    def _made(self, result: Sequence[Any], inputs: Sequence[Tensor]) -> Iterator[tuple[int, bool]]:
+        """Results that require a gradient because the function says so."""
+        given = set(map(id, (*inputs, *self.call.state.tensors)))
+        given |= {id(self.lifted.seen(x)) for x in self.call.state.tensors}
+        for i, x in enumerate(result):
+            if isinstance(x, Tensor) and x.requires_grad and x.is_leaf and id(x) not in given:
+                if x.grad is not None:
+                    raise ShardingError(
+                        f"result {i} has a gradient that backward() left inside the traced function",
+                        rule="of results, the values come back; .grad comes back of what the function is given",
+                        remedy="return x.grad beside it",
+                    )
+                yield i, isinstance(x, torch.nn.Parameter)
 
     def note_lost(self, error: Exception, graph: fx.Graph) -> None:
         """Say in an error of the function's what it wrote before: on one device that would have happened."""
@@ -144,7 +162,8 @@ class Ending:
             )
 
     def _backward(self, result: Sequence[Any], inputs: Sequence[Tensor], tracer: Any) -> list[Tensor]:
-        outs = [i for i, x in enumerate(result) if isinstance(x, Tensor) and x.requires_grad]
+        made = {i for i, _ in self._leaves}
+        outs = [i for i, x in enumerate(result) if isinstance(x, Tensor) and x.requires_grad and i not in made]
         owners = dict(zip(self.where, inputs, strict=True))
         owners |= {len(self.call.arguments) + i: x for i, x in enumerate(self.call.state.tensors)}
         wanted = {leaf: x for leaf, x in owners.items() if x.requires_grad}
@@ -189,7 +208,9 @@ class Ending:
         changed = tuple((leaf, at + i) for i, leaf in enumerate(written))
         at += len(changed)
         gradients = tuple((leaf, at + i) for i, leaf in enumerate(self._gradients))
-        return After(tuple(grads), changed, gradients, tuple(self.cotangents), self._reached, *self._refused)
+        return After(
+            tuple(grads), changed, gradients, tuple(self.cotangents), self._reached, tuple(self._leaves), *self._refused
+        )
 
 
 def _pulled(outs: list[Tensor], wanted: list[Tensor], cotangents: list[Tensor]) -> Sequence[Tensor | None]:

@@ -215,7 +215,7 @@ def _trace(
                 raise
             refuse_changed_arguments(lines.fallback.function, given, (a, k))
             refuse_carriers([(pytree.keystr(path), leaf) for path, leaf in found])
-            returned = [lifted.seen(leaf) for _, leaf in found]
+            returned = lifted.returned([leaf for _, leaf in found])
             more = ending.finish(returned, inputs, tracer, differentiate=differentiate)
         result.extend(([path for path, _ in found], [*returned, *more], tree))
         return [x for x in (*returned, *more) if isinstance(x, torch.Tensor)]

@@ -228,6 +228,38 @@ def test_a_result_of_other_ops_that_is_closed_over_has_its_gradient() -> None:
     same(root.grad, 3 * torch.arange(4.0) + 3)
 
 
+@pytest.mark.parametrize("place", [lambda x: x, lambda x: sl.shard(x, "a@data")])
+def test_what_is_closed_over_and_returned_has_a_history(place: Any) -> None:
+    with Mesh(data=2):
+        w = place(torch.arange(4.0)).requires_grad_()
+        a, b, c = sl.jit(lambda x: (w, w, x * w))(torch.ones(4))
+        assert a is b
+        (a + 2 * b + c).sum().backward()
+        same(w.grad, torch.full((4,), 4.0))
+
+
+def test_leaves_that_a_function_makes_are_leaves() -> None:
+    def makes(x: Tensor, w: Tensor) -> Any:
+        return (x * 2).requires_grad_(), nn.Parameter(x + 1), x * w, w.detach()
+
+    def after(fn: Any) -> Any:
+        x, w = torch.arange(4.0), torch.ones(4, requires_grad=True)
+        a, b, c, d = fn(x, w)
+        (a * b * c * d).sum().backward()
+        return [(t.requires_grad, t.is_leaf, isinstance(t, nn.Parameter)) for t in (a, b, c, d)], a.grad, b.grad, w.grad
+
+    with Mesh(data=2):
+        same(after(sl.jit(makes)), after(makes))
+
+    def goes_back(x: Tensor) -> Tensor:
+        y = (x * 2).requires_grad_()
+        y.sum().backward()
+        return y
+
+    with Mesh(data=2), pytest.raises(ShardingError, match=r"result 0 has a gradient[\s\S]*return x.grad beside it"):
+        sl.jit(goes_back)(torch.ones(4))
+
+
 def test_an_lstm_goes_back() -> None:
     torch.manual_seed(0)
     net = nn.LSTM(4, 3).double()
