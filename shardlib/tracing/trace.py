@@ -47,7 +47,7 @@ from shardlib.tracing.lines import Line, LineRecorder, is_mark
 from shardlib.tracing.mistakes import mistake
 from shardlib.tracing.numbers import NotExpressionsError, Numbers, scalar_of
 from shardlib.tracing.refusals import refusal, refuse_ghost, refuse_subclasses, refuse_unseen
-from shardlib.tracing.results import repeated, strides_of
+from shardlib.tracing.results import refuse_attributes, repeated, strides_of
 
 
 @dataclass(frozen=True)
@@ -214,6 +214,9 @@ def _trace(
                     raise refused from error
                 raise
             refuse_changed_arguments(lines.fallback.function, given, (a, k))
+            standing = {id(x): (names[i], call.arguments[i], x) for i, x in zip(where, inputs, strict=True)}
+            made = ((f"result{pytree.keystr(path)}", None, x) for path, x in found if isinstance(x, FakeTensor))
+            refuse_attributes([*standing.values(), *(each for each in made if id(each[2]) not in standing)])
             refuse_carriers([(pytree.keystr(path), leaf) for path, leaf in found])
             returned = lifted.returned([leaf for _, leaf in found])
             more = ending.finish(returned, inputs, tracer, differentiate=differentiate)

@@ -334,6 +334,32 @@ def test_a_generator_is_as_it_was_while_a_function_is_traced() -> None:
     same(sl.jit(draws)(X), first)
 
 
+ATTRIBUTES: dict[str, tuple[Any, str]] = {
+    "set": (lambda x: (setattr(x, "tag", 1), x * 2)[1], "x.tag"),
+    "set to another": (lambda x: (setattr(x, "old", 2), x * 2)[1], "x.old"),
+    "deleted": (lambda x: (delattr(x, "old"), x * 2)[1], "x.old"),
+    "of a result": (lambda x: [_tagged(x * 2)], "result[0].tag"),
+}
+
+
+def _tagged(x: Tensor) -> Tensor:
+    x.tag = 1
+    return x
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("how", ATTRIBUTES)
+def test_attributes_that_would_be_lost_are_refused(how: str, sharded: bool) -> None:
+    fn, what = ATTRIBUTES[how]
+    x = sl.shard(X, "a@data") if sharded else X.clone()
+    x.old, x._hidden = 1, [1]
+    with pytest.raises(ShardingError) as error:
+        sl.jit(fn)(x)
+    assert f"changes attributes of tensors:\n  * {what}\n" in str(error.value)
+    assert x.old == 1
+    same(sl.jit(lambda x: (x * x.old, x)[0])(x), X)
+
+
 def _saved(x: Any) -> Any:
     file = io.BytesIO()
     torch.save(x, file)
