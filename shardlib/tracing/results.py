@@ -30,11 +30,9 @@ def refuse_attributes(named: Iterable[tuple[str, Any, Any]]) -> None:
     for name, own, x in named:
         if type(x).__module__.partition(".")[0] == "torch" and (own is None or isinstance(own, torch.Tensor)):
             had, has = {} if own is None else marks(own), marks(x)
-            new = [k for k in has if k not in had and not k.startswith("_") and k not in _FAKES]
-            wrong += [
-                f"{name}.{k}"
-                for k in [*new, *(k for k, y in had.items() if k not in _FAKES and has.get(k, _GONE) is not y)]
-            ]
+            changed = [k for k, y in had.items() if has.get(k, _GONE) is not y]
+            changed += [k for k in has if k not in had and not k.startswith("_")]
+            wrong += [f"{name}.{k}" for k in changed if k not in _FAKES]
     if wrong:
         raise ShardingError(
             "the traced function changes attributes of tensors",
