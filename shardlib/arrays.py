@@ -1,20 +1,27 @@
-"""Numpy's arrays and numbers where tensors are expected: taken as they are now, by a copy."""
+"""Numpy's arrays and numbers where tensors are expected."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import fx
 from torch.utils import _pytree as pytree
 
 from shardlib.errors import ShardingError
+from shardlib.tracing.views import written_to
+
+Shown = dict[int, tuple[Any, torch.Tensor]]  # id of an array -> the array, a tensor that shows it
 
 
-def taken(x: Any, what: str = "an argument") -> Any:
-    """`x` with a tensor of its own memory for every numpy array, and a Python number for every number of numpy.
+def taken(x: Any, what: str = "an argument", shown: Shown | None = None) -> Any:
+    """`x` with a tensor for every numpy array, and a Python number for every number of numpy.
 
-    Raises `ShardingError` for arrays of a dtype that torch has not; `what` names `x`.
+    A tensor has memory of its own. With `shown`, those of this call so far, it shows an array that can be written to,
+    and that no other shows in part: writes come back. Raises `ShardingError` for arrays of a dtype that torch has not;
+    `what` names `x`.
 
     Example:
         >>> import numpy as np
@@ -27,22 +34,52 @@ def taken(x: Any, what: str = "an argument") -> Any:
     leaves, tree = pytree.tree_flatten(x)
     if not any(isinstance(leaf, numpy.ndarray | numpy.generic) for leaf in leaves):
         return x
-    return pytree.tree_unflatten([_one(leaf, numpy, what) for leaf in leaves], tree)
+    return pytree.tree_unflatten([_one(leaf, numpy, what, shown) for leaf in leaves], tree)
 
 
-def _one(leaf: Any, numpy: Any, what: str) -> Any:
+def _one(leaf: Any, numpy: Any, what: str, shown: Shown | None) -> Any:
     if isinstance(leaf, numpy.generic):
         return leaf.item()
     if not isinstance(leaf, numpy.ndarray):
         return leaf
     try:
-        return torch.from_numpy(numpy.array(leaf))  # a copy: read-only arrays, and those that run backwards, are fine
+        if shown is None or not _can_be_shown(leaf) or any(numpy.may_share_memory(leaf, x) for x, _ in shown.values()):
+            known = shown.get(id(leaf)) if shown else None
+            return torch.from_numpy(numpy.array(leaf)) if known is None else known[1]
+        shown[id(leaf)] = leaf, torch.from_numpy(leaf)
+        return shown[id(leaf)][1]
     except TypeError as error:
         raise ShardingError(
             f"{what} is a numpy array of dtype {leaf.dtype} and shape {list(leaf.shape)}",
             rule="arrays become tensors, as by torch.from_numpy",
             remedy="convert it to numbers first, or name the argument in static_argnames",
         ) from error
+
+
+def _can_be_shown(x: Any) -> bool:
+    return x.flags.writeable and x.dtype.isnative and all(s >= 0 and s % x.itemsize == 0 for s in x.strides)
+
+
+def refuse_writes(gm: fx.GraphModule, held: Iterable[Any]) -> None:
+    """Refuse a traced function that writes to numpy arrays among what it closes over (`held`): tracing copied them."""
+    copies = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.lift_fresh_copy.default)
+    written = written_to(gm.graph) if copies else {}
+    numpy: Any = sys.modules.get("numpy")
+    arrays = [x for x in held if isinstance(x, numpy.ndarray)] if written and numpy is not None else []
+    wrong = [
+        f"at {node.meta['line']}"
+        for node in copies
+        if node in written and node.args[0].op == "get_attr"
+        for constant in [getattr(gm, str(node.args[0].target))]
+        if any(numpy.shares_memory(x, constant.detach().numpy()) for x in arrays)
+    ]
+    if wrong:
+        raise ShardingError(
+            "the traced function writes to a numpy array that it closes over",
+            wrong,
+            rule="an array that is closed over is a constant; an array among the arguments is read and written",
+            remedy="pass the array as an argument, or clone() the tensor first",
+        )
 
 
 def tensor_of(x: Any, what: str) -> torch.Tensor:

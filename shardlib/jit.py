@@ -14,7 +14,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from shardlib.arrays import taken
+from shardlib.arrays import Shown, taken
 from shardlib.calls import gradient
 from shardlib.calls.ambient import ambient, refuse_modes
 from shardlib.calls.arguments import argument_of, by_position_and_name
@@ -61,11 +61,13 @@ def jit(
     That is shapes, strides, dtypes and layouts of tensors, flags and static arguments, torch's modes (autocast,
     gradient mode, default dtype ...), the code of the functions, methods and classes that it leads to, and what all of
     them close over: modules with their parameters, buffers and flags, variables, attributes of objects and of tensors
-    (not what properties or libraries compute, nor `os.environ`, context variables and files). Tensors found there are
-    inputs, read anew in each call. Numbers among the arguments are inputs, too, where they only enter arithmetic.
-    Writes to arguments, buffers and `.grad` are applied after the call; other effects of Python (a print) happen while
-    compiling only. A `TorchFunctionMode` around the call acts then, too; torch's own dispatch modes (counters), and
-    those with `only_observes = True`, see what runs, and others are refused.
+    (not what libraries compute, `os.environ`, `globals()`, context variables, weak references and files, nor what is in
+    containers of more than 1,000 objects, or 20,000 numbers and texts; `id(x)` and `hash(x)` of an argument are those
+    of what stands for it). Tensors found there are inputs, read anew in each call. Numbers among the arguments are
+    inputs, too, where they only enter arithmetic. Writes to arguments, numpy's arrays among them, to buffers and
+    `.grad` are applied after the call, and not at all if the function raises; other effects of Python (a print) happen
+    while compiling only. A `TorchFunctionMode` around the call acts then, too; torch's own dispatch modes (counters),
+    and those with `only_observes = True`, see what runs, and others are refused.
 
     `in_specs` (a tuple with an entry per positional argument, or a dict by parameter name) and `out_specs` are prefix
     pytrees of specs: a single spec is every argument's; None leaves a layout to inference. Arguments may be plain
@@ -232,10 +234,10 @@ class Jitted:
 
     def _taken(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with tensors for numpy's arrays, but for the static ones."""
-        said = f"an argument of {self.name}"
+        said, shown = f"an argument of {self.name}", Shown()
         return (
-            tuple(x if i in self.static else taken(x, said) for i, x in enumerate(args)),
-            {k: x if k in self.static else taken(x, said) for k, x in kwargs.items()},
+            tuple(x if i in self.static else taken(x, said, shown) for i, x in enumerate(args)),
+            {k: x if k in self.static else taken(x, said, shown) for k, x in kwargs.items()},
         )
 
     def _check_budgets(self, plan: Plan) -> None:

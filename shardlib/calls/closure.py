@@ -39,5 +39,7 @@ class Closure:
         known.append(reach)
         if reach.exact:
             state.exact = True
+        if reach.seeds:
+            state.seeds = True
         for name, get, holder, key in reach.variables:
             state.named(name, get(), known, holder, key)

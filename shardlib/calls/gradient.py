@@ -42,10 +42,12 @@ def backward(plan: Plan, halves: Halves, mesh: Mesh, runner: Runner) -> Backward
     last = program.inputs[len(halves.saved) :]
     layouts = tuple(v.layout for v in last if v.layout is not None)
     assert len(layouts) == len(after.cotangents), "a cotangent is a value of the program"
-    found = tuple(forms(program.outputs, mesh, plan.output_names[-len(program.outputs) :]))
+    count = len(program.outputs)
+    found = tuple(forms(program.outputs, mesh, plan.output_names[-count:], plan.compiled.traced.strides[-count:]))
     leaves = tuple(leaf for leaf, _ in after.gradients)
     dtypes = tuple(v.dtype for v in last)
-    return Backward(plan.name, runner, leaves, found, after.cotangents, halves.needs, layouts, dtypes)
+    needs = tuple(a | b for a, b in zip(halves.needs, after.reached, strict=True))
+    return Backward(plan.name, runner, leaves, found, after.cotangents, needs, layouts, dtypes)
 
 
 def run(entry: Entry, then: Backward, mesh: Mesh, leaves: list[Any]) -> Any:

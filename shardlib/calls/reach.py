@@ -35,12 +35,13 @@ class Reach:
     """The variables that some code reads, and the functions that it calls by name.
 
     `exact`: some of it asks for `type(x)`, which nothing but a number itself answers right: numbers are constants.
+    `seeds`: some of it names a method by which generators are seeded.
     Two of these are equal only if they are one: it stands for its functions in the key of a call.
     """
 
     def __init__(self, code: Sequence[Any], before: Reach | None = None) -> None:
         self.code, self.before = tuple(code), before
-        self.exact = False
+        self.exact = self.seeds = False
         self.variables: list[Variable] = []
         self._seen: set[Any] = set() if before is None else set(before._seen)
         self.readers: dict[str, types.CodeType] = {}  # by variable
@@ -86,6 +87,8 @@ class Reach:
         if isinstance(code, types.FunctionType):
             self._function(code)
             return
+        if is_users(type(code)):
+            self._todo.append(type(code))  # a metaclass has what its classes have not
         for kind in code.__mro__:
             if is_users(kind):
                 self._class(kind)
@@ -127,6 +130,7 @@ class Reach:
             self._variable(variable, get, cell, 0)
             self._space(variable, get(), code)
         if is_users(fn):
+            self.seeds |= not _SEEDING.isdisjoint(_attributes(code))
             names = _globals(fn)
             self.exact |= "type" in names and fn.__name__ not in _TEXTS
             for variable in names:
@@ -212,13 +216,14 @@ def _functions(x: Any) -> Iterator[types.FunctionType]:
 
 def _is_descriptor(x: Any) -> bool:
     """Whether something in a class is a way to an attribute, and none itself."""
-    if isinstance(x, functools._lru_cache_wrapper):
+    if isinstance(x, functools._lru_cache_wrapper) or is_users(type(x)):  # a descriptor of the user's has a state
         return False
     return inspect.isroutine(x) or isinstance(x, _DESCRIPTORS) or inspect.isdatadescriptor(x)
 
 
 _PARTS = ("__func__", "__wrapped__", "func", "fget", "fset")
 _DESCRIPTORS = (staticmethod, classmethod, property, functools.cached_property, functools.partialmethod)
+_SEEDING = frozenset({"manual_seed", "seed", "set_state", "graphsafe_set_state"})
 _TEXTS = frozenset({"__repr__", "__str__", "__eq__", "__hash__", "__reduce__", "__reduce_ex__", "__format__"})
 
 

@@ -59,7 +59,8 @@ def difference(old: Seen, new: Seen) -> dict[str, Change]:
         return {"the mesh": Change(f" was {old.mesh}, is {new.mesh}", "give each mesh a jitted function of its own")}
     modes = [(n, a, b) for n, a, b in zip(NAMES, old.ambient, new.ambient, strict=True) if a != b]
     if modes:
-        return {n: Change(f": {_word(a)} -> {_word(b)}", "give each mode a jitted function of its own") for n, a, b in modes}
+        remedy = "give each mode a jitted function of its own"
+        return {name: Change(f": {_word(a)} -> {_word(b)}", remedy) for name, a, b in modes}
     if old.tree != new.tree:
         return {"the arguments have another structure": Change("", "pass the same structure in every call")}
     changes = {

@@ -73,8 +73,9 @@ def entry(plan: Plan, program: Program, mesh: Mesh, runner: Runner, kept: Sequen
         layout, donated = _layout(var), i in program.donated
         inputs.append(Input(leaf, name, layout, donated, tuple(_firsts(layout, mesh))))
     named = plan.output_names[: len(plan.output_names) - len(traced.after.gradients)]
-    outputs = tuple(forms(program.outputs[: len(named)], mesh, named))
-    build = _builder(traced.out_tree)
+    outputs = tuple(forms(program.outputs[: len(named)], mesh, named, traced.strides))
+    same = {i: at for i, at in traced.same.items() if outputs[i] is outputs[at]}  # and live in one place
+    build = _with_leaves(_builder(traced.out_tree, same), traced.after.leaves)
     own, returned = traced.out_tree.num_leaves, len(traced.output_names)
     after = traced.after
     return Entry(
@@ -82,11 +83,13 @@ def entry(plan: Plan, program: Program, mesh: Mesh, runner: Runner, kept: Sequen
     )
 
 
-def forms(outputs: Sequence[Any], mesh: Mesh, names: Sequence[Any]) -> Iterator[Form | None]:
-    """What the results of a program are as ShardedTensors."""
+def forms(
+    outputs: Sequence[Any], mesh: Mesh, names: Sequence[Any], strides: Sequence[tuple[int, ...] | None]
+) -> Iterator[Form | None]:
+    """What the results of a program are as ShardedTensors, with the strides that they have on one device."""
     device = torch.empty(0, device=mesh.device).device
-    for out, called in zip(outputs, names, strict=True):
-        yield Form.of(_layout(out), mesh, out.dtype, device, called) if isinstance(out, Var) else None
+    for out, called, said in zip(outputs, names, strides, strict=False):
+        yield Form.of(_layout(out), mesh, out.dtype, device, called, said) if isinstance(out, Var) else None
 
 
 def _layout(var: Var) -> Layout:
@@ -286,8 +289,8 @@ class _Gone(tuple[Any, ...]):
     __getitem__ = __iter__ = __len__ = _refuse
 
 
-def _builder(tree: pytree.TreeSpec) -> Callable[[list[Any]], Any]:
-    """`tree_unflatten`, written out for the plain containers that results mostly are."""
+def _builder(tree: pytree.TreeSpec, same: Mapping[int, int]) -> Callable[[list[Any]], Any]:
+    """`tree_unflatten`, written out for the plain containers that results mostly are; leaf `i` is leaf `same[i]`."""
     names: dict[str, Any] = {}
 
     def write(x: Any) -> str | None:
@@ -304,11 +307,26 @@ def _builder(tree: pytree.TreeSpec) -> Callable[[list[Any]], Any]:
             return f"({inner})" if type(x) is tuple else f"[{inner}]"
         return None
 
-    text = write(pytree.tree_unflatten([_Leaf(i) for i in range(tree.num_leaves)], tree))
+    places = [same.get(i, i) for i in range(tree.num_leaves)]
+    text = write(pytree.tree_unflatten([_Leaf(i) for i in places], tree))
     if text is None:
-        return lambda leaves: pytree.tree_unflatten(leaves, tree)
+        return lambda leaves: pytree.tree_unflatten([leaves[i] for i in places], tree)
     build: Callable[[list[Any]], Any] = eval(f"lambda x: {text}", names)
     return build
+
+
+def _with_leaves(build: Callable[[list[Any]], Any], leaves: Sequence[tuple[int, bool]]) -> Callable[[list[Any]], Any]:
+    """`build`, and at some results a history begins."""
+    if not leaves:
+        return build
+
+    def marked(out: list[Any]) -> Any:
+        out = list(out)
+        for i, is_parameter in leaves:
+            out[i] = torch.nn.Parameter(out[i]) if is_parameter else out[i].requires_grad_()
+        return build(out)
+
+    return marked
 
 
 @dataclass(frozen=True)

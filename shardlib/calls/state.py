@@ -10,6 +10,7 @@ again until somebody else changes it.
 
 from __future__ import annotations
 
+import array
 import copy
 import dataclasses
 import functools
@@ -27,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from shardlib.calls.leaks import Leak
 from shardlib.calls.reach import is_users
 from shardlib.strided import refuse_others
-from shardlib.tensors.tensor import ShardedTensor
+from shardlib.tensors.tensor import ShardedTensor, marks
 from shardlib.tracing.numbers import is_given
 
 Place = tuple[int, Any]  # id of who holds something (a dict of globals, a cell, an object ...), and its name there
@@ -50,6 +51,7 @@ class State:
     arrays = False  # whether numpy's are among the arguments
     leaked = False  # whether a number of a trace was found
     exact = False  # whether some code wants numbers that are nothing else
+    seeds = False  # whether some code names a method by which generators are seeded
     found: dict[Place, Facts] | None = None  # if a dict, what is known of each place; the next five are kept, too
     values: dict[Place, Any]
     called: dict[Place, tuple[Any, ...]]  # by parts
@@ -170,9 +172,8 @@ class State:
         if isinstance(x, set | frozenset):
             known.append(frozenset((type(y), y) for y in x))
             return
-        hashes: Any = type(x).__hash__
-        if hashes is None or hashes is object.__hash__:
-            self._value(x, known, 0)  # it may be another one, inside, next time
+        if _is_its_own(x):
+            self._value(x, known, 0)
         else:
             known.append(x)
 
@@ -309,6 +310,8 @@ class State:
             for k, y in list(x.items()):
                 key = id(k) if isinstance(k, torch.Tensor) else k  # the optimizer's, say
                 self._at = (*at, (key,))
+                if type(k) not in _PLAIN and _is_its_own(k):
+                    self._value(k, known, depth + 1)
                 self._attribute(owner, (type(k), key), y, known, depth)
         elif isinstance(x, set | frozenset):
             for i, y in enumerate(x):
@@ -374,6 +377,9 @@ class State:
         if type(x).__module__ == "numpy" and hasattr(x, "tobytes"):
             known.append((x.dtype, x.shape, _digest(x)))
             return
+        if isinstance(x, bytearray | memoryview | array.array):
+            known.append(_digest(memoryview(x)))
+            return
         if (inner := getattr(x, "__dict__", _NOTHING).get("__wrapped__")) is not None:  # a jitted function, say
             self._attribute(id(x), "__wrapped__", inner, known, depth)
         if depth >= DEPTH or not _is_object(x):
@@ -413,12 +419,13 @@ def changed(before: Mapping[Place, Facts], after: Mapping[Place, Facts]) -> dict
     return {place: now for place, now in after.items() if before.get(place) != now}
 
 
-def marks(x: torch.Tensor) -> dict[str, Any]:
-    """The attributes that somebody gave a tensor, beside those that it has itself."""
-    return {k: y for k, y in x.__dict__.items() if k not in _OWN}
-
-
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+def _is_its_own(x: Any) -> bool:
+    """Whether `x` is equal to nothing else, or may change: it may be another one, inside, next time."""
+    hashes: Any = type(x).__hash__
+    return hashes is None or hashes is object.__hash__
 
 
 def _is_object(x: Any) -> bool:
@@ -445,7 +452,7 @@ def _classes(kind: Any) -> tuple[type, ...]:
 
 
 def _digest(x: Any) -> bytes:
-    """What is in an array of numpy, or, of objects, who."""
+    """What is in an array, or, of objects, who."""
     return hashlib.blake2b(x.tobytes(), digest_size=16).digest()
 
 
@@ -459,8 +466,7 @@ def _part(x: Any) -> str:
 
 _Cache = functools._lru_cache_wrapper
 _OF_MODES = frozenset({"inner", "old_dispatch_mode_flags"})
-_OWN = frozenset({"_form", "_locals", "_memory", "_path", "_is_param", "proxy"})
-OWN = 2  # of these a ShardedTensor has at least
+OWN = 2  # attributes that a ShardedTensor has at least: its form and its pieces
 _PLAIN = frozenset(
     {bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device, torch.Size}
 )

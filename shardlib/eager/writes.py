@@ -21,7 +21,7 @@ from shardlib.rules.written import refuse_cast
 from shardlib.tensors.form import Form
 from shardlib.tensors.memory import owned
 from shardlib.tensors.tensor import ShardedTensor, typeof, wrap
-from shardlib.tracing.views import functional_form, written_arguments
+from shardlib.tracing.views import apart, functional_form, written_arguments
 
 aten = torch.ops.aten
 
@@ -34,6 +34,8 @@ def writer(op: Any, args: Any, kwargs: dict[str, Any], mesh: Mesh) -> Run:
     def through(args: Any, kwargs: Any) -> Any:
         return _write(op, args, kwargs or {}, mesh)
 
+    for x in _written(op, args, kwargs):
+        _refuse_overlaps(op, x)
     first = str(op._schema.arguments[0].name)
     functional = FILLS.get(op) or (None if op in _OWN_FORM else functional_form(op))
     if functional is None or written_arguments(op) != (first,) or not isinstance(args[0], ShardedTensor):
@@ -143,6 +145,14 @@ def remake(x: ShardedTensor) -> tuple[torch.Tensor, ...]:
 
 def strided(form: Form, locals_: tuple[torch.Tensor, ...], path: Path) -> torch.Tensor:
     """What views show of a whole owner, which lies in memory as on one device: for those that speak of strides."""
+    if (count := form.shape.numel()) and count != 1 + sum(
+        (n - 1) * s for n, s in zip(form.shape, form.strides, strict=True)
+    ):
+        raise ShardingError(
+            f"strides are read of a result of shape {list(form.shape)} with strides {list(form.strides)}",
+            rule="a result has memory of its own: what lies between its elements on one device is not there",
+            remedy="take as_strided of x.contiguous(), or inside the jitted function",
+        )
     shown = torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device=form.device)
     shown.copy_(wrap(form, locals_).full_tensor())
     for op, args, kwargs, item in path:
@@ -189,6 +199,15 @@ def refuse_out(op: Any, new: torch.Tensor, out: torch.Tensor) -> NoReturn:
         rule="a tensor in pieces keeps its size and dtype",
         remedy="take the result without out=, or make the tensor like it",
     )
+
+
+def _refuse_overlaps(op: Any, x: torch.Tensor) -> None:
+    if x.numel() and not apart(x.shape, x.stride()):
+        raise ShardingError(
+            f"{op} writes to {typeof(x)} with strides {list(x.stride())}",
+            rule="what is written to shows every element once, as in torch",
+            remedy="x.clone() first",
+        )
 
 
 def _refuse_shared(op: Any, written: Sequence[torch.Tensor]) -> None:

@@ -92,12 +92,15 @@ class _Trace(_Program):
     """The draws of a program that is being traced: its key is a node, which draws a number in every call.
 
     Its counters come from a generator of its own, which stands for torch's in this thread: other threads go on drawing.
+    Nothing is drawn from the user's generators. If `marked`, they have a seed that tells of any other one meanwhile.
     """
 
-    def __init__(self, generators: Sequence[torch.Generator] | None) -> None:
+    def __init__(self, generators: Sequence[torch.Generator] | None, marked: bool) -> None:
         _Call.__init__(self)
+        self.marked = marked
         self.own = torch.Generator().manual_seed(_FIRST_COUNTER)
-        self._given = [(g, g.get_state()) for g in generators or () if _number(g) != _number(torch.default_generator)]
+        others = [g for g in generators or () if _number(g) != _number(torch.default_generator)]
+        self._given = [(g, g.initial_seed(), g.get_state()) for g in others]
         self._known = None if generators is None else {*map(_number, generators), _number(torch.default_generator)}
 
     def key(self, generator: torch.Generator | None) -> Tensor:
@@ -117,13 +120,17 @@ class _Trace(_Program):
 
     def __enter__(self) -> None:
         setattr(torch.random, "default_generator", _Default())  # noqa: B010  torch says that it exports no such name
-        for generator, _ in self._given:
+        for generator, _, _ in self._given if self.marked else ():
             generator.manual_seed(_FIRST_COUNTER)
 
     def __exit__(self, *raised: object) -> None:
         setattr(torch.random, "default_generator", torch.default_generator)  # noqa: B010
-        seeded = any(generator.initial_seed() != _FIRST_COUNTER for generator, _ in self._given)
-        for generator, state in self._given:
+        seeded = [
+            (generator, state)
+            for generator, seed, state in self._given
+            if generator.initial_seed() != (_FIRST_COUNTER if self.marked else seed)
+        ]
+        for generator, state in [(g, state) for g, _, state in self._given] if self.marked else seeded:
             generator.set_state(state)
         if not any(raised):
             self._refuse_seeding("the function is called at")
@@ -178,12 +185,14 @@ def one_call() -> Iterator[None]:
 
 
 @contextmanager
-def one_program(*, traced: bool = False, generators: Sequence[torch.Generator] | None = None) -> Iterator[None]:
+def one_program(
+    *, traced: bool = False, generators: Sequence[torch.Generator] | None = None, marked: bool = False
+) -> Iterator[None]:
     """A function is traced, or runs as a plain program: the draws of all its operations have one key.
 
-    `generators` are those that a traced function may draw from; None: all.
+    `generators` are those that a traced function may draw from, None: all; `marked` if its code may seed them.
     """
-    call: _Program = _Trace(generators) if traced else _Program()
+    call: _Program = _Trace(generators, marked) if traced else _Program()
     token = _call.set(call)
     try:
         with call:

@@ -3,23 +3,27 @@
 A tensor is stored with its mesh, by axes, and with the pieces that this process holds: all of them on virtual devices,
 so that such a file can be read anywhere; one on a rank, so that each rank reads what it has written. It comes back onto
 the current mesh where that has the same axes, otherwise onto its own. `torch.load(weights_only=True)` takes such files,
-since nothing but tensors, text and numbers is stored.
+since nothing but tensors, text and numbers is stored, unless somebody gave a tensor attributes of other kinds. In a
+file a view is a tensor of its own; `copy.deepcopy` keeps what shares memory together.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from shardlib.eager.aliases import Memory
 from shardlib.errors import ShardingError
 from shardlib.meshes import world
 from shardlib.meshes.mesh import Mesh, current_mesh
 from shardlib.specs.layout import Layout
 from shardlib.tensors.form import Form, Names
 from shardlib.tensors.memory import owned, refuse_misfits
-from shardlib.tensors.tensor import ShardedTensor, wrap
+from shardlib.tensors.tensor import ShardedTensor, marks, wrap
 
 
 def reduced(x: ShardedTensor) -> tuple[Any, ...]:
@@ -27,7 +31,8 @@ def reduced(x: ShardedTensor) -> tuple[Any, ...]:
     form = x._form
     rank = form.mesh.rank if form.mesh.kind == "distributed" else None
     written = str(form.layout), str(form.mesh), form.names, form.strides, form.offset
-    return restored, (x._locals, *written, rank, x.requires_grad, bool(x.__dict__.get("_is_param")))
+    is_param = bool(x.__dict__.get("_is_param"))
+    return restored, (x._locals, *written, rank, x.requires_grad, is_param, marks(x))
 
 
 def restored(
@@ -40,6 +45,7 @@ def restored(
     rank: int | None,
     requires_grad: bool,
     is_param: bool,
+    attributes: Mapping[str, Any] = MappingProxyType({}),
 ) -> ShardedTensor:
     """The tensor that `reduced` wrote down; raises `ShardingError` where its mesh cannot be had here."""
     saved = Mesh.abstract(Mesh.parse(_abstract(mesh)).axes)
@@ -51,7 +57,7 @@ def restored(
         pieces = owned(whole, at, here, donated=True)
     refuse_misfits(f"a stored tensor of layout {layout}", pieces, at, here)
     form = Form.of(at, here, pieces[0].dtype, pieces[0].device, names, tuple(strides), offset)
-    return _finished(wrap(form, tuple(pieces)), requires_grad, is_param)
+    return _finished(wrap(form, tuple(pieces)), requires_grad, is_param, attributes)
 
 
 def _mesh(text: str, saved: Mesh, rank: int | None) -> Mesh:
@@ -83,7 +89,7 @@ def _abstract(text: str) -> str:
 
 
 def deep_copy(x: ShardedTensor, memo: dict[int, Any]) -> ShardedTensor:
-    """For `copy.deepcopy`: pieces of its own, its gradient's too; pieces that devices share stay shared."""
+    """For `copy.deepcopy`: pieces of its own, its gradient's and its attributes too; what shared memory shares it."""
     if id(x) in memo:
         known: ShardedTensor = memo[id(x)]
         return known
@@ -91,18 +97,26 @@ def deep_copy(x: ShardedTensor, memo: dict[int, Any]) -> ShardedTensor:
         raise RuntimeError(
             "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment"
         )
-    out = _finished(wrap(x._form, copy.deepcopy(x._locals, memo)), x.requires_grad, bool(x.__dict__.get("_is_param")))
+    out = wrap(x._form, copy.deepcopy(x._locals, memo))
     memo[id(x)] = out
+    memory: Memory | None = x.__dict__.get("_memory")
+    if memory is not None:
+        if id(memory) not in memo:
+            memo[id(memory)] = Memory(memory.form, copy.deepcopy(memory.locals, memo))
+        memo[id(memory)].join(out, x.__dict__["_path"])
+    is_param = bool(x.__dict__.get("_is_param"))  # a deep copy of a parameter has no attributes, in torch
+    _finished(out, x.requires_grad, is_param, {} if is_param else copy.deepcopy(marks(x), memo))
     if x.grad is not None:
         out.grad = copy.deepcopy(x.grad, memo)
     return out
 
 
-def _finished(x: ShardedTensor, requires_grad: bool, is_param: bool) -> ShardedTensor:
+def _finished(x: ShardedTensor, requires_grad: bool, is_param: bool, attributes: Mapping[str, Any]) -> ShardedTensor:
     if requires_grad:
         x.requires_grad_()
     if is_param:
         x._is_param = True  # what torch.nn.Parameter puts on tensors of other classes
+    x.__dict__.update(attributes)
     return x
 
 

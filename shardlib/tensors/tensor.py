@@ -219,7 +219,9 @@ class ShardedTensor(torch.Tensor):
         return formatted(self, spec)
 
     def __copy__(self) -> ShardedTensor:
-        return self.detach().requires_grad_(self.requires_grad)  # type: ignore[return-value]
+        out = self.detach().requires_grad_(self.requires_grad)
+        out.__dict__.update({k: x for k, x in self.__dict__.items() if k == "_is_param"} | marks(self))
+        return out  # type: ignore[return-value]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         from shardlib.tensors.persist import deep_copy
@@ -304,6 +306,12 @@ def wrap(form: Form, locals_: tuple[torch.Tensor, ...]) -> ShardedTensor:
     return x
 
 
+def marks(x: torch.Tensor) -> dict[str, Any]:
+    """The attributes that somebody gave a tensor, beside those that it has itself."""
+    return {k: y for k, y in x.__dict__.items() if k not in _OWN}
+
+
+_OWN = frozenset({"_form", "_locals", "_memory", "_path", "_is_param", "proxy"})
 _default_dtype = torch.get_default_dtype  # integers divided are of it
 
 

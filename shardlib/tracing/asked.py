@@ -2,7 +2,8 @@
 
 Where a tensor begins in its storage, and whether a bit of it says that it is to be conjugated, is no part of a call's
 key: batches that are slices of one tensor run one program. A function that asks is told for tensors of their own
-memory, and refused others.
+memory, and refused others. Whether a tensor is a leaf is part of the key, and told of the caller's tensor, not of what
+stands for it. Addresses, storages and counts of writes, which differ from call to call, are refused.
 """
 
 from __future__ import annotations
@@ -26,17 +27,46 @@ class Asked(TorchFunctionMode):
         self.explain: Callable[[Exception], ShardingError | None] = lambda error: None
         self.line: Any = None
         self.refusal: ShardingError | None = None  # for the first question that a tensor of a trace cannot answer
+        self.inputs: dict[int, tuple[str, Any]] = {}  # what stands for an input -> its name, the caller's tensor
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _QUESTIONS or (func in _STRIDED and (len(args) > 3 or (kwargs and "storage_offset" in kwargs))):
-            frame = sys._getframe(1)
+            frame = _asking(sys._getframe(1))
             if not is_internal(frame.f_code.co_filename):
                 self.line = line_at(frame.f_code, frame.f_lineno)
+        elif func in _OF_THE_CALLERS:
+            name, x = self.inputs.get(id(args[0]), ("a value of the trace", args[0]))
+            frame = _asking(sys._getframe(1))
+            if func in (_IS_LEAF, _RETAINS_GRAD):
+                return func(x) if getattr(x, "requires_grad", False) else func(*args)
+            if not is_internal(frame.f_code.co_filename) and (what := self._never_told(func, args[0], x)):
+                self.refusal = _never(name, what, line_at(frame.f_code, frame.f_lineno))
+                raise self.refusal
         try:
             return func(*args, **(kwargs or {}))
         except Exception as error:
             self.refusal = self.refusal or self.explain(error)
             raise
+
+    def _never_told(self, func: Any, asked: Any, x: Any) -> str:
+        """What is asked for, if that is nothing that a trace can tell of this tensor."""
+        if func is torch.Tensor.data_ptr or (id(asked) in self.inputs and func != _GRAD_FN):
+            return _OF_THE_CALLERS[func]
+        return _OF_THE_CALLERS[func] if func == _GRAD_FN and x is not asked and not x.is_leaf else ""
+
+
+def _never(name: str, what: str, line: Any) -> ShardingError:
+    return ShardingError(
+        f"the traced function asks for {what} of {name}",
+        [str(line)],
+        rule="a program runs with other tensors in each call: what depends on who they are is nothing that it knows",
+        remedy="ask before the call, and pass the answer as an argument; `x is y` tells whether two arguments are one",
+    )
+
+
+def _asking(frame: Any) -> Any:
+    """Who calls, where a mode is told of it in this frame."""
+    return frame.f_back.f_back if frame.f_code.co_name == "handle_torch_function" else frame  # of a method in Python
 
 
 def at_home(x: Any) -> bool:
@@ -63,6 +93,21 @@ def refuse_guests(name: str, line: Any, arguments: Iterable[tuple[str, Any]]) ->
 _QUESTIONS = frozenset(
     {torch.Tensor.storage_offset, torch.Tensor.is_conj, torch.is_conj, torch.Tensor.is_neg, torch.is_neg}
 )
+_IS_LEAF, _RETAINS_GRAD = torch.Tensor.is_leaf.__get__, torch.Tensor.retains_grad.__get__  # type: ignore[attr-defined]
+_GRAD_FN = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
+_OF_THE_CALLERS: dict[Any, str] = {
+    _IS_LEAF: "",
+    _RETAINS_GRAD: "",
+    _GRAD_FN: "the history (grad_fn)",
+    torch.Tensor.data_ptr: "the address (data_ptr)",
+    torch.Tensor.untyped_storage: "the storage",
+    torch.Tensor.storage: "the storage",
+    torch.Tensor._version.__get__: "the number of writes (_version)",  # type: ignore[attr-defined]
+    torch.Tensor._is_view: "what it is a view of (_is_view)",
+    torch.Tensor._base.__get__: "what it is a view of (_base)",  # type: ignore[union-attr]
+    torch.Tensor.is_set_to: "the storage (is_set_to)",
+    torch.Tensor.output_nr.__get__: "the place in its history (output_nr)",  # type: ignore[attr-defined]
+}
 _STRIDED = frozenset(
     {
         *(torch.as_strided, torch.Tensor.as_strided, torch.as_strided_copy, torch.Tensor.as_strided_),

@@ -7,12 +7,13 @@ whatever requires one are results. It is decided as a whole, and split into two 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from shardlib.calls.flat import FlatCall
@@ -20,6 +21,7 @@ from shardlib.calls.rebound import Rebound
 from shardlib.errors import ShardingError
 from shardlib.tensors.tensor import typeof
 from shardlib.tracing.lifted import Lifted, placeholder
+from shardlib.tracing.views import written_to
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,10 @@ class After:
 
     `grads`: (leaf, position of its new `.grad`, None where it is dropped); `written`: (leaf, position of its new
     value); `gradients`: (leaf, position of its gradient); `cotangents`: the results that have gradients, by position.
-    `rebound`: places that hold other values after a call; those that are results follow the function's own. `refused`:
-    results that nobody can go back through, though they depend on an input that requires a gradient (at
+    `rebound`: places that hold other values after a call; those that are results follow the function's own.
+    `reached`: for each gradient, from which of `cotangents` torch's own history leads to it: zeros are a gradient, too.
+    `leaves`: results at which the caller's history begins, and whether one is a parameter: the function made it so.
+    `refused`: results that nobody can go back through, though they depend on an input that requires a gradient (at
     `root`), and torch's reason.
     """
 
@@ -38,6 +42,8 @@ class After:
     gradients: tuple[tuple[int, int], ...] = ()
     cotangents: tuple[int, ...] = ()
     rebound: tuple[Rebound, ...] = ()
+    reached: tuple[frozenset[int], ...] = ()
+    leaves: tuple[tuple[int, bool], ...] = ()
     refused: tuple[int, ...] = ()
     root: int = -1
     why: str = ""
@@ -57,6 +63,8 @@ class Ending:
         self._grads: list[tuple[int, bool]] = []
         self._gradients: list[int] = []
         self.rebound: Sequence[Rebound] = ()
+        self._reached: tuple[frozenset[int], ...] = ()
+        self._leaves: list[tuple[int, bool]] = []
         self._refused: tuple[tuple[int, ...], int, str] = ((), -1, "")
         self.strict = strict  # what cannot be differentiated fails at once
         self._before = [_Autograd.of(x) for x in call.state.tensors]
@@ -101,12 +109,37 @@ class Ending:
         for handle in self._passages:
             handle.remove()
         self._refuse_changes(inputs)
+        self._leaves = list(self._made(result, inputs))
         out: list[Tensor] = []
         for leaf, x, grad in self._watched:
             if (now := x.grad) is not grad:
                 self._grads.append((leaf, now is not None))
                 out += [] if now is None else [self.lifted.seen(now)]
         return out + (self._backward(result, inputs, tracer) if differentiate else [])
+
+    def _made(self, result: Sequence[Any], inputs: Sequence[Tensor]) -> Iterator[tuple[int, bool]]:
+        """Results that require a gradient because the function says so."""
+        given = set(map(id, (*inputs, *self.call.state.tensors)))
+        given |= {id(self.lifted.seen(x)) for x in self.call.state.tensors}
+        for i, x in enumerate(result):
+            if isinstance(x, Tensor) and x.requires_grad and x.is_leaf and id(x) not in given:
+                if x.grad is not None:
+                    raise ShardingError(
+                        f"result {i} has a gradient that backward() left inside the traced function",
+                        rule="of results, the values come back; .grad comes back of what the function is given",
+                        remedy="return x.grad beside it",
+                    )
+                yield i, isinstance(x, torch.nn.Parameter)
+
+    def note_lost(self, error: Exception, graph: fx.Graph) -> None:
+        """Say in an error of the function's what it wrote before: on one device that would have happened."""
+        names = (*self.argument_names, *self.call.state.names)
+        inputs = dict(zip(graph.find_nodes(op="placeholder"), names, strict=False))
+        lost = [inputs[node] for node in written_to(graph) if node in inputs]
+        of = dict(zip((*self.where, *range(len(self.call.arguments), len(self.call.leaves))), names, strict=True))
+        lost += [f"{of[leaf]}.grad" for leaf, x, grad in self._watched if x.grad is not grad]
+        if lost:
+            error.add_note(f"Not written: {', '.join(lost)}. A jitted function writes when it has returned.")
 
     def _refuse_changes(self, inputs: Sequence[Tensor]) -> None:
         """Refuse what the function did to autograd's part of its inputs: a program returns values."""
@@ -133,7 +166,8 @@ class Ending:
             )
 
     def _backward(self, result: Sequence[Any], inputs: Sequence[Tensor], tracer: Any) -> list[Tensor]:
-        outs = [i for i, x in enumerate(result) if isinstance(x, Tensor) and x.requires_grad]
+        made = {i for i, _ in self._leaves}
+        outs = [i for i, x in enumerate(result) if isinstance(x, Tensor) and x.requires_grad and i not in made]
         owners = dict(zip(self.where, inputs, strict=True))
         owners |= {len(self.call.arguments) + i: x for i, x in enumerate(self.call.state.tensors)}
         wanted = {leaf: x for leaf, x in owners.items() if x.requires_grad}
@@ -157,6 +191,8 @@ class Ending:
         self.cotangents = outs
         _refuse_retained([x for i in outs if (x := result[i]).retains_grad])
         self._gradients = [leaf for leaf, x in zip(wanted, found, strict=True) if x is not None]
+        origins = _origins([result[i] for i in outs])
+        self._reached = tuple(origins.get(_end(wanted[leaf]), frozenset()) for leaf in self._gradients)
         return [self.lifted.seen(x) for x in found if x is not None]
 
     def names(self, results: Sequence[str]) -> tuple[str, ...]:
@@ -177,7 +213,16 @@ class Ending:
         changed = tuple((leaf, at + i) for i, leaf in enumerate(written))
         at += len(changed)
         gradients = tuple((leaf, at + i) for i, leaf in enumerate(self._gradients))
-        return After(tuple(grads), changed, gradients, tuple(self.cotangents), tuple(self.rebound), *self._refused)
+        return After(
+            tuple(grads),
+            changed,
+            gradients,
+            tuple(self.cotangents),
+            tuple(self.rebound),
+            self._reached,
+            tuple(self._leaves),
+            *self._refused,
+        )
 
 
 def _refuse_retained(results: Sequence[Tensor]) -> None:
@@ -223,6 +268,42 @@ def _reenters(outs: Sequence[Tensor]) -> bool:
         seen.add(node)
         todo += [behind for behind, _ in node.next_functions]
     return False
+
+
+def _end(x: Tensor) -> Any:
+    """Where the history of what is made of `x` ends."""
+    return id(x) if x.grad_fn is None else x.grad_fn
+
+
+def _origins(outs: Sequence[Tensor]) -> dict[Any, frozenset[int]]:
+    """For every end of the history of `outs`, from which of these it is reached; not through Functions of the user's,
+    which may have no gradient for an input."""
+    order: dict[Any, None] = {}  # from the ends
+    todo: list[tuple[Any, bool]] = [(x.grad_fn, False) for x in outs]
+    open_: set[Any] = set()
+    while todo:
+        node, done = todo.pop()
+        if done:
+            order[node] = None
+        elif node is not None and node not in open_:
+            open_.add(node)
+            todo += [(node, True), *((behind, False) for behind, _ in _behind(node))]
+    found: dict[Any, frozenset[int]] = {}
+    for i, x in enumerate(outs):
+        start = _end(x)
+        found[start] = found.get(start, frozenset()) | {i}
+    for node in reversed(order):
+        for behind, _ in _behind(node):
+            if behind is not None:
+                found[behind] = found.get(behind, frozenset()) | found[node]
+    for node, which in list(found.items()):
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found[id(leaf)] = found.get(id(leaf), frozenset()) | which
+    return found
+
+
+def _behind(node: Any) -> Any:
+    return () if isinstance(node, BackwardCFunction) else node.next_functions
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,16 @@ class Lifted:
         """Whether a tensor is of this trace, or stands in it for an input."""
         return isinstance(x, FakeTensor | ShardedTensor) or id(x) in self._stand_ins
 
+    def returned(self, leaves: Sequence[Any]) -> list[Any]:
+        """The leaves of a result as the trace knows them, with their history; one that comes twice is one."""
+        found: dict[int, Any] = {}
+        for x in leaves:
+            if id(x) not in found:
+                goes_on = isinstance(x, ShardedTensor) and x.requires_grad and id(x) in self._stand_ins
+                with torch.enable_grad():
+                    found[id(x)] = x.view_as(x) if goes_on else self.seen(x)
+        return [found[id(x)] for x in leaves]
+
     def prune(self, gm: fx.GraphModule) -> list[int]:
         """Drop the inputs that nothing reads; returns those that stay."""
         for node in self.nodes:

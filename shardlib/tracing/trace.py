@@ -22,16 +22,18 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot, make_fx
 
+from shardlib.arrays import refuse_writes
 from shardlib.calls.ambient import set_aside
 from shardlib.calls.flat import FlatCall, Static, flatten_call, is_number, is_tensor, names_of, twins
 from shardlib.calls.mappings import opened
 from shardlib.calls.rebound import Watch
-from shardlib.calls.state import State, marks
+from shardlib.calls.state import State
 from shardlib.random.draw import one_program
 from shardlib.scalar import Scalar
 from shardlib.state import is_tracing, tracing
 from shardlib.strided import refuse_others
 from shardlib.tensors.form import contiguous
+from shardlib.tensors.tensor import marks
 from shardlib.tracing.asked import Asked, refuse_guests
 from shardlib.tracing.capture import AttentionCapture
 from shardlib.tracing.chance import Chance
@@ -48,6 +50,7 @@ from shardlib.tracing.lines import Line, LineRecorder, is_mark
 from shardlib.tracing.mistakes import mistake
 from shardlib.tracing.numbers import NotExpressionsError, Numbers, scalar_of
 from shardlib.tracing.refusals import refusal, refuse_absent, refuse_ghost, refuse_subclasses, refuse_unseen
+from shardlib.tracing.results import refuse_attributes, repeated, strides_of
 from shardlib.tracing.threads import refuse_nested
 
 
@@ -73,6 +76,8 @@ class Traced:
     looked: Mapping[int, Any] = field(default_factory=dict)  # leaf -> the value of a number that Python looked at
     asked: bool = False  # where its arguments lie in memory
     twins: Mapping[str, str] = field(default_factory=dict)  # arguments that are another input, with its name
+    strides: tuple[tuple[int, ...] | None, ...] = ()  # of every output, on one device; None: dense, dims in order
+    same: Mapping[int, int] = field(default_factory=dict)  # leaves of the result that are an earlier one
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
@@ -202,6 +207,8 @@ def _trace(
             leaves = [numbers.give(i, names[i], x) if is_number(x) else x for i, x in enumerate(leaves)]
         a, k = pytree.tree_unflatten(leaves, call.tree)
         given = pytree.tree_flatten((a, k))
+        asked.inputs = {id(x): (names[i], call.arguments[i]) for i, x in zip(where, inputs, strict=True)}
+        asked.inputs |= {id(x): (name, x) for name, x in zip(call.state.names, call.state.tensors, strict=True)}
         with nullcontext() if numbers is None else numbers:
             try:
                 with asked, users:
@@ -213,12 +220,17 @@ def _trace(
             except Exception as error:
                 if lifted.refusal is not None and error is not lifted.refusal:
                     raise lifted.refusal from error
-                if refused := refusal(error, tracer, named) or mistake(error, named):
+                refused = refusal(error, tracer, named) or mistake(error, named)
+                ending.note_lost(refused or error, tracer.graph)
+                if refused is not None:
                     raise refused from error
                 raise
             refuse_changed_arguments(lines.fallback.function, given, (a, k))
+            standing = {id(x): (names[i], call.arguments[i], x) for i, x in zip(where, inputs, strict=True)}
+            made = ((f"result{pytree.keystr(path)}", None, x) for path, x in found if isinstance(x, FakeTensor))
+            refuse_attributes([*standing.values(), *(each for each in made if id(each[2]) not in standing)])
             refuse_carriers([(pytree.keystr(path), leaf) for path, leaf in found])
-            returned = [lifted.seen(leaf) for _, leaf in found]
+            returned = lifted.returned([leaf for _, leaf in found])
             own = [f"result{pytree.keystr(path)}" for path, _ in found]
             if watch is not None:
                 leaf_of = {id(x): i for i, x in enumerate(call.state.tensors, len(leaves))}
@@ -230,7 +242,7 @@ def _trace(
 
     with (
         set_aside() as users,
-        _tracing(call.state.generators if call.state.is_read else None),
+        _tracing(call.state.generators if call.state.is_read else None, marked=call.state.seeds),
         mode,
         lifted,
         ending,
@@ -252,10 +264,12 @@ def _trace(
     if there is None or there.type == "cpu":  # GPUs have kernels for other dtypes
         named = dict(zip(gm.graph.find_nodes(op="placeholder"), input_names, strict=True))
         refuse_kernels(gm.graph, named)
+    refuse_writes(gm, call.state.kept)
     with mode:
         written = functionalise(gm, input_names)
     if there is not None and there.type != "cpu":
         move(gm, there)
+    after = ending.after(gm.graph, [inputs_of[i] for i in written])
     return Traced(
         gm,
         lines.fallback.function,
@@ -266,10 +280,12 @@ def _trace(
         tuple(output_names),
         out_tree,
         static,
-        ending.after(gm.graph, [inputs_of[i] for i in written]),
+        after,
         {i: x for i, x in enumerate(call.arguments) if is_number(x)} if numbers is None else numbers.looked,
         asked.line is not None,
         {names[i]: names[at] for i, at in same.items()},
+        strides_of(returned, after, call.leaves),
+        repeated(returned[: out_tree.num_leaves]),
     )
 
 
@@ -297,7 +313,7 @@ class _Here:
 
 
 @contextmanager
-def _tracing(generators: Sequence[torch.Generator] | None) -> Iterator[None]:
+def _tracing(generators: Sequence[torch.Generator] | None, *, marked: bool) -> Iterator[None]:
     refuse_nested()
     with _LOCK, torch.backends.cudnn.flags(enabled=False):  # one graph, whatever device it is for
         if len(FakeTensorMode.cache) > _FAKE_CACHE:  # it has no bound of its own
@@ -309,7 +325,7 @@ def _tracing(generators: Sequence[torch.Generator] | None) -> Iterator[None]:
         # Model libraries read this flag before they look at the values of masks and positions.
         torch.compiler._is_compiling_flag = _Here()  # type: ignore[assignment]
         try:
-            draws = one_program(traced=True, generators=generators)
+            draws = one_program(traced=True, generators=generators, marked=marked)
             with tracing(), AttentionCapture(), Composites(), first_order(), draws:
                 yield
         finally:

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+
+from shardlib.traits import is_view
 
 aten = torch.ops.aten
 
@@ -26,6 +29,23 @@ def written_arguments(target: Any) -> tuple[str, ...]:
         return ()
     written = [a for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     return tuple(a.name for a in sorted(written, key=lambda a: not a.kwarg_only))
+
+
+def written_to(graph: fx.Graph) -> dict[fx.Node, None]:
+    """The nodes of a graph whose memory some op writes to, by itself or through views."""
+    owners: dict[fx.Node, fx.Node] = {}
+    written: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or not node.args:
+            continue
+        if isinstance(node.args[0], fx.Node) and (node.target is operator.getitem or is_view(node.target)):
+            owners[node] = owners.get(node.args[0], node.args[0])
+        names = written_arguments(node.target)
+        for i, a in enumerate(node.target._schema.arguments if names else ()):
+            if a.name in names:
+                found = node.args[i] if i < len(node.args) else node.kwargs.get(a.name)
+                written |= dict.fromkeys(owners.get(x, x) for x in pytree.tree_leaves(found) if isinstance(x, fx.Node))
+    return written
 
 
 @cache
@@ -213,7 +233,7 @@ def _indexed(emit: Emit, base: fx.Node, size: Sequence[int], stride: Sequence[in
             line = emit(aten.reshape.default, steps, [n if i == d else 1 for i in range(len(size))])
             where = emit(aten.add.Tensor, where, line)
     found = emit(aten.index.Tensor, flat, [emit(aten.expand.default, where, list(size))])
-    found.meta["overlaps"] = not _apart(size, stride)
+    found.meta["overlaps"] = not apart(size, stride)
     return found
 
 
@@ -221,7 +241,7 @@ def _unindexed(emit: Emit, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.N
     return None if view.meta["overlaps"] else emit(aten.index_put.default, base, view.args[1], value)
 
 
-def _apart(size: Sequence[int], stride: Sequence[int]) -> bool:
+def apart(size: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether every element has a place of its own: each stride steps over all that the smaller ones reach."""
     reach = 0
     for s, n in sorted((s, n) for n, s in zip(size, stride, strict=True) if n != 1):

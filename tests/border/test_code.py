@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import array
+import contextlib
 import dataclasses
 import functools
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -366,6 +368,110 @@ def test_where_an_argument_lies_is_told_of_its_own_memory_alone(fn: Any, view: A
         ) as error:
             step(x)
         assert "Remedy: pass x.clone()" in str(error.value)
+
+
+def held() -> dict[str, tuple[Any, Callable[[], Any]]]:
+    """Functions of `x`, and what changes a number that they read."""
+
+    class Meta(type):
+        scale = 2.0
+        settings: ClassVar = {"k": 2.0}
+
+        @property
+        def computed(cls) -> float:
+            return cls.settings["k"]
+
+    class Made(metaclass=Meta):
+        pass
+
+    class Descriptor:
+        def __init__(self) -> None:
+            self.k = 2.0
+
+        def __get__(self, obj: Any, kind: Any = None) -> float:
+            return self.k
+
+    descriptor = Descriptor()
+    Made.described = descriptor  # type: ignore[attr-defined]
+    made, numbers, raw = Made(), array.array("d", [2.0]), bytearray(b"2")
+    view = memoryview(raw)
+
+    class Key:
+        k = 2.0
+
+    keys = {(key := Key()): 1, "other": 2}
+    held_by_set = {key}
+    return {
+        "a metaclass": (lambda x: x * Made.scale, lambda: setattr(Meta, "scale", 3.0)),
+        "a property of a metaclass": (lambda x: x * Made.computed, lambda: Meta.settings.update(k=3.0)),
+        "a descriptor": (lambda x: x * made.described, lambda: setattr(descriptor, "k", 3.0)),
+        "a descriptor of a class": (lambda x: x * Made.described, lambda: setattr(descriptor, "k", 3.0)),
+        "a key": (lambda x: x * next(iter(keys)).k, lambda: setattr(key, "k", 3.0)),
+        "a set": (lambda x: x * next(iter(held_by_set)).k, lambda: setattr(key, "k", 3.0)),
+        "an array": (lambda x: x * numbers[0], lambda: numbers.__setitem__(0, 3.0)),
+        "bytes": (lambda x: x * raw[0], lambda: raw.__setitem__(0, 3)),
+        "a view of bytes": (lambda x: x * view[0], lambda: raw.__setitem__(0, 3)),
+    }
+
+
+@pytest.mark.parametrize("how", held())
+def test_numbers_that_something_holds(how: str) -> None:
+    fn, change = held()[how]
+    step = sl.jit(fn)
+    same(step(X), fn(X))
+    same(step(X), fn(X))
+    assert not step.retraces
+    change()
+    same(step(X), fn(X))
+    assert step.retraces
+
+
+W = torch.ones(4, requires_grad=True)
+ASKED: dict[str, tuple[Any, str]] = {
+    "address": (lambda x: x.data_ptr(), "the address (data_ptr) of x"),
+    "of a value": (lambda x: (x * 2).data_ptr(), "the address (data_ptr) of a value of the trace"),
+    "of what is closed over": (lambda x: W.data_ptr(), "the address (data_ptr) of W"),
+    "writes": (lambda x: x._version, "the number of writes (_version) of x"),
+    "history": (lambda x: x.grad_fn is None, "the history (grad_fn) of x"),
+    "storage": (lambda x: x.untyped_storage().nbytes(), "the storage of x"),
+    "typed storage": (lambda x: x.storage().size(), "the storage of x"),
+    "view": (lambda x: x._is_view(), "what it is a view of (_is_view) of x"),
+    "caught": (lambda x: _caught(lambda: x.data_ptr()), "the address (data_ptr) of x"),
+}
+
+
+def _caught(ask: Any) -> None:
+    with contextlib.suppress(RuntimeError, sl.ShardingError):
+        ask()
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_who_an_argument_is_is_not_told(name: str) -> None:
+    ask, what = ASKED[name]
+    with pytest.raises(sl.ShardingError) as error:
+        sl.jit(lambda x: (x * 2, ask(x))[0])(W * 2)
+    assert f"the traced function asks for {what}:\n  * " in str(error.value)
+    assert "test_code.py" in str(error.value)
+    assert "Remedy: ask before the call" in str(error.value)
+
+
+def test_whether_an_argument_is_a_leaf_is_told_of_the_callers_own() -> None:
+    def asks(x: Tensor) -> Any:
+        y = x * 1
+        return y.detach() * (2 * x.is_leaf + 3 * x.retains_grad + 5 * y.is_leaf + 7 * (y.grad_fn is None))
+
+    kept = W * 2
+    kept.retain_grad()
+    step = sl.jit(asks)
+    for x in (
+        W,
+        W * 2,
+        kept,
+        torch.ones(4),
+        sl.shard(torch.ones(4), "a@data"),
+        sl.shard(W.detach(), "a").requires_grad_(),
+    ):
+        same(step(x), asks(x))
 
 
 def test_slices_of_one_tensor_run_one_program() -> None:

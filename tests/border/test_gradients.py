@@ -136,6 +136,44 @@ def test_a_result_that_nobody_uses_gives_no_gradient() -> None:
     assert v.grad is None
 
 
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+ZEROS: dict[str, Any] = {
+    "to the power of 0": lambda w, n: ((w**0).sum(),),
+    "of an argument": lambda w, n: ((w**n).sum(),),
+    "beside another result": lambda w, n: ((w**0).sum(), (w * 2).sum()),
+    "behind another op": lambda w, n: (((w * 2) ** 0.0).sum(), w),
+    "sign": lambda w, n: (w.sign().sum(),),
+    "times 0": lambda w, n: ((w * 0).sum(),),
+    "nothing of it": lambda w, n: (w[:0].sum(),),
+    "chosen nowhere": lambda w, n: (torch.where(w.detach() > 1e3, w, 1.0).sum(),),
+    "none, says a Function": lambda w, n: (_Nothing.apply(w).sum(), (w * 2).sum()),
+}
+
+
+@pytest.mark.parametrize("name", ZEROS)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_gradient_of_zeros_is_no_missing_one(name: str, sharded: bool) -> None:
+    fn, x = ZEROS[name], torch.arange(8.0).view(4, 2) - 2
+
+    def gradient(f: Any, w: Tensor, n: int) -> Any:
+        return torch.autograd.grad(f(w, n)[0], w, allow_unused=True)[0]
+
+    with Mesh(data=2):
+        for n in (0, 2):
+            one = gradient(fn, x.clone().requires_grad_(), n)
+            w = (sl.shard(x, "_@data _") if sharded else x.clone()).requires_grad_()
+            same(gradient(sl.jit(fn), w, n), one)
+
+
 def test_hooks_run_once() -> None:
     for place in PLACES.values():
         w = nn.Parameter(place(torch.ones(4, 4)))
@@ -181,6 +219,45 @@ def test_going_back_into_a_history_outside_is_refused() -> None:
     with pytest.raises(ShardingError, match="y is a result of other ops, and backward"):
         sl.jit(lambda y: (y * 2).sum().backward())(root * 3)
     assert root.grad is None
+
+
+def test_a_result_of_other_ops_that_is_closed_over_has_its_gradient() -> None:
+    root = torch.ones(4, requires_grad=True)
+    y = root * 3
+    (sl.jit(lambda x: (x * y).sum())(torch.arange(4.0)) + y.sum()).backward()
+    same(root.grad, 3 * torch.arange(4.0) + 3)
+
+
+@pytest.mark.parametrize("place", [lambda x: x, lambda x: sl.shard(x, "a@data")])
+def test_what_is_closed_over_and_returned_has_a_history(place: Any) -> None:
+    with Mesh(data=2):
+        w = place(torch.arange(4.0)).requires_grad_()
+        a, b, c = sl.jit(lambda x: (w, w, x * w))(torch.ones(4))
+        assert a is b
+        (a + 2 * b + c).sum().backward()
+        same(w.grad, torch.full((4,), 4.0))
+
+
+def test_leaves_that_a_function_makes_are_leaves() -> None:
+    def makes(x: Tensor, w: Tensor) -> Any:
+        return (x * 2).requires_grad_(), nn.Parameter(x + 1), x * w, w.detach()
+
+    def after(fn: Any) -> Any:
+        x, w = torch.arange(4.0), torch.ones(4, requires_grad=True)
+        a, b, c, d = fn(x, w)
+        (a * b * c * d).sum().backward()
+        return [(t.requires_grad, t.is_leaf, isinstance(t, nn.Parameter)) for t in (a, b, c, d)], a.grad, b.grad, w.grad
+
+    with Mesh(data=2):
+        same(after(sl.jit(makes)), after(makes))
+
+    def goes_back(x: Tensor) -> Tensor:
+        y = (x * 2).requires_grad_()
+        y.sum().backward()
+        return y
+
+    with Mesh(data=2), pytest.raises(ShardingError, match=r"result 0 has a gradient[\s\S]*return x.grad beside it"):
+        sl.jit(goes_back)(torch.ones(4))
 
 
 def test_an_lstm_goes_back() -> None:

@@ -339,6 +339,47 @@ def test_a_numpy_array_is_read_at_every_call_and_kept_by_none():
     assert not f.retraces
 
 
+WRITTEN: dict[str, Callable[[Any], Any]] = {
+    "as_tensor": lambda a: torch.as_tensor(a).add_(1),
+    "asarray": lambda a: torch.asarray(a)[1:].mul_(3),
+    "in place": lambda a: a.__iadd__(2),
+    "an item": lambda a: a.__setitem__(0, 5),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_writes_to_numpy_arrays_come_back(name):
+    f = sl.jit(lambda d: (WRITTEN[name](d["a"]), torch.ones(2))[1])
+    for make in (lambda: np.arange(4.0), lambda: np.arange(12.0).reshape(4, 3)[:, 1]):
+        expected, a = make(), make()
+        for _ in range(2):
+            WRITTEN[name](expected)
+            f({"a": a})
+            assert np.array_equal(a, expected)
+
+
+def test_a_numpy_array_that_is_passed_twice_is_one():
+    def fn(a, b, c):
+        torch.as_tensor(a).add_(1)
+        return torch.as_tensor(b) * torch.as_tensor(c).sum()
+
+    a, one = np.arange(4.0), np.arange(4.0)
+    assert torch.equal(sl.jit(fn)(a, a, c=a).full_tensor(), fn(one, one, one))
+    assert np.array_equal(a, one)
+    ids = np.arange(5.0)
+    assert torch.equal(sl.jit(lambda x, y: x * y)(ids[:-1], ids[1:]).full_tensor(), torch.tensor([0.0, 2, 6, 12]))
+
+
+@pytest.mark.parametrize("take", [torch.as_tensor, torch.from_numpy])
+def test_writes_to_a_numpy_array_that_is_closed_over_are_refused(take):
+    closed = np.zeros(3)
+    message = refusal(lambda: sl.jit(lambda x: (take(closed)[1:].add_(1), x)[1])(W))
+    assert "writes to a numpy array that it closes over:\n  * at " in message
+    assert not closed.any()
+    assert sl.jit(lambda x: (take(closed).clone().add_(1), x)[1])(W).shape == W.shape
+    assert sl.jit(lambda x: (torch.as_tensor(np.zeros(2)).add_(1), x)[1])(W).shape == W.shape
+
+
 def test_numpy_numbers_are_numbers():
     f = sl.jit(lambda x, s: x * s)
     assert torch.equal(f(placed(), np.float32(2)).full_tensor(), W * 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import pickle
 import threading
 import types
@@ -295,6 +296,89 @@ def test_generators_that_a_function_makes_or_seeds_are_refused() -> None:
     assert torch.equal(g.get_state(), state)
     with pytest.raises(ShardingError, match="draws from a generator that it makes itself"):
         sl.jit(lambda x: x + torch.rand(4, generator=torch.Generator().manual_seed(3)))(X)
+
+
+def test_a_generator_is_as_it_was_while_a_function_is_traced() -> None:
+    g, seen = torch.Generator().manual_seed(3), []
+    before = g.get_state()
+
+    def draws(x: Tensor) -> Tensor:
+        other = threading.Thread(target=lambda: seen.append(torch.equal(g.get_state(), before)))
+        other.start()
+        other.join()
+        return x + torch.rand(4, generator=g)
+
+    first = sl.jit(draws)(X)
+    assert seen == [True]
+    assert not torch.equal(g.get_state(), before), "the call has drawn its key"
+    g.manual_seed(3)
+    same(sl.jit(draws)(X), first)
+
+
+ATTRIBUTES: dict[str, tuple[Any, str]] = {
+    "set": (lambda x: (setattr(x, "tag", 1), x * 2)[1], "x.tag"),
+    "set to another": (lambda x: (setattr(x, "old", 2), x * 2)[1], "x.old"),
+    "deleted": (lambda x: (delattr(x, "old"), x * 2)[1], "x.old"),
+    "of a result": (lambda x: [_tagged(x * 2)], "result[0].tag"),
+}
+
+
+def _tagged(x: Tensor) -> Tensor:
+    x.tag = 1
+    return x
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("how", ATTRIBUTES)
+def test_attributes_that_would_be_lost_are_refused(how: str, sharded: bool) -> None:
+    fn, what = ATTRIBUTES[how]
+    x = sl.shard(X, "a@data") if sharded else X.clone()
+    x.old, x._hidden = 1, [1]
+    with pytest.raises(ShardingError) as error:
+        sl.jit(fn)(x)
+    assert f"changes attributes of tensors:\n  * {what}\n" in str(error.value)
+    assert x.old == 1
+    same(sl.jit(lambda x: (x * x.old, x)[0])(x), X)
+
+
+def _saved(x: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+COPIES: dict[str, Any] = {
+    "deepcopy": copy.deepcopy,
+    "copy": lambda tensors: list(map(copy.copy, tensors)),
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "save": _saved,
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_of_tensors_keep_their_attributes(how: str) -> None:
+    def attributes(place: Any) -> Any:
+        x, p = place(X.clone()), nn.Parameter(place(X.clone()))
+        x.note, p.group = {"k": [1, 2]}, "decay"
+        a, b = COPIES[how]([x, p])
+        group = getattr(b, "group", None)  # none in a deep copy
+        return a.note, a.note is x.note, group, isinstance(b, nn.Parameter), b.requires_grad
+
+    assert attributes(lambda x: sl.shard(x, "a@data")) == attributes(lambda x: x)
+
+
+def test_deep_copies_of_views_share_memory() -> None:
+    def parts(x: Any) -> Any:
+        net = {"x": x, "views": [x.view(2, 2), x[2:]], "alias": x.detach()}
+        net["views"][0].mul_(2)
+        mine = copy.deepcopy(net)
+        mine["views"][1].add_(1)
+        mine["x"].mul_(3)
+        mine["views"][0][0].fill_(7)
+        return net, mine
+
+    same(parts(sl.shard(torch.arange(4.0), "a@data")), parts(torch.arange(4.0)))
 
 
 def _tripled(x: Tensor) -> Tensor:

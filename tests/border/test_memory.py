@@ -100,14 +100,13 @@ def test_donated_it_is_taken_over(mesh: Mesh) -> None:
 CLOSED = torch.ones(8, 6)
 RESULTS: dict[str, Callable[[Tensor], Any]] = {
     "itself": lambda x: x,
-    "twice": lambda x: (x, x),
     "t": lambda x: x.t(),
     "view": lambda x: x.view(48),
     "reshape": lambda x: x.reshape(2, 4, 6),
     "flatten": lambda x: x.flatten(),
     "slice": lambda x: x[2:4],
     "select": lambda x: x[3],
-    "expand": lambda x: x.unsqueeze(0).expand(2, 8, 6),
+    "expand": lambda x: x.unsqueeze(0).expand(1, 8, 6),
     "detach": lambda x: x.detach(),
     "contiguous": lambda x: x.contiguous(),
     "to": lambda x: x.to(torch.float32),
@@ -158,6 +157,67 @@ def test_results_have_memory_of_their_own(mesh: Mesh, name: str, kind: str) -> N
             leaf.fill_(-9)  # seen by no other result
     if isinstance(x, ShardedTensor):
         assert torch.equal(x.full_tensor(), X)
+
+
+STRIDES: dict[str, Callable[[Tensor], Any]] = {
+    **RESULTS,
+    "repeated": lambda x: x[:, :1].expand(8, 6),
+    "every other": lambda x: x[:, ::2] * 1,
+    "turned, and written": lambda x: (x + 1).t().mul_(2),
+    "filled": lambda x: torch.empty(6, 8).t().copy_(x),
+    "sorted": lambda x: x.t().sort(0),
+    "channels last": lambda x: x.view(1, 2, 4, 6).to(memory_format=torch.channels_last) + 1,
+    "attention": lambda x: torch.nn.functional.scaled_dot_product_attention(*[x.view(2, 4, 2, 3).transpose(1, 2)] * 3),
+}
+
+
+@pytest.mark.parametrize("spec", ["_ _", "_@data _@tensor"])
+@pytest.mark.parametrize("name", STRIDES)
+def test_results_have_the_strides_of_one_device(mesh: Mesh, name: str, spec: str) -> None:
+    fn = STRIDES[name]
+    found = pytree.tree_leaves(sl.jit(fn)(sl.shard(X, spec)))
+    for x, y in zip(found, pytree.tree_leaves(fn(X.clone())), strict=True):
+        assert x.stride() == y.stride()
+        assert x.is_contiguous() == y.is_contiguous()
+        assert torch.equal((x + 1).full_tensor(), y + 1)
+
+
+def test_a_reshape_of_a_result_copies_where_one_device_copies(mesh: Mesh) -> None:
+    y = sl.jit(lambda x: x.t())(X.clone())
+    y.reshape(-1).zero_()
+    assert torch.equal(y.full_tensor(), X.t())
+    y.t().view(-1).zero_()
+    assert not y.full_tensor().any()
+
+
+def test_strides_of_gradients_are_those_of_their_tensors(mesh: Mesh) -> None:
+    w = sl.shard(X, "_@data _").t().detach().requires_grad_()
+    loss = sl.jit(lambda w: (w * 2).sum())
+    loss(w).backward()
+    loss(w).backward()
+    assert w.grad is not None
+    assert w.grad.stride() == w.stride() == (1, 6)
+
+
+def test_what_lies_between_the_elements_of_a_result_is_not_there(mesh: Mesh) -> None:
+    y = sl.jit(lambda x: x[:, ::2])(X.clone())
+    with pytest.raises(ShardingError, match=r"a result has memory of its own[\s\S]*contiguous"):
+        y.as_strided((2, 2), (1, 1))
+    with pytest.raises(ShardingError, match="shows every element once"):
+        sl.jit(lambda x: x[:, :1].expand(8, 6))(X).add_(1)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_tensor_that_is_returned_twice_is_one(mesh: Mesh, requires_grad: bool) -> None:
+    x = sl.shard(X, "_@data _").requires_grad_(requires_grad)
+    a, rest = sl.jit(lambda x: ((y := x * 2), {"again": [y, x + 1]}))(x)
+    assert a is rest["again"][0]
+    if requires_grad:
+        (a.sum() + 3 * rest["again"][0].sum()).backward()
+        assert x.grad is not None
+        assert torch.equal(x.grad.full_tensor(), torch.full((8, 6), 8.0))
+    a, b = sl.jit(lambda x: (x, x), out_specs=("_@data _", "_ _"))(X)
+    assert (a.sharding == b.sharding) == (a is b) == (mesh.size == 1)
 
 
 def test_donated_memory_is_handed_on_without_a_copy(mesh: Mesh) -> None:

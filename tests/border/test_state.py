@@ -256,6 +256,31 @@ def test_writes_to_what_is_closed_over(write: Any) -> None:
             same(mine, plain)
 
 
+def test_what_was_written_before_an_error_is_named() -> None:
+    norm, w, kept = nn.BatchNorm1d(4), torch.ones(4, requires_grad=True), torch.zeros(4)
+
+    def step(x: Tensor, log: Tensor, n: int) -> Tensor:
+        (norm(x).detach() * w).sum().backward()
+        log.view(2, 2)[0].add_(n)
+        torch._foreach_add_([kept], 1)
+        raise KeyError("mine")
+
+    log = sl.shard(torch.zeros(4), "a@data")
+    with pytest.raises(KeyError, match="mine") as error:
+        sl.jit(step)(torch.ones(3, 4), log, 2)
+    (note,) = error.value.__notes__
+    assert note.startswith("Not written: ")
+    written = note.removeprefix("Not written: ").partition(". A jitted function")[0].split(", ")
+    assert sorted(written) == [
+        *("kept", "log", "norm.num_batches_tracked", "norm.running_mean", "norm.running_var", "w.grad"),
+    ]
+    assert w.grad is None
+    same([log, kept, norm.running_mean], [torch.zeros(4)] * 3)
+    with pytest.raises(KeyError) as error:
+        sl.jit(lambda x: {}[x.sin().shape])(torch.ones(3))
+    assert not hasattr(error.value, "__notes__")
+
+
 def test_a_cache_that_is_filled_in_place() -> None:
     def decode(cache: Tensor, x: Tensor, at: Tensor) -> Tensor:
         cache.index_copy_(0, at, x)
