@@ -301,14 +301,22 @@ def test_generators_that_a_function_makes_or_seeds_are_refused() -> None:
 def test_a_generator_is_as_it_was_while_a_function_is_traced() -> None:
     g, seen = torch.Generator().manual_seed(3), []
     before = g.get_state()
+    traced, looked = threading.Event(), threading.Event()
+
+    def look() -> None:
+        assert traced.wait(60)
+        seen.append(torch.equal(g.get_state(), before))
+        looked.set()
 
     def draws(x: Tensor) -> Tensor:
-        other = threading.Thread(target=lambda: seen.append(torch.equal(g.get_state(), before)))
-        other.start()
-        other.join()
+        traced.set()
+        assert looked.wait(60)
         return x + torch.rand(4, generator=g)
 
+    other = threading.Thread(target=look)
+    other.start()
     first = sl.jit(draws)(X)
+    other.join()
     assert seen == [True]
     assert not torch.equal(g.get_state(), before), "the call has drawn its key"
     g.manual_seed(3)
