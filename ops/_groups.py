@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from shardlib import order
 from shardlib.errors import ShardingError
 from shardlib.meshes import world
 from shardlib.ops import _cuda_wire
@@ -29,6 +28,7 @@ from shardlib.ops._choice import unavailable
 from shardlib.ops._cuda_open import open_group
 from shardlib.ops._cuda_peers import Peers, unserved
 from shardlib.ops._shm import Channel, Session
+from shardlib.ranks import order
 from shardlib.specs.axis import Axis
 
 if TYPE_CHECKING:

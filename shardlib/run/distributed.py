@@ -18,9 +18,9 @@ from shardlib.lower.program import Collective, Program
 from shardlib.meshes.mesh import Mesh
 from shardlib.ops import _groups, all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
 from shardlib.ops._wire import CollectiveError
-from shardlib.order import Turn
 from shardlib.plans.places import spot
-from shardlib.run.agree import agree, blame
+from shardlib.ranks.agree import agree, blame
+from shardlib.ranks.order import Turn
 from shardlib.run.codegen import Generator, Source
 from shardlib.run.counts import counted
 from shardlib.run.ranges import Function, label, ranged, watched

@@ -18,11 +18,12 @@ from torch import Tensor
 from shardlib.eager.slots import tensors_of
 from shardlib.errors import ShardingError
 from shardlib.meshes.mesh import Mesh, current_mesh
-from shardlib.order import Turn, current
+from shardlib.ranks.agree import together
+from shardlib.ranks.order import Turn, current
+from shardlib.ranks.store import names
 from shardlib.specs.axis import Axis
 from shardlib.specs.layout import Layout
 from shardlib.specs.spec import P, Resolved, Spec, axes_of_dims, resolve_many
-from shardlib.store import names
 
 if TYPE_CHECKING:
     from shardlib.plans.plan import Plan
@@ -114,7 +115,6 @@ def everywhere(mesh: Mesh) -> tuple[Axis, ...]:
 
 def _gathered(mesh: Mesh, turn: Turn, mine: Tensor) -> list[list[int]]:
     from shardlib.ops import all_gather
-    from shardlib.run.agree import together
 
     here = mine.to(mesh.device).unsqueeze(0)
     out = together(
@@ -131,7 +131,6 @@ def from_rank(mesh: Mesh, x: Tensor, src: int, what: str) -> Tensor:
     if mesh.kind != "distributed" or mesh.size == 1 or not x.numel():
         return x
     from shardlib.ops import all_reduce
-    from shardlib.run.agree import together
 
     whole = x.detach().contiguous()
     sent = (
