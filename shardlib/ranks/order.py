@@ -34,10 +34,12 @@ from shardlib.ops._wire import CollectiveError
 from shardlib.plans.places import place
 from shardlib.ranks.processes import Processes
 from shardlib.ranks.store import Store, own_connection
-from shardlib.ranks.telling import KEEP, PATIENCE, Entry, Texts, cannot_go_on, number, with_numbers
+from shardlib.ranks.telling import KEEP, PATIENCE, Entry, Texts, backward_of, cannot_go_on, number, with_numbers
 from shardlib.tracing.lines import line_at, user_frame
 
 _SLICE = timedelta(seconds=PATIENCE)
+
+Moment = tuple[int, int]  # how many turns were taken by then, and how many calls made since: the same on all ranks
 
 # What is begun now: turn, program, line, and collectives of this turn so far. The library in shared memory reads it.
 ASKING = array("Q", bytes(32))
@@ -50,6 +52,7 @@ class Order:
         self.world, self.rank, self.size = of, dist.get_rank(), dist.get_world_size()
         self.room = f"shardlib/{_count}"
         self.turn = 0
+        self.calls: Moment = (0, 0)
         self.meetings = 0  # how often the ranks have compared something through the store
         self.recent: list[Entry] = [(0, 0, 0)] * KEEP  # by turn
         self.thread = 0  # who took the last turn
@@ -64,6 +67,11 @@ class Order:
 
     def store(self, cause: BaseException | None = None) -> Store:
         return Store(self.rank, self._client, cause, self.processes.dead)
+
+    def moment(self) -> Moment:
+        """When a call is made that something may go back through, in turns: no two calls have the same."""
+        self.calls = self.turn, self.calls[1] + 1 if self.calls[0] == self.turn else 0
+        return self.calls
 
     def watcher(self) -> Callable[[Sequence[int]], list[int]]:
         """For a wait: the dead among the missing; looks, too, where the others are when it takes long."""
@@ -173,13 +181,17 @@ class Turn:
         self.order: Order | None = None
         self.numbered = False
 
-    def of(self, numbers: Sequence[Any]) -> Turn:
-        """The turn of a call with these numbers: another one than that with others."""
-        if not numbers:
+    def of(self, numbers: Sequence[Any], after: Moment | None = None) -> Turn:
+        """The turn of a call with these numbers, or of what goes back through a call: another one than of others."""
+        if not numbers and after is None:
             return self
         turn, said = copy.copy(self), ", ".join(map(repr, numbers))
-        turn.program ^= zlib.crc32(said.encode()) << 1
-        turn.text, turn.numbered = with_numbers(self.text, said), True
+        turn.program ^= zlib.crc32(f"{said} {after}".encode()) << 1
+        turn.text, turn.numbered = self.text, True
+        if after is not None:
+            turn.text = backward_of(turn.text, *after)
+        if said:
+            turn.text = with_numbers(turn.text, said)
         return turn
 
     def __enter__(self) -> Order:
@@ -235,6 +247,8 @@ def current() -> Order:
     if _forked:
         _refuse_fork()
     if _order is None or _order.world is not dist.group.WORLD:
+        if not world.initialised():
+            world.refuse_destroyed()
         _count += 1
         _order = Order(dist.group.WORLD)
         _order.processes.introduce()
@@ -242,8 +256,21 @@ def current() -> Order:
 
 
 def waited(task: Callable[[], Any], what: str) -> Any:
-    """The result of `task`, which waits for other ranks out of our sight; an error as soon as one of them is dead."""
+    """The result of `task`, which waits for other ranks out of our sight.
+
+    Raises `ShardingError` where they are about to do something else than `what`, and as soon as one of them is dead.
+    """
     order, done = current(), threading.Event()
+    room, order.meetings = f"{order.room}/waits/{order.meetings}", order.meetings + 1
+    seconds = world.timeout().total_seconds()
+    said = order.store().exchange(room, what, range(order.size), seconds, what, order.watcher())
+    if len(set(said.values())) > 1:
+        raise ShardingError(
+            "the ranks make different groups",
+            [f"rank {r} is about to {text}" for r, text in said.items()],
+            rule="every rank makes the same meshes, with their axes in the same order",
+            remedy="let no mesh depend on the rank",
+        )
     results: list[Any] = []
     errors: list[BaseException] = []
 

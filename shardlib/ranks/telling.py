@@ -37,6 +37,12 @@ def with_numbers(text: str, numbers: str) -> str:
     return f"{name}{_WITH}{numbers}{newline}{collectives}"
 
 
+def backward_of(text: str, turn: int, call: int) -> str:
+    """The text of a program that goes back through a call which was made after so many turns and calls."""
+    name, newline, collectives = text.partition("\n")
+    return f"the backward of {name} as called in place {turn}.{call}{newline}{collectives}"
+
+
 class Texts:
     """The texts of one world, as one rank says and finds them."""
 

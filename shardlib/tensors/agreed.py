@@ -58,8 +58,10 @@ def digest(x: Tensor) -> int:
     return zlib.crc32(x.view(-1).view(torch.uint8).numpy().data) if x.numel() else 0
 
 
-def same(mesh: Mesh, what: str, tensors: Sequence[tuple[str, Tensor]]) -> None:
+def same(mesh: Mesh, what: str, tensors: Sequence[tuple[str, Tensor]], layout: Layout | None = None) -> None:
     """Refuse tensors, each called by a name, whose values are not the same on all ranks; all ranks come here together.
+
+    They come with the same `layout`, if one is given.
 
     Raises `ShardingError` that names the tensors and the ranks.
     """
@@ -69,7 +71,8 @@ def same(mesh: Mesh, what: str, tensors: Sequence[tuple[str, Tensor]]) -> None:
     mine = torch.tensor([digest(x) for _, x in known], dtype=torch.int64)
     said = [f"{name} of shape {list(x.shape)}" for name, x in known]
     kinds = [str(x.dtype) for _, x in known]
-    every = _gathered(mesh, Turn(f"comparing the values of {', '.join(said)} ({what})", *kinds), mine)
+    placed = "" if layout is None else f" as [{layout}]"
+    every = _gathered(mesh, Turn(f"comparing the values of {', '.join(said)} ({what}{placed} on {mesh})", *kinds), mine)
     wrong = []
     for i, text in enumerate(said):
         holders: dict[int, list[int]] = {}
@@ -136,7 +139,7 @@ def from_rank(mesh: Mesh, x: Tensor, src: int, what: str) -> Tensor:
     sent = (
         (whole if mesh.rank == src else torch.zeros_like(whole)).view(-1).view(torch.uint8)
     )  # sums of bytes are exact
-    turn = Turn(f"sending {x.dtype}{list(x.shape)} from rank {src} ({what})")
+    turn = Turn(f"sending {x.dtype}{list(x.shape)} from rank {src} ({what} on {mesh})")
     got = together(mesh, turn, everywhere(mesh), lambda group: all_reduce.start(sent, group).finish())
     return got.view(x.dtype).view(x.shape).requires_grad_(x.requires_grad)
 
