@@ -14,8 +14,8 @@ from shardlib.meshes import world
 from shardlib.ops import _native
 from shardlib.ops._cuda_peers import Peers, group_of, launch, report_of, unserved
 from shardlib.ops._cuda_plan import Tuning, workspace_bytes
+from shardlib.ranks.store import Store
 from shardlib.recipe import Missing
-from shardlib.store import Store
 
 if TYPE_CHECKING:
     from shardlib.ops._groups import GroupHandle

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from shardlib import order
 from shardlib.errors import ShardingError
 from shardlib.meshes import world
 from shardlib.ops import _cuda_wire
@@ -29,6 +28,7 @@ from shardlib.ops._choice import unavailable
 from shardlib.ops._cuda_open import open_group
 from shardlib.ops._cuda_peers import Peers, unserved
 from shardlib.ops._shm import Channel, Session
+from shardlib.ranks import order
 from shardlib.specs.axis import Axis
 
 if TYPE_CHECKING:
@@ -153,7 +153,8 @@ def _process_group(device: str, cosets: Cosets, rank: int, known: dist.ProcessGr
     elif key not in _process_groups:
         # Every rank makes every group, those of others too: that is what keeps the ranks' group names the same.
         made = order.waited(
-            lambda: [dist.new_group(list(coset), timeout=world.timeout()) for coset in cosets], "make groups of ranks"
+            lambda: [dist.new_group(list(coset), timeout=world.timeout()) for coset in cosets],
+            f"make groups of the ranks {', '.join(map(str, cosets))}",
         )
         _process_groups[key] = next(pg for pg, coset in zip(made, cosets, strict=True) if rank in coset)
     return _process_groups[key]

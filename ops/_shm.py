@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from shardlib import order
 from shardlib.errors import ShardingError
 from shardlib.meshes import world
 from shardlib.ops import _native
@@ -29,8 +28,9 @@ from shardlib.ops._results import result
 from shardlib.ops._segment import PAGE, Address, Segment, SegmentError
 from shardlib.ops._streams import Like
 from shardlib.ops._wire import CollectiveError
+from shardlib.ranks import order
+from shardlib.ranks.store import names
 from shardlib.recipe import Missing
-from shardlib.store import names
 
 if TYPE_CHECKING:
     from shardlib.ops._groups import GroupHandle

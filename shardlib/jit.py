@@ -146,12 +146,12 @@ class Jitted:
 
     def plan(self, /, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments (real, meta or fake tensors); nothing runs and no device is touched."""
-        return self._plan(self.programs, None, args, kwargs)
+        return self.plan_of(self.programs, None, args, kwargs)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self._call(self.programs, None, args, kwargs)
+        return self.call(self.programs, None, args, kwargs)
 
-    def _plan(self, programs: Programs, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    def plan_of(self, programs: Programs, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         mesh = self._mesh(args, kwargs)
         key, leaves, state = self._read(mesh, programs, own, args, kwargs)
         if state.arrays:
@@ -161,7 +161,7 @@ class Jitted:
         self._check_budgets(plan)
         return plan
 
-    def _call(self, programs: Programs, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, programs: Programs, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_single_device() and not (is_tracing() or in_call()):
             with plain_program():
                 return self.fn(*args, **kwargs)

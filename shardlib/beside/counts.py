@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from shardlib.run.counts import entered, handling
+from shardlib.ranks import counting
 from shardlib.state import is_tracing
 
 
@@ -17,21 +17,21 @@ def _comm_mode(module: Any) -> None:
     @functools.wraps(enter)
     def entering(self: Any) -> Any:
         out = enter(self)
-        entered.append(self)
+        counting.enter(self)
         return out
 
     @functools.wraps(leave)
     def leaving(self: Any, *raised: Any) -> Any:
-        entered[:] = [mode for mode in entered if mode is not self]
+        counting.leave(self)
         return leave(self, *raised)
 
     @functools.wraps(dispatch)
     def dispatching(self: Any, *call: Any) -> Any:
-        token = handling.set((*handling.get(), self))
+        token = counting.handling.set((*counting.handling.get(), self))
         try:
             return dispatch(self, *call)
         finally:
-            handling.reset(token)
+            counting.handling.reset(token)
 
     cls.__enter__, cls.__exit__, cls.__torch_dispatch__ = entering, leaving, dispatching
     tracker = module._CommModeModuleTracker

@@ -15,6 +15,7 @@ from shardlib.errors import ShardingError
 from shardlib.lower.split import Halves
 from shardlib.meshes.mesh import Mesh
 from shardlib.plans.plan import Plan
+from shardlib.ranks.order import current
 from shardlib.run import Runner
 from shardlib.specs.layout import Layout
 from shardlib.tensors.form import Form
@@ -73,6 +74,7 @@ class _Apply(torch.autograd.Function):
         then = call.then
         call.out, saved = results(call.entry, call.mesh, call.leaves)
         ctx.then, ctx.mesh = then, call.mesh
+        ctx.after = (current().moment(),) if call.mesh.kind == "distributed" else ()
         ctx.numbers = [None if isinstance(x, Tensor) else x for x in call.leaves]
         ctx.plain = [isinstance(call.leaves[i], ShardedTensor) for i in then.leaves]
         ctx.there = [[p is not None for p in pieces] for pieces in saved]
@@ -103,7 +105,7 @@ class _Apply(torch.autograd.Function):
         pieces: list[Sequence[Any]] = [[next(rest) if there else None for there in value] for value in ctx.there]
         for at, layout, dtype in zip(ctx.where, then.layouts, then.dtypes, strict=True):
             pieces.append(_cotangent(grads[at], layout, dtype, then, mesh))
-        found = then.runner(pieces, ctx.numbers)
+        found = then.runner(pieces, ctx.numbers, *ctx.after)
         given = {i for i, at in enumerate(ctx.where) if grads[at] is not None}
         made = _gradients(then.forms, found, ctx.plain)
         return None, *(x if needs & given else None for x, needs in zip(made, then.needs, strict=True))

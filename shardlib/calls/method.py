@@ -3,32 +3,48 @@
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from shardlib.calls.bound import Bound
 from shardlib.calls.programs import Programs
 from shardlib.plans.plan import Plan
 
-if TYPE_CHECKING:
-    from shardlib.jit import Jitted
+
+class Function(Protocol):
+    """A jitted function, as its methods use it: `own` is the object whose programs these are."""
+
+    name: str
+    fn: Any
+    programs: Programs
+    methods: Methods
+
+    def plan_of(self, programs: Programs, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan: ...
+
+    def call(self, programs: Programs, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
 
-class Method:
+class Method(Bound):
     """A jitted method of one object: call it, or ask for its `plan`."""
 
-    def __init__(self, jitted: Jitted, instance: Any) -> None:
-        self.jitted, self.instance = jitted, instance
-        own = jitted.methods.programs_of(instance)
-        self.programs = own or jitted.programs
+    def __init__(self, function: Function, instance: Any) -> None:
+        super().__init__(function, instance)
+        own = function.methods.programs_of(instance)
+        self.programs = own or function.programs
         self._own = None if own is None else instance
-        self.__wrapped__ = functools.partial(jitted.fn, instance)
+
+    @property
+    def __wrapped__(self) -> Any:
+        return functools.partial(self.__func__.fn, self.__self__)
 
     def plan(self, /, *args: Any, **kwargs: Any) -> Plan:
         """As `Jitted.plan`."""
-        return self.jitted._plan(self.programs, self._own, (self.instance, *args), kwargs)
+        plan: Plan = self.__func__.plan_of(self.programs, self._own, (self.__self__, *args), kwargs)
+        return plan
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self.jitted._call(self.programs, self._own, (self.instance, *args), kwargs)
+        return self.__func__.call(self.programs, self._own, (self.__self__, *args), kwargs)
 
     @property
     def retraces(self) -> list[str]:
@@ -36,7 +52,7 @@ class Method:
         return self.programs.retraces
 
     def __repr__(self) -> str:
-        return f"<jit of {self.jitted.name} of a {type(self.instance).__name__}>"
+        return f"<jit of {self.__func__.name} of a {type(self.__self__).__name__}>"
 
 
 class Methods:
@@ -44,6 +60,7 @@ class Methods:
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[weakref.ref[Any], Programs]] = {}
+        self._lock = threading.Lock()
 
     def programs_of(self, instance: Any) -> Programs | None:
         """The programs of one object's method; None where nobody can see it go."""
@@ -53,7 +70,10 @@ class Methods:
                 gone = weakref.ref(instance, functools.partial(_drop, self._of, id(instance)))
             except TypeError:  # it has slots
                 return None
-            known = self._of[id(instance)] = gone, Programs()
+            with self._lock:  # of threads that come first together, one makes them
+                known = self._of.get(id(instance))
+                if known is None or known[0]() is not instance:
+                    known = self._of[id(instance)] = gone, Programs()
         return known[1]
 
 

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from shardlib.calls.bound import Bound
 from shardlib.calls.leaks import Leak
 from shardlib.calls.reach import is_users
 from shardlib.strided import refuse_others
@@ -265,10 +266,9 @@ class State:
         elif kind is types.FunctionType:
             self._identity(x, known)
             self.runs(x)
-        elif kind is types.MethodType:
-            self.runs(x.__func__)
+        elif kind is types.MethodType or isinstance(x, Bound):
             known.append(kind)
-            self._identity(x.__func__, known)
+            self._value(x.__func__, known, depth)
             self._attribute(id(x.__func__), "__self__", x.__self__, known, depth)
         elif kind is functools.partial:
             known.append(kind)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from threading import Lock
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -139,16 +139,40 @@ def device_mesh(
     key = tuple(axes.items()), device
     with _lock:
         if not initialised():
-            dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timeout())
+            _initialise("nccl" if device == "cuda" else "gloo")
         owner, mesh = _meshes.get(key, (None, None))
         if mesh is None or owner is not dist.group.WORLD:
-            mesh = waited(partial(_new, axes, device), "make groups of ranks")
+            make, text = partial(_new, axes, device), ", ".join(f"{name}={n}" for name, n in axes.items())
+            mesh = make() if len(axes) == 1 else waited(make, f"make the groups of Mesh({text})")
             for old in [
                 k for k, (of, _) in _meshes.items() if of is not dist.group.WORLD
             ]:  # worlds that were destroyed
                 del _meshes[old]
             _meshes[key] = (dist.group.WORLD, mesh)
         return mesh
+
+
+def refuse_destroyed() -> NoReturn:
+    """Raise the error for a rank that has no process group, or none any more."""
+    raise ShardingError(
+        "a tensor on ranks is used, and torch.distributed is not initialised",
+        ["destroy_process_group() was called in this process, or nothing has placed a tensor in it yet"],
+        rule="whatever moves pieces needs the process group of all ranks",
+        remedy="destroy it when nothing is left to do, or call torch.distributed.init_process_group() again, on all "
+        "ranks",
+    )
+
+
+def _initialise(backend: str) -> None:
+    try:
+        dist.init_process_group(backend, timeout=timeout())
+    except ValueError as error:  # of an environment that is not a launcher's
+        raise ShardingError(
+            "torch.distributed cannot be initialised",
+            [str(error)],
+            rule="RANK and WORLD_SIZE are set, so this process is taken for a rank",
+            remedy="start it by torchrun, call torch.distributed.init_process_group(...) first, or unset them",
+        ) from error
 
 
 def _new(axes: Mapping[str, int], device: str) -> DeviceMesh:

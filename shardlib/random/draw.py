@@ -23,7 +23,8 @@ from shardlib.errors import ShardingError
 from shardlib.meshes.mesh import Mesh, current_mesh
 from shardlib.ops import all_reduce
 from shardlib.ops import draw as ops
-from shardlib.order import Turn
+from shardlib.ranks.agree import together
+from shardlib.ranks.order import Turn
 from shardlib.specs.layout import Axis
 from shardlib.tracing.lines import user_line
 
@@ -222,8 +223,6 @@ def _agreed(number: int) -> Tensor:
 
 def _summed(key: Tensor, mesh: Mesh) -> Tensor:
     axes = tuple(Axis(name, n) for name, n in mesh.axes.items() if n > 1)
-    from shardlib.run.agree import together  # late: what runs programs needs the rules, which draw
-
     return together(mesh, _KEY, axes, lambda group: all_reduce.start(key, group, "sum").finish())
 
 

@@ -7,21 +7,14 @@ where the mode does not look, and tells it afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
+from shardlib.lower.program import Collective
+from shardlib.ranks.counting import counting, entered, uncounted
 from shardlib.run.ranges import label
-
-if TYPE_CHECKING:
-    from shardlib.lower.program import Collective
-
-entered: list[Any] = []  # modes that somebody has entered, in any thread
-handling: ContextVar[tuple[Any, ...]] = ContextVar("shardlib_counting", default=())  # those that torch took off
 
 # Torch has no functional permutation; its own `permute_tensor` is an all-to-all.
 _OPS = {
@@ -41,41 +34,15 @@ def counted(run: Callable[..., Any], collectives: Sequence[Collective]) -> Calla
     def call(*args: Any) -> Any:
         if not entered:
             return run(*args)
-        modes = {id(m): m for m in (*handling.get(), *_get_current_dispatch_mode_stack()) if _counts(m)}
-        with unseen():
+        modes = counting()
+        with uncounted():
             out = run(*args)
-            for mode in modes.values():
+            for mode in modes:
                 for collective in collectives:
                     mode.__torch_dispatch__(_Ran(collective), ())
         return out
 
     return call
-
-
-@contextmanager
-def unseen() -> Iterator[None]:
-    """What torch dispatches inside is not counted."""
-    if not entered:
-        yield
-        return
-    stack = _get_current_dispatch_mode_stack()
-    rest = [mode for mode in stack if not _counts(mode)]
-    _exchange(stack, rest)
-    try:
-        yield
-    finally:
-        _exchange(rest, stack)
-
-
-def _exchange(old: Sequence[Any], new: Sequence[Any]) -> None:
-    for _ in old:
-        _pop_mode()
-    for mode in new:
-        _push_mode(mode)
-
-
-def _counts(mode: Any) -> bool:
-    return any(mode is other for other in entered)
 
 
 class _Ran:

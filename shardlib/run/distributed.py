@@ -8,6 +8,7 @@ are gone are named.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,9 @@ from shardlib.lower.program import Collective, Program
 from shardlib.meshes.mesh import Mesh
 from shardlib.ops import _groups, all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
 from shardlib.ops._wire import CollectiveError
-from shardlib.order import Turn
 from shardlib.plans.places import spot
-from shardlib.run.agree import agree, blame
+from shardlib.ranks.agree import agree, blame
+from shardlib.ranks.order import Moment, Turn
 from shardlib.run.codegen import Generator, Source
 from shardlib.run.counts import counted
 from shardlib.run.ranges import Function, label, ranged, watched
@@ -30,6 +31,8 @@ from shardlib.tensors.tensor import short_dtype
 
 if TYPE_CHECKING:
     from shardlib.plans.plan import Plan
+
+_SETTINGS = ("SHARDLIB_OPS", "SHARDLIB_CHECK")  # what decides how a program is run, and what is sent beside it
 
 Runner = Callable[[Sequence[Sequence[torch.Tensor]]], tuple[Any, ...]]
 
@@ -88,7 +91,7 @@ def load(program: Program, mesh: Mesh, plan: Plan, *, late: bool = False) -> Run
     With `late` that is done by the first call. It is done again when torch.distributed is started anew.
     """
     constants = (f"{var.name} = a constant with the digest {agreed.digest(x):x}" for var, x in program.captured)
-    text = "\n".join([plan.listing(spot), *constants])
+    text = "\n".join([plan.listing(spot), f"on {mesh}", *constants])
     digest = hashlib.sha256(text.encode()).hexdigest()
     collectives = [f"{c.kind} of {short_dtype(c.source.dtype)}[{c.source.layout}]" for c in program.collectives]
     turn = Turn("\n".join([plan.name, *collectives]), digest)
@@ -100,7 +103,8 @@ def load(program: Program, mesh: Mesh, plan: Plan, *, late: bool = False) -> Run
     def prepare() -> None:
         nonlocal function, numbers, gloo, of
         mesh.device_mesh  # noqa: B018 - starts torch.distributed where nothing has yet
-        agree(mesh, digest, f"{plan.name}\n{text}")
+        settings = "\n".join(f"{name}={os.environ.get(name, '')!r}" for name in _SETTINGS)
+        agree(mesh, hashlib.sha256(f"{digest}\n{settings}".encode()).hexdigest(), f"{plan.name}\n{text}\n{settings}")
         axes = list(dict.fromkeys(c.axes for c in program.collectives))
         _groups.prepare(mesh, axes)
         handles = [_groups.group_for(mesh, a) for a in axes]
@@ -111,14 +115,16 @@ def load(program: Program, mesh: Mesh, plan: Plan, *, late: bool = False) -> Run
             function = watched(function, lambda: source(program, mesh, ranges=True).compile())
         numbers, of = generated.numbers, dist.group.WORLD
 
-    def run(pieces: Sequence[Sequence[torch.Tensor]], leaves: Sequence[Any] = ()) -> tuple[Any, ...]:
+    def run(
+        pieces: Sequence[Sequence[torch.Tensor]], leaves: Sequence[Any] = (), after: Moment | None = None
+    ) -> tuple[Any, ...]:
         if of is not dist.group.WORLD:
             prepare()
         assert function is not None
         if not collectives:
             with torch._C._AutoDispatchBelowAutograd():
                 return function(pieces, leaves)
-        with turn.of([leaves[i] for i in numbers]) as order:
+        with turn.of([leaves[i] for i in numbers], after) as order:
             try:
                 if gloo:
                     order.meet(gloo)

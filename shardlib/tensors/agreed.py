@@ -18,11 +18,12 @@ from torch import Tensor
 from shardlib.eager.slots import tensors_of
 from shardlib.errors import ShardingError
 from shardlib.meshes.mesh import Mesh, current_mesh
-from shardlib.order import Turn, current
+from shardlib.ranks.agree import together
+from shardlib.ranks.order import Turn, current
+from shardlib.ranks.store import names
 from shardlib.specs.axis import Axis
 from shardlib.specs.layout import Layout
 from shardlib.specs.spec import P, Resolved, Spec, axes_of_dims, resolve_many
-from shardlib.store import names
 
 if TYPE_CHECKING:
     from shardlib.plans.plan import Plan
@@ -57,8 +58,10 @@ def digest(x: Tensor) -> int:
     return zlib.crc32(x.view(-1).view(torch.uint8).numpy().data) if x.numel() else 0
 
 
-def same(mesh: Mesh, what: str, tensors: Sequence[tuple[str, Tensor]]) -> None:
+def same(mesh: Mesh, what: str, tensors: Sequence[tuple[str, Tensor]], layout: Layout | None = None) -> None:
     """Refuse tensors, each called by a name, whose values are not the same on all ranks; all ranks come here together.
+
+    They come with the same `layout`, if one is given.
 
     Raises `ShardingError` that names the tensors and the ranks.
     """
@@ -68,7 +71,8 @@ def same(mesh: Mesh, what: str, tensors: Sequence[tuple[str, Tensor]]) -> None:
     mine = torch.tensor([digest(x) for _, x in known], dtype=torch.int64)
     said = [f"{name} of shape {list(x.shape)}" for name, x in known]
     kinds = [str(x.dtype) for _, x in known]
-    every = _gathered(mesh, Turn(f"comparing the values of {', '.join(said)} ({what})", *kinds), mine)
+    placed = "" if layout is None else f" as [{layout}]"
+    every = _gathered(mesh, Turn(f"comparing the values of {', '.join(said)} ({what}{placed} on {mesh})", *kinds), mine)
     wrong = []
     for i, text in enumerate(said):
         holders: dict[int, list[int]] = {}
@@ -114,7 +118,6 @@ def everywhere(mesh: Mesh) -> tuple[Axis, ...]:
 
 def _gathered(mesh: Mesh, turn: Turn, mine: Tensor) -> list[list[int]]:
     from shardlib.ops import all_gather
-    from shardlib.run.agree import together
 
     here = mine.to(mesh.device).unsqueeze(0)
     out = together(
@@ -131,13 +134,12 @@ def from_rank(mesh: Mesh, x: Tensor, src: int, what: str) -> Tensor:
     if mesh.kind != "distributed" or mesh.size == 1 or not x.numel():
         return x
     from shardlib.ops import all_reduce
-    from shardlib.run.agree import together
 
     whole = x.detach().contiguous()
     sent = (
         (whole if mesh.rank == src else torch.zeros_like(whole)).view(-1).view(torch.uint8)
     )  # sums of bytes are exact
-    turn = Turn(f"sending {x.dtype}{list(x.shape)} from rank {src} ({what})")
+    turn = Turn(f"sending {x.dtype}{list(x.shape)} from rank {src} ({what} on {mesh})")
     got = together(mesh, turn, everywhere(mesh), lambda group: all_reduce.start(sent, group).finish())
     return got.view(x.dtype).view(x.shape).requires_grad_(x.requires_grad)
 

@@ -104,5 +104,5 @@ def shard(
     if src is not None:
         x = from_rank(mesh, x, src, f"shard(x, {str(spec)!r}, src={src})")
     else:
-        same(mesh, f"shard(x, {str(spec)!r})", [("x", x)])
+        same(mesh, f"shard(x, {str(spec)!r})", [("x", x)], resolved.layout)
     return placed(x, resolved, mesh, donate)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch.profiler import record_function
 
 import shardlib as sl
 from shardlib import Mesh, ShardedTensor, ShardingError, shard
+from shardlib.ranks import counting
 from tests.ranks import only, run_ranks
 
 W = torch.arange(24.0).view(4, 6) / 7 - 1
@@ -731,6 +733,33 @@ def test_a_program_without_a_profiler_has_no_ranges(monkeypatch):
 
 
 # --- CommDebugMode ----------------------------------------------------------------------------------------------------
+
+
+def test_modes_that_count_are_entered_and_left_in_many_threads() -> None:
+    lost: list[int] = []
+
+    def work(k: int) -> None:
+        mode = object()
+        for _ in range(1000):
+            counting.enter(mode)
+            if not any(mode is other for other in counting.entered):
+                lost.append(k)
+            counting.leave(mode)
+
+    before, threads = sys.getswitchinterval(), [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    sys.setswitchinterval(1e-6)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sys.setswitchinterval(before)
+    assert not lost
+    assert not counting.entered
+    mode = object()
+    counting.enter(mode), counting.enter(mode), counting.leave(mode)
+    assert counting.entered == [mode]
+    counting.leave(mode)
+
 
 _OPS = {
     "all_reduce": "all_reduce",

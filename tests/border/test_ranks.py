@@ -17,8 +17,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import shardlib as sl
-from shardlib import order
 from shardlib.meshes import world
+from shardlib.ranks import order
 from tests.border import kills, slips
 from tests.ranks import Pool, RankError, only, run_ranks
 
@@ -97,6 +97,97 @@ def test_one_extra_collective():
         assert "test_ranks.py:" in lines[1]
         assert "test_ranks.py:" in lines[2]
         assert lines[2].startswith("  * rank 1 is in all_reduce of f32[+x] of <lambda>")
+
+
+# One rank differs, in a world of its own: what it does, and what both ranks are told.
+
+
+def same_function_backward(rank: int) -> Any:
+    """Two calls of one program, gone back through in another order."""
+    w, (a, b) = sl.shard(torch.eye(4), "a b").requires_grad_(), (sl.shard(torch.randn(8, 4), "a@x b") for _ in "ab")
+    step = sl.jit(lambda x, w: ((x @ w) ** 2).sum())
+    losses = [step(a, w), step(b, w)]
+    return [torch.autograd.grad(loss, [w]) for loss in (losses if rank else losses[::-1])]
+
+
+def two_programs_on_one_line(rank: int) -> Any:
+    x = sl.shard(torch.randn(8, 4), "a@x b")
+    both = [sl.jit(lambda x: x.sum()), sl.jit(lambda x: (x * x).sum())]
+    for step in both:
+        step(x)
+    return [step(x) for step in (both if rank else both[::-1])]
+
+
+def other_setting(rank: int) -> Any:
+    x = sl.shard(torch.randn(8, 4), "a@x b")
+    x.full_tensor()
+    os.environ["SHARDLIB_OPS"] = "torch" if rank else "all_reduce=torch"
+    return (x * 3).sum().full_tensor()
+
+
+def other_rules(rank: int) -> Any:
+    with sl.Mesh(x=2, rules={"batch": "x"} if rank else {"batch": None}):
+        return sl.shard(torch.ones(8, 4), "batch b")
+
+
+ALL_REDUCE = r"rank (\d) is in all_reduce of f32\[.*\+x\] of "
+DIFFERENT: dict[Callable[[int], Any], str] = {
+    same_function_backward: ALL_REDUCE
+    + r"the backward of <lambda> as called in place \d+\.\d+, called at .*_ranks.py:",
+    two_programs_on_one_line: ALL_REDUCE + r"<lambda>, called at .* \[[0-9a-f]{16}\]",
+    other_setting: r"rank (1) runs sum .*SHARDLIB_OPS='torch'.*SHARDLIB_OPS='all_reduce=torch'",
+    other_rules: r"rank (\d) is in comparing the values of x .* \(shard\(x, 'batch b'\) as \[8(?:@x)?, 4\] on Mesh",
+}
+
+
+def each_in_a_world(port: int, transport: str) -> list[tuple[str, float]]:
+    """What each of `DIFFERENT` is told, and after how long."""
+    rank, told = dist.get_rank(), []
+    for i, case in enumerate(DIFFERENT):
+        dist.destroy_process_group()
+        store = dist.PrefixStore(f"{i}", dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
+        os.environ["SHARDLIB_OPS"] = "torch" if transport == "gloo" else ""
+        torch.manual_seed(0)
+        with sl.Mesh(x=2):
+            begin = time.monotonic()
+            told.append((refused(lambda case=case: case(rank)), time.monotonic() - begin))  # type: ignore[misc]
+    return told
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_ranks_that_differ_are_told_how(transport):
+    with closing(Pool(2)) as pool:
+        for told in pool.run(each_in_a_world, pool.store.port, transport):
+            for (case, pattern), (text, seconds) in zip(DIFFERENT.items(), told, strict=True):
+                ranks = re.findall(pattern, text)
+                assert ranks == (["1"] if case is other_setting else ["0", "1"]), f"{case.__name__}: {text}"
+                assert seconds < 4, case.__name__
+
+
+def other_meshes(port: int) -> list[tuple[str, float]]:
+    """Axes in another order, and of other sizes."""
+    rank, told = dist.get_rank(), []
+    for i, (mine, theirs) in enumerate([("p", "q"), ("p", "r")]):
+        dist.destroy_process_group()
+        store = dist.PrefixStore(f"{i}", dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=20))
+        axes = {"p": {"p": 2, "q": 2}, "q": {"q": 2, "p": 2}, "r": {"p": 4, "q": 1}}[mine if rank else theirs]
+        begin = time.monotonic()
+        with sl.Mesh(axes):
+            told.append((refused(lambda: sl.shard(torch.ones(8, 4), "a@p b").full_tensor()), time.monotonic() - begin))
+    return told
+
+
+def test_meshes_that_differ():
+    with closing(Pool(4)) as pool:
+        for swapped, sized in pool.run(other_meshes, pool.store.port):
+            for (text, seconds), parts in (
+                (swapped, ["to make the groups of Mesh(p=2, q=2)", "to make the groups of Mesh(q=2, p=2)"]),
+                (sized, ["to make the groups of Mesh(p=4, q=1)", "to make the groups of Mesh(p=2, q=2)"]),
+            ):
+                assert all(part in text for part in parts), text
+                assert seconds < 4
 
 
 def threads(n: int) -> list[str]:
@@ -298,6 +389,25 @@ def test_a_process_group_made_again_and_its_timeout():
         *found, told, said = only(pool.run(anew, pool.store.port))
     assert found == [[14.0, [0.0, 1.0, 2.0, 3.0], 12.0]] * 3
     assert (told, said) == (9.0, 7.0)
+
+
+def destroyed() -> list[str]:
+    """Whatever is used after the process group is gone."""
+    with sl.Mesh(x=2):
+        x, step = sl.shard(torch.ones(8), "a@x"), sl.jit(lambda x: x.sum())
+        step(x), x.full_tensor()
+    dist.destroy_process_group()
+    calls: list[Callable[[], Any]] = [lambda: step(x), x.full_tensor, x.sum, lambda: x + x, lambda: x * torch.ones(8)]
+    return [refused(call) for call in calls]
+
+
+def test_a_process_group_that_is_gone():
+    for texts in alone(destroyed, 2):
+        for text in texts:
+            assert text.startswith(
+                ("torch.distributed cannot be initialised:", "a tensor on ranks is used, and torch.distributed is not ")
+            ), text
+            assert "torch.distributed.init_process_group(" in text
 
 
 def in_its_own_folder(folder: str) -> float:

@@ -6,6 +6,9 @@ import copy
 import dataclasses
 import functools
 import gc
+import threading
+import time
+import types
 import warnings
 import weakref
 from collections import Counter, defaultdict, deque
@@ -20,6 +23,8 @@ from torch import Tensor, nn
 
 import shardlib as sl
 from shardlib import Mesh, ShardedTensor, ShardingError
+from shardlib.calls import method
+from shardlib.calls.programs import Programs
 from shardlib.jit import RetraceWarning
 from tests.border.oracle import same
 
@@ -632,6 +637,55 @@ def test_methods_do_not_keep_their_objects() -> None:
     gc.collect()
     assert gone() is None
     assert not Model.step.methods._of
+
+
+def test_a_bound_method_is_itself_in_an_argument_and_a_closure() -> None:
+    class Model:
+        def __init__(self, scale: float) -> None:
+            self.scale = scale
+
+        @sl.jit
+        def step(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    one, two = Model(2.0), Model(3.0)
+    assert one.step == one.step
+    assert hash(one.step) == hash(one.step)
+    assert one.step != two.step
+    outer = sl.jit(lambda f, x: f(x) + 1)
+    for _ in range(3):
+        same(outer(one.step, X), X * 2 + 1)
+    assert not outer.retraces
+    same(outer(two.step, X), X * 3 + 1)
+    one.scale = 4.0
+    same(outer(one.step, X), X * 4 + 1)
+    assert len(outer.retraces) == 2
+    bound = types.MethodType(Model.step, one)
+    same(outer(bound, X), X * 4 + 1)
+    same(outer(types.MethodType(Model.step, one), X), X * 4 + 1)
+    assert len(outer.retraces) == 3
+
+
+def test_threads_that_come_first_together_have_one_set_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Programs):
+        def __init__(self) -> None:
+            time.sleep(0.05)
+            super().__init__()
+
+    monkeypatch.setattr(method, "Programs", Slow)
+
+    class Model:
+        @sl.jit
+        def step(self, x: Tensor) -> Tensor:
+            return x
+
+    model, found = Model(), list[Any]()
+    threads = [threading.Thread(target=lambda: found.append(model.step.programs)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(programs is model.step.programs for programs in found)
 
 
 def test_counters_and_logs_do_not_compile_again() -> None:

@@ -12,10 +12,8 @@ The threads of a rank take turns one at a time. Ranks whose threads come in diff
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import os
-import socket
 import sys
 import threading
 import time
@@ -34,29 +32,17 @@ from shardlib.errors import ShardingError
 from shardlib.meshes import world
 from shardlib.ops._wire import CollectiveError
 from shardlib.plans.places import place
-from shardlib.store import Store, own_connection
+from shardlib.ranks.processes import Processes
+from shardlib.ranks.store import Store, own_connection
+from shardlib.ranks.telling import KEEP, PATIENCE, Entry, Texts, backward_of, cannot_go_on, number, with_numbers
 from shardlib.tracing.lines import line_at, user_frame
 
-KEEP = 64  # turns that a rank remembers
-PATIENCE = 0.25  # seconds after which who waits looks where the others are
 _SLICE = timedelta(seconds=PATIENCE)
-_WITH = "\t"  # between the name of a program and the numbers of a call
-_MASK = (1 << 63) - 1
+
+Moment = tuple[int, int]  # how many turns were taken by then, and how many calls made since: the same on all ranks
 
 # What is begun now: turn, program, line, and collectives of this turn so far. The library in shared memory reads it.
 ASKING = array("Q", bytes(32))
-
-Entry = tuple[int, int, int]  # turn, program, line
-
-
-def number(*texts: str) -> int:
-    """A number that stands for these texts, the same in every process.
-
-    Example:
-        >>> number("a", "b") == number("a", "b") != number("ab")
-        True
-    """
-    return int.from_bytes(hashlib.blake2b("\0".join(texts).encode(), digest_size=8).digest(), "little") & _MASK | 1
 
 
 class Order:
@@ -66,64 +52,26 @@ class Order:
         self.world, self.rank, self.size = of, dist.get_rank(), dist.get_world_size()
         self.room = f"shardlib/{_count}"
         self.turn = 0
+        self.calls: Moment = (0, 0)
         self.meetings = 0  # how often the ranks have compared something through the store
         self.recent: list[Entry] = [(0, 0, 0)] * KEEP  # by turn
         self.thread = 0  # who took the last turn
         self.name = ""  # what all ranks call it; empty for the main thread
         self.named: dict[str, int] = {}  # the threads that took turns, by name
         self.fault = ""  # why this rank takes no more turns
-        self.lives: dict[int, str] = {}  # where the processes of ranks are, as they said
-        self._said: set[int] = set()
-        self._numbered: dict[int, tuple[int, str]] = {}  # what recent turns with numbers are, by turn
         # A connection of our own: torch's is taken for as long as one of its threads waits for something.
         self._client = own_connection(_get_default_store())
+        self.texts = Texts(self.room, self.store)
+        self.processes = Processes(self.room, self.rank, self.size, self.store)
+        self.dead = self.processes.dead
 
     def store(self, cause: BaseException | None = None) -> Store:
-        return Store(self.rank, self._client, cause, self.dead)
+        return Store(self.rank, self._client, cause, self.processes.dead)
 
-    # Texts ----------------------------------------------------------------------------------------------------------
-
-    def say(self, what: int, text: str) -> None:
-        """Leave the text that a number stands for where all ranks find it."""
-        if what not in self._said:
-            self._said.add(what)
-            self.store().put(f"{self.room}/said/{what}", text)
-
-    def explain(self) -> None:
-        """Say what this rank's recent turns with numbers are, since somebody may ask now."""
-        for what, text in self._numbered.values():
-            self.say(what, text)
-
-    def told(self, what: int) -> str:
-        """The text; who is out of step, too, may be about to say it."""
-        store, end = self.store(), time.monotonic() + 2 * PATIENCE
-        while not (text := store.find(f"{self.room}/said/{what}")) and time.monotonic() < end:
-            time.sleep(0.01)
-        return text or "?"
-
-    def describe(self, entry: Sequence[int]) -> str:
-        """A turn in words; its fourth number, where it has one, says which of its collectives is meant."""
-        name, *collectives = self.told(entry[1]).replace(_WITH, " with ").split("\n")
-        which = entry[3] if len(entry) > 3 else 0
-        what = f"{collectives[which]} of {name}" if which < len(collectives) else name
-        return f"{what}, called at {self.told(entry[2])}"
-
-    # Who is where ---------------------------------------------------------------------------------------------------
-
-    def introduce(self) -> None:
-        """Say where this process is, once."""
-        if self.rank not in self.lives:
-            self.lives[self.rank] = _life()
-            self.store().post(f"{self.room}/life", self.lives[self.rank])
-
-    def dead(self, ranks: Sequence[int] | None = None, *, ask: bool = False) -> list[int]:
-        """The ranks among these (None: all) whose processes ran on this machine and are gone."""
-        among = range(self.size) if ranks is None else ranks
-        if ask and (unknown := [r for r in among if r not in self.lives]):
-            for r in unknown:
-                if life := self.store().find(f"{self.room}/life/{r}"):
-                    self.lives[r] = life
-        return [r for r in among if r != self.rank and r in self.lives and _is_gone(self.lives[r])]
+    def moment(self) -> Moment:
+        """When a call is made that something may go back through, in turns: no two calls have the same."""
+        self.calls = self.turn, self.calls[1] + 1 if self.calls[0] == self.turn else 0
+        return self.calls
 
     def watcher(self) -> Callable[[Sequence[int]], list[int]]:
         """For a wait: the dead among the missing; looks, too, where the others are when it takes long."""
@@ -166,7 +114,7 @@ class Order:
 
     def look(self, cause: BaseException | None = None) -> None:
         """Tell the others where this rank is; raise `ShardingError` if one of them is in another turn, or gave up."""
-        self.explain()
+        self.texts.explain()
         store, at = self.store(cause), f"{self.room}/turns"
         turns = sorted(entry for entry in self.recent if entry[0])
         store.post(at, json.dumps([self.fault, turns]))
@@ -183,27 +131,7 @@ class Order:
 
     def out_of_step(self, mine: Sequence[int], rank: int, theirs: Sequence[int]) -> NoReturn:
         """Raise the error for two ranks that meet in different turns, or in different collectives of one."""
-        self.explain()
-        program, other = (self.told(entry[1]).partition("\n")[0].partition(_WITH) for entry in (mine, theirs))
-        numbers = mine[2] == theirs[2] and program[0] == other[0] and program[2] != other[2]
-        offenders = [f"rank {self.rank} is in {self.describe(mine)}", f"rank {rank} is in {self.describe(theirs)}"]
-        error = ShardingError(
-            "the ranks call one program with different numbers" if numbers else "the ranks are out of step",
-            offenders if self.rank < rank else offenders[::-1],
-            rule="a number among the arguments is the same on all ranks"
-            if numbers
-            else "every rank runs the same programs in the same order, each called from the same line",
-            remedy="compute the number alike everywhere, or pass what differs as a tensor: sl.from_local(x, spec)"
-            if numbers
-            else "let nothing that communicates (a jitted function, full_tensor, print, ops that move pieces) depend "
-            "on the rank"
-            + (
-                "; this rank uses collectives in several threads, which have no common order with other ranks' threads "
-                "unless the program gives them one: use them in one thread"
-                if len(self.named) > 1
-                else ""
-            ),
-        )
+        error = self.texts.out_of_step(self.rank, mine, rank, theirs, threads=len(self.named) > 1)
         self.give_up(str(error))
         raise error
 
@@ -228,25 +156,19 @@ class Order:
     def forget(self) -> None:
         """Forget the turns so far; all ranks do so together."""
         self.recent = [(0, 0, 0)] * KEEP
-        self._numbered.clear()
+        self.texts.forget()
 
     def give_up(self, why: str) -> None:
         """Take no more turns, and tell all ranks that look."""
         self.fault = self.fault or why
-        self.explain()
+        self.texts.explain()
         turns = sorted(entry for entry in self.recent if entry[0])
         self.store().post(f"{self.room}/turns", json.dumps([self.fault, turns]))
 
     def refuse(self, why: str) -> NoReturn:
         """Raise the error for ranks that cannot go on since something went wrong before."""
-        first, *rest = why.split("\n")
         self.fault = self.fault or why
-        raise ShardingError(
-            f"the ranks cannot go on: {first.removesuffix(':')}",
-            [line.removeprefix("  * ") for line in rest if line.startswith("  * ")],
-            rule="after an error in a collective nobody knows what the others wait for",
-            remedy="mend the first error, and start all ranks again",
-        )
+        raise cannot_go_on(why)
 
 
 class Turn:
@@ -259,14 +181,17 @@ class Turn:
         self.order: Order | None = None
         self.numbered = False
 
-    def of(self, numbers: Sequence[Any]) -> Turn:
-        """The turn of a call with these numbers: another one than that with others."""
-        if not numbers:
+    def of(self, numbers: Sequence[Any], after: Moment | None = None) -> Turn:
+        """The turn of a call with these numbers, or of what goes back through a call: another one than of others."""
+        if not numbers and after is None:
             return self
         turn, said = copy.copy(self), ", ".join(map(repr, numbers))
-        turn.program ^= zlib.crc32(said.encode()) << 1
-        name, newline, collectives = self.text.partition("\n")
-        turn.text, turn.numbered = f"{name}{_WITH}{said}{newline}{collectives}", True
+        turn.program ^= zlib.crc32(f"{said} {after}".encode()) << 1
+        turn.text, turn.numbered = self.text, True
+        if after is not None:
+            turn.text = backward_of(turn.text, *after)
+        if said:
+            turn.text = with_numbers(turn.text, said)
         return turn
 
     def __enter__(self) -> Order:
@@ -279,9 +204,9 @@ class Turn:
             if order.fault:
                 order.refuse(order.fault)
             if self.numbered:
-                order._numbered[(order.turn + 1) % KEEP] = self.program, self.text
+                order.texts.say_later(order.turn + 1, self.program, self.text)
             elif self.order is not order:
-                order.say(self.program, self.text)
+                order.texts.say(self.program, self.text)
                 self.order = order
             if order.thread != threading.get_ident():
                 order.change_thread()
@@ -322,15 +247,30 @@ def current() -> Order:
     if _forked:
         _refuse_fork()
     if _order is None or _order.world is not dist.group.WORLD:
+        if not world.initialised():
+            world.refuse_destroyed()
         _count += 1
         _order = Order(dist.group.WORLD)
-        _order.introduce()
+        _order.processes.introduce()
     return _order
 
 
 def waited(task: Callable[[], Any], what: str) -> Any:
-    """The result of `task`, which waits for other ranks out of our sight; an error as soon as one of them is dead."""
+    """The result of `task`, which waits for other ranks out of our sight.
+
+    Raises `ShardingError` where they are about to do something else than `what`, and as soon as one of them is dead.
+    """
     order, done = current(), threading.Event()
+    room, order.meetings = f"{order.room}/waits/{order.meetings}", order.meetings + 1
+    seconds = world.timeout().total_seconds()
+    said = order.store().exchange(room, what, range(order.size), seconds, what, order.watcher())
+    if len(set(said.values())) > 1:
+        raise ShardingError(
+            "the ranks make different groups",
+            [f"rank {r} is about to {text}" for r, text in said.items()],
+            rule="every rank makes the same meshes, with their axes in the same order",
+            remedy="let no mesh depend on the rank",
+        )
     results: list[Any] = []
     errors: list[BaseException] = []
 
@@ -372,9 +312,9 @@ def _line_number(order: Order) -> int:
     if found is None:
         # Ranks may run the program from different folders.
         found = _lines[key] = number(Path(code.co_filename).name, str(frame.f_lineno), code.co_qualname, order.name)
-    if found not in order._said:
+    if found not in order.texts:
         where = place(line_at(code, frame.f_lineno))
-        order.say(found, f"{where} in thread {order.name}" if order.name else where)
+        order.texts.say(found, f"{where} in thread {order.name}" if order.name else where)
     return found
 
 
@@ -398,26 +338,3 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def _life() -> str:
-    """This process, in a form that others on the machine can look up: host and process namespace, then id."""
-    namespace = Path("/proc/self/ns/pid")
-    return f"{socket.gethostname()} {namespace.readlink() if namespace.exists() else ''} {os.getpid()}"
-
-
-def _is_gone(life: str) -> bool:
-    where, _, pid = life.rpartition(" ")
-    if where != _life().rpartition(" ")[0]:
-        return False
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    stat = Path(f"/proc/{pid}/stat")  # a process that its parent has not waited for yet still has an id
-    try:
-        return stat.read_text().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
-        return not stat.parent.exists() and Path("/proc/self/stat").exists()

@@ -14,9 +14,10 @@ from shardlib.errors import ShardingError
 from shardlib.meshes import world
 from shardlib.ops import _groups
 from shardlib.ops._wire import CollectiveError
-from shardlib.order import KEEP, Order, Turn, current
-from shardlib.run.counts import unseen
-from shardlib.store import LOOK, names, refuse_missing
+from shardlib.ranks.counting import uncounted
+from shardlib.ranks.order import Order, Turn, current
+from shardlib.ranks.store import LOOK, names, refuse_missing
+from shardlib.ranks.telling import KEEP
 
 if TYPE_CHECKING:
     from shardlib.meshes.mesh import Mesh
@@ -51,7 +52,7 @@ def _compare(order: Order, digest: str, what: str, name: str, everyone: Sequence
     digests = store.read(f"{room}/digest", everyone)
     if len(set(digests.values())) > 1:
         # Texts may be long, so they are sent only now that they are needed.
-        store.post(f"{room}/line", order.told(order.recent[order.turn % KEEP][2]))
+        store.post(f"{room}/line", order.texts.told(order.recent[order.turn % KEEP][2]))
         store.post(f"{room}/what", zlib.compress(what.encode()))
         silent = store.wait(f"{room}/what", everyone, _REPLY_SECONDS)
         sent = store.read(f"{room}/what", [r for r in everyone if r not in silent])
@@ -70,7 +71,7 @@ def _compare(order: Order, digest: str, what: str, name: str, everyone: Sequence
 def together(mesh: Mesh, turn: Turn, axes: tuple[Axis, ...], call: Callable[[GroupHandle], T]) -> T:
     """The result of `call`, one collective of the group over these axes that is a turn of its own."""
     mesh.device_mesh  # noqa: B018 - starts torch.distributed where nothing has yet
-    with unseen(), turn as order:
+    with uncounted(), turn as order:
         try:
             group = _groups.group_for(mesh, axes)
             if group.may_use_gloo:

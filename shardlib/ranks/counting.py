@@ -1,0 +1,59 @@
+"""Modes of torch that count collectives, and what they do not count: what ranks say to each other beside the plan."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+entered: list[Any] = []  # modes that somebody has entered, in any thread; under the lock
+_lock = threading.Lock()
+handling: ContextVar[tuple[Any, ...]] = ContextVar("shardlib_counting", default=())  # those that torch took off
+
+
+def enter(mode: Any) -> None:
+    """A mode counts from now on."""
+    with _lock:
+        entered.append(mode)
+
+
+def leave(mode: Any) -> None:
+    """It counts no longer, but where it was entered before."""
+    with _lock:
+        if mode in entered:
+            entered.remove(mode)
+
+
+def counting() -> list[Any]:
+    """The modes that count here, each once."""
+    return list({id(m): m for m in (*handling.get(), *_get_current_dispatch_mode_stack()) if _counts(m)}.values())
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """What torch dispatches inside is not counted."""
+    if not entered:
+        yield
+        return
+    stack = _get_current_dispatch_mode_stack()
+    rest = [mode for mode in stack if not _counts(mode)]
+    _exchange(stack, rest)
+    try:
+        yield
+    finally:
+        _exchange(rest, stack)
+
+
+def _exchange(old: Sequence[Any], new: Sequence[Any]) -> None:
+    for _ in old:
+        _pop_mode()
+    for mode in new:
+        _push_mode(mode)
+
+
+def _counts(mode: Any) -> bool:
+    return any(mode is other for other in entered)
