@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shardlib.calls.flat import Static, flatten_call
+from shardlib.calls import run
+from shardlib.calls.flat import Static, flatten_call, names_of
 from shardlib.calls.mappings import opened
-from shardlib.calls.run import run
+from shardlib.calls.rebound import Watch
 from shardlib.errors import ShardingError
 from shardlib.jit import Jitted, jit
 from shardlib.meshes.mesh import Mesh, current_mesh
@@ -74,8 +75,9 @@ def check(
 ) -> CheckReport:
     """Run `fn` on one device, as the plain torch program that it is, and sharded on `mesh`, and compare every result.
 
-    A function that returns one real number, a loss, has its gradients compared, too, for all floating-point
-    arguments. On small virtual meshes the program also runs with nothing shared between devices. `fn` may be jitted:
+    What it writes to arguments, buffers and `.grad` is a result, too; after each run all is again as it was before.
+    A function that returns one real number, a loss, and writes nothing has its gradients compared, too, for all
+    floating-point arguments. On small virtual meshes the program also runs with nothing shared between devices. `fn` may be jitted:
     its specs hold. Errors are relative, in the maximum norm of each tensor; `rtol` defaults to 1e-12 (f64), 1e-5
     (f32) or 1e-2 (bf16, f16), and `atol`, for tensors that are zero, to a hundredth of that. All runs start from the
     same random state.
@@ -105,18 +107,25 @@ def check(
     close = functools.partial(_compare, rtol=rtol, atol=atol)
     opened((args, kwargs))
     with mesh:
-        one_args, one_kwargs = pytree.tree_map_only(Tensor, _plain, (args, kwargs))
-        expected = _alone(step.fn, one_args, one_kwargs)
-        plan, found = step.plan(*args, **kwargs), _seeded(lambda: step(*args, **kwargs))
-        leaves = close("result", expected, found)
+        world = _World(step, mesh, args, kwargs)
+        expected, written = world.run(functools.partial(_alone, step.fn), *_copies(args, kwargs))
+        plan = step.plan(*args, **kwargs)
+        runs: dict[str, Callable[..., Any]] = {"": step}
         if mesh.kind == "virtual" and mesh.size <= _SMALL:
-            found = _seeded(lambda: unshared(step, mesh, args, kwargs))
-            leaves += close("result", expected, found, " (nothing shared)")
+            runs[" (nothing shared)"] = lambda *args, **kwargs: unshared(step, mesh, args, kwargs)
+        leaves: list[Compared] = []
+        for suffix, run in runs.items():
+            found, others = world.run(functools.partial(_seeded, run), args, kwargs)
+            leaves += close("result", expected, found, suffix)
+            both = [name for name in written if world.is_changed(name, written, others)]
+            leaves += close("", [written[n] for n in both], [others[n] for n in both], suffix, names=both)
         names = [name for name, value in plan.compiled.inputs if value.dtype.is_floating_point]
-        if names and _is_loss(expected):
+        after = plan.compiled.traced.after
+        if names and _is_loss(expected) and not (after.written or after.grads):
             pull = _gradients(step)
             back = _with_options_of(step, pull)
-            expected, found = _alone(pull, one_args, one_kwargs), _seeded(lambda: back(*args, **kwargs))
+            expected, _ = world.run(functools.partial(_alone, pull), *_copies(args, kwargs))
+            found, _ = world.run(functools.partial(_seeded, back), args, kwargs)
             leaves += close("gradient of ", expected, found, names=names)
     if faults := [str(leaf) for leaf in leaves if leaf.fault]:
         raise ShardingError(
@@ -148,19 +157,81 @@ def _with_options_of(step: Jitted, fn: Callable[..., Any]) -> Jitted:
     return Jitted(fn, step.in_specs, None, step.static, frozenset(), None)
 
 
-def _plain(x: Tensor) -> Tensor:
-    """A whole copy of an argument: the function may write to it."""
-    whole = x.full_tensor() if isinstance(x, ShardedTensor) else x
-    return whole.detach().clone().requires_grad_(x.requires_grad)
+class _World:
+    """What a call may change beside what it returns; each run finds it as it was."""
+
+    def __init__(self, step: Jitted, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.step = step
+        self.watch = Watch(lambda: step._read(mesh, step.programs, None, args, kwargs, noting=True)[2])
+        self.tensors = dict(self._tensors(args, kwargs))
+        self.before = {name: _whole(x) for name, x in self.tensors.items()}
+
+    def run(
+        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Tensor | None]]:
+        """What a run returns, and what it leaves in each tensor that it is given or finds."""
+        try:
+            out = pytree.tree_map_only(Tensor, torch.clone, run(*args, **kwargs))
+            return out, {name: _whole(x) for name, x in self._tensors(args, kwargs)}
+        finally:
+            self.watch.restore()
+            with torch.no_grad():
+                for name, x in self.tensors.items():
+                    if x is not None and not _equal(_whole(x), self.before[name]):
+                        x.detach().copy_(self.before[name])
+                for name, x in self.tensors.items():
+                    if name.endswith(_GRAD):
+                        self.tensors[name.removesuffix(_GRAD)].grad = x
+
+    def is_changed(self, name: str, *runs: Mapping[str, Tensor | None]) -> bool:
+        """Whether some run leaves another value than was there."""
+        return not all(_equal(run[name], self.before[name]) for run in runs)
+
+    def _tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+        call = flatten_call(args, kwargs, self.step.static, self.watch.before)
+        for name, x in zip(names_of(self.step.fn, call, range(len(call.leaves))), call.leaves, strict=True):
+            if isinstance(x, Tensor) and not name.endswith(_GRAD):
+                yield name, x
+                yield name + _GRAD, x.grad
 
 
-def _seeded(run: Callable[[], Any]) -> Any:
+_GRAD = ".grad"
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether two values are one to the bit, but for NaN."""
+    return a is b if a is None or b is None else a.shape == b.shape and bool(((a == b) | (a != a) & (b != b)).all())
+
+
+def _whole(x: Tensor | None) -> Tensor | None:
+    """A copy of all of a tensor."""
+    if x is None:
+        return None
+    return (x.full_tensor() if isinstance(x, ShardedTensor) else x).detach().clone()
+
+
+def _copies(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Whole copies of a call's arguments: the function may write to them."""
+    made: dict[int, Tensor] = {}  # one tensor in two places stays one
+
+    def copied(x: Tensor) -> Tensor:
+        if id(x) not in made:
+            made[id(x)] = torch.clone(x if type(x) is not ShardedTensor else x.full_tensor()).detach()
+            made[id(x)].requires_grad_(x.requires_grad)
+            made[id(x)].grad = _whole(x.grad)
+        return made[id(x)]
+
+    found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(Tensor, copied, (args, kwargs))
+    return found
+
+
+def _seeded(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return run()
+        return run(*args, **kwargs)
 
 
-def _alone(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _alone(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     def run() -> Any:
         with plain_program():
             return fn(*args, **kwargs)
@@ -175,7 +246,7 @@ def unshared(step: Jitted, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str,
     key, leaves, state = step._read(mesh, step.programs, None, args, kwargs)
     plan = step._planned(step.programs, mesh, key, leaves, state, args, kwargs)[0]
     ready = step._load(mesh, plan, (), lambda program, mesh, _: virtual.load(program, mesh, share=False))
-    return run(ready.entry, mesh, leaves)
+    return run.run(ready.entry, mesh, leaves)
 
 
 def _is_loss(out: Any) -> bool:

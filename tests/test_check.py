@@ -176,3 +176,51 @@ def test_tolerances(tolerance: dict[str, float], passes: bool) -> None:
 def test_outside_any_mesh() -> None:
     with pytest.raises(ShardingError, match="check is called outside any mesh"):
         check(lambda x: x, torch.ones(2))
+
+
+class Running(torch.nn.Module):
+    """Changes a buffer, an attribute and a number when it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+        self.last, self.calls = torch.zeros(3), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.mul_(0.9).add_(x.mean(0))
+        self.last = x.sum(0)
+        self.calls += 1
+        return x * self.mean
+
+
+def test_what_a_function_changes_is_compared_and_given_back():
+    net, x = Running(), torch.arange(12.0).reshape(4, 3)
+    w = torch.ones(3, requires_grad=True)
+    w.grad = torch.full((3,), 2.0)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = (net(x) * w).sum()
+        loss.backward()
+        return loss.detach()
+
+    with sl.Mesh(data=2):
+        report = sl.check(step, x, in_specs=("b@data _",))
+    assert {"w.grad", "net.mean"} <= {leaf.path for leaf in report.leaves}
+    assert net.mean.tolist() == net.last.tolist() == [0.0] * 3
+    assert net.calls == 0
+    assert w.grad.tolist() == [2.0] * 3
+
+
+def test_writes_to_arguments_are_compared_and_given_back():
+    cache, x = torch.zeros(4, 3), torch.ones(4, 3)
+    with sl.Mesh(data=2):
+        report = sl.check(lambda cache, x: cache.add_(x).sum(), cache, x, in_specs=("b@data _", None))
+    assert any(leaf.path == "cache" for leaf in report.leaves)
+    assert not cache.any()
+
+
+def test_a_wrong_write_is_told(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("shardlib.calls.run._apply", lambda *_: None)
+    net, x = Running(), torch.ones(4, 3)
+    with sl.Mesh(data=2), pytest.raises(ShardingError, match=r"net\.mean f32\[3\]: error"):
+        sl.check(lambda x: net(x), x)

@@ -33,17 +33,18 @@ class Leak:
         """Whether its holder computes it again when it is not there."""
         return is_cached(self.owner, self.place[1])
 
-    def undo(self, before: State) -> None:
-        """Give its holder back what it had."""
-        if id(self.owner) in before.copies:
-            _refill(self.owner, before.copies[id(self.owner)])
-        else:
-            put_back(self.owner, self.place, before)
-
 
 def is_cached(owner: Any, key: Any) -> bool:
     """Whether a holder's attribute is a `cached_property`."""
     return isinstance(key, str) and isinstance(getattr(type(owner), key, None), functools.cached_property)
+
+
+def undo(owner: Any, place: Place, before: State) -> None:
+    """Give a holder back what it had: a container, all of it."""
+    if id(owner) in before.copies:
+        _refill(owner, before.copies[id(owner)])
+    else:
+        put_back(owner, place, before)
 
 
 def put_back(owner: Any, place: Place, before: State) -> None:
@@ -99,7 +100,7 @@ def forgotten(before: State, after: State) -> list[Leak]:
     known = {id(x) for x in before.tensors}
     leaks = [leak for leak in after.leaks if id(leak.value) not in known]
     for leak in leaks:
-        leak.undo(before)
+        undo(leak.owner, leak.place, before)
     return [leak for leak in leaks if not leak.is_cached]
 
 

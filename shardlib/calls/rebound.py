@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shardlib.calls.leaks import Leak, forgotten, is_cached, put, put_back
+from shardlib.calls.leaks import Leak, forgotten, is_cached, put, put_back, undo
 from shardlib.calls.state import CONTAINERS, Facts, Place, State, changed
 from shardlib.tensors.form import Form
 from shardlib.tensors.tensor import ShardedTensor
@@ -93,6 +93,12 @@ class Watch:
     def undo(self) -> list[Leak]:
         """Take values of the trace away from whoever holds one; returns those that nobody may have kept."""
         return forgotten(self.before, self.look())
+
+    def restore(self) -> None:
+        """Give every place back what it had."""
+        after = self.look()
+        for place in changed(self.before.found or {}, after.found or {}):
+            undo(after.owners.get(place[0]), place, self.before)
 
     def changed(self) -> dict[Place, Facts]:
         """The places that the function itself has changed, with what they hold."""

@@ -43,7 +43,9 @@ def refuse_attributes(named: Iterable[tuple[str, Any, Any]]) -> None:
 
 
 _GONE = object()
-_FAKES = frozenset({"fake_mode", "constant", "pytype", "dispatch_keys", "real_tensor"})  # torch's own, of fake tensors
+_FAKES = frozenset(
+    {"fake_mode", "_fake_device", "constant", "pytype", "dispatch_keys", "real_tensor"}
+)  # torch's own, of fake tensors
 
 
 def repeated(results: Sequence[Any]) -> dict[int, int]:
