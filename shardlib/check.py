@@ -77,10 +77,10 @@ def check(
 
     What it writes to arguments, buffers and `.grad` is a result, too; after each run all is again as it was before.
     A function that returns one real number, a loss, and writes nothing has its gradients compared, too, for all
-    floating-point arguments. On small virtual meshes the program also runs with nothing shared between devices. `fn` may be jitted:
-    its specs hold. Errors are relative, in the maximum norm of each tensor; `rtol` defaults to 1e-12 (f64), 1e-5
-    (f32) or 1e-2 (bf16, f16), and `atol`, for tensors that are zero, to a hundredth of that. All runs start from the
-    same random state.
+    floating-point arguments. On small virtual meshes the program also runs with nothing shared between devices. `fn`
+    may be jitted: its specs hold. Errors are relative, in the maximum norm of each tensor; `rtol` defaults to 1e-12
+    (f64), 1e-5 (f32) or 1e-2 (bf16, f16), and `atol`, for tensors that are zero, to a hundredth of that. All runs start
+    from the same random state.
 
     Raises `ShardingError` that lists every tensor that differs.
 

@@ -65,9 +65,10 @@ def jit(
     containers of more than 1,000 objects, or 20,000 numbers and texts; `id(x)` and `hash(x)` of an argument are those
     of what stands for it). Tensors found there are inputs, read anew in each call. Numbers among the arguments are
     inputs, too, where they only enter arithmetic. Writes to arguments, numpy's arrays among them, to buffers and
-    `.grad` are applied after the call, and not at all if the function raises; other effects of Python (a print) happen
-    while compiling only. A `TorchFunctionMode` around the call acts then, too; torch's own dispatch modes (counters),
-    and those with `only_observes = True`, see what runs, and others are refused.
+    `.grad` are applied after the call, and not at all if the function raises. So are other values of attributes,
+    variables and items (`self.step += 1` is an input and a result); other effects of Python (a print, an append)
+    happen while compiling only. A `TorchFunctionMode` around the call acts then, too; torch's own dispatch modes
+    (counters), and those with `only_observes = True`, see what runs, and others are refused.
 
     `in_specs` (a tuple with an entry per positional argument, or a dict by parameter name) and `out_specs` are prefix
     pytrees of specs: a single spec is every argument's; None leaves a layout to inference. Arguments may be plain
@@ -185,7 +186,7 @@ class Jitted:
             with programs.lock:
                 ready = programs.entries.find(key, leaves)
                 if ready is None:
-                    plan, kept, key = self._planned(programs, mesh, key, leaves, state, args, kwargs)
+                    plan, kept, key, leaves = self._planned(programs, mesh, key, leaves, state, args, kwargs)
                     self._check_budgets(plan)
                     refuse_other_devices(plan, mesh, leaves)
                     ready = self._load(mesh, plan, kept)
@@ -230,6 +231,8 @@ class Jitted:
             known += twins(leaves[:count], state.tensors).items()
         if programs.asks:
             known.append(tuple(map(at_home, leaves)))
+        if state.numbers:
+            leaves += state.leaves[len(state.tensors) :]
         return (mesh, modes, tuple(known)), leaves, state
 
     def _taken(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -267,31 +270,35 @@ class Jitted:
         state: State,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> tuple[Plan, list[Any], Any]:
-        """The plan of a call, what its key knows by identity, and the key as it is after a trace."""
+    ) -> tuple[Plan, list[Any], Any, list[Any]]:
+        """The plan of a call, what its key knows by identity, and its key and leaves as they are after a trace."""
         with programs.lock:
             known = programs.plans.find(key, leaves)
             if known is None:
-                watch = Watch(lambda: self._read(mesh, programs, state.own, args, kwargs, noting=True)[2])
-                try:
-                    plan = self._compile(mesh, leaves, state, args, kwargs, watch)
-                    if watch.look().leaked:  # a number that stays outside is no number of the trace
-                        plan = self._compile(mesh, leaves, state, args, kwargs, watch, exact=True)
-                finally:
-                    left_behind = watch.undo()
-                refuse_leaks(self.name, left_behind)
-                for place, facts in watch.changed().items():
-                    programs.changing[place] = facts
-                if plan.compiled.traced.asked:
-                    programs.asks = True
-                key = self._read(mesh, programs, state.own, args, kwargs)[0]
+                own, changing = state.own, programs.changing
+                while True:
+                    watch = Watch(lambda: self._read(mesh, programs, own, args, kwargs, noting=True)[2])
+                    try:
+                        plan = self._compile(mesh, leaves, state, args, kwargs, watch)
+                        if watch.look().leaked:  # a number that stays outside is no number of the trace
+                            watch.restore()
+                            plan = self._compile(mesh, leaves, state, args, kwargs, watch, exact=True)
+                    finally:
+                        left_behind = watch.undo()
+                    refuse_leaks(self.name, left_behind)
+                    is_known = watch.learn(changing)
+                    programs.asks |= plan.compiled.traced.asked
+                    found = state
+                    key, leaves, state = self._read(mesh, programs, own, args, kwargs)
+                    if not watch.is_moved(self.name, found, state) and is_known:
+                        break
                 call = flatten_call(args, kwargs, self.static, state)
                 now = seen(self.fn, call, key, plan.compiled.traced.looked, watch.before.held, watch.look().held)
                 if programs.last is not None:
                     self._retraced(programs, difference(programs.last, now))
                 programs.last, known = now, (plan, state.kept)
                 programs.plans.keep(key, (plan, state.kept))
-        return *known, key
+        return *known, key, leaves
 
     def _retraced(self, programs: Programs, changes: Mapping[str, Change]) -> None:
         """Note why; say it when it happens again and again."""

@@ -31,7 +31,7 @@ class Static:
 class FlatCall:
     """One call: the leaves of its arguments, the path to each, and the state that comes with it.
 
-    Leaves are numbered on: first those of the arguments, then the tensors of `state`.
+    Leaves are numbered on: first those of the arguments, then the tensors of `state`, then its numbers.
     """
 
     arguments: tuple[Any, ...]
@@ -41,7 +41,7 @@ class FlatCall:
 
     @property
     def leaves(self) -> list[Any]:
-        return [*self.arguments, *self.state.tensors]
+        return [*self.arguments, *self.state.leaves]
 
 
 def flatten_call(

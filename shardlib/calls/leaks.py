@@ -34,6 +34,9 @@ class Leak:
         return is_cached(self.owner, self.place[1])
 
 
+GONE = object()  # what a holder has that has nothing
+
+
 def is_cached(owner: Any, key: Any) -> bool:
     """Whether a holder's attribute is a `cached_property`."""
     return isinstance(key, str) and isinstance(getattr(type(owner), key, None), functools.cached_property)
@@ -49,11 +52,13 @@ def undo(owner: Any, place: Place, before: State) -> None:
 
 def put_back(owner: Any, place: Place, before: State) -> None:
     """Give a holder what it had at one of its places."""
-    key = place[1]
-    if place in before.values:
-        put(owner, key, before.values[place])
-    elif isinstance(owner, types.CellType):
-        owner.cell_contents = None
+    put(owner, place[1], before.values.get(place, GONE))
+
+
+def _drop(owner: Any, key: Any) -> None:
+    """Take what a holder has."""
+    if isinstance(owner, types.CellType):
+        del owner.cell_contents
     elif isinstance(owner, type | types.ModuleType) or _is_slot(owner, key):
         delattr(owner, key)
     elif (space := _space(owner, key)) is not None:
@@ -61,11 +66,15 @@ def put_back(owner: Any, place: Place, before: State) -> None:
 
 
 def put(owner: Any, key: Any, value: Any) -> None:
-    """Give a holder another value: a cell, a dict of variables, a class, a module, an object."""
-    if isinstance(owner, types.CellType):
+    """Give a holder (a cell, a list, a dict, a class, a module, an object) another value, or, if `GONE`, none."""
+    if value is GONE:
+        _drop(owner, key)
+    elif isinstance(owner, types.CellType):
         owner.cell_contents = value
     elif isinstance(owner, type | types.ModuleType) or _is_slot(owner, key):
         setattr(owner, key, value)
+    elif isinstance(owner, list):
+        owner[key] = value
     elif (space := _space(owner, key)) is not None:
         space[key[1] if space is owner else key] = value
 

@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from shardlib.bounded import Bounded
 from shardlib.calls.flat import same_number
 from shardlib.calls.reasons import Seen
 from shardlib.calls.run import Entry
-from shardlib.calls.state import Facts, Place
+from shardlib.calls.state import Changing
 from shardlib.plans.plan import Plan
 
 PROGRAMS = 64  # that a function keeps
@@ -72,5 +71,4 @@ class Programs:
         self.retraces: list[str] = []
         self.reasons: Counter[str] = Counter()
         self.asks = False  # where arguments lie in memory
-        # What the function itself changes where it was found, as it was left.
-        self.changing: Bounded[Place, Facts] = Bounded(1 << 14)
+        self.changing = Changing()

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shardlib.calls.leaks import Leak, forgotten, is_cached, put, put_back, undo
-from shardlib.calls.state import CONTAINERS, Facts, Place, State, changed
+from shardlib.calls.leaks import GONE, Leak, forgotten, is_cached, put, put_back, undo
+from shardlib.calls.state import CONTAINERS, LENGTH, NUMBERS, PLAIN, Changing, Place, State, changed, name_of
+from shardlib.errors import ShardingError
+from shardlib.scalar import Scalar
 from shardlib.tensors.form import Form
 from shardlib.tensors.tensor import ShardedTensor
-from shardlib.tracing.numbers import NotExpressionsError, is_given
+from shardlib.tracing.numbers import Numbers, is_given
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,16 @@ class Own:
 
 
 @dataclass(frozen=True)
+class Computed:
+    """A number, computed from those of the call."""
+
+    scalar: Scalar
+
+    def of(self, leaves: Sequence[Any], out: Sequence[Any]) -> Any:
+        return self.scalar.value(leaves)
+
+
+@dataclass(frozen=True)
 class Rest:
     """Anything else: the same in every call of this program."""
 
@@ -66,7 +78,7 @@ class Rebound:
     owner: Callable[[], Any]
     key: Any
     tree: pytree.TreeSpec
-    parts: tuple[Result | Own | Rest, ...]
+    parts: tuple[Result | Own | Computed | Rest, ...]
 
 
 def rebind(places: Sequence[Rebound], leaves: Sequence[Any], out: Sequence[Any]) -> None:
@@ -89,33 +101,78 @@ class Watch:
     def __init__(self, look: Callable[[], State]) -> None:
         self.look = look
         self.before = look()
+        self.numbers: set[Place] = set()  # that the function changes; and the containers in which it changes a value
+        self.containers: dict[int, Any] = {}
+        self._leaf: dict[Place, int] = {}
+
+    def give(self, numbers: Numbers, first: int) -> None:
+        """While the function is traced, the numbers that it changes are inputs: leaves from `first` on."""
+        for i, (place, (value, at)) in enumerate(self.before.numbers.items(), first):
+            self._leaf[place] = i
+            put(self.before.owners[place[0]], place[1], numbers.give(i, name_of(at), value))
+
+    def take_back(self) -> None:
+        """Give the holders of such numbers what they had."""
+        for place in self.before.numbers:
+            put_back(self.before.owners[place[0]], place, self.before)
 
     def undo(self) -> list[Leak]:
         """Take values of the trace away from whoever holds one; returns those that nobody may have kept."""
+        self.take_back()
         return forgotten(self.before, self.look())
 
     def restore(self) -> None:
-        """Give every place back what it had."""
-        after = self.look()
-        for place in changed(self.before.found or {}, after.found or {}):
-            undo(after.owners.get(place[0]), place, self.before)
+        """Give every place back what it had, as if the function had not run."""
+        self.undo()
+        before, after = self.before, self.look()
+        for place in before.values | after.values:
+            if before.values.get(place, GONE) is not after.values.get(place, GONE):
+                undo(before.owners.get(place[0]), place, before)
 
-    def changed(self) -> dict[Place, Facts]:
-        """The places that the function itself has changed, with what they hold."""
-        return changed(self.before.found or {}, self.look().found or {})
+    def learn(self, changing: Changing) -> bool:
+        """Note what the function changes; whether that was known: otherwise it is to be traced again, as numbers that
+        it changes are inputs."""
+        if is_new := not self.numbers <= changing.numbers:
+            self.restore()
+        for place, facts in changed(self.before.found or {}, self.look().found or {}).items():
+            changing.left[place] = facts
+        changing.containers.update(self.containers)
+        changing.numbers |= self.numbers
+        return not is_new
+
+    def is_moved(self, name: str, before: State, after: State) -> bool:
+        """Whether the function leaves the tensors that a call finds in another order.
+
+        Refuses one that takes some of them away, or adds some, in a way that no call can repeat.
+        """
+        was, now = ({id(x): at for x, at in zip(s.tensors, s.names, strict=False)} for s in (before, after))
+        if was.keys() != now.keys():
+            self.restore()
+            raise ShardingError(
+                f"{name} moves tensors that it finds in objects or containers",
+                [f"{at} is gone" for i, at in was.items() if i not in now]
+                + [f"{at} is new" for i, at in now.items() if i not in was],
+                rule="a jitted function runs once, and is then a program of the tensors that it found",
+                remedy="change attributes and items of dicts (x.h = None), not the length of lists of tensors; or pass "
+                "them as arguments",
+            )
+        return list(was) != list(now)
 
     def rebound(
         self, own: Mapping[int, int], results: list[Any], names: list[str], is_traced: Callable[[Any], bool]
     ) -> list[Rebound]:
-        """The places that hold other tensors now; they get back what they had, and new values join `results`.
+        """The places that hold other tensors or plain values now; they get back what they had.
 
-        `own` are the leaves of the call's tensors by their ids.
+        New tensors join `results`; `own` are the leaves of the call's tensors by their ids.
         """
         after = self.look()
+        self.numbers, self.containers = set(), {}
         known: dict[tuple[int, bool], int] = {(id(x), False): i for i, x in enumerate(results)}
         found = []
 
-        def part(x: Any, old: Any, place: Place) -> Result | Own | Rest:
+        def part(x: Any, old: Any, place: Place) -> Result | Own | Computed | Rest:
+            if is_given(x):
+                return Computed(x.scalar)
             if not isinstance(x, Tensor):
                 return Rest(x)
             if id(x) in own:
@@ -129,23 +186,58 @@ class Watch:
                 home = old._form if isinstance(old, ShardedTensor) and old.shape == x.shape else None
             return Result(known[id(x), plain], old.device if plain else None, home)
 
-        for place, value in after.values.items():
-            owner, old = after.owners.get(place[0]), self.before.values.get(place)
-            if value is old or place[0] not in self.before.owners or not _may_hold(owner, place[1]):
+        for place in self.before.values | after.values:
+            owner, old = self.before.owners.get(place[0]), self.before.values.get(place, GONE)
+            value = after.values.get(place, GONE)
+            if value is old or place[0] not in self.before.owners:
+                continue
+            if (changed_ := self._plain(owner, place, value, old)) is not None:
+                found.append(changed_)
+                continue
+            if not _may_hold(owner, place[1]):
                 continue
             leaves, tree = pytree.tree_flatten(value)
             tensors = [x for x in leaves if isinstance(x, Tensor)]
-            if not tensors or not all(id(x) in own or (is_traced(x) and not _is_new_leaf(x)) for x in tensors):
+            if not all(id(x) in own or (is_traced(x) and not _is_new_leaf(x)) for x in tensors):
                 continue
-            if any(map(is_given, leaves)):
-                raise NotExpressionsError
+            if not tensors and not any(map(is_given, leaves)):
+                continue
             olds, was = pytree.tree_flatten(old)
             olds = olds if was == tree else [None] * len(leaves)
             parts = tuple(part(x, o, place) for x, o in zip(leaves, olds, strict=True))
-            refer = weakref.ref(owner) if owner is self.before.own else functools.partial(_self, owner)
-            found.append(Rebound(refer, place[1], tree, parts))
-            put_back(owner, place, self.before)
+            found.append(self._rebound(owner, place, tree, parts))
+        self.take_back()
         return found
+
+    def _plain(self, owner: Any, place: Place, value: Any, old: Any) -> Rebound | None:
+        """A place that holds another plain value now: every call changes it, from what is part of the call's key.
+
+        Of containers, those that stay as long as they were; what is appended stays there, as the trace left it.
+        """
+        was_one, is_one = (type(x) in PLAIN or x is GONE for x in (old, value))
+        if not (was_one or isinstance(old, Tensor)) or not (is_one or is_given(value)) or place[1] == LENGTH:
+            return None
+        if isinstance(owner, CONTAINERS + (Tensor,)):
+            if not isinstance(owner, dict) and not (isinstance(owner, list) and old is not GONE and value is not GONE):
+                return None
+            if not (isinstance(owner, dict) and "__builtins__" in owner):
+                self.containers[id(owner)] = owner
+        if is_given(value):
+            if value.scalar.op is None and value.scalar.leaf == self._leaf.get(place):
+                return None
+            part: Computed | Rest = Computed(value.scalar)
+        elif type(value) is type(old) and value == old:
+            return None
+        else:
+            part = Rest(value)
+        if type(old) in NUMBERS and type(value) in NUMBERS:
+            self.numbers.add(place)
+        return self._rebound(owner, place, _LEAF, (part,))
+
+    def _rebound(self, owner: Any, place: Place, tree: Any, parts: tuple[Any, ...]) -> Rebound:
+        put_back(owner, place, self.before)
+        refer = weakref.ref(owner) if owner is self.before.own else functools.partial(_self, owner)
+        return Rebound(refer, place[1], tree, parts)
 
 
 def _may_hold(owner: Any, key: Any) -> bool:
@@ -162,3 +254,6 @@ def _is_new_leaf(x: Tensor) -> bool:
 
 def _self(x: Any) -> Any:
     return x
+
+
+_LEAF = pytree.tree_structure(0)

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from shardlib.bounded import Bounded
 from shardlib.calls.bound import Bound
 from shardlib.calls.leaks import Leak
 from shardlib.calls.reach import is_users
@@ -39,6 +40,27 @@ Held = tuple[str, Any]
 DEPTH = 12  # objects within objects
 LONG = 1000  # items of a container; a longer one counts by its numbers and texts,
 LONGEST = 20_000  # and beyond these, or with other things in it, by identity and length
+
+
+class Changing:
+    """What a function itself changes where it was found.
+
+    `numbers`, which are inputs, and `containers` of plain values, which count by identity: every call changes them.
+    `left` is anything else, as the last trace left it.
+    """
+
+    def __init__(self) -> None:
+        self.left: Bounded[Place, Facts] = Bounded(1 << 14)
+        self.numbers: set[Place] = set()
+        self.containers: set[int] = set()
+
+    @property
+    def anything(self) -> bool:
+        """Whether it changes anything."""
+        return bool(self.left or self.numbers or self.containers)
+
+
+_NOTHING_CHANGES = Changing()
 
 
 class State:
@@ -63,11 +85,13 @@ class State:
     otherwise: tuple[Any, ...] = ()  # what the function itself changes, and is otherwise now
     _at: tuple[Any, ...] = ()
 
-    def __init__(self, own: Any = None, changing: Mapping[Place, Facts] = MappingProxyType({})) -> None:
+    def __init__(self, own: Any = None, changing: Changing | None = None) -> None:
         self.own = own  # the object whose method runs: it has a cache of its own, which must not keep it
-        self.changing = changing  # what the function itself changes, as the last trace left it
+        self.changing = changing or _NOTHING_CHANGES
+        self.quick = not self.changing.anything
         self.tensors: list[torch.Tensor] = []
         self.places: list[tuple[Any, ...]] = []  # the name of each tensor, in parts
+        self.numbers: dict[Place, tuple[Any, tuple[Any, ...]]] = {}  # that the function changes: value and name
         self.kept: list[Any] = []
         self.grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self.code: dict[int, Any] = {}
@@ -78,11 +102,17 @@ class State:
 
     @property
     def names(self) -> list[str]:
-        """What each tensor is called: `net.head.weight`, `self.scales[0]`, `net.head.weight.grad`."""
-        return list(map(name_of, self.places))
+        """What each tensor is called, `net.head.weight`, `self.scales[0]`, `net.head.weight.grad`; then each number."""
+        return [*map(name_of, self.places), *(name_of(at) for _, at in self.numbers.values())]
+
+    @property
+    def leaves(self) -> list[Any]:
+        """What is an input beside the arguments: tensors, then numbers."""
+        return [*self.tensors, *(x for x, _ in self.numbers.values())]
 
     def note(self) -> State:
         """Keep what is found, by its place."""
+        self.quick = False
         self.found, self.values, self.called, self.copies, self.held = {}, {}, {}, {}, {}
         return self
 
@@ -194,7 +224,7 @@ class State:
 
     def named(self, name: str, x: Any, known: list[Any], holder: Any = None, key: Any = None) -> None:
         """Something that a function closes over, which `holder` has under `key`."""
-        if type(x) in _PLAIN and self.found is None and not self.changing:  # as _attribute does it
+        if self.quick and type(x) in PLAIN:  # as _attribute does it
             known += (key, type(x), x if type(x) is not float else x.hex())
             return
         self._at = (name,)
@@ -217,21 +247,25 @@ class State:
 
     def _attribute(self, owner: int, name: Any, x: Any, known: list[Any], depth: int) -> None:
         """What an object, or a closure, holds under a name."""
-        left = self.changing.get((owner, name)) if self.changing else None
-        if left is None and self.found is None:
+        if self.quick:
             known.append(name)
             self._value(x, known, depth + 1)
             return
+        left = self.changing.left.get((owner, name))
         start = len(known)
         known.append(name)
-        self._value(x, known, depth + 1)
-        deep = type(x) not in _PLAIN and (isinstance(x, (nn.Module, *CONTAINERS)) or _is_object(x))
+        if type(x) in NUMBERS and (owner, name) in self.changing.numbers:
+            known.append(type(x))
+            self.numbers[owner, name] = x, self._at
+        else:
+            self._value(x, known, depth + 1)
+        deep = type(x) not in PLAIN and (isinstance(x, (nn.Module, *CONTAINERS)) or _is_object(x))
         facts = (type(x), id(x)) if deep else tuple(known[start:])
         if self.found is not None:
             self.found[owner, name] = facts
             self.values[owner, name] = x
             self.called[owner, name] = self._at
-            if name is not _LENGTH:
+            if name is not LENGTH:
                 self.held.setdefault(self._at, []).append(held(x))
             if isinstance(x, FakeTensor):
                 self.leaks += (Leak(self.owners.get(owner), (owner, name), name_of(self._at), x),)
@@ -251,7 +285,7 @@ class State:
 
     def _value(self, x: Any, known: list[Any], depth: int) -> None:
         kind = type(x)
-        if kind in _PLAIN:
+        if kind in PLAIN:
             known.append(kind)
             known.append(x if kind is not float else x.hex())
         elif isinstance(x, torch.Tensor):
@@ -293,14 +327,16 @@ class State:
         if self.found is not None and isinstance(x, list | dict | set | deque):
             self.copies[id(x)] = copy.copy(x)
         owner = id(x)
-        self._attribute(owner, _LENGTH, len(x), known, depth)
+        if owner in self.changing.containers:
+            self._identity(x, known)
+        self._attribute(owner, LENGTH, len(x), known, depth)
         if (not x and type(x) in _BUILTIN) or self._again(x, known):
             return
         if type(x) not in _BUILTIN:
             self._own_part(x, known, depth)
         if len(x) > LONG or depth >= DEPTH:
             items = [*x.keys(), *x.values()] if isinstance(x, dict) else x
-            if len(x) <= LONGEST and _PLAIN.issuperset(map(type, items)):
+            if len(x) <= LONGEST and PLAIN.issuperset(map(type, items)):
                 known.append(tuple(items))
             else:
                 self._identity(x, known)
@@ -310,7 +346,7 @@ class State:
             for k, y in list(x.items()):
                 key = id(k) if isinstance(k, torch.Tensor) else k  # the optimizer's, say
                 self._at = (*at, (key,))
-                if type(k) not in _PLAIN and _is_its_own(k):
+                if type(k) not in PLAIN and _is_its_own(k):
                     self._value(k, known, depth + 1)
                 self._attribute(owner, (type(k), key), y, known, depth)
         elif isinstance(x, set | frozenset):
@@ -353,13 +389,13 @@ class State:
         self._identity(x, known)
         self.runs(type(x))
         at, owner = self._at, id(x)
-        quick = self.found is None and not self.changing
+        quick = self.quick
         for k, y in _attributes(x):
             kind = type(y)
-            if quick and kind in _PLAIN:  # as _attribute does it
+            if quick and kind in PLAIN:  # as _attribute does it
                 known += (k, kind, y if kind is not float else y.hex())
             elif quick and kind in _DICTS and not y:
-                known += (k, kind, _LENGTH, int, 0)
+                known += (k, kind, LENGTH, int, 0)
             elif k in ("_parameters", "_buffers", "_modules"):
                 for name, z in y.items():
                     self._at = (*at, ".", name)
@@ -401,7 +437,7 @@ class State:
 def held(x: Any) -> Held:
     """What a reader is told of something that is held; and, where it counts by who it is, who."""
     kind = type(x)
-    if kind in _PLAIN:
+    if kind in PLAIN:
         return repr(x), None
     if isinstance(x, torch.Tensor):
         return "a tensor", None
@@ -467,14 +503,15 @@ def _part(x: Any) -> str:
 _Cache = functools._lru_cache_wrapper
 _OF_MODES = frozenset({"inner", "old_dispatch_mode_flags"})
 OWN = 2  # attributes that a ShardedTensor has at least: its form and its pieces
-_PLAIN = frozenset(
+PLAIN = frozenset(
     {bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device, torch.Size}
 )
 CONTAINERS = (list, tuple, dict, set, frozenset, deque, types.MappingProxyType)
 _BUILTIN = frozenset({*CONTAINERS, OrderedDict, defaultdict, Counter, torch.Size})
 _TRAINING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 _DICTS = frozenset({dict, OrderedDict})
-_LENGTH = "len()"
+LENGTH = "len()"
+NUMBERS = (int, float)
 _OPAQUE: tuple[Any, ...] = (
     type,
     types.ModuleType,

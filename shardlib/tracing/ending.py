@@ -97,7 +97,7 @@ class Ending:
                 _Autograd.of(x).lend_hooks(seen[id(x)])
         given = {leaf for leaf, _, _ in self._watched}
         self._watched += [(leaf, seen[i], None) for i, leaf in leaves.items() if leaf not in given and seen[i].is_leaf]
-        for name, x in zip(self.call.state.names, state, strict=True):
+        for name, x in zip(self.call.state.names, state, strict=False):
             if x.requires_grad and not x.is_leaf:
                 self._passages.append(x.register_hook(_refuse_passage(name)))  # type: ignore[no-untyped-call]
 
@@ -148,7 +148,7 @@ class Ending:
         names = [*self.argument_names, *self.call.state.names]
         wrong = [
             f"{name} {change}"
-            for name, x, old in zip(names, (*inputs, *self.call.state.tensors), (*was, *self._before), strict=True)
+            for name, x, old in zip(names, (*inputs, *self.call.state.tensors), (*was, *self._before), strict=False)
             if (change := old.change(x))
         ]
         grads = {id(x): grad for _, x, grad in self._watched}

@@ -152,12 +152,12 @@ def trace(
         (sin, n)
     """
     call = flatten_call(args, kwargs or {}, static, state)
-    if not exact and any(map(is_number, call.arguments)):
+    if not exact and (any(map(is_number, call.arguments)) or (watch is not None and watch.before.numbers)):
         try:
             return _trace(fn, call, static, device, differentiate, Numbers(), apart, watch)
         except _NOT_NUMBERS:  # something took a number for more than arithmetic: then it is a constant
             if watch is not None:
-                watch.undo()
+                watch.restore()
     return _trace(fn, call, static, device, differentiate, None, apart, watch)
 
 
@@ -208,7 +208,9 @@ def _trace(
         a, k = pytree.tree_unflatten(leaves, call.tree)
         given = pytree.tree_flatten((a, k))
         asked.inputs = {id(x): (names[i], call.arguments[i]) for i, x in zip(where, inputs, strict=True)}
-        asked.inputs |= {id(x): (name, x) for name, x in zip(call.state.names, call.state.tensors, strict=True)}
+        asked.inputs |= {id(x): (name, x) for name, x in zip(call.state.names, call.state.tensors, strict=False)}
+        if numbers is not None and watch is not None:
+            watch.give(numbers, len(leaves) + len(call.state.tensors))
         with nullcontext() if numbers is None else numbers:
             try:
                 with asked, users:
@@ -281,7 +283,7 @@ def _trace(
         out_tree,
         static,
         after,
-        {i: x for i, x in enumerate(call.arguments) if is_number(x)} if numbers is None else numbers.looked,
+        {i: x for i, x in enumerate(call.leaves) if is_number(x)} if numbers is None else numbers.looked,
         asked.line is not None,
         {names[i]: names[at] for i, at in same.items()},
         strides_of(returned, after, call.leaves),
