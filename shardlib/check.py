@@ -225,13 +225,13 @@ def _copies(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, .
     return found
 
 
-def _seeded(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _seeded(run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return run(*args, **kwargs)
 
 
-def _alone(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _alone(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     def run() -> Any:
         with plain_program():
             return fn(*args, **kwargs)

@@ -891,7 +891,7 @@ def _of_the_class(m: Mutable, x: Tensor) -> Tensor:
 
 
 # With how many times it is compiled again in four calls.
-CHANGES: dict[str, tuple[Callable[[Mutable, Tensor], Tensor], int]] = {
+CHANGED: dict[str, tuple[Callable[[Mutable, Tensor], Tensor], int]] = {
     "a counter": (lambda m, x: x * (setattr(m, "n", m.n + 1) or m.n), 0),
     "a rate": (lambda m, x: x * (setattr(m, "rate", m.rate * 0.9) or m.rate), 0),
     "a flag": (_first, 1),
@@ -919,9 +919,9 @@ def _values(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("argument", [False, True])
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", CHANGED)
 def test_what_a_function_reads_and_changes_is_changed_in_each_call(name: str, argument: bool) -> None:
-    fn, again = CHANGES[name]
+    fn, again = CHANGED[name]
     found = []
     for jitted in (False, True):
         Mutable.shared = 1
