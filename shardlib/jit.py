@@ -369,11 +369,15 @@ class Jitted:
         if halves is None:
             whole = entry(plan, program, mesh, load(program, mesh, plan), kept)
             way = gradient.refused if whole.after.refused else run
-            return Ready(whole, functools.partial(way, whole, mesh), weakref.ref(plan))
+            return Ready(whole, functools.partial(way, whole, mesh), self._kept(plan))
         halves.forward.donated = program.donated
         first = entry(plan, halves.forward, mesh, load(halves.forward, mesh, plan), kept)
         second = gradient.backward(plan, halves, mesh, load(halves.backward, mesh, plan))
-        return Ready(first, functools.partial(gradient.run, first, second, mesh), weakref.ref(plan))
+        return Ready(first, functools.partial(gradient.run, first, second, mesh), self._kept(plan))
+
+    def _kept(self, plan: Plan) -> Callable[[], Plan | None]:
+        """A way to the plan as long as somebody has it; a budget reads it in each call."""
+        return weakref.ref(plan) if self.budget is None else lambda: plan
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else Method(self, instance)

@@ -15,7 +15,9 @@ def _thread(module: Any) -> None:
 
     @functools.wraps(start)
     def starting(self: Any) -> None:
-        self.run = elsewhere(self.run)
+        run = self.run
+        if (watched := elsewhere(run)) is not run:  # an attribute that leads back keeps the thread
+            self.run = watched
         start(self)
 
     cls.start = starting

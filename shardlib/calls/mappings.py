@@ -15,6 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from shardlib.calls.reach import is_users
+from shardlib.errors import ShardingError
 
 
 @dataclass(frozen=True)
@@ -91,4 +92,12 @@ def _made(kind: Any, items: dict[Any, Any], own: dict[str, Any]) -> Any:
         made = kind.__new__(kind)
         vars(made).update(own, data=items)
         return made
-    return kind(items)
+    try:
+        return kind(items)
+    except TypeError as error:
+        raise ShardingError(
+            f"a {kind.__name__} with tensors cannot be made from its items",
+            [str(error)],
+            rule=f"a mapping that is an argument or a result is made anew, as {kind.__name__}(items)",
+            remedy="pass a dict, or register the class with torch.utils._pytree.register_pytree_node",
+        ) from error

@@ -30,6 +30,7 @@ class Method(Bound):
 
     def __init__(self, function: Function, instance: Any) -> None:
         super().__init__(function, instance)
+        self.__name__, self.__doc__ = function.name, function.fn.__doc__
         own = function.methods.programs_of(instance)
         self.programs = own or function.programs
         self._own = None if own is None else instance

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ class Ready:
 
     entry: Entry
     call: Callable[[list[Any]], Any]
-    plan: weakref.ref[Plan]
+    plan: Callable[[], Plan | None]
 
 
 class Kept(OrderedDict[Any, list[T]], Generic[T]):

@@ -134,10 +134,7 @@ class Watch:
         it changes are inputs."""
         if is_new := not self.numbers <= changing.numbers:
             self.restore()
-        for place, facts in changed(self.before.found or {}, self.look().found or {}).items():
-            changing.left[place] = facts
-        changing.containers.update(self.containers)
-        changing.numbers |= self.numbers
+        changing.add(changed(self.before.found or {}, self.look().found or {}), self.numbers, self.containers)
         return not is_new
 
     def is_moved(self, name: str, before: State, after: State) -> bool:

@@ -17,7 +17,7 @@ import functools
 import hashlib
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -53,11 +53,15 @@ class Changing:
         self.left: Bounded[Place, Facts] = Bounded(1 << 14)
         self.numbers: set[Place] = set()
         self.containers: set[int] = set()
+        self.anything = False
 
-    @property
-    def anything(self) -> bool:
-        """Whether it changes anything."""
-        return bool(self.left or self.numbers or self.containers)
+    def add(self, left: Mapping[Place, Facts], numbers: Iterable[Place], containers: Iterable[int]) -> None:
+        """Note more of it."""
+        for place, facts in left.items():
+            self.left[place] = facts
+        self.numbers.update(numbers)
+        self.containers.update(containers)
+        self.anything = bool(self.left or self.numbers or self.containers)
 
 
 _NOTHING_CHANGES = Changing()
@@ -192,10 +196,13 @@ class State:
             known.append(len(x))
             for y in x.items() if isinstance(x, dict) else x:
                 self.fact(y, known)
+            if type(x) not in _BUILTIN:
+                self._own_part(x, known, 0)
             return
         if dataclasses.is_dataclass(x) and not isinstance(x, type):
-            for field in dataclasses.fields(x):
-                self.fact(getattr(x, field.name), known)
+            for k, y in _attributes(x):
+                known.append(k)
+                self.fact(y, known)
             return
         if isinstance(x, range | complex):
             known.append(repr(x))
@@ -304,7 +311,7 @@ class State:
             known.append(kind)
             self._value(x.__func__, known, depth)
             self._attribute(id(x.__func__), "__self__", x.__self__, known, depth)
-        elif kind is functools.partial:
+        elif isinstance(x, functools.partial):
             known.append(kind)
             for k in ("func", "args", "keywords"):
                 self._attribute(id(x), k, getattr(x, k), known, depth)
@@ -337,7 +344,7 @@ class State:
         if len(x) > LONG or depth >= DEPTH:
             items = [*x.keys(), *x.values()] if isinstance(x, dict) else x
             if len(x) <= LONGEST and PLAIN.issuperset(map(type, items)):
-                known.append(tuple(items))
+                known += (tuple(map(type, items)), tuple(y.hex() if type(y) is float else y for y in items))
             else:
                 self._identity(x, known)
             return
@@ -467,7 +474,11 @@ def _is_its_own(x: Any) -> bool:
 def _is_object(x: Any) -> bool:
     """Whether `x` is a user's object, or an optimizer: its attributes count."""
     kind = type(x)
-    return isinstance(x, _TRAINING) or kind.__module__.partition(".")[0] not in _LIBRARIES
+    return (
+        isinstance(x, _TRAINING)
+        or kind.__module__.startswith(_OPEN)
+        or kind.__module__.partition(".")[0] not in _LIBRARIES
+    )
 
 
 def _attributes(x: Any) -> Iterator[tuple[str, Any]]:
@@ -520,4 +531,6 @@ _OPAQUE: tuple[Any, ...] = (
     types.MethodType,
     torch.Generator,
 )
+# Torch's objects that stand for what somebody gave them.
+_OPEN = ("torch.distributions.", "torch.utils.data.")
 _LIBRARIES = frozenset({"torch", "numpy", "builtins", "shardlib", "functools", "threading", "logging"})

@@ -964,3 +964,86 @@ def test_a_queue_of_tensors_is_refused_and_stays() -> None:
     with pytest.raises(ShardingError, match=r"moves tensors that it finds.*\n  \* queue\[1\] is gone"):
         sl.jit(step)(X)
     assert len(queue) == 2
+
+
+# Odd objects ----------------------------------------------------------------------------------------------------------
+
+
+class Named(functools.partial):  # type: ignore[type-arg]
+    """A partial of a class of its own."""
+
+
+class Options(dict):  # type: ignore[type-arg]
+    """A dict with attributes beside its items."""
+
+
+@dataclasses.dataclass
+class Late:
+    """A dataclass that has more than its fields."""
+
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        self.scale = 2.0
+
+
+def _odd() -> dict[str, tuple[Callable[[Tensor], Tensor], Callable[[], Any]]]:
+    """Functions of what they close over, and a change of it."""
+    factor, normal, long = [2.0], torch.distributions.Normal(torch.zeros(4), torch.ones(4)), [1] * 1001
+    data, named = torch.utils.data.TensorDataset(torch.ones(4)), Named(lambda x: x * factor[0])
+    return {
+        "a partial of a class of its own": (lambda x: named(x), lambda: factor.__setitem__(0, 3.0)),
+        "a distribution": (lambda x: x + normal.loc, lambda: setattr(normal, "loc", torch.full((4,), 7.0))),
+        "a dataset": (lambda x: x + data.tensors[0], lambda: setattr(data, "tensors", (torch.full((4,), 5.0),))),
+        "a long list": (
+            lambda x: torch.arange(4) * long[0] + x[0].long(),
+            lambda: long.__setitem__(slice(None), [1.0] * 1001),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", _odd())
+def test_changes_in_odd_objects_are_seen(name: str) -> None:
+    fn, change = _odd()[name]
+    step = sl.jit(fn)
+    same(step(X), fn(X))
+    change()
+    same(step(X), fn(X))
+
+
+@pytest.mark.parametrize("kind", [Options, Late])
+def test_static_arguments_count_with_their_attributes(kind: Any) -> None:
+    setting = kind()
+    setting.scale = 2.0
+    step = sl.jit(lambda x, c: x * c.scale, static_argnums=1)
+    same(step(X, setting), X * 2)
+    setting.scale = 3.0
+    same(step(X, setting), X * 3)
+
+
+def test_threads_are_freed_when_they_have_ended() -> None:
+    thread = threading.Thread(target=lambda: None)
+    thread.start()
+    thread.join()
+    gone = weakref.ref(thread)
+    del thread
+    assert gone() is None
+
+
+def test_a_jitted_method_has_the_name_of_its_function() -> None:
+    class Model:
+        @sl.jit
+        def step(self, x: Tensor) -> Tensor:
+            """Twice."""
+            return x * 2
+
+    assert (Model().step.__name__, Model().step.__doc__) == ("step", "Twice.")
+
+
+@pytest.mark.filterwarnings("ignore::shardlib.jit.RetraceWarning")
+def test_a_budget_does_not_compile_again() -> None:
+    step = sl.jit(lambda x: x * 2, comm_budget=sl.comm_budget(max_bytes=0))
+    for _ in range(2):
+        for n in range(1, 11):
+            step(torch.ones(n, 4))
+    assert len(step.retraces) == 9
