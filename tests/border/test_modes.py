@@ -152,3 +152,35 @@ def test_hooks_on_what_autograd_saves_see_what_a_call_saves() -> None:
     w = X.clone().requires_grad_()
     step(w, X).backward()
     same(w.grad, 2 * X * X)
+
+
+def exempt(w: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return X.float() @ w.float()
+
+
+def mixed(w: Tensor) -> Tensor:
+    y = X @ (w * 1)
+    with torch.autocast("cpu", dtype=torch.float16):
+        z = y @ (w * 1)
+    with torch.autocast("cpu", enabled=False):
+        return z.float() @ w
+
+
+@pytest.mark.parametrize("fn", [exempt, mixed])
+@pytest.mark.parametrize("spec", [None, "a@data b"])
+def test_autocast_acts_while_tracing_alone(fn: Any, spec: str | None) -> None:
+    def both(fn: Any) -> Any:
+        w = X.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = fn(w)
+        (out * out).sum().backward()
+        return out.detach(), w.grad
+
+    step, expected = sl.jit(fn, in_specs=spec, out_specs="a b@data"), both(fn)
+    for _ in range(2):
+        same(both(step), expected)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        moved = sl.shard(X.half(), "a@data b").redistribute("a b@data")
+        step(X.clone().requires_grad_()).sum().backward()  # the way back, too
+    same(moved, X.half())
