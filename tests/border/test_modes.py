@@ -184,3 +184,16 @@ def test_autocast_acts_while_tracing_alone(fn: Any, spec: str | None) -> None:
         moved = sl.shard(X.half(), "a@data b").redistribute("a b@data")
         step(X.clone().requires_grad_()).sum().backward()  # the way back, too
     same(moved, X.half())
+
+
+@pytest.mark.parametrize("around", [True, False])
+def test_gradients_are_taken_in_inference_mode(around: bool) -> None:
+    both = sl.value_and_grad(lambda x: (x**3).sum())
+
+    def inside(x: Tensor) -> Any:
+        with torch.inference_mode(mode=True):
+            return both(x)
+
+    fn = both if around else inside
+    with torch.inference_mode(mode=around):
+        same(sl.jit(fn)(X), fn(X))
