@@ -284,9 +284,10 @@ class Jitted:
                     programs.changing[place] = facts
                 if plan.compiled.traced.asked:
                     programs.asks = True
-                key = self._read(mesh, programs, state.own, args, kwargs)[0]
+                left = self._read(mesh, programs, state.own, args, kwargs)[0]
+                key = left if left[1] == key[1] else None  # what switches torch otherwise is traced in every call
                 call = flatten_call(args, kwargs, self.static, state)
-                now = seen(self.fn, call, key, plan.compiled.traced.looked, watch.before.held, watch.look().held)
+                now = seen(self.fn, call, left, plan.compiled.traced.looked, watch.before.held, watch.look().held)
                 if programs.last is not None:
                     self._retraced(programs, difference(programs.last, now))
                 programs.last, known = now, (plan, state.kept)

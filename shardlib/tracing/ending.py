@@ -149,7 +149,9 @@ class Ending:
         names = [*self.argument_names, *self.call.state.names]
         wrong = [
             f"{name} {change}"
-            for name, x, old in zip(names, (*inputs, *self.call.state.tensors), (*self._given, *self._before), strict=True)
+            for name, x, old in zip(
+                names, (*inputs, *self.call.state.tensors), (*self._given, *self._before), strict=True
+            )
             if (change := old.change(x))
         ]
         grads = {id(x): grad for _, x, grad in self._watched}

@@ -197,3 +197,60 @@ def test_gradients_are_taken_in_inference_mode(around: bool) -> None:
     fn = both if around else inside
     with torch.inference_mode(mode=around):
         same(sl.jit(fn)(X), fn(X))
+
+
+@pytest.fixture
+def double() -> Iterator[Any]:
+    """Sets the default dtype as its last caller wants it; afterwards it is what it was."""
+    before = torch.get_default_dtype()
+    yield lambda: torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(before)
+
+
+def test_a_default_dtype_set_inside_stays(double: Any) -> None:
+    def numbers(x: Tensor, n: int) -> Any:
+        torch.set_default_dtype(torch.float64)
+        return torch.ones(4), torch.arange(n) / 3, torch.tensor(1.5), x + 1
+
+    step = sl.jit(numbers)
+    for _ in range(3):
+        found = step(X, 4)
+        assert torch.get_default_dtype() is torch.float64
+        same(found, numbers(X, 4))
+        torch.set_default_dtype(torch.float32)
+    double()
+    for _ in range(2):
+        same(step(X, 4), numbers(X, 4))
+
+
+def test_a_switch_that_is_thrown_is_thrown_in_every_call(double: Any) -> None:
+    @sl.jit
+    def toggled(x: Tensor) -> Tensor:
+        torch.set_default_dtype(torch.float64 if torch.get_default_dtype() is torch.float32 else torch.float32)
+        return x + 1
+
+    for dtype in (torch.float64, torch.float32) * 2:
+        toggled(X)
+        assert torch.get_default_dtype() is dtype
+
+
+@pytest.mark.parametrize("make", [lambda x: torch.ones(4), lambda x: torch.arange(4) / 3, lambda x: x.long().sin()])
+def test_two_default_dtypes_are_refused(make: Any, double: Any) -> None:
+    def restored(x: Tensor) -> Any:
+        double()
+        try:
+            return make(x), x * 2, torch.ones(2, dtype=torch.float64)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    def late(x: Tensor) -> Any:
+        found = make(x)
+        double()
+        return found
+
+    for fn, said in ((restored, "torch.float64 at"), (late, "torch.float32 at")):
+        with pytest.raises(sl.ShardingError, match="computes with one default dtype, and leaves another") as error:
+            sl.jit(fn)(X)
+        assert torch.get_default_dtype() is torch.float32
+        assert said in str(error.value)
+        assert "Remedy: set it around the call" in str(error.value)
