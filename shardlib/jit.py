@@ -275,7 +275,7 @@ class Jitted:
         with programs.lock:
             known = programs.plans.find(key, leaves)
             if known is None:
-                own, changing = state.own, programs.changing
+                own, changing, modes = state.own, programs.changing, key[1]
                 while True:
                     watch = Watch(lambda: self._read(mesh, programs, own, args, kwargs, noting=True)[2])
                     try:
@@ -289,11 +289,12 @@ class Jitted:
                     is_known = watch.learn(changing)
                     programs.asks |= plan.compiled.traced.asked
                     found = state
-                    key, leaves, state = self._read(mesh, programs, own, args, kwargs)
+                    left, leaves, state = self._read(mesh, programs, own, args, kwargs)
                     if not watch.is_moved(self.name, found, state) and is_known:
                         break
+                key = left if left[1] == modes else None  # what switches torch otherwise is traced in every call
                 call = flatten_call(args, kwargs, self.static, state)
-                now = seen(self.fn, call, key, plan.compiled.traced.looked, watch.before.held, watch.look().held)
+                now = seen(self.fn, call, left, plan.compiled.traced.looked, watch.before.held, watch.look().held)
                 if programs.last is not None:
                     self._retraced(programs, difference(programs.last, now))
                 programs.last, known = now, (plan, state.kept)

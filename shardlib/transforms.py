@@ -107,8 +107,9 @@ def _goes_on(x: Tensor, roots: list[Tensor]) -> bool:
 
 
 def _plainly(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether no other derivative is being taken: neither a transform around, nor a history of the arguments."""
-    if not is_tracing() or torch._C._functorch.maybe_current_level() is not None:
+    """Whether autograd takes this derivative, and no other is being taken: neither a transform around, nor a history of
+    the arguments."""
+    if not is_tracing() or torch.is_inference_mode_enabled() or torch._C._functorch.maybe_current_level() is not None:
         return False
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     return not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))

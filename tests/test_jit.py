@@ -364,3 +364,18 @@ def test_a_single_spec_is_every_arguments() -> None:
             *(torch.ones(4, 3),) * 2, z=torch.ones(4, 3)
         )
     assert [str(plan.layout_of(name)) for name in "xyz"] == ["4@data, 3"] * 3
+
+
+@pytest.mark.parametrize(
+    ("args", "named"), [((X,), {}), ((X, None), {}), ((X,), {"z": X}), ((X, None, X), {}), ((X, X), {"z": X})]
+)
+def test_specs_of_parameters_that_are_left_out(args: Any, named: Any) -> None:
+    def scaled(x: Tensor, y: Tensor | None = None, z: Tensor | None = None) -> Any:
+        return x * 2, y, z
+
+    found = sl.jit(scaled, in_specs=("a@data b", None, "a b@data"))(*args, **named)
+    pytree.tree_map(torch.testing.assert_close, whole(found), scaled(*args, **named))
+    assert str(found[0].spec) == "a@data b@()"
+    assert found[2] is None or str(found[2].spec) == "a@() b@data"
+    with pytest.raises(sl.ShardingError, match=r"in_specs has 4 entries(.|\n)*3: 'c'"):
+        sl.jit(scaled, in_specs=("a@data b", None, None, "c"))(X)

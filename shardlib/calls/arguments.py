@@ -16,7 +16,7 @@ def by_argument(
     fn: Callable[..., Any], name: str, in_specs: Any, positional: int, named: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The specs of `(args, kwargs)`: `in_specs` is a tuple with an entry per positional argument, or a dict by name."""
-    plain, everything = _parameters(fn)
+    plain, everything, optional = _parameters(fn)
     if isinstance(in_specs, dict):
         known = [*everything, *(k for k in named if k not in everything)]
         if unknown := [key for key in in_specs if key not in known]:
@@ -29,11 +29,12 @@ def by_argument(
         first = tuple(in_specs.get(plain[i]) if i < len(plain) else None for i in range(positional))
         return first, {k: in_specs.get(k) for k in named}
     specs = tuple(in_specs) if isinstance(in_specs, tuple | list) else (in_specs,) * (positional + len(named))
-    if len(specs) > positional + len(named):
-        total = positional + len(named)
+    total = positional + len(named)
+    left_out = [x for x in plain[positional : len(specs)] if x in optional and x not in named]
+    if len(specs) > (most := total + len(left_out)):
         raise ShardingError(
             f"{name}: in_specs has {len(specs)} entries, the call has {total} argument{'s' * (total != 1)}",
-            [f"{i}: {spec!r}" for i, spec in enumerate(specs[total:], total)],
+            [f"{i}: {spec!r}" for i, spec in enumerate(specs[most:], most)],
             rule="in_specs is a tuple with an entry (or None) per positional argument, or a dict by parameter name",
             remedy="a spec is one string, 'batch seq', not a tuple of names; in_specs=('batch seq',) for one argument",
         )
@@ -41,15 +42,16 @@ def by_argument(
     return (*specs[:positional], *(None,) * (positional - len(specs))), {k: rest.get(k) for k in named}
 
 
-def _parameters(fn: Callable[..., Any]) -> tuple[list[str], list[str]]:
-    """Names of the parameters that may be given by position, and of all."""
+def _parameters(fn: Callable[..., Any]) -> tuple[list[str], list[str], list[str]]:
+    """Names of the parameters that may be given by position, of all, and of those with a default."""
     try:
         parameters = list(inspect.signature(_code(fn)).parameters.values())
     except (ValueError, TypeError):  # a builtin
-        return [], []
+        return [], [], []
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = [p for p in parameters if p.kind not in variadic]
-    return [p.name for p in named if p.kind is not inspect.Parameter.KEYWORD_ONLY], [p.name for p in named]
+    plain = [p.name for p in named if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+    return plain, [p.name for p in named], [p.name for p in named if p.default is not p.empty]
 
 
 def _code(fn: Any) -> Callable[..., Any]:

@@ -48,7 +48,9 @@ class Kept(OrderedDict[Any, list[T]], Generic[T]):
         return None
 
     def keep(self, key: Any, item: T) -> None:
-        """A new item."""
+        """A new item; none under None."""
+        if key is None:
+            return
         self.setdefault(key, []).append(item)
         self.move_to_end(key)
         while sum(map(len, self.values())) > self.limit:

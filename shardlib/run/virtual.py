@@ -14,6 +14,7 @@ import torch
 from shardlib.lower.program import Collective, Program
 from shardlib.meshes.mesh import Mesh
 from shardlib.ops import all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
+from shardlib.run.below import below
 from shardlib.run.codegen import Generator, Source
 from shardlib.run.counts import counted
 from shardlib.run.ranges import Function, label, ranged, watched
@@ -40,7 +41,7 @@ def load(program: Program, mesh: Mesh, *, share: bool = True) -> Runner:
         function = watched(function, lambda: source(program, mesh, share=share, ranges=True).compile())
 
     def run(pieces: Sequence[Sequence[torch.Tensor]], leaves: Sequence[Any] = ()) -> tuple[Any, ...]:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below():
             return function(pieces, leaves)
 
     return counted(run, program.collectives)

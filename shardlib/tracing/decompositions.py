@@ -28,10 +28,24 @@ def _as_strided_scatter(x: Any, src: Any, size: Any, stride: Any, storage_offset
     return out
 
 
+def _shifted(op: Any) -> Callable[..., Any]:
+    """`x << n` and `x >> n` take bools, too, but not on tensors without values."""
+
+    def shift(x: torch.Tensor, n: Any) -> torch.Tensor:
+        found: torch.Tensor = op(x.to(torch.result_type(x, n)), n)
+        return found
+
+    return shift
+
+
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.native_batch_norm.out: _batch_norm_out,
     torch.ops.aten.as_strided_copy.default: _as_strided_copy,
     torch.ops.aten.as_strided_scatter.default: _as_strided_scatter,
+    torch.ops.aten.__lshift__.Scalar: _shifted(torch.ops.aten.bitwise_left_shift.Tensor_Scalar),
+    torch.ops.aten.__lshift__.Tensor: _shifted(torch.ops.aten.bitwise_left_shift.Tensor),
+    torch.ops.aten.__rshift__.Scalar: _shifted(torch.ops.aten.bitwise_right_shift.Tensor_Scalar),
+    torch.ops.aten.__rshift__.Tensor: _shifted(torch.ops.aten.bitwise_right_shift.Tensor),
     **OF_ATTENTION,
     **OF_RULES,
 }

@@ -68,6 +68,7 @@ class Ending:
         self._refused: tuple[tuple[int, ...], int, str] = ((), -1, "")
         self.strict = strict  # what cannot be differentiated fails at once
         self._before = [_Autograd.of(x) for x in call.state.tensors]
+        self._given: list[_Autograd] = []  # the same of what stands for the arguments
         self._passages: list[Any] = []  # hooks on closed-over results of other ops
 
     def __enter__(self) -> Ending:
@@ -95,6 +96,7 @@ class Ending:
             if seen[id(x)] is not x:
                 seen[id(x)].grad = grad
                 _Autograd.of(x).lend_hooks(seen[id(x)])
+        self._given = [_Autograd.of(x) for x in inputs]
         given = {leaf for leaf, _, _ in self._watched}
         self._watched += [(leaf, seen[i], None) for i, leaf in leaves.items() if leaf not in given and seen[i].is_leaf]
         for name, x in zip(self.call.state.names, state, strict=False):
@@ -144,11 +146,12 @@ class Ending:
     def _refuse_changes(self, inputs: Sequence[Tensor]) -> None:
         """Refuse what the function did to autograd's part of its inputs: a program returns values."""
         arguments = [self.call.arguments[i] for i in self.where]
-        was = [_Autograd(bool(getattr(x, "requires_grad", False)), None, _hooks(x)) for x in arguments]
         names = [*self.argument_names, *self.call.state.names]
         wrong = [
             f"{name} {change}"
-            for name, x, old in zip(names, (*inputs, *self.call.state.tensors), (*was, *self._before), strict=False)
+            for name, x, old in zip(
+                names, (*inputs, *self.call.state.tensors), (*self._given, *self._before), strict=False
+            )
             if (change := old.change(x))
         ]
         grads = {id(x): grad for _, x, grad in self._watched}
@@ -174,7 +177,8 @@ class Ending:
         if not outs or not wanted:
             return []
         for x in owners.values():  # hooks run where the gradients go on: outside
-            _Autograd(False, None, {}).lend_hooks(x)
+            for hooks, _ in _hooks(x).values():
+                hooks.clear()  # in place: the history of a result knows the dict, too
         before = set(tracer.graph.nodes)
         cotangents = [placeholder(tracer, result[i]) for i in outs]
         try:
@@ -312,7 +316,7 @@ class _Autograd:
 
     requires_grad: bool
     grad_fn: Any
-    hooks: dict[str, Any]
+    hooks: dict[str, tuple[Any, dict[int, Any]]]
 
     @staticmethod
     def of(x: Tensor) -> _Autograd:
@@ -324,33 +328,38 @@ class _Autograd:
             return "is written to, and what is written has a history"
         if x.requires_grad != self.requires_grad:
             return f"has requires_grad={x.requires_grad} now"
-        return (
-            ""
-            if {k: list(v) for k, v in _hooks(x).items()} == {k: list(v) for k, v in self.hooks.items()}
-            else ("has another hook now")
-        )
+        return "" if _keys(_hooks(x)) == _keys(self.hooks) else "has another hook now"
 
     def restore(self, x: Tensor) -> None:
-        """Undo what a trace did to a tensor that outlives it."""
+        """Undo what a trace did to a tensor that outlives it. Handles of hooks know the dict that they stand in."""
         if x.grad_fn is not self.grad_fn:
             x.detach_()
         if x.requires_grad != self.requires_grad:
             x.requires_grad_(self.requires_grad)
-        self.lend_hooks(x)
+        for kind in _KINDS:
+            mine, held = self.hooks.get(kind, (None, {}))
+            if mine is not None and list(mine) != list(held):
+                mine.clear()
+                mine.update(held)
+            if getattr(x, kind, None) is not mine:
+                setattr(x, kind, mine)
 
     def lend_hooks(self, x: Tensor) -> None:
-        """Give `x` these hooks, and no others."""
-        for kind in _KINDS:
-            hooks = self.hooks.get(kind)
-            if getattr(x, kind, None) or hooks:
-                setattr(x, kind, OrderedDict(hooks) if hooks else None)
+        """Give `x`, which stands for this tensor, these hooks."""
+        for kind, (_, held) in self.hooks.items():
+            setattr(x, kind, OrderedDict(held))
 
 
 _KINDS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
-def _hooks(x: Any) -> dict[str, Any]:
-    return {kind: dict(hooks) for kind in _KINDS if (hooks := getattr(x, kind, None))}
+def _hooks(x: Any) -> dict[str, tuple[Any, dict[int, Any]]]:
+    """By kind, the dict of the hooks of a tensor, and what is in it now."""
+    return {kind: (hooks, dict(hooks)) for kind in _KINDS if (hooks := getattr(x, kind, None)) is not None}
+
+
+def _keys(hooks: dict[str, tuple[Any, dict[int, Any]]]) -> dict[str, list[int]]:
+    return {kind: list(held) for kind, (_, held) in hooks.items() if held}
 
 
 def _refuse_passage(name: str) -> Any:

@@ -22,6 +22,7 @@ from shardlib.errors import ShardingError
 from shardlib.scalar import hinted
 from shardlib.tracing.custom import copying_form
 from shardlib.tracing.views import argument, functional_form, scatter, tensors_in, unstrided, written_arguments
+from shardlib.tracing.writable import refuse_unwritable
 from shardlib.traits import has, is_view
 
 aten = torch.ops.aten
@@ -251,6 +252,8 @@ class _Rewriter:
         self.offenders += [self.describe(t) for t in foreign]
         new, own = self.functional(node, written)
         for target, value in zip(written, new, strict=True):
+            if self.owner(target).op == "placeholder":
+                refuse_unwritable(self.describe(target), self.owner(target), target, value)
             self.write(target, self.fitted(value, target.meta["val"]))
         if own is not None:
             self.value[node] = own

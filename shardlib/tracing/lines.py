@@ -39,7 +39,9 @@ replayed: ContextVar[Line | None] = ContextVar("shardlib_replayed", default=None
 
 
 class LineRecorder:
-    """Writes `meta["line"]` (and `meta["backward"]`) of a node at the moment it is made, for about 5 us a node."""
+    """Writes `meta["line"]` (and `meta["backward"]`) of a node at the moment it is made, for about 5 us a node.
+
+    Also the default dtype of that moment, as `meta["default"]`."""
 
     def __init__(self, fallback: Line) -> None:
         self.fallback = fallback
@@ -62,7 +64,7 @@ class LineRecorder:
                 )
             if self._section:
                 line = line._replace(section=self._section)
-        node.meta["line"] = line
+        node.meta.update(line=line, default=torch.get_default_dtype())
         # Numbers handed out since the last node are this one's: autograd makes its node just before the op runs.
         upto = torch._C._autograd._get_sequence_nr()
         for number in range(self._seen, upto):

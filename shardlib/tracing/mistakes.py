@@ -17,6 +17,7 @@ import torch
 from shardlib.errors import ShardingError
 from shardlib.state import is_tracing
 from shardlib.tracing.lines import Line, error_line
+from shardlib.tracing.stricter import kernels_take
 
 _KINDS = (TypeError, IndexError, ValueError, OverflowError, AssertionError, RuntimeError)
 _TORCH = str(Path(torch.__file__).parent)
@@ -77,27 +78,49 @@ def mistake(error: Exception, names: Mapping[int, str]) -> ShardingError | None:
     if not name:
         return None
     line = error_line(error)  # of a call that nobody's line made, there is none
-    return refused(error, name, line, ((known or "an operand", x) for known, x in operands))
+    call = _call(error) or {}
+    stricter = kernels_take(call["func"], call.get("args", ()), call.get("kwargs") or {})
+    return refused(error, name, line, ((known or "an operand", x) for known, x in operands), stricter=stricter)
 
 
 def called(error: Exception, names: Mapping[int, str]) -> tuple[str, list[tuple[str, Any]]]:
     """The function of torch that raised, and its operands with the user's names of them, or none."""
     frames = list(_frames(error))
-    call = next((f.f_locals for f in reversed(frames) if f.f_code.co_name == "__torch_function__"), None)
-    if call is None or "func" not in call:
+    call = _call(error)
+    if call is None:
         return "", []
     known = dict(names) | _members(frames) | _locals([f for f in frames if not _library(f)][-1:])
     operands = [*_operands(call.get("args", ())), *_operands(tuple((call.get("kwargs") or {}).values()))]
     return getattr(call["func"], "__name__", str(call["func"])), [(known.get(id(x), ""), x) for x in operands]
 
 
-def refused(error: Exception, name: str, line: Line | None, operands: Iterable[tuple[str, Any]]) -> ShardingError:
-    """What torch said to a call of `name` with these operands, in our words; also of torch's own type."""
+def _call(error: Exception) -> Mapping[str, Any] | None:
+    """The call of torch that raised: its `func`, `args` and `kwargs`."""
+    found = next((f.f_locals for f in reversed([*_frames(error)]) if f.f_code.co_name == "__torch_function__"), None)
+    return None if found is None or "func" not in found else found
+
+
+def refused(
+    error: Exception,
+    name: str,
+    line: Line | None,
+    operands: Iterable[tuple[str, Any]],
+    *,
+    stricter: bool = False,
+) -> ShardingError:
+    """What torch said to a call of `name` with these operands, in our words; also of torch's own type.
+
+    It is `stricter` of tensors without values than on one device.
+    """
     out: ShardingError = _TYPES[next(kind for kind in _KINDS if isinstance(error, kind))](
         f"torch refuses {name} in the traced function: {_first_sentence(error)}",
         [*([str(line)] if line else []), *(f"{called} is {_described(x)}" for called, x in operands)],
-        rule="a traced function is a program for one device",
-        remedy="mend the line: it fails on one device, too",
+        rule="torch works out shapes and dtypes on tensors without values, and refuses more of them than on one device"
+        if stricter
+        else "a traced function is a program for one device",
+        remedy="convert operands and numbers to the dtype of the result yourself: x.to(dtype), bool(1j)"
+        if stricter
+        else "mend the line: it fails on one device, too",
     )
     return out
 

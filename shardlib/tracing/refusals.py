@@ -54,6 +54,10 @@ _ELSEWHERE = (
     "a program lives on the devices of its mesh, wherever its function is traced",
     'leave .cuda() and .to("cuda") out of the function; Mesh(..., device="cuda") says where it runs',
 )
+_SWAP = (
+    "an argument stays the tensor that it is; a program writes values",
+    "exchange the names, x, y = y, x, or the values: before = x.clone(); x.copy_(y); y.copy_(before)",
+)
 SHAPES = (
     "an op of your own says what shapes it returns: they are known before the program runs",
     "@op.register_fake, a function of the same arguments: lambda x: torch.empty_like(x)",
@@ -69,6 +73,7 @@ _TEXTS: tuple[tuple[type[Exception], str, str, tuple[str, str]], ...] = (
     (RuntimeError, "NVIDIA driver", "asks for a device that is not here", _ELSEWHERE),
     (AssertionError, "not compiled with CUDA", "asks for a device that is not here", _ELSEWHERE),
     (RuntimeError, ".numpy() is not supported", "turns a tensor into a numpy array", (_ONCE, _LEAVE)),
+    (RuntimeError, "Cannot swap t", "exchanges what two tensors are (swap_tensors)", _SWAP),
     (RuntimeError, "no fake impl registered", "calls an op that does not say its shapes", SHAPES),
     (
         RuntimeError,

@@ -39,6 +39,7 @@ from shardlib.tracing.capture import AttentionCapture
 from shardlib.tracing.chance import Chance
 from shardlib.tracing.composites import Composites
 from shardlib.tracing.decompositions import DECOMPOSITIONS
+from shardlib.tracing.defaults import given_back, refuse_other_default
 from shardlib.tracing.elsewhere import is_here, move
 from shardlib.tracing.ending import After, Ending, move_inputs_first
 from shardlib.tracing.first_order import first_order
@@ -161,6 +162,7 @@ def trace(
     return _trace(fn, call, static, device, differentiate, None, apart, watch)
 
 
+@given_back()
 def _trace(
     fn: Callable[..., Any],
     call: FlatCall,
@@ -254,6 +256,7 @@ def _trace(
         gm = make_fx(flat, DECOMPOSITIONS, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
 
     output_names, returned, out_tree = result
+    refuse_other_default(lines.fallback.function, gm.graph)
     if asked.line is not None:
         refuse_guests(lines.fallback.function, asked.line, zip(names, call.leaves, strict=True))
     if numbers is not None and not numbers.settle(gm):

@@ -185,6 +185,25 @@ def test_hooks_run_once() -> None:
         same(w.grad, torch.full((4, 4), 20.0))
 
 
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook", "of a result"])
+@pytest.mark.parametrize("closed", [True, False])
+def test_hooks_are_the_callers_own(kind: str, closed: bool) -> None:
+    seen: list[Any] = []
+    w = nn.Parameter(torch.ones(4, 4))
+    y = w * w if kind == "of a result" else w
+    handle = getattr(y, "register_hook" if kind == "of a result" else kind)(seen.append)
+    step = sl.jit(lambda: (y * 2).sum()) if closed else sl.jit(lambda y: (y * 2).sum())
+    given = () if closed else (y,)
+    step.plan(*given)
+    assert not seen, "nothing of the trace"
+    for count in (1, 1, 0):
+        if not count:
+            handle.remove()
+        seen.clear()
+        step(*given).backward(retain_graph=True)
+        assert len(seen) == count
+
+
 def _returned_with_a_history(c: Tensor, w: Tensor) -> Tensor:
     c.add_(w * 2)
     return w.sum()

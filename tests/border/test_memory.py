@@ -443,3 +443,34 @@ def _loaded_from_one_source(folder: str) -> None:
 @pytest.mark.ranks
 def test_checkpoints_are_read_into_memory_of_ones_own(tmp_path: Path) -> None:
     run_ranks(_loaded_from_one_source, 2, str(tmp_path))
+
+
+def _swapped(x: Tensor, y: Tensor) -> Tensor:
+    torch.utils.swap_tensors(x, y)
+    return x * 1
+
+
+@pytest.mark.parametrize(
+    ("fn", "given", "said"),
+    [
+        (lambda x: x[0].add_(1), lambda: [X[:1].expand(6, 6)], "writes to an argument whose elements share memory"),
+        (lambda x: x.copy_(x + 1), lambda: [X.flatten().unfold(0, 4, 2)], "with strides [2, 1]"),
+        (lambda x, y: torch.add(x, x, out=y), lambda: [X, torch.empty(0)], "input y is written to at"),
+        (lambda x, y: torch.add(x, x, out=y).sum(), lambda: [X, torch.empty(0)], "its shape is [0], that of the"),
+        (_swapped, lambda: [X, X + 1], "exchanges what two tensors are (swap_tensors)"),
+    ],
+)
+def test_writes_that_cannot_come_back_are_refused(mesh: Mesh, fn: Any, given: Any, said: str) -> None:
+    step, args = sl.jit(fn), given()
+    before = [(x.clone(), x.shape) for x in args]
+    for _ in range(2):
+        with pytest.raises(sl.ShardingError) as error:
+            step(*args)
+        assert said in str(error.value)
+        assert "Remedy: " in str(error.value)
+        assert all(x.shape == shape and torch.equal(x, was) for x, (was, shape) in zip(args, before, strict=True))
+    apart = [x.contiguous() if x.numel() else torch.empty(X.shape) for x in args]  # the remedy
+    if fn is not _swapped:
+        same = [x.clone() for x in apart]
+        assert torch.equal(step(*apart).full_tensor(), fn(*same))
+        assert all(map(torch.equal, apart, same))

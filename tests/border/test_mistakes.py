@@ -437,3 +437,22 @@ def test_functions_made_for_every_call_are_said() -> None:
     told = _again(lambda x: step(x, made), change)
     assert "f is another one now (" in told
     assert "Remedy: make it once, outside the loop, and keep it" in told
+
+
+@pytest.mark.parametrize("n", [2, torch.tensor(3), torch.arange(6), torch.tensor(3, dtype=torch.int8)])
+@pytest.mark.parametrize("shift", [lambda x, n: (x > 2) << n, lambda x, n: (x > 2) >> n, lambda x, n: x.long() << n])
+def test_bools_are_shifted(shift: Any, n: Any) -> None:
+    expected = shift(X, n)
+    for found in (sl.jit(shift)(X, n), shift(shard(X, "a@data b"), n)):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found.full_tensor(), expected)
+
+
+def test_what_only_tensors_without_values_refuse_is_not_called_a_mistake() -> None:
+    with pytest.raises(ShardingError, match="refuses more of them than on one device") as error:
+        sl.jit(lambda x: (x > 2).masked_fill(x > 5, 1j))(X)
+    assert "fails on one device" not in str(error.value)
+    found = sl.jit(lambda x: (x > 2).masked_fill(x > 5, bool(1j)))(X)
+    assert torch.equal(found.full_tensor(), (X > 2).masked_fill(X > 5, 1j))
+    with pytest.raises(ShardingError, match="it fails on one device, too"):
+        sl.jit(lambda x: x.long().masked_fill(x > 5, 1j))(X)

@@ -152,3 +152,105 @@ def test_hooks_on_what_autograd_saves_see_what_a_call_saves() -> None:
     w = X.clone().requires_grad_()
     step(w, X).backward()
     same(w.grad, 2 * X * X)
+
+
+def exempt(w: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return X.float() @ w.float()
+
+
+def mixed(w: Tensor) -> Tensor:
+    y = X @ (w * 1)
+    with torch.autocast("cpu", dtype=torch.float16):
+        z = y @ (w * 1)
+    with torch.autocast("cpu", enabled=False):
+        return z.float() @ w
+
+
+@pytest.mark.parametrize("fn", [exempt, mixed])
+@pytest.mark.parametrize("spec", [None, "a@data b"])
+def test_autocast_acts_while_tracing_alone(fn: Any, spec: str | None) -> None:
+    def both(fn: Any) -> Any:
+        w = X.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = fn(w)
+        (out * out).sum().backward()
+        return out.detach(), w.grad
+
+    step, expected = sl.jit(fn, in_specs=spec, out_specs="a b@data"), both(fn)
+    for _ in range(2):
+        same(both(step), expected)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        moved = sl.shard(X.half(), "a@data b").redistribute("a b@data")
+        step(X.clone().requires_grad_()).sum().backward()  # the way back, too
+    same(moved, X.half())
+
+
+@pytest.mark.parametrize("around", [True, False])
+def test_gradients_are_taken_in_inference_mode(around: bool) -> None:
+    both = sl.value_and_grad(lambda x: (x**3).sum())
+
+    def inside(x: Tensor) -> Any:
+        with torch.inference_mode(mode=True):
+            return both(x)
+
+    fn = both if around else inside
+    with torch.inference_mode(mode=around):
+        same(sl.jit(fn)(X), fn(X))
+
+
+@pytest.fixture
+def double() -> Iterator[Any]:
+    """Sets the default dtype as its last caller wants it; afterwards it is what it was."""
+    before = torch.get_default_dtype()
+    yield lambda: torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(before)
+
+
+def test_a_default_dtype_set_inside_stays(double: Any) -> None:
+    def numbers(x: Tensor, n: int) -> Any:
+        torch.set_default_dtype(torch.float64)
+        return torch.ones(4), torch.arange(n) / 3, torch.tensor(1.5), x + 1
+
+    step = sl.jit(numbers)
+    for _ in range(3):
+        found = step(X, 4)
+        assert torch.get_default_dtype() is torch.float64
+        same(found, numbers(X, 4))
+        torch.set_default_dtype(torch.float32)
+    double()
+    for _ in range(2):
+        same(step(X, 4), numbers(X, 4))
+
+
+def test_a_switch_that_is_thrown_is_thrown_in_every_call(double: Any) -> None:
+    @sl.jit
+    def toggled(x: Tensor) -> Tensor:
+        torch.set_default_dtype(torch.float64 if torch.get_default_dtype() is torch.float32 else torch.float32)
+        return x + 1
+
+    for dtype in (torch.float64, torch.float32) * 2:
+        toggled(X)
+        assert torch.get_default_dtype() is dtype
+
+
+@pytest.mark.parametrize("make", [lambda x: torch.ones(4), lambda x: torch.arange(4) / 3, lambda x: x.long().sin()])
+def test_two_default_dtypes_are_refused(make: Any, double: Any) -> None:
+    def restored(x: Tensor) -> Any:
+        double()
+        try:
+            return make(x), x * 2, torch.ones(2, dtype=torch.float64)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    def late(x: Tensor) -> Any:
+        found = make(x)
+        double()
+        return found
+
+    for fn, said in ((restored, "torch.float64 at"), (late, "torch.float32 at")):
+        with pytest.raises(sl.ShardingError, match="computes with one default dtype, and leaves another") as error:
+            sl.jit(fn)(X)
+        assert torch.get_default_dtype() is torch.float32
+        assert said in str(error.value)
+        assert "Remedy: set it around the call" in str(error.value)
