@@ -126,20 +126,22 @@ def _plain(fn: Callable[..., Any], xs: _Tree) -> Callable[..., Any]:
 
 def _traced(fn: Callable[..., Any], init: Any, first: list[Tensor], xs: _Tree) -> Callable[..., Any]:
     from shardlib.tracing.body import trace_body  # late: tracing knows tensors
+    from shardlib.tracing.counted import refuse_counts
 
     leaves, tree = _flat(init)
     names = [*_paths("carry", init), *_paths("x", xs.of(first))]
 
     def flat(*given: Tensor) -> Any:
         carry, x = given[: len(leaves)], given[len(leaves) :]
-        out, y = _pair(fn, fn(tree.of(carry), xs.of(x)))
+        with refuse_counts(fn):
+            out, y = _pair(fn, fn(tree.of(carry), xs.of(x)))
         (ends, now), (ys, shape) = _flat(out), _flat(y)
         found[:] = [now, shape]
         return [*ends, *ys]
 
     found: list[_Tree] = []
     line = user_line(sys._getframe(2)) or Line(inspect.getfile(scan), 0, "scan", "")
-    body = trace_body(flat, [*leaves, *first], names, line)
+    body = trace_body(flat, [*leaves, *first], names, line, len(leaves))
     now, shape = found
 
     def step(carry: list[Tensor], x: list[Tensor], _: _Tree) -> Any:

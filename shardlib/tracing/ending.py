@@ -194,6 +194,10 @@ class Ending:
             return []
         self.cotangents = outs
         _refuse_retained([x for i in outs if (x := result[i]).retains_grad])
+        if all(x is None for x in found):  # the results have a history all the same: one zero that nobody reaches
+            leaf, x = next(iter(wanted.items()))
+            self._gradients, self._reached = [leaf], (frozenset(),)
+            return [torch.zeros_like(self.lifted.seen(x))]
         self._gradients = [leaf for leaf, x in zip(wanted, found, strict=True) if x is not None]
         origins = _origins([result[i] for i in outs])
         self._reached = tuple(origins.get(_end(wanted[leaf]), frozenset()) for leaf in self._gradients)

@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, trac
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardlib.calls.rebound import Watch
 from shardlib.calls.state import State
 from shardlib.errors import ShardingError
 from shardlib.tensors.tensor import ShardedTensor, typeof
@@ -32,8 +33,8 @@ _current: ContextVar[Lifted | None] = ContextVar("shardlib_lifted", default=None
 class Lifted:
     """The state of a call, while its function is traced."""
 
-    def __init__(self, state: State, mode: FakeTensorMode) -> None:
-        self.state, self.mode = state, mode
+    def __init__(self, state: State, mode: FakeTensorMode, watch: Watch | None = None) -> None:
+        self.state, self.mode, self.watch = state, mode, watch
         self.nodes: list[fx.Node] = []
         self.refusal: ShardingError | None = None  # of what another thread did
         self.is_over = False

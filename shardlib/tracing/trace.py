@@ -185,7 +185,7 @@ def _trace(
         allow_non_fake_inputs=True, shape_env=None if numbers is None else numbers.env, static_shapes=True
     )
     lines = LineRecorder(_definition(fn))
-    lifted = Lifted(call.state, mode)
+    lifted = Lifted(call.state, mode, watch)
     ending = Ending(call, lifted, where, [names[i] for i in where], strict=numbers is not None)
     asked = Asked()
     result: list[Any] = []  # what fn returned, as paths, leaves and tree

@@ -690,3 +690,22 @@ def test_gradients_inside_have_the_history_of_what_the_function_closes_over(take
     same(mine.grad, plain.grad)
     with torch.no_grad():
         assert not step(x).requires_grad
+
+
+class _Nowhere(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+def test_a_history_that_leads_nowhere() -> None:
+    w = torch.ones(4, requires_grad=True)
+    with sl.Mesh(data=2):
+        out = sl.jit(lambda w, n: _Nowhere.apply(w) * n)(w, 0.5)
+        assert out.requires_grad
+        out.sum().backward()
+    assert w.grad is None

@@ -359,6 +359,13 @@ INSIDE: list[tuple[str, Callable[[], Any], str]] = [
     ),
     ("a gradient lost", lambda: sl.jit(sl.grad(_lossy)).plan(C), "where its gradient is not followed"),
     (
+        "a gradient of xs set",
+        lambda: sl.jit(lambda x: scan(lambda h, p: (_back(h.detach(), p), (h, None))[1], C, x)[0]).plan(
+            X.clone().requires_grad_()
+        ),
+        "  * x.grad",
+    ),
+    (
         "writes to the carry",
         lambda: sl.jit(lambda x: scan(lambda h, p: (h.add_(p), None), C, x)).plan(X),
         "the body of scan writes to tensors that it did not make",
@@ -371,6 +378,153 @@ def test_refused_inside_jit(call: Any, message: str) -> None:
     with Mesh(data=2), pytest.raises(ShardingError) as error:
         call()
     assert message in str(error.value)
+
+
+W = torch.linspace(-1, 1, 16, dtype=D).view(4, 4)
+BATCHES = torch.linspace(0, 2, L * 8 * 4, dtype=D).view(L, 8, 4)
+
+
+def _mse(w: Tensor, b: Tensor) -> Tensor:
+    return (b @ w).square().mean()
+
+
+def _summed(gradient: Callable[[Tensor, Tensor], Tensor], run: Any, w: Tensor, xs: Tensor) -> Tensor:
+    return run(lambda g, b: (g + gradient(w, b), None), torch.zeros_like(w), xs)[0]  # type: ignore[no-any-return]
+
+
+_LINEAR = torch.nn.Linear(4, 4, bias=False, dtype=D)
+ACCUMULATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "value_and_grad": lambda w, b: sl.value_and_grad(_mse)(w, b)[1],
+    "torch.func": lambda w, b: torch.func.grad_and_value(_mse)(w, b)[0],
+    "a pytree": lambda w, b: sl.grad(lambda p, b: _mse(p["w"] * p["c"][0], b))({"w": w, "c": (C[1],)}, b)["w"],
+    "functional_call": lambda w, b: torch.func.grad(
+        lambda p: torch.func.functional_call(_LINEAR, p, b).square().mean()
+    )({"weight": w})["weight"],
+    "vmap": lambda w, b: torch.vmap(lambda row: (row * b[0]).sin())(w),
+    "autograd.grad": lambda w, b: torch.autograd.grad(_mse(v := w.detach().requires_grad_(), b), v)[0],
+}
+
+
+@pytest.mark.parametrize("followed", [False, True])
+@pytest.mark.parametrize("gradient", ACCUMULATED.values(), ids=list(ACCUMULATED))
+def test_gradients_of_what_the_body_closes_over_add_up(gradient: Any, followed: bool) -> None:
+    if followed and gradient is ACCUMULATED["autograd.grad"]:
+        pytest.skip("it has no history")
+    a, b = W.clone().requires_grad_(followed), W.clone().requires_grad_(followed)
+    expected = _summed(gradient, _looped, a, BATCHES)
+    with Mesh(data=2):
+        found = sl.jit(lambda w, xs: _summed(gradient, scan, w, xs), in_specs=(None, "l b@data e"))(b, BATCHES)
+        _close(found.detach(), expected.detach())
+        assert found.requires_grad == expected.requires_grad
+        if followed:
+            (found * W).sum().backward()
+            (expected * W).sum().backward()
+            _close(b.grad, a.grad)
+
+
+def test_a_frozen_part_of_the_body() -> None:
+    teacher, student = torch.nn.Linear(4, 4, dtype=D), torch.nn.Linear(4, 4, dtype=D)
+
+    def loss(run: Any, xs: Tensor) -> Tensor:
+        def body(h: Tensor, b: Tensor) -> tuple[Tensor, None]:
+            with torch.no_grad():
+                y = teacher(b)
+            return h + (student(b) - y).square().mean(), None
+
+        return run(body, torch.zeros((), dtype=D), xs)[0]  # type: ignore[no-any-return]
+
+    expected = torch.autograd.grad(loss(_looped, BATCHES), student.weight)[0]
+    with Mesh(data=2):
+        sl.jit(lambda xs: loss(scan, xs))(BATCHES).backward()
+        assert teacher.weight.grad is None
+        _close(student.weight.grad, expected)
+        frozen = torch.no_grad()(lambda h, b: (h + teacher(b), None))
+        assert not sl.jit(lambda xs: scan(frozen, xs[0] * 0, xs)[0])(BATCHES).requires_grad
+
+
+def test_results_require_a_gradient_as_those_of_a_loop() -> None:
+    w = W.clone().requires_grad_()
+    with Mesh(data=2):
+        carry, ys = sl.jit(lambda xs: scan(lambda c, b: (c + b.sum(), w.sum()), torch.zeros((), dtype=D), xs))(X)
+        assert (carry.requires_grad, ys.requires_grad) == (False, True)
+
+
+def test_the_gradient_of_what_the_body_closes_over_is_read() -> None:
+    w = torch.tensor(2.0, dtype=D, requires_grad=True)
+    with Mesh(data=2):
+        step = sl.jit(lambda x: scan(lambda h, p: (h * (1.0 if w.grad is None else w.grad), None), x, X)[0])
+        _close(step(C), C)
+        (w * 3).backward()
+        _close(step(C), C * 3**L)
+
+
+def test_the_body_detaches_all() -> None:
+    w = W.clone().requires_grad_()
+    with Mesh(data=2):
+        step = sl.jit(lambda w, n: scan(lambda c, r: (c + r.detach(), None), torch.zeros(4, dtype=D), w)[0] * n)
+        _close(step(w, 0.5), W.sum(0) * 0.5)
+
+
+def _counting(place: str) -> Callable[[Any, Any], Any]:
+    class Holder:
+        n = 0.0
+
+    holder, n, items = Holder(), 0, {"n": 0}
+
+    def variable(h: Tensor, b: Tensor) -> Any:
+        nonlocal n
+        n += 1
+        return h + b, None
+
+    def attribute(h: Tensor, b: Tensor) -> Any:
+        holder.n += 1
+        return h + b, None
+
+    def item(h: Tensor, b: Tensor) -> Any:
+        items["n"] += 1
+        return h + b, None
+
+    return {"n": variable, "holder.n": attribute, "items['n']": item}[place]
+
+
+@pytest.mark.parametrize("place", ["n", "holder.n", "items['n']"])
+def test_counts_are_refused(place: str) -> None:
+    body = _counting(place)
+    with Mesh(data=2), pytest.raises(ShardingError) as error:
+        sl.jit(lambda x: scan(body, torch.zeros(4, dtype=D), x)).plan(X)
+    assert "the body of scan changes numbers that are not its own" in str(error.value)
+    assert f"{place} was 0" in str(error.value)
+
+
+def _back(w: Tensor, b: Tensor) -> None:
+    (w * b).sum().backward()
+
+
+def _drop(w: Tensor, b: Tensor) -> None:
+    w.grad = None
+
+
+def _empty(w: Tensor, b: Tensor) -> None:
+    assert w.grad is not None
+    w.grad.zero_()
+
+
+@pytest.mark.parametrize(
+    ("write", "has"), [(_back, False), (_back, True), (_drop, True), (_empty, True)], ids=["none", "add", "drop", "0"]
+)
+def test_gradients_that_the_body_sets_are_refused(write: Any, has: bool) -> None:
+    w = C.clone().requires_grad_()
+    w.grad = C.clone() if has else None
+
+    def body(h: Tensor, b: Tensor) -> tuple[Tensor, None]:
+        write(w, b)
+        return h + b, None
+
+    with Mesh(data=2), pytest.raises(ShardingError) as error:
+        sl.jit(lambda x: scan(body, torch.zeros(4, dtype=D), x)).plan(X)
+    assert "sets gradients of tensors that it did not make, by backward() or .grad:\n  * w.grad" in str(error.value)
+    if has:
+        _close(w.grad, C)
 
 
 def test_under_vmap() -> None:
