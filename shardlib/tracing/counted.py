@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardlib.calls.state import _LENGTH
+from shardlib.calls.state import LENGTH
 from shardlib.errors import ShardingError
 from shardlib.tracing.lifted import Lifted
 
@@ -54,7 +54,7 @@ def _numbers(body: Callable[..., Any]) -> dict[Any, _Number]:
             state = lifted.watch.look()
         cells = {at for at, _ in found}
         for (at, key), x in state.values.items():
-            if at not in cells and key is not _LENGTH and type(x) in _KINDS:
+            if at not in cells and key is not LENGTH and type(x) in _KINDS:
                 default = getattr(type(state.owners.get(at)), key, None) if isinstance(key, str) else None
                 found[at, key] = _Number(state.text((at, key)), x, default if type(default) in _KINDS else None)
     return {place: number for place, number in found.items() if type(number.value) in _KINDS}

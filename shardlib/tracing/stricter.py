@@ -33,6 +33,6 @@ def kernels_take(func: Any, args: Any, kwargs: Any) -> bool:
         args, kwargs = pytree.tree_unflatten(real, tree)
         try:
             func(*args, **kwargs)
-        except (RuntimeError, TypeError, IndexError, ValueError):
+        except (RuntimeError, TypeError, LookupError, ValueError, ArithmeticError):
             return False
     return True
