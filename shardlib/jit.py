@@ -72,12 +72,12 @@ def jit(
 
     `in_specs` (a tuple with an entry per positional argument, or a dict by parameter name) and `out_specs` are prefix
     pytrees of specs: a single spec is every argument's; None leaves a layout to inference. Arguments may be plain
-    tensors (every process has them whole) or `ShardedTensor`s; tensor results are `ShardedTensor`s. They have a history
-    where an input requires gradients, so that `.backward()` goes through the call; inside, gradients are taken by
-    `sl.grad`, `sl.value_and_grad` or `.backward()`. A `ShardedTensor` in `donate_argnums` gives
-    its memory up, for results to be written over it, and reading it afterwards is an error; memory that anything else
-    refers to (a plain tensor, a view, a piece from `to_local`) is copied instead, and never written to. Works as a
-    decorator, also of methods.
+    tensors (every process has them whole) or `ShardedTensor`s; tensor results are `ShardedTensor`s. An argument that
+    the function returns, or a view of one, comes back in memory of its own. Results have a history where an input
+    requires gradients, so that `.backward()` goes through the call; inside, gradients are taken by `sl.grad`,
+    `sl.value_and_grad` or `.backward()`. A `ShardedTensor` in `donate_argnums` gives its memory up, for results to be
+    written over it, and reading it afterwards is an error; memory that anything else refers to (a plain tensor, a
+    view, a piece from `to_local`) is copied instead, and never written to. Works as a decorator, also of methods.
 
     Raises `ShardingError` outside any mesh, where specs do not fit, where a communication budget is exceeded, and for
     what would leave the trace unseen. Warns `RetraceWarning`, once, of a function that is compiled again and again.

@@ -175,6 +175,7 @@ def softmax() -> Iterator[Sample]:
     yield s("logsumexp", f(3, 5), [1])
     yield s("logsumexp", f(2, 3, 4) * 400, [0, -1], True)
     yield s("logsumexp", torch.full((3, 5), -torch.inf, dtype=torch.float64), [1])
+    yield s("logsumexp", torch.complex(f(3, 5), f(3, 5)), [1])
 
 
 def norm() -> Iterator[Sample]:

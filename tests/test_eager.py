@@ -360,12 +360,13 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "python values": lambda x: [len(x), x.tolist(), bool(x[0, 0] == 0), x[1, 1].item(), 0.0 in x, [0][x[0, 0].long()]],
     "comparisons": lambda x: [torch.equal(x, x.clone()), torch.allclose(x, x + 1e-9), torch.equal(x, x + 1)],
     "iteration": lambda x: [row.sum() for row in x],
-    "numpy": lambda x: torch.from_numpy(x.numpy()),
+    "numpy": lambda x: torch.from_numpy(x.numpy().copy()),
     "dtypes": lambda x: [x.double(), x.half(), x.to(torch.int64), x.bool()],
     "new ones": lambda x: [x.new_tensor([1.0, 2.0]), x.new_zeros(3), torch.zeros_like(x), x.new_full((2,), 3)],
     "lists": lambda x: [torch.cat([x, x]), torch.stack([x, x], 1), torch._foreach_mul([x, x], 2.0)],
     "norms": lambda x: [x.norm(), torch.linalg.vector_norm(x, dim=1), x.var(), x.std(0)],
     "complex": lambda x: [torch.complex(x, x + 1).conj() * 1j, torch.complex(x, x + 1).conj().imag],
+    "complex rows": lambda x: [torch.complex(x, -x).logsumexp(d, k) for d in (0, 1, (0, 1)) for k in (False, True)],
     "shapes alone": lambda x: (x + 1).to("meta").shape,
 }  # fmt: skip
 

@@ -137,7 +137,10 @@ class _Writer:
         node = self.graph.call_function(op, tuple(args), dict(kwargs))
         a, k = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], moved((args, kwargs), self.shown_on))
         with self.mode:
-            node.meta.update(self.meta, val=op(*a, **k))
+            val = op(*a, **k)
+            if op is aten._conj.default:  # a bit, with which some views are refused; the program conjugates at once
+                val = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
+            node.meta.update(self.meta, val=val)
         return node
 
     def follow(self, node: fx.Node, path: Path) -> fx.Node:

@@ -108,7 +108,8 @@ def _logsumexp(call: Call) -> Rule:
     space = Space()
     shape = call.operands[0].shape
     reduced = axes(arg(call, 1, "dim"), len(shape))
-    x = space.dims(shape)
+    ordered = not call.operands[0].dtype.is_complex  # others have no maximum to shift by
+    x = space.dims(shape, whole=() if ordered else reduced)
     kept = len(result_shape(call)) == len(shape)
     row = tuple(f for i in reduced if shape for f in x[i])
 
@@ -124,6 +125,8 @@ def _logsumexp(call: Call) -> Rule:
         return cast(local, total if kept else local.op(aten.squeeze.dims, total, reduced), acc, out)
 
     out = [() if i in reduced else d for i, d in enumerate(x) if kept or i not in reduced]
+    if not ordered:
+        return space.rule([x], [out], flops=3 * numel(shape))
     return space.rule(
         [x], [out], reduce=dict.fromkeys(row, "none"), local=local, local_factors=row, flops=3 * numel(shape)
     )

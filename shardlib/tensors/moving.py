@@ -64,7 +64,16 @@ def laid_as(x: torch.Tensor, like: ShardedTensor) -> ShardedTensor:
 
 
 def _gathered(x: ShardedTensor) -> torch.Tensor:
-    """The values in memory that nobody else shows: who is given it may write to it."""
+    """The values in memory that nobody else shows: who is given it may write to it. Strides are those of a clone."""
+    values = _in_order(x)
+    if values.stride() == x._form.strides:
+        return values
+    shown = torch.empty_strided(x.shape, x._form.strides, dtype=x.dtype, device="meta")
+    return torch.empty_like(shown, device=values.device).copy_(values)
+
+
+def _in_order(x: ShardedTensor) -> torch.Tensor:
+    """The values in memory of their own, contiguous."""
     if x.mesh.kind == "virtual":
         return x.sharding.gather([(s.coords, s.data) for s in x.shards])
     (resolved,) = resolve_many([("x", x.shape, P(), {})], x.mesh, what="full_tensor")

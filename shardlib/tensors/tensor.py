@@ -191,8 +191,10 @@ class ShardedTensor(torch.Tensor):
         return self.full_tensor().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The whole tensor as a numpy array."""
-        return self.full_tensor().numpy(force=force)
+        """The whole tensor as a numpy array that cannot be written to: it would have memory of its own."""
+        array = self.full_tensor().numpy(force=force)
+        array.flags.writeable = False
+        return array
 
     def __float__(self) -> float:
         return float(self.full_tensor().detach())

@@ -180,6 +180,8 @@ def test_results_have_the_strides_of_one_device(mesh: Mesh, name: str, spec: str
         assert x.stride() == y.stride()
         assert x.is_contiguous() == y.is_contiguous()
         assert torch.equal((x + 1).full_tensor(), y + 1)
+        assert torch.equal(x.full_tensor(), y)
+        assert x.full_tensor().stride() == y.clone().stride()
 
 
 def test_a_reshape_of_a_result_copies_where_one_device_copies(mesh: Mesh) -> None:
@@ -306,7 +308,6 @@ def test_the_only_member_of_a_group_keeps_what_it_has() -> None:
 
 OUT: dict[str, Callable[[ShardedTensor], Tensor]] = {
     "full_tensor": lambda x: x.full_tensor(),
-    "numpy": lambda x: torch.from_numpy(x.numpy()),
     "redistributed": lambda x: x.redistribute("_ _").full_tensor(),
 }
 
@@ -317,6 +318,37 @@ def test_what_is_handed_out_may_be_written_to(mesh: Mesh, name: str, spec: str) 
     x = sl.shard(X, spec)
     OUT[name](x).fill_(3)
     assert torch.equal(x.full_tensor(), X)
+
+
+def test_an_array_of_values_is_not_written_to(mesh: Mesh) -> None:
+    x = sl.shard(X, "_@data _")
+    for array in (x.numpy(), np.asarray(x), x.detach().numpy(force=True)):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 7
+    assert x.numpy().copy().flags.writeable
+
+
+CONJUGATES: dict[str, Callable[[Tensor], Any]] = {
+    "itself": lambda z: z.conj().mul_(2),
+    "imag": lambda z: z.conj().imag.fill_(2.0),
+    "real": lambda z: z.conj()[1:].real.mul_(2.0),
+    "transposed": lambda z: z.mH.imag[0].add_(z.mH.imag[0]),
+    "twice": lambda z: z.conj().conj().imag.fill_(2.0),
+    "resolved": lambda z: torch.view_as_real(z.conj().resolve_conj()).fill_(1.0),
+}
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", CONJUGATES)
+def test_writes_through_conjugates(mesh: Mesh, name: str, jitted: bool) -> None:
+    write, expected = CONJUGATES[name], torch.complex(X.sin(), X.cos())
+    z = sl.shard(expected, "_@data _")
+    write(expected)
+    if jitted:
+        sl.jit(lambda z: (write(z), None)[1])(z)
+    else:
+        write(z)
+    assert torch.equal(z.full_tensor(), expected)
 
 
 # --- pieces that do not fit -------------------------------------------------------------------------------------------
