@@ -68,7 +68,7 @@ def mistake(error: Exception, names: Mapping[int, str]) -> ShardingError | None:
             "again, for a gradient, runs behind that",
             remedy="put torch.utils.checkpoint around it, or into the function of a scan in it",
         )
-    frames = list(_frames(error))
+    frames = list(frames_of(error))
     if isinstance(error, ShardingError) or not isinstance(error, _KINDS) or not _library(frames[-1]):
         return None
     if isinstance(error, AssertionError) and not frames[-1].f_code.co_filename.startswith(_TORCH):
@@ -82,7 +82,7 @@ def mistake(error: Exception, names: Mapping[int, str]) -> ShardingError | None:
 
 def called(error: Exception, names: Mapping[int, str]) -> tuple[str, list[tuple[str, Any]]]:
     """The function of torch that raised, and its operands with the user's names of them, or none."""
-    frames = list(_frames(error))
+    frames = list(frames_of(error))
     call = next((f.f_locals for f in reversed(frames) if f.f_code.co_name == "__torch_function__"), None)
     if call is None or "func" not in call:
         return "", []
@@ -102,7 +102,8 @@ def refused(error: Exception, name: str, line: Line | None, operands: Iterable[t
     return out
 
 
-def _frames(error: BaseException) -> Iterator[FrameType]:
+def frames_of(error: BaseException) -> Iterator[FrameType]:
+    """The frames that an error went through, the innermost last."""
     step = error.__traceback__
     while step is not None:
         yield step.tb_frame
