@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import types
@@ -27,6 +28,16 @@ class Leak:
     place: Place
     name: str
     value: torch.Tensor
+    in_optimizer: bool = False  # what it has of a parameter
+
+    @property
+    def remedy(self) -> str:
+        """What to do instead."""
+        if self.in_optimizer:
+            return "call opt.step() behind the jitted function; or once before it: what opt.state holds is written to"
+        if isinstance(self.owner, dict | list) and "__builtins__" not in self.owner:
+            return "fill the container before the first call; or keep the tensor in an attribute, self.mask = mask"
+        return "return the tensor, and keep it outside; or register it as a buffer and write to it in place"
 
     @property
     def is_cached(self) -> bool:
@@ -107,7 +118,13 @@ def forgotten(before: State, after: State) -> list[Leak]:
         if misses.get(id(cache)) != count and _holds_fakes(cache):
             cache.cache_clear()
     known = {id(x) for x in before.tensors}
-    leaks = [leak for leak in after.leaks if id(leak.value) not in known]
+    optimizers = [x for x in after.owners.values() if isinstance(x, torch.optim.Optimizer)]
+    moments = {id(moments) for x in optimizers for moments in x.state.values()}
+    leaks = [
+        dataclasses.replace(leak, in_optimizer=id(leak.owner) in moments)
+        for leak in after.leaks
+        if id(leak.value) not in known
+    ]
     for leak in leaks:
         undo(leak.owner, leak.place, before)
     return [leak for leak in leaks if not leak.is_cached]
@@ -133,5 +150,5 @@ def refuse_leaks(name: str, leaks: Sequence[Leak]) -> None:
             f"{name} keeps tensors that it computes while it is traced",
             [f"{leak.name} has become a value of the trace, {typeof(leak.value)}" for leak in leaks],
             rule="a jitted function runs once, on shapes: its tensors have no values, and leave it only as results",
-            remedy="return the tensor, and keep it outside; or register it as a buffer and write to it in place",
+            remedy="; ".join(dict.fromkeys(leak.remedy for leak in leaks)),
         )

@@ -9,25 +9,21 @@ every step, where the step is one autograd function for them.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._functorch import eager_transforms, vmap
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx
-from torch.utils import _pytree as pytree
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 
 from shardlib.errors import ShardingError
+from shardlib.tracing.closures import Closures, alike, is_followed, refuse_lost, stand_in
 from shardlib.tracing.decompositions import DECOMPOSITIONS
 from shardlib.tracing.functionalise import body_writes, functionalise
-from shardlib.tracing.lifted import Lifted
 from shardlib.tracing.lines import Line, LineRecorder, error_line, replayed
-from shardlib.tracing.staying import Staying
 from shardlib.tracing.trace import _recorded
 
 
@@ -71,11 +67,11 @@ def trace_body(
         stack.enter_context(disable_proxy_modes_tracing())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_saved_tensors_hooks())
-        inputs = [_stand_in(x) if i < carried or _is_followed(x) else _alike(x) for i, x in enumerate(leaves)]
+        inputs = [stand_in(x) if i < carried or is_followed(x) else alike(x) for i, x in enumerate(leaves)]
 
         def joint(*given: Tensor) -> list[Tensor | None]:
             _recorded(LineRecorder(line))
-            closures = _Closures()
+            closures = Closures()
             with closures:
                 try:
                     flat = fn(*given)
@@ -84,12 +80,12 @@ def trace_body(
                         raise body_writes([str(error_line(error))]) from error
                     raise
             closures.refuse_grads(
-                [(name, x) for name, x, y in zip(names, given, leaves, strict=True) if _is_followed(y)]
+                [(name, x) for name, x, y in zip(names, given, leaves, strict=True) if is_followed(y)]
             )
             reads = [*given, *closures.stand_ins]
             where = {i: _reached(x, reads) for i, x in enumerate(flat) if x.requires_grad}
             of = [i for i, x in enumerate(reads) if x.requires_grad]
-            cts = [_alike(flat[i]) for i in where]
+            cts = [alike(flat[i]) for i in where]
             found.extend([closures, len(flat), where, cts])
             gradients: list[Tensor | None] = [None] * len(reads)
             if where:
@@ -116,7 +112,7 @@ _WRITES = ("leaf Variable that requires grad", "'running_mean'", "'running_var'"
 
 
 def _divided(
-    gm: fx.GraphModule, closures: _Closures, results: int, where: dict[int, frozenset[int]], cts: list[Tensor], n: int
+    gm: fx.GraphModule, closures: Closures, results: int, where: dict[int, frozenset[int]], cts: list[Tensor], n: int
 ) -> Body:
     """The joint graph in its two parts."""
     nodes = list(gm.graph.nodes)
@@ -134,7 +130,7 @@ def _divided(
     captured = [*closures.originals]
     for node, *_ in constants.values():  # what was made outside, and never met as an argument of a function
         x = getattr(gm, str(node.target))
-        _refuse_lost(x)
+        refuse_lost(x)
         stand_ins.append(node)
         captured.append(x)
     returned = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
@@ -175,113 +171,6 @@ def _divided(
         tuple(x for x in asked if x not in late),
         tuple(gradients),
     )
-
-
-class _Closures(Staying):
-    """Puts stand-ins for tensors that come from outside of the body."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.originals: list[Tensor] = []
-        self.stand_ins: list[Tensor] = []
-        self._grads: list[Tensor | None] = []  # of the stand-ins
-        self._known: dict[int, Tensor] = {}
-        self._doors = ExitStack()
-        mode = get_proxy_mode()
-        assert mode is not None, "the body is being traced"
-        self._tracer = mode.tracer
-
-    def __enter__(self) -> Any:
-        self._doors.enter_context(_entered(self._argument))
-        return super().__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
-        self._doors.close()
-
-    def passing(self, tensors: Sequence[Tensor]) -> _Closures:
-        """The mode itself, to which these tensors are none from outside."""
-        self._known |= {id(x): x for x in tensors}
-        return self
-
-    def refuse_grads(self, given: Iterable[tuple[str, Tensor]]) -> None:
-        """Refuse `.grad` that the body has set, of what it is given and of what it closes over."""
-        state = Lifted.current()
-        called = (
-            {}
-            if state is None
-            else {id(x): name for name, x in zip(state.state.names, state.state.tensors, strict=True)}
-        )
-        wrong = [name for name, x in given if x.grad is not None]
-        for x, y, grad in zip(self.originals, self.stand_ins, self._grads, strict=True):
-            if y.grad is not grad or (grad is not None and grad._version):
-                wrong.append(called.get(id(x), f"a tensor of shape {list(x.shape)}"))
-        if wrong:
-            raise ShardingError(
-                "the body of scan sets gradients of tensors that it did not make, by backward() or .grad",
-                [f"{name}.grad" for name in wrong],
-                rule="a body runs once, for every step: what is summed up over the steps is its carry",
-                remedy="l, d = sl.value_and_grad(loss)(w, b), or torch.autograd.grad(l, params), in the body, and the "
-                "sum of the gradients in the carry; set w.grad behind scan",
-            )
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map_only(Tensor, self._argument, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-    def _argument(self, x: Tensor) -> Tensor:
-        """A tensor as a function in the body gets it."""
-        mode = get_proxy_mode()
-        if mode is None or mode.tracer is not self._tracer:  # that of a body inside this one
-            return x
-        if id(x) in self._known:
-            return self._known[id(x)]
-        base = _base(x)
-        if base in self._tracer.tensor_tracker or any(base is y for y in self.stand_ins):
-            return x
-        if not torch.is_grad_enabled() and _in_autograd_function():
-            _refuse_lost(x)
-        self.originals.append(x)
-        with temporarily_clear_interpreter_stack():  # a transform in the body may be on
-            y = self._known[id(x)] = _stand_in(x) if _is_followed(x) else _alike(x)
-        self.stand_ins.append(y)
-        self._grads.append(None)
-        if x is base and (x.is_leaf or x.retains_grad) and x.grad is not None:
-            at = len(self._grads) - 1
-            y.grad = self._grads[at] = self._argument(x.grad)
-        return y
-
-
-@contextmanager
-def _entered(argument: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """What enters a gradient or a vmap in the body goes through `argument` first: torch takes it in beside modes."""
-    doors: list[tuple[Any, str]] = [(eager_transforms, "_wrap_for_grad"), (vmap, "_add_batch_dim")]
-    before = [getattr(module, name) for module, name in doors]
-    try:
-        for (module, name), enter in zip(doors, before, strict=True):
-            setattr(module, name, lambda x, *how, enter=enter: enter(_quietly(argument, x), *how))
-        yield
-    finally:
-        for (module, name), enter in zip(doors, before, strict=True):
-            setattr(module, name, enter)
-
-
-def _quietly(argument: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    with torch._C.DisableTorchFunction():
-        return argument(x)
-
-
-def _in_autograd_function() -> bool:
-    """Whether an autograd Function runs in the body, whose formula says what has a gradient."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code is not trace_body.__code__:
-        if frame.f_code is _APPLY:
-            return True
-        frame = frame.f_back
-    return False
-
-
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 class _Step(torch.autograd.Function):
@@ -355,30 +244,6 @@ def _saved_tensors_hooks() -> Iterator[None]:
             torch._C._autograd._saved_tensors_hooks_disable(forbidden)
 
 
-# --- tensors ----------------------------------------------------------------------------------------------------------
-
-
-def _stand_in(x: Tensor) -> Tensor:
-    y = _alike(x)
-    return y.requires_grad_(y.is_floating_point() or y.is_complex())
-
-
-def _alike(x: Tensor) -> Tensor:
-    with disable_proxy_modes_tracing() if get_proxy_mode() is not None else ExitStack():
-        return torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device=x.device)
-
-
-def _base(x: Tensor) -> Tensor:
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):
-        x = torch._C._functorch.get_unwrapped(x)
-    return x
-
-
-def _is_followed(x: Tensor) -> bool:
-    """Whether a tensor from outside may be differentiated: of a transform around, nobody knows."""
-    return x.requires_grad or x is not _base(x)
-
-
 def _reached(x: Tensor, reads: Sequence[Tensor]) -> frozenset[int]:
     """Which of `reads` the history of `x` leads to."""
     places = {id(y): i for i, y in enumerate(reads)}
@@ -390,16 +255,6 @@ def _reached(x: Tensor, reads: Sequence[Tensor]) -> frozenset[int]:
             found.add(places.get(id(getattr(node, "variable", None)), -1))
             todo += [behind for behind, _ in node.next_functions]
     return frozenset(found - {-1})
-
-
-def _refuse_lost(x: Tensor) -> None:
-    """A tensor from outside that autograd did not see come in must not be one that is differentiated."""
-    if _is_followed(x):
-        raise ShardingError(
-            f"the body of scan closes over a tensor of shape {list(x.shape)} where its gradient is not followed",
-            rule="inside custom autograd functions, tensors from outside are constants",
-            remedy="pass the tensor in as part of the carry or of xs, or detach it",
-        )
 
 
 def _refuse_draws(node: fx.Node) -> None:

@@ -69,7 +69,7 @@ def mistake(error: Exception, names: Mapping[int, str]) -> ShardingError | None:
             "again, for a gradient, runs behind that",
             remedy="put torch.utils.checkpoint around it, or into the function of a scan in it",
         )
-    frames = list(_frames(error))
+    frames = list(frames_of(error))
     if isinstance(error, ShardingError) or not isinstance(error, _KINDS) or not _library(frames[-1]):
         return None
     if isinstance(error, AssertionError) and not frames[-1].f_code.co_filename.startswith(_TORCH):
@@ -85,7 +85,7 @@ def mistake(error: Exception, names: Mapping[int, str]) -> ShardingError | None:
 
 def called(error: Exception, names: Mapping[int, str]) -> tuple[str, list[tuple[str, Any]]]:
     """The function of torch that raised, and its operands with the user's names of them, or none."""
-    frames = list(_frames(error))
+    frames = list(frames_of(error))
     call = _call(error)
     if call is None:
         return "", []
@@ -96,7 +96,7 @@ def called(error: Exception, names: Mapping[int, str]) -> tuple[str, list[tuple[
 
 def _call(error: Exception) -> Mapping[str, Any] | None:
     """The call of torch that raised: its `func`, `args` and `kwargs`."""
-    found = next((f.f_locals for f in reversed([*_frames(error)]) if f.f_code.co_name == "__torch_function__"), None)
+    found = next((f.f_locals for f in reversed([*frames_of(error)]) if f.f_code.co_name == "__torch_function__"), None)
     return None if found is None or "func" not in found else found
 
 
@@ -125,7 +125,8 @@ def refused(
     return out
 
 
-def _frames(error: BaseException) -> Iterator[FrameType]:
+def frames_of(error: BaseException) -> Iterator[FrameType]:
+    """The frames that an error went through, the innermost last."""
     step = error.__traceback__
     while step is not None:
         yield step.tb_frame

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -14,7 +15,7 @@ from shardlib.errors import ShardingError
 from shardlib.tensors.tensor import typeof
 from shardlib.tracing.elsewhere import is_here
 from shardlib.tracing.lines import error_line, user_line
-from shardlib.tracing.mistakes import called
+from shardlib.tracing.mistakes import called, frames_of
 
 _ONCE = "Python runs once, on shapes; the values of tensors are known only when the program runs"
 _LEAVE = (
@@ -36,6 +37,11 @@ _INSTEAD = {
     "__format__": 'sl.debug_print("{}", x) prints when the program runs',
     "__index__": _COUNT,
 }
+_OPTIM = str(Path(torch.optim.__file__).parent)
+_STEP = (
+    "call opt.step() behind the jitted function, which leaves .grad; or take the optimizer with foreach=True, where it "
+    "has that"
+)
 _VALUE = (_ONCE, "")
 _SHAPES = {
     "__getitem__": "x.where(mask, 0) and sums over it for x[mask]; x[mask] = value works as it is",
@@ -58,6 +64,11 @@ _SWAP = (
     "an argument stays the tensor that it is; a program writes values",
     "exchange the names, x, y = y, x, or the values: before = x.clone(); x.copy_(y); y.copy_(before)",
 )
+_QUANTIZED = (
+    "a program's values are numbers as they are; what is quantized is read by dequantize() alone",
+    "call x.dequantize() at once; or torch.fake_quantize_per_tensor_affine(x, scale, zero, low, high), or "
+    "fake_quantize_per_channel_affine, which gives the numbers; quantize results outside",
+)
 SHAPES = (
     "an op of your own says what shapes it returns: they are known before the program runs",
     "@op.register_fake, a function of the same arguments: lambda x: torch.empty_like(x)",
@@ -74,6 +85,7 @@ _TEXTS: tuple[tuple[type[Exception], str, str, tuple[str, str]], ...] = (
     (AssertionError, "not compiled with CUDA", "asks for a device that is not here", _ELSEWHERE),
     (RuntimeError, ".numpy() is not supported", "turns a tensor into a numpy array", (_ONCE, _LEAVE)),
     (RuntimeError, "Cannot swap t", "exchanges what two tensors are (swap_tensors)", _SWAP),
+    (RuntimeError, "quantized nyi in meta tensors", "makes a quantized tensor", _QUANTIZED),
     (RuntimeError, "no fake impl registered", "calls an op that does not say its shapes", SHAPES),
     (
         RuntimeError,
@@ -107,6 +119,8 @@ def refusal(error: Exception, tracer: Any, names: Mapping[int, str]) -> Sharding
         else:
             return None
     line = error_line(error) or user_line(sys._getframe(1))  # somebody may catch it before it gets there
+    if any(frame.f_code.co_filename.startswith(_OPTIM) for frame in frames_of(error)):
+        remedy = _STEP
     remedy = remedy or _INSTEAD.get(name, _COUNT)
     return ShardingError(f"the traced function {what}", [str(line)], rule=rule, remedy=remedy)
 
@@ -141,6 +155,16 @@ def refuse_absent(graph: fx.Graph, there: torch.device | None) -> None:
             rule, remedy = _ELSEWHERE
             what = f"the traced function asks for a device that is not here, {device}"
             raise ShardingError(what, [str(node.meta["line"])], rule=rule, remedy=remedy)
+
+
+def refuse_quantized(graph: fx.Graph) -> None:
+    """Refuse quantized tensors that anything but `dequantize` reads: torch's fakes are plain ones."""
+    made = [x for x in graph.nodes if getattr(x.target, "__name__", "").startswith("quantize_per_")]
+    wrong = [x for x in made if any(user.target is not torch.ops.aten.dequantize.self for user in x.users)]
+    if wrong:
+        rule, remedy = _QUANTIZED
+        what = "the traced function makes a quantized tensor"
+        raise ShardingError(what, [str(x.meta["line"]) for x in wrong], rule=rule, remedy=remedy)
 
 
 def refuse_subclasses(leaves: Iterable[tuple[str, Any]]) -> None:

@@ -30,7 +30,7 @@ from shardlib.calls.rebound import Watch
 from shardlib.calls.state import State
 from shardlib.random.draw import one_program
 from shardlib.scalar import Scalar
-from shardlib.state import is_tracing, tracing
+from shardlib.state import tracing
 from shardlib.strided import refuse_others
 from shardlib.tensors.form import contiguous
 from shardlib.tensors.tensor import marks
@@ -50,8 +50,17 @@ from shardlib.tracing.lifted import Lifted, refuse_carriers, refuse_changed_argu
 from shardlib.tracing.lines import Line, LineRecorder, is_mark
 from shardlib.tracing.mistakes import mistake
 from shardlib.tracing.numbers import NotExpressionsError, Numbers, scalar_of
-from shardlib.tracing.refusals import refusal, refuse_absent, refuse_ghost, refuse_subclasses, refuse_unseen
+from shardlib.tracing.refusals import (
+    refusal,
+    refuse_absent,
+    refuse_ghost,
+    refuse_quantized,
+    refuse_subclasses,
+    refuse_unseen,
+)
 from shardlib.tracing.results import refuse_attributes, repeated, strides_of
+from shardlib.tracing.steps import counting
+from shardlib.tracing.switches import switched
 from shardlib.tracing.threads import refuse_nested
 
 
@@ -266,6 +275,7 @@ def _trace(
     with mode:
         _finish(gm, input_names, returned, lines.fallback, mode, differentiable=call.state.is_read)
     refuse_absent(gm.graph, there)
+    refuse_quantized(gm.graph)
     if there is None or there.type == "cpu":  # GPUs have kernels for other dtypes
         named = dict(zip(gm.graph.find_nodes(op="placeholder"), input_names, strict=True))
         refuse_kernels(gm.graph, named)
@@ -302,40 +312,19 @@ _FAKE_CACHE = 1 << 11
 _LOCK = threading.RLock()  # torch's tracing state is global
 
 
-class _Here:
-    """True where a function is traced, and false in all other threads."""
-
-    def __bool__(self) -> bool:
-        return is_tracing()
-
-    def __or__(self, other: Any) -> Any:
-        return bool(self) | other
-
-    def __and__(self, other: Any) -> Any:
-        return bool(self) & other
-
-    __ror__, __rand__ = __or__, __and__
-
-
 @contextmanager
 def _tracing(generators: Sequence[torch.Generator] | None, *, marked: bool) -> Iterator[None]:
     refuse_nested()
-    with _LOCK, torch.backends.cudnn.flags(enabled=False):  # one graph, whatever device it is for
+    with _LOCK, switched():
         if len(FakeTensorMode.cache) > _FAKE_CACHE:  # it has no bound of its own
             FakeTensorMode.cache_clear()
-        before, collects = torch.compiler._is_compiling_flag, gc.isenabled()
-        onednn = torch._C._get_mkldnn_enabled()
-        torch._C._set_mkldnn_enabled(False)
+        collects = gc.isenabled()
         gc.disable()  # nothing made here is garbage yet, and looking for some took a quarter of the time
-        # Model libraries read this flag before they look at the values of masks and positions.
-        torch.compiler._is_compiling_flag = _Here()  # type: ignore[assignment]
         try:
             draws = one_program(traced=True, generators=generators, marked=marked)
-            with tracing(), AttentionCapture(), Composites(), first_order(), draws:
+            with tracing(), AttentionCapture(), Composites(), first_order(), counting(), draws:
                 yield
         finally:
-            torch.compiler._is_compiling_flag = before
-            torch._C._set_mkldnn_enabled(onednn)
             if collects:
                 gc.enable()
 

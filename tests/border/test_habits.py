@@ -19,7 +19,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.distributions import (
+    Bernoulli,
+    Categorical,
+    Distribution,
+    Independent,
+    MultivariateNormal,
+    Normal,
+    TanhTransform,
+    TransformedDistribution,
+    kl_divergence,
+)
 from torch.nn.utils import prune
 from torch.profiler import record_function
 
@@ -1006,3 +1017,105 @@ def test_whole_state_dicts_and_background_saves():
     assert first == ["Tensor True", "Tensor True", *rest]
     assert second == ["Tensor True", *rest]
     assert only([first[2:], second[1:]])
+
+
+DISTRIBUTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "categorical": lambda x: Categorical(logits=x).log_prob(torch.arange(len(x)) % 4) + Categorical(logits=x).entropy(),
+    "normal": lambda x: Normal(x, x.exp()).log_prob(x * 2) + Normal(x, x.exp()).entropy(),
+    "bernoulli": lambda x: Bernoulli(logits=x).log_prob((x > 1).float()),
+    "multivariate": lambda x: MultivariateNormal(x, torch.eye(4)).log_prob(x * 2),
+    "divergence": lambda x: kl_divergence(Normal(x, x.exp()), Normal(0.0, 1.0)),
+    "transformed": lambda x: Independent(TransformedDistribution(Normal(x, 1.0), [TanhTransform()]), 1).log_prob(
+        x.tanh() / 2
+    ),
+    "drawn": lambda x: Normal(x, x.exp()).rsample().square(),
+    "drawn together": lambda x: MultivariateNormal(x, torch.eye(4)).rsample().square(),
+    "drawn classes": lambda x: (d := Categorical(logits=x)).log_prob(d.sample()),
+}
+
+
+@pytest.mark.parametrize("log_prob", DISTRIBUTIONS.values(), ids=list(DISTRIBUTIONS))
+def test_distributions(log_prob: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Distribution, "_validate_args", True)  # torch.compile leaves it False
+    x = torch.arange(24.0).reshape(6, 4) / 24
+    with Mesh(data=2):
+        sl.check(lambda x: log_prob(x).sum(), x, in_specs=("b@data _",))
+    with pytest.raises(ValueError, match="satisfy the constraint"):  # outside, torch looks at values as ever
+        Normal(x, -x)
+
+
+OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
+    *(
+        lambda ps, kind=kind, foreach=foreach: getattr(torch.optim, kind)(ps, lr=0.1, foreach=foreach)
+        for kind in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "ASGD", "Adadelta", "RMSprop", "Rprop")
+        for foreach in (False, True)
+    ),
+    lambda ps: torch.optim.Adam(ps, lr=0.1, amsgrad=True, weight_decay=0.1),
+    lambda ps: torch.optim.Adagrad(ps, lr=0.1, foreach=True),
+    lambda ps: torch.optim.AdamW(ps, lr=0.1, fused=True),
+]
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_optimizers_that_count_their_steps(make: Any) -> None:
+    def train(through: Callable[[Any], Any]) -> list[Any]:
+        weight = nn.Parameter(W.double())
+        opt = make([weight])
+
+        def step(x: Tensor) -> None:
+            opt.zero_grad()
+            (x @ weight).square().mean().backward()
+            opt.step()
+
+        step(W[:, :4].double())  # makes the state
+        jitted = through(step)
+        for i in range(3):
+            jitted(W[:, :4].double() + i)
+        return [weight.detach(), *(x for x in opt.state[weight].values() if isinstance(x, Tensor))]
+
+    for found, expected in zip(train(sl.jit), train(lambda step: step), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_optimizers_whose_steps_are_made_or_read_inside() -> None:
+    weight = nn.Parameter(W.clone())
+    adam, adagrad = torch.optim.Adam([weight]), torch.optim.Adagrad([weight], foreach=False)
+    weight.grad = torch.ones_like(weight)
+    assert "Remedy: call opt.step() behind the jitted function; or once before it" in refusal(
+        sl.jit(lambda: adam.step())
+    )
+    assert not adam.state[weight]
+    assert "Remedy: call opt.step() behind the jitted function, which" in refusal(sl.jit(lambda: adagrad.step()))
+
+
+def test_a_cache_that_is_a_dict() -> None:
+    masks: dict[int, Tensor] = {}
+
+    def masked(x: Tensor) -> Tensor:
+        if len(x) not in masks:
+            masks[len(x)] = torch.tril(torch.ones(len(x), len(x)))
+        return masks[len(x)] @ x
+
+    jitted = sl.jit(masked)
+    assert "Remedy: fill the container before the first call; or keep the tensor in an attr" in refusal(
+        lambda: jitted(W)
+    )
+    expected = masked(W)
+    torch.testing.assert_close(jitted(W).full_tensor(), expected)
+
+
+QUANTIZED: list[Callable[[Tensor], Tensor]] = [
+    lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+    lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8).t().dequantize(),
+    lambda x: torch.quantize_per_channel(x, torch.ones(6), torch.zeros(6), 1, torch.quint8).dequantize(),
+]
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_quantized_values() -> None:
+    for fn in QUANTIZED:
+        said = refusal(lambda fn=fn: sl.jit(fn)(W))
+        assert "the traced function makes a quantized tensor" in said
+        assert "Remedy: call x.dequantize() at once" in said
+    sl.check(lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8).dequantize() + 1, W, in_specs=("a@data b",))
+    sl.check(lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -128, 127), W, in_specs=("a@data b",))

@@ -1,0 +1,56 @@
+"""Torch's switches as a trace has them: one graph, whatever device it is for, of code that does not look at values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributions import Distribution
+
+from shardlib.state import is_tracing
+
+
+@contextmanager
+def switched() -> Iterator[None]:
+    """While on: no kernels of cuDNN and oneDNN; where a function is traced, torch says that it is being compiled, and
+    distributions take their arguments unseen."""
+    compiling, validates = torch.compiler._is_compiling_flag, Distribution._validate_args
+    onednn = torch._C._get_mkldnn_enabled()
+    with torch.backends.cudnn.flags(enabled=False):
+        torch._C._set_mkldnn_enabled(False)
+        # Model libraries read this flag before they look at the values of masks and positions.
+        torch.compiler._is_compiling_flag = _Here()  # type: ignore[assignment]
+        Distribution._validate_args = _Elsewhere(validates)  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            torch.compiler._is_compiling_flag = compiling
+            Distribution._validate_args = validates
+            torch._C._set_mkldnn_enabled(onednn)
+
+
+class _Here:
+    """True where a function is traced, and false in all other threads."""
+
+    def __bool__(self) -> bool:
+        return is_tracing()
+
+    def __or__(self, other: Any) -> Any:
+        return bool(self) | other
+
+    def __and__(self, other: Any) -> Any:
+        return bool(self) & other
+
+    __ror__, __rand__ = __or__, __and__
+
+
+class _Elsewhere:
+    """What a switch says in all other threads, and false where a function is traced."""
+
+    def __init__(self, switch: Any) -> None:
+        self.switch = switch
+
+    def __bool__(self) -> bool:
+        return bool(self.switch) and not is_tracing()
