@@ -17,7 +17,7 @@ import functools
 import hashlib
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -26,8 +26,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardlib.calls.bound import Bound
+from shardlib.calls.inside import attributes, content, own
 from shardlib.calls.leaks import Leak
-from shardlib.calls.reach import is_users
+from shardlib.calls.reach import is_executed, is_users
 from shardlib.strided import refuse_others
 from shardlib.tensors.tensor import ShardedTensor, marks
 from shardlib.tracing.numbers import is_given
@@ -210,7 +211,7 @@ class State:
         """A mode around the call: each `with` may make another one, so it counts by what it holds."""
         if _is_object(x):
             self.runs(type(x))
-            for k, y in _attributes(x):
+            for k, y in attributes(x):
                 if k not in _OF_MODES:
                     self._at = (type(x).__name__, ".", k)
                     self._attribute(place, k, y, known, 0)
@@ -274,9 +275,12 @@ class State:
             known.append(kind)
             for k in ("func", "args", "keywords"):
                 self._attribute(id(x), k, getattr(x, k), known, depth)
-        elif kind is types.BuiltinMethodType and not isinstance(x.__self__, types.ModuleType | type | None):
+        elif kind in _BOUND and not isinstance(x.__self__, types.ModuleType | type | None):
             known.append(x.__name__)
             self._attribute(id(x.__self__), "__self__", x.__self__, known, depth)
+        elif kind is types.CellType:
+            known.append(kind)
+            self._attribute(id(x), 0, content(x), known, depth)
         elif kind is types.ModuleType and is_users(x):
             self._space(x, known, depth)
         elif isinstance(x, _OPAQUE):
@@ -330,7 +334,7 @@ class State:
         """What an object of a class of the user's has by itself."""
         self.runs(type(x))
         at, owner = self._at, id(x)
-        for k, y in _attributes(x):
+        for k, y in attributes(x):
             self._at = (*at, ".", k)
             self._attribute(owner, k, y, known, depth)
         self._at = at
@@ -354,7 +358,7 @@ class State:
         self.runs(type(x))
         at, owner = self._at, id(x)
         quick = self.found is None and not self.changing
-        for k, y in _attributes(x):
+        for k, y in attributes(x):
             kind = type(y)
             if quick and kind in _PLAIN:  # as _attribute does it
                 known += (k, kind, y if kind is not float else y.hex())
@@ -380,7 +384,7 @@ class State:
         if isinstance(x, bytearray | memoryview | array.array):
             known.append(_digest(memoryview(x)))
             return
-        if (inner := getattr(x, "__dict__", _NOTHING).get("__wrapped__")) is not None:  # a jitted function, say
+        if (inner := own(x).get("__wrapped__")) is not None:  # a jitted function, say
             self._attribute(id(x), "__wrapped__", inner, known, depth)
         if depth >= DEPTH or not _is_object(x):
             return
@@ -419,9 +423,6 @@ def changed(before: Mapping[Place, Facts], after: Mapping[Place, Facts]) -> dict
     return {place: now for place, now in after.items() if before.get(place) != now}
 
 
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
-
-
 def _is_its_own(x: Any) -> bool:
     """Whether `x` is equal to nothing else, or may change: it may be another one, inside, next time."""
     hashes: Any = type(x).__hash__
@@ -431,24 +432,8 @@ def _is_its_own(x: Any) -> bool:
 def _is_object(x: Any) -> bool:
     """Whether `x` is a user's object, or an optimizer: its attributes count."""
     kind = type(x)
-    return isinstance(x, _TRAINING) or kind.__module__.partition(".")[0] not in _LIBRARIES
-
-
-def _attributes(x: Any) -> Iterator[tuple[str, Any]]:
-    """What an object holds, in its dict and its slots, and what its class says beside."""
-    own = getattr(x, "__dict__", {})
-    yield from list(own.items())
-    for kind in _classes(type(x)):  # type: ignore[arg-type]
-        slots = kind.__dict__.get("__slots__", ())
-        for k in (slots,) if isinstance(slots, str) else slots:
-            if hasattr(x, k):
-                yield k, getattr(x, k)
-
-
-@functools.lru_cache(1 << 12)
-def _classes(kind: Any) -> tuple[type, ...]:
-    """The classes of the user's that a class is made of."""
-    return tuple(k for k in kind.__mro__ if k.__module__.partition(".")[0] not in _LIBRARIES)
+    library = kind.__module__.partition(".")[0] in _LIBRARIES
+    return not library or isinstance(x, _TRAINING) or is_executed(kind)
 
 
 def _digest(x: Any) -> bytes:
@@ -465,6 +450,7 @@ def _part(x: Any) -> str:
 
 
 _Cache = functools._lru_cache_wrapper
+_BOUND = frozenset({types.BuiltinMethodType, types.MethodWrapperType})
 _OF_MODES = frozenset({"inner", "old_dispatch_mode_flags"})
 OWN = 2  # attributes that a ShardedTensor has at least: its form and its pieces
 _PLAIN = frozenset(
