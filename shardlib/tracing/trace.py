@@ -43,6 +43,7 @@ from shardlib.tracing.elsewhere import is_here, move
 from shardlib.tracing.ending import After, Ending, move_inputs_first
 from shardlib.tracing.first_order import first_order
 from shardlib.tracing.functionalise import functionalise
+from shardlib.tracing.iterators import Iterators
 from shardlib.tracing.kernels import refuse_kernels
 from shardlib.tracing.lazily import lazily
 from shardlib.tracing.lifted import Lifted, refuse_carriers, refuse_changed_arguments
@@ -212,9 +213,10 @@ def _trace(
         with nullcontext() if numbers is None else numbers:
             try:
                 with asked, users:
-                    chance = Chance(call.state.kept)
+                    chance, iterators = Chance(call.state.kept), Iterators(call.state.kept)
                     found, tree = pytree.tree_flatten_with_path(opened(fn(*a, **k)))
                     chance.refuse_draws(lines.fallback.function)
+                    iterators.refuse_steps(lines.fallback.function)
                 if (unseen := asked.refusal or lifted.refusal) is not None:  # somebody went on without the value
                     raise unseen
             except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import random
 import sys
 import types
@@ -162,3 +163,70 @@ def test_draws_from_generators_that_are_held_are_refused(make: Any) -> None:
     with pytest.raises(ShardingError, match="draws random numbers"):
         sl.jit(lambda x: x * draw(0, 1))(X)
     same(sl.jit(lambda x: x * (scale if generator else 1.0))(X), X * 2)
+
+
+def numbers() -> Iterator[float]:
+    k = 0.0
+    while True:
+        k = (yield k) or k + 1
+
+
+def begun(it: Any, steps: int) -> Any:
+    for _ in range(steps):
+        next(it)
+    return it
+
+
+class Count:
+    def __init__(self) -> None:
+        self.k = 0.0
+
+    def __next__(self) -> float:
+        self.k += 1
+        return self.k
+
+
+ITERATORS: dict[str, Callable[[], Any]] = {
+    "a list's": lambda: iter([1.0, 2.0, 3.0]),
+    "a list's in a list": lambda: [iter([1.0, 2.0])][0],
+    "a dict's": lambda: iter({1.0: 1, 2.0: 2}),
+    "a range's": lambda: iter(range(3)),
+    "count": lambda: itertools.count(1),
+    "cycle": lambda: itertools.cycle([1.0, 2.0, 3.0]),
+    "cycle, again": lambda: begun(itertools.cycle([1.0, 2.0, 3.0]), 4),
+    "zip": lambda: map(sum, zip([1.0, 2.0], [3.0, 4.0], strict=True)),
+    "enumerate": lambda: map(max, enumerate([5.0, 6.0])),
+    "chain": lambda: itertools.chain([1.0], [2.0]),
+    "product": lambda: map(sum, itertools.product([1.0, 2.0], [3.0, 4.0])),
+    "a generator": numbers,
+    "a generator in a loop": lambda: begun(numbers(), 3),
+    "an expression": lambda: (float(k) for k in range(3)),
+    "a class's": Count,
+    "a loader's": lambda: map(float, iter(torch.utils.data.DataLoader([1.0, 2.0, 3.0]))),
+}
+
+
+@pytest.mark.parametrize("how", ITERATORS)
+def test_iterators_are_not_gone_on_with(how: str) -> None:
+    it = ITERATORS[how]()
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (lambda x: x * next(it), ()),
+        (lambda x, it: x * next(it), (it,)),
+        (lambda x: x * next(holder["it"]), ()),
+    ]
+    for fn, args in calls:
+        it = ITERATORS[how]()
+        holder = {"it": it}
+        with pytest.raises(ShardingError, match="takes items from an iterator") as error:
+            sl.jit(fn)(X, *(it for _ in args))
+        assert "Remedy: take them outside" in str(error.value)
+        held = sl.jit(lambda x: x * len(holder))
+        same(held(X), X)
+        next(it)
+        same(held(X), X)
+
+
+def test_iterators_of_its_own_are_gone_on_with() -> None:
+    table = [1.0, 2.0, 3.0]
+    step = sl.jit(lambda x: x * next(iter(table)) + sum(a * b for a, b in zip(table, itertools.count(), strict=False)))
+    same([step(X), step(X)], [X + 8, X + 8])
