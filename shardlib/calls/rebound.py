@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shardlib.calls.leaks import Leak, forgotten, is_cached, put, put_back, undo
+from shardlib.calls.leaks import Leak, forgotten, put, put_back, undo
 from shardlib.calls.state import CONTAINERS, Facts, Place, State, changed
 from shardlib.tensors.form import Form
 from shardlib.tensors.tensor import ShardedTensor
@@ -152,7 +152,7 @@ def _may_hold(owner: Any, key: Any) -> bool:
     """Whether a holder is the same in each call of a program; what a container holds is known by its place alone."""
     if isinstance(owner, dict):
         return isinstance(key, tuple) and "__builtins__" in owner  # variables of a module
-    return not isinstance(owner, CONTAINERS + (Tensor,)) and not is_cached(owner, key)
+    return not isinstance(owner, CONTAINERS + (Tensor,))
 
 
 def _is_new_leaf(x: Tensor) -> bool:

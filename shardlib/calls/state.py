@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import hashlib
 import types
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -384,6 +385,8 @@ class State:
         if isinstance(x, bytearray | memoryview | array.array):
             known.append(_digest(memoryview(x)))
             return
+        if isinstance(x, _Cache):
+            known.append(_cleared(x))
         if (inner := own(x).get("__wrapped__")) is not None:  # a jitted function, say
             self._attribute(id(x), "__wrapped__", inner, known, depth)
         if depth >= DEPTH or not _is_object(x):
@@ -439,6 +442,19 @@ def _is_object(x: Any) -> bool:
 def _digest(x: Any) -> bytes:
     """What is in an array, or, of objects, who."""
     return hashlib.blake2b(x.tobytes(), digest_size=16).digest()
+
+
+def _cleared(cache: Any) -> int:
+    """How often a `functools.cache` has been emptied, as far as anybody has looked."""
+    info = cache.cache_info()
+    calls, (before, times) = info.hits + info.misses, _asked.get(cache, (0, 0))
+    if calls != before:
+        times += calls < before
+        _asked[cache] = calls, times
+    return times
+
+
+_asked: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()  # caches, how often; and cleared
 
 
 def name_of(place: tuple[Any, ...]) -> str:

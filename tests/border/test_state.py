@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -396,7 +397,36 @@ def test_caches_keep_no_values_of_a_trace(fails: bool) -> None:
             with pytest.raises(ValueError, match="on the way"):
                 step(x, True)
         same(step(x), fn(x))
-        assert type(triangle(4)) is type(masks.triangle(4)) is type(masks.ones) is Tensor
+        assert type(triangle(4)) is type(masks.triangle(4)) is Tensor
+
+
+def test_a_cached_property_is_computed_once() -> None:
+    class Doubled:
+        def __init__(self) -> None:
+            self.w = torch.ones(4)
+
+        @functools.cached_property
+        def both(self) -> tuple[Tensor, Tensor]:
+            return self.w * 2, self.w + 1
+
+    plain, jitted = Doubled(), Doubled()
+    for change in (lambda it: None, lambda it: it.w.add_(1), lambda it: vars(it).pop("both"), lambda it: None):
+        change(plain)
+        change(jitted)
+        same(sl.jit(lambda x: x * jitted.both[0] + jitted.both[1])(X), X * plain.both[0] + plain.both[1])
+        same(vars(jitted), vars(plain))
+
+
+def test_a_cache_that_is_emptied_is_filled_anew() -> None:
+    numbers = {"k": 2.0}
+    scale = functools.lru_cache(lambda n: numbers["k"] * n)
+    step = sl.jit(lambda x: x * scale(3))
+    same([step(X), step(X)], [X * 6, X * 6])
+    numbers["k"] = 5.0
+    same([step(X), step(X)], [X * 6, X * 6])
+    scale.cache_clear()
+    same([step(X), step(X), step(X)], [X * 15, X * 15, X * 15])
+    assert len(step.retraces) == 2
 
 
 def test_what_is_refused_is_not_left_behind() -> None:
@@ -419,17 +449,17 @@ def test_what_is_refused_is_not_left_behind() -> None:
 
 
 def test_what_an_earlier_trace_left_in_a_hidden_place_is_refused() -> None:
-    hidden = iter_of_one(lambda: torch.ones(4))
-    step = sl.jit(lambda x: x + next(hidden))
+    hidden: ContextVar[Tensor | None] = ContextVar("hidden", default=None)
+
+    def fn(x: Tensor) -> Tensor:
+        if hidden.get() is None:
+            hidden.set(torch.ones(4))
+        return x + hidden.get()
+
+    step = sl.jit(fn)
     step(X)
     with pytest.raises(ShardingError, match="a tensor that an earlier trace left behind"):
         step(X[:2])
-
-
-def iter_of_one(make: Callable[[], Tensor]) -> Iterator[Tensor]:
-    made = make()
-    while True:
-        yield made
 
 
 def test_what_a_function_changes_itself_may_be_changed_by_others() -> None:
