@@ -277,8 +277,13 @@ class Jitted:
                     plan = self._compile(mesh, leaves, state, args, kwargs, watch)
                     if watch.look().leaked:  # a number that stays outside is no number of the trace
                         plan = self._compile(mesh, leaves, state, args, kwargs, watch, exact=True)
+                except ShardingError:
+                    watch.restore()
+                    raise
                 finally:
                     left_behind = watch.undo()
+                if left_behind:
+                    watch.restore()
                 refuse_leaks(self.name, left_behind)
                 for place, facts in watch.changed().items():
                     programs.changing[place] = facts

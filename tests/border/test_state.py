@@ -448,6 +448,27 @@ def test_what_is_refused_is_not_left_behind() -> None:
     assert (held, items, vars(masks)) == ({}, [1.0], {"all": set()})
 
 
+def test_a_refused_call_changes_nothing() -> None:
+    class Log:
+        calls = 0
+
+    items, names, known, log = [1], {"a": 1}, {1}, Log()
+
+    def fn(x: Tensor, wrong: bool) -> Tensor:
+        items.append(2)
+        names["b"] = 2
+        known.add(2)
+        log.calls += 1
+        return x * float(x.sum()) if wrong else x
+
+    step = sl.jit(fn)
+    with pytest.raises(ShardingError, match="needs the value"):
+        step(X, True)
+    assert (items, names, known, log.calls) == ([1], {"a": 1}, {1}, 0)
+    step(X, False)
+    assert (items, names, known, log.calls) == ([1, 2], {"a": 1, "b": 2}, {1, 2}, 1)
+
+
 def test_what_an_earlier_trace_left_in_a_hidden_place_is_refused() -> None:
     hidden: ContextVar[Tensor | None] = ContextVar("hidden", default=None)
 
