@@ -312,6 +312,23 @@ def test_memory_that_two_arguments_show_is_refused() -> None:
     same(sl.jit(lambda x, y: x + y)(base, base), X * 2)
 
 
+def test_memory_that_numpy_arrays_show_is_refused() -> None:
+    n = X.numpy().copy()
+    t, rows, back = torch.from_numpy(n), n[4:], n[::-1]
+    step = sl.jit(lambda x, y: (torch.as_tensor(x).add_(1), torch.as_tensor(y) * 2)[1])
+    for x, y in ((t, n), (n, t), (n[:5], n[1:]), (n[1:], n[:5]), (n, n[:]), (t[5:], n[:1])):
+        with pytest.raises(ShardingError, match="x and y share memory"):
+            step(x, y)
+    for held in (n, rows, back):
+        for fn in (lambda y: (t.add_(1), torch.from_numpy(held.copy()) * 2)[1], lambda x: x.add_(float(held[0, 0]))):
+            with pytest.raises(ShardingError, match="and a numpy array that it closes over share memory"):
+                sl.jit(fn)(t)
+    same(t, X)
+    same(sl.jit(lambda x, y: torch.as_tensor(x) + torch.as_tensor(y))(n[:5], n[1:]), X[:5] + X[1:])
+    same(step(n[:2], n[2:4]), X[2:4] * 2)
+    same(t, torch.cat([X[:2] + 1, X[2:]]))
+
+
 @pytest.mark.parametrize("place", [lambda x: x, lambda x: sl.shard(x, "batch ff")], ids=["plain", "placed"])
 @pytest.mark.parametrize("specs", [None, "batch _"], ids=["open", "specs"])
 def test_one_tensor_in_two_places_is_one(place: Any, specs: Any) -> None:
