@@ -20,7 +20,7 @@ def taken(x: Any, what: str = "an argument", shown: Shown | None = None) -> Any:
     """`x` with a tensor for every numpy array, and a Python number for every number of numpy.
 
     A tensor has memory of its own. With `shown`, those of this call so far, it shows an array that can be written to:
-    writes come back. Raises `ShardingError` for arrays of a dtype that torch has not;
+    writes come back; and numbers stay numpy's. Raises `ShardingError` for arrays of a dtype that torch has not;
     `what` names `x`.
 
     Example:
@@ -39,9 +39,21 @@ def taken(x: Any, what: str = "an argument", shown: Shown | None = None) -> Any:
 
 def _one(leaf: Any, numpy: Any, what: str, shown: Shown | None) -> Any:
     if isinstance(leaf, numpy.generic):
-        return leaf.item()
+        return leaf.item() if shown is None else leaf
     if not isinstance(leaf, numpy.ndarray):
         return leaf
+    if shown is not None and type(leaf) not in (numpy.ndarray, numpy.memmap):
+        raise ShardingError(
+            f"{what} is a {type(leaf).__qualname__} of shape {list(leaf.shape)}",
+            rule="arrays become tensors, which know nothing of masks and of what other classes of arrays add",
+            remedy="pass numpy.asarray(a), and a mask as another array",
+        )
+    if shown is not None and leaf.ndim == 0:
+        raise ShardingError(
+            f"{what} is a numpy array of no dims, of dtype {leaf.dtype}",
+            rule="arrays become tensors; beside a tensor, numpy has other dtypes than torch for one of no dims",
+            remedy="pass a.item(), a number, or torch.as_tensor(a)",
+        )
     try:
         if shown is None or not _can_be_shown(leaf):
             return torch.from_numpy(numpy.array(leaf))

@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import hashlib
 import types
-import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -27,6 +26,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardlib.calls.bound import Bound
+from shardlib.calls.caches import emptied
 from shardlib.calls.inside import attributes, content, own
 from shardlib.calls.leaks import Leak
 from shardlib.calls.reach import is_executed, is_users
@@ -182,7 +182,7 @@ class State:
 
     def object(self, x: Any, known: list[Any], leaf: int) -> None:
         """An argument that is no tensor, number or container: the leaf of this number."""
-        self.arrays |= type(x).__module__ == "numpy"
+        self.arrays |= _of_numpy(x) == "ndarray"
         if self.found is not None:
             self._at = (leaf,)
             self.held.setdefault(self._at, []).append(held(x))
@@ -375,18 +375,21 @@ class State:
         self._at = at
 
     def _object(self, x: Any, known: list[Any], depth: int) -> None:
-        """A user's object: itself, and the attributes that it has by now."""
+        """A user's object: itself, and the attributes that it has by now. A number of numpy's: its value."""
+        if (numpy := _of_numpy(x)) == "generic":
+            known.append((x.dtype, x.tobytes()))
+            return
         if self._again(x, known):
             return
         self._identity(x, known)
-        if type(x).__module__ == "numpy" and hasattr(x, "tobytes"):
+        if numpy:
             known.append((x.dtype, x.shape, _digest(x)))
             return
         if isinstance(x, bytearray | memoryview | array.array):
             known.append(_digest(memoryview(x)))
             return
         if isinstance(x, _Cache):
-            known.append(_cleared(x))
+            known.append(emptied(x))
         if (inner := own(x).get("__wrapped__")) is not None:  # a jitted function, say
             self._attribute(id(x), "__wrapped__", inner, known, depth)
         if depth >= DEPTH or not _is_object(x):
@@ -408,7 +411,7 @@ class State:
 def held(x: Any) -> Held:
     """What a reader is told of something that is held; and, where it counts by who it is, who."""
     kind = type(x)
-    if kind in _PLAIN:
+    if kind in _PLAIN or _of_numpy(x) == "generic":
         return repr(x), None
     if isinstance(x, torch.Tensor):
         return "a tensor", None
@@ -416,7 +419,7 @@ def held(x: Any) -> Held:
         return f"a {kind.__name__} of {len(x)}", None
     if isinstance(x, _OPAQUE):
         return getattr(x, "__qualname__", getattr(x, "__name__", kind.__name__)), id(x)
-    if kind.__module__ == "numpy" and hasattr(x, "tobytes"):
+    if _of_numpy(x):
         return f"a {kind.__name__}", _digest(x)
     return f"a {kind.__name__}", id(x)
 
@@ -439,22 +442,21 @@ def _is_object(x: Any) -> bool:
     return not library or isinstance(x, _TRAINING) or is_executed(kind)
 
 
+def _of_numpy(x: Any) -> str:
+    """Which class of numpy's an object is of: an array's, a number's, or none."""
+    kind: Any = type(x)
+    return _numpys(kind)
+
+
+@functools.lru_cache(1 << 12)
+def _numpys(kind: Any) -> str:
+    inside = (k.__name__ for k in kind.__mro__ if k.__module__ == "numpy")
+    return next((name for name in inside if name in ("ndarray", "generic")), "")
+
+
 def _digest(x: Any) -> bytes:
     """What is in an array, or, of objects, who."""
     return hashlib.blake2b(x.tobytes(), digest_size=16).digest()
-
-
-def _cleared(cache: Any) -> int:
-    """How often a `functools.cache` has been emptied, as far as anybody has looked."""
-    info = cache.cache_info()
-    calls, (before, times) = info.hits + info.misses, _asked.get(cache, (0, 0))
-    if calls != before:
-        times += calls < before
-        _asked[cache] = calls, times
-    return times
-
-
-_asked: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()  # caches, how often; and cleared
 
 
 def name_of(place: tuple[Any, ...]) -> str:
