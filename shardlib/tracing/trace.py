@@ -34,6 +34,7 @@ from shardlib.state import is_tracing, tracing
 from shardlib.strided import refuse_others
 from shardlib.tensors.form import contiguous
 from shardlib.tensors.tensor import marks
+from shardlib.tracing import arrays
 from shardlib.tracing.asked import Asked, refuse_guests
 from shardlib.tracing.capture import AttentionCapture
 from shardlib.tracing.chance import Chance
@@ -328,7 +329,7 @@ def _tracing(generators: Sequence[torch.Generator] | None, *, marked: bool) -> I
         torch.compiler._is_compiling_flag = _Here()  # type: ignore[assignment]
         try:
             draws = one_program(traced=True, generators=generators, marked=marked)
-            with tracing(), AttentionCapture(), Composites(), first_order(), draws:
+            with tracing(), AttentionCapture(), Composites(), first_order(), arrays.shown(), draws:
                 yield
         finally:
             torch.compiler._is_compiling_flag = before

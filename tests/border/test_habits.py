@@ -383,6 +383,36 @@ def test_writes_to_a_numpy_array_that_is_closed_over_are_refused(take):
     assert sl.jit(lambda x: (torch.as_tensor(np.zeros(2)).add_(1), x)[1])(W).shape == W.shape
 
 
+def _filled(x, a):
+    torch.from_numpy(a).fill_(3.0)
+    return x + torch.from_numpy(a)
+
+
+@pytest.mark.parametrize("fn", [lambda x, a: x + torch.from_numpy(a), lambda x, a: x * torch.asarray(a), _filled])
+def test_from_numpy_takes_what_stands_for_an_array(fn):
+    a, one = W.numpy().copy(), W.numpy().copy()
+    same(sl.jit(fn)(placed(), a), fn(W, one))
+    assert np.array_equal(a, one)
+
+
+FOR_ARRAYS: dict[str, tuple[Callable[..., Any], str]] = {
+    "astype": (lambda x, a: x + torch.from_numpy(a.astype(np.float32)), "reads .astype of a tensor, as of an array"),
+    "sum": (lambda x, a: x + np.sum(a), "gives a tensor to a function of numpy"),
+    "from numpy": (lambda x, a: x + _from_numpy(a), "gives a tensor to from_numpy"),
+    "asarray": (lambda x, a: x + np.asarray(a), "turns a tensor into a numpy array"),
+}
+_from_numpy = torch.from_numpy
+
+
+@pytest.mark.parametrize("name", FOR_ARRAYS)
+def test_what_only_arrays_can_do_is_refused(name):
+    fn, what = FOR_ARRAYS[name]
+    message = refusal(lambda: sl.jit(fn)(placed(), W.numpy().copy()))
+    assert what in message
+    assert "test_habits.py" in message
+    assert torch.from_numpy is _from_numpy
+
+
 def _divided(x, s):
     with np.errstate(divide="ignore"):
         return x * float(s / np.float32(0))

@@ -208,7 +208,8 @@ ITERATORS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("how", ITERATORS)
 def test_iterators_are_not_gone_on_with(how: str) -> None:
-    it = ITERATORS[how]()
+    it: Any = None
+    holder: dict[str, Any] = {}
     calls: list[tuple[Any, tuple[Any, ...]]] = [
         (lambda x: x * next(it), ()),
         (lambda x, it: x * next(it), (it,)),
@@ -216,7 +217,7 @@ def test_iterators_are_not_gone_on_with(how: str) -> None:
     ]
     for fn, args in calls:
         it = ITERATORS[how]()
-        holder = {"it": it}
+        holder["it"] = it
         with pytest.raises(ShardingError, match="takes items from an iterator") as error:
             sl.jit(fn)(X, *(it for _ in args))
         assert "Remedy: take them outside" in str(error.value)
