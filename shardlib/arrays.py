@@ -19,8 +19,8 @@ Shown = dict[int, tuple[Any, torch.Tensor]]  # id of an array -> the array, a te
 def taken(x: Any, what: str = "an argument", shown: Shown | None = None) -> Any:
     """`x` with a tensor for every numpy array, and a Python number for every number of numpy.
 
-    A tensor has memory of its own. With `shown`, those of this call so far, it shows an array that can be written to,
-    and that no other shows in part: writes come back. Raises `ShardingError` for arrays of a dtype that torch has not;
+    A tensor has memory of its own. With `shown`, those of this call so far, it shows an array that can be written to:
+    writes come back; and numbers stay numpy's. Raises `ShardingError` for arrays of a dtype that torch has not;
     `what` names `x`.
 
     Example:
@@ -39,15 +39,25 @@ def taken(x: Any, what: str = "an argument", shown: Shown | None = None) -> Any:
 
 def _one(leaf: Any, numpy: Any, what: str, shown: Shown | None) -> Any:
     if isinstance(leaf, numpy.generic):
-        return leaf.item()
+        return leaf.item() if shown is None else leaf
     if not isinstance(leaf, numpy.ndarray):
         return leaf
+    if shown is not None and type(leaf) not in (numpy.ndarray, numpy.memmap):
+        raise ShardingError(
+            f"{what} is a {type(leaf).__qualname__} of shape {list(leaf.shape)}",
+            rule="arrays become tensors, which know nothing of masks and of what other classes of arrays add",
+            remedy="pass numpy.asarray(a), and a mask as another array",
+        )
+    if shown is not None and leaf.ndim == 0:
+        raise ShardingError(
+            f"{what} is a numpy array of no dims, of dtype {leaf.dtype}",
+            rule="arrays become tensors; beside a tensor, numpy has other dtypes than torch for one of no dims",
+            remedy="pass a.item(), a number, or torch.as_tensor(a)",
+        )
     try:
-        if shown is None or not _can_be_shown(leaf) or any(numpy.may_share_memory(leaf, x) for x, _ in shown.values()):
-            known = shown.get(id(leaf)) if shown else None
-            return torch.from_numpy(numpy.array(leaf)) if known is None else known[1]
-        shown[id(leaf)] = leaf, torch.from_numpy(leaf)
-        return shown[id(leaf)][1]
+        if shown is None or not _can_be_shown(leaf):
+            return torch.from_numpy(numpy.array(leaf))
+        return shown.setdefault(id(leaf), (leaf, torch.from_numpy(leaf)))[1]
     except TypeError as error:
         raise ShardingError(
             f"{what} is a numpy array of dtype {leaf.dtype} and shape {list(leaf.shape)}",
@@ -64,8 +74,8 @@ def refuse_writes(gm: fx.GraphModule, held: Iterable[Any]) -> None:
     """Refuse a traced function that writes to numpy arrays among what it closes over (`held`): tracing copied them."""
     copies = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.lift_fresh_copy.default)
     written = written_to(gm.graph) if copies else {}
+    arrays = arrays_of(held) if written else []
     numpy: Any = sys.modules.get("numpy")
-    arrays = [x for x in held if isinstance(x, numpy.ndarray)] if written and numpy is not None else []
     wrong = [
         f"at {node.meta['line']}"
         for node in copies
@@ -80,6 +90,21 @@ def refuse_writes(gm: fx.GraphModule, held: Iterable[Any]) -> None:
             rule="an array that is closed over is a constant; an array among the arguments is read and written",
             remedy="pass the array as an argument, or clone() the tensor first",
         )
+
+
+def arrays_of(held: Iterable[Any]) -> list[Any]:
+    """Numpy's arrays among these."""
+    numpy: Any = sys.modules.get("numpy")
+    return [] if numpy is None else [x for x in held if isinstance(x, numpy.ndarray)]
+
+
+def bounds(x: Any) -> tuple[int, int]:
+    """Where the memory of a numpy array begins and ends."""
+    start: int = x.__array_interface__["data"][0]
+    if not x.size:
+        return start, start
+    steps = [(n - 1) * s for n, s in zip(x.shape, x.strides, strict=True)]
+    return start + sum(s for s in steps if s < 0), start + sum(s for s in steps if s > 0) + int(x.itemsize)
 
 
 def tensor_of(x: Any, what: str) -> torch.Tensor:

@@ -61,14 +61,16 @@ def jit(
     That is shapes, strides, dtypes and layouts of tensors, flags and static arguments, torch's modes (autocast,
     gradient mode, default dtype ...), the code of the functions, methods and classes that it leads to, and what all of
     them close over: modules with their parameters, buffers and flags, variables, attributes of objects and of tensors
-    (not what libraries compute, `os.environ`, `globals()`, context variables, weak references and files, nor what is in
-    containers of more than 1,000 objects, or 20,000 numbers and texts; `id(x)` and `hash(x)` of an argument are those
-    of what stands for it). Tensors found there are inputs, read anew in each call. Numbers among the arguments are
-    inputs, too, where they only enter arithmetic. Writes to arguments, numpy's arrays among them, to buffers and
-    `.grad` are applied after the call, and not at all if the function raises. So are other values of attributes,
-    variables and items (`self.step += 1` is an input and a result); other effects of Python (a print, an append)
-    happen while compiling only. A `TorchFunctionMode` around the call acts then, too; torch's own dispatch modes
-    (counters), and those with `only_observes = True`, see what runs, and others are refused.
+    (not what libraries compute, `os.environ`, `globals()`, context variables, weak references and files, locks, events
+    and streams, names of classes and initial seeds of generators, modules that are found by a name that is no text in
+    the code, nor what is in containers of more than 1,000 objects, or 20,000 numbers and texts; `id(x)` and `hash(x)`
+    of an argument are those of what stands for it). Tensors found there are inputs, read anew in each call. Numbers
+    among the arguments are inputs, too, where they only enter arithmetic; numpy's numbers are constants, its arrays
+    tensors. Writes to arguments, numpy's arrays among them, to buffers and `.grad` are applied after the call, and not
+    at all if the function raises. So are other values of attributes, variables and items (`self.step += 1` is an input
+    and a result); other effects of Python (a print, an append) happen while compiling only. A `TorchFunctionMode`
+    around the call acts then, too; torch's own dispatch modes (counters), and those with `only_observes = True`, see
+    what runs, and others are refused.
 
     `in_specs` (a tuple with an entry per positional argument, or a dict by parameter name) and `out_specs` are prefix
     pytrees of specs: a single spec is every argument's; None leaves a layout to inference. Arguments may be plain
@@ -283,8 +285,13 @@ class Jitted:
                         if watch.look().leaked:  # a number that stays outside is no number of the trace
                             watch.restore()
                             plan = self._compile(mesh, leaves, state, args, kwargs, watch, exact=True)
+                    except ShardingError:
+                        watch.restore()
+                        raise
                     finally:
                         left_behind = watch.undo()
+                    if left_behind:
+                        watch.restore()
                     refuse_leaks(self.name, left_behind)
                     is_known = watch.learn(changing)
                     programs.asks |= plan.compiled.traced.asked

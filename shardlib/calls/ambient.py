@@ -19,6 +19,7 @@ from torch.nn.modules import module as modules
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
+from shardlib.calls.inside import own
 from shardlib.calls.state import State
 from shardlib.errors import ShardingError
 
@@ -55,7 +56,7 @@ def modes(state: State) -> tuple[Any, ...]:
     known: list[Any] = []
     if torch._C._len_torch_function_stack():
         for mode in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
-            known += (type(mode), getattr(mode, "device", None))
+            known += (type(mode), own(mode).get("device"))
             state.mode(mode, known, -len(known))
     if any(_EVERYWHERE):
         for hook in (hook for hooks in _EVERYWHERE for hook in hooks.values() if not _is_torch(hook)):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from shardlib.calls.inside import has
 from shardlib.calls.mappings import is_container
 from shardlib.calls.state import OWN, State
 from shardlib.tensors.tensor import ShardedTensor
@@ -67,9 +68,9 @@ def wrapped(
 
 def is_tensor(leaf: Any) -> bool:
     """Whether a leaf becomes an input of the graph: a tensor, or whatever has a tensor's shape, dtype and device."""
-    return isinstance(leaf, torch.Tensor) or (
-        isinstance(getattr(leaf, "dtype", None), torch.dtype) and hasattr(leaf, "shape") and hasattr(leaf, "device")
-    )
+    if isinstance(leaf, torch.Tensor) or not all(has(leaf, name) for name in ("dtype", "shape", "device")):
+        return isinstance(leaf, torch.Tensor)
+    return isinstance(leaf.dtype, torch.dtype)
 
 
 def is_number(leaf: Any) -> bool:

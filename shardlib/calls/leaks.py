@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import inspect
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from shardlib.calls.inside import own
 from shardlib.errors import ShardingError
 from shardlib.tensors.tensor import typeof
 
@@ -50,7 +52,9 @@ GONE = object()  # what a holder has that has nothing
 
 def is_cached(owner: Any, key: Any) -> bool:
     """Whether a holder's attribute is a `cached_property`."""
-    return isinstance(key, str) and isinstance(getattr(type(owner), key, None), functools.cached_property)
+    return isinstance(key, str) and isinstance(
+        inspect.getattr_static(type(owner), key, None), functools.cached_property
+    )
 
 
 def undo(owner: Any, place: Place, before: State) -> None:
@@ -91,14 +95,17 @@ def put(owner: Any, key: Any, value: Any) -> None:
 
 
 def _is_slot(owner: Any, key: Any) -> bool:
-    return isinstance(key, str) and isinstance(getattr(type(owner), key, None), types.MemberDescriptorType)
+    return isinstance(key, str) and isinstance(
+        inspect.getattr_static(type(owner), key, None), types.MemberDescriptorType
+    )
 
 
 def _space(owner: Any, key: Any) -> dict[Any, Any] | None:
     """The dict in which a holder has a name."""
     if isinstance(owner, dict):
         return owner
-    spaces = [getattr(owner, name, None) for name in ("_parameters", "_buffers", "__dict__")]
+    inside = own(owner)
+    spaces = [inside.get("_parameters"), inside.get("_buffers"), inside]
     dicts: list[dict[Any, Any]] = [space for space in spaces if isinstance(space, dict)]
     return next((space for space in dicts if key in space), dicts[-1] if dicts else None)
 

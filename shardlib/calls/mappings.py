@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from shardlib.calls import inside
 from shardlib.calls.reach import is_users
 from shardlib.errors import ShardingError
 
@@ -62,11 +63,7 @@ def _flatten(x: Any) -> tuple[list[Any], _Frame]:
 
 def _frame(x: Any) -> _Frame:
     keys = tuple(x)
-    own = {
-        k: y
-        for k, y in getattr(x, "__dict__", {}).items()
-        if not (isinstance(y, Mapping) and tuple(y) == keys) and _counts(y)
-    }
+    own = {k: y for k, y in inside.own(x).items() if not (isinstance(y, Mapping) and tuple(y) == keys) and _counts(y)}
     return _Frame(keys, tuple(map(type, keys)), own)
 
 

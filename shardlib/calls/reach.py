@@ -11,12 +11,14 @@ import builtins
 import dis
 import functools
 import inspect
+import itertools
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from shardlib.bounded import Bounded
+from shardlib.calls.inside import content, own
 from shardlib.tracing.lines import is_internal
 
 Getter = Callable[[], Any]
@@ -100,6 +102,7 @@ class Reach:
             return
         inside = vars(kind)
         name = kind.__qualname__
+        self._place(f"{name} bases", lambda: kind.__mro__, kind.__mro__)
         self._place(f"{name} attributes", lambda: min(len(inside), 255), min(len(inside), 255))
         for key, x in list(inside.items()):
             functions = [*_functions(x)]
@@ -125,7 +128,7 @@ class Reach:
         elif (inner := fn.__dict__.get("__wrapped__")) is not None:
             self._variable("__wrapped__", _constant(inner), fn, "__wrapped__")
         for variable, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
-            get = functools.partial(_of_cell, cell)
+            get = functools.partial(content, cell)
             self.readers.setdefault(variable, code)
             self._variable(variable, get, cell, 0)
             self._space(variable, get(), code)
@@ -135,7 +138,7 @@ class Reach:
             self.exact |= "type" in names and fn.__name__ not in _TEXTS
             for variable in names:
                 self._global(variable, fn.__globals__, code)
-            for module in _named(code, "IMPORT_NAME"):
+            for module in (*_named(code, "IMPORT_NAME"), *_spelt(code)):
                 self._space(module, sys.modules.get(module), code)
 
     def _global(self, name: str, space: dict[str, Any], code: types.CodeType) -> None:
@@ -149,9 +152,11 @@ class Reach:
         self._space(name, get(), code)
 
     def _space(self, name: str, space: Any, code: types.CodeType) -> None:
-        """What code may read of one of the user's modules or classes, by its names."""
+        """What code may read of one of the user's modules or classes, by its names; or all, of a module as a value."""
         if isinstance(space, types.ModuleType | type) and is_users(space) and self._is_new(id(space), id(code)):
-            for inner in _attributes(code):
+            if isinstance(space, types.ModuleType) and not _values(code).isdisjoint((name, name.rpartition(".")[2])):
+                self.variables.append(Variable(name, _constant(space), space, "__dict__"))
+            for inner in (*_attributes(code), "__getattr__"):
                 if inner in vars(space):
                     get = functools.partial(vars(space).get, inner)
                     self._variable(f"{name}.{inner}", get, space, inner)
@@ -197,9 +202,15 @@ def is_users(x: Any) -> bool:
         return _is_own(x.__code__.co_filename)
     module = x if isinstance(x, types.ModuleType) else sys.modules.get(getattr(x, "__module__", None) or "")
     if module is not None and module.__name__ in sys.builtin_module_names:
-        return False
-    file = getattr(module, "__file__", None)  # a notebook has none
+        return isinstance(x, type) and is_executed(x)
+    file = None if module is None else vars(module).get("__file__")  # a notebook has none
     return file is None or _is_own(file)
+
+
+def is_executed(kind: type) -> bool:
+    """Whether `exec` made a class, in a dict that says no module: then it says that it is of Python's own."""
+    is_made = kind.__flags__ & 1 << 9  # by a class statement
+    return kind.__module__ == "builtins" and bool(is_made) and kind is not vars(builtins).get(kind.__name__)
 
 
 @functools.cache
@@ -209,8 +220,7 @@ def _is_own(file: str) -> bool:
 
 def _functions(x: Any) -> Iterator[types.FunctionType]:
     """The functions of what stands in a class."""
-    inside = getattr(x, "__dict__", {})
-    inner = (x, inside.get("__wrapped__"), *(getattr(x, name, None) for name in _PARTS if _is_descriptor(x)))
+    inner = (x, own(x).get("__wrapped__"), *(getattr(x, name, None) for name in _PARTS if _is_descriptor(x)))
     yield from (fn for fn in inner if isinstance(fn, types.FunctionType))
 
 
@@ -235,6 +245,34 @@ def _globals(fn: types.FunctionType) -> list[str]:
 def _attributes(code: types.CodeType) -> tuple[str, ...]:
     names = _named(code, "LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM", "IMPORT_NAME", "STORE_ATTR")
     return tuple(dict.fromkeys(part for name in names for part in name.split(".")))
+
+
+@functools.lru_cache(1 << 12)
+def _values(code: types.CodeType) -> frozenset[str]:
+    """The names that code reads for more than one attribute: `m` in `getattr(m, k)`, `m.__dict__` and `vars(m)`."""
+    steps = [(x.opname, x.argval) for x in dis.get_instructions(code) if x.opname not in ("CACHE", "EXTENDED_ARG")]
+    names = {
+        str(name)
+        for (does, name), (then, attribute) in itertools.pairwise(steps)
+        if does.startswith(_READS) and (not then.startswith(_ATTRIBUTE) or attribute == "__dict__")
+    }
+    names |= {name for (does, name), (_, to) in itertools.pairwise(steps) if does == "IMPORT_NAME" and to in names}
+    inside = (_values(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))
+    return frozenset(names).union(_spelt(code), *inside)
+
+
+def _spelt(code: types.CodeType) -> Iterator[str]:
+    """Modules that code finds by their names in a text: `import_module("settings")`, `sys.modules["settings"]`."""
+    if not _FINDERS.isdisjoint(code.co_names):
+        yield from (x for x in code.co_consts if isinstance(x, str) and x in sys.modules)
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _spelt(inner)
+
+
+_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
+_READS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FAST", "LOAD_DEREF", "LOAD_ATTR")
+_FINDERS = frozenset({"modules", "import_module", "__import__"})
 
 
 def _named(code: types.CodeType, *instructions: str) -> Iterator[str]:
@@ -263,10 +301,3 @@ def _load(code: types.CodeType, name: str, attribute: str) -> tuple[types.CodeTy
 
 def _constant(x: Any) -> Getter:
     return lambda: x
-
-
-def _of_cell(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return None

@@ -64,7 +64,7 @@ def difference(old: Seen, new: Seen) -> dict[str, Change]:
     if old.tree != new.tree:
         return {"the arguments have another structure": Change("", "pass the same structure in every call")}
     changes = {
-        name: Change(f": {old.leaves[name]} -> {now}", _LEAF)
+        name: Change(f": {old.leaves[name]} -> {now}", _PLAIN if now.startswith(_NUMPY) else _LEAF)
         for name, now in new.leaves.items()
         if old.leaves.get(name, now) != now
     }
@@ -72,7 +72,7 @@ def difference(old: Seen, new: Seen) -> dict[str, Change]:
     if isinstance(a, Reach) and isinstance(b, Reach) and (replaced := b.replaced(a)):
         return changes | dict.fromkeys(replaced, Change(" is another function now", _ANOTHER))
     other = "what the function closes over, or its arguments hold"
-    return changes | dict(_holdings(old, new)) or {other: Change(" is another", _NUMBER)}
+    return dict(_holdings(old, new)) | changes or {other: Change(" is another", _NUMBER)}
 
 
 def listed(sentences: Sequence[str]) -> str:
@@ -119,6 +119,8 @@ def _word(x: Any) -> str:
 def _show(x: Any) -> str:
     if isinstance(x, Static):
         return repr(x.value)
+    if type(x).__module__ == "numpy" and not is_tensor(x):
+        return f"{_NUMPY}{type(x).__name__} {x}"
     if not is_tensor(x):
         return repr(x) if isinstance(x, int | float | str | bool | None) else f"a {type(x).__name__}"
     where = f" [{x.sharding}]" if isinstance(x, ShardedTensor) else ""
@@ -129,6 +131,8 @@ def _show(x: Any) -> str:
 
 _FEW = 3
 _LEAF = "pad to a few shapes; keep a number out of Python's decisions, so that it only enters arithmetic"
+_NUMPY = "numpy's "
+_PLAIN = "pass float(x) or int(x): a number of Python's is an input, one of numpy's a constant"
 _NUMBER = "pass what changes as an argument, where a number is an input, or hold it as a tensor: torch.tensor(x)"
 _SETTING = "call opt.step() behind the jitted function, which then returns the loss"
 _ANOTHER = "make it once, outside the loop, and keep it"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shardlib.calls.leaks import GONE, Leak, forgotten, is_cached, put, put_back, undo
+from shardlib.calls.leaks import GONE, Leak, forgotten, put, put_back, undo
 from shardlib.calls.state import CONTAINERS, LENGTH, NUMBERS, PLAIN, Changing, Place, State, changed, name_of
 from shardlib.errors import ShardingError
 from shardlib.scalar import Scalar
@@ -241,7 +241,7 @@ def _may_hold(owner: Any, key: Any) -> bool:
     """Whether a holder is the same in each call of a program; what a container holds is known by its place alone."""
     if isinstance(owner, dict):
         return isinstance(key, tuple) and "__builtins__" in owner  # variables of a module
-    return not isinstance(owner, CONTAINERS + (Tensor,)) and not is_cached(owner, key)
+    return not isinstance(owner, CONTAINERS + (Tensor,))
 
 
 def _is_new_leaf(x: Tensor) -> bool:

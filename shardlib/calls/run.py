@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 from torch.utils import _pytree as pytree
 
+from shardlib.arrays import arrays_of, bounds
 from shardlib.calls.rebound import rebind
 from shardlib.errors import ShardingError
 from shardlib.lower.program import Program, Var
@@ -63,6 +64,11 @@ class Entry:
     @functools.cached_property
     def donates(self) -> bool:
         return any(given.donated for given in self.inputs)
+
+    @functools.cached_property
+    def arrays(self) -> list[tuple[int, int]]:
+        """Where the memory of the numpy arrays that the function holds begins and ends."""
+        return list(map(bounds, arrays_of(self.kept)))
 
 
 def entry(plan: Plan, program: Program, mesh: Mesh, runner: Runner, kept: Sequence[Any] = ()) -> Entry:
@@ -181,14 +187,13 @@ def _gradient(of: torch.Tensor, value: ShardedTensor) -> torch.Tensor:
 def _refuse_overlaps(entry: Entry, leaves: Sequence[Any]) -> None:
     """Each input of a program has memory of its own; on one device a write would show in all that share it."""
     changed = {leaf for leaf, _ in entry.after.written} | {leaf for leaf, _ in entry.after.grads}
-    holders: dict[int, list[int]] = {}
-    for given in entry.inputs:
-        holders.setdefault(_memory(leaves[given.leaf]), []).append(given.leaf)
-    names = {given.leaf: given.name for given in entry.inputs}
+    spans = [(*_memory(leaves[given.leaf]), i, given.leaf in changed) for i, given in enumerate(entry.inputs)]
+    spans += [(*span, len(entry.inputs), False) for span in entry.arrays]
+    names = [*(given.name for given in entry.inputs), "a numpy array that it closes over"]
     wrong = [
-        f"{' and '.join(names[i] for i in sharing)} share memory"
-        for sharing in holders.values()
-        if len(sharing) > 1 and changed & set(sharing)
+        f"{' and '.join(names[i] for i in sorted({i for i, _ in sharing}))} share memory"
+        for sharing in _overlapping(spans)
+        if len(sharing) > 1 and any(written for _, written in sharing)
     ]
     if wrong:
         raise ShardingError(
@@ -199,10 +204,28 @@ def _refuse_overlaps(entry: Entry, leaves: Sequence[Any]) -> None:
         )
 
 
-def _memory(x: torch.Tensor) -> int:
+def _overlapping(spans: Iterable[tuple[int, int, int, bool]]) -> list[list[tuple[int, bool]]]:
+    """What stands behind the bounds of each, together where they overlap."""
+    found: list[list[tuple[int, bool]]] = []
+    upto = 0
+    for start, end, *item in sorted(spans):
+        if start == end:
+            continue
+        if start >= upto:
+            found.append([])
+        found[-1].append((item[0], bool(item[1])))
+        upto = max(upto, end)
+    return found
+
+
+def _memory(x: torch.Tensor) -> tuple[int, int]:
+    """Where the memory of an input begins and ends; that of a ShardedTensor is an object."""
     if type(x) is ShardedTensor:
-        return id(x.__dict__.get("_memory") or x)
-    return int(x.untyped_storage()._cdata)
+        start = id(x.__dict__.get("_memory") or x)
+        return start, start + 1
+    storage = x.untyped_storage()
+    start = storage.data_ptr()
+    return start, start + storage.nbytes()
 
 
 def _donate(entry: Entry, leaves: list[Any], pieces: list[tuple[torch.Tensor, ...]]) -> list[ShardedTensor]:

@@ -17,8 +17,7 @@ import functools
 import hashlib
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -27,8 +26,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shardlib.bounded import Bounded
 from shardlib.calls.bound import Bound
+from shardlib.calls.caches import emptied
+from shardlib.calls.inside import attributes, content, own
 from shardlib.calls.leaks import Leak
-from shardlib.calls.reach import is_users
+from shardlib.calls.reach import is_executed, is_users
 from shardlib.strided import refuse_others
 from shardlib.tensors.tensor import ShardedTensor, marks
 from shardlib.tracing.numbers import is_given
@@ -200,7 +201,7 @@ class State:
                 self._own_part(x, known, 0)
             return
         if dataclasses.is_dataclass(x) and not isinstance(x, type):
-            for k, y in _attributes(x):
+            for k, y in attributes(x):
                 known.append(k)
                 self.fact(y, known)
             return
@@ -217,7 +218,7 @@ class State:
 
     def object(self, x: Any, known: list[Any], leaf: int) -> None:
         """An argument that is no tensor, number or container: the leaf of this number."""
-        self.arrays |= type(x).__module__ == "numpy"
+        self.arrays |= _of_numpy(x) == "ndarray"
         if self.found is not None:
             self._at = (leaf,)
             self.held.setdefault(self._at, []).append(held(x))
@@ -247,7 +248,7 @@ class State:
         """A mode around the call: each `with` may make another one, so it counts by what it holds."""
         if _is_object(x):
             self.runs(type(x))
-            for k, y in _attributes(x):
+            for k, y in attributes(x):
                 if k not in _OF_MODES:
                     self._at = (type(x).__name__, ".", k)
                     self._attribute(place, k, y, known, 0)
@@ -315,9 +316,12 @@ class State:
             known.append(kind)
             for k in ("func", "args", "keywords"):
                 self._attribute(id(x), k, getattr(x, k), known, depth)
-        elif kind is types.BuiltinMethodType and not isinstance(x.__self__, types.ModuleType | type | None):
+        elif kind in _BOUND and not isinstance(x.__self__, types.ModuleType | type | None):
             known.append(x.__name__)
             self._attribute(id(x.__self__), "__self__", x.__self__, known, depth)
+        elif kind is types.CellType:
+            known.append(kind)
+            self._attribute(id(x), 0, content(x), known, depth)
         elif kind is types.ModuleType and is_users(x):
             self._space(x, known, depth)
         elif isinstance(x, _OPAQUE):
@@ -373,7 +377,7 @@ class State:
         """What an object of a class of the user's has by itself."""
         self.runs(type(x))
         at, owner = self._at, id(x)
-        for k, y in _attributes(x):
+        for k, y in attributes(x):
             self._at = (*at, ".", k)
             self._attribute(owner, k, y, known, depth)
         self._at = at
@@ -397,7 +401,7 @@ class State:
         self.runs(type(x))
         at, owner = self._at, id(x)
         quick = self.quick
-        for k, y in _attributes(x):
+        for k, y in attributes(x):
             kind = type(y)
             if quick and kind in PLAIN:  # as _attribute does it
                 known += (k, kind, y if kind is not float else y.hex())
@@ -413,17 +417,22 @@ class State:
         self._at = at
 
     def _object(self, x: Any, known: list[Any], depth: int) -> None:
-        """A user's object: itself, and the attributes that it has by now."""
+        """A user's object: itself, and the attributes that it has by now. A number of numpy's: its value."""
+        if (numpy := _of_numpy(x)) == "generic":
+            known.append((x.dtype, x.tobytes()))
+            return
         if self._again(x, known):
             return
         self._identity(x, known)
-        if type(x).__module__ == "numpy" and hasattr(x, "tobytes"):
+        if numpy:
             known.append((x.dtype, x.shape, _digest(x)))
             return
         if isinstance(x, bytearray | memoryview | array.array):
             known.append(_digest(memoryview(x)))
             return
-        if (inner := getattr(x, "__dict__", _NOTHING).get("__wrapped__")) is not None:  # a jitted function, say
+        if isinstance(x, _Cache):
+            known.append(emptied(x))
+        if (inner := own(x).get("__wrapped__")) is not None:  # a jitted function, say
             self._attribute(id(x), "__wrapped__", inner, known, depth)
         if depth >= DEPTH or not _is_object(x):
             return
@@ -444,7 +453,7 @@ class State:
 def held(x: Any) -> Held:
     """What a reader is told of something that is held; and, where it counts by who it is, who."""
     kind = type(x)
-    if kind in PLAIN:
+    if kind in PLAIN or _of_numpy(x) == "generic":
         return repr(x), None
     if isinstance(x, torch.Tensor):
         return "a tensor", None
@@ -452,7 +461,7 @@ def held(x: Any) -> Held:
         return f"a {kind.__name__} of {len(x)}", None
     if isinstance(x, _OPAQUE):
         return getattr(x, "__qualname__", getattr(x, "__name__", kind.__name__)), id(x)
-    if kind.__module__ == "numpy" and hasattr(x, "tobytes"):
+    if _of_numpy(x):
         return f"a {kind.__name__}", _digest(x)
     return f"a {kind.__name__}", id(x)
 
@@ -460,9 +469,6 @@ def held(x: Any) -> Held:
 def changed(before: Mapping[Place, Facts], after: Mapping[Place, Facts]) -> dict[Place, Facts]:
     """The places that hold something else now, or are new, with what they hold."""
     return {place: now for place, now in after.items() if before.get(place) != now}
-
-
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def _is_its_own(x: Any) -> bool:
@@ -474,28 +480,21 @@ def _is_its_own(x: Any) -> bool:
 def _is_object(x: Any) -> bool:
     """Whether `x` is a user's object, or an optimizer: its attributes count."""
     kind = type(x)
-    return (
-        isinstance(x, _TRAINING)
-        or kind.__module__.startswith(_OPEN)
-        or kind.__module__.partition(".")[0] not in _LIBRARIES
-    )
+    named = kind.__module__
+    library = named.partition(".")[0] in _LIBRARIES and not named.startswith(_OPEN)
+    return not library or isinstance(x, _TRAINING) or is_executed(kind)
 
 
-def _attributes(x: Any) -> Iterator[tuple[str, Any]]:
-    """What an object holds, in its dict and its slots, and what its class says beside."""
-    own = getattr(x, "__dict__", {})
-    yield from list(own.items())
-    for kind in _classes(type(x)):  # type: ignore[arg-type]
-        slots = kind.__dict__.get("__slots__", ())
-        for k in (slots,) if isinstance(slots, str) else slots:
-            if hasattr(x, k):
-                yield k, getattr(x, k)
+def _of_numpy(x: Any) -> str:
+    """Which class of numpy's an object is of: an array's, a number's, or none."""
+    kind: Any = type(x)
+    return _numpys(kind)
 
 
 @functools.lru_cache(1 << 12)
-def _classes(kind: Any) -> tuple[type, ...]:
-    """The classes of the user's that a class is made of."""
-    return tuple(k for k in kind.__mro__ if k.__module__.partition(".")[0] not in _LIBRARIES)
+def _numpys(kind: Any) -> str:
+    inside = (k.__name__ for k in kind.__mro__ if k.__module__ == "numpy")
+    return next((name for name in inside if name in ("ndarray", "generic")), "")
 
 
 def _digest(x: Any) -> bytes:
@@ -512,6 +511,7 @@ def _part(x: Any) -> str:
 
 
 _Cache = functools._lru_cache_wrapper
+_BOUND = frozenset({types.BuiltinMethodType, types.MethodWrapperType})
 _OF_MODES = frozenset({"inner", "old_dispatch_mode_flags"})
 OWN = 2  # attributes that a ShardedTensor has at least: its form and its pieces
 PLAIN = frozenset(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections.abc import Iterable
@@ -14,7 +15,9 @@ class Chance:
     """Knows where generators stand: the global ones, and those that a function holds."""
 
     def __init__(self, held: Iterable[Any]) -> None:
-        self.held = [x for x in held if isinstance(x, random.Random) or hasattr(x, "bit_generator")]
+        numpy = sys.modules.get("numpy.random")
+        kinds = (random.Random,) if numpy is None else (random.Random, numpy.Generator, numpy.RandomState)
+        self.held = [x for x in held if isinstance(x, kinds) and not isinstance(x, random.SystemRandom)]  # has no state
         self.before = self._states()
 
     def _states(self) -> dict[str, Any]:
@@ -23,8 +26,7 @@ class Chance:
             _, key, *rest = numpy.get_state()
             states["numpy.random"] = (key.tobytes(), rest)
         for i, x in enumerate(self.held):
-            state = x.getstate() if isinstance(x, random.Random) else str(x.bit_generator.state)
-            states[f"a {type(x).__name__}" + " " * i] = state
+            states[f"a {type(x).__name__}" + " " * i] = x.getstate() if isinstance(x, random.Random) else _state(x)
         return states
 
     def refuse_draws(self, name: str) -> None:
@@ -37,3 +39,8 @@ class Chance:
                 rule="Python runs once, while a function is traced: every call would use the same numbers",
                 remedy="torch.rand(()), which draws anew in each call; or draw outside, and pass the number",
             )
+
+
+def _state(x: Any) -> bytes:
+    """Where one of numpy's generators stands, of the new kind or the old."""
+    return pickle.dumps(x.get_state(legacy=False) if hasattr(type(x), "get_state") else x.bit_generator.state)

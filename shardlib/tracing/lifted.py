@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, trac
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardlib.calls.inside import attributes
 from shardlib.calls.rebound import Watch
 from shardlib.calls.state import State
 from shardlib.errors import ShardingError
@@ -184,14 +185,9 @@ def refuse_carriers(leaves: Sequence[tuple[str, Any]]) -> None:
 _LAZY = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, map, filter, zip)
 
 
-def _attributes(x: Any) -> dict[str, Any]:
-    slots = {k: getattr(x, k) for k in getattr(type(x), "__slots__", ()) if isinstance(k, str) and hasattr(x, k)}
-    return {**getattr(x, "__dict__", {}), **slots} if not isinstance(x, type | types.ModuleType) else {}
-
-
 def _inside(x: Any) -> dict[str, Any]:
     """What an object holds that is no pytree: attributes, items, what a function closes over."""
-    inside = _attributes(x)
+    inside = {} if isinstance(x, type | types.ModuleType) else dict(attributes(x))
     if isinstance(x, set | frozenset | list | deque):
         inside |= {f"[{i}]": y for i, y in enumerate(x)}
     elif isinstance(x, Mapping):

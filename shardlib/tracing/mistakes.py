@@ -16,6 +16,7 @@ import torch
 
 from shardlib.errors import ShardingError
 from shardlib.state import is_tracing
+from shardlib.tracing.arrays import taken_for_array
 from shardlib.tracing.lines import Line, error_line
 from shardlib.tracing.stricter import kernels_take
 
@@ -70,6 +71,8 @@ def mistake(error: Exception, names: Mapping[int, str]) -> ShardingError | None:
             remedy="put torch.utils.checkpoint around it, or into the function of a scan in it",
         )
     frames = list(frames_of(error))
+    if (refused_array := taken_for_array(error, frames)) is not None:
+        return refused_array
     if isinstance(error, ShardingError) or not isinstance(error, _KINDS) or not _library(frames[-1]):
         return None
     if isinstance(error, AssertionError) and not frames[-1].f_code.co_filename.startswith(_TORCH):

@@ -34,6 +34,7 @@ from shardlib.state import tracing
 from shardlib.strided import refuse_others
 from shardlib.tensors.form import contiguous
 from shardlib.tensors.tensor import marks
+from shardlib.tracing import arrays
 from shardlib.tracing.asked import Asked, refuse_guests
 from shardlib.tracing.capture import AttentionCapture
 from shardlib.tracing.chance import Chance
@@ -44,6 +45,7 @@ from shardlib.tracing.elsewhere import is_here, move
 from shardlib.tracing.ending import After, Ending, move_inputs_first
 from shardlib.tracing.first_order import first_order
 from shardlib.tracing.functionalise import functionalise
+from shardlib.tracing.iterators import Iterators
 from shardlib.tracing.kernels import refuse_kernels
 from shardlib.tracing.lazily import lazily
 from shardlib.tracing.lifted import Lifted, refuse_carriers, refuse_changed_arguments
@@ -225,9 +227,10 @@ def _trace(
         with nullcontext() if numbers is None else numbers:
             try:
                 with asked, users:
-                    chance = Chance(call.state.kept)
+                    chance, iterators = Chance(call.state.kept), Iterators(call.state.kept)
                     found, tree = pytree.tree_flatten_with_path(opened(fn(*a, **k)))
                     chance.refuse_draws(lines.fallback.function)
+                    iterators.refuse_steps(lines.fallback.function)
                 if (unseen := asked.refusal or lifted.refusal) is not None:  # somebody went on without the value
                     raise unseen
             except Exception as error:
@@ -322,7 +325,7 @@ def _tracing(generators: Sequence[torch.Generator] | None, *, marked: bool) -> I
         gc.disable()  # nothing made here is garbage yet, and looking for some took a quarter of the time
         try:
             draws = one_program(traced=True, generators=generators, marked=marked)
-            with tracing(), AttentionCapture(), Composites(), first_order(), counting(), draws:
+            with tracing(), AttentionCapture(), Composites(), first_order(), counting(), arrays.shown(), draws:
                 yield
         finally:
             if collects:

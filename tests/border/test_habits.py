@@ -37,6 +37,7 @@ from torch.profiler import record_function
 import shardlib as sl
 from shardlib import Mesh, ShardedTensor, ShardingError, shard
 from shardlib.ranks import counting
+from tests.border.oracle import same
 from tests.ranks import only, run_ranks
 
 W = torch.arange(24.0).view(4, 6) / 7 - 1
@@ -393,14 +394,82 @@ def test_writes_to_a_numpy_array_that_is_closed_over_are_refused(take):
     assert sl.jit(lambda x: (torch.as_tensor(np.zeros(2)).add_(1), x)[1])(W).shape == W.shape
 
 
-def test_numpy_numbers_are_numbers():
-    f = sl.jit(lambda x, s: x * s)
-    assert torch.equal(f(placed(), np.float32(2)).full_tensor(), W * 2)
+def _filled(x, a):
+    torch.from_numpy(a).fill_(3.0)
+    return x + torch.from_numpy(a)
+
+
+@pytest.mark.parametrize("fn", [lambda x, a: x + torch.from_numpy(a), lambda x, a: x * torch.asarray(a), _filled])
+def test_from_numpy_takes_what_stands_for_an_array(fn):
+    a, one = W.numpy().copy(), W.numpy().copy()
+    same(sl.jit(fn)(placed(), a), fn(W, one))
+    assert np.array_equal(a, one)
+
+
+FOR_ARRAYS: dict[str, tuple[Callable[..., Any], str]] = {
+    "astype": (lambda x, a: x + torch.from_numpy(a.astype(np.float32)), "reads .astype of a tensor, as of an array"),
+    "sum": (lambda x, a: x + np.sum(a), "gives a tensor to a function of numpy"),
+    "from numpy": (lambda x, a: x + _from_numpy(a), "gives a tensor to from_numpy"),
+    "asarray": (lambda x, a: x + np.asarray(a), "turns a tensor into a numpy array"),
+}
+_from_numpy = torch.from_numpy
+
+
+@pytest.mark.parametrize("name", FOR_ARRAYS)
+def test_what_only_arrays_can_do_is_refused(name):
+    fn, what = FOR_ARRAYS[name]
+    message = refusal(lambda: sl.jit(fn)(placed(), W.numpy().copy()))
+    assert what in message
+    assert "test_habits.py" in message
+    assert torch.from_numpy is _from_numpy
+
+
+def _divided(x, s):
+    with np.errstate(divide="ignore"):
+        return x * float(s / 0)
+
+
+def _squared(x, s):
+    with np.errstate(over="ignore"):
+        return x * float(s * s)
+
+
+NUMPYS: dict[str, tuple[Callable[..., Any], Any]] = {
+    "product": (lambda x, s: x * s, np.float32(2)),
+    "from the left": (lambda x, s: s * x, np.float64(2)),
+    "as a tensor": (lambda x, s: x.half() * torch.as_tensor(s), np.float64(2)),
+    "class": (lambda x, s: x * isinstance(s, np.floating), np.float32(2)),
+    "dtype": (lambda x, s: x * (s.dtype == np.int16), np.int16(2)),
+    "overflow": (_squared, np.uint8(20)),
+    "infinite": (_divided, np.float32(1)),
+    "decision": (lambda x, s: x if s else -x, np.bool_(False)),
+    "returned": (lambda x, s: (x, s + s), np.float32(2)),
+}
+
+
+@pytest.mark.parametrize("name", NUMPYS)
+def test_numpy_numbers_are_numpys(name):
+    fn, s = NUMPYS[name]
+    closed = sl.jit(lambda x: fn(x, s))
+    for step in (sl.jit(fn), lambda x, s: closed(x)):
+        for _ in range(2):
+            same(step(placed(), s), fn(W, s))
+        s = type(s)(3)
+        same(step(placed(), s), fn(W, s))
+
+
+def test_numpy_numbers_count_by_their_values():
+    step = sl.jit(lambda x, s: x * s)
+    for s in (1.5, 1.5, 2.5, 2.5, 1.5):
+        same(step(W, np.float32(s)), W * s)
+    assert step.retraces == ["s: numpy's float32 1.5 -> numpy's float32 2.5"]
 
 
 NO_TENSORS: dict[str, tuple[Callable[[], Any], str]] = {
     "text": (lambda: sl.jit(lambda x: x)(np.array(["a"])), "an argument of <lambda> is a numpy array of dtype <U1"),
     "a list": (lambda: shard([[1.0, 2.0]], "a b"), "the x of shard(x, 'a b') is [[1.0, 2.0]], a list"),
+    "no dims": (lambda: sl.jit(lambda x: x)(np.array(1.5)), "is a numpy array of no dims, of dtype float64"),
+    "a mask": (lambda: sl.jit(lambda x: x)(np.ma.array([1.0])), "is a MaskedArray of shape [1]"),
     "a number": (lambda: shard(1.0, ""), "is 1.0, a float"),
     "nothing": (lambda: shard(None, ""), "is None, a NoneType"),
     "a module": (lambda: shard(nn.Linear(2, 2), "a b"), "a Linear"),

@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from decimal import Decimal
 from typing import Any
 
@@ -312,6 +313,26 @@ def test_memory_that_two_arguments_show_is_refused() -> None:
     same(sl.jit(lambda x, y: x + y)(base, base), X * 2)
 
 
+def test_memory_that_numpy_arrays_show_is_refused() -> None:
+    n = X.numpy().copy()
+    t, rows, back = torch.from_numpy(n), n[4:], n[::-1]
+    step = sl.jit(lambda x, y: (torch.as_tensor(x).add_(1), torch.as_tensor(y) * 2)[1])
+    for x, y in ((t, n), (n, t), (n[:5], n[1:]), (n[1:], n[:5]), (n, n[:]), (t[5:], n[:1])):
+        with pytest.raises(ShardingError, match="x and y share memory"):
+            step(x, y)
+    for fn in (
+        lambda y: (t.add_(1), torch.from_numpy(n) * 2)[1],
+        lambda x: x.add_(float(rows[0, 0])),
+        lambda x: x.add_(torch.from_numpy(back.copy())),
+    ):
+        with pytest.raises(ShardingError, match="and a numpy array that it closes over share memory"):
+            sl.jit(fn)(t)
+    same(t, X)
+    same(sl.jit(lambda x, y: torch.as_tensor(x) + torch.as_tensor(y))(n[:5], n[1:]), X[:5] + X[1:])
+    same(step(n[:2], n[2:4]), X[2:4] * 2)
+    same(t, torch.cat([X[:2] + 1, X[2:]]))
+
+
 @pytest.mark.parametrize("place", [lambda x: x, lambda x: sl.shard(x, "batch ff")], ids=["plain", "placed"])
 @pytest.mark.parametrize("specs", [None, "batch _"], ids=["open", "specs"])
 def test_one_tensor_in_two_places_is_one(place: Any, specs: Any) -> None:
@@ -397,7 +418,36 @@ def test_caches_keep_no_values_of_a_trace(fails: bool) -> None:
             with pytest.raises(ValueError, match="on the way"):
                 step(x, True)
         same(step(x), fn(x))
-        assert type(triangle(4)) is type(masks.triangle(4)) is type(masks.ones) is Tensor
+        assert type(triangle(4)) is type(masks.triangle(4)) is Tensor
+
+
+def test_a_cached_property_is_computed_once() -> None:
+    class Doubled:
+        def __init__(self) -> None:
+            self.w = torch.ones(4)
+
+        @functools.cached_property
+        def both(self) -> tuple[Tensor, Tensor]:
+            return self.w * 2, self.w + 1
+
+    plain, jitted = Doubled(), Doubled()
+    for change in (lambda it: None, lambda it: it.w.add_(1), lambda it: vars(it).pop("both"), lambda it: None):
+        change(plain)
+        change(jitted)
+        same(sl.jit(lambda x: x * jitted.both[0] + jitted.both[1])(X), X * plain.both[0] + plain.both[1])
+        same(vars(jitted), vars(plain))
+
+
+def test_a_cache_that_is_emptied_is_filled_anew() -> None:
+    numbers = {"k": 2.0}
+    scale = functools.lru_cache(lambda n: numbers["k"] * n)
+    step = sl.jit(lambda x: x * scale(3))
+    same([step(X), step(X)], [X * 6, X * 6])
+    numbers["k"] = 5.0
+    same([step(X), step(X)], [X * 6, X * 6])
+    scale.cache_clear()
+    same([step(X), step(X), step(X)], [X * 15, X * 15, X * 15])
+    assert len(step.retraces) == 2
 
 
 def test_what_is_refused_is_not_left_behind() -> None:
@@ -419,18 +469,39 @@ def test_what_is_refused_is_not_left_behind() -> None:
     assert (held, items, vars(masks)) == ({}, [1.0], {"all": set()})
 
 
+def test_a_refused_call_changes_nothing() -> None:
+    class Log:
+        calls = 0
+
+    items, names, known, log = [1], {"a": 1}, {1}, Log()
+
+    def fn(x: Tensor, wrong: bool) -> Tensor:
+        items.append(2)
+        names["b"] = 2
+        known.add(2)
+        log.calls += 1
+        return x * float(x.sum()) if wrong else x
+
+    step = sl.jit(fn)
+    with pytest.raises(ShardingError, match="needs the value"):
+        step(X, True)
+    assert (items, names, known, log.calls) == ([1], {"a": 1}, {1}, 0)
+    step(X, False)
+    assert (items, names, known, log.calls) == ([1, 2], {"a": 1, "b": 2}, {1, 2}, 1)
+
+
 def test_what_an_earlier_trace_left_in_a_hidden_place_is_refused() -> None:
-    hidden = iter_of_one(lambda: torch.ones(4))
-    step = sl.jit(lambda x: x + next(hidden))
+    hidden: ContextVar[Tensor | None] = ContextVar("hidden", default=None)
+
+    def fn(x: Tensor) -> Tensor:
+        if hidden.get() is None:
+            hidden.set(torch.ones(4))
+        return x + hidden.get()
+
+    step = sl.jit(fn)
     step(X)
     with pytest.raises(ShardingError, match="a tensor that an earlier trace left behind"):
         step(X[:2])
-
-
-def iter_of_one(make: Callable[[], Tensor]) -> Iterator[Tensor]:
-    made = make()
-    while True:
-        yield made
 
 
 def test_what_a_function_changes_itself_may_be_changed_by_others() -> None:
