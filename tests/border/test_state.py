@@ -875,6 +875,24 @@ def test_an_update_by_hand(kept: bool) -> None:
         assert len(jitted.retraces) == kept  # by the first gradient
 
 
+def test_an_update_of_a_placed_argument() -> None:
+    plain = torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
+    mine = sl.shard(plain.detach(), "a@data b").requires_grad_()
+
+    def step(w: Tensor, x: Tensor, lr: float) -> Tensor:
+        loss = (x @ w).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            w.sub_(lr * w.grad)
+        return loss.detach()
+
+    jitted = sl.jit(step)
+    for t in range(1, 5):
+        same(jitted(mine, X, 0.1 / t), step(plain, X, 0.1 / t))
+        same((mine, mine.grad), (plain, plain.grad))
+    assert len(jitted.retraces) == 1  # by the first gradient
+
+
 def test_functional_calls_see_what_they_are_given() -> None:
     net = nn.Linear(4, 2)
     step = sl.jit(lambda p, x: torch.func.functional_call(net, p, (x,)))
