@@ -10,6 +10,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import torch
@@ -186,14 +187,17 @@ def _gradient(of: torch.Tensor, value: ShardedTensor) -> torch.Tensor:
 
 def _refuse_overlaps(entry: Entry, leaves: Sequence[Any]) -> None:
     """Each input of a program has memory of its own; on one device a write would show in all that share it."""
+    memory = [_memory(leaves[given.leaf]) for given in entry.inputs] + entry.arrays
+    if all(a[1] <= b[0] for a, b in pairwise(sorted(memory))):
+        return
     changed = {leaf for leaf, _ in entry.after.written} | {leaf for leaf, _ in entry.after.grads}
-    spans = [(*_memory(leaves[given.leaf]), i, given.leaf in changed) for i, given in enumerate(entry.inputs)]
-    spans += [(*span, len(entry.inputs), False) for span in entry.arrays]
+    written = [given.leaf in changed for given in entry.inputs] + [False] * len(entry.arrays)
+    spans = [(*span, min(i, len(entry.inputs)), written[i]) for i, span in enumerate(memory)]
     names = [*(given.name for given in entry.inputs), "a numpy array that it closes over"]
     wrong = [
         f"{' and '.join(names[i] for i in sorted({i for i, _ in sharing}))} share memory"
         for sharing in _overlapping(spans)
-        if len(sharing) > 1 and any(written for _, written in sharing)
+        if len(sharing) > 1 and any(is_written for _, is_written in sharing)
     ]
     if wrong:
         raise ShardingError(
