@@ -126,8 +126,9 @@ class Watch:
         self.undo()
         before, after = self.before, self.look()
         for place in before.values | after.values:
-            if before.values.get(place, GONE) is not after.values.get(place, GONE):
-                undo(before.owners.get(place[0]), place, before)
+            had, has = before.values.get(place, GONE), after.values.get(place, GONE)
+            if place[0] in before.owners and place[0] in after.owners and not _is_same(had, has):
+                undo(before.owners[place[0]], place, before)
 
     def learn(self, changing: Changing) -> bool:
         """Note what the function changes; whether that was known: otherwise it is to be traced again, as numbers that
@@ -186,7 +187,7 @@ class Watch:
         for place in self.before.values | after.values:
             owner, old = self.before.owners.get(place[0]), self.before.values.get(place, GONE)
             value = after.values.get(place, GONE)
-            if value is old or place[0] not in self.before.owners:
+            if value is old or not all(place[0] in world.owners for world in (self.before, after)):
                 continue
             if (changed_ := self._plain(owner, place, value, old)) is not None:
                 found.append(changed_)
@@ -223,7 +224,7 @@ class Watch:
             if value.scalar.op is None and value.scalar.leaf == self._leaf.get(place):
                 return None
             part: Computed | Rest = Computed(value.scalar)
-        elif type(value) is type(old) and value == old:
+        elif _is_same(value, old):
             return None
         else:
             part = Rest(value)
@@ -242,6 +243,10 @@ def _may_hold(owner: Any, key: Any) -> bool:
     if isinstance(owner, dict):
         return isinstance(key, tuple) and "__builtins__" in owner  # variables of a module
     return not isinstance(owner, CONTAINERS + (Tensor,))
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and type(a) in PLAIN and a == b)
 
 
 def _is_new_leaf(x: Tensor) -> bool:
