@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from shardlib.calls.flat import same_number
 from shardlib.calls.leaks import GONE, Leak, forgotten, put, put_back, undo
 from shardlib.calls.state import CONTAINERS, LENGTH, NUMBERS, PLAIN, Changing, Place, State, changed, name_of
 from shardlib.errors import ShardingError
@@ -246,7 +247,7 @@ def _may_hold(owner: Any, key: Any) -> bool:
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and type(a) in PLAIN and a == b)
+    return a is b or (type(a) in PLAIN and same_number(a, b))
 
 
 def _is_new_leaf(x: Tensor) -> bool:
