@@ -12,8 +12,9 @@ import torch
 
 from shardlib.calls.ambient import NAMES
 from shardlib.calls.flat import FlatCall, Static, is_number, is_tensor, names_of, root_names
+from shardlib.calls.kinds import Held
 from shardlib.calls.reach import Reach
-from shardlib.calls.state import Held, name_of
+from shardlib.calls.state import name_of
 from shardlib.tensors.tensor import ShardedTensor, short_dtype
 
 Holdings = Mapping[tuple[Any, ...], Sequence[Held]]

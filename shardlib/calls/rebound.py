@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shardlib.calls.flat import same_number
+from shardlib.calls.kinds import CONTAINERS, PLAIN
 from shardlib.calls.leaks import GONE, Leak, forgotten, put, put_back, undo
-from shardlib.calls.state import CONTAINERS, LENGTH, NUMBERS, PLAIN, Changing, Place, State, changed, name_of
+from shardlib.calls.state import LENGTH, NUMBERS, Changing, Place, State, changed, name_of
 from shardlib.errors import ShardingError
 from shardlib.scalar import Scalar
 from shardlib.tensors.form import Form

@@ -4,8 +4,8 @@ Every tensor that is found becomes an input of the program, read anew in each ca
 filled since is seen. Everything else that is found (flags such as `training`, numbers, hooks, objects by identity) is
 part of the key. What an object holds is looked at several levels deep; what is deeper, or made by properties, is not.
 
-What the function itself changes while it is traced (a counter, a log) counts as it was left: it is no reason to trace
-again until somebody else changes it.
+What the function itself changes there is `Changing`: numbers are inputs, too, and what it appends or makes while it is
+traced counts as it was left: it is no reason to trace again until somebody else changes it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import array
 import copy
 import dataclasses
 import functools
-import hashlib
 import types
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -28,15 +27,26 @@ from shardlib.bounded import Bounded
 from shardlib.calls.bound import Bound
 from shardlib.calls.caches import emptied
 from shardlib.calls.inside import attributes, content, own
+from shardlib.calls.kinds import (
+    BUILTIN,
+    CONTAINERS,
+    OPAQUE,
+    PLAIN,
+    Held,
+    digest,
+    held,
+    is_its_own,
+    is_object,
+    of_numpy,
+)
 from shardlib.calls.leaks import Leak
-from shardlib.calls.reach import is_executed, is_users
+from shardlib.calls.reach import is_users
 from shardlib.strided import refuse_others
 from shardlib.tensors.tensor import ShardedTensor, marks
 from shardlib.tracing.numbers import is_given
 
 Place = tuple[int, Any]  # id of who holds something (a dict of globals, a cell, an object ...), and its name there
 Facts = tuple[Any, ...]
-Held = tuple[str, Any]
 
 DEPTH = 12  # objects within objects
 LONG = 1000  # items of a container; a longer one counts by its numbers and texts,
@@ -197,7 +207,7 @@ class State:
             known.append(len(x))
             for y in x.items() if isinstance(x, dict) else x:
                 self.fact(y, known)
-            if type(x) not in _BUILTIN:
+            if type(x) not in BUILTIN:
                 self._own_part(x, known, 0)
             return
         if dataclasses.is_dataclass(x) and not isinstance(x, type):
@@ -211,14 +221,14 @@ class State:
         if isinstance(x, set | frozenset):
             known.append(frozenset((type(y), y) for y in x))
             return
-        if _is_its_own(x):
+        if is_its_own(x):
             self._value(x, known, 0)
         else:
             known.append(x)
 
     def object(self, x: Any, known: list[Any], leaf: int) -> None:
         """An argument that is no tensor, number or container: the leaf of this number."""
-        self.arrays |= _of_numpy(x) == "ndarray"
+        self.arrays |= of_numpy(x) == "ndarray"
         if self.found is not None:
             self._at = (leaf,)
             self.held.setdefault(self._at, []).append(held(x))
@@ -246,7 +256,7 @@ class State:
 
     def mode(self, x: Any, known: list[Any], place: int) -> None:
         """A mode around the call: each `with` may make another one, so it counts by what it holds."""
-        if _is_object(x):
+        if is_object(x):
             self.runs(type(x))
             for k, y in attributes(x):
                 if k not in _OF_MODES:
@@ -267,7 +277,7 @@ class State:
             self.numbers[owner, name] = x, self._at
         else:
             self._value(x, known, depth + 1)
-        deep = type(x) not in PLAIN and (isinstance(x, (nn.Module, *CONTAINERS)) or _is_object(x))
+        deep = type(x) not in PLAIN and (isinstance(x, (nn.Module, *CONTAINERS)) or is_object(x))
         facts = (type(x), id(x)) if deep else tuple(known[start:])
         if self.found is not None:
             self.found[owner, name] = facts
@@ -324,7 +334,7 @@ class State:
             self._attribute(id(x), 0, content(x), known, depth)
         elif kind is types.ModuleType and is_users(x):
             self._space(x, known, depth)
-        elif isinstance(x, _OPAQUE):
+        elif isinstance(x, OPAQUE):
             self._identity(x, known)
             if kind is torch.Generator:
                 self.generators.append(x)
@@ -341,9 +351,9 @@ class State:
         if owner in self.changing.containers:
             self._identity(x, known)
         self._attribute(owner, LENGTH, len(x), known, depth)
-        if (not x and type(x) in _BUILTIN) or self._again(x, known):
+        if (not x and type(x) in BUILTIN) or self._again(x, known):
             return
-        if type(x) not in _BUILTIN:
+        if type(x) not in BUILTIN:
             self._own_part(x, known, depth)
         if len(x) > LONG or depth >= DEPTH:
             items = [*x.keys(), *x.values()] if isinstance(x, dict) else x
@@ -357,7 +367,7 @@ class State:
             for k, y in list(x.items()):
                 key = id(k) if isinstance(k, torch.Tensor) else k  # the optimizer's, say
                 self._at = (*at, (key,))
-                if type(k) not in PLAIN and _is_its_own(k):
+                if type(k) not in PLAIN and is_its_own(k):
                     self._value(k, known, depth + 1)
                 self._attribute(owner, (type(k), key), y, known, depth)
         elif isinstance(x, set | frozenset):
@@ -418,23 +428,23 @@ class State:
 
     def _object(self, x: Any, known: list[Any], depth: int) -> None:
         """A user's object: itself, and the attributes that it has by now. A number of numpy's: its value."""
-        if (numpy := _of_numpy(x)) == "generic":
+        if (numpy := of_numpy(x)) == "generic":
             known.append((x.dtype, x.tobytes()))
             return
         if self._again(x, known):
             return
         self._identity(x, known)
         if numpy:
-            known.append((x.dtype, x.shape, _digest(x)))
+            known.append((x.dtype, x.shape, digest(x)))
             return
         if isinstance(x, bytearray | memoryview | array.array):
-            known.append(_digest(memoryview(x)))
+            known.append(digest(memoryview(x)))
             return
         if isinstance(x, _Cache):
             known.append(emptied(x))
         if (inner := own(x).get("__wrapped__")) is not None:  # a jitted function, say
             self._attribute(id(x), "__wrapped__", inner, known, depth)
-        if depth >= DEPTH or not _is_object(x):
+        if depth >= DEPTH or not is_object(x):
             return
         self._own_part(x, known, depth)
 
@@ -450,59 +460,13 @@ class State:
         return False
 
 
-def held(x: Any) -> Held:
-    """What a reader is told of something that is held; and, where it counts by who it is, who."""
-    kind = type(x)
-    if kind in PLAIN or _of_numpy(x) == "generic":
-        return repr(x), None
-    if isinstance(x, torch.Tensor):
-        return "a tensor", None
-    if isinstance(x, CONTAINERS):
-        return f"a {kind.__name__} of {len(x)}", None
-    if isinstance(x, _OPAQUE):
-        return getattr(x, "__qualname__", getattr(x, "__name__", kind.__name__)), id(x)
-    if _of_numpy(x):
-        return f"a {kind.__name__}", _digest(x)
-    return f"a {kind.__name__}", id(x)
-
-
 def changed(before: Mapping[Place, Facts], after: Mapping[Place, Facts]) -> dict[Place, Facts]:
     """The places that hold something else now, or are new, with what they hold."""
     return {place: now for place, now in after.items() if before.get(place) != now}
 
 
-def _is_its_own(x: Any) -> bool:
-    """Whether `x` is equal to nothing else, or may change: it may be another one, inside, next time."""
-    hashes: Any = type(x).__hash__
-    return hashes is None or hashes is object.__hash__
-
-
-def _is_object(x: Any) -> bool:
-    """Whether `x` is a user's object, or an optimizer: its attributes count."""
-    kind = type(x)
-    named = kind.__module__
-    library = named.partition(".")[0] in _LIBRARIES and not named.startswith(_OPEN)
-    return not library or isinstance(x, _TRAINING) or is_executed(kind)
-
-
-def _of_numpy(x: Any) -> str:
-    """Which class of numpy's an object is of: an array's, a number's, or none."""
-    kind: Any = type(x)
-    return _numpys(kind)
-
-
-@functools.lru_cache(1 << 12)
-def _numpys(kind: Any) -> str:
-    inside = (k.__name__ for k in kind.__mro__ if k.__module__ == "numpy")
-    return next((name for name in inside if name in ("ndarray", "generic")), "")
-
-
-def _digest(x: Any) -> bytes:
-    """What is in an array, or, of objects, who."""
-    return hashlib.blake2b(x.tobytes(), digest_size=16).digest()
-
-
 def name_of(place: tuple[Any, ...]) -> str:
+    """A place in words: `net.head.weight`, `self.scales[0]`."""
     return "".join(map(_part, place)).lstrip(".")
 
 
@@ -514,23 +478,6 @@ _Cache = functools._lru_cache_wrapper
 _BOUND = frozenset({types.BuiltinMethodType, types.MethodWrapperType})
 _OF_MODES = frozenset({"inner", "old_dispatch_mode_flags"})
 OWN = 2  # attributes that a ShardedTensor has at least: its form and its pieces
-PLAIN = frozenset(
-    {bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device, torch.Size}
-)
-CONTAINERS = (list, tuple, dict, set, frozenset, deque, types.MappingProxyType)
-_BUILTIN = frozenset({*CONTAINERS, OrderedDict, defaultdict, Counter, torch.Size})
-_TRAINING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 _DICTS = frozenset({dict, OrderedDict})
 LENGTH = "len()"
 NUMBERS = (int, float)
-_OPAQUE: tuple[Any, ...] = (
-    type,
-    types.ModuleType,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodType,
-    torch.Generator,
-)
-# Torch's objects that stand for what somebody gave them.
-_OPEN = ("torch.distributions.", "torch.utils.data.")
-_LIBRARIES = frozenset({"torch", "numpy", "builtins", "shardlib", "functools", "threading", "logging"})

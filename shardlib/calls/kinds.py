@@ -1,0 +1,81 @@
+"""What kind of thing an object is to a call's key: a plain value, a container, who it is, or what is in it."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
+from typing import Any
+
+import torch
+
+from shardlib.calls.reach import is_executed
+
+Held = tuple[str, Any]
+
+
+def held(x: Any) -> Held:
+    """What a reader is told of something that is held; and, where it counts by who it is, who."""
+    kind = type(x)
+    if kind in PLAIN or of_numpy(x) == "generic":
+        return repr(x), None
+    if isinstance(x, torch.Tensor):
+        return "a tensor", None
+    if isinstance(x, CONTAINERS):
+        return f"a {kind.__name__} of {len(x)}", None
+    if isinstance(x, OPAQUE):
+        return getattr(x, "__qualname__", getattr(x, "__name__", kind.__name__)), id(x)
+    if of_numpy(x):
+        return f"a {kind.__name__}", digest(x)
+    return f"a {kind.__name__}", id(x)
+
+
+def is_its_own(x: Any) -> bool:
+    """Whether `x` is equal to nothing else, or may change: it may be another one, inside, next time."""
+    hashes: Any = type(x).__hash__
+    return hashes is None or hashes is object.__hash__
+
+
+def is_object(x: Any) -> bool:
+    """Whether `x` is a user's object, or an optimizer: its attributes count."""
+    kind = type(x)
+    named = kind.__module__
+    library = named.partition(".")[0] in _LIBRARIES and not named.startswith(_OPEN)
+    return not library or isinstance(x, _TRAINING) or is_executed(kind)
+
+
+def of_numpy(x: Any) -> str:
+    """Which class of numpy's an object is of: an array's, a number's, or none."""
+    kind: Any = type(x)
+    return _numpys(kind)
+
+
+@functools.lru_cache(1 << 12)
+def _numpys(kind: Any) -> str:
+    inside = (k.__name__ for k in kind.__mro__ if k.__module__ == "numpy")
+    return next((name for name in inside if name in ("ndarray", "generic")), "")
+
+
+def digest(x: Any) -> bytes:
+    """What is in an array, or, of objects, who."""
+    return hashlib.blake2b(x.tobytes(), digest_size=16).digest()
+
+
+PLAIN = frozenset(
+    {bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device, torch.Size}
+)
+CONTAINERS = (list, tuple, dict, set, frozenset, deque, types.MappingProxyType)
+BUILTIN = frozenset({*CONTAINERS, OrderedDict, defaultdict, Counter, torch.Size})
+_TRAINING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+OPAQUE: tuple[Any, ...] = (
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    torch.Generator,
+)
+# Torch's objects that stand for what somebody gave them.
+_OPEN = ("torch.distributions.", "torch.utils.data.")
+_LIBRARIES = frozenset({"torch", "numpy", "builtins", "shardlib", "functools", "threading", "logging"})
