@@ -15,7 +15,8 @@ from shardlib.errors import ShardingError
 def by_argument(
     fn: Callable[..., Any], name: str, in_specs: Any, positional: int, named: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The specs of `(args, kwargs)`: `in_specs` is a tuple with an entry per positional argument, or a dict by name."""
+    """The specs of `(args, kwargs)`: `in_specs` is a tuple with an entry per positional argument, a dict by name, or
+    one spec of all."""
     plain, everything, optional = _parameters(fn)
     if isinstance(in_specs, dict):
         known = [*everything, *(k for k in named if k not in everything)]
@@ -28,7 +29,9 @@ def by_argument(
             )
         first = tuple(in_specs.get(plain[i]) if i < len(plain) else None for i in range(positional))
         return first, {k: in_specs.get(k) for k in named}
-    specs = tuple(in_specs) if isinstance(in_specs, tuple | list) else (in_specs,) * (positional + len(named))
+    if not isinstance(in_specs, tuple | list):
+        return (in_specs,) * positional, dict.fromkeys(named, in_specs)
+    specs = tuple(in_specs)
     total = positional + len(named)
     left_out = [x for x in plain[positional : len(specs)] if x in optional and x not in named]
     if len(specs) > (most := total + len(left_out)):

@@ -318,3 +318,13 @@ def test_a_jitted_function_without_a_mesh_keeps_its_gradient() -> None:
     again = W.clone().requires_grad_()
     torch.relu(X @ again).sum().backward()
     assert torch.equal(w.grad, again.grad)  # type: ignore[arg-type]
+
+
+def test_one_spec_is_that_of_all_arguments_by_name_too() -> None:
+    def add(x: Tensor, y: Tensor, *, w: Tensor) -> Tensor:
+        return x + y + w
+
+    x = torch.ones(4)
+    with Mesh(data=2):
+        text = str(sl.jit(add, in_specs="a@data").plan(x, y=x, w=x))
+    assert text.count("f32[a=4@data]  annotated") == 3
