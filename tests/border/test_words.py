@@ -321,10 +321,10 @@ def test_a_jitted_function_without_a_mesh_keeps_its_gradient() -> None:
 
 
 def test_one_spec_is_that_of_all_arguments_by_name_too() -> None:
-    def add(x: Tensor, y: Tensor, *, w: Tensor) -> Tensor:
+    def add(x: torch.Tensor, y: torch.Tensor, *, w: torch.Tensor) -> torch.Tensor:
         return x + y + w
 
-    x = torch.ones(4)
+    x, y, w = torch.ones(3, 4).unbind()
     with Mesh(data=2):
-        text = str(sl.jit(add, in_specs="a@data").plan(x, y=x, w=x))
+        text = str(sl.jit(add, in_specs="a@data").plan(x, y=y, w=w))
     assert text.count("f32[a=4@data]  annotated") == 3
