@@ -259,7 +259,10 @@ def waited(task: Callable[[], Any], what: str) -> Any:
     """The result of `task`, which waits for other ranks out of our sight.
 
     Raises `ShardingError` where they are about to do something else than `what`, and as soon as one of them is dead.
+    In a world of torch's `fake` backend nobody else is there.
     """
+    if dist.get_backend() == "fake":
+        return task()
     order, done = current(), threading.Event()
     room, order.meetings = f"{order.room}/waits/{order.meetings}", order.meetings + 1
     seconds = world.timeout().total_seconds()

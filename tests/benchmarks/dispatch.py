@@ -129,11 +129,9 @@ def _theirs(mesh: DeviceMesh, rank: int, n: int) -> list[Tensor]:
 
 def _fake_world(rank: int, rounds: int) -> dict[str, Samples]:
     """`first_time` in a process that takes itself for rank 0 of a large enough world."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     dist.destroy_process_group()
     size = functools.reduce(lambda a, b: a * b, SHAPES[rank])
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=size)
     with torch.no_grad():
         return first_time(rank, rounds)
 
