@@ -152,7 +152,7 @@ def names_of(fn: Callable[..., Any], call: FlatCall, leaves: Sequence[int]) -> I
     named, rest = _parameters(fn)
     for i in leaves:
         if i >= len(call.arguments):
-            yield call.state.names[i - len(call.arguments)]
+            yield call.state.leaf_names[i - len(call.arguments)]
             continue
         group, first, *tail = call.paths[i]
         yield _head(named, rest, group.idx, first) + pytree.keystr(tuple(tail))

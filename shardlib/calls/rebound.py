@@ -145,7 +145,7 @@ class Watch:
 
         Refuses one that takes some of them away, or adds some, in a way that no call can repeat.
         """
-        was, now = ({id(x): at for x, at in zip(s.tensors, s.names, strict=False)} for s in (before, after))
+        was, now = ({id(x): at for x, at in zip(s.tensors, s.names, strict=True)} for s in (before, after))
         if was.keys() != now.keys():
             self.restore()
             raise ShardingError(

@@ -117,8 +117,13 @@ class State:
 
     @property
     def names(self) -> list[str]:
-        """What each tensor is called, `net.head.weight`, `self.scales[0]`, `net.head.weight.grad`; then each number."""
-        return [*map(name_of, self.places), *(name_of(at) for _, at in self.numbers.values())]
+        """What each tensor is called: `net.head.weight`, `self.scales[0]`, `net.head.weight.grad`."""
+        return list(map(name_of, self.places))
+
+    @property
+    def leaf_names(self) -> list[str]:
+        """What each of `leaves` is called."""
+        return [*self.names, *(name_of(at) for _, at in self.numbers.values())]
 
     @property
     def leaves(self) -> list[Any]:

@@ -99,7 +99,7 @@ class Ending:
         self._given = [_Autograd.of(x) for x in inputs]
         given = {leaf for leaf, _, _ in self._watched}
         self._watched += [(leaf, seen[i], None) for i, leaf in leaves.items() if leaf not in given and seen[i].is_leaf]
-        for name, x in zip(self.call.state.names, state, strict=False):
+        for name, x in zip(self.call.state.names, state, strict=True):
             if x.requires_grad and not x.is_leaf:
                 self._passages.append(x.register_hook(_refuse_passage(name)))  # type: ignore[no-untyped-call]
 
@@ -138,7 +138,9 @@ class Ending:
         names = (*self.argument_names, *self.call.state.names)
         inputs = dict(zip(graph.find_nodes(op="placeholder"), names, strict=False))
         lost = [inputs[node] for node in written_to(graph) if node in inputs]
-        of = dict(zip((*self.where, *range(len(self.call.arguments), len(self.call.leaves))), names, strict=True))
+        first = len(self.call.arguments)
+        places = (*self.where, *range(first, first + len(self.call.state.tensors)))
+        of = dict(zip(places, names, strict=True))
         lost += [f"{of[leaf]}.grad" for leaf, x, grad in self._watched if x.grad is not grad]
         if lost:
             error.add_note(f"Not written: {', '.join(lost)}. A jitted function writes when it has returned.")
@@ -150,7 +152,7 @@ class Ending:
         wrong = [
             f"{name} {change}"
             for name, x, old in zip(
-                names, (*inputs, *self.call.state.tensors), (*self._given, *self._before), strict=False
+                names, (*inputs, *self.call.state.tensors), (*self._given, *self._before), strict=True
             )
             if (change := old.change(x))
         ]

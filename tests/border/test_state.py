@@ -1137,3 +1137,31 @@ def test_a_budget_does_not_compile_again() -> None:
         for n in range(1, 11):
             step(torch.ones(n, 4))
     assert len(step.retraces) == 9
+
+
+def test_numbers_that_change_beside_a_scan_and_an_error() -> None:
+    """Tensors and numbers that are found are named apart."""
+    m = Mutable()
+
+    def scanned(x: Tensor) -> Tensor:
+        m.n += 1
+        total: Tensor = sl.scan(lambda c, row: (c + row * m.w, None), torch.zeros(4), x)[0]
+        return total * m.n
+
+    step = sl.jit(scanned)
+    for i in range(1, 4):
+        same(step(X), (X * m.w).sum(0) * i)
+
+    def raises(x: Tensor) -> Tensor:
+        m.n += 1
+        m.h.add_(1)
+        if len(x) == 2:
+            raise ValueError("too short")
+        return x * m.n
+
+    step = sl.jit(raises)
+    step(X), step(X)
+    with pytest.raises(ValueError, match="too short") as error:
+        step(X[:2])
+    assert error.value.__notes__ == ["Not written: m.h. A jitted function writes when it has returned."]
+    assert m.n == 5
