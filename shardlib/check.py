@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shardlib.calls import run
 from shardlib.calls.flat import Static, flatten_call, names_of
 from shardlib.calls.mappings import opened
 from shardlib.calls.rebound import Watch
+from shardlib.calls.run import caller
+from shardlib.calls.state import State
 from shardlib.errors import ShardingError
 from shardlib.jit import Jitted, jit
 from shardlib.meshes.mesh import Mesh, current_mesh
@@ -162,7 +163,7 @@ class _World:
 
     def __init__(self, step: Jitted, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.step = step
-        self.watch = Watch(lambda: step._read(mesh, step.programs, None, args, kwargs, noting=True)[2])
+        self.watch = Watch(functools.partial(step.look, mesh, step.programs, None, args, kwargs))
         self.tensors = dict(self._tensors(args, kwargs))
         self.before = {name: _whole(x) for name, x in self.tensors.items()}
 
@@ -243,10 +244,11 @@ def _alone(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 def unshared(step: Jitted, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """A call in which virtual devices share no value: each computes its own."""
     args, kwargs = tuple(args), dict(kwargs)
-    key, leaves, state = step._read(mesh, step.programs, None, args, kwargs)
+    state = State(None, step.programs.changing)
+    key, leaves = step._read(mesh, step.programs, state, args, kwargs)
     plan = step._planned(step.programs, mesh, key, leaves, state, args, kwargs)[0]
     ready = step._load(mesh, plan, (), lambda program, mesh, _: virtual.load(program, mesh, share=False))
-    return run.run(ready.entry, mesh, leaves)
+    return caller(ready.entry)(leaves)
 
 
 def _is_loss(out: Any) -> bool:

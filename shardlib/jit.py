@@ -8,6 +8,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ from shardlib.calls.programs import PROGRAMS, Programs, Ready
 from shardlib.calls.reasons import Change, difference, listed, seen
 from shardlib.calls.rebound import Watch
 from shardlib.calls.refusals import refuse_other_devices, refuse_others_than_functions, refuse_tangents
-from shardlib.calls.run import entry, run
+from shardlib.calls.run import caller, entry
+from shardlib.calls.snapshot import Snapshot
 from shardlib.calls.state import State
 from shardlib.compile import compile_program
 from shardlib.errors import ShardingError
@@ -116,6 +118,8 @@ class RetraceWarning(UserWarning):
     """A function is compiled again and again."""
 
 
+# What a tensor says of itself is read without a look for its `__torch_function__`: that takes half the time.
+_PlainAttributes = torch._C.DisableTorchFunctionSubclass
 OFTEN = 8  # programs for one reason, from which on it is said
 
 
@@ -156,31 +160,31 @@ class Jitted:
 
     def plan_of(self, programs: Programs, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         mesh = self._mesh(args, kwargs)
-        key, leaves, state = self._read(mesh, programs, own, args, kwargs)
+        state = State(own, programs.changing)
+        key, leaves = self._read(mesh, programs, state, args, kwargs)
         if state.arrays:
-            args, kwargs = self._taken(args, kwargs)
-            key, leaves, state = self._read(mesh, programs, own, args, kwargs)
+            args, kwargs, state = *self._taken(args, kwargs), State(own, programs.changing)
+            key, leaves = self._read(mesh, programs, state, args, kwargs)
         plan = self._planned(programs, mesh, key, leaves, state, args, kwargs)[0]
         self._check_budgets(plan)
         return plan
 
     def call(self, programs: Programs, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if is_single_device() and not (is_tracing() or in_call()):
-            with plain_program():
+        if is_single_device() or is_tracing() or (_level() is not None and _transformed(args, kwargs)):
+            with nullcontext() if is_tracing() or in_call() or not is_single_device() else plain_program():
                 return self.fn(*args, **kwargs)
-        if is_single_device() or is_tracing() or _transformed(args, kwargs):
-            return self.fn(*args, **kwargs)
         mesh = current_mesh()
         if mesh is None:
             if is_without_mesh():
                 return self.fn(*args, **kwargs)
             mesh = self._mesh(args, kwargs)
-        if torch._C._len_torch_dispatch_stack():
+        if _dispatch_modes():
             refuse_modes(self.name)
-        key, leaves, state = self._read(mesh, programs, own, args, kwargs)
+        state = State(own, programs.changing)
+        key, leaves = self._read(mesh, programs, state, args, kwargs)
         if state.arrays:
-            args, kwargs = self._taken(args, kwargs)
-            key, leaves, state = self._read(mesh, programs, own, args, kwargs)
+            args, kwargs, state = *self._taken(args, kwargs), State(own, programs.changing)
+            key, leaves = self._read(mesh, programs, state, args, kwargs)
         if forward_ad._current_level >= 0:
             refuse_tangents(self.name, leaves)
         ready = programs.entries.find(key, leaves)
@@ -193,38 +197,29 @@ class Jitted:
                     refuse_other_devices(plan, mesh, leaves)
                     ready = self._load(mesh, plan, kept)
                     compare_arguments(plan, mesh, leaves)
-                    programs.entries.keep(key, ready)
+                    programs.entries.keep(key, ready, plan.compiled.traced.looked)
         elif ALWAYS or self.budget is not None or current_budgets():
             plan = ready.plan() or self._planned(programs, mesh, key, leaves, state, args, kwargs)[0]
             self._check_budgets(plan)
             if ALWAYS:
                 compare_arguments(plan, mesh, leaves)
-        if torch._C._len_torch_function_stack():
+        if _function_modes():
             with torch._C.DisableTorchFunction():
                 return ready.call(leaves)
         return ready.call(leaves)
 
     def _read(
-        self,
-        mesh: Mesh,
-        programs: Programs,
-        own: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        noting: bool = False,
-    ) -> tuple[Any, list[Any], State]:
-        """The key of a call, its leaves, and the state that comes with it."""
+        self, mesh: Mesh, programs: Programs, state: State, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, list[Any]]:
+        """The key of a call and its leaves; what comes with it is added to `state`."""
         leaves: list[Any] = []
         known: list[Any] = [None if kwargs else len(args)]
-        state = State(own, programs.changing)
-        if noting:
-            state.note()
         if self.static:
             args, kwargs = wrapped(args, kwargs, self.static)
-        read((args, kwargs) if kwargs else args, leaves, known, state)
-        modes = ambient(state)
-        self._closure.read(state, known)
+        with _PlainAttributes():
+            read((args, kwargs) if kwargs else args, leaves, known, state)
+            modes = ambient(state)
+            self._closure.read(state, known)
         if state.otherwise:
             known += state.otherwise
         count = len(leaves)
@@ -233,9 +228,15 @@ class Jitted:
             known += twins(leaves[:count], state.tensors).items()
         if programs.asks:
             known.append(tuple(map(at_home, leaves)))
-        if state.numbers:
-            leaves += state.leaves[len(state.tensors) :]
-        return (mesh, modes, tuple(known)), leaves, state
+        if not state.quick:
+            leaves += [x for x, _ in state.numbers.values()]
+        return (mesh, modes, tuple(known)), leaves
+
+    def look(self, mesh: Mesh, programs: Programs, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Snapshot:
+        """All that a call finds, place by place."""
+        found = Snapshot(own, programs.changing)
+        self._read(mesh, programs, found, args, kwargs)
+        return found
 
     def _taken(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with tensors for numpy's arrays, but for the static ones."""
@@ -279,7 +280,7 @@ class Jitted:
             if known is None:
                 own, changing, modes = state.own, programs.changing, key[1]
                 while True:
-                    watch = Watch(lambda: self._read(mesh, programs, own, args, kwargs, noting=True)[2])
+                    watch = Watch(functools.partial(self.look, mesh, programs, own, args, kwargs))
                     try:
                         plan = self._compile(mesh, leaves, state, args, kwargs, watch)
                         if watch.look().leaked:  # a number that stays outside is no number of the trace
@@ -295,8 +296,8 @@ class Jitted:
                     refuse_leaks(self.name, left_behind)
                     is_known = watch.learn(changing)
                     programs.asks |= plan.compiled.traced.asked
-                    found = state
-                    left, leaves, state = self._read(mesh, programs, own, args, kwargs)
+                    found, state = state, State(own, changing)
+                    left, leaves = self._read(mesh, programs, state, args, kwargs)
                     if not watch.is_moved(self.name, found, state) and is_known:
                         break
                 key = left if left[1] == modes else None  # what switches torch otherwise is traced in every call
@@ -305,7 +306,7 @@ class Jitted:
                 if programs.last is not None:
                     self._retraced(programs, difference(programs.last, now))
                 programs.last, known = now, (plan, state.kept)
-                programs.plans.keep(key, (plan, state.kept))
+                programs.plans.keep(key, known, plan.compiled.traced.looked)
         return *known, key, leaves
 
     def _retraced(self, programs: Programs, changes: Mapping[str, Change]) -> None:
@@ -376,12 +377,12 @@ class Jitted:
         program, halves = plan.compiled.program, plan.compiled.halves
         if halves is None:
             whole = entry(plan, program, mesh, load(program, mesh, plan), kept)
-            way = gradient.refused if whole.after.refused else run
-            return Ready(whole, functools.partial(way, whole, mesh), self._kept(plan))
+            way = functools.partial(gradient.refused, whole) if whole.after.refused else caller(whole)
+            return Ready(whole, way, self._kept(plan))
         halves.forward.donated = program.donated
         first = entry(plan, halves.forward, mesh, load(halves.forward, mesh, plan), kept)
         second = gradient.backward(plan, halves, mesh, load(halves.backward, mesh, plan))
-        return Ready(first, functools.partial(gradient.run, first, second, mesh), self._kept(plan))
+        return Ready(first, functools.partial(gradient.run, first, second), self._kept(plan))
 
     def _kept(self, plan: Plan) -> Callable[[], Plan | None]:
         """A way to the plan as long as somebody has it; a budget reads it in each call."""
@@ -408,11 +409,10 @@ def _asked_at() -> tuple[str, int]:
 
 
 _level = torch._C._functorch.maybe_current_level
+_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 
 
 def _transformed(args: Any, kwargs: Any) -> bool:
     """Whether a torch.func transform is running on these arguments: then the function is part of that program."""
-    if _level() is None:
-        return False
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     return any(isinstance(x, torch.Tensor) and wrapped(x) for x in pytree.tree_leaves((args, kwargs)))

@@ -26,6 +26,10 @@ from shardlib.errors import ShardingError
 _DEVICES = ("cpu", "cuda")
 _environment: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]  # os.environ takes longer than the rest
 _NO_AUTOCAST = (None,) * len(_DEVICES)
+_gradients, _inference, _default_dtype = torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.get_default_dtype
+_any_autocast, _autocast_cache = torch._C._is_any_autocast_enabled, torch.is_autocast_cache_enabled
+_deterministic, _precision = torch._C._get_deterministic_algorithms, torch._C._get_float32_matmul_precision
+_functions = torch._C._len_torch_function_stack
 
 
 def ambient(state: State) -> tuple[Any, ...]:
@@ -35,15 +39,15 @@ def ambient(state: State) -> tuple[Any, ...]:
     deterministic algorithms and the precision of matrix products; `SHARDLIB_OPS`; function modes.
     """
     return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_default_dtype(),
-        *(_autocast() if torch._C._is_any_autocast_enabled() else _NO_AUTOCAST),
-        torch.is_autocast_cache_enabled(),
-        torch._C._get_deterministic_algorithms(),
-        torch._C._get_float32_matmul_precision(),
+        _gradients(),
+        _inference(),
+        _default_dtype(),
+        *(_autocast() if _any_autocast() else _NO_AUTOCAST),
+        _autocast_cache(),
+        _deterministic(),
+        _precision(),
         _environment.get(b"SHARDLIB_OPS"),
-        modes(state) if torch._C._len_torch_function_stack() or any(_EVERYWHERE) else (),
+        modes(state) if _functions() or any(_EVERYWHERE) else (),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -16,3 +17,8 @@ def emptied(cache: Any) -> int:
         times += calls < before
         _asked[cache] = calls, times
     return times
+
+
+def is_cache(x: Any) -> bool:
+    """Whether `x` is what `functools.cache` makes of a function."""
+    return isinstance(x, functools._lru_cache_wrapper)

@@ -51,9 +51,9 @@ def backward(plan: Plan, halves: Halves, mesh: Mesh, runner: Runner) -> Backward
     return Backward(plan.name, runner, leaves, found, after.cotangents, needs, layouts, dtypes)
 
 
-def run(entry: Entry, then: Backward, mesh: Mesh, leaves: list[Any]) -> Any:
+def run(entry: Entry, then: Backward, leaves: list[Any]) -> Any:
     """Call the forward program; its results have a history that leads through the backward program."""
-    call = _Call(entry, then, mesh, leaves)
+    call = _Call(entry, then, leaves)
     with torch.enable_grad():  # what has a history, the trace knows
         found = iter(_Apply.apply(call, *(leaves[i] for i in then.leaves)))  # type: ignore[no-untyped-call]
     return finished(entry, leaves, [next(found) if isinstance(x, Tensor) else x for x in call.out])
@@ -62,8 +62,8 @@ def run(entry: Entry, then: Backward, mesh: Mesh, leaves: list[Any]) -> Any:
 class _Call:
     """One call, on its way through autograd."""
 
-    def __init__(self, entry: Entry, then: Backward, mesh: Mesh, leaves: list[Any]) -> None:
-        self.entry, self.then, self.mesh = entry, then, mesh
+    def __init__(self, entry: Entry, then: Backward, leaves: list[Any]) -> None:
+        self.entry, self.then = entry, then
         self.leaves = leaves
         self.out: list[Any] = []
 
@@ -72,9 +72,9 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *_: Tensor) -> Any:
         then = call.then
-        call.out, saved = results(call.entry, call.mesh, call.leaves)
-        ctx.then, ctx.mesh = then, call.mesh
-        ctx.after = (current().moment(),) if call.mesh.kind == "distributed" else ()
+        call.out, saved = results(call.entry, call.leaves)
+        ctx.then, ctx.mesh = then, call.entry.mesh
+        ctx.after = (current().moment(),) if ctx.mesh.kind == "distributed" else ()
         ctx.numbers = [None if isinstance(x, Tensor) else x for x in call.leaves]
         ctx.plain = [isinstance(call.leaves[i], ShardedTensor) for i in then.leaves]
         ctx.there = [[p is not None for p in pieces] for pieces in saved]
@@ -111,10 +111,10 @@ class _Apply(torch.autograd.Function):
         return None, *(x if needs & given else None for x, needs in zip(made, then.needs, strict=True))
 
 
-def refused(entry: Entry, mesh: Mesh, leaves: list[Any]) -> Any:
+def refused(entry: Entry, leaves: list[Any]) -> Any:
     """Call a program whose results nobody can go back through; whoever does gets torch's reason."""
     after = entry.after
-    out = results(entry, mesh, leaves)[0]
+    out = results(entry, leaves)[0]
     given = _Refused.apply(entry.name, after.why, leaves[after.root], *(out[i] for i in after.refused))  # type: ignore[no-untyped-call]
     for i, x in zip(after.refused, given, strict=True):
         out[i] = x

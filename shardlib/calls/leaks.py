@@ -19,7 +19,8 @@ from shardlib.errors import ShardingError
 from shardlib.tensors.tensor import typeof
 
 if TYPE_CHECKING:
-    from shardlib.calls.state import Place, State
+    from shardlib.calls.changing import Place
+    from shardlib.calls.snapshot import Snapshot
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def is_cached(owner: Any, key: Any) -> bool:
     )
 
 
-def undo(owner: Any, place: Place, before: State) -> None:
+def undo(owner: Any, place: Place, before: Snapshot) -> None:
     """Give a holder back what it had: a container, all of it."""
     if id(owner) in before.copies:
         _refill(owner, before.copies[id(owner)])
@@ -65,7 +66,7 @@ def undo(owner: Any, place: Place, before: State) -> None:
         put_back(owner, place, before)
 
 
-def put_back(owner: Any, place: Place, before: State) -> None:
+def put_back(owner: Any, place: Place, before: Snapshot) -> None:
     """Give a holder what it had at one of its places."""
     put(owner, place[1], before.values.get(place, GONE))
 
@@ -115,7 +116,7 @@ def _refill(x: Any, old: Any) -> None:
     x.update(old) if isinstance(x, dict | set) else x.extend(old)
 
 
-def forgotten(before: State, after: State) -> list[Leak]:
+def forgotten(before: Snapshot, after: Snapshot) -> list[Leak]:
     """Values of a trace are none of this world: whoever holds one gets back what he had.
 
     Returns those that nobody may have kept: not in a `functools.cache` or a `cached_property`.

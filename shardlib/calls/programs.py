@@ -8,16 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from shardlib.calls.changing import Changing
 from shardlib.calls.flat import same_number
 from shardlib.calls.reasons import Seen
 from shardlib.calls.run import Entry
-from shardlib.calls.state import Changing
 from shardlib.plans.plan import Plan
 
 PROGRAMS = 64  # that a function keeps
 PLANS = 8
 
 T = TypeVar("T")
+_NONE: list[Any] = []
 
 
 @dataclass(frozen=True)
@@ -29,29 +30,29 @@ class Ready:
     plan: Callable[[], Plan | None]
 
 
-class Kept(OrderedDict[Any, list[T]], Generic[T]):
-    """At most `limit` items under keys; those under one key differ by `looked`: the numbers whose values they hold for.
+class Kept(OrderedDict[Any, list[tuple[T, Mapping[int, Any]]]], Generic[T]):
+    """At most `limit` items under keys; those under one key differ by the numbers whose values they hold for, by leaf.
 
     Where another one comes, one of the key goes that was longest without a new one: finding costs no bookkeeping.
     """
 
-    def __init__(self, limit: int, looked: Callable[[T], Mapping[int, Any]]) -> None:
+    def __init__(self, limit: int) -> None:
         super().__init__()
-        self.limit, self.looked = limit, looked
+        self.limit = limit
 
     def find(self, key: Any, leaves: Sequence[Any]) -> T | None:
         """What serves a call."""
-        for item in reversed(self.get(key, ())):  # the last one knows best what the function itself changes
-            looked = self.looked(item)
+        item: T
+        for item, looked in reversed(self.get(key, _NONE)):  # the last one knows best what the function itself changes
             if not looked or all(same_number(leaves[i], value) for i, value in looked.items()):
                 return item
         return None
 
-    def keep(self, key: Any, item: T) -> None:
-        """A new item; none under None."""
+    def keep(self, key: Any, item: T, looked: Mapping[int, Any]) -> None:
+        """A new item, for a program that looked at these numbers; none under None."""
         if key is None:
             return
-        self.setdefault(key, []).append(item)
+        self.setdefault(key, []).append((item, looked))
         self.move_to_end(key)
         while sum(map(len, self.values())) > self.limit:
             oldest = next(iter(self))
@@ -64,9 +65,8 @@ class Programs:
     """The programs and plans of one jitted function, or of a jitted method of one object."""
 
     def __init__(self) -> None:
-        self.entries: Kept[Ready] = Kept(PROGRAMS, lambda ready: ready.entry.looked)
-        # A plan, and what its key knows by identity.
-        self.plans: Kept[tuple[Plan, list[Any]]] = Kept(PLANS, lambda kept: kept[0].compiled.traced.looked)
+        self.entries: Kept[Ready] = Kept(PROGRAMS)
+        self.plans: Kept[tuple[Plan, list[Any]]] = Kept(PLANS)  # with what their keys know by identity
         self.lock = threading.RLock()  # while compiling
         self.last: Seen | None = None
         self.retraces: list[str] = []

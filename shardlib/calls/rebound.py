@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from shardlib.calls.changing import Changing, Place
 from shardlib.calls.flat import same_number
 from shardlib.calls.kinds import CONTAINERS, PLAIN
 from shardlib.calls.leaks import GONE, Leak, forgotten, put, put_back, undo
-from shardlib.calls.state import LENGTH, NUMBERS, Changing, Place, State, changed, name_of
+from shardlib.calls.snapshot import Snapshot
+from shardlib.calls.state import LENGTH, NUMBERS, State, name_of
 from shardlib.errors import ShardingError
 from shardlib.scalar import Scalar
 from shardlib.tensors.form import Form
@@ -100,7 +102,7 @@ def rebind(places: Sequence[Rebound], leaves: Sequence[Any], out: Sequence[Any])
 class Watch:
     """Compares what a function holds before and after it is traced; `look` reads all of it."""
 
-    def __init__(self, look: Callable[[], State]) -> None:
+    def __init__(self, look: Callable[[], Snapshot]) -> None:
         self.look = look
         self.before = look()
         self.numbers: set[Place] = set()  # that the function changes; and the containers in which it changes a value
@@ -137,7 +139,7 @@ class Watch:
         it changes are inputs."""
         if is_new := not self.numbers <= changing.numbers:
             self.restore()
-        changing.add(changed(self.before.found or {}, self.look().found or {}), self.numbers, self.containers)
+        changing.add(self.look().changed(self.before), self.numbers, self.containers)
         return not is_new
 
     def is_moved(self, name: str, before: State, after: State) -> bool:

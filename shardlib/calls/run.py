@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NoReturn
 
 import torch
-from torch.utils import _pytree as pytree
 
 from shardlib.arrays import arrays_of, bounds
 from shardlib.calls.rebound import rebind
+from shardlib.calls.unrolled import Pieces, builder, gatherer, wrapper
 from shardlib.errors import ShardingError
 from shardlib.lower.program import Program, Var
 from shardlib.meshes.mesh import Mesh
@@ -25,7 +25,7 @@ from shardlib.plans.plan import Plan
 from shardlib.run import Runner
 from shardlib.specs.layout import Layout
 from shardlib.tensors.form import Form
-from shardlib.tensors.tensor import ShardedTensor, cut_up, wrap
+from shardlib.tensors.tensor import ShardedTensor
 from shardlib.tracing.ending import After
 
 
@@ -45,9 +45,10 @@ class Input:
 
 @dataclass(frozen=True)
 class Entry:
-    """A program that is ready to run, for one key; `looked` are the numbers that it is for, by leaf.
+    """A program that is ready to run, for one key.
 
-    Its outputs are the results of the function, then what `after` lists, then `saved` values.
+    Its outputs are the results of the function, then what `after` lists, then `saved` values. `gather` takes the pieces
+    of its inputs from leaves, `wrap` makes tensors of its outputs, and `build` what the function returns.
     """
 
     name: str
@@ -55,16 +56,22 @@ class Entry:
     runner: Runner
     inputs: tuple[Input, ...]
     outputs: tuple[Form | None, ...]  # None: no tensor
+    gather: Callable[[list[Any]], list[Pieces]]
+    wrap: Callable[[Sequence[Any]], list[Any]]
     build: Callable[[list[Any]], Any]
     after: After
     own: int  # the first of them that the function itself returns
     returned: int  # with what it keeps
-    looked: Mapping[int, Any] = field(default_factory=dict)
     kept: tuple[Any, ...] = ()
 
     @functools.cached_property
     def donates(self) -> bool:
         return any(given.donated for given in self.inputs)
+
+    @functools.cached_property
+    def acts(self) -> bool:
+        """Whether a call does more than to return values."""
+        return bool(self.donates or self.after.written or self.after.grads or self.after.rebound)
 
     @functools.cached_property
     def arrays(self) -> list[tuple[int, int]]:
@@ -82,12 +89,34 @@ def entry(plan: Plan, program: Program, mesh: Mesh, runner: Runner, kept: Sequen
     named = plan.output_names[: len(plan.output_names) - len(traced.after.gradients)]
     outputs = tuple(forms(program.outputs[: len(named)], mesh, named, traced.strides))
     same = {i: at for i, at in traced.same.items() if outputs[i] is outputs[at]}  # and live in one place
-    build = _with_leaves(_builder(traced.out_tree, same), traced.after.leaves)
-    own, returned = traced.out_tree.num_leaves, len(traced.output_names)
-    after = traced.after
     return Entry(
-        plan.name, mesh, runner, tuple(inputs), outputs, build, after, own, returned, traced.looked, tuple(kept)
+        plan.name,
+        mesh,
+        runner,
+        tuple(inputs),
+        outputs,
+        gatherer([(given.leaf, given.layout) for given in inputs], mesh),
+        wrapper(outputs),
+        _with_leaves(builder(traced.out_tree, same), traced.after.leaves),
+        traced.after,
+        traced.out_tree.num_leaves,
+        len(traced.output_names),
+        tuple(kept),
     )
+
+
+def _with_leaves(build: Callable[[list[Any]], Any], leaves: Sequence[tuple[int, bool]]) -> Callable[[list[Any]], Any]:
+    """`build`, and at some results a history begins."""
+    if not leaves:
+        return build
+
+    def marked(out: list[Any]) -> Any:
+        out = list(out)
+        for i, is_parameter in leaves:
+            out[i] = torch.nn.Parameter(out[i]) if is_parameter else out[i].requires_grad_()
+        return build(out)
+
+    return marked
 
 
 def forms(
@@ -113,10 +142,12 @@ def _firsts(layout: Layout, mesh: Mesh) -> Iterator[tuple[int, int]]:
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
-def run(entry: Entry, mesh: Mesh, leaves: list[Any]) -> Any:
-    """Call the program on the leaves of a call."""
-    out = results(entry, mesh, leaves)[0]
-    return finished(entry, leaves, out) if entry.after.rebound else entry.build(out)
+def caller(entry: Entry) -> Callable[[list[Any]], Any]:
+    """A function that calls the program on the leaves of a call."""
+    if entry.acts:
+        return lambda leaves: finished(entry, leaves, results(entry, leaves)[0])
+    gather, runner, wrap, build = entry.gather, entry.runner, entry.wrap, entry.build
+    return lambda leaves: build(wrap(runner(gather(leaves), leaves)))
 
 
 def finished(entry: Entry, leaves: list[Any], out: list[Any]) -> Any:
@@ -127,21 +158,18 @@ def finished(entry: Entry, leaves: list[Any], out: list[Any]) -> Any:
     return entry.build(out)
 
 
-def results(entry: Entry, mesh: Mesh, leaves: list[Any]) -> tuple[list[Any], Sequence[Any]]:
+def results(entry: Entry, leaves: list[Any]) -> tuple[list[Any], Sequence[Any]]:
     """The function's own results by leaf, then what it keeps; and the pieces that are saved for the backward pass."""
     after = entry.after
     writes = after.written or after.grads
     if writes:
         _refuse_overlaps(entry, leaves)
-    pieces = [
-        x._locals if type(x := leaves[given.leaf]) is ShardedTensor else tuple(cut_up(x.detach(), given.layout, mesh))
-        for given in entry.inputs
-    ]
+    pieces = entry.gather(leaves)
     gone = _donate(entry, leaves, pieces) if entry.donates else ()
     raw = entry.runner(pieces, leaves)
     for leaf in gone:
         leaf._locals = _Gone(entry.name)
-    out = [r if form is None else wrap(form, r) for r, form in zip(raw, entry.outputs, strict=False)]
+    out = entry.wrap(raw)
     saved: Sequence[Any] = raw[len(entry.outputs) :]
     if writes:
         saved = _kept_from_writes(entry, leaves, saved)
@@ -314,48 +342,3 @@ class _Gone(tuple[Any, ...]):
         )
 
     __getitem__ = __iter__ = __len__ = _refuse
-
-
-def _builder(tree: pytree.TreeSpec, same: Mapping[int, int]) -> Callable[[list[Any]], Any]:
-    """`tree_unflatten`, written out for the plain containers that results mostly are; leaf `i` is leaf `same[i]`."""
-    names: dict[str, Any] = {}
-
-    def write(x: Any) -> str | None:
-        if type(x) is _Leaf:
-            return f"x[{x.index}]"
-        if type(x) is dict:
-            parts = [(f"k{len(names)}", names.setdefault(f"k{len(names)}", key), write(y)) for key, y in x.items()]
-            return None if any(y is None for _, _, y in parts) else f"{{{', '.join(f'{k}: {y}' for k, _, y in parts)}}}"
-        if type(x) is tuple or type(x) is list:
-            texts = [write(y) for y in x]
-            if any(text is None for text in texts):
-                return None
-            inner = "".join(f"{text}, " for text in texts)
-            return f"({inner})" if type(x) is tuple else f"[{inner}]"
-        return None
-
-    places = [same.get(i, i) for i in range(tree.num_leaves)]
-    text = write(pytree.tree_unflatten([_Leaf(i) for i in places], tree))
-    if text is None:
-        return lambda leaves: pytree.tree_unflatten([leaves[i] for i in places], tree)
-    build: Callable[[list[Any]], Any] = eval(f"lambda x: {text}", names)
-    return build
-
-
-def _with_leaves(build: Callable[[list[Any]], Any], leaves: Sequence[tuple[int, bool]]) -> Callable[[list[Any]], Any]:
-    """`build`, and at some results a history begins."""
-    if not leaves:
-        return build
-
-    def marked(out: list[Any]) -> Any:
-        out = list(out)
-        for i, is_parameter in leaves:
-            out[i] = torch.nn.Parameter(out[i]) if is_parameter else out[i].requires_grad_()
-        return build(out)
-
-    return marked
-
-
-@dataclass(frozen=True)
-class _Leaf:
-    index: int

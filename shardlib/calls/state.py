@@ -11,71 +11,58 @@ traced counts as it was left: it is no reason to trace again until somebody else
 from __future__ import annotations
 
 import array
-import copy
 import dataclasses
 import functools
 import types
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
-from shardlib.bounded import Bounded
 from shardlib.calls.bound import Bound
-from shardlib.calls.caches import emptied
+from shardlib.calls.caches import emptied, is_cache
+from shardlib.calls.changing import Changing, Facts, Place
 from shardlib.calls.inside import attributes, content, own
 from shardlib.calls.kinds import (
     BUILTIN,
     CONTAINERS,
     OPAQUE,
     PLAIN,
-    Held,
     digest,
-    held,
     is_its_own,
     is_object,
     of_numpy,
 )
-from shardlib.calls.leaks import Leak
 from shardlib.calls.reach import is_users
 from shardlib.strided import refuse_others
 from shardlib.tensors.tensor import ShardedTensor, marks
 from shardlib.tracing.numbers import is_given
-
-Place = tuple[int, Any]  # id of who holds something (a dict of globals, a cell, an object ...), and its name there
-Facts = tuple[Any, ...]
 
 DEPTH = 12  # objects within objects
 LONG = 1000  # items of a container; a longer one counts by its numbers and texts,
 LONGEST = 20_000  # and beyond these, or with other things in it, by identity and length
 
 
-class Changing:
-    """What a function itself changes where it was found.
-
-    `numbers`, which are inputs, and `containers` of plain values, which count by identity: every call changes them.
-    `left` is anything else, as the last trace left it.
-    """
-
-    def __init__(self) -> None:
-        self.left: Bounded[Place, Facts] = Bounded(1 << 14)
-        self.numbers: set[Place] = set()
-        self.containers: set[int] = set()
-        self.anything = False
-
-    def add(self, left: Mapping[Place, Facts], numbers: Iterable[Place], containers: Iterable[int]) -> None:
-        """Note more of it."""
-        for place, facts in left.items():
-            self.left[place] = facts
-        self.numbers.update(numbers)
-        self.containers.update(containers)
-        self.anything = bool(self.left or self.numbers or self.containers)
-
-
 _NOTHING_CHANGES = Changing()
+
+T = TypeVar("T")
+
+
+class _Own(Generic[T]):
+    """An attribute that each object makes for itself, when it is first asked for."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make = make
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, of: Any, owner: type) -> T:
+        made: T = self.make()
+        of.__dict__[self.name] = made
+        return made
 
 
 class State:
@@ -87,33 +74,26 @@ class State:
 
     is_read = False  # whether what the function closes over is in it
     arrays = False  # whether numpy's are among the arguments
-    leaked = False  # whether a number of a trace was found
     exact = False  # whether some code wants numbers that are nothing else
     seeds = False  # whether some code names a method by which generators are seeded
-    found: dict[Place, Facts] | None = None  # if a dict, what is known of each place; the next five are kept, too
-    values: dict[Place, Any]
-    called: dict[Place, tuple[Any, ...]]  # by parts
-    copies: dict[int, Any]  # of containers
-    held: dict[tuple[Any, ...], list[Held]]  # under each name
-    leaks: tuple[Leak, ...] = ()
-    caches: tuple[tuple[Any, int], ...] = ()
     otherwise: tuple[Any, ...] = ()  # what the function itself changes, and is otherwise now
     _at: tuple[Any, ...] = ()
+
+    # A small call needs none of these.
+    places = _Own[list[tuple[Any, ...]]](list)  # the name of each tensor, in parts
+    numbers = _Own[dict[Place, tuple[Any, tuple[Any, ...]]]](dict)  # that the function changes: value and name
+    kept = _Own[list[Any]](list)
+    grads = _Own[list[tuple[torch.Tensor, torch.Tensor | None]]](list)
+    generators = _Own[list[torch.Generator]](list)
+    _number = _Own[dict[int, int]](dict)
+    _visited = _Own[dict[int, int]](dict)
 
     def __init__(self, own: Any = None, changing: Changing | None = None) -> None:
         self.own = own  # the object whose method runs: it has a cache of its own, which must not keep it
         self.changing = changing or _NOTHING_CHANGES
         self.quick = not self.changing.anything
         self.tensors: list[torch.Tensor] = []
-        self.places: list[tuple[Any, ...]] = []  # the name of each tensor, in parts
-        self.numbers: dict[Place, tuple[Any, tuple[Any, ...]]] = {}  # that the function changes: value and name
-        self.kept: list[Any] = []
-        self.grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self.code: dict[int, Any] = {}
-        self.generators: list[torch.Generator] = []
-        self.owners: dict[int, Any] = {}
-        self._number: dict[int, int] = {}
-        self._visited: dict[int, int] = {}
 
     @property
     def names(self) -> list[str]:
@@ -129,16 +109,6 @@ class State:
     def leaves(self) -> list[Any]:
         """What is an input beside the arguments: tensors, then numbers."""
         return [*self.tensors, *(x for x, _ in self.numbers.values())]
-
-    def note(self) -> State:
-        """Keep what is found, by its place."""
-        self.quick = False
-        self.found, self.values, self.called, self.copies, self.held = {}, {}, {}, {}, {}
-        return self
-
-    def text(self, place: Place) -> str:
-        """What a place is called."""
-        return name_of(self.called[place])
 
     # Tensors --------------------------------------------------------------------------------------------------------
 
@@ -157,12 +127,10 @@ class State:
 
     def marks(self, x: torch.Tensor, known: list[Any]) -> None:
         """Attributes that somebody gave a tensor."""
-        at, owner = self._at, id(x)
-        if self.found is not None:
-            self.owners[owner] = x
+        at = self._at
         for k, y in marks(x).items():
             self._at = (*at, ".", k)
-            self._attribute(owner, k, y, known, 0)
+            self._attribute(id(x), k, y, known, 0)
         self._at = at
 
     def gradient(self, x: torch.Tensor, known: list[Any]) -> None:
@@ -234,12 +202,7 @@ class State:
     def object(self, x: Any, known: list[Any], leaf: int) -> None:
         """An argument that is no tensor, number or container: the leaf of this number."""
         self.arrays |= of_numpy(x) == "ndarray"
-        if self.found is not None:
-            self._at = (leaf,)
-            self.held.setdefault(self._at, []).append(held(x))
         self._value(x, known, 0)
-        if self.found is not None:
-            self._at = ()
 
     def runs(self, code: Any) -> None:
         """A function or a class that the call may run."""
@@ -251,8 +214,6 @@ class State:
             known += (key, type(x), x if type(x) is not float else x.hex())
             return
         self._at = (name,)
-        if self.found is not None:
-            self.owners[id(holder)] = holder
         self._attribute(id(holder), name if holder is None else key, x, known, -1)
 
     def hook(self, x: Any, known: list[Any]) -> None:
@@ -274,30 +235,25 @@ class State:
             known.append(name)
             self._value(x, known, depth + 1)
             return
-        left = self.changing.left.get((owner, name))
+        self._place((owner, name), x, known, depth)
+
+    def _place(self, place: Place, x: Any, known: list[Any], depth: int) -> Facts:
+        """What is known of a place, as `known` gets it where the function itself leaves it alone."""
         start = len(known)
-        known.append(name)
-        if type(x) in NUMBERS and (owner, name) in self.changing.numbers:
+        known.append(place[1])
+        if type(x) in NUMBERS and place in self.changing.numbers:
             known.append(type(x))
-            self.numbers[owner, name] = x, self._at
+            self.numbers[place] = x, self._at
         else:
             self._value(x, known, depth + 1)
         deep = type(x) not in PLAIN and (isinstance(x, (nn.Module, *CONTAINERS)) or is_object(x))
         facts = (type(x), id(x)) if deep else tuple(known[start:])
-        if self.found is not None:
-            self.found[owner, name] = facts
-            self.values[owner, name] = x
-            self.called[owner, name] = self._at
-            if name is not LENGTH:
-                self.held.setdefault(self._at, []).append(held(x))
-            if isinstance(x, FakeTensor):
-                self.leaks += (Leak(self.owners.get(owner), (owner, name), name_of(self._at), x),)
-            elif isinstance(x, _Cache):
-                self.caches += ((x, x.cache_info().misses),)
+        left = self.changing.left.get(place)
         if left is not None:
             del known[start : start + 2 if deep else None]  # what is inside has places of its own
             if facts != left:
-                self.otherwise += (name, facts)
+                self.otherwise += (place[1], facts)
+        return facts
 
     def _identity(self, x: Any, known: list[Any]) -> None:
         if x is self.own:
@@ -315,7 +271,6 @@ class State:
             self.lift(x, known)
         elif is_given(x):
             known.append(kind)
-            self.leaked = True
         elif isinstance(x, CONTAINERS):
             self._container(x, known, depth)
         elif isinstance(x, nn.Module):
@@ -350,8 +305,6 @@ class State:
 
     def _container(self, x: Any, known: list[Any], depth: int) -> None:
         known.append(type(x))
-        if self.found is not None and isinstance(x, list | dict | set | deque):
-            self.copies[id(x)] = copy.copy(x)
         owner = id(x)
         if owner in self.changing.containers:
             self._identity(x, known)
@@ -445,7 +398,7 @@ class State:
         if isinstance(x, bytearray | memoryview | array.array):
             known.append(digest(memoryview(x)))
             return
-        if isinstance(x, _Cache):
+        if is_cache(x):
             known.append(emptied(x))
         if (inner := own(x).get("__wrapped__")) is not None:  # a jitted function, say
             self._attribute(id(x), "__wrapped__", inner, known, depth)
@@ -455,19 +408,12 @@ class State:
 
     def _again(self, x: Any, known: list[Any]) -> bool:
         """Whether `x` was looked into before: then it counts by its number."""
-        if self.found is not None:
-            self.owners[id(x)] = x
         number = self._visited.get(id(x))
         if number is not None:
             known.append(number)
             return True
         self._visited[id(x)] = len(self._visited)
         return False
-
-
-def changed(before: Mapping[Place, Facts], after: Mapping[Place, Facts]) -> dict[Place, Facts]:
-    """The places that hold something else now, or are new, with what they hold."""
-    return {place: now for place, now in after.items() if before.get(place) != now}
 
 
 def name_of(place: tuple[Any, ...]) -> str:
@@ -479,7 +425,6 @@ def _part(x: Any) -> str:
     return f"[{x[0]!r}]" if isinstance(x, tuple) else str(x)
 
 
-_Cache = functools._lru_cache_wrapper
 _BOUND = frozenset({types.BuiltinMethodType, types.MethodWrapperType})
 _OF_MODES = frozenset({"inner", "old_dispatch_mode_flags"})
 OWN = 2  # attributes that a ShardedTensor has at least: its form and its pieces

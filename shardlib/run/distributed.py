@@ -22,7 +22,7 @@ from shardlib.ops._wire import CollectiveError
 from shardlib.plans.places import spot
 from shardlib.ranks.agree import agree, blame
 from shardlib.ranks.order import Moment, Turn
-from shardlib.run.below import below
+from shardlib.run.below import run_below
 from shardlib.run.codegen import Generator, Source
 from shardlib.run.counts import counted
 from shardlib.run.ranges import Function, label, ranged, watched
@@ -123,14 +123,12 @@ def load(program: Program, mesh: Mesh, plan: Plan, *, late: bool = False) -> Run
             prepare()
         assert function is not None
         if not collectives:
-            with below():
-                return function(pieces, leaves)
+            return run_below(function, pieces, leaves)
         with turn.of([leaves[i] for i in numbers], after) as order:
             try:
                 if gloo:
                     order.meet(gloo)
-                with below():
-                    return function(pieces, leaves)
+                return run_below(function, pieces, leaves)
             except CollectiveError as error:
                 blame(mesh, error)
 

@@ -5,8 +5,8 @@ Collectives are plain tensor arithmetic on the members' local tensors; see `shar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from shardlib.lower.program import Collective, Program
 from shardlib.meshes.mesh import Mesh
 from shardlib.ops import all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
-from shardlib.run.below import below
+from shardlib.run.below import run_below
 from shardlib.run.codegen import Generator, Source
 from shardlib.run.counts import counted
 from shardlib.run.ranges import Function, label, ranged, watched
@@ -40,11 +40,7 @@ def load(program: Program, mesh: Mesh, *, share: bool = True) -> Runner:
     if program.collectives:
         function = watched(function, lambda: source(program, mesh, share=share, ranges=True).compile())
 
-    def run(pieces: Sequence[Sequence[torch.Tensor]], leaves: Sequence[Any] = ()) -> tuple[Any, ...]:
-        with below():
-            return function(pieces, leaves)
-
-    return counted(run, program.collectives)
+    return counted(partial(run_below, function), program.collectives)
 
 
 def _communicate(g: Generator, bundle: tuple[Collective, ...]) -> None:

@@ -1,0 +1,83 @@
+"""State with every place that was read: what is compared before and after a function is traced, and put back."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from shardlib.calls.caches import is_cache
+from shardlib.calls.changing import Changing, Facts, Place
+from shardlib.calls.kinds import Held, held
+from shardlib.calls.leaks import Leak
+from shardlib.calls.state import LENGTH, State, name_of
+from shardlib.tracing.numbers import is_given
+
+
+class Snapshot(State):
+    """`found` is what is known of each place, `values` what was there, `called` its name in parts; `owners` are the
+    holders, `copies` their items where they are containers, by their ids. `held` is what a reader is told, under each
+    name; `leaks` are values of a trace, `leaked` whether a number of one is among them."""
+
+    def __init__(self, own: Any = None, changing: Changing | None = None) -> None:
+        super().__init__(own, changing)
+        self.quick = False
+        self.found: dict[Place, Facts] = {}
+        self.values: dict[Place, Any] = {}
+        self.called: dict[Place, tuple[Any, ...]] = {}
+        self.owners: dict[int, Any] = {}
+        self.copies: dict[int, Any] = {}
+        self.held: dict[tuple[Any, ...], list[Held]] = {}
+        self.leaks: list[Leak] = []
+        self.leaked = False
+        self.caches: list[tuple[Any, int]] = []  # each with the number of results that it had to compute
+
+    def text(self, place: Place) -> str:
+        """What a place is called."""
+        return name_of(self.called[place])
+
+    def changed(self, before: Snapshot) -> dict[Place, Facts]:
+        """The places that hold something else than before, or are new, with what they hold."""
+        return {place: now for place, now in self.found.items() if before.found.get(place) != now}
+
+    def marks(self, x: torch.Tensor, known: list[Any]) -> None:
+        self.owners[id(x)] = x
+        super().marks(x, known)
+
+    def object(self, x: Any, known: list[Any], leaf: int) -> None:
+        self._at = (leaf,)
+        self.held.setdefault(self._at, []).append(held(x))
+        super().object(x, known, leaf)
+        self._at = ()
+
+    def named(self, name: str, x: Any, known: list[Any], holder: Any = None, key: Any = None) -> None:
+        self.owners[id(holder)] = holder
+        super().named(name, x, known, holder, key)
+
+    def _place(self, place: Place, x: Any, known: list[Any], depth: int) -> Facts:
+        facts = super()._place(place, x, known, depth)
+        self.found[place], self.values[place], self.called[place] = facts, x, self._at
+        if place[1] is not LENGTH:
+            self.held.setdefault(self._at, []).append(held(x))
+        if isinstance(x, FakeTensor):
+            self.leaks.append(Leak(self.owners.get(place[0]), place, name_of(self._at), x))
+        elif is_cache(x):
+            self.caches.append((x, x.cache_info().misses))
+        return facts
+
+    def _value(self, x: Any, known: list[Any], depth: int) -> None:
+        if is_given(x):
+            self.leaked = True
+        super()._value(x, known, depth)
+
+    def _container(self, x: Any, known: list[Any], depth: int) -> None:
+        if isinstance(x, list | dict | set | deque):
+            self.copies[id(x)] = copy.copy(x)
+        super()._container(x, known, depth)
+
+    def _again(self, x: Any, known: list[Any]) -> bool:
+        self.owners[id(x)] = x
+        return super()._again(x, known)
