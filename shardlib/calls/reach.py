@@ -237,8 +237,8 @@ _SEEDING = frozenset({"manual_seed", "seed", "set_state", "graphsafe_set_state"}
 _TEXTS = frozenset({"__repr__", "__str__", "__eq__", "__hash__", "__reduce__", "__reduce_ex__", "__format__"})
 
 
-def _globals(fn: types.FunctionType) -> list[str]:
-    return list(dict.fromkeys(_named(fn.__code__, "LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")))
+def _globals(fn: types.FunctionType) -> tuple[str, ...]:
+    return _named(fn.__code__, "LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
 
 
 @functools.lru_cache(1 << 12)
@@ -275,14 +275,14 @@ _READS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FAST", "LOAD_DEREF", "LOAD_ATTR")
 _FINDERS = frozenset({"modules", "import_module", "__import__"})
 
 
-def _named(code: types.CodeType, *instructions: str) -> Iterator[str]:
+@functools.lru_cache(1 << 12)
+def _named(code: types.CodeType, *instructions: str) -> tuple[str, ...]:
     """The names in these instructions, in functions defined inside it, too."""
-    for step in dis.get_instructions(code):
-        if step.opname in instructions:
-            yield step.argval
+    names = [step.argval for step in dis.get_instructions(code) if step.opname in instructions]
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
-            yield from _named(inner, *instructions)
+            names += _named(inner, *instructions)
+    return tuple(dict.fromkeys(names))
 
 
 def _load(code: types.CodeType, name: str, attribute: str) -> tuple[types.CodeType, int] | None:

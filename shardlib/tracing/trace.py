@@ -10,6 +10,7 @@ import gc
 import inspect
 import operator
 import re
+import types
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -343,10 +344,20 @@ def _fake(x: Any, device: torch.device | None, among: Sequence[Any]) -> torch.Te
 
 
 def _recorded(lines: LineRecorder) -> Any:
-    """The running tracer, changed to give every node that it makes a line."""
-    mode = get_proxy_mode()
+    """The running tracer, changed to give every node that it makes a line, and to be nothing to function modes.
+
+    Ops that autograd's engine runs, where these modes stay on, would show them all that the tracer reads of tensors.
+    """
+    mode: Any = get_proxy_mode()
     assert mode is not None, "make_fx runs the function under its proxy mode"
     tracer: Any = mode.tracer
+    dispatch = mode.__torch_dispatch__
+
+    def unseen(mode: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return dispatch(*args, **kwargs)
+
+    mode.__torch_dispatch__ = types.MethodType(unseen, mode)
     create = tracer.create_node
 
     def create_node(*args: Any, **kwargs: Any) -> fx.Node:
