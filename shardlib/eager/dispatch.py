@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from shardlib.beside.distributed import refuse_collective
 from shardlib.eager import aliases
 from shardlib.eager.prepare import LOCK, Prepared, pieces, whole
-from shardlib.eager.slots import tensors_of
+from shardlib.eager.slots import devices_of, tensors_of
 from shardlib.eager.warm import LOOSE, PROGRAMS, Run, key_of
 from shardlib.eager.writes import FILLS, put, strided, writer
 from shardlib.errors import ShardingError
@@ -30,12 +30,11 @@ from shardlib.normalise import mask_filled
 from shardlib.random.draw import in_call, one_call
 from shardlib.rules.table import row
 from shardlib.specs.layout import Layout
-from shardlib.state import is_tracing, unseen
+from shardlib.state import unseen
 from shardlib.tensors.agreed import compare_operands
 from shardlib.tensors.form import Form
 from shardlib.tensors.tensor import ShardedTensor, typeof, wrap
 from shardlib.tracing.decompositions import DECOMPOSITIONS
-from shardlib.tracing.lifted import redirected
 from shardlib.tracing.views import functional_form
 from shardlib.traits import has, is_view
 
@@ -58,14 +57,14 @@ def handles(*ops: Any) -> Callable[[Handler], Handler]:
 
 
 @unseen
-def dispatch(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def dispatch(op: Any, args: Any, kwargs: dict[str, Any], key: Any) -> Any:
     """Run one ATen op on sharded (and plain, taken as whole) tensors that is not ready yet; tensor results are sharded.
+
+    `key` is the call's, as `key_of` makes it.
 
     Raises `ShardingError` for tensors of several meshes, for a ShardedTensor that a traced function closes over, and
     for ops that make no sense for a tensor in pieces.
     """
-    if is_tracing():
-        return redirected(op, args, kwargs)
     if not isinstance(op, OpOverload):
         raise ShardingError(
             f"{op} on ShardedTensors",
@@ -80,23 +79,26 @@ def dispatch(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     with LOCK:
         if op not in _known:
             _learn(op)
-        key = key_of(op, args, kwargs)
-        known = PROGRAMS.get(key)
-        run = known or _make(op, args, kwargs)
-    if known is None:
-        compare_operands(op, args, kwargs)  # which waits for other ranks, so not under the lock
-        PROGRAMS[key] = run
+            key = key_of(op, args, kwargs)
+        if (known := PROGRAMS.get(key)) is None:
+            tensors = tensors_of(args) + tensors_of(kwargs)
+            sharded = [x for x in tensors if isinstance(x, ShardedTensor)]
+            if op.namespace in PER_RANK:
+                refuse_collective(str(op), [typeof(x) for x in sharded])
+            mesh = _mesh(op, sharded)
+            run = _make(op, args, kwargs, tensors, mesh)
+    if known is not None:
+        return known(args, kwargs)
+    if mesh.kind == "distributed":
+        compare_operands(op, tensors, mesh)  # which waits for other ranks, so not under the lock
+    PROGRAMS[key] = run
     return run(args, kwargs)
 
 
-def _make(op: Any, args: Any, kwargs: dict[str, Any]) -> Run:
+def _make(op: Any, args: Any, kwargs: dict[str, Any], tensors: Sequence[torch.Tensor], mesh: Mesh) -> Run:
     """What runs this call, and all that have its key."""
-    tensors = tensors_of((args, kwargs))
-    if op.namespace in PER_RANK:
-        refuse_collective(str(op), [typeof(x) for x in tensors if isinstance(x, ShardedTensor)])
-    mesh = _mesh(op, [x for x in tensors if isinstance(x, ShardedTensor)])
-    devices = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.device)]
-    if any(device.type == "meta" for device in devices) and not _composite(op):
+    devices = devices_of(args, kwargs)
+    if devices and any(device.type == "meta" for device in devices) and not _composite(op):
         return lambda args, kwargs: Prepared(op, args, kwargs or {}, mesh).meta()  # shapes alone are nowhere
     _refuse_devices(op, tensors, devices, mesh)
     _refuse_meta(op, tensors)
@@ -319,7 +321,7 @@ def _masked(op: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _mesh(op: Any, sharded: Sequence[ShardedTensor]) -> Mesh:
-    meshes = list(dict.fromkeys(x.mesh for x in sharded))
+    meshes = list(dict.fromkeys([x._form.mesh for x in sharded]))
     if len(meshes) > 1:
         raise ShardingError(
             f"{op} takes tensors on {len(meshes)} meshes",
@@ -342,8 +344,9 @@ def _refuse_storage(op: Any, args: Any) -> None:
 
 def _refuse_meta(op: Any, tensors: Sequence[torch.Tensor]) -> None:
     """Refuse values and none in one call. Torch takes one such, a write to a meta tensor, which changes nothing."""
-    nothing = tensors[0].is_meta and op._schema.is_mutable
-    if op.namespace != "aten" or nothing or len({x.is_meta for x in tensors}) == 1:
+    if op.namespace != "aten" or len({x.is_meta for x in tensors}) == 1:
+        return
+    if tensors[0].is_meta and op._schema.is_mutable:
         return
     raise ShardingError(
         f"{op} takes meta tensors and others",

@@ -40,40 +40,49 @@ def _length(f: Factor, coords: Coords) -> int:
     return stop - start
 
 
-def fit(rule: Rule, operands: Sequence[Form | None]) -> Fit | None:
-    """How the op runs on operands in these forms (None: whole) without moving anything; None if it cannot."""
+def fit(rule: Rule, operands: Sequence[Form]) -> Fit | None:
+    """How the op runs on operands in these forms without moving anything; None if it cannot."""
     parts: dict[str, Part] = {}
     for labels, form in zip(rule.operands, operands, strict=True):
-        if form is not None and not _read(labels, form, rule, parts):
+        if not _read(labels, form, rule, parts):
             return None
-    cut = {name: None for name, (dim, _) in parts.items() if any(f.axes for f in dim)}
-    for labels, form in zip(rule.operands, operands, strict=True):
-        if form is None and any(name in cut for dim in labels for name in dim):
-            return None
+    cut = [name for name, (dim, _) in parts.items() if _is_cut(dim)]
+    kept = [{name for dim in labels for name in dim} for labels in rule.results] if cut else []
     for name in cut:
         if name in rule.whole or name in rule.local_factors or name in rule.rounds:
             return None
-        if any(all(name not in dim for dim in labels) for labels in rule.results):
-            return None
+        for names in kept:
+            if name not in names:
+                return None
     axes = [a for name in cut for f in parts[name][0] for a in f.axes]
     if len({a.name for a in axes}) < len(axes):
         primes = [p for a in axes for p in a.primes()]
         if len(set(primes)) != len(primes):
             return None
     results = tuple(_written(labels, rule, parts) for labels in rule.results)
-    ints = tuple(
-        (path, k, tuple(f for name in names for f in _part(rule, parts, name)[0]))
-        for path, (k, names) in rule.ints.items()
-        if cut  # an empty shard's 0 beside a -1 left over would mean nothing: all of them, or none
-    )
+    ints: tuple[tuple[Path, int, Dim], ...] = ()
+    if cut and rule.ints:  # an empty shard's 0 beside a -1 left over would mean nothing: all of them, or none
+        ints = tuple(
+            [
+                (path, k, tuple([f for name in names for f in _part(rule, parts, name)[0]]))
+                for path, (k, names) in rule.ints.items()
+            ]
+        )
     return Fit(results, ints, tuple(axes))
+
+
+def _is_cut(dim: Dim) -> bool:
+    for f in dim:  # noqa: SIM110  at every first call
+        if f.axes:
+            return True
+    return False
 
 
 def _read(labels: Labels, form: Form, rule: Rule, parts: dict[str, Part]) -> bool:
     """Note how an operand's dims cut the rule's factors; False if they do not say, or contradict another operand."""
     for names, dim, called in zip(labels, form.layout.dims, form.names, strict=True):
         said: dict[str, Part]
-        if not any(f.axes for f in dim):
+        if not _is_cut(dim):
             said = {x: ((Factor(rule.sizes[x]),), called if len(names) == len(called) == 1 else (None,)) for x in names}
         elif len(names) == 1:
             said = {names[0]: (dim, called)}
@@ -89,10 +98,8 @@ def _read(labels: Labels, form: Form, rule: Rule, parts: dict[str, Part]) -> boo
         for x, part in said.items():
             if x not in parts:
                 parts[x] = part
-            elif parts[x][0] != part[0]:
-                whole = all(not f.axes for f in (*parts[x][0], *part[0]))
-                if not whole:
-                    return False
+            elif parts[x][0] != part[0] and (_is_cut(parts[x][0]) or _is_cut(part[0])):
+                return False
     return True
 
 
@@ -105,8 +112,8 @@ def _written(labels: Labels, rule: Rule, parts: dict[str, Part]) -> tuple[Layout
     dims, names = [], []
     for dim in labels:
         found = [_part(rule, parts, x) for x in dim]
-        factors = tuple(f for part, _ in found for f in part) or (Factor(1),)
-        called = tuple(n for _, mine in found for n in mine) or (None,)
+        factors = tuple([f for part, _ in found for f in part]) or (Factor(1),)
+        called = tuple([n for _, mine in found for n in mine]) or (None,)
         short = _shortest(factors)
         dims.append(short)
         names.append(called if short == factors else (None,) * len(short))
@@ -115,7 +122,7 @@ def _written(labels: Labels, rule: Rule, parts: dict[str, Part]) -> tuple[Layout
 
 def _shortest(dim: Dim) -> Dim:
     """`Layout.canonical` of one dim, at once where there is little to melt."""
-    if not any(f.axes for f in dim):
+    if not _is_cut(dim):
         return dim if len(dim) == 1 else (Factor(math.prod(f.size for f in dim)),)
     if len(dim) == 1 and len(dim[0].axes) == 1 and dim[0].ways > 1:
         return dim

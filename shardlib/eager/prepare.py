@@ -18,7 +18,7 @@ from shardlib.eager.caller import caller
 from shardlib.eager.fit import Fit, fit
 from shardlib.eager.outcome import Outcome, likeness, recall, remember
 from shardlib.eager.single import Operand, Single, single
-from shardlib.eager.slots import filled, frozen, made_on, moved, numbers_of, slotted, tensors_of
+from shardlib.eager.slots import devices_of, filled, frozen, made_on, moved, numbers_of, slotted, tensors_of
 from shardlib.eager.warm import LOOSE, Run
 from shardlib.meshes.mesh import Mesh
 from shardlib.rules.rule import Call, Meta
@@ -42,15 +42,15 @@ class Prepared:
         self.op, self.mesh = op, mesh
         self.tensors: list[torch.Tensor] = []
         args, kwargs = slotted((list(args), kwargs), self.tensors)
-        where = next(x for x in self.tensors if isinstance(x, ShardedTensor))._form.device
-        self.device = made_on(where, args, kwargs)
-        if _placed(args, kwargs):
+        self.sharded = [isinstance(x, ShardedTensor) for x in self.tensors]
+        asked = devices_of(args, kwargs)
+        self.device = made_on(self.tensors[self.sharded.index(True)].__dict__["_form"].device, asked)
+        if asked:
             args, kwargs = moved((args, kwargs), self.device)
         if self.device.type != "cpu":  # where torch would make something that no device is said for
             tupled, kwargs = placed(op, tuple(args), kwargs, self.device)
             args = list(tupled)
         self.args, self.kwargs = args, kwargs
-        self.sharded = [isinstance(x, ShardedTensor) for x in self.tensors]
         self.forms = [form_of(x, mesh, self.device) for x in self.tensors]
 
     def meta(self) -> Any:
@@ -145,18 +145,14 @@ class Prepared:
 
 def _meta(op: Any, args: Any, kwargs: dict[str, Any], forms: Sequence[Form], device: torch.device) -> Any:
     values = [form.abstract() for form in forms]
-    halves = any(form.dtype.itemsize < 4 for form in forms)
-    if device.type == "cpu" and not has(op, "other shapes") and not (halves and has(op, "other dtypes")):
-        if _placed(args, kwargs):
+    otherwise = has(op, "other shapes") or (has(op, "other dtypes") and any(f.dtype.itemsize < 4 for f in forms))
+    if device.type == "cpu" and not otherwise:
+        if devices_of(args, kwargs):
             args, kwargs = moved((args, kwargs), torch.device("meta"))
         return op(*filled(args, values), **filled(kwargs, values))
     with FakeTensorMode():
         values = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device) for x in values]
         return op(*filled(args, values), **filled(kwargs, values))
-
-
-def _placed(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    return any(isinstance(x, torch.device) for x in (*args, *kwargs.values()))
 
 
 @cache

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from shardlib import graph as graphs
 from shardlib.compile import Compiled
 from shardlib.eager.aliases import Path
-from shardlib.eager.slots import filled, listed, made_on, moved
+from shardlib.eager.slots import devices_of, filled, listed, made_on, moved
 from shardlib.errors import ShardingError
 from shardlib.lower import lower
 from shardlib.lower.program import Program, Var
@@ -78,7 +78,7 @@ def single(op: Any, args: Any, kwargs: dict[str, Any], operands: Sequence[Operan
         _refuse_pending(op, operands)
     name = ("view" if operands[0].path else "redistribute") if op is None else op._schema.name.removeprefix("aten::")
     line = user_line(sys._getframe(1)) or Line("", 0, name, "")
-    device = made_on(operands[0].form.device, args, kwargs)
+    device = made_on(operands[0].form.device, devices_of(args, kwargs))
     writer = _Writer(line, device)
     inputs = [writer.input(f"x{i}", x.form) for i, x in enumerate(operands)]
     owners = [

@@ -41,10 +41,14 @@ def filled(x: Any, values: Any, kind: type = list) -> Any:
     return kind([filled(y, values, kind) for y in x]) if isinstance(x, list | tuple) else x
 
 
-def made_on(device: torch.device, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
+def devices_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.device]:
+    """The devices that a call asks for."""
+    return [x for x in (*args, *kwargs.values()) if isinstance(x, torch.device)]
+
+
+def made_on(device: torch.device, asked: Sequence[torch.device]) -> torch.device:
     """Where results of a call live: where its operands do. Of meta tensors something is made where one asks for it."""
-    asked = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.device))
-    return next(asked, device) if device.type == "meta" else device
+    return asked[0] if asked and device.type == "meta" else device
 
 
 def moved(x: Any, device: torch.device) -> Any:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardlib.eager.slots import tensors_of
 from shardlib.errors import ShardingError
 from shardlib.meshes.mesh import Mesh, current_mesh
 from shardlib.ranks.agree import together
@@ -97,14 +96,11 @@ def compare_arguments(plan: Plan, mesh: Mesh, leaves: Sequence[Any]) -> None:
         same(mesh, plan.name, [*tensors, *numbers])
 
 
-def compare_operands(op: Any, args: Any, kwargs: Any) -> None:
-    """`same` of the plain tensors among an eager op's operands."""
-    tensors = tensors_of((args, kwargs))
-    mesh = next((x.__dict__["_form"].mesh for x in tensors if not _is_plain(x)), None)
-    if mesh is not None and mesh.kind == "distributed":
-        current()
-        plain = [x for x in tensors if _is_plain(x)]
-        same(mesh, op._schema.name.replace("::", "."), [(f"operand {i}", x) for i, x in enumerate(plain)])
+def compare_operands(op: Any, operands: Sequence[Tensor], mesh: Mesh) -> None:
+    """`same` of the plain tensors among an eager op's operands, on ranks."""
+    current()
+    plain = [x for x in operands if _is_plain(x)]
+    same(mesh, op._schema.name.replace("::", "."), [(f"operand {i}", x) for i, x in enumerate(plain)])
 
 
 def _is_plain(x: Tensor) -> bool:

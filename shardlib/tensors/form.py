@@ -6,6 +6,7 @@ of an eager op, or of a call of a jitted function, cheap.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from shardlib.specs.layout import Layout
 
 Names = tuple[tuple[str | None, ...], ...]
 
-_forms: weakref.WeakValueDictionary[Any, Form] = weakref.WeakValueDictionary()  # those that somebody has
+_forms: dict[Any, weakref.ref[Form]] = {}  # those that somebody has
 _lock = threading.Lock()
 
 
@@ -52,16 +53,18 @@ class Form:
         strides = contiguous(shape) if strides is None else tuple(strides)
         names = names or tuple((None,) * len(dim) for dim in layout.dims)
         key = (layout, mesh, dtype, device, names, strides, offset)
-        form = _forms.get(key)
+        known = _forms.get(key)
+        form = None if known is None else known()
         if form is None:
             with _lock:  # two equal forms would be two keys
-                form = _forms.get(key)
+                known = _forms.get(key)
+                form = None if known is None else known()
                 if form is None:
                     form = Form()
                     form.shape, form.strides, form.offset = torch.Size(shape), strides, offset
                     form.dtype, form.device = dtype, device
                     form.layout, form.mesh, form.names = layout, mesh, names
-                    _forms[key] = form
+                    _forms[key] = weakref.ref(form, functools.partial(_forget, key))
         return form
 
     def abstract(self) -> torch.Tensor:
@@ -70,6 +73,10 @@ class Form:
 
     def __repr__(self) -> str:
         return f"Form({self.dtype}[{self.layout}] on {self.mesh})"
+
+
+def _forget(key: Any, _: object) -> None:
+    weakref._remove_dead_weakref(_forms, key)  # type: ignore[attr-defined]  # not that of an equal form made since
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:

@@ -288,10 +288,14 @@ class ShardedTensor(torch.Tensor):
         if kwargs:
             add(tuple(kwargs))
             read(key, kwargs.values(), loose)
-        if _tracing.get() or (run := PROGRAMS.get(tuple(key))) is None:  # numbers of a trace must not be looked at
+        if _tracing.get():  # numbers of a trace must not be looked at
+            from shardlib.tracing.lifted import redirected
+
+            return redirected(op, args, kwargs or {})
+        if (run := PROGRAMS.get(known := tuple(key))) is None:
             from shardlib.eager.dispatch import dispatch
 
-            return dispatch(op, args, kwargs or {})
+            return dispatch(op, args, kwargs or {}, known)
         return run(args, kwargs)
 
 

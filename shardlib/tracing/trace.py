@@ -10,8 +10,8 @@ import gc
 import inspect
 import operator
 import re
-import types
 import threading
+import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
