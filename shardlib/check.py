@@ -13,9 +13,9 @@ from torch.utils import _pytree as pytree
 
 from shardlib.calls.flat import Static, flatten_call, names_of
 from shardlib.calls.mappings import opened
+from shardlib.calls.planning import Call
 from shardlib.calls.rebound import Watch
 from shardlib.calls.run import caller
-from shardlib.calls.state import State
 from shardlib.errors import ShardingError
 from shardlib.jit import Jitted, jit
 from shardlib.meshes.mesh import Mesh, current_mesh
@@ -163,7 +163,7 @@ class _World:
 
     def __init__(self, step: Jitted, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.step = step
-        self.watch = Watch(functools.partial(step.look, mesh, step.programs, None, args, kwargs))
+        self.watch = Watch(Call.of(step, mesh, step.programs, None, args, kwargs).look)
         self.tensors = dict(self._tensors(args, kwargs))
         self.before = {name: _whole(x) for name, x in self.tensors.items()}
 
@@ -243,12 +243,10 @@ def _alone(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 def unshared(step: Jitted, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """A call in which virtual devices share no value: each computes its own."""
-    args, kwargs = tuple(args), dict(kwargs)
-    state = State(None, step.programs.changing)
-    key, leaves = step._read(mesh, step.programs, state, args, kwargs)
-    plan = step._planned(step.programs, mesh, key, leaves, state, args, kwargs)[0]
+    call = Call.of(step, mesh, step.programs, None, tuple(args), dict(kwargs))
+    plan = call.plan()[0]
     ready = step._load(mesh, plan, (), lambda program, mesh, _: virtual.load(program, mesh, share=False))
-    return caller(ready.entry)(leaves)
+    return caller(ready.entry)(call.leaves)
 
 
 def _is_loss(out: Any) -> bool:

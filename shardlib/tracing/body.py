@@ -24,7 +24,7 @@ from shardlib.tracing.closures import Closures, alike, is_followed, refuse_lost,
 from shardlib.tracing.decompositions import DECOMPOSITIONS
 from shardlib.tracing.functionalise import body_writes, functionalise
 from shardlib.tracing.lines import Line, LineRecorder, error_line, replayed
-from shardlib.tracing.trace import _recorded
+from shardlib.tracing.tracer import recorded
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def trace_body(
         inputs = [stand_in(x) if i < carried or is_followed(x) else alike(x) for i, x in enumerate(leaves)]
 
         def joint(*given: Tensor) -> list[Tensor | None]:
-            _recorded(LineRecorder(line))
+            recorded(LineRecorder(line))
             closures = Closures()
             with closures:
                 try:

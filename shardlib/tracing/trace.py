@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import gc
 import inspect
-import operator
-import re
 import threading
-import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -21,7 +18,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot, make_fx
+from torch.fx.experimental.proxy_tensor import has_proxy_slot, make_fx
 
 from shardlib.arrays import refuse_writes
 from shardlib.calls.ambient import set_aside
@@ -43,28 +40,27 @@ from shardlib.tracing.composites import Composites
 from shardlib.tracing.decompositions import DECOMPOSITIONS
 from shardlib.tracing.defaults import given_back, refuse_other_default
 from shardlib.tracing.elsewhere import is_here, move
-from shardlib.tracing.ending import After, Ending, move_inputs_first
+from shardlib.tracing.ending import After, Ending
 from shardlib.tracing.first_order import first_order
 from shardlib.tracing.functionalise import functionalise
 from shardlib.tracing.iterators import Iterators
 from shardlib.tracing.kernels import refuse_kernels
 from shardlib.tracing.lazily import lazily
 from shardlib.tracing.lifted import Lifted, refuse_carriers, refuse_changed_arguments
-from shardlib.tracing.lines import Line, LineRecorder, is_mark
+from shardlib.tracing.lines import Line, LineRecorder
 from shardlib.tracing.mistakes import mistake
-from shardlib.tracing.numbers import NotExpressionsError, Numbers, scalar_of
+from shardlib.tracing.numbers import NotExpressionsError, Numbers
 from shardlib.tracing.refusals import (
     refusal,
     refuse_absent,
-    refuse_ghost,
     refuse_quantized,
     refuse_subclasses,
-    refuse_unseen,
 )
 from shardlib.tracing.results import refuse_attributes, repeated, strides_of
 from shardlib.tracing.steps import counting
 from shardlib.tracing.switches import switched
 from shardlib.tracing.threads import refuse_nested
+from shardlib.tracing.tracer import finish, recorded
 
 
 @dataclass(frozen=True)
@@ -203,7 +199,7 @@ def _trace(
     result: list[Any] = []  # what fn returned, as paths, leaves and tree
 
     def flat(*inputs: torch.Tensor) -> list[torch.Tensor]:
-        tracer = _recorded(lines)
+        tracer = recorded(lines)
         lifted.enter(tracer, traced_on)
         named = {id(x): names[i] for i, x in zip(where, inputs, strict=True)}
         asked.explain = lambda error: refusal(error, tracer, named)
@@ -277,7 +273,7 @@ def _trace(
     inputs_of = (*where, *(len(call.arguments) + i for i in lifted.prune(gm)), *(-1,) * len(ending.cotangents))
     input_names = (*(names[i] for i in inputs_of if i >= 0), *ending.names(output_names))
     with mode:
-        _finish(gm, input_names, returned, lines.fallback, mode, differentiable=call.state.is_read)
+        finish(gm, input_names, returned, lines.fallback, mode, differentiable=call.state.is_read)
     refuse_absent(gm.graph, there)
     refuse_quantized(gm.graph)
     if there is None or there.type == "cpu":  # GPUs have kernels for other dtypes
@@ -341,77 +337,6 @@ def _fake(x: Any, device: torch.device | None, among: Sequence[Any]) -> torch.Te
     shape = tuple(x.shape)
     strides = x.stride() if isinstance(x, torch.Tensor) else contiguous(shape)
     return torch.empty_strided(shape, strides, dtype=x.dtype, device=device, requires_grad=requires_grad)
-
-
-def _recorded(lines: LineRecorder) -> Any:
-    """The running tracer, changed to give every node that it makes a line, and to be nothing to function modes.
-
-    Ops that autograd's engine runs, where these modes stay on, would show them all that the tracer reads of tensors.
-    """
-    mode: Any = get_proxy_mode()
-    assert mode is not None, "make_fx runs the function under its proxy mode"
-    tracer: Any = mode.tracer
-    dispatch = mode.__torch_dispatch__
-
-    def unseen(mode: Any, *args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():
-            return dispatch(*args, **kwargs)
-
-    mode.__torch_dispatch__ = types.MethodType(unseen, mode)
-    create = tracer.create_node
-
-    def create_node(*args: Any, **kwargs: Any) -> fx.Node:
-        node: fx.Node = create(*args, **kwargs)
-        lines.record(node)
-        return node
-
-    tracer.create_node = create_node
-    return tracer
-
-
-def _finish(
-    gm: fx.GraphModule,
-    names: Sequence[str],
-    leaves: Sequence[Any],
-    line: Line,
-    mode: FakeTensorMode,
-    *,
-    differentiable: bool,
-) -> None:
-    """Name the inputs as the user does, put constants among the outputs, fill in what has no line."""
-    graph = gm.graph
-    for mark in reversed([n for n in graph.nodes if is_mark(n)]):
-        graph.erase_node(mark)  # their names are in the lines of the nodes between them
-    for node in reversed([n for n in graph.nodes if "val" not in n.meta and not n.users]):
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.returns:
-            graph.erase_node(node)  # torch refused the call, and somebody caught that
-    move_inputs_first(graph)
-    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    for node, name in zip(placeholders, names, strict=True):
-        node._rename(re.sub(r"\W+", "_", name).strip("_") or "x")
-    output = graph.output_node()
-    returned = iter(output.args[0])  # type: ignore[arg-type]
-    output.args = (tuple(next(returned) if isinstance(x, torch.Tensor) else scalar_of(x) for x in leaves),)
-    refuse_others("the traced function", ((f"the result of {n.target}", x) for n in graph.nodes for x in _values(n)))
-    for node in graph.nodes:
-        node.meta.setdefault("line", line)
-        node.meta.setdefault("val", None)  # a gradient that nobody asked for
-        if node.target is torch.ops.aten._to_copy.default and not isinstance(node.args[0], fx.Node):
-            made = node.meta["val"]  # under vmap, a Python number that meets a tensor changes its dtype alone
-            node.target = torch.ops.aten.scalar_tensor.default
-            node.kwargs = {"dtype": made.dtype, "device": made.device}
-        if node.op == "get_attr":
-            constant = operator.attrgetter(str(node.target))(gm)
-            if isinstance(constant, FakeTensor):
-                refuse_ghost(constant, node.meta["line"], mode)
-            if constant.requires_grad and differentiable and torch.is_grad_enabled():
-                refuse_unseen(constant, node.meta["line"])
-            if node.meta.get("val") is None:
-                node.meta["val"] = mode.from_tensor(constant)
-
-
-def _values(node: fx.Node) -> list[Any]:
-    return pytree.tree_leaves(node.meta.get("val")) if node.op == "call_function" else []
 
 
 def _definition(fn: Callable[..., Any]) -> Line:

@@ -1,0 +1,74 @@
+"""A function as `jit` is given it: its specs, which arguments are static or donated, and how one call of it is read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardlib.arrays import Shown, taken
+from shardlib.calls.ambient import ambient
+from shardlib.calls.arguments import by_position_and_name
+from shardlib.calls.closure import Closure
+from shardlib.calls.flat import read, twins, wrapped
+from shardlib.calls.programs import Programs
+from shardlib.calls.state import State
+from shardlib.meshes.mesh import Mesh
+from shardlib.tracing.asked import at_home
+
+# What a tensor says of itself is read without a look for its `__torch_function__`: that takes half the time.
+_PlainAttributes = torch._C.DisableTorchFunctionSubclass
+
+
+class Function:
+    """`static` and `donate` are positions and names of arguments."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        in_specs: Any,
+        out_specs: Any,
+        static: frozenset[int | str],
+        donate: frozenset[int | str],
+    ) -> None:
+        self.name: str = getattr(fn, "__name__", type(fn).__name__)
+        self.fn, self.in_specs, self.out_specs = fn, in_specs, out_specs
+        self.static, self.donate = by_position_and_name(fn, static), by_position_and_name(fn, donate)
+
+    @functools.cached_property
+    def _closure(self) -> Closure:
+        return Closure(self.fn)
+
+    def read_call(
+        self, mesh: Mesh, programs: Programs, state: State, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, list[Any]]:
+        """The key of a call and its leaves; what comes with it is added to `state`."""
+        leaves: list[Any] = []
+        known: list[Any] = [None if kwargs else len(args)]
+        if self.static:
+            args, kwargs = wrapped(args, kwargs, self.static)
+        with _PlainAttributes():
+            read((args, kwargs) if kwargs else args, leaves, known, state)
+            modes = ambient(state)
+            self._closure.read(state, known)
+        if state.otherwise:
+            known += state.otherwise
+        count = len(leaves)
+        leaves += state.tensors
+        if len(leaves) > 1 and len(set(map(id, leaves))) < len(leaves):
+            known += twins(leaves[:count], state.tensors).items()
+        if programs.asks:
+            known.append(tuple(map(at_home, leaves)))
+        if not state.quick:
+            leaves += [x for x, _ in state.numbers.values()]
+        return (mesh, modes, tuple(known)), leaves
+
+    def with_tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with tensors for numpy's arrays, but for the static ones."""
+        said, shown = f"an argument of {self.name}", Shown()
+        return (
+            tuple(x if i in self.static else taken(x, said, shown) for i, x in enumerate(args)),
+            {k: x if k in self.static else taken(x, said, shown) for k, x in kwargs.items()},
+        )

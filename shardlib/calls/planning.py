@@ -1,0 +1,171 @@
+"""One call that no program is ready for: the function is traced and planned, and what it leaves behind is put right."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardlib.calls.arguments import argument_of
+from shardlib.calls.flat import flatten_call
+from shardlib.calls.function import Function
+from shardlib.calls.leaks import refuse_leaks
+from shardlib.calls.programs import PROGRAMS, Programs
+from shardlib.calls.reasons import Change, difference, listed, seen
+from shardlib.calls.rebound import Watch
+from shardlib.calls.snapshot import Snapshot
+from shardlib.calls.state import State
+from shardlib.compile import compile_program
+from shardlib.errors import ShardingError
+from shardlib.meshes.mesh import Mesh
+from shardlib.plans.plan import Plan
+from shardlib.propagate.flood import Fixed
+from shardlib.state import unseen
+from shardlib.tensors.tensor import ShardedTensor
+from shardlib.tracing.lines import user_frame
+
+OFTEN = 8  # programs for one reason, from which on it is said
+
+
+class RetraceWarning(UserWarning):
+    """A function is compiled again and again."""
+
+
+@dataclass
+class Call:
+    """One call of a function on a mesh: `key`, `leaves` and `state` are what was read of it last."""
+
+    function: Function
+    mesh: Mesh
+    programs: Programs
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    state: State
+    key: Any
+    leaves: list[Any]
+
+    @staticmethod
+    def of(
+        function: Function, mesh: Mesh, programs: Programs, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Call:
+        """The call, read; `own` is the object whose method it is of."""
+        call = Call(function, mesh, programs, args, kwargs, State(own, programs.changing), None, [])
+        call.read()
+        if call.state.arrays:
+            call.args, call.kwargs = function.with_tensors(args, kwargs)
+            call.read()
+        return call
+
+    def read(self) -> None:
+        """Read it anew."""
+        self.state = State(self.state.own, self.programs.changing)
+        self.key, self.leaves = self._read(self.state)
+
+    def look(self) -> Snapshot:
+        """All that it finds, place by place."""
+        found = Snapshot(self.state.own, self.programs.changing)
+        self._read(found)
+        return found
+
+    def _read(self, state: State) -> tuple[Any, list[Any]]:
+        return self.function.read_call(self.mesh, self.programs, state, self.args, self.kwargs)
+
+    @unseen
+    def plan(self) -> tuple[Plan, list[Any]]:
+        """Its plan, and what that knows by identity; afterwards the call is as a trace leaves it."""
+        with self.programs.lock:
+            known = self.programs.plans.find(self.key, self.leaves)
+            return known or self._plan()
+
+    def _plan(self) -> tuple[Plan, list[Any]]:
+        name, programs, modes = self.function.name, self.programs, self.key[1]
+        while True:
+            watch = Watch(self.look)
+            try:
+                plan = self._compile(watch)
+                if watch.look().leaked:  # a number that stays outside is no number of the trace
+                    watch.restore()
+                    plan = self._compile(watch, exact=True)
+            except ShardingError:
+                watch.restore()
+                raise
+            finally:
+                left_behind = watch.undo()
+            if left_behind:
+                watch.restore()
+            refuse_leaks(name, left_behind)
+            is_known = watch.learn(programs.changing)
+            programs.asks |= plan.compiled.traced.asked
+            found = self.state
+            self.read()
+            if not watch.is_moved(name, found, self.state) and is_known:
+                break
+        looked = plan.compiled.traced.looked
+        call = flatten_call(self.args, self.kwargs, self.function.static, self.state)
+        now = seen(self.function.fn, call, self.key, looked, watch.before.held, watch.look().held)
+        if programs.last is not None:
+            self._note(difference(programs.last, now))
+        programs.last = now
+        if self.key[1] != modes:  # what switches torch otherwise is traced in every call
+            self.key = None
+        programs.plans.keep(self.key, (plan, self.state.kept), looked)
+        return plan, self.state.kept
+
+    def _note(self, changes: Mapping[str, Change]) -> None:
+        """Note why it is compiled again; say it when that happens again and again."""
+        name, programs = self.function.name, self.programs
+        programs.retraces.append(listed([f"{subject}{change.text}" for subject, change in changes.items()]))
+        del programs.retraces[:-PROGRAMS]
+        programs.reasons.update(list(changes))
+        if often := [subject for subject in changes if programs.reasons[subject] == OFTEN]:
+            warnings.warn_explicit(
+                f"{name} has been compiled {OFTEN + 1} times, the last time because of {programs.retraces[-1]}.\n"
+                f"Remedy: {changes[often[0]].remedy}. {name}.retraces lists all reasons",
+                RetraceWarning,
+                *_asked_at(),
+            )
+
+    def _compile(self, watch: Watch, *, exact: bool = False) -> Plan:
+        function = self.function
+        compiled = compile_program(
+            function.fn,
+            self.args,
+            self.kwargs,
+            self.mesh,
+            in_specs=function.in_specs,
+            out_specs=function.out_specs,
+            static=function.static,
+            placed=self._placed,
+            state=self.state,
+            exact=exact or self.state.exact,
+            watch=watch,
+            differentiate=any(isinstance(x, torch.Tensor) and x.requires_grad for x in self.leaves),
+        )
+        paths = compiled.traced.input_paths
+        compiled.program.donated = frozenset(
+            i for i, path in enumerate(paths) if path is not None and argument_of(path) in function.donate
+        )
+        return Plan(compiled)
+
+    def _placed(self, leaf: Any) -> Fixed | None:
+        """Where a leaf lives by itself."""
+        if not isinstance(leaf, ShardedTensor):
+            return None
+        if leaf.mesh != self.mesh:
+            raise ShardingError(
+                f"an argument of {self.function.name} lives on {leaf.mesh}, the current mesh is {self.mesh}",
+                [repr(leaf)],
+                rule="all tensors of a program live on one mesh",
+                remedy="place it again: shard(x.full_tensor(), spec) inside `with` the current mesh",
+            )
+        return Fixed(leaf.sharding, leaf._form.names, (False,) * leaf.dim(), "")
+
+
+def _asked_at() -> tuple[str, int]:
+    """The line of the user's that calls."""
+    frame = user_frame(sys._getframe(1))
+    return ("<unknown>", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)

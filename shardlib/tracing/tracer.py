@@ -1,0 +1,92 @@
+"""The tracer of `make_fx`: every node that it makes gets the user's line, and its graph the user's names."""
+
+from __future__ import annotations
+
+import operator
+import re
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils import _pytree as pytree
+
+from shardlib.strided import refuse_others
+from shardlib.tracing.ending import move_inputs_first
+from shardlib.tracing.lines import Line, LineRecorder, is_mark
+from shardlib.tracing.numbers import scalar_of
+from shardlib.tracing.refusals import refuse_ghost, refuse_unseen
+
+
+def recorded(lines: LineRecorder) -> Any:
+    """The running tracer, changed to give every node that it makes a line, and to be nothing to function modes.
+
+    Ops that autograd's engine runs, where these modes stay on, would show them all that the tracer reads of tensors.
+    """
+    mode: Any = get_proxy_mode()
+    assert mode is not None, "make_fx runs the function under its proxy mode"
+    tracer: Any = mode.tracer
+    dispatch = mode.__torch_dispatch__
+
+    def unseen(mode: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return dispatch(*args, **kwargs)
+
+    mode.__torch_dispatch__ = types.MethodType(unseen, mode)
+    create = tracer.create_node
+
+    def create_node(*args: Any, **kwargs: Any) -> fx.Node:
+        node: fx.Node = create(*args, **kwargs)
+        lines.record(node)
+        return node
+
+    tracer.create_node = create_node
+    return tracer
+
+
+def finish(
+    gm: fx.GraphModule,
+    names: Sequence[str],
+    leaves: Sequence[Any],
+    line: Line,
+    mode: FakeTensorMode,
+    *,
+    differentiable: bool,
+) -> None:
+    """Name the inputs as the user does, put constants among the outputs, fill in what has no line."""
+    graph = gm.graph
+    for mark in reversed([n for n in graph.nodes if is_mark(n)]):
+        graph.erase_node(mark)  # their names are in the lines of the nodes between them
+    for node in reversed([n for n in graph.nodes if "val" not in n.meta and not n.users]):
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.returns:
+            graph.erase_node(node)  # torch refused the call, and somebody caught that
+    move_inputs_first(graph)
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    for node, name in zip(placeholders, names, strict=True):
+        node._rename(re.sub(r"\W+", "_", name).strip("_") or "x")
+    output = graph.output_node()
+    returned = iter(output.args[0])  # type: ignore[arg-type]
+    output.args = (tuple(next(returned) if isinstance(x, torch.Tensor) else scalar_of(x) for x in leaves),)
+    refuse_others("the traced function", ((f"the result of {n.target}", x) for n in graph.nodes for x in _values(n)))
+    for node in graph.nodes:
+        node.meta.setdefault("line", line)
+        node.meta.setdefault("val", None)  # a gradient that nobody asked for
+        if node.target is torch.ops.aten._to_copy.default and not isinstance(node.args[0], fx.Node):
+            made = node.meta["val"]  # under vmap, a Python number that meets a tensor changes its dtype alone
+            node.target = torch.ops.aten.scalar_tensor.default
+            node.kwargs = {"dtype": made.dtype, "device": made.device}
+        if node.op == "get_attr":
+            constant = operator.attrgetter(str(node.target))(gm)
+            if isinstance(constant, FakeTensor):
+                refuse_ghost(constant, node.meta["line"], mode)
+            if constant.requires_grad and differentiable and torch.is_grad_enabled():
+                refuse_unseen(constant, node.meta["line"])
+            if node.meta.get("val") is None:
+                node.meta["val"] = mode.from_tensor(constant)
+
+
+def _values(node: fx.Node) -> list[Any]:
+    return pytree.tree_leaves(node.meta.get("val")) if node.op == "call_function" else []
