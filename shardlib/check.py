@@ -189,7 +189,7 @@ class _World:
         return not all(_equal(run[name], self.before[name]) for run in runs)
 
     def _tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-        call = flatten_call(args, kwargs, self.step.static, self.watch.before)
+        call = flatten_call(self.step.fn, args, kwargs, self.step.static, self.watch.before)
         for name, x in zip(names_of(self.step.fn, call, range(len(call.leaves))), call.leaves, strict=True):
             if isinstance(x, Tensor) and not name.endswith(_GRAD):
                 yield name, x
@@ -258,7 +258,7 @@ def _gradients(step: Jitted) -> Callable[..., tuple[Tensor, ...]]:
 
     @functools.wraps(step.fn)
     def gradients(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        call = flatten_call(args, kwargs, step.static)
+        call = flatten_call(step.fn, args, kwargs, step.static)
         where = [i for i, x in enumerate(call.leaves) if isinstance(x, Tensor) and x.is_floating_point()]
 
         def loss(*some: Tensor) -> Any:

@@ -72,7 +72,7 @@ def compile_program(
     one. `state`, `differentiate`, `exact` and `watch` are as in `trace`.
     """
     clock = _Clock()
-    call = flatten_call(args, kwargs, static, state)
+    call = flatten_call(fn, args, kwargs, static, state)
     specs = _leaf_specs(fn, call, in_specs)
     with mesh, tracing():
         there = world.current_device(mesh.device, mesh.kind)

@@ -46,12 +46,21 @@ class FlatCall:
 
 
 def flatten_call(
-    args: Sequence[Any], kwargs: Mapping[str, Any], static: Collection[int | str] = (), state: State | None = None
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    static: Collection[int | str] = (),
+    state: State | None = None,
 ) -> FlatCall:
-    """The leaves of a call; an argument whose position or name is in `static` is one leaf, wrapped in `Static`."""
+    """The leaves of a call; an argument whose position or name is in `static` is one leaf, wrapped in `Static`.
+
+    State that is found in an argument is called after it: `state` learns what the arguments are called.
+    """
     paths, tree = pytree.tree_flatten_with_path(wrapped(args, kwargs, static))
     leaves = tuple(leaf for _, leaf in paths)
-    return FlatCall(leaves, tuple(path for path, _ in paths), tree, State() if state is None else state)
+    call = FlatCall(leaves, tuple(path for path, _ in paths), tree, State() if state is None else state)
+    call.state.roots = list(names_of(fn, call, range(len(leaves))))
+    return call
 
 
 def wrapped(
@@ -89,11 +98,8 @@ def read(items: Iterable[Any], leaves: list[Any], known: list[Any], state: State
             leaves.append(x)
             own = x.__dict__
             known.append(own["_form"])
-            if len(own) > OWN:
-                state.marks(x, known)
-            if x.requires_grad or x.grad is not None:
-                known.append(x.requires_grad)
-                state.gradient(x, known)
+            if len(own) > OWN or x.requires_grad or x.grad is not None:
+                state.argument(x, known, len(leaves) - 1)
         elif kind is tuple or kind is list:
             known += (kind, len(x))
             read(x, leaves, known, state)
@@ -112,7 +118,7 @@ def read(items: Iterable[Any], leaves: list[Any], known: list[Any], state: State
             state.fact(x.value, known)
         elif isinstance(x, torch.Tensor):
             leaves.append(x)
-            state.tensor(x, known)
+            state.argument(x, known, len(leaves) - 1)
         elif (node := pytree._get_node_type(x)) in pytree.SUPPORTED_NODES or is_container(x):
             children, context = pytree.SUPPORTED_NODES[node].flatten_fn(x)
             known += (kind, len(children))
@@ -156,11 +162,6 @@ def names_of(fn: Callable[..., Any], call: FlatCall, leaves: Sequence[int]) -> I
             continue
         group, first, *tail = call.paths[i]
         yield _head(named, rest, group.idx, first) + pytree.keystr(tuple(tail))
-
-
-def root_names(fn: Callable[..., Any], call: FlatCall) -> list[str]:
-    """What every leaf of the arguments is called; state that is found in one is called after it."""
-    return list(names_of(fn, call, range(len(call.arguments))))
 
 
 def arguments_of(fn: Callable[..., Any], positional: int, named: Iterable[str]) -> list[str]:

@@ -69,6 +69,7 @@ class Call:
         """All that it finds, place by place."""
         found = Snapshot(self.state.own, self.programs.changing)
         self._read(found)
+        flatten_call(self.function.fn, self.args, self.kwargs, self.function.static, found)
         return found
 
     def _read(self, state: State) -> tuple[Any, list[Any]]:
@@ -105,7 +106,7 @@ class Call:
             if not watch.is_moved(name, found, self.state) and is_known:
                 break
         looked = plan.compiled.traced.looked
-        call = flatten_call(self.args, self.kwargs, self.function.static, self.state)
+        call = flatten_call(self.function.fn, self.args, self.kwargs, self.function.static, self.state)
         now = seen(self.function.fn, call, self.key, looked, watch.before.held, watch.look().held)
         if programs.last is not None:
             self._note(difference(programs.last, now))

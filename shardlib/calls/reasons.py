@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardlib.calls.ambient import NAMES
-from shardlib.calls.flat import FlatCall, Static, is_number, is_tensor, names_of, root_names
+from shardlib.calls.flat import FlatCall, Static, is_number, is_tensor, names_of
 from shardlib.calls.kinds import Held
 from shardlib.calls.reach import Reach
 from shardlib.calls.state import name_of
@@ -51,7 +51,7 @@ def seen(
     words = {
         name: _show(x) for i, (name, x) in enumerate(zip(names, leaves, strict=True)) if not is_number(x) or i in looked
     }
-    return Seen(mesh, modes, call.tree, words, held, left, root_names(fn, call), known)
+    return Seen(mesh, modes, call.tree, words, held, left, call.state.roots, known)
 
 
 def difference(old: Seen, new: Seen) -> dict[str, Change]:
@@ -69,6 +69,9 @@ def difference(old: Seen, new: Seen) -> dict[str, Change]:
         for name, now in new.leaves.items()
         if old.leaves.get(name, now) != now
     }
+    for name in (*new.leaves, *old.leaves):
+        if name.endswith(".grad") and (name in old.leaves) != (name in new.leaves):
+            changes[name] = Change(f": {'a tensor -> None' if name in old.leaves else 'None -> a tensor'}", _GRADIENT)
     a, b = next(((a, b) for a, b in zip(old.known, new.known, strict=False) if a != b), (None, None))
     if isinstance(a, Reach) and isinstance(b, Reach) and (replaced := b.replaced(a)):
         return changes | dict.fromkeys(replaced, Change(" is another function now", _ANOTHER))
@@ -89,7 +92,7 @@ def _holdings(old: Seen, new: Seen) -> Iterator[tuple[str, Change]]:
         a, b = list(old.left.get(at, ())), list(new.held.get(at, ()))
         if a == b or any(at[: len(root)] == root for root in replaced):
             continue
-        name = name_of((new.roots[at[0]], *at[1:]) if isinstance(at[0], int) else at) if at else "a hook"
+        name = name_of(at, new.roots) if at else "a hook"
         where = _read_at(new.known, at)
         if not a or not b:
             yield name + where, Change(" is new" if b else " is gone", _ANOTHER)
@@ -136,4 +139,5 @@ _NUMPY = "numpy's "
 _PLAIN = "pass float(x) or int(x): a number of Python's is an input, one of numpy's a constant"
 _NUMBER = "pass what changes as an argument, where a number is an input, or hold it as a tensor: torch.tensor(x)"
 _SETTING = "call opt.step() behind the jitted function, which then returns the loss"
+_GRADIENT = "set gradients to None before every call (zero_grad does), or never"
 _ANOTHER = "make it once, outside the loop, and keep it"

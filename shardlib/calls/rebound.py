@@ -22,7 +22,7 @@ from shardlib.calls.flat import same_number
 from shardlib.calls.kinds import CONTAINERS, PLAIN
 from shardlib.calls.leaks import GONE, Leak, forgotten, put, put_back, undo
 from shardlib.calls.snapshot import Snapshot
-from shardlib.calls.state import LENGTH, NUMBERS, State, name_of
+from shardlib.calls.state import LENGTH, NUMBERS, State
 from shardlib.errors import ShardingError
 from shardlib.scalar import Scalar
 from shardlib.tensors.form import Form
@@ -113,7 +113,7 @@ class Watch:
         """While the function is traced, the numbers that it changes are inputs: leaves from `first` on."""
         for i, (place, (value, at)) in enumerate(self.before.numbers.items(), first):
             self._leaf[place] = i
-            put(self.before.owners[place[0]], place[1], numbers.give(i, name_of(at), value))
+            put(self.before.owners[place[0]], place[1], numbers.give(i, self.before.name(at), value))
 
     def take_back(self) -> None:
         """Give the holders of such numbers what they had."""

@@ -13,7 +13,7 @@ from shardlib.calls.caches import is_cache
 from shardlib.calls.changing import Changing, Facts, Place
 from shardlib.calls.kinds import Held, held
 from shardlib.calls.leaks import Leak
-from shardlib.calls.state import LENGTH, State, name_of
+from shardlib.calls.state import LENGTH, State
 from shardlib.tracing.numbers import is_given
 
 
@@ -37,21 +37,19 @@ class Snapshot(State):
 
     def text(self, place: Place) -> str:
         """What a place is called."""
-        return name_of(self.called[place])
+        return self.name(self.called[place])
 
     def changed(self, before: Snapshot) -> dict[Place, Facts]:
         """The places that hold something else than before, or are new, with what they hold."""
         return {place: now for place, now in self.found.items() if before.found.get(place) != now}
 
-    def marks(self, x: torch.Tensor, known: list[Any]) -> None:
+    def _marks(self, x: torch.Tensor, known: list[Any]) -> None:
         self.owners[id(x)] = x
-        super().marks(x, known)
+        super()._marks(x, known)
 
     def object(self, x: Any, known: list[Any], leaf: int) -> None:
-        self._at = (leaf,)
-        self.held.setdefault(self._at, []).append(held(x))
+        self.held.setdefault((leaf,), []).append(held(x))
         super().object(x, known, leaf)
-        self._at = ()
 
     def named(self, name: str, x: Any, known: list[Any], holder: Any = None, key: Any = None) -> None:
         self.owners[id(holder)] = holder
@@ -63,7 +61,7 @@ class Snapshot(State):
         if place[1] is not LENGTH:
             self.held.setdefault(self._at, []).append(held(x))
         if isinstance(x, FakeTensor):
-            self.leaks.append(Leak(self.owners.get(place[0]), place, name_of(self._at), x))
+            self.leaks.append(Leak(self.owners.get(place[0]), place, self.name(self._at), x))
         elif is_cache(x):
             self.caches.append((x, x.cache_info().misses))
         return facts

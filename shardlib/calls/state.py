@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import types
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -76,6 +76,7 @@ class State:
     arrays = False  # whether numpy's are among the arguments
     exact = False  # whether some code wants numbers that are nothing else
     seeds = False  # whether some code names a method by which generators are seeded
+    roots: Sequence[str] = ()  # what the leaves of the arguments are called
     otherwise: tuple[Any, ...] = ()  # what the function itself changes, and is otherwise now
     _at: tuple[Any, ...] = ()
 
@@ -98,34 +99,52 @@ class State:
     @property
     def names(self) -> list[str]:
         """What each tensor is called: `net.head.weight`, `self.scales[0]`, `net.head.weight.grad`."""
-        return list(map(name_of, self.places))
+        return list(map(self.name, self.places))
 
     @property
     def leaf_names(self) -> list[str]:
         """What each of `leaves` is called."""
-        return [*self.names, *(name_of(at) for _, at in self.numbers.values())]
+        return [*self.names, *(self.name(at) for _, at in self.numbers.values())]
 
     @property
     def leaves(self) -> list[Any]:
         """What is an input beside the arguments: tensors, then numbers."""
         return [*self.tensors, *(x for x, _ in self.numbers.values())]
 
+    def name(self, place: tuple[Any, ...]) -> str:
+        """What a place is called."""
+        return name_of(place, self.roots)
+
     # Tensors --------------------------------------------------------------------------------------------------------
 
-    def tensor(self, x: torch.Tensor, known: list[Any]) -> None:
-        """A plain tensor among the arguments."""
+    def argument(self, x: torch.Tensor, known: list[Any], leaf: int) -> None:
+        """A plain tensor among the arguments, the leaf of this number; of a ShardedTensor, what hangs on it."""
+        self._at = (leaf,)
+        if type(x) is ShardedTensor:
+            self._hanging(x, known)
+        else:
+            self._tensor(x, known)
+        self._at = ()
+
+    def _tensor(self, x: torch.Tensor, known: list[Any]) -> None:
+        """A plain tensor."""
         try:
             strides = x.stride() if x.layout is torch.strided else x.layout
         except RuntimeError:  # a nested one has none
             refuse_others("a jitted function", [("an argument, or what the function closes over,", x)])
             raise
-        known.append((type(x), x.shape, strides, x.dtype, x.device, x.requires_grad))
-        if x.__dict__:
-            self.marks(x, known)
-        if x.requires_grad or x.grad is not None:
-            self.gradient(x, known)
+        known.append((type(x), x.shape, strides, x.dtype, x.device))
+        self._hanging(x, known)
 
-    def marks(self, x: torch.Tensor, known: list[Any]) -> None:
+    def _hanging(self, x: torch.Tensor, known: list[Any]) -> None:
+        """Attributes that somebody gave a tensor, and its `.grad`."""
+        if len(x.__dict__) > (OWN if type(x) is ShardedTensor else 0):
+            self._marks(x, known)
+        if x.requires_grad or x.grad is not None:
+            known.append(x.requires_grad)
+            self._gradient(x, known)
+
+    def _marks(self, x: torch.Tensor, known: list[Any]) -> None:
         """Attributes that somebody gave a tensor."""
         at = self._at
         for k, y in marks(x).items():
@@ -133,7 +152,7 @@ class State:
             self._attribute(id(x), k, y, known, 0)
         self._at = at
 
-    def gradient(self, x: torch.Tensor, known: list[Any]) -> None:
+    def _gradient(self, x: torch.Tensor, known: list[Any]) -> None:
         """The `.grad` of a tensor that requires one, or has one; results of ops have one where they retain it."""
         leaf = x.is_leaf
         known.append(leaf)
@@ -160,13 +179,10 @@ class State:
         self.tensors.append(x)
         self.places.append(self._at)
         if type(x) is ShardedTensor:
-            known.append((x._form, x.requires_grad))
-            if len(x.__dict__) > OWN:
-                self.marks(x, known)
-            if x.requires_grad or x.grad is not None:
-                self.gradient(x, known)
+            known.append(x._form)
+            self._hanging(x, known)
         else:
-            self.tensor(x, known)
+            self._tensor(x, known)
 
     # Everything else ------------------------------------------------------------------------------------------------
 
@@ -202,7 +218,9 @@ class State:
     def object(self, x: Any, known: list[Any], leaf: int) -> None:
         """An argument that is no tensor, number or container: the leaf of this number."""
         self.arrays |= of_numpy(x) == "ndarray"
+        self._at = (leaf,)
         self._value(x, known, 0)
+        self._at = ()
 
     def runs(self, code: Any) -> None:
         """A function or a class that the call may run."""
@@ -416,8 +434,10 @@ class State:
         return False
 
 
-def name_of(place: tuple[Any, ...]) -> str:
-    """A place in words: `net.head.weight`, `self.scales[0]`."""
+def name_of(place: tuple[Any, ...], roots: Sequence[str]) -> str:
+    """A place in words: `net.head.weight`, `self.scales[0]`; the number of a leaf stands for its name in `roots`."""
+    if place and type(place[0]) is int:
+        place = (roots[place[0]] if place[0] < len(roots) else "an argument", *place[1:])
     return "".join(map(_part, place)).lstrip(".")
 
 

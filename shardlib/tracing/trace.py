@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import has_proxy_slot, make_fx
 
 from shardlib.arrays import refuse_writes
 from shardlib.calls.ambient import set_aside
-from shardlib.calls.flat import FlatCall, Static, flatten_call, is_number, is_tensor, names_of, twins
+from shardlib.calls.flat import FlatCall, Static, flatten_call, is_number, is_tensor, names_of, twins, wrapped
 from shardlib.calls.mappings import opened
 from shardlib.calls.rebound import Watch
 from shardlib.calls.state import State
@@ -109,7 +109,7 @@ class Traced:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph op by op on real tensors: the oracle for every later stage."""
-        leaves = flatten_call(args, kwargs, self.static).leaves
+        leaves = pytree.tree_leaves(wrapped(args, kwargs, self.static))
         given = (leaves[i] for i in self.input_leaves)
         flat = _Interpreter(self.graph, leaves).run(*given, enable_io_processing=False)
         return pytree.tree_unflatten(list(flat)[: self.out_tree.num_leaves], self.out_tree)
@@ -160,7 +160,7 @@ def trace(
         >>> traced.graph.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)[0].args
         (sin, n)
     """
-    call = flatten_call(args, kwargs or {}, static, state)
+    call = flatten_call(fn, args, kwargs or {}, static, state)
     if not exact and (any(map(is_number, call.arguments)) or (watch is not None and watch.before.numbers)):
         try:
             return _trace(fn, call, static, device, differentiate, Numbers(), apart, watch)

@@ -97,6 +97,20 @@ def test_the_reason_names_the_mode() -> None:
     assert step.retraces == ["autocast on cpu: None -> torch.bfloat16"]
 
 
+def test_the_reason_names_the_gradient() -> None:
+    w, d = torch.ones(4, 4, requires_grad=True), {"v": sl.shard(torch.ones(4, 4), "a b@tensor").requires_grad_()}
+    d["v"].mask = torch.ones(4)  # type: ignore[attr-defined]
+    step = sl.jit(lambda w, d: (w * d["v"] * d["v"].mask).sum())
+    step(w, d).backward()
+    step(w, d)
+    assert step.retraces == ["w.grad: None -> a tensor; d['v'].grad: None -> a tensor"]
+    w.grad = d["v"].grad = None
+    step(w, d)
+    assert len(step.retraces) == 1, "it was compiled for that already"
+    names = step.plan(w, d).compiled.traced.input_names
+    assert names[:3] == ("w", "d['v']", "d['v'].mask"), "what hangs on an argument is called after it"
+
+
 def test_meshes_count_by_value() -> None:
     step = sl.jit(lambda x: x.sum(), in_specs="batch _")
     for rules in ({"batch": "data"}, {"batch": "data"}, {"batch": "tensor"}):
