@@ -7,11 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import fx
 from torch.utils import _pytree as pytree
 
 from shardlib.errors import ShardingError
-from shardlib.tracing.views import written_to
 
 Shown = dict[int, tuple[Any, torch.Tensor]]  # id of an array -> the array, a tensor that shows it
 
@@ -68,28 +66,6 @@ def _one(leaf: Any, numpy: Any, what: str, shown: Shown | None) -> Any:
 
 def _can_be_shown(x: Any) -> bool:
     return x.flags.writeable and x.dtype.isnative and all(s >= 0 and s % x.itemsize == 0 for s in x.strides)
-
-
-def refuse_writes(gm: fx.GraphModule, held: Iterable[Any]) -> None:
-    """Refuse a traced function that writes to numpy arrays among what it closes over (`held`): tracing copied them."""
-    copies = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.lift_fresh_copy.default)
-    written = written_to(gm.graph) if copies else {}
-    arrays = arrays_of(held) if written else []
-    numpy: Any = sys.modules.get("numpy")
-    wrong = [
-        f"at {node.meta['line']}"
-        for node in copies
-        if node in written and node.args[0].op == "get_attr"
-        for constant in [getattr(gm, str(node.args[0].target))]
-        if any(numpy.shares_memory(x, constant.detach().numpy()) for x in arrays)
-    ]
-    if wrong:
-        raise ShardingError(
-            "the traced function writes to a numpy array that it closes over",
-            wrong,
-            rule="an array that is closed over is a constant; an array among the arguments is read and written",
-            remedy="pass the array as an argument, or clone() the tensor first",
-        )
 
 
 def arrays_of(held: Iterable[Any]) -> list[Any]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from shardlib.arrays import arrays_of
 from shardlib.errors import ShardingError
 from shardlib.tracing.lines import error_line, line_at
+from shardlib.tracing.views import written_to
 
 
 @contextmanager
@@ -28,6 +30,28 @@ def shown() -> Iterator[None]:
         yield
     finally:
         torch.from_numpy = original
+
+
+def refuse_writes(gm: fx.GraphModule, held: Iterable[Any]) -> None:
+    """Refuse a traced function that writes to numpy arrays among what it closes over (`held`): tracing copied them."""
+    copies = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.lift_fresh_copy.default)
+    written = written_to(gm.graph) if copies else {}
+    arrays = arrays_of(held) if written else []
+    numpy: Any = sys.modules.get("numpy")
+    wrong = [
+        f"at {node.meta['line']}"
+        for node in copies
+        if node in written and node.args[0].op == "get_attr"
+        for constant in [getattr(gm, str(node.args[0].target))]
+        if any(numpy.shares_memory(x, constant.detach().numpy()) for x in arrays)
+    ]
+    if wrong:
+        raise ShardingError(
+            "the traced function writes to a numpy array that it closes over",
+            wrong,
+            rule="an array that is closed over is a constant; an array among the arguments is read and written",
+            remedy="pass the array as an argument, or clone() the tensor first",
+        )
 
 
 def taken_for_array(error: Exception, frames: Sequence[FrameType]) -> ShardingError | None:

@@ -20,7 +20,6 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import has_proxy_slot, make_fx
 
-from shardlib.arrays import refuse_writes
 from shardlib.calls.ambient import set_aside
 from shardlib.calls.flat import FlatCall, Static, flatten_call, is_number, is_tensor, names_of, twins, wrapped
 from shardlib.calls.mappings import opened
@@ -279,7 +278,7 @@ def _trace(
     if there is None or there.type == "cpu":  # GPUs have kernels for other dtypes
         named = dict(zip(gm.graph.find_nodes(op="placeholder"), input_names, strict=True))
         refuse_kernels(gm.graph, named)
-    refuse_writes(gm, call.state.kept)
+    arrays.refuse_writes(gm, call.state.kept)
     with mode:
         written = functionalise(gm, input_names)
     if there is not None and there.type != "cpu":
