@@ -329,6 +329,8 @@ def channel_norm(d: Drawing) -> str:
     x = d.pick(rank=d.rng.choice([2, 3, 4]))
     c = d.shape(x)[1]
     groups = d.rng.choice([g for g in range(1, c + 1) if c % g == 0])
+    if math.prod(d.shape(x)[1:]) == groups:  # single elements have a variance of 0, and rounding decides what they give
+        groups = 1
     weight = d.rng.choice(["", f", weight={d.like([c])}", f", weight={d.like([c])}, bias={d.like([c])}"])
     f = d.rng.choice([f"F.batch_norm({x}, None, None, training=True{weight})", f"F.group_norm({x}, {groups}{weight})"])
     if len(d.shape(x)) > 3 and 1 in d.shape(x):
