@@ -133,7 +133,7 @@ class Jitted(Function):
         return self.call(self.programs, None, args, kwargs)
 
     def plan_of(self, programs: Programs, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-        plan = Call.of(self, self._mesh(args, kwargs), programs, own, args, kwargs).plan()[0]
+        plan = Call.of(self, self._mesh(args, kwargs), programs, own, args, kwargs).plan(runs=False)[0]
         self._check_budgets(plan)
         return plan
 

@@ -1,33 +1,31 @@
-"""What a function itself changes where it was found, as its programs remember it from call to call."""
+"""What a function itself changes where it was found, as its programs know it from call to call."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from shardlib.bounded import Bounded
-
 Place = tuple[int, Any]  # id of who holds something (a dict of globals, a cell, an object ...), and its name there
 Facts = tuple[Any, ...]
 
 
 class Changing:
-    """What a function itself changes where it was found.
+    """`numbers` are inputs; `holders`, the containers and tensors in which it changes something, count by identity.
 
-    `numbers`, which are inputs, and `containers` of plain values, which count by identity: every call changes them.
-    `left` is anything else, as the last trace left it.
+    So do `logs`, to which it appends without reading them: what is in them does not count.
     """
 
     def __init__(self) -> None:
-        self.left: Bounded[Place, Facts] = Bounded(1 << 14)
         self.numbers: set[Place] = set()
-        self.containers: set[int] = set()
-        self.anything = False
+        self.holders: set[int] = set()
+        self.logs: dict[int, Any] = {}  # which are kept, so that nothing else has their ids
 
-    def add(self, left: Mapping[Place, Facts], numbers: Iterable[Place], containers: Iterable[int]) -> None:
+    @property
+    def anything(self) -> bool:
+        return bool(self.numbers or self.holders or self.logs)
+
+    def add(self, numbers: Iterable[Place], holders: Iterable[int], logs: Mapping[int, Any]) -> None:
         """Note more of it."""
-        for place, facts in left.items():
-            self.left[place] = facts
         self.numbers.update(numbers)
-        self.containers.update(containers)
-        self.anything = bool(self.left or self.numbers or self.containers)
+        self.holders.update(holders)
+        self.logs.update(logs)

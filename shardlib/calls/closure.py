@@ -41,5 +41,6 @@ class Closure:
             state.exact = True
         if reach.seeds:
             state.seeds = True
+        state.logs = reach.logs
         for name, get, holder, key in reach.variables:
             state.named(name, get(), known, holder, key)

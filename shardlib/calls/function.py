@@ -53,8 +53,6 @@ class Function:
             read((args, kwargs) if kwargs else args, leaves, known, state)
             modes = ambient(state)
             self._closure.read(state, known)
-        if state.otherwise:
-            known += state.otherwise
         count = len(leaves)
         leaves += state.tensors
         if len(leaves) > 1 and len(set(map(id, leaves))) < len(leaves):

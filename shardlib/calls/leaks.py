@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import gc
 import inspect
-import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shardlib.calls.inside import own
+from shardlib.calls.holders import put_back, refill
 from shardlib.errors import ShardingError
 from shardlib.tensors.tensor import typeof
 
@@ -48,72 +47,11 @@ class Leak:
         return is_cached(self.owner, self.place[1])
 
 
-GONE = object()  # what a holder has that has nothing
-
-
 def is_cached(owner: Any, key: Any) -> bool:
     """Whether a holder's attribute is a `cached_property`."""
     return isinstance(key, str) and isinstance(
         inspect.getattr_static(type(owner), key, None), functools.cached_property
     )
-
-
-def undo(owner: Any, place: Place, before: Snapshot) -> None:
-    """Give a holder back what it had: a container, all of it."""
-    if id(owner) in before.copies:
-        _refill(owner, before.copies[id(owner)])
-    else:
-        put_back(owner, place, before)
-
-
-def put_back(owner: Any, place: Place, before: Snapshot) -> None:
-    """Give a holder what it had at one of its places."""
-    put(owner, place[1], before.values.get(place, GONE))
-
-
-def _drop(owner: Any, key: Any) -> None:
-    """Take what a holder has."""
-    if isinstance(owner, types.CellType):
-        del owner.cell_contents
-    elif isinstance(owner, type | types.ModuleType) or _is_slot(owner, key):
-        delattr(owner, key)
-    elif (space := _space(owner, key)) is not None:
-        space.pop(key[1] if space is owner else key, None)
-
-
-def put(owner: Any, key: Any, value: Any) -> None:
-    """Give a holder (a cell, a list, a dict, a class, a module, an object) another value, or, if `GONE`, none."""
-    if value is GONE:
-        _drop(owner, key)
-    elif isinstance(owner, types.CellType):
-        owner.cell_contents = value
-    elif isinstance(owner, type | types.ModuleType) or _is_slot(owner, key):
-        setattr(owner, key, value)
-    elif isinstance(owner, list):
-        owner[key] = value
-    elif (space := _space(owner, key)) is not None:
-        space[key[1] if space is owner else key] = value
-
-
-def _is_slot(owner: Any, key: Any) -> bool:
-    return isinstance(key, str) and isinstance(
-        inspect.getattr_static(type(owner), key, None), types.MemberDescriptorType
-    )
-
-
-def _space(owner: Any, key: Any) -> dict[Any, Any] | None:
-    """The dict in which a holder has a name."""
-    if isinstance(owner, dict):
-        return owner
-    inside = own(owner)
-    spaces = [inside.get("_parameters"), inside.get("_buffers"), inside]
-    dicts: list[dict[Any, Any]] = [space for space in spaces if isinstance(space, dict)]
-    return next((space for space in dicts if key in space), dicts[-1] if dicts else None)
-
-
-def _refill(x: Any, old: Any) -> None:
-    x.clear()
-    x.update(old) if isinstance(x, dict | set) else x.extend(old)
 
 
 def forgotten(before: Snapshot, after: Snapshot) -> list[Leak]:
@@ -134,7 +72,10 @@ def forgotten(before: Snapshot, after: Snapshot) -> list[Leak]:
         if id(leak.value) not in known
     ]
     for leak in leaks:
-        undo(leak.owner, leak.place, before)
+        if id(leak.owner) in before.copies:
+            refill(leak.owner, before.copies[id(leak.owner)])
+        else:
+            put_back(leak.owner, leak.place, before)
     return [leak for leak in leaks if not leak.is_cached]
 
 

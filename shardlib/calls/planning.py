@@ -76,13 +76,16 @@ class Call:
         return self.function.read_call(self.mesh, self.programs, state, self.args, self.kwargs)
 
     @unseen
-    def plan(self) -> tuple[Plan, list[Any]]:
-        """Its plan, and what that knows by identity; afterwards the call is as a trace leaves it."""
+    def plan(self, *, runs: bool = True) -> tuple[Plan, list[Any]]:
+        """Its plan, and what that knows by identity; afterwards the call is as a trace leaves it, if it `runs`.
+
+        The key of a call whose program is for this once is None.
+        """
         with self.programs.lock:
             known = self.programs.plans.find(self.key, self.leaves)
-            return known or self._plan()
+            return known or self._plan(runs)
 
-    def _plan(self) -> tuple[Plan, list[Any]]:
+    def _plan(self, runs: bool) -> tuple[Plan, list[Any]]:
         name, programs, modes = self.function.name, self.programs, self.key[1]
         while True:
             watch = Watch(self.look)
@@ -107,12 +110,15 @@ class Call:
                 break
         looked = plan.compiled.traced.looked
         call = flatten_call(self.function.fn, self.args, self.kwargs, self.function.static, self.state)
-        now = seen(self.function.fn, call, self.key, looked, watch.before.held, watch.look().held)
+        unrepeated = watch.unrepeated()
+        now = seen(self.function.fn, call, self.key, looked, watch.before.held, watch.look().held, unrepeated)
         if programs.last is not None:
             self._note(difference(programs.last, now))
         programs.last = now
-        if self.key[1] != modes:  # what switches torch otherwise is traced in every call
+        if self.key[1] != modes or unrepeated:  # such effects are those of a trace
             self.key = None
+        if unrepeated and not runs:
+            watch.restore()
         programs.plans.keep(self.key, (plan, self.state.kept), looked)
         return plan, self.state.kept
 

@@ -37,7 +37,7 @@ class Reach:
     """The variables that some code reads, and the functions that it calls by name.
 
     `exact`: some of it asks for `type(x)`, which nothing but a number itself answers right: numbers are constants.
-    `seeds`: some of it names a method by which generators are seeded.
+    `seeds`: some of it names a method by which generators are seeded. `logs`: names of what it only appends to.
     Two of these are equal only if they are one: it stands for its functions in the key of a call.
     """
 
@@ -47,12 +47,15 @@ class Reach:
         self.variables: list[Variable] = []
         self._seen: set[Any] = set() if before is None else set(before._seen)
         self.readers: dict[str, types.CodeType] = {}  # by variable
+        self._appended: set[str] = set() if before is None else set(before._appended)
+        self._read: set[str] = set() if before is None else set(before._read)
         self._places: list[tuple[str, Getter, Any]] = []
         self._functions: list[tuple[types.FunctionType, Any, Any, Any]] = []  # with their parts
         self._todo = list(code)
         while self._todo:
             self._go_through(self._todo.pop(0))
         self._found = [(get, x) for _, get, x in self._places]
+        self.logs = frozenset(self._appended - self._read)
 
     def is_current(self) -> bool:
         """Whether all its functions are still those that were found."""
@@ -134,6 +137,9 @@ class Reach:
             self._space(variable, get(), code)
         if is_users(fn):
             self.seeds |= not _SEEDING.isdisjoint(_attributes(code))
+            appended, read = _uses(code)
+            self._appended |= appended
+            self._read |= read
             names = _globals(fn)
             self.exact |= "type" in names and fn.__name__ not in _TEXTS
             for variable in names:
@@ -259,6 +265,26 @@ def _values(code: types.CodeType) -> frozenset[str]:
     names |= {name for (does, name), (_, to) in itertools.pairwise(steps) if does == "IMPORT_NAME" and to in names}
     inside = (_values(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))
     return frozenset(names).union(_spelt(code), *inside)
+
+
+@functools.lru_cache(1 << 12)
+def _uses(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """Names of variables and attributes that code appends to, `log` in `self.log.append(x)`, and that it reads."""
+    steps = [x for x in dis.get_instructions(code) if x.opname not in ("CACHE", "EXTENDED_ARG")]
+    appended: set[str] = set()
+    read: set[str] = set()
+    for step, then in itertools.pairwise(steps):
+        if step.opname.startswith("LOAD") and step.opname not in _NO_READS and isinstance(step.argval, str):
+            appends = then.opname in _ATTRIBUTE and then.argval in _APPENDING
+            (appended if appends else read).add(step.argval)
+    for inner in (x for x in code.co_consts if isinstance(x, types.CodeType)):
+        a, r = _uses(inner)
+        appended, read = appended | a, read | r
+    return frozenset(appended), frozenset(read)
+
+
+_NO_READS = ("LOAD_CONST", "LOAD_CLOSURE")
+_APPENDING = ("append", "extend", "add", "appendleft", "extendleft", "insert")
 
 
 def _spelt(code: types.CodeType) -> Iterator[str]:

@@ -29,7 +29,8 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Seen:
-    """One call as a reader sees it: `held` is what it found, `left` what its trace left behind, by name."""
+    """One call as a reader sees it: `held` is what it found, `left` what its trace left behind, by name; `unrepeated`
+    what only a trace can change."""
 
     mesh: Any
     ambient: tuple[Any, ...]
@@ -39,10 +40,17 @@ class Seen:
     left: Holdings
     roots: Sequence[str]
     known: tuple[Any, ...]
+    unrepeated: Sequence[str]
 
 
 def seen(
-    fn: Callable[..., Any], call: FlatCall, key: Any, looked: Mapping[int, Any], held: Holdings, left: Holdings
+    fn: Callable[..., Any],
+    call: FlatCall,
+    key: Any,
+    looked: Mapping[int, Any],
+    held: Holdings,
+    left: Holdings,
+    unrepeated: Sequence[str],
 ) -> Seen:
     """A call in words; numbers count where the function looked at them."""
     mesh, modes, known = key
@@ -51,7 +59,7 @@ def seen(
     words = {
         name: _show(x) for i, (name, x) in enumerate(zip(names, leaves, strict=True)) if not is_number(x) or i in looked
     }
-    return Seen(mesh, modes, call.tree, words, held, left, call.state.roots, known)
+    return Seen(mesh, modes, call.tree, words, held, left, call.state.roots, known, unrepeated)
 
 
 def difference(old: Seen, new: Seen) -> dict[str, Change]:
@@ -75,6 +83,8 @@ def difference(old: Seen, new: Seen) -> dict[str, Change]:
     a, b = next(((a, b) for a, b in zip(old.known, new.known, strict=False) if a != b), (None, None))
     if isinstance(a, Reach) and isinstance(b, Reach) and (replaced := b.replaced(a)):
         return changes | dict.fromkeys(replaced, Change(" is another function now", _ANOTHER))
+    if old.unrepeated:
+        return changes | dict.fromkeys(old.unrepeated, Change(" was changed by the function itself", _EFFECT))
     other = "what the function closes over, or its arguments hold"
     return dict(_holdings(old, new)) | changes or {other: Change(" is another", _NUMBER)}
 
@@ -139,5 +149,9 @@ _NUMPY = "numpy's "
 _PLAIN = "pass float(x) or int(x): a number of Python's is an input, one of numpy's a constant"
 _NUMBER = "pass what changes as an argument, where a number is an input, or hold it as a tensor: torch.tensor(x)"
 _SETTING = "call opt.step() behind the jitted function, which then returns the loss"
+_EFFECT = (
+    "change it outside, or hold it as numbers, texts, tensors and tuples, lists and dicts of them: calls repeat what "
+    "happens to these, and trace what else happens"
+)
 _GRADIENT = "set gradients to None before every call (zero_grad does), or never"
 _ANOTHER = "make it once, outside the loop, and keep it"

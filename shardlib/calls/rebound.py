@@ -1,15 +1,22 @@
-"""What a traced function leaves where it was found: other tensors become results of the program, and are put there.
+"""What a traced function leaves where it was found: other values become results of the program, and are put there.
 
 `self.running = 0.9 * self.running + x` gives an attribute another tensor. While it is traced, that is a value of the
 trace: it is taken away again when the function ends, and each call of the program puts its own there. The same holds
-for an attribute that gets one of the call's own tensors, and for tuples, lists and dicts of such, made in the call.
+for numbers, flags, functions and whatever else is a value, for tuples, lists and dicts of such, for items of dicts and
+lists, and for what is appended. An effect of another kind (a new object, a write to a numpy array) is that of the trace
+alone: no program can repeat it, so none is kept, and each such call is traced.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import enum
 import functools
+import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +26,10 @@ from torch.utils import _pytree as pytree
 
 from shardlib.calls.changing import Changing, Place
 from shardlib.calls.flat import same_number
-from shardlib.calls.kinds import CONTAINERS, PLAIN
-from shardlib.calls.leaks import GONE, Leak, forgotten, put, put_back, undo
+from shardlib.calls.holders import ALL, GONE, among, is_refilled, put, put_back, refill
+from shardlib.calls.inside import attributes
+from shardlib.calls.kinds import CONTAINERS, OPAQUE, PLAIN
+from shardlib.calls.leaks import Leak, forgotten
 from shardlib.calls.snapshot import Snapshot
 from shardlib.calls.state import LENGTH, NUMBERS, State
 from shardlib.errors import ShardingError
@@ -67,22 +76,27 @@ class Computed:
 
 @dataclass(frozen=True)
 class Rest:
-    """Anything else: the same in every call of this program."""
+    """Anything else that is a value: the same in every call of this program."""
 
     value: Any
 
     def of(self, leaves: Sequence[Any], out: Sequence[Any]) -> Any:
-        return self.value
+        return copy.copy(self.value) if isinstance(self.value, set) else self.value
+
+
+Part = Result | Own | Computed | Rest
 
 
 @dataclass(frozen=True)
 class Rebound:
-    """A place that has another value after each call: who holds it, under which key, and the leaves of the value."""
+    """A place that has another value after each call: who holds it, under which key (of a module's dict `among`), and
+    the leaves of the value."""
 
     owner: Callable[[], Any]
     key: Any
+    among: str
     tree: pytree.TreeSpec
-    parts: tuple[Result | Own | Computed | Rest, ...]
+    parts: tuple[Part, ...]
 
 
 def rebind(places: Sequence[Rebound], leaves: Sequence[Any], out: Sequence[Any]) -> None:
@@ -96,7 +110,7 @@ def rebind(places: Sequence[Rebound], leaves: Sequence[Any], out: Sequence[Any])
         flat = [made[p.at] if isinstance(p, Result) else p.of(leaves, out) for p in place.parts]
         values.append(pytree.tree_unflatten(flat, place.tree))
     for place, value in zip(places, values, strict=True):
-        put(place.owner(), place.key, value)
+        put(place.owner(), place.key, value, place.among)
 
 
 class Watch:
@@ -105,8 +119,9 @@ class Watch:
     def __init__(self, look: Callable[[], Snapshot]) -> None:
         self.look = look
         self.before = look()
-        self.numbers: set[Place] = set()  # that the function changes; and the containers in which it changes a value
-        self.containers: dict[int, Any] = {}
+        self.numbers: set[Place] = set()  # that the function changes; and the holders in which it changes something
+        self.holders: dict[int, Any] = {}
+        self.logs: dict[int, Any] = {}
         self._leaf: dict[Place, int] = {}
 
     def give(self, numbers: Numbers, first: int) -> None:
@@ -129,18 +144,26 @@ class Watch:
         """Give every place back what it had, as if the function had not run."""
         self.undo()
         before, after = self.before, self.look()
+        for number, items in before.copies.items():
+            refill(before.owners[number], items)
         for place in before.values | after.values:
             had, has = before.values.get(place, GONE), after.values.get(place, GONE)
-            if place[0] in before.owners and place[0] in after.owners and not _is_same(had, has):
-                undo(before.owners[place[0]], place, before)
+            mine = place[0] in before.owners and place[0] not in before.copies and place[0] in after.owners
+            if mine and not _is_same(had, has):
+                put_back(before.owners[place[0]], place, before)
 
     def learn(self, changing: Changing) -> bool:
         """Note what the function changes; whether that was known: otherwise it is to be traced again, as numbers that
-        it changes are inputs."""
-        if is_new := not self.numbers <= changing.numbers:
+        it changes are inputs, and containers count by identity."""
+        if is_new := not (self.numbers <= changing.numbers and self.holders.keys() <= changing.holders):
             self.restore()
-        changing.add(self.look().changed(self.before), self.numbers, self.containers)
+        changing.add(self.numbers, self.holders, self.logs)
         return not is_new
+
+    def unrepeated(self) -> list[str]:
+        """What the trace itself has changed, and no program can."""
+        after = self.look()
+        return list(dict.fromkeys(after.text(place) for place in after.changed(self.before)))
 
     def is_moved(self, name: str, before: State, after: State) -> bool:
         """Whether the function leaves the tensors that a call finds in another order.
@@ -155,30 +178,32 @@ class Watch:
                 [f"{at} is gone" for i, at in was.items() if i not in now]
                 + [f"{at} is new" for i, at in now.items() if i not in was],
                 rule="a jitted function runs once, and is then a program of the tensors that it found",
-                remedy="change attributes and items of dicts (x.h = None), not the length of lists of tensors; or pass "
-                "them as arguments",
+                remedy="hold them in attributes, lists and dicts, which each call changes; or pass them as arguments",
             )
         return list(was) != list(now)
 
     def rebound(
         self, own: Mapping[int, int], results: list[Any], names: list[str], is_traced: Callable[[Any], bool]
     ) -> list[Rebound]:
-        """The places that hold other tensors or plain values now; they get back what they had.
+        """The places that hold other values now; they get back what they had.
 
         New tensors join `results`; `own` are the leaves of the call's tensors by their ids.
         """
-        after = self.look()
-        self.numbers, self.containers = set(), {}
+        before, after = self.before, self.look()
+        self.numbers, self.holders, self.logs = set(), {}, {}
         known: dict[tuple[int, bool], int] = {(id(x), False): i for i, x in enumerate(results)}
+        mine = {id(x) for x in before.kept} | before.owners.keys()
         found = []
 
-        def part(x: Any, old: Any, place: Place) -> Result | Own | Computed | Rest:
+        def part(x: Any, old: Any, place: Place) -> Part | None:
             if is_given(x):
                 return Computed(x.scalar)
             if not isinstance(x, Tensor):
-                return Rest(x)
+                return Rest(x) if id(x) in mine or is_value(x) else None
             if id(x) in own:
                 return Own(own[id(x)])
+            if not is_traced(x) or _is_new_leaf(x):
+                return None
             plain = isinstance(old, Tensor) and not isinstance(old, ShardedTensor) and not x.requires_grad
             home = None
             if (id(x), plain) not in known:
@@ -188,65 +213,68 @@ class Watch:
                 home = old._form if isinstance(old, ShardedTensor) and old.shape == x.shape else None
             return Result(known[id(x), plain], old.device if plain else None, home)
 
-        for place in self.before.values | after.values:
-            owner, old = self.before.owners.get(place[0]), self.before.values.get(place, GONE)
-            value = after.values.get(place, GONE)
-            if value is old or not all(place[0] in world.owners for world in (self.before, after)):
-                continue
-            if (changed_ := self._plain(owner, place, value, old)) is not None:
-                found.append(changed_)
-                continue
-            if not _may_hold(owner, place[1]):
-                continue
-            leaves, tree = pytree.tree_flatten(value)
-            tensors = [x for x in leaves if isinstance(x, Tensor)]
-            if not all(id(x) in own or (is_traced(x) and not _is_new_leaf(x)) for x in tensors):
-                continue
-            if not tensors and not any(map(is_given, leaves)):
-                continue
+        for place, owner, value, old in self._changes(after):
+            leaves, tree = pytree.tree_flatten(value if value is not GONE else None)
             olds, was = pytree.tree_flatten(old)
             olds = olds if was == tree else [None] * len(leaves)
-            parts = tuple(part(x, o, place) for x, o in zip(leaves, olds, strict=True))
-            found.append(self._rebound(owner, place, tree, parts))
+            named = place if place in after.called else (place[0], LENGTH)
+            parts = [part(x, o, named) for x, o in zip(leaves, olds, strict=True)]
+            if value is GONE:
+                tree, parts = _LEAF, [Rest(GONE)]
+            if None in parts:  # it stays as the trace leaves it
+                continue
+            if isinstance(owner, CONTAINERS + (Tensor,)) and not _is_global(owner):
+                self.holders[id(owner)] = owner
+            if type(old) in NUMBERS and (is_given(value) or type(value) in NUMBERS):
+                self.numbers.add(place)
+            refer = weakref.ref(owner) if owner is before.own else functools.partial(_self, owner)
+            found.append(Rebound(refer, place[1], among(owner, place[1]), tree, tuple(filter(None, parts))))
+            put_back(owner, place, before)
         self.take_back()
         return found
 
-    def _plain(self, owner: Any, place: Place, value: Any, old: Any) -> Rebound | None:
-        """A place that holds another plain value now: every call changes it, from what is part of the call's key.
-
-        Of containers, those that stay as long as they were; what is appended stays there, as the trace left it.
-        """
-        was_one, is_one = (type(x) in PLAIN or x is GONE for x in (old, value))
-        if not (was_one or isinstance(old, Tensor)) or not (is_one or is_given(value)) or place[1] == LENGTH:
-            return None
-        if isinstance(owner, CONTAINERS + (Tensor,)):
-            if not isinstance(owner, dict) and not (isinstance(owner, list) and old is not GONE and value is not GONE):
-                return None
-            if not (isinstance(owner, dict) and "__builtins__" in owner):
-                self.containers[id(owner)] = owner
-        if is_given(value):
-            if value.scalar.op is None and value.scalar.leaf == self._leaf.get(place):
-                return None
-            part: Computed | Rest = Computed(value.scalar)
-        elif _is_same(value, old):
-            return None
-        else:
-            part = Rest(value)
-        if type(old) in NUMBERS and type(value) in NUMBERS:
-            self.numbers.add(place)
-        return self._rebound(owner, place, _LEAF, (part,))
-
-    def _rebound(self, owner: Any, place: Place, tree: Any, parts: tuple[Any, ...]) -> Rebound:
-        put_back(owner, place, self.before)
-        refer = weakref.ref(owner) if owner is self.before.own else functools.partial(_self, owner)
-        return Rebound(refer, place[1], tree, parts)
+    def _changes(self, after: Snapshot) -> Iterator[tuple[Place, Any, Any, Any]]:
+        """The places that hold something else now: who holds it, what it is, and what was there."""
+        before, whole = self.before, set()
+        for number, items in before.copies.items():
+            owner = before.owners[number]
+            if isinstance(owner, dict) or number not in after.owners or not isinstance(owner, list | set | deque):
+                continue
+            if not isinstance(owner, list) or len(owner) != len(items):
+                whole.add(number)
+                if after.is_log(number):
+                    self.logs[number] = owner
+                elif is_refilled(owner, items):
+                    yield (number, ALL), owner, list(owner), list(items)
+        for place in before.values | after.values:
+            number, key = place
+            if number in whole or key is LENGTH or not all(number in world.owners for world in (before, after)):
+                continue
+            owner, old, value = before.owners[number], before.values.get(place, GONE), after.values.get(place, GONE)
+            if value is old or _is_same(value, old) or isinstance(owner, tuple | frozenset | types.MappingProxyType):
+                continue
+            if is_given(value) and value.scalar.op is None and value.scalar.leaf == self._leaf.get(place):
+                continue
+            if isinstance(owner, dict) and not isinstance(key, tuple | str):
+                continue
+            if isinstance(key, tuple) and isinstance(key[0], type) and issubclass(key[0], Tensor):
+                continue  # a dict by tensors is known by their ids
+            yield place, owner, value, old
 
 
-def _may_hold(owner: Any, key: Any) -> bool:
-    """Whether a holder is the same in each call of a program; what a container holds is known by its place alone."""
-    if isinstance(owner, dict):
-        return isinstance(key, tuple) and "__builtins__" in owner  # variables of a module
-    return not isinstance(owner, CONTAINERS + (Tensor,))
+def is_value(x: Any) -> bool:
+    """Whether it does not matter which of equal objects one has: numbers, texts, enums, functions, modules, sets."""
+    if type(x) in PLAIN or isinstance(x, (enum.Enum, *OPAQUE)):
+        return True
+    if isinstance(x, set | frozenset):
+        return all(map(is_value, x))
+    if dataclasses.is_dataclass(x) and x.__dataclass_params__.frozen:  # type: ignore[union-attr]
+        return all(is_value(y) for _, y in attributes(x))
+    return False
+
+
+def _is_global(owner: Any) -> bool:
+    return isinstance(owner, dict) and "__builtins__" in owner
 
 
 def _is_same(a: Any, b: Any) -> bool:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import array
 import copy
 from collections import deque
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardlib.calls.caches import is_cache
 from shardlib.calls.changing import Changing, Facts, Place
-from shardlib.calls.kinds import Held, held
+from shardlib.calls.kinds import CONTAINERS, PLAIN, Held, held, is_object, of_numpy
 from shardlib.calls.leaks import Leak
 from shardlib.calls.state import LENGTH, State
 from shardlib.tracing.numbers import is_given
@@ -24,7 +26,7 @@ class Snapshot(State):
 
     def __init__(self, own: Any = None, changing: Changing | None = None) -> None:
         super().__init__(own, changing)
-        self.quick = False
+        self.quick, self.notes = False, True
         self.found: dict[Place, Facts] = {}
         self.values: dict[Place, Any] = {}
         self.called: dict[Place, tuple[Any, ...]] = {}
@@ -33,6 +35,7 @@ class Snapshot(State):
         self.held: dict[tuple[Any, ...], list[Held]] = {}
         self.leaks: list[Leak] = []
         self.leaked = False
+        self._log = False  # whether one is being read
         self.caches: list[tuple[Any, int]] = []  # each with the number of results that it had to compute
 
     def text(self, place: Place) -> str:
@@ -42,6 +45,11 @@ class Snapshot(State):
     def changed(self, before: Snapshot) -> dict[Place, Facts]:
         """The places that hold something else than before, or are new, with what they hold."""
         return {place: now for place, now in self.found.items() if before.found.get(place) != now}
+
+    def is_log(self, container: int) -> bool:
+        """Whether the code only appends to what this container is called."""
+        name = next((x for x in reversed(self.called.get((container, LENGTH), ())) if isinstance(x, str)), "")
+        return name.rpartition(".")[2] in self.logs
 
     def _marks(self, x: torch.Tensor, known: list[Any]) -> None:
         self.owners[id(x)] = x
@@ -55,16 +63,19 @@ class Snapshot(State):
         self.owners[id(holder)] = holder
         super().named(name, x, known, holder, key)
 
-    def _place(self, place: Place, x: Any, known: list[Any], depth: int) -> Facts:
-        facts = super()._place(place, x, known, depth)
-        self.found[place], self.values[place], self.called[place] = facts, x, self._at
-        if place[1] is not LENGTH:
+    def _attribute(self, owner: int, name: Any, x: Any, known: list[Any], depth: int) -> None:
+        start, place = len(known), (owner, name)
+        super()._attribute(owner, name, x, known, depth)
+        deep = type(x) not in PLAIN and (isinstance(x, (nn.Module, *CONTAINERS)) or is_object(x))
+        if not self._log:
+            self.found[place] = (type(x), id(x)) if deep else tuple(known[start:])
+        self.values[place], self.called[place] = x, self._at
+        if name is not LENGTH:
             self.held.setdefault(self._at, []).append(held(x))
         if isinstance(x, FakeTensor):
-            self.leaks.append(Leak(self.owners.get(place[0]), place, self.name(self._at), x))
+            self.leaks.append(Leak(self.owners.get(owner), place, self.name(self._at), x))
         elif is_cache(x):
             self.caches.append((x, x.cache_info().misses))
-        return facts
 
     def _value(self, x: Any, known: list[Any], depth: int) -> None:
         if is_given(x):
@@ -72,9 +83,18 @@ class Snapshot(State):
         super()._value(x, known, depth)
 
     def _container(self, x: Any, known: list[Any], depth: int) -> None:
+        self.owners[id(x)] = x
         if isinstance(x, list | dict | set | deque):
             self.copies[id(x)] = copy.copy(x)
+        outside, self._log = self._log, self._log or id(x) in self.changing.logs
         super()._container(x, known, depth)
+        self._log = outside
+
+    def _object(self, x: Any, known: list[Any], depth: int) -> None:
+        if isinstance(x, bytearray | array.array) or (of_numpy(x) == "ndarray" and x.flags.writeable):
+            self.owners[id(x)] = x
+            self.copies[id(x)] = copy.copy(x)
+        super()._object(x, known, depth)
 
     def _again(self, x: Any, known: list[Any]) -> bool:
         self.owners[id(x)] = x

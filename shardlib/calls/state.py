@@ -4,8 +4,7 @@ Every tensor that is found becomes an input of the program, read anew in each ca
 filled since is seen. Everything else that is found (flags such as `training`, numbers, hooks, objects by identity) is
 part of the key. What an object holds is looked at several levels deep; what is deeper, or made by properties, is not.
 
-What the function itself changes there is `Changing`: numbers are inputs, too, and what it appends or makes while it is
-traced counts as it was left: it is no reason to trace again until somebody else changes it.
+Of what the function itself changes there (`Changing`), numbers are inputs, too, and containers count by identity.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import nn
 
 from shardlib.calls.bound import Bound
 from shardlib.calls.caches import emptied, is_cache
-from shardlib.calls.changing import Changing, Facts, Place
+from shardlib.calls.changing import Changing, Place
 from shardlib.calls.inside import attributes, content, own
 from shardlib.calls.kinds import (
     BUILTIN,
@@ -76,8 +75,9 @@ class State:
     arrays = False  # whether numpy's are among the arguments
     exact = False  # whether some code wants numbers that are nothing else
     seeds = False  # whether some code names a method by which generators are seeded
+    logs: frozenset[str] = frozenset()  # names of what code only appends to
+    notes = False  # whether all places are kept
     roots: Sequence[str] = ()  # what the leaves of the arguments are called
-    otherwise: tuple[Any, ...] = ()  # what the function itself changes, and is otherwise now
     _at: tuple[Any, ...] = ()
 
     # A small call needs none of these.
@@ -147,6 +147,8 @@ class State:
     def _marks(self, x: torch.Tensor, known: list[Any]) -> None:
         """Attributes that somebody gave a tensor."""
         at = self._at
+        if id(x) in self.changing.holders:
+            self._identity(x, known)
         for k, y in marks(x).items():
             self._at = (*at, ".", k)
             self._attribute(id(x), k, y, known, 0)
@@ -253,25 +255,12 @@ class State:
             known.append(name)
             self._value(x, known, depth + 1)
             return
-        self._place((owner, name), x, known, depth)
-
-    def _place(self, place: Place, x: Any, known: list[Any], depth: int) -> Facts:
-        """What is known of a place, as `known` gets it where the function itself leaves it alone."""
-        start = len(known)
-        known.append(place[1])
-        if type(x) in NUMBERS and place in self.changing.numbers:
+        known.append(name)
+        if type(x) in NUMBERS and (owner, name) in self.changing.numbers:
             known.append(type(x))
-            self.numbers[place] = x, self._at
+            self.numbers[owner, name] = x, self._at
         else:
             self._value(x, known, depth + 1)
-        deep = type(x) not in PLAIN and (isinstance(x, (nn.Module, *CONTAINERS)) or is_object(x))
-        facts = (type(x), id(x)) if deep else tuple(known[start:])
-        left = self.changing.left.get(place)
-        if left is not None:
-            del known[start : start + 2 if deep else None]  # what is inside has places of its own
-            if facts != left:
-                self.otherwise += (place[1], facts)
-        return facts
 
     def _identity(self, x: Any, known: list[Any]) -> None:
         if x is self.own:
@@ -324,8 +313,13 @@ class State:
     def _container(self, x: Any, known: list[Any], depth: int) -> None:
         known.append(type(x))
         owner = id(x)
-        if owner in self.changing.containers:
+        if owner in self.changing.holders:
             self._identity(x, known)
+        if owner in self.changing.logs:
+            self._identity(x, known)
+            if not self.notes:
+                return
+            known = []
         self._attribute(owner, LENGTH, len(x), known, depth)
         if (not x and type(x) in BUILTIN) or self._again(x, known):
             return

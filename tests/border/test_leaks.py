@@ -57,7 +57,6 @@ def keepers() -> dict[str, tuple[Callable[[Tensor], Any], Callable[[], Any]]]:
         "a list": (lambda x: items.insert(0, x), lambda: list(items)),
         "a set": (lambda x: some.add(x), lambda: set(some)),
         "a deque": (lambda x: queue.append(x), lambda: list(queue)),
-        "a dict": (lambda x: named.update(seen=x), lambda: dict(named)),
         "a module's parameter": (in_a_module, lambda: id(net.bias)),
     }
 
