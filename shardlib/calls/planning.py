@@ -138,20 +138,21 @@ class Call:
 
     def _compile(self, watch: Watch, *, exact: bool = False) -> Plan:
         function = self.function
-        compiled = compile_program(
-            function.fn,
-            self.args,
-            self.kwargs,
-            self.mesh,
-            in_specs=function.in_specs,
-            out_specs=function.out_specs,
-            static=function.static,
-            placed=self._placed,
-            state=self.state,
-            exact=exact or self.state.exact,
-            watch=watch,
-            differentiate=any(isinstance(x, torch.Tensor) and x.requires_grad for x in self.leaves),
-        )
+        with watch.cut(self.state):
+            compiled = compile_program(
+                function.fn,
+                self.args,
+                self.kwargs,
+                self.mesh,
+                in_specs=function.in_specs,
+                out_specs=function.out_specs,
+                static=function.static,
+                placed=self._placed,
+                state=self.state,
+                exact=exact or self.state.exact,
+                watch=watch,
+                differentiate=any(isinstance(x, torch.Tensor) and x.requires_grad for x in self.leaves),
+            )
         paths = compiled.traced.input_paths
         compiled.program.donated = frozenset(
             i for i, path in enumerate(paths) if path is not None and argument_of(path) in function.donate

@@ -17,6 +17,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,12 +124,42 @@ class Watch:
         self.holders: dict[int, Any] = {}
         self.logs: dict[int, Any] = {}
         self._leaf: dict[Place, int] = {}
+        self._cut: Mapping[int, Tensor] = {}
 
     def give(self, numbers: Numbers, first: int) -> None:
         """While the function is traced, the numbers that it changes are inputs: leaves from `first` on."""
         for i, (place, (value, at)) in enumerate(self.before.numbers.items(), first):
             self._leaf[place] = i
             put(self.before.owners[place[0]], place[1], numbers.give(i, self.before.name(at), value))
+
+    @contextmanager
+    def cut(self, state: State) -> Iterator[None]:
+        """Tensors that come from ops outside are leaves inside, in all places: their history is none of the trace's."""
+        taken: list[tuple[Place, Tensor, Tensor]] = []
+        for i, x in enumerate(state.tensors):
+            places = [place for place, value in self.before.values.items() if value is x]
+            if x.is_leaf or not places or not all(map(self._can_hold, places)):
+                continue
+            with torch.enable_grad():
+                leaf = x.detach().requires_grad_()
+            leaf.__dict__.update({k: y for k, y in x.__dict__.items() if k not in leaf.__dict__})
+            state.tensors[i], state.cut = leaf, {**state.cut, id(leaf): x}
+            for place in places:
+                put(self.before.owners[place[0]], place[1], leaf)
+                taken.append((place, x, leaf))
+        self._cut = state.cut
+        try:
+            yield
+        finally:
+            state.tensors[:] = [state.cut.get(id(x), x) for x in state.tensors]
+            now = self.look().values if taken else {}
+            for place, x, leaf in taken:
+                if now.get(place) is leaf:
+                    put(self.before.owners[place[0]], place[1], x)
+            state.cut = {}
+
+    def _can_hold(self, place: Place) -> bool:
+        return place[0] in self.before.owners and not isinstance(self.before.owners[place[0]], _FIXED)
 
     def take_back(self) -> None:
         """Give the holders of such numbers what they had."""
@@ -251,7 +282,7 @@ class Watch:
             if number in whole or key is LENGTH or not all(number in world.owners for world in (before, after)):
                 continue
             owner, old, value = before.owners[number], before.values.get(place, GONE), after.values.get(place, GONE)
-            if value is old or _is_same(value, old) or isinstance(owner, tuple | frozenset | types.MappingProxyType):
+            if value is old or _is_same(value, old) or isinstance(owner, _FIXED) or self._cut.get(id(value)) is old:
                 continue
             if is_given(value) and value.scalar.op is None and value.scalar.leaf == self._leaf.get(place):
                 continue
@@ -260,6 +291,9 @@ class Watch:
             if isinstance(key, tuple) and isinstance(key[0], type) and issubclass(key[0], Tensor):
                 continue  # a dict by tensors is known by their ids
             yield place, owner, value, old
+
+
+_FIXED = (tuple, frozenset, set, types.MappingProxyType, types.FunctionType)  # hold what they hold
 
 
 def is_value(x: Any) -> bool:

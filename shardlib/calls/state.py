@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -77,6 +77,7 @@ class State:
     seeds = False  # whether some code names a method by which generators are seeded
     logs: frozenset[str] = frozenset()  # names of what code only appends to
     notes = False  # whether all places are kept
+    cut: Mapping[int, torch.Tensor] = {}  # while it is traced: what stands for a result of ops outside, by id
     roots: Sequence[str] = ()  # what the leaves of the arguments are called
     _at: tuple[Any, ...] = ()
 

@@ -7,7 +7,7 @@ whatever requires one are results. It is decided as a whole, and split into two 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,9 +98,14 @@ class Ending:
                 _Autograd.of(x).lend_hooks(seen[id(x)])
         self._given = [_Autograd.of(x) for x in inputs]
         given = {leaf for leaf, _, _ in self._watched}
-        self._watched += [(leaf, seen[i], None) for i, leaf in leaves.items() if leaf not in given and seen[i].is_leaf]
+        cut = self.call.state.cut
+        self._watched += [
+            (leaf, seen[i], None)
+            for i, leaf in leaves.items()
+            if leaf not in given and seen[i].is_leaf and id(seen[i]) not in cut
+        ]
         for name, x in zip(self.call.state.names, state, strict=True):
-            if x.requires_grad and not x.is_leaf:
+            if x.requires_grad and (not x.is_leaf or id(x) in cut):
                 self._passages.append(x.register_hook(_refuse_passage(name)))  # type: ignore[no-untyped-call]
 
     def finish(
@@ -178,6 +183,7 @@ class Ending:
         wanted = {leaf: x for leaf, x in owners.items() if x.requires_grad}
         if not outs or not wanted:
             return []
+        self._refuse_history(wanted)
         for x in owners.values():  # hooks run where the gradients go on: outside
             for hooks, _ in _hooks(x).values():
                 hooks.clear()  # in place: the history of a result knows the dict, too
@@ -204,6 +210,23 @@ class Ending:
         origins = _origins([result[i] for i in outs])
         self._reached = tuple(origins.get(_end(wanted[leaf]), frozenset()) for leaf in self._gradients)
         return [self.lifted.seen(x) for x in found if x is not None]
+
+    def _refuse_history(self, wanted: Mapping[int, Tensor]) -> None:
+        """Refuse results of ops outside that could not be cut off where they come from another input."""
+        ends = {_end(x): leaf for leaf, x in wanted.items()}
+        called = dict(zip(self.where, self.argument_names, strict=True))
+        called |= dict(enumerate(self.call.state.names, len(self.call.arguments)))
+        for leaf, x in wanted.items():
+            if x.grad_fn is None or leaf < len(self.call.arguments):
+                continue
+            behind = {end for end in _origins([x]) if end in ends and ends[end] != leaf}
+            if behind:
+                raise ShardingError(
+                    f"{called[leaf]} comes from {called[ends[behind.pop()]]}, and the traced function reads both",
+                    rule="an input has no history inside; this one is held by something that cannot hold another for "
+                    "the time of the trace (a tuple, a default argument, or it is an argument, too)",
+                    remedy="compute it inside, or pass it as an argument",
+                )
 
     def names(self, results: Sequence[str]) -> tuple[str, ...]:
         """What the cotangents are called, given the names of the results."""

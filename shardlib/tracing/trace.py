@@ -217,7 +217,8 @@ def _trace(
         a, k = pytree.tree_unflatten(leaves, call.tree)
         given = pytree.tree_flatten((a, k))
         asked.inputs = {id(x): (names[i], call.arguments[i]) for i, x in zip(where, inputs, strict=True)}
-        asked.inputs |= {id(x): (name, x) for name, x in zip(call.state.names, call.state.tensors, strict=True)}
+        state = call.state
+        asked.inputs |= {id(x): (n, state.cut.get(id(x), x)) for n, x in zip(state.names, state.tensors, strict=True)}
         if numbers is not None and watch is not None:
             watch.give(numbers, len(leaves) + len(call.state.tensors))
         with nullcontext() if numbers is None else numbers:
