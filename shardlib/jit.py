@@ -29,7 +29,7 @@ from shardlib.plans.plan import Plan
 from shardlib.random.draw import in_call
 from shardlib.random.plain import plain_program
 from shardlib.run import Runner, load
-from shardlib.state import is_single_device, is_tracing, unseen
+from shardlib.state import compiling, is_single_device, is_tracing, unseen
 from shardlib.tensors.agreed import ALWAYS, compare_arguments
 from shardlib.tensors.tensor import ShardedTensor
 
@@ -119,6 +119,8 @@ class Jitted(Function):
         self.budget = budget
         self.programs = Programs()
         self.methods = Methods()
+        given = getattr(fn, "__dict__", {}).keys() - {"__wrapped__"}
+        self.made_with = frozenset({*vars(self), "made_with", "_closure"} - given)  # the rest is what somebody gave it
 
     @property
     def retraces(self) -> list[str]:
@@ -148,11 +150,16 @@ class Jitted(Function):
             mesh = self._mesh(args, kwargs)
         if _dispatch_modes():
             refuse_modes(self.name)
-        state = State(own, programs.changing)
-        key, leaves = self.read_call(mesh, programs, state, args, kwargs)
-        if state.arrays:
-            args, kwargs, state = *self.with_tensors(args, kwargs), State(own, programs.changing)
+        while True:
+            begun = compiling.count
+            if compiling.thread:
+                compiling.wait()
+            state = State(own, programs.changing)
             key, leaves = self.read_call(mesh, programs, state, args, kwargs)
+            if state.arrays:
+                args, kwargs = self.with_tensors(args, kwargs)
+            elif begun == compiling.count:
+                break
         if forward_ad._current_level >= 0:
             refuse_tangents(self.name, leaves)
         ready = programs.entries.find(key, leaves)

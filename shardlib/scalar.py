@@ -56,7 +56,8 @@ class Scalar:
             return name(self)
         parts = [x.text(name) if isinstance(x, Scalar) else _literal(x) for x in self.args]
         if self.op in _INFIX:
-            return f"({parts[0]} {_INFIX[self.op]} {parts[1]})"
+            text = f"({parts[0]} {_INFIX[self.op]} {parts[1]})"
+            return f"float{text}" if self.op is operator.pow and type(self.hint) is float else text  # no complex number
         if self.op in _PREFIX:
             return f"({_PREFIX[self.op]}{parts[0]})"
         return f"{_CALLS[self.op]}({parts[0]})"
@@ -65,7 +66,8 @@ class Scalar:
         """Its value in a call with these leaves."""
         if self.op is None:
             return leaves[self.leaf]
-        return self.op(*(x.value(leaves) if isinstance(x, Scalar) else x for x in self.args))
+        found = self.op(*(x.value(leaves) if isinstance(x, Scalar) else x for x in self.args))
+        return float(found) if self.op is operator.pow and type(self.hint) is float else found
 
     def leaves(self) -> Iterator[int]:
         """The leaves of the call that it is made of."""
@@ -90,7 +92,9 @@ class Scalar:
 
 
 def _literal(x: Any) -> str:
-    return repr(x) if not isinstance(x, float) or math.isfinite(x) else f"float({str(x)!r})"
+    if isinstance(x, float) and not math.isfinite(x):
+        return f"float({str(x)!r})"
+    return f"({x!r})" if x < 0 or math.copysign(1, x) < 0 else repr(x)
 
 
 def hinted(x: Any) -> Any:

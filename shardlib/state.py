@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -56,6 +57,34 @@ def paused_gc() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
+
+
+class _Compiling:
+    """Entered by a thread that traces: what functions hold is meanwhile as the trace has it, so others wait to read it.
+
+    `count` grows with every entry: who read before and after it read two worlds.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.thread, self.count = threading.RLock(), 0, 0
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self.lock:
+            outside, self.thread = self.thread, threading.get_ident()
+            self.count += 1
+            try:
+                yield
+            finally:
+                self.thread = outside
+
+    def wait(self) -> None:
+        """Wait until no other thread is in it."""
+        with self.lock:
+            pass
+
+
+compiling = _Compiling()
 
 
 def unseen(fn: Callable[Args, Result]) -> Callable[Args, Result]:

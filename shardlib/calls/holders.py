@@ -38,7 +38,7 @@ def _drop(owner: Any, key: Any) -> None:
     elif isinstance(owner, type | types.ModuleType) or _is_slot(owner, key):
         delattr(owner, key)
     elif (space := _space(owner, key)) is not None:
-        space.pop(key[1] if space is owner else key, None)
+        space.pop(key[1] if isinstance(key, tuple) else key, None)
 
 
 def put(owner: Any, key: Any, value: Any, among: str = "") -> None:
@@ -56,10 +56,10 @@ def put(owner: Any, key: Any, value: Any, among: str = "") -> None:
         owner.cell_contents = value
     elif isinstance(owner, type | types.ModuleType) or _is_slot(owner, key):
         setattr(owner, key, value)
-    elif isinstance(owner, list):
+    elif isinstance(owner, list | deque) and isinstance(key, int):
         owner[key] = value
     elif (space := _space(owner, key)) is not None:
-        space[key[1] if space is owner else key] = value
+        space[key[1] if isinstance(key, tuple) else key] = value
 
 
 def _is_slot(owner: Any, key: Any) -> bool:
@@ -70,8 +70,8 @@ def _is_slot(owner: Any, key: Any) -> bool:
 
 def _space(owner: Any, key: Any) -> dict[Any, Any] | None:
     """The dict in which a holder has a name."""
-    if isinstance(owner, dict):
-        return owner
+    if isinstance(key, tuple) and isinstance(owner, dict):
+        return owner  # an item; what is called by a text is an attribute
     inside = own(owner)
     spaces = [inside.get("_parameters"), inside.get("_buffers"), inside]
     dicts: list[dict[Any, Any]] = [space for space in spaces if isinstance(space, dict)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,7 +15,8 @@ _NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 def own(x: Any) -> Mapping[str, Any]:
     """The dict of an object; without one, nothing. A `__getattr__` of its class is not asked."""
     try:
-        found: Mapping[str, Any] = object.__getattribute__(x, "__dict__")
+        ask = threading.local.__getattribute__ if isinstance(x, threading.local) else object.__getattribute__
+        found: Mapping[str, Any] = ask(x, "__dict__")
     except AttributeError:
         return _NOTHING
     return found

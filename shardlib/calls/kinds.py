@@ -65,9 +65,10 @@ def digest(x: Any) -> bytes:
 PLAIN = frozenset(
     {bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device, torch.Size}
 )
+QUICK = PLAIN - {complex, range}  # equal ones are one, but for 0.0 and -0.0
 CONTAINERS = (list, tuple, dict, set, frozenset, deque, types.MappingProxyType)
 BUILTIN = frozenset({*CONTAINERS, OrderedDict, defaultdict, Counter, torch.Size})
-_TRAINING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+_TRAINING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 OPAQUE: tuple[Any, ...] = (
     type,
     types.ModuleType,

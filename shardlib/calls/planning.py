@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from shardlib.errors import ShardingError
 from shardlib.meshes.mesh import Mesh
 from shardlib.plans.plan import Plan
 from shardlib.propagate.flood import Fixed
-from shardlib.state import unseen
+from shardlib.state import compiling, unseen
 from shardlib.tensors.tensor import ShardedTensor
 from shardlib.tracing.lines import user_frame
 
@@ -83,22 +84,22 @@ class Call:
         """
         with self.programs.lock:
             known = self.programs.plans.find(self.key, self.leaves)
-            return known or self._plan(runs)
+            if known is not None:
+                return known
+            with compiling():
+                self.read()  # another thread may have traced since
+                return self._plan(runs)
 
     def _plan(self, runs: bool) -> tuple[Plan, list[Any]]:
         name, programs, modes = self.function.name, self.programs, self.key[1]
         while True:
             watch = Watch(self.look)
-            try:
+            with _undone(watch):
                 plan = self._compile(watch)
                 if watch.look().leaked:  # a number that stays outside is no number of the trace
                     watch.restore()
                     plan = self._compile(watch, exact=True)
-            except ShardingError:
-                watch.restore()
-                raise
-            finally:
-                left_behind = watch.undo()
+            left_behind = watch.undo()
             if left_behind:
                 watch.restore()
             refuse_leaks(name, left_behind)
@@ -171,6 +172,18 @@ class Call:
                 remedy="place it again: shard(x.full_tensor(), spec) inside `with` the current mesh",
             )
         return Fixed(leaf.sharding, leaf._form.names, (False,) * leaf.dim(), "")
+
+
+@contextmanager
+def _undone(watch: Watch) -> Iterator[None]:
+    """What raises leaves nothing behind."""
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        if not done:
+            watch.restore()
 
 
 def _asked_at() -> tuple[str, int]:

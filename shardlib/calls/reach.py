@@ -106,7 +106,8 @@ class Reach:
         inside = vars(kind)
         name = kind.__qualname__
         self._place(f"{name} bases", lambda: kind.__mro__, kind.__mro__)
-        self._place(f"{name} attributes", lambda: min(len(inside), 255), min(len(inside), 255))
+        for get in (lambda: min(len(inside), 255), lambda: next(reversed(inside), None)):  # what is new comes last
+            self._place(f"{name} attributes", get, get())
         for key, x in list(inside.items()):
             functions = [*_functions(x)]
             self._todo += functions

@@ -32,7 +32,7 @@ from shardlib.calls.inside import attributes
 from shardlib.calls.kinds import CONTAINERS, OPAQUE, PLAIN
 from shardlib.calls.leaks import Leak, forgotten
 from shardlib.calls.snapshot import Snapshot
-from shardlib.calls.state import LENGTH, NUMBERS, State
+from shardlib.calls.state import LENGTH, LONG, NUMBERS, State
 from shardlib.errors import ShardingError
 from shardlib.scalar import Scalar
 from shardlib.tensors.form import Form
@@ -269,14 +269,16 @@ class Watch:
         before, whole = self.before, set()
         for number, items in before.copies.items():
             owner = before.owners[number]
-            if isinstance(owner, dict) or number not in after.owners or not isinstance(owner, list | set | deque):
+            if number not in after.owners or not isinstance(owner, list | set | deque | dict):
                 continue
-            if not isinstance(owner, list) or len(owner) != len(items):
+            long = len(items) > LONG or len(owner) > LONG  # then its items are no places
+            if long or not (isinstance(owner, dict) or (isinstance(owner, list) and len(owner) == len(items))):
                 whole.add(number)
                 if after.is_log(number):
                     self.logs[number] = owner
                 elif is_refilled(owner, items):
-                    yield (number, ALL), owner, list(owner), list(items)
+                    kind = dict if isinstance(owner, dict) else list
+                    yield (number, ALL), owner, kind(owner), kind(items)
         for place in before.values | after.values:
             number, key = place
             if number in whole or key is LENGTH or not all(number in world.owners for world in (before, after)):

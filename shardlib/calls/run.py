@@ -24,6 +24,7 @@ from shardlib.meshes.mesh import Mesh
 from shardlib.plans.plan import Plan
 from shardlib.run import Runner
 from shardlib.specs.layout import Layout
+from shardlib.state import compiling
 from shardlib.tensors.form import Form
 from shardlib.tensors.tensor import ShardedTensor
 from shardlib.tracing.ending import After
@@ -153,7 +154,8 @@ def caller(entry: Entry) -> Callable[[list[Any]], Any]:
 def finished(entry: Entry, leaves: list[Any], out: list[Any]) -> Any:
     """What the function returns, given its results and what it keeps, which is put in its place."""
     if entry.after.rebound:
-        rebind(entry.after.rebound, leaves, out)
+        with compiling.lock:
+            rebind(entry.after.rebound, leaves, out)
         del out[entry.own :]
     return entry.build(out)
 
@@ -255,9 +257,9 @@ def _memory(x: torch.Tensor) -> tuple[int, int]:
     if type(x) is ShardedTensor:
         start = id(x.__dict__.get("_memory") or x)
         return start, start + 1
-    storage = x.untyped_storage()
-    start = storage.data_ptr()
-    return start, start + storage.nbytes()
+    start = x.data_ptr()
+    steps = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    return start, start + (steps + 1) * x.itemsize if x.numel() else start
 
 
 def _donate(entry: Entry, leaves: list[Any], pieces: list[tuple[torch.Tensor, ...]]) -> list[ShardedTensor]:

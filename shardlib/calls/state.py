@@ -29,12 +29,14 @@ from shardlib.calls.kinds import (
     CONTAINERS,
     OPAQUE,
     PLAIN,
+    QUICK,
     digest,
     is_its_own,
     is_object,
     of_numpy,
 )
 from shardlib.calls.reach import is_users
+from shardlib.errors import ShardingError
 from shardlib.strided import refuse_others
 from shardlib.tensors.tensor import ShardedTensor, marks
 from shardlib.tracing.numbers import is_given
@@ -129,6 +131,12 @@ class State:
 
     def _tensor(self, x: torch.Tensor, known: list[Any]) -> None:
         """A plain tensor."""
+        if nn.parameter.is_lazy(x):
+            raise ShardingError(
+                f"a jitted function is called with parameters that have no shape yet ({type(x).__name__})",
+                rule="a program is for the shapes of its inputs",
+                remedy="call the module once without jit, on the first batch: then its parameters have shapes",
+            )
         try:
             strides = x.stride() if x.layout is torch.strided else x.layout
         except RuntimeError:  # a nested one has none
@@ -231,7 +239,7 @@ class State:
 
     def named(self, name: str, x: Any, known: list[Any], holder: Any = None, key: Any = None) -> None:
         """Something that a function closes over, which `holder` has under `key`."""
-        if self.quick and type(x) in PLAIN:  # as _attribute does it
+        if self.quick and type(x) in QUICK:  # as _attribute does it
             known += (key, type(x), x if type(x) is not float else x.hex())
             return
         self._at = (name,)
@@ -272,9 +280,11 @@ class State:
 
     def _value(self, x: Any, known: list[Any], depth: int) -> None:
         kind = type(x)
-        if kind in PLAIN:
+        if kind in QUICK:
             known.append(kind)
             known.append(x if kind is not float else x.hex())
+        elif kind in PLAIN:
+            known += (kind, repr(x))
         elif isinstance(x, torch.Tensor):
             self.lift(x, known)
         elif is_given(x):
@@ -294,6 +304,7 @@ class State:
             known.append(kind)
             for k in ("func", "args", "keywords"):
                 self._attribute(id(x), k, getattr(x, k), known, depth)
+            self._own_part(x, known, depth)
         elif kind in _BOUND and not isinstance(x.__self__, types.ModuleType | type | None):
             known.append(x.__name__)
             self._attribute(id(x.__self__), "__self__", x.__self__, known, depth)
@@ -384,7 +395,7 @@ class State:
         quick = self.quick
         for k, y in attributes(x):
             kind = type(y)
-            if quick and kind in PLAIN:  # as _attribute does it
+            if quick and kind in QUICK:  # as _attribute does it
                 known += (k, kind, y if kind is not float else y.hex())
             elif quick and kind in _DICTS and not y:
                 known += (k, kind, LENGTH, int, 0)
@@ -415,6 +426,9 @@ class State:
             known.append(emptied(x))
         if (inner := own(x).get("__wrapped__")) is not None:  # a jitted function, say
             self._attribute(id(x), "__wrapped__", inner, known, depth)
+            made = own(x).get("made_with", ())  # what else a jitted function has, somebody gave it
+            for k in [k for k in own(x) if made and k not in made]:
+                self._attribute(id(x), k, own(x)[k], known, depth)
         if depth >= DEPTH or not is_object(x):
             return
         self._own_part(x, known, depth)

@@ -7,6 +7,7 @@ computed once and shared. A local tensor is dropped at its last use.
 
 from __future__ import annotations
 
+import copy
 import keyword
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -246,6 +247,8 @@ class Generator:
                 results.append(f"({parts},)")
             elif isinstance(out, Scalar):
                 results.append(out.text(self._number))
+            elif isinstance(out, set | bytearray):  # each call has its own
+                results.append(f"{self.bind(copy.copy, 'copy')}({self.bind(out, 'constant')})")
             else:
                 results.append(self.bind(out, "constant"))
         ending = f"    return ({', '.join(results)}{',' if results else ''})"

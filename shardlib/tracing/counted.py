@@ -1,63 +1,64 @@
-"""Numbers that the body of a loop changes where they stand outside: it runs once, and would count one step."""
+"""What the body of a loop changes where it stands outside: it runs once, and would count one step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
-from shardlib.calls.state import LENGTH
+from shardlib.calls.inside import content
+from shardlib.calls.snapshot import Snapshot
 from shardlib.errors import ShardingError
 from shardlib.tracing.lifted import Lifted
 
 
 @contextmanager
 def refuse_counts(body: Callable[..., Any]) -> Iterator[None]:
-    """Refuse numbers that are others when `body` has run: of its variables, and of what the traced function holds."""
-    before = _numbers(body)
+    """Refuse other values (no tensors) when `body` has run: of its variables, of what the traced function holds."""
+    before, cells = _look(), dict(_variables(body))
     yield
     wrong = [
-        f"{now.name} was {was!r}, is {now.value!r} after one step"
-        for place, now in _numbers(body).items()
-        if (was := before[place].value if place in before else now.default) is not None and was != now.value
+        f"{name} was {cells[name]!r}, is {now!r} after one step"
+        for name, now in _variables(body)
+        if name in cells and now is not cells[name] and not _is_tensor(now) and now != cells[name]
     ]
+    after = _look()
+    if before is not None and after is not None:
+        for place in after.changed(before):
+            was, now = before.values.get(place), after.values[place]
+            if not _is_tensor(now) and not _is_tensor(was) and not after.is_log(place[0]) and place[0] in before.owners:
+                default = getattr(type(after.owners.get(place[0])), str(place[1]), None) if was is None else was
+                if default is not None or not isinstance(now, _NUMBERS):
+                    wrong.append(f"{after.text(place)} was {default!r}, is {now!r} after one step")
     if wrong:
         raise ShardingError(
-            "the body of scan changes numbers that are not its own",
-            wrong,
+            "the body of scan changes values that are not its own",
+            list(dict.fromkeys(wrong)),
             rule="a body runs once, for every step: what changes from step to step is its carry",
             remedy="count in the carry, (h, n) -> (h, n + 1), from torch.tensor(0); or outside, where the number of "
             "steps is known",
         )
 
 
-class _Number(NamedTuple):
-    name: str
-    value: Any
-    default: Any = None  # that of the class
+def _look() -> Snapshot | None:
+    lifted = Lifted.current()
+    if lifted is None or lifted.watch is None:
+        return None
+    with torch._C.DisableTorchFunction():  # to the body, a look is none of its own
+        return lifted.watch.look()
 
 
-def _numbers(body: Callable[..., Any]) -> dict[Any, _Number]:
-    """Numbers by their places."""
-    found: dict[Any, _Number] = {}
+def _variables(body: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
     names = getattr(getattr(body, "__code__", None), "co_freevars", ())
     for name, cell in zip(names, getattr(body, "__closure__", None) or (), strict=True):
-        try:
-            found[id(cell), ""] = _Number(name, cell.cell_contents)
-        except ValueError:  # not bound yet
-            continue
-    lifted = Lifted.current()
-    if lifted is not None and lifted.watch is not None:
-        with torch._C.DisableTorchFunction():  # to the body, a look is none of its own
-            state = lifted.watch.look()
-        cells = {at for at, _ in found}
-        for (at, key), x in state.values.items():
-            if at not in cells and key is not LENGTH and type(x) in _KINDS:
-                default = getattr(type(state.owners.get(at)), key, None) if isinstance(key, str) else None
-                found[at, key] = _Number(state.text((at, key)), x, default if type(default) in _KINDS else None)
-    return {place: number for place, number in found.items() if type(number.value) in _KINDS}
+        yield name, content(cell)
 
 
-_KINDS = (int, float)
+def _is_tensor(x: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(x))
+
+
+_NUMBERS = (int, float)

@@ -62,6 +62,8 @@ class Given:
     def _with(self, op: Any, *args: Any) -> Any:
         if any(type(x) not in _OPERANDS for x in args):
             return NotImplemented
+        if op is operator.pow and all(isinstance(x, int) for x in args):  # a negative exponent makes it a float
+            args = args[0], plain(args[1])
         return Given.of(Scalar.of(op, *(x.scalar if is_given(x) else x for x in args)), self.numbers)
 
     def __hash__(self) -> int:

@@ -492,7 +492,7 @@ def test_counts_are_refused(place: str) -> None:
     body = _counting(place)
     with Mesh(data=2), pytest.raises(ShardingError) as error:
         sl.jit(lambda x: scan(body, torch.zeros(4, dtype=D), x)).plan(X)
-    assert "the body of scan changes numbers that are not its own" in str(error.value)
+    assert "the body of scan changes values that are not its own" in str(error.value)
     assert f"{place} was 0" in str(error.value)
 
 
