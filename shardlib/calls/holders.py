@@ -22,6 +22,7 @@ GONE = object()  # what a holder has that has nothing
 ALL = object()  # the key of all items of a container
 
 
+_OF_MODULES = ("_parameters", "_buffers", "_modules")
 _CONTAINERS = (list, deque, dict, set)
 
 
@@ -73,7 +74,7 @@ def _space(owner: Any, key: Any) -> dict[Any, Any] | None:
     if isinstance(key, tuple) and isinstance(owner, dict):
         return owner  # an item; what is called by a text is an attribute
     inside = own(owner)
-    spaces = [inside.get("_parameters"), inside.get("_buffers"), inside]
+    spaces = [*(inside.get(name) for name in _OF_MODULES), inside]
     dicts: list[dict[Any, Any]] = [space for space in spaces if isinstance(space, dict)]
     return next((space for space in dicts if key in space), dicts[-1] if dicts else None)
 
@@ -82,7 +83,7 @@ def among(owner: Any, key: Any) -> str:
     """In which dict of a `torch.nn.Module` a name is: its parameters, its buffers; elsewhere in none."""
     if not isinstance(owner, torch.nn.Module):
         return ""
-    return next((name for name in ("_parameters", "_buffers", "_modules") if key in own(owner).get(name, ())), "")
+    return next((name for name in _OF_MODULES if key in own(owner).get(name, ())), "")
 
 
 def refill(x: Any, old: Any) -> None:

@@ -49,4 +49,4 @@ def content(cell: types.CellType) -> Any:
 @functools.lru_cache(1 << 12)
 def _slots(kind: Any) -> tuple[tuple[str, Any], ...]:
     inside = (item for k in kind.__mro__ for item in vars(k).items())
-    return tuple((name, x) for name, x in inside if isinstance(x, types.MemberDescriptorType))
+    return tuple((name, x) for name, x in inside if isinstance(x, types.MemberDescriptorType) and name != "__dict__")

@@ -43,7 +43,6 @@ def keepers() -> dict[str, tuple[Callable[[Tensor], Any], Callable[[], Any]]]:
     items: list[Any] = [1.0, 2.0]
     some: set[Any] = set()
     queue: deque[Any] = deque([1.0])
-    named: dict[str, Any] = {"seen": 1.0}
     net = nn.Linear(4, 4)
 
     def on_a_function(x: Tensor) -> None:
