@@ -32,6 +32,7 @@ from shardlib.run import Runner, load
 from shardlib.state import compiling, is_single_device, is_tracing, unseen
 from shardlib.tensors.agreed import ALWAYS, compare_arguments
 from shardlib.tensors.tensor import ShardedTensor
+from shardlib.tracing.threads import refuse_nested
 
 __all__ = ["Jitted", "RetraceWarning", "jit"]
 
@@ -155,6 +156,7 @@ class Jitted(Function):
         while True:
             begun = compiling.count
             if compiling.thread:
+                refuse_nested()
                 compiling.wait()
             state = State(own, programs.changing)
             key, leaves = self.read_call(mesh, programs, state, args, kwargs)

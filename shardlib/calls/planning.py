@@ -28,6 +28,7 @@ from shardlib.propagate.flood import Fixed
 from shardlib.state import compiling, unseen
 from shardlib.tensors.tensor import ShardedTensor
 from shardlib.tracing.lines import user_frame
+from shardlib.tracing.threads import refuse_nested
 
 OFTEN = 8  # programs for one reason, from which on it is said
 
@@ -86,6 +87,7 @@ class Call:
             known = self.programs.plans.find(self.key, self.leaves)
             if known is not None:
                 return known
+            refuse_nested()
             with compiling():
                 self.read()  # another thread may have traced since
                 return self._plan(runs)

@@ -138,7 +138,7 @@ class Watch:
         taken: list[tuple[Place, Tensor, Tensor]] = []
         for i, x in enumerate(state.tensors):
             places = [place for place, value in self.before.values.items() if value is x]
-            if x.is_leaf or not places or not all(map(self._can_hold, places)):
+            if x.is_leaf or x.retains_grad or not places or not all(map(self._can_hold, places)):
                 continue
             with torch.enable_grad():
                 leaf = x.detach().requires_grad_()

@@ -18,6 +18,8 @@ from shardlib.calls.leaks import Leak
 from shardlib.calls.state import LENGTH, State
 from shardlib.tracing.numbers import is_given
 
+LARGE = 1 << 26  # bytes of an array; larger ones are not copied, so what a function that raises wrote there stays
+
 
 class Snapshot(State):
     """`found` is what is known of each place, `values` what was there, `called` its name in parts; `owners` are the
@@ -47,9 +49,10 @@ class Snapshot(State):
         return {place: now for place, now in self.found.items() if before.found.get(place) != now}
 
     def is_log(self, container: int) -> bool:
-        """Whether the code only appends to what this container is called."""
-        name = next((x for x in reversed(self.called.get((container, LENGTH), ())) if isinstance(x, str)), "")
-        return name.rpartition(".")[2] in self.logs
+        """Whether the code only appends to what this container is called, wherever it is held."""
+        held = [self.called[place] for place, x in self.values.items() if id(x) == container]
+        names = [next((x for x in reversed(at) if isinstance(x, str)), "").rpartition(".")[2] for at in held]
+        return bool(names) and self.logs.issuperset(names)
 
     def _marks(self, x: torch.Tensor, known: list[Any]) -> None:
         self.owners[id(x)] = x
@@ -93,7 +96,8 @@ class Snapshot(State):
     def _object(self, x: Any, known: list[Any], depth: int) -> None:
         if isinstance(x, bytearray | array.array) or (of_numpy(x) == "ndarray" and x.flags.writeable):
             self.owners[id(x)] = x
-            self.copies[id(x)] = copy.copy(x)
+            if getattr(x, "nbytes", 0) <= LARGE:
+                self.copies[id(x)] = copy.copy(x)
         super()._object(x, known, depth)
 
     def _again(self, x: Any, known: list[Any]) -> bool:

@@ -418,6 +418,9 @@ class State:
         self._identity(x, known)
         if numpy:
             known.append((x.dtype, x.shape, digest(x)))
+            if x.dtype.hasobject and x.dtype.names is None and x.size <= LONG:
+                for i, y in enumerate(x.flat):
+                    self._attribute(id(x), i, y, known, depth)
             return
         if isinstance(x, bytearray | memoryview | array.array):
             known.append(digest(memoryview(x)))
