@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, trac
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardlib.calls.inside import attributes
+from shardlib.calls.inside import attributes, own
 from shardlib.calls.rebound import Watch
 from shardlib.calls.state import State
 from shardlib.errors import ShardingError
@@ -187,7 +187,8 @@ _LAZY = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, map
 
 def _inside(x: Any) -> dict[str, Any]:
     """What an object holds that is no pytree: attributes, items, what a function closes over."""
-    inside = {} if isinstance(x, type | types.ModuleType) else dict(attributes(x))
+    nothing = isinstance(x, type | types.ModuleType | types.FunctionType)  # globals are not a function's own
+    inside = {} if nothing else dict(attributes(x))
     if isinstance(x, set | frozenset | list | deque):
         inside |= {f"[{i}]": y for i, y in enumerate(x)}
     elif isinstance(x, Mapping):
@@ -198,7 +199,7 @@ def _inside(x: Any) -> dict[str, Any]:
         inside |= {"__self__": x.__self__}
     elif isinstance(x, types.FunctionType):
         cells = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
-        inside |= {name: cell.cell_contents for name, cell in cells if cell != types.CellType()}
+        inside |= dict(own(x)) | {name: cell.cell_contents for name, cell in cells if cell != types.CellType()}
     return inside
 
 
