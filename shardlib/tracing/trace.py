@@ -266,11 +266,12 @@ def _trace(
 
     output_names, returned, out_tree = result
     refuse_other_default(lines.fallback.function, gm.graph)
-    if asked.line is not None:
-        refuse_guests(lines.fallback.function, asked.line, zip(names, call.leaves, strict=True))
     if numbers is not None and not numbers.settle(gm):
         raise NotExpressionsError
     inputs_of = (*where, *(len(call.arguments) + i for i in lifted.prune(gm)), *(-1,) * len(ending.cotangents))
+    if asked.line is not None:
+        read = ((names[i], call.leaves[i]) for i in inputs_of if i >= 0)
+        refuse_guests(lines.fallback.function, asked.line, read)
     input_names = (*(names[i] for i in inputs_of if i >= 0), *ending.names(output_names))
     with mode:
         finish(gm, input_names, returned, lines.fallback, mode, differentiable=call.state.is_read)
