@@ -284,7 +284,9 @@ class Watch:
             if number in whole or key is LENGTH or not all(number in world.owners for world in (before, after)):
                 continue
             owner, old, value = before.owners[number], before.values.get(place, GONE), after.values.get(place, GONE)
-            if value is old or _is_same(value, old) or isinstance(owner, _FIXED) or self._cut.get(id(value), GONE) is old:
+            if value is old or _is_same(value, old) or isinstance(owner, _FIXED):
+                continue
+            if id(value) in self._cut and self._cut[id(value)] is old:
                 continue
             if is_given(value) and value.scalar.op is None and value.scalar.leaf == self._leaf.get(place):
                 continue

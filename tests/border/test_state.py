@@ -317,7 +317,7 @@ def test_memory_that_numpy_arrays_show_is_refused() -> None:
     n = X.numpy().copy()
     t, rows, back = torch.from_numpy(n), n[4:], n[::-1]
     step = sl.jit(lambda x, y: (torch.as_tensor(x).add_(1), torch.as_tensor(y) * 2)[1])
-    for x, y in ((t, n), (n, t), (n[:5], n[1:]), (n[1:], n[:5]), (n, n[:]), (t[5:], n[:1])):
+    for x, y in ((t, n), (n, t), (n[:5], n[1:]), (n[1:], n[:5]), (n, n[:]), (t[:2], n[1:])):
         with pytest.raises(ShardingError, match="x and y share memory"):
             step(x, y)
     for fn in (
@@ -518,7 +518,7 @@ def test_what_a_function_changes_itself_may_be_changed_by_others() -> None:
     for i, x in enumerate((X, X[:2], X, X[:2], X), 1):
         same(step(x), x * i)
         assert counter.n == i
-    assert len(step.retraces) == 3, "each shape after each shape; and n is the object's own from its second call on"
+    assert len(step.retraces) == 2, "another shape; and n is the object's own from its second call on"
     counter.n = 10
     same(step(X), X * 11)
     assert len(step.retraces) == 3
