@@ -91,25 +91,26 @@ Part = Result | Own | Computed | Rest
 @dataclass(frozen=True)
 class Rebound:
     """A place that has another value after each call: who holds it, under which key (of a module's dict `among`), and
-    the leaves of the value."""
+    the leaves of the value; or the place, by number, whose value is this one, too."""
 
     owner: Callable[[], Any]
     key: Any
     among: str
     tree: pytree.TreeSpec
     parts: tuple[Part, ...]
+    same: int = -1
 
 
 def rebind(places: Sequence[Rebound], leaves: Sequence[Any], out: Sequence[Any]) -> None:
     """Put the values of one call where they belong."""
     made: dict[Any, Any] = {}  # one tensor stays one, wherever it is put
-    values = []
+    values: list[Any] = []
     for place in places:
         for part in place.parts:
             if isinstance(part, Result) and part.at not in made:
                 made[part.at] = part.of(leaves, out)
         flat = [made[p.at] if isinstance(p, Result) else p.of(leaves, out) for p in place.parts]
-        values.append(pytree.tree_unflatten(flat, place.tree))
+        values.append(values[place.same] if place.same >= 0 else pytree.tree_unflatten(flat, place.tree))
     for place, value in zip(places, values, strict=True):
         put(place.owner(), place.key, value, place.among)
 
@@ -224,7 +225,8 @@ class Watch:
         self.numbers, self.holders, self.logs = set(), {}, {}
         known: dict[tuple[int, bool], int] = {(id(x), False): i for i, x in enumerate(results)}
         mine = {id(x) for x in before.kept} | before.owners.keys()
-        found = []
+        found: list[Rebound] = []
+        places: dict[int, int] = {}  # of values that were made
 
         def part(x: Any, old: Any, place: Place) -> Part | None:
             if is_given(x):
@@ -244,14 +246,18 @@ class Watch:
                 home = old._form if isinstance(old, ShardedTensor) and old.shape == x.shape else None
             return Result(known[id(x), plain], old.device if plain else None, home)
 
+        parts: list[Part | None]
         for place, owner, value, old in self._changes(after):
-            leaves, tree = pytree.tree_flatten(value if value is not GONE else None)
-            olds, was = pytree.tree_flatten(old)
-            olds = olds if was == tree else [None] * len(leaves)
-            named = place if place in after.called else (place[0], LENGTH)
-            parts = [part(x, o, named) for x, o in zip(leaves, olds, strict=True)]
-            if value is GONE:
-                tree, parts = _LEAF, [Rest(GONE)]
+            if value is GONE or before.owners.get(id(value)) is value:
+                tree, parts = _LEAF, [Rest(value)]
+                if id(value) in before.copies:  # one that was there has another place now
+                    self.holders[id(value)] = value
+            else:
+                leaves, tree = pytree.tree_flatten(value)
+                olds, was = pytree.tree_flatten(old)
+                olds = olds if was == tree else [None] * len(leaves)
+                named = place if place in after.called else (place[0], LENGTH)
+                parts = [part(x, o, named) for x, o in zip(leaves, olds, strict=True)]
             if None in parts:  # it stays as the trace leaves it
                 continue
             if isinstance(owner, CONTAINERS + (Tensor,)) and not _is_global(owner):
@@ -259,7 +265,9 @@ class Watch:
             if type(old) in NUMBERS and (is_given(value) or type(value) in NUMBERS):
                 self.numbers.add(place)
             refer = weakref.ref(owner) if owner is before.own else functools.partial(_self, owner)
-            found.append(Rebound(refer, place[1], among(owner, place[1]), tree, tuple(filter(None, parts))))
+            same = places.setdefault(id(value), len(found)) if place[1] is not ALL else len(found)
+            same = same if same < len(found) else -1
+            found.append(Rebound(refer, place[1], among(owner, place[1]), tree, tuple(filter(None, parts)), same))
             put_back(owner, place, before)
         self.take_back()
         return found
@@ -272,7 +280,8 @@ class Watch:
             if number not in after.owners or not isinstance(owner, list | set | deque | dict):
                 continue
             long = len(items) > LONG or len(owner) > LONG  # then its items are no places
-            if long or not (isinstance(owner, dict) or (isinstance(owner, list) and len(owner) == len(items))):
+            in_place = isinstance(owner, dict) or (isinstance(owner, list) and len(owner) == len(items))
+            if long or not in_place or _is_reordered(owner, items):
                 whole.add(number)
                 if after.is_log(number):
                     self.logs[number] = owner
@@ -309,6 +318,13 @@ def is_value(x: Any) -> bool:
     if dataclasses.is_dataclass(x) and x.__dataclass_params__.frozen:  # type: ignore[union-attr]
         return all(is_value(y) for _, y in attributes(x))
     return False
+
+
+def _is_reordered(x: Any, old: Any) -> bool:
+    """Whether the keys of a dict are in another order than if new ones had been added, and some deleted."""
+    if not isinstance(x, dict) or any(isinstance(k, Tensor) for k in x):
+        return False
+    return list(x) != [k for k in old if k in x] + [k for k in x if k not in old]
 
 
 def _is_global(owner: Any) -> bool:

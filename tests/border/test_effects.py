@@ -238,6 +238,38 @@ def an_object_made_once() -> Case:
     return fn, lambda: s.made and s.made.step
 
 
+def two_names() -> Case:
+    s = types.SimpleNamespace(a=[0], b=None)
+
+    def fn(x: Tensor) -> Tensor:
+        s.a = s.b = [*s.a, len(s.a)]
+        s.b.append(1)
+        return x * len(s.a)
+
+    return fn, lambda: (s.a, s.a is s.b)
+
+
+def lists_that_change_places() -> Case:
+    first, second = [1], [2, 2]
+    s = types.SimpleNamespace(a=first, b=second)
+
+    def fn(x: Tensor) -> Tensor:
+        s.a, s.b = s.b, s.a
+        return x * len(s.a)
+
+    return fn, lambda: (s.a is first, s.b is second)
+
+
+def the_last_used() -> Case:
+    d = collections.OrderedDict(a=1, b=2, c=3)
+
+    def fn(x: Tensor) -> Tensor:
+        d.move_to_end(next(iter(d)))
+        return x * d[next(iter(d))]
+
+    return fn, lambda: list(d)
+
+
 def a_ring() -> Case:
     s = types.SimpleNamespace(kept=[torch.zeros(()) for _ in range(3)], i=0)
 
@@ -297,6 +329,9 @@ EFFECTS: dict[str, Callable[[], Case]] = {
     "phases": phases,
     "an object made once": an_object_made_once,
     "a ring": a_ring,
+    "two names for one": two_names,
+    "lists that change places": lists_that_change_places,
+    "the last used": the_last_used,
 }
 
 
