@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -30,6 +31,7 @@ from shardlib.tensors.tensor import ShardedTensor
 from shardlib.tracing.lines import user_frame
 from shardlib.tracing.threads import refuse_nested
 
+_ATTEMPTS = 6  # at tracing a function whose effects are being found out
 OFTEN = 8  # programs for one reason, from which on it is said
 
 
@@ -94,7 +96,7 @@ class Call:
 
     def _plan(self, runs: bool) -> tuple[Plan, list[Any]]:
         name, programs, modes = self.function.name, self.programs, self.key[1]
-        while True:
+        for attempt in itertools.count():
             watch = Watch(self.look)
             with _undone(watch):
                 plan = self._compile(watch)
@@ -111,6 +113,13 @@ class Call:
             self.read()
             if not watch.is_moved(name, found, self.state) and is_known:
                 break
+            if attempt == _ATTEMPTS:
+                watch.restore()
+                raise ShardingError(
+                    f"{name} leaves what it finds in another order each time that it is traced",
+                    rule="a jitted function finds the same tensors in the same order before and after a trace",
+                    remedy="hold them in a list, and change its items; or pass them as arguments",
+                )
         looked = plan.compiled.traced.looked
         call = flatten_call(self.function.fn, self.args, self.kwargs, self.function.static, self.state)
         unrepeated = watch.unrepeated()

@@ -55,7 +55,7 @@ class Reach:
         while self._todo:
             self._go_through(self._todo.pop(0))
         self._found = [(get, x) for _, get, x in self._places]
-        self.logs = frozenset(self._appended - self._read)
+        self.logs = frozenset() if "*" in self._read else frozenset(self._appended - self._read)
 
     def is_current(self) -> bool:
         """Whether all its functions are still those that were found."""
@@ -270,7 +270,10 @@ def _values(code: types.CodeType) -> frozenset[str]:
 
 @functools.lru_cache(1 << 12)
 def _uses(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Names of variables and attributes that code appends to, `log` in `self.log.append(x)`, and that it reads."""
+    """Names of variables and attributes that code appends to, `log` in `self.log.append(x)`, and that it reads.
+
+    A text may be a name for `getattr`; code that looks at objects as a whole reads everything, `*`.
+    """
     steps = [x for x in dis.get_instructions(code) if x.opname not in ("CACHE", "EXTENDED_ARG")]
     appended: set[str] = set()
     read: set[str] = set()
@@ -278,12 +281,17 @@ def _uses(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
         if step.opname.startswith("LOAD") and step.opname not in _NO_READS and isinstance(step.argval, str):
             appends = then.opname in _ATTRIBUTE and then.argval in _APPENDING
             (appended if appends else read).add(step.argval)
+    texts = [y for x in code.co_consts for y in (x if isinstance(x, tuple) else (x,)) if isinstance(y, str)]
+    read |= {part for text in texts for part in text.split(".")}
+    if not _WHOLE.isdisjoint(code.co_names):
+        read.add("*")
     for inner in (x for x in code.co_consts if isinstance(x, types.CodeType)):
         a, r = _uses(inner)
         appended, read = appended | a, read | r
     return frozenset(appended), frozenset(read)
 
 
+_WHOLE = frozenset({"vars", "__dict__", "getattr", "__getattribute__", "attrgetter", "repr", "locals", "globals"})
 _NO_READS = ("LOAD_CONST", "LOAD_CLOSURE")
 _APPENDING = ("append", "extend", "add", "appendleft", "extendleft", "insert")
 

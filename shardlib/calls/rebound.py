@@ -23,12 +23,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from shardlib.calls.changing import Changing, Place
 from shardlib.calls.flat import same_number
 from shardlib.calls.holders import ALL, GONE, among, is_refilled, put, put_back, refill
-from shardlib.calls.inside import attributes
+from shardlib.calls.inside import attributes, content
 from shardlib.calls.kinds import CONTAINERS, OPAQUE, PLAIN
 from shardlib.calls.leaks import Leak, forgotten
 from shardlib.calls.snapshot import Snapshot
@@ -160,7 +161,8 @@ class Watch:
             state.cut = {}
 
     def _can_hold(self, place: Place) -> bool:
-        return place[0] in self.before.owners and not isinstance(self.before.owners[place[0]], _FIXED)
+        owner = self.before.owners.get(place[0])
+        return owner is not None and not isinstance(owner, _FIXED) and not _is_by_tensor(place[1])
 
     def take_back(self) -> None:
         """Give the holders of such numbers what they had."""
@@ -232,7 +234,7 @@ class Watch:
             if is_given(x):
                 return Computed(x.scalar)
             if not isinstance(x, Tensor):
-                return Rest(x) if id(x) in mine or is_value(x) else None
+                return Rest(x) if id(x) in mine or (is_value(x) and not _holds_trace(x)) else None
             if id(x) in own:
                 return Own(own[id(x)])
             if not is_traced(x) or _is_new_leaf(x):
@@ -248,7 +250,7 @@ class Watch:
 
         parts: list[Part | None]
         for place, owner, value, old in self._changes(after):
-            if value is GONE or before.owners.get(id(value)) is value:
+            if value is GONE or type(value) in PLAIN or before.owners.get(id(value)) is value:
                 tree, parts = _LEAF, [Rest(value)]
                 if id(value) in before.copies:  # one that was there has another place now
                     self.holders[id(value)] = value
@@ -301,12 +303,23 @@ class Watch:
                 continue
             if isinstance(owner, dict) and not isinstance(key, tuple | str):
                 continue
-            if isinstance(key, tuple) and isinstance(key[0], type) and issubclass(key[0], Tensor):
-                continue  # a dict by tensors is known by their ids
-            yield place, owner, value, old
+            if not _is_by_tensor(key):
+                yield place, owner, value, old
 
 
 _FIXED = (tuple, frozenset, set, types.MappingProxyType, types.FunctionType)  # hold what they hold
+
+
+def _is_by_tensor(key: Any) -> bool:
+    """Whether it is that of a dict's item by a tensor, which is known by its id."""
+    return isinstance(key, tuple) and isinstance(key[0], type) and issubclass(key[0], Tensor)
+
+
+def _holds_trace(fn: Any) -> bool:
+    """Whether a function that was made in the trace closes over values of it."""
+    cells = [content(cell) for cell in getattr(fn, "__closure__", None) or ()]
+    inside = pytree.tree_leaves([cells, getattr(fn, "__defaults__", None), getattr(fn, "__kwdefaults__", None)])
+    return any(isinstance(x, FakeTensor) or is_given(x) for x in inside)
 
 
 def is_value(x: Any) -> bool:

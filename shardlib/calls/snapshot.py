@@ -52,7 +52,8 @@ class Snapshot(State):
         """Whether the code only appends to what this container is called, wherever it is held."""
         held = [self.called[place] for place, x in self.values.items() if id(x) == container]
         names = [next((x for x in reversed(at) if isinstance(x, str)), "").rpartition(".")[2] for at in held]
-        return bool(names) and self.logs.issuperset(names)
+        plain = type(self.owners.get(container)) in (list, set, deque)  # whose methods give nothing back
+        return plain and bool(names) and self.logs.issuperset(names)
 
     def _marks(self, x: torch.Tensor, known: list[Any]) -> None:
         self.owners[id(x)] = x

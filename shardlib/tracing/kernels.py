@@ -61,6 +61,8 @@ def refuse_kernels(graph: fx.Graph, names: Mapping[fx.Node, str]) -> None:
     for node in graph.nodes:
         if node.op != "call_function" or node.meta.get("backward") or not _tried(node.target):
             continue
+        if any(isinstance(x.meta.get("val"), torch.Tensor) and not x.meta["val"].numel() for x in node.all_input_nodes):
+            continue  # of what is empty, kernels do not look at the dtype
         args = [_token(x) for x in node.args]
         kwargs = {k: _token(x) for k, x in node.kwargs.items() if k != "device"}
         key = (node.target, _frozen(args), _frozen(kwargs.items()))

@@ -270,6 +270,65 @@ def the_last_used() -> Case:
     return fn, lambda: list(d)
 
 
+def rotated(d: Any) -> Callable[[], Case]:
+    def case() -> Case:
+        items = copy.deepcopy(d)
+
+        def fn(x: Tensor) -> Tensor:
+            k = next(iter(items))
+            items[k] = items.pop(k)
+            return x * items[next(iter(items))]
+
+        return fn, lambda: list(items)
+
+    return case
+
+
+def a_log_that_is_read(read: Callable[[Any], int]) -> Callable[[], Case]:
+    def case() -> Case:
+        s = types.SimpleNamespace(log=[])
+
+        def fn(x: Tensor) -> Tensor:
+            s.log.append(1)
+            return x * read(s)
+
+        return fn, lambda: s.log
+
+    return case
+
+
+class Counting(list):  # type: ignore[type-arg]
+    """A list whose append says how long it is."""
+
+    def append(self, x: Any) -> int:  # type: ignore[override]
+        super().append(x)
+        return len(self)
+
+
+def a_shape() -> Case:
+    s = types.SimpleNamespace(shape=None, n=0)
+
+    def fn(x: Tensor) -> Tensor:
+        s.n = s.shape.numel() if s.shape is not None else s.n
+        s.shape = x.shape
+        return x * s.n
+
+    return fn, lambda: (s.shape, s.n)
+
+
+def buffers_in_turns() -> Case:
+    both = [[1.0], [2.0]]
+    s = types.SimpleNamespace(now=both[0], i=0)
+
+    def fn(x: Tensor) -> Tensor:
+        s.i = 1 - s.i
+        s.now = both[s.i]
+        s.now[0] += 1
+        return x * s.now[0]
+
+    return fn, lambda: (both, s.now is both[s.i])
+
+
 def a_ring() -> Case:
     s = types.SimpleNamespace(kept=[torch.zeros(()) for _ in range(3)], i=0)
 
@@ -332,6 +391,13 @@ EFFECTS: dict[str, Callable[[], Case]] = {
     "two names for one": two_names,
     "lists that change places": lists_that_change_places,
     "the last used": the_last_used,
+    "the order of numbers": rotated({"a": 1, "b": 2, "c": 3}),
+    "the order of tensors": rotated({"a": torch.ones(()), "b": torch.zeros(())}),
+    "a log that getattr reads": a_log_that_is_read(lambda s: len(getattr(s, "log"))),  # noqa: B009
+    "a log that vars reads": a_log_that_is_read(lambda s: len(vars(s)["log"])),
+    "a log that tells": inside(Counting(), lambda h, x: x * h.append(1)),
+    "a shape": a_shape,
+    "buffers in turns": buffers_in_turns,
 }
 
 
@@ -551,6 +617,29 @@ def test_the_history_outside_is_followed_once(name: str) -> None:
         (sl.jit(fn) if jitted else fn)(torch.arange(8.0).view(2, 4)).backward()
         grads.append([g.full_tensor() if isinstance(g := w.grad, ShardedTensor) else g for w in leaves])
     torch.testing.assert_close(grads[0], grads[1])
+
+
+def test_functions_that_keep_values_of_a_trace_are_refused() -> None:
+    s = types.SimpleNamespace(fn=None)
+
+    def keeps(x: Tensor) -> Tensor:
+        y = x * 2
+        s.fn = lambda z: z + y
+        return y
+
+    with pytest.raises(ShardingError, match="y has become a value of the trace"):
+        sl.jit(keeps)(X)
+    assert s.fn is None
+
+    layers = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+
+    def turns(x: Tensor) -> Tensor:
+        k = next(iter(layers))
+        layers[k] = layers.pop(k)
+        return layers[k](x)
+
+    with pytest.raises(ShardingError, match="in another order each time that it is traced"):
+        sl.jit(turns)(X)
 
 
 def test_what_holds_it_for_ever_is_refused() -> None:
