@@ -153,6 +153,7 @@ class Jitted(Function):
             mesh = self._mesh(args, kwargs)
         if _dispatch_modes():
             refuse_modes(self.name)
+        is_taken = False
         while True:
             begun = compiling.count
             if compiling.thread:
@@ -160,8 +161,8 @@ class Jitted(Function):
                 compiling.wait()
             state = State(own, programs.changing)
             key, leaves = self.read_call(mesh, programs, state, args, kwargs)
-            if state.arrays:
-                args, kwargs = self.with_tensors(args, kwargs)
+            if state.arrays and not is_taken:
+                args, kwargs, is_taken = *self.with_tensors(args, kwargs), True
             elif begun == compiling.count:
                 break
         if forward_ad._current_level >= 0:

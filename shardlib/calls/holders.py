@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 GONE = object()  # what a holder has that has nothing
 ALL = object()  # the key of all items of a container
-
-
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 _CONTAINERS = (list, deque, dict, set)
 

@@ -10,6 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from shardlib.calls.inside import content
+from shardlib.calls.kinds import PLAIN
 from shardlib.calls.snapshot import Snapshot
 from shardlib.errors import ShardingError
 from shardlib.tracing.lifted import Lifted
@@ -23,7 +24,8 @@ def refuse_counts(body: Callable[..., Any]) -> Iterator[None]:
     wrong = [
         f"{name} was {cells[name]!r}, is {now!r} after one step"
         for name, now in _variables(body)
-        if name in cells and now is not cells[name] and not _is_tensor(now) and now != cells[name]
+        if name in cells and now is not cells[name] and not _is_tensor(now)
+        if type(now) not in PLAIN or now != cells[name]
     ]
     after = _look()
     if before is not None and after is not None:
