@@ -6,20 +6,18 @@ whatever requires one are results. It is decided as a whole, and split into two 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.autograd.function import BackwardCFunction
-from torch.utils.checkpoint import CheckpointFunction
 
 from shardlib.calls.flat import FlatCall
 from shardlib.calls.rebound import Rebound
 from shardlib.errors import ShardingError
 from shardlib.tensors.tensor import typeof
+from shardlib.tracing.history import Autograd, end, hooks_of, origins, pulled
 from shardlib.tracing.lifted import Lifted, placeholder
 from shardlib.tracing.views import written_to
 
@@ -67,8 +65,8 @@ class Ending:
         self._leaves: list[tuple[int, bool]] = []
         self._refused: tuple[tuple[int, ...], int, str] = ((), -1, "")
         self.strict = strict  # what cannot be differentiated fails at once
-        self._before = [_Autograd.of(x) for x in call.state.tensors]
-        self._given: list[_Autograd] = []  # the same of what stands for the arguments
+        self._before = [Autograd.of(x) for x in call.state.tensors]
+        self._given: list[Autograd] = []  # the same of what stands for the arguments
         self._passages: list[Any] = []  # hooks on closed-over results of other ops
 
     def __enter__(self) -> Ending:
@@ -95,8 +93,8 @@ class Ending:
             self._watched.append((leaves[id(x)], seen[id(x)], grad))
             if seen[id(x)] is not x:
                 seen[id(x)].grad = grad
-                _Autograd.of(x).lend_hooks(seen[id(x)])
-        self._given = [_Autograd.of(x) for x in inputs]
+                Autograd.of(x).lend_hooks(seen[id(x)])
+        self._given = [Autograd.of(x) for x in inputs]
         given = {leaf for leaf, _, _ in self._watched}
         cut = self.call.state.cut
         self._watched += [
@@ -185,13 +183,13 @@ class Ending:
             return []
         self._refuse_history(wanted)
         for x in owners.values():  # hooks run where the gradients go on: outside
-            for hooks, _ in _hooks(x).values():
+            for hooks, _ in hooks_of(x).values():
                 hooks.clear()  # in place: the history of a result knows the dict, too
         before = set(tracer.graph.nodes)
         cotangents = [placeholder(tracer, result[i]) for i in outs]
         try:
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-                found = _pulled([result[i] for i in outs], list(wanted.values()), [c.value for c in cotangents])
+                found = pulled([result[i] for i in outs], list(wanted.values()), [c.value for c in cotangents])
         except (RuntimeError, ShardingError) as error:  # as torch has it, the way back is refused when somebody goes it
             if self.strict:
                 raise
@@ -207,19 +205,19 @@ class Ending:
             self._gradients, self._reached = [leaf], (frozenset(),)
             return [torch.zeros_like(self.lifted.seen(x))]
         self._gradients = [leaf for leaf, x in zip(wanted, found, strict=True) if x is not None]
-        origins = _origins([result[i] for i in outs])
-        self._reached = tuple(origins.get(_end(wanted[leaf]), frozenset()) for leaf in self._gradients)
+        reached = origins([result[i] for i in outs])
+        self._reached = tuple(reached.get(end(wanted[leaf]), frozenset()) for leaf in self._gradients)
         return [self.lifted.seen(x) for x in found if x is not None]
 
     def _refuse_history(self, wanted: Mapping[int, Tensor]) -> None:
         """Refuse results of ops outside that could not be cut off where they come from another input."""
-        ends = {_end(x): leaf for leaf, x in wanted.items()}
+        ends = {end(x): leaf for leaf, x in wanted.items()}
         called = dict(zip(self.where, self.argument_names, strict=True))
         called |= dict(enumerate(self.call.state.names, len(self.call.arguments)))
         for leaf, x in wanted.items():
             if x.grad_fn is None or leaf < len(self.call.arguments):
                 continue
-            behind = {end for end in _origins([x]) if end in ends and ends[end] != leaf}
+            behind = {at for at in origins([x]) if at in ends and ends[at] != leaf}
             if behind:
                 raise ShardingError(
                     f"{called[leaf]} comes from {called[ends[behind.pop()]]}, and the traced function reads both",
@@ -268,127 +266,6 @@ def _refuse_retained(results: Sequence[Tensor]) -> None:
             remedy="call backward() inside and return h.grad; or add a zero that is an argument, h = h + zero, with "
             "requires_grad=True: its gradient is that of h",
         )
-
-
-def _pulled(outs: list[Tensor], wanted: list[Tensor], cotangents: list[Tensor]) -> Sequence[Tensor | None]:
-    """The gradients of `wanted`, None where nothing depends on one.
-
-    A reentrant checkpoint calls `backward()` itself, inside another: what it finds is in the `.grad` of leaves.
-    """
-    if not _reenters(outs) or not all(x.is_leaf for x in wanted):
-        return torch.autograd.grad(outs, wanted, cotangents, allow_unused=True)
-    before = [x.grad for x in wanted]
-    try:
-        for x in wanted:
-            x.grad = None
-        torch.autograd.backward(outs, cotangents)
-        return [x.grad for x in wanted]
-    finally:
-        for x, grad in zip(wanted, before, strict=True):
-            x.grad = grad
-
-
-def _reenters(outs: Sequence[Tensor]) -> bool:
-    """Whether the way back leads through a reentrant checkpoint."""
-    seen: set[Any] = set()
-    todo = [x.grad_fn for x in outs]
-    while todo:
-        node: Any = todo.pop()
-        if node is None or node in seen:
-            continue
-        if isinstance(node, CheckpointFunction._backward_cls):
-            return True
-        seen.add(node)
-        todo += [behind for behind, _ in node.next_functions]
-    return False
-
-
-def _end(x: Tensor) -> Any:
-    """Where the history of what is made of `x` ends."""
-    return id(x) if x.grad_fn is None else x.grad_fn
-
-
-def _origins(outs: Sequence[Tensor]) -> dict[Any, frozenset[int]]:
-    """For every end of the history of `outs`, from which of these it is reached; not through Functions of the user's,
-    which may have no gradient for an input."""
-    order: dict[Any, None] = {}  # from the ends
-    todo: list[tuple[Any, bool]] = [(x.grad_fn, False) for x in outs]
-    open_: set[Any] = set()
-    while todo:
-        node, done = todo.pop()
-        if done:
-            order[node] = None
-        elif node is not None and node not in open_:
-            open_.add(node)
-            todo += [(node, True), *((behind, False) for behind, _ in _behind(node))]
-    found: dict[Any, frozenset[int]] = {}
-    for i, x in enumerate(outs):
-        start = _end(x)
-        found[start] = found.get(start, frozenset()) | {i}
-    for node in reversed(order):
-        for behind, _ in _behind(node):
-            if behind is not None:
-                found[behind] = found.get(behind, frozenset()) | found[node]
-    for node, which in list(found.items()):
-        if (leaf := getattr(node, "variable", None)) is not None:
-            found[id(leaf)] = found.get(id(leaf), frozenset()) | which
-    return found
-
-
-def _behind(node: Any) -> Any:
-    return () if isinstance(node, BackwardCFunction) else node.next_functions
-
-
-@dataclass(frozen=True)
-class _Autograd:
-    """What autograd knows of a tensor: whether it requires a gradient, where it comes from, its hooks by kind."""
-
-    requires_grad: bool
-    grad_fn: Any
-    hooks: dict[str, tuple[Any, dict[int, Any]]]
-
-    @staticmethod
-    def of(x: Tensor) -> _Autograd:
-        return _Autograd(x.requires_grad, x.grad_fn, _hooks(x))
-
-    def change(self, x: Tensor) -> str:
-        """What is otherwise now, in words."""
-        if x.grad_fn is not self.grad_fn:
-            return "is written to, and what is written has a history"
-        if x.requires_grad != self.requires_grad:
-            return f"has requires_grad={x.requires_grad} now"
-        return "" if _keys(_hooks(x)) == _keys(self.hooks) else "has another hook now"
-
-    def restore(self, x: Tensor) -> None:
-        """Undo what a trace did to a tensor that outlives it. Handles of hooks know the dict that they stand in."""
-        if x.grad_fn is not self.grad_fn:
-            x.detach_()
-        if x.requires_grad != self.requires_grad:
-            x.requires_grad_(self.requires_grad)
-        for kind in _KINDS:
-            mine, held = self.hooks.get(kind, (None, {}))
-            if mine is not None and list(mine) != list(held):
-                mine.clear()
-                mine.update(held)
-            if getattr(x, kind, None) is not mine:
-                setattr(x, kind, mine)
-
-    def lend_hooks(self, x: Tensor) -> None:
-        """Give `x`, which stands for this tensor, these hooks."""
-        for kind, (_, held) in self.hooks.items():
-            setattr(x, kind, OrderedDict(held))
-
-
-_KINDS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-
-
-def _hooks(x: Any) -> dict[str, tuple[Any, dict[int, Any]]]:
-    """By kind, the dict of the hooks of a tensor, and what is in it now."""
-    return {kind: (hooks, dict(hooks)) for kind in _KINDS if (hooks := getattr(x, kind, None)) is not None}
-
-
-def _keys(hooks: dict[str, tuple[Any, dict[int, Any]]]) -> dict[str, list[int]]:
-    return {kind: list(held) for kind, (_, held) in hooks.items() if held}
 
 
 def _refuse_passage(name: str) -> Any:
