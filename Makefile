@@ -21,9 +21,10 @@ demo: $(STAMP)
 test: lint types tests
 
 lint: $(STAMP)
-	@echo "== lint and format"
+	@echo "== lint, format, floors"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 
 types: $(STAMP)
 	@echo "== types"

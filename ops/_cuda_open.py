@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
-from shardlib.meshes import world
 from shardlib.ops import _native
 from shardlib.ops._cuda_peers import Peers, group_of, launch, report_of, unserved
 from shardlib.ops._cuda_plan import Tuning, workspace_bytes
+from shardlib.ranks import world
 from shardlib.ranks.store import Store
 from shardlib.recipe import Missing
 

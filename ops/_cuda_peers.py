@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from shardlib.errors import CollectiveError
 from shardlib.ops import _cuda_plan as plans
 from shardlib.ops._choice import Choice
 from shardlib.ops._cuda_plan import ELEMENTS, MAX_CTAS, MAX_RANKS, Plan, Tuning, workspace_bytes
-from shardlib.ops._wire import CollectiveError
 
 # (op, output, input, plan): the torch op, or in tests the emulated launcher. Tensors say where and on which stream.
 Launch = Callable[[str, Tensor, Tensor, Plan], None]

@@ -13,26 +13,30 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from shardlib.errors import ShardingError
-from shardlib.meshes import world
+from shardlib.errors import CollectiveError, ShardingError
+from shardlib.meshes.axis import Axis
 from shardlib.ops import _cuda_wire
 from shardlib.ops._choice import unavailable
 from shardlib.ops._cuda_open import open_group
 from shardlib.ops._cuda_peers import Peers, unserved
 from shardlib.ops._shm import Channel, Session
-from shardlib.ranks import order
-from shardlib.specs.axis import Axis
+from shardlib.ranks import order, world
+from shardlib.ranks.agree import blame
+from shardlib.ranks.counting import uncounted
+from shardlib.ranks.order import Turn
 
 if TYPE_CHECKING:
     from shardlib.meshes.mesh import Mesh
+
+T = TypeVar("T")
 
 Cosets = tuple[tuple[int, ...], ...]  # all groups over the same axes; together they are all ranks, each once
 
@@ -208,3 +212,16 @@ def _handle(ranks: tuple[int, ...], rank: int, pg: dist.ProcessGroup | None, ses
     channel = session.channel(ranks) if session is not None and pg is not None else ""
     shm, why = (None, channel) if isinstance(channel, str) else (channel, "")
     return GroupHandle(ranks, pg, ranks.index(rank), backend, by_rank, name, shm, why)
+
+
+def together(mesh: Mesh, turn: Turn, axes: tuple[Axis, ...], call: Callable[[GroupHandle], T]) -> T:
+    """The result of `call`, one collective of the group over these axes that is a turn of its own."""
+    mesh.device_mesh  # noqa: B018 - starts torch.distributed where nothing has yet
+    with uncounted(), turn as order:
+        try:
+            group = group_for(mesh, axes)
+            if group.may_use_gloo:
+                order.meet([group])
+            return call(group)
+        except CollectiveError as error:
+            blame(mesh, error)

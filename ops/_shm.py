@@ -20,15 +20,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from shardlib.errors import ShardingError
-from shardlib.meshes import world
+from shardlib.errors import CollectiveError, ShardingError
 from shardlib.ops import _native
 from shardlib.ops._choice import wanted
 from shardlib.ops._results import result
 from shardlib.ops._segment import PAGE, Address, Segment, SegmentError
 from shardlib.ops._streams import Like
-from shardlib.ops._wire import CollectiveError
-from shardlib.ranks import order
+from shardlib.ranks import order, world
 from shardlib.ranks.store import names
 from shardlib.recipe import Missing
 

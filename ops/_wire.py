@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from shardlib.errors import CollectiveError
 from shardlib.ops._choice import Choice, unavailable, wanted
 
 if TYPE_CHECKING:
@@ -75,15 +76,6 @@ class Flight:
 
     def _arrived(self) -> Tensor:
         return (self.buffer if self.ready else wait(self.buffer)).view(self.dtype)
-
-
-class CollectiveError(RuntimeError):
-    """A collective that could not be finished: a peer is gone, or did not come in time.
-
-    `culprit` is its rank, where it is known.
-    """
-
-    culprit: int | None = None
 
 
 def pick(op: str, transport: str, why: str, shm: Choice | str, other: Choice, cuda: Choice | str) -> Choice:

@@ -23,19 +23,20 @@ from shardlib.manual.collectives import (
     psum,
     reduce_scatter,
 )
-from shardlib.manual.shard_map import shard_map
 from shardlib.meshes.mesh import Mesh, current_mesh, no_mesh
+from shardlib.placing import shard
+from shardlib.plain import global_random
 from shardlib.plans.budget import comm_budget
 from shardlib.plans.plan import Plan
 from shardlib.printing import debug_print
-from shardlib.random.plain import global_random
 from shardlib.rules import rule
 from shardlib.scanning import scan
+from shardlib.shard_map import shard_map
 from shardlib.specs.spec import P, Spec
 from shardlib.tensors import persist as _persist  # noqa: F401  (tells torch.load what it may read)
+from shardlib.tensors import show as _show  # noqa: F401  (says how tensors print)
 from shardlib.tensors.agreed import from_local
 from shardlib.tensors.dtensor import from_dtensor, to_dtensor
-from shardlib.tensors.placing import shard
 from shardlib.tensors.tensor import ShardedTensor, typeof
 from shardlib.tensors.visualize import visualize
 from shardlib.transforms import grad, value_and_grad, vmap

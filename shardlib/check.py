@@ -13,13 +13,13 @@ from torch.utils import _pytree as pytree
 
 from shardlib.calls.flat import Static, flatten_call, names_of
 from shardlib.calls.mappings import opened
-from shardlib.calls.planning import Call
 from shardlib.calls.rebound import Watch
-from shardlib.calls.run import caller
 from shardlib.errors import ShardingError
 from shardlib.jit import Jitted, jit
+from shardlib.jitted.planning import Call
+from shardlib.jitted.run import caller
 from shardlib.meshes.mesh import Mesh, current_mesh
-from shardlib.random.plain import plain_program
+from shardlib.plain import plain_program
 from shardlib.rules.table import own_rules
 from shardlib.run import virtual
 from shardlib.state import single_device

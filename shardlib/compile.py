@@ -17,16 +17,16 @@ from shardlib.calls.rebound import Result, Watch
 from shardlib.calls.state import State
 from shardlib.errors import ShardingError
 from shardlib.graph import DOORS, Graph, Op, Value
+from shardlib.lines import place
 from shardlib.lower import lower
 from shardlib.lower.program import Program
 from shardlib.lower.split import Halves, split
-from shardlib.meshes import world
 from shardlib.meshes.mesh import Mesh
 from shardlib.normalise import normalise
-from shardlib.plans.places import place
 from shardlib.propagate import Propagated, propagate
 from shardlib.propagate.flood import Fixed
 from shardlib.propagate.units import is_constraint
+from shardlib.ranks import world
 from shardlib.specs.layout import Layout
 from shardlib.specs.prefix import SpecLike, broadcast_prefix
 from shardlib.specs.slips import Use, warn_of_slips

@@ -1,4 +1,4 @@
-"""The one exception of shardlib, and the one way in which it is written.
+"""The exception that shardlib raises, and the one way in which it is written; and what its collectives raise.
 
 A message says what was asked, lists every offender as a bullet (tensor, shape, spec, both sizes), then the rule that
 was broken and the remedy, so that one run shows all that there is to mend.
@@ -30,3 +30,12 @@ class ShardingError(ValueError):
         if remedy:
             lines.append(f"Remedy: {remedy}")
         super().__init__("\n".join(lines))
+
+
+class CollectiveError(RuntimeError):
+    """A collective that could not be finished: a peer is gone, or did not come in time.
+
+    `culprit` is its rank, where it is known.
+    """
+
+    culprit: int | None = None

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardlib.aten.traits import has
 from shardlib.errors import ShardingError
+from shardlib.lines import Line
 from shardlib.rules import rule_for
 from shardlib.rules.rule import Call, Meta, Rule
-from shardlib.tracing.lines import Line
-from shardlib.traits import has
 
 
 @dataclass(eq=False)

@@ -13,21 +13,21 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from shardlib.calls import gradient
 from shardlib.calls.ambient import refuse_modes
-from shardlib.calls.function import Function
-from shardlib.calls.method import Method, Methods
-from shardlib.calls.planning import Call, RetraceWarning
-from shardlib.calls.programs import Programs, Ready
-from shardlib.calls.refusals import refuse_other_devices, refuse_others_than_functions, refuse_tangents
-from shardlib.calls.run import caller, entry
 from shardlib.calls.state import State
 from shardlib.errors import ShardingError
+from shardlib.jitted import gradient
+from shardlib.jitted.function import Function
+from shardlib.jitted.method import Method, Methods
+from shardlib.jitted.planning import Call, RetraceWarning
+from shardlib.jitted.programs import Programs, Ready
+from shardlib.jitted.refusals import refuse_other_devices, refuse_others_than_functions, refuse_tangents
+from shardlib.jitted.run import caller, entry
 from shardlib.meshes.mesh import Mesh, current_mesh, is_without_mesh
+from shardlib.plain import plain_program
 from shardlib.plans.budget import CommBudget, current_budgets
 from shardlib.plans.plan import Plan
 from shardlib.random.draw import in_call
-from shardlib.random.plain import plain_program
 from shardlib.run import Runner, load
 from shardlib.state import compiling, is_single_device, is_tracing, unseen
 from shardlib.tensors.agreed import ALWAYS, compare_arguments

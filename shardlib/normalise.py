@@ -14,11 +14,11 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from shardlib.aten.traits import has, is_view
+from shardlib.aten.views import argument, written_arguments
 from shardlib.manual.claims import hold_claims
 from shardlib.scalar import hinted
 from shardlib.tracing.trace import Traced
-from shardlib.tracing.views import argument, written_arguments
-from shardlib.traits import has, is_view
 
 aten = torch.ops.aten
 

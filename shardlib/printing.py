@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shardlib.errors import ShardingError
+from shardlib.manual.body import current_body
 from shardlib.state import is_tracing
+from shardlib.tensors.tensor import ShardedTensor
 
 _LIB: Any = torch.library.Library("shardlib", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIB.define("debug_print(str text, Tensor[] xs, *, int lead=1) -> ()")
@@ -66,10 +68,6 @@ def debug_print(fmt: str, /, *args: Any, **kwargs: Any) -> None:
         ...     out = sl.jit(step, in_specs=("batch@data",))(torch.arange(4.0))
         loss 14.0 of tensor([0., 1., 2., 3.]), shape torch.Size([4])
     """
-    # Late: bodies are compiled, tensors need programs, and lowering knows this op.
-    from shardlib.manual.body import current_body
-    from shardlib.tensors.tensor import ShardedTensor
-
     if is_tracing() and current_body() is not None:
         raise ShardingError(
             f"debug_print({fmt!r}) is inside a shard_map body",

@@ -14,9 +14,11 @@ from torch.utils import _pytree as pytree
 
 from shardlib.calls.mappings import opened
 from shardlib.errors import ShardingError
+from shardlib.lines import Line, user_line
 from shardlib.state import is_tracing
 from shardlib.tensors.tensor import short_dtype
-from shardlib.tracing.lines import Line, user_line
+from shardlib.tracing.body import trace_body
+from shardlib.tracing.counted import refuse_counts
 
 
 def scan(
@@ -125,9 +127,6 @@ def _plain(fn: Callable[..., Any], xs: _Tree) -> Callable[..., Any]:
 
 
 def _traced(fn: Callable[..., Any], init: Any, first: list[Tensor], xs: _Tree) -> Callable[..., Any]:
-    from shardlib.tracing.body import trace_body  # late: tracing knows tensors
-    from shardlib.tracing.counted import refuse_counts
-
     leaves, tree = _flat(init)
     names = [*_paths("carry", init), *_paths("x", xs.of(first))]
 

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
+from shardlib.meshes.axis import Axis
 from shardlib.rules import rule_for
 from shardlib.rules.rule import Call, Labels, Meta, Rule
-from shardlib.specs.layout import Axis, Factor, Layout, Pending, Pieces, span
+from shardlib.specs.layout import Factor, Layout, Pending, Pieces, span
 
 Axes = tuple[Axis, ...]
 Coords = dict[str, int]

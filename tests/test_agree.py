@@ -14,11 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardlib.errors import ShardingError
+from shardlib.errors import CollectiveError, ShardingError
 from shardlib.meshes.mesh import Mesh
 from shardlib.ops import all_reduce
 from shardlib.ops._groups import GroupHandle, group_for
-from shardlib.ops._wire import CollectiveError
 from shardlib.ranks import order
 from shardlib.ranks.agree import agree, blame
 from tests.ranks import Pool, RankError, only, run_ranks

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 
 from shardlib.normalise import normalise, verify
-from shardlib.random.plain import plain_program
+from shardlib.plain import plain_program
 from shardlib.tracing.trace import trace
 
 PROGRAMS = []

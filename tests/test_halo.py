@@ -16,10 +16,11 @@ from torch.utils import _pytree as pytree
 import shardlib as sl
 from shardlib import Mesh, P, shard
 from shardlib.check import unshared
+from shardlib.meshes.axis import Axis
 from shardlib.rules.halo import Piece, overlap, sent
 from shardlib.rules.rule import Call, Rule
 from shardlib.rules.window import Window
-from shardlib.specs.layout import Axis, span
+from shardlib.specs.layout import span
 from shardlib.state import single_device
 from tests.campaign import broken_promise, counting
 from tests.prover import Ref, Tape

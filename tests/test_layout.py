@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlib.errors import ShardingError
+from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
-from shardlib.specs.layout import Axis, Factor, Layout, Pending, span
+from shardlib.specs.layout import Factor, Layout, Pending, span
 
 A, B, C = Axis("a", 2), Axis("b", 3), Axis("c", 4)
 C_MAJOR, C_MINOR = Axis("c", 2, pre=1, of=4), Axis("c", 2, pre=2, of=4)

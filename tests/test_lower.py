@@ -16,9 +16,10 @@ from shardlib import Mesh, shard
 from shardlib.lower.move import Mover, member_coords
 from shardlib.lower.program import Collective, Instr, Program, Var, reads
 from shardlib.lower.sym import Sym, local_size, offset, product
+from shardlib.meshes.axis import Axis
 from shardlib.plans.plan import Plan
 from shardlib.run import virtual
-from shardlib.specs.layout import Axis, Factor, Layout
+from shardlib.specs.layout import Factor, Layout
 from shardlib.specs.pieces import span
 from tests.campaign import compiled
 from tests.programs import draw

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardlib.errors import ShardingError
+from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh, current_mesh
-from shardlib.specs.layout import Axis
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]

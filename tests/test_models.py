@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 import shardlib as sl
 from shardlib import Mesh, ShardingError
-from shardlib.random.plain import plain_program
+from shardlib.plain import plain_program
 from shardlib.state import single_device
 from tests.models import gpt, gpt2, llama, zoo
 from tests.models.causal_lm import CausalLM, Params

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from shardlib import Mesh, reshard
 from shardlib.lower.move import Mover
 from shardlib.lower.program import Program, Var
+from shardlib.meshes.axis import Axis
 from shardlib.reshard import Axes, Cut, Hop
 from shardlib.reshard.direct import Direct
 from shardlib.run import virtual
-from shardlib.specs.layout import Axis, Factor, Layout
+from shardlib.specs.layout import Factor, Layout
 from shardlib.specs.spread import spread
 from tests.campaign import as_if_large, broken_promise, counting
 

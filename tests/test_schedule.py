@@ -13,11 +13,12 @@ import torch
 
 import shardlib as sl
 from shardlib import Mesh
+from shardlib.lower.memory import local_bytes
 from shardlib.lower.program import Collective, Instr, Program, Var, reads
-from shardlib.plans.memory import local_bytes
+from shardlib.meshes.axis import Axis
 from shardlib.run import schedule as scheduling
 from shardlib.run.schedule import Event, schedule
-from shardlib.specs.layout import Axis, Layout
+from shardlib.specs.layout import Layout
 from tests.campaign import compiled
 from tests.programs import draw
 

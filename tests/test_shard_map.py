@@ -26,8 +26,8 @@ from shardlib.manual.collectives import (
     psum,
     reduce_scatter,
 )
-from shardlib.manual.shard_map import shard_map
 from shardlib.manual.stacked import SAME, collective
+from shardlib.shard_map import shard_map
 from shardlib.state import single_device, tracing
 from shardlib.tracing.trace import trace
 

@@ -25,17 +25,18 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import shardlib as sl
 from shardlib import Mesh, P, ShardingError, reshard, shard
+from shardlib.beside import boxes as dcp_chunks
 from shardlib.lower.move import Mover
 from shardlib.lower.program import Collective, Program, Var
+from shardlib.meshes.axis import Axis
 from shardlib.ops import _groups
 from shardlib.propagate.dims import Dims
 from shardlib.reshard import Axes, Cut, Leaves
 from shardlib.run import virtual
-from shardlib.specs.layout import Axis, Factor, Layout
+from shardlib.specs.layout import Factor, Layout
 from shardlib.specs.pieces import Pieces, even, fullest, nested, over, span
 from shardlib.specs.spec import Spec, parse, resolve_many
 from shardlib.state import single_device
-from shardlib.tensors import dcp as dcp_chunks
 from tests import campaign
 from tests.ranks import run_ranks
 

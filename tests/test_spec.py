@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlib.errors import ShardingError
+from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
 from shardlib.specs.grammar import SpecDim, SpecFactor
-from shardlib.specs.layout import Axis
 from shardlib.specs.spec import P, Spec, parse, resolve_many
 
 RULES = {"batch": ("pod", "data"), "heads": "tensor", "ff": "tensor", "vocab": "tensor", "seq": None}

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from shardlib.errors import ShardingError
 from shardlib.normalise import verify
-from shardlib.random.plain import plain_program
+from shardlib.ops.constraint import constrain
+from shardlib.plain import plain_program
 from shardlib.scalar import hinted
-from shardlib.tracing.constraint import constrain
 from shardlib.tracing.trace import trace
 
 torch.manual_seed(0)

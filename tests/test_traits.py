@@ -15,8 +15,8 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardlib.aten.traits import _TABLE, TRAITS, has, is_view, may_show
 from shardlib.run.codegen import fast_binding
-from shardlib.traits import _TABLE, TRAITS, has, is_view, may_show
 from tests.prover import kernel, target_of
 from tests.rule_samples import SAMPLES, f
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardlib.state import is_tracing
-from shardlib.tracing.staying import put_back
+from shardlib.staying import put_back
 
 
 def _engine(module: Any) -> None:

@@ -1,6 +1,6 @@
-"""What stands around `torch.distributed.checkpoint`: whole state dicts, and copies for saving in the background.
+"""`torch.distributed.checkpoint`: what it asks of tensors, whole state dicts, and copies for saving in the background.
 
-Both know DTensors by their type, and take every other tensor for a plain one.
+The latter two know DTensors by their type, and take every other tensor for a plain one.
 """
 
 from __future__ import annotations
@@ -12,9 +12,19 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from shardlib.eager.moving import laid_as
 from shardlib.tensors.form import Form
-from shardlib.tensors.moving import laid_as
 from shardlib.tensors.tensor import ShardedTensor, wrap
+
+
+def _planner(_: Any) -> None:
+    """Tensors that know their boxes plan for themselves. (Late: the boxes are written in the planner's types.)"""
+    from shardlib.beside import boxes
+
+    cls: Any = ShardedTensor
+    cls.__create_write_items__ = boxes.write_items
+    cls.__create_chunk_list__ = boxes.chunk_list
+    cls.__get_tensor_shard__ = boxes.tensor_shard
 
 
 def _state_dict(module: Any) -> None:
@@ -87,6 +97,7 @@ def _on_cpu(x: ShardedTensor, pieces: tuple[torch.Tensor, ...]) -> ShardedTensor
 
 
 TAUGHT: dict[str, Callable[[Any], None]] = {
+    "torch.distributed.checkpoint.planner": _planner,
     "torch.distributed.checkpoint.state_dict": _state_dict,
     "torch.distributed.checkpoint._state_dict_stager": _stager,
     "torch.distributed.checkpoint.staging": _staging,

@@ -9,24 +9,13 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
+from shardlib.eager.dispatch import refuse_collective
 from shardlib.errors import ShardingError
 from shardlib.tensors.tensor import ShardedTensor, typeof
-
-
-def refuse_collective(what: str, found: list[str]) -> NoReturn:
-    """Raise the error for a collective of torch.distributed that takes these ShardedTensors."""
-    raise ShardingError(
-        f"{what} on a ShardedTensor",
-        found,
-        rule="collectives of torch.distributed take a rank's own tensors; a ShardedTensor is the whole, and its sums "
-        "and copies are ordinary ops (x.sum(), x.redistribute(spec))",
-        remedy="x.to_local() for this rank's piece alone, x.full_tensor() for the whole, sl.psum and the others in a "
-        "shard_map",
-    )
 
 
 def _checked(check: Callable[[Any, str], None]) -> Callable[[Any, str], None]:

@@ -1,1 +1,1 @@
-"""One call of a jitted function: its leaves and key, the specs of its arguments, and how it runs."""
+"""What a call of a jitted function is made of: its leaves, the state that it brings, its key, and what it changes."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from shardlib.bounded import Bounded
 from shardlib.calls.inside import content, own
-from shardlib.tracing.lines import is_internal
+from shardlib.lines import is_internal
 
 Getter = Callable[[], Any]
 

@@ -32,13 +32,13 @@ from shardlib.calls.holders import ALL, GONE, among, is_refilled, put, put_back,
 from shardlib.calls.inside import attributes, content
 from shardlib.calls.kinds import CONTAINERS, OPAQUE, PLAIN
 from shardlib.calls.leaks import Leak, forgotten
+from shardlib.calls.numbers import Numbers, is_given
 from shardlib.calls.snapshot import Snapshot
 from shardlib.calls.state import LENGTH, LONG, NUMBERS, State
 from shardlib.errors import ShardingError
 from shardlib.scalar import Scalar
 from shardlib.tensors.form import Form
 from shardlib.tensors.tensor import ShardedTensor
-from shardlib.tracing.numbers import Numbers, is_given
 
 
 @dataclass(frozen=True)

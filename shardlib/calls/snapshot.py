@@ -15,8 +15,8 @@ from shardlib.calls.caches import is_cache
 from shardlib.calls.changing import Changing, Facts, Place
 from shardlib.calls.kinds import CONTAINERS, PLAIN, Held, held, is_object, of_numpy
 from shardlib.calls.leaks import Leak
+from shardlib.calls.numbers import is_given
 from shardlib.calls.state import LENGTH, State
-from shardlib.tracing.numbers import is_given
 
 LARGE = 1 << 26  # bytes of an array; larger ones are not copied, so what a function that raises wrote there stays
 

@@ -35,11 +35,11 @@ from shardlib.calls.kinds import (
     is_object,
     of_numpy,
 )
+from shardlib.calls.numbers import is_given
 from shardlib.calls.reach import is_users
 from shardlib.errors import ShardingError
 from shardlib.strided import refuse_others
 from shardlib.tensors.tensor import ShardedTensor, marks
-from shardlib.tracing.numbers import is_given
 
 DEPTH = 12  # objects within objects
 LONG = 1000  # items of a container; a longer one counts by its numbers and texts,

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from shardlib.eager.aliases import assign
 from shardlib.eager.slots import Slot
-from shardlib.eager.warm import Run
+from shardlib.tensors.aliases import assign
 from shardlib.tensors.form import Form
+from shardlib.tensors.tensor import ShardedTensor
+from shardlib.tensors.warm import Run
 
 Put = dict[tuple[Any, ...], int]  # path of an integer that is a local size -> which of a device's integers it is
 
@@ -109,8 +110,6 @@ def _located(name: str, item: str, n: int, devices: int) -> str:
 def _wrapped(bound: dict[str, Any], name: str, item: str, form: Form | None, i: int, n: int, devices: int) -> list[str]:
     if form is None:
         return [f"x{i} = {name}{'[0]' if devices > 1 else ''}{item}"]
-    from shardlib.tensors.tensor import ShardedTensor
-
     parts = (ShardedTensor, form.shape, form.strides, form.offset, None, form.dtype)
     arguments = ", ".join("None" if p is None else _bind(bound, p) for p in parts)
     return [

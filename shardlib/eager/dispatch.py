@@ -11,17 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from shardlib.beside.distributed import refuse_collective
-from shardlib.eager import aliases
+from shardlib.aten.traits import has, is_view
+from shardlib.aten.views import functional_form
 from shardlib.eager.prepare import LOCK, Prepared, pieces, whole
 from shardlib.eager.slots import devices_of, tensors_of
-from shardlib.eager.warm import LOOSE, PROGRAMS, Run, key_of
 from shardlib.eager.writes import FILLS, put, strided, writer
 from shardlib.errors import ShardingError
 from shardlib.graph import PER_RANK
@@ -31,12 +30,12 @@ from shardlib.random.draw import in_call, one_call
 from shardlib.rules.table import row
 from shardlib.specs.layout import Layout
 from shardlib.state import unseen
+from shardlib.tensors import aliases
 from shardlib.tensors.agreed import compare_operands
 from shardlib.tensors.form import Form
-from shardlib.tensors.tensor import ShardedTensor, typeof, wrap
+from shardlib.tensors.tensor import ShardedTensor, above, typeof, wrap
+from shardlib.tensors.warm import LOOSE, PROGRAMS, Run, key_of
 from shardlib.tracing.decompositions import DECOMPOSITIONS
-from shardlib.tracing.views import functional_form
-from shardlib.traits import has, is_view
 
 aten = torch.ops.aten
 
@@ -368,3 +367,18 @@ def _refuse_devices(op: Any, tensors: Sequence[Any], devices: Sequence[torch.dev
             rule="a mesh says which devices its tensors live on",
             remedy=f"x.full_tensor().to({str(others[0])!r}), or place it on a mesh of such devices",
         )
+
+
+def refuse_collective(what: str, found: list[str]) -> NoReturn:
+    """Raise the error for a collective of torch.distributed that takes these ShardedTensors."""
+    raise ShardingError(
+        f"{what} on a ShardedTensor",
+        found,
+        rule="collectives of torch.distributed take a rank's own tensors; a ShardedTensor is the whole, and its sums "
+        "and copies are ordinary ops (x.sum(), x.redistribute(spec))",
+        remedy="x.to_local() for this rank's piece alone, x.full_tensor() for the whole, sl.psum and the others in a "
+        "shard_map",
+    )
+
+
+above.dispatch = dispatch

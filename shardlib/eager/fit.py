@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardlib.meshes.axis import Axis, Coords
 from shardlib.rules.rule import Labels, Path, Rule
-from shardlib.specs.axis import Axis, Coords
 from shardlib.specs.layout import Dim, Factor, Layout
 from shardlib.specs.pieces import Pieces, span
 from shardlib.tensors.form import Form, Names

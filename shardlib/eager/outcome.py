@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from shardlib.eager.slots import numbers_of
-from shardlib.eager.warm import LOOSE, read
 from shardlib.rules.rule import Meta
 from shardlib.tensors.form import Form, contiguous
+from shardlib.tensors.warm import LOOSE, read
 
 Ask = Callable[[], Any]  # torch's answer, as meta tensors
 

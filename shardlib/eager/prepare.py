@@ -11,24 +11,24 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from shardlib.aten.traits import has, is_view
 from shardlib.bounded import Bounded
-from shardlib.eager import aliases
-from shardlib.eager.aliases import Step
 from shardlib.eager.caller import caller
 from shardlib.eager.fit import Fit, fit
 from shardlib.eager.outcome import Outcome, likeness, recall, remember
 from shardlib.eager.single import Operand, Single, single
 from shardlib.eager.slots import devices_of, filled, frozen, made_on, moved, numbers_of, slotted, tensors_of
-from shardlib.eager.warm import LOOSE, Run
 from shardlib.meshes.mesh import Mesh
 from shardlib.rules.rule import Call, Meta
 from shardlib.rules.table import rule_for
 from shardlib.run.codegen import fast_binding
 from shardlib.specs.layout import Layout
+from shardlib.tensors import aliases
+from shardlib.tensors.aliases import Step
 from shardlib.tensors.form import Form
 from shardlib.tensors.tensor import ShardedTensor, wrap
+from shardlib.tensors.warm import LOOSE, Run
 from shardlib.tracing.elsewhere import placed
-from shardlib.traits import has, is_view
 
 aten = torch.ops.aten
 

@@ -21,9 +21,9 @@ from torch.utils import _pytree as pytree
 
 from shardlib import graph as graphs
 from shardlib.compile import Compiled
-from shardlib.eager.aliases import Path
 from shardlib.eager.slots import devices_of, filled, listed, made_on, moved
 from shardlib.errors import ShardingError
+from shardlib.lines import Line, user_line
 from shardlib.lower import lower
 from shardlib.lower.program import Program, Var
 from shardlib.meshes.mesh import Mesh
@@ -33,10 +33,10 @@ from shardlib.propagate import propagate
 from shardlib.propagate.flood import Fixed
 from shardlib.run import distributed, virtual
 from shardlib.state import paused_gc, unseen
+from shardlib.tensors.aliases import Path
 from shardlib.tensors.form import Form, Names
 from shardlib.tracing.functionalise import functionalise
 from shardlib.tracing.lazily import lazily
-from shardlib.tracing.lines import Line, user_line
 from shardlib.tracing.trace import Traced
 
 aten = torch.ops.aten

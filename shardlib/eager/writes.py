@@ -8,20 +8,20 @@ from typing import Any, NoReturn
 import torch
 from torch.utils import _pytree as pytree
 
+from shardlib.aten.views import apart, functional_form, written_arguments
 from shardlib.bounded import Bounded
-from shardlib.eager import aliases
-from shardlib.eager.aliases import Memory, Path
 from shardlib.eager.prepare import LOCK, Prepared, pieces, replicated, whole, wrapped
 from shardlib.eager.single import Operand, Single, single
 from shardlib.eager.slots import Slot, filled, listed, moved, numbers_of, tensors_of
-from shardlib.eager.warm import LOOSE, Run, key_of
 from shardlib.errors import ShardingError
 from shardlib.meshes.mesh import Mesh
 from shardlib.rules.written import refuse_cast
+from shardlib.tensors import aliases
+from shardlib.tensors.aliases import Memory, Path
 from shardlib.tensors.form import Form
 from shardlib.tensors.memory import owned
-from shardlib.tensors.tensor import ShardedTensor, typeof, wrap
-from shardlib.tracing.views import apart, functional_form, written_arguments
+from shardlib.tensors.tensor import ShardedTensor, above, typeof, wrap
+from shardlib.tensors.warm import LOOSE, Run, key_of
 
 aten = torch.ops.aten
 
@@ -219,3 +219,6 @@ def _refuse_shared(op: Any, written: Sequence[torch.Tensor]) -> None:
             rule="what one op writes to does not overlap",
             remedy="write one after the other",
         )
+
+
+above.remake = remake

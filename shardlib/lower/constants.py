@@ -8,7 +8,8 @@ from shardlib.graph import Op, Value, is_creation
 from shardlib.lower.arguments import put, substitute
 from shardlib.lower.program import Var
 from shardlib.lower.sym import local_size, product
-from shardlib.specs.layout import Axis, Factor, Layout
+from shardlib.meshes.axis import Axis
+from shardlib.specs.layout import Factor, Layout
 
 if TYPE_CHECKING:
     from shardlib.lower.values import Values

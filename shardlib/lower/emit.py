@@ -8,6 +8,7 @@ from typing import Any
 
 from shardlib import reshard
 from shardlib.graph import Op, Value
+from shardlib.lines import Line
 from shardlib.lower.arguments import put, substitute
 from shardlib.lower.local import Assignment, LocalForm
 from shardlib.lower.program import Instr, Program, Step, Var
@@ -16,7 +17,6 @@ from shardlib.propagate.flood import Factor as OpFactor
 from shardlib.propagate.flood import Flood
 from shardlib.rules.rule import Rule
 from shardlib.specs.layout import Layout
-from shardlib.tracing.lines import Line
 
 
 class Emitter:

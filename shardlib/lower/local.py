@@ -12,14 +12,15 @@ import torch
 
 from shardlib import reshard
 from shardlib.graph import Op
+from shardlib.lower.memory import local_bytes
 from shardlib.lower.move import member_coords, position
 from shardlib.lower.program import Collective, Instr, Var, leaves
 from shardlib.lower.sym import Sym, local_size, offset
-from shardlib.plans.memory import local_bytes
+from shardlib.meshes.axis import Axis, Coords
 from shardlib.propagate.flood import Factor as OpFactor
 from shardlib.reshard import Axes
 from shardlib.rules.rule import Labels
-from shardlib.specs.layout import Axis, Coords, Factor, Layout
+from shardlib.specs.layout import Factor, Layout
 from shardlib.specs.pieces import fullest
 
 if TYPE_CHECKING:

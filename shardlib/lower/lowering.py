@@ -20,11 +20,12 @@ from shardlib.lower.pending import carried, reader_counts
 from shardlib.lower.program import Program, Var
 from shardlib.lower.sym import Sym
 from shardlib.lower.values import SETTLED, Owed, Values
+from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
 from shardlib.printing import OP as PRINT
 from shardlib.propagate import Propagated
 from shardlib.propagate.units import is_constraint, looks_through, value_factors
-from shardlib.specs.layout import Axis, Layout
+from shardlib.specs.layout import Layout
 
 
 def lower(graph: Graph, propagated: Propagated, mesh: Mesh) -> Program:

@@ -11,7 +11,8 @@ from shardlib.graph import Op
 from shardlib.lower.move import position
 from shardlib.lower.program import Collective, Instr, Program, Var
 from shardlib.lower.sym import Sym
-from shardlib.specs.layout import Axis, Layout
+from shardlib.meshes.axis import Axis
+from shardlib.specs.layout import Layout
 
 
 def collective(program: Program, op: Op, source: Var, name: str) -> Var:

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from shardlib.lines import Line
 from shardlib.lower.program import Collective, Instr, Program, Var
 from shardlib.lower.sym import Sym, local_size, product
+from shardlib.meshes.axis import Axis, Coords
 from shardlib.reshard import Axes, Step, ways
-from shardlib.specs.axis import Axis, Coords
 from shardlib.specs.layout import Layout
 from shardlib.specs.pieces import even, span
-from shardlib.tracing.lines import Line
 
 aten = torch.ops.aten
 LocalDims = tuple[tuple[tuple[int, Axes], ...], ...]  # per dim, (size, axes) per factor

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from shardlib.graph import Value
+from shardlib.lines import Line
 from shardlib.lower.sym import Sym
+from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
-from shardlib.specs.layout import Axis, Layout
-from shardlib.tracing.lines import Line
+from shardlib.specs.layout import Layout
 
 
 @dataclass(eq=False)

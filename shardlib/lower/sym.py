@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shardlib.specs.axis import Axis, Coords
+from shardlib.meshes.axis import Axis, Coords
 from shardlib.specs.pieces import even, span
 
 

@@ -17,11 +17,12 @@ from shardlib.lower.emit import Emitter
 from shardlib.lower.local import Assignment
 from shardlib.lower.move import Mover
 from shardlib.lower.program import Var
+from shardlib.meshes.axis import Axis
 from shardlib.propagate.estimate import settled
 from shardlib.propagate.flood import Factor as OpFactor
 from shardlib.propagate.units import looks_through, value_factors
 from shardlib.reshard import Axes, Cut
-from shardlib.specs.layout import Axis, Factor, Layout, Pending
+from shardlib.specs.layout import Factor, Layout, Pending
 
 
 @dataclass(frozen=True)

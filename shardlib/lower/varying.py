@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shardlib.lower.program import Collective, Program, Var, reads, syms
-from shardlib.specs.layout import Axis
+from shardlib.meshes.axis import Axis
 
 Primes = tuple[Axis, ...]
 

@@ -17,8 +17,8 @@ from torch import fx
 from torch._ops import OpOverload
 
 from shardlib.errors import ShardingError
+from shardlib.lines import place
 from shardlib.meshes.mesh import Mesh, current_mesh
-from shardlib.plans.places import place
 from shardlib.specs.spec import Spec
 
 Axes = frozenset[str]

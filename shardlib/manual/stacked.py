@@ -18,9 +18,9 @@ from torch import Tensor
 from shardlib.manual.doors import Cut, Stack
 from shardlib.manual.rows import send_rows
 from shardlib.meshes.mesh import Mesh
+from shardlib.ops.constraint import constrain
 from shardlib.specs.layout import Layout
 from shardlib.state import is_tracing
-from shardlib.tracing.constraint import constrain
 
 
 def cutting(layout: Layout, mesh: Mesh) -> tuple[str, ...]:

@@ -20,10 +20,9 @@ from typing import Any, Self
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib.errors import ShardingError
-from shardlib.meshes import world
+from shardlib.meshes.axis import Axis, Coords
 from shardlib.meshes.meshtext import Kind, MeshAxes, Rules, did_you_mean, faults_of, tidy_rules, written
-from shardlib.ranks import order
-from shardlib.specs.layout import Axis, Coords
+from shardlib.ranks import order, world
 
 # A tuple in a context variable: every thread and every asyncio task has a stack of its own.
 # None stands for a block that is outside any mesh on purpose.

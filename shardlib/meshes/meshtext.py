@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Literal
 
-from shardlib.specs.axis import Axis, split_name
+from shardlib.meshes.axis import Axis, split_name
 
 Kind = Literal["virtual", "distributed", "abstract"]
 MeshAxes = str | tuple[str, ...] | None  # what a rule maps a logical name to

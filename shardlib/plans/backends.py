@@ -13,13 +13,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardlib.graph import Op
+from shardlib.lower.memory import local_bytes
 from shardlib.lower.program import Collective
 from shardlib.lower.sym import Sym
 from shardlib.meshes.mesh import Mesh
 from shardlib.ops import _groups, all_gather, all_reduce, all_to_all, attention, ppermute, reduce_scatter
 from shardlib.ops._attention_variant import Variant
 from shardlib.ops._choice import Choice
-from shardlib.plans.memory import local_bytes
 from shardlib.rules.rule import Meta
 
 _COLLECTIVES: dict[str, Callable[..., Choice]] = {

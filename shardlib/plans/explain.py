@@ -9,13 +9,13 @@ from functools import cached_property
 
 from shardlib.compile import Compiled
 from shardlib.graph import Op, Value
+from shardlib.lines import place
 from shardlib.lower.program import Collective, Step, Var, reads
+from shardlib.meshes.axis import Axis
 from shardlib.plans.naming import Naming
-from shardlib.plans.places import place
 from shardlib.plans.plantext import si
 from shardlib.propagate.dims import Leaf
 from shardlib.propagate.units import Unit, is_constraint
-from shardlib.specs.layout import Axis
 
 
 @dataclass(frozen=True)

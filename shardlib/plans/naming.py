@@ -17,10 +17,11 @@ from itertools import zip_longest
 from shardlib.compile import Compiled
 from shardlib.graph import Op, Value
 from shardlib.lower.program import Var
+from shardlib.meshes.axis import Axis
 from shardlib.propagate.dims import Leaf
 from shardlib.propagate.flood import Fixed
 from shardlib.propagate.units import is_constraint, looks_through
-from shardlib.specs.layout import Axis, Factor, Layout
+from shardlib.specs.layout import Factor, Layout
 from shardlib.tensors.tensor import short_dtype
 
 Named = tuple[tuple[str | None, Factor], ...]  # one dim: its factors, and their names

@@ -10,22 +10,21 @@ from typing import Any, cast
 
 import torch
 
+from shardlib.aten.traits import has
 from shardlib.compile import Compiled
 from shardlib.graph import DOORS, Op, Value, is_creation
+from shardlib.lines import Line, place
+from shardlib.lower.memory import local_bytes, peak_bytes
 from shardlib.lower.program import Collective, Instr, Step, Var, reads
 from shardlib.plans import backends
 from shardlib.plans.explain import Explainer
 from shardlib.plans.html import page
-from shardlib.plans.memory import local_bytes, peak_bytes
 from shardlib.plans.naming import Naming, shorten
-from shardlib.plans.places import place
 from shardlib.plans.plantext import Row, fold, fold_names, si, table
 from shardlib.printing import OP as PRINT
 from shardlib.propagate.units import is_constraint
 from shardlib.specs.layout import Layout
 from shardlib.tensors.tensor import Names
-from shardlib.tracing.lines import Line
-from shardlib.traits import has
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardlib.graph import Graph, Op, Value
+from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
 from shardlib.propagate.decide import Decider
 from shardlib.propagate.flood import Fixed, Flood, flood
 from shardlib.propagate.refine import refine
 from shardlib.propagate.units import Unit, Units, build_units
 from shardlib.reshard import Cut
-from shardlib.specs.layout import Axis
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardlib.graph import Graph
+from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
 from shardlib.propagate.estimate import Choices, Estimate, Order
 from shardlib.propagate.flood import Flood
 from shardlib.propagate.problem import Choice, Kind, Problem, Role
 from shardlib.propagate.units import Unit, Units
-from shardlib.specs.layout import Axis
 
 _TIE = 1.05  # estimates are no better than that: of two ends as near, the one that sends less
 _DEARER = (2.0, 8.0, 32.0)

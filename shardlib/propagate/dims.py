@@ -196,7 +196,7 @@ def shares(sizes: Sequence[int], lock: Lock) -> list[Lock] | None:
     Chosen pieces are made of whole rows of the minor parts: then they are pieces of the major part.
 
     Example:
-        >>> from shardlib.specs.axis import Axis
+        >>> from shardlib.meshes.axis import Axis
         >>> pieces = Pieces((20, 12, 32, 0), (Axis("data", 4),))
         >>> [size.sizes for _, size in shares([16, 4], ((2, 2), pieces)) if size]
         [(5, 3, 8, 0)]

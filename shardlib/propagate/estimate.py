@@ -12,9 +12,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from shardlib import reshard
+from shardlib.meshes.axis import Axis
 from shardlib.propagate.problem import Choice, End, Kind, Problem, Record
 from shardlib.reshard import Cut
-from shardlib.specs.layout import Axis
 
 # An activation that moves is gone soon, a gathered parameter stays for half a step: near a tie, move activations.
 HOLDING = 1.25

@@ -16,10 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardlib.graph import Graph, Op, Value
+from shardlib.meshes.axis import Axis
 from shardlib.propagate.dims import Dims, Leaf, shares
 from shardlib.reshard import Cut
-from shardlib.specs.layout import Axis, Layout
 from shardlib.specs.layout import Factor as LayoutFactor
+from shardlib.specs.layout import Layout
 from shardlib.specs.pieces import Pieces, over
 from shardlib.specs.spec import Spec
 

@@ -14,12 +14,12 @@ from functools import cached_property
 
 from shardlib import reshard
 from shardlib.graph import Graph, Op, Value
+from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
 from shardlib.ops._choice import wanted
 from shardlib.propagate.flood import Flood
 from shardlib.propagate.units import Slots, Unit, Units, is_constraint, looks_through, op_cut_slots, value_factors
 from shardlib.reshard import Cut
-from shardlib.specs.layout import Axis
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from shardlib.errors import ShardingError
+from shardlib.lines import user_line
+from shardlib.manual.body import current_body
+from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh, current_mesh
 from shardlib.ops import all_reduce
 from shardlib.ops import draw as ops
-from shardlib.ranks.agree import together
+from shardlib.ops._groups import together
 from shardlib.ranks.order import Turn
-from shardlib.specs.layout import Axis
-from shardlib.tracing.lines import user_line
 
 _FIRST_COUNTER = 0x5348_4152  # the seed of counters
 
@@ -264,8 +265,6 @@ def fresh_key(*, device: torch.device) -> Tensor:
 def _running() -> _Call:
     call = _call.get()
     assert call is not None, "numbers are drawn in a call"
-    from shardlib.manual.body import current_body  # late: bodies are compiled, which needs the rules, which draw
-
     if isinstance(call, _Trace) and current_body() is not None:
         raise ShardingError(
             "a shard_map body draws random numbers",

@@ -7,22 +7,17 @@ speak through the store of `torch.distributed`, which works when collectives do 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from shardlib.errors import ShardingError
-from shardlib.meshes import world
-from shardlib.ops import _groups
-from shardlib.ops._wire import CollectiveError
-from shardlib.ranks.counting import uncounted
+from shardlib.ranks import world
 from shardlib.ranks.order import Order, Turn, current
 from shardlib.ranks.store import LOOK, names, refuse_missing
 from shardlib.ranks.telling import KEEP
 
 if TYPE_CHECKING:
     from shardlib.meshes.mesh import Mesh
-    from shardlib.ops._groups import GroupHandle
-    from shardlib.specs.axis import Axis
 
 T = TypeVar("T")
 _REPLY_SECONDS = 10.0  # for peers that are known to be alive and about to answer
@@ -66,19 +61,6 @@ def _compare(order: Order, digest: str, what: str, name: str, everyone: Sequence
             remedy="start all ranks from the same code, configuration and input shapes; let nothing depend on the rank",
         )
     order.dead(ask=True)  # where their processes are, while the store is there to say it
-
-
-def together(mesh: Mesh, turn: Turn, axes: tuple[Axis, ...], call: Callable[[GroupHandle], T]) -> T:
-    """The result of `call`, one collective of the group over these axes that is a turn of its own."""
-    mesh.device_mesh  # noqa: B018 - starts torch.distributed where nothing has yet
-    with uncounted(), turn as order:
-        try:
-            group = _groups.group_for(mesh, axes)
-            if group.may_use_gloo:
-                order.meet([group])
-            return call(group)
-        except CollectiveError as error:
-            blame(mesh, error)
 
 
 def blame(mesh: Mesh, error: BaseException, timeout: float = 10.0) -> NoReturn:

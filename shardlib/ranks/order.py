@@ -28,14 +28,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from shardlib.errors import ShardingError
-from shardlib.meshes import world
-from shardlib.ops._wire import CollectiveError
-from shardlib.plans.places import place
+from shardlib.errors import CollectiveError, ShardingError
+from shardlib.lines import line_at, place, user_frame
+from shardlib.ranks import world
 from shardlib.ranks.processes import Processes
 from shardlib.ranks.store import Store, own_connection
 from shardlib.ranks.telling import KEEP, PATIENCE, Entry, Texts, backward_of, cannot_go_on, number, with_numbers
-from shardlib.tracing.lines import line_at, user_frame
 
 _SLICE = timedelta(seconds=PATIENCE)
 

@@ -13,9 +13,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+from shardlib.meshes.axis import Axis
 from shardlib.reshard.regrid import moves
 from shardlib.reshard.step import COLLECTIVE_LATENCY, LINK_BYTES_PER_SECOND, Axes, Cut, Leaves, Step, fits, ways
-from shardlib.specs.axis import Axis
 from shardlib.specs.pieces import Pieces, even
 
 _BLOCKS = 5  # with more, the number of arrangements outgrows what a better way is worth

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-from shardlib.specs.axis import Axis
+from shardlib.meshes.axis import Axis
 
 
 def regrid(

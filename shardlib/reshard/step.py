@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardlib.specs.axis import Axis
+from shardlib.meshes.axis import Axis
 from shardlib.specs.pieces import fullest
 from shardlib.specs.spread import spread
 

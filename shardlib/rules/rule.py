@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from shardlib.specs.layout import Axis
+from shardlib.meshes.axis import Axis
 
 Labels = tuple[tuple[str, ...], ...]  # per dim, the names of its factors, major first; () for a dim of size 1
 Path = tuple[int | str, ...]  # where an argument sits: (1, 0) is args[1][0]; ("size", 0) is kwargs["size"][0]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from shardlib.tracing.views import functional_form, written_arguments
+from shardlib.aten.views import functional_form, written_arguments
 
 Form = Callable[..., Any]
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from shardlib.errors import CollectiveError
+from shardlib.lines import spot
 from shardlib.lower.program import Collective, Program
 from shardlib.meshes.mesh import Mesh
 from shardlib.ops import _groups, all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
-from shardlib.ops._wire import CollectiveError
-from shardlib.plans.places import spot
 from shardlib.ranks.agree import agree, blame
 from shardlib.ranks.order import Moment, Turn
 from shardlib.run.below import run_below

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.autograd import profiler
 
+from shardlib.lines import place
 from shardlib.lower.program import Collective
-from shardlib.plans.places import place
 from shardlib.plans.plantext import si
 
 Function = Callable[..., tuple[Any, ...]]  # of the inputs' pieces and the leaves of a call

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from shardlib.aten.traits import has, is_view, may_show
 from shardlib.lower.program import Collective, Instr, Program, Var, reads
-from shardlib.specs.layout import Axis
-from shardlib.traits import has, is_view, may_show
+from shardlib.meshes.axis import Axis
 
 _FRESH = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")  # the others may hand on what they are given
 Event = Instr | tuple[Collective, ...]

@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from shardlib.lower.memory import local_bytes
 from shardlib.lower.program import Collective, Instr, Program, Step, Var, reads
-from shardlib.plans.memory import local_bytes
 
 MESSAGE_BYTES = 4 << 20  # past this size a message gains nothing from growing
 PREFETCH = 64  # steps ahead of its first reader that a gather may start

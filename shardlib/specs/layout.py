@@ -20,7 +20,7 @@ import torch
 from einops import rearrange
 
 from shardlib.errors import ShardingError
-from shardlib.specs.axis import Axis, Coords
+from shardlib.meshes.axis import Axis, Coords
 from shardlib.specs.pieces import Pieces, even, fullest, over, span, spans
 from shardlib.specs.scan import Scanner
 

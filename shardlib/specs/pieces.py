@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from shardlib.specs.axis import Axis, Coords
+from shardlib.meshes.axis import Axis, Coords
 
 
 class Pieces(int):

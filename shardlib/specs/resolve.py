@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import EllipsisType
 
+from shardlib.meshes.axis import Axis, split_name
 from shardlib.meshes.mesh import Mesh
 from shardlib.meshes.meshtext import did_you_mean
-from shardlib.specs.axis import split_name
 from shardlib.specs.grammar import SpecDim, SpecFactor
-from shardlib.specs.layout import Axis, Factor, Layout, Pieces
+from shardlib.specs.layout import Factor, Layout, Pieces
 
 Dims = tuple[SpecDim | EllipsisType, ...]
 

@@ -13,9 +13,10 @@ from types import EllipsisType
 from typing import Any, overload
 
 from shardlib.errors import ShardingError
+from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
 from shardlib.specs.grammar import SpecDim, SpecFactor, read, read_axes
-from shardlib.specs.layout import Axis, Factor, Layout, Pieces
+from shardlib.specs.layout import Factor, Layout, Pieces
 from shardlib.specs.resolve import Fault, Fit, cuts, fit
 
 Entry = str | tuple[str, ...] | None  # of a `P`

@@ -16,17 +16,18 @@ import torch
 from torch import Tensor
 
 from shardlib.errors import ShardingError
+from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh, current_mesh
-from shardlib.ranks.agree import together
+from shardlib.ops import all_gather, all_reduce
+from shardlib.ops._groups import together
 from shardlib.ranks.order import Turn, current
 from shardlib.ranks.store import names
-from shardlib.specs.axis import Axis
 from shardlib.specs.layout import Layout
 from shardlib.specs.spec import P, Resolved, Spec, axes_of_dims, resolve_many
+from shardlib.tensors.tensor import ShardedTensor
 
 if TYPE_CHECKING:
     from shardlib.plans.plan import Plan
-    from shardlib.tensors.tensor import ShardedTensor
 
 _RULE = "a plain tensor is whole, and the same, on every rank"
 _REMEDY = (
@@ -113,8 +114,6 @@ def everywhere(mesh: Mesh) -> tuple[Axis, ...]:
 
 
 def _gathered(mesh: Mesh, turn: Turn, mine: Tensor) -> list[list[int]]:
-    from shardlib.ops import all_gather
-
     here = mine.to(mesh.device).unsqueeze(0)
     out = together(
         mesh, turn, everywhere(mesh), lambda group: all_gather.start(here, 0, [1] * mesh.size, group).finish()
@@ -129,8 +128,6 @@ def from_rank(mesh: Mesh, x: Tensor, src: int, what: str) -> Tensor:
         raise ShardingError(f"{what}: there is no rank {src}", [f"the ranks are 0 to {mesh.size - 1}"])
     if mesh.kind != "distributed" or mesh.size == 1 or not x.numel():
         return x
-    from shardlib.ops import all_reduce
-
     whole = x.detach().contiguous()
     sent = (
         (whole if mesh.rank == src else torch.zeros_like(whole)).view(-1).view(torch.uint8)
@@ -162,8 +159,6 @@ def from_local(
         >>> batch
         ShardedTensor(f32[6@data, 2] on Mesh(data=2))
     """
-    from shardlib.tensors.tensor import ShardedTensor
-
     mesh, what = current_mesh(), f"from_local(x, {str(spec)!r})"
     if mesh is None or mesh.kind == "abstract":
         raise ShardingError(

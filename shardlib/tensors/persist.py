@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-from shardlib.eager.aliases import Memory
 from shardlib.errors import ShardingError
-from shardlib.meshes import world
 from shardlib.meshes.mesh import Mesh, current_mesh
+from shardlib.ranks import world
 from shardlib.specs.layout import Layout
+from shardlib.tensors.aliases import Memory
 from shardlib.tensors.form import Form, Names
 from shardlib.tensors.memory import owned, refuse_misfits
-from shardlib.tensors.tensor import ShardedTensor, marks, wrap
+from shardlib.tensors.tensor import ShardedTensor, above, marks, wrap
 
 
 def reduced(x: ShardedTensor) -> tuple[Any, ...]:
@@ -121,3 +121,6 @@ def _finished(x: ShardedTensor, requires_grad: bool, is_param: bool, attributes:
 
 
 torch.serialization.add_safe_globals([restored])
+
+
+above.deep_copy, above.reduced = deep_copy, reduced

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardlib.errors import ShardingError
 from shardlib.specs.pieces import span
-from shardlib.tensors.tensor import ShardedTensor, axes_of, typeof
+from shardlib.tensors.tensor import ShardedTensor, above, axes_of, typeof
 
 
 def shown(x: ShardedTensor) -> str:
@@ -70,3 +70,6 @@ def _place(x: ShardedTensor) -> str:
 
 def _pending(x: ShardedTensor) -> str:
     return x.sharding.pending[0].kind
+
+
+above.shown, above.formatted = shown, formatted

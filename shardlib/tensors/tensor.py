@@ -5,26 +5,45 @@ On virtual devices every piece is in this process; on ranks only this rank's is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from shardlib.eager.aliases import view
-from shardlib.eager.warm import LOOSE, PROGRAMS, read
 from shardlib.errors import ShardingError
+from shardlib.meshes.axis import Coords
 from shardlib.meshes.mesh import Mesh
-from shardlib.specs.layout import Coords, Layout
+from shardlib.specs.layout import Layout
 from shardlib.specs.slips import warn_of_slip
-from shardlib.specs.spec import P, Sizes, Spec, every_length, resolve_many
+from shardlib.specs.spec import P, Resolved, Sizes, Spec, every_length, resolve_many
 from shardlib.state import is_tracing
 from shardlib.state import tracing_flag as _tracing
+from shardlib.tensors.aliases import view
 from shardlib.tensors.form import Form
 from shardlib.tensors.form import Names as Names
 from shardlib.tensors.memory import cut_up as cut_up
 from shardlib.tensors.memory import refuse_misfits
 from shardlib.tensors.storage import without_storage
+from shardlib.tensors.warm import LOOSE, PROGRAMS, read
+
+
+class Above:
+    """What floors above do for a tensor; who does it says so here, when it is imported."""
+
+    dispatch: Callable[[Any, Any, dict[str, Any], Any], Any]  # an op that is not ready yet
+    redirected: Callable[[Any, Any, dict[str, Any]], Any]  # an op of a function that is being traced
+    remake: Callable[[ShardedTensor], tuple[torch.Tensor, ...]]  # pieces that were written to by another name
+    whole: Callable[[ShardedTensor], torch.Tensor]
+    redistributed: Callable[[ShardedTensor, Resolved], ShardedTensor]
+    deep_copy: Callable[[ShardedTensor, dict[int, Any]], ShardedTensor]
+    reduced: Callable[[ShardedTensor], tuple[Any, ...]]
+    shown: Callable[[ShardedTensor], str]
+    formatted: Callable[[ShardedTensor, str], str]
+    drawn: Callable[[ShardedTensor], str]
+
+
+above = Above()
 
 
 @dataclass(frozen=True)
@@ -42,9 +61,7 @@ class _Stale:
     def __get__(self, x: ShardedTensor | None, owner: type) -> Any:
         if x is None:
             return self
-        from shardlib.eager.writes import remake
-
-        made = x.__dict__["_locals"] = remake(x)
+        made = x.__dict__["_locals"] = above.remake(x)
         return made
 
 
@@ -116,9 +133,7 @@ class ShardedTensor(torch.Tensor):
 
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor as a plain one; differentiable. On ranks this is a collective: every rank must call it."""
-        from shardlib.tensors.moving import whole
-
-        return whole(self)
+        return above.whole(self)
 
     def redistribute(
         self, spec: str | P | Spec, /, *, sizes: Sizes | int | None = None, **lengths: int
@@ -127,12 +142,10 @@ class ShardedTensor(torch.Tensor):
 
         On ranks this is a collective: every rank must call it.
         """
-        from shardlib.tensors.moving import redistributed
-
         item = ("x", self.shape, spec, every_length(sizes, lengths))
         (resolved,) = resolve_many([item], self.mesh, what="redistribute")
         warn_of_slip("redistribute(x)", resolved.spec, self.mesh)
-        return redistributed(self, resolved)
+        return above.redistributed(self, resolved)
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """As `Tensor.backward`; raises `ShardingError` for a tensor that has no history."""
@@ -216,9 +229,7 @@ class ShardedTensor(torch.Tensor):
         return self.full_tensor().item()
 
     def __format__(self, spec: str) -> str:
-        from shardlib.tensors.show import formatted
-
-        return formatted(self, spec)
+        return above.formatted(self, spec)
 
     def __copy__(self) -> ShardedTensor:
         out = self.detach().requires_grad_(self.requires_grad)
@@ -226,44 +237,19 @@ class ShardedTensor(torch.Tensor):
         return out  # type: ignore[return-value]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
-        from shardlib.tensors.persist import deep_copy
-
-        return deep_copy(self, memo)
-
-    # What torch.distributed.checkpoint asks of tensors.
-
-    def __create_write_items__(self, name: str, _: Any) -> Any:
-        from shardlib.tensors.dcp import write_items
-
-        return write_items(self, name)
-
-    def __create_chunk_list__(self) -> Any:
-        from shardlib.tensors.dcp import chunk_list
-
-        return chunk_list(self)
-
-    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        from shardlib.tensors.dcp import tensor_shard
-
-        return tensor_shard(self, index)
+        return above.deep_copy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        from shardlib.tensors.persist import reduced
-
-        return reduced(self)
+        return above.reduced(self)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override] # torch's own takes tensor_contents
         return f"ShardedTensor({typeof(self)} on {axes_of(self.mesh)})"
 
     def __str__(self) -> str:
-        from shardlib.tensors.show import shown
-
-        return shown(self)
+        return above.shown(self)
 
     def _repr_html_(self) -> str:
-        from shardlib.tensors.visualize import visualize
-
-        return visualize(self)._repr_html_()
+        return above.drawn(self)
 
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -289,13 +275,9 @@ class ShardedTensor(torch.Tensor):
             add(tuple(kwargs))
             read(key, kwargs.values(), loose)
         if _tracing.get():  # numbers of a trace must not be looked at
-            from shardlib.tracing.lifted import redirected
-
-            return redirected(op, args, kwargs or {})
+            return above.redirected(op, args, kwargs or {})
         if (run := PROGRAMS.get(known := tuple(key))) is None:
-            from shardlib.eager.dispatch import dispatch
-
-            return dispatch(op, args, kwargs or {}, known)
+            return above.dispatch(op, args, kwargs or {}, known)
         return run(args, kwargs)
 
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 
 from shardlib.errors import ShardingError
+from shardlib.meshes.axis import Coords
 from shardlib.meshes.mesh import Mesh, current_mesh
-from shardlib.specs.axis import Coords
 from shardlib.specs.layout import Dim, Layout
 from shardlib.specs.pieces import span
-from shardlib.tensors.tensor import ShardedTensor, typeof
+from shardlib.tensors.tensor import ShardedTensor, above, typeof
 
 Span = tuple[int, int]
 Block = tuple[int, ...]  # which stretch of each dim
@@ -256,3 +256,6 @@ def _svg(picture: Picture) -> str:
 def _word(x: int, y: int, text: str, anchor: str = "middle") -> str:
     style = f'text-anchor="{anchor}" font-family="monospace" font-size="12"'
     return f'<text x="{x}" y="{y}" {style}>{html.escape(text)}</text>'
+
+
+above.drawn = lambda x: visualize(x)._repr_html_()

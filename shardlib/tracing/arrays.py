@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, fx
 
 from shardlib.arrays import arrays_of
+from shardlib.aten.views import written_to
 from shardlib.errors import ShardingError
-from shardlib.tracing.lines import error_line, line_at
-from shardlib.tracing.views import written_to
+from shardlib.lines import error_line, line_at
 
 
 @contextmanager

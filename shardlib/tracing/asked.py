@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from shardlib.errors import ShardingError
-from shardlib.tracing.lines import is_internal, line_at
+from shardlib.lines import is_internal, line_at
 
 
 class Asked(TorchFunctionMode):

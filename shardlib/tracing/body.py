@@ -20,10 +20,10 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 
 from shardlib.errors import ShardingError
+from shardlib.lines import Line, LineRecorder, error_line, replayed
 from shardlib.tracing.closures import Closures, alike, is_followed, refuse_lost, stand_in
 from shardlib.tracing.decompositions import DECOMPOSITIONS
 from shardlib.tracing.functionalise import body_writes, functionalise
-from shardlib.tracing.lines import Line, LineRecorder, error_line, replayed
 from shardlib.tracing.tracer import recorded
 
 

@@ -19,12 +19,12 @@ from torch._ops import HigherOrderOperator
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from shardlib.errors import ShardingError
+from shardlib.lines import user_line
 from shardlib.ops.attention import attention
 from shardlib.random.draw import fresh_key
 from shardlib.rules.loss import ctc_loss
+from shardlib.staying import Staying
 from shardlib.tracing import flex
-from shardlib.tracing.lines import user_line
-from shardlib.tracing.staying import Staying
 
 _aten = torch.ops.aten
 _SDPA = F.scaled_dot_product_attention

@@ -19,8 +19,8 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_
 from torch.utils import _pytree as pytree
 
 from shardlib.errors import ShardingError
+from shardlib.staying import Staying
 from shardlib.tracing.lifted import Lifted
-from shardlib.tracing.staying import Staying
 
 
 class Closures(Staying):

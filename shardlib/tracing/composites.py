@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.errors import ShardingError
+from shardlib.staying import Staying
 from shardlib.tracing.looks import formatted, located, pickled, shown
 from shardlib.tracing.places import picked, read_at, write_at
-from shardlib.tracing.staying import Staying
 
 
 class Composites(Staying):

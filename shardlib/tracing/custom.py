@@ -13,7 +13,7 @@ import torch
 from torch._ops import OpOverload
 from torch.library import Library
 
-from shardlib.tracing.views import written_arguments
+from shardlib.aten.views import written_arguments
 
 _library = Library("shardlib_written", "DEF")  # type: ignore[no-untyped-call]
 

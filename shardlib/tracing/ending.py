@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardlib.aten.views import written_to
 from shardlib.calls.flat import FlatCall
 from shardlib.calls.rebound import Rebound
 from shardlib.errors import ShardingError
 from shardlib.tensors.tensor import typeof
 from shardlib.tracing.history import Autograd, end, hooks_of, origins, pulled
 from shardlib.tracing.lifted import Lifted, placeholder
-from shardlib.tracing.views import written_to
 
 
 @dataclass(frozen=True)

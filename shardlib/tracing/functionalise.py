@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from shardlib.aten.traits import has, is_view
+from shardlib.aten.views import argument, functional_form, scatter, tensors_in, unstrided, written_arguments
 from shardlib.errors import ShardingError
 from shardlib.scalar import hinted
 from shardlib.tracing.custom import copying_form
-from shardlib.tracing.views import argument, functional_form, scatter, tensors_in, unstrided, written_arguments
 from shardlib.tracing.writable import refuse_unwritable
-from shardlib.traits import has, is_view
 
 aten = torch.ops.aten
 

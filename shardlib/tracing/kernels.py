@@ -20,10 +20,10 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
+from shardlib.aten.views import functional_form
 from shardlib.bounded import Bounded
 from shardlib.scalar import Scalar
 from shardlib.tracing.mistakes import refused
-from shardlib.tracing.views import functional_form
 
 # Beside pointwise ops and reductions: ops that take tensors whose dims are all of one size.
 _OTHERS = frozenset(

@@ -22,11 +22,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlib.calls.inside import attributes, own
+from shardlib.calls.numbers import is_given
 from shardlib.calls.rebound import Watch
 from shardlib.calls.state import State
 from shardlib.errors import ShardingError
-from shardlib.tensors.tensor import ShardedTensor, typeof
-from shardlib.tracing.numbers import is_given
+from shardlib.tensors.tensor import ShardedTensor, above, typeof
 
 _current: ContextVar[Lifted | None] = ContextVar("shardlib_lifted", default=None)
 
@@ -213,3 +213,6 @@ def _carries(x: Any, depth: int = 4) -> bool:
     if len(leaves) != 1 or leaves[0] is not x:
         return any(_carries(y, depth) for y in leaves)
     return any(_carries(y, depth - 1) for y in _inside(x).values())
+
+
+above.redirected = redirected

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from shardlib.errors import ShardingError
+from shardlib.lines import user_line
 from shardlib.tensors.tensor import typeof
-from shardlib.tracing.lines import user_line
 
 
 def is_traced(x: Any) -> bool:

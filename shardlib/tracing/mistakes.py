@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from shardlib.errors import ShardingError
+from shardlib.lines import Line, error_line
 from shardlib.state import is_tracing
 from shardlib.tracing.arrays import taken_for_array
-from shardlib.tracing.lines import Line, error_line
 from shardlib.tracing.stricter import kernels_take
 
 _KINDS = (TypeError, IndexError, ValueError, OverflowError, AssertionError, RuntimeError)

@@ -12,9 +12,9 @@ from torch import fx
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 
 from shardlib.errors import ShardingError
+from shardlib.lines import error_line, user_line
 from shardlib.tensors.tensor import typeof
 from shardlib.tracing.elsewhere import is_here
-from shardlib.tracing.lines import error_line, user_line
 from shardlib.tracing.mistakes import called, frames_of
 
 _ONCE = "Python runs once, on shapes; the values of tensors are known only when the program runs"

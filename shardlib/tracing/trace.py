@@ -23,8 +23,10 @@ from torch.fx.experimental.proxy_tensor import has_proxy_slot, make_fx
 from shardlib.calls.ambient import set_aside
 from shardlib.calls.flat import FlatCall, Static, flatten_call, is_number, is_tensor, names_of, twins, wrapped
 from shardlib.calls.mappings import opened
+from shardlib.calls.numbers import NotExpressionsError, Numbers
 from shardlib.calls.rebound import Watch
 from shardlib.calls.state import State
+from shardlib.lines import Line, LineRecorder
 from shardlib.random.draw import one_program
 from shardlib.scalar import Scalar
 from shardlib.state import tracing
@@ -46,9 +48,7 @@ from shardlib.tracing.iterators import Iterators
 from shardlib.tracing.kernels import refuse_kernels
 from shardlib.tracing.lazily import lazily
 from shardlib.tracing.lifted import Lifted, refuse_carriers, refuse_changed_arguments
-from shardlib.tracing.lines import Line, LineRecorder
 from shardlib.tracing.mistakes import mistake
-from shardlib.tracing.numbers import NotExpressionsError, Numbers
 from shardlib.tracing.refusals import (
     refusal,
     refuse_absent,

@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 
+from shardlib.calls.numbers import scalar_of
+from shardlib.lines import Line, LineRecorder, is_mark
 from shardlib.strided import refuse_others
 from shardlib.tracing.ending import move_inputs_first
-from shardlib.tracing.lines import Line, LineRecorder, is_mark
-from shardlib.tracing.numbers import scalar_of
 from shardlib.tracing.refusals import refuse_ghost, refuse_unseen
 
 

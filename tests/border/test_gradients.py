@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 
 import shardlib as sl
 from shardlib import Mesh, ShardedTensor, ShardingError
-from shardlib.random.plain import plain_program
+from shardlib.plain import plain_program
 from shardlib.state import single_device
 from shardlib.tracing.trace import trace
 from tests.border.oracle import same

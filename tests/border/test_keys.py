@@ -14,8 +14,8 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh, ShardingError
-from shardlib.calls.programs import PROGRAMS
 from shardlib.jit import RetraceWarning
+from shardlib.jitted.programs import PROGRAMS
 from tests.border.oracle import same
 
 X = torch.arange(24.0).view(6, 4)

@@ -9,7 +9,7 @@ import torch
 
 import shardlib as sl
 from shardlib import Mesh, ShardedTensor, ShardingError, shard
-from shardlib.calls.run import _Gone
+from shardlib.jitted.run import _Gone
 from tests.ranks import run_ranks
 
 X = torch.linspace(-3, 3, 24).view(4, 6)

@@ -17,8 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import shardlib as sl
-from shardlib.meshes import world
-from shardlib.ranks import order
+from shardlib.ranks import order, world
 from tests.border import kills, slips
 from tests.ranks import Pool, RankError, only, run_ranks
 

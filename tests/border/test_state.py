@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 import shardlib as sl
 from shardlib import Mesh, ShardedTensor, ShardingError
-from shardlib.calls import method
-from shardlib.calls.programs import Programs
 from shardlib.jit import RetraceWarning
+from shardlib.jitted import method
+from shardlib.jitted.programs import Programs
 from tests.border.oracle import same
 
 X = torch.arange(24.0).view(6, 4).sin()

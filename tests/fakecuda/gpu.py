@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
 from shardlib import Mesh, ShardedTensor
-from shardlib.meshes import world
 from shardlib.ops._shm import Session
+from shardlib.ranks import world
 from shardlib.specs.layout import Layout
 from shardlib.tensors import agreed
 from shardlib.tensors.form import Form

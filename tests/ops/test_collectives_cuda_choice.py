@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from shardlib.errors import ShardingError
+from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
 from shardlib.ops import _groups, all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
 from shardlib.ops._cuda_peers import Peers
 from shardlib.ops._groups import GroupHandle
-from shardlib.specs.axis import Axis
 from tests.kernels.collectives import make_group
 
 OPS: dict[str, Any] = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
+import sysconfig
 from contextvars import ContextVar
 from pathlib import Path
 from types import CodeType, FrameType
@@ -36,6 +37,23 @@ class Line(NamedTuple):
 
 # The line of what is written out again from a graph, where no frame of the user's has it.
 replayed: ContextVar[Line | None] = ContextVar("shardlib_replayed", default=None)
+
+
+def spot(line: Line | None) -> str:
+    """`w1.py:106`: the same in whatever folder a process runs."""
+    return "the results" if line is None or not line.file else f"{Path(line.file).name}:{line.lineno}"
+
+
+def place(line: Line | None) -> str:
+    """`tests/models/w1.py:106`: relative to the installed libraries, or to the folder that the program runs in."""
+    if line is None or not line.file:
+        return "the results"  # what moves where no op stands: an argument that is returned elsewhere
+    path = line.file
+    for root in (*_ROOTS, str(Path.cwd())):
+        if path.startswith(root + os.sep):
+            path = path[len(root) + 1 :]
+            break
+    return f"{path}:{line.lineno}"
 
 
 class LineRecorder:
@@ -130,7 +148,8 @@ def is_internal(file: str) -> bool:
     )
 
 
-_HERE = Path(__file__).absolute().parent.parent
+_HERE = Path(__file__).absolute().parent
 _EXAMPLES = f"{_HERE / 'examples'}{os.sep}"
 _STDLIB = f"{Path(os.__file__).parent}{os.sep}"
 _LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (_HERE, (_HERE / "ops").resolve(), Path(torch.__file__).parent))
+_ROOTS = sorted({str(Path(torch.__path__[0]).parent), sysconfig.get_paths()["purelib"]}, key=len, reverse=True)

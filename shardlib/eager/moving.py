@@ -12,7 +12,7 @@ from shardlib.meshes.mesh import Mesh
 from shardlib.specs.spec import P, Resolved, resolve_many
 from shardlib.tensors.form import Form
 from shardlib.tensors.memory import owned
-from shardlib.tensors.tensor import ShardedTensor, wrap
+from shardlib.tensors.tensor import ShardedTensor, above, wrap
 
 
 def redistributed(x: ShardedTensor, resolved: Resolved) -> ShardedTensor:
@@ -115,3 +115,6 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return grad if isinstance(grad, ShardedTensor) else place(grad, ctx.home, ctx.mesh)
+
+
+above.whole, above.redistributed = whole, redistributed

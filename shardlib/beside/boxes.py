@@ -15,11 +15,12 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from shardlib.eager import aliases
 from shardlib.errors import ShardingError
-from shardlib.meshes import world
-from shardlib.specs.layout import Coords, Dim, Layout
+from shardlib.meshes.axis import Coords
+from shardlib.ranks import world
+from shardlib.specs.layout import Dim, Layout
 from shardlib.specs.pieces import span
+from shardlib.tensors import aliases
 from shardlib.tensors.tensor import LocalShard, ShardedTensor, typeof
 
 
@@ -38,7 +39,7 @@ def boxes(layout: Layout, coords: Coords) -> Iterator[Box]:
     """The boxes of the whole that the device at `coords` holds.
 
     Example:
-        >>> from shardlib.specs.layout import Axis
+        >>> from shardlib.meshes.axis import Axis
         >>> layout = Layout.parse("(2 4@t 3), 5", {"t": 2})
         >>> [[tuple(run) for run in box] for box in boxes(layout, {"t": 1})]
         [[(6, 0, 6), (0, 0, 5)], [(18, 6, 6), (0, 0, 5)]]
@@ -61,7 +62,7 @@ def _runs(dim: Dim, coords: Coords) -> Iterator[Run]:
             yield Run((at * int(dim[k].size) + start) * inner, i * length, length)
 
 
-def write_items(x: ShardedTensor, name: str) -> list[WriteItem]:
+def write_items(x: ShardedTensor, name: str, _: Any = None) -> list[WriteItem]:
     """What this process has to store; devices that hold the same say the same, and one of them is asked to."""
     _refuse_before_ranks_meet(x)
     items = []

@@ -6,8 +6,8 @@ of collectives, are not counted.
 
 from __future__ import annotations
 
+from shardlib.aten.traits import is_view
 from shardlib.lower.program import Instr, Program, Var, reads
-from shardlib.traits import is_view
 
 
 def local_bytes(var: Var) -> int:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.calls.run import Entry, finished, forms, results
 from shardlib.eager.relayout import relayout
 from shardlib.errors import ShardingError
+from shardlib.jitted.run import Entry, finished, forms, results
 from shardlib.lower.split import Halves
 from shardlib.meshes.mesh import Mesh
 from shardlib.plans.plan import Plan

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from shardlib.traits import is_view
+from shardlib.aten.traits import is_view
 
 aten = torch.ops.aten
 

@@ -8,7 +8,7 @@ import weakref
 from typing import Any, Protocol
 
 from shardlib.calls.bound import Bound
-from shardlib.calls.programs import Programs
+from shardlib.jitted.programs import Programs
 from shardlib.plans.plan import Plan
 
 

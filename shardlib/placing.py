@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 
 from shardlib.arrays import tensor_of
+from shardlib.eager.moving import placed
 from shardlib.errors import ShardingError
 from shardlib.manual.body import current_body
 from shardlib.meshes.mesh import current_mesh, is_without_mesh
+from shardlib.ops.constraint import constrain
 from shardlib.specs.slips import warn_of_slip
 from shardlib.specs.spec import P, Sizes, Spec, every_length, resolve_many
 from shardlib.state import is_single_device, is_tracing
 from shardlib.strided import refuse_others
 from shardlib.tensors.agreed import from_rank, same
-from shardlib.tensors.moving import placed
 from shardlib.tensors.tensor import ShardedTensor, typeof
-from shardlib.tracing.constraint import constrain
 
 
 def shard(

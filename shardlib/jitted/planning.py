@@ -14,21 +14,21 @@ import torch
 
 from shardlib.calls.arguments import argument_of
 from shardlib.calls.flat import flatten_call
-from shardlib.calls.function import Function
 from shardlib.calls.leaks import refuse_leaks
-from shardlib.calls.programs import PROGRAMS, Programs
 from shardlib.calls.reasons import Change, difference, listed, seen
 from shardlib.calls.rebound import Watch
 from shardlib.calls.snapshot import Snapshot
 from shardlib.calls.state import State
 from shardlib.compile import compile_program
 from shardlib.errors import ShardingError
+from shardlib.jitted.function import Function
+from shardlib.jitted.programs import PROGRAMS, Programs
+from shardlib.lines import user_frame
 from shardlib.meshes.mesh import Mesh
 from shardlib.plans.plan import Plan
 from shardlib.propagate.flood import Fixed
 from shardlib.state import compiling, unseen
 from shardlib.tensors.tensor import ShardedTensor
-from shardlib.tracing.lines import user_frame
 from shardlib.tracing.threads import refuse_nested
 
 _ATTEMPTS = 6  # at tracing a function whose effects are being found out

@@ -17,8 +17,8 @@ import torch
 
 from shardlib.arrays import arrays_of, bounds
 from shardlib.calls.rebound import rebind
-from shardlib.calls.unrolled import Pieces, builder, gatherer, wrapper
 from shardlib.errors import ShardingError
+from shardlib.jitted.unrolled import Pieces, builder, gatherer, wrapper
 from shardlib.lower.program import Program, Var
 from shardlib.meshes.mesh import Mesh
 from shardlib.plans.plan import Plan

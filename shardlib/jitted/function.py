@@ -13,8 +13,8 @@ from shardlib.calls.ambient import ambient
 from shardlib.calls.arguments import by_position_and_name
 from shardlib.calls.closure import Closure
 from shardlib.calls.flat import read, twins, wrapped
-from shardlib.calls.programs import Programs
 from shardlib.calls.state import State
+from shardlib.jitted.programs import Programs
 from shardlib.meshes.mesh import Mesh
 from shardlib.tracing.asked import at_home
 

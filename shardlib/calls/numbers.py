@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils import _pytree as pytree
 
 from shardlib.scalar import OPERATIONS, Scalar
-from shardlib.tracing.staying import Staying
+from shardlib.staying import Staying
 
 
 class Given:

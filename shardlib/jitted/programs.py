@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from shardlib.calls.changing import Changing
 from shardlib.calls.flat import same_number
 from shardlib.calls.reasons import Seen
-from shardlib.calls.run import Entry
+from shardlib.jitted.run import Entry
 from shardlib.plans.plan import Plan
 
 PROGRAMS = 64  # that a function keeps

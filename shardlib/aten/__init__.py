@@ -1,0 +1,1 @@
+"""Facts about torch's own ops."""
