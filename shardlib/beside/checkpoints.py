@@ -19,12 +19,7 @@ from shardlib.tensors.tensor import ShardedTensor, wrap
 
 def _planner(_: Any) -> None:
     """Tensors that know their boxes plan for themselves. (Late: the boxes are written in the planner's types.)"""
-    from shardlib.beside import boxes
-
-    cls: Any = ShardedTensor
-    cls.__create_write_items__ = boxes.write_items
-    cls.__create_chunk_list__ = boxes.chunk_list
-    cls.__get_tensor_shard__ = boxes.tensor_shard
+    import shardlib.beside.boxes  # noqa: F401
 
 
 def _state_dict(module: Any) -> None:

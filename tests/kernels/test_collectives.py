@@ -12,12 +12,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shardlib.errors import CollectiveError, combine
+from shardlib.errors import CollectiveError
 from shardlib.ops import _cuda_peers as cuda_peers
 from shardlib.ops import _cuda_plan as plans
 from shardlib.ops import all_to_all
 from shardlib.ops._cuda_peers import Peers, choose, unserved
 from shardlib.ops._cuda_plan import Tuning
+from shardlib.ops._wire import combine
 from tests.kernels import emulate
 from tests.kernels.collectives import (
     COPIED,
