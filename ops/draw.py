@@ -30,7 +30,9 @@ _LIB.define(
     "ScalarType dtype, Device device, int p=0) -> Tensor"
 )
 _SEEDED = (torch.Tag.nondeterministic_seeded,)
-_LIB.define("call_key(int generator=0, *, Device device, int lead=1, bool apart=False) -> Tensor", tags=_SEEDED)
+_LIB.define(
+    "call_key(int generator=0, *, Device device, int lead=1, bool apart=False, bool keep=False) -> Tensor", tags=_SEEDED
+)
 _LIB.define("numbered_key(Tensor key, int counter) -> Tensor")
 _LIB.define("fresh_key(*, Device device) -> Tensor", tags=_SEEDED)
 
@@ -58,7 +60,7 @@ def _fake(
 torch.library.register_fake("shardlib::draw", _fake, lib=_LIB)
 torch.library.register_fake(
     "shardlib::call_key",
-    lambda generator=0, *, device, lead=1, apart=False: torch.empty((), dtype=torch.int64, device=device),
+    lambda generator=0, *, device, lead=1, apart=False, keep=False: torch.empty((), dtype=torch.int64, device=device),
     lib=_LIB,
 )
 torch.library.register_fake("shardlib::numbered_key", lambda key, counter: key.new_empty(2), lib=_LIB)
@@ -201,15 +203,21 @@ def number_of(generator: torch.Generator | None) -> int:
     return known
 
 
-def call_key(generator: int = 0, *, device: torch.device, lead: int = 1, apart: bool = False) -> Tensor:
+def call_key(
+    generator: int = 0, *, device: torch.device, lead: int = 1, apart: bool = False, keep: bool = False
+) -> Tensor:
     """The key of one call, int64 scalar: a number from a generator.
 
     On a mesh only the first device (`lead`) decides: others give 0, and what is used is the sum over all. A process
-    that has a device for itself (`apart`) draws all the same, so that generators that were alike stay alike.
+    that has a device for itself (`apart`) draws all the same, so that generators that were alike stay alike. With
+    `keep` the generator is set back: the next call has the same key.
     """
     own = _generators[generator]
+    before = (own or torch.default_generator).get_state() if keep else None
     where = torch.device("cpu") if own is None else own.device
     drawn = torch.randint(KEYS, (), generator=own, device=where) if lead or apart else None
+    if before is not None:
+        (own or torch.default_generator).set_state(before)
     if drawn is not None and lead and where.type == torch.device(device).type:
         return drawn.to(device)
     # A number travels with the kernel that writes it: nobody waits for a GPU, as a copy from the CPU would.

@@ -198,7 +198,7 @@ def _at_home(
     leaves, after = call.leaves, traced.after
     said = {traced.input_leaves[i]: f for i, f in fixed_inputs.items()}
     out = {}
-    for leaf, position in (*after.written, *after.gradients, *after.grads):
+    for leaf, position in (*after.written, *after.data, *after.gradients, *after.grads):
         if position is not None:
             is_placed = placed(leaves[leaf]) is not None and leaf in said
             fixed = said[leaf] if is_placed else _whole(graph.outputs[position])

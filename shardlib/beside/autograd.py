@@ -8,12 +8,24 @@ from typing import Any
 
 from shardlib.state import is_tracing
 from shardlib.staying import put_back
+from shardlib.tensors.tensor import ShardedTensor, refuse_within
 
 
 def _engine(module: Any) -> None:
-    """What the engine calls runs under the function modes that were on where it was called."""
-    run = module._engine_run_backward
-    module._engine_run_backward = functools.wraps(run)(put_back(run))
+    """What the engine calls runs under the function modes that were on where it was called.
+
+    It is not asked for gradients that a program does not have.
+    """
+    run = put_back(module._engine_run_backward)
+
+    @functools.wraps(module._engine_run_backward)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for x in args[4] if len(args) > 4 and not is_tracing() else ():
+            if type(x) is ShardedTensor:
+                refuse_within(x, "the gradient")
+        return run(*args, **kwargs)
+
+    module._engine_run_backward = checked
 
 
 def _checkpoint(module: Any) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from shardlib.errors import ShardingError
+from shardlib.ops.set_data import set_data
 from shardlib.state import is_tracing
 from shardlib.tensors.tensor import ShardedTensor, typeof
-from shardlib.tracing.composites import set_data
 
 
 def _dlpack(module: Any) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
+from shardlib.errors import ShardingError
 from shardlib.state import is_tracing
 
 
@@ -37,4 +39,35 @@ def _batchnorm(module: Any) -> None:
     cls.forward = cumulative
 
 
-TAUGHT: dict[str, Callable[[Any], None]] = {"torch.nn.modules.batchnorm": _batchnorm}
+def _module(module: Any) -> None:
+    """`m.to(device)` that changes nothing is fine; a conversion is refused before it begins."""
+    cls = module.Module
+    apply = cls._apply
+
+    @functools.wraps(apply)
+    def converted(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        if is_tracing():
+            of = {name: x for space in (self._parameters, self._buffers) for name, x in space.items() if x is not None}
+            new = {name: fn(x.detach()) for name, x in of.items()}
+            wrong = [
+                f"{type(self).__name__}.{name} is {list(x.shape)} of {x.dtype}, and would be {y.dtype} on {y.device}"
+                for name, x in of.items()
+                if not isinstance(x, FakeTensor)  # the function's own
+                and ((y := new[name]).dtype != x.dtype or y.device.type != x.device.type)
+            ]
+            if wrong:
+                raise ShardingError(
+                    "the traced function converts a module",
+                    wrong,
+                    rule="what a program is given keeps its dtype and its device",
+                    remedy="convert the module before the call; or compute in another dtype, under torch.autocast",
+                )
+        return apply(self, fn, recurse)
+
+    cls._apply = converted
+
+
+TAUGHT: dict[str, Callable[[Any], None]] = {
+    "torch.nn.modules.module": _module,
+    "torch.nn.modules.batchnorm": _batchnorm,
+}

@@ -39,6 +39,8 @@ class Leak:
             return "call opt.step() behind the jitted function; or once before it: what opt.state holds is written to"
         if isinstance(self.owner, dict | list) and "__builtins__" not in self.owner:
             return "fill the container before the first call; or keep the tensor in an attribute, self.mask = mask"
+        if isinstance(self.value, torch.nn.Parameter) or self.value.__dict__.get("_is_param"):
+            return "write to the parameter that is there: with torch.no_grad(): p.copy_(new)"
         return "return the tensor, and keep it outside; or register it as a buffer and write to it in place"
 
     @property

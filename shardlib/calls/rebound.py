@@ -37,6 +37,7 @@ from shardlib.calls.snapshot import Snapshot
 from shardlib.calls.state import LENGTH, LONG, NUMBERS, State
 from shardlib.errors import ShardingError
 from shardlib.scalar import Scalar
+from shardlib.tensors.aliases import view
 from shardlib.tensors.form import Form
 from shardlib.tensors.tensor import ShardedTensor
 
@@ -67,6 +68,28 @@ class Own:
 
 
 @dataclass(frozen=True)
+class Shown:
+    """A view of one of the call's own tensors, leaf `at`: where in its memory. Of a ShardedTensor it is output `value`,
+    unless it is all of it."""
+
+    at: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    value: int | None
+
+    def of(self, leaves: Sequence[Any], out: Sequence[Any]) -> Any:
+        whole = leaves[self.at].detach()
+        where = self.size, self.stride, self.offset + whole.storage_offset()
+        if type(whole) is not ShardedTensor:
+            return whole.as_strided(*where)
+        if self.value is None:
+            return whole
+        view(whole, out[self.value], ((torch.ops.aten.as_strided.default, where, (), None),))
+        return out[self.value]
+
+
+@dataclass(frozen=True)
 class Computed:
     """A number, computed from those of the call."""
 
@@ -86,7 +109,7 @@ class Rest:
         return copy.copy(self.value) if isinstance(self.value, set) else self.value
 
 
-Part = Result | Own | Computed | Rest
+Part = Result | Own | Shown | Computed | Rest
 
 
 @dataclass(frozen=True)
@@ -108,9 +131,9 @@ def rebind(places: Sequence[Rebound], leaves: Sequence[Any], out: Sequence[Any])
     values: list[Any] = []
     for place in places:
         for part in place.parts:
-            if isinstance(part, Result) and part.at not in made:
-                made[part.at] = part.of(leaves, out)
-        flat = [made[p.at] if isinstance(p, Result) else p.of(leaves, out) for p in place.parts]
+            if isinstance(part, Result | Shown) and part not in made:
+                made[part] = part.of(leaves, out)
+        flat = [made[p] if isinstance(p, Result | Shown) else p.of(leaves, out) for p in place.parts]
         values.append(values[place.same] if place.same >= 0 else pytree.tree_unflatten(flat, place.tree))
     for place, value in zip(places, values, strict=True):
         put(place.owner(), place.key, value, place.among)
@@ -217,11 +240,17 @@ class Watch:
         return list(was) != list(now)
 
     def rebound(
-        self, own: Mapping[int, int], results: list[Any], names: list[str], is_traced: Callable[[Any], bool]
+        self,
+        own: Mapping[int, int],
+        memory: Mapping[int, tuple[int, Any, Tensor]],
+        results: list[Any],
+        names: list[str],
+        is_traced: Callable[[Any], bool],
     ) -> list[Rebound]:
         """The places that hold other values now; they get back what they had.
 
-        New tensors join `results`; `own` are the leaves of the call's tensors by their ids.
+        New tensors join `results`; `own` are the leaves of the call's tensors by their ids, and `memory` those whose
+        views can be made again, by their storages, each with the tensor and what stands for it.
         """
         before, after = self.before, self.look()
         self.numbers, self.holders, self.logs = set(), {}, {}
@@ -229,6 +258,17 @@ class Watch:
         mine = {id(x) for x in before.kept} | before.owners.keys()
         found: list[Rebound] = []
         places: dict[int, int] = {}  # of values that were made
+
+        def shown(x: Tensor, place: Place) -> Shown:
+            leaf, tensor, of = memory[x.untyped_storage()._cdata]
+            where = tuple(x.shape), x.stride(), int(x.storage_offset())
+            value = None
+            if type(tensor) is ShardedTensor and where != (tuple(of.shape), of.stride(), 0):
+                value = known.setdefault((id(x), False), len(results))
+                if value == len(results):
+                    results.append(x)
+                    names.append(f"{after.text(place)} (kept)")
+            return Shown(leaf, *where, value)
 
         def part(x: Any, old: Any, place: Place) -> Part | None:
             if is_given(x):
@@ -239,6 +279,8 @@ class Watch:
                 return Own(own[id(x)])
             if not is_traced(x) or _is_new_leaf(x):
                 return None
+            if x.untyped_storage()._cdata in memory and _is_plain_view(x, memory[x.untyped_storage()._cdata][2]):
+                return shown(x, place)
             plain = isinstance(old, Tensor) and not isinstance(old, ShardedTensor) and not x.requires_grad
             home = None
             if (id(x), plain) not in known:
@@ -308,6 +350,11 @@ class Watch:
 
 
 _FIXED = (tuple, frozenset, set, types.MappingProxyType, types.FunctionType)  # hold what they hold
+
+
+def _is_plain_view(x: Tensor, of: Tensor) -> bool:
+    """Whether a view without history is a matter of sizes and strides."""
+    return x.dtype == of.dtype and not (x.requires_grad or x.is_conj() or x.is_neg())
 
 
 def _is_by_tensor(key: Any) -> bool:

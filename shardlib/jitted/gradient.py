@@ -56,7 +56,10 @@ def run(entry: Entry, then: Backward, leaves: list[Any]) -> Any:
     call = _Call(entry, then, leaves)
     with torch.enable_grad():  # what has a history, the trace knows
         found = iter(_Apply.apply(call, *(leaves[i] for i in then.leaves)))  # type: ignore[no-untyped-call]
-    return finished(entry, leaves, [next(found) if isinstance(x, Tensor) else x for x in call.out])
+    out = [next(found) if isinstance(x, Tensor) else x for x in call.out]
+    for i in entry.after.within:
+        out[i]._within = entry.name
+    return finished(entry, leaves, out)
 
 
 class _Call:

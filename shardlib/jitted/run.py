@@ -72,7 +72,7 @@ class Entry:
     @functools.cached_property
     def acts(self) -> bool:
         """Whether a call does more than to return values."""
-        return bool(self.donates or self.after.written or self.after.grads or self.after.rebound)
+        return bool(self.donates or self.after.writes or self.after.rebound)
 
     @functools.cached_property
     def arrays(self) -> list[tuple[int, int]]:
@@ -163,8 +163,7 @@ def finished(entry: Entry, leaves: list[Any], out: list[Any]) -> Any:
 def results(entry: Entry, leaves: list[Any]) -> tuple[list[Any], Sequence[Any]]:
     """The function's own results by leaf, then what it keeps; and the pieces that are saved for the backward pass."""
     after = entry.after
-    writes = after.written or after.grads
-    if writes:
+    if after.written:
         _refuse_overlaps(entry, leaves)
     pieces = entry.gather(leaves)
     gone = _donate(entry, leaves, pieces) if entry.donates else ()
@@ -173,7 +172,7 @@ def results(entry: Entry, leaves: list[Any]) -> tuple[list[Any], Sequence[Any]]:
         leaf._locals = _Gone(entry.name)
     out = entry.wrap(raw)
     saved: Sequence[Any] = raw[len(entry.outputs) :]
-    if writes:
+    if after.writes:
         saved = _kept_from_writes(entry, leaves, saved)
         _apply(entry, leaves, out)
     del out[entry.returned :]
@@ -207,11 +206,17 @@ def _apply(entry: Entry, leaves: Sequence[Any], out: Sequence[Any]) -> None:
         for leaf, at in entry.after.written:
             into, value = leaves[leaf], out[at]
             into.detach().copy_(value if type(into) is ShardedTensor else value.to_local())
+        taken = [
+            (leaf, what, leaves[of] if what == "grad" else leaves[of].detach()) for leaf, what, of in entry.after.takes
+        ]
+        taken += [(leaf, "data", _as_kind(leaves[leaf], out[at])) for leaf, at in entry.after.data]
+        for leaf, what, value in taken:
+            setattr(leaves[leaf], what, value)
         for leaf, there in entry.after.grads:
-            leaves[leaf].grad = None if there is None else _gradient(leaves[leaf], out[there])
+            leaves[leaf].grad = None if there is None else _as_kind(leaves[leaf], out[there])
 
 
-def _gradient(of: torch.Tensor, value: ShardedTensor) -> torch.Tensor:
+def _as_kind(of: torch.Tensor, value: ShardedTensor) -> torch.Tensor:
     return value if type(of) is ShardedTensor else value.to_local().clone()
 
 
@@ -220,7 +225,7 @@ def _refuse_overlaps(entry: Entry, leaves: Sequence[Any]) -> None:
     memory = [_memory(leaves[given.leaf]) for given in entry.inputs] + entry.arrays
     if all(a[1] <= b[0] for a, b in pairwise(sorted(memory))):
         return
-    changed = {leaf for leaf, _ in entry.after.written} | {leaf for leaf, _ in entry.after.grads}
+    changed = {leaf for leaf, _ in entry.after.written}
     written = [given.leaf in changed for given in entry.inputs] + [False] * len(entry.arrays)
     spans = [(*span, min(i, len(entry.inputs)), written[i]) for i, span in enumerate(memory)]
     names = [*(given.name for given in entry.inputs), "a numpy array that it closes over"]

@@ -16,7 +16,8 @@ from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from shardlib.errors import ShardingError
@@ -67,7 +68,7 @@ class _Program(_Call):
 
     def __init__(self) -> None:
         super().__init__()
-        self._state = torch.default_generator.get_state()  # the user's
+        self._before = self._state = torch.default_generator.get_state()  # the user's
 
     def _key(self, number: int) -> Tensor:
         if number:
@@ -87,7 +88,7 @@ class _Program(_Call):
         torch.default_generator.manual_seed(_FIRST_COUNTER)
 
     def __exit__(self, *_: object) -> None:
-        torch.default_generator.set_state(self._state)
+        torch.default_generator.set_state(self._before if _is_at_start(torch.default_generator) else self._state)
 
 
 class _Trace(_Program):
@@ -103,6 +104,7 @@ class _Trace(_Program):
         self.own = torch.Generator().manual_seed(_FIRST_COUNTER)
         others = [g for g in generators or () if _number(g) != _number(torch.default_generator)]
         self._given = [(g, g.initial_seed(), g.get_state()) for g in others]
+        self._node: fx.Node | None = None  # of the key
         self._known = None if generators is None else {*map(_number, generators), _number(torch.default_generator)}
 
     def key(self, generator: torch.Generator | None) -> Tensor:
@@ -136,6 +138,8 @@ class _Trace(_Program):
             generator.set_state(state)
         if not any(raised):
             self._refuse_seeding("the function is called at")
+            if self._node is not None and _is_at_start(self.own):  # as `fork_rng` leaves it: a call takes no number
+                self._node.kwargs = {**self._node.kwargs, "keep": True}
             if seeded:
                 self._refuse("a generator", "the function is called at")
 
@@ -143,6 +147,8 @@ class _Trace(_Program):
         mesh = current_mesh()
         where = torch.device("cpu" if mesh is None else mesh.device)
         key: Tensor = torch.ops.shardlib.call_key(number, device=where)
+        if not number and (mode := get_proxy_mode()) is not None:
+            self._node = next(reversed(mode.tracer.graph.nodes))
         return key
 
     def _refuse_seeding(self, where: str) -> None:
@@ -163,6 +169,11 @@ class _Trace(_Program):
 def _number(generator: torch.Generator) -> int:
     """What is the same for all the objects by which Python knows one generator."""
     return int(generator._cdata)  # type: ignore[attr-defined]
+
+
+def _is_at_start(counting: torch.Generator) -> bool:
+    """Whether a generator of counters is as it was before the first."""
+    return torch.equal(counting.get_state(), torch.Generator().manual_seed(_FIRST_COUNTER).get_state())
 
 
 class _Default:

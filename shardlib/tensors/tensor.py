@@ -158,6 +158,16 @@ class ShardedTensor(torch.Tensor):
             )
         super().backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
+    def register_hook(self, hook: Callable[..., Any]) -> Any:
+        """As `Tensor.register_hook`; raises `ShardingError` for a result of which a program makes another result."""
+        refuse_within(self, "register_hook")
+        return super().register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def retain_grad(self) -> None:
+        """As `Tensor.retain_grad`; raises `ShardingError` for a result of which a program makes another result."""
+        refuse_within(self, "retain_grad")
+        super().retain_grad()
+
     @property
     def data(self) -> ShardedTensor:
         """As `Tensor.data`: the same memory without history; it may be set to another ShardedTensor."""
@@ -281,6 +291,17 @@ class ShardedTensor(torch.Tensor):
         return run(args, kwargs)
 
 
+def refuse_within(x: torch.Tensor, asked: str) -> None:
+    """Refuse to say what gradient a result has from what its own program makes of it."""
+    if (name := x.__dict__.get("_within")) is not None:
+        raise ShardingError(
+            f"{asked} of a result of {name}, of which {name} makes another result: {typeof(x)}",
+            rule="the way back through a program leads from its results to its inputs, not from result to result",
+            remedy="make the later result outside, of this one; or add a zero inside, h = h + zero, which is an "
+            "argument with requires_grad=True: its gradient is that of h",
+        )
+
+
 _make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 
 
@@ -298,7 +319,7 @@ def marks(x: torch.Tensor) -> dict[str, Any]:
     return {k: y for k, y in x.__dict__.items() if k not in _OWN}
 
 
-_OWN = frozenset({"_form", "_locals", "_memory", "_path", "_is_param", "proxy"})
+_OWN = frozenset({"_form", "_locals", "_memory", "_path", "_is_param", "_within", "proxy"})
 _default_dtype = torch.get_default_dtype  # integers divided are of it
 
 

@@ -204,16 +204,39 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         body = ctx.body
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (*ctx.saved_tensors, *grads) if x is not None):
-            raise ShardingError(
-                "a gradient is taken through the gradient of scan",
-                rule="a scanned body is traced with its first derivative",
-                remedy="write the loop in Python, for layer in layers: ..., where second derivatives are wanted",
-            )
+        history = [x for x in (*ctx.saved_tensors, *grads) if x is not None and x.requires_grad]
         env = dict(zip(body.saved, ctx.saved_tensors, strict=True))
         env |= dict(zip(body.cotangents, (grads[i] for i in body.differentiable), strict=True))
-        _run(body.backward, env)
-        return (None, *(None if x is None else env[x] for x in body.gradients))
+        if not torch.is_grad_enabled() or not history:
+            _run(body.backward, env)
+            return (None, *(None if x is None else env[x] for x in body.gradients))
+        with torch.no_grad():
+            _run(body.backward, env)
+        made = iter(_Once.apply(len(history), *history, *(env[x] for x in body.gradients if x is not None)))  # type: ignore[no-untyped-call]
+        return (None, *(None if x is None else next(made) for x in body.gradients))
+
+
+class _Once(torch.autograd.Function):
+    """Gradients of a body, which have a history that nobody can go back through."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(count: int, *given: Tensor) -> Any:
+        return tuple(x.clone() for x in given[count:])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise ShardingError(
+            "a gradient is taken through the gradient of scan",
+            rule="a scanned body is traced with its first derivative",
+            remedy="detach() gradients that are only looked at; write the loop in Python, for layer in layers: ..., "
+            "where second derivatives are wanted",
+        )
 
 
 def _computed(body: Body) -> list[fx.Node]:

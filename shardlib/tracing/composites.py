@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib.errors import ShardingError
 from shardlib.staying import Staying
 from shardlib.tracing.looks import formatted, located, pickled, shown
 from shardlib.tracing.places import picked, read_at, write_at
@@ -139,19 +138,6 @@ def _along(x: Tensor, dim: int, like: Tensor) -> Tensor:
 def _matrix_rank(*args: Any, out: Tensor | None = None, **kwargs: Any) -> Tensor | None:
     """Torch forgets to write to `out` while it is traced."""
     return None if out is None else out.copy_(torch.linalg.matrix_rank(*args, **kwargs))
-
-
-def set_data(x: Tensor, value: Tensor) -> Tensor:
-    """`x.data = value` gives `x` other memory, which no trace sees: all that it can be is a write of the value."""
-    if x.shape != value.shape or x.dtype != value.dtype:
-        raise ShardingError(
-            "the traced function sets the data of a tensor to another shape or dtype",
-            [f"{list(x.shape)} of {x.dtype} to {list(value.shape)} of {value.dtype}"],
-            rule="a program knows the shapes of all tensors that it is given",
-            remedy="return the new tensor, and set it outside",
-        )
-    with torch.no_grad():
-        return x.detach().copy_(value)
 
 
 _FORMS: dict[Any, Callable[..., Any]] = {

@@ -6,6 +6,7 @@ whatever requires one are results. It is decided as a whole, and split into two 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,8 @@ from shardlib.calls.flat import FlatCall
 from shardlib.calls.rebound import Rebound
 from shardlib.errors import ShardingError
 from shardlib.tensors.tensor import typeof
-from shardlib.tracing.history import Autograd, end, hooks_of, origins, pulled
+from shardlib.tracing.functionalise import Written
+from shardlib.tracing.history import Autograd, end, hooks_of, is_within, origins, pulled
 from shardlib.tracing.lifted import Lifted, placeholder
 
 
@@ -27,7 +29,9 @@ class After:
     """Results of a graph behind those that the function returns, in this order; leaves are those of the call.
 
     `grads`: (leaf, position of its new `.grad`, None where it is dropped); `written`: (leaf, position of its new
-    value); `gradients`: (leaf, position of its gradient); `cotangents`: the results that have gradients, by position.
+    value); `data`: (leaf, position of what its memory is then); `takes`: (leaf, `grad` or `data`, the leaf which is its
+    gradient, or whose memory it has, then); `gradients`: (leaf, position of its gradient); `cotangents`: the results
+    that have gradients, by position; `within`: those of them that another one is made of.
     `rebound`: places that hold other values after a call; those that are results follow the function's own.
     `reached`: for each gradient, from which of `cotangents` torch's own history leads to it: zeros are a gradient, too.
     `leaves`: results at which the caller's history begins, and whether one is a parameter: the function made it so.
@@ -37,14 +41,22 @@ class After:
 
     grads: tuple[tuple[int, int | None], ...] = ()
     written: tuple[tuple[int, int], ...] = ()
+    data: tuple[tuple[int, int], ...] = ()
+    takes: tuple[tuple[int, str, int], ...] = ()
     gradients: tuple[tuple[int, int], ...] = ()
     cotangents: tuple[int, ...] = ()
+    within: tuple[int, ...] = ()
     rebound: tuple[Rebound, ...] = ()
     reached: tuple[frozenset[int], ...] = ()
     leaves: tuple[tuple[int, bool], ...] = ()
     refused: tuple[int, ...] = ()
     root: int = -1
     why: str = ""
+
+    @property
+    def writes(self) -> bool:
+        """Whether a call does anything to its inputs."""
+        return bool(self.written or self.data or self.takes or self.grads)
 
 
 class Ending:
@@ -59,9 +71,11 @@ class Ending:
         self.cotangents: list[int] = []
         self._watched: list[tuple[int, Tensor, Tensor | None]] = []  # leaf, what the trace sees of it, its `.grad`
         self._grads: list[tuple[int, bool]] = []
+        self._takes: list[tuple[int, str, int]] = []
         self._gradients: list[int] = []
         self.rebound: Sequence[Rebound] = ()
         self._reached: tuple[frozenset[int], ...] = ()
+        self._within: tuple[int, ...] = ()
         self._leaves: list[tuple[int, bool]] = []
         self._refused: tuple[tuple[int, ...], int, str] = ((), -1, "")
         self.strict = strict  # what cannot be differentiated fails at once
@@ -116,8 +130,11 @@ class Ending:
         self._refuse_changes(inputs)
         self._leaves = list(self._made(result, inputs))
         out: list[Tensor] = []
+        given = {id(x): i for i, x in enumerate(self.call.state.tensors, len(self.call.arguments))}
         for leaf, x, grad in self._watched:
-            if (now := x.grad) is not grad:
+            if (now := x.grad) is not grad and id(now) in given:
+                self._takes.append((leaf, "grad", given[id(now)]))
+            elif now is not grad:
                 self._grads.append((leaf, now is not None))
                 out += [] if now is None else [self.lifted.seen(now)]
         return out + (self._backward(result, inputs, tracer) if differentiate else [])
@@ -199,6 +216,7 @@ class Ending:
             self._refused = tuple(outs), next(iter(wanted)), str(error).partition("\n")[0]
             return []
         self.cotangents = outs
+        self._within = tuple(itertools.compress(outs, is_within([result[i] for i in outs])))
         _refuse_retained([x for i in outs if (x := result[i]).retains_grad])
         if all(x is None for x in found):  # the results have a history all the same: one zero that nobody reaches
             leaf, x = next(iter(wanted.items()))
@@ -230,8 +248,8 @@ class Ending:
         """What the cotangents are called, given the names of the results."""
         return tuple(f"gradient of {results[i]}" for i in self.cotangents)
 
-    def after(self, graph: fx.Graph, written: Sequence[int]) -> After:
-        """All of it; `written` are the leaves that are written to, whose values are last in the graph, and go first."""
+    def after(self, graph: fx.Graph, written: Written, leaves: Sequence[int]) -> After:
+        """All of it; what is `written`, to inputs that are these leaves, is last in the graph, and goes first."""
         output = graph.output_node()
         outs: list[Any] = list(output.args[0])  # type: ignore[arg-type]
         at = self.returned
@@ -239,16 +257,20 @@ class Ending:
         for leaf, there in self._grads:
             grads.append((leaf, at if there else None))
             at += there
-        last = len(outs) - len(written)
+        changed = [leaves[i] for i in (*written.values, *written.data)]
+        last = len(outs) - len(changed)
         output.args = ((*outs[:at], *outs[last:], *outs[at:last]),)
-        changed = tuple((leaf, at + i) for i, leaf in enumerate(written))
+        new = tuple((leaf, at + i) for i, leaf in enumerate(changed))
         at += len(changed)
         gradients = tuple((leaf, at + i) for i, leaf in enumerate(self._gradients))
         return After(
             tuple(grads),
-            changed,
+            new[: len(written.values)],
+            new[len(written.values) :],
+            (*self._takes, *((leaves[i], "data", leaves[j]) for i, j in written.others)),
             gradients,
             tuple(self.cotangents),
+            self._within,
             tuple(self.rebound),
             self._reached,
             tuple(self._leaves),

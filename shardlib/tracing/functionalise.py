@@ -2,8 +2,9 @@
 
 A view is remembered as (what it views, how). A write to a view is carried up, view by view, into the tensor that owns
 the memory: a write to `x[1:]` becomes `slice_scatter(x, value, ...)`. A view that is read after its owner changed is
-made again. What is written to an input is one more result. Writes into other tensors that the function finds outside
-would outlive the program unseen: they are refused, all of them at once.
+made again. `x.data = y` makes `x` another view of `y`, and what showed `x` goes on to show what that was. What is
+written to an input, and the memory that one is given, are further results. Writes into other tensors that the function
+finds outside would outlive the program unseen: they are refused, all of them at once.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch._ops import OpOverload
 from shardlib.aten.traits import has, is_view
 from shardlib.aten.views import argument, functional_form, scatter, tensors_in, unstrided, written_arguments
 from shardlib.errors import ShardingError
+from shardlib.ops.set_data import OP as SET_DATA
 from shardlib.scalar import hinted
 from shardlib.tracing.custom import copying_form
 from shardlib.tracing.writable import refuse_unwritable
@@ -28,19 +30,30 @@ from shardlib.tracing.writable import refuse_unwritable
 aten = torch.ops.aten
 
 
-def functionalise(gm: fx.GraphModule, input_names: Sequence[str] = (), body: bool = False) -> list[int]:
+@dataclass(frozen=True)
+class Written:
+    """Inputs that a function changes, by position: `values` are written into their memory, `data` is memory that they
+    show from then on; the graph returns these, in this order. `others` have that of another input, which comes second.
+    """
+
+    values: tuple[int, ...] = ()
+    data: tuple[int, ...] = ()
+    others: tuple[tuple[int, int], ...] = ()
+
+
+def functionalise(gm: fx.GraphModule, input_names: Sequence[str] = (), body: bool = False) -> Written:
     """Rewrite `gm` so that no op writes to memory; `input_names` are the placeholders' names in errors.
 
     The `body` of a loop writes to nothing but what it makes.
 
-    Returns the inputs that were written to, by position: their new values are further results, in this order.
+    Returns what becomes of inputs: their new values are further results.
     Raises ShardingError for writes into captured tensors, and for writes that have no functional form.
     """
-    written: list[int] = []
-    if any(written_arguments(n.target) or n.target is aten.as_strided.default for n in gm.graph.nodes):
+    written = Written()
+    if any(written_arguments(n.target) or n.target in _REWRITTEN for n in gm.graph.nodes):
         placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
         names = dict(zip(placeholders, input_names or [p.name for p in placeholders], strict=True))
-        written = [placeholders.index(n) for n in _Rewriter(gm.graph, names, body).run()]
+        written = _Rewriter(gm.graph, names, body).run()
     for node in gm.graph.nodes:
         # A value, and a local shard of it even more so, may have other strides than the tensor that was traced.
         if has(node.target, "reshapes"):
@@ -63,6 +76,7 @@ def _at_once(node: fx.Node) -> None:
     node.graph.erase_node(node)
 
 
+_REWRITTEN = (aten.as_strided.default, SET_DATA)
 _LAZY: dict[Any, tuple[Any, Callable[[Any], Any]]] = {
     aten._conj.default: (aten.conj_physical.default, lambda x: x.conjugate()),
     aten._neg_view.default: (aten.neg.default, operator.neg),
@@ -77,6 +91,7 @@ class _View:
     remake: Callable[[fx.Node], fx.Node]  # from the value of the parent
     version: int  # of the owner, when the view's value was made
     itself: bool = False  # shows all of the parent, as it is
+    same: bool = False  # is the parent, as `x.add_(1)` is `x`
 
 
 class _Rewriter:
@@ -86,12 +101,13 @@ class _Rewriter:
         self.views: dict[fx.Node, _View] = {}
         self.version: dict[fx.Node, int] = {}  # owner -> how often it was written to
         self.version_at: dict[fx.Node, int] = {}  # of what an index picks from, when it did
+        self.memory: dict[fx.Node, fx.Node] = {}  # input with other data -> what stands for the memory that it had
         self.returned: dict[fx.Node, Sequence[fx.Node]] = {}  # a write to several tensors -> these, which it returns
         self.at: fx.Node = graph.output_node()  # the node that is being rewritten
         self.offenders: list[str] = []
 
-    def run(self) -> list[fx.Node]:
-        """Rewrite all ops; returns the inputs that are written to."""
+    def run(self) -> Written:
+        """Rewrite all ops; returns what becomes of inputs."""
         replaced = []
         for node in list(self.graph.nodes):
             self.at = node
@@ -102,6 +118,9 @@ class _Rewriter:
                 replaced.append(node)
             elif node.target is aten.as_strided.default:
                 self.rewrite_strided(node)
+                replaced.append(node)
+            elif node.target is SET_DATA:
+                self.set_data(*node.args)
                 replaced.append(node)
             elif node.target is operator.getitem and node.args[0] in self.returned:
                 self.show(node, self.returned[node.args[0]][node.args[1]])
@@ -118,12 +137,21 @@ class _Rewriter:
                 rule="a traced function writes to its arguments, to what it closes over, and to what it makes",
                 remedy="make the tensor an argument, or write x = x + 1 instead of x += 1 (or clone x first)",
             )
-        written = [n for n in self.names if n in self.version]
+        inputs, memory = list(self.names), [self.memory.get(n, n) for n in self.names]
+        data = {n: self.shown(n) for n in self.memory}
         output = self.at = self.graph.output_node()
-        output.args = ((*output.args[0], *map(self.fresh, written)),)  # type: ignore[misc]
+        values = [m for m in memory if m in self.version]
+        new = [n for n, m in data.items() if m not in memory]
+        output.args = ((*output.args[0], *map(self.fresh, (*values, *new))),)  # type: ignore[misc]
         for node in reversed(replaced):
             self.graph.erase_node(node)
-        return written
+        return Written(
+            tuple(map(memory.index, values)),
+            tuple(map(inputs.index, new)),
+            tuple(
+                (inputs.index(n), memory.index(m)) for n, m in data.items() if m in memory and m is not self.memory[n]
+            ),
+        )
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -215,12 +243,19 @@ class _Rewriter:
         assert isinstance(node.target, OpOverload)
         if source.op in ("placeholder", "get_attr"):
             name = node.target._schema.name.partition("::")[2]
+            if name.startswith("set"):
+                raise ShardingError(
+                    f"{name} gives other memory to a tensor that is not the traced function's own",
+                    [self.describe(source)],
+                    rule="a program knows values, not storages",
+                    remedy="x.data = value, which the call repeats; or write to it, x.copy_(value)",
+                )
             raise ShardingError(
                 f"{name} changes the shape of a tensor that is not the traced function's own",
                 [self.describe(source)],
                 rule="what a program is given keeps its shape; values are written back, shapes are not",
                 remedy="make a new tensor of it, y = x.flatten()[:n].reshape(shape), or write to it, x.copy_(values)"
-                if name.startswith(("resize", "set"))
+                if name.startswith("resize")
                 else f"use the op without the underscore, and a name of its own: y = x.{name.rstrip('_')}(...)",
             )
         view = functional_form(node.target)
@@ -262,6 +297,38 @@ class _Rewriter:
         else:
             self.returned[node] = written
 
+    def set_data(self, x: fx.Node, value: fx.Node) -> None:
+        """`x` shows what `value` shows; what showed the memory of `x` until now still does."""
+        if x.op == "get_attr" or (self.body and x.op == "placeholder"):
+            self.offenders.append(self.describe(x))
+            return
+        while x in self.views and self.views[x].same:
+            x = self.views[x].parent
+        if self.shown(value) is x:
+            return
+        old = self.emit(aten.alias.default, self.fresh(x))
+        itself = {x}
+        for node, view in self.views.items():
+            if view.parent in itself:
+                if view.same:
+                    itself.add(node)
+                    view.version = -1  # it shows something else now
+                else:
+                    view.parent = old
+        if x in self.views:
+            self.views[old] = self.views[x]
+        elif x in self.version:
+            self.version[old] = self.version.pop(x)
+        if x in self.names:
+            self.memory.setdefault(x, old)
+        self.show(x, value, same=False)
+
+    def shown(self, node: fx.Node) -> fx.Node:
+        """Whose memory `node` shows all of, as it is."""
+        while (view := self.views.get(node)) is not None and (view.itself or has(node.target, "renames")):
+            node = view.parent
+        return node
+
     def picked(self, node: fx.Node) -> fx.Node | None:
         """What `x[i]` picks from, where `i` is a tensor without dims and `node` shows that: in torch a view."""
         owner = self.owner(node)
@@ -275,9 +342,9 @@ class _Rewriter:
             remedy=remedy,
         )
 
-    def show(self, node: fx.Node, written: fx.Node) -> None:
+    def show(self, node: fx.Node, written: fx.Node, *, same: bool = True) -> None:
         """Make `node` another name of what was written to."""
-        self.views[node] = _View(written, lambda b: b, self.version_of(written), itself=True)
+        self.views[node] = _View(written, lambda b: b, self.version_of(written), itself=True, same=same)
         self.value[node] = self.fresh(written)
 
     def functional(self, node: fx.Node, written: Sequence[fx.Node]) -> tuple[list[fx.Node], fx.Node | None]:

@@ -80,6 +80,18 @@ def origins(outs: Sequence[Tensor]) -> dict[Any, frozenset[int]]:
     return found
 
 
+def is_within(outs: Sequence[Tensor]) -> list[bool]:
+    """Of each, whether another one is made of it."""
+    below: set[Any] = set()
+    todo = [node for x in outs if x.grad_fn is not None for node, _ in x.grad_fn.next_functions]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in below:
+            below.add(node)
+            todo += [behind for behind, _ in node.next_functions]
+    return [x.grad_fn in below for x in outs]
+
+
 def _behind(node: Any) -> Any:
     return () if isinstance(node, BackwardCFunction) else node.next_functions
 

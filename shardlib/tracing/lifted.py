@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import types
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
 from typing import Any
@@ -88,6 +88,10 @@ class Lifted:
     def current() -> Lifted | None:
         """That of the trace that is going on here."""
         return _current.get()
+
+    def stand_ins(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The tensors, each with what stands for it."""
+        return ((x, self._stand_ins[id(x)]) for x in self.state.tensors)
 
     def is_own(self, x: Tensor) -> bool:
         """Whether a tensor is of this trace, or stands in it for an input."""

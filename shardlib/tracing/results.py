@@ -18,7 +18,7 @@ def strides_of(returned: Sequence[Any], after: After, leaves: Sequence[Any]) -> 
     at = len(own) - len(after.gradients)
     of = [leaves[leaf] for leaf, _ in after.gradients]
     kept = [torch.empty_like(torch.empty_strided(x.shape, x.stride(), device="meta")).stride() for x in of]
-    return (*own[:at], *(None for _ in after.written), *kept)
+    return (*own[:at], *(None for _ in (*after.written, *after.data)), *kept)
 
 
 def refuse_attributes(named: Iterable[tuple[str, Any, Any]]) -> None:

@@ -27,6 +27,7 @@ from shardlib.calls.numbers import NotExpressionsError, Numbers
 from shardlib.calls.rebound import Watch
 from shardlib.calls.state import State
 from shardlib.lines import Line, LineRecorder
+from shardlib.ops.set_data import OP as SET_DATA
 from shardlib.random.draw import one_program
 from shardlib.scalar import Scalar
 from shardlib.state import tracing
@@ -103,6 +104,7 @@ class Traced:
         after = {at: f"{named.get(leaf, 'an argument')}.grad" for leaf, at in self.after.grads}
         after |= {at: f"gradient of {named[leaf]}" for leaf, at in self.after.gradients}
         after |= {at: f"{named[leaf]} (written)" for leaf, at in self.after.written}
+        after |= {at: f"{named[leaf]}.data" for leaf, at in self.after.data}
         own = self.output_names
         return (*own, *(after[at] for at in range(len(own), len(self.outputs))))
 
@@ -248,7 +250,12 @@ def _trace(
             if watch is not None:
                 leaf_of = {id(x): i for i, x in enumerate(call.state.tensors, len(leaves))}
                 leaf_of |= {id(x): i for i, x in zip(where, inputs, strict=True)}
-                ending.rebound = watch.rebound(leaf_of, returned, own, lambda x: has_proxy_slot(x, tracer))
+                stands = {i: (call.leaves[i], x) for i, x in zip(where, inputs, strict=True)}
+                stands |= {leaf_of[id(x)]: (x, y) for x, y in lifted.stand_ins()}
+                memory = {x.untyped_storage()._cdata: (i, of, x) for i, (of, x) in stands.items()}
+                if any(node.target is SET_DATA for node in tracer.graph.nodes):
+                    memory = {}  # whose memory a view shows, only functionalisation finds out
+                ending.rebound = watch.rebound(leaf_of, memory, returned, own, lambda x: has_proxy_slot(x, tracer))
             more = ending.finish(returned, inputs, tracer, differentiate=differentiate)
         result.extend((own, [*returned, *more], tree))
         return [x for x in (*returned, *more) if isinstance(x, torch.Tensor)]
@@ -285,7 +292,7 @@ def _trace(
         written = functionalise(gm, input_names)
     if there is not None and there.type != "cpu":
         move(gm, there)
-    after = ending.after(gm.graph, [inputs_of[i] for i in written])
+    after = ending.after(gm.graph, written, inputs_of)
     return Traced(
         gm,
         lines.fallback.function,
