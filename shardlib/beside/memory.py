@@ -17,7 +17,7 @@ def _dlpack(module: Any) -> None:
 
     @functools.wraps(export)
     def to_dlpack(x: Any) -> Any:
-        return x.__dlpack__() if isinstance(x, ShardedTensor) else export(x)
+        return x.__dlpack__() if isinstance(x, ShardedTensor) or is_tracing() else export(x)
 
     module.to_dlpack = to_dlpack
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,7 @@ class Given:
             return scalar.hint
         made = _KINDS[kind].__new__(_KINDS[kind])
         made.__dict__.update(scalar=scalar, numbers=numbers)
+        numbers.made.append(weakref.ref(made))
         return made
 
     @property  # type: ignore[misc]
@@ -60,6 +62,8 @@ class Given:
         return self.scalar.hint
 
     def _with(self, op: Any, *args: Any) -> Any:
+        if len(args) > 2:
+            return pow(*map(plain, args))  # with a modulus
         if any(type(x) not in _OPERANDS for x in args):
             return NotImplemented
         if op is operator.pow and all(isinstance(x, int) for x in args):  # a negative exponent makes it a float
@@ -159,6 +163,7 @@ class Numbers(Staying):
         super().__init__()
         self.env = ShapeEnv()
         self.looked: dict[int, Any] = {}  # leaf -> value
+        self.made: list[weakref.ref[Any]] = []
         self._hints: dict[int, Any] = {}
         self._symbols: dict[Scalar, Any] = {}
         self._scalars: dict[Any, Scalar] = {}  # by symbol

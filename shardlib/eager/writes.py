@@ -35,7 +35,7 @@ def writer(op: Any, args: Any, kwargs: dict[str, Any], mesh: Mesh) -> Run:
         return _write(op, args, kwargs or {}, mesh)
 
     for x in _written(op, args, kwargs):
-        _refuse_overlaps(op, x)
+        _refuse_overlap(op, x, x)
     first = str(op._schema.arguments[0].name)
     functional = FILLS.get(op) or (None if op in _OWN_FORM else functional_form(op))
     if functional is None or written_arguments(op) != (first,) or not isinstance(args[0], ShardedTensor):
@@ -67,6 +67,9 @@ def _write(op: Any, args: Any, kwargs: dict[str, Any], mesh: Mesh) -> Any:
     if not all(isinstance(x, ShardedTensor) for x in written):
         return _write_plain(op, args, kwargs, written)
     _refuse_shared(op, written)
+    for x in written:
+        if "_memory" in x.__dict__:
+            _refuse_overlap(op, x, x.__dict__["_memory"].form)
     call = Prepared(op, args, kwargs, mesh)
     operands, inputs = [], []
     for x, form in zip(call.tensors, call.forms, strict=True):
@@ -201,10 +204,12 @@ def refuse_out(op: Any, new: torch.Tensor, out: torch.Tensor) -> NoReturn:
     )
 
 
-def _refuse_overlaps(op: Any, x: torch.Tensor) -> None:
-    if x.numel() and not apart(x.shape, x.stride()):
+def _refuse_overlap(op: Any, x: torch.Tensor, owner: Any) -> None:
+    """Refuse to write to `x` where elements of whose memory it is share some."""
+    strides = owner.strides if isinstance(owner, Form) else owner.stride()
+    if owner.shape.numel() and not apart(owner.shape, strides):
         raise ShardingError(
-            f"{op} writes to {typeof(x)} with strides {list(x.stride())}",
+            f"{op} writes to {typeof(x)}, whose memory has the strides {list(strides)}",
             rule="what is written to shows every element once, as in torch",
             remedy="x.clone() first",
         )

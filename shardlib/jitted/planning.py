@@ -29,6 +29,7 @@ from shardlib.plans.plan import Plan
 from shardlib.propagate.flood import Fixed
 from shardlib.state import compiling, unseen
 from shardlib.tensors.tensor import ShardedTensor
+from shardlib.tracing.outlived import keeps_numbers, refuse_kept
 from shardlib.tracing.threads import refuse_nested
 
 _ATTEMPTS = 6  # at tracing a function whose effects are being found out
@@ -100,13 +101,17 @@ class Call:
             watch = Watch(self.look)
             with _undone(watch):
                 plan = self._compile(watch)
-                if watch.look().leaked:  # a number that stays outside is no number of the trace
+                if watch.look().leaked or keeps_numbers(
+                    plan.compiled.traced.outlived
+                ):  # a number that stays outside is no number of the trace
                     watch.restore()
                     plan = self._compile(watch, exact=True)
             left_behind = watch.undo()
             if left_behind:
                 watch.restore()
             refuse_leaks(name, left_behind)
+            with _undone(watch):
+                refuse_kept(name, plan.compiled.traced.outlived)
             is_known = watch.learn(programs.changing)
             programs.asks |= plan.compiled.traced.asked
             found = self.state

@@ -176,7 +176,7 @@ class LocalForm:
         n = sum(r.real_type.isSubtypeOf(torch._C.TensorType.get()) for r in target._schema.returns)
         name = f"{self._op.name}.{target._schema.name.split('::')[-1]}"
         dtype = kwargs.get("dtype") or _result_dtype(target, args)
-        outs = tuple(Var(name, None, dtype) for _ in range(max(1, n)))
+        outs = tuple(Var(name, None, dtype) for _ in range(max(1, n) if target._schema.returns else 0))
         for out, r in zip(outs, target._schema.returns, strict=False):
             out.dtype = torch.int64 if r.name == "indices" else dtype
         same = [a.dtype for a in leaves((args, kwargs), Var)] == [v.dtype for v in self._op.operands]

@@ -13,7 +13,7 @@ import torch
 from shardlib.rules.nonempty import nonempty
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
-from shardlib.rules.shards import cut, localise, never_empty, positional
+from shardlib.rules.shards import check, cut, localise, never_empty, positional
 from shardlib.rules.space import Space, arg, axis, numel
 
 aten = torch.ops.aten
@@ -41,7 +41,7 @@ def _bag(local: Local) -> Any:
     other = 1 if padding >= 0 else -1
     _, *counts = local.op(local.call.target, tiny, kinds, offsets, by_count, mode, sparse, weights, last, other)
     table = local.op(aten.constant_pad_nd.default, never_empty(local, table, 0, ["d"]), [0, 0, 0, 1], 0)
-    mine = _spare(local, index, padding)
+    mine = _spare(local, check(local, index, local.call.operands[0].shape[0]), padding)
     out, *_ = local.op(local.call.target, table, mine, offsets, False, _SUM, False, weights, last, -1)
     out = local.op(aten.slice.Tensor, out, 1, 0, local.size("d"))
     if mode == _MEAN:

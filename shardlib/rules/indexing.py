@@ -14,7 +14,7 @@ import torch
 from shardlib.rules.lineup import Advanced, alongside, masks, whole
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.shards import cut, localise, never_empty
+from shardlib.rules.shards import check, cut, localise, never_empty
 from shardlib.rules.space import Dim, Space, arg, axis, numel, result_shape
 
 aten = torch.ops.aten
@@ -45,7 +45,8 @@ def _unsqueezed(local: Local, x: Any, dims: int) -> Any:
 
 
 def _embedding(local: Local) -> Any:
-    table, (index,), outside = _read(local, local.args[0], [local.args[1]], [("v",)])
+    index = check(local, local.args[1], local.call.operands[0].shape[0])
+    table, (index,), outside = _read(local, local.args[0], [index], [("v",)])
     rows = local.op(aten.embedding.default, table, index)
     return _zeroed(local, rows, _unsqueezed(local, outside, 1))
 
@@ -60,7 +61,8 @@ def _gather(call: Call) -> Rule:
     x, ind = alongside(space, shape, index, at)
 
     def local(local: Local) -> Any:
-        table, (mine,), outside = _read(local, local.args[0], [local.args[2]], [x[at]])
+        given = check(local, local.args[2], shape[at])
+        table, (mine,), outside = _read(local, local.args[0], [given], [x[at]])
         return _zeroed(local, local.op(aten.gather.default, table, at, mine), outside)
 
     row = x[at] if shape else ()
@@ -84,7 +86,8 @@ def _index_select(call: Call) -> Rule:
     out = [*x[:at], *(ind or [()]), *x[at + 1 :]] if shape else []
 
     def local(local: Local) -> Any:
-        table, (mine,), outside = _read(local, local.args[0], [local.args[2]], [x[at]])
+        given = check(local, local.args[2], shape[at])
+        table, (mine,), outside = _read(local, local.args[0], [given], [x[at]])
         rows = local.op(aten.index_select.default, table, at, mine)
         return _zeroed(local, rows, _unsqueezed(local, outside, len(shape) - 1 - at))
 

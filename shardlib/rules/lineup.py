@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardlib.rules.rule import Call, Local, Meta, Rule
-from shardlib.rules.shards import cut
+from shardlib.rules.shards import check, cut
 from shardlib.rules.space import Dim, Space, arg, broadcast, join, numel
 
 aten = torch.ops.aten
@@ -67,7 +67,9 @@ class Advanced:
         shape = local.call.operands[0].shape
         given = [i for i in arg(local, 1, "indices") if i is not None]
         return [
-            local.op(aten.remainder.Scalar, index, shape[d]) if cut(local, dim) else index
+            local.op(aten.remainder.Scalar, check(local, index, shape[d], -shape[d]), shape[d])
+            if cut(local, dim)
+            else index
             for index, d, dim in zip(given, self.dims, self.indexed, strict=True)
         ]
 
@@ -75,6 +77,10 @@ class Advanced:
         """The indices with None for every dim that is not indexed."""
         queue = iter(indices)
         return [next(queue) if i in self.dims else None for i in range(self.dims[-1] + 1)]
+
+
+def _from_the_front(local: Local, index: Any, n: int) -> Any:
+    return local.op(aten.remainder.Scalar, check(local, index, n, -n), n)
 
 
 def masks(call: Call) -> bool:

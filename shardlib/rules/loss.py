@@ -15,7 +15,7 @@ from torch import Tensor
 import shardlib.ops.ctc  # noqa: F401  (defines shardlib::ctc_loss)
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
-from shardlib.rules.shards import cast, cut, localise, positional, wide
+from shardlib.rules.shards import cast, check, cut, localise, positional, wide
 from shardlib.rules.space import Dim, Space, arg, broadcast, join, numel, result_shape
 
 aten = torch.ops.aten
@@ -25,7 +25,7 @@ _NONE, _MEAN, _SUM = range(3)  # what the argument `reduction` says
 
 def _classes(local: Local, target: Any, ignore: int) -> Any:
     """Targets as this shard of the classes counts; -1, which no class has, where they lie outside or are ignored."""
-    mine, outside = localise(local, target, "c")
+    mine, outside = localise(local, check(local, target, local.rule.sizes["c"], ignore=ignore), "c")
     ignored = local.op(aten.eq.Scalar, target, ignore)
     return local.op(aten.masked_fill.Scalar, mine, local.op(aten.bitwise_or.Tensor, outside, ignored), -1)
 

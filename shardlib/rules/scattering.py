@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardlib.rules.lineup import whole
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.shards import cut, never_empty
+from shardlib.rules.shards import check, cut, never_empty
 from shardlib.rules.space import Dim, Space, arg, numel
 from shardlib.rules.writing import extremes, once, scattered
 
@@ -45,7 +45,7 @@ def _place(local: Local, index: Any, row: Dim) -> tuple[Any, Any, Any]:
     shape = local.call.operands[0].shape
     inner = numel(shape[1:])
     size = local.size(row[0]) * inner
-    mine = local.op(aten.remainder.Scalar, index, numel(shape))
+    mine = local.op(aten.remainder.Scalar, check(local, index, numel(shape), -numel(shape)), numel(shape))
     mine = local.op(aten.sub.Tensor, mine, local.offset(row[0]) * inner)
     below, above = local.op(aten.lt.Scalar, mine, 0), local.op(aten.ge.Scalar, mine, size)
     return mine, local.op(aten.logical_or.default, below, above), size

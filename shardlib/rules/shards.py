@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shardlib.ops.check_index import OP as CHECK
 from shardlib.rules.rule import Local
 
 aten = torch.ops.aten
@@ -34,6 +35,12 @@ def localise(local: Local, index: Any, factor: str) -> tuple[Any, Any]:
     above = local.op(aten.ge.Scalar, mine, local.size(factor))
     outside = local.op(aten.bitwise_or.Tensor, below, above)
     return local.op(aten.masked_fill.Scalar, mine, outside, 0), outside
+
+
+def check(local: Local, index: Any, n: int, low: int = 0, ignore: int | None = None) -> Any:
+    """An index into a dim of `n` elements; one that lies outside is an error when the program runs, as in torch."""
+    local.op(CHECK, index, low, n, ignore)
+    return index
 
 
 def may_be_empty(local: Local, factor: str) -> bool:

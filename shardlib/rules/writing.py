@@ -14,7 +14,7 @@ import torch
 from shardlib.rules.lineup import Advanced, alongside, masks, whole
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
-from shardlib.rules.shards import cut, is_zero, localise
+from shardlib.rules.shards import check, cut, is_zero, localise
 from shardlib.rules.space import Dim, Space, arg, axis, broadcast, meta, numel
 
 aten = torch.ops.aten
@@ -95,8 +95,9 @@ def scattered(kind: Callable[[Call], str | None]) -> RuleFn:
 
         def local(local: Local) -> Any:
             start = once(local, local.args[0], entries) if how == "sum" else local.args[0]
+            index = check(local, local.args[2], shape[at]) if cut(local, row) else local.args[2]
             write = lambda x, mine: local.op(local.call.target, x, at, *mine, *local.args[3:], **local.kwargs)
-            return _write(local, start, [(at, row)], [local.args[2]], write)
+            return _write(local, start, [(at, row)], [index], write)
 
         linear = {0, 2} if src else {0}
         return space.rule(
@@ -143,6 +144,8 @@ def indexed(kind: Callable[[Call], str | None] | None = None) -> RuleFn:
         def local(local: Local) -> Any:
             start = once(local, local.args[0], entries) if how == "sum" else local.args[0]
             index = local.args[2]
+            if cut(local, row):
+                index = check(local, index, shape[at], -shape[at] if call.target in _WRAPS else 0)
             if call.target in _WRAPS and cut(local, row):
                 index = local.op(aten.remainder.Scalar, index, shape[at])
             write = lambda x, mine: local.op(call.target, x, at, *mine, *local.args[3:], **local.kwargs)

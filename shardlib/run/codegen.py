@@ -149,7 +149,8 @@ class Generator:
         for coords in self.devices:
             for i, step in enumerate(steps):
                 first = next((v for v in step.outs if v is not None), None)
-                axes = self.varies.get(first, ()) if first is not None else ()
+                given = [first] if first is not None else list(reads(step))
+                axes = primes(a for v in given for a in self.varies.get(v, ()))
                 key = (i, tuple(a.coord(coords) for a in axes))
                 if key not in done:
                     done.add(key)

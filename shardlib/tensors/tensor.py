@@ -161,7 +161,10 @@ class ShardedTensor(torch.Tensor):
     def register_hook(self, hook: Callable[..., Any]) -> Any:
         """As `Tensor.register_hook`; raises `ShardingError` for a result of which a program makes another result."""
         refuse_within(self, "register_hook")
-        return super().register_hook(hook)  # type: ignore[no-untyped-call]
+        if self.grad_fn is None:
+            return super().register_hook(hook)  # type: ignore[no-untyped-call]
+        # All results of a program are of one node: it is reached where another one is used, too.
+        return super().register_hook(lambda grad: None if grad is None else hook(grad))  # type: ignore[no-untyped-call]
 
     def retain_grad(self) -> None:
         """As `Tensor.retain_grad`; raises `ShardingError` for a result of which a program makes another result."""

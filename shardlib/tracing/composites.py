@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.staying import Staying
-from shardlib.tracing.looks import formatted, located, pickled, shown
+from shardlib.tracing.looks import exported, formatted, located, pickled, shown
 from shardlib.tracing.places import picked, read_at, write_at
 
 
@@ -145,6 +145,7 @@ _FORMS: dict[Any, Callable[..., Any]] = {
     Tensor.__format__: formatted,
     Tensor.__reduce_ex__: pickled,
     Tensor.data_ptr: located,
+    Tensor.__dlpack__: exported,
     Tensor.__getitem__: read_at,
     Tensor.__setitem__: write_at,
     torch.linalg.matrix_rank: _matrix_rank,

@@ -44,6 +44,17 @@ def pickled(x: Tensor, *_: Any) -> None:
         )
 
 
+def exported(x: Tensor, **_: Any) -> None:
+    """Refuse to hand out the memory of a value of a trace."""
+    if is_traced(x):
+        raise ShardingError(
+            f"the traced function hands out the memory of a tensor by DLPack, {typeof(x)}",
+            [str(user_line(sys._getframe(1)))],
+            rule="Python runs once, on shapes; a tensor has memory only when the program runs",
+            remedy="return the tensor, and hand it out outside; what needs memory is an op: torch.library.custom_op",
+        )
+
+
 def located(x: Tensor) -> None:
     """Refuse to say where a value of a trace is."""
     if is_traced(x):

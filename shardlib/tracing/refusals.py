@@ -51,8 +51,8 @@ _SHAPES = {
 }
 _MASK = "keep the full shape and mask it: torch.where(mask, x, 0), masked_fill, topk"
 _LEAF = (
-    "autograd forbids writes in place to a leaf that requires a gradient",
-    "with torch.no_grad(): around the write, as optimizers do; or make a new tensor: w = w + 1",
+    "what a call is given is a leaf inside, and autograd forbids writes in place to a leaf that requires a gradient",
+    "make a new tensor of it, h = h + x instead of h += x; an optimizer's update goes under torch.no_grad()",
 )
 _DEVICES = (
     "all tensors that one op reads are on one device",

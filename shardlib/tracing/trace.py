@@ -9,9 +9,10 @@ from __future__ import annotations
 import gc
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ from shardlib.tracing.kernels import refuse_kernels
 from shardlib.tracing.lazily import lazily
 from shardlib.tracing.lifted import Lifted, refuse_carriers, refuse_changed_arguments
 from shardlib.tracing.mistakes import mistake
+from shardlib.tracing.outlived import outlived
 from shardlib.tracing.refusals import (
     refusal,
     refuse_absent,
@@ -87,6 +89,7 @@ class Traced:
     twins: Mapping[str, str] = field(default_factory=dict)  # arguments that are another input, with its name
     strides: tuple[tuple[int, ...] | None, ...] = ()  # of every output, on one device; None: dense, dims in order
     same: Mapping[int, int] = field(default_factory=dict)  # leaves of the result that are an earlier one
+    outlived: tuple[weakref.ref[Any], ...] = ()  # stand-ins of the trace
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
@@ -163,12 +166,15 @@ def trace(
     """
     call = flatten_call(fn, args, kwargs or {}, static, state)
     if not exact and (any(map(is_number, call.arguments)) or (watch is not None and watch.before.numbers)):
+        numbers = Numbers()
         try:
-            return _trace(fn, call, static, device, differentiate, Numbers(), apart, watch)
+            traced, tracked, inputs = _trace(fn, call, static, device, differentiate, numbers, apart, watch)
+            return replace(traced, outlived=(*outlived(tracked, inputs), *numbers.made))
         except _NOT_NUMBERS:  # something took a number for more than arithmetic: then it is a constant
             if watch is not None:
                 watch.restore()
-    return _trace(fn, call, static, device, differentiate, None, apart, watch)
+    traced, tracked, inputs = _trace(fn, call, static, device, differentiate, None, apart, watch)
+    return replace(traced, outlived=outlived(tracked, inputs))
 
 
 @given_back()
@@ -181,7 +187,8 @@ def _trace(
     numbers: Numbers | None,
     apart: Collection[int],
     watch: Watch | None,
-) -> Traced:
+) -> tuple[Traced, Mapping[Any, Any], set[int]]:
+    """The function, the tensors of the trace that somebody holds, and which of them stand for others, by their ids."""
     same = {i: at for i, at in twins(call.arguments, call.state.tensors).items() if i not in apart}
     where = tuple(i for i, leaf in enumerate(call.arguments) if is_tensor(leaf) and i not in same)
     names = list(names_of(fn, call, range(len(call.leaves))))
@@ -197,10 +204,12 @@ def _trace(
     lifted = Lifted(call.state, mode, watch)
     ending = Ending(call, lifted, where, [names[i] for i in where], strict=numbers is not None)
     asked = Asked()
+    tracers: list[Any] = []
     result: list[Any] = []  # what fn returned, as paths, leaves and tree
 
     def flat(*inputs: torch.Tensor) -> list[torch.Tensor]:
         tracer = recorded(lines)
+        tracers.append(tracer)
         lifted.enter(tracer, traced_on)
         named = {id(x): names[i] for i, x in zip(where, inputs, strict=True)}
         asked.explain = lambda error: refusal(error, tracer, named)
@@ -293,7 +302,7 @@ def _trace(
     if there is not None and there.type != "cpu":
         move(gm, there)
     after = ending.after(gm.graph, written, inputs_of)
-    return Traced(
+    traced = Traced(
         gm,
         lines.fallback.function,
         input_names,
@@ -310,6 +319,7 @@ def _trace(
         strides_of(returned, after, call.leaves),
         repeated(returned[: out_tree.num_leaves]),
     )
+    return traced, tracers[0].tensor_tracker, {id(x) for _, x in lifted.stand_ins()}
 
 
 # What Python and torch raise where a number is not what they expect.

@@ -1,0 +1,60 @@
+"""What outlives a trace: stand-ins for numbers and tensors that the function put where nobody looks for them.
+
+A key of a dict, an exception, an iterator, a context variable: what holds a value of the trace there, the next reader
+takes for a number or a tensor. So each stand-in is watched until it is gone.
+"""
+
+from __future__ import annotations
+
+import gc
+import types
+import weakref
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from torch._subclasses.fake_tensor import FakeTensor
+
+from shardlib.calls.numbers import is_given
+from shardlib.errors import ShardingError
+from shardlib.tensors.tensor import typeof
+
+Refs = Sequence[weakref.ref[Any]]
+
+
+def outlived(tracked: Iterable[Any], inputs: Collection[int]) -> tuple[weakref.ref[Any], ...]:
+    """The values of a trace, among the tensors that its tracer knows, that are there when it is over.
+
+    `inputs` are the ids of what stands for tensors that were found: its nodes have these.
+    """
+    return tuple(weakref.ref(x) for x in list(tracked) if isinstance(x, FakeTensor) and id(x) not in inputs)
+
+
+def keeps_numbers(refs: Refs) -> bool:
+    """Whether somebody still has a number of the trace."""
+    return bool(_alive(refs, numbers=True))
+
+
+def refuse_kept(name: str, refs: Refs) -> None:
+    """Refuse tensors of a trace that somebody still has."""
+    if kept := _alive(refs, numbers=False):
+        raise ShardingError(
+            f"{name} keeps tensors that it computes while it is traced",
+            list(dict.fromkeys([f"{_holder(x, kept)} holds a value of the trace, {typeof(x)}" for x in kept])),
+            rule="a jitted function runs once, on shapes: its tensors have no values, and leave it only as results",
+            remedy="return the tensor, and keep it outside; or keep it in an attribute, a list or a value of a dict",
+        )
+
+
+def _alive(refs: Refs, *, numbers: bool) -> list[Any]:
+    def found() -> list[Any]:
+        return [x for ref in refs if (x := ref()) is not None and is_given(x) == numbers]
+
+    if found():
+        gc.collect()  # rarely: what a trace makes is hardly ever in a circle
+    return found()
+
+
+def _holder(x: Any, kept: list[Any]) -> str:
+    """Who holds it, in words."""
+    holders = [y for y in gc.get_referrers(x) if y is not kept and not isinstance(y, types.FrameType)]
+    return " or ".join(dict.fromkeys(f"a {type(y).__name__}" for y in holders)) or "something"
