@@ -358,3 +358,29 @@ def test_ranks_draw_what_virtual_devices_draw() -> None:
             assert all(torch.equal(a, b) for a, b in zip(found, programs, strict=True)), (seeds, rank)
             assert all(torch.equal(a, b) for a, b in zip(ops, eager, strict=True)), (seeds, rank)
             assert torch.equal(rest, after) == (seeds[rank] == 11)
+
+
+def _forked(x: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng():
+        return x + torch.randn(3)
+
+
+def _set_back(x: torch.Tensor) -> torch.Tensor:
+    state = torch.get_rng_state()
+    y = x + torch.randn(3)
+    torch.set_rng_state(state)
+    return y
+
+
+@pytest.mark.parametrize("fn", [_forked, _set_back])
+def test_a_call_that_sets_the_generator_back_takes_no_number(fn):
+    with sl.Mesh(data=2):
+        step, x = sl.jit(fn), torch.zeros(3)
+        torch.manual_seed(0)
+        own = torch.rand(2)
+        torch.manual_seed(0)
+        first, second = step(x).full_tensor(), step(x).full_tensor()
+        assert torch.equal(first, second)
+        with sl.global_random():
+            assert torch.equal(fn(x), first)
+        assert torch.equal(torch.rand(2), own)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from shardlib.eager.slots import Slot
+from shardlib.ranks.lineage import origin_of
 from shardlib.tensors.aliases import assign
 from shardlib.tensors.form import Form
 from shardlib.tensors.tensor import ShardedTensor
@@ -33,21 +34,24 @@ def caller(
     spread: Sequence[int],
     loose: bool,
     write: bool = False,
+    program: int = 0,
 ) -> Run:
     """A function of a call's `(args, kwargs)`.
 
     `args` and `kwargs` have a `Slot` where a tensor stands (`sharded` says which of them is). `devices` are those that
     compute something different, each with its integers; `spread` says for every device of this process whose result is
     its own. `kind` is the type of the result: None for one tensor, else tuple or list. With `write`, the result
-    is the new value of the first argument.
+    is the new value of the first argument. On ranks, `program` is the number of the op, for the origin of its results.
     """
     bound: dict[str, Any] = {"f": target, "make": torch.Tensor._make_wrapper_subclass, "strided": torch.strided}
     pieces: list[str] = []
+    made_of: list[str] = []
 
     def text(x: Any, where: str, path: tuple[Any, ...]) -> str:
         if path in ints:
             return f"n[{ints[path]}]" if len(devices) > 1 else _bind(bound, devices[0][1][ints[path]])
         if isinstance(x, Slot):
+            made_of.extend([f"{where}._origin"] if sharded[x.index] else [])
             if not sharded[x.index]:
                 return f"{where}.detach()"
             if len(devices) == 1:
@@ -59,6 +63,7 @@ def caller(
                 return _bind(bound, list(x))
             return "[" + ", ".join(text(y, f"{where}[{i}]", (*path, i)) for i, y in enumerate(x)) + "]"
         if loose and type(x) in (int, float, complex):
+            made_of.append(f"({where} == {where} and {where})")  # a NaN has another hash each time
             return where
         return "None" if x is None else _bind(bound, x)
 
@@ -73,9 +78,15 @@ def caller(
         bound["devices"], bound["spread"] = tuple(devices), tuple(spread)
         loop = "for d, n in devices" if ints else "for d, _ in devices"
         lines.append(f"r = [{one} {loop}]")
+    if program:
+        bound["program"], bound["origin_of"] = program, origin_of
+        lines.append(f"origin = origin_of((program, {', '.join(made_of)}))")
+    else:
+        bound["origin"] = 0
     if write:
         bound["assign"] = assign
-        lines += ["x = args[0]", f"v = {_located('r', '', n, len(devices))}", "assign(x, v, v)", "return x"]
+        lines += ["x = args[0]", f"v = {_located('r', '', n, len(devices))}", "assign(x, v, v)"]
+        lines += ["x._origin = origin", "return x"]
     elif kind is None:
         lines += [*_wrapped(bound, "r", "", results[0], 0, n, len(devices)), "return x0"]
     else:
@@ -116,6 +127,7 @@ def _wrapped(bound: dict[str, Any], name: str, item: str, form: Form | None, i: 
         f"x{i} = make({arguments}, strided, {_bind(bound, form.device)})",
         f"x{i}._form = {_bind(bound, form)}",
         f"x{i}._locals = {_located(name, item, n, devices)}",
+        f"x{i}._origin = origin{f' + {i}' if i else ''}",
     ]
 
 

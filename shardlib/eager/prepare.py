@@ -19,6 +19,8 @@ from shardlib.eager.outcome import Outcome, likeness, recall, remember
 from shardlib.eager.single import Operand, Single, single
 from shardlib.eager.slots import devices_of, filled, frozen, made_on, moved, numbers_of, slotted, tensors_of
 from shardlib.meshes.mesh import Mesh
+from shardlib.ranks.lineage import made, note
+from shardlib.ranks.telling import number
 from shardlib.rules.rule import Call, Meta
 from shardlib.rules.table import rule_for
 from shardlib.run.codegen import fast_binding
@@ -78,6 +80,17 @@ class Prepared:
         return self._direct(outcome, write)
 
     @property
+    def number(self) -> int:
+        """On ranks, what stands for the op and what the key says of its arguments; else 0."""
+        if self.mesh.kind != "distributed":
+            return 0
+        loose = id(self.op) in LOOSE
+        said = pytree.tree_map(
+            lambda x: type(x) if loose and isinstance(x, int | float | complex) else x, (self.args, self.kwargs)
+        )
+        return number(str(self.op), repr(said))
+
+    @property
     def _settled(self) -> bool:
         """Whether the op's results are a function of complete values."""
         return not _draws(self.op) and not any(f.layout.pending for f in self.forms)
@@ -97,8 +110,9 @@ class Prepared:
                 return None
         devices, spread = _devices(self.mesh, fits)
         put = {path: i for i, (path, _, _) in enumerate(fits.ints)}
-        loose, function = id(self.op) in LOOSE, _function(target)
-        return caller(function, args, kwargs, self.sharded, forms, outcome.kind, put, devices, spread, loose, write)
+        loose, function, kind = id(self.op) in LOOSE, _function(target), outcome.kind
+        made = devices, spread, loose, write, self.number
+        return caller(function, args, kwargs, self.sharded, forms, kind, put, *made)
 
     def _fit(self, target: Any, args: list[Any], kwargs: dict[str, Any], outcome: Outcome) -> Fit | None:
         metas = tuple(Meta(tuple(f.shape), f.dtype) for f in self.forms)
@@ -107,19 +121,23 @@ class Prepared:
 
     def program(self) -> Run:
         """The op in a program that moves what must be moved; numbers are part of the program, so one for each."""
-        made: Bounded[Any, Single] = Bounded(64)
-        op, mesh, loose = self.op, self.mesh, id(self.op) in LOOSE
+        known: Bounded[Any, Single] = Bounded(64)
+        op, mesh, loose, program = self.op, self.mesh, id(self.op) in LOOSE, self.number
         operands = [Operand(form, plain=not here) for form, here in zip(self.forms, self.sharded, strict=True)]
 
         def run(args: Any, kwargs: Any) -> Any:
-            key = tuple(map(repr, numbers_of((args, kwargs)))) if loose else ()
-            ready = made.get(key)
+            numbers = list(numbers_of((args, kwargs))) if loose else []
+            key = tuple(map(repr, numbers))
+            ready = known.get(key)
             if ready is None:
                 now = Prepared(op, args, kwargs or {}, mesh)
                 with LOCK:
-                    ready = made[key] = single(op, now.args, now.kwargs, operands, mesh)
-            results = ready([pieces(x, mesh) for x in tensors_of((args, kwargs))])
-            return pytree.tree_unflatten(wrapped(ready, results), ready.tree)
+                    ready = known[key] = single(op, now.args, now.kwargs, operands, mesh)
+            tensors = tensors_of((args, kwargs))
+            origin = made(program, tensors, numbers) if program else 0
+            out = wrapped(ready, ready([pieces(x, mesh) for x in tensors], origin))
+            note(origin, out)
+            return pytree.tree_unflatten(out, ready.tree)
 
         return run
 

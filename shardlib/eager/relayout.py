@@ -22,14 +22,20 @@ def relayout(x: ShardedTensor, layout: Layout, names: Names | None = None) -> Sh
     form = x._form
     to = Form.of(layout, x.mesh, x.dtype, form.device, names)
     if form.layout.canonical == layout.canonical:
-        return wrap(to, x._locals)
+        return _same(wrap(to, x._locals), x)
     ready = _programs.get((form, to))
     if ready is None:
         with LOCK:
             ready = _programs.get((form, to))
             if ready is None:
                 ready = _programs[form, to] = single(None, (), {}, [Operand(form, shown=to)], x.mesh)
-    (pieces,) = ready([x._locals])
+    (pieces,) = ready([x._locals], x._origin)
     (made,) = ready.results
     assert made is not None, "a move has a result"
-    return wrap(Form.of(made.layout, x.mesh, x.dtype, form.device, made.names), tuple(pieces))
+    return _same(wrap(Form.of(made.layout, x.mesh, x.dtype, form.device, made.names), tuple(pieces)), x)
+
+
+def _same(out: ShardedTensor, x: ShardedTensor) -> ShardedTensor:
+    """Where a value lives is none of its origin."""
+    out._origin = x._origin
+    return out

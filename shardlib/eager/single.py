@@ -61,13 +61,14 @@ class Single:
     """A program that is ready to run on the operands' pieces; its results are the op's own, then, for every operand
     that is written to, its new value and, behind a path, that of what the op saw."""
 
-    run: Callable[[Sequence[Pieces]], tuple[Any, ...]]
+    run: Callable[..., tuple[Any, ...]]
     results: tuple[Form | None, ...]  # None: a constant
     tree: pytree.TreeSpec  # of the op's own results
     own: int
+    meets: bool  # whether it makes ranks meet
 
-    def __call__(self, pieces: Sequence[Pieces]) -> tuple[Any, ...]:
-        return self.run(pieces)
+    def __call__(self, pieces: Sequence[Pieces], lineage: int = 0) -> tuple[Any, ...]:
+        return self.run(pieces, (), None, lineage) if lineage and self.meets else self.run(pieces)
 
 
 @unseen
@@ -110,7 +111,8 @@ def single(op: Any, args: Any, kwargs: dict[str, Any], operands: Sequence[Operan
     moved = op is None and not operands[0].path
     compiled.program.owned = None if moved or any(x.plain for x in operands) else 0
     results = _forms(compiled.program, vals, operands, plan, device)
-    return Single(_load(compiled.program, mesh, plan), results, tree, len(own))
+    meets = mesh.kind == "distributed" and bool(compiled.program.collectives)
+    return Single(_load(compiled.program, mesh, plan), results, tree, len(own), meets)
 
 
 class _Writer:

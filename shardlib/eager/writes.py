@@ -15,6 +15,7 @@ from shardlib.eager.single import Operand, Single, single
 from shardlib.eager.slots import Slot, filled, listed, moved, numbers_of, tensors_of
 from shardlib.errors import ShardingError
 from shardlib.meshes.mesh import Mesh
+from shardlib.ranks.lineage import made
 from shardlib.rules.written import refuse_cast
 from shardlib.tensors import aliases
 from shardlib.tensors.aliases import Memory, Path
@@ -88,13 +89,16 @@ def _write(op: Any, args: Any, kwargs: dict[str, Any], mesh: Mesh) -> Any:
         _check_outs(op, call)
         with LOCK:
             ready = _programs[key] = single(op, call.args, call.kwargs, operands, mesh)
-    results = ready(inputs)
+    numbers = list(numbers_of((args, kwargs)))
+    origin = made(call.number, call.tensors, numbers) if mesh.kind == "distributed" else 0
+    results = ready(inputs, origin)
     rest = iter(results[ready.own :])
     for x, operand in zip(call.tensors, operands, strict=True):
         if operand.written:
             assert isinstance(x, ShardedTensor)
             value = next(rest)
             aliases.assign(x, value, next(rest) if operand.path else value)
+            x._origin = origin
     return _returned(op, list(pytree.tree_unflatten(wrapped(ready, results), ready.tree)), written)
 
 
@@ -142,7 +146,7 @@ def remake(x: ShardedTensor) -> tuple[torch.Tensor, ...]:
         with LOCK:
             operand = Operand(memory.form, path, x._form)
             ready = _programs[key] = single(None, (), {}, [operand], x._form.mesh)
-    (out,) = ready([memory.locals])
+    (out,) = ready([memory.locals], x._origin)
     return tuple(out)
 
 

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from shardlib.eager.relayout import relayout
 from shardlib.errors import ShardingError
-from shardlib.jitted.run import Entry, finished, forms, results
+from shardlib.jitted.run import Entry, finished, forms, made_of, results
 from shardlib.lower.split import Halves
 from shardlib.meshes.mesh import Mesh
 from shardlib.plans.plan import Plan
+from shardlib.ranks.lineage import made, note
 from shardlib.ranks.order import current
 from shardlib.run import Runner
 from shardlib.specs.layout import Layout
@@ -76,6 +77,7 @@ class _Apply(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, *_: Tensor) -> Any:
         then = call.then
         call.out, saved = results(call.entry, call.leaves)
+        ctx.origin = made_of(call.entry, call.leaves)
         ctx.then, ctx.mesh = then, call.entry.mesh
         ctx.after = (current().moment(),) if ctx.mesh.kind == "distributed" else ()
         ctx.numbers = [None if isinstance(x, Tensor) else x for x in call.leaves]
@@ -108,10 +110,12 @@ class _Apply(torch.autograd.Function):
         pieces: list[Sequence[Any]] = [[next(rest) if there else None for there in value] for value in ctx.there]
         for at, layout, dtype in zip(ctx.where, then.layouts, then.dtypes, strict=True):
             pieces.append(_cotangent(grads[at], layout, dtype, then, mesh))
-        found = then.runner(pieces, ctx.numbers, *ctx.after)
+        origin = made(ctx.origin, (grads[at] for at in ctx.where)) if ctx.origin else 0
+        found = then.runner(pieces, ctx.numbers, *ctx.after, *([origin] if origin else ()))
         given = {i for i, at in enumerate(ctx.where) if grads[at] is not None}
-        made = _gradients(then.forms, found, ctx.plain)
-        return None, *(x if needs & given else None for x, needs in zip(made, then.needs, strict=True))
+        gradients = list(_gradients(then.forms, found, ctx.plain))
+        note(origin, (x for x, sharded in zip(gradients, ctx.plain, strict=True) if sharded))
+        return None, *(x if needs & given else None for x, needs in zip(gradients, then.needs, strict=True))
 
 
 def refused(entry: Entry, leaves: list[Any]) -> Any:

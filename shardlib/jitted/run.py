@@ -22,6 +22,8 @@ from shardlib.jitted.unrolled import Pieces, builder, gatherer, wrapper
 from shardlib.lower.program import Program, Var
 from shardlib.meshes.mesh import Mesh
 from shardlib.plans.plan import Plan
+from shardlib.ranks.lineage import made, note
+from shardlib.ranks.telling import number
 from shardlib.run import Runner
 from shardlib.specs.layout import Layout
 from shardlib.state import compiling
@@ -64,6 +66,7 @@ class Entry:
     own: int  # the first of them that the function itself returns
     returned: int  # with what it keeps
     kept: tuple[Any, ...] = ()
+    number: int = 0  # of the program, on ranks
 
     @functools.cached_property
     def donates(self) -> bool:
@@ -103,6 +106,7 @@ def entry(plan: Plan, program: Program, mesh: Mesh, runner: Runner, kept: Sequen
         traced.out_tree.num_leaves,
         len(traced.output_names),
         tuple(kept),
+        number(plan.name, *traced.result_names) if mesh.kind == "distributed" else 0,
     )
 
 
@@ -148,6 +152,8 @@ def caller(entry: Entry) -> Callable[[list[Any]], Any]:
     if entry.acts:
         return lambda leaves: finished(entry, leaves, results(entry, leaves)[0])
     gather, runner, wrap, build = entry.gather, entry.runner, entry.wrap, entry.build
+    if entry.number:
+        return lambda leaves: build(results(entry, leaves)[0])
     return lambda leaves: build(wrap(runner(gather(leaves), leaves)))
 
 
@@ -167,16 +173,26 @@ def results(entry: Entry, leaves: list[Any]) -> tuple[list[Any], Sequence[Any]]:
         _refuse_overlaps(entry, leaves)
     pieces = entry.gather(leaves)
     gone = _donate(entry, leaves, pieces) if entry.donates else ()
-    raw = entry.runner(pieces, leaves)
+    origin = made_of(entry, leaves)
+    raw = entry.runner(pieces, leaves, None, origin) if origin else entry.runner(pieces, leaves)
     for leaf in gone:
         leaf._locals = _Gone(entry.name)
     out = entry.wrap(raw)
+    note(origin, out)
     saved: Sequence[Any] = raw[len(entry.outputs) :]
     if after.writes:
         saved = _kept_from_writes(entry, leaves, saved)
         _apply(entry, leaves, out)
     del out[entry.returned :]
     return out, saved
+
+
+def made_of(entry: Entry, leaves: Sequence[Any]) -> int:
+    """On ranks, the origin of what a call makes."""
+    if not entry.number:
+        return 0
+    tensors = [x for given in entry.inputs if type(x := leaves[given.leaf]) is ShardedTensor]
+    return made(entry.number, tensors, [x for x in leaves if type(x) in (int, float)])
 
 
 def _kept_from_writes(entry: Entry, leaves: Sequence[Any], saved: Sequence[Any]) -> Sequence[Any]:

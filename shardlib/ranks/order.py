@@ -33,7 +33,7 @@ from shardlib.lines import line_at, place, user_frame
 from shardlib.ranks import world
 from shardlib.ranks.processes import Processes
 from shardlib.ranks.store import Store, own_connection
-from shardlib.ranks.telling import KEEP, PATIENCE, Entry, Texts, backward_of, cannot_go_on, number, with_numbers
+from shardlib.ranks.telling import KEEP, PATIENCE, Entry, Texts, backward_of, called_with, cannot_go_on, number
 
 _SLICE = timedelta(seconds=PATIENCE)
 
@@ -172,25 +172,33 @@ class Order:
 class Turn:
     """The turn of a program, to be used with `with`; `text` are its name and, a line each, its collectives."""
 
-    __slots__ = ("numbered", "order", "program", "text")
+    __slots__ = ("after", "lineage", "numbers", "order", "program", "text")
 
     def __init__(self, text: str, *key: str) -> None:
         self.program, self.text = number(text, *key), text
         self.order: Order | None = None
-        self.numbered = False
+        self.numbers: Sequence[Any] | None = None  # of one call
+        self.after: Moment | None = None
+        self.lineage = 0
 
-    def of(self, numbers: Sequence[Any], after: Moment | None = None) -> Turn:
-        """The turn of a call with these numbers, or of what goes back through a call: another one than of others."""
-        if not numbers and after is None:
+    def of(self, numbers: Sequence[Any], after: Moment | None = None, lineage: int = 0) -> Turn:
+        """The turn of a call with these numbers and tensors, or of what goes back through a call.
+
+        It is another one than that of other calls.
+        """
+        if not numbers and after is None and not lineage:
             return self
-        turn, said = copy.copy(self), ", ".join(map(repr, numbers))
-        turn.program ^= zlib.crc32(f"{said} {after}".encode()) << 1
-        turn.text, turn.numbered = self.text, True
-        if after is not None:
-            turn.text = backward_of(turn.text, *after)
-        if said:
-            turn.text = with_numbers(turn.text, said)
+        turn = copy.copy(self)
+        turn.numbers, turn.after, turn.lineage = numbers, after, lineage
+        turn.program ^= lineage << 1
+        if numbers or after:
+            turn.program ^= zlib.crc32(f"{', '.join(map(repr, numbers))} {after}".encode()) << 1
         return turn
+
+    def said(self) -> str:
+        """What the turn of one call is called."""
+        text = self.text if self.after is None else backward_of(self.text, *self.after)
+        return called_with(text, ", ".join(map(repr, self.numbers or ())), self.lineage)
 
     def __enter__(self) -> Order:
         if _forked:
@@ -201,8 +209,8 @@ class Turn:
             order = current()
             if order.fault:
                 order.refuse(order.fault)
-            if self.numbered:
-                order.texts.say_later(order.turn + 1, self.program, self.text)
+            if self.numbers is not None:
+                order.texts.say_later(order.turn + 1, self.program, self.said)
             elif self.order is not order:
                 order.texts.say(self.program, self.text)
                 self.order = order

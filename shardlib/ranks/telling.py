@@ -16,6 +16,7 @@ from shardlib.ranks.store import Store
 KEEP = 64  # turns that a rank remembers
 PATIENCE = 0.25  # seconds after which who waits looks where the others are
 _WITH = "\t"  # between the name of a program and the numbers of a call
+_FROM = "\v"  # between these and where its tensors come from
 _MASK = (1 << 63) - 1
 
 Entry = tuple[int, int, int]  # turn, program, line
@@ -31,10 +32,10 @@ def number(*texts: str) -> int:
     return int.from_bytes(hashlib.blake2b("\0".join(texts).encode(), digest_size=8).digest(), "little") & _MASK | 1
 
 
-def with_numbers(text: str, numbers: str) -> str:
-    """The text of a program, called with these numbers."""
+def called_with(text: str, numbers: str, lineage: int) -> str:
+    """The text of a program, called with these numbers, and with tensors that come from there."""
     name, newline, collectives = text.partition("\n")
-    return f"{name}{_WITH}{numbers}{newline}{collectives}"
+    return f"{name}{_WITH}{numbers}{_FROM}{lineage:x}{newline}{collectives}"
 
 
 def backward_of(text: str, turn: int, call: int) -> str:
@@ -49,7 +50,7 @@ class Texts:
     def __init__(self, room: str, store: Callable[[], Store]) -> None:
         self._room, self._store = f"{room}/said", store
         self._said: set[int] = set()
-        self._later: dict[int, tuple[int, str]] = {}  # of recent turns
+        self._later: dict[int, tuple[int, Callable[[], str]]] = {}  # of recent turns
 
     def __contains__(self, what: int) -> bool:
         return what in self._said
@@ -60,14 +61,14 @@ class Texts:
             self._said.add(what)
             self._store().put(f"{self._room}/{what}", text)
 
-    def say_later(self, turn: int, what: int, text: str) -> None:
+    def say_later(self, turn: int, what: int, text: Callable[[], str]) -> None:
         """The text of a turn's number, for `explain`."""
         self._later[turn % KEEP] = what, text
 
     def explain(self) -> None:
         """Say what the recent turns are, since somebody may ask now."""
         for what, text in self._later.values():
-            self.say(what, text)
+            self.say(what, text())
 
     def forget(self) -> None:
         """Forget the recent turns."""
@@ -80,9 +81,13 @@ class Texts:
             time.sleep(0.01)
         return text or "?"
 
-    def describe(self, entry: Sequence[int]) -> str:
+    def describe(self, entry: Sequence[int], *, lineage: bool = False) -> str:
         """A turn in words; its fourth number, where it has one, says which of its collectives is meant."""
-        name, *collectives = self.told(entry[1]).replace(_WITH, " with ").split("\n")
+        name, *collectives = self.told(entry[1]).split("\n")
+        name, _, numbers = name.partition(_WITH)
+        numbers, _, origin = numbers.partition(_FROM)
+        name += f" with {numbers}" if numbers else ""
+        name += f" with tensors of origin {origin}" if lineage else ""
         which = entry[3] if len(entry) > 3 else 0
         what = f"{collectives[which]} of {name}" if which < len(collectives) else name
         return f"{what}, called at {self.told(entry[2])}"
@@ -93,21 +98,27 @@ class Texts:
         """The error for two ranks that meet in different turns, or in different collectives of one."""
         self.explain()
         one, two = (self.told(entry[1]).partition("\n")[0].partition(_WITH) for entry in (mine, theirs))
-        numbers = mine[2] == theirs[2] and one[0] == two[0] and one[2] != two[2]
-        words = {rank: self.describe(mine), other: self.describe(theirs)}
+        alike = mine[2] == theirs[2] and one[0] == two[0] and one[2] != two[2]
+        numbers = alike and one[2].partition(_FROM)[0] != two[2].partition(_FROM)[0]
+        lineage = alike and not numbers
+        words = {r: self.describe(e, lineage=lineage) for r, e in ((rank, mine), (other, theirs))}
         if words[rank] == words[other]:
             words = {rank: f"{words[rank]} [{mine[1]:016x}]", other: f"{words[other]} [{theirs[1]:016x}]"}
-        return ShardingError(
-            "the ranks call one program with different numbers" if numbers else "the ranks are out of step",
-            [f"rank {r} is in {words[r]}" for r in sorted(words)],
-            rule=_SAME_NUMBERS if numbers else _SAME_ORDER,
-            remedy=_PASS_ALIKE if numbers else _NOT_BY_RANK + (_ONE_THREAD if threads else ""),
-        )
+        what, rule, remedy = "the ranks are out of step", _SAME_ORDER, _NOT_BY_RANK + (_ONE_THREAD if threads else "")
+        if alike:
+            what = f"the ranks call one program with different {'numbers' if numbers else 'tensors'}"
+            rule, remedy = (_SAME_NUMBERS, _PASS_ALIKE) if numbers else (_SAME_TENSORS, _IN_ORDER)
+        return ShardingError(what, [f"rank {r} is in {words[r]}" for r in sorted(words)], rule=rule, remedy=remedy)
 
 
 _SAME_ORDER = "every rank runs the same programs in the same order, each called from the same line"
 _SAME_NUMBERS = "a number among the arguments is the same on all ranks"
 _PASS_ALIKE = "compute the number alike everywhere, or pass what differs as a tensor: sl.from_local(x, spec)"
+_SAME_TENSORS = "what all ranks pass is one tensor: placed from the same values, or made by the same operations"
+_IN_ORDER = (
+    "go through tensors in an order that all ranks share (a list, a dict, sorted(names); a set has none), and let no "
+    "operation, and no number in one, depend on the rank"
+)
 _NOT_BY_RANK = (
     "let nothing that communicates (a jitted function, full_tensor, print, ops that move pieces) depend on the rank"
 )

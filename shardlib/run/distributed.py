@@ -117,14 +117,17 @@ def load(program: Program, mesh: Mesh, plan: Plan, *, late: bool = False) -> Run
         numbers, of = generated.numbers, dist.group.WORLD
 
     def run(
-        pieces: Sequence[Sequence[torch.Tensor]], leaves: Sequence[Any] = (), after: Moment | None = None
+        pieces: Sequence[Sequence[torch.Tensor]],
+        leaves: Sequence[Any] = (),
+        after: Moment | None = None,
+        lineage: int = 0,
     ) -> tuple[Any, ...]:
         if of is not dist.group.WORLD:
             prepare()
         assert function is not None
         if not collectives:
             return run_below(function, pieces, leaves)
-        with turn.of([leaves[i] for i in numbers], after) as order:
+        with turn.of([leaves[i] for i in numbers], after, lineage) as order:
             try:
                 if gloo:
                     order.meet(gloo)

@@ -83,6 +83,9 @@ class ShardedTensor(torch.Tensor):
         tensor(28.)
     """
 
+    __slots__ = ("_origin",)  # on ranks, what it comes from (`ranks.lineage`)
+
+    _origin: int
     _form: Form
     _locals: tuple[torch.Tensor, ...] = _Stale()  # type: ignore[assignment] # until an instance has its own
 
@@ -313,7 +316,7 @@ def wrap(form: Form, locals_: tuple[torch.Tensor, ...]) -> ShardedTensor:
     x: ShardedTensor = _make_wrapper_subclass(
         ShardedTensor, form.shape, form.strides, form.offset, None, form.dtype, torch.strided, form.device
     )
-    x._form, x._locals = form, locals_
+    x._form, x._locals, x._origin = form, locals_, 0
     return x
 
 

@@ -118,7 +118,7 @@ class Ending:
         ]
         for name, x in zip(self.call.state.names, state, strict=True):
             if x.requires_grad and (not x.is_leaf or id(x) in cut):
-                self._passages.append(x.register_hook(_refuse_passage(name)))  # type: ignore[no-untyped-call]
+                self._passages.append(Tensor.register_hook(x, _refuse_passage(name)))  # type: ignore[no-untyped-call]
 
     def finish(
         self, result: Sequence[Any], inputs: Sequence[Tensor], tracer: Any, *, differentiate: bool

@@ -709,3 +709,40 @@ def test_a_history_that_leads_nowhere() -> None:
         assert out.requires_grad
         out.sum().backward()
     assert w.grad is None
+
+
+WITHIN: dict[str, Callable[[Any, Any], Any]] = {
+    "retain_grad": lambda loss, h: h.retain_grad(),
+    "register_hook": lambda loss, h: h.register_hook(print),
+    "grad": lambda loss, h: torch.autograd.grad(loss, h, allow_unused=True),
+    "backward": lambda loss, h: loss.backward(inputs=[h]),
+}
+
+
+@pytest.mark.parametrize("ask", WITHIN.values(), ids=WITHIN)
+def test_what_a_program_does_not_know_of_its_results_is_refused(ask: Callable[[Any, Any], Any]) -> None:
+    layer = torch.nn.Linear(8, 4)
+
+    def fn(x: Tensor) -> Any:
+        h = layer(x)
+        return h.square().mean(), h
+
+    with Mesh(data=2):
+        loss, h = sl.jit(fn)(torch.ones(6, 8))
+        with pytest.raises(ShardingError, match="a result of fn, of which fn makes another result: f32"):
+            ask(loss, h)
+        loss.register_hook(lambda g: g)
+        loss.backward()
+    assert layer.weight.grad is not None
+
+
+def test_hooks_of_a_result_that_nobody_uses_are_not_called() -> None:
+    x, seen = torch.ones(2, requires_grad=True), []
+    with Mesh(data=2):
+        a, b = sl.jit(lambda x: (x * 2, x * 3))(x)
+        b.register_hook(lambda g: seen.append(g) or g * 0.5)
+        a.sum().backward(retain_graph=True)
+        assert seen == []
+        b.sum().backward()
+    assert len(seen) == 1
+    same(x.grad, torch.full((2,), 2 + 1.5))

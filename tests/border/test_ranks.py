@@ -129,11 +129,61 @@ def other_rules(rank: int) -> Any:
         return sl.shard(torch.ones(8, 4), "batch b")
 
 
+def _three() -> dict[str, Any]:
+    return {name: sl.shard(torch.arange(8.0) * k, "a@x") for k, name in enumerate("abc", 1)}
+
+
+def other_tensors(rank: int) -> Any:
+    """As the items of a set come, in another order in each process."""
+    step, xs = sl.jit(lambda x: x.sum()), _three()
+    return [float(step(xs[name])) for name in ("ab" if rank else "ba")]
+
+
+def other_tensors_outside(rank: int) -> Any:
+    xs = _three()
+    return [float(xs[name].sum()) for name in ("ab" if rank else "ba")]
+
+
+def one_log_more(rank: int) -> Any:
+    """By a function that all go through, so that the line is the same."""
+
+    def log(x: Any) -> float:
+        return float(x.full_tensor().sum())
+
+    x = _three()["a"]
+    return [log(x * k) for k in ((2, 3, 3) if rank else (1, 2, 3))]
+
+
+def other_rates(rank: int) -> Any:
+    """An optimizer's step makes no rank meet another; what it leaves does."""
+    w = torch.nn.Parameter(_three()["a"])
+    opt = torch.optim.SGD([w], lr=0.1 * (rank + 1))
+    (w * 1.0).sum().backward()
+    opt.step()
+    return w.full_tensor()
+
+
+def other_factors(rank: int) -> Any:
+    return (_three()["a"] * (2.0 + rank)).full_tensor()
+
+
+def a_write_more(rank: int) -> Any:
+    x = _three()["a"]
+    if rank:
+        x.mul_(2)
+    return x.full_tensor()
+
+
+ORIGIN = r" with tensors of origin [0-9a-f]+, called at .*_ranks.py:\d+"
 ALL_REDUCE = r"rank (\d) is in all_reduce of f32\[.*\+x\] of "
+ALL_GATHER = ALL_REDUCE.replace("all_reduce", "all_gather").replace(r"\+x", "@x")
 DIFFERENT: dict[Callable[[int], Any], str] = {
     same_function_backward: ALL_REDUCE
     + r"the backward of <lambda> as called in place \d+\.\d+, called at .*_ranks.py:",
     two_programs_on_one_line: ALL_REDUCE + r"<lambda>, called at .* \[[0-9a-f]{16}\]",
+    other_tensors: ALL_REDUCE + "<lambda>" + ORIGIN,
+    other_tensors_outside: ALL_REDUCE + "sum" + ORIGIN,
+    **dict.fromkeys((one_log_more, other_rates, other_factors, a_write_more), ALL_GATHER + "redistribute" + ORIGIN),
     other_setting: r"rank (1) runs sum .*SHARDLIB_OPS='torch'.*SHARDLIB_OPS='all_reduce=torch'",
     other_rules: r"rank (\d) is in comparing the values of x .* \(shard\(x, 'batch b'\) as \[8(?:@x)?, 4\] on Mesh",
 }
@@ -162,6 +212,32 @@ def test_ranks_that_differ_are_told_how(transport):
                 ranks = re.findall(pattern, text)
                 assert ranks == (["1"] if case is other_setting else ["0", "1"]), f"{case.__name__}: {text}"
                 assert seconds < 4, case.__name__
+
+
+def alike() -> list[float]:
+    """What ranks may do apart: look at values, and compute what no other rank meets."""
+    rank, seen = dist.get_rank(), []
+    with sl.Mesh(x=2):
+        xs, step = _three(), sl.jit(lambda x, lr: (x * lr).sum())
+        if rank:
+            str(xs["a"] * 3), xs["b"].to_local().sum()
+        w = torch.nn.Parameter(xs["a"])
+        opt = torch.optim.AdamW([w], lr=0.1)
+        for lr in (0.5, float("nan"), 0.25):
+            (w * xs["b"]).sum().backward()
+            opt.step()
+            opt.zero_grad()
+            if rank:
+                (w.detach() * lr).to_local()
+            seen.append(float(step(w, lr)))
+    return seen
+
+
+@pytest.mark.ranks
+def test_ranks_that_do_more_alone_are_left_alone():
+    first, second = alone(alike, 2)
+    assert first[::2] == second[::2]
+    assert first[1] != first[1]
 
 
 def other_meshes(port: int) -> list[tuple[str, float]]:

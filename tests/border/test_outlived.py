@@ -1,0 +1,121 @@
+"""Values of a trace in places that nobody goes through: numbers are then constants, tensors are refused."""
+
+from __future__ import annotations
+
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import shardlib as sl
+from shardlib import Mesh, ShardingError
+from tests.border.oracle import same
+
+VARIABLE: ContextVar[Any] = ContextVar("variable", default=None)
+
+
+@pytest.fixture(autouse=True)
+def mesh() -> Iterator[Mesh]:
+    with Mesh(data=2) as mesh:
+        yield mesh
+
+
+NUMBERS: dict[str, Callable[[Any], Any]] = {
+    "key": lambda n: {n: 1},
+    "key of keys": lambda n: {(n, 1): 2},
+    "set": lambda n: {n},
+    "frozen set": lambda n: frozenset([n]),
+    "counter": lambda n: Counter([n]),
+    "slice": lambda n: slice(n),
+    "size": lambda n: torch.Size([n]),
+    "error": lambda n: ValueError(n),
+    "array": lambda n: np.array([n, 1]),
+    "product of an array": lambda n: np.arange(3) * n,
+    "objects": lambda n: np.array([n, None]),
+}
+
+
+@pytest.mark.parametrize("keep", NUMBERS.values(), ids=NUMBERS)
+def test_numbers_that_are_kept_are_numbers(keep: Callable[[Any], Any]) -> None:
+    owner = types.SimpleNamespace(value=None)
+
+    def fn(x: Tensor, n: Any) -> Tensor:
+        owner.value = keep(n)
+        return x * n
+
+    step = sl.jit(fn)
+    for n in (3, 4):
+        same(step(torch.ones(4), n), torch.full((4,), float(n)))
+        assert repr(owner.value) == repr(keep(n))
+        assert "Given" not in repr(list(map(type, owner.value if isinstance(owner.value, dict | set) else ())))
+
+
+def test_a_counter_that_is_a_key_stays_a_number() -> None:
+    seen: dict[Any, Any] = {}
+    count = types.SimpleNamespace(n=0)
+
+    def fn(x: Tensor) -> Tensor:
+        count.n += 1
+        seen[count.n] = x.sum()
+        VARIABLE.set(count.n)
+        return x * 2
+
+    step = sl.jit(fn)
+    for n in range(1, 4):
+        step(torch.ones(4) * n)
+        assert type(max(seen)) is type(VARIABLE.get()) is int
+        assert max(seen) == VARIABLE.get() == n
+    same(seen, {n: torch.tensor(4.0 * n) for n in range(1, 4)})
+
+
+def test_a_power_with_a_modulus() -> None:
+    same(sl.jit(lambda x, n: x * pow(n, 2, 5))(torch.ones(2), 3), torch.full((2,), 4.0))
+
+
+TENSORS: dict[str, Callable[[Tensor], Any]] = {
+    "key": lambda y: {y: 1},
+    "method": lambda y: y.add,
+    "slice": lambda y: slice(y),
+    "iterator": lambda y: iter([y]),
+    "generator": lambda y: (z for z in [y]),
+    "error": lambda y: ValueError(y),
+    "values": lambda y: {1: y}.values(),
+    "key of keys": lambda y: {(1, y): 2},
+    "variable": lambda y: VARIABLE.set(y),
+}
+
+
+@pytest.mark.parametrize("keep", TENSORS.values(), ids=TENSORS)
+def test_tensors_that_are_kept_are_refused(keep: Callable[[Tensor], Any]) -> None:
+    owner = types.SimpleNamespace(value=None)
+
+    def fn(x: Tensor) -> Tensor:
+        y = x * 2
+        owner.value = keep(y)
+        return y + 1
+
+    with pytest.raises(
+        ShardingError, match=r"fn keeps tensors .*\n  \* an? \w+ .*holds a value of the trace, f32\[4\]"
+    ):
+        sl.jit(fn)(torch.ones(4))
+    assert owner.value is None
+
+
+EXPORTS: dict[str, Callable[[Tensor], Any]] = {
+    "numpy": np.from_dlpack,
+    "torch": torch.from_dlpack,
+    "capsule": lambda x: x.__dlpack__(),
+    "to_dlpack": torch.utils.dlpack.to_dlpack,
+}
+
+
+@pytest.mark.parametrize("export", EXPORTS.values(), ids=EXPORTS)
+def test_memory_of_a_trace_is_not_handed_out(export: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(ShardingError, match="hands out the memory of a tensor by DLPack"):
+        sl.jit(lambda x: export(x) is None)(torch.ones(4))
