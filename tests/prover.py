@@ -214,6 +214,8 @@ class Tape:
             target, args, kwargs, outs = step
             for coords, mine in zip(self.devices, values, strict=True):
                 results = target(*self.here(args, coords, mine), **self.here(kwargs, coords, mine))
+                if results is None:  # it only looks
+                    continue
                 results = results if isinstance(results, tuple) else (results,)
                 mine.update(zip(outs, results, strict=True))
 
