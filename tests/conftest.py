@@ -5,9 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shardlib.lower import verify
+
 torch.set_num_threads(1)  # the tensors are small; with more threads they wait for each other
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs are held to what torch says of their ops."""
+    monkeypatch.setattr(verify, "STRICT", True)

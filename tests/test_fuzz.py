@@ -21,6 +21,8 @@ from tests import record
 from tests.campaign import as_if_large, broken_promise, outcome, smallest
 from tests.programs import Input, Program, draw
 
+pytestmark = pytest.mark.usefixtures("strict")
+
 _REFUSALS = ("a strided view cannot be traced",)
 
 

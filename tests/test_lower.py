@@ -24,6 +24,8 @@ from shardlib.specs.pieces import span
 from tests.campaign import compiled
 from tests.programs import draw
 
+pytestmark = pytest.mark.usefixtures("strict")
+
 A, B = Axis("a", 4), Axis("b", 3)
 COORDS = [{"a": i, "b": j} for i in range(4) for j in range(3)]
 

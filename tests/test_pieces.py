@@ -111,7 +111,12 @@ def test_comparisons_of_whole_tensors_are_refused_in_jit(compare: Callable[..., 
 
 
 _MASK = "keep the full shape and mask it"
-_REMEDIES = {"index by a mask": "x.where(mask, 0)", "repeat_interleave": "output_size=total"}
+_REMEDIES = {
+    "index by a mask": "x.where(mask, 0)",
+    "repeat_interleave": "output_size=total",
+    "bincount": "one_hot(x, n).sum(0)",
+    **dict.fromkeys(("unique", "unique_consecutive", "unique_dim"), "x.sort() and compare neighbours"),
+}
 COUNTED: dict[str, Callable[[Tensor], Any]] = {
     "bincount": lambda x: (x > 0).long().flatten().bincount(),
     "unique": lambda x: x.unique(),

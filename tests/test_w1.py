@@ -13,6 +13,8 @@ from shardlib import Mesh, Plan
 from tests.models import w1, w1_sharded
 from tests.ranks import only, run_ranks
 
+pytestmark = pytest.mark.usefixtures("strict")
+
 MODES = ["dp8", "tp", "tp_sp", "fsdp8", "fsdp_tp"]
 SMALL = w1.Config(layers=2, d=64, heads=8, kv_heads=4, ff=96, vocab=128, batch=8, seq=16)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}

@@ -249,10 +249,12 @@ class LocalForm:
     def _layout(self, labels: Labels, factor: str, parts: int) -> Layout:
         """The layout of a tensor of these labels, or of one of `parts` equal parts along `factor` of every piece."""
         emitter, op = self._emitter, self._op
+        pairs = [*self.rule.follows.items(), *self.rule.rounds.items()]
+        alike = {factor, *(t for t, s in pairs if s == factor), *(s for t, s in pairs if t == factor)}
 
         def one(x: OpFactor) -> Factor:
             size = emitter.leaf_size(op, x)
-            if parts > 1 and x == (factor, 0):
+            if parts > 1 and x[0] in alike and x[1] == 0:
                 size //= parts
             return Factor(size, Axis.merge(self._assignment.get(x, ())))
 

@@ -20,6 +20,7 @@ from shardlib.lower.pending import carried, reader_counts
 from shardlib.lower.program import Program, Var
 from shardlib.lower.sym import Sym
 from shardlib.lower.values import SETTLED, Owed, Values
+from shardlib.lower.verify import verify
 from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
 from shardlib.printing import OP as PRINT
@@ -29,8 +30,8 @@ from shardlib.specs.layout import Layout
 
 
 def lower(graph: Graph, propagated: Propagated, mesh: Mesh) -> Program:
-    """Emit the program."""
-    return fuse(Lowering(graph, propagated, mesh).run())
+    """Emit the program; raises `ProgramError` for one that cannot run, which would be a fault of ours."""
+    return verify(fuse(Lowering(graph, propagated, mesh).run()))
 
 
 class Lowering:

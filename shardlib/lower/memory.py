@@ -12,7 +12,7 @@ from shardlib.lower.program import Instr, Program, Var, reads
 
 def local_bytes(var: Var) -> int:
     """Bytes of a variable on the fullest device."""
-    return 0 if var.layout is None else var.layout.max_local_numel() * var.dtype.itemsize
+    return (var.numel if var.layout is None else var.layout.max_local_numel()) * var.dtype.itemsize
 
 
 def peak_bytes(program: Program) -> int:
@@ -45,9 +45,7 @@ def peak_bytes(program: Program) -> int:
         for out in step.outs:
             if out is not None and owner(out) not in seen:
                 seen.add(owner(out))
-                # Inside the local form of a rule no layout is known: its values are as large as what they are made of.
-                made_of = max((size.get(owner(v), 0) for v in reads(step)), default=0)
-                size[owner(out)] = made_of if owner(out).layout is None else local_bytes(owner(out))
+                size[owner(out)] = local_bytes(owner(out))
                 alive += size[owner(out)]
         peak = max(peak, alive)
         alive -= sum(size.get(v, 0) for v in ends.get(i, ()))

@@ -23,13 +23,17 @@ from shardlib.specs.layout import Layout
 
 @dataclass(eq=False)
 class Var:
-    """One local tensor: `layout` says its local shape on every device; `value` and `form` are what it is a form of."""
+    """One local tensor: `layout` says its local shape on every device; `value` and `form` are what it is a form of.
+
+    Inside the local form of a rule there is no layout.
+    """
 
     name: str
     layout: Layout | None
     dtype: torch.dtype
     value: Value | None = None
     form: Any = None  # (cut, what is owed)
+    numel: int = 0  # where it has no layout, elements on the fullest device that was looked at
 
     def __repr__(self) -> str:
         return f"%{self.name}"

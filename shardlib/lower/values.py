@@ -265,7 +265,7 @@ class Values:
 
     def settle(self, var: Var, value: Value, form: Form) -> None:
         """`var` is `value` in this form."""
-        var.name, var.layout = self.fresh_name(value), self.layout(value, *form)
+        var.name, var.layout, var.dtype = self.fresh_name(value), self.layout(value, *form), value.dtype
         var.value, var.form = value, form
         self.have[value][form] = var
 

@@ -35,11 +35,13 @@ def keeps_numbers(refs: Refs) -> bool:
 
 
 def refuse_kept(name: str, refs: Refs) -> None:
-    """Refuse tensors of a trace that somebody still has."""
-    if kept := _alive(refs, numbers=False):
+    """Refuse tensors of a trace that somebody in Python still has."""
+    kept = _alive(refs, numbers=False)
+    held = {f"{who} holds a value of the trace, {typeof(x)}": None for x in kept if (who := _holders(x, kept))}
+    if held:
         raise ShardingError(
             f"{name} keeps tensors that it computes while it is traced",
-            list(dict.fromkeys([f"{_holder(x, kept)} holds a value of the trace, {typeof(x)}" for x in kept])),
+            list(held),
             rule="a jitted function runs once, on shapes: its tensors have no values, and leave it only as results",
             remedy="return the tensor, and keep it outside; or keep it in an attribute, a list or a value of a dict",
         )
@@ -54,7 +56,7 @@ def _alive(refs: Refs, *, numbers: bool) -> list[Any]:
     return found()
 
 
-def _holder(x: Any, kept: list[Any]) -> str:
-    """Who holds it, in words."""
+def _holders(x: Any, kept: list[Any]) -> str:
+    """Who holds it, in words; "" where only torch's own history does."""
     holders = [y for y in gc.get_referrers(x) if y is not kept and not isinstance(y, types.FrameType)]
-    return " or ".join(dict.fromkeys(f"a {type(y).__name__}" for y in holders)) or "something"
+    return " or ".join(dict.fromkeys(f"a {type(y).__name__}" for y in holders))

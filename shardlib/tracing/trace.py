@@ -188,7 +188,7 @@ def _trace(
     apart: Collection[int],
     watch: Watch | None,
 ) -> tuple[Traced, Mapping[Any, Any], set[int]]:
-    """The function, the tensors of the trace that somebody holds, and which of them stand for others, by their ids."""
+    """The function; the tensors that its tracer knows; which of these were found, or stand for such, by their ids."""
     same = {i: at for i, at in twins(call.arguments, call.state.tensors).items() if i not in apart}
     where = tuple(i for i, leaf in enumerate(call.arguments) if is_tensor(leaf) and i not in same)
     names = list(names_of(fn, call, range(len(call.leaves))))
@@ -319,7 +319,7 @@ def _trace(
         strides_of(returned, after, call.leaves),
         repeated(returned[: out_tree.num_leaves]),
     )
-    return traced, tracers[0].tensor_tracker, {id(x) for _, x in lifted.stand_ins()}
+    return traced, tracers[0].tensor_tracker, {id(x) for pair in lifted.stand_ins() for x in pair}
 
 
 # What Python and torch raise where a number is not what they expect.
