@@ -728,3 +728,15 @@ def test_closed_over() -> None:
     x = shard(X, "b@data _")
     same = sl.jit(lambda y: x + y)(X)
     assert torch.equal(same.full_tensor(), X + X)
+
+
+@pytest.mark.parametrize(
+    "value", [torch.tensor(7), torch.tensor(7.0, dtype=torch.float64), torch.tensor(True)], ids=str
+)
+def test_a_mask_takes_one_value_of_another_dtype(value):
+    whole = torch.arange(12.0).reshape(4, 3)
+    with sl.Mesh(data=2):
+        x = sl.shard(whole, "a@data _")
+        x[x > 3] = value
+    whole[whole > 3] = value
+    assert torch.equal(x.full_tensor(), whole)

@@ -303,6 +303,8 @@ def _masked(op: Any, args: Any, kwargs: Any) -> Any:
     x, indices, *rest = args
     if not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
         return NotImplemented
+    if rest and rest[0].dim() == 0 and torch.can_cast(rest[0].dtype, x.dtype):
+        rest[0] = rest[0].to(x.dtype)  # as torch fills with one value
     if rest and (at := mask_filled(x, indices, *rest, *kwargs.values())) is not None:
         wide = indices[at][(..., *[None] * (x.dim() - at - indices[at].dim()))]
         return (aten.masked_fill if op is aten.index_put.default else aten.masked_fill_).Tensor(x, wide, rest[0])

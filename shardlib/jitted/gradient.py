@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardlib.eager.relayout import relayout
 from shardlib.errors import ShardingError
-from shardlib.jitted.run import Entry, finished, forms, made_of, results
+from shardlib.jitted.run import Entry, finished, forms, results
 from shardlib.lower.split import Halves
 from shardlib.meshes.mesh import Mesh
 from shardlib.plans.plan import Plan
@@ -77,7 +77,7 @@ class _Apply(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, *_: Tensor) -> Any:
         then = call.then
         call.out, saved = results(call.entry, call.leaves)
-        ctx.origin = made_of(call.entry, call.leaves)
+        ctx.origin = call.entry.made_of(call.leaves) if call.entry.made_of is not None else 0
         ctx.then, ctx.mesh = then, call.entry.mesh
         ctx.after = (current().moment(),) if ctx.mesh.kind == "distributed" else ()
         ctx.numbers = [None if isinstance(x, Tensor) else x for x in call.leaves]

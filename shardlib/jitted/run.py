@@ -18,13 +18,15 @@ import torch
 from shardlib.arrays import arrays_of, bounds
 from shardlib.calls.rebound import rebind
 from shardlib.errors import ShardingError
-from shardlib.jitted.unrolled import Pieces, builder, gatherer, wrapper
-from shardlib.lower.program import Program, Var
+from shardlib.jitted.unrolled import Pieces, builder, gatherer, origins, wrapper
+from shardlib.lower.program import Instr, Program, Var
+from shardlib.lower.program import leaves as values_in
 from shardlib.meshes.mesh import Mesh
 from shardlib.plans.plan import Plan
-from shardlib.ranks.lineage import made, note
+from shardlib.ranks.lineage import note
 from shardlib.ranks.telling import number
 from shardlib.run import Runner
+from shardlib.scalar import Scalar
 from shardlib.specs.layout import Layout
 from shardlib.state import compiling
 from shardlib.tensors.form import Form
@@ -66,7 +68,7 @@ class Entry:
     own: int  # the first of them that the function itself returns
     returned: int  # with what it keeps
     kept: tuple[Any, ...] = ()
-    number: int = 0  # of the program, on ranks
+    made_of: Callable[[list[Any]], int] | None = None  # on ranks, the origin of what a call makes
 
     @functools.cached_property
     def donates(self) -> bool:
@@ -106,8 +108,15 @@ def entry(plan: Plan, program: Program, mesh: Mesh, runner: Runner, kept: Sequen
         traced.out_tree.num_leaves,
         len(traced.output_names),
         tuple(kept),
-        number(plan.name, *traced.result_names) if mesh.kind == "distributed" else 0,
+        _origins(plan, program, inputs) if mesh.kind == "distributed" else None,
     )
+
+
+def _origins(plan: Plan, program: Program, inputs: Sequence[Input]) -> Callable[[list[Any]], int]:
+    read = (x for s in program.steps if isinstance(s, Instr) for x in values_in((s.args, s.kwargs), Scalar))
+    numbers = sorted({leaf for x in read for leaf in x.leaves()})
+    what = number(plan.name, *plan.compiled.traced.result_names)
+    return origins(what, [given.leaf for given in inputs], numbers)
 
 
 def _with_leaves(build: Callable[[list[Any]], Any], leaves: Sequence[tuple[int, bool]]) -> Callable[[list[Any]], Any]:
@@ -152,8 +161,15 @@ def caller(entry: Entry) -> Callable[[list[Any]], Any]:
     if entry.acts:
         return lambda leaves: finished(entry, leaves, results(entry, leaves)[0])
     gather, runner, wrap, build = entry.gather, entry.runner, entry.wrap, entry.build
-    if entry.number:
-        return lambda leaves: build(results(entry, leaves)[0])
+    if (made_of := entry.made_of) is not None:
+
+        def call(leaves: list[Any]) -> Any:
+            origin = made_of(leaves)
+            out = wrap(runner(gather(leaves), leaves, None, origin))
+            note(origin, out)
+            return build(out)
+
+        return call
     return lambda leaves: build(wrap(runner(gather(leaves), leaves)))
 
 
@@ -173,7 +189,7 @@ def results(entry: Entry, leaves: list[Any]) -> tuple[list[Any], Sequence[Any]]:
         _refuse_overlaps(entry, leaves)
     pieces = entry.gather(leaves)
     gone = _donate(entry, leaves, pieces) if entry.donates else ()
-    origin = made_of(entry, leaves)
+    origin = entry.made_of(leaves) if entry.made_of is not None else 0
     raw = entry.runner(pieces, leaves, None, origin) if origin else entry.runner(pieces, leaves)
     for leaf in gone:
         leaf._locals = _Gone(entry.name)
@@ -185,14 +201,6 @@ def results(entry: Entry, leaves: list[Any]) -> tuple[list[Any], Sequence[Any]]:
         _apply(entry, leaves, out)
     del out[entry.returned :]
     return out, saved
-
-
-def made_of(entry: Entry, leaves: Sequence[Any]) -> int:
-    """On ranks, the origin of what a call makes."""
-    if not entry.number:
-        return 0
-    tensors = [x for given in entry.inputs if type(x := leaves[given.leaf]) is ShardedTensor]
-    return made(entry.number, tensors, [x for x in leaves if type(x) in (int, float)])
 
 
 def _kept_from_writes(entry: Entry, leaves: Sequence[Any], saved: Sequence[Any]) -> Sequence[Any]:

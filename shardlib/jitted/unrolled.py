@@ -13,6 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from shardlib.meshes.mesh import Mesh
+from shardlib.ranks.lineage import origin_of
 from shardlib.specs.layout import Layout
 from shardlib.tensors.form import Form
 from shardlib.tensors.tensor import ShardedTensor, cut_up, wrap
@@ -28,6 +29,14 @@ def gatherer(inputs: Sequence[tuple[int, Layout]], mesh: Mesh) -> Callable[[list
 
     parts = [f"x._locals if type(x := leaves[{leaf}]) is kind else cut(x, {i})" for i, (leaf, _) in enumerate(inputs)]
     return _function(f"lambda leaves: [{', '.join(parts)}]", {"kind": ShardedTensor, "cut": cut})
+
+
+def origins(program: int, tensors: Sequence[int], numbers: Sequence[int]) -> Callable[[list[Any]], int]:
+    """From the leaves of a call on ranks to the origin of its results: which are tensors, and which are numbers."""
+    parts = [f"(x._origin if type(x := leaves[{leaf}]) is kind else 0)" for leaf in tensors]
+    parts += [f"((x := leaves[{leaf}]) == x and x)" for leaf in numbers]  # a NaN has another hash each time
+    names = {"kind": ShardedTensor, "program": program, "origin_of": origin_of}
+    return _function(f"lambda leaves: origin_of((program, {', '.join(parts)}))", names)
 
 
 def wrapper(forms: Sequence[Form | None]) -> Callable[[Sequence[Any]], list[Any]]:

@@ -11,7 +11,6 @@ The threads of a rank take turns one at a time. Ranks whose threads come in diff
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import sys
@@ -188,9 +187,9 @@ class Turn:
         """
         if not numbers and after is None and not lineage:
             return self
-        turn = copy.copy(self)
-        turn.numbers, turn.after, turn.lineage = numbers, after, lineage
-        turn.program ^= lineage << 1
+        turn = Turn.__new__(Turn)
+        turn.text, turn.order, turn.numbers, turn.after, turn.lineage = self.text, None, numbers, after, lineage
+        turn.program = self.program ^ lineage << 1
         if numbers or after:
             turn.program ^= zlib.crc32(f"{', '.join(map(repr, numbers))} {after}".encode()) << 1
         return turn
