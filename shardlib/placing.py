@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from shardlib.arrays import tensor_of
@@ -101,8 +103,12 @@ def shard(
     if isinstance(x, ShardedTensor):
         return x.redistribute(resolved.spec)
     warn_of_slip("shard(x)", resolved.spec, mesh)
+    found: Sequence[int] = ()
     if src is not None:
         x = from_rank(mesh, x, src, f"shard(x, {str(spec)!r}, src={src})")
     else:
-        same(mesh, f"shard(x, {str(spec)!r})", [("x", x)], resolved.layout)
-    return placed(x, resolved, mesh, donate)
+        found = same(mesh, f"shard(x, {str(spec)!r})", [("x", x)], resolved.layout)
+    out = placed(x, resolved, mesh, donate)
+    for digest in found:
+        out._origin = digest + 1
+    return out

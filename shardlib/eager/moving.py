@@ -9,7 +9,6 @@ import torch
 from shardlib.eager.relayout import relayout
 from shardlib.errors import ShardingError
 from shardlib.meshes.mesh import Mesh
-from shardlib.ranks import lineage
 from shardlib.specs.spec import P, Resolved, resolve_many
 from shardlib.tensors.form import Form
 from shardlib.tensors.memory import owned
@@ -56,8 +55,6 @@ def place(x: torch.Tensor, resolved: Resolved, mesh: Mesh, donate: bool = False)
         )
     pieces = owned(x.detach(), resolved.layout, mesh, donate)
     out = wrap(Form.of(resolved.layout, mesh, x.dtype, x.device, resolved.names), pieces)
-    if mesh.kind == "distributed":
-        out._origin = lineage.placed(x)
     return out.requires_grad_() if x.requires_grad else out  # type: ignore[return-value]
 
 

@@ -1,20 +1,19 @@
 """What tensors come from, as numbers that all ranks share.
 
 Two ranks may meet in one program, from one line, with tensors that have nothing to do with each other: a set of names
-has another order in every process. So a tensor on ranks knows its origin: what it was placed from, or which program
-made it of which tensors and numbers. It is 0 where nobody knows. Ranks compare the origins of what they meet with.
+has another order in every process. So a tensor on ranks knows its origin: the digest of what it was placed from, or
+which program made it of which tensors and numbers. It is 0 where nobody knows. Ranks compare the origins of what they
+meet with.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 _MASK = (1 << 62) - 1
-_SAMPLES = 64
 
 
 def made(program: int, tensors: Iterable[Any], numbers: Sequence[Any] = ()) -> int:
@@ -32,14 +31,6 @@ def made(program: int, tensors: Iterable[Any], numbers: Sequence[Any] = ()) -> i
 def origin_of(parts: tuple[Any, ...]) -> int:
     """The same of a program's number, origins and numbers. It is none of a known one's neighbours."""
     return hash(parts) & _MASK
-
-
-def placed(x: torch.Tensor) -> int:
-    """The origin of a plain tensor that is placed: some of its values; 0 where a GPU would have to be waited for."""
-    if x.device.type != "cpu" or not x.numel() or x.is_complex() or x.is_quantized:
-        return 0
-    some = x.detach().reshape(-1)[torch.linspace(0, x.numel() - 1, min(x.numel(), _SAMPLES)).long()]
-    return zlib.crc32(repr((tuple(x.shape), some.double().tolist())).encode()) + 1
 
 
 def note(origin: int, results: Iterable[Any]) -> None:

@@ -58,17 +58,18 @@ def digest(x: Tensor) -> int:
     return zlib.crc32(x.view(-1).view(torch.uint8).numpy().data) if x.numel() else 0
 
 
-def same(mesh: Mesh, what: str, tensors: Sequence[tuple[str, Tensor]], layout: Layout | None = None) -> None:
+def same(mesh: Mesh, what: str, tensors: Sequence[tuple[str, Tensor]], layout: Layout | None = None) -> Sequence[int]:
     """Refuse tensors, each called by a name, whose values are not the same on all ranks; all ranks come here together.
 
-    They come with the same `layout`, if one is given.
+    They come with the same `layout`, if one is given. Returns their digests; nothing where none are compared.
 
     Raises `ShardingError` that names the tensors and the ranks.
     """
     known = [(name, x) for name, x in tensors if x.device.type != "meta"]
     if mesh.kind != "distributed" or mesh.size == 1 or not known or policy() == "off":
-        return
-    mine = torch.tensor([digest(x) for _, x in known], dtype=torch.int64)
+        return ()
+    digests = [digest(x) for _, x in known]
+    mine = torch.tensor(digests, dtype=torch.int64)
     said = [f"{name} of shape {list(x.shape)}" for name, x in known]
     kinds = [str(x.dtype) for _, x in known]
     placed = "" if layout is None else f" as [{layout}]"
@@ -84,6 +85,7 @@ def same(mesh: Mesh, what: str, tensors: Sequence[tuple[str, Tensor]], layout: L
             wrong.append(f"{text}: {', '.join(f'{names(ranks)} {verb} {value}' for ranks, verb, value in parts)}")
     if wrong:
         raise ShardingError(f"{what}: the ranks have different values", wrong, rule=_RULE, remedy=_REMEDY)
+    return digests
 
 
 def compare_arguments(plan: Plan, mesh: Mesh, leaves: Sequence[Any]) -> None:
