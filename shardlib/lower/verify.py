@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardlib.aten.traits import has
 from shardlib.bounded import Bounded
@@ -37,8 +38,9 @@ def verify(program: Program) -> Program:
     """The program, with the size of every value; raises `ProgramError`, with all faults, where it cannot run."""
     faults = list(_order(program))
     if not faults:
-        for coords in _devices(program):
-            faults += _Device(program, coords).run()
+        with _disable_current_modes():  # which are to see what runs, and nothing of this
+            for coords in _devices(program):
+                faults += _Device(program, coords).run()
     if faults:
         raise ProgramError("\n  * ".join(["a program is wrong:", *dict.fromkeys(faults)]))
     return program
@@ -140,10 +142,10 @@ class _Device:
         if None in operands or (not operands and _acts(step.target)):
             return [None] * len(step.outs)
         args, kwargs = self.here(step.args), self.here(step.kwargs)
-        key = (step.target, args, kwargs)
+        key = (step.target, args, kwargs, torch.get_default_dtype())
         try:
             if (made := _MADE.get(key)) is None:
-                made = _MADE[key] = _made(*key)
+                made = _MADE[key] = _made(*key[:3])
         except _REFUSALS as error:
             if STRICT:
                 self.faults.append(f"{_said(step)} on {_device(self.coords)}: {str(error).partition(chr(10))[0]}")
