@@ -201,7 +201,7 @@ def _made(target: Any, args: Any, kwargs: Any) -> tuple[Meta | None, ...]:
 
     try:
         out = target(*map(given, args), **{k: given(x) for k, x in kwargs})
-    except NotImplementedError:
+    except NotImplementedError:  # no kernel for tensors without values: nothing is known of its results
         return ()
     if has(target, "other shapes"):
         return ()
@@ -267,6 +267,7 @@ def _ppermute(shape: Shape, told: Mapping[str, Any], at: int, n: int) -> Shape:
     return tuple(told["shapes"][source.get(at, at)])
 
 
+# What ops raise of arguments: a kernel for tensors without values may be stricter than the one that will run.
 _REFUSALS = (RuntimeError, IndexError, TypeError, ValueError, AssertionError, ArithmeticError)
 _RESULT: Mapping[str, Callable[[Shape, Mapping[str, Any], int, int], Shape]] = {
     "all_reduce": lambda shape, told, at, n: shape,

@@ -191,7 +191,7 @@ class ShardedTensor(torch.Tensor):
         if is_tracing():
             return
         assert isinstance(value, ShardedTensor), "refused above"
-        self._form, self._locals = value._form, value._locals
+        self._form, self._locals, self._origin = value._form, value._locals, value._origin
         view(value, self, ())
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
