@@ -85,8 +85,8 @@ def caller(
         bound["origin"] = 0
     if write:
         bound["assign"] = assign
-        lines += ["x = args[0]", f"v = {_located('r', '', n, len(devices))}", "assign(x, v, v)"]
-        lines += ["x._origin = origin", "return x"]
+        lines += ["x = args[0]", f"v = {_located('r', '', n, len(devices))}", "assign(x, v, v, origin)"]
+        lines.append("return x")
     elif kind is None:
         lines += [*_wrapped(bound, "r", "", results[0], 0, n, len(devices)), "return x0"]
     else:

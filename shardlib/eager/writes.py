@@ -97,8 +97,7 @@ def _write(op: Any, args: Any, kwargs: dict[str, Any], mesh: Mesh) -> Any:
         if operand.written:
             assert isinstance(x, ShardedTensor)
             value = next(rest)
-            aliases.assign(x, value, next(rest) if operand.path else value)
-            x._origin = origin
+            aliases.assign(x, value, next(rest) if operand.path else value, origin)
     return _returned(op, list(pytree.tree_unflatten(wrapped(ready, results), ready.tree)), written)
 
 

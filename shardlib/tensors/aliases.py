@@ -42,13 +42,14 @@ class Memory:
         attributes = x.__dict__
         attributes["_memory"], attributes["_path"] = self, path
 
-    def write(self, locals_: tuple[torch.Tensor, ...]) -> None:
-        """The owner's new value: whoever shows the memory has to look at it again."""
+    def write(self, locals_: tuple[torch.Tensor, ...], origin: int) -> None:
+        """The owner's new value: whoever shows the memory has to look at it again, and comes from there."""
         self.locals = locals_
         for member in self.members:
             x = member()
             if x is not None and x.__dict__.get("_memory") is self:
                 x.__dict__.pop("_locals", None)
+                x._origin = origin
 
 
 def memory_of(x: ShardedTensor) -> Memory:
@@ -75,9 +76,9 @@ def view(x: ShardedTensor, out: ShardedTensor, path: Path) -> None:
     memory_of(x).join(out, x.__dict__["_path"] + path)
 
 
-def assign(x: ShardedTensor, value: tuple[torch.Tensor, ...], shown: tuple[torch.Tensor, ...]) -> None:
-    """Write through `x`: the owner of its memory has a new value, of which `x` shows `shown`."""
+def assign(x: ShardedTensor, value: tuple[torch.Tensor, ...], shown: tuple[torch.Tensor, ...], origin: int = 0) -> None:
+    """Write through `x`: the owner of its memory has a new value, of this origin, of which `x` shows `shown`."""
     memory: Memory | None = x.__dict__.get("_memory")
     if memory is not None:
-        memory.write(value)
-    x._locals = shown
+        memory.write(value, origin)
+    x._locals, x._origin = shown, origin

@@ -174,6 +174,14 @@ def a_write_more(rank: int) -> Any:
     return x.full_tensor()
 
 
+def a_write_more_through_a_view(rank: int) -> Any:
+    x = sl.shard(torch.arange(8.0).view(4, 2), "a@x b")
+    column = x[:, 1]
+    if rank:
+        column.mul_(2)
+    return x.full_tensor()
+
+
 ORIGIN = r" with tensors of origin [0-9a-f]+, called at .*_ranks.py:\d+"
 ALL_REDUCE = r"rank (\d) is in all_reduce of f32\[.*\+x\] of "
 ALL_GATHER = ALL_REDUCE.replace("all_reduce", "all_gather").replace(r"\+x", "@x")
@@ -184,6 +192,7 @@ DIFFERENT: dict[Callable[[int], Any], str] = {
     other_tensors: ALL_REDUCE + "<lambda>" + ORIGIN,
     other_tensors_outside: ALL_REDUCE + "sum" + ORIGIN,
     **dict.fromkeys((one_log_more, other_rates, other_factors, a_write_more), ALL_GATHER + "redistribute" + ORIGIN),
+    a_write_more_through_a_view: ALL_GATHER.replace("@x", "@x, 2") + "redistribute" + ORIGIN,
     other_setting: r"rank (1) runs sum .*SHARDLIB_OPS='torch'.*SHARDLIB_OPS='all_reduce=torch'",
     other_rules: r"rank (\d) is in comparing the values of x .* \(shard\(x, 'batch b'\) as \[8(?:@x)?, 4\] on Mesh",
 }
