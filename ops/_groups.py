@@ -57,7 +57,8 @@ class GroupHandle:
     * `position`: this rank's index in `ranks`.
     * `backend`: "gloo" or "nccl".
     * `by_rank`: group positions in the process group's order; None when the orders agree.
-    * `shm`: the channel in shared memory; None when there is none, and `why` says why.
+    * `channel`: the members' channel in shared memory, where they have one: they meet in it.
+    * `why`: why no tensors are exchanged in it.
     * `peers`: the kernels' way to the other GPUs; None where SHARDLIB_OPS did not ask for it.
     """
 
@@ -67,9 +68,14 @@ class GroupHandle:
     backend: str
     by_rank: tuple[int, ...] | None = None
     name: str = ""
-    shm: Channel | None = None
+    channel: Channel | None = None
     why: str = ""
     peers: Peers | None = None
+
+    @property
+    def shm(self) -> Channel | None:
+        """The channel of those who exchange tensors in shared memory."""
+        return None if self.why else self.channel
 
     @property
     def size(self) -> int:
@@ -209,9 +215,12 @@ def _handle(ranks: tuple[int, ...], rank: int, pg: dist.ProcessGroup | None, ses
     by_rank = None if order == tuple(range(len(ranks))) else order
     backend = str(dist.get_backend(pg)) if pg is not None else "none"
     name = str(pg.group_name) if pg is not None else ""
-    channel = session.channel(ranks) if session is not None and pg is not None else ""
-    shm, why = (None, channel) if isinstance(channel, str) else (channel, "")
-    return GroupHandle(ranks, pg, ranks.index(rank), backend, by_rank, name, shm, why)
+    channel: Channel | None = None
+    why = ""
+    if session is not None and pg is not None:
+        found = session.channel(ranks)
+        channel, why = (None, found) if isinstance(found, str) else (found, session.unused)
+    return GroupHandle(ranks, pg, ranks.index(rank), backend, by_rank, name, channel, why)
 
 
 def together(mesh: Mesh, turn: Turn, axes: tuple[Axis, ...], call: Callable[[GroupHandle], T]) -> T:

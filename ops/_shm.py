@@ -25,7 +25,7 @@ from shardlib.ops import _native
 from shardlib.ops._choice import wanted
 from shardlib.ops._results import result
 from shardlib.ops._segment import PAGE, Address, Segment, SegmentError
-from shardlib.ops._streams import Like
+from shardlib.ops._streams import COPY, Block, Like, Message
 from shardlib.ranks import order, world
 from shardlib.ranks.store import names
 from shardlib.recipe import Missing
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from shardlib.ops._groups import GroupHandle
 
 STAGING = 16 << 20  # bytes in which a process keeps what it has sent and others have not read yet
+MEETING = 64 << 10  # the same where nothing is sent but the signs of turns
 LOOK_SECONDS = 0.1  # how often a rank that waits looks whether its peers are alive
 NOWHERE = (1 << 64) - 1
 RECIPES = 1024  # that a channel keeps
@@ -72,8 +73,9 @@ class _Loaded:
 class Session:
     """What this process shares with others of its world, and what it knows of them.
 
-    `faults` says, for every rank that takes no part, why; a session with this rank among them has no memory. Raises
-    `ShardingError` when ranks do not come, or when their SHARDLIB_OPS differ.
+    `faults` says, for every rank that takes no part, why; a session with this rank among them has no memory. `unused`
+    says why ranks that share memory only meet in it, and exchange no tensors. Raises `ShardingError` when ranks do not
+    come, or when their SHARDLIB_OPS differ.
     """
 
     def __init__(self, rank: int, size: int, device: str = "cpu") -> None:
@@ -86,6 +88,7 @@ class Session:
         self.flying: dict[int, object] = {}  # tensors of what is under way, by ticket
         self.library: ctypes.CDLL | None = None
         self.engine: int | None = None
+        self.unused = ""
         try:
             self.faults, self.machines = self._meet(size, device)
         except ShardingError:
@@ -120,12 +123,12 @@ class Session:
         if device != "cpu":
             raise SegmentError(f"its tensors are on {device}")
         if all(wanted(op) == "torch" for op in _OPS):
-            raise SegmentError("SHARDLIB_OPS asks for torch")
+            self.unused = "SHARDLIB_OPS asks for torch"
         library = _native.host()
         if isinstance(library, Missing):
             raise SegmentError(str(library))
         declare(library)
-        size = PAGE + library.shm_start() + STAGING
+        size = PAGE + library.shm_start() + (MEETING if self.unused else STAGING)
         mine = self.segments[self.rank] = Segment.make(size)
         self.library = library
         self.engine = library.shm_open_engine(mine.base + PAGE, size - PAGE, order.ASKING.buffer_info()[0])
@@ -200,6 +203,7 @@ class Channel:
         self.session, self.number, self.ranks, self.library = session, number, ranks, session.library
         self.size, self.position = len(ranks), ranks.index(session.rank)
         self.recipes: dict[object, _Loaded | None] = {}
+        self.byte = torch.zeros(1, dtype=torch.uint8)  # what is sent where nothing but the turn matters
         self.shared: list[tuple[int, int, int]] = []  # tensors that all members map: first byte, end, number
         bases = (ctypes.c_void_p * self.size)(*(session.segments[rank].base + PAGE for rank in ranks))
         self.library.shm_join(session.engine, number, self.size, self.position, bases)
@@ -235,6 +239,21 @@ class Channel:
         if len(session.flying) > FLYING:
             self._sweep()
         return Transfer(self, ticket, outs)
+
+    def meet(self) -> Transfer:
+        """Begin to wait until all members are in this turn; a byte is sent, and with it the turn."""
+        meeting = self.start(("all_gather", "meet"), self._byte, [self.byte])
+        assert meeting is not None
+        return meeting
+
+    def _byte(self) -> Recipe:
+        like = Like.of(self.byte)
+        message = Message(self.size, self.position, COPY)
+        byte = message.stream([Block(0, like)])
+        message.send(byte)
+        for _ in range(self.size):
+            message.receive(byte)
+        return Recipe(message.words(like.nbytes), ())
 
     def _direct(self, x: Tensor) -> int:
         at = x.data_ptr()

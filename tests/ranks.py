@@ -17,12 +17,15 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from shardlib.ops import _segment
 
 _GRACE_SECONDS = 15.0  # what the others get to fail by themselves after one rank has
 _pools: dict[int, Pool] = {}
@@ -108,6 +111,19 @@ class Pool:
             process.kill()
         for process in self.processes:
             process.join()
+
+
+TRANSPORTS = ("shm", "gloo", "far")
+
+
+def speak(transport: str) -> None:
+    """On a rank: exchange tensors in shared memory, over Gloo within a machine, or as ranks far from each other do."""
+    os.environ["SHARDLIB_OPS"] = "torch" if transport == "gloo" else ""
+    _segment.machine = partial(_machine, transport)
+
+
+def _machine(transport: str) -> str:
+    return f"machine {dist.get_rank()}" if transport == "far" else "this machine"
 
 
 @atexit.register

@@ -336,7 +336,7 @@ def test_collectives_overlap(n):
 
 def forced(op: str, shards: list[Tensor], args: tuple[Any, ...], way: str) -> Tensor:
     mesh = Mesh(x=len(shards))
-    group = replace(group_for(mesh, (mesh.axis("x"),)), shm=None)
+    group = replace(group_for(mesh, (mesh.axis("x"),)), channel=None)
     kept, OPS[op].choose = OPS[op].choose, lambda *_: Choice("torch", way, "asked for")
     try:
         return run_op(op, shards[group.position], args, group)

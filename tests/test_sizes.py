@@ -649,7 +649,7 @@ def on_ranks(transport: str, folder: str) -> float:
     """The worst error of a step on 4 ranks; tensors move between layouts, and to files and back, as they should."""
     p, data = model(), batch()
     found = _groups.group_for
-    wired = lambda mesh, axes: replace(found(mesh, axes), shm=None) if transport == "gloo" else found(mesh, axes)
+    wired = lambda mesh, axes: replace(found(mesh, axes), channel=None) if transport == "gloo" else found(mesh, axes)
     # A mesh of its own for each transport: programs are kept by mesh.
     with (
         mock.patch.object(_groups, "group_for", wired),

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import shardlib as sl
-from tests.ranks import Pool, RankError
+from tests.ranks import TRANSPORTS, Pool, RankError, speak
 
 LIMIT = 5.0  # seconds from the kill to the error of every survivor
 
@@ -35,7 +35,7 @@ class Told(Exception):  # noqa: N818  it carries what a rank was told
 
 def work(transport: str, path: str) -> None:
     """On a rank: programs, eager ops, new groups and new shapes, again and again, until somebody is gone."""
-    os.environ["SHARDLIB_OPS"] = "torch" if transport == "gloo" else ""
+    speak(transport)
     n = dist.get_world_size()
     axes = {"x": 2, "y": n // 2} if n > 2 else {"x": n}
     with sl.Mesh(axes):
@@ -99,7 +99,7 @@ def main() -> int:
     options = parser.parse_args()
     rng, wrong = random.Random(options.seed), []
     for i in range(options.kills):
-        n, transport = (2, 4)[i % 2], ("shm", "gloo")[i // 2 % 2]
+        n, transport = (2, 4)[i % 2], TRANSPORTS[i // 2 % 3]
         with tempfile.TemporaryDirectory() as folder:
             found = kill(n, transport, 4.0 * rng.random() ** 2, rng.randrange(n), folder)
         print("\n".join(found) or f"{i}: told", flush=True)

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 import shardlib as sl
 from shardlib.ranks import order, world
 from tests.border import kills, slips
-from tests.ranks import Pool, RankError, only, run_ranks
+from tests.ranks import TRANSPORTS, Pool, RankError, only, run_ranks, speak
 
 pytestmark = pytest.mark.ranks
 
@@ -42,7 +42,7 @@ def refused(call: Callable[[], Any]) -> str:
 # Out of step.
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_ranks_that_slip_are_refused_with_both_lines(transport):
     wrong, _ = slips.campaign(4, transport, seed=7)
     assert wrong == []
@@ -50,7 +50,7 @@ def test_ranks_that_slip_are_refused_with_both_lines(transport):
 
 def other_numbers(transport: str) -> tuple[str, float]:
     """A learning rate that goes apart after some steps, without a new program."""
-    os.environ["SHARDLIB_OPS"] = "torch" if transport == "gloo" else ""
+    speak(transport)
     with sl.Mesh(x=2):
         w = sl.shard(torch.arange(8.0), "a@x")
         step = sl.jit(lambda w, lr, n: (w * lr).sum() * n)
@@ -61,7 +61,7 @@ def other_numbers(transport: str) -> tuple[str, float]:
         return refused(lambda: step(w, 0.3 + dist.get_rank(), 2)), time.monotonic() - begin
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_numbers_that_differ_are_told_at_any_call(transport):
     for text, seconds in alone(other_numbers, 2, transport):
         assert text.startswith("the ranks call one program with different numbers"), text
@@ -205,7 +205,7 @@ def each_in_a_world(port: int, transport: str) -> list[tuple[str, float]]:
         dist.destroy_process_group()
         store = dist.PrefixStore(f"{i}", dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
-        os.environ["SHARDLIB_OPS"] = "torch" if transport == "gloo" else ""
+        speak(transport)
         torch.manual_seed(0)
         with sl.Mesh(x=2):
             begin = time.monotonic()
@@ -213,14 +213,14 @@ def each_in_a_world(port: int, transport: str) -> list[tuple[str, float]]:
     return told
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_ranks_that_differ_are_told_how(transport):
     with closing(Pool(2)) as pool:
         for told in pool.run(each_in_a_world, pool.store.port, transport):
             for (case, pattern), (text, seconds) in zip(DIFFERENT.items(), told, strict=True):
                 ranks = re.findall(pattern, text)
                 assert ranks == (["1"] if case is other_setting else ["0", "1"]), f"{case.__name__}: {text}"
-                assert seconds < 4, case.__name__
+                assert seconds < 10, case.__name__  # the timeout is 20
 
 
 def alike() -> list[float]:
@@ -271,7 +271,7 @@ def test_meshes_that_differ():
                 (sized, ["to make the groups of Mesh(p=4, q=1)", "to make the groups of Mesh(p=2, q=2)"]),
             ):
                 assert all(part in text for part in parts), text
-                assert seconds < 4
+                assert seconds < 10  # the timeout is 20
 
 
 def threads(n: int) -> list[str]:
@@ -508,6 +508,8 @@ def test_ranks_in_different_folders_agree(tmp_path):
 # Deaths.
 
 
-@pytest.mark.parametrize(("n", "transport", "delay"), [(2, "shm", 0.3), (2, "gloo", 0.3), (4, "shm", 0.0)])
+@pytest.mark.parametrize(
+    ("n", "transport", "delay"), [(2, "shm", 0.3), (2, "gloo", 0.3), (2, "far", 0.3), (4, "shm", 0.0)]
+)
 def test_a_killed_rank_is_named_by_all_others(n, transport, delay, tmp_path):
     assert kills.kill(n, transport, delay, n - 1, str(tmp_path)) == []

@@ -100,7 +100,7 @@ def group_of(backend: str, axes: Sequence[tuple[str, int, int, int]] | None = No
     mesh = Mesh(x=n) if axes is None else Mesh(data=2, tensor=2)
     group = group_for(mesh, (mesh.axis("x"),) if axes is None else tuple(Axis(*axis) for axis in axes))
     assert group.size == 1 or group.transport == "shm", group.why
-    return replace(group, shm=None) if backend == "torch" else group
+    return replace(group, channel=None) if backend == "torch" else group
 
 
 def run_op(op: str, x: Tensor, args: tuple[Any, ...], group: GroupHandle) -> Any:
@@ -317,7 +317,7 @@ def small_group(axes: tuple[tuple[str, int, int, int], ...]) -> GroupHandle:
     group = group_of("shm", axes)
     channel = small_session().channel(group.ranks)
     assert isinstance(channel, _shm.Channel), channel
-    return replace(group, shm=channel)
+    return replace(group, channel=channel)
 
 
 GROUPS = (
