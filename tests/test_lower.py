@@ -15,12 +15,12 @@ import shardlib as sl
 from shardlib import Mesh, shard
 from shardlib.lower.move import Mover, member_coords
 from shardlib.lower.program import Collective, Instr, Program, Var, reads
-from shardlib.lower.sym import Sym, local_size, offset, product
+from shardlib.lower.sym import Sym, here, local_size, of_member, offset, parse, product, tabulate
 from shardlib.meshes.axis import Axis
 from shardlib.plans.plan import Plan
 from shardlib.run import virtual
 from shardlib.specs.layout import Factor, Layout
-from shardlib.specs.pieces import span
+from shardlib.specs.pieces import Pieces, span
 from tests.campaign import compiled
 from tests.programs import draw
 
@@ -54,6 +54,42 @@ def test_a_sym_knows_its_axes() -> None:
     assert (x.axes, (x * y + 1).axes) == (frozenset([A]), frozenset([A, B]))
     assert [x.eq(3).at(c) for c in COORDS[::3]] == [1, 1, 1, 0]
     assert str(x * 2 - y) == "((size(10@a) * 2) - size(7@b))"
+
+
+MESH = {"a": 4, "b": 3}
+POSITION = Sym("position", ((B, A), 0))
+SYMS = [
+    local_size(10, [A]),
+    offset(10, A.primes()[1:]) * 2 + 1,
+    POSITION.eq(0),
+    3 - offset(9, [B, A]) // 2,
+    local_size(9, [B, A]).at_most(2),  # type: ignore[union-attr]
+    local_size(Pieces((5, 0, 4, 1), [A]), [A]),
+    tabulate(lambda c: c["b"] - c["a"] % 2, [B, A.primes()[1]]),
+    of_member(POSITION, [A], 2),
+]
+
+
+@pytest.mark.parametrize("sym", SYMS, ids=str)
+def test_a_sym_is_read_as_it_prints(sym: Any) -> None:
+    assert isinstance(sym, Sym)
+    assert parse(str(sym), MESH) == sym
+
+
+@pytest.mark.parametrize("text", ["", "size(10)", "size(10@a", "(1 + 2", "[1 2]", "a", "1 2", "(1 / 2)", "size(x@a)"])
+def test_what_is_no_sym_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        parse(text, MESH)
+
+
+def test_a_table_covers_parts_of_axes_and_members_see_each_other() -> None:
+    rank = tabulate(lambda c: 10 * c["a"] + c["b"], [B, A])
+    for c in COORDS:
+        assert rank.at(c) == 10 * c["a"] + c["b"]
+        for i in range(4):
+            assert here(of_member(rank, [A], i), c) == 10 * i + c["b"]
+    assert tabulate(lambda c: c["a"] * 0 + 7, [A]) == 7
+    assert of_member(tabulate(lambda c: c["a"], [A]), [A], 3) == 3
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 6, 8, 10, 12])

@@ -15,7 +15,6 @@ import shardlib as sl
 from shardlib import Mesh
 from shardlib.lower.memory import local_bytes
 from shardlib.lower.program import Collective, Instr, Program, Var
-from shardlib.lower.sym import Sym
 from shardlib.lower.verify import ProgramError, verify
 from shardlib.meshes.axis import Axis
 from shardlib.specs.layout import Layout
@@ -64,11 +63,7 @@ def _told(kind: str, key: str, change: Callable[[Any], Any]) -> Callable[[Progra
 
 
 def _longer(sizes: Any) -> Any:
-    return (
-        [sizes[0] + 1, *sizes[1:]]
-        if isinstance(sizes, list)
-        else Sym(lambda c: [n + 1 for n in sizes.at(c)], sizes.axes, "")
-    )
+    return [_longer(sizes[0]) if isinstance(sizes[0], list) else sizes[0] + 1, *sizes[1:]]
 
 
 def _dropped(program: Program) -> None:

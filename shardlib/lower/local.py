@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,10 +12,21 @@ import torch
 from shardlib import reshard
 from shardlib.graph import Op
 from shardlib.lower.memory import local_bytes
-from shardlib.lower.move import member_coords, position
 from shardlib.lower.program import Collective, Instr, Var, leaves
-from shardlib.lower.sym import Sym, local_size, offset
-from shardlib.meshes.axis import Axis, Coords
+from shardlib.lower.sym import (
+    Sym,
+    apart,
+    axes_of,
+    everywhere,
+    here,
+    local_size,
+    of_member,
+    offset,
+    place_in,
+    product,
+    tabulate,
+)
+from shardlib.meshes.axis import Axis, member_coords, position
 from shardlib.propagate.flood import Factor as OpFactor
 from shardlib.reshard import Axes
 from shardlib.rules.rule import Labels
@@ -72,60 +82,37 @@ class LocalForm:
         if not isinstance(value, Sym):
             return value
         axes = Axis.merge(self.axes(factor))
-
-        def at(coords: Coords) -> int:
-            there = member_coords(coords, axes, member(position(coords, axes)))
-            return value.at(there)  # type: ignore[no-any-return]
-
-        return Sym(at, value.axes | set(axes), f"{value.text} elsewhere on {' '.join(map(str, axes))}")
+        of = lambda c: value.at(member_coords(c, axes, member(position(c, axes))))
+        found: Sym | int = tabulate(of, {*value.axes, *axes})
+        return found
 
     def position(self, factor: str) -> Sym | int:
-        axes = Axis.merge(self.axes(factor))
-        return Sym(lambda c: position(c, axes), frozenset(axes), f"position({factor})") if axes else 0
+        return place_in(Axis.merge(self.axes(factor)))
 
     def calc(self, function: Callable[..., Any], *values: Any) -> Any:
         """Worked out at once, so that what is alike everywhere is no symbol, and nothing is worked out twice."""
-        syms = [v for v in values if isinstance(v, Sym)]
-        if not syms:
-            return function(*values)
-        axes = frozenset(a for v in syms for a in v.axes)
-        names = sorted({a.name for a in axes})
-        table = {
-            tuple(c[n] for n in names): function(*(v.at(c) if isinstance(v, Sym) else v for v in values))
-            for c in _everywhere(axes)
-        }
-        if len(alike := set(table.values())) == 1:
-            return alike.pop()
-        return Sym(lambda c: table[tuple(c[n] for n in names)], axes, f"calc({' '.join(names)})")
+        axes = [a for v in values if isinstance(v, Sym) for a in v.axes]
+        return tabulate(lambda c: function(*(here(v, c) for v in values)), axes) if axes else function(*values)
 
     def values(self, value: Any, factor: str) -> list[set[Any]]:
         axes = Axis.merge(self.axes(factor))
         out: list[set[Any]] = [set() for _ in range(self.ways(factor))]
-        for coords in _everywhere((*axes, *(value.axes if isinstance(value, Sym) else ()))):
-            out[position(coords, axes)].add(value.at(coords) if isinstance(value, Sym) else value)
+        for coords in everywhere(apart((*axes, *axes_of(value)))):
+            out[position(coords, axes)].add(here(value, coords))
         return out
 
     def send(
         self, value: Var, factor: str, pairs: Sequence[tuple[int, int]], shape: Sequence[Sym | int], *, name: str
     ) -> Var:
         emitter, axes = self._emitter, Axis.merge(self.axes(factor))
-        read = frozenset(a for n in shape if isinstance(n, Sym) for a in n.axes)
         source = {dst: src for src, dst in pairs}
-
-        def there(coords: Coords, member: int) -> list[int]:
-            at = member_coords(coords, axes, member)
-            return [n.at(at) if isinstance(n, Sym) else n for n in shape]
-
-        def received(coords: Coords) -> int:
-            here = position(coords, axes)
-            return math.prod(there(coords, source.get(here, here)))
-
+        every = [[of_member(n, axes, i) for n in shape] for i in range(self.ways(factor))]
         params: dict[str, Any] = {"pairs": list(pairs)}
-        if read:
-            every = lambda coords: [there(coords, i) for i in range(self.ways(factor))]
-            params["shapes"] = Sym(every, read | frozenset(axes), f"shapes({name})")
+        if any(isinstance(n, Sym) for n in shape):
+            params["shapes"] = every
         out = Var(f"{name}.halo", None, value.dtype)
-        nbytes = max(map(received, _everywhere((*axes, *read)))) * value.dtype.itemsize
+        received = (every[source.get(i, i)] for i in range(self.ways(factor)))
+        nbytes = max(map(_most, received)) * value.dtype.itemsize
         reason = f"{self._op.name} needs of {name} what others hold along {factor}"
         because = (self._op, factor, name, "exchanged at the borders")
         emitter.program.steps.append(
@@ -149,12 +136,9 @@ class LocalForm:
         emitter, axes, layout = self._emitter, Axis.merge(self.axes(factor)), self._layout(labels, factor, parts)
         out = Var(name, layout, value.dtype)
         params: dict[str, Any] = {"pairs": list(pairs)}
-
-        def shapes(coords: Coords) -> list[list[int]]:
-            return [list(layout.local_shape(member_coords(coords, axes, holds(i)))) for i in range(self.ways(factor))]
-
         if not all(f.even for f in layout.factors):
-            params["shapes"] = Sym(shapes, frozenset(layout.axes), f"shapes({layout})")
+            local = [product([local_size(f.size, f.axes) for f in dim]) for dim in layout.dims]
+            params["shapes"] = [[of_member(n, axes, holds(i)) for n in local] for i in range(self.ways(factor))]
         emitter.program.steps.append(
             Collective(
                 "ppermute",
@@ -219,23 +203,18 @@ class LocalForm:
         if not axes:
             return value
         n = reshard.ways(axes)
-        each = [self.of(size, factor, lambda _, i=i: i) for i in range(n)]  # type: ignore[misc]
-
-        def sizes(coords: Coords) -> list[int]:
-            return [s.at(coords) if isinstance(s, Sym) else s for s in each]
-
-        total = sum(sizes(dict.fromkeys(emitter.program.mesh.axis_names, 0)))
+        sizes = [of_member(size, axes, i) for i in range(n)]
+        total = sum(here(x, dict.fromkeys(emitter.program.mesh.axis_names, 0)) for x in sizes)
         dims = list(self._layout(labels, factor, 1).dims)
         dims[dim] = (Factor(total),)
         out = Var(f"{value.name}.gathered", Layout(tuple(dims)), value.dtype)
-        even = not isinstance(size, Sym)
         emitter.program.steps.append(
             Collective(
                 "all_gather",
                 axes,
                 value,
                 out,
-                {"dim": dim, "sizes": each if even else Sym(sizes, frozenset(axes), f"{size} of each")},
+                {"dim": dim, "sizes": sizes},
                 local_bytes(out) * (n - 1) / n,
                 "sum",
                 emitter.line,
@@ -296,7 +275,7 @@ _WITH_NUMBER = ("add", "sub", "mul", "div", "pow", "remainder", "floor_divide", 
 _COMPARES = ("eq", "ne", "lt", "le", "gt", "ge", "isnan", "logical_and", "logical_or", "logical_not", "any", "all")
 
 
-def _everywhere(axes: Iterable[Axis]) -> Iterator[dict[str, int]]:
-    """Coordinates of all devices, along the mesh axes that `axes` are of."""
-    lengths = {a.name: a.of for a in axes}
-    return (dict(zip(lengths, at, strict=True)) for at in itertools.product(*map(range, lengths.values())))
+def _most(shape: Sequence[Sym | int]) -> int:
+    """Elements on the fullest device."""
+    axes = apart(a for n in shape for a in axes_of(n))
+    return max(math.prod(int(here(n, c)) for n in shape) for c in everywhere(axes))

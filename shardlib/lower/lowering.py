@@ -18,7 +18,7 @@ from shardlib.lower.fuse import fuse
 from shardlib.lower.local import Assignment
 from shardlib.lower.pending import carried, reader_counts
 from shardlib.lower.program import Program, Var
-from shardlib.lower.sym import Sym
+from shardlib.lower.sym import Sym, place_in
 from shardlib.lower.values import SETTLED, Owed, Values
 from shardlib.lower.verify import verify
 from shardlib.meshes.axis import Axis
@@ -131,8 +131,8 @@ class Lowering:
 
     def _first(self) -> Sym | int:
         """1 on the first device, 0 elsewhere."""
-        axes = self._all_axes()
-        return Sym(lambda c: int(not any(c.values())), frozenset(axes), "first device") if axes else 1
+        place = place_in(Axis.merge(self._all_axes()))
+        return place.eq(0) if isinstance(place, Sym) else 1
 
     def _all_axes(self) -> tuple[Axis, ...]:
         return tuple(p for name, n in self.program.mesh.axes.items() if n > 1 for p in Axis(name, n).primes())

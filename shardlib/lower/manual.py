@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from shardlib.graph import Op
-from shardlib.lower.move import position
 from shardlib.lower.program import Collective, Instr, Program, Var
-from shardlib.lower.sym import Sym
+from shardlib.lower.sym import place_in
 from shardlib.meshes.axis import Axis
 from shardlib.specs.layout import Layout
 
@@ -23,11 +22,10 @@ def collective(program: Program, op: Op, source: Var, name: str) -> Var:
     axes = _axes(program, args[1])
     kind, n, shape = op.kind.removeprefix("manual_"), math.prod(a.size for a in axes), op.operands[0].shape
     if kind == "axis_index":
-        index = Sym(lambda c: position(c, axes), frozenset(axes), f"axis_index({' '.join(args[1])})")
         program.steps.append(
             Instr(
                 torch.ops.aten.new_full.default,
-                (source, [], index),
+                (source, [], place_in(axes)),
                 {"dtype": torch.int64},
                 (out,),
                 op.line,

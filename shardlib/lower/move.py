@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -10,11 +11,11 @@ import torch
 
 from shardlib.lines import Line
 from shardlib.lower.program import Collective, Instr, Program, Var
-from shardlib.lower.sym import Sym, local_size, product
-from shardlib.meshes.axis import Axis, Coords
+from shardlib.lower.sym import Sym, axes_of, here, local_size, of_member, offset, product, tabulate
+from shardlib.meshes.axis import Axis, Coords, member_coords, position
 from shardlib.reshard import Axes, Step, ways
 from shardlib.specs.layout import Layout
-from shardlib.specs.pieces import even, span
+from shardlib.specs.pieces import span
 
 aten = torch.ops.aten
 LocalDims = tuple[tuple[tuple[int, Axes], ...], ...]  # per dim, (size, axes) per factor
@@ -168,46 +169,26 @@ def _replace(dims: LocalDims, d: int, k: int, axes: Axes) -> LocalDims:
 def _relative(whole: int, old: Axes, size: int, new: Axes) -> tuple[Any, Any]:
     """Start and length of a device's piece of `size` under `new` inside its piece of `whole` under `old`."""
     old, new = Axis.merge(old), Axis.merge(new)
-
-    def start(c: Coords) -> int:
-        return span(size, new, c)[0] - span(whole, old, c)[0]
-
-    return Sym(start, frozenset(new), f"start({size})"), local_size(size, new)
+    return offset(size, new) - offset(whole, old), local_size(size, new)
 
 
-def _member_sizes(size: int, finer: Axes, group: Axes, post: Any) -> Any:
+def _member_sizes(size: int, finer: Axes, group: Axes, post: Sym | int) -> list[Sym | int]:
     """Sizes of the group's members along the dim, in group order; the group's axes are the minor ones of `finer`."""
-    finer = Axis.merge(finer)
-    n = ways(group)
-    if even(size, finer) and not isinstance(post, Sym):
-        return [size // ways(finer) * post] * n
-
-    def at(coords: Coords) -> list[int]:
-        inner = _here(post, coords)
-        pieces = (span(size, finer, member_coords(coords, group, i)) for i in range(n))
-        return [(stop - start) * inner for start, stop in pieces]
-
-    return Sym(at, frozenset(finer) | _axes(post), f"sizes({size})")
+    piece = product([local_size(size, finer), post])
+    return [of_member(piece, group, i) for i in range(ways(group))]
 
 
-def _exchanged(old: tuple[int, Axes], new: tuple[int, Axes], group: Axes, post: Any) -> Sym:
+def _exchanged(old: tuple[int, Axes], new: tuple[int, Axes], group: Axes, post: Sym | int) -> list[list[Sym | int]]:
     """How much each member of the group sends to each, when a factor's pieces change from `old` to `new`."""
     (have, before), (want, after) = ((n, Axis.merge(a)) for n, a in (old, new))
 
-    def at(coords: Coords) -> list[list[int]]:
-        members, inner = [member_coords(coords, group, i) for i in range(ways(group))], _here(post, coords)
-        held, wanted = ([span(n, a, c) for c in members] for n, a in ((have, before), (want, after)))
-        return [[max(0, min(b, d) - max(a, c)) * inner for c, d in wanted] for a, b in held]
+    def sent(coords: Coords, i: int, j: int) -> int:
+        sender, receiver = (member_coords(coords, group, m) for m in (i, j))
+        (a, b), (c, d) = span(have, before, sender), span(want, after, receiver)
+        return max(0, min(b, d) - max(a, c)) * int(here(post, coords))
 
-    return Sym(at, frozenset((*before, *after)) | _axes(post), f"exchanged({have})")
-
-
-def _here(n: Any, coords: Coords) -> int:
-    return int(n.at(coords) if isinstance(n, Sym) else n)
-
-
-def _axes(n: Any) -> frozenset[Axis]:
-    return n.axes if isinstance(n, Sym) else frozenset()
+    others, members = {*before, *after, *axes_of(post)}, range(ways(group))
+    return [[tabulate(partial(sent, i=i, j=j), others, group) for j in members] for i in members]
 
 
 def _senders(group: Axes, old: Sequence[Axes], new: Sequence[Axes]) -> list[tuple[int, int]]:
@@ -226,20 +207,3 @@ def _senders(group: Axes, old: Sequence[Axes], new: Sequence[Axes]) -> list[tupl
             free.setdefault(piece, []).append(i)
     moved = [(free[piece].pop(0), i) for i, piece in enumerate(after) if i not in kept]
     return sorted([*((i, i) for i in kept), *moved], key=lambda pair: pair[1])
-
-
-def position(coords: Coords, group: Axes) -> int:
-    """The position of the device at `coords` in its group along `group`, major first."""
-    index = 0
-    for axis in group:
-        index = index * axis.size + axis.coord(coords)
-    return index
-
-
-def member_coords(coords: Coords, group: Axes, i: int) -> dict[str, int]:
-    """The coordinates of member `i` of the group along `group` (major first) that the device at `coords` is in."""
-    out = dict(coords)
-    for axis in reversed(group):
-        i, c = divmod(i, axis.size)
-        out[axis.name] += (c - axis.coord(out)) * axis.post
-    return out

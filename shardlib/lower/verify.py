@@ -18,10 +18,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardlib.aten.traits import has
 from shardlib.bounded import Bounded
-from shardlib.lower.move import position
 from shardlib.lower.program import Collective, Instr, Program, Step, Var, reads, rebuild, syms
 from shardlib.lower.sym import Sym
-from shardlib.meshes.axis import Axis, Coords
+from shardlib.meshes.axis import Axis, Coords, position
 from shardlib.rules.rule import Meta
 from shardlib.scalar import Scalar
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardlib.errors import ShardingError
@@ -84,6 +84,23 @@ class Axis:
             elif axis.size > 1 or axis.whole:
                 merged.append(axis)
         return tuple(merged)
+
+
+def position(coords: Coords, group: Sequence[Axis]) -> int:
+    """The position of the device at `coords` in its group along `group`, major first."""
+    index = 0
+    for axis in group:
+        index = index * axis.size + axis.coord(coords)
+    return index
+
+
+def member_coords(coords: Coords, group: Sequence[Axis], i: int) -> dict[str, int]:
+    """The coordinates of member `i` of the group along `group` (major first) that the device at `coords` is in."""
+    out = dict(coords)
+    for axis in reversed(group):
+        i, c = divmod(i, axis.size)
+        out[axis.name] += (c - axis.coord(out)) * axis.post
+    return out
 
 
 _PART = re.compile(r"(\w+)(?::\((\d+)\)(\d+))?")

@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardlib.graph import Op
 from shardlib.lower.memory import local_bytes
 from shardlib.lower.program import Collective
-from shardlib.lower.sym import Sym
 from shardlib.meshes.mesh import Mesh
 from shardlib.ops import _groups, all_gather, all_reduce, all_to_all, attention, ppermute, reduce_scatter
 from shardlib.ops._attention_variant import Variant
@@ -38,7 +37,7 @@ def of_collective(c: Collective, mesh: Mesh) -> Choice | None:
         return None
     transport, why = ("virtual", "") if mesh.kind == "virtual" else _groups.transport(mesh, c.axes)
     sizes = [c.params[key] for key in ("sizes", "split_sizes", "concat_sizes", "shapes") if key in c.params]
-    even = not any(isinstance(s, Sym) or len(set(map(repr, s))) > 1 for s in sizes)
+    even = all(len(set(map(repr, s))) <= 1 for s in sizes)
     n = math.prod(a.size for a in c.axes)
     whole = c.source if c.kind == "reduce_scatter" else c.out
     return _COLLECTIVES[c.kind](local_bytes(whole), even, c.source.dtype, c.reduce, transport, n, why)

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 
 from shardlib.aten.traits import has
-from shardlib.lower.move import member_coords
 from shardlib.lower.program import Collective, Instr, Program, Var, reads
 from shardlib.lower.sym import Sym
 from shardlib.lower.varying import Primes, primes, varying
-from shardlib.meshes.axis import Axis, Coords
+from shardlib.meshes.axis import Axis, Coords, member_coords
 from shardlib.meshes.mesh import Mesh
 from shardlib.run.reuse import borrowed, in_place, overwrites
 from shardlib.scalar import Scalar
