@@ -93,3 +93,34 @@ def tensor_of(x: Any, what: str) -> torch.Tensor:
         rule="what is placed is a tensor, or a numpy array",
         remedy="shard(torch.tensor(x), spec)" if isinstance(x, int | float | list) else "shard each of its tensors",
     )
+
+
+def share_an_element(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether some address belongs to both of two strided tensors; yes where that would take long to find out.
+
+    Example:
+        >>> qkv = torch.zeros(2, 6)
+        >>> q, k, v = qkv.chunk(3, -1)
+        >>> share_an_element(q, k), share_an_element(qkv, k)
+        (False, True)
+    """
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None:
+        return True
+    try:
+        return bool(numpy.shares_memory(*(numpy.asarray(_Addresses(x)) for x in (a, b)), max_work=1 << 16))
+    except numpy.exceptions.TooHardError:
+        return True
+
+
+class _Addresses:
+    """Where the elements of a tensor are, on any device, as numpy describes an array. Nobody may read them."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": f"|V{x.itemsize}",
+            "shape": tuple(x.shape),
+            "strides": tuple(step * x.itemsize for step in x.stride()),
+            "data": (x.data_ptr(), True),
+        }

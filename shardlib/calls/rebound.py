@@ -292,7 +292,8 @@ class Watch:
 
         parts: list[Part | None]
         for place, owner, value, old in self._changes(after):
-            if value is GONE or type(value) in PLAIN or before.owners.get(id(value)) is value:
+            is_there = before.owners.get(id(value)) is value and not isinstance(value, Tensor)
+            if value is GONE or type(value) in PLAIN or is_there:
                 tree, parts = _LEAF, [Rest(value)]
                 if id(value) in before.copies:  # one that was there has another place now
                     self.holders[id(value)] = value
@@ -313,6 +314,9 @@ class Watch:
             same = same if same < len(found) else -1
             found.append(Rebound(refer, place[1], among(owner, place[1]), tree, tuple(filter(None, parts)), same))
             put_back(owner, place, before)
+        for number, items in before.copies.items():
+            if number not in after.owners:  # a container that another one stands for now: it is there again
+                refill(before.owners[number], items)
         self.take_back()
         return found
 

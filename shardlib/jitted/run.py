@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from shardlib.arrays import arrays_of, bounds
+from shardlib.arrays import arrays_of, bounds, share_an_element
 from shardlib.calls.rebound import rebind
 from shardlib.errors import ShardingError
 from shardlib.jitted.unrolled import Pieces, builder, gatherer, origins, wrapper
@@ -253,11 +253,12 @@ def _refuse_overlaps(entry: Entry, leaves: Sequence[Any]) -> None:
     written = [given.leaf in changed for given in entry.inputs] + [False] * len(entry.arrays)
     spans = [(*span, min(i, len(entry.inputs)), written[i]) for i, span in enumerate(memory)]
     names = [*(given.name for given in entry.inputs), "a numpy array that it closes over"]
-    wrong = [
-        f"{' and '.join(names[i] for i in sorted({i for i, _ in sharing}))} share memory"
-        for sharing in _overlapping(spans)
-        if len(sharing) > 1 and any(is_written for _, is_written in sharing)
-    ]
+    tensors = [leaves[given.leaf] for given in entry.inputs]
+    wrong = []
+    for group in _overlapping(spans):
+        written_to = [i for i, is_written in group if is_written]
+        found = {k for i in written_to for j, _ in group if i != j and _share(tensors, i, j) for k in (i, j)}
+        wrong += [f"{' and '.join(names[i] for i in sorted(found))} share memory"] if found else []
     if wrong:
         raise ShardingError(
             f"{entry.name} writes to memory that several of its arguments show",
@@ -279,6 +280,13 @@ def _overlapping(spans: Iterable[tuple[int, int, int, bool]]) -> list[list[tuple
         found[-1].append((item[0], bool(item[1])))
         upto = max(upto, end)
     return found
+
+
+def _share(tensors: Sequence[torch.Tensor], i: int, j: int) -> bool:
+    """Whether two inputs whose bounds overlap have an element in common; `chunk(2, -1)` gives some that have none."""
+    if max(i, j) == len(tensors) or any(type(tensors[k]) is ShardedTensor for k in (i, j)):
+        return True
+    return share_an_element(tensors[i], tensors[j])
 
 
 def _memory(x: torch.Tensor) -> tuple[int, int]:

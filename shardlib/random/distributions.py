@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardlib.errors import ShardingError
+from shardlib.ops.checks import WITHIN
 from shardlib.ops.random import threshold
 from shardlib.random.draw import draw, fresh_key
 
@@ -108,6 +109,8 @@ def _normal(a: Asked) -> Tensor:
     mean, std = a["mean"] or 0.0 if not isinstance(a["mean"], Tensor) else a["mean"], a["std"]
     std = 1.0 if std is None else std
     a.require(isinstance(std, Tensor) or std >= 0, "a standard deviation is not negative")
+    if isinstance(std, Tensor):
+        std = WITHIN(std, 0, math.inf, "a standard deviation is not negative")
     return _placed(_standard_normal(a), std, mean)
 
 
@@ -144,6 +147,7 @@ def _geometric(a: Asked) -> Tensor:
 def _bernoulli(a: Asked) -> Tensor:
     p = a["p"] if a["p"] is not None else a["self"]
     if isinstance(p, Tensor):
+        p = WITHIN(p, 0, 1, "a probability lies between 0 and 1")
         wide = torch.float64 if p.dtype == torch.float64 else torch.float32
         return _cast(a.draw("uniform", wide, _DIGITS[wide]) < p, a.dtype)
     return _chosen(a, p, a.dtype)
@@ -195,8 +199,8 @@ def _multinomial(a: Asked) -> Tensor:
     """Classes by their weights `[rows, classes]` or `[classes]`.
 
     Each class waits an exponential time at the rate of its weight; who comes first is drawn (Efraimidis and Spirakis,
-    2006). Draws with replacement look a uniform number up among the cumulated weights. Weights are taken to be what
-    they must be, not negative and not all 0: what tells otherwise is known on the devices only.
+    2006). Draws with replacement look a uniform number up among the cumulated weights. Weights that are negative, NaN
+    or infinite, or all 0, are refused where they are known: on the devices.
     """
     weights, n = a["self"], a["num_samples"]
     classes = weights.shape[-1]
@@ -204,16 +208,22 @@ def _multinomial(a: Asked) -> Tensor:
     a.require(n > 0, "at least one sample is drawn")
     a.require(a["replacement"] or n <= classes, "without replacement there are as many samples as classes, at most")
     lead = tuple(weights.shape[:-1])
+    weights = WITHIN(weights, 0, torch.finfo(weights.dtype).max, "a weight is a number, and not negative").double()
     if n == 1 or not a["replacement"]:
-        wait = a.draw("exponential", torch.float64, 0, tuple(weights.shape))
-        race = weights.to(torch.float64) / wait
+        race = weights / a.draw("exponential", torch.float64, 0, tuple(weights.shape))
+        race = torch.where(_some(race.amax(-1, keepdim=True)) > 0, race, 0)
         first: Tensor = race.argmax(-1, keepdim=True) if n == 1 else race.topk(n).indices
         return first
-    total = weights.to(torch.float64).cumsum(-1)
-    at = a.draw("uniform", torch.float64, 53, (*lead, n)) * total[..., -1:]
+    total = weights.cumsum(-1)
+    at = a.draw("uniform", torch.float64, 53, (*lead, n)) * _some(total[..., -1:])
     found = torch.searchsorted(total, at, right=True)
     last = (total >= total[..., -1:]).to(torch.int64).argmax(-1, keepdim=True)  # rounding may point behind it
     return torch.minimum(found, last)
+
+
+def _some(total: Tensor) -> Tensor:
+    found: Tensor = WITHIN(total, torch.finfo(total.dtype).tiny, math.inf, "not all weights are 0")
+    return found
 
 
 def _native_dropout(a: Asked) -> tuple[Tensor, Tensor]:

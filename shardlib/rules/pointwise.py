@@ -133,5 +133,6 @@ ROWS: dict[str, RuleFn | str] = {
     "fill.Tensor": pointwise(),
     "masked_fill.Scalar": pointwise(),
     "masked_fill.Tensor": pointwise(),
+    "shardlib::within": pointwise(),
     "shardlib::constrain": pointwise("{0}", transparent=True),
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardlib.ops.check_index import OP as CHECK
+from shardlib.ops.checks import CHECK_INDEX
 from shardlib.rules.rule import Local
 
 aten = torch.ops.aten
@@ -39,7 +39,7 @@ def localise(local: Local, index: Any, factor: str) -> tuple[Any, Any]:
 
 def check(local: Local, index: Any, n: int, low: int = 0, ignore: int | None = None) -> Any:
     """An index into a dim of `n` elements; one that lies outside is an error when the program runs, as in torch."""
-    local.op(CHECK, index, low, n, ignore)
+    local.op(CHECK_INDEX, index, low, n, ignore)
     return index
 
 

@@ -106,7 +106,7 @@ def deep_copy(x: ShardedTensor, memo: dict[int, Any]) -> ShardedTensor:
         memo[id(memory)].join(out, x.__dict__["_path"])
     is_param = bool(x.__dict__.get("_is_param"))  # a deep copy of a parameter has no attributes, in torch
     _finished(out, x.requires_grad, is_param, {} if is_param else copy.deepcopy(marks(x), memo))
-    if x.grad is not None:
+    if x.grad is not None and not is_param:  # nor a gradient
         out.grad = copy.deepcopy(x.grad, memo)
     return out
 

@@ -2,7 +2,7 @@
 
 A traced function knows shapes only. These ones check their arguments (`cov`, `gaussian_nll_loss`), go through a mask
 (`combinations`) or differentiate through one (`index_fill`, `index_put`) although the shape of what they return does
-not depend on it. What they check, they leave out: a negative weight gives whatever the formula gives.
+not depend on it. What they check of values is checked where the program runs.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardlib.ops.checks import WITHIN
 from shardlib.staying import Staying
 from shardlib.tracing.looks import exported, formatted, located, pickled, shown
 from shardlib.tracing.places import picked, read_at, write_at
@@ -37,7 +38,7 @@ def _cov(
     if input.dim() > 2 or any(w is not None and w.dim() > 1 for w in (fweights, aweights)):
         return None  # torch says what is wrong
     x = input if input.dim() == 2 else input.reshape(1, -1)
-    weights = [w for w in (fweights, aweights) if w is not None]
+    weights = [WITHIN(w, 0, math.inf, "a weight is not negative") for w in (fweights, aweights) if w is not None]
     w = math.prod(weights[1:], start=weights[0]) if weights else None
     total = x.shape[1] if w is None else w.sum()
     mean = (x if w is None else x * w).sum(1) / total
@@ -84,12 +85,20 @@ def _gaussian_nll_loss(
         elif var.dim() != input.dim() or var.shape[-1:] != (1,) or var.shape[:-1] != input.shape[:-1]:
             return None
     with torch.no_grad():
-        least = var.clamp(min=eps)
+        least: Tensor = WITHIN(var, 0, math.inf, "a variance is not negative").clamp(min=eps)
     var = var + (least - var).detach()  # the gradient goes past the bound
     loss = 0.5 * (var.log() + (input - target) ** 2 / var)
     if full:
         loss = loss + 0.5 * math.log(2 * math.pi)
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
+
+
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor | None:
+    if num_classes <= 0 or tensor.dtype != torch.int64:
+        return None
+    classes = WITHIN(tensor, 0, num_classes - 1, f"there are {num_classes} classes, from 0 on")
+    found: Tensor = classes.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)
+    return found.to(torch.int64)
 
 
 def _index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor | None:
@@ -154,6 +163,7 @@ _FORMS: dict[Any, Callable[..., Any]] = {
     torch.corrcoef: _corrcoef,
     Tensor.corrcoef: _corrcoef,
     torch.combinations: _combinations,
+    F.one_hot: _one_hot,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     torch.index_fill: _index_fill,
     Tensor.index_fill: _index_fill,

@@ -130,7 +130,8 @@ class Ending:
         self._refuse_changes(inputs)
         self._leaves = list(self._made(result, inputs))
         out: list[Tensor] = []
-        given = {id(x): i for i, x in enumerate(self.call.state.tensors, len(self.call.arguments))}
+        given = {id(x): leaf for leaf, x in zip(self.where, inputs, strict=True)}
+        given |= {id(x): i for i, x in enumerate(self.call.state.tensors, len(self.call.arguments))}
         for leaf, x, grad in self._watched:
             if (now := x.grad) is not grad and id(now) in given:
                 self._takes.append((leaf, "grad", given[id(now)]))

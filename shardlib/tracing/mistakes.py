@@ -70,6 +70,13 @@ def mistake(error: Exception, names: Mapping[int, str]) -> ShardingError | None:
             "again, for a gradient, runs behind that",
             remedy="put torch.utils.checkpoint around it, or into the function of a scan in it",
         )
+    if isinstance(error, RuntimeError) and "Creating a Parameter from an instance of type" in str(error):
+        return ShardingError(
+            "the traced function makes a parameter of a ShardedTensor",
+            [str(error_line(error))],
+            rule="torch makes parameters of the type that it is given, and inside jit values are tensors of the trace",
+            remedy="x.detach().clone().requires_grad_() inside; or make the parameter outside",
+        )
     frames = list(frames_of(error))
     if (refused_array := taken_for_array(error, frames)) is not None:
         return refused_array

@@ -67,3 +67,34 @@ def test_an_index_within_is_none(call: Call) -> None:
     with sl.Mesh(data=2, tensor=2):
         for run in (call, sl.jit(call)):
             same(run(*_placed()), call(X, W, L))
+
+
+P, HALF = torch.tensor([0.5, 0.2, 0.3, 0.0]), torch.full((4,), 0.5)
+VALUES: dict[str, tuple[str, Callable[[], Any]]] = {
+    "class 6 of 6": ("6 classes, from 0 on: this one is 6", lambda: F.one_hot(_at(6, 1), 6)),
+    "class -1": ("6 classes, from 0 on: this one is -1", lambda: F.one_hot(_at(0, -1), 6)),
+    "weights with NaN": ("not negative: this one is nan", lambda: torch.multinomial(P * 0 / 0, 1)),
+    "negative weights": ("not negative: this one is -0.5", lambda: torch.multinomial(P - 0.5 - P, 2, True)),
+    "infinite weights": ("not negative: this one is inf", lambda: torch.multinomial(P[:3] / 0, 1)),
+    "no weights": ("not all weights are 0", lambda: torch.multinomial(P * 0, 1)),
+    "no weights, often": ("not all weights are 0", lambda: torch.multinomial(P * 0, 2, True)),
+    "no weights, several": ("not all weights are 0", lambda: torch.multinomial(torch.stack([P, P * 0]), 2)),
+    "probability 1.5": ("between 0 and 1: this one is 1.5", lambda: torch.bernoulli(HALF + 1)),
+    "probability NaN": ("between 0 and 1: this one is nan", lambda: (HALF * 0).bernoulli_(HALF / 0 * 0)),
+    "deviation": ("a standard deviation is not negative", lambda: torch.normal(HALF, -HALF)),
+    "variance": ("a variance is not negative", lambda: F.gaussian_nll_loss(P, P, -HALF)),
+    "weights of cov": ("a weight is not negative", lambda: torch.cov(P, aweights=-HALF)),
+}
+
+
+@pytest.mark.parametrize(("words", "call"), VALUES.values(), ids=VALUES)
+def test_what_torch_refuses_of_values_is_refused(words: str, call: Callable[[], Any]) -> None:
+    with pytest.raises((RuntimeError, ValueError)):
+        call()
+    with sl.Mesh(data=2, tensor=2), pytest.raises(RuntimeError, match=words):
+        sl.jit(call)()
+
+
+def test_probabilities_are_looked_at_in_pieces() -> None:
+    with sl.Mesh(data=2, tensor=2), pytest.raises(RuntimeError, match=r"between 0 and 1: this one is 1\.5"):
+        torch.bernoulli(sl.shard(HALF + 1, "a@data"))

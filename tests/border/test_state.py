@@ -1162,3 +1162,108 @@ def test_numbers_that_change_beside_a_scan_and_an_error() -> None:
         step(X[:2])
     assert error.value.__notes__ == ["Not written: m.h. A jitted function writes when it has returned."]
     assert m.n == 5
+
+
+class _Held(types.SimpleNamespace):
+    """Tensors under names."""
+
+
+def _handed_on(t: _Held, x: torch.Tensor) -> torch.Tensor:
+    t.prev = t.h
+    t.h = t.h + x
+    return x.sum()
+
+
+def _in_a_list(t: _Held, x: torch.Tensor) -> torch.Tensor:
+    t.list[0] = t.h
+    t.h = t.h + x
+    return x.sum()
+
+
+def _ping_pong(t: _Held, x: torch.Tensor) -> torch.Tensor:
+    t.prev.copy_(t.h + x)
+    t.h, t.prev = t.prev, t.h
+    return x.sum()
+
+
+@pytest.mark.parametrize("placed", [False, True])
+@pytest.mark.parametrize("look", [lambda h: h[0], lambda h: setattr(h, "tag", "x"), lambda h: None])
+@pytest.mark.parametrize("step", [_handed_on, _in_a_list, _ping_pong])
+def test_tensors_that_change_places_are_those_of_each_call(step: Any, look: Any, placed: bool) -> None:
+    """Whoever was viewed, or has an attribute, is an owner of values, too: it was kept as the program's constant."""
+
+    def run(place: Callable[[torch.Tensor], torch.Tensor], wrap: Callable[[Any], Any]) -> list[Any]:
+        t = _Held(h=place(torch.zeros(4)), prev=place(torch.ones(4)), list=[place(torch.ones(4))])
+        jitted, found = wrap(lambda x: step(t, x)), []
+        for _ in range(4):
+            look(t.h), look(t.prev)
+            jitted(torch.ones(4))
+            found += [t.h.detach().clone(), t.prev.detach().clone(), t.list[0].detach().clone(), t.h is t.prev]
+        return found
+
+    with sl.Mesh(data=2):
+        place = (lambda x: sl.shard(x, "a@data")) if placed else (lambda x: x)
+        same(run(place, sl.jit), run(lambda x: x, lambda fn: fn))
+
+
+def test_a_container_that_is_filled_and_replaced_is_as_it_was() -> None:
+    class Average:
+        def __init__(self, model: torch.nn.Module) -> None:
+            self.model, self.kept = model, {n: p.data.clone() * 2 for n, p in model.named_parameters()}
+            self.backup: dict[str, torch.Tensor] = {}
+
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            for n, p in self.model.named_parameters():
+                self.backup[n], p.data = p.data, self.kept[n]
+            y = self.model(x).detach()
+            for n, p in self.model.named_parameters():
+                p.data = self.backup[n]
+            self.backup = {}
+            return y
+
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 2)
+    average, plain = Average(net), Average(copy.deepcopy(net))
+    with sl.Mesh(data=2):
+        step = sl.jit(average.step)
+        for i in range(3):
+            same(step(torch.ones(3, 4) + i), plain.step(torch.ones(3, 4) + i))
+            assert average.backup == {}
+            same(list(net.parameters()), list(plain.model.parameters()))
+
+
+def test_halves_without_a_common_element_share_no_memory() -> None:
+    both, plain = (torch.arange(32.0).view(4, 8) for _ in range(2))
+    with sl.Mesh(data=2):
+        step = sl.jit(lambda q, k: (q.add_(k), q.sum())[1])
+        same(step(*both.chunk(2, -1)), plain[:, :4].add_(plain[:, 4:]).sum())
+        same(both, plain)
+        with pytest.raises(ShardingError, match="q and k share memory"):
+            step(both[:, :4], both[:, 3:7])
+
+
+def test_a_gradient_that_is_an_argument_is_that_one() -> None:
+    w, g = torch.zeros(4, requires_grad=True), torch.ones(4)
+
+    def step(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        w.grad = g
+        return x.sum()
+
+    with sl.Mesh(data=2):
+        sl.jit(step)(torch.ones(4), g)
+    assert w.grad is g
+
+
+def test_a_copy_of_a_parameter_has_no_gradient() -> None:
+    with sl.Mesh(data=2):
+        p = torch.nn.Parameter(sl.shard(torch.ones(4, 2), "a@data _"))
+        (p * 2).sum().backward()
+        assert copy.deepcopy(p).grad is None
+
+
+def test_a_parameter_made_of_a_sharded_tensor_inside_is_refused() -> None:
+    with sl.Mesh(data=2):
+        v = sl.shard(torch.ones(2, 4), "a@data _")
+    step = sl.jit(lambda x: x @ torch.nn.Parameter(v).t())
+    with sl.Mesh(data=2), pytest.raises(ShardingError, match=r"makes a parameter of a ShardedTensor[\s\S]*detach"):
+        step(torch.ones(3, 4))
