@@ -1,17 +1,17 @@
-"""The pipeline, as a flat list of stages: trace -> normalise -> propagate -> lower."""
+"""The pipeline, as a flat list of stages: trace -> normalise -> propagate -> lower -> passes."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from shardlib import graph as graphs
-from shardlib.calls.arguments import by_argument, describe
+from shardlib.calls.arguments import argument_of, by_argument, describe
 from shardlib.calls.flat import FlatCall, arguments_of, flatten_call, twins
 from shardlib.calls.rebound import Result, Watch
 from shardlib.calls.state import State
@@ -19,10 +19,11 @@ from shardlib.errors import ShardingError
 from shardlib.graph import DOORS, Graph, Op, Value
 from shardlib.lines import place
 from shardlib.lower import lower
-from shardlib.lower.program import Program
-from shardlib.lower.split import Halves, split
 from shardlib.meshes.mesh import Mesh
 from shardlib.normalise import normalise
+from shardlib.passes import run_passes
+from shardlib.passes.split import Halves, split
+from shardlib.program.steps import Program
 from shardlib.propagate import Propagated, propagate
 from shardlib.propagate.flood import Fixed
 from shardlib.propagate.units import is_constraint
@@ -65,11 +66,14 @@ def compile_program(
     differentiate: bool = False,
     exact: bool = False,
     watch: Watch | None = None,
+    donate: Collection[int | str] = (),
+    owned: int | None = None,
 ) -> Compiled:
     """Run all stages on `fn(*args, **kwargs)`.
 
     `in_specs` and `out_specs` are prefix pytrees of specs; `placed` gives the layout of a leaf of the call that has
-    one. `state`, `differentiate`, `exact` and `watch` are as in `trace`.
+    one. `state`, `differentiate`, `exact` and `watch` are as in `trace`; `donate` are arguments whose memory is given
+    up, `owned` is as in `Program`.
     """
     clock = _Clock()
     call = flatten_call(fn, args, kwargs, static, state)
@@ -101,13 +105,21 @@ def compile_program(
     propagated = propagate(graph, mesh, fixed, outputs, _doors(graph, mesh))
     clock.stop("propagate")
     program = lower(graph, propagated, mesh)
+    clock.stop("lower")
+    program = replace(program, donated=_donated(traced, donate), owned=owned)
     halves = None
     if traced.after.gradients:
-        halves = split(program, len(traced.after.cotangents), len(traced.after.gradients))
-        program.steps = [*halves.forward.steps, *halves.backward.steps]
-    clock.stop("lower")
+        halves = split(program, len(traced.after.cotangents), len(traced.after.gradients)).through(run_passes)
+    program = run_passes(program) if halves is None else halves.joint
+    clock.stop("passes")
     names = tuple(zip(traced.input_names, graph.inputs, strict=True))
     return Compiled(traced, mesh, graph, propagated, program, names, fixed_inputs, halves, clock.seconds)
+
+
+def _donated(traced: Traced, donate: Collection[int | str]) -> frozenset[int]:
+    """The inputs that are given up."""
+    paths = enumerate(traced.input_paths)
+    return frozenset(i for i, path in paths if path is not None and argument_of(path) in donate)
 
 
 class _Clock:

@@ -221,7 +221,6 @@ class Jitted(Function):
             whole = entry(plan, program, mesh, load(program, mesh, plan), kept)
             way = functools.partial(gradient.refused, whole) if whole.after.refused else caller(whole)
             return Ready(whole, way, self._kept(plan))
-        halves.forward.donated = program.donated
         first = entry(plan, halves.forward, mesh, load(halves.forward, mesh, plan), kept)
         second = gradient.backward(plan, halves, mesh, load(halves.backward, mesh, plan))
         return Ready(first, functools.partial(gradient.run, first, second), self._kept(plan))

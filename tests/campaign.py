@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 import shardlib as sl
 from shardlib import Mesh, ShardingError, reshard
 from shardlib.check import unshared
-from shardlib.lower.program import Collective
+from shardlib.program.steps import Collective
 from shardlib.reshard import cheapest, routing, step
 from shardlib.run import virtual
 from shardlib.specs.layout import Layout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardlib.lower import verify
+from shardlib.program import verify
 
 torch.set_num_threads(1)  # the tensors are small; with more threads they wait for each other
 

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlib import Mesh, reshard
+from shardlib.lower.builder import Builder
 from shardlib.lower.move import Mover
-from shardlib.lower.program import Program, Var
 from shardlib.meshes.axis import Axis
+from shardlib.program.steps import Var
 from shardlib.reshard import Axes, Cut, Hop
 from shardlib.reshard.direct import Direct
 from shardlib.run import virtual
@@ -61,15 +62,16 @@ def run(leaves: Leaves, hops: Sequence[Hop], src: Cut, dst: Cut, mesh: Mesh, pen
     addends = torch.randint(-9, 9, (ways, *shape)).double()
     whole = addends.amax(0) if reduce == "max" else addends.sum(0)
     have, want = layout(leaves, src), layout(leaves, dst)
-    program = Program(mesh)
+    builder = Builder(mesh)
     var = Var("x", have, whole.dtype)
-    program.inputs.append(var)
+    builder.inputs.append(var)
     # Which addend a device holds is not in the layout here, so nothing may be shared between devices.
     for i, hop in enumerate(hops):
         to = layout(leaves, hop.after)
-        step = partial(Mover(program).step, name=f"x{i}", line=None, backward=False, reason="", because=None)
+        step = partial(Mover(builder).step, name=f"x{i}", reason="", because=None)
         var = step(hop.step, var, hop.dims, to)
-    program.outputs.append(var)
+    builder.outputs.append(var)
+    program = builder.finish()
 
     def piece(coords: dict[str, int]) -> torch.Tensor:
         k = 0

@@ -14,8 +14,8 @@ import shardlib as sl
 from shardlib import Mesh, P, shard
 from shardlib.errors import ShardingError
 from shardlib.ops.attention import attention
+from shardlib.program.steps import Start
 from shardlib.rules import ring, rule_for
-from shardlib.run.schedule import schedule
 from shardlib.state import single_device
 from tests.prover import call_of, prove
 from tests.ranks import run_ranks
@@ -286,7 +286,8 @@ def test_the_plan_says_what_goes_round() -> None:
 def test_the_next_piece_travels_under_the_arithmetic() -> None:
     """Every rank starts to send a piece, then works on the one before, then waits."""
     plan = planned(lambda *x: attend(causal=True)(*x)[0], tensors(1, 16), 4)
-    events = [e[0].kind if isinstance(e, tuple) else str(e.target) for e in schedule(plan.compiled.program)]
+    steps = plan.compiled.program.steps
+    events = [s.first.kind if isinstance(s, Start) else str(getattr(s, "target", "")) for s in steps]
     told = [e for e in events if e in ("ppermute", "shardlib.attention.default")]
     assert told == ["ppermute", "ppermute", "shardlib.attention.default"] * 3 + ["shardlib.attention.default"]
 

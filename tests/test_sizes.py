@@ -26,10 +26,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 import shardlib as sl
 from shardlib import Mesh, P, ShardingError, reshard, shard
 from shardlib.beside import boxes as dcp_chunks
+from shardlib.lower.builder import Builder
 from shardlib.lower.move import Mover
-from shardlib.lower.program import Collective, Program, Var
 from shardlib.meshes.axis import Axis
 from shardlib.ops import _groups
+from shardlib.program.steps import Collective, Var
 from shardlib.propagate.dims import Dims
 from shardlib.reshard import Axes, Cut, Leaves
 from shardlib.run import virtual
@@ -161,15 +162,16 @@ def moved(leaves: Leaves, src: Cut, into: Leaves, dst: Cut, pending: Axes = ()) 
     """Move a random value through Mover and virtual devices, and compare with where it ought to be."""
     have, want = layout(leaves, src), layout(into, dst)
     addends = torch.randint(-9, 9, (reshard.ways(pending), *have.shape)).double()
-    program = Program(grid())
+    builder = Builder(grid())
     var = Var("x", have, addends.dtype)
-    program.inputs.append(var)
+    builder.inputs.append(var)
     for i, hop in enumerate(reshard.route(leaves, 8, src, dst, pending, "sum", into)):
         feed = iter(hop.sizes)
         to = layout(tuple(tuple(next(feed) for _ in dim) for dim in leaves), hop.after)
-        step = partial(Mover(program).step, name=f"x{i}", line=None, backward=False, reason="", because=None)
+        step = partial(Mover(builder).step, name=f"x{i}", reason="", because=None)
         var = step(hop.step, var, hop.dims, to)
-    program.outputs.append(var)
+    builder.outputs.append(var)
+    program = builder.finish()
 
     def piece(coords: Mapping[str, int]) -> Tensor:
         k = 0

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,10 +12,10 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh
-from shardlib.lower.memory import local_bytes
-from shardlib.lower.program import Collective, Instr, Program, Var
-from shardlib.lower.verify import ProgramError, verify
 from shardlib.meshes.axis import Axis
+from shardlib.program.check import ProgramError
+from shardlib.program.steps import Collective, Compute, Copy, Free, Program, Start, Step, Var, Wait, makes, reads
+from shardlib.program.verify import verify
 from shardlib.specs.layout import Layout
 
 pytestmark = pytest.mark.usefixtures("strict")
@@ -42,154 +41,222 @@ def _program(sizes: str = "even") -> Program:
         return sl.jit(fn, in_specs=specs).plan(*args).compiled.program
 
 
-def _first(program: Program, test: Callable[[Any], bool]) -> Any:
-    return next(s for s in program.steps if test(s))
+Plant = Callable[[Program], Program]
 
 
-def _collective(kind: str, key: str = "") -> Callable[[Program], Collective]:
-    return lambda p: _first(p, lambda s: isinstance(s, Collective) and s.kind == kind and (not key or key in s.params))
+def _at(program: Program, test: Callable[[Any], bool]) -> int:
+    return next(i for i, s in enumerate(program.steps) if test(s))
 
 
-def _instr(target: Any) -> Callable[[Program], Instr]:
-    return lambda p: _first(p, lambda s: isinstance(s, Instr) and s.target == target)
+def _put(program: Program, i: int, *new: Step) -> Program:
+    """The program with other steps at i."""
+    return replace(program, steps=(*program.steps[:i], *new, *program.steps[i + 1 :]))
 
 
-def _told(kind: str, key: str, change: Callable[[Any], Any]) -> Callable[[Program], None]:
-    def plant(program: Program) -> None:
-        step = _collective(kind, key)(program)
-        step.params = {**step.params, key: change(step.params[key])}
+def _mm(change: Callable[[Compute], Sequence[Step]]) -> Plant:
+    """With other steps where a matmul stands."""
+
+    def plant(program: Program) -> Program:
+        i = _at(program, lambda s: isinstance(s, Compute) and s.target == aten.mm.default)
+        step = program.steps[i]
+        assert isinstance(step, Compute)
+        return _put(program, i, *change(step))
 
     return plant
+
+
+def _out(**other: Any) -> Plant:
+    """With another result of a matmul."""
+
+    def plant(program: Program) -> Program:
+        i = _at(program, lambda s: isinstance(s, Compute) and s.target == aten.mm.default)
+        (out,) = makes(program.steps[i])
+        return program.with_vars({out: replace(out, **other)})
+
+    return plant
+
+
+def _collective(test: Callable[[Collective], bool], **other: Callable[[Collective], Any]) -> Plant:
+    """With another collective where the first such one starts."""
+
+    def plant(program: Program) -> Program:
+        i = _at(program, lambda s: isinstance(s, Start) and any(map(test, s.moves)))
+        start = program.steps[i]
+        assert isinstance(start, Start)
+        k = next(k for k, c in enumerate(start.moves) if test(c))
+        c = replace(start.moves[k], **{key: change(start.moves[k]) for key, change in other.items()})
+        return _put(program, i, Start((*start.moves[:k], c, *start.moves[k + 1 :])))
+
+    return plant
+
+
+def _told(kind: str, key: str, change: Callable[[Any], Any]) -> Plant:
+    return _collective(
+        lambda c: c.kind == kind and key in c.params, params=lambda c: {**c.params, key: change(c.params[key])}
+    )
+
+
+def _of(kind: str) -> Callable[[Collective], bool]:
+    return lambda c: c.kind == kind
 
 
 def _longer(sizes: Any) -> Any:
     return [_longer(sizes[0]) if isinstance(sizes[0], list) else sizes[0] + 1, *sizes[1:]]
 
 
-def _dropped(program: Program) -> None:
-    program.steps.remove(_instr(aten.mm.default)(program))
+def _too_late(program: Program) -> Program:
+    i = _at(program, lambda s: isinstance(s, Compute) and s.target == aten.mm.default)
+    return replace(program, steps=(*program.steps[:i], *program.steps[i + 1 :], program.steps[i]))
 
 
-def _twice(program: Program) -> None:
-    program.steps.append(copy.copy(_instr(aten.mm.default)(program)))
+def _other_number(program: Program) -> Program:
+    i = _at(program, lambda s: isinstance(s, Compute) and s.target == aten.narrow.default)
+    step = program.steps[i]
+    assert isinstance(step, Compute)
+    return _put(program, i, replace(step, args=(*step.args[:3], 99)))
 
 
-def _too_late(program: Program) -> None:
-    step = _instr(aten.mm.default)(program)
-    program.steps.remove(step)
-    program.steps.append(step)
+def _settles(c: Collective) -> bool:
+    """Whether this reduces a value that is known to be a pending sum."""
+    return c.source.layout is not None and bool(c.source.layout.pending)
 
 
-def _no_result(program: Program) -> None:
-    program.outputs[0] = Var("nobody", Layout.replicated((1,)), torch.float32)
+def _still_pending(program: Program) -> Program:
+    (c, *_) = filter(_settles, program.collectives)
+    assert c.source.layout is not None
+    assert c.out.layout is not None
+    layout = replace(c.out.layout, pending=c.source.layout.pending)
+    return program.with_vars({c.out: replace(c.out, layout=layout)})
 
 
-def _input_twice(program: Program) -> None:
-    program.inputs.append(program.inputs[0])
+def _step(kind: type[Step], change: Callable[[Any], Sequence[Step]], at: int = 0) -> Plant:
+    """With other steps where the first step of a kind stands."""
+
+    def plant(program: Program) -> Program:
+        i = [i for i, s in enumerate(program.steps) if isinstance(s, kind)][at]
+        return _put(program, i, *change(program.steps[i]))
+
+    return plant
 
 
-def _other_operand(program: Program) -> None:
-    step = _instr(aten.mm.default)(program)
-    step.args = (step.args[1], step.args[0])
+def _freed(which: Callable[[Program], Var], behind: type[Step]) -> Plant:
+    """With a value freed behind the first step of a kind."""
+    return lambda program: _step(behind, lambda s: [s, Free((which(program),))])(program)
 
 
-def _other_layout(program: Program) -> None:
-    out = _instr(aten.mm.default)(program).outs[0]
-    assert out is not None
-    out.layout = Layout.replicated((8, 8))
+def _over(program: Program, operand: Callable[[Program], Var]) -> Program:
+    """With a call over an operand, in front of all others."""
+    x = operand(program)
+    return replace(
+        program, steps=(Compute(aten.neg.default, (x,), {}, (replace(x, name="n"),), over=0), *program.steps)
+    )
 
 
-def _other_dtype(program: Program) -> None:
-    out = _instr(aten.mm.default)(program).outs[0]
-    assert out is not None
-    out.dtype = torch.float64
+def _over_what_is_read(program: Program) -> Program:
+    i = _at(program, lambda s: isinstance(s, Compute) and s.target == aten.mm.default)
+    (x,) = makes(program.steps[i])
+    call = Compute(aten.neg.default, (x,), {}, (replace(x, name="n"),), over=0)
+    return _put(program, i, program.steps[i], call)
 
 
-def _other_number(program: Program) -> None:
-    step = _first(program, lambda s: isinstance(s, Instr) and s.target == aten.narrow.default)
-    step.args = (*step.args[:3], 99)
+def _over_what_flies(program: Program) -> Program:
+    i = _at(program, lambda s: isinstance(s, Start))
+    x = next(reads(program.steps[i]))
+    call = Compute(aten.neg.default, (x,), {}, (replace(x, name="n"),), over=0)
+    return _put(program, i, program.steps[i], call)
 
 
-def _settled(program: Program) -> Collective:
-    """The reduction of a value that is known to be a pending sum."""
-
-    def is_one(s: Any) -> bool:
-        return isinstance(s, Collective) and s.source.layout is not None and bool(s.source.layout.pending)
-
-    return _first(program, is_one)
-
-
-def _still_pending(program: Program) -> None:
-    step = _settled(program)
-    step.out.layout = dataclasses.replace(step.out.layout, pending=step.source.layout.pending)
+def _mixed(program: Program) -> Program:
+    i = _at(program, lambda s: isinstance(s, Start))
+    start = program.steps[i]
+    assert isinstance(start, Start)
+    c = replace(start.first, kind="ppermute", out=replace(start.first.out, name="other"))
+    return _put(program, i, Start((*start.moves, c)))
 
 
-def _never_pending(program: Program) -> None:
-    step = _settled(program)
-    other = {"data": "tensor", "tensor": "data"}
-    step.axes = tuple(Axis(other[a.name], 2) for a in step.axes)
-
-
-def _no_axis(program: Program) -> None:
-    _collective("all_gather")(program).axes = (Axis("pod", 2),)
-
-
-def _axis_twice(program: Program) -> None:
-    _collective("all_reduce")(program).axes = (Axis("tensor", 2), Axis("tensor", 2))
-
-
-def _other_kind(program: Program) -> None:
-    _collective("reduce_scatter", "sizes")(program).kind = "all_gather"
-
-
-FAULTS: dict[str, tuple[Callable[[Program], None], str]] = {
-    "a step is missing": (_dropped, "which is not made yet"),
-    "a step stands twice": (_twice, "which is there"),
+OTHER = {"data": "tensor", "tensor": "data"}
+FAULTS: dict[str, tuple[Plant, str]] = {
+    "a step is missing": (_mm(lambda s: []), "which is not made yet"),
+    "a step stands twice": (_mm(lambda s: [s, replace(s)]), "which is there"),
     "a step comes too late": (_too_late, "which is not made yet"),
-    "nothing makes a result": (_no_result, "nobody is a result, and nothing makes it"),
-    "an input stands twice": (_input_twice, "an input stands twice"),
-    "operands change places": (_other_operand, "aten.mm.default"),
-    "another layout": (_other_layout, r"is \[8, 8\]: \[8, 8\]"),
-    "another dtype": (_other_dtype, "makes torch.float32, %.* is torch.float64"),
+    "nothing makes a result": (
+        lambda p: replace(p, outputs=(Var("nobody", Layout.replicated((1,)), torch.float32), *p.outputs[1:])),
+        "nobody is a result, and it is not made yet",
+    ),
+    "an input stands twice": (lambda p: replace(p, inputs=(*p.inputs, p.inputs[0])), "an input stands twice"),
+    "operands change places": (_mm(lambda s: [replace(s, args=s.args[::-1])]), "aten.mm.default"),
+    "another layout": (_out(layout=Layout.replicated((8, 8))), r"is \[8, 8\]: \[8, 8\]"),
+    "another dtype": (_out(dtype=torch.float64), "makes torch.float32, %.* is torch.float64"),
     "a slice that is too long": (_other_number, "narrow"),
     "a sum that stays pending": (_still_pending, "leaves pending over"),
-    "a sum over other axes": (_never_pending, "leaves pending over"),
-    "an axis that is none of the mesh's": (_no_axis, "none of the mesh's"),
-    "an axis twice": (_axis_twice, "over one twice"),
+    "a sum over other axes": (
+        _collective(_settles, axes=lambda c: tuple(Axis(OTHER[a.name], 2) for a in c.axes)),
+        "leaves pending over",
+    ),
+    "an axis that is none of the mesh's": (
+        _collective(_of("all_gather"), axes=lambda c: (Axis("pod", 2),)),
+        "none of the mesh's",
+    ),
+    "an axis twice": (_collective(_of("all_reduce"), axes=lambda c: (Axis("tensor", 2),) * 2), "over one twice"),
     "a gather of other sizes": (_told("all_gather", "sizes", _longer), "a piece has the length|makes"),
     "a gather of fewer": (_told("all_gather", "sizes", lambda x: x[:1]), "so many members"),
     "a gather along another dim": (_told("all_gather", "dim", lambda d: 1 - d), "a piece has the length|makes"),
     "a scatter of other sizes": (_told("reduce_scatter", "sizes", _longer), "the whole has the length"),
-    "a scatter that gathers": (_other_kind, "leaves pending over nothing what was pending over"),
+    "a scatter that gathers": (
+        _collective(_of("reduce_scatter"), kind=lambda c: "all_gather"),
+        "leaves pending over nothing what was pending over",
+    ),
     "an exchange of other sizes": (_told("all_to_all", "split_sizes", _longer), "a piece has the length"),
     "an exchange that gets others": (_told("all_to_all", "concat_sizes", _longer), "a piece has the length|makes"),
     "a hop to nobody": (_told("ppermute", "pairs", lambda pairs: [(0, 9), *pairs[1:]]), "told to send by"),
     "two hops to one": (_told("ppermute", "pairs", lambda pairs: [(0, 0), (1, 0)]), "told to send by"),
+    "kinds that travel together": (_mixed, "begins collectives of several kinds or groups together"),
+    "nobody waits": (_step(Wait, lambda s: []), "is in flight"),
+    "somebody waits twice": (_step(Wait, lambda s: [s, s]), "waits for what did not begin together|which is there"),
+    "something else is waited for": (
+        _step(Wait, lambda s: [Wait((*s.outs, replace(s.outs[0], name="x")))]),
+        "waits for what did not begin together",
+    ),
+    "a message starts twice": (_step(Start, lambda s: [s, s]), "brings %.*, which is there"),
+    "what is in flight is freed": (_freed(lambda p: p.collectives[0].source, Start), "is freed, and it is in flight"),
+    "freed before it is read": (
+        lambda p: _mm(lambda s: [s, Free(tuple(makes(s)))])(p),
+        "which is freed",
+    ),
+    "freed twice": (_step(Free, lambda s: [s, s]), "is freed, and it is freed"),
+    "a result is freed": (
+        lambda p: replace(p, steps=(*p.steps, Free((next(p.results),)))),
+        "is a result, and it is freed",
+    ),
+    "written over an input": (lambda p: _over(p, lambda p: p.inputs[0]), "writes over %.*, which others hold"),
+    "written over what is read": (_over_what_is_read, "which was written over by"),
+    "written over what is in flight": (_over_what_flies, "writes over %.*, which others hold"),
+    "a copy of nothing": (
+        lambda p: replace(p, steps=(Copy(replace(p.inputs[0], name="y"), replace(p.inputs[0], name="z")), *p.steps)),
+        "copy reads %y, which is not made yet",
+    ),
 }
 
 
 @pytest.mark.parametrize(("plant", "message"), FAULTS.values(), ids=FAULTS)
-def test_a_planted_fault_is_found(plant: Callable[[Program], None], message: str) -> None:
-    program = verify(_program())
-    plant(program)
+def test_a_planted_fault_is_found(plant: Plant, message: str) -> None:
+    wrong = plant(verify(_program()))
     with pytest.raises(ProgramError, match=message):
-        verify(program)
+        verify(wrong)
 
 
 @pytest.mark.parametrize("sizes", ["even", "uneven"])
 def test_what_is_planned_is_right_and_every_value_has_a_size(sizes: str) -> None:
     program = _program(sizes)
     verify(program)
-    values = [v for s in program.steps for v in s.outs if v is not None]
-    assert all(local_bytes(v) > 0 for v in values)
+    values = [v for s in program.steps for v in makes(s)]
+    assert all(v.nbytes > 0 for v in values)
     assert any(v.layout is None for v in values)
     assert {s.kind for s in program.collectives} >= {"all_reduce", "all_gather", "reduce_scatter"}
 
 
 def test_all_faults_are_told_at_once() -> None:
-    program = _program()
-    _other_dtype(program)
-    _told("all_gather", "sizes", _longer)(program)
+    program = _told("all_gather", "sizes", _longer)(_out(dtype=torch.float64)(_program()))
     with pytest.raises(ProgramError) as error:
         verify(program)
     assert str(error.value).count("\n  * ") >= 2

@@ -11,7 +11,7 @@ import operator
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,10 +25,11 @@ from shardlib.eager.slots import devices_of, filled, listed, made_on, moved
 from shardlib.errors import ShardingError
 from shardlib.lines import Line, user_line
 from shardlib.lower import lower
-from shardlib.lower.program import Program, Var
 from shardlib.meshes.mesh import Mesh
 from shardlib.normalise import normalise
+from shardlib.passes import run_passes
 from shardlib.plans.plan import Plan
+from shardlib.program.steps import Program, Var
 from shardlib.propagate import propagate
 from shardlib.propagate.flood import Fixed
 from shardlib.run import distributed, virtual
@@ -106,10 +107,10 @@ def single(op: Any, args: Any, kwargs: dict[str, Any], operands: Sequence[Operan
         fixed_outputs[0] = _fixed(operands[0].shown, "the view")
     vals = [x.meta["val"] if isinstance(x, fx.Node) else None for x in outputs]
     traced = writer.finish(name, inputs, outputs)
-    compiled = _compile(traced, operands, fixed_outputs, mesh)
-    plan = Plan(compiled)
     moved = op is None and not operands[0].path
-    compiled.program.owned = None if moved or any(x.plain for x in operands) else 0
+    owned = None if moved or any(x.plain for x in operands) else 0
+    compiled = _compile(traced, operands, fixed_outputs, mesh, owned)
+    plan = Plan(compiled)
     results = _forms(compiled.program, vals, operands, plan, device)
     meets = mesh.kind == "distributed" and bool(compiled.program.collectives)
     return Single(_load(compiled.program, mesh, plan), results, tree, len(own), meets)
@@ -202,12 +203,15 @@ def _fixed(form: Form, source: str) -> Fixed:
     return Fixed(form.layout, form.names, (False,) * len(form.shape), source)
 
 
-def _compile(traced: Traced, operands: Sequence[Operand], outputs: dict[int, Fixed], mesh: Mesh) -> Compiled:
+def _compile(
+    traced: Traced, operands: Sequence[Operand], outputs: dict[int, Fixed], mesh: Mesh, owned: int | None
+) -> Compiled:
     graph = graphs.build(traced.graph)
     fixed = {i: _fixed(x.form, f"argument {i}") for i, x in enumerate(operands)}
     propagated = propagate(graph, mesh, {graph.inputs[i]: f for i, f in fixed.items()}, outputs, {})
     names = tuple(zip(traced.input_names, graph.inputs, strict=True))
-    return Compiled(traced, mesh, graph, propagated, lower(graph, propagated, mesh), names, fixed)
+    program = run_passes(replace(lower(graph, propagated, mesh), owned=owned))
+    return Compiled(traced, mesh, graph, propagated, program, names, fixed)
 
 
 def _load(program: Program, mesh: Mesh, plan: Plan) -> Callable[[Sequence[Pieces]], tuple[Any, ...]]:

@@ -12,8 +12,8 @@ from torch import Tensor
 from shardlib.eager.relayout import relayout
 from shardlib.errors import ShardingError
 from shardlib.jitted.run import Entry, finished, forms, results
-from shardlib.lower.split import Halves
 from shardlib.meshes.mesh import Mesh
+from shardlib.passes.split import Halves
 from shardlib.plans.plan import Plan
 from shardlib.ranks.lineage import made, note
 from shardlib.ranks.order import current

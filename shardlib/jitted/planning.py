@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from shardlib.calls.arguments import argument_of
 from shardlib.calls.flat import flatten_call
 from shardlib.calls.leaks import refuse_leaks
 from shardlib.calls.reasons import Change, difference, listed, seen
@@ -168,12 +167,9 @@ class Call:
                 state=self.state,
                 exact=exact or self.state.exact,
                 watch=watch,
+                donate=function.donate,
                 differentiate=any(isinstance(x, torch.Tensor) and x.requires_grad for x in self.leaves),
             )
-        paths = compiled.traced.input_paths
-        compiled.program.donated = frozenset(
-            i for i, path in enumerate(paths) if path is not None and argument_of(path) in function.donate
-        )
         return Plan(compiled)
 
     def _placed(self, leaf: Any) -> Fixed | None:

@@ -19,10 +19,10 @@ from shardlib.arrays import arrays_of, bounds, share_an_element
 from shardlib.calls.rebound import rebind
 from shardlib.errors import ShardingError
 from shardlib.jitted.unrolled import Pieces, builder, gatherer, origins, wrapper
-from shardlib.lower.program import Instr, Program, Var
-from shardlib.lower.program import leaves as values_in
 from shardlib.meshes.mesh import Mesh
 from shardlib.plans.plan import Plan
+from shardlib.program.steps import Compute, Program, Var
+from shardlib.program.steps import leaves as values_in
 from shardlib.ranks.lineage import note
 from shardlib.ranks.telling import number
 from shardlib.run import Runner
@@ -113,7 +113,7 @@ def entry(plan: Plan, program: Program, mesh: Mesh, runner: Runner, kept: Sequen
 
 
 def _origins(plan: Plan, program: Program, inputs: Sequence[Input]) -> Callable[[list[Any]], int]:
-    read = (x for s in program.steps if isinstance(s, Instr) for x in values_in((s.args, s.kwargs), Scalar))
+    read = (x for s in program.steps if isinstance(s, Compute) for x in values_in((s.args, s.kwargs), Scalar))
     numbers = sorted({leaf for x in read for leaf in x.leaves()})
     what = number(plan.name, *plan.compiled.traced.result_names)
     return origins(what, [given.leaf for given in inputs], numbers)

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from shardlib.lower.lowering import lower
-from shardlib.lower.program import Program
+from shardlib.program.steps import Program
 
 __all__ = ["Program", "lower"]

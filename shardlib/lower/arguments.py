@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from shardlib.lower.program import Var
+from shardlib.program.steps import Var
 from shardlib.rules.rule import Path
 
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardlib.graph import Op, Value, is_creation
 from shardlib.lower.arguments import put, substitute
-from shardlib.lower.program import Var
-from shardlib.lower.sym import local_size, product
 from shardlib.meshes.axis import Axis
+from shardlib.program.steps import Var
+from shardlib.program.sym import local_size, product
 from shardlib.specs.layout import Factor, Layout
 
 if TYPE_CHECKING:
@@ -40,11 +40,12 @@ class Constants:
         if op is not None and op.rule is not None and is_creation(op.target) and self._made_in_pieces(op):
             var = self._create(op, dims)
         else:
-            line = op.line if op is not None else self.values.emitter.line
-            var = self.values.mover.slice_all(self.get(value, ()), dims, name=self.values.fresh_name(value), line=line)
-        var.layout = Layout(tuple(tuple(Factor(n, Axis.merge(a)) for n, a in dim) for dim in dims)).canonical
-        var.value = value
-        self.have[key] = var
+            builder = self.values.builder
+            whole = self.get(value, ())
+            with builder.at(op.line if op is not None else builder.line):
+                var = self.values.mover.slice_all(whole, dims, name=value.name)
+        layout = Layout(tuple(tuple(Factor(n, Axis.merge(a)) for n, a in dim) for dim in dims)).canonical
+        var = self.have[key] = self.values.builder.say(var, layout=layout, value=value)
         return var
 
     def _operand(self, value: Value) -> Var:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from shardlib import reshard
 from shardlib.graph import Op, Value
-from shardlib.lines import Line
 from shardlib.lower.arguments import put, substitute
+from shardlib.lower.builder import Builder
 from shardlib.lower.local import Assignment, LocalForm
-from shardlib.lower.program import Instr, Program, Step, Var
-from shardlib.lower.sym import Sym, local_size, product
+from shardlib.program.steps import Compute, Step, Var
+from shardlib.program.sym import Sym, local_size, product
 from shardlib.propagate.flood import Factor as OpFactor
 from shardlib.propagate.flood import Flood
 from shardlib.rules.rule import Rule
@@ -20,12 +21,10 @@ from shardlib.specs.layout import Layout
 
 
 class Emitter:
-    """Appends instructions to a program, in the name of the line that is being lowered."""
+    """Writes ops of the graph as steps of the program."""
 
-    def __init__(self, program: Program, flood: Flood) -> None:
-        self.program, self.flood = program, flood
-        self.line: Line | None = None
-        self.backward = False
+    def __init__(self, builder: Builder, flood: Flood) -> None:
+        self.builder, self.flood = builder, flood
 
     def op(self, op: Op, rule: Rule, assignment: Assignment, operands: Sequence[Var]) -> list[Any]:
         args, kwargs = substitute(op.node, operands)
@@ -37,9 +36,9 @@ class Emitter:
         tied = {*rule.rounds, *rule.follows}
         flops = rule.flops / math.prod(reshard.ways(axes) for x, axes in assignment.items() if x[0] not in tied)
         if rule.local is not None and (cut_labels & rule.local_factors or rule.dense):
-            before = len(self.program.steps)
+            before, steps = len(self.builder.steps), self.builder.steps
             out = rule.local(LocalForm(self, op, assignment, args, kwargs))
-            _count(self.program.steps[before:], op.target, flops)
+            steps[before:] = _counted(steps[before:], op.target, flops)
             return list(out) if isinstance(out, tuple | list) else [out]
         return self.call(op.target, args, kwargs, op.results, flops=flops)
 
@@ -53,9 +52,12 @@ class Emitter:
         note: str = "",
         flops: float = 0.0,
     ) -> list[Any]:
-        outs = tuple(None if r is None else Var(r.name, Layout.replicated(r.shape), r.dtype, r) for r in results)
-        self.program.steps.append(Instr(target, args, kwargs, outs, self.line, self.backward, note, flops))
-        return list(outs)
+        outs = [None if r is None else self._var(r) for r in results]
+        self.builder.compute(target, args, kwargs, outs, note, flops)
+        return outs
+
+    def _var(self, r: Value) -> Var:
+        return Var(self.builder.name(r.name), Layout.replicated(r.shape), r.dtype, r)
 
     def factors(self, op: Op, names: Sequence[str]) -> list[OpFactor]:
         return [(n, k) for n in names for k in range(len(self.flood.labels[op][n]))]
@@ -67,8 +69,8 @@ class Emitter:
         return product([local_size(self.leaf_size(op, x), assignment.get(x, ())) for x in self.factors(op, [label])])
 
 
-def _count(steps: Sequence[Step], target: Any, flops: float) -> None:
-    """Book an op's arithmetic on the steps of its local form: those that call the op itself, if there are such."""
-    calls = [s for s in steps if isinstance(s, Instr)]
-    for step in (same := [s for s in calls if s.target is target] or calls):
-        step.flops = flops / len(same)
+def _counted(steps: Sequence[Step], target: Any, flops: float) -> list[Step]:
+    """The steps of an op's local form, with its arithmetic: on those that call the op itself, if there are such."""
+    calls = [s for s in steps if isinstance(s, Compute)]
+    mine = [s for s in calls if s.target is target] or calls
+    return [replace(s, flops=flops / len(mine)) if isinstance(s, Compute) and s in mine else s for s in steps]

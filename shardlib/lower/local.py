@@ -11,9 +11,9 @@ import torch
 
 from shardlib import reshard
 from shardlib.graph import Op
-from shardlib.lower.memory import local_bytes
-from shardlib.lower.program import Collective, Instr, Var, leaves
-from shardlib.lower.sym import (
+from shardlib.meshes.axis import Axis, member_coords, position
+from shardlib.program.steps import Var, leaves
+from shardlib.program.sym import (
     Sym,
     apart,
     axes_of,
@@ -26,7 +26,6 @@ from shardlib.lower.sym import (
     product,
     tabulate,
 )
-from shardlib.meshes.axis import Axis, member_coords, position
 from shardlib.propagate.flood import Factor as OpFactor
 from shardlib.reshard import Axes
 from shardlib.rules.rule import Labels
@@ -46,6 +45,7 @@ class LocalForm:
         assert op.rule is not None
         self.call, self.rule, self.args, self.kwargs = op.call, op.rule, args, kwargs
         self._emitter, self._op, self._assignment = emitter, op, assignment
+        self._builder = emitter.builder
 
     def axes(self, factor: str) -> Axes:
         if factor not in self.rule.sizes:  # of size 1
@@ -104,23 +104,24 @@ class LocalForm:
     def send(
         self, value: Var, factor: str, pairs: Sequence[tuple[int, int]], shape: Sequence[Sym | int], *, name: str
     ) -> Var:
-        emitter, axes = self._emitter, Axis.merge(self.axes(factor))
+        axes = Axis.merge(self.axes(factor))
         source = {dst: src for src, dst in pairs}
         every = [[of_member(n, axes, i) for n in shape] for i in range(self.ways(factor))]
         params: dict[str, Any] = {"pairs": list(pairs)}
         if any(isinstance(n, Sym) for n in shape):
             params["shapes"] = every
-        out = Var(f"{name}.halo", None, value.dtype)
         received = (every[source.get(i, i)] for i in range(self.ways(factor)))
         nbytes = max(map(_most, received)) * value.dtype.itemsize
-        reason = f"{self._op.name} needs of {name} what others hold along {factor}"
-        because = (self._op, factor, name, "exchanged at the borders")
-        emitter.program.steps.append(
-            Collective(
-                "ppermute", axes, value, out, params, nbytes, "sum", emitter.line, emitter.backward, reason, because
-            )
+        return self._builder.communicate(
+            "ppermute",
+            axes,
+            value,
+            self._var(f"{name}.halo", value.dtype),
+            params,
+            nbytes,
+            reason=f"{self._op.name} needs of {name} what others hold along {factor}",
+            because=(self._op, factor, name, "exchanged at the borders"),
         )
-        return out
 
     def ppermute(
         self,
@@ -133,97 +134,71 @@ class LocalForm:
         holds: Callable[[int], int] = lambda i: i,
         parts: int = 1,
     ) -> Var:
-        emitter, axes, layout = self._emitter, Axis.merge(self.axes(factor)), self._layout(labels, factor, parts)
-        out = Var(name, layout, value.dtype)
+        axes, layout = Axis.merge(self.axes(factor)), self._layout(labels, factor, parts)
+        out = self._var(name, value.dtype, layout)
         params: dict[str, Any] = {"pairs": list(pairs)}
         if not all(f.even for f in layout.factors):
             local = [product([local_size(f.size, f.axes) for f in dim]) for dim in layout.dims]
             params["shapes"] = [[of_member(n, axes, holds(i)) for n in local] for i in range(self.ways(factor))]
-        emitter.program.steps.append(
-            Collective(
-                "ppermute",
-                Axis.merge(axes),
-                value,
-                out,
-                params,
-                local_bytes(out),
-                "sum",
-                emitter.line,
-                emitter.backward,
-                f"{self._op.name} passes {factor} round",
-                because=(self._op, factor, name),
-            )
+        reason, because = f"{self._op.name} passes {factor} round", (self._op, factor, name)
+        return self._builder.communicate(
+            "ppermute", axes, value, out, params, out.nbytes, reason=reason, because=because
         )
-        return out
 
     def op(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         n = sum(r.real_type.isSubtypeOf(torch._C.TensorType.get()) for r in target._schema.returns)
         name = f"{self._op.name}.{target._schema.name.split('::')[-1]}"
         dtype = kwargs.get("dtype") or _result_dtype(target, args)
-        outs = tuple(Var(name, None, dtype) for _ in range(max(1, n) if target._schema.returns else 0))
-        for out, r in zip(outs, target._schema.returns, strict=False):
-            out.dtype = torch.int64 if r.name == "indices" else dtype
+        returns = target._schema.returns[: max(1, n)]
+        dtypes = [torch.int64 if r.name == "indices" else dtype for r in returns]
         same = [a.dtype for a in leaves((args, kwargs), Var)] == [v.dtype for v in self._op.operands]
         if target is self._op.target and same:  # one more call of the op itself
-            for out, result in zip(outs, self._op.results, strict=True):
-                out.dtype = dtype if result is None else result.dtype
-        emitter = self._emitter
-        emitter.program.steps.append(
-            Instr(target, args, kwargs, outs, emitter.line, emitter.backward, f"part of {self._op.name}")
-        )
+            dtypes = [dtype if r is None else r.dtype for r in self._op.results]
+        outs = tuple(self._var(name, dtype) for dtype in dtypes)
+        self._builder.compute(target, args, kwargs, outs, f"part of {self._op.name}")
         return outs[0] if len(outs) == 1 else outs
 
     def all_reduce(self, value: Var, factor: str, kind: str, labels: Labels | None = None) -> Var:
-        emitter, axes = self._emitter, self.axes(factor)
+        axes = self.axes(factor)
         if not axes:
             return value  # another of the factors that the local form is for is cut
-        out = Var(f"{value.name}.reduced", None, value.dtype)
         n = reshard.ways(axes)
-        size = self._small_bytes() if labels is None else local_bytes(Var("", self._layout(labels, "", 1), value.dtype))
-        nbytes = 2 * size * (n - 1) / n
-        emitter.program.steps.append(
-            Collective(
-                "all_reduce",
-                Axis.merge(axes),
-                value,
-                out,
-                {},
-                nbytes,
-                kind,
-                emitter.line,
-                emitter.backward,
-                f"{self._op.name} needs its {kind} over {factor}",
-                because=(self._op, factor),
-            )
+        size = self._small_bytes() if labels is None else Var("", self._layout(labels, "", 1), value.dtype).nbytes
+        return self._builder.communicate(
+            "all_reduce",
+            Axis.merge(axes),
+            value,
+            self._var(f"{value.name}.reduced", value.dtype),
+            {},
+            2 * size * (n - 1) / n,
+            kind,
+            f"{self._op.name} needs its {kind} over {factor}",
+            because=(self._op, factor),
         )
-        return out
 
     def all_gather(self, value: Var, factor: str, dim: int, labels: Labels, size: Sym | int = 1) -> Var:
-        emitter, axes = self._emitter, Axis.merge(self.axes(factor))
+        axes = Axis.merge(self.axes(factor))
         if not axes:
             return value
         n = reshard.ways(axes)
         sizes = [of_member(size, axes, i) for i in range(n)]
-        total = sum(here(x, dict.fromkeys(emitter.program.mesh.axis_names, 0)) for x in sizes)
+        total = sum(here(x, dict.fromkeys(self._builder.mesh.axis_names, 0)) for x in sizes)
         dims = list(self._layout(labels, factor, 1).dims)
         dims[dim] = (Factor(total),)
-        out = Var(f"{value.name}.gathered", Layout(tuple(dims)), value.dtype)
-        emitter.program.steps.append(
-            Collective(
-                "all_gather",
-                axes,
-                value,
-                out,
-                {"dim": dim, "sizes": sizes},
-                local_bytes(out) * (n - 1) / n,
-                "sum",
-                emitter.line,
-                emitter.backward,
-                f"{self._op.name} needs what each piece of {factor} came to",
-                because=(self._op, factor),
-            )
+        out = self._var(f"{value.name}.gathered", value.dtype, Layout(tuple(dims)))
+        return self._builder.communicate(
+            "all_gather",
+            axes,
+            value,
+            out,
+            {"dim": dim, "sizes": sizes},
+            out.nbytes * (n - 1) / n,
+            reason=f"{self._op.name} needs what each piece of {factor} came to",
+            because=(self._op, factor),
         )
-        return out
+
+    def _var(self, name: str, dtype: torch.dtype, layout: Layout | None = None) -> Var:
+        return Var(self._builder.name(name), layout, dtype)
 
     def _layout(self, labels: Labels, factor: str, parts: int) -> Layout:
         """The layout of a tensor of these labels, or of one of `parts` equal parts along `factor` of every piece."""

@@ -13,17 +13,17 @@ import torch
 from shardlib.graph import Graph, Op, Value
 from shardlib.lower import manual
 from shardlib.lower.arguments import substitute
+from shardlib.lower.builder import Builder
 from shardlib.lower.emit import Emitter
-from shardlib.lower.fuse import fuse
 from shardlib.lower.local import Assignment
 from shardlib.lower.pending import carried, reader_counts
-from shardlib.lower.program import Program, Var
-from shardlib.lower.sym import Sym, place_in
 from shardlib.lower.values import SETTLED, Owed, Values
-from shardlib.lower.verify import verify
 from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
 from shardlib.printing import OP as PRINT
+from shardlib.program.steps import Program, Var
+from shardlib.program.sym import Sym, place_in
+from shardlib.program.verify import verify
 from shardlib.propagate import Propagated
 from shardlib.propagate.units import is_constraint, looks_through, value_factors
 from shardlib.specs.layout import Layout
@@ -31,15 +31,15 @@ from shardlib.specs.layout import Layout
 
 def lower(graph: Graph, propagated: Propagated, mesh: Mesh) -> Program:
     """Emit the program; raises `ProgramError` for one that cannot run, which would be a fault of ours."""
-    return verify(fuse(Lowering(graph, propagated, mesh).run()))
+    return verify(Lowering(graph, propagated, mesh).run())
 
 
 class Lowering:
     def __init__(self, graph: Graph, propagated: Propagated, mesh: Mesh) -> None:
         self.graph, self.p = graph, propagated
         self.flood, self.units = propagated.flood, propagated.units
-        self.program = Program(mesh)
-        self.emitter = Emitter(self.program, self.flood)
+        self.builder = Builder(mesh)
+        self.emitter = Emitter(self.builder, self.flood)
         self.values = Values(self.emitter)
         self.constants = self.values.constants
         self.readers = reader_counts(graph, propagated)
@@ -47,18 +47,16 @@ class Lowering:
     def run(self) -> Program:
         for value in self.graph.inputs:
             if value.constant:
-                var = self.constants.have[value, ()] = Var(value.name, Layout.replicated(value.shape), value.dtype)
-                self.program.inputs.append(var)
+                self.builder.inputs.append(self._whole(value))
                 continue
             cut = self.p.input_cut(value)
             as_given = self.flood.apart.get(value, value)
-            var = Var(value.name, self.values.layout(as_given, cut), value.dtype, as_given, (cut, SETTLED))
-            self.program.inputs.append(var)
+            name, layout = self.builder.name(value.name), self.values.layout(as_given, cut)
+            var = Var(name, layout, value.dtype, as_given, (cut, SETTLED))
+            self.builder.inputs.append(var)
             self.values.have[as_given][cut, SETTLED] = var
         for value, tensor in self.graph.captured:
-            var = Var(value.name, Layout.replicated(value.shape), value.dtype)
-            self.program.captured.append((var, tensor))
-            self.constants.have[value, ()] = var
+            self.builder.captured.append((self._whole(value), tensor))
         for value in self.graph.inputs:
             if value in self.flood.apart and self.readers[value]:
                 self.values.reader = "the program"
@@ -68,8 +66,14 @@ class Lowering:
                 self._at(op, op)
                 self._op(op)
         for i, value in enumerate(self.graph.outputs):
-            self.program.outputs.append(self._output(i, value) if isinstance(value, Value) else value)
-        return self.program
+            self.builder.outputs.append(self._output(i, value) if isinstance(value, Value) else value)
+        return self.builder.finish()
+
+    def _whole(self, value: Value) -> Var:
+        """A constant that is given."""
+        var = Var(self.builder.name(value.name), Layout.replicated(value.shape), value.dtype)
+        self.constants.have[value, ()] = var
+        return var
 
     # Ops ------------------------------------------------------------------------------------------------------------
 
@@ -105,8 +109,7 @@ class Lowering:
         for i, result in enumerate(op.results):
             if result is not None:
                 cut, pending = self.values.result_form(op, i, assignment, owed)
-                var = outs[i]
-                self.values.settle(var, result, (cut, pending))
+                self.values.settle(outs[i], result, (cut, pending))
 
     def _replicated(self, op: Op, **more: Any) -> None:
         """No rule: whole operands, the plain op, whole results."""
@@ -125,7 +128,7 @@ class Lowering:
         (result,) = op.results
         assert result is not None
         args, kwargs = substitute(op.node, [])
-        kwargs |= {"lead": self._first(), "apart": self.program.mesh.kind == "distributed"}
+        kwargs |= {"lead": self._first(), "apart": self.builder.mesh.kind == "distributed"}
         (var,) = self.emitter.call(op.target, args, kwargs, op.results)
         self.values.settle(var, result, ((), Owed(self._all_axes())))
 
@@ -135,7 +138,7 @@ class Lowering:
         return place.eq(0) if isinstance(place, Sym) else 1
 
     def _all_axes(self) -> tuple[Axis, ...]:
-        return tuple(p for name, n in self.program.mesh.axes.items() if n > 1 for p in Axis(name, n).primes())
+        return tuple(p for name, n in self.builder.mesh.axes.items() if n > 1 for p in Axis(name, n).primes())
 
     def _manual(self, op: Op) -> None:
         """Per-device code of a shard_map body, as it is written."""
@@ -160,7 +163,7 @@ class Lowering:
         elif op.kind.startswith("manual_"):
             assert result is not None
             self.values.have[result][(), SETTLED] = manual.collective(
-                self.program, op, operands[0], self.values.fresh_name(result)
+                self.builder, op, operands[0], self.builder.name(result.name)
             )
         else:
             args, kwargs = substitute(op.node, operands)
@@ -191,7 +194,7 @@ class Lowering:
 
     def _at(self, op: Op | None, reader: Any) -> None:
         """What is emitted now belongs to the line of `op`, and is done for `reader`."""
-        self.emitter.line, self.emitter.backward = (op.line, op.backward) if op is not None else (None, False)
+        self.builder.line, self.builder.backward = (op.line, op.backward) if op is not None else (None, False)
         self.values.reader = reader
 
     # Outputs --------------------------------------------------------------------------------------------------------

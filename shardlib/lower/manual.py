@@ -8,30 +8,22 @@ from typing import Any
 import torch
 
 from shardlib.graph import Op
-from shardlib.lower.program import Collective, Instr, Program, Var
-from shardlib.lower.sym import place_in
+from shardlib.lower.builder import Builder
 from shardlib.meshes.axis import Axis
+from shardlib.program.steps import Var
+from shardlib.program.sym import place_in
 from shardlib.specs.layout import Layout
 
 
-def collective(program: Program, op: Op, source: Var, name: str) -> Var:
+def collective(builder: Builder, op: Op, source: Var, name: str) -> Var:
     """Append one `shardlib::manual_<kind>` op; returns its result."""
     result, args = op.results[0], op.call.args
     assert result is not None
     out = Var(name, Layout.replicated(result.shape), result.dtype, result, ((), None))
-    axes = _axes(program, args[1])
+    axes = _axes(builder, args[1])
     kind, n, shape = op.kind.removeprefix("manual_"), math.prod(a.size for a in axes), op.operands[0].shape
     if kind == "axis_index":
-        program.steps.append(
-            Instr(
-                torch.ops.aten.new_full.default,
-                (source, [], place_in(axes)),
-                {"dtype": torch.int64},
-                (out,),
-                op.line,
-                op.backward,
-            )
-        )
+        builder.compute(torch.ops.aten.new_full.default, (source, [], place_in(axes)), {"dtype": torch.int64}, [out])
         return out
     params: dict[str, Any] = {}
     reduce, sent = "sum", float(result.nbytes)
@@ -52,22 +44,9 @@ def collective(program: Program, op: Op, source: Var, name: str) -> Var:
         sent = result.nbytes * (n - 1) / n
     else:
         params = {"pairs": list(zip(args[2][::2], args[2][1::2], strict=True))}
-    program.steps.append(
-        Collective(
-            kind,
-            axes,
-            source,
-            out,
-            params,
-            sent,
-            reduce,
-            op.line,
-            op.backward,
-            "the transpose of a collective in a shard_map body" if op.backward else "written in a shard_map body",
-        )
-    )
-    return out
+    said = "the transpose of a collective in a shard_map body" if op.backward else "written in a shard_map body"
+    return builder.communicate(kind, axes, source, out, params, sent, reduce, said)
 
 
-def _axes(program: Program, names: list[str]) -> tuple[Axis, ...]:
-    return tuple(program.mesh.axis(name) for name in names)
+def _axes(builder: Builder, names: list[str]) -> tuple[Axis, ...]:
+    return tuple(builder.mesh.axis(name) for name in names)

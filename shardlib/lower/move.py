@@ -9,133 +9,113 @@ from typing import Any
 
 import torch
 
-from shardlib.lines import Line
-from shardlib.lower.program import Collective, Instr, Program, Var
-from shardlib.lower.sym import Sym, axes_of, here, local_size, of_member, offset, product, tabulate
+from shardlib.lower.builder import Builder
 from shardlib.meshes.axis import Axis, Coords, member_coords, position
+from shardlib.program.steps import Var
+from shardlib.program.sym import Sym, axes_of, here, local_size, of_member, offset, product, tabulate
 from shardlib.reshard import Axes, Step, ways
 from shardlib.specs.layout import Layout
 from shardlib.specs.pieces import span
 
 aten = torch.ops.aten
 LocalDims = tuple[tuple[tuple[int, Axes], ...], ...]  # per dim, (size, axes) per factor
+LocalShape = list[Sym | int]
 
 
 class Mover:
-    """Appends the instructions of reshards to a program."""
+    """Writes the steps of reshards."""
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    def __init__(self, builder: Builder) -> None:
+        self.builder = builder
 
     def step(
-        self,
-        step: Step,
-        var: Var,
-        dims: LocalDims,
-        layout: Layout,
-        *,
-        name: str,
-        line: Line | None,
-        backward: bool,
-        reason: str,
-        because: Any,
+        self, step: Step, var: Var, dims: LocalDims, layout: Layout, *, name: str, reason: str, because: Any
     ) -> Var:
-        """Emit `step` on `var`, whose factors are `dims`."""
-        out = Var(name, layout, var.dtype)
-        if step.kind == "all_reduce":
-            self._collective(step, var, out, {}, line, backward, reason, because)
-            return out
-        new = _recut(dims, step)
+        """Write `step` on `var`, whose factors are `dims`; the result, which has this layout and name."""
+        new, params = _recut(dims, step), {}
+        x, moved, pairs = var, None, []
         if step.kind == "ppermute":
             old_cut, new_cut = ([axes for dim in of for _, axes in dim] for of in (dims, new))
-            params: dict[str, Any] = {"pairs": _senders(step.axes, old_cut, new_cut)}
-            self._collective(step, var, out, params, line, backward, reason, because)
-            return out
+            params = {"pairs": _senders(step.axes, old_cut, new_cut)}
+        elif step.kind != "all_reduce":
+            pairs = [_locate(dims, step.factor)] + ([_locate(dims, step.to)] if step.kind == "all_to_all" else [])
+            x, at, moved = self._expose(var, dims, pairs, new)
+            params = _told(step, dims, new, pairs, at)
+        out = self._result(name, layout, var.dtype, moved)
         if step.kind == "slice":
-            d, k = _locate(dims, step.factor)
-            x, at, shape = self._expose(var, dims, [(d, k)], new)
-            (where,) = at
-            post = _after(dims, d, k, pairs=((d, k),))
-            start, length = _relative(*dims[d][k], *new[d][k])
-            self._instr(aten.narrow.default, (x, where, start * post, length * post), out, line, backward)
-            return self._restore(out, shape, new, name, line, backward)
-        pairs = [_locate(dims, step.factor)] + ([_locate(dims, step.to)] if step.kind == "all_to_all" else [])
-        x, at, shape = self._expose(var, dims, pairs, new)
-        d, k = pairs[0]
-        post = _after(dims, d, k, pairs)
-        if step.kind == "all_to_all" and step.factor == step.to:
-            sizes = _exchanged(dims[d][k], new[d][k], step.axes, post)
-            params = {"split_dim": at[0], "split_sizes": sizes, "concat_dim": at[0], "concat_sizes": []}
-        elif step.kind == "all_to_all":
-            (e, m) = pairs[1]
-            split = _member_sizes(*new[e][m], step.axes, _after(dims, e, m, pairs))
-            concat = _member_sizes(*dims[d][k], step.axes, post)
-            params = {"split_dim": at[1], "split_sizes": split, "concat_dim": at[0], "concat_sizes": concat}
+            self._call(aten.narrow.default, (x, *params.values()), out)
         else:
-            finer = dims[d][k] if step.kind == "all_gather" else new[d][k]
-            params = {"dim": at[0], "sizes": _member_sizes(*finer, step.axes, post)}
-        self._collective(step, x, out, params, line, backward, reason, because)
-        return self._restore(out, shape, new, name, line, backward)
+            self.builder.communicate(step.kind, step.axes, x, out, params, step.bytes, step.reduce, reason, because)
+        return self._restored(out, layout, name, moved)
 
-    def slice_all(self, var: Var, dims: LocalDims, *, name: str, line: Line | None) -> Var:
+    def slice_all(self, var: Var, dims: LocalDims, *, name: str) -> Var:
         """Cut a whole value as `dims` says, locally."""
         have: LocalDims = tuple(tuple((n, ()) for n, _ in dim) for dim in dims)
         for d, dim in enumerate(dims):
             for k, (size, axes) in enumerate(dim):
                 if axes:
                     new = _replace(have, d, k, axes)
-                    out = Var(name, None, var.dtype)
-                    x, (where,), shape = self._expose(var, have, [(d, k)], new)
+                    x, (where,), moved = self._expose(var, have, [(d, k)], new)
                     post = product([n for n, _ in dim[k + 1 :]])
                     start, length = _relative(size, (), size, axes)
-                    self._instr(aten.narrow.default, (x, where, start * post, length * post), out, line, False)
-                    var, have = self._restore(out, shape, new, name, line, False), new
+                    out = self._result(name, None, var.dtype, moved)
+                    self._call(aten.narrow.default, (x, where, start * post, length * post), out)
+                    var, have = self._restored(out, None, name, moved), new
         return var
 
-    def _collective(
-        self,
-        step: Step,
-        var: Var,
-        out: Var,
-        params: dict[str, Any],
-        line: Line | None,
-        backward: bool,
-        reason: str,
-        because: Any,
-    ) -> None:
-        self.program.steps.append(
-            Collective(step.kind, step.axes, var, out, params, step.bytes, step.reduce, line, backward, reason, because)
-        )
-
-    def _instr(self, target: Any, args: tuple[Any, ...], out: Var, line: Line | None, backward: bool) -> None:
-        self.program.steps.append(Instr(target, args, {}, (out,), line, backward, "reshard"))
+    def _call(self, target: Any, args: tuple[Any, ...], out: Var) -> None:
+        self.builder.compute(target, args, {}, [out], "reshard")
 
     def _expose(
         self, var: Var, dims: LocalDims, pairs: list[tuple[int, int]], new: LocalDims
-    ) -> tuple[Var, list[int], bool]:
-        """View `var` so that each of `pairs` leads a dim of its own: (view, where they are, whether to view back)."""
+    ) -> tuple[Var, list[int], LocalShape | None]:
+        """View `var` so that each of `pairs` leads a dim of its own: (view, where they are, the shape to view back)."""
         before = {(d, k): [p for p in pairs if p[0] == d and p[1] < k] for d, k in pairs}
         splits = sorted(p for p in {*pairs} if before[p] or any(_local(n, a) != 1 for n, a in dims[p[0]][: p[1]]))
         at = [d + sum(split <= (d, k) for split in splits) for d, k in pairs]
         if not splits:
-            return var, at, False
-        shape: list[Sym | int] = []
+            return var, at, None
+        shape: LocalShape = []
         for d, dim in enumerate(dims):
             edges = [0, *(k for e, k in splits if e == d), len(dim)]
             for start, stop in pairwise(edges):
                 shape.append(product([_local(n, a) for n, a in dim[start:stop]]))
-        view = Var(f"{var.name}.split", None, var.dtype)
-        self._instr(aten.reshape.default, (var, shape), view, None, False)
-        return view, at, True
+        view = Var(self.builder.name(f"{var.name}.split"), None, var.dtype)
+        with self.builder.at(None):
+            self._call(aten.reshape.default, (var, shape), view)
+        return view, at, [product([_local(n, a) for n, a in dim]) for dim in new]
 
-    def _restore(self, out: Var, needed: bool, dims: LocalDims, name: str, line: Line | None, backward: bool) -> Var:
-        if not needed:
+    def _result(self, name: str, layout: Layout | None, dtype: torch.dtype, moved: LocalShape | None) -> Var:
+        """What a step makes: the result, or, where dims were exposed, what is viewed back."""
+        if moved is None:
+            return Var(self.builder.name(name), layout, dtype)
+        return Var(self.builder.name(f"{name}.split"), None, dtype)
+
+    def _restored(self, out: Var, layout: Layout | None, name: str, moved: LocalShape | None) -> Var:
+        if moved is None:
             return out
-        shape = [product([_local(n, a) for n, a in dim]) for dim in dims]
-        whole = Var(name, out.layout, out.dtype)
-        out.name, out.layout = f"{name}.split", None
-        self._instr(aten.reshape.default, (out, shape), whole, line, backward)
+        whole = Var(self.builder.name(name), layout, out.dtype)
+        self._call(aten.reshape.default, (out, moved), whole)
         return whole
+
+
+def _told(step: Step, dims: LocalDims, new: LocalDims, pairs: list[tuple[int, int]], at: list[int]) -> dict[str, Any]:
+    """What a step is told of dims and sizes; a slice, in this order: where, from where on, how much."""
+    d, k = pairs[0]
+    post = _after(dims, d, k, pairs)
+    if step.kind == "slice":
+        start, length = _relative(*dims[d][k], *new[d][k])
+        return {"dim": at[0], "start": start * post, "length": length * post}
+    if step.kind == "all_to_all" and step.factor == step.to:
+        sizes = _exchanged(dims[d][k], new[d][k], step.axes, post)
+        return {"split_dim": at[0], "split_sizes": sizes, "concat_dim": at[0], "concat_sizes": []}
+    if step.kind == "all_to_all":
+        (e, m) = pairs[1]
+        split = _member_sizes(*new[e][m], step.axes, _after(dims, e, m, pairs))
+        concat = _member_sizes(*dims[d][k], step.axes, post)
+        return {"split_dim": at[1], "split_sizes": split, "concat_dim": at[0], "concat_sizes": concat}
+    finer = dims[d][k] if step.kind == "all_gather" else new[d][k]
+    return {"dim": at[0], "sizes": _member_sizes(*finer, step.axes, post)}
 
 
 def _local(size: int, axes: Axes) -> Sym | int:

@@ -10,14 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from shardlib import reshard
 from shardlib.graph import Op, Value
 from shardlib.lower.constants import Constants
 from shardlib.lower.emit import Emitter
 from shardlib.lower.local import Assignment
 from shardlib.lower.move import Mover
-from shardlib.lower.program import Var
 from shardlib.meshes.axis import Axis
+from shardlib.program.steps import Var
 from shardlib.propagate.estimate import settled
 from shardlib.propagate.flood import Factor as OpFactor
 from shardlib.propagate.units import looks_through, value_factors
@@ -44,12 +46,11 @@ class Values:
     """The forms of every value of a program that is being written; `reader` is who asks for them."""
 
     def __init__(self, emitter: Emitter) -> None:
-        self.emitter, self.flood = emitter, emitter.flood
-        self.mover = Mover(emitter.program)
+        self.emitter, self.flood, self.builder = emitter, emitter.flood, emitter.builder
+        self.mover = Mover(emitter.builder)
         self.have: dict[Value, dict[Form, Var]] = defaultdict(dict)
         self.constants = Constants(self)
         self.reader: Any = None
-        self._names: dict[str, int] = {}
 
     # Another layout -------------------------------------------------------------------------------------------------
 
@@ -60,9 +61,7 @@ class Values:
         form = self.result_form(op, 0, assignment, owed)
         if (known := self.have[value].get(form)) is not None:
             return known
-        var: Var = self.emitter.op(op, op.rule, assignment, [operand])[0]
-        self.settle(var, value, form)
-        return var
+        return self.settle(self.emitter.op(op, op.rule, assignment, [operand])[0], value, form)
 
     def _through(self, op: Op, want: Cut) -> tuple[Assignment, Cut]:
         """What a view's operand must be for its result to be `want`, as nearly as the view allows."""
@@ -152,13 +151,11 @@ class Values:
                 var,
                 hop.dims,
                 self.layout(value, *form, hop.sizes),
-                name=self.fresh_name(value),
-                line=self.emitter.line,
-                backward=self.emitter.backward,
+                name=value.name,
                 reason=self._reason(value, source, form, origin),
                 because=(value, self.reader),
             )
-            var.value, var.form = value, form
+            var = self.builder.say(var, value=value, form=form)
             if origin is None:
                 self.have[value].setdefault(form, var)
         if origin is not None:
@@ -263,12 +260,13 @@ class Values:
     def _typed(self, value: Value, cut: Cut, owed: Owed) -> str:
         return f"[{self.layout(value, cut, owed)}]"
 
-    def settle(self, var: Var, value: Value, form: Form) -> None:
+    def settle(self, var: Var, value: Value, form: Form) -> Var:
         """`var` is `value` in this form."""
-        var.name, var.layout, var.dtype = self.fresh_name(value), self.layout(value, *form), value.dtype
-        var.value, var.form = value, form
+        var, layout = self.builder.now(var), self.layout(value, *form)
+        if var.value is not None and var.value is not value:  # an op that hands on what it is given
+            var, given = Var(var.name, layout, value.dtype), var
+            self.builder.compute(torch.ops.aten.alias.default, (given,), {}, [var])
+        name = var.name if var.value is value else self.builder.name(value.name)
+        var = self.builder.say(var, name=name, layout=layout, dtype=value.dtype, value=value, form=form)
         self.have[value][form] = var
-
-    def fresh_name(self, value: Value) -> str:
-        n = self._names[value.name] = self._names.get(value.name, -1) + 1
-        return value.name if n == 0 else f"{value.name}_{n}"
+        return var

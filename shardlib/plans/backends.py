@@ -13,12 +13,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardlib.graph import Op
-from shardlib.lower.memory import local_bytes
-from shardlib.lower.program import Collective
 from shardlib.meshes.mesh import Mesh
 from shardlib.ops import _groups, all_gather, all_reduce, all_to_all, attention, ppermute, reduce_scatter
 from shardlib.ops._attention_variant import Variant
 from shardlib.ops._choice import Choice
+from shardlib.program.steps import Collective
 from shardlib.rules.rule import Meta
 
 _COLLECTIVES: dict[str, Callable[..., Choice]] = {
@@ -40,7 +39,7 @@ def of_collective(c: Collective, mesh: Mesh) -> Choice | None:
     even = all(len(set(map(repr, s))) <= 1 for s in sizes)
     n = math.prod(a.size for a in c.axes)
     whole = c.source if c.kind == "reduce_scatter" else c.out
-    return _COLLECTIVES[c.kind](local_bytes(whole), even, c.source.dtype, c.reduce, transport, n, why)
+    return _COLLECTIVES[c.kind](whole.nbytes, even, c.source.dtype, c.reduce, transport, n, why)
 
 
 def of_attention(op: Op, mesh: Mesh) -> Choice | None:

@@ -10,10 +10,10 @@ from functools import cached_property
 from shardlib.compile import Compiled
 from shardlib.graph import Op, Value
 from shardlib.lines import place
-from shardlib.lower.program import Collective, Step, Var, reads
 from shardlib.meshes.axis import Axis
 from shardlib.plans.naming import Naming
 from shardlib.plans.plantext import si
+from shardlib.program.steps import Collective, Var, makes, reads
 from shardlib.propagate.dims import Leaf
 from shardlib.propagate.units import Unit, is_constraint
 
@@ -88,14 +88,16 @@ class Explainer:
         return out
 
     @cached_property
-    def _makers(self) -> dict[Var, Step]:
-        return {out: step for step in self.compiled.program.steps for out in step.outs if out is not None}
+    def _made_of(self) -> dict[Var, list[Var]]:
+        program = self.compiled.program
+        made = {out: list(reads(step)) for step in program.steps for out in makes(step)}
+        return made | {c.out: [c.source] for c in program.collectives}
 
     def origin(self, c: Collective) -> Value | None:
         """The value that a contraction or reduction left pending, before anything linear was done to it."""
         var = c.source
-        while (step := self._makers.get(var)) is not None:
-            owing = [v for v in reads(step) if v.layout is not None and v.layout.pending]
+        while (operands := self._made_of.get(var)) is not None:
+            owing = [v for v in operands if v.layout is not None and v.layout.pending]
             if not owing:
                 return var.value
             var = owing[0]

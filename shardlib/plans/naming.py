@@ -16,8 +16,8 @@ from itertools import zip_longest
 
 from shardlib.compile import Compiled
 from shardlib.graph import Op, Value
-from shardlib.lower.program import Var
 from shardlib.meshes.axis import Axis
+from shardlib.program.steps import Var
 from shardlib.propagate.dims import Leaf
 from shardlib.propagate.flood import Fixed
 from shardlib.propagate.units import is_constraint, looks_through

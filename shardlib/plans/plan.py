@@ -14,14 +14,15 @@ from shardlib.aten.traits import has
 from shardlib.compile import Compiled
 from shardlib.graph import DOORS, Op, Value, is_creation
 from shardlib.lines import Line, place
-from shardlib.lower.memory import local_bytes, peak_bytes
-from shardlib.lower.program import Collective, Instr, Step, Var, reads
 from shardlib.plans import backends
 from shardlib.plans.explain import Explainer
 from shardlib.plans.html import page
 from shardlib.plans.naming import Naming, shorten
 from shardlib.plans.plantext import Row, fold, fold_names, si, table
 from shardlib.printing import OP as PRINT
+from shardlib.program.steps import Collective, Compute, Start, Var, makes, reads
+from shardlib.program.storage import peak_bytes
+from shardlib.program.text import show
 from shardlib.propagate.units import is_constraint
 from shardlib.specs.layout import Layout
 from shardlib.tensors.tensor import Names
@@ -97,7 +98,7 @@ class Plan:
     @cached_property
     def flops(self) -> float:
         """Floating-point operations of one device in one call: two for a multiply-add, one for a pointwise result."""
-        return float(sum(s.flops for s in self.compiled.program.steps if isinstance(s, Instr)))
+        return float(sum(s.flops for s in self.compiled.program.steps if isinstance(s, Compute)))
 
     @cached_property
     def peak_memory(self) -> int:
@@ -169,7 +170,7 @@ class Plan:
     def _variables(self) -> Iterator[Var]:
         yield from self.compiled.program.inputs
         for step in self.compiled.program.steps:
-            yield from (out for out in step.outs if out is not None)
+            yield from makes(step)
 
     # Forms ----------------------------------------------------------------------------------------------------------
 
@@ -196,7 +197,7 @@ class Plan:
         lines = sorted(reasons)
         lines.append(f"per device: {si(self.flops, 'FLOP')}, peak memory {si(self.peak_memory, 'B')}")
         if (halves := self.compiled.halves) is not None:
-            n, held = len(halves.saved), sum(map(local_bytes, halves.saved))
+            n, held = len(halves.saved), sum(v.nbytes for v in halves.saved)
             lines.append(f"saved for the backward pass: {n} value{'s' * (n != 1)}, {si(held, 'B')}")
         lines += [f"no rule, runs replicated: {op} ({n} times)" for op, n in Counter(self.replicated_ops).items()]
         return rows, lines
@@ -228,26 +229,16 @@ class Plan:
         }
 
     def listing(self, where: Callable[[Line | None], str] = place) -> str:
-        """Every step of the program, arithmetic and constants included: plans with one listing are the same.
+        """The program that runs, step by step, as text: plans with one listing are the same.
 
         `where` writes its lines of source.
         """
-        lines = [f"{v.name}: {v.dtype}[{v.layout}]" for v in self._in]
-        for s in self.compiled.program.steps:
-            outs = ", ".join("_" if v is None else v.name for v in s.outs)
-            if isinstance(s, Collective):
-                axes = " ".join(map(str, s.axes))
-                lines.append(f"{outs} = {s.kind}[{axes}]({s.source.name}, {s.params}, {s.reduce})  # {where(s.line)}")
-            else:
-                args = ", ".join([*map(repr, s.args), *(f"{k}={v!r}" for k, v in s.kwargs.items())])
-                lines.append(f"{outs} = {s.target}({args})  # {where(s.line)}")
-        lines.append(f"return {', '.join(map(repr, self.compiled.program.outputs))}")
-        return "\n".join(lines)
+        return show(self.compiled.program, where)
 
     # Text -----------------------------------------------------------------------------------------------------------
 
     @property
-    def _in(self) -> list[Var]:
+    def _in(self) -> tuple[Var, ...]:
         return self.compiled.program.inputs
 
     @property
@@ -280,13 +271,14 @@ class Plan:
         rows: list[Row] = []
         heading, section = "", cast("tuple[str, ...]", ())
         listed: set[Op] = set()
-        for step in self.compiled.program.steps:
+        for step in self._told():
             if (cells := self._cells(step, listed)) is None:
                 continue
-            text = step.line.text if step.line else ""
+            at = step.first if isinstance(step, Start) else step
+            text = at.line.text if at.line else ""
             text = text if len(text) <= 96 else f"{text[:93]}..."
-            line = f"{'backward of ' if step.backward else ''}{place(step.line)}  {text}".rstrip()
-            inside = step.line.section if step.line else ()
+            line = f"{'backward of ' if at.backward else ''}{place(at.line)}  {text}".rstrip()
+            inside = at.line.section if at.line else ()
             if inside != section:
                 section, heading = inside, ""
                 rows.append(Row((f"[{' > '.join(section) or 'outside sections'}]",)))
@@ -295,9 +287,22 @@ class Plan:
             rows.append(Row(cells, 1))
         return fold(rows)
 
-    def _cells(self, step: Step, listed: set[Op]) -> tuple[str, ...] | None:
+    def _told(self) -> Iterator[Compute | Collective | Start]:
+        """Calls, and collectives where they start; long messages as a whole."""
+        for step in self.compiled.program.steps:
+            if isinstance(step, Start):
+                yield from [step] if len(step.moves) > _LONG else step.moves
+            elif isinstance(step, Compute):
+                yield step
+
+    def _cells(self, step: Compute | Collective | Start, listed: set[Op]) -> tuple[str, ...] | None:
         """A step as a reader wants to see it; None for what does not matter: views, pointwise ops, constants, and more
         forms of what is `listed`."""
+        if isinstance(step, Start):
+            first, *_, last = step.moves
+            what = f"! {first.kind}[{' '.join(map(str, first.axes))}] of {len(step.moves)} values, one message"
+            whose = f"{self._explainer.subject(first)} ... {self._explainer.subject(last)}"
+            return what, whose, si(sum(c.bytes for c in step.moves), "B"), f"{self._explainer.why(first)} ..."
         if isinstance(step, Collective):
             what = f"! {step.kind}[{' '.join(map(str, step.axes))}] {self._explainer.subject(step)}"
             return what, self._naming.typed(step.out), si(step.bytes, "B"), self._explainer.why(step)
@@ -324,6 +329,7 @@ class Plan:
         return tuple(out)
 
 
+_LONG = 8  # values of one message that are listed one by one
 _PROGRAM = "program (each device; lines with ! communicate)"
 
 

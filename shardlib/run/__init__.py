@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from shardlib.lower.program import Program
 from shardlib.meshes.mesh import Mesh
+from shardlib.program.steps import Program
 from shardlib.run import distributed, virtual
 
 if TYPE_CHECKING:

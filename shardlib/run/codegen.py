@@ -2,7 +2,7 @@
 
 For one device the source is that device's program. For all devices of a virtual mesh it is one function that runs
 segment by segment between collectives, device after device; a value that is provably the same on several devices is
-computed once and shared. A local tensor is dropped at its last use.
+computed once and shared, and not written over then. All else stands in the program.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from typing import Any
 import torch
 
 from shardlib.aten.traits import has
-from shardlib.lower.program import Collective, Instr, Program, Var, reads
-from shardlib.lower.sym import Sym
-from shardlib.lower.varying import Primes, primes, varying
 from shardlib.meshes.axis import Axis, Coords, member_coords
 from shardlib.meshes.mesh import Mesh
-from shardlib.run.reuse import borrowed, in_place, overwrites
+from shardlib.passes.reuse import in_place_form
+from shardlib.program.steps import Collective, Compute, Copy, Free, Program, Start, Step, Var, makes, reads
+from shardlib.program.storage import owners
+from shardlib.program.sym import Sym
+from shardlib.program.varying import Primes, primes, varying
 from shardlib.scalar import Scalar
 
 
@@ -45,13 +46,6 @@ class Source:
 
 
 @dataclass
-class _Statement:
-    text: str
-    outs: tuple[str, ...]
-    ins: tuple[str, ...]
-
-
-@dataclass
 class Generator:
     """Writes the source for `devices`; `collective` writes what one collective is on this runtime."""
 
@@ -70,10 +64,22 @@ class Generator:
         self._taken: dict[str, int] = {"pieces": 1, "leaves": 1, "program": 1, "float": 1}
         self._numbers: dict[int, str] = {}  # leaf of the call -> its name
         self._bound: dict[Any, str] = {}
-        self._statements: list[_Statement] = []
-        self._flying: dict[Var, _Statement] = {}
-        self._overwrites: dict[Instr, int] = {}
-        self._own: dict[str, str] = {}  # a result's name -> that of its copy
+        self.lines: list[str] = []
+        self.flying: dict[tuple[Var, ...], list[str]] = {}  # what starts together -> how it is waited for
+        self._apart = self._not_in_place() if self.varies else set()
+
+    def _not_in_place(self) -> set[Step]:
+        """Calls that have memory of their own here: what they could write over is read once for several devices."""
+        owner, over = owners(self.program.steps), dict[Var, list[Step]]()
+        shared: set[Var] = set()
+        for step in self.program.steps:
+            if isinstance(step, Compute) and step.over is not None:
+                over.setdefault(owner.get(x := step.args[step.over], x), []).append(step)
+            for var in reads(step) if not isinstance(step, Start) else ():
+                root = owner.get(var, var)
+                if any(self.varies.get(out, ()) != self.varies.get(root, ()) for out in makes(step)):
+                    shared.add(root)
+        return {step for root in shared for step in over.get(root, ())}
 
     def _mesh_axes(self) -> Iterable[Axis]:
         sizes: dict[str, int] = {}
@@ -113,78 +119,63 @@ class Generator:
 
     # Steps ----------------------------------------------------------------------------------------------------------
 
-    def generate(
-        self,
-        communicate: Callable[[Generator, tuple[Collective, ...]], None],
-        events: Sequence[Instr | tuple[Collective, ...]] | None = None,
-    ) -> Source:
-        """The source; `communicate` writes what starts together, `events` is the program in another order."""
-        if events is None:
-            events = [(s,) if isinstance(s, Collective) else s for s in self.program.steps]
-        donated = [self.program.inputs[i] for i in self.program.donated]
-        self._overwrites = overwrites(self.program, events, self.varies, donated)
-        segment: list[Instr] = []
-        for event in events:
-            if isinstance(event, tuple):
+    def generate(self, communicate: Callable[[Generator, Start], None]) -> Source:
+        """The source; `communicate` writes what starts together, and says in `flying` how it is waited for."""
+        segment: list[Step] = []
+        for step in self.program.steps:
+            if isinstance(step, Start):
                 self._segment(segment)
                 segment = []
-                communicate(self, event)
+                communicate(self, step)
             else:
-                segment.append(event)
+                segment.append(step)
         self._segment(segment)
-        self.wait_for([v for v in self.program.outputs if isinstance(v, Var)])
-        self._copy(borrowed(self.program, events, donated))
         return Source(self._render(), self.namespace, tuple(self._numbers))
 
-    def _copy(self, results: Sequence[Var]) -> None:
-        """Give these results memory of their own."""
-        for var in results:
-            for name in dict.fromkeys(self.name(var, c) for c in self.devices):
-                own = self._own[name] = self.fresh(name)
-                self.emit(f"{own} = {name}.clone()", [own], [name])
+    def _segment(self, steps: Sequence[Step]) -> None:
+        """Steps between collectives, device after device; what several devices share once, and freed by the last."""
+        units = [one for s in steps for one in ([Free((v,)) for v in s.vars] if isinstance(s, Free) else [s])]
+        at = [self._axes(unit) for unit in units]
+        who: dict[tuple[int, tuple[int, ...]], int] = {}
+        for d, coords in enumerate(self.devices):
+            for i, unit in enumerate(units):
+                key = i, tuple(a.coord(coords) for a in at[i])
+                if isinstance(unit, Free) or key not in who:
+                    who[key] = d
+        mine = {(i, d) for (i, _), d in who.items()}
+        for d, coords in enumerate(self.devices):
+            for i, unit in enumerate(units):
+                if (i, d) in mine:
+                    self._step(unit, coords)
 
-    def _segment(self, steps: list[Instr]) -> None:
-        done: set[tuple[int, tuple[int, ...]]] = set()
-        for coords in self.devices:
-            for i, step in enumerate(steps):
-                first = next((v for v in step.outs if v is not None), None)
-                given = [first] if first is not None else list(reads(step))
-                axes = primes(a for v in given for a in self.varies.get(v, ()))
-                key = (i, tuple(a.coord(coords) for a in axes))
-                if key not in done:
-                    done.add(key)
-                    self._instr(step, coords)
+    def _axes(self, step: Step) -> Primes:
+        """The axes on which what a step does differs."""
+        about = step.vars if isinstance(step, Free) else makes(step) or tuple(reads(step))
+        return primes(a for v in about for a in self.varies.get(v, ()))
 
-    def finish_later(self, variables: Iterable[Var], text: str, outs: Iterable[str], ins: Iterable[str]) -> None:
-        """Emit this statement just before any of `variables` is first read."""
-        self._flying |= dict.fromkeys(variables, _Statement(text, tuple(outs), tuple(ins)))
+    def _step(self, step: Step, coords: Coords) -> None:
+        if isinstance(step, Compute):
+            self._call(step, coords)
+        elif isinstance(step, Copy):
+            self.lines.append(f"{self.name(step.out, coords)} = {self.name(step.source, coords)}.clone()")
+        elif isinstance(step, Free):
+            freed = ", ".join(self.name(v, coords) for v in step.vars)
+            self.lines.append(f"del {freed}")
+        elif (landing := self.flying.pop(step.outs, None)) is not None:
+            self.lines += landing
 
-    def wait_for(self, variables: Iterable[Var]) -> None:
-        """Emit what finishes `variables`."""
-        for var in variables:
-            if (landing := self._flying.pop(var, None)) is not None:
-                self._statements.append(landing)
-                for name in [v for v, s in self._flying.items() if s is landing]:
-                    del self._flying[name]
-
-    def _instr(self, step: Instr, coords: Coords) -> None:
-        if self._flying:
-            self.wait_for(reads(step))
+    def _call(self, step: Compute, coords: Coords) -> None:
         target, operands = step.target, list(step.args)
-        if (k := self._overwrites.get(step)) is not None:
-            target = in_place(target)
+        if (k := step.over) is not None and step not in self._apart:
+            target = in_place_form(target)
             operands[0], operands[k] = operands[k], operands[0]
         args = [self.literal(a, coords) for a in operands]
         args += [f"{k}={self.literal(v, coords)}" for k, v in step.kwargs.items()]
-        outs = tuple("_" if v is None else self.name(v, coords) for v in step.outs)
-        left = ", ".join(outs)
+        left = ", ".join("_" if v is None else self.name(v, coords) for v in step.outs)
         call = f"{self.bind(fast_binding(target), _short(target))}({', '.join(args)})"
         if len(step.outs) == 1 and isinstance(getattr(step.target, "_schema", None), torch._C.FunctionSchema):
             left += "," if _returns_list(step.target) else ""
-        self.emit(f"{left} = {call}" if outs else call, outs, [self.name(v, coords) for v in reads(step)])
-
-    def emit(self, text: str, outs: Iterable[str], ins: Iterable[str]) -> None:
-        self._statements.append(_Statement(text, tuple(o for o in outs if o != "_"), tuple(ins)))
+        self.lines.append(f"{left} = {call}" if step.outs else call)
 
     def literal(self, x: Any, coords: Coords) -> str:
         if isinstance(x, Var):
@@ -239,12 +230,9 @@ class Generator:
             here = _captured(tensor, self.program.mesh)
             self.namespace |= {self.name(var, c): here for c in self.devices}
         results = []
-        for i, out in enumerate(self.program.outputs):
+        for out in self.program.outputs:
             if isinstance(out, Var):
-                names_here = [self.name(out, c) for c in self.devices]
-                owns = self.program.owned is None or i < self.program.owned
-                parts = ", ".join(self._own.get(name, name) if owns else name for name in names_here)
-                results.append(f"({parts},)")
+                results.append(f"({', '.join(self.name(out, c) for c in self.devices)},)")
             elif isinstance(out, Scalar):
                 results.append(out.text(self._number))
             elif isinstance(out, set | bytearray):  # each call has its own
@@ -252,20 +240,8 @@ class Generator:
             else:
                 results.append(self.bind(out, "constant"))
         ending = f"    return ({', '.join(results)}{',' if results else ''})"
-        captured = {self.name(var, c) for var, _ in self.program.captured for c in self.devices}
-        keep = captured | set(re.findall(r"\w+", ending))
-        last: dict[str, int] = {}
-        for i, s in enumerate(self._statements):
-            for name in (*s.outs, *s.ins):
-                last[name] = i
-        drops: dict[int, list[str]] = {}
-        for name, i in last.items():
-            if name not in keep:
-                drops.setdefault(i, []).append(name)
         lines += [f"    {name} = leaves[{leaf}]" for leaf, name in self._numbers.items()]
-        for i, s in enumerate(self._statements):
-            lines.append("    " + s.text + (f"; del {', '.join(drops[i])}" if i in drops else ""))
-        return "\n".join([*lines, ending, ""])
+        return "\n".join([*lines, *(f"    {line}" for line in self.lines), ending, ""])
 
 
 def _captured(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardlib.lower.program import Collective
+from shardlib.program.steps import Collective
 from shardlib.ranks.counting import counting, entered, uncounted
 from shardlib.run.ranges import label
 

@@ -17,16 +17,15 @@ import torch.distributed as dist
 
 from shardlib.errors import CollectiveError
 from shardlib.lines import spot
-from shardlib.lower.program import Collective, Program
 from shardlib.meshes.mesh import Mesh
 from shardlib.ops import _groups, all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
+from shardlib.program.steps import Program, Start
 from shardlib.ranks.agree import agree, blame
 from shardlib.ranks.order import Moment, Turn
 from shardlib.run.below import run_below
 from shardlib.run.codegen import Generator, Source
 from shardlib.run.counts import counted
 from shardlib.run.ranges import Function, label, ranged, watched
-from shardlib.run.schedule import schedule
 from shardlib.tensors import agreed
 from shardlib.tensors.tensor import short_dtype
 
@@ -53,33 +52,32 @@ _START_MANY: dict[str, Callable[..., Any]] = {
 
 def source(program: Program, mesh: Mesh, *, ranges: bool = False) -> Source:
     """The Python function of this rank."""
-    return Generator(program, [mesh.coords(mesh.rank)], ranges=ranges).generate(_communicate, schedule(program))
+    return Generator(program, [mesh.coords(mesh.rank)], ranges=ranges).generate(_communicate)
 
 
-def _communicate(g: Generator, bundle: tuple[Collective, ...]) -> None:
-    """Start a bundle, as one message, and finish it where a result is first read."""
+def _communicate(g: Generator, start: Start) -> None:
+    """Start one message, and say how it is finished."""
     (coords,) = g.devices
-    first = bundle[0]
-    g.wait_for([c.source for c in bundle])
+    bundle, first = start.moves, start.first
     sources, outs = ([g.name(v, coords) for v in vs] for vs in ([c.source for c in bundle], [c.out for c in bundle]))
     group = g.bind(_groups.group_for(g.program.mesh, first.axes), "group_" + "_".join(map(str, first.axes)))
     reduce = [f"kind={first.reduce!r}"] if first.kind in ("all_reduce", "reduce_scatter") else []
     if len(bundle) == 1:
-        start = g.bind(_in_range(g, _START[first.kind], label(bundle)), f"start_{first.kind}")
+        begin = g.bind(_in_range(g, _START[first.kind], label(bundle)), f"start_{first.kind}")
         args = [sources[0], *(f"{key}={g.literal(value, coords)}" for key, value in first.params.items())]
         left = outs[0]
     else:
-        start = g.bind(_in_range(g, _START_MANY[first.kind], label(bundle)), f"start_many_{first.kind}")
+        begin = g.bind(_in_range(g, _START_MANY[first.kind], label(bundle)), f"start_many_{first.kind}")
         args = [f"[{', '.join(sources)}]"]
         if first.kind != "all_reduce":
             args += [g.literal([c.params[key] for c in bundle], coords) for key in ("dim", "sizes")]
         left = ", ".join(outs)
     handle = g.fresh(f"{outs[0]}_flying")
-    g.emit(f"{handle} = {start}({', '.join([*args, f'group={group}', *reduce])})", [handle], sources)
+    g.lines.append(f"{handle} = {begin}({', '.join([*args, f'group={group}', *reduce])})")
     finish = f"{handle}.finish()"
     if g.ranges:
         finish = f"{g.bind(ranged(lambda h: h.finish(), f'wait for {label(bundle)}'), 'finish')}({handle})"
-    g.finish_later([c.out for c in bundle], f"{left} = {finish}", outs, [handle])
+    g.flying[start.outs] = [f"{left} = {finish}", f"del {handle}"]
 
 
 def _in_range(g: Generator, start: Callable[..., Any], name: str) -> Callable[..., Any]:

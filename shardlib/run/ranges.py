@@ -13,8 +13,8 @@ from typing import Any
 from torch.autograd import profiler
 
 from shardlib.lines import place
-from shardlib.lower.program import Collective
 from shardlib.plans.plantext import si
+from shardlib.program.steps import Collective
 
 Function = Callable[..., tuple[Any, ...]]  # of the inputs' pieces and the leaves of a call
 

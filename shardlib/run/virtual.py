@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from shardlib.lower.program import Collective, Program
 from shardlib.meshes.mesh import Mesh
 from shardlib.ops import all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
+from shardlib.program.steps import Collective, Program, Start
 from shardlib.run.below import run_below
 from shardlib.run.codegen import Generator, Source
 from shardlib.run.counts import counted
@@ -43,9 +43,9 @@ def load(program: Program, mesh: Mesh, *, share: bool = True) -> Runner:
     return counted(partial(run_below, function), program.collectives)
 
 
-def _communicate(g: Generator, bundle: tuple[Collective, ...]) -> None:
-    for step in bundle:
-        _collective(g, step)
+def _communicate(g: Generator, start: Start) -> None:
+    for c in start.moves:
+        _collective(g, c)
 
 
 def _collective(g: Generator, step: Collective) -> None:
@@ -66,7 +66,7 @@ def _collective(g: Generator, step: Collective) -> None:
         if step.kind in ("all_reduce", "reduce_scatter"):
             args.append(f"kind={step.reduce!r}")
         left = "".join(f"{o}, " for o in outs).strip()
-        g.emit(f"{left} = {call}({', '.join(args)})", dict.fromkeys(outs), dict.fromkeys(sources))
+        g.lines.append(f"{left} = {call}({', '.join(args)})")
 
 
 @cache

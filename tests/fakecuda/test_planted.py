@@ -15,11 +15,11 @@ from torch import Tensor
 import shardlib as sl
 from shardlib import ShardingError
 from shardlib.eager.slots import moved
-from shardlib.lower import verify
 from shardlib.lower.arguments import substitute
 from shardlib.lower.local import LocalForm
 from shardlib.ops._groups import GroupHandle
 from shardlib.ops._wire import Handle
+from shardlib.program import verify
 from shardlib.run import distributed, virtual
 from tests.fakecuda.gpu import cuda_mesh
 from tests.fakecuda.programs import world

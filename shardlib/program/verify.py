@@ -1,8 +1,7 @@
 """Checks a program, and sizes what it holds: every step, on tensors without values, as some devices would run it.
 
 A value that a layout describes has to have its local shape on each device, and its dtype; one that only the local form
-of a rule knows gets its size here. Each value is made once, before it is read; what a collective is told of the
-members' sizes is what they hold; a reduction settles what was pending over its axes.
+of a rule knows gets its size here. What a collective is told of the members' sizes is what they hold.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +18,22 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardlib.aten.traits import has
 from shardlib.bounded import Bounded
-from shardlib.lower.program import Collective, Instr, Program, Step, Var, reads, rebuild, syms
-from shardlib.lower.sym import Sym
-from shardlib.meshes.axis import Axis, Coords, position
+from shardlib.meshes.axis import Coords, position
+from shardlib.program.check import ProgramError, refuse, said
+from shardlib.program.check import faults as order_faults
+from shardlib.program.steps import (
+    Collective,
+    Compute,
+    Copy,
+    Program,
+    Start,
+    Var,
+    makes,
+    reads,
+    rebuild,
+    syms,
+)
+from shardlib.program.sym import Sym
 from shardlib.rules.rule import Meta
 from shardlib.scalar import Scalar
 
@@ -29,58 +42,16 @@ _DEVICES = 8  # that are looked at, of those that hold different pieces
 STRICT = False  # whether what torch says of tensors without values is law: it is not always what a kernel makes
 
 
-class ProgramError(AssertionError):
-    """A program that a stage should not have made."""
-
-
 def verify(program: Program) -> Program:
     """The program, with the size of every value; raises `ProgramError`, with all faults, where it cannot run."""
-    faults = list(_order(program))
+    faults = list(order_faults(program))
+    sizes = _Sizes()
     if not faults:
         with _disable_current_modes():  # which are to see what runs, and nothing of this
             for coords in _devices(program):
-                faults += _Device(program, coords).run()
-    if faults:
-        raise ProgramError("\n  * ".join(["a program is wrong:", *dict.fromkeys(faults)]))
-    return program
-
-
-def _order(program: Program) -> Iterator[str]:
-    """What is read before it is made, or made twice; who is in a group, and what it is told."""
-    made = {*program.inputs, *(v for v, _ in program.captured)}
-    if len(made) < len(program.inputs) + len(program.captured):
-        yield "an input stands twice"
-    for step in program.steps:
-        yield from (f"{_said(step)} reads {v}, which is not made yet" for v in reads(step) if v not in made)
-        for out in step.outs:
-            if out in made:
-                yield f"{_said(step)} makes {out}, which is there"
-            if out is not None:
-                made.add(out)
-        if isinstance(step, Collective):
-            yield from (f"{_said(step)} {fault}" for fault in _group(program, step))
-    yield from (
-        f"{v} is a result, and nothing makes it" for v in program.outputs if isinstance(v, Var) and v not in made
-    )
-
-
-def _group(program: Program, step: Collective) -> Iterator[str]:
-    """Faults of a collective's group: parts of mesh axes that do not overlap; and of what it does to a pending sum."""
-    sizes = program.mesh.axes
-    primes = [p for a in step.axes for p in a.primes()]
-    if any(sizes.get(a.name) != a.of for a in step.axes) or len(set(primes)) < len(primes):
-        yield "goes over axes that are none of the mesh's, or over one twice"
-    source, out = step.source.layout, step.out.layout
-    if source is None or out is None:
-        return
-    owed, left = ({p for a in x.pending_axes for p in a.primes()} for x in (source, out))
-    settles = set(primes) if step.kind in ("all_reduce", "reduce_scatter") else set()
-    if owed - settles != left:
-        yield f"leaves pending over {_axes(left)} what was pending over {_axes(owed)}"
-
-
-def _axes(axes: set[Axis]) -> str:
-    return " ".join(sorted(map(str, axes))) or "nothing"
+                faults += _Device(program, coords, sizes).run()
+    refuse(faults)
+    return program.with_vars(sizes.said())
 
 
 def _devices(program: Program) -> list[Coords]:
@@ -96,14 +67,29 @@ def _devices(program: Program) -> list[Coords]:
 def _values(program: Program) -> Iterator[Var]:
     yield from program.inputs
     for step in program.steps:
-        yield from (v for v in step.outs if v is not None)
+        yield from makes(step)
+
+
+class _Sizes:
+    """The shape and dtype of what no layout describes, on the fullest device so far."""
+
+    def __init__(self) -> None:
+        self.found: dict[Var, Meta] = {}
+
+    def note(self, var: Var, x: Meta) -> None:
+        known = self.found.get(var)
+        if known is None or math.prod(known.shape) < math.prod(x.shape):
+            self.found[var] = x
+
+    def said(self) -> dict[Var, Var]:
+        return {v: replace(v, shape=x.shape, dtype=x.dtype) for v, x in self.found.items()}
 
 
 class _Device:
     """One device, on which the program runs without values."""
 
-    def __init__(self, program: Program, coords: Coords) -> None:
-        self.program = program
+    def __init__(self, program: Program, coords: Coords, sizes: _Sizes) -> None:
+        self.program, self.sizes = program, sizes
         self.coords = dict.fromkeys(program.mesh.axes, 0) | dict(coords)
         self.there: dict[Var, Meta | None] = {}  # None: nobody knows its shape
         self.faults: list[str] = []
@@ -115,28 +101,34 @@ class _Device:
         for var, tensor in self.program.captured:
             self.there[var] = Meta(tuple(tensor.shape), var.dtype)
         for step in self.program.steps:
-            made = self.collective(step) if isinstance(step, Collective) else self.instr(step)
-            for i, out in enumerate(step.outs):
-                if out is not None:
-                    self.keep(step, out, made[i] if i < len(made) else None)
+            if isinstance(step, Start):
+                for c in step.moves:
+                    self.keep(c, c.out, self.collective(c))
+            elif isinstance(step, Copy):
+                self.there[step.out] = self.there[step.source]
+            elif isinstance(step, Compute):
+                made = self.compute(step)
+                for i, out in enumerate(step.outs):
+                    if out is not None:
+                        self.keep(step, out, made[i] if i < len(made) else None)
         return self.faults
 
-    def keep(self, step: Step, var: Var, x: Meta | None) -> None:
+    def keep(self, step: Compute | Collective, var: Var, x: Meta | None) -> None:
         if isinstance(step, Collective) and "shapes" in step.params and x is not None:
-            var.numel = max(var.numel, math.prod(x.shape))  # what goes round has the shape that it has at home
+            self.sizes.note(var, x)  # what goes round has the shape that it has at home
         elif var.layout is not None:
-            said = Meta(tuple(var.layout.local_shape(self.coords)), var.dtype)
-            if STRICT and x is not None and x.shape != said.shape:
-                where = f"{_said(step)} makes {list(x.shape)} on {_device(self.coords)}"
-                self.faults.append(f"{where}, {var} is [{var.layout}]: {list(said.shape)}")
-            elif STRICT and x is not None and x.dtype != said.dtype and not _differs(step):
-                self.faults.append(f"{_said(step)} makes {x.dtype}, {var} is {var.dtype}")
-            x = said
+            want = Meta(tuple(var.layout.local_shape(self.coords)), var.dtype)
+            if STRICT and x is not None and x.shape != want.shape:
+                where = f"{said(step)} makes {list(x.shape)} on {_device(self.coords)}"
+                self.faults.append(f"{where}, {var} is [{var.layout}]: {list(want.shape)}")
+            elif STRICT and x is not None and x.dtype != want.dtype and not _differs(step):
+                self.faults.append(f"{said(step)} makes {x.dtype}, {var} is {var.dtype}")
+            x = want
         elif x is not None:
-            var.numel, var.dtype = max(var.numel, math.prod(x.shape)), x.dtype
+            self.sizes.note(var, x)
         self.there[var] = x
 
-    def instr(self, step: Instr) -> Sequence[Meta | None]:
+    def compute(self, step: Compute) -> Sequence[Meta | None]:
         operands = [self.there[v] for v in reads(step)]
         if None in operands or (not operands and _acts(step.target)):
             return [None] * len(step.outs)
@@ -147,7 +139,7 @@ class _Device:
                 made = _MADE[key] = _made(*key[:3])
         except _REFUSALS as error:
             if STRICT:
-                self.faults.append(f"{_said(step)} on {_device(self.coords)}: {str(error).partition(chr(10))[0]}")
+                self.faults.append(f"{said(step)} on {_device(self.coords)}: {str(error).partition(chr(10))[0]}")
             made = ()
         return made or [None] * len(step.outs)
 
@@ -165,17 +157,17 @@ class _Device:
             return _Number(x.hint, type(x.hint))
         return _Number(x, type(x)) if isinstance(x, bool | float) else x
 
-    def collective(self, step: Collective) -> Sequence[Meta | None]:
+    def collective(self, step: Collective) -> Meta | None:
         source = self.there[step.source]
         if source is None:
-            return [None]
+            return None
         told = rebuild(step.params, lambda x: x.at(self.coords) if isinstance(x, Sym) else x)
         at, n = position(self.coords, step.axes), math.prod(a.size for a in step.axes)
         try:
-            return [Meta(tuple(_RESULT[step.kind](source.shape, told, at, n)), source.dtype)]
+            return Meta(tuple(_RESULT[step.kind](source.shape, told, at, n)), source.dtype)
         except ProgramError as error:
-            self.faults.append(f"{_said(step)} on {_device(self.coords)}: {error}")
-            return [None]
+            self.faults.append(f"{said(step)} on {_device(self.coords)}: {error}")
+            return None
 
 
 class _Number(NamedTuple):
@@ -214,9 +206,9 @@ def _acts(target: Any) -> bool:
     return not known or torch.Tag.nondeterministic_seeded in target.tags
 
 
-def _differs(step: Step) -> bool:
+def _differs(step: Compute | Collective) -> bool:
     """Whether the dtypes of its results are others on other kinds of devices."""
-    return isinstance(step, Instr) and has(step.target, "other dtypes")
+    return isinstance(step, Compute) and has(step.target, "other dtypes")
 
 
 # What each kind of collective makes on one member: of its shape, what it is told, its position, and their number.
@@ -275,11 +267,6 @@ _RESULT: Mapping[str, Callable[[Shape, Mapping[str, Any], int, int], Shape]] = {
     "all_to_all": _all_to_all,
     "ppermute": _ppermute,
 }
-
-
-def _said(step: Step) -> str:
-    outs = ", ".join("_" if v is None else str(v) for v in step.outs)
-    return f"{outs} = {step.kind if isinstance(step, Collective) else step.target}"
 
 
 def _device(coords: Coords) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 import torch
 
-from shardlib.lower.program import Collective, Instr, Program, Step, Var, reads
-from shardlib.lower.varying import varying
+from shardlib.program.steps import Compute, Program, Start, Step, Var, Wait, makes, reads
+from shardlib.program.varying import varying
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,21 @@ class Halves:
     saved: tuple[Var, ...]
     needs: tuple[frozenset[int], ...]  # for each gradient, the cotangents that it depends on, by position
 
+    @property
+    def joint(self) -> Program:
+        """Both, one after the other."""
+        first, second, saved = self.forward, self.backward, len(self.saved)
+        return replace(
+            first,
+            steps=first.steps + second.steps,
+            inputs=first.inputs + second.inputs[saved:],
+            outputs=first.outputs[: len(first.outputs) - saved] + second.outputs,
+        )
+
+    def through(self, stage: Callable[[Program], Program]) -> Halves:
+        """Both halves, each through this stage."""
+        return replace(self, forward=stage(self.forward), backward=stage(self.backward))
+
 
 def split(program: Program, cotangents: int, gradients: int) -> Halves:
     """Cut `program`, of whose inputs the last ones are cotangents and of whose outputs the last ones are gradients."""
@@ -33,37 +49,45 @@ def split(program: Program, cotangents: int, gradients: int) -> Halves:
     first: list[Step] = []
     second: list[Step] = []
     for step in program.steps:
-        if any(v in late for v in reads(step)):
-            late |= {v for v in step.outs if v is not None}
+        if any(v in late for v in _needs(step)):
+            late |= {*_gives(step)}
     for step in reversed(program.steps):
-        outs = {v for v in step.outs if v is not None}
+        outs = set(_gives(step))
         if outs & needed or (not outs & late and _stays(step)):
             first.append(step)
-            needed |= set(reads(step))
+            needed |= set(_needs(step))
         else:
             second.append(step)
     first.reverse()
     second.reverse()
-    there = {*program.inputs, *(v for s in first for v in s.outs if v is not None)} - set(given)
+    there = {*program.inputs, *(v for s in first for v in makes(s))} - set(given)
     wanted = dict.fromkeys(v for s in second for v in reads(s))
     wanted |= dict.fromkeys(v for v in results if isinstance(v, Var))
     saved = tuple(v for v in wanted if v in there)
-    forward = Program(program.mesh, first, inputs, program.captured, [*own, *saved], program.donated, owned=len(own))
+    forward = replace(program, steps=tuple(first), inputs=inputs, outputs=(*own, *saved), owned=len(own))
     varies = varying(program)
     known = {v: varies[v] for v in saved}
-    backward = Program(program.mesh, second, [*saved, *given], program.captured, results, varies=known)
+    backward = Program(program.mesh, tuple(second), (*saved, *given), program.captured, results, varies=known)
     from_: dict[Var, frozenset[int]] = {v: frozenset({i}) for i, v in enumerate(given)}
     for step in second:
-        origins = frozenset[int]().union(*(from_.get(v, ()) for v in reads(step)))
-        from_ |= {v: origins for v in step.outs if v is not None}
+        origins = frozenset[int]().union(*(from_.get(v, ()) for v in _needs(step)))
+        from_ |= dict.fromkeys(_gives(step), origins)
     needs = tuple(from_.get(v, frozenset()) if isinstance(v, Var) else frozenset() for v in results)
     return Halves(forward, backward, saved, needs)
 
 
+def _needs(step: Step) -> Iterable[Var]:
+    """What a step reads; a wait, the message that it is for."""
+    return step.outs if isinstance(step, Wait) else reads(step)
+
+
+def _gives(step: Step) -> tuple[Var, ...]:
+    return step.outs if isinstance(step, Start) else makes(step)
+
+
 def _stays(step: Step) -> bool:
     """Whether a step belongs to the forward pass whoever reads it: draws of keys, and what is there for its effect."""
-    if isinstance(step, Collective):
+    if not isinstance(step, Compute):
         return False
-    assert isinstance(step, Instr)
     drawn = torch.Tag.nondeterministic_seeded in getattr(step.target, "tags", ())
     return drawn or not step.outs

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shardlib.lower.program import Collective, Program, Var, reads, syms
 from shardlib.meshes.axis import Axis
+from shardlib.program.steps import Program, Start, Var, Wait, leaves, makes, reads, syms
+from shardlib.program.sym import Sym
 
 Primes = tuple[Axis, ...]
 
@@ -24,14 +25,14 @@ def varying(program: Program, everything: Primes | None = None) -> dict[Var, Pri
     for var, _ in program.captured:
         varies[var] = everything or ()
     for step in program.steps:
-        axes: set[Axis] = {a for v in reads(step) for a in varies[v]}
-        axes |= set(primes(a for s in syms(step) for a in s.axes))
-        if isinstance(step, Collective):
-            group = set(primes(step.axes))
-            axes = axes - group if step.kind in ("all_reduce", "all_gather") else axes | group
-        for out in step.outs:
-            if out is not None:
-                varies[out] = primes(axes) if everything is None else everything
+        for c in step.moves if isinstance(step, Start) else ():
+            group = set(primes(c.axes))
+            axes = {*varies[c.source], *primes(a for s in leaves(c.params, Sym) for a in s.axes)}
+            axes = axes - group if c.kind in ("all_reduce", "all_gather") else axes | group
+            varies[c.out] = primes(axes) if everything is None else everything
+        if not isinstance(step, Start | Wait):
+            axes = {a for v in reads(step) for a in varies[v]} | set(primes(a for s in syms(step) for a in s.axes))
+            varies |= dict.fromkeys(makes(step), primes(axes) if everything is None else everything)
     return varies
 
 

@@ -1,0 +1,95 @@
+"""A program that is being written, step by step, in the name of the line that is being lowered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from shardlib.lines import Line
+from shardlib.meshes.axis import Axis
+from shardlib.meshes.mesh import Mesh
+from shardlib.program.steps import Collective, Compute, Program, Step, Var, makes, swapped, together
+
+
+class Builder:
+    """Collects steps; names are those of variables of this program, each once."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.steps: list[Step] = []
+        self.inputs: list[Var] = []
+        self.captured: list[tuple[Var, torch.Tensor]] = []
+        self.outputs: list[Any] = []
+        self.line: Line | None = None
+        self.backward = False
+        self._names: dict[str, int] = {}
+        self._now: dict[Var, Var] = {}  # what stands for a variable of which more is known by now
+
+    @contextmanager
+    def at(self, line: Line | None, backward: bool = False) -> Iterator[None]:
+        """What is written in here belongs to this line."""
+        before = self.line, self.backward
+        self.line, self.backward = line, backward
+        try:
+            yield
+        finally:
+            self.line, self.backward = before
+
+    def name(self, base: str) -> str:
+        """A name that no variable has had."""
+        n = self._names[base] = self._names.get(base, -1) + 1
+        return base if n == 0 else self.name(f"{base}_{n}")
+
+    def compute(
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        outs: Sequence[Var | None],
+        note: str = "",
+        flops: float = 0.0,
+    ) -> None:
+        """Write one call."""
+        self.steps.append(Compute(target, args, kwargs, tuple(outs), self.line, self.backward, note, flops))
+
+    def communicate(
+        self,
+        kind: str,
+        axes: tuple[Axis, ...],
+        source: Var,
+        out: Var,
+        params: Mapping[str, Any],
+        nbytes: float,
+        reduce: str = "sum",
+        reason: str = "",
+        because: Any = None,
+    ) -> Var:
+        """Write one collective; its result."""
+        c = Collective(kind, axes, source, out, params, nbytes, reduce, self.line, self.backward, reason, because)
+        self.steps += together(c)
+        return out
+
+    def say(self, var: Var, **known: Any) -> Var:
+        """The variable of which this is known, too; it stands for `var` wherever that was written."""
+        new = self._now[var] = replace(var, **known)
+        for i in range(len(self.steps) - 1, -1, -1):
+            step = self.steps[i]
+            self.steps[i] = swapped(step, {var: new})
+            if var in makes(step):
+                if not isinstance(step, Compute):  # the message that brings it
+                    self.steps[i - 1] = swapped(self.steps[i - 1], {var: new})
+                break
+        return new
+
+    def now(self, var: Var) -> Var:
+        """What stands for a variable by now."""
+        while var in self._now:
+            var = self._now[var]
+        return var
+
+    def finish(self) -> Program:
+        return Program(self.mesh, tuple(self.steps), tuple(self.inputs), tuple(self.captured), tuple(self.outputs))

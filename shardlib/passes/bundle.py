@@ -1,0 +1,174 @@
+"""When collectives start, and which of them together.
+
+Reductions start as soon as their source is there, gathers a little before they are read. Collectives of one kind over
+one group travel in one message as long as nobody waits for it. Each message is waited for in front of the first step
+that reads one of its results. Every rank bundles the same program the same way, so the ranks meet in the same order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from shardlib.program.steps import Collective, Compute, Copy, Free, Program, Start, Step, Var, Wait, makes, reads
+
+MESSAGE_BYTES = 4 << 20  # past this size a message gains nothing from growing
+PREFETCH = 64  # steps ahead of its first reader that a gather may start
+FLIGHT = 8  # steps that a collective is given before another one builds on it
+
+_TOGETHER = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+def bundle(program: Program) -> Program:
+    """The program with collectives that start early, and together."""
+    if not program.collectives:
+        return program
+    return replace(program, steps=tuple(_Bundler(program).run()))
+
+
+@dataclass
+class _Open:
+    members: list[Collective] = field(default_factory=list)
+    nbytes: float = 0.0
+    start: int = 0
+    deadline: int = 1 << 60
+
+
+_Item = Compute | Copy | Free | Collective
+
+
+class _Bundler:
+    """Goes through the collectives, each for itself, and all other steps, by their places."""
+
+    def __init__(self, program: Program) -> None:
+        self.items: list[_Item] = []
+        for step in program.steps:
+            if not isinstance(step, Wait):
+                self.items += step.moves if isinstance(step, Start) else [step]
+        self.producer = {out: i for i, item in enumerate(self.items) for out in _makes(item)}
+        self.first_use: dict[Var, int] = {}
+        for i, item in enumerate(self.items):
+            for var in _reads(item):
+                self.first_use.setdefault(var, i)
+        self.start: dict[Collective, int] = {}
+        self.done: set[int] = set()
+        self.flying: dict[Var, Start] = {}
+        self.steps: list[Step] = []
+
+    def run(self) -> list[Step]:
+        due = self._bundles()
+        for i, item in enumerate(self.items):
+            for bundle in due.get(i, ()):
+                self._start(bundle)
+            if not isinstance(item, Collective) and i not in self.done:
+                self._write(i, item)
+        self._land(tuple(self.flying))
+        return self.steps
+
+    # Bundles --------------------------------------------------------------------------------------------------------
+
+    def _bundles(self) -> dict[int, list[Sequence[Collective]]]:
+        """Bundles by the place in front of which they start."""
+        levels: dict[int, list[int]] = defaultdict(list)
+        depth: dict[int, int] = {}
+        for i, item in enumerate(self.items):
+            if isinstance(item, Collective):
+                below = self._below(item.source)
+                depth[i] = 0 if below is None else depth[below] + 1
+                levels[depth[i]].append(i)
+        due: dict[int, list[Sequence[Collective]]] = defaultdict(list)
+        for level in sorted(levels):
+            for start, bundle in self._bundle(levels[level]):
+                due[start].append(bundle)
+                self.start |= dict.fromkeys(bundle, start)
+        return due
+
+    def _below(self, var: Var) -> int | None:
+        """The collective that `var` comes from by one-operand steps, if there is one."""
+        i = self.producer.get(var)
+        if i is None or isinstance(self.items[i], Collective):
+            return i
+        sources = _reads(self.items[i])
+        return self._below(sources[0]) if len(sources) == 1 else None
+
+    def _bundle(self, where: Sequence[int]) -> list[tuple[int, Sequence[Collective]]]:
+        bundles: list[_Open] = []
+        opened: dict[object, _Open] = {}
+        for start, i in sorted((self._wanted(self._collective(i), i), i) for i in where):
+            c = self._collective(i)
+            key = (c.kind, c.axes, c.reduce) if c.kind in _TOGETHER else c
+            bundle = opened.get(key)
+            if bundle is None or start > bundle.deadline or bundle.nbytes + c.out.nbytes > MESSAGE_BYTES:
+                bundle = opened[key] = _Open()
+                bundles.append(bundle)
+            bundle.members.append(c)
+            bundle.nbytes += c.out.nbytes
+            bundle.start = max(bundle.start, start)
+            bundle.deadline = min(bundle.deadline, i)
+        return [(bundle.start, bundle.members) for bundle in bundles]
+
+    def _collective(self, i: int) -> Collective:
+        found = self.items[i]
+        assert isinstance(found, Collective)
+        return found
+
+    def _wanted(self, c: Collective, i: int) -> int:
+        """The earliest place in front of which collective c, at i, should start."""
+        if c.kind == "ppermute":
+            return i  # what goes round stands where it runs under the arithmetic; two hops early, it would wait for one
+        ready = self._ready(c.source)
+        if c.kind == "all_gather":
+            ready = max(ready, self.first_use.get(c.out, i) - PREFETCH)
+        return min(ready, i)
+
+    def _ready(self, var: Var) -> int:
+        """The place behind which `var` can be there: one-operand steps are brought forward to their operand."""
+        i = self.producer.get(var)
+        if i is None:
+            return 0
+        item = self.items[i]
+        if isinstance(item, Collective):
+            return min(self.start[item] + FLIGHT, i + 1)
+        sources = _reads(item)
+        return self._ready(sources[0]) if len(sources) == 1 else i + 1
+
+    # Order ----------------------------------------------------------------------------------------------------------
+
+    def _start(self, bundle: Sequence[Collective]) -> None:
+        for c in bundle:
+            self._bring(c.source)
+        self._land([c.source for c in bundle])
+        start = Start(tuple(bundle))
+        self.steps.append(start)
+        self.flying |= dict.fromkeys(start.outs, start)
+
+    def _bring(self, var: Var) -> None:
+        """Write what makes `var`, if it has not been written."""
+        i = self.producer.get(var)
+        if i is None or i in self.done or isinstance(item := self.items[i], Collective):
+            return
+        for source in _reads(item):
+            self._bring(source)
+        self._write(i, item)
+
+    def _write(self, i: int, step: Compute | Copy | Free) -> None:
+        self._land(_reads(step))
+        self.steps.append(step)
+        self.done.add(i)
+
+    def _land(self, variables: Sequence[Var]) -> None:
+        """Wait for these."""
+        for var in variables:
+            if (start := self.flying.get(var)) is not None:
+                self.steps.append(Wait(start.outs))
+                for out in start.outs:
+                    del self.flying[out]
+
+
+def _reads(item: _Item) -> list[Var]:
+    return [item.source] if isinstance(item, Collective) else list(reads(item))
+
+
+def _makes(item: _Item) -> tuple[Var, ...]:
+    return (item.out,) if isinstance(item, Collective) else makes(item)

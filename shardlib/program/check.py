@@ -1,0 +1,110 @@
+"""Checks the order of a program's steps; it stands between any two passes.
+
+Each value is made once, before it is read, and not freed or written over by then; what is in flight is waited for, and
+what a message carries stays until then; groups are parts of the mesh; a reduction settles what was pending over them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from shardlib.meshes.axis import Axis
+from shardlib.program.steps import Collective, Compute, Copy, Free, Program, Start, Step, Var, Wait, makes, reads
+from shardlib.program.storage import owners
+
+_OVER = " was written over by"
+
+
+class ProgramError(AssertionError):
+    """A program that a stage should not have made."""
+
+
+def check(program: Program) -> Program:
+    """The program; raises `ProgramError`, with all faults, where its steps cannot run in this order."""
+    refuse(list(faults(program)))
+    return program
+
+
+def refuse(faults: Sequence[str]) -> None:
+    if faults:
+        raise ProgramError("\n  * ".join(["a program is wrong:", *dict.fromkeys(faults)]))
+
+
+def faults(program: Program) -> Iterator[str]:
+    """What is read before it is made, or when it is gone; what is made twice; who is in a group; what is pending."""
+    there = dict.fromkeys(program.given, "")  # "", or why it cannot be read any more
+    flying: dict[Var, tuple[Var, ...]] = {}  # what is in flight -> all that began with it
+    carried: dict[Var, tuple[Var, ...]] = {}  # ... -> what the message is of
+    owner = owners(program.steps)
+    fixed = {owner.get(v, v) for v in program.given} - {program.inputs[i] for i in program.donated}
+    shown: dict[Var, list[Var]] = defaultdict(list)
+    if len(there) < len(program.inputs) + len(program.captured):
+        yield "an input stands twice"
+
+    def missing(var: Var) -> str:
+        return there.get(var, " is in flight" if var in flying else " is not made yet")
+
+    for step in program.steps:
+        yield from (f"{said(step)} reads {v}, which{why}" for v in reads(step) if (why := missing(v)))
+        if isinstance(step, Compute) and step.over is not None:
+            over, root = step.args[step.over], owner.get(step.args[step.over], step.args[step.over])
+            if root in fixed or any(over in of for of in carried.values()):
+                yield f"{said(step)} writes over {over}, which others hold"
+            there |= dict.fromkeys((root, over, *shown[root]), f"{_OVER} {said(step)}")
+        if isinstance(step, Start):
+            if len({(c.kind, c.axes, c.reduce) for c in step.moves}) > 1:
+                yield f"{said(step)} begins collectives of several kinds or groups together"
+            yield from (f"{c.kind} of {c.source} {fault}" for c in step.moves for fault in _group(program, c))
+            yield from (f"{said(step)} brings {v}, which is there" for v in step.outs if v in there or v in flying)
+            flying |= dict.fromkeys(step.outs, step.outs)
+            carried |= dict.fromkeys(step.outs, tuple(reads(step)))
+        elif isinstance(step, Wait):
+            if any(flying.get(v) != step.outs for v in step.outs):
+                yield f"{said(step)} waits for what did not begin together"
+            for v in step.outs:
+                flying.pop(v, None), carried.pop(v, None)
+        elif isinstance(step, Free):
+            held = {v for of in carried.values() for v in of}
+            for v in step.vars:
+                why = " is in flight" if v in held else missing(v)
+                if why and not why.startswith(_OVER):
+                    yield f"{v} is freed, and it{why}"
+            there |= dict.fromkeys(step.vars, " is freed")
+        for out in makes(step):
+            if out in there:
+                yield f"{said(step)} makes {out}, which is there"
+            there[out] = ""
+            shown[owner.get(out, out)].append(out)
+    yield from (f"{v} is in flight, and nobody waits for it" for v in flying)
+    yield from (f"{v} is a result, and it{why}" for v in program.results if (why := missing(v)))
+
+
+def _group(program: Program, step: Collective) -> Iterator[str]:
+    """Faults of a collective's group: parts of mesh axes that do not overlap; and of what it does to a pending sum."""
+    sizes = program.mesh.axes
+    primes = [p for a in step.axes for p in a.primes()]
+    if any(sizes.get(a.name) != a.of for a in step.axes) or len(set(primes)) < len(primes):
+        yield "goes over axes that are none of the mesh's, or over one twice"
+    source, out = step.source.layout, step.out.layout
+    if source is None or out is None:
+        return
+    owed, left = ({p for a in x.pending_axes for p in a.primes()} for x in (source, out))
+    settles = set(primes) if step.kind in ("all_reduce", "reduce_scatter") else set()
+    if owed - settles != left:
+        yield f"leaves pending over {_axes(left)} what was pending over {_axes(owed)}"
+
+
+def _axes(axes: set[Axis]) -> str:
+    return " ".join(sorted(map(str, axes))) or "nothing"
+
+
+def said(step: Step | Collective) -> str:
+    if isinstance(step, Collective):
+        return f"{step.out} = {step.kind}"
+    if isinstance(step, Compute):
+        return f"{', '.join('_' if v is None else str(v) for v in step.outs)} = {step.target}"
+    if isinstance(step, Copy):
+        return f"{step.out} = copy"
+    what = ", ".join(map(str, step.vars if isinstance(step, Free) else step.outs))
+    return f"start of {what}" if isinstance(step, Start) else f"{type(step).__name__.lower()} of {what}"

@@ -1,0 +1,262 @@
+"""The per-device program: steps over local tensors.
+
+One program serves every device of the mesh: whatever differs by device is a `Sym`, evaluated when code is generated. A
+collective names mesh axes, not ranks. All of it is frozen: a pass makes another program.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from shardlib.graph import Value
+from shardlib.lines import Line
+from shardlib.meshes.axis import Axis
+from shardlib.meshes.mesh import Mesh
+from shardlib.program.sym import Sym
+from shardlib.specs.layout import Layout
+
+
+@dataclass(frozen=True, eq=False)
+class Var:
+    """One local tensor: `layout` says its local shape on every device; `value` and `form` are what it is a form of.
+
+    What only the local form of a rule knows has no layout, but the `shape` of the fullest device that was looked at.
+    """
+
+    name: str
+    layout: Layout | None
+    dtype: torch.dtype
+    value: Value | None = None
+    form: Any = None  # (cut, what is owed)
+    shape: tuple[int, ...] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the fullest device; 0 while nobody knows the shape."""
+        if self.layout is not None:
+            return self.layout.max_local_numel() * self.dtype.itemsize
+        return 0 if self.shape is None else math.prod(self.shape) * self.dtype.itemsize
+
+    def __repr__(self) -> str:
+        return f"%{self.name}"
+
+
+@dataclass(frozen=True, eq=False)
+class Compute:
+    """One call of an op on local tensors. `over`: the operand, by position, whose memory the result takes."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outs: tuple[Var | None, ...]
+    line: Line | None = None
+    backward: bool = False
+    note: str = ""
+    flops: float = 0.0
+    over: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Collective:
+    """One communication: `kind` over `axes` on local tensor `source`.
+
+    `params` are the op's arguments (dims, and per-member sizes, which may be `Sym`s); `bytes` go on the wire per
+    device; `reason` says which layouts forced it.
+    """
+
+    kind: str
+    axes: tuple[Axis, ...]
+    source: Var
+    out: Var
+    params: Mapping[str, Any]
+    bytes: float
+    reduce: str = "sum"
+    line: Line | None = None
+    backward: bool = False
+    reason: str = ""
+    because: Any = None
+
+    @property
+    def where(self) -> str:
+        return f"{self.line[0]}:{self.line[1]}" if self.line else "?"
+
+    def __str__(self) -> str:
+        axes = ", ".join(map(str, self.axes))
+        return f"{self.kind}[{axes}] {self.source.name}: {self.bytes:,.0f} bytes at {self.where} ({self.reason})"
+
+
+@dataclass(frozen=True, eq=False)
+class Start:
+    """Collectives of one kind over one group begin, as one message: their results are in flight."""
+
+    moves: tuple[Collective, ...]
+
+    @property
+    def first(self) -> Collective:
+        return self.moves[0]
+
+    @property
+    def outs(self) -> tuple[Var, ...]:
+        """What is in flight then."""
+        return tuple(c.out for c in self.moves)
+
+
+@dataclass(frozen=True, eq=False)
+class Wait:
+    """What began together is there: all results of one `Start`."""
+
+    outs: tuple[Var, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Free:
+    """Nobody reads these again."""
+
+    vars: tuple[Var, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Copy:
+    """A result that would show memory of somebody else gets its own."""
+
+    source: Var
+    out: Var
+
+
+Step = Compute | Start | Wait | Free | Copy
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """Steps in order; inputs and captured tensors as local variables; outputs (a variable, or a constant).
+
+    `donated` are the positions of inputs whose memory may be overwritten. `varies` says where inputs differ of which no
+    layout does. So many results, `owned` (None: all), show no memory of arguments, captured tensors or each other.
+    """
+
+    mesh: Mesh
+    steps: tuple[Step, ...] = ()
+    inputs: tuple[Var, ...] = ()
+    captured: tuple[tuple[Var, torch.Tensor], ...] = ()
+    outputs: tuple[Any, ...] = ()
+    donated: frozenset[int] = frozenset()
+    varies: Mapping[Var, tuple[Axis, ...]] = field(default_factory=dict)
+    owned: int | None = None
+
+    @cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """All of them, in the order in which they start."""
+        return tuple(c for s in self.steps if isinstance(s, Start) for c in s.moves)
+
+    @cached_property
+    def given(self) -> frozenset[Var]:
+        """Inputs and captured tensors."""
+        return frozenset((*self.inputs, *(v for v, _ in self.captured)))
+
+    @property
+    def results(self) -> Iterator[Var]:
+        """The outputs that are tensors."""
+        return (v for v in self.outputs if isinstance(v, Var))
+
+    def with_vars(self, other: Mapping[Var, Var]) -> Program:
+        """The same with other variables in place of some."""
+        if not other:
+            return self
+        return replace(
+            self,
+            steps=tuple(swapped(s, other) for s in self.steps),
+            inputs=tuple(other.get(v, v) for v in self.inputs),
+            captured=tuple((other.get(v, v), x) for v, x in self.captured),
+            outputs=tuple(other.get(x, x) if isinstance(x, Var) else x for x in self.outputs),
+            varies={other.get(v, v): axes for v, axes in self.varies.items()},
+        )
+
+
+def together(c: Collective) -> tuple[Start, Wait]:
+    """A collective that is waited for at once."""
+    return Start((c,)), Wait((c.out,))
+
+
+def reads(step: Step) -> Iterator[Var]:
+    """What a step reads."""
+    if isinstance(step, Start):
+        yield from (c.source for c in step.moves)
+    elif isinstance(step, Compute):
+        yield from leaves((step.args, step.kwargs), Var)
+    elif isinstance(step, Copy):
+        yield step.source
+
+
+def makes(step: Step) -> tuple[Var, ...]:
+    """What is there when a step is done, and was not before."""
+    if isinstance(step, Compute):
+        return tuple(v for v in step.outs if v is not None)
+    if isinstance(step, Copy):
+        return (step.out,)
+    return step.outs if isinstance(step, Wait) else ()
+
+
+def syms(step: Step) -> Iterator[Sym]:
+    if isinstance(step, Start):
+        yield from leaves([c.params for c in step.moves], Sym)
+    elif isinstance(step, Compute):
+        yield from leaves((step.args, step.kwargs), Sym)
+
+
+def swapped(step: Step, other: Mapping[Var, Var]) -> Step:
+    """The step with other variables in place of some."""
+
+    def get(v: Var) -> Var:
+        return other.get(v, v)
+
+    if isinstance(step, Compute):
+        if not any(v in other for v in (*reads(step), *makes(step))):
+            return step
+        args, kwargs = rebuild((step.args, step.kwargs), lambda x: get(x) if isinstance(x, Var) else x)
+        return replace(step, args=args, kwargs=kwargs, outs=tuple(v and get(v) for v in step.outs))
+    if isinstance(step, Start):
+        return Start(tuple(replace(c, source=get(c.source), out=get(c.out)) for c in step.moves))
+    if isinstance(step, Wait):
+        return Wait(tuple(map(get, step.outs)))
+    if isinstance(step, Free):
+        return Free(tuple(map(get, step.vars)))
+    return Copy(get(step.source), get(step.out))
+
+
+def leaves(x: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
+    """All instances of `kind` in nested tuples, lists and dicts."""
+    if isinstance(x, kind):
+        yield x
+    elif isinstance(x, tuple | list):
+        yield from itertools.chain.from_iterable(leaves(y, kind) for y in x)
+    elif isinstance(x, dict):
+        yield from itertools.chain.from_iterable(leaves(y, kind) for y in x.values())
+
+
+def rebuild(x: Any, change: Callable[[Any], Any]) -> Any:
+    """`x` with `change` applied to every leaf of nested tuples, lists and dicts."""
+    if isinstance(x, tuple | list):
+        return type(x)(rebuild(y, change) for y in x)
+    if isinstance(x, dict):
+        return {k: rebuild(v, change) for k, v in x.items()}
+    return change(x)
+
+
+def last_reads(steps: Iterable[Step]) -> dict[Var, int]:
+    """Where each variable is last read, or made if nobody reads it; what a message carries, until it is waited for."""
+    last: dict[Var, int] = {}
+    flying: dict[Var, tuple[Var, ...]] = {}
+    for i, step in enumerate(steps):
+        last |= dict.fromkeys((*reads(step), *makes(step)), i)
+        if isinstance(step, Start):
+            flying |= dict.fromkeys(step.outs, tuple(reads(step)))
+        elif isinstance(step, Wait):
+            last |= dict.fromkeys((v for out in step.outs for v in flying[out]), i)
+    return last

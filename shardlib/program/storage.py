@@ -1,0 +1,79 @@
+"""Which values share memory, and how much of it is in use at once.
+
+A view shows the memory of what it views, an in-place result that of the operand it writes over. An input's memory is
+there all the time; other memory from the step that makes it, or the message that brings it, until a `Free` of the last
+value that shows it. What an op allocates inside, and the buffers of collectives, are not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+
+from shardlib.aten.traits import is_view, may_show
+from shardlib.program.steps import Compute, Copy, Free, Program, Start, Step, Var, makes, reads
+
+
+def owners(steps: Iterable[Step], *, handed: bool = True) -> dict[Var, Var]:
+    """For every value of known memory, the value that first had that memory.
+
+    A permutation may hand on what it is given, to itself; with `handed` it is taken to do so.
+    """
+    owner: dict[Var, Var] = {}
+    for step in steps:
+        if isinstance(step, Start):
+            for c in step.moves:
+                fresh = not handed or (c.kind != "ppermute" and math.prod(a.size for a in c.axes) > 1)
+                owner[c.out] = c.out if fresh else owner.get(c.source, c.source)
+        elif isinstance(step, Compute):
+            shown = shows(step)
+            owner |= {out: out if shown is None else owner.get(shown, shown) for out in makes(step)}
+        elif isinstance(step, Copy):
+            owner[step.out] = step.out
+    return owner
+
+
+def shows(step: Compute) -> Var | None:
+    """The operand whose memory the results have."""
+    if step.over is not None:
+        over = step.args[step.over]
+        assert isinstance(over, Var)
+        return over
+    return next(reads(step)) if is_view(step.target) else None
+
+
+def blurred(steps: Iterable[Step], owner: Mapping[Var, Var]) -> set[Var]:
+    """Owners whose memory an op may, or may not, have handed on to its results, and these."""
+    return {
+        owner.get(v, v)
+        for step in steps
+        if isinstance(step, Compute) and may_show(step.target)
+        for v in (*reads(step), *makes(step))
+    }
+
+
+def alive(program: Program) -> Iterator[int]:
+    """Bytes in use on the fullest device, while each step runs."""
+    owner = owners(program.steps, handed=False)
+    names: Counter[Var] = Counter()  # by owner, how many values that are not freed show it
+    seen = set(program.given)
+    total = sum(v.nbytes for v in seen)
+    names.update(seen)
+    for step in program.steps:
+        new = [v for v in (step.outs if isinstance(step, Start) else makes(step)) if v not in seen]
+        seen.update(new)
+        for var in new:
+            root = owner[var]
+            total += 0 if names[root] else root.nbytes
+            names[root] += 1
+        yield total
+        for var in step.vars if isinstance(step, Free) else ():
+            root = owner[var]
+            names[root] -= 1
+            total -= 0 if names[root] else root.nbytes
+
+
+def peak_bytes(program: Program) -> int:
+    """The most bytes that are in use at once, arguments and results included."""
+    return max(alive(program), default=sum(v.nbytes for v in program.given))

@@ -1,0 +1,323 @@
+"""Passes: what each makes of a program that is written down, and what all of them leave of generated programs."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+import shardlib as sl
+from shardlib import Mesh
+from shardlib.passes import PASSES, bundle, free, fuse, reuse, run_passes, schedule
+from shardlib.program.check import check
+from shardlib.program.steps import Compute, Program
+from shardlib.program.storage import alive, peak_bytes
+from shardlib.program.text import parse, show
+from tests.campaign import compiled
+from tests.programs import draw
+
+Pass = Callable[[Program], Program]
+
+
+def by(one: Pass, text: str) -> list[str]:
+    """What a pass makes of the steps of a program."""
+    found = show(check(one(check(parse(f"mesh a=2, b=2\n{text}"))))).splitlines()
+    return [line for line in found if not line.startswith(("mesh", "input", "captured"))]
+
+
+def lines(text: str) -> list[str]:
+    return [line.strip() for line in text.strip().splitlines()]
+
+
+# fuse -----------------------------------------------------------------------------------------------------------------
+
+STEP = """
+    input p: f32[8]
+    input g: f32[8]
+    d: f32[8] = aten.mul.Tensor(g, $0)
+    q: f32[8] = aten.sub.Tensor(p, d)
+    return q
+"""
+
+
+def test_a_scaled_sum_is_one_call() -> None:
+    assert by(fuse.fuse, STEP) == ["q: f32[8] = aten.sub.Tensor(p, g, alpha=$0)", "return q"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("return q", "return q, d"),
+        ("(p, d)", "(d, p)"),
+        ("(p, d)", "(d, d)"),
+        ("(p, d)", "(p, d, alpha=2)"),
+        ("(g, $0)", "(g, p)"),
+        ("(g, $0)", "(g, True)"),
+        ("f32", "i64"),
+    ],
+)
+def test_what_is_not_fused(old: str, new: str) -> None:
+    text = STEP.replace(old, new)
+    assert by(fuse.fuse, text) == lines(text)[2:]
+
+
+# bundle ---------------------------------------------------------------------------------------------------------------
+
+
+def test_one_message_for_several_and_a_wait_where_one_is_read() -> None:
+    text = """
+        input x: f32[8@a]
+        input y: f32[8@a]
+        p: f32[+a] = aten.sum.default(x)
+        start all_reduce[a] s: f32[] = p {} 4 B
+        wait s
+        q: f32[+a] = aten.sum.default(y)
+        start all_reduce[a] t: f32[] = q {} 4 B
+        wait t
+        z: f32[8@a] = aten.mul.Tensor(x, y)
+        r: f32[] = aten.add.Tensor(s, t)
+        return r, z
+    """
+    assert by(bundle.bundle, text) == lines("""
+        p: f32[+a] = aten.sum.default(x)
+        q: f32[+a] = aten.sum.default(y)
+        start all_reduce[a] s: f32[] = p {} 4 B | t: f32[] = q {} 4 B
+        z: f32[8@a] = aten.mul.Tensor(x, y)
+        wait s, t
+        r: f32[] = aten.add.Tensor(s, t)
+        return r, z
+    """)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("start all_reduce[a] t: f32[] = q {}", "start all_reduce[a] max t: f32[] = q {}"),
+        ("start all_reduce[a] t: f32[]", "start all_reduce[b] t: f32[+a]"),
+        ("q: f32[+a] = aten.sum.default(y)", "q: f32[+a] = aten.mul.Tensor(p, s)"),
+    ],
+    ids=["kind", "axes", "reads"],
+)
+def test_what_does_not_go_together(old: str, new: str) -> None:
+    text = """
+        input x: f32[8@a]
+        input y: f32[8@a]
+        p: f32[+a] = aten.sum.default(x)
+        start all_reduce[a] s: f32[] = p {} 4 B
+        wait s
+        q: f32[+a] = aten.sum.default(y)
+        start all_reduce[a] t: f32[] = q {} 4 B
+        wait t
+        return s, t
+    """
+    assert old in text
+    found = by(bundle.bundle, text.replace(old, new))
+    assert sum(line.startswith("start") for line in found) == 2
+
+
+def test_a_message_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundle, "MESSAGE_BYTES", 100)
+    steps = [
+        f"p{i}: f32[8 +a] = aten.mul.Tensor(x, {i})\nstart all_reduce[a] s{i}: f32[8] = p{i} {{}} 32 B\nwait s{i}"
+        for i in range(6)
+    ]
+    found = by(bundle.bundle, "\n".join(["input x: f32[8 +a]", *steps, "return s0, s1, s2, s3, s4, s5"]))
+    assert [line.count(" = ") for line in found if line.startswith("start")] == [3, 3]
+
+
+def test_a_gather_starts_before_it_is_read_and_not_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundle, "PREFETCH", 3)
+    steps = [f"x{i + 1}: f32[8] = aten.neg.default(x{i})" for i in range(10)]
+    end = "start all_gather[a] g: f32[8] = w {dim: 0, sizes: [4, 4]} 16 B\nwait g\nr: f32[8] = aten.add.Tensor(x10, g)"
+    found = by(bundle.bundle, "\n".join(["input x0: f32[8]", "input w: f32[8@a]", *steps, end, "return r"]))
+    assert 5 <= next(i for i, line in enumerate(found) if line.startswith("start")) <= 9
+    assert found[-3:-1] == ["wait g", "r: f32[8] = aten.add.Tensor(x10, g)"]
+
+
+# schedule -------------------------------------------------------------------------------------------------------------
+
+
+def test_arithmetic_that_waits_for_nothing_comes_first() -> None:
+    text = """
+        input x: f32[8, 8 +a]
+        input y: f32[8, 8]
+        start all_reduce[a] s: f32[8, 8] = x {} 256 B
+        wait s
+        r: f32[8, 8] = aten.mm.default(s, y)  ; 1024.0 flop
+        n: f32[8, 8] = aten.neg.default(y)
+        z: f32[8, 8] = aten.mm.default(y, y)  ; 1024.0 flop
+        m: f32[8, 8] = aten.mm.default(n, y)  ; 1024.0 flop
+        return r, z, m
+    """
+    assert by(schedule.schedule, text) == lines("""
+        start all_reduce[a] s: f32[8, 8] = x {} 256 B
+        z: f32[8, 8] = aten.mm.default(y, y)  ; 1024.0 flop
+        wait s
+        r: f32[8, 8] = aten.mm.default(s, y)  ; 1024.0 flop
+        n: f32[8, 8] = aten.neg.default(y)
+        m: f32[8, 8] = aten.mm.default(n, y)  ; 1024.0 flop
+        return r, z, m
+    """)
+
+
+# reuse ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_result_takes_the_memory_of_what_nobody_reads_again() -> None:
+    text = """
+        input x: f32[8] donated
+        input y: f32[8]
+        p: f32[8] = aten.exp.default(y)
+        q: f32[8] = aten.add.Tensor(p, x)
+        r: f32[8] = aten.mul.Tensor(y, q)
+        s: f32[8] = aten.sub.Tensor(y, x)
+        return r, s
+    """
+    assert by(reuse.reuse, text) == lines("""
+        p: f32[8] = aten.exp.default(y)
+        q: f32[8] over p = aten.add.Tensor(p, x)
+        r: f32[8] over q = aten.mul.Tensor(y, q)
+        s: f32[8] = aten.sub.Tensor(y, x)
+        return r, s
+    """)
+    swapped = by(reuse.reuse, text.replace("aten.sub.Tensor(y, x)", "aten.sub.Tensor(x, y)"))
+    assert swapped[-2] == "s: f32[8] over x = aten.sub.Tensor(x, y)", "the memory of a donated input"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "p: f32[8, 8] = aten.neg.default(x)\nt: f32[8, 8] = aten.permute.default(p, [1, 0])\n"
+        "q: f32[8, 8] = aten.add.Tensor(p, t)\nreturn q",
+        "p: f32[8, 8] = aten.neg.default(x)\nt: f32[8, 8] = aten.permute.default(p, [1, 0])\n"
+        "q: f32[8, 8] = aten.exp.default(p)\nr: f32[8, 8] = aten.add.Tensor(q, t, alpha=2)\nreturn r, p",
+        "p: f32[8, 8 +a] = aten.mul.Tensor(x, 2)\nstart all_reduce[a] s: f32[8, 8] = p {} 8 B\n"
+        "q: f32[8, 8] = aten.neg.default(p)\nwait s\nreturn q, s",
+        "p: f32[8, 8] = aten.neg.default(x)\nq: f64[8, 8] = aten.add.Tensor(p, y)\nreturn q",
+        "p: f32[8, 8] = aten.exp.default(x)\nstart ppermute[a] s: f32[8, 8] = p {pairs: [[0, 1], [1, 0]]} 8 B\n"
+        "wait s\nq: f32[8, 8] = aten.neg.default(s)\nreturn q",
+        "q: f32[8, 8] = aten.neg.default(x)\nreturn q",
+    ],
+    ids=["both operands", "a view is read", "in flight", "dtype", "handed on", "an input"],
+)
+def test_what_keeps_its_memory(text: str) -> None:
+    found = by(reuse.reuse, f"input x: f32[8, 8]\ninput y: f64[8, 8]\n{text}")
+    assert not any(" over " in line for line in found if not line.startswith("r: ")), found
+
+
+@pytest.mark.parametrize(
+    ("results", "copies"),
+    [
+        ("p, q", []),
+        ("x", ["x.own"]),
+        ("v", ["v.own"]),
+        ("p, p", []),
+        ("p, w", ["w.own"]),
+        ("v, x", ["v.own", "x.own"]),
+        ("d", []),
+        ("q, x owned 1", []),
+        ("x, x owned 1", ["x.own"]),
+    ],
+)
+def test_results_have_memory_of_their_own(results: str, copies: list[str]) -> None:
+    head = """
+        input x: f32[8, 4]
+        input d: f32[8, 4] donated
+        v: f32[4, 8] = aten.permute.default(x, [1, 0])
+        p: f32[8, 4] = aten.neg.default(x)
+        w: f32[4, 8] = aten.permute.default(p, [1, 0])
+        q: f32[8, 4] = aten.exp.default(x)
+    """
+    found = by(reuse.reuse, f"{head}\nreturn {results}")
+    assert [line.split()[1].rstrip(":") for line in found if line.startswith("copy")] == copies
+
+
+# free -----------------------------------------------------------------------------------------------------------------
+
+FREED = """
+    input x: f32[8]
+    p: f32[8 +a] = aten.neg.default(x)
+    start all_reduce[a] s: f32[8] = p {} 32 B
+    q: f32[8] = aten.exp.default(x)
+    m: f32[4, 2] = aten.reshape.default(q, [4, 2])
+    wait s
+    r: f32[8] = aten.add.Tensor(s, x)
+    n: f32[4, 2] = aten.neg.default(m)
+    return r, n
+"""
+
+
+def test_values_are_freed_behind_their_last_reader_or_the_message_that_carries_them() -> None:
+    assert by(free.free, FREED) == lines("""
+        p: f32[8 +a] = aten.neg.default(x)
+        start all_reduce[a] s: f32[8] = p {} 32 B
+        q: f32[8] = aten.exp.default(x)
+        m: f32[4, 2] = aten.reshape.default(q, [4, 2])
+        free q
+        wait s
+        free p
+        r: f32[8] = aten.add.Tensor(s, x)
+        free s
+        n: f32[4, 2] = aten.neg.default(m)
+        free m
+        return r, n
+    """)
+
+
+def test_memory_in_use_step_by_step() -> None:
+    """In units of 32 bytes: x, and then p; s is there from the start of its message; m shows q."""
+    program = free.free(parse(f"mesh a=2\n{FREED}"))
+    assert [n / 32 for n in alive(program)] == [2, 3, 4, 4, 4, 4, 4, 4, 4, 4, 4]
+    assert peak_bytes(program) == 4 * 32
+    over = FREED.replace("r: f32[8] =", "r: f32[8] over s =")
+    assert [n / 32 for n in alive(free.free(parse(f"mesh a=2\n{over}")))] == [2, 3, 4, 4, 4, 4, 4, 3, 3, 4, 4]
+
+
+# all of them ----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def programs() -> list[Program]:
+    """Programs with many collectives, from the generator."""
+    found: list[Program] = []
+    for seed in itertools.count():
+        p = draw(random.Random(seed), 20)
+        with Mesh(dict(p.mesh)):
+            step = sl.jit(compiled(p.function), in_specs=tuple(x.spec for x in p.inputs))
+            try:
+                program = step.plan(*(x.make() for x in p.inputs)).compiled.program
+            except sl.ShardingError:
+                continue
+        if len(program.collectives) >= 6:
+            found.append(program)
+        if len(found) == 12:
+            return found
+    raise AssertionError
+
+
+@pytest.mark.parametrize("i", range(12))
+def test_a_program_is_read_as_it_prints(i: int) -> None:
+    text = show(programs()[i])
+    assert show(parse(text)) == text
+
+
+@pytest.mark.parametrize("one", [p.__name__ for p in PASSES])
+@pytest.mark.parametrize("i", range(0, 12, 3))
+def test_a_pass_changes_nothing_twice_and_loses_nothing(i: int, one: str) -> None:
+    program = programs()[i]
+    bare = parse("\n".join(s for s in show(program).splitlines() if not s.startswith("free")))
+    made = {p.__name__: p for p in PASSES}[one](bare)
+    calls, before = (Counter(str(s.target) for s in x.steps if isinstance(s, Compute)) for x in (made, bare))
+    assert calls == before
+    assert Counter(c.kind for c in made.collectives) == Counter(c.kind for c in bare.collectives)
+    check(made)
+
+
+def test_passes_are_the_same_every_time() -> None:
+    text = show(programs()[0])
+    bare = "\n".join(s for s in text.splitlines() if not s.startswith("free"))
+    assert show(run_passes(parse(bare))) == show(run_passes(parse(bare)))
