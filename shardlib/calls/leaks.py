@@ -37,7 +37,9 @@ class Leak:
         """What to do instead."""
         if self.in_optimizer:
             return "call opt.step() behind the jitted function; or once before it: what opt.state holds is written to"
-        if isinstance(self.owner, dict | list) and "__builtins__" not in self.owner:
+        if isinstance(self.owner, list):
+            return "bind a new list to an attribute, self.history = self.history + [x]; or write to a tensor, h[i] = x"
+        if isinstance(self.owner, dict) and "__builtins__" not in self.owner:
             return "fill the container before the first call; or keep the tensor in an attribute, self.mask = mask"
         if isinstance(self.value, torch.nn.Parameter) or self.value.__dict__.get("_is_param"):
             return "write to the parameter that is there: with torch.no_grad(): p.copy_(new)"

@@ -13,8 +13,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from shardlib.meshes.mesh import Mesh
-from shardlib.ranks.lineage import origin_of
+from shardlib.ranks.lineage import origin_of, sample
 from shardlib.specs.layout import Layout
+from shardlib.tensors.agreed import policy
 from shardlib.tensors.form import Form
 from shardlib.tensors.tensor import ShardedTensor, cut_up, wrap
 
@@ -33,10 +34,19 @@ def gatherer(inputs: Sequence[tuple[int, Layout]], mesh: Mesh) -> Callable[[list
 
 def origins(program: int, tensors: Sequence[int], numbers: Sequence[int]) -> Callable[[list[Any]], int]:
     """From the leaves of a call on ranks to the origin of its results: which are tensors, and which are numbers."""
-    parts = [f"(x._origin if type(x := leaves[{leaf}]) is kind else 0)" for leaf in tensors]
+    parts = [f"(x._origin if type(x := leaves[{leaf}]) is kind else sample(x))" for leaf in tensors]
     parts += [f"((x := leaves[{leaf}]) == x and x)" for leaf in numbers]  # a NaN has another hash each time
-    names = {"kind": ShardedTensor, "program": program, "origin_of": origin_of}
+    names = {
+        "kind": ShardedTensor,
+        "program": program,
+        "origin_of": origin_of,
+        "sample": sample if policy() != "off" else _unknown,
+    }
     return _function(f"lambda leaves: origin_of((program, {', '.join(parts)}))", names)
+
+
+def _unknown(x: Any) -> int:
+    return 0
 
 
 def wrapper(forms: Sequence[Form | None]) -> Callable[[Sequence[Any]], list[Any]]:

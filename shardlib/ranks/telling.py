@@ -114,10 +114,13 @@ class Texts:
 _SAME_ORDER = "every rank runs the same programs in the same order, each called from the same line"
 _SAME_NUMBERS = "a number among the arguments is the same on all ranks"
 _PASS_ALIKE = "compute the number alike everywhere, or pass what differs as a tensor: sl.from_local(x, spec)"
-_SAME_TENSORS = "what all ranks pass is one tensor: placed from the same values, or made by the same operations"
+_SAME_TENSORS = (
+    "what all ranks pass is one tensor: placed from the same values, or made by the same operations; a plain one has "
+    "the same values everywhere"
+)
 _IN_ORDER = (
     "go through tensors in an order that all ranks share (a list, a dict, sorted(names); a set has none), and let no "
-    "operation, and no number in one, depend on the rank"
+    "operation, number, batch or step of an optimizer depend on the rank; SHARDLIB_CHECK=always names the plain tensor"
 )
 _NOT_BY_RANK = (
     "let nothing that communicates (a jitted function, full_tensor, print, ops that move pieces) depend on the rank"

@@ -182,6 +182,23 @@ def a_write_more_through_a_view(rank: int) -> Any:
     return x.full_tensor()
 
 
+def a_batch_less(rank: int) -> Any:
+    step = sl.jit(lambda x: x.sum(), in_specs=("a@x",))
+    return [float(step(torch.arange(8.0) * i)) for i in ((0, 1, 3) if rank else (0, 1, 2, 3))]
+
+
+def other_rates_outside(rank: int) -> Any:
+    """Plain weights, which each rank steps by itself."""
+    model = torch.nn.Linear(4, 2)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = sl.jit(lambda x: model(x).square().sum(), in_specs=("a@x b",))
+    for i in range(3):
+        opt.param_groups[0]["lr"] = 0.1 * (1 + rank * i)
+        step(torch.ones(4, 4)).backward()
+        opt.step()
+    return step(torch.ones(4, 4))
+
+
 ORIGIN = r" with tensors of origin [0-9a-f]+, called at .*_ranks.py:\d+"
 ALL_REDUCE = r"rank (\d) is in all_reduce of f32\[.*\+x\] of "
 ALL_GATHER = ALL_REDUCE.replace("all_reduce", "all_gather").replace(r"\+x", "@x")
@@ -191,6 +208,8 @@ DIFFERENT: dict[Callable[[int], Any], str] = {
     two_programs_on_one_line: ALL_REDUCE + r"<lambda>, called at .* \[[0-9a-f]{16}\]",
     other_tensors: ALL_REDUCE + "<lambda>" + ORIGIN,
     other_tensors_outside: ALL_REDUCE + "sum" + ORIGIN,
+    a_batch_less: ALL_REDUCE + "<lambda>" + ORIGIN,
+    other_rates_outside: ALL_REDUCE + "<lambda>" + ORIGIN,
     **dict.fromkeys((one_log_more, other_rates, other_factors, a_write_more), ALL_GATHER + "redistribute" + ORIGIN),
     a_write_more_through_a_view: ALL_GATHER.replace("@x", "@x, 2") + "redistribute" + ORIGIN,
     other_setting: r"rank (1) runs sum .*SHARDLIB_OPS='torch'.*SHARDLIB_OPS='all_reduce=torch'",
@@ -513,3 +532,51 @@ def test_ranks_in_different_folders_agree(tmp_path):
 )
 def test_a_killed_rank_is_named_by_all_others(n, transport, delay, tmp_path):
     assert kills.kill(n, transport, delay, n - 1, str(tmp_path)) == []
+
+
+# Names.
+
+
+class _Key:
+    pass
+
+
+def keyed_by_objects() -> tuple[list[float], list[float]]:
+    """An optimizer with state, and dicts by tensors, ids, functions and objects: addresses differ in all processes."""
+    junk = [object() for _ in range(1000 * dist.get_rank())]
+    torch.manual_seed(0)
+    model, key = torch.nn.Linear(4, 2), _Key()
+    opt = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    opt.step()
+    means = {p: p.detach().clone() for p in model.parameters()}
+    by_id = {id(p): p.detach() * 2 for p in model.parameters()}
+    others = {
+        key: torch.ones(2),
+        (key, 1): torch.ones(2),
+        id(key): torch.ones(2),
+        len: torch.ones(2),
+        _Key: torch.ones(1),
+    }
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        opt.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        opt.step()
+        for p in model.parameters():
+            means[p].lerp_(p.detach(), 0.1)
+            by_id[id(p)].lerp_(p.detach(), 0.1)
+        for k in others:
+            others[k] = others[k] * 2
+        return loss
+
+    with sl.Mesh(x=2):
+        run = sl.jit(step, in_specs=("a@x b",))
+        losses = [float(run(torch.ones(4, 4) * i)) for i in range(3)]
+    del junk
+    return losses, [float(x.sum()) for x in (*means.values(), *by_id.values(), *others.values())]
+
+
+def test_addresses_are_no_names() -> None:
+    only(alone(keyed_by_objects, 2))

@@ -20,6 +20,7 @@ from shardlib.lower.local import LocalForm
 from shardlib.ops._groups import GroupHandle
 from shardlib.ops._wire import Handle
 from shardlib.program import verify
+from shardlib.program.steps import makes, reads
 from shardlib.run import distributed, virtual
 from tests.fakecuda.gpu import cuda_mesh
 from tests.fakecuda.programs import world
@@ -74,6 +75,19 @@ def forgetful(x: Tensor, *, group: GroupHandle, kind: str) -> Handle[Tensor]:
     return Handle(lambda: torch.ops._c10d_functional.wait_tensor(buffer))
 
 
+def freed_too_early(steps: Any) -> Any:
+    return {v: i for i, step in enumerate(steps) for v in (*reads(step), *makes(step))}
+
+
+def given_up_in_flight() -> Plant:
+    """Neither the program nor the start keeps what is sent."""
+    stack = ExitStack()
+    stack.enter_context(mock.patch.dict(distributed._START, all_reduce=forgetful))
+    stack.enter_context(mock.patch("shardlib.passes.free.last_reads", freed_too_early))
+    stack.enter_context(mock.patch("shardlib.passes.check", lambda program: program))
+    return stack
+
+
 def cross_entropy(x: Tensor) -> Tensor:
     return F.cross_entropy(x, torch.zeros(len(x), dtype=torch.int64, device=x.device))
 
@@ -111,7 +125,7 @@ PLANTED: dict[str, tuple[Callable[[], Plant], Callable[[], Seen], str]] = {
         "before it is waited for",
     ),
     "memory given up in flight": (
-        lambda: mock.patch.dict(distributed._START, all_reduce=forgetful),
+        given_up_in_flight,
         lambda: seen_in(lambda x: x.sum(0) * 2, ("_@data _",), (8, 8), rank=True),
         "given up while a collective reads it",
     ),

@@ -153,9 +153,10 @@ def watching(seen: Seen) -> Iterator[Seen]:
 
     def render(generator: Generator) -> Any:
         look = generator.bind(_looker(generator, seen), "look")
-        for statement in generator._statements:
-            names = [name for name in statement.outs if re.fullmatch(r"\w+", name)]
-            statement.text += "".join(f"; {look}({name!r}, {name})" for name in names)
+        for i, line in enumerate(generator.lines):
+            left, is_made, _ = line.partition(" = ")
+            names = [name for name in re.findall(r"\w+", left) if name != "_"] if is_made else []
+            generator.lines[i] += "".join(f"; {look}({name!r}, {name})" for name in names)
         return rendered(generator)
 
     with ExitStack() as stack:
