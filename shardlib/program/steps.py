@@ -50,7 +50,11 @@ class Var:
 
 @dataclass(frozen=True, eq=False)
 class Compute:
-    """One call of an op on local tensors. `over`: the operand, by position, whose memory the result takes."""
+    """One call of an op on local tensors.
+
+    `over`: the operand, by position, whose memory the result takes. `copies`: a view that is none, since the strides of
+    its operand do not allow one.
+    """
 
     target: Any
     args: tuple[Any, ...]
@@ -61,6 +65,7 @@ class Compute:
     note: str = ""
     flops: float = 0.0
     over: int | None = None
+    copies: bool = False
 
 
 @dataclass(frozen=True, eq=False)

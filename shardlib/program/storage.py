@@ -15,19 +15,20 @@ from shardlib.aten.traits import is_view, may_show
 from shardlib.program.steps import Compute, Copy, Free, Program, Start, Step, Var, makes, reads
 
 
-def owners(steps: Iterable[Step], *, handed: bool = True) -> dict[Var, Var]:
+def owners(steps: Iterable[Step], *, exact: bool = False) -> dict[Var, Var]:
     """For every value of known memory, the value that first had that memory.
 
-    A permutation may hand on what it is given, to itself; with `handed` it is taken to do so.
+    A permutation may hand on what it is given, and a reshape copy what it shows, other than the plan says: only what is
+    `exact` takes them at their word.
     """
     owner: dict[Var, Var] = {}
     for step in steps:
         if isinstance(step, Start):
             for c in step.moves:
-                fresh = not handed or (c.kind != "ppermute" and math.prod(a.size for a in c.axes) > 1)
+                fresh = exact or (c.kind != "ppermute" and math.prod(a.size for a in c.axes) > 1)
                 owner[c.out] = c.out if fresh else owner.get(c.source, c.source)
         elif isinstance(step, Compute):
-            shown = shows(step)
+            shown = None if exact and step.copies else shows(step)
             owner |= {out: out if shown is None else owner.get(shown, shown) for out in makes(step)}
         elif isinstance(step, Copy):
             owner[step.out] = step.out
@@ -55,7 +56,7 @@ def blurred(steps: Iterable[Step], owner: Mapping[Var, Var]) -> set[Var]:
 
 def alive(program: Program) -> Iterator[int]:
     """Bytes in use on the fullest device, while each step runs."""
-    owner = owners(program.steps, handed=False)
+    owner = owners(program.steps, exact=True)
     names: Counter[Var] = Counter()  # by owner, how many values that are not freed show it
     seen = set(program.given)
     total = sum(v.nbytes for v in seen)

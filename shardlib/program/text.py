@@ -56,8 +56,8 @@ def show_step(step: Step) -> str:
         outs = ", ".join("_" if v is None else _typed(v) for v in step.outs)
         over = "" if step.over is None else f" over {step.args[step.over].name}"
         args = ", ".join([*map(_value, step.args), *(f"{k}={_value(v)}" for k, v in step.kwargs.items())])
-        flops = f"  ; {step.flops!r} flop" if step.flops else ""
-        return f"{outs}{over}{' = ' if outs else ''}{_target(step.target)}({args}){flops}"
+        notes = ", ".join([f"{step.flops!r} flop"] * bool(step.flops) + ["copies"] * step.copies)
+        return f"{outs}{over}{' = ' if outs else ''}{_target(step.target)}({args}){'  ; ' * bool(notes)}{notes}"
     if isinstance(step, Start):
         first = step.first
         reduce = "" if first.reduce == "sum" else f" {first.reduce}"
@@ -167,14 +167,15 @@ class _Reader:
         return self.compute(line)
 
     def compute(self, line: str) -> Compute:
-        line, _, flops = line.partition("  ; ")
+        line, _, notes = line.partition("  ; ")
+        flops = float(notes.split()[0]) if "flop" in notes else 0.0
         outs, over, target, given = self.match(r"(?:(.*?)(?: over (\S+))? = )?([\w.:<>]+)\((.*)\)", line)
         items = [_keyword(x) for x in _split(given)]
         args = tuple(self.value(x) for name, x in items if not name)
         kwargs = {name: self.value(x) for name, x in items if name}
         made = tuple(None if x == "_" else self.make(x) for x in _split(outs or ""))
         place = None if over is None else next(i for i, x in enumerate(args) if x is self.vars[over])
-        return Compute(_op(target), args, kwargs, made, flops=float(flops.split()[0]) if flops else 0.0, over=place)
+        return Compute(_op(target), args, kwargs, made, flops=flops, over=place, copies=notes.endswith("copies"))
 
     def move(self, kind: str, axes: tuple[Axis, ...], reduce: str, text: str) -> Collective:
         out, source, told, nbytes = self.match(r"(.*) = (\S+) \{(.*)\} (\S+) B", text)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardlib.aten.traits import has
+from shardlib.aten.traits import has, is_view
 from shardlib.bounded import Bounded
 from shardlib.meshes.axis import Coords, position
 from shardlib.program.check import ProgramError, refuse, said
@@ -27,6 +27,7 @@ from shardlib.program.steps import (
     Copy,
     Program,
     Start,
+    Step,
     Var,
     makes,
     reads,
@@ -34,7 +35,6 @@ from shardlib.program.steps import (
     syms,
 )
 from shardlib.program.sym import Sym
-from shardlib.rules.rule import Meta
 from shardlib.scalar import Scalar
 
 Shape = tuple[int, ...]
@@ -45,13 +45,13 @@ STRICT = False  # whether what torch says of tensors without values is law: it i
 def verify(program: Program) -> Program:
     """The program, with the size of every value; raises `ProgramError`, with all faults, where it cannot run."""
     faults = list(order_faults(program))
-    sizes = _Sizes()
+    found = _Found()
     if not faults:
         with _disable_current_modes():  # which are to see what runs, and nothing of this
             for coords in _devices(program):
-                faults += _Device(program, coords, sizes).run()
+                faults += _Device(program, coords, found).run()
     refuse(faults)
-    return program.with_vars(sizes.said())
+    return found.said(program)
 
 
 def _devices(program: Program) -> list[Coords]:
@@ -70,36 +70,60 @@ def _values(program: Program) -> Iterator[Var]:
         yield from makes(step)
 
 
-class _Sizes:
-    """The shape and dtype of what no layout describes, on the fullest device so far."""
+class Local(NamedTuple):
+    """A tensor as one device has it, without values; `own` is whether it shows no memory of an operand."""
+
+    shape: Shape
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    own: bool = True
+
+    @staticmethod
+    def dense(shape: Sequence[int], dtype: torch.dtype) -> Local:
+        return Local(tuple(shape), tuple(math.prod(shape[d + 1 :]) for d in range(len(shape))), dtype)
+
+    @staticmethod
+    def of(x: Tensor, operands: Collection[int]) -> Local:
+        return Local(tuple(x.shape), x.stride(), x.dtype, x.untyped_storage()._cdata not in operands)
+
+
+class _Found:
+    """What devices told: shape and dtype of what no layout describes, on the fullest device so far, and which views are
+    copies.
+    """
 
     def __init__(self) -> None:
-        self.found: dict[Var, Meta] = {}
+        self.sizes: dict[Var, Local] = {}
+        self.copies: set[Step] = set()
 
-    def note(self, var: Var, x: Meta) -> None:
-        known = self.found.get(var)
+    def note(self, var: Var, x: Local) -> None:
+        known = self.sizes.get(var)
         if known is None or math.prod(known.shape) < math.prod(x.shape):
-            self.found[var] = x
+            self.sizes[var] = x
 
-    def said(self) -> dict[Var, Var]:
-        return {v: replace(v, shape=x.shape, dtype=x.dtype) for v, x in self.found.items()}
+    def said(self, program: Program) -> Program:
+        program = replace(program, steps=tuple(map(self._copied, program.steps))) if self.copies else program
+        return program.with_vars({v: replace(v, shape=x.shape, dtype=x.dtype) for v, x in self.sizes.items()})
+
+    def _copied(self, step: Step) -> Step:
+        return replace(step, copies=True) if isinstance(step, Compute) and step in self.copies else step
 
 
 class _Device:
     """One device, on which the program runs without values."""
 
-    def __init__(self, program: Program, coords: Coords, sizes: _Sizes) -> None:
-        self.program, self.sizes = program, sizes
+    def __init__(self, program: Program, coords: Coords, found: _Found) -> None:
+        self.program, self.found = program, found
         self.coords = dict.fromkeys(program.mesh.axes, 0) | dict(coords)
-        self.there: dict[Var, Meta | None] = {}  # None: nobody knows its shape
+        self.there: dict[Var, Local | None] = {}  # None: nobody knows its shape
         self.faults: list[str] = []
 
     def run(self) -> list[str]:
         for var in self.program.inputs:
             assert var.layout is not None, f"{var} is an input"
-            self.there[var] = Meta(tuple(var.layout.local_shape(self.coords)), var.dtype)
+            self.there[var] = Local.dense(var.layout.local_shape(self.coords), var.dtype)
         for var, tensor in self.program.captured:
-            self.there[var] = Meta(tuple(tensor.shape), var.dtype)
+            self.there[var] = Local.dense(tensor.shape, var.dtype)
         for step in self.program.steps:
             if isinstance(step, Start):
                 for c in step.moves:
@@ -113,22 +137,22 @@ class _Device:
                         self.keep(step, out, made[i] if i < len(made) else None)
         return self.faults
 
-    def keep(self, step: Compute | Collective, var: Var, x: Meta | None) -> None:
+    def keep(self, step: Compute | Collective, var: Var, x: Local | None) -> None:
         if isinstance(step, Collective) and "shapes" in step.params and x is not None:
-            self.sizes.note(var, x)  # what goes round has the shape that it has at home
+            self.found.note(var, x)  # what goes round has the shape that it has at home
         elif var.layout is not None:
-            want = Meta(tuple(var.layout.local_shape(self.coords)), var.dtype)
+            want = Local.dense(var.layout.local_shape(self.coords), var.dtype)
             if STRICT and x is not None and x.shape != want.shape:
                 where = f"{said(step)} makes {list(x.shape)} on {_device(self.coords)}"
                 self.faults.append(f"{where}, {var} is [{var.layout}]: {list(want.shape)}")
             elif STRICT and x is not None and x.dtype != want.dtype and not _differs(step):
                 self.faults.append(f"{said(step)} makes {x.dtype}, {var} is {var.dtype}")
-            x = want
+            x = want if x is None or x.shape != want.shape else Local(x.shape, x.stride, want.dtype)
         elif x is not None:
-            self.sizes.note(var, x)
+            self.found.note(var, x)
         self.there[var] = x
 
-    def compute(self, step: Compute) -> Sequence[Meta | None]:
+    def compute(self, step: Compute) -> Sequence[Local | None]:
         operands = [self.there[v] for v in reads(step)]
         if None in operands or (not operands and _acts(step.target)):
             return [None] * len(step.outs)
@@ -141,6 +165,8 @@ class _Device:
             if STRICT:
                 self.faults.append(f"{said(step)} on {_device(self.coords)}: {str(error).partition(chr(10))[0]}")
             made = ()
+        if made and made[0] is not None and made[0].own and step.over is None and is_view(step.target):
+            self.found.copies.add(step)
         return made or [None] * len(step.outs)
 
     def here(self, x: Any) -> Any:
@@ -157,14 +183,14 @@ class _Device:
             return _Number(x.hint, type(x.hint))
         return _Number(x, type(x)) if isinstance(x, bool | float) else x
 
-    def collective(self, step: Collective) -> Meta | None:
+    def collective(self, step: Collective) -> Local | None:
         source = self.there[step.source]
         if source is None:
             return None
         told = rebuild(step.params, lambda x: x.at(self.coords) if isinstance(x, Sym) else x)
         at, n = position(self.coords, step.axes), math.prod(a.size for a in step.axes)
         try:
-            return Meta(tuple(_RESULT[step.kind](source.shape, told, at, n)), source.dtype)
+            return Local.dense(tuple(_RESULT[step.kind](source.shape, told, at, n)), source.dtype)
         except ProgramError as error:
             self.faults.append(f"{said(step)} on {_device(self.coords)}: {error}")
             return None
@@ -175,15 +201,19 @@ class _Number(NamedTuple):
     kind: type  # 1, 1.0 and True are equal
 
 
-_MADE: Bounded[Any, tuple[Meta | None, ...]] = Bounded(1 << 12)
+_MADE: Bounded[Any, tuple[Local | None, ...]] = Bounded(1 << 12)
 
 
-def _made(target: Any, args: Any, kwargs: Any) -> tuple[Meta | None, ...]:
+def _made(target: Any, args: Any, kwargs: Any) -> tuple[Local | None, ...]:
     """What an op makes of tensors without values; nothing where torch cannot say."""
 
+    operands: set[int] = set()
+
     def given(x: Any) -> Any:
-        if isinstance(x, Meta):
-            return torch.empty(x.shape, dtype=x.dtype, device="meta")
+        if isinstance(x, Local):
+            tensor = torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta")
+            operands.add(tensor.untyped_storage()._cdata)
+            return tensor
         if isinstance(x, _Number):
             return x.value
         if isinstance(x, tuple):
@@ -197,7 +227,7 @@ def _made(target: Any, args: Any, kwargs: Any) -> tuple[Meta | None, ...]:
     if has(target, "other shapes"):
         return ()
     every = out if isinstance(out, tuple | list) else (out,)
-    return tuple(Meta(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else None for x in every)
+    return tuple(Local.of(x, operands) if isinstance(x, Tensor) else None for x in every)
 
 
 def _acts(target: Any) -> bool:
