@@ -15,7 +15,8 @@ from shardlib.program.steps import Free, Program, Start, Step, Wait
 from shardlib.program.storage import alive
 from shardlib.program.text import show_step
 from shardlib.run.codegen import Generator
-from tests.models import w1, w1_sharded
+from tests.fakecuda.programs import model_step
+from tests.models import w1, w1_sharded, zoo
 from tests.ranks import run_ranks
 
 TINY = w1.Config(layers=2, d=32, heads=4, kv_heads=4, ff=64, vocab=64, batch=8, seq=16)
@@ -36,7 +37,7 @@ def measured(found: list[tuple[Program, dict[int, int]]]) -> Iterator[None]:
 
     def looked(g: Generator, one: Step) -> None:
         if not isinstance(one, Free):  # which frees a value at a time
-            g.lines.append(f"look({g.program.steps.index(one)}, locals())")
+            g.lines.append(f"look({g.program.steps.index(one)}, globals() | locals())")
 
     def one_step(g: Generator, one: Step, coords: Any) -> None:
         step(g, one, coords)
@@ -90,6 +91,40 @@ def test_w1_on_ranks_holds_what_its_plan_says(name: str) -> None:
     for wrong, looked, same_peak in run_ranks(trained, 4, name):
         assert wrong == []
         assert looked > 300
+        assert same_peak
+
+
+def stepped(name: str) -> tuple[list[str], int, bool]:
+    """The same of a step of a model of transformers."""
+    from tests.models import gpt2, llama
+
+    if name in zoo.FAMILIES:
+        lm, rules, vocab = zoo.build(name), zoo.RULES, zoo.VOCAB
+    else:
+        module = {"gpt2": gpt2, "llama": llama}[name]
+        lm, rules, vocab = module.build(d=32, seq=16, vocab=64), module.RULES, 64
+    tokens = torch.randint(2, vocab, (8, 16), generator=torch.Generator().manual_seed(0))
+    found: list[tuple[Program, dict[int, int]]] = []
+    rules = {n: axis for n, axis in rules.items() if axis in ("data", "tensor")}
+    with sl.Mesh(data=2, tensor=2, rules=rules), measured(found):
+        step = sl.jit(model_step(lm), in_specs=(lm.specs(), "batch seq"), out_specs=(None, lm.specs()))
+        params = {name: sl.shard(p, lm.specs()[name]) for name, p in lm.params().items()}
+        args = params, sl.shard(tokens, "batch seq")
+        plan = step.plan(*args)
+        step(*args)
+    program, real = max(found, key=lambda one: len(one[1]))
+    return differences(program, real), len(real), plan.peak_memory == max(alive(program))
+
+
+MODELS = ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", *sorted(zoo.FAMILIES)))]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", MODELS)
+def test_models_on_ranks_hold_what_their_plans_say(name: str) -> None:
+    for wrong, looked, same_peak in run_ranks(stepped, 4, name):
+        assert wrong == []
+        assert looked > 100
         assert same_peak
 
 

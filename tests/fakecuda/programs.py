@@ -240,12 +240,12 @@ def run_model(seen: Seen, name: str, rank: int | None = None) -> None:
         for module in lm.module.modules():
             module._buffers.update(on_gpu(dict(module._buffers)))
         with cuda_mesh(rules, data=2, tensor=4 if rank is not None else 2):
-            step = sl.jit(_model_step(lm), in_specs=(lm.specs(), "batch seq"), out_specs=(None, lm.specs()))
+            step = sl.jit(model_step(lm), in_specs=(lm.specs(), "batch seq"), out_specs=(None, lm.specs()))
             value, new = step(params, on_gpu(tokens))
         _all_alike(seen, (torch.empty((), device="cuda"), params), (value, new))
 
 
-def _model_step(lm: Any) -> Any:
+def model_step(lm: Any) -> Any:
     def step(params: Any, tokens: Tensor) -> Any:
         leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
         value = lm.loss(leaves, {"input_ids": tokens, "labels": tokens})
