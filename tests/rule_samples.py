@@ -70,6 +70,7 @@ def pointwise() -> Iterator[Sample]:
     yield s("masked_fill.Tensor", f(3, 4), f(3, 1) > 0, f())
     yield s("where.self", f(3, 1) > 0, f(3, 4), f(4))
     yield s("shardlib::constrain", f(3, 4), "a b")
+    yield s("shardlib::within", f(3, 4), -100, 100, "a value is small")
 
 
 def contraction() -> Iterator[Sample]:
