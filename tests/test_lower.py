@@ -149,7 +149,8 @@ def test_slice_all(dims: Any) -> None:
     whole = torch.arange(Layout.replicated(layout.shape).max_local_numel()).view(layout.shape)
     builder = Builder(mesh)
     builder.inputs.append(Var("x", Layout.replicated(layout.shape), whole.dtype))
-    builder.outputs.append(Mover(builder).slice_all(builder.inputs[0], dims, name="y"))
+    builder.outputs.append(Var("y", None, whole.dtype))
+    Mover(builder).slice_all(builder.inputs[0], dims, builder.outputs[0])
     program = builder.finish()
     for share in (True, False):
         (locals_,) = virtual.load(program, mesh, share=share)([[whole] * mesh.size])

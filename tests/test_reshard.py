@@ -6,7 +6,6 @@ import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import pytest
 import torch
@@ -68,8 +67,9 @@ def run(leaves: Leaves, hops: Sequence[Hop], src: Cut, dst: Cut, mesh: Mesh, pen
     # Which addend a device holds is not in the layout here, so nothing may be shared between devices.
     for i, hop in enumerate(hops):
         to = layout(leaves, hop.after)
-        step = partial(Mover(builder).step, name=f"x{i}", reason="", because=None)
-        var = step(hop.step, var, hop.dims, to)
+        out = Var(f"x{i}", to, var.dtype)
+        Mover(builder).step(hop.step, var, hop.dims, out, reason="", because=None)
+        var = out
     builder.outputs.append(var)
     program = builder.finish()
 

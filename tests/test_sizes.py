@@ -9,7 +9,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -168,8 +168,9 @@ def moved(leaves: Leaves, src: Cut, into: Leaves, dst: Cut, pending: Axes = ()) 
     for i, hop in enumerate(reshard.route(leaves, 8, src, dst, pending, "sum", into)):
         feed = iter(hop.sizes)
         to = layout(tuple(tuple(next(feed) for _ in dim) for dim in leaves), hop.after)
-        step = partial(Mover(builder).step, name=f"x{i}", reason="", because=None)
-        var = step(hop.step, var, hop.dims, to)
+        out = Var(f"x{i}", to, var.dtype)
+        Mover(builder).step(hop.step, var, hop.dims, out, reason="", because=None)
+        var = out
     builder.outputs.append(var)
     program = builder.finish()
 

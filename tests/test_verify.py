@@ -161,7 +161,7 @@ def _over_what_is_read(program: Program) -> Program:
 
 def _over_what_flies(program: Program) -> Program:
     i = _at(program, lambda s: isinstance(s, Start))
-    x = next(reads(program.steps[i]))
+    x = reads(program.steps[i])[0]
     call = Compute(aten.neg.default, (x,), {}, (replace(x, name="n"),), over=0)
     return _put(program, i, program.steps[i], call)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from shardlib.lines import Line
 from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
-from shardlib.program.steps import Collective, Compute, Program, Step, Var, makes, swapped, together
+from shardlib.program.steps import Collective, Compute, Program, Start, Step, Var, swapped, together
 
 
 class Builder:
@@ -27,7 +26,7 @@ class Builder:
         self.line: Line | None = None
         self.backward = False
         self._names: dict[str, int] = {}
-        self._now: dict[Var, Var] = {}  # what stands for a variable of which more is known by now
+        self._now: dict[Var, Var] = {}  # what stands for a variable of a local form by now
 
     @contextmanager
     def at(self, line: Line | None, backward: bool = False) -> Iterator[None]:
@@ -73,23 +72,16 @@ class Builder:
         self.steps += together(c)
         return out
 
-    def say(self, var: Var, **known: Any) -> Var:
-        """The variable of which this is known, too; it stands for `var` wherever that was written."""
-        new = self._now[var] = replace(var, **known)
-        for i in range(len(self.steps) - 1, -1, -1):
-            step = self.steps[i]
-            self.steps[i] = swapped(step, {var: new})
-            if var in makes(step):
-                if not isinstance(step, Compute):  # the message that brings it
-                    self.steps[i - 1] = swapped(self.steps[i - 1], {var: new})
-                break
-        return new
-
-    def now(self, var: Var) -> Var:
-        """What stands for a variable by now."""
-        while var in self._now:
-            var = self._now[var]
-        return var
+    def become(self, var: Var, out: Var, first: int) -> None:
+        """Let `out` stand for a variable that was made at step `first` or later; an older one, or one that is another
+        result already, is shown by it.
+        """
+        new = self.steps[first:]
+        if not any(var in step.outs for step in new if isinstance(step, Compute | Start)):
+            self.compute(torch.ops.aten.alias.default, (self._now.get(var, var),), {}, [out])
+            return
+        self._now[var] = out
+        self.steps[first:] = [swapped(step, {var: out}) for step in new]
 
     def finish(self) -> Program:
         return Program(self.mesh, tuple(self.steps), tuple(self.inputs), tuple(self.captured), tuple(self.outputs))

@@ -32,20 +32,24 @@ class Constants:
         if op is not None and not cut:
             operands = [self._operand(v) for v in op.operands]
             args, kwargs = substitute(op.node, operands)
-            outs = self.values.emitter.call(op.target, args, kwargs, op.results)
-            for result, out in zip(op.results, outs, strict=True):
-                if result is not None:
-                    self.have[result, ()] = out
+            outs = [None if r is None else self.whole(r) for r in op.results]
+            self.values.builder.compute(op.target, args, kwargs, outs)
             return self.have[key]
+        layout = Layout(tuple(tuple(Factor(n, Axis.merge(a)) for n, a in dim) for dim in dims)).canonical
+        builder, out = self.values.builder, Var(self.values.builder.name(value.name), layout, value.dtype, value)
         if op is not None and op.rule is not None and is_creation(op.target) and self._made_in_pieces(op):
-            var = self._create(op, dims)
+            self._create(op, dims, out)
         else:
-            builder = self.values.builder
             whole = self.get(value, ())
             with builder.at(op.line if op is not None else builder.line):
-                var = self.values.mover.slice_all(whole, dims, name=value.name)
-        layout = Layout(tuple(tuple(Factor(n, Axis.merge(a)) for n, a in dim) for dim in dims)).canonical
-        var = self.have[key] = self.values.builder.say(var, layout=layout, value=value)
+                self.values.mover.slice_all(whole, dims, out)
+        self.have[key] = out
+        return out
+
+    def whole(self, value: Value) -> Var:
+        """A constant that is the same on all devices."""
+        var = Var(self.values.builder.name(value.name), Layout.replicated(value.shape), value.dtype, value)
+        self.have[value, ()] = var
         return var
 
     def _operand(self, value: Value) -> Var:
@@ -62,7 +66,7 @@ class Constants:
         named = {n for _, names in op.rule.ints.values() for n in names}
         return all(n in named for names in op.rule.results[0] for n in names)
 
-    def _create(self, op: Op, dims: tuple[Any, ...]) -> Var:
+    def _create(self, op: Op, dims: tuple[Any, ...], out: Var) -> None:
         assert op.rule is not None
         assert op.results[0] is not None
         sizes = {}
@@ -73,5 +77,4 @@ class Constants:
         args, kwargs = substitute(op.node, [self._operand(v) for v in op.operands])
         for path, (k, names) in op.rule.ints.items():
             args, kwargs = put(args, kwargs, path, product([sizes[n] for n in names]) * k)
-        var: Var = self.values.emitter.call(op.target, args, kwargs, op.results)[0]
-        return var
+        self.values.builder.compute(op.target, args, kwargs, [out, *[None] * (len(op.results) - 1)])

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardlib import reshard
-from shardlib.graph import Op, Value
+from shardlib.graph import Op
 from shardlib.lower.arguments import put, substitute
 from shardlib.lower.builder import Builder
 from shardlib.lower.local import Assignment, LocalForm
@@ -17,7 +17,6 @@ from shardlib.program.sym import Sym, local_size, product
 from shardlib.propagate.flood import Factor as OpFactor
 from shardlib.propagate.flood import Flood
 from shardlib.rules.rule import Rule
-from shardlib.specs.layout import Layout
 
 
 class Emitter:
@@ -26,7 +25,10 @@ class Emitter:
     def __init__(self, builder: Builder, flood: Flood) -> None:
         self.builder, self.flood = builder, flood
 
-    def op(self, op: Op, rule: Rule, assignment: Assignment, operands: Sequence[Var]) -> list[Any]:
+    def op(
+        self, op: Op, rule: Rule, assignment: Assignment, operands: Sequence[Var], outs: Sequence[Var | None]
+    ) -> None:
+        """Write an op whose factors are cut as in `assignment`, with these results."""
         args, kwargs = substitute(op.node, operands)
         cut_labels = {x[0] for x, axes in assignment.items() if axes}
         for path, (k, names) in rule.ints.items() if cut_labels else ():
@@ -37,27 +39,13 @@ class Emitter:
         flops = rule.flops / math.prod(reshard.ways(axes) for x, axes in assignment.items() if x[0] not in tied)
         if rule.local is not None and (cut_labels & rule.local_factors or rule.dense):
             before, steps = len(self.builder.steps), self.builder.steps
-            out = rule.local(LocalForm(self, op, assignment, args, kwargs))
+            made = rule.local(LocalForm(self, op, assignment, args, kwargs))
             steps[before:] = _counted(steps[before:], op.target, flops)
-            return list(out) if isinstance(out, tuple | list) else [out]
-        return self.call(op.target, args, kwargs, op.results, flops=flops)
-
-    def call(
-        self,
-        target: Any,
-        args: Any,
-        kwargs: Any,
-        results: Sequence[Value | None],
-        *,
-        note: str = "",
-        flops: float = 0.0,
-    ) -> list[Any]:
-        outs = [None if r is None else self._var(r) for r in results]
-        self.builder.compute(target, args, kwargs, outs, note, flops)
-        return outs
-
-    def _var(self, r: Value) -> Var:
-        return Var(self.builder.name(r.name), Layout.replicated(r.shape), r.dtype, r)
+            for var, out in zip(made if isinstance(made, tuple | list) else [made], outs, strict=True):
+                if out is not None:
+                    self.builder.become(var, out, first=before)
+            return
+        self.builder.compute(op.target, args, kwargs, outs, flops=flops)
 
     def factors(self, op: Op, names: Sequence[str]) -> list[OpFactor]:
         return [(n, k) for n in names for k in range(len(self.flood.labels[op][n]))]

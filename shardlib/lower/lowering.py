@@ -26,7 +26,6 @@ from shardlib.program.sym import Sym, place_in
 from shardlib.program.verify import verify
 from shardlib.propagate import Propagated
 from shardlib.propagate.units import is_constraint, looks_through, value_factors
-from shardlib.specs.layout import Layout
 
 
 def lower(graph: Graph, propagated: Propagated, mesh: Mesh) -> Program:
@@ -47,16 +46,13 @@ class Lowering:
     def run(self) -> Program:
         for value in self.graph.inputs:
             if value.constant:
-                self.builder.inputs.append(self._whole(value))
+                self.builder.inputs.append(self.constants.whole(value))
                 continue
             cut = self.p.input_cut(value)
             as_given = self.flood.apart.get(value, value)
-            name, layout = self.builder.name(value.name), self.values.layout(as_given, cut)
-            var = Var(name, layout, value.dtype, as_given, (cut, SETTLED))
-            self.builder.inputs.append(var)
-            self.values.have[as_given][cut, SETTLED] = var
+            self.builder.inputs.append(self.values.make(as_given, (cut, SETTLED)))
         for value, tensor in self.graph.captured:
-            self.builder.captured.append((self._whole(value), tensor))
+            self.builder.captured.append((self.constants.whole(value), tensor))
         for value in self.graph.inputs:
             if value in self.flood.apart and self.readers[value]:
                 self.values.reader = "the program"
@@ -68,12 +64,6 @@ class Lowering:
         for i, value in enumerate(self.graph.outputs):
             self.builder.outputs.append(self._output(i, value) if isinstance(value, Value) else value)
         return self.builder.finish()
-
-    def _whole(self, value: Value) -> Var:
-        """A constant that is given."""
-        var = Var(self.builder.name(value.name), Layout.replicated(value.shape), value.dtype)
-        self.constants.have[value, ()] = var
-        return var
 
     # Ops ------------------------------------------------------------------------------------------------------------
 
@@ -105,11 +95,11 @@ class Lowering:
             assignment = {x: cuts[s] for x, s in self.units.op_slots[op].items() if cuts[s]}
             owed, linear = SETTLED, frozenset()
         operands = [self._operand(op, i, assignment, owed if i in linear else SETTLED) for i in range(len(op.operands))]
-        outs = self.emitter.op(op, op.rule, assignment, operands)
-        for i, result in enumerate(op.results):
-            if result is not None:
-                cut, pending = self.values.result_form(op, i, assignment, owed)
-                self.values.settle(outs[i], result, (cut, pending))
+        outs = [
+            None if r is None else self.values.make(r, self.values.result_form(op, i, assignment, owed))
+            for i, r in enumerate(op.results)
+        ]
+        self.emitter.op(op, op.rule, assignment, operands, outs)
 
     def _replicated(self, op: Op, **more: Any) -> None:
         """No rule: whole operands, the plain op, whole results."""
@@ -118,10 +108,10 @@ class Lowering:
             for v in op.operands
         ]
         args, kwargs = substitute(op.node, operands)
-        outs = self.emitter.call(op.target, args, kwargs | more, op.results, note="no rule: runs replicated")
-        for result, var in zip(op.results, outs, strict=True):
-            if result is not None:
-                self.values.settle(var, result, (((),) * len(self.flood.leaves(result)), SETTLED))
+        outs = [
+            None if r is None else self.values.make(r, (((),) * len(self.flood.leaves(r)), SETTLED)) for r in op.results
+        ]
+        self.builder.compute(op.target, args, kwargs | more, outs, "no rule: runs replicated")
 
     def _call_key(self, op: Op) -> None:
         """The first device draws the key, the others hold 0: a pending sum over the mesh."""
@@ -129,8 +119,7 @@ class Lowering:
         assert result is not None
         args, kwargs = substitute(op.node, [])
         kwargs |= {"lead": self._first(), "apart": self.builder.mesh.kind == "distributed"}
-        (var,) = self.emitter.call(op.target, args, kwargs, op.results)
-        self.values.settle(var, result, ((), Owed(self._all_axes())))
+        self.builder.compute(op.target, args, kwargs, [self.values.make(result, ((), Owed(self._all_axes())))])
 
     def _first(self) -> Sym | int:
         """1 on the first device, 0 elsewhere."""
@@ -155,9 +144,9 @@ class Lowering:
         operands = [self.constants.get(v, ()) if v.constant else self.values.have[v][(), SETTLED] for v in op.operands]
         if op.kind == "from_local":
             assert result is not None
-            (var,) = self.emitter.call(torch.ops.aten.alias.default, (operands[0],), {}, op.results)
             said, cut = self.flood.apart.get(result, result), self.flood.fixed[result][0]
-            self.values.settle(var, said, (cut, SETTLED))
+            out = self.values.make(said, (cut, SETTLED))
+            self.builder.compute(torch.ops.aten.alias.default, (operands[0],), {}, [out])
             if said is not result:
                 self.values.as_(said, result, cut)
         elif op.kind.startswith("manual_"):
@@ -167,11 +156,8 @@ class Lowering:
             )
         else:
             args, kwargs = substitute(op.node, operands)
-            for r, var in zip(
-                op.results, self.emitter.call(op.target, args, kwargs, op.results, note="shard_map"), strict=True
-            ):
-                if r is not None:
-                    self.values.settle(var, r, ((), SETTLED))
+            outs = [None if r is None else self.values.make(r, ((), SETTLED)) for r in op.results]
+            self.builder.compute(op.target, args, kwargs, outs, "shard_map")
 
     def _door_dims(self, op: Op) -> tuple[Any, ...]:
         layout = self.p.doors[op].layout

@@ -14,7 +14,6 @@ from shardlib.meshes.axis import Axis, Coords, member_coords, position
 from shardlib.program.steps import Var
 from shardlib.program.sym import Sym, axes_of, here, local_size, of_member, offset, product, tabulate
 from shardlib.reshard import Axes, Step, ways
-from shardlib.specs.layout import Layout
 from shardlib.specs.pieces import span
 
 aten = torch.ops.aten
@@ -28,40 +27,41 @@ class Mover:
     def __init__(self, builder: Builder) -> None:
         self.builder = builder
 
-    def step(
-        self, step: Step, var: Var, dims: LocalDims, layout: Layout, *, name: str, reason: str, because: Any
-    ) -> Var:
-        """Write `step` on `var`, whose factors are `dims`; the result, which has this layout and name."""
+    def step(self, step: Step, var: Var, dims: LocalDims, out: Var, *, reason: str, because: Any) -> None:
+        """Write `step` on `var`, whose factors are `dims`, with this result."""
         new, params = _recut(dims, step), {}
-        x, moved, pairs = var, None, []
+        x, back, pairs = var, None, []
         if step.kind == "ppermute":
             old_cut, new_cut = ([axes for dim in of for _, axes in dim] for of in (dims, new))
             params = {"pairs": _senders(step.axes, old_cut, new_cut)}
         elif step.kind != "all_reduce":
             pairs = [_locate(dims, step.factor)] + ([_locate(dims, step.to)] if step.kind == "all_to_all" else [])
-            x, at, moved = self._expose(var, dims, pairs, new)
+            x, at, back = self._expose(var, dims, pairs, new)
             params = _told(step, dims, new, pairs, at)
-        out = self._result(name, layout, var.dtype, moved)
+        made = self._before(out, back)
         if step.kind == "slice":
-            self._call(aten.narrow.default, (x, *params.values()), out)
+            self._call(aten.narrow.default, (x, *params.values()), made)
         else:
-            self.builder.communicate(step.kind, step.axes, x, out, params, step.bytes, step.reduce, reason, because)
-        return self._restored(out, layout, name, moved)
+            args = step.kind, step.axes, x, made, params, step.bytes, step.reduce
+            self.builder.communicate(*args, reason, because)
+        self._view_back(made, out, back)
 
-    def slice_all(self, var: Var, dims: LocalDims, *, name: str) -> Var:
+    def slice_all(self, var: Var, dims: LocalDims, out: Var) -> None:
         """Cut a whole value as `dims` says, locally."""
         have: LocalDims = tuple(tuple((n, ()) for n, _ in dim) for dim in dims)
-        for d, dim in enumerate(dims):
-            for k, (size, axes) in enumerate(dim):
-                if axes:
-                    new = _replace(have, d, k, axes)
-                    x, (where,), moved = self._expose(var, have, [(d, k)], new)
-                    post = product([n for n, _ in dim[k + 1 :]])
-                    start, length = _relative(size, (), size, axes)
-                    out = self._result(name, None, var.dtype, moved)
-                    self._call(aten.narrow.default, (x, where, start * post, length * post), out)
-                    var, have = self._restored(out, None, name, moved), new
-        return var
+        cuts = [(d, k) for d, dim in enumerate(dims) for k, (_, axes) in enumerate(dim) if axes]
+        for d, k in cuts:
+            size, axes = dims[d][k]
+            new = _replace(have, d, k, axes)
+            x, (where,), back = self._expose(var, have, [(d, k)], new)
+            post = product([n for n, _ in dims[d][k + 1 :]])
+            start, length = _relative(size, (), size, axes)
+            last = (d, k) == cuts[-1]
+            end = out if last else Var(self.builder.name(out.name), None, var.dtype)
+            made = self._before(end, back)
+            self._call(aten.narrow.default, (x, where, start * post, length * post), made)
+            self._view_back(made, end, back)
+            var, have = end, new
 
     def _call(self, target: Any, args: tuple[Any, ...], out: Var) -> None:
         self.builder.compute(target, args, {}, [out], "reshard")
@@ -85,18 +85,13 @@ class Mover:
             self._call(aten.reshape.default, (var, shape), view)
         return view, at, [product([_local(n, a) for n, a in dim]) for dim in new]
 
-    def _result(self, name: str, layout: Layout | None, dtype: torch.dtype, moved: LocalShape | None) -> Var:
+    def _before(self, out: Var, back: LocalShape | None) -> Var:
         """What a step makes: the result, or, where dims were exposed, what is viewed back."""
-        if moved is None:
-            return Var(self.builder.name(name), layout, dtype)
-        return Var(self.builder.name(f"{name}.split"), None, dtype)
+        return out if back is None else Var(self.builder.name(f"{out.name}.split"), None, out.dtype)
 
-    def _restored(self, out: Var, layout: Layout | None, name: str, moved: LocalShape | None) -> Var:
-        if moved is None:
-            return out
-        whole = Var(self.builder.name(name), layout, out.dtype)
-        self._call(aten.reshape.default, (out, moved), whole)
-        return whole
+    def _view_back(self, made: Var, out: Var, back: LocalShape | None) -> None:
+        if back is not None:
+            self._call(aten.reshape.default, (made, back), out)
 
 
 def _told(step: Step, dims: LocalDims, new: LocalDims, pairs: list[tuple[int, int]], at: list[int]) -> dict[str, Any]:

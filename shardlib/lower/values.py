@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from shardlib import reshard
 from shardlib.graph import Op, Value
 from shardlib.lower.constants import Constants
@@ -61,7 +59,9 @@ class Values:
         form = self.result_form(op, 0, assignment, owed)
         if (known := self.have[value].get(form)) is not None:
             return known
-        return self.settle(self.emitter.op(op, op.rule, assignment, [operand])[0], value, form)
+        var = self.make(value, form)
+        self.emitter.op(op, op.rule, assignment, [operand], [var])
+        return var
 
     def _through(self, op: Op, want: Cut) -> tuple[Assignment, Cut]:
         """What a view's operand must be for its result to be `want`, as nearly as the view allows."""
@@ -146,16 +146,10 @@ class Values:
                 done = {p for a in step.axes for p in a.primes()}
                 owed = Owed(tuple(a for a in owed.axes if a not in done), owed.kind)
             form = (hop.after, owed)
-            var = self.mover.step(
-                step,
-                var,
-                hop.dims,
-                self.layout(value, *form, hop.sizes),
-                name=value.name,
-                reason=self._reason(value, source, form, origin),
-                because=(value, self.reader),
-            )
-            var = self.builder.say(var, value=value, form=form)
+            out = self.var(value, form, hop.sizes)
+            reason = self._reason(value, source, form, origin)
+            self.mover.step(step, var, hop.dims, out, reason=reason, because=(value, self.reader))
+            var = out
             if origin is None:
                 self.have[value].setdefault(form, var)
         if origin is not None:
@@ -260,13 +254,11 @@ class Values:
     def _typed(self, value: Value, cut: Cut, owed: Owed) -> str:
         return f"[{self.layout(value, cut, owed)}]"
 
-    def settle(self, var: Var, value: Value, form: Form) -> Var:
-        """`var` is `value` in this form."""
-        var, layout = self.builder.now(var), self.layout(value, *form)
-        if var.value is not None and var.value is not value:  # an op that hands on what it is given
-            var, given = Var(var.name, layout, value.dtype), var
-            self.builder.compute(torch.ops.aten.alias.default, (given,), {}, [var])
-        name = var.name if var.value is value else self.builder.name(value.name)
-        var = self.builder.say(var, name=name, layout=layout, dtype=value.dtype, value=value, form=form)
-        self.have[value][form] = var
+    def var(self, value: Value, form: Form, sizes: Sequence[int] | None = None) -> Var:
+        """A variable that is to be `value` in this form."""
+        return Var(self.builder.name(value.name), self.layout(value, *form, sizes), value.dtype, value, form)
+
+    def make(self, value: Value, form: Form) -> Var:
+        """The same, of which others may know already."""
+        var = self.have[value][form] = self.var(value, form)
         return var

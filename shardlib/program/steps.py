@@ -6,7 +6,6 @@ collective names mesh axes, not ranks. All of it is frozen: a pass makes another
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -66,6 +65,16 @@ class Compute:
     flops: float = 0.0
     over: int | None = None
     copies: bool = False
+
+    @cached_property
+    def operands(self) -> tuple[Var, ...]:
+        """The variables among its arguments, in order."""
+        return tuple(leaves((self.args, self.kwargs), Var))
+
+    @cached_property
+    def made(self) -> tuple[Var, ...]:
+        """The results that somebody may read."""
+        return tuple(v for v in self.outs if v is not None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,20 +198,19 @@ def together(c: Collective) -> tuple[Start, Wait]:
     return Start((c,)), Wait((c.out,))
 
 
-def reads(step: Step) -> Iterator[Var]:
+def reads(step: Step) -> tuple[Var, ...]:
     """What a step reads."""
+    if isinstance(step, Compute):
+        return step.operands
     if isinstance(step, Start):
-        yield from (c.source for c in step.moves)
-    elif isinstance(step, Compute):
-        yield from leaves((step.args, step.kwargs), Var)
-    elif isinstance(step, Copy):
-        yield step.source
+        return tuple(c.source for c in step.moves)
+    return (step.source,) if isinstance(step, Copy) else ()
 
 
 def makes(step: Step) -> tuple[Var, ...]:
     """What is there when a step is done, and was not before."""
     if isinstance(step, Compute):
-        return tuple(v for v in step.outs if v is not None)
+        return step.made
     if isinstance(step, Copy):
         return (step.out,)
     return step.outs if isinstance(step, Wait) else ()
@@ -222,10 +230,13 @@ def swapped(step: Step, other: Mapping[Var, Var]) -> Step:
         return other.get(v, v)
 
     if isinstance(step, Compute):
-        if not any(v in other for v in (*reads(step), *makes(step))):
-            return step
-        args, kwargs = rebuild((step.args, step.kwargs), lambda x: get(x) if isinstance(x, Var) else x)
-        return replace(step, args=args, kwargs=kwargs, outs=tuple(v and get(v) for v in step.outs))
+        changes: dict[str, Any] = {}
+        if any(v in other for v in step.made):
+            changes["outs"] = tuple(v and get(v) for v in step.outs)
+        if any(v in other for v in step.operands):
+            args, kwargs = rebuild((step.args, step.kwargs), lambda x: get(x) if isinstance(x, Var) else x)
+            changes |= {"args": args, "kwargs": kwargs}
+        return replace(step, **changes) if changes else step
     if isinstance(step, Start):
         return Start(tuple(replace(c, source=get(c.source), out=get(c.out)) for c in step.moves))
     if isinstance(step, Wait):
@@ -239,10 +250,12 @@ def leaves(x: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
     """All instances of `kind` in nested tuples, lists and dicts."""
     if isinstance(x, kind):
         yield x
-    elif isinstance(x, tuple | list):
-        yield from itertools.chain.from_iterable(leaves(y, kind) for y in x)
-    elif isinstance(x, dict):
-        yield from itertools.chain.from_iterable(leaves(y, kind) for y in x.values())
+    elif isinstance(x, tuple | list | dict):
+        for y in x.values() if isinstance(x, dict) else x:
+            if isinstance(y, kind):
+                yield y
+            elif isinstance(y, tuple | list | dict):
+                yield from leaves(y, kind)
 
 
 def rebuild(x: Any, change: Callable[[Any], Any]) -> Any:

@@ -41,7 +41,7 @@ def shows(step: Compute) -> Var | None:
         over = step.args[step.over]
         assert isinstance(over, Var)
         return over
-    return next(reads(step)) if is_view(step.target) else None
+    return reads(step)[0] if is_view(step.target) else None
 
 
 def blurred(steps: Iterable[Step], owner: Mapping[Var, Var]) -> set[Var]:
