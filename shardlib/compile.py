@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 from shardlib import graph as graphs
 from shardlib.calls.arguments import argument_of, by_argument, describe
 from shardlib.calls.flat import FlatCall, arguments_of, flatten_call, twins
-from shardlib.calls.rebound import Result, Watch
+from shardlib.calls.parts import Result
+from shardlib.calls.rebound import Watch
 from shardlib.calls.state import State
 from shardlib.errors import ShardingError
 from shardlib.graph import DOORS, Graph, Op, Value

@@ -13,8 +13,8 @@ import torch
 from shardlib.calls.ambient import NAMES
 from shardlib.calls.flat import FlatCall, Static, is_number, is_tensor, names_of
 from shardlib.calls.kinds import Held
+from shardlib.calls.places import name_of
 from shardlib.calls.reach import Reach
-from shardlib.calls.state import name_of
 from shardlib.tensors.tensor import ShardedTensor, short_dtype
 
 Holdings = Mapping[tuple[Any, ...], Sequence[Held]]

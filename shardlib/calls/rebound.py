@@ -9,16 +9,14 @@ alone: no program can repeat it, so none is kept, and each such call is traced.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import enum
 import functools
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,110 +31,11 @@ from shardlib.calls.inside import attributes, content
 from shardlib.calls.kinds import CONTAINERS, OPAQUE, PLAIN
 from shardlib.calls.leaks import Leak, forgotten
 from shardlib.calls.numbers import Numbers, is_given
+from shardlib.calls.parts import Computed, Own, Part, Rebound, Rest, Result, Shown
 from shardlib.calls.snapshot import Snapshot
 from shardlib.calls.state import LENGTH, LONG, NUMBERS, State
 from shardlib.errors import ShardingError
-from shardlib.scalar import Scalar
-from shardlib.tensors.aliases import view
-from shardlib.tensors.form import Form
 from shardlib.tensors.tensor import ShardedTensor
-
-
-@dataclass(frozen=True)
-class Result:
-    """A value that the program computes: output `at`. Plain, on this device, where a plain tensor was.
-
-    One that is put where a ShardedTensor was lives as that did, in the form `home`.
-    """
-
-    at: int
-    plain: torch.device | None
-    home: Form | None
-
-    def of(self, leaves: Sequence[Any], out: Sequence[Any]) -> Any:
-        return out[self.at] if self.plain is None else out[self.at].to_local().to(self.plain, copy=True)
-
-
-@dataclass(frozen=True)
-class Own:
-    """One of the call's own tensors: leaf `at`."""
-
-    at: int
-
-    def of(self, leaves: Sequence[Any], out: Sequence[Any]) -> Any:
-        return leaves[self.at]
-
-
-@dataclass(frozen=True)
-class Shown:
-    """A view of one of the call's own tensors, leaf `at`: where in its memory. Of a ShardedTensor it is output `value`,
-    unless it is all of it."""
-
-    at: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    value: int | None
-
-    def of(self, leaves: Sequence[Any], out: Sequence[Any]) -> Any:
-        whole = leaves[self.at].detach()
-        where = self.size, self.stride, self.offset + whole.storage_offset()
-        if type(whole) is not ShardedTensor:
-            return whole.as_strided(*where)
-        if self.value is None:
-            return whole
-        view(whole, out[self.value], ((torch.ops.aten.as_strided.default, where, (), None),))
-        return out[self.value]
-
-
-@dataclass(frozen=True)
-class Computed:
-    """A number, computed from those of the call."""
-
-    scalar: Scalar
-
-    def of(self, leaves: Sequence[Any], out: Sequence[Any]) -> Any:
-        return self.scalar.value(leaves)
-
-
-@dataclass(frozen=True)
-class Rest:
-    """Anything else that is a value: the same in every call of this program."""
-
-    value: Any
-
-    def of(self, leaves: Sequence[Any], out: Sequence[Any]) -> Any:
-        return copy.copy(self.value) if isinstance(self.value, set) else self.value
-
-
-Part = Result | Own | Shown | Computed | Rest
-
-
-@dataclass(frozen=True)
-class Rebound:
-    """A place that has another value after each call: who holds it, under which key (of a module's dict `among`), and
-    the leaves of the value; or the place, by number, whose value is this one, too."""
-
-    owner: Callable[[], Any]
-    key: Any
-    among: str
-    tree: pytree.TreeSpec
-    parts: tuple[Part, ...]
-    same: int = -1
-
-
-def rebind(places: Sequence[Rebound], leaves: Sequence[Any], out: Sequence[Any]) -> None:
-    """Put the values of one call where they belong."""
-    made: dict[Any, Any] = {}  # one tensor stays one, wherever it is put
-    values: list[Any] = []
-    for place in places:
-        for part in place.parts:
-            if isinstance(part, Result | Shown) and part not in made:
-                made[part] = part.of(leaves, out)
-        flat = [made[p] if isinstance(p, Result | Shown) else p.of(leaves, out) for p in place.parts]
-        values.append(values[place.same] if place.same >= 0 else pytree.tree_unflatten(flat, place.tree))
-    for place, value in zip(places, values, strict=True):
-        put(place.owner(), place.key, value, place.among)
 
 
 class Watch:

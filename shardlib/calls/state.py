@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import array
 import dataclasses
-import enum
 import functools
 import types
 from collections import OrderedDict
@@ -37,6 +36,7 @@ from shardlib.calls.kinds import (
     of_numpy,
 )
 from shardlib.calls.numbers import is_given
+from shardlib.calls.places import key_name, name_of
 from shardlib.calls.reach import is_users
 from shardlib.errors import ShardingError
 from shardlib.strided import refuse_others
@@ -117,10 +117,7 @@ class State:
 
     def name(self, place: tuple[Any, ...]) -> str:
         """What a place is called."""
-        keys = ((i, x[0]) for i, x in enumerate(place) if type(x) is tuple and type(x[0]) is _Nth)
-        for i, number in list(keys):  # dicts by tensors are rare
-            place = (*place[:i], (_Called(self.name(self.places[number])),), *place[i + 1 :])
-        return name_of(place, self.roots)
+        return name_of(place, self.roots, self.places)
 
     # Tensors --------------------------------------------------------------------------------------------------------
 
@@ -352,7 +349,7 @@ class State:
         if isinstance(x, dict | types.MappingProxyType):
             for i, (k, y) in enumerate(list(x.items())):
                 key = id(k) if isinstance(k, torch.Tensor) else k  # the optimizer's, say
-                self._at = (*at, (self._called(k, i),))
+                self._at = (*at, (key_name(k, i, self._number),))
                 if type(k) not in PLAIN and is_its_own(k):
                     self._value(k, known, depth + 1)
                 self._attribute(owner, (type(k), key), y, known, depth)
@@ -368,19 +365,6 @@ class State:
                 self._at = (*at, (i,))
                 self._attribute(owner, i, y, known, depth)
         self._at = at
-
-    def _called(self, k: Any, i: int) -> Any:
-        """What stands for the i-th key of a dict in a place's name: it is the same in all processes, so no address."""
-        kind = type(k)
-        if kind is int or isinstance(k, torch.Tensor):
-            number = self._number.get(k if kind is int else id(k))
-            if number is not None:
-                return _Nth(number)
-        parts = k if kind is tuple else (k,)
-        if all(type(y) in PLAIN and not (type(y) is int and abs(y) > _NO_ADDRESS) for y in parts):
-            return k
-        named = isinstance(k, type | types.FunctionType)
-        return _Called(k.__qualname__ if named else k if isinstance(k, enum.Enum) else f"{kind.__name__} {i}")
 
     def _own_part(self, x: Any, known: list[Any], depth: int) -> None:
         """What an object of a class of the user's has by itself."""
@@ -463,32 +447,9 @@ class State:
         return False
 
 
-def name_of(place: tuple[Any, ...], roots: Sequence[str]) -> str:
-    """A place in words: `net.head.weight`, `self.scales[0]`; the number of a leaf stands for its name in `roots`."""
-    if place and type(place[0]) is int:
-        place = (roots[place[0]] if place[0] < len(roots) else "an argument", *place[1:])
-    return "".join(map(_part, place)).lstrip(".")
-
-
-class _Nth(int):
-    """Stands for a key that is a tensor, or its id: the tensor's number."""
-
-
-class _Called(str):
-    """What a key is called that is no plain value."""
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def _part(x: Any) -> str:
-    return f"[{x[0]!r}]" if isinstance(x, tuple) else str(x)
-
-
 _BOUND = frozenset({types.BuiltinMethodType, types.MethodWrapperType})
 _OF_MODES = frozenset({"inner", "old_dispatch_mode_flags"})
 OWN = 2  # attributes that a ShardedTensor has at least: its form and its pieces
 _DICTS = frozenset({dict, OrderedDict})
-_NO_ADDRESS = 1 << 24  # numbers up to here are no objects' ids
 LENGTH = "len()"
 NUMBERS = (int, float)

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from shardlib.arrays import arrays_of, bounds, share_an_element
-from shardlib.calls.rebound import rebind
+from shardlib.calls.parts import rebind
 from shardlib.errors import ShardingError
 from shardlib.jitted.unrolled import Pieces, builder, gatherer, origins, wrapper
 from shardlib.meshes.mesh import Mesh

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from shardlib.aten.views import written_to
 from shardlib.calls.flat import FlatCall
-from shardlib.calls.rebound import Rebound
+from shardlib.calls.parts import Rebound
 from shardlib.errors import ShardingError
 from shardlib.tensors.tensor import typeof
 from shardlib.tracing.functionalise import Written

@@ -1,8 +1,7 @@
 """In-place ops of a traced graph, rewritten into functional ones.
 
-A view is remembered as (what it views, how). A write to a view is carried up, view by view, into the tensor that owns
-the memory: a write to `x[1:]` becomes `slice_scatter(x, value, ...)`. A view that is read after its owner changed is
-made again. `x.data = y` makes `x` another view of `y`, and what showed `x` goes on to show what that was. What is
+A write to a view is carried up, view by view, into the tensor that owns the memory: a write to `x[1:]` becomes
+`slice_scatter(x, value, ...)`. `x.data = y` makes `x` another view of `y`, and what showed `x` goes on to show what that was. What is
 written to an input, and the memory that one is given, are further results. Writes into other tensors that the function
 finds outside would outlive the program unseen: they are refused, all of them at once.
 """
@@ -13,18 +12,18 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from shardlib.aten.traits import has, is_view
-from shardlib.aten.views import argument, functional_form, scatter, tensors_in, unstrided, written_arguments
+from shardlib.aten.views import argument, functional_form, scatter, tensors_in, written_arguments
 from shardlib.errors import ShardingError
 from shardlib.ops.set_data import OP as SET_DATA
-from shardlib.scalar import hinted
 from shardlib.tracing.custom import copying_form
+from shardlib.tracing.views import Views
 from shardlib.tracing.writable import refuse_unwritable
 
 aten = torch.ops.aten
@@ -83,27 +82,12 @@ _LAZY: dict[Any, tuple[Any, Callable[[Any], Any]]] = {
 }
 
 
-@dataclass
-class _View:
-    """One node as a view of `parent`; what a write returns is a view of what it wrote to."""
-
-    parent: fx.Node
-    remake: Callable[[fx.Node], fx.Node]  # from the value of the parent
-    version: int  # of the owner, when the view's value was made
-    itself: bool = False  # shows all of the parent, as it is
-    same: bool = False  # is the parent, as `x.add_(1)` is `x`
-
-
-class _Rewriter:
+class _Rewriter(Views):
     def __init__(self, graph: fx.Graph, names: dict[fx.Node, str], body: bool) -> None:
-        self.graph, self.names, self.body = graph, names, body
-        self.value: dict[fx.Node, fx.Node] = {}  # traced node -> the node that holds its value now, if it is another
-        self.views: dict[fx.Node, _View] = {}
-        self.version: dict[fx.Node, int] = {}  # owner -> how often it was written to
-        self.version_at: dict[fx.Node, int] = {}  # of what an index picks from, when it did
+        super().__init__(graph)
+        self.names, self.body = names, body
         self.memory: dict[fx.Node, fx.Node] = {}  # input with other data -> what stands for the memory that it had
         self.returned: dict[fx.Node, Sequence[fx.Node]] = {}  # a write to several tensors -> these, which it returns
-        self.at: fx.Node = graph.output_node()  # the node that is being rewritten
         self.offenders: list[str] = []
 
     def run(self) -> Written:
@@ -152,89 +136,6 @@ class _Rewriter:
                 (inputs.index(n), memory.index(m)) for n, m in data.items() if m in memory and m is not self.memory[n]
             ),
         )
-
-    # --- reading ------------------------------------------------------------------------------------------------------
-
-    def read(self, node: fx.Node) -> None:
-        node.args, node.kwargs = self.current(node.args), self.current(node.kwargs)
-
-    def current(self, arguments: Any) -> Any:
-        return fx.map_arg(arguments, self.fresh)
-
-    def fresh(self, node: fx.Node) -> fx.Node:
-        """The node that holds what the traced `node` shows now: made again if its owner was written to since."""
-        source = self.picked(node)
-        if source is not None and self.version_of(source) != self.version_at.get(self.owner(node), 0):
-            self.refuse_picked("read after x was written to", "x[i].clone() in front of the write, or x[i] behind it")
-        view = self.views.get(node)
-        if view is not None and view.version != (version := self.version_of(node)):
-            self.value[node] = view.remake(self.fresh(view.parent))
-            view.version = version
-        return self.value.get(node, node)
-
-    def owner(self, node: fx.Node) -> fx.Node:
-        while node in self.views:
-            node = self.views[node].parent
-        return node
-
-    def version_of(self, node: fx.Node) -> int:
-        return self.version.get(self.owner(node), 0)
-
-    def note_view(self, node: fx.Node) -> None:
-        """Remember how a view is made: an op on its first operand, or one item of an op that lists views."""
-        target, args, kwargs = node.target, node.args, dict(node.kwargs)
-        source = args[0] if args else None
-        if not isinstance(source, fx.Node):
-            return
-        if "picked" in node.meta:
-            self.version_at[node] = self.version_of(source)
-        if target is operator.getitem and is_view(source.target):
-            base = self.views[source].parent
-            self.views[node] = _View(
-                base, lambda b: self.emit(target, self.views[source].remake(b), args[1]), self.version_of(base)
-            )
-        elif is_view(target):
-            self.views[node] = _View(
-                source, lambda b: self.emit(target, b, *args[1:], **kwargs), self.version_of(source)
-            )
-
-    def rewrite_strided(self, node: fx.Node) -> None:
-        """Replace `as_strided` by views that know dims."""
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        made: list[fx.Node] = []
-
-        def emit(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-            made.append(self.emit(target, *args, **kwargs))
-            return made[-1]
-
-        base: Tensor = source.meta["val"]
-        offset = (argument(node, "storage_offset") or 0) - int(base.storage_offset())
-        result = unstrided(emit, source, argument(node, "size"), argument(node, "stride"), offset)
-        if result is None:
-            raise ShardingError(
-                "a strided view cannot be traced",
-                [f"as_strided of {list(base.shape)} at {node.meta['line']}"],
-                rule="views name dims; strides are a matter of one device's memory",
-                remedy="use slices, permute and reshape",
-            )
-        for view in made:
-            if view.target in (aten.reshape.default, aten.index.Tensor):
-                self.note_own(view)
-            else:
-                self.note_view(view)
-            self.read(view)
-        self.value[node] = self.fresh(result)  # which may be the source itself
-        self.views[node] = _View(result, lambda b: b, self.version_of(result), itself=True)
-
-    def note_own(self, node: fx.Node) -> None:
-        """A reshape or an index that stands for a strided view is one, whatever its schema says."""
-        source, what = node.args
-        assert isinstance(source, fx.Node)
-        read = node.target
-        if read is aten.reshape.default:
-            node.target = aten.view.default
-        self.views[node] = _View(source, lambda b: self.emit(read, b, what), self.version_of(source))
 
     def rename_view(self, node: fx.Node) -> None:
         """`x.squeeze_()` writes to no memory: what comes after it sees the same memory in another shape."""
@@ -323,30 +224,6 @@ class _Rewriter:
             self.memory.setdefault(x, old)
         self.show(x, value, same=False)
 
-    def shown(self, node: fx.Node) -> fx.Node:
-        """Whose memory `node` shows all of, as it is."""
-        while (view := self.views.get(node)) is not None and (view.itself or has(node.target, "renames")):
-            node = view.parent
-        return node
-
-    def picked(self, node: fx.Node) -> fx.Node | None:
-        """What `x[i]` picks from, where `i` is a tensor without dims and `node` shows that: in torch a view."""
-        owner = self.owner(node)
-        return owner.args[0] if owner.meta.get("picked") else None  # type: ignore[return-value]
-
-    def refuse_picked(self, verb: str, remedy: str) -> NoReturn:
-        raise ShardingError(
-            f"x[i] (or x.narrow), where i is a tensor, is {verb}",
-            [str(self.at.meta["line"])],
-            rule="a value whose place is known only when the program runs is read as a copy; torch makes it a view",
-            remedy=remedy,
-        )
-
-    def show(self, node: fx.Node, written: fx.Node, *, same: bool = True) -> None:
-        """Make `node` another name of what was written to."""
-        self.views[node] = _View(written, lambda b: b, self.version_of(written), itself=True, same=same)
-        self.value[node] = self.fresh(written)
-
     def functional(self, node: fx.Node, written: Sequence[fx.Node]) -> tuple[list[fx.Node], fx.Node | None]:
         """The new values of what `node` writes to; and the node of its own results, if it has any beside these."""
         assert isinstance(node.target, OpOverload)
@@ -410,15 +287,6 @@ class _Rewriter:
             if value.meta["val"].dtype == like.dtype
             else self.emit(aten._to_copy.default, value, dtype=like.dtype)
         )
-
-    def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A new node in front of the one that is being rewritten, with its line, and its value computed on fakes."""
-        with self.graph.inserting_before(self.at):
-            node = self.graph.call_function(target, args, kwargs)
-        node.meta.update({k: self.at.meta[k] for k in ("line", "backward") if k in self.at.meta})
-        fakes = hinted(fx.map_arg((args, kwargs), lambda n: n.meta["val"]))
-        node.meta["val"] = target(*fakes[0], **fakes[1])
-        return node
 
     def describe(self, node: fx.Node) -> str:
         owner = self.owner(node)
