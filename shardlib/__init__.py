@@ -29,6 +29,7 @@ from shardlib.plain import global_random
 from shardlib.plans.budget import comm_budget
 from shardlib.plans.plan import Plan
 from shardlib.printing import debug_print
+from shardlib.prove import Proof, prove
 from shardlib.rules import rule
 from shardlib.scanning import scan
 from shardlib.shard_map import shard_map
@@ -46,7 +47,7 @@ __all__ = [
     "Mesh", "current_mesh", "no_mesh", "P", "Spec", "ShardedTensor", "shard", "from_local", "typeof", "visualize",
     "to_dtensor", "from_dtensor",
     # compiling and planning
-    "jit", "Plan", "check", "comm_budget", "rule", "debug_print",
+    "jit", "Plan", "check", "comm_budget", "rule", "prove", "Proof", "debug_print",
     # per-device code by hand
     "shard_map", "psum", "pmean", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute",
     "axis_index", "axis_size",

@@ -9,7 +9,7 @@ import shardlib as sl
 PUBLIC = [
     "Mesh", "current_mesh", "no_mesh", "P", "Spec", "ShardedTensor", "shard", "from_local", "typeof", "visualize",
     "to_dtensor", "from_dtensor",
-    "jit", "Plan", "check", "comm_budget", "rule", "debug_print",
+    "jit", "Plan", "check", "comm_budget", "rule", "prove", "Proof", "debug_print",
     "shard_map", "psum", "pmean", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute",
     "axis_index", "axis_size",
     "grad", "value_and_grad", "vmap", "scan",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 
@@ -162,11 +162,25 @@ def own_rules(targets: Iterable[Any]) -> list[str]:
     return [f"{name}, {_OWN[name]!r}" for name in dict.fromkeys(ops) if name in _OWN]
 
 
-def rule(text: str) -> Callable[[Op], Op]:
+def text_of(target: Any) -> str:
+    """The rule that a user wrote for an op; empty where there is none."""
+    return _OWN.get(_name(target), "")
+
+
+@overload
+def rule(text: str, /) -> Callable[[Op], Op]: ...
+
+
+@overload
+def rule(op: Any, /) -> str: ...
+
+
+def rule(text: Any, /) -> Any:
     """Register the sharding rule of a custom op, in the notation of `shardlib.rules.notation`.
 
     `op` is what `torch.library.custom_op` returns, or an `OpOverload`; it is handed back. A factor that a result lacks
-    stays whole unless the rule says how it is reduced (`k:sum`).
+    stays whole unless the rule says how it is reduced (`k:sum`). `sl.prove(op, *args)` proves it. Given an op instead
+    of a text, it returns the rule that this has, or says what to write.
 
     Raises:
         ShardingError: the text is not in the notation, or has not as many operands as the op has tensor arguments.
@@ -177,11 +191,15 @@ def rule(text: str) -> Callable[[Op], Op]:
         ... @torch.library.custom_op("docs::product", mutates_args=())
         ... def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         ...     return a @ b
+        >>> rule(product)
+        '... m k, k n -> ... m n | k:sum {0} {1}'
     """
+    if not isinstance(text, str):
+        return _guide(overload_of(text))
     parsed = parse(text)
 
     def register(op: Op) -> Op:
-        overload = _overload(op)
+        overload = overload_of(op)
         schema = overload._schema
         wrong = []
         tensors = tensor_arguments(overload)
@@ -212,7 +230,21 @@ def rule(text: str) -> Callable[[Op], Op]:
     return register
 
 
-def _overload(op: Any) -> torch._ops.OpOverload:
+def _guide(target: torch._ops.OpOverload) -> str:
+    """The rule that a user wrote for an op, or what to write."""
+    if said := text_of(target):
+        return said
+    operands = ", ".join(f"<dims of {a.name}>" for a in target._schema.arguments if "Tensor" in str(a.type))
+    results = ", ".join(f"<dims of {r.name or f'result {i}'}>" for i, r in enumerate(target._schema.returns))
+    return (
+        f'@sl.rule("{operands} -> {results}"), where each dim has a name, and one name is one dim. What no result has '
+        "is reduced (| k:sum, k:max, k:min) or stays whole; {0} says that the op is linear in operand 0; _ is a dim "
+        "that nobody cuts, ... are leading dims of any number"
+    )
+
+
+def overload_of(op: Any) -> torch._ops.OpOverload:
+    """The op that is meant by a custom op, a packet with one overload, or itself."""
     if isinstance(op, torch._library.custom_ops.CustomOpDef):
         op = op._opoverload
     if isinstance(op, torch._ops.OpOverloadPacket) and list(op) == ["default"]:

@@ -1,7 +1,7 @@
 """In-place ops of a traced graph, rewritten into functional ones.
 
 A write to a view is carried up, view by view, into the tensor that owns the memory: a write to `x[1:]` becomes
-`slice_scatter(x, value, ...)`. `x.data = y` makes `x` another view of `y`, and what showed `x` goes on to show what that
+`slice_scatter(x, value, ...)`. `x.data = y` makes `x` another view of `y`, and what showed `x` goes on to show what it
 was. What is written to an input, and the memory that one is given, are further results. Writes into other tensors that
 the function finds outside would outlive the program unseen: they are refused, all of them at once.
 """

@@ -1,0 +1,274 @@
+"""Proof of a sharding rule by brute force: an op on the whole against the op on its pieces.
+
+For one call, every factor that the rule allows to be cut is cut over 2, 3 and 4 devices (so that pieces are even,
+uneven and empty) and over two axes at once, and every pair of factors over two axes. Each time the op is lowered and
+run as in any program, on virtual devices; what they hold is put together as the rule says, and compared in value, shape
+and dtype. Random addends show whether the op is linear where the rule says so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from shardlib import graph as graphs
+from shardlib.errors import ShardingError
+from shardlib.graph import Op
+from shardlib.lower.builder import Builder
+from shardlib.lower.emit import Emitter
+from shardlib.meshes.axis import Axis, Coords
+from shardlib.meshes.mesh import Mesh
+from shardlib.program.steps import Program, Var
+from shardlib.program.verify import verify
+from shardlib.rules.rule import Labels, Rule
+from shardlib.rules.table import overload_of, text_of
+from shardlib.run import virtual
+from shardlib.specs.layout import Factor, Layout, Pending
+from shardlib.specs.pieces import span
+from shardlib.state import tracing
+
+Cut = Mapping[str, tuple[Axis, ...]]
+
+# What rounding may cost in a few operations, relative to the largest number.
+_ROUNDING = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+_ROUNDING |= {torch.complex128: 1e-11, torch.complex64: 1e-5}
+_MOST = 12  # faults that are told
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was proved: the op, its rule where a user wrote one, the call's shapes, and in how many cuts."""
+
+    op: str
+    rule: str
+    shapes: tuple[tuple[int, ...], ...]
+    cuts: int
+
+    def __str__(self) -> str:
+        said = f" ({self.rule})" if self.rule else ""
+        return f"{self.op}{said} of {', '.join(map(str, map(list, self.shapes)))}: right in all {self.cuts} cuts"
+
+
+def prove(op: Any, /, *args: Any, **kwargs: Any) -> Proof:
+    """Prove the sharding rule of `op` for the call `op(*args, **kwargs)`; its `Proof`, which prints.
+
+    `op` is an op of torch, or what `torch.library.custom_op` returns. Tensors are small and plain, of any shapes that
+    the op takes: sizes of 5 to 8 make pieces that differ, different sizes tell dims apart, random float64 numbers tell
+    wrong values from rounding. A dim of size 1 is no factor, so it is never cut.
+
+    Raises:
+        ShardingError: the op has no rule, the rule does not fit the call's shapes, or some cut gives other results than
+            the whole call; each is told with the cut, the result, and how far it is off.
+
+    Example:
+        >>> import torch, shardlib as sl
+        >>> @sl.rule("... m k, k n -> ... m n | k:sum {0} {1}")
+        ... @torch.library.custom_op("docs::proved", mutates_args=())
+        ... def proved(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        ...     return a @ b
+        >>> _ = proved.register_fake(lambda a, b: a @ b)
+        >>> print(sl.prove(proved, torch.randn(5, 6), torch.randn(6, 7)))
+        docs::proved (... m k, k n -> ... m n | k:sum {0} {1}) of [5, 6], [6, 7]: right in all 16 cuts
+    """
+    target = overload_of(op)
+    call = _Call.of(target, args, kwargs)
+    if call.op.rule is None:
+        raise ShardingError(
+            f"{_name(target)} has no sharding rule for this call",
+            [f"operand {i} has shape {list(x.shape)}" for i, x in enumerate(call.tensors)],
+            rule="an op without a rule runs on whole operands, on every device",
+            remedy='@sl.rule("...") above the custom op; sl.rule(op) says what to write',
+        )
+    if wrong := list(_bookkeeping(call)):
+        raise _refused(call, "does not fit the call", wrong)
+    every = list(cuts(call.op.rule))
+    for cut in every:
+        said = ", ".join(f"{f}@{'·'.join(map(str, axes))}" for f, axes in cut.items()) or "nothing cut"
+        sizes = ", ".join(f"{a.name}={a.of}" for axes in cut.values() for a in axes)
+        wrong += [f"{said}{f' on {sizes}' if sizes else ''}: {fault}" for fault in _faults(call, cut)]
+    wrong += _not_linear(call)
+    if wrong:
+        raise _refused(call, "is wrong", wrong)
+    return Proof(_name(target), text_of(target), tuple(tuple(x.shape) for x in call.tensors), len(every))
+
+
+def cuts(rule: Rule) -> Iterator[Cut]:
+    """Every way of cutting that is tried: none, one factor, one factor over two axes, two factors."""
+    tied = {**rule.rounds, **rule.follows}
+    free = [f for f in rule.sizes if f not in rule.whole and f not in tied]
+    a, b, second = Axis("a", 2), Axis("b", 3), Axis("b", 2)
+    yield {}
+    for f in free:
+        yield from ({f: (Axis("a", n),)} for n in (2, 3, 4))
+        yield {f: (a, second)}
+    yield from ({f: (a,), g: (b,)} for f, g in itertools.combinations(free, 2))
+    for t, s in tied.items():
+        yield from ({t: axes, s: axes} for axes in (*((Axis("a", n),) for n in (2, 3, 4)), (a, second)))
+        yield {t: (a,), s: (a, b)}
+        yield from ({t: (b,), s: (b,), f: (a,)} for f in free if f != s)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call, as a graph of one op: its tensors, and what they give."""
+
+    op: Op
+    tensors: tuple[Tensor, ...]
+    results: tuple[Any, ...]
+
+    @staticmethod
+    def of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Call:
+        graph, tensors = fx.Graph(), list[Tensor]()
+
+        def given(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            tensors.append(x.detach())
+            node = graph.placeholder(f"x{len(tensors)}")
+            node.meta["val"] = x.detach()
+            return node
+
+        node = graph.call_function(target, *pytree.tree_map(given, (tuple(args), dict(kwargs))))
+        with torch.no_grad():
+            found = target(*args, **kwargs)
+        node.meta["val"] = found
+        graph.output((node,) if isinstance(found, Tensor) else ())
+        with tracing():
+            (op,) = graphs.build(fx.GraphModule(torch.nn.Module(), graph)).ops
+        return _Call(op, tuple(tensors), tuple(found) if isinstance(found, tuple | list) else (found,))
+
+    @property
+    def rule(self) -> Rule:
+        assert self.op.rule is not None
+        return self.op.rule
+
+    def layout(self, labels: Labels, cut: Cut, pending: Sequence[Pending] = ()) -> Layout:
+        sizes = self.rule.sizes
+        dims = (tuple(Factor(sizes[f], cut.get(f, ())) for f in dim) or (Factor(1),) for dim in labels)
+        return Layout(tuple(dims), tuple(pending))
+
+    def pending(self, i: int, cut: Cut) -> list[Pending]:
+        """What result i still owes: sums over axes of factors that it has not."""
+        have = {f for dim in self.rule.results[i] for f in dim}
+        mine = {a for f in have for a in cut.get(f, ())}
+        read = {f for labels in self.rule.operands for dim in labels for f in dim}
+        lost = [f for f in cut if f in read - have and self.rule.reduce.get(f, "none") != "none"]
+        owed = ((tuple(a for a in cut[f] if a not in mine), self.rule.reduce[f]) for f in lost)
+        return [Pending(axes, kind) for axes, kind in owed if axes]
+
+
+def _bookkeeping(call: _Call) -> Iterator[str]:
+    """Labels must spell the shapes, and a factor that is cut and lost must be a declared reduction."""
+    rule, results = call.rule, call.results
+    pairs = [(f"operand {i}", x, rule.operands[i]) for i, x in enumerate(call.tensors)]
+    pairs += [(f"result {i}", x, rule.results[i]) for i, x in enumerate(results) if isinstance(x, Tensor)]
+    for name, x, labels in pairs:
+        spelled = [math.prod(rule.sizes[f] for f in dim) for dim in labels]
+        if spelled != list(x.shape):
+            yield f"{name} of shape {list(x.shape)} is spelled {labels}, which is {spelled}"
+    read = {f for labels in rule.operands for dim in labels for f in dim} - rule.whole
+    for i, x in enumerate(results):
+        lost = read - {f for dim in rule.results[i] for f in dim} - rule.reduce.keys() if isinstance(x, Tensor) else ()
+        yield from (f"{f} may be cut, is not in result {i}, and nothing says how it is reduced" for f in sorted(lost))
+
+
+def _faults(call: _Call, cut: Cut) -> Iterator[str]:
+    """What is wrong with the results of one cut."""
+    mesh = Mesh.abstract({a.name: a.of for axes in cut.values() for a in axes} or {"a": 1})
+    devices = mesh.all_coords()
+    pieces = [
+        [call.layout(labels, cut).scatter(x, c) for c in devices]
+        for x, labels in zip(call.tensors, call.rule.operands, strict=True)
+    ]
+    try:
+        found = virtual.load(verify(_program(call, cut, mesh)), mesh, share=False)(pieces)
+    except (RuntimeError, IndexError, TypeError, ValueError, AssertionError) as error:  # what an op raises of pieces
+        yield f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        return
+    whole = [(i, x) for i, x in enumerate(call.results) if isinstance(x, Tensor)]
+    for (i, want), held in zip(whole, found, strict=True):
+        at = call.layout(call.rule.results[i], cut, call.pending(i, cut))
+        shards = list(zip(devices, held, strict=True))
+        yield from (f"result {i} {fault}" for fault in _unlike(at, shards, want))
+
+
+def _program(call: _Call, cut: Cut, mesh: Mesh) -> Program:
+    """The op on pieces, as lowering writes it."""
+    builder, op, rule = Builder(mesh), call.op, call.rule
+    leaves = {f: [f] for f in rule.sizes}
+    flood = SimpleNamespace(labels={op: leaves}, dims=SimpleNamespace(size=rule.sizes.__getitem__))
+    for i, labels in enumerate(rule.operands):
+        value = op.operands[i]
+        builder.inputs.append(Var(builder.name(value.name), call.layout(labels, cut), value.dtype, value))
+    outs = [
+        None if r is None else Var(builder.name(r.name), call.layout(labels, cut, call.pending(i, cut)), r.dtype, r)
+        for i, (r, labels) in enumerate(zip(op.results, rule.results, strict=True))
+    ]
+    assignment = {(f, 0): axes for f, axes in cut.items()}
+    Emitter(builder, flood).op(op, rule, assignment, builder.inputs, outs)  # type: ignore[arg-type]
+    builder.outputs += [out for out in outs if out is not None]
+    return builder.finish()
+
+
+def _unlike(at: Layout, shards: Sequence[tuple[Coords, Tensor]], want: Tensor) -> Iterator[str]:
+    """How pieces in a layout differ from the whole."""
+    for coords, x in shards:
+        if tuple(x.shape) != at.local_shape(coords) or x.dtype != want.dtype:
+            yield f"is {list(x.shape)} of {x.dtype} on {coords}, not {list(at.local_shape(coords))} of {want.dtype}"
+            return
+    first: dict[Any, Tensor] = {}
+    for coords, x in shards:
+        part = tuple(span(f.size, f.axes, coords) for f in at.factors), tuple(a.coord(coords) for a in at.pending_axes)
+        if not _same(x, first.setdefault(part, x)):
+            yield "differs between devices that should hold the same"
+            return
+    if len({p.kind for p in at.pending}) <= 1 and not _same(have := at.gather(shards), want):
+        off = f": it is off by {float((have - want).abs().max()):.3g}" if want.is_floating_point() else ""
+        yield f"is wrong{off}"
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    room = _ROUNDING.get(a.dtype, 0.0)
+    return torch.allclose(a, b, rtol=room, atol=room, equal_nan=True) if room else torch.equal(a, b)
+
+
+def _not_linear(call: _Call) -> Iterator[str]:
+    """Random addends on the operands of every linear set must add up to the result of their sums."""
+    for members in filter(None, call.rule.linear):
+        if not all(call.tensors[i].is_floating_point() or call.tensors[i].is_complex() for i in members):
+            continue
+        other = [torch.randn_like(x) if i in members else x for i, x in enumerate(call.tensors)]
+        total = [x + y if i in members else x for i, (x, y) in enumerate(zip(call.tensors, other, strict=True))]
+        one, two, both = (_plain(call, xs) for xs in (call.tensors, other, total))
+        if not all(_same(x + y, z) for x, y, z in zip(one, two, both, strict=True)):
+            yield f"it is not linear in the operands {{{','.join(map(str, sorted(members)))}}}"
+
+
+def _plain(call: _Call, tensors: Sequence[Tensor]) -> list[Tensor]:
+    given = dict(zip(call.op.node.all_input_nodes, tensors, strict=True))
+    args, kwargs = fx.map_arg((call.op.node.args, call.op.node.kwargs), given.__getitem__)
+    found = call.op.target(*args, **kwargs)
+    return [x for x in (found if isinstance(found, tuple | list) else [found]) if isinstance(x, Tensor)]
+
+
+def _name(target: Any) -> str:
+    return str(target.name())
+
+
+def _refused(call: _Call, what: str, wrong: Sequence[str]) -> ShardingError:
+    said = text_of(call.op.target)
+    more = [f"and {len(wrong) - _MOST} more"] if len(wrong) > _MOST else []
+    return ShardingError(
+        f"the rule of {_name(call.op.target)}{f', {said!r},' if said else ''} {what}",
+        [*wrong[:_MOST], *more],
+        rule="an op on pieces gives the pieces of its results; what a result lacks is reduced as the rule says",
+        remedy="mend the rule: mark what is summed (k:sum), what must stay whole (k:whole), and linear operands ({0})",
+    )

@@ -1,0 +1,160 @@
+"""Rules for ops that nobody here has seen, by the guide alone: one line each, proved; and rules that are wrong."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardlib as sl
+from shardlib import ShardingError
+from tests.prover import target_of
+from tests.rule_samples import SAMPLES
+
+aten = torch.ops.aten
+GUIDE = Path(sl.__file__).parent / "rules" / "README.md"
+
+
+def r(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def op(fn: Callable[..., Tensor]) -> Any:
+    """A custom op of a function."""
+    made = torch.library.custom_op(f"proving::{fn.__name__}", fn, mutates_args=())
+    made.register_fake(fn)
+    return made
+
+
+@op
+def distances(x: Tensor, y: Tensor) -> Tensor:
+    return (x[:, None] - y).square().sum(-1)
+
+
+@op
+def max_plus(x: Tensor, y: Tensor) -> Tensor:
+    """Of no numbers, as a piece may have them, the maximum is -inf."""
+    return (x[:, :, None] + y).amax(1) if len(y) else x.new_full((len(x), y.shape[1]), -math.inf)
+
+
+@op
+def form(x: Tensor, a: Tensor, y: Tensor) -> Tensor:
+    return ((x @ a) * y).sum(-1)
+
+
+@op
+def gated(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return torch.sigmoid(x @ w) * (x @ v)
+
+
+@op
+def head_means(x: Tensor, heads: int) -> Tensor:
+    return x.unflatten(-1, (heads, -1)).mean(-1)
+
+
+OPS: dict[str, tuple[Any, tuple[Any, ...], str, list[tuple[str, str]]]] = {
+    "distances": (
+        distances,
+        (r(5, 6), r(7, 6)),
+        "n d, m d -> n m | d:sum",
+        [
+            ("n d, m d -> n m | d:sum {0}", r"it is not linear in the operands \{0\}"),
+            ("n d, m d -> n m | d:max", "d@a on a=2: result 0 is wrong: it is off by"),
+            ("n d, m d -> m n | d:sum", "does not fit the call"),
+        ],
+    ),
+    "max_plus": (
+        max_plus,
+        (r(5, 6), r(6, 7)),
+        "m k, k n -> m n | k:max",
+        [("m k, k n -> m n | k:sum", "k@a on a=2: result 0 is wrong")],
+    ),
+    "form": (
+        form,
+        (r(5, 6), r(6, 7), r(5, 7)),
+        "b i, i j, b j -> b | i:sum j:sum {0} {1} {2}",
+        [("b i, i j, b j -> b | i:sum j:sum {0,1}", r"it is not linear in the operands \{0,1\}")],
+    ),
+    "gated": (
+        gated,
+        (r(5, 6), r(6, 7), r(6, 7)),
+        "... m k, k n, k n -> ... m n | k:whole {2}",
+        [
+            ("... m k, k n, k n -> ... m n | k:sum", "k@a on a=2: result 0 is wrong"),
+            ("... m k, k n, k n -> ... m n | {1}", r"it is not linear in the operands \{1\}"),
+        ],
+    ),
+    "head_means": (
+        head_means,
+        (r(5, 6), 3),
+        "b _ -> b _ | {0}",
+        [("b d -> b d | {0}", "does not fit the call|spelled|result 0")],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_an_op_has_a_rule_in_one_line_and_a_proof_in_one_call(name: str) -> None:
+    made, args, text, _ = OPS[name]
+    sl.rule(text)(made)
+    assert sl.rule(made) == text
+    proof = sl.prove(made, *args)
+    assert re.fullmatch(rf"proving::{name} \({re.escape(text)}\) of .*: right in all \d+ cuts", str(proof))
+    assert proof.cuts >= 5
+
+
+@pytest.mark.parametrize(("name", "text", "words"), [(n, *w) for n, (*_, wrong) in OPS.items() for w in wrong])
+def test_a_rule_that_is_wrong_is_told_with_the_cut(name: str, text: str, words: str) -> None:
+    made, args, right, _ = OPS[name]
+    try:
+        sl.rule(text)(made)
+        with pytest.raises(ShardingError, match=words):
+            sl.prove(made, *args)
+    finally:
+        sl.rule(right)(made)
+
+
+def test_what_has_no_rule_is_told_what_to_write() -> None:
+    bare = op(_bare)
+    assert sl.rule(bare).startswith('@sl.rule("<dims of x>, <dims of scale> -> <dims of result 0>")')
+    with pytest.raises(ShardingError, match=r"_bare has no sharding rule[\s\S]*sl\.rule\(op\) says what to write"):
+        sl.prove(bare, r(5), r(5))
+    with pytest.raises(ShardingError, match="a rule cannot be given to 3"):
+        sl.prove(3)
+
+
+def _bare(x: Tensor, scale: Tensor) -> Tensor:
+    return x * scale
+
+
+LIBRARY = [sample for samples in SAMPLES for sample in samples()]
+
+
+@pytest.mark.parametrize("i", range(0, len(LIBRARY), 29))
+def test_it_proves_the_library_s_own_rules(i: int) -> None:
+    name, args, kwargs = LIBRARY[i]
+    if "empty" in name:
+        pytest.skip("what it holds means nothing")
+    assert sl.prove(target_of(name), *args, **kwargs).cuts
+
+
+def test_an_op_that_refuses_empty_pieces_is_told() -> None:
+    best = op(_best)
+    sl.rule("n d -> n | d:max")(best)
+    with pytest.raises(ShardingError, match=r"d@a on a=4: IndexError: amax\(\)"):
+        sl.prove(best, r(5, 6))
+
+
+def _best(x: Tensor) -> Tensor:
+    return x.amax(-1)
+
+
+def test_the_guide_runs() -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    exec(compile(block, str(GUIDE), "exec"), {})
