@@ -9,11 +9,12 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
+import torch
 
 import shardlib as sl
 from shardlib import Mesh
 from shardlib.passes import PASSES, bundle, free, fuse, reuse, run_passes, schedule
-from shardlib.program.check import check
+from shardlib.program.check import ProgramError, check
 from shardlib.program.steps import Compute, Program
 from shardlib.program.storage import alive, peak_bytes
 from shardlib.program.text import parse, show
@@ -321,3 +322,72 @@ def test_passes_are_the_same_every_time() -> None:
     text = show(programs()[0])
     bare = "\n".join(s for s in text.splitlines() if not s.startswith("free"))
     assert show(run_passes(parse(bare))) == show(run_passes(parse(bare)))
+
+
+# Text -----------------------------------------------------------------------------------------------------------------
+
+LINES = [
+    'shardlib.debug_print.default("a  # b, c = d  ; e $5 {} owned 3", [x])',
+    "y: f32[8] = aten.mul.Tensor(x, (1 / (1 - ($0 ** $1))))",
+    "y: f32[8] = aten.mul.Tensor(x, float($1 ** 2))",
+    "y: f32[8] = aten.mul.Tensor(x, float(float($1 ** 2)))",
+    "y: f32[8] = aten.mul.Tensor(x, ($0 * float('inf')))",
+    "y: f32[8] = aten.mul.Tensor(x, (-$0))",
+    "y: f32[8] = aten.new_full.default(x, [1, $0, -2], -inf)",
+    "y: complex64[8] = aten.mul.Tensor(x, (inf+1j))",
+    "y: f32[8] = aten._to_copy.default(x, dtype=torch.float32, device=device(type='cuda', index=1))",
+    "y: f32<3, 2> = aten.add.Tensor(x, nan, alpha=1e-05)  ; 3.0 flop, copies",
+]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_step_is_read_as_it_prints(line: str) -> None:
+    text = f"mesh a=2\ninput x: f32[8] varies []\ninput z: f32[8] donated\n{line}\nreturn x, 3, 'a owned 3' owned 1"
+    printed = show(parse(text))
+    assert show(parse(printed)) == printed
+    assert printed == text.replace('"', "'").replace("'a owned 3'", "'a owned 3'")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["y = aten.neg.default(x)", "y: f31[8] = aten.neg.default(x)", "y: f32[8] = aten.nothing.default(x)", "z"]
+    + ["y: f32[8] = aten.neg.default(q)", "wait q", "start x", "captured x"],
+)
+def test_what_is_no_program_is_refused(line: str) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        parse(f"mesh a=2\ninput x: f32[8]\n{line}\nreturn x")
+
+
+def test_halves_are_read_as_they_print() -> None:
+    x = torch.randn(4, 4, requires_grad=True)
+    with Mesh(data=2):
+        halves = sl.jit(lambda x: (x @ x.t()).relu().sum(), in_specs=("a@data b",)).plan(x).compiled.halves
+    assert halves is not None
+    for half in (halves.forward, halves.backward):
+        assert show(parse(show(half))) == show(half)
+
+
+def test_a_long_chain_in_front_of_a_collective() -> None:
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(1200):
+            x = torch.sin(x)
+        return sl.shard(x, "a b")
+
+    with Mesh(data=2):
+        plan = sl.jit(chain, in_specs=("a@data b",)).plan(torch.ones(4, 4))
+    assert [c.kind for c in plan.collectives] == ["all_gather"]
+
+
+def test_what_a_message_carries_is_not_written_over_through_a_view() -> None:
+    text = """
+        mesh a=2
+        input x: f32[8]
+        h: f32[8] = aten.neg.default(x)
+        v: f32[8] = aten.alias.default(h)
+        start all_reduce[a] s: f32[8] = v {} 32 B
+        y: f32[8] over h = aten.exp.default(h)
+        wait s
+        return s, y
+    """
+    with pytest.raises(ProgramError, match="writes over %h, which others hold"):
+        check(parse(text))

@@ -229,6 +229,8 @@ def _apply(entry: Entry, leaves: Sequence[Any], out: Sequence[Any]) -> None:
     with torch.no_grad():
         for leaf, at in entry.after.written:
             into, value = leaves[leaf], out[at]
+            if type(into) is ShardedTensor and type(into._locals) is _Gone:
+                continue  # it was donated: nobody reads it again
             into.detach().copy_(value if type(into) is ShardedTensor else value.to_local())
         taken = [
             (leaf, what, leaves[of] if what == "grad" else leaves[of].detach()) for leaf, what, of in entry.after.takes

@@ -234,6 +234,8 @@ class Values:
                         f"{op}: cut factor {x[0]} is missing from result {i} and is no declared reduction"
                     )
                 if op.rule.reduce[x[0]] != "none":
+                    if axes and kind != op.rule.reduce[x[0]]:
+                        raise AssertionError(f"{op}: result {i} would owe a {kind} and a {op.rule.reduce[x[0]]}")
                     axes += [a for a in cut_axes if not any(a in mine for mine in cut)]  # the rest went round
                     kind = op.rule.reduce[x[0]]
         return cut, Owed(tuple(axes), kind)

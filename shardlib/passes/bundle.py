@@ -84,13 +84,19 @@ class _Bundler:
                 self.start |= dict.fromkeys(bundle, start)
         return due
 
+    def _root(self, var: Var) -> int | None:
+        """Where `var` comes from by one-operand steps, which are brought forward to it; None: from an input."""
+        while (i := self.producer.get(var)) is not None and not isinstance(self.items[i], Collective):
+            sources = _reads(self.items[i])
+            if len(sources) != 1:
+                return i
+            (var,) = sources
+        return i
+
     def _below(self, var: Var) -> int | None:
         """The collective that `var` comes from by one-operand steps, if there is one."""
-        i = self.producer.get(var)
-        if i is None or isinstance(self.items[i], Collective):
-            return i
-        sources = _reads(self.items[i])
-        return self._below(sources[0]) if len(sources) == 1 else None
+        i = self._root(var)
+        return i if i is None or isinstance(self.items[i], Collective) else None
 
     def _bundle(self, where: Sequence[int]) -> list[tuple[int, Sequence[Collective]]]:
         bundles: list[_Open] = []
@@ -123,15 +129,11 @@ class _Bundler:
         return min(ready, i)
 
     def _ready(self, var: Var) -> int:
-        """The place behind which `var` can be there: one-operand steps are brought forward to their operand."""
-        i = self.producer.get(var)
-        if i is None:
+        """The place behind which `var` can be there."""
+        if (i := self._root(var)) is None:
             return 0
         item = self.items[i]
-        if isinstance(item, Collective):
-            return min(self.start[item] + FLIGHT, i + 1)
-        sources = _reads(item)
-        return self._ready(sources[0]) if len(sources) == 1 else i + 1
+        return min(self.start[item] + FLIGHT, i + 1) if isinstance(item, Collective) else i + 1
 
     # Order ----------------------------------------------------------------------------------------------------------
 
@@ -145,12 +147,15 @@ class _Bundler:
 
     def _bring(self, var: Var) -> None:
         """Write what makes `var`, if it has not been written."""
-        i = self.producer.get(var)
-        if i is None or i in self.done or isinstance(item := self.items[i], Collective):
-            return
-        for source in _reads(item):
-            self._bring(source)
-        self._write(i, item)
+        todo, found = [var], dict[int, Compute | Copy | Free]()
+        while todo:
+            i = self.producer.get(todo.pop())
+            if i is None or i in self.done or i in found or isinstance(item := self.items[i], Collective):
+                continue
+            found[i] = item
+            todo += _reads(item)
+        for i in sorted(found):
+            self._write(i, found[i])
 
     def _write(self, i: int, step: Compute | Copy | Free) -> None:
         self._land(_reads(step))

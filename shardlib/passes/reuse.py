@@ -23,7 +23,7 @@ def reuse(program: Program) -> Program:
     """The program with in-place calls and copied results."""
     memory = _Memory.of(program)
     steps: list[Step] = [memory.in_place(i, step) for i, step in enumerate(program.steps)]
-    copies = {var: replace(var, name=f"{var.name}.own", value=var.value) for var in _borrowed(program, memory)}
+    copies = {var: replace(var, name=f"{var.name}.own") for var in _borrowed(program, memory)}
     steps += [Copy(var, own) for var, own in copies.items()]
     own = len(program.outputs) if program.owned is None else program.owned
     outputs = [copies.get(x, x) if isinstance(x, Var) and i < own else x for i, x in enumerate(program.outputs)]

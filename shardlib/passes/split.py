@@ -53,7 +53,7 @@ def split(program: Program, cotangents: int, gradients: int) -> Halves:
             late |= {*_gives(step)}
     for step in reversed(program.steps):
         outs = set(_gives(step))
-        if outs & needed or (not outs & late and _stays(step)):
+        if outs & needed or (_stays(step) and late.isdisjoint((*_needs(step), *outs))):
             first.append(step)
             needed |= set(_needs(step))
         else:
@@ -90,4 +90,4 @@ def _stays(step: Step) -> bool:
     if not isinstance(step, Compute):
         return False
     drawn = torch.Tag.nondeterministic_seeded in getattr(step.target, "tags", ())
-    return drawn or not step.outs
+    return drawn or not step.made

@@ -49,7 +49,7 @@ def faults(program: Program) -> Iterator[str]:
         yield from (f"{said(step)} reads {v}, which{why}" for v in reads(step) if (why := missing(v)))
         if isinstance(step, Compute) and step.over is not None:
             over, root = step.args[step.over], owner.get(step.args[step.over], step.args[step.over])
-            if root in fixed or any(over in of for of in carried.values()):
+            if root in fixed or any(owner.get(v, v) is root for of in carried.values() for v in of):
                 yield f"{said(step)} writes over {over}, which others hold"
             there |= dict.fromkeys((root, over, *shown[root]), f"{_OVER} {said(step)}")
         if isinstance(step, Start):

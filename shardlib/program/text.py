@@ -18,6 +18,7 @@ A value says its layout, or, where there is none, the shape of the fullest devic
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import operator
 import re
@@ -40,7 +41,7 @@ def show(program: Program, where: Callable[[Line | None], str] | None = None) ->
     """The program's text; `where` writes the lines of source that its steps come from."""
     lines = [f"mesh {', '.join(f'{name}={n}' for name, n in program.mesh.axes.items())}"]
     for i, var in enumerate(program.inputs):
-        varies = f" varies {_axes(axes)}" if (axes := program.varies.get(var)) is not None else ""
+        varies = f" varies [{_axes(axes)}]" if (axes := program.varies.get(var)) is not None else ""
         lines.append(f"input {_typed(var)}{varies}{' donated' if i in program.donated else ''}")
     lines += [f"captured {_typed(var)}" for var, _ in program.captured]
     for step in program.steps:
@@ -98,7 +99,16 @@ def _value(x: Any) -> str:
         return x.text(lambda given: f"${given.leaf}")
     if isinstance(x, tuple | list):
         return f"[{', '.join(map(_value, x))}]"
-    return repr(x)
+    if isinstance(x, set | frozenset):
+        return f"{type(x).__name__}({', '.join(sorted(map(_value, x)))})"
+    text = repr(x)
+    return f"<{_named(x)}>" if callable(x) or " at 0x" in text else text
+
+
+def _named(x: Any) -> str:
+    """What has no literal: an object by its type, a function or a class by its name; the same in all processes."""
+    of = x if isinstance(x, type) or hasattr(x, "__qualname__") else type(x)
+    return f"{of.__module__}.{of.__qualname__}"
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
@@ -108,7 +118,10 @@ def parse(text: str, captured: Mapping[str, torch.Tensor] | None = None) -> Prog
     """The program that prints so, on an abstract mesh; `captured` are the tensors that it captures, by name (without
     one, zeros). Raises ValueError for another text.
     """
-    return _Reader(captured or {}).read(text)
+    try:
+        return _Reader(captured or {}).read(text)
+    except (KeyError, AttributeError, ImportError, SyntaxError) as error:
+        raise ValueError(f"it is no program: {type(error).__name__}: {error}") from error
 
 
 _DTYPES = {short_dtype(x): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
@@ -128,23 +141,22 @@ class _Reader:
         donated: set[int] = set()
         varies: dict[Var, tuple[Axis, ...]] = {}
         outputs, owned = "", None
-        for line in filter(None, (line.partition("  # ")[0].strip() for line in text.splitlines())):
+        for line in filter(None, (_before(line, "  # ").strip() for line in text.splitlines())):
             word, _, rest = line.partition(" ")
             if word == "mesh":
                 self.mesh = {name: int(n) for name, n in re.findall(r"(\w+)=(\d+)", rest)}
             elif word == "input":
-                rest, is_donated, _ = rest.partition(" donated")
-                rest, _, axes = rest.partition(" varies ")
-                inputs.append(self.make(rest))
+                typed, axes, is_donated = self.match(r"(.*?[\]>])(?: varies \[(.*)\])?( donated)?", rest)
+                inputs.append(self.make(typed))
                 donated |= {len(inputs) - 1} if is_donated else set()
-                varies |= {inputs[-1]: self.axes(axes)} if " varies " in line else {}
+                varies |= {} if axes is None else {inputs[-1]: self.axes(axes)}
             elif word == "captured":
                 var = self.make(rest)
-                assert var.layout is not None, f"{var} is captured"
-                captured.append((var, self.given.get(var.name, torch.zeros(var.layout.shape, dtype=var.dtype))))
+                shape = var.shape or () if var.layout is None else var.layout.shape
+                captured.append((var, self.given.get(var.name, torch.zeros(shape, dtype=var.dtype))))
             elif word == "return":
-                outputs, _, number = rest.partition(" owned ")
-                owned = int(number) if number else None
+                outputs, number = self.match(r"(.*?)(?: owned (\d+))?", rest)
+                owned = None if number is None else int(number)
             else:
                 steps.append(self.step(line))
         results = tuple(map(self.value, _split(outputs)))
@@ -167,9 +179,10 @@ class _Reader:
         return self.compute(line)
 
     def compute(self, line: str) -> Compute:
-        line, _, notes = line.partition("  ; ")
+        call = _before(line, "  ; ")
+        notes = line[len(call) :].removeprefix("  ; ")
         flops = float(notes.split()[0]) if "flop" in notes else 0.0
-        outs, over, target, given = self.match(r"(?:(.*?)(?: over (\S+))? = )?([\w.:<>]+)\((.*)\)", line)
+        outs, over, target, given = self.match(r"(?:(.*?)(?: over (\S+))? = )?([\w.:<>]+)\((.*)\)", call)
         items = [_keyword(x) for x in _split(given)]
         args = tuple(self.value(x) for name, x in items if not name)
         kwargs = {name: self.value(x) for name, x in items if name}
@@ -205,16 +218,22 @@ class _Reader:
     def value(self, text: str) -> Any:
         if text in self.vars:
             return self.vars[text]
-        if "$" in text:
-            return _scalar(text)
+        if text[:1] in ("'", '"'):
+            return ast.literal_eval(text)
         if text.startswith("[") and text.endswith("]"):
             return [self.value(x) for x in _split(text[1:-1])]
+        if "$" in text:
+            return _scalar(text)
         if text.startswith("torch."):
             return getattr(torch, text.removeprefix("torch."))
         if text in ("inf", "-inf", "nan"):
             return float(text)
+        if text.startswith("("):
+            with contextlib.suppress(ValueError):
+                return complex(text)
         if text.startswith("device("):
-            return torch.device(**dict(re.findall(r"(type)='(\w+)'", text)))
+            (name, index) = self.match(r"device\(type='(\w+)'(?:, index=(\d+))?\)", text)
+            return torch.device(name if index is None else f"{name}:{index}")
         try:
             return ast.literal_eval(text)
         except (ValueError, SyntaxError):
@@ -239,13 +258,9 @@ def _split(text: str) -> list[str]:
 
 
 def _parts(text: str) -> Iterator[str]:
-    depth, begin, quote = 0, 0, ""
-    for i, c in enumerate(text):
-        if quote:
-            quote = "" if c == quote and text[i - 1] != "\\" else quote
-        elif c in "'\"":
-            quote = c
-        elif c in "([{<":
+    depth, begin = 0, 0
+    for i, c in _bare(text):
+        if c in "([{<":
             depth += 1
         elif c in ")]}>":
             depth -= 1
@@ -255,21 +270,41 @@ def _parts(text: str) -> Iterator[str]:
     yield text[begin:].strip()
 
 
+def _bare(text: str) -> Iterator[tuple[int, str]]:
+    """The characters that stand in no quotes, with their places."""
+    quote, escaped = "", False
+    for i, c in enumerate(text):
+        if quote:
+            quote = "" if c == quote and not escaped else quote
+            escaped = c == "\\" and not escaped
+        elif c in "'\"":
+            quote = c
+        else:
+            yield i, c
+
+
+def _before(text: str, mark: str) -> str:
+    """What stands before a mark that is in no quotes."""
+    return next((text[:i] for i, _ in _bare(text) if text.startswith(mark, i)), text)
+
+
 def _scalar(text: str) -> Scalar:
-    """Read an expression over the call's numbers; what a number was when it was traced is not in it: 1.0."""
+    """Read an expression over the call's numbers. What they were when it was traced is not in it."""
 
     def read(node: ast.expr) -> Any:
-        if isinstance(node, ast.Name) and node.id.startswith("leaf_"):
+        if isinstance(node, ast.Name):
             return Scalar.given(int(node.id.removeprefix("leaf_")), node.id, 1.0)
         if isinstance(node, ast.BinOp):
-            return Scalar.of(_BINARY[type(node.op)], read(node.left), read(node.right))
-        if isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant):
-            return ast.literal_eval(node)
-        if isinstance(node, ast.UnaryOp):
-            return Scalar.of(operator.neg if isinstance(node.op, ast.USub) else operator.pos, read(node.operand))
+            return Scalar(_BINARY[type(node.op)], (read(node.left), read(node.right)), hint=1)
+        if isinstance(node, ast.UnaryOp) and not isinstance(node.operand, ast.Constant):
+            return Scalar(operator.neg if isinstance(node.op, ast.USub) else operator.pos, (read(node.operand),))
         if isinstance(node, ast.Call):
-            inside = read(node.args[0])
-            return inside if isinstance(inside, Scalar) and inside.op is operator.pow else Scalar.of(float, inside)
+            (given,) = node.args
+            if isinstance(given, ast.Constant):
+                return float(str(given.value))
+            inside = read(given)
+            is_power = inside.op is operator.pow and inside.hint == 1 and type(inside.hint) is int
+            return Scalar(operator.pow, inside.args, hint=1.0) if is_power else Scalar(float, (inside,), hint=1.0)
         return ast.literal_eval(node)
 
     found: Scalar = read(ast.parse(text.replace("$", "leaf_"), mode="eval").body)

@@ -83,12 +83,16 @@ class Order:
         return dead
 
     def meet(self, groups: Sequence[Any]) -> None:
-        """At the beginning of a turn: wait until the members of these groups on Gloo are in it too.
+        """At the beginning of a turn: wait until the members of these groups, which may use Gloo, are in it too.
 
         Gloo does not notice collectives that do not belong together: their bytes are mixed, or the process ends. On one
         machine they meet in shared memory, which does notice, and is faster.
         """
-        meetings = [group.channel.meet() for group in groups if group.channel is not None]
+        meetings = []
+        for group in groups:
+            if group.channel is not None:
+                meetings.append(group.channel.meet())
+                ASKING[3] = 0  # it is no collective of the turn: some ranks meet in more groups than others
         flying = []
         mine = torch.tensor(ASKING[:3], dtype=torch.int64)
         for group in groups:

@@ -153,6 +153,7 @@ def _frozen(value: Any) -> Any:
     return value
 
 
+_KINDS = ("sum", "max", "min")
 _OWN: dict[str, str] = {}  # rules of users
 
 
@@ -216,6 +217,9 @@ def rule(text: Any, /) -> Any:
             for f, kind in parsed.notes
             if kind == "local" or other(kind)
         ]
+        kinds = {kind for _, kind in parsed.notes if kind in _KINDS}
+        if len(kinds) > 1:
+            wrong.append(f"it reduces by {' and '.join(sorted(kinds))}: what a result owes is of one kind")
         if wrong:
             raise ShardingError(
                 f"rule({text!r}) does not fit {_name(overload)}",
@@ -243,7 +247,7 @@ def _guide(target: torch._ops.OpOverload) -> str:
     )
 
 
-def overload_of(op: Any) -> torch._ops.OpOverload:
+def overload_of(op: Any, what: str = "given a rule") -> torch._ops.OpOverload:
     """The op that is meant by a custom op, a packet with one overload, or itself."""
     if isinstance(op, torch._library.custom_ops.CustomOpDef):
         op = op._opoverload
@@ -251,7 +255,7 @@ def overload_of(op: Any) -> torch._ops.OpOverload:
         op = op.default
     if not isinstance(op, torch._ops.OpOverload):
         raise ShardingError(
-            f"a rule cannot be given to {op!r}",
+            f"{op!r} cannot be {what}",
             rule="rules belong to ops of torch.library",
             remedy='put `@sl.rule("...")` above `@torch.library.custom_op(...)`, or pass torch.ops.<name>.<op>.default',
         )

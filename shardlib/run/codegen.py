@@ -250,9 +250,8 @@ def _captured(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 
 
 def _short(target: Any) -> str:
-    return str(
-        getattr(target, "_schema", target).name if hasattr(target, "_schema") else getattr(target, "__name__", "op")
-    ).split("::")[-1]
+    schema = getattr(target, "_schema", None)
+    return str(schema.name if schema is not None else getattr(target, "__name__", "op")).split("::")[-1]
 
 
 def _returns_list(target: Any) -> bool:

@@ -746,3 +746,34 @@ def test_hooks_of_a_result_that_nobody_uses_are_not_called() -> None:
         b.sum().backward()
     assert len(seen) == 1
     same(x.grad, torch.full((2,), 2 + 1.5))
+
+
+def test_prints_and_checks_stay_in_their_half(capsys: pytest.CaptureFixture[str]) -> None:
+    """A print of the forward pass comes with it; a check of what only the backward pass knows, with that."""
+
+    def printed(x: Tensor) -> Tensor:
+        sl.debug_print("seen {}", x.sum())
+        return (x * x).sum()
+
+    class Looked(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+            ctx.save_for_backward(w)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Any:
+            (w,) = ctx.saved_tensors
+            return g * F.embedding((g[:, 0] > 0).long(), w), None
+
+    x, w = torch.ones(4, 3, requires_grad=True), torch.arange(12.0).view(4, 3)
+    with sl.Mesh(data=2):
+        out = sl.jit(printed)(x)
+        assert capsys.readouterr().out == "seen 12.0\n"
+        out.backward()
+        assert capsys.readouterr().out == ""
+        x.grad = None
+        sl.jit(lambda x, w: Looked.apply(x, w).sum(), in_specs=(None, "v@data _"))(x, w).backward()
+    plain = x.detach().clone().requires_grad_()
+    Looked.apply(plain, w).sum().backward()
+    same(x.grad, plain.grad)

@@ -506,3 +506,19 @@ def test_writes_that_cannot_come_back_are_refused(mesh: Mesh, fn: Any, given: An
         same = [x.clone() for x in apart]
         assert torch.equal(step(*apart).full_tensor(), fn(*same))
         assert all(map(torch.equal, apart, same))
+
+
+@pytest.mark.parametrize("write", [lambda c, k: c.add_(k), lambda c, k: c.zero_(), lambda c, k: c[1:3].copy_(k[:2])])
+def test_a_donated_argument_may_be_written_to(write: Any) -> None:
+    def step(c: Tensor, k: Tensor) -> Tensor:
+        write(c, k)
+        return c.sum(0) + k
+
+    with Mesh(data=2):
+        run = sl.jit(step, donate_argnums=(0,))
+        for spec in ("b@data d", "b d"):
+            cache = sl.shard(torch.arange(12.0).view(4, 3), spec)
+            found = run(cache, torch.ones(4, 3)).full_tensor()
+            assert torch.equal(found, step(torch.arange(12.0).view(4, 3), torch.ones(4, 3)))
+            with pytest.raises(ShardingError, match="read after it was donated"):
+                cache.full_tensor()

@@ -580,3 +580,16 @@ def keyed_by_objects() -> tuple[list[float], list[float]]:
 
 def test_addresses_are_no_names() -> None:
     only(alone(keyed_by_objects, 2))
+
+
+def results_that_have_no_literal() -> list[Any]:
+    """A set's order and an object's address differ in all processes; they are no part of the program."""
+    made = _Key()
+    with sl.Mesh(x=2):
+        run = sl.jit(lambda x: (x.sum(), {"alpha", "beta", "gamma"}, len, made), in_specs=("a@x",))
+        total, texts, function, same = run(torch.ones(4))
+    return [float(total), sorted(texts), function is len, same is made]
+
+
+def test_results_that_have_no_literal() -> None:
+    assert only(alone(results_that_have_no_literal, 2)) == [4.0, ["alpha", "beta", "gamma"], True, True]
