@@ -2,7 +2,8 @@
 
 A plain tensor on ranks is taken as one value that all processes have. Whether they do is found out by a digest of its
 bytes: at every `shard`, at the first call of a jitted function for each signature, at the first call of an eager op
-for each kind of operands. `SHARDLIB_CHECK=always` compares at every call of jitted functions, `off` never.
+for each kind of operands. Later calls of jitted functions compare a few elements (`ranks/lineage.sample`);
+`SHARDLIB_CHECK=always` compares all of them at every call, `off` never any.
 """
 
 from __future__ import annotations
