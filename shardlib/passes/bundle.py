@@ -46,10 +46,10 @@ class _Bundler:
         for step in program.steps:
             if not isinstance(step, Wait):
                 self.items += step.moves if isinstance(step, Start) else [step]
-        self.producer = {out: i for i, item in enumerate(self.items) for out in _makes(item)}
+        self.producer = {out: i for i, item in enumerate(self.items) for out in makes(item)}
         self.first_use: dict[Var, int] = {}
         for i, item in enumerate(self.items):
-            for var in _reads(item):
+            for var in reads(item):
                 self.first_use.setdefault(var, i)
         self.start: dict[Collective, int] = {}
         self.done: set[int] = set()
@@ -87,7 +87,7 @@ class _Bundler:
     def _root(self, var: Var) -> int | None:
         """Where `var` comes from by one-operand steps, which are brought forward to it; None: from an input."""
         while (i := self.producer.get(var)) is not None and not isinstance(self.items[i], Collective):
-            sources = _reads(self.items[i])
+            sources = reads(self.items[i])
             if len(sources) != 1:
                 return i
             (var,) = sources
@@ -153,12 +153,12 @@ class _Bundler:
             if i is None or i in self.done or i in found or isinstance(item := self.items[i], Collective):
                 continue
             found[i] = item
-            todo += _reads(item)
+            todo += reads(item)
         for i in sorted(found):
             self._write(i, found[i])
 
     def _write(self, i: int, step: Compute | Copy | Free) -> None:
-        self._land(_reads(step))
+        self._land(reads(step))
         self.steps.append(step)
         self.done.add(i)
 
@@ -169,11 +169,3 @@ class _Bundler:
                 self.steps.append(Wait(start.outs))
                 for out in start.outs:
                     del self.flying[out]
-
-
-def _reads(item: _Item) -> list[Var]:
-    return [item.source] if isinstance(item, Collective) else list(reads(item))
-
-
-def _makes(item: _Item) -> tuple[Var, ...]:
-    return (item.out,) if isinstance(item, Collective) else makes(item)

@@ -198,20 +198,20 @@ def together(c: Collective) -> tuple[Start, Wait]:
     return Start((c,)), Wait((c.out,))
 
 
-def reads(step: Step) -> tuple[Var, ...]:
-    """What a step reads."""
+def reads(step: Step | Collective) -> tuple[Var, ...]:
+    """What a step reads, or a collective by itself."""
     if isinstance(step, Compute):
         return step.operands
     if isinstance(step, Start):
         return tuple(c.source for c in step.moves)
-    return (step.source,) if isinstance(step, Copy) else ()
+    return (step.source,) if isinstance(step, Copy | Collective) else ()
 
 
-def makes(step: Step) -> tuple[Var, ...]:
+def makes(step: Step | Collective) -> tuple[Var, ...]:
     """What is there when a step is done, and was not before."""
     if isinstance(step, Compute):
         return step.made
-    if isinstance(step, Copy):
+    if isinstance(step, Copy | Collective):
         return (step.out,)
     return step.outs if isinstance(step, Wait) else ()
 
