@@ -69,16 +69,20 @@ def test_what_is_not_fused(old: str, new: str) -> None:
 # bundle ---------------------------------------------------------------------------------------------------------------
 
 
+TWO_SUMS = """
+    input x: f32[8@a]
+    input y: f32[8@a]
+    p: f32[+a] = aten.sum.default(x)
+    start all_reduce[a] s: f32[] = p {} 4 B
+    wait s
+    q: f32[+a] = aten.sum.default(y)
+    start all_reduce[a] t: f32[] = q {} 4 B
+    wait t
+"""
+
+
 def test_one_message_for_several_and_a_wait_where_one_is_read() -> None:
-    text = """
-        input x: f32[8@a]
-        input y: f32[8@a]
-        p: f32[+a] = aten.sum.default(x)
-        start all_reduce[a] s: f32[] = p {} 4 B
-        wait s
-        q: f32[+a] = aten.sum.default(y)
-        start all_reduce[a] t: f32[] = q {} 4 B
-        wait t
+    text = f"""{TWO_SUMS}
         z: f32[8@a] = aten.mul.Tensor(x, y)
         r: f32[] = aten.add.Tensor(s, t)
         return r, z
@@ -104,17 +108,7 @@ def test_one_message_for_several_and_a_wait_where_one_is_read() -> None:
     ids=["kind", "axes", "reads"],
 )
 def test_what_does_not_go_together(old: str, new: str) -> None:
-    text = """
-        input x: f32[8@a]
-        input y: f32[8@a]
-        p: f32[+a] = aten.sum.default(x)
-        start all_reduce[a] s: f32[] = p {} 4 B
-        wait s
-        q: f32[+a] = aten.sum.default(y)
-        start all_reduce[a] t: f32[] = q {} 4 B
-        wait t
-        return s, t
-    """
+    text = f"{TWO_SUMS}return s, t"
     assert old in text
     found = by(bundle.bundle, text.replace(old, new))
     assert sum(line.startswith("start") for line in found) == 2

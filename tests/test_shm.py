@@ -22,8 +22,9 @@ from shardlib.meshes.mesh import Mesh
 from shardlib.ops import _groups, _native, _results, _segment, all_gather, all_reduce
 from shardlib.ops._groups import GroupHandle, group_for
 from shardlib.ops._segment import Address, Segment, SegmentError
-from shardlib.ops._shm import check_same, symmetric_empty
+from shardlib.ops._shm import check_same
 from shardlib.ops._streams import Like, dense
+from shardlib.ops._symmetric import symmetric_empty
 from shardlib.recipe import Missing
 from tests.ranks import Pool, RankError, only
 

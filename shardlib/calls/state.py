@@ -4,6 +4,8 @@ Every tensor that is found becomes an input of the program, read anew in each ca
 filled since is seen. Everything else that is found (flags such as `training`, numbers, hooks, objects by identity) is
 part of the key. What an object holds is looked at several levels deep; what is deeper, or made by properties, is not.
 
+It is one walk, and so one class: hooks and attributes of tensors hold values, and values hold tensors.
+
 Of what the function itself changes there (`Changing`), numbers are inputs, too, and containers count by identity.
 """
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from shardlib.meshes.mesh import Mesh
 from shardlib.ops import all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
 from shardlib.ops._groups import GroupHandle, group_for
-from shardlib.ops._shm import symmetric_empty
+from shardlib.ops._symmetric import symmetric_empty
 from tests.ranks import run_ranks
 
 from .timing import Ratio, markdown

@@ -19,7 +19,8 @@ from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
 from shardlib.ops import _shm, _streams, all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
 from shardlib.ops._groups import GroupHandle, group_for
-from shardlib.ops._shm import Session, symmetric_empty
+from shardlib.ops._shm import Session
+from shardlib.ops._symmetric import symmetric_empty
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
