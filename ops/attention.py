@@ -42,6 +42,7 @@ _LIB.define("attention_merge(Tensor o1, Tensor lse1, Tensor o2, Tensor lse2) -> 
 _LIB.define(
     "attention_merge_(Tensor(a!) o1, Tensor(b!) lse1, Tensor o2, Tensor lse2) -> (Tensor(a!) o, Tensor(b!) lse)"
 )
+OPS = (torch.ops.shardlib.attention.default, torch.ops.shardlib.attention_backward.default)
 
 
 # --- fake -------------------------------------------------------------------------------------------------------------

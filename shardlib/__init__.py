@@ -7,8 +7,8 @@ for custom ops; torch.func's transforms, which all compose with `jit`.
 from shardlib import beside as _beside  # noqa: F401  (teaches the rest of torch)
 from shardlib.check import check
 from shardlib.eager import above as _above  # noqa: F401  (registers itself with torch)
-from shardlib.eager import functional as _functional  # noqa: F401  (this, too)
-from shardlib.eager import scaler as _scaler  # noqa: F401  (and this)
+from shardlib.eager import dispatch as _dispatch  # noqa: F401  (and this, with tensors)
+from shardlib.eager import functional as _functional  # noqa: F401  (and this)
 from shardlib.errors import ShardingError
 from shardlib.jit import jit
 from shardlib.manual.collectives import (

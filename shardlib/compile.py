@@ -11,13 +11,14 @@ import torch
 from torch.utils import _pytree as pytree
 
 from shardlib import graph as graphs
+from shardlib.aten.traits import has
 from shardlib.calls.arguments import argument_of, by_argument, describe
 from shardlib.calls.flat import FlatCall, arguments_of, flatten_call, twins
 from shardlib.calls.parts import Result
 from shardlib.calls.rebound import Watch
 from shardlib.calls.state import State
 from shardlib.errors import ShardingError
-from shardlib.graph import DOORS, Graph, Op, Value
+from shardlib.graph import Graph, Op, Value, is_constraint, is_door
 from shardlib.lines import place
 from shardlib.lower import lower
 from shardlib.meshes.mesh import Mesh
@@ -27,7 +28,6 @@ from shardlib.passes.split import Halves, split
 from shardlib.program.steps import Program
 from shardlib.propagate import Propagated, propagate
 from shardlib.propagate.flood import Fixed
-from shardlib.propagate.units import is_constraint
 from shardlib.ranks import world
 from shardlib.specs.layout import Layout
 from shardlib.specs.prefix import SpecLike, broadcast_prefix
@@ -256,7 +256,7 @@ def _fixed_outputs(traced: Traced, graph: Graph, out_specs: Any, mesh: Mesh) -> 
 def _constraints(graph: Graph, mesh: Mesh) -> dict[Value, Fixed]:
     fixed = {}
     for op in graph.ops:
-        if is_constraint(op) or op.kind == "from_local":
+        if is_constraint(op) or has(op.target, "leaves"):
             value = op.results[0]
             assert value is not None
             fixed[value] = _said(op, value, mesh)
@@ -264,7 +264,7 @@ def _constraints(graph: Graph, mesh: Mesh) -> dict[Value, Fixed]:
 
 
 def _doors(graph: Graph, mesh: Mesh) -> dict[Op, Fixed]:
-    return {op: _said(op, op.operands[0], mesh) for op in graph.ops if op.kind == "to_local"}
+    return {op: _said(op, op.operands[0], mesh) for op in graph.ops if has(op.target, "enters")}
 
 
 def _said(op: Op, value: Value, mesh: Mesh) -> Fixed:
@@ -284,7 +284,7 @@ def _warn_of_slips(
     uses += [(f"out_specs of {names[i]}", f.spec) for i, f in outputs.items() if f.spec is not None]
     lines: dict[Any, Use] = {}  # a line in a loop says it once
     for op in graph.ops:
-        if (is_constraint(op) or op.kind in DOORS) and not op.backward:
+        if (is_constraint(op) or is_door(op.target)) and not op.backward:
             call, spec = "shard" if is_constraint(op) else "shard_map", Spec.of(str(op.node.args[1]))
             lines.setdefault((op.line, spec), (f"{call}({op.operands[0].name}) at {place(op.line)}", spec))
     warn_of_slips([*uses, *lines.values()], mesh)

@@ -87,9 +87,6 @@ class Op:
         return f"{self.name} = {self.target}"
 
 
-DOORS = frozenset({"to_local", "from_local"})
-
-
 @dataclass
 class Graph:
     """Ops in order; inputs, captured tensors (name -> tensor) and outputs (a value, or a Python constant)."""
@@ -175,8 +172,8 @@ def _op(node: fx.Node, val: Any, values: dict[fx.Node, Value]) -> Op:
         not set(_flat(o)) & {f for r in rule.results for f in _flat(r)} for o in rule.operands
     )
     creation = shapeless and is_creation(node.target)
-    manual = (inside or _is_manual(node.target)) and _kind(node.target) != "from_local"
-    if manual and _kind(node.target) != "to_local":
+    manual = (inside or _is_manual(node.target)) and not has(node.target, "leaves")
+    if manual and not has(node.target, "enters"):
         _refuse_captured(op)
     constant = creation or (bool(operands) and all(v.constant for v in operands)) or not operands
     constant = constant and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())
@@ -198,13 +195,22 @@ def is_creation(target: Any) -> bool:
     return has(target, "creates")
 
 
+def is_constraint(op: Op) -> bool:
+    return has(op.target, "constrains")
+
+
+def is_door(target: Any) -> bool:
+    """Whether a tensor enters or leaves a shard_map body."""
+    return has(target, "enters") or has(target, "leaves")
+
+
 def _kind(target: Any) -> str:
     return str(target._schema.name).split("::")[-1]
 
 
 def _is_manual(target: Any) -> bool:
     """Whether an op belongs to shard_map bodies, whatever its operands are."""
-    return _kind(target) in DOORS or _kind(target).startswith("manual_")
+    return has(target, "per device") or is_door(target)
 
 
 def _refuse_random(ops: Iterable[Op]) -> None:
@@ -227,7 +233,7 @@ def _draws(op: Op) -> bool:
     """Whether a call draws random numbers; torch's attention and rrelu do where they drop something out."""
     if torch.Tag.nondeterministic_seeded not in getattr(op.target, "tags", ()):
         return False
-    if _is_manual(op.target) or op.kind == "call_key":  # the tag keeps these from being merged with another
+    if _is_manual(op.target) or has(op.target, "draws the key"):  # the tag keeps these from being merged with another
         return False
     call = op.call
     given = {a.name: a.default_value for a in call.target._schema.arguments if a.has_default_value()}

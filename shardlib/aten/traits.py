@@ -28,11 +28,21 @@ TRAITS: Mapping[str, str] = {
     "commutes": "the first two operands may change places",
     "other shapes": "of some results, on other kinds of devices",
     "other dtypes": "of some results, on other kinds of devices, where the operands have 16 bits",
+    "strides": "speaks of strides, of a memory that lies as on one device",
     "plumbing": "moves elements about, which a plan need not list",
+    "retypes": "the bytes of the operand as numbers of another dtype",
+    "takes alpha": "the first operand and `alpha` times the second, or less it",
+    "multiplies": "the product of two operands",
+    "constrains": "says where its operand lives",
+    "enters": "what a device holds of a tensor, at the door of a body of per-device code",
+    "leaves": "a tensor, of what every device of such a body makes",
+    "per device": "in such a body: what other devices hold, or where this one is",
+    "alike": "the same along the axes that it names",
+    "draws the key": "of the random numbers of a call",
     "storage": "speaks of storages and other layouts, which a tensor in pieces does not have",
 }
 
-# Ops of ATen, all overloads; a name with a dot is one overload.
+# Ops of ATen and, with their namespace, of others; all overloads, or that behind a dot.
 _TABLE: Mapping[str, str] = {
     # memory that the schema keeps quiet about
     "_unsafe_view": "shows, regroups, reshapes",
@@ -57,8 +67,7 @@ _TABLE: Mapping[str, str] = {
     "clone": "copies, plumbing",
     "_to_copy": "copies, plumbing",
     "lift_fresh_copy": "copies",
-    "empty_like": "like",
-    "zeros_like": "like",
+    **dict.fromkeys(("empty_like", "zeros_like", "ones_like", "full_like"), "like"),
     "view.default": "regroups, reshapes",
     "_reshape_alias": "regroups, reshapes",
     "reshape": "regroups",
@@ -67,11 +76,17 @@ _TABLE: Mapping[str, str] = {
     "t": "permutes",
     "transpose": "permutes",
     "permute": "permutes",
+    "as_strided": "strides",
     "_conj": "marks",
     "_neg_view": "marks",
     # arithmetic
     "add": "commutes",
+    "add.Tensor": "takes alpha",
+    "sub.Tensor": "takes alpha",
     "mul": "commutes",
+    "mul.Tensor": "multiplies",
+    "view.dtype": "retypes",
+    "view_copy.dtype": "retypes",
     **dict.fromkeys(("_linalg_solve_ex", "linalg_lu_solve", "linalg_solve_triangular", "vdot"), "leaves marks"),
     **dict.fromkeys(("full", "zeros", "ones", "empty", "scalar_tensor", "arange", "eye"), "creates"),
     **dict.fromkeys(("new_full", "new_zeros", "new_ones", "new_empty", "new_empty_strided"), "creates"),
@@ -82,6 +97,16 @@ _TABLE: Mapping[str, str] = {
     "_batch_norm_with_update_functional": "other dtypes",
     **dict.fromkeys(("slice", "select", "slice_backward", "select_backward", "split", "split_with_sizes"), "plumbing"),
     **dict.fromkeys(("cat", "stack", "copy"), "plumbing"),
+    # shardlib's own
+    "shardlib::constrain": "constrains",
+    "shardlib::to_local": "enters, plumbing",
+    "shardlib::from_local": "leaves, plumbing",
+    **dict.fromkeys(("shardlib::manual_all_reduce", "shardlib::manual_all_gather"), "per device, alike"),
+    **dict.fromkeys(("shardlib::manual_reduce_scatter", "shardlib::manual_all_to_all"), "per device"),
+    "shardlib::manual_ppermute": "per device",
+    "shardlib::manual_axis_index": "per device, like",
+    "shardlib::call_key": "draws the key",
+    # what pieces do not have
     **dict.fromkeys(("set_", "to_sparse", "_to_sparse", "to_mkldnn", "record_stream"), "storage"),
 }
 
@@ -137,8 +162,6 @@ def may_show(target: Any) -> bool:
 def _of(target: Any) -> frozenset[str]:
     if not isinstance(target, OpOverload):
         return frozenset()
-    namespace, _, name = target._schema.name.partition("::")
-    if namespace != "aten":
-        return frozenset()
+    name = target._schema.name.removeprefix("aten::")
     words = (_TABLE.get(name, ""), _TABLE.get(f"{name}.{target._overloadname}", ""))
     return frozenset(trait for text in words if text for trait in text.split(", "))

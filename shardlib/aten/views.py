@@ -48,33 +48,6 @@ def written_to(graph: fx.Graph) -> dict[fx.Node, None]:
     return written
 
 
-@cache
-def functional_form(target: OpOverload) -> OpOverload | None:
-    """The op that returns what `target` writes: `add_.Tensor` and `add.out` -> `add.Tensor`; None if torch has none."""
-    if target in _FUNCTIONAL:
-        return _FUNCTIONAL[target]
-    namespace, _, name = target._schema.name.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
-    if packet is None:
-        return None
-
-    def signature(op: OpOverload) -> list[Any]:
-        return [a for a in op._schema.arguments if not (a.kwarg_only and a.alias_info is not None)]
-
-    wanted = [(a.name, str(a.type)) for a in signature(target)]
-    longer = None
-    for overload in packet.overloads():
-        op: OpOverload = getattr(packet, overload)
-        theirs = signature(op)
-        if op is target or written_arguments(op) or [(a.name, str(a.type)) for a in theirs[: len(wanted)]] != wanted:
-            continue
-        if len(theirs) == len(wanted):
-            return op
-        if all(a.kwarg_only and a.has_default_value() for a in theirs[len(wanted) :]):
-            longer = op  # a factory: dtype and device are those of `out`
-    return longer
-
-
 def argument(node: fx.Node, name: str) -> Any:
     """The argument `name` of a call, wherever it was passed, or its default."""
     assert isinstance(node.target, OpOverload)
@@ -144,15 +117,6 @@ _INVERSE: dict[Any, Inverse] = {
     aten.index.Tensor: lambda emit, view, base, value: _unindexed(emit, view, base, value),
     aten.view_as_real.default: lambda emit, view, base, value: emit(aten.view_as_complex.default, value),
     aten.view_as_complex.default: lambda emit, view, base, value: emit(aten.view_as_real.default, value),
-}
-
-# Functional forms with a name of their own; results: the op's own, then the new value of every written argument.
-_FUNCTIONAL: dict[OpOverload, OpOverload] = {
-    aten._native_batch_norm_legit.default: aten._native_batch_norm_legit_functional.default,
-    aten._native_batch_norm_legit.out: aten._native_batch_norm_legit_functional.default,
-    aten._batch_norm_with_update.default: aten._batch_norm_with_update_functional.default,
-    aten.normal_.default: aten.normal_functional.default,
-    aten._index_put_impl_.default: aten._unsafe_index_put.default,
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardlib.eager.dispatch import refuse_collective
+from shardlib.eager import refusals
 from shardlib.errors import ShardingError
 from shardlib.tensors.tensor import ShardedTensor, typeof
 
@@ -26,7 +26,7 @@ def _checked(check: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
         tensors = param if isinstance(param, list | tuple) else (param,)
         found = [f"{param_name} is {typeof(x)}" for x in tensors if isinstance(x, ShardedTensor)]
         if found:
-            refuse_collective(f"torch.distributed.{sys._getframe(1).f_code.co_name}", found)
+            refusals.collective(f"torch.distributed.{sys._getframe(1).f_code.co_name}", found)
         check(param, param_name)
 
     return checked

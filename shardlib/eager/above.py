@@ -14,8 +14,8 @@ from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch.library import Library
 
-from shardlib.eager.dispatch import through_copies
 from shardlib.eager.slots import tensors_of
+from shardlib.eager.writes import through_copies
 from shardlib.tensors.tensor import ShardedTensor
 
 aten = torch.ops.aten

@@ -41,6 +41,12 @@ class Outcome:
         return Outcome(metas, kind, memory)
 
     @property
+    def first(self) -> Meta:
+        (first, *_) = self.metas
+        assert first is not None, "the first result is a tensor"
+        return first
+
+    @property
     def dense(self) -> bool:
         """Whether every result lies in memory in the order of its dims."""
         return self.memory is None or all(

@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from shardlib.aten.forms import on_pieces
 from shardlib.aten.traits import has, is_view
 from shardlib.bounded import Bounded
 from shardlib.eager.caller import caller
@@ -31,8 +32,6 @@ from shardlib.tensors.form import Form
 from shardlib.tensors.tensor import ShardedTensor, wrap
 from shardlib.tensors.warm import LOOSE, Run
 from shardlib.tracing.elsewhere import placed
-
-aten = torch.ops.aten
 
 LOCK = threading.RLock()  # one op is made ready at a time
 
@@ -96,7 +95,7 @@ class Prepared:
         return not _draws(self.op) and not any(f.layout.pending for f in self.forms)
 
     def _direct(self, outcome: Outcome, write: bool = False) -> Run | None:
-        target, args, kwargs = _dimwise(self.op, self.args, self.kwargs, outcome)
+        target, args, kwargs = on_pieces(self.op, self.args, self.kwargs, lambda: outcome.first.shape)
         if (fits := self._fit(target, args, kwargs, outcome)) is None:
             return None
         memory = outcome.memory or ((None, 0),) * len(outcome.metas)
@@ -223,27 +222,6 @@ def replicated(x: torch.Tensor, beside: Form) -> ShardedTensor:
     """A plain tensor that every process has whole, on the mesh of another one."""
     form = Form.of(Layout.replicated(x.shape), beside.mesh, x.dtype, beside.device, None, x.stride())
     return wrap(form, pieces(x, beside.mesh))
-
-
-def _dimwise(
-    op: Any, args: list[Any], kwargs: dict[str, Any], outcome: Outcome
-) -> tuple[Any, list[Any], dict[str, Any]]:
-    """The same op without strides and marks, which say nothing about pieces."""
-    if has(op, "reshapes"):
-        (result,) = outcome.metas
-        assert result is not None, "what is reshaped is a tensor"
-        return aten.reshape.default, [args[0], list(result.shape)], {}
-    if op in _PHYSICAL:
-        return _PHYSICAL[op], args, kwargs
-    if op is aten.new_empty_strided.default:
-        return aten.new_empty.default, args[:2], kwargs
-    return _AT_ONCE.get(op, op), args, kwargs
-
-
-# A bit that says "conjugate me when you are read" is not for pieces, whose bytes travel.
-_AT_ONCE = {aten._conj.default: aten.conj_physical.default, aten._neg_view.default: aten.neg.default}
-# A conjugate that is only marked as one would be lost: the marks of pieces are not the tensor's.
-_PHYSICAL = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
 
 
 def _devices(mesh: Mesh, fits: Fit) -> tuple[list[tuple[int, tuple[int, ...]]], list[int]]:

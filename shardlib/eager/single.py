@@ -20,6 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from shardlib import graph as graphs
+from shardlib.aten.calls import CLONE
+from shardlib.aten.traits import has
 from shardlib.compile import Compiled
 from shardlib.eager.slots import devices_of, filled, listed, made_on, moved
 from shardlib.errors import ShardingError
@@ -83,9 +85,7 @@ def single(op: Any, args: Any, kwargs: dict[str, Any], operands: Sequence[Operan
     device = made_on(operands[0].form.device, devices_of(args, kwargs))
     writer = _Writer(line, device)
     inputs = [writer.input(f"x{i}", x.form) for i, x in enumerate(operands)]
-    owners = [
-        writer.call(aten.clone.default, (n,), {}) if x.written else n for n, x in zip(inputs, operands, strict=True)
-    ]
+    owners = [writer.call(CLONE, (n,), {}) if x.written else n for n, x in zip(inputs, operands, strict=True)]
     seen = [writer.follow(n, x.path) for n, x in zip(owners, operands, strict=True)]
     result: Any = seen[0]
     if op is not None:
@@ -141,7 +141,7 @@ class _Writer:
         a, k = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], moved((args, kwargs), self.shown_on))
         with self.mode:
             val = op(*a, **k)
-            if op is aten._conj.default:  # a bit, with which some views are refused; the program conjugates at once
+            if has(op, "marks"):  # a bit, with which some views are refused; the program conjugates at once
                 val = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
             node.meta.update(self.meta, val=val)
         return node

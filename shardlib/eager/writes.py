@@ -8,7 +8,9 @@ from typing import Any, NoReturn
 import torch
 from torch.utils import _pytree as pytree
 
-from shardlib.aten.views import apart, functional_form, written_arguments
+from shardlib.aten.forms import functional_form, value_written
+from shardlib.aten.traits import has
+from shardlib.aten.views import apart, written_arguments
 from shardlib.bounded import Bounded
 from shardlib.eager.prepare import LOCK, Prepared, pieces, replicated, whole, wrapped
 from shardlib.eager.single import Operand, Single, single
@@ -24,8 +26,6 @@ from shardlib.tensors.memory import owned
 from shardlib.tensors.tensor import ShardedTensor, above, typeof, wrap
 from shardlib.tensors.warm import LOOSE, Run, key_of
 
-aten = torch.ops.aten
-
 _programs: Bounded[Any, Single] = Bounded(1 << 12)
 
 
@@ -37,9 +37,8 @@ def writer(op: Any, args: Any, kwargs: dict[str, Any], mesh: Mesh) -> Run:
 
     for x in _written(op, args, kwargs):
         _refuse_overlap(op, x, x)
-    first = str(op._schema.arguments[0].name)
-    functional = FILLS.get(op) or (None if op in _OWN_FORM else functional_form(op))
-    if functional is None or written_arguments(op) != (first,) or not isinstance(args[0], ShardedTensor):
+    functional = value_written(op)
+    if functional is None or not isinstance(args[0], ShardedTensor):
         return through
     if id(op) in LOOSE:
         LOOSE.add(id(functional))
@@ -56,10 +55,6 @@ def writer(op: Any, args: Any, kwargs: dict[str, Any], mesh: Mesh) -> Run:
         return through(args, kwargs) if args[0].__dict__.get("_path") else direct(args, kwargs)
 
     return write
-
-
-FILLS = {aten.zero_.default: aten.zeros_like.default, aten.fill_.Scalar: aten.full_like.default}
-_OWN_FORM = {aten.copy_.default, aten.fill_.Tensor, aten.bernoulli_.float}
 
 
 def _write(op: Any, args: Any, kwargs: dict[str, Any], mesh: Mesh) -> Any:
@@ -137,7 +132,7 @@ def remake(x: ShardedTensor) -> tuple[torch.Tensor, ...]:
     path: Path = x.__dict__["_path"]
     if not path:
         return memory.locals
-    if any(step[0] is aten.as_strided.default for step in path):
+    if any(has(step[0], "strides") for step in path):
         return owned(strided(memory.form, memory.locals, path), x.sharding, x.mesh, donated=True)
     key = (memory.form, path, x._form)
     ready = _programs.get(key)
@@ -183,6 +178,29 @@ def _returned(op: Any, own: list[Any], written: Sequence[torch.Tensor]) -> Any:
     returns = op._schema.returns
     out = tuple(next(theirs) if r.alias_info is not None and r.alias_info.is_write else next(mine) for r in returns)
     return out if len(out) > 1 else out[0] if out else None
+
+
+def outs_of(op: Any) -> list[Any]:
+    """The arguments of an op's schema that it writes to."""
+    return [a for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def through_copies(op: Any) -> Run:
+    """The `out=` form of an op: the op, and its results written where they are wanted."""
+    functional, names = functional_form(op), [a.name for a in outs_of(op)]
+    assert functional is not None, f"{op} is the out= form of an op"
+
+    def run(args: Any, kwargs: Any) -> Any:
+        outs = [kwargs[name] for name in names]
+        made = functional(*args, **{k: x for k, x in kwargs.items() if k not in names})
+        made = made if isinstance(made, tuple | list) else (made,)
+        for out, new in zip(tensors_of(tuple(outs)), made, strict=True):
+            put(op, new, out)
+        if not op._schema.returns:
+            return None
+        return tuple(outs) if len(outs) > 1 else outs[0]
+
+    return run
 
 
 def put(op: Any, new: torch.Tensor, out: torch.Tensor) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from shardlib.aten.calls import ALIAS
 from shardlib.lines import Line
 from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
+from shardlib.program.device import Device
 from shardlib.program.steps import Collective, Compute, Program, Start, Step, Var, swapped, together
 
 
@@ -19,6 +21,7 @@ class Builder:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
+        self.first = Device(mesh, {})  # what it holds of values that no layout describes
         self.steps: list[Step] = []
         self.inputs: list[Var] = []
         self.captured: list[tuple[Var, torch.Tensor]] = []
@@ -78,7 +81,7 @@ class Builder:
         """
         new = self.steps[first:]
         if not any(var in step.outs for step in new if isinstance(step, Compute | Start)):
-            self.compute(torch.ops.aten.alias.default, (self._now.get(var, var),), {}, [out])
+            self.compute(ALIAS, (self._now.get(var, var),), {}, [out])
             return
         self._now[var] = out
         self.steps[first:] = [swapped(step, {var: out}) for step in new]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardlib import reshard
 from shardlib.graph import Op
 from shardlib.meshes.axis import Axis, member_coords, position
-from shardlib.program.steps import Var, leaves
+from shardlib.program.device import REFUSALS, Local
+from shardlib.program.steps import Compute, Var, leaves
 from shardlib.program.sym import (
     Sym,
     apart,
@@ -148,15 +149,28 @@ class LocalForm:
     def op(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         n = sum(r.real_type.isSubtypeOf(torch._C.TensorType.get()) for r in target._schema.returns)
         name = f"{self._op.name}.{target._schema.name.split('::')[-1]}"
-        dtype = kwargs.get("dtype") or _result_dtype(target, args)
-        returns = target._schema.returns[: max(1, n)]
-        dtypes = [torch.int64 if r.name == "indices" else dtype for r in returns]
         same = [a.dtype for a in leaves((args, kwargs), Var)] == [v.dtype for v in self._op.operands]
-        if target is self._op.target and same:  # one more call of the op itself
-            dtypes = [dtype if r is None else r.dtype for r in self._op.results]
+        step = Compute(target, args, kwargs, (None,) * len(target._schema.returns[: max(1, n)]))
+        made = self._made(step)[: len(step.outs)]
+        dtypes = [self._first_dtype(step) if x is None else x.dtype for x in made]
+        if target is self._op.target and same:  # one more call of the op itself, whose dtypes the device knows
+            dtypes = [d if r is None else r.dtype for r, d in zip(self._op.results, dtypes, strict=False)]
         outs = tuple(self._var(name, dtype) for dtype in dtypes)
+        for out, x in zip(outs, made, strict=False):
+            self._builder.first.hold(out, x)
         self._builder.compute(target, args, kwargs, outs, f"part of {self._op.name}")
         return outs[0] if len(outs) == 1 else outs
+
+    def _made(self, step: Compute) -> Sequence[Local | None]:
+        """What torch says that a call makes on the first device."""
+        with _disable_current_modes():
+            try:
+                return self._builder.first.compute(step)
+            except REFUSALS:  # a kernel for tensors without values may be stricter than the one that will run
+                return [None] * len(step.outs)
+
+    def _first_dtype(self, step: Compute) -> torch.dtype:
+        return step.operands[0].dtype if step.operands else torch.get_default_dtype()
 
     def all_reduce(self, value: Var, factor: str, kind: str, labels: Labels | None = None) -> Var:
         axes = self.axes(factor)
@@ -224,30 +238,6 @@ class LocalForm:
                 if x[0] not in self.rule.local_factors:
                     n *= fullest(self._emitter.leaf_size(self._op, x), Axis.merge(self._assignment.get(x, ())))
         return n
-
-
-def _result_dtype(target: Any, args: Sequence[Any]) -> torch.dtype:
-    """The dtype of what an op without a `dtype` makes of its operands."""
-    name = target._schema.name.removeprefix("aten::")
-    if name in _COMPARES:
-        return torch.bool
-    operands = [a.dtype for a in leaves(args, Var)]
-    behind = operands[1:] if name == "where" else operands
-    if torch.Tag.pointwise not in target.tags:
-        behind = behind[:1]
-    if not behind:
-        return torch.float32
-    dtype: torch.dtype = functools.reduce(torch.promote_types, behind)
-    number = args[1] if name in _WITH_NUMBER and len(args) > 1 else None
-    if isinstance(number, Sym):
-        number = 1
-    if isinstance(number, bool | int | float | complex):  # of a higher kind than the tensors': bool, int, float
-        dtype = torch.result_type(torch.empty(0, dtype=dtype, device="meta"), number)
-    return dtype
-
-
-_WITH_NUMBER = ("add", "sub", "mul", "div", "pow", "remainder", "floor_divide", "fmod")
-_COMPARES = ("eq", "ne", "lt", "le", "gt", "ge", "isnan", "logical_and", "logical_or", "logical_not", "any", "all")
 
 
 def _most(shape: Sequence[Sym | int]) -> int:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from shardlib.graph import Graph, Op, Value
+from shardlib.aten.calls import ALIAS
+from shardlib.aten.traits import has
+from shardlib.graph import Graph, Op, Value, is_constraint
 from shardlib.lower import manual
 from shardlib.lower.arguments import substitute
 from shardlib.lower.builder import Builder
@@ -25,7 +25,7 @@ from shardlib.program.steps import Program, Var
 from shardlib.program.sym import Sym, place_in
 from shardlib.program.verify import verify
 from shardlib.propagate import Propagated
-from shardlib.propagate.units import is_constraint, looks_through, value_factors
+from shardlib.propagate.units import looks_through, value_factors
 
 
 def lower(graph: Graph, propagated: Propagated, mesh: Mesh) -> Program:
@@ -79,7 +79,7 @@ class Lowering:
         if op.manual:
             self._manual(op)
             return
-        if op.kind == "call_key":
+        if has(op.target, "draws the key"):
             self._call_key(op)
             return
         if op.target is PRINT:
@@ -132,7 +132,7 @@ class Lowering:
     def _manual(self, op: Op) -> None:
         """Per-device code of a shard_map body, as it is written."""
         result = op.results[0]
-        if op.kind == "to_local":
+        if has(op.target, "enters"):
             assert result is not None
             value = op.operands[0]
             if value.constant:
@@ -142,14 +142,14 @@ class Lowering:
             self.values.have[result][(), SETTLED] = var
             return
         operands = [self.constants.get(v, ()) if v.constant else self.values.have[v][(), SETTLED] for v in op.operands]
-        if op.kind == "from_local":
+        if has(op.target, "leaves"):
             assert result is not None
             said, cut = self.flood.apart.get(result, result), self.flood.fixed[result][0]
             out = self.values.make(said, (cut, SETTLED))
-            self.builder.compute(torch.ops.aten.alias.default, (operands[0],), {}, [out])
+            self.builder.compute(ALIAS, (operands[0],), {}, [out])
             if said is not result:
                 self.values.as_(said, result, cut)
-        elif op.kind.startswith("manual_"):
+        elif has(op.target, "per device"):
             assert result is not None
             self.values.have[result][(), SETTLED] = manual.collective(
                 self.builder, op, operands[0], self.builder.name(result.name)

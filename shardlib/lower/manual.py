@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardlib.aten.calls import FILLED
 from shardlib.graph import Op
 from shardlib.lower.builder import Builder
 from shardlib.meshes.axis import Axis
@@ -23,7 +24,7 @@ def collective(builder: Builder, op: Op, source: Var, name: str) -> Var:
     axes = _axes(builder, args[1])
     kind, n, shape = op.kind.removeprefix("manual_"), math.prod(a.size for a in axes), op.operands[0].shape
     if kind == "axis_index":
-        builder.compute(torch.ops.aten.new_full.default, (source, [], place_in(axes)), {"dtype": torch.int64}, [out])
+        builder.compute(FILLED, (source, [], place_in(axes)), {"dtype": torch.int64}, [out])
         return out
     params: dict[str, Any] = {}
     reduce, sent = "sum", float(result.nbytes)

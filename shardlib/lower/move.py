@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shardlib.aten.calls import NARROW, RESHAPE
 from shardlib.lower.builder import Builder
 from shardlib.meshes.axis import Axis, Coords, member_coords, position
 from shardlib.program.steps import Var
@@ -40,7 +41,7 @@ class Mover:
             params = _told(step, dims, new, pairs, at)
         made = self._before(out, back)
         if step.kind == "slice":
-            self._call(aten.narrow.default, (x, *params.values()), made)
+            self._call(NARROW, (x, *params.values()), made)
         else:
             args = step.kind, step.axes, x, made, params, step.bytes, step.reduce
             self.builder.communicate(*args, reason, because)
@@ -59,7 +60,7 @@ class Mover:
             last = (d, k) == cuts[-1]
             end = out if last else Var(self.builder.name(out.name), None, var.dtype)
             made = self._before(end, back)
-            self._call(aten.narrow.default, (x, where, start * post, length * post), made)
+            self._call(NARROW, (x, where, start * post, length * post), made)
             self._view_back(made, end, back)
             var, have = end, new
 
@@ -82,7 +83,7 @@ class Mover:
                 shape.append(product([_local(n, a) for n, a in dim[start:stop]]))
         view = Var(self.builder.name(f"{var.name}.split"), None, var.dtype)
         with self.builder.at(None):
-            self._call(aten.reshape.default, (var, shape), view)
+            self._call(RESHAPE, (var, shape), view)
         return view, at, [product([_local(n, a) for n, a in dim]) for dim in new]
 
     def _before(self, out: Var, back: LocalShape | None) -> Var:
@@ -91,7 +92,7 @@ class Mover:
 
     def _view_back(self, made: Var, out: Var, back: LocalShape | None) -> None:
         if back is not None:
-            self._call(aten.reshape.default, (made, back), out)
+            self._call(RESHAPE, (made, back), out)
 
 
 def _told(step: Step, dims: LocalDims, new: LocalDims, pairs: list[tuple[int, int]], at: list[int]) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
-from torch._ops import OpOverload
 
+from shardlib.aten.traits import has
 from shardlib.errors import ShardingError
 from shardlib.lines import place
 from shardlib.meshes.mesh import Mesh, current_mesh
@@ -23,16 +23,10 @@ from shardlib.specs.spec import Spec
 
 Axes = frozenset[str]
 
-_SAME = {"manual_all_reduce", "manual_all_gather"}  # are the same over their axes
-_OWN = {"manual_axis_index", "manual_reduce_scatter", "manual_all_to_all", "manual_ppermute"}  # differ over their axes
-# What is made of an operand's shape alone.
-_SHAPED = {"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty"}
-_SHAPED |= {"manual_axis_index"}
-
 
 def hold_claims(gm: fx.GraphModule) -> None:
     """Raise `ShardingError` with all results that may differ where they are said to be the same; drop what was said."""
-    made = [node for node in gm.graph.nodes if _kind(node) == "from_local" and node.args[3:]]
+    made = [node for node in gm.graph.nodes if has(node.target, "leaves") and node.args[3:]]
     if not made:
         return
     mesh = current_mesh()
@@ -85,17 +79,17 @@ def varying(gm: fx.GraphModule, mesh: Mesh) -> Mapping[fx.Node, Axes]:
     """The mesh axes over which each value inside a body may differ; of values outside nothing is said."""
     varies: dict[fx.Node, Axes] = {}
     for node in gm.graph.nodes:
-        kind = _kind(node)
-        if kind == "to_local":
+        if has(node.target, "enters"):
             varies[node] = _cut(node.args[0].meta["val"].shape, node.args[1], mesh)
             continue
-        read = [] if kind in _SHAPED else node.all_input_nodes
+        shaped = has(node.target, "like") or has(node.target, "creates")
+        read = [] if shaped else node.all_input_nodes
         axes: Axes = frozenset().union(*(varies[source] for source in read))
-        if kind in _SAME:
+        if has(node.target, "alike"):
             axes -= {*node.args[1]}
-        elif kind in _OWN:
+        elif has(node.target, "per device"):
             axes |= {a for a in node.args[1] if mesh.axes[a] > 1}
-        elif kind == "from_local":
+        elif has(node.target, "leaves"):
             axes = frozenset()
         varies[node] = axes
     return varies
@@ -106,12 +100,8 @@ def _cut(shape: Any, spec: str, mesh: Mesh) -> Axes:
     return frozenset(a.name for a in layout.axes if a.size > 1)
 
 
-def _kind(node: fx.Node) -> str:
-    return str(node.target._schema.name).partition("::")[2] if isinstance(node.target, OpOverload) else ""
-
-
 def _origin(node: fx.Node) -> str:
     line = node.meta.get("line")
-    if _kind(node) == "to_local":
+    if has(node.target, "enters"):
         return ", as it came in"
     return f", made at {place(line)}  {line.text}".rstrip() if line is not None else ""

@@ -7,12 +7,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-import torch
-
+from shardlib.aten.traits import has
 from shardlib.program.steps import Compute, Program, Step, Var, reads
 from shardlib.scalar import Scalar
-
-aten = torch.ops.aten
 
 
 def fuse(program: Program) -> Program:
@@ -35,7 +32,7 @@ def fuse(program: Program) -> Program:
 
 def _scaled_operand(step: Compute, scaled: dict[Var, Compute], uses: Counter[Var]) -> Compute | None:
     """What scales the second operand of a sum, where nobody else wants that."""
-    if step.target not in (aten.add.Tensor, aten.sub.Tensor) or len(step.args) != 2 or step.kwargs:
+    if not has(step.target, "takes alpha") or len(step.args) != 2 or step.kwargs:
         return None
     x, y = step.args
     mul = scaled.get(y) if isinstance(y, Var) else None
@@ -46,7 +43,7 @@ def _scaled_operand(step: Compute, scaled: dict[Var, Compute], uses: Counter[Var
 
 def _scales(step: Compute) -> bool:
     """Whether this multiplies a floating tensor by a Python number."""
-    if step.target is not aten.mul.Tensor or len(step.args) != 2:
+    if not has(step.target, "multiplies") or len(step.args) != 2:
         return False
     x, c = step.args
     number = isinstance(c, int | float | Scalar) and not isinstance(c, bool)

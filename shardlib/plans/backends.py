@@ -27,7 +27,6 @@ _COLLECTIVES: dict[str, Callable[..., Choice]] = {
     "ppermute": ppermute.choose,
     "reduce_scatter": reduce_scatter.choose,
 }
-_QUERIES = {"attention": 0, "attention_backward": 2}  # where q stands; k and v follow
 
 
 def of_collective(c: Collective, mesh: Mesh) -> Choice | None:
@@ -44,17 +43,15 @@ def of_collective(c: Collective, mesh: Mesh) -> Choice | None:
 
 def of_attention(op: Op, mesh: Mesh) -> Choice | None:
     """What computes an attention; None for other ops, and on an abstract mesh."""
-    if op.kind not in _QUERIES or not str(op.target).startswith("shardlib.") or mesh.kind == "abstract":
+    if op.target not in attention.OPS or mesh.kind == "abstract":
         return None
-    first = _QUERIES[op.kind]
     with FakeTensorMode():
 
         def tensor(x: Any) -> Any:
             return torch.empty(x.shape, dtype=x.dtype, device=mesh.device) if isinstance(x, Meta) else x
 
-        args = [tensor(x) for x in op.call.args]
-        behind = 3 if op.kind == "attention" else 7
-        names = {**dict(zip(Variant._fields, args[behind:], strict=False)), **op.call.kwargs}
-        need_bias = bool(names.pop("need_bias", args[-1] if len(args) > behind + len(Variant._fields) else False))
-        variant = Variant(**names).explicit(args[first], args[first + 1])
-        return attention.choose(args[first], args[first + 1], variant, need_bias)
+        names = (a.name for a in op.target._schema.arguments)
+        given = {**dict(zip(names, map(tensor, op.call.args), strict=False)), **op.call.kwargs}
+        variant = Variant(**{name: x for name, x in given.items() if name in Variant._fields})
+        q, k = given["q"], given["k"]
+        return attention.choose(q, k, variant.explicit(q, k), bool(given.get("need_bias", False)))

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardlib.compile import Compiled
-from shardlib.graph import Op, Value
+from shardlib.graph import Op, Value, is_constraint
 from shardlib.lines import place
 from shardlib.meshes.axis import Axis
 from shardlib.plans.naming import Naming
 from shardlib.plans.plantext import si
 from shardlib.program.steps import Collective, Var, makes, reads
 from shardlib.propagate.dims import Leaf
-from shardlib.propagate.units import Unit, is_constraint
+from shardlib.propagate.units import Unit
 
 
 @dataclass(frozen=True)

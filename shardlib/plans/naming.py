@@ -15,12 +15,12 @@ from functools import cached_property
 from itertools import zip_longest
 
 from shardlib.compile import Compiled
-from shardlib.graph import Op, Value
+from shardlib.graph import Op, Value, is_constraint
 from shardlib.meshes.axis import Axis
 from shardlib.program.steps import Var
 from shardlib.propagate.dims import Leaf
 from shardlib.propagate.flood import Fixed
-from shardlib.propagate.units import is_constraint, looks_through
+from shardlib.propagate.units import looks_through
 from shardlib.specs.layout import Factor, Layout
 from shardlib.tensors.tensor import short_dtype
 

@@ -12,7 +12,7 @@ import torch
 
 from shardlib.aten.traits import has
 from shardlib.compile import Compiled
-from shardlib.graph import DOORS, Op, Value, is_creation
+from shardlib.graph import Op, Value, is_constraint, is_creation
 from shardlib.lines import Line, place
 from shardlib.plans import backends
 from shardlib.plans.explain import Explainer
@@ -23,7 +23,6 @@ from shardlib.printing import OP as PRINT
 from shardlib.program.steps import Collective, Compute, Start, Var, makes, reads
 from shardlib.program.storage import peak_bytes
 from shardlib.program.text import show
-from shardlib.propagate.units import is_constraint
 from shardlib.specs.layout import Layout
 from shardlib.tensors.tensor import Names
 
@@ -333,12 +332,8 @@ _LONG = 8  # values of one message that are listed one by one
 _PROGRAM = "program (each device; lines with ! communicate)"
 
 
-def _is_plumbing(op: Op) -> bool:
-    return has(op.target, "plumbing") or op.kind in DOORS
-
-
 def _matters(op: Op) -> bool:
     """What a reader wants to see: not views, not pointwise arithmetic, not constants."""
-    if op.transparent or is_constraint(op) or is_creation(op.target) or _is_plumbing(op):
+    if op.transparent or is_constraint(op) or is_creation(op.target) or has(op.target, "plumbing"):
         return False
     return op.rule is None or torch.Tag.pointwise not in getattr(op.target, "tags", ())

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardlib.graph import Graph, Op, Value
+from shardlib.graph import Graph, Op, Value, is_constraint
 from shardlib.meshes.axis import Axis
 from shardlib.propagate.dims import Dims, Leaf, shares
 from shardlib.reshard import Cut
@@ -151,7 +151,7 @@ def flood(
     for value in graph.inputs:
         dims_of(value)
     for op in graph.ops:
-        if op.kind == "constrain" and f.dims.chosen and not op.constant:
+        if is_constraint(op) and f.dims.chosen and not op.constant:
             f.moves[op] = _moved(f, op, raw, fixed)
         if op.rule is not None and not op.constant:
             _unify(f, op, raw, raw_labels)

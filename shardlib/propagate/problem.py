@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardlib import reshard
-from shardlib.graph import Graph, Op, Value
+from shardlib.graph import Graph, Op, Value, is_constraint
 from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
 from shardlib.ops._choice import wanted
 from shardlib.propagate.flood import Flood
-from shardlib.propagate.units import Slots, Unit, Units, is_constraint, looks_through, op_cut_slots, value_factors
+from shardlib.propagate.units import Slots, Unit, Units, looks_through, op_cut_slots, value_factors
 from shardlib.reshard import Cut
 
 

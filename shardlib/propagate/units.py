@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from shardlib.graph import Graph, Op, Value
+from shardlib.graph import Graph, Op, Value, is_constraint
 from shardlib.propagate.dims import Leaf
 from shardlib.propagate.flood import Factor, Flood
 
@@ -74,10 +74,6 @@ class Units:
                 mine.values.append(member)
             split[member] = mine
         return replace(self, unit=split)
-
-
-def is_constraint(op: Op) -> bool:
-    return op.kind == "constrain"
 
 
 def looks_through(op: Op) -> bool:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from shardlib.aten.views import functional_form, written_arguments
+from shardlib.aten.forms import functional_form
+from shardlib.aten.views import written_arguments
 
 Form = Callable[..., Any]
 

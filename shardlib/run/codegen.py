@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shardlib.aten.traits import has
+from shardlib.aten.traits import has, is_view
 from shardlib.meshes.axis import Axis, Coords, member_coords
 from shardlib.meshes.mesh import Mesh
 from shardlib.passes.reuse import in_place_form
@@ -301,10 +301,8 @@ def fast_binding(target: Any) -> Any:
     name = schema.name.removeprefix("aten::")
     if has(target, "leaves marks"):
         return _resolved(target)
-    if name == "view" and schema.overload_name == "dtype":
-        return _as_dtype
-    if name == "view_copy" and schema.overload_name == "dtype":
-        return _copied_as_dtype
+    if has(target, "retypes"):
+        return _as_dtype if is_view(target) else _copied_as_dtype
     if has(target, "reshapes"):
         return torch.Tensor.reshape  # a local shard may have other strides than the whole tensor that was traced
     if name.endswith("_") and hasattr(torch.Tensor, name):

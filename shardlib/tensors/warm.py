@@ -11,7 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
+from shardlib.aten.forms import FILLS
 from shardlib.bounded import Bounded
 from shardlib.strided import refuse_others
 from shardlib.tensors.form import Form
@@ -20,6 +22,7 @@ Run = Callable[[Any, Any], Any]  # of a call's args and kwargs
 
 PROGRAMS: Bounded[Any, Run] = Bounded(1 << 14)
 LOOSE: set[int] = set()  # ids of ops whose numbers count by type; ops live as long as the process
+_known: set[Any] = set()
 
 
 def key_of(op: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
@@ -56,6 +59,19 @@ def read(key: list[Any], values: Any, loose: bool) -> None:
         else:
             add(kind)
             add(x)
+
+
+def learn(op: Any) -> bool:
+    """Note of an op that is new whether its numbers only enter its arithmetic; True if keys of its calls change."""
+    if op in _known or not isinstance(op, OpOverload):
+        return False
+    _known.add(op)
+    arguments = op._schema.arguments
+    pointwise = torch.Tag.pointwise in op.tags or op in FILLS
+    sizes = any(str(a.type) in ("int", "SymInt", "List[int]", "Optional[int]") for a in arguments)
+    if pointwise and not sizes:
+        LOOSE.add(id(op))
+    return id(op) in LOOSE
 
 
 def plain(x: torch.Tensor) -> Any:

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from shardlib.aten.forms import functional_form
 from shardlib.aten.traits import has, is_view
-from shardlib.aten.views import argument, functional_form, scatter, tensors_in, written_arguments
+from shardlib.aten.views import argument, scatter, tensors_in, written_arguments
 from shardlib.errors import ShardingError
 from shardlib.ops.set_data import OP as SET_DATA
 from shardlib.tracing.custom import copying_form

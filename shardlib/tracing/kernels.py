@@ -20,7 +20,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardlib.aten.views import functional_form
+from shardlib.aten.forms import functional_form
 from shardlib.bounded import Bounded
 from shardlib.scalar import Scalar
 from shardlib.tracing.mistakes import refused

@@ -1,0 +1,226 @@
+"""How a call of an op outside `jit` runs: one ordered table of tests and makers; the first test that holds decides.
+
+A maker gives what runs the call and all others with its key, or raises. Calls that stand for other ops are written so
+that each of these comes back to the table by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from shardlib.aten.forms import functional_form
+from shardlib.aten.traits import has, is_view
+from shardlib.eager import refusals
+from shardlib.eager.forms import FORMS
+from shardlib.eager.prepare import Prepared, whole
+from shardlib.eager.slots import devices_of, tensors_of
+from shardlib.eager.writes import outs_of, through_copies, writer
+from shardlib.graph import PER_RANK
+from shardlib.meshes.mesh import Mesh
+from shardlib.random.draw import in_call, one_call
+from shardlib.rules.table import row
+from shardlib.tensors.tensor import ShardedTensor, typeof
+from shardlib.tensors.warm import Run
+from shardlib.tracing.decompositions import DECOMPOSITIONS
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A call that is not ready to run."""
+
+    op: Any
+    args: Any
+    kwargs: dict[str, Any]
+
+    @cached_property
+    def tensors(self) -> list[torch.Tensor]:
+        return tensors_of(self.args) + tensors_of(self.kwargs)
+
+    @cached_property
+    def sharded(self) -> list[ShardedTensor]:
+        return [x for x in self.tensors if isinstance(x, ShardedTensor)]
+
+    @cached_property
+    def devices(self) -> list[torch.device]:
+        """Those that are asked for."""
+        return devices_of(self.args, self.kwargs)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.sharded[0]._form.mesh
+
+    @cached_property
+    def elsewhere(self) -> list[torch.device]:
+        """The devices that are not the mesh's; a number in a tensor on the CPU goes to a GPU by itself."""
+        plain = [x for x in self.tensors if not isinstance(x, ShardedTensor)]
+        found = (*self.devices, *(x.device for x in plain if x.dim() or x.device.type != "cpu"))
+        return [d for d in found if d.type not in (self.mesh.device, "meta")]
+
+
+def run_of(call: Asked) -> Run:
+    """What runs this call, and all that have its key.
+
+    Raises `ShardingError` for tensors of several meshes or on other devices, and for ops that make no sense for a
+    tensor in pieces.
+    """
+    return next(make for test, make in WAYS if test(call))(call)
+
+
+# --- tests ------------------------------------------------------------------------------------------------------------
+
+
+def _on_several_meshes(call: Asked) -> bool:
+    mesh = call.mesh
+    return any(x._form.mesh is not mesh and x._form.mesh != mesh for x in call.sharded)
+
+
+def _has_own_form(call: Asked) -> bool:
+    return call.op in FORMS and FORMS[call.op].takes(call.args)
+
+
+def _asks_for_shapes(call: Asked) -> bool:
+    return any(device.type == "meta" for device in call.devices) and not _is_composite(call.op)
+
+
+def _mixes_values_and_none(call: Asked) -> bool:
+    """Torch takes one such, a write to a meta tensor, which changes nothing."""
+    on_meta = [x.is_meta for x in call.tensors]
+    mixed = call.op.namespace == "aten" and len(set(on_meta)) > 1
+    return mixed and not (on_meta[0] and call.op._schema.is_mutable)
+
+
+@cache
+def _is_ordinary(op: Any) -> bool:
+    """Whether an op is sure to run as it is, and to make new tensors or views."""
+    written_otherwise = op in DECOMPOSITIONS or _takes_lists(op) or _is_composite(op)
+    return not (op._schema.is_mutable or has(op, "storage") or written_otherwise or _gives_values(op))
+
+
+def _turns(op: Any) -> bool:
+    """Whether it makes a tensor a view of what it was: `t_`, `squeeze_`."""
+    return torch.Tag.inplace_view in op.tags and not has(op, "storage")
+
+
+def _writes_to_out(op: Any) -> bool:
+    outs = outs_of(op)
+    return bool(outs) and all(a.kwarg_only for a in outs) and functional_form(op) is not None
+
+
+def _takes_lists(op: Any) -> bool:
+    return bool(op._schema.name.startswith("aten::_foreach_"))
+
+
+@cache
+def _is_composite(op: Any) -> bool:
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return key in op.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
+
+
+def _gives_values(op: Any) -> bool:
+    """Whether it returns what Python reads: numbers, truth values."""
+    return not any("Tensor" in str(r.type) for r in op._schema.returns)
+
+
+# --- makers -----------------------------------------------------------------------------------------------------------
+
+
+def _own_form(call: Asked) -> Run:
+    op, run = call.op, FORMS[call.op].run
+    return lambda args, kwargs: run(op, args, kwargs or {})
+
+
+def _shapes(call: Asked) -> Run:
+    """Shapes alone are nowhere."""
+    op, mesh = call.op, call.mesh
+    return lambda args, kwargs: Prepared(op, args, kwargs or {}, mesh).meta()
+
+
+def _turner(call: Asked) -> Run:
+    view = functional_form(call.op)
+    assert view is not None, f"{call.op} is the form in place of a view"
+
+    def turn(args: Any, kwargs: Any) -> Any:
+        x, *rest = args
+        x.data = view(x, *rest, **(kwargs or {}))
+        return x
+
+    return turn
+
+
+def _others(call: Asked) -> Run:
+    op, mesh, form = call.op, call.mesh, DECOMPOSITIONS[call.op]
+    draws = torch.Tag.nondeterministic_seeded in op.tags
+
+    def run(args: Any, kwargs: Any) -> Any:
+        with mesh, one_call() if draws and not in_call() else nullcontext():
+            out = form(*args, **(kwargs or {}))
+        if out is not NotImplemented:
+            return out
+        if op._schema.is_mutable:  # what was written to copies would be lost
+            return writer(op, args, kwargs or {}, mesh)(args, kwargs or {})
+        return whole(op, args, kwargs or {})
+
+    return run
+
+
+def _one_by_one(call: Asked) -> Run:
+    op, key = call.op, torch._C.DispatchKey.CompositeExplicitAutograd
+    return lambda args, kwargs: op._op_dk(key, *args, **(kwargs or {}))
+
+
+def _parts(call: Asked) -> Run:
+    op = call.op
+    return lambda args, kwargs: op.decompose(*args, **(kwargs or {}))
+
+
+def _whole(call: Asked) -> Run:
+    op = call.op
+    return lambda args, kwargs: whole(op, args, kwargs or {})
+
+
+def _ready(call: Asked) -> Run:
+    """The op itself: on the pieces as they are, or in a program; on whole tensors where values decide on shapes."""
+    prepared = Prepared(call.op, call.args, call.kwargs, call.mesh)
+    if (alike := prepared.as_before()) is not None:
+        return alike
+    try:
+        meta = prepared.meta()
+    except (NotImplementedError, DynamicOutputShapeException, DataDependentOutputException):
+        return _whole(call)
+    except RuntimeError as error:
+        if not any(text in str(error) for text in _VALUES):
+            raise
+        return _whole(call)
+    return prepared.viewing(prepared.direct(meta) or prepared.program())
+
+
+# What torch says of meta tensors whose values an op looks at, where it has no exception of its own for it.
+_VALUES = ("on meta tensors", "a meta tensor without output_size", "no fake impl registered")
+
+WAYS: Sequence[tuple[Callable[[Asked], bool], Callable[[Asked], Run]]] = (
+    (lambda c: not isinstance(c.op, OpOverload), lambda c: refusals.operator(c.op, c.tensors)),
+    (_has_own_form, _own_form),
+    (lambda c: c.op.namespace in PER_RANK, lambda c: refusals.collective(str(c.op), [typeof(x) for x in c.sharded])),
+    (_on_several_meshes, lambda c: refusals.meshes(c.op, c.sharded)),
+    (_asks_for_shapes, _shapes),
+    (lambda c: bool(c.elsewhere), lambda c: refusals.devices(c.op, c.sharded, c.elsewhere)),
+    (_mixes_values_and_none, lambda c: refusals.meta(c.op, c.tensors)),
+    (lambda c: _is_ordinary(c.op), _ready),
+    (lambda c: _turns(c.op), _turner),
+    (lambda c: has(c.op, "storage"), lambda c: refusals.storage(c.op, c.tensors)),
+    (lambda c: _writes_to_out(c.op), lambda c: through_copies(c.op)),
+    (lambda c: c.op in DECOMPOSITIONS, _others),
+    (lambda c: _takes_lists(c.op), _one_by_one),
+    (lambda c: _is_composite(c.op) and (row(c.op) is None or is_view(c.op)), _parts),
+    (lambda c: bool(c.op._schema.is_mutable), lambda c: writer(c.op, c.args, c.kwargs, c.mesh)),
+    (lambda c: _gives_values(c.op), _whole),
+    (lambda c: True, _ready),
+)
