@@ -16,7 +16,7 @@ from shardlib.calls.mappings import opened
 from shardlib.calls.rebound import Watch
 from shardlib.errors import ShardingError
 from shardlib.jit import Jitted, jit
-from shardlib.jitted.planning import Call
+from shardlib.jitted.planning import Invocation
 from shardlib.jitted.run import caller
 from shardlib.meshes.mesh import Mesh, current_mesh
 from shardlib.plain import plain_program
@@ -163,7 +163,7 @@ class _World:
 
     def __init__(self, step: Jitted, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.step = step
-        self.watch = Watch(Call.of(step, mesh, step.programs, None, args, kwargs).look)
+        self.watch = Watch(Invocation.of(step, mesh, step.programs, None, args, kwargs).look)
         self.tensors = dict(self._tensors(args, kwargs))
         self.before = {name: _whole(x) for name, x in self.tensors.items()}
 
@@ -243,7 +243,7 @@ def _alone(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 def unshared(step: Jitted, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """A call in which virtual devices share no value: each computes its own."""
-    call = Call.of(step, mesh, step.programs, None, tuple(args), dict(kwargs))
+    call = Invocation.of(step, mesh, step.programs, None, tuple(args), dict(kwargs))
     plan = call.plan()[0]
     ready = step._load(mesh, plan, (), lambda program, mesh, _: virtual.load(program, mesh, share=False))
     return caller(ready.entry)(call.leaves)

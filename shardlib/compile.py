@@ -18,7 +18,7 @@ from shardlib.calls.parts import Result
 from shardlib.calls.rebound import Watch
 from shardlib.calls.state import State
 from shardlib.errors import ShardingError
-from shardlib.graph import Graph, Op, Value, is_constraint, is_door
+from shardlib.graph import Graph, Op, Value, is_door
 from shardlib.lines import place
 from shardlib.lower import lower
 from shardlib.meshes.mesh import Mesh
@@ -27,8 +27,8 @@ from shardlib.passes import run_passes
 from shardlib.passes.split import Halves, split
 from shardlib.program.steps import Program
 from shardlib.propagate import Propagated, propagate
-from shardlib.propagate.flood import Fixed
 from shardlib.ranks import world
+from shardlib.specs.fixed import Fixed
 from shardlib.specs.layout import Layout
 from shardlib.specs.prefix import SpecLike, broadcast_prefix
 from shardlib.specs.slips import Use, warn_of_slips
@@ -149,10 +149,7 @@ def _fixed_inputs(
         if spec is not None
     ]
     resolved = resolve_many([item for _, item in items], mesh, what="jit in_specs") if items else []
-    fixed = {
-        i: Fixed(r.layout, r.names, r.open, f"in_specs: {item[0]} {r.spec}", r.exact, r.spec)
-        for (i, item), r in zip(items, resolved, strict=True)
-    }
+    fixed = {i: r.by(f"in_specs: {item[0]} {r.spec}") for (i, item), r in zip(items, resolved, strict=True)}
     wrong = []
     for i, (leaf, name) in enumerate(zip(_input_leaves(traced, call), traced.input_names, strict=True)):
         if (at := placed(leaf)) is not None:
@@ -162,9 +159,7 @@ def _fixed_inputs(
                     f"{name} of shape {list(at.layout.shape)} is laid out [{at.layout}], in_specs say [{said.layout}]"
                 )
             names = said.names if said is not None and said.layout.chunked == at.layout.chunked else at.names
-            fixed[i] = Fixed(
-                at.layout, names, (False,) * len(at.layout.dims), said.source if said else f"argument {name}"
-            )
+            fixed[i] = Fixed.at(at.layout, names, said.source if said else f"argument {name}")
     if wrong:
         verb = "is" if len(wrong) == 1 else "are"
         raise ShardingError(
@@ -215,17 +210,17 @@ def _at_home(
         if position is not None:
             is_placed = placed(leaves[leaf]) is not None and leaf in said
             fixed = said[leaf] if is_placed else _whole(graph.outputs[position])
-            out[position] = Fixed(fixed.layout, fixed.names, fixed.open, f"the place of {_name(traced, leaf)}")
+            out[position] = fixed.by(f"the place of {_name(traced, leaf)}")
     for part in (part for kept in after.rebound for part in kept.parts if isinstance(part, Result)):
         if part.plain is not None:
             out[part.at] = _whole(graph.outputs[part.at])
         elif (home := part.home) is not None:
-            out[part.at] = Fixed(home.layout, home.names, (False,) * len(home.shape), "the place of what was there")
+            out[part.at] = Fixed.at(home.layout, home.names, "the place of what was there")
     return out
 
 
 def _whole(value: Value) -> Fixed:
-    return Fixed(Layout.replicated(value.shape), ((None,),) * len(value.shape), (False,) * len(value.shape), "")
+    return Fixed.at(Layout.replicated(value.shape))
 
 
 def _name(traced: Traced, leaf: int) -> str:
@@ -247,16 +242,13 @@ def _fixed_outputs(traced: Traced, graph: Graph, out_specs: Any, mesh: Mesh) -> 
         if spec is not None and isinstance(value, Value)
     ]
     resolved = resolve_many([item for _, item in items], mesh, what="jit out_specs") if items else []
-    return {
-        i: Fixed(r.layout, r.names, r.open, f"out_specs: {item[0]} {r.spec}", r.exact, r.spec)
-        for (i, item), r in zip(items, resolved, strict=True)
-    }
+    return {i: r.by(f"out_specs: {item[0]} {r.spec}") for (i, item), r in zip(items, resolved, strict=True)}
 
 
 def _constraints(graph: Graph, mesh: Mesh) -> dict[Value, Fixed]:
     fixed = {}
     for op in graph.ops:
-        if is_constraint(op) or has(op.target, "leaves"):
+        if op.constrains or has(op.target, "leaves"):
             value = op.results[0]
             assert value is not None
             fixed[value] = _said(op, value, mesh)
@@ -270,8 +262,8 @@ def _doors(graph: Graph, mesh: Mesh) -> dict[Op, Fixed]:
 def _said(op: Op, value: Value, mesh: Mesh) -> Fixed:
     """What the spec in an op's text says of a value."""
     r = Spec.of(str(op.node.args[1])).resolve(value.shape, mesh, name=op.operands[0].name)
-    call, exact = ("shard", r.exact) if is_constraint(op) else ("shard_map", None)
-    return Fixed(r.layout, r.names, r.open, f"{call}(..., {str(r.spec)!r}) at {place(op.line)}", exact, r.spec)
+    call, exact = ("shard", r.exact) if op.constrains else ("shard_map", (True,) * len(r.exact))
+    return replace(r, exact=exact, source=f"{call}(..., {str(r.spec)!r}) at {place(op.line)}")
 
 
 def _warn_of_slips(
@@ -284,7 +276,7 @@ def _warn_of_slips(
     uses += [(f"out_specs of {names[i]}", f.spec) for i, f in outputs.items() if f.spec is not None]
     lines: dict[Any, Use] = {}  # a line in a loop says it once
     for op in graph.ops:
-        if (is_constraint(op) or is_door(op.target)) and not op.backward:
-            call, spec = "shard" if is_constraint(op) else "shard_map", Spec.of(str(op.node.args[1]))
+        if (op.constrains or is_door(op.target)) and not op.backward:
+            call, spec = "shard" if op.constrains else "shard_map", Spec.of(str(op.node.args[1]))
             lines.setdefault((op.line, spec), (f"{call}({op.operands[0].name}) at {place(op.line)}", spec))
     warn_of_slips([*uses, *lines.values()], mesh)

@@ -80,6 +80,11 @@ class Op:
         return bool(results) and all(r.constant for r in results)
 
     @property
+    def constrains(self) -> bool:
+        """Whether it says where its operand lives."""
+        return has(self.target, "constrains")
+
+    @property
     def transparent(self) -> bool:
         return self.rule is not None and self.rule.transparent
 
@@ -193,10 +198,6 @@ def _flat(labels: tuple[tuple[str, ...], ...]) -> list[str]:
 
 def is_creation(target: Any) -> bool:
     return has(target, "creates")
-
-
-def is_constraint(op: Op) -> bool:
-    return has(op.target, "constrains")
 
 
 def is_door(target: Any) -> bool:

@@ -19,7 +19,7 @@ from shardlib.errors import ShardingError
 from shardlib.jitted import gradient
 from shardlib.jitted.function import Function
 from shardlib.jitted.method import Method, Methods
-from shardlib.jitted.planning import Call, RetraceWarning
+from shardlib.jitted.planning import Invocation, RetraceWarning
 from shardlib.jitted.programs import Programs, Ready
 from shardlib.jitted.refusals import refuse_other_devices, refuse_others_than_functions, refuse_tangents
 from shardlib.jitted.run import caller, entry
@@ -139,7 +139,7 @@ class Jitted(Function):
         return self.call(self.programs, None, args, kwargs)
 
     def plan_of(self, programs: Programs, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-        plan = Call.of(self, self._mesh(args, kwargs), programs, own, args, kwargs).plan(runs=False)[0]
+        plan = Invocation.of(self, self._mesh(args, kwargs), programs, own, args, kwargs).plan(runs=False)[0]
         self._check_budgets(plan)
         return plan
 
@@ -173,7 +173,7 @@ class Jitted(Function):
             with programs.lock:
                 ready = programs.entries.find(key, leaves)
                 if ready is None:
-                    call = Call(self, mesh, programs, args, kwargs, state, key, leaves)
+                    call = Invocation(self, mesh, programs, args, kwargs, state, key, leaves)
                     plan, kept = call.plan()
                     leaves = call.leaves
                     self._check_budgets(plan)
@@ -182,7 +182,7 @@ class Jitted(Function):
                     compare_arguments(plan, mesh, leaves)
                     programs.entries.keep(call.key, ready, plan.compiled.traced.looked)
         elif ALWAYS or self.budget is not None or current_budgets():
-            plan = ready.plan() or Call(self, mesh, programs, args, kwargs, state, key, leaves).plan()[0]
+            plan = ready.plan() or Invocation(self, mesh, programs, args, kwargs, state, key, leaves).plan()[0]
             self._check_budgets(plan)
             if ALWAYS:
                 compare_arguments(plan, mesh, leaves)

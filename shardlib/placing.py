@@ -101,8 +101,8 @@ def shard(
     if is_tracing():
         return constrain(x, str(resolved.spec))
     if isinstance(x, ShardedTensor):
-        return x.redistribute(resolved.spec)
-    warn_of_slip("shard(x)", resolved.spec, mesh)
+        return x.redistribute(resolved.said)
+    warn_of_slip("shard(x)", resolved.said, mesh)
     found: Sequence[int] = ()
     if src is not None:
         x = from_rank(mesh, x, src, f"shard(x, {str(spec)!r}, src={src})")

@@ -35,7 +35,7 @@ from shardlib.specs.layout import Factor, Layout, Pending
 from shardlib.specs.pieces import span
 from shardlib.state import tracing
 
-Cut = Mapping[str, tuple[Axis, ...]]
+Cuts = Mapping[str, tuple[Axis, ...]]
 
 # What rounding may cost in a few operations, relative to the largest number.
 _ROUNDING = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -107,7 +107,7 @@ def prove(op: Any, /, *args: Any, **kwargs: Any) -> Proof:
     return Proof(_name(target), text_of(target), tuple(tuple(x.shape) for x in call.tensors), len(every))
 
 
-def cuts(rule: Rule) -> Iterator[Cut]:
+def cuts(rule: Rule) -> Iterator[Cuts]:
     """Every way of cutting that is tried: none, one factor, one factor over two axes, two factors."""
     tied = {**rule.rounds, **rule.follows}
     free = [f for f in rule.sizes if f not in rule.whole and f not in tied]
@@ -157,12 +157,12 @@ class _Call:
         assert self.op.rule is not None
         return self.op.rule
 
-    def layout(self, labels: Labels, cut: Cut, pending: Sequence[Pending] = ()) -> Layout:
+    def layout(self, labels: Labels, cut: Cuts, pending: Sequence[Pending] = ()) -> Layout:
         sizes = self.rule.sizes
         dims = (tuple(Factor(sizes[f], cut.get(f, ())) for f in dim) or (Factor(1),) for dim in labels)
         return Layout(tuple(dims), tuple(pending))
 
-    def pending(self, i: int, cut: Cut) -> list[Pending]:
+    def pending(self, i: int, cut: Cuts) -> list[Pending]:
         """What result i still owes: sums over axes of factors that it has not."""
         have = {f for dim in self.rule.results[i] for f in dim}
         mine = {a for f in have for a in cut.get(f, ())}
@@ -187,7 +187,7 @@ def _bookkeeping(call: _Call) -> Iterator[str]:
         yield from (f"{f} may be cut, is not in result {i}, and nothing says how it is reduced" for f in sorted(lost))
 
 
-def _faults(call: _Call, cut: Cut) -> Iterator[str]:
+def _faults(call: _Call, cut: Cuts) -> Iterator[str]:
     """What is wrong with the results of one cut."""
     mesh = Mesh.abstract({a.name: a.of for axes in cut.values() for a in axes} or {"a": 1})
     devices = mesh.all_coords()
@@ -207,7 +207,7 @@ def _faults(call: _Call, cut: Cut) -> Iterator[str]:
         yield from (f"result {i} {fault}" for fault in _unlike(at, shards, want))
 
 
-def _program(call: _Call, cut: Cut, mesh: Mesh) -> Program:
+def _program(call: _Call, cut: Cuts, mesh: Mesh) -> Program:
     """The op on pieces, as lowering writes it."""
     builder, op, rule = Builder(mesh), call.op, call.rule
     leaves = {f: [f] for f in rule.sizes}

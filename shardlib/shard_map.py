@@ -21,7 +21,7 @@ from shardlib.errors import ShardingError
 from shardlib.manual import doors, stacked
 from shardlib.manual.body import Body, current_body, entered, from_local, left, to_local
 from shardlib.manual.claims import Claimed, hold
-from shardlib.manual.doors import Cut, Stack
+from shardlib.manual.doors import Passage, Stack
 from shardlib.meshes.mesh import Mesh, current_mesh
 from shardlib.pullback import Differentiable
 from shardlib.state import is_single_device, is_tracing
@@ -217,7 +217,7 @@ class ShardMapped:
         (out,) = results
         return self._put_together(out, mesh, lambda x, cut: stacked.join(x, cut, mesh))
 
-    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> list[Cut | None]:
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> list[Passage | None]:
         what = f"shard_map({self.name}) in_specs"
         return doors.arguments(args, kwargs, self._input_specs(args, kwargs, what), mesh, self._axes(mesh), what)
 
@@ -248,7 +248,7 @@ class ShardMapped:
         order = sorted(later, key=later.__getitem__)
         return tuple(specs[: len(args)]), dict(zip(order, specs[len(args) :], strict=True))
 
-    def _put_together(self, out: Any, mesh: Mesh, join: Callable[[Any, Cut], Tensor]) -> Any:
+    def _put_together(self, out: Any, mesh: Mesh, join: Callable[[Any, Passage], Tensor]) -> Any:
         manual = self._axes(mesh)
         cuts = doors.results(out, self.out_specs, mesh, manual, f"shard_map({self.name})", claim=self.check)
         leaves, tree = pytree.tree_flatten(out)
@@ -259,7 +259,7 @@ class ShardMapped:
         return pytree.tree_unflatten(joined, tree)
 
 
-def _claimed(x: Stack, cut: Cut, mesh: Mesh) -> Claimed:
+def _claimed(x: Stack, cut: Passage, mesh: Mesh) -> Claimed:
     hidden = frozenset(x.axes).difference(stacked.cutting(cut.layout, mesh))
     return Claimed(cut.door.claim, x.shape, cut.door.spec, hidden)
 

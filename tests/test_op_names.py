@@ -19,11 +19,10 @@ def named(source: str) -> Iterator[str]:
     """The ops that a source names: `torch.ops.aten.add`, `aten.add.Tensor`, `op.kind == "add"`."""
     for node in ast.walk(ast.parse(source)):
         text = ast.unparse(node) if isinstance(node, ast.Attribute | ast.Compare) else ""
-        if isinstance(node, ast.Attribute) and text.startswith(("aten.", "torch.ops.aten.", "torch.ops.shardlib.")):
+        if (
+            isinstance(node, ast.Attribute) and text.startswith(("aten.", "torch.ops.aten.", "torch.ops.shardlib."))
+        ) or (isinstance(node, ast.Compare) and ast.unparse(node.left) == "op.kind"):
             yield text
-        elif isinstance(node, ast.Compare) and ast.unparse(node.left) == "op.kind":
-            if any(isinstance(x, ast.Constant) and isinstance(x.value, str) for x in ast.walk(node)):
-                yield text
 
 
 def files() -> Iterator[Path]:

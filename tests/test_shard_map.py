@@ -13,7 +13,7 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh, P, ShardingError, shard
-from shardlib.manual.body import Call
+from shardlib.manual.body import Communication
 from shardlib.manual.collectives import (
     all_gather,
     all_to_all,
@@ -278,22 +278,22 @@ def test_vmap_and_grad_inside(mode: str) -> None:
 # --- transposes -------------------------------------------------------------------------------------------------------
 
 CALLS = [
-    Call("all_reduce", ("tensor",), ("sum",)),
-    Call("all_reduce", ("tensor", "data"), ("sum",)),
-    Call("all_gather", ("tensor",), (0, 4)),
-    Call("all_gather", ("data",), (1, 2)),
-    Call("all_gather", ("tensor", "data"), (1, 8)),
-    Call("reduce_scatter", ("tensor",), (0, 4)),
-    Call("reduce_scatter", ("data",), (1, 2)),
-    Call("all_to_all", ("tensor",), (0, 1, 4)),
-    Call("all_to_all", ("data",), (1, 0, 2)),
-    Call("all_to_all", ("tensor",), (0, 0, 4)),
-    Call("ppermute", ("tensor",), ((0, 1, 1, 2, 3, 0),)),
-    Call("ppermute", ("tensor", "data"), ((0, 7, 7, 1),)),
+    Communication("all_reduce", ("tensor",), ("sum",)),
+    Communication("all_reduce", ("tensor", "data"), ("sum",)),
+    Communication("all_gather", ("tensor",), (0, 4)),
+    Communication("all_gather", ("data",), (1, 2)),
+    Communication("all_gather", ("tensor", "data"), (1, 8)),
+    Communication("reduce_scatter", ("tensor",), (0, 4)),
+    Communication("reduce_scatter", ("data",), (1, 2)),
+    Communication("all_to_all", ("tensor",), (0, 1, 4)),
+    Communication("all_to_all", ("data",), (1, 0, 2)),
+    Communication("all_to_all", ("tensor",), (0, 0, 4)),
+    Communication("ppermute", ("tensor",), ((0, 1, 1, 2, 3, 0),)),
+    Communication("ppermute", ("tensor", "data"), ((0, 7, 7, 1),)),
 ]
 
 
-def _run_call(x: Tensor, call: Call) -> Tensor:
+def _run_call(x: Tensor, call: Communication) -> Tensor:
     """One collective on the tensors of all devices, stacked over the axes of the mesh."""
     here = [i for i, name in enumerate(MESH) if name in call.axes]
     groups = [i for i in range(2) if i not in here]
@@ -305,7 +305,7 @@ def _run_call(x: Tensor, call: Call) -> Tensor:
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
-def test_transpose(call: Call) -> None:
+def test_transpose(call: Communication) -> None:
     """<y, A x> == <A' y, x> over the tensors of all devices, and A'' == A."""
 
     x = torch.randn(2, 4, 8, 8)
@@ -316,8 +316,8 @@ def test_transpose(call: Call) -> None:
     assert back.transposed() == call
 
 
-@pytest.mark.parametrize("call", [*CALLS, Call("all_reduce", ("data",), ("max",))], ids=str)
-def test_fake_shape(call: Call) -> None:
+@pytest.mark.parametrize("call", [*CALLS, Communication("all_reduce", ("data",), ("max",))], ids=str)
+def test_fake_shape(call: Communication) -> None:
     """What the op promises is what the collective gives, also with a batch dim in front."""
     op = getattr(torch.ops.shardlib, f"manual_{call.kind}")
     for batch, c in (((), call), ((3,), call.batched())):

@@ -24,7 +24,7 @@ from shardlib.tensors import aliases
 from shardlib.tensors.tensor import LocalShard, ShardedTensor, typeof
 
 
-class Run(NamedTuple):
+class Range(NamedTuple):
     """A range of a dim that a device holds: where it starts in the whole and in the piece, and how long it is."""
 
     start: int
@@ -32,7 +32,7 @@ class Run(NamedTuple):
     length: int
 
 
-Box = tuple[Run, ...]  # a run per dim
+Box = tuple[Range, ...]  # a run per dim
 
 
 def boxes(layout: Layout, coords: Coords) -> Iterator[Box]:
@@ -44,10 +44,10 @@ def boxes(layout: Layout, coords: Coords) -> Iterator[Box]:
         >>> [[tuple(run) for run in box] for box in boxes(layout, {"t": 1})]
         [[(6, 0, 6), (0, 0, 5)], [(18, 6, 6), (0, 0, 5)]]
     """
-    return itertools.product(*(tuple(_runs(dim, coords)) for dim in layout.dims))
+    return itertools.product(*(tuple(_ranges(dim, coords)) for dim in layout.dims))
 
 
-def _runs(dim: Dim, coords: Coords) -> Iterator[Run]:
+def _ranges(dim: Dim, coords: Coords) -> Iterator[Range]:
     held = [span(f.size, f.axes, coords) for f in dim]
     # All that is behind the last factor that is cut stays together.
     k = max((k for k, (f, (a, b)) in enumerate(zip(dim, held, strict=True)) if b - a < f.size), default=0)
@@ -59,7 +59,7 @@ def _runs(dim: Dim, coords: Coords) -> Iterator[Run]:
         for f, n in zip(dim, outer, strict=False):
             at = at * int(f.size) + n
         if length:
-            yield Run((at * int(dim[k].size) + start) * inner, i * length, length)
+            yield Range((at * int(dim[k].size) + start) * inner, i * length, length)
 
 
 def write_items(x: ShardedTensor, name: str, _: Any = None) -> list[WriteItem]:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from shardlib.meshes.axis import Axis, Coords
 from shardlib.rules.rule import Labels, Path, Rule
+from shardlib.specs.fixed import Names
 from shardlib.specs.layout import Dim, Factor, Layout
 from shardlib.specs.pieces import Pieces, span
-from shardlib.tensors.form import Form, Names
+from shardlib.tensors.form import Form
 
 Part = tuple[Dim, tuple[str | None, ...]]  # the pieces of one factor of a rule, and their names
 

@@ -9,13 +9,14 @@ import torch
 from shardlib.eager.relayout import relayout
 from shardlib.errors import ShardingError
 from shardlib.meshes.mesh import Mesh
-from shardlib.specs.spec import P, Resolved, resolve_many
+from shardlib.specs.fixed import Fixed
+from shardlib.specs.spec import P, resolve_many
 from shardlib.tensors.form import Form
 from shardlib.tensors.memory import owned
 from shardlib.tensors.tensor import ShardedTensor, above, wrap
 
 
-def redistributed(x: ShardedTensor, resolved: Resolved) -> ShardedTensor:
+def redistributed(x: ShardedTensor, resolved: Fixed) -> ShardedTensor:
     """`x` laid out as `resolved` says; its gradient is laid out as `x` is."""
     if x.requires_grad and torch.is_grad_enabled():
         out: ShardedTensor = _Redistribute.apply(x, resolved)  # type: ignore[no-untyped-call]
@@ -31,7 +32,7 @@ def whole(x: ShardedTensor) -> torch.Tensor:
     return _gathered(x)
 
 
-def placed(x: torch.Tensor, resolved: Resolved, mesh: Mesh, donate: bool = False) -> ShardedTensor:
+def placed(x: torch.Tensor, resolved: Fixed, mesh: Mesh, donate: bool = False) -> ShardedTensor:
     """A plain tensor, placed. A leaf makes a leaf: a parameter is placed once. What was computed keeps its history."""
     if x.requires_grad and not x.is_leaf and torch.is_grad_enabled():
         out: ShardedTensor = _Place.apply(x, resolved, mesh)  # type: ignore[no-untyped-call]
@@ -39,7 +40,7 @@ def placed(x: torch.Tensor, resolved: Resolved, mesh: Mesh, donate: bool = False
     return place(x, resolved, mesh, donate)
 
 
-def place(x: torch.Tensor, resolved: Resolved, mesh: Mesh, donate: bool = False) -> ShardedTensor:
+def place(x: torch.Tensor, resolved: Fixed, mesh: Mesh, donate: bool = False) -> ShardedTensor:
     """Cut a plain tensor that every process has whole; `donate` gives its memory up, for pieces to be made of it."""
     if mesh.kind == "abstract":
         raise ShardingError(
@@ -81,13 +82,13 @@ def _in_order(x: ShardedTensor) -> torch.Tensor:
     return out.clone(memory_format=torch.contiguous_format) if out is x.to_local() else out
 
 
-def _home(x: ShardedTensor) -> Resolved:
-    return Resolved(x.sharding, x._form.names, (False,) * x.dim(), x.spec)
+def _home(x: ShardedTensor) -> Fixed:
+    return Fixed.at(x.sharding, x._form.names)
 
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: ShardedTensor, resolved: Resolved) -> ShardedTensor:
+    def forward(ctx: Any, x: ShardedTensor, resolved: Fixed) -> ShardedTensor:
         ctx.home = _home(x)
         return relayout(x, resolved.layout, resolved.names)
 
@@ -98,7 +99,7 @@ class _Redistribute(torch.autograd.Function):
 
 class _Place(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, resolved: Resolved, mesh: Mesh) -> ShardedTensor:
+    def forward(ctx: Any, x: torch.Tensor, resolved: Fixed, mesh: Mesh) -> ShardedTensor:
         return place(x.detach(), resolved, mesh)
 
     @staticmethod

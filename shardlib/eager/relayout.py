@@ -7,8 +7,9 @@ from typing import Any
 from shardlib.bounded import Bounded
 from shardlib.eager.prepare import LOCK
 from shardlib.eager.single import Operand, Single, single
+from shardlib.specs.fixed import Names
 from shardlib.specs.layout import Layout
-from shardlib.tensors.form import Form, Names
+from shardlib.tensors.form import Form
 from shardlib.tensors.tensor import ShardedTensor, wrap
 
 _programs: Bounded[Any, Single] = Bounded(1 << 10)

@@ -33,11 +33,11 @@ from shardlib.passes import run_passes
 from shardlib.plans.plan import Plan
 from shardlib.program.steps import Program, Var
 from shardlib.propagate import propagate
-from shardlib.propagate.flood import Fixed
 from shardlib.run import distributed, virtual
+from shardlib.specs.fixed import Fixed, Names
 from shardlib.state import paused_gc, unseen
 from shardlib.tensors.aliases import Path
-from shardlib.tensors.form import Form, Names
+from shardlib.tensors.form import Form
 from shardlib.tracing.functionalise import functionalise
 from shardlib.tracing.lazily import lazily
 from shardlib.tracing.trace import Traced
@@ -200,7 +200,7 @@ class _Writer:
 
 
 def _fixed(form: Form, source: str) -> Fixed:
-    return Fixed(form.layout, form.names, (False,) * len(form.shape), source)
+    return Fixed.at(form.layout, form.names, source)
 
 
 def _compile(

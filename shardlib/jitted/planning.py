@@ -25,7 +25,7 @@ from shardlib.jitted.programs import PROGRAMS, Programs
 from shardlib.lines import user_frame
 from shardlib.meshes.mesh import Mesh
 from shardlib.plans.plan import Plan
-from shardlib.propagate.flood import Fixed
+from shardlib.specs.fixed import Fixed
 from shardlib.state import compiling, unseen
 from shardlib.tensors.tensor import ShardedTensor
 from shardlib.tracing.outlived import keeps_numbers, refuse_kept
@@ -40,7 +40,7 @@ class RetraceWarning(UserWarning):
 
 
 @dataclass
-class Call:
+class Invocation:
     """One call of a function on a mesh: `key`, `leaves` and `state` are what was read of it last."""
 
     function: Function
@@ -55,9 +55,9 @@ class Call:
     @staticmethod
     def of(
         function: Function, mesh: Mesh, programs: Programs, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Call:
+    ) -> Invocation:
         """The call, read; `own` is the object whose method it is of."""
-        call = Call(function, mesh, programs, args, kwargs, State(own, programs.changing), None, [])
+        call = Invocation(function, mesh, programs, args, kwargs, State(own, programs.changing), None, [])
         call.read()
         if call.state.arrays:
             call.args, call.kwargs = function.with_tensors(args, kwargs)
@@ -183,7 +183,7 @@ class Call:
                 rule="all tensors of a program live on one mesh",
                 remedy="place it again: shard(x.full_tensor(), spec) inside `with` the current mesh",
             )
-        return Fixed(leaf.sharding, leaf._form.names, (False,) * leaf.dim(), "")
+        return Fixed.at(leaf.sharding, leaf._form.names)
 
 
 @contextmanager

@@ -14,8 +14,7 @@ from shardlib.lower.builder import Builder
 from shardlib.lower.local import Assignment, LocalForm
 from shardlib.program.steps import Compute, Step, Var
 from shardlib.program.sym import Sym, local_size, product
-from shardlib.propagate.flood import Factor as OpFactor
-from shardlib.propagate.flood import Flood
+from shardlib.propagate.flood import Flood, OpFactor
 from shardlib.rules.rule import Rule
 
 

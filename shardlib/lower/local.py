@@ -27,7 +27,7 @@ from shardlib.program.sym import (
     product,
     tabulate,
 )
-from shardlib.propagate.flood import Factor as OpFactor
+from shardlib.propagate.flood import OpFactor
 from shardlib.reshard import Axes
 from shardlib.rules.rule import Labels
 from shardlib.specs.layout import Factor, Layout

@@ -10,7 +10,7 @@ from typing import Any
 
 from shardlib.aten.calls import ALIAS
 from shardlib.aten.traits import has
-from shardlib.graph import Graph, Op, Value, is_constraint
+from shardlib.graph import Graph, Op, Value
 from shardlib.lower import manual
 from shardlib.lower.arguments import substitute
 from shardlib.lower.builder import Builder
@@ -25,7 +25,7 @@ from shardlib.program.steps import Program, Var
 from shardlib.program.sym import Sym, place_in
 from shardlib.program.verify import verify
 from shardlib.propagate import Propagated
-from shardlib.propagate.units import looks_through, value_factors
+from shardlib.propagate.units import value_factors
 
 
 def lower(graph: Graph, propagated: Propagated, mesh: Mesh) -> Program:
@@ -58,7 +58,7 @@ class Lowering:
                 self.values.reader = "the program"
                 self.values.as_(self.flood.apart[value], value, self.p.input_cut(value))
         for op in self.graph.ops:
-            if not op.constant and not looks_through(op):
+            if not op.constant and not op.transparent:
                 self._at(op, op)
                 self._op(op)
         for i, value in enumerate(self.graph.outputs):
@@ -68,7 +68,7 @@ class Lowering:
     # Ops ------------------------------------------------------------------------------------------------------------
 
     def _op(self, op: Op) -> None:
-        if is_constraint(op):
+        if op.constrains:
             result = op.results[0]
             assert result is not None
             said, cut = self.flood.apart.get(result, result), self.flood.fixed[result][0]

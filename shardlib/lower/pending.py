@@ -9,7 +9,7 @@ from shardlib.graph import Graph, Op, Value
 from shardlib.lower.local import Assignment
 from shardlib.lower.values import SETTLED, Owed, Values
 from shardlib.propagate import Propagated
-from shardlib.propagate.units import looks_through, may_cut, value_factors
+from shardlib.propagate.units import may_cut, value_factors
 
 
 def carried(values: Values, op: Op, readers: Mapping[Value, int]) -> tuple[Assignment, Owed, frozenset[int]] | None:
@@ -64,7 +64,7 @@ def reader_counts(graph: Graph, p: Propagated) -> dict[Value, int]:
     """How often a value is read, views looked through; a view counts as its root."""
     counts: dict[Value, int] = defaultdict(int)
     for value, (root, _) in p.units.roots.items():
-        counts[root] += sum(not looks_through(op) for op, _ in value.readers)
+        counts[root] += sum(not op.transparent for op, _ in value.readers)
     for out in graph.outputs:
         if isinstance(out, Value) and not out.constant:
             counts[p.units.root(out)[0]] += 1

@@ -19,8 +19,8 @@ from shardlib.lower.move import Mover
 from shardlib.meshes.axis import Axis
 from shardlib.program.steps import Var
 from shardlib.propagate.estimate import settled
-from shardlib.propagate.flood import Factor as OpFactor
-from shardlib.propagate.units import looks_through, value_factors
+from shardlib.propagate.flood import OpFactor
+from shardlib.propagate.units import value_factors
 from shardlib.reshard import Axes, Cut
 from shardlib.specs.layout import Factor, Layout, Pending
 
@@ -37,7 +37,7 @@ class Owed:
 
 
 SETTLED = Owed()  # nothing is pending
-Form = tuple[Cut, Owed]  # one layout of a value: its cut, and what is pending
+Placement = tuple[Cut, Owed]  # one layout of a value: its cut, and what is pending
 
 
 class Values:
@@ -46,7 +46,7 @@ class Values:
     def __init__(self, emitter: Emitter) -> None:
         self.emitter, self.flood, self.builder = emitter, emitter.flood, emitter.builder
         self.mover = Mover(emitter.builder)
-        self.have: dict[Value, dict[Form, Var]] = defaultdict(dict)
+        self.have: dict[Value, dict[Placement, Var]] = defaultdict(dict)
         self.constants = Constants(self)
         self.reader: Any = None
 
@@ -80,7 +80,7 @@ class Values:
             return self.constants.get(value, self.dims(value, want))
         if (known := self.have[value].get((want, SETTLED))) is not None:
             return known
-        if value.op is not None and looks_through(value.op) and not self._ready_cheaply(value, want):
+        if value.op is not None and value.op.transparent and not self._ready_cheaply(value, want):
             assignment, operand_cut = self._through(value.op, want)
             self._view(value.op, assignment, self.get(value.op.operands[0], operand_cut))
             if (known := self.have[value].get((want, SETTLED))) is not None:
@@ -118,14 +118,16 @@ class Values:
         if value.constant or (want, SETTLED) in self.have[value]:
             return 0.0
         prices = [self._cheapest_price(value, want)] if self.have[value] else []
-        if value.op is not None and looks_through(value.op):
+        if value.op is not None and value.op.transparent:
             prices.append(self.price(value.op.operands[0], self._through(value.op, want)[1]))
         return min(prices)
 
     def _cheapest_price(self, value: Value, want: Cut) -> float:
         return reshard.seconds(self._cheapest(value, want)[1])
 
-    def _cheapest(self, value: Value, want: Cut, target: Value | None = None) -> tuple[Form, tuple[reshard.Hop, ...]]:
+    def _cheapest(
+        self, value: Value, want: Cut, target: Value | None = None
+    ) -> tuple[Placement, tuple[reshard.Hop, ...]]:
         sizes, itemsize = self.flood.sizes(value), value.dtype.itemsize
         into = None if target is None else self.flood.sizes(target)
         options = [
@@ -134,7 +136,7 @@ class Values:
         ]
         return min(options, key=lambda o: (reshard.seconds(o[1]), len(o[1])))
 
-    def _move(self, value: Value, source: Form, hops: Sequence[reshard.Hop], origin: Value | None = None) -> Var:
+    def _move(self, value: Value, source: Placement, hops: Sequence[reshard.Hop], origin: Value | None = None) -> Var:
         """Emit `hops` from `source`; every stop on the way is a form that others may start from.
 
         From a form of `origin`, which has other pieces, only the end is.
@@ -156,18 +158,18 @@ class Values:
             self.have[value][hops[-1].after if hops else source[0], SETTLED] = var
         return var
 
-    def _reason(self, value: Value, source: Form, form: Form, origin: Value | None) -> str:
+    def _reason(self, value: Value, source: Placement, form: Placement, origin: Value | None) -> str:
         made = self._typed(origin or value, *source)
         reader = self.reader.name if isinstance(self.reader, Op) else self.reader
         return f"{value.name} is {made}, {reader} needs {self._typed(value, *form)}"
 
     # Pending sums ---------------------------------------------------------------------------------------------------
 
-    def owing(self, value: Value) -> Form | None:
+    def owing(self, value: Value) -> Placement | None:
         """The form of a value that exists only as a pending sum; None where it is complete."""
         if value.constant:
             return None
-        if value.op is not None and looks_through(value.op) and not self.have[value]:
+        if value.op is not None and value.op.transparent and not self.have[value]:
             form = self.owing(value.op.operands[0])
             if form is None:
                 return None
@@ -194,7 +196,7 @@ class Values:
             return known
         op = value.op
         assert op is not None
-        assert looks_through(op)
+        assert op.transparent
         form = self.owing(op.operands[0])
         assert form is not None
         assignment = self.pulled(op, form[0])
@@ -206,7 +208,7 @@ class Values:
         gradients land like parameters."""
         if value in self.flood.fixed:
             return self.flood.fixed[value][0]
-        if value.op is not None and looks_through(value.op) and not self.have[value]:
+        if value.op is not None and value.op.transparent and not self.have[value]:
             assignment = self.pulled(value.op, self.natural(value.op.operands[0]))
             if assignment is None:
                 return ((),) * len(self.flood.leaves(value))
@@ -221,7 +223,7 @@ class Values:
 
     # Forms ----------------------------------------------------------------------------------------------------------
 
-    def result_form(self, op: Op, i: int, assignment: Assignment, owed: Owed) -> Form:
+    def result_form(self, op: Op, i: int, assignment: Assignment, owed: Owed) -> Placement:
         assert op.rule is not None
         factors = value_factors(self.flood, op, i, operand=False)
         cut = tuple(assignment.get(x, ()) if x else () for x in factors)
@@ -256,11 +258,11 @@ class Values:
     def _typed(self, value: Value, cut: Cut, owed: Owed) -> str:
         return f"[{self.layout(value, cut, owed)}]"
 
-    def var(self, value: Value, form: Form, sizes: Sequence[int] | None = None) -> Var:
+    def var(self, value: Value, form: Placement, sizes: Sequence[int] | None = None) -> Var:
         """A variable that is to be `value` in this form."""
         return Var(self.builder.name(value.name), self.layout(value, *form, sizes), value.dtype, value, form)
 
-    def make(self, value: Value, form: Form) -> Var:
+    def make(self, value: Value, form: Placement) -> Var:
         """The same, of which others may know already."""
         var = self.have[value][form] = self.var(value, form)
         return var

@@ -138,7 +138,7 @@ def group(call: str, axis: str | Sequence[str]) -> tuple[Body, tuple[str, ...], 
 
 
 @dataclass(frozen=True)
-class Call:
+class Communication:
     """One collective: `shardlib::manual_<kind>(x, axes, *args)`.
 
     Where all devices run at once, `stack` are those of its axes whose members x shows already, as dims in front.
@@ -154,10 +154,10 @@ class Call:
         indices = [body.indices[name] for name in self.axes] if body is not None and body.indices else []
         return _Linear.apply(x, self, *indices)  # type: ignore[no-any-return,no-untyped-call]
 
-    def transposed(self) -> Call:
+    def transposed(self) -> Communication:
         return _TRANSPOSE[self.kind](self)
 
-    def batched(self) -> Call:
+    def batched(self) -> Communication:
         """The same call on tensors that have one more dim, in front."""
         dims = _DIMS.get(self.kind, 0)
         return replace(self, args=(*(d + 1 for d in self.args[:dims]), *self.args[dims:]))
@@ -165,7 +165,7 @@ class Call:
 
 _DIMS = {"all_gather": 1, "leave": 1, "reduce_scatter": 1, "all_to_all": 2}  # how many of a call's arguments are dims
 
-_TRANSPOSE: dict[str, Callable[[Call], Call]] = {
+_TRANSPOSE: dict[str, Callable[[Communication], Communication]] = {
     "all_reduce": lambda call: call,
     "all_gather": lambda call: replace(call, kind="reduce_scatter"),
     "reduce_scatter": lambda call: replace(call, kind="all_gather"),
@@ -182,7 +182,7 @@ class _Linear(torch.autograd.Function):
     """Where all devices run at once, `indices` are operands: so the vmap for each of a call's axes comes by."""
 
     @staticmethod
-    def forward(x: Tensor, call: Call, *indices: Tensor) -> Any:
+    def forward(x: Tensor, call: Communication, *indices: Tensor) -> Any:
         return getattr(torch.ops.shardlib, f"manual_{call.kind}")(x, list(call.axes), *call.args)
 
     @staticmethod
@@ -192,7 +192,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        call: Call = ctx.call
+        call: Communication = ctx.call
         if call.args[0] in ("max", "min"):
             raise ShardingError(
                 f"a gradient flows through p{call.args[0]} over {', '.join(map(repr, call.axes))}",
@@ -203,7 +203,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[int | None, ...], x: Tensor, call: Call, *indices: Tensor
+        info: Any, in_dims: tuple[int | None, ...], x: Tensor, call: Communication, *indices: Tensor
     ) -> tuple[Tensor, int | None]:
         here = [i for i, d in enumerate(in_dims[2:]) if d is not None]
         same, k = call.kind in stacked.SAME, len(call.stack)
@@ -226,7 +226,7 @@ def left(x: Tensor, indices: Mapping[str, Tensor]) -> Stack:
     if not axes:
         return Stack(x, ())
     sizes = [group("leave", name)[2] for name in axes]
-    pieces = Call("leave", axes, (0, math.prod(sizes)))(x.unsqueeze(0))
+    pieces = Communication("leave", axes, (0, math.prod(sizes)))(x.unsqueeze(0))
     return Stack(pieces.reshape([*sizes, *pieces.shape[1:]]), axes)
 
 
@@ -253,7 +253,7 @@ class _ToLocal(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         door: Door = ctx.door
         if door.copies > 1:
-            grad = Call("all_reduce", door.unmentioned, ("sum",))(grad)
+            grad = Communication("all_reduce", door.unmentioned, ("sum",))(grad)
         return from_local(grad, door), None
 
     @staticmethod

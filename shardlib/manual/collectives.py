@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shardlib.errors import ShardingError
-from shardlib.manual.body import Call, group
+from shardlib.manual.body import Communication, group
 from shardlib.ops import ppermute as permutation
 
 Axis = str | Sequence[str]
@@ -34,26 +34,26 @@ def psum(x: Any, axis: Axis) -> Any:
         tensor(28.)
     """
     _, axes, n = group("psum", axis)
-    return _mapped("psum", Call("all_reduce", axes, ("sum",)), x, lambda number: number * n)
+    return _mapped("psum", Communication("all_reduce", axes, ("sum",)), x, lambda number: number * n)
 
 
 def pmean(x: Any, axis: Axis) -> Any:
     """The mean of all devices' `x`, of any shape, on every device."""
     _, axes, n = group("pmean", axis)
-    total = Call("all_reduce", axes, ("sum",))
+    total = Communication("all_reduce", axes, ("sum",))
     return _mapped("pmean", lambda leaf: total(leaf) / n, x, lambda number: number)
 
 
 def pmax(x: Any, axis: Axis) -> Any:
     """The elementwise maximum of all devices' `x`, on every device. It has no gradient: detach its operand."""
     _, axes, _ = group("pmax", axis)
-    return _mapped("pmax", Call("all_reduce", axes, ("max",)), x, lambda number: number)
+    return _mapped("pmax", Communication("all_reduce", axes, ("max",)), x, lambda number: number)
 
 
 def pmin(x: Any, axis: Axis) -> Any:
     """The elementwise minimum of all devices' `x`, on every device. It has no gradient: detach its operand."""
     _, axes, _ = group("pmin", axis)
-    return _mapped("pmin", Call("all_reduce", axes, ("min",)), x, lambda number: number)
+    return _mapped("pmin", Communication("all_reduce", axes, ("min",)), x, lambda number: number)
 
 
 def all_gather(x: Any, axis: Axis, dim: int = 0, tiled: bool = True) -> Any:
@@ -62,7 +62,7 @@ def all_gather(x: Any, axis: Axis, dim: int = 0, tiled: bool = True) -> Any:
 
     def gather(x: Tensor) -> Tensor:
         at = _dim("all_gather", x.dim() + (not tiled), dim)
-        return Call("all_gather", axes, (at, n))(x if tiled else x.unsqueeze(at))
+        return Communication("all_gather", axes, (at, n))(x if tiled else x.unsqueeze(at))
 
     return _mapped("all_gather", gather, x)
 
@@ -74,7 +74,7 @@ def reduce_scatter(x: Any, axis: Axis, dim: int = 0) -> Any:
     def scatter(x: Tensor) -> Tensor:
         at = _dim("reduce_scatter", x.dim(), dim)
         _divides("reduce_scatter", x, at, axes, n)
-        return Call("reduce_scatter", axes, (at, n))(x)
+        return Communication("reduce_scatter", axes, (at, n))(x)
 
     return _mapped("reduce_scatter", scatter, x)
 
@@ -89,7 +89,7 @@ def all_to_all(x: Any, axis: Axis, split_dim: int, concat_dim: int) -> Any:
     def exchange(x: Tensor) -> Tensor:
         split, concat = _dim("all_to_all", x.dim(), split_dim), _dim("all_to_all", x.dim(), concat_dim)
         _divides("all_to_all", x, split, axes, n)
-        return Call("all_to_all", axes, (split, concat, n))(x)
+        return Communication("all_to_all", axes, (split, concat, n))(x)
 
     return _mapped("all_to_all", exchange, x)
 
@@ -102,7 +102,7 @@ def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Any:
     _, axes, n = group("ppermute", axis)
     pairs = [(int(a), int(b)) for a, b in perm]
     permutation.check(pairs, n)
-    return _mapped("ppermute", Call("ppermute", axes, (tuple(i for pair in pairs for i in pair),)), x)
+    return _mapped("ppermute", Communication("ppermute", axes, (tuple(i for pair in pairs for i in pair),)), x)
 
 
 def _mapped(call: str, of: Callable[[Tensor], Tensor], x: Any, of_number: Callable[[Any], Any] | None = None) -> Any:

@@ -16,10 +16,11 @@ from torch.utils import _pytree as pytree
 
 from shardlib.errors import ShardingError
 from shardlib.meshes.mesh import Mesh
+from shardlib.specs.fixed import Fixed
 from shardlib.specs.grammar import SpecDim
 from shardlib.specs.layout import Layout, Pieces
 from shardlib.specs.prefix import broadcast_prefix
-from shardlib.specs.spec import P, Resolved, Spec, resolve_many
+from shardlib.specs.spec import P, Spec, resolve_many
 
 Axes = list[list[tuple[str, ...]]]  # per dim and factor, the mesh axes that a spec asks for
 
@@ -51,7 +52,7 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Passage:
     """How one global tensor lies on the devices, for the compiler and in full."""
 
     door: Door
@@ -60,7 +61,7 @@ class Cut:
 
 def arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], specs: Any, mesh: Mesh, manual: Sequence[str], what: str
-) -> list[Cut | None]:
+) -> list[Passage | None]:
     """A cut per leaf of the global `(args, kwargs)`, of which `specs` is a prefix; None for what is no tensor."""
     tree = (args, kwargs)
     given = pytree.tree_flatten_with_path(args)[0], pytree.tree_flatten_with_path(list(kwargs.values()))[0]
@@ -69,7 +70,7 @@ def arguments(
     return _cuts(tree, specs, mesh, manual, what, names, inside=False)
 
 
-def results(out: Any, specs: Any, mesh: Mesh, manual: Sequence[str], who: str, *, claim: bool) -> list[Cut | None]:
+def results(out: Any, specs: Any, mesh: Mesh, manual: Sequence[str], who: str, *, claim: bool) -> list[Passage | None]:
     """A cut per leaf of what one device returned; None for leaves that are no tensors.
 
     With `claim` they say that devices along axes which are not named return the same.
@@ -86,7 +87,7 @@ def results(out: Any, specs: Any, mesh: Mesh, manual: Sequence[str], who: str, *
 
 def _cuts(
     tree: Any, specs: Any, mesh: Mesh, manual: Sequence[str], what: str, names: Sequence[str], *, inside: bool
-) -> list[Cut | None]:
+) -> list[Passage | None]:
     leaves = list(zip(names, pytree.tree_leaves(tree), strict=True))
     flat = broadcast_prefix(specs, tree, what)
     items = {i: (*leaf, spec) for i, (leaf, spec) in enumerate(zip(leaves, flat, strict=True)) if _is_tensor(leaf[1])}
@@ -161,13 +162,13 @@ def _uneven(layout: Layout, axes: Axes, mesh: Mesh) -> Iterator[str]:
                 yield f"{part} has size {factor.size}, {' x '.join(names)} has {_ways(names, mesh)} devices"
 
 
-def _cut(r: Resolved, axes: Axes, mesh: Mesh) -> Cut:
+def _cut(r: Fixed, axes: Axes, mesh: Mesh) -> Passage:
     dims = zip(r.layout.dims, axes, strict=True)
     local = [[f.size // _ways(names, mesh) for f, names in zip(dim, cuts, strict=True)] for dim, cuts in dims]
     used = {a for dim in axes for names in dim for a in names}
     idle = tuple(a for a in mesh.axis_names if a not in used)
     door = Door(str(r.spec), r.layout.shape, tuple(map(math.prod, local)), idle, _ways(idle, mesh))
-    return Cut(door, r.layout)
+    return Passage(door, r.layout)
 
 
 def _ways(names: Sequence[str], mesh: Mesh) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.manual.doors import Cut, Stack
+from shardlib.manual.doors import Passage, Stack
 from shardlib.manual.rows import send_rows
 from shardlib.meshes.mesh import Mesh
 from shardlib.ops.constraint import constrain
@@ -29,7 +29,7 @@ def cutting(layout: Layout, mesh: Mesh) -> tuple[str, ...]:
     return tuple(name for name in mesh.axis_names if name in used)
 
 
-def cut(x: Tensor, how: Cut, mesh: Mesh) -> Tensor:
+def cut(x: Tensor, how: Passage, mesh: Mesh) -> Tensor:
     """The pieces of a whole tensor, with a dim in front for every axis that cuts it, in the order of the mesh.
 
     They are memory of their own: what a body writes to its arguments does not reach the tensor.
@@ -40,7 +40,7 @@ def cut(x: Tensor, how: Cut, mesh: Mesh) -> Tensor:
     return _on(pieces.reshape([*(mesh.axes[name] for name in axes), *how.door.local_shape]), axes)
 
 
-def join(x: Stack, how: Cut, mesh: Mesh) -> Tensor:
+def join(x: Stack, how: Passage, mesh: Mesh) -> Tensor:
     """The whole tensor of pieces; of a piece that devices along an axis hold alike (one hopes) the mean."""
     axes, pieces = cutting(how.layout, mesh), _on(x.pieces, x.axes)
     for d, name in reversed([*enumerate(x.axes)]):

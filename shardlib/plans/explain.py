@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardlib.compile import Compiled
-from shardlib.graph import Op, Value, is_constraint
+from shardlib.graph import Op, Value
 from shardlib.lines import place
 from shardlib.meshes.axis import Axis
 from shardlib.plans.naming import Naming
@@ -57,7 +57,7 @@ class Explainer:
     def _reader(self, c: Collective) -> str:
         reader = c.because[1] if isinstance(c.because, tuple) else None
         if isinstance(reader, Op):
-            verb = "asked for" if is_constraint(reader) else "read"
+            verb = "asked for" if reader.constrains else "read"
             return f"{verb} by {self.naming.call(reader, 2)}"
         if reader == "the program":  # of an argument that is in other pieces than the rest
             return "as all that has this dim"
@@ -173,7 +173,7 @@ class Explainer:
             return [f"fixed by {flood.fixed[v][1].source}"]
         lines = []
         for leaf, axes in zip(
-            flood.leaves(v) if v in flood.value else (), var.form[0] if var.form else (), strict=False
+            flood.leaves(v) if v in flood.value else (), var.placement[0] if var.placement else (), strict=False
         ):
             for axis in axes:
                 asked = self._source(leaf, axis)

@@ -15,12 +15,11 @@ from functools import cached_property
 from itertools import zip_longest
 
 from shardlib.compile import Compiled
-from shardlib.graph import Op, Value, is_constraint
+from shardlib.graph import Op, Value
 from shardlib.meshes.axis import Axis
 from shardlib.program.steps import Var
 from shardlib.propagate.dims import Leaf
-from shardlib.propagate.flood import Fixed
-from shardlib.propagate.units import looks_through
+from shardlib.specs.fixed import Fixed
 from shardlib.specs.layout import Factor, Layout
 from shardlib.tensors.tensor import short_dtype
 
@@ -62,7 +61,7 @@ class Naming:
     def value(self, value: Value) -> str:
         """The name of a value; a view is called what it is a view of."""
         seen = self.compiled.propagated.flood.twins.get(value, value)
-        while seen.op is not None and (looks_through(seen.op) or is_constraint(seen.op)):
+        while seen.op is not None and (seen.op.transparent or seen.op.constrains):
             seen = seen.op.operands[0]
         return self._names.get(seen, seen.name)
 
@@ -75,7 +74,7 @@ class Naming:
 
     def call(self, op: Op, limit: int = 4) -> str:
         """An op as a call on named values, at most `limit` of them; an annotation as the user wrote it."""
-        if is_constraint(op):
+        if op.constrains:
             return f"shard({self.value(op.operands[0])}, {str(op.node.args[1])!r})"
         operands = [self.value(v) for v in op.operands[:limit]] + ["..."] * (len(op.operands) > limit)
         return f"{op_name(op)}({', '.join(operands)})"
@@ -117,9 +116,9 @@ class Naming:
         """The dims of a variable as named factors; neighbours that have no name melt."""
         assert var.layout is not None
         value, flood = var.value, self.compiled.propagated.flood
-        if value is None or value.constant or var.form is None or value not in flood.value:
+        if value is None or value.constant or var.placement is None or value not in flood.value:
             return tuple(tuple((None, f) for f in dim) for dim in var.layout.dims)
-        cut = iter(var.form[0])
+        cut = iter(var.placement[0])
         return tuple(
             self._dim([(leaf, Factor(flood.dims.size(leaf), next(cut))) for leaf in leaves])
             for leaves in flood.value[value]
@@ -203,7 +202,7 @@ def _assigned(ops: Sequence[Op]) -> Iterator[tuple[str, Value]]:
             continue
         found = _ASSIGNMENT.match(op.line.text)
         value = op.results[0] if len(op.results) == 1 else None
-        while value is not None and value.op is not None and (looks_through(value.op) or is_constraint(value.op)):
+        while value is not None and value.op is not None and (value.op.transparent or value.op.constrains):
             value = value.op.operands[0]
         if found and value is not None and value.op is not None and value.op.line == op.line:
             yield found[1], value

@@ -12,7 +12,7 @@ import torch
 
 from shardlib.aten.traits import has
 from shardlib.compile import Compiled
-from shardlib.graph import Op, Value, is_constraint, is_creation
+from shardlib.graph import Op, Value, is_creation
 from shardlib.lines import Line, place
 from shardlib.plans import backends
 from shardlib.plans.explain import Explainer
@@ -23,8 +23,8 @@ from shardlib.printing import OP as PRINT
 from shardlib.program.steps import Collective, Compute, Start, Var, makes, reads
 from shardlib.program.storage import peak_bytes
 from shardlib.program.text import show
+from shardlib.specs.fixed import Names
 from shardlib.specs.layout import Layout
-from shardlib.tensors.tensor import Names
 
 
 @dataclass(frozen=True)
@@ -334,6 +334,6 @@ _PROGRAM = "program (each device; lines with ! communicate)"
 
 def _matters(op: Op) -> bool:
     """What a reader wants to see: not views, not pointwise arithmetic, not constants."""
-    if op.transparent or is_constraint(op) or is_creation(op.target) or has(op.target, "plumbing"):
+    if op.transparent or op.constrains or is_creation(op.target) or has(op.target, "plumbing"):
         return False
     return op.rule is None or torch.Tag.pointwise not in getattr(op.target, "tags", ())

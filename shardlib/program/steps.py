@@ -24,7 +24,7 @@ from shardlib.specs.layout import Layout
 
 @dataclass(frozen=True, eq=False)
 class Var:
-    """One local tensor: `layout` says its local shape on every device; `value` and `form` are what it is a form of.
+    """One local tensor: `layout` says its local shape on every device; `value` is what it is a piece of.
 
     What only the local form of a rule knows has no layout, but the `shape` of the fullest device that was looked at.
     """
@@ -33,7 +33,7 @@ class Var:
     layout: Layout | None
     dtype: torch.dtype
     value: Value | None = None
-    form: Any = None  # (cut, what is owed)
+    placement: Any = None  # (cut, what is owed)
     shape: tuple[int, ...] | None = None
 
     @property

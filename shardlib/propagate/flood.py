@@ -15,40 +15,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardlib.graph import Graph, Op, Value, is_constraint
+from shardlib.graph import Graph, Op, Value
 from shardlib.meshes.axis import Axis
 from shardlib.propagate.dims import Dims, Leaf, shares
 from shardlib.reshard import Cut
-from shardlib.specs.layout import Factor as LayoutFactor
-from shardlib.specs.layout import Layout
+from shardlib.specs.fixed import Fixed
+from shardlib.specs.layout import Factor
 from shardlib.specs.pieces import Pieces, over
-from shardlib.specs.spec import Spec
 
-Factor = tuple[str, int]  # an op's factor: the rule's label, and which of its leaves
-
-
-@dataclass(frozen=True)
-class Fixed:
-    """A layout that is not ours to choose: the names of its factors, which dims stay open, and who said so.
-
-    `exact` dims (None: all) have the pieces of the layout; others, if cut, are cut where the rest of the program cuts
-    that dim.
-    """
-
-    layout: Layout
-    names: tuple[tuple[str | None, ...], ...]
-    open: tuple[bool, ...]
-    source: str
-    exact: tuple[bool, ...] | None = None
-    spec: Spec | None = None  # as somebody wrote it
-
-    def agrees(self, other: Fixed) -> bool:
-        """Whether the two say the same of one value."""
-        if self.layout.canonical == other.layout.canonical:
-            return True
-        if all(fx.exact is None or any(fx.exact) for fx in (self, other)):
-            return False
-        return self.layout.chunked.canonical == other.layout.chunked.canonical
+OpFactor = tuple[str, int]  # an op's factor: the rule's label, and which of its leaves
 
 
 @dataclass
@@ -78,7 +53,7 @@ class Flood:
     same: dict[Leaf, Leaf] = field(default_factory=dict)  # leaves that differ from another's in their pieces only
     moves: dict[Op, set[int]] = field(default_factory=dict)  # dims that a `shard` cuts into other pieces
     kin: dict[Leaf, Leaf] = field(default_factory=dict)  # one leaf for all that differ in their pieces only
-    factors: dict[tuple[Op, int, bool], list[Factor | None]] = field(default_factory=dict)  # memo of `value_factors`
+    factors: dict[tuple[Op, int, bool], list[OpFactor | None]] = field(default_factory=dict)  # memo of `value_factors`
 
     def leaves(self, value: Value) -> tuple[Leaf, ...]:
         return tuple(leaf for dim in self.value[value] for leaf in dim)
@@ -104,16 +79,16 @@ class Flood:
         """The sizes of the leaves, per dim."""
         return tuple(tuple(self.dims.size(leaf) for leaf in dim) for dim in self.value[value])
 
-    def operand_factors(self, op: Op, position: int, dim: int) -> tuple[Factor, ...]:
+    def operand_factors(self, op: Op, position: int, dim: int) -> tuple[OpFactor, ...]:
         """The op's factors, leaf by leaf, along one dim of an operand."""
         assert op.rule is not None
         return self._factors(op, op.rule.operands[position][dim])
 
-    def result_factors(self, op: Op, index: int, dim: int) -> tuple[Factor, ...]:
+    def result_factors(self, op: Op, index: int, dim: int) -> tuple[OpFactor, ...]:
         assert op.rule is not None
         return self._factors(op, op.rule.results[index][dim])
 
-    def _factors(self, op: Op, labels: Sequence[str]) -> tuple[Factor, ...]:
+    def _factors(self, op: Op, labels: Sequence[str]) -> tuple[OpFactor, ...]:
         return tuple((label, k) for label in labels for k in range(len(self.labels[op][label])))
 
 
@@ -151,7 +126,7 @@ def flood(
     for value in graph.inputs:
         dims_of(value)
     for op in graph.ops:
-        if is_constraint(op) and f.dims.chosen and not op.constant:
+        if op.constrains and f.dims.chosen and not op.constant:
             f.moves[op] = _moved(f, op, raw, fixed)
         if op.rule is not None and not op.constant:
             _unify(f, op, raw, raw_labels)
@@ -210,7 +185,7 @@ def _chosen(sizes: Sequence[int], said: Fixed | None, d: int) -> bool:
     if any(isinstance(n, Pieces) for n in sizes):
         return True
     cut = said is not None and any(factor.axes for factor in said.layout.dims[d])
-    return cut and said is not None and (said.exact is None or said.exact[d])
+    return cut and said is not None and said.exact[d]
 
 
 def _relate(f: Flood) -> None:
@@ -239,7 +214,7 @@ def _set_apart(f: Flood, key: int | Op | Value, value: Value, fx: Fixed, parts: 
         dim: list[Leaf] = []
         for group, factor in zip(groups or (), factors, strict=True):
             for leaf, axes, size in _shared_out(f.dims, group, factor):
-                if axes and (fx.exact is None or fx.exact[d]) and over(f.dims.size(leaf), axes) != over(size, axes):
+                if axes and fx.exact[d] and over(f.dims.size(leaf), axes) != over(size, axes):
                     (other,) = f.dims.new(int(size))
                     if isinstance(size, Pieces):
                         f.dims.choose(other, size, 0)
@@ -251,9 +226,7 @@ def _set_apart(f: Flood, key: int | Op | Value, value: Value, fx: Fixed, parts: 
         f.value[twin] = tuple(dims)
 
 
-def _shared_out(
-    dims: Dims, group: Sequence[Leaf], factor: LayoutFactor
-) -> Iterator[tuple[Leaf, tuple[Axis, ...], int]]:
+def _shared_out(dims: Dims, group: Sequence[Leaf], factor: Factor) -> Iterator[tuple[Leaf, tuple[Axis, ...], int]]:
     """The leaves of a factor that is fixed: what cuts each, and its size as the factor has it."""
     leaves = dims.leaves(group)
     primes = [p for a in factor.axes for p in a.primes()]

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardlib import reshard
-from shardlib.graph import Graph, Op, Value, is_constraint
+from shardlib.graph import Graph, Op, Value
 from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
 from shardlib.ops._choice import wanted
 from shardlib.propagate.flood import Flood
-from shardlib.propagate.units import Slots, Unit, Units, looks_through, op_cut_slots, value_factors
+from shardlib.propagate.units import Slots, Unit, Units, op_cut_slots, value_factors
 from shardlib.reshard import Cut
 
 
@@ -188,9 +188,9 @@ class Problem:
         returned: dict[Value, tuple[tuple[Axis, ...], ...]] = {}
         counts: Counter[Value] = Counter()
         for value, (root, _) in u.roots.items():
-            counts[root] += sum(not looks_through(op) for op, _ in value.readers) + value.is_output
+            counts[root] += sum(not op.transparent for op, _ in value.readers) + value.is_output
         for op in graph.ops:
-            if op.constant or looks_through(op):
+            if op.constant or op.transparent:
                 continue
             for i, value in enumerate(op.operands):
                 if not value.constant:
@@ -238,7 +238,7 @@ class Problem:
 
     def _reader(self, op: Op, i: int, value: Value, root: Value, positions: tuple[int | None, ...]) -> End:
         n = len(self.flood.leaves(root))
-        if is_constraint(op):
+        if op.constrains:
             result = op.results[0]
             assert result is not None
             cut = self.flood.across(self.flood.fixed[result][0], result, value)

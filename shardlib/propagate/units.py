@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from shardlib.graph import Graph, Op, Value, is_constraint
+from shardlib.graph import Graph, Op, Value
 from shardlib.propagate.dims import Leaf
-from shardlib.propagate.flood import Factor, Flood
+from shardlib.propagate.flood import Flood, OpFactor
 
 Slots = tuple[int | None, ...]  # per leaf of a value: the unit's slot, or None (never cut)
 
@@ -49,7 +49,7 @@ class Units:
     """Every op's unit and slots, and every root value's."""
 
     unit: dict[Op | Value, Unit] = field(default_factory=dict)
-    op_slots: dict[Op, dict[Factor, int]] = field(default_factory=dict)
+    op_slots: dict[Op, dict[OpFactor, int]] = field(default_factory=dict)
     value_slots: dict[Value, Slots] = field(default_factory=dict)
     roots: dict[Value, tuple[Value, tuple[int | None, ...]]] = field(default_factory=dict)
 
@@ -76,10 +76,6 @@ class Units:
         return replace(self, unit=split)
 
 
-def looks_through(op: Op) -> bool:
-    return op.transparent and not is_constraint(op)
-
-
 def build_units(graph: Graph, f: Flood) -> Units:
     """Group ops and values, in program order."""
     u = Units()
@@ -89,10 +85,10 @@ def build_units(graph: Graph, f: Flood) -> Units:
         results = [r for r in op.results if r is not None]
         if op.constant:
             continue
-        if looks_through(op):
+        if op.transparent:
             _look_through(u, f, op)
             continue
-        if op.rule is not None and not is_constraint(op):
+        if op.rule is not None and not op.constrains:
             factors = [
                 (label, k)
                 for label, leaves in f.labels[op].items()
@@ -120,7 +116,7 @@ def build_units(graph: Graph, f: Flood) -> Units:
     return u
 
 
-def may_cut(f: Flood, op: Op, factor: Factor) -> bool:
+def may_cut(f: Flood, op: Op, factor: OpFactor) -> bool:
     """Whether `op` can run with the factor cut: its local form, if it asks for offsets, needs one contiguous range."""
     assert op.rule is not None
     label, k = factor
@@ -166,7 +162,7 @@ def _look_through(u: Units, f: Flood, op: Op) -> None:
     u.roots[value] = (root, tuple(at.get(x) if x else None for x in value_factors(f, op, 0, operand=False)))
 
 
-def value_factors(f: Flood, op: Op, position: int, *, operand: bool) -> list[Factor | None]:
+def value_factors(f: Flood, op: Op, position: int, *, operand: bool) -> list[OpFactor | None]:
     """For each leaf of an operand (or result) of `op`: the op's factor there; None where none fits it."""
     key = (op, position, operand)
     if (known := f.factors.get(key)) is not None:
@@ -174,7 +170,7 @@ def value_factors(f: Flood, op: Op, position: int, *, operand: bool) -> list[Fac
     assert op.rule is not None
     value = op.operands[position] if operand else op.results[position]
     assert value is not None
-    out: list[Factor | None] = []
+    out: list[OpFactor | None] = []
     for d, leaves in enumerate(f.value[value]):
         factors = f.operand_factors(op, position, d) if operand else f.result_factors(op, position, d)
         labels = f.labels[op]
@@ -223,7 +219,7 @@ def _merge(u: Units, a: Unit, b: Unit, pairs: dict[int, int]) -> None:
     b.values += a.values
 
 
-def op_cut_slots(u: Units, f: Flood, op: Op, factors: Sequence[Factor | None]) -> Slots:
+def op_cut_slots(u: Units, f: Flood, op: Op, factors: Sequence[OpFactor | None]) -> Slots:
     """The unit's slot of each of `factors`."""
     slots = u.op_slots[op]
     return tuple(None if x is None else slots.get(x) for x in factors)

@@ -20,9 +20,9 @@ from shardlib.specs.pieces import Pieces, even
 
 _BLOCKS = 5  # with more, the number of arrangements outgrows what a better way is worth
 
-Run = tuple[int, ...]  # blocks, by their number, major first
-State = tuple[tuple[Run, ...], Run]  # what is on every factor, and what is pending
-Move = tuple[float, str, Run, int, int, State]  # bytes, kind, blocks, factor, to, what is then
+Blocks = tuple[int, ...]  # blocks, by their number, major first
+State = tuple[tuple[Blocks, ...], Blocks]  # what is on every factor, and what is pending
+Move = tuple[float, str, Blocks, int, int, State]  # bytes, kind, blocks, factor, to, what is then
 
 
 def cheapest(
@@ -65,14 +65,14 @@ class _Search:
         self.nbytes = itemsize * math.prod(n for leaves in parts for n in leaves)
         number = {block[0]: i for i, block in enumerate(blocks)}
 
-        def numbered(axes: Axes) -> Run:
+        def numbered(axes: Axes) -> Blocks:
             return tuple(number[a] for a in axes if a in number)
 
         self.src: State = (tuple(map(numbered, src)), numbered(pending))
         self.dst: State = (tuple(map(numbered, dst)), ())
         self.wanted = [b for run in self.dst[0] for b in run]
         self.movable = [i for i in range(len(parts)) if src[i] or dst[i]]
-        self._fits: dict[tuple[int, Run], bool] = {}
+        self._fits: dict[tuple[int, Blocks], bool] = {}
 
     def run(self, known: tuple[Step, ...], reduce: str) -> tuple[Step, ...]:
         """The steps of the cheapest way, or those of the `known` one."""
@@ -146,7 +146,7 @@ class _Search:
                     first = next(i for i in self.movable if cut[i] != arranged[i])
                     yield local, "ppermute", (), first, first, (arranged, pending)
 
-    def _arrangements(self, cut: Sequence[Run], blocks: Sequence[int], i: int = 0) -> Iterator[tuple[Run, ...]]:
+    def _arrangements(self, cut: Sequence[Blocks], blocks: Sequence[int], i: int = 0) -> Iterator[tuple[Blocks, ...]]:
         """All cuts into as many pieces of every factor, by whichever blocks."""
         if i == len(cut):
             yield ()
@@ -156,7 +156,7 @@ class _Search:
                 for rest in self._arrangements(cut, [b for b in blocks if b not in mine], i + 1):
                     yield (mine, *rest)
 
-    def _runs(self, product: int, blocks: Sequence[int]) -> Iterator[Run]:
+    def _runs(self, product: int, blocks: Sequence[int]) -> Iterator[Blocks]:
         """All runs of blocks with this product of sizes."""
         if product == 1:
             yield ()
@@ -166,12 +166,12 @@ class _Search:
                 for rest in self._runs(product // self.ways[b], [x for x in blocks if x != b]):
                     yield (b, *rest)
 
-    def _fit(self, i: int, run: Run) -> bool:
+    def _fit(self, i: int, run: Blocks) -> bool:
         """Whether factor i can be cut by these blocks evenly, and its leaves with it."""
         if (known := self._fits.get((i, run))) is None:
             known = self._fits[i, run] = fits(self.parts[i], [a for b in run for a in self.blocks[b]])
         return known
 
 
-def _with(cut: tuple[Run, ...], i: int, run: Run) -> tuple[Run, ...]:
+def _with(cut: tuple[Blocks, ...], i: int, run: Blocks) -> tuple[Blocks, ...]:
     return (*cut[:i], run, *cut[i + 1 :])

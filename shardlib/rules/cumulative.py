@@ -16,10 +16,10 @@ from shardlib.rules.shards import cast, never_empty, wide, worst
 from shardlib.rules.space import Space, arg, axis, numel
 
 aten = torch.ops.aten
-Form = Callable[[Local, int, str], Any]  # the dim, and the factor that it is
+Combination = Callable[[Local, int, str], Any]  # the dim, and the factor that it is
 
 
-def scan(form: Form, *, linear: bool = False) -> RuleFn:
+def scan(form: Combination, *, linear: bool = False) -> RuleFn:
     """The rule of an op that runs along one dim and keeps the shape."""
 
     def rule(call: Call) -> Rule:
@@ -48,7 +48,7 @@ def _before(local: Local, total: Any, at: int, row: str) -> Any:
     return local.op(aten.slice.Tensor, totals, at, 0, local.position(row))
 
 
-def _combined(fold: Any, combine: Any) -> Form:
+def _combined(fold: Any, combine: Any) -> Combination:
     """A scan of one op: `fold` makes the total of a dim, `combine` puts what came before in front of a scan."""
 
     def form(local: Local, at: int, row: str) -> Any:

@@ -134,5 +134,5 @@ ROWS: dict[str, RuleFn | str] = {
     "masked_fill.Scalar": pointwise(),
     "masked_fill.Tensor": pointwise(),
     "shardlib::within": pointwise(),
-    "shardlib::constrain": pointwise("{0}", transparent=True),
+    "shardlib::constrain": pointwise("{0}"),
 }

@@ -12,10 +12,10 @@ from torch._ops import OpOverload
 from shardlib.aten.forms import functional_form
 from shardlib.aten.views import written_arguments
 
-Form = Callable[..., Any]
+Composite = Callable[..., Any]
 
 
-def writers(target: OpOverload, form: Form) -> Iterator[tuple[OpOverload, Form]]:
+def writers(target: OpOverload, form: Composite) -> Iterator[tuple[OpOverload, Composite]]:
     """The ops that write what `target` returns to `self` or to their out= arguments, and their forms."""
     namespace, _, name = target._schema.name.partition("::")
     ops = getattr(torch.ops, namespace)
@@ -42,7 +42,7 @@ def refuse_cast(value: Tensor, into: Tensor) -> None:
         raise RuntimeError(f"result type {value.dtype} can't be cast to the desired output type {into.dtype}")
 
 
-def _writing(op: OpOverload, form: Form) -> Form:
+def _writing(op: OpOverload, form: Composite) -> Composite:
     outs = [a.name for a in op._schema.arguments if a.is_out]
 
     def write(*args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ from types import EllipsisType
 from shardlib.meshes.axis import Axis, split_name
 from shardlib.meshes.mesh import Mesh
 from shardlib.meshes.meshtext import did_you_mean
+from shardlib.specs.fixed import Fixed
 from shardlib.specs.grammar import SpecDim, SpecFactor
 from shardlib.specs.layout import Factor, Layout, Pieces
 
@@ -24,16 +25,6 @@ class Fault:
     text: str
     rule: str
     remedy: str
-
-
-@dataclass(frozen=True)
-class Fit:
-    """The layout, and per dim the names of its factors, whether it is open, and whether its pieces are chosen."""
-
-    layout: Layout
-    names: tuple[tuple[str | None, ...], ...]
-    open: tuple[bool, ...]
-    exact: tuple[bool, ...]
 
 
 _WHOLE = SpecDim((SpecFactor(None),))
@@ -55,7 +46,7 @@ _PARTS = (
 @lru_cache(maxsize=16384)
 def fit(
     dims: Dims, shape: tuple[int, ...], mesh: Mesh | None, sizes: tuple[tuple[str, int | tuple[int, ...]], ...]
-) -> Fit | tuple[Fault, ...]:
+) -> Fixed | tuple[Fault, ...]:
     """What the spec of these dims gives a tensor of `shape` on `mesh`; outside any (None), nothing is cut.
 
     `sizes` has by name the size of a factor, or the sizes of its pieces.
@@ -94,7 +85,7 @@ def fit(
         return tuple(faults)
     names_of = tuple(tuple(f.name for f in dim.factors) for dim in aligned)
     exact = tuple(any(f.pieces is not None for f in dim.factors) for dim in aligned)
-    return Fit(Layout(tuple(layout)), names_of, tuple(dim.open for dim in aligned), exact)
+    return Fixed(Layout(tuple(layout)), names_of, tuple(dim.open for dim in aligned), exact)
 
 
 def cuts(dims: Dims, rank: int, mesh: Mesh) -> list[tuple[Axis, ...]] | Fault:

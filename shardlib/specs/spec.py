@@ -15,9 +15,10 @@ from typing import Any, overload
 from shardlib.errors import ShardingError
 from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
+from shardlib.specs.fixed import Fixed, Names
 from shardlib.specs.grammar import SpecDim, SpecFactor, read, read_axes
 from shardlib.specs.layout import Factor, Layout, Pieces
-from shardlib.specs.resolve import Fault, Fit, cuts, fit
+from shardlib.specs.resolve import Fault, cuts, fit
 
 Entry = str | tuple[str, ...] | None  # of a `P`
 
@@ -164,9 +165,7 @@ class Spec:
             )
         )
 
-    def resolve(
-        self, shape: Sequence[int], mesh: Mesh, *, sizes: Sizes | None = None, name: str = "tensor"
-    ) -> Resolved:
+    def resolve(self, shape: Sequence[int], mesh: Mesh, *, sizes: Sizes | None = None, name: str = "tensor") -> Fixed:
         """The layout that this spec gives a tensor of `shape` on `mesh`.
 
         `sizes` hold by name the sizes of factors, and the pieces that factors are cut into.
@@ -244,7 +243,6 @@ def _is_axes(text: object, most: int = 0) -> bool:
 
 
 Sizes = Mapping[str, int | Sequence[int]]  # by the name of a factor: its size, or the sizes of its pieces
-Names = tuple[tuple[str | None, ...], ...]  # per dim, the name of every factor
 Item = tuple[str, Sequence[int], str | P | Spec, Sizes | None]  # name, shape, spec, sizes
 
 
@@ -255,28 +253,12 @@ def every_length(sizes: Sizes | int | None, lengths: Mapping[str, int]) -> Sizes
     return {"sizes": sizes, **lengths}
 
 
-@dataclass(frozen=True)
-class Resolved:
-    """A spec that fits: the layout, and what it does not hold.
-
-    `names` are the logical names per dim and factor, aligned with `layout.dims`; `open` says per dim whether the
-    compiler may cut it further; `exact` whether its pieces are chosen (otherwise, inside a program, a cut is where
-    others cut that dim); `spec` is the spec as written, with the given sizes filled in.
-    """
-
-    layout: Layout
-    names: Names
-    open: tuple[bool, ...]
-    spec: Spec
-    exact: tuple[bool, ...] = ()
-
-
 def _plain_sizes(sizes: Sizes | None) -> dict[str, int | Sequence[int]]:
     """Sizes as plain ints: what a program is compiled for is kept."""
     return {k: n.__index__() if hasattr(n, "__index__") else n for k, n in (sizes or {}).items()}
 
 
-def resolve_many(items: Sequence[Item], mesh: Mesh | None, *, what: str = "shard") -> list[Resolved]:
+def resolve_many(items: Sequence[Item], mesh: Mesh | None, *, what: str = "shard") -> list[Fixed]:
     """Resolve the specs of several tensors: `(name, shape, spec, sizes)`; `what` is the call that they came with.
 
     Outside any mesh (None) nothing is cut, and what a spec says of axes is not looked at. Raises one `ShardingError`
@@ -301,9 +283,9 @@ def resolve_many(items: Sequence[Item], mesh: Mesh | None, *, what: str = "shard
     refused = [(item, outcome) for item, outcome in zip(items, outcomes, strict=True) if isinstance(outcome, tuple)]
     if not refused:
         return [
-            Resolved(found.layout, found.names, found.open, spec.with_sizes(sizes or {}), found.exact)
+            replace(found, spec=spec.with_sizes(sizes or {}))
             for spec, found, (_, _, _, sizes) in zip(specs, outcomes, items, strict=True)
-            if isinstance(found, Fit)
+            if isinstance(found, Fixed)
         ]
     if len(items) == 1:
         name, asked = _asked(items[0])

@@ -23,8 +23,9 @@ from shardlib.ops import all_gather, all_reduce
 from shardlib.ops._groups import together
 from shardlib.ranks.order import Turn, current
 from shardlib.ranks.store import names
+from shardlib.specs.fixed import Fixed
 from shardlib.specs.layout import Layout
-from shardlib.specs.spec import P, Resolved, Spec, axes_of_dims, resolve_many
+from shardlib.specs.spec import P, Spec, axes_of_dims, resolve_many
 from shardlib.tensors.tensor import ShardedTensor
 
 if TYPE_CHECKING:
@@ -214,7 +215,7 @@ def hash_of(text: str) -> int:
     return zlib.crc32(text.encode())
 
 
-def _layout(mesh: Mesh, spec: str | P | Spec, sizes: Any, shapes: Sequence[tuple[int, ...]], what: str) -> Resolved:
+def _layout(mesh: Mesh, spec: str | P | Spec, sizes: Any, shapes: Sequence[tuple[int, ...]], what: str) -> Fixed:
     axes, coords = axes_of_dims(spec, len(shapes[0]), mesh, what), mesh.all_coords()
     whole = []
     for d, cut in enumerate(axes):

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from shardlib.meshes.mesh import Mesh
+from shardlib.specs.fixed import Names
 from shardlib.specs.layout import Layout
-
-Names = tuple[tuple[str | None, ...], ...]
 
 _forms: dict[Any, weakref.ref[Form]] = {}  # those that somebody has
 _lock = threading.Lock()

@@ -19,9 +19,10 @@ import torch
 from shardlib.errors import ShardingError
 from shardlib.meshes.mesh import Mesh, current_mesh
 from shardlib.ranks import world
+from shardlib.specs.fixed import Names
 from shardlib.specs.layout import Layout
 from shardlib.tensors.aliases import Memory
-from shardlib.tensors.form import Form, Names
+from shardlib.tensors.form import Form
 from shardlib.tensors.memory import owned, refuse_misfits
 from shardlib.tensors.tensor import ShardedTensor, above, marks, wrap
 

@@ -14,14 +14,14 @@ import torch
 from shardlib.errors import ShardingError
 from shardlib.meshes.axis import Coords
 from shardlib.meshes.mesh import Mesh
+from shardlib.specs.fixed import Fixed, Names
 from shardlib.specs.layout import Layout
 from shardlib.specs.slips import warn_of_slip
-from shardlib.specs.spec import P, Resolved, Sizes, Spec, every_length, resolve_many
+from shardlib.specs.spec import P, Sizes, Spec, every_length, resolve_many
 from shardlib.state import is_tracing
 from shardlib.state import tracing_flag as _tracing
 from shardlib.tensors.aliases import view
 from shardlib.tensors.form import Form
-from shardlib.tensors.form import Names as Names
 from shardlib.tensors.memory import cut_up as cut_up
 from shardlib.tensors.memory import refuse_misfits
 from shardlib.tensors.storage import without_storage
@@ -35,7 +35,7 @@ class Above:
     redirected: Callable[[Any, Any, dict[str, Any]], Any]  # an op of a function that is being traced
     remake: Callable[[ShardedTensor], tuple[torch.Tensor, ...]]  # pieces that were written to by another name
     whole: Callable[[ShardedTensor], torch.Tensor]
-    redistributed: Callable[[ShardedTensor, Resolved], ShardedTensor]
+    redistributed: Callable[[ShardedTensor, Fixed], ShardedTensor]
     deep_copy: Callable[[ShardedTensor, dict[int, Any]], ShardedTensor]
     reduced: Callable[[ShardedTensor], tuple[Any, ...]]
     shown: Callable[[ShardedTensor], str]
@@ -147,7 +147,7 @@ class ShardedTensor(torch.Tensor):
         """
         item = ("x", self.shape, spec, every_length(sizes, lengths))
         (resolved,) = resolve_many([item], self.mesh, what="redistribute")
-        warn_of_slip("redistribute(x)", resolved.spec, self.mesh)
+        warn_of_slip("redistribute(x)", resolved.said, self.mesh)
         return above.redistributed(self, resolved)
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
