@@ -13,7 +13,7 @@ from shardlib.lines import Line
 from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
 from shardlib.program.device import Device
-from shardlib.program.steps import Collective, Compute, Program, Start, Step, Var, swapped, together
+from shardlib.program.steps import Asked, Collective, Compute, Inside, Program, Start, Step, Var, swapped, together
 
 
 class Builder:
@@ -68,7 +68,7 @@ class Builder:
         nbytes: float,
         reduce: str = "sum",
         reason: str = "",
-        because: Any = None,
+        because: Asked | Inside | None = None,
     ) -> Var:
         """Write one collective; its result."""
         c = Collective(kind, axes, source, out, params, nbytes, reduce, self.line, self.backward, reason, because)

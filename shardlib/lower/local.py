@@ -13,7 +13,7 @@ from shardlib import reshard
 from shardlib.graph import Op
 from shardlib.meshes.axis import Axis, member_coords, position
 from shardlib.program.device import REFUSALS, Local
-from shardlib.program.steps import Compute, Var, leaves
+from shardlib.program.steps import Compute, Inside, Var, leaves
 from shardlib.program.sym import (
     Sym,
     apart,
@@ -121,7 +121,7 @@ class LocalForm:
             params,
             nbytes,
             reason=f"{self._op.name} needs of {name} what others hold along {factor}",
-            because=(self._op, factor, name, "exchanged at the borders"),
+            because=Inside(self._op, factor, name, "exchanged at the borders"),
         )
 
     def ppermute(
@@ -141,7 +141,7 @@ class LocalForm:
         if not all(f.even for f in layout.factors):
             local = [product([local_size(f.size, f.axes) for f in dim]) for dim in layout.dims]
             params["shapes"] = [[of_member(n, axes, holds(i)) for n in local] for i in range(self.ways(factor))]
-        reason, because = f"{self._op.name} passes {factor} round", (self._op, factor, name)
+        reason, because = f"{self._op.name} passes {factor} round", Inside(self._op, factor, name)
         return self._builder.communicate(
             "ppermute", axes, value, out, params, out.nbytes, reason=reason, because=because
         )
@@ -187,7 +187,7 @@ class LocalForm:
             2 * size * (n - 1) / n,
             kind,
             f"{self._op.name} needs its {kind} over {factor}",
-            because=(self._op, factor),
+            because=Inside(self._op, factor),
         )
 
     def all_gather(self, value: Var, factor: str, dim: int, labels: Labels, size: Sym | int = 1) -> Var:
@@ -208,7 +208,7 @@ class LocalForm:
             {"dim": dim, "sizes": sizes},
             out.nbytes * (n - 1) / n,
             reason=f"{self._op.name} needs what each piece of {factor} came to",
-            because=(self._op, factor),
+            because=Inside(self._op, factor),
         )
 
     def _var(self, name: str, dtype: torch.dtype, layout: Layout | None = None) -> Var:

@@ -55,7 +55,7 @@ class Lowering:
             self.builder.captured.append((self.constants.whole(value), tensor))
         for value in self.graph.inputs:
             if value in self.flood.apart and self.readers[value]:
-                self.values.reader = "the program"
+                self.values.reader = None
                 self.values.as_(self.flood.apart[value], value, self.p.input_cut(value))
         for op in self.graph.ops:
             if not op.constant and not op.transparent:
@@ -178,7 +178,7 @@ class Lowering:
         cut = tuple(assignment.get(x, ()) if x else () for x in value_factors(self.flood, op, i, operand=True))
         return self.values.native(value, cut, owed) if owed else self.values.get(value, cut)
 
-    def _at(self, op: Op | None, reader: Any) -> None:
+    def _at(self, op: Op | None, reader: Op | int) -> None:
         """What is emitted now belongs to the line of `op`, and is done for `reader`."""
         self.builder.line, self.builder.backward = (op.line, op.backward) if op is not None else (None, False)
         self.values.reader = reader
@@ -186,7 +186,7 @@ class Lowering:
     # Outputs --------------------------------------------------------------------------------------------------------
 
     def _output(self, i: int, value: Value) -> Var:
-        self._at(value.op, f"output {i}")
+        self._at(value.op, i)
         if i in self.flood.outputs:
             return self.values.as_(value, self.flood.apart.get(i, value), self.flood.outputs[i][0])
         annotated = self.flood.fixed.get(value) if value.op is not None else None

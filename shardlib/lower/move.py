@@ -12,7 +12,7 @@ import torch
 from shardlib.aten.calls import NARROW, RESHAPE
 from shardlib.lower.builder import Builder
 from shardlib.meshes.axis import Axis, Coords, member_coords, position
-from shardlib.program.steps import Var
+from shardlib.program.steps import Asked, Var
 from shardlib.program.sym import Sym, axes_of, here, local_size, of_member, offset, product, tabulate
 from shardlib.reshard import Axes, Step, ways
 from shardlib.specs.pieces import span
@@ -28,7 +28,7 @@ class Mover:
     def __init__(self, builder: Builder) -> None:
         self.builder = builder
 
-    def step(self, step: Step, var: Var, dims: LocalDims, out: Var, *, reason: str, because: Any) -> None:
+    def step(self, step: Step, var: Var, dims: LocalDims, out: Var, *, reason: str, because: Asked | None) -> None:
         """Write `step` on `var`, whose factors are `dims`, with this result."""
         new, params = _recut(dims, step), {}
         x, back, pairs = var, None, []

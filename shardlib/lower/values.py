@@ -17,7 +17,7 @@ from shardlib.lower.emit import Emitter
 from shardlib.lower.local import Assignment
 from shardlib.lower.move import Mover
 from shardlib.meshes.axis import Axis
-from shardlib.program.steps import Var
+from shardlib.program.steps import Asked, Var
 from shardlib.propagate.estimate import settled
 from shardlib.propagate.flood import OpFactor
 from shardlib.propagate.units import value_factors
@@ -48,7 +48,7 @@ class Values:
         self.mover = Mover(emitter.builder)
         self.have: dict[Value, dict[Placement, Var]] = defaultdict(dict)
         self.constants = Constants(self)
-        self.reader: Any = None
+        self.reader: Op | int | None = None
 
     # Another layout -------------------------------------------------------------------------------------------------
 
@@ -150,7 +150,7 @@ class Values:
             form = (hop.after, owed)
             out = self.var(value, form, hop.sizes)
             reason = self._reason(value, source, form, origin)
-            self.mover.step(step, var, hop.dims, out, reason=reason, because=(value, self.reader))
+            self.mover.step(step, var, hop.dims, out, reason=reason, because=Asked(self.reader))
             var = out
             if origin is None:
                 self.have[value].setdefault(form, var)
@@ -160,7 +160,8 @@ class Values:
 
     def _reason(self, value: Value, source: Placement, form: Placement, origin: Value | None) -> str:
         made = self._typed(origin or value, *source)
-        reader = self.reader.name if isinstance(self.reader, Op) else self.reader
+        at = self.reader
+        reader = at.name if isinstance(at, Op) else "the program" if at is None else f"output {at}"
         return f"{value.name} is {made}, {reader} needs {self._typed(value, *form)}"
 
     # Pending sums ---------------------------------------------------------------------------------------------------

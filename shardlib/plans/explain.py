@@ -13,7 +13,7 @@ from shardlib.lines import place
 from shardlib.meshes.axis import Axis
 from shardlib.plans.naming import Naming
 from shardlib.plans.plantext import si
-from shardlib.program.steps import Collective, Var, makes, reads
+from shardlib.program.steps import Asked, Collective, Inside, Var, makes, reads
 from shardlib.propagate.dims import Leaf
 from shardlib.propagate.units import Unit
 
@@ -29,22 +29,20 @@ class Explainer:
 
     def subject(self, c: Collective) -> str:
         """What a collective moves."""
-        if isinstance(c.because, tuple) and len(c.because) > 2:
-            return str(c.because[2])
+        if isinstance(c.because, Inside) and c.because.what:
+            return c.because.what
         if c.source.value is not None:
             return self.naming.var(c.source)
-        op = self._asker(c)
-        return f"{op.name}'s {c.reduce}" if op is not None else c.source.name
+        return f"{c.because.op.name}'s {c.reduce}" if isinstance(c.because, Inside) else c.source.name
 
     def why(self, c: Collective) -> str:
         """Why a collective is there, in a few words."""
-        if isinstance(c.because, tuple) and isinstance(c.because[0], Op):
-            op, factor, *told = c.because
+        if isinstance(c.because, Inside):
+            op, factor = c.because.op, c.because.factor
             names = [self.naming.leaf(x) for x in self.compiled.propagated.flood.labels[op].get(factor, ())]
-            if c.kind == "ppermute":
-                how = told[1] if len(told) > 1 else "passed round"
-                return f"{' '.join(names) or factor} {how}, inside {self.naming.call(op, 2)}"
-            return f"{c.reduce} over {' '.join(names) or factor}, inside {self.naming.call(op, 2)}"
+            over = " ".join(names) or factor
+            what = f"{over} {c.because.how}" if c.kind == "ppermute" else f"{c.reduce} over {over}"
+            return f"{what}, inside {self.naming.call(op, 2)}"
         reader = self._reader(c)
         if not reader:
             return c.reason
@@ -55,15 +53,15 @@ class Explainer:
         return f"{moved}: {reader}" if moved else reader
 
     def _reader(self, c: Collective) -> str:
-        reader = c.because[1] if isinstance(c.because, tuple) else None
+        if not isinstance(c.because, Asked):
+            return ""
+        reader = c.because.by
         if isinstance(reader, Op):
             verb = "asked for" if reader.constrains else "read"
             return f"{verb} by {self.naming.call(reader, 2)}"
-        if reader == "the program":  # of an argument that is in other pieces than the rest
+        if reader is None:  # of an argument that is in other pieces than the rest
             return "as all that has this dim"
-        if isinstance(reader, str) and reader.startswith("output "):
-            return f"returned as {self.compiled.traced.result_names[int(reader.removeprefix('output '))]}"
-        return ""
+        return f"returned as {self.compiled.traced.result_names[reader]}"
 
     def _moved(self, c: Collective) -> str:
         """Which dims lose the axes and which get them: `embed whole`, `tensor from heads to seq`."""
@@ -119,9 +117,6 @@ class Explainer:
         ]
         return " ".join(dict.fromkeys(over))
 
-    def _asker(self, c: Collective) -> Op | None:
-        return c.because[0] if isinstance(c.because, tuple) and isinstance(c.because[0], Op) else None
-
     def reason(self, c: Collective) -> str:
         """The layouts that forced a collective, and why they are what they are."""
         if c.source.layout is None or c.out.layout is None:
@@ -142,8 +137,8 @@ class Explainer:
         lines.append(f"  because {self.why(c)}")
         value = c.source.value
         made = [v.op for v in (self.origin(c), value) if v is not None]
-        makers = [self._asker(c), *made]
-        reader = c.because[1] if isinstance(c.because, tuple) else None
+        makers = [c.because.op, *made] if isinstance(c.because, Inside) else made
+        reader = c.because.by if isinstance(c.because, Asked) else None
         said: set[Op] = set()
         for verb, ops in (("made by", makers), ("read by", [reader])):
             for op in ops:
@@ -152,8 +147,8 @@ class Explainer:
                     lines += [f"  {line}" for line in self._op(op, verb)]
         if value is not None and value.op is None:
             lines += [f"  {self.subject(c)} is {line}" for line in self._cuts(value, c.source)]
-        if isinstance(reader, str) and reader.startswith("output "):
-            fixed = self.compiled.propagated.flood.outputs.get(int(reader.removeprefix("output ")))
+        if isinstance(reader, int):
+            fixed = self.compiled.propagated.flood.outputs.get(reader)
             lines += [f"  the result is fixed by {fixed[1].source}"] if fixed else []
         return "\n".join(lines)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shardlib.graph import Value
+from shardlib.graph import Op, Value
 from shardlib.lines import Line
 from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
@@ -78,6 +78,23 @@ class Compute:
 
 
 @dataclass(frozen=True, eq=False)
+class Asked:
+    """Why a value moves: an op, a result by its number, or the program as a whole (None) wants it elsewhere."""
+
+    by: Op | int | None
+
+
+@dataclass(frozen=True, eq=False)
+class Inside:
+    """Why an op communicates by itself: its local form does, over one of its factors; `what` it moves, and `how`."""
+
+    op: Op
+    factor: str
+    what: str = ""
+    how: str = "passed round"
+
+
+@dataclass(frozen=True, eq=False)
 class Collective:
     """One communication: `kind` over `axes` on local tensor `source`.
 
@@ -95,7 +112,7 @@ class Collective:
     line: Line | None = None
     backward: bool = False
     reason: str = ""
-    because: Any = None
+    because: Asked | Inside | None = None
 
     @property
     def where(self) -> str:
