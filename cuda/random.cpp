@@ -1,4 +1,4 @@
-// Random numbers for a part of a tensor, drawn from the place of every element in the whole: ops/random.py, on the CPU.
+// Random numbers for a part of a tensor, drawn from the place of every element in the whole: ops/philox.py, on the CPU.
 //
 //   index     row-major place in the whole tensor
 //   block     four words of 32 bits: Philox4x32-10 of a number, keyed by seed and counter
@@ -7,7 +7,7 @@
 //
 // Every value is made of additions, multiplications, divisions and square roots, each rounded by itself (recipe.py
 // forbids fused ones), so that it depends neither on the width of vectors nor on where a row begins, and so that
-// ops/_random_values.py finds the same bits with torch. A change here is a change there.
+// ops/_draw_values.py finds the same bits with torch. A change here is a change there.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardlib.ops import random
-from shardlib.ops.random import Range
+from shardlib.ops import philox
+from shardlib.ops.philox import Range
 
 
 class Variant(NamedTuple):
@@ -113,7 +113,7 @@ class Variant(NamedTuple):
         assert self.key is not None
         assert self.part is not None
         batch, head, heads, queries, keys = self.part
-        return random.keep_mask(
+        return philox.keep_mask(
             self.key,
             self.dropout,
             Range(batch, b, batch + b),

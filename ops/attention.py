@@ -206,7 +206,7 @@ def attention(
     * mask: bool, true where a query may look. bias: added to the logits. Both broadcast to `[B, H, S, T]`.
     * scale: of q k^T, `1 / sqrt(D)` unless given. alibi: slopes float32 `[H]`; `slope * |distance|` is taken off.
     * dropout: drops that share of the probabilities, by `key` (int64 `[2]`: seed and counter), the same on every device
-      and backend: see `shardlib.ops.random`.
+      and backend: see `shardlib.ops.philox`.
     * q_offset, k_offset: the places of the first query and key. part: `[first batch, first head, H, S, T]`, of what
       whole these tensors are a part; only dropout needs it.
 

@@ -1,7 +1,7 @@
 """Numbers of one distribution for a part of a tensor: every element is drawn from its own place in the whole.
 
 Shapes: key scalar, int64; out `size`, the part that begins at `first` in a tensor of shape `whole`. `key` and `counter`
-name the draw (they are seed and counter of `ops/random.py`), the element's row-major index names the number in it. So
+name the draw (they are seed and counter of `ops/philox.py`), the element's row-major index names the number in it. So
 devices that hold the same element draw the same number, and nothing is communicated.
 
 A program has one key, which it draws anew in every call (`call_key`), and gives each of its draws a counter of its own.
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from shardlib.errors import ShardingError
-from shardlib.ops import _random_host, random
+from shardlib.ops import _draw_host, philox
 from shardlib.ops._choice import Choice, unavailable, wanted
-from shardlib.ops._random_values import KINDS, elements_per_block, values
+from shardlib.ops._draw_values import KINDS, elements_per_block, values
 from shardlib.recipe import Missing
 
 # --- schema -----------------------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ def reference(
     count = -(-(per - 1 + run) // per)  # blocks that a row may touch
     block = ((starts // per)[:, None] + torch.arange(count, device=device)).flatten()
     step = _BLOCKS.get(device.type, _MANY)
-    parts = [values(kind, dtype, random.words(seed, counter, b), p) for b in torch.split(block, step)]
+    parts = [values(kind, dtype, philox.words(seed, counter, b), p) for b in torch.split(block, step)]
     drawn = torch.cat(parts).view(len(starts), count * per)
     place = (starts % per)[:, None] + torch.arange(run, device=device)
     return drawn.gather(1, place).view(list(size))
@@ -134,7 +134,7 @@ def choose(device: torch.device) -> Choice:
         'torch'
     """
     want = wanted("random")
-    host = _random_host.library() if device.type == "cpu" else Missing(f"{device.type} is not the CPU")
+    host = _draw_host.library() if device.type == "cpu" else Missing(f"{device.type} is not the CPU")
     if want == "torch" or (want is None and isinstance(host, Missing)):
         return Choice("torch", "", "SHARDLIB_OPS" if want else str(host))
     if isinstance(host, Missing):
@@ -157,13 +157,13 @@ def forward(
 ) -> Tensor:
     """The op itself, by the chosen backend. `like` says where the result lies; its values are not read.
 
-    `kind` is one of `KINDS`, whose numbers `ops/_random_values.py` defines; `dtype` is int64 for `word` and `long`,
+    `kind` is one of `KINDS`, whose numbers `ops/_draw_values.py` defines; `dtype` is int64 for `word` and `long`,
     float32 or float64 otherwise, and may be bool for `bernoulli`.
     """
     check(kind, size, first, whole, dtype)
     device = torch.device(device)
     if choose(device).backend == "host":
-        return _random_host.draw(int(key), counter, kind, size, first, whole, dtype=dtype, p=p)
+        return _draw_host.draw(int(key), counter, kind, size, first, whole, dtype=dtype, p=p)
     seed = int(key) if key.device.type == "cpu" else key.to(device)  # a number travels with a kernel
     return reference(seed, counter, kind, size, first, whole, dtype=dtype, device=device, p=p)
 

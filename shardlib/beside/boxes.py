@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from shardlib.errors import ShardingError
-from shardlib.meshes.axis import Coords
+from shardlib.meshes.axis import Coords, alike
 from shardlib.ranks import world
 from shardlib.specs.layout import Dim, Layout
 from shardlib.specs.pieces import span
 from shardlib.tensors import aliases
-from shardlib.tensors.tensor import LocalShard, ShardedTensor, typeof
+from shardlib.tensors.tensor import ShardedTensor, typeof
 
 
 class Range(NamedTuple):
@@ -85,10 +85,9 @@ def chunk_list(x: ShardedTensor) -> list[ChunkStorageMetadata]:
             rule="a checkpoint is loaded into the tensor that has the memory",
             remedy="load into that tensor, or into a copy (x.clone())",
         )
-    own: dict[tuple[int, ...], torch.Tensor] = {}  # devices that hold the same share it, and so what is read
-    for shard in x.shards:
-        own.setdefault(_place(x, shard), shard.data.clone())
-    pieces = tuple(own[_place(x, shard)] for shard in x.shards)
+    first = alike((shard.coords for shard in x.shards), x.sharding.axes)
+    own = {i: x.shards[i].data.clone() for i in dict.fromkeys(first)}  # who holds the same shares what is read
+    pieces = tuple(own[i] for i in first)
     aliases.assign(x, pieces, pieces)
     return [_chunk(box) for box in _held(x)]
 
@@ -102,10 +101,6 @@ def _refuse_before_ranks_meet(x: ShardedTensor) -> None:
             rule="ranks save and load a checkpoint together",
             remedy="torch.distributed.init_process_group() first (or read mesh.device_mesh, which does it)",
         )
-
-
-def _place(x: ShardedTensor, shard: LocalShard) -> tuple[int, ...]:
-    return tuple(a.coord(shard.coords) for a in x.sharding.axes)
 
 
 def tensor_shard(x: ShardedTensor, index: MetadataIndex) -> torch.Tensor:

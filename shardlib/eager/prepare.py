@@ -19,6 +19,7 @@ from shardlib.eager.fit import Fit, fit
 from shardlib.eager.outcome import Outcome, likeness, recall, remember
 from shardlib.eager.single import Operand, Single, single
 from shardlib.eager.slots import devices_of, filled, frozen, made_on, moved, numbers_of, slotted, tensors_of
+from shardlib.meshes.axis import alike
 from shardlib.meshes.mesh import Mesh
 from shardlib.ranks.lineage import made, note
 from shardlib.ranks.telling import number
@@ -226,16 +227,7 @@ def replicated(x: torch.Tensor, beside: Form) -> ShardedTensor:
 
 def _devices(mesh: Mesh, fits: Fit) -> tuple[list[tuple[int, tuple[int, ...]]], list[int]]:
     """The devices of this process that compute something different, and which of them each device agrees with."""
-    if mesh.kind != "virtual":
-        return [(0, fits.local_ints(mesh.coords(mesh.rank)) if fits.ints else ())], [0]
-    coords = mesh.all_coords()
-    seen: dict[tuple[int, ...], int] = {}
-    devices: list[tuple[int, tuple[int, ...]]] = []
-    spread = []
-    for d, c in enumerate(coords):
-        where = tuple(a.coord(c) for a in fits.axes)
-        if where not in seen:
-            seen[where] = len(devices)
-            devices.append((d, fits.local_ints(c)))
-        spread.append(seen[where])
-    return devices, spread
+    coords = mesh.own_coords()
+    first = alike(coords, fits.axes)
+    different = list(dict.fromkeys(first))
+    return [(d, fits.local_ints(coords[d])) for d in different], [different.index(d) for d in first]

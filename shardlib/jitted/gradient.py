@@ -147,7 +147,7 @@ class _Refused(torch.autograd.Function):
 
 def _cotangent(grad: Any, layout: Layout, dtype: torch.dtype, then: Backward, mesh: Mesh) -> Sequence[Tensor]:
     if grad is None:
-        coords = mesh.all_coords() if mesh.kind == "virtual" else [mesh.coords(mesh.rank)]
+        coords = mesh.own_coords()
         return [torch.zeros(layout.local_shape(c), dtype=dtype, device=mesh.device) for c in coords]
     if not isinstance(grad, ShardedTensor):
         return cut_up(grad.detach(), layout, mesh)

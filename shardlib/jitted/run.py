@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,6 +20,7 @@ from shardlib.arrays import arrays_of, bounds, share_an_element
 from shardlib.calls.parts import rebind
 from shardlib.errors import ShardingError
 from shardlib.jitted.unrolled import Pieces, builder, gatherer, origins, wrapper
+from shardlib.meshes.axis import alike
 from shardlib.meshes.mesh import Mesh
 from shardlib.plans.plan import Plan
 from shardlib.program.steps import Compute, Program, Var
@@ -91,7 +93,7 @@ def entry(plan: Plan, program: Program, mesh: Mesh, runner: Runner, kept: Sequen
     inputs = []
     for i, (leaf, name, var) in enumerate(zip(traced.input_leaves, traced.input_names, program.inputs, strict=False)):
         layout, donated = _layout(var), i in program.donated
-        inputs.append(Input(leaf, name, layout, donated, tuple(_firsts(layout, mesh))))
+        inputs.append(Input(leaf, name, layout, donated, tuple(Counter(alike(mesh.own_coords(), layout.axes)).items())))
     named = plan.output_names[: len(plan.output_names) - len(traced.after.gradients)]
     outputs = tuple(forms(program.outputs[: len(named)], mesh, named, traced.strides))
     same = {i: at for i, at in traced.same.items() if outputs[i] is outputs[at]}  # and live in one place
@@ -145,12 +147,6 @@ def forms(
 def _layout(var: Var) -> Layout:
     assert var.layout is not None, f"{var} is no value of the program"
     return var.layout
-
-
-def _firsts(layout: Layout, mesh: Mesh) -> Iterator[tuple[int, int]]:
-    coords = mesh.all_coords() if mesh.kind == "virtual" else [mesh.coords(mesh.rank)]
-    keys = [tuple(a.coord(c) for a in layout.axes) for c in coords]
-    return ((keys.index(key), keys.count(key)) for key in dict.fromkeys(keys))
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
@@ -354,15 +350,9 @@ def _base() -> tuple[int, int, int]:
 
 
 def _copied(pieces: tuple[torch.Tensor, ...], given: Input, mesh: Mesh) -> tuple[torch.Tensor, ...]:
-    coords = mesh.all_coords() if mesh.kind == "virtual" else [mesh.coords(mesh.rank)]
-    made: dict[tuple[int, ...], torch.Tensor] = {}
-    out = []
-    for c, x in zip(coords, pieces, strict=True):
-        key = tuple(a.coord(c) for a in given.layout.axes)
-        if key not in made:
-            made[key] = x.clone(memory_format=torch.contiguous_format)
-        out.append(made[key])
-    return tuple(out)
+    first = alike(mesh.own_coords(), given.layout.axes)
+    made = {i: pieces[i].clone(memory_format=torch.contiguous_format) for i in dict.fromkeys(first)}
+    return tuple(made[i] for i in first)
 
 
 class _Gone(tuple[Any, ...]):

@@ -106,6 +106,18 @@ def member_coords(coords: Coords, group: Sequence[Axis], i: int) -> dict[str, in
 _PART = re.compile(r"(\w+)(?::\((\d+)\)(\d+))?")
 
 
+def alike(devices: Iterable[Coords], axes: Iterable[Axis]) -> list[int]:
+    """For each of some devices, the first of them at the same place along `axes`: what these cut, both hold.
+
+    Example:
+        >>> alike([{"a": 0, "b": 0}, {"a": 0, "b": 1}, {"a": 1, "b": 0}], [Axis("a", 2)])
+        [0, 0, 2]
+    """
+    first: dict[tuple[int, ...], int] = {}
+    axes = tuple(axes)
+    return [first.setdefault(tuple([a.coord(c) for a in axes]), i) for i, c in enumerate(devices)]
+
+
 def split_name(text: str) -> tuple[str, int, int | None]:
     """The name, `pre` and size in `tensor` (whole: no size) or `tensor:(2)4`.
 

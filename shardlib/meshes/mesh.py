@@ -212,6 +212,10 @@ class Mesh:
         steps = itertools.product(*map(range, self.axes.values()))
         return [dict(zip(self.axes, step, strict=True)) for step in steps]
 
+    def own_coords(self) -> list[dict[str, int]]:
+        """The coordinates of this process's devices: of all of them where they are virtual, else of its rank."""
+        return self.all_coords() if self.kind == "virtual" else [self.coords(self.rank)]
+
     def rank_of(self, coords: Coords) -> int:
         """The rank at these coordinates.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardlib.errors import ShardingError
 from shardlib.ops.checks import WITHIN
-from shardlib.ops.random import threshold
+from shardlib.ops.philox import threshold
 from shardlib.random.draw import draw, fresh_key
 
 aten = torch.ops.aten

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from shardlib.aten.traits import has, is_view
-from shardlib.meshes.axis import Axis, Coords, member_coords
+from shardlib.meshes.axis import Axis, Coords, alike, member_coords
 from shardlib.meshes.mesh import Mesh
 from shardlib.passes.reuse import in_place_form
 from shardlib.program.steps import Collective, Compute, Copy, Free, Program, Start, Step, Var, makes, reads
@@ -207,12 +207,8 @@ class Generator:
         group = set(primes(step.axes))
         varying = dict.fromkeys((*self.varies.get(step.source, ()), *self.varies.get(step.out, ())))
         rest = tuple(a for a in varying if a not in group)
-        seen: dict[tuple[int, ...], list[Coords]] = {}
-        for coords in self.devices:
-            key = tuple(a.coord(coords) for a in rest)
-            if key not in seen:
-                seen[key] = [member_coords(coords, step.axes, i) for i in range(n)]
-        return list(seen.values())
+        firsts = dict.fromkeys(alike(self.devices, rest))
+        return [[member_coords(self.devices[d], step.axes, i) for i in range(n)] for d in firsts]
 
     # Text -----------------------------------------------------------------------------------------------------------
 

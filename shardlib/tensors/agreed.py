@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardlib.errors import ShardingError
-from shardlib.meshes.axis import Axis
+from shardlib.meshes.axis import Axis, alike
 from shardlib.meshes.mesh import Mesh, current_mesh
 from shardlib.ops import all_gather, all_reduce
 from shardlib.ops._groups import together
@@ -245,12 +245,11 @@ def _refuse_different_copies(mesh: Mesh, mine: Sequence[Tensor], layout: Layout,
     if mesh.kind == "distributed" and mesh.size > 1:
         copies = torch.tensor(digests, dtype=torch.int64)
         digests = [row[0] for row in _gathered(mesh, Turn(f"comparing the values of pieces ({what})"), copies)]
-    first: dict[tuple[int, ...], int] = {}
-    wrong = []
-    for i, c in enumerate(mesh.all_coords()):
-        at = first.setdefault(tuple(axis.coord(c) for axis in layout.axes), i)
-        if digests[i] != digests[at]:
-            wrong.append(f"devices {at} and {i} hold the same piece of [{layout}], and have different values")
+    wrong = [
+        f"devices {at} and {i} hold the same piece of [{layout}], and have different values"
+        for i, at in enumerate(alike(mesh.all_coords(), layout.axes))
+        if digests[i] != digests[at]
+    ]
     if wrong:
         raise ShardingError(
             f"{what}: copies differ",

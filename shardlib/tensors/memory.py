@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shardlib.errors import ShardingError
+from shardlib.meshes.axis import alike
 from shardlib.meshes.mesh import Mesh
 from shardlib.specs.layout import Layout
 
@@ -15,17 +16,12 @@ from shardlib.specs.layout import Layout
 def cut_up(x: torch.Tensor, layout: Layout, mesh: Mesh) -> list[torch.Tensor]:
     """The pieces of a whole tensor that this process holds, equal pieces shared: some may be views of `x`, or `x`."""
     x = x.resolve_conj().resolve_neg()  # bits that say so would not travel with the bytes
-    coords = mesh.all_coords() if mesh.kind == "virtual" else [mesh.coords(mesh.rank)]
+    coords = mesh.own_coords()
     if layout.is_replicated:
         return [x] * len(coords)
-    made: dict[tuple[int, ...], torch.Tensor] = {}
-    out = []
-    for c in coords:
-        key = tuple(a.coord(c) for a in layout.axes)
-        if key not in made:
-            made[key] = layout.scatter(x, c).contiguous()
-        out.append(made[key])
-    return out
+    first = alike(coords, layout.axes)
+    made = {i: layout.scatter(x, coords[i]).contiguous() for i in dict.fromkeys(first)}
+    return [made[i] for i in first]
 
 
 def owned(x: torch.Tensor, layout: Layout, mesh: Mesh, donated: bool = False) -> tuple[torch.Tensor, ...]:

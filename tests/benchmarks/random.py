@@ -15,7 +15,7 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib.ops import draw
-from shardlib.ops.random import threshold
+from shardlib.ops.philox import threshold
 from tests.benchmarks.timing import interleave, markdown, ms, ratio
 
 CPU = torch.device("cpu")

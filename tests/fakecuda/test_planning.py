@@ -11,7 +11,7 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh, ShardingError
-from shardlib.ops import draw, random
+from shardlib.ops import draw, philox
 from tests.fakecuda.gpu import available, cuda_mesh
 from tests.fakecuda.programs import world
 from tests.fakecuda.watch import Seen
@@ -151,7 +151,7 @@ def test_keys_are_written_by_kernels_not_copied() -> None:
     torch.set_rng_state(before)
     with Called() as called:
         there = draw.call_key(device=torch.device("meta"))
-        random.words(3, 4, torch.empty(5, dtype=torch.int64, device="meta"))
+        philox.words(3, 4, torch.empty(5, dtype=torch.int64, device="meta"))
     assert (there.device.type, there.dtype, there.shape) == ("meta", here.dtype, here.shape)
     assert aten.full.default in called.ops
     assert not {aten._to_copy.default, aten.copy_.default, aten.lift_fresh.default} & set(called.ops)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from shardlib.errors import ShardingError
-from shardlib.ops import _random_host, draw
-from shardlib.ops._random_values import KINDS
-from shardlib.ops.random import bits
+from shardlib.ops import _draw_host, draw
+from shardlib.ops._draw_values import KINDS
+from shardlib.ops.philox import bits
 from shardlib.recipe import Missing
 
 CPU = torch.device("cpu")
@@ -32,10 +32,10 @@ def reference(kind, dtype, size, first=None, whole=None, seed=5, counter=6):
 
 
 def host(kind, dtype, size, first=None, whole=None, seed=5, counter=6):
-    if isinstance(reason := _random_host.library(), Missing):
+    if isinstance(reason := _draw_host.library(), Missing):
         pytest.skip(f"the host library: {reason}")
     first, whole = first or [0] * len(size), whole or size
-    return _random_host.draw(seed, counter, kind, size, first, whole, dtype=dtype, p=digits(kind, dtype))
+    return _draw_host.draw(seed, counter, kind, size, first, whole, dtype=dtype, p=digits(kind, dtype))
 
 
 WAYS = {"torch": reference, "host": host}
@@ -84,7 +84,7 @@ def test_backends_agree_to_the_last_bit(kind, dtype):
 
 def test_extreme_words():
     """Where a uniform number is rounded to 1, and where an angle is a multiple of a quarter turn."""
-    from shardlib.ops._random_values import values
+    from shardlib.ops._draw_values import values
 
     top = 2**32 - 1
     words = torch.tensor(list(itertools.product((0, 1, 2**31 - 1, 2**31, 3 << 30, top), repeat=4)))

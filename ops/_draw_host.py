@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardlib.ops import _native
-from shardlib.ops._random_values import KINDS
+from shardlib.ops._draw_values import KINDS
 from shardlib.recipe import Missing
 
 _TYPES = {torch.bool: 0, torch.int64: 1, torch.float32: 2, torch.float64: 3}
