@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_default_store
 
+from shardlib.internals import SYMMETRIC_MEMORY, default_store, late
 from shardlib.ops import _native
 from shardlib.ops._cuda_peers import Peers, group_of, launch, report_of, unserved
 from shardlib.ops._cuda_plan import Tuning, workspace_bytes
@@ -28,13 +28,13 @@ def open_group(handle: GroupHandle, device: torch.device, tuning: Tuning | None 
 
     All members call it together; all get peers, or all get a reason. Memory: `workspace_bytes` on every member.
     """
-    import torch.distributed._symmetric_memory as symmetric_memory
+    symmetric_memory = late(SYMMETRIC_MEMORY)
 
     global _opened
     _opened += 1
     tuning = tuning or Tuning()
     me, seconds = handle.ranks[handle.position], world.timeout().total_seconds()
-    store, room = Store(me, _get_default_store()), f"shardlib/cuda/{_opened}/{handle.name}"
+    store, room = Store(me, default_store()), f"shardlib/cuda/{_opened}/{handle.name}"
 
     def agree(step: str, fault: str) -> dict[int, str]:
         return store.exchange(f"{room}/{step}", fault, handle.ranks, seconds, "share GPU memory")
@@ -71,10 +71,10 @@ def open_group(handle: GroupHandle, device: torch.device, tuning: Tuning | None 
 
 def symmetric_empty(peers: Peers, handle: GroupHandle, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A flat tensor that the group's members read in place; all members call this together."""
-    import torch.distributed._symmetric_memory as symmetric_memory
+    symmetric_memory = late(SYMMETRIC_MEMORY)
 
     assert handle.pg is not None
-    tensor = symmetric_memory.empty(count, dtype=dtype, device=device)
+    tensor: Tensor = symmetric_memory.empty(count, dtype=dtype, device=device)
     addresses = [0] * handle.size
     pointers = symmetric_memory.rendezvous(tensor, handle.pg).buffer_ptrs
     for member, address in zip(handle.by_rank or range(handle.size), pointers, strict=True):

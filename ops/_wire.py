@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardlib.errors import CollectiveError
+from shardlib.internals import c10d_functional
 from shardlib.ops._choice import Choice, unavailable, wanted
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 NCCL = ("nccl", "cuda")  # transports of GPUs
 
-_c10d = torch.ops._c10d_functional
 T = TypeVar("T")
 
 
@@ -127,7 +127,7 @@ def settled(xs: Sequence[Tensor]) -> list[Tensor]:
 def wait(tensor: Tensor) -> Tensor:
     """Block until the collective that fills `tensor` is done. Raises `CollectiveError`."""
     try:
-        return _c10d.wait_tensor(tensor)  # type: ignore[no-any-return]
+        return c10d_functional.wait_tensor(tensor)  # type: ignore[no-any-return]
     except RuntimeError as error:
         raise CollectiveError(str(error)) from error
 
@@ -162,7 +162,7 @@ def gather(message: Tensor, counts: Sequence[int], group: GroupHandle, way: str,
     if way == "padded" and len(message) < slot:
         sent = message.new_empty(slot)
         sent[: len(message)] = message
-    buffer = _c10d.all_gather_into_tensor(sent.view(torch.uint8), n, group.name)
+    buffer = c10d_functional.all_gather_into_tensor(sent.view(torch.uint8), n, group.name)
     return Flight(buffer, counts, [slot] * n, message.dtype, group, sent)
 
 
@@ -220,7 +220,7 @@ def by_dtype(xs: Sequence[Tensor]) -> list[list[int]]:
 
 def _all_to_all(sent: Tensor, receive: Sequence[int], send: Sequence[int], group: GroupHandle) -> Tensor:
     size = sent.itemsize
-    return _c10d.all_to_all_single(  # type: ignore[no-any-return]
+    return c10d_functional.all_to_all_single(  # type: ignore[no-any-return]
         sent.view(torch.uint8), [n * size for n in receive], [n * size for n in send], group.name
     )
 

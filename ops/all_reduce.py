@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shardlib.internals import c10d_functional
 from shardlib.ops import _cuda_wire
 from shardlib.ops._choice import Choice
 from shardlib.ops._groups import GroupHandle
@@ -29,8 +30,6 @@ from shardlib.ops._streams import (
     up,
 )
 from shardlib.ops._wire import NCCL, Handle, by_dtype, combine, exchange, gather, pack, pick, settled, wait
-
-_c10d = torch.ops._c10d_functional
 
 # Measured on Gloo over the loop-back device, 2 and 4 processes: an exchange wins while a member sends less than 1 MB
 # (1.3 to 2 times faster than the ring), two rounds of one up to 4 MB (1.1 to 1.3 times), the ring above.
@@ -177,7 +176,7 @@ def _start_flat(message: Tensor, group: GroupHandle, kind: str, *, fresh: bool) 
     if choice.backend == "cuda":
         return _cuda_wire.reduce(message, group)
     if choice.way == "native":
-        buffer = (_c10d.all_reduce_ if fresh else _c10d.all_reduce)(message, kind, group.name)
+        buffer = (c10d_functional.all_reduce_ if fresh else c10d_functional.all_reduce)(message, kind, group.name)
         return Handle(lambda: (message, wait(buffer))[1])
     if choice.way == "exchange":
         flight = gather(message, [count] * n, group, "exchange", own=False)

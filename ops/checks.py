@@ -30,7 +30,7 @@ def check_index(index: Tensor, low: int, high: int, ignore: int | None = None) -
     if ignore is not None:
         fits |= index == ignore
     if index.device.type != "cpu":
-        torch._assert_async(fits.all(), f"an index is out of bounds for a dim of size {high}")
+        torch.ops.aten._assert_async.msg(fits.all(), f"an index is out of bounds for a dim of size {high}")
     elif not fits.all():
         raise IndexError(f"index {int(index[~fits][0])} is out of bounds for a dim of size {high}")
 
@@ -49,7 +49,7 @@ def within(x: Tensor, low: float, high: float, rule: str) -> Tensor:
     """
     fits = (x >= low) & (x <= high)
     if x.device.type != "cpu":
-        torch._assert_async(fits.all(), rule)
+        torch.ops.aten._assert_async.msg(fits.all(), rule)
     elif not fits.all():
         raise RuntimeError(f"{rule}: this one is {x[~fits][0].item()}")
     return x.clone()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shardlib.internals import c10d_functional
 from shardlib.ops import _cuda_wire
 from shardlib.ops._choice import Choice
 from shardlib.ops._groups import GroupHandle
@@ -18,8 +19,6 @@ from shardlib.ops._shm import Recipe
 from shardlib.ops._streams import REDUCE, Block, Like, Message, dense, irreducible, likes, prefix, sources
 from shardlib.ops._wire import NCCL, Handle, by_dtype, combine, exchange, leads, pack, pick, resized, settled, wait
 from shardlib.ops.all_reduce import natively
-
-_c10d = torch.ops._c10d_functional
 
 
 def wire_bytes(out: int, n: int) -> int:
@@ -149,7 +148,7 @@ def _one_dtype(
     if choice.backend == "cuda":
         return _cuda_wire.scatter_sum(message, counts, group)
     if choice.way == "native":
-        buffer = _c10d.reduce_scatter_tensor(message, kind, n, group.name)
+        buffer = c10d_functional.reduce_scatter_tensor(message, kind, n, group.name)
         return Handle(lambda: (message, wait(buffer))[1])
     flight = exchange(message, counts, [counts[group.position]] * n, group)
     return Handle(lambda: combine(flight.pieces(), kind))

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from shardlib.errors import ShardingError
+from shardlib.internals import pytree
 
 Shown = dict[int, tuple[Any, torch.Tensor]]  # id of an array -> the array, a tensor that shows it
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from shardlib.calls.flat import Static, flatten_call, names_of
 from shardlib.calls.mappings import opened
 from shardlib.calls.rebound import Watch
 from shardlib.errors import ShardingError
+from shardlib.internals import pytree
 from shardlib.jit import Jitted, jit
 from shardlib.jitted.planning import Invocation
 from shardlib.jitted.run import caller

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from shardlib import graph as graphs
 from shardlib.aten.traits import has
@@ -19,6 +18,7 @@ from shardlib.calls.rebound import Watch
 from shardlib.calls.state import State
 from shardlib.errors import ShardingError
 from shardlib.graph import Graph, Op, Value, is_door
+from shardlib.internals import pytree
 from shardlib.lines import place
 from shardlib.lower import lower
 from shardlib.meshes.mesh import Mesh

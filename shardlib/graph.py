@@ -17,6 +17,7 @@ from torch import fx
 
 from shardlib.aten.traits import has
 from shardlib.errors import ShardingError
+from shardlib.internals import schema_of
 from shardlib.lines import Line
 from shardlib.rules import rule_for
 from shardlib.rules.rule import Call, Meta, Rule
@@ -206,7 +207,7 @@ def is_door(target: Any) -> bool:
 
 
 def _kind(target: Any) -> str:
-    return str(target._schema.name).split("::")[-1]
+    return str(schema_of(target).name).split("::")[-1]
 
 
 def _is_manual(target: Any) -> bool:
@@ -237,8 +238,8 @@ def _draws(op: Op) -> bool:
     if _is_manual(op.target) or has(op.target, "draws the key"):  # the tag keeps these from being merged with another
         return False
     call = op.call
-    given = {a.name: a.default_value for a in call.target._schema.arguments if a.has_default_value()}
-    given |= {a.name: x for a, x in zip(call.target._schema.arguments, call.args, strict=False)} | dict(call.kwargs)
+    given = {a.name: a.default_value for a in schema_of(call.target).arguments if a.has_default_value()}
+    given |= {a.name: x for a, x in zip(schema_of(call.target).arguments, call.args, strict=False)} | dict(call.kwargs)
     return all(given.get(name, True) not in (0, False) for name in ("dropout_p", "training", "train"))
 
 

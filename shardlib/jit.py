@@ -10,12 +10,18 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
-from torch.utils import _pytree as pytree
 
 from shardlib.calls.ambient import refuse_modes
 from shardlib.calls.state import State
 from shardlib.errors import ShardingError
+from shardlib.internals import (
+    count_dispatch_modes,
+    count_function_modes,
+    dual_level,
+    is_wrapped,
+    pytree,
+    transform_level,
+)
 from shardlib.jitted import gradient
 from shardlib.jitted.function import Function
 from shardlib.jitted.method import Method, Methods
@@ -144,7 +150,7 @@ class Jitted(Function):
         return plan
 
     def call(self, programs: Programs, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if is_single_device() or is_tracing() or (_level() is not None and _transformed(args, kwargs)):
+        if is_single_device() or is_tracing() or (transform_level() is not None and _transformed(args, kwargs)):
             with nullcontext() if is_tracing() or in_call() or not is_single_device() else plain_program():
                 return self.fn(*args, **kwargs)
         mesh = current_mesh()
@@ -152,7 +158,7 @@ class Jitted(Function):
             if is_without_mesh():
                 return self.fn(*args, **kwargs)
             mesh = self._mesh(args, kwargs)
-        if _dispatch_modes():
+        if count_dispatch_modes():
             refuse_modes(self.name)
         is_taken = False
         while True:
@@ -166,7 +172,7 @@ class Jitted(Function):
                 args, kwargs, is_taken = *self.with_tensors(args, kwargs), True
             elif begun == compiling.count:
                 break
-        if forward_ad._current_level >= 0:
+        if dual_level() >= 0:
             refuse_tangents(self.name, leaves)
         ready = programs.entries.find(key, leaves)
         if ready is None:
@@ -186,8 +192,8 @@ class Jitted(Function):
             self._check_budgets(plan)
             if ALWAYS:
                 compare_arguments(plan, mesh, leaves)
-        if _function_modes():
-            with torch._C.DisableTorchFunction():
+        if count_function_modes():
+            with torch.DisableTorchFunction():
                 return ready.call(leaves)
         return ready.call(leaves)
 
@@ -243,11 +249,6 @@ class Jitted(Function):
         return f"<jit of {self.name}>"
 
 
-_level = torch._C._functorch.maybe_current_level
-_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
-
-
 def _transformed(args: Any, kwargs: Any) -> bool:
     """Whether a torch.func transform is running on these arguments: then the function is part of that program."""
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-    return any(isinstance(x, torch.Tensor) and wrapped(x) for x in pytree.tree_leaves((args, kwargs)))
+    return any(isinstance(x, torch.Tensor) and is_wrapped(x) for x in pytree.tree_leaves((args, kwargs)))

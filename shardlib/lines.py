@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from shardlib.bounded import Bounded
+from shardlib.internals import last_number, number_of, running_node
 
 
 class Line(NamedTuple):
@@ -64,15 +65,15 @@ class LineRecorder:
     def __init__(self, fallback: Line) -> None:
         self.fallback = fallback
         self._by_sequence: dict[int, Line] = {}
-        self._seen = torch._C._autograd._get_sequence_nr()
+        self._seen = last_number()
         self._section: tuple[str, ...] = ()
 
     def record(self, node: fx.Node) -> None:
         line = None
-        running = torch._C._current_autograd_node()
+        running = running_node()
         if running is not None:
             node.meta["backward"] = True
-            line = self._by_sequence.get(running._sequence_nr())
+            line = self._by_sequence.get(number_of(running)())
         line = replayed.get() or line
         if line is None:
             line = user_line(sys._getframe(1)) or self.fallback
@@ -84,7 +85,7 @@ class LineRecorder:
                 line = line._replace(section=self._section)
         node.meta.update(line=line, default=torch.get_default_dtype())
         # Numbers handed out since the last node are this one's: autograd makes its node just before the op runs.
-        upto = torch._C._autograd._get_sequence_nr()
+        upto = last_number()
         for number in range(self._seen, upto):
             self._by_sequence[number] = line
         self._seen = max(self._seen, upto)

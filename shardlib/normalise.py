@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from shardlib.aten.traits import has, is_view
 from shardlib.aten.views import argument, written_arguments
+from shardlib.internals import OpOverload, schema_of
 from shardlib.manual.claims import hold_claims
 from shardlib.scalar import hinted
 from shardlib.tracing.trace import Traced
@@ -285,7 +285,7 @@ def _is_random(target: Any) -> bool:
 
 def _is_check(target: Any) -> bool:
     """Whether an op is there for the error that it may raise: it makes nothing."""
-    return isinstance(target, OpOverload) and not target._schema.returns
+    return isinstance(target, OpOverload) and not schema_of(target).returns
 
 
 def _key(value: Any) -> Any:

@@ -9,6 +9,7 @@ import torch
 from shardlib.arrays import tensor_of
 from shardlib.eager.moving import placed
 from shardlib.errors import ShardingError
+from shardlib.internals import is_wrapped
 from shardlib.manual.body import current_body
 from shardlib.meshes.mesh import current_mesh, is_without_mesh
 from shardlib.ops.constraint import constrain
@@ -92,7 +93,7 @@ def shard(
             rule="src says whose values count where plain tensors are placed, outside jit",
             remedy="leave src out",
         )
-    if not is_tracing() and torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if not is_tracing() and is_wrapped(x):
         raise ShardingError(
             f"shard(x, {str(spec)!r}) on shape {list(x.shape)} is inside a transform of torch.func, outside jit",
             rule="a transform hands on values of its own, which are placed in a program only",

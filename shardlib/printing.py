@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from shardlib.errors import ShardingError
+from shardlib.internals import innermost, pytree
 from shardlib.manual.body import current_body
 from shardlib.state import is_tracing
 from shardlib.tensors.tensor import ShardedTensor
@@ -84,15 +84,8 @@ def debug_print(fmt: str, /, *args: Any, **kwargs: Any) -> None:
         return f"{{{len(asked) - 1}{m[2]}}}"
 
     text = _MARK.sub(field, text)
-    ranks = {x.mesh.rank for x in map(_unwrapped, asked) if isinstance(x, ShardedTensor)}
+    ranks = {x.mesh.rank for x in map(innermost, asked) if isinstance(x, ShardedTensor)}
     torch.ops.shardlib.debug_print(text, asked, lead=int(is_tracing() or not any(ranks)))
-
-
-def _unwrapped(x: Tensor) -> Tensor:
-    """What torch.func's transforms have wrapped."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):
-        x = torch._C._functorch.get_unwrapped(x)
-    return x
 
 
 _MARK = re.compile("\0(\\d+)((?:![rs])?(?::[^\0]*)?)\0")

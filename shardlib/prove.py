@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from shardlib import graph as graphs
 from shardlib.errors import ShardingError
 from shardlib.graph import Op
+from shardlib.internals import pytree
 from shardlib.lower.builder import Builder
 from shardlib.lower.emit import Emitter
 from shardlib.meshes.axis import Axis, Coords

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from shardlib.errors import ShardingError
+from shardlib.internals import is_wrapped, pytree
 from shardlib.jit import jit
 from shardlib.meshes.mesh import current_mesh
 
@@ -49,9 +49,8 @@ class Differentiable:
 
     def __call__(self, *args: Any) -> Any:
         leaves, tree = pytree.tree_flatten(args)
-        wrapped = torch._C._functorch.is_functorch_wrapped_tensor
         tensors = [x for x in leaves if isinstance(x, Tensor)]
-        if not any(wrapped(x) or (x.requires_grad and torch.is_grad_enabled()) for x in tensors):
+        if not any(is_wrapped(x) or (x.requires_grad and torch.is_grad_enabled()) for x in tensors):
             return self.program(*args)
         shape = _Shape(tree)
         flat = _Apply.apply(self, shape, *leaves)  # type: ignore[no-untyped-call]

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from shardlib.calls.mappings import opened
 from shardlib.errors import ShardingError
+from shardlib.internals import pytree
 from shardlib.lines import Line, user_line
 from shardlib.state import is_tracing
 from shardlib.tensors.tensor import short_dtype

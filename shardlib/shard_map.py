@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from shardlib.calls.mappings import opened
 from shardlib.errors import ShardingError
+from shardlib.internals import pytree
 from shardlib.manual import doors, stacked
 from shardlib.manual.body import Body, current_body, entered, from_local, left, to_local
 from shardlib.manual.claims import Claimed, hold

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import ParamSpec, TypeVar
 
-from torch._C._dynamo import eval_frame
+from shardlib.internals import set_frame_evaluation
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -92,10 +92,10 @@ def unseen(fn: Callable[Args, Result]) -> Callable[Args, Result]:
 
     @functools.wraps(fn)
     def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
-        before = eval_frame.set_eval_frame(None)
+        before = set_frame_evaluation(None)
         try:
             return fn(*args, **kwargs)
         finally:
-            eval_frame.set_eval_frame(before)
+            set_frame_evaluation(before)
 
     return call

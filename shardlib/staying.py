@@ -12,7 +12,9 @@ from contextlib import ExitStack
 from contextvars import ContextVar
 from typing import Any
 
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
+
+from shardlib.internals import function_modes
 
 _on: ContextVar[tuple[TorchFunctionMode, ...]] = ContextVar("shardlib_function_modes", default=())
 
@@ -35,7 +37,7 @@ def put_back(run: Callable[..., Any]) -> Callable[..., Any]:
     def engine(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             if modes := _on.get():
-                there = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+                there = function_modes()
                 for mode in modes:
                     if not any(mode is other for other in there):
                         stack.enter_context(mode)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.func import grad_and_value, vmap
-from torch.utils import _pytree as pytree
 
+from shardlib.internals import pytree, transform_level
 from shardlib.state import is_tracing
 
 __all__ = ["grad", "value_and_grad", "vmap"]
@@ -109,7 +109,7 @@ def _goes_on(x: Tensor, roots: list[Tensor]) -> bool:
 def _plainly(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether autograd takes this derivative, and no other is being taken: neither a transform around, nor a history of
     the arguments."""
-    if not is_tracing() or torch.is_inference_mode_enabled() or torch._C._functorch.maybe_current_level() is not None:
+    if not is_tracing() or torch.is_inference_mode_enabled() or transform_level() is not None:
         return False
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     return not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))

@@ -7,10 +7,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from shardlib.aten.traits import has
 from shardlib.aten.views import written_arguments
+from shardlib.internals import OpOverload, schema_of
 
 aten = torch.ops.aten
 
@@ -22,13 +22,13 @@ def functional_form(target: OpOverload) -> OpOverload | None:
     """The op that returns what `target` writes: `add_.Tensor` and `add.out` -> `add.Tensor`; None if torch has none."""
     if target in _FUNCTIONAL:
         return _FUNCTIONAL[target]
-    namespace, _, name = target._schema.name.partition("::")
+    namespace, _, name = schema_of(target).name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
     if packet is None:
         return None
 
     def signature(op: OpOverload) -> list[Any]:
-        return [a for a in op._schema.arguments if not (a.kwarg_only and a.alias_info is not None)]
+        return [a for a in schema_of(op).arguments if not (a.kwarg_only and a.alias_info is not None)]
 
     wanted = [(a.name, str(a.type)) for a in signature(target)]
     longer = None
@@ -66,7 +66,7 @@ def value_written(target: OpOverload) -> OpOverload | None:
         >>> value_written(aten.add_.Tensor), value_written(aten.zero_.default), value_written(aten.copy_.default)
         (<OpOverload(op='aten.add', overload='Tensor')>, <OpOverload(op='aten.zeros_like', overload='default')>, None)
     """
-    if written_arguments(target) != (str(target._schema.arguments[0].name),) or target in _FITTED:
+    if written_arguments(target) != (str(schema_of(target).arguments[0].name),) or target in _FITTED:
         return None
     return FILLS.get(target) or functional_form(target)
 

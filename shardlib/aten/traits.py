@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from torch._ops import OpOverload
+from shardlib.internals import OpOverload, overload_name_of, schema_of
 
 TRAITS: Mapping[str, str] = {
     "shows": "results show the memory of the first argument, as those whose schema says so do",
@@ -135,9 +135,9 @@ def is_view(target: Any) -> bool:
         >>> is_view(aten.slice.Tensor), is_view(aten.lift.default), is_view(aten.add_.Tensor)
         (True, True, False)
     """
-    if not isinstance(target, OpOverload) or not target._schema.arguments:
+    if not isinstance(target, OpOverload) or not schema_of(target).arguments:
         return False
-    alias = target._schema.arguments[0].alias_info
+    alias = schema_of(target).arguments[0].alias_info
     return "shows" in _of(target) or (alias is not None and not alias.is_write)
 
 
@@ -154,14 +154,14 @@ def may_show(target: Any) -> bool:
     if not isinstance(target, OpOverload):
         return True
     if target.namespace not in ("aten", "prims", "shardlib"):
-        return bool(target._schema.returns)
-    quiet = any(a.alias_info is not None and not a.alias_info.is_write for a in target._schema.arguments[1:])
+        return bool(schema_of(target).returns)
+    quiet = any(a.alias_info is not None and not a.alias_info.is_write for a in schema_of(target).arguments[1:])
     return quiet or "may show" in _of(target)
 
 
 def _of(target: Any) -> frozenset[str]:
     if not isinstance(target, OpOverload):
         return frozenset()
-    name = target._schema.name.removeprefix("aten::")
-    words = (_TABLE.get(name, ""), _TABLE.get(f"{name}.{target._overloadname}", ""))
+    name = schema_of(target).name.removeprefix("aten::")
+    words = (_TABLE.get(name, ""), _TABLE.get(f"{name}.{overload_name_of(target)}", ""))
     return frozenset(trait for text in words if text for trait in text.split(", "))

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
-from torch.utils import _pytree as pytree
 
 from shardlib.aten.traits import is_view
+from shardlib.internals import OpOverload, pytree, schema_of
 
 aten = torch.ops.aten
 
@@ -27,7 +26,7 @@ def written_arguments(target: Any) -> tuple[str, ...]:
     """Names of the arguments that an op writes to, out= ones first: functional forms return results in this order."""
     if not isinstance(target, OpOverload):
         return ()
-    written = [a for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    written = [a for a in schema_of(target).arguments if a.alias_info is not None and a.alias_info.is_write]
     return tuple(a.name for a in sorted(written, key=lambda a: not a.kwarg_only))
 
 
@@ -41,7 +40,7 @@ def written_to(graph: fx.Graph) -> dict[fx.Node, None]:
         if isinstance(node.args[0], fx.Node) and (node.target is operator.getitem or is_view(node.target)):
             owners[node] = owners.get(node.args[0], node.args[0])
         names = written_arguments(node.target)
-        for i, a in enumerate(node.target._schema.arguments if names else ()):
+        for i, a in enumerate(schema_of(node.target).arguments if names else ()):
             if a.name in names:
                 found = node.args[i] if i < len(node.args) else node.kwargs.get(a.name)
                 written |= dict.fromkeys(owners.get(x, x) for x in pytree.tree_leaves(found) if isinstance(x, fx.Node))
@@ -51,7 +50,7 @@ def written_to(graph: fx.Graph) -> dict[fx.Node, None]:
 def argument(node: fx.Node, name: str) -> Any:
     """The argument `name` of a call, wherever it was passed, or its default."""
     assert isinstance(node.target, OpOverload)
-    for i, a in enumerate(node.target._schema.arguments):
+    for i, a in enumerate(schema_of(node.target).arguments):
         if a.name == name:
             return node.args[i] if i < len(node.args) else node.kwargs.get(name, a.default_value)
     raise KeyError(name)

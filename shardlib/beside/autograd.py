@@ -6,37 +6,39 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from shardlib.internals import CHECKPOINT_COMPILES, ENGINE
 from shardlib.state import is_tracing
 from shardlib.staying import put_back
 from shardlib.tensors.tensor import ShardedTensor, refuse_within
 
 
-def _engine(module: Any) -> None:
+def _engine(_: Any) -> None:
     """What the engine calls runs under the function modes that were on where it was called.
 
     It is not asked for gradients that a program does not have.
     """
-    run = put_back(module._engine_run_backward)
+    engine = ENGINE.value
+    run = put_back(engine)
 
-    @functools.wraps(module._engine_run_backward)
+    @functools.wraps(engine)
     def checked(*args: Any, **kwargs: Any) -> Any:
         for x in args[4] if len(args) > 4 and not is_tracing() else ():
             if type(x) is ShardedTensor:
                 refuse_within(x, "the gradient")
         return run(*args, **kwargs)
 
-    module._engine_run_backward = checked
+    ENGINE.value = checked
 
 
-def _checkpoint(module: Any) -> None:
+def _checkpoint(_: Any) -> None:
     """Checkpoints keep what their policy says, and run the rest again; for a compiler they would keep all of it."""
-    compiling = module._is_compiling
+    compiling = CHECKPOINT_COMPILES.value
 
     @functools.wraps(compiling)
     def elsewhere(*args: Any) -> Any:
         return not is_tracing() and compiling(*args)
 
-    module._is_compiling = elsewhere
+    CHECKPOINT_COMPILES.value = elsewhere
 
 
 TAUGHT: dict[str, Callable[[Any], None]] = {"torch.autograd": _engine, "torch.utils.checkpoint": _checkpoint}

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from shardlib.eager.moving import laid_as
+from shardlib.internals import FILL_STATE_DICT, GATHER_STATE_DICT, STAGED_COPY, STAGED_MEMORY, pytree
 from shardlib.tensors.form import Form
 from shardlib.tensors.tensor import ShardedTensor, wrap
 
@@ -22,17 +22,17 @@ def _planner(_: Any) -> None:
     import shardlib.beside.boxes  # noqa: F401
 
 
-def _state_dict(module: Any) -> None:
+def _state_dict(_: Any) -> None:
     """`full_state_dict=True`: plain tensors out; plain tensors in, laid out as those that they replace."""
-    gather = module._gather_state_dict
+    gather = GATHER_STATE_DICT.value
 
     @functools.wraps(gather)
     def gathered(state_dict: Any, **how: Any) -> Any:
         return gather(pytree.tree_map_only(ShardedTensor, lambda x: x.detach().full_tensor(), state_dict), **how)
 
-    module._gather_state_dict = gathered
-    for name in ("_distribute_state_dict", "_broadcast_state_dict"):
-        setattr(module, name, _placing(getattr(module, name)))
+    GATHER_STATE_DICT.value = gathered
+    for slot in FILL_STATE_DICT:
+        slot.value = _placing(slot.value)
 
 
 def _placing(distribute: Callable[..., None]) -> Callable[..., None]:
@@ -50,10 +50,9 @@ def _placing(distribute: Callable[..., None]) -> Callable[..., None]:
     return placing
 
 
-def _stager(module: Any) -> None:
+def _stager() -> None:
     """Copies on the CPU that training does not change, of the pieces; pieces that devices share stay shared."""
-    cls = module.StateDictStager
-    offload = cls._offload_tensor
+    offload = STAGED_COPY.value
 
     @functools.wraps(offload)
     def offloaded(self: Any, x: torch.Tensor, memo: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -64,12 +63,13 @@ def _stager(module: Any) -> None:
         memo[id(x)] = out
         return out
 
-    cls._offload_tensor = offloaded
+    STAGED_COPY.value = offloaded
 
 
-def _staging(module: Any) -> None:
+def _staging(_: Any) -> None:
     """The blocking way makes the memory first, and copies into it later."""
-    create = module._create_cpu_state_dict
+    _stager()
+    create = STAGED_MEMORY.value
 
     @functools.wraps(create)
     def created(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +82,7 @@ def _staging(module: Any) -> None:
         ]
         return pytree.tree_unflatten(whole, tree)
 
-    module._create_cpu_state_dict = created
+    STAGED_MEMORY.value = created
 
 
 def _on_cpu(x: ShardedTensor, pieces: tuple[torch.Tensor, ...]) -> ShardedTensor:
@@ -94,6 +94,5 @@ def _on_cpu(x: ShardedTensor, pieces: tuple[torch.Tensor, ...]) -> ShardedTensor
 TAUGHT: dict[str, Callable[[Any], None]] = {
     "torch.distributed.checkpoint.planner": _planner,
     "torch.distributed.checkpoint.state_dict": _state_dict,
-    "torch.distributed.checkpoint._state_dict_stager": _stager,
     "torch.distributed.checkpoint.staging": _staging,
 }

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from shardlib.internals import SKIP_RULES, SKIPPED_FILES, late
+
 
 def _skip(module: Any) -> None:
     module.add("shardlib")
     module.SKIP_DIRS.append("<shardlib ")  # code that shardlib has written
-    module._recompile_re()
+    late(SKIP_RULES)()
 
 
-TAUGHT: dict[str, Callable[[Any], None]] = {"torch._dynamo.trace_rules": _skip}
+TAUGHT: dict[str, Callable[[Any], None]] = {SKIPPED_FILES: _skip}

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from shardlib.internals import TRACKER_HOOKS
 from shardlib.ranks import counting
 from shardlib.state import is_tracing
 
@@ -34,9 +35,8 @@ def _comm_mode(module: Any) -> None:
             counting.handling.reset(token)
 
     cls.__enter__, cls.__exit__, cls.__torch_dispatch__ = entering, leaving, dispatching
-    tracker = module._CommModeModuleTracker
-    for name in ("_fw_pre_hook", "_fw_post_hook", "_fw_set_module_hook", "_bw_hook"):
-        setattr(tracker, name, _of_calls(getattr(tracker, name)))
+    for slot in TRACKER_HOOKS:
+        slot.value = _of_calls(slot.value)
 
 
 def _of_calls(hook: Callable[..., None]) -> Callable[..., None]:
@@ -50,4 +50,4 @@ def _of_calls(hook: Callable[..., None]) -> Callable[..., None]:
     return called
 
 
-TAUGHT: dict[str, Callable[[Any], None]] = {"torch.distributed.tensor.debug._comm_mode": _comm_mode}
+TAUGHT: dict[str, Callable[[Any], None]] = {"torch.distributed.tensor.debug": _comm_mode}

@@ -15,6 +15,7 @@ import torch
 
 from shardlib.eager import refusals
 from shardlib.errors import ShardingError
+from shardlib.internals import C10D_CHECKS, FSDP_PARAMETERS
 from shardlib.tensors.tensor import ShardedTensor, typeof
 
 
@@ -32,9 +33,9 @@ def _checked(check: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
     return checked
 
 
-def _c10d(module: Any) -> None:
-    for name in ("_check_single_tensor", "_check_tensor_list"):
-        setattr(module, name, _checked(getattr(module, name)))
+def _c10d(_: Any) -> None:
+    for slot in C10D_CHECKS:
+        slot.value = _checked(slot.value)
 
 
 def _wrapper(name: str, argument: str = "module") -> Callable[[Any], None]:
@@ -71,5 +72,5 @@ TAUGHT: dict[str, Callable[[Any], None]] = {
     "torch.nn.parallel.distributed": _wrapper("DistributedDataParallel"),
     "torch.nn.parallel.data_parallel": _wrapper("DataParallel"),
     "torch.distributed.fsdp.fully_sharded_data_parallel": _wrapper("FullyShardedDataParallel"),
-    "torch.distributed.fsdp._fully_shard._fsdp_param": _wrapper("FSDPParam", "param"),
+    FSDP_PARAMETERS: _wrapper("FSDPParam", "param"),
 }

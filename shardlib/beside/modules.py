@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from shardlib.errors import ShardingError
+from shardlib.internals import BATCH_NORM, MODULE_APPLY, FakeTensor, input_check_of
 from shardlib.state import is_tracing
 
 
-def _batchnorm(module: Any) -> None:
+def _batchnorm(_: Any) -> None:
     """`momentum=None`: the mean over all batches, whose number is a buffer."""
-    cls = module._BatchNorm
-    forward = cls.forward
+    forward = BATCH_NORM.value
 
     @functools.wraps(forward)
     def cumulative(self: Any, input: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ def _batchnorm(module: Any) -> None:
         if self.momentum is not None or not counted or not is_tracing():
             result: Tensor = forward(self, input)
             return result
-        self._check_input_dim(input)
+        input_check_of(self)(input)
         self.num_batches_tracked.add_(1)
         mean, var = self.running_mean.clone(), self.running_var.clone()
         out = F.batch_norm(input, mean, var, self.weight, self.bias, True, 1.0, self.eps)
@@ -36,18 +36,18 @@ def _batchnorm(module: Any) -> None:
             self.running_var.lerp_(var, part)
         return out
 
-    cls.forward = cumulative
+    BATCH_NORM.value = cumulative
 
 
-def _module(module: Any) -> None:
+def _module(_: Any) -> None:
     """`m.to(device)` that changes nothing is fine; a conversion is refused before it begins."""
-    cls = module.Module
-    apply = cls._apply
+    apply = MODULE_APPLY.value
 
     @functools.wraps(apply)
     def converted(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         if is_tracing():
-            of = {name: x for space in (self._parameters, self._buffers) for name, x in space.items() if x is not None}
+            own = {"recurse": False, "remove_duplicate": False}
+            of = dict(chain(self.named_parameters(**own), self.named_buffers(**own)))
             new = {name: fn(x.detach()) for name, x in of.items()}
             wrong = [
                 f"{type(self).__name__}.{name} is {list(x.shape)} of {x.dtype}, and would be {y.dtype} on {y.device}"
@@ -64,7 +64,7 @@ def _module(module: Any) -> None:
                 )
         return apply(self, fn, recurse)
 
-    cls._apply = converted
+    MODULE_APPLY.value = converted
 
 
 TAUGHT: dict[str, Callable[[Any], None]] = {

@@ -15,21 +15,31 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
-from torch.nn.modules import module as modules
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.overrides import TorchFunctionMode
 
 from shardlib.calls.inside import own
 from shardlib.calls.state import State
 from shardlib.errors import ShardingError
+from shardlib.internals import (
+    MODULE_HOOKS,
+    any_autocast,
+    count_function_modes,
+    dispatch_modes,
+    function_modes,
+    pop_function_mode,
+    pop_saved_hooks,
+    push_function_mode,
+    push_saved_hooks,
+    saved_hooks,
+    without_modes,
+)
 
 _DEVICES = ("cpu", "cuda")
 _environment: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]  # os.environ takes longer than the rest
 _NO_AUTOCAST = (None,) * len(_DEVICES)
 _gradients, _inference, _default_dtype = torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.get_default_dtype
-_any_autocast, _autocast_cache = torch._C._is_any_autocast_enabled, torch.is_autocast_cache_enabled
-_deterministic, _precision = torch._C._get_deterministic_algorithms, torch._C._get_float32_matmul_precision
-_functions = torch._C._len_torch_function_stack
+_autocast_cache = torch.is_autocast_cache_enabled
+_deterministic, _precision = torch.are_deterministic_algorithms_enabled, torch.get_float32_matmul_precision
 
 
 def ambient(state: State) -> tuple[Any, ...]:
@@ -42,12 +52,12 @@ def ambient(state: State) -> tuple[Any, ...]:
         _gradients(),
         _inference(),
         _default_dtype(),
-        *(_autocast() if _any_autocast() else _NO_AUTOCAST),
+        *(_autocast() if any_autocast() else _NO_AUTOCAST),
         _autocast_cache(),
         _deterministic(),
         _precision(),
         _environment.get(b"SHARDLIB_OPS"),
-        modes(state) if _functions() or any(_EVERYWHERE) else (),
+        modes(state) if count_function_modes() or any(MODULE_HOOKS) else (),
     )
 
 
@@ -58,19 +68,19 @@ def _autocast() -> list[torch.dtype | None]:
 def modes(state: State) -> tuple[Any, ...]:
     """What the function modes around a call, and the hooks of all modules, add to its key."""
     known: list[Any] = []
-    if torch._C._len_torch_function_stack():
-        for mode in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+    if count_function_modes():
+        for mode in function_modes():
             known += (type(mode), own(mode).get("device"))
             state.mode(mode, known, -len(known))
-    if any(_EVERYWHERE):
-        for hook in (hook for hooks in _EVERYWHERE for hook in hooks.values() if not _is_torch(hook)):
+    if any(MODULE_HOOKS):
+        for hook in (hook for hooks in MODULE_HOOKS for hook in hooks.values() if not _is_torch(hook)):
             state.hook(hook, known)
     return tuple(known)
 
 
 def refuse_modes(name: str) -> None:
     """Refuse dispatch modes that are not torch's own, and do not say that they only look on."""
-    modes = _get_current_dispatch_mode_stack()
+    modes = dispatch_modes()
     wrong = [m for m in modes if not _is_torch(m) and not getattr(m, "only_observes", False)]
     if wrong:
         raise ShardingError(
@@ -92,39 +102,30 @@ def _is_torch(x: Any) -> bool:
 @contextmanager
 def set_aside() -> Iterator[AbstractContextManager[Any]]:
     """Nothing of the caller's modes and hooks acts; inside what it gives, the function modes do, above all others."""
-    functions: list[TorchFunctionMode] = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())][::-1]  # type: ignore[no-untyped-call]
+    functions: list[TorchFunctionMode] = [pop_function_mode() for _ in range(count_function_modes())][::-1]
     hooks: list[Any] = []
-    while (pair := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+    while (pair := saved_hooks(True)) is not None:
         hooks.append(pair)
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        pop_saved_hooks()
     try:
         # The anomaly switch is the process's: who turns it off for nothing could undo what another thread turns on.
         quiet = torch.autograd.set_detect_anomaly(mode=False) if torch.is_anomaly_enabled() else nullcontext()
-        with _disable_current_modes(), quiet:
+        with without_modes(), quiet:
             yield _on_top(functions)
     finally:
         for pair in reversed(hooks):
-            torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+            push_saved_hooks(*pair)
         for mode in functions:
-            _push_mode(mode)
+            push_function_mode(mode)
 
 
 @contextmanager
 def _on_top(modes: list[TorchFunctionMode]) -> Iterator[None]:
     with ExitStack() as stack:
         for mode in modes:
-            _push_mode(mode)  # type: ignore[no-untyped-call]
-            stack.callback(_pop_mode)
+            push_function_mode(mode)
+            stack.callback(pop_function_mode)
         yield
-
-
-_EVERYWHERE: tuple[dict[int, Any], ...] = tuple(
-    getattr(modules, f"_global_{kind}_hooks")
-    for kind in (
-        *("buffer_registration", "module_registration", "parameter_registration"),
-        *("backward_pre", "backward", "forward_pre", "forward"),
-    )
-)
 
 
 NAMES = (

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from shardlib.calls.inside import has
 from shardlib.calls.mappings import is_container
 from shardlib.calls.state import OWN, State
+from shardlib.internals import node_type, pytree
 from shardlib.tensors.tensor import ShardedTensor
 
 
@@ -119,7 +119,7 @@ def read(items: Iterable[Any], leaves: list[Any], known: list[Any], state: State
         elif isinstance(x, torch.Tensor):
             leaves.append(x)
             state.argument(x, known, len(leaves) - 1)
-        elif (node := pytree._get_node_type(x)) in pytree.SUPPORTED_NODES or is_container(x):
+        elif (node := node_type(x)) in pytree.SUPPORTED_NODES or is_container(x):
             children, context = pytree.SUPPORTED_NODES[node].flatten_fn(x)
             known += (kind, len(children))
             state.fact(context, known)

@@ -13,6 +13,7 @@ import torch
 
 from shardlib.calls.inside import own
 from shardlib.calls.kinds import of_numpy
+from shardlib.internals import MODULE_DICTS
 
 if TYPE_CHECKING:
     from shardlib.calls.changing import Place
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 GONE = object()  # what a holder has that has nothing
 ALL = object()  # the key of all items of a container
-_OF_MODULES = ("_parameters", "_buffers", "_modules")
 _CONTAINERS = (list, deque, dict, set)
 
 
@@ -72,7 +72,7 @@ def _space(owner: Any, key: Any) -> dict[Any, Any] | None:
     if isinstance(key, tuple) and isinstance(owner, dict):
         return owner  # an item; what is called by a text is an attribute
     inside = own(owner)
-    spaces = [*(inside.get(name) for name in _OF_MODULES), inside]
+    spaces = [*(inside.get(name) for name in MODULE_DICTS), inside]
     dicts: list[dict[Any, Any]] = [space for space in spaces if isinstance(space, dict)]
     return next((space for space in dicts if key in space), dicts[-1] if dicts else None)
 
@@ -81,7 +81,7 @@ def among(owner: Any, key: Any) -> str:
     """In which dict of a `torch.nn.Module` a name is: its parameters, its buffers; elsewhere in none."""
     if not isinstance(owner, torch.nn.Module):
         return ""
-    return next((name for name in _OF_MODULES if key in own(owner).get(name, ())), "")
+    return next((name for name in MODULE_DICTS if key in own(owner).get(name, ())), "")
 
 
 def refill(x: Any, old: Any) -> None:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from shardlib.calls.holders import put_back, refill
 from shardlib.errors import ShardingError
+from shardlib.internals import FakeTensor
 from shardlib.tensors.tensor import typeof
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Leak:
             return "bind a new list to an attribute, self.history = self.history + [x]; or write to a tensor, h[i] = x"
         if isinstance(self.owner, dict) and "__builtins__" not in self.owner:
             return "fill the container before the first call; or keep the tensor in an attribute, self.mask = mask"
-        if isinstance(self.value, torch.nn.Parameter) or self.value.__dict__.get("_is_param"):
+        if isinstance(self.value, torch.nn.Parameter):
             return "write to the parameter that is there: with torch.no_grad(): p.copy_(new)"
         return "return the tensor, and keep it outside; or register it as a buffer and write to it in place"
 

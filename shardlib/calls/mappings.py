@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from shardlib.calls import inside
 from shardlib.calls.reach import is_users
 from shardlib.errors import ShardingError
+from shardlib.internals import pytree
 
 
 @dataclass(frozen=True)

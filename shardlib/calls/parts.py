@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from shardlib.calls.holders import put
+from shardlib.internals import pytree
 from shardlib.scalar import Scalar
 from shardlib.tensors.aliases import view
 from shardlib.tensors.form import Form

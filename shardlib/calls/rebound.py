@@ -21,8 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 
 from shardlib.calls.changing import Changing, Place
 from shardlib.calls.flat import same_number
@@ -35,6 +33,7 @@ from shardlib.calls.parts import Computed, Own, Part, Rebound, Rest, Result, Sho
 from shardlib.calls.snapshot import Snapshot
 from shardlib.calls.state import LENGTH, LONG, NUMBERS, State
 from shardlib.errors import ShardingError
+from shardlib.internals import FakeTensor, memory_of, pytree
 from shardlib.tensors.tensor import ShardedTensor
 
 
@@ -159,7 +158,7 @@ class Watch:
         places: dict[int, int] = {}  # of values that were made
 
         def shown(x: Tensor, place: Place) -> Shown:
-            leaf, tensor, of = memory[x.untyped_storage()._cdata]
+            leaf, tensor, of = memory[memory_of(x.untyped_storage())]
             where = tuple(x.shape), x.stride(), int(x.storage_offset())
             value = None
             if type(tensor) is ShardedTensor and where != (tuple(of.shape), of.stride(), 0):
@@ -178,7 +177,9 @@ class Watch:
                 return Own(own[id(x)])
             if not is_traced(x) or _is_new_leaf(x):
                 return None
-            if x.untyped_storage()._cdata in memory and _is_plain_view(x, memory[x.untyped_storage()._cdata][2]):
+            if memory_of(x.untyped_storage()) in memory and _is_plain_view(
+                x, memory[memory_of(x.untyped_storage())][2]
+            ):
                 return shown(x, place)
             plain = isinstance(old, Tensor) and not isinstance(old, ShardedTensor) and not x.requires_grad
             home = None

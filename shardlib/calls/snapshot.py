@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from shardlib.calls.caches import is_cache
 from shardlib.calls.changing import Changing, Facts, Place
@@ -17,6 +16,7 @@ from shardlib.calls.kinds import CONTAINERS, PLAIN, Held, held, is_object, of_nu
 from shardlib.calls.leaks import Leak
 from shardlib.calls.numbers import is_given
 from shardlib.calls.state import LENGTH, State
+from shardlib.internals import FakeTensor
 
 LARGE = 1 << 26  # bytes of an array; larger ones are not copied, so what a function that raises wrote there stays
 

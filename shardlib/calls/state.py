@@ -41,6 +41,7 @@ from shardlib.calls.numbers import is_given
 from shardlib.calls.places import key_name, name_of
 from shardlib.calls.reach import is_users
 from shardlib.errors import ShardingError
+from shardlib.internals import MODULE_DICTS, TENSOR_HOOKS
 from shardlib.strided import refuse_others
 from shardlib.tensors.tensor import ShardedTensor, marks
 
@@ -170,7 +171,7 @@ class State:
         """The `.grad` of a tensor that requires one, or has one; results of ops have one where they retain it."""
         leaf = x.is_leaf
         known.append(leaf)
-        for hooks in (x._backward_hooks, getattr(x, "_post_accumulate_grad_hooks", None)):
+        for hooks in (getattr(x, kind, None) for kind in TENSOR_HOOKS):
             if hooks:
                 for hook in hooks.values():
                     self.hook(hook, known)
@@ -402,7 +403,7 @@ class State:
                 known += (k, kind, y if kind is not float else y.hex())
             elif quick and kind in _DICTS and not y:
                 known += (k, kind, LENGTH, int, 0)
-            elif k in ("_parameters", "_buffers", "_modules"):
+            elif k in MODULE_DICTS:
                 for name, z in y.items():
                     self._at = (*at, ".", name)
                     self._attribute(owner, name, z, known, depth - 1)  # however deep: it is all one module

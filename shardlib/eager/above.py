@@ -11,22 +11,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey, DispatchKeySet
 from torch.library import Library
 
 from shardlib.eager.slots import tensors_of
 from shardlib.eager.writes import through_copies
+from shardlib.internals import keys_below, schema_of
 from shardlib.tensors.tensor import ShardedTensor
 
 aten = torch.ops.aten
 _ABOVE = Library("aten", "IMPL")  # type: ignore[no-untyped-call] # torch has no types for it
-_BELOW = torch._C._dispatch_keyset_full_after(DispatchKey.PythonTLSSnapshot)
+_BELOW = keys_below(torch.DispatchKey.PythonTLSSnapshot)
 
 
 def _catch(op: Any, form: Callable[..., Any]) -> None:
     """Run `op` as `form(op, *args, **kwargs)` where a ShardedTensor takes part."""
 
-    def caught(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def caught(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(x, ShardedTensor) for x in tensors_of((args, kwargs))):
             return form(op, *args, **kwargs)
         return op.redispatch(keys & _BELOW, *args, **kwargs)
@@ -38,7 +38,7 @@ def _written(op: Any, *args: Any, **kwargs: Any) -> Any:
     """An `out=` form: the op, then a write."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors_of((args, kwargs))):
         raise RuntimeError(
-            f"{op._schema.name.removeprefix('aten::')}(): functions with out=... arguments don't support automatic "
+            f"{schema_of(op).name.removeprefix('aten::')}(): functions with out=... arguments don't support automatic "
             "differentiation, but one of the arguments requires grad."
         )
     return through_copies(op)(args, kwargs)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from shardlib.eager.slots import Slot
+from shardlib.internals import make_wrapper
 from shardlib.ranks.lineage import origin_of
 from shardlib.tensors.aliases import assign
 from shardlib.tensors.form import Form
@@ -43,7 +44,7 @@ def caller(
     its own. `kind` is the type of the result: None for one tensor, else tuple or list. With `write`, the result
     is the new value of the first argument. On ranks, `program` is the number of the op, for the origin of its results.
     """
-    bound: dict[str, Any] = {"f": target, "make": torch.Tensor._make_wrapper_subclass, "strided": torch.strided}
+    bound: dict[str, Any] = {"f": target, "make": make_wrapper, "strided": torch.strided}
     pieces: list[str] = []
     made_of: list[str] = []
 

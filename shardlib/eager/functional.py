@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey, DispatchKeySet
-from torch._C._functorch import TransformType
 
+from shardlib.internals import TransformType, exclude_keys
 from shardlib.random.draw import PlainDraws
 from shardlib.tensors.tensor import ShardedTensor
 from shardlib.tracing import flex
 
-_SNAPSHOT = DispatchKey.PythonTLSSnapshot  # the key of tensor subclasses, and of modes: plain tensors never come by
+# The key of tensor subclasses, and of modes: plain tensors never come by.
+_SNAPSHOT = torch.DispatchKey.PythonTLSSnapshot
 
 
 @flex.OPERATOR.py_impl(_SNAPSHOT)  # type: ignore[untyped-decorator]
@@ -22,7 +22,7 @@ def _caught(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **how: Any) -
     if flex.ours(query, key, value):
         sharded = any(isinstance(x, ShardedTensor) for x in (query, key, value))
         return flex.flex_attention(query, key, value, *rest, **how, fused=sharded)
-    with torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(_SNAPSHOT)):
+    with exclude_keys(torch.DispatchKeySet(_SNAPSHOT)):
         return flex.OPERATOR(query, key, value, *rest, **how)
 
 

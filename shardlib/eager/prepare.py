@@ -8,8 +8,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from shardlib.aten.forms import on_pieces
 from shardlib.aten.traits import has, is_view
@@ -19,6 +17,7 @@ from shardlib.eager.fit import Fit, fit
 from shardlib.eager.outcome import Outcome, likeness, recall, remember
 from shardlib.eager.single import Operand, Single, single
 from shardlib.eager.slots import devices_of, filled, frozen, made_on, moved, numbers_of, slotted, tensors_of
+from shardlib.internals import FakeTensorMode, pytree
 from shardlib.meshes.axis import alike
 from shardlib.meshes.mesh import Mesh
 from shardlib.ranks.lineage import made, note

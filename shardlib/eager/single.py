@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from shardlib import graph as graphs
 from shardlib.aten.calls import CLONE
@@ -25,6 +23,7 @@ from shardlib.aten.traits import has
 from shardlib.compile import Compiled
 from shardlib.eager.slots import devices_of, filled, listed, made_on, moved
 from shardlib.errors import ShardingError
+from shardlib.internals import FakeTensorMode, pytree, running_node, schema_of
 from shardlib.lines import Line, user_line
 from shardlib.lower import lower
 from shardlib.meshes.mesh import Mesh
@@ -80,7 +79,7 @@ def single(op: Any, args: Any, kwargs: dict[str, Any], operands: Sequence[Operan
     """Compile one call; `op` None only follows the path of the one operand."""
     if op is not None:
         _refuse_pending(op, operands)
-    name = ("view" if operands[0].path else "redistribute") if op is None else op._schema.name.removeprefix("aten::")
+    name = ("view" if operands[0].path else "redistribute") if op is None else schema_of(op).name.removeprefix("aten::")
     line = user_line(sys._getframe(1)) or Line("", 0, name, "")
     device = made_on(operands[0].form.device, devices_of(args, kwargs))
     writer = _Writer(line, device)
@@ -90,8 +89,8 @@ def single(op: Any, args: Any, kwargs: dict[str, Any], operands: Sequence[Operan
     result: Any = seen[0]
     if op is not None:
         result = writer.items(writer.call(op, filled(args, seen), filled(kwargs, seen)))
-        if op._schema.is_mutable:
-            mine = [r.alias_info is None or not r.alias_info.is_write for r in op._schema.returns]
+        if schema_of(op).is_mutable:
+            mine = [r.alias_info is None or not r.alias_info.is_write for r in schema_of(op).returns]
             every = result if isinstance(result, tuple) else (result,)
             result = tuple(x for x, own in zip(every, mine, strict=False) if own)
     own, tree = pytree.tree_flatten(result)
@@ -126,7 +125,7 @@ class _Writer:
         self.device = device
         self.shown_on = torch.device("meta") if device.type == "cpu" else device
         self.mode = nullcontext() if device.type == "cpu" else FakeTensorMode()
-        if torch._C._current_autograd_node() is not None:
+        if running_node() is not None:
             self.meta["backward"] = True
 
     def input(self, name: str, form: Form) -> fx.Node:

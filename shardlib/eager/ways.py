@@ -13,8 +13,6 @@ from functools import cache, cached_property
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from shardlib.aten.forms import functional_form
 from shardlib.aten.traits import has, is_view
@@ -24,6 +22,13 @@ from shardlib.eager.prepare import Prepared, whole
 from shardlib.eager.slots import devices_of, tensors_of
 from shardlib.eager.writes import outs_of, through_copies, writer
 from shardlib.graph import PER_RANK
+from shardlib.internals import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    OpOverload,
+    kernel_of,
+    schema_of,
+)
 from shardlib.meshes.mesh import Mesh
 from shardlib.random.draw import in_call, one_call
 from shardlib.rules.table import row
@@ -94,14 +99,14 @@ def _mixes_values_and_none(call: Asked) -> bool:
     """Torch takes one such, a write to a meta tensor, which changes nothing."""
     on_meta = [x.is_meta for x in call.tensors]
     mixed = call.op.namespace == "aten" and len(set(on_meta)) > 1
-    return mixed and not (on_meta[0] and call.op._schema.is_mutable)
+    return mixed and not (on_meta[0] and schema_of(call.op).is_mutable)
 
 
 @cache
 def _is_ordinary(op: Any) -> bool:
     """Whether an op is sure to run as it is, and to make new tensors or views."""
     written_otherwise = op in DECOMPOSITIONS or _takes_lists(op) or _is_composite(op)
-    return not (op._schema.is_mutable or has(op, "storage") or written_otherwise or _gives_values(op))
+    return not (schema_of(op).is_mutable or has(op, "storage") or written_otherwise or _gives_values(op))
 
 
 def _turns(op: Any) -> bool:
@@ -115,18 +120,18 @@ def _writes_to_out(op: Any) -> bool:
 
 
 def _takes_lists(op: Any) -> bool:
-    return bool(op._schema.name.startswith("aten::_foreach_"))
+    return bool(schema_of(op).name.startswith("aten::_foreach_"))
 
 
 @cache
 def _is_composite(op: Any) -> bool:
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    return key in op.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
+    key = torch.DispatchKey.CompositeImplicitAutograd
+    return key in op.py_kernels or op.has_kernel_for_dispatch_key(key)
 
 
 def _gives_values(op: Any) -> bool:
     """Whether it returns what Python reads: numbers, truth values."""
-    return not any("Tensor" in str(r.type) for r in op._schema.returns)
+    return not any("Tensor" in str(r.type) for r in schema_of(op).returns)
 
 
 # --- makers -----------------------------------------------------------------------------------------------------------
@@ -164,7 +169,7 @@ def _others(call: Asked) -> Run:
             out = form(*args, **(kwargs or {}))
         if out is not NotImplemented:
             return out
-        if op._schema.is_mutable:  # what was written to copies would be lost
+        if schema_of(op).is_mutable:  # what was written to copies would be lost
             return writer(op, args, kwargs or {}, mesh)(args, kwargs or {})
         return whole(op, args, kwargs or {})
 
@@ -172,8 +177,8 @@ def _others(call: Asked) -> Run:
 
 
 def _one_by_one(call: Asked) -> Run:
-    op, key = call.op, torch._C.DispatchKey.CompositeExplicitAutograd
-    return lambda args, kwargs: op._op_dk(key, *args, **(kwargs or {}))
+    op, key = call.op, torch.DispatchKey.CompositeExplicitAutograd
+    return lambda args, kwargs: kernel_of(op)(key, *args, **(kwargs or {}))
 
 
 def _parts(call: Asked) -> Run:
@@ -220,7 +225,7 @@ WAYS: Sequence[tuple[Callable[[Asked], bool], Callable[[Asked], Run]]] = (
     (lambda c: c.op in DECOMPOSITIONS, _others),
     (lambda c: _takes_lists(c.op), _one_by_one),
     (lambda c: _is_composite(c.op) and (row(c.op) is None or is_view(c.op)), _parts),
-    (lambda c: bool(c.op._schema.is_mutable), lambda c: writer(c.op, c.args, c.kwargs, c.mesh)),
+    (lambda c: bool(schema_of(c.op).is_mutable), lambda c: writer(c.op, c.args, c.kwargs, c.mesh)),
     (lambda c: _gives_values(c.op), _whole),
     (lambda c: True, _ready),
 )

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch.utils import _pytree as pytree
 
 from shardlib.aten.forms import functional_form, value_written
 from shardlib.aten.traits import has
@@ -16,6 +15,7 @@ from shardlib.eager.prepare import LOCK, Prepared, pieces, replicated, whole, wr
 from shardlib.eager.single import Operand, Single, single
 from shardlib.eager.slots import Slot, filled, listed, moved, numbers_of, tensors_of
 from shardlib.errors import ShardingError
+from shardlib.internals import pytree, schema_of
 from shardlib.meshes.mesh import Mesh
 from shardlib.ranks.lineage import made
 from shardlib.rules.written import refuse_cast
@@ -122,7 +122,7 @@ def _write_plain(op: Any, args: Any, kwargs: dict[str, Any], written: Sequence[t
         )
     out = whole(op, args, kwargs)
     every = out if isinstance(out, tuple) else (out,)
-    own = [x for x, r in zip(every, op._schema.returns, strict=False) if r.alias_info is None]
+    own = [x for x, r in zip(every, schema_of(op).returns, strict=False) if r.alias_info is None]
     return _returned(op, own, written)
 
 
@@ -166,7 +166,7 @@ def _written(op: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that `op` writes to, in the order of its schema."""
     names = written_arguments(op)
     out: list[torch.Tensor] = []
-    for i, a in enumerate(op._schema.arguments):
+    for i, a in enumerate(schema_of(op).arguments):
         if a.name in names:
             out += tensors_of((args[i] if i < len(args) else kwargs.get(a.name),))
     return out
@@ -175,14 +175,14 @@ def _written(op: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
 def _returned(op: Any, own: list[Any], written: Sequence[torch.Tensor]) -> Any:
     """What an op in place returns: tensors that it wrote to, and results of its own, in the order of its schema."""
     theirs, mine = iter(written), iter(own)
-    returns = op._schema.returns
+    returns = schema_of(op).returns
     out = tuple(next(theirs) if r.alias_info is not None and r.alias_info.is_write else next(mine) for r in returns)
     return out if len(out) > 1 else out[0] if out else None
 
 
 def outs_of(op: Any) -> list[Any]:
     """The arguments of an op's schema that it writes to."""
-    return [a for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [a for a in schema_of(op).arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 def through_copies(op: Any) -> Run:
@@ -196,7 +196,7 @@ def through_copies(op: Any) -> Run:
         made = made if isinstance(made, tuple | list) else (made,)
         for out, new in zip(tensors_of(tuple(outs)), made, strict=True):
             put(op, new, out)
-        if not op._schema.returns:
+        if not schema_of(op).returns:
             return None
         return tuple(outs) if len(outs) > 1 else outs[0]
 

@@ -19,7 +19,7 @@ from shardlib.meshes.mesh import Mesh
 from shardlib.tracing.asked import at_home
 
 # What a tensor says of itself is read without a look for its `__torch_function__`: that takes half the time.
-_PlainAttributes = torch._C.DisableTorchFunctionSubclass
+_PlainAttributes = torch.DisableTorchFunctionSubclass
 
 
 class Function:

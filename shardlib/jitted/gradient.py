@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardlib.eager.relayout import relayout
 from shardlib.errors import ShardingError
+from shardlib.internals import memory_of
 from shardlib.jitted.run import Entry, finished, forms, results
 from shardlib.meshes.mesh import Mesh
 from shardlib.passes.split import Halves
@@ -84,9 +85,9 @@ class _Apply(torch.autograd.Function):
         ctx.plain = [isinstance(call.leaves[i], ShardedTensor) for i in then.leaves]
         ctx.there = [[p is not None for p in pieces] for pieces in saved]
         # Saved as autograd saves: freed by the first backward pass, and guarded against writes in between.
-        plain = {x.untyped_storage()._cdata: x for x in call.leaves if type(x) in (Tensor, torch.nn.Parameter)}
+        plain = {memory_of(x.untyped_storage()): x for x in call.leaves if type(x) in (Tensor, torch.nn.Parameter)}
         pieces = [p for value in saved for p in value if p is not None]
-        held = {p.untyped_storage()._cdata for p in pieces}
+        held = {memory_of(p.untyped_storage()) for p in pieces}
         ctx.save_for_backward(*pieces, *(x.detach() for at, x in plain.items() if at in held))
         ctx.set_materialize_grads(False)
         tensors = [x for x in call.out if isinstance(x, Tensor)]

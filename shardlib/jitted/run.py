@@ -19,6 +19,7 @@ import torch
 from shardlib.arrays import arrays_of, bounds, share_an_element
 from shardlib.calls.parts import rebind
 from shardlib.errors import ShardingError
+from shardlib.internals import memory_of, memory_uses
 from shardlib.jitted.unrolled import Pieces, builder, gatherer, origins, wrapper
 from shardlib.meshes.axis import alike
 from shardlib.meshes.mesh import Mesh
@@ -201,13 +202,13 @@ def results(entry: Entry, leaves: list[Any]) -> tuple[list[Any], Sequence[Any]]:
 
 def _kept_from_writes(entry: Entry, leaves: Sequence[Any], saved: Sequence[Any]) -> Sequence[Any]:
     """What the backward pass will read is as it was before the call writes to plain arguments."""
-    written = {leaves[leaf].untyped_storage()._cdata for leaf, _ in entry.after.written if _is_plain(leaves[leaf])}
+    written = {memory_of(leaves[leaf].untyped_storage()) for leaf, _ in entry.after.written if _is_plain(leaves[leaf])}
     if not written:
         return saved
     copies: dict[int, torch.Tensor] = {}
 
     def kept(piece: Any) -> Any:
-        if piece is None or piece.untyped_storage()._cdata not in written:
+        if piece is None or memory_of(piece.untyped_storage()) not in written:
             return piece
         if id(piece) not in copies:
             copies[id(piece)] = piece.clone()
@@ -333,7 +334,7 @@ def _sole(
 
 
 def _uses(x: torch.Tensor) -> int:
-    return int(torch._C._storage_Use_Count(x.untyped_storage()._cdata))
+    return int(memory_uses(memory_of(x.untyped_storage())))
 
 
 def _counted(pieces: tuple[torch.Tensor, ...]) -> tuple[int, int, int]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from shardlib.internals import pytree
 from shardlib.meshes.mesh import Mesh
 from shardlib.ranks.lineage import origin_of, sample
 from shardlib.specs.layout import Layout

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from shardlib import reshard
 from shardlib.graph import Op
+from shardlib.internals import schema_of, without_modes
 from shardlib.meshes.axis import Axis, member_coords, position
 from shardlib.program.device import REFUSALS, Local
 from shardlib.program.steps import Compute, Inside, Var, leaves
@@ -147,10 +147,10 @@ class LocalForm:
         )
 
     def op(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        n = sum(r.real_type.isSubtypeOf(torch._C.TensorType.get()) for r in target._schema.returns)
-        name = f"{self._op.name}.{target._schema.name.split('::')[-1]}"
+        n = sum(r.real_type.isSubtypeOf(torch.TensorType.get()) for r in schema_of(target).returns)
+        name = f"{self._op.name}.{schema_of(target).name.split('::')[-1]}"
         same = [a.dtype for a in leaves((args, kwargs), Var)] == [v.dtype for v in self._op.operands]
-        step = Compute(target, args, kwargs, (None,) * len(target._schema.returns[: max(1, n)]))
+        step = Compute(target, args, kwargs, (None,) * len(schema_of(target).returns[: max(1, n)]))
         made = self._made(step)[: len(step.outs)]
         dtypes = [self._first_dtype(step) if x is None else x.dtype for x in made]
         if target is self._op.target and same:  # one more call of the op itself, whose dtypes the device knows
@@ -163,7 +163,7 @@ class LocalForm:
 
     def _made(self, step: Compute) -> Sequence[Local | None]:
         """What torch says that a call makes on the first device."""
-        with _disable_current_modes():
+        with without_modes():
             try:
                 return self._builder.first.compute(step)
             except REFUSALS:  # a kernel for tensors without values may be stricter than the one that will run

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from shardlib.errors import ShardingError
+from shardlib.internals import pytree
 from shardlib.manual.body import Communication, group
 from shardlib.ops import ppermute as permutation
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from shardlib.errors import ShardingError
+from shardlib.internals import pytree
 from shardlib.meshes.mesh import Mesh
 from shardlib.specs.fixed import Fixed
 from shardlib.specs.grammar import SpecDim

@@ -12,9 +12,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from shardlib.internals import is_batched, is_wrapped, level_of, unwrapped
 from shardlib.manual.doors import Passage, Stack
 from shardlib.manual.rows import send_rows
 from shardlib.meshes.mesh import Mesh
@@ -71,11 +71,11 @@ def _grid(layout: Layout, axes: Sequence[str]) -> tuple[list[int], list[int]]:
 def varying(x: Tensor, indices: Mapping[str, Tensor]) -> tuple[str, ...]:
     """The axes of a body along which x may differ: where it is batched as the device's index is."""
     levels = set()
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):
-        if torch._C._functorch.is_batchedtensor(x):
-            levels.add(torch._C._functorch.maybe_get_level(x))
-        x = torch._C._functorch.get_unwrapped(x)
-    return tuple(name for name, index in indices.items() if torch._C._functorch.maybe_get_level(index) in levels)
+    while is_wrapped(x):
+        if is_batched(x):
+            levels.add(level_of(x))
+        x = unwrapped(x)
+    return tuple(name for name, index in indices.items() if level_of(index) in levels)
 
 
 def _on(x: Tensor, axes: Sequence[str]) -> Tensor:

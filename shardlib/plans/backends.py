@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardlib.graph import Op
+from shardlib.internals import FakeTensorMode, schema_of
 from shardlib.meshes.mesh import Mesh
 from shardlib.ops import _groups, all_gather, all_reduce, all_to_all, attention, ppermute, reduce_scatter
 from shardlib.ops._attention_variant import Variant
@@ -50,7 +50,7 @@ def of_attention(op: Op, mesh: Mesh) -> Choice | None:
         def tensor(x: Any) -> Any:
             return torch.empty(x.shape, dtype=x.dtype, device=mesh.device) if isinstance(x, Meta) else x
 
-        names = (a.name for a in op.target._schema.arguments)
+        names = (a.name for a in schema_of(op.target).arguments)
         given = {**dict(zip(names, map(tensor, op.call.args), strict=False)), **op.call.kwargs}
         variant = Variant(**{name: x for name, x in given.items() if name in Variant._fields})
         q, k = given["q"], given["k"]

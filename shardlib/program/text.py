@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from shardlib.internals import OpOverload
 from shardlib.lines import Line
 from shardlib.meshes.axis import Axis, split_name
 from shardlib.meshes.mesh import Mesh
@@ -87,7 +88,7 @@ def _axes(axes: Sequence[Axis]) -> str:
 
 
 def _target(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target)
     return f"{target.__module__}:{getattr(target, '__qualname__', target.__name__)}"
 

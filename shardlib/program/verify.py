@@ -11,9 +11,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from torch.utils._python_dispatch import _disable_current_modes
-
 from shardlib.aten.traits import has, is_view
+from shardlib.internals import without_modes
 from shardlib.meshes.axis import Coords
 from shardlib.program.check import ProgramError, refuse, said
 from shardlib.program.check import faults as order_faults
@@ -29,7 +28,7 @@ def verify(program: Program) -> Program:
     faults = list(order_faults(program))
     found = _Found()
     if not faults:
-        with _disable_current_modes():  # which are to see what runs, and nothing of this
+        with without_modes():  # which are to see what runs, and nothing of this
             for coords in _devices(program):
                 faults += _Run(program, coords, found).run()
     refuse(faults)

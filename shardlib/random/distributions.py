@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardlib.errors import ShardingError
+from shardlib.internals import schema_of
 from shardlib.ops.checks import WITHIN
 from shardlib.ops.philox import threshold
 from shardlib.random.draw import draw, fresh_key
@@ -269,10 +270,10 @@ _DEFAULT_DTYPE = {"randint": torch.int64, "randperm": torch.int64, "multinomial"
 
 def _asked(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Asked:
     """Everything about a call, by the names of its schema."""
-    schema = op._schema.arguments
+    schema = schema_of(op).arguments
     given = {a.name: a.default_value for a in schema if a.has_default_value() and a.name != "dtype"}
     given |= dict(zip((a.name for a in schema), args, strict=False)) | kwargs
-    name = op._schema.name.removeprefix("aten::")
+    name = schema_of(op).name.removeprefix("aten::")
     tensors = [x for x in (given.get(k) for k in ("self", "input", "mean", "std", "p")) if isinstance(x, Tensor)]
     first = tensors[0] if tensors else None
     like = first
@@ -298,7 +299,9 @@ def _asked(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Asked:
 
 def _single(op: Any, make: Callable[[Asked], Tensor]) -> Callable[..., Tensor]:
     """An op with one result, which the overload may write to its first argument or to `out`."""
-    written = next((a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write), None)
+    written = next(
+        (a.name for a in schema_of(op).arguments if a.alias_info is not None and a.alias_info.is_write), None
+    )
 
     @functools.wraps(make)
     def form(*args: Any, **kwargs: Any) -> Tensor:

@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from shardlib.errors import ShardingError
+from shardlib.internals import TorchDispatchMode, generator_id, without_modes
 from shardlib.lines import user_line
 from shardlib.manual.body import current_body
 from shardlib.meshes.axis import Axis
@@ -50,7 +50,7 @@ class _Call:
         return _agreed(number)
 
     def counter(self) -> int:
-        with _disable_current_modes():
+        with without_modes():
             while len(_counters) <= self._drawn:
                 _counters.append(int(torch.randint(ops.KEYS, (), generator=_counting)))
         self._drawn += 1
@@ -81,7 +81,7 @@ class _Program(_Call):
         return key
 
     def counter(self) -> int:
-        with _disable_current_modes():
+        with without_modes():
             return int(torch.randint(ops.KEYS, ()))
 
     def __enter__(self) -> None:
@@ -119,7 +119,7 @@ class _Trace(_Program):
 
     def counter(self) -> int:
         self._refuse_seeding("the draw is at")
-        with _disable_current_modes():
+        with without_modes():
             return int(torch.randint(ops.KEYS, (), generator=self.own))
 
     def __enter__(self) -> None:
@@ -148,7 +148,7 @@ class _Trace(_Program):
         where = torch.device("cpu" if mesh is None else mesh.device)
         key: Tensor = torch.ops.shardlib.call_key(number, device=where)
         if not number and (mode := get_proxy_mode()) is not None:
-            self._node = next(reversed(mode.tracer.graph.nodes))
+            self._node = next(iter(reversed(mode.tracer.graph.nodes)))
         return key
 
     def _refuse_seeding(self, where: str) -> None:
@@ -168,7 +168,7 @@ class _Trace(_Program):
 
 def _number(generator: torch.Generator) -> int:
     """What is the same for all the objects by which Python knows one generator."""
-    return int(generator._cdata)  # type: ignore[attr-defined]
+    return int(generator_id(generator))
 
 
 def _is_at_start(counting: torch.Generator) -> bool:
@@ -224,7 +224,7 @@ def _agreed(number: int) -> Tensor:
     mesh = current_mesh()
     apart = mesh is not None and mesh.kind == "distributed" and mesh.size > 1
     lead = mesh is None or mesh.rank == 0
-    with _disable_current_modes():
+    with without_modes():
         key = ops.call_key(number, device=torch.device("cpu"), lead=int(lead), apart=apart)
         drawn = int(key)
         if mesh is None or mesh.device == "cpu":

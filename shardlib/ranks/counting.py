@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+from shardlib.internals import dispatch_modes, pop_dispatch_mode, push_dispatch_mode
 
 entered: list[Any] = []  # modes that somebody has entered, in any thread; under the lock
 _lock = threading.Lock()
@@ -30,7 +30,7 @@ def leave(mode: Any) -> None:
 
 def counting() -> list[Any]:
     """The modes that count here, each once."""
-    return list({id(m): m for m in (*handling.get(), *_get_current_dispatch_mode_stack()) if _counts(m)}.values())
+    return list({id(m): m for m in (*handling.get(), *dispatch_modes()) if _counts(m)}.values())
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def uncounted() -> Iterator[None]:
     if not entered:
         yield
         return
-    stack = _get_current_dispatch_mode_stack()
+    stack = dispatch_modes()
     rest = [mode for mode in stack if not _counts(mode)]
     _exchange(stack, rest)
     try:
@@ -50,9 +50,9 @@ def uncounted() -> Iterator[None]:
 
 def _exchange(old: Sequence[Any], new: Sequence[Any]) -> None:
     for _ in old:
-        _pop_mode()
+        pop_dispatch_mode()
     for mode in new:
-        _push_mode(mode)
+        push_dispatch_mode(mode)
 
 
 def _counts(mode: Any) -> bool:

@@ -25,9 +25,9 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from shardlib.errors import CollectiveError, ShardingError
+from shardlib.internals import default_store, gather_of
 from shardlib.lines import line_at, place, user_frame
 from shardlib.ranks import world
 from shardlib.ranks.processes import Processes
@@ -57,7 +57,7 @@ class Order:
         self.named: dict[str, int] = {}  # the threads that took turns, by name
         self.fault = ""  # why this rank takes no more turns
         # A connection of our own: torch's is taken for as long as one of its threads waits for something.
-        self._client = own_connection(_get_default_store())
+        self._client = own_connection(default_store())
         self.texts = Texts(self.room, self.store)
         self.processes = Processes(self.room, self.rank, self.size, self.store)
         self.dead = self.processes.dead
@@ -98,7 +98,7 @@ class Order:
         for group in groups:
             if group.channel is None:
                 all_ = torch.empty(group.size * 3, dtype=torch.int64)
-                flying.append((group, all_, group.pg._allgather_base(all_, mine)))
+                flying.append((group, all_, gather_of(group.pg)(all_, mine)))
         for meeting in meetings:
             meeting.finish()
         for group, all_, work in flying:

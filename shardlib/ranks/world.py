@@ -14,10 +14,10 @@ from typing import Literal, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib.errors import ShardingError
+from shardlib.internals import backend_of, default_timeout, devices_of, timeout_of
 
 _Key = tuple[tuple[tuple[str, int], ...], str]
 
@@ -112,9 +112,9 @@ def _told_timeout() -> timedelta | None:
     group = dist.group.WORLD if initialised() else None
     if group is None:
         return None
-    backend = group._get_backend(group._device_types[0])
-    told = getattr(getattr(backend, "options", None), "_timeout", None)
-    return None if told == distributed_c10d._get_default_timeout(dist.get_backend()) else told
+    options = getattr(backend_of(group)(devices_of(group)[0]), "options", None)
+    told = None if options is None else timeout_of(options)
+    return None if told == default_timeout(dist.get_backend()) else told
 
 
 def choose_gpu(device: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardlib.internals import schema_of
 from shardlib.rules.pointwise import pointwise
 from shardlib.rules.rule import Call, Meta, Rule, RuleFn
 from shardlib.rules.space import Space, arg, axis, numel
@@ -22,7 +23,7 @@ _HALVED = {
 
 def _glu(call: Call) -> Rule:
     """The dim is (two, half): a shard of the half dim has its part of both halves."""
-    kinds, outs = _HALVED[call.target._schema.name.removeprefix("aten::")]
+    kinds, outs = _HALVED[schema_of(call.target).name.removeprefix("aten::")]
     shape = call.operands[kinds.index("x")].shape
     space = Space()
     at = axis(arg(call, len(kinds), "dim", -1), len(shape))
@@ -33,7 +34,7 @@ def _glu(call: Call) -> Rule:
     return space.rule(
         [dims[k] for k in kinds],
         [dims[k] for k in outs],
-        linear=[{0}] if call.target._schema.name == "aten::glu_backward" else [],
+        linear=[{0}] if schema_of(call.target).name == "aten::glu_backward" else [],
         flops=5 * numel(shape),
     )
 

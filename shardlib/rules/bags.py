@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shardlib.internals import schema_of
 from shardlib.rules.nonempty import nonempty
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
@@ -112,7 +113,7 @@ def _renorm(local: Local) -> Any:
 
 def _segments(call: Call) -> Rule:
     """Lengths (or offsets) lie along one dim of the data: dims before it have their own, dims behind share them."""
-    backward = "backward" in call.target._schema.name
+    backward = "backward" in schema_of(call.target).name
     data, out = (call.operands[2], call.operands[0]) if backward else (call.operands[0], call.results[0])
     assert out is not None
     at = axis(arg(call, 7, "axis", 0), len(data.shape))

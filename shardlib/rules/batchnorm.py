@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from shardlib.internals import schema_of
 from shardlib.rules.norm import Rows, narrowed, rsqrt, scaled, widened
 from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
 from shardlib.rules.shards import cut, may_be_empty, wide
@@ -139,7 +140,7 @@ def _group_norm(call: Call) -> Rule:
 
     The kernels take sizes as arguments and memory as it comes, so that slices are made contiguous first.
     """
-    backward = "backward" in call.target._schema.name
+    backward = "backward" in schema_of(call.target).name
     first = 5 if backward else 3  # of the integers N, C, HxW, groups
     shape = call.operands[0].shape
     groups = call.args[first + 3]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from shardlib.internals import schema_of
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import cast, never_empty, wide, worst
 from shardlib.rules.space import Space, arg, axis, numel
@@ -28,7 +29,7 @@ def scan(form: Combination, *, linear: bool = False) -> RuleFn:
         x = space.dims(shape)
         at = axis(arg(call, 1, "dim"), len(shape))
         row = x[at] if shape else ()
-        if call.operands[0].dtype.is_complex and "log" in call.target._schema.name:
+        if call.operands[0].dtype.is_complex and "log" in schema_of(call.target).name:
             space.whole |= set(row)  # a logarithm of a complex number is one of many
         return space.rule(
             [x],

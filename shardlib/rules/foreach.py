@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardlib.internals import OpOverload, all_op_names, schema_of
 from shardlib.rules.written import refuse_cast
 
 aten = torch.ops.aten
@@ -33,11 +34,11 @@ def _plus(x: Tensor, y: Tensor, factor: Any) -> Tensor:
     return x + factor * y if isinstance(factor, Tensor) else torch.add(x, y, alpha=factor)
 
 
-def _each(target: torch._ops.OpOverload) -> Callable[..., Any]:
+def _each(target: OpOverload) -> Callable[..., Any]:
     """The op tensor by tensor: lists (and a vector of scalars) are taken item by item, everything else as it is."""
-    arguments = target._schema.arguments
-    name = target._schema.name.removeprefix("aten::_foreach_")
-    writes = target._schema.is_mutable
+    arguments = schema_of(target).arguments
+    name = schema_of(target).name.removeprefix("aten::_foreach_")
+    writes = schema_of(target).is_mutable
     single = _SINGLE.get(name.rstrip("_")) or getattr(torch, name.rstrip("_"))
     listed = [str(a.type).startswith("List[") or (a.name == "scalars" and str(a.type) == "Tensor") for a in arguments]
 
@@ -61,15 +62,15 @@ def _write(x: Tensor, value: Tensor) -> None:
 
 def _overloads() -> Iterator[str]:
     """All `_foreach` ops of this torch but the forms with `out`, which are functionalised."""
-    for full in torch._C._dispatch_get_all_op_names():
+    for full in all_op_names():
         name = full.removeprefix("aten::")
         if name.startswith("_foreach_") and not name.endswith("out"):
             yield name
 
 
-def _overload(name: str) -> torch._ops.OpOverload:
+def _overload(name: str) -> OpOverload:
     packet, _, overload = name.partition(".")
-    found: torch._ops.OpOverload = getattr(getattr(aten, packet), overload or "default")
+    found: OpOverload = getattr(getattr(aten, packet), overload or "default")
     return found
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import shardlib.ops.ctc  # noqa: F401  (defines shardlib::ctc_loss)
+from shardlib.internals import schema_of
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
 from shardlib.rules.shards import cast, check, cut, localise, positional, wide
@@ -162,7 +163,7 @@ _ROWWISE = {
 
 def _rowwise(call: Call) -> Rule:
     """Rows are independent, classes stay whole."""
-    kinds, outs = _ROWWISE[call.target._schema.name.removeprefix("aten::")]
+    kinds, outs = _ROWWISE[schema_of(call.target).name.removeprefix("aten::")]
     reduction = kinds.index("r")
     how = arg(call, reduction, "reduction", _MEAN)
     shape = call.operands[kinds.index("x")].shape

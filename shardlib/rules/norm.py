@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from shardlib.internals import schema_of
 from shardlib.rules.rule import Call, Labels, Local, Rule, RuleFn
 from shardlib.rules.shards import cast, cut, wide
 from shardlib.rules.space import Dim, Space, arg, numel
@@ -124,7 +125,7 @@ _CUT: dict[str, Callable[[Local, Rows, torch.dtype], tuple[Any, ...]]] = {
 
 
 def _norm(call: Call) -> Rule:
-    name = call.target._schema.name.removeprefix("aten::")
+    name = schema_of(call.target).name.removeprefix("aten::")
     kinds, outs = _LAYOUTS[name]
     inner = len(arg(call, kinds.index("-"), "normalized_shape"))
     shape = call.operands[0].shape

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from shardlib.internals import schema_of
 from shardlib.rules.reduction import reduction
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import cut, is_zero, may_be_empty, never_empty, worst
@@ -103,7 +104,7 @@ def _extreme(call: Call) -> Rule:
 def _found(local: Local) -> Any:
     """The best value of all pieces, and the least index among the pieces that have it."""
     x, labels, rule = local.call.operands[0], local.rule.results[0], local.rule
-    dim, lowest = arg(local, 1, "dim"), local.call.target._schema.name in _LOWEST
+    dim, lowest = arg(local, 1, "dim"), schema_of(local.call.target).name in _LOWEST
     value = never_empty(local, local.args[0], 0, rule.reduce, worst(x.dtype, lowest=lowest))
     if dim is None:
         value = local.op(aten.reshape.default, value, [-1])

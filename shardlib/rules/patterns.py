@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from shardlib.errors import ShardingError
+from shardlib.internals import schema_of
 from shardlib.rules.notation import ELLIPSIS, Pattern, Term, is_own, other, parse
 from shardlib.rules.rule import Call, Local, Meta, Path, Rule
 from shardlib.rules.space import Dim, Ints, Space
@@ -43,7 +44,7 @@ def pattern(
 
 def tensor_arguments(target: Any) -> list[tuple[int, str]] | None:
     """Position and name of every argument that may be a tensor; None if some argument is a list of tensors."""
-    return _tensor_arguments(target._schema)
+    return _tensor_arguments(schema_of(target))
 
 
 @lru_cache(maxsize=4096)

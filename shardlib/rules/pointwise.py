@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
+from shardlib.internals import OpOverload, schema_of
 from shardlib.rules.patterns import joint, present, tensor_arguments
 from shardlib.rules.rule import Call, Rule, RuleFn
 from shardlib.rules.space import Space, arg, broadcast, join, numel
@@ -33,7 +34,7 @@ def _pointwise(call: Call, linear: Iterable[frozenset[int]], transparent: bool =
     return space.rule(operands, results, linear=sets, flops=0 if transparent else numel(shape), transparent=transparent)
 
 
-def is_pointwise(target: torch._ops.OpOverload) -> bool:
+def is_pointwise(target: OpOverload) -> bool:
     """Pointwise by torch's tag, without writing to an operand or drawing random numbers.
 
     `aten.equal` has the tag too, but answers for all elements together.
@@ -41,8 +42,8 @@ def is_pointwise(target: torch._ops.OpOverload) -> bool:
     return (
         torch.Tag.pointwise in target.tags
         and torch.Tag.nondeterministic_seeded not in target.tags
-        and not target._schema.is_mutable
-        and all(str(r.type) == "Tensor" for r in target._schema.returns)
+        and not schema_of(target).is_mutable
+        and all(str(r.type) == "Tensor" for r in schema_of(target).returns)
     )
 
 

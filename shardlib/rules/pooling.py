@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from shardlib.internals import schema_of
 from shardlib.rules.halo import Piece, Range, extent, length, sent
 from shardlib.rules.rule import Call, Halo, Labels, Local, Meta, Rule, RuleFn
 from shardlib.rules.shards import may_be_empty
@@ -224,7 +225,7 @@ def _run(local: Local, pieces: Sequence[Piece], shape: Sequence[Any], changed: d
         values = [local.op(aten.clone.default, x, memory_format=torch.contiguous_format) for x in values]
     queue = iter(values)
     args = []
-    for a in local.call.target._schema.arguments:
+    for a in schema_of(local.call.target).arguments:
         given = _argument(local.call, a.name)
         args.append(next(queue) if isinstance(given, Meta) else changed.get(a.name, given))
     out = local.op(local.call.target, *args)
@@ -240,7 +241,7 @@ def _alone(piece: Piece, tail: int) -> Any:
 
 def _argument(call: Call, name: str) -> Any:
     """An argument of an op, by its name in the schema."""
-    arguments = call.target._schema.arguments
+    arguments = schema_of(call.target).arguments
     at = next((i for i, a in enumerate(arguments) if a.name == name), None)
     return None if at is None else arg(call, at, name, arguments[at].default_value)
 

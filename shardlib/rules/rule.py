@@ -33,7 +33,7 @@ class Meta:
 class Call:
     """One call of an ATen op, as rules see it: tensors are `Meta`s."""
 
-    target: Any  # torch._ops.OpOverload
+    target: Any  # OpOverload
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     operands: tuple[Meta, ...]  # the tensors among args, then kwargs, flattened in order, repeats kept

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shardlib.internals import schema_of
 from shardlib.ops.checks import CHECK_INDEX
 from shardlib.rules.rule import Local
 
@@ -86,5 +87,5 @@ def cast(local: Local, x: Any, have: torch.dtype, want: torch.dtype) -> Any:
 
 def positional(local: Local) -> list[Any]:
     """All arguments of the call by position, with the schema's defaults; for ops without keyword-only ones."""
-    given = local.call.target._schema.arguments
+    given = schema_of(local.call.target).arguments
     return [*local.args, *(local.kwargs.get(a.name, a.default_value) for a in given[len(local.args) :])]

@@ -9,6 +9,7 @@ import torch
 
 from shardlib.bounded import Bounded
 from shardlib.errors import ShardingError
+from shardlib.internals import CustomOpDef, OpOverload, OpOverloadPacket, op_of_custom, schema_of
 from shardlib.rules import (
     activation,
     attention,
@@ -135,12 +136,12 @@ def rule_for(call: Call) -> Rule | None:
 
 def row(target: Any) -> RuleFn | None:
     """The row of the table that covers an op."""
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return None
     return TABLE.get(_name(target)) or (_BY_TAG if pointwise.is_pointwise(target) else None)
 
 
-def _name(target: torch._ops.OpOverload) -> str:
+def _name(target: OpOverload) -> str:
     return str(target.name())  # type: ignore[no-untyped-call]
 
 
@@ -159,7 +160,7 @@ _OWN: dict[str, str] = {}  # rules of users
 
 def own_rules(targets: Iterable[Any]) -> list[str]:
     """The users' rules among those of some ops."""
-    ops = [_name(x) for x in targets if isinstance(x, torch._ops.OpOverload)]
+    ops = [_name(x) for x in targets if isinstance(x, OpOverload)]
     return [f"{name}, {_OWN[name]!r}" for name in dict.fromkeys(ops) if name in _OWN]
 
 
@@ -201,7 +202,7 @@ def rule(text: Any, /) -> Any:
 
     def register(op: Op) -> Op:
         overload = overload_of(op)
-        schema = overload._schema
+        schema = schema_of(overload)
         wrong = []
         tensors = tensor_arguments(overload)
         if tensors is None:
@@ -234,12 +235,12 @@ def rule(text: Any, /) -> Any:
     return register
 
 
-def _guide(target: torch._ops.OpOverload) -> str:
+def _guide(target: OpOverload) -> str:
     """The rule that a user wrote for an op, or what to write."""
     if said := text_of(target):
         return said
-    operands = ", ".join(f"<dims of {a.name}>" for a in target._schema.arguments if "Tensor" in str(a.type))
-    results = ", ".join(f"<dims of {r.name or f'result {i}'}>" for i, r in enumerate(target._schema.returns))
+    operands = ", ".join(f"<dims of {a.name}>" for a in schema_of(target).arguments if "Tensor" in str(a.type))
+    results = ", ".join(f"<dims of {r.name or f'result {i}'}>" for i, r in enumerate(schema_of(target).returns))
     return (
         f'@sl.rule("{operands} -> {results}"), where each dim has a name, and one name is one dim. What no result has '
         "is reduced (| k:sum, k:max, k:min) or stays whole; {0} says that the op is linear in operand 0; _ is a dim "
@@ -247,13 +248,13 @@ def _guide(target: torch._ops.OpOverload) -> str:
     )
 
 
-def overload_of(op: Any, what: str = "given a rule") -> torch._ops.OpOverload:
+def overload_of(op: Any, what: str = "given a rule") -> OpOverload:
     """The op that is meant by a custom op, a packet with one overload, or itself."""
-    if isinstance(op, torch._library.custom_ops.CustomOpDef):
-        op = op._opoverload
-    if isinstance(op, torch._ops.OpOverloadPacket) and list(op) == ["default"]:
+    if isinstance(op, CustomOpDef):
+        op = op_of_custom(op)
+    if isinstance(op, OpOverloadPacket) and list(op) == ["default"]:
         op = op.default
-    if not isinstance(op, torch._ops.OpOverload):
+    if not isinstance(op, OpOverload):
         raise ShardingError(
             f"{op!r} cannot be {what}",
             rule="rules belong to ops of torch.library",

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
+from shardlib.internals import pytree
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.space import (
     Dim,

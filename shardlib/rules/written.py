@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from shardlib.aten.forms import functional_form
 from shardlib.aten.views import written_arguments
+from shardlib.internals import OpOverload, schema_of
 
 Composite = Callable[..., Any]
 
 
 def writers(target: OpOverload, form: Composite) -> Iterator[tuple[OpOverload, Composite]]:
     """The ops that write what `target` returns to `self` or to their out= arguments, and their forms."""
-    namespace, _, name = target._schema.name.partition("::")
+    namespace, _, name = schema_of(target).name.partition("::")
     ops = getattr(torch.ops, namespace)
     for packet in (getattr(ops, n, None) for n in (name, f"{name}_")):
         for overload in packet.overloads() if packet is not None else ():
@@ -28,11 +28,11 @@ def writers(target: OpOverload, form: Composite) -> Iterator[tuple[OpOverload, C
 
 def _plain(op: OpOverload, target: OpOverload) -> bool:
     """Whether it writes one tensor for each result, and draws nothing: random numbers have rules of their own."""
-    written = [a for a in op._schema.arguments if a.name in written_arguments(op)]
+    written = [a for a in schema_of(op).arguments if a.name in written_arguments(op)]
     outs = [a for a in written if a.is_out]
     kinds = {str(a.type) for a in written}
     random = torch.Tag.nondeterministic_seeded in op.tags
-    single = len(written) == len(target._schema.returns) and kinds == {"Tensor"}
+    single = len(written) == len(schema_of(target).returns) and kinds == {"Tensor"}
     return single and not random and (written == outs or [a.name for a in written] == ["self"])
 
 
@@ -43,7 +43,7 @@ def refuse_cast(value: Tensor, into: Tensor) -> None:
 
 
 def _writing(op: OpOverload, form: Composite) -> Composite:
-    outs = [a.name for a in op._schema.arguments if a.is_out]
+    outs = [a.name for a in schema_of(op).arguments if a.is_out]
 
     def write(*args: Any, **kwargs: Any) -> Any:
         given = [kwargs[name] for name in outs] if outs else [args[0]]

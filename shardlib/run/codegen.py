@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from shardlib.aten.traits import has, is_view
+from shardlib.internals import OpOverload, c_functions, schema_of
 from shardlib.meshes.axis import Axis, Coords, alike, member_coords
 from shardlib.meshes.mesh import Mesh
 from shardlib.passes.reuse import in_place_form
@@ -173,7 +174,7 @@ class Generator:
         args += [f"{k}={self.literal(v, coords)}" for k, v in step.kwargs.items()]
         left = ", ".join("_" if v is None else self.name(v, coords) for v in step.outs)
         call = f"{self.bind(fast_binding(target), _short(target))}({', '.join(args)})"
-        if len(step.outs) == 1 and isinstance(getattr(step.target, "_schema", None), torch._C.FunctionSchema):
+        if len(step.outs) == 1 and isinstance(step.target, OpOverload):
             left += "," if _returns_list(step.target) else ""
         self.lines.append(f"{left} = {call}" if step.outs else call)
 
@@ -246,14 +247,14 @@ def _captured(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 
 
 def _short(target: Any) -> str:
-    schema = getattr(target, "_schema", None)
-    return str(schema.name if schema is not None else getattr(target, "__name__", "op")).split("::")[-1]
+    name = schema_of(target).name if isinstance(target, OpOverload) else getattr(target, "__name__", "op")
+    return str(name).split("::")[-1]
 
 
 def _returns_list(target: Any) -> bool:
     """Whether the op's one return is a list of tensors (so that its results are unpacked)."""
-    returns = target._schema.returns
-    return len(returns) == 1 and isinstance(returns[0].type, torch._C.ListType)
+    returns = schema_of(target).returns
+    return len(returns) == 1 and isinstance(returns[0].type, torch.ListType)
 
 
 _FAST: Mapping[str, Any] = {
@@ -287,8 +288,7 @@ def fast_binding(target: Any) -> Any:
     The two take the same arguments, and but for `reduction` mean the same where one is left out; where torch has no
     function of that name, the op itself is called.
     """
-    schema = getattr(target, "_schema", None)
-    if schema is None or not schema.name.startswith("aten::"):
+    if not isinstance(target, OpOverload) or not (schema := schema_of(target)).name.startswith("aten::"):
         return target
     if any(str(a.type) == "List[Optional[Tensor]]" for a in schema.arguments):
         return target  # torch's own functions do not take the None of x[:, i]
@@ -303,4 +303,4 @@ def fast_binding(target: Any) -> Any:
         return torch.Tensor.reshape  # a local shard may have other strides than the whole tensor that was traced
     if name.endswith("_") and hasattr(torch.Tensor, name):
         return getattr(torch.Tensor, name)
-    return _FAST.get(name) or getattr(torch._C._VariableFunctions, name, target)
+    return _FAST.get(name) or getattr(c_functions, name, target)

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
+from shardlib.internals import PACKET, c10d_functional
 from shardlib.program.steps import Collective
 from shardlib.ranks.counting import counting, entered, uncounted
 from shardlib.run.ranges import label
@@ -50,7 +49,7 @@ class _Ran:
 
     def __init__(self, collective: Collective) -> None:
         self._collective = collective
-        self._overloadpacket = getattr(torch.ops._c10d_functional, _OPS[collective.kind])
+        setattr(self, PACKET, getattr(c10d_functional, _OPS[collective.kind]))
 
     def __call__(self) -> None:
         pass

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.autograd import profiler
 
+from shardlib.internals import is_profiling
 from shardlib.lines import place
 from shardlib.plans.plantext import si
 from shardlib.program.steps import Collective
@@ -24,7 +25,7 @@ def watched(plain: Function, make: Callable[[], Function]) -> Function:
     ranged = cache(make)
 
     def run(pieces: Sequence[Any], leaves: Sequence[Any] = ()) -> tuple[Any, ...]:
-        if profiler._is_profiler_enabled:
+        if is_profiling():
             return ranged()(pieces, leaves)
         return plain(pieces, leaves)
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from shardlib.errors import ShardingError
+from shardlib.internals import node_type, pytree
 from shardlib.specs.spec import P, Spec
 
 SpecLike = str | P | Spec | None
@@ -80,7 +80,7 @@ def _children(x: Any) -> list[Any] | None:
     """What a container holds, in order; None for a leaf."""
     if isinstance(x, Mapping):
         return list(x.values())
-    node = pytree._get_node_type(x)
+    node = node_type(x)
     return list(pytree.SUPPORTED_NODES[node].flatten_fn(x)[0]) if node in pytree.SUPPORTED_NODES else None
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shardlib.errors import ShardingError
+from shardlib.internals import schema_of
 from shardlib.meshes.axis import Axis, alike
 from shardlib.meshes.mesh import Mesh, current_mesh
 from shardlib.ops import all_gather, all_reduce
@@ -105,7 +106,7 @@ def compare_operands(op: Any, operands: Sequence[Tensor], mesh: Mesh) -> None:
     """`same` of the plain tensors among an eager op's operands, on ranks."""
     current()
     plain = [x for x in operands if _is_plain(x)]
-    same(mesh, op._schema.name.replace("::", "."), [(f"operand {i}", x) for i, x in enumerate(plain)])
+    same(mesh, schema_of(op).name.replace("::", "."), [(f"operand {i}", x) for i, x in enumerate(plain)])
 
 
 def _is_plain(x: Tensor) -> bool:

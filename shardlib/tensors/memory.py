@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shardlib.errors import ShardingError
+from shardlib.internals import memory_of
 from shardlib.meshes.axis import alike
 from shardlib.meshes.mesh import Mesh
 from shardlib.specs.layout import Layout
@@ -31,11 +32,11 @@ def owned(x: torch.Tensor, layout: Layout, mesh: Mesh, donated: bool = False) ->
     """
     made: dict[int, torch.Tensor] = {}
     pieces = cut_up(x, layout, mesh)
-    memory = x.untyped_storage()._cdata
+    memory = memory_of(x.untyped_storage())
     for piece in pieces:
         if id(piece) not in made:
             held = piece.untyped_storage()
-            mine = held._cdata != memory or donated
+            mine = memory_of(held) != memory or donated
             fills = held.nbytes() == piece.numel() * piece.itemsize
             made[id(piece)] = piece if mine and fills else piece.clone(memory_format=torch.contiguous_format)
     return tuple(made[id(piece)] for piece in pieces)

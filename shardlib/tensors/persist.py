@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from shardlib.errors import ShardingError
+from shardlib.internals import IS_PARAMETER
 from shardlib.meshes.mesh import Mesh, current_mesh
 from shardlib.ranks import world
 from shardlib.specs.fixed import Names
@@ -32,7 +33,7 @@ def reduced(x: ShardedTensor) -> tuple[Any, ...]:
     form = x._form
     rank = form.mesh.rank if form.mesh.kind == "distributed" else None
     written = str(form.layout), str(form.mesh), form.names, form.strides, form.offset
-    is_param = bool(x.__dict__.get("_is_param"))
+    is_param = bool(x.__dict__.get(IS_PARAMETER))
     return restored, (x._locals, *written, rank, x.requires_grad, is_param, marks(x))
 
 
@@ -105,7 +106,7 @@ def deep_copy(x: ShardedTensor, memo: dict[int, Any]) -> ShardedTensor:
         if id(memory) not in memo:
             memo[id(memory)] = Memory(memory.form, copy.deepcopy(memory.locals, memo))
         memo[id(memory)].join(out, x.__dict__["_path"])
-    is_param = bool(x.__dict__.get("_is_param"))  # a deep copy of a parameter has no attributes, in torch
+    is_param = bool(x.__dict__.get(IS_PARAMETER))  # a deep copy of a parameter has no attributes, in torch
     _finished(out, x.requires_grad, is_param, {} if is_param else copy.deepcopy(marks(x), memo))
     if x.grad is not None and not is_param:  # nor a gradient
         out.grad = copy.deepcopy(x.grad, memo)
@@ -116,7 +117,7 @@ def _finished(x: ShardedTensor, requires_grad: bool, is_param: bool, attributes:
     if requires_grad:
         x.requires_grad_()
     if is_param:
-        x._is_param = True  # what torch.nn.Parameter puts on tensors of other classes
+        setattr(x, IS_PARAMETER, True)
     x.__dict__.update(attributes)
     return x
 

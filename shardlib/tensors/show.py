@@ -6,9 +6,8 @@ virtual devices all values are here; a rank shows its own piece, and says so.
 
 from __future__ import annotations
 
-from torch.utils._python_dispatch import _disable_current_modes
-
 from shardlib.errors import ShardingError
+from shardlib.internals import without_modes
 from shardlib.specs.pieces import span
 from shardlib.tensors.tensor import ShardedTensor, above, axes_of, typeof
 
@@ -42,7 +41,7 @@ def formatted(x: ShardedTensor, spec: str) -> str:
 
 
 def _values(x: ShardedTensor) -> str:
-    with _disable_current_modes():  # while a function is traced, these values are still values
+    with without_modes():  # while a function is traced, these values are still values
         if x.mesh.kind == "virtual":
             return _printed(x)
         if "_locals" not in x.__dict__:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from shardlib.errors import ShardingError
+from shardlib.internals import TYPED_STORAGE
 
 _PIECE = "x.to_local() is this device's piece, x.full_tensor() the whole as a plain tensor"
 
@@ -16,7 +17,7 @@ _ASKS: dict[str, tuple[str, str]] = {
     "data_ptr": ("has no address", "x.to_local().data_ptr() is this device's piece"),
     "untyped_storage": ("has no storage", _PIECE),
     "storage": ("has no storage", _PIECE),
-    "_typed_storage": ("has no storage", _PIECE),
+    TYPED_STORAGE: ("has no storage", _PIECE),
     "share_memory_": ("cannot be put into shared memory", "x.full_tensor().share_memory_(), or x.to_local()'s"),
     "pin_memory": ("cannot be pinned", "pin the plain tensor, and place it then: shard(x.pin_memory(), spec)"),
     "__dlpack__": ("cannot be handed out by DLPack", f"hand out a plain tensor: {_PIECE}"),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from shardlib.errors import ShardingError
+from shardlib.internals import IS_PARAMETER, make_wrapper, no_torch_function
 from shardlib.meshes.axis import Coords
 from shardlib.meshes.mesh import Mesh
 from shardlib.specs.fixed import Fixed, Names
@@ -89,7 +90,7 @@ class ShardedTensor(torch.Tensor):
     _form: Form
     _locals: tuple[torch.Tensor, ...] = _Stale()  # type: ignore[assignment] # until an instance has its own
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @staticmethod
     def __new__(
@@ -249,7 +250,7 @@ class ShardedTensor(torch.Tensor):
 
     def __copy__(self) -> ShardedTensor:
         out = self.detach().requires_grad_(self.requires_grad)
-        out.__dict__.update({k: x for k, x in self.__dict__.items() if k == "_is_param"} | marks(self))
+        out.__dict__.update({k: x for k, x in self.__dict__.items() if k == IS_PARAMETER} | marks(self))
         return out  # type: ignore[return-value]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
@@ -308,12 +309,9 @@ def refuse_within(x: torch.Tensor, asked: str) -> None:
         )
 
 
-_make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
-
-
 def wrap(form: Form, locals_: tuple[torch.Tensor, ...]) -> ShardedTensor:
     """The tensor of this form whose pieces in this process these are."""
-    x: ShardedTensor = _make_wrapper_subclass(
+    x: ShardedTensor = make_wrapper(
         ShardedTensor, form.shape, form.strides, form.offset, None, form.dtype, torch.strided, form.device
     )
     x._form, x._locals, x._origin = form, locals_, 0
@@ -325,7 +323,7 @@ def marks(x: torch.Tensor) -> dict[str, Any]:
     return {k: y for k, y in x.__dict__.items() if k not in _OWN}
 
 
-_OWN = frozenset({"_form", "_locals", "_memory", "_path", "_is_param", "_within", "proxy"})
+_OWN = frozenset({"_form", "_locals", "_memory", "_path", IS_PARAMETER, "_within", "proxy"})
 _default_dtype = torch.get_default_dtype  # integers divided are of it
 
 

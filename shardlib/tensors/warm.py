@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from shardlib.aten.forms import FILLS
 from shardlib.bounded import Bounded
+from shardlib.internals import OpOverload, schema_of
 from shardlib.strided import refuse_others
 from shardlib.tensors.form import Form
 
@@ -66,7 +66,7 @@ def learn(op: Any) -> bool:
     if op in _known or not isinstance(op, OpOverload):
         return False
     _known.add(op)
-    arguments = op._schema.arguments
+    arguments = schema_of(op).arguments
     pointwise = torch.Tag.pointwise in op.tags or op in FILLS
     sizes = any(str(a.type) in ("int", "SymInt", "List[int]", "Optional[int]") for a in arguments)
     if pointwise and not sizes:

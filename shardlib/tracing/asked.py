@@ -16,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from shardlib.errors import ShardingError
+from shardlib.internals import ASKS_BASE, ASKS_IS_VIEW, ASKS_VERSION
 from shardlib.lines import is_internal, line_at
 
 
@@ -102,9 +103,9 @@ _OF_THE_CALLERS: dict[Any, str] = {
     torch.Tensor.data_ptr: "the address (data_ptr)",
     torch.Tensor.untyped_storage: "the storage",
     torch.Tensor.storage: "the storage",
-    torch.Tensor._version.__get__: "the number of writes (_version)",  # type: ignore[attr-defined]
-    torch.Tensor._is_view: "what it is a view of (_is_view)",
-    torch.Tensor._base.__get__: "what it is a view of (_base)",  # type: ignore[union-attr]
+    ASKS_VERSION: "the number of writes (_version)",
+    ASKS_IS_VIEW: "what it is a view of (_is_view)",
+    ASKS_BASE: "what it is a view of (_base)",
     torch.Tensor.is_set_to: "the storage (is_set_to)",
     torch.Tensor.output_nr.__get__: "the place in its history (output_nr)",  # type: ignore[attr-defined]
 }

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 
 from shardlib.errors import ShardingError
+from shardlib.internals import allow_saved_hooks, forbid_saved_hooks, saved_hooks_forbidden, without_transforms
 from shardlib.lines import Line, LineRecorder, error_line, replayed
 from shardlib.tracing.closures import Closures, alike, is_followed, refuse_lost, stand_in
 from shardlib.tracing.decompositions import DECOMPOSITIONS
@@ -63,7 +63,7 @@ def trace_body(
     """
     found: list[Any] = []
     with ExitStack() as stack:
-        stack.enter_context(temporarily_clear_interpreter_stack())
+        stack.enter_context(without_transforms())
         stack.enter_context(disable_proxy_modes_tracing())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_saved_tensors_hooks())
@@ -258,13 +258,13 @@ def _run(nodes: Sequence[fx.Node], env: dict[Any, Any]) -> None:
 @contextmanager
 def _saved_tensors_hooks() -> Iterator[None]:
     """torch.func forbids hooks on what autograd saves, which checkpoints are made of; here it is set aside."""
-    forbidden = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
-    torch._C._autograd._saved_tensors_hooks_enable()
+    forbidden = saved_hooks_forbidden()
+    allow_saved_hooks()
     try:
         yield
     finally:
         if forbidden is not None:
-            torch._C._autograd._saved_tensors_hooks_disable(forbidden)
+            forbid_saved_hooks(forbidden)
 
 
 def _reached(x: Tensor, reads: Sequence[Tensor]) -> frozenset[int]:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._ops import HigherOrderOperator
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from shardlib.errors import ShardingError
+from shardlib.internals import HigherOrderOperator, TransformType, VmapInterpreter, schema_of, transforms
 from shardlib.lines import user_line
 from shardlib.ops.attention import attention
 from shardlib.random.draw import fresh_key
@@ -145,9 +145,9 @@ def _key(device: torch.device) -> Tensor:
 
 
 def _vmap_modes() -> Iterator[str]:
-    for level in torch._C._functorch.get_interpreter_stack() or []:
-        if level.key() == torch._C._functorch.TransformType.Vmap:
-            yield torch._C._functorch.CVmapInterpreterPtr(level).randomness().name.lower()
+    for level in transforms() or []:
+        if level.key() == TransformType.Vmap:
+            yield VmapInterpreter(level).randomness().name.lower()
 
 
 # --- kernels called by name -------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def _forward_of(op: Any) -> Callable[..., Any]:
             return NotImplemented
         key = fresh_key(device=q.device) if given["dropout_p"] else None
         o, lse = torch.ops.shardlib.attention(q, k, v, *_variant(given, key))
-        return tuple(_result(op, r.name, q, k, o, lse, key) for r in op._schema.returns)
+        return tuple(_result(op, r.name, q, k, o, lse, key) for r in schema_of(op).returns)
 
     return forward
 
@@ -183,14 +183,14 @@ def _backward_of(op: Any) -> Callable[..., Any]:
         grads = torch.ops.shardlib.attention_backward(
             grad_o, None, q, k, v, given["out"], lse, *variant, need_bias=wants_bias
         )
-        return tuple(grads[: len(op._schema.returns)])
+        return tuple(grads[: len(schema_of(op).returns)])
 
     return backward
 
 
 def _bound(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments of a call by their names, defaults too."""
-    schema = op._schema.arguments
+    schema = schema_of(op).arguments
     given = {a.name: a.default_value for a in schema if a.has_default_value()}
     return given | {a.name: x for a, x in zip(schema, args, strict=False)} | kwargs
 

@@ -13,12 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch import eager_transforms, vmap
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
-from torch.utils import _pytree as pytree
 
 from shardlib.errors import ShardingError
+from shardlib.internals import IN_A_FUNCTION, INTO_GRAD, INTO_VMAP, innermost, pytree, version_of, without_transforms
 from shardlib.staying import Staying
 from shardlib.tracing.lifted import Lifted
 
@@ -60,7 +58,7 @@ class Closures(Staying):
         )
         wrong = [name for name, x in given if x.grad is not None]
         for x, y, grad in zip(self.originals, self.stand_ins, self._grads, strict=True):
-            if y.grad is not grad or (grad is not None and grad._version):
+            if y.grad is not grad or (grad is not None and version_of(grad)):
                 wrong.append(called.get(id(x), f"a tensor of shape {list(x.shape)}"))
         if wrong:
             raise ShardingError(
@@ -82,13 +80,13 @@ class Closures(Staying):
             return x
         if id(x) in self._known:
             return self._known[id(x)]
-        base = _base(x)
+        base = innermost(x)
         if base in self._tracer.tensor_tracker or any(base is y for y in self.stand_ins):
             return x
         if not torch.is_grad_enabled() and _in_autograd_function():
             refuse_lost(x)
         self.originals.append(x)
-        with temporarily_clear_interpreter_stack():  # a transform in the body may be on
+        with without_transforms():  # a transform in the body may be on
             y = self._known[id(x)] = stand_in(x) if is_followed(x) else alike(x)
         self.stand_ins.append(y)
         self._grads.append(None)
@@ -101,19 +99,16 @@ class Closures(Staying):
 @contextmanager
 def _entered(argument: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """What enters a gradient or a vmap in the body goes through `argument` first: torch takes it in beside modes."""
-    doors: list[tuple[Any, str]] = [(eager_transforms, "_wrap_for_grad"), (vmap, "_add_batch_dim")]
-    before = [getattr(module, name) for module, name in doors]
-    try:
-        for (module, name), enter in zip(doors, before, strict=True):
-            setattr(module, name, lambda x, *how, enter=enter: enter(_quietly(argument, x), *how))
+
+    def through(enter: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x, *how: enter(_quietly(argument, x), *how)
+
+    with INTO_GRAD.holding(through(INTO_GRAD.value)), INTO_VMAP.holding(through(INTO_VMAP.value)):
         yield
-    finally:
-        for (module, name), enter in zip(doors, before, strict=True):
-            setattr(module, name, enter)
 
 
 def _quietly(argument: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    with torch._C.DisableTorchFunction():
+    with torch.DisableTorchFunction():
         return argument(x)
 
 
@@ -121,13 +116,10 @@ def _in_autograd_function() -> bool:
     """Whether an autograd Function runs in the body, whose formula says what has a gradient."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "trace_body":
-        if frame.f_code is _APPLY:
+        if frame.f_code is IN_A_FUNCTION:
             return True
         frame = frame.f_back
     return False
-
-
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 def stand_in(x: Tensor) -> Tensor:
@@ -142,15 +134,9 @@ def alike(x: Tensor) -> Tensor:
         return torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device=x.device)
 
 
-def _base(x: Tensor) -> Tensor:
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):
-        x = torch._C._functorch.get_unwrapped(x)
-    return x
-
-
 def is_followed(x: Tensor) -> bool:
     """Whether a tensor from outside may be differentiated: of a transform around, nobody knows."""
-    return x.requires_grad or x is not _base(x)
+    return x.requires_grad or x is not innermost(x)
 
 
 def refuse_lost(x: Tensor) -> None:

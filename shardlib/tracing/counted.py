@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from shardlib.calls.inside import content
 from shardlib.calls.kinds import PLAIN
 from shardlib.calls.snapshot import Snapshot
 from shardlib.errors import ShardingError
+from shardlib.internals import pytree
 from shardlib.tracing.lifted import Lifted
 
 
@@ -49,7 +49,7 @@ def _look() -> Snapshot | None:
     lifted = Lifted.current()
     if lifted is None or lifted.watch is None:
         return None
-    with torch._C.DisableTorchFunction():  # to the body, a look is none of its own
+    with torch.DisableTorchFunction():  # to the body, a look is none of its own
         return lifted.watch.look()
 
 

@@ -10,10 +10,10 @@ import functools
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.library import Library
 
 from shardlib.aten.views import written_arguments
+from shardlib.internals import OpOverload, schema_of
 
 _library = Library("shardlib_written", "DEF")  # type: ignore[no-untyped-call]
 
@@ -22,13 +22,13 @@ _library = Library("shardlib_written", "DEF")  # type: ignore[no-untyped-call]
 def copying_form(op: OpOverload) -> OpOverload | None:
     """The functional form of an op that writes to tensors, its arguments by position; None of one that writes to lists
     of them, or returns what it writes to."""
-    arguments, written = op._schema.arguments, written_arguments(op)
+    arguments, written = schema_of(op).arguments, written_arguments(op)
     of = {a.name: i for i, a in enumerate(arguments)}
     if any(str(a.type) != "Tensor" for a in arguments if a.name in written):
         return None
-    if any(r.alias_info is not None for r in op._schema.returns):
+    if any(r.alias_info is not None for r in schema_of(op).returns):
         return None
-    results = [str(r.type) for r in op._schema.returns]
+    results = [str(r.type) for r in schema_of(op).returns]
 
     def form(*args: Any) -> Any:
         values = [x.clone() if a.name in written else x for a, x in zip(arguments, args, strict=True)]

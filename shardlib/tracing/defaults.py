@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from shardlib.errors import ShardingError
+from shardlib.internals import pytree
 
 
 @contextmanager

@@ -14,11 +14,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from shardlib.errors import ShardingError
+from shardlib.internals import FakeTensorMode, OpOverload, pytree, schema_of
 from shardlib.scalar import hinted
 
 
@@ -87,9 +85,9 @@ def _device_argument(op: Any) -> tuple[tuple[int, str] | None, bool]:
     """Where an op takes a device, and whether it makes a tensor of nothing: then none given means the default one."""
     if not isinstance(op, OpOverload):
         return None, False
-    kinds = [str(a.type) for a in op._schema.arguments]
+    kinds = [str(a.type) for a in schema_of(op).arguments]
     places = [
-        (i, op._schema.arguments[i].name) for i, kind in enumerate(kinds) if kind in ("Device", "Optional[Device]")
+        (i, schema_of(op).arguments[i].name) for i, kind in enumerate(kinds) if kind in ("Device", "Optional[Device]")
     ]
-    reads_numbers = op._schema.name in ("aten::linspace", "aten::logspace")  # from tensors too, wherever these are
+    reads_numbers = schema_of(op).name in ("aten::linspace", "aten::logspace")  # from tensors too, wherever these are
     return (places[0] if places else None), reads_numbers or not any("Tensor" in kind for kind in kinds)

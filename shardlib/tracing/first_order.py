@@ -12,35 +12,32 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._C import _functorch
-from torch._functorch import eager_transforms
+
+from shardlib.internals import FUNC_GRAD, TransformType, is_wrapped, transforms, unwrapped
 
 
 @contextmanager
 def first_order() -> Iterator[None]:
     """While on, torch.func's gradients record their backward pass only if it can be differentiated from outside."""
-    original: Any = eager_transforms._autograd_grad
+    original = FUNC_GRAD.value
 
     def autograd_grad(outputs: Sequence[Any], *args: Any, create_graph: bool = True, **kwargs: Any) -> Any:
         again = any(map(_tracked_outside, outputs)) or _forward_mode()
         return original(outputs, *args, create_graph=create_graph and again, **kwargs)
 
-    eager_transforms._autograd_grad = autograd_grad
-    try:
+    with FUNC_GRAD.holding(autograd_grad):
         yield
-    finally:
-        eager_transforms._autograd_grad = original
 
 
 def _tracked_outside(x: torch.Tensor) -> bool:
     """Whether another gradient than the innermost one follows x."""
-    while _functorch.is_functorch_wrapped_tensor(x):
-        x = _functorch.get_unwrapped(x)
+    while is_wrapped(x):
+        x = unwrapped(x)
         if x.requires_grad:
             return True
     return False
 
 
 def _forward_mode() -> bool:
-    stack = _functorch.get_interpreter_stack() or []
-    return any(level.key() == _functorch.TransformType.Jvp for level in stack)
+    stack = transforms() or []
+    return any(level.key() == TransformType.Jvp for level in stack)

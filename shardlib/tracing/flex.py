@@ -20,11 +20,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
 from torch.nn.attention import flex_attention as _torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.overrides import TorchFunctionMode
 
+from shardlib.internals import (
+    FLEX_DEVICES,
+    FLEX_DIRECT,
+    FLEX_IDENTITY,
+    IN_FLEX,
+    dispatch_modes,
+    function_modes,
+    innermost,
+)
 from shardlib.ops.attention import attention
 
 Stats = tuple[Tensor, Tensor, Tensor]
@@ -66,7 +73,7 @@ def flex_attention(
         query, key, value = (x if x.dtype == torch.float64 else x.to(narrow) for x in (query, key, value))
     if key.shape[0] != query.shape[0]:
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
-    score = None if score_mod is _torch._identity else _mapped(score_mod, True, score_mod_other_buffers)
+    score = None if score_mod is FLEX_IDENTITY else _mapped(score_mod, True, score_mod_other_buffers)
     noted = _Noted(block_mask[-1])
     keep = None if noted.fn is _torch.noop_mask else _mapped(noted, False, mask_mod_other_buffers)
     wants_max = bool(kernel_options.get("OUTPUT_MAX", True))
@@ -204,15 +211,8 @@ TYPES: set[type] = set()  # as do calls with such tensors
 
 def ours(*tensors: Any) -> bool:
     """Whether a call of the operator with these tensors comes here."""
-    modes: list[Any] = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]  # type: ignore[no-untyped-call]
-    return any(type(mode) in MODES for mode in modes) or any(type(_innermost(x)) in TYPES for x in tensors)
-
-
-def _innermost(x: Any) -> Any:
-    """What torch.func's transforms wrap."""
-    while isinstance(x, Tensor) and _functorch.is_functorch_wrapped_tensor(x):
-        x = _functorch.get_unwrapped(x)
-    return x
+    modes: list[Any] = [*function_modes(), *dispatch_modes()]
+    return any(type(mode) in MODES for mode in modes) or any(type(innermost(x)) in TYPES for x in tensors)
 
 
 class _Direct:
@@ -227,7 +227,7 @@ class _Direct:
 
     def __bool__(self) -> bool:
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code is not _torch.flex_attention.__code__:  # it passes the switch on, too
+        while frame is not None and frame.f_code is not IN_FLEX:  # it passes the switch on, too
             frame = frame.f_back
         call = {} if frame is None else frame.f_locals
         return bool(self.others) or ours(*(call.get(name) for name in ("query", "key", "value")))
@@ -247,10 +247,10 @@ def _validating(check: Callable[..., None]) -> Callable[..., None]:
 
 def direct() -> None:
     """Make the switch and the check ours, again if somebody set them."""
-    if not isinstance(switch := _torch._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG, _Direct):
-        _torch._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = _Direct(switch)  # type: ignore[assignment]
-    if not hasattr(_torch._validate_device, "ours"):
-        _torch._validate_device = _validating(_torch._validate_device)
+    if not isinstance(switch := FLEX_DIRECT.value, _Direct):
+        FLEX_DIRECT.value = _Direct(switch)
+    if not hasattr(check := FLEX_DEVICES.value, "ours"):
+        FLEX_DEVICES.value = _validating(check)
 
 
 direct()

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
 from shardlib.aten.forms import functional_form
 from shardlib.aten.traits import has, is_view
 from shardlib.aten.views import argument, scatter, tensors_in, written_arguments
 from shardlib.errors import ShardingError
+from shardlib.internals import OpOverload, schema_of
 from shardlib.ops.set_data import OP as SET_DATA
 from shardlib.tracing.custom import copying_form
 from shardlib.tracing.views import Views
@@ -144,7 +144,7 @@ class _Rewriter(Views):
         assert isinstance(source, fx.Node)
         assert isinstance(node.target, OpOverload)
         if source.op in ("placeholder", "get_attr"):
-            name = node.target._schema.name.partition("::")[2]
+            name = schema_of(node.target).name.partition("::")[2]
             if name.startswith("set"):
                 raise ShardingError(
                     f"{name} gives other memory to a tensor that is not the traced function's own",
@@ -232,7 +232,7 @@ class _Rewriter(Views):
             return [special(self.emit, *self.current(node.args), **self.current(node.kwargs))], None
         target, args, kwargs = functional_form(node.target), node.args, dict(node.kwargs)
         if target is None and (target := copying_form(node.target)) is not None:
-            args, kwargs = tuple(argument(node, a.name) for a in node.target._schema.arguments), {}
+            args, kwargs = tuple(argument(node, a.name) for a in schema_of(node.target).arguments), {}
         if target is None or torch.Tag.inplace_view in node.target.tags:
             raise ShardingError(
                 f"{node.target} cannot be traced",
@@ -240,13 +240,13 @@ class _Rewriter(Views):
                 rule="what an op writes is the value of a tensor of the same shape and memory, or else of a result",
                 remedy="use an op that returns a new tensor; an op of your own may write to tensors, not to lists",
             )
-        kept = {a.name for a in target._schema.arguments}
+        kept = {a.name for a in schema_of(target).arguments}
         kwargs = {k: v for k, v in kwargs.items() if k in kept}
         out: Tensor = written[0].meta["val"]
-        own_form = {a.name for a in node.target._schema.arguments}
+        own_form = {a.name for a in schema_of(node.target).arguments}
         kwargs |= {k: getattr(out, k) for k in ("dtype", "device") if k in kept and k not in own_form}
         result = self.emit(target, *self.current(args), **self.current(kwargs))
-        own = sum(r.alias_info is None for r in node.target._schema.returns)
+        own = sum(r.alias_info is None for r in schema_of(node.target).returns)
         if isinstance(result.meta["val"], Tensor):
             return [result], None
         values = [

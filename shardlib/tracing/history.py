@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.utils.checkpoint import CheckpointFunction
+
+from shardlib.internals import TENSOR_HOOKS, ReentrantCheckpoint
 
 
 def pulled(outs: list[Tensor], wanted: list[Tensor], cotangents: list[Tensor]) -> Sequence[Tensor | None]:
@@ -39,7 +40,7 @@ def _reenters(outs: Sequence[Tensor]) -> bool:
         node: Any = todo.pop()
         if node is None or node in seen:
             continue
-        if isinstance(node, CheckpointFunction._backward_cls):
+        if isinstance(node, ReentrantCheckpoint):
             return True
         seen.add(node)
         todo += [behind for behind, _ in node.next_functions]
@@ -122,7 +123,7 @@ class Autograd:
             x.detach_()
         if x.requires_grad != self.requires_grad:
             x.requires_grad_(self.requires_grad)
-        for kind in _KINDS:
+        for kind in TENSOR_HOOKS:
             mine, held = self.hooks.get(kind, (None, {}))
             if mine is not None and list(mine) != list(held):
                 mine.clear()
@@ -136,12 +137,9 @@ class Autograd:
             setattr(x, kind, OrderedDict(held))
 
 
-_KINDS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-
-
 def hooks_of(x: Any) -> dict[str, tuple[Any, dict[int, Any]]]:
     """By kind, the dict of the hooks of a tensor, and what is in it now."""
-    return {kind: (hooks, dict(hooks)) for kind in _KINDS if (hooks := getattr(x, kind, None)) is not None}
+    return {kind: (hooks, dict(hooks)) for kind in TENSOR_HOOKS if (hooks := getattr(x, kind, None)) is not None}
 
 
 def _keys(hooks: dict[str, tuple[Any, dict[int, Any]]]) -> dict[str, list[int]]:

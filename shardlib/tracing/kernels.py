@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import _disable_current_modes
 
 from shardlib.aten.forms import functional_form
 from shardlib.bounded import Bounded
+from shardlib.internals import OpOverload, schema_of, without_autocast, without_modes
 from shardlib.scalar import Scalar
 from shardlib.tracing.mistakes import refused
 
@@ -70,7 +69,7 @@ def refuse_kernels(graph: fx.Graph, names: Mapping[fx.Node, str]) -> None:
             with _plainly():
                 _known[key] = _fault(node.target, args, kwargs)
         if (error := _known[key]) is not None:
-            name = str(node.target._schema.name).removeprefix("aten::")
+            name = str(schema_of(node.target).name).removeprefix("aten::")
             operands = ((names.get(x, "an operand"), x.meta["val"]) for x in map(_source, node.all_input_nodes))
             raise refused(error, name, node.meta["line"], operands)
 
@@ -82,10 +81,10 @@ _known: Bounded[Any, Exception | None] = Bounded(1 << 10)
 def _tried(op: Any) -> bool:
     if not isinstance(op, OpOverload) or op.namespace != "aten":
         return False
-    form = functional_form(op) if op._schema.is_mutable else op
+    form = functional_form(op) if schema_of(op).is_mutable else op
     if form is None or torch.Tag.nondeterministic_seeded in form.tags or form.is_view:
         return False
-    return form._schema.name in _OTHERS or torch.Tag.pointwise in form.tags or torch.Tag.reduction in form.tags
+    return schema_of(form).name in _OTHERS or torch.Tag.pointwise in form.tags or torch.Tag.reduction in form.tags
 
 
 def _token(x: Any) -> Any:
@@ -140,7 +139,7 @@ def _call(
             return torch.full([size] * x.rank, 1 if dtype.is_floating_point else fill, dtype=dtype, device="cpu")
         return [made(y) for y in x] if isinstance(x, list) else x
 
-    schema = [a.name for a in op._schema.arguments]
+    schema = [a.name for a in schema_of(op).arguments]
     a = [made(_small(name, x, size)) for name, x in zip(schema, args, strict=False)]
     k = {name: made(_small(name, x, size)) for name, x in kwargs.items()}
     try:
@@ -176,9 +175,9 @@ def _plainly() -> Iterator[None]:
     """Kernels themselves, whatever the user has switched on."""
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        stack.enter_context(torch._C.DisableTorchFunction())
-        stack.enter_context(torch._C._DisableAutocast())
-        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch.DisableTorchFunction())
+        stack.enter_context(without_autocast())
+        stack.enter_context(without_modes())
         stack.enter_context(torch.no_grad())
         yield
 

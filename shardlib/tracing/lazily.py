@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch.fx import _lazy_graph_module as lazy
+from shardlib.internals import LAZY_GRAPHS
 
 _lock = threading.Lock()
 _inside = 0  # threads that make graphs now
@@ -19,8 +19,8 @@ def lazily() -> Iterator[None]:
     global _inside, _before
     with _lock:
         if not _inside:
-            _before = lazy._use_lazy_graph_module_flag
-            lazy._use_lazy_graph_module_flag = True
+            _before = LAZY_GRAPHS.value
+            LAZY_GRAPHS.value = True
         _inside += 1
     try:
         yield
@@ -28,4 +28,4 @@ def lazily() -> Iterator[None]:
         with _lock:
             _inside -= 1
             if not _inside:
-                lazy._use_lazy_graph_module_flag = _before
+                LAZY_GRAPHS.value = _before

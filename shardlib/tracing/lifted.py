@@ -16,16 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlib.calls.inside import attributes, own
 from shardlib.calls.numbers import is_given
 from shardlib.calls.rebound import Watch
 from shardlib.calls.state import State
 from shardlib.errors import ShardingError
+from shardlib.internals import FakeTensor, FakeTensorMode, TorchDispatchMode, pytree
 from shardlib.tensors.tensor import ShardedTensor, above, typeof
 
 _current: ContextVar[Lifted | None] = ContextVar("shardlib_lifted", default=None)

@@ -8,19 +8,17 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardlib.errors import ShardingError
+from shardlib.internals import FakeTensor, innermost
 from shardlib.lines import user_line
 from shardlib.tensors.tensor import typeof
 
 
 def is_traced(x: Any) -> bool:
     """Whether `x` is a value of a trace, also inside a torch.func transform."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):
-        x = torch._C._functorch.get_unwrapped(x)
-    return isinstance(x, torch._subclasses.fake_tensor.FakeTensor)
+    return isinstance(innermost(x), FakeTensor)
 
 
 def shown(x: Tensor, **_: Any) -> str | None:

@@ -12,10 +12,9 @@ import weakref
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from torch._subclasses.fake_tensor import FakeTensor
-
 from shardlib.calls.numbers import is_given
 from shardlib.errors import ShardingError
+from shardlib.internals import FakeTensor
 from shardlib.tensors.tensor import typeof
 
 Refs = Sequence[weakref.ref[Any]]

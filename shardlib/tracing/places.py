@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
+from shardlib.internals import innermost, is_batched, is_wrapped, unwrapped
+
 aten = torch.ops.aten
 
 
@@ -23,11 +25,8 @@ def read_at(x: Tensor, index: Any) -> Tensor | None:
 
 def picked(x: Tensor) -> Tensor:
     """The tensor itself, marked as a copy that is a view in torch: it is not to be written to."""
-    mode, base = get_proxy_mode(), x
-    while torch._C._functorch.is_functorch_wrapped_tensor(base):
-        base = torch._C._functorch.get_unwrapped(base)
-    if mode is not None:
-        get_proxy_slot(base, mode.tracer).proxy.node.meta["picked"] = True
+    if (mode := get_proxy_mode()) is not None:
+        get_proxy_slot(innermost(x), mode.tracer).proxy.node.meta["picked"] = True
     return x
 
 
@@ -65,10 +64,10 @@ def _parted(x: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]] | None:
 def _is_place(k: Any) -> bool:
     if not isinstance(k, Tensor) or k.dim() or k.dtype not in _INTEGERS:
         return False
-    while torch._C._functorch.is_functorch_wrapped_tensor(k):
-        if torch._C._functorch.is_batchedtensor(k):
+    while is_wrapped(k):
+        if is_batched(k):
             return False
-        k = torch._C._functorch.get_unwrapped(k)
+        k = unwrapped(k)
     return True
 
 

@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 
 from shardlib.errors import ShardingError
+from shardlib.internals import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from shardlib.lines import error_line, user_line
 from shardlib.tensors.tensor import typeof
 from shardlib.tracing.elsewhere import is_here
@@ -197,7 +197,7 @@ def refuse_unseen(x: torch.Tensor, line: Any) -> NoReturn:
 
 def _last_operand(tracer: Any) -> str:
     """The tensor that the op traced last reads: `gt (bool[])`."""
-    last = next(reversed(tracer.graph.nodes))
+    last = next(iter(reversed(tracer.graph.nodes)))
     source = next(iter(last.all_input_nodes), None)
     val = source.meta.get("val") if source is not None else None
     return f"{source} ({_kind(val)})" if isinstance(val, torch.Tensor) else "a tensor"

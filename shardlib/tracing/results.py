@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shardlib.errors import ShardingError
+from shardlib.internals import FakeTensor
 from shardlib.tensors.tensor import marks
 from shardlib.tracing.ending import After
 
@@ -43,9 +44,7 @@ def refuse_attributes(named: Iterable[tuple[str, Any, Any]]) -> None:
 
 
 _GONE = object()
-_FAKES = frozenset(
-    {"fake_mode", "_fake_device", "constant", "pytype", "dispatch_keys", "real_tensor"}
-)  # torch's own, of fake tensors
+_FAKES = frozenset(FakeTensor.__annotations__)  # torch's own, of fake tensors
 
 
 def repeated(results: Sequence[Any]) -> dict[int, int]:

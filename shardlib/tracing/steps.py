@@ -9,10 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from shardlib.internals import OPTIMIZERS, UPDATES
 from shardlib.state import is_tracing
-
-_PREFIXES = ("_single_tensor_", "_multi_tensor_")
-_MODULES = ("adadelta", "adam", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop")
 
 
 @contextmanager
@@ -46,6 +44,6 @@ def _capturable(update: Callable[..., Any]) -> Callable[..., Any]:
 @functools.cache
 def _updates() -> list[tuple[Any, str, Callable[..., Any]]]:
     """What updates parameters, with the module of torch's that has it."""
-    modules = [importlib.import_module(f"torch.optim.{name}") for name in _MODULES]
-    functions = [(m, name, x) for m in modules for name, x in vars(m).items() if name.startswith(_PREFIXES)]
+    modules = [importlib.import_module(f"torch.optim.{name}") for name in OPTIMIZERS]
+    functions = [(m, name, x) for m in modules for name, x in vars(m).items() if name.startswith(UPDATES)]
     return [(m, name, x) for m, name, x in functions if "capturable" in inspect.signature(x).parameters]

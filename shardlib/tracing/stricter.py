@@ -7,9 +7,8 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
+
+from shardlib.internals import OpOverload, pytree, without_modes
 
 _WRITTEN_IN_C = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, OpOverload)
 _SMALL = 1 << 20  # elements
@@ -23,8 +22,8 @@ def kernels_take(func: Any, args: Any, kwargs: Any) -> bool:
         return False
     with ExitStack() as stack:
         for mode in (
-            torch._C.DisableTorchFunction(),
-            _disable_current_modes(),
+            torch.DisableTorchFunction(),
+            without_modes(),
             torch.no_grad(),
             torch.random.fork_rng(),
         ):

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.distributions import Distribution
 
+from shardlib.internals import COMPILING, VALIDATES
 from shardlib.state import is_tracing
 
 
@@ -16,19 +16,18 @@ from shardlib.state import is_tracing
 def switched() -> Iterator[None]:
     """While on: no kernels of cuDNN and oneDNN; where a function is traced, torch says that it is being compiled, and
     distributions take their arguments unseen."""
-    compiling, validates = torch.compiler._is_compiling_flag, Distribution._validate_args
-    onednn = torch._C._get_mkldnn_enabled()
-    with torch.backends.cudnn.flags(enabled=False):
-        torch._C._set_mkldnn_enabled(False)
+    onednn = torch.backends.mkldnn.enabled
+    with (
+        torch.backends.cudnn.flags(enabled=False),
         # Model libraries read this flag before they look at the values of masks and positions.
-        torch.compiler._is_compiling_flag = _Here()  # type: ignore[assignment]
-        Distribution._validate_args = _Elsewhere(validates)  # type: ignore[assignment]
+        COMPILING.holding(_Here()),
+        VALIDATES.holding(_Elsewhere(VALIDATES.value)),
+    ):
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
         try:
             yield
         finally:
-            torch.compiler._is_compiling_flag = compiling
-            Distribution._validate_args = validates
-            torch._C._set_mkldnn_enabled(onednn)
+            torch.backends.mkldnn.enabled = onednn
 
 
 class _Here:

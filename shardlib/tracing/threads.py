@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from shardlib.errors import ShardingError
+from shardlib.internals import pytree
 from shardlib.tensors.tensor import typeof
 from shardlib.tracing.lifted import Lifted
 
@@ -46,7 +46,7 @@ class _Elsewhere(TorchFunctionMode):
         if not self.lifted.is_over:
             tensors = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
             if found := [x for x in tensors if self.lifted.is_own(x)]:
-                with torch._C.DisableTorchFunction():
+                with torch.DisableTorchFunction():
                     _refuse(self.lifted, [f"it reads {typeof(x)}" for x in found])
         return func(*args, **(kwargs or {}))
 

@@ -16,9 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import has_proxy_slot, make_fx
 
 from shardlib.calls.ambient import set_aside
@@ -27,6 +25,7 @@ from shardlib.calls.mappings import opened
 from shardlib.calls.numbers import NotExpressionsError, Numbers
 from shardlib.calls.rebound import Watch
 from shardlib.calls.state import State
+from shardlib.internals import IS_PARAMETER, FakeTensor, FakeTensorMode, memory_of, pytree
 from shardlib.lines import Line, LineRecorder
 from shardlib.ops.set_data import OP as SET_DATA
 from shardlib.random.draw import one_program
@@ -219,7 +218,7 @@ def _trace(
             leaves[i] = x
             if isinstance(call.arguments[i], torch.Tensor):
                 if isinstance(call.arguments[i], torch.nn.Parameter):
-                    x._is_param = True  # by which torch knows parameters of other classes
+                    setattr(x, IS_PARAMETER, True)
                 x.__dict__.update({k: y for k, y in marks(call.arguments[i]).items() if k not in x.__dict__})
         for i, at in same.items():
             leaves[i] = call.state.tensors[at - len(leaves)] if at >= len(leaves) else leaves[at]
@@ -261,7 +260,7 @@ def _trace(
                 leaf_of |= {id(x): i for i, x in zip(where, inputs, strict=True)}
                 stands = {i: (call.leaves[i], x) for i, x in zip(where, inputs, strict=True)}
                 stands |= {leaf_of[id(x)]: (x, y) for x, y in lifted.stand_ins()}
-                memory = {x.untyped_storage()._cdata: (i, of, x) for i, (of, x) in stands.items()}
+                memory = {memory_of(x.untyped_storage()): (i, of, x) for i, (of, x) in stands.items()}
                 if any(node.target is SET_DATA for node in tracer.graph.nodes):
                     memory = {}  # whose memory a view shows, only functionalisation finds out
                 ending.rebound = watch.rebound(leaf_of, memory, returned, own, lambda x: has_proxy_slot(x, tracer))

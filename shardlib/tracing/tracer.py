@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.utils import _pytree as pytree
 
 from shardlib.calls.numbers import scalar_of
+from shardlib.internals import FakeTensor, FakeTensorMode, OpOverload, pytree, rename, schema_of
 from shardlib.lines import Line, LineRecorder, is_mark
 from shardlib.strided import refuse_others
 from shardlib.tracing.ending import move_inputs_first
@@ -32,7 +31,7 @@ def recorded(lines: LineRecorder) -> Any:
     dispatch = mode.__torch_dispatch__
 
     def unseen(mode: Any, *args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():
+        with torch.DisableTorchFunction():
             return dispatch(*args, **kwargs)
 
     mode.__torch_dispatch__ = types.MethodType(unseen, mode)
@@ -61,12 +60,12 @@ def finish(
     for mark in reversed([n for n in graph.nodes if is_mark(n)]):
         graph.erase_node(mark)  # their names are in the lines of the nodes between them
     for node in reversed([n for n in graph.nodes if "val" not in n.meta and not n.users]):
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.returns:
+        if isinstance(node.target, OpOverload) and schema_of(node.target).returns:
             graph.erase_node(node)  # torch refused the call, and somebody caught that
     move_inputs_first(graph)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     for node, name in zip(placeholders, names, strict=True):
-        node._rename(re.sub(r"\W+", "_", name).strip("_") or "x")
+        rename(node, re.sub(r"\W+", "_", name).strip("_") or "x")
     output = graph.output_node()
     returned = iter(output.args[0])  # type: ignore[arg-type]
     output.args = (tuple(next(returned) if isinstance(x, torch.Tensor) else scalar_of(x) for x in leaves),)

@@ -1,0 +1,296 @@
+"""Private names of torch: all that shardlib uses, each with its reason, and in no other file.
+
+They are looked up when this module is imported. What torch lacks is one error, which names all of it: a version that
+shardlib does not know fails here, and not in the middle of somebody's call. Names of modules that nobody should have to
+import are looked up when they are used.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+SUPPORTED = ("2.11", "2.12", "2.13")  # of torch
+REASONS: dict[str, str] = {}  # a private name -> what it is for
+LATE: list[str] = []  # those that are looked up when they are used
+_lacking: list[str] = []
+
+
+def _torch(name: str, why: str) -> Any:
+    """What torch has under a name."""
+    REASONS[name] = why
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        _lacking.append(name)
+        return None
+
+
+def _late(name: str, why: str) -> str:
+    REASONS[name] = why
+    LATE.append(name)
+    return name
+
+
+def _attribute(name: str, why: str) -> Any:
+    """What reads an attribute of objects; torch has one such object, or its class has the attribute, under `name`."""
+    _torch(name, why)
+    return attrgetter(name.rpartition(".")[2])
+
+
+def _word(name: str, why: str) -> str:
+    """The attribute's own name, for what is asked or set by it."""
+    _torch(name, why)
+    return name.rpartition(".")[2]
+
+
+def _global(name: str, why: str) -> Any:
+    """What reads a global variable of one of torch's modules, each time anew."""
+    read = _attribute(name, why)
+    return partial(read, pkgutil.resolve_name(name.rpartition(".")[0]))
+
+
+class Slot:
+    """A name of torch's that stands for something else for a while, or from now on."""
+
+    def __init__(self, name: str) -> None:
+        self.owner, _, self.name = name.rpartition(".")
+
+    @property
+    def value(self) -> Any:
+        """What torch finds there."""
+        return getattr(pkgutil.resolve_name(self.owner), self.name)
+
+    @value.setter
+    def value(self, new: Any) -> None:
+        setattr(pkgutil.resolve_name(self.owner), self.name, new)
+
+    @contextmanager
+    def holding(self, new: Any) -> Iterator[None]:
+        """While on, torch finds `new`."""
+        before, self.value = self.value, new
+        try:
+            yield
+        finally:
+            self.value = before
+
+
+def _slot(name: str, why: str) -> Slot:
+    _torch(name, why)
+    return Slot(name)
+
+
+def _late_slot(name: str, why: str) -> Slot:
+    return Slot(_late(name, why))
+
+
+# --- types, which annotations name, too -------------------------------------------------------------------------------
+
+if TYPE_CHECKING:
+    import torch.utils._pytree
+    from torch._library.custom_ops import CustomOpDef as CustomOpDef
+    from torch._ops import HigherOrderOperator as HigherOrderOperator
+    from torch._ops import OpOverload as OpOverload
+    from torch._ops import OpOverloadPacket as OpOverloadPacket
+    from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+    from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+    pytree = torch.utils._pytree
+else:
+    CustomOpDef = _torch(
+        "torch._library.custom_ops.CustomOpDef", "what `torch.library.custom_op` gives, which lists it not"
+    )
+    HigherOrderOperator = _torch("torch._ops.HigherOrderOperator", "nodes of a trace that take functions")
+    OpOverload = _torch("torch._ops.OpOverload", "what nodes call, and rules are for")
+    OpOverloadPacket = _torch("torch._ops.OpOverloadPacket", "a rule may be given to an op by its name alone")
+    _FAKE = "torch._subclasses.fake_tensor."
+    DataDependentOutputException = _torch(f"{_FAKE}DataDependentOutputException", "an op looks at values")
+    DynamicOutputShapeException = _torch(f"{_FAKE}DynamicOutputShapeException", "values say what shape a result has")
+    FakeTensor = _torch(f"{_FAKE}FakeTensor", "the values of a trace")
+    FakeTensorMode = _torch(f"{_FAKE}FakeTensorMode", "shapes without memory")
+    pytree = _torch("torch.utils._pytree", "arguments and results as leaves; torch has no public one yet")
+    TorchDispatchMode = _torch("torch.utils._python_dispatch.TorchDispatchMode", "documented there, and only there")
+
+
+# --- ops, and what stands between a call and its kernel ---------------------------------------------------------------
+
+c10d_functional = _torch("torch.ops._c10d_functional", "the collectives that compilers and counters know")
+c_functions = _torch("torch._C._VariableFunctions", "C functions of torch, which parse arguments faster than ops")
+all_op_names = _torch("torch._C._dispatch_get_all_op_names", "families of ops (_foreach_) that nothing else lists")
+schema_of = _attribute("torch.ops.aten.add.Tensor._schema", "arguments of an op: what is written, what is a view")
+overload_name_of = _attribute("torch.ops.aten.add.Tensor._overloadname", "its name, which for a default is not empty")
+kernel_of = _attribute("torch.ops.aten.add.Tensor._op_dk", "an op by the kernel of one key: _foreach_ as single ops")
+op_of_custom = attrgetter(_late("torch._library.custom_ops.CustomOpDef._opoverload", "its op, by which rules are kept"))
+PACKET = _word("torch.ops.aten.add.Tensor._overloadpacket", "by which counters of collectives know an op")
+
+keys_below = _torch("torch._C._dispatch_keyset_full_after", "ops caught at a key go on below it")
+exclude_keys = _torch("torch._C._ExcludeDispatchKeyGuard", "programs run below autograd and autocast")
+below_autograd = _torch("torch._C._AutoDispatchBelowAutograd", "the same where no autocast is on, and in less time")
+any_autocast = _torch("torch._C._is_any_autocast_enabled", "asked in every call: one question, not one a device")
+without_autocast = _torch("torch._C._DisableAutocast", "kernels are asked for strides, whatever is switched on")
+
+_MODES, _FUNCTION_MODES = "torch.utils._python_dispatch.", "torch.overrides."
+dispatch_modes = _torch(f"{_MODES}_get_current_dispatch_mode_stack", "modes around a call: refused, told, or counting")
+pop_dispatch_mode = _torch(f"{_MODES}_pop_mode", "modes that count do not see what ranks say to each other")
+push_dispatch_mode = _torch(f"{_MODES}_push_mode", "they are put back")
+count_dispatch_modes = _torch("torch._C._len_torch_dispatch_stack", "asked in every call: whether there are any")
+without_modes = _torch(f"{_MODES}_disable_current_modes", "values of our own are computed beside the trace")
+function_modes = _torch(f"{_FUNCTION_MODES}_get_current_function_mode_stack", "they act on a trace, and are in its key")
+pop_function_mode = _torch(f"{_FUNCTION_MODES}_pop_mode", "those of the caller go above shardlib's own")
+push_function_mode = _torch(f"{_FUNCTION_MODES}_push_mode", "they are put back")
+count_function_modes = _torch("torch._C._len_torch_function_stack", "asked in every call: whether there are any")
+
+
+# --- tensors, memory, fake tensors ------------------------------------------------------------------------------------
+
+make_wrapper = _torch("torch.Tensor._make_wrapper_subclass", "documented: a tensor that has no memory")
+no_torch_function = _torch("torch._C._disabled_torch_function_impl", "documented: a class that only dispatches")
+version_of = _attribute("torch.Tensor._version", "whether a gradient was written to")
+ASKS_VERSION = _torch("torch.Tensor._version.__get__", "a question of the user's that a trace does not answer")
+ASKS_IS_VIEW = _torch("torch.Tensor._is_view", "another")
+ASKS_BASE = _torch("torch.Tensor._base.__get__", "another")
+TYPED_STORAGE = _word("torch.Tensor._typed_storage", "a method that a tensor in pieces refuses")
+IS_PARAMETER = "_is_param"  # what torch.nn.Parameter puts on tensors of other classes
+memory_of = _attribute("torch.UntypedStorage._cdata", "whether two tensors share memory, where there are no addresses")
+memory_uses = _torch("torch._C._storage_Use_Count", "whether anybody else holds memory that is written over")
+generator_id = _attribute("torch.Generator._cdata", "one generator has several objects in Python")
+CONSTANT_SOURCE = _late("torch._dynamo.source.ConstantSource", "where a number of a trace comes from")
+node_type = _torch("torch.utils._pytree._get_node_type", "a leaf or not, as tree_flatten decides, namedtuples included")
+
+
+# --- autograd and torch.func ------------------------------------------------------------------------------------------
+
+running_node = _torch("torch._C._current_autograd_node", "the line of a backward op is that of its forward op")
+last_number = _torch("torch._C._autograd._get_sequence_nr", "autograd numbers its nodes: which line made which")
+number_of = _attribute("torch.autograd.graph.Node._sequence_nr", "the number of one of them")
+saved_hooks = _torch("torch._C._autograd._top_saved_tensors_default_hooks", "the caller's are for what a call saves")
+pop_saved_hooks = _torch("torch._C._autograd._pop_saved_tensors_default_hooks", "they are set aside in a trace")
+push_saved_hooks = _torch("torch._C._autograd._push_saved_tensors_default_hooks", "they are put back")
+_ALLOWED = "torch._C._autograd._saved_tensors_hooks_"
+saved_hooks_forbidden = _torch(f"{_ALLOWED}get_disabled_error_message", "torch.func forbids what checkpoints use")
+allow_saved_hooks = _torch(f"{_ALLOWED}enable", "set aside where a checkpoint of a body runs")
+forbid_saved_hooks = _torch(f"{_ALLOWED}disable", "forbidden again")
+TENSOR_HOOKS = (
+    _word("torch.Tensor._backward_hooks", "what a trace hooks on an argument is undone"),
+    _word("torch.Tensor._post_accumulate_grad_hooks", "the same"),
+)
+ReentrantCheckpoint = _torch("torch.utils.checkpoint.CheckpointFunction._backward_cls", "its backward calls backward()")
+IN_A_FUNCTION = _torch("torch.autograd.Function.apply.__func__.__code__", "a frame of a Function that a user wrote")
+
+TransformType = _torch("torch._C._functorch.TransformType", "gradients, jvps, vmaps: what a transform around is")
+VmapInterpreter = _torch("torch._C._functorch.CVmapInterpreterPtr", "what a vmap says of randomness")
+transforms = _torch("torch._C._functorch.get_interpreter_stack", "the transforms around")
+transform_level = _torch("torch._C._functorch.maybe_current_level", "asked in every call: whether there are any")
+without_transforms = _torch("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", "values beside them")
+is_wrapped = _torch("torch._C._functorch.is_functorch_wrapped_tensor", "a tensor that a transform follows")
+is_batched = _torch("torch._C._functorch.is_batchedtensor", "one that a vmap has")
+level_of = _torch("torch._C._functorch.maybe_get_level", "which transform follows it")
+unwrapped = _torch("torch._C._functorch.get_unwrapped", "what it follows")
+dual_level = _global("torch.autograd.forward_ad._current_level", "whether forward-mode gradients are on")
+
+
+def innermost(x: Any) -> Any:
+    """What all transforms of torch.func that follow a tensor have wrapped."""
+    while isinstance(x, torch.Tensor) and is_wrapped(x):
+        x = unwrapped(x)
+    return x
+
+
+# --- what a trace, or teaching a ShardedTensor to torch, puts in the place of something -------------------------------
+
+is_profiling = _global("torch.autograd.profiler._is_profiler_enabled", "a program with ranges runs where one looks")
+set_frame_evaluation = _torch("torch._C._dynamo.eval_frame.set_eval_frame", "what compiles is not compiled itself")
+rename = _torch("torch.fx.Node._rename", "inputs of a graph have the names that the user gave them")
+
+COMPILING = _slot("torch.compiler._is_compiling_flag", "models look at values of masks but where they are compiled")
+VALIDATES = _slot("torch.distributions.Distribution._validate_args", "the same; its setter is for all threads")
+LAZY_GRAPHS = _slot("torch.fx._lazy_graph_module._use_lazy_graph_module_flag", "source nobody reads is not written")
+FUNC_GRAD = _slot("torch._functorch.eager_transforms._autograd_grad", "torch.func.grad records its pass in any case")
+INTO_GRAD = _slot("torch._functorch.eager_transforms._wrap_for_grad", "what enters a gradient passes by modes")
+INTO_VMAP = _slot("torch._functorch.vmap._add_batch_dim", "what enters a vmap does, too")
+
+_FLEX = "torch.nn.attention.flex_attention."
+FLEX_DIRECT = _slot(f"{_FLEX}_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", "dynamo knows no tensors in pieces")
+FLEX_DEVICES = _slot(f"{_FLEX}_validate_device", "on a CPU torch's kernel has no gradients; ours has")
+FLEX_IDENTITY = _torch(f"{_FLEX}_identity", "there is no score_mod")
+IN_FLEX = _torch(f"{_FLEX}flex_attention.__code__", "the call that asks the switch, whose tensors say whose it is")
+
+ENGINE = _slot("torch.autograd._engine_run_backward", "modes stay on in what the engine calls back")
+CHECKPOINT_COMPILES = _slot("torch.utils.checkpoint._is_compiling", "in a trace checkpoints follow their policy")
+MODULE_DICTS = ("_parameters", "_buffers", "_modules")  # what a module holds, by name
+MODULE_HOOKS: tuple[dict[int, Any], ...] = tuple(
+    _torch(f"torch.nn.modules.module._global_{kind}_hooks", "hooks on all modules act on a trace, and are in its key")
+    for kind in (
+        *("buffer_registration", "module_registration", "parameter_registration"),
+        *("backward_pre", "backward", "forward_pre", "forward"),
+    )
+)
+MODULE_APPLY = _slot("torch.nn.Module._apply", "a module that a trace converts is refused before it is half done")
+BATCH_NORM = _slot("torch.nn.modules.batchnorm._BatchNorm.forward", "Python reads a buffer that counts batches")
+input_check_of = _attribute("torch.nn.modules.batchnorm._BatchNorm._check_input_dim", "what that forward does first")
+# What updates parameters has one of these names in one of these modules, which nobody has to have imported.
+UPDATES = ("_single_tensor_", "_multi_tensor_")
+OPTIMIZERS = ("adadelta", "adam", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop")
+
+_STATE_DICT = "torch.distributed.checkpoint.state_dict."
+GATHER_STATE_DICT = _late_slot(f"{_STATE_DICT}_gather_state_dict", "whole state dicts out")
+FILL_STATE_DICT = (
+    _late_slot(f"{_STATE_DICT}_distribute_state_dict", "whole state dicts in"),
+    _late_slot(f"{_STATE_DICT}_broadcast_state_dict", "the same from rank 0"),
+)
+STAGED_COPY = _late_slot(
+    "torch.distributed.checkpoint._state_dict_stager.StateDictStager._offload_tensor", "copies saved in the background"
+)
+STAGED_MEMORY = _late_slot("torch.distributed.checkpoint.staging._create_cpu_state_dict", "memory for blocking copies")
+_TRACKER = "torch.distributed.tensor.debug._comm_mode._CommModeModuleTracker."
+TRACKER_HOOKS = tuple(
+    _late_slot(f"{_TRACKER}{name}", "a trace is no call of a module, for modes that count by modules")
+    for name in ("_fw_pre_hook", "_fw_post_hook", "_fw_set_module_hook", "_bw_hook")
+)
+C10D_CHECKS = tuple(
+    _slot(f"torch.distributed.distributed_c10d.{name}", "c10d's functions ask it of tensors, which may be in pieces")
+    for name in ("_check_single_tensor", "_check_tensor_list")
+)
+FSDP_PARAMETERS = _late("torch.distributed.fsdp._fully_shard._fsdp_param", "fully_shard on what is placed is refused")
+SKIPPED_FILES = "torch._dynamo.trace_rules"  # which `torch.compile` lets alone
+SKIP_RULES = _late(f"{SKIPPED_FILES}._recompile_re", "files of shardlib are added to them")
+
+
+# --- torch.distributed ------------------------------------------------------------------------------------------------
+
+_C10D = "torch.distributed.distributed_c10d."
+default_store = _torch(f"{_C10D}_get_default_store", "ranks meet where torch's process group met")
+default_timeout = _torch(f"{_C10D}_get_default_timeout", "whether a user has set another")
+backend_of = _attribute("torch.distributed.ProcessGroup._get_backend", "the timeout of a group is its backend's")
+devices_of = _attribute("torch.distributed.ProcessGroup._device_types", "a group has a backend for each")
+timeout_of = _attribute("torch._C._distributed_c10d.Backend.Options._timeout", "the timeout itself")
+gather_of = _attribute("torch.distributed.ProcessGroup._allgather_base", "who compares calls leaves torch's log alone")
+SYMMETRIC_MEMORY = _late("torch.distributed._symmetric_memory", "memory that GPUs of one machine reach")
+
+
+def late(name: str) -> Any:
+    """What torch has under one of these names, imported now.
+
+    Example:
+        >>> late(CONSTANT_SOURCE).__name__
+        'ConstantSource'
+    """
+    return pkgutil.resolve_name(name)
+
+
+if _lacking:
+    lines = "".join(f"\n  * {name}: {REASONS[name]}" for name in _lacking)
+    raise ImportError(
+        f"torch {torch.__version__} lacks {len(_lacking)} of the names that shardlib uses:{lines}\n"
+        f"Rule: shardlib runs on torch {', '.join(SUPPORTED)}\n"
+        f"Remedy: install one of these, or a shardlib for torch {torch.__version__}"
+    )
