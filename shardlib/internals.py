@@ -133,6 +133,7 @@ op_of_custom = attrgetter(_late("torch._library.custom_ops.CustomOpDef._opoverlo
 PACKET = _word("torch.ops.aten.add.Tensor._overloadpacket", "by which counters of collectives know an op")
 
 keys_below = _torch("torch._C._dispatch_keyset_full_after", "ops caught at a key go on below it")
+keys_of = _torch("torch._ops._compute_keyset", "an operator that takes functions goes on below our kernel for it")
 exclude_keys = _torch("torch._C._ExcludeDispatchKeyGuard", "programs run below autograd and autocast")
 below_autograd = _torch("torch._C._AutoDispatchBelowAutograd", "the same where no autocast is on, and in less time")
 any_autocast = _torch("torch._C._is_any_autocast_enabled", "asked in every call: one question, not one a device")

@@ -177,9 +177,8 @@ class Watch:
                 return Own(own[id(x)])
             if not is_traced(x) or _is_new_leaf(x):
                 return None
-            if memory_of(x.untyped_storage()) in memory and _is_plain_view(
-                x, memory[memory_of(x.untyped_storage())][2]
-            ):
+            held = memory.get(memory_of(x.untyped_storage()))
+            if held is not None and _is_plain_view(x, held[2]):
                 return shown(x, place)
             plain = isinstance(old, Tensor) and not isinstance(old, ShardedTensor) and not x.requires_grad
             home = None

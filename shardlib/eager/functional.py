@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.internals import TransformType, exclude_keys
+from shardlib.internals import TransformType, keys_of
 from shardlib.random.draw import PlainDraws
 from shardlib.tensors.tensor import ShardedTensor
 from shardlib.tracing import flex
@@ -22,8 +22,8 @@ def _caught(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **how: Any) -
     if flex.ours(query, key, value):
         sharded = any(isinstance(x, ShardedTensor) for x in (query, key, value))
         return flex.flex_attention(query, key, value, *rest, **how, fused=sharded)
-    with exclude_keys(torch.DispatchKeySet(_SNAPSHOT)):
-        return flex.OPERATOR(query, key, value, *rest, **how)
+    keys = keys_of((query, key, value, *rest), how, flex.OPERATOR.non_fallthrough_keys.remove(_SNAPSHOT))
+    return flex.OPERATOR.dispatch(keys.highestPriorityTypeId(), query, key, value, *rest, **how)
 
 
 def _transformed(_: Any, *args: Any, **kwargs: Any) -> Any:

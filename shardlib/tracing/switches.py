@@ -14,11 +14,12 @@ from shardlib.state import is_tracing
 
 @contextmanager
 def switched() -> Iterator[None]:
-    """While on: no kernels of cuDNN and oneDNN; where a function is traced, torch says that it is being compiled, and
-    distributions take their arguments unseen."""
+    """While on: no kernels of cuDNN and oneDNN, and what `torch.compile` has made runs as the function it is made of;
+    where a function is traced, torch says that it is being compiled, and distributions take their arguments unseen."""
     onednn = torch.backends.mkldnn.enabled
     with (
         torch.backends.cudnn.flags(enabled=False),
+        torch.compiler.set_stance("force_eager"),
         # Model libraries read this flag before they look at the values of masks and positions.
         COMPILING.holding(_Here()),
         VALIDATES.holding(_Elsewhere(VALIDATES.value)),

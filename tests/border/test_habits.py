@@ -955,7 +955,7 @@ COMPILED: dict[str, Callable[[Any], Any]] = {
     "around": lambda x: torch.compile(lambda x: sl.jit(lambda y: y.sin())(x).cos() + 1, backend="aot_eager")(x),
     "ops": lambda x: torch.compile(lambda x: (x.sin() @ x.t()).softmax(-1), backend="aot_eager")(x),
     "module": lambda x: torch.compile(_linear(x), backend="aot_eager")(torch.ones(2, 6)).sum(),
-    "inside": lambda x: sl.jit(lambda x: torch.compile(lambda y: y.sin(), backend="eager")(x))(x),
+    "inside": lambda x: sl.jit(lambda x: torch.compile(lambda y: y.sin())(x))(x),
 }
 
 
