@@ -17,7 +17,7 @@ from torch import fx
 
 from shardlib.aten.traits import has
 from shardlib.errors import ShardingError
-from shardlib.internals import schema_of
+from shardlib.internals import PER_RANK, schema_of
 from shardlib.lines import Line
 from shardlib.rules import rule_for
 from shardlib.rules.rule import Call, Meta, Rule
@@ -241,12 +241,6 @@ def _draws(op: Op) -> bool:
     given = {a.name: a.default_value for a in schema_of(call.target).arguments if a.has_default_value()}
     given |= {a.name: x for a, x in zip(schema_of(call.target).arguments, call.args, strict=False)} | dict(call.kwargs)
     return all(given.get(name, True) not in (0, False) for name in ("dropout_p", "training", "train"))
-
-
-# Ops of torch that communicate, or belong to those who do: per-rank code.
-PER_RANK = frozenset(
-    {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "fsdp", "_dtensor"}
-)
 
 
 def _refuse_collectives(ops: Iterable[Op]) -> None:

@@ -44,10 +44,15 @@ def _attribute(name: str, why: str) -> Any:
     return attrgetter(name.rpartition(".")[2])
 
 
-def _word(name: str, why: str) -> str:
-    """The attribute's own name, for what is asked or set by it."""
+def _name(name: str, why: str) -> str:
+    """The name itself, for what is known by it."""
     _torch(name, why)
-    return name.rpartition(".")[2]
+    return name
+
+
+def _word(name: str, why: str) -> str:
+    """The last word of a name, for an attribute that is asked or set by it."""
+    return _name(name, why).rpartition(".")[2]
 
 
 def _global(name: str, why: str) -> Any:
@@ -124,12 +129,17 @@ else:
 # --- ops, and what stands between a call and its kernel ---------------------------------------------------------------
 
 c10d_functional = _torch("torch.ops._c10d_functional", "the collectives that compilers and counters know")
+# Namespaces of ops that communicate, or belong to those who do: per-rank code.
+PER_RANK = frozenset(
+    {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "fsdp", "_dtensor"}
+)
 c_functions = _torch("torch._C._VariableFunctions", "C functions of torch, which parse arguments faster than ops")
 all_op_names = _torch("torch._C._dispatch_get_all_op_names", "families of ops (_foreach_) that nothing else lists")
 schema_of = _attribute("torch.ops.aten.add.Tensor._schema", "arguments of an op: what is written, what is a view")
 overload_name_of = _attribute("torch.ops.aten.add.Tensor._overloadname", "its name, which for a default is not empty")
 kernel_of = _attribute("torch.ops.aten.add.Tensor._op_dk", "an op by the kernel of one key: _foreach_ as single ops")
-op_of_custom = attrgetter(_late("torch._library.custom_ops.CustomOpDef._opoverload", "its op, by which rules are kept"))
+REASONS["torch._library.custom_ops.CustomOpDef._opoverload"] = "its op, by which rules are kept"  # only objects have it
+op_of_custom = attrgetter("_opoverload")
 PACKET = _word("torch.ops.aten.add.Tensor._overloadpacket", "by which counters of collectives know an op")
 
 keys_below = _torch("torch._C._dispatch_keyset_full_after", "ops caught at a key go on below it")
@@ -164,7 +174,8 @@ IS_PARAMETER = "_is_param"  # what torch.nn.Parameter puts on tensors of other c
 memory_of = _attribute("torch.UntypedStorage._cdata", "whether two tensors share memory, where there are no addresses")
 memory_uses = _torch("torch._C._storage_Use_Count", "whether anybody else holds memory that is written over")
 generator_id = _attribute("torch.Generator._cdata", "one generator has several objects in Python")
-CONSTANT_SOURCE = _late("torch._dynamo.source.ConstantSource", "where a number of a trace comes from")
+ConstantSource = _torch("torch._dynamo.source.ConstantSource", "where a number of a trace comes from")
+FAKES_LOG = _name("torch._subclasses.fake_tensor", "it logs what fake tensors refuse, and the error says it")
 node_type = _torch("torch.utils._pytree._get_node_type", "a leaf or not, as tree_flatten decides, namedtuples included")
 
 
@@ -282,8 +293,8 @@ def late(name: str) -> Any:
     """What torch has under one of these names, imported now.
 
     Example:
-        >>> late(CONSTANT_SOURCE).__name__
-        'ConstantSource'
+        >>> late(SYMMETRIC_MEMORY).empty.__name__
+        'empty'
     """
     return pkgutil.resolve_name(name)
 

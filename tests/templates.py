@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from tests.versions import HAS_AMINMAX_GRADIENT
+
 if TYPE_CHECKING:
     from tests.programs import Drawing
 
@@ -346,7 +348,8 @@ def ordering(d: Drawing) -> str:
     f = d.rng.choice([f"{x}.topk({n}, {k}).values", f"{x}.kthvalue({n}, {k}).values", f"{x}.median({k}).values",
                       f"{x}.cumprod({k})", f"{x}.logcumsumexp({k})", f"{x}.cummax({k}).values",
                       f"{x}.gather({k}, {x}.argsort({k}))", f"{x}.gather({k}, {x}.argmax({k}, keepdim=True))",
-                      f"{x}.unfold({k}, {n}, 1)", f"{x}.diff(dim={k})", f"{x}.aminmax(dim={k}).max"])  # fmt: skip
+                      f"{x}.unfold({k}, {n}, 1)", f"{x}.diff(dim={k})",
+                      f"{x}.aminmax(dim={k}).max" if HAS_AMINMAX_GRADIENT else f"{x}.amax({k})"])  # fmt: skip
     return f"{{0}} = {f}"
 
 

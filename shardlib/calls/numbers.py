@@ -19,7 +19,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from shardlib.internals import CONSTANT_SOURCE, late, pytree
+from shardlib.internals import ConstantSource, pytree
 from shardlib.scalar import OPERATIONS, Scalar
 from shardlib.staying import Staying
 
@@ -199,7 +199,7 @@ class Numbers(Staying):
         """Torch's symbol for a scalar: an input of the graph, for the time being."""
         found = self._symbols.get(scalar)
         if found is None:
-            hint, source = scalar.hint, late(CONSTANT_SOURCE)(f"number{len(self._symbols)}")
+            hint, source = scalar.hint, ConstantSource(f"number{len(self._symbols)}")
             symbol = self.env.create_unspecified_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC)
             make = self.env.create_symfloatnode if type(hint) is float else self.env.create_symintnode
             found = self._symbols[scalar] = make(symbol, hint=hint, source=source)

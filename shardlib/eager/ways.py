@@ -21,8 +21,8 @@ from shardlib.eager.forms import FORMS
 from shardlib.eager.prepare import Prepared, whole
 from shardlib.eager.slots import devices_of, tensors_of
 from shardlib.eager.writes import outs_of, through_copies, writer
-from shardlib.graph import PER_RANK
 from shardlib.internals import (
+    PER_RANK,
     DataDependentOutputException,
     DynamicOutputShapeException,
     OpOverload,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from shardlib.errors import ShardingError
+from shardlib.internals import FAKES_LOG
 from shardlib.lines import Line, error_line
 from shardlib.state import is_tracing
 from shardlib.tracing.arrays import taken_for_array
@@ -40,7 +41,7 @@ _TYPES: dict[type, Any] = {kind: type(f"Sharding{kind.__name__}", (ShardingError
 _TYPES[ValueError] = ShardingError
 
 # Torch logs what its fake tensors refuse, traceback and all; the error says it.
-logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: not is_tracing())
+logging.getLogger(FAKES_LOG).addFilter(lambda record: not is_tracing())
 
 
 def mistake(error: Exception, names: Mapping[int, str]) -> ShardingError | None:
