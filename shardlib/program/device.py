@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardlib.aten.traits import has
 from shardlib.bounded import Bounded
+from shardlib.internals import OpOverload, memory_of
 from shardlib.meshes.axis import Coords, position
 from shardlib.meshes.mesh import Mesh
 from shardlib.program.check import ProgramError
@@ -35,7 +36,7 @@ class Local(NamedTuple):
 
     @staticmethod
     def of(x: Tensor, operands: Collection[int]) -> Local:
-        return Local(tuple(x.shape), x.stride(), x.dtype, x.untyped_storage()._cdata not in operands)
+        return Local(tuple(x.shape), x.stride(), x.dtype, memory_of(x.untyped_storage()) not in operands)
 
 
 class Device:
@@ -113,7 +114,7 @@ def _made(target: Any, args: Any, kwargs: Any) -> tuple[Local | None, ...]:
     def given(x: Any) -> Any:
         if isinstance(x, Local):
             tensor = torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta")
-            operands.add(tensor.untyped_storage()._cdata)
+            operands.add(memory_of(tensor.untyped_storage()))
             return tensor
         if isinstance(x, _Number):
             return x.value
@@ -133,7 +134,7 @@ def _made(target: Any, args: Any, kwargs: Any) -> tuple[Local | None, ...]:
 
 def _acts(target: Any) -> bool:
     """Whether an op may do something though it gets no tensor: draw a number, print a text."""
-    known = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
+    known = isinstance(target, OpOverload) and target.namespace == "aten"
     return not known or torch.Tag.nondeterministic_seeded in target.tags
 
 
