@@ -33,7 +33,7 @@ types: $(STAMP)
 # The last line is pytest's own summary. README code, doctests and notebooks are among the tests.
 tests: $(STAMP) lint types
 	@echo "== tests"
-	$(BIN)/python -m pytest -q --durations=10 $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --durations=10 $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.benchmarks.w1 $(ARGS)

@@ -16,15 +16,15 @@ import dataclasses
 import functools
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardlib.calls.bound import Bound
 from shardlib.calls.caches import emptied, is_cache
-from shardlib.calls.changing import Changing, Place
+from shardlib.calls.found import Found, plain_form
 from shardlib.calls.inside import attributes, content, own
 from shardlib.calls.kinds import (
     BUILTIN,
@@ -38,11 +38,9 @@ from shardlib.calls.kinds import (
     of_numpy,
 )
 from shardlib.calls.numbers import is_given
-from shardlib.calls.places import key_name, name_of
+from shardlib.calls.places import key_name
 from shardlib.calls.reach import is_users
-from shardlib.errors import ShardingError
 from shardlib.internals import MODULE_DICTS, TENSOR_HOOKS
-from shardlib.strided import refuse_others
 from shardlib.tensors.tensor import ShardedTensor, marks
 
 DEPTH = 12  # objects within objects
@@ -50,104 +48,18 @@ LONG = 1000  # items of a container; a longer one counts by its numbers and text
 LONGEST = 20_000  # and beyond these, or with other things in it, by identity and length
 
 
-_NOTHING_CHANGES = Changing()
-
-T = TypeVar("T")
-
-
-class _Own(Generic[T]):
-    """An attribute that each object makes for itself, when it is first asked for."""
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self.make = make
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, of: Any, owner: type) -> T:
-        made: T = self.make()
-        of.__dict__[self.name] = made
-        return made
-
-
-class State:
-    """The tensors of one call beside its arguments, each once, with their places; facts go into the call's key.
-
-    `kept` are the objects that the key knows by identity: as long as they live, nothing else has their ids. `grads` are
-    the tensors whose `.grad` a trace can see, with what it is. `code` are the functions and classes that were found.
-    """
-
-    is_read = False  # whether what the function closes over is in it
-    arrays = False  # whether numpy's are among the arguments
-    exact = False  # whether some code wants numbers that are nothing else
-    seeds = False  # whether some code names a method by which generators are seeded
-    logs: frozenset[str] = frozenset()  # names of what code only appends to
-    notes = False  # whether all places are kept
-    cut: Mapping[int, torch.Tensor] = {}  # while it is traced: what stands for a result of ops outside, by id
-    roots: Sequence[str] = ()  # what the leaves of the arguments are called
-    _at: tuple[Any, ...] = ()
-
-    # A small call needs none of these.
-    places = _Own[list[tuple[Any, ...]]](list)  # the name of each tensor, in parts
-    numbers = _Own[dict[Place, tuple[Any, tuple[Any, ...]]]](dict)  # that the function changes: value and name
-    kept = _Own[list[Any]](list)
-    grads = _Own[list[tuple[torch.Tensor, torch.Tensor | None]]](list)
-    generators = _Own[list[torch.Generator]](list)
-    _number = _Own[dict[int, int]](dict)
-    _visited = _Own[dict[int, int]](dict)
-
-    def __init__(self, own: Any = None, changing: Changing | None = None) -> None:
-        self.own = own  # the object whose method runs: it has a cache of its own, which must not keep it
-        self.changing = changing or _NOTHING_CHANGES
-        self.quick = not self.changing.anything
-        self.tensors: list[torch.Tensor] = []
-        self.code: dict[int, Any] = {}
-
-    @property
-    def names(self) -> list[str]:
-        """What each tensor is called: `net.head.weight`, `self.scales[0]`, `net.head.weight.grad`."""
-        return list(map(self.name, self.places))
-
-    @property
-    def leaf_names(self) -> list[str]:
-        """What each of `leaves` is called."""
-        return [*self.names, *(self.name(at) for _, at in self.numbers.values())]
-
-    @property
-    def leaves(self) -> list[Any]:
-        """What is an input beside the arguments: tensors, then numbers."""
-        return [*self.tensors, *(x for x, _ in self.numbers.values())]
-
-    def name(self, place: tuple[Any, ...]) -> str:
-        """What a place is called."""
-        return name_of(place, self.roots, self.places)
+class State(Found):
+    """What one call brings along; facts go into the call's key."""
 
     # Tensors --------------------------------------------------------------------------------------------------------
 
     def argument(self, x: torch.Tensor, known: list[Any], leaf: int) -> None:
         """A plain tensor among the arguments, the leaf of this number; of a ShardedTensor, what hangs on it."""
         self._at = (leaf,)
-        if type(x) is ShardedTensor:
-            self._hanging(x, known)
-        else:
-            self._tensor(x, known)
-        self._at = ()
-
-    def _tensor(self, x: torch.Tensor, known: list[Any]) -> None:
-        """A plain tensor."""
-        if nn.parameter.is_lazy(x):
-            raise ShardingError(
-                f"a jitted function is called with parameters that have no shape yet ({type(x).__name__})",
-                rule="a program is for the shapes of its inputs",
-                remedy="call the module once without jit, on the first batch: then its parameters have shapes",
-            )
-        try:
-            strides = x.stride() if x.layout is torch.strided else x.layout
-        except RuntimeError:  # a nested one has none
-            refuse_others("a jitted function", [("an argument, or what the function closes over,", x)])
-            raise
-        known.append((type(x), x.shape, strides, x.dtype, x.device))
+        if type(x) is not ShardedTensor:
+            known.append(plain_form(x))
         self._hanging(x, known)
+        self._at = ()
 
     def _hanging(self, x: torch.Tensor, known: list[Any]) -> None:
         """Attributes that somebody gave a tensor, and its `.grad`."""
@@ -159,13 +71,9 @@ class State:
 
     def _marks(self, x: torch.Tensor, known: list[Any]) -> None:
         """Attributes that somebody gave a tensor."""
-        at = self._at
         if id(x) in self.changing.holders:
             self._identity(x, known)
-        for k, y in marks(x).items():
-            self._at = (*at, ".", k)
-            self._attribute(id(x), k, y, known, 0)
-        self._at = at
+        self._each(id(x), marks(x).items(), known, 0)
 
     def _gradient(self, x: torch.Tensor, known: list[Any]) -> None:
         """The `.grad` of a tensor that requires one, or has one; results of ops have one where they retain it."""
@@ -193,11 +101,8 @@ class State:
         self._number[id(x)] = len(self.tensors)
         self.tensors.append(x)
         self.places.append(self._at)
-        if type(x) is ShardedTensor:
-            known.append(x._form)
-            self._hanging(x, known)
-        else:
-            self._tensor(x, known)
+        known.append(x._form if type(x) is ShardedTensor else plain_form(x))
+        self._hanging(x, known)
 
     # Everything else ------------------------------------------------------------------------------------------------
 
@@ -237,10 +142,6 @@ class State:
         self._value(x, known, 0)
         self._at = ()
 
-    def runs(self, code: Any) -> None:
-        """A function or a class that the call may run."""
-        self.code.setdefault(id(code), code)
-
     def named(self, name: str, x: Any, known: list[Any], holder: Any = None, key: Any = None) -> None:
         """Something that a function closes over, which `holder` has under `key`."""
         if self.quick and type(x) in QUICK:  # as _attribute does it
@@ -274,13 +175,6 @@ class State:
             self.numbers[owner, name] = x, self._at
         else:
             self._value(x, known, depth + 1)
-
-    def _identity(self, x: Any, known: list[Any]) -> None:
-        if x is self.own:
-            known.append("self")
-            return
-        known.append(id(x))
-        self.kept.append(x)
 
     def _value(self, x: Any, known: list[Any], depth: int) -> None:
         kind = type(x)
@@ -372,8 +266,12 @@ class State:
     def _own_part(self, x: Any, known: list[Any], depth: int) -> None:
         """What an object of a class of the user's has by itself."""
         self.runs(type(x))
-        at, owner = self._at, id(x)
-        for k, y in attributes(x):
+        self._each(id(x), attributes(x), known, depth)
+
+    def _each(self, owner: int, items: Iterable[tuple[str, Any]], known: list[Any], depth: int) -> None:
+        """Attributes of one object."""
+        at = self._at
+        for k, y in items:
             self._at = (*at, ".", k)
             self._attribute(owner, k, y, known, depth)
         self._at = at
@@ -383,12 +281,8 @@ class State:
         if self._again(x, known):
             return
         self._identity(x, known)
-        at = self._at
-        for k, y in list(vars(x).items()):
-            if not k.startswith("__") and (depth < 1 or not isinstance(y, types.ModuleType)):
-                self._at = (*at, ".", k)
-                self._attribute(id(x), k, y, known, depth)
-        self._at = at
+        items = [(k, y) for k, y in vars(x).items() if not k.startswith("__")]
+        self._each(id(x), [of for of in items if depth < 1 or not isinstance(of[1], types.ModuleType)], known, depth)
 
     def _module(self, x: nn.Module, known: list[Any], depth: int) -> None:
         if self._again(x, known):
@@ -439,15 +333,6 @@ class State:
         if depth >= DEPTH or not is_object(x):
             return
         self._own_part(x, known, depth)
-
-    def _again(self, x: Any, known: list[Any]) -> bool:
-        """Whether `x` was looked into before: then it counts by its number."""
-        number = self._visited.get(id(x))
-        if number is not None:
-            known.append(number)
-            return True
-        self._visited[id(x)] = len(self._visited)
-        return False
 
 
 _BOUND = frozenset({types.BuiltinMethodType, types.MethodWrapperType})

@@ -7,19 +7,18 @@ argument in `donate_argnums` gives its memory up, where nobody else holds it.
 from __future__ import annotations
 
 import functools
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from shardlib.arrays import arrays_of, bounds, share_an_element
+from shardlib.arrays import arrays_of, bounds
 from shardlib.calls.parts import rebind
-from shardlib.errors import ShardingError
-from shardlib.internals import memory_of, memory_uses
+from shardlib.internals import memory_of
+from shardlib.jitted.inputs import Gone, Input, donate
+from shardlib.jitted.overlaps import refuse_overlaps
 from shardlib.jitted.unrolled import Pieces, builder, gatherer, origins, wrapper
 from shardlib.meshes.axis import alike
 from shardlib.meshes.mesh import Mesh
@@ -35,20 +34,6 @@ from shardlib.state import compiling
 from shardlib.tensors.form import Form
 from shardlib.tensors.tensor import ShardedTensor
 from shardlib.tracing.ending import After
-
-
-@dataclass(frozen=True)
-class Input:
-    """One input of a program: which leaf of the call it is, its layout, and what makes its memory ours to reuse.
-
-    `firsts` are the devices of this process that hold different pieces, each with the number of devices that hold it.
-    """
-
-    leaf: int
-    name: str
-    layout: Layout
-    donated: bool
-    firsts: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -183,13 +168,14 @@ def results(entry: Entry, leaves: list[Any]) -> tuple[list[Any], Sequence[Any]]:
     """The function's own results by leaf, then what it keeps; and the pieces that are saved for the backward pass."""
     after = entry.after
     if after.written:
-        _refuse_overlaps(entry, leaves)
+        changed = {leaf for leaf, _ in after.written}
+        refuse_overlaps(entry.name, entry.inputs, changed, entry.arrays, leaves)
     pieces = entry.gather(leaves)
-    gone = _donate(entry, leaves, pieces) if entry.donates else ()
+    gone = donate(entry.inputs, leaves, pieces, entry.mesh) if entry.donates else ()
     origin = entry.made_of(leaves) if entry.made_of is not None else 0
     raw = entry.runner(pieces, leaves, None, origin) if origin else entry.runner(pieces, leaves)
     for leaf in gone:
-        leaf._locals = _Gone(entry.name)
+        leaf._locals = Gone(entry.name)
     out = entry.wrap(raw)
     note(origin, out)
     saved: Sequence[Any] = raw[len(entry.outputs) :]
@@ -226,7 +212,7 @@ def _apply(entry: Entry, leaves: Sequence[Any], out: Sequence[Any]) -> None:
     with torch.no_grad():
         for leaf, at in entry.after.written:
             into, value = leaves[leaf], out[at]
-            if type(into) is ShardedTensor and type(into._locals) is _Gone:
+            if type(into) is ShardedTensor and type(into._locals) is Gone:
                 continue  # it was donated: nobody reads it again
             into.detach().copy_(value if type(into) is ShardedTensor else value.to_local())
         taken = [
@@ -241,136 +227,3 @@ def _apply(entry: Entry, leaves: Sequence[Any], out: Sequence[Any]) -> None:
 
 def _as_kind(of: torch.Tensor, value: ShardedTensor) -> torch.Tensor:
     return value if type(of) is ShardedTensor else value.to_local().clone()
-
-
-def _refuse_overlaps(entry: Entry, leaves: Sequence[Any]) -> None:
-    """Each input of a program has memory of its own; on one device a write would show in all that share it."""
-    memory = [_memory(leaves[given.leaf]) for given in entry.inputs] + entry.arrays
-    if all(a[1] <= b[0] for a, b in pairwise(sorted(memory))):
-        return
-    changed = {leaf for leaf, _ in entry.after.written}
-    written = [given.leaf in changed for given in entry.inputs] + [False] * len(entry.arrays)
-    spans = [(*span, min(i, len(entry.inputs)), written[i]) for i, span in enumerate(memory)]
-    names = [*(given.name for given in entry.inputs), "a numpy array that it closes over"]
-    tensors = [leaves[given.leaf] for given in entry.inputs]
-    wrong = []
-    for group in _overlapping(spans):
-        written_to = [i for i, is_written in group if is_written]
-        found = {k for i in written_to for j, _ in group if i != j and _share(tensors, i, j) for k in (i, j)}
-        wrong += [f"{' and '.join(names[i] for i in sorted(found))} share memory"] if found else []
-    if wrong:
-        raise ShardingError(
-            f"{entry.name} writes to memory that several of its arguments show",
-            wrong,
-            rule="a function that writes to an argument sees its memory once",
-            remedy="pass the tensor once (make views of it inside), or pass x.clone()",
-        )
-
-
-def _overlapping(spans: Iterable[tuple[int, int, int, bool]]) -> list[list[tuple[int, bool]]]:
-    """What stands behind the bounds of each, together where they overlap."""
-    found: list[list[tuple[int, bool]]] = []
-    upto = 0
-    for start, end, *item in sorted(spans):
-        if start == end:
-            continue
-        if start >= upto:
-            found.append([])
-        found[-1].append((item[0], bool(item[1])))
-        upto = max(upto, end)
-    return found
-
-
-def _share(tensors: Sequence[torch.Tensor], i: int, j: int) -> bool:
-    """Whether two inputs whose bounds overlap have an element in common; `chunk(2, -1)` gives some that have none."""
-    if max(i, j) == len(tensors) or any(type(tensors[k]) is ShardedTensor for k in (i, j)):
-        return True
-    return share_an_element(tensors[i], tensors[j])
-
-
-def _memory(x: torch.Tensor) -> tuple[int, int]:
-    """Where the memory of an input begins and ends; that of a ShardedTensor is an object."""
-    if type(x) is ShardedTensor:
-        start = id(x.__dict__.get("_memory") or x)
-        return start, start + 1
-    start = x.data_ptr()
-    steps = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-    return start, start + (steps + 1) * x.itemsize if x.numel() else start
-
-
-def _donate(entry: Entry, leaves: list[Any], pieces: list[tuple[torch.Tensor, ...]]) -> list[ShardedTensor]:
-    """Copy what is donated but held by somebody else as well; returns the tensors whose memory is given up.
-
-    A piece may be a view of a plain tensor, a second name of another piece, or still in the hands of whoever called
-    `to_local`. Whoever holds it must not see it change, so only memory that nobody else refers to is overwritten.
-    """
-    gone: list[ShardedTensor] = []
-    base = _base()
-    counts: dict[int, int] = {}
-    for given in entry.inputs:
-        counts[id(leaves[given.leaf])] = counts.get(id(leaves[given.leaf]), 0) + 1
-    for i, given in enumerate(entry.inputs):
-        if not given.donated:
-            continue
-        leaf, mine = leaves[given.leaf], pieces[i]
-        if type(leaf) is ShardedTensor and counts[id(leaf)] == 1 and _sole(mine, given.firsts, 3, base):
-            gone.append(leaf)
-        else:
-            pieces[i] = _copied(mine, given, entry.mesh)
-    return gone
-
-
-def _sole(
-    pieces: tuple[torch.Tensor, ...], firsts: tuple[tuple[int, int], ...], holders: int, base: tuple[int, int, int]
-) -> bool:
-    """Whether only `holders` of this tuple, and nothing beside it, refer to the memory of these pieces."""
-    if sys.getrefcount(pieces) > holders + base[0]:
-        return False
-    for d, n in firsts:
-        x = pieces[d]
-        if sys.getrefcount(x) > n + base[1] or _uses(x) > base[2]:
-            return False
-    return True
-
-
-def _uses(x: torch.Tensor) -> int:
-    return int(memory_uses(memory_of(x.untyped_storage())))
-
-
-def _counted(pieces: tuple[torch.Tensor, ...]) -> tuple[int, int, int]:
-    """What the counts of `_sole` are beyond the holders, here and now: interpreters count their own references
-    differently, and so does one in which `torch.compile` has been at work."""
-    whole = sys.getrefcount(pieces)
-    x = pieces[0]
-    return whole - 1, sys.getrefcount(x) - 1, _uses(x)
-
-
-def _base() -> tuple[int, int, int]:
-    mine = (torch.zeros(1) + 1,)
-    return _counted(mine)
-
-
-def _copied(pieces: tuple[torch.Tensor, ...], given: Input, mesh: Mesh) -> tuple[torch.Tensor, ...]:
-    first = alike(mesh.own_coords(), given.layout.axes)
-    made = {i: pieces[i].clone(memory_format=torch.contiguous_format) for i in dict.fromkeys(first)}
-    return tuple(made[i] for i in first)
-
-
-class _Gone(tuple[Any, ...]):
-    """The pieces of a tensor that was donated."""
-
-    name: str
-
-    def __new__(cls, name: str) -> _Gone:
-        self = super().__new__(cls)
-        self.name = name
-        return self
-
-    def _refuse(self, *_: Any) -> NoReturn:
-        raise ShardingError(
-            f"a tensor is read after it was donated to {self.name}",
-            rule="the memory of an argument in donate_argnums may hold other values after the call",
-            remedy="read the function's result instead, or leave the argument out of donate_argnums",
-        )
-
-    __getitem__ = __iter__ = __len__ = _refuse

@@ -9,7 +9,7 @@ import torch
 
 import shardlib as sl
 from shardlib import Mesh, ShardedTensor, ShardingError, shard
-from shardlib.jitted.run import _Gone
+from shardlib.jitted.inputs import Gone
 from tests.ranks import run_ranks
 
 X = torch.linspace(-3, 3, 24).view(4, 6)
@@ -85,7 +85,7 @@ def test_a_pending_sum_shows_its_sum() -> None:
 def test_a_donated_tensor_says_so() -> None:
     with Mesh(data=2):
         x = shard(X, "b@data _")
-    x._locals = _Gone("update")  # as a call leaves it that took the memory over
+    x._locals = Gone("update")  # as a call leaves it that took the memory over
     assert str(x).endswith("a tensor is read after it was donated to update")
     assert repr(x) == "ShardedTensor(f32[4@data, 6] on Mesh(data=2))"
 

@@ -280,7 +280,7 @@ def check_repeatable(first: ctypes.CDLL, second: ctypes.CDLL) -> None:
         ({}, None),
         ({"grad_o": 8}, "attention: grad_o must begin at, and step by, multiples of 16 bytes"),
         (
-            {"dv_strides": (ctypes.c_int64 * 3)(48, 24, 12)},
+            {"dv_strides": (48, 24, 12)},
             "attention: dv must begin at, and step by, multiples of 16 bytes",
         ),
         ({"forward.k": 8}, "attention: k must begin at, and step by, multiples of 16 bytes"),
@@ -298,6 +298,7 @@ def test_refusals(fields: dict[str, Any], text: str | None) -> None:
     args.forward = attention_args(q, q, q, q, torch.zeros(2, 2, 0))
     for name, value in fields.items():
         holder = args.forward if name.startswith("forward.") else args
+        value = (ctypes.c_int64 * len(value))(*value) if isinstance(value, tuple) else value
         setattr(holder, name.removeprefix("forward."), value)
     if "dv_strides" in fields:
         args.forward.keys, args.dk_strides = 2, (ctypes.c_int64 * 3)(64, 32, 16)

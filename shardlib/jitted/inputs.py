@@ -1,0 +1,111 @@
+"""The inputs of a program, and which of them give their memory up."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from shardlib.errors import ShardingError
+from shardlib.internals import memory_of, memory_uses
+from shardlib.meshes.axis import alike
+from shardlib.meshes.mesh import Mesh
+from shardlib.specs.layout import Layout
+from shardlib.tensors.tensor import ShardedTensor
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input of a program: which leaf of the call it is, its layout, and what makes its memory ours to reuse.
+
+    `firsts` are the devices of this process that hold different pieces, each with the number of devices that hold it.
+    """
+
+    leaf: int
+    name: str
+    layout: Layout
+    donated: bool
+    firsts: tuple[tuple[int, int], ...]
+
+
+def donate(
+    inputs: Sequence[Input], leaves: list[Any], pieces: list[tuple[torch.Tensor, ...]], mesh: Mesh
+) -> list[ShardedTensor]:
+    """Copy what is donated but held by somebody else as well; returns the tensors whose memory is given up.
+
+    A piece may be a view of a plain tensor, a second name of another piece, or still in the hands of whoever called
+    `to_local`. Whoever holds it must not see it change, so only memory that nobody else refers to is overwritten.
+    """
+    gone: list[ShardedTensor] = []
+    base = _base()
+    counts: dict[int, int] = {}
+    for given in inputs:
+        counts[id(leaves[given.leaf])] = counts.get(id(leaves[given.leaf]), 0) + 1
+    for i, given in enumerate(inputs):
+        if not given.donated:
+            continue
+        leaf, mine = leaves[given.leaf], pieces[i]
+        if type(leaf) is ShardedTensor and counts[id(leaf)] == 1 and _sole(mine, given.firsts, 3, base):
+            gone.append(leaf)
+        else:
+            pieces[i] = _copied(mine, given, mesh)
+    return gone
+
+
+def _sole(
+    pieces: tuple[torch.Tensor, ...], firsts: tuple[tuple[int, int], ...], holders: int, base: tuple[int, int, int]
+) -> bool:
+    """Whether only `holders` of this tuple, and nothing beside it, refer to the memory of these pieces."""
+    if sys.getrefcount(pieces) > holders + base[0]:
+        return False
+    for d, n in firsts:
+        x = pieces[d]
+        if sys.getrefcount(x) > n + base[1] or _uses(x) > base[2]:
+            return False
+    return True
+
+
+def _uses(x: torch.Tensor) -> int:
+    return int(memory_uses(memory_of(x.untyped_storage())))
+
+
+def _counted(pieces: tuple[torch.Tensor, ...]) -> tuple[int, int, int]:
+    """What the counts of `_sole` are beyond the holders, here and now: interpreters count their own references
+    differently, and so does one in which `torch.compile` has been at work."""
+    whole = sys.getrefcount(pieces)
+    x = pieces[0]
+    return whole - 1, sys.getrefcount(x) - 1, _uses(x)
+
+
+def _base() -> tuple[int, int, int]:
+    mine = (torch.zeros(1) + 1,)
+    return _counted(mine)
+
+
+def _copied(pieces: tuple[torch.Tensor, ...], given: Input, mesh: Mesh) -> tuple[torch.Tensor, ...]:
+    first = alike(mesh.own_coords(), given.layout.axes)
+    made = {i: pieces[i].clone(memory_format=torch.contiguous_format) for i in dict.fromkeys(first)}
+    return tuple(made[i] for i in first)
+
+
+class Gone(tuple[Any, ...]):
+    """The pieces of a tensor that was donated."""
+
+    name: str
+
+    def __new__(cls, name: str) -> Gone:
+        self = super().__new__(cls)
+        self.name = name
+        return self
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise ShardingError(
+            f"a tensor is read after it was donated to {self.name}",
+            rule="the memory of an argument in donate_argnums may hold other values after the call",
+            remedy="read the function's result instead, or leave the argument out of donate_argnums",
+        )
+
+    __getitem__ = __iter__ = __len__ = _refuse
