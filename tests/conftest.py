@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from shardlib.program import verify
+from tests import ranks
 
 torch.set_num_threads(1)  # the tensors are small; with more threads they wait for each other
 
@@ -18,8 +19,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _each(request: pytest.FixtureRequest) -> None:
     torch.manual_seed(0)
+    ranks.allowed = request.node.get_closest_marker("ranks") is not None
 
 
 @pytest.fixture

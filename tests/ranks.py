@@ -29,6 +29,7 @@ from shardlib.ops import _segment
 
 _GRACE_SECONDS = 15.0  # what the others get to fail by themselves after one rank has
 _pools: dict[int, Pool] = {}
+allowed = True  # in a test: whether it says that it starts processes
 
 
 class RankError(AssertionError):
@@ -44,6 +45,7 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 120.0
 
     Raises `RankError` with every failing rank's traceback; the processes are then thrown away, as they are out of step.
     """
+    assert allowed, "a test that starts ranks is marked: @pytest.mark.ranks"
     pool = _pools.get(n) or Pool(n)
     _pools[n] = pool
     try:

@@ -96,6 +96,7 @@ def check_op(op: str, shards: list[Tensor], args: tuple[Any, ...], want: list[Te
             )
 
 
+@pytest.mark.ranks
 @RANKED
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("dim", [0, 1, 2])
@@ -105,6 +106,7 @@ def test_all_gather(n, sizes, dim, strided):
     check_op("all_gather", shards, (dim, sizes), [torch.cat(shards, dim)] * n)
 
 
+@pytest.mark.ranks
 @RANKED
 @pytest.mark.parametrize("kind", ["sum", "max"])
 @pytest.mark.parametrize("strided", [False, True])
@@ -115,6 +117,7 @@ def test_reduce_scatter(n, sizes, dim, strided, kind):
     check_op("reduce_scatter", xs, (dim, sizes, kind), list(reduced(xs, kind).split(sizes, dim)))
 
 
+@pytest.mark.ranks
 @RANKED
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("shape", [(), (3, 5), (0, 3), (2, 3, 4)])
@@ -125,6 +128,7 @@ def test_all_reduce(n, kind, shape, strided):
     check_op("all_reduce", xs, (kind,), [reduced(xs, kind)] * n)
 
 
+@pytest.mark.ranks
 @RANKED
 @pytest.mark.parametrize(("split_dim", "concat_dim"), [*itertools.permutations(range(3), 2), (0, 0), (1, 1)])
 @pytest.mark.parametrize(("n", "sizes"), UNEVEN)
@@ -140,6 +144,7 @@ def test_all_to_all(n, sizes, split_dim, concat_dim):
     check_op("all_to_all", shards, (split_dim, split, concat_dim, concat), want)
 
 
+@pytest.mark.ranks
 @RANKED
 @pytest.mark.parametrize(
     ("n", "pairs"),
@@ -162,6 +167,7 @@ def test_ppermute(n, pairs, strided):
     check_op("ppermute", shards, (pairs,), want)
 
 
+@pytest.mark.ranks
 @RANKED
 def test_ppermute_of_different_shapes():
     shards = shards_along(0, (3, 1, 0, 2))
@@ -198,6 +204,7 @@ def test_all_gather_refuses_other_sizes():
         all_gather.reference(shards_along(0, (2, 3)), 0, [2, 2])
 
 
+@pytest.mark.ranks
 @RANKED
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", WORLDS)
@@ -214,6 +221,7 @@ def test_dtypes(n, dtype):
     check_op("ppermute", xs, ([(i, (i + 1) % n) for i in range(n)],), [xs[-1], *xs[:-1]])
 
 
+@pytest.mark.ranks
 @RANKED
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32], ids=str)
 @pytest.mark.parametrize("kind", ["sum", "max"])
@@ -229,6 +237,7 @@ def test_large_messages(n, kind, dtype):
         check_op("all_gather", big, (dim, sizes), [torch.cat(big, dim)] * n)
 
 
+@pytest.mark.ranks
 @RANKED
 @pytest.mark.parametrize("kind", ["max", "min"])
 @pytest.mark.parametrize("size", [4, 100_000])
@@ -243,6 +252,7 @@ def test_half_precision_sums_are_rounded_once():
     assert all_reduce.reference(xs)[0].item() == 260.0  # 259 to the nearest; one by one it would stay 256
 
 
+@pytest.mark.ranks
 @RANKED
 def test_sums_have_the_bits_of_the_reference():
     generator = torch.Generator().manual_seed(0)
@@ -279,6 +289,7 @@ def many(op: str, shards: list[list[Tensor]], args: tuple[Any, ...]) -> list[Ten
     return out
 
 
+@pytest.mark.ranks
 @RANKED
 @pytest.mark.parametrize("n", WORLDS)
 def test_all_reduce_many(n):
@@ -288,6 +299,7 @@ def test_all_reduce_many(n):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
+@pytest.mark.ranks
 @RANKED
 @pytest.mark.parametrize("n", WORLDS)
 def test_gather_and_scatter_many(n):
@@ -321,6 +333,7 @@ def overlapped(n: int) -> list[list[Any]]:
     return [results[i] for i in range(6)]
 
 
+@pytest.mark.ranks
 @RANKED
 @pytest.mark.parametrize("n", WORLDS)
 def test_collectives_overlap(n):
@@ -344,6 +357,7 @@ def forced(op: str, shards: list[Tensor], args: tuple[Any, ...], way: str) -> Te
         OPS[op].choose = kept
 
 
+@pytest.mark.ranks
 @RANKED
 @pytest.mark.parametrize(
     ("op", "way", "sizes"),
@@ -424,6 +438,7 @@ def sub_axes() -> list[tuple[int, ...]]:
     return [group.ranks for group in groups]
 
 
+@pytest.mark.ranks
 @RANKED
 def test_groups_over_parts_of_an_axis():
     minor, major = [(0, 1), (0, 1), (2, 3), (2, 3)], [(0, 2), (1, 3), (0, 2), (1, 3)]
@@ -439,6 +454,7 @@ def reuse() -> tuple[bool, bool, int]:
     return one.pg is two.pg, three.pg is mesh.device_mesh.get_group("tensor"), group_for(cube, (cube.axis("a"),)).size
 
 
+@pytest.mark.ranks
 @RANKED
 def test_process_groups_are_shared():
     assert only(run_ranks(reuse, 4)) == (True, True, 1)

@@ -511,6 +511,7 @@ def _on_ranks() -> list[list[float]]:
         return [o.full_tensor().flatten().tolist() for o in out]
 
 
+@pytest.mark.ranks
 def test_ranks() -> None:
     virtual = _on_ranks()
     assert all(found == virtual for found in run_ranks(_on_ranks, 4))

@@ -121,6 +121,7 @@ def test_all_use_it_or_none(setting, prepare, want):
         assert only(run(transport, setting, prepare)) == want
 
 
+@pytest.mark.ranks
 @RANKED
 def test_memory_that_a_peer_cannot_open():
     with fresh(2) as run:
@@ -130,6 +131,7 @@ def test_memory_that_a_peer_cannot_open():
     assert why.endswith("No such file or directory (rank 1)")
 
 
+@pytest.mark.ranks
 @RANKED
 def test_a_backend_that_is_asked_for_is_not_replaced():
     with fresh(2) as run, pytest.raises(RankError) as caught:
@@ -147,6 +149,7 @@ def one_op_on_torch() -> tuple[list[str], list[float]]:
     return choices, gathered(group)
 
 
+@pytest.mark.ranks
 @RANKED
 def test_one_op_on_torch():
     with fresh(2) as run:
@@ -166,6 +169,7 @@ def own_setting(settings: list[str]) -> str:
     return ""
 
 
+@pytest.mark.ranks
 @RANKED
 def test_ranks_with_different_settings_are_named():
     with fresh(3) as run:
@@ -178,6 +182,7 @@ def test_ranks_with_different_settings_are_named():
         )
 
 
+@pytest.mark.ranks
 @RANKED
 def test_a_setting_that_cannot_be_read_is_refused_on_every_rank():
     with fresh(2) as run:
@@ -197,6 +202,7 @@ def join_late() -> str:
     return ""
 
 
+@pytest.mark.ranks
 @RANKED
 def test_ranks_that_do_not_come_to_make_groups_are_named():
     with fresh(2) as run:
@@ -220,6 +226,7 @@ def told() -> list[tuple[str, str]]:
     return [*before, _groups.transport(mesh, both)]
 
 
+@pytest.mark.ranks
 @RANKED
 def test_what_a_plan_is_told():
     with fresh(2) as run:
@@ -235,6 +242,7 @@ def some_machines() -> list[tuple[tuple[int, ...], str, list[float]]]:
     return [(group.ranks, group.transport, gathered(group)) for group in groups]
 
 
+@pytest.mark.ranks
 @RANKED
 def test_each_group_decides_for_itself():
     with fresh(4) as run:
@@ -263,6 +271,7 @@ def die(victim: int, mib: int) -> None:
         raise CollectiveError(f"{error}|{time.monotonic() - begin}") from error
 
 
+@pytest.mark.ranks
 @RANKED
 @pytest.mark.parametrize("mib", [1, 40])
 def test_a_killed_peer_is_named_at_once(mib):
@@ -300,6 +309,7 @@ def die_elsewhere() -> None:
         gathered(tensor)
 
 
+@pytest.mark.ranks
 @RANKED
 def test_those_who_wait_for_the_waiting_name_the_dead():
     with fresh(4) as run, pytest.raises(RankError) as caught:
@@ -325,6 +335,7 @@ def come_late(seconds: float) -> tuple[str, float]:
         return str(error), time.monotonic() - begin
 
 
+@pytest.mark.ranks
 @RANKED
 def test_a_late_peer_is_named():
     with fresh(2) as run:
@@ -333,6 +344,7 @@ def test_a_late_peer_is_named():
     assert 2 <= waited[1] < 3.9
 
 
+@pytest.mark.ranks
 @RANKED
 def test_a_peer_that_is_not_too_late_is_waited_for():
     with fresh(2) as run:
@@ -355,6 +367,7 @@ def in_a_fork() -> tuple[str, list[float]]:
     return os.read(read, 200).decode(), gathered(group)
 
 
+@pytest.mark.ranks
 @RANKED
 def test_a_fork_of_a_rank_is_refused():
     with fresh(2) as run:
@@ -390,6 +403,7 @@ def mappings() -> tuple[int, int]:
     return maps, sum("memfd:shardlib" in link for link in links)
 
 
+@pytest.mark.ranks
 @RANKED
 def test_a_second_world_in_one_process():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -411,12 +425,14 @@ def symmetric(limited: bool) -> Any:
     return out.shape, out.sum(1).tolist(), x.is_contiguous()
 
 
+@pytest.mark.ranks
 @RANKED
 def test_symmetric_tensors_of_different_shapes():
     with fresh(2) as run:
         assert only(run(symmetric, False)) == (torch.Size([3, 1 << 19]), [0.0, 524288.0, 524288.0], True)
 
 
+@pytest.mark.ranks
 @RANKED
 def test_symmetric_tensors_that_do_not_fit_are_refused_everywhere():
     with fresh(2) as run:

@@ -181,60 +181,74 @@ class Problem:
         return End(self.kind[unit], slots, pending=pending)
 
     def _records(self, graph: Graph) -> Iterable[Record]:
-        f, u = self.flood, self.units
+        """What moves between units: each root value, who makes it, and who reads it in which cut."""
+        f = self.flood
+        readers, sources = self._ends(graph)
+        merged = self._meeting_sums(graph, sources)
+        returned = self._returned(graph, readers)
+        for root, ends in readers.items():
+            if root in merged:
+                continue
+            fixed = f.fixed.get(root)
+            made = sources.get(root) or (self._input(root),) if fixed is None else (End(None, cut=fixed[0]),)
+            what = f.sizes(root), root.dtype.itemsize, tuple(dict.fromkeys(made)), tuple(ends)
+            record = Record(*what, root.op is None, returned.get(root))
+            if record.kinds:
+                yield record
+
+    def _ends(self, graph: Graph) -> tuple[dict[Value, dict[End, None]], dict[Value, tuple[End, ...]]]:
+        """The readers of each root value, each kind of them once, and its source."""
         readers: dict[Value, dict[End, None]] = defaultdict(dict)
-        merged: set[Value] = set()
         sources: dict[Value, tuple[End, ...]] = {}
-        returned: dict[Value, tuple[tuple[Axis, ...], ...]] = {}
-        counts: Counter[Value] = Counter()
-        for value, (root, _) in u.roots.items():
-            counts[root] += sum(not op.transparent for op, _ in value.readers) + value.is_output
         for op in graph.ops:
             if op.constant or op.transparent:
                 continue
             for i, value in enumerate(op.operands):
                 if not value.constant:
-                    root, positions = u.root(value)
+                    root, positions = self.units.root(value)
                     readers[root][self._reader(op, i, value, root, positions)] = None
             for index, result in enumerate(op.results):
                 if result is not None:
                     sources[result] = (self._source(op, index, result),)
-            if self._adds(op):
-                addends = [u.root(v) for v in op.operands]
-                result = op.results[0]
-                assert result is not None
-                if all(f.value[v] == f.value[result] for v in op.operands) and all(
-                    counts[r] == 1 and not r.is_output and any(s.pending for s in sources.get(r, ()))
-                    for r, _ in addends
-                ):
-                    merged.update(r for r, _ in addends)
-                    sources[result] = tuple(_seen(s, positions) for r, positions in addends for s in sources[r])
-        for i, value in enumerate(graph.outputs):
-            if isinstance(value, Value) and not value.constant:
-                root, positions = u.root(value)
-                ends = readers[root]
-                if i in f.outputs:
-                    cut = f.across(f.outputs[i][0], f.apart.get(i, value), value)
-                    ends[End(None, cut=_onto_root(cut, positions, len(f.leaves(root))))] = None
-                else:
-                    returned[root] = tuple(tuple(w.axis for w in f.wants.get(x, ())) for x in f.leaves(root))
-        for root, ends in readers.items():
-            if root in merged:
+        return readers, sources
+
+    def _meeting_sums(self, graph: Graph, sources: dict[Value, tuple[End, ...]]) -> set[Value]:
+        """Pending sums that only an addition reads: its result has all their sources, and they are no values apart."""
+        f, u = self.flood, self.units
+        reads: Counter[Value] = Counter()
+        for value, (root, _) in u.roots.items():
+            reads[root] += sum(not op.transparent for op, _ in value.readers) + value.is_output
+        merged: set[Value] = set()
+        for op in graph.ops:
+            if op.constant or op.transparent or not self._adds(op):
                 continue
-            if root not in sources:
-                sources[root] = (self._input(root),)
-            if root in f.fixed:
-                sources[root] = (End(None, cut=f.fixed[root][0]),)
-            record = Record(
-                f.sizes(root),
-                root.dtype.itemsize,
-                tuple(dict.fromkeys(sources[root])),
-                tuple(ends),
-                root.op is None,
-                returned.get(root),
-            )
-            if record.kinds:
-                yield record
+            addends = [u.root(v) for v in op.operands]
+            (result,) = op.results
+            assert result is not None, "a sum has a value"
+            alike = all(f.value[v] == f.value[result] for v in op.operands)
+            owing = (any(s.pending for s in sources.get(r, ())) for r, _ in addends)
+            if alike and all(reads[r] == 1 and not r.is_output for r, _ in addends) and all(owing):
+                merged.update(r for r, _ in addends)
+                sources[result] = tuple(_seen(s, positions) for r, positions in addends for s in sources[r])
+        return merged
+
+    def _returned(
+        self, graph: Graph, readers: dict[Value, dict[End, None]]
+    ) -> dict[Value, tuple[tuple[Axis, ...], ...]]:
+        """What results that nobody places want to be cut by; where one is fixed, it is one more reader."""
+        f = self.flood
+        returned: dict[Value, tuple[tuple[Axis, ...], ...]] = {}
+        for i, value in enumerate(graph.outputs):
+            if not isinstance(value, Value) or value.constant:
+                continue
+            root, positions = self.units.root(value)
+            if i in f.outputs:
+                cut = f.across(f.outputs[i][0], f.apart.get(i, value), value)
+                readers[root][End(None, cut=_onto_root(cut, positions, len(f.leaves(root))))] = None
+            else:
+                readers[root]  # it is read, if by nobody inside
+                returned[root] = tuple(tuple(w.axis for w in f.wants.get(x, ())) for x in f.leaves(root))
+        return returned
 
     def _reader(self, op: Op, i: int, value: Value, root: Value, positions: tuple[int | None, ...]) -> End:
         n = len(self.flood.leaves(root))

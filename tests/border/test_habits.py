@@ -178,6 +178,7 @@ def test_meta_tensors_have_no_values(name):
         NO_VALUES[name](shard(W.to("meta"), "a@data b"))
 
 
+@pytest.mark.ranks
 def test_meta_tensors_are_not_placed_on_ranks():
     message = only(run_ranks(_meta, 2))
     assert message.startswith("a meta tensor of shape [4, 6] cannot be placed on Mesh(data=2)")
@@ -188,6 +189,7 @@ def _traced_collective() -> str:
         return refusal(lambda: sl.jit(_functional)(torch.ones(4, 6)))
 
 
+@pytest.mark.ranks
 def test_collectives_of_torch_in_a_traced_function_are_refused():
     for message in run_ranks(_traced_collective, 2):
         assert message.startswith("a jitted function calls collectives of torch.distributed")
@@ -794,6 +796,7 @@ def _counted() -> list[list[str]]:
     return [first, _profiled()]
 
 
+@pytest.mark.ranks
 def test_collectives_of_ranks_are_ranges_of_a_profiler():
     for first, second in run_ranks(_counted, 2):
         assert len(first) == len(second) == 4
@@ -910,6 +913,7 @@ def test_the_mode_that_counts_collectives_counts_those_of_plans(monkeypatch):
     assert _told("") == []
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("ops", ["", "torch"])
 def test_the_mode_counts_on_ranks_whatever_carries_collectives(ops):
     assert run_ranks(_told, 4, ops) == [[]] * 4
@@ -1036,6 +1040,7 @@ def _collectives() -> dict[str, str]:
     return found
 
 
+@pytest.mark.ranks
 def test_collectives_and_wrappers_of_torch_are_refused_before_they_run():
     for found in run_ranks(_collectives, 2):
         assert found.pop("plain") == "[2.0, 2.0]"
@@ -1084,6 +1089,7 @@ def _checkpoints(folder: str) -> list[str]:
     return found
 
 
+@pytest.mark.ranks
 def test_whole_state_dicts_and_background_saves():
     with tempfile.TemporaryDirectory() as folder:
         first, second = run_ranks(_checkpoints, 2, folder)
