@@ -9,7 +9,8 @@ from shardlib.graph import Graph, Op, Value
 from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
 from shardlib.propagate.decide import Decider
-from shardlib.propagate.flood import Flood, flood
+from shardlib.propagate.flood import Flood
+from shardlib.propagate.flooding import flood
 from shardlib.propagate.refine import refine
 from shardlib.propagate.units import Unit, Units, build_units
 from shardlib.reshard import Cut
