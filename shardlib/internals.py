@@ -219,6 +219,8 @@ def innermost(x: Any) -> Any:
 
 # --- what a trace, or teaching a ShardedTensor to torch, puts in the place of something -------------------------------
 
+has_onednn = _torch("torch._C._get_mkldnn_enabled", "oneDNN has ops of its own, for which there are no rules")
+set_onednn = _torch("torch._C._set_mkldnn_enabled", "the public switch is refused where tests froze torch's flags")
 is_profiling = _global("torch.autograd.profiler._is_profiler_enabled", "a program with ranges runs where one looks")
 set_frame_evaluation = _torch("torch._C._dynamo.eval_frame.set_eval_frame", "what compiles is not compiled itself")
 rename = _torch("torch.fx.Node._rename", "inputs of a graph have the names that the user gave them")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardlib.internals import COMPILING, VALIDATES
+from shardlib.internals import COMPILING, VALIDATES, has_onednn, set_onednn
 from shardlib.state import is_tracing
 
 
@@ -16,7 +16,7 @@ from shardlib.state import is_tracing
 def switched() -> Iterator[None]:
     """While on: no kernels of cuDNN and oneDNN, and what `torch.compile` has made runs as the function it is made of;
     where a function is traced, torch says that it is being compiled, and distributions take their arguments unseen."""
-    onednn = torch.backends.mkldnn.enabled
+    onednn = has_onednn()
     with (
         torch.backends.cudnn.flags(enabled=False),
         torch.compiler.set_stance("force_eager"),
@@ -24,11 +24,11 @@ def switched() -> Iterator[None]:
         COMPILING.holding(_Here()),
         VALIDATES.holding(_Elsewhere(VALIDATES.value)),
     ):
-        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+        set_onednn(False)
         try:
             yield
         finally:
-            torch.backends.mkldnn.enabled = onednn
+            set_onednn(onednn)
 
 
 class _Here:
