@@ -136,7 +136,6 @@ PER_RANK = frozenset(
 c_functions = _torch("torch._C._VariableFunctions", "C functions of torch, which parse arguments faster than ops")
 all_op_names = _torch("torch._C._dispatch_get_all_op_names", "families of ops (_foreach_) that nothing else lists")
 schema_of = _attribute("torch.ops.aten.add.Tensor._schema", "arguments of an op: what is written, what is a view")
-overload_name_of = _attribute("torch.ops.aten.add.Tensor._overloadname", "its name, which for a default is not empty")
 kernel_of = _attribute("torch.ops.aten.add.Tensor._op_dk", "an op by the kernel of one key: _foreach_ as single ops")
 REASONS["torch._library.custom_ops.CustomOpDef._opoverload"] = "its op, by which rules are kept"  # only objects have it
 op_of_custom = attrgetter("_opoverload")
@@ -145,20 +144,20 @@ PACKET = _word("torch.ops.aten.add.Tensor._overloadpacket", "by which counters o
 keys_below = _torch("torch._C._dispatch_keyset_full_after", "ops caught at a key go on below it")
 keys_of = _torch("torch._ops._compute_keyset", "an operator that takes functions goes on below our kernel for it")
 exclude_keys = _torch("torch._C._ExcludeDispatchKeyGuard", "programs run below autograd and autocast")
-below_autograd = _torch("torch._C._AutoDispatchBelowAutograd", "the same where no autocast is on, and in less time")
+below_autograd = _torch("torch._C._AutoDispatchBelowAutograd", "a cheaper guard, where no autocast is on")
 any_autocast = _torch("torch._C._is_any_autocast_enabled", "asked in every call: one question, not one a device")
 without_autocast = _torch("torch._C._DisableAutocast", "kernels are asked for strides, whatever is switched on")
 
 _MODES, _FUNCTION_MODES = "torch.utils._python_dispatch.", "torch.overrides."
 dispatch_modes = _torch(f"{_MODES}_get_current_dispatch_mode_stack", "modes around a call: refused, told, or counting")
 pop_dispatch_mode = _torch(f"{_MODES}_pop_mode", "modes that count do not see what ranks say to each other")
-push_dispatch_mode = _torch(f"{_MODES}_push_mode", "they are put back")
-count_dispatch_modes = _torch("torch._C._len_torch_dispatch_stack", "asked in every call: whether there are any")
+push_dispatch_mode = _torch(f"{_MODES}_push_mode", "modes that count are put back")
+count_dispatch_modes = _torch("torch._C._len_torch_dispatch_stack", "asked in every call: whether such modes are on")
 without_modes = _torch(f"{_MODES}_disable_current_modes", "values of our own are computed beside the trace")
 function_modes = _torch(f"{_FUNCTION_MODES}_get_current_function_mode_stack", "they act on a trace, and are in its key")
-pop_function_mode = _torch(f"{_FUNCTION_MODES}_pop_mode", "those of the caller go above shardlib's own")
-push_function_mode = _torch(f"{_FUNCTION_MODES}_push_mode", "they are put back")
-count_function_modes = _torch("torch._C._len_torch_function_stack", "asked in every call: whether there are any")
+pop_function_mode = _torch(f"{_FUNCTION_MODES}_pop_mode", "the caller's modes are set aside in a trace")
+push_function_mode = _torch(f"{_FUNCTION_MODES}_push_mode", "the caller's modes are put above, and back")
+count_function_modes = _torch("torch._C._len_torch_function_stack", "asked in every call: whether such modes are on")
 
 
 # --- tensors, memory, fake tensors ------------------------------------------------------------------------------------
@@ -166,9 +165,9 @@ count_function_modes = _torch("torch._C._len_torch_function_stack", "asked in ev
 make_wrapper = _torch("torch.Tensor._make_wrapper_subclass", "documented: a tensor that has no memory")
 no_torch_function = _torch("torch._C._disabled_torch_function_impl", "documented: a class that only dispatches")
 version_of = _attribute("torch.Tensor._version", "whether a gradient was written to")
-ASKS_VERSION = _torch("torch.Tensor._version.__get__", "a question of the user's that a trace does not answer")
-ASKS_IS_VIEW = _torch("torch.Tensor._is_view", "another")
-ASKS_BASE = _torch("torch.Tensor._base.__get__", "another")
+ASKS_VERSION = _torch("torch.Tensor._version.__get__", "a trace does not say how often a tensor was written to")
+ASKS_IS_VIEW = _torch("torch.Tensor._is_view", "a trace does not say whether an argument is a view")
+ASKS_BASE = _torch("torch.Tensor._base.__get__", "a trace does not say what an argument is a view of")
 TYPED_STORAGE = _word("torch.Tensor._typed_storage", "a method that a tensor in pieces refuses")
 IS_PARAMETER = "_is_param"  # what torch.nn.Parameter puts on tensors of other classes
 memory_of = _attribute("torch.UntypedStorage._cdata", "whether two tensors share memory, where there are no addresses")
@@ -183,30 +182,32 @@ node_type = _torch("torch.utils._pytree._get_node_type", "a leaf or not, as tree
 
 running_node = _torch("torch._C._current_autograd_node", "the line of a backward op is that of its forward op")
 last_number = _torch("torch._C._autograd._get_sequence_nr", "autograd numbers its nodes: which line made which")
-number_of = _attribute("torch.autograd.graph.Node._sequence_nr", "the number of one of them")
+number_of = _attribute("torch.autograd.graph.Node._sequence_nr", "the number of a node of autograd")
 saved_hooks = _torch("torch._C._autograd._top_saved_tensors_default_hooks", "the caller's are for what a call saves")
-pop_saved_hooks = _torch("torch._C._autograd._pop_saved_tensors_default_hooks", "they are set aside in a trace")
-push_saved_hooks = _torch("torch._C._autograd._push_saved_tensors_default_hooks", "they are put back")
+pop_saved_hooks = _torch("torch._C._autograd._pop_saved_tensors_default_hooks", "the caller's are set aside in a trace")
+push_saved_hooks = _torch("torch._C._autograd._push_saved_tensors_default_hooks", "the caller's are put back")
 _ALLOWED = "torch._C._autograd._saved_tensors_hooks_"
 saved_hooks_forbidden = _torch(f"{_ALLOWED}get_disabled_error_message", "torch.func forbids what checkpoints use")
-allow_saved_hooks = _torch(f"{_ALLOWED}enable", "set aside where a checkpoint of a body runs")
-forbid_saved_hooks = _torch(f"{_ALLOWED}disable", "forbidden again")
+allow_saved_hooks = _torch(f"{_ALLOWED}enable", "a checkpoint in the body of a loop runs all the same")
+forbid_saved_hooks = _torch(f"{_ALLOWED}disable", "behind the body they are forbidden again")
 TENSOR_HOOKS = (
     _word("torch.Tensor._backward_hooks", "what a trace hooks on an argument is undone"),
-    _word("torch.Tensor._post_accumulate_grad_hooks", "the same"),
+    _word("torch.Tensor._post_accumulate_grad_hooks", "what a trace hooks on its gradient, too"),
 )
 ReentrantCheckpoint = _torch("torch.utils.checkpoint.CheckpointFunction._backward_cls", "its backward calls backward()")
 IN_A_FUNCTION = _torch("torch.autograd.Function.apply.__func__.__code__", "a frame of a Function that a user wrote")
 
 TransformType = _torch("torch._C._functorch.TransformType", "gradients, jvps, vmaps: what a transform around is")
 VmapInterpreter = _torch("torch._C._functorch.CVmapInterpreterPtr", "what a vmap says of randomness")
-transforms = _torch("torch._C._functorch.get_interpreter_stack", "the transforms around")
-transform_level = _torch("torch._C._functorch.maybe_current_level", "asked in every call: whether there are any")
-without_transforms = _torch("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", "values beside them")
+transforms = _torch("torch._C._functorch.get_interpreter_stack", "the transforms of torch.func around")
+transform_level = _torch("torch._C._functorch.maybe_current_level", "asked in every call: whether transforms are on")
+without_transforms = _torch(
+    "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", "values beside transforms"
+)
 is_wrapped = _torch("torch._C._functorch.is_functorch_wrapped_tensor", "a tensor that a transform follows")
-is_batched = _torch("torch._C._functorch.is_batchedtensor", "one that a vmap has")
-level_of = _torch("torch._C._functorch.maybe_get_level", "which transform follows it")
-unwrapped = _torch("torch._C._functorch.get_unwrapped", "what it follows")
+is_batched = _torch("torch._C._functorch.is_batchedtensor", "a tensor that is an example of a vmap")
+level_of = _torch("torch._C._functorch.maybe_get_level", "which transform follows a tensor")
+unwrapped = _torch("torch._C._functorch.get_unwrapped", "the tensor that a transform follows")
 dual_level = _global("torch.autograd.forward_ad._current_level", "whether forward-mode gradients are on")
 
 
@@ -226,11 +227,13 @@ set_frame_evaluation = _torch("torch._C._dynamo.eval_frame.set_eval_frame", "wha
 rename = _torch("torch.fx.Node._rename", "inputs of a graph have the names that the user gave them")
 
 COMPILING = _slot("torch.compiler._is_compiling_flag", "models look at values of masks but where they are compiled")
-VALIDATES = _slot("torch.distributions.Distribution._validate_args", "the same; its setter is for all threads")
+VALIDATES = _slot(
+    "torch.distributions.Distribution._validate_args", "values are not seen; the setter is for all threads"
+)
 LAZY_GRAPHS = _slot("torch.fx._lazy_graph_module._use_lazy_graph_module_flag", "source nobody reads is not written")
 FUNC_GRAD = _slot("torch._functorch.eager_transforms._autograd_grad", "torch.func.grad records its pass in any case")
 INTO_GRAD = _slot("torch._functorch.eager_transforms._wrap_for_grad", "what enters a gradient passes by modes")
-INTO_VMAP = _slot("torch._functorch.vmap._add_batch_dim", "what enters a vmap does, too")
+INTO_VMAP = _slot("torch._functorch.vmap._add_batch_dim", "what enters a vmap passes by modes, too")
 
 _FLEX = "torch.nn.attention.flex_attention."
 FLEX_DIRECT = _slot(f"{_FLEX}_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", "dynamo knows no tensors in pieces")
@@ -259,7 +262,7 @@ _STATE_DICT = "torch.distributed.checkpoint.state_dict."
 GATHER_STATE_DICT = _late_slot(f"{_STATE_DICT}_gather_state_dict", "whole state dicts out")
 FILL_STATE_DICT = (
     _late_slot(f"{_STATE_DICT}_distribute_state_dict", "whole state dicts in"),
-    _late_slot(f"{_STATE_DICT}_broadcast_state_dict", "the same from rank 0"),
+    _late_slot(f"{_STATE_DICT}_broadcast_state_dict", "whole state dicts in, from rank 0"),
 )
 STAGED_COPY = _late_slot(
     "torch.distributed.checkpoint._state_dict_stager.StateDictStager._offload_tensor", "copies saved in the background"
@@ -286,7 +289,7 @@ default_store = _torch(f"{_C10D}_get_default_store", "ranks meet where torch's p
 default_timeout = _torch(f"{_C10D}_get_default_timeout", "whether a user has set another")
 backend_of = _attribute("torch.distributed.ProcessGroup._get_backend", "the timeout of a group is its backend's")
 devices_of = _attribute("torch.distributed.ProcessGroup._device_types", "a group has a backend for each")
-timeout_of = _attribute("torch._C._distributed_c10d.Backend.Options._timeout", "the timeout itself")
+timeout_of = _attribute("torch._C._distributed_c10d.Backend.Options._timeout", "the timeout of a group")
 gather_of = _attribute("torch.distributed.ProcessGroup._allgather_base", "who compares calls leaves torch's log alone")
 SYMMETRIC_MEMORY = _late("torch.distributed._symmetric_memory", "memory that GPUs of one machine reach")
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from shardlib.internals import OpOverload, overload_name_of, schema_of
+from shardlib.internals import OpOverload, schema_of
 
 TRAITS: Mapping[str, str] = {
     "shows": "results show the memory of the first argument, as those whose schema says so do",
@@ -163,5 +163,5 @@ def _of(target: Any) -> frozenset[str]:
     if not isinstance(target, OpOverload):
         return frozenset()
     name = schema_of(target).name.removeprefix("aten::")
-    words = (_TABLE.get(name, ""), _TABLE.get(f"{name}.{overload_name_of(target)}", ""))
+    words = (_TABLE.get(name, ""), _TABLE.get(f"{name}.{schema_of(target).overload_name or 'default'}", ""))
     return frozenset(trait for text in words if text for trait in text.split(", "))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from shardlib.aten.traits import has
-from shardlib.internals import overload_name_of, schema_of
+from shardlib.internals import schema_of
 from shardlib.program.steps import Compute, Copy, Program, Start, Step, Var, reads
 from shardlib.program.storage import blurred, owners
 
@@ -84,7 +84,7 @@ def in_place_form(target: Any) -> Any:
     if torch.Tag.pointwise not in getattr(target, "tags", ()):
         return None
     packet = getattr(torch.ops.aten, schema_of(target).name.removeprefix("aten::") + "_", None)
-    return getattr(packet, overload_name_of(target), None) if packet is not None else None
+    return getattr(packet, schema_of(target).overload_name or "default", None) if packet is not None else None
 
 
 def _shape(var: Var) -> Any:
