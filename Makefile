@@ -40,6 +40,7 @@ bench: $(STAMP)
 
 # torch goes first and by its version: a range would let a newer build with gigabytes of CUDA libraries in. Where pip's
 # index has the CUDA build under this version, say: make TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
+# Other versions, from 2.11 on, are chosen in the same way, after `make clean`: make test TORCH=torch==2.11.0
 $(STAMP): pyproject.toml
 	@echo "== set up $(VENV)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
