@@ -24,14 +24,16 @@ import torch.distributed as dist
 from shardlib.errors import CollectiveError, ShardingError
 from shardlib.meshes.axis import Axis
 from shardlib.ops import _cuda_wire
+from shardlib.ops._channel import Channel
 from shardlib.ops._choice import unavailable
 from shardlib.ops._cuda_open import open_group
 from shardlib.ops._cuda_peers import Peers, unserved
-from shardlib.ops._shm import Channel, Session
+from shardlib.ops._shm import Session
 from shardlib.ranks import order, world
 from shardlib.ranks.agree import blame
 from shardlib.ranks.counting import uncounted
 from shardlib.ranks.order import Turn
+from shardlib.ranks.waiting import waited
 
 if TYPE_CHECKING:
     from shardlib.meshes.mesh import Mesh
@@ -162,7 +164,7 @@ def _process_group(device: str, cosets: Cosets, rank: int, known: dist.ProcessGr
         return world_group
     elif key not in _process_groups:
         # Every rank makes every group, those of others too: that is what keeps the ranks' group names the same.
-        made = order.waited(
+        made = waited(
             lambda: [dist.new_group(list(coset), timeout=world.timeout()) for coset in cosets],
             f"make groups of the ranks {', '.join(map(str, cosets))}",
         )

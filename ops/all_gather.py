@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from shardlib.ops import _cuda_wire
+from shardlib.ops._channel import Recipe
 from shardlib.ops._choice import Choice
 from shardlib.ops._groups import GroupHandle
-from shardlib.ops._shm import Recipe
 from shardlib.ops._streams import COPY, Block, Like, Message, dense, likes, prefix, sources
 from shardlib.ops._wire import NCCL, Flight, Handle, by_dtype, gather, leads, pack, pick, resized, settled
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from shardlib.ops import _cuda_wire
+from shardlib.ops._channel import Recipe
 from shardlib.ops._choice import Choice
 from shardlib.ops._groups import GroupHandle
-from shardlib.ops._shm import Recipe
 from shardlib.ops._streams import COPY, Block, Like, Message, dense, likes, prefix, sources, up
 from shardlib.ops._wire import Handle, exchange, leads, pack, pick, resized, settled
 

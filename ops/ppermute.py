@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from shardlib.errors import ShardingError
+from shardlib.ops._channel import Recipe
 from shardlib.ops._choice import Choice
 from shardlib.ops._groups import GroupHandle
-from shardlib.ops._shm import Recipe
 from shardlib.ops._streams import COPY, Block, Like, Message, dense, likes, sources, up
 from shardlib.ops._wire import Handle, exchange, pick, settled
 

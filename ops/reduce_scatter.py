@@ -13,9 +13,9 @@ from torch import Tensor
 
 from shardlib.internals import c10d_functional
 from shardlib.ops import _cuda_wire
+from shardlib.ops._channel import Recipe
 from shardlib.ops._choice import Choice
 from shardlib.ops._groups import GroupHandle
-from shardlib.ops._shm import Recipe
 from shardlib.ops._streams import REDUCE, Block, Like, Message, dense, irreducible, likes, prefix, sources
 from shardlib.ops._wire import NCCL, Handle, by_dtype, combine, exchange, leads, pack, pick, resized, settled, wait
 from shardlib.ops.all_reduce import natively

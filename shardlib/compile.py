@@ -34,7 +34,8 @@ from shardlib.specs.prefix import SpecLike, broadcast_prefix
 from shardlib.specs.slips import Use, warn_of_slips
 from shardlib.specs.spec import Spec, resolve_many
 from shardlib.state import paused_gc, tracing
-from shardlib.tracing.trace import Traced, trace
+from shardlib.tracing.trace import trace
+from shardlib.tracing.traced import Traced
 
 
 @dataclass(frozen=True)

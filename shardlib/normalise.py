@@ -18,7 +18,7 @@ from shardlib.aten.views import argument, written_arguments
 from shardlib.internals import OpOverload, schema_of
 from shardlib.manual.claims import hold_claims
 from shardlib.scalar import hinted
-from shardlib.tracing.trace import Traced
+from shardlib.tracing.traced import Traced
 
 aten = torch.ops.aten
 

@@ -11,8 +11,8 @@ from typing import Any
 from shardlib.eager.prepare import LOCK
 from shardlib.eager.ways import Asked, run_of
 from shardlib.state import unseen
+from shardlib.tensors.above import above
 from shardlib.tensors.agreed import compare_operands
-from shardlib.tensors.tensor import above
 from shardlib.tensors.warm import PROGRAMS, key_of, learn
 
 

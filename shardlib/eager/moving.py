@@ -11,9 +11,10 @@ from shardlib.errors import ShardingError
 from shardlib.meshes.mesh import Mesh
 from shardlib.specs.fixed import Fixed
 from shardlib.specs.spec import P, resolve_many
+from shardlib.tensors.above import above
 from shardlib.tensors.form import Form
 from shardlib.tensors.memory import owned
-from shardlib.tensors.tensor import ShardedTensor, above, wrap
+from shardlib.tensors.tensor import ShardedTensor, wrap
 
 
 def redistributed(x: ShardedTensor, resolved: Fixed) -> ShardedTensor:

@@ -39,7 +39,7 @@ from shardlib.tensors.aliases import Path
 from shardlib.tensors.form import Form
 from shardlib.tracing.functionalise import functionalise
 from shardlib.tracing.lazily import lazily
-from shardlib.tracing.trace import Traced
+from shardlib.tracing.traced import Traced
 
 aten = torch.ops.aten
 

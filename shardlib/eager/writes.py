@@ -20,10 +20,11 @@ from shardlib.meshes.mesh import Mesh
 from shardlib.ranks.lineage import made
 from shardlib.rules.written import refuse_cast
 from shardlib.tensors import aliases
+from shardlib.tensors.above import above
 from shardlib.tensors.aliases import Memory, Path
 from shardlib.tensors.form import Form
 from shardlib.tensors.memory import owned
-from shardlib.tensors.tensor import ShardedTensor, above, typeof, wrap
+from shardlib.tensors.tensor import ShardedTensor, typeof, wrap
 from shardlib.tensors.warm import LOOSE, Run, key_of
 
 _programs: Bounded[Any, Single] = Bounded(1 << 12)

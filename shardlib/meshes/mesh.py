@@ -21,8 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib.errors import ShardingError
 from shardlib.meshes.axis import Axis, Coords
-from shardlib.meshes.meshtext import Kind, MeshAxes, Rules, did_you_mean, faults_of, tidy_rules, written
+from shardlib.meshes.meshtext import Kind, MeshAxes, Rules, did_you_mean, faults_of, joined, tidy_rules, written
 from shardlib.ranks import order, world
+from shardlib.ranks.waiting import waited
 
 # A tuple in a context variable: every thread and every asyncio task has a stack of its own.
 # None stands for a block that is outside any mesh on purpose.
@@ -76,7 +77,7 @@ class Mesh:
         strict: bool = False,
         **sizes: int,
     ) -> None:
-        self._set(_joined(axes, sizes), rules, world.kind(), device, strict)
+        self._set(joined(axes, sizes), rules, world.kind(), device, strict)
 
     @classmethod
     def abstract(
@@ -96,7 +97,7 @@ class Mesh:
             Mesh.abstract(data=512, tensor=8)
         """
         mesh = cls.__new__(cls)
-        mesh._set(_joined(axes, sizes), rules, "abstract", device, strict)
+        mesh._set(joined(axes, sizes), rules, "abstract", device, strict)
         return mesh
 
     @classmethod
@@ -190,7 +191,7 @@ class Mesh:
                 [f"it is {self.kind}: its devices are not ranks of torch.distributed"],
                 remedy=f"run the script with `torchrun --nproc-per-node {self.size}`",
             )
-        return world.device_mesh(self.axes, self.device, order.waited)
+        return world.device_mesh(self.axes, self.device, waited)
 
     def axis(self, name: str) -> Axis:
         """The axis of this name, whole."""
@@ -346,9 +347,3 @@ def _leave(block: Mesh | None) -> None:
 
 def _restored(text: str) -> Mesh:
     return Mesh.parse(text)
-
-
-def _joined(axes: Mapping[str, int] | None, sizes: Mapping[str, int]) -> list[tuple[str, int]]:
-    if not isinstance(axes, Mapping | None):
-        raise ShardingError(f"{axes!r} does not name the axes of a mesh", remedy="write Mesh(data=2, tensor=4)")
-    return [*(axes or {}).items(), *sizes.items()]

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Literal
 
+from shardlib.errors import ShardingError
 from shardlib.meshes.axis import Axis, split_name
 
 Kind = Literal["virtual", "distributed", "abstract"]
@@ -106,3 +107,10 @@ def written(
     if strict:
         words.append("strict=True")
     return f"{'Mesh.abstract' if kind == 'abstract' else 'Mesh'}({', '.join(words)})"
+
+
+def joined(axes: Mapping[str, int] | None, sizes: Mapping[str, int]) -> list[tuple[str, int]]:
+    """The axes that a mesh is given in a mapping and by name."""
+    if not isinstance(axes, Mapping | None):
+        raise ShardingError(f"{axes!r} does not name the axes of a mesh", remedy="write Mesh(data=2, tensor=4)")
+    return [*(axes or {}).items(), *sizes.items()]

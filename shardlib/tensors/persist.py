@@ -22,10 +22,11 @@ from shardlib.meshes.mesh import Mesh, current_mesh
 from shardlib.ranks import world
 from shardlib.specs.fixed import Names
 from shardlib.specs.layout import Layout
+from shardlib.tensors.above import above
 from shardlib.tensors.aliases import Memory
 from shardlib.tensors.form import Form
 from shardlib.tensors.memory import owned, refuse_misfits
-from shardlib.tensors.tensor import ShardedTensor, above, marks, wrap
+from shardlib.tensors.tensor import ShardedTensor, marks, wrap
 
 
 def reduced(x: ShardedTensor) -> tuple[Any, ...]:

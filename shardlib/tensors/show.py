@@ -9,7 +9,8 @@ from __future__ import annotations
 from shardlib.errors import ShardingError
 from shardlib.internals import without_modes
 from shardlib.specs.pieces import span
-from shardlib.tensors.tensor import ShardedTensor, above, axes_of, typeof
+from shardlib.tensors.above import above
+from shardlib.tensors.tensor import ShardedTensor, axes_of, typeof
 
 
 def shown(x: ShardedTensor) -> str:

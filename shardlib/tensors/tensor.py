@@ -15,36 +15,19 @@ from shardlib.errors import ShardingError
 from shardlib.internals import IS_PARAMETER, make_wrapper, no_torch_function
 from shardlib.meshes.axis import Coords
 from shardlib.meshes.mesh import Mesh
-from shardlib.specs.fixed import Fixed, Names
+from shardlib.specs.fixed import Names
 from shardlib.specs.layout import Layout
 from shardlib.specs.slips import warn_of_slip
 from shardlib.specs.spec import P, Sizes, Spec, every_length, resolve_many
 from shardlib.state import is_tracing
 from shardlib.state import tracing_flag as _tracing
+from shardlib.tensors.above import above
 from shardlib.tensors.aliases import view
 from shardlib.tensors.form import Form
 from shardlib.tensors.memory import cut_up as cut_up
 from shardlib.tensors.memory import refuse_misfits
 from shardlib.tensors.storage import without_storage
 from shardlib.tensors.warm import LOOSE, PROGRAMS, read
-
-
-class Above:
-    """What floors above do for a tensor; who does it says so here, when it is imported."""
-
-    dispatch: Callable[[Any, Any, dict[str, Any], Any], Any]  # an op that is not ready yet
-    redirected: Callable[[Any, Any, dict[str, Any]], Any]  # an op of a function that is being traced
-    remake: Callable[[ShardedTensor], tuple[torch.Tensor, ...]]  # pieces that were written to by another name
-    whole: Callable[[ShardedTensor], torch.Tensor]
-    redistributed: Callable[[ShardedTensor, Fixed], ShardedTensor]
-    deep_copy: Callable[[ShardedTensor, dict[int, Any]], ShardedTensor]
-    reduced: Callable[[ShardedTensor], tuple[Any, ...]]
-    shown: Callable[[ShardedTensor], str]
-    formatted: Callable[[ShardedTensor, str], str]
-    drawn: Callable[[ShardedTensor], str]
-
-
-above = Above()
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from shardlib.meshes.axis import Coords
 from shardlib.meshes.mesh import Mesh, current_mesh
 from shardlib.specs.layout import Dim, Layout
 from shardlib.specs.pieces import span
-from shardlib.tensors.tensor import ShardedTensor, above, typeof
+from shardlib.tensors.above import above
+from shardlib.tensors.tensor import ShardedTensor, typeof
 
 Span = tuple[int, int]
 Block = tuple[int, ...]  # which stretch of each dim

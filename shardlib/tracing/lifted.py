@@ -24,7 +24,8 @@ from shardlib.calls.rebound import Watch
 from shardlib.calls.state import State
 from shardlib.errors import ShardingError
 from shardlib.internals import FakeTensor, FakeTensorMode, TorchDispatchMode, pytree
-from shardlib.tensors.tensor import ShardedTensor, above, typeof
+from shardlib.tensors.above import above
+from shardlib.tensors.tensor import ShardedTensor, typeof
 
 _current: ContextVar[Lifted | None] = ContextVar("shardlib_lifted", default=None)
 

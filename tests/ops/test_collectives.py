@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
-from shardlib.ops import _shm, _streams, all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
+from shardlib.ops import _channel, _shm, _streams, all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
 from shardlib.ops._groups import GroupHandle, group_for
 from shardlib.ops._shm import Session
 from shardlib.ops._symmetric import symmetric_empty
@@ -317,7 +317,7 @@ def small_group(axes: tuple[tuple[str, int, int, int], ...]) -> GroupHandle:
     _streams.ROUND = 1 << 12
     group = group_of("shm", axes)
     channel = small_session().channel(group.ranks)
-    assert isinstance(channel, _shm.Channel), channel
+    assert isinstance(channel, _channel.Channel), channel
     return replace(group, channel=channel)
 
 
@@ -398,7 +398,7 @@ def woken() -> float:
 
 
 def test_those_who_wait_are_woken():
-    assert max(run_ranks(woken, 4)) < 30 * _shm.LOOK_SECONDS / 2
+    assert max(run_ranks(woken, 4)) < 30 * _channel.LOOK_SECONDS / 2
 
 
 def forgotten() -> int:
@@ -414,4 +414,4 @@ def forgotten() -> int:
 
 
 def test_forgotten_collectives():
-    assert max(run_ranks(forgotten, 2)) <= _shm.FLYING + 100
+    assert max(run_ranks(forgotten, 2)) <= _channel.FLYING + 100
