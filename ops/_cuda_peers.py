@@ -101,7 +101,7 @@ class Peers:
     def scatter_sum(
         self, messages: Sequence[Tensor], counts: Sequence[int], form: str = "", ctas: int = 0
     ) -> list[Tensor]:
-        """The sum of all messages, of which rank i gets `counts[i]` elements; the bits of `combine` in `_wire.py`."""
+        """The sum of all messages, of which rank i gets `counts[i]` elements; the bits of `combine` in `_pieces.py`."""
         outs = [x.new_empty(counts[r]) for r, x in zip(self.present, messages, strict=True)]
         return self._sum(tuple(counts), messages, outs, form, ctas)
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from shardlib.ops import _cuda_peers
 from shardlib.ops._choice import Choice, wanted
 from shardlib.ops._cuda_peers import ONE_STEP_BYTES, Peers
-from shardlib.ops._wire import Flight, Handle, settled
+from shardlib.ops._pieces import settled
+from shardlib.ops._wire import Flight, Handle
 
 if TYPE_CHECKING:
     from shardlib.ops._groups import GroupHandle

@@ -16,8 +16,10 @@ from shardlib.ops import _cuda_wire
 from shardlib.ops._channel import Recipe
 from shardlib.ops._choice import Choice
 from shardlib.ops._groups import GroupHandle
+from shardlib.ops._pick import NCCL, pick
+from shardlib.ops._pieces import by_dtype, leads, pack, resized, settled
 from shardlib.ops._streams import COPY, Block, Like, Message, dense, likes, prefix, sources
-from shardlib.ops._wire import NCCL, Flight, Handle, by_dtype, gather, leads, pack, pick, resized, settled
+from shardlib.ops._wire import Flight, Handle, gather
 
 # Measured on Gloo over the loop-back device, 2 and 4 processes: see `choose`.
 _GLOO_EXCHANGE_BYTES = 1 << 20
@@ -129,7 +131,7 @@ def _recipe(
         where = zip(outs, dims, sizes, strict=True)
         blocks = (Block(len(xs) + j, out, d, prefix(of, i), of[i]) for j, (out, d, of) in enumerate(where))
         message.receive(message.stream(blocks))
-    return Recipe(message.words(nbytes), tuple(outs), packed, direct=len(xs) == 1 and sent[0].contiguous)
+    return Recipe(message.words(nbytes), tuple(outs), packed)
 
 
 def _unpack(

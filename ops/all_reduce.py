@@ -16,6 +16,8 @@ from shardlib.ops import _cuda_wire
 from shardlib.ops._channel import Recipe
 from shardlib.ops._choice import Choice
 from shardlib.ops._groups import GroupHandle
+from shardlib.ops._pick import NCCL, pick
+from shardlib.ops._pieces import by_dtype, combine, pack, settled
 from shardlib.ops._streams import (
     LINE,
     REDUCE,
@@ -29,7 +31,7 @@ from shardlib.ops._streams import (
     sources,
     up,
 )
-from shardlib.ops._wire import NCCL, Handle, by_dtype, combine, exchange, gather, pack, pick, settled, wait
+from shardlib.ops._wire import Handle, exchange, gather, wait
 
 # Measured on Gloo over the loop-back device, 2 and 4 processes: an exchange wins while a member sends less than 1 MB
 # (1.3 to 2 times faster than the ring), two rounds of one up to 4 MB (1.1 to 1.3 times), the ring above.
@@ -162,9 +164,8 @@ def _recipe(xs: Sequence[Like], group: GroupHandle, kind: str) -> Recipe | None:
         for begin in range(0, n * slice_, max(slice_, LINE)):
             length = max(0, min(slice_, total - begin))
             message.send(source, begin, length)
-            message.receive(result, begin, length, direct=begin)
-    direct = len(xs) == 1 and sent[0].contiguous
-    return Recipe(message.words(nbytes), tuple(outs), packed, direct=direct)
+            message.receive(result, begin, length)
+    return Recipe(message.words(nbytes), tuple(outs), packed)
 
 
 def _start_flat(message: Tensor, group: GroupHandle, kind: str, *, fresh: bool) -> Handle[Tensor]:

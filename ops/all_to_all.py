@@ -20,8 +20,10 @@ from shardlib.ops import _cuda_wire
 from shardlib.ops._channel import Recipe
 from shardlib.ops._choice import Choice
 from shardlib.ops._groups import GroupHandle
+from shardlib.ops._pick import pick
+from shardlib.ops._pieces import leads, pack, resized, settled
 from shardlib.ops._streams import COPY, Block, Like, Message, dense, likes, prefix, sources, up
-from shardlib.ops._wire import Handle, exchange, leads, pack, pick, resized, settled
+from shardlib.ops._wire import Handle, exchange
 
 
 def wire_bytes(out: int, n: int) -> int:
@@ -151,6 +153,5 @@ def _recipe(
         row = math.prod(resized(theirs, split_dim, 1)) * item
         longest = max(longest, *(up(row * size) for size in rows[i]))
         block = Block(1, out, concat_dim, prefix(arriving, i), arriving[i])
-        message.receive(message.stream([block]), direct=row * prefix(rows[i], me))
-    whole = sent.contiguous and leads(x.shape, split_dim)
-    return Recipe(message.words(out.nbytes, longest), (out,), packed, direct=whole)
+        message.receive(message.stream([block]))
+    return Recipe(message.words(out.nbytes, longest), (out,), packed)

@@ -17,8 +17,10 @@ from shardlib.errors import ShardingError
 from shardlib.ops._channel import Recipe
 from shardlib.ops._choice import Choice
 from shardlib.ops._groups import GroupHandle
+from shardlib.ops._pick import pick
+from shardlib.ops._pieces import settled
 from shardlib.ops._streams import COPY, Block, Like, Message, dense, likes, sources, up
-from shardlib.ops._wire import Handle, exchange, pick, settled
+from shardlib.ops._wire import Handle, exchange
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -113,4 +115,4 @@ def _recipe(x: Like, pairs: Pairs, shapes: Sequence[Sequence[int]] | None, group
     message.send(message.stream([Block(0, sent)] if any(src == me for src, _ in pairs) else []))
     for i in range(n):
         message.receive(message.stream([Block(1, out) for out in outs if i == source]))
-    return Recipe(message.words(sum(out.nbytes for out in outs), longest), outs, packed, direct=sent.contiguous)
+    return Recipe(message.words(sum(out.nbytes for out in outs), longest), outs, packed)

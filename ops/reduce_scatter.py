@@ -16,8 +16,10 @@ from shardlib.ops import _cuda_wire
 from shardlib.ops._channel import Recipe
 from shardlib.ops._choice import Choice
 from shardlib.ops._groups import GroupHandle
+from shardlib.ops._pick import NCCL, pick
+from shardlib.ops._pieces import by_dtype, combine, leads, pack, resized, settled
 from shardlib.ops._streams import REDUCE, Block, Like, Message, dense, irreducible, likes, prefix, sources
-from shardlib.ops._wire import NCCL, Handle, by_dtype, combine, exchange, leads, pack, pick, resized, settled, wait
+from shardlib.ops._wire import Handle, exchange, wait
 from shardlib.ops.all_reduce import natively
 
 
@@ -117,10 +119,8 @@ def _recipe(
         where = zip(sent, dims, sizes, strict=True)
         message.send(message.stream(Block(j, x, d, prefix(of, i), of[i]) for j, (x, d, of) in enumerate(where)))
     outs = [dense(resized(x.shape, d, of[me]), x.dtype) for x, d, of in zip(xs, dims, sizes, strict=True)]
-    first = Block(0, dense(xs[0].shape, xs[0].dtype), dims[0], prefix(sizes[0], me), sizes[0][me])
-    message.receive(message.stream(Block(len(xs) + j, out) for j, out in enumerate(outs)), direct=first.offset)
-    whole = len(xs) == 1 and sent[0].contiguous and leads(xs[0].shape, dims[0])
-    return Recipe(message.words(sum(out.nbytes for out in outs)), tuple(outs), packed, direct=whole)
+    message.receive(message.stream(Block(len(xs) + j, out) for j, out in enumerate(outs)))
+    return Recipe(message.words(sum(out.nbytes for out in outs)), tuple(outs), packed)
 
 
 def _one_dtype(

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardlib.errors import CollectiveError
 from shardlib.ops import all_gather, reduce_scatter
 from shardlib.ops._cuda_peers import Peers
-from shardlib.ops._wire import combine
+from shardlib.ops._pieces import combine
 from tests.gpu.figures import OPS, of_part
 from tests.gpu.kernels import Kernels, deterministic, find, served
 from tests.gpu.records import Outcome, Recorder

@@ -18,7 +18,7 @@ from shardlib.ops import _cuda_plan as plans
 from shardlib.ops import all_to_all
 from shardlib.ops._cuda_peers import Peers, choose, unserved
 from shardlib.ops._cuda_plan import Tuning
-from shardlib.ops._wire import combine
+from shardlib.ops._pieces import combine
 from tests.kernels import emulate
 from tests.kernels.collectives import (
     COPIED,

@@ -1,0 +1,69 @@
+"""Pieces of tensors as flat messages, and what collectives make of such pieces."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+_REDUCE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+def settled(xs: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors with their conjugations and negations done: others read their memory."""
+    return [x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x for x in xs]
+
+
+def by_dtype(xs: Sequence[Tensor]) -> list[list[int]]:
+    """Positions of tensors that may share a message."""
+    groups: dict[torch.dtype, list[int]] = {}
+    for i, x in enumerate(xs):
+        groups.setdefault(x.dtype, []).append(i)
+    return list(groups.values())
+
+
+def pack(pieces: Sequence[Tensor]) -> Tensor:
+    """One flat message of these tensors of one dtype, each in row-major order; each element is copied once."""
+    message = pieces[0].new_empty(sum(piece.numel() for piece in pieces))
+    for room, piece in zip(message.split_with_sizes([piece.numel() for piece in pieces]), pieces, strict=True):
+        room.view(piece.shape).copy_(piece)
+    return message
+
+
+def combine(parts: Sequence[Tensor], kind: str) -> Tensor:
+    """Reduce tensors of one shape in the order of members, so that every member and every runtime gets the same bits.
+
+    A sum of floats of less than 32 bits is formed in float32 and rounded once. The result never shares memory with the
+    parts, unless there is only one.
+
+    Example:
+        >>> combine([torch.tensor([1.0, 5.0]), torch.tensor([3.0, 2.0])], "max")
+        tensor([3., 5.])
+    """
+    first, *rest = parts
+    if not rest:
+        return first
+    if kind == "sum" and first.is_floating_point() and first.itemsize < 4:
+        total = first.float()
+        for part in rest:
+            total += part
+        return total.to(first.dtype)
+    reduce = _REDUCE[kind]
+    total = reduce(first, rest[0])
+    for part in rest[1:]:
+        reduce(total, part, out=total)
+    return total
+
+
+def resized(shape: Sequence[int], dim: int, size: int) -> list[int]:
+    """`shape` with another size along `dim`."""
+    new = list(shape)
+    new[dim] = size
+    return new
+
+
+def leads(shape: Sequence[int], dim: int) -> bool:
+    """Whether pieces along `dim` lie one after the other in memory: all dims before it have size 1."""
+    return math.prod(shape[:dim]) == 1
