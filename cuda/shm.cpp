@@ -16,17 +16,12 @@ void shm_join(void* engine, int channel, int n, int me, char* const* bases) {
     static_cast<shm::Engine*>(engine)->join(channel, n, me, bases);
 }
 
-// Tensors that all members map; the same number on all members.
-int shm_share(void* engine, int channel, char* const* tensors) {
-    return static_cast<shm::Engine*>(engine)->share(channel, tensors);
-}
-
 void* shm_recipe(const int64_t* words, int op) { return new Held(shm::read_recipe(words, op)); }
 void shm_drop_recipe(void* recipe) { delete static_cast<Held*>(recipe); }
 
 // A ticket. The tensors must stay, and what is read stay the same, until it is done.
-uint64_t shm_begin(void* engine, int channel, void* recipe, char* const* tensors, int count, uint64_t direct) {
-    return static_cast<shm::Engine*>(engine)->begin(channel, *static_cast<Held*>(recipe), tensors, count, direct);
+uint64_t shm_begin(void* engine, int channel, void* recipe, char* const* tensors, int count) {
+    return static_cast<shm::Engine*>(engine)->begin(channel, *static_cast<Held*>(recipe), tensors, count);
 }
 
 int shm_finish(void* engine, uint64_t ticket, int64_t nanoseconds) {

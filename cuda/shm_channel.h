@@ -13,7 +13,6 @@ namespace shm {
 struct Op {
     std::shared_ptr<const Recipe> recipe;
     std::vector<char*> tensors;
-    uint64_t direct;  // see Round
     int channel;
     uint64_t first;  // its first round's number in the channel
     Sign sign;
@@ -27,7 +26,6 @@ struct Member {
     int n = 0, me = 0;
     std::vector<char*> bases;  // the members' segments
     std::vector<Channel*> peers;
-    std::vector<std::vector<char*>> directs;  // shared tensors: [number][member]
     uint64_t next = 0;                        // round
     uint64_t freed = 0;                       // rounds that all have taken, when last looked
     bool untold = false;                      // rounds were posted, and nobody was woken for them yet

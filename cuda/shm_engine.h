@@ -50,21 +50,12 @@ class Engine {
         for (char* b : m.bases) m.peers.push_back(&reinterpret_cast<Header*>(b)->channels[channel]);
     }
 
-    int share(int channel, char* const* tensors) {
-        std::lock_guard<std::mutex> hold(mutex_);
-        Member& m = members_[channel];
-        m.directs.emplace_back(tensors, tensors + m.n);
-        return static_cast<int>(m.directs.size()) - 1;
-    }
-
-    uint64_t begin(int channel, std::shared_ptr<const Recipe> recipe, char* const* tensors, int count,
-                   uint64_t direct) {
+    uint64_t begin(int channel, std::shared_ptr<const Recipe> recipe, char* const* tensors, int count) {
         std::lock_guard<std::mutex> hold(mutex_);
         Member& m = members_[channel];
         auto op = std::make_shared<Op>();
         op->recipe = std::move(recipe);
         op->tensors.assign(tensors, tensors + count);
-        op->direct = direct;
         op->channel = channel;
         op->first = m.next;
         op->sign = {asking_[0], asking_[1], asking_[2], asking_[3]++, op->recipe->size()};
@@ -97,7 +88,7 @@ class Engine {
                 continue;
             }
             const uint32_t seen = header_->rings.load(std::memory_order_acquire);
-            header_->wants.store(kNews | (waits_for_room() ? kRoom : Event{}), std::memory_order_relaxed);
+            header_->wants.store(kNews | (unstaged_.empty() ? Event{} : kRoom), std::memory_order_relaxed);
             std::atomic_thread_fence(std::memory_order_seq_cst);
             if (push(op.get())) break;
             timespec limit{patience / 1000000000, patience % 1000000000};
@@ -167,14 +158,6 @@ class Engine {
         return target && target->done;
     }
 
-    // Whether it matters that others take what they have been sent.
-    bool waits_for_room() const {
-        if (!unstaged_.empty()) return true;
-        for (const auto& [index, m] : members_)
-            if (!m.pending.empty() && m.pending.front()->direct != kNowhere) return true;
-        return false;
-    }
-
     static void pause(int idle) {
         if (idle % 16 == 15) {
             sched_yield();
@@ -213,24 +196,20 @@ class Engine {
         Channel& mine = *m.peers[m.me];
         const uint64_t number = op.first + op.staged;
         if (number - m.freed >= kRounds && number - m.all_taken() >= kRounds) return false;
-        const bool direct = op.direct != kNowhere;
-        Round round{0, 0, op.direct, op.sign};
-        const size_t own = r.how == kReduceGather && direct ? r.slot : 0;
-        const size_t needs = direct ? own : stage_bytes(r, op.staged);
-        if (needs) {
+        Round round{0, 0, op.sign};
+        if (const size_t needs = stage_bytes(r, op.staged)) {
             const uint64_t at = staging_.allocate(needs, m, number);
             if (at == kNowhere) return false;
             round.staged = at;
-            round.own = direct ? at : at + (r.slots() - 1) * r.slot;
+            round.own = at + (r.slots() - 1) * r.slot;
         }
-        if (!direct)
-            for (int j = 0; j < static_cast<int>(r.sends.size()); ++j) {
-                const Segment& s = r.sends[j];
-                const size_t length = r.length(s, op.staged), from = s.begin + op.staged * r.slot;
-                if (length && (r.shared() || j != r.me || r.keeps_own))
-                    pack(*s.stream, op.tensors.data(), from, from + length,
-                         base_ + round.staged + r.place(r.me, j) * r.slot);
-            }
+        for (int j = 0; j < static_cast<int>(r.sends.size()); ++j) {
+            const Segment& s = r.sends[j];
+            const size_t length = r.length(s, op.staged), from = s.begin + op.staged * r.slot;
+            if (length && (r.shared() || j != r.me || r.keeps_own))
+                pack(*s.stream, op.tensors.data(), from, from + length,
+                     base_ + round.staged + r.place(r.me, j) * r.slot);
+        }
         mine.rounds[number % kRounds] = round;
         mine.posted.store(number + 1, std::memory_order_release);
         ++op.staged;
@@ -246,15 +225,8 @@ class Engine {
 
     // Moves the op on by a round, or by part of one; whether anything was done.
     bool take_next(Member& m, Op& op) {
-        const Recipe& r = *op.recipe;
-        bool moved = false;
-        if (op.taken < op.staged) {
-            if (r.how == kReduce ? reduce_round(m, op) : copy_round(m, op)) moved = true;
-        } else if (op.taken == r.rounds && op.direct != kNowhere && m.all_taken() >= op.first + r.rounds) {
-            // The others have read the source, so that it may be overwritten now.
-            return op.done = true;
-        }
-        return moved;
+        if (op.taken == op.staged) return false;
+        return op.recipe->how == kReduce ? reduce_round(m, op) : copy_round(m, op);
     }
 
     // Reduces this member's slices of the channel's all-reduces, in order, as far as the others have posted.
@@ -292,11 +264,9 @@ class Engine {
     }
 
     // Where member i's bytes for this member lie in the op's round `round`.
-    const char* source(const Member& m, const Op& op, int i, uint64_t round, const Segment& s) const {
+    const char* source(const Member& m, const Op& op, int i, uint64_t round) const {
         const Recipe& r = *op.recipe;
         const Round& at = m.peers[i]->rounds[(op.first + round) % kRounds];
-        if (at.direct != kNowhere)
-            return m.directs[at.direct >> 48][i] + (at.direct & ((uint64_t{1} << 48) - 1)) + s.direct + round * r.slot;
         return m.bases[i] + at.staged + r.place(i, r.me) * r.slot;
     }
 
@@ -321,11 +291,11 @@ class Engine {
                 const size_t from = s.begin + op.taken * r.slot;
                 if (gathers && i == m.me) {
                     // reduce_slice has put it there
-                } else if (!gathers && i == m.me && !r.shared() && !r.keeps_own && op.direct == kNowhere) {
+                } else if (!gathers && i == m.me && !r.shared() && !r.keeps_own) {
                     own_copy(r, op, from, length);
                 } else {
                     const char* bytes = gathers ? m.bases[i] + peer.rounds[number % kRounds].own
-                                                : source(m, op, i, op.taken, s);
+                                                : source(m, op, i, op.taken);
                     unpack(*s.stream, op.tensors.data(), from, from + length, bytes, r.past_caches);
                 }
             }
@@ -374,8 +344,8 @@ class Engine {
     void combine(Member& m, Op& op, uint64_t round, const Segment& out, size_t from, size_t length, char* slot) {
         const Recipe& r = *op.recipe;
         std::vector<const char*> base(m.n), at(m.n);
-        for (int i = 0; i < m.n; ++i) base[i] = source(m, op, i, round, out);
-        const bool own_staged = r.keeps_own || r.shared() || op.direct != kNowhere;
+        for (int i = 0; i < m.n; ++i) base[i] = source(m, op, i, round);
+        const bool own_staged = r.keeps_own || r.shared();
         const Segment& sent = r.shared() ? r.sends[0] : r.sends[m.me];
         const size_t shift = sent.begin + round * r.slot;  // in the stream that was sent, as `from` in the result's
         alignas(kLine) char tile[kTile];
@@ -410,7 +380,7 @@ class Engine {
         ++op.taken;
         m.peers[m.me]->taken.store(op.first + op.taken, std::memory_order_release);
         tell(m, kRoom);
-        op.done = op.taken == op.recipe->rounds && op.direct == kNowhere;
+        op.done = op.taken == op.recipe->rounds;
     }
 
     void tell(const Member& m, Event event) {

@@ -35,7 +35,6 @@ struct Sign {
 struct Round {
     uint64_t staged;  // where its slots lie in the segment
     uint64_t own;     // where the last slot, the member's own, lies: an all-reduce's slice
-    uint64_t direct;  // kNowhere, or: the source is in shared memory (number << 48 | offset), and nothing is staged
     Sign sign;
 };
 

@@ -15,7 +15,6 @@ enum How : int64_t { kCopy, kReduce, kReduceGather };
 struct Segment {
     const Stream* stream = nullptr;
     size_t begin = 0, length = 0;
-    size_t direct = 0;  // of what comes from a member: where it begins in that member's tensor, if that is shared
 };
 
 struct Recipe {
@@ -79,7 +78,6 @@ inline std::shared_ptr<const Recipe> read_recipe(const int64_t* w, int op) {
             s.stream = &r->streams[*w++];
             s.begin = *w++;
             s.length = *w++;
-            s.direct = *w++;
         }
     }
     return r;

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from shardlib.ops._shm import Session
 
 LOOK_SECONDS = 0.1  # how often a rank that waits looks whether its peers are alive
-NOWHERE = (1 << 64) - 1
 RECIPES = 1024  # that a channel keeps
 FLYING = 256  # collectives under way, from which on it is looked whether some were forgotten
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ppermute")
@@ -40,13 +39,12 @@ def _ended() -> str:
 class Recipe:
     """How a collective runs: its message (None when it moves nothing), and the results that each run of it needs.
 
-    `packed` are the sources that are made contiguous first; with `direct`, others may read the source itself.
+    `packed` are the sources that are made contiguous first.
     """
 
     words: array[int] | None
     outs: tuple[Like, ...]
     packed: frozenset[int] = frozenset()
-    direct: bool = False
 
 
 class _Loaded:
@@ -71,7 +69,6 @@ class Channel:
         self.size, self.position = len(ranks), ranks.index(session.rank)
         self.recipes: dict[object, _Loaded | None] = {}
         self.byte = torch.zeros(1, dtype=torch.uint8)  # what is sent where nothing but the turn matters
-        self.shared: list[tuple[int, int, int]] = []  # tensors that all members map: first byte, end, number
         bases = (ctypes.c_void_p * self.size)(*(session.segments[rank].base + PAGE for rank in ranks))
         self.library.shm_join(session.engine, number, self.size, self.position, bases)
 
@@ -100,8 +97,7 @@ class Channel:
             return Transfer(self, 0, outs)
         tensors = [*sources, *outs]
         pointers = (ctypes.c_void_p * len(tensors))(*[x.data_ptr() for x in tensors])
-        direct = self._direct(sources[0]) if recipe.direct and self.shared else NOWHERE
-        ticket = self.library.shm_begin(session.engine, self.number, loaded.pointer, pointers, len(tensors), direct)
+        ticket = self.library.shm_begin(session.engine, self.number, loaded.pointer, pointers, len(tensors))
         session.flying[ticket] = tensors
         if len(session.flying) > FLYING:
             self._sweep()
@@ -121,13 +117,6 @@ class Channel:
         for _ in range(self.size):
             message.receive(byte)
         return Recipe(message.words(like.nbytes), ())
-
-    def _direct(self, x: Tensor) -> int:
-        at = x.data_ptr()
-        for first, end, number in self.shared:
-            if first <= at < end:
-                return number << 48 | (at - first)
-        return NOWHERE
 
     def _sweep(self) -> None:
         """Forget tensors of collectives that nobody waited for and that are done."""

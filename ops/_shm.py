@@ -39,7 +39,6 @@ class Session:
         self.rank, self.room = rank, f"{self.order.room}/shm/{self.order.meetings}"
         self.order.meetings += 1
         self.segments: dict[int, Segment] = {}
-        self.tensors: list[Segment] = []  # memory of symmetric tensors, ours and others'
         self.channels = 0
         self.flying: dict[int, object] = {}  # tensors of what is under way, by ticket
         self.library: ctypes.CDLL | None = None
@@ -130,10 +129,9 @@ class Session:
             self.library.shm_close_engine(self.engine)
         self.engine = None
         self.flying.clear()
-        for segment in (*self.segments.values(), *self.tensors):
+        for segment in self.segments.values():
             segment.close()
         self.segments.clear()
-        self.tensors.clear()
 
 
 def _after_fork() -> None:
@@ -168,10 +166,9 @@ def declare(library: ctypes.CDLL) -> None:
         ("shm_open_engine", pointer, (pointer, ctypes.c_size_t, pointer)),
         ("shm_close_engine", None, (pointer,)),
         ("shm_join", None, (pointer, i32, i32, i32, pointer)),
-        ("shm_share", i32, (pointer, i32, pointer)),
         ("shm_recipe", pointer, (pointer, i32)),
         ("shm_drop_recipe", None, (pointer,)),
-        ("shm_begin", u64, (pointer, i32, pointer, pointer, i32, u64)),
+        ("shm_begin", u64, (pointer, i32, pointer, pointer, i32)),
         ("shm_finish", i32, (pointer, u64, ctypes.c_int64)),
         ("shm_stranger", i32, (pointer, u64, pointer)),
         ("shm_done", i32, (pointer, u64)),

@@ -68,10 +68,6 @@ class Like:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    @property
-    def contiguous(self) -> bool:
-        return self.nbytes == 0 or not self.rows()[1]
-
     def rows(self) -> tuple[int, list[tuple[int, int]]]:
         """Bytes of memory that lie together, and (size, stride in bytes) of the dims over them, outermost first."""
         item = self.dtype.itemsize
@@ -151,7 +147,7 @@ class Message:
     """All that one member does in a collective; `words` is the form in which the library takes it.
 
     Sources and results count as one list of tensors. `sends` has one segment for each member, or a single one that all
-    read; a segment is (stream, begin, length, begin in the sender's tensor), the last for what is received.
+    read; a segment is (stream, begin, length).
     """
 
     n: int
@@ -160,8 +156,8 @@ class Message:
     kind: str = "sum"
     streams: list[array[int]] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
-    sends: list[tuple[int, int, int, int]] = field(default_factory=list)
-    receives: list[tuple[int, int, int, int]] = field(default_factory=list)
+    sends: list[tuple[int, int, int]] = field(default_factory=list)
+    receives: list[tuple[int, int, int]] = field(default_factory=list)
     strided: set[int] = field(default_factory=set)  # streams with a block that is not one run of memory
 
     def stream(self, blocks: Iterable[Block]) -> int:
@@ -183,10 +179,10 @@ class Message:
         return len(self.streams) - 1
 
     def send(self, stream: int, begin: int = 0, length: int | None = None) -> None:
-        self.sends.append((stream, begin, self.lengths[stream] if length is None else length, 0))
+        self.sends.append((stream, begin, self.lengths[stream] if length is None else length))
 
-    def receive(self, stream: int, begin: int = 0, length: int | None = None, direct: int = 0) -> None:
-        self.receives.append((stream, begin, self.lengths[stream] if length is None else length, direct))
+    def receive(self, stream: int, begin: int = 0, length: int | None = None) -> None:
+        self.receives.append((stream, begin, self.lengths[stream] if length is None else length))
 
     def words(self, result: int, longest: int = 0) -> array[int] | None:
         """The message, of `result` bytes of results on this member; None when no member sends anything.

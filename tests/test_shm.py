@@ -24,7 +24,6 @@ from shardlib.ops._groups import GroupHandle, group_for
 from shardlib.ops._segment import Address, Segment, SegmentError
 from shardlib.ops._shm import check_same
 from shardlib.ops._streams import Like, dense
-from shardlib.ops._symmetric import symmetric_empty
 from shardlib.recipe import Missing
 from tests.ranks import Pool, RankError, only
 
@@ -409,44 +408,6 @@ def test_a_second_world_in_one_process():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with fresh(2) as run:
         assert only(run(again, store.port)) == ["shm", True, 1]
-
-
-def symmetric(limited: bool) -> Any:
-    group = group_of(2)
-    rank, before = dist.get_rank(), mappings()
-    if limited and rank == 1:
-        _small_files()
-    try:
-        x = symmetric_empty((1 + rank, 1 << 19), torch.float32, group)
-    except ShardingError as error:
-        return str(error), mappings() == before
-    x.fill_(rank)
-    out = all_gather.start(x, 0, [1, 2], group).finish()
-    return out.shape, out.sum(1).tolist(), x.is_contiguous()
-
-
-@pytest.mark.ranks
-@RANKED
-def test_symmetric_tensors_of_different_shapes():
-    with fresh(2) as run:
-        assert only(run(symmetric, False)) == (torch.Size([3, 1 << 19]), [0.0, 524288.0, 524288.0], True)
-
-
-@pytest.mark.ranks
-@RANKED
-def test_symmetric_tensors_that_do_not_fit_are_refused_everywhere():
-    with fresh(2) as run:
-        for rank, (text, left) in enumerate(run(symmetric, True)):
-            shape = f"({1 + rank}, {1 << 19})"
-            assert text.startswith(
-                f"no shared tensor of shape {shape}, torch.float32:\n  * rank 1: cannot reserve 4 MiB"
-            )
-            assert left is True
-
-
-def test_symmetric_tensors_of_groups_without_shared_memory_are_plain():
-    alone = GroupHandle((0,), None, 0, "none")
-    assert symmetric_empty((2, 3), torch.int16, alone).shape == (2, 3)
 
 
 def test_a_segment_is_reserved_and_zero_and_its_own(monkeypatch):

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from shardlib.meshes.mesh import Mesh
 from shardlib.ops import all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
 from shardlib.ops._groups import GroupHandle, group_for
-from shardlib.ops._symmetric import symmetric_empty
 from tests.ranks import run_ranks
 
 from .timing import Ratio, markdown
@@ -74,7 +73,7 @@ def _parts(whole: int, n: int) -> list[int]:
     return [whole * (i + 1) // n - whole * i // n for i in range(n)]
 
 
-def measure(op: str, nbytes: int, dtype: torch.dtype, rounds: int, symmetric: bool) -> dict[str, list[float]]:
+def measure(op: str, nbytes: int, dtype: torch.dtype, rounds: int) -> dict[str, list[float]]:
     """Seconds of every call on this rank, by backend; a sample of small messages is the mean of many."""
     n = dist.get_world_size()
     mesh = Mesh(x=n)
@@ -89,8 +88,6 @@ def measure(op: str, nbytes: int, dtype: torch.dtype, rounds: int, symmetric: bo
     }
     if op != "ppermute" and (op == "all_gather" or count % n == 0):
         contestants["Gloo"] = _native(op, x, n)
-    if symmetric:
-        contestants["symmetric"] = functools.partial(_call, op, symmetric_empty((count,), dtype, shm).fill_(1), shm)
     repeats = max(1 if nbytes > 32 << 20 else 4, min(20, (1 << 17) // nbytes))
     samples: dict[str, list[float]] = {name: [] for name in contestants}
     for i in range(-1, rounds):
@@ -120,12 +117,12 @@ def advantage(gloo: Sequence[float], shm: Sequence[float]) -> Ratio:
     return Ratio(statistics.median(gloo) / statistics.median(shm), low, high)
 
 
-def row(op: str, n: int, nbytes: int, dtype: torch.dtype, rounds: int, symmetric: bool) -> list[object]:
-    samples = slowest(run_ranks(measure, n, op, nbytes, dtype, rounds, symmetric))
+def row(op: str, n: int, nbytes: int, dtype: torch.dtype, rounds: int) -> list[object]:
+    samples = slowest(run_ranks(measure, n, op, nbytes, dtype, rounds))
     target = TARGETS.get(op, 1.0) if nbytes >= 4 << 20 else 1.0
     cells: list[object] = [op, n, f"{nbytes:,}", *(_ms(samples.get(name)) for name in ("Gloo", "over Gloo", "shm"))]
     cells += [advantage(samples[name], samples["shm"]) if name in samples else "-" for name in ("Gloo", "over Gloo")]
-    return [*cells, f">= {target:g}x", *([_ms(samples["symmetric"])] if symmetric else [])]
+    return [*cells, f">= {target:g}x"]
 
 
 def _ms(seconds: Sequence[float] | None) -> str:
@@ -139,20 +136,14 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, nargs="+", default=list(SIZES))
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--symmetric", action="store_true", help="also time operands in shared memory")
     a = parser.parse_args()
     from tests.benchmarks import collectives  # ranks find functions by the name of their module
 
     dtype = getattr(torch, a.dtype)
-    rows = [
-        collectives.row(op, n, nbytes, dtype, a.rounds, a.symmetric)
-        for n in a.ranks
-        for op in a.ops
-        for nbytes in a.bytes
-    ]
+    rows = [collectives.row(op, n, nbytes, dtype, a.rounds) for n in a.ranks for op in a.ops for nbytes in a.bytes]
     header = ["collective", "ranks", "bytes", "Gloo ms", "over Gloo ms", "shm ms"]
     header += ["faster than Gloo (quartiles)", "than over Gloo (quartiles)", "target"]
-    print(markdown(f"{a.dtype}, torch {torch.__version__}", header + ["symmetric ms"] * a.symmetric, rows))
+    print(markdown(f"{a.dtype}, torch {torch.__version__}", header, rows))
 
 
 if __name__ == "__main__":

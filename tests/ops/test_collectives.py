@@ -20,7 +20,6 @@ from shardlib.meshes.mesh import Mesh
 from shardlib.ops import _channel, _shm, _streams, all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
 from shardlib.ops._groups import GroupHandle, group_for
 from shardlib.ops._shm import Session
-from shardlib.ops._symmetric import symmetric_empty
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -28,7 +27,7 @@ pytestmark = pytest.mark.ranks
 OPS: dict[str, Any] = {
     m.__name__.rpartition(".")[2]: m for m in (all_gather, all_reduce, all_to_all, ppermute, reduce_scatter)
 }
-BACKENDS = ["torch", "shm", "symmetric"]  # the last: shm, with operands in shared memory
+BACKENDS = ["torch", "shm"]
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 INTS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
 DTYPES = [*FLOATS, *INTS, torch.complex64, torch.complex128]
@@ -115,9 +114,6 @@ def on_ranks(case: Case, backend: str, axes: Any = None) -> Tensor:
     op, shards, args = case
     group = group_of(backend, axes)
     x = shards[group.position]
-    if backend == "symmetric":
-        room = symmetric_empty((max(1, x.numel()),), x.dtype, group)[: x.numel()]
-        x = room.view(x.shape).copy_(x)
     out: Tensor = run_op(op, x, args, group).finish()
     assert out.is_contiguous()
     return out.clone()
@@ -144,7 +140,7 @@ BACKEND = pytest.mark.parametrize("backend", BACKENDS)
 LAYOUTS = [(b, lay) for b in ("torch", "shm") for lay in ("dense", "reversed", "expanded", "sliced")]
 
 
-@pytest.mark.parametrize(("backend", "layout"), [*LAYOUTS, ("symmetric", "dense")])
+@pytest.mark.parametrize(("backend", "layout"), LAYOUTS)
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize(("n", "sizes"), UNEVEN)
 def test_gather_and_scatter(n, sizes, dim, layout, backend):
@@ -156,7 +152,7 @@ def test_gather_and_scatter(n, sizes, dim, layout, backend):
 @pytest.mark.parametrize(("split", "concat"), [*itertools.permutations(range(3), 2), (0, 0), (2, 2)])
 @pytest.mark.parametrize(("n", "sizes"), UNEVEN)
 def test_all_to_all(n, sizes, split, concat, backend):
-    check(exchange(split, concat, sizes, layout="dense" if backend == "symmetric" else "reversed"), backend)
+    check(exchange(split, concat, sizes, layout="reversed"), backend)
 
 
 @BACKEND
@@ -263,40 +259,15 @@ def test_sizes_from_one_byte_up(nbytes, backend):
     check(("ppermute", shards, ([(1, 0)],)), backend)
 
 
-@pytest.mark.parametrize("backend", ["shm", "symmetric"])
-def test_larger_than_the_staging(backend):
+def test_larger_than_the_staging():
     """Results of this size are written past the caches."""
     count = (_shm.STAGING >> 2) + (1 << 20) + 3
     shards = [torch.arange(count, dtype=torch.float32) % 1009 + i for i in range(2)]
     parts = [count // 2 + 5, count - count // 2 - 5]
-    check(("all_gather", [x[: count // 2] for x in shards], (0, [count // 2] * 2)), backend)
-    check(("reduce_scatter", shards, (0, parts, "sum")), backend)
-    check(("all_reduce", shards, ("sum",)), backend)
-    check(("all_to_all", [x.view(1, -1) for x in shards], (1, parts, 0, [1, 1])), backend)
-
-
-def views(layout: str) -> list[Tensor]:
-    """A gather and a scatter of views of a symmetric tensor, one of which starts in its middle."""
-    group = group_of("symmetric")
-    room = symmetric_empty((6, 6), torch.float32, group)
-    room.copy_(torch.arange(36.0).view(6, 6) + 100 * group.position)
-    x = {"rows": room[2:5], "columns": room[:, 2:4], "transposed": room.t()}[layout]
-    sizes = [x.shape[0]] * group.size
-    gathered = all_gather.start(x, 0, sizes, group).finish()
-    parts = [x.shape[0] // 2, x.shape[0] - x.shape[0] // 2]
-    scattered = reduce_scatter.start(x, 0, parts, group).finish()
-    room.zero_()  # it may be overwritten now
-    return [gathered, scattered]
-
-
-@pytest.mark.parametrize("layout", ["rows", "columns", "transposed"])
-def test_views_of_symmetric_tensors(layout):
-    rooms = [torch.arange(36.0).view(6, 6) + 100 * i for i in range(2)]
-    xs = [{"rows": r[2:5], "columns": r[:, 2:4], "transposed": r.t()}[layout] for r in rooms]
-    rows = xs[0].shape[0]
-    for rank, (gathered, scattered) in enumerate(run_ranks(views, 2, layout)):
-        same(gathered, torch.cat(xs))
-        same(scattered, (xs[0] + xs[1])[rank * (rows // 2) :][: rows - rows // 2 if rank else rows // 2])
+    check(("all_gather", [x[: count // 2] for x in shards], (0, [count // 2] * 2)), "shm")
+    check(("reduce_scatter", shards, (0, parts, "sum")), "shm")
+    check(("all_reduce", shards, ("sum",)), "shm")
+    check(("all_to_all", [x.view(1, -1) for x in shards], (1, parts, 0, [1, 1])), "shm")
 
 
 # In small staging, so that everything is larger than it, and many at once.
