@@ -153,6 +153,13 @@ inline Extras make_extras(const AttentionArgs& a) {
   return e;
 }
 
+// Rows must begin at multiples of 16 bytes, and so step the dims that are stepped at all.
+inline int check_rows(const char* name, const void* base, const int64_t (&strides)[3], const int64_t (&sizes)[3]) {
+  bool fits = reinterpret_cast<uintptr_t>(base) % 16 == 0;
+  for (int d = 0; d < 3; ++d) fits = fits && (sizes[d] <= 1 || strides[d] % 8 == 0);
+  return fits ? 0 : fail(1, "attention: %s must begin at, and step by, multiples of 16 bytes", name);
+}
+
 // 0, or an error that names the argument that no attention kernel here takes.
 inline int check_attention(const AttentionArgs& a) {
   if (a.dtype != SHARDLIB_BF16 && a.dtype != SHARDLIB_FP16)
@@ -169,20 +176,26 @@ inline int check_attention(const AttentionArgs& a) {
     return fail(1, "attention: ALiBi or a window of 2^28 over a distance of more than 2^29");
   if (!(a.dropout >= 0 && a.dropout < 1)) return fail(1, "attention: dropout %g is not in [0, 1)", a.dropout);
   if (a.dropout > 0 && !a.key) return fail(1, "attention: dropout without a key");
-  const struct {
-    const char* name;
-    const void* base;
-    const int64_t* strides;
-    const int64_t sizes[3];
-  } tensors[] = {{"q", a.q, a.q_strides, {a.batch, a.heads, a.queries}},
-                 {"k", a.k, a.k_strides, {a.batch, a.kv_heads, a.keys}},
-                 {"v", a.v, a.v_strides, {a.batch, a.kv_heads, a.keys}},
-                 {"o", a.o, a.o_strides, {a.batch, a.heads, a.queries}}};
-  for (const auto& t : tensors)
-    for (int d = 0; d < 3; ++d)
-      if (reinterpret_cast<uintptr_t>(t.base) % 16 || (t.sizes[d] > 1 && t.strides[d] % 8))
-        return fail(1, "attention: %s must begin at, and step by, multiples of 16 bytes", t.name);
-  return 0;
+  const int64_t q_sizes[3] = {a.batch, a.heads, a.queries}, k_sizes[3] = {a.batch, a.kv_heads, a.keys};
+  int code = check_rows("q", a.q, a.q_strides, q_sizes);
+  if (code == 0) code = check_rows("k", a.k, a.k_strides, k_sizes);
+  if (code == 0) code = check_rows("v", a.v, a.v_strides, k_sizes);
+  if (code == 0) code = check_rows("o", a.o, a.o_strides, q_sizes);
+  return code;
 }
+
+// The same of a backward kernel's arguments.
+inline int check_backward(const AttentionBackwardArgs& g) {
+  const AttentionArgs& a = g.forward;
+  const int64_t q_sizes[3] = {a.batch, a.heads, a.queries}, k_sizes[3] = {a.batch, a.kv_heads, a.keys};
+  int code = check_attention(a);
+  if (code == 0) code = check_rows("grad_o", g.grad_o, g.grad_o_strides, q_sizes);
+  if (code == 0) code = check_rows("dq", g.dq, g.dq_strides, q_sizes);
+  if (code == 0) code = check_rows("dk", g.dk, g.dk_strides, k_sizes);
+  if (code == 0) code = check_rows("dv", g.dv, g.dv_strides, k_sizes);
+  return code;
+}
+
+inline int64_t tiles_of(int64_t rows, int64_t size) { return (rows + size - 1) / size; }
 
 }  // namespace shardlib

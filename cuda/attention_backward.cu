@@ -11,6 +11,8 @@
 // up to 64, 128 or 256: TMA reads zeros beyond the tensors' last column.
 #include "attention_backward.cuh"
 #include "attention_backward_dq.cuh"
+#include "attention_backward_feed.cuh"
+#include "attention_backward_products.cuh"
 #include "attention_backward_scores.cuh"
 
 namespace shardlib {
@@ -20,49 +22,6 @@ namespace {
 constexpr unsigned kScores = 1, kDone = 2, kOutput = 3;
 
 // --- consumers -------------------------------------------------------------------------------------------------------
-
-// scores = a b^T over D: a's 64 rows are keys, b's are queries. One commit group.
-template <class T, class C>
-__device__ __forceinline__ void issue_scores(float (&scores)[C::ScoreColumns / 2], uint64_t a, uint64_t b) {
-  wgmma_keep(scores);
-  wgmma_fence();
-#pragma unroll
-  for (int step = 0; step < C::D / 16; ++step) {
-    const int inside = step % 4 * 32;
-    wgmma<T, C::ScoreColumns>(scores, a + ((step / 4 * C::KeyPanel + inside) >> 4),
-                              b + ((step / 4 * C::QueryPanel + inside) >> 4), step > 0);
-  }
-  wgmma_commit();
-}
-
-// sum += scores b over the queries, from registers or, where they are halved, from shared memory. One commit group.
-template <class T, class C>
-__device__ __forceinline__ void issue_sum(float (&sum)[C::Columns / 2], uint32_t (&scores)[C::ScoreColumns / 16][4],
-                                          uint64_t shared_scores, uint64_t b) {
-  wgmma_keep(sum);
-  wgmma_fence();
-#pragma unroll
-  for (int step = 0; step < C::Queries / 16; ++step) {
-    const uint64_t rows = b + ((step * 2048) >> 4);
-    if constexpr (C::Halved) {
-      wgmma<T, C::Columns, Major::k, Major::mn>(sum, shared_scores + ((step * 32) >> 4), rows, true);
-    } else {
-      wgmma<T, C::Columns, Major::mn>(sum, scores[step], rows, true);
-    }
-  }
-  wgmma_commit();
-}
-
-// dq = dS k over the keys. One commit group.
-template <class T, class C>
-__device__ __forceinline__ void issue_dq(float (&dq)[C::DqColumns / 2], uint64_t ds, uint64_t k) {
-  wgmma_keep(dq);
-  wgmma_fence();
-#pragma unroll
-  for (int step = 0; step < C::DqKeys / 16; ++step)
-    wgmma<T, C::DqColumns, Major::mn, Major::mn>(dq, ds + ((step * 2048) >> 4), k + ((step * 2048) >> 4), step > 0);
-  wgmma_commit();
-}
 
 // Writes 64 rows of dk or dv over the rows of k or v that they belong to, and from there to global memory.
 template <class T, class C>
@@ -85,27 +44,30 @@ __device__ __forceinline__ void write_sum(const TensorMap* map, unsigned char* t
 }
 
 template <class T, class C>
-__device__ __forceinline__ void consume(const Params& p, const Shared<C>& s, const Work& work, int group) {
+__device__ __forceinline__ void consume(const Params& p, Shared<C>& s, const Work& work, int group) {
   const int thread = int(threadIdx.x) % 128, lane = thread % 32;
   const int key_row = C::Halved ? 0 : 64 * group, query_column = C::Halved ? group * C::ScoreColumns : 0;
   const int key = work.key + key_row + thread / 32 * 16 + lane / 4, column = query_column + lane % 4 * 2;
-  const int dq_panel = C::DqByRows || C::DqByKeys ? 0 : group * C::DqColumns / 64,
-            dq_key = C::DqByKeys ? group * C::DqKeys : 0;
+  const int dq_panel = C::Dq == Split::columns ? group * C::DqColumns / 64 : 0,
+            dq_key = C::Dq == Split::keys ? group * C::DqKeys : 0;
   const int sum_panel = C::Halved ? group * C::Columns / 64 : 0;
   // Operands: rows of keys and queries as they lie (k-major), and the other way round (mn-major) where they are summed.
   // One descriptor and constants make all others: few registers, whatever is live.
-  const uint64_t origin = wgmma_descriptor(s.k, 0, 1024);
-  const auto operand = [origin](int place, int leading) {
-    return origin + uint64_t(place >> 4) + (uint64_t(leading >> 4) << 16);
+  using S = Shared<C>;
+  const uint64_t origin = wgmma_descriptor(&s, 0, 1024);
+  const auto operand = [origin](size_t tile, int place, int leading) {
+    return origin + ((tile + uint64_t(place)) >> 4) + (uint64_t(leading >> 4) << 16);
   };
-  const uint64_t k_rows = operand(key_row * 128, 16), v_rows = operand(C::VAt + key_row * 128, 16);
-  const uint64_t q_rows = operand(C::QAt + query_column * 128, 16),
-                 grad_rows = operand(C::GradAt + query_column * 128, 16);
-  const uint64_t q_columns = operand(C::QAt + sum_panel * C::QueryPanel, C::QueryPanel);
-  const uint64_t grad_columns = operand(C::GradAt + sum_panel * C::QueryPanel, C::QueryPanel);
-  const uint64_t k_columns = operand(dq_panel * C::KeyPanel + dq_key * 128, C::KeyPanel);
-  const uint64_t ds_columns = operand(C::DsAt + (C::DqByRows ? group * C::KeyPanel : 0) + dq_key * 128, C::KeyPanel);
-  const uint64_t ds_rows = operand(C::DsAt, 16), p_rows = operand(C::PAt, 16);
+  const uint64_t k_rows = operand(offsetof(S, k), key_row * 128, 16),
+                 v_rows = operand(offsetof(S, v), key_row * 128, 16),
+                 q_rows = operand(offsetof(S, q), query_column * 128, 16),
+                 grad_rows = operand(offsetof(S, grad_o), query_column * 128, 16),
+                 ds_rows = operand(offsetof(S, ds), 0, 16), p_rows = operand(offsetof(S, p), 0, 16);
+  const uint64_t q_columns = operand(offsetof(S, q), sum_panel * C::QueryPanel, C::QueryPanel),
+                 grad_columns = operand(offsetof(S, grad_o), sum_panel * C::QueryPanel, C::QueryPanel),
+                 k_columns = operand(offsetof(S, k), dq_panel * C::KeyPanel + dq_key * 128, C::KeyPanel);
+  const int ds_panel = C::Dq == Split::rows ? group : 0;
+  const uint64_t ds_columns = operand(offsetof(S, ds), ds_panel * C::KeyPanel + dq_key * 128, C::KeyPanel);
 
   float dk[C::Columns / 2], dv[C::Columns / 2];
 #pragma unroll
@@ -115,37 +77,37 @@ __device__ __forceinline__ void consume(const Params& p, const Shared<C>& s, con
   unsigned flip = 0;  // the buffer of scores, and the phase of dq
   const auto next_scores = [&] { issue_scores<T, C>(scores, k_rows, q_rows + ring.stage * (C::QueryBytes >> 4)); };
   const auto next_dp = [&](float (&dp)[C::ScoreColumns / 2]) {
-    barrier_wait(s.grad_full + ring.stage, ring.phase);
+    barrier_wait(&s.grad_full[ring.stage], ring.phase);
     issue_scores<T, C>(dp, v_rows, grad_rows + ring.stage * (C::QueryBytes >> 4));
   };
   int head = work.kv_head * (p.heads / p.kv_heads), tile = work.first;
   int left = (work.last - work.first) * (p.heads / p.kv_heads);
   if (left > 0) {
-    barrier_wait(s.k_full, 0);
-    barrier_wait(s.v_full, 0);
+    barrier_wait(&s.k_full, 0);
+    barrier_wait(&s.v_full, 0);
     if constexpr (C::Ahead) {
-      barrier_wait(s.q_full + ring.stage, ring.phase);
+      barrier_wait(&s.q_full[ring.stage], ring.phase);
       next_scores();
       wgmma_wait<0>();
-      wgmma_keep(scores);
+      wgmma_pin(scores);
     }
   }
 
 #pragma unroll 1
   for (; left > 0; --left) {
-    const int stage = ring.stage * (C::QueryBytes >> 4), buffer = int(flip) * C::ScoreBytes,
+    const int stage = ring.stage * (C::QueryBytes >> 4), buffer = int(flip) * (C::ScoreBytes >> 4),
               query = tile * C::Queries + column;
-    const float* rows = s.rows + ring.stage * C::Queries * 2 + column;
+    const float *lse_log2 = &s.lse_log2[ring.stage][column], *delta = &s.delta[ring.stage][column];
     // A shuffle that changes nothing: what follows from the key shall not stay in registers from tile to tile.
     const int my_key = C::General ? __shfl_sync(kFullMask, key, lane) : key;
     float dp[C::ScoreColumns / 2];
     uint32_t probabilities[C::ScoreColumns / 16][4], gradients[C::ScoreColumns / 16][4];
 
-    if constexpr (!C::Ahead) barrier_wait(s.q_full + ring.stage, ring.phase), next_scores();
+    if constexpr (!C::Ahead) barrier_wait(&s.q_full[ring.stage], ring.phase), next_scores();
     if constexpr (!C::General) next_dp(dp);
     if constexpr (!C::Ahead) {
       wgmma_wait<C::General ? 0 : 1>();
-      wgmma_keep(scores);
+      wgmma_pin(scores);
     }
 
     // P, without dropout in `scores`, with it in `probabilities`.
@@ -156,7 +118,7 @@ __device__ __forceinline__ void consume(const Params& p, const Shared<C>& s, con
     } else if (!p.sight.whole(tile * C::Queries, C::Queries, work.key, C::Keys)) {
       hide(scores, p.sight, key, query);
     }
-    exponentiate(scores, rows, p.scale_log2);
+    exponentiate(scores, lse_log2, p.scale_log2);
     if constexpr (C::General) {
       float dropped[C::ScoreColumns / 2];
       drop(dropped, scores, kept, p.extras.keep_scale);
@@ -166,59 +128,59 @@ __device__ __forceinline__ void consume(const Params& p, const Shared<C>& s, con
     }
 
     // dS, in place of dP. A general kernel has not the registers to begin dP earlier.
-    if constexpr (C::General) barrier_wait(s.grad_full + ring.stage, ring.phase);
+    if constexpr (C::General) barrier_wait(&s.grad_full[ring.stage], ring.phase);
     if constexpr (C::EarlyDv) issue_sum<T, C>(dv, probabilities, 0, grad_columns + stage);
     if constexpr (C::General) {
       wgmma_wait<0>();
-      wgmma_keep(dv);
+      wgmma_pin(dv);
       next_dp(dp);
     }
     wgmma_wait<C::EarlyDv && !C::General ? 1 : 0>();
-    wgmma_keep(dp);
+    wgmma_pin(dp);
     if constexpr (C::General) drop(dp, dp, kept, p.extras.keep_scale);
-    differentiate(dp, scores, rows + C::Queries);
+    differentiate(dp, scores, delta);
     if constexpr (C::General)
       if (p.dbias) add_bias_gradient(dp, p, work.batch, head, my_key, query);
     pack_tile<T>(gradients, dp);
 
-    store_tile(s.ds + buffer + key_row * 128, C::KeyPanel, query_column / 8, gradients);
+    store_tile(s.ds[flip] + key_row * 128, C::KeyPanel, query_column / 8, gradients);
     if constexpr (C::Halved) {
-      store_tile(s.p + buffer, C::KeyPanel, query_column / 8, probabilities);
+      store_tile(s.p[flip], C::KeyPanel, query_column / 8, probabilities);
       fence_async_shared();
       named_barrier_sync(kScores, 128 * C::Groups);
-      issue_sum<T, C>(dv, probabilities, p_rows + (buffer >> 4), grad_columns + stage);
+      issue_sum<T, C>(dv, probabilities, p_rows + buffer, grad_columns + stage);
     } else {
       fence_async_shared();
       if constexpr (!C::EarlyDv) issue_sum<T, C>(dv, probabilities, 0, grad_columns + stage);
       named_barrier_sync(kScores, 128 * C::Groups);
     }
     float dq[C::DqColumns / 2];
-    issue_dq<T, C>(dq, ds_columns + (buffer >> 4), k_columns);
+    issue_dq<T, C>(dq, ds_columns + buffer, k_columns);
     wgmma_wait<1>();
-    wgmma_keep(dv);
-    if (lane == 0) barrier_arrive(s.grad_empty + ring.stage);
-    issue_sum<T, C>(dk, gradients, ds_rows + (buffer >> 4), q_columns + stage);
-    Barrier* q_empty = s.q_empty + ring.stage;
+    wgmma_pin(dv);
+    if (lane == 0) barrier_arrive(&s.grad_empty[ring.stage]);
+    issue_sum<T, C>(dk, gradients, ds_rows + buffer, q_columns + stage);
+    Barrier* q_empty = &s.q_empty[ring.stage];
     if (left > 1) ring.next();
     if constexpr (C::Ahead) {
-      if (left > 1) barrier_wait(s.q_full + ring.stage, ring.phase);
+      if (left > 1) barrier_wait(&s.q_full[ring.stage], ring.phase);
       next_scores();
     }
     wgmma_wait<C::Ahead ? 2 : 1>();
-    wgmma_keep(dq);
+    wgmma_pin(dq);
 
     // dq, in the order of the registers.
-    barrier_wait(s.dq_empty + group, flip ^ 1);
-    float4* sums = reinterpret_cast<float4*>(s.dq + group * C::DqFloats) + thread;
+    barrier_wait(&s.dq_empty[group], flip ^ 1);
+    float4* sums = reinterpret_cast<float4*>(s.dq[group]) + thread;
 #pragma unroll
     for (int i = 0; i < C::DqColumns / 8; ++i)
       sums[128 * i] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
     fence_async_shared();
-    barrier_arrive(s.dq_full + group);
+    barrier_arrive(&s.dq_full[group]);
 
     wgmma_wait<0>();
-    wgmma_keep(dk);
-    if constexpr (C::Ahead) wgmma_keep(scores);
+    wgmma_pin(dk);
+    if constexpr (C::Ahead) wgmma_pin(scores);
     if (lane == 0) barrier_arrive(q_empty);
     flip ^= 1;
     if (++tile == work.last) tile = work.first, ++head;
@@ -237,20 +199,22 @@ __device__ __forceinline__ void consume(const Params& p, const Shared<C>& s, con
 template <class T, int D, bool General>
 __global__ void __launch_bounds__(Config<D, General>::Threads, 1) backward(const __grid_constant__ Params p) {
   using C = Config<D, General>;
-  const Shared<C> s(shared_memory());
+  static_assert(sizeof(Shared<C>) <= kMostSharedBytes);
+  auto& s = *reinterpret_cast<Shared<C>*>(shared_memory());
   const unsigned warp = warp_index();
   if (warp == 0 && elect_one()) {
-    barrier_init(s.k_full, 1), barrier_init(s.v_full, 1);
+    barrier_init(&s.k_full, 1), barrier_init(&s.v_full, 1);
     for (int stage = 0; stage < C::Stages; ++stage) {
-      barrier_init(s.q_full + stage, 2), barrier_init(s.grad_full + stage, 1);  // q: its copies, and the rows' numbers
-      barrier_init(s.q_empty + stage, 4 * C::Groups), barrier_init(s.grad_empty + stage, 4 * C::Groups);
+      barrier_init(&s.q_full[stage], 2), barrier_init(&s.grad_full[stage], 1);  // q: its copies, and the rows' numbers
+      barrier_init(&s.q_empty[stage], 4 * C::Groups), barrier_init(&s.grad_empty[stage], 4 * C::Groups);
     }
     for (int group = 0; group < C::Groups; ++group)
-      barrier_init(s.dq_full + group, 128), barrier_init(s.dq_empty + group, 1);
+      barrier_init(&s.dq_full[group], 128), barrier_init(&s.dq_empty[group], 1);
     barrier_init_fence();
+    p.turns.take(&s.ticket);
   }
   __syncthreads();
-  const Work work = find_work<C>(p);
+  const Work work = find_work<C>(p, p.turns.index(&s.ticket));
   if (warp < 4) {
     registers_decrease<C::ProducerRegisters>();
     if (warp == 0) {
@@ -268,19 +232,6 @@ __global__ void __launch_bounds__(Config<D, General>::Threads, 1) backward(const
 
 // --- entry -----------------------------------------------------------------------------------------------------------
 
-// A map of [batch, heads, rows, D] with boxes of 64 columns.
-int map_tiles(TensorMap& map, const AttentionArgs& a, const void* base, const int64_t* strides, int64_t heads,
-              int64_t rows, int box_rows) {
-  const uint64_t sizes[4] = {uint64_t(a.head_dim), uint64_t(rows), uint64_t(heads), uint64_t(a.batch)};
-  uint64_t bytes[3];
-  for (int d = 0; d < 3; ++d) bytes[d] = sizes[d + 1] > 1 ? uint64_t(strides[2 - d]) * 2 : 16;  // of one: never stepped
-  const uint32_t box[4] = {64, uint32_t(box_rows), 1, 1};
-  return make_tensor_map(map, a.dtype == SHARDLIB_BF16 ? TileType::bf16 : TileType::fp16, 4, base, sizes, bytes, box,
-                         Swizzle::b128);
-}
-
-int64_t tiles_of(int64_t rows, int64_t size) { return (rows + size - 1) / size; }
-
 template <class C> int64_t dq_runs(const AttentionArgs& a) {
   return a.batch * a.heads * tiles_of(a.queries, C::Queries) * C::DqRuns;
 }
@@ -289,7 +240,8 @@ struct Bytes {
   const AttentionBackwardArgs& args;
   template <class T, int D, bool General> int64_t run() const {
     using C = Config<D, General>;
-    return dq_runs<C>(args.forward) * (C::DqBytes + (args.repeatable ? 4 : 0));
+    const int64_t runs = dq_runs<C>(args.forward);
+    return runs * C::DqBytes + (args.repeatable ? turn_bytes(runs) : 0);
   }
 };
 
@@ -316,7 +268,7 @@ struct Launch {
     p.sight = make_sight(a);
     p.extras = make_extras(a);
     p.lse = a.lse, p.delta = args.delta, p.dq_sum = args.workspace, p.dbias = args.dbias;
-    if (args.repeatable) p.turns = reinterpret_cast<uint32_t*>(args.workspace + dq_runs<C>(a) * C::DqFloats);
+    if (args.repeatable) p.turns.words = reinterpret_cast<uint32_t*>(args.workspace + dq_runs<C>(a) * C::DqFloats);
     for (int d = 0; d < 3; ++d) p.lse_strides[d] = a.lse_strides[d];
     for (int d = 0; d < 4; ++d) p.dbias_strides[d] = args.dbias_strides[d];
     p.heads = int(a.heads), p.kv_heads = int(a.kv_heads);
@@ -331,7 +283,7 @@ struct Launch {
       code = map_tiles(p.grad_o, a, args.grad_o, args.grad_o_strides, a.heads, a.queries, C::Queries);
     if (code != 0) return code;
     LaunchShape shape;
-    shape.grid = dim3(blocks), shape.block = dim3(C::Threads), shape.shared_bytes = C::SharedBytes;
+    shape.grid = dim3(blocks), shape.block = dim3(C::Threads), shape.shared_bytes = sizeof(Shared<C>);
     return launch(shape, stream, backward<T, D, General>, p);
   }
 
@@ -363,25 +315,6 @@ template <class What> auto choose(const AttentionBackwardArgs& args, const What&
   return a.dtype == SHARDLIB_BF16 ? of_type(bf16()) : of_type(fp16());
 }
 
-int check(const AttentionBackwardArgs& args) {
-  const AttentionArgs& a = args.forward;
-  if (int code = check_attention(a)) return code;
-  const struct {
-    const char* name;
-    const void* base;
-    const int64_t* strides;
-    const int64_t sizes[3];
-  } tensors[] = {{"grad_o", args.grad_o, args.grad_o_strides, {a.batch, a.heads, a.queries}},
-                 {"dq", args.dq, args.dq_strides, {a.batch, a.heads, a.queries}},
-                 {"dk", args.dk, args.dk_strides, {a.batch, a.kv_heads, a.keys}},
-                 {"dv", args.dv, args.dv_strides, {a.batch, a.kv_heads, a.keys}}};
-  for (const auto& t : tensors)
-    for (int d = 0; d < 3; ++d)
-      if (reinterpret_cast<uintptr_t>(t.base) % 16 || (t.sizes[d] > 1 && t.strides[d] % 8))
-        return fail(1, "attention: %s must begin at, and step by, multiples of 16 bytes", t.name);
-  return 0;
-}
-
 }  // namespace
 }  // namespace shardlib
 
@@ -394,7 +327,7 @@ extern "C" int64_t shardlib_attention_backward_workspace(const AttentionBackward
 // text in shardlib_last_error().
 extern "C" int shardlib_attention_backward(const AttentionBackwardArgs* args, cudaStream_t stream) {
   using namespace shardlib;
-  if (int code = check(*args)) return code;
+  if (int code = check_backward(*args)) return code;
   if (args->forward.batch == 0 || args->forward.heads == 0) return 0;
   return choose(*args, Launch{*args, stream});
 }

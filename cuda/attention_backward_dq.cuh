@@ -20,8 +20,8 @@ __global__ void __launch_bounds__(128) convert_dq(const __grid_constant__ DqPara
   const int run = int(blockIdx.x), part = run % C::DqRuns, tile = run / C::DqRuns % p.query_tiles,
             head = run / C::DqRuns / p.query_tiles;
   const int thread = int(threadIdx.x), lane = thread % 32;
-  const int row = tile * C::Queries + (C::DqByRows ? 64 * part : 0) + thread / 32 * 16 + lane / 4;
-  const int column = (C::DqByRows ? 0 : part * C::DqColumns) + lane % 4 * 2;
+  const int row = tile * C::Queries + (C::Dq == Split::rows ? 64 * part : 0) + thread / 32 * 16 + lane / 4;
+  const int column = (C::Dq == Split::rows ? 0 : part * C::DqColumns) + lane % 4 * 2;
   const float4* sums = reinterpret_cast<const float4*>(p.dq_sum + int64_t(run) * C::DqFloats) + thread;
   T* out = static_cast<T*>(p.dq) + head / p.heads * p.strides[0] + head % p.heads * p.strides[1];
 #pragma unroll

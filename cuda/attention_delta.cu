@@ -57,15 +57,15 @@ template <class T> __global__ void __launch_bounds__(kThreads) rows_of_delta(con
 extern "C" int shardlib_attention_delta(const AttentionBackwardArgs* args, cudaStream_t stream) {
   using namespace shardlib;
   const AttentionArgs& a = args->forward;
-  if (int code = check_attention(a)) return code;
+  const int64_t sizes[3] = {a.batch, a.heads, a.queries};
+  int code = check_attention(a);
+  if (code == 0) code = check_rows("grad_o", args->grad_o, args->grad_o_strides, sizes);
+  if (code != 0) return code;
   Params p = {};
   p.o = a.o, p.grad_o = args->grad_o, p.grad_lse = args->grad_lse, p.delta = args->delta;
-  const int64_t sizes[3] = {a.batch, a.heads, a.queries};
   for (int d = 0; d < 3; ++d) {
     p.o_strides[d] = a.o_strides[d], p.grad_o_strides[d] = args->grad_o_strides[d];
     p.grad_lse_strides[d] = args->grad_lse_strides[d];
-    if (reinterpret_cast<uintptr_t>(p.grad_o) % 16 || (sizes[d] > 1 && p.grad_o_strides[d] % 8))
-      return fail(1, "attention: grad_o must begin at, and step by, multiples of 16 bytes");
   }
   p.rows = a.batch * a.heads * a.queries, p.heads = a.heads, p.queries = a.queries;
   if (p.rows == 0) return 0;

@@ -7,6 +7,7 @@
 //
 // Shapes of a CTA: q [Rows, D], k and v [Keys, D] per stage, scores [64, Keys] and o [64, D] in each warpgroup's
 // registers. D is the head dim rounded up to 64, 96, 128 or 256: TMA reads zeros beyond the tensors' last column.
+#include "attention_forward_tiles.h"
 #include "attention_order.cuh"
 #include "attention_ring.cuh"
 #include "attention_rows.cuh"
@@ -22,17 +23,19 @@ template <int D_, bool General_> struct Config {
   static constexpr bool General = General_;
   static constexpr int Consumers = D == 64 && !General ? 3 : 2;
   static constexpr int Rows = 64 * Consumers;
-  static constexpr int Keys = General ? (D == 256 ? 48 : 64) : D == 256 ? 80 : 128;
+  static constexpr int Keys = kForwardKeys<D, General>;
   static constexpr int Stages = 2;
   static constexpr int Threads = 128 * (Consumers + 1);
-  // 64 Ki registers: Consumers * 128 * more + 128 * fewer, against Threads * launched at the start.
   static constexpr int ConsumerRegisters = Consumers == 3 ? 160 : 240;
   static constexpr int ProducerRegisters = Consumers == 3 ? 32 : 24;
   // A tile lies in shared memory as panels of 64 columns, 128 bytes a row, swizzled.
   static constexpr int Panels = (D + 63) / 64;
   static constexpr int QPanel = Rows * 128, KvPanel = Keys * 128;
   static constexpr int QBytes = Panels * QPanel, KvBytes = Panels * KvPanel;
-  static constexpr int SharedBytes = QBytes + 2 * Stages * KvBytes + 256;
+  static constexpr int BarriersAt = QBytes + 2 * Stages * KvBytes;
+  static constexpr int SharedBytes = BarriersAt + int(sizeof(Barrier)) * (2 + 4 * Stages);
+  static_assert(SharedBytes <= kMostSharedBytes);
+  static_assert(registers_fit(Consumers, ConsumerRegisters, ProducerRegisters));
 };
 
 // Named barriers: one per warpgroup for its turn at the tensor cores, one for its output.
@@ -59,7 +62,7 @@ template <class C> struct Shared {
   Barrier *q_full, *q_empty;
 
   __device__ __forceinline__ explicit Shared(unsigned char* base) {
-    auto* barriers = reinterpret_cast<Barrier*>(base + C::QBytes + 2 * C::Stages * C::KvBytes);
+    auto* barriers = reinterpret_cast<Barrier*>(base + C::BarriersAt);
     q = base, q_full = barriers, q_empty = barriers + 1, barriers += 2;
     k.tiles = base + C::QBytes, k.full = barriers, k.empty = barriers + C::Stages, barriers += 2 * C::Stages;
     v.tiles = k.tiles + C::Stages * C::KvBytes, v.full = barriers, v.empty = barriers + C::Stages;
@@ -111,7 +114,7 @@ template <class C> struct Turn {
 // scores = q k^T, one commit group.
 template <class T, class C>
 __device__ __forceinline__ void issue_scores(float (&scores)[C::Keys / 2], uint64_t q, uint64_t k) {
-  wgmma_keep(scores);
+  wgmma_pin(scores);
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < C::D / 16; ++step) {
@@ -124,9 +127,10 @@ __device__ __forceinline__ void issue_scores(float (&scores)[C::Keys / 2], uint6
 
 // o += probabilities v, one commit group.
 template <class T, class C>
-__device__ __forceinline__ void issue_values(float (&o)[C::D / 2], const uint32_t (&probabilities)[C::Keys / 16][4],
+__device__ __forceinline__ void issue_values(float (&o)[C::D / 2], uint32_t (&probabilities)[C::Keys / 16][4],
                                              uint64_t v) {
-  wgmma_keep(o);
+  wgmma_pin(o);
+  wgmma_pin(probabilities);
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < C::Keys / 16; ++step)
@@ -195,7 +199,7 @@ __device__ __forceinline__ void attend(const Params& p, Ring<C>& k, Ring<C>& v, 
   issue_scores<T, C>(scores, q_tile, k_full);
   turn.pass();
   wgmma_wait<0>();
-  wgmma_keep(scores);
+  wgmma_pin(scores);
   release_stage(k);
   if (!p.sight.whole(top, 64, (last - 1) * C::Keys, C::Keys))
     mask_scores(scores, p.sight, row, (last - 1) * C::Keys + column);
@@ -210,12 +214,12 @@ __device__ __forceinline__ void attend(const Params& p, Ring<C>& k, Ring<C>& v, 
     issue_values<T, C>(o, probabilities, full_stage(v, v_tile));
     turn.pass();
     wgmma_wait<1>();
-    wgmma_keep(scores);
+    wgmma_pin(scores);
     release_stage(k);
     if (!p.sight.whole(top, 64, tile * C::Keys, C::Keys)) mask_scores(scores, p.sight, row, tile * C::Keys + column);
     const float2 shrink = softmax(scores, rows, p.scale_log2);
     wgmma_wait<0>();
-    wgmma_keep(o);
+    wgmma_pin(o);
     release_stage(v);
     pack_scores<T>(probabilities, scores);
     scale_rows(o, shrink);
@@ -223,7 +227,7 @@ __device__ __forceinline__ void attend(const Params& p, Ring<C>& k, Ring<C>& v, 
 
   issue_values<T, C>(o, probabilities, full_stage(v, v_tile));
   wgmma_wait<0>();
-  wgmma_keep(o);
+  wgmma_pin(o);
   release_stage(v);
 }
 
@@ -243,7 +247,7 @@ __device__ __forceinline__ void attend_general(const Params& p, Ring<C>& k, Ring
     issue_scores<T, C>(scores, q_tile, k_full);
     turn.pass();
     wgmma_wait<0>();
-    wgmma_keep(scores);
+    wgmma_pin(scores);
     release_stage(k);
     general_scores(scores, p.extras, extras, p.sight, row, tile * C::Keys + column);
     scale_rows(o, softmax(scores, rows, 1.0f));
@@ -251,7 +255,7 @@ __device__ __forceinline__ void attend_general(const Params& p, Ring<C>& k, Ring
     pack_scores<T>(probabilities, scores);
     issue_values<T, C>(o, probabilities, full_stage(v, v_tile));
     wgmma_wait<0>();
-    wgmma_keep(o);
+    wgmma_pin(o);
     release_stage(v);
   }
 }
@@ -316,17 +320,6 @@ __global__ void __launch_bounds__(Config<D, General>::Threads, 1) forward(const 
 }
 
 // --- entry ---------------------------------------------------------------------------------------------------------
-
-// A map of [batch, heads, rows, D] with boxes of 64 columns.
-int map_tiles(TensorMap& map, const AttentionArgs& a, const void* base, const int64_t* strides, int64_t heads,
-              int64_t rows, int box_rows) {
-  const uint64_t sizes[4] = {uint64_t(a.head_dim), uint64_t(rows), uint64_t(heads), uint64_t(a.batch)};
-  uint64_t bytes[3];
-  for (int d = 0; d < 3; ++d) bytes[d] = sizes[d + 1] > 1 ? uint64_t(strides[2 - d]) * 2 : 16;  // of one: never stepped
-  const uint32_t box[4] = {64, uint32_t(box_rows), 1, 1};
-  return make_tensor_map(map, a.dtype == SHARDLIB_BF16 ? TileType::bf16 : TileType::fp16, 4, base, sizes, bytes, box,
-                         Swizzle::b128);
-}
 
 template <class T, int D, bool General> int run(const AttentionArgs& a, cudaStream_t stream) {
   using C = Config<D, General>;

@@ -1,9 +1,8 @@
-// Tiles of keys and values on their way from global memory to the consumers.
+// The ring of stages through which keys and values reach the consumers of the forward for sm_90a.
 //
-// C is a kernel's configuration: Stages of KvBytes, each a tile of Keys rows that lies as Panels of 64 columns, 128 bytes a
-// row, swizzled, KvPanel bytes each.
+// C is its configuration: Stages of KvBytes, each a tile of Keys rows, in panels of KvPanel bytes.
 #pragma once
-#include "primitives.cuh"
+#include "attention_tiles.cuh"
 
 namespace shardlib {
 
@@ -18,15 +17,6 @@ template <class C> struct Ring {
     if (++stage == C::Stages) stage = 0, phase ^= 1;
   }
 };
-
-// One tile, panel by panel; the barrier counts its bytes.
-template <class C>
-__device__ __forceinline__ void load_panels(unsigned char* to, int panel_bytes, const TensorMap* map, Barrier* full,
-                                            int row, int head, int batch) {
-#pragma unroll
-  for (int panel = 0; panel < C::Panels; ++panel)
-    tma_load(to + panel * panel_bytes, map, full, panel * 64, row, head, batch);
-}
 
 // Fills the next stage of a ring.
 template <class C>

@@ -8,6 +8,7 @@
 //   convert  dq from its sums
 // The CTAs add to a sum of dq in any order, so that its last bits vary; with `repeatable`, in the order of their keys.
 #include "attention_sm80.cuh"
+#include "attention_turns.cuh"
 
 namespace shardlib {
 namespace {
@@ -29,7 +30,7 @@ struct Params {
   Extras extras;
   bool general;           // there are extras: scores are turned into logits
   int tiles, query_tiles; // of keys, and of queries, per head
-  uint32_t* started;      // repeatable: how many CTAs have begun; behind it, how many have added to each tile of dq
+  Turns turns;            // of the tiles of dq
 };
 
 // Kernels
@@ -47,15 +48,14 @@ template <class T> __global__ void __launch_bounds__(kThreads) convert(const __g
                       pack<T>(y.x * scale, y.y * scale), pack<T>(y.z * scale, y.w * scale)));
 }
 
-// Waits until `before` CTAs have added to a tile of dq; lets the next one add.
-__device__ __forceinline__ void wait_for_turn(const uint32_t* added, int before) {
-  if (threadIdx.x == 0)
-    while (load_acquire_device(added) != uint32_t(before)) pause_ns(64);
+// All threads wait until `before` CTAs have added to a tile of dq; then they let the next one add.
+__device__ __forceinline__ void wait_for_turn(const Turns& turns, int tile, int before) {
+  if (threadIdx.x == 0) turns.wait(tile, before);
   __syncthreads();
 }
-__device__ __forceinline__ void end_turn(uint32_t* added) {
+__device__ __forceinline__ void end_turn(const Turns& turns, int tile) {
   __syncthreads();
-  if (threadIdx.x == 0) fence_device(), add_release_device(added, 1u);
+  if (threadIdx.x == 0) turns.pass(tile);
 }
 
 // Adds dS to the gradient of the bias. In any order, also with `repeatable`: it shows where the bias is broadcast.
@@ -98,13 +98,10 @@ __global__ void __launch_bounds__(kThreads) backward(const __grid_constant__ Par
   const typename F::ScoreTile ds_tile = {query_tile(2 * C::kStages).data};
   float* rows = reinterpret_cast<float*>(ds_tile.data + F::ScoreTile::kBytes / sizeof(T));
 
-  int cta = int(blockIdx.x);
-  if (p.started) {  // CTAs take their work in the order in which they begin: none waits for one that has not
-    int* place = reinterpret_cast<int*>(ds_tile.data);
-    if (threadIdx.x == 0) *place = int(atomicAdd(p.started, 1u));
-    __syncthreads();
-    cta = *place;
-  }
+  auto* ticket = reinterpret_cast<uint32_t*>(ds_tile.data);
+  if (threadIdx.x == 0) p.turns.take(ticket);
+  __syncthreads();
+  const int cta = p.turns.index(ticket);
   const int b = cta / p.tiles / int(a.kv_heads), kv_head = cta / p.tiles % int(a.kv_heads);
   const int j0 = cta % p.tiles * C::kKeys, keys = min(int(a.keys) - j0, C::kKeys);
   const int warp = int(warp_index()), part = warp % C::kParts, warp_row = warp / C::kParts * 16;
@@ -205,7 +202,7 @@ __global__ void __launch_bounds__(kThreads) backward(const __grid_constant__ Par
     accumulate<T>(dq, ds_rows, k_tile, dq_column);
     float* dq_sum = p.args.workspace + (b * a.heads + h) * queries * dim;
     const int tile = (b * int(a.heads) + h) * p.query_tiles + i0 / C::kQueries;
-    if (p.started) wait_for_turn(p.started + 1 + tile, j0 / C::kKeys - p.sight.begin(i0) / C::kKeys);
+    if (p.turns.words) wait_for_turn(p.turns, tile, j0 / C::kKeys - p.sight.begin(i0) / C::kKeys);
     const Block<false> dq_block = {i0 + dq_row, dq_column};  // its keys are columns of dq
 #pragma unroll
     for (int n = 0; n < kDqColumns / 8; ++n)
@@ -214,7 +211,7 @@ __global__ void __launch_bounds__(kThreads) backward(const __grid_constant__ Par
         const int i = dq_block.query_of(n, e), c = dq_block.key_of(n, e);
         if (i < queries && c < dim) atomicAdd(dq_sum + int64_t(i) * dim + c, dq[0][n][e]);
       }
-    if (p.started) end_turn(p.started + 1 + tile);
+    if (p.turns.words) end_turn(p.turns, tile);
   }
 
   const AttentionBackwardArgs& g = p.args;
@@ -226,24 +223,6 @@ __global__ void __launch_bounds__(kThreads) backward(const __grid_constant__ Par
 }
 
 // Entry
-int check(const AttentionBackwardArgs& g) {
-  const AttentionArgs& a = g.forward;
-  const struct { const char* name; const void* base; const int64_t* strides; int64_t heads, rows; } tensors[] = {
-      {"grad_o", g.grad_o, g.grad_o_strides, a.heads, a.queries},
-      {"dq", g.dq, g.dq_strides, a.heads, a.queries},
-      {"dk", g.dk, g.dk_strides, a.kv_heads, a.keys},
-      {"dv", g.dv, g.dv_strides, a.kv_heads, a.keys}};
-  for (const auto& t : tensors) {
-    const int64_t sizes[3] = {a.batch, t.heads, t.rows};
-    for (int d = 0; d < 3; ++d)
-      if (reinterpret_cast<uintptr_t>(t.base) % 16 || (sizes[d] > 1 && t.strides[d] % 8))
-        return fail(1, "attention: %s must begin at, and step by, multiples of 16 bytes", t.name);
-  }
-  return check_attention(a);
-}
-
-int64_t tiles_of(int64_t rows, int64_t size) { return (rows + size - 1) / size; }
-
 int64_t dq_sums(const AttentionArgs& a) { return a.batch * a.heads * a.queries * a.head_dim; }
 
 template <class Kernel, class P>
@@ -260,7 +239,7 @@ struct Bytes {
   template <class T, int kWidth> int64_t call() const {
     const AttentionArgs& a = g.forward;
     const int64_t tiles = a.batch * a.heads * tiles_of(a.queries, Config<kWidth>::kQueries);
-    return 4 * (dq_sums(a) + (g.repeatable ? 1 + tiles : 0));
+    return 4 * dq_sums(a) + (g.repeatable ? turn_bytes(tiles) : 0);
   }
 };
 
@@ -272,8 +251,8 @@ struct Run {
     using C = Config<kWidth>;
     const AttentionArgs& a = g.forward;
     const int64_t tiles = tiles_of(a.keys, C::kKeys), query_tiles = tiles_of(a.queries, C::kQueries);
-    uint32_t* started = g.repeatable ? reinterpret_cast<uint32_t*>(g.workspace + dq_sums(a)) : nullptr;
-    const Params params = {g, make_sight(a), make_extras(a), has_extras(a), int(tiles), int(query_tiles), started};
+    const Turns turns = {g.repeatable ? reinterpret_cast<uint32_t*>(g.workspace + dq_sums(a)) : nullptr};
+    const Params params = {g, make_sight(a), make_extras(a), has_extras(a), int(tiles), int(query_tiles), turns};
     int code = 0;
     if (const int64_t ctas = tiles * a.batch * a.kv_heads)
       code = launch_many(ctas, Backward<T, kWidth>::kSharedBytes, stream, backward<T, kWidth>, params);
@@ -294,6 +273,6 @@ extern "C" int64_t shardlib_attention_sm80_backward_workspace(const AttentionBac
 // text in shardlib_last_error().
 extern "C" int shardlib_attention_sm80_backward(const AttentionBackwardArgs* args, cudaStream_t stream) {
   using namespace shardlib;
-  if (const int code = check(*args)) return code;
+  if (const int code = check_backward(*args)) return code;
   return sm80::for_type_and_width(args->forward, Run{*args, stream});
 }

@@ -93,14 +93,6 @@ void expect(const char* name, const Tensor& x, const Tensor& like, ScalarType dt
                   "] on the device of the others");
 }
 
-// --- poison ----------------------------------------------------------------------------------------------------------
-
-void poison_(Tensor x, int64_t byte) {
-  STD_TORCH_CHECK(x.is_contiguous(), "shardlib_cuda::poison_: x must be contiguous");
-  const Place place(x);
-  check(shardlib_fill(x.mutable_data_ptr(), x.numel() * int64_t(x.element_size()), byte, place.stream()));
-}
-
 // --- attention -------------------------------------------------------------------------------------------------------
 
 // How the schemas spell what kind of attention it is; ops/_attention_variant.py has the same order.
@@ -259,7 +251,6 @@ void collective(Tensor out, Tensor x, Tensor plan) {
 
 STABLE_TORCH_LIBRARY(NAMESPACE, m) {
   m.def("version() -> str");
-  m.def("poison_(Tensor(a!) x, int byte) -> ()");
   m.def("attention_forward" FORWARD);
   m.def("attention_backward" BACKWARD);
   m.def("attention_sm80_forward" FORWARD);
@@ -272,7 +263,6 @@ STABLE_TORCH_LIBRARY(NAMESPACE, m) {
 STABLE_TORCH_LIBRARY_IMPL(NAMESPACE, CompositeExplicitAutograd, m) { m.impl("version", TORCH_BOX(&version)); }
 
 STABLE_TORCH_LIBRARY_IMPL(NAMESPACE, DEVICE, m) {
-  m.impl("poison_", TORCH_BOX(&poison_));
   m.impl("attention_forward", TORCH_BOX(&attention_forward<shardlib_attention_forward>));
   m.impl("attention_backward",
          TORCH_BOX((&attention_backward<shardlib_attention_backward, shardlib_attention_backward_workspace>)));

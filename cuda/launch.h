@@ -12,9 +12,6 @@ typedef struct CUstream_st* cudaStream_t;  // CUDA's own definition, word for wo
 
 const char* shardlib_last_error();
 
-// fill.cu: every byte of out[bytes] becomes `byte`. Any alignment.
-int shardlib_fill(void* out, int64_t bytes, int64_t byte, cudaStream_t stream);
-
 // attention_forward.cu (sm_90a) and attention_sm80_forward.cu: o and lse.
 int shardlib_attention_forward(const AttentionArgs* args, cudaStream_t stream);
 int shardlib_attention_sm80_forward(const AttentionArgs* args, cudaStream_t stream);

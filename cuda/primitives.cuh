@@ -1,4 +1,4 @@
-// The instructions that the kernels are written in: about forty functions with two implementations.
+// The instructions that the kernels are written in: about fifty functions with two implementations.
 //
 // nvcc compiles them to PTX (device/); any C++17 compiler runs them on emulated threads (emulation/), so that a kernel's
 // source is tested on a machine with no GPU. Both sides declare the same names in namespace shardlib. A kernel uses

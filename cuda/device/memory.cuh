@@ -15,7 +15,7 @@ __device__ __forceinline__ uint4 load_16(const void* p) {
 __device__ __forceinline__ void store_16(void* p, uint4 v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// Read or written once: the first to leave the caches.
+// Read once: the first to leave the caches.
 __device__ __forceinline__ uint4 load_16_streaming(const void* p) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -24,12 +24,6 @@ __device__ __forceinline__ uint4 load_16_streaming(const void* p) {
                : "memory");
   return v;
 }
-__device__ __forceinline__ void store_16_streaming(void* p, uint4 v) {
-  asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z),
-               "r"(v.w)
-               : "memory");
-}
-
 #define SHARDLIB_ORDERED(NAME, ORDER, SCOPE)                                                   \
   __device__ __forceinline__ uint32_t load_##NAME(const uint32_t* p) {                         \
     uint32_t v;                                                                                \
@@ -66,14 +60,13 @@ SHARDLIB_ORDERED(release_device, "release", "gpu")
     asm volatile("atom." ORDER "." SCOPE ".global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory"); \
     return old;                                                                                                    \
   }
-SHARDLIB_ORDERED(release_system, "release", "sys")
 SHARDLIB_ORDERED(release_device, "release", "gpu")
-SHARDLIB_ORDERED(acquire_release_system, "acq_rel", "sys")
 SHARDLIB_ORDERED(acquire_release_device, "acq_rel", "gpu")
 #undef SHARDLIB_ORDERED
 
-__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 __device__ __forceinline__ void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+// Between accesses to one place by two addresses: its own, and a multicast one.
+__device__ __forceinline__ void fence_alias() { asm volatile("fence.proxy.alias;" ::: "memory"); }
 
 __device__ __forceinline__ uint64_t timer_ns() {
   uint64_t now;

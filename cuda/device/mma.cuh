@@ -30,26 +30,9 @@ __device__ __forceinline__ void ldmatrix_x4_transposed(uint32_t (&out)[4], const
                : "r"(shared_address(row))
                : "memory");
 }
-__device__ __forceinline__ void ldmatrix_x2(uint32_t (&out)[2], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
-               : "=r"(out[0]), "=r"(out[1])
-               : "r"(shared_address(row))
-               : "memory");
-}
-__device__ __forceinline__ void ldmatrix_x2_transposed(uint32_t (&out)[2], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
-               : "=r"(out[0]), "=r"(out[1])
-               : "r"(shared_address(row))
-               : "memory");
-}
 // The inverse of ldmatrix_x4; sm_90.
 __device__ __forceinline__ void stmatrix_x4(void* row, const uint32_t (&in)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
-               "r"(in[0]), "r"(in[1]), "r"(in[2]), "r"(in[3])
-               : "memory");
-}
-__device__ __forceinline__ void stmatrix_x4_transposed(void* row, const uint32_t (&in)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
                "r"(in[0]), "r"(in[1]), "r"(in[2]), "r"(in[3])
                : "memory");
 }

@@ -39,21 +39,17 @@ __device__ __forceinline__ void barrier_arrive_expect(Barrier* barrier, unsigned
                : "memory");
 }
 
-// True when the phase of this parity is over; may sleep for a while in hardware.
-__device__ __forceinline__ bool barrier_test(Barrier* barrier, unsigned parity) {
-  uint32_t done;
-  asm volatile(
-      "{\n.reg .pred p;\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, p;\n}"
-      : "=r"(done)
-      : "r"(shared_address(barrier)), "r"(parity)
-      : "memory");
-  return done != 0;
-}
+// Until the phase of this parity is over; a try may sleep for a while in hardware.
 __device__ __forceinline__ void barrier_wait(Barrier* barrier, unsigned parity) {
-  while (!barrier_test(barrier, parity)) {
-  }
+  uint32_t done = 0;
+  while (done == 0)
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
 }
 
 // Barriers 1 to 15 are free; 0 is __syncthreads(). `threads` counts those that sync and those that arrive.

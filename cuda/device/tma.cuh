@@ -1,4 +1,4 @@
-// The tensor memory accelerator: tiles and plain runs of bytes between global and shared memory.
+// The tensor memory accelerator: tiles between global and shared memory, and sums of floats.
 #pragma once
 #include <cuda.h>
 
@@ -7,14 +7,14 @@
 
 namespace shardlib {
 
-enum class TileType { bf16, fp16, f32 };
-enum class Swizzle { none, b32, b64, b128 };
+enum class TileType { bf16, fp16 };
 using TensorMap = CUtensorMap;
 
-// Describes a tensor for tile copies: sizes, strides (bytes; of dims 1 and up) and the box, innermost first. Elements
-// outside the tensor read as zero. The driver's function is found at run time, so that nothing links with libcuda.
-inline int make_tensor_map(TensorMap& map, TileType type, int rank, const void* base, const uint64_t* sizes,
-                           const uint64_t* strides, const uint32_t* box, Swizzle swizzle) {
+// Describes a tensor of 4 dims for copies of boxes: sizes, strides (bytes; of dims 1 and up) and the box, innermost
+// first. A box's rows are up to 128 bytes; they lie in shared memory with the 128-byte swizzle. Elements outside the
+// tensor read as zero. The driver's function is found at run time, so that nothing links with libcuda.
+inline int make_tensor_map(TensorMap& map, TileType type, const void* base, const uint64_t (&sizes)[4],
+                           const uint64_t (&strides)[3], const uint32_t (&box)[4]) {
   using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                               const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
                               CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
@@ -28,18 +28,15 @@ inline int make_tensor_map(TensorMap& map, TileType type, int rank, const void* 
       return fail(2, "the driver has no cuTensorMapEncodeTiled: %s", cudaGetErrorString(error));
     encode = reinterpret_cast<Encode>(found);
   }
-  const CUtensorMapDataType types[] = {CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-                                       CU_TENSOR_MAP_DATA_TYPE_FLOAT32};
-  const CUtensorMapSwizzle swizzles[] = {CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_SWIZZLE_32B,
-                                         CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_SWIZZLE_128B};
-  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
-  const CUresult code = encode(&map, types[int(type)], cuuint32_t(rank), const_cast<void*>(base),
-                               reinterpret_cast<const cuuint64_t*>(sizes), reinterpret_cast<const cuuint64_t*>(strides),
-                               box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzles[int(swizzle)],
-                               CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const cuuint32_t steps[4] = {1, 1, 1, 1};
+  const CUresult code = encode(
+      &map, type == TileType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4,
+      const_cast<void*>(base), reinterpret_cast<const cuuint64_t*>(sizes), reinterpret_cast<const cuuint64_t*>(strides),
+      box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (code != CUDA_SUCCESS)
-    return fail(2, "cuTensorMapEncodeTiled refused a tensor of rank %d, inner size %llu, inner box %u (CUresult %d)",
-                rank, static_cast<unsigned long long>(sizes[0]), box[0], int(code));
+    return fail(2, "cuTensorMapEncodeTiled refused a tensor of inner size %llu and inner box %u (CUresult %d)",
+                static_cast<unsigned long long>(sizes[0]), box[0], int(code));
   return 0;
 }
 
@@ -48,20 +45,6 @@ __device__ __forceinline__ void tma_prefetch(const TensorMap* map) {
 }
 
 // Loads the box at these coordinates (innermost first, may lie outside) and adds its bytes to the barrier's phase.
-__device__ __forceinline__ void tma_load(void* to, const TensorMap* map, Barrier* barrier, int x, int y) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::
-          "r"(shared_address(to)),
-      "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y)
-      : "memory");
-}
-__device__ __forceinline__ void tma_load(void* to, const TensorMap* map, Barrier* barrier, int x, int y, int z) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
-      "[%2];" ::"r"(shared_address(to)),
-      "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z)
-      : "memory");
-}
 __device__ __forceinline__ void tma_load(void* to, const TensorMap* map, Barrier* barrier, int x, int y, int z, int w) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
@@ -70,41 +53,14 @@ __device__ __forceinline__ void tma_load(void* to, const TensorMap* map, Barrier
       : "memory");
 }
 
-// Stores, and adds of floats, from shared memory; of the issuing thread's bulk group.
-__device__ __forceinline__ void tma_store(const TensorMap* map, const void* from, int x, int y) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
-               "r"(shared_address(from)), "r"(x), "r"(y)
-               : "memory");
-}
-__device__ __forceinline__ void tma_store(const TensorMap* map, const void* from, int x, int y, int z) {
-  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
-               "r"(shared_address(from)), "r"(x), "r"(y), "r"(z)
-               : "memory");
-}
+// Stores a box from shared memory; of the issuing thread's bulk group.
 __device__ __forceinline__ void tma_store(const TensorMap* map, const void* from, int x, int y, int z, int w) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
                "r"(shared_address(from)), "r"(x), "r"(y), "r"(z), "r"(w)
                : "memory");
 }
-__device__ __forceinline__ void tma_reduce_add(const TensorMap* map, const void* from, int x, int y, int z, int w) {
-  asm volatile(
-      "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
-      "r"(shared_address(from)), "r"(x), "r"(y), "r"(z), "r"(w)
-      : "memory");
-}
 
-// Runs of bytes: 16-byte aligned at both ends, a multiple of 16 long.
-__device__ __forceinline__ void bulk_load(void* to, const void* from, unsigned bytes, Barrier* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(to)),
-               "l"(from), "r"(bytes), "r"(shared_address(barrier))
-               : "memory");
-}
-__device__ __forceinline__ void bulk_store(void* to, const void* from, unsigned bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
-               "r"(bytes)
-               : "memory");
-}
+// Adds floats from shared memory: 16-byte aligned at both ends, a multiple of 16 bytes; likewise.
 __device__ __forceinline__ void bulk_reduce_add(float* to, const float* from, unsigned bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
                "r"(shared_address(from)), "r"(bytes)

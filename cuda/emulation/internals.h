@@ -58,6 +58,7 @@ struct Fiber : Thread {
   unsigned char* stack = nullptr;
   Cta* cta = nullptr;
   bool done = false;
+  enum { apart, fenced, used } alias = apart;  // whether second addresses of memory may be used, and have been
   Reason why;
   std::vector<std::vector<CopyInFlight>> copy_groups;                // cp.async; the last group is still open
   std::vector<std::vector<std::shared_ptr<BulkStore>>> bulk_groups;  // likewise
@@ -76,6 +77,8 @@ void later(std::function<void()> action);
 void wait_in(Waiters& waiters, Reason why);
 void wake(Waiters& waiters);
 std::string who_waits();
+// The thread meets others: what they did is ordered for it, but not over addresses.
+void leave_alias();
 
 // Arrives; the last of `expected` threads completes the meeting. `meet` also waits for that.
 void arrive(Meeting& meeting, unsigned expected);
@@ -91,6 +94,6 @@ inline uint32_t shared_offset(const void* p) {
 void complete_bytes(Cta& cta, Barrier* barrier, unsigned bytes);
 void check_barrier(Barrier* barrier);
 
-uint32_t swizzled(uint32_t address, Swizzle swizzle);
+uint32_t swizzled(uint32_t address);
 
 }  // namespace shardlib::emulation

@@ -1,4 +1,4 @@
-// Grids of CTAs, every thread a fiber, run in a random but repeatable order.
+// Grids of CTAs, every thread a fiber, begun and run in a random but repeatable order.
 //
 // A fiber runs until a primitive makes it wait or, now and then, gives way at random. Some warps are slow for a while:
 // what must be waited for is then far from done. Asynchronous work (TMA, bulk copies) is done at random moments, and
@@ -46,6 +46,7 @@ uint64_t launches = 0;  // since the settings were made: each has an order of it
 struct Machine {
   void (*body)(const void*) = nullptr;
   const void* closure = nullptr;
+  std::vector<uint32_t> order;  // in which the CTAs begin
   std::vector<std::unique_ptr<Cta>> ctas;
   std::vector<Fiber*> ready, pollers;
   std::vector<std::function<void()>> soon, late;  // asynchronous work
@@ -204,13 +205,12 @@ const char* end_cta(Cta& cta) {
 // Starts CTAs as there is room and runs until the grid is done.
 int run_ctas(const LaunchShape& shape) {
   Machine& m = *machine;
-  const uint64_t many = uint64_t(grid.x) * grid.y * grid.z;
-  uint64_t started = 0;
-  while (started < many || m.live_fibers > 0) {
-    for (; started < many && (shape.cooperative || m.ctas.size() < settings.resident); ++started)
-      start_cta(
-          dim3(unsigned(started % grid.x), unsigned(started / grid.x % grid.y), unsigned(started / grid.x / grid.y)),
-          shape.shared_bytes);
+  size_t started = 0;
+  while (started < m.order.size() || m.live_fibers > 0) {
+    for (; started < m.order.size() && (shape.cooperative || m.ctas.size() < settings.resident); ++started) {
+      const uint32_t i = m.order[started];
+      start_cta(dim3(i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y), shape.shared_bytes);
+    }
     current = nullptr;
     Fiber* first = next_fiber();
     current = first;
@@ -314,6 +314,16 @@ void drain_stores() {
   memory_event();
 }
 
+void use_alias() {
+  if (self().alias == Fiber::apart) stop("a second address of memory is used with no alias fence before");
+  self().alias = Fiber::used;
+}
+
+void leave_alias() {
+  if (self().alias == Fiber::used) stop("a second address of memory was used with no alias fence behind");
+  self().alias = Fiber::apart;
+}
+
 void* static_shared(const void* key, unsigned bytes) {
   auto& object = self().cta->static_shared[key];
   if (object.empty()) object.assign(bytes, 0xff);
@@ -330,6 +340,11 @@ int run_grid(const LaunchShape& shape, void (*body)(const void*), const void* cl
   m.body = body, m.closure = closure;
   m.random = (settings.seed * 0x9e3779b97f4a7c15ull + ++launches) | 1;
   for (int i = 0; i < 8; ++i) random_bits();
+  const uint64_t many = uint64_t(grid.x) * grid.y * grid.z;
+  for (uint64_t i = 0; i < many; ++i) {
+    m.order.push_back(uint32_t(i));
+    std::swap(m.order.back(), m.order[random_below(i + 1)]);
+  }
   int code = 900;
   try {
     code = run_ctas(shape);
@@ -355,7 +370,10 @@ int multiprocessor_count() { return int(emulation::settings.multiprocessors); }
 
 uint64_t timer_ns() { return emulation::machine->clock_ns += 16; }
 
-uint32_t shared_address(const void* p) { return emulation::shared_offset(p); }
+void fence_alias() {
+  emulation::drain_stores();
+  emulation::self().alias = emulation::Fiber::fenced;
+}
 
 uint4 load_16(const void* p) {
   if (reinterpret_cast<uintptr_t>(p) % 16) emulation::stop("a 16-byte load from an unaligned address");

@@ -61,7 +61,6 @@ uint64_t timer_ns();
 inline void pause_ns(unsigned) { emulation::poll({"a flag in global memory"}); }
 
 inline unsigned char* shared_memory() { return emulation::current->shared; }
-uint32_t shared_address(const void* p);
 
 }  // namespace shardlib
 

@@ -15,12 +15,13 @@ inline void after_flag() {
   memory_event();
   give_way(4);
 }
+// An access by a second address of its memory: between two alias fences, with no meeting of the threads in between.
+void use_alias();
 }  // namespace emulation
 
 uint4 load_16(const void* p);
 void store_16(void* p, uint4 value);
 inline uint4 load_16_streaming(const void* p) { return load_16(p); }
-inline void store_16_streaming(void* p, uint4 value) { store_16(p, value); }
 
 template <class T> inline T load_acquire_system(const T* p) {
   emulation::before_flag();
@@ -42,7 +43,7 @@ template <class T> inline void store_release_device(T* p, std::common_type_t<T> 
   store_release_system(p, value);
 }
 
-template <class T> inline T add_release_system(T* p, std::common_type_t<T> value) {  // returns the old value
+template <class T> inline T add_acquire_release_device(T* p, std::common_type_t<T> value) {  // returns the old value
   emulation::drain_stores();
   const T old = *p;
   *p = T(old + value);
@@ -50,22 +51,13 @@ template <class T> inline T add_release_system(T* p, std::common_type_t<T> value
   return old;
 }
 template <class T> inline T add_release_device(T* p, std::common_type_t<T> value) {
-  return add_release_system(p, value);
-}
-template <class T> inline T add_acquire_release_system(T* p, std::common_type_t<T> value) {
-  return add_release_system(p, value);
-}
-template <class T> inline T add_acquire_release_device(T* p, std::common_type_t<T> value) {
-  return add_release_system(p, value);
+  return add_acquire_release_device(p, value);
 }
 
-inline void fence_system() { emulation::drain_stores(); }
 inline void fence_device() { emulation::drain_stores(); }
+void fence_alias();
 
 }  // namespace shardlib
-
-inline void __threadfence() { shardlib::fence_device(); }
-inline void __threadfence_system() { shardlib::fence_system(); }
 
 namespace shardlib::emulation {
 template <class T, class Change> inline T atomically(T* p, Change change) {
@@ -79,12 +71,6 @@ template <class T, class Change> inline T atomically(T* p, Change change) {
 template <class T> inline T atomicAdd(T* p, std::common_type_t<T> value) {
   return shardlib::emulation::atomically(p, [&](T old) { return T(old + value); });
 }
-template <class T> inline T atomicMax(T* p, std::common_type_t<T> value) {
-  return shardlib::emulation::atomically(p, [&](T old) { return old < value ? value : old; });
-}
 template <class T> inline T atomicExch(T* p, std::common_type_t<T> value) {
   return shardlib::emulation::atomically(p, [&](T) { return value; });
-}
-template <class T> inline T atomicCAS(T* p, std::common_type_t<T> compare, std::common_type_t<T> value) {
-  return shardlib::emulation::atomically(p, [&](T old) { return old == compare ? value : old; });
 }

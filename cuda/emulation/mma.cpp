@@ -30,11 +30,11 @@ void wait_copies(unsigned latest) {
   groups.erase(groups.begin(), groups.begin() + long(g));
 }
 
-void load_matrices(uint32_t* out, unsigned count, const void* row, bool transposed) {
+void load_matrices(uint32_t (&out)[4], const void* row, bool transposed) {
   const unsigned lane = current->lane;
-  if (lane < count * 8) offset_in_shared(row, 16, 16, "a matrix row");
-  auto* slots = exchange(kFullMask, &row, sizeof row, int(10 + count + (transposed ? 8 : 0)));
-  for (unsigned m = 0; m < count; ++m) {
+  offset_in_shared(row, 16, 16, "a matrix row");
+  auto* slots = exchange(kFullMask, &row, sizeof row, transposed ? 11 : 10);
+  for (unsigned m = 0; m < 4; ++m) {
     out[m] = 0;
     for (unsigned half = 0; half < 2; ++half) {
       const unsigned r = transposed ? lane % 4 * 2 + half : lane / 4, c = transposed ? lane / 4 : lane % 4 * 2 + half;
@@ -44,19 +44,6 @@ void load_matrices(uint32_t* out, unsigned count, const void* row, bool transpos
     }
   }
   exchange(kFullMask, &row, sizeof row, 9);  // all lanes have read before any goes on to overwrite the rows
-}
-
-void store_matrices(void* row, const uint32_t (&in)[4], bool transposed) {
-  offset_in_shared(row, 16, 16, "a matrix row");
-  const Row sent = {row, {in[0], in[1], in[2], in[3]}};
-  auto* slots = exchange(kFullMask, &sent, sizeof sent, transposed ? 31 : 30);
-  const unsigned m = current->lane / 8, r = current->lane % 8;
-  for (unsigned c = 0; c < 8; ++c) {  // this lane writes the row whose address it gave
-    const unsigned source = transposed ? c * 4 + r / 2 : r * 4 + c / 2, half = transposed ? r % 2 : c % 2;
-    const auto value = uint16_t(from_lane<Row>(slots, int(source)).words[m] >> (16 * half));
-    std::memcpy(static_cast<unsigned char*>(row) + 2 * c, &value, 2);
-  }
-  exchange(kFullMask, &row, sizeof row, 9);  // rows of other lanes may be read from here on
 }
 
 void multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], float (*decode)(uint16_t)) {
@@ -84,6 +71,18 @@ void multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], flo
 }  // namespace emulation
 
 using namespace emulation;
+
+void stmatrix_x4(void* row, const uint32_t (&in)[4]) {
+  offset_in_shared(row, 16, 16, "a matrix row");
+  const Row sent = {row, {in[0], in[1], in[2], in[3]}};
+  auto* slots = exchange(kFullMask, &sent, sizeof sent, 30);
+  const unsigned m = current->lane / 8, r = current->lane % 8;
+  for (unsigned c = 0; c < 8; ++c) {  // this lane writes the row whose address it gave
+    const auto value = uint16_t(from_lane<Row>(slots, int(r * 4 + c / 2)).words[m] >> (16 * (c % 2)));
+    std::memcpy(static_cast<unsigned char*>(row) + 2 * c, &value, 2);
+  }
+  exchange(kFullMask, &row, sizeof row, 9);  // rows of other lanes may be read from here on
+}
 
 void cp_async_16(void* to, const void* from, unsigned valid) {
   offset_in_shared(to, 16, 16, "a cp.async");

@@ -5,8 +5,7 @@
 namespace shardlib {
 namespace emulation {
 void wait_copies(unsigned latest);
-void load_matrices(uint32_t* out, unsigned count, const void* row, bool transposed);
-void store_matrices(void* row, const uint32_t (&in)[4], bool transposed);
+void load_matrices(uint32_t (&out)[4], const void* row, bool transposed);
 void multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], float (*decode)(uint16_t));
 }  // namespace emulation
 
@@ -14,12 +13,9 @@ void cp_async_16(void* to, const void* from, unsigned valid = 16);
 void cp_async_commit();
 template <int N> inline void cp_async_wait() { emulation::wait_copies(N); }
 
-inline void ldmatrix_x4(uint32_t (&out)[4], const void* row) { emulation::load_matrices(out, 4, row, false); }
-inline void ldmatrix_x4_transposed(uint32_t (&out)[4], const void* row) { emulation::load_matrices(out, 4, row, true); }
-inline void ldmatrix_x2(uint32_t (&out)[2], const void* row) { emulation::load_matrices(out, 2, row, false); }
-inline void ldmatrix_x2_transposed(uint32_t (&out)[2], const void* row) { emulation::load_matrices(out, 2, row, true); }
-inline void stmatrix_x4(void* row, const uint32_t (&in)[4]) { emulation::store_matrices(row, in, false); }
-inline void stmatrix_x4_transposed(void* row, const uint32_t (&in)[4]) { emulation::store_matrices(row, in, true); }
+inline void ldmatrix_x4(uint32_t (&out)[4], const void* row) { emulation::load_matrices(out, row, false); }
+inline void ldmatrix_x4_transposed(uint32_t (&out)[4], const void* row) { emulation::load_matrices(out, row, true); }
+void stmatrix_x4(void* row, const uint32_t (&in)[4]);
 
 template <class T> inline void mma_16816(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   emulation::multiply(d, a, b, emulation::decode<T>);

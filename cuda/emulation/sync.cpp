@@ -109,12 +109,6 @@ void barrier_arrive_expect(Barrier* barrier, unsigned bytes) {
   barrier_arrive(barrier);
 }
 
-bool barrier_test(Barrier* barrier, unsigned parity) {
-  const BarrierState& state = own_state(barrier);
-  if (state.phase == (parity & 1u)) poll({"an mbarrier at 0x%lx, phase %lu", shared_offset(barrier), parity & 1u});
-  return state.phase != (parity & 1u);
-}
-
 void barrier_wait(Barrier* barrier, unsigned parity) {
   const BarrierState& state = own_state(barrier);
   give_way(24);
@@ -126,12 +120,14 @@ void barrier_wait(Barrier* barrier, unsigned parity) {
 void named_barrier_sync(unsigned id, unsigned threads) {
   check_named(id, threads);
   drain_stores();
+  leave_alias();
   meet(self().cta->named[id], threads, {"named barrier %lu of %lu threads", id, threads});
 }
 
 void named_barrier_arrive(unsigned id, unsigned threads) {
   check_named(id, threads);
   drain_stores();
+  leave_alias();
   give_way(24);
   arrive(self().cta->named[id], threads);
 }
@@ -146,14 +142,6 @@ bool elect_one() {
 void __syncthreads() {
   using namespace shardlib::emulation;
   drain_stores();
+  leave_alias();
   meet(self().cta->named[0], block.x * block.y * block.z, {"__syncthreads"});
-}
-
-uint32_t __ballot_sync(uint32_t mask, int predicate) {
-  using namespace shardlib::emulation;
-  auto* slots = exchange(mask, &predicate, sizeof predicate, 4);
-  uint32_t result = 0;
-  for (int lane = 0; lane < 32; ++lane)
-    if (mask >> lane & 1) result |= uint32_t(from_lane<int>(slots, lane) != 0) << lane;
-  return result;
 }

@@ -14,7 +14,6 @@ void barrier_init(Barrier* barrier, unsigned arrivals);
 inline void barrier_init_fence() {}
 void barrier_arrive(Barrier* barrier);
 void barrier_arrive_expect(Barrier* barrier, unsigned bytes);
-bool barrier_test(Barrier* barrier, unsigned parity);
 void barrier_wait(Barrier* barrier, unsigned parity);
 
 void named_barrier_sync(unsigned id, unsigned threads);
@@ -57,15 +56,3 @@ template <class T> inline T __shfl_xor_sync(uint32_t mask, T value, int bits, in
   const int self = int(shardlib::emulation::current->lane), other = self ^ bits;
   return shardlib::emulation::shuffle(mask, value, (other ^ self) < width ? other : self);
 }
-template <class T> inline T __shfl_down_sync(uint32_t mask, T value, unsigned delta, int width = 32) {
-  const int self = int(shardlib::emulation::current->lane);
-  return shardlib::emulation::shuffle(mask, value,
-                                      (self & (width - 1)) + int(delta) < width ? self + int(delta) : self);
-}
-template <class T> inline T __shfl_up_sync(uint32_t mask, T value, unsigned delta, int width = 32) {
-  const int self = int(shardlib::emulation::current->lane);
-  return shardlib::emulation::shuffle(mask, value, (self & (width - 1)) >= int(delta) ? self - int(delta) : self);
-}
-uint32_t __ballot_sync(uint32_t mask, int predicate);
-inline int __any_sync(uint32_t mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
-inline int __all_sync(uint32_t mask, int predicate) { return __ballot_sync(mask, predicate) == mask; }

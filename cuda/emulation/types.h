@@ -9,28 +9,13 @@
 #define __global__
 #define __device__
 #define __host__
-#define __constant__
 #define __forceinline__ inline
-#define __noinline__
 #define __launch_bounds__(...)
 #define __grid_constant__
-#define __align__(n) __attribute__((aligned(n)))
 
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
   constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
-};
-struct int2 {
-  int x, y;
-};
-struct int4 {
-  int x, y, z, w;
-};
-struct uint2 {
-  uint32_t x, y;
-};
-struct uint3 {
-  uint32_t x, y, z;
 };
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
@@ -41,8 +26,6 @@ struct float2 {
 struct alignas(16) float4 {
   float x, y, z, w;
 };
-inline int2 make_int2(int x, int y) { return {x, y}; }
-inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
@@ -56,22 +39,11 @@ template <class To, class From> inline To shardlib_bits(From from) {
   return to;
 }
 inline uint32_t __float_as_uint(float x) { return shardlib_bits<uint32_t>(x); }
-inline int __float_as_int(float x) { return shardlib_bits<int>(x); }
 inline float __uint_as_float(uint32_t x) { return shardlib_bits<float>(x); }
 inline float __int_as_float(int x) { return shardlib_bits<float>(x); }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return uint32_t((uint64_t(a) * b) >> 32); }
-inline uint64_t __umul64hi(uint64_t a, uint64_t b) { return uint64_t((static_cast<unsigned __int128>(a) * b) >> 64); }
-inline int __popc(uint32_t x) { return __builtin_popcount(x); }
-inline int __ffs(int x) { return __builtin_ffs(x); }
-inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(unsigned(x)); }
-inline float __fdividef(float a, float b) { return a / b; }
-inline float __expf(float x) { return std::exp(x); }
-inline float __logf(float x) { return std::log(x); }
-inline float __log2f(float x) { return std::log2(x); }
-inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 template <class A, class B> inline std::common_type_t<A, B> min(A a, B b) { return b < a ? b : a; }
 template <class A, class B> inline std::common_type_t<A, B> max(A a, B b) { return a < b ? b : a; }
-template <class T> inline T __ldg(const T* p) { return *p; }
 
 namespace shardlib {
 

@@ -1,6 +1,7 @@
 // wgmma products. From issue to the wait that covers it, a product's accumulators hold NaN; shared memory and the
 // registers of A are read at some moment between the two. So a missing wait, a stage that is released too early or a
-// register of A that is overwritten too soon changes the result.
+// register of A that is overwritten too soon changes the result. Registers must be pinned between their last write and
+// the fence: a product must find in them what they held then.
 #include <deque>
 
 #include "internals.h"
@@ -30,6 +31,7 @@ struct Warpgroup {
     uint64_t issued = 0, waited = 0;
     std::vector<uint64_t> groups;  // the number of products issued when each group was committed
     std::vector<std::pair<std::shared_ptr<Accumulator>, uint64_t>> spoiled;  // and the index of its last product
+    std::map<const void*, std::vector<unsigned char>> pinned;  // what registers held, since the last group
     bool fenced = false;
   } threads[128];
 };
@@ -45,30 +47,20 @@ Warpgroup& warpgroup() {
 // An operand in shared memory, by its descriptor.
 struct Operand {
   uint32_t start, leading, stride;
-  Swizzle swizzle;
-  bool along_k;    // k is the contiguous dim
-  unsigned width;  // elements in a swizzled row
+  bool along_k;  // k is the contiguous dim
 
   Operand(uint64_t bits, Major major) : along_k(major == Major::k) {
     start = uint32_t(bits & 0x3fff) << 4;
     leading = uint32_t(bits >> 16 & 0x3fff) << 4;
     stride = uint32_t(bits >> 32 & 0x3fff) << 4;
-    const Swizzle layouts[] = {Swizzle::none, Swizzle::b128, Swizzle::b64, Swizzle::b32};
-    const unsigned widths[] = {8, 64, 32, 16};
-    swizzle = layouts[bits >> 62], width = widths[bits >> 62];
+    if (bits >> 62 != 1) stop("a wgmma descriptor of a tile without the 128-byte swizzle");
     if ((bits >> 49 & 7) != 0) stop("a wgmma descriptor with a base offset: tiles here are aligned to their swizzle");
   }
 
   // Of element (i, k): i counts rows of A or columns of B, k is 0 to 15.
   uint32_t address(unsigned i, unsigned k) const {
-    uint32_t offset;
-    if (along_k)
-      offset = i % 8 * width * 2 + i / 8 * stride + k % width * 2 + k / width * leading;
-    else if (swizzle == Swizzle::none)
-      offset = i % 8 * 2 + i / 8 * stride + k % 8 * 16 + k / 8 * leading;
-    else
-      offset = i % width * 2 + i / width * leading + k % 8 * width * 2 + k / 8 * stride;
-    return swizzled(start + offset, swizzle);
+    return swizzled(start + (along_k ? i % 8 * 128 + i / 8 * stride + k * 2
+                                     : i % 64 * 2 + i / 64 * leading + k % 8 * 128 + k / 8 * stride));
   }
 
   // Writes element (i, k) to out[i * i_step + k * k_step].
@@ -125,6 +117,12 @@ bool alike(const Issue& x, const Issue& y) {
          x.accumulate == y.accumulate && x.a_major == y.a_major && x.b_major == y.b_major;
 }
 
+void check_pinned(const Warpgroup::Threads& thread, const void* registers) {
+  const auto found = thread.pinned.find(registers);
+  if (found == thread.pinned.end() || std::memcmp(found->second.data(), registers, found->second.size()))
+    stop("registers of wgmma that were not pinned between their last write and the fence");
+}
+
 // The thread's part of a product's accumulator; spoils its registers when no product has them yet.
 std::shared_ptr<Accumulator> take_registers(Product& p, Warpgroup::Threads& thread, const Issue& issue) {
   const unsigned t = current->rank % 128;
@@ -138,6 +136,7 @@ std::shared_ptr<Accumulator> take_registers(Product& p, Warpgroup::Threads& thre
     p.target->columns = issue.columns;
     p.target->value.resize(size_t(64 * issue.columns));
   }
+  check_pinned(thread, issue.registers);
   p.target->registers[t] = issue.registers;
   each_register(issue.columns, t, [&](unsigned i, unsigned at) {
     p.target->value[at] = issue.registers[i];
@@ -149,11 +148,18 @@ std::shared_ptr<Accumulator> take_registers(Product& p, Warpgroup::Threads& thre
 
 }  // namespace
 
+void pin(const void* registers, size_t bytes) {
+  auto& thread = warpgroup().threads[current->rank % 128];
+  const auto* held = static_cast<const unsigned char*>(registers);
+  if (!thread.fenced) thread.pinned[registers].assign(held, held + bytes);
+}
+
 void issue(const Issue& issue) {
   Warpgroup& group = warpgroup();
   const unsigned t = current->rank % 128;
   auto& thread = group.threads[t];
   if (!thread.fenced) stop("wgmma without a wgmma_fence before the first product of a group");
+  if (issue.fragment) check_pinned(thread, issue.fragment);
   if (group.gone + group.products.size() == thread.issued) {
     group.products.emplace_back();
     group.products.back().first = issue;
@@ -207,10 +213,9 @@ void wait_products(unsigned latest) {
 
 using namespace emulation;
 
-uint64_t wgmma_descriptor(const void* tile, unsigned leading, unsigned stride, Swizzle swizzle) {
-  const uint64_t layout = swizzle == Swizzle::b128 ? 1 : swizzle == Swizzle::b64 ? 2 : swizzle == Swizzle::b32 ? 3 : 0;
+uint64_t wgmma_descriptor(const void* tile, unsigned leading, unsigned stride) {
   return uint64_t((shared_offset(tile) & 0x3ffff) >> 4) | uint64_t((leading & 0x3ffff) >> 4) << 16 |
-         uint64_t((stride & 0x3ffff) >> 4) << 32 | layout << 62;
+         uint64_t((stride & 0x3ffff) >> 4) << 32 | uint64_t(1) << 62;
 }
 
 void wgmma_fence() { warpgroup().threads[current->rank % 128].fenced = true; }
@@ -219,6 +224,7 @@ void wgmma_commit() {
   auto& thread = warpgroup().threads[current->rank % 128];
   thread.groups.push_back(thread.issued);
   thread.fenced = false;
+  thread.pinned.clear();
 }
 
 }  // namespace shardlib

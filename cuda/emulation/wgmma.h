@@ -19,13 +19,14 @@ struct Issue {
   float (*decode)(uint16_t);
 };
 void issue(const Issue& issue);
+void pin(const void* registers, size_t bytes);
 void wait_products(unsigned latest);
 
 template <class T> inline float decode(uint16_t bits) { return to_float(T{bits}); }
 
 }  // namespace emulation
 
-uint64_t wgmma_descriptor(const void* tile, unsigned leading, unsigned stride, Swizzle swizzle = Swizzle::b128);
+uint64_t wgmma_descriptor(const void* tile, unsigned leading, unsigned stride);
 void wgmma_fence();
 void wgmma_commit();
 template <int N> inline void wgmma_wait() { emulation::wait_products(N); }
@@ -41,7 +42,9 @@ inline void wgmma(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool ac
   emulation::issue({N, 0, b, a, d, accumulate, Major::k, B, emulation::decode<T>});
 }
 
-template <int R> inline void wgmma_keep(float (&)[R]) {}
-template <int R> inline void wgmma_keep(uint32_t (&)[R]) {}
+template <int R> inline void wgmma_pin(float (&d)[R]) { emulation::pin(d, sizeof d); }
+template <int S> inline void wgmma_pin(uint32_t (&a)[S][4]) {
+  for (auto& fragment : a) emulation::pin(fragment, sizeof fragment);
+}
 
 }  // namespace shardlib

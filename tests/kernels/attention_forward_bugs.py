@@ -8,9 +8,9 @@ from tests.kernels.emulate import Patch
 SOURCE = "attention_forward.cu"
 
 # What a mutant is compiled for: one kernel instead of fourteen.
-_ENTRY = "return args->dtype == SHARDLIB_BF16 ? choose<bf16>(*args, stream) : choose<fp16>(*args, stream);"
-_PLAIN = Patch(SOURCE, _ENTRY, "return run<bf16, 128, false>(*args, stream);")
-_GENERAL = Patch(SOURCE, _ENTRY, "return run<bf16, 64, true>(*args, stream);")
+ENTRY = "return args->dtype == SHARDLIB_BF16 ? choose<bf16>(*args, stream) : choose<fp16>(*args, stream);"
+_PLAIN = Patch(SOURCE, ENTRY, "return run<bf16, 128, false>(*args, stream);")
+_GENERAL = Patch(SOURCE, ENTRY, "return run<bf16, 64, true>(*args, stream);")
 ONLY = {
     **dict.fromkeys(("causal tiles", "window of tiles", "tiles that see nothing", "sharp tiles"), (_PLAIN,)),
     **dict.fromkeys(
@@ -18,7 +18,7 @@ ONLY = {
     ),
 }
 _DROP = "if (p.extras.key) drop(scores, p.extras, extras, tile * C::Keys + column);"
-ROWS, RING, SHARED = "attention_rows.cuh", "attention_ring.cuh", "attention.cuh"
+ROWS, RING, SHARED, PANELS = "attention_rows.cuh", "attention_ring.cuh", "attention.cuh", "attention_tiles.cuh"
 BUGS: dict[str, Bug] = {
     # waiting
     "scores are read before they are there": Bug("turn.pass();\n    wgmma_wait<1>();", "turn.pass();", "causal tiles"),
@@ -50,14 +50,15 @@ BUGS: dict[str, Bug] = {
         "causal tiles",
     ),
     "a stage of values is never released": Bug(
-        "wgmma_keep(o);\n  release_stage(v);\n}", "wgmma_keep(o);\n  v.next();\n}", "causal tiles"
+        "wgmma_pin(o);\n  release_stage(v);\n}", "wgmma_pin(o);\n  v.next();\n}", "causal tiles"
     ),
+    "the probabilities are not pinned": Bug("wgmma_pin(probabilities);", "", "causal tiles"),
     # addresses
     "the queries' descriptor advances too far": Bug(
         "q + ((step / 4 * C::QPanel + inside) >> 4)", "q + ((step / 4 * C::QPanel + 2 * inside) >> 4)", "causal tiles"
     ),
     "the values' descriptor does not advance": Bug("v + ((step * 2048) >> 4)", "v", "causal tiles"),
-    "every panel is the first": Bug("full, panel * 64, row", "full, 0, row", "causal tiles", RING),
+    "every panel is the first": Bug("full, panel * 64, row", "full, 0, row", "causal tiles", PANELS),
     "the wrong key head": Bug("work.head / p.kv_group", "work.head % 2", "grouped causal alibi"),
     "lse beyond the last query": Bug("lane % 4 == 0 && row + 8 * r < p.sight.queries", "lane % 4 == 0", "causal tiles"),
     "o is swizzled by the wrong row": Bug("(chunk ^ my_row % 8)", "(chunk ^ my_row / 8 % 8)", "causal tiles"),

@@ -107,7 +107,7 @@ namespace {
 void next_kernel(uint32_t* arrived, uint32_t expected) {
   __syncthreads();
   if (threadIdx.x == 0) {
-    add_release_system(arrived, 1u);
+    add_release_device(arrived, 1u);
     while (load_acquire_system(arrived) < expected) pause_ns(1);
   }
   __syncthreads();

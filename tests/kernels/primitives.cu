@@ -21,8 +21,8 @@ __global__ void __launch_bounds__(128, 1)
   __syncthreads();
   if (threadIdx.x == 0) {
     barrier_arrive_expect(full, 64 * 128 + b_panels * b_panel);
-    tma_load(a, &a_map, full, 0, 0);
-    for (int panel = 0; panel < b_panels; ++panel) tma_load(b + panel * b_panel, &b_map, full, panel * 64, 0);
+    tma_load(a, &a_map, full, 0, 0, 0, 0);
+    for (int panel = 0; panel < b_panels; ++panel) tma_load(b + panel * b_panel, &b_map, full, panel * 64, 0, 0, 0);
   }
   barrier_wait(full, 0);
   uint32_t fragments[4][4];
@@ -35,7 +35,8 @@ __global__ void __launch_bounds__(128, 1)
   float d[N / 2];
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) d[i] = 0.0f;
-  wgmma_keep(d);
+  wgmma_pin(d);
+  if (A == From::registers) wgmma_pin(fragments);
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
@@ -50,7 +51,7 @@ __global__ void __launch_bounds__(128, 1)
   }
   wgmma_commit();
   wgmma_wait<0>();
-  wgmma_keep(d);
+  wgmma_pin(d);
 #pragma unroll
   for (int i = 0; i < N / 2; ++i)
     c[(warp * 16 + lane / 4 + i / 2 % 2 * 8) * N + i / 4 * 8 + lane % 4 * 2 + i % 2] = d[i];
@@ -59,12 +60,12 @@ __global__ void __launch_bounds__(128, 1)
 template <class T, int N, From A, Major B> int run_product(const void* a, const void* b, float* c) {
   const TileType type = std::is_same_v<T, bf16> ? TileType::bf16 : TileType::fp16;
   TensorMap a_map, b_map;
-  const uint64_t a_sizes[2] = {64, 64}, a_strides[1] = {128},
-                 b_sizes[2] = {B == Major::k ? 64u : unsigned(N), B == Major::k ? unsigned(N) : 64u};
-  const uint64_t b_strides[1] = {b_sizes[0] * 2};
-  const uint32_t a_box[2] = {64, 64}, b_box[2] = {64, B == Major::k ? unsigned(N) : 64u};
-  int code = make_tensor_map(a_map, type, 2, a, a_sizes, a_strides, a_box, Swizzle::b128);
-  if (code == 0) code = make_tensor_map(b_map, type, 2, b, b_sizes, b_strides, b_box, Swizzle::b128);
+  constexpr unsigned inner = B == Major::k ? 64 : N, outer = B == Major::k ? N : 64;
+  const uint64_t a_sizes[4] = {64, 64, 1, 1}, a_strides[3] = {128, 16, 16};
+  const uint64_t b_sizes[4] = {inner, outer, 1, 1}, b_strides[3] = {2 * inner, 16, 16};
+  const uint32_t a_box[4] = {64, 64, 1, 1}, b_box[4] = {64, outer, 1, 1};
+  int code = make_tensor_map(a_map, type, a, a_sizes, a_strides, a_box);
+  if (code == 0) code = make_tensor_map(b_map, type, b, b_sizes, b_strides, b_box);
   if (code != 0) return code;
   LaunchShape shape;
   shape.grid = dim3(1), shape.block = dim3(128), shape.shared_bytes = 64 * 128 + 256 * 128 + 64;
@@ -86,18 +87,14 @@ template <class T, int N> int choose_product(int from, int major, const void* a,
 #define WIDTH(N)                                                                                   \
   template int run_product<bf16, N, From::registers, Major::mn>(const void*, const void*, float*); \
   template int run_product<fp16, N, From::k_major, Major::k>(const void*, const void*, float*);
-WIDTH(16)
-WIDTH(32)
-WIDTH(64) WIDTH(80) WIDTH(96) WIDTH(144) WIDTH(160) WIDTH(176) WIDTH(192) WIDTH(224) WIDTH(256)
+WIDTH(32) WIDTH(64) WIDTH(80) WIDTH(144) WIDTH(176) WIDTH(256)
 #endif
 
-    // --- a tile there and back -----------------------------------------------------------------------------------------
-    // --------------------------------------------------------------------------------------------
+// --- a tile there and back -----------------------------------------------------------------------------------------
 
-    // Loads a box at (x, y, z, w), writes its raw bytes to `raw`, and stores or adds it at the same place of another
-    // tensor.
-    __global__ void tile(const __grid_constant__ TensorMap from, const __grid_constant__ TensorMap to, uint4* raw,
-                         int bytes, int x, int y, int z, int w, int add) {
+// Loads a box at (x, y, z, w), writes its raw bytes to `raw`, and stores it at the same place of another tensor.
+__global__ void tile(const __grid_constant__ TensorMap from, const __grid_constant__ TensorMap to, uint4* raw, int bytes,
+                     int x, int y, int z, int w) {
   unsigned char* s = shared_memory();
   auto* full = reinterpret_cast<Barrier*>(s + 32768);
   if (threadIdx.x == 0) {
@@ -111,26 +108,20 @@ WIDTH(64) WIDTH(80) WIDTH(96) WIDTH(144) WIDTH(160) WIDTH(176) WIDTH(192) WIDTH(
   for (int i = int(threadIdx.x); i < bytes / 16; i += int(blockDim.x)) raw[i] = *reinterpret_cast<uint4*>(s + 16 * i);
   __syncthreads();
   if (threadIdx.x == 0) {
-    if (add)
-      tma_reduce_add(&to, s, x, y, z, w);
-    else
-      tma_store(&to, s, x, y, z, w);
+    tma_store(&to, s, x, y, z, w);
     bulk_commit();
     bulk_wait<0>();
   }
 }
 
-// Plain runs: out = in, sum += in.
-__global__ void runs(const float* in, float* out, float* sum, int bytes) {
-  unsigned char* s = shared_memory();
-  auto* full = reinterpret_cast<Barrier*>(s + 4096);
+// sum += in, of so many floats.
+__global__ void add_run(const float* in, float* sum, int floats) {
+  auto* s = reinterpret_cast<float*>(shared_memory());
+  for (int i = int(threadIdx.x); i < floats; i += int(blockDim.x)) s[i] = in[i];
+  fence_async_shared();
+  __syncthreads();
   if (threadIdx.x == 0) {
-    barrier_init(full, 1), barrier_init_fence();
-    barrier_arrive_expect(full, unsigned(bytes));
-    bulk_load(s, in, unsigned(bytes), full);
-    barrier_wait(full, 0);
-    bulk_store(out, s, unsigned(bytes));
-    bulk_reduce_add(sum, reinterpret_cast<float*>(s), unsigned(bytes));
+    bulk_reduce_add(sum, s, unsigned(4 * floats));
     bulk_commit();
     bulk_wait_read<0>();
   }
@@ -138,31 +129,31 @@ __global__ void runs(const float* in, float* out, float* sum, int bytes) {
 
 // --- fragments of a warp -------------------------------------------------------------------------------------------
 
-// c [16, 8] = a [16, 16] b [16, 8], b given as it is or as its transpose; back receives a through stmatrix.
+// c [16, 16] = a [16, 16] b [16, 16], b given as it is or as its transpose; back receives a through stmatrix.
 template <class T> __global__ void fragments(const T* a, const T* b, float* c, T* back, int b_transposed) {
   unsigned char* s = shared_memory();
   const int lane = int(lane_index());
   cp_async_16(s + lane * 16, reinterpret_cast<const unsigned char*>(a) + lane * 16);
   cp_async_commit();
-  if (lane < 16) cp_async_16(s + 512 + lane * 16, reinterpret_cast<const unsigned char*>(b) + lane * 16, 16);
+  cp_async_16(s + 512 + lane * 16, reinterpret_cast<const unsigned char*>(b) + lane * 16, 16);
   cp_async_commit();
   cp_async_wait<0>();
   __syncwarp();
-  uint32_t left[4], right[2], twice[4];
-  float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  uint32_t left[4], right[4];
+  float d[2][4] = {};
   ldmatrix_x4(left, s + lane % 16 * 32 + lane / 16 * 16);
   if (b_transposed)
-    ldmatrix_x2(right, s + 512 + lane % 8 * 32 + lane / 8 % 2 * 16);  // rows are columns of b, 16 long
+    ldmatrix_x4(right, s + 512 + (lane % 8 + lane / 16 * 8) * 32 + lane / 8 % 2 * 16);  // rows are columns of b
   else
-    ldmatrix_x2_transposed(right, s + 512 + lane % 16 * 16);  // rows of b, 8 long
-  mma_16816<T>(d, left, right);
-  for (int i = 0; i < 4; ++i) c[(lane / 4 + i / 2 * 8) * 8 + lane % 4 * 2 + i % 2] = d[i];
+    ldmatrix_x4_transposed(right, s + 512 + lane % 16 * 32 + lane / 16 * 16);
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t columns[2] = {right[2 * half], right[2 * half + 1]};
+    mma_16816<T>(d[half], left, columns);
+    for (int i = 0; i < 4; ++i) c[(lane / 4 + i / 2 * 8) * 16 + 8 * half + lane % 4 * 2 + i % 2] = d[half][i];
+  }
   stmatrix_x4(s + 1024 + lane % 16 * 32 + lane / 16 * 16, left);
   __syncwarp();
-  ldmatrix_x4_transposed(twice, s + 1024 + lane % 16 * 32 + lane / 16 * 16);
-  stmatrix_x4_transposed(s + 1536 + lane % 16 * 32 + lane / 16 * 16, twice);
-  __syncwarp();
-  reinterpret_cast<uint4*>(back)[lane] = *reinterpret_cast<uint4*>(s + 1536 + lane * 16);
+  reinterpret_cast<uint4*>(back)[lane] = *reinterpret_cast<uint4*>(s + 1024 + lane * 16);
 }
 
 // --- numbers -------------------------------------------------------------------------------------------------------
@@ -185,15 +176,12 @@ __global__ void random_words(int64_t seed, int64_t counter, int64_t first, uint3
 
 __global__ void warp_words(int* out) {
   const int lane = int(lane_index());
-  int* mine = out + 10 * lane;
+  int* mine = out + 5 * lane;
   SHARED(int, seven);
   if (lane == 31) seven = 7;
   __syncwarp();
-  mine[9] = seven;
   mine[0] = __shfl_sync(kFullMask, lane, 5), mine[1] = __shfl_sync(kFullMask, lane, 3, 8);
-  mine[2] = __shfl_xor_sync(kFullMask, lane, 9), mine[3] = __shfl_up_sync(kFullMask, lane, 2u);
-  mine[4] = __shfl_down_sync(kFullMask, lane, 4u, 16), mine[5] = int(__ballot_sync(kFullMask, lane % 3 == 0));
-  mine[6] = __any_sync(kFullMask, lane == 7), mine[7] = __all_sync(kFullMask, lane < 31), mine[8] = elect_one();
+  mine[2] = __shfl_xor_sync(kFullMask, lane, 9), mine[3] = elect_one(), mine[4] = seven;
 }
 
 // --- flags between CTAs --------------------------------------------------------------------------------------------
@@ -263,14 +251,15 @@ __global__ void __launch_bounds__(128, 1) misuse(int what, float* global) {
       if (thread > 0) __syncwarp(1);
       break;
     case 10:
+      wgmma_pin(d);
       wgmma<bf16, 64>(d, wgmma_descriptor(s + 1024, 16, 1024), wgmma_descriptor(s + 1024, 16, 1024), true);
       break;
     case 11:
-      wgmma_fence();
+      wgmma_pin(d), wgmma_fence();
       wgmma<bf16, 64>(d, wgmma_descriptor(s + 1024 * (thread / 64), 16, 1024), wgmma_descriptor(s, 16, 1024), true);
       break;
     case 12:
-      wgmma_fence();
+      wgmma_pin(d), wgmma_fence();
       wgmma<bf16, 64>(d, wgmma_descriptor(s + 15 * 1024, 16, 1024), wgmma_descriptor(s, 16, 1024), true);
       wgmma_commit(), wgmma_wait<0>();
       break;
@@ -282,10 +271,10 @@ __global__ void __launch_bounds__(128, 1) misuse(int what, float* global) {
       if (thread == 0) s[16 * 1024 + 40] = 1;
       break;
     case 18:
-      if (thread == 0) bulk_store(global, s + 1024, 1024), bulk_commit();
+      if (thread == 0) bulk_reduce_add(global, reinterpret_cast<float*>(s + 1024), 1024), bulk_commit();
       break;
     case 19:
-      if (thread == 0) bulk_store(global, s + 1024, 24);
+      if (thread == 0) bulk_reduce_add(global, reinterpret_cast<float*>(s + 1024), 24);
       break;
     case 20:
       while (load_acquire_system(reinterpret_cast<uint32_t*>(global)) == 7) {
@@ -295,10 +284,35 @@ __global__ void __launch_bounds__(128, 1) misuse(int what, float* global) {
       while (load_acquire_system(reinterpret_cast<uint32_t*>(global)) == 7) pause_ns(20);
       break;
     case 22:
-      wgmma_fence();
+      wgmma_pin(d), wgmma_fence();
       wgmma<bf16, 64>(d, wgmma_descriptor(s + 1024, 16, 1024), wgmma_descriptor(s + 1024, 16, 1024), true);
       wgmma_commit();
       break;  // no wait
+    case 23: {
+      uint32_t a[1][4] = {};
+      wgmma_pin(d), wgmma_fence();
+      wgmma<bf16, 64>(d, a[0], wgmma_descriptor(s + 1024, 16, 1024), true);
+      break;
+    }
+    case 24: {
+      uint32_t a[1][4] = {};
+      wgmma_pin(d), wgmma_pin(a);
+      a[0][2] = 1;
+      wgmma_fence();
+      wgmma<bf16, 64>(d, a[0], wgmma_descriptor(s + 1024, 16, 1024), true);
+      break;
+    }
+    case 25:
+      wgmma_pin(d);
+      d[5] = 1;
+      wgmma_fence();
+      wgmma<bf16, 64>(d, wgmma_descriptor(s + 1024, 16, 1024), wgmma_descriptor(s + 1024, 16, 1024), true);
+      break;
+    case 26: emulation::use_alias(); break;
+    case 27:
+      fence_alias(), emulation::use_alias();
+      __syncthreads();
+      break;
   }
   if (what == 22) global[thread] = d[0];
 }
@@ -322,22 +336,23 @@ extern "C" int test_product(int64_t fp16_, int64_t n, int64_t from, int64_t majo
                             float* c) {
   if (fp16_) return choose_product<fp16, 128>(int(from), int(major), a, b, c);
   if (n == 48) return choose_product<bf16, 48>(int(from), int(major), a, b, c);
-  return choose_product<bf16, 112>(int(from), int(major), a, b, c);
+  return choose_product<bf16, 96>(int(from), int(major), a, b, c);
 }
 
-extern "C" int test_tile(int64_t type, int64_t swizzle, const uint64_t* sizes, const uint64_t* strides,
-                         const uint32_t* box, const int32_t* at, const void* from, void* to, void* raw, int64_t add) {
+extern "C" int test_tile(int64_t fp16_, const uint64_t (&sizes)[4], const uint64_t (&strides)[3],
+                         const uint32_t (&box)[4], const int32_t* at, const void* from, void* to, void* raw) {
+  const TileType type = fp16_ ? TileType::fp16 : TileType::bf16;
   TensorMap source, target;
-  int code = make_tensor_map(source, TileType(type), 4, from, sizes, strides, box, Swizzle(swizzle));
-  if (code == 0) code = make_tensor_map(target, TileType(type), 4, to, sizes, strides, box, Swizzle(swizzle));
+  int code = make_tensor_map(source, type, from, sizes, strides, box);
+  if (code == 0) code = make_tensor_map(target, type, to, sizes, strides, box);
   if (code != 0) return code;
-  const int bytes = int(box[0] * box[1] * box[2] * box[3]) * (TileType(type) == TileType::f32 ? 4 : 2);
+  const int bytes = int(box[0] * box[1] * box[2] * box[3]) * 2;
   return launch(shape_of(1, 64, 32768 + 64), nullptr, tile, source, target, static_cast<uint4*>(raw), bytes, at[0],
-                at[1], at[2], at[3], int(add));
+                at[1], at[2], at[3]);
 }
 
-extern "C" int test_runs(const float* in, float* out, float* sum, int64_t bytes) {
-  return launch(shape_of(1, 32, 4096 + 64), nullptr, runs, in, out, sum, int(bytes));
+extern "C" int test_add_run(const float* in, float* sum, int64_t floats) {
+  return launch(shape_of(1, 32, 4096), nullptr, add_run, in, sum, int(floats));
 }
 
 extern "C" int test_fragments(int64_t fp16_, const void* a, const void* b, float* c, void* back, int64_t b_transposed) {

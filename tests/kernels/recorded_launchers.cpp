@@ -23,6 +23,7 @@ extern "C" {
 
 const char* recorded_call() { return last_called; }
 const void* recorded_args() { return last_args; }
+void forget() { last_called = ""; }
 void refuse(int calls) { refusals = calls; }
 const char* shardlib_last_error() { return "refused, said the launcher"; }
 
@@ -40,10 +41,5 @@ LAUNCHER(shardlib_reduce_scatter, shardlib::ReduceScatterArgs)
 
 int64_t shardlib_attention_backward_workspace(const AttentionBackwardArgs*) { return 4099; }
 int64_t shardlib_attention_sm80_backward_workspace(const AttentionBackwardArgs*) { return 0; }
-
-int shardlib_fill(void* out, int64_t bytes, int64_t byte, cudaStream_t) {
-  std::memset(out, int(byte), size_t(bytes));
-  return record("shardlib_fill", "", 1);
-}
 
 }  // extern "C"

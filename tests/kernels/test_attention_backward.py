@@ -15,7 +15,7 @@ from shardlib.ops.attention import Variant, reference
 from tests.kernels import bugs, emulate
 from tests.kernels.attention_args import AttentionBackwardArgs, attention_args, broadcast_strides, pointer
 from tests.kernels.bugs import Bug
-from tests.kernels.emulate import EmulationError, Patch
+from tests.kernels.emulate import BuildError, EmulationError, Patch
 from tests.ops.attention_cases import CASES, Case, cast
 
 SOURCE, DELTA = "attention_backward.cu", "attention_delta.cu"
@@ -52,6 +52,7 @@ LARGE: dict[str, Case] = {
     "dropout in tiles": Case(1, 2, 1, 70, 143, 128, lambda _: {"window": 120, **_dropout(0.25)}),
     "dropout out of step": Case(1, 2, 1, 70, 80, 64, lambda _: {"k_offset": 3, "q_offset": 1, **_dropout(0.5)}),
     "a negative scale": Case(1, 1, 1, 70, 90, 64, lambda _: {"scale": -0.2}),
+    "many tiles of keys": Case(1, 2, 1, 70, 420, 64),
     "a steep scale": Case(1, 6, 6, 100, 90, 64, lambda _: {"scale": 20.0, "window": 2}),
     "no scale": Case(1, 1, 1, 70, 90, 64, lambda _: {"scale": 0.0}),
 }
@@ -87,8 +88,12 @@ def run(
     library: ctypes.CDLL | None = None,
     *,
     repeatable: bool = False,
+    sums: list[Tensor] | None = None,
 ) -> Results:
-    """The kernels' gradients for q, k, v, grad_o, grad_lse; fails when they write anything else."""
+    """The kernels' gradients for q, k, v, grad_o, grad_lse, and the workspace behind `sums`.
+
+    Fails when they write anything else.
+    """
     memory = emulate.Memory()
     how: dict[str, Any] = variant._asdict() | {"part": variant.part or ()}
     how |= {name: memory.tensor(x, name) for name, x in how.items() if isinstance(x, Tensor)}
@@ -115,15 +120,23 @@ def run(
     emulate.call(emulate.library(DELTA), "shardlib_attention_delta", args, None)
     emulate.call(library, "shardlib_attention_backward", args, None)
     memory.check()
+    if sums is not None:
+        sums.append(workspace)
     return out
 
 
-def _run_case(case: str, dtype: torch.dtype, library: ctypes.CDLL | None, repeatable: bool = False) -> Results:
+def _run_case(
+    case: str,
+    dtype: torch.dtype,
+    library: ctypes.CDLL | None,
+    repeatable: bool = False,
+    sums: list[Tensor] | None = None,
+) -> Results:
     operands = [x.to(dtype) for x in ALL[case].operands()]
     operands[4] = operands[4].float()
     variant = cast(ALL[case].variant(), dtype).explicit(operands[0], operands[1])
     o, lse, *_ = _yardsticks(case, dtype)
-    return run(operands, o, lse, variant, library, repeatable=repeatable)
+    return run(operands, o, lse, variant, library, repeatable=repeatable, sums=sums)
 
 
 def check(case: str, dtype: torch.dtype, library: ctypes.CDLL | None = None, *, repeatable: bool = False) -> None:
@@ -172,6 +185,24 @@ def test_any_order_of_events_gives_the_same_bits_when_repeatable(case: str) -> N
     emulate.configure(library)
     for results in found[1:]:
         assert all(torch.equal(x, found[0][name]) for name, x in results.items())
+
+
+def check_turns(library: ctypes.CDLL | None = None) -> None:
+    """CTAs that wait for others come to their turns in whatever order they begin, one at a time or many."""
+    library = library or emulate.library(SOURCE)
+    sums: list[Tensor] = []  # dq itself is rounded, which would hide most of what another order makes of it
+    try:
+        for seed in (1, 2, 3):
+            emulate.configure(library, seed=seed, resident=2 * seed - 1)
+            _run_case(TURNS, BF16, library, repeatable=True, sums=sums)
+    finally:
+        emulate.configure(library)
+    assert torch.equal(sums[0], sums[1])
+    assert torch.equal(sums[0], sums[2])
+
+
+def test_turns() -> None:
+    check_turns()
 
 
 def test_strides() -> None:
@@ -263,6 +294,7 @@ ONLY = {
     "causal tiles, many queries": _NARROW["64, false"],
     "grouped": _NARROW["64, false"],
     "a steep scale": _NARROW["64, false"],
+    "many tiles of keys": _NARROW["64, false"],
     "causal tiles": _NARROW["128, false"],
     "tiles of a wide head": _NARROW["256, false"],
     "bias of many keys": _NARROW["128, true"],
@@ -270,23 +302,25 @@ ONLY = {
     "bias with infinities": _NARROW["64, true"],
 }
 TILES, MANY, WIDE = "causal tiles", "causal tiles, many queries", "tiles of a wide head"
-GROUPED, STEEP = "grouped", "a steep scale"
-FEED, SCORES, SHARED = "attention_backward.cuh", "attention_backward_scores.cuh", "attention.cuh"
+GROUPED, STEEP, TURNS = "grouped", "a steep scale", "many tiles of keys"
+PARTS, FEED = "attention_backward.cuh", "attention_backward_feed.cuh"
+SCORES, PRODUCTS = "attention_backward_scores.cuh", "attention_backward_products.cuh"
+SHARED, ORDER = "attention.cuh", "attention_turns.cuh"
 BUGS: dict[str, Bug] = {
     # waiting
     "dP is read before it is there": Bug("wgmma_wait<C::EarlyDv && !C::General ? 1 : 0>();", "", MANY),
     "dq is read before it is there": Bug("wgmma_wait<C::Ahead ? 2 : 1>();", "", TILES),
     "grad_o is not waited for": Bug(
-        "barrier_wait(s.grad_full + ring.stage, ring.phase);\n    issue_scores", "issue_scores", MANY
+        "barrier_wait(&s.grad_full[ring.stage], ring.phase);\n    issue_scores", "issue_scores", MANY
     ),
     "q is refilled while dk still reads it": Bug(
-        "barrier_wait(s.q_empty + ring.stage, ring.phase ^ 1);\n    barrier_arrive_expect", "barrier_arrive_expect",
+        "barrier_wait(&s.q_empty[i], ring.phase ^ 1);\n    barrier_arrive_expect", "barrier_arrive_expect",
         MANY, FEED,
     ),
     "the producer waits for the wrong phase": Bug(
-        "s.grad_empty + ring.stage, ring.phase ^ 1);", "s.grad_empty + ring.stage, ring.phase);", TILES, FEED
+        "&s.grad_empty[i], ring.phase ^ 1);", "&s.grad_empty[i], ring.phase);", TILES, FEED
     ),
-    "the phase never flips": Bug("stage = 0, phase ^= 1;", "stage = 0;", TILES, FEED),
+    "the phase never flips": Bug("stage = 0, phase ^= 1;", "stage = 0;", TILES, PARTS),
     "dS is read before the other half is there": Bug(
         "0, grad_columns + stage);\n      named_barrier_sync(kScores, 128 * C::Groups);", "0, grad_columns + stage);",
         MANY,
@@ -295,26 +329,34 @@ BUGS: dict[str, Bug] = {
         "bulk_commit();\n    bulk_wait_read<0>();\n    barrier_arrive", "bulk_commit();\n    barrier_arrive",
         TILES, FEED,
     ),
-    "dq is added before it is written": Bug("barrier_wait(s.dq_full + group, phase);", "", TILES, FEED),
+    "dq is added before it is written": Bug("barrier_wait(&s.dq_full[group], phase);", "", TILES, FEED),
+    "the probabilities are not pinned": Bug("if constexpr (!C::Halved) wgmma_pin(scores);", "", TILES, PRODUCTS),
+    "the sums are not pinned": Bug("wgmma_pin(sum);", "", TILES, PRODUCTS),
+    # turns
+    "CTAs have the order of their blocks": Bug("words ? *place : blockIdx.x", "blockIdx.x", TURNS, ORDER),
+    "no CTA waits for its turn": Bug(
+        "p.turns.wait(run, kOneRun ? C::Groups * before + group : before);", "", TURNS, FEED
+    ),
+    "a turn is not passed on": Bug("p.turns.pass(run);", "", TURNS, FEED),
     # addresses
     "k's panels are taken for one": Bug(
         "dq_panel * C::KeyPanel + dq_key * 128, C::KeyPanel);", "dq_panel * C::KeyPanel + dq_key * 128, 128);", WIDE
     ),
     "the queries' descriptor does not advance": Bug(
-        "const uint64_t rows = b + ((step * 2048) >> 4);", "const uint64_t rows = b;", TILES
+        "const uint64_t rows = b + ((step * 2048) >> 4);", "const uint64_t rows = b;", TILES, PRODUCTS
     ),
     "k is not transposed": Bug(
-        "wgmma<T, C::DqColumns, Major::mn, Major::mn>", "wgmma<T, C::DqColumns, Major::mn, Major::k>", TILES
+        "wgmma<T, C::DqColumns, Major::mn, Major::mn>", "wgmma<T, C::DqColumns, Major::mn, Major::k>", TILES, PRODUCTS
     ),
     "the query heads of another key head": Bug(
         "int head = work.kv_head * group; head < (work.kv_head + 1) * group;",
-        "int head = work.kv_head; head < work.kv_head + group;", GROUPED, FEED,
+        "int head = work.kv_head; head < work.kv_head + group;", GROUPED, PARTS,
     ),
     "one head of the group": Bug(
         "int left = (work.last - work.first) * (p.heads / p.kv_heads);", "int left = work.last - work.first;", GROUPED
     ),
     "a tile of queries is left out": Bug(
-        "work.first = first / C::Queries", "work.first = first / C::Queries + 1", TILES, FEED
+        "work.first = first / C::Queries", "work.first = first / C::Queries + 1", TILES, PARTS
     ),
     # numbers
     "no delta": Bug("(dp[4 * i + e] - (e % 2 ? two.y : two.x))", "dp[4 * i + e]", TILES, SCORES),
@@ -343,9 +385,30 @@ def mutants() -> None:
 def test_a_planted_bug_is_caught(name: str) -> None:
     bug = BUGS[name]
     mutant = bugs.build(SOURCE, bug, ONLY[bug.check])
-    bugs.must_be_caught(mutant, lambda library: check(bug.check, BF16, library))
+    bugs.must_be_caught(mutant, functools.partial(_checked, bug.check))
 
 
 @pytest.mark.parametrize("case", sorted({bug.check for bug in BUGS.values()}))
 def test_what_mutants_are_checked_by_passes(case: str) -> None:
-    check(case, BF16, emulate.library(SOURCE, patches=ONLY[case]))
+    _checked(case, emulate.library(SOURCE, patches=ONLY[case]))
+
+
+def _checked(name: str, library: ctypes.CDLL) -> None:
+    if name == TURNS:
+        check_turns(library)
+    else:
+        check(name, BF16, library)
+
+
+# What the compiler refuses: a CTA that has not the room, or not the registers.
+TOO_MUCH = {
+    "shared memory": (PARTS, "Stages = Halved ? 1 : 2;", "Stages = Halved ? 2 : 3;"),
+    "registers of consumers": (PARTS, "ConsumerRegisters = 240;", "ConsumerRegisters = 248;"),
+    "registers of the producer": (PARTS, "ProducerRegisters = 24,", "ProducerRegisters = 32,"),
+}
+
+
+@pytest.mark.parametrize("what", TOO_MUCH)
+def test_what_no_cta_can_have_does_not_compile(what: str) -> None:
+    with pytest.raises(BuildError, match="static assertion failed"):
+        emulate.library(SOURCE, patches=[Patch(*TOO_MUCH[what]), *_NARROW["256, false"]])

@@ -14,7 +14,7 @@ from shardlib.ops.attention import Variant, reference
 from tests.kernels import bugs, emulate
 from tests.kernels.attention_args import AttentionArgs, AttentionBackwardArgs, attention_args
 from tests.kernels.attention_forward_bugs import BUGS, ONLY, SOURCE
-from tests.kernels.emulate import EmulationError
+from tests.kernels.emulate import BuildError, EmulationError, Patch
 from tests.ops.attention_cases import CASES, Case, cast
 
 
@@ -192,6 +192,20 @@ def test_the_structures_are_laid_out_alike() -> None:
         ctypes.sizeof(backward),
         backward.dbias_strides.offset,
     ]
+
+
+# What the compiler refuses: a CTA that has not the room, or not the registers.
+TOO_MUCH = {
+    "shared memory": ("attention_forward_tiles.h", "<256, false> = 80;", "<256, false> = 96;"),
+    "registers of consumers": (SOURCE, "Consumers == 3 ? 160 : 240", "Consumers == 3 ? 168 : 240"),
+    "registers of the producer": (SOURCE, "Consumers == 3 ? 32 : 24", "Consumers == 3 ? 32 : 32"),
+}
+
+
+@pytest.mark.parametrize("what", TOO_MUCH)
+def test_what_no_cta_can_have_does_not_compile(what: str) -> None:
+    with pytest.raises(BuildError, match="static assertion failed"):
+        emulate.library(SOURCE, patches=[Patch(*TOO_MUCH[what])])
 
 
 # --- planted bugs -----------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from tests.ops import attention_cases
 from tests.ops.attention_cases import CASES, Case
 
 FORWARD, BACKWARD, HEADER = "attention_sm80_forward.cu", "attention_sm80_backward.cu", "attention_sm80.cuh"
+TURNS = "attention_turns.cuh"
 INCLUDE = '#include "attention_rows.cuh"'  # in HEADER
 
 
@@ -113,8 +114,9 @@ BUGS: dict[str, list[Bug]] = {
         Bug("p.args.dbias && part == 0", "p.args.dbias != nullptr", "sm80 a wide head with a bias"),
         Bug("accumulate<T>(dk, ds, q_tile, part * kColumns);", "accumulate<T>(dk, ds, q_tile, 0);", "head 256"),
         Bug("p.sight.last_query(j0 + keys - 1)", "p.sight.last_query(j0)", "sm80 window of tiles"),
-        Bug("wait_for_turn(p.started + 1 + tile, j0 / C::kKeys - p.sight.begin(i0) / C::kKeys);", "", "repeatable"),
-        Bug("end_turn(p.started + 1 + tile);", "", "repeatable"),
+        Bug("wait_for_turn(p.turns, tile, j0 / C::kKeys - p.sight.begin(i0) / C::kKeys);", "", "repeatable"),
+        Bug("end_turn(p.turns, tile);", "", "repeatable"),
+        Bug("words ? *place : blockIdx.x", "blockIdx.x", "repeatable", TURNS),
     ],
 }
 

@@ -67,8 +67,8 @@ def test_a_second_library_of_the_name_is_not_loaded() -> None:
 @needs_nvcc
 def test_a_tensor_on_the_cpu_is_refused() -> None:
     x = torch.zeros(4)
-    with pytest.raises(NotImplementedError, match=r"shardlib_cuda::poison_.*'CPU' backend"):
-        _ops().poison_(x, 255)
+    with pytest.raises(NotImplementedError, match=r"shardlib_cuda::all_gather.*'CPU' backend"):
+        _ops().all_gather(x, x, torch.zeros(1, dtype=torch.int64))
     assert x.tolist() == [0] * 4
 
 
@@ -225,12 +225,12 @@ def test_what_would_leave_a_tensor_is_refused(case: str) -> None:
     ops, launchers = _recorded()
     arguments = {**_tensors(), **PLAIN, "part": None}
     ops.attention_forward(*arguments.values())  # the valid twin
-    ops.poison_(torch.zeros(1), 0)
+    launchers.forget()
     change, said = REFUSED[case]
     change(arguments)
     with pytest.raises(RuntimeError, match=f"shardlib_cuda: {said}"):
         ops.attention_forward(*arguments.values())
-    assert launchers.recorded_call() == b"shardlib_fill"  # nothing was launched
+    assert launchers.recorded_call() == b""  # nothing was launched
 
 
 @needs_compiler
@@ -262,24 +262,3 @@ def test_what_a_launcher_says_is_raised() -> None:
     with pytest.raises(RuntimeError, match="shardlib_cuda: refused, said the launcher"):
         ops.attention_forward(*_tensors().values(), *PLAIN.values(), None)
     ops.attention_forward(*_tensors().values(), *PLAIN.values(), None)
-
-
-@needs_compiler
-def test_poison_fills_a_contiguous_tensor() -> None:
-    ops, _ = _recorded()
-    x = torch.zeros(8, 8, dtype=torch.bfloat16)
-    ops.poison_(x[2:], 255)
-    assert x.isnan().sum(1).tolist() == [0, 0, 8, 8, 8, 8, 8, 8]
-    with pytest.raises(RuntimeError, match="x must be contiguous"):
-        ops.poison_(x[:, ::2], 255)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("begin", [0, 1, 15, 16, 17])
-@pytest.mark.parametrize("size", [0, 1, 15, 16, 17, 33, 1_000_003])
-def test_poison_on_a_gpu(begin: int, size: int) -> None:
-    whole = torch.zeros(begin + size + 40, dtype=torch.uint8, device="cuda")
-    _ops().poison_(whole[begin : begin + size], 255)
-    expected = torch.zeros_like(whole)
-    expected[begin : begin + size] = 255
-    assert torch.equal(whole, expected)

@@ -34,7 +34,6 @@ EXPECTED: dict[str, dict[str, tuple[str, ...]]] = {
     "attention_forward.cu": WARP_SPECIALISED,
     "attention_sm80_backward.cu": AMPERE,
     "attention_sm80_forward.cu": AMPERE,
-    "fill.cu": {"sm_80": (r"STG\.E\.128",), "sm_90a": (r"STG\.E\.128",)},
     "reduce_scatter.cu": PEERS,
 }
 
