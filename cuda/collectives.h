@@ -6,7 +6,7 @@ namespace shardlib {
 
 constexpr int kMaxRanks = 16;
 
-enum Form : int64_t { kPackets, kStaged, kDirect, kEngine, kMulticast };  // see exchange.cuh
+enum Form : int64_t { kPackets, kStaged, kDirect, kMulticast, kForms };  // see exchange.cuh
 enum Element : int64_t { kFloat32, kBfloat16, kFloat16 };
 
 // Who takes part and through which memory: the same on all ranks but for `rank` and for what pointers look like there.
@@ -18,13 +18,13 @@ struct Group {
   int64_t packet_words;         // 4-byte words of a message that goes as packets, at most
   int64_t window;               // bytes of each half of the data area
   int64_t chunk;                // bytes of a CTA's slice from one flag to the next
-  int64_t op;                   // for the report: which collective this is
+  int64_t op;                   // which collective this is: for flags and the report
   unsigned char* multicast;     // all workspaces at once, or null
   unsigned char* workspace[kMaxRanks];
   uint64_t* report[kMaxRanks];  // of the present ranks, in memory that the host can read: see Report in peers.cuh
 };
 
-// In all of these: input[p] and output[p] of the present ranks; the inputs of all ranks in the forms direct and engine.
+// In all of these: input[p] and output[p] of the present ranks; the inputs of all ranks in the form direct.
 struct AllGatherArgs {
   Group group;
   int64_t form;

@@ -12,11 +12,9 @@
 //   packets    a message is written into the reader's memory with its flags in it: one way, no barrier, twice the bytes
 //   staged     a rank copies its messages to its workspace chunk by chunk, others fetch a chunk behind
 //   direct     inputs lie in symmetric memory: others fetch from there, and the call ends when all have
-//   engine     as direct, by the copy engines; no SM moves a byte
 //   multicast  as staged, but the message is written to all workspaces at once
+// Ranks in different forms never meet: the form is in their flags.
 #pragma once
-#include <cstring>
-
 #include "bytes.cuh"
 #include "collectives.h"
 #include "multicast.cuh"
@@ -52,8 +50,10 @@ template <class A> __device__ __forceinline__ void publish(const Call& c, const 
     const unsigned char* from = a.input[rank] + a.taken(rank, to) + w.first + p.begin;
     const int64_t at = staged_at(c, a, rank, to) + p.begin;
     if (a.form == kMulticast) {
-      for (int64_t i = threadIdx.x * 16; i < p.size(); i += blockDim.x * 16)
-        multicast_store_16(a.group, at + i, load_16(from + i));
+      by_multicast([&] {
+        for (int64_t i = threadIdx.x * 16; i < p.size(); i += blockDim.x * 16)
+          multicast_store_16(a.group, at + i, load_16(from + i));
+      });
     } else {
       copy_bytes(a.group.workspace[rank] + at, from, p.size());
     }
@@ -95,8 +95,8 @@ template <class A> __device__ __forceinline__ void exchange_direct(Call& c, cons
 }
 
 template <class A>
-__global__ void __launch_bounds__(kMaxThreads) exchange(const __grid_constant__ A a, const Window w) {
-  Call c{a.group, unsigned(a.group.rank) + blockIdx.y};
+__global__ void __launch_bounds__(kMaxThreads, 1) exchange(const __grid_constant__ A a, const Window w) {
+  Call c{a.group, unsigned(a.group.rank) + blockIdx.y, a.form};
   if (!begin(c)) return;
   if (a.form == kDirect) {
     exchange_direct(c, a, w);
@@ -106,8 +106,8 @@ __global__ void __launch_bounds__(kMaxThreads) exchange(const __grid_constant__ 
   end(c);
 }
 
-template <class A> __global__ void __launch_bounds__(kMaxThreads) exchange_packets(const __grid_constant__ A a) {
-  Call c{a.group, unsigned(a.group.rank) + blockIdx.y};
+template <class A> __global__ void __launch_bounds__(kMaxThreads, 1) exchange_packets(const __grid_constant__ A a) {
+  Call c{a.group, unsigned(a.group.rank) + blockIdx.y, a.form};
   if (!begin(c)) return;
   const unsigned rank = c.rank, ranks = unsigned(a.group.ranks);
   const int64_t first = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, step = int64_t(gridDim.x) * blockDim.x;
@@ -135,49 +135,7 @@ template <class A> __global__ void __launch_bounds__(kMaxThreads) exchange_packe
   end(c);
 }
 
-// Nothing but the barrier: all ranks have come here, and what their streams did before is visible.
-template <class A> __global__ void __launch_bounds__(kMaxThreads) meet(const __grid_constant__ A a) {
-  Call c{a.group, unsigned(a.group.rank) + blockIdx.y};
-  if (!begin(c)) return;
-  signal_all(c, kArrived, mark(c, 1));
-  wait_all(c, kArrived, mark(c, 1));
-  end(c);
-}
-
 // --- host -----------------------------------------------------------------------------------------------------------
-
-#if defined(__CUDACC__)
-inline int copy_async(void* to, const void* from, int64_t bytes, cudaStream_t stream) {
-  const cudaError_t error = cudaMemcpyAsync(to, from, size_t(bytes), cudaMemcpyDefault, stream);
-  if (error == cudaSuccess) return 0;
-  return fail(int(error), "a copy of %lld bytes: %s", (long long)bytes, cudaGetErrorString(error));
-}
-#else
-inline int copy_async(void* to, const void* from, int64_t bytes, cudaStream_t) {
-  std::memcpy(to, from, size_t(bytes));
-  return 0;
-}
-#endif
-
-template <class A> int meet_ranks(A a, cudaStream_t stream) {
-  a.group.ctas = 1, a.group.threads = 32;
-  return launch(shape_of(a.group), stream, meet<A>, a);
-}
-
-// The copies of the ranks that run here, each beginning at its next neighbour, between two meetings.
-template <class A> int exchange_by_engines(const A& a, cudaStream_t stream) {
-  if (const int code = meet_ranks(a, stream)) return code;
-  const int64_t ranks = a.group.ranks;
-  for (int64_t to = a.group.rank; to < a.group.rank + a.group.present; ++to)
-    for (int64_t turn = 1; turn <= ranks; ++turn) {
-      const int64_t from = (to + turn) % ranks, bytes = a.bytes(unsigned(from), unsigned(to));
-      if (bytes == 0) continue;
-      if (const int code = copy_async(a.output[to] + a.put(unsigned(from), unsigned(to)),
-                                      a.input[from] + a.taken(unsigned(from), unsigned(to)), bytes, stream))
-        return code;
-    }
-  return meet_ranks(a, stream);
-}
 
 template <class A> int launch_exchange(const A& a, cudaStream_t stream) {
   const Group& g = a.group;
@@ -197,7 +155,6 @@ template <class A> int launch_exchange(const A& a, cudaStream_t stream) {
         return fail(1, "a message of %lld bytes is too large for packets (%lld bytes at most)", (long long)longest,
                     (long long)(4 * g.packet_words));
       return launch(shape_of(g), stream, exchange_packets<A>, a);
-    case kEngine: return exchange_by_engines(a, stream);
     case kMulticast:
       if (g.multicast == nullptr) return fail(1, "the group's memory has no multicast address");
       for (int64_t r = g.rank; r < g.rank + g.present; ++r)

@@ -1,10 +1,20 @@
 // All workspaces of a group at once, through NVSwitch's multicast addresses (sm_90 and later). Never run on hardware.
 //
-// In the emulation there is no such address: the same calls go through the workspaces one by one.
+// A workspace then has two addresses, and only a fence between aliases orders what goes by the one and by the other:
+// what is done by the multicast address is done inside by_multicast(). In the emulation there is no such address: the
+// same calls go through the workspaces one by one, and it tells who forgot a fence.
 #pragma once
 #include "peers.cuh"
 
 namespace shardlib {
+
+// Does what reads or writes by the multicast address, ordered with what this thread did by others before, and, over the
+// next flag, with what anybody does after.
+template <class Body> __device__ __forceinline__ void by_multicast(Body body) {
+  fence_alias();
+  body();
+  fence_alias();
+}
 
 #if defined(__CUDACC__)
 
@@ -47,11 +57,13 @@ SHARDLIB_MULTICAST_SUM(fp16, "acc::f32.v4.f16x2")
 #else
 
 inline void multicast_store_16(const Group& g, int64_t offset, uint4 v) {
+  emulation::use_alias();
   for (int r = 0; r < g.ranks; ++r) store_16(g.workspace[r] + offset, v);
 }
 
 template <class T> inline uint4 multicast_sum_16(const Group& g, int64_t offset) {
   constexpr int kElements = 16 / sizeof(T);
+  emulation::use_alias();
   uint4 sums;
   for (int e = 0; e < kElements; ++e) {
     float total = 0;

@@ -8,6 +8,10 @@
 // finished e - 1: what lies in the half of epoch e - 1 may be overwritten in epoch e + 1 without another word. A group's
 // calls run one after the other, in the same order on all ranks.
 //
+// A flag says the call's number, which collective it is and in which form, and how far its rank is in it. So a rank
+// that reads its peers' inputs directly and one that stages its own, or one that adds where others copy, never meet:
+// whoever sees the other's flag gives up.
+//
 // A launch runs `present` ranks from `rank` on, one row of CTAs each (blockIdx.y): one where every rank has a GPU, all
 // of them as virtual ranks of one GPU. CTA i of a rank speaks only to CTAs i of the others.
 #pragma once
@@ -22,6 +26,7 @@ constexpr int kMaxThreads = 512;
 constexpr int kCounters = 2;
 constexpr int kSpins = 32;  // looks at a flag before the first rest
 
+enum Answer : unsigned { kNotYet, kThere, kElsewhere };  // what a look at a flag tells
 enum Counter : unsigned { kArrived, kDone, kPacket };  // packets carry their own flag
 
 // What a rank says when it gave up. `state` is written last.
@@ -39,6 +44,7 @@ struct Agreement { uint32_t faults[2]; };
 struct Call {
   const Group& group;
   unsigned rank;
+  int64_t form;
   unsigned waits;
   uint64_t epoch;
   Control* control;
@@ -66,8 +72,21 @@ __device__ __forceinline__ int64_t data_offset(const Call& c) {
   return int64_t(sizeof(Control)) + int64_t(sizeof(uint64_t)) * words + int64_t(c.epoch & 1) * g.window;
 }
 
-// The value of a flag after `step` signals of this call; it only grows.
-__device__ __forceinline__ uint64_t mark(const Call& c, int64_t step) { return c.epoch << 24 | uint64_t(step); }
+// The value of a flag after `step` signals of this call: 40 bits of its number, 4 of what it is, 20 of the step. It
+// only grows.
+constexpr int kStepBits = 20, kWayBits = 4;
+static_assert(3 * kForms <= 1 << kWayBits);  // of three collectives
+__device__ __forceinline__ uint64_t mark(const Call& c, int64_t step) {
+  const uint64_t way = uint64_t(c.group.op * kForms + c.form);
+  return (c.epoch << kWayBits | way) << kStepBits | uint64_t(step);
+}
+// A flag of the same call must be of the same collective and form. One of a later call is of a rank that has finished
+// this one, and hence has compared.
+__device__ __forceinline__ Answer answer(uint64_t seen, uint64_t target) {
+  constexpr int kCall = kWayBits + kStepBits;
+  if (seen >> kCall == target >> kCall && seen >> kStepBits != target >> kStepBits) return kElsewhere;
+  return seen >= target ? kThere : kNotYet;
+}
 
 // Every thread of the CTA calls it first. False when this rank is broken: then the CTA returns at once.
 __device__ __forceinline__ bool begin(Call& c) {
@@ -101,23 +120,26 @@ __device__ __forceinline__ void give_up(const Group& g, unsigned rank, unsigned 
   store_release_system(&report[kState], uint64_t(1));
 }
 
-// Looks until `arrived(what it saw)`; false when the time is up, or another thread of this rank gave up.
-template <class Look, class Arrived>
+// Looks until `judge(what it saw)` is kThere; false when it is kElsewhere, when the time is up, or when another thread
+// of this rank gave up.
+template <class Look, class Judge>
 __device__ __forceinline__ bool wait(const Call& c, unsigned peer, unsigned counter, uint64_t target, Look look,
-                                     Arrived arrived) {
-  uint64_t seen = look(), start = 0;
-  for (int looks = 0; !arrived(seen); seen = look()) {
-    if (++looks < kSpins) continue;
+                                     Judge judge) {
+  uint64_t start = 0;
+  for (int looks = 0;; ++looks) {
+    const uint64_t seen = look();
+    const Answer said = judge(seen);
+    if (said == kThere) return true;
+    if (said == kNotYet && looks < kSpins) continue;
     const uint64_t now = timer_ns();
     if (start == 0) start = now;
-    if (now - start > uint64_t(c.group.limit_ns)) {
+    if (said == kElsewhere || now - start > uint64_t(c.group.limit_ns)) {
       give_up(c.group, c.rank, peer, counter, target, seen);
       return false;
     }
     if (load_relaxed_device(&c.control->broken) != 0) return false;
     pause_ns(32);
   }
-  return true;
 }
 
 // Tells all peers that what this CTA wrote and read so far is done with: they may read it, or write over it.
@@ -134,7 +156,7 @@ __device__ __forceinline__ bool wait_all(Call& c, unsigned counter, uint64_t tar
   if (peer < c.group.ranks && peer != c.rank) {
     const uint64_t* flag = flag_of(c.group, c.rank, counter, peer);
     const bool came = wait(c, peer, counter, target, [&] { return load_acquire_system(flag); },
-                           [&](uint64_t seen) { return seen >= target; });
+                           [&](uint64_t seen) { return answer(seen, target); });
     if (!came) faults = 1;
   }
   __syncthreads();
@@ -155,7 +177,7 @@ __device__ __forceinline__ bool receive_packet(const Call& c, unsigned from, int
     const uint64_t both = load_relaxed_system(packet);
     word = uint32_t(both);
     return both >> 32;
-  }, [&](uint64_t seen) { return seen == epoch; });
+  }, [&](uint64_t seen) { return seen == epoch ? kThere : kNotYet; });
 }
 
 // --- host -----------------------------------------------------------------------------------------------------------

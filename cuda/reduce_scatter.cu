@@ -5,7 +5,7 @@
 //
 // Sums are formed in float32, in the order of ranks and not of arrival, and rounded once: the same bits on every rank
 // and at every run, and those of `combine` in ops/_pieces.py. (Not so with multicast, where the switch adds: there the
-// order is its own.) The forms are those of exchange.cuh; the copy engines cannot add. A rank reads a word from all
+// order is its own.) The forms are those of exchange.cuh. A rank reads a word from all
 // peers at once, so all links carry the same at any time without an order of turns.
 #include "bytes.cuh"
 #include "collectives.h"
@@ -152,8 +152,10 @@ __device__ __forceinline__ void sum_piece(const Call& c, const ReduceScatter& a,
   for (int r = 0; r < a.group.ranks; ++r) askew |= reinterpret_cast<uintptr_t>(from.of(r) + p.begin);
   const int64_t words = askew % 16 ? 0 : p.size() / 16;
   if (a.form == kMulticast && words > 0) {
-    for (int64_t i = threadIdx.x; i < words; i += blockDim.x)
-      store_16(to + i * 16, multicast_sum_16<T>(a.group, from.staged + p.begin + i * 16));
+    by_multicast([&] {
+      for (int64_t i = threadIdx.x; i < words; i += blockDim.x)
+        store_16(to + i * 16, multicast_sum_16<T>(a.group, from.staged + p.begin + i * 16));
+    });
   } else {
     sum_words<T, kPeers>(from, to, p.begin, words);
   }
@@ -162,7 +164,7 @@ __device__ __forceinline__ void sum_piece(const Call& c, const ReduceScatter& a,
 
 template <class T, int kPeers>
 __global__ void __launch_bounds__(kMaxThreads) reduce_scatter(const __grid_constant__ ReduceScatter a, const Window w) {
-  Call c{a.group, unsigned(a.group.rank) + blockIdx.y};
+  Call c{a.group, unsigned(a.group.rank) + blockIdx.y, a.form};
   if (!begin(c)) return;
   const bool direct = a.form == kDirect;
   bool whole = true;
@@ -187,7 +189,7 @@ __global__ void __launch_bounds__(kMaxThreads) reduce_scatter(const __grid_const
 template <class T>
 __global__ void __launch_bounds__(kMaxThreads) reduce_scatter_packets(const __grid_constant__ ReduceScatter a) {
   constexpr int kLanes = 4 / sizeof(T);
-  Call c{a.group, unsigned(a.group.rank) + blockIdx.y};
+  Call c{a.group, unsigned(a.group.rank) + blockIdx.y, a.form};
   if (!begin(c)) return;
   const unsigned rank = c.rank, ranks = unsigned(a.group.ranks);
   const int64_t first = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, step = int64_t(gridDim.x) * blockDim.x;

@@ -29,7 +29,7 @@ int for_windows(const Group& g, int64_t longest, int64_t slots, bool staged, Lau
   for (int64_t first = 0; first == 0 || first < longest; first += length) {
     const int64_t slice = slice_bytes(min(longest - first, length), g.ctas);
     const int64_t rounds = max(int64_t(1), (slice + g.chunk - 1) / g.chunk);
-    if (rounds >= int64_t(1) << 24) return fail(1, "%lld chunks are too many for one launch", (long long)rounds);
+    if (rounds >= int64_t(1) << kStepBits) return fail(1, "%lld chunks are too many for one launch", (long long)rounds);
     if (const int code = launch_window(Window{first, length, rounds})) return code;
   }
   return 0;

@@ -15,7 +15,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "reduce_scatter": ("torch", "shm", "cuda"),
     "all_reduce": ("torch", "shm", "cuda"),
     "all_to_all": ("torch", "shm", "cuda"),
-    "ppermute": ("torch", "shm", "cuda"),
+    "ppermute": ("torch", "shm"),
     "random": ("torch", "host"),
     # Not an op but a plan's way with attention whose sequence is cut: keys passed round (in the order of the sequence,
     # or balanced), heads cut instead, or keys gathered.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardlib.internals import SYMMETRIC_MEMORY, default_store, late
 from shardlib.ops import _native
-from shardlib.ops._cuda_peers import Peers, group_of, launch, report_of, unserved
+from shardlib.ops._cuda_peers import Peers, group_of, launch, report_of, tuned, unserved
 from shardlib.ops._cuda_plan import Tuning, workspace_bytes
 from shardlib.ranks import world
 from shardlib.ranks.store import Store
@@ -32,7 +32,7 @@ def open_group(handle: GroupHandle, device: torch.device, tuning: Tuning | None 
 
     global _opened
     _opened += 1
-    tuning = tuning or Tuning()
+    tuning = tuning or tuned()
     me, seconds = handle.ranks[handle.position], world.timeout().total_seconds()
     store, room = Store(me, default_store()), f"shardlib/cuda/{_opened}/{handle.name}"
 
@@ -45,6 +45,9 @@ def open_group(handle: GroupHandle, device: torch.device, tuning: Tuning | None 
     machines = {rank: text.rpartition("/")[0] for rank, text in said.items()}
     if other := [rank for rank in handle.ranks if machines[rank] != machines[handle.ranks[0]]]:
         return f"ranks {handle.ranks[0]} and {other[0]} are on different machines"
+    tunings = agree("tuning", repr(tuning))
+    if other := [rank for rank in handle.ranks if tunings[rank] != tunings[handle.ranks[0]]]:
+        return f"ranks {handle.ranks[0]} and {other[0]} have cards that are tuned otherwise"
     assert handle.pg is not None
     order = handle.by_rank or range(handle.size)
     addresses, multicast, fault = [0] * handle.size, 0, ""

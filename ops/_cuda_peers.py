@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardlib.errors import CollectiveError
 from shardlib.ops import _cuda_plan as plans
+from shardlib.ops import _measured
 from shardlib.ops._choice import Choice
 from shardlib.ops._cuda_plan import ELEMENTS, MAX_CTAS, MAX_RANKS, Plan, Tuning, workspace_bytes
 
@@ -21,7 +22,6 @@ from shardlib.ops._cuda_plan import ELEMENTS, MAX_CTAS, MAX_RANKS, Plan, Tuning,
 Launch = Callable[[str, Tensor, Tensor, Plan], None]
 
 PLANS = 1024  # that a group keeps
-ONE_STEP_BYTES = 64 << 10  # all-reduce: up to here every rank sums all of it; not measured
 
 
 def choose(op: str, longest: int, *, symmetric: bool = False, tuning: Tuning | None = None) -> Choice:
@@ -33,11 +33,17 @@ def choose(op: str, longest: int, *, symmetric: bool = False, tuning: Tuning | N
         >>> print(choose("reduce_scatter", 1 << 26, symmetric=True))
         cuda/direct: peers read the input where it is
     """
-    if longest <= (tuning or Tuning()).packet_bytes:
+    if longest <= (tuning or tuned()).packet_bytes:
         return Choice("cuda", "packets", "a small message: its flags travel in it")
     if symmetric:
         return Choice("cuda", "direct", "peers read the input where it is")
     return Choice("cuda", "staged", "peers read it a chunk at a time from memory that all share")
+
+
+def tuned() -> Tuning:
+    """The tuning for the GPUs of this process."""
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return Tuning(**_measured.TUNING.get(card, {}))
 
 
 def unserved(op: str, dtype: torch.dtype, kind: str, ranks: int) -> str:
@@ -108,7 +114,7 @@ class Peers:
     def reduce(self, messages: Sequence[Tensor], ctas: int = 0) -> list[Tensor]:
         """The sum of all messages, on every rank; the bits of `combine`."""
         total, n = messages[0].numel(), self.size
-        if messages[0].nbytes <= ONE_STEP_BYTES:
+        if messages[0].nbytes <= self.tuning.one_step_bytes:
             return self._sum((total,), messages, [torch.empty_like(x) for x in messages], "", ctas)
         step = -(-total // n // 64) * 64  # parts that begin at multiples of 16 bytes
         counts = [max(0, min(step, total - i * step)) for i in range(n)]
@@ -155,7 +161,7 @@ class Peers:
         self.check()
         inputs = self._inputs(messages)
         form = form or choose(op, longest, symmetric=inputs is not None, tuning=self.tuning).way
-        if form in ("direct", "engine") and inputs is None:
+        if form == "direct" and inputs is None:
             raise ValueError(f"the form {form} of {op} reads shared tensors, and this message lies in none")
         key = (op, sizes, form, ctas)
         plan = self._plans.get(key)
@@ -218,7 +224,7 @@ def virtual(
     With `present`, only these take part: the others are ranks that never come. Messages may be shared tensors as they
     are. `multicast` is for the emulation, which does without the address.
     """
-    tuning = tuning or Tuning()
+    tuning = tuning or tuned()
     here = present or range(ranks)
     spaces = [torch.zeros(workspace_bytes(ranks, tuning), dtype=torch.uint8, device=device) for _ in range(ranks)]
     report = report_of(len(here), torch.device(device))

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 import torch
 
 MAX_RANKS, MAX_CTAS, COUNTERS, CONTROL_BYTES = 16, 256, 2, 128
-FORMS = ("packets", "staged", "direct", "engine", "multicast")
+FORMS = ("packets", "staged", "direct", "multicast")
 OPS = ("all_gather", "all_to_all", "reduce_scatter")
 REPORT = ("state", "op", "rank", "peer", "counter", "cta", "target", "seen")
 WAITED_FOR = ("arrived", "done", "packet")
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+_STEP, _CALL = 20, 24  # where, in a flag, what is called begins, and the number of the call
 
 _word = ctypes.c_int64
 _words = ctypes.c_int64 * MAX_RANKS
@@ -65,10 +67,12 @@ class ReduceScatter(Plan):
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How a group's kernels are launched and how much memory it has; the same on all ranks. No figure is measured.
+    """How a group's kernels are launched and how much memory it has; the same on all ranks. These figures are guesses:
+    what was measured on a card is in `_measured.py`.
 
     * `ctas`: of a large message, each of `threads`. Fewer leave more SMs to matmuls that run meanwhile.
     * `packet_bytes`: a message up to this size goes as packets.
+    * `one_step_bytes`: of an all-reduce up to this size every rank sums all.
     * `window`: bytes that a rank stages at a time; its workspace has two of them.
     * `chunk`: bytes of a CTA's part between two flags.
     """
@@ -76,6 +80,7 @@ class Tuning:
     ctas: int = 32
     threads: int = 512
     packet_bytes: int = 16 << 10
+    one_step_bytes: int = 64 << 10
     window: int = 32 << 20
     chunk: int = 128 << 10
 
@@ -122,20 +127,31 @@ def explain(report: Sequence[int], ranks: Sequence[int]) -> str:
     """What a kernel's report says, with the ranks' names in the world.
 
     Example:
-        >>> print(explain([1, 0, 2, 3, 0, 5, 7 << 24 | 2, 6 << 24 | 1], [8, 9, 10, 11]))
+        >>> print(explain([1, 0, 2, 3, 0, 5, flag(7, "all_gather", "staged", 2), 0], [8, 9, 10, 11]))
         all_gather: rank 10 gave up waiting for rank 11, which is gone, late, or runs other code
-        (flag "arrived" of CTA 5: call 7 step 2 was due, call 6 step 1 seen)
+        (flag "arrived" of CTA 5: call 7 all_gather/staged step 2 was due, none seen)
     """
     said = dict(zip(REPORT, report, strict=True))
-    counter = WAITED_FOR[said["counter"]]
-    due, seen = (
-        f"call {value}" if counter == "packet" else f"call {value >> 24} step {value & 0xFFFFFF}"
-        for value in (said["target"], said["seen"])
-    )
+    counter, due, seen = WAITED_FOR[said["counter"]], said["target"], said["seen"]
+    apart = counter != "packet" and seen >> _CALL == due >> _CALL and seen >> _STEP != due >> _STEP
+    why = "is in another collective, or in another form of it" if apart else "is gone, late, or runs other code"
+    told = (f"call {value}" if counter == "packet" else _told(value) for value in (due, seen))
     return (
-        f"{OPS[said['op']]}: rank {ranks[said['rank']]} gave up waiting for rank {ranks[said['peer']]}, which is gone, "
-        f'late, or runs other code\n(flag "{counter}" of CTA {said["cta"]}: {due} was due, {seen} seen)'
+        f"{OPS[said['op']]}: rank {ranks[said['rank']]} gave up waiting for rank {ranks[said['peer']]}, which {why}\n"
+        f'(flag "{counter}" of CTA {said["cta"]}: {next(told)} was due, {next(told)} seen)'
     )
+
+
+def flag(call: int, op: str, form: str, step: int) -> int:
+    """What a flag holds: see `mark` in `cuda/peers.cuh`."""
+    return call << _CALL | (OPS.index(op) * len(FORMS) + FORMS.index(form)) << _STEP | step
+
+
+def _told(value: int) -> str:
+    if value == 0:
+        return "none"
+    op, form = divmod(value >> _STEP & 15, len(FORMS))
+    return f"call {value >> _CALL} {OPS[op]}/{FORMS[form]} step {value & (1 << _STEP) - 1}"
 
 
 def _begin(plan: Plan, group: Group, form: str, op: str) -> None:

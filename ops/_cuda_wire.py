@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardlib.ops import _cuda_peers
 from shardlib.ops._choice import Choice, wanted
-from shardlib.ops._cuda_peers import ONE_STEP_BYTES, Peers
+from shardlib.ops._cuda_peers import Peers
 from shardlib.ops._pieces import settled
 from shardlib.ops._wire import Flight, Handle
 
@@ -46,7 +46,7 @@ def serve(op: str, nbytes: int, even: bool, dtype: torch.dtype, kind: str, n: in
     if fault := _cuda_peers.unserved(op, dtype, kind, n):
         return fault
     if op == "all_reduce":
-        if nbytes <= ONE_STEP_BYTES:
+        if nbytes <= _cuda_peers.tuned().one_step_bytes:
             return _cuda_peers.choose(op, nbytes)
         form = _cuda_peers.choose(op, -(-nbytes // n))
         return Choice("cuda", form.way, f"each member adds up a part, then gathers the others'; {form.reason}")

@@ -22,7 +22,7 @@ REMEDY = 'Remedy: for instance "all_gather=shm,attention=math"'
         ("attention=math", {"attention": "math"}),
         ("sequence=ring", {"sequence": "ring"}),
         ("attention=torch, all_gather = shm ,", {"attention": "torch", "all_gather": "shm"}),
-        ("ppermute=cuda,ppermute=cuda", {"ppermute": "cuda"}),
+        ("ppermute=shm,ppermute=shm", {"ppermute": "shm"}),
     ],
 )
 def test_what_is_wanted(text: str | None, wants: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,6 +48,7 @@ def test_what_is_wanted(text: str | None, wants: dict[str, str], monkeypatch: py
         ("all_gather=nccl", ["'all_gather=nccl': all_gather has no backend 'nccl'; it has torch, shm, cuda"]),
         ("all_gather=", ["'all_gather=': all_gather has no backend ''; it has torch, shm, cuda"]),
         ("attention=shm", ["'attention=shm': attention has no backend 'shm'; it has torch, math, cuda"]),
+        ("ppermute=cuda", ["'ppermute=cuda': ppermute has no backend 'cuda'; it has torch, shm"]),
         ("all_gather=math", ["'all_gather=math': all_gather has no backend 'math'; it has torch, shm, cuda"]),
         (
             "x, attention=math, attention=cuda",

@@ -16,10 +16,9 @@ from tests.gpu.figures import OPS, of_part
 from tests.gpu.kernels import Kernels, deterministic, find, served
 from tests.gpu.records import Outcome, Recorder
 
-FORMS = ("packets", "staged", "direct", "engine")
-SUMMED = ("packets", "staged", "direct")
+FORMS = ("packets", "staged", "direct")
 RANKS = (2, 3, 8)
-LONGEST = {"packets": (1, 250), "staged": (33, 70_001, 9_000_000), "direct": (33, 70_001, 3_000_000), "engine": (5001,)}
+LONGEST = {"packets": (1, 250), "staged": (33, 70_001, 9_000_000), "direct": (33, 70_001, 3_000_000)}
 ABSENT = "a rank that never comes"
 
 Check = Callable[[Peers, int, int, torch.dtype, str], str]  # (group, longest, askew, dtype, form): what is wrong
@@ -36,14 +35,14 @@ def collectives(run: Recorder) -> None:
         checks = {"all_gather": _gather, "all_to_all": _exchange, "reduce_scatter": _scatter, "all_reduce": _reduce}
         summing = op in ("reduce_scatter", "all_reduce")
         dtypes = (torch.float32, torch.bfloat16, torch.float16) if summing else (torch.uint8, torch.float64)
-        forms: Sequence[str] = ("",) if op == "all_reduce" else SUMMED if summing else FORMS
+        forms: Sequence[str] = ("",) if op == "all_reduce" else FORMS
         for ranks in RANKS[:1] if kernels.rehearsal else RANKS:
             for form in forms:
                 for dtype in dtypes[:1] if run.quick else dtypes:
                     name = f"{ranks} ranks{form and f', {form}'}, {str(dtype).removeprefix('torch.')}"
                     case = functools.partial(_checked, checks[op], kernels, ranks, form, dtype)
                     run.attempt(f"{op}: bits of the reference", name, case, seconds=45)
-    for form in FORMS[:1] if kernels.rehearsal else FORMS[:3]:
+    for form in FORMS[:1] if kernels.rehearsal else FORMS:
         run.attempt(ABSENT, form, functools.partial(_absent, kernels, form))
     return None
 
@@ -107,7 +106,7 @@ def _messages(group: Peers, sizes: Sequence[int], askew: int, dtype: torch.dtype
         # Of all sizes, so that another order of addends gives other bits.
         x = torch.randn(askew + n + 1, device=device) * 2.0 ** torch.randint(-8, 8, (askew + n + 1,), device=device)
         whole.append(x.to(dtype) if dtype.is_floating_point else torch.randint_like(x, 0, 200).to(dtype))
-    if form in ("direct", "engine"):
+    if form == "direct":
         group.share(whole[0], [x.data_ptr() for x in whole])
     return [x[askew:-1] for x in whole]
 

@@ -7,9 +7,11 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from shardlib.errors import CollectiveError
 from shardlib.ops import _cuda_peers as cuda_peers
 from shardlib.ops import _cuda_plan as plans
 from shardlib.ops import all_gather, reduce_scatter
@@ -20,7 +22,7 @@ from tests.kernels.emulate import Build, Patch
 
 SMALL = Tuning(ctas=2, threads=32, packet_bytes=256, window=2048, chunk=256)
 SOURCES = ("all_gather.cu", "all_to_all.cu", "reduce_scatter.cu")
-COPIED = ("packets", "staged", "direct", "engine")
+COPIED = ("packets", "staged", "direct")
 SUMMED = ("packets", "staged", "direct")
 GATHER, TO_ALL, SUM = SOURCES
 
@@ -66,7 +68,7 @@ def random_sizes(ranks: int, longest: int, seed: int) -> list[int]:
 
 def check_gather(group: Peers, sizes: Sequence[int], dtype: torch.dtype, form: str, askew: int = 0) -> None:
     xs = [random_values(n, dtype, i) for i, n in enumerate(sizes)]
-    messages = Guarded().messages(xs, askew, group if form in ("direct", "engine") else None)
+    messages = Guarded().messages(xs, askew, group if form == "direct" else None)
     outs = group.gather(messages, sizes, form)
     group.check()
     for out, expected in zip(outs, all_gather.reference(xs, 0, sizes), strict=True):
@@ -77,7 +79,7 @@ def check_exchange(
     group: Peers, counts: Sequence[Sequence[int]], dtype: torch.dtype, form: str, askew: int = 0
 ) -> None:
     xs = [random_values(sum(row), dtype, i) for i, row in enumerate(counts)]
-    messages = Guarded().messages(xs, askew, group if form in ("direct", "engine") else None)
+    messages = Guarded().messages(xs, askew, group if form == "direct" else None)
     pieces = [x.split_with_sizes(row) for x, row in zip(xs, counts, strict=True)]
     outs = group.exchange(messages, counts, form)
     group.check()
@@ -143,6 +145,11 @@ void repeat(Dawdling a, Window w, int64_t form, int64_t calls, int64_t total, ui
     a.output[rank] += total;
   }
 }
+// Rank 0 in a form of its own.
+void part_ways(AllGather a, Window w, int64_t form) {
+  if (blockIdx.y == 0) a.form = form;
+  exchange<AllGather>(a, w);
+}
 struct Probe : AllGather {
   int64_t* turns;
   __host__ __device__ int64_t taken(unsigned from, unsigned to) const {
@@ -160,6 +167,10 @@ extern "C" int repeat_gather(shardlib::AllGatherArgs* args, int64_t form, int64_
   return for_windows(a.group, longest, 1, true, [&](const Window& w) {
     return launch(shape_of(a.group), nullptr, repeat, a, w, form, calls, total, arrived);
   });
+}
+extern "C" int part_ways(shardlib::AllGatherArgs* args, int64_t form) {
+  using namespace shardlib;
+  return launch(shape_of(args->group), nullptr, part_ways, AllGather{*args}, Window{0, 128, 1}, form);
 }
 extern "C" int turns_of_gather(shardlib::AllGatherArgs* args, int64_t* turns) {
   using namespace shardlib;
@@ -193,6 +204,37 @@ def repeat_gather(sizes: Sequence[int], form: str, seed: int, bug: int = 0) -> N
         assert turns[:, 1:].tolist() == [[(r + turn) % ranks for turn in range(1, ranks + 1)] for r in range(ranks)]
 
 
+def check_multicast(bug: int, op: str, dtype: torch.dtype = torch.float32) -> None:
+    """Small integers have one sum whatever the order, so what else could be wrong shows."""
+    group = make_group(4, bug=bug, multicast=True)
+    xs = [torch.randint(-9, 9, (1600,), generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(4)]
+    for _ in range(3):
+        if op == "gather":
+            assert all(torch.equal(out, torch.cat(xs)) for out in group.gather(xs, [1600] * 4, "multicast"))
+        else:
+            outs = group.scatter_sum(xs, [400, 803, 0, 397], "multicast")
+            assert torch.equal(torch.cat(outs), sum(xs[1:], xs[0]))
+    group.check()
+
+
+def check_apart(bug: int = 0) -> None:
+    """A rank that reads its peers' inputs and ranks that stage theirs never meet, whoever comes first."""
+    for mine, theirs in (("direct", "staged"), ("staged", "direct"), ("multicast", "staged")):
+        for seed in range(3):
+            group, guarded = make_group(3, seed=seed, bug=bug, multicast=True, seconds=5.0), Guarded()
+            plan = plans.all_gather(group.group, theirs, [96] * 3)
+            inputs = guarded.messages([torch.full((96,), rank, dtype=torch.uint8) for rank in range(3)])
+            outs = [guarded.memory.empty(288, dtype=torch.uint8) for _ in range(3)]
+            for rank, (x, out) in enumerate(zip(inputs, outs, strict=True)):
+                plan.input[rank], plan.output[rank] = x.data_ptr(), out.data_ptr()
+            emulate.call(load(GATHER, bug, seed), "part_ways", plan, plans.FORMS.index(mine))
+            given_up = [word for i, word in enumerate(group._words) if i % len(plans.REPORT) == 0]
+            assert given_up == [1, 1, 1], "a rank went on"
+            with pytest.raises(CollectiveError, match="is in another collective, or in another form of it") as caught:
+                group.check()
+            assert all(f"all_gather/{form} " in str(caught.value) for form in (mine, theirs))
+
+
 # --- planted bugs -----------------------------------------------------------------------------------------------------
 
 # (what is wrong, the kernel in which it is tried, file, where in it: what stands between the @ is replaced, by what)
@@ -221,6 +263,14 @@ BUGS = [
      "const unsigned from = @(rank + turn) % ranks@;\n    const Range", "turn - 1"),
     ("the last neighbour is left out", GATHER, "exchange.cuh",
      "@turn <= ranks@; ++turn) {\n    const unsigned from = (rank + turn) % ranks;\n    const Range", "turn < ranks"),
+    ("the form is not in the flag", GATHER, "peers.cuh",
+     "uint64_t(@c.group.op * kForms + c.form@)", "c.group.op * kForms"),
+    ("nobody looks at the form", GATHER, "peers.cuh", "@return kElsewhere;@", ""),
+    ("no alias fence before the multicast address is used", GATHER, "multicast.cuh",
+     "@fence_alias();\n  body();@", "body();"),
+    ("no alias fence behind it", GATHER, "multicast.cuh", "body();\n  @fence_alias();@", ""),
+    ("a sum by the multicast address with no alias fence before", SUM, "multicast.cuh",
+     "@fence_alias();\n  body();@", "body();"),
     ("tail lost", GATHER, "bytes.cuh", "for (int64_t i = tail + threadIdx.x; @i < bytes@;", "false"),
     ("head lost", GATHER, "bytes.cuh", "@i < head@", "false"),
     ("an askew word is cut from the wrong side", GATHER, "bytes.cuh", "@both >> 8 * past@", "both >> 8 * (3 - past)"),

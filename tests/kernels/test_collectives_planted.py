@@ -18,8 +18,10 @@ from tests.kernels.collectives import (
     SUMMED,
     TO_ALL,
     build_of,
+    check_apart,
     check_exchange,
     check_gather,
+    check_multicast,
     check_sum,
     make_group,
     repeat_gather,
@@ -42,6 +44,8 @@ def _scenario_gather(bug: int) -> None:
         for seed in range(4):
             repeat_gather([0, 200, 70], form, seed, bug)
             repeat_gather([64, 64], form, seed, bug)
+    check_multicast(bug, "gather")
+    check_apart(bug)
 
 
 def _scenario_all_to_all(bug: int) -> None:
@@ -52,6 +56,7 @@ def _scenario_all_to_all(bug: int) -> None:
 def _scenario_sum(bug: int) -> None:
     for form, dtype in itertools.product(SUMMED, (torch.float32, torch.bfloat16)):
         check_sum(make_group(3, bug=bug), [37, 0, 60], dtype, form, 1)
+    check_multicast(bug, "sum")
 
 
 SCENARIOS = {GATHER: _scenario_gather, TO_ALL: _scenario_all_to_all, SUM: _scenario_sum}

@@ -75,10 +75,6 @@ TWO = "each member adds up a part, then gathers the others'; "
             "all_gather", 64, True, F64, "", 17,
             "torch/native: sizes are equal (not shardlib's kernels: the kernels take up to 16 ranks, not 17)",
         ),
-        (
-            "ppermute", 64, True, F64, "", 4,
-            "torch/exchange: tensors are sent pairwise (not shardlib's kernels: they have no ppermute)",
-        ),
     ],
 )  # fmt: skip
 def test_asked_for_by_name(
@@ -213,7 +209,7 @@ def test_no_rank_goes_on_when_one_has_no_peers(
     whose: str, opened: list[GroupHandle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fault = "rank 1: an old card is older than the kernels' sm_80"
-    monkeypatch.setenv("SHARDLIB_OPS", "ppermute=cuda,all_to_all=cuda")
+    monkeypatch.setenv("SHARDLIB_OPS", "attention=cuda,all_to_all=cuda")
     if whose == "ours":
         monkeypatch.setattr(_groups, "open_group", lambda handle, device: fault)
     else:
@@ -234,7 +230,7 @@ def test_no_rank_goes_on_when_one_has_no_peers(
     [
         ("", 2, False),
         ("torch", 2, False),
-        ("attention=cuda,ppermute=cuda,all_gather=torch", 2, False),
+        ("attention=cuda,ppermute=torch,all_gather=torch", 2, False),
         ("all_gather=torch,all_reduce=cuda", 2, True),
         ("all_gather=cuda", 1, False),
         ("all_gather=cuda", 16, True),
