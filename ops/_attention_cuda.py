@@ -6,21 +6,15 @@ what is laid out otherwise is copied first.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardlib.ops import _native
+from shardlib.ops import _measured, _native
 from shardlib.ops._attention_variant import Variant, sum_to
 from shardlib.ops._choice import wanted
 from shardlib.recipe import Missing
-
-# Cards (a part of their name) on which a committed tests/gpu/REPORT.md shows these kernels right, and faster than
-# torch's in both directions, with that report's date. On them they are the default. Elsewhere torch's kernels are, and
-# SHARDLIB_OPS=attention=cuda takes these.
-MEASURED: Mapping[str, str] = {}
 
 CARDS = {"sm_90a": "attention", "sm_80": "attention_sm80"}  # kernels for which cards: the stem of their torch ops
 _HALF = (torch.bfloat16, torch.float16)
@@ -42,10 +36,16 @@ def unable(q: Tensor, k: Tensor, variant: Variant, need_bias: bool) -> str | Non
     name = torch.cuda.get_device_name(q.device)
     if torch.cuda.get_device_capability(q.device) < (8, 0):
         return f"{name} is older than sm_80, for which shardlib's kernels are"
-    if not asked and not any(card in name for card in MEASURED):
-        return f"shardlib's own kernels are not yet measured on {name} (SHARDLIB_OPS=attention=cuda takes them)"
+    if not asked and (why := _measured.slower(name, q.shape[3], general(variant), q.shape[1] != k.shape[1])):
+        return f"{why} (SHARDLIB_OPS=attention=cuda takes them)"
     library = _native.cuda()
     return str(library) if isinstance(library, Missing) else None
+
+
+def general(variant: Variant) -> bool:
+    """Whether the kernels look at every logit by itself: see `has_extras` in `cuda/attention.cuh`."""
+    extras = variant.mask, variant.bias, variant.alibi
+    return any(x is not None for x in extras) or variant.dropout > 0 or not variant.scale > 0
 
 
 def way(q: Tensor, k: Tensor, variant: Variant) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import json
 import re
+import runpy
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -17,7 +19,20 @@ import pytest
 import torch
 
 from shardlib.ops import _attention_cuda
-from tests.gpu import check_attention, faulty, figures, records, rehearsal, report, session, speed_attention, tools
+from shardlib.ops._measured import Attention
+from tests.gpu import (
+    check_attention,
+    faulty,
+    figures,
+    records,
+    rehearsal,
+    report,
+    session,
+    speed_attention,
+    sweeps,
+    tools,
+    writeback,
+)
 from tests.gpu.clock import Times, race
 from tests.gpu.figures import FIGURES, of_part
 from tests.gpu.kernels import find
@@ -25,13 +40,17 @@ from tests.gpu.records import NO_TIME, Outcome, Record, Recorder, summed_up
 from tests.gpu.session import PARTS, Session
 
 REPORT = Path(session.__file__).with_name("REPORT.md")
+NOTEBOOKS = "tests/test_notebooks.py"
 NO_GPU = {part.name: "there is no CUDA GPU" for part in PARTS}
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
 
-# Figures that a rehearsal leaves out: other lengths, what only CUDA has, and a library that is not built for it.
-NOT_REHEARSED = (" 4k", " 8k", " 16k", "in a CUDA graph", "racecheck", "synccheck", "cuda/ compiles")
+# Figures that a rehearsal leaves out: most of the kinds that are timed, what only CUDA has, and a library that is not
+# built for it.
+NOT_REHEARSED = re.compile(
+    r" (4|8|16)k(, grouped)?$|hd(96|112|128|256) .*4k, general|in a CUDA graph|racecheck|synccheck|cuda/ compiles"
+)
 
 
 def test_every_figure_has_a_part_and_every_part_its_figures() -> None:
@@ -52,8 +71,7 @@ def test_a_part_rehearsed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     run = Recorder(tmp_path / "records.jsonl", "cpu")
     part.run(run)
     found, facts, _ = records.read(run.path)
-    expected = {figure for figure in of_part(name) if not figure.endswith(NOT_REHEARSED[:4])}
-    expected -= {figure for figure in expected if any(word in figure for word in NOT_REHEARSED[4:])}
+    expected = {figure for figure in of_part(name) if not NOT_REHEARSED.search(figure)}
     assert {r.figure for r in found} - {"cuda/ compiles"} == expected
     assert [r for r in found if r.ok is False and r.figure != "cuda/ compiles"] == []
     assert (facts.get("GPU", "none: a rehearsal, no figure counts")) == "none: a rehearsal, no figure counts"
@@ -212,6 +230,156 @@ def test_a_line_cut_off_is_passed_over(tmp_path: Path) -> None:
         file.write('{"figure": "b", "ca')
     records.close(run.path, "gone")
     assert [r.figure for r in records.read(run.path)[0]] == ["a"]
+
+
+# --- call after call --------------------------------------------------------------------------------------------------
+
+
+def test_the_next_call_goes_on_where_time_ran_out(faults: Session, tmp_path: Path) -> None:
+    records.join(faults.path, "a card", [])
+    late = Recorder(faults.path, "cpu")
+    for case in faulty.ENDINGS.keys() - {"good too"}:
+        late.attempt("faults", case, lambda: Outcome(True, "in the first call"))
+    late.end = time.monotonic() - 1
+    late.attempt("faults", "good too", lambda: Outcome(True, "never"))
+    assert faults._hurried(PART) is False  # these are no figures of a part of the session
+    assert faults.run(PART) == ""
+    said = {r.case: r.text for r in records.read(faults.path)[0]}
+    assert said["good"] == "in the first call"
+    assert said["good too"] == "equal"
+    assert records.ended(faults.path) == {"faults"}
+    before = faults.path.read_text()
+    assert faults.run(PART) == ""  # the third call has nothing to do
+    assert faults.path.read_text() == before
+
+
+def test_a_part_that_left_cases_out_runs_again(faults: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    (figure, *_) = of_part("rings")
+    part = next(part for part in PARTS if part.name == "rings")
+    records.join(faults.path, "a card", [])
+    life = json.dumps(asdict(Record(figure, "", None, NO_TIME))) + "\n"
+    begun = _ends(faults, monkeypatch, (0, life), (0, life.replace(NO_TIME, "1.00x")), (0, ""))
+    assert [faults.run(part) for _ in range(3)] == ["", "", ""]
+    assert begun == [0, 0]
+
+
+def test_records_of_several_calls_are_merged(tmp_path: Path) -> None:
+    files = [tmp_path / f"{name}.jsonl" for name in ("records", "second", "other")]
+    for file, identity, text in zip(
+        files, ("a card", "a card", "another card"), ("first", "second", "third"), strict=True
+    ):
+        assert records.join(file, identity, []) == ""
+        run = Recorder(file, "cpu")
+        run.note(f"of {identity}", True, text)
+        run.note(text, True, text)
+    assert (
+        records.join(files[0], "a card", files[1:]) == f"{files[2]} is left out: it is of another card, not of a card"
+    )
+    found = {r.figure: r.text for r in records.read(files[0])[0]}
+    assert found == {"of a card": "second", "first": "first", "second": "second"}
+    before = files[0].read_text()
+    assert records.join(files[0], "a card", [files[1]]) == ""  # once more changes nothing
+    assert files[0].read_text() == before
+
+
+def test_records_of_another_card_are_set_aside(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    records.join(path, "a card", [])
+    Recorder(path, "cpu").note("a", True, "fine")
+    assert records.join(path, "a newer card", []) == f"{path} is left out: it is of a card, not of a newer card"
+    assert records.read(path)[0] == []
+    assert [r.figure for r in records.read(tmp_path / "records.old.jsonl")[0]] == ["a"]
+
+
+def test_gpu_tests_are_collected_without_notebooks_libraries() -> None:
+    files = tools.gpu_files()
+    assert "tests/gpu/test_cuda.py" in files
+    assert "tests/test_notebooks.py" not in files
+    options = ["-q", "--collect-only", "-p", "no:cacheprovider", "-m", "gpu", *files, NOTEBOOKS]
+    program = f"import sys, pytest; sys.modules.update(nbformat=None, nbclient=None)\nsys.exit(pytest.main({options}))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tools.ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
+# --- what is written back ---------------------------------------------------------------------------------------------
+
+
+RIGHT = Record(figures.error_of("forward", "sm_80", "bf16"), "full", True, "o: 0.50", 0.5)
+
+
+def _speeds(direction: str, ratio: float, **changed: float) -> list[Record]:
+    return [
+        Record(case.name, "", None, "", changed.get(f"hd{case.width}", ratio)) for case in figures.speeds(direction)
+    ]
+
+
+def test_speeds_are_kept_by_what_was_timed() -> None:
+    found = writeback.attention([RIGHT, *_speeds("forward", 1.5, hd96=0.8), *_speeds("backward", 1.257)[:-1]], "a card")
+    assert found[Attention("a card", "forward", 64, general=False, grouped=True)] == 1.5
+    assert found[Attention("a card", "forward", 96, general=True, grouped=False)] == 0.8
+    assert found[Attention("a card", "backward", 256, general=False, grouped=True)] == 1.25
+    untimed = Attention("a card", "backward", 256, general=True, grouped=True)  # its last figure
+    assert untimed not in found
+    assert len(found) == 2 * 5 * 2 * 2 - 1
+
+
+def test_the_least_ratio_counts() -> None:
+    timed = _speeds("forward", 1.5)
+    name = next(case.name for case in figures.speeds("forward") if case.width == 112 and case.sequence == 16384)
+    timed = [replace(r, value=0.7) if r.figure == name else r for r in timed]
+    assert (
+        writeback.attention([RIGHT, *timed], "c")[Attention("c", "forward", 112, general=False, grouped=False)] == 0.7
+    )
+
+
+@pytest.mark.parametrize("ok", [False, None])
+def test_kernels_that_are_not_right_are_not_kept(ok: bool | None) -> None:
+    other = Record(figures.error_of("backward", "sm_80", "fp16"), "causal", ok, "")
+    assert writeback.attention([*_speeds("forward", 1.5)], "a card") == {}
+    assert writeback.attention([RIGHT, other, *_speeds("forward", 1.5)], "a card") == {}
+
+
+def _sweep(figure: str, values: dict[int, float | None]) -> list[Record]:
+    return [Record(figure, str(n), None if v else False, "", v) for n, v in values.items()]
+
+
+def test_tuning_is_what_the_sweeps_found() -> None:
+    ctas = _sweep(figures.CTAS_SWEEP, {4: 100.0, 8: 390.0, 16: 400.0, 32: 396.0})
+    packets = _sweep(figures.PACKETS_SWEEP, {1024: 2.0, 2048: 1.2, 4096: 0.9, 8192: 1.1})
+    steps = _sweep(figures.STEPS_SWEEP, {1024: 0.9, 2048: 1.2})
+    assert writeback.tuning([*ctas, *packets, *steps]) == {"ctas": 8, "packet_bytes": 2048, "one_step_bytes": 0}
+    assert writeback.tuning([*_sweep(figures.CTAS_SWEEP, {4: 100.0, 8: None}), *steps]) == {"one_step_bytes": 0}
+
+
+def test_the_fastest_tile_is_taken_where_all_were_tried() -> None:
+    plain, wide = figures.tiles_of(128, False), figures.tiles_of(256, False)
+    found = _sweep(plain, {96: 500.0, 128: 600.0, 176: None}) + _sweep(wide, {80: 400.0})
+    assert writeback.tiles(found) == {(128, False): 128}
+
+
+def test_what_was_measured_is_written_back(tmp_path: Path) -> None:
+    measured, table = tmp_path / "_measured.py", tmp_path / sweeps.TABLE
+    measured.write_text(writeback.MEASURED.read_text())
+    table.write_text(writeback.TILE_TABLE.read_text())
+    found = [RIGHT, *_speeds("forward", 1.5)] + _sweep(figures.CTAS_SWEEP, {4: 100.0, 8: 390.0})
+    found += _sweep(figures.tiles_of(256, True), {32: 90.0, 48: 80.0})
+    for card in ("a card", "another card", "a card"):  # twice: its rows are replaced
+        writeback.write(found, card, measured, table)
+    tables = runpy.run_path(str(measured))
+    row = Attention("a card", "forward", 112, general=False, grouped=True)
+    assert tables["ATTENTION"][row] == 1.5
+    assert len(tables["ATTENTION"]) == 2 * 20
+    assert tables["TUNING"] == {"another card": {"ctas": 8}, "a card": {"ctas": 8}}
+    assert measured.read_text().count("Attention(card='a card'") == 20
+    assert sweeps.row(256, True, "32") in table.read_text()
+    assert sweeps.row(64, True, "64") in table.read_text()
+
+
+def test_every_tile_of_the_table_is_among_those_tried() -> None:
+    text = writeback.TILE_TABLE.read_text()
+    for (width, general), candidates in figures.TILES.items():
+        assert any(sweeps.row(width, general, str(keys)) in text for keys in candidates)
+    assert text.count("template <> constexpr int") == len(figures.TILES)
 
 
 # --- times ------------------------------------------------------------------------------------------------------------

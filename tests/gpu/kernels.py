@@ -31,7 +31,7 @@ class Kernels:
 
     def group(self, ranks: int, *, seconds: float = 10.0, tuning: Tuning | None = None, **more: Any) -> Peers:
         """A group of virtual ranks; a rehearsal's is small."""
-        if self.rehearsal:
+        if self.rehearsal and tuning is None:
             tuning = Tuning(ctas=2, threads=32, packet_bytes=256, window=4096, chunk=256)
         return _cuda_peers.virtual(ranks, self.device, tuning, seconds=seconds, launch=self.launch, **more)
 

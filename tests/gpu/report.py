@@ -30,7 +30,7 @@ def rows(records: Sequence[Record], absent: Mapping[str, str], skipped: Mapping[
     """A row for every figure; `absent` says why single figures are missing, `skipped` why whole parts are."""
     found = []
     for figure in FIGURES:
-        outcome = summed_up([r for r in records if r.figure == figure.name])
+        outcome = summed_up([r for r in records if r.figure == figure.name], figure.best)
         if outcome is None:
             why = absent.get(figure.name) or skipped.get(figure.part) or "its part ended before it"
             found.append(Row(figure.part, figure.name, figure.target, f"{NOT_MEASURED}: {why}", NOT_MEASURED))
@@ -67,7 +67,7 @@ def page(table: Sequence[Row], facts: Mapping[str, str], day: str) -> str:
         "# Report of the GPU session",
         "",
         head,
-        f"`{COMMAND}` makes this page anew, on a machine with a CUDA GPU, in under 10 minutes.",
+        f"`{COMMAND}` makes this page on a machine with a CUDA GPU. A call takes 10 minutes; the next goes on.",
         "",
         "Speeds are medians with quartiles, contestants by turns in one process. Virtual ranks share one GPU: their",
         "figures say what kernels make of its memory, and nothing about NVLink. Targets of speed are for an H100.",

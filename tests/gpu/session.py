@@ -1,9 +1,13 @@
 """One command for a machine with a GPU: `python -m tests.gpu.session [--quick] [--only PART ...] [--out DIR]`.
 
-It builds cuda/, checks every kernel, runs compute-sanitizer, times against torch and cuDNN, and prints one table, in
-under 10 minutes. With --out, DIR gets REPORT.md, records.jsonl and session.log. Each part is a process of its own: one
-that crashes or hangs loses the case it was at, and goes on behind it. Exit status: 0 all targets met, 1 not, 2 there is
-no GPU.
+It builds cuda/, checks every kernel, runs compute-sanitizer, times against torch and cuDNN, tries tiles, CTAs and
+thresholds, and prints one table. A call takes up to 10 minutes. With --out, DIR gets REPORT.md, records.jsonl and
+session.log, and the next call with the same DIR goes on where this one ended, until all is measured; --merge takes in
+records from elsewhere, --fresh begins anew. Records of another card, torch or cuda/ do not count. --write puts what was
+measured where shardlib reads it: see writeback.py.
+
+Each part is a process of its own: one that crashes or hangs loses the case it was at, and goes on behind it. Exit
+status: 0 all targets met, 1 not, 2 there is no GPU.
 """
 
 from __future__ import annotations
@@ -24,12 +28,22 @@ from typing import IO
 
 import torch
 
-from tests.gpu import check_attention, check_collectives, records, report, speed_attention, speed_memory, tools
+from tests.gpu import (
+    check_attention,
+    check_collectives,
+    records,
+    report,
+    speed_attention,
+    speed_memory,
+    sweeps,
+    tools,
+    writeback,
+)
 from tests.gpu.figures import of_part
 from tests.gpu.records import AGAIN, NO_TIME, Recorder
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 570.0  # of everything
+SECONDS = 570.0  # of a call
 RESTARTS = 8  # of a part, behind the case that ended it
 
 
@@ -51,14 +65,17 @@ PARTS: tuple[Part, ...] = (
     Part("errors sm_90a", functools.partial(check_attention.errors, card="sm_90a"), 110, 20, needs="build"),
     Part("errors sm_80", functools.partial(check_attention.errors, card="sm_80"), 110, 20, needs="build"),
     Part("ceilings", speed_memory.ceilings, 40, 10),
-    Part("forward speed", functools.partial(speed_attention.speeds, direction="forward"), 60, 15, needs="build"),
-    Part("backward speed", functools.partial(speed_attention.speeds, direction="backward"), 80, 15, needs="build"),
+    Part("forward speed", functools.partial(speed_attention.speeds, direction="forward"), 120, 15, needs="build"),
+    Part("backward speed", functools.partial(speed_attention.speeds, direction="backward"), 150, 15, needs="build"),
     Part("collectives", check_collectives.collectives, 70, 15, needs="build"),
     Part("collective speed", speed_memory.collectives, 60, 15, needs="build"),
     Part("same bits", check_attention.same_bits, 40, 10, needs="build"),
     Part("gpu tests", tools.gpu_tests, 100, 25),
+    Part("rings", speed_attention.rings, 30, 10, needs="build"),
+    Part("collective sweeps", sweeps.collectives, 60, 15, needs="build"),
     Part("sanitizer", tools.sanitizer, 180, 30, needs="build"),
     Part("cpu tests", tools.cpu_tests, 120, 25),
+    Part("tile sweeps", sweeps.tiles, 560, 60, needs="build"),
 )
 
 
@@ -77,7 +94,9 @@ class Session:
         return self.end - time.monotonic()
 
     def run(self, part: Part) -> str:
-        """Run one part; why it has no figures (or not all of them), empty when it came to its end."""
+        """Run one part; why it has no figures (or not all of them), empty when it came to its end, now or before."""
+        if part.name in records.ended(self.path):
+            return ""
         if self.left() < part.least:
             return f"{max(0.0, self.left()):.0f} s were left, it needs {part.least:.0f}"
         end = min(time.monotonic() + part.most, self.end)
@@ -85,12 +104,19 @@ class Session:
             before = self._written()
             code = self._process(part, end)
             if code == 0:
+                if part.name != "environment" and not self._hurried(part):
+                    records.end(self.path, part.name)
                 return ""
             late = code == -signal.SIGKILL
             records.close(self.path, NO_TIME if late else f"the process ended: {_how(code)}", None if late else False)
             if end - time.monotonic() < 5 or self._written() == before:  # the next one would get no further
                 return NO_TIME if late else f"its process ended: {_how(code)}"
         return f"its process ended {RESTARTS} times"
+
+    def _hurried(self, part: Part) -> bool:
+        """Whether cases of the part found no time."""
+        mine = of_part(part.name)
+        return any(r.text == NO_TIME for r in records.read(self.path)[0] if r.figure in mine)
 
     def _written(self) -> int:
         return self.path.stat().st_size if self.path.exists() else 0
@@ -147,8 +173,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder: Path = options.out or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "records.jsonl"
-        path.unlink(missing_ok=True)
-        with (folder / "session.log").open("w") as log:
+        if options.fresh:
+            path.unlink(missing_ok=True)
+        if left := records.join(path, tools.identity(device), options.merge):
+            print(left)
+        with (folder / "session.log").open("a") as log:
             session = Session(path, log, time.monotonic() + options.seconds, options.quick, device)
             skipped = _all_parts(session, options.only)
         found, facts, absent = records.read(path)
@@ -156,6 +185,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(report.text(table, facts))
     if options.out:
         report.write(folder / "REPORT.md", report.page(table, facts, _today()))
+    if options.write:
+        writeback.write(found, facts["GPU"])
     return 1 if any(row.verdict in ("missed", report.NOT_MEASURED) for row in table) else 0
 
 
@@ -199,11 +230,14 @@ def _today() -> str:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m tests.gpu.session", description="Build, check and time cuda/ on a GPU.")
-    parser.add_argument("--quick", action="store_true", help="fewer cases, one length: about 3 minutes")
+    parser.add_argument("--quick", action="store_true", help="fewer cases, one length")
     names = [part.name for part in PARTS]
     parser.add_argument("--only", nargs="+", default=[], choices=names, metavar="PART", help=f"of {', '.join(names)}")
     parser.add_argument("--out", type=Path, help="folder for REPORT.md, records.jsonl, session.log")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"for everything ({SECONDS:.0f})")
+    parser.add_argument("--merge", nargs="+", type=Path, default=[], metavar="FILE", help="records of other calls")
+    parser.add_argument("--fresh", action="store_true", help="forget the records in DIR")
+    parser.add_argument("--write", action="store_true", help="put what was measured where shardlib reads it")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"of this call ({SECONDS:.0f})")
     parser.add_argument("--rehearse", action="store_true", help="every part on the CPU, kernels emulated, a few cases")
     for name in ("--part", "--device"):
         parser.add_argument(name, help=argparse.SUPPRESS)

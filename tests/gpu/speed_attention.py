@@ -1,4 +1,4 @@
-"""The speed of attention beside torch's flash and cuDNN, all in one process and by turns.
+"""The speed of attention beside torch's kernels, all in one process and by turns; and of a ring beside one call.
 
 16k tokens of 2048 numbers, as the FlashAttention-3 paper has them. FLOPs: 4 B H S^2 D forward, 2.5 times that backward,
 half of it when causal.
@@ -15,47 +15,54 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardlib.ops import _attention_cuda
+from shardlib.ops._attention_merge import merge_
 from shardlib.ops._attention_variant import Variant
 from tests.gpu.clock import race
-from tests.gpu.figures import SPEED, all_speeds, of_part, speed_of
+from tests.gpu.figures import SPEED, Speed, of_part, ring_of
+from tests.gpu.figures import speeds as all_speeds
 from tests.gpu.kernels import Kernels, find
 from tests.gpu.records import Outcome, Recorder
 
 TOKENS, WIDTH = 16384, 2048
-PEERS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+FLASH, CUDNN, EFFICIENT = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
+RING = 4
 Call = Callable[[], tuple[Tensor, ...]]
 
 
 def speeds(run: Recorder, direction: str) -> None:
-    """Every width and length, causal and full."""
+    """Every kind of one direction."""
     kernels = find(run.device == "cpu")
     if isinstance(kernels, str):
         return run.absent(of_part(f"{direction} speed"), kernels)
     kernels.install()
-    for width, causal, sequence in all_speeds(direction):
-        name = speed_of(direction, width, causal, sequence)
-        if run.quick and sequence not in (4096,):
-            run.absent([name], "not in --quick")
+    for case in all_speeds(direction):
+        if run.quick and (case.sequence != 4096 or not case.anchor):
+            run.absent([case.name], "not in --quick")
             continue
-        if kernels.rehearsal and sequence != 2048:
+        if kernels.rehearsal and case.sequence != 2048 and not (case.general and case.width == 64):
             continue
-        run.attempt(name, "", functools.partial(_raced, kernels, direction, width, causal, sequence), seconds=60)
+        run.attempt(case.name, "", functools.partial(_raced, kernels, case), seconds=60)
     return None
 
 
-def _raced(kernels: Kernels, direction: str, width: int, causal: bool, sequence: int) -> Outcome:
-    batch, heads = TOKENS // sequence, WIDTH // width
+def _raced(kernels: Kernels, case: Speed) -> Outcome:
+    direction, causal, sequence = case.direction, case.causal, case.sequence
+    batch, heads = TOKENS // sequence, max(4, WIDTH // case.width // 4 * 4)
     if kernels.rehearsal:
-        batch, heads, sequence = 1, 2, 96
-    shape = batch, sequence, heads, width
+        batch, heads, sequence = 1, 4, 96
     q, k, v, grad_o = (
-        torch.randn(shape, device=kernels.device, dtype=torch.bfloat16).transpose(1, 2) for _ in range(4)
+        torch.randn(batch, sequence, n, case.width, device=kernels.device, dtype=torch.bfloat16).transpose(1, 2)
+        for n in (heads, heads // (4 if case.grouped else 1), heads // (4 if case.grouped else 1), heads)
     )
-    ours = _ours(kernels, direction, causal, q, k, v, grad_o)
+    mask = None
+    if case.general:
+        mask = (torch.arange(sequence, device=kernels.device) < sequence - sequence // 20).view(1, 1, 1, -1)
+    variant = Variant(mask=mask, causal=causal, scale=case.width**-0.5)
+    ours = _ours(kernels, direction, variant, q, k, v, grad_o)
     contestants, refused = {"ours": ours}, []
-    for name, backend in PEERS.items():
+    for name, backend in {**({"efficient": EFFICIENT} if case.general else {"flash": FLASH}), "cuDNN": CUDNN}.items():
         try:
-            contestants[name] = _torchs(backend, direction, causal, q, k, v, grad_o)
+            contestants[name] = _torchs(backend, direction, variant, q, k, v, grad_o)
             contestants[name]()
         except RuntimeError:
             contestants.pop(name, None)
@@ -66,14 +73,16 @@ def _raced(kernels: Kernels, direction: str, width: int, causal: bool, sequence:
         contestants, kernels.device, rounds=3 if kernels.rehearsal else 24, warmup=1 if kernels.rehearsal else 4
     )
     pairs = sequence * (sequence + 1) / 2 if causal else sequence**2
-    flop = 4 * batch * heads * pairs * width * (1 if direction == "forward" else 2.5)
+    flop = 4 * batch * heads * pairs * case.width * (1 if direction == "forward" else 2.5)
     ratios = {name: t.median / times["ours"].median for name, t in times.items() if name != "ours"}
     text = f"{times['ours'].rate(flop, 1e12)} TFLOP/s"
     for name, ratio in ratios.items():
         text += f"; {ratio:.2f}x {name} at {times[name].rate(flop, 1e12)}"
     text += "".join(f"; {name} refused" for name in refused)
     hopper = kernels.device == "cuda" and torch.cuda.get_device_capability() == (9, 0)
-    return Outcome(judged(direction, ratios) if hopper else None, text)
+    return Outcome(
+        judged(direction, ratios) if hopper and case.anchor else None, text, min(ratios.values(), default=None)
+    )
 
 
 def judged(direction: str, ratios: dict[str, float]) -> bool | None:
@@ -84,18 +93,26 @@ def judged(direction: str, ratios: dict[str, float]) -> bool | None:
     return False if False in met else None if len(met) < len(wanted) else True
 
 
-def _ours(kernels: Kernels, direction: str, causal: bool, q: Tensor, k: Tensor, v: Tensor, grad_o: Tensor) -> Call:
-    variant, card = Variant(causal=causal, scale=q.shape[3] ** -0.5), kernels.cards[0]
+def _ours(kernels: Kernels, direction: str, variant: Variant, q: Tensor, k: Tensor, v: Tensor, grad_o: Tensor) -> Call:
+    card = kernels.cards[0]
     if direction == "forward":
         return lambda: _attention_cuda.forward(q, k, v, variant, card)[:1]
     o, lse = _attention_cuda.forward(q, k, v, variant, card)
     return lambda: _attention_cuda.backward(grad_o, None, q, k, v, o, lse, variant, False, card)[:3]  # type: ignore[return-value]
 
 
-def _torchs(backend: SDPBackend, direction: str, causal: bool, q: Tensor, k: Tensor, v: Tensor, grad_o: Tensor) -> Call:
+def _torchs(
+    backend: SDPBackend, direction: str, variant: Variant, q: Tensor, k: Tensor, v: Tensor, grad_o: Tensor
+) -> Call:
+    mask, causal = variant.mask, variant.causal
+    if mask is not None and causal:  # torch takes one of the two
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        mask, causal = mask & seen, False
+    grouped = q.shape[1] != k.shape[1]
+
     def forward(*qkv: Tensor) -> tuple[Tensor, ...]:
         with sdpa_kernel(backend):
-            return (F.scaled_dot_product_attention(*qkv, is_causal=causal),)
+            return (F.scaled_dot_product_attention(*qkv, attn_mask=mask, is_causal=causal, enable_gqa=grouped),)
 
     if direction == "forward":
         return lambda: forward(q, k, v)
@@ -109,3 +126,49 @@ def _agree(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> None:
     for x, want in zip(ours, theirs, strict=True):
         off = ((x.float() - want.float()).norm() / want.float().norm()).item()
         assert off < 0.03, f"not timed: the result is off by {off:.3g} of torch's"
+
+
+def rings(run: Recorder) -> None:
+    """What the last rank of a causal ring computes, keys of one rank after the other, beside one call."""
+    kernels = find(run.device == "cpu")
+    if isinstance(kernels, str):
+        return run.absent(of_part("rings"), kernels)
+    kernels.install()
+    for direction in ("forward", "backward"):
+        run.attempt(ring_of(direction), "", functools.partial(_ring, kernels, direction), seconds=60)
+    return None
+
+
+def _ring(kernels: Kernels, direction: str) -> Outcome:
+    whole, heads, width = (16384, 16, 128) if not kernels.rehearsal else (128, 2, 64)
+    part, card = whole // RING, kernels.cards[0]
+    q, grad_o, k, v = (
+        torch.randn(1, heads, n, width, device=kernels.device, dtype=torch.bfloat16) for n in (part, part, whole, whole)
+    )
+    variant = Variant(causal=True, scale=width**-0.5, q_offset=whole - part)
+    chunks = zip(k.chunk(RING, 2), v.chunk(RING, 2), strict=True)
+    pieces = [(x, y, variant._replace(k_offset=i * part)) for i, (x, y) in enumerate(chunks)]
+
+    def one() -> tuple[Tensor, Tensor]:
+        return _attention_cuda.forward(q, k, v, variant, card)
+
+    def ring() -> tuple[Tensor, Tensor]:
+        (x, y, how), *others = pieces
+        o, lse = _attention_cuda.forward(q, x, y, how, card)
+        o = o.float()
+        for x, y, how in others:
+            merge_(o, lse, *_attention_cuda.forward(q, x, y, how, card))
+        return o.to(q.dtype), lse
+
+    o, lse = one()
+    _agree((o,), (ring()[0],))
+    contestants: dict[str, Callable[[], object]] = {"ring": ring, "one": one}
+    if direction == "backward":
+        back = functools.partial(_attention_cuda.backward, grad_o, None, q)
+        contestants["one"] = lambda: back(k, v, o, lse, variant, False, card)
+        contestants["ring"] = lambda: [back(x, y, o, lse, how, False, card) for x, y, how in pieces]
+    times = race(contestants, kernels.device, rounds=3 if kernels.rehearsal else 15)
+    ratio = times["one"].median / times["ring"].median
+    return Outcome(
+        None, f"{ratio:.2f}x; {times['ring'].median * 1e3:.2f} ms, one call {times['one'].median * 1e3:.2f} ms"
+    )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh
-from shardlib.ops import _attention_cuda
+from shardlib.ops import _attention_cuda, _measured
 from shardlib.ops.attention import Variant, attention, choose
 from tests.gpu.kernels import find
 from tests.ops.attention_cases import CASES, cast
@@ -50,9 +50,8 @@ def test_it_says_what_runs(own_kernels: None) -> None:
 
 def test_what_runs_unasked_has_been_measured() -> None:
     q = torch.zeros(1, 2, 16, 64, device=DEVICE, dtype=torch.bfloat16)
-    card = torch.cuda.get_device_name()
-    measured = any(part in card for part in _attention_cuda.MEASURED)
-    assert choose(q, q, Variant()).backend == ("cuda" if measured else "torch")
+    slower = _measured.slower(torch.cuda.get_device_name(), 64, general=False, grouped=False)
+    assert choose(q, q, Variant()).backend == ("torch" if slower else "cuda")
 
 
 @pytest.mark.parametrize("name", ["grouped", "everything", "head 112", "nothing to see"])

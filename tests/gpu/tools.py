@@ -46,6 +46,13 @@ def environment(run: Recorder) -> None:
     run.fact("digest of cuda/", wanted.key if isinstance(wanted, Recipe) else str(wanted))
 
 
+def identity(device: str) -> str:
+    """Of what machine and sources records are: those of others do not count."""
+    wanted = recipe("cuda")
+    card = torch.cuda.get_device_name() if device == "cuda" else "no GPU"
+    return f"{card}, torch {torch.__version__}, cuda/ {wanted.key[:12] if isinstance(wanted, Recipe) else wanted}"
+
+
 def build(run: Recorder) -> None:
     """The CUDA library, made by `python -m shardlib.build cuda`: its size, and what every kernel needs."""
     (figure,) = of_part("build")
@@ -110,8 +117,18 @@ def _sanitized(command: Sequence[str]) -> Outcome:
 def gpu_tests(run: Recorder) -> None:
     """All tests marked gpu."""
     (figure,) = of_part("gpu tests")
-    which = ["-m", "gpu", "tests"] if run.device == "cuda" else ["tests/test_choice.py"]
+    which = ["-m", "gpu", *gpu_files()] if run.device == "cuda" else ["tests/test_choice.py"]
     run.attempt(figure, "", functools.partial(_pytest, which, {}), seconds=170)
+
+
+def gpu_files() -> list[str]:
+    """The files that hold such tests: the others may import what only notebooks, or other libraries' tests, need."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [
+        str(f.relative_to(ROOT))
+        for f in files
+        if re.search(r"^(pytestmark = |@)pytest\.mark\.gpu$", f.read_text(), re.M)
+    ]
 
 
 def cpu_tests(run: Recorder) -> None:

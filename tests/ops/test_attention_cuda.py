@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from shardlib.errors import ShardingError
-from shardlib.ops import _attention_cuda, _attention_math, _native
+from shardlib.ops import _attention_cuda, _attention_math, _measured, _native
+from shardlib.ops._measured import Attention
 from shardlib.ops.attention import Variant, attention, choose
 from shardlib.recipe import Missing
 from tests.gpu.kernels import deterministic, find
@@ -65,9 +66,18 @@ def test_the_default_is_torchs_until_it_is_measured(card: Callable[..., None], m
     dropout = Variant(dropout=0.5, key=torch.tensor([1, 2]))
     assert str(choose(q, q, dropout)) == "math: torch's kernels drop out by a generator, not by a key"
     card()
-    monkeypatch.setattr(_attention_cuda, "MEASURED", {"H100": "2026-01-31"})
+    name, one_head = "NVIDIA H100 80GB HBM3", _on_gpu(1, 1, 16, 64)
+    both = {Attention(name, way, 64, extras, False): 1.5 for way in ("forward", "backward") for extras in (False, True)}
+    monkeypatch.setattr(_measured, "ATTENTION", both)
     assert str(choose(q, q, Variant())) == "cuda/sm_90a: shardlib's own kernel"
     assert str(choose(q, q, dropout)) == "cuda/sm_90a: shardlib's own kernel"
+    assert choose(q, one_head, Variant()).backend == "torch"  # grouped: not timed
+    assert choose(_on_gpu(1, 2, 16, 40), _on_gpu(1, 2, 16, 40), Variant()).backend == "cuda"  # as 64
+    assert choose(_on_gpu(1, 2, 16, 72), _on_gpu(1, 2, 16, 72), Variant()).backend == "torch"
+    monkeypatch.setattr(_measured, "ATTENTION", both | {Attention(name, "backward", 64, False, False): 0.9})
+    why = f"torch's own kernels are faster for this on {name} (SHARDLIB_OPS=attention=cuda takes them)"
+    assert str(choose(q, q, Variant())) == f"torch/flash: {why}"
+    assert choose(q, q, dropout).backend == "cuda"
     card("NVIDIA A100-SXM4-80GB", (8, 0))
     assert choose(q, q, Variant()).backend == "torch"
 
@@ -76,9 +86,8 @@ def test_no_card_is_trusted_without_a_report() -> None:
     from tests.test_gpu_session import REPORT
 
     report = REPORT.read_text()
-    assert all(
-        f"Measured on {day} on one " in report and card in report for card, day in _attention_cuda.MEASURED.items()
-    )
+    cards = {key.card for key in _measured.ATTENTION} | set(_measured.TUNING)
+    assert [card for card in cards if f"on one {card}." not in report] == []
 
 
 def test_by_name_it_is_taken(card: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +127,7 @@ def test_reasons(case: str, card: Callable[..., None], monkeypatch: pytest.Monke
         choose(q, k, Variant())
     assert said in str(error.value)
     monkeypatch.setenv("SHARDLIB_OPS", "")
-    monkeypatch.setattr(_attention_cuda, "MEASURED", {"": "every card"})
+    monkeypatch.setattr(_measured, "slower", lambda *_, **__: "")
     other = choose(q, k, Variant())
     assert other.backend in ("torch", "math")
     if case == "cpu":  # nobody expects it there, so it is not spoken of

@@ -1,0 +1,175 @@
+"""What is tried to find the best: CTAs of collectives, sizes up to which one way beats another, tiles of attention.
+
+A case is one thing that was tried, its value what counts. `writeback.py` makes tables of the best ones. Collectives are
+those of virtual ranks on one card: they know its memory and nothing of links between cards.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from shardlib import build
+from shardlib.ops import _attention_cuda
+from shardlib.ops._attention_variant import Variant
+from shardlib.recipe import SOURCES, Missing, recipe
+from tests.gpu.clock import race
+from tests.gpu.figures import (
+    CTAS_SWEEP,
+    PACKETS_SWEEP,
+    STEPS_SWEEP,
+    SWEPT_BYTES,
+    SWEPT_CTAS,
+    TILES,
+    of_part,
+    tiles_of,
+)
+from tests.gpu.kernels import Kernels, find
+from tests.gpu.records import Outcome, Recorder
+from tests.kernels import emulate
+from tests.kernels.attention_forward_bugs import ENTRY, SOURCE
+from tests.kernels.emulate import Patch
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = "attention_forward_tiles.h"
+
+
+# --- collectives ------------------------------------------------------------------------------------------------------
+
+
+def collectives(run: Recorder) -> None:
+    """CTAs of large messages, and the sizes of small ones."""
+    kernels = find(run.device == "cpu")
+    if isinstance(kernels, str):
+        return run.absent(of_part("collective sweeps"), kernels)
+    small = kernels.rehearsal
+    for ctas in SWEPT_CTAS[:2] if small else SWEPT_CTAS:
+        run.attempt(CTAS_SWEEP, f"{ctas}", functools.partial(_ctas, kernels, ctas))
+    for nbytes in SWEPT_BYTES[:2] if small else SWEPT_BYTES:
+        run.attempt(PACKETS_SWEEP, f"{nbytes}", functools.partial(_packets, kernels, nbytes))
+        run.attempt(STEPS_SWEEP, f"{nbytes}", functools.partial(_steps, kernels, nbytes))
+    return None
+
+
+def _ctas(kernels: Kernels, ctas: int) -> Outcome:
+    """The slower of both collectives counts."""
+    count = (1 << 10) if kernels.rehearsal else (64 << 20) // 2
+    group, rates = kernels.group(4), []
+    messages = [torch.randn(count, device=kernels.device).bfloat16() for _ in range(4)]
+    calls: list[tuple[int, Callable[[], object]]] = [
+        (2 * 16 * 2 * count, lambda: group.gather(messages, [count] * 4, "staged", ctas)),
+        (5 * 2 * count, lambda: group.scatter_sum(messages, [count // 4] * 4, "staged", ctas)),
+    ]
+    for moved, call in calls:
+        rates.append(moved / race({"": call}, kernels.device, rounds=_rounds(kernels))[""].median / 1e9)
+    return Outcome(None, ", ".join(f"{rate:.0f} GB/s" for rate in rates), min(rates))
+
+
+def _packets(kernels: Kernels, nbytes: int) -> Outcome:
+    tuning = replace(kernels.group(2).tuning, packet_bytes=nbytes)
+    group = kernels.group(4, tuning=tuning)
+    messages = [torch.randn(nbytes // 4, device=kernels.device) for _ in range(4)]
+    forms = {form: functools.partial(group.gather, messages, [nbytes // 4] * 4, form) for form in ("packets", "staged")}
+    return _compared(kernels, forms, "packets", "staged")
+
+
+def _steps(kernels: Kernels, nbytes: int) -> Outcome:
+    messages = [torch.randn(nbytes // 4, device=kernels.device) for _ in range(4)]
+    ways: dict[str, Callable[[], object]] = {}
+    for name, most in (("one", nbytes), ("two", 0)):
+        tuning = replace(kernels.group(2).tuning, one_step_bytes=most)
+        ways[name] = functools.partial(kernels.group(4, tuning=tuning).reduce, messages)
+    return _compared(kernels, ways, "one", "two")
+
+
+def _compared(kernels: Kernels, ways: dict[str, Callable[[], object]], one: str, other: str) -> Outcome:
+    times = race(ways, kernels.device, rounds=_rounds(kernels), calls=1 if kernels.rehearsal else 20)
+    said = ", ".join(f"{name} {t.median * 1e6:.1f} us" for name, t in times.items())
+    return Outcome(None, said, times[other].median / times[one].median)
+
+
+def _rounds(kernels: Kernels) -> int:
+    return 3 if kernels.rehearsal else 15
+
+
+# --- tiles ------------------------------------------------------------------------------------------------------------
+
+
+def tiles(run: Recorder) -> None:
+    """Keys of a tile of the forward: each is a library of its own, compiled and timed in a process of its own."""
+    kernels = find(run.device == "cpu")
+    if isinstance(kernels, str) or "sm_90a" not in kernels.cards:
+        why = kernels if isinstance(kernels, str) else "this card does not run sm_90a kernels"
+        return run.absent(of_part("tile sweeps"), why)
+    for (width, general), candidates in TILES.items():
+        for keys in candidates[:1] if kernels.rehearsal else candidates:
+            trial = functools.partial(_rehearsed if kernels.rehearsal else _tried, width, general, keys)
+            run.attempt(tiles_of(width, general), f"{keys}", trial, seconds=200)
+    return None
+
+
+def row(width: int, general: bool, keys: str) -> str:
+    """A line of the table of tiles; `keys` may be a pattern."""
+    return f"kForwardKeys<{width}, {str(general).lower()}> = {keys};"
+
+
+def changed(text: str, width: int, general: bool, keys: int) -> str:
+    """The table with another number of keys."""
+    new, times = re.subn(row(width, general, r"\d+"), row(width, general, str(keys)), text)
+    assert times == 1, row(width, general, "?")
+    return new
+
+
+def _rehearsed(width: int, general: bool, keys: int) -> Outcome:
+    """Emulated: the tile compiles. Its value says nothing."""
+    text, one = (SOURCES / TABLE).read_text(), f"return run<bf16, {width}, {str(general).lower()}>(*args, stream);"
+    patches = [Patch(TABLE, text, changed(text, width, general, keys) + "\n"), Patch(SOURCE, ENTRY, one)]
+    emulate.library(SOURCE, patches=patches)
+    return Outcome(None, "it compiles", float(keys))
+
+
+def _tried(width: int, general: bool, keys: int) -> Outcome:
+    command = [sys.executable, "-m", "tests.gpu.sweeps", str(width), str(int(general)), str(keys)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=190)
+    found = re.search(r"^TFLOP/s (\S+)$", done.stdout, re.MULTILINE)
+    if found is None:
+        raise RuntimeError((done.stderr or done.stdout).strip()[-300:])
+    return Outcome(None, f"{float(found[1]):.0f} TFLOP/s", float(found[1]))
+
+
+def main(width: int, general: bool, keys: int) -> int:
+    """The process of one tile: the geometric mean of causal and full, 8k tokens of 2048 numbers."""
+    with tempfile.TemporaryDirectory(prefix="shardlib-tiles-") as name:
+        folder = Path(name, "cuda")
+        shutil.copytree(SOURCES, folder)
+        (folder / TABLE).write_text(changed((folder / TABLE).read_text(), width, general, keys))
+        wanted = recipe("cuda", folder)
+        built = wanted if isinstance(wanted, Missing) else build.make(wanted)
+        if isinstance(built, Missing):
+            print(built, built.log.read_text()[-2000:] if built.log else "", file=sys.stderr)
+            return 1
+        torch.ops.load_library(str(built.path))
+    q, k, v = (torch.randn(2, 2048 // width, 8192, width, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    mask = torch.ones(1, 1, 1, 8192, device="cuda", dtype=torch.bool) if general else None
+    rate = 1.0
+    for causal in (False, True):
+        variant = Variant(mask=mask, causal=causal, scale=width**-0.5)
+        call = functools.partial(_attention_cuda.forward, q, k, v, variant, "sm_90a")
+        flop = 4 * q.numel() * 8192 * (0.5 if causal else 1.0)
+        rate *= flop / race({"": call}, "cuda")[""].median / 1e12
+    print(f"TFLOP/s {rate**0.5:.1f}")
+    return 0
+
+
+if __name__ == "__main__":
+    _width, _general, _keys = map(int, sys.argv[1:])
+    sys.exit(main(_width, bool(_general), _keys))

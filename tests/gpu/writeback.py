@@ -1,0 +1,93 @@
+"""What the session's records say of a card, written to where it is read: `ops/_measured.py`, and the table of tiles.
+
+ATTENTION   by card, direction, head dim, plain or general, grouped or not: the least speed beside torch's best
+TUNING      by card: the fewest CTAs within 3 % of the best, the sizes up to which packets, and one step, are faster
+tiles       keys of a tile of the forward, for Hopper
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardlib.ops._measured import WAYS, Attention
+from tests.gpu import sweeps
+from tests.gpu.figures import CTAS_SWEEP, PACKETS_SWEEP, STEPS_SWEEP, TILES, speeds, tiles_of
+from tests.gpu.records import Record
+
+ROOT = Path(__file__).resolve().parents[2]
+MEASURED, TILE_TABLE = ROOT / "ops" / "_measured.py", ROOT / "cuda" / sweeps.TABLE
+NEARLY = 0.97
+
+
+def attention(records: Sequence[Record], card: str) -> dict[Attention, float]:
+    """The least ratio of every kind of which all figures were timed, beside at least one of torch's kernels.
+
+    Nothing where an error was too large, or not measured.
+    """
+    errors = [r.ok for r in records if "error against float64" in r.figure]
+    if not errors or not all(errors):
+        return {}
+    values = {r.figure: r.value for r in records}
+    found: dict[Attention, list[float | None]] = {}
+    for case in (case for way in WAYS for case in speeds(way)):
+        key = Attention(card, case.direction, case.width, case.general, case.grouped)
+        found.setdefault(key, []).append(values.get(case.name))
+    least = {key: min(r or 0.0 for r in ratios) for key, ratios in found.items() if None not in ratios}
+    return {key: math.floor(100 * ratio) / 100 for key, ratio in least.items()}
+
+
+def tuning(records: Sequence[Record]) -> dict[str, int]:
+    """Fields of `Tuning`; a sweep that has gaps says nothing."""
+    fields = {}
+    if rates := _tried(records, CTAS_SWEEP):
+        fields["ctas"] = min(n for n, rate in rates.items() if rate >= NEARLY * max(rates.values()))
+    for figure, field in ((PACKETS_SWEEP, "packet_bytes"), (STEPS_SWEEP, "one_step_bytes")):
+        if ratios := _tried(records, figure):
+            slower = [n for n, ratio in sorted(ratios.items()) if ratio < 1]
+            faster = [n for n in ratios if n < min(slower, default=max(ratios) + 1)]
+            fields[field] = max(faster, default=0)
+    return fields
+
+
+def tiles(records: Sequence[Record]) -> dict[tuple[int, bool], int]:
+    """The keys of the fastest tile, where every tile was tried; one that does not compile counts as tried."""
+    best = {}
+    for kind, candidates in TILES.items():
+        of_kind = [r for r in records if r.figure == tiles_of(*kind)]
+        rates = {int(r.case): r.value for r in of_kind if r.value is not None}
+        tried = {int(r.case) for r in of_kind if r.value is not None or r.ok is False}
+        if rates and tried == set(candidates):
+            best[kind] = max(rates, key=lambda keys: rates[keys])
+    return best
+
+
+def _tried(records: Sequence[Record], figure: str) -> dict[int, float]:
+    of_figure = [r for r in records if r.figure == figure]
+    values = {int(r.case): r.value for r in of_figure if r.value is not None}
+    return values if len(values) == len(of_figure) else {}
+
+
+def write(records: Sequence[Record], card: str, measured: Path = MEASURED, table: Path = TILE_TABLE) -> None:
+    """Puts this card's rows into the tables, in place of those that it had; rows of other cards stay."""
+    text = measured.read_text()
+    rows = [f"    {key!r}: {ratio}," for key, ratio in attention(records, card).items()]
+    text = _replaced(text, "ATTENTION: dict[Attention, float] = {", rows, card)
+    fields = tuning(records)
+    tuned = [f"    {card!r}: {fields},"] if fields else []
+    text = _replaced(text, "TUNING: dict[str, dict[str, int]] = {", tuned, card)
+    measured.write_text(text)
+    lines = table.read_text()
+    for (width, general), keys in tiles(records).items():
+        lines = sweeps.changed(lines, width, general, keys)
+    table.write_text(lines)
+
+
+def _replaced(text: str, head: str, rows: Sequence[str], card: str) -> str:
+    """A table with these rows behind those of other cards."""
+    begin = text.index(head) + len(head) + 1
+    end = text.index("}", begin) if text[begin] == "}" else text.index("\n}", begin) + 1
+    kept = [line for line in text[begin:end].splitlines() if not re.search(rf"['\"]{re.escape(card)}['\"]", line)]
+    return text[:begin] + "".join(f"{line}\n" for line in [*kept, *rows]) + text[end:]
