@@ -311,3 +311,8 @@ if _lacking:
         f"Rule: shardlib runs on torch {', '.join(SUPPORTED)}\n"
         f"Remedy: install one of these, or a shardlib for torch {torch.__version__}"
     )
+if torch.__version__.startswith("2.11."):
+    # A CUDA build without a GPU keeps a pointer into the thread that first enters a fake mode, and reads it when that
+    # thread is gone: let it be the thread that imports this.
+    with FakeTensorMode():
+        pass

@@ -180,7 +180,7 @@ def test_a_silent_peer_is_named(answers, offender):
 def test_a_lost_store_names_rank_0(monkeypatch):
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
-    monkeypatch.setattr(order, "_get_default_store", lambda: client)
+    monkeypatch.setattr(order, "default_store", lambda: client)
     monkeypatch.setattr(order.dist, "get_rank", lambda: 1)
     monkeypatch.setattr(order.dist, "get_world_size", lambda: 2)
     here = order.Order(None)
