@@ -31,7 +31,7 @@ class Session:
 
     `faults` says, for every rank that takes no part, why; a session with this rank among them has no memory. `unused`
     says why ranks that share memory only meet in it, and exchange no tensors. Raises `ShardingError` when ranks do not
-    come, or when their SHARDLIBOPS differ.
+    come, or when their SHARDLIB_OPS differ.
     """
 
     def __init__(self, rank: int, size: int, device: str = "cpu") -> None:
@@ -54,7 +54,7 @@ class Session:
     def _meet(self, size: int, device: str) -> tuple[dict[int, str], dict[int, str]]:
         everyone, seconds = range(size), world.timeout().total_seconds()
         store, dead = self.order.store(), self.order.watcher()
-        hello = {"ops": os.environ.get("SHARDLIBOPS", ""), "fault": "", "address": ""}
+        hello = {"ops": os.environ.get("SHARDLIB_OPS", ""), "fault": "", "address": ""}
         try:
             hello["address"] = self._make(device).dumps()
         except (SegmentError, ShardingError) as error:
@@ -78,7 +78,7 @@ class Session:
         if device != "cpu":
             raise SegmentError(f"its tensors are on {device}")
         if all(wanted(op) == "torch" for op in OPS):
-            self.unused = "SHARDLIBOPS asks for torch"
+            self.unused = "SHARDLIB_OPS asks for torch"
         library = _native.host()
         if isinstance(library, Missing):
             raise SegmentError(str(library))
@@ -144,15 +144,15 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def check_same(settings: dict[int, str]) -> None:
-    """Refuse ranks whose SHARDLIBOPS differ: they would speak past each other."""
+    """Refuse ranks whose SHARDLIB_OPS differ: they would speak past each other."""
     if len(set(settings.values())) > 1:
         holders: dict[str, list[int]] = {}
         for rank, text in settings.items():
             holders.setdefault(text, []).append(rank)
         raise ShardingError(
             "the ranks would run their collectives in different ways",
-            [f"{names(ranks)}: SHARDLIBOPS={text!r}" for text, ranks in holders.items()],
-            rule="SHARDLIBOPS is the same on every rank",
+            [f"{names(ranks)}: SHARDLIB_OPS={text!r}" for text, ranks in holders.items()],
+            rule="SHARDLIB_OPS is the same on every rank",
             remedy="set it where all ranks are started, or on none",
         )
 
