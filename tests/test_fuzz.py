@@ -55,7 +55,7 @@ def test_small_programs(rng: random.Random) -> None:
     _check(draw(rng, rng.randint(1, 6)))
 
 
-@pytest.mark.parametrize("block", range(13))
+@pytest.mark.parametrize("block", [*range(4), *(pytest.param(i, marks=pytest.mark.slow) for i in range(4, 13))])
 def test_programs(block: int) -> None:
     score = collections.Counter(_check(draw(random.Random(1000 * block + i))) for i in range(20))
     assert score["same"] >= 18, score

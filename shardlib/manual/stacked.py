@@ -100,6 +100,7 @@ def collective(x: Tensor, stack: Sequence[str], axes: Sequence[str], kind: str, 
     The result has them again, in the same order, unless it is the same on all of them.
 
     Example:
+        >>> import torch
         >>> collective(torch.tensor([1, 2, 3, 4]), ["data"], ["data"], "ppermute", [[0, 1, 1, 0]])
         tensor([2, 1, 0, 0])
     """
