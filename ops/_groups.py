@@ -29,11 +29,10 @@ from shardlib.ops._choice import unavailable
 from shardlib.ops._cuda_open import open_group
 from shardlib.ops._cuda_peers import Peers, unserved
 from shardlib.ops._shm import Session
-from shardlib.ranks import order, world
+from shardlib.ranks import order, waiting, world
 from shardlib.ranks.agree import blame
 from shardlib.ranks.counting import uncounted
 from shardlib.ranks.order import Turn
-from shardlib.ranks.waiting import waited
 
 if TYPE_CHECKING:
     from shardlib.meshes.mesh import Mesh
@@ -164,7 +163,7 @@ def _process_group(device: str, cosets: Cosets, rank: int, known: dist.ProcessGr
         return world_group
     elif key not in _process_groups:
         # Every rank makes every group, those of others too: that is what keeps the ranks' group names the same.
-        made = waited(
+        made = waiting.waited(
             lambda: [dist.new_group(list(coset), timeout=world.timeout()) for coset in cosets],
             f"make groups of the ranks {', '.join(map(str, cosets))}",
         )

@@ -141,7 +141,8 @@ def test_a_killed_peer_is_named():
             f"a collective failed on rank {rank} of 4:\n"
             f"  * rank {victim} is dead: its process is gone\n"
             "Rule: every rank of the mesh takes part in every step\n"
-            "Remedy: look for the first error in the output of the ranks named; SHARDLIB_TIMEOUT=<seconds> waits longer"
+            "Remedy: look for the first error in the output of the ranks named (one that came to its end left the "
+            "others alone); SHARDLIB_TIMEOUT=<seconds> waits longer"
         )
     assert "The above exception was the direct cause" in str(caught.value)
 

@@ -37,6 +37,19 @@ def _part(x: Any, roots: Sequence[str], tensors: Sequence[tuple[Any, ...]]) -> s
     return f"[{name_of(tensors[key], roots, tensors) if type(key) is Nth else repr(key)}]"
 
 
+def settled(place: tuple[Any, ...], roots: Sequence[str], tensors: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """A place in which tensors that are keys have names, so that it is the same where they have other numbers.
+
+    Example:
+        >>> name_of(settled(("opt.state", (Nth(1),)), (), [("m", ".bias"), ("m", ".weight")]), ())
+        'opt.state[m.weight]'
+    """
+    return tuple(
+        (_Called(name_of(tensors[x[0]], roots, tensors)),) if isinstance(x, tuple) and type(x[0]) is Nth else x
+        for x in place
+    )
+
+
 class Nth(int):
     """Stands for a key that is a tensor, or its id: the tensor's number."""
 

@@ -6,16 +6,19 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from shardlib.calls.ambient import NAMES
 from shardlib.calls.flat import FlatCall, Static, is_number, is_tensor, names_of
 from shardlib.calls.kinds import Held
-from shardlib.calls.places import name_of
+from shardlib.calls.places import name_of, settled
 from shardlib.calls.reach import Reach
 from shardlib.tensors.tensor import ShardedTensor, short_dtype
+
+if TYPE_CHECKING:
+    from shardlib.calls.snapshot import Snapshot
 
 Holdings = Mapping[tuple[Any, ...], Sequence[Held]]
 
@@ -48,18 +51,29 @@ def seen(
     call: FlatCall,
     key: Any,
     looked: Mapping[int, Any],
-    held: Holdings,
-    left: Holdings,
+    before: Snapshot,
+    after: Snapshot,
     unrepeated: Sequence[str],
 ) -> Seen:
-    """A call in words; numbers count where the function looked at them."""
+    """A call in words, between two snapshots; numbers count where the function looked at them."""
     mesh, modes, known = key
+    roots = call.state.roots
     leaves = call.leaves
     names = names_of(fn, call, range(len(leaves)))
     words = {
         name: _show(x) for i, (name, x) in enumerate(zip(names, leaves, strict=True)) if not is_number(x) or i in looked
     }
-    return Seen(mesh, modes, call.tree, words, held, left, call.state.roots, known, unrepeated)
+    return Seen(
+        mesh, modes, call.tree, words, _by_name(before, roots), _by_name(after, roots), roots, known, unrepeated
+    )
+
+
+def _by_name(snapshot: Snapshot, roots: Sequence[str]) -> Holdings:
+    """What a snapshot found. Keys that are tensors are called as these are: their numbers are those of one call."""
+    found: dict[tuple[Any, ...], list[Held]] = {}
+    for at, what in snapshot.held.items():
+        found.setdefault(settled(at, roots, snapshot.places), []).extend(what)
+    return found
 
 
 def difference(old: Seen, new: Seen) -> dict[str, Change]:
@@ -148,7 +162,10 @@ _LEAF = "pad to a few shapes; keep a number out of Python's decisions, so that i
 _NUMPY = "numpy's "
 _PLAIN = "pass float(x) or int(x): a number of Python's is an input, one of numpy's a constant"
 _NUMBER = "pass what changes as an argument, where a number is an input, or hold it as a tensor: torch.tensor(x)"
-_SETTING = "call opt.step() behind the jitted function, which then returns the loss"
+_SETTING = (
+    "hold what a scheduler changes as a tensor, which it fills (lr=torch.tensor(0.1), foreach=False); or call "
+    "opt.step() behind the jitted function, which then returns the loss"
+)
 _EFFECT = (
     "change it outside, or hold it as numbers, texts, tensors and tuples, lists and dicts of them: calls repeat what "
     "happens to these, and trace what else happens"

@@ -22,8 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardlib.errors import ShardingError
 from shardlib.meshes.axis import Axis, Coords
 from shardlib.meshes.meshtext import Kind, MeshAxes, Rules, did_you_mean, faults_of, joined, tidy_rules, written
-from shardlib.ranks import order, world
-from shardlib.ranks.waiting import waited
+from shardlib.ranks import order, waiting, world
 
 # A tuple in a context variable: every thread and every asyncio task has a stack of its own.
 # None stands for a block that is outside any mesh on purpose.
@@ -191,7 +190,7 @@ class Mesh:
                 [f"it is {self.kind}: its devices are not ranks of torch.distributed"],
                 remedy=f"run the script with `torchrun --nproc-per-node {self.size}`",
             )
-        return world.device_mesh(self.axes, self.device, waited)
+        return world.device_mesh(self.axes, self.device, waiting.waited)
 
     def axis(self, name: str) -> Axis:
         """The axis of this name, whole."""

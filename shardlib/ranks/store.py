@@ -118,7 +118,10 @@ def refuse_missing(missing: Sequence[int], dead: Sequence[int], seconds: float, 
     )
 
 
-LOOK = "look for the first error in the output of the ranks named; SHARDLIB_TIMEOUT=<seconds> waits longer"
+LOOK = (
+    "look for the first error in the output of the ranks named (one that came to its end left the others alone); "
+    "SHARDLIB_TIMEOUT=<seconds> waits longer"
+)
 
 
 def own_connection(store: Any) -> Any:

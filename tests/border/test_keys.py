@@ -111,6 +111,46 @@ def test_the_reason_names_the_gradient() -> None:
     assert names[:3] == ("w", "d['v']", "d['v'].mask"), "what hangs on an argument is called after it"
 
 
+def test_reasons_where_tensors_are_keys() -> None:
+    """Each walk numbers tensors anew: what is kept under them is compared by their names."""
+    model = torch.nn.Linear(3, 2)
+    opt = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    opt.step()
+    opt.zero_grad()
+    plain = copy.deepcopy((model, opt))
+
+    def stepped(model: Any, opt: Any) -> Callable[[Tensor], Tensor]:
+        def step(x: Tensor) -> Tensor:
+            opt.zero_grad()
+            loss: Tensor = model(x).square().mean()
+            loss.backward()
+            opt.step()
+            return loss
+
+        return step
+
+    step, alone = sl.jit(stepped(model, opt), in_specs=("b@data _",)), stepped(*plain)
+    for i in range(4):
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(i))
+        same(step(x), alone(x))
+    assert step.retraces == ["model.weight.grad: None -> a tensor; model.bias.grad: None -> a tensor"]
+
+
+def test_reasons_name_tensors_that_are_keys() -> None:
+    w, more, of, sizes = torch.ones(4, 2), list[Tensor](), list[Tensor](), {}
+    of.append(w)
+    sizes[w] = "small"
+    step = sl.jit(lambda x: x * of[0].sum() * (2 if sizes[w] == "small" else 3) + len(more), in_specs=("b@data _",))
+    same(step(torch.ones(4, 2)), torch.full((4, 2), 16.0))
+    more.append(torch.ones(2))  # it is found before w, which has another number from now on
+    sizes[w] = "large"
+    same(step(torch.ones(4, 2)), torch.full((4, 2), 25.0))
+    assert "sizes[of[0]], read in <lambda>" in step.retraces[0]
+    assert "'small' -> 'large'" in step.retraces[0]
+
+
 def test_meshes_count_by_value() -> None:
     step = sl.jit(lambda x: x.sum(), in_specs="batch _")
     for rules in ({"batch": "data"}, {"batch": "data"}, {"batch": "tensor"}):

@@ -65,7 +65,7 @@ def ranks(rank: int, size: int) -> Iterator[None]:
             stack.enter_context(mock.patch.dict(os.environ, SHARDLIB_CHECK="off"))  # nor to say what values they have
             stack.enter_context(mock.patch.object(world, "_told_timeout", return_value=None))  # NCCL's is not here
             stack.enter_context(mock.patch("shardlib.run.distributed.agree"))  # the others are not there to agree
-            stack.enter_context(mock.patch("shardlib.ranks.order.waited", lambda task, what: task()))
+            stack.enter_context(mock.patch("shardlib.ranks.waiting.waited", lambda task, what: task()))
             stack.enter_context(mock.patch.object(agreed, "digest", return_value=0))  # constants have no values either
             stack.enter_context(mock.patch.object(Session, "_meet", _alone))
             stack.enter_context(mock.patch.object(world, "_new", _really(world._new)))
