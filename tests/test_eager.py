@@ -644,7 +644,7 @@ def test_ranks_compute_what_virtual_devices_do() -> None:
 
 REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "address": (lambda x: x.data_ptr(), "has no address"),
-    "resize": (lambda x: x.resize_(3), "that it does not fit"),
+    "resize": (lambda x: x.resize_(3), "keeps its size"),
     "storage": (lambda x: x.set_(), "has no storage of its own"),
     "sparse": (lambda x: x.to_sparse(), "is strided"),
     "wrong out=": (lambda x: torch.add(x, 1, out=x.new_zeros(3)), "that it does not fit"),

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+
+from shardlib.eager import refusals
 from shardlib.eager.prepare import LOCK
 from shardlib.eager.ways import Asked, run_of
+from shardlib.internals import dispatch_modes
 from shardlib.state import unseen
 from shardlib.tensors.above import above
 from shardlib.tensors.agreed import compare_operands
@@ -25,6 +29,8 @@ def dispatch(op: Any, args: Any, kwargs: dict[str, Any], key: Any) -> Any:
     Raises `ShardingError` as `run_of` does.
     """
     call = Asked(op, args, kwargs)
+    if any(isinstance(mode, ProxyTorchDispatchMode) for mode in dispatch_modes()):
+        refusals.recorded(op, call.tensors)
     with LOCK:
         if learn(op):
             key = key_of(op, args, kwargs)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shardlib.eager import refusals
 from shardlib.eager.prepare import pieces
 from shardlib.eager.writes import put, strided
 from shardlib.normalise import mask_filled
@@ -56,10 +57,16 @@ def _resize(op: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(x, ShardedTensor) and x.shape != shape and x.numel() == shape.numel() and x.is_contiguous():
         x.data = x.view(shape)
     elif isinstance(x, ShardedTensor) and x.shape != shape:
+        if x.numel():
+            refusals.storage(op, [x])
         put(op, torch.empty(shape, dtype=x.dtype, device=x.device), x)
     elif not isinstance(x, ShardedTensor):
         x.resize_(shape)
     return x
+
+
+def _fill(op: Any, args: Any, kwargs: Any) -> Any:
+    return args[0].fill_(args[1])
 
 
 def _set(op: Any, args: Any, kwargs: Any) -> Any:
@@ -77,6 +84,12 @@ def _equal(op: Any, args: Any, kwargs: Any) -> bool:
 def _masked(op: Any, args: Any, kwargs: Any) -> Any:
     """A mask among the indices says where its elements are; how many these are, only its values say."""
     x, indices, *rest = args
+    dim = 0
+    for i in indices:
+        if _is_mask(i) and i.shape != x.shape[dim : dim + i.dim()]:
+            wrong = next(d for d, n in enumerate(i.shape) if x.shape[dim + d : dim + d + 1] != (n,))
+            refusals.mask(i.shape, wrong, x.shape, dim + wrong)
+        dim += i.dim() if _is_mask(i) else 1
     if rest and rest[0].dim() == 0 and torch.can_cast(rest[0].dtype, x.dtype):
         rest[0] = rest[0].to(x.dtype)  # as torch fills with one value
     if rest and (at := mask_filled(x, indices, *rest, *kwargs.values())) is not None:
@@ -120,6 +133,7 @@ FORMS: Mapping[Any, OwnForm] = {
     **dict.fromkeys((aten.resize_.default, aten.resize_as_.default), _RESIZE),
     aten.set_.source_Tensor: OwnForm(_set, lambda args: all(isinstance(x, ShardedTensor) for x in args)),
     aten.equal.default: OwnForm(_equal),
+    aten.copy_.default: OwnForm(_fill, lambda args: not isinstance(args[1], torch.Tensor)),
     **dict.fromkeys((aten.index.Tensor, aten.index_put.default), _MASKED),
     **dict.fromkeys((aten.index_put_.default, aten._index_put_impl_.default), _MASKED),
     aten._amp_foreach_non_finite_check_and_unscale_.default: OwnForm(_unscale),

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from shardlib.errors import ShardingError
+from shardlib.internals import schema_of
 from shardlib.tensors.tensor import ShardedTensor, typeof
 
 
@@ -38,6 +39,34 @@ def storage(op: Any, tensors: Sequence[torch.Tensor]) -> NoReturn:
         [typeof(x) for x in tensors],
         rule="a tensor in pieces is strided, keeps its size, and has no storage of its own",
         remedy="make a new tensor: torch.zeros_like(x), torch.cat([x, y]), x[:n]",
+    )
+
+
+def turn(op: Any, x: torch.Tensor) -> NoReturn:
+    """Refuse to make a view with history another view in place: gradients of later writes would be laid out wrongly."""
+    name = schema_of(op).name.removeprefix("aten::")
+    raise ShardingError(
+        f"{name} of a view whose gradient is recorded: {typeof(x)}",
+        rule="a view with history stays the view that it is",
+        remedy=f"make another view: y = x.{name.removesuffix('_')}(...)",
+    )
+
+
+def recorded(op: Any, tensors: Sequence[torch.Tensor]) -> NoReturn:
+    """Refuse what torch.fx records."""
+    raise ShardingError(
+        f"{op} of ShardedTensors is recorded by torch.fx (make_fx; torch.func.linearize records, too)",
+        [typeof(x) for x in tensors],
+        rule="outside jit an op runs on pieces at once, and its result would be a constant of the recorded graph",
+        remedy="sl.jit records programs of tensors in pieces; torch.func.jvp gives what linearize does",
+    )
+
+
+def mask(shape: Sequence[int], dim: int, of: Sequence[int], at: int) -> NoReturn:
+    """Refuse a mask of another shape than what it is for, as torch does."""
+    raise IndexError(
+        f"The shape of the mask {list(shape)} at index {dim} does not match the shape of the indexed tensor {list(of)} "
+        f"at index {at}"
     )
 
 

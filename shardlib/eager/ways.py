@@ -20,8 +20,9 @@ from shardlib.eager import refusals
 from shardlib.eager.forms import FORMS
 from shardlib.eager.prepare import Prepared, whole
 from shardlib.eager.slots import devices_of, tensors_of
-from shardlib.eager.writes import outs_of, through_copies, writer
+from shardlib.eager.writes import outs_of, through_copies, writer, written_by
 from shardlib.internals import (
+    ASKS_IS_VIEW,
     PER_RANK,
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -154,6 +155,8 @@ def _turner(call: Asked) -> Run:
 
     def turn(args: Any, kwargs: Any) -> Any:
         x, *rest = args
+        if x.requires_grad and ASKS_IS_VIEW(x):
+            refusals.turn(call.op, x)
         x.data = view(x, *rest, **(kwargs or {}))
         return x
 
@@ -177,8 +180,18 @@ def _others(call: Asked) -> Run:
 
 
 def _one_by_one(call: Asked) -> Run:
-    op, key = call.op, torch.DispatchKey.CompositeExplicitAutograd
-    return lambda args, kwargs: kernel_of(op)(key, *args, **(kwargs or {}))
+    """The ops one by one; they come below autograd, so that nobody else notes that their tensors were written to."""
+    op, key, writes = call.op, torch.DispatchKey.CompositeExplicitAutograd, bool(schema_of(call.op).is_mutable)
+
+    def run(args: Any, kwargs: Any) -> Any:
+        out = kernel_of(op)(key, *args, **(kwargs or {}))
+        if writes:
+            torch.autograd.graph.increment_version(
+                [x for x in written_by(op, args, kwargs or {}) if not x.is_inference()]
+            )
+        return out
+
+    return run
 
 
 def _parts(call: Asked) -> Run:
@@ -192,13 +205,16 @@ def _whole(call: Asked) -> Run:
 
 
 def _ready(call: Asked) -> Run:
-    """The op itself: on the pieces as they are, or in a program; on whole tensors where values decide on shapes."""
+    """The op itself: on the pieces as they are, or in a program; on whole tensors where values decide on shapes.
+
+    Some of torch's forms for tensors without values divide by how many elements there are, which may be none.
+    """
     prepared = Prepared(call.op, call.args, call.kwargs, call.mesh)
     if (alike := prepared.as_before()) is not None:
         return alike
     try:
         meta = prepared.meta()
-    except (NotImplementedError, DynamicOutputShapeException, DataDependentOutputException):
+    except (NotImplementedError, DynamicOutputShapeException, DataDependentOutputException, ZeroDivisionError):
         return _whole(call)
     except RuntimeError as error:
         if not any(text in str(error) for text in _VALUES):
@@ -214,6 +230,7 @@ WAYS: Sequence[tuple[Callable[[Asked], bool], Callable[[Asked], Run]]] = (
     (lambda c: not isinstance(c.op, OpOverload), lambda c: refusals.operator(c.op, c.tensors)),
     (_has_own_form, _own_form),
     (lambda c: c.op.namespace in PER_RANK, lambda c: refusals.collective(str(c.op), [typeof(x) for x in c.sharded])),
+    (lambda c: _takes_lists(c.op), _one_by_one),
     (_on_several_meshes, lambda c: refusals.meshes(c.op, c.sharded)),
     (_asks_for_shapes, _shapes),
     (lambda c: bool(c.elsewhere), lambda c: refusals.devices(c.op, c.sharded, c.elsewhere)),
@@ -223,7 +240,6 @@ WAYS: Sequence[tuple[Callable[[Asked], bool], Callable[[Asked], Run]]] = (
     (lambda c: has(c.op, "storage"), lambda c: refusals.storage(c.op, c.tensors)),
     (lambda c: _writes_to_out(c.op), lambda c: through_copies(c.op)),
     (lambda c: c.op in DECOMPOSITIONS, _others),
-    (lambda c: _takes_lists(c.op), _one_by_one),
     (lambda c: _is_composite(c.op) and (row(c.op) is None or is_view(c.op)), _parts),
     (lambda c: bool(schema_of(c.op).is_mutable), lambda c: writer(c.op, c.args, c.kwargs, c.mesh)),
     (lambda c: _gives_values(c.op), _whole),

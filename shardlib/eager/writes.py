@@ -36,7 +36,7 @@ def writer(op: Any, args: Any, kwargs: dict[str, Any], mesh: Mesh) -> Run:
     def through(args: Any, kwargs: Any) -> Any:
         return _write(op, args, kwargs or {}, mesh)
 
-    for x in _written(op, args, kwargs):
+    for x in written_by(op, args, kwargs):
         _refuse_overlap(op, x, x)
     functional = value_written(op)
     if functional is None or not isinstance(args[0], ShardedTensor):
@@ -60,7 +60,7 @@ def writer(op: Any, args: Any, kwargs: dict[str, Any], mesh: Mesh) -> Run:
 
 def _write(op: Any, args: Any, kwargs: dict[str, Any], mesh: Mesh) -> Any:
     """One program: from the value of who owns the memory, along the views, to the owner's new value."""
-    written = _written(op, args, kwargs)
+    written = written_by(op, args, kwargs)
     if not all(isinstance(x, ShardedTensor) for x in written):
         return _write_plain(op, args, kwargs, written)
     _refuse_shared(op, written)
@@ -69,9 +69,10 @@ def _write(op: Any, args: Any, kwargs: dict[str, Any], mesh: Mesh) -> Any:
             _refuse_overlap(op, x, x.__dict__["_memory"].form)
     call = Prepared(op, args, kwargs, mesh)
     operands, inputs = [], []
-    for x, form in zip(call.tensors, call.forms, strict=True):
+    places = _places_written(op, call)
+    for i, (x, form) in enumerate(zip(call.tensors, call.forms, strict=True)):
         memory: Memory | None = x.__dict__.get("_memory")
-        mine = any(x is w for w in written)
+        mine = i in places  # what it reads may be the same tensor: `x.mul_(x)`
         if mine and memory is not None:
             operands.append(Operand(memory.form, x.__dict__["_path"], form, True))
             inputs.append(memory.locals)
@@ -163,7 +164,7 @@ def strided(form: Form, locals_: tuple[torch.Tensor, ...], path: Path) -> torch.
     return shown.clone()
 
 
-def _written(op: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def written_by(op: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that `op` writes to, in the order of its schema."""
     names = written_arguments(op)
     out: list[torch.Tensor] = []
@@ -171,6 +172,17 @@ def _written(op: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
         if a.name in names:
             out += tensors_of((args[i] if i < len(args) else kwargs.get(a.name),))
     return out
+
+
+def _places_written(op: Any, call: Prepared) -> set[int]:
+    """Which of a call's tensors stand where the op writes."""
+    names = written_arguments(op)
+    said = [
+        call.args[i] if i < len(call.args) else call.kwargs.get(a.name)
+        for i, a in enumerate(schema_of(op).arguments)
+        if a.name in names
+    ]
+    return {x.index for x in pytree.tree_leaves(said) if isinstance(x, Slot)}
 
 
 def _returned(op: Any, own: list[Any], written: Sequence[torch.Tensor]) -> Any:

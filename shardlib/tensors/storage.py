@@ -18,6 +18,7 @@ _ASKS: dict[str, tuple[str, str]] = {
     "untyped_storage": ("has no storage", _PIECE),
     "storage": ("has no storage", _PIECE),
     TYPED_STORAGE: ("has no storage", _PIECE),
+    "apply_": ("has no values that Python could go through", "write it as ops on the whole: x.copy_(x * 2)"),
     "share_memory_": ("cannot be put into shared memory", "x.full_tensor().share_memory_(), or x.to_local()'s"),
     "pin_memory": ("cannot be pinned", "pin the plain tensor, and place it then: shard(x.pin_memory(), spec)"),
     "__dlpack__": ("cannot be handed out by DLPack", f"hand out a plain tensor: {_PIECE}"),

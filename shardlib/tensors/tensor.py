@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shardlib.errors import ShardingError
-from shardlib.internals import IS_PARAMETER, make_wrapper, no_torch_function
+from shardlib.internals import IS_PARAMETER, count_dispatch_modes, make_wrapper, no_torch_function
 from shardlib.meshes.axis import Coords
 from shardlib.meshes.mesh import Mesh
 from shardlib.specs.fixed import Names
@@ -37,6 +37,9 @@ class LocalShard:
     rank: int
     coords: Coords
     data: torch.Tensor
+
+
+_modes = count_dispatch_modes
 
 
 class _Stale:
@@ -276,7 +279,7 @@ class ShardedTensor(torch.Tensor):
             read(key, kwargs.values(), loose)
         if _tracing.get():  # numbers of a trace must not be looked at
             return above.redirected(op, args, kwargs or {})
-        if (run := PROGRAMS.get(known := tuple(key))) is None:
+        if (run := PROGRAMS.get(known := tuple(key))) is None or _modes():  # of which one may record what runs
             return above.dispatch(op, args, kwargs or {}, known)
         return run(args, kwargs)
 
