@@ -7,6 +7,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
+from shardlib.aten.traits import has
 from shardlib.bounded import Bounded
 from shardlib.errors import ShardingError
 from shardlib.internals import CustomOpDef, OpOverload, OpOverloadPacket, op_of_custom, schema_of
@@ -124,7 +125,9 @@ _CACHE: Bounded[Any, Rule | None] = Bounded(1 << 11)
 
 def rule_for(call: Call) -> Rule | None:
     """The rule of one call; None if there is none: the op then runs replicated."""
-    key = (call.target, _frozen(call.args), _frozen(call.kwargs) if call.kwargs else None)
+    key: Any = (call.target, _frozen(call.args), _frozen(call.kwargs) if call.kwargs else None)
+    if has(call.target, "other shapes"):  # a plan for GPUs and one for CPUs may be made in one process
+        key = (*key, call.results)
     try:
         return _CACHE[key]
     except KeyError:

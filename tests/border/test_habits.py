@@ -11,6 +11,7 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ import shardlib as sl
 from shardlib import Mesh, ShardedTensor, ShardingError, shard
 from shardlib.ranks import counting
 from tests.border.oracle import same
-from tests.ranks import only, run_ranks
+from tests.ranks import Pool, only, run_ranks
 from tests.versions import HAS_FAKE_QUANTIZED
 
 W = torch.arange(24.0).view(4, 6) / 7 - 1
@@ -916,7 +917,8 @@ def test_the_mode_that_counts_collectives_counts_those_of_plans(monkeypatch):
 @pytest.mark.ranks
 @pytest.mark.parametrize("ops", ["", "torch"])
 def test_the_mode_counts_on_ranks_whatever_carries_collectives(ops):
-    assert run_ranks(_told, 4, ops) == [[]] * 4
+    with closing(Pool(4)) as pool:  # what is set there stays with a world
+        assert pool.run(_told, ops) == [[]] * 4
 
 
 def test_modules_are_counted_in_a_jitted_call():

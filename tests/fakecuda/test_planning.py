@@ -61,6 +61,16 @@ def test_plans_for_gpus_from_anywhere(device: str) -> None:
     assert not any(n.target is aten._to_copy.default and "device" in n.kwargs for n in nodes)
 
 
+def test_rules_are_those_of_the_device() -> None:
+    """A buffer that CPUs fill is empty on GPUs: a rule that was made for the one is not taken for the other."""
+    step = sl.jit(sl.value_and_grad(everywhere, argnums=1), in_specs=("_@data _", None))
+    for device in ("cpu", "cuda", "cpu"):
+        with Mesh.abstract(data=4, device=device):
+            plan = step.plan(*(torch.empty(8, 8, device="meta") for _ in range(2)))
+        (forward,) = (op for op in plan.compiled.graph.ops if op.target is aten.log_sigmoid_forward.default)
+        assert [v is not None and v.shape for v in forward.results][1] == ((8, 8) if device == "cpu" else (0,))
+
+
 def test_the_same_plan_for_the_cpu_stays_as_it_was() -> None:
     x, w = (torch.empty(8, 8, device="meta") for _ in range(2))
     with Mesh.abstract(data=4):
