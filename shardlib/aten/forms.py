@@ -53,7 +53,7 @@ _FUNCTIONAL: dict[OpOverload, OpOverload] = {
     aten._index_put_impl_.default: aten._unsafe_index_put.default,
 }
 
-# Writes whose functional form says no more than torch's own would, in fewer ways: `zero_` is `zeros_like`.
+# One value everywhere: `zero_` is `zeros_like`, where torch's own functional form is an op of its own, `zero`.
 FILLS = {aten.zero_.default: aten.zeros_like.default, aten.fill_.Scalar: aten.full_like.default}
 # Writes of what comes in other shapes and dtypes, or is drawn: only a program makes it fit.
 _FITTED = {aten.copy_.default, aten.fill_.Tensor, aten.bernoulli_.float}

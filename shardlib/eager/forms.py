@@ -119,7 +119,8 @@ def _unscale(op: Any, args: Any, kwargs: Any) -> None:
     for g in grads:
         if isinstance(g, ShardedTensor):
             bad = (~g.isfinite()).any().to(found.dtype)
-            found.copy_(torch.maximum(found, bad if isinstance(found, ShardedTensor) else bad.full_tensor()))  # type: ignore[attr-defined]
+            assert isinstance(bad, ShardedTensor), "an op of one makes one"
+            found.copy_(torch.maximum(found, bad if isinstance(found, ShardedTensor) else bad.full_tensor()))
             g.mul_(inverse)
 
 

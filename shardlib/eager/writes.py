@@ -69,7 +69,8 @@ def _write(op: Any, args: Any, kwargs: dict[str, Any], mesh: Mesh) -> Any:
             _refuse_overlap(op, x, x.__dict__["_memory"].form)
     call = Prepared(op, args, kwargs, mesh)
     operands, inputs = [], []
-    places = _places_written(op, call)
+    said = pytree.tree_leaves(_where_written(op, call.args, call.kwargs))
+    places = {x.index for x in said if isinstance(x, Slot)}
     for i, (x, form) in enumerate(zip(call.tensors, call.forms, strict=True)):
         memory: Memory | None = x.__dict__.get("_memory")
         mine = i in places  # what it reads may be the same tensor: `x.mul_(x)`
@@ -166,23 +167,14 @@ def strided(form: Form, locals_: tuple[torch.Tensor, ...], path: Path) -> torch.
 
 def written_by(op: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that `op` writes to, in the order of its schema."""
-    names = written_arguments(op)
-    out: list[torch.Tensor] = []
-    for i, a in enumerate(schema_of(op).arguments):
-        if a.name in names:
-            out += tensors_of((args[i] if i < len(args) else kwargs.get(a.name),))
-    return out
+    return tensors_of(_where_written(op, args, kwargs))
 
 
-def _places_written(op: Any, call: Prepared) -> set[int]:
-    """Which of a call's tensors stand where the op writes."""
+def _where_written(op: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """What stands where `op` writes: tensors and lists of them, or their slots."""
     names = written_arguments(op)
-    said = [
-        call.args[i] if i < len(call.args) else call.kwargs.get(a.name)
-        for i, a in enumerate(schema_of(op).arguments)
-        if a.name in names
-    ]
-    return {x.index for x in pytree.tree_leaves(said) if isinstance(x, Slot)}
+    arguments = enumerate(schema_of(op).arguments)
+    return [args[i] if i < len(args) else kwargs.get(a.name) for i, a in arguments if a.name in names]
 
 
 def _returned(op: Any, own: list[Any], written: Sequence[torch.Tensor]) -> Any:

@@ -73,6 +73,8 @@ class Builder:
         """Write one collective; its result."""
         c = Collective(kind, axes, source, out, params, nbytes, reduce, self.line, self.backward, reason, because)
         self.steps += together(c)
+        if out.layout is None:
+            self.first.hold(out, self.first.collective(c))
         return out
 
     def become(self, var: Var, out: Var, first: int) -> None:

@@ -137,8 +137,8 @@ def test_what_records_operators_is_refused() -> None:
 
 
 def test_numbers_are_copied() -> None:
-    same(placed(torch.ones(4)).copy_(5.0), torch.full((4,), 5.0))  # type: ignore[arg-type]
-    same(placed(torch.ones(4, dtype=torch.int64)).copy_(True), torch.ones(4, dtype=torch.int64))  # type: ignore[arg-type]
+    same(placed(torch.ones(4)).copy_(5.0), torch.full((4,), 5.0))
+    same(placed(torch.ones(4, dtype=torch.int64)).copy_(True), torch.ones(4, dtype=torch.int64))
 
 
 def test_losses_of_nothing() -> None:
