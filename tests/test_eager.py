@@ -332,12 +332,23 @@ STRIDED: dict[str, Callable[[Tensor], Any]] = {
     "outside of a slice": lambda x: x[1:].as_strided((2, 2), (5, 1), 0),
     "overlapping": lambda x: x.as_strided((3, 3), (1, 1)),
     "from before a write": lambda x: (x.as_strided((3, 3), (1, 1), 2), x.add_(1))[0],
+    "of a view of a view": lambda x: x[:, 1][2:].as_strided((2,), (1,)),
+    "of a view of a part": lambda x: x.split(4, 1)[1][1:, 2:].as_strided((2,), (1,)),
+    "of nothing": lambda x: x[:, 1][:0].as_strided((2,), (1,)),
+    "of one that was strided": lambda x: x[1:].as_strided((4, 2), (3, 1))[2:].as_strided((2,), (1,)),
+    "of real parts": lambda x: torch.complex(x, -x)[1:].imag[1:].as_strided((2,), (1,)),
+    "of a conjugate": lambda x: torch.complex(x, -x)[1:].conj()[1:].as_strided((2,), (1,)),
+    "of a conjugate's part": lambda x: torch.complex(x, -x).conj()[1:].imag.as_strided((2,), (1,)),
+    "of the part of a strided conjugate": lambda x: torch.complex(x, -x).conj()[1:].as_strided((2,), (1,)).imag,
+    "of bytes": lambda x: x[1:].view(torch.int16)[1:].as_strided((2,), (1,)),
 }
 
 
 @pytest.mark.parametrize("name", STRIDED)
 def test_as_strided_shows_the_memory_of_the_owner(name: str) -> None:
-    torch.testing.assert_close(STRIDED[name](shard(X.clone(), "b@data _")).full_tensor(), STRIDED[name](X.clone()))
+    ours, theirs = STRIDED[name](shard(X.clone(), "b@data _")), STRIDED[name](X.clone())
+    torch.testing.assert_close(ours.full_tensor(), theirs)
+    assert ours.storage_offset() == theirs.storage_offset()
 
 
 def test_new_data() -> None:

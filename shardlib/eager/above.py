@@ -16,6 +16,7 @@ from torch.library import Library
 from shardlib.eager.slots import tensors_of
 from shardlib.eager.writes import through_copies
 from shardlib.internals import keys_below, schema_of
+from shardlib.tensors import aliases
 from shardlib.tensors.tensor import ShardedTensor
 
 aten = torch.ops.aten
@@ -52,8 +53,24 @@ def _tensor_split(op: Any, x: Tensor, where: Tensor, dim: int = 0) -> Any:
 
 def _resolve_conj(op: Any, x: Tensor) -> Tensor:
     """A conjugate is marked as one by the way that leads to it, not by a bit."""
-    marks = [step for step in x.__dict__.get("_path", ()) if step[0] is aten._conj.default]
-    return x.clone() if len(marks) % 2 and x.is_complex() else x
+    return x.clone() if aten._conj.default in aliases.marks(x) else x
+
+
+def _resolve_neg(op: Any, x: Tensor) -> Tensor:
+    """So is a negated view."""
+    return x.clone() if aten._neg_view.default in aliases.marks(x) else x
+
+
+def _part(op: Any, x: Tensor) -> Tensor:
+    """The real or the imaginary part; of a conjugate, the latter is a negated view."""
+    if not x.is_complex():
+        if op is aten.real.default:
+            return x
+        raise RuntimeError("imag is not implemented for tensors with non-complex dtypes.")
+    conjugate = aten._conj.default in aliases.marks(x)
+    index = int(op is aten.imag.default)
+    part = torch.view_as_real(x.conj() if conjugate else x).select(-1, index)
+    return torch._neg_view(part) if conjugate and index else part
 
 
 for _op in (
@@ -66,3 +83,6 @@ for _op in (
     _catch(_op, _written)
 _catch(aten.tensor_split.tensor_indices_or_sections, _tensor_split)
 _catch(aten.resolve_conj.default, _resolve_conj)
+_catch(aten.resolve_neg.default, _resolve_neg)
+_catch(aten.real.default, _part)
+_catch(aten.imag.default, _part)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shardlib.aten.traits import has
 from shardlib.eager import refusals
 from shardlib.eager.prepare import pieces
 from shardlib.eager.writes import put, strided
@@ -37,14 +38,20 @@ def _alias(op: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 
 def _as_strided(op: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Strides speak of the owner's memory, whatever of it the tensor shows."""
+    """Strides speak of the owner's memory, whatever of it the tensor shows, as numbers of the tensor's dtype and with
+    its marks."""
     x, size, stride, *rest = args
     offset = rest[0] if rest else kwargs.get("storage_offset")
     memory = aliases.memory_of(x)
-    start = (x._form.offset if offset is None else offset) - memory.form.offset
-    path = ((op, (tuple(size), tuple(stride), start), (), None),)
+    begins = memory.form.offset * memory.form.dtype.itemsize // x.dtype.itemsize
+    start = (x._form.offset if offset is None else offset) - begins
+    path = (
+        *(step for step in x.__dict__["_path"] if has(step[0], "retypes") or has(step[0], "pairs")),
+        (op, (tuple(size), tuple(stride), start), (), None),
+        *((mark, (), (), None) for mark in aliases.marks(x)),
+    )
     value = strided(memory.form, memory.locals, path)
-    form = Form.of(Layout.replicated(value.shape), x.mesh, x.dtype, x._form.device, None, stride, start)
+    form = Form.of(Layout.replicated(value.shape), x.mesh, x.dtype, x._form.device, None, stride, start + begins)
     with aliases.like(x):
         out = wrap(form, pieces(value, x.mesh))
     memory.join(out, path)

@@ -131,8 +131,7 @@ class _Writer:
     def input(self, name: str, form: Form) -> fx.Node:
         node = self.graph.placeholder(name)
         with self.mode:
-            val = torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device=self.shown_on)
-        node.meta.update(self.meta, val=val)
+            node.meta.update(self.meta, val=form.abstract(self.shown_on))
         return node
 
     def call(self, op: Any, args: Any, kwargs: Any) -> fx.Node:
@@ -141,7 +140,7 @@ class _Writer:
         with self.mode:
             val = op(*a, **k)
             if has(op, "marks"):  # a bit, with which some views are refused; the program conjugates at once
-                val = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
+                val = torch._neg_view(val) if val.is_neg() else torch._conj(val)
             node.meta.update(self.meta, val=val)
         return node
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardlib.aten.traits import has
 from shardlib.tensors.form import Form
 
 if TYPE_CHECKING:
@@ -59,6 +60,18 @@ def memory_of(x: ShardedTensor) -> Memory:
         memory = Memory(x._form, x._locals)
         memory.join(x, ())
     return memory
+
+
+def marks(x: torch.Tensor) -> set[Any]:
+    """The bits that torch would mark `x` with, as the ops that set and clear them: `_conj`, `_neg_view`.
+
+    A ShardedTensor has none; the views that lead to it say so.
+    """
+    found: set[Any] = set()
+    for op, *_ in x.__dict__.get("_path", ()):
+        if has(op, "marks"):
+            found ^= {op}
+    return found
 
 
 _AS_IS = nullcontext()

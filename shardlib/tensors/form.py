@@ -66,9 +66,13 @@ class Form:
                     _forms[key] = weakref.ref(form, functools.partial(_forget, key))
         return form
 
-    def abstract(self) -> torch.Tensor:
-        """A meta tensor with this shape, dtype and strides."""
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+    def abstract(self, device: str | torch.device = "meta") -> torch.Tensor:
+        """A tensor with this shape, dtype, strides and offset, so that its views begin where those of the tensor do."""
+        if not self.offset:
+            return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+        last = self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True) if n)
+        memory = torch.empty(last + 1, dtype=self.dtype, device=device)
+        return memory.as_strided(self.shape, self.strides, self.offset)
 
     def __repr__(self) -> str:
         return f"Form({self.dtype}[{self.layout}] on {self.mesh})"

@@ -335,6 +335,10 @@ CONJUGATES: dict[str, Callable[[Tensor], Any]] = {
     "transposed": lambda z: z.mH.imag[0].add_(z.mH.imag[0]),
     "twice": lambda z: z.conj().conj().imag.fill_(2.0),
     "resolved": lambda z: torch.view_as_real(z.conj().resolve_conj()).fill_(1.0),
+    "a part resolved": lambda z: z.conj()[1:].imag.resolve_neg().fill_(2.0),
+    "negated, resolved": lambda z: torch._neg_view(z.real).resolve_neg().fill_(2.0),
+    "negated twice": lambda z: torch._neg_view(z.conj().imag).resolve_neg().fill_(2.0),
+    "not negated": lambda z: z.conj().real.resolve_neg().fill_(2.0),
 }
 
 
