@@ -70,7 +70,7 @@ def _part(op: Any, x: Tensor) -> Tensor:
     conjugate = aten._conj.default in aliases.marks(x)
     index = int(op is aten.imag.default)
     part = torch.view_as_real(x.conj() if conjugate else x).select(-1, index)
-    return torch._neg_view(part) if conjugate and index else part
+    return aten._neg_view(part) if conjugate and index else part
 
 
 for _op in (

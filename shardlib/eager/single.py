@@ -140,7 +140,7 @@ class _Writer:
         with self.mode:
             val = op(*a, **k)
             if has(op, "marks"):  # a bit, with which some views are refused; the program conjugates at once
-                val = torch._neg_view(val) if val.is_neg() else torch._conj(val)
+                val = op(val)
             node.meta.update(self.meta, val=val)
         return node
 
