@@ -16,6 +16,7 @@ from shardlib.manual.collectives import (
     all_to_all,
     axis_index,
     axis_size,
+    piece,
     pmax,
     pmean,
     pmin,
@@ -50,7 +51,7 @@ __all__ = [
     "jit", "Plan", "check", "comm_budget", "rule", "prove", "Proof", "debug_print",
     # per-device code by hand
     "shard_map", "psum", "pmean", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute",
-    "axis_index", "axis_size",
+    "axis_index", "axis_size", "piece",
     # transforms
     "grad", "value_and_grad", "vmap", "scan",
     # random numbers

@@ -1,9 +1,9 @@
 """Proof of a sharding rule by brute force: an op on the whole against the op on its pieces.
 
 For one call, every factor that the rule allows to be cut is cut over 2, 3 and 4 devices (so that pieces are even,
-uneven and empty) and over two axes at once, and every pair of factors over two axes. Each time the op is lowered and
-run as in any program, on virtual devices; what they hold is put together as the rule says, and compared in value, shape
-and dtype. Random addends show whether the op is linear where the rule says so.
+uneven and empty), over two axes at once, in lopsided pieces, and every pair of factors over two axes. Each time the op
+is lowered and run as in any program, on virtual devices; what they hold is put together as the rule says, and compared
+in value, shape and dtype. Random addends show whether the op is linear where the rule says so.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,10 +32,10 @@ from shardlib.rules.rule import Labels, Rule
 from shardlib.rules.table import overload_of, text_of
 from shardlib.run import virtual
 from shardlib.specs.layout import Factor, Layout, Pending
-from shardlib.specs.pieces import span
+from shardlib.specs.pieces import Pieces, span
 from shardlib.state import tracing
 
-Cuts = Mapping[str, tuple[Axis, ...]]
+Axes = tuple[Axis, ...]
 
 # What rounding may cost in a few operations, relative to the largest number.
 _ROUNDING = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -78,7 +78,7 @@ def prove(op: Any, /, *args: Any, **kwargs: Any) -> Proof:
         ...     return a @ b
         >>> _ = proved.register_fake(lambda a, b: a @ b)
         >>> print(sl.prove(proved, torch.randn(5, 6), torch.randn(6, 7)))
-        docs::proved (... m k, k n -> ... m n | k:sum {0} {1}) of [5, 6], [6, 7]: right in all 16 cuts
+        docs::proved (... m k, k n -> ... m n | k:sum {0} {1}) of [5, 6], [6, 7]: right in all 19 cuts
     """
     target = overload_of(op, "proved")
     call = _Call.of(target, args, kwargs)
@@ -97,30 +97,60 @@ def prove(op: Any, /, *args: Any, **kwargs: Any) -> Proof:
     every = list(cuts(call.op.rule))
     if len(every) == 1:
         raise _refused(call, "is not put to the test", ["no dim of this call may be cut: they are whole, or of size 1"])
-    for cut in every:
-        said = ", ".join(f"{f}@{'·'.join(map(str, axes))}" for f, axes in cut.items()) or "nothing cut"
-        sizes = ", ".join(dict.fromkeys(f"{a.name}={a.of}" for axes in cut.values() for a in axes))
-        wrong += [f"{said}{f' on {sizes}' if sizes else ''}: {fault}" for fault in _faults(call, cut)]
-    wrong += _not_linear(call)
+    wrong = [*(f"{cut}: {fault}" for cut in every for fault in _faults(call, cut)), *_not_linear(call)]
     if wrong:
         raise _refused(call, "is wrong", wrong)
     return Proof(_name(target), text_of(target), tuple(tuple(x.shape) for x in call.tensors), len(every))
 
 
-def cuts(rule: Rule) -> Iterator[Cuts]:
+def faults(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], rule: Rule, *, values: bool = True) -> list[str]:
+    """What is wrong with a rule for this call; nothing is a proof. Without `values`, shapes and dtypes are compared."""
+    call = _Call.of(op, args, kwargs)
+    call.op.rule = rule
+    if wrong := list(_bookkeeping(call)):
+        return wrong
+    every = [f"{cut}: {fault}" for cut in cuts(rule) for fault in _faults(call, cut, values=values)]
+    return [*every, *_not_linear(call)] if values else every
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One way of cutting: the axes over which factors are cut, and the pieces of those that are not cut in chunks."""
+
+    axes: Mapping[str, Axes]
+    pieces: Mapping[str, Pieces] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        said = [f"{f}@{'·'.join(map(str, axes))}" for f, axes in self.axes.items()]
+        sizes = dict.fromkeys(f"{a.name}={a.of}" for axes in self.axes.values() for a in axes)
+        chosen = "".join(f", {f} in pieces of {' '.join(map(str, p.sizes))}" for f, p in self.pieces.items())
+        return f"{', '.join(said)} on {', '.join(sizes)}{chosen}" if said else "nothing cut"
+
+
+def cuts(rule: Rule, ways: Sequence[int] = (2, 3, 4)) -> Iterator[Cut]:
     """Every way of cutting that is tried: none, one factor, one factor over two axes, two factors."""
     tied = {**rule.rounds, **rule.follows}
     free = [f for f in rule.sizes if f not in rule.whole and f not in tied]
     a, b, second = Axis("a", 2), Axis("b", 3), Axis("b", 2)
-    yield {}
+    chunks = [*((Axis("a", n),) for n in ways), (a, second)]
+
+    def lopsided(f: str) -> dict[str, Pieces]:
+        n = rule.sizes[f]
+        return {f: Pieces((n // 2 + 1, 0, n - n // 2 - 1), (b,))}
+
+    yield Cut({})
     for f in free:
-        yield from ({f: (Axis("a", n),)} for n in (2, 3, 4))
-        yield {f: (a, second)}
-    yield from ({f: (a,), g: (b,)} for f, g in itertools.combinations(free, 2))
+        yield from (Cut({f: axes}) for axes in chunks)
+        if rule.sizes[f]:
+            yield Cut({f: (b,)}, lopsided(f))
+    yield from (Cut({f: (a,), g: (b,)}) for f, g in itertools.combinations(free, 2))
     for t, s in tied.items():
-        yield from ({t: axes, s: axes} for axes in (*((Axis("a", n),) for n in (2, 3, 4)), (a, second)))
-        yield {t: (a,), s: (a, b)}
-        yield from ({t: (b,), s: (b,), f: (a,)} for f in free if f != s)
+        yield from (Cut({t: axes, s: axes}) for axes in chunks)
+        yield Cut({t: (a,), s: (a, b)})
+        if rule.sizes[s] and rule.sizes[t]:
+            yield Cut({t: (b,), s: (b,)}, lopsided(s))
+            yield Cut({t: (b,), s: (b,)}, lopsided(s) | lopsided(t))
+        yield from (Cut({t: (b,), s: (b,), f: (a,)}) for f in free if f != s)
 
 
 @dataclass(frozen=True)
@@ -157,18 +187,18 @@ class _Call:
         assert self.op.rule is not None
         return self.op.rule
 
-    def layout(self, labels: Labels, cut: Cuts, pending: Sequence[Pending] = ()) -> Layout:
-        sizes = self.rule.sizes
-        dims = (tuple(Factor(sizes[f], cut.get(f, ())) for f in dim) or (Factor(1),) for dim in labels)
+    def layout(self, labels: Labels, cut: Cut, pending: Sequence[Pending] = ()) -> Layout:
+        sizes = {**self.rule.sizes, **cut.pieces}
+        dims = (tuple(Factor(sizes[f], cut.axes.get(f, ())) for f in dim) or (Factor(1),) for dim in labels)
         return Layout(tuple(dims), tuple(pending))
 
-    def pending(self, i: int, cut: Cuts) -> list[Pending]:
+    def pending(self, i: int, cut: Cut) -> list[Pending]:
         """What result i still owes: sums over axes of factors that it has not."""
         have = {f for dim in self.rule.results[i] for f in dim}
-        mine = {a for f in have for a in cut.get(f, ())}
+        mine = {a for f in have for a in cut.axes.get(f, ())}
         read = {f for labels in self.rule.operands for dim in labels for f in dim}
-        lost = [f for f in cut if f in read - have and self.rule.reduce.get(f, "none") != "none"]
-        owed = ((tuple(a for a in cut[f] if a not in mine), self.rule.reduce[f]) for f in lost)
+        lost = [f for f in cut.axes if f in read - have and self.rule.reduce.get(f, "none") != "none"]
+        owed = ((tuple(a for a in cut.axes[f] if a not in mine), self.rule.reduce[f]) for f in lost)
         return [Pending(axes, kind) for axes, kind in owed if axes]
 
 
@@ -181,15 +211,17 @@ def _bookkeeping(call: _Call) -> Iterator[str]:
         spelled = [math.prod(rule.sizes[f] for f in dim) for dim in labels]
         if spelled != list(x.shape):
             yield f"{name} of shape {list(x.shape)} is spelled {labels}, which is {spelled}"
+        if len(flat := [f for dim in labels for f in dim]) != len(set(flat)):
+            yield f"{name} has a factor twice: {labels}"
     read = {f for labels in rule.operands for dim in labels for f in dim} - rule.whole
     for i, x in enumerate(results):
         lost = read - {f for dim in rule.results[i] for f in dim} - rule.reduce.keys() if isinstance(x, Tensor) else ()
         yield from (f"{f} may be cut, is not in result {i}, and nothing says how it is reduced" for f in sorted(lost))
 
 
-def _faults(call: _Call, cut: Cuts) -> Iterator[str]:
+def _faults(call: _Call, cut: Cut, *, values: bool = True) -> Iterator[str]:
     """What is wrong with the results of one cut."""
-    mesh = Mesh.abstract({a.name: a.of for axes in cut.values() for a in axes} or {"a": 1})
+    mesh = Mesh.abstract({a.name: a.of for axes in cut.axes.values() for a in axes} or {"a": 1})
     devices = mesh.all_coords()
     pieces = [
         [call.layout(labels, cut).scatter(x, c) for c in devices]
@@ -198,20 +230,22 @@ def _faults(call: _Call, cut: Cuts) -> Iterator[str]:
     try:
         found = virtual.load(verify(_program(call, cut, mesh)), mesh, share=False)(pieces)
     except _RAISED as error:
-        yield f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        first, *rest = str(error).splitlines() or [""]
+        more = f" {rest[0].strip().removeprefix('* ')}" if first.endswith(":") and rest else ""
+        yield f"{type(error).__name__}: {first}{more}"
         return
     whole = [(i, x) for i, x in enumerate(call.results) if isinstance(x, Tensor)]
     for (i, want), held in zip(whole, found, strict=True):
         at = call.layout(call.rule.results[i], cut, call.pending(i, cut))
         shards = list(zip(devices, held, strict=True))
-        yield from (f"result {i} {fault}" for fault in _unlike(at, shards, want))
+        yield from (f"result {i} {fault}" for fault in _unlike(at, shards, want, values=values))
 
 
-def _program(call: _Call, cut: Cuts, mesh: Mesh) -> Program:
+def _program(call: _Call, cut: Cut, mesh: Mesh) -> Program:
     """The op on pieces, as lowering writes it."""
     builder, op, rule = Builder(mesh), call.op, call.rule
-    leaves = {f: [f] for f in rule.sizes}
-    flood = SimpleNamespace(labels={op: leaves}, dims=SimpleNamespace(size=rule.sizes.__getitem__))
+    leaves, sizes = {f: [f] for f in rule.sizes}, {**rule.sizes, **cut.pieces}
+    flood = SimpleNamespace(labels={op: leaves}, dims=SimpleNamespace(size=sizes.__getitem__))
     for i, labels in enumerate(rule.operands):
         value = op.operands[i]
         builder.inputs.append(Var(builder.name(value.name), call.layout(labels, cut), value.dtype, value))
@@ -219,19 +253,21 @@ def _program(call: _Call, cut: Cuts, mesh: Mesh) -> Program:
         None if r is None else Var(builder.name(r.name), call.layout(labels, cut, call.pending(i, cut)), r.dtype, r)
         for i, (r, labels) in enumerate(zip(op.results, rule.results, strict=True))
     ]
-    assignment = {(f, 0): axes for f, axes in cut.items()}
+    assignment = {(f, 0): axes for f, axes in cut.axes.items()}
     # Of all that propagation knows, a single op's local form asks for its leaves and their sizes.
     Emitter(builder, flood).op(op, rule, assignment, builder.inputs, outs)  # type: ignore[arg-type]
     builder.outputs += [out for out in outs if out is not None]
     return builder.finish()
 
 
-def _unlike(at: Layout, shards: Sequence[tuple[Coords, Tensor]], want: Tensor) -> Iterator[str]:
+def _unlike(at: Layout, shards: Sequence[tuple[Coords, Tensor]], want: Tensor, *, values: bool) -> Iterator[str]:
     """How pieces in a layout differ from the whole."""
     for coords, x in shards:
         if tuple(x.shape) != at.local_shape(coords) or x.dtype != want.dtype:
             yield f"is {list(x.shape)} of {x.dtype} on {coords}, not {list(at.local_shape(coords))} of {want.dtype}"
             return
+    if not values:
+        return
     first: dict[Any, Tensor] = {}
     for coords, x in shards:
         part = tuple(span(f.size, f.axes, coords) for f in at.factors), tuple(a.coord(coords) for a in at.pending_axes)
@@ -245,9 +281,10 @@ def _unlike(at: Layout, shards: Sequence[tuple[Coords, Tensor]], want: Tensor) -
         yield f"is wrong{off}"
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    room = _ROUNDING.get(a.dtype, 0.0)
-    if not room:
+def _same(a: Tensor, b: Tensor, room: float = 0.0) -> bool:
+    """Equal, up to what rounding may cost."""
+    room = room or _ROUNDING.get(a.dtype, 0.0)
+    if not room or not (a.is_floating_point() or a.is_complex()):
         return torch.equal(a, b)
     finite = b[torch.isfinite(b)].abs()
     most = max(1.0, float(finite.max())) if finite.numel() else 1.0
@@ -262,7 +299,10 @@ def _not_linear(call: _Call) -> Iterator[str]:
         other = [torch.randn_like(x) if i in members else x for i, x in enumerate(call.tensors)]
         total = [x + y if i in members else x for i, (x, y) in enumerate(zip(call.tensors, other, strict=True))]
         one, two, both = (_plain(call, xs) for xs in (call.tensors, other, total))
-        if not all(_same(x + y, z) for x, y, z in zip(one, two, both, strict=True)):
+        room = max(_ROUNDING.get(x.dtype, 0.0) for x in call.tensors)
+        if not all(
+            _same(x + y, z, max(room, _ROUNDING.get(z.dtype, 0.0))) for x, y, z in zip(one, two, both, strict=True)
+        ):
             yield f"it is not linear in the operands {{{','.join(map(str, sorted(members)))}}}"
 
 

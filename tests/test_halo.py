@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 import shardlib as sl
 from shardlib import Mesh, P, shard
 from shardlib.check import unshared
+from shardlib.graph import Op
+from shardlib.lower.builder import Builder
+from shardlib.lower.emit import Emitter
+from shardlib.lower.local import LocalForm
 from shardlib.meshes.axis import Axis
+from shardlib.program.steps import Var
+from shardlib.program.sym import here
 from shardlib.rules.halo import Piece, overlap, sent
 from shardlib.rules.rule import Call, Rule
 from shardlib.rules.window import Window
+from shardlib.run import virtual
 from shardlib.specs.layout import span
 from shardlib.state import single_device
 from tests.campaign import broken_promise, counting
-from tests.prover import Ref, Tape
 from tests.ranks import run_ranks
 
 aten = torch.ops.aten
@@ -43,28 +51,40 @@ class Ring:
     """A tensor `[size, 1]` whose rows are cut over `n` devices."""
 
     def __init__(self, size: int, n: int) -> None:
-        self.x, self.n, self.axes = r(size, 1), n, (Axis("a", n),)
+        self.x, self.n, axes = r(size, 1), n, (Axis("a", n),)
         self.devices = [{"a": i} for i in range(n)]
-        self.mine = [span(size, self.axes, c) for c in self.devices]
+        self.mine = [span(size, axes, c) for c in self.devices]
+        self.mesh = Mesh.abstract(a=n)
+        self.builder = Builder(self.mesh)
         rule = Rule((LABELS,), (LABELS,), {"h": size})
-        call = Call(aten.alias.default, (), {}, (), ())
-        self.tape, self.start = Tape(rule, call, {"h": self.axes}, self.devices), Ref()
+        op = Op("x", Call(aten.alias.default, (), {}, (), ()), rule, (), (), fx.Graph().placeholder("x"), None, False)
+        flood = SimpleNamespace(labels={op: {"h": ["h"]}}, dims=SimpleNamespace(size=lambda _: size))
+        self.local = LocalForm(Emitter(self.builder, flood), op, {("h", 0): axes}, (), {})
+        self.start = Var("start", None, torch.float64)
+        self.builder.inputs.append(self.start)
 
     def piece(self) -> Piece:
-        return Piece.of(self.tape, self.start, LABELS, "x")
+        return Piece.of(self.local, self.start, LABELS, "x")
 
     def by_device(self, ranges: Ranges) -> Any:
-        return self.tape.calc(lambda at: ranges[at], self.tape.position("h"))
+        return self.local.calc(lambda at: ranges[at], self.local.position("h"))
 
     def run(self, out: Piece, start: list[Tensor]) -> list[Tensor]:
-        values = [{self.start: x} for x in start]
-        self.tape.run(values)
-        sends = [step for step in self.tape.steps if step[0] == "send"]
-        self.messages = [[values[src][value].numel() for src, _ in pairs] for _, value, _, pairs, *_ in sends]
-        found = [v[out.value] for v in values]
-        shapes = [tuple(self.tape.here(out.shape, c, {})) for c in self.devices]
+        self.builder.outputs.append(out.value)
+        program = self.builder.finish()
+        self.messages = [self._sizes(c) for c in program.collectives]
+        (found,) = virtual.load(program, self.mesh, share=False)([tuple(start)])
+        shapes = [tuple(here(n, c) for n in out.shape) for c in self.devices]
         assert shapes == [tuple(x.shape) for x in found]
-        return found
+        return list(found)
+
+    def _sizes(self, c: Any) -> list[int]:
+        """Numbers in each message."""
+        one = [int(c.bytes) // 8] * self.n
+        shapes = c.params.get("shapes")
+        if shapes is not None:
+            one = [math.prod(here(n, at) for n in shape) for shape, at in zip(shapes, self.devices, strict=True)]
+        return [one[source] for source, _ in c.params["pairs"]]
 
 
 def some_range(rng: random.Random, size: int, n: int) -> Ranges:
@@ -99,7 +119,7 @@ def test_giving_back_is_the_transpose(size: int, n: int, seed: int) -> None:
     need = some_range(rng, size, n)
     given = [r(b - a, 1) for a, b in need]
     piece = ring.piece()
-    piece.shape[0] = ring.tape.calc(lambda x: x[1] - x[0], ring.by_device(need))
+    piece.shape[0] = ring.local.calc(lambda x: x[1] - x[0], ring.by_device(need))
     piece.give_back(0, ("h",), ring.by_device(need), size)
     found = ring.run(piece, given)
     expected = torch.zeros(size, 1, dtype=torch.float64)

@@ -185,5 +185,5 @@ def _best(x: Tensor) -> Tensor:
 
 
 def test_the_guide_runs() -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
-    exec(compile(block, str(GUIDE), "exec"), {})
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    exec(compile("\n".join(blocks), str(GUIDE), "exec"), {})

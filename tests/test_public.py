@@ -11,7 +11,7 @@ PUBLIC = [
     "to_dtensor", "from_dtensor",
     "jit", "Plan", "check", "comm_budget", "rule", "prove", "Proof", "debug_print",
     "shard_map", "psum", "pmean", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute",
-    "axis_index", "axis_size",
+    "axis_index", "axis_size", "piece",
     "grad", "value_and_grad", "vmap", "scan",
     "global_random",
     "ShardingError",

@@ -11,6 +11,8 @@ import torch
 from shardlib import reshard
 from shardlib.graph import Op
 from shardlib.internals import schema_of, without_modes
+from shardlib.lower.code import code
+from shardlib.lower.manual import told
 from shardlib.meshes.axis import Axis, member_coords, position
 from shardlib.program.device import REFUSALS, Local
 from shardlib.program.steps import Compute, Inside, Var, leaves
@@ -37,6 +39,13 @@ if TYPE_CHECKING:
     from shardlib.lower.emit import Emitter
 
 Assignment = Mapping[OpFactor, Axes]  # the mesh axes on the factors of one op
+_DONE = {
+    "all_reduce": "reduced",
+    "reduce_scatter": "reduced",
+    "all_gather": "gathered",
+    "all_to_all": "exchanged",
+    "ppermute": "passed round",
+}
 
 
 class LocalForm:
@@ -47,6 +56,17 @@ class LocalForm:
         self.call, self.rule, self.args, self.kwargs = op.call, op.rule, args, kwargs
         self._emitter, self._op, self._assignment = emitter, op, assignment
         self._builder = emitter.builder
+
+    @property
+    def factors(self) -> list[str]:
+        """The factors that code may speak of, those of size 1 as well."""
+        return [*self.rule.sizes, *self.rule.ones]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the operands live. (Eager calls of tensors on CPUs are planned on meta tensors.)"""
+        found: torch.device = self._op.node.all_input_nodes[0].meta["val"].device
+        return torch.device("cpu") if found.type == "meta" else found
 
     def axes(self, factor: str) -> Axes:
         if factor not in self.rule.sizes:  # of size 1
@@ -121,7 +141,7 @@ class LocalForm:
             params,
             nbytes,
             reason=f"{self._op.name} needs of {name} what others hold along {factor}",
-            because=Inside(self._op, factor, name, "exchanged at the borders"),
+            because=Inside(self._op, (factor,), name, "exchanged at the borders"),
         )
 
     def ppermute(
@@ -141,25 +161,46 @@ class LocalForm:
         if not all(f.even for f in layout.factors):
             local = [product([local_size(f.size, f.axes) for f in dim]) for dim in layout.dims]
             params["shapes"] = [[of_member(n, axes, holds(i)) for n in local] for i in range(self.ways(factor))]
-        reason, because = f"{self._op.name} passes {factor} round", Inside(self._op, factor, name)
+        reason, because = f"{self._op.name} passes {factor} round", Inside(self._op, (factor,), name)
         return self._builder.communicate(
             "ppermute", axes, value, out, params, out.nbytes, reason=reason, because=because
         )
 
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return code(self, function, args, kwargs)
+
     def op(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         n = sum(r.real_type.isSubtypeOf(torch.TensorType.get()) for r in schema_of(target).returns)
-        name = f"{self._op.name}.{schema_of(target).name.split('::')[-1]}"
-        same = [a.dtype for a in leaves((args, kwargs), Var)] == [v.dtype for v in self._op.operands]
         step = Compute(target, args, kwargs, (None,) * len(schema_of(target).returns[: max(1, n)]))
-        made = self._made(step)[: len(step.outs)]
-        dtypes = [self._first_dtype(step) if x is None else x.dtype for x in made]
-        if target is self._op.target and same:  # one more call of the op itself, whose dtypes the device knows
+        outs = self.emit(target, args, kwargs, self._made(step)[: len(step.outs)])
+        return outs[0] if len(outs) == 1 else outs
+
+    def emit(self, target: Any, args: tuple[Any, ...], kwargs: Any, made: Sequence[Local | None]) -> tuple[Var, ...]:
+        """Write a call that makes these on the first device."""
+        operands = [a.dtype for a in leaves((args, kwargs), Var)]
+        dtypes = [(operands or [torch.get_default_dtype()])[0] if x is None else x.dtype for x in made]
+        if target is self._op.target and operands == [v.dtype for v in self._op.operands]:
+            # one more call of the op itself, whose dtypes the device knows
             dtypes = [d if r is None else r.dtype for r, d in zip(self._op.results, dtypes, strict=False)]
+        name = f"{self._op.name}.{schema_of(target).name.split('::')[-1]}"
         outs = tuple(self._var(name, dtype) for dtype in dtypes)
         for out, x in zip(outs, made, strict=False):
             self._builder.first.hold(out, x)
         self._builder.compute(target, args, kwargs, outs, f"part of {self._op.name}")
-        return outs[0] if len(outs) == 1 else outs
+        return outs
+
+    def communicate(
+        self, kind: str, factors: Sequence[str], value: Var, members: Sequence[Any], args: Sequence[Any], nbytes: int
+    ) -> Var:
+        """Write a collective of the members of the group along some factors, as `told`."""
+        axes = Axis.merge(a for f in factors for a in self.axes(f))
+        params, reduce, sent = told(kind, args, members, math.prod(a.size for a in axes), nbytes)
+        done, over = _DONE[kind], " and ".join(factors)
+        why = f"needs its {reduce} over {over}" if done == "reduced" else f"needs what is {done} along {over}"
+        out = self._var(f"{value.name}.{done}", value.dtype)
+        because = Inside(self._op, tuple(factors), how=done)
+        reason = f"{self._op.name} {why}"
+        return self._builder.communicate(kind, axes, value, out, params, sent, reduce, reason=reason, because=because)
 
     def _made(self, step: Compute) -> Sequence[Local | None]:
         """What torch says that a call makes on the first device."""
@@ -168,9 +209,6 @@ class LocalForm:
                 return self._builder.first.compute(step)
             except REFUSALS:  # a kernel for tensors without values may be stricter than the one that will run
                 return [None] * len(step.outs)
-
-    def _first_dtype(self, step: Compute) -> torch.dtype:
-        return step.operands[0].dtype if step.operands else torch.get_default_dtype()
 
     def all_reduce(self, value: Var, factor: str, kind: str, labels: Labels | None = None) -> Var:
         axes = self.axes(factor)
@@ -187,7 +225,7 @@ class LocalForm:
             2 * size * (n - 1) / n,
             kind,
             f"{self._op.name} needs its {kind} over {factor}",
-            because=Inside(self._op, factor),
+            because=Inside(self._op, (factor,)),
         )
 
     def all_gather(self, value: Var, factor: str, dim: int, labels: Labels, size: Sym | int = 1) -> Var:
@@ -208,7 +246,7 @@ class LocalForm:
             {"dim": dim, "sizes": sizes},
             out.nbytes * (n - 1) / n,
             reason=f"{self._op.name} needs what each piece of {factor} came to",
-            because=Inside(self._op, factor),
+            because=Inside(self._op, (factor,), how="gathered"),
         )
 
     def _var(self, name: str, dtype: torch.dtype, layout: Layout | None = None) -> Var:

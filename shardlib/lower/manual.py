@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,27 +27,35 @@ def collective(builder: Builder, op: Op, source: Var, name: str) -> Var:
     if kind == "axis_index":
         builder.compute(FILLED, (source, [], place_in(axes)), {"dtype": torch.int64}, [out])
         return out
-    params: dict[str, Any] = {}
-    reduce, sent = "sum", float(result.nbytes)
-    if kind == "all_reduce":
-        reduce, sent = args[2], 2 * result.nbytes * (n - 1) / n
-    elif kind == "all_gather":
-        params, sent = {"dim": args[2], "sizes": [shape[args[2]]] * n}, result.nbytes * (n - 1) / n
-    elif kind == "reduce_scatter":
-        params, sent = {"dim": args[2], "sizes": [shape[args[2]] // n] * n}, result.nbytes * (n - 1)
-    elif kind == "all_to_all":
-        split, concat = args[2], args[3]
-        params = {
-            "split_dim": split,
-            "split_sizes": [shape[split] // n] * n,
-            "concat_dim": concat,
-            "concat_sizes": [shape[concat]] * n,
-        }
-        sent = result.nbytes * (n - 1) / n
-    else:
-        params = {"pairs": list(zip(args[2][::2], args[2][1::2], strict=True))}
+    params, reduce, sent = told(kind, args[2:], [[size] * n for size in shape], n, result.nbytes)
     said = "the transpose of a collective in a shard_map body" if op.backward else "written in a shard_map body"
     return builder.communicate(kind, axes, source, out, params, sent, reduce, said)
+
+
+def told(
+    kind: str, args: Sequence[Any], members: Sequence[Sequence[Any]], n: int, nbytes: float
+) -> tuple[dict[str, Any], str, float]:
+    """What a collective is told by these arguments: its parameters, its reduction, and the bytes that a device sends.
+
+    `members` are, dim by dim, the sizes of what each of the n members holds; `nbytes` are those of the result.
+    """
+    match kind:
+        case "all_reduce":
+            return {}, args[0], 2 * nbytes * (n - 1) / n
+        case "all_gather":
+            return {"dim": args[0], "sizes": list(members[args[0]])}, "sum", nbytes * (n - 1) / n
+        case "reduce_scatter":
+            return {"dim": args[0], "sizes": [size // n for size in members[args[0]]]}, "sum", nbytes * (n - 1)
+        case "all_to_all":
+            split, concat = args[:2]
+            params = {
+                "split_dim": split,
+                "split_sizes": [size // n for size in members[split]],
+                "concat_dim": concat,
+                "concat_sizes": list(members[concat]),
+            }
+            return params, "sum", nbytes * (n - 1) / n
+    return {"pairs": list(zip(args[0][::2], args[0][1::2], strict=True))}, "sum", nbytes
 
 
 def _axes(builder: Builder, names: list[str]) -> tuple[Axis, ...]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,18 +71,28 @@ _define(
 # --- the body that runs -----------------------------------------------------------------------------------------------
 
 
+class Piece(NamedTuple):
+    """A device's elements of a dim: the index of the first one in the whole, how many, and how many there are."""
+
+    offset: int
+    size: int
+    whole: int
+
+
 @dataclass(frozen=True)
 class Body:
-    """The `shard_map` body that runs now, per-device code along its axes `manual`.
+    """The per-device code that runs now: a `shard_map` body along its axes `manual`, or the local form of a rule.
 
     `like` is one of its values while it is traced as it is written, for one device. Where all devices run at once,
-    stacked, `indices` are the device's coordinates by axis, each batched in the vmap for its axis.
+    stacked, `indices` are the device's coordinates by axis, each batched in the vmap for its axis. In a local form the
+    axes are the dims of the rule, and `piece` says of each what this device has.
     """
 
     mesh: Mesh
     manual: tuple[str, ...]
     like: Tensor | None = None
     indices: Mapping[str, Tensor] = field(default_factory=dict)
+    piece: Callable[[str], Piece] | None = None
 
     @property
     def left(self) -> tuple[str, ...]:
@@ -117,10 +127,17 @@ def group(call: str, axis: str | Sequence[str]) -> tuple[Body, tuple[str, ...], 
             rule="collectives act on what one device holds, which only the body of a shard_map sees",
             remedy="call it in fn of sl.shard_map(fn, in_specs, out_specs)",
         )
+    if body.piece is not None and (wrong := [name for name in axes if name not in body.mesh.axes]):
+        raise ShardingError(
+            f"{call} over {axis!r} in the local form of a rule",
+            [f"the rule has no dim {name!r}" for name in wrong],
+            rule="a local form communicates along the dims of its rule",
+            remedy=f"use dims of {', '.join(body.manual)}",
+        )
     faults = [f"{body.mesh} has no axis {name!r}" for name in axes if name not in body.mesh.axes]
     faults += [f"axis {name!r} is left to the compiler" for name in body.left if name in axes]
     faults += [f"axis {name!r} is named twice" for name in dict.fromkeys(axes) if axes.count(name) > 1]
-    if faults or not axes:
+    if faults or not (axes or body.piece):
         raise ShardingError(
             f"{call} over {axis!r}",
             faults or ["no axis is named"],

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardlib.errors import ShardingError
 from shardlib.internals import pytree
-from shardlib.manual.body import Communication, group
+from shardlib.manual.body import Communication, Piece, current_body, group
 from shardlib.ops import ppermute as permutation
 
 Axis = str | Sequence[str]
@@ -124,6 +124,12 @@ def _mapped(call: str, of: Callable[[Tensor], Tensor], x: Any, of_number: Callab
         if leaf is None or isinstance(leaf, Tensor):
             return leaf if leaf is None else of(leaf)
         assert of_number is not None, "other leaves were refused"
+        if (body := current_body()) is not None and body.piece is not None:
+            raise ShardingError(
+                f"{call} of the number {leaf!r} in the local form of a rule",
+                rule="devices may hold pieces of other sizes, and other numbers",
+                remedy="sl.piece(name).whole is the size of the whole; x.new_full((), number) is a tensor",
+            )
         return of_number(leaf)
 
     return pytree.tree_unflatten([one(leaf) for leaf in leaves], tree)
@@ -150,6 +156,21 @@ def axis_index(axis: Axis) -> Tensor:
 def axis_size(axis: Axis) -> int:
     """The number of devices along `axis`."""
     return group("axis_size", axis)[2]
+
+
+def piece(name: str) -> Piece:
+    """Which elements of the dim `name` this device has, in the local form of a rule: `(offset, size, whole)`.
+
+    Raises `ShardingError` elsewhere, and for a dim that the rule has not.
+    """
+    body, _, _ = group("piece", name)
+    if body.piece is None:
+        raise ShardingError(
+            f"piece({name!r}) in a shard_map body",
+            rule="the dims of a rule are known in its local form",
+            remedy="x.shape is this device's; sl.axis_index(axis) its place",
+        )
+    return body.piece(name)
 
 
 class _AxisIndex(torch.autograd.Function):

@@ -38,10 +38,12 @@ class Explainer:
     def why(self, c: Collective) -> str:
         """Why a collective is there, in a few words."""
         if isinstance(c.because, Inside):
-            op, factor = c.because.op, c.because.factor
-            names = [self.naming.leaf(x) for x in self.compiled.propagated.flood.labels[op].get(factor, ())]
-            over = " ".join(names) or factor
-            what = f"{over} {c.because.how}" if c.kind == "ppermute" else f"{c.reduce} over {over}"
+            op, factors = c.because.op, c.because.factors
+            labels = self.compiled.propagated.flood.labels[op]
+            names = [self.naming.leaf(x) for factor in factors for x in labels.get(factor, ())]
+            over = " ".join(names or factors)
+            reduced = c.kind in ("all_reduce", "reduce_scatter")
+            what = f"{c.reduce} over {over}" if reduced else f"{over} {c.because.how}"
             return f"{what}, inside {self.naming.call(op, 2)}"
         reader = self._reader(c)
         if not reader:

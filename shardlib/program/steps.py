@@ -86,10 +86,10 @@ class Asked:
 
 @dataclass(frozen=True, eq=False)
 class Inside:
-    """Why an op communicates by itself: its local form does, over one of its factors; `what` it moves, and `how`."""
+    """Why an op communicates by itself: its local form does, over these factors; `what` it moves, and `how`."""
 
     op: Op
-    factor: str
+    factors: tuple[str, ...]
     what: str = ""
     how: str = "passed round"
 

@@ -9,49 +9,52 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
 from shardlib.internals import schema_of
+from shardlib.manual.collectives import psum
 from shardlib.rules.nonempty import nonempty
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
-from shardlib.rules.shards import check, cut, localise, never_empty, positional
-from shardlib.rules.space import Space, arg, axis, numel
+from shardlib.rules.shards import Rows, checked, cut, located, positional
+from shardlib.rules.space import Space, arg, axis, numel, result_shape
 
 aten = torch.ops.aten
 
 _SUM, _MEAN, _MAX = range(3)
 
 
-def _spare(local: Local, index: Any, padding: int = -1) -> Any:
+def _spare(index: Tensor, rows: int, padding: int = -1) -> Tensor:
     """Indices as this shard counts; those on other devices, and the padding, are one behind the shard's last."""
-    mine, outside = localise(local, index, "v")
-    if padding >= 0:
-        outside = local.op(aten.bitwise_or.Tensor, outside, local.op(aten.eq.Scalar, index, padding))
-        mine = local.op(aten.masked_fill.Scalar, mine, outside, 0)
-    return local.op(aten.add.Tensor, mine, local.op(aten.mul.Scalar, outside, local.size("v")))
+    mine, outside = located(index, "v")
+    skipped = outside | (index == padding) if padding >= 0 else outside
+    return mine.masked_fill(skipped, rows)
 
 
 def _bag(local: Local) -> Any:
     if not cut(local, ["v"]):
         return nonempty(local)
-    table, index, offsets, by_count, mode, sparse, weights, last, padding = positional(local)
-    # Where bags begin and what they count has nothing to do with the table: 1 is the padding, 0 what is none.
-    kinds = local.op(aten.mul.Scalar, local.op(aten.eq.Scalar, index, padding), 1)
-    kinds = local.op(aten._to_copy.default, kinds, dtype=local.call.operands[1].dtype)
-    tiny = local.op(aten.new_zeros.default, table, [2, 1])
-    other = 1 if padding >= 0 else -1
-    _, *counts = local.op(local.call.target, tiny, kinds, offsets, by_count, mode, sparse, weights, last, other)
-    table = local.op(aten.constant_pad_nd.default, never_empty(local, table, 0, ["d"]), [0, 0, 0, 1], 0)
-    mine = _spare(local, check(local, index, local.call.operands[0].shape[0]), padding)
-    out, *_ = local.op(local.call.target, table, mine, offsets, False, _SUM, False, weights, last, -1)
-    out = local.op(aten.slice.Tensor, out, 1, 0, local.size("d"))
-    if mode == _MEAN:
-        pooled = local.call.results[0]
-        assert pooled is not None
-        size = local.op(aten.slice.Tensor, counts[1], 0, 0, pooled.shape[0])  # a GPU counts one more behind the last
-        size = local.op(aten.unsqueeze.default, local.op(aten.clamp_min.default, size, 1), 1)
-        out = local.op(aten.div.Tensor, out, size)
-    return (local.all_reduce(out, "v", "sum", local.rule.results[0]), *counts)
+    call = local.call
+    columns = Rows.of(local, [1])
+
+    def form(
+        table: Tensor, index: Tensor, offsets: Tensor, by_count: bool, mode: int, sparse: bool, weights: Tensor | None,
+        last: bool, padding: int,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        # Where bags begin and what they count has nothing to do with the table: 1 is the padding, 0 what is none.
+        kinds = (index == padding).to(index.dtype)
+        how = (by_count, mode, sparse, weights, last, 1 if padding >= 0 else -1)
+        _, *counts = call.target(table.new_zeros(2, 1), kinds, offsets, *how)
+        mine = _spare(checked(index, call.operands[0].shape[0]), len(table), padding)
+        wide = pad(columns.held(table, 0), [0, 0, 0, 1])
+        out = call.target(wide, mine, offsets, False, _SUM, False, weights, last, -1)[0].narrow(1, 0, table.shape[1])
+        if mode == _MEAN:
+            bags = result_shape(call)[0]  # a GPU counts one more behind the last
+            out = out / counts[1].narrow(0, 0, bags).clamp_min(1).unsqueeze(1)
+        return psum(out, "v"), *counts
+
+    return local.run(form, *positional(local))
 
 
 def _embedding_bag(call: Call) -> Rule:
@@ -69,15 +72,17 @@ def _bag_backward(first: int) -> RuleFn:
     def local(local: Local) -> Any:
         if not cut(local, ["v"]):
             return nonempty(local)
-        args = positional(local)
-        padding = args[-1]
-        args[1] = _spare(local, args[1], padding)
-        if args[first + 2] == _MAX:
-            args[first - 1] = _spare(local, args[first - 1])
-        args[first] = local.size("v") + 1
-        args[-1] = -1
-        rows = local.op(local.call.target, *args)
-        return local.op(aten.slice.Tensor, rows, 0, 0, local.size("v"))
+        target = local.call.target
+
+        def form(*args: Any) -> Tensor:
+            grad, index, *rest = args
+            n, mode, padding = args[first], args[first + 2], args[-1]
+            rest[first - 2 :] = [n + 1, *args[first + 1 : -1], -1]
+            if mode == _MAX:
+                rest[first - 3] = _spare(args[first - 1], n)
+            return target(grad, _spare(index, n, padding), *rest).narrow(0, 0, n)  # type: ignore[no-any-return]
+
+        return local.run(form, *positional(local))
 
     def rule(call: Call) -> Rule:
         most = arg(call, first + 2, "mode") == _MAX
@@ -93,22 +98,26 @@ def _bag_backward(first: int) -> RuleFn:
 
 def _weights_backward(local: Local) -> Any:
     """The gradient of a weight is the product of a row and the bag's gradient: 0 where the row is elsewhere."""
-    grad, table, index, offsets, bags, mode, padding = positional(local)
-    mine, outside = localise(local, index, "v")
-    table = never_empty(local, table, 1, ["v", "d"])
-    grad = never_empty(local, grad, 0, ["d"])
-    if padding >= 0:
-        outside = local.op(aten.bitwise_or.Tensor, outside, local.op(aten.eq.Scalar, index, padding))
-    each = local.op(local.call.target, grad, table, mine, offsets, bags, mode, -1)
-    return local.op(aten.masked_fill.Scalar, each, outside, 0)
+    target, rows, columns = local.call.target, Rows.of(local, [0, 1], 1), Rows.of(local, [1])
+
+    def form(grad: Tensor, table: Tensor, index: Tensor, offsets: Tensor, bags: Tensor, mode: int, pads: int) -> Tensor:
+        mine, outside = located(index, "v")
+        skipped = outside | (index == pads) if pads >= 0 else outside
+        each = target(columns.held(grad, 0), rows.held(table, 0), mine, offsets, bags, mode, -1)
+        return each.masked_fill(skipped, 0)  # type: ignore[no-any-return]
+
+    return local.run(form, *positional(local))
 
 
 def _renorm(local: Local) -> Any:
     """The row of zeros has no norm to speak of."""
-    table, index, *rest = local.args
-    table = local.op(aten.constant_pad_nd.default, table, [0, 0, 0, 1], 0)
-    out = local.op(local.call.target, table, _spare(local, index), *rest)
-    return local.op(aten.slice.Tensor, out, 0, 0, local.size("v"))
+    target = local.call.target
+
+    def form(table: Tensor, index: Tensor, *how: Any) -> Tensor:
+        out: Tensor = target(pad(table, [0, 0, 0, 1]), _spare(index, len(table)), *how)
+        return out.narrow(0, 0, len(table))
+
+    return local.run(form, *local.args)
 
 
 def _segments(call: Call) -> Rule:

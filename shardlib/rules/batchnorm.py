@@ -6,17 +6,18 @@ A device adds up what it holds of every channel or group, and the sums travel. W
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardlib.internals import schema_of
-from shardlib.rules.norm import Rows, narrowed, rsqrt, scaled, widened
+from shardlib.rules.norm import affine
 from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
-from shardlib.rules.shards import cut, may_be_empty, wide
+from shardlib.rules.shards import Rows, cut, may_be_empty, widely
 from shardlib.rules.space import Dim, Space, numel
 
 aten = torch.ops.aten
@@ -60,11 +61,10 @@ def _batch_norm(name: str) -> RuleFn:
 
         def local(local: Local) -> Any:
             if (trains and cut(local, batch)) or any(may_be_empty(local, f) for f in (*batch, *x[1])):
-                acc = wide(call.operands[0].dtype)
                 dims = [i for i in range(len(shape)) if i != 1]
-                sums = Rows(local, dims, batch if trains else (), (x[1],) if x[1] else (), _count(shape))
-                form = _backward if backward else _forward
-                return narrowed(local, form(local, kinds, outs, sums, acc, trains), acc)
+                rows = Rows(dims, tuple(batch if trains else ()), numel(shape[:1]) * numel(shape[2:]))
+                form = partial(_backward if backward else _forward, rows, kinds, outs, trains)
+                return local.run(widely(form, call), *local.args)
             return local.op(call.target, *local.args)  # the kernels refuse empty inputs, or crash
 
         return space.rule(
@@ -80,56 +80,41 @@ def _batch_norm(name: str) -> RuleFn:
     return rule
 
 
-def _count(shape: Sequence[int]) -> int:
-    """Values in a channel."""
-    return numel(shape[:1]) * numel(shape[2:])
+def _by_kind(kinds: str, args: Sequence[Any], kind: str) -> list[Any]:
+    """The arguments of a kind; those about channels are shaped to go with the input. None: nothing is said."""
+    (x, *_), found = args, [a for k, a in zip(kinds, args, strict=True) if k == kind]
+    if kind != "c":
+        return found
+    return [None if c is None else c.reshape([1, -1, *[1] * (x.dim() - 2)]) for c in found]
 
 
-def _channels(local: Local, kinds: str, acc: torch.dtype) -> list[Any]:
-    """What the call says about channels, in the order of its arguments, shaped to go with the input; None: nothing."""
-    rank = len(local.call.operands[0].shape)
-    shape = [1, -1, *[1] * (rank - 2)]
-    found = [widened(local, local.args[i], i, acc) for i, kind in enumerate(kinds) if kind == "c"]
-    return [None if x is None else local.op(aten.reshape.default, x, shape) for x in found]
-
-
-def _flat(local: Local, x: Any) -> Any:
-    return local.op(aten.reshape.default, x, [-1])
-
-
-def _forward(local: Local, kinds: str, outs: str, sums: Rows, acc: torch.dtype, trains: bool) -> tuple[Any, ...]:
-    w, b, *running = _channels(local, kinds, acc)
-    momentum, eps = (local.args[kinds.index(kind)] for kind in "me")
-    x = widened(local, local.args[0], 0, acc)
+def _forward(rows: Rows, kinds: str, outs: str, trains: bool, *args: Any) -> tuple[Tensor, ...]:
+    x, (w, b, *running) = args[0], _by_kind(kinds, args, "c")
+    (momentum,), (eps,) = _by_kind(kinds, args, "m"), _by_kind(kinds, args, "e")
     if trains:
-        mean, centred, var = sums.moments(x)
-        # Running variances are those of a sample.
-        sample = local.op(aten.mul.Scalar, var, sums.count / max(sums.count - 1, 1))
-        running = [
-            local.op(aten.lerp.Scalar, old, new, momentum) for old, new in zip(running, (mean, sample), strict=False)
-        ]
+        mean, centred, var = rows.moments(x)
+        sample = var * (rows.count / max(rows.count - 1, 1))  # running variances are those of a sample
+        running = [old.lerp(new, momentum) for old, new in zip(running, (mean, sample), strict=False)]
     else:
         mean, var = running
-        centred = local.op(aten.sub.Tensor, x, mean)
-    rstd = rsqrt(local, var, eps)
-    out = scaled(local, centred, rstd, w)
-    out = out if b is None else local.op(aten.add.Tensor, out, b)
-    nothing, scratch = (local.op(aten.new_empty.default, x, [0], dtype=dtype) for dtype in (acc, torch.uint8))
-    saved = [_flat(local, mean), _flat(local, rstd)] if trains else [nothing, nothing]
-    rest = iter([*saved, *(_flat(local, x) for x in running)])
-    return out, *(next(rest) if kind == "c" else scratch for kind in outs[1:])
+        centred = x - mean
+    rstd = (var + eps).rsqrt()
+    nothing = x.new_empty(0)
+    saved = [mean.reshape(-1), rstd.reshape(-1)] if trains else [nothing, nothing]
+    rest = iter([*saved, *(c.reshape(-1) for c in running)])
+    return affine(centred * rstd, w, b), *(next(rest) if kind == "c" else nothing for kind in outs[1:])
 
 
-def _backward(local: Local, kinds: str, outs: str, sums: Rows, acc: torch.dtype, trains: bool) -> tuple[Any, ...]:
-    w, mean, var, *saved = _channels(local, kinds, acc)
-    mean, rstd = saved if trains else (mean, rsqrt(local, var, local.args[kinds.index("e")]))
-    grad, x = (widened(local, local.args[i], i, acc) for i in (0, 1))
-    unit = scaled(local, local.op(aten.sub.Tensor, x, mean), rstd)
-    totals = [sums.sum(scaled(local, grad, unit)), sums.sum(grad)]
+def _backward(rows: Rows, kinds: str, outs: str, trains: bool, *args: Any) -> tuple[Tensor, ...]:
+    grad, x = args[:2]
+    (w, mean, var, *saved), (eps,) = _by_kind(kinds, args, "c"), _by_kind(kinds, args, "e")
+    mean, rstd = saved if trains else (mean, (var + eps).rsqrt())
+    unit = (x - mean) * rstd
+    totals = rows.sum(grad * unit), rows.sum(grad)
     if trains:
-        along, mean = (local.op(aten.div.Scalar, total, sums.count) for total in totals)
-        grad = local.op(aten.sub.Tensor, local.op(aten.sub.Tensor, grad, mean), scaled(local, unit, along))
-    return scaled(local, grad, rstd, w), *(_flat(local, total) for total in totals)
+        along, mean = (total / rows.count for total in totals)
+        grad = grad - mean - unit * along
+    return affine(grad * rstd, w), *(total.reshape(-1) for total in totals)
 
 
 # Group normalisation -------------------------------------------------------------------------------------------------
@@ -155,11 +140,8 @@ def _group_norm(call: Call) -> Rule:
 
     def local(local: Local) -> Any:
         if cut(local, within) or any(may_be_empty(local, f) for f in (*n, *g)):
-            acc = wide(call.operands[0].dtype)
-            sums = Rows(local, [2, 3], within, tuple(d for d in statistics if d), numel(shape[1:]) // groups)
-            by = _Groups(local, first, math.prod(local.size(f) for f in c), acc)
-            there = [math.prod(local.size(f) for f in d) for d in x]
-            return narrowed(local, (_group_backward if backward else _group_forward)(local, by, sums, there), acc)
+            rows = Rows([2, 3], tuple(within), numel(shape[1:]) // groups)
+            return local.run(widely(partial(_group_backward if backward else _group_forward, rows), call), *local.args)
         args = [
             local.op(aten.contiguous.default, a) if k != "-" and a is not None else a
             for k, a in zip(kinds, local.args, strict=True)
@@ -179,48 +161,26 @@ def _group_norm(call: Call) -> Rule:
     return replace(rule, dense=True)
 
 
-class _Groups:
-    """The call's tensors as [batch, groups, channels of a group, space], in the dtype to compute in."""
-
-    def __init__(self, local: Local, first: int, channels: Any, acc: torch.dtype) -> None:
-        self.local, self.acc = local, acc
-        self.n, self.channels, self.space, self.groups = local.args[first : first + 4]
-        self.per_group = channels
-
-    def x(self, position: int) -> Any:
-        return self._shaped(position, [self.n, self.groups, self.per_group, self.space])
-
-    def weight(self, position: int) -> Any:
-        return self._shaped(position, [1, self.groups, self.per_group, 1])
-
-    def statistics(self, position: int) -> Any:
-        return self._shaped(position, [self.n, self.groups, 1, 1])
-
-    def _shaped(self, position: int, shape: list[Any]) -> Any:
-        x = widened(self.local, self.local.args[position], position, self.acc)
-        return None if x is None else self.local.op(aten.reshape.default, x, shape)
+def _group_forward(
+    rows: Rows, x: Tensor, w: Tensor | None, b: Tensor | None, n: int, c: int, space: int, groups: int, eps: float
+) -> tuple[Tensor, ...]:
+    each = c // max(groups, 1)
+    mean, centred, var = rows.moments(x.reshape(n, groups, each, space))
+    rstd = (var + eps).rsqrt()
+    w, b = (None if v is None else v.reshape(1, groups, each, 1) for v in (w, b))
+    return affine(centred * rstd, w, b).reshape(x.shape), *(v.reshape(n, groups) for v in (mean, rstd))
 
 
-def _group_forward(local: Local, by: _Groups, sums: Rows, shape: list[Any]) -> tuple[Any, ...]:
-    w, b = by.weight(1), by.weight(2)
-    mean, centred, var = sums.moments(by.x(0))
-    rstd = rsqrt(local, var, local.args[7])
-    out = scaled(local, centred, rstd, w)
-    out = out if b is None else local.op(aten.add.Tensor, out, b)
-    each = [by.n, by.groups]
-    return tuple(local.op(aten.reshape.default, v, to) for v, to in ((out, shape), (mean, each), (rstd, each)))
-
-
-def _group_backward(local: Local, by: _Groups, sums: Rows, shape: list[Any]) -> tuple[Any, ...]:
-    grad, x, w = by.x(0), by.x(1), by.weight(4)
-    mean, rstd = by.statistics(2), by.statistics(3)
-    unit = scaled(local, local.op(aten.sub.Tensor, x, mean), rstd)
-    pull = scaled(local, grad, w)
-    along = scaled(local, unit, sums.mean(scaled(local, pull, unit)))
-    dx = local.op(aten.sub.Tensor, local.op(aten.sub.Tensor, pull, sums.mean(pull)), along)
-    dx = local.op(aten.reshape.default, scaled(local, dx, rstd), shape)
-    weights = (local.op(aten.sum.dim_IntList, v, [0, 3]) for v in (scaled(local, grad, unit), grad))
-    return dx, *(local.op(aten.reshape.default, v, [by.channels]) for v in weights)
+def _group_backward(
+    rows: Rows, grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, *sizes: Any
+) -> tuple[Tensor, ...]:
+    n, c, space, groups, _ = sizes
+    shape, each = x.shape, c // max(groups, 1)
+    grad, x = (v.reshape(n, groups, each, space) for v in (grad, x))
+    mean, rstd = (v.reshape(n, groups, 1, 1) for v in (mean, rstd))
+    unit, pull = (x - mean) * rstd, affine(grad, None if w is None else w.reshape(1, groups, each, 1))
+    dx = (pull - rows.mean(pull) - unit * rows.mean(pull * unit)) * rstd
+    return dx.reshape(shape), *(v.sum([0, 3]).reshape(c) for v in (grad * unit, grad))
 
 
 # Ops that write to the running statistics although their schemas do not say so ----------------------------------------

@@ -7,34 +7,30 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Local, RuleFn
-from shardlib.rules.shards import cut, is_zero
-from shardlib.rules.writing import once
+from shardlib.rules.shards import cut, is_zero, once
 
 aten = torch.ops.aten
 
 
 def _add_once(local: Local) -> Any:
     """`beta * bias + alpha * a @ b` with a summed factor cut: the bias is added where it begins, and nowhere else."""
-    return _added(local, local.args[0])
+    target, shared = local.call.target, cut(local, local.rule.reduce)
 
+    def form(bias: Tensor, a: Tensor, b: Tensor, first: int, beta: Any = 1, alpha: Any = 1) -> Tensor:
+        if target is aten.addmv.default:  # a product with no rows has the size of a bias that is broadcast
+            bias = bias.expand(len(a))
+        if beta == int(beta):
+            beta = first * int(beta)
+        else:
+            bias = once(bias, shared)
+        return target(bias, a, b, beta=beta, alpha=alpha)  # type: ignore[no-any-return]
 
-def _addmv(local: Local) -> Any:
-    """Torch gives the product with a matrix of no rows the size of the bias that is broadcast, which is 1."""
-    (m,) = local.rule.operands[1][0]
-    return _added(local, local.op(aten.expand.default, local.args[0], [local.size(m)]))
-
-
-def _added(local: Local, bias: Any) -> Any:
-    a, b = local.args[1:3]
-    beta, alpha = local.kwargs.get("beta", 1), local.kwargs.get("alpha", 1)
-    if beta == int(beta):
-        beta = math.prod(is_zero(local.position(f)) for f in cut(local, local.rule.reduce)) * int(beta)
-    else:
-        bias = once(local, bias, local.rule.reduce)
-    return local.op(local.call.target, bias, a, b, beta=beta, alpha=alpha)
+    first = math.prod(is_zero(local.position(f)) for f in shared)
+    return local.run(form, *local.args[:3], first, **local.kwargs)
 
 
 def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
@@ -51,7 +47,7 @@ ROWS: dict[str, RuleFn | str] = {
     "mv": "m k, k -> m | k:sum {0} {1}",
     "dot": "k, k -> | k:sum {0} {1}",
     "addmm": pattern("~m n, m k, k n -> m n | k:sum k:local {0,1} {0,2}", local=_add_once),
-    "addmv": pattern("~m, m k, k -> m | k:sum k:local m:local {0,1} {0,2}", local=_addmv),
+    "addmv": pattern("~m, m k, k -> m | k:sum k:local m:local {0,1} {0,2}", local=_add_once),
     "addbmm": pattern("~m n, b m k, b k n -> m n | b:sum k:sum b:local k:local {0,1} {0,2}", local=_add_once),
     "addr": "~m n, m, n -> m n | {0,1} {0,2}",
     "vdot": "k, k -> | k:sum {0} {1}",

@@ -25,9 +25,10 @@ def _searchsorted(call: Call) -> Rule:
     values = "... m" if rows == "... n" else "..."
     if len(call.operands) == 1:  # a number
         return pattern("n -> | n:sum n:local", local=_contiguous)(call)
+    cut = "...:local" + (" m:local" if "m" in values else "")
     if len(call.operands) == 3:  # with a sorter, which counts in the whole sequence
-        return pattern(f"{rows}, {values}, {rows} -> {values}", local=_contiguous)(call)
-    cut = "n:sum n:local ...:local" + (" m:local" if "m" in values else "")
+        return pattern(f"{rows}, {values}, {rows} -> {values} | {cut}", local=_contiguous)(call)
+    cut += " n:sum n:local"
     return pattern(f"{rows}, {values} -> {values} | {cut}", local=_contiguous)(call)
 
 
@@ -96,7 +97,7 @@ _WHOLE = [
 
 ROWS: dict[str, RuleFn | str] = {
     **dict.fromkeys(["searchsorted.Tensor", "searchsorted.Scalar"], _searchsorted),
-    "bucketize.Tensor": "..., n -> ... | n:sum",
+    "bucketize.Tensor": pattern("..., n -> ... | n:sum n:local ...:local", local=_contiguous),
     "bucketize.Scalar": "n -> | n:sum",
     **dict.fromkeys(["isin.Tensor_Tensor", "isin.Scalar_Tensor"], _isin),
     "isin.Tensor_Scalar": pointwise(),

@@ -6,21 +6,23 @@ the pieces before its own with its results.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardlib.internals import schema_of
+from shardlib.manual.collectives import all_gather
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.shards import cast, never_empty, wide, worst
+from shardlib.rules.shards import Rows, widely, worst
 from shardlib.rules.space import Space, arg, axis, numel
 
 aten = torch.ops.aten
-Combination = Callable[[Local, int, str], Any]  # the dim, and the factor that it is
+Form = Callable[..., Any]  # of the piece, the dim, the factor that it is, this device's place, and its first index
 
 
-def scan(form: Combination, *, linear: bool = False) -> RuleFn:
+def scan(form: Callable[[Local], Form], *, linear: bool = False) -> RuleFn:
     """The rule of an op that runs along one dim and keeps the shape."""
 
     def rule(call: Call) -> Rule:
@@ -35,7 +37,7 @@ def scan(form: Combination, *, linear: bool = False) -> RuleFn:
             [x],
             [x] * len(call.results),
             linear=[{0}] if linear else [],
-            local=lambda local: form(local, at, *row),
+            local=lambda local: _run(form(local), local, at),
             local_factors=row,
             flops=numel(shape),
         )
@@ -43,57 +45,59 @@ def scan(form: Combination, *, linear: bool = False) -> RuleFn:
     return rule
 
 
-def _before(local: Local, total: Any, at: int, row: str) -> Any:
+def _run(form: Form, local: Local, at: int) -> Any:
+    (row,) = local.rule.local_factors
+    return local.run(form, local.args[0], at, row, local.position(row), local.offset(row))
+
+
+def _before(total: Tensor, at: int, row: str, place: int) -> Tensor:
     """The totals, of size 1 along `at`, of all pieces before this device's: none on the first."""
-    totals = local.all_gather(total, row, at, local.rule.operands[0])
-    return local.op(aten.slice.Tensor, totals, at, 0, local.position(row))
+    return all_gather(total, row, at).narrow(at, 0, place)  # type: ignore[no-any-return]
 
 
-def _combined(fold: Any, combine: Any) -> Combination:
+def _combined(fold: Callable[..., Tensor], combine: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Local], Form]:
     """A scan of one op: `fold` makes the total of a dim, `combine` puts what came before in front of a scan."""
 
-    def form(local: Local, at: int, row: str) -> Any:
-        out = local.call.results[0]
-        assert out is not None
-        acc = wide(out.dtype)
-        x = cast(local, local.args[0], local.call.operands[0].dtype, acc)
-        total = local.op(fold, x, *_dims(fold, at), True)
-        before = local.op(fold, _before(local, total, at, row), *_dims(fold, at), True)
-        return cast(local, local.op(combine, local.op(local.call.target, x, at), before), acc, out.dtype)
+    def of(local: Local) -> Form:
+        target = local.call.target
 
+        def form(x: Tensor, at: int, row: str, place: int, first: int) -> Tensor:
+            before = fold(_before(fold(x, at, keepdim=True), at, row, place), at, keepdim=True)
+            return combine(target(x, at), before)
+
+        return widely(form, local.call)
+
+    return of
+
+
+def _record(local: Local) -> Form:
+    """cummax, cummin: the last of several equal values counts, and a NaN beats everything that follows, but a NaN."""
+    target = local.call.target
+    lowest = target is aten.cummax.default
+    fill = worst(local.call.operands[0].dtype, lowest=lowest)
+
+    def form(x: Tensor, at: int, row: str, place: int, first: int) -> tuple[Tensor, Tensor]:
+        best, index = target(x, at)
+        last, where = _last(target(rows.held(x, fill), at), at)
+        front = [0, 0] * (x.dim() - 1 - at) + [1, 0]  # so that something comes before the first
+        last = aten.constant_pad_nd.default(_before(last, at, row, place), front, fill)
+        where = aten.constant_pad_nd.default(_before(where + first, at, row, place), front)
+        last, which = _last(target(last, at), at)
+        own = (best >= last if lowest else best <= last) | (best != best)
+        return torch.where(own, best, last), torch.where(own, index + first, where.gather(at, which))
+
+    rows = Rows.of(local, [axis(arg(local.call, 1, "dim"), len(local.call.operands[0].shape))])
     return form
 
 
-def _dims(fold: Any, at: int) -> tuple[Any]:
-    return (at,) if fold is aten.prod.dim_int else ([at],)
-
-
-def _record(local: Local, at: int, row: str) -> Any:
-    """cummax, cummin: the last of several equal values counts, and a NaN beats everything that follows, but a NaN."""
-    lowest = local.call.target is aten.cummax.default
-    fill = worst(local.call.operands[0].dtype, lowest=lowest)
-    padded = never_empty(local, local.args[0], 0, [row], fill)
-    best, index = local.op(local.call.target, local.args[0], at)
-    index = local.op(aten.add.Tensor, index, local.offset(row))
-
-    last, where = local.op(local.call.target, padded, at)
-    last, where = (local.op(aten.slice.Tensor, x, at, -1) for x in (last, where))
-    where = local.op(aten.add.Tensor, where, local.offset(row))
-    front = [0, 0] * (len(local.rule.operands[0]) - 1 - at) + [1, 0]  # so that something comes before the first
-    last = local.op(aten.constant_pad_nd.default, _before(local, last, at, row), front, fill)
-    where = local.op(aten.constant_pad_nd.default, _before(local, where, at, row), front, 0)
-    last, which = local.op(local.call.target, last, at)
-    last, which = (local.op(aten.slice.Tensor, x, at, -1) for x in (last, which))
-    where = local.op(aten.gather.default, where, at, which)
-
-    holds = local.op((aten.ge if lowest else aten.le).Tensor, best, last)
-    own = local.op(aten.logical_or.default, holds, local.op(aten.ne.Tensor, best, best))
-    return local.op(aten.where.self, own, best, last), local.op(aten.where.self, own, index, where)
+def _last(found: Sequence[Tensor], at: int) -> list[Tensor]:
+    """Of each, the last along the dim, which stays."""
+    return [x.narrow(at, x.shape[at] - 1, 1) for x in found]
 
 
 ROWS: dict[str, RuleFn | str] = {
-    "cumsum": scan(_combined(aten.sum.dim_IntList, aten.add.Tensor), linear=True),
-    "cumprod": scan(_combined(aten.prod.dim_int, aten.mul.Tensor)),
-    **dict.fromkeys(["logcumsumexp", "_logcumsumexp"], scan(_combined(aten.logsumexp.default, aten.logaddexp.default))),
+    "cumsum": scan(_combined(torch.sum, torch.add), linear=True),
+    "cumprod": scan(_combined(torch.prod, torch.mul)),
+    **dict.fromkeys(["logcumsumexp", "_logcumsumexp"], scan(_combined(torch.logsumexp, torch.logaddexp))),
     **dict.fromkeys(["cummax", "cummin"], scan(_record)),
 }

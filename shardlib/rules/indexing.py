@@ -6,49 +6,56 @@ pending sum over the devices.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardlib.rules.lineup import Advanced, alongside, masks, whole
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.shards import check, cut, localise, never_empty
-from shardlib.rules.space import Dim, Space, arg, axis, numel, result_shape
+from shardlib.rules.shards import Rows, checked, cut, located
+from shardlib.rules.space import Space, arg, axis, numel, result_shape
 
 aten = torch.ops.aten
 
 
-def _read(local: Local, x: Any, indices: Sequence[Any], dims: Sequence[Dim]) -> tuple[Any, list[Any], Any]:
-    """The table x, the indices into its `dims` as this shard counts, and where one lies outside (None: nowhere)."""
-    factors = cut(local, (f for d in dims for f in d))
-    outside = None
-    out = []
-    for index, dim in zip(indices, dims, strict=True):
-        for factor in cut(local, dim):
-            index, miss = localise(local, index, factor)
-            outside = miss if outside is None else local.op(aten.bitwise_or.Tensor, outside, miss)
-        out.append(index)
-    return never_empty(local, x, 0, factors), out, outside
+def _read(
+    local: Local,
+    cuts: Mapping[int, Sequence[str]],
+    indices: Sequence[Any],
+    ready: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+    read: Callable[..., Tensor],
+    behind: int = 0,
+) -> Any:
+    """`read(table, *ready(indices))`, each index into a dim of operand 0, where some of these are cut (`cuts`).
+
+    What lies on another device gives zeros. `behind` is how many dims of the result stand behind those of the indices.
+    """
+    rows = Rows.of(local, [d for d, factors in cuts.items() if factors])
+
+    def form(table: Tensor, *indices: Tensor) -> Tensor:
+        mine, outside = [], None
+        for index, factors in zip(ready(indices), cuts.values(), strict=True):
+            for factor in factors:
+                index, miss = located(index, factor)
+                outside = miss if outside is None else outside | miss
+            mine.append(index)
+        value = read(rows.held(table, 0), *mine)
+        return value if outside is None else value.masked_fill(outside[(..., *[None] * behind)], 0)
+
+    return local.run(form, local.args[0], *indices)
 
 
-def _zeroed(local: Local, value: Any, outside: Any) -> Any:
-    return value if outside is None else local.op(aten.masked_fill.Scalar, value, outside, 0)
-
-
-def _unsqueezed(local: Local, x: Any, dims: int) -> Any:
-    """x with so many dims of size 1 behind its own."""
-    for _ in range(dims if x is not None else 0):
-        x = local.op(aten.unsqueeze.default, x, -1)
-    return x
+def _inside(n: int) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+    return lambda indices: [checked(index, n) for index in indices]
 
 
 def _embedding(local: Local) -> Any:
-    index = check(local, local.args[1], local.call.operands[0].shape[0])
-    table, (index,), outside = _read(local, local.args[0], [index], [("v",)])
-    rows = local.op(aten.embedding.default, table, index)
-    return _zeroed(local, rows, _unsqueezed(local, outside, 1))
+    (v, _) = local.call.operands[0].shape
+    read = lambda table, index: aten.embedding.default(table, index)
+    return _read(local, {0: cut(local, ["v"])}, [local.args[1]], _inside(v), read, 1)
 
 
 def _gather(call: Call) -> Rule:
@@ -61,9 +68,8 @@ def _gather(call: Call) -> Rule:
     x, ind = alongside(space, shape, index, at)
 
     def local(local: Local) -> Any:
-        given = check(local, local.args[2], shape[at])
-        table, (mine,), outside = _read(local, local.args[0], [given], [x[at]])
-        return _zeroed(local, local.op(aten.gather.default, table, at, mine), outside)
+        read = lambda table, index: table.gather(at, index)
+        return _read(local, {at: cut(local, row)}, [local.args[2]], _inside(shape[at]), read)
 
     row = x[at] if shape else ()
     return space.rule(
@@ -86,10 +92,8 @@ def _index_select(call: Call) -> Rule:
     out = [*x[:at], *(ind or [()]), *x[at + 1 :]] if shape else []
 
     def local(local: Local) -> Any:
-        given = check(local, local.args[2], shape[at])
-        table, (mine,), outside = _read(local, local.args[0], [given], [x[at]])
-        rows = local.op(aten.index_select.default, table, at, mine)
-        return _zeroed(local, rows, _unsqueezed(local, outside, len(shape) - 1 - at))
+        read = lambda table, index: table.index_select(at, index)
+        return _read(local, {at: cut(local, row)}, [local.args[2]], _inside(shape[at]), read, len(shape) - 1 - at)
 
     row = x[at] if shape else ()
     return space.rule([x, ind], [out], reduce=dict.fromkeys(row, "sum"), linear=[{0}], local=local, local_factors=row)
@@ -102,9 +106,10 @@ def _index(call: Call) -> Rule | None:
     a = Advanced(space, call)
 
     def local(local: Local) -> Any:
-        table, indices, outside = _read(local, local.args[0], a.positive(local), a.indexed)
-        value = local.op(aten.index.Tensor, table, a.listed(indices))
-        return _zeroed(local, value, _unsqueezed(local, outside, a.behind))
+        given, cuts = [i for i in arg(local, 1, "indices") if i is not None], a.cuts(local)
+        read = lambda table, *indices: aten.index.Tensor(table, a.listed(indices))
+        ready = lambda indices: a.positive(indices, cuts)
+        return _read(local, dict(zip(a.dims, cuts, strict=True)), given, ready, read, a.behind)
 
     return space.rule(
         [a.x, *a.indices],

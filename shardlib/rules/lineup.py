@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardlib.rules.rule import Call, Local, Meta, Rule
-from shardlib.rules.shards import check, cut
+from shardlib.rules.shards import checked, cut
 from shardlib.rules.space import Dim, Space, arg, broadcast, join, numel
 
 aten = torch.ops.aten
@@ -44,7 +45,7 @@ class Advanced:
 
     def __init__(self, space: Space, call: Call) -> None:
         given: list[Meta | None] = list(arg(call, 1, "indices"))
-        shape = call.operands[0].shape
+        self.shape = shape = call.operands[0].shape
         self.x = space.dims(shape)
         self.dims = [i for i, m in enumerate(given) if m is not None]
         metas = [m for m in given if m is not None]
@@ -62,25 +63,22 @@ class Advanced:
         self.index_factors = [f for d in index for f in d]
         self.table_factors = [f for d in self.indexed for f in d]
 
-    def positive(self, local: Local) -> list[Any]:
+    def cuts(self, local: Local) -> list[list[str]]:
+        """What cuts each indexed dim here."""
+        return [cut(local, dim) for dim in self.indexed]
+
+    def positive(self, indices: Iterable[Tensor], cuts: Iterable[Sequence[str]]) -> list[Tensor]:
         """The index tensors, counted from the front where the dim is cut."""
-        shape = local.call.operands[0].shape
-        given = [i for i in arg(local, 1, "indices") if i is not None]
+        sizes = (self.shape[d] for d in self.dims)
         return [
-            local.op(aten.remainder.Scalar, check(local, index, shape[d], -shape[d]), shape[d])
-            if cut(local, dim)
-            else index
-            for index, d, dim in zip(given, self.dims, self.indexed, strict=True)
+            checked(index, n, -n) % n if factors else index
+            for index, n, factors in zip(indices, sizes, cuts, strict=True)
         ]
 
     def listed(self, indices: Iterable[Any]) -> list[Any]:
         """The indices with None for every dim that is not indexed."""
         queue = iter(indices)
         return [next(queue) if i in self.dims else None for i in range(self.dims[-1] + 1)]
-
-
-def _from_the_front(local: Local, index: Any, n: int) -> Any:
-    return local.op(aten.remainder.Scalar, check(local, index, n, -n), n)
 
 
 def masks(call: Call) -> bool:

@@ -14,42 +14,50 @@ from torch import Tensor
 
 import shardlib.ops.ctc  # noqa: F401  (defines shardlib::ctc_loss)
 from shardlib.internals import schema_of
+from shardlib.manual.collectives import psum
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
-from shardlib.rules.shards import cast, check, cut, localise, positional, wide
-from shardlib.rules.space import Dim, Space, arg, broadcast, join, numel, result_shape
+from shardlib.rules.shards import checked, cut, located, positional, wide
+from shardlib.rules.space import Dim, Space, arg, broadcast, join, numel, result_dtype, result_shape
 
 aten = torch.ops.aten
 
 _NONE, _MEAN, _SUM = range(3)  # what the argument `reduction` says
 
 
-def _classes(local: Local, target: Any, ignore: int) -> Any:
+def _classes(local: Local, target: Tensor, ignore: int) -> Tensor:
     """Targets as this shard of the classes counts; -1, which no class has, where they lie outside or are ignored."""
-    mine, outside = localise(local, check(local, target, local.rule.sizes["c"], ignore=ignore), "c")
-    ignored = local.op(aten.eq.Scalar, target, ignore)
-    return local.op(aten.masked_fill.Scalar, mine, local.op(aten.bitwise_or.Tensor, outside, ignored), -1)
+    mine, none = checked(target, local.rule.sizes["c"], ignore=ignore), target == ignore
+    for factor in cut(local, ["c"]):
+        mine, outside = located(mine, factor)
+        none = outside | none
+    return mine.masked_fill(none, -1)
 
 
 def _nll(local: Local) -> Any:
     """A mean is the sum of all devices over the weight of all devices: a target may be ignored, so both travel."""
-    x, target, weight, reduction, ignore = local.args
-    mine = _classes(local, target, ignore)
-    if reduction != _MEAN:
-        return local.op(local.call.target, x, mine, weight, reduction, -1)
-    have = local.call.operands[0].dtype
-    x, weight = (None if a is None else cast(local, a, have, wide(have)) for a in (x, weight))
-    totals = local.op(local.call.target, x, mine, weight, _SUM, -1)
-    for factor in cut(local, local.rule.reduce):
-        totals = [local.all_reduce(t, factor, "sum") for t in totals]
-    loss = local.op(aten.div.Tensor, *totals)
-    return tuple(cast(local, x, wide(have), have) for x in (loss, totals[1]))
+    op, shared = local.call.target, cut(local, local.rule.reduce)
+
+    def form(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore: int) -> tuple[Tensor, Tensor]:
+        mine, dtype = _classes(local, target, ignore), x.dtype
+        if reduction != _MEAN:
+            return op(x, mine, weight, reduction, -1)  # type: ignore[no-any-return]
+        weight = None if weight is None else weight.to(wide(dtype))
+        loss, total = psum(op(x.to(wide(dtype)), mine, weight, _SUM, -1), shared)
+        return (loss / total).to(dtype), total.to(dtype)
+
+    return local.run(form, *local.args)
 
 
 def _nll_backward(local: Local) -> Any:
-    grad, x, target, weight, reduction, ignore, total = local.args
-    mine = _classes(local, target, ignore)
-    return local.op(local.call.target, grad, x, mine, weight, reduction, -1, total)
+    op = local.call.target
+
+    def form(
+        grad: Tensor, x: Tensor, target: Tensor, weight: Any, reduction: int, ignore: int, total: Tensor
+    ) -> Tensor:
+        return op(grad, x, _classes(local, target, ignore), weight, reduction, -1, total)  # type: ignore[no-any-return]
+
+    return local.run(form, *local.args)
 
 
 def _dims(shape: Sequence[int]) -> tuple[str, str]:
@@ -85,17 +93,16 @@ def _mean(reduction: int, count: int, *, apart: bool = False) -> Callable[[Local
     """
 
     def local(local: Local) -> Any:
-        out = local.call.results[0]
-        assert out is not None
-        acc = wide(out.dtype)
-        args = positional(local)
-        # A sum may be too large for half precision.
-        args[reduction] = how = _SUM if acc == out.dtype and not apart else _NONE
-        results = local.op(local.call.target, *args)
-        total, *rest = results if isinstance(results, tuple) else (results,)
-        total = local.op(aten.sum.default, total, dtype=acc) if how == _NONE else total
-        mean = cast(local, local.op(aten.div.Scalar, total, count), acc, out.dtype)
-        return (mean, *rest)
+        dtype, op = result_dtype(local.call), local.call.target
+        how = _SUM if wide(dtype) == dtype and not apart else _NONE  # a sum may be too large for half precision
+
+        def form(*args: Any) -> Any:
+            found = op(*args[:reduction], how, *args[reduction + 1 :])
+            total, *rest = found if isinstance(found, tuple) else (found,)
+            total = total.sum(dtype=wide(dtype)) if how == _NONE else total
+            return ((total / count).to(dtype), *rest)
+
+        return local.run(form, *positional(local))
 
     return local
 
@@ -104,9 +111,9 @@ def _mean_backward(reduction: int, count: int) -> Callable[[Local], Any]:
     """The gradient of a mean is that of the sum, over the count of all."""
 
     def local(local: Local) -> Any:
-        grad, *args = positional(local)
-        args[reduction - 1] = _SUM
-        return local.op(local.call.target, local.op(aten.div.Scalar, grad, count), *args)
+        op = local.call.target
+        form = lambda grad, *args: op(grad / count, *args[: reduction - 1], _SUM, *args[reduction:])
+        return local.run(form, *positional(local))
 
     return local
 

@@ -6,15 +6,18 @@ Along a cut dim a selection asks every device for what it found in its piece: th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardlib.internals import schema_of
+from shardlib.manual.collectives import pmax, pmin
 from shardlib.rules.reduction import reduction
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.shards import cut, is_zero, may_be_empty, never_empty, worst
+from shardlib.rules.shards import Rows, cut, worst
 from shardlib.rules.space import Dim, Space, arg, axes, axis, numel, result_shape
 
 aten = torch.ops.aten
@@ -103,42 +106,35 @@ def _extreme(call: Call) -> Rule:
 
 def _found(local: Local) -> Any:
     """The best value of all pieces, and the least index among the pieces that have it."""
-    x, labels, rule = local.call.operands[0], local.rule.results[0], local.rule
-    dim, lowest = arg(local, 1, "dim"), schema_of(local.call.target).name in _LOWEST
-    value = never_empty(local, local.args[0], 0, rule.reduce, worst(x.dtype, lowest=lowest))
-    if dim is None:
-        value = local.op(aten.reshape.default, value, [-1])
-    target = aten.max.dim if lowest else aten.min.dim
-    best, index = local.op(target, value, 0 if dim is None else dim, len(labels) == len(x.shape) and dim is not None)
-    index = _global(local, index, axes(dim, len(x.shape)))
-    if dim is None and labels:
-        best, index = (local.op(aten.reshape.default, y, [1] * len(labels)) for y in (best, index))
-    for factor in cut(local, rule.reduce):
-        top = local.all_reduce(best, factor, "max" if lowest else "min", labels)
-        here = local.op(aten.eq.Tensor, best, top)
-        nan = local.op(aten.ne.Tensor, best, best)
-        elsewhere = local.op(aten.logical_not.default, local.op(aten.logical_or.default, here, nan))
-        index = local.op(aten.masked_fill.Scalar, index, elsewhere, numel(x.shape))
-        index, best = local.all_reduce(index, factor, "min", labels), top
-    return (best, index) if len(local.call.results) == 2 else index
+    call, labels = local.call, local.rule.operands[0]
+    shape, out = call.operands[0].shape, result_shape(call)
+    dim, lowest = arg(local, 1, "dim"), schema_of(call.target).name in _LOWEST
+    dims = axes(dim, len(shape))
+    rows, row = Rows.of(local, dims), cut(local, local.rule.reduce)
+
+    def form(x: Tensor, first: Sequence[int]) -> Any:
+        x = rows.held(x, worst(x.dtype, lowest=lowest))
+        value, along, kept = (x.reshape(-1), 0, False) if dim is None else (x, dim, len(out) == len(shape))
+        best, index = (torch.max if lowest else torch.min)(value, along, keepdim=kept)
+        index = _global(index, [x.shape[d] for d in dims if shape], first, [shape[d] for d in dims if shape])
+        if dim is None:
+            best, index = best.reshape(out), index.reshape(out)
+        top = (pmax if lowest else pmin)(best, row)
+        elsewhere = ((best == top) | (best != best)).logical_not()
+        index = pmin(index.masked_fill(elsewhere, numel(shape)), row)
+        return (top, index) if len(call.results) == 2 else index
+
+    return local.run(form, local.args[0], [sum(map(local.offset, labels[d])) for d in dims if shape])
 
 
-def _global(local: Local, index: Any, dims: list[int]) -> Any:
-    """A position in the flattened `dims` of this device's piece of operand 0, as one in those of the whole."""
-    labels, shape = local.rule.operands[0], local.call.operands[0].shape
-    if len(dims) == 1:
-        (dim,) = dims
-        return local.op(aten.add.Tensor, index, sum(local.offset(f) for f in labels[dim]))
-    out, stride = None, 1
-    for dim in reversed(dims):
-        size, offset = 1, 0
-        for f in labels[dim]:
-            size, offset = local.size(f), local.offset(f)
-            size = size + is_zero(size) if may_be_empty(local, f) else size
-        along = local.op(aten.add.Tensor, local.op(aten.remainder.Scalar, index, size), offset)
-        along = local.op(aten.mul.Tensor, along, stride)
-        out = along if out is None else local.op(aten.add.Tensor, out, along)
-        index, stride = local.op(aten.floor_divide.Scalar, index, size), stride * shape[dim]
+def _global(index: Tensor, sizes: Sequence[int], first: Sequence[int], whole: Sequence[int]) -> Tensor:
+    """A position in a piece of these sizes, which begins there, as one in the whole; both are counted flattened."""
+    if len(sizes) == 1:
+        return index + first[0]
+    out, stride = torch.zeros_like(index), 1
+    for size, offset, n in reversed(list(zip(sizes, first, whole, strict=True))):
+        out = out + (index % size + offset) * stride
+        index, stride = index // size, stride * n
     return out
 
 

@@ -133,6 +133,7 @@ def _apply(
         local_factors=cut_locally,
         rounds=tied["round"],
         lends=tied["lend"],
+        ones=[f for f, n in sizes.items() if n == 1 and not is_own(f)],
         flops=flops(call, points) if flops else points * _per_point(labelled, reduce),
         transparent=transparent,
     )

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardlib.manual.collectives import psum
 from shardlib.rules.reduction import reduction
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.shards import cast, cut, never_empty, wide
-from shardlib.rules.space import arg
+from shardlib.rules.shards import Rows, cut, wide
+from shardlib.rules.space import arg, result_dtype
 
 aten = torch.ops.aten
 
@@ -29,26 +30,32 @@ def _vector_norm(call: Call) -> Rule | None:
     return reduction(kind, dim=(2, "dim"), local=_root if kind == "none" else _piece)(call)
 
 
-def _piece(local: Local, dtype: torch.dtype | None = None) -> Any:
+def _piece(local: Local) -> Any:
     """The norm of this device's piece; nothing counts as the number that changes no norm."""
     order = arg(local, 1, "ord", 2)
-    x = local.args[0]
-    if order < 0 or order == math.inf:
-        x = never_empty(local, x, 0, cut(local, local.rule.reduce), math.inf if order < 0 else 0)
-    keepdim, dtype = arg(local, 3, "keepdim", False), dtype or local.kwargs.get("dtype")
-    return local.op(local.call.target, x, order, arg(local, 2, "dim"), keepdim, dtype=dtype)
+    held = _held(local, order)
+    form = lambda x, *rest, **how: torch.linalg.vector_norm(held(x), *rest, **how)
+    return local.run(form, *local.args, **local.kwargs)
+
+
+def _held(local: Local, order: float) -> Callable[[Tensor], Tensor]:
+    if 0 <= order < math.inf:
+        return lambda x: x
+    rows = Rows.of(local, range(len(local.call.operands[0].shape)))
+    return lambda x: rows.held(x, math.inf if order < 0 else 0)
 
 
 def _root(local: Local) -> Any:
-    out, order = local.call.results[0], arg(local, 1, "ord", 2)
-    assert out is not None
-    given = local.call.operands[0].dtype
-    acc = wide(out.dtype)
-    norm = _piece(local, acc.to_complex() if given.is_complex else acc)
-    total = local.op(aten.pow.Tensor_Scalar, norm, order)
-    for factor in cut(local, local.rule.reduce):
-        total = local.all_reduce(total, factor, "sum", local.rule.results[0])
-    return cast(local, local.op(aten.pow.Tensor_Scalar, total, 1 / order), acc, out.dtype)
+    call, order = local.call, arg(local, 1, "ord", 2)
+    dim, keepdim, held = arg(local, 2, "dim"), arg(local, 3, "keepdim", False), _held(local, order)
+    row, out = cut(local, local.rule.reduce), result_dtype(call)
+    acc = wide(out).to_complex() if call.operands[0].dtype.is_complex else wide(out)
+
+    def form(x: Tensor) -> Tensor:
+        norm = torch.linalg.vector_norm(held(x), order, dim, keepdim, dtype=acc)
+        return psum(norm**order, row).pow(1 / order).to(out)  # type: ignore[no-any-return]
+
+    return local.run(form, local.args[0])
 
 
 # Ops that are norms of something --------------------------------------------------------------------------------------

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardlib.manual.collectives import all_gather
 from shardlib.rules.pointwise import pointwise
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.shards import cast, cut, never_empty, wide, worst
-from shardlib.rules.space import Space, arg, axes, numel, result_shape
+from shardlib.rules.shards import Rows, cut, wide, worst
+from shardlib.rules.space import Space, arg, axes, numel, result_dtype, result_shape
 
 aten = torch.ops.aten
 _DIM = (1, "dim")
@@ -52,34 +53,35 @@ def reduction(
 
 def _mean(local: Local) -> Any:
     """Local sum over global count; half precision is summed in single, where counts do not overflow."""
-    x, out = local.call.operands[0], local.call.results[0]
-    assert out is not None
-    acc = wide(out.dtype)
-    dims = arg(local, 1, "dim") if local.call.target == aten.mean.dim else None
-    total = local.op(aten.sum.dim_IntList, local.args[0], dims or None, len(out.shape) == len(x.shape), dtype=acc)
-    mean = local.op(aten.div.Scalar, total, numel(x.shape) // max(numel(out.shape), 1))
-    return cast(local, mean, acc, out.dtype)
+    call = local.call
+    shape, out = call.operands[0].shape, result_shape(call)
+    dims = (arg(local, 1, "dim") if call.target == aten.mean.dim else None) or None
+
+    def form(x: Tensor) -> Tensor:
+        total = x.sum(dims, keepdim=len(out) == len(shape), dtype=wide(result_dtype(call)))
+        return (total / (numel(shape) // max(numel(out), 1))).to(result_dtype(call))
+
+    return local.run(form, local.args[0])
 
 
 def _extreme(local: Local) -> Any:
     """amax, amin, max, min of shards that may be empty: these count as one worst element."""
-    fill = worst(local.call.operands[0].dtype, lowest=local.call.target in (aten.amax.default, aten.max.default))
-    x = never_empty(local, local.args[0], 0, cut(local, local.rule.reduce), fill)
-    return local.op(local.call.target, x, *local.args[1:], **local.kwargs)
+    rows, call = Rows.of(local, range(len(local.call.operands[0].shape))), local.call
+    fill = worst(call.operands[0].dtype, lowest=call.target in (aten.amax.default, aten.max.default))
+    form = lambda x, *rest, **how: call.target(rows.held(x, fill), *rest, **how)
+    return local.run(form, *local.args, **local.kwargs)
 
 
 def _aminmax(local: Local) -> Any:
     """Both ends of a row: a pending value can be one kind of reduction only."""
-    x, labels = local.call.operands[0], local.rule.results[0]
-    dims = axes(arg(local, 1, "dim"), len(x.shape))
-    ends = []
-    for target, kind in ((aten.amin.default, "min"), (aten.amax.default, "max")):
-        value = never_empty(local, local.args[0], 0, local.rule.reduce, worst(x.dtype, lowest=kind == "max"))
-        value = local.op(target, value, dims, len(labels) == len(x.shape))
-        for factor in cut(local, local.rule.reduce):
-            value = local.all_reduce(value, factor, kind, labels)
-        ends.append(value)
-    return tuple(ends)
+    shape = local.call.operands[0].shape
+    dims = axes(arg(local, 1, "dim"), len(shape))
+    rows, kept = Rows.of(local, dims), len(result_shape(local.call)) == len(shape)
+
+    def form(x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(end if kept else end.squeeze(dims) for end in (rows.min(x), rows.max(x)))
+
+    return local.run(form, local.args[0])
 
 
 def _truth(kind: str) -> RuleFn:
@@ -90,13 +92,13 @@ def _truth(kind: str) -> RuleFn:
 
 def _prod(local: Local) -> Any:
     """Products of the pieces, gathered: no sum or maximum can stand for them while they are pending."""
-    out, labels = local.call.results[0], local.rule.results[0]
-    assert out is not None
-    value = local.op(local.call.target, *local.args, **(local.kwargs | {"dtype": out.dtype}))
-    for factor in cut(local, local.rule.reduce):
-        pieces = local.all_gather(local.op(aten.unsqueeze.default, value, 0), factor, 0, ((), *labels))
-        value = local.op(aten.prod.dim_int, pieces, 0, dtype=out.dtype)
-    return value
+    call, row = local.call, cut(local, local.rule.reduce)
+
+    def form(*args: Any, **kwargs: Any) -> Tensor:
+        pieces = all_gather(call.target(*args, **(kwargs | {"dtype": result_dtype(call)})), row, tiled=False)
+        return pieces.prod(0, dtype=result_dtype(call))  # type: ignore[no-any-return]
+
+    return local.run(form, *local.args, **local.kwargs)
 
 
 # Variance, written as sums, so that it may be cut like them -----------------------------------------------------------

@@ -76,6 +76,7 @@ class Rule:
     * `loose`: those of `local_factors` of which `local` asks no offset, so that any part of them may be cut.
     * `lends`: {h: s}: for this op `h` may take over a mesh axis that only `s` wants (attention exchanges the cut of the
       sequence for one of the heads).
+    * `ones`: the names of dims of size 1, which have no factor, for a local form that speaks of them.
     * `flops`: floating-point operations of the whole call.
     * `dense`: the kernel takes memory as it comes, so `local`, which makes operands contiguous, runs even when nothing
       is cut.
@@ -96,6 +97,7 @@ class Rule:
     follows: Mapping[str, str] = field(default_factory=dict)
     halos: tuple[Halo, ...] = ()
     loose: frozenset[str] = frozenset()
+    ones: frozenset[str] = frozenset()
     flops: int = 0
     dense: bool = False
     transparent: bool = False
@@ -168,6 +170,14 @@ class Local(Protocol):
 
         A plan calls it `name`. Its dims are `labels`; member i sends what member `holds(i)` has of them, or one of
         `parts` equal parts of that along `factor`.
+        """
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What torch code makes of local values and numbers: the local results, of the shapes and dtypes of pieces.
+
+        It is called with tensors without values, of the sizes that one device holds, on as many devices as differ; what
+        it computes is written down, and `psum` and the like communicate along factors. Raises `ShardingError` for code
+        that reads values, writes to tensors, or takes other steps on other devices.
         """
 
     def op(self, target: Any, *args: Any, **kwargs: Any) -> Any:

@@ -6,18 +6,19 @@ long as the old values count too. Every other reduction needs its entries in one
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from shardlib.manual.collectives import piece
 from shardlib.rules.lineup import whole
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.shards import check, cut, never_empty
+from shardlib.rules.shards import checked, cut, once
 from shardlib.rules.space import Dim, Space, arg, numel
-from shardlib.rules.writing import extremes, once, scattered
+from shardlib.rules.writing import extremes, scattered
 
 aten = torch.ops.aten
 
@@ -37,18 +38,13 @@ def _adds(call: Call) -> str | None:
 # A tensor as one row --------------------------------------------------------------------------------------------------
 
 
-def _place(local: Local, index: Any, row: Dim) -> tuple[Any, Any, Any]:
-    """Indices into the flattened operand 0, of which the first dim is cut, as this device's piece counts.
-
-    Returns the index, where it lies outside, and how many elements the piece has.
-    """
-    shape = local.call.operands[0].shape
-    inner = numel(shape[1:])
-    size = local.size(row[0]) * inner
-    mine = local.op(aten.remainder.Scalar, check(local, index, numel(shape), -numel(shape)), numel(shape))
-    mine = local.op(aten.sub.Tensor, mine, local.offset(row[0]) * inner)
-    below, above = local.op(aten.lt.Scalar, mine, 0), local.op(aten.ge.Scalar, mine, size)
-    return mine, local.op(aten.logical_or.default, below, above), size
+def _place(index: Tensor, row: str, shape: Sequence[int]) -> Tensor:
+    """Indices into a flattened tensor of `shape`, of which the first dim is cut, as this device's piece counts; what
+    lies elsewhere is one behind the last."""
+    inner, (offset, rows, _) = numel(shape[1:]), piece(row)
+    mine = checked(index, numel(shape), -numel(shape)) % numel(shape) - offset * inner
+    outside = (mine < 0) | (mine >= rows * inner)
+    return mine.masked_fill(outside, rows * inner)
 
 
 def _rows(call: Call) -> tuple[Space, list[Dim], list[Dim], Dim]:
@@ -62,11 +58,11 @@ def _rows(call: Call) -> tuple[Space, list[Dim], list[Dim], Dim]:
 def _take(call: Call) -> Rule:
     space, x, index, row = _rows(call)
 
+    def form(x: Tensor, index: Tensor) -> Tensor:
+        return pad(x.reshape(-1), [0, 1]).take(_place(index, row[0], call.operands[0].shape))  # the last is a zero
+
     def local(local: Local) -> Any:
-        mine, outside, _ = _place(local, local.args[1], row)
-        mine = local.op(aten.masked_fill.Scalar, mine, outside, 0)
-        found = local.op(aten.take.default, never_empty(local, local.args[0], 0, row), mine)
-        return local.op(aten.masked_fill.Scalar, found, outside, 0)
+        return local.run(form, *local.args)
 
     reduce = dict.fromkeys(row, "sum")
     return space.rule([x, index], [index], reduce=reduce, linear=[{0}], local=local, local_factors=row)
@@ -84,19 +80,15 @@ def _put(call: Call) -> Rule:
         space.whole |= set(entries)
 
     def local(local: Local) -> Any:
-        flat = local.op(aten.reshape.default, once(local, local.args[0], entries), [-1])
-        at = local.args[1]
-        if cut(local, row):
-            # The place behind the last takes what lies on other devices.
-            at, outside, size = _place(local, at, row)
-            at = local.op(aten.masked_fill.Scalar, at, outside, 0)
-            at = local.op(aten.add.Tensor, at, local.op(aten.mul.Scalar, outside, size))
-            flat = local.op(aten.constant_pad_nd.default, flat, [0, 1], 0)
-        flat = local.op(aten.put.default, flat, at, *local.args[2:], **local.kwargs)
-        if cut(local, row):
-            flat = local.op(aten.slice.Tensor, flat, 0, 0, size)
-        shape = [math.prod(local.size(f) for f in d) for d in local.rule.operands[0]]
-        return local.op(aten.reshape.default, flat, shape)
+        mine, shared = cut(local, row), cut(local, entries)
+
+        def form(x: Tensor, at: Tensor, *rest: Any, **named: Any) -> Tensor:
+            flat = once(x, shared).reshape(-1)
+            for f in mine:  # the place behind the last takes what lies on other devices
+                at, flat = _place(at, f, call.operands[0].shape), pad(flat, [0, 1])
+            return flat.put(at, *rest, **named).narrow(0, 0, x.numel()).reshape(x.shape)
+
+        return local.run(form, *local.args, **local.kwargs)
 
     return space.rule(
         [x, index, source],

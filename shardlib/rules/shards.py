@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardlib.internals import schema_of
+from shardlib.manual.collectives import axis_index, piece, pmax, pmin, psum
 from shardlib.ops.checks import CHECK_INDEX
-from shardlib.rules.rule import Local
+from shardlib.rules.rule import Call, Local
 
 aten = torch.ops.aten
 
@@ -26,22 +29,28 @@ def is_zero(n: Any) -> Any:
     return int(n == 0) if isinstance(n, int) else n.eq(0)
 
 
-def localise(local: Local, index: Any, factor: str) -> tuple[Any, Any]:
-    """An index into the cut `factor`, as this device's shard counts: `(index, outside)`.
+def located(index: Tensor, factor: str) -> tuple[Tensor, Tensor]:
+    """An index into the cut dim `factor`, as this device's piece counts: `(index, outside)`.
 
-    `index` is 0 where the global index lies on another device, and `outside` is True there.
+    `index` is 0 where the element lies on another device, and `outside` is True there.
     """
-    mine = local.op(aten.sub.Tensor, index, local.offset(factor))
-    below = local.op(aten.lt.Scalar, mine, 0)
-    above = local.op(aten.ge.Scalar, mine, local.size(factor))
-    outside = local.op(aten.bitwise_or.Tensor, below, above)
-    return local.op(aten.masked_fill.Scalar, mine, outside, 0), outside
+    offset, size, _ = piece(factor)
+    mine = index - offset
+    outside = (mine < 0) | (mine >= size)
+    return mine.masked_fill(outside, 0), outside
 
 
-def check(local: Local, index: Any, n: int, low: int = 0, ignore: int | None = None) -> Any:
+def checked(index: Tensor, n: int, low: int = 0, ignore: int | None = None) -> Tensor:
     """An index into a dim of `n` elements; one that lies outside is an error when the program runs, as in torch."""
-    local.op(CHECK_INDEX, index, low, n, ignore)
+    CHECK_INDEX(index, low, n, ignore)
     return index
+
+
+def once(x: Tensor, factors: Iterable[str]) -> Tensor:
+    """x on the first of the devices that share `factors` and zeros on the others, so that it is counted once."""
+    for factor in factors:
+        x = x.masked_fill(axis_index(factor) != 0, 0)
+    return x
 
 
 def may_be_empty(local: Local, factor: str) -> bool:
@@ -54,17 +63,50 @@ def may_be_empty(local: Local, factor: str) -> bool:
     return any(size.at(dict(zip(lengths, at, strict=True))) == 0 for at in devices)
 
 
-def never_empty(local: Local, x: Any, position: int, factors: Iterable[str], value: float = 0) -> Any:
-    """Operand `position` with one element of `value` in dims that are empty because `factors` are cut; x is its value.
+@dataclass(frozen=True)
+class Rows:
+    """What code sums up, or compares, over dims that may be cut: the dims stay, with size 1.
 
-    Reductions without a neutral element and indexing refuse empty dims.
+    `factors` are what the dims are made of, `count` is how many elements the whole has in them; of the dims `risky` a
+    device may have nothing.
     """
-    at_risk = {f for f in factors if may_be_empty(local, f)}
-    pads: list[Any] = []
-    for dim in reversed(local.rule.operands[position]):
-        size = math.prod(local.size(f) for f in dim)
-        pads += [0, is_zero(size)] if at_risk & set(dim) else [0, 0]
-    return local.op(aten.constant_pad_nd.default, x, pads, value) if at_risk else x
+
+    dims: list[int]
+    factors: tuple[str, ...]
+    count: int
+    risky: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(local: Local, dims: Iterable[int], operand: int = 0) -> Rows:
+        """Over these dims of an operand."""
+        labels = local.rule.operands[operand]
+        dims = [d for d in dims if labels]  # a scalar has none
+        factors = tuple(f for d in dims for f in labels[d])
+        count = math.prod(local.call.operands[operand].shape[d] for d in dims)
+        return Rows(dims, factors, count, tuple(d for d in dims if any(may_be_empty(local, f) for f in labels[d])))
+
+    def sum(self, x: Tensor) -> Tensor:
+        return psum(x.sum(self.dims, keepdim=True) if self.dims else x, self.factors)  # type: ignore[no-any-return]
+
+    def mean(self, x: Tensor) -> Tensor:
+        return self.sum(x) / self.count
+
+    def moments(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The mean, x without it, and the mean square of that."""
+        mean = self.mean(x)
+        centred = x - mean
+        return mean, centred, self.mean(centred * centred)
+
+    def max(self, x: Tensor) -> Tensor:
+        return pmax(self.held(x, worst(x.dtype, lowest=True)).amax(self.dims, keepdim=True), self.factors)  # type: ignore[no-any-return]
+
+    def min(self, x: Tensor) -> Tensor:
+        return pmin(self.held(x, worst(x.dtype, lowest=False)).amin(self.dims, keepdim=True), self.factors)  # type: ignore[no-any-return]
+
+    def held(self, x: Tensor, value: float) -> Tensor:
+        """x with one element of `value` in every dim of which this device has nothing."""
+        pads = [n for d in reversed(range(x.dim())) for n in (0, int(d in self.risky and x.shape[d] == 0))]
+        return aten.constant_pad_nd.default(x, pads, value) if self.risky else x  # F.pad makes a float of `value`
 
 
 def worst(dtype: torch.dtype, *, lowest: bool) -> float:
@@ -81,8 +123,18 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def cast(local: Local, x: Any, have: torch.dtype, want: torch.dtype) -> Any:
-    return x if have == want else local.op(aten._to_copy.default, x, dtype=want)
+def widely(form: Callable[..., Any], call: Call) -> Callable[..., Any]:
+    """`form` in the dtype in which torch's kernels add up: tensors are cast to it, results to their own."""
+    dtypes = [None if m is None else m.dtype for m in call.results]
+    acc = wide(next(filter(None, dtypes), torch.float32))
+
+    def run(*args: Any) -> Any:
+        found = form(*(x.to(acc) if isinstance(x, Tensor) else x for x in args))
+        if isinstance(found, Tensor):
+            return found.to(dtypes[0])
+        return tuple(None if dtype is None else x.to(dtype) for x, dtype in zip(found, dtypes, strict=True))
+
+    return run
 
 
 def positional(local: Local) -> list[Any]:

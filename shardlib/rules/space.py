@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from shardlib.rules.rule import Call, Halo, Local, Meta, Path, Rule
 
 Dim = tuple[str, ...]
@@ -61,6 +63,7 @@ class Space:
         follows: Mapping[str, str] | None = None,
         halos: Iterable[Halo] = (),
         loose: Iterable[str] = (),
+        ones: Iterable[str] = (),
         flops: int = 0,
         transparent: bool = False,
     ) -> Rule:
@@ -80,6 +83,7 @@ class Space:
             follows=follows or {},
             halos=tuple(halos),
             loose=frozenset(loose),
+            ones=frozenset(ones),
             flops=flops,
             transparent=transparent,
         )
@@ -119,6 +123,13 @@ def result_shape(call: Call, i: int = 0) -> tuple[int, ...]:
     if found is None:
         raise ValueError(f"{call.target} has no tensor as result {i}")
     return found.shape
+
+
+def result_dtype(call: Call, i: int = 0) -> torch.dtype:
+    found = call.results[i]
+    if found is None:
+        raise ValueError(f"{call.target} has no tensor as result {i}")
+    return found.dtype
 
 
 def shape_ints(prefix: Path, dims: Sequence[Dim]) -> Ints:

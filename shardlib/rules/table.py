@@ -45,7 +45,7 @@ from shardlib.rules import (
 )
 from shardlib.rules.notation import other, parse
 from shardlib.rules.patterns import pattern, tensor_arguments
-from shardlib.rules.rule import Call, Rule, RuleFn
+from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.written import writers
 
 FAMILIES = (
@@ -173,22 +173,27 @@ def text_of(target: Any) -> str:
 
 
 @overload
-def rule(text: str, /) -> Callable[[Op], Op]: ...
+def rule(text: str, /, *, local: Callable[..., Any] | None = None) -> Callable[[Op], Op]: ...
 
 
 @overload
 def rule(op: Any, /) -> str: ...
 
 
-def rule(text: Any, /) -> Any:
+def rule(text: Any, /, *, local: Callable[..., Any] | None = None) -> Any:
     """Register the sharding rule of a custom op, in the notation of `shardlib.rules.notation`.
 
     `op` is what `torch.library.custom_op` returns, or an `OpOverload`; it is handed back. A factor that a result lacks
     stays whole unless the rule says how it is reduced (`k:sum`). `sl.prove(op, *args)` proves it. Given an op instead
     of a text, it returns the rule that this has, or says what to write.
 
+    `local` is what a device runs instead of the op while a dim marked `:local` is cut: torch code that takes the op's
+    arguments, with pieces in place of tensors, and returns the pieces of its results. It communicates along the names
+    of dims, by `sl.psum(x, "k")` and the like; `sl.piece("k")` says which elements are here.
+
     Raises:
-        ShardingError: the text is not in the notation, or has not as many operands as the op has tensor arguments.
+        ShardingError: the text is not in the notation, or has not as many operands as the op has tensor arguments;
+            a dim is marked `:local` and there is no local form, or the reverse.
 
     Example:
         >>> import torch
@@ -199,7 +204,7 @@ def rule(text: Any, /) -> Any:
         >>> rule(product)
         '... m k, k n -> ... m n | k:sum {0} {1}'
     """
-    if not isinstance(text, str):
+    if not isinstance(text, str) and local is None:
         return _guide(overload_of(text))
     parsed = parse(text)
 
@@ -216,11 +221,12 @@ def rule(text: Any, /) -> Any:
             wrong.append(f"it returns {len(schema.returns)} values, the rule has {len(parsed.results)} results")
         if schema.is_mutable:
             wrong.append("it writes to an argument")
-        wrong += [
-            f"`{f}:{kind}` needs a local form, which only the library's own rules have"
-            for f, kind in parsed.notes
-            if kind == "local" or other(kind)
-        ]
+        marked = [f for f, kind in parsed.notes if kind == "local"]
+        if marked and local is None:
+            wrong.append(f"`{marked[0]}:local` needs a local form: sl.rule(text, local=function)")
+        if local is not None and not marked:
+            wrong.append("it has a local form, and no dim is marked for it: `k:local`")
+        wrong += [f"`{f}:{kind}` is for the library's own rules" for f, kind in parsed.notes if other(kind)]
         kinds = {kind for _, kind in parsed.notes if kind in _KINDS}
         if len(kinds) > 1:
             wrong.append(f"it reduces by {' and '.join(sorted(kinds))}: what a result owes is of one kind")
@@ -230,12 +236,16 @@ def rule(text: Any, /) -> Any:
                 wrong,
                 rule="one term for every tensor argument and every result of an op without side effects",
             )
-        TABLE[_name(overload)] = pattern(text)
+        TABLE[_name(overload)] = pattern(text, local=local and _calling(local))
         _OWN[_name(overload)] = text
         _CACHE.clear()
         return op
 
     return register
+
+
+def _calling(function: Callable[..., Any]) -> Callable[[Local], Any]:
+    return lambda local: local.run(function, *local.args, **local.kwargs)
 
 
 def _guide(target: OpOverload) -> str:

@@ -6,15 +6,17 @@ left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
 from shardlib.rules.lineup import Advanced, alongside, masks, whole
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
-from shardlib.rules.shards import check, cut, is_zero, localise
+from shardlib.rules.shards import checked, cut, located, once
 from shardlib.rules.space import Dim, Space, arg, axis, broadcast, meta, numel
 
 aten = torch.ops.aten
@@ -22,12 +24,13 @@ aten = torch.ops.aten
 
 def _embedding_backward(local: Local) -> Any:
     """Torch skips rows of the padding index: what lies outside becomes one that no row of the shard has."""
-    grad, index, _, padding, by_count = local.args
-    mine, outside = localise(local, index, "v")
-    if padding >= 0:
-        outside = local.op(aten.bitwise_or.Tensor, outside, local.op(aten.eq.Scalar, index, padding))
-    mine = local.op(aten.masked_fill.Scalar, mine, outside, -1)
-    return local.op(aten.embedding_dense_backward.default, grad, mine, local.size("v"), -1, by_count)
+
+    def form(grad: Tensor, index: Tensor, n: int, padding: int, by_count: bool) -> Tensor:
+        mine, outside = located(index, "v")
+        skipped = outside | (index == padding) if padding >= 0 else outside
+        return aten.embedding_dense_backward.default(grad, mine.masked_fill(skipped, -1), n, -1, by_count)  # type: ignore[no-any-return]
+
+    return local.run(form, *local.args)
 
 
 def _embedding_dense_backward(call: Call) -> Rule:
@@ -36,35 +39,19 @@ def _embedding_dense_backward(call: Call) -> Rule:
     return pattern(f"... d, ... -> v d | {kinds} {{0}}", local=_embedding_backward, ints={(2,): "v"})(call)
 
 
-def _write(local: Local, x: Any, dims: Sequence[tuple[int, Dim]], indices: Sequence[Any], write: Any) -> Any:
-    """`write(x, indices)` along `dims` of x, of which some are cut."""
-    mine = []
-    rooms = []
-    for (at, dim), index in zip(dims, indices, strict=True):
-        for factor in cut(local, dim):
-            # The row behind the shard's last takes what lies on other devices.
-            index, outside = localise(local, index, factor)
-            size = local.size(factor)
-            index = local.op(aten.add.Tensor, index, local.op(aten.mul.Scalar, outside, size))
-            rooms.append((at, size))
+def _write(x: Tensor, places: Mapping[int, Sequence[str]], indices: Sequence[Tensor], write: Any) -> Tensor:
+    """`write(x, indices)`, each index into a dim of x; `places` says what cuts these dims."""
+    mine, pads = [], [0, 0] * x.dim()
+    for (at, factors), index in zip(places.items(), indices, strict=True):
+        for factor in factors:  # the row behind the shard's last takes what lies on other devices
+            index, outside = located(index, factor)
+            index = index + outside * x.shape[at]
+            pads[2 * (x.dim() - 1 - at) + 1] = 1
         mine.append(index)
-    if rooms:
-        pads: list[Any] = [0, 0] * len(local.rule.operands[0])
-        for at, _ in rooms:
-            pads[2 * (len(local.rule.operands[0]) - 1 - at) + 1] = 1
-        x = local.op(aten.constant_pad_nd.default, x, pads, 0)
-    x = write(x, mine)
-    for at, size in rooms:
-        x = local.op(aten.slice.Tensor, x, at, 0, size)
-    return x
-
-
-def once(local: Local, x: Any, factors: Iterable[str]) -> Any:
-    """x on the first of the devices that share `factors` and zeros on the others, so that it is counted once."""
-    for factor in cut(local, factors):
-        others = local.op(aten.new_full.default, x, [], 1 - is_zero(local.position(factor)), dtype=torch.bool)
-        x = local.op(aten.masked_fill.Scalar, x, others, 0)
-    return x
+    out: Tensor = write(pad(x, pads) if any(pads) else x, mine)
+    for at, factors in places.items():
+        out = out.narrow(at, 0, x.shape[at]) if factors else out
+    return out
 
 
 def scattered(kind: Callable[[Call], str | None]) -> RuleFn:
@@ -94,10 +81,15 @@ def scattered(kind: Callable[[Call], str | None]) -> RuleFn:
         row = x[at] if shape else ()
 
         def local(local: Local) -> Any:
-            start = once(local, local.args[0], entries) if how == "sum" else local.args[0]
-            index = check(local, local.args[2], shape[at]) if cut(local, row) else local.args[2]
-            write = lambda x, mine: local.op(local.call.target, x, at, *mine, *local.args[3:], **local.kwargs)
-            return _write(local, start, [(at, row)], [index], write)
+            mine, shared = cut(local, row), cut(local, entries if how == "sum" else ())
+
+            def form(x: Tensor, index: Tensor, rest: Sequence[Any], named: Any) -> Tensor:
+                index = checked(index, shape[at]) if mine else index
+                write = lambda x, indices: call.target(x, at, *indices, *rest, **named)
+                return _write(once(x, shared), {at: mine}, [index], write)
+
+            x, _, index, *rest = local.args
+            return local.run(form, x, index, rest, local.kwargs)
 
         linear = {0, 2} if src else {0}
         return space.rule(
@@ -142,14 +134,18 @@ def indexed(kind: Callable[[Call], str | None] | None = None) -> RuleFn:
         row = x[at] if shape else ()
 
         def local(local: Local) -> Any:
-            start = once(local, local.args[0], entries) if how == "sum" else local.args[0]
-            index = local.args[2]
-            if cut(local, row):
-                index = check(local, index, shape[at], -shape[at] if call.target in _WRAPS else 0)
-            if call.target in _WRAPS and cut(local, row):
-                index = local.op(aten.remainder.Scalar, index, shape[at])
-            write = lambda x, mine: local.op(call.target, x, at, *mine, *local.args[3:], **local.kwargs)
-            return _write(local, start, [(at, row)], [index], write)
+            mine, shared = cut(local, row), cut(local, entries if how == "sum" else ())
+            wraps = call.target in _WRAPS
+
+            def form(x: Tensor, index: Tensor, rest: Sequence[Any], named: Any) -> Tensor:
+                if mine:
+                    index = checked(index, shape[at], -shape[at] if wraps else 0)
+                    index = index % shape[at] if wraps else index
+                write = lambda x, indices: call.target(x, at, *indices, *rest, **named)
+                return _write(once(x, shared), {at: mine}, [index], write)
+
+            x, _, index, *rest = local.args
+            return local.run(form, x, index, rest, local.kwargs)
 
         return space.rule(
             [x, ind, *source],
@@ -192,11 +188,16 @@ def _index_put(call: Call) -> Rule:
         space.whole |= set(a.index_factors)
 
     def local(local: Local) -> Any:
-        # A value that the addends share is added by each, which is right only where entries are not shared out.
-        start = once(local, local.args[0], a.index_factors)
-        dims = list(zip(a.dims, a.indexed, strict=True))
-        write = lambda x, mine: local.op(local.call.target, x, a.listed(mine), *local.args[2:], **local.kwargs)
-        return _write(local, start, dims, a.positive(local), write)
+        cuts, shared = a.cuts(local), cut(local, a.index_factors)
+
+        def form(x: Tensor, given: Sequence[Any], rest: Sequence[Any], named: Any) -> Tensor:
+            write = lambda x, mine: call.target(x, a.listed(mine), *rest, **named)
+            indices = a.positive([i for i in given if i is not None], cuts)
+            # A value that the addends share is added by each, which is right only where entries are not shared out.
+            return _write(once(x, shared), dict(zip(a.dims, cuts, strict=True)), indices, write)
+
+        x, given, *rest = local.args
+        return local.run(form, x, given, rest, local.kwargs)
 
     return space.rule(
         [a.x, *a.indices, values],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -18,13 +18,15 @@ from torch.utils import _pytree as pytree
 
 import shardlib as sl
 from shardlib import Mesh, P, ShardedTensor, ShardingError
+from shardlib.prove import cuts
 from shardlib.rules import rule_for
-from shardlib.specs.layout import Layout
+from shardlib.rules.rule import Labels, Rule
+from shardlib.specs.layout import Factor, Layout
 from shardlib.tracing import elsewhere
 from tests.fakecuda.gpu import CUDA, available, cuda_mesh, gpu, on_gpu, placed, ranks
 from tests.fakecuda.watch import Seen, Watch, watching
 from tests.models import w1, w1_sharded, zoo
-from tests.prover import Chosen, Sample, call_of, cuts, layout, mapped, target_of
+from tests.prover import Sample, call_of, mapped, target_of
 from tests.rule_samples import SAMPLES
 
 MODELS = ("gpt2", "llama", *sorted(zoo.FAMILIES))
@@ -43,6 +45,11 @@ def world(seen: Seen, name: str, rank: tuple[int, int] | None = None) -> Iterato
 
 
 # --- rules' samples ---------------------------------------------------------------------------------------------------
+
+
+def _layout(rule: Rule, labels: Labels, cut: Mapping[str, Any]) -> Layout:
+    dims = (tuple(Factor(rule.sizes[f], cut.get(f, ())) for f in dim) or (Factor(1),) for dim in labels)
+    return Layout(tuple(dims))
 
 
 def samples() -> Iterator[Sample]:
@@ -74,8 +81,8 @@ def run_sample(seen: Seen, sample: Sample, limit: int | None = None) -> None:
             seen.counts["no rule"] += 1
             return
         seen.counts["samples"] += 1
-        placements = [cut for cut in cuts(rule, (3,)) if not isinstance(cut, Chosen)]
-        layouts = [[layout(rule.sizes, labels, cut).canonical for labels in rule.operands] for cut in placements]
+        placements = [cut.axes for cut in cuts(rule, (3,)) if not cut.pieces]
+        layouts = [[_layout(rule, labels, axes).canonical for labels in rule.operands] for axes in placements]
 
     def fn(*given: Tensor) -> Any:
         feed = iter(given)
