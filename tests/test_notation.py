@@ -26,6 +26,8 @@ aten = torch.ops.aten
         ("k, k -> | k:sum", "k, k -> | k:sum"),
         ("s d, t d -> s d | t:round(s) s:lend(t)", "s d, t d -> s d | t:round(s) s:lend(t)"),
         ("->", "->"),
+        ("[dim]->...|dim:sum {0}", "[dim] -> ... | dim:sum {0}"),
+        ("~[dim], n -> [dim] | n:size(s.0)  dim:whole(at)", "~[dim], n -> [dim] | n:size(s.0) dim:whole(at)"),
         ("... _  _,~_ _ -> ... _ a", "... _ _, ~_ _ -> ... _ a"),
         ("c, -> , | c:sum", "c, -> , | c:sum"),
     ],
@@ -50,6 +52,9 @@ def test_pattern_text(text: str, plain: str) -> None:
         ("... m ..., k -> m", "the term '... m ...' has more than one `...`"),
         ("m m -> m", "the term 'm m' has 'm' twice"),
         ("m -> ~m", "`~` marks operands, not results"),
+        ("m [dim] -> ...", "the term 'm [dim]' has more than the dims that an argument names, which are all dims"),
+        ("[a], [b] -> ...", "dims are named by `[a]` and by `[b]`: one argument names them"),
+        ("[dim] -> ... | d:sum", "`d:sum` names a factor that no tensor has"),
     ],
 )
 def test_bad_pattern(text: str, message: str) -> None:
@@ -121,6 +126,9 @@ def test_rule_of_a_custom_op() -> None:
             "`k:round(m)` is for the library's own rules",
         ),
         ("m, n -> m", aten.cat.default, "it takes a list of tensors"),
+        ("[dims], n, n -> ...", product, "`[dims]` reads an argument that it has not"),
+        ("m k, k n, n -> m n | k:whole(t)", product, "`k:whole(t)` reads an argument that it has not"),
+        ("m k, k n, n -> m n | m:size(rows.0)", product, "`m:size(rows.0)` reads an argument that it has not"),
         ("m, m -> m", aten.add_.Tensor, "it writes to an argument"),
     ],
 )

@@ -20,7 +20,6 @@ from shardlib.errors import ShardingError
 from shardlib.internals import TorchDispatchMode, memory_of, pytree, schema_of, without_modes
 from shardlib.manual.body import Body, Piece, entered
 from shardlib.meshes.axis import Axis, Coords
-from shardlib.meshes.mesh import Mesh
 from shardlib.program.device import REFUSALS, Local
 from shardlib.program.steps import Var
 from shardlib.program.sym import Sym, apart, everywhere, here, of_member, place_in
@@ -84,10 +83,10 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for x in given:
             self.made(x)
         args, kwargs = pytree.tree_unflatten(given, tree)
-        mesh = Mesh.abstract({f: self.local.ways(f) for f in self.local.factors if f.isidentifier()} or {"_": 1})
-        body = Body(mesh, mesh.axis_names, torch.empty((), device=_META), piece=self.piece)
-        assert body.like is not None
-        self.made(body.like)
+        ways = {f: self.local.ways(f) for f in self.local.factors}
+        like = torch.empty((), device=_META)
+        body = Body(None, tuple(ways), like, piece=self.piece, dims=ways)
+        self.made(like)
         with without_modes(), torch.no_grad(), entered(body), _META, self:
             try:
                 found = function(*args, **kwargs)

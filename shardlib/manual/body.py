@@ -85,19 +85,25 @@ class Body:
 
     `like` is one of its values while it is traced as it is written, for one device. Where all devices run at once,
     stacked, `indices` are the device's coordinates by axis, each batched in the vmap for its axis. In a local form the
-    axes are the dims of the rule, and `piece` says of each what this device has.
+    axes are the dims of the rule, of no mesh, and `piece` says of each what this device has.
     """
 
-    mesh: Mesh
+    mesh: Mesh | None
     manual: tuple[str, ...]
     like: Tensor | None = None
     indices: Mapping[str, Tensor] = field(default_factory=dict)
     piece: Callable[[str], Piece] | None = None
+    dims: Mapping[str, int] = field(default_factory=dict)  # of a local form: in how many pieces each is cut
+
+    @property
+    def axes(self) -> Mapping[str, int]:
+        """The axes, with the number of devices along each."""
+        return self.dims if self.mesh is None else self.mesh.axes
 
     @property
     def left(self) -> tuple[str, ...]:
         """The axes that are left to the compiler."""
-        return tuple(name for name in self.mesh.axis_names if name not in self.manual)
+        return tuple(name for name in self.axes if name not in self.manual)
 
 
 _body: ContextVar[Body | None] = ContextVar("shardlib_body", default=None)
@@ -127,14 +133,14 @@ def group(call: str, axis: str | Sequence[str]) -> tuple[Body, tuple[str, ...], 
             rule="collectives act on what one device holds, which only the body of a shard_map sees",
             remedy="call it in fn of sl.shard_map(fn, in_specs, out_specs)",
         )
-    if body.piece is not None and (wrong := [name for name in axes if name not in body.mesh.axes]):
+    if body.piece is not None and (wrong := [name for name in axes if name not in body.axes]):
         raise ShardingError(
             f"{call} over {axis!r} in the local form of a rule",
             [f"the rule has no dim {name!r}" for name in wrong],
             rule="a local form communicates along the dims of its rule",
-            remedy=f"use dims of {', '.join(body.manual)}",
+            remedy=f"use dims of {', '.join(filter(str.isidentifier, body.manual))}",
         )
-    faults = [f"{body.mesh} has no axis {name!r}" for name in axes if name not in body.mesh.axes]
+    faults = [f"{body.mesh} has no axis {name!r}" for name in axes if name not in body.axes]
     faults += [f"axis {name!r} is left to the compiler" for name in body.left if name in axes]
     faults += [f"axis {name!r} is named twice" for name in dict.fromkeys(axes) if axes.count(name) > 1]
     if faults or not (axes or body.piece):
@@ -147,7 +153,7 @@ def group(call: str, axis: str | Sequence[str]) -> tuple[Body, tuple[str, ...], 
         )
     n = 1
     for name in axes:
-        n *= body.mesh.axes[name]
+        n *= body.axes[name]
     return body, axes, n
 
 

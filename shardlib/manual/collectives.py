@@ -141,7 +141,7 @@ def axis_index(axis: Axis) -> Tensor:
     if body.indices:
         at = body.indices[axes[0]]
         for name in axes[1:]:
-            at = at * body.mesh.axes[name] + body.indices[name]
+            at = at * body.axes[name] + body.indices[name]
         return at
     if body.like is None:
         raise ShardingError(

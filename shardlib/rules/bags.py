@@ -89,9 +89,9 @@ def _bag_backward(first: int) -> RuleFn:
         between = ", ".join(["_"] * (first - 2))
         weights = ", _" if len(call.operands) > first else ""
         # Torch's kernel on CPU scales by the counts of other indices than the row's: which, only the whole list tells.
-        rows = "v:whole" if call.args[first + 1] else "v:local"
+        rows = "v:whole(scale_grad_by_freq) v:local v:size(num_weights)"
         text = f"_ d, {between}, {'_ d' if most else '_'}{weights} -> v d | {rows} d:local {{0}}"
-        return pattern(text, local=local, ints={(first,): "v"})(call)
+        return pattern(text, local=local)(call)
 
     return rule
 

@@ -14,40 +14,29 @@ from torch import Tensor
 
 from shardlib.internals import schema_of
 from shardlib.manual.collectives import all_gather
+from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import Rows, widely, worst
-from shardlib.rules.space import Space, arg, axis, numel
+from shardlib.rules.space import arg, axis
 
 aten = torch.ops.aten
 Form = Callable[..., Any]  # of the piece, the dim, the factor that it is, this device's place, and its first index
 
 
-def scan(form: Callable[[Local], Form], *, linear: bool = False) -> RuleFn:
-    """The rule of an op that runs along one dim and keeps the shape."""
+def _scan(form: Callable[[Local], Form], text: str) -> Callable[[Call], Rule]:
+    """The rule of an op that runs along `dim`."""
+
+    def local(local: Local) -> Any:
+        at = axis(arg(local.call, 1, "dim"), len(local.call.operands[0].shape))
+        return local.run(form(local), local.args[0], at, "dim", local.position("dim"), local.offset("dim"))
 
     def rule(call: Call) -> Rule:
-        shape = call.operands[0].shape
-        space = Space()
-        x = space.dims(shape)
-        at = axis(arg(call, 1, "dim"), len(shape))
-        row = x[at] if shape else ()
-        if call.operands[0].dtype.is_complex and "log" in schema_of(call.target).name:
-            space.whole |= set(row)  # a logarithm of a complex number is one of many
-        return space.rule(
-            [x],
-            [x] * len(call.results),
-            linear=[{0}] if linear else [],
-            local=lambda local: _run(form(local), local, at),
-            local_factors=row,
-            flops=numel(shape),
-        )
+        many = call.operands[0].dtype.is_complex and "log" in schema_of(call.target).name
+        return pattern(f"{text} {'dim:whole' if many else ''}", local=local)(
+            call
+        )  # logarithms, of which there are many
 
     return rule
-
-
-def _run(form: Form, local: Local, at: int) -> Any:
-    (row,) = local.rule.local_factors
-    return local.run(form, local.args[0], at, row, local.position(row), local.offset(row))
 
 
 def _before(total: Tensor, at: int, row: str, place: int) -> Tensor:
@@ -96,8 +85,11 @@ def _last(found: Sequence[Tensor], at: int) -> list[Tensor]:
 
 
 ROWS: dict[str, RuleFn | str] = {
-    "cumsum": scan(_combined(torch.sum, torch.add), linear=True),
-    "cumprod": scan(_combined(torch.prod, torch.mul)),
-    **dict.fromkeys(["logcumsumexp", "_logcumsumexp"], scan(_combined(torch.logsumexp, torch.logaddexp))),
-    **dict.fromkeys(["cummax", "cummin"], scan(_record)),
+    "cumsum": _scan(_combined(torch.sum, torch.add), "[dim] -> [dim] | dim:local {0}"),
+    "cumprod": _scan(_combined(torch.prod, torch.mul), "[dim] -> [dim] | dim:local"),
+    **dict.fromkeys(
+        ["logcumsumexp", "_logcumsumexp"],
+        _scan(_combined(torch.logsumexp, torch.logaddexp), "[dim] -> [dim] | dim:local"),
+    ),
+    **dict.fromkeys(["cummax", "cummin"], _scan(_record, "[dim] -> [dim], [dim] | dim:local")),
 }

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from shardlib.ops.lstsq import lstsq
 from shardlib.rules.patterns import pattern
-from shardlib.rules.reduction import reduction
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.space import Space, arg, axis, broadcast, result_shape
 
@@ -143,7 +142,7 @@ ROWS: dict[str, RuleFn | str] = {
     # An error names the matrix of the batch that failed, so every device looks at all of them.
     "_linalg_check_errors": pattern("... -> | ...:whole"),
     "linalg_cross": _cross,
-    "linalg__powsum": reduction("sum", dim=(2, "dim")),
+    "linalg__powsum": "[dim] -> ... | dim:sum",
 }
 
 DECOMPOSED: dict[str, Any] = {

@@ -13,14 +13,17 @@ the same factor everywhere.
 | `_` | a dim that stays whole, a factor of its own wherever it is written |
 | `...` | any dims, broadcast against each other from the right |
 | `~m n` | an operand that is broadcast from the right against `m n`: fewer dims, or of size 1 |
+| `[dim]` | all dims, of which the op's argument `dim` names one or several: these are `dim`, and `...` are the others |
 
-Behind the bar, in any order:
+An operand that a call leaves out has a term all the same. Where a result keeps what `[dim]` names with size 1, as by
+`keepdim`, `...` stands for that, too. Behind the bar, in any order:
 
 | written | means |
 |---|---|
 | `k:sum` (`max`, `min`) | cutting `k` leaves results that lack it pending that way |
 | `k:none` | results that lack `k` are complete although it is cut |
-| `k:whole` | `k` must not be cut |
+| `k:whole` | `k` must not be cut; `k:whole(flag)`: where the op's argument `flag` says so |
+| `k:size(n)` | the op's argument `n` is the size of `k`; `n.0` is the first of a list of sizes |
 | `k:local` | when `k` is cut, the op's local form runs instead of the op |
 | `t:round(s)` | `t` may be cut only together with `s` and as `s` is; the local form passes its pieces round |
 | `h:lend(s)` | `h` may take over, for this op, a mesh axis that only `s` wants |
@@ -40,11 +43,11 @@ from functools import lru_cache
 from shardlib.errors import ShardingError
 from shardlib.rules.space import Dim
 
-_WORD = re.compile(r"\.\.\.|\([^()]*\)|[A-Za-z_]\w*|1")
+_WORD = re.compile(r"\.\.\.|\([^()]*\)|\[[A-Za-z_]\w*\]|[A-Za-z_]\w*|1")
 _OWN = re.compile(r"(?<!\w)_(?!\w)")
-_NOTE = re.compile(
-    r"(\.\.\.|[A-Za-z_]\w*):(sum|max|min|none|whole|local|round\([A-Za-z_]\w*\)|lend\([A-Za-z_]\w*\))|\{(\d+(?:,\d+)*)\}"
-)
+_NAME = r"[A-Za-z_]\w*"
+_KIND = rf"sum|max|min|none|local|whole\({_NAME}\)|whole|size\({_NAME}(?:\.\d+)?\)|round\({_NAME}\)|lend\({_NAME}\)"
+_NOTE = re.compile(rf"(\.\.\.|{_NAME}):({_KIND})|\{{(\d+(?:,\d+)*)\}}")
 ELLIPSIS = ("...",)
 
 
@@ -59,6 +62,11 @@ class Term:
     def rank(self) -> int:
         """How many dims the words stand for, without the ellipsis."""
         return sum(d != ELLIPSIS for d in self.dims)
+
+    @property
+    def named(self) -> str | None:
+        """The argument that names some of its dims: `dim` of `[dim]`."""
+        return self.dims[0][0][1:-1] if len(self.dims) == 1 and self.dims[0][:1] and self.dims[0][0][0] == "[" else None
 
     def __str__(self) -> str:
         named = [["_" if is_own(f) else f for f in d] for d in self.dims]
@@ -108,12 +116,14 @@ def parse(text: str) -> Pattern:
     if any(t.fits for t in results):
         wrong.append("`~` marks operands, not results")
     notes, linear = _notes(tail, wrong)
-    known = {f for t in (*operands, *results) for d in t.dims for f in d}
+    known = {f.strip("[]") for t in (*operands, *results) for d in t.dims for f in d}
     wrong += [
         f"`{f}:{kind}` names a factor that no tensor has"
         for f, kind in notes
-        if f not in known or other(kind) not in (None, *known)
+        if f not in known or (other(kind) not in (None, *known) and not argument(kind))
     ]
+    if len(given := {t.named for t in (*operands, *results) if t.named}) > 1:
+        wrong.append(f"dims are named by {' and by '.join(sorted(f'`[{n}]`' for n in given))}: one argument names them")
     wrong += [
         f"{{{i}}} names an operand, but there are {len(operands)}" for s in linear for i in s if i >= len(operands)
     ]
@@ -127,6 +137,11 @@ def parse(text: str) -> Pattern:
 def is_own(factor: str) -> bool:
     """Whether a factor was written `_`."""
     return factor[0] == "_" and factor[1:].isdecimal()
+
+
+def argument(kind: str) -> str | None:
+    """The argument that a note reads: `flag` of `whole(flag)`, `n` of `size(n)`."""
+    return other(kind) if kind.startswith(("whole(", "size(")) else None
 
 
 def other(kind: str) -> str | None:
@@ -144,6 +159,8 @@ def _term(text: str, wrong: list[str]) -> Term:
     if words.count("...") > 1:
         wrong.append(f"the term {text!r} has more than one `...`")
     dims = tuple(() if w == "1" else tuple(w.strip("()").split()) for w in words)
+    if len(words) > 1 and any(w[0] == "[" for w in words):
+        wrong.append(f"the term {text!r} has more than the dims that an argument names, which are all dims")
     names = [f for d in dims for f in d if d != ELLIPSIS]
     wrong += [f"the term {text!r} has {f!r} twice" for f in sorted({f for f in names if names.count(f) > 1})]
     return Term(dims, fits)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from shardlib.internals import schema_of
 from shardlib.manual.collectives import pmax, pmin
-from shardlib.rules.reduction import reduction
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import Rows, cut, worst
 from shardlib.rules.space import Dim, Space, arg, axes, axis, numel, result_shape
@@ -145,6 +144,6 @@ ROWS: dict[str, RuleFn | str] = {
     "kthvalue": ordered((2, "dim", -1)),
     "mode": ordered((1, "dim", -1)),
     **dict.fromkeys(["median.dim", "nanmedian.dim"], _median),
-    **dict.fromkeys(["median", "nanmedian"], reduction(None)),
+    **dict.fromkeys(["median", "nanmedian"], "... -> | ...:whole"),
     **dict.fromkeys(["max.dim", "min.dim", "argmax", "argmin"], _extreme),
 }

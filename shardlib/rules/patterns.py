@@ -9,23 +9,22 @@ from typing import Any
 
 from shardlib.errors import ShardingError
 from shardlib.internals import schema_of
-from shardlib.rules.notation import ELLIPSIS, Pattern, Term, is_own, other, parse
-from shardlib.rules.rule import Call, Local, Meta, Path, Rule
-from shardlib.rules.space import Dim, Ints, Space
+from shardlib.rules.notation import ELLIPSIS, Pattern, Term, argument, is_own, other, parse
+from shardlib.rules.rule import Call, Local, Meta, Rule
+from shardlib.rules.space import Dim, Ints, Space, argument_named, axes, path
 
 
 def pattern(
     text: str,
     *,
     local: Callable[[Local], Any] | None = None,
-    ints: Mapping[Path, str] | None = None,
     flops: Callable[[Call, int], int] | None = None,
     transparent: bool = False,
 ) -> Callable[[Call], Rule]:
     """A rule function from the notation.
 
-    `ints` names integer arguments that are local sizes of a factor: `{(2,): "v"}`. `flops` gets the call and the size
-    of the iteration space; without it, a point is two operations where operands are contracted and one elsewhere.
+    `flops` gets the call and the size of the iteration space; without it, a point is two operations where operands are
+    contracted and one elsewhere.
 
     Example:
         >>> import torch
@@ -38,8 +37,7 @@ def pattern(
         ({'m': 2, 'k': 3, 'n': 4}, {'k': 'sum'}, 48)
     """
     parsed = parse(text)
-    sized: Ints = {where: (1, (factor,)) for where, factor in (ints or {}).items()}
-    return lambda call: _apply(parsed, call, sized, local, flops, transparent)
+    return lambda call: _apply(parsed, call, local, flops, transparent)
 
 
 def tensor_arguments(target: Any) -> list[tuple[int, str]] | None:
@@ -80,7 +78,6 @@ def joint(sets: Iterable[frozenset[int]], here: Sequence[int]) -> list[frozenset
 def _apply(
     pattern: Pattern,
     call: Call,
-    ints: Ints,
     local: Callable[[Local], Any] | None,
     flops: Callable[[Call, int], int] | None,
     transparent: bool,
@@ -90,6 +87,14 @@ def _apply(
         raise _misfit(pattern, call, [f"it has {len(call.operands)} operands and {len(call.results)} results"])
     operands = [(pattern.operands[p], m.shape) for p, m in zip(here, call.operands, strict=True)]
     results = [(t, None if m is None else m.shape) for t, m in zip(pattern.results, call.results, strict=True)]
+    group: dict[str, list[str]] = {}
+    if name := next((t.named for t in (*pattern.operands, *pattern.results) if t.named), None):
+        rank = next(len(shape) for t, shape in (*operands, *results) if t.named and shape is not None)
+        where = [d for d in axes(argument_named(call, name), rank) if d < rank]
+        group[name] = [name if k == 0 else f"{name}{k}" for k in range(len(where))]
+        named = dict(zip(where, group[name], strict=True))
+        operands = [(_placed(t, shape, rank, named), shape) for t, shape in operands]
+        results = [(t if shape is None else _placed(t, shape, rank, named), shape) for t, shape in results]
     every = [(t, shape) for t, shape in (*operands, *results) if shape is not None]
     sizes = _sizes(pattern, call, every)
 
@@ -101,19 +106,22 @@ def _apply(
     reduce: dict[str, str] = {}
     cut_locally = []
     tied: dict[str, dict[str, str]] = {"round": {}, "lend": {}}
-    dots = [f for f in space.sizes if f.startswith("*")]
+    ints: Ints = {}
+    group["..."] = [f for f in space.sizes if f.startswith("*")]
     for name, kind in pattern.notes:
-        for f in dots if name == "..." else [name]:
-            if f not in space.sizes:
+        for f in group.get(name, [name]):
+            if kind.startswith("size("):
+                ints |= _sized(call, str(argument(kind)), (f,) if f in space.sizes else ())
+            elif f not in space.sizes or (kind.startswith("whole(") and not argument_named(call, str(argument(kind)))):
                 continue
-            if (second := other(kind)) is not None:
+            elif kind.startswith("whole"):
+                space.whole.add(f)
+            elif (second := other(kind)) is not None:
                 # Without a partner (it has size 1) a factor that goes round stays whole.
                 if second in space.sizes:
                     tied[kind.partition("(")[0]][f] = second
                     if kind.startswith("round"):
                         reduce.setdefault(f, "none")
-            elif kind == "whole":
-                space.whole.add(f)
             elif kind == "local":
                 cut_locally.append(f)
             else:
@@ -128,7 +136,7 @@ def _apply(
         out,
         reduce=reduce,
         linear=joint(pattern.linear, here),
-        ints={where: (k, tuple(f for f in fs if f in space.sizes)) for where, (k, fs) in ints.items()},
+        ints=ints,
         local=local,
         local_factors=cut_locally,
         rounds=tied["round"],
@@ -137,6 +145,25 @@ def _apply(
         flops=flops(call, points) if flops else points * _per_point(labelled, reduce),
         transparent=transparent,
     )
+
+
+def _sized(call: Call, name: str, dim: Dim) -> Ints:
+    """The argument of this name is the size of the dim; `n.0` is the first in the list `n`."""
+    name, _, item = name.partition(".")
+    at = next(i for i, a in enumerate(schema_of(call.target).arguments) if a.name == name)
+    return {(*path(call, at, name), *([int(item)] if item else [])): (1, dim)}
+
+
+def _placed(term: Term, shape: Sequence[int], rank: int, named: Mapping[int, str]) -> Term:
+    """A term whose dims an argument names, or which is the others, dim by dim."""
+    dims = [(named[d],) if d in named else (f"*{rank - 1 - d}",) for d in range(rank)]
+    if term.named and len(shape) == rank:
+        return Term(tuple(dims), term.fits)
+    if term.dims == (ELLIPSIS,) and len(shape) == rank - len(named):
+        return Term(tuple(dim for d, dim in enumerate(dims) if d not in named), term.fits)
+    if term.dims == (ELLIPSIS,) and len(shape) == rank:
+        return Term(tuple(() if d in named else dim for d, dim in enumerate(dims)), term.fits)
+    return term
 
 
 def _per_point(operands: Sequence[Sequence[Dim]], reduce: Mapping[str, str]) -> int:

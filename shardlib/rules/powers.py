@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from shardlib.manual.collectives import psum
-from shardlib.rules.reduction import reduction
+from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.shards import Rows, cut, wide
+from shardlib.rules.shards import Rows, wide
 from shardlib.rules.space import arg, result_dtype
 
 aten = torch.ops.aten
@@ -27,33 +27,30 @@ _PENDING = {math.inf: "max", -math.inf: "min", 0: "sum", 1: "sum"}
 def _vector_norm(call: Call) -> Rule | None:
     """`linalg_vector_norm(x, ord, dim, keepdim, dtype)`."""
     kind = _PENDING.get(arg(call, 1, "ord", 2), "none")
-    return reduction(kind, dim=(2, "dim"), local=_root if kind == "none" else _piece)(call)
+    return pattern(f"[dim] -> ... | dim:{kind} dim:local", local=_root if kind == "none" else _piece)(call)
 
 
 def _piece(local: Local) -> Any:
-    """The norm of this device's piece; nothing counts as the number that changes no norm."""
-    order = arg(local, 1, "ord", 2)
-    held = _held(local, order)
+    """The norm of this device's piece."""
+    held = _held(local, arg(local, 1, "ord", 2))
     form = lambda x, *rest, **how: torch.linalg.vector_norm(held(x), *rest, **how)
     return local.run(form, *local.args, **local.kwargs)
 
 
 def _held(local: Local, order: float) -> Callable[[Tensor], Tensor]:
-    if 0 <= order < math.inf:
-        return lambda x: x
-    rows = Rows.of(local, range(len(local.call.operands[0].shape)))
-    return lambda x: rows.held(x, math.inf if order < 0 else 0)
+    """Of norms that nothing has not, nothing counts as the number that changes no norm."""
+    rows = Rows.over(local, "dim")
+    return (lambda x: x) if 0 <= order < math.inf else (lambda x: rows.held(x, math.inf if order < 0 else 0))
 
 
 def _root(local: Local) -> Any:
-    call, order = local.call, arg(local, 1, "ord", 2)
-    dim, keepdim, held = arg(local, 2, "dim"), arg(local, 3, "keepdim", False), _held(local, order)
-    row, out = cut(local, local.rule.reduce), result_dtype(call)
+    call, rows, order = local.call, Rows.over(local, "dim"), arg(local, 1, "ord", 2)
+    held, out = _held(local, order), result_dtype(call)
     acc = wide(out).to_complex() if call.operands[0].dtype.is_complex else wide(out)
 
     def form(x: Tensor) -> Tensor:
-        norm = torch.linalg.vector_norm(held(x), order, dim, keepdim, dtype=acc)
-        return psum(norm**order, row).pow(1 / order).to(out)  # type: ignore[no-any-return]
+        norm = torch.linalg.vector_norm(held(x), order, rows.dims, rows.kept, dtype=acc)
+        return psum(norm**order, rows.factors).pow(1 / order).to(out)  # type: ignore[no-any-return]
 
     return local.run(form, local.args[0])
 

@@ -9,64 +9,27 @@ import torch
 from torch import Tensor
 
 from shardlib.manual.collectives import all_gather
+from shardlib.rules.patterns import pattern
 from shardlib.rules.pointwise import pointwise
-from shardlib.rules.rule import Call, Local, Rule, RuleFn
+from shardlib.rules.rule import Local, RuleFn
 from shardlib.rules.shards import Rows, cut, wide, worst
-from shardlib.rules.space import Space, arg, axes, numel, result_dtype, result_shape
+from shardlib.rules.space import arg, axes, numel, result_dtype, result_shape
 
 aten = torch.ops.aten
-_DIM = (1, "dim")
-
-
-def reduction(
-    kind: str | None,
-    *,
-    dim: tuple[int, str] | None = None,
-    linear: bool = False,
-    local: Callable[[Local], Any] | None = None,
-) -> RuleFn:
-    """The rule of an op that reduces some dims (all, when it takes none) to `kind`; None: these dims stay whole.
-
-    `dim` is the position and name of the argument that lists the dims.
-    """
-
-    def rule(call: Call) -> Rule:
-        shape = call.operands[0].shape
-        reduced = axes(arg(call, *dim) if dim else None, len(shape))
-        keepdim = len(result_shape(call)) == len(shape)
-        space = Space()
-        x = space.dims(shape, whole=reduced if kind is None else ())
-        gone = [f for i in reduced if shape for f in x[i]]
-        out = [() if i in reduced else d for i, d in enumerate(x) if keepdim or i not in reduced]
-        return space.rule(
-            [x],
-            [out] * len(call.results),
-            reduce=dict.fromkeys(gone, kind) if kind else {},
-            linear=[{0}] if linear else [],
-            local=local,
-            local_factors=gone if local else (),
-            flops=numel(shape),
-        )
-
-    return rule
 
 
 def _mean(local: Local) -> Any:
     """Local sum over global count; half precision is summed in single, where counts do not overflow."""
-    call = local.call
-    shape, out = call.operands[0].shape, result_shape(call)
-    dims = (arg(local, 1, "dim") if call.target == aten.mean.dim else None) or None
-
-    def form(x: Tensor) -> Tensor:
-        total = x.sum(dims, keepdim=len(out) == len(shape), dtype=wide(result_dtype(call)))
-        return (total / (numel(shape) // max(numel(out), 1))).to(result_dtype(call))
-
+    shape, out, dtype = local.call.operands[0].shape, result_shape(local.call), result_dtype(local.call)
+    dims = axes(arg(local, 1, "dim") if local.call.target == aten.mean.dim else None, len(shape))
+    count = numel(shape) // max(numel(out), 1)
+    form = lambda x: (x.sum(dims, keepdim=len(out) == len(shape), dtype=wide(dtype)) / count).to(dtype)
     return local.run(form, local.args[0])
 
 
 def _extreme(local: Local) -> Any:
     """amax, amin, max, min of shards that may be empty: these count as one worst element."""
-    rows, call = Rows.of(local, range(len(local.call.operands[0].shape))), local.call
+    rows, call = Rows.over(local), local.call
     fill = worst(call.operands[0].dtype, lowest=call.target in (aten.amax.default, aten.max.default))
     form = lambda x, *rest, **how: call.target(rows.held(x, fill), *rest, **how)
     return local.run(form, *local.args, **local.kwargs)
@@ -74,19 +37,13 @@ def _extreme(local: Local) -> Any:
 
 def _aminmax(local: Local) -> Any:
     """Both ends of a row: a pending value can be one kind of reduction only."""
-    shape = local.call.operands[0].shape
-    dims = axes(arg(local, 1, "dim"), len(shape))
-    rows, kept = Rows.of(local, dims), len(result_shape(local.call)) == len(shape)
-
-    def form(x: Tensor) -> tuple[Tensor, ...]:
-        return tuple(end if kept else end.squeeze(dims) for end in (rows.min(x), rows.max(x)))
-
-    return local.run(form, local.args[0])
+    rows = Rows.over(local, None if local.call.target is aten._aminmax.default else "dim")
+    return local.run(lambda x: (rows.left(rows.min(x)), rows.left(rows.max(x))), local.args[0])
 
 
 def _truth(kind: str) -> RuleFn:
     """`any` and `all` of a list of dims: only here, an empty list means none of them."""
-    reduced, kept = reduction(kind, dim=_DIM), pointwise()
+    reduced, kept = pattern(f"[dim] -> ... | dim:{kind}"), pointwise()
     return lambda call: kept(call) if arg(call, 1, "dim") in ([], ()) else reduced(call)
 
 
@@ -131,26 +88,29 @@ def _variance(*, root: bool = False, mean: bool = False) -> Callable[..., Any]:
 
 
 ROWS: dict[str, RuleFn | str] = {
-    "sum": reduction("sum", linear=True),
-    "sum.dim_IntList": reduction("sum", dim=_DIM, linear=True),
-    "nansum": reduction("sum", dim=_DIM),
-    **dict.fromkeys(["count_nonzero", "count_nonzero.dim_IntList"], reduction("sum", dim=_DIM)),
-    "mean": reduction("sum", linear=True, local=_mean),
-    "mean.dim": reduction("sum", dim=_DIM, linear=True, local=_mean),
-    "amax": reduction("max", dim=_DIM, local=_extreme),
-    "amin": reduction("min", dim=_DIM, local=_extreme),
-    "max": reduction("max", local=_extreme),
-    "min": reduction("min", local=_extreme),
-    **dict.fromkeys(["aminmax", "_aminmax", "_aminmax.dim"], reduction("none", dim=_DIM, local=_aminmax)),
-    "any": reduction("max"),
+    "sum": "... -> | ...:sum {0}",
+    "sum.dim_IntList": "[dim] -> ... | dim:sum {0}",
+    "nansum": "[dim] -> ... | dim:sum",
+    "count_nonzero": "[dim] -> ... | dim:sum",
+    "count_nonzero.dim_IntList": "[dim] -> ... | dim:sum",
+    "mean": pattern("... -> | ...:sum ...:local {0}", local=_mean),
+    "mean.dim": pattern("[dim] -> ... | dim:sum dim:local {0}", local=_mean),
+    "amax": pattern("[dim] -> ... | dim:max dim:local", local=_extreme),
+    "amin": pattern("[dim] -> ... | dim:min dim:local", local=_extreme),
+    "max": pattern("... -> | ...:max ...:local", local=_extreme),
+    "min": pattern("... -> | ...:min ...:local", local=_extreme),
+    "aminmax": pattern("[dim] -> ..., ... | dim:none dim:local", local=_aminmax),
+    "_aminmax": pattern("... -> , | ...:none ...:local", local=_aminmax),
+    "_aminmax.dim": pattern("[dim] -> ..., ... | dim:none dim:local", local=_aminmax),
+    "any": "... -> | ...:max",
     **dict.fromkeys(["any.dim", "any.dims"], _truth("max")),
-    "all": reduction("min"),
+    "all": "... -> | ...:min",
     **dict.fromkeys(["all.dim", "all.dims"], _truth("min")),
-    "_is_any_true": reduction("max"),
-    "_is_all_true": reduction("min"),
-    "prod": reduction("none", local=_prod),
-    "prod.dim_int": reduction("none", dim=_DIM, local=_prod),
-    "hash_tensor": reduction(None, dim=_DIM),
+    "_is_any_true": "... -> | ...:max",
+    "_is_all_true": "... -> | ...:min",
+    "prod": pattern("... -> | ...:none ...:local", local=_prod),
+    "prod.dim_int": pattern("[dim] -> ... | dim:none dim:local", local=_prod),
+    "hash_tensor": "[dim] -> ... | dim:whole",
 }
 
 DECOMPOSED: dict[str, Callable[..., Any]] = {

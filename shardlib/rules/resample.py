@@ -34,7 +34,9 @@ def _upsample(dims: int) -> RuleFn:
 
 def _upsample_backward(dims: int) -> RuleFn:
     """`(grad, output size, input size, ...)`: the input's size has the batch and the channels, too."""
-    return _plain(f"n c {_space(dims)} -> n c {_space(dims)} | {{0}}", "n", "c", ints={(2, 0): "n", (2, 1): "c"})
+    return _plain(
+        f"n c {_space(dims)} -> n c {_space(dims)} | n:size(input_size.0) c:size(input_size.1) {{0}}", "n", "c"
+    )
 
 
 def _pad(dims: int) -> RuleFn:
@@ -70,7 +72,7 @@ def _col2im(call: Call) -> Rule:
 
 def _affine_grid(call: Call) -> Rule:
     space = _space(len(call.args[1]) - 2)
-    return _plain(f"n _ _ -> n {space} _ | {{0}}", "n", ints={(1, 0): "n"})(call)
+    return _plain(f"n _ _ -> n {space} _ | n:size(size.0) {{0}}", "n")(call)
 
 
 _UPSAMPLE = {

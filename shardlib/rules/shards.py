@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from shardlib.internals import schema_of
 from shardlib.manual.collectives import axis_index, piece, pmax, pmin, psum
 from shardlib.ops.checks import CHECK_INDEX
 from shardlib.rules.rule import Call, Local
+from shardlib.rules.space import argument_named, axes, result_shape
 
 aten = torch.ops.aten
 
@@ -75,6 +76,7 @@ class Rows:
     factors: tuple[str, ...]
     count: int
     risky: tuple[int, ...] = ()
+    kept: bool = True
 
     @staticmethod
     def of(local: Local, dims: Iterable[int], operand: int = 0) -> Rows:
@@ -84,6 +86,17 @@ class Rows:
         factors = tuple(f for d in dims for f in labels[d])
         count = math.prod(local.call.operands[operand].shape[d] for d in dims)
         return Rows(dims, factors, count, tuple(d for d in dims if any(may_be_empty(local, f) for f in labels[d])))
+
+    @staticmethod
+    def over(local: Local, name: str | None = None) -> Rows:
+        """Over the dims of operand 0 that `[name]` is, or over all; the result has them with size 1, or not at all."""
+        rank = len(local.call.operands[0].shape)
+        dims = axes(argument_named(local.call, name) if name else None, rank)
+        return replace(Rows.of(local, dims), kept=len(result_shape(local.call)) == rank)
+
+    def left(self, x: Tensor) -> Tensor:
+        """x as the result has it: the dims may go."""
+        return x if self.kept else x.squeeze(self.dims)
 
     def sum(self, x: Tensor) -> Tensor:
         return psum(x.sum(self.dims, keepdim=True) if self.dims else x, self.factors)  # type: ignore[no-any-return]

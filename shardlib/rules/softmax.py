@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
-from shardlib.rules.rule import Call, Rule, RuleFn
+from shardlib.rules.patterns import pattern
+from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import Rows, widely
-from shardlib.rules.space import Space, arg, axes, axis, numel, result_shape
+from shardlib.rules.space import Space, arg, axis, numel
 
 
-def _along(form: Callable[..., Tensor], dim: int, *, linear: bool = False) -> RuleFn:
-    """The rule of an op along the dim whose argument stands at `dim`; `form` is for when it is cut."""
+def _row(form: Callable[..., Tensor], text: str = "[dim] -> [dim] | dim:local") -> RuleFn:
+    """The rule of an op along `dim`; `form` is for when that is cut."""
 
-    def rule(call: Call) -> Rule:
-        space = Space()
-        shape = result_shape(call)
-        x = space.dims(shape)
-        at = axis(arg(call, dim, "dim"), len(shape))
-        count = len(call.operands)
-        return space.rule(
-            [x] * count,
-            [x],
-            linear=[{0}] if linear else [],
-            local=lambda local: local.run(widely(form, call), Rows.of(local, [at]), *local.args[:count]),
-            local_factors=x[at] if shape else (),
-            flops=4 * numel(shape),
-        )
+    def local(local: Local) -> Any:
+        tensors = local.args[: len(local.call.operands)]
+        return local.run(widely(form, local.call), Rows.over(local, "dim"), *tensors)
 
-    return rule
+    return pattern(text, local=local, flops=lambda call, points: 4 * points)
 
 
 def _shifted(rows: Rows, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,30 +55,17 @@ def _log_softmax_backward(rows: Rows, grad: Tensor, y: Tensor) -> Tensor:
     return grad - y.exp() * rows.sum(grad)
 
 
-def _logsumexp(call: Call) -> Rule:
-    space = Space()
-    shape = call.operands[0].shape
-    reduced = axes(arg(call, 1, "dim"), len(shape))
-    ordered = not call.operands[0].dtype.is_complex  # others have no maximum to shift by
-    x = space.dims(shape, whole=() if ordered else reduced)
-    kept = len(result_shape(call)) == len(shape)
-    row = [f for i in reduced if shape for f in x[i]]
+def _logsumexp(rows: Rows, x: Tensor) -> Tensor:
+    top = rows.max(x)
+    # Rows of nothing but -inf (or with +inf) are shifted by nothing, as torch does.
+    top = top.masked_fill(top.abs() == float("inf"), 0)
+    return rows.left(rows.sum((x - top).exp()).log() + top)
 
-    def form(rows: Rows, x: Tensor) -> Tensor:
-        top = rows.max(x)
-        # Rows of nothing but -inf (or with +inf) are shifted by nothing, as torch does.
-        top = top.masked_fill(top.abs() == float("inf"), 0)
-        total = rows.sum((x - top).exp()).log() + top
-        return total if kept else total.squeeze(reduced)
 
-    return space.rule(
-        [x],
-        [[() if i in reduced else d for i, d in enumerate(x) if kept or i not in reduced]],
-        reduce=dict.fromkeys(row, "none") if ordered else {},
-        local=lambda local: local.run(widely(form, call), Rows.of(local, reduced), local.args[0]),
-        local_factors=row,
-        flops=3 * numel(shape),
-    )
+def _logsumexp_rule(call: Call) -> Rule | None:
+    """Complex numbers have no maximum to shift by."""
+    kinds = "dim:whole" if call.operands[0].dtype.is_complex else "dim:none dim:local"
+    return _row(_logsumexp, f"[dim] -> ... | {kinds}")(call)
 
 
 def _masked(call: Call) -> Rule:
@@ -116,14 +94,14 @@ def _masked(call: Call) -> Rule:
 
 
 ROWS: dict[str, RuleFn | str] = {
-    "_softmax": _along(_softmax, 1),
-    "_log_softmax": _along(_log_softmax, 1),
-    "_safe_softmax": _along(_safe_softmax, 1),
+    "_softmax": _row(_softmax),
+    "_log_softmax": _row(_log_softmax),
+    "_safe_softmax": _row(_safe_softmax),
     # `out=` leaves the composite ops as they are.
-    "softmax.int": _along(_softmax, 1),
-    "log_softmax.int": _along(_log_softmax, 1),
-    "_softmax_backward_data": _along(_softmax_backward, 2, linear=True),
-    "_log_softmax_backward_data": _along(_log_softmax_backward, 2, linear=True),
-    "logsumexp": _logsumexp,
+    "softmax.int": _row(_softmax),
+    "log_softmax.int": _row(_log_softmax),
+    "_softmax_backward_data": _row(_softmax_backward, "[dim], [dim] -> [dim] | dim:local {0}"),
+    "_log_softmax_backward_data": _row(_log_softmax_backward, "[dim], [dim] -> [dim] | dim:local {0}"),
+    "logsumexp": _logsumexp_rule,
     **dict.fromkeys(["_masked_softmax", "_masked_softmax_backward"], _masked),
 }

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from shardlib.errors import ShardingError
+from shardlib.internals import schema_of
 from shardlib.rules.rule import Call, Halo, Local, Meta, Path, Rule
 
 Dim = tuple[str, ...]
@@ -94,6 +96,14 @@ def arg(call: Call | Local, position: int, name: str, default: Any = None) -> An
     if position < len(call.args):
         return call.args[position]
     return call.kwargs.get(name, default)
+
+
+def argument_named(call: Call, name: str) -> Any:
+    """An argument of the op, by its name in the schema; or its default."""
+    for i, a in enumerate(schema_of(call.target).arguments):
+        if a.name == name:
+            return arg(call, i, name, a.default_value)
+    raise ShardingError(f"{call.target} has no argument {name!r}, which its rule reads")
 
 
 def path(call: Call, position: int, name: str) -> Path:

@@ -43,7 +43,7 @@ from shardlib.rules import (
     view,
     writing,
 )
-from shardlib.rules.notation import other, parse
+from shardlib.rules.notation import argument, other, parse
 from shardlib.rules.patterns import pattern, tensor_arguments
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.written import writers
@@ -226,7 +226,14 @@ def rule(text: Any, /, *, local: Callable[..., Any] | None = None) -> Any:
             wrong.append(f"`{marked[0]}:local` needs a local form: sl.rule(text, local=function)")
         if local is not None and not marked:
             wrong.append("it has a local form, and no dim is marked for it: `k:local`")
-        wrong += [f"`{f}:{kind}` is for the library's own rules" for f, kind in parsed.notes if other(kind)]
+        read = [(f"`{f}:{kind}`", argument(kind)) for f, kind in parsed.notes]
+        read += [(f"`[{t.named}]`", t.named) for t in (*parsed.operands, *parsed.results)]
+        names = {a.name for a in schema.arguments}
+        wrong += [
+            f"{what} reads an argument that it has not" for what, n in read if n and n.partition(".")[0] not in names
+        ]
+        tied = [(f, kind) for f, kind in parsed.notes if other(kind) and not argument(kind)]
+        wrong += [f"`{f}:{kind}` is for the library's own rules" for f, kind in tied]
         kinds = {kind for _, kind in parsed.notes if kind in _KINDS}
         if len(kinds) > 1:
             wrong.append(f"it reduces by {' and '.join(sorted(kinds))}: what a result owes is of one kind")

@@ -33,12 +33,6 @@ def _embedding_backward(local: Local) -> Any:
     return local.run(form, *local.args)
 
 
-def _embedding_dense_backward(call: Call) -> Rule:
-    """Rows of one index add up, wherever they are; scaling by how often it occurs needs all of them in one place."""
-    kinds = "...:whole v:whole" if arg(call, 4, "scale_grad_by_freq") else "...:sum v:local"
-    return pattern(f"... d, ... -> v d | {kinds} {{0}}", local=_embedding_backward, ints={(2,): "v"})(call)
-
-
 def _write(x: Tensor, places: Mapping[int, Sequence[str]], indices: Sequence[Tensor], write: Any) -> Tensor:
     """`write(x, indices)`, each index into a dim of x; `places` says what cuts these dims."""
     mine, pads = [], [0, 0] * x.dim()
@@ -228,7 +222,12 @@ def _put_where(call: Call) -> Rule:
 
 
 ROWS: dict[str, RuleFn | str] = {
-    "embedding_dense_backward": _embedding_dense_backward,
+    # Rows of one index add up, wherever they are; scaling by how often it occurs needs all of them in one place.
+    "embedding_dense_backward": pattern(
+        "... d, ... -> v d | ...:sum ...:whole(scale_grad_by_freq) v:whole(scale_grad_by_freq) v:local "
+        "v:size(num_weights) {0}",
+        local=_embedding_backward,
+    ),
     **dict.fromkeys(["scatter.src", "scatter.value"], scattered(lambda call: None)),
     "scatter_add": scattered(lambda call: "sum"),
     "index_add": indexed(lambda call: "sum"),

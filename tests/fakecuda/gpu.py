@@ -31,7 +31,8 @@ def gpu() -> Iterator[FakeTensorMode]:
     """Tensors made inside are fake; those on cuda may be, and meshes too."""
     stand_in()
     with ExitStack() as stack:
-        for name, value in (("current_device", 0), ("device_count", 8), ("set_device", None)):
+        told = ("current_device", 0), ("device_count", 8), ("set_device", None), ("get_device_name", "a fake one")
+        for name, value in told:
             stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_, value=value: value))
         # A fake number on the CPU has no value.
         there = lambda x, mesh: torch.full(x.shape, 1, dtype=x.dtype, device=mesh.device)
