@@ -64,7 +64,7 @@ def _batch_norm(name: str) -> RuleFn:
                 dims = [i for i in range(len(shape)) if i != 1]
                 rows = Rows(dims, tuple(batch if trains else ()), numel(shape[:1]) * numel(shape[2:]))
                 form = partial(_backward if backward else _forward, rows, kinds, outs, trains)
-                return local.run(widely(form, call), *local.args)
+                return local.run(widely(form, local.call), *local.args)
             return local.op(call.target, *local.args)  # the kernels refuse empty inputs, or crash
 
         return space.rule(
@@ -141,7 +141,9 @@ def _group_norm(call: Call) -> Rule:
     def local(local: Local) -> Any:
         if cut(local, within) or any(may_be_empty(local, f) for f in (*n, *g)):
             rows = Rows([2, 3], tuple(within), numel(shape[1:]) // groups)
-            return local.run(widely(partial(_group_backward if backward else _group_forward, rows), call), *local.args)
+            return local.run(
+                widely(partial(_group_backward if backward else _group_forward, rows), local.call), *local.args
+            )
         args = [
             local.op(aten.contiguous.default, a) if k != "-" and a is not None else a
             for k, a in zip(kinds, local.args, strict=True)

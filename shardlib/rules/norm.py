@@ -91,7 +91,7 @@ def _norm(call: Call) -> Rule:
 
     def local(local: Local) -> Any:
         if cut(local, within):
-            return local.run(widely(_CUT[name], call), Rows.of(local, range(start, len(shape))), *local.args)
+            return local.run(widely(_CUT[name], local.call), Rows.of(local, range(start, len(shape))), *local.args)
         # The kernels read statistics as if they were contiguous, which a slice of them is not.
         args = [local.op(aten.contiguous.default, a) if k == "s" else a for k, a in zip(kinds, local.args, strict=True)]
         return local.op(call.target, *args)

@@ -29,7 +29,8 @@ def _mean(local: Local) -> Any:
 
 def _extreme(local: Local) -> Any:
     """amax, amin, max, min of shards that may be empty: these count as one worst element."""
-    rows, call = Rows.over(local), local.call
+    call = local.call
+    rows = Rows.over(local, None if call.target in (aten.max.default, aten.min.default) else "dim")
     fill = worst(call.operands[0].dtype, lowest=call.target in (aten.amax.default, aten.max.default))
     form = lambda x, *rest, **how: call.target(rows.held(x, fill), *rest, **how)
     return local.run(form, *local.args, **local.kwargs)

@@ -47,16 +47,16 @@ def seen_in(
 
 
 def reads_in_a_local_form() -> Plant:
-    write = LocalForm.op
+    write = LocalForm.emit
 
-    def op(self: LocalForm, target: Any, *args: Any, **kwargs: Any) -> Any:
-        out = write(self, target, *args, **kwargs)
+    def emit(self: LocalForm, target: Any, args: Any, kwargs: Any, made: Any) -> Any:
+        out = write(self, target, args, kwargs, made)
         if out:
-            write(self, aten._local_scalar_dense.default, out[0] if isinstance(out, tuple) else out)
+            write(self, aten._local_scalar_dense.default, out[:1], {}, [None])
         return out
 
     stack = ExitStack()
-    stack.enter_context(mock.patch.object(LocalForm, "op", op))
+    stack.enter_context(mock.patch.object(LocalForm, "emit", emit))
     stack.enter_context(mock.patch.object(verify, "STRICT", False))  # torch refuses it of tensors without values
     return stack
 
