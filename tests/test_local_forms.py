@@ -169,7 +169,7 @@ WRONG: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "a tensor of its own": (lambda x: x * KEPT[0], r"reads what no program has: a tensor of shape \[3\] is no operand"),
     "by sizes": (
         lambda x: 2 * x if x.shape[0] == 2 else x + x,
-        r"takes other steps on other devices: aten\.mul\.Tensor\(\[%0, n\], \[\]\) -> %2 on the first",
+        r"takes other steps on other devices: aten\.mul\.Tensor\(%0, n\) -> %2 on the first",
     ),
     "more by sizes": (lambda x: (x * 1 * 2) if x.shape[0] == 2 else x * 1, "takes other steps on other devices"),
     "numbers by sizes": (lambda x: x * (4 / x.shape[0]), "takes other steps on other devices"),

@@ -17,31 +17,37 @@ from torch import Tensor
 from shardlib.aten.calls import FILLED
 from shardlib.aten.traits import has
 from shardlib.errors import ShardingError
-from shardlib.internals import TorchDispatchMode, memory_of, pytree, schema_of, without_modes
+from shardlib.internals import TorchDispatchMode, pytree, schema_of, without_modes
 from shardlib.manual.body import Body, Piece, entered
 from shardlib.meshes.axis import Axis, Coords
-from shardlib.program.device import REFUSALS, Local
+from shardlib.program.device import REFUSALS, Local, frozen, makes
 from shardlib.program.steps import Var
 from shardlib.program.sym import Sym, apart, everywhere, here, of_member, place_in
 
 if TYPE_CHECKING:
     from shardlib.lower.local import LocalForm
 
-_META = torch.device("meta")
-
 
 def code(local: LocalForm, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The values of the program that `function` gives for these arguments; see `rules.rule.Local.run`."""
     flat, tree = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    axes = apart(a for f in local.rule.sizes for a in local.axes(f))
-    kinds: dict[str, _Run] = {}
-    runs: list[_Run] = []  # of each device
-    for coords in everywhere(axes):
-        given = [x.layout.local_shape(coords) if isinstance(x, Var) and x.layout else here(x, coords) for x in flat]
-        key = repr(given)
-        if key not in kinds or kinds[key].asked:
-            kinds[key] = _Run(local, coords).of(function, flat, given, tree)
-        runs.append(kinds[key])
+    uneven = [f for f in local.rule.sizes if isinstance(local.size(f), Sym)]
+    differ = {a for f in uneven for a in local.axes(f)} | {a for x in flat if isinstance(x, Sym) for a in x.axes}
+    kinds: dict[Any, _Run] = {}
+    asked: set[str] = set()  # where pieces of these dims lie
+    with without_modes(), torch.no_grad():
+        while True:
+            axes, runs = apart([*differ, *(a for f in asked for a in local.axes(f))]), []
+            for at in everywhere(axes):
+                coords = {**local.origin, **at}
+                given = [x.layout.local_shape(coords) if isinstance(x, Var) and x.layout else here(x, at) for x in flat]
+                key = repr((given, [here(local.offset(f), coords) for f in sorted(asked)]))
+                if key not in kinds:
+                    kinds[key] = _Run(local, coords).of(function, flat, given, tree)
+                runs.append(kinds[key])
+            if asked >= (more := {f for run in runs for f in run.asked}):
+                break
+            asked |= more
     _check(local, list({id(run): run for run in runs}.values()))
     return _write(local, flat, axes, runs)
 
@@ -69,76 +75,73 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.local, self.coords = local, coords
         self.calls: list[_Made] = []
-        self.tensors: list[Tensor] = []
+        self.held: list[Local] = []  # of all tensors
         self.results: Any = None
-        self.asked = False  # where its pieces lie
-        self._known: dict[int, _Ref] = {}
+        self.asked: set[str] = set()  # where its pieces of these dims lie
+        self._known: dict[int, tuple[_Ref, Tensor]] = {}
 
     def of(self, function: Callable[..., Any], flat: Sequence[Any], given: Sequence[Any], tree: Any) -> _Run:
         """Run it on operands of the shapes in `given`."""
-        given = [
-            torch.empty(n, dtype=x.dtype, device=_META) if isinstance(x, Var) else _moved(n, _META)
-            for x, n in zip(flat, given, strict=True)
-        ]
-        for x in given:
-            self.made(x)
+        pairs = zip(flat, given, strict=True)
+        given = [self.new(Local.dense(n, x.dtype)) if isinstance(x, Var) else n for x, n in pairs]
         args, kwargs = pytree.tree_unflatten(given, tree)
         ways = {f: self.local.ways(f) for f in self.local.factors}
-        like = torch.empty((), device=_META)
-        body = Body(None, tuple(ways), like, piece=self.piece, dims=ways)
-        self.made(like)
-        with without_modes(), torch.no_grad(), entered(body), _META, self:
+        like = self.new(Local.dense((), torch.int64))
+        with entered(Body(None, tuple(ways), like, piece=self.piece, dims=ways)), self:
             try:
                 found = function(*args, **kwargs)
             except ShardingError:
                 raise
             except REFUSALS as error:
                 raise self.fault("fails", [f"{type(error).__name__}: {error}"]) from error
-        self.results = pytree.tree_map(self.reference, found)
+        self.results = self.noted(found)
         return self
 
     def piece(self, name: str) -> Piece:
-        self.asked = True
+        self.asked.add(name)
         size, offset = (here(n, self.coords) for n in (self.local.size(name), self.local.offset(name)))
         return Piece(offset, size, self.local.rule.sizes.get(name, 1))
 
-    def made(self, x: Any) -> Any:
-        """The reference of what is there from now on."""
-        if not isinstance(x, Tensor):
-            return x
-        self.tensors.append(x)
-        self._known[id(x)] = ref = _Ref(len(self.tensors) - 1)
-        return ref
+    def new(self, x: Local) -> Tensor:
+        """A tensor that is there from now on."""
+        tensor = torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta")
+        self._known[id(tensor)] = _Ref(len(self.held)), tensor
+        self.held.append(x)
+        return tensor
 
-    def reference(self, x: Any) -> Any:
-        """The reference of what is there."""
-        if not isinstance(x, Tensor):
-            return _moved(x, self.local.device) if x == _META else x
-        if id(x) not in self._known:
-            what = [f"a tensor of shape {list(x.shape)} is no operand, and not made of any"]
-            raise self.fault("reads what no program has", what, "pass it to the op, or use numbers")
-        return self._known[id(x)]
+    def noted(self, x: Any) -> Any:
+        """An argument, with references for tensors."""
+        if isinstance(x, Tensor):
+            if id(x) not in self._known:
+                what = [f"a tensor of shape {list(x.shape)} is no operand, and not made of any"]
+                raise self.fault("reads what no program has", what, "pass it to the op, or use numbers")
+            return self._known[id(x)][0]
+        if isinstance(x, list | tuple):
+            return [*map(self.noted, x)]
+        if isinstance(x, dict):
+            return {k: self.noted(y) for k, y in x.items()}
+        return self.local.device if isinstance(x, torch.device) else x
+
+    def here(self, x: Any) -> Any:
+        return self.held[x.n] if isinstance(x, _Ref) else frozen(x, self.here)
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if schema_of(op).is_mutable:
             raise self.fault("writes to a tensor", [str(op)], "use the op that returns a new one")
-        given = pytree.tree_map(self.reference, (list(args), dict(kwargs or {})))
-        try:
-            out = op(*args, **(kwargs or {}))
-        except NotImplementedError:
-            if op is not self.local.call.target:
-                raise
-            out = self._expected()  # for the op itself, on pieces, the rule says it
-        self.calls.append(_Made(op, given[0], given[1], pytree.tree_map(self.made, out)))
-        return out
+        args, kwargs = self.noted(args), self.noted(kwargs or {})
+        made = makes(op, self.here(args), self.here(kwargs)) or self._unknown(op)
+        out = [None if x is None else self.new(x) for x in made] if schema_of(op).returns else []
+        self.calls.append(_Made(op, args, kwargs, self.noted(out)))
+        if [str(r.type) for r in schema_of(op).returns] == ["List[Tensor]"]:
+            return out
+        return tuple(out) if len(out) > 1 else out[0] if out else None
 
-    def _expected(self) -> Any:
-        """The pieces of the results."""
-        found = [
-            None if m is None else torch.empty(_shape(self.local, self.coords, i), dtype=m.dtype, device=_META)
-            for i, m in enumerate(self.local.call.results)
-        ]
-        return tuple(found) if len(found) > 1 else found[0]
+    def _unknown(self, op: Any) -> Sequence[Local | None]:
+        """What an op makes of which torch does not say it: for the op itself, on pieces, the rule does."""
+        if op is not self.local.call.target:
+            raise NotImplementedError(f"{op} has no form for tensors without values: torch.library.register_fake")
+        every = enumerate(self.local.call.results)
+        return [None if m is None else Local.dense(_shape(self.local, self.coords, i), m.dtype) for i, m in every]
 
     def fault(self, what: str, offenders: Sequence[str], remedy: str = "") -> ShardingError:
         return _fault(self.local, what, offenders, remedy)
@@ -147,10 +150,6 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _shape(local: LocalForm, coords: Coords, result: int) -> tuple[int, ...]:
     """What a device has of a result."""
     return tuple(math.prod(here(local.size(f), coords) for f in dim) for dim in local.rule.results[result])
-
-
-def _moved(x: Any, device: torch.device) -> Any:
-    return device if isinstance(x, torch.device) else x
 
 
 def _fault(local: LocalForm, what: str, offenders: Sequence[str], remedy: str = "") -> ShardingError:
@@ -172,7 +171,7 @@ def _check(local: LocalForm, runs: Sequence[_Run]) -> None:
             for run in runs:
                 run.calls[k] = _whole(run.calls[k])
     first, *rest = runs
-    mine = _steps(first)
+    mine = _steps(first) if rest else []
     for run in rest:
         for a, b in zip(mine, _steps(run), strict=False):
             if a != b:
@@ -204,12 +203,13 @@ def _steps(run: _Run) -> list[str]:
             return f"%{x.n}"
         if isinstance(x, list | tuple):
             return f"[{', '.join(map(said, x))}]"
-        if isinstance(x, dict):
-            return f"[{', '.join(f'{k}={said(v)}' for k, v in x.items())}]"
         return "n" if type(x) is int else repr(x)
 
-    every = [f"{c.op}({said(c.args)}, {said(c.kwargs)}) -> {said(c.out)}" for c in run.calls]
-    return [*every, f"return {said(run.results)}"]
+    def called(c: _Made) -> str:
+        given = [*map(said, c.args), *(f"{k}={said(v)}" for k, v in c.kwargs.items())]
+        return f"{c.op}({', '.join(given)}) -> {', '.join(map(said, c.out))}"
+
+    return [*map(called, run.calls), f"return {said(run.results)}"]
 
 
 def _unlike(local: LocalForm, run: _Run) -> Iterator[str]:
@@ -226,9 +226,9 @@ def _unlike(local: LocalForm, run: _Run) -> Iterator[str]:
         if not isinstance(ref, _Ref):
             yield f"result {i} is {ref!r}, no tensor"
             continue
-        x = run.tensors[ref.n]
+        x = run.held[ref.n]
         shape = _shape(local, run.coords, i)
-        if tuple(x.shape) != shape or x.dtype != meta.dtype:
+        if x.shape != shape or x.dtype != meta.dtype:
             yield f"result {i} is {list(x.shape)} of {x.dtype}, not {list(shape)} of {meta.dtype}"
 
 
@@ -252,21 +252,16 @@ def _write(local: LocalForm, flat: Sequence[Any], axes: tuple[Axis, ...], runs: 
         return first if type(first) is not int or len(set(each)) == 1 else Sym("at", (axes, tuple(each)))
 
     for calls in zip(*(run.calls for run in runs), strict=True):
-        call, tensors = calls[0], runs[0].tensors
+        op, out = calls[0].op, calls[0].out
         args, kwargs = joined([c.args for c in calls]), joined([c.kwargs for c in calls])
-        made = [tensors[ref.n] for ref in _refs(call.out)]
-        if has(call.op, "per device"):
-            before, after = ([tuple(run.tensors[ref.n].shape) for run in runs] for ref in (call.args[0], call.out))
-            nbytes = max(map(math.prod, after)) * made[0].element_size()
-            values.append(_communicate(local, call.op, args, joined(before), nbytes))
+        if has(op, "per device"):
+            before, after = ([run.held[ref.n] for run in runs] for ref in (calls[0].args[0], out[0]))
+            nbytes = max(math.prod(x.shape) for x in after) * after[0].dtype.itemsize
+            values.append(_communicate(local, op, args, joined([x.shape for x in before]), nbytes))
         else:
-            operands = {memory_of(tensors[ref.n].untyped_storage()) for ref in _refs((call.args, call.kwargs))}
-            values += local.emit(call.op, tuple(args), kwargs, [Local.of(x, operands) for x in made])
+            made = local.emit(op, tuple(args), kwargs, [ref and runs[0].held[ref.n] for ref in out])
+            values += [x for x, ref in zip(made, out, strict=True) if ref is not None]
     return joined([run.results for run in runs])
-
-
-def _refs(tree: Any) -> list[_Ref]:
-    return [x for x in pytree.tree_leaves(tree) if isinstance(x, _Ref)]
 
 
 def _communicate(local: LocalForm, op: Any, args: Sequence[Any], before: Sequence[Sym | int], nbytes: int) -> Var:

@@ -13,7 +13,7 @@ from shardlib.graph import Op
 from shardlib.internals import schema_of, without_modes
 from shardlib.lower.code import code
 from shardlib.lower.manual import told
-from shardlib.meshes.axis import Axis, member_coords, position
+from shardlib.meshes.axis import Axis, Coords, member_coords, position
 from shardlib.program.device import REFUSALS, Local
 from shardlib.program.steps import Compute, Inside, Var, leaves
 from shardlib.program.sym import (
@@ -56,6 +56,11 @@ class LocalForm:
         self.call, self.rule, self.args, self.kwargs = op.call, op.rule, args, kwargs
         self._emitter, self._op, self._assignment = emitter, op, assignment
         self._builder = emitter.builder
+
+    @property
+    def origin(self) -> Coords:
+        """The first device."""
+        return dict.fromkeys(self._builder.mesh.axis_names, 0)
 
     @property
     def factors(self) -> list[str]:

@@ -68,11 +68,7 @@ class Device:
         operands = [self.held(v) for v in reads(step)]
         if None in operands or (not operands and _acts(step.target)):
             return [None] * len(step.outs)
-        args, kwargs = self.here(step.args), self.here(step.kwargs)
-        key = (step.target, args, kwargs, torch.get_default_dtype())
-        if (made := _MADE.get(key)) is None:
-            made = _MADE[key] = _made(*key[:3])
-        return made or [None] * len(step.outs)
+        return makes(step.target, self.here(step.args), self.here(step.kwargs)) or [None] * len(step.outs)
 
     def collective(self, step: Collective) -> Local | None:
         """What a collective makes. Raises `ProgramError` where it is told of sizes that this device does not hold."""
@@ -87,15 +83,18 @@ class Device:
         """Arguments as they are on this device, as a key: numbers with their types, lists and dicts as tuples."""
         if isinstance(x, Var):
             return self.held(x)
-        if isinstance(x, tuple | list):
-            return tuple(map(self.here, x))
-        if isinstance(x, dict):
-            return tuple((k, self.here(y)) for k, y in x.items())
         if isinstance(x, Sym):
-            return self.here(x.at(self.coords))
-        if isinstance(x, Scalar):
-            return _Number(x.hint, type(x.hint))
-        return _Number(x, type(x)) if isinstance(x, bool | float) else x
+            return x.at(self.coords)
+        return frozen(x.hint if isinstance(x, Scalar) else x, self.here)
+
+
+def frozen(x: Any, here: Callable[[Any], Any]) -> Any:
+    """An argument as a key: lists and dicts as tuples of what `here` says of what is in them, numbers with types."""
+    if isinstance(x, tuple | list):
+        return tuple(map(here, x))
+    if isinstance(x, dict):
+        return tuple((k, here(y)) for k, y in x.items())
+    return _Number(x, type(x)) if isinstance(x, bool | float) else x
 
 
 class _Number(NamedTuple):
@@ -106,8 +105,15 @@ class _Number(NamedTuple):
 _MADE: Bounded[Any, tuple[Local | None, ...]] = Bounded(1 << 12)
 
 
+def makes(target: Any, args: Any, kwargs: Any) -> tuple[Local | None, ...]:
+    """What an op makes of arguments that are frozen, as tensors without values; nothing where torch cannot say."""
+    key = (target, args, kwargs, torch.get_default_dtype())
+    if (made := _MADE.get(key)) is None:
+        made = _MADE[key] = _made(*key[:3])
+    return made
+
+
 def _made(target: Any, args: Any, kwargs: Any) -> tuple[Local | None, ...]:
-    """What an op makes of tensors without values; nothing where torch cannot say."""
 
     operands: set[int] = set()
 

@@ -20,6 +20,9 @@ SIZES = ("even", "uneven")
 _EVEN = {"XS": 2, "S": 4, "M": 12, "L": 24}  # instead of torch's 3, 5, 10, 20: 2 divides all of them, 4 most
 _READ = 200  # samples of an entry that are looked at before some are chosen
 
+# Whose samples lay segments on data of torch's own sizes: on other data the kernel reads what lies behind it.
+_OWN_SIZES = {"_segment_reduce"}
+
 # What these return is whatever the memory held: only shape and dtype mean something.
 _UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
 
@@ -64,7 +67,7 @@ def cases(name: str, sizes: str, limit: int) -> tuple[list[Case], list[Case]]:
     op = entries()[name]
     dtype = torch.float64 if op.supports_dtype(torch.float64, "cpu") else torch.float32
     try:
-        samples = _samples(op, dtype, sizes)
+        samples = _samples(op, dtype, "uneven" if op.name in _OWN_SIZES else sizes)
     except (RuntimeError, IndexError):  # some are written for torch's own sizes: these then, cut only where it is even
         samples = _samples(op, dtype, "uneven")
     plain = [_Sample(name, op, samples[i], f"sample {i}").call() for i in _spread(len(samples), limit)]
