@@ -166,6 +166,7 @@ WRONG: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "reads a value": (lambda x: x * x.sum().item(), r"fails: RuntimeError: Tensor\.item\(\) cannot be called on meta"),
     "decides by one": (lambda x: x if x.sum() > 0 else -x, "fails"),
     "writes": (lambda x: x.mul_(2), r"writes to a tensor: aten\.mul_"),
+    "draws": (lambda x: 2 * x * torch.rand_like(x), r"draws random numbers: aten\.rand_like"),
     "a tensor of its own": (lambda x: x * KEPT[0], r"reads what no program has: a tensor of shape \[3\] is no operand"),
     "by sizes": (
         lambda x: 2 * x if x.shape[0] == 2 else x + x,

@@ -128,6 +128,8 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if schema_of(op).is_mutable:
             raise self.fault("writes to a tensor", [str(op)], "use the op that returns a new one")
+        if torch.Tag.nondeterministic_seeded in op.tags and not has(op, "per device"):
+            raise self.fault("draws random numbers", [str(op)], "draw them outside, and pass them to the op")
         args, kwargs = self.noted(args), self.noted(kwargs or {})
         made = makes(op, self.here(args), self.here(kwargs)) or self._unknown(op)
         out = [None if x is None else self.new(x) for x in made] if schema_of(op).returns else []
