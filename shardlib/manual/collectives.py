@@ -150,6 +150,8 @@ def axis_index(axis: Axis) -> Tensor:
             remedy="pass it at least one tensor",
         )
     like: Tensor = body.like
+    if body.piece is not None:  # below autograd
+        return torch.ops.shardlib.manual_axis_index(like, list(axes))  # type: ignore[no-any-return]
     return _AxisIndex.apply(like.detach(), axes)  # type: ignore[no-any-return,no-untyped-call]
 
 
