@@ -52,7 +52,8 @@ class Place {
  public:
   explicit Place(const Tensor& x) : guard_(x.get_device_index()) {
     STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "shardlib_cuda: this torch has no CUDA");
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream_));
+    const auto found = aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream_);
+    STD_TORCH_CHECK(found == AOTI_TORCH_SUCCESS, "shardlib_cuda: torch tells no stream of device ", x.get_device_index());
   }
   cudaStream_t stream() const { return static_cast<cudaStream_t>(stream_); }
 
