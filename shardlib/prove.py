@@ -97,7 +97,13 @@ def prove(op: Any, /, *args: Any, **kwargs: Any) -> Proof:
     every = list(cuts(call.op.rule))
     if len(every) == 1:
         raise _refused(call, "is not put to the test", ["no dim of this call may be cut: they are whole, or of size 1"])
-    wrong = [*(f"{cut}: {fault}" for cut in every for fault in _faults(call, cut)), *_not_linear(call)]
+    for cut in every:
+        try:
+            wrong += [f"{cut}: {fault}" for fault in _faults(call, cut)]
+        except ShardingError as error:  # of a local form, which says what is wrong with it
+            what = f"{error.what}, with {cut}"
+            raise ShardingError(what, error.offenders, rule=error.rule, remedy=error.remedy) from error
+    wrong += _not_linear(call)
     if wrong:
         raise _refused(call, "is wrong", wrong)
     return Proof(_name(target), text_of(target), tuple(tuple(x.shape) for x in call.tensors), len(every))
@@ -109,8 +115,13 @@ def faults(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], rule: Rule, 
     call.op.rule = rule
     if wrong := list(_bookkeeping(call)):
         return wrong
-    every = [f"{cut}: {fault}" for cut in cuts(rule) for fault in _faults(call, cut, values=values)]
-    return [*every, *_not_linear(call)] if values else every
+    wrong = []
+    for cut in cuts(rule):
+        try:
+            wrong += [f"{cut}: {fault}" for fault in _faults(call, cut, values=values)]
+        except ShardingError as error:
+            wrong.append(f"{cut}: {error}")
+    return [*wrong, *_not_linear(call)] if values else wrong
 
 
 @dataclass(frozen=True)
@@ -217,6 +228,22 @@ def _bookkeeping(call: _Call) -> Iterator[str]:
     for i, x in enumerate(results):
         lost = read - {f for dim in rule.results[i] for f in dim} - rule.reduce.keys() if isinstance(x, Tensor) else ()
         yield from (f"{f} may be cut, is not in result {i}, and nothing says how it is reduced" for f in sorted(lost))
+    yield from _unlike_its_fake(call)
+
+
+def _unlike_its_fake(call: _Call) -> Iterator[str]:
+    """Programs are made of what an op of a user says by `register_fake`."""
+    if call.op.target.namespace in ("aten", "prims", "shardlib"):
+        return
+    try:
+        found = _called(call, [x.to("meta") for x in call.tensors])
+    except _RAISED as error:
+        yield f"the op has no form for tensors without values (register_fake): {str(error).partition('.')[0]}"
+        return
+    for i, (x, want) in enumerate(zip(found, _tensors(call.results), strict=False)):
+        if x.shape != want.shape or x.dtype != want.dtype:
+            say, made = (f"{list(y.shape)} of {y.dtype}" for y in (x, want))
+            yield f"result {i} is {made}, and its register_fake says {say}"
 
 
 def _faults(call: _Call, cut: Cut, *, values: bool = True) -> Iterator[str]:
@@ -229,6 +256,8 @@ def _faults(call: _Call, cut: Cut, *, values: bool = True) -> Iterator[str]:
     ]
     try:
         found = virtual.load(verify(_program(call, cut, mesh)), mesh, share=False)(pieces)
+    except ShardingError:
+        raise
     except _RAISED as error:
         first, *rest = str(error).splitlines() or [""]
         more = f" {rest[0].strip().removeprefix('* ')}" if first.endswith(":") and rest else ""
@@ -281,32 +310,46 @@ def _unlike(at: Layout, shards: Sequence[tuple[Coords, Tensor]], want: Tensor, *
         yield f"is wrong{off}"
 
 
-def _same(a: Tensor, b: Tensor, room: float = 0.0) -> bool:
-    """Equal, up to what rounding may cost."""
+def _same(a: Tensor, b: Tensor, room: float = 0.0, least: float = 1.0) -> bool:
+    """Equal, up to what rounding may cost of numbers as large as these, or as `least`."""
     room = room or _ROUNDING.get(a.dtype, 0.0)
     if not room or not (a.is_floating_point() or a.is_complex()):
         return torch.equal(a, b)
     finite = b[torch.isfinite(b)].abs()
-    most = max(1.0, float(finite.max())) if finite.numel() else 1.0
+    most = max(least, float(finite.max())) if finite.numel() else least
     return torch.allclose(a, b, rtol=room, atol=room * most, equal_nan=True)
 
 
 def _not_linear(call: _Call) -> Iterator[str]:
     """Random addends on the operands of every linear set must add up to the result of their sums."""
-    for members in filter(None, call.rule.linear):
-        if not all(call.tensors[i].is_floating_point() or call.tensors[i].is_complex() for i in members):
-            continue
-        other = [torch.randn_like(x) if i in members else x for i, x in enumerate(call.tensors)]
+    for members, size in itertools.product(filter(None, call.rule.linear), (1, 10_000)):
+        said = f"{{{','.join(map(str, sorted(members)))}}}"
+        if any(call.tensors[i].dtype == torch.bool for i in members):
+            continue  # truth values are no sums
+        if any(x.dtype == torch.bool for x in _tensors(call.results)):
+            yield f"{said} says that sums may be pending, and a truth value is no sum"
+            return
+        other = [_addend(x, size) if i in members else x for i, x in enumerate(call.tensors)]
         total = [x + y if i in members else x for i, (x, y) in enumerate(zip(call.tensors, other, strict=True))]
-        one, two, both = (_plain(call, xs) for xs in (call.tensors, other, total))
-        room = max(_ROUNDING.get(x.dtype, 0.0) for x in call.tensors)
-        if not all(
-            _same(x + y, z, max(room, _ROUNDING.get(z.dtype, 0.0))) for x, y, z in zip(one, two, both, strict=True)
-        ):
-            yield f"it is not linear in the operands {{{','.join(map(str, sorted(members)))}}}"
+        one, two, both = (_called(call, xs) for xs in (call.tensors, other, total))
+        room = max(_ROUNDING.get(x.dtype, 0.0) for x in (*call.tensors, *both))
+        if not all(_same(x + y, z, room, size) for x, y, z in zip(one, two, both, strict=True)):
+            yield f"it is not linear in the operands {said}"
+            return
 
 
-def _plain(call: _Call, tensors: Sequence[Tensor]) -> list[Tensor]:
+def _addend(x: Tensor, size: int) -> Tensor:
+    """Random numbers of that size, exact ones for a tensor of whole numbers."""
+    if x.is_floating_point() or x.is_complex():
+        return torch.randn_like(x) * size
+    return torch.randint_like(x, min(size, 20) + 1)
+
+
+def _tensors(results: Sequence[Any]) -> list[Tensor]:
+    return [x for x in results if isinstance(x, Tensor)]
+
+
+def _called(call: _Call, tensors: Sequence[Tensor]) -> list[Tensor]:
     given = dict(zip(call.op.node.all_input_nodes, tensors, strict=True))
     args, kwargs = fx.map_arg((call.op.node.args, call.op.node.kwargs), given.__getitem__)
     found = call.op.target(*args, **kwargs)

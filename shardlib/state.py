@@ -16,6 +16,19 @@ Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
 tracing_flag: ContextVar[bool] = ContextVar("shardlib_tracing", default=False)
+
+
+class _Count:
+    """How often something happened."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def again(self) -> None:
+        self.value += 1
+
+
+rules_said = _Count()  # by users: what was made before knows other rules
 _single: ContextVar[bool] = ContextVar("shardlib_single", default=False)
 
 

@@ -340,6 +340,9 @@ STRIDED: dict[str, Callable[[Tensor], Any]] = {
     "of a conjugate": lambda x: torch.complex(x, -x)[1:].conj()[1:].as_strided((2,), (1,)),
     "of a conjugate's part": lambda x: torch.complex(x, -x).conj()[1:].imag.as_strided((2,), (1,)),
     "of the part of a strided conjugate": lambda x: torch.complex(x, -x).conj()[1:].as_strided((2,), (1,)).imag,
+    "repeated": lambda x: x.as_strided((2, 3), (0, 2)),
+    "one element": lambda x: x.as_strided((3,), (0,), 4),
+    "filled, as bytes": lambda x: (x.fill_(-1), x.view(torch.int16).as_strided((2,), (1,)))[1],
     "of bytes": lambda x: x[1:].view(torch.int16)[1:].as_strided((2,), (1,)),
 }
 
@@ -751,3 +754,21 @@ def test_a_mask_takes_one_value_of_another_dtype(value):
         x[x > 3] = value
     whole[whole > 3] = value
     assert torch.equal(x.full_tensor(), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+def test_the_last_batch_of_an_evaluation(jitted: bool, dtype: torch.dtype) -> None:
+    """It may be too small for all devices; parameters may be of another dtype."""
+    norm, x = torch.nn.BatchNorm1d(6).eval(), torch.randn(5, 6, dtype=dtype)
+    norm.running_mean.normal_()
+    want = norm(x)
+    want.sum().backward()
+    grads = [p.grad.clone() for p in norm.parameters()]
+    norm.zero_grad()
+    with Mesh(a=4):
+        out = (sl.jit(norm) if jitted else norm)(shard(x, "n@a c"))
+        out.sum().backward()
+    torch.testing.assert_close(out.full_tensor(), want)
+    for p, grad in zip(norm.parameters(), grads, strict=True):
+        torch.testing.assert_close(_whole(p.grad), grad)

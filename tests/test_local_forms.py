@@ -170,7 +170,7 @@ WRONG: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "a tensor of its own": (lambda x: x * KEPT[0], r"reads what no program has: a tensor of shape \[3\] is no operand"),
     "by sizes": (
         lambda x: 2 * x if x.shape[0] == 2 else x + x,
-        r"takes other steps on other devices: aten\.mul\.Tensor\(%0, n\) -> %2 on the first",
+        r"takes other steps on other devices: aten\.add\.Tensor\(%0, %0\) -> %2 on the first",
     ),
     "more by sizes": (lambda x: (x * 1 * 2) if x.shape[0] == 2 else x * 1, "takes other steps on other devices"),
     "numbers by sizes": (lambda x: x * (4 / x.shape[0]), "takes other steps on other devices"),
@@ -196,8 +196,9 @@ WRONG: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 def test_what_is_no_local_form_is_told(name: str) -> None:
     local, words = WRONG[name]
     made = op(_twice, "n -> n | n:local", local)
-    with pytest.raises(ShardingError, match=words):
+    with pytest.raises(ShardingError) as error:
         sl.prove(made, r(5))
+    assert re.search(words, re.sub(r"(, with [^\n]*)?:\n  \* ", ": ", str(error.value))), error.value
 
 
 def test_a_program_does_not_begin_with_a_wrong_one() -> None:
@@ -214,7 +215,7 @@ def test_a_rule_and_its_local_form_go_together() -> None:
 
 
 def test_pieces_are_known_in_local_forms() -> None:
-    with pytest.raises(ShardingError, match=r"piece over 'n' is outside any shard_map"):
+    with pytest.raises(ShardingError, match=r"piece\('n'\) outside any local form"):
         sl.piece("n")
-    with Mesh(a=2), pytest.raises(ShardingError, match=r"piece\('a'\) in a shard_map body"):
+    with Mesh(a=2), pytest.raises(ShardingError, match=r"piece\('a'\) outside any local form"):
         sl.shard_map(lambda x: x + sl.piece("a").size, in_specs="n@a", out_specs="n@a")(r(4))

@@ -101,6 +101,9 @@ def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) 
     return a @ b if bias is None else a @ b + bias
 
 
+product.register_fake(lambda a, b, bias=None: a.new_empty(*a.shape[:-1], b.shape[1]))
+
+
 def test_rule_of_a_custom_op() -> None:
     assert rule_for(call_of(torch.ops.shardlib_tests.product.default, (f(2, 3), f(3, 4)), {})[0]) is None
     assert rule("... m k, k n, n -> ... m n | {0}")(product) is product

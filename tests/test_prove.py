@@ -241,3 +241,107 @@ def _best(x: Tensor) -> Tensor:
 def test_the_guide_runs() -> None:
     blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     exec(compile("\n".join(blocks), str(GUIDE), "exec"), {})
+
+
+# --- what a proof sees ------------------------------------------------------------------------------------------------
+
+
+@op
+def halved(x: Tensor) -> Tensor:
+    return x // 2
+
+
+@op
+def clipped(x: Tensor) -> Tensor:
+    return x.clamp(-10, 10)
+
+
+@op
+def positive(x: Tensor) -> Tensor:
+    return x > 0
+
+
+@pytest.mark.parametrize(
+    ("made", "x", "words"),
+    [
+        (halved, torch.arange(7), r"not linear in the operands \{0\}"),
+        (clipped, r(7), r"not linear in the operands \{0\}"),
+        (positive, r(7), r"\{0\} says that sums may be pending, and a truth value is no sum"),
+    ],
+)
+def test_linear_is_linear_in_all_numbers(made: Any, x: Tensor, words: str) -> None:
+    sl.rule("n -> n | {0}")(made)
+    with pytest.raises(ShardingError, match=words):
+        sl.prove(made, x)
+    sl.rule("n -> n")(made)
+    assert sl.prove(made, x)
+
+
+def test_an_op_makes_what_its_fake_says() -> None:
+    narrow = torch.library.custom_op(
+        "proving::narrow", lambda x: x * 1.0, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    sl.rule("n m -> n m")(narrow)
+    with pytest.raises(ShardingError, match=r"no form for tensors without values \(register_fake\)"):
+        sl.prove(narrow, r(5, 6))
+    narrow.register_fake(lambda x: torch.empty_like(x, dtype=torch.float32))
+    with pytest.raises(
+        ShardingError, match=r"result 0 is \[5, 6\] of torch.float64, and its register_fake says \[5, 6\] of"
+    ):
+        sl.prove(narrow, r(5, 6))
+
+
+def test_an_argument_that_has_its_default_is_a_size() -> None:
+    @op
+    def square(x: Tensor, n: int = 6) -> Tensor:
+        return x[:, None].repeat(1, n)
+
+    sl.rule("m -> m n | n:size(n)")(square)
+    assert sl.prove(square, r(5)).cuts == sl.prove(square, r(5), n=6).cuts > 5
+    with sl.Mesh(a=2):
+        out = sl.jit(lambda x: square(x, n=6), out_specs="m n@a")(sl.shard(r(4), "m"))
+    assert sl.typeof(out) == "f64[4, 6@a]"
+
+
+def test_a_rule_that_is_mended_is_used() -> None:
+    """By calls that ran before, eagerly and jitted."""
+
+    @op
+    def shares(x: Tensor) -> Tensor:
+        return x / x.sum(0)
+
+    x = r(6, 5).abs()
+    with sl.Mesh(a=3):
+        xs, step = sl.shard(x, "n@a m"), sl.jit(lambda x: shares(x))
+        for text, right in (("n m -> n m", False), ("n m -> n m | n:whole", True)):
+            sl.rule(text)(shares)
+            assert [torch.allclose(f(xs).full_tensor(), x / x.sum(0)) for f in (shares, step)] == [right, right]
+
+
+def test_a_rule_does_not_outlive_its_op() -> None:
+    def cell(fn: Callable[[Tensor], Tensor]) -> Any:
+        made = torch.library.custom_op("proving::cell", fn, mutates_args=(), schema="(Tensor x) -> Tensor")
+        made.register_fake(torch.empty_like)
+        return made
+
+    sl.rule("n m -> n m")(cell(lambda x: x * 2))
+    again, x = cell(lambda x: x / x.sum(0)), r(6, 5).abs()
+    with sl.Mesh(a=3):
+        assert torch.allclose(again(sl.shard(x, "n@a m")).full_tensor(), x / x.sum(0))
+    assert sl.rule(again).startswith("@sl.rule(")
+
+
+def test_a_kernel_may_read_memory_in_order() -> None:
+    """`contiguous()` is no step of a program; an op of a user gets what lies in order all the same."""
+
+    def read(x: Tensor) -> Tensor:
+        return torch.as_strided(x, (x.numel(),), (1,)).clone().reshape(x.shape)
+
+    made = torch.library.custom_op("proving::read", read, mutates_args=())
+    made.register_fake(lambda x: torch.empty(x.shape, dtype=x.dtype, device=x.device))
+    sl.rule("n m -> n m")(made)
+    x = r(6, 5)
+    for fn in (lambda x: made(x.T.contiguous()), lambda x: made(x[:, 1:3].contiguous())):
+        with sl.Mesh(a=2):
+            assert torch.equal(sl.jit(fn)(sl.shard(x, "n@a m")).full_tensor(), fn(x))
+            assert torch.equal(fn(sl.shard(x, "n m@a")).full_tensor(), fn(x))

@@ -103,18 +103,27 @@ def _scattered(target: OpOverload) -> Inverse:
     return lambda emit, view, base, value: emit(target, base, value, *view.args[1:], **view.kwargs)
 
 
+def _packed(emit: Emit, value: fx.Node) -> fx.Node:
+    """The value in order in memory, as bytes of another kind have to lie."""
+    if value.meta["val"].is_contiguous():
+        return value
+    return emit(aten.clone.default, value, memory_format=torch.contiguous_format)
+
+
 _INVERSE: dict[Any, Inverse] = {
     **dict.fromkeys((aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default), _same),
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default), _reshape),
     aten.unsqueeze.default: _reshape,
     **dict.fromkeys((aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims), _reshape),
-    **dict.fromkeys((aten.t.default, aten.transpose.int, aten._conj.default, aten._neg_view.default), _itself),
+    **dict.fromkeys((aten.t.default, aten.transpose.int), _itself),
+    aten._conj.default: lambda emit, view, base, value: emit(aten.conj_physical.default, value),
+    aten._neg_view.default: lambda emit, view, base, value: emit(aten.neg.default, value),
     aten.permute.default: _permute,
     aten.slice.Tensor: _scattered(aten.slice_scatter.default),
     aten.select.int: _scattered(aten.select_scatter.default),
     aten.diagonal.default: _scattered(aten.diagonal_scatter.default),
     aten.index.Tensor: lambda emit, view, base, value: _unindexed(emit, view, base, value),
-    aten.view_as_real.default: lambda emit, view, base, value: emit(aten.view_as_complex.default, value),
+    aten.view_as_real.default: lambda emit, view, base, value: emit(aten.view_as_complex.default, _packed(emit, value)),
     aten.view_as_complex.default: lambda emit, view, base, value: emit(aten.view_as_real.default, value),
 }
 
@@ -132,6 +141,8 @@ def unstrided(emit: Emit, base: fx.Node, size: Sequence[int], stride: Sequence[i
     if 0 in size:
         nothing = emit(aten.slice.Tensor, emit(aten.reshape.default, base, [val.numel()]), 0, 0, 0)
         return emit(aten.reshape.default, nothing, list(size))
+    if any(s == 0 and n > 1 for n, s in zip(size, stride, strict=True)):
+        return _indexed(emit, base, size, stride, offset)  # one element in several places
     found = _unstrided(emit, base, size, stride, offset)
     if found is None and val.is_contiguous():  # the memory as a grid in which every stride is a step along a dim
         steps = sorted({s for n, s in zip(size, stride, strict=True) if n != 1} | {1, val.numel()}, reverse=True)

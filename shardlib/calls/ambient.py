@@ -33,6 +33,7 @@ from shardlib.internals import (
     saved_hooks,
     without_modes,
 )
+from shardlib.state import rules_said
 
 _DEVICES = ("cpu", "cuda")
 _environment: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]  # os.environ takes longer than the rest
@@ -46,7 +47,7 @@ def ambient(state: State) -> tuple[Any, ...]:
     """The modes of this thread and the switches of this process, as part of a key.
 
     Gradient and inference mode; autocast of each kind of device, its dtype and its cache; default dtype and device;
-    deterministic algorithms and the precision of matrix products; `SHARDLIB_OPS`; function modes.
+    deterministic algorithms and the precision of matrix products; `SHARDLIB_OPS`; users' rules; function modes.
     """
     return (
         _gradients(),
@@ -57,6 +58,7 @@ def ambient(state: State) -> tuple[Any, ...]:
         _deterministic(),
         _precision(),
         _environment.get(b"SHARDLIB_OPS"),
+        rules_said.value,
         modes(state) if count_function_modes() or any(MODULE_HOOKS) else (),
     )
 
@@ -137,5 +139,6 @@ NAMES = (
     "deterministic algorithms",
     "float32 precision",
     "SHARDLIB_OPS",
+    "the rules of custom ops",
     "function modes",
 )

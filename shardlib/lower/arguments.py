@@ -34,7 +34,7 @@ def put(
         if not rest:
             return value
         if isinstance(x, dict):
-            return {**x, rest[0]: put(x[rest[0]], rest[1:])}
+            return {**x, rest[0]: put(x.get(rest[0]), rest[1:])}  # torch leaves out what has its default
         i = rest[0]
         assert isinstance(i, int)
         return type(x)([*x[:i], put(x[i], rest[1:]), *x[i + 1 :]])

@@ -159,7 +159,7 @@ def _fault(local: LocalForm, what: str, offenders: Sequence[str], remedy: str = 
         f"the local form of {local.call.target} {what}",
         offenders,
         rule="it is torch code for one device, which makes the pieces of the results, and takes the same steps on all",
-        remedy=remedy or "sl.prove(op, *args) proves it",
+        remedy=remedy or "let nothing but arguments and shapes decide what it does; it never sees values",
     )
 
 

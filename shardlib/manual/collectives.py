@@ -165,13 +165,14 @@ def piece(name: str) -> Piece:
 
     Raises `ShardingError` elsewhere, and for a dim that the rule has not.
     """
-    body, _, _ = group("piece", name)
-    if body.piece is None:
+    body = current_body()
+    if body is None or body.piece is None:
         raise ShardingError(
-            f"piece({name!r}) in a shard_map body",
-            rule="the dims of a rule are known in its local form",
-            remedy="x.shape is this device's; sl.axis_index(axis) its place",
+            f"piece({name!r}) outside any local form",
+            rule="the dims of a rule are known in its local form: sl.rule(text, local=function)",
+            remedy="in a shard_map body, x.shape is this device's, and sl.axis_index(axis) its place",
         )
+    group("piece", name)
     return body.piece(name)
 
 

@@ -6,6 +6,7 @@ A device adds up what it holds of every channel or group, and the sums travel. W
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -64,7 +65,8 @@ def _batch_norm(name: str) -> RuleFn:
                 dims = [i for i in range(len(shape)) if i != 1]
                 rows = Rows(dims, tuple(batch if trains else ()), numel(shape[:1]) * numel(shape[2:]))
                 form = partial(_backward if backward else _forward, rows, kinds, outs, trains)
-                return local.run(widely(form, local.call), *local.args)
+                unread = [math.prod(map(local.size, d)) for labels in local.rule.results[1:3] for d in labels]
+                return local.run(widely(form, local.call), unread, *local.args)
             return local.op(call.target, *local.args)  # the kernels refuse empty inputs, or crash
 
         return space.rule(
@@ -88,7 +90,7 @@ def _by_kind(kinds: str, args: Sequence[Any], kind: str) -> list[Any]:
     return [None if c is None else c.reshape([1, -1, *[1] * (x.dim() - 2)]) for c in found]
 
 
-def _forward(rows: Rows, kinds: str, outs: str, trains: bool, *args: Any) -> tuple[Tensor, ...]:
+def _forward(rows: Rows, kinds: str, outs: str, trains: bool, unread: Sequence[int], *args: Any) -> tuple[Tensor, ...]:
     x, (w, b, *running) = args[0], _by_kind(kinds, args, "c")
     (momentum,), (eps,) = _by_kind(kinds, args, "m"), _by_kind(kinds, args, "e")
     if trains:
@@ -99,13 +101,12 @@ def _forward(rows: Rows, kinds: str, outs: str, trains: bool, *args: Any) -> tup
         mean, var = running
         centred = x - mean
     rstd = (var + eps).rsqrt()
-    nothing = x.new_empty(0)
-    saved = [mean.reshape(-1), rstd.reshape(-1)] if trains else [nothing, nothing]
+    saved = [mean.reshape(-1), rstd.reshape(-1)] if trains else [x.new_empty(n) for n in unread]
     rest = iter([*saved, *(c.reshape(-1) for c in running)])
-    return affine(centred * rstd, w, b), *(next(rest) if kind == "c" else nothing for kind in outs[1:])
+    return affine(centred * rstd, w, b), *(next(rest) if kind == "c" else x.new_empty(0) for kind in outs[1:])
 
 
-def _backward(rows: Rows, kinds: str, outs: str, trains: bool, *args: Any) -> tuple[Tensor, ...]:
+def _backward(rows: Rows, kinds: str, outs: str, trains: bool, unread: Any, *args: Any) -> tuple[Tensor, ...]:
     grad, x = args[:2]
     (w, mean, var, *saved), (eps,) = _by_kind(kinds, args, "c"), _by_kind(kinds, args, "e")
     mean, rstd = saved if trains else (mean, (var + eps).rsqrt())
@@ -203,7 +204,8 @@ def _batch_norm_of(
     """`_native_batch_norm_legit`; what an evaluation returns beside its result has another shape on every device."""
     given = (x, weight, bias, mean, var)
     if not training:
-        return aten._native_batch_norm_legit_no_training(*given, momentum, eps)[0], x.new_empty(0), x.new_empty(0)
+        out = aten._native_batch_norm_legit_no_training(*given, momentum, eps)[0]
+        return out, mean.new_empty(0), mean.new_empty(0)
     *results, new_mean, new_var = aten._native_batch_norm_legit_functional(*given, True, momentum, eps)
     mean.copy_(new_mean)
     var.copy_(new_var)

@@ -47,6 +47,8 @@ from shardlib.rules.notation import argument, other, parse
 from shardlib.rules.patterns import pattern, tensor_arguments
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.written import writers
+from shardlib.state import rules_said
+from shardlib.tensors.warm import PROGRAMS
 
 FAMILIES = (
     pointwise,
@@ -141,7 +143,10 @@ def row(target: Any) -> RuleFn | None:
     """The row of the table that covers an op."""
     if not isinstance(target, OpOverload):
         return None
-    return TABLE.get(_name(target)) or (_BY_TAG if pointwise.is_pointwise(target) else None)
+    name = _name(target)
+    if name in _OWN and _OWN[name][1] is not target:
+        return None  # an op that was defined again, and has no rule yet
+    return TABLE.get(name) or (_BY_TAG if pointwise.is_pointwise(target) else None)
 
 
 def _name(target: OpOverload) -> str:
@@ -158,18 +163,19 @@ def _frozen(value: Any) -> Any:
 
 
 _KINDS = ("sum", "max", "min")
-_OWN: dict[str, str] = {}  # rules of users
+_OWN: dict[str, tuple[str, OpOverload]] = {}  # rules of users, and the ops that they are for
 
 
 def own_rules(targets: Iterable[Any]) -> list[str]:
     """The users' rules among those of some ops."""
     ops = [_name(x) for x in targets if isinstance(x, OpOverload)]
-    return [f"{name}, {_OWN[name]!r}" for name in dict.fromkeys(ops) if name in _OWN]
+    return [f"{name}, {_OWN[name][0]!r}" for name in dict.fromkeys(ops) if name in _OWN]
 
 
 def text_of(target: Any) -> str:
     """The rule that a user wrote for an op; empty where there is none."""
-    return _OWN.get(_name(target), "")
+    text, op = _OWN.get(_name(target), ("", None))
+    return text if op is target else ""
 
 
 @overload
@@ -217,6 +223,8 @@ def rule(text: Any, /, *, local: Callable[..., Any] | None = None) -> Any:
             wrong.append("it takes a list of tensors")
         elif len(tensors) != len(parsed.operands):
             wrong.append(f"it takes {len(tensors)} tensors, the rule has {len(parsed.operands)} operands")
+        if any("List[" in str(r.type) for r in schema.returns):
+            wrong.append("it returns a list of tensors")
         if len(schema.returns) != len(parsed.results):
             wrong.append(f"it returns {len(schema.returns)} values, the rule has {len(parsed.results)} results")
         if schema.is_mutable:
@@ -244,8 +252,10 @@ def rule(text: Any, /, *, local: Callable[..., Any] | None = None) -> Any:
                 rule="one term for every tensor argument and every result of an op without side effects",
             )
         TABLE[_name(overload)] = pattern(text, local=local and _calling(local))
-        _OWN[_name(overload)] = text
+        _OWN[_name(overload)] = text, overload
         _CACHE.clear()
+        PROGRAMS.clear()
+        rules_said.again()
         return op
 
     return register

@@ -257,6 +257,8 @@ def _returns_list(target: Any) -> bool:
     return len(returns) == 1 and isinstance(returns[0].type, torch.ListType)
 
 
+_LAST = torch.channels_last
+_OWN = ("prims", "shardlib", "shardlib_cuda", "shardlib_emulated", "torchvision")
 _FAST: Mapping[str, Any] = {
     name: getattr(torch.Tensor, name)
     for name in ("expand", "permute", "t", "transpose", "unsqueeze", "reshape", "new_zeros", "new_ones", "new_full")
@@ -275,11 +277,42 @@ def _resolved(target: Any) -> Callable[..., Any]:
 
 def _as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The bytes of a local shard as another dtype; it may have other strides than the whole tensor that was traced."""
-    return (x if x.is_contiguous() else x.contiguous()).view(dtype)
+    return _packed(x).view(dtype)
+
+
+def _packed(x: torch.Tensor) -> torch.Tensor:
+    """x in order, without gaps; of nothing, too, strides may say otherwise."""
+    last = x.dim() == 0 or x.stride(-1) == 1
+    return x if last and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
 
 
 def _copied_as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return _as_dtype(x, dtype).clone()
+
+
+def _as_complex(x: torch.Tensor) -> torch.Tensor:
+    """Pairs as complex numbers; a shard may be spread out, or lie in memory in another order."""
+    return torch.view_as_complex(_packed(x))
+
+
+def _as_real(x: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs; a bit may say that they are still to be conjugated."""
+    return torch.view_as_real(x.resolve_conj())
+
+
+_PAIRS = {"view_as_complex": _as_complex, "view_as_real": _as_real}
+
+
+def _dense(target: Any) -> Callable[..., Any]:
+    """A user's op, whose kernel may read memory in order: a shard is a slice, and `contiguous()` is no step."""
+
+    def dense(x: Any) -> Any:
+        if isinstance(x, list | tuple):
+            return type(x)(map(dense, x))
+        kept = not isinstance(x, torch.Tensor) or x.is_contiguous() or x.is_contiguous(memory_format=_LAST)
+        return x if kept else x.contiguous()
+
+    return lambda *args, **kwargs: target(*map(dense, args), **{k: dense(x) for k, x in kwargs.items()})
 
 
 def fast_binding(target: Any) -> Any:
@@ -288,8 +321,11 @@ def fast_binding(target: Any) -> Any:
     The two take the same arguments, and but for `reduction` mean the same where one is left out; where torch has no
     function of that name, the op itself is called.
     """
-    if not isinstance(target, OpOverload) or not (schema := schema_of(target)).name.startswith("aten::"):
+    if not isinstance(target, OpOverload):
         return target
+    schema = schema_of(target)
+    if not schema.name.startswith("aten::"):
+        return target if target.namespace in _OWN else _dense(target)
     if any(str(a.type) == "List[Optional[Tensor]]" for a in schema.arguments):
         return target  # torch's own functions do not take the None of x[:, i]
     if any(a.name == "reduction" for a in schema.arguments):
@@ -297,6 +333,8 @@ def fast_binding(target: Any) -> Any:
     name = schema.name.removeprefix("aten::")
     if has(target, "leaves marks"):
         return _resolved(target)
+    if has(target, "pairs"):
+        return _PAIRS[name]
     if has(target, "retypes"):
         return _as_dtype if is_view(target) else _copied_as_dtype
     if has(target, "reshapes"):

@@ -338,6 +338,9 @@ CONJUGATES: dict[str, Callable[[Tensor], Any]] = {
     "a part resolved": lambda z: z.conj()[1:].imag.resolve_neg().fill_(2.0),
     "negated, resolved": lambda z: torch._neg_view(z.real).resolve_neg().fill_(2.0),
     "negated twice": lambda z: torch._neg_view(z.conj().imag).resolve_neg().fill_(2.0),
+    "filled": lambda z: torch.view_as_real(z).__setitem__(..., 1.0),
+    "from a transpose": lambda z: torch.view_as_real(z).copy_(torch.ones(2, *z.shape).movedim(0, -1)),
+    "pairs, conjugated": lambda z: torch.view_as_complex(torch.view_as_real(z)).conj().add_(1),
     "not negated": lambda z: z.conj().real.resolve_neg().fill_(2.0),
 }
 
