@@ -139,6 +139,7 @@ schema_of = _attribute("torch.ops.aten.add.Tensor._schema", "arguments of an op:
 kernel_of = _attribute("torch.ops.aten.add.Tensor._op_dk", "an op by the kernel of one key: _foreach_ as single ops")
 REASONS["torch._library.custom_ops.CustomOpDef._opoverload"] = "its op, by which rules are kept"  # only objects have it
 op_of_custom = attrgetter("_opoverload")
+CUSTOM_OPS: Any = _torch("torch._library.custom_ops.OPDEFS", "what defines the op of a name now: it may be another one")
 PACKET = _word("torch.ops.aten.add.Tensor._overloadpacket", "by which counters of collectives know an op")
 
 keys_below = _torch("torch._C._dispatch_keyset_full_after", "ops caught at a key go on below it")

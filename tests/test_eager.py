@@ -772,3 +772,20 @@ def test_the_last_batch_of_an_evaluation(jitted: bool, dtype: torch.dtype) -> No
     torch.testing.assert_close(out.full_tensor(), want)
     for p, grad in zip(norm.parameters(), grads, strict=True):
         torch.testing.assert_close(_whole(p.grad), grad)
+
+
+def test_conjugates_say_that_they_are() -> None:
+    z = torch.complex(X, -X)
+    ours = shard(z, "b@data _")
+    for view in (
+        lambda z: z,
+        lambda z: z.conj(),
+        lambda z: z.conj()[1:],
+        lambda z: z.conj().conj(),
+        lambda z: z.conj().imag,
+        lambda z: z.conj().real,
+        lambda z: z.mH,
+        lambda z: z.conj() * 1,
+        lambda z: z.conj().resolve_conj(),
+    ):
+        assert (view(ours).is_conj(), view(ours).is_neg()) == (view(z).is_conj(), view(z).is_neg())

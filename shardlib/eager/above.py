@@ -53,12 +53,12 @@ def _tensor_split(op: Any, x: Tensor, where: Tensor, dim: int = 0) -> Any:
 
 def _resolve_conj(op: Any, x: Tensor) -> Tensor:
     """A conjugate is marked as one by the way that leads to it, not by a bit."""
-    return x.clone() if aten._conj.default in aliases.marks(x) else x
+    return x.clone() if aten._conj.default in aliases.bits(x) else x
 
 
 def _resolve_neg(op: Any, x: Tensor) -> Tensor:
     """So is a negated view."""
-    return x.clone() if aten._neg_view.default in aliases.marks(x) else x
+    return x.clone() if aten._neg_view.default in aliases.bits(x) else x
 
 
 def _part(op: Any, x: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def _part(op: Any, x: Tensor) -> Tensor:
         if op is aten.real.default:
             return x
         raise RuntimeError("imag is not implemented for tensors with non-complex dtypes.")
-    conjugate = aten._conj.default in aliases.marks(x)
+    conjugate = aten._conj.default in aliases.bits(x)
     index = int(op is aten.imag.default)
     part = torch.view_as_real(x.conj() if conjugate else x).select(-1, index)
     return aten._neg_view(part) if conjugate and index else part

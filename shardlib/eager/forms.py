@@ -48,7 +48,7 @@ def _as_strided(op: Any, args: Any, kwargs: Any) -> ShardedTensor:
     path = (
         *(step for step in x.__dict__["_path"] if has(step[0], "retypes") or has(step[0], "pairs")),
         (op, (tuple(size), tuple(stride), start), (), None),
-        *((mark, (), (), None) for mark in aliases.marks(x)),
+        *((mark, (), (), None) for mark in aliases.bits(x)),
     )
     value = strided(memory.form, memory.locals, path)
     form = Form.of(Layout.replicated(value.shape), x.mesh, x.dtype, x._form.device, None, stride, start + begins)

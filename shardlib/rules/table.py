@@ -10,7 +10,7 @@ import torch
 from shardlib.aten.traits import has
 from shardlib.bounded import Bounded
 from shardlib.errors import ShardingError
-from shardlib.internals import CustomOpDef, OpOverload, OpOverloadPacket, op_of_custom, schema_of
+from shardlib.internals import CUSTOM_OPS, CustomOpDef, OpOverload, OpOverloadPacket, op_of_custom, schema_of
 from shardlib.rules import (
     activation,
     attention,
@@ -144,8 +144,8 @@ def row(target: Any) -> RuleFn | None:
     if not isinstance(target, OpOverload):
         return None
     name = _name(target)
-    if name in _OWN and _OWN[name][1] is not target:
-        return None  # an op that was defined again, and has no rule yet
+    if name in _OWN and not text_of(target):
+        return None
     return TABLE.get(name) or (_BY_TAG if pointwise.is_pointwise(target) else None)
 
 
@@ -163,7 +163,7 @@ def _frozen(value: Any) -> Any:
 
 
 _KINDS = ("sum", "max", "min")
-_OWN: dict[str, tuple[str, OpOverload]] = {}  # rules of users, and the ops that they are for
+_OWN: dict[str, tuple[str, Any]] = {}  # rules of users, and the definitions of ops that they are for
 
 
 def own_rules(targets: Iterable[Any]) -> list[str]:
@@ -173,9 +173,15 @@ def own_rules(targets: Iterable[Any]) -> list[str]:
 
 
 def text_of(target: Any) -> str:
-    """The rule that a user wrote for an op; empty where there is none."""
-    text, op = _OWN.get(_name(target), ("", None))
-    return text if op is target else ""
+    """The rule that a user wrote for an op; empty where there is none, or the op has been defined again since."""
+    name = _name(target)
+    text, definition = _OWN.get(name, ("", None))
+    return text if definition is _definition(name) else ""
+
+
+def _definition(name: str) -> Any:
+    """What defines an op of this name now, if `torch.library.custom_op` does."""
+    return CUSTOM_OPS.get(name.partition(".")[0])
 
 
 @overload
@@ -252,7 +258,7 @@ def rule(text: Any, /, *, local: Callable[..., Any] | None = None) -> Any:
                 rule="one term for every tensor argument and every result of an op without side effects",
             )
         TABLE[_name(overload)] = pattern(text, local=local and _calling(local))
-        _OWN[_name(overload)] = text, overload
+        _OWN[_name(overload)] = text, _definition(_name(overload))
         _CACHE.clear()
         PROGRAMS.clear()
         rules_said.again()

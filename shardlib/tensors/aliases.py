@@ -62,7 +62,7 @@ def memory_of(x: ShardedTensor) -> Memory:
     return memory
 
 
-def marks(x: torch.Tensor) -> set[Any]:
+def bits(x: torch.Tensor) -> set[Any]:
     """The bits that torch would mark `x` with, as the ops that set and clear them: `_conj`, `_neg_view`.
 
     A ShardedTensor has none; the views that lead to it say so.

@@ -22,7 +22,7 @@ from shardlib.specs.spec import P, Sizes, Spec, every_length, resolve_many
 from shardlib.state import is_tracing
 from shardlib.state import tracing_flag as _tracing
 from shardlib.tensors.above import above
-from shardlib.tensors.aliases import view
+from shardlib.tensors.aliases import bits, view
 from shardlib.tensors.form import Form
 from shardlib.tensors.memory import cut_up as cut_up
 from shardlib.tensors.memory import refuse_misfits
@@ -120,6 +120,14 @@ class ShardedTensor(torch.Tensor):
         Other devices and tensors may share it, so never write to it; `x.to_local().clone()` is yours to change.
         """
         return self._locals[0]
+
+    def is_conj(self) -> bool:
+        """Whether it is a conjugate that is only marked as one, as `x.conj()` is."""
+        return super().is_conj() or _CONJ in bits(self)
+
+    def is_neg(self) -> bool:
+        """Whether it is the negative of what memory holds, as the imaginary part of a conjugate is."""
+        return super().is_neg() or _NEG in bits(self)
 
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor as a plain one; differentiable. On ranks this is a collective: every rank must call it."""
@@ -309,6 +317,7 @@ def marks(x: torch.Tensor) -> dict[str, Any]:
     return {k: y for k, y in x.__dict__.items() if k not in _OWN}
 
 
+_CONJ, _NEG = torch.ops.aten._conj.default, torch.ops.aten._neg_view.default
 _OWN = frozenset({"_form", "_locals", "_memory", "_path", IS_PARAMETER, "_within", "proxy"})
 _default_dtype = torch.get_default_dtype  # integers divided are of it
 
