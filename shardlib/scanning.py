@@ -16,7 +16,7 @@ from shardlib.errors import ShardingError
 from shardlib.internals import pytree
 from shardlib.lines import Line, user_line
 from shardlib.state import is_tracing
-from shardlib.tensors.tensor import short_dtype
+from shardlib.tensors.form import short_dtype
 from shardlib.tracing.body import trace_body
 from shardlib.tracing.counted import refuse_counts
 

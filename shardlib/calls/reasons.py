@@ -15,7 +15,8 @@ from shardlib.calls.flat import FlatCall, Static, is_number, is_tensor, names_of
 from shardlib.calls.kinds import Held
 from shardlib.calls.places import name_of, settled
 from shardlib.calls.reach import Reach
-from shardlib.tensors.tensor import ShardedTensor, short_dtype
+from shardlib.tensors.form import short_dtype
+from shardlib.tensors.tensor import ShardedTensor
 
 if TYPE_CHECKING:
     from shardlib.calls.snapshot import Snapshot

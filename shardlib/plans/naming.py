@@ -21,7 +21,7 @@ from shardlib.program.steps import Var
 from shardlib.propagate.dims import Leaf
 from shardlib.specs.fixed import Fixed
 from shardlib.specs.layout import Factor, Layout
-from shardlib.tensors.tensor import short_dtype
+from shardlib.tensors.form import short_dtype
 
 Named = tuple[tuple[str | None, Factor], ...]  # one dim: its factors, and their names
 

@@ -35,7 +35,7 @@ from shardlib.program import sym
 from shardlib.program.steps import Collective, Compute, Copy, Free, Program, Start, Step, Var, Wait
 from shardlib.scalar import Scalar
 from shardlib.specs.layout import Layout
-from shardlib.tensors.tensor import short_dtype
+from shardlib.tensors.form import short_dtype
 
 
 def show(program: Program, where: Callable[[Line | None], str] | None = None) -> str:

@@ -28,7 +28,7 @@ from shardlib.run.codegen import Generator, Source
 from shardlib.run.counts import counted
 from shardlib.run.ranges import Function, label, ranged, watched
 from shardlib.tensors import agreed
-from shardlib.tensors.tensor import short_dtype
+from shardlib.tensors.form import short_dtype
 
 if TYPE_CHECKING:
     from shardlib.plans.plan import Plan

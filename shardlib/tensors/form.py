@@ -89,3 +89,14 @@ def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(n, 1)
     return tuple(reversed(strides))
+
+
+_SHORT = {
+    torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
+    torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool",
+}  # fmt: skip
+
+
+def short_dtype(dtype: torch.dtype) -> str:
+    """A dtype as types print it: f32, bf16, i64."""
+    return _SHORT.get(dtype, str(dtype).removeprefix("torch."))

@@ -23,7 +23,7 @@ from shardlib.state import is_tracing
 from shardlib.state import tracing_flag as _tracing
 from shardlib.tensors.above import above
 from shardlib.tensors.aliases import bits, view
-from shardlib.tensors.form import Form
+from shardlib.tensors.form import Form, short_dtype
 from shardlib.tensors.memory import cut_up as cut_up
 from shardlib.tensors.memory import refuse_misfits
 from shardlib.tensors.storage import without_storage
@@ -325,17 +325,6 @@ _default_dtype = torch.get_default_dtype  # integers divided are of it
 def axes_of(mesh: Mesh) -> str:
     """A mesh without its rules, as types print it: `Mesh(data=2, tensor=4)`."""
     return f"Mesh({', '.join(f'{name}={n}' for name, n in mesh.axes.items())})"
-
-
-_SHORT = {
-    torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
-    torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool",
-}  # fmt: skip
-
-
-def short_dtype(dtype: torch.dtype) -> str:
-    """A dtype as types print it: f32, bf16, i64."""
-    return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def typeof(x: torch.Tensor) -> str:

@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 
 import shardlib as sl
 from shardlib import Mesh, P, ShardedTensor, ShardingError
-from shardlib.prove import cuts
 from shardlib.rules import rule_for
+from shardlib.rules.cuts import cuts
 from shardlib.rules.rule import Labels, Rule
 from shardlib.specs.layout import Factor, Layout
 from shardlib.tracing import elsewhere
