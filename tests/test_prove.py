@@ -345,3 +345,25 @@ def test_a_kernel_may_read_memory_in_order() -> None:
         with sl.Mesh(a=2):
             assert torch.equal(sl.jit(fn)(sl.shard(x, "n@a m")).full_tensor(), fn(x))
             assert torch.equal(fn(sl.shard(x, "n m@a")).full_tensor(), fn(x))
+    sl.rule("n c h w -> n c h w")(made)
+    image = r(2, 4, 5, 3)
+    with sl.Mesh(a=2):  # from channels last, which is an order of its own
+        turned = sl.jit(lambda x: made(x.permute(0, 3, 1, 2).contiguous()))(sl.shard(image, "n@a h w c"))
+    assert torch.equal(turned.full_tensor(), image.permute(0, 3, 1, 2))
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+def test_what_a_users_op_writes_to_is_no_copy(jitted: bool) -> None:
+    @torch.library.custom_op("proving::doubled_", mutates_args={"x"})
+    def doubled(x: Tensor) -> None:
+        x.mul_(2)
+
+    def step(x: Tensor) -> Tensor:
+        y = (x * 1).T
+        doubled(y)
+        return y + 0
+
+    x = r(4, 6)
+    with sl.Mesh(a=2):
+        found = (sl.jit(step) if jitted else step)(sl.shard(x, "n@a m")).full_tensor()
+    assert torch.equal(found, 2 * x.T)

@@ -257,7 +257,6 @@ def _returns_list(target: Any) -> bool:
     return len(returns) == 1 and isinstance(returns[0].type, torch.ListType)
 
 
-_LAST = torch.channels_last
 _OWN = ("prims", "shardlib", "shardlib_cuda", "shardlib_emulated", "torchvision")
 _FAST: Mapping[str, Any] = {
     name: getattr(torch.Tensor, name)
@@ -309,8 +308,7 @@ def _dense(target: Any) -> Callable[..., Any]:
     def dense(x: Any) -> Any:
         if isinstance(x, list | tuple):
             return type(x)(map(dense, x))
-        kept = not isinstance(x, torch.Tensor) or x.is_contiguous() or x.is_contiguous(memory_format=_LAST)
-        return x if kept else x.contiguous()
+        return x.contiguous() if isinstance(x, torch.Tensor) else x
 
     return lambda *args, **kwargs: target(*map(dense, args), **{k: dense(x) for k, x in kwargs.items()})
 
@@ -325,7 +323,7 @@ def fast_binding(target: Any) -> Any:
         return target
     schema = schema_of(target)
     if not schema.name.startswith("aten::"):
-        return target if target.namespace in _OWN else _dense(target)
+        return target if target.namespace in _OWN or schema.is_mutable else _dense(target)  # a copy takes no write
     if any(str(a.type) == "List[Optional[Tensor]]" for a in schema.arguments):
         return target  # torch's own functions do not take the None of x[:, i]
     if any(a.name == "reduction" for a in schema.arguments):
