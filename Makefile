@@ -6,11 +6,12 @@ ARGS   ?=
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo test lint types tests bench clean
+.PHONY: help demo test lint types tests slow bench clean
 
 help:
 	@echo "make demo   set up, train a byte-level GPT on 8 virtual devices (options: ARGS='--steps 100')"
 	@echo "make test   set up, lint, check types, run all tests"
+	@echo "make slow   set up, run the long tests: some hours"
 	@echo "make bench  set up, print the figures of the README's table"
 	@echo "make clean  remove what the others made"
 
@@ -34,6 +35,9 @@ types: $(STAMP)
 tests: $(STAMP) lint types
 	@echo "== tests"
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --durations=10 $(ARGS)
+
+slow: $(STAMP)
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m slow $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.benchmarks.w1 $(ARGS)

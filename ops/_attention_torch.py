@@ -192,5 +192,7 @@ def _cut(x: Tensor, part: slice) -> Tensor:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """x with its last dim dense in memory: torch's kernel reads and writes whole rows, whatever the strides say."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """x with rows that are dense in memory, and apart: torch's kernels read and write whole ones, whatever the strides
+    say, and take rows that overlap (of `unfold`) for columns where there are few."""
+    apart = x.shape[-2] < 2 or x.stride(-2) >= x.shape[-1]
+    return x if x.stride(-1) == 1 and apart else x.contiguous()

@@ -257,7 +257,7 @@ BATCH_NORM = _slot("torch.nn.modules.batchnorm._BatchNorm.forward", "Python read
 input_check_of = _attribute("torch.nn.modules.batchnorm._BatchNorm._check_input_dim", "what that forward does first")
 # What updates parameters has one of these names in one of these modules, which nobody has to have imported.
 UPDATES = ("_single_tensor_", "_multi_tensor_")
-OPTIMIZERS = ("adadelta", "adam", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop")
+OPTIMIZERS = ("adadelta", "adam", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop", "adagrad", "_adafactor")
 
 _STATE_DICT = "torch.distributed.checkpoint.state_dict."
 GATHER_STATE_DICT = _late_slot(f"{_STATE_DICT}_gather_state_dict", "whole state dicts out")

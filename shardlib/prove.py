@@ -98,6 +98,10 @@ def prove(op: Any, /, *args: Any, **kwargs: Any) -> Proof:
     every = list(cuts(call.op.rule))
     if len(every) == 1:
         raise _refused(call, "is not put to the test", ["no dim of this call may be cut: they are whole, or of size 1"])
+    if text_of(target) and (short := list(dict.fromkeys(_all_fetched(call.op.rule)))):
+        raise _refused(
+            call, "is not put to the test", short, "prove it with longer tensors: of more than twice the halo"
+        )
     for cut in every:
         try:
             wrong += [f"{cut}: {fault}" for fault in _faults(call, cut)]
@@ -108,6 +112,14 @@ def prove(op: Any, /, *args: Any, **kwargs: Any) -> Proof:
     if wrong:
         raise _refused(call, "is wrong", wrong)
     return Proof(_name(target), text_of(target), tuple(tuple(x.shape) for x in call.tensors), len(every))
+
+
+def _all_fetched(rule: Rule) -> Iterator[str]:
+    """Halos that are as long as the pieces: every device has the whole dim, whatever the op reads."""
+    for halo in rule.halos:
+        n = rule.sizes[halo.factor]
+        if halo.sent(2)[1] >= n // 2:
+            yield f"{halo.factor} has {n} elements, all of which two devices fetch, so its halo shows nothing"
 
 
 def faults(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], rule: Rule, *, values: bool = True) -> list[str]:
@@ -321,12 +333,15 @@ def _name(target: Any) -> str:
     return str(target.name())
 
 
-def _refused(call: _Call, what: str, wrong: Sequence[str]) -> ShardingError:
+_MEND = "mend the rule: mark what is summed (k:sum), what must stay whole (k:whole), and linear operands ({0})"
+
+
+def _refused(call: _Call, what: str, wrong: Sequence[str], remedy: str = _MEND) -> ShardingError:
     said = text_of(call.op.target)
     more = [f"and {len(wrong) - _MOST} more"] if len(wrong) > _MOST else []
     return ShardingError(
         f"the rule of {_name(call.op.target)}{f', {said!r},' if said else ''} {what}",
         [*wrong[:_MOST], *more],
         rule="an op on pieces gives the pieces of its results; what a result lacks is reduced as the rule says",
-        remedy="mend the rule: mark what is summed (k:sum), what must stay whole (k:whole), and linear operands ({0})",
+        remedy=remedy,
     )

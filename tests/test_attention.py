@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -379,3 +379,27 @@ def test_what_cannot_be_differentiated():
         "Remedy: pass -slope * |qpos - kpos| as a bias where slopes are learned, or detach them",
     ]
     attention(q, k, v, alibi=torch.ones(4, requires_grad=True))  # nothing is asked for yet
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_rows_that_overlap_in_memory(which: int) -> None:
+    """torch's kernel for CPUs takes few rows of `unfold`, whose stride is 1, for columns: pieces have few rows."""
+    flat = torch.randn(2, 2, 10, dtype=torch.float64)
+    others = [torch.randn(2, 2, 6, 5, dtype=torch.float64) for _ in range(2)]
+
+    def loss(flat: Tensor, a: Tensor, b: Tensor, *, dense: bool) -> Tensor:
+        rows = flat.unfold(-1, 5, 1)
+        operands = [a, b]
+        operands.insert(which, rows.contiguous() if dense else sl.shard(rows, "b h s@a e"))
+        return F.scaled_dot_product_attention(*operands, is_causal=True).square()
+
+    def gradients(*args: Tensor, dense: bool) -> tuple[Tensor, ...]:
+        given = [x.detach().requires_grad_() for x in args]
+        out = loss(*given, dense=dense)
+        return out, *torch.autograd.grad(out.sum(), given)
+
+    expected = gradients(flat, *others, dense=True)
+    with sl.Mesh(a=3):
+        step = sl.jit(lambda *args: gradients(*args, dense=False), in_specs=None)
+        for found, right in zip(step(flat, *others), expected, strict=True):
+            torch.testing.assert_close(found.full_tensor(), right)

@@ -169,6 +169,7 @@ def _process(code: str, **more: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_processes_that_want_it_at_once_build_it_once(
     sources: Path, store: Path, calls: Callable[[], list[str]]
 ) -> None:

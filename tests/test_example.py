@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -128,12 +129,13 @@ def _losses_on_ranks(options: Options, ops: str) -> list[float]:
         return train(options).losses.train
 
 
+_RESUMED = list(itertools.product(("ranks", "virtual"), ((1, 2), (2, 2)), ("", "torch")))
+_FAST = (("ranks", (2, 2), ""), ("virtual", (1, 2), "torch"))
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("ops", ["", "torch"], ids=["shared memory", "gloo"])
 @pytest.mark.parametrize(
-    ("saved", "shape"),
-    [("ranks", (1, 2)), ("ranks", (2, 2)), ("virtual", (1, 2)), ("virtual", (2, 2))],
-    ids=["1x2", "2x2", "1x2 from 4x2", "2x2 from 4x2"],
+    ("saved", "shape", "ops"), [pytest.param(*x, marks=[] if x in _FAST else pytest.mark.slow) for x in _RESUMED]
 )
 def test_resumed_on_ranks_it_goes_on_as_if_nothing_had_been(
     tmp_path: Path, plain: list[float], saved: str, shape: tuple[int, int], ops: str

@@ -139,6 +139,7 @@ def faults(tmp_path: Path) -> Iterator[Session]:
         yield Session(tmp_path / "records.jsonl", log, time.monotonic() + 100, False, "cpu", "tests.gpu.faulty")
 
 
+@pytest.mark.slow
 def test_a_part_goes_on_behind_what_ended_its_process(faults: Session, tmp_path: Path) -> None:
     assert faults.run(PART) == ""
     found, _, _ = records.read(faults.path)

@@ -25,11 +25,11 @@ from shardlib.lower.local import LocalForm
 from shardlib.meshes.axis import Axis
 from shardlib.program.steps import Var
 from shardlib.program.sym import here
-from shardlib.rules.halo import Piece, overlap, sent
+from shardlib.rules.halo import fetch, give_back, length, overlap, sent
 from shardlib.rules.rule import Call, Rule
 from shardlib.rules.window import Window
 from shardlib.run import virtual
-from shardlib.specs.layout import span
+from shardlib.specs.layout import Factor, Layout, span
 from shardlib.state import single_device
 from tests.campaign import broken_promise, counting
 from tests.ranks import run_ranks
@@ -57,25 +57,24 @@ class Ring:
         self.mesh = Mesh.abstract(a=n)
         self.builder = Builder(self.mesh)
         rule = Rule((LABELS,), (LABELS,), {"h": size})
-        op = Op("x", Call(aten.alias.default, (), {}, (), ()), rule, (), (), fx.Graph().placeholder("x"), None, False)
+        call = Call(aten.log_sigmoid_forward.default, (), {}, (), ())  # an op whose results have any shape
+        op = Op("x", call, rule, (), (), fx.Graph().placeholder("x"), None, False)
         flood = SimpleNamespace(labels={op: {"h": ["h"]}}, dims=SimpleNamespace(size=lambda _: size))
         self.local = LocalForm(Emitter(self.builder, flood), op, {("h", 0): axes}, (), {})
-        self.start = Var("start", None, torch.float64)
-        self.builder.inputs.append(self.start)
+        self.cut = Layout(((Factor(size, axes),), (Factor(1),)))
 
-    def piece(self) -> Piece:
-        return Piece.of(self.local, self.start, LABELS, "x")
+    def by_device(self, ranges: Ranges) -> list[Any]:
+        """Both ends of these, on the devices."""
+        return [self.local.calc(lambda at, k=k: ranges[at][k], self.local.position("h")) for k in (0, 1)]
 
-    def by_device(self, ranges: Ranges) -> Any:
-        return self.local.calc(lambda at: ranges[at], self.local.position("h"))
-
-    def run(self, out: Piece, start: list[Tensor]) -> list[Tensor]:
-        self.builder.outputs.append(out.value)
+    def run(self, form: Any, start: list[Tensor], layout: Layout, *ranges: Ranges) -> list[Tensor]:
+        """What a local form makes of the rows that devices have at the start, and of ranges."""
+        x = Var("start", layout, torch.float64)
+        self.builder.inputs.append(x)
+        self.builder.outputs.append(self.local.run(form, x, *map(self.by_device, ranges)))
         program = self.builder.finish()
         self.messages = [self._sizes(c) for c in program.collectives]
         (found,) = virtual.load(program, self.mesh, share=False)([tuple(start)])
-        shapes = [tuple(here(n, c) for n in out.shape) for c in self.devices]
-        assert shapes == [tuple(x.shape) for x in found]
         return list(found)
 
     def _sizes(self, c: Any) -> list[int]:
@@ -100,9 +99,8 @@ def test_any_range_is_fetched_and_nothing_else_is_sent(size: int, n: int, seed: 
     ring, rng = Ring(size, n), random.Random(seed)
     need = some_range(rng, size, n)
     frame = [(a - rng.randint(0, 2), b + rng.randint(0, 2)) for a, b in need]
-    piece = ring.piece()
-    piece.fetch(0, ("h",), ring.by_device(need), ring.by_device(frame), fill=7.0)
-    found = ring.run(piece, [ring.x[a:b] for a, b in ring.mine])
+    form = lambda x, need, frame: fetch(x, 0, ("h",), need, frame, fill=7.0)
+    found = ring.run(form, [ring.x[a:b] for a, b in ring.mine], ring.cut, need, frame)
     for x, (a, b), (low, high) in zip(found, need, frame, strict=True):
         rows = [ring.x[i, 0] if a <= i < b and 0 <= i < size else torch.tensor(7.0) for i in range(low, high)]
         assert x.flatten().tolist() == [float(row) for row in rows]
@@ -117,11 +115,9 @@ def test_any_range_is_fetched_and_nothing_else_is_sent(size: int, n: int, seed: 
 def test_giving_back_is_the_transpose(size: int, n: int, seed: int) -> None:
     ring, rng = Ring(size, n), random.Random(seed)
     need = some_range(rng, size, n)
-    given = [r(b - a, 1) for a, b in need]
-    piece = ring.piece()
-    piece.shape[0] = ring.local.calc(lambda x: x[1] - x[0], ring.by_device(need))
-    piece.give_back(0, ("h",), ring.by_device(need), size)
-    found = ring.run(piece, given)
+    given = [r(2 * size + 4, 1) for _ in need]
+    form = lambda x, need: give_back(x.narrow(0, 0, length(need)), 0, ("h",), need, size)
+    found = ring.run(form, given, Layout.replicated((2 * size + 4, 1)), need)
     expected = torch.zeros(size, 1, dtype=torch.float64)
     for x, (a, b) in zip(given, need, strict=True):
         low, high = overlap((0, size), (a, b))
@@ -423,3 +419,39 @@ def on_ranks(spec: str) -> float:
 @pytest.mark.ranks
 def test_on_four_ranks() -> None:
     assert max(run_ranks(on_ranks, 4, "n c h@a w@b")) < 1e-12
+
+
+# What one block of a cut dim is ---------------------------------------------------------------------------------------
+
+ONE: dict[str, Any] = {
+    "select": lambda x: x[1],
+    "slice": lambda x: x[1:2],
+    "index": lambda x: x[[1, 2]],
+    "gather": lambda x: x.gather(0, torch.tensor([[1, 2], [0, 1]])),
+}
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_zeros_keep_their_signs(name: str) -> None:
+    """One device has the row, the others add nothing: that is -0.0."""
+    x = torch.tensor([[1.0, 2.0], [-0.0, 3.0], [0.0, -0.0], [4.0, 5.0]])
+    with Mesh(a=2):
+        found = sl.jit(ONE[name], in_specs="h@a _")(x).full_tensor()
+    assert torch.equal(torch.signbit(found), torch.signbit(ONE[name](x)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16, torch.bool])
+def test_what_cannot_be_added_up_is_whole(dtype: torch.dtype) -> None:
+    x = torch.arange(8).reshape(4, 2).to(dtype)
+    with Mesh(a=2):
+        for fn in (lambda x: x[2], lambda x: x[3:4]):
+            assert torch.equal(sl.jit(fn, in_specs="h@a _")(x).full_tensor().float(), fn(x).float())
+
+
+def test_an_empty_operand_has_a_say_in_the_dtype() -> None:
+    b, c = torch.arange(18).reshape(6, 3), torch.arange(15).reshape(5, 3)
+    fn = lambda b, c: torch.cat([torch.tensor([]), b, c])
+    with Mesh(a=2):
+        found = sl.jit(fn, in_specs=("d@a _", "_ _"))(b, c).full_tensor()
+    assert found.dtype == torch.float32
+    assert torch.equal(found, fn(b, c))

@@ -67,7 +67,6 @@ SYMS = [
     offset(10, A.primes()[1:]) * 2 + 1,
     POSITION.eq(0),
     3 - offset(9, [B, A]) // 2,
-    local_size(9, [B, A]).at_most(2),  # type: ignore[union-attr]
     local_size(Pieces((5, 0, 4, 1), [A]), [A]),
     tabulate(lambda c: c["b"] - c["a"] % 2, [B, A.primes()[1]]),
     of_member(POSITION, [A], 2),

@@ -30,6 +30,7 @@ aten = torch.ops.aten
         ("~[dim], n -> [dim] | n:size(s.0)  dim:whole(at)", "~[dim], n -> [dim] | n:size(s.0) dim:whole(at)"),
         ("... _  _,~_ _ -> ... _ a", "... _ _, ~_ _ -> ... _ a"),
         ("c, -> , | c:sum", "c, -> , | c:sum"),
+        ("b t -> b t | t:halo(3, 0)", "b t -> b t | t:halo(3,0)"),
     ],
 )
 def test_pattern_text(text: str, plain: str) -> None:
@@ -54,6 +55,15 @@ def test_pattern_text(text: str, plain: str) -> None:
         ("m -> ~m", "`~` marks operands, not results"),
         ("m [dim] -> ...", "the term 'm [dim]' has more than the dims that an argument names, which are all dims"),
         ("[a], [b] -> ...", "dims are named by `[a]` and by `[b]`: one argument names them"),
+        (
+            "b t -> b t | t:halo(-1)",
+            "'t:halo(-1)' behind the bar is neither `factor:kind` nor a set of operands like `{0,1}`",
+        ),
+        ("b t -> b | t:halo(1)", "`t:halo(1)` is of a dim that a result lacks: make that by an op of its own"),
+        ("b (s t) -> b (s t) | t:halo(1)", "`t:halo(1)` is of a dim that is more than 't'"),
+        ("... t -> ... t | ...:halo(1)", "`...:halo(1)` is of a dim that is more than '...'"),
+        ("b t -> b t | t:halo(1) t:whole", "`t:halo(1)` says all of 't', and there is `t:whole`"),
+        ("b t -> b t | t:halo(1) b:local", "`t:halo(1)` has a local form of its own, and some dim is marked `:local`"),
         ("[dim] -> ... | d:sum", "`d:sum` names a factor that no tensor has"),
     ],
 )
@@ -132,6 +142,7 @@ def test_rule_of_a_custom_op() -> None:
         ("[dims], n, n -> ...", product, "`[dims]` reads an argument that it has not"),
         ("m k, k n, n -> m n | k:whole(t)", product, "`k:whole(t)` reads an argument that it has not"),
         ("m k, k n, n -> m n | m:size(rows.0)", product, "`m:size(rows.0)` reads an argument that it has not"),
+        ("m k, k n, n -> m n | m:halo(2,reach)", product, "`m:halo(2,reach)` reads an argument that it has not"),
         ("m, m -> m", aten.add_.Tensor, "it writes to an argument"),
     ],
 )

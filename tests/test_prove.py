@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import shardlib as sl
@@ -80,6 +81,31 @@ def head_means(x: Tensor, heads: int) -> Tensor:
     return x.unflatten(-1, (heads, -1)).mean(-1)
 
 
+@op
+def average(x: Tensor, dim: int, width: int) -> Tensor:
+    """Of `width` elements in front of each and behind it; beyond the ends there is nothing."""
+    kernel = x.new_ones(1, 1, 2 * width + 1)
+    rows = x.movedim(dim, -1)
+    sums, counts = (F.conv1d(v.flatten(0, -2)[:, None], kernel, padding=width) for v in (rows, torch.ones_like(rows)))
+    return (sums / counts).reshape(rows.shape).movedim(-1, dim).contiguous()
+
+
+@op
+def short_conv(x: Tensor, taps: Tensor) -> Tensor:
+    if not len(taps):
+        return torch.empty_like(x)  # torch has no convolution of nothing
+    return F.conv1d(F.pad(x, (taps.shape[1] - 1, 0)), taps[:, None], groups=len(taps))
+
+
+@op
+def blur(image: Tensor, kernel: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Over two dims at once, of which both sides are read; and a sum over channels."""
+    rows, columns = (n // 2 for n in kernel.shape[1:])
+    windows = F.pad(image, (columns, columns, rows, rows)).unfold(2, 2 * rows + 1, 1).unfold(3, 2 * columns + 1, 1)
+    out = torch.einsum("nchwij,cij->nhw", windows, kernel)
+    return out if mask is None else out * mask
+
+
 OPS: dict[str, tuple[Any, tuple[Any, ...], str, list[tuple[str, str]]]] = {
     "distances": (
         distances,
@@ -126,6 +152,29 @@ OPS: dict[str, tuple[Any, tuple[Any, ...], str, list[tuple[str, str]]]] = {
         (r(2, 5, 6), [0, 2], True),
         "[dims] -> ... | dims:sum",
         [("[dims] -> ... | dims:max", "dims@a on a=2: result 0 is wrong")],
+    ),
+    "average": (
+        average,
+        (r(5, 7), -1, 2),
+        "[dim] -> [dim] | dim:halo(width) {0}",
+        [
+            ("[dim] -> [dim] | {0}", "dim@a on a=2: result 0 is wrong"),
+            ("[dim] -> [dim] | dim:halo(1) {0}", "dim@a on a=2: result 0 is wrong"),
+            ("[dim] -> [dim] | dim:halo(0, width) {0}", "dim@a on a=2: result 0 is wrong"),
+            ("[dim] -> [dim] | dim:halo(dim) {0}", r"`halo\(dim, dim\)` in the rule of [\s\S]*dim is -1"),
+        ],
+    ),
+    "short_conv": (
+        short_conv,
+        (r(2, 3, 9), r(3, 4)),
+        "b d t, d w -> b d t | t:halo(3, 0) {0} {1}",
+        [("b d t, d w -> b d t | t:halo(2, 0) {0} {1}", "t@a on a=2: result 0 is wrong")],
+    ),
+    "blur": (
+        blur,
+        (r(2, 3, 6, 7), r(3, 3, 5), r(2, 6, 7)),
+        "n c h w, c _ _, n h w -> n h w | h:halo(1) w:halo(2) c:sum {0} {1} {2}",
+        [("n c h w, c _ _, n h w -> n h w | h:halo(1) w:halo(2) c:sum {0,2}", r"it is not linear")],
     ),
     "copies": (
         copies,
@@ -186,6 +235,19 @@ def test_what_has_no_rule_is_told_what_to_write() -> None:
 
 def _bare(x: Tensor, scale: Tensor) -> Tensor:
     return x * scale
+
+
+def test_a_halo_of_all_shows_nothing() -> None:
+    made = op(_summed_up)
+    sl.rule("b t -> b t | t:halo(6, 0)")(made)
+    with pytest.raises(ShardingError, match=r"is not put to the test:\n.*t has 7 elements, all of which two devices"):
+        sl.prove(made, r(2, 7))
+    with pytest.raises(ShardingError, match="t@a on a=2: result 0 is wrong"):
+        sl.prove(made, r(2, 20))
+
+
+def _summed_up(x: Tensor) -> Tensor:
+    return x.cumsum(1)
 
 
 LIBRARY = [sample for samples in SAMPLES for sample in samples() if "empty" not in sample[0]]  # which mean nothing

@@ -187,6 +187,7 @@ def test_pieces_in_any_order_of_axes(order: Axes) -> None:
         assert [h.step.kind for h in hops] == ["ppermute"] * (other != order)
 
 
+@pytest.mark.slow
 def test_a_way_round_is_never_dearer() -> None:
     """Every cut of three dims over three axes, and every set of pending ones, against the direct way."""
     atoms, sizes, better = (A0, A1, C), (64, 64, 64), 0

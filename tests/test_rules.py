@@ -256,13 +256,13 @@ def test_prover_catches_bytes_that_are_not_told() -> None:
         (row,) = right.operands[0][1]
 
         def local(local: Local) -> Any:
-            whole = local.all_gather(local.args[0], row, 1, ((), ()), local.size(row))
-            return local.op(aten.prod.dim_int, whole, 1)
+            passed = local.ppermute(local.args[0], row, [(0, 1), (1, 0)], ((), ()), name="passed")
+            return local.op(aten.prod.dim_int, passed, 1)
 
         return dataclasses.replace(right, local=local)
 
     wrong = check(s("prod.dim_int", f(3, 5), 1), planted)
-    assert any("makes [3, 5] on a=0, %x1.gathered is [1, 5]: [1, 5]" in w for w in wrong)
+    assert any("%passed = ppermute makes [3, 3] on a=0, %passed is [1, 1]: [1, 1]" in w for w in wrong)
 
 
 # What the rules say ---------------------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+import torch
+
 from shardlib.internals import OpOverload, schema_of
 
 TRAITS: Mapping[str, str] = {
@@ -106,7 +108,8 @@ _TABLE: Mapping[str, str] = {
     "shardlib::from_local": "leaves, plumbing",
     **dict.fromkeys(("shardlib::manual_all_reduce", "shardlib::manual_all_gather"), "per device, alike"),
     **dict.fromkeys(("shardlib::manual_reduce_scatter", "shardlib::manual_all_to_all"), "per device"),
-    "shardlib::manual_ppermute": "per device",
+    **dict.fromkeys(("shardlib::manual_ppermute", "shardlib::manual_gather"), "per device"),
+    **dict.fromkeys(("shardlib::manual_fetch", "shardlib::manual_give_back"), "per device"),
     "shardlib::manual_axis_index": "per device, like",
     "shardlib::call_key": "draws the key",
     # what pieces do not have
@@ -126,6 +129,19 @@ def has(target: Any, trait: str) -> bool:
     """
     assert trait in TRAITS, f"no trait is called {trait!r}"
     return trait in _of(target)
+
+
+@cache
+def returns_list(target: Any) -> bool:
+    """Whether an op's one result is a list of tensors.
+
+    Example:
+        >>> import torch
+        >>> returns_list(torch.ops.aten.split.Tensor), returns_list(torch.ops.aten.max.dim)
+        (True, False)
+    """
+    returns = schema_of(target).returns
+    return len(returns) == 1 and isinstance(returns[0].type, torch.ListType)
 
 
 @cache

@@ -53,6 +53,7 @@ class Found:
     # A small call needs none of these.
     places = _Own[list[tuple[Any, ...]]](list)  # the name of each tensor, in parts
     numbers = _Own[dict[Place, tuple[Any, tuple[Any, ...]]]](dict)  # that the function changes: value and name
+    keys = _Own[list[torch.Tensor]](list)  # of dicts: what an optimizer keeps of parameters
     kept = _Own[list[Any]](list)
     grads = _Own[list[tuple[torch.Tensor, torch.Tensor | None]]](list)
     generators = _Own[list[torch.Generator]](list)

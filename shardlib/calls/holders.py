@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 GONE = object()  # what a holder has that has nothing
 ALL = object()  # the key of all items of a container
 _CONTAINERS = (list, deque, dict, set)
+FIXED = (tuple, frozenset, set, types.MappingProxyType, types.FunctionType)  # hold what they hold
 
 
 def put_back(owner: Any, place: Place, before: Snapshot) -> None:
@@ -36,8 +37,8 @@ def _drop(owner: Any, key: Any) -> None:
         del owner.cell_contents
     elif isinstance(owner, type | types.ModuleType) or _is_slot(owner, key):
         delattr(owner, key)
-    elif (space := _space(owner, key)) is not None:
-        space.pop(key[1] if isinstance(key, tuple) else key, None)
+    elif (space := _space(owner, key)) is not None and (item := _item(space, key)) is not GONE:
+        space.pop(item, None)
 
 
 def put(owner: Any, key: Any, value: Any, among: str = "") -> None:
@@ -53,12 +54,50 @@ def put(owner: Any, key: Any, value: Any, among: str = "") -> None:
         own(owner)[among][key] = value
     elif isinstance(owner, types.CellType):
         owner.cell_contents = value
-    elif isinstance(owner, type | types.ModuleType) or _is_slot(owner, key):
+    elif isinstance(owner, type):
+        type.__setattr__(owner, key, value)
+    elif _is_slot(owner, key):  # not by the user's own setters, here and below: they have seen the value
+        inspect.getattr_static(type(owner), key).__set__(owner, value)
+    elif isinstance(owner, types.ModuleType):
         setattr(owner, key, value)
-    elif isinstance(owner, list | deque) and isinstance(key, int):
+    elif isinstance(owner, list) and isinstance(key, int):
+        list.__setitem__(owner, key, value)
+    elif isinstance(owner, deque) and isinstance(key, int):
         owner[key] = value
-    elif (space := _space(owner, key)) is not None:
-        space[key[1] if isinstance(key, tuple) else key] = value
+    elif (space := _space(owner, key)) is not None and (item := _item(space, key)) is not GONE:
+        if item in space:
+            dict.__setitem__(space, item, value)
+        else:
+            space[item] = value
+
+
+def can_put(owner: Any, key: Any) -> bool:
+    """Whether a holder has this key, and another value under it is what is found there then."""
+    if isinstance(owner, FIXED):
+        return False
+    if isinstance(owner, types.CellType | type | types.ModuleType) or _is_slot(owner, key):
+        return True
+    if isinstance(owner, list | deque) and isinstance(key, int):
+        return True
+    space = _space(owner, key)
+    return space is not None and (key[1] if isinstance(key, tuple) else key) in space
+
+
+def is_by_tensor(key: Any) -> bool:
+    """Whether it is that of a dict's item by a tensor (what an optimizer has of a parameter), known by its id."""
+    return isinstance(key, tuple) and isinstance(key[0], type) and issubclass(key[0], torch.Tensor)
+
+
+def tensor_of(owner: dict[Any, Any], key: Any) -> Any:
+    """The tensor by which a dict has such an item."""
+    return next((x for x in owner if id(x) == key[1]), GONE)
+
+
+def _item(space: dict[Any, Any], key: Any) -> Any:
+    """What a dict has it by."""
+    if is_by_tensor(key) and not isinstance(key[1], torch.Tensor):
+        return tensor_of(space, key)
+    return key[1] if isinstance(key, tuple) else key
 
 
 def _is_slot(owner: Any, key: Any) -> bool:

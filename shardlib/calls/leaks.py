@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gc
 import inspect
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardlib.calls.holders import put_back, refill
+from shardlib.calls.numbers import is_given
 from shardlib.errors import ShardingError
 from shardlib.internals import FakeTensor
 from shardlib.tensors.tensor import typeof
@@ -30,13 +30,10 @@ class Leak:
     place: Place
     name: str
     value: torch.Tensor
-    in_optimizer: bool = False  # what it has of a parameter
 
     @property
     def remedy(self) -> str:
         """What to do instead."""
-        if self.in_optimizer:
-            return "call opt.step() behind the jitted function; or once before it: what opt.state holds is written to"
         if isinstance(self.owner, list):
             return "bind a new list to an attribute, self.history = self.history + [x]; or write to a tensor, h[i] = x"
         if isinstance(self.owner, dict) and "__builtins__" not in self.owner:
@@ -65,16 +62,10 @@ def forgotten(before: Snapshot, after: Snapshot) -> list[Leak]:
     """
     misses = {id(cache): count for cache, count in before.caches}
     for cache, count in after.caches:
-        if misses.get(id(cache)) != count and _holds_fakes(cache):
+        if misses.get(id(cache)) != count and _holds_trace(cache):
             cache.cache_clear()
     known = {id(x) for x in before.tensors}
-    optimizers = [x for x in after.owners.values() if isinstance(x, torch.optim.Optimizer)]
-    moments = {id(moments) for x in optimizers for moments in x.state.values()}
-    leaks = [
-        dataclasses.replace(leak, in_optimizer=id(leak.owner) in moments)
-        for leak in after.leaks
-        if id(leak.value) not in known
-    ]
+    leaks = [leak for leak in after.leaks if id(leak.value) not in known]
     for leak in leaks:
         if id(leak.owner) in before.copies:
             refill(leak.owner, before.copies[id(leak.owner)])
@@ -83,13 +74,13 @@ def forgotten(before: Snapshot, after: Snapshot) -> list[Leak]:
     return [leak for leak in leaks if not leak.is_cached]
 
 
-def _holds_fakes(cache: Any) -> bool:
-    """Whether some result that a `functools.cache` keeps is of a trace."""
+def _holds_trace(cache: Any) -> bool:
+    """Whether some result that a `functools.cache` keeps is of a trace: a tensor, or a number."""
     held, seen = [cache], 0
     while held and seen < 10_000:
         x = held.pop()
         seen += 1
-        if isinstance(x, FakeTensor):
+        if isinstance(x, FakeTensor) or is_given(x):
             return True
         if x is cache or isinstance(x, list | tuple | dict) or type(x).__name__ == "_lru_list_elem":
             held += gc.get_referents(x)

@@ -88,6 +88,13 @@ Part = Result | Own | Shown | Computed | Rest
 
 
 @dataclass(frozen=True)
+class Leaf:
+    """In the key of a dict's item by a tensor: one of the call's own, leaf `at`."""
+
+    at: int
+
+
+@dataclass(frozen=True)
 class Rebound:
     """A place that has another value after each call: who holds it, under which key (of a module's dict `among`), and
     the leaves of the value; or the place, by number, whose value is this one, too."""
@@ -111,4 +118,6 @@ def rebind(places: Sequence[Rebound], leaves: Sequence[Any], out: Sequence[Any])
         flat = [made[p] if isinstance(p, Result | Shown) else p.of(leaves, out) for p in place.parts]
         values.append(values[place.same] if place.same >= 0 else pytree.tree_unflatten(flat, place.tree))
     for place, value in zip(places, values, strict=True):
-        put(place.owner(), place.key, value, place.among)
+        by = place.key[1] if isinstance(place.key, tuple) else None
+        key = (place.key[0], leaves[by.at]) if isinstance(by, Leaf) else place.key
+        put(place.owner(), key, value, place.among)

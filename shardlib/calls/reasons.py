@@ -101,7 +101,10 @@ def difference(old: Seen, new: Seen) -> dict[str, Change]:
     if old.unrepeated:
         return changes | dict.fromkeys(old.unrepeated, Change(" was changed by the function itself", _EFFECT))
     other = "what the function closes over, or its arguments hold"
-    return dict(_holdings(old, new)) | changes or {other: Change(" is another", _NUMBER)}
+    held = dict(_holdings(old, new))
+    told = {name.partition(", read in ")[0] for name in held if name not in changes}
+    changes = {name: change for name, change in changes.items() if name not in told}
+    return held | changes or {other: Change(" is another", _NUMBER)}
 
 
 def listed(sentences: Sequence[str]) -> str:

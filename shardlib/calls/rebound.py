@@ -12,28 +12,40 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardlib.calls.changing import Changing, Place
+from shardlib.calls.changing import NUMBERS, Changing, Place
 from shardlib.calls.flat import same_number
-from shardlib.calls.holders import ALL, GONE, among, is_refilled, put, put_back, refill
+from shardlib.calls.holders import (
+    ALL,
+    FIXED,
+    GONE,
+    among,
+    can_put,
+    is_by_tensor,
+    is_refilled,
+    put,
+    put_back,
+    refill,
+    tensor_of,
+)
 from shardlib.calls.inside import attributes, content
 from shardlib.calls.kinds import CONTAINERS, OPAQUE, PLAIN
 from shardlib.calls.leaks import Leak, forgotten
 from shardlib.calls.numbers import Numbers, is_given
-from shardlib.calls.parts import Computed, Own, Part, Rebound, Rest, Result, Shown
+from shardlib.calls.parts import Computed, Leaf, Own, Part, Rebound, Rest, Result, Shown
 from shardlib.calls.snapshot import Snapshot
-from shardlib.calls.state import LENGTH, LONG, NUMBERS, State
+from shardlib.calls.state import LENGTH, LONG, State
 from shardlib.errors import ShardingError
 from shardlib.internals import FakeTensor, memory_of, pytree
+from shardlib.tensors.form import Form
 from shardlib.tensors.tensor import ShardedTensor
 
 
@@ -47,13 +59,23 @@ class Watch:
         self.holders: dict[int, Any] = {}
         self.logs: dict[int, Any] = {}
         self._leaf: dict[Place, int] = {}
+        self._left: set[Place] = set()  # whose new values stay as the trace leaves them
         self._cut: Mapping[int, Tensor] = {}
+
+    def can_be_given(self, places: Iterable[Place]) -> set[Place]:
+        """Those of some places of numbers in which another one can be put."""
+        owners = self.before.owners
+        return {place for place in places if place[0] in owners and can_put(owners[place[0]], place[1])}
 
     def give(self, numbers: Numbers, first: int) -> None:
         """While the function is traced, the numbers that it changes are inputs: leaves from `first` on."""
         for i, (place, (value, at)) in enumerate(self.before.numbers.items(), first):
             self._leaf[place] = i
-            put(self.before.owners[place[0]], place[1], numbers.give(i, self.before.name(at), value))
+            given = numbers.give(i, self.before.name(at), value)
+            if self.can_be_given([place]):
+                put(self.before.owners[place[0]], place[1], given)
+            else:  # something else has this id by now: the program is for its number
+                given.look()
 
     @contextmanager
     def cut(self, state: State) -> Iterator[None]:
@@ -83,11 +105,11 @@ class Watch:
 
     def _can_hold(self, place: Place) -> bool:
         owner = self.before.owners.get(place[0])
-        return owner is not None and not isinstance(owner, _FIXED) and not _is_by_tensor(place[1])
+        return owner is not None and not isinstance(owner, FIXED) and not is_by_tensor(place[1])
 
     def take_back(self) -> None:
-        """Give the holders of such numbers what they had."""
-        for place in self.before.numbers:
+        """Give the holders of such numbers what they had, but what no program can repeat stays."""
+        for place in self.can_be_given(self.before.numbers.keys() - self._left):
             put_back(self.before.owners[place[0]], place, self.before)
 
     def undo(self) -> list[Leak]:
@@ -97,6 +119,7 @@ class Watch:
 
     def restore(self) -> None:
         """Give every place back what it had, as if the function had not run."""
+        self._left = set()
         self.undo()
         before, after = self.before, self.look()
         for number, items in before.copies.items():
@@ -108,9 +131,9 @@ class Watch:
                 put_back(before.owners[place[0]], place, before)
 
     def learn(self, changing: Changing) -> bool:
-        """Note what the function changes; whether that was known: otherwise it is to be traced again, as numbers that
-        it changes are inputs, and containers count by identity."""
-        if is_new := not (self.numbers <= changing.numbers and self.holders.keys() <= changing.holders):
+        """Note what the function changes; whether the program is right: a number that it changes is an input, so with
+        a new one it is to be traced again."""
+        if is_new := not self.numbers <= changing.numbers:
             self.restore()
         changing.add(self.numbers, self.holders, self.logs)
         return not is_new
@@ -147,8 +170,9 @@ class Watch:
     ) -> list[Rebound]:
         """The places that hold other values now; they get back what they had.
 
-        New tensors join `results`; `own` are the leaves of the call's tensors by their ids, and `memory` those whose
-        views can be made again, by their storages, each with the tensor and what stands for it.
+        Numbers that are inputs stay until `take_back`. New tensors join `results`; `own` are the leaves of the call's
+        tensors by their ids, and `memory` those whose views can be made again, by their storages, each with the tensor
+        and what stands for it.
         """
         before, after = self.before, self.look()
         self.numbers, self.holders, self.logs = set(), {}, {}
@@ -168,7 +192,7 @@ class Watch:
                     names.append(f"{after.text(place)} (kept)")
             return Shown(leaf, *where, value)
 
-        def part(x: Any, old: Any, place: Place) -> Part | None:
+        def part(x: Any, old: Any, place: Place, of: Tensor | None) -> Part | None:
             if is_given(x):
                 return Computed(x.scalar)
             if not isinstance(x, Tensor):
@@ -180,14 +204,16 @@ class Watch:
             held = memory.get(memory_of(x.untyped_storage()))
             if held is not None and _is_plain_view(x, held[2]):
                 return shown(x, place)
-            plain = isinstance(old, Tensor) and not isinstance(old, ShardedTensor) and not x.requires_grad
-            home = None
-            if (id(x), plain) not in known:
-                known[id(x), plain] = len(results)
+            device, home = _home(x, old if isinstance(old, Tensor) else of)
+            if not isinstance(old, Tensor) and of is not None and not x.shape:
+                device, home = x.device, None  # a counter, as an optimizer makes it
+            if (id(x), device is not None) not in known:
+                known[id(x), device is not None] = len(results)
                 results.append(x)
                 names.append(f"{after.text(place)} (kept)")
-                home = old._form if isinstance(old, ShardedTensor) and old.shape == x.shape else None
-            return Result(known[id(x), plain], old.device if plain else None, home)
+            else:
+                home = None
+            return Result(known[id(x), device is not None], device, home)
 
         parts: list[Part | None]
         for place, owner, value, old in self._changes(after):
@@ -201,8 +227,14 @@ class Watch:
                 olds, was = pytree.tree_flatten(old)
                 olds = olds if was == tree else [None] * len(leaves)
                 named = place if place in after.called else (place[0], LENGTH)
-                parts = [part(x, o, named) for x, o in zip(leaves, olds, strict=True)]
-            if None in parts:  # it stays as the trace leaves it
+                of = tensor_of(owner, place[1]) if is_by_tensor(place[1]) else None
+                parts = [part(x, o, named, of) for x, o in zip(leaves, olds, strict=True)]
+            key, is_known = place[1], True
+            if is_by_tensor(key):
+                is_known = (of := tensor_of(owner, key)) is not GONE and id(of) in own
+                key = key[0], Leaf(own.get(id(of), -1))
+            if None in parts or not is_known:  # it stays as the trace leaves it
+                self._left.add(place)
                 continue
             if isinstance(owner, CONTAINERS + (Tensor,)) and not _is_global(owner):
                 self.holders[id(owner)] = owner
@@ -211,12 +243,12 @@ class Watch:
             refer = weakref.ref(owner) if owner is before.own else functools.partial(_self, owner)
             same = places.setdefault(id(value), len(found)) if place[1] is not ALL else len(found)
             same = same if same < len(found) else -1
-            found.append(Rebound(refer, place[1], among(owner, place[1]), tree, tuple(filter(None, parts)), same))
-            put_back(owner, place, before)
+            found.append(Rebound(refer, key, among(owner, place[1]), tree, tuple(filter(None, parts)), same))
+            if place not in before.numbers:  # numbers of the trace are read on the way back, too
+                put_back(owner, place, before)
         for number, items in before.copies.items():
             if number not in after.owners:  # a container that another one stands for now: it is there again
                 refill(before.owners[number], items)
-        self.take_back()
         return found
 
     def _changes(self, after: Snapshot) -> Iterator[tuple[Place, Any, Any, Any]]:
@@ -240,7 +272,7 @@ class Watch:
             if number in whole or key is LENGTH or not all(number in world.owners for world in (before, after)):
                 continue
             owner, old, value = before.owners[number], before.values.get(place, GONE), after.values.get(place, GONE)
-            if value is old or _is_same(value, old) or isinstance(owner, _FIXED):
+            if value is old or _is_same(value, old) or isinstance(owner, FIXED):
                 continue
             if id(value) in self._cut and self._cut[id(value)] is old:
                 continue
@@ -248,11 +280,7 @@ class Watch:
                 continue
             if isinstance(owner, dict) and not isinstance(key, tuple | str):
                 continue
-            if not _is_by_tensor(key):
-                yield place, owner, value, old
-
-
-_FIXED = (tuple, frozenset, set, types.MappingProxyType, types.FunctionType)  # hold what they hold
+            yield place, owner, value, old
 
 
 def _is_plain_view(x: Tensor, of: Tensor) -> bool:
@@ -260,9 +288,11 @@ def _is_plain_view(x: Tensor, of: Tensor) -> bool:
     return x.dtype == of.dtype and not (x.requires_grad or x.is_conj() or x.is_neg())
 
 
-def _is_by_tensor(key: Any) -> bool:
-    """Whether it is that of a dict's item by a tensor, which is known by its id."""
-    return isinstance(key, tuple) and isinstance(key[0], type) and issubclass(key[0], Tensor)
+def _home(x: Tensor, like: Any) -> tuple[torch.device | None, Form | None]:
+    """Where a result is to live: plain, on a device, or in the form of a ShardedTensor, as another tensor does."""
+    if isinstance(like, ShardedTensor):
+        return None, like._form if like.shape == x.shape else None
+    return (like.device if isinstance(like, Tensor) and not x.requires_grad else None), None
 
 
 def _holds_trace(fn: Any) -> bool:

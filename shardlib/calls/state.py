@@ -24,6 +24,7 @@ from torch import nn
 
 from shardlib.calls.bound import Bound
 from shardlib.calls.caches import emptied, is_cache
+from shardlib.calls.changing import NUMBERS
 from shardlib.calls.found import Found, plain_form
 from shardlib.calls.inside import attributes, content, own
 from shardlib.calls.kinds import (
@@ -235,7 +236,7 @@ class State(Found):
             return
         if type(x) not in BUILTIN:
             self._own_part(x, known, depth)
-        if len(x) > LONG or depth >= DEPTH:
+        if (len(x) > LONG and not _is_of_parameters(x)) or depth >= DEPTH:
             items = [*x.keys(), *x.values()] if isinstance(x, dict) else x
             if len(x) <= LONGEST and PLAIN.issuperset(map(type, items)):
                 known += (tuple(map(type, items)), tuple(y.hex() if type(y) is float else y for y in items))
@@ -245,7 +246,10 @@ class State(Found):
         at = self._at
         if isinstance(x, dict | types.MappingProxyType):
             for i, (k, y) in enumerate(list(x.items())):
-                key = id(k) if isinstance(k, torch.Tensor) else k  # the optimizer's, say
+                key = k
+                if isinstance(k, torch.Tensor):  # the optimizer's, say
+                    key = id(k)
+                    self.keys.append(k)
                 self._at = (*at, (key_name(k, i, self._number),))
                 if type(k) not in PLAIN and is_its_own(k):
                     self._value(k, known, depth + 1)
@@ -335,9 +339,14 @@ class State(Found):
         self._own_part(x, known, depth)
 
 
+def _is_of_parameters(x: Any) -> bool:
+    """Whether a container has parameters, or what an optimizer keeps of them: there may be many."""
+    first = next(iter(x.items() if isinstance(x, dict) else ((y,) for y in x)), ())
+    return any(isinstance(y, torch.Tensor) and y.requires_grad and y.is_leaf for y in first)
+
+
 _BOUND = frozenset({types.BuiltinMethodType, types.MethodWrapperType})
 _OF_MODES = frozenset({"inner", "old_dispatch_mode_flags"})
 OWN = 2  # attributes that a ShardedTensor has at least: its form and its pieces
 _DICTS = frozenset({dict, OrderedDict})
 LENGTH = "len()"
-NUMBERS = (int, float)

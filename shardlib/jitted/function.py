@@ -57,6 +57,10 @@ class Function:
         leaves += state.tensors
         if len(leaves) > 1 and len(set(map(id, leaves))) < len(leaves):
             known += twins(leaves[:count], state.tensors).items()
+        if "keys" in vars(state):  # which of them they are
+            at = {id(x): i for i, x in enumerate(leaves)}
+            state.kept.extend(x for x in state.keys if id(x) not in at)
+            known.append(tuple(at.get(id(x), -id(x)) for x in state.keys))
         if programs.asks:
             known.append(tuple(map(at_home, leaves)))
         if not state.quick:

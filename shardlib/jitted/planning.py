@@ -98,6 +98,10 @@ class Invocation:
         name, programs, modes = self.function.name, self.programs, self.key[1]
         for attempt in itertools.count():
             watch = Watch(self.look)
+            if changed := watch.can_be_given(programs.changing.compare(watch.before.values)):
+                programs.changing.numbers |= changed  # numbers that the caller changes are inputs, too
+                self.read()
+                watch = Watch(self.look)
             with _undone(watch):
                 plan = self._compile(watch)
                 if watch.look().leaked or keeps_numbers(

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardlib.aten.calls import FILLED
-from shardlib.aten.traits import has
+from shardlib.aten.calls import FILLED, PAD, SLICE
+from shardlib.aten.traits import has, returns_list
 from shardlib.errors import ShardingError
 from shardlib.internals import TorchDispatchMode, pytree, schema_of, without_modes
+from shardlib.lower import halo
 from shardlib.manual.body import Body, Piece, entered
 from shardlib.meshes.axis import Axis, Coords
 from shardlib.program.device import REFUSALS, Local, frozen, makes
@@ -26,6 +27,8 @@ from shardlib.program.sym import Sym, apart, everywhere, here, of_member, place_
 
 if TYPE_CHECKING:
     from shardlib.lower.local import LocalForm
+
+_HALOS = {"fetch": halo.fetch, "give_back": halo.give_back}
 
 
 def code(local: LocalForm, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -41,7 +44,8 @@ def code(local: LocalForm, function: Callable[..., Any], args: Sequence[Any], kw
             for at in everywhere(axes):
                 coords = {**local.origin, **at}
                 given = [x.layout.local_shape(coords) if isinstance(x, Var) and x.layout else here(x, at) for x in flat]
-                key = repr((given, [here(local.offset(f), coords) for f in sorted(asked)]))
+                lies = [(here(local.offset(f), coords), here(local.size(f), coords)) for f in sorted(asked)]
+                key = repr((given, lies))
                 if key not in kinds:
                     kinds[key] = _Run(local, coords).of(function, flat, given, tree)
                 runs.append(kinds[key])
@@ -77,6 +81,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls: list[_Made] = []
         self.held: list[Local] = []  # of all tensors
         self.results: Any = None
+        self.guesses = False  # whether a shape in `held` is only what the rule says
         self.asked: set[str] = set()  # where its pieces of these dims lie
         self._known: dict[int, tuple[_Ref, Tensor]] = {}
 
@@ -131,10 +136,12 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.nondeterministic_seeded in op.tags and not has(op, "per device"):
             raise self.fault("draws random numbers", [str(op)], "draw them outside, and pass them to the op")
         args, kwargs = self.noted(args), self.noted(kwargs or {})
-        made = makes(op, self.here(args), self.here(kwargs)) or self._unknown(op)
+        made: Sequence[Local | None] = makes(op, self.here(args), self.here(kwargs))
+        if not made:
+            made, self.guesses = self._unknown(op), True
         out = [None if x is None else self.new(x) for x in made] if schema_of(op).returns else []
         self.calls.append(_Made(op, args, kwargs, self.noted(out)))
-        if [str(r.type) for r in schema_of(op).returns] == ["List[Tensor]"]:
+        if returns_list(op):
             return out
         return tuple(out) if len(out) > 1 else out[0] if out else None
 
@@ -256,7 +263,9 @@ def _write(local: LocalForm, flat: Sequence[Any], axes: tuple[Axis, ...], runs: 
     for calls in zip(*(run.calls for run in runs), strict=True):
         op, out = calls[0].op, calls[0].out
         args, kwargs = joined([c.args for c in calls]), joined([c.kwargs for c in calls])
-        if has(op, "per device"):
+        if all(map(_nothing, runs, calls)):
+            values.append(args[0])
+        elif has(op, "per device"):
             before, after = ([run.held[ref.n] for run in runs] for ref in (calls[0].args[0], out[0]))
             nbytes = max(math.prod(x.shape) for x in after) * after[0].dtype.itemsize
             values.append(_communicate(local, op, args, joined([x.shape for x in before]), nbytes))
@@ -266,18 +275,34 @@ def _write(local: LocalForm, flat: Sequence[Any], axes: tuple[Axis, ...], runs: 
     return joined([run.results for run in runs])
 
 
+def _nothing(run: _Run, call: _Made) -> bool:
+    """Whether a call gives what it is given: a slice of all, no padding."""
+    if run.guesses:
+        return False
+    if call.op is SLICE:
+        before, after = (run.held[ref.n].shape for ref in (call.args[0], call.out[0]))
+        return bool(before == after)
+    return call.op is PAD and not any(call.args[1])
+
+
 def _communicate(local: LocalForm, op: Any, args: Sequence[Any], before: Sequence[Sym | int], nbytes: int) -> Var:
     """Write a collective along dims of the rule, over the axes that cut them here."""
     source: Var = args[0]
     names, *rest = args[1:]
     axes = Axis.merge(a for f in names for a in local.axes(f))
     kind, n = schema_of(op).name.removeprefix("shardlib::manual_"), math.prod(a.size for a in axes)
+    if kind in _HALOS:
+        dim, *ranges, name = rest
+        rows = halo.Slab(local, names[0], dim, name, source, tuple(before))
+        return _HALOS[kind](rows, *(local.calc(lambda low, high: (low, high), *r) for r in ranges))
     if kind == "axis_index":
         args = source, [], place_in(axes)
         return local.emit(FILLED, args, {"dtype": torch.int64}, [Local.dense((), torch.int64)])[0]
     if n == 1 and (kind != "ppermute" or rest[0]):
         return source  # to itself
     members = [[of_member(size, axes, i) for i in range(n)] for size in before]
+    if kind == "gather":
+        return local.communicate("all_gather", names, source, members, rest, nbytes)
     if wrong := [m for m in members if len(set(m)) > 1]:
         what = [f"of a dim they have {', '.join(map(str, sizes))}" for sizes in wrong]
         raise _fault(local, f"hands pieces that differ in size to {kind}", what, "pad them to one size")

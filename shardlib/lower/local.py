@@ -33,7 +33,6 @@ from shardlib.propagate.flood import OpFactor
 from shardlib.reshard import Axes
 from shardlib.rules.rule import Labels
 from shardlib.specs.layout import Factor, Layout
-from shardlib.specs.pieces import fullest
 
 if TYPE_CHECKING:
     from shardlib.lower.emit import Emitter
@@ -215,45 +214,6 @@ class LocalForm:
             except REFUSALS:  # a kernel for tensors without values may be stricter than the one that will run
                 return [None] * len(step.outs)
 
-    def all_reduce(self, value: Var, factor: str, kind: str, labels: Labels | None = None) -> Var:
-        axes = self.axes(factor)
-        if not axes:
-            return value  # another of the factors that the local form is for is cut
-        n = reshard.ways(axes)
-        size = self._small_bytes() if labels is None else Var("", self._layout(labels, "", 1), value.dtype).nbytes
-        return self._builder.communicate(
-            "all_reduce",
-            Axis.merge(axes),
-            value,
-            self._var(f"{value.name}.reduced", value.dtype),
-            {},
-            2 * size * (n - 1) / n,
-            kind,
-            f"{self._op.name} needs its {kind} over {factor}",
-            because=Inside(self._op, (factor,)),
-        )
-
-    def all_gather(self, value: Var, factor: str, dim: int, labels: Labels, size: Sym | int = 1) -> Var:
-        axes = Axis.merge(self.axes(factor))
-        if not axes:
-            return value
-        n = reshard.ways(axes)
-        sizes = [of_member(size, axes, i) for i in range(n)]
-        total = sum(here(x, dict.fromkeys(self._builder.mesh.axis_names, 0)) for x in sizes)
-        dims = list(self._layout(labels, factor, 1).dims)
-        dims[dim] = (Factor(total),)
-        out = self._var(f"{value.name}.gathered", value.dtype, Layout(tuple(dims)))
-        return self._builder.communicate(
-            "all_gather",
-            axes,
-            value,
-            out,
-            {"dim": dim, "sizes": sizes},
-            out.nbytes * (n - 1) / n,
-            reason=f"{self._op.name} needs what each piece of {factor} came to",
-            because=Inside(self._op, (factor,), how="gathered"),
-        )
-
     def _var(self, name: str, dtype: torch.dtype, layout: Layout | None = None) -> Var:
         return Var(self._builder.name(name), layout, dtype)
 
@@ -270,17 +230,6 @@ class LocalForm:
             return Factor(size, Axis.merge(self._assignment.get(x, ())))
 
         return Layout(tuple(tuple(one(x) for x in emitter.factors(op, names)) for names in labels)).canonical
-
-    def _small_bytes(self) -> float:
-        """Bytes of one number for each row of the op's first result, local to the fullest device."""
-        result = self._op.results[0]
-        assert result is not None
-        n = result.dtype.itemsize
-        for names in self.rule.results[0]:
-            for x in self._emitter.factors(self._op, names):
-                if x[0] not in self.rule.local_factors:
-                    n *= fullest(self._emitter.leaf_size(self._op, x), Axis.merge(self._assignment.get(x, ())))
-        return n
 
 
 def _most(shape: Sequence[Sym | int]) -> int:

@@ -62,6 +62,20 @@ _define(
 )
 _define("manual_all_to_all(Tensor x, str[] axes, int split_dim, int concat_dim, int n) -> Tensor", _exchanged)
 _define("manual_ppermute(Tensor x, str[] axes, int[] pairs) -> Tensor", lambda x, axes, pairs: x.new_empty(x.shape))
+# In local forms: pieces that differ in size, next to each other; ranges of a cut dim that others have, and the way
+# back. `name` is what a plan calls x.
+_define(
+    "manual_gather(Tensor x, str[] axes, int dim, int total) -> Tensor",
+    lambda x, axes, dim, total: _resized(x, dim, total),
+)
+_define(
+    "manual_fetch(Tensor x, str[] axes, int dim, int[] have, int[] need, str name) -> Tensor",
+    lambda x, axes, dim, have, need, name: _resized(x, dim, need[1] - need[0]),
+)
+_define(
+    "manual_give_back(Tensor x, str[] axes, int dim, int[] have, int[] want, str name) -> Tensor",
+    lambda x, axes, dim, have, want, name: _resized(x, dim, want[1] - want[0]),
+)
 # `like` is any value of the body: it gives the device, and makes the result one of the body's values.
 _define(
     "manual_axis_index(Tensor like, str[] axes) -> Tensor", lambda like, axes: like.new_empty((), dtype=torch.int64)

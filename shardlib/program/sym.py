@@ -19,7 +19,6 @@ _ARITHMETIC: Mapping[str, Callable[[int, int], int]] = {
     "*": operator.mul,
     "//": operator.floordiv,
     "==": lambda a, b: int(a == b),
-    "min": min,
 }
 _OF_AXES: Mapping[str, Callable[[Coords, tuple[Axis, ...], int], int]] = {
     "size": lambda c, axes, n: _length(span(n, axes, c)),
@@ -34,7 +33,7 @@ class Sym:
 
     * `size` and `offset` of n elements that are cut over axes (args: axes, n);
     * `position` along axes (axes, 0), and `at`, one number for each position (axes, numbers);
-    * `+ - * // == min` of two numbers or Syms.
+    * `+ - * // ==` of two numbers or Syms.
 
     It prints as `parse` reads it.
 
@@ -86,10 +85,6 @@ class Sym:
     def eq(self, other: int) -> Sym:
         """1 where equal, else 0."""
         return Sym("==", (self, other))
-
-    def at_most(self, other: int) -> Sym:
-        """The smaller of the two."""
-        return Sym("min", (self, other))
 
     def __repr__(self) -> str:
         a, b = self.args
@@ -176,7 +171,7 @@ def everywhere(axes: Sequence[Axis], group: Sequence[Axis] = ()) -> Iterator[dic
         yield coords
 
 
-_TOKEN = re.compile(r"\s*(-?\d+|//|==|min\b|[-+*()@\[\]]|\w+(?::\(\d+\)\d+)?(?:·\w+(?::\(\d+\)\d+)?)*)")
+_TOKEN = re.compile(r"\s*(-?\d+|//|==|[-+*()@\[\]]|\w+(?::\(\d+\)\d+)?(?:·\w+(?::\(\d+\)\d+)?)*)")
 
 
 def parse(text: str, mesh: Mapping[str, int]) -> Sym | int:

@@ -10,14 +10,16 @@ serves both.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from shardlib.rules.halo import Piece, Range, extent, length, sent
+from shardlib.rules.halo import Range, extent, fetch, length, reframe, sent
 from shardlib.rules.rule import Call, Halo, Labels, Local, Rule, RuleFn
+from shardlib.rules.shards import cut, may_be_empty, once, positional
 from shardlib.rules.space import Dim, Space, arg, path, result_shape
 from shardlib.rules.window import Window, each
 
@@ -37,10 +39,13 @@ class Settings:
     groups: Any
 
     @staticmethod
-    def of(call: Call | Local, first: int, dims: int) -> Settings:
+    def of(call: Call, first: int, dims: int) -> Settings:
         names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
-        s, p, d, t, o, g = (arg(call, first + i, name) for i, name in enumerate(names))
-        return Settings(each(s, dims), each(p, dims), each(d, dims), t, each(o, dims), g)
+        return Settings.over(dims, *(arg(call, first + i, name) for i, name in enumerate(names)))
+
+    @staticmethod
+    def over(dims: int, s: Any, p: Any, d: Any, transposed: bool, o: Any, groups: Any) -> Settings:
+        return Settings(each(s, dims), each(p, dims), each(d, dims), transposed, each(o, dims), groups)
 
     def window(self, k: int, weight: Shape) -> Window:
         return Window(weight[2 + k], self.stride[k], self.padding[k], self.dilation[k])
@@ -50,9 +55,10 @@ class Settings:
         window = self.window(k, weight)
         return window.reads if forward != self.transposed else lambda r: window.readers(r, size)
 
-    @property
-    def args(self) -> tuple[Any, ...]:
-        return self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups
+    def inside(self, cut: Sequence[int]) -> tuple[Any, ...]:
+        """The arguments for operands of which the spatial dims `cut` are framed; there is at least one group."""
+        padding, more = ([0 if k in cut else n for k, n in enumerate(x)] for x in (self.padding, self.output_padding))
+        return self.stride, padding, self.dilation, self.transposed, more, max(self.groups, 1)
 
 
 class Dims:
@@ -114,31 +120,36 @@ def _forward(call: Call) -> Rule:
 
 
 def _forward_local(local: Local) -> Any:
-    labels = local.rule.operands
-    x, weight = (_solid(local, i, ("input", "weight")[i]) for i in (0, 1))
-    bias = _once(local) if len(labels) > 2 else None
-    kernel = local.call.operands[1].shape
-    how = Settings.of(local, 3, len(kernel) - 2)
-    covered: dict[int, Any] = {}
-    results, shape = local.rule.results[0], result_shape(local.call)
-    for k in _cut(local, labels[0], results):
-        at, window = 2 + k, how.window(k, kernel)
-        mine = extent(local, results[at], shape[at])
-        need = frame = local.calc(how.need(k, kernel, local.call.operands[0].shape[at], forward=True), mine)
-        covered[at] = local.calc(_one_at_least, mine)
-        if how.transposed:
-            frame = local.calc(_around, window, need, mine)
-            covered[at] = local.calc(window.reads, frame)
-        x.fetch(at, labels[0][at], need, frame)
-        how.padding[k] = how.output_padding[k] = 0
-    args = (*how.args[:-1], local.calc(lambda g: max(g, 1), how.groups))
-    y = local.op(aten.convolution.default, x.value, weight.value, bias and bias.value, *args)
-    out = Piece.of(local, y, results, "y")
-    channels, out.shape[1] = out.shape[1], _full(local, results[1])
-    for at, have in covered.items():
-        out.reframe(at, have, extent(local, results[at], shape[at]))
-    out.keep(1, 0, channels)
-    return out.value
+    labels, results, out = local.rule.operands, local.rule.results[0], result_shape(local.call)
+    whole, kernel = (m.shape for m in local.call.operands[:2])
+    spatial, thin = _cut(local, labels[0], results), _thin(local)
+    contracted = cut(local, {f for d in labels[1] for f in d if local.rule.reduce.get(f) == "sum"})
+
+    def form(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+        how = Settings.over(len(kernel) - 2, *rest)
+        channels = how.groups * weight.shape[1] if how.transposed else weight.shape[0]
+        if bias is not None:
+            bias = once(bias, contracted)  # a sum over input channels that are cut has it once
+        if thin:
+            weight = _solid(weight, how)
+            inputs, outputs = _channels(weight, how)
+            x, bias = _grown(x, 1, inputs), None if bias is None else _grown(bias, 0, outputs)
+        covered: dict[int, Range] = {}
+        for k in spatial:
+            at, window = 2 + k, how.window(k, kernel)
+            mine = extent(results[at], out[at])
+            need = frame = how.need(k, kernel, whole[at], forward=True)(mine)
+            covered[at] = _one_at_least(mine)
+            if how.transposed:
+                frame = _around(window, need, mine)
+                covered[at] = window.reads(frame)
+            x = fetch(x, at, labels[0][at], need, frame, name="input")
+        y: Tensor = aten.convolution.default(x, weight, bias, *how.inside(spatial))
+        for at, have in covered.items():
+            y = reframe(y, at, have, extent(results[at], out[at]))
+        return y.narrow(1, 0, channels)
+
+    return local.run(form, *positional(local))
 
 
 def _around(window: Window, need: Range, mine: Range) -> Range:
@@ -173,49 +184,55 @@ def _backward(call: Call) -> Rule:
 
 
 def _backward_local(local: Local) -> Any:
-    labels, shapes = local.rule.operands, [m.shape for m in local.call.operands]
-    grad, x, weight = (_solid(local, i, name) for i, name in enumerate(("gradient", "input", "weight")))
-    how = Settings.of(local, 4, len(shapes[1]) - 2)
-    dbias = _dbias(local) if local.call.results[2] is not None else None
-    covered: dict[int, Any] = {}
-    for k in _cut(local, *labels[:2]):
-        at, mine = 2 + k, extent(local, labels[1][2 + k], shapes[1][2 + k])
-        need = frame = local.calc(how.need(k, shapes[2], shapes[0][at], forward=False), mine)
-        covered[at] = local.calc(_one_at_least, mine)
-        if not how.transposed:
-            frame = local.calc(_one_at_least, need)
-            covered[at] = local.calc(how.window(k, shapes[2]).reads, frame)
-        grad.fetch(at, labels[0][at], need, frame)
-        x.reframe(at, mine, covered[at])
-        how.padding[k] = how.output_padding[k] = 0
-    args = (*how.args[:-1], local.calc(lambda g: max(g, 1), how.groups))
-    mask = [m is not None for m in local.call.results[:2]]
-    dx, dweight, _ = local.op(
-        aten.convolution_backward.default, grad.value, x.value, weight.value, None, *args, [*mask, False]
-    )
-    outs: list[Any] = [None, None, dbias]
-    for i, (value, piece) in enumerate(zip((dx, dweight), (x, weight), strict=True)):
-        if mask[i]:
-            out = Piece(local, value, list(piece.shape), "")
-            for at, have in covered.items() if i == 0 else ():
-                out.reframe(at, have, extent(local, labels[1][at], shapes[1][at]))
-            for at, n in enumerate(Piece.of(local, None, labels[1 + i], "").shape[:2]):
-                out.keep(at, 0, n)
-            outs[i] = out.value
-    return tuple(outs)
+    labels, (above, whole, kernel) = local.rule.operands, (m.shape for m in local.call.operands)
+    spatial, firsts, thin = _cut(local, *labels[:2]), _firsts(local), _thin(local)
+
+    def form(
+        grad: Tensor, x: Tensor, weight: Tensor, _: Any, *rest: Any, firsts: dict[int, int]
+    ) -> tuple[Tensor | None, ...]:
+        how = Settings.over(len(kernel) - 2, *rest[:-1])
+        sizes, channels, mask = weight.shape[:2], x.shape[1], rest[-1]
+        dbias = grad
+        for at, yes in firsts.items():
+            dbias = dbias.narrow(at, 0, yes * grad.shape[at])
+        if thin:
+            weight = _solid(weight, how)
+            inputs, outputs = _channels(weight, how)
+            grad, x = _grown(grad, 1, outputs), _grown(x, 1, inputs)
+        covered: dict[int, Range] = {}
+        for k in spatial:
+            at, mine = 2 + k, extent(labels[1][2 + k], whole[2 + k])
+            need = frame = how.need(k, kernel, above[at], forward=False)(mine)
+            covered[at] = _one_at_least(mine)
+            if not how.transposed:
+                frame = _one_at_least(need)
+                covered[at] = how.window(k, kernel).reads(frame)
+            grad = fetch(grad, at, labels[0][at], need, frame, name="gradient")
+            x = reframe(x, at, mine, covered[at])
+        dx, dweight, _ = aten.convolution_backward.default(
+            grad, x, weight, None, *how.inside(spatial), [*mask[:2], False]
+        )
+        if dx is not None:
+            for at, have in covered.items():
+                dx = reframe(dx, at, have, extent(labels[1][at], whole[at]))
+            dx = dx.narrow(1, 0, channels)
+        if dweight is not None:
+            dweight = dweight.narrow(0, 0, sizes[0]).narrow(1, 0, sizes[1])
+        return dx, dweight, dbias.sum([0, *range(2, grad.dim())]) if mask[2] else None
+
+    return local.run(form, *positional(local), firsts=firsts)
 
 
-def _dbias(local: Local) -> Any:
-    """The sum of this device's gradients; of those that several devices hold, because x is cut more often, one's."""
-    labels = local.rule.operands
-    grad = Piece.of(local, local.args[0], labels[0], "gradient")
+def _firsts(local: Local) -> dict[int, Any]:
+    """The spatial dims of the gradient that several devices hold alike, because x is cut more often: 1 on the first."""
+    labels, found = local.rule.operands, {}
     for at, (o, i) in enumerate(zip(labels[0], labels[1], strict=True)):
         if at > 1 and o != i and i and local.axes(i[0]):
-            mine = extent(local, o, local.call.operands[0].shape[at])
-            held = tuple(tuple(sorted(r)) for r in local.values(mine, i[0]))
-            first = local.calc(lambda p, held=held: int(held.index(held[p]) == p), local.position(i[0]))
-            grad.keep(at, 0, local.calc(lambda n, first: n * first, grad.shape[at], first))
-    return local.op(aten.sum.dim_IntList, grad.value, [0, *range(2, len(labels[0]))])
+            start, n = (local.offset(o[0]), local.size(o[0])) if o else (0, 1)
+            held = local.values(local.calc(lambda a, n: (a, n), start, n), i[0])
+            first = [int(held.index(x) == k) for k, x in enumerate(held)]
+            found[at] = local.calc(first.__getitem__, local.position(i[0]))
+    return found
 
 
 # What both share ------------------------------------------------------------------------------------------------------
@@ -241,34 +258,24 @@ def _cut(local: Local, one: Labels, other: Labels) -> list[int]:
     return [k for k, pair in enumerate(pairs) if any(local.axes(f) for d in pair for f in d)]
 
 
-def _full(local: Local, dim: Dim) -> Any:
-    """The local size of a dim of channels, where none may be missing."""
-    return local.calc(lambda *n: math.prod(max(x, 1) for x in n), *map(local.size, dim))
+def _thin(local: Local) -> bool:
+    """Whether a device may have no channels."""
+    return any(may_be_empty(local, f) for f in local.rule.loose)
 
 
-def _solid(local: Local, i: int, name: str) -> Piece:
-    """Operand i, with a channel of zeros where a device has none: torch wants one."""
-    position = [k for k, a in enumerate(local.call.args[:3]) if a is not None][i]
-    labels = local.rule.operands[i]
-    piece = Piece.of(local, local.args[position], labels, name)
-    for at, dim in enumerate(labels[:2] if len(labels) > 1 else labels):
-        if not set(dim) & set(local.rule.loose):
-            continue
-        have, want = (local.calc(lambda n: (0, n), n) for n in (piece.shape[at], _full(local, dim)))
-        piece.reframe(at, have, want)
-    return piece
+def _solid(weight: Tensor, how: Settings) -> Tensor:
+    """The weight, with channels of zeros where there are none: torch wants one, in every group."""
+    return _grown(_grown(weight, 0, weight.shape[0] or max(how.groups, 1)), 1, max(weight.shape[1], 1))
 
 
-def _once(local: Local) -> Piece:
-    """The bias, where the sum over input channels is cut on the first device only."""
-    bias = _solid(local, 2, "bias")
-    contracted = {f for d in local.rule.operands[1] for f in d if local.rule.reduce.get(f) == "sum"}
-    for f in contracted:  # one factor at most
-        whole = bias.shape[0]
-        here = local.calc(lambda n, at: n if at == 0 else 0, whole, local.position(f))
-        bias.keep(0, 0, here)
-        bias.reframe(0, *(local.calc(lambda n: (0, n), n) for n in (here, whole)))
-    return bias
+def _channels(weight: Tensor, how: Settings) -> tuple[int, int]:
+    """How many channels go into it, and come out."""
+    one, other = weight.shape[0], weight.shape[1] * max(how.groups, 1)
+    return (one, other) if how.transposed else (other, one)
+
+
+def _grown(x: Tensor, dim: int, n: int) -> Tensor:
+    return reframe(x, dim, (0, x.shape[dim]), (0, n))
 
 
 def _plain(x: Any, weight: Any, bias: Any, *args: Any) -> Any:

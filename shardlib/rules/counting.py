@@ -8,12 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from shardlib.manual.collectives import psum
 from shardlib.rules.lineup import whole
 from shardlib.rules.patterns import pattern
 from shardlib.rules.pointwise import pointwise
 from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
-from shardlib.rules.shards import cut
 from shardlib.rules.space import Space, arg, meta, result_shape
 
 aten = torch.ops.aten
@@ -78,12 +79,11 @@ def _histogram(call: Call) -> Rule:
     outs = [space.dims(result_shape(call, i), "o", whole=[0]) for i in range(2)]
     row = [f for d in x for f in d]
 
-    def local(local: Local) -> Any:
-        counts, edges = local.op(call.target, *local.args, **local.kwargs)
-        for factor in cut(local, row):
-            counts = local.all_reduce(counts, factor, "sum", local.rule.results[0])
-        return counts, edges
+    def form(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        counts, edges = call.target(*args, **kwargs)
+        return psum(counts, row), edges
 
+    local = lambda local: local.run(form, *local.args, **local.kwargs)
     return space.rule(operands, outs, reduce=dict.fromkeys(row, "none"), local=local, local_factors=row)
 
 

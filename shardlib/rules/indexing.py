@@ -15,7 +15,7 @@ from torch import Tensor
 from shardlib.rules.lineup import Advanced, alongside, masks, whole
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.shards import Rows, checked, cut, located
+from shardlib.rules.shards import Rows, checked, cut, located, nothing
 from shardlib.rules.space import Space, arg, axis, numel, result_shape
 
 aten = torch.ops.aten
@@ -43,7 +43,7 @@ def _read(
                 outside = miss if outside is None else outside | miss
             mine.append(index)
         value = read(rows.held(table, 0), *mine)
-        return value if outside is None else value.masked_fill(outside[(..., *[None] * behind)], 0)
+        return value if outside is None else value.masked_fill(outside[(..., *[None] * behind)], nothing(value.dtype))
 
     return local.run(form, local.args[0], *indices)
 

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from shardlib.rules.halo import Piece, Range, extent, sent
+from shardlib.manual.collectives import piece
+from shardlib.rules.halo import Range, extent, fetch, padded, sent
 from shardlib.rules.rule import Call, Halo, Local, Rule
-from shardlib.rules.shifting import Shift, exposed, joined, shift_rule
-from shardlib.rules.space import Dim, Ints, Space, arg, axis, path, result_shape
+from shardlib.rules.shards import gathered, held, positional
+from shardlib.rules.shifting import Shift, exposed, joined, shift_rule, taken
+from shardlib.rules.space import Dim, Ints, Space, arg, axis, path, result_dtype, result_shape
 
 aten = torch.ops.aten
 
@@ -44,15 +47,17 @@ def cat(call: Call) -> Rule:
         low, high = begins[k], begins[k + 1]
         return lambda r: (min(max(r[0], low), high) - low, min(max(r[1], low), high) - low)
 
+    dtype = result_dtype(call)  # an empty operand that is left out has a say in it
+
+    def form(tensors: Sequence[Tensor], inside: int) -> Tensor:
+        mine, parts = extent(outer[0], begins[-1]), []
+        for k, (i, d) in enumerate(zip(places, outer[1:], strict=True)):
+            x = exposed(tensors[i], at, d, begins[k + 1] - begins[k], inside)
+            parts.append(fetch(x, at, d, part(k)(mine), name="input").to(dtype))
+        return joined(torch.cat(parts, at), at)
+
     def local(local: Local) -> Any:
-        mine = extent(local, outer[0], begins[-1])
-        parts = zip(places, outer[1:], strict=True)
-        pieces = [exposed(local, local.args[0][i], local.rule.operands[i], at, d) for i, d in parts]
-        for k, piece in enumerate(pieces):
-            need = local.calc(part(k), mine)
-            piece.fetch(at, outer[1 + k], need, need)
-        whole = Piece.of(local, None, local.rule.results[0], "").shape
-        return local.op(aten.reshape.default, local.op(aten.cat.default, [p.value for p in pieces], at), whole)
+        return local.run(form, local.args[0], held(local, inner))
 
     follows = {d[0]: outer[0][0] for d in outer[1:] if d and outer[0] and d[0] not in space.whole}
     halos = [
@@ -109,17 +114,16 @@ def pad(call: Call) -> Rule:
 
 def _padded(local: Local, shifts: Mapping[int, Shift]) -> Any:
     """Dims that are cut fetch and fill; the op itself pads the others."""
-    labels, value, rest = list(local.rule.operands[0]), local.args[0], list(arg(local, 1, "pad"))
-    fill = arg(local, 2, "value", 0)
-    for at, shift in shifts.items():
-        if shift.cut(local):
-            piece = exposed(local, value, tuple(labels), at, shift.outer[0])
-            need = local.calc(shift.needs, extent(local, shift.outer[1], shift.counts[1]))
-            piece.fetch(at, shift.outer[0], need, need, fill)
-            value, labels[at] = joined(piece, at), shift.short
-            k = 2 * (len(labels) - 1 - at)
+    cut = {at: shift for at, shift in shifts.items() if shift.cut(local)}
+
+    def form(x: Tensor, pad: Sequence[int], fill: float, insides: Sequence[int]) -> Tensor:
+        rest = list(pad)
+        for (at, shift), inside in zip(cut.items(), insides, strict=True):
+            x, k = taken(x, at, shift, inside, fill), 2 * (x.dim() - 1 - at)
             rest[k : k + 2] = [0, 0]
-    return local.op(aten.constant_pad_nd.default, value, rest, fill)
+        return padded(x, rest, fill)
+
+    return local.run(form, *positional(local), [shift.inside(local) for shift in cut.values()])
 
 
 def roll(call: Call) -> Rule:
@@ -136,19 +140,19 @@ def roll(call: Call) -> Rule:
     halos = [Halo(x[at][0], 0, True, sent(shape[at], shape[at], part)) for at, parts in moved.items() for part in parts]
 
     def local(local: Local) -> Any:
-        labels, value = local.rule.operands[0], local.args[0]
         cut = [at for at in moved if any(map(local.axes, x[at]))]
-        for at in cut:
-            mine = extent(local, x[at], shape[at])
-            pieces = [Piece.of(local, value, labels, "input") for _ in moved[at]]
-            for piece, part in zip(pieces, moved[at], strict=True):
-                need = local.calc(part, mine)
-                piece.fetch(at, x[at], need, need)
-            value = local.op(aten.cat.default, [p.value for p in pieces], at)
         rest = [at for at in by if at not in cut]
-        if dims and not by:
-            return local.op(aten.clone.default, value)
-        return local.op(aten.roll.default, value, [by[at] for at in rest], rest) if rest else value
+
+        def form(value: Tensor) -> Tensor:
+            for at in cut:
+                mine = extent(x[at], shape[at])
+                parts = [fetch(value, at, x[at], part(mine), name="input") for part in moved[at]]
+                value = torch.cat(parts, at)
+            if dims and not by:
+                return value.clone()
+            return torch.roll(value, [by[at] for at in rest], rest) if rest else value
+
+        return local.run(form, local.args[0])
 
     cut = {f for at in touched for f in x[at]}
     return space.rule([x], [x], linear=[{0}], local=local, local_factors=cut, halos=halos)
@@ -175,12 +179,16 @@ def send_rows(call: Call) -> Rule:
     x, pairs = space.dims(call.operands[0].shape, "n"), list(zip(*call.args[1:], strict=True))
 
     def local(local: Local) -> Any:
-        piece, (factor,) = Piece.of(local, local.args[0], local.rule.operands[0], "input"), x[0]
+        value, (factor,) = local.args[0], x[0]
         if local.values(local.size(factor), factor) == [{1}] * n:
-            return local.send(piece.value, factor, pairs, piece.shape, name=piece.name)
-        whole = local.all_gather(piece.value, factor, 0, local.rule.operands[0], local.size(factor))
-        sent = local.op(call.target, whole, *local.args[1:])
-        return local.op(aten.narrow.default, sent, 0, local.offset(factor), local.size(factor))
+            return local.send(value, factor, pairs, [held(local, d) for d in x], name="input")
+
+        def form(value: Tensor, *args: Any) -> Tensor:
+            offset, size, whole = piece(factor)
+            sent: Tensor = call.target(gathered(value, factor, 0, whole), *args)
+            return sent.narrow(0, offset, size)
+
+        return local.run(form, *local.args)
 
     halos = [Halo(factor, 0, True, lambda ways: (1, n // ways)) for factor in x[0]]
     cut = {*x[0]} if pairs else ()  # with nothing to send there are zeros everywhere

@@ -24,6 +24,7 @@ An operand that a call leaves out has a term all the same. Where a result keeps 
 | `k:none` | results that lack `k` are complete although it is cut |
 | `k:whole` | `k` must not be cut; `k:whole(flag)`: where the op's argument `flag` says so |
 | `k:size(n)` | the op's argument `n` is the size of `k`; `n.0` is the first of a list of sizes |
+| `h:halo(n)` | a result reads `n` elements of `h` to both sides of its own; `h:halo(3,n)`: 3 in front, `n` behind |
 | `k:local` | when `k` is cut, the op's local form runs instead of the op |
 | `t:round(s)` | `t` may be cut only together with `s` and as `s` is; the local form passes its pieces round |
 | `h:lend(s)` | `h` may take over, for this op, a mesh axis that only `s` wants |
@@ -37,6 +38,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -46,7 +48,9 @@ from shardlib.rules.space import Dim
 _WORD = re.compile(r"\.\.\.|\([^()]*\)|\[[A-Za-z_]\w*\]|[A-Za-z_]\w*|1")
 _OWN = re.compile(r"(?<!\w)_(?!\w)")
 _NAME = r"[A-Za-z_]\w*"
-_KIND = rf"sum|max|min|none|local|whole\({_NAME}\)|whole|size\({_NAME}(?:\.\d+)?\)|round\({_NAME}\)|lend\({_NAME}\)"
+_HALO = rf"halo\((?:{_NAME}|\d+)(?:, ?(?:{_NAME}|\d+))?\)"
+_OF = rf"whole\({_NAME}\)|whole|size\({_NAME}(?:\.\d+)?\)|round\({_NAME}\)|lend\({_NAME}\)"
+_KIND = rf"sum|max|min|none|local|{_HALO}|{_OF}"
 _NOTE = re.compile(rf"(\.\.\.|{_NAME}):({_KIND})|\{{(\d+(?:,\d+)*)\}}")
 ELLIPSIS = ("...",)
 
@@ -124,6 +128,7 @@ def parse(text: str) -> Pattern:
     ]
     if len(given := {t.named for t in (*operands, *results) if t.named}) > 1:
         wrong.append(f"dims are named by {' and by '.join(sorted(f'`[{n}]`' for n in given))}: one argument names them")
+    wrong += _halo_faults(notes, operands, results)
     wrong += [
         f"{{{i}}} names an operand, but there are {len(operands)}" for s in linear for i in s if i >= len(operands)
     ]
@@ -132,6 +137,22 @@ def parse(text: str) -> Pattern:
             f"rule({text!r}) cannot be read", wrong, remedy='write "... m k, k n -> ... m n | k:sum {0} {1}"'
         )
     return Pattern(operands, results, tuple(notes), tuple(linear))
+
+
+def _halo_faults(notes: Sequence[tuple[str, str]], operands: Sequence[Term], results: Sequence[Term]) -> Iterator[str]:
+    """A device drops what it computed for others, so a dim that is read around is there in every result."""
+    for f, kind in notes:
+        if reach(kind) is None:
+            continue
+        dims = [d for t in (*operands, *results) for d in t.dims]
+        if f == "..." or any(f in d and d != (f,) for d in dims):
+            yield f"`{f}:{kind}` is of a dim that is more than {f!r}"
+        elif any((f,) not in t.dims and t.named != f for t in results):
+            yield f"`{f}:{kind}` is of a dim that a result lacks: make that by an op of its own"
+        if more := [k for g, k in notes if g == f and k != kind]:
+            yield f"`{f}:{kind}` says all of {f!r}, and there is `{f}:{more[0]}`"
+        if any(k == "local" for _, k in notes):
+            yield f"`{f}:{kind}` has a local form of its own, and some dim is marked `:local`"
 
 
 def is_own(factor: str) -> bool:
@@ -146,7 +167,15 @@ def argument(kind: str) -> str | None:
 
 def other(kind: str) -> str | None:
     """The factor that a note names besides its own: `s` of `round(s)`."""
-    return kind[:-1].partition("(")[2] or None
+    return None if kind.startswith("halo(") else kind[:-1].partition("(")[2] or None
+
+
+def reach(kind: str) -> tuple[str, str] | None:
+    """How far a halo reaches in front and behind, numbers or arguments: `3`, `n` of `halo(3,n)`."""
+    if not kind.startswith("halo("):
+        return None
+    before, _, after = kind.removeprefix("halo(").removesuffix(")").partition(",")
+    return before, after or before
 
 
 def _term(text: str, wrong: list[str]) -> Term:
@@ -170,6 +199,6 @@ def _notes(text: str, wrong: list[str]) -> tuple[list[tuple[str, str]], list[fro
     if rest := _NOTE.sub("", text).strip():
         wrong.append(f"{rest!r} behind the bar is neither `factor:kind` nor a set of operands like `{{0,1}}`")
     found = _NOTE.findall(text)
-    notes = [(f, kind) for f, kind, _ in found if f]
+    notes = [(f, kind.replace(" ", "")) for f, kind, _ in found if f]
     linear = [frozenset(map(int, s.split(","))) for _, _, s in found if s]
     return notes, linear

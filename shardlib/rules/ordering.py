@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from shardlib.internals import schema_of
-from shardlib.manual.collectives import pmax, pmin
+from shardlib.manual.collectives import piece, pmax, pmin
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.shards import Rows, cut, worst
+from shardlib.rules.shards import Rows, cut, gathered, worst
 from shardlib.rules.space import Dim, Space, arg, axes, axis, numel, result_shape
 
 aten = torch.ops.aten
@@ -60,28 +60,28 @@ def _topk(call: Call) -> Rule | None:
     x = space.dims(shape)
     out: list[Dim] = [*x[:at], space.dim(k, "o", whole=True), *x[at + 1 :]]
 
-    def local(local: Local) -> Any:
-        return _candidates(local, at, k)
-
     row = x[at]
     return space.rule(
-        [x], [out, out], reduce=dict.fromkeys(row, "none"), local=local, local_factors=row, flops=numel(shape)
+        [x], [out, out], reduce=dict.fromkeys(row, "none"), local=_candidates, local_factors=row, flops=numel(shape)
     )
 
 
-def _candidates(local: Local, at: int, k: int) -> Any:
+def _candidates(local: Local) -> Any:
     """The `k` best of every piece, gathered, and the `k` best among them; short pieces are gathered as they are."""
-    (row,) = local.rule.operands[0][at]
-    labels, size = local.rule.operands[0], local.size(row)
-    how = (at, arg(local, 3, "largest", True), True)
-    if k * local.ways(row) >= local.rule.sizes[row]:
-        return local.op(aten.topk.default, local.all_gather(local.args[0], row, at, labels, size), k, *how)
-    mine = size.at_most(k) if not isinstance(size, int) else min(size, k)
-    best, where = local.op(aten.topk.default, local.args[0], mine, *how)
-    where = local.op(aten.add.Tensor, where, local.offset(row))
-    best, where = (local.all_gather(value, row, at, labels, mine) for value in (best, where))
-    best, among = local.op(aten.topk.default, best, k, *how)
-    return best, local.op(aten.gather.default, where, at, among)
+    (row,) = local.rule.reduce
+    sizes = [max(n) for n in local.values(local.size(row), row)]
+
+    def form(x: Tensor, k: int, at: int = -1, *how: Any) -> tuple[Tensor, Tensor]:
+        if k * len(sizes) >= sum(sizes):
+            return gathered(x, row, at % x.dim(), sum(sizes)).topk(k, at, *how)
+        offset, size, _ = piece(row)
+        best, where = x.topk(min(size, k), at, *how)
+        total = sum(min(n, k) for n in sizes)
+        best, where = (gathered(v, row, at % x.dim(), total) for v in (best, where + offset))
+        best, among = best.topk(k, at, *how)
+        return best, where.gather(at, among)
+
+    return local.run(form, *local.args, **local.kwargs)
 
 
 def _extreme(call: Call) -> Rule:

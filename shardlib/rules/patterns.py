@@ -9,9 +9,10 @@ from typing import Any
 
 from shardlib.errors import ShardingError
 from shardlib.internals import schema_of
-from shardlib.rules.notation import ELLIPSIS, Pattern, Term, argument, is_own, other, parse
+from shardlib.rules.notation import ELLIPSIS, Pattern, Term, argument, is_own, other, parse, reach
 from shardlib.rules.rule import Call, Local, Meta, Rule
 from shardlib.rules.space import Dim, Ints, Space, argument_named, axes, path
+from shardlib.rules.stencil import Reach, halos, stencil
 
 
 def pattern(
@@ -106,6 +107,7 @@ def _apply(
     reduce: dict[str, str] = {}
     cut_locally = []
     tied: dict[str, dict[str, str]] = {"round": {}, "lend": {}}
+    around: dict[str, Reach] = {}
     ints: Ints = {}
     group["..."] = [f for f in space.sizes if f.startswith("*")]
     for name, kind in pattern.notes:
@@ -122,6 +124,8 @@ def _apply(
                     tied[kind.partition("(")[0]][f] = second
                     if kind.startswith("round"):
                         reduce.setdefault(f, "none")
+            elif ends := reach(kind):
+                around[f] = _reach(call, ends)
             elif kind == "local":
                 cut_locally.append(f)
             else:
@@ -137,14 +141,26 @@ def _apply(
         reduce=reduce,
         linear=joint(pattern.linear, here),
         ints=ints,
-        local=local,
-        local_factors=cut_locally,
+        local=stencil(around) if around else local,
+        local_factors=[*around] or cut_locally,
+        halos=halos(around, sizes, labelled),
         rounds=tied["round"],
         lends=tied["lend"],
         ones=[f for f, n in sizes.items() if n == 1 and not is_own(f)],
         flops=flops(call, points) if flops else points * _per_point(labelled, reduce),
         transparent=transparent,
     )
+
+
+def _reach(call: Call, ends: tuple[str, str]) -> Reach:
+    """How far a halo reaches: numbers, or arguments that are."""
+    said = [int(n) if n.isdecimal() else argument_named(call, n) for n in ends]
+    wrong = [f"{name} is {n!r}" for name, n in zip(ends, said, strict=True) if type(n) is not int or n < 0]
+    if wrong:
+        what = f"`halo({', '.join(ends)})` in the rule of {call.target}"
+        remedy = "write a number, t:halo(3, 0), or an argument that is a whole one and not negative"
+        raise ShardingError(what, list(dict.fromkeys(wrong)), rule="it counts elements", remedy=remedy)
+    return said[0], said[1]
 
 
 def _sized(call: Call, name: str, dim: Dim) -> Ints:

@@ -11,20 +11,19 @@ Adaptive pools are pools with windows side by side where the sizes divide, and s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardlib.internals import schema_of
-from shardlib.rules.halo import Piece, Range, extent, length, sent
-from shardlib.rules.rule import Call, Halo, Labels, Local, Meta, Rule, RuleFn
-from shardlib.rules.shards import may_be_empty
-from shardlib.rules.space import Dim, Space, arg, result_shape
+from shardlib.rules.halo import Range, extent, fetch, give_back, length, reframe, sent
+from shardlib.rules.rule import Call, Halo, Labels, Local, Rule, RuleFn
+from shardlib.rules.shards import may_be_empty, positional
+from shardlib.rules.space import Dim, Space, argument_named, result_shape
 from shardlib.rules.window import Window, each
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -134,116 +133,108 @@ def _beside(call: Call, lead: list[Dim], big: list[Dim], space: Space) -> list[l
 
 # Local forms ----------------------------------------------------------------------------------------------------------
 
-Frames = dict[int, tuple[Pool, Any]]  # for every dim that is cut: how it is pooled, and which results are ours
-
 
 def _forward(local: Local) -> Any:
-    labels, results = local.rule.operands, local.rule.results[0]
-    x, out = local.call.operands[0].shape, result_shape(local.call)
-    frames = _frames(local, labels[0], results, x, out)
-    piece, *others = _pieces(local, "input")
-    shape = Piece.of(local, None, results, "").shape
-    for at, (pool, mine) in frames.items():
-        piece.fetch(at, labels[0][at], local.calc(pool.need, mine), local.calc(pool.frame, mine))
-        shape[at] = local.calc(length, local.calc(pool.made, mine))
-    size = [shape[at] if at in frames else out[at] for at in range(len(out) - _dims(local.call), len(out))]
-    adaptive = "adaptive" in str(local.call.target)
-    values = _run(local, [piece, *others], shape, {"output_size": size} if adaptive else {})
-    outs = [Piece(local, v, list(shape), "") for v in values]
-    for at, (pool, mine) in frames.items():
-        for y in outs:
-            y.keep(at, local.calc(pool.skipped, mine), local.calc(length, mine))
-    if len(outs) == 2 and frames:
-        outs[1].value = _placed(local, outs[1].value, piece.shape, x, frames, 1)
-    return tuple(y.value for y in outs) if len(outs) > 1 else outs[0].value
+    big, small = local.rule.operands[0], local.rule.results[0]
+    whole, out, dims = local.call.operands[0].shape, result_shape(local.call), _dims(local.call)
+    pools, op = _cut(local, big, small, whole, out), _op(local)
+
+    def form(*args: Any) -> Any:
+        x, *others = (a for a in args if isinstance(a, Tensor))
+        mine = {at: extent(small[at], out[at]) for at in pools}
+        for at, pool in pools.items():
+            x = fetch(x, at, big[at], pool.need(mine[at]), pool.frame(mine[at]), name="input")
+        made = [length(pools[at].made(mine[at])) if at in pools else n for at, n in enumerate(out)]
+        outs = op(args, [x, *others], [*x.shape[:-dims], *made[-dims:]])
+        for at, pool in pools.items():
+            outs = [y.narrow(at, pool.skipped(mine[at]), length(mine[at])) for y in outs]
+        if len(outs) == 2 and pools:
+            begin = {at: pool.frame(mine[at])[0] for at, pool in pools.items()}
+            outs[1] = _placed(outs[1], x.shape, whole, begin, dims)
+        return tuple(outs) if len(outs) > 1 else outs[0]
+
+    return local.run(form, *positional(local))
 
 
 def _backward(local: Local) -> Any:
-    labels, results = local.rule.operands, local.rule.results[0]
-    x, out = local.call.operands[1].shape, local.call.operands[0].shape
-    frames = _frames(local, results, labels[0], x, out)
-    grad, inside, *indices = _pieces(local, "gradient")
-    for at, (pool, mine) in frames.items():
-        inside.shape[at] = local.calc(length, local.calc(pool.frame, mine))
-    if frames:  # the op reads the shape of its input alone
-        inside.value = local.op(aten.new_empty.default, inside.value, list(inside.shape))
-    for y in indices if frames else ():
-        y.value = _placed(local, y.value, inside.shape, x, frames, -1)
-    for at, (pool, mine) in frames.items():
-        for y in (grad, *indices):
-            y.reframe(at, mine, local.calc(pool.made, mine))
-    (value,) = _run(local, [grad, inside, *indices], inside.shape, {})
-    dx = Piece(local, value, list(inside.shape), "gradient")
-    for at, (pool, mine) in frames.items():
-        need = local.calc(pool.need, mine)
-        dx.reframe(at, local.calc(pool.frame, mine), need)
-        dx.give_back(at, results[at], need, x[at])
-    return dx.value
+    big, small = local.rule.results[0], local.rule.operands[0]
+    whole, out, dims = local.call.operands[1].shape, local.call.operands[0].shape, _dims(local.call)
+    pools, op = _cut(local, big, small, whole, out), _op(local)
+
+    def form(*args: Any) -> Any:
+        grad, x, *indices = (a for a in args if isinstance(a, Tensor))
+        mine = {at: extent(small[at], out[at]) for at in pools}
+        frames = {at: pool.frame(mine[at]) for at, pool in pools.items()}
+        if pools:  # the op reads the shape of its input alone
+            x = x.new_empty([length(frames[at]) if at in pools else n for at, n in enumerate(x.shape)])
+            begin = {at: -frame[0] for at, frame in frames.items()}
+            indices = [_placed(index, whole, x.shape, begin, dims) for index in indices]
+        for at, pool in pools.items():
+            grad, *indices = (reframe(y, at, mine[at], pool.made(mine[at])) for y in (grad, *indices))
+        (dx,) = op(args, [grad, x, *indices], x.shape)
+        for at, pool in pools.items():
+            need = pool.need(mine[at])
+            dx = give_back(reframe(dx, at, frames[at], need), at, big[at], need, whole[at], name="gradient")
+        return dx
+
+    return local.run(form, *positional(local))
 
 
-def _frames(local: Local, big: Labels, small: Labels, x: Sequence[int], out: Sequence[int]) -> Frames:
+def _cut(local: Local, big: Labels, small: Labels, x: Sequence[int], out: Sequence[int]) -> dict[int, Pool]:
+    """How the spatial dims are pooled that are cut."""
     pools = _pools(local.call, x, out)
-    found = {}
-    for at, pool in enumerate(pools, len(x) - len(pools)):
-        if pool is not None and any(local.axes(f) for f in (*big[at], *small[at])):
-            found[at] = pool, extent(local, small[at], out[at])
-    return found
+    return {
+        at: pool
+        for at, pool in enumerate(pools, len(x) - len(pools))
+        if pool is not None and any(local.axes(f) for f in (*big[at], *small[at]))
+    }
 
 
-def _placed(local: Local, index: Any, frame: Sequence[Any], plane: Sequence[int], frames: Frames, sign: int) -> Any:
-    """Indices into the frame as indices into the whole plane (`sign` 1), or the other way round (-1)."""
-    dims = _dims(local.call)
-    have, want = (frame[-dims:], plane[-dims:])[::sign]
-    coordinates = []
-    for n in have[:0:-1]:
-        n = local.calc(lambda n: max(n, 1), n)
-        rest = local.op(aten.floor_divide.Scalar, index, n)
-        coordinates.append(local.op(aten.sub.Tensor, index, local.op(aten.mul.Scalar, rest, n)))
+def _placed(index: Tensor, have: Sequence[int], want: Sequence[int], begin: Mapping[int, int], dims: int) -> Tensor:
+    """Indices into the plane that a tensor of shape `have` has, as indices into that of `want`, in which it begins at
+    `begin`."""
+    coordinates = {}
+    for at in range(len(have) - 1, len(have) - dims, -1):
+        rest = index // max(have[at], 1)
+        coordinates[at] = index - rest * have[at]
         index = rest
-    total = None
-    for at, n, x in zip(range(len(plane) - dims, len(plane)), want, (index, *coordinates[::-1]), strict=True):
-        if at in frames:
-            pool, mine = frames[at]
-            x = local.op(aten.add.Scalar, x, local.calc(lambda r: sign * r[0], local.calc(pool.frame, mine)))
-        total = x if total is None else local.op(aten.add.Tensor, local.op(aten.mul.Scalar, total, n), x)
+    first = len(have) - dims
+    total = index + begin[first] if first in begin else index
+    for at, x in reversed(coordinates.items()):
+        total = total * want[at] + (x + begin[at] if at in begin else x)
     return total
 
 
-def _pieces(local: Local, name: str) -> list[Piece]:
-    tensors = [a for a, m in zip(local.args, local.call.args, strict=True) if isinstance(m, Meta)]
-    return [Piece.of(local, x, labels, name) for x, labels in zip(tensors, local.rule.operands, strict=True)]
+def _op(local: Local) -> Callable[..., list[Tensor]]:
+    """The op of the call, with other tensors and results of a certain shape.
 
-
-def _run(local: Local, pieces: Sequence[Piece], shape: Sequence[Any], changed: dict[str, Any]) -> list[Any]:
-    """The op on these tensors; torch does not pool without channels, so where a device may have none, they join the
-    batch."""
-    fractional, dims = "fractional" in str(local.call.target), _dims(local.call)
+    torch does not pool without channels, so where a device may have none, they join the batch.
+    """
+    call, dims = local.call, _dims(local.call)
     apart = any(may_be_empty(local, f) for f in local.rule.loose)
-    tails = [1 if fractional and len(local.call.results) == 2 and i == 1 else dims for i in range(len(pieces))]
-    values = [_alone(p, tail) if apart else p.value for p, tail in zip(pieces, tails, strict=True)]
-    if fractional:  # torch reads the indices wrongly if they are not contiguous, and a slice of the channels is not
-        values = [local.op(aten.clone.default, x, memory_format=torch.contiguous_format) for x in values]
-    queue = iter(values)
-    args = []
-    for a in schema_of(local.call.target).arguments:
-        given = _argument(local.call, a.name)
-        args.append(next(queue) if isinstance(given, Meta) else changed.get(a.name, given))
-    out = local.op(local.call.target, *args)
-    outs = list(out) if isinstance(out, tuple) else [out]
-    return [local.op(aten.reshape.default, y, list(shape)) for y in outs] if apart else outs
+    fractional, adaptive = (kind in str(call.target) for kind in ("fractional", "adaptive"))
 
+    def op(args: Sequence[Any], tensors: Sequence[Tensor], shape: Sequence[int]) -> list[Tensor]:
+        if apart:  # of a fractional pool, the second one has a number for each spatial dim
+            tails = [1 if fractional and len(call.results) == 2 and i == 1 else dims for i in range(len(tensors))]
+            pairs = zip(tensors, tails, strict=True)
+            tensors = [x.reshape(math.prod(x.shape[:-tail]), 1, *x.shape[-tail:]) for x, tail in pairs]
+        if fractional:  # torch reads the indices wrongly if they are not contiguous, and a slice of the channels is not
+            tensors = [x.clone(memory_format=torch.contiguous_format) for x in tensors]
+        queue = iter(tensors)
+        args = [next(queue) if isinstance(a, Tensor) else a for a in args]
+        if adaptive and len(tensors) == 1:
+            args[1] = list(shape[-dims:])
+        found = call.target(*args)
+        outs = list(found) if isinstance(found, tuple) else [found]
+        return [y.reshape(shape) for y in outs] if apart else outs
 
-def _alone(piece: Piece, tail: int) -> Any:
-    """Every channel as a sample of its own: `[n * c, 1, ...]`, the last `tail` dims as they are."""
-    lead = piece.local.calc(lambda *n: math.prod(n), *piece.shape[:-tail])
-    return piece.local.op(aten.reshape.default, piece.value, [lead, 1, *piece.shape[-tail:]])
+    return op
 
 
 def _argument(call: Call, name: str) -> Any:
-    """An argument of an op, by its name in the schema."""
-    arguments = schema_of(call.target).arguments
-    at = next((i for i, a in enumerate(arguments) if a.name == name), None)
-    return None if at is None else arg(call, at, name, arguments[at].default_value)
+    """An argument of an op, by its name in the schema; None where it has none."""
+    return argument_named(call, name) if name in {a.name for a in schema_of(call.target).arguments} else None
 
 
 def _dims(call: Call) -> int:

@@ -107,8 +107,8 @@ class Local(Protocol):
     """What a `local` form writes its instructions with. Values are opaque; ints may be symbolic (they differ by
     device).
 
-    Symbolic ints support `+ - * //` with ints and each other, `.eq(int)` (1 or 0) and `.at_most(int)` (the smaller of
-    the two), and may stand wherever an int argument of an op may.
+    Symbolic ints support `+ - * //` with ints and each other and `.eq(int)` (1 or 0), and may stand wherever an int
+    argument of an op may.
     """
 
     rule: Rule
@@ -182,19 +182,6 @@ class Local(Protocol):
 
     def op(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         """Emit one call; returns its value (a tuple of values for ops with several results)."""
-
-    def all_reduce(self, value: Any, factor: str, kind: str, labels: Labels | None = None) -> Any:
-        """Reduce a local value over the axes that cut `factor`.
-
-        Its dims are `labels`; None: it holds one number for each row of the first result, that is for everything but
-        the `local_factors`.
-        """
-
-    def all_gather(self, value: Any, factor: str, dim: int, labels: Labels, size: Any = 1) -> Any:
-        """The members' local values next to each other along `dim`, in the order of their pieces of `factor`.
-
-        The dims of `value` are `labels`, except for `dim`, of which a member has its `size` (an int, or symbolic).
-        """
 
 
 RuleFn = Callable[[Call], Rule | None]  # None: this call has no rule after all

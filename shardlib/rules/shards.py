@@ -18,11 +18,18 @@ from shardlib.rules.rule import Call, Local
 from shardlib.rules.space import argument_named, axes, result_shape
 
 aten = torch.ops.aten
+_NO_SUMS = {torch.bool, torch.uint16, torch.uint32, torch.uint64}
+_NO_SUMS |= {x for name, x in vars(torch).items() if name.startswith("float8_")}
 
 
 def cut(local: Local, factors: Iterable[str]) -> list[str]:
     """Those of `factors` that are cut here."""
     return [f for f in factors if local.axes(f)]
+
+
+def held(local: Local, dim: Iterable[str]) -> Any:
+    """How much this device has of a dim that is made of these factors."""
+    return local.calc(lambda *n: math.prod(n), *map(local.size, dim))
 
 
 def is_zero(n: Any) -> Any:
@@ -39,6 +46,12 @@ def located(index: Tensor, factor: str) -> tuple[Tensor, Tensor]:
     mine = index - offset
     outside = (mine < 0) | (mine >= size)
     return mine.masked_fill(outside, 0), outside
+
+
+def gathered(x: Tensor, factor: str, dim: int, total: int) -> Tensor:
+    """What all devices have, which may differ in size, next to each other along `dim`: `total` in all."""
+    whole: Tensor = torch.ops.shardlib.manual_gather(x, [factor], dim, total)
+    return whole
 
 
 def checked(index: Tensor, n: int, low: int = 0, ignore: int | None = None) -> Tensor:
@@ -120,6 +133,19 @@ class Rows:
         """x with one element of `value` in every dim of which this device has nothing."""
         pads = [n for d in reversed(range(x.dim())) for n in (0, int(d in self.risky and x.shape[d] == 0))]
         return aten.constant_pad_nd.default(x, pads, value) if self.risky else x  # F.pad makes a float of `value`
+
+
+def nothing(dtype: torch.dtype) -> float:
+    """What changes no number of this dtype that it is added to: of floats it is -0.0, since -0.0 + 0.0 is 0.0.
+
+    (Of complex numbers it would be, too, but torch's sums of them lose the signs of zeros.)
+    """
+    return -0.0 if dtype.is_floating_point else 0
+
+
+def adds_up(dtype: torch.dtype) -> bool:
+    """Whether torch adds values of this dtype, on all devices, to one of the same."""
+    return dtype not in _NO_SUMS
 
 
 def worst(dtype: torch.dtype, *, lowest: bool) -> float:

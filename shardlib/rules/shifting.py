@@ -9,14 +9,16 @@ between neighbours. One block is a pending sum: of it where it is, and of zeros 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from shardlib.rules.halo import Piece, Range, extent, length, sent
-from shardlib.rules.rule import Call, Halo, Labels, Local, Rule
+from shardlib.rules.halo import Range, extent, fetch, length, reframe, sent
+from shardlib.rules.rule import Call, Halo, Local, Rule
+from shardlib.rules.shards import adds_up, held, nothing
 from shardlib.rules.space import Dim, Ints, Space, arg, axis, path, result_shape, shape_ints
 from shardlib.rules.window import Window
 
@@ -72,22 +74,19 @@ class Shift:
     def cut(self, local: Local) -> bool:
         return any(local.axes(f) for d in self.outer for f in d)
 
-
-def exposed(local: Local, value: Any, labels: Labels, at: int, outer: Dim) -> Piece:
-    """A piece of which dim `at` is blocks (of label `outer`), and what is in a block the dim behind it."""
-    piece = Piece.of(local, value, labels, "input")
-    sizes = [_product(local, map(local.size, d)) for d in (outer, [f for f in labels[at] if f not in outer])]
-    return piece.viewed([*piece.shape[:at], *sizes, *piece.shape[at + 1 :]])
+    def inside(self, local: Local) -> Any:
+        """How much this device has of a block."""
+        return held(local, self.inner)
 
 
-def joined(piece: Piece, at: int) -> Any:
-    """Its value, with the blocks put together again."""
-    size = _product(piece.local, piece.shape[at : at + 2])
-    return piece.viewed([*piece.shape[:at], size, *piece.shape[at + 2 :]]).value
+def exposed(x: Tensor, at: int, outer: Dim, count: int, inside: int) -> Tensor:
+    """A piece with dim `at` as blocks (`count` in all, of label `outer`), and behind it what is in a block."""
+    return x.reshape(*x.shape[:at], length(extent(outer, count)), inside, *x.shape[at + 1 :])
 
 
-def _product(local: Local, sizes: Iterable[Any]) -> Any:
-    return local.calc(lambda *n: math.prod(n), *sizes)
+def joined(x: Tensor, at: int) -> Tensor:
+    """The blocks put together again."""
+    return x.flatten(at, at + 1)
 
 
 def shift_rule(
@@ -151,46 +150,42 @@ def slice_(call: Call) -> Rule:
     x, out = ([d if i == at else r for i, r in enumerate(rest)] for d in (shift.long, shift.short))
 
     _only_numbers(space, call, shift)
-    local = lambda local: joined(_taken(local, at, shift), at)
+    local = lambda local: local.run(taken, local.args[0], at, shift, shift.inside(local))
     return shift_rule(space, [x], out, [shift], local, forward=True, ints=ints, linear=[{0}])
 
 
 def _only_numbers(space: Space, call: Call, shift: Shift) -> None:
-    """One block of a cut dim is a sum of what devices have of it; truth values are not added up."""
-    if not shift.outer[1] and call.operands[0].dtype == torch.bool:
+    """One block of a cut dim is a sum of what devices have of it; not everything can be added up."""
+    if not shift.outer[1] and not adds_up(call.operands[0].dtype):
         space.whole |= {*shift.outer[0]}
 
 
-def _taken(local: Local, at: int, shift: Shift) -> Piece:
+def taken(x: Tensor, at: int, shift: Shift, inside: int, fill: float = 0) -> Tensor:
     """A device's blocks of a slice; one block is where it is, and zeros on the other devices."""
-    piece = exposed(local, local.args[0], local.rule.operands[0], at, shift.outer[0])
-    need = local.calc(shift.needs, extent(local, shift.outer[1], shift.counts[1]))
-    if not shift.outer[1]:
-        piece.reframe(at, extent(local, shift.outer[0], shift.counts[0]), need)
-        return piece
-    piece.fetch(at, shift.outer[0], need, need)
-    if shift.window.stride > 1:
-        piece.value = local.op(aten.slice.Tensor, piece.value, at, 0, None, shift.window.stride)
-        piece.shape[at] = local.calc(lambda n: -(-n // shift.window.stride), piece.shape[at])
-    return piece
+    (p, q), (long, short) = shift.outer, shift.counts
+    need = shift.needs(extent(q, short))
+    x = exposed(x, at, p, long, inside)
+    if not q:
+        return joined(reframe(x, at, extent(p, long), need, nothing(x.dtype)), at)
+    x = fetch(x, at, p, need, fill=fill, name="input")
+    return joined(aten.slice.Tensor(x, at, 0, None, shift.window.stride), at)
 
 
-def _written(local: Local, base: Any, labels: Sequence[Labels], value: Any, at: int, shift: Shift) -> Any:
-    """`value`, a slice, in its place in `base`, whose labels are `labels[0]`."""
-    long = exposed(local, base, labels[0], at, shift.outer[0])
-    short = exposed(local, value, labels[1], at, shift.outer[1])
-    mine, step = extent(local, shift.outer[0], shift.counts[0]), shift.window.stride
-    need = local.calc(lambda r: shift.window.readers(r, shift.counts[1]), mine)
-    short.fetch(at, shift.outer[1], need, need)
+def written(base: Tensor, value: Tensor, at: int, shift: Shift, inside: int) -> Tensor:
+    """`value`, a slice, in its place in `base`."""
+    (p, q), (long, short), step = shift.outer, shift.counts, shift.window.stride
+    mine = extent(p, long)
+    need = shift.window.readers(mine, short)
+    part = fetch(exposed(value, at, q, short, inside), at, q, need, name="input")
+    low = need[0] * step - shift.window.padding - mine[0]
+    low, high = (low, low + (length(need) - 1) * step + 1) if length(need) else (0, 0)
+    return joined(aten.slice_scatter.default(exposed(base, at, p, long, inside), part, at, low, high, step), at)
 
-    def place(mine: Range, need: Range) -> Range:
-        low = need[0] * step - shift.window.padding - mine[0]
-        return (low, low + (length(need) - 1) * step + 1) if length(need) else (0, 0)
 
-    where = local.calc(place, mine, need)
-    low, high = (local.calc(lambda r, k=k: r[k], where) for k in (0, 1))
-    long.value = local.op(aten.slice_scatter.default, long.value, short.value, at, low, high, step)
-    return joined(long, at)
+def _zeros(like: Tensor, at: int, shift: Shift, inside: int) -> Tensor:
+    """What a device has of the whole of which `like` has a slice: zeros."""
+    n = length(extent(shift.outer[0], shift.counts[0])) * inside
+    return like.new_zeros([*like.shape[:at], n, *like.shape[at + 1 :]])
 
 
 def slice_scatter(call: Call) -> Rule:
@@ -202,9 +197,7 @@ def slice_scatter(call: Call) -> Rule:
     rest = [() if i == at else space.dim(n) for i, n in enumerate(shape)]
     x, part = ([d if i == at else r for i, r in enumerate(rest)] for d in (shift.long, shift.short))
 
-    def local(local: Local) -> Any:
-        return _written(local, local.args[0], local.rule.operands, local.args[1], at, shift)
-
+    local = lambda local: local.run(written, *local.args[:2], at, shift, shift.inside(local))
     return shift_rule(space, [x, part], x, [shift], local, forward=False, position=1, ints=ints, linear=[{0, 1}])
 
 
@@ -218,12 +211,10 @@ def slice_backward(call: Call) -> Rule:
     x, out = ([d if i == at else r for i, r in enumerate(rest)] for d in (shift.short, shift.long))
     ints |= shape_ints(path(call, 1, "input_sizes"), out)
 
-    def local(local: Local) -> Any:
-        labels = (local.rule.results[0], local.rule.operands[0])
-        shape = Piece.of(local, None, labels[0], "").shape
-        zeros = local.op(aten.new_zeros.default, local.args[0], shape)
-        return _written(local, zeros, labels, local.args[0], at, shift)
+    def form(grad: Tensor, inside: int) -> Tensor:
+        return written(_zeros(grad, at, shift, inside), grad, at, shift, inside)
 
+    local = lambda local: local.run(form, local.args[0], shift.inside(local))
     return shift_rule(space, [x], out, [shift], local, forward=False, ints=ints, linear=[{0}])
 
 
@@ -233,12 +224,7 @@ def select(call: Call) -> Rule:
     _only_numbers(space, call, shift)
     x = [shift.long if i == at else space.dim(n) for i, n in enumerate(shape)]
 
-    def local(local: Local) -> Any:
-        piece = Piece.of(local, local.args[0], local.rule.operands[0], "input")
-        index = shift.needs((0, 1))
-        piece.reframe(at, extent(local, shift.outer[0], shape[at]), index)
-        return local.op(aten.select.int, piece.value, at, 0)
-
+    local = lambda local: local.run(lambda x: taken(x, at, shift, 1).select(at, 0), local.args[0])
     return shift_rule(space, [x], x[:at] + x[at + 1 :], [shift], local, forward=True, linear=[{0}])
 
 
@@ -247,7 +233,7 @@ def select_scatter(call: Call) -> Rule:
     space, shape = Space(), call.operands[0].shape
     at, shift = _selected(space, call, shape, 2)
     x = [shift.long if i == at else space.dim(n) for i, n in enumerate(shape)]
-    local = lambda local: _inserted(local, local.args[0], local.args[1], x, at, shift)
+    local = lambda local: local.run(lambda x, one: written(x, one.unsqueeze(at), at, shift, 1), *local.args[:2])
     return shift_rule(space, [x, x[:at] + x[at + 1 :]], x, [shift], local, forward=False, linear=[{0, 1}])
 
 
@@ -257,11 +243,12 @@ def select_backward(call: Call) -> Rule:
     at, shift = _selected(space, call, shape, 2)
     out = [shift.long if i == at else space.dim(n) for i, n in enumerate(shape)]
 
-    def local(local: Local) -> Any:
-        zeros = local.op(aten.new_zeros.default, local.args[0], Piece.of(local, None, tuple(out), "").shape)
-        return _inserted(local, zeros, local.args[0], out, at, shift)
+    def form(grad: Tensor) -> Tensor:
+        one = grad.unsqueeze(at)
+        return written(_zeros(one, at, shift, 1), one, at, shift, 1)
 
     ints = shape_ints(path(call, 1, "input_sizes"), out)
+    local = lambda local: local.run(form, local.args[0])
     return shift_rule(space, [out[:at] + out[at + 1 :]], out, [shift], local, forward=False, ints=ints, linear=[{0}])
 
 
@@ -269,8 +256,3 @@ def _selected(space: Space, call: Call, shape: tuple[int, ...], first: int) -> t
     at = axis(arg(call, first, "dim"), len(shape))
     index = arg(call, first + 1, "index")
     return at, Shift.of(space, (shape[at], 1), index + shape[at] if index < 0 else index)
-
-
-def _inserted(local: Local, base: Any, value: Any, labels: list[Dim], at: int, shift: Shift) -> Any:
-    one = local.op(aten.unsqueeze.default, value, at)
-    return _written(local, base, (tuple(labels), (*labels[:at], (), *labels[at + 1 :])), one, at, shift)

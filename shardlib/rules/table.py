@@ -43,7 +43,7 @@ from shardlib.rules import (
     view,
     writing,
 )
-from shardlib.rules.notation import argument, other, parse
+from shardlib.rules.notation import argument, other, parse, reach
 from shardlib.rules.patterns import pattern, tensor_arguments
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.written import writers
@@ -241,6 +241,7 @@ def rule(text: Any, /, *, local: Callable[..., Any] | None = None) -> Any:
         if local is not None and not marked:
             wrong.append("it has a local form, and no dim is marked for it: `k:local`")
         read = [(f"`{f}:{kind}`", argument(kind)) for f, kind in parsed.notes]
+        read += [(f"`{f}:{k}`", n) for f, k in parsed.notes for n in reach(k) or () if not n.isdecimal()]
         read += [(f"`[{t.named}]`", t.named) for t in (*parsed.operands, *parsed.results)]
         names = {a.name for a in schema.arguments}
         wrong += [
@@ -279,8 +280,8 @@ def _guide(target: OpOverload) -> str:
     results = ", ".join(f"<dims of {r.name or f'result {i}'}>" for i, r in enumerate(schema_of(target).returns))
     return (
         f'@sl.rule("{operands} -> {results}"), where each dim has a name, and one name is one dim. What no result has '
-        "is reduced (| k:sum, k:max, k:min) or stays whole; {0} says that the op is linear in operand 0; _ is a dim "
-        "that nobody cuts, ... are leading dims of any number"
+        "is reduced (| k:sum, k:max, k:min) or stays whole; k:halo(n) is read n elements to both sides; {0} says that "
+        "the op is linear in operand 0; _ is a dim that nobody cuts, ... are leading dims of any number"
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shardlib.aten.traits import has, is_view
+from shardlib.aten.traits import has, is_view, returns_list
 from shardlib.internals import OpOverload, c_functions, schema_of
 from shardlib.meshes.axis import Axis, Coords, alike, member_coords
 from shardlib.meshes.mesh import Mesh
@@ -175,7 +175,7 @@ class Generator:
         left = ", ".join("_" if v is None else self.name(v, coords) for v in step.outs)
         call = f"{self.bind(fast_binding(target), _short(target))}({', '.join(args)})"
         if len(step.outs) == 1 and isinstance(step.target, OpOverload):
-            left += "," if _returns_list(step.target) else ""
+            left += "," if returns_list(step.target) else ""
         self.lines.append(f"{left} = {call}" if step.outs else call)
 
     def literal(self, x: Any, coords: Coords) -> str:
@@ -249,12 +249,6 @@ def _captured(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 def _short(target: Any) -> str:
     name = schema_of(target).name if isinstance(target, OpOverload) else getattr(target, "__name__", "op")
     return str(name).split("::")[-1]
-
-
-def _returns_list(target: Any) -> bool:
-    """Whether the op's one return is a list of tensors (so that its results are unpacked)."""
-    returns = schema_of(target).returns
-    return len(returns) == 1 and isinstance(returns[0].type, torch.ListType)
 
 
 _OWN = ("prims", "shardlib", "shardlib_cuda", "shardlib_emulated", "torchvision")

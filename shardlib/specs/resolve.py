@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import EllipsisType
@@ -212,38 +212,49 @@ class _Axes:
 
 def _sizes(dim: SpecDim, i: int, size: int, given: Mapping[str, int], faults: list[Fault]) -> list[int]:
     """The size of every factor of one dim; after a fault, sizes that only serve to go on."""
-    known: list[int | None] = []
-    for f in dim.factors:
-        word = given.get(f.name) if f.name else None
-        if word is not None and f.size is not None and word != f.size:
-            faults.append(Fault(f"dim {i} `{dim}`: {f.name}={word} is given, the spec says {f.name}={f.size}", *_SIZES))
-        known.append(f.size if word is None else word)
-        if f.pieces is not None and all(isinstance(n, int) for n in f.pieces):
-            total = sum(f.pieces)
-            if known[-1] is None and len(dim.factors) > 1:
-                known[-1] = total
-            elif total != (size if known[-1] is None else known[-1]):
-                added = f"{' + '.join(map(str, f.pieces))} = {total}"
-                whole = f"the dim has size {size}" if known[-1] is None else f"{f.name or '_'} has size {known[-1]}"
-                faults.append(Fault(f"dim {i} `{dim}`: {added}, {whole}", *_PIECES))
-    told = [f"{f.name or '_'}={n}" for f, n in zip(dim.factors, known, strict=True) if n is not None]
-    product, unknown = math.prod(n for n in known if n is not None), known.count(None)
-    fault = ""
-    if any(n is not None and (not isinstance(n, int) or n < 0) for n in known):
-        fault = f"{', '.join(told)} is not a size"
-    elif unknown > 1:
-        lost = [f"{f.name or '_'}" for f, n in zip(dim.factors, known, strict=True) if n is None]
-        fault = f"the sizes of {', '.join(lost)} are not known (the dim has size {size})"
-    elif unknown == 0 and product != size:
-        makes = f" = {product}" if len(told) > 1 else ""
-        fault = f"{' * '.join(told)}{makes}, the dim has size {size}"
-    elif unknown == 1 and (product == 0 or size % product):
-        makes = f" = {product}" if len(told) > 1 else ""
-        fault = f"{' * '.join(told)}{makes} does not divide the dim's size {size}"
+    found: list[Fault] = []
+    known = [_size(f, size if len(dim.factors) == 1 else None, given, found) for f in dim.factors]
+    if fault := _misfit([f.name or "_" for f in dim.factors], known, size):
+        found.append(Fault(fault, *_SIZES))
+    faults += [replace(f, text=f"dim {i} `{dim}`: {f.text}") for f in found]
     if fault:
-        faults.append(Fault(f"dim {i} `{dim}`: {fault}", *_SIZES))
         return [1] * len(known)
-    return [size // product if n is None else n for n in known]
+    rest = math.prod(n for n in known if n is not None)
+    return [size // rest if n is None else n for n in known]
+
+
+def _size(f: SpecFactor, whole: int | None, given: Mapping[str, int], faults: list[Fault]) -> int | None:
+    """What the call, the spec or its pieces say of a factor's size; `whole` is the dim's, where it is all of that."""
+    word = given.get(f.name) if f.name else None
+    if word is not None and f.size is not None and word != f.size:
+        faults.append(Fault(f"{f.name}={word} is given, the spec says {f.name}={f.size}", *_SIZES))
+    size = f.size if word is None else word
+    if f.pieces is None or not all(isinstance(n, int) for n in f.pieces):
+        return size
+    total = sum(f.pieces)
+    if (wanted := whole if size is None else size) is None:
+        return total
+    if total != wanted:
+        said = f"the dim has size {whole}" if size is None else f"{f.name or '_'} has size {size}"
+        faults.append(Fault(f"{' + '.join(map(str, f.pieces))} = {total}, {said}", *_PIECES))
+    return size
+
+
+def _misfit(names: Sequence[str], known: Sequence[int | None], size: int) -> str:
+    """Why factors of these sizes, of which one may be unknown, do not make a dim of `size`; or nothing."""
+    told = [f"{name}={n}" for name, n in zip(names, known, strict=True) if n is not None]
+    lost = [name for name, n in zip(names, known, strict=True) if n is None]
+    if any(n is not None and (not isinstance(n, int) or n < 0) for n in known):
+        return f"{', '.join(told)} is not a size"
+    if len(lost) > 1:
+        return f"the sizes of {', '.join(lost)} are not known (the dim has size {size})"
+    product = math.prod(n for n in known if n is not None)
+    makes = f" = {product}" if len(told) > 1 else ""
+    if not lost and product != size:
+        return f"{' * '.join(told)}{makes}, the dim has size {size}"
+    if lost and (product == 0 or size % product):
+        return f"{' * '.join(told)}{makes} does not divide the dim's size {size}"
+    return ""
 
 
 def _fitted(size: int, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:

@@ -38,10 +38,7 @@ _INSTEAD = {
     "__index__": _COUNT,
 }
 _OPTIM = str(Path(torch.optim.__file__).parent)
-_STEP = (
-    "call opt.step() behind the jitted function, which leaves .grad; or take the optimizer with foreach=True, where it "
-    "has that"
-)
+_STEP = "call opt.step() behind the jitted function, which leaves .grad"
 _VALUE = (_ONCE, "")
 _SHAPES = {
     "__getitem__": "x.where(mask, 0) and sums over it for x[mask]; x[mask] = value works as it is",

@@ -1,13 +1,20 @@
-"""Optimizers that count their steps in a tensor: inside a trace they compute with it, outside they read its value."""
+"""Optimizers that count their steps in a tensor: inside a trace they compute with it, outside they read its value.
+
+Most can: they are `capturable`. Two cannot, and are written here.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from shardlib.internals import OPTIMIZERS, UPDATES
 from shardlib.state import is_tracing
@@ -24,7 +31,7 @@ def counting() -> Iterator[None]:
 
 
 def _capturable(update: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(update)
+    signature, own = inspect.signature(update), _own(update)
 
     @functools.wraps(update)
     def updated(*args: Any, **kwargs: Any) -> None:
@@ -32,6 +39,9 @@ def _capturable(update: Callable[..., Any]) -> Callable[..., Any]:
             update(*args, **kwargs)
             return
         call = signature.bind(*args, **kwargs).arguments
+        if own is not None:
+            own(**call)
+            return
         steps = call["state_steps"]
         exact = [x.double() for x in steps]  # read as Python's numbers, 0.999**n keeps all its digits
         update(**call | {"capturable": True, "state_steps": exact})
@@ -46,4 +56,60 @@ def _updates() -> list[tuple[Any, str, Callable[..., Any]]]:
     """What updates parameters, with the module of torch's that has it."""
     modules = [importlib.import_module(f"torch.optim.{name}") for name in OPTIMIZERS]
     functions = [(m, name, x) for m in modules for name, x in vars(m).items() if name.startswith(UPDATES)]
-    return [(m, name, x) for m, name, x in functions if "capturable" in inspect.signature(x).parameters]
+    return [(m, name, x) for m, name, x in functions if _own(x) or "capturable" in inspect.signature(x).parameters]
+
+
+# --- those that read their step ---------------------------------------------------------------------------------------
+
+
+def _adagrad(
+    params: Sequence[Tensor], grads: Sequence[Tensor], state_sums: Sequence[Tensor], state_steps: Sequence[Tensor],
+    *, lr: Any, weight_decay: float, lr_decay: float, eps: float, maximize: bool, **_: Any,
+) -> None:  # fmt: skip
+    """Duchi, Hazan, Singer, "Adaptive Subgradient Methods for Online Learning and Stochastic Optimization" (2011)."""
+    for p, grad, total, step in zip(params, grads, state_sums, state_steps, strict=True):
+        step += 1
+        grad = -grad if maximize else grad
+        if weight_decay:
+            grad = grad + weight_decay * p
+        if p.is_complex():
+            p, grad, total = map(torch.view_as_real, (p, grad, total))
+        total.addcmul_(grad, grad)
+        rate = lr / (1 + (step.double() - 1) * lr_decay)
+        p.sub_(rate * (grad / (total.sqrt() + eps)))
+
+
+def _adafactor(
+    params: Sequence[Tensor], grads: Sequence[Tensor], row_vars: Sequence[Any], col_vars: Sequence[Any],
+    variances: Sequence[Any], state_steps: Sequence[Tensor],
+    *, d: float, lr: Any, beta2_decay: float, weight_decay: float, eps1: float | None, eps2: float, maximize: bool,
+    **_: Any,
+) -> None:  # fmt: skip
+    """Shazeer, Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (2018), as torch has it."""
+    for p, grad, row, column, variance, step in zip(
+        params, grads, row_vars, col_vars, variances, state_steps, strict=True
+    ):
+        small, root = torch.finfo(p.dtype).eps if eps1 is None else eps1, math.sqrt(p.numel())
+        step += 1
+        count = step.double()
+        fresh = (count**beta2_decay).to(p.dtype)
+        rate = count.rsqrt().clamp(max=lr) * (p.norm(2).double() / root).clamp(min=eps2)
+        if weight_decay:
+            p.mul_(1 - lr * weight_decay)
+        grad = -grad if maximize else grad
+        if grad.dim() > 1:
+            for kept, dim in ((row, -1), (column, -2)):
+                kept.lerp_(grad.norm(dim=dim, keepdim=True).square() / grad.shape[dim], fresh)
+            estimate = row @ column / row.mean(-2, keepdim=True).clamp(min=small)
+        else:
+            estimate = variance.lerp_(grad * grad, fresh)
+        update = estimate.clamp(min=small * small).rsqrt() * grad
+        p.sub_(update * (rate / (update.norm(2).double() / (root * d)).clamp(min=1)))
+
+
+_OWN: dict[str, Callable[..., None]] = {"adagrad": _adagrad, "adafactor": _adafactor}
+
+
+def _own(update: Callable[..., Any]) -> Callable[..., None] | None:
+    """What is run instead of an update that reads its step."""
+    return _OWN.get(update.__name__.removeprefix(UPDATES[0]).removeprefix(UPDATES[1]))

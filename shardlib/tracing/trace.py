@@ -198,6 +198,8 @@ def _trace(
                     memory = {}  # whose memory a view shows, only functionalisation finds out
                 ending.rebound = watch.rebound(leaf_of, memory, returned, own, lambda x: has_proxy_slot(x, tracer))
             more = ending.finish(returned, inputs, tracer, differentiate=differentiate)
+            if watch is not None:
+                watch.take_back()
         result.extend((own, [*returned, *more], tree))
         return [x for x in (*returned, *more) if isinstance(x, torch.Tensor)]
 

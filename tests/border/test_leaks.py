@@ -161,6 +161,7 @@ def test_dual_tensors_are_refused() -> None:
 def test_hidden_parameters_are_refused_or_found() -> None:
     first = nn.Parameter(torch.ones(4))
     some, many = {nn.Parameter(torch.ones(4))}, [nn.Parameter(torch.ones(4)) for _ in range(1001)]
+    named, mixed = {str(i): p for i, p in enumerate(many)}, [0, *many]
 
     def loss(params: Any, x: Tensor) -> Tensor:
         return sum(((p * first * x).sum() for p in params), torch.zeros(()))
@@ -168,9 +169,11 @@ def test_hidden_parameters_are_refused_or_found() -> None:
     sl.jit(lambda x: loss(some, x))(X).backward()
     same([first.grad, next(iter(some)).grad], [X, X])
     with pytest.raises(ShardingError, match="requires a gradient, from where jit does not look"):
-        sl.jit(lambda x: loss(many[:3], x))(X)
+        sl.jit(lambda x: loss(mixed[1:4], x))(X)
     with torch.no_grad():
-        same(sl.jit(lambda x: loss(many[:3], x))(X), 3 * X.sum())
+        same(sl.jit(lambda x: loss(mixed[1:4], x))(X), 3 * X.sum())
+    sl.jit(lambda x: loss([*many[:2], named["2"]], x))(X).backward()
+    same([p.grad for p in many[:4]], [X, X, X, None])
 
 
 # `.grad` and what is saved.

@@ -416,6 +416,11 @@ def test_numbers_outside_that_change_are_said_with_what_helps() -> None:
         alpha = float(i)
 
     step = sl.jit(lambda x: x * alpha)
+    for i in range(9):
+        change(i)
+        assert torch.equal(step(X).full_tensor(), X * i)
+    assert len(step.retraces) == 1, "from its second value on it is an input"
+    step = sl.jit(lambda x: x * alpha if alpha < 100 else x)  # but this looks at it
     told = _again(step, change)
     assert "the last time because of alpha, read in <lambda> at test_mistakes.py:" in told
     assert "hold it as a tensor: torch.tensor(x)" in told

@@ -107,7 +107,7 @@ PLANTED: dict[str, tuple[Callable[[], Plant], Callable[[], Seen], str]] = {
     "a captured tensor on the CPU": (
         lambda: mock.patch("shardlib.run.codegen._captured", lambda tensor, mesh: tensor),
         lambda: seen_in(lambda x: x + torch.tensor([0.0, 1, 2, 3, 4, 5, 6, 7]), ("_@data _",), (6, 8)),
-        "to be on the same device",
+        "device",  # "two different devices", or "to be on the same device"
     ),
     "a dtype that only the CPU gives": (
         lambda: mock.patch("shardlib.tracing.elsewhere.is_here", return_value=True),

@@ -137,7 +137,12 @@ def same(got: Tensor, want: Tensor) -> None:
 BACKEND = pytest.mark.parametrize("backend", BACKENDS)
 
 
-LAYOUTS = [(b, lay) for b in ("torch", "shm") for lay in ("dense", "reversed", "expanded", "sliced")]
+SLOW = pytest.mark.slow
+LAYOUTS = [
+    pytest.param(b, lay, marks=[] if lay in ("dense", "sliced") else SLOW)
+    for b in ("torch", "shm")
+    for lay in ("dense", "reversed", "expanded", "sliced")
+]
 
 
 @pytest.mark.parametrize(("backend", "layout"), LAYOUTS)

@@ -1,0 +1,112 @@
+"""`fetch` and `give_back` of local forms, as steps: who holds what of a dim, and who needs what of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from shardlib.aten.calls import ADD, CAT, NARROW, PAD
+from shardlib.program.steps import Var
+from shardlib.rules.halo import exchanges, length, overlap
+
+if TYPE_CHECKING:
+    from shardlib.lower.local import LocalForm
+
+
+def fetch(rows: Slab, mine: Any, need: Any) -> Var:
+    """Range `need` of a dim of which every device has range `mine`."""
+    calc = rows.local.calc
+    # Members with a lower position come first; of the rest of the ring, those that are furthest along.
+    own = rows.of(mine, calc(overlap, mine, need))
+    lower, upper = [], []
+    for shift, part in rows.exchanged(mine, need):
+        behind = calc(lambda at, s: int(at >= s), rows.local.position(rows.factor), shift)
+        low = calc(lambda n, yes: n * yes, part.size, behind)
+        lower.append(part.cut(0, low))
+        upper.append(part.cut(low, calc(lambda n, low: n - low, part.size, low)))
+    parts = [part for part in (*lower, own, *upper) if not _none(part.size)] or [own]
+    if len(parts) == 1:
+        return parts[0].value
+    whole: Var = rows.local.op(CAT, [part.value for part in parts], rows.dim)
+    return whole
+
+
+def give_back(rows: Slab, have: Any, mine: Any) -> Var:
+    """The sum of what all devices, which have addends for range `have`, have for range `mine`."""
+    total = rows.framed(have, mine).value
+    for shift, part in rows.exchanged(have, mine):
+        theirs = rows.local.calc(overlap, rows.elsewhere(have, shift), mine)
+        total = rows.local.op(ADD, total, part.framed(theirs, mine).value)
+    return total
+
+
+@dataclass(frozen=True)
+class Slab:
+    """What a device has of a tensor whose dim `dim` is cut along `factor`: its value and shape (maybe symbolic).
+
+    `name` is what a plan calls it.
+    """
+
+    local: LocalForm
+    factor: str
+    dim: int
+    name: str
+    value: Var
+    shape: tuple[Any, ...]
+
+    @property
+    def size(self) -> Any:
+        return self.shape[self.dim]
+
+    def of(self, have: Any, kept: Any) -> Slab:
+        """Range `kept`, where it covers range `have`."""
+        start = self.local.calc(lambda have, kept: kept[0] - have[0], have, kept)
+        return self.cut(start, self.local.calc(length, kept))
+
+    def cut(self, start: Any, n: Any) -> Slab:
+        """`n` of them, from `start` on."""
+        if _none(start) and _none(self.local.calc(lambda a, b: a - b, n, self.size)):
+            return self
+        return self._with(self.local.op(NARROW, self.value, self.dim, start, n), n)
+
+    def framed(self, have: Any, want: Any) -> Slab:
+        """What covers range `have`, as it covers `want`, with zeros."""
+        calc, inner = self.local.calc, self.of(have, kept := self.local.calc(overlap, have, want))
+        before = calc(lambda r, want: r[0] - want[0] if length(r) else length(want), kept, want)
+        after = calc(lambda r, want: want[1] - r[1] if length(r) else 0, kept, want)
+        if _none(before) and _none(after):
+            return inner
+        pads = [0, 0] * (len(self.shape) - 1 - self.dim) + [before, after]
+        return self._with(self.local.op(PAD, inner.value, pads, 0), calc(length, want))
+
+    def elsewhere(self, value: Any, shift: int) -> Any:
+        """What a symbolic value is on the device `shift` places before this one, round the ring."""
+        n = self.local.ways(self.factor)
+        return self.local.of(value, self.factor, lambda i: (i - shift) % n)
+
+    def exchanged(self, have: Any, need: Any) -> Iterator[tuple[int, Slab]]:
+        """For every shift: what a device that needs range `need` gets of the device `shift` places before it, which
+        has range `have`; in the order of the holders."""
+        local, factor, n, flying = self.local, self.factor, self.local.ways(self.factor), []
+        for shift, pairs in exchanges(local.values(have, factor), local.values(need, factor)):
+            sent = self.of(have, local.calc(overlap, have, self.elsewhere(need, -shift)))
+            got = local.send(sent.value, factor, pairs, sent.shape, name=self.name)
+            # Zeros come to whom nobody sends, as many as it sends itself.
+            size = local.of(sent.size, factor, [_source(pairs, i) for i in range(n)].__getitem__)
+            flying.append((shift, sent._with(got, size)))
+        for shift, part in flying:  # all are on their way before the first is waited for
+            arrived = local.calc(overlap, self.elsewhere(have, shift), need)
+            yield shift, part.cut(0, local.calc(length, arrived))
+
+    def _with(self, value: Any, size: Any) -> Slab:
+        return replace(self, value=value, shape=(*self.shape[: self.dim], size, *self.shape[self.dim + 1 :]))
+
+
+def _source(pairs: Sequence[tuple[int, int]], at: int) -> int:
+    """Whose value a member has after an exchange: its own (but zeros) where nobody sends to it."""
+    return next((src for src, dst in pairs if dst == at), at)
+
+
+def _none(n: Any) -> bool:
+    return isinstance(n, int) and n == 0
