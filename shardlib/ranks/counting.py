@@ -10,22 +10,24 @@ from typing import Any
 
 from shardlib.internals import dispatch_modes, pop_dispatch_mode, push_dispatch_mode
 
-entered: list[Any] = []  # modes that somebody has entered, in any thread; under the lock
+entered: tuple[Any, ...] = ()  # modes that somebody has entered, in any thread; frozen, so that readers see it whole
 _lock = threading.Lock()
 handling: ContextVar[tuple[Any, ...]] = ContextVar("shardlib_counting", default=())  # those that torch took off
 
 
 def enter(mode: Any) -> None:
     """A mode counts from now on."""
+    global entered
     with _lock:
-        entered.append(mode)
+        entered = (*entered, mode)
 
 
 def leave(mode: Any) -> None:
     """It counts no longer, but where it was entered before."""
+    global entered
     with _lock:
-        if mode in entered:
-            entered.remove(mode)
+        last = max((i for i, other in enumerate(entered) if other is mode), default=len(entered))
+        entered = entered[:last] + entered[last + 1 :]
 
 
 def counting() -> list[Any]:

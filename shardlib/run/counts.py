@@ -12,7 +12,7 @@ from typing import Any
 
 from shardlib.internals import PACKET, c10d_functional
 from shardlib.program.steps import Collective
-from shardlib.ranks.counting import counting, entered, uncounted
+from shardlib.ranks import counting
 from shardlib.run.ranges import label
 
 # Torch has no functional permutation; its own `permute_tensor` is an all-to-all.
@@ -31,10 +31,10 @@ def counted(run: Callable[..., Any], collectives: Sequence[Collective]) -> Calla
         return run
 
     def call(*args: Any) -> Any:
-        if not entered:
+        if not counting.entered:
             return run(*args)
-        modes = counting()
-        with uncounted():
+        modes = counting.counting()
+        with counting.uncounted():
             out = run(*args)
             for mode in modes:
                 for collective in collectives:
