@@ -27,6 +27,7 @@ aten = torch.ops.aten
         ("s d, t d -> s d | t:round(s) s:lend(t)", "s d, t d -> s d | t:round(s) s:lend(t)"),
         ("->", "->"),
         ("[dim]->...|dim:sum {0}", "[dim] -> ... | dim:sum {0}"),
+        ("[two  dim], dim -> [dim]|two:whole", "[two dim], dim -> [dim] | two:whole"),
         ("~[dim], n -> [dim] | n:size(s.0)  dim:whole(at)", "~[dim], n -> [dim] | n:size(s.0) dim:whole(at)"),
         ("... _  _,~_ _ -> ... _ a", "... _ _, ~_ _ -> ... _ a"),
         ("c, -> , | c:sum", "c, -> , | c:sum"),

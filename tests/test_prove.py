@@ -66,6 +66,18 @@ def energy(x: Tensor, dims: list[int], keepdim: bool = False) -> Tensor:
 
 
 @op
+def maxout(x: Tensor, dim: int) -> Tensor:
+    return x.unflatten(dim, (2, -1)).amax(dim % x.dim())
+
+
+@op
+def scaled(x: Tensor, scale: Tensor | None, shape: list[int]) -> Tensor:
+    """`shape` has the sizes of the last dims, as in a layer_norm."""
+    assert list(x.shape[x.dim() - len(shape) :]) == shape
+    return x.clone() if scale is None else x * scale
+
+
+@op
 def copies(x: Tensor, count: int) -> Tensor:
     return x.repeat(count, 1)
 
@@ -175,6 +187,24 @@ OPS: dict[str, tuple[Any, tuple[Any, ...], str, list[tuple[str, str]]]] = {
         (r(2, 3, 6, 7), r(3, 3, 5), r(2, 6, 7)),
         "n c h w, c _ _, n h w -> n h w | h:halo(1) w:halo(2) c:sum {0} {1} {2}",
         [("n c h w, c _ _, n h w -> n h w | h:halo(1) w:halo(2) c:sum {0,2}", r"it is not linear")],
+    ),
+    "maxout": (
+        maxout,
+        (r(3, 8, 5), -2),
+        "[two dim] -> [dim] | two:whole",
+        [
+            ("[dim] -> [dim] | dim:whole", "does not fit the call"),
+            ("[two dim] -> [dim] | two:sum", r"two@a on a=2: result 0 is \[3, 2, 5\]"),
+        ],
+    ),
+    "scaled": (
+        scaled,
+        (r(2, 5, 6), r(5, 6), [5, 6]),
+        "[shape], shape -> [shape] | shape:size(shape) {0} {1}",
+        [
+            ("[shape], shape -> [shape] | {0} {1}", "."),
+            ("[shape], ... -> [shape] | shape:size(shape) {0} {1}", "."),
+        ],
     ),
     "copies": (
         copies,

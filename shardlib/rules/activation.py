@@ -7,36 +7,8 @@ from typing import Any
 
 import torch
 
-from shardlib.internals import schema_of
 from shardlib.rules.pointwise import pointwise
-from shardlib.rules.rule import Call, Meta, Rule, RuleFn
-from shardlib.rules.space import Space, arg, axis, numel
-
-# Arguments and results: "x" has both halves, "h" is shaped like one.
-_HALVED = {
-    "glu": ("x", "h"),
-    "glu_backward": ("hx", "x"),
-    "glu_jvp": ("hxx", "h"),
-    "glu_backward_jvp": ("xhxhx", "x"),
-}
-
-
-def _glu(call: Call) -> Rule:
-    """The dim is (two, half): a shard of the half dim has its part of both halves."""
-    kinds, outs = _HALVED[schema_of(call.target).name.removeprefix("aten::")]
-    shape = call.operands[kinds.index("x")].shape
-    space = Space()
-    at = axis(arg(call, len(kinds), "dim", -1), len(shape))
-    half = [space.dim(n // 2 if i == at else n) for i, n in enumerate(shape)]
-    two = space.dim(2, "two", whole=True)
-    dims = {"h": half, "x": [two + d if i == at else d for i, d in enumerate(half)]}
-    assert all(isinstance(a, Meta) for a in call.args[: len(kinds)])
-    return space.rule(
-        [dims[k] for k in kinds],
-        [dims[k] for k in outs],
-        linear=[{0}] if schema_of(call.target).name == "aten::glu_backward" else [],
-        flops=5 * numel(shape),
-    )
+from shardlib.rules.rule import RuleFn
 
 
 def _rrelu(
@@ -74,7 +46,10 @@ def _log_sigmoid_out(
 
 
 ROWS: dict[str, RuleFn | str] = {
-    **dict.fromkeys(_HALVED, _glu),
+    "glu": "[two dim] -> [dim] | two:whole",
+    "glu_backward": "[dim], [two dim] -> [two dim] | two:whole {0}",
+    "glu_jvp": "[dim], [two dim], [two dim] -> [dim] | two:whole",
+    "glu_backward_jvp": "[two dim], [dim], [two dim], [dim], [two dim] -> [two dim] | two:whole",
     "hardswish": pointwise(),
     "_prelu_kernel": pointwise(),
     **dict.fromkeys(

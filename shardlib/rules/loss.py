@@ -16,9 +16,9 @@ import shardlib.ops.ctc  # noqa: F401  (defines shardlib::ctc_loss)
 from shardlib.internals import schema_of
 from shardlib.manual.collectives import psum
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
+from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import checked, cut, located, positional, wide
-from shardlib.rules.space import Dim, Space, arg, broadcast, join, numel, result_dtype, result_shape
+from shardlib.rules.space import Space, arg, argument_named, broadcast, join, numel, result_dtype, result_shape
 
 aten = torch.ops.aten
 
@@ -158,45 +158,21 @@ def _elementwise_backward(reduction: int) -> RuleFn:
     return rule
 
 
-# Arguments and results of losses that look at all classes of a row: "x" is shaped like the input, "n" has a number for
-# each row, "c" for each class, "l" is a loss or its gradient, "r" says how to reduce, "-" is no tensor.
-_ROWWISE = {
-    "multi_margin_loss": ("xn--cr", "l"),
-    "multi_margin_loss_backward": ("lxn--cr", "x"),
-    "multilabel_margin_loss_forward": ("xxr", "lx"),
-    "multilabel_margin_loss_backward": ("lxxrx", "x"),
-}
+def _rowwise(text: str, *, backward: bool = False) -> RuleFn:
+    """Losses that look at all classes of a row: rows are independent, classes stay whole."""
 
+    def rule(call: Call) -> Rule | None:
+        at = [a.name for a in schema_of(call.target).arguments].index("reduction")
+        if not (shape := call.operands[int(backward)].shape):
+            return None  # one number has nothing to cut
+        how = argument_named(call, "reduction")
+        count = numel(shape[:-1]) if how == _MEAN else 1
+        if how == _NONE or (how == _SUM and backward):
+            return pattern(text)(call)
+        local = _mean_backward(at, count) if backward else _mean(at, count, apart=True)
+        return pattern(f"{text} ...:local", local=local)(call)
 
-def _rowwise(call: Call) -> Rule:
-    """Rows are independent, classes stay whole."""
-    kinds, outs = _ROWWISE[schema_of(call.target).name.removeprefix("aten::")]
-    reduction = kinds.index("r")
-    how = arg(call, reduction, "reduction", _MEAN)
-    shape = call.operands[kinds.index("x")].shape
-    space = Space()
-    x = space.dims(shape, whole=[len(shape) - 1])
-    rows = x[:-1]
-    dims = {"x": x, "n": rows or [()], "c": x[-1:], "l": rows or [()] if how == _NONE else []}
-    backward = "l" in kinds
-
-    def labels(kind: str, m: Meta) -> list[Dim]:
-        return list(dims[kind][: len(m.shape)])  # a single row may be without its dim
-
-    given = [(kind, a) for kind, a in zip(kinds, call.args, strict=False) if isinstance(a, Meta)]
-    batch = [f for d in rows for f in d]
-    count = numel(shape[:-1]) if how == _MEAN else 1
-    local = _mean_backward(reduction, count) if backward else _mean(reduction, count, apart=True)
-    changed = how == _MEAN or (how == _SUM and not backward)
-    return space.rule(
-        [labels(kind, m) for kind, m in given],
-        [labels(kind, m) for kind, m in zip(outs, call.results, strict=True) if m is not None],
-        reduce=dict.fromkeys(batch, "sum") if how and not backward else {},
-        linear=[{0}] if backward else [],
-        local=local if changed else None,
-        local_factors=batch if changed else (),
-        flops=numel(shape),
-    )
+    return rule
 
 
 # Sequences of labels --------------------------------------------------------------------------------------------------
@@ -275,7 +251,10 @@ ROWS: dict[str, RuleFn | str] = {
     "binary_cross_entropy": _elementwise(3),
     "binary_cross_entropy_backward": _elementwise_backward(4),
     "binary_cross_entropy_with_logits": _elementwise(4),
-    **dict.fromkeys(_ROWWISE, _rowwise),
+    "multi_margin_loss": _rowwise("... c, ..., c -> ... | c:whole ...:sum"),
+    "multi_margin_loss_backward": _rowwise("..., ... c, ..., c -> ... c | c:whole {0}", backward=True),
+    "multilabel_margin_loss_forward": _rowwise("... c, ... c -> ..., ... c | c:whole ...:sum"),
+    "multilabel_margin_loss_backward": _rowwise("..., ... c, ... c, ... c -> ... c | c:whole {0}", backward=True),
     "shardlib::ctc_loss": "t n _, n _, n, n -> n, n t _ | t:whole",
     "shardlib::ctc_loss_backward": "n, t n _, n _, n, n, n, n t _ -> t n _ | t:whole {0}",
 }

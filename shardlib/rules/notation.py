@@ -14,6 +14,7 @@ the same factor everywhere.
 | `...` | any dims, broadcast against each other from the right |
 | `~m n` | an operand that is broadcast from the right against `m n`: fewer dims, or of size 1 |
 | `[dim]` | all dims, of which the op's argument `dim` names one or several: these are `dim`, and `...` are the others |
+| `[two dim]` | the same, but what the argument names is `(two dim)`; a term `dim` has these dims alone |
 
 An operand that a call leaves out has a term all the same. Where a result keeps what `[dim]` names with size 1, as by
 `keepdim`, `...` stands for that, too. Behind the bar, in any order:
@@ -24,6 +25,7 @@ An operand that a call leaves out has a term all the same. Where a result keeps 
 | `k:none` | results that lack `k` are complete although it is cut |
 | `k:whole` | `k` must not be cut; `k:whole(flag)`: where the op's argument `flag` says so |
 | `k:size(n)` | the op's argument `n` is the size of `k`; `n.0` is the first of a list of sizes |
+| `n:size(n)` | of `[n]`: the argument lists the sizes of the last dims, and so names them |
 | `h:halo(n)` | a result reads `n` elements of `h` to both sides of its own; `h:halo(3,n)`: 3 in front, `n` behind |
 | `k:local` | when `k` is cut, the op's local form runs instead of the op |
 | `t:round(s)` | `t` may be cut only together with `s` and as `s` is; the local form passes its pieces round |
@@ -45,7 +47,7 @@ from functools import lru_cache
 from shardlib.errors import ShardingError
 from shardlib.rules.space import Dim
 
-_WORD = re.compile(r"\.\.\.|\([^()]*\)|\[[A-Za-z_]\w*\]|[A-Za-z_]\w*|1")
+_WORD = re.compile(r"\.\.\.|\([^()]*\)|\[[A-Za-z_][\w ]*\]|[A-Za-z_]\w*|1")
 _OWN = re.compile(r"(?<!\w)_(?!\w)")
 _NAME = r"[A-Za-z_]\w*"
 _HALO = rf"halo\((?:{_NAME}|\d+)(?:, ?(?:{_NAME}|\d+))?\)"
@@ -69,12 +71,21 @@ class Term:
 
     @property
     def named(self) -> str | None:
-        """The argument that names some of its dims: `dim` of `[dim]`."""
-        return self.dims[0][0][1:-1] if len(self.dims) == 1 and self.dims[0][:1] and self.dims[0][0][0] == "[" else None
+        """The argument that names some of its dims: `dim` of `[dim]`, and of `[two dim]`."""
+        last = self.dims[0][-1] if self.dims and self.dims[0] else ""
+        return last[:-1].lstrip("[") if last.endswith("]") else None
+
+    @property
+    def majors(self) -> Dim:
+        """What else a dim is made of that an argument names: `two` of `[two dim]`."""
+        return tuple(f.lstrip("[") for f in self.dims[0][:-1]) if self.named else ()
 
     def __str__(self) -> str:
         named = [["_" if is_own(f) else f for f in d] for d in self.dims]
-        words = " ".join("1" if not d else d[0] if len(d) == 1 else f"({' '.join(d)})" for d in named)
+        plain = [len(d) == 1 or self.named is not None for d in named]
+        words = " ".join(
+            " ".join(d) if as_is else f"({' '.join(d)})" if d else "1" for d, as_is in zip(named, plain, strict=True)
+        )
         return f"~{words}" if self.fits else words
 
 

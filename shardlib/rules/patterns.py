@@ -91,11 +91,13 @@ def _apply(
     group: dict[str, list[str]] = {}
     if name := next((t.named for t in (*pattern.operands, *pattern.results) if t.named), None):
         rank = next(len(shape) for t, shape in (*operands, *results) if t.named and shape is not None)
-        where = [d for d in axes(argument_named(call, name), rank) if d < rank]
+        said = argument_named(call, name)
+        counted = (name, f"size({name})") in pattern.notes  # it lists the sizes of the last dims
+        where = list(range(rank))[rank - len(said) :] if counted else [d for d in axes(said, rank) if d < rank]
         group[name] = [name if k == 0 else f"{name}{k}" for k in range(len(where))]
         named = dict(zip(where, group[name], strict=True))
-        operands = [(_placed(t, shape, rank, named), shape) for t, shape in operands]
-        results = [(t if shape is None else _placed(t, shape, rank, named), shape) for t, shape in results]
+        operands = [(_placed(t, shape, rank, name, named), shape) for t, shape in operands]
+        results = [(t if shape is None else _placed(t, shape, rank, name, named), shape) for t, shape in results]
     every = [(t, shape) for t, shape in (*operands, *results) if shape is not None]
     sizes = _sizes(pattern, call, every)
 
@@ -111,9 +113,10 @@ def _apply(
     ints: Ints = {}
     group["..."] = [f for f in space.sizes if f.startswith("*")]
     for name, kind in pattern.notes:
-        for f in group.get(name, [name]):
+        for k, f in enumerate(group.get(name, [name])):
             if kind.startswith("size("):
-                ints |= _sized(call, str(argument(kind)), (f,) if f in space.sizes else ())
+                read = f"{name}.{k}" if name in group and name == argument(kind) else str(argument(kind))
+                ints |= _sized(call, read, (f,) if f in space.sizes else ())
             elif f not in space.sizes or (kind.startswith("whole(") and not argument_named(call, str(argument(kind)))):
                 continue
             elif kind.startswith("whole"):
@@ -170,11 +173,13 @@ def _sized(call: Call, name: str, dim: Dim) -> Ints:
     return {(*path(call, at, name), *([int(item)] if item else [])): (1, dim)}
 
 
-def _placed(term: Term, shape: Sequence[int], rank: int, named: Mapping[int, str]) -> Term:
-    """A term whose dims an argument names, or which is the others, dim by dim."""
-    dims = [(named[d],) if d in named else (f"*{rank - 1 - d}",) for d in range(rank)]
+def _placed(term: Term, shape: Sequence[int], rank: int, name: str, named: Mapping[int, str]) -> Term:
+    """A term of all dims, of which an argument names some, of these, or of the others, dim by dim."""
+    dims = [(*term.majors, named[d]) if d in named else (f"*{rank - 1 - d}",) for d in range(rank)]
     if term.named and len(shape) == rank:
         return Term(tuple(dims), term.fits)
+    if term.dims == ((name,),) and len(shape) == len(named):
+        return Term(tuple((named[d],) for d in named), term.fits)
     if term.dims == (ELLIPSIS,) and len(shape) == rank - len(named):
         return Term(tuple(dim for d, dim in enumerate(dims) if d not in named), term.fits)
     if term.dims == (ELLIPSIS,) and len(shape) == rank:

@@ -245,7 +245,9 @@ def rule(text: Any, /, *, local: Callable[..., Any] | None = None) -> Any:
         read += [(f"`[{t.named}]`", t.named) for t in (*parsed.operands, *parsed.results)]
         names = {a.name for a in schema.arguments}
         wrong += [
-            f"{what} reads an argument that it has not" for what, n in read if n and n.partition(".")[0] not in names
+            f"{what} reads an argument that it has not"
+            for what, n in dict.fromkeys(read)
+            if n and n.partition(".")[0] not in names
         ]
         tied = [(f, kind) for f, kind in parsed.notes if other(kind) and not argument(kind)]
         wrong += [f"`{f}:{kind}` is for the library's own rules" for f, kind in tied]
