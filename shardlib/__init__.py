@@ -1,7 +1,7 @@
 """Sharding for PyTorch the way JAX does it: write the program for one device, say where a few tensors live, run it.
 
-Contents: meshes and specs; placing and typing tensors; compiling, planning and checking; per-device code by hand; rules
-for custom ops; torch.func's transforms, which all compose with `jit`.
+Contents: meshes and specs; placing and typing tensors; compiling, planning and checking; modules; per-device code by
+hand; rules for custom ops; torch.func's transforms, which all compose with `jit`.
 """
 
 from shardlib import beside as _beside  # noqa: F401  (teaches the rest of torch)
@@ -25,6 +25,7 @@ from shardlib.manual.collectives import (
     reduce_scatter,
 )
 from shardlib.meshes.mesh import Mesh, current_mesh, no_mesh
+from shardlib.modules.parallelize import parallelize
 from shardlib.placing import shard
 from shardlib.plain import global_random
 from shardlib.plans.budget import comm_budget
@@ -49,6 +50,8 @@ __all__ = [
     "to_dtensor", "from_dtensor",
     # compiling and planning
     "jit", "Plan", "check", "comm_budget", "rule", "prove", "Proof", "debug_print",
+    # modules of torch
+    "parallelize",
     # per-device code by hand
     "shard_map", "psum", "pmean", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute",
     "axis_index", "axis_size", "piece",

@@ -1,0 +1,52 @@
+"""Which parameter lives where: a table from patterns of names to specs, read against the names of a module."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import TypeVar
+
+from shardlib.errors import ShardingError
+
+T = TypeVar("T")
+
+
+def read(table: Mapping[str, T], tensors: Iterable[tuple[str, ...]]) -> dict[str, T]:
+    """What a table says of each tensor, by its first name; who is not in it is not in the result.
+
+    A pattern is a name in which `*` stands for any text, dots included. A tensor that has several names (tied weights)
+    may be found by any of them. Raises `ShardingError` with all patterns that match nothing, and all tensors of which
+    two patterns say different things.
+
+    Example:
+        >>> read({"*.up.weight": "ff@tensor embed"}, [("layers.0.up.weight",), ("layers.0.norm.weight",)])
+        {'layers.0.up.weight': 'ff@tensor embed'}
+    """
+    every = list(tensors)
+    wrong = [
+        f"{pattern!r} matches no parameter{_near(pattern, [name for names in every for name in names])}"
+        for pattern in table
+        if not any(fnmatchcase(name, pattern) for names in every for name in names)
+    ]
+    found: dict[str, T] = {}
+    for names in every:
+        said = {p: value for p, value in table.items() if any(fnmatchcase(name, p) for name in names)}
+        if len({str(value) for value in said.values()}) > 1:
+            texts = " and ".join(f"{str(value)!r} by {pattern!r}" for pattern, value in said.items())
+            wrong.append(f"{' = '.join(names)} is {texts}")
+        elif said:
+            found[names[0]] = next(iter(said.values()))
+    if wrong:
+        raise ShardingError(
+            "the table of specs does not fit the module",
+            wrong,
+            rule="every pattern matches some parameter, and a parameter has one spec",
+            remedy="mend the patterns: names are those of module.named_parameters(), and `*` stands for any text",
+        )
+    return found
+
+
+def _near(pattern: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(pattern.replace("*", ""), names, 1, 0.4)
+    return f"; the nearest name is {near[0]!r}" if near else ""
