@@ -200,3 +200,14 @@ def test_an_optimizer_that_was_made_before_is_refused() -> None:
     assert "this SGD was made before parallelize" in str(said.value)
     assert "Linear.weight has been replaced" in str(said.value)
     assert "Linear.bias has been replaced" in str(said.value)
+
+
+def test_gradients_are_not_lost() -> None:
+    model = nn.Linear(4, 6)
+    model(torch.ones(2, 4)).sum().backward()
+    with Mesh(tensor=2), pytest.raises(ShardingError) as said:
+        sl.parallelize(model, {"weight": "out@tensor in"})
+    assert "parallelize(Linear) would lose gradients:\n  * weight of [6, 4] has one\n  * bias of [6] has one" in str(
+        said.value
+    )
+    assert not isinstance(model.weight, ShardedTensor)

@@ -31,7 +31,8 @@ def parallelize(module: nn.Module, specs: Mapping[str, str | P | Spec], *, mesh:
     said of the batch (`shard(x, "batch@data ...")`).
 
     Raises `ShardingError`, with all offenders and before anything is placed, for patterns that match nothing or
-    contradict each other, specs that do not fit, and parameters that live on another mesh.
+    contradict each other, specs that do not fit, and parameters that live on another mesh or hold a gradient. (Hooks on
+    a parameter stay with the plain one: register them afterwards.)
 
     Example:
         >>> import torch
@@ -67,6 +68,13 @@ def parallelize(module: nn.Module, specs: Mapping[str, str | P | Spec], *, mesh:
             others,
             rule="the parameters of a module live on one mesh",
             remedy="give that mesh, or a module that is not placed yet",
+        )
+    if held := [f"{at} of {list(x.shape)} has one" for at, x in tensors.items() if x.grad is not None]:
+        raise ShardingError(
+            f"parallelize({name}) would lose gradients",
+            held,
+            rule="parameters are replaced by new ones, which have no gradient yet",
+            remedy="call module.zero_grad() before",
         )
     said = read(specs, map(tuple, names.values()))
     resolve_many([(at, tensors[at].shape, spec, None) for at, spec in said.items()], mesh, what="parallelize")
