@@ -2,8 +2,8 @@
 
 Torch says it on meta tensors, which for many ops is Python code and costs more than all the rest of a first call.
 So what a call gave is kept for calls like it: the same op on operands of the same dtypes and ranks, whose sizes differ
-but are equal to each other, and to integers among the arguments, in the same places. Then the dtypes and the order in
-memory are the same, and shapes follow from the rule; torch is asked for them only where a rule reads one.
+but are equal to each other, and to integers among the arguments, in the same places. Then dtypes, ranks and the order
+in memory are the same, and shapes follow from the rule; torch is asked for them only where a rule reads one.
 """
 
 from __future__ import annotations
@@ -56,10 +56,18 @@ class Outcome:
 
 
 class _Later(Meta):
-    """A result whose dtype is known, and whose shape torch is asked for when a rule reads it."""
+    """A result whose dtype and rank are known, and whose shape torch is asked for when a rule reads it."""
 
-    def __init__(self, dtype: torch.dtype, ask: Callable[[], tuple[int, ...]]) -> None:
-        self.__dict__.update(dtype=dtype, ask=ask)
+    def __init__(self, dtype: torch.dtype, dims: int, ask: Callable[[], tuple[int, ...]]) -> None:
+        self.__dict__.update(dtype=dtype, dims=dims, ask=ask)
+
+    @property
+    def rank(self) -> int:
+        return int(self.__dict__["dims"])
+
+    @property
+    def at_hand(self) -> bool:
+        return "shape" in self.__dict__
 
     def __getattr__(self, name: str) -> Any:  # for what is not set yet
         if name != "shape":
@@ -68,7 +76,7 @@ class _Later(Meta):
         return shape
 
 
-_seen: dict[Any, tuple[type | None, tuple[torch.dtype | None, ...]]] = {}
+_seen: dict[Any, tuple[type | None, tuple[tuple[torch.dtype, int] | None, ...]]] = {}
 _SEEN_SIZE = 1 << 14
 
 
@@ -101,7 +109,7 @@ def remember(like: Any, outcome: Outcome) -> None:
     if like is not None and outcome.dense:
         if len(_seen) >= _SEEN_SIZE:
             _seen.clear()
-        _seen[like] = outcome.kind, tuple(None if m is None else m.dtype for m in outcome.metas)
+        _seen[like] = outcome.kind, tuple(None if m is None else (m.dtype, m.rank) for m in outcome.metas)
 
 
 def recall(like: Any, ask: Ask) -> Outcome | None:
@@ -109,7 +117,7 @@ def recall(like: Any, ask: Ask) -> Outcome | None:
     found = _seen.get(like) if like is not None else None
     if found is None:
         return None
-    kind, dtypes = found
+    kind, known = found
     answer = cache(lambda: Outcome.of(ask()).metas)
 
     def shape(i: int) -> Callable[[], tuple[int, ...]]:
@@ -120,5 +128,5 @@ def recall(like: Any, ask: Ask) -> Outcome | None:
 
         return of
 
-    metas = tuple(None if dtype is None else _Later(dtype, shape(i)) for i, dtype in enumerate(dtypes))
+    metas = tuple(None if said is None else _Later(*said, shape(i)) for i, said in enumerate(known))
     return Outcome(metas, kind, None)

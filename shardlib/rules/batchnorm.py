@@ -17,82 +17,54 @@ from torch import Tensor
 
 from shardlib.internals import schema_of
 from shardlib.rules.norm import affine
+from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
 from shardlib.rules.shards import Rows, cut, may_be_empty, widely
-from shardlib.rules.space import Dim, Space, numel
+from shardlib.rules.space import Space, argument_named, numel
 
 aten = torch.ops.aten
 
 # Batch normalisation -------------------------------------------------------------------------------------------------
 
-# Arguments of the ops: "x" is shaped like the input, "c" like its channels (or is empty, or missing), "t" says whether
-# the statistics are those of this batch, "m" is the momentum, "e" epsilon, "k" which results are wanted, "r" a scratch
-# tensor; then the same for the results. "T" and "E" stand for training and evaluation where the op takes no flag.
-_BATCH = {
-    "_native_batch_norm_legit.no_stats": ("xcctme", "xcc"),
-    "_native_batch_norm_legit_functional": ("xcccctme", "xcccc"),
-    "_native_batch_norm_legit_no_training": ("xccccme", "xcc"),
-    "_batch_norm_with_update_functional": ("xccccme", "xccrcc"),
-    "native_batch_norm_backward": ("xxccccctek", "xcc"),
-    "batch_norm_backward": ("xxccccctekr", "xcc"),
-}
-_TRAINS = {"_batch_norm_with_update_functional": True}  # the rest without a flag evaluate
 
+def _batch_norm(text: str, form: Callable[..., tuple[Tensor, ...]], trains: bool | None = None) -> RuleFn:
+    """Of channels `c`; `{saved}` is what only a call reads, or makes, that trains, as an argument says or `trains`."""
 
-def _batch_norm(name: str) -> RuleFn:
-    kinds, outs = _BATCH[name]
+    def local(local: Local, training: bool) -> Any:
+        n, c, *space = local.rule.results[0]
+        batch = [f for d in (n, *space) for f in d]
+        if (training and cut(local, batch)) or any(may_be_empty(local, f) for f in (*batch, *c)):
+            rows = Rows.of(local, [i for i in range(2 + len(space)) if i != 1])
+            unread = [math.prod(map(local.size, d)) for labels in local.rule.results[1:3] for d in labels]
+            rows = replace(rows, factors=rows.factors if training else ())
+            every = partial(form, rows, unread, training)
+            wanted = widely(lambda *args: every(*args)[: len(local.call.results)], local.call)
+            return local.run(wanted, *local.args)
+        return local.op(local.call.target, *local.args)  # the kernels refuse empty inputs, or crash
 
     def rule(call: Call) -> Rule:
-        shape = call.operands[0].shape
-        backward = "backward" in name
-        trains = call.args[kinds.index("t")] if "t" in kinds else _TRAINS.get(name, False)
-        space = Space()
-        x = space.dims(shape)
-
-        def labels(kind: str, m: Meta | None) -> list[Dim]:
-            """The scratch tensor, and the statistics that an evaluation does not make, are empty."""
-            if m is None:
-                return []
-            return x if kind == "x" else [x[1]] if kind == "c" and m.shape == shape[1:2] else space.dims(m.shape, "r")
-
-        given = zip(kinds, call.args, strict=False)
-        operands = [labels(kind, a) for kind, a in given if isinstance(a, Meta)]
-        results = [labels(kind, m) for kind, m in zip(outs, call.results, strict=True)]
-        batch = [f for i, d in enumerate(x) if i != 1 for f in d]
-
-        def local(local: Local) -> Any:
-            if (trains and cut(local, batch)) or any(may_be_empty(local, f) for f in (*batch, *x[1])):
-                dims = [i for i in range(len(shape)) if i != 1]
-                rows = Rows(dims, tuple(batch if trains else ()), numel(shape[:1]) * numel(shape[2:]))
-                form = partial(_backward if backward else _forward, rows, kinds, outs, trains)
-                unread = [math.prod(map(local.size, d)) for labels in local.rule.results[1:3] for d in labels]
-                return local.run(widely(form, local.call), unread, *local.args)
-            return local.op(call.target, *local.args)  # the kernels refuse empty inputs, or crash
-
-        return space.rule(
-            operands,
-            results,
-            reduce=dict.fromkeys(batch, "sum" if backward and not trains else "none") | dict.fromkeys(x[1], "none"),
-            linear=[{0}] if backward else [],
-            local=local,
-            local_factors=[*batch, *x[1]],
-            flops=(8 if backward else 5) * numel(shape),
-        )
+        flag = next((a.name for a in schema_of(call.target).arguments if a.name in _FLAGS), None)
+        training = argument_named(call, flag) if flag else bool(trains)
+        backward = form is _backward
+        rows = "sum" if backward and not training else "none"
+        said = f"n:local ...:local c:local n:{rows} ...:{rows} c:none {'{0}' if backward else ''}"
+        return pattern(
+            f"{text.format(saved='c' if training else '_')} | {said}",
+            local=lambda call: local(call, training),
+            flops=lambda call, _: (8 if backward else 5) * numel(call.operands[0].shape),
+        )(call)
 
     return rule
 
 
-def _by_kind(kinds: str, args: Sequence[Any], kind: str) -> list[Any]:
-    """The arguments of a kind; those about channels are shaped to go with the input. None: nothing is said."""
-    (x, *_), found = args, [a for k, a in zip(kinds, args, strict=True) if k == kind]
-    if kind != "c":
-        return found
-    return [None if c is None else c.reshape([1, -1, *[1] * (x.dim() - 2)]) for c in found]
+_FLAGS = {"training", "train", "update"}
 
 
-def _forward(rows: Rows, kinds: str, outs: str, trains: bool, unread: Sequence[int], *args: Any) -> tuple[Tensor, ...]:
-    x, (w, b, *running) = args[0], _by_kind(kinds, args, "c")
-    (momentum,), (eps,) = _by_kind(kinds, args, "m"), _by_kind(kinds, args, "e")
+def _forward(
+    rows: Rows, unread: Sequence[int], trains: bool, x: Tensor, w: Any, b: Any, *rest: Any
+) -> tuple[Tensor, ...]:
+    running = [_along(x, v) for v in rest if isinstance(v, Tensor)]
+    momentum, eps = rest[-2:]
     if trains:
         mean, centred, var = rows.moments(x)
         sample = var * (rows.count / max(rows.count - 1, 1))  # running variances are those of a sample
@@ -102,20 +74,31 @@ def _forward(rows: Rows, kinds: str, outs: str, trains: bool, unread: Sequence[i
         centred = x - mean
     rstd = (var + eps).rsqrt()
     saved = [mean.reshape(-1), rstd.reshape(-1)] if trains else [x.new_empty(n) for n in unread]
-    rest = iter([*saved, *(c.reshape(-1) for c in running)])
-    return affine(centred * rstd, w, b), *(next(rest) if kind == "c" else x.new_empty(0) for kind in outs[1:])
+    return affine(centred * rstd, _along(x, w), _along(x, b)), *saved, *(v.reshape(-1) for v in running)
 
 
-def _backward(rows: Rows, kinds: str, outs: str, trains: bool, unread: Any, *args: Any) -> tuple[Tensor, ...]:
-    grad, x = args[:2]
-    (w, mean, var, *saved), (eps,) = _by_kind(kinds, args, "c"), _by_kind(kinds, args, "e")
-    mean, rstd = saved if trains else (mean, (var + eps).rsqrt())
+def _with_reserve(rows: Rows, unread: Any, trains: bool, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    out, mean, rstd, *running = _forward(rows, unread, trains, x, *args)
+    return out, mean, rstd, x.new_empty(0), *running  # the scratch tensor of some kernels is empty
+
+
+def _backward(
+    rows: Rows, _: Any, trains: bool, grad: Tensor, x: Tensor, w: Any, mean: Any, var: Any, saved: Any, rstd: Any,
+    flag: bool, eps: float, *rest: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    mean, rstd = (_along(x, saved), _along(x, rstd)) if trains else (_along(x, mean), (_along(x, var) + eps).rsqrt())
     unit = (x - mean) * rstd
     totals = rows.sum(grad * unit), rows.sum(grad)
     if trains:
         along, mean = (total / rows.count for total in totals)
         grad = grad - mean - unit * along
+    w = _along(x, w)
     return affine(grad * rstd, w), *(total.reshape(-1) for total in totals)
+
+
+def _along(x: Tensor, c: Any) -> Any:
+    """What there is of every channel, shaped to go with the input."""
+    return None if c is None else c.reshape([1, -1, *[1] * (x.dim() - 2)])
 
 
 # Group normalisation -------------------------------------------------------------------------------------------------
@@ -251,7 +234,18 @@ DECOMPOSED: dict[str, Callable[..., Any]] = {
 }
 
 ROWS: dict[str, RuleFn | str] = {
-    **{name: _batch_norm(name) for name in _BATCH},
+    "_native_batch_norm_legit.no_stats": _batch_norm("n c ..., c, c -> n c ..., {saved}, {saved}", _forward),
+    "_native_batch_norm_legit_functional": _batch_norm(
+        "n c ..., c, c, c, c -> n c ..., {saved}, {saved}, c, c", _forward
+    ),
+    "_native_batch_norm_legit_no_training": _batch_norm("n c ..., c, c, c, c -> n c ..., {saved}, {saved}", _forward),
+    "_batch_norm_with_update_functional": _batch_norm(
+        "n c ..., c, c, c, c -> n c ..., {saved}, {saved}, _, c, c", _with_reserve, trains=True
+    ),
+    "native_batch_norm_backward": _batch_norm(
+        "n c ..., n c ..., c, c, c, {saved}, {saved} -> n c ..., c, c", _backward
+    ),
+    "batch_norm_backward": _batch_norm("n c ..., n c ..., c, c, c, {saved}, {saved}, _ -> n c ..., c, c", _backward),
     "native_group_norm": _group_norm,
     "native_group_norm_backward": _group_norm,
 }

@@ -13,20 +13,12 @@ import torch
 from torch import Tensor
 
 from shardlib.internals import schema_of
-from shardlib.rules.rule import Call, Local, Rule, RuleFn
+from shardlib.rules.patterns import pattern
+from shardlib.rules.rule import Local, RuleFn
 from shardlib.rules.shards import Rows, cut, widely
-from shardlib.rules.space import Dim, Space, arg, numel
+from shardlib.rules.space import argument_named
 
 aten = torch.ops.aten
-
-# A normalisation's arguments and results: "x" is shaped like the input, "w" like the normalised dims, "s" like the
-# statistics (the normalised dims are 1), "-" is no tensor.
-_LAYOUTS = {
-    "native_layer_norm": ("x-ww-", "xss"),
-    "native_layer_norm_backward": ("xx-ssww-", "xww"),
-    "_fused_rms_norm": ("x-w-", "xs"),
-    "_fused_rms_norm_backward": ("xx-sw-", "xw"),
-}
 
 
 def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
@@ -67,44 +59,24 @@ def _outer_sum(rows: Rows, x: Tensor) -> Tensor:
     return x.sum(outer) if outer else x
 
 
-_CUT: dict[str, Callable[..., tuple[Tensor, ...]]] = {
-    "native_layer_norm": _layer_norm,
-    "native_layer_norm_backward": _layer_norm_backward,
-    "_fused_rms_norm": _rms_norm,
-    "_fused_rms_norm_backward": _rms_norm_backward,
-}
+_STATISTICS = {"mean", "rstd"}
 
 
-def _norm(call: Call) -> Rule:
-    name = schema_of(call.target).name.removeprefix("aten::")
-    kinds, outs = _LAYOUTS[name]
-    inner = len(arg(call, kinds.index("-"), "normalized_shape"))
-    shape = call.operands[0].shape
-    start = len(shape) - inner
-    space = Space()
-    x = space.dims(shape)
-    dims: dict[str, list[Dim]] = {"x": x, "w": x[start:], "s": x[:start] + [()] * inner}
-    operands = [dims[k] for k, a in zip(kinds, call.args, strict=False) if k != "-" and a is not None]
-    results = [dims[k] if m is not None else [] for k, m in zip(outs, call.results, strict=True)]
-    backward = outs[1] == "w"
-    within, rows = ([f for d in part for f in d] for part in (x[start:], x[:start]))
+def _norm(text: str, form: Callable[..., tuple[Tensor, ...]], flops: int) -> RuleFn:
+    """`form` is for the normalised dims cut: it gets the rows, then what the op gets."""
 
     def local(local: Local) -> Any:
-        if cut(local, within):
-            return local.run(widely(_CUT[name], local.call), Rows.of(local, range(start, len(shape))), *local.args)
+        names = [a.name for a in schema_of(local.call.target).arguments]
+        x = local.rule.results[0]
+        start = len(x) - len(argument_named(local.call, "normalized_shape"))
+        if cut(local, (f for d in x[start:] for f in d)):
+            return local.run(widely(form, local.call), Rows.of(local, range(start, len(x))), *local.args)
         # The kernels read statistics as if they were contiguous, which a slice of them is not.
-        args = [local.op(aten.contiguous.default, a) if k == "s" else a for k, a in zip(kinds, local.args, strict=True)]
-        return local.op(call.target, *args)
+        given = zip(names, local.args, strict=False)
+        args = [local.op(aten.contiguous.default, a) if n in _STATISTICS else a for n, a in given]
+        return local.op(local.call.target, *args)
 
-    return space.rule(
-        operands,
-        results,
-        reduce=dict.fromkeys(within, "none") | (dict.fromkeys(rows, "sum") if backward else {}),
-        linear=[{0}] if backward else [],
-        local=local,
-        local_factors=[*within, *rows] if backward else within,
-        flops=(8 if backward else 5) * numel(shape),
-    )
+    return pattern(text, local=local, flops=lambda _, points: flops * points)
 
 
 # Weight normalisation: w = g v / |v|, with one norm for every index of `dim`. -----------------------------------------
@@ -132,7 +104,32 @@ def _norm_dtype(g: torch.Tensor) -> torch.dtype | None:
     return torch.float32 if g.dtype == torch.bfloat16 else None
 
 
-ROWS: dict[str, RuleFn | str] = dict.fromkeys(_LAYOUTS, _norm)
+_SHAPE = "normalized_shape:size(normalized_shape) normalized_shape:local"
+_FORWARD = f"| {_SHAPE} normalized_shape:none"
+_BACKWARD = f"| {_SHAPE} normalized_shape:none ...:local ...:sum {{0}}"
+
+ROWS: dict[str, RuleFn | str] = {
+    "native_layer_norm": _norm(
+        f"[normalized_shape], normalized_shape, normalized_shape -> [normalized_shape], ..., ... {_FORWARD}",
+        _layer_norm,
+        5,
+    ),
+    "native_layer_norm_backward": _norm(
+        "[normalized_shape], [normalized_shape], ..., ..., normalized_shape, normalized_shape "
+        f"-> [normalized_shape], normalized_shape, normalized_shape {_BACKWARD}",
+        _layer_norm_backward,
+        8,
+    ),
+    "_fused_rms_norm": _norm(
+        f"[normalized_shape], normalized_shape -> [normalized_shape], ... {_FORWARD}", _rms_norm, 5
+    ),
+    "_fused_rms_norm_backward": _norm(
+        "[normalized_shape], [normalized_shape], ..., normalized_shape "
+        f"-> [normalized_shape], normalized_shape {_BACKWARD}",
+        _rms_norm_backward,
+        8,
+    ),
+}
 
 DECOMPOSED: dict[str, Callable[..., Any]] = {
     "_weight_norm_interface": _weight_norm,

@@ -86,18 +86,23 @@ def _apply(
     here = present(call, len(pattern.operands))
     if len(here) != len(call.operands) or len(pattern.results) != len(call.results):
         raise _misfit(pattern, call, [f"it has {len(call.operands)} operands and {len(call.results)} results"])
-    operands = [(pattern.operands[p], m.shape) for p, m in zip(here, call.operands, strict=True)]
-    results = [(t, None if m is None else m.shape) for t, m in zip(pattern.results, call.results, strict=True)]
+    terms, made = [pattern.operands[p] for p in here], list(pattern.results)
     group: dict[str, list[str]] = {}
     if name := next((t.named for t in (*pattern.operands, *pattern.results) if t.named), None):
-        rank = next(len(shape) for t, shape in (*operands, *results) if t.named and shape is not None)
+        given = zip((*terms, *pattern.results), (*call.operands, *call.results), strict=True)
+        rank = next(m.rank for t, m in given if t.named and m is not None)
         said = argument_named(call, name)
         counted = (name, f"size({name})") in pattern.notes  # it lists the sizes of the last dims
         where = list(range(rank))[rank - len(said) :] if counted else [d for d in axes(said, rank) if d < rank]
         group[name] = [name if k == 0 else f"{name}{k}" for k in range(len(where))]
         named = dict(zip(where, group[name], strict=True))
-        operands = [(_placed(t, shape, rank, name, named), shape) for t, shape in operands]
-        results = [(t if shape is None else _placed(t, shape, rank, name, named), shape) for t, shape in results]
+        terms = [_placed(t, m.rank, rank, name, named) for t, m in zip(terms, call.operands, strict=True)]
+        made = [
+            t if m is None else _placed(t, m.rank, rank, name, named) for t, m in zip(made, call.results, strict=True)
+        ]
+    operands = [(t, m.shape) for t, m in zip(terms, call.operands, strict=True)]
+    told = _told(operands)
+    results = [(t, None if m is None else _shape(t, m, told)) for t, m in zip(made, call.results, strict=True)]
     every = [(t, shape) for t, shape in (*operands, *results) if shape is not None]
     sizes = _sizes(pattern, call, every)
 
@@ -173,16 +178,16 @@ def _sized(call: Call, name: str, dim: Dim) -> Ints:
     return {(*path(call, at, name), *([int(item)] if item else [])): (1, dim)}
 
 
-def _placed(term: Term, shape: Sequence[int], rank: int, name: str, named: Mapping[int, str]) -> Term:
-    """A term of all dims, of which an argument names some, of these, or of the others, dim by dim."""
+def _placed(term: Term, count: int, rank: int, name: str, named: Mapping[int, str]) -> Term:
+    """The term of a tensor of `count` dims, dim by dim: of all, of those that an argument names, or of the others."""
     dims = [(*term.majors, named[d]) if d in named else (f"*{rank - 1 - d}",) for d in range(rank)]
-    if term.named and len(shape) == rank:
+    if term.named and count == rank:
         return Term(tuple(dims), term.fits)
-    if term.dims == ((name,),) and len(shape) == len(named):
+    if term.dims == ((name,),) and count == len(named):
         return Term(tuple((named[d],) for d in named), term.fits)
-    if term.dims == (ELLIPSIS,) and len(shape) == rank - len(named):
+    if term.dims == (ELLIPSIS,) and count == rank - len(named):
         return Term(tuple(dim for d, dim in enumerate(dims) if d not in named), term.fits)
-    if term.dims == (ELLIPSIS,) and len(shape) == rank:
+    if term.dims == (ELLIPSIS,) and count == rank:
         return Term(tuple(() if d in named else dim for d, dim in enumerate(dims)), term.fits)
     return term
 
@@ -226,6 +231,26 @@ def _sizes(pattern: Pattern, call: Call, tensors: Sequence[tuple[Term, tuple[int
     if wrong:
         raise _misfit(pattern, call, list(dict.fromkeys(wrong)))
     return sizes
+
+
+def _told(operands: Sequence[tuple[Term, tuple[int, ...]]]) -> dict[str, int]:
+    """The size of every factor that is a dim of an operand by itself."""
+    fitting = [(term, shape) for term, shape in operands if _rank_fits(term, shape)]
+    return {
+        dim[0]: n
+        for term, shape in fitting
+        for dim, n in _aligned(term, shape)
+        if len(dim) == 1 and (n != 1 or not (term.fits or dim[0].startswith("*")))
+    }
+
+
+def _shape(term: Term, result: Meta, told: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of a result: where torch would have to be asked, it is what operands tell, if they do."""
+    if not result.at_hand and _rank_fits(term, range(result.rank)):
+        dims = [dim for dim, _ in _aligned(term, range(result.rank))]
+        if all(len(dim) <= 1 and told.keys() >= set(dim) for dim in dims):
+            return tuple(math.prod(told[f] for f in dim) for dim in dims)
+    return result.shape
 
 
 def _rank_fits(term: Term, shape: Sequence[int]) -> bool:

@@ -28,6 +28,15 @@ class Meta:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether reading the shape costs nothing: of a result, torch may have to be asked."""
+        return True
+
 
 @dataclass(frozen=True)
 class Call:
