@@ -61,9 +61,9 @@ class Pool:
     def __init__(self, n: int) -> None:
         # The store is here, so that it outlives a rank that a test kills, and so that its port is free for sure.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        # Forks of a process that has imported torch, and done nothing else, start in no time.
+        # Forks of a process that has imported what they need, and done nothing else, start in no time.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed.device_mesh"])
+        context.set_forkserver_preload(["torch.distributed.device_mesh", "pytest", "shardlib"])
         self.pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
         for rank in range(n):
