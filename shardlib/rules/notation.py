@@ -42,7 +42,7 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from shardlib.errors import ShardingError
 from shardlib.rules.space import Dim
@@ -104,6 +104,11 @@ class Pattern:
     results: tuple[Term, ...]
     notes: tuple[tuple[str, str], ...] = ()
     linear: tuple[frozenset[int], ...] = ()
+
+    @cached_property
+    def named(self) -> str | None:
+        """The argument that names dims."""
+        return next((t.named for t in (*self.operands, *self.results) if t.named), None)
 
     def __str__(self) -> str:
         notes = [f"{f}:{kind}" for f, kind in self.notes]

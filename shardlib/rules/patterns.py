@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -86,31 +87,21 @@ def _apply(
     here = present(call, len(pattern.operands))
     if len(here) != len(call.operands) or len(pattern.results) != len(call.results):
         raise _misfit(pattern, call, [f"it has {len(call.operands)} operands and {len(call.results)} results"])
-    terms, made = [pattern.operands[p] for p in here], list(pattern.results)
-    group: dict[str, list[str]] = {}
-    if name := next((t.named for t in (*pattern.operands, *pattern.results) if t.named), None):
-        given = zip((*terms, *pattern.results), (*call.operands, *call.results), strict=True)
-        rank = next(m.rank for t, m in given if t.named and m is not None)
-        said = argument_named(call, name)
-        counted = (name, f"size({name})") in pattern.notes  # it lists the sizes of the last dims
-        where = list(range(rank))[rank - len(said) :] if counted else [d for d in axes(said, rank) if d < rank]
-        group[name] = [name if k == 0 else f"{name}{k}" for k in range(len(where))]
-        named = dict(zip(where, group[name], strict=True))
-        terms = [_placed(t, m.rank, rank, name, named) for t, m in zip(terms, call.operands, strict=True)]
-        made = [
-            t if m is None else _placed(t, m.rank, rank, name, named) for t, m in zip(made, call.results, strict=True)
-        ]
-    operands = [(t, m.shape) for t, m in zip(terms, call.operands, strict=True)]
-    told = _told(operands)
-    results = [(t, None if m is None else _shape(t, m, told)) for t, m in zip(made, call.results, strict=True)]
-    every = [(t, shape) for t, shape in (*operands, *results) if shape is not None]
+    ranks = tuple([None if m is None else m.rank for m in (*call.operands, *call.results)])
+    said = argument_named(call, pattern.named) if pattern.named else None
+    form = _form(pattern, tuple(here), ranks, tuple(said) if isinstance(said, Sequence) else said)
+    operands = [(t, m.shape) for t, m in zip(form.operands, call.operands, strict=True)]
+    results = [(t, _shape(t, m, operands)) for t, m in zip(form.results, call.results, strict=True) if t and m]
+    group = {name: list(factors) for name, factors in form.group}
+    every = (*operands, *results)
     sizes = _sizes(pattern, call, every)
 
     space = Space()
     for name, n in sizes.items():
         space.dim(n, name, whole=is_own(name))
     labelled = [_label(t, shape, sizes) for t, shape in operands]
-    out = [() if shape is None else _label(t, shape, sizes) for t, shape in results]
+    made = iter([_label(t, shape, sizes) for t, shape in results])
+    out = [next(made) if t and m else () for t, m in zip(form.results, call.results, strict=True)]
     reduce: dict[str, str] = {}
     cut_locally = []
     tied: dict[str, dict[str, str]] = {"round": {}, "lend": {}}
@@ -138,10 +129,9 @@ def _apply(
                 cut_locally.append(f)
             else:
                 reduce[f] = kind
-    for labels, (_, shape) in zip(out, results, strict=True):
-        missing = space.sizes.keys() - {f for d in labels for f in d}
-        if shape is not None:
-            space.whole |= missing - reduce.keys()
+    for labels, m in zip(out, call.results, strict=True):
+        if m is not None:
+            space.whole |= space.sizes.keys() - {f for d in labels for f in d} - reduce.keys()
     points = math.prod(space.sizes.values())
     return space.rule(
         labelled,
@@ -178,36 +168,22 @@ def _sized(call: Call, name: str, dim: Dim) -> Ints:
     return {(*path(call, at, name), *([int(item)] if item else [])): (1, dim)}
 
 
-def _placed(term: Term, count: int, rank: int, name: str, named: Mapping[int, str]) -> Term:
-    """The term of a tensor of `count` dims, dim by dim: of all, of those that an argument names, or of the others."""
-    dims = [(*term.majors, named[d]) if d in named else (f"*{rank - 1 - d}",) for d in range(rank)]
-    if term.named and count == rank:
-        return Term(tuple(dims), term.fits)
-    if term.dims == ((name,),) and count == len(named):
-        return Term(tuple((named[d],) for d in named), term.fits)
-    if term.dims == (ELLIPSIS,) and count == rank - len(named):
-        return Term(tuple(dim for d, dim in enumerate(dims) if d not in named), term.fits)
-    if term.dims == (ELLIPSIS,) and count == rank:
-        return Term(tuple(() if d in named else dim for d, dim in enumerate(dims)), term.fits)
-    return term
-
-
 def _per_point(operands: Sequence[Sequence[Dim]], reduce: Mapping[str, str]) -> int:
     """A multiplication and an addition per point of a contraction, one operation per point otherwise."""
     summed = [f for f, kind in reduce.items() if kind == "sum"]
     return 2 if any(sum(any(f in d for d in o) for o in operands) > 1 for f in summed) else 1
 
 
-def _sizes(pattern: Pattern, call: Call, tensors: Sequence[tuple[Term, tuple[int, ...]]]) -> dict[str, int]:
+def _sizes(pattern: Pattern, call: Call, tensors: Sequence[tuple[_Placed, tuple[int, ...]]]) -> dict[str, int]:
     """The size of every factor, in the order in which the pattern names them."""
     sizes: dict[str, int] = {}
     wrong: list[str] = []
     open_dims: list[tuple[Dim, int]] = []
-    for term, shape in tensors:
-        if not _rank_fits(term, shape):
+    for (term, dims), shape in tensors:
+        if dims is None:
             wrong.append(f"{list(shape)} does not have the dims of `{term}`")
             continue
-        for dim, n in _aligned(term, shape):
+        for dim, n in zip(dims, shape, strict=True):
             stretched = n == 1 and (term.fits or (dim and dim[0].startswith("*")))
             if not dim and n != 1:
                 wrong.append(f"{list(shape)} has size {n} where `{term}` says 1")
@@ -233,45 +209,83 @@ def _sizes(pattern: Pattern, call: Call, tensors: Sequence[tuple[Term, tuple[int
     return sizes
 
 
-def _told(operands: Sequence[tuple[Term, tuple[int, ...]]]) -> dict[str, int]:
-    """The size of every factor that is a dim of an operand by itself."""
-    fitting = [(term, shape) for term, shape in operands if _rank_fits(term, shape)]
-    return {
+def _shape(placed: _Placed, result: Meta, operands: Sequence[tuple[_Placed, tuple[int, ...]]]) -> tuple[int, ...]:
+    """The shape of a result: where torch would have to be asked, it is what operands tell, if they do."""
+    dims = placed[1]
+    if result.at_hand or dims is None or any(len(dim) > 1 for dim in dims):
+        return result.shape
+    told = {
         dim[0]: n
-        for term, shape in fitting
-        for dim, n in _aligned(term, shape)
+        for (term, known), shape in operands
+        for dim, n in zip(known or (), shape, strict=known is not None)
         if len(dim) == 1 and (n != 1 or not (term.fits or dim[0].startswith("*")))
     }
+    known_here = all(f in told for dim in dims for f in dim)
+    return tuple([math.prod(told[f] for f in dim) for dim in dims]) if known_here else result.shape
 
 
-def _shape(term: Term, result: Meta, told: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of a result: where torch would have to be asked, it is what operands tell, if they do."""
-    if not result.at_hand and _rank_fits(term, range(result.rank)):
-        dims = [dim for dim, _ in _aligned(term, range(result.rank))]
-        if all(len(dim) <= 1 and told.keys() >= set(dim) for dim in dims):
-            return tuple(math.prod(told[f] for f in dim) for dim in dims)
-    return result.shape
+def _label(placed: _Placed, shape: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[Dim, ...]:
+    dims = placed[1] or ()
+    return tuple([() if n == 1 else tuple([f for f in d if sizes[f] != 1]) for d, n in zip(dims, shape, strict=True)])
 
 
-def _rank_fits(term: Term, shape: Sequence[int]) -> bool:
-    return (
-        len(shape) == term.rank
-        or (len(shape) > term.rank and ELLIPSIS in term.dims)
-        or (term.fits and len(shape) < term.rank)
-    )
+# Terms dim by dim: what follows from ranks alone ----------------------------------------------------------------------
+
+_Placed = tuple[Term, tuple[Dim, ...] | None]  # a term, and the factors of each dim of a tensor; None: it does not fit
 
 
-def _aligned(term: Term, shape: Sequence[int]) -> list[tuple[Dim, int]]:
-    """Pairs of factor names and size; the dims of `...` are `*0`, `*1` from the right, so that they broadcast."""
+@dataclass(frozen=True)
+class _Form:
+    """A pattern for tensors of given ranks; None stands for what is no tensor.
+
+    `group`: the factors that an argument names, and those of `...`, by what the pattern calls them.
+    """
+
+    operands: tuple[_Placed, ...]
+    results: tuple[_Placed | None, ...]
+    group: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+
+@lru_cache(maxsize=4096)
+def _form(pattern: Pattern, here: tuple[int, ...], ranks: tuple[int | None, ...], said: Any) -> _Form:
+    """`here` are the operands that there are, `said` is what the argument says that names dims."""
+    terms = [*(pattern.operands[p] for p in here), *pattern.results]
+    group: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    name = pattern.named
+    if name is not None:
+        rank = next(n for t, n in zip(terms, ranks, strict=True) if t.named and n is not None)
+        counted = (name, f"size({name})") in pattern.notes  # it lists the sizes of the last dims
+        where = list(range(rank))[rank - len(said) :] if counted else [d for d in axes(said, rank) if d < rank]
+        factors = tuple(name if k == 0 else f"{name}{k}" for k in range(len(where)))
+        group = ((name, factors),)
+        named = dict(zip(where, factors, strict=True))
+        terms = [t if n is None else _named(t, n, rank, name, named) for t, n in zip(terms, ranks, strict=True)]
+    placed = [None if n is None else (t, _dims(t, n)) for t, n in zip(terms, ranks, strict=True)]
+    return _Form(tuple(p for p in placed[: len(here)] if p), tuple(placed[len(here) :]), group)
+
+
+def _named(term: Term, count: int, rank: int, name: str, named: Mapping[int, str]) -> Term:
+    """The term of a tensor of `count` dims, dim by dim: of all, of those that an argument names, or of the others."""
+    dims = [(*term.majors, named[d]) if d in named else (f"*{rank - 1 - d}",) for d in range(rank)]
+    if term.named and count == rank:
+        return Term(tuple(dims), term.fits)
+    if term.dims == ((name,),) and count == len(named):
+        return Term(tuple((named[d],) for d in named), term.fits)
+    if term.dims == (ELLIPSIS,) and count == rank - len(named):
+        return Term(tuple(dim for d, dim in enumerate(dims) if d not in named), term.fits)
+    if term.dims == (ELLIPSIS,) and count == rank:
+        return Term(tuple(() if d in named else dim for d, dim in enumerate(dims)), term.fits)
+    return term
+
+
+def _dims(term: Term, rank: int) -> tuple[Dim, ...] | None:
+    """The factors of every dim; those of `...` are `*0`, `*1` from the right, so that they broadcast."""
     dims = list(term.dims)
     if ELLIPSIS in dims:
         at = dims.index(ELLIPSIS)
-        dims[at : at + 1] = [(f"*{i}",) for i in reversed(range(len(shape) - term.rank))]
-    return list(zip(dims[len(dims) - len(shape) :], shape, strict=True))
-
-
-def _label(term: Term, shape: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[Dim, ...]:
-    return tuple(() if n == 1 else tuple(f for f in d if sizes[f] != 1) for d, n in _aligned(term, shape))
+        dims[at : at + 1] = [(f"*{i}",) for i in reversed(range(rank - term.rank))]
+    fits = rank == len(dims) or (term.fits and rank < len(dims))
+    return tuple(dims[len(dims) - rank :]) if fits else None
 
 
 def _misfit(pattern: Pattern, call: Call, wrong: list[str]) -> ShardingError:
