@@ -30,10 +30,10 @@ def test_rules_are_right(family: Callable[[], Iterator[Sample]], part: int) -> N
     """Part 0, which `make test` runs, has the first sample of every row, and every fourth."""
     named: set[str] = set()
     wrong = []
-    for i, sample in enumerate(family()):
+    for at, sample in enumerate(family()):
         first = sample[0] not in named
         named.add(sample[0])
-        if (0 if first else i % PARTS) == part:
+        if (0 if first else at % PARTS) == part:
             wrong += check(sample)
     assert not wrong, "\n".join(wrong)
 
