@@ -203,16 +203,23 @@ def _at_home(
     fixed_inputs: Mapping[int, Fixed],
     placed: Callable[[Any], Fixed | None],
 ) -> dict[int, Fixed]:
-    """What is written to stays where it was, and gradients live where their values live; plain tensors are whole."""
+    """What is written to stays where it was, and gradients live where their values live; plain tensors are whole.
+
+    Gradients, and what is new in an object, live elsewhere where the last thing that the function says of them is so.
+    """
     leaves, after = call.leaves, traced.after
     said = {traced.input_leaves[i]: f for i, f in fixed_inputs.items()}
+    elsewhere = {i for i, x in enumerate(graph.outputs) if x in {op.results[0] for op in graph.ops if op.constrains}}
     out = {}
     for leaf, position in (*after.written, *after.data, *after.gradients, *after.grads):
-        if position is not None:
+        held = position not in elsewhere or (leaf, position) in (*after.written, *after.data)
+        if position is not None and held:
             is_placed = placed(leaves[leaf]) is not None and leaf in said
             fixed = said[leaf] if is_placed else _whole(graph.outputs[position])
             out[position] = fixed.by(f"the place of {_name(traced, leaf)}")
     for part in (part for kept in after.rebound for part in kept.parts if isinstance(part, Result)):
+        if part.at in elsewhere:
+            continue
         if part.plain is not None:
             out[part.at] = _whole(graph.outputs[part.at])
         elif (home := part.home) is not None:

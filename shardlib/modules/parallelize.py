@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardlib.errors import ShardingError
-from shardlib.jit import jit
 from shardlib.meshes.mesh import Mesh, current_mesh
+from shardlib.modules import pretrained
+from shardlib.modules.forward import Batch, Forward
+from shardlib.modules.optimizers import moments, replaced
+from shardlib.modules.strategies import SEQUENCE, TENSOR, Strategy, axes_for, chosen, cut_more
 from shardlib.modules.table import read
 from shardlib.placing import shard
-from shardlib.plans.plan import Plan
-from shardlib.specs.spec import P, Spec, resolve_many
+from shardlib.specs.spec import P, Spec, parse, resolve_many
 from shardlib.tensors.tensor import ShardedTensor
 
 
-def parallelize(module: nn.Module, specs: Mapping[str, str | P | Spec], *, mesh: Mesh | None = None) -> nn.Module:
+def parallelize(
+    module: nn.Module,
+    specs: Mapping[str, str | P | Spec] | None = None,
+    *,
+    strategy: str | Strategy | Callable[[], Strategy] | None = None,
+    mesh: Mesh | None = None,
+) -> nn.Module:
     """Place the parameters of a module on a mesh (default: the current one); returns the same module.
 
     `specs` says where parameters live, by patterns of their names, in which `*` stands for any text; a parameter that
-    no pattern matches is whole on every device. Parameters become `ShardedTensor`s (and stay `nn.Parameter`s, tied ones
-    tied), so an optimizer is made afterwards: one that was made before is refused when it steps. `forward` becomes one
-    program for the mesh, its backward another, from one joint trace: `loss.backward()` and `optimizer.step()` work
-    outside `jit` as they do on one device, and inside. `module.forward.plan(*args)` shows both. Where a batch lives is
-    said of the batch (`shard(x, "batch@data ...")`).
+    no pattern matches is whole on every device. Where nothing is said, and the mesh has an axis called `tensor`, it is
+    what the module says itself (`tp_plan` of transformers). `strategy` is `"ddp"`, `"zero1"`, `"zero2"`, `"fsdp"`,
+    `"hsdp"`, or one of `sl.strategies` with the axes named; it cuts parameters, gradients and moments over data axes,
+    too. Of the arguments of a call, plain tensors with as many rows as the first one are the batch, and cut over the
+    data axes (dim 1 over `seq`), unless some argument is placed already (`shard(x, "batch@data ...")`).
+
+    Parameters become `ShardedTensor`s (and stay `nn.Parameter`s, tied ones tied), so an optimizer is made afterwards:
+    one that was made before is refused when it steps. `forward` becomes one program for the mesh, its backward another,
+    from one joint trace: `loss.backward()` and `optimizer.step()` work outside `jit` as they do on one device, and
+    inside. `module.forward.plan(*args)` shows both.
 
     Raises `ShardingError`, with all offenders and before anything is placed, for patterns that match nothing or
     contradict each other, specs that do not fit, and parameters that live on another mesh or hold a gradient. (Hooks on
@@ -36,13 +45,17 @@ def parallelize(module: nn.Module, specs: Mapping[str, str | P | Spec], *, mesh:
 
     Example:
         >>> import torch
-        >>> from shardlib import Mesh, shard, typeof
+        >>> from shardlib import Mesh, typeof
         >>> with Mesh(data=2, tensor=2):
         ...     model = parallelize(nn.Linear(8, 4), {"weight": "out@tensor in", "bias": "out@tensor"})
-        ...     out = model(shard(torch.ones(6, 8), "batch@data ..."))
+        >>> out = model(torch.ones(6, 8))
         >>> out.sum().backward()
         >>> typeof(model.weight.grad), typeof(out)
         ('f32[4@tensor, 8]', 'f32[6@data, 4@tensor]')
+        >>> with Mesh(data=4):
+        ...     model = parallelize(nn.Linear(8, 4), strategy="fsdp")
+        >>> typeof(model.weight), typeof(model.bias)
+        ('f32[4, 8@data]', 'f32[4@data]')
     """
     mesh = mesh or current_mesh()
     name = type(module).__name__
@@ -52,9 +65,35 @@ def parallelize(module: nn.Module, specs: Mapping[str, str | P | Spec], *, mesh:
             rule="parameters live on the current mesh, or on the one that is given",
             remedy="put it inside `with Mesh(data=2, tensor=4):`, or give mesh=",
         )
-    if not isinstance(module, nn.Module) or not isinstance(specs, Mapping):
+    if not isinstance(module, nn.Module) or not isinstance(specs, Mapping | None):
         what = f"the module is of {type(module)}, specs are of {type(specs)}"
         raise ShardingError(what, remedy='parallelize(module, {"*.weight": "out@tensor in"})')
+    taken = chosen(strategy).on(mesh)
+    names, tensors = _parameters(module, mesh)
+    said = _said(module, tensors, mesh, taken) if specs is None else read(specs, map(tuple, names.values()))
+    homes = _homes(tensors, said, mesh, taken)
+    landing = {}
+    with mesh:
+        for ties in names.values():
+            old, (here, gradient, moment) = tensors[ties[0]], homes[ties[0]]
+            new = nn.Parameter(shard(old.detach(), here), requires_grad=old.requires_grad)
+            for at in ties:
+                path, _, last = at.rpartition(".")
+                setattr(module.get_submodule(path), last, new)
+            replaced[old] = f"{name}.{ties[0]}"
+            if str(gradient) != str(here):
+                landing[ties[0]] = gradient
+            if str(moment) != str(here):
+                moments[new] = moment
+    fn = module.forward.fn if isinstance(module.forward, Forward) else module.forward
+    rows, columns = ({axis: mesh.axes[axis] for axis in axes or ()} for axes in (taken.batch, _sequence(mesh)))
+    module.forward = Forward(module, fn, mesh, Batch(rows, columns), landing)
+    return module
+
+
+def _parameters(module: nn.Module, mesh: Mesh) -> tuple[dict[int, list[str]], dict[str, Tensor]]:
+    """All names of every parameter, and parameters by the first. Raises `ShardingError` for those that cannot move."""
+    name = type(module).__name__
     names: dict[int, list[str]] = {}
     tensors: dict[str, Tensor] = {}
     for at, x in module.named_parameters(remove_duplicate=False):
@@ -76,57 +115,43 @@ def parallelize(module: nn.Module, specs: Mapping[str, str | P | Spec], *, mesh:
             rule="parameters are replaced by new ones, which have no gradient yet",
             remedy="call module.zero_grad() before",
         )
-    said = read(specs, map(tuple, names.values()))
-    resolve_many([(at, tensors[at].shape, spec, None) for at, spec in said.items()], mesh, what="parallelize")
-    with mesh:
-        for ties in names.values():
-            old = tensors[ties[0]]
-            new = nn.Parameter(shard(old.detach(), said.get(ties[0], "...")), requires_grad=old.requires_grad)
-            for at in ties:
-                path, _, last = at.rpartition(".")
-                setattr(module.get_submodule(path), last, new)
-            _replaced[old] = f"{name}.{ties[0]}"
-    if not isinstance(module.forward, Forward):
-        module.forward = Forward(module.forward, mesh)
-    return module
+    return names, tensors
 
 
-_replaced = WeakTensorKeyDictionary()  # a plain parameter that a module no longer has -> its name
-
-
-def _refuse_replaced(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """An optimizer of parameters that no module has would step, and train nothing."""
-    if not _replaced:
-        return
-    old = [_replaced[p] for group in optimizer.param_groups for p in group["params"] if p in _replaced]
-    if old:
+def _said(module: nn.Module, tensors: Mapping[str, Tensor], mesh: Mesh, taken: Strategy) -> dict[str, Spec]:
+    """Where parameters live of which the caller says nothing: as the module's own table has it, or whole."""
+    inner = [axis for axis in mesh.axes if axis in TENSOR]
+    used = {*(taken.batch or ()), *(taken.parameters or ()), *_sequence(mesh), *inner}
+    table = pretrained.table_of(module)
+    grid = ", ".join(f"{axis}={n}" for axis, n in mesh.axes.items())
+    wrong = [f"nothing says what {axis!r} cuts" for axis in mesh.axes if axis not in used]
+    if inner and not table:
+        wrong.append(f"nothing says which weights {inner[0]!r} cuts: {type(module).__name__} has no tp_plan")
+    if wrong:
         raise ShardingError(
-            f"this {type(optimizer).__name__} was made before parallelize",
-            [f"{at} has been replaced by a parameter on the mesh" for at in old],
-            rule="an optimizer steps the parameters that it was given",
-            remedy="make the optimizer behind parallelize(module, ...), from module.parameters()",
+            f"parallelize({type(module).__name__}) on ({grid}) is given no specs",
+            wrong,
+            rule="without specs, axes cut the batch (data), the sequence (seq), and what the module's own table says",
+            remedy='give specs, {"*.up.weight": "ff@tensor embed", "*.down.weight": "embed ff@tensor"}',
         )
+    return pretrained.specs_of(table, tensors, inner[0]) if inner else {}
 
 
-register_optimizer_step_pre_hook(_refuse_replaced)
+def _sequence(mesh: Mesh) -> tuple[str, ...]:
+    return axes_for("seq", SEQUENCE, mesh)
 
 
-class Forward:
-    """A module's `forward` as a program for the mesh on which its parameters live."""
-
-    def __init__(self, fn: Callable[..., Any], mesh: Mesh) -> None:
-        self.mesh = mesh
-        self.program = jit(fn)
-        functools.update_wrapper(self, fn)
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        if current_mesh() is not None:
-            return self.program(*args, **kwargs)
-        with self.mesh:
-            return self.program(*args, **kwargs)
-
-    def plan(self, /, *args: Any, **kwargs: Any) -> Plan:
-        """The plan of forward and backward for these arguments; nothing runs."""
-        with self.mesh:
-            found: Plan = self.program.plan(*args, **kwargs)
-            return found
+def _homes(
+    tensors: Mapping[str, Tensor], said: Mapping[str, str | P | Spec], mesh: Mesh, taken: Strategy
+) -> dict[str, tuple[str | P | Spec, ...]]:
+    """Where every parameter, its gradient and its moments live."""
+    items = [(at, tensors[at].shape, spec, None) for at, spec in said.items()]
+    fixed = dict(zip(said, resolve_many(items, mesh, what="parallelize"), strict=True))
+    homes = {}
+    for at, x in tensors.items():
+        spec = said.get(at, "...")
+        now = fixed.get(at) or parse("...").resolve(x.shape, mesh)
+        cut = x.numel() >= taken.threshold
+        more = [axes or () for axes in (taken.parameters, taken.gradients, taken.moments)]
+        homes[at] = tuple(cut_more(now, x.shape, mesh, axes) if axes and cut else spec for axes in more)
+    return homes

@@ -1,0 +1,117 @@
+"""A module's forward as one program, which says itself how its batch is cut and where gradients land."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from shardlib.jit import jit
+from shardlib.meshes.mesh import Mesh, current_mesh
+from shardlib.placing import shard
+from shardlib.plans.plan import Plan
+from shardlib.specs.spec import Spec
+from shardlib.tensors.tensor import ShardedTensor
+
+
+class Forward:
+    """The `forward` of a module on the mesh where its parameters live; `fn` is the module's own.
+
+    `batch` says how arguments are cut of which none is placed. `landing` says of parameters where their gradients live,
+    if elsewhere than they do.
+    """
+
+    def __init__(
+        self, module: nn.Module, fn: Callable[..., Any], mesh: Mesh, batch: Batch, landing: Mapping[str, Spec]
+    ) -> None:
+        self.module, self.fn, self.mesh, self.batch, self.landing = module, fn, mesh, batch, landing
+
+        @functools.wraps(fn)
+        def program(*args: Any, **kwargs: Any) -> Any:
+            if not landing:
+                return fn(*args, **kwargs)
+            own = {f"module.{at}": _Landed.apply(module.get_parameter(at), spec) for at, spec in landing.items()}
+            return functional_call(_Called(module, fn), own, args, kwargs)
+
+        @functools.wraps(fn)
+        def cutting(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = batch.cut((args, kwargs))
+            return program(*args, **kwargs)
+
+        self.program, self.cutting = jit(program), jit(cutting)
+        functools.update_wrapper(self, fn)
+
+    def __reduce__(self) -> Any:  # a copy is of another module
+        return Forward, (self.module, self.fn, self.mesh, self.batch, self.landing)
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        if current_mesh() is not None:
+            return self._for(args, kwargs)(*args, **kwargs)
+        with self.mesh:
+            return self._for(args, kwargs)(*args, **kwargs)
+
+    def plan(self, /, *args: Any, **kwargs: Any) -> Plan:
+        """The plan of forward and backward for these arguments; nothing runs."""
+        with self.mesh:
+            found: Plan = self._for(args, kwargs).plan(*args, **kwargs)
+            return found
+
+    def _for(self, args: Any, kwargs: Any) -> Any:
+        """The program for these arguments: where one of them is placed, the caller has said where the batch lives."""
+        placed = any(isinstance(x, ShardedTensor) for x in pytree.tree_leaves((args, kwargs)))
+        return self.program if placed or not (self.batch.rows or self.batch.columns) else self.cutting
+
+
+@dataclass(frozen=True)
+class Batch:
+    """How the arguments of a call are cut: tensors that have as many rows as the first one over the axes `rows` (each
+    with its size), and over `columns` those that have as many columns as the first with more dims, too."""
+
+    rows: Mapping[str, int]
+    columns: Mapping[str, int]
+
+    def cut(self, tree: Any) -> Any:
+        """The arguments as annotated. A dim of which some devices would get nothing stays whole."""
+        shapes = [x.shape for x in pytree.tree_leaves(tree) if isinstance(x, Tensor) and x.dim()]
+        rows = shapes[0][0] if shapes else 0
+        columns = next((shape[1] for shape in shapes if len(shape) > 1 and shape[0] == rows), 0)
+
+        def place(x: Any) -> Any:
+            if not isinstance(x, Tensor) or not x.dim() or x.shape[0] != rows:
+                return x
+            words = ["_?"] * x.dim()
+            if self.rows and rows >= math.prod(self.rows.values()):
+                words[0] = f"batch@({' '.join(self.rows)})?"
+            if self.columns and x.dim() > 1 and x.shape[1] == columns >= math.prod(self.columns.values()):
+                words[1] = f"seq@({' '.join(self.columns)})?"
+            return shard(x, " ".join(words))
+
+        return pytree.tree_map(place, tree)
+
+
+class _Landed(torch.autograd.Function):
+    """A parameter whose gradient lives where `spec` says."""
+
+    @staticmethod
+    def forward(ctx: Any, p: Tensor, spec: Spec) -> Tensor:
+        ctx.spec = spec
+        return p.view_as(p)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return shard(grads[0], ctx.spec), None
+
+
+class _Called(nn.Module):
+    """What is called while the module has other tensors for parameters."""
+
+    def __init__(self, module: nn.Module, fn: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module, self.forward = module, fn

@@ -1,0 +1,172 @@
+"""Every architecture of transformers that says how its weights are cut: sharded by `parallelize(model)`, nothing said,
+against one device.
+
+python -m tests.pretrained [--only llama qwen3] [--workers 2] [--report FILE]
+
+Each is built small from its own configuration, in a process of its own: forward, loss and gradients are compared, and
+the plan says which weights that the table cuts are gathered whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,
+    "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 64, "moe_intermediate_size": 16,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8, "v_head_dim": 8, "shared_expert_intermediate_size": 16, "sliding_window": 4,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "n_shared_experts": 1, "moe_num_experts": 4,
+    "moe_k": 2, "use_cache": False, "attn_implementation": "eager", "dropout": 0.0, "attention_dropout": 0.0,
+    "num_layers": 2, "d_model": 32, "ffn_dim": 48, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "n_layers": 2, "n_heads": 4, "moe_topk": 2,
+    "num_mem_blocks": 1, "mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "index_head_dim": 16, "index_n_heads": 2, "index_topk": 4, "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 64, "num_kv_shared_layers": 0, "laurel_rank": 8, "partial_rotary_factor": 1.0,
+    "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "zero_expert_num": 1, "mlp_ffn_hidden_size": 48,
+}  # fmt: skip
+AXES = {"data": 2, "tensor": 2}
+
+
+def architectures() -> Iterator[str]:
+    """Model types whose configuration has a table."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    for kind in sorted(CONFIG_MAPPING.keys()):
+        if getattr(CONFIG_MAPPING[kind], "base_model_tp_plan", None):
+            yield kind
+
+
+def build(kind: str) -> Any:
+    """A small model of this type."""
+    import torch
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES as SEQ2SEQ
+
+    config_type = CONFIG_MAPPING[kind]
+    known = config_type().to_dict()
+    given = {name: value for name, value in SIZES.items() if name in known and known[name] is not None}
+    if isinstance(known.get("layer_types"), list):
+        kinds = list(dict.fromkeys(known["layer_types"]))
+        given["layer_types"] = (kinds * 2)[: max(2, len(kinds))]
+        given["num_hidden_layers"] = len(given["layer_types"])
+    config = config_type(**given, **{k: SIZES[k] for k in ("use_cache",) if k not in given})
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    auto = AutoModelForCausalLM if kind in CAUSAL else AutoModelForSeq2SeqLM if kind in SEQ2SEQ else AutoModel
+    model = auto.from_config(config)
+    for p in model.parameters():  # some stay as `empty` made them
+        torch.nn.init.normal_(p, std=0.05) if p.is_floating_point() else None
+    return model
+
+
+def batch(model: Any) -> dict[str, Any]:
+    import torch
+
+    tokens = torch.randint(3, 60, (4, 8), generator=torch.Generator().manual_seed(1))
+    args = {"input_ids": tokens, "use_cache": False}
+    if model.config.is_encoder_decoder:
+        args["decoder_input_ids"] = tokens.flip(1)
+    return args
+
+
+def outcome(kind: str) -> dict[str, Any]:
+    """What became of one architecture."""
+    import torch
+    import shardlib as sl
+
+    torch.set_num_threads(1)
+    model = build(kind).train(False)
+    args = batch(model)
+
+    def loss_of(model: Any) -> Any:
+        out = model(**args, return_dict=False)[0]
+        return out, out.float().square().mean()
+
+    plain = copy.deepcopy(model)
+    want, loss = loss_of(plain)
+    loss.backward()
+    with sl.Mesh(AXES):
+        sl.parallelize(model)
+    got, mine = loss_of(model)
+    mine.backward()
+
+    def whole(x: Any) -> Any:
+        x = x.detach()
+        return x.full_tensor() if isinstance(x, sl.ShardedTensor) else x
+
+    def off(a: Any, b: Any) -> float:
+        return float((a - b).abs().max() / b.abs().max().clamp(min=1e-12)) if b.numel() else 0.0
+
+    theirs = dict(plain.named_parameters())
+    largest = max((float(p.grad.abs().max()) for p in theirs.values() if p.grad is not None), default=1.0)
+    errors = {"forward": off(whole(got), want.detach()), "loss": off(whole(mine), loss.detach())}
+    for name, p in model.named_parameters():
+        want_grad = theirs[name].grad
+        if (p.grad is None) != (want_grad is None):
+            errors[name] = float("inf")
+        elif want_grad is not None:
+            scale = max(float(want_grad.abs().max()), 1e-3 * largest)
+            errors[name] = float((whole(p.grad) - want_grad).abs().max()) / scale
+    worst = max(errors, key=lambda k: errors[k])
+    cut = [name for name, p in model.named_parameters() if "@tensor" in sl.typeof(p)]
+    plan = model.forward.plan(**args, return_dict=False)
+    gathered = sorted({str(c.value) for c in plan.collectives if c.kind == "all_gather" and "tensor" in c.axes})
+    weights = [g for g in gathered if any(g.endswith(name) for name in cut)]
+    return {
+        "kind": kind, "worst": errors[worst], "at": worst, "parameters": len(theirs), "cut": len(cut),
+        "gathered": weights, "whole": [f"{op}" for op in plan.replicated_ops][:4],
+    }  # fmt: skip
+
+
+def _apart(kind: str) -> dict[str, Any]:
+    """The same in a process of its own."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "tests.pretrained", "--one", kind],
+            capture_output=True, text=True, timeout=300, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return {"kind": kind, "error": "took more than 300 s"}
+    found = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode == 0 and found:
+        return dict(json.loads(found[-1]))
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    return {"kind": kind, "error": " ".join(lines[-6:])[-600:]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--only", nargs="*")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--one")
+    parser.add_argument("--report", type=Path)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(outcome(options.one)))
+        return
+    kinds = options.only or list(architectures())
+    rows = []
+    with ThreadPoolExecutor(options.workers) as pool:
+        for row in pool.map(_apart, kinds):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    if options.report:
+        options.report.write_text("\n".join(map(json.dumps, rows)))
+
+
+if __name__ == "__main__":
+    main()
