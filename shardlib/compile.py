@@ -209,7 +209,8 @@ def _at_home(
     """
     leaves, after = call.leaves, traced.after
     said = {traced.input_leaves[i]: f for i, f in fixed_inputs.items()}
-    elsewhere = {i for i, x in enumerate(graph.outputs) if x in {op.results[0] for op in graph.ops if op.constrains}}
+    moved = {op.results[0] for op in graph.ops if op.constrains}
+    elsewhere = {i for i, x in enumerate(graph.outputs) if isinstance(x, Value) and x in moved}
     out = {}
     for leaf, position in (*after.written, *after.data, *after.gradients, *after.grads):
         held = position not in elsewhere or (leaf, position) in (*after.written, *after.data)

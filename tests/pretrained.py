@@ -86,6 +86,7 @@ def batch(model: Any) -> dict[str, Any]:
 def outcome(kind: str) -> dict[str, Any]:
     """What became of one architecture."""
     import torch
+
     import shardlib as sl
 
     torch.set_num_threads(1)

@@ -37,7 +37,7 @@ class Forward:
         def program(*args: Any, **kwargs: Any) -> Any:
             if not landing:
                 return fn(*args, **kwargs)
-            own = {f"module.{at}": _Landed.apply(module.get_parameter(at), spec) for at, spec in landing.items()}
+            own = {f"module.{at}": _Landed.apply(module.get_parameter(at), spec) for at, spec in landing.items()}  # type: ignore[no-untyped-call]
             return functional_call(_Called(module, fn), own, args, kwargs)
 
         @functools.wraps(fn)

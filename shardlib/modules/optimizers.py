@@ -37,7 +37,7 @@ def _cut_moments(optimizer: Any, args: Any, kwargs: Any) -> None:
             )
 
 
-def _parameters(optimizer: Any) -> list[Tensor]:
+def _parameters(optimizer: Any) -> list[Any]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 

@@ -14,7 +14,7 @@ from shardlib.modules.optimizers import moments, replaced
 from shardlib.modules.strategies import SEQUENCE, TENSOR, Strategy, axes_for, chosen, cut_more
 from shardlib.modules.table import read
 from shardlib.placing import shard
-from shardlib.specs.spec import P, Spec, parse, resolve_many
+from shardlib.specs.spec import P, Spec, resolve_many
 from shardlib.tensors.tensor import ShardedTensor
 
 
@@ -143,14 +143,14 @@ def _sequence(mesh: Mesh) -> tuple[str, ...]:
 
 def _homes(
     tensors: Mapping[str, Tensor], said: Mapping[str, str | P | Spec], mesh: Mesh, taken: Strategy
-) -> dict[str, tuple[str | P | Spec, ...]]:
+) -> dict[str, tuple[Spec, ...]]:
     """Where every parameter, its gradient and its moments live."""
     items = [(at, tensors[at].shape, spec, None) for at, spec in said.items()]
     fixed = dict(zip(said, resolve_many(items, mesh, what="parallelize"), strict=True))
     homes = {}
     for at, x in tensors.items():
-        spec = said.get(at, "...")
-        now = fixed.get(at) or parse("...").resolve(x.shape, mesh)
+        spec = Spec.of(said.get(at, "..."))
+        now = fixed.get(at) or spec.resolve(x.shape, mesh)
         cut = x.numel() >= taken.threshold
         more = [axes or () for axes in (taken.parameters, taken.gradients, taken.moments)]
         homes[at] = tuple(cut_more(now, x.shape, mesh, axes) if axes and cut else spec for axes in more)

@@ -45,10 +45,16 @@ class Strategy:
     def on(self, mesh: Mesh) -> Strategy:
         """The same with the axes of a mesh. Raises `ShardingError` for axes that it has not."""
         data = axes_for("batch", DATA, mesh)
-        batch, *rest = (
-            data if at is None else at for at in (self.batch, self.parameters, self.gradients, self.moments)
+        found = Strategy(
+            data if self.batch is None else self.batch,
+            data if self.parameters is None else self.parameters,
+            data if self.gradients is None else self.gradients,
+            data if self.moments is None else self.moments,
+            self.threshold,
         )
-        cut = dict.fromkeys(axis for at in (batch, *rest) for axis in at)
+        cut = dict.fromkeys(
+            a for at in (found.batch, found.parameters, found.gradients, found.moments) for a in at or ()
+        )
         wrong = [f"it has no axis {axis!r}" for axis in cut if axis not in mesh.axes]
         if not cut and None in (self.parameters, self.gradients, self.moments):
             wrong = [f"none of its axes is called {', '.join(DATA)}, and no rule is for 'batch'"]
@@ -59,7 +65,7 @@ class Strategy:
                 rule="a strategy cuts over data axes of the mesh",
                 remedy='name them: strategies.fsdp("x"), strategies.hsdp(replica="pod", shard="data")',
             )
-        return Strategy(batch, *rest, threshold=self.threshold)
+        return found
 
 
 def ddp(*axes: str) -> Strategy:

@@ -26,6 +26,7 @@ from shardlib.errors import ShardingError
 from shardlib.internals import FakeTensor, FakeTensorMode, TorchDispatchMode, pytree
 from shardlib.tensors.above import above
 from shardlib.tensors.tensor import ShardedTensor, typeof
+from shardlib.tracing.carried import Carried
 
 _current: ContextVar[Lifted | None] = ContextVar("shardlib_lifted", default=None)
 
@@ -168,20 +169,32 @@ def refuse_changed_arguments(name: str, given: tuple[list[Any], Any], now: Any) 
     )
 
 
-def refuse_carriers(leaves: Sequence[tuple[str, Any]]) -> None:
+def taken_apart(tree: Any, known: Mapping[int, Any]) -> Any:
+    """A result whose objects that hold tensors are taken apart; those that were there before the call are `known`."""
+
+    def one(x: Any) -> Any:
+        is_new = not isinstance(x, Tensor) and known.get(id(x)) is not x and not isinstance(x, _LAZY)
+        held = is_new and any(_carries(y) for y in _inside(x).values())
+        return (Carried.of(x, known) if held else None) or x
+
+    return pytree.tree_map(one, tree)
+
+
+def refuse_carriers(leaves: Sequence[tuple[str, Any]], known: Mapping[int, Any]) -> None:
     """Refuse results that would carry values of the trace out, where nobody puts the real ones in their place."""
     wrong = [
         f"result{path} is a {type(x).__name__}" + (f", with tensors in {', '.join(held)}" if held else "")
         for path, x in leaves
         if not isinstance(x, Tensor)
+        and known.get(id(x)) is not x
         and ((held := [k for k, y in _inside(x).items() if _carries(y)]) or isinstance(x, _LAZY))
     ]
     if wrong:
         raise ShardingError(
             "the traced function returns objects that jit cannot look into",
             wrong,
-            rule="a result is a pytree: tensors in lists, tuples, dicts and registered classes",
-            remedy="torch.utils._pytree.register_dataclass(Cls) for a dataclass; return list(...) of a generator",
+            rule="a result is a pytree, or an object that pickle can take apart",
+            remedy="move a class out of the function that defines it; return list(...) of a generator",
         )
 
 

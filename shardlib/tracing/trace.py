@@ -45,7 +45,7 @@ from shardlib.tracing.functionalise import functionalise
 from shardlib.tracing.iterators import Iterators
 from shardlib.tracing.kernels import refuse_kernels
 from shardlib.tracing.lazily import lazily
-from shardlib.tracing.lifted import Lifted, refuse_carriers, refuse_changed_arguments
+from shardlib.tracing.lifted import Lifted, refuse_carriers, refuse_changed_arguments, taken_apart
 from shardlib.tracing.mistakes import mistake
 from shardlib.tracing.outlived import outlived
 from shardlib.tracing.refusals import (
@@ -164,11 +164,12 @@ def _trace(
         asked.inputs |= {id(x): (n, state.cut.get(id(x), x)) for n, x in zip(state.names, state.tensors, strict=True)}
         if numbers is not None and watch is not None:
             watch.give(numbers, len(leaves) + len(call.state.tensors))
+        known = {} if watch is None else watch.before.owners
         with nullcontext() if numbers is None else numbers:
             try:
                 with asked, users:
                     chance, iterators = Chance(call.state.kept), Iterators(call.state.kept)
-                    found, tree = pytree.tree_flatten_with_path(opened(fn(*a, **k)))
+                    found, tree = pytree.tree_flatten_with_path(taken_apart(opened(fn(*a, **k)), known))
                     chance.refuse_draws(lines.fallback.function)
                     iterators.refuse_steps(lines.fallback.function)
                 if (unseen := asked.refusal or lifted.refusal) is not None:  # somebody went on without the value
@@ -185,7 +186,7 @@ def _trace(
             standing = {id(x): (names[i], call.arguments[i], x) for i, x in zip(where, inputs, strict=True)}
             made = ((f"result{pytree.keystr(path)}", None, x) for path, x in found if isinstance(x, FakeTensor))
             refuse_attributes([*standing.values(), *(each for each in made if id(each[2]) not in standing)])
-            refuse_carriers([(pytree.keystr(path), leaf) for path, leaf in found])
+            refuse_carriers([(pytree.keystr(path), leaf) for path, leaf in found], known)
             returned = lifted.returned([leaf for _, leaf in found])
             own = [f"result{pytree.keystr(path)}" for path, _ in found]
             if watch is not None:

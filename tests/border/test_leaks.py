@@ -81,20 +81,75 @@ class Out(dict[str, Any]):
     """A dict that pytree does not know."""
 
 
+class Kept:
+    """An object that no pytree knows, with slots, and with itself inside."""
+
+    __slots__ = ("me", "more", "y")
+
+    def __init__(self, y: Tensor) -> None:
+        self.me, self.y, self.more = self, y, {"twice": [y, y + 1]}
+
+
 @pytest.mark.parametrize(
-    "make",
+    ("make", "look"),
     [
-        lambda y: Out(y=types.SimpleNamespace(y=y)),
-        lambda y: {y},
-        lambda y: functools.partial(torch.add, y),
-        lambda y: lambda x: x + y,
-        lambda y: types.SimpleNamespace(inner=types.SimpleNamespace(y=y)),
-        lambda y: types.SimpleNamespace(inner=[{"y": (y,)}]),
+        (lambda y: Out(y=types.SimpleNamespace(y=y)), lambda o: [o["y"].y]),
+        (lambda y: {y}, list),
+        (lambda y: functools.partial(torch.add, y), lambda o: [*o.args, o(1)]),
+        (lambda y: types.SimpleNamespace(inner=types.SimpleNamespace(y=y)), lambda o: [o.inner.y]),
+        (lambda y: types.SimpleNamespace(inner=[{"y": (y,)}]), lambda o: [o.inner[0]["y"][0]]),
+        (lambda y: [Kept(y), y], lambda o: [o[0].me.y, *o[0].more["twice"], o[1]]),
     ],
 )
+def test_objects_that_a_function_returns_are_made_by_each_call(make: Any, look: Any) -> None:
+    step = sl.jit(lambda x: make(x * 2))
+    with sl.Mesh(data=2):
+        first, second = step(sl.shard(X, "a@data")), step(sl.shard(X + 1, "a@data"))
+    assert type(first) is type(second) is type(make(X))
+    assert first is not second
+    for found, x in ((first, X), (second, X + 1)):
+        for mine, plain in zip(look(found), look(make(x * 2)), strict=True):
+            assert torch.equal(mine.full_tensor(), plain)
+    assert not step.retraces
+
+
+def test_an_object_that_is_returned_twice_is_one_and_what_was_there_is_itself() -> None:
+    config, net = types.SimpleNamespace(n=3), torch.nn.Linear(2, 2)
+
+    @sl.jit
+    def step(x: Tensor, config: Any) -> Any:
+        out = types.SimpleNamespace(y=x * config.n, config=config, net=net)
+        out.same = out.y
+        return out, config
+
+    with sl.Mesh(data=2):
+        for _ in range(2):
+            out, back = step(X, config)
+            assert back is config is out.config
+            assert out.net is net
+            assert out.same is out.y
+
+
+def test_gradients_go_through_objects() -> None:
+    x = X.clone().requires_grad_()
+    with sl.Mesh(data=2):
+        out = sl.jit(lambda x: types.SimpleNamespace(y=x.square()))(x)
+        out.y.sum().backward()
+    assert torch.equal(x.grad, 2 * X)
+
+
+@pytest.mark.parametrize("make", [lambda y: lambda x: x + y, lambda y: local(y)])
 def test_objects_that_carry_values_out_are_refused(make: Any) -> None:
     with pytest.raises(ShardingError, match="returns objects that jit cannot look into"):
         sl.jit(lambda x: make(x * 2))(X)
+
+
+def local(y: Tensor) -> Any:
+    class Local:
+        def __init__(self) -> None:
+            self.y = y
+
+    return Local()
 
 
 def test_numbers_in_objects_are_those_of_the_call() -> None:
