@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib
+import inspect
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -48,36 +50,86 @@ def architectures() -> Iterator[str]:
             yield kind
 
 
-def build(kind: str) -> Any:
-    """A small model of this type."""
-    import torch
-    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+SMALLER = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "pad_token_id",
+           "bos_token_id", "eos_token_id")  # fmt: skip
+VISION = {"image_size": 16, "patch_size": 4, "num_channels": 3, "pixel_shuffle_ratio": 0.5}
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {}, {"num_key_value_heads": 4}, {"head_dim": None}, {"num_key_value_heads": 4, "head_dim": None}, VISION,
+    {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8}, {"layer_types": None},
+    {"only": SMALLER}, {"only": (*SMALLER, "num_key_value_heads", "head_dim")},
+    {"only": ("num_hidden_layers", "vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")},
+)  # fmt: skip
+
+
+def configured(kind: str, variant: Mapping[str, Any]) -> Any:
+    """A small configuration: `SIZES`, or some of them, as far as it has such fields."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES as SEQ2SEQ
 
     config_type = CONFIG_MAPPING[kind]
     known = config_type().to_dict()
-    given = {name: value for name, value in SIZES.items() if name in known and known[name] is not None}
-    if isinstance(known.get("layer_types"), list):
+    more = {name: value for name, value in variant.items() if name != "only"}
+    sizes = {name: SIZES[name] for name in variant.get("only", SIZES)} | more
+    given = {name: x for name, x in sizes.items() if x is not None and known.get(name) is not None}
+    if isinstance(known.get("layer_types"), list) and "layer_types" not in more:
         kinds = list(dict.fromkeys(known["layer_types"]))
         given["layer_types"] = (kinds * 2)[: max(2, len(kinds))]
         given["num_hidden_layers"] = len(given["layer_types"])
-    config = config_type(**given, **{k: SIZES[k] for k in ("use_cache",) if k not in given})
+    config = config_type(**given)
+    config.use_cache = False
     config._attn_implementation = "eager"
-    torch.manual_seed(0)
-    auto = AutoModelForCausalLM if kind in CAUSAL else AutoModelForSeq2SeqLM if kind in SEQ2SEQ else AutoModel
-    model = auto.from_config(config)
-    for p in model.parameters():  # some stay as `empty` made them
-        torch.nn.init.normal_(p, std=0.05) if p.is_floating_point() else None
-    return model
+    return config
+
+
+def classes(config: Any) -> list[type]:
+    """The models that a configuration is of: those that have a head first."""
+    from transformers import PreTrainedModel
+
+    module = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
+    found = [
+        x for name, x in vars(module).items()
+        if isinstance(x, type) and issubclass(x, PreTrainedModel) and x.__module__ == module.__name__
+        and x.config_class is type(config) and not name.endswith("PreTrainedModel")
+    ]  # fmt: skip
+    return sorted(found, key=lambda x: ("ForCausalLM" not in x.__name__, "ConditionalGeneration" not in x.__name__,
+                                        not x.__name__.endswith("Model")))  # fmt: skip
+
+
+def build(kind: str) -> tuple[Any, dict[str, Any], Any]:
+    """A small model of this type, what it is called with, and what it gives; the first that plain torch runs."""
+    import torch
+
+    faults: dict[str, None] = {}
+    for variant in VARIANTS:
+        try:
+            config = configured(kind, variant)
+            for model_type in classes(config):
+                torch.manual_seed(0)
+                model = model_type(copy.deepcopy(config)).train(False)
+                if sum(p.numel() for p in model.parameters()) > 20_000_000:
+                    raise ValueError("it is not small")
+                for p in model.parameters():  # some stay as `empty` made them
+                    torch.nn.init.normal_(p, std=0.05)
+                args = batch(model)
+                out = model(**args, return_dict=False)[0]
+                if isinstance(out, torch.Tensor) and out.requires_grad and out.isfinite().all():
+                    return model, args, out
+        except Exception as fault:  # noqa: BLE001  whatever a configuration may say of sizes that do not go together
+            faults[f"{type(fault).__name__}: {str(fault).strip().splitlines()[-1] if str(fault) else ''}"[:160]] = None
+    raise SystemExit(f"no small one runs on one device: {'; '.join(list(faults)[:3])}")
 
 
 def batch(model: Any) -> dict[str, Any]:
+    """Two arguments at most: tokens, for a decoder, too, or pictures."""
     import torch
 
-    tokens = torch.randint(3, 60, (4, 8), generator=torch.Generator().manual_seed(1))
-    args = {"input_ids": tokens, "use_cache": False}
+    g = torch.Generator().manual_seed(1)
+    if model.main_input_name == "pixel_values":
+        size = getattr(model.config, "image_size", 16)
+        return {"pixel_values": torch.randn(4, 3, size, size, generator=g)}
+    tokens = torch.randint(3, 60, (4, 8), generator=g)
+    args = {"input_ids": tokens}
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        args["use_cache"] = False
     if model.config.is_encoder_decoder:
         args["decoder_input_ids"] = tokens.flip(1)
     return args
@@ -90,8 +142,7 @@ def outcome(kind: str) -> dict[str, Any]:
     import shardlib as sl
 
     torch.set_num_threads(1)
-    model = build(kind).train(False)
-    args = batch(model)
+    model, args, _ = build(kind)
 
     def loss_of(model: Any) -> Any:
         out = model(**args, return_dict=False)[0]
@@ -146,7 +197,8 @@ def _apart(kind: str) -> dict[str, Any]:
     if done.returncode == 0 and found:
         return dict(json.loads(found[-1]))
     lines = [line for line in done.stderr.splitlines() if line.strip()]
-    return {"kind": kind, "error": " ".join(lines[-6:])[-600:]}
+    start = max((i for i, line in enumerate(lines) if "Error: " in line), default=len(lines) - 1)
+    return {"kind": kind, "error": " ".join(lines[start:])[:700]}
 
 
 def main() -> None:
