@@ -26,6 +26,7 @@ from shardlib.manual.collectives import (
 )
 from shardlib.meshes.mesh import Mesh, current_mesh, no_mesh
 from shardlib.modules import strategies
+from shardlib.modules.materialize import materialize
 from shardlib.modules.parallelize import parallelize
 from shardlib.placing import shard
 from shardlib.plain import global_random
@@ -52,7 +53,7 @@ __all__ = [
     # compiling and planning
     "jit", "Plan", "check", "comm_budget", "rule", "prove", "Proof", "debug_print",
     # modules of torch
-    "parallelize", "strategies",
+    "parallelize", "materialize", "strategies",
     # per-device code by hand
     "shard_map", "psum", "pmean", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute",
     "axis_index", "axis_size", "piece",

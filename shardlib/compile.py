@@ -102,7 +102,7 @@ def compile_program(
     fixed = {graph.inputs[i]: f for i, f in fixed_inputs.items()} | _constraints(graph, mesh)
     outputs = _fixed_outputs(traced, graph, out_specs, mesh)
     _warn_of_slips(traced, graph, fixed_inputs, outputs, mesh)
-    outputs |= _at_home(traced, graph, call, fixed_inputs, placed)
+    outputs |= _at_home(traced, graph, call, fixed_inputs, placed, mesh)
     clock.stop("rules")
     propagated = propagate(graph, mesh, fixed, outputs, _doors(graph, mesh))
     clock.stop("propagate")
@@ -202,22 +202,28 @@ def _at_home(
     call: FlatCall,
     fixed_inputs: Mapping[int, Fixed],
     placed: Callable[[Any], Fixed | None],
+    mesh: Mesh,
 ) -> dict[int, Fixed]:
-    """What is written to stays where it was, and gradients live where their values live; plain tensors are whole.
+    """What is written to stays where it was, and gradients live where their values live, or where these say
+    (`gradient_at`); plain tensors are whole.
 
-    Gradients, and what is new in an object, live elsewhere where the last thing that the function says of them is so.
+    What is new in an object lives elsewhere where the last thing that the function says of it is so.
     """
     leaves, after = call.leaves, traced.after
     said = {traced.input_leaves[i]: f for i, f in fixed_inputs.items()}
-    moved = {op.results[0] for op in graph.ops if op.constrains}
-    elsewhere = {i for i, x in enumerate(graph.outputs) if isinstance(x, Value) and x in moved}
     out = {}
     for leaf, position in (*after.written, *after.data, *after.gradients, *after.grads):
-        held = position not in elsewhere or (leaf, position) in (*after.written, *after.data)
-        if position is not None and held:
+        if position is not None:
             is_placed = placed(leaves[leaf]) is not None and leaf in said
             fixed = said[leaf] if is_placed else _whole(graph.outputs[position])
             out[position] = fixed.by(f"the place of {_name(traced, leaf)}")
+    for leaf, position in (*after.gradients, *after.grads):
+        at = getattr(leaves[leaf], "gradient_at", None)
+        if position is not None and isinstance(at, str) and placed(leaves[leaf]) is not None:
+            item = (f"the gradient of {_name(traced, leaf)}", graph.outputs[position].shape, at, None)
+            out[position] = resolve_many([item], mesh, what="gradient_at")[0].by(f"the gradient_at of {item[0]}")
+    moved = {op.results[0] for op in graph.ops if op.constrains}
+    elsewhere = {i for i, x in enumerate(graph.outputs) if isinstance(x, Value) and x in moved}
     for part in (part for kept in after.rebound for part in kept.parts if isinstance(part, Result)):
         if part.at in elsewhere:
             continue

@@ -55,13 +55,13 @@ def test_small_programs(rng: random.Random) -> None:
     _check(draw(rng, rng.randint(1, 6)))
 
 
-@pytest.mark.parametrize("block", [*range(4), *(pytest.param(i, marks=pytest.mark.slow) for i in range(4, 13))])
+@pytest.mark.parametrize("block", [0, 1, *(pytest.param(i, marks=pytest.mark.slow) for i in range(2, 13))])
 def test_programs(block: int) -> None:
     score = collections.Counter(_check(draw(random.Random(1000 * block + i))) for i in range(20))
     assert score["same"] >= 18, score
 
 
-@pytest.mark.parametrize("block", [0, 1, *(pytest.param(i, marks=pytest.mark.slow) for i in (2, 3))])
+@pytest.mark.parametrize("block", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2, 3))])
 def test_programs_as_if_tensors_were_large(block: int) -> None:
     with as_if_large():
         score = collections.Counter(_check(draw(random.Random(50_000 + 1000 * block + i))) for i in range(20))

@@ -211,3 +211,213 @@ def test_gradients_are_not_lost() -> None:
         said.value
     )
     assert not isinstance(model.weight, ShardedTensor)
+
+
+# Strategies, and nothing said -----------------------------------------------------------------------------------------
+
+S = sl.strategies
+STRATEGIES = [
+    ({"data": 4}, None, {}),
+    ({"data": 4}, "ddp", {}),
+    ({"data": 4}, "zero1", {"moment": "data"}),
+    ({"data": 4}, S.zero2, {"gradient": "data", "moment": "data"}),
+    ({"data": 4}, "fsdp", {"weight": "data", "gradient": "data", "moment": "data"}),
+    ({"x": 2, "y": 2}, S.fsdp("x", "y"), {"weight": "(x y)", "gradient": "(x y)", "moment": "(x y)"}),
+    ({"replica": 2, "shard": 2}, "hsdp", {"weight": "shard", "gradient": "shard", "moment": "shard"}),
+    ({"pod": 2, "x": 2}, S.hsdp("pod", "x"), {"weight": "x", "gradient": "x", "moment": "x"}),
+    ({"data": 2, "seq": 2}, "zero1", {"moment": "data"}),
+]
+
+
+def plain_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(11, 8), Block(8, 12), nn.LayerNorm(8), nn.Linear(8, 11)).double()
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize(("axes", "strategy", "cut"), STRATEGIES, ids=str)
+def test_strategies_train_as_one_device(axes: dict[str, int], strategy: Any, cut: dict[str, str], jitted: bool) -> None:
+    plain, model, found = plain_net(), plain_net(), {}
+    with Mesh(axes):
+        sl.parallelize(model, strategy=strategy)
+
+    def run(model: nn.Module) -> None:
+        opt = torch.optim.AdamW(model.parameters(), lr=0.05)
+
+        def step(model: nn.Module, opt: Any, tokens: Tensor) -> Tensor:
+            loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            opt.step()
+            return loss
+
+        call = sl.jit(step) if jitted and model is not plain else step
+        for tokens in TOKENS:
+            opt.zero_grad()
+            call(model, opt, tokens)
+        p = model[1].up.weight
+        if model is not plain:
+            found.update(weight=p, gradient=p.grad, moment=opt.state[p]["exp_avg"])
+
+    run(plain)
+    with Mesh(axes):
+        run(model)
+    same(model, plain)
+    for name, x in found.items():
+        assert (f"12@{cut[name]}" if name in cut else "[12, 8]") in sl.typeof(x), f"{name}: {sl.typeof(x)}"
+
+
+def test_a_batch_is_cut_where_nobody_has_placed_it() -> None:
+    def forward(x: Tensor, mask: Tensor, table: Tensor, n: int = 2) -> tuple[Tensor, ...]:
+        return x * n, mask * 1.0, table * 1.0
+
+    class Own(nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return forward(*args, **kwargs)
+
+    x, mask, table = torch.ones(6, 4, 3), torch.ones(6, 4), torch.ones(3)
+    with Mesh(data=2, seq=2):
+        model = sl.parallelize(Own())
+        shapes = [sl.typeof(y) for y in model(x, mask, table=table)]
+        assert shapes == ["f32[6@data, 4@seq, 3]", "f32[6@data, 4@seq]", "f32[3]"]
+        assert [sl.typeof(y) for y in model(x[:1], mask[:1], table)][1] == "f32[1, 4@seq]"
+        placed = model(sl.shard(x, "_ _ c@data"), mask, table)
+        assert sl.typeof(placed[0]) == "f32[6, 4, 3@data]"
+    with Mesh(a=2, b=2, rules={"batch": "b"}):
+        assert sl.typeof(sl.parallelize(Own(), {})(x, mask, table)[1]) == "f32[6@b, 4]"
+
+
+def test_small_parameters_stay_whole() -> None:
+    with Mesh(data=2):
+        model = sl.parallelize(nn.Linear(8, 4), strategy=S.fsdp("data", threshold=8))
+    assert [sl.typeof(p) for p in model.parameters()] == ["f32[4, 8@data]", "f32[4]"]
+
+
+def test_strategies_that_do_not_fit() -> None:
+    for axes, strategy, text in (
+        ({"x": 4}, "fsdp", "none of its axes is called pod, replica, data"),
+        ({"data": 4}, "hsdp", "it has no axis 'replica'\n  * it has no axis 'shard'"),
+        ({"data": 4}, S.fsdp("dat"), "it has no axis 'dat'"),
+        ({"data": 4}, "zero3", "strategy='zero3' is no strategy"),
+        ({"data": 2, "x": 2}, None, "nothing says what 'x' cuts"),
+        ({"data": 2, "tensor": 2}, None, "nothing says which weights 'tensor' cuts: Linear has no tp_plan"),
+    ):
+        model = nn.Linear(8, 4)
+        with Mesh(axes), pytest.raises(ShardingError) as said:
+            sl.parallelize(model, strategy=strategy)
+        assert text in str(said.value)
+        assert not isinstance(model.weight, ShardedTensor)
+
+
+def test_hooks_are_not_lost() -> None:
+    model = nn.Linear(2, 2)
+    model.weight.register_hook(lambda g: g * 2)
+    with Mesh(data=2), pytest.raises(ShardingError, match=r"would lose hooks on parameters:\n  \* weight has one"):
+        sl.parallelize(model)
+
+
+def test_a_second_time_moves_only_what_is_said() -> None:
+    with Mesh(data=2, tensor=2):
+        model = sl.parallelize(nn.Linear(8, 4), {"weight": "out@tensor in"})
+        sl.parallelize(model, {"bias": "out@tensor"})
+    assert [sl.typeof(p) for p in model.parameters()] == ["f32[4@tensor, 8]", "f32[4@tensor]"]
+
+
+# What a model says itself ---------------------------------------------------------------------------------------------
+
+
+class Said(nn.Module):
+    """As models of transformers do, by modules and parameters, `*` for a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tp_plan = {
+            "layers.*.up": "packed_colwise", "layers.*.down": "rowwise", "table": "embedding_rowwise",
+            "head": "colwise_gather_output", "layers.*.norm": "replicated_with_grad_allreduce",
+        }  # fmt: skip
+        self.table = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"norm": nn.LayerNorm(8), "up": nn.Linear(8, 24), "down": nn.Linear(12, 8)}) for _ in range(2)
+        )
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for layer in self.layers:
+            gate, up = layer["up"](layer["norm"](x)).chunk(2, -1)
+            x = x + layer["down"](F.silu(gate) * up)
+        return self.head(x)
+
+
+def test_the_models_own_table() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(Said()).double()
+    model = copy.deepcopy(plain)
+    with Mesh(data=2, tensor=2):
+        sl.parallelize(model, strategy="zero1")
+    at = {name: sl.typeof(p)[3:] for name, p in model.named_parameters()}
+    assert at["0.layers.1.up.weight"] == "[(2 12@tensor), 8]"
+    assert at["0.layers.1.up.bias"] == "[24@tensor]"
+    assert at["0.layers.0.down.weight"] == "[8, 12@tensor]"
+    assert at["0.layers.0.down.bias"] == at["0.layers.0.norm.weight"] == "[8]"
+    assert at["0.table.weight"] == "[11@tensor, 8]"
+    train(plain, lambda x: x)
+    train(model, lambda x: x)
+    same(model, plain)
+
+
+# Values made where they live ------------------------------------------------------------------------------------------
+
+
+def made_whole(make: Callable[[], nn.Module]) -> nn.Module:
+    model = make()
+    torch.manual_seed(3)
+    with sl.global_random():
+        model.apply(lambda m: getattr(m, "reset_parameters", lambda: None)())
+    return model
+
+
+def several() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8), nn.Linear(8, 16))
+    model[3].weight = model[0].weight
+    return model
+
+
+@pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "tensor": 2}], ids=str)
+def test_values_are_those_of_one_device(axes: dict[str, int]) -> None:
+    with torch.device("meta"):
+        model = several()
+    with Mesh(axes):
+        sl.parallelize(model, {"0.weight": "ff@tensor _"} if "tensor" in axes else {}, strategy="fsdp")
+        torch.manual_seed(3)
+        assert sl.materialize(model) is model
+    assert model[3].weight is model[0].weight
+    same(model, made_whole(several))
+    assert all(x.device.type == "cpu" for x in model.state_dict().values())
+    assert max(s.data.numel() for s in model[0].weight.shards) == 8 * 16 // 4
+
+
+def test_what_nobody_writes_is_refused() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.empty(4))
+            self.register_buffer("steps", torch.ones(3))
+            self.inner = nn.Linear(4, 4)
+
+    with torch.device("meta"):
+        model = Own()
+    with Mesh(data=2):
+        sl.parallelize(model)
+        with pytest.raises(ShardingError) as said:
+            sl.materialize(model)
+        assert "  * scale of f32[4]\n  * steps of [3]\n" in str(said.value)
+        assert model.inner.weight.is_meta
+
+        def init(m: nn.Module) -> None:
+            for x in (*m.parameters(recurse=False), *m.buffers(recurse=False)):
+                nn.init.ones_(x)
+
+        sl.materialize(model, init)
+    assert whole(model.scale).tolist() == [1.0] * 4

@@ -8,48 +8,35 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shardlib.jit import jit
 from shardlib.meshes.mesh import Mesh, current_mesh
 from shardlib.placing import shard
 from shardlib.plans.plan import Plan
-from shardlib.specs.spec import Spec
 from shardlib.tensors.tensor import ShardedTensor
 
 
 class Forward:
     """The `forward` of a module on the mesh where its parameters live; `fn` is the module's own.
 
-    `batch` says how arguments are cut of which none is placed. `landing` says of parameters where their gradients live,
-    if elsewhere than they do.
+    `batch` says how arguments are cut of which none is placed.
     """
 
-    def __init__(
-        self, module: nn.Module, fn: Callable[..., Any], mesh: Mesh, batch: Batch, landing: Mapping[str, Spec]
-    ) -> None:
-        self.module, self.fn, self.mesh, self.batch, self.landing = module, fn, mesh, batch, landing
-
-        @functools.wraps(fn)
-        def program(*args: Any, **kwargs: Any) -> Any:
-            if not landing:
-                return fn(*args, **kwargs)
-            own = {f"module.{at}": _Landed.apply(module.get_parameter(at), spec) for at, spec in landing.items()}  # type: ignore[no-untyped-call]
-            return functional_call(_Called(module, fn), own, args, kwargs)
+    def __init__(self, fn: Callable[..., Any], mesh: Mesh, batch: Batch) -> None:
+        self.fn, self.mesh, self.batch = fn, mesh, batch
 
         @functools.wraps(fn)
         def cutting(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = batch.cut((args, kwargs))
-            return program(*args, **kwargs)
+            return fn(*args, **kwargs)
 
-        self.program, self.cutting = jit(program), jit(cutting)
+        self.program, self.cutting = jit(fn), jit(cutting)
         functools.update_wrapper(self, fn)
 
     def __reduce__(self) -> Any:  # a copy is of another module
-        return Forward, (self.module, self.fn, self.mesh, self.batch, self.landing)
+        return Forward, (self.fn, self.mesh, self.batch)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if current_mesh() is not None:
@@ -94,24 +81,3 @@ class Batch:
             return shard(x, " ".join(words))
 
         return pytree.tree_map(place, tree)
-
-
-class _Landed(torch.autograd.Function):
-    """A parameter whose gradient lives where `spec` says."""
-
-    @staticmethod
-    def forward(ctx: Any, p: Tensor, spec: Spec) -> Tensor:
-        ctx.spec = spec
-        return p.view_as(p)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return shard(grads[0], ctx.spec), None
-
-
-class _Called(nn.Module):
-    """What is called while the module has other tensors for parameters."""
-
-    def __init__(self, module: nn.Module, fn: Callable[..., Any]) -> None:
-        super().__init__()
-        self.module, self.forward = module, fn

@@ -1,5 +1,5 @@
-"""What optimizers are told: those of parameters that a module no longer has are refused, moments live where strategies
-say. Both are hooks of every optimizer's step, so they hold inside `jit` and outside."""
+"""What optimizers are told: those of parameters that a module no longer has are refused, moments live where a
+parameter's `moments_at` says. Both are hooks of every optimizer's step, so they hold inside `jit` and outside."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from shardlib.errors import ShardingError
 from shardlib.placing import shard
 
 replaced = WeakTensorKeyDictionary()  # a plain parameter that a module no longer has -> its name
-moments = WeakTensorKeyDictionary()  # a parameter -> where its optimizer's moments live, if not where it does
 
 
 def _refuse_replaced(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -29,12 +28,15 @@ def _refuse_replaced(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 def _cut_moments(optimizer: Any, args: Any, kwargs: Any) -> None:
     """What an optimizer keeps of a parameter, element by element, is where its strategy says."""
-    for p in [p for p in _parameters(optimizer) if p in moments] if moments else []:
-        state = optimizer.state.get(p, {})
-        with p.mesh:
-            state.update(
-                {k: shard(x, moments[p]) for k, x in state.items() if isinstance(x, Tensor) and x.shape == p.shape}
-            )
+    for p in _parameters(optimizer):
+        if (at := getattr(p, "moments_at", None)) is not None:
+            with p.mesh:
+                moments = {k: x for k, x in optimizer.state.get(p, {}).items() if _is_moment(x, p)}
+                optimizer.state[p].update({k: shard(x, at) for k, x in moments.items()}) if moments else None
+
+
+def _is_moment(x: Any, p: Tensor) -> bool:
+    return isinstance(x, Tensor) and x.shape == p.shape
 
 
 def _parameters(optimizer: Any) -> list[Any]:

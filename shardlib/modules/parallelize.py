@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
 from shardlib.errors import ShardingError
+from shardlib.internals import TENSOR_HOOKS
 from shardlib.meshes.mesh import Mesh, current_mesh
 from shardlib.modules import pretrained
 from shardlib.modules.forward import Batch, Forward
-from shardlib.modules.optimizers import moments, replaced
+from shardlib.modules.optimizers import replaced
 from shardlib.modules.strategies import SEQUENCE, TENSOR, Strategy, axes_for, chosen, cut_more
 from shardlib.modules.table import read
 from shardlib.placing import shard
@@ -28,11 +29,13 @@ def parallelize(
     """Place the parameters of a module on a mesh (default: the current one); returns the same module.
 
     `specs` says where parameters live, by patterns of their names, in which `*` stands for any text; a parameter that
-    no pattern matches is whole on every device. Where nothing is said, and the mesh has an axis called `tensor`, it is
-    what the module says itself (`tp_plan` of transformers). `strategy` is `"ddp"`, `"zero1"`, `"zero2"`, `"fsdp"`,
-    `"hsdp"`, or one of `sl.strategies` with the axes named; it cuts parameters, gradients and moments over data axes,
-    too. Of the arguments of a call, plain tensors with as many rows as the first one are the batch, and cut over the
-    data axes (dim 1 over `seq`), unless some argument is placed already (`shard(x, "batch@data ...")`).
+    no pattern matches stays where it is, and is whole on every device if it is plain. Where nothing is said, and the
+    mesh has an axis called `tensor`, it is what the module says itself (`tp_plan` of transformers).
+
+    `strategy` is `"ddp"`, `"zero1"`, `"zero2"`, `"fsdp"`, `"hsdp"`, or one of `sl.strategies` with axes named; it cuts
+    parameters, gradients and moments over data axes, too. Of the arguments of a call, plain tensors with as many rows
+    as the first one are the batch, and cut over the data axes (dim 1 over `seq`), unless some argument is placed
+    already (`shard(x, "batch@data ...")`). Data axes are those of the mesh's rule for `batch`, or of the usual names.
 
     Parameters become `ShardedTensor`s (and stay `nn.Parameter`s, tied ones tied), so an optimizer is made afterwards:
     one that was made before is refused when it steps. `forward` becomes one program for the mesh, its backward another,
@@ -40,8 +43,8 @@ def parallelize(
     inside. `module.forward.plan(*args)` shows both.
 
     Raises `ShardingError`, with all offenders and before anything is placed, for patterns that match nothing or
-    contradict each other, specs that do not fit, and parameters that live on another mesh or hold a gradient. (Hooks on
-    a parameter stay with the plain one: register them afterwards.)
+    contradict each other, specs that do not fit, a strategy whose axes the mesh has not, and parameters that live on
+    another mesh, hold a gradient, or have hooks.
 
     Example:
         >>> import torch
@@ -70,9 +73,8 @@ def parallelize(
         raise ShardingError(what, remedy='parallelize(module, {"*.weight": "out@tensor in"})')
     taken = chosen(strategy).on(mesh)
     names, tensors = _parameters(module, mesh)
-    said = _said(module, tensors, mesh, taken) if specs is None else read(specs, map(tuple, names.values()))
+    said = _said(module, names.values(), mesh, taken) if specs is None else read(specs, map(tuple, names.values()))
     homes = _homes(tensors, said, mesh, taken)
-    landing = {}
     with mesh:
         for ties in names.values():
             old, (here, gradient, moment) = tensors[ties[0]], homes[ties[0]]
@@ -81,13 +83,12 @@ def parallelize(
                 path, _, last = at.rpartition(".")
                 setattr(module.get_submodule(path), last, new)
             replaced[old] = f"{name}.{ties[0]}"
-            if str(gradient) != str(here):
-                landing[ties[0]] = gradient
-            if str(moment) != str(here):
-                moments[new] = moment
+            for attribute, spec in (("gradient_at", gradient), ("moments_at", moment)):
+                if str(spec) != str(here):
+                    setattr(new, attribute, str(spec))
     fn = module.forward.fn if isinstance(module.forward, Forward) else module.forward
     rows, columns = ({axis: mesh.axes[axis] for axis in axes or ()} for axes in (taken.batch, _sequence(mesh)))
-    module.forward = Forward(module, fn, mesh, Batch(rows, columns), landing)
+    module.forward = Forward(fn, mesh, Batch(rows, columns))
     return module
 
 
@@ -115,10 +116,18 @@ def _parameters(module: nn.Module, mesh: Mesh) -> tuple[dict[int, list[str]], di
             rule="parameters are replaced by new ones, which have no gradient yet",
             remedy="call module.zero_grad() before",
         )
+    hooked = [at for at, x in tensors.items() if any(getattr(x, kind, None) for kind in TENSOR_HOOKS)]
+    if hooked:
+        raise ShardingError(
+            f"parallelize({name}) would lose hooks on parameters",
+            [f"{at} has one" for at in hooked],
+            rule="parameters are replaced by new ones, and hooks belong to one tensor",
+            remedy="register them behind parallelize",
+        )
     return names, tensors
 
 
-def _said(module: nn.Module, tensors: Mapping[str, Tensor], mesh: Mesh, taken: Strategy) -> dict[str, Spec]:
+def _said(module: nn.Module, names: Iterable[Sequence[str]], mesh: Mesh, taken: Strategy) -> dict[str, Spec]:
     """Where parameters live of which the caller says nothing: as the module's own table has it, or whole."""
     inner = [axis for axis in mesh.axes if axis in TENSOR]
     used = {*(taken.batch or ()), *(taken.parameters or ()), *_sequence(mesh), *inner}
@@ -134,7 +143,12 @@ def _said(module: nn.Module, tensors: Mapping[str, Tensor], mesh: Mesh, taken: S
             rule="without specs, axes cut the batch (data), the sequence (seq), and what the module's own table says",
             remedy='give specs, {"*.up.weight": "ff@tensor embed", "*.down.weight": "embed ff@tensor"}',
         )
-    return pretrained.specs_of(table, tensors, inner[0]) if inner else {}
+    if not inner:
+        return {}
+    found = pretrained.specs_of(table, dict(module.named_parameters(remove_duplicate=False)), inner[0])
+    return {
+        ties[0]: next(found[at] for at in ties if at in found) for ties in names if not found.keys().isdisjoint(ties)
+    }
 
 
 def _sequence(mesh: Mesh) -> tuple[str, ...]:
@@ -149,7 +163,8 @@ def _homes(
     fixed = dict(zip(said, resolve_many(items, mesh, what="parallelize"), strict=True))
     homes = {}
     for at, x in tensors.items():
-        spec = Spec.of(said.get(at, "..."))
+        here = x.spec if isinstance(x, ShardedTensor) else "..."
+        spec = Spec.of(said.get(at, here))
         now = fixed.get(at) or spec.resolve(x.shape, mesh)
         cut = x.numel() >= taken.threshold
         more = [axes or () for axes in (taken.parameters, taken.gradients, taken.moments)]
