@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -265,6 +266,28 @@ def test_strategies_train_as_one_device(axes: dict[str, int], strategy: Any, cut
     same(model, plain)
     for name, x in found.items():
         assert (f"12@{cut[name]}" if name in cut else "[12, 8]") in sl.typeof(x), f"{name}: {sl.typeof(x)}"
+
+
+def test_copies_keep_their_strategy() -> None:
+    with Mesh(data=2):
+        model = sl.parallelize(nn.Sequential(nn.Linear(8, 16)), strategy="zero2")
+    stored = io.BytesIO()
+    torch.save(model, stored)
+    stored.seek(0)
+    for other in (copy.deepcopy(model), torch.load(stored, weights_only=False)):
+        other(torch.ones(4, 8)).sum().backward()
+        assert other.forward.fn.__self__ is other
+        assert sl.typeof(other[0].weight.grad) == "f32[16@data, 8]"
+        assert model[0].weight.grad is None
+
+
+def test_where_a_gradient_lives_may_change_between_calls() -> None:
+    with Mesh(data=2):
+        model = sl.parallelize(nn.Linear(8, 16), strategy="zero2")
+    for at, text in ((model.weight.gradient_at, "16@data, 8"), ("_ _@data", "16, 8@data")):
+        model.weight.grad, model.weight.gradient_at = None, at
+        model(torch.ones(4, 8)).sum().backward()
+        assert sl.typeof(model.weight.grad) == f"f32[{text}]"
 
 
 def test_a_batch_is_cut_where_nobody_has_placed_it() -> None:

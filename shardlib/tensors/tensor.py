@@ -312,6 +312,9 @@ def wrap(form: Form, locals_: tuple[torch.Tensor, ...]) -> ShardedTensor:
     return x
 
 
+HOMES = ("gradient_at", "moments_at")  # attributes of parameters: specs of where these live, if elsewhere
+
+
 def marks(x: torch.Tensor) -> dict[str, Any]:
     """The attributes that somebody gave a tensor, beside those that it has itself."""
     return {k: y for k, y in x.__dict__.items() if k not in _OWN}
