@@ -28,6 +28,7 @@ from shardlib.meshes.mesh import Mesh, current_mesh, no_mesh
 from shardlib.modules import strategies
 from shardlib.modules.materialize import materialize
 from shardlib.modules.parallelize import parallelize
+from shardlib.modules.suggest import suggest
 from shardlib.placing import shard
 from shardlib.plain import global_random
 from shardlib.plans.budget import comm_budget
@@ -53,7 +54,7 @@ __all__ = [
     # compiling and planning
     "jit", "Plan", "check", "comm_budget", "rule", "prove", "Proof", "debug_print",
     # modules of torch
-    "parallelize", "materialize", "strategies",
+    "parallelize", "materialize", "strategies", "suggest",
     # per-device code by hand
     "shard_map", "psum", "pmean", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute",
     "axis_index", "axis_size", "piece",

@@ -165,7 +165,7 @@ count_function_modes = _torch("torch._C._len_torch_function_stack", "asked in ev
 
 make_wrapper = _torch("torch.Tensor._make_wrapper_subclass", "documented: a tensor that has no memory")
 no_torch_function = _torch("torch._C._disabled_torch_function_impl", "documented: a class that only dispatches")
-version_of = _attribute("torch.Tensor._version", "whether a gradient was written to")
+version_of = _attribute("torch.Tensor._version", "whether a gradient, or a new parameter, was written to")
 ASKS_VERSION = _torch("torch.Tensor._version.__get__", "a trace does not say how often a tensor was written to")
 ASKS_IS_VIEW = _torch("torch.Tensor._is_view", "a trace does not say whether an argument is a view")
 ASKS_BASE = _torch("torch.Tensor._base.__get__", "a trace does not say what an argument is a view of")

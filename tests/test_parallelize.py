@@ -444,3 +444,99 @@ def test_what_nobody_writes_is_refused() -> None:
 
         sl.materialize(model, init)
     assert whole(model.scale).tolist() == [1.0] * 4
+
+
+# A table from the traced graph ----------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int, kv: int) -> None:
+        super().__init__()
+        self.heads, self.kv, size = heads, kv, width // heads
+        self.q, self.k, self.v = (nn.Linear(width, n * size) for n in (heads, kv, kv))
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, d = x.shape
+        q, k, v = (
+            f(x).view(b, t, n, -1).transpose(1, 2)
+            for f, n in ((self.q, self.heads), (self.k, self.kv), (self.v, self.kv))
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv)
+        return self.out(y.transpose(1, 2).reshape(b, t, d))
+
+
+class Decoder(nn.Module):
+    def __init__(self, kv: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 32)
+        self.layers = nn.ModuleList(nn.ModuleList([Attention(32, 4, kv), Block(32, 96)]) for _ in range(2))
+        self.head = nn.Linear(32, 64, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for attention, block in self.layers:
+            x = block(x + attention(x))
+        return self.head(x)
+
+
+MEGATRON = {
+    "table.weight": "in@tensor _",
+    "layers.*.0.q.weight": "out@tensor _", "layers.*.0.q.bias": "out@tensor",
+    "layers.*.0.k.weight": "out@tensor _", "layers.*.0.k.bias": "out@tensor",
+    "layers.*.0.v.weight": "out@tensor _", "layers.*.0.v.bias": "out@tensor",
+    "layers.*.0.out.weight": "_ in@tensor",
+    "layers.*.1.up.weight": "out@tensor _", "layers.*.1.up.bias": "out@tensor",
+    "layers.*.1.down.weight": "_ in@tensor",
+    "head.weight": "out@tensor _",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kv", [4, 2])
+def test_columns_and_rows_of_a_decoder_are_found(kv: int) -> None:
+    torch.manual_seed(0)
+    plain = Decoder(kv).double()
+    tokens = torch.randint(0, 64, (4, 8))
+    table = sl.suggest(copy.deepcopy(plain).to("meta"), Mesh.abstract(data=2, tensor=2), tokens.to("meta"))
+    assert dict(table) == MEGATRON
+    assert table.why["layers.*.1.down.weight"] == "rows: the sum over devices is left, 8.19 kB of [32, 32]"
+    assert "layers.0.1.down.weight contracts what it makes" in table.why["layers.*.1.up.weight"]
+    assert str(table).startswith("'table.weight': 'in@tensor _',            # rows: the sum over devices is left")
+    model = copy.deepcopy(plain)
+    with Mesh(data=2, tensor=2):
+        sl.parallelize(model, table)
+    torch.testing.assert_close(whole(model(tokens)), plain(tokens), rtol=1e-12, atol=1e-12)
+
+
+def test_a_deep_net_of_linears_alternates() -> None:
+    net = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(4)))
+    table = sl.suggest(net, Mesh.abstract(model=4), torch.ones(8, 16))
+    assert list(table.values()) in (
+        ["out@model _", "_ in@model", "out@model _", "_ in@model"],
+        ["_ in@model", "out@model _", "_ in@model", "out@model _"],
+    )
+
+
+def test_a_packed_weight_is_cut_inside() -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(16, 48, bias=False), nn.Linear(16, 16, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).view(4, 8, 3, 4, 4).permute(2, 0, 3, 1, 4).unbind(0)
+            return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    assert sl.suggest(Packed(), Mesh.abstract(tensor=2), torch.ones(4, 8, 16)) == {
+        "qkv.weight": "(f0=3 out@tensor f2=4) _",
+        "out.weight": "_ in@tensor",
+    }
+
+
+def test_what_suggest_cannot_do() -> None:
+    for module, mesh, text in (
+        (nn.Linear(8, 8), Mesh.abstract(data=2), "none of its axes is called tensor, model, tp"),
+        (nn.Linear(2, 2), Mesh.abstract(tensor=8), "finds no weight that 'tensor' could cut"),
+    ):
+        with pytest.raises(ShardingError, match=text):
+            sl.suggest(module, mesh, torch.ones(4, module.in_features))

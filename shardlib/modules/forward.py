@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from shardlib.internals import pytree
 from shardlib.jit import jit
 from shardlib.meshes.mesh import Mesh, current_mesh
 from shardlib.placing import shard

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlib.errors import ShardingError
+from shardlib.internals import version_of
 from shardlib.plain import global_random
 from shardlib.tensors.tensor import ShardedTensor, typeof
 
@@ -37,7 +38,7 @@ def materialize(module: nn.Module, init: Callable[[nn.Module], Any] | None = Non
     new = {at: _empty(x) for at, x in old.items() if x.is_meta}
     ties = {id(x): at for at, x in reversed(old.items()) if at in new}
     _put(module, {at: new[ties[id(old[at])]] for at in new})
-    written = {at: x._version for at, x in new.items()}
+    written = {at: version_of(x) for at, x in new.items()}
     own: Any
     done = False
     try:
@@ -49,7 +50,7 @@ def materialize(module: nn.Module, init: Callable[[nn.Module], Any] | None = Non
             else:
                 module.apply(_reset)
         now = dict(_tensors(module))
-        missing = [at for at in new if now[at].is_meta or (now[at] is new[at] and new[at]._version == written[at])]
+        missing = [at for at in new if now[at].is_meta or (now[at] is new[at] and version_of(new[at]) == written[at])]
         done = not [at for at in missing if ties[id(old[at])] == at]
     finally:
         if not done:

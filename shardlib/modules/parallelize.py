@@ -141,7 +141,7 @@ def _said(module: nn.Module, names: Iterable[Sequence[str]], mesh: Mesh, taken: 
             f"parallelize({type(module).__name__}) on ({grid}) is given no specs",
             wrong,
             rule="without specs, axes cut the batch (data), the sequence (seq), and what the module's own table says",
-            remedy='give specs, {"*.up.weight": "ff@tensor embed", "*.down.weight": "embed ff@tensor"}',
+            remedy="give specs, or let sl.suggest(module, mesh, *example) propose them",
         )
     if not inner:
         return {}
