@@ -32,6 +32,10 @@ class ShardingError(ValueError):
         super().__init__("\n".join(lines))
 
 
+class ValueNeededError(ShardingError):
+    """A function cannot be traced, since its Python, or a shape, depends on what a tensor holds."""
+
+
 class CollectiveError(RuntimeError):
     """A collective that could not be finished: a peer is gone, or did not come in time.
 

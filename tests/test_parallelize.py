@@ -446,6 +446,49 @@ def test_what_nobody_writes_is_refused() -> None:
     assert whole(model.scale).tolist() == [1.0] * 4
 
 
+# Values that Python asks for ------------------------------------------------------------------------------------------
+
+
+class Decides(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x).relu()
+        if self.training and h.sum() > 1e9:  # a guard
+            raise ValueError("too large")
+        seen = h.sum(-1) > 0
+        return self.down(h[seen]) if self.training else self.down(h)
+
+
+def test_a_module_that_asks_for_values_runs_op_by_op() -> None:
+    torch.manual_seed(0)
+    plain = Decides().double()
+    model = copy.deepcopy(plain)
+    with Mesh(data=2, tensor=2):
+        sl.parallelize(model, {"up.*": "ff@tensor ...", "down.weight": "_ ff@tensor"})
+    x = torch.randn(6, 8, dtype=torch.float64)
+    ours, theirs = (torch.optim.Adam(m.parameters(), lr=0.1) for m in (model, plain))
+
+    def steps() -> None:
+        for _ in range(3):
+            for m, opt in ((model, ours), (plain, theirs)):
+                m(x).square().sum().backward()
+                opt.step()
+                opt.zero_grad()
+
+    said = r"forward needs the value of .*, at .*test_parallelize.py:\d+ in Decides.forward: .*one by one"
+    with pytest.warns(match=said) as w:
+        steps()
+    assert len(w) == 1
+    same(model, plain)
+    torch.testing.assert_close(whole(model.eval()(x)), plain.eval()(x), rtol=1e-10, atol=1e-10)
+    assert model.forward.plan(x).collectives  # evaluation is a program
+    with Mesh(data=2, tensor=2), pytest.raises(ShardingError, match="needs the value of"):
+        sl.jit(lambda m, x: m(x))(model.train(), x)
+
+
 # A table from the traced graph ----------------------------------------------------------------------------------------
 
 

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from shardlib.errors import ValueNeededError
 from shardlib.internals import pytree
 from shardlib.jit import jit
 from shardlib.meshes.mesh import Mesh, current_mesh
 from shardlib.placing import shard
 from shardlib.plans.plan import Plan
+from shardlib.state import is_tracing
 from shardlib.tensors.tensor import ShardedTensor
+
+
+class EagerWarning(UserWarning):
+    """A module's forward is no program: its ops run one by one."""
 
 
 class Forward:
@@ -26,6 +34,7 @@ class Forward:
 
     def __init__(self, fn: Callable[..., Any], mesh: Mesh, batch: Batch) -> None:
         self.fn, self.mesh, self.batch = fn, mesh, batch
+        self.eager: set[Any] = set()  # modes of the module in which it asks for values, so that no program can be made
 
         @functools.wraps(fn)
         def cutting(*args: Any, **kwargs: Any) -> Any:
@@ -39,16 +48,38 @@ class Forward:
         return Forward, (self.fn, self.mesh, self.batch)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        if current_mesh() is not None:
-            return self._for(args, kwargs)(*args, **kwargs)
-        with self.mesh:
-            return self._for(args, kwargs)(*args, **kwargs)
+        with nullcontext() if current_mesh() is not None else self.mesh:
+            if self._mode in self.eager:
+                return self._by_op(args, kwargs)
+            try:
+                return self._for(args, kwargs)(*args, **kwargs)
+            except ValueNeededError as error:
+                if is_tracing():
+                    raise
+                self.eager.add(self._mode)
+                warnings.warn(
+                    f"{error.what.replace('the traced function', self.fn.__name__)}, at {error.offenders[0]}: "
+                    "its ops run one by one, on ShardedTensors, outside a program",
+                    EagerWarning,
+                    stacklevel=2,
+                )
+            return self._by_op(args, kwargs)
 
     def plan(self, /, *args: Any, **kwargs: Any) -> Plan:
         """The plan of forward and backward for these arguments; nothing runs."""
         with self.mesh:
             found: Plan = self._for(args, kwargs).plan(*args, **kwargs)
             return found
+
+    @property
+    def _mode(self) -> Any:
+        """What a module does in training it may not do in evaluation."""
+        return getattr(getattr(self.fn, "__self__", None), "training", None)
+
+    def _by_op(self, args: Any, kwargs: Any) -> Any:
+        if self._for(args, kwargs) is self.cutting:
+            args, kwargs = self.batch.cut((args, kwargs))
+        return self.fn(*args, **kwargs)
 
     def _for(self, args: Any, kwargs: Any) -> Any:
         """The program for these arguments: where one of them is placed, the caller has said where the batch lives."""
@@ -72,6 +103,8 @@ class Batch:
 
         def place(x: Any) -> Any:
             if not isinstance(x, Tensor) or not x.dim() or x.shape[0] != rows:
+                return x
+            if x.requires_grad and not is_tracing():  # placing is not differentiated
                 return x
             words = ["_?"] * x.dim()
             if self.rows and rows >= math.prod(self.rows.values()):

@@ -40,7 +40,8 @@ def parallelize(
     Parameters become `ShardedTensor`s (and stay `nn.Parameter`s, tied ones tied), so an optimizer is made afterwards:
     one that was made before is refused when it steps. `forward` becomes one program for the mesh, its backward another,
     from one joint trace: `loss.backward()` and `optimizer.step()` work outside `jit` as they do on one device, and
-    inside. `module.forward.plan(*args)` shows both.
+    inside. `module.forward.plan(*args)` shows both. A module whose Python, or whose shapes, depend on what tensors hold
+    runs op by op on ShardedTensors instead, with one warning that names the line.
 
     Raises `ShardingError`, with all offenders and before anything is placed, for patterns that match nothing or
     contradict each other, specs that do not fit, a strategy whose axes the mesh has not, and parameters that live on

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from shardlib.errors import ShardingError
+from shardlib.errors import ShardingError, ValueNeededError
 from shardlib.internals import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from shardlib.lines import error_line, user_line
 from shardlib.tensors.tensor import typeof
@@ -121,7 +121,9 @@ def refusal(error: Exception, tracer: Any, names: Mapping[int, str]) -> Sharding
     if any(frame.f_code.co_filename.startswith(_OPTIM) for frame in frames_of(error)):
         remedy = _STEP
     remedy = remedy or _INSTEAD.get(name, _COUNT)
-    return ShardingError(f"the traced function {what}", [str(line)], rule=rule, remedy=remedy)
+    needs_values = rule == _ONCE or isinstance(error, DynamicOutputShapeException)
+    kind = ValueNeededError if needs_values else ShardingError
+    return kind(f"the traced function {what}", [str(line)], rule=rule, remedy=remedy)
 
 
 def _kind(x: torch.Tensor) -> str:
