@@ -1,0 +1,128 @@
+"""Models of transformers through `parallelize(model)`, nothing said: steps, tokens, directories of weights."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import shardlib as sl
+from shardlib.modules.forward import EagerWarning
+from tests import pretrained
+
+CONFIG = LlamaConfig(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=64, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+)  # fmt: skip
+TOKENS = torch.randint(3, 60, (4, 6), generator=torch.Generator().manual_seed(0))
+AXES: list[dict[str, int]] = [{"data": 4}, {"data": 2, "tensor": 2}, {"tensor": 8}]
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(copy.deepcopy(CONFIG)).eval()
+
+
+def whole(x: Any) -> Any:
+    return x.full_tensor() if isinstance(x, sl.ShardedTensor) else x
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "llama", "mixtral", "qwen3_moe"])
+def test_its_own_table(kind: str) -> None:
+    found = pretrained.outcome(kind)
+    assert found["worst"] < 1e-5, found
+    assert found["gathered"] == found["whole"] == []
+    assert found["cut"] > found["parameters"] / 3
+
+
+@pytest.mark.filterwarnings("default::shardlib.modules.forward.EagerWarning")
+def test_a_model_that_counts_its_tokens_runs_op_by_op() -> None:
+    with pytest.warns(EagerWarning, match="makes a shape that depends on values, by nonzero, at .*modeling_longcat"):
+        found = pretrained.outcome("longcat_flash")
+    assert found["worst"] < 1e-5, found
+
+
+@pytest.mark.parametrize("axes", AXES, ids=str)
+def test_a_cache_comes_out(axes: dict[str, int]) -> None:
+    plain, model = llama(), llama()
+    with sl.Mesh(axes):
+        sl.parallelize(model)
+    want, found, again = plain(TOKENS), model(TOKENS), model(TOKENS)
+    assert again.past_key_values is not found.past_key_values
+    for mine, layer in zip(found.past_key_values.layers, want.past_key_values.layers, strict=True):
+        torch.testing.assert_close(whole(mine.keys), layer.keys, rtol=1e-5, atol=1e-5)
+    nxt = torch.full((4, 1), 7)
+    one = model(nxt, past_key_values=found.past_key_values).logits
+    torch.testing.assert_close(
+        whole(one), plain(nxt, past_key_values=want.past_key_values).logits, rtol=1e-4, atol=1e-5
+    )
+
+
+HOW: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "beams": {"num_beams": 2},
+    "static": {"cache_implementation": "static"},
+    "sampled": {"do_sample": True, "top_k": 10},
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_generated_tokens_are_those_of_one_device(how: str) -> None:
+    """On one device, sampled ones are those under `global_random()`."""
+    plain = llama()
+    torch.manual_seed(1)
+    with sl.global_random():
+        want = plain.generate(TOKENS, max_new_tokens=3, **HOW[how])
+    for axes in AXES[1:]:
+        model = llama()
+        with sl.Mesh(axes):
+            sl.parallelize(model)
+        torch.manual_seed(1)
+        assert torch.equal(whole(model.generate(TOKENS, max_new_tokens=3, **HOW[how])), want)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch says so of every load in one process
+def test_a_directory_of_weights_is_read_in_pieces(tmp_path: Path) -> None:
+    plain = llama()
+    plain.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(copy.deepcopy(CONFIG)).eval()
+    with sl.Mesh(data=2, tensor=2):
+        sl.materialize(sl.parallelize(model, strategy="fsdp"))
+    dcp.load(model.state_dict(), storage_reader=HuggingFaceStorageReader(str(tmp_path)))
+    for name, x in plain.state_dict().items():
+        assert torch.equal(whole(model.state_dict()[name]), x), name
+    torch.testing.assert_close(whole(model(TOKENS).logits), plain(TOKENS).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_a_directory_that_plain_transformers_reads(tmp_path: Path) -> None:
+    plain, model = llama(), llama()
+    with sl.Mesh(data=2, tensor=2):
+        sl.parallelize(model, strategy="fsdp")
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    model.save_pretrained(tmp_path, state_dict=full)
+    back = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(back.state_dict().values(), plain.state_dict().values(), strict=True))
+
+
+def test_the_table_of_a_model_inside_another() -> None:
+    class Wrapped(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.head = llama(), torch.nn.Linear(64, 1)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.head(self.model(tokens).logits)
+
+    model = Wrapped()
+    with sl.Mesh(tensor=2):
+        sl.parallelize(model)
+    assert sl.typeof(model.model.model.layers[0].mlp.up_proj.weight) == "f32[48@tensor, 32]"
+    assert sl.typeof(model.head.weight) == "f32[1, 64]"
