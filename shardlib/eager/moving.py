@@ -43,17 +43,11 @@ def placed(x: torch.Tensor, resolved: Fixed, mesh: Mesh, donate: bool = False) -
 
 def place(x: torch.Tensor, resolved: Fixed, mesh: Mesh, donate: bool = False) -> ShardedTensor:
     """Cut a plain tensor that every process has whole; `donate` gives its memory up, for pieces to be made of it."""
-    if mesh.kind == "abstract":
+    if mesh.kind == "abstract" and not x.is_meta:
         raise ShardingError(
             f"a tensor of shape {list(x.shape)} cannot be placed on {mesh}",
             rule="an abstract mesh has no devices",
-            remedy="plan on it (step.plan(...)), or use Mesh(...)",
-        )
-    if x.is_meta and mesh.kind == "distributed":
-        raise ShardingError(
-            f"a meta tensor of shape {list(x.shape)} cannot be placed on {mesh}",
-            rule="what lives on ranks has values: collectives read its memory",
-            remedy=f"make it there, torch.empty_like(x, device={mesh.device!r}); plan with the meta tensor itself",
+            remedy="place a meta tensor on it, plan on it (step.plan(...)), or use Mesh(...)",
         )
     pieces = owned(x.detach(), resolved.layout, mesh, donate)
     out = wrap(Form.of(resolved.layout, mesh, x.dtype, x.device, resolved.names), pieces)

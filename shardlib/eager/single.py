@@ -37,6 +37,7 @@ from shardlib.specs.fixed import Fixed, Names
 from shardlib.state import paused_gc, unseen
 from shardlib.tensors.aliases import Path
 from shardlib.tensors.form import Form
+from shardlib.tensors.memory import refuse_valueless
 from shardlib.tracing.functionalise import functionalise
 from shardlib.tracing.lazily import lazily
 from shardlib.tracing.traced import Traced
@@ -109,6 +110,8 @@ def single(op: Any, args: Any, kwargs: dict[str, Any], operands: Sequence[Operan
     moved = op is None and not operands[0].path
     owned = None if moved or any(x.plain for x in operands) else 0
     compiled = _compile(traced, operands, fixed_outputs, mesh, owned)
+    if compiled.program.collectives:
+        refuse_valueless(name, mesh, [(f"operand {i}", x.form) for i, x in enumerate(operands)])
     plan = Plan(compiled)
     results = _forms(compiled.program, vals, operands, plan, device)
     meets = mesh.kind == "distributed" and bool(compiled.program.collectives)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -73,4 +73,17 @@ def refuse_misfits(what: str, pieces: Sequence[Any], layout: Layout, mesh: Mesh)
             faults,
             rule="there is a plain tensor for each device of this process, of its local shape, all of one dtype",
             remedy="shard(x, spec) cuts a whole tensor into pieces that fit",
+        )
+
+
+def refuse_valueless(what: str, mesh: Mesh, tensors: Iterable[tuple[str, Any]]) -> None:
+    """Raise `ShardingError` for meta tensors, each with its name, that a program with collectives would read."""
+    if mesh.kind == "virtual":
+        return
+    if wrong := [f"{name} of shape {list(x.shape)}" for name, x in tensors if x.device.type == "meta"]:
+        raise ShardingError(
+            f"{what} on {mesh} communicates, and is given tensors without values",
+            wrong,
+            rule="collectives read the memory of tensors, and meta tensors have none",
+            remedy="sl.materialize(module), or torch.empty_like(x, device='cpu'); step.plan(...) needs no values",
         )

@@ -89,9 +89,12 @@ def test_plain_tensors_still_go_out_by_dlpack():
     assert torch.equal(torch.from_dlpack(torch.utils.dlpack.to_dlpack(W)), W)
 
 
-def _meta() -> str:
+def _meta() -> list[str]:
     with Mesh(data=2):
-        return refusal(lambda: shard(torch.empty(4, 6, device="meta"), "a@data b"))
+        x = shard(torch.empty(4, 6, device="meta"), "a@data b")
+        assert (x + 1).is_meta
+        assert x.shards[0].data.shape == (2, 6)
+        return [refusal(call) for call in (lambda: x.full_tensor(), lambda: sl.jit(lambda x: x.sum())(x))]
 
 
 def _with_data(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -180,9 +183,12 @@ def test_meta_tensors_have_no_values(name):
 
 
 @pytest.mark.ranks
-def test_meta_tensors_are_not_placed_on_ranks():
-    message = only(run_ranks(_meta, 2))
-    assert message.startswith("a meta tensor of shape [4, 6] cannot be placed on Mesh(data=2)")
+def test_meta_tensors_on_ranks_are_not_sent():
+    moved, called = only(run_ranks(_meta, 2))
+    assert moved.startswith("redistribute on Mesh(data=2) communicates, and is given tensors without values:")
+    assert "operand 0 of shape [4, 6]" in moved
+    assert "sl.materialize(module)" in moved
+    assert called.startswith("<lambda> runs on Mesh(data=2), whose devices are cpu:\n  * x of shape [4, 6] is on meta")
 
 
 def _traced_collective() -> str:
