@@ -25,6 +25,7 @@ from shardlib.manual.collectives import (
     reduce_scatter,
 )
 from shardlib.meshes.mesh import Mesh, current_mesh, no_mesh
+from shardlib.modules import optimizers as _optimizers  # noqa: F401  (registers itself with torch)
 from shardlib.modules import strategies
 from shardlib.modules.materialize import materialize
 from shardlib.modules.parallelize import parallelize

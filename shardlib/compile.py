@@ -13,7 +13,7 @@ from shardlib import graph as graphs
 from shardlib.aten.traits import has
 from shardlib.calls.arguments import argument_of, by_argument, describe
 from shardlib.calls.flat import FlatCall, arguments_of, flatten_call, twins
-from shardlib.calls.parts import Result
+from shardlib.calls.parts import Part, Result
 from shardlib.calls.rebound import Watch
 from shardlib.calls.state import State
 from shardlib.errors import ShardingError
@@ -98,6 +98,7 @@ def compile_program(
         traced = normalise(traced)
     clock.stop("normalise")
     graph = graphs.build(traced.graph)
+    traced = _placed_anew(traced, graph)
     fixed_inputs = _fixed_inputs(traced, graph, call, specs, mesh, placed)
     fixed = {graph.inputs[i]: f for i, f in fixed_inputs.items()} | _constraints(graph, mesh)
     outputs = _fixed_outputs(traced, graph, out_specs, mesh)
@@ -182,6 +183,10 @@ def _leaf_specs(fn: Callable[..., Any], call: FlatCall, in_specs: Any) -> list[S
     """The spec of each leaf of the arguments."""
     if in_specs is None:
         return [None] * len(call.arguments)
+    if callable(in_specs):
+        found: list[SpecLike] = list(in_specs(call.arguments))
+        state = twins(call.arguments, call.state.tensors)  # an argument that is a buffer lives where that does
+        return [None if state.get(i, 0) >= len(found) else spec for i, spec in enumerate(found)]
     name = getattr(fn, "__name__", type(fn).__name__)
     positional, named = pytree.tree_unflatten(list(call.arguments), call.tree)
     tree = by_argument(fn, name, in_specs, len(positional), named)
@@ -205,10 +210,7 @@ def _at_home(
     mesh: Mesh,
 ) -> dict[int, Fixed]:
     """What is written to stays where it was, and gradients live where their values live, or where these say
-    (`gradient_at`); plain tensors are whole.
-
-    What is new in an object lives elsewhere where the last thing that the function says of it is so.
-    """
+    (`gradient_at`); plain tensors are whole."""
     leaves, after = call.leaves, traced.after
     said = {traced.input_leaves[i]: f for i, f in fixed_inputs.items()}
     out = {}
@@ -222,16 +224,25 @@ def _at_home(
         if position is not None and isinstance(at, str) and placed(leaves[leaf]) is not None:
             item = (f"the gradient of {_name(traced, leaf)}", graph.outputs[position].shape, at, None)
             out[position] = resolve_many([item], mesh, what="gradient_at")[0].by(f"the gradient_at of {item[0]}")
-    moved = {op.results[0] for op in graph.ops if op.constrains}
-    elsewhere = {i for i, x in enumerate(graph.outputs) if isinstance(x, Value) and x in moved}
     for part in (part for kept in after.rebound for part in kept.parts if isinstance(part, Result)):
-        if part.at in elsewhere:
-            continue
         if part.plain is not None:
             out[part.at] = _whole(graph.outputs[part.at])
         elif (home := part.home) is not None:
             out[part.at] = Fixed.at(home.layout, home.names, "the place of what was there")
     return out
+
+
+def _placed_anew(traced: Traced, graph: Graph) -> Traced:
+    """What is new in an object lives where the function says, if that is the last that it does with it, and not where
+    the value before did."""
+    moved = {op.results[0] for op in graph.ops if op.constrains}
+    at = {i for i, x in enumerate(graph.outputs) if isinstance(x, Value) and x in moved}
+
+    def anew(part: Part) -> Part:
+        return replace(part, plain=None, home=None) if isinstance(part, Result) and part.at in at else part
+
+    rebound = tuple(replace(kept, parts=tuple(map(anew, kept.parts))) for kept in traced.after.rebound)
+    return replace(traced, after=replace(traced.after, rebound=rebound)) if at else traced
 
 
 def _whole(value: Value) -> Fixed:

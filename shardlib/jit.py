@@ -37,6 +37,7 @@ from shardlib.random.draw import in_call
 from shardlib.run import Runner, load
 from shardlib.state import compiling, is_single_device, is_tracing, unseen
 from shardlib.tensors.agreed import ALWAYS, compare_arguments
+from shardlib.tensors.replaced import refuse_replaced
 from shardlib.tensors.tensor import ShardedTensor
 from shardlib.tracing.threads import refuse_nested
 
@@ -73,13 +74,14 @@ def jit(
     others are refused.
 
     `in_specs` (a tuple with an entry per positional argument, or a dict by parameter name) and `out_specs` are prefix
-    pytrees of specs: a single spec is every argument's; None leaves a layout to inference. Arguments may be plain
-    tensors (every process has them whole) or `ShardedTensor`s; tensor results are `ShardedTensor`s. An argument that
-    the function returns, or a view of one, comes back in memory of its own. Results have a history where an input
+    pytrees of specs: a single spec is every argument's; None leaves a layout to inference. (`in_specs` may also be a
+    function of the list of all leaves of the arguments, which returns a spec, or None, for each.) Arguments may be
+    plain tensors (every process has them whole) or `ShardedTensor`s; tensor results are `ShardedTensor`s. An argument
+    that the function returns, or a view of one, comes back in memory of its own. Results have a history where an input
     requires gradients, so that `.backward()` goes through the call; inside, gradients are taken by `sl.grad`,
     `sl.value_and_grad` or `.backward()`. A `ShardedTensor` in `donate_argnums` gives its memory up, for results to be
-    written over it, and reading it afterwards is an error; memory that anything else refers to (a plain tensor, a
-    view, a piece from `to_local`) is copied instead, and never written to. Works as a decorator, also of methods.
+    written over it, and reading it afterwards is an error; memory that anything else refers to (a plain tensor, a view,
+    a piece from `to_local`) is copied instead, and never written to. Works as a decorator, also of methods.
 
     Raises `ShardingError` outside any mesh, where specs do not fit, where a communication budget is exceeded, and for
     what would leave the trace unseen. Warns `RetraceWarning`, once, of a function that is compiled again and again.
@@ -184,6 +186,10 @@ class Jitted(Function):
                     leaves = call.leaves
                     self._check_budgets(plan)
                     refuse_other_devices(plan, mesh, leaves)
+                    given = zip(plan.compiled.traced.input_names, plan.compiled.traced.input_leaves, strict=True)
+                    held = [(name, leaves[i]) for name, i in given if i >= 0]
+                    reads = "read it from the module (self.weight), not from a list, a closure or another module"
+                    refuse_replaced(f"{self.name} reads parameters that were replaced", held, reads)
                     ready = self._load(mesh, plan, kept)
                     compare_arguments(plan, mesh, leaves)
                     programs.entries.keep(call.key, ready, plan.compiled.traced.looked)

@@ -789,3 +789,19 @@ def test_conjugates_say_that_they_are() -> None:
         lambda z: z.conj().resolve_conj(),
     ):
         assert (view(ours).is_conj(), view(ours).is_neg()) == (view(z).is_conj(), view(z).is_neg())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_norm_whose_input_needs_no_gradient(dtype: torch.dtype) -> None:
+    """Its backward has no tensor for the first result, and is cut along the normalised dim."""
+    torch.manual_seed(0)
+    x, w, b = torch.randn(4, 6, 8).to(dtype), torch.randn(8).to(dtype), torch.randn(8).to(dtype)
+    with Mesh(data=2, tensor=2):
+        mine = [sl.shard(w, "e@tensor").requires_grad_(), sl.shard(b, "e@tensor").requires_grad_()]
+        F.layer_norm(sl.shard(x, "_ _ e@tensor"), (8,), *mine).square().sum().backward()
+    plain = [w.clone().requires_grad_(), b.clone().requires_grad_()]
+    F.layer_norm(x, (8,), *plain).square().sum().backward()
+    for p, q in zip(mine, plain, strict=True):
+        torch.testing.assert_close(
+            p.grad.full_tensor(), q.grad, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-4
+        )

@@ -198,9 +198,10 @@ def test_an_optimizer_that_was_made_before_is_refused() -> None:
         model(torch.ones(2, 4)).sum().backward()
     with pytest.raises(ShardingError) as said:
         early.step()
-    assert "this SGD was made before parallelize" in str(said.value)
-    assert "Linear.weight has been replaced" in str(said.value)
-    assert "Linear.bias has been replaced" in str(said.value)
+    assert "this SGD steps parameters that were replaced" in str(said.value)
+    assert "parameter 0 was Linear.weight, in whose place is a parameter on the mesh" in str(said.value)
+    assert "parameter 1 was Linear.bias" in str(said.value)
+    assert "Remedy: make it behind parallelize" in str(said.value)
 
 
 def test_gradients_are_not_lost() -> None:
@@ -208,9 +209,8 @@ def test_gradients_are_not_lost() -> None:
     model(torch.ones(2, 4)).sum().backward()
     with Mesh(tensor=2), pytest.raises(ShardingError) as said:
         sl.parallelize(model, {"weight": "out@tensor in"})
-    assert "parallelize(Linear) would lose gradients:\n  * weight of [6, 4] has one\n  * bias of [6] has one" in str(
-        said.value
-    )
+    text = "would lose what belongs to parameters:\n  * weight of [6, 4] has a gradient\n  * bias of [6] has a gradient"
+    assert text in str(said.value)
     assert not isinstance(model.weight, ShardedTensor)
 
 
@@ -310,6 +310,40 @@ def test_a_batch_is_cut_where_nobody_has_placed_it() -> None:
         assert sl.typeof(sl.parallelize(Own(), {})(x, mask, table)[1]) == "f32[6@b, 4]"
 
 
+class Touches(nn.Module):
+    """Does to its arguments what a module had better not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(4, 4)
+        self.register_buffer("b", torch.ones(6, 4))
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        q.mul_(2)
+        return self.l(k) * (3 if q is k else 1) * getattr(q, "scale", 1)
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("how", ["two", "one", "a buffer", "marked"])
+def test_arguments_stay_what_they_are(how: str, jitted: bool) -> None:
+    torch.manual_seed(0)
+    plain = Touches()
+    model = copy.deepcopy(plain)
+    with Mesh(data=2):
+        sl.parallelize(model)
+    found = []
+    for m in (plain, model):
+        x, y = torch.arange(24.0).view(6, 4), torch.ones(6, 4)
+        if how == "marked":
+            x.scale = 5
+        args = {"two": (x, y), "one": (x, x), "a buffer": (m.b, m.b), "marked": (x, y)}[how]
+        call = sl.jit(lambda m, *args: m(*args)) if jitted and m is model else m
+        with Mesh(data=2):
+            found.append([whole(v) for v in (call(m, *args) if call is not m else m(*args), x, y, m.b)])
+    for mine, theirs in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
 def test_small_parameters_stay_whole() -> None:
     with Mesh(data=2):
         model = sl.parallelize(nn.Linear(8, 4), strategy=S.fsdp("data", threshold=8))
@@ -335,8 +369,106 @@ def test_strategies_that_do_not_fit() -> None:
 def test_hooks_are_not_lost() -> None:
     model = nn.Linear(2, 2)
     model.weight.register_hook(lambda g: g * 2)
-    with Mesh(data=2), pytest.raises(ShardingError, match=r"would lose hooks on parameters:\n  \* weight has one"):
+    with (
+        Mesh(data=2),
+        pytest.raises(ShardingError, match=r"would lose what belongs to parameters:\n  \* weight has hooks"),
+    ):
         sl.parallelize(model)
+
+
+def test_attributes_of_parameters_stay() -> None:
+    model = nn.Linear(4, 4)
+    model.weight.no_decay, model.bias.group = True, "b"
+    with Mesh(data=2):
+        sl.parallelize(model, strategy="fsdp")
+    assert model.weight.no_decay
+    assert model.bias.group == "b"
+
+
+class Listed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 6, bias=False)
+        self.more = [self.a.weight]  # which torch does not see
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) @ self.more[0]
+
+
+def test_a_weight_that_is_held_elsewhere_is_not_read_from_there() -> None:
+    with Mesh(data=2):
+        model = sl.parallelize(Listed())
+        text = r"reads parameters that were replaced:\n  \* .*more\[0\].* was Listed.a.weight, in whose place"
+        for call in (model, sl.jit(lambda x: model(x))):
+            with pytest.raises(ShardingError, match=text):
+                call(torch.ones(4, 6))
+        model.more[0] = model.a.weight
+        assert model(torch.ones(4, 6)).shape == (4, 6)
+
+
+def test_tied_weights_of_modules_that_come_one_by_one() -> None:
+    model = nn.ModuleDict({"b": nn.Linear(6, 6, bias=False), "h": nn.Linear(6, 6, bias=False)})
+    model["h"].weight = model["b"].weight
+    with Mesh(data=2):
+        sl.parallelize(model["b"])
+        late = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ShardingError, match="take the module that holds all places of a tied weight"):
+            late.step()
+        sl.parallelize(model["h"], strategy="zero1")
+    assert model["h"].weight is model["b"].weight
+
+
+def test_parameters_without_a_shape() -> None:
+    with Mesh(data=2), pytest.raises(ShardingError, match=r"weight has no shape yet\n.*bias has no shape yet"):
+        sl.parallelize(nn.LazyLinear(4))
+
+
+def test_a_module_is_called_on_its_own_mesh() -> None:
+    with Mesh(data=2):
+        model = sl.parallelize(nn.Linear(4, 4))
+    with Mesh(x=4), pytest.raises(ShardingError, match=r"forward is called on Mesh\(x=4\)(.|\n)*live, Mesh\(data=2\)"):
+        model(torch.ones(4, 4))
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+def test_moments_of_a_plain_checkpoint_are_cut(jitted: bool) -> None:
+    plain, model = plain_net(), plain_net()
+    first = torch.optim.Adam(plain.parameters())
+
+    def step(model: nn.Module, opt: Any, tokens: Tensor) -> Tensor:
+        opt.zero_grad()
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        loss.backward()
+        opt.step()
+        return loss
+
+    step(plain, first, TOKENS[0])
+    model.load_state_dict(plain.state_dict())
+    with Mesh(data=4):
+        sl.parallelize(model, strategy="zero1")
+        opt = torch.optim.Adam(model.parameters())
+        opt.load_state_dict(copy.deepcopy(first.state_dict()))
+        call = sl.jit(step) if jitted else step
+        for tokens in TOKENS[1:]:
+            call(model, opt, tokens)
+            step(plain, first, tokens)
+    same(model, plain)
+    assert sl.typeof(opt.state[model[1].up.weight]["exp_avg"]) == "f64[12@data, 8]"
+
+
+def test_what_a_function_places_stays_placed() -> None:
+    kept, x = {"m": torch.ones(8, 6)}, torch.arange(48.0).view(8, 6)
+
+    @sl.jit
+    def step(x: Tensor) -> Tensor:
+        kept["m"] = sl.shard(kept["m"] + x, "r@data c")
+        return x.sum()
+
+    with Mesh(data=4):
+        for n in (1, 2, 3):
+            step(x)
+            assert sl.typeof(kept["m"]) == "f32[8@data, 6]"
+            assert torch.equal(whole(kept["m"]), 1 + n * x)
 
 
 def test_a_second_time_moves_only_what_is_said() -> None:
@@ -421,6 +553,46 @@ def test_values_are_those_of_one_device(axes: dict[str, int]) -> None:
     assert max(s.data.numel() for s in model[0].weight.shards) == 8 * 16 // 4
 
 
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])
+def test_a_strategy_outlives_the_meta_device(strategy: str) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(6, 8)
+    model.weight.tag = 1
+    with Mesh(data=4):
+        sl.parallelize(model, strategy=strategy)
+        early = torch.optim.Adam(model.parameters())
+        sl.materialize(model)
+    opt = torch.optim.Adam(model.parameters())
+    model(torch.ones(8, 6)).sum().backward()
+    opt.step()
+    assert sl.typeof(opt.state[model.weight]["exp_avg"]) == "f32[8@data, 6]"
+    assert sl.typeof(model.weight.grad) == ("f32[8, 6]" if strategy == "zero1" else "f32[8@data, 6]")
+    assert model.weight.tag == 1
+    with pytest.raises(ShardingError, match="steps parameters that were replaced"):
+        early.step()
+
+
+@pytest.mark.parametrize("rows", [8, 3], ids=["all", "some"])
+def test_values_are_written_through_data(rows: int) -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.empty(8, 6))
+
+        def reset_parameters(self) -> None:
+            self.w.data[:rows].fill_(2.0) if rows < 8 else self.w.data.fill_(2.0)
+
+    with torch.device("meta"):
+        model = Own()
+    with Mesh(data=2):
+        sl.parallelize(model, strategy="fsdp")
+        if rows == 8:
+            assert whole(sl.materialize(model).w).unique().tolist() == [2.0]
+        else:
+            with pytest.raises(ShardingError, match=r"without some:\n  \* w of f32\[8@data, 6\]"):
+                sl.materialize(model)
+
+
 def test_what_nobody_writes_is_refused() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
@@ -435,7 +607,7 @@ def test_what_nobody_writes_is_refused() -> None:
         sl.parallelize(model)
         with pytest.raises(ShardingError) as said:
             sl.materialize(model)
-        assert "  * scale of f32[4]\n  * steps of [3]\n" in str(said.value)
+        assert "  * scale of f32[4]\n  * steps of f32[3]\n" in str(said.value)
         assert model.inner.weight.is_meta
 
         def init(m: nn.Module) -> None:
@@ -574,6 +746,56 @@ def test_a_packed_weight_is_cut_inside() -> None:
         "qkv.weight": "(f0=3 out@tensor f2=4) _",
         "out.weight": "_ in@tensor",
     }
+
+
+class Many(nn.Module):
+    """More pairs than are combined."""
+
+    def __init__(self, pairs: int) -> None:
+        super().__init__()
+        self.ups = nn.ModuleDict({f"u{i}x": nn.Linear(16, 64 + i, bias=False) for i in range(pairs)})
+        self.downs = nn.ModuleDict({f"d{i}x": nn.Linear(64 + i, 16, bias=False) for i in range(pairs)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, down in zip(self.ups.values(), self.downs.values(), strict=True):
+            x = x + down(up(x).relu())
+        return x
+
+
+@pytest.mark.parametrize("pairs", [3, 20])
+def test_many_unequal_layers(pairs: int) -> None:
+    table = sl.suggest(Many(pairs), Mesh.abstract(tensor=4), torch.ones(8, 16))
+    assert {(name[:3], spec) for name, spec in table.items()} == {("ups", "out@tensor _"), ("dow", "_ in@tensor")}
+
+
+def test_frozen_weights_are_weights() -> None:
+    net = nn.Sequential(nn.Linear(16, 64, bias=False), nn.ReLU(), nn.Linear(64, 16, bias=False)).requires_grad_(False)
+    assert sl.suggest(net, Mesh.abstract(tensor=4), torch.ones(8, 16)) == {
+        "0.weight": "out@tensor _",
+        "2.weight": "_ in@tensor",
+    }
+
+
+def test_square_weights_behind_residuals() -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(16, 16, bias=False) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.a(x)
+            x = x + self.b(x).relu()
+            return x + self.c(x)
+
+    with pytest.raises(ShardingError, match='or cut weights over data, strategy="fsdp"'):
+        sl.suggest(Residual(), Mesh.abstract(tensor=4), torch.ones(8, 16))
+
+
+def test_names_with_marks_of_patterns() -> None:
+    net = nn.ModuleDict({"a[0]": nn.Linear(4, 4), "b?": nn.Linear(4, 4), "b1": nn.Linear(4, 4)})
+    with Mesh(tensor=2):
+        sl.parallelize(net, {"b?.weight": "out@tensor _", "a[0].bias": "out@tensor"})
+    assert {name for name, p in net.named_parameters() if "@" in sl.typeof(p)} == {"b?.weight", "a[0].bias"}
 
 
 def test_what_suggest_cannot_do() -> None:

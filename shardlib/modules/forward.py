@@ -5,21 +5,21 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from shardlib.errors import ValueNeededError
-from shardlib.internals import pytree
+from shardlib.errors import ShardingError, ValueNeededError
+from shardlib.internals import is_wrapped, pytree, version_of
 from shardlib.jit import jit
-from shardlib.meshes.mesh import Mesh, current_mesh
+from shardlib.meshes.mesh import Mesh, current_mesh, is_without_mesh
 from shardlib.placing import shard
 from shardlib.plans.plan import Plan
 from shardlib.state import is_tracing
-from shardlib.tensors.tensor import ShardedTensor
+from shardlib.tensors.tensor import ShardedTensor, marks
 
 
 class EagerWarning(UserWarning):
@@ -35,27 +35,21 @@ class Forward:
     def __init__(self, fn: Callable[..., Any], mesh: Mesh, batch: Batch) -> None:
         self.fn, self.mesh, self.batch = fn, mesh, batch
         self.eager: set[Any] = set()  # modes of the module in which it asks for values, so that no program can be made
-
-        @functools.wraps(fn)
-        def cutting(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = batch.cut((args, kwargs))
-            return fn(*args, **kwargs)
-
-        self.program, self.cutting = jit(fn), jit(cutting)
+        self.program = jit(fn, in_specs=batch.specs)
         functools.update_wrapper(self, fn)
 
     def __reduce__(self) -> Any:  # a copy is of another module
         return Forward, (self.fn, self.mesh, self.batch)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if current_mesh() is not None else self.mesh:
+        if is_tracing():
+            return self._traced(args, kwargs)
+        with self._where():
             if self._mode in self.eager:
                 return self._by_op(args, kwargs)
             try:
-                return self._for(args, kwargs)(*args, **kwargs)
+                return self.program(*args, **kwargs)
             except ValueNeededError as error:
-                if is_tracing():
-                    raise
                 self.eager.add(self._mode)
                 warnings.warn(
                     f"{error.what.replace('the traced function', self.fn.__name__)}, at {error.offenders[0]}: "
@@ -67,9 +61,20 @@ class Forward:
 
     def plan(self, /, *args: Any, **kwargs: Any) -> Plan:
         """The plan of forward and backward for these arguments; nothing runs."""
-        with self.mesh:
-            found: Plan = self._for(args, kwargs).plan(*args, **kwargs)
+        with self._where():
+            found: Plan = self.program.plan(*args, **kwargs)
             return found
+
+    def _where(self) -> AbstractContextManager[Any]:
+        """The current mesh, if there is one, or none on purpose; otherwise the module's."""
+        now = current_mesh()
+        if now is not None and now.axes != self.mesh.axes:
+            raise ShardingError(
+                f"{self.fn.__qualname__} is called on {now}",
+                rule=f"a module runs on the mesh where its parameters live, {self.mesh}",
+                remedy="leave that `with` block, or parallelize the module on this mesh",
+            )
+        return nullcontext() if now is not None or is_without_mesh() else self.mesh
 
     @property
     def _mode(self) -> Any:
@@ -77,14 +82,36 @@ class Forward:
         return getattr(getattr(self.fn, "__self__", None), "training", None)
 
     def _by_op(self, args: Any, kwargs: Any) -> Any:
-        if self._for(args, kwargs) is self.cutting:
-            args, kwargs = self.batch.cut((args, kwargs))
-        return self.fn(*args, **kwargs)
+        """Op by op, on a batch that is placed; what requires a gradient, or is written to, is taken as it is."""
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        specs = self.batch.specs(leaves) if current_mesh() is not None else [None] * len(leaves)
+        placed = [x if at is None or x.requires_grad else shard(x, at) for x, at in zip(leaves, specs, strict=True)]
+        args, kwargs = pytree.tree_unflatten(placed, tree)
+        versions = [version_of(x) if isinstance(x, Tensor) else 0 for x in placed]
+        out = self.fn(*args, **kwargs)
+        for x, y, version in zip(leaves, placed, versions, strict=True):
+            if x is not y and version_of(y) != version:
+                x.copy_(y.full_tensor() if isinstance(y, ShardedTensor) else y)
+        return out
 
-    def _for(self, args: Any, kwargs: Any) -> Any:
-        """The program for these arguments: where one of them is placed, the caller has said where the batch lives."""
-        placed = any(isinstance(x, ShardedTensor) for x in pytree.tree_leaves((args, kwargs)))
-        return self.program if placed or not (self.batch.rows or self.batch.columns) else self.cutting
+    def _traced(self, args: Any, kwargs: Any) -> Any:
+        """Inside another traced function: the batch is a value of it, whose cut is said of a copy.
+
+        The copy has the attributes of what it stands for, which gets what is written to it; one tensor stays one.
+        """
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        cut: dict[int, tuple[Tensor, Tensor]] = {}
+        for x, at in zip(leaves, self.batch.specs(leaves), strict=True):
+            if at is not None and id(x) not in cut and not isinstance(x, nn.Parameter) and not is_wrapped(x):
+                cut[id(x)] = x, shard(x, at)
+                cut[id(x)][1].__dict__.update(marks(x))
+        args, kwargs = pytree.tree_unflatten([cut[id(x)][1] if id(x) in cut else x for x in leaves], tree)
+        versions = {key: version_of(y) for key, (_, y) in cut.items()}
+        out = self.fn(*args, **kwargs)
+        for key, (x, y) in cut.items():
+            if version_of(y) != versions[key]:
+                x.copy_(y)
+        return out
 
 
 @dataclass(frozen=True)
@@ -95,22 +122,30 @@ class Batch:
     rows: Mapping[str, int]
     columns: Mapping[str, int]
 
-    def cut(self, tree: Any) -> Any:
-        """The arguments as annotated. A dim of which some devices would get nothing stays whole."""
-        shapes = [x.shape for x in pytree.tree_leaves(tree) if isinstance(x, Tensor) and x.dim()]
+    def specs(self, leaves: Sequence[Any]) -> list[str | None]:
+        """For each argument, how it is cut, if it is; none where one of them is placed already.
+
+        A dim of which some devices would get nothing stays whole.
+
+        Example:
+            >>> import torch
+            >>> Batch({"data": 2}, {}).specs([torch.ones(4, 3), torch.ones(3), torch.ones(4), 7])
+            ['batch@(data)? _?', None, 'batch@(data)?', None]
+        """
+        if any(isinstance(x, ShardedTensor) for x in leaves):
+            return [None] * len(leaves)
+        shapes = [x.shape for x in leaves if isinstance(x, Tensor) and x.dim()]
         rows = shapes[0][0] if shapes else 0
         columns = next((shape[1] for shape in shapes if len(shape) > 1 and shape[0] == rows), 0)
 
-        def place(x: Any) -> Any:
+        def spec(x: Any) -> str | None:
             if not isinstance(x, Tensor) or not x.dim() or x.shape[0] != rows:
-                return x
-            if x.requires_grad and not is_tracing():  # placing is not differentiated
-                return x
+                return None
             words = ["_?"] * x.dim()
             if self.rows and rows >= math.prod(self.rows.values()):
                 words[0] = f"batch@({' '.join(self.rows)})?"
             if self.columns and x.dim() > 1 and x.shape[1] == columns >= math.prod(self.columns.values()):
                 words[1] = f"seq@({' '.join(self.columns)})?"
-            return shard(x, " ".join(words))
+            return " ".join(words) if any("@" in word for word in words) else None
 
-        return pytree.tree_map(place, tree)
+        return [spec(x) for x in leaves]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shardlib.errors import ShardingError
 from shardlib.internals import version_of
+from shardlib.modules.parameters import held, put, put_back, refuse_losses
 from shardlib.plain import global_random
 from shardlib.tensors.tensor import ShardedTensor, typeof
 
@@ -21,8 +22,10 @@ def materialize(module: nn.Module, init: Callable[[nn.Module], Any] | None = Non
     pieces and never holds a whole parameter. Values are those that one device would draw, `torch.manual_seed` given,
     when `init` runs there on every submodule, children first, under `sl.global_random()`. Without `init`, that is
     `reset_parameters()` of each submodule that has one, or what a model of transformers does (`initialize_weights`).
+    Parameters are new ones: an optimizer is made afterwards.
 
-    Raises `ShardingError`, with all of them, for tensors that nothing has written to; the module is as it was then.
+    Raises `ShardingError`, with all of them, for tensors that are not written to as a whole; the module is as it was
+    then.
 
     Example:
         >>> import torch
@@ -34,38 +37,41 @@ def materialize(module: nn.Module, init: Callable[[nn.Module], Any] | None = Non
         >>> model[0].weight.device.type, typeof(model[0].weight)
         ('cpu', 'f32[16@tensor, 8]')
     """
-    old = dict(_tensors(module))
-    new = {at: _empty(x) for at, x in old.items() if x.is_meta}
-    ties = {id(x): at for at, x in reversed(old.items()) if at in new}
-    _put(module, {at: new[ties[id(old[at])]] for at in new})
-    written = {at: version_of(x) for at, x in new.items()}
-    own: Any
-    done = False
+    name = f"materialize({type(module).__name__})"
+    old = [x for x in held(module, buffers=True) if x.tensor.is_meta]
+    refuse_losses(name, old)
+    with torch.no_grad():
+        new = [put(module, x, _unwritten(x.tensor)) for x in old]
+    versions = [version_of(x) for x in new]
     try:
-        with global_random(), torch.no_grad():
-            if init is not None:
-                module.apply(init)
-            elif callable(own := getattr(module, "initialize_weights", None)):
-                own()
-            else:
-                module.apply(_reset)
+        _draw(module, init)
         now = dict(_tensors(module))
-        missing = [at for at in new if now[at].is_meta or (now[at] is new[at] and version_of(new[at]) == written[at])]
-        done = not [at for at in missing if ties[id(old[at])] == at]
-    finally:
-        if not done:
-            _put(module, {at: old[at] for at in new})
-    if not done:
-        raise ShardingError(
-            f"materialize({type(module).__name__}) leaves tensors without values",
-            [
-                f"{at} of {typeof(old[at]) if isinstance(old[at], ShardedTensor) else list(old[at].shape)}"
-                for at in missing
-            ],
-            rule="values are drawn by reset_parameters() of the submodule that holds a tensor",
-            remedy="give init=, a function that writes the tensors of one submodule: lambda m: ...",
-        )
+        missing = [
+            f"{x.name} of {typeof(x.tensor)}"
+            for x, y, version in zip(old, new, versions, strict=True)
+            if _is_unwritten(now[x.name], version if now[x.name] is y else -1)
+        ]
+        if missing:
+            raise ShardingError(
+                f"{name} leaves tensors without values, or without some",
+                missing,
+                rule="values are drawn by reset_parameters() of the submodule that holds a tensor",
+                remedy="give init=, a function that writes the tensors of one submodule: lambda m: ...",
+            )
+    except BaseException:
+        for x in old:
+            put_back(module, x.names, x.tensor)
+        raise
     return module
+
+
+def _draw(module: nn.Module, init: Callable[[nn.Module], Any] | None) -> None:
+    own: Any = getattr(module, "initialize_weights", None)
+    with global_random(), torch.no_grad():
+        if init is None and callable(own):
+            own()
+        else:
+            module.apply(init or _reset)
 
 
 def _reset(module: nn.Module) -> None:
@@ -75,19 +81,17 @@ def _reset(module: nn.Module) -> None:
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """All parameters and buffers, under all of their names."""
-    parameters, buffers = (f(remove_duplicate=False) for f in (module.named_parameters, module.named_buffers))
-    return [*parameters, *buffers]
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
 
 
-def _empty(x: Tensor) -> Tensor:
-    """Memory for one tensor; of a placed one, for the pieces that are here."""
-    device = x.mesh.device if isinstance(x, ShardedTensor) else torch.get_default_device()
-    made = torch.empty_like(x, device=device)
-    return nn.Parameter(made, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else made
+def _unwritten(x: Tensor) -> Tensor:
+    """Memory for one tensor, of a placed one for the pieces that are here: of NaN, where its dtype has that."""
+    made = torch.empty_like(x, device=x.mesh.device if isinstance(x, ShardedTensor) else torch.get_default_device())
+    return made.fill_(torch.nan) if made.is_floating_point() else made
 
 
-def _put(module: nn.Module, tensors: dict[str, Tensor]) -> None:
-    for at, x in tensors.items():
-        path, _, last = at.rpartition(".")
-        setattr(module.get_submodule(path), last, x)
+def _is_unwritten(x: Tensor, version: int) -> bool:
+    """Whether some of it is NaN still; of other dtypes, whether nothing wrote to it."""
+    if x.is_meta:
+        return True
+    return bool(x.isnan().any()) if x.is_floating_point() else version_of(x) == version

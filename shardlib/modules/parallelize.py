@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 
 from shardlib.errors import ShardingError
-from shardlib.internals import TENSOR_HOOKS
 from shardlib.meshes.mesh import Mesh, current_mesh
 from shardlib.modules import pretrained
 from shardlib.modules.forward import Batch, Forward
-from shardlib.modules.optimizers import replaced
-from shardlib.modules.strategies import SEQUENCE, TENSOR, Strategy, axes_for, chosen, cut_more
+from shardlib.modules.parameters import Held, held, put, refuse_lazy, refuse_losses, retie
+from shardlib.modules.strategies import SEQUENCE, TENSOR, Strategy, Taken, axes_for, chosen, cut_more
 from shardlib.modules.table import read
 from shardlib.placing import shard
 from shardlib.specs.spec import P, Spec, resolve_many
-from shardlib.tensors.tensor import ShardedTensor
+from shardlib.tensors.tensor import HOMES, ShardedTensor
 
 
 def parallelize(
@@ -73,36 +72,10 @@ def parallelize(
         what = f"the module is of {type(module)}, specs are of {type(specs)}"
         raise ShardingError(what, remedy='parallelize(module, {"*.weight": "out@tensor in"})')
     taken = chosen(strategy).on(mesh)
-    names, tensors = _parameters(module, mesh)
-    said = _said(module, names.values(), mesh, taken) if specs is None else read(specs, map(tuple, names.values()))
-    homes = _homes(tensors, said, mesh, taken)
-    with mesh:
-        for ties in names.values():
-            old, (here, gradient, moment) = tensors[ties[0]], homes[ties[0]]
-            new = nn.Parameter(shard(old.detach(), here), requires_grad=old.requires_grad)
-            for at in ties:
-                path, _, last = at.rpartition(".")
-                setattr(module.get_submodule(path), last, new)
-            replaced[old] = f"{name}.{ties[0]}"
-            for attribute, spec in (("gradient_at", gradient), ("moments_at", moment)):
-                if str(spec) != str(here):
-                    setattr(new, attribute, str(spec))
-    fn = module.forward.fn if isinstance(module.forward, Forward) else module.forward
-    rows, columns = ({axis: mesh.axes[axis] for axis in axes or ()} for axes in (taken.batch, _sequence(mesh)))
-    module.forward = Forward(fn, mesh, Batch(rows, columns))
-    return module
-
-
-def _parameters(module: nn.Module, mesh: Mesh) -> tuple[dict[int, list[str]], dict[str, Tensor]]:
-    """All names of every parameter, and parameters by the first. Raises `ShardingError` for those that cannot move."""
-    name = type(module).__name__
-    names: dict[int, list[str]] = {}
-    tensors: dict[str, Tensor] = {}
-    for at, x in module.named_parameters(remove_duplicate=False):
-        known = names.setdefault(id(x), [])
-        known.append(at)
-        tensors.setdefault(known[0], x)
-    others = [f"{at} is on {x.mesh}" for at, x in tensors.items() if isinstance(x, ShardedTensor) and x.mesh != mesh]
+    retie(module)
+    tensors = held(module)
+    refuse_lazy(f"parallelize({name})", tensors)
+    others = [f"{x.name} is on {x.tensor.mesh}" for x in tensors if _is_elsewhere(x.tensor, mesh)]
     if others:
         raise ShardingError(
             f"parallelize({name}) on {mesh} finds parameters on another mesh",
@@ -110,28 +83,37 @@ def _parameters(module: nn.Module, mesh: Mesh) -> tuple[dict[int, list[str]], di
             rule="the parameters of a module live on one mesh",
             remedy="give that mesh, or a module that is not placed yet",
         )
-    if held := [f"{at} of {list(x.shape)} has one" for at, x in tensors.items() if x.grad is not None]:
-        raise ShardingError(
-            f"parallelize({name}) would lose gradients",
-            held,
-            rule="parameters are replaced by new ones, which have no gradient yet",
-            remedy="call module.zero_grad() before",
-        )
-    hooked = [at for at, x in tensors.items() if any(getattr(x, kind, None) for kind in TENSOR_HOOKS)]
-    if hooked:
-        raise ShardingError(
-            f"parallelize({name}) would lose hooks on parameters",
-            [f"{at} has one" for at in hooked],
-            rule="parameters are replaced by new ones, and hooks belong to one tensor",
-            remedy="register them behind parallelize",
-        )
-    return names, tensors
+    said = _said(module, tensors, mesh, taken) if specs is None else read(specs, [x.names for x in tensors])
+    homes = _homes(tensors, said, mesh, taken)
+    moving = {x.name: x for x in tensors if not _is_at(x.tensor, homes[x.name][0])}
+    refuse_losses(f"parallelize({name})", [*moving.values()])
+    with mesh:
+        for x in tensors:
+            here, *elsewhere = homes[x.name]
+            new = put(module, x, shard(x.tensor.detach(), here)) if x.name in moving else x.tensor
+            for attribute, spec in zip(HOMES, elsewhere, strict=True):
+                new.__dict__.pop(attribute, None)
+                if str(spec) != str(here):
+                    setattr(new, attribute, str(spec))
+    fn = module.forward.fn if isinstance(module.forward, Forward) else module.forward
+    rows, columns = ({axis: mesh.axes[axis] for axis in axes} for axes in (taken.batch, _sequence(mesh)))
+    module.forward = Forward(fn, mesh, Batch(rows, columns))
+    return module
 
 
-def _said(module: nn.Module, names: Iterable[Sequence[str]], mesh: Mesh, taken: Strategy) -> dict[str, Spec]:
+def _is_at(x: Tensor, spec: Spec) -> bool:
+    """Whether a parameter is placed there already: then it stays the one that it is."""
+    return isinstance(x, ShardedTensor) and spec.resolve(x.shape, x.mesh).layout == x.sharding
+
+
+def _is_elsewhere(x: Tensor, mesh: Mesh) -> bool:
+    return isinstance(x, ShardedTensor) and x.mesh != mesh
+
+
+def _said(module: nn.Module, tensors: Sequence[Held], mesh: Mesh, taken: Taken) -> dict[str, Spec]:
     """Where parameters live of which the caller says nothing: as the module's own table has it, or whole."""
     inner = [axis for axis in mesh.axes if axis in TENSOR]
-    used = {*(taken.batch or ()), *(taken.parameters or ()), *_sequence(mesh), *inner}
+    used = {*taken.batch, *taken.parameters, *_sequence(mesh), *inner}
     table = pretrained.table_of(module)
     grid = ", ".join(f"{axis}={n}" for axis, n in mesh.axes.items())
     wrong = [f"nothing says what {axis!r} cuts" for axis in mesh.axes if axis not in used]
@@ -146,10 +128,9 @@ def _said(module: nn.Module, names: Iterable[Sequence[str]], mesh: Mesh, taken: 
         )
     if not inner:
         return {}
-    found = pretrained.specs_of(table, dict(module.named_parameters(remove_duplicate=False)), inner[0])
-    return {
-        ties[0]: next(found[at] for at in ties if at in found) for ties in names if not found.keys().isdisjoint(ties)
-    }
+    found = pretrained.specs_of(table, {at: x.tensor for x in tensors for at in x.names}, inner[0])
+    tied = {x.name: [at for at in x.names if at in found] for x in tensors}
+    return {at: found[known[0]] for at, known in tied.items() if known}
 
 
 def _sequence(mesh: Mesh) -> tuple[str, ...]:
@@ -157,17 +138,18 @@ def _sequence(mesh: Mesh) -> tuple[str, ...]:
 
 
 def _homes(
-    tensors: Mapping[str, Tensor], said: Mapping[str, str | P | Spec], mesh: Mesh, taken: Strategy
-) -> dict[str, tuple[Spec, ...]]:
+    tensors: Sequence[Held], said: Mapping[str, str | P | Spec], mesh: Mesh, taken: Taken
+) -> dict[str, tuple[Spec, Spec, Spec]]:
     """Where every parameter, its gradient and its moments live."""
-    items = [(at, tensors[at].shape, spec, None) for at, spec in said.items()]
+    shapes = {x.name: x.tensor.shape for x in tensors}
+    items = [(at, shapes[at], spec, None) for at, spec in said.items()]
     fixed = dict(zip(said, resolve_many(items, mesh, what="parallelize"), strict=True))
     homes = {}
-    for at, x in tensors.items():
-        here = x.spec if isinstance(x, ShardedTensor) else "..."
-        spec = Spec.of(said.get(at, here))
-        now = fixed.get(at) or spec.resolve(x.shape, mesh)
-        cut = x.numel() >= taken.threshold
-        more = [axes or () for axes in (taken.parameters, taken.gradients, taken.moments)]
-        homes[at] = tuple(cut_more(now, x.shape, mesh, axes) if axes and cut else spec for axes in more)
+    for x in tensors:
+        here = x.tensor.spec if isinstance(x.tensor, ShardedTensor) else "..."
+        spec = Spec.of(said.get(x.name, here))
+        now = fixed.get(x.name) or spec.resolve(x.tensor.shape, mesh)
+        more = (taken.parameters, taken.gradients, taken.moments) if x.tensor.numel() >= taken.threshold else ((),) * 3
+        first, second, third = (cut_more(now, x.tensor.shape, mesh, axes) if axes else spec for axes in more)
+        homes[x.name] = first, second, third
     return homes

@@ -6,11 +6,11 @@ weight is cut become specs; what else they say is communication, which follows f
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
+from shardlib.modules.table import numberless
 from shardlib.specs.spec import Spec, parse
 
 CUTS: dict[str, Callable[[int, str], str]] = {
@@ -50,18 +50,14 @@ def specs_of(table: Mapping[str, str], tensors: Mapping[str, Tensor], axis: str)
         >>> {name: str(spec) for name, spec in found.items()}
         {'layers.0.up.weight': 'out@tensor _'}
     """
-    by_pattern = {_numbers(key): style for key, style in table.items()}
+    by_pattern = {numberless(key): style for key, style in table.items()}
     found = {}
     for name, x in tensors.items():
-        style = by_pattern.get(_numbers(name)) or by_pattern.get(_numbers(name.rpartition(".")[0]))
+        style = by_pattern.get(numberless(name)) or by_pattern.get(numberless(name.rpartition(".")[0]))
         cut = CUTS.get(SAME.get(style, style)) if style else None
         if cut is not None and x.dim():
             found[name] = parse(cut(x.dim(), axis))
     return found
-
-
-def _numbers(name: str) -> str:
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def _at(rank: int, dim: int | None, word: str) -> str:

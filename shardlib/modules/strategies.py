@@ -8,6 +8,8 @@ are cut, beyond what specs say of them.
 | `zero2` | cut | | cut | cut | ZeRO-2 |
 | `fsdp` | cut | cut | cut | cut | ZeRO-3, FSDP (Zhao et al. 2023, arXiv:2304.11277) |
 | `hsdp` | over both | over `shard` | over `shard` | over `shard` | MiCS (Zhang et al. 2022, arXiv:2205.00119) |
+
+Moments are what an optimizer keeps of every element; statistics of rows and columns (Adafactor) stay whole.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from shardlib.errors import ShardingError
 from shardlib.meshes.mesh import Mesh
@@ -42,21 +45,14 @@ class Strategy:
     moments: Axes = ()
     threshold: int = 0
 
-    def on(self, mesh: Mesh) -> Strategy:
+    def on(self, mesh: Mesh) -> Taken:
         """The same with the axes of a mesh. Raises `ShardingError` for axes that it has not."""
         data = axes_for("batch", DATA, mesh)
-        found = Strategy(
-            data if self.batch is None else self.batch,
-            data if self.parameters is None else self.parameters,
-            data if self.gradients is None else self.gradients,
-            data if self.moments is None else self.moments,
-            self.threshold,
-        )
-        cut = dict.fromkeys(
-            a for at in (found.batch, found.parameters, found.gradients, found.moments) for a in at or ()
-        )
+        said = (self.batch, self.parameters, self.gradients, self.moments)
+        batch, parameters, gradients, moments = (data if axes is None else axes for axes in said)
+        cut = dict.fromkeys((*batch, *parameters, *gradients, *moments))
         wrong = [f"it has no axis {axis!r}" for axis in cut if axis not in mesh.axes]
-        if not cut and None in (self.parameters, self.gradients, self.moments):
+        if not cut and None in said[1:]:
             wrong = [f"none of its axes is called {', '.join(DATA)}, and no rule is for 'batch'"]
         if wrong:
             raise ShardingError(
@@ -65,7 +61,17 @@ class Strategy:
                 rule="a strategy cuts over data axes of the mesh",
                 remedy='name them: strategies.fsdp("x"), strategies.hsdp(replica="pod", shard="data")',
             )
-        return found
+        return Taken(batch, parameters, gradients, moments, self.threshold)
+
+
+class Taken(NamedTuple):
+    """A strategy on a mesh: the axes that cut each."""
+
+    batch: tuple[str, ...]
+    parameters: tuple[str, ...]
+    gradients: tuple[str, ...]
+    moments: tuple[str, ...]
+    threshold: int
 
 
 def ddp(*axes: str) -> Strategy:
@@ -119,15 +125,13 @@ def axes_for(name: str, known: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
 
 def chosen(strategy: str | Strategy | Callable[[], Strategy] | None) -> Strategy:
     """A strategy in any of its forms: a name, `fsdp` itself, or what it returned. Raises `ShardingError`."""
-    if isinstance(strategy, str) and strategy in NAMED:
-        return NAMED[strategy]()
-    if strategy in NAMED.values() and callable(strategy):
-        return strategy()
-    if not isinstance(strategy, Strategy | None):
+    known = NAMED.get(strategy) if isinstance(strategy, str) else strategy
+    found = known() if callable(known) else known
+    if not isinstance(found, Strategy) and strategy is not None:
         raise ShardingError(
             f"strategy={strategy!r} is no strategy", remedy=f"one of {', '.join(NAMED)}, or sl.strategies.fsdp('data')"
         )
-    return strategy or ddp()
+    return found or ddp()
 
 
 def cut_more(at: Fixed, shape: Sequence[int], mesh: Mesh, axes: Sequence[str]) -> Spec:

@@ -10,29 +10,31 @@ Shoeybi et al. 2019, arXiv:1909.08053, come out where a transformer is traced.)
 from __future__ import annotations
 
 import math
-import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
 
+from shardlib.compile import Compiled
 from shardlib.errors import ShardingError
 from shardlib.graph import Graph, Op, Value
 from shardlib.jit import jit
 from shardlib.meshes.mesh import Mesh
+from shardlib.modules.parameters import held
 from shardlib.modules.strategies import TENSOR
+from shardlib.modules.table import matches, numberless
 from shardlib.plans.plantext import si
 from shardlib.propagate.dims import Leaf
 from shardlib.propagate.flood import Flood
 
 NEARLY = 0.95  # of the weights that any choice cuts
-MOST = 14  # kinds of classes that are combined; the largest
+MOST = 14  # kinds of classes, of which every combination is tried; of more, from each what goes with it
 
-_NUMBER = r"(?<![^.])\d+(?![^.])"
-Part = tuple[str, int, int]  # a weight, one of its dims, and which factor of that
+Part = tuple[int, int]  # of a weight: a dim, and which factor of that
 
 
 class Suggestion(dict[str, str]):
@@ -54,7 +56,7 @@ class _Kind:
     elements these hold; `bytes` that a device sends, about, where they are cut, by the op that needs it."""
 
     leaves: set[Leaf]
-    parts: set[Part]
+    parts: dict[str, Part]
     elements: int = 0
     bytes: int = 0
 
@@ -83,51 +85,76 @@ def suggest(module: nn.Module, mesh: Mesh, *example: Any, axis: str | None = Non
             [f"it has no axis {axis!r}" if axis else f"none of its axes is called {', '.join(TENSOR)}"],
             remedy='name the axis, suggest(module, mesh, *example, axis="model")',
         )
-    with Mesh.abstract(mesh.axes):
-        compiled = jit(lambda *args, **kwargs: module(*args, **kwargs)).plan(*example, **more).compiled
-    weights = {name.removeprefix("module."): value for name, value in compiled.inputs if name.startswith("module.")}
-    known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    weights = {name: value for name, value in weights.items() if name in known and not value.constant}
+    compiled = _compiled(module, Mesh.abstract(mesh.axes), example, more)
     flood, graph = compiled.propagated.flood, compiled.graph
+    names = [x.name for x in held(module) if x.tensor.is_floating_point()]
+    leaves = zip(compiled.traced.input_leaves, graph.inputs, strict=True)
+    weights = {names[i]: value for i, value in leaves if 0 <= i < len(names)}
     kinds = _kinds(graph, flood, weights, mesh.axes[axis])
     chosen = _best(kinds, [{flood.dims.find(x) for x in flood.leaves(v)} for v in flood.value])
     table: dict[str, str] = {}
     why: dict[str, str] = {}
     for kind in chosen:
-        why |= dict(_reasons(graph, flood, weights, kind))
-        table |= {name: _spec(flood, weights[name], d, part, axis, why[name]) for name, d, part in kind.parts}
+        for name, (is_row, reason) in _reasons(graph, flood, weights, kind):
+            why[name] = reason
+            table[name] = _spec(flood, weights[name], *kind.parts[name], f"{'in' if is_row else 'out'}@{axis}")
     if not table:
         raise ShardingError(
             f"suggest({type(module).__name__}) finds no weight that {axis!r} could cut",
-            rule=f"a dim of a weight is cut {mesh.axes[axis]} ways",
-            remedy="write a table: {'*.up.weight': 'ff@tensor embed'}",
+            rule=f"a dim of a weight that the call reads is cut {mesh.axes[axis]} ways",
+            remedy="write a table, {'*.up.weight': 'ff@tensor embed'}, or cut weights over data, strategy=\"fsdp\"",
         )
+    known = [name for x in held(module) for name in x.names]
     patterns = {name: _pattern(name, table, known) for name in weights if name in table}
     found = {pattern: table[name] for name, pattern in patterns.items()}
     return Suggestion(found, {pattern: why[name] for name, pattern in reversed(patterns.items())})
 
 
+def _compiled(module: nn.Module, mesh: Mesh, example: Any, more: Any) -> Compiled:
+    """The call as a program of the weights, all of which are wanted a gradient of, by their order in the module."""
+    weights = {
+        x.name: torch.empty(x.tensor.shape, dtype=x.tensor.dtype, device="meta", requires_grad=True)
+        for x in held(module)
+        if x.tensor.is_floating_point()
+    }
+
+    def forward(weights: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
+        return functional_call(module, dict(weights), args, kwargs)
+
+    with mesh:
+        return jit(forward).plan(weights, example, more).compiled  # type: ignore[no-any-return]
+
+
 def _kinds(graph: Graph, flood: Flood, weights: Mapping[str, Value], ways: int) -> list[_Kind]:
-    """Classes with parts of weights that are large enough, alike ones together."""
-    parts: dict[Leaf, set[Part]] = defaultdict(set)
+    """Classes with parts of weights that are large enough, alike ones together.
+
+    A class that is two dims of one weight (of a square one, behind a residual) does not cut it.
+    """
+    parts: dict[Leaf, dict[str, Part]] = defaultdict(dict)
     for name, value in weights.items():
-        for d, dim in enumerate(flood.value[value]):
-            for i, leaf in enumerate(dim):
-                if (value.shape[d] if i == 0 else flood.dims.size(leaf)) >= ways:
-                    parts[flood.dims.find(leaf)].add((name, d, i))
-    alike: dict[frozenset[Part], list[Leaf]] = defaultdict(list)
+        dims = flood.value[value]
+        met = Counter(flood.dims.find(leaf) for dim in dims for leaf in dim)
+        for d, dim in enumerate(dims):
+            for i, leaf in enumerate(map(flood.dims.find, dim)):
+                if met[leaf] == 1 and (value.shape[d] if i == 0 else flood.dims.size(leaf)) >= ways:
+                    parts[leaf][name] = d, i
+    alike: dict[frozenset[tuple[str, Part]], list[Leaf]] = defaultdict(list)
     for leaf, own in parts.items():
-        alike[frozenset((_numberless(name), d, i) for name, d, i in own)].append(leaf)
+        alike[frozenset((numberless(name), part) for name, part in own.items())].append(leaf)
     together = [{flood.dims.find(x) for x in flood.leaves(v)} for v in weights.values()]
     kinds = []
     for leaves in alike.values():
         groups = [leaves] if all(len(v & {*leaves}) < 2 for v in together) else [[leaf] for leaf in leaves]
-        kinds += [_Kind({*group}, {p for leaf in group for p in parts[leaf]}) for group in groups]
+        kinds += [_Kind({*group}, {n: at for leaf in group for n, at in parts[leaf].items()}) for group in groups]
+    for op, at, name in _reads(graph, weights):
+        for label in _labels(op, at, _found(flood, flood.leaves(weights[name])), flood):
+            if label in flood.whole[op]:  # the weight would be gathered there
+                kinds = [k for k in kinds if k.leaves.isdisjoint(_found(flood, flood.labels[op][label]))]
     sent = [(leaf, _summed(value)) for op in graph.ops for leaf, value in _sent(op, flood)]
     for kind in kinds:
         kind.bytes = sum(value.nbytes for value in {value for leaf, value in sent if leaf in kind.leaves})
-        kind.elements = sum(math.prod(weights[name].shape) for name in {name for name, _, _ in kind.parts})
-    return sorted(kinds, key=lambda k: -k.elements)[:MOST]
+        kind.elements = sum(math.prod(weights[name].shape) for name in kind.parts)
+    return sorted(kinds, key=lambda k: -k.elements)
 
 
 def _sent(op: Op, flood: Flood) -> Iterator[tuple[Leaf, Value]]:
@@ -172,18 +199,11 @@ def _best(kinds: list[_Kind], values: list[set[Leaf]]) -> list[_Kind]:
         for i, a in enumerate(kinds)
     ]
 
-    def choices(i: int, taken: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        if i == len(kinds):
-            yield taken
-            return
-        if not apart[i] & set(taken):
-            yield from choices(i + 1, (*taken, i))
-        yield from choices(i + 1, taken)
+    every = list(_all(apart, 0, ())) if len(kinds) <= MOST else list(_some(apart, kinds))
 
     def elements(taken: tuple[int, ...]) -> int:
         return sum(kinds[i].elements for i in taken)
 
-    every = list(choices(0, ()))
     most = max(map(elements, every))
     best = min(
         (c for c in every if elements(c) >= NEARLY * most), key=lambda c: (sum(kinds[i].bytes for i in c), -elements(c))
@@ -191,53 +211,94 @@ def _best(kinds: list[_Kind], values: list[set[Leaf]]) -> list[_Kind]:
     return [kinds[i] for i in best]
 
 
-def _reasons(graph: Graph, flood: Flood, weights: Mapping[str, Value], kind: _Kind) -> Iterator[tuple[str, str]]:
-    """In words, what the cut of a weight is for."""
-    names: dict[Value | None, str] = {value: name for name, value in weights.items()}
+def _all(apart: list[set[int]], i: int, taken: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Every choice of kinds of which no two are apart."""
+    if i == len(apart):
+        yield taken
+        return
+    if not apart[i] & set(taken):
+        yield from _all(apart, i + 1, (*taken, i))
+    yield from _all(apart, i + 1, taken)
+
+
+def _some(apart: list[set[int]], kinds: list[_Kind]) -> Iterator[tuple[int, ...]]:
+    """From each kind on, what goes with it: the largest first, or the fewest bytes for an element first."""
+    largest = range(len(kinds))
+    cheapest = sorted(largest, key=lambda i: kinds[i].bytes / max(kinds[i].elements, 1))
+    for first in largest:
+        for order in (largest, cheapest):
+            taken = [first]
+            for i in order:
+                if i != first and not apart[i] & {*taken}:
+                    taken.append(i)
+            yield tuple(taken)
+
+
+def _reasons(
+    graph: Graph, flood: Flood, weights: Mapping[str, Value], kind: _Kind
+) -> Iterator[tuple[str, tuple[bool, str]]]:
+    """Of every weight of a kind, whether it is cut where it is contracted, and in words what for."""
+    own = {name: {flood.dims.find(x) for x in flood.leaves(weights[name])} & kind.leaves for name in kind.parts}
     rows: dict[str, Value] = {}
-    for op in (op for op in graph.ops if not op.backward and op.rule is not None):
-        read_here = [names[v] for v in op.operands if v in names]
-        if op.transparent and read_here:
-            names[op.results[0]] = read_here[0]
-            continue
-        for leaf, value in _sent(op, flood):
-            if leaf in kind.leaves:
-                rows |= {name: value for name in read_here if name not in rows}
-    own = {name: {flood.dims.find(x) for x in flood.leaves(weights[name])} & kind.leaves for name, _, _ in kind.parts}
+    for op, at, name in _reads(graph, weights):
+        if name in own and not op.backward and (value := _summed_over(op, at, own[name], flood)) is not None:
+            rows.setdefault(name, value)
     big = [name for name in own if len(weights[name].shape) > 1]
     for name in own:
-        others = [x for x in big if x in rows and x != name and own[x] & own[name]]
-        if name in rows and len(weights[name].shape) > 1:
+        beside = [x for x in big if x != name and own[x] & own[name]]
+        contracts = next((x for x in beside if x in rows), None)
+        makers = [x for x in beside if x not in rows]
+        if name in rows and name in big:
             value = rows[name]
-            yield name, f"rows: the sum over devices is left, {si(value.nbytes, 'B')} of {list(value.shape)}"
-        elif len(weights[name].shape) == 1:
-            with_ = next((x for x in big if x not in rows and own[x] & own[name]), None)
-            yield name, f"goes with {with_}" if with_ else "goes with what it is added to"
-        elif others:
-            yield name, f"columns: {others[0]} contracts what it makes, so nothing moves between them"
+            yield name, (True, f"rows: the sum over devices is left, {si(value.nbytes, 'B')} of {list(value.shape)}")
+        elif name in big:
+            kept = f"{contracts} contracts what it makes, so nothing moves between them"
+            yield name, (False, f"columns: {kept if contracts else 'what it makes stays cut'}")
         else:
-            yield name, "columns: what it makes stays cut"
+            module = name.rpartition(".")[0]
+            maker = next((x for x in makers if x.rpartition(".")[0] == module), makers[0] if makers else None)
+            yield name, (False, f"goes with {maker or 'what it is added to'}")
 
 
-def _spec(flood: Flood, value: Value, d: int, part: int, axis: str, why: str) -> str:
-    rank = len(value.shape)
-    word = "in" if why.startswith("rows") else "out"
+def _reads(graph: Graph, weights: Mapping[str, Value]) -> Iterator[tuple[Op, int, str]]:
+    """Every op that computes with a weight, or with a view of it, and which operand that is."""
+    names: dict[Value | None, str] = {value: name for name, value in weights.items()}
+    for op in graph.ops:
+        if op.transparent and op.operands[0] in names:
+            names[op.results[0]] = names[op.operands[0]]
+        elif op.rule is not None:
+            yield from ((op, at, names[v]) for at, v in enumerate(op.operands) if v in names)
+
+
+def _labels(op: Op, at: int, leaves: set[Leaf], flood: Flood) -> Iterator[str]:
+    """The factors of an op that are these classes along one of its operands."""
+    assert op.rule is not None, "a weight is read by a rule"
+    for dim in op.rule.operands[at]:
+        yield from (label for label in dim if _found(flood, flood.labels[op][label]) & leaves)
+
+
+def _summed_over(op: Op, at: int, leaves: set[Leaf], flood: Flood) -> Value | None:
+    """The result that is a sum over these classes of an operand, if one is."""
+    assert op.rule is not None, "a weight is read by a rule"
+    for label in _labels(op, at, leaves, flood):
+        if op.rule.reduce.get(label) == "sum":
+            without = zip(op.results, op.rule.results, strict=True)
+            return next((r for r, dims in without if r is not None and not any(label in d for d in dims)), None)
+    return None
+
+
+def _spec(flood: Flood, value: Value, d: int, part: int, cut: str) -> str:
     sizes = [flood.dims.size(leaf) for leaf in flood.value[value][d]]
-    cut = f"{word}@{axis}"
     if part:
         cut = f"({' '.join(cut if i == part else f'f{i}={n}' for i, n in enumerate(sizes))})"
-    return " ".join(cut if i == d else "_" for i in range(rank))
-
-
-def _numberless(name: str) -> str:
-    return re.sub(_NUMBER, "*", name)
+    return " ".join(cut if i == d else "_" for i in range(len(value.shape)))
 
 
 def _pattern(name: str, table: Mapping[str, str], known: Collection[str]) -> str:
     """The pattern for most of those of which the table says the same: no number open, the first one, or every."""
     found = {}
-    for pattern in (name, re.sub(_NUMBER, "*", name, count=1), _numberless(name)):
-        matched = [x for x in known if fnmatchcase(x, pattern)]
+    for pattern in (name, numberless(name, 1), numberless(name)):
+        matched = [x for x in known if matches(pattern, x)]
         if {table.get(x) for x in matched} == {table[name]}:
             found[pattern] = len(matched)
     return max(found, key=found.__getitem__)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from shardlib.errors import ShardingError
@@ -27,11 +27,11 @@ def read(table: Mapping[str, T], tensors: Iterable[tuple[str, ...]]) -> dict[str
     wrong = [
         f"{pattern!r} matches no parameter{_near(pattern, [name for names in every for name in names])}"
         for pattern in table
-        if not any(fnmatchcase(name, pattern) for names in every for name in names)
+        if not any(matches(pattern, name) for names in every for name in names)
     ]
     found: dict[str, T] = {}
     for names in every:
-        said = {p: value for p, value in table.items() if any(fnmatchcase(name, p) for name in names)}
+        said = {p: value for p, value in table.items() if any(matches(p, name) for name in names)}
         if len({str(value) for value in said.values()}) > 1:
             texts = " and ".join(f"{str(value)!r} by {pattern!r}" for pattern, value in said.items())
             wrong.append(f"{' = '.join(names)} is {texts}")
@@ -45,6 +45,26 @@ def read(table: Mapping[str, T], tensors: Iterable[tuple[str, ...]]) -> dict[str
             remedy="mend the patterns: names are those of module.named_parameters(), and `*` stands for any text",
         )
     return found
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a name fits a pattern, in which `*` stands for any text, and everything else for itself.
+
+    Example:
+        >>> matches("h.*.weight", "h.0.up.weight"), matches("b?", "b1")
+        (True, False)
+    """
+    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name) is not None
+
+
+def numberless(name: str, count: int = 0) -> str:
+    """The name with `*` for its numbers, or the first `count` of them.
+
+    Example:
+        >>> numberless("h.0.mlp.2.w1"), numberless("h.0.mlp.2.w1", 1)
+        ('h.*.mlp.*.w1', 'h.*.mlp.2.w1')
+    """
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name, count=count)
 
 
 def _near(pattern: str, names: list[str]) -> str:

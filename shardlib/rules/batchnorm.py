@@ -31,7 +31,7 @@ def _batch_norm(text: str, form: Callable[..., tuple[Tensor, ...]], trains: bool
     """Of channels `c`; `{saved}` is what only a call reads, or makes, that trains, as an argument says or `trains`."""
 
     def local(local: Local, training: bool) -> Any:
-        n, c, *space = local.rule.results[0]
+        n, c, *space = local.rule.operands[0]
         batch = [f for d in (n, *space) for f in d]
         if (training and cut(local, batch)) or any(may_be_empty(local, f) for f in (*batch, *c)):
             rows = Rows.of(local, [i for i in range(2 + len(space)) if i != 1])
@@ -42,17 +42,22 @@ def _batch_norm(text: str, form: Callable[..., tuple[Tensor, ...]], trains: bool
             return local.run(wanted, *local.args)
         return local.op(local.call.target, *local.args)  # the kernels refuse empty inputs, or crash
 
-    def rule(call: Call) -> Rule:
-        flag = next((a.name for a in schema_of(call.target).arguments if a.name in _FLAGS), None)
-        training = argument_named(call, flag) if flag else bool(trains)
-        backward = form is _backward
+    backward = form is _backward
+
+    def made(training: bool) -> RuleFn:
         rows = "sum" if backward and not training else "none"
         said = f"n:local ...:local c:local n:{rows} ...:{rows} c:none {'{0}' if backward else ''}"
         return pattern(
             f"{text.format(saved='c' if training else '_')} | {said}",
             local=lambda call: local(call, training),
             flops=lambda call, _: (8 if backward else 5) * numel(call.operands[0].shape),
-        )(call)
+        )
+
+    rules = {training: made(training) for training in (False, True)}
+
+    def rule(call: Call) -> Rule | None:
+        flag = next((a.name for a in schema_of(call.target).arguments if a.name in _FLAGS), None)
+        return rules[bool(argument_named(call, flag) if flag else trains)](call)
 
     return rule
 

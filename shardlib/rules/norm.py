@@ -67,7 +67,7 @@ def _norm(text: str, form: Callable[..., tuple[Tensor, ...]], flops: int) -> Rul
 
     def local(local: Local) -> Any:
         names = [a.name for a in schema_of(local.call.target).arguments]
-        x = local.rule.results[0]
+        x = local.rule.operands[0]
         start = len(x) - len(argument_named(local.call, "normalized_shape"))
         if cut(local, (f for d in x[start:] for f in d)):
             return local.run(widely(form, local.call), Rows.of(local, range(start, len(x))), *local.args)

@@ -1,7 +1,8 @@
 """Objects that a traced function makes and returns: each call of the program makes one of its own, with its results.
 
 A cache of keys and values, say, is no pytree. It is taken apart by `pickle`, which asks of every object inside whether
-it stands for something else: a tensor is a result of the program, and what was there before the call is itself.
+it stands for something else: a tensor is a result of the program, and an object that was there before the call (or a
+generator) is itself.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardlib.calls.numbers import is_given
@@ -39,29 +41,38 @@ class Carried:
         taken = _Apart(out, known)
         try:
             taken.dump(x)
-        except (pickle.PicklingError, TypeError, AttributeError):
+        except _FAULTS:
             return None
-        return Carried(list(taken.tensors.values()), Frame(out.getvalue(), tuple(taken.before.values())))
+        tensors, known_ones = ([x for _, x in found.values()] for found in (taken.tensors, taken.before))
+        return Carried(tensors, Frame(out.getvalue(), tuple(known_ones)))
+
+
+# What classes raise that do not pickle.
+_FAULTS = (pickle.PicklingError, TypeError, AttributeError, NotImplementedError, ValueError, RuntimeError)
 
 
 class _Apart(pickle.Pickler):
     def __init__(self, out: io.BytesIO, known: Mapping[int, Any]) -> None:
         super().__init__(out)
         self.known = known
-        self.tensors: dict[int, Tensor] = {}
-        self.before: dict[int, Any] = {}
+        self.tensors: dict[int, tuple[int, Tensor]] = {}
+        self.before: dict[int, tuple[int, Any]] = {}
 
     def persistent_id(self, x: Any) -> tuple[str, int] | None:
         if is_given(x):
             raise pickle.PicklingError("a number of the trace")
-        for kind, found, is_one in (
-            ("tensor", self.tensors, isinstance(x, Tensor)),
-            ("known", self.before, self.known.get(id(x)) is x and not isinstance(x, type | None)),
-        ):
-            if is_one:
-                found.setdefault(id(x), x)
-                return kind, list(found).index(id(x))
+        if isinstance(x, Tensor):
+            return "tensor", _number(self.tensors, x)
+        # None and classes are owners of nothing; a generator's state is its own, and no pickle's.
+        was_there = self.known.get(id(x)) is x and not isinstance(x, type | None)
+        if was_there or isinstance(x, torch.Generator):
+            return "known", _number(self.before, x)
         return None
+
+
+def _number(found: dict[int, tuple[int, Any]], x: Any) -> int:
+    """The place of an object among those that were found."""
+    return found.setdefault(id(x), (len(found), x))[0]
 
 
 class _Together(pickle.Unpickler):
@@ -74,9 +85,16 @@ class _Together(pickle.Unpickler):
         return self.held[kind][at]
 
 
+def together(tensors: list[Any], frame: Frame) -> Any:
+    """The object, of these tensors; of anything else in their places only what stands for it."""
+    if all(isinstance(x, Tensor) for x in tensors):
+        return _Together(frame, tensors).load()
+    return Carried(tensors, frame)
+
+
 pytree.register_pytree_node(
     Carried,
     lambda x: (x.tensors, x.frame),
-    lambda tensors, frame: _Together(frame, list(tensors)).load(),
+    lambda tensors, frame: together(list(tensors), frame),
     flatten_with_keys_fn=lambda x: ([(pytree.SequenceKey(i), y) for i, y in enumerate(x.tensors)], x.frame),
 )
