@@ -236,7 +236,7 @@ def plain_net() -> nn.Module:
 
 
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
-@pytest.mark.parametrize(("axes", "strategy", "cut"), STRATEGIES, ids=str)
+@pytest.mark.parametrize(("axes", "strategy", "cut"), STRATEGIES, ids=range(len(STRATEGIES)))
 def test_strategies_train_as_one_device(axes: dict[str, int], strategy: Any, cut: dict[str, str], jitted: bool) -> None:
     plain, model, found = plain_net(), plain_net(), {}
     with Mesh(axes):
