@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -288,6 +290,59 @@ def test_where_a_gradient_lives_may_change_between_calls() -> None:
         model.weight.grad, model.weight.gradient_at = None, at
         model(torch.ones(4, 8)).sum().backward()
         assert sl.typeof(model.weight.grad) == f"f32[{text}]"
+
+
+def bytes_on_each(tensors: Any) -> list[int]:
+    """What every device holds of some tensors."""
+    pieces = [[s.data.nbytes for s in x.shards] for x in tensors]
+    return [sum(row) for row in zip(*pieces, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "weights", "gradients", "moments"), [("zero1", 1, 1, 4), ("zero2", 1, 4, 4), ("fsdp", 4, 4, 4)]
+)
+def test_what_a_device_holds(strategy: str, weights: int, gradients: int, moments: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    total = sum(p.nbytes for p in model.parameters())
+    with Mesh(data=4):
+        sl.parallelize(model, strategy=strategy)
+    opt = torch.optim.AdamW(model.parameters())
+    model(torch.randn(8, 16)).square().mean().backward()
+    opt.step()
+    held = [*model.parameters()]
+    assert bytes_on_each(held) == [total // weights] * 4
+    assert bytes_on_each(p.grad for p in held) == [total // gradients] * 4
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert bytes_on_each(opt.state[p][key] for p in held) == [total // moments] * 4
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch says so of every save in one process
+def test_a_checkpoint_goes_on_on_another_mesh(tmp_path: Path) -> None:
+    plain, first, second = plain_net(), plain_net(), plain_net()
+    with Mesh(data=4):
+        sl.parallelize(first, strategy="fsdp")
+    with Mesh(data=2, tensor=2):
+        sl.parallelize(second, {"1.up.*": "ff@tensor ...", "1.down.weight": "_ ff@tensor"}, strategy="zero1")
+    theirs, ours, then = (torch.optim.AdamW(m.parameters(), lr=0.05) for m in (plain, first, second))
+
+    def step(model: nn.Module, opt: Any, tokens: Tensor) -> None:
+        F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        opt.step()
+        opt.zero_grad()
+
+    step(plain, theirs, TOKENS[0])
+    step(first, ours, TOKENS[0])
+    step(second, then, TOKENS[1])  # whose state is replaced
+    dcp.save({"model": first.state_dict(), "opt": ours.state_dict()}, checkpoint_id=tmp_path)
+    read = {"model": second.state_dict(), "opt": then.state_dict()}
+    dcp.load(read, checkpoint_id=tmp_path)
+    second.load_state_dict(read["model"])
+    then.load_state_dict(read["opt"])
+    for tokens in TOKENS[1:]:
+        step(plain, theirs, tokens)
+        step(second, then, tokens)
+    same(second, plain)
 
 
 def test_a_batch_is_cut_where_nobody_has_placed_it() -> None:
