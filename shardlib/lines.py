@@ -42,19 +42,26 @@ replayed: ContextVar[Line | None] = ContextVar("shardlib_replayed", default=None
 
 def spot(line: Line | None) -> str:
     """`w1.py:106`: the same in whatever folder a process runs."""
-    return "the results" if line is None or not line.file else f"{Path(line.file).name}:{line.lineno}"
+    return (
+        "the results" if line is None or not line.file else f"{_cell(line.file) or Path(line.file).name}:{line.lineno}"
+    )
 
 
 def place(line: Line | None) -> str:
     """`tests/models/w1.py:106`: relative to the installed libraries, or to the folder that the program runs in."""
     if line is None or not line.file:
         return "the results"  # what moves where no op stands: an argument that is returned elsewhere
-    path = line.file
+    path = _cell(line.file) or line.file
     for root in (*_ROOTS, str(Path.cwd())):
         if path.startswith(root + os.sep):
             path = path[len(root) + 1 :]
             break
     return f"{path}:{line.lineno}"
+
+
+def _cell(path: str) -> str | None:
+    """What a notebook's cell is called, whose file is one of its kernel's process."""
+    return "cell" if Path(path).parent.name.startswith("ipykernel_") else None
 
 
 class LineRecorder:

@@ -802,11 +802,24 @@ class Unregistered:
     y: Tensor
 
 
+def test_dataclasses_that_nobody_registered_are_results() -> None:
+    found = sl.jit(lambda x: {"a": [Unregistered(x * 2)]})(X)
+    assert torch.equal(found["a"][0].y.full_tensor(), X * 2)
+
+
+def local(x: Tensor) -> Any:
+    @dataclasses.dataclass
+    class Local:
+        y: Tensor
+
+    return Local(x)
+
+
 @pytest.mark.parametrize(
     ("fn", "what"),
     [
-        (lambda x: Unregistered(x), "is a Unregistered, with tensors in y"),
-        (lambda x: {"a": [Unregistered(x)]}, r"result\['a'\]\[0\] is a Unregistered"),
+        (local, "is a Local, with tensors in y"),
+        (lambda x: {"a": [local(x)]}, r"result\['a'\]\[0\] is a Local"),
         (lambda x: (y for y in (x, x)), "is a generator"),
         (lambda x: map(abs, [x]), "is a map"),
     ],
@@ -814,7 +827,7 @@ class Unregistered:
 def test_results_that_nobody_can_look_into_are_refused(fn: Any, what: str) -> None:
     with pytest.raises(ShardingError, match=what) as error:
         sl.jit(fn)(X)
-    assert "register_dataclass" in str(error.value)
+    assert "move a class out of the function that defines it; return list(...) of a generator" in str(error.value)
 
 
 def test_a_generator_function_is_refused() -> None:
