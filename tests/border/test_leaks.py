@@ -130,6 +130,40 @@ def test_an_object_that_is_returned_twice_is_one_and_what_was_there_is_itself() 
             assert out.same is out.y
 
 
+class Reduced:
+    """Made again by code that computes with its tensor."""
+
+    def __init__(self, y: Tensor) -> None:
+        self.y = y * 1
+
+    def __reduce__(self) -> Any:
+        return Reduced, (self.y,)
+
+
+class Refuses:
+    def __init__(self, y: Tensor) -> None:
+        self.y = y
+
+    def __reduce__(self) -> Any:
+        raise NotImplementedError
+
+
+def test_objects_with_pickling_of_their_own() -> None:
+    step = sl.jit(lambda x: Reduced(x * 2))
+    with sl.Mesh(data=2):
+        for x in (X, X + 1):
+            assert torch.equal(step(x).y.full_tensor(), x * 2)
+        with pytest.raises(ShardingError, match="result is a Refuses, with tensors in y"):
+            sl.jit(lambda x: Refuses(x * 2))(X)
+
+
+def test_a_generator_inside_an_object_is_itself() -> None:
+    drawn = torch.Generator()
+    step = sl.jit(lambda x: types.SimpleNamespace(y=x * 2, drawn=drawn))
+    with sl.Mesh(data=2):
+        assert step(X).drawn is drawn
+
+
 def test_gradients_go_through_objects() -> None:
     x = X.clone().requires_grad_()
     with sl.Mesh(data=2):
