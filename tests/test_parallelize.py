@@ -528,9 +528,12 @@ def test_what_a_function_places_stays_placed() -> None:
 
 def test_a_second_time_moves_only_what_is_said() -> None:
     with Mesh(data=2, tensor=2):
-        model = sl.parallelize(nn.Linear(8, 4), {"weight": "out@tensor in"})
+        model = sl.parallelize(nn.Linear(8, 4), {"weight": "out@tensor in"}, strategy="zero1")
+        weight = model.weight
         sl.parallelize(model, {"bias": "out@tensor"})
     assert [sl.typeof(p) for p in model.parameters()] == ["f32[4@tensor, 8]", "f32[4@tensor]"]
+    assert model.weight is weight
+    assert model.weight.moments_at == "out@tensor in@data"
 
 
 # What a model says itself ---------------------------------------------------------------------------------------------

@@ -90,6 +90,8 @@ def parallelize(
     with mesh:
         for x in tensors:
             here, *elsewhere = homes[x.name]
+            if x.name not in moving and strategy is None:
+                continue  # what an earlier call says of it stands
             new = put(module, x, shard(x.tensor.detach(), here)) if x.name in moving else x.tensor
             for attribute, spec in zip(HOMES, elsewhere, strict=True):
                 new.__dict__.pop(attribute, None)
