@@ -111,6 +111,52 @@ def _on_ranks() -> list[float]:
         return train(model, lambda x: sl.shard(x, "batch@data ..."))
 
 
+def _strategies_on_ranks(path: str) -> list[tuple[str, list[float], int]]:
+    """Made on meta, trained a step, saved, and loaded under the next strategy, on another mesh."""
+    found = []
+    for axes, strategy in (({"data": 4}, "fsdp"), ({"replica": 2, "shard": 2}, "hsdp"), ({"data": 4}, "zero2")):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
+        with Mesh(axes):
+            sl.parallelize(model, strategy=strategy)
+            torch.manual_seed(3)
+            sl.materialize(model)
+            opt = torch.optim.AdamW(model.parameters(), lr=0.05)
+            step(model, opt, torch.zeros(8, 8))  # whose moments are replaced
+            if found:
+                state = {"model": model.state_dict(), "opt": opt.state_dict()}
+                dcp.load(state, checkpoint_id=path)
+                model.load_state_dict(state["model"])
+                opt.load_state_dict(state["opt"])
+            losses = [step(model, opt, x) for x in INPUTS[len(found) :][:1]]
+            dcp.save({"model": model.state_dict(), "opt": opt.state_dict()}, checkpoint_id=path)
+            found.append((sl.typeof(model[0].weight), losses, model[0].weight.to_local().numel()))
+    return found
+
+
+INPUTS = [torch.randn(8, 8, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+
+
+def step(model: nn.Module, opt: Any, x: Tensor) -> float:
+    loss = (model(x) - 1).square().mean()
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    return loss.item()
+
+
+@pytest.mark.ranks
+def test_strategies_and_checkpoints_on_ranks(tmp_path: Path) -> None:
+    plain = made_whole(lambda: nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)))
+    opt = torch.optim.AdamW(plain.parameters(), lr=0.05)
+    step(plain, opt, torch.zeros(8, 8))
+    expected = [step(plain, opt, x) for x in INPUTS]
+    for found in run_ranks(_strategies_on_ranks, 4, str(tmp_path)):
+        assert [text for text, _, _ in found] == ["f32[12@data, 8]", "f32[12@shard, 8]", "f32[12, 8]"]
+        assert [n for _, _, n in found] == [24, 48, 96]
+        assert [x for _, losses, _ in found for x in losses] == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.ranks
 def test_on_ranks_it_trains_as_on_one_device() -> None:
     expected = train(net(), lambda x: x)

@@ -34,7 +34,8 @@ def parallelize(
     `strategy` is `"ddp"`, `"zero1"`, `"zero2"`, `"fsdp"`, `"hsdp"`, or one of `sl.strategies` with axes named; it cuts
     parameters, gradients and moments over data axes, too. Of the arguments of a call, plain tensors with as many rows
     as the first one are the batch, and cut over the data axes (dim 1 over `seq`), unless some argument is placed
-    already (`shard(x, "batch@data ...")`). Data axes are those of the mesh's rule for `batch`, or of the usual names.
+    already (`shard(x, "batch@data ...")`; on ranks, all of which have a plain batch whole, also `from_local(x, ...)` of
+    a rank's own rows). Data axes are those of the mesh's rule for `batch`, or of the usual names.
 
     Parameters become `ShardedTensor`s (and stay `nn.Parameter`s, tied ones tied), so an optimizer is made afterwards:
     one that was made before is refused when it steps. `forward` becomes one program for the mesh, its backward another,
