@@ -45,6 +45,8 @@ def _apart(kind: str) -> dict[str, Any]:
     if done.returncode == 0 and found:
         return dict(json.loads(found[-1]))
     lines = [line for line in done.stderr.splitlines() if line.strip()]
+    if not lines:
+        return {"kind": kind, "error": f"its process died with {done.returncode}, out of memory"}
     start = max((i for i, line in enumerate(lines) if "Error: " in line), default=len(lines) - 1)
     return {"kind": kind, "error": " ".join(lines[start:])[:700]}
 
