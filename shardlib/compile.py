@@ -185,6 +185,12 @@ def _leaf_specs(fn: Callable[..., Any], call: FlatCall, in_specs: Any) -> list[S
         return [None] * len(call.arguments)
     if callable(in_specs):
         found: list[SpecLike] = list(in_specs(call.arguments))
+        if len(found) != len(call.arguments):
+            raise ShardingError(
+                f"in_specs, a function, returns {len(found)} specs for {len(call.arguments)} leaves of the arguments",
+                rule="it gets the list of all leaves, and returns a spec, or None, for each",
+                remedy="lambda leaves: [None for _ in leaves]",
+            )
         state = twins(call.arguments, call.state.tensors)  # an argument that is a buffer lives where that does
         return [None if state.get(i, 0) >= len(found) else spec for i, spec in enumerate(found)]
     name = getattr(fn, "__name__", type(fn).__name__)

@@ -316,6 +316,19 @@ def test_strategies_train_as_one_device(axes: dict[str, int], strategy: Any, cut
         assert (f"12@{cut[name]}" if name in cut else "[12, 8]") in sl.typeof(x), f"{name}: {sl.typeof(x)}"
 
 
+def test_in_specs_may_be_a_function_of_the_leaves() -> None:
+    def specs(leaves: Any) -> list[str | None]:
+        return ["b@data ..." if isinstance(x, Tensor) else None for x in leaves]
+
+    with Mesh(data=2):
+        found = sl.jit(lambda x, n, more: (x * n, more["y"] + 1), in_specs=specs)(
+            torch.ones(4, 2), 3, {"y": torch.ones(4)}
+        )
+        assert [sl.typeof(x) for x in found] == ["f32[4@data, 2]", "f32[4@data]"]
+        with pytest.raises(ShardingError, match="in_specs, a function, returns 1 specs for 2 leaves"):
+            sl.jit(torch.add, in_specs=lambda leaves: [None])(torch.ones(4), torch.ones(4))
+
+
 def test_copies_keep_their_strategy() -> None:
     with Mesh(data=2):
         model = sl.parallelize(nn.Sequential(nn.Linear(8, 16)), strategy="zero2")
@@ -424,14 +437,16 @@ class Touches(nn.Module):
         return self.l(k) * (3 if q is k else 1) * getattr(q, "scale", 1)
 
 
-@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("door", ["eager", "jit", "op by op"])
 @pytest.mark.parametrize("how", ["two", "one", "a buffer", "marked"])
-def test_arguments_stay_what_they_are(how: str, jitted: bool) -> None:
+def test_arguments_stay_what_they_are(how: str, door: str) -> None:
     torch.manual_seed(0)
-    plain = Touches()
+    plain, jitted = Touches(), door == "jit"
     model = copy.deepcopy(plain)
     with Mesh(data=2):
         sl.parallelize(model)
+    if door == "op by op":
+        model.forward.eager.add(model.training)
     found = []
     for m in (plain, model):
         x, y = torch.arange(24.0).view(6, 4), torch.ones(6, 4)
@@ -497,8 +512,13 @@ class Listed(nn.Module):
 
 
 def test_a_weight_that_is_held_elsewhere_is_not_read_from_there() -> None:
+    model = Listed()
+    before = sl.jit(lambda x: x @ model.more[0])
     with Mesh(data=2):
-        model = sl.parallelize(Listed())
+        before(torch.ones(4, 6))
+        sl.parallelize(model)
+        with pytest.raises(ShardingError, match="reads parameters that were replaced"):
+            before(torch.ones(4, 6))
         text = r"reads parameters that were replaced:\n  \* .*more\[0\].* was Listed.a.weight, in whose place"
         for call in (model, sl.jit(lambda x: model(x))):
             with pytest.raises(ShardingError, match=text):
@@ -693,8 +713,23 @@ def test_values_are_written_through_data(rows: int) -> None:
         if rows == 8:
             assert whole(sl.materialize(model).w).unique().tolist() == [2.0]
         else:
-            with pytest.raises(ShardingError, match=r"without some:\n  \* w of f32\[8@data, 6\]"):
+            with pytest.raises(ShardingError, match=r"without some, or elsewhere:\n  \* w of f32\[8@data, 6\]"):
                 sl.materialize(model)
+
+
+def test_a_parameter_that_is_made_anew_has_to_be_placed() -> None:
+    class Own(nn.Linear):
+        def reset_parameters(self) -> None:
+            self.weight = nn.Parameter(torch.ones(4, 4, device="cpu"))
+            nn.init.zeros_(self.bias)
+
+    with torch.device("meta"):
+        model = Own(4, 4)
+    model.weight = nn.Parameter(torch.empty(4, 4, device="meta"))
+    with Mesh(data=2):
+        sl.parallelize(model, strategy="fsdp")
+        with pytest.raises(ShardingError, match=r"weight of f32\[4@data, 4\] is a plain tensor now"):
+            sl.materialize(model)
 
 
 def test_what_nobody_writes_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""A module's forward as one program, which says itself how its batch is cut and where gradients land."""
+"""A module's forward as one program, which says itself how its batch is cut."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class Forward:
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if is_tracing():
-            return self._traced(args, kwargs)
+            return self._on_copies(args, kwargs)
         with self._where():
             if self._mode in self.eager:
-                return self._by_op(args, kwargs)
+                return self._on_copies(args, kwargs)
             try:
                 return self.program(*args, **kwargs)
             except ValueNeededError as error:
@@ -57,7 +57,7 @@ class Forward:
                     EagerWarning,
                     stacklevel=2,
                 )
-            return self._by_op(args, kwargs)
+            return self._on_copies(args, kwargs)
 
     def plan(self, /, *args: Any, **kwargs: Any) -> Plan:
         """The plan of forward and backward for these arguments; nothing runs."""
@@ -81,36 +81,27 @@ class Forward:
         """What a module does in training it may not do in evaluation."""
         return getattr(getattr(self.fn, "__self__", None), "training", None)
 
-    def _by_op(self, args: Any, kwargs: Any) -> Any:
-        """Op by op, on a batch that is placed; what requires a gradient, or is written to, is taken as it is."""
-        leaves, tree = pytree.tree_flatten((args, kwargs))
-        specs = self.batch.specs(leaves) if current_mesh() is not None else [None] * len(leaves)
-        placed = [x if at is None or x.requires_grad else shard(x, at) for x, at in zip(leaves, specs, strict=True)]
-        args, kwargs = pytree.tree_unflatten(placed, tree)
-        versions = [version_of(x) if isinstance(x, Tensor) else 0 for x in placed]
-        out = self.fn(*args, **kwargs)
-        for x, y, version in zip(leaves, placed, versions, strict=True):
-            if x is not y and version_of(y) != version:
-                x.copy_(y.full_tensor() if isinstance(y, ShardedTensor) else y)
-        return out
+    def _on_copies(self, args: Any, kwargs: Any) -> Any:
+        """Inside another traced function, and op by op, the batch is no argument of a program: copies of it are cut.
 
-    def _traced(self, args: Any, kwargs: Any) -> Any:
-        """Inside another traced function: the batch is a value of it, whose cut is said of a copy.
-
-        The copy has the attributes of what it stands for, which gets what is written to it; one tensor stays one.
+        A copy has the attributes of what it stands for, which gets what is written to it; one tensor stays one. What
+        the module holds itself, parameters, and, outside a trace, what requires a gradient, are taken as they are.
         """
         leaves, tree = pytree.tree_flatten((args, kwargs))
-        cut: dict[int, tuple[Tensor, Tensor]] = {}
-        for x, at in zip(leaves, self.batch.specs(leaves), strict=True):
-            if at is not None and id(x) not in cut and not isinstance(x, nn.Parameter) and not is_wrapped(x):
-                cut[id(x)] = x, shard(x, at)
-                cut[id(x)][1].__dict__.update(marks(x))
+        module = getattr(self.fn, "__self__", None)
+        known = {id(x) for x in module.buffers()} if isinstance(module, nn.Module) else set()
+        cut: dict[int, tuple[Tensor, Tensor, int]] = {}
+        for x, at in zip(leaves, self.batch.specs(leaves) if current_mesh() is not None else (), strict=False):
+            own = at is None or id(x) in known or isinstance(x, nn.Parameter) or is_wrapped(x)
+            if at is not None and not own and id(x) not in cut and (is_tracing() or not x.requires_grad):
+                y = shard(x, at)
+                y.__dict__.update(marks(x))
+                cut[id(x)] = x, y, version_of(y)
         args, kwargs = pytree.tree_unflatten([cut[id(x)][1] if id(x) in cut else x for x in leaves], tree)
-        versions = {key: version_of(y) for key, (_, y) in cut.items()}
         out = self.fn(*args, **kwargs)
-        for key, (x, y) in cut.items():
-            if version_of(y) != versions[key]:
-                x.copy_(y)
+        for x, y, version in cut.values():
+            if version_of(y) != version:
+                x.copy_(y.full_tensor() if isinstance(y, ShardedTensor) else y)
         return out
 
 

@@ -45,17 +45,17 @@ def materialize(module: nn.Module, init: Callable[[nn.Module], Any] | None = Non
     versions = [version_of(x) for x in new]
     try:
         _draw(module, init)
-        now = dict(_tensors(module))
-        missing = [
-            f"{x.name} of {typeof(x.tensor)}"
-            for x, y, version in zip(old, new, versions, strict=True)
-            if _is_unwritten(now[x.name], version if now[x.name] is y else -1)
+        now = {at: x.tensor for x in held(module, buffers=True) for at in x.names}
+        pairs = [(x, y, now[x.name], n) for x, y, n in zip(old, new, versions, strict=True) if x.name in now]
+        missing = [f"{x.name} of {typeof(x.tensor)}" for x, y, z, n in pairs if _is_unwritten(z, n if z is y else -1)]
+        missing += [
+            f"{x.name} of {typeof(x.tensor)} is a plain tensor now" for x, y, z, _ in pairs if type(z) is not type(y)
         ]
         if missing:
             raise ShardingError(
-                f"{name} leaves tensors without values, or without some",
+                f"{name} leaves tensors without values, without some, or elsewhere",
                 missing,
-                rule="values are drawn by reset_parameters() of the submodule that holds a tensor",
+                rule="values are written, in place, by reset_parameters() of the submodule that holds a tensor",
                 remedy="give init=, a function that writes the tensors of one submodule: lambda m: ...",
             )
     except BaseException:
@@ -80,18 +80,14 @@ def _reset(module: nn.Module) -> None:
         reset()
 
 
-def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-
-
 def _unwritten(x: Tensor) -> Tensor:
     """Memory for one tensor, of a placed one for the pieces that are here: of NaN, where its dtype has that."""
     made = torch.empty_like(x, device=x.mesh.device if isinstance(x, ShardedTensor) else torch.get_default_device())
-    return made.fill_(torch.nan) if made.is_floating_point() else made
+    return made.fill_(torch.nan) if made.is_floating_point() or made.is_complex() else made
 
 
 def _is_unwritten(x: Tensor, version: int) -> bool:
     """Whether some of it is NaN still; of other dtypes, whether nothing wrote to it."""
     if x.is_meta:
         return True
-    return bool(x.isnan().any()) if x.is_floating_point() else version_of(x) == version
+    return bool(x.isnan().any()) if x.is_floating_point() or x.is_complex() else version_of(x) == version

@@ -50,13 +50,13 @@ def refuse_losses(what: str, tensors: Sequence[Held]) -> None:
 
 def put(module: nn.Module, old: Held, value: Tensor) -> Tensor:
     """Give all places of a tensor another one, of the same kind and with the same attributes; returns that."""
-    new: Any = value
-    if isinstance(old.tensor, nn.Parameter):
-        new = nn.Parameter(value, requires_grad=old.tensor.requires_grad)
-        replaced.note(old.tensor, f"{type(module).__name__}.{old.name}", new)
+    is_parameter = isinstance(old.tensor, nn.Parameter)
+    new = nn.Parameter(value, requires_grad=old.tensor.requires_grad) if is_parameter else value
     new.__dict__.update(marks(old.tensor))
+    if is_parameter:
+        replaced.note(old.tensor, f"{type(module).__name__}.{old.name}", new)
     put_back(module, old.names, new)
-    return new  # type: ignore[no-any-return]
+    return new
 
 
 def put_back(module: nn.Module, names: Sequence[str], x: Tensor) -> None:

@@ -27,6 +27,7 @@ from shardlib.meshes.mesh import Mesh
 from shardlib.modules.parameters import held
 from shardlib.modules.strategies import TENSOR
 from shardlib.modules.table import matches, numberless
+from shardlib.plans.plan import Plan
 from shardlib.plans.plantext import si
 from shardlib.propagate.dims import Leaf
 from shardlib.propagate.flood import Flood
@@ -122,7 +123,8 @@ def _compiled(module: nn.Module, mesh: Mesh, example: Any, more: Any) -> Compile
         return functional_call(module, dict(weights), args, kwargs)
 
     with mesh:
-        return jit(forward).plan(weights, example, more).compiled  # type: ignore[no-any-return]
+        plan: Plan = jit(forward).plan(weights, example, more)
+    return plan.compiled
 
 
 def _kinds(graph: Graph, flood: Flood, weights: Mapping[str, Value], ways: int) -> list[_Kind]:

@@ -15,14 +15,17 @@ _replaced = WeakTensorKeyDictionary()  # the old one -> its name, and the new on
 
 
 def note(old: Tensor, name: str, new: Tensor) -> None:
-    """Another tensor is in its place now."""
+    """Another tensor is in its place now. The attribute is in the keys of calls, so what was compiled before is not
+    used any more."""
     _replaced[old] = name, weakref.ref(new)
+    old.replaced = name  # type: ignore[attr-defined]
 
 
 def forget(x: Tensor) -> None:
     """It is in its place again."""
     if x in _replaced:
         del _replaced[x]
+        del x.replaced  # type: ignore[attr-defined]
 
 
 def successor(x: Any) -> Tensor | None:

@@ -47,7 +47,8 @@ class Carried:
         return Carried(tensors, Frame(out.getvalue(), tuple(known_ones)))
 
 
-# What classes raise that do not pickle.
+# What pickle raises of what it does not take (local classes, locks, generators: the first three), and what classes do
+# whose `__reduce__` or `__getstate__` refuses.
 _FAULTS = (pickle.PicklingError, TypeError, AttributeError, NotImplementedError, ValueError, RuntimeError)
 
 

@@ -141,6 +141,8 @@ class Reduced:
 
 
 class Refuses:
+    """As classes say that are not to be pickled."""
+
     def __init__(self, y: Tensor) -> None:
         self.y = y
 

@@ -92,6 +92,23 @@ def classes(config: Any) -> list[type]:
                                         not x.__name__.endswith("Model")))  # fmt: skip
 
 
+def _faults() -> tuple[type[Exception], ...]:
+    """What configurations, models and torch raise of sizes that do not go together."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    plain = (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        ImportError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    )
+    return (*plain, StrictDataclassError)
+
+
 def build(kind: str) -> tuple[Any, dict[str, Any], Any]:
     """A small model of this type, what it is called with, and what it gives; the first that plain torch runs."""
     import torch
@@ -111,7 +128,7 @@ def build(kind: str) -> tuple[Any, dict[str, Any], Any]:
                 out = model(**args, return_dict=False)[0]
                 if isinstance(out, torch.Tensor) and out.requires_grad and out.isfinite().all():
                     return model, args, out
-        except Exception as fault:  # noqa: BLE001  whatever a configuration may say of sizes that do not go together
+        except _faults() as fault:
             faults[f"{type(fault).__name__}: {str(fault).strip().splitlines()[-1] if str(fault) else ''}"[:160]] = None
     raise SystemExit(f"no small one runs on one device: {'; '.join(list(faults)[:3])}")
 
