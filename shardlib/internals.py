@@ -79,11 +79,15 @@ class Slot:
     @contextmanager
     def holding(self, new: Any) -> Iterator[None]:
         """While on, torch finds `new`."""
-        before, self.value = self.value, new
+        owner = pkgutil.resolve_name(self.owner)
+        is_own, before, self.value = self.name in vars(owner), self.value, new
         try:
             yield
         finally:
-            self.value = before
+            if is_own:
+                self.value = before
+            else:  # a class inherits it
+                delattr(owner, self.name)
 
 
 def _slot(name: str, why: str) -> Slot:
@@ -223,6 +227,8 @@ def innermost(x: Any) -> Any:
 
 has_onednn = _torch("torch._C._get_mkldnn_enabled", "oneDNN has ops of its own, for which there are no rules")
 set_onednn = _torch("torch._C._set_mkldnn_enabled", "the public switch is refused where tests froze torch's flags")
+set_slot = _torch("torch.fx.experimental.proxy_tensor.set_proxy_slot", "a tensor is a node, and its shape is known")
+SLOT = _torch("torch.fx.experimental.proxy_tensor._ProxyTensor", "what such a slot holds")
 is_profiling = _global("torch.autograd.profiler._is_profiler_enabled", "a program with ranges runs where one looks")
 set_frame_evaluation = _torch("torch._C._dynamo.eval_frame.set_eval_frame", "what compiles is not compiled itself")
 rename = _torch("torch.fx.Node._rename", "inputs of a graph have the names that the user gave them")
@@ -252,12 +258,15 @@ MODULE_HOOKS: tuple[dict[int, Any], ...] = tuple(
         *("backward_pre", "backward", "forward_pre", "forward"),
     )
 )
+MODULE_ATTRIBUTE = _slot("torch.nn.Module.__getattribute__", "layers are one if they differ in what no code reads")
+CALL_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")  # of one module
 MODULE_APPLY = _slot("torch.nn.Module._apply", "a module that a trace converts is refused before it is half done")
 BATCH_NORM = _slot("torch.nn.modules.batchnorm._BatchNorm.forward", "Python reads a buffer that counts batches")
 input_check_of = _attribute("torch.nn.modules.batchnorm._BatchNorm._check_input_dim", "what that forward does first")
 # What updates parameters has one of these names in one of these modules, which nobody has to have imported.
-UPDATES = ("_single_tensor_", "_multi_tensor_")
-OPTIMIZERS = ("adadelta", "adam", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop", "adagrad", "_adafactor")
+UPDATES = ("_single_tensor_", "_multi_tensor_", "_fused_")
+OPTIMIZERS: tuple[str, ...] = ("sgd", "adam", "adamax", "nadam", "radam", "adagrad", "adadelta", "_adafactor")
+OPTIMIZERS += ("rmsprop", "rprop", "asgd", "_muon")
 
 _STATE_DICT = "torch.distributed.checkpoint.state_dict."
 GATHER_STATE_DICT = _late_slot(f"{_STATE_DICT}_gather_state_dict", "whole state dicts out")

@@ -39,6 +39,7 @@ from shardlib.state import compiling, is_single_device, is_tracing, unseen
 from shardlib.tensors.agreed import ALWAYS, compare_arguments
 from shardlib.tensors.replaced import refuse_replaced
 from shardlib.tensors.tensor import ShardedTensor
+from shardlib.tracing.once import Once
 from shardlib.tracing.threads import refuse_nested
 
 __all__ = ["Jitted", "RetraceWarning", "jit"]
@@ -152,6 +153,8 @@ class Jitted(Function):
         return plan
 
     def call(self, programs: Programs, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if (once := Once.current()) is not None and is_tracing():
+            return once.function(self.fn, args, kwargs)
         if is_single_device() or is_tracing() or (transform_level() is not None and _transformed(args, kwargs)):
             with nullcontext() if is_tracing() or in_call() or not is_single_device() else plain_program():
                 return self.fn(*args, **kwargs)

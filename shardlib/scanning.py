@@ -17,7 +17,7 @@ from shardlib.internals import pytree
 from shardlib.lines import Line, user_line
 from shardlib.state import is_tracing
 from shardlib.tensors.form import short_dtype
-from shardlib.tracing.body import trace_body
+from shardlib.tracing.body import Body, trace_body
 from shardlib.tracing.counted import refuse_counts
 
 
@@ -141,6 +141,7 @@ def _traced(fn: Callable[..., Any], init: Any, first: list[Tensor], xs: _Tree) -
     found: list[_Tree] = []
     line = user_line(sys._getframe(2)) or Line(inspect.getfile(scan), 0, "scan", "")
     body = trace_body(flat, [*leaves, *first], names, line, len(leaves))
+    _refuse_draws(body)
     now, shape = found
 
     def step(carry: list[Tensor], x: list[Tensor], _: _Tree) -> Any:
@@ -148,6 +149,17 @@ def _traced(fn: Callable[..., Any], init: Any, first: list[Tensor], xs: _Tree) -
         return out[: now.leaves], now, out[now.leaves :], shape
 
     return step
+
+
+def _refuse_draws(body: Body) -> None:
+    for node in (*body.forward, *body.backward):
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or "shardlib.draw" in str(node.target):
+            raise ShardingError(
+                "the body of scan draws random numbers",
+                [str(node.meta["line"])],
+                rule="a scanned body is traced once: every step would draw the same numbers",
+                remedy="draw them outside, with the steps as the first dim, and pass them in as part of xs",
+            )
 
 
 def _pair(fn: Callable[..., Any], out: Any) -> tuple[Any, Any]:

@@ -71,7 +71,7 @@ def modes(state: State) -> tuple[Any, ...]:
     """What the function modes around a call, and the hooks of all modules, add to its key."""
     known: list[Any] = []
     if count_function_modes():
-        for mode in function_modes():
+        for mode in (mode for mode in function_modes() if not _is_of_traces(mode)):
             known += (type(mode), own(mode).get("device"))
             state.mode(mode, known, -len(known))
     if any(MODULE_HOOKS):
@@ -99,6 +99,11 @@ def _is_torch(x: Any) -> bool:
     """Whether a mode, or a hook, is torch's own: such ones count and show, and change nothing."""
     of = x if isinstance(x, types.FunctionType | types.MethodType) else type(x)
     return of.__module__.partition(".")[0] in ("torch", "shardlib")
+
+
+def _is_of_traces(mode: TorchFunctionMode) -> bool:
+    """Whether a mode is one that every trace is under."""
+    return type(mode).__module__.startswith(("shardlib.", "torch.fx."))
 
 
 @contextmanager

@@ -156,9 +156,10 @@ def same_number(a: Any, b: Any) -> bool:
 def names_of(fn: Callable[..., Any], call: FlatCall, leaves: Sequence[int]) -> Iterator[str]:
     """`params['wq']`, `x`, `rest[0]`, `net.head.weight`: leaves, named by the function's own parameters."""
     named, rest = _parameters(fn)
+    found = call.state.leaf_names if any(i >= len(call.arguments) for i in leaves) else []
     for i in leaves:
         if i >= len(call.arguments):
-            yield call.state.leaf_names[i - len(call.arguments)]
+            yield found[i - len(call.arguments)]
             continue
         group, first, *tail = call.paths[i]
         yield _head(named, rest, group.idx, first) + pytree.keystr(tuple(tail))

@@ -82,8 +82,10 @@ class Watch:
         """Tensors that come from ops outside are leaves inside, in all places: their history is none of the trace's."""
         taken: list[tuple[Place, Tensor, Tensor]] = []
         for i, x in enumerate(state.tensors):
-            places = [place for place, value in self.before.values.items() if value is x]
-            if x.is_leaf or x.retains_grad or not places or not all(map(self._can_hold, places)):
+            if x.is_leaf or x.retains_grad:
+                continue
+            places = self.before.places_of(x)
+            if not places or not all(map(self._can_hold, places)):
                 continue
             with torch.enable_grad():
                 leaf = x.detach().requires_grad_()
@@ -138,9 +140,8 @@ class Watch:
         changing.add(self.numbers, self.holders, self.logs)
         return not is_new
 
-    def unrepeated(self) -> list[str]:
-        """What the trace itself has changed, and no program can."""
-        after = self.look()
+    def unrepeated(self, after: Snapshot) -> list[str]:
+        """What the trace itself has changed, and no program can; `after` is what is there now."""
         return list(dict.fromkeys(after.text(place) for place in after.changed(self.before)))
 
     def is_moved(self, name: str, before: State, after: State) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import array
 import copy
-from collections import deque
+import functools
+from collections import OrderedDict, defaultdict, deque
 from typing import Any
 
 import torch
@@ -48,9 +49,21 @@ class Snapshot(State):
         """The places that hold something else than before, or are new, with what they hold."""
         return {place: now for place, now in self.found.items() if before.found.get(place) != now}
 
+    def places_of(self, x: Any) -> list[Place]:
+        """The places that hold an object."""
+        return self._held_at.get(id(x), [])
+
+    @functools.cached_property
+    def _held_at(self) -> dict[int, list[Place]]:
+        """The places of each object, by its id."""
+        found: dict[int, list[Place]] = defaultdict(list)
+        for place, x in self.values.items():
+            found[id(x)].append(place)
+        return found
+
     def is_log(self, container: int) -> bool:
         """Whether the code only appends to what this container is called, wherever it is held."""
-        held = [self.called[place] for place, x in self.values.items() if id(x) == container]
+        held = [self.called[place] for place in self._held_at.get(container, [])]
         names = [next((x for x in reversed(at) if isinstance(x, str)), "").rpartition(".")[2] for at in held]
         plain = type(self.owners.get(container)) in (list, set, deque)  # whose methods give nothing back
         return plain and bool(names) and self.logs.issuperset(names)
@@ -89,7 +102,7 @@ class Snapshot(State):
     def _container(self, x: Any, known: list[Any], depth: int) -> None:
         self.owners[id(x)] = x
         if isinstance(x, list | dict | set | deque):
-            self.copies[id(x)] = copy.copy(x)
+            self.copies[id(x)] = _copied(x)
         outside, self._log = self._log, self._log or id(x) in self.changing.logs
         super()._container(x, known, depth)
         self._log = outside
@@ -104,3 +117,10 @@ class Snapshot(State):
     def _again(self, x: Any, known: list[Any]) -> bool:
         self.owners[id(x)] = x
         return super()._again(x, known)
+
+
+def _copied(x: Any) -> Any:
+    kind = type(x)
+    if kind is dict or kind is list:
+        return x.copy()
+    return OrderedDict() if kind is OrderedDict and not x else copy.copy(x)  # modules have many that are empty

@@ -130,8 +130,9 @@ class Invocation:
                 )
         looked = plan.compiled.traced.looked
         call = flatten_call(self.function.fn, self.args, self.kwargs, self.function.static, self.state)
-        unrepeated = watch.unrepeated()
-        now = seen(self.function.fn, call, self.key, looked, watch.before, watch.look(), unrepeated)
+        after = watch.look()
+        unrepeated = watch.unrepeated(after)
+        now = seen(self.function.fn, call, self.key, looked, watch.before, after, unrepeated)
         if programs.last is not None:
             self._note(difference(programs.last, now))
         programs.last = now

@@ -49,6 +49,7 @@ class Values:
         self.have: dict[Value, dict[Placement, Var]] = defaultdict(dict)
         self.constants = Constants(self)
         self.reader: Op | int | None = None
+        self._layouts: dict[Any, Layout] = {}
 
     # Another layout -------------------------------------------------------------------------------------------------
 
@@ -251,10 +252,10 @@ class Values:
         return tuple(tuple((self.flood.dims.size(x), next(axes)) for x in leaves) for leaves in self.flood.value[value])
 
     def layout(self, value: Value, cut: Cut, owed: Owed = SETTLED, sizes: Sequence[int] | None = None) -> Layout:
-        pending = (Pending(Axis.merge(owed.axes), owed.kind),) if owed else ()
-        dims = self.dims(value, cut)
-        feed = iter(n for dim in dims for n, _ in dim) if sizes is None else iter(sizes)
-        return Layout(tuple(tuple(Factor(next(feed), a) for _, a in dim) for dim in dims), pending).canonical
+        key = self.dims(value, cut), owed, None if sizes is None else tuple(sizes)
+        if (known := self._layouts.get(key)) is None:  # layers have the same ones
+            known = self._layouts[key] = _layout(*key)
+        return known
 
     def _typed(self, value: Value, cut: Cut, owed: Owed) -> str:
         return f"[{self.layout(value, cut, owed)}]"
@@ -267,3 +268,9 @@ class Values:
         """The same, of which others may know already."""
         var = self.have[value][form] = self.var(value, form)
         return var
+
+
+def _layout(dims: tuple[Any, ...], owed: Owed, sizes: Sequence[int] | None) -> Layout:
+    pending = (Pending(Axis.merge(owed.axes), owed.kind),) if owed else ()
+    feed = iter(n for dim in dims for n, _ in dim) if sizes is None else iter(sizes)
+    return Layout(tuple(tuple(Factor(next(feed), a) for _, a in dim) for dim in dims), pending).canonical

@@ -6,7 +6,7 @@ what a message carries stays until then; groups are parts of the mesh; a reducti
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from shardlib.meshes.axis import Axis
@@ -35,7 +35,8 @@ def faults(program: Program) -> Iterator[str]:
     """What is read before it is made, or when it is gone; what is made twice; who is in a group; what is pending."""
     there = dict.fromkeys(program.given, "")  # "", or why it cannot be read any more
     flying: dict[Var, tuple[Var, ...]] = {}  # what is in flight -> all that began with it
-    carried: dict[Var, tuple[Var, ...]] = {}  # ... -> what the message is of
+    carried: dict[tuple[Var, ...], tuple[Var, ...]] = {}  # all that began together -> what the messages are of
+    held, roots = Counter[Var](), Counter[Var]()  # how many messages are of a value, or of its memory
     owner = owners(program.steps)
     fixed = {owner.get(v, v) for v in program.given} - {program.inputs[i] for i in program.donated}
     shown: dict[Var, list[Var]] = defaultdict(list)
@@ -45,11 +46,16 @@ def faults(program: Program) -> Iterator[str]:
     def missing(var: Var) -> str:
         return there.get(var, " is in flight" if var in flying else " is not made yet")
 
+    def count(sources: Sequence[Var], by: int) -> None:
+        for v in sources:
+            held[v] += by
+            roots[owner.get(v, v)] += by
+
     for step in program.steps:
         yield from (f"{said(step)} reads {v}, which{why}" for v in reads(step) if (why := missing(v)))
         if isinstance(step, Compute) and step.over is not None:
             over, root = step.args[step.over], owner.get(step.args[step.over], step.args[step.over])
-            if root in fixed or any(owner.get(v, v) is root for of in carried.values() for v in of):
+            if root in fixed or roots[root]:
                 yield f"{said(step)} writes over {over}, which others hold"
             there |= dict.fromkeys((root, over, *shown[root]), f"{_OVER} {said(step)}")
         if isinstance(step, Start):
@@ -58,16 +64,17 @@ def faults(program: Program) -> Iterator[str]:
             yield from (f"{c.kind} of {c.source} {fault}" for c in step.moves for fault in _group(program, c))
             yield from (f"{said(step)} brings {v}, which is there" for v in step.outs if v in there or v in flying)
             flying |= dict.fromkeys(step.outs, step.outs)
-            carried |= dict.fromkeys(step.outs, tuple(reads(step)))
+            carried[step.outs] = reads(step)
+            count(carried[step.outs], 1)
         elif isinstance(step, Wait):
             if any(flying.get(v) != step.outs for v in step.outs):
                 yield f"{said(step)} waits for what did not begin together"
+            count(carried.pop(step.outs, ()), -1)
             for v in step.outs:
-                flying.pop(v, None), carried.pop(v, None)
+                flying.pop(v, None)
         elif isinstance(step, Free):
-            held = {v for of in carried.values() for v in of}
             for v in step.vars:
-                why = " is in flight" if v in held else missing(v)
+                why = " is in flight" if held[v] else missing(v)
                 if why and not why.startswith(_OVER):
                     yield f"{v} is freed, and it{why}"
             there |= dict.fromkeys(step.vars, " is freed")

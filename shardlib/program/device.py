@@ -18,6 +18,7 @@ from shardlib.program.check import ProgramError
 from shardlib.program.steps import Collective, Compute, Var, reads, rebuild
 from shardlib.program.sym import Sym
 from shardlib.scalar import Scalar
+from shardlib.specs.layout import Layout
 
 Shape = tuple[int, ...]
 
@@ -45,6 +46,7 @@ class Device:
     def __init__(self, mesh: Mesh, coords: Coords) -> None:
         self.coords = dict.fromkeys(mesh.axes, 0) | dict(coords)
         self._held: dict[Var, Local | None] = {}  # None: nobody knows its shape
+        self._pieces: dict[tuple[int, torch.dtype], tuple[Layout, Local]] = {}  # by the id of a layout, which is kept
 
     def __str__(self) -> str:
         return " ".join(f"{name}={i}" for name, i in self.coords.items()) or "the one device"
@@ -61,7 +63,11 @@ class Device:
     def piece(self, var: Var) -> Local:
         """What a variable's layout says."""
         assert var.layout is not None, f"{var} has a layout"
-        return Local.dense(var.layout.local_shape(self.coords), var.dtype)
+        key = id(var.layout), var.dtype
+        if (known := self._pieces.get(key)) is None:
+            made = Local.dense(var.layout.local_shape(self.coords), var.dtype)
+            known = self._pieces[key] = var.layout, made
+        return known[1]
 
     def compute(self, step: Compute) -> Sequence[Local | None]:
         """What a call makes; None of what nobody knows. Raises what torch refuses it by: one of `REFUSALS`."""

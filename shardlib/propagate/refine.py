@@ -8,6 +8,7 @@ of a unit that still agree stay together.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 from shardlib.graph import Graph, Op, Value
 from shardlib.meshes.mesh import Mesh
@@ -16,6 +17,7 @@ from shardlib.propagate.estimate import Order
 from shardlib.propagate.flood import Flood
 from shardlib.propagate.units import Unit
 
+_AROUND = 6  # steps, from ops to values and from values to ops
 _WORTH = 1e-3  # the share of the estimated time for which units are taken apart
 
 
@@ -23,7 +25,7 @@ def refine(graph: Graph, flood: Flood, mesh: Mesh, decider: Decider) -> Decider:
     """`decider`, or a better one whose units are parts of its units."""
     if not decider.contested:
         return decider
-    place = _places(decider)
+    place = _places(decider, graph)
     apart = decider.units.apart(lambda member: place[member])
     whole = {member: unit for unit, members in _members(decider).items() for member in members}
     fine = Decider(graph, flood, apart, mesh, lambda unit: decider.order(whole[_first(unit)]))
@@ -50,14 +52,43 @@ def _members(decider: Decider) -> dict[Unit, list[Op | Value]]:
     return members
 
 
-def _places(decider: Decider) -> dict[Op | Value, object]:
-    """For every member, which of its unit's members it is: layers that are alike decide alike."""
+def _places(decider: Decider, graph: Graph) -> dict[Op | Value, object]:
+    """For every member, which of its unit's members it is: layers that are alike decide alike.
+
+    Where units are, the first of one is the first of the other. A unit that goes through all layers has the same ops
+    over and over: those are one whose neighbours look the same, some steps around.
+    """
     places: dict[Op | Value, object] = {}
     shapes: dict[int, object] = {}
+    looks = _looks(decider, graph)
     for unit, members in _members(decider).items():
         kind = decider.problem.kind[unit]
         shape = [m.target if isinstance(m, Op) else None for m in members]
-        alike = shapes.setdefault(kind, shape) == shape
+        alike = shapes.setdefault(kind, shape) == shape and len(decider.problem.members[kind]) > 1
         for i, member in enumerate(members):
-            places[member] = (kind, i) if alike else (unit, i)
+            places[member] = (kind, i) if alike else (unit, looks[member])
     return places
+
+
+def _looks(decider: Decider, graph: Graph) -> dict[Op | Value, int]:
+    """What every op and value looks like, with what is around it: colour refinement, for some rounds."""
+    around: dict[Op | Value, tuple[Sequence[Op | Value], Sequence[Op | Value]]] = {}
+    what: dict[Op | Value, object] = {}
+    for value in graph.values():
+        around[value] = [value.op] if value.op else (), [op for op, _ in value.readers]
+        what[value] = value.shape, value.dtype
+    for op in graph.ops:
+        around[op] = op.operands, [v for v in op.results if v is not None]
+        what[op] = op.target, op.line
+    kind = {x: decider.problem.kind.get(unit) for x, unit in decider.units.unit.items()}
+    known: dict[object, int] = {}
+    looks = {x: known.setdefault((y, kind.get(x)), len(known)) for x, y in what.items()}
+    for _ in range(_AROUND):
+        known = {}
+        looks = {
+            x: known.setdefault(
+                (looks[x], tuple([looks[y] for y in before]), tuple(sorted([looks[y] for y in after]))), len(known)
+            )
+            for x, (before, after) in around.items()
+        }
+    return looks

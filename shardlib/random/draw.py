@@ -273,6 +273,47 @@ def fresh_key(*, device: torch.device) -> Tensor:
     return key.to(device)
 
 
+class Redrawn:
+    """The draws of nodes that are written again, in one copy of them: the call's key, and other counters."""
+
+    def __init__(self) -> None:
+        self._counters: dict[int, int] = {}
+
+    def key(self, node: fx.Node) -> Tensor | None:
+        """The call's key, where a node draws it."""
+        return _running().key(None) if node.target is torch.ops.shardlib.call_key.default else None
+
+    def renumber(self, node: fx.Node) -> None:
+        """Give a node that draws a counter of this copy."""
+        if (at := _COUNTER.get(node.target)) is not None:
+            old = node.args[at]
+            assert isinstance(old, int)
+            if old not in self._counters:
+                self._counters[old] = _running().counter()
+            node.update_arg(at, self._counters[old])
+
+
+_COUNTER: dict[Any, int] = {torch.ops.shardlib.draw.default: 2, torch.ops.shardlib.numbered_key.default: 1}
+
+
+@contextmanager
+def rehearsed() -> Iterator[None]:
+    """What is drawn meanwhile is written again later, and counts then."""
+    call = _running()
+    assert isinstance(call, _Trace), "a function is traced"
+    keys, state, node = dict(call._keys), call.own.get_state(), call._node
+    try:
+        yield
+    finally:
+        call.own.set_state(state)
+        call._keys, call._node = keys, node
+
+
+def is_key(x: Tensor) -> bool:
+    """Whether a tensor is the key of the running call."""
+    return any(x is key for key in _running()._keys.values())
+
+
 def _running() -> _Call:
     call = _call.get()
     assert call is not None, "numbers are drawn in a call"

@@ -4,14 +4,16 @@ The body's Python runs once, with plain autograd over it, on stand-ins for whate
 that it closes over. What depends on the cotangents is the backward part; the rest is the forward part, and what the
 backward part reads of it is what one step saves. So custom gradients inside the body count, though its graph is all
 that runs later. Nothing else of the trace around it is seen inside: its transforms are set aside, and come back at
-every step, where the step is one autograd function for them.
+every step, where the step is one autograd function for them. Where no transform follows what a step reads, its nodes
+are copied, and nothing runs.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,9 +21,18 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 
 from shardlib.errors import ShardingError
-from shardlib.internals import allow_saved_hooks, forbid_saved_hooks, saved_hooks_forbidden, without_transforms
+from shardlib.internals import (
+    TransformType,
+    allow_saved_hooks,
+    forbid_saved_hooks,
+    is_wrapped,
+    saved_hooks_forbidden,
+    transforms,
+    without_transforms,
+)
 from shardlib.lines import Line, LineRecorder, error_line, replayed
-from shardlib.tracing.closures import Closures, alike, is_followed, refuse_lost, stand_in
+from shardlib.tracing.closures import Closures, is_followed, refuse_lost, stand_in
+from shardlib.tracing.copying import Copy, alike
 from shardlib.tracing.decompositions import DECOMPOSITIONS
 from shardlib.tracing.functionalise import body_writes, functionalise
 from shardlib.tracing.tracer import recorded
@@ -32,7 +43,7 @@ class Body:
     """One traced step: `arguments` leaves, then the tensors it closes over (`captured`), to leaves of its result.
 
     `forward` are its nodes in order, `backward` those of its gradient, which reads `saved` nodes and `cotangents`;
-    `gradients` are by input, None where there is none.
+    `gradients` are by input, None where there is none; `made` are the values of its trace.
     """
 
     arguments: int
@@ -45,32 +56,44 @@ class Body:
     backward: tuple[fx.Node, ...]
     saved: tuple[fx.Node, ...]
     gradients: tuple[fx.Node | None, ...]
+    made: tuple[weakref.ref[Tensor], ...]
 
-    def __call__(self, *leaves: Tensor) -> list[Tensor]:
-        """Write one step out: its result's leaves, differentiable once."""
-        out: tuple[Tensor, ...] = _Step.apply(self, *leaves, *self.captured)  # type: ignore[no-untyped-call]
+    def __call__(self, *leaves: Tensor, captured: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """Write one step out: its result's leaves, differentiable once.
+
+        `captured` are other tensors in the place of those that it closes over.
+        """
+        inputs = *leaves, *(self.captured if captured is None else captured)
+        out: tuple[Tensor, ...] = _Step.apply(self, Copy(), *inputs)  # type: ignore[no-untyped-call]
         return list(out[: len(self.outputs)])
 
 
 def trace_body(
-    fn: Callable[..., Any], leaves: Sequence[Tensor], names: Sequence[str], line: Line, carried: int
+    fn: Callable[..., Any],
+    leaves: Sequence[Tensor],
+    names: Sequence[str],
+    line: Line,
+    carried: int = 0,
+    *,
+    differentiate: bool = True,
 ) -> Body:
     """Trace `fn(*leaves)`, a function of tensors that returns a list of them, inside the trace that is running.
 
     `names` are the leaves' in errors. The first `carried` leaves are what an earlier step returns, which may require a
-    gradient; of the others it is known. Raises `ShardingError` for draws of random numbers, and for what would be lost:
-    a gradient, a `.grad` that is set.
+    gradient; of the others it is known. Raises `ShardingError` for what would be lost: a gradient, a `.grad` that is
+    set. Without `differentiate` it runs under no gradients.
     """
     found: list[Any] = []
+    made: list[weakref.ref[Tensor]] = []
     with ExitStack() as stack:
         stack.enter_context(without_transforms())
         stack.enter_context(disable_proxy_modes_tracing())
-        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.set_grad_enabled(differentiate))
         stack.enter_context(_saved_tensors_hooks())
         inputs = [stand_in(x) if i < carried or is_followed(x) else alike(x) for i, x in enumerate(leaves)]
 
         def joint(*given: Tensor) -> list[Tensor | None]:
-            recorded(LineRecorder(line))
+            tracer = recorded(LineRecorder(line))
             closures = Closures()
             with closures:
                 try:
@@ -87,6 +110,7 @@ def trace_body(
             of = [i for i, x in enumerate(reads) if x.requires_grad]
             cts = [alike(flat[i]) for i in where]
             found.extend([closures, len(flat), where, cts])
+            made.extend(weakref.ref(x) for x in list(tracer.tensor_tracker))
             gradients: list[Tensor | None] = [None] * len(reads)
             if where:
                 with closures.passing(cts):  # a checkpoint runs the body again
@@ -104,7 +128,7 @@ def trace_body(
             if node.op == "get_attr":
                 node.meta["val"] = getattr(gm, str(node.target))
         functionalise(gm, names, body=True)
-    return _divided(gm, closures, results, where, cts, len(leaves))
+    return replace(_divided(gm, closures, results, where, cts, len(leaves)), made=tuple(made))
 
 
 # What torch says where a stand-in, which requires a gradient, is written to.
@@ -143,7 +167,6 @@ def _divided(
         if node.op != "call_function":
             continue
         node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda x: merged.get(x, x))
-        _refuse_draws(node)
     needed = set(outputs)
     for node in reversed(nodes):
         needed.update(node.all_input_nodes if node in needed else ())
@@ -170,50 +193,65 @@ def _divided(
         tuple(backward),
         tuple(x for x in asked if x not in late),
         tuple(gradients),
+        (),
     )
 
 
 class _Step(torch.autograd.Function):
+    """One step. What its backward part reads is saved as tensors where it runs again, as nodes where it is copied."""
+
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(body: Body, *inputs: Tensor) -> Any:
+    def forward(body: Body, copy: Copy, *inputs: Tensor) -> Any:
         env = dict(zip(body.inputs, inputs, strict=True))
-        _run(body.forward, env)
+        if not any(map(is_wrapped, inputs)):
+            copy.begin(env)
+            copy.write(body.forward)
+        else:
+            _run(body.forward, env)
+        wanted = body.outputs if copy.nodes else (*body.outputs, *_computed(body))
         taken: set[int] = set(map(id, inputs))
         out = []
-        for node in (*body.outputs, *_computed(body)):
-            x = env[node]
+        for node in wanted:
+            x = env[node] if node in env else copy.tensor(node)
             out.append(x.clone() if id(x) in taken else x)  # an output is memory of its own
             taken.add(id(out[-1]))
         return tuple(out)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.body, *given = inputs
-        body = ctx.body
-        here = dict(zip(body.inputs, given, strict=True)) | dict(
-            zip(_computed(body), output[len(body.outputs) :], strict=True)
-        )
-        ctx.save_for_backward(*(here[x] for x in body.saved))
-        _, *needed = ctx.needs_input_grad
+        ctx.body, ctx.copy, *given = inputs
+        body, own = ctx.body, output[: len(ctx.body.outputs)]
+        here = dict(zip(body.inputs, given, strict=True))
+        here |= dict(zip(_computed(body) if not ctx.copy.nodes else (), output[len(own) :], strict=True))
+        # A result is saved, too: it shows no memory of what is saved, and a write to it is to be found.
+        ctx.save_for_backward(*(here[x] for x in body.saved if x in here), *own)
+        _, _, *needed = ctx.needs_input_grad
         ctx.mark_non_differentiable(
             *(x for i, x in enumerate(output) if not any(needed[at] for at in body.differentiable.get(i, ()))),
         )
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        body = ctx.body
-        history = [x for x in (*ctx.saved_tensors, *grads) if x is not None and x.requires_grad]
-        env = dict(zip(body.saved, ctx.saved_tensors, strict=True))
-        env |= dict(zip(body.cotangents, (grads[i] for i in body.differentiable), strict=True))
-        if not torch.is_grad_enabled() or not history:
-            _run(body.backward, env)
-            return (None, *(None if x is None else env[x] for x in body.gradients))
-        with torch.no_grad():
-            _run(body.backward, env)
-        made = iter(_Once.apply(len(history), *history, *(env[x] for x in body.gradients if x is not None)))  # type: ignore[no-untyped-call]
-        return (None, *(None if x is None else next(made) for x in body.gradients))
+        body, copy = ctx.body, ctx.copy
+        saved = ctx.saved_tensors[: len(ctx.saved_tensors) - len(body.outputs)]
+        history = [x for x in (*saved, *grads) if x is not None and x.requires_grad]
+        here = dict(zip(body.cotangents, (grads[i] for i in body.differentiable), strict=True))
+        again = torch.is_grad_enabled() and bool(history)
+        with torch.no_grad() if again else nullcontext():
+            if copy.nodes and (_only_gradients() or not any(map(is_wrapped, here.values()))):
+                copy.begin(here)
+                copy.write(body.backward)
+                made = [None if x is None else here[x] if x in here else copy.tensor(x) for x in body.gradients]
+            else:
+                env = here | dict(zip(body.saved, saved, strict=True))
+                _run(body.backward, env)
+                made = [None if x is None else env[x] for x in body.gradients]
+        if again:
+            once = iter(_Once.apply(len(history), *history, *(x for x in made if x is not None)))  # type: ignore[no-untyped-call]
+            made = [None if x is None else next(once) for x in made]
+        return (None, None, *made)
 
 
 class _Once(torch.autograd.Function):
@@ -245,7 +283,7 @@ def _computed(body: Body) -> list[fx.Node]:
 
 
 def _run(nodes: Sequence[fx.Node], env: dict[Any, Any]) -> None:
-    """Call the nodes again, each in the name of its own line."""
+    """Call the nodes again, each in the name of its own line, as transforms around would have them."""
     for node in nodes:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: env[x])
         token = replayed.set(node.meta["line"])
@@ -253,6 +291,11 @@ def _run(nodes: Sequence[fx.Node], env: dict[Any, Any]) -> None:
             env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         finally:
             replayed.reset(token)
+
+
+def _only_gradients() -> bool:
+    """Whether the transforms around take gradients, and nothing else."""
+    return all(level.key() == TransformType.Grad for level in transforms() or ())
 
 
 @contextmanager
@@ -278,13 +321,3 @@ def _reached(x: Tensor, reads: Sequence[Tensor]) -> frozenset[int]:
             found.add(places.get(id(getattr(node, "variable", None)), -1))
             todo += [behind for behind, _ in node.next_functions]
     return frozenset(found - {-1})
-
-
-def _refuse_draws(node: fx.Node) -> None:
-    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or "shardlib.draw" in str(node.target):
-        raise ShardingError(
-            "the body of scan draws random numbers",
-            [str(node.meta["line"])],
-            rule="a scanned body is traced once: every step would draw the same numbers",
-            remedy="draw them outside, with the steps as the first dim, and pass them in as part of xs",
-        )

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from shardlib.errors import ShardingError
 from shardlib.internals import IN_A_FUNCTION, INTO_GRAD, INTO_VMAP, innermost, pytree, version_of, without_transforms
 from shardlib.staying import Staying
+from shardlib.tracing.copying import alike
 from shardlib.tracing.lifted import Lifted
 
 
@@ -87,7 +88,9 @@ class Closures(Staying):
             refuse_lost(x)
         self.originals.append(x)
         with without_transforms():  # a transform in the body may be on
-            y = self._known[id(x)] = stand_in(x) if is_followed(x) else alike(x)
+            lifted = Lifted.current()
+            like = x if lifted is None else lifted.stand_in(x)
+            y = self._known[id(x)] = stand_in(like) if is_followed(x) else alike(like)
         self.stand_ins.append(y)
         self._grads.append(None)
         if x is base and (x.is_leaf or x.retains_grad) and x.grad is not None:
@@ -126,12 +129,6 @@ def stand_in(x: Tensor) -> Tensor:
     """A tensor like x, of which autograd follows what is made."""
     y = alike(x)
     return y.requires_grad_(y.is_floating_point() or y.is_complex())
-
-
-def alike(x: Tensor) -> Tensor:
-    """A tensor like x that nobody has traced."""
-    with disable_proxy_modes_tracing() if get_proxy_mode() is not None else ExitStack():
-        return torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device=x.device)
 
 
 def is_followed(x: Tensor) -> bool:

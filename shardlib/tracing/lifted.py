@@ -84,6 +84,10 @@ class Lifted:
             remedy="make it an argument of the function",
         )
 
+    def stand_in(self, x: Tensor) -> Tensor:
+        """What ops of the trace compute with in the place of a tensor."""
+        return self._stand_ins.get(id(x), x)
+
     @staticmethod
     def current() -> Lifted | None:
         """That of the trace that is going on here."""

@@ -15,48 +15,90 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from shardlib.internals import OPTIMIZERS, UPDATES
 from shardlib.state import is_tracing
+from shardlib.tracing.copying import Region
 
 
 @contextmanager
 def counting() -> Iterator[None]:
-    """While on, optimizers are `capturable` wherever a function is traced: torch's word for just that."""
+    """While on, optimizers are `capturable` wherever a function is traced: torch's word for just that.
+
+    What one of them does to one parameter is copied for others of its shape.
+    """
     with ExitStack() as stack:
         for module, name, update in _updates():
             stack.callback(setattr, module, name, update)
-            setattr(module, name, _capturable(update))
+            setattr(module, name, _traced(update))
         yield
 
 
-def _capturable(update: Callable[..., Any]) -> Callable[..., Any]:
-    signature, own = inspect.signature(update), _own(update)
+def _traced(update: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(update)
+    run = _own(update) or (_capturable(update) if "capturable" in signature.parameters else update)
 
     @functools.wraps(update)
     def updated(*args: Any, **kwargs: Any) -> None:
         if not is_tracing():
             update(*args, **kwargs)
-            return
-        call = signature.bind(*args, **kwargs).arguments
-        if own is not None:
-            own(**call)
-            return
-        steps = call["state_steps"]
-        exact = [x.double() for x in steps]  # read as Python's numbers, 0.999**n keeps all its digits
-        update(**call | {"capturable": True, "state_steps": exact})
-        for x, now in zip(steps, exact, strict=True):
-            x.copy_(now)
+        else:
+            _one_by_one(run, signature.bind(*args, **kwargs).arguments)
 
     return updated
+
+
+def _capturable(update: Callable[..., Any]) -> Callable[..., Any]:
+    def run(state_steps: Sequence[Tensor], **call: Any) -> None:
+        exact = [x.double() for x in state_steps]  # read as Python's numbers, 0.999**n keeps all its digits
+        update(**call | {"capturable": True, "state_steps": exact})
+        for x, now in zip(state_steps, exact, strict=True):
+            x.copy_(now)
+
+    return run
+
+
+def _one_by_one(run: Callable[..., Any], call: dict[str, Any]) -> None:
+    """Update each parameter by itself; one that is as another was is a copy of what that one's update wrote."""
+    count = len(call["params"])
+    lists = [k for k, x in call.items() if isinstance(x, list) and len(x) == count and all(map(_is_state, x))]
+    if torch.is_grad_enabled() or get_proxy_mode() is None:  # somebody differentiates through the step
+        run(**call)
+        return
+    known: dict[Any, Region] = {}
+    for i in range(count):
+        with torch.DisableTorchFunction():
+            given = [call[k][i] for k in lists]
+            key = tuple(map(_form, given)), tuple(map([id(x) for x in given].index, map(id, given)))
+            region = known.get(key)
+            if region is not None:
+                made = region.again(given)
+        if region is None:
+            region = known[key] = Region(given)
+            one = {k: [x] for k, x in zip(lists, given, strict=True)}
+            run(**call | one)
+            made = [one[k][0] for k in lists]
+            region.end(given, made)
+        for k, x in zip(lists, made, strict=True):
+            if x is not call[k][i]:
+                call[k][i] = x
+
+
+def _is_state(x: Any) -> bool:
+    return isinstance(x, Tensor | None)
+
+
+def _form(x: Any) -> Any:
+    return (type(x), x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x
 
 
 @functools.cache
 def _updates() -> list[tuple[Any, str, Callable[..., Any]]]:
     """What updates parameters, with the module of torch's that has it."""
     modules = [importlib.import_module(f"torch.optim.{name}") for name in OPTIMIZERS]
-    functions = [(m, name, x) for m in modules for name, x in vars(m).items() if name.startswith(UPDATES)]
-    return [(m, name, x) for m, name, x in functions if _own(x) or "capturable" in inspect.signature(x).parameters]
+    named = ((m, name, x) for m in modules for name, x in vars(m).items() if name.startswith(UPDATES))
+    return [(m, name, x) for m, name, x in named if callable(x)]
 
 
 # --- those that read their step ---------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import itertools
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -47,6 +48,7 @@ from shardlib.tracing.kernels import refuse_kernels
 from shardlib.tracing.lazily import lazily
 from shardlib.tracing.lifted import Lifted, refuse_carriers, refuse_changed_arguments, taken_apart
 from shardlib.tracing.mistakes import mistake
+from shardlib.tracing.once import Once
 from shardlib.tracing.outlived import outlived
 from shardlib.tracing.refusals import (
     refusal,
@@ -97,16 +99,32 @@ def trace(
         (sin, n)
     """
     call = flatten_call(fn, args, kwargs or {}, static, state)
+
+    def traced(numbers: Callable[[], Numbers | None]) -> Traced:
+        once = Once()
+        for attempt in itertools.count():
+            given = numbers()
+            try:
+                found, tracked, inputs = _trace(fn, call, static, device, differentiate, given, apart, watch, once)
+            except Exception:
+                if not once.used or watch is None:
+                    raise
+            else:
+                if not once.refused:
+                    mine = (*once.made, *(() if given is None else given.made))
+                    return replace(found, outlived=(*outlived(tracked, inputs), *mine))
+            assert watch is not None, "only functions that are watched have pieces"
+            once = Once(none=attempt == _ATTEMPTS or not once.refused)  # what was refused is not tried again
+            watch.restore()
+        raise AssertionError("unreachable")
+
     if not exact and (any(map(is_number, call.arguments)) or (watch is not None and watch.before.numbers)):
-        numbers = Numbers()
         try:
-            traced, tracked, inputs = _trace(fn, call, static, device, differentiate, numbers, apart, watch)
-            return replace(traced, outlived=(*outlived(tracked, inputs), *numbers.made))
+            return traced(Numbers)
         except _NOT_NUMBERS:  # something took a number for more than arithmetic: then it is a constant
             if watch is not None:
                 watch.restore()
-    traced, tracked, inputs = _trace(fn, call, static, device, differentiate, None, apart, watch)
-    return replace(traced, outlived=outlived(tracked, inputs))
+    return traced(lambda: None)
 
 
 @given_back()
@@ -119,6 +137,7 @@ def _trace(
     numbers: Numbers | None,
     apart: Collection[int],
     watch: Watch | None,
+    once: Once,
 ) -> tuple[Traced, Mapping[Any, Any], set[int]]:
     """The function; the tensors that its tracer knows; which of these were found, or stand for such, by their ids."""
     same = {i: at for i, at in twins(call.arguments, call.state.tensors).items() if i not in apart}
@@ -143,6 +162,8 @@ def _trace(
         tracer = recorded(lines)
         tracers.append(tracer)
         lifted.enter(tracer, traced_on)
+        if watch is not None:
+            once.watches(tracer, lines.fallback)
         named = {id(x): names[i] for i, x in zip(where, inputs, strict=True)}
         asked.explain = lambda error: refusal(error, tracer, named)
         ending.start(inputs)
@@ -211,6 +232,7 @@ def _trace(
         lifted,
         ending,
         lazily(),
+        once.on(),
     ):
         inputs = [_fake(x, traced_on, tensors) for x in tensors]
         gm = make_fx(flat, DECOMPOSITIONS, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
@@ -261,6 +283,7 @@ def _trace(
 _NOT_NUMBERS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError, NotExpressionsError)
 
 
+_ATTEMPTS = 6  # at tracing pieces once
 _FAKE_CACHE = 1 << 11
 _LOCK = threading.RLock()  # torch's tracing state is global
 

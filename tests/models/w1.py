@@ -140,22 +140,39 @@ def _unchanged(x: Tensor) -> Tensor:
     return x
 
 
-def loss(params: Params, tokens: Tensor, targets: Tensor, config: Config, residual: Residual = _unchanged) -> Tensor:
+def block(x: Tensor, layer: Params, cos: Tensor, sin: Tensor, config: Config, residual: Residual) -> Tensor:
+    """One layer."""
+    x = residual(x + attention(rms_norm(x, layer["attention_norm"], config.eps), layer, config, cos, sin))
+    return residual(x + feed_forward(rms_norm(x, layer["ff_norm"], config.eps), layer))
+
+
+def loss(
+    params: Params,
+    tokens: Tensor,
+    targets: Tensor,
+    config: Config,
+    residual: Residual = _unchanged,
+    block: Callable[..., Tensor] = block,
+) -> Tensor:
     """Mean cross-entropy of the targets (B, S). `residual` is called on each value of the residual stream (B, S, D)."""
     cos, sin = rotary(config, tokens.device)
     x = residual(F.embedding(tokens, params["embedding"]))
     for layer in params["layers"]:
-        x = residual(x + attention(rms_norm(x, layer["attention_norm"], config.eps), layer, config, cos, sin))
-        x = residual(x + feed_forward(rms_norm(x, layer["ff_norm"], config.eps), layer))
+        x = block(x, layer, cos, sin, config, residual)
     logits = F.linear(rms_norm(x, params["norm"], config.eps), params["head"])
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def step(
-    params: Params, tokens: Tensor, targets: Tensor, config: Config, residual: Residual = _unchanged
+    params: Params,
+    tokens: Tensor,
+    targets: Tensor,
+    config: Config,
+    residual: Residual = _unchanged,
+    block: Callable[..., Tensor] = block,
 ) -> tuple[Tensor, Params]:
     """One step of SGD: the loss, and new parameters."""
-    grads, value = torch.func.grad_and_value(loss)(params, tokens, targets, config, residual)
+    grads, value = torch.func.grad_and_value(loss)(params, tokens, targets, config, residual, block)
     return value, pytree.tree_map(lambda p, g: p - LEARNING_RATE * g, params, grads)
 
 

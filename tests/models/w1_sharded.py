@@ -24,7 +24,9 @@ def sharded_step(mode: w1.Mode, config: w1.Config) -> Any:
         return sl.shard(x, mode.residual) if mode.residual else x
 
     def step(params: w1.Params, tokens: Tensor, targets: Tensor) -> tuple[Tensor, w1.Params]:
-        return w1.step(params, tokens, targets, config, residual)
+        return w1.step(params, tokens, targets, config, residual, block)
+
+    block = sl.jit(w1.block)  # traced once, not for every layer
 
     specs = (mode.params, mode.batch, mode.batch)
     return sl.jit(step, in_specs=specs, out_specs=(None, mode.params), donate_argnums=(0,))

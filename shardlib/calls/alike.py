@@ -1,0 +1,102 @@
+"""What two modules have to share to be one to a trace: all that jit's key knows of them, but who they are, and what
+the code of the first never read.
+
+A layer that knows its own number is like the next one as long as nobody asks it. `Alike` is the walk of `State` that
+leaves out modules' identities and the attributes that were not read; what it lifts, in order, are the tensors of the
+one in the places of the other's. `noted` is how reads are found.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from shardlib.calls.flat import read
+from shardlib.calls.inside import attributes
+from shardlib.calls.numbers import is_given
+from shardlib.calls.reach import Reach, Reached
+from shardlib.calls.state import State
+from shardlib.internals import CALL_HOOKS, MODULE_ATTRIBUTE, MODULE_DICTS
+
+Read = tuple[Any, ...]  # the place of a module in the walk, and the name of an attribute
+ALL = "__dict__"
+
+
+class Alike(State):
+    """`reads` are the attributes that count beside those that say how a module is built; None: all.
+
+    `hooked`: hooks would run. `modules` and `held` are the modules, each with its place.
+    """
+
+    def __init__(self, reads: Set[Read] | None) -> None:
+        super().__init__()
+        self.quick = False
+        self.reads = reads
+        self.modules: dict[int, tuple[Any, ...]] = {}  # by id, where each was found
+        self.held: list[nn.Module] = []
+        self.hooked = False
+
+    def read(self, x: Any, given: Sequence[Any], reached: Reached) -> tuple[Any, ...]:
+        """All facts about `x`, what it is `given`, and what the code of both closes over."""
+        known: list[Any] = []
+        self._value(x, known, 0)
+        read(given, [], known, self)
+        done, reach = 0, None
+        while done < len(self.code):
+            reach = reached.of([*self.code.values()][done:], reach)
+            done = len(self.code)
+            self._closed_over(reach, known)
+        return tuple(known)
+
+    def _closed_over(self, reach: Reach, known: list[Any]) -> None:
+        known.append(reach)
+        for name, get, holder, key in reach.variables:
+            self.named(name, get(), known, holder, key)
+
+    def _value(self, x: Any, known: list[Any], depth: int) -> None:
+        if is_given(x):
+            known.append(x.scalar)  # a number of the trace: which one
+        super()._value(x, known, depth)
+
+    def _module(self, x: nn.Module, known: list[Any], depth: int) -> None:
+        if self._again(x, known):
+            return
+        known.append(type(x))
+        self.runs(type(x))
+        at = self.modules[id(x)] = self._at
+        self.held.append(x)
+        reads = self.reads
+        whole = reads is None or (at, ALL) in reads
+        for k, y in attributes(x):
+            if k in CALL_HOOKS:
+                self.hooked |= bool(y)
+            elif k in MODULE_DICTS:
+                for name, z in y.items():
+                    self._at = (*at, ".", name)
+                    self._attribute(id(x), name, z, known, depth - 1)
+            elif whole or k == "training" or (reads is not None and (at, k) in reads):
+                self._at = (*at, ".", k)
+                self._attribute(id(x), k, y, known, depth)
+        self._at = at
+
+
+@contextmanager
+def noted(walk: Alike, reads: set[Read]) -> Iterator[None]:
+    """Add to `reads` the attributes of the modules of `walk` that are read or set meanwhile."""
+    ask = MODULE_ATTRIBUTE.value
+
+    def asked(module: Any, name: str) -> Any:
+        at = walk.modules.get(id(module))
+        if at is not None and (name != ALL or sys._getframe(1).f_code.co_filename != _MODULE):
+            reads.add((at, name))
+        return ask(module, name)
+
+    with MODULE_ATTRIBUTE.holding(asked):
+        yield
+
+
+_MODULE = nn.Module.__getattr__.__code__.co_filename

@@ -1,0 +1,129 @@
+"""Nodes of a trace, written out again for other values, without running anything.
+
+What a piece of Python wrote into the graph is what it would write for other tensors of the same shapes. A copy costs
+one node; running the piece again costs every op a way through torch's dispatcher. A copy stands in the name of the line
+that the first one has; what is drawn in it is drawn anew.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    get_proxy_slot,
+    has_proxy_slot,
+)
+
+from shardlib.internals import SLOT, innermost, running_node, set_slot, without_transforms
+from shardlib.random.draw import Redrawn
+from shardlib.tensors.tensor import ShardedTensor
+from shardlib.tracing.lifted import Lifted
+
+
+class Copy:
+    """One copy: `nodes` are what stands for each node that it is of. What it does not know is the same for all."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[fx.Node, fx.Node] = {}
+        self._redrawn = Redrawn()
+
+    def begin(self, env: Mapping[fx.Node | None, Tensor | None]) -> None:
+        """These nodes are these tensors."""
+        for node, x in env.items():
+            if node is not None and x is not None:
+                self.nodes[node] = node_of(innermost(x))
+
+    def write(self, nodes: Iterable[fx.Node]) -> None:
+        """Write nodes again into the graph that is being traced."""
+        graph: fx.Graph = _tracer().graph
+        env, late = self.nodes, running_node() is not None
+        for node in nodes:
+            if node.op != "call_function":
+                continue
+            if (key := self._redrawn.key(node)) is not None:
+                env[node] = node_of(key)
+                continue
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: env.get(x, x))
+            name = _NUMBER.sub("", node.name)
+            new = env[node] = graph.create_node("call_function", node.target, args, kwargs, name)
+            self._redrawn.renumber(new)
+            new.meta = {k: node.meta[k] for k in _KEPT if k in node.meta}
+            if late:
+                new.meta["backward"] = True
+
+    def tensor(self, node: fx.Node) -> Tensor:
+        """A new tensor that is the copy of a node."""
+        x = alike(node.meta["val"])
+        shows(x, self.nodes.get(node, node))
+        return x
+
+
+_NUMBER = re.compile(r"_\d+$")
+_KEPT = ("val", "line", "default", "backward")
+
+
+def node_of(x: Tensor) -> fx.Node:
+    """The node that is a tensor in the graph that is being traced."""
+    tracer, lifted = _tracer(), Lifted.current()
+    known = lifted.seen(x) if lifted is not None and isinstance(x, ShardedTensor) else x
+    if has_proxy_slot(known, tracer):
+        found: fx.Node = get_proxy_slot(known, tracer).proxy.node
+        return found
+    made: fx.Node = tracer.create_arg(known)
+    return made
+
+
+def shows(x: Tensor, node: fx.Node) -> None:
+    """From now on, a tensor is this node."""
+    tracer, lifted = _tracer(), Lifted.current()
+    known = lifted.seen(x) if lifted is not None and isinstance(x, ShardedTensor) else x
+    set_slot(known, tracer, SLOT(fx.Proxy(node, tracer), None))
+
+
+def alike(x: Tensor) -> Tensor:
+    """A tensor like x that nobody has traced."""
+    with without_transforms(), disable_proxy_modes_tracing() if get_proxy_mode() is not None else ExitStack():
+        return torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device=x.device)
+
+
+def _tracer() -> Any:
+    mode = get_proxy_mode()
+    assert mode is not None, "a function is being traced"
+    return mode.tracer
+
+
+class Region:
+    """What Python writes from here to `end`, without gradients, reading and writing `inputs` and no other values."""
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        self._graph: fx.Graph = _tracer().graph
+        self.before = [node_of(x) if isinstance(x, Tensor) else None for x in inputs]
+        self._last = next(iter(reversed(self._graph.nodes)))
+
+    def end(self, inputs: Sequence[Any], results: Sequence[Any]) -> None:
+        """All is written; `results` are what stands in the places of the inputs now."""
+        node, self.nodes = self._last.next, list[fx.Node]()
+        while node.op != "root":
+            self.nodes.append(node)
+            node = node.next
+        self.after = [node_of(x) if isinstance(x, Tensor) else None for x in results]
+        self.is_same = [x is y for x, y in zip(inputs, results, strict=True)]
+
+    def again(self, inputs: Sequence[Any]) -> list[Any]:
+        """Write it for other inputs; returns what stands in their places then."""
+        copy = Copy()
+        copy.begin(dict(zip(self.before, inputs, strict=True)))
+        copy.write(self.nodes)
+        results = []
+        for was, now, x, same in zip(self.before, self.after, inputs, self.is_same, strict=True):
+            if same and now is not None and now is not was:
+                shows(x, copy.nodes[now])
+            results.append(x if same or now is None else copy.tensor(now))
+        return results

@@ -1,0 +1,308 @@
+"""Equal pieces of a program are traced once: modules of one kind, and jitted functions that others call.
+
+The first calls of a piece run as always. From then on, its Python runs once more, apart (`trace_body`), and every call
+that looks the same is a copy of the nodes that this wrote, forward and backward: no op goes through torch again. What
+looks the same is decided by what jit's own key knows: shapes, flags, code, what that closes over, modes. Pieces that do
+more than compute (they write to what they are given, or leave something behind) are traced as ever: whoever finds that
+out names the piece and begins the trace anew.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from shardlib.aten.traits import is_view
+from shardlib.calls.alike import Alike, Read, noted
+from shardlib.calls.ambient import ambient
+from shardlib.calls.kinds import PLAIN
+from shardlib.calls.mappings import opened
+from shardlib.calls.numbers import is_given
+from shardlib.calls.reach import Reached
+from shardlib.calls.state import State
+from shardlib.internals import FakeTensor, TransformType, pytree, running_node, saved_hooks, transforms
+from shardlib.lines import Line
+from shardlib.random.draw import is_key, rehearsed
+from shardlib.tracing.body import Body, trace_body
+
+_REACHED = Reached()
+AFTER = 2  # calls that are traced as they come: fewer copies do not pay
+
+_current: ContextVar[Once | None] = ContextVar("shardlib_once", default=None)
+
+
+class NotOnceError(Exception):
+    """A piece has to be traced wherever it is called."""
+
+
+# Code that does more than compute, with the modes in which it does: tried once a process.
+_IMPURE: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
+
+
+def _code(of: Any) -> Any:
+    return type(of) if isinstance(of, nn.Module) else of
+
+
+def _mode(of: Any) -> Any:
+    return getattr(of, "training", None)
+
+
+def _is_impure(of: Any) -> bool:
+    return _mode(of) in _IMPURE.get(_code(of), ())
+
+
+@dataclass
+class _Piece:
+    """One piece as it was traced: `reads` are the attributes of modules that its code looked at, `known` what they, and
+    all else, were; `places` the tensors that it closes over, by their place in the walk."""
+
+    known: Any
+    reads: set[Read]
+    body: Body
+    places: list[int | None]
+    tree: Any
+    leaves: list[Any]  # of the result; a tensor stands as its position among the outputs
+
+
+class Once:
+    """The pieces of one trace; with none, everything is traced where it is called."""
+
+    def __init__(self, *, none: bool = False) -> None:
+        self.none = none
+        self.used = False  # whether anything was traced apart
+        self.refused = False  # whether something was found to be more than a computation: the trace begins anew
+        self.made: list[weakref.ref[Tensor]] = []  # values of what was traced apart
+        self._calls: dict[Any, int] = {}
+        self._pieces: dict[Any, list[_Piece]] = {}
+        self._busy = False
+        self._tracer: Any = None
+
+    @staticmethod
+    def current() -> Once | None:
+        """That of the trace that is going on here."""
+        return _current.get()
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """While on, this is the current one."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+            self._tracer = None  # nothing of the trace stays
+            self._pieces.clear()
+
+    def watches(self, tracer: Any, line: Line) -> None:
+        """Take the calls of modules that this tracer sees."""
+        self._tracer, self._line = tracer, line
+        tracer.call_module = self._module
+
+    def _module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        small = type(m).__module__.startswith("torch.nn.") and next(m.children(), None) is None
+        if small or not self._is_open():
+            return forward(*args, **kwargs)
+        return self._call(m, forward, args, kwargs)
+
+    def function(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A jitted function that is called in the trace."""
+        return self._call(fn, fn, args, kwargs) if self._is_open() else fn(*args, **kwargs)
+
+    def _is_open(self) -> bool:
+        """Whether a piece may be taken here: not in another one, in a transform that batches, or where hooks are."""
+        mode = get_proxy_mode()
+        return (
+            not self.none
+            and not self._busy
+            and mode is not None
+            and mode.tracer is self._tracer
+            and running_node() is None
+            and all(level.key() == TransformType.Grad for level in transforms() or ())
+            and saved_hooks(True) is None
+        )
+
+    def _call(self, of: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with torch.DisableTorchFunction():
+            call = None if _is_impure(of) else _Call.of(of, args, kwargs)
+            piece = None if call is None else self._known(of, call)
+        if call is None or (piece is None and self._is_early(call.key)):
+            return run(*args, **kwargs)
+        return _again(piece or self._traced(of, run, call), call)
+
+    def _is_early(self, key: Any) -> bool:
+        self._calls[key] = self._calls.get(key, 0) + 1
+        return self._calls[key] <= AFTER
+
+    def _known(self, of: Any, call: _Call) -> _Piece | None:
+        for piece in self._pieces.get(call.key, ()):
+            walk = Alike(piece.reads)
+            if walk.read(of, call.given, _REACHED) == piece.known:
+                call.walk = walk
+                return piece
+        return None
+
+    def _traced(self, of: Any, run: Callable[..., Any], call: _Call) -> _Piece:
+        self.used = self._busy = True
+        reads: set[Read] = set()
+        found: list[Any] = []
+
+        def flat(*given: Tensor) -> list[Tensor]:
+            leaves = list(call.leaves)
+            for i, x in zip(call.where, given, strict=True):
+                for j, at in enumerate(call.same):
+                    if at == i:
+                        leaves[j] = x
+            args, kwargs = pytree.tree_unflatten(leaves, call.tree)
+            with noted(call.walk, reads):
+                out = run(*args, **kwargs)
+            now, tree = pytree.tree_flatten((args, kwargs))
+            if tree != call.tree or any(x is not y for x, y in zip(now, leaves, strict=True)):
+                raise NotOnceError("it changes a container among its arguments")
+            results, shape = pytree.tree_flatten(opened(out))
+            place = {id(x): i for i, x in zip(call.where, given, strict=True)}
+            results = [_At(place[id(x)], given=True) if id(x) in place else x for x in results]
+            tensors = [x for x in results if isinstance(x, Tensor)]
+            if any(not isinstance(x, Tensor | _At) and type(x) not in PLAIN for x in results):
+                raise NotOnceError("it returns an object")
+            if len({id(x) for x in tensors}) != len(tensors):
+                raise NotOnceError("it returns one tensor twice")
+            places = iter(range(len(tensors)))
+            found[:] = [shape, [_At(next(places)) if isinstance(x, Tensor) else x for x in results]]
+            return tensors
+
+        try:
+            with torch.DisableTorchFunction():
+                before = _found(of, call.given)
+            tensors = [call.leaves[i] for i in call.where]
+            with rehearsed():
+                body = trace_body(
+                    flat, tensors, [str(i) for i in call.where], self._line, differentiate=torch.is_grad_enabled()
+                )
+            with torch.DisableTorchFunction():
+                if _found(of, call.given) != before:
+                    raise NotOnceError("it changes what it finds")
+                walk = Alike(reads)
+                known = walk.read(of, call.given, _REACHED)
+                _refuse_shared(body)
+                at = {id(x): i for i, x in enumerate(walk.tensors)}
+                piece = _Piece(known, reads, body, [_place(x, at) for x in body.captured], *found)
+        except Exception as error:  # whatever it is: if it is the function's own, it comes again in the next trace
+            self.refused = True
+            _IMPURE.setdefault(_code(of), set()).add(_mode(of))
+            raise NotOnceError(str(error)) from error
+        finally:
+            self._busy = False
+        self._pieces.setdefault(call.key, []).append(piece)
+        self.made += body.made
+        call.walk = walk
+        return piece
+
+
+@dataclass
+class _At:
+    """Where a result stands among the outputs, or among the leaves of what is given."""
+
+    position: int
+    given: bool = False
+
+
+@dataclass
+class _Call:
+    """One call of a piece: its leaves, each with the first that is the same, and the positions of its tensors."""
+
+    key: Any
+    walk: Alike
+    leaves: list[Any]
+    same: list[int]
+    where: list[int]
+    tree: Any
+    given: Any
+
+    @staticmethod
+    def of(of: Any, args: Any, kwargs: Any) -> _Call | None:
+        """None where something among the arguments is none of what a trace can name."""
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        if any(is_given(x) for x in leaves):
+            return None
+        walk = Alike(frozenset())
+        facts = walk.read(of, (args, kwargs), _REACHED)
+        if walk.hooked:
+            return None
+        known: list[Any] = [(type(x), repr(x)) for x in leaves if type(x) in PLAIN]
+        first: dict[int, int] = {}
+        same = [first.setdefault(id(x), i) if isinstance(x, Tensor) else -1 for i, x in enumerate(leaves)]
+        own = {id(x): i for i, x in enumerate(walk.tensors)}
+        known.append(tuple(same))
+        known += [own.get(id(x)) for x in leaves]
+        where = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and same[i] == i]
+        key = (facts, tuple(known), tree, ambient(State()))
+        try:
+            hash(key)
+        except TypeError:
+            return None
+        return _Call(key, walk, leaves, same, where, tree, (args, kwargs))
+
+
+def _again(piece: _Piece, call: _Call) -> Any:
+    """Write a piece out for another call."""
+    walk = call.walk
+    captured = [x if at is None else walk.tensors[at] for x, at in zip(piece.body.captured, piece.places, strict=True)]
+    out = piece.body(*(call.leaves[i] for i in call.where), captured=captured)
+    results = [(call.leaves if x.given else out)[x.position] if isinstance(x, _At) else x for x in piece.leaves]
+    return pytree.tree_unflatten(results, piece.tree)
+
+
+def _place(x: Tensor, at: dict[int, int]) -> int | None:
+    """Where the walk has a tensor; None for one that is the same in every call."""
+    if id(x) in at:
+        return at[id(x)]
+    if is_key(x) or not (isinstance(x, FakeTensor) or x.requires_grad):
+        return None
+    raise NotOnceError("it closes over a value of the trace around it")
+
+
+def _found(of: Any, given: Any) -> list[Any]:
+    """All that a piece finds: facts, and which tensors."""
+    walk = Alike(None)
+    known = [*walk.read(of, given, _REACHED), *map(id, walk.tensors)]
+    for x in walk.held:
+        known += [(k, id(y), list(map(id, y.values())) if isinstance(y, dict) else ()) for k, y in vars(x).items()]
+    return known
+
+
+def _refuse_shared(body: Body) -> None:
+    """A result has memory of its own: what is written to it later is written to nothing else."""
+    owners: set[fx.Node] = set()
+    for node in body.outputs:
+        base = node
+        while (shown := _shown(base)) is not None:
+            base = shown
+        if base.op != "call_function" or base in owners or (base is not node and base in body.saved):
+            raise NotOnceError("a result shares its memory")
+        owners.add(base)
+    if any(_is_of_others(node) for node in (*body.forward, *body.backward)):
+        raise NotOnceError("it reads numbers of the call, or draws from a generator of its own")
+
+
+def _shown(node: fx.Node) -> fx.Node | None:
+    """Whose memory a node shows."""
+    view = node.args[0] if node.target is operator.getitem else node
+    assert isinstance(view, fx.Node)
+    found = view.args[0] if view.op == "call_function" and is_view(view.target) else None
+    return found if isinstance(found, fx.Node) else None
+
+
+def _is_of_others(node: fx.Node) -> bool:
+    inside = pytree.tree_leaves((node.args, node.kwargs, node.meta.get("val")))
+    numbers = any(isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool) for x in inside)
+    own = node.target is torch.ops.shardlib.call_key.default and bool(node.args and node.args[0])
+    return numbers or own or any("scalar" in x.meta for x in node.all_input_nodes)

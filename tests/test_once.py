@@ -1,0 +1,417 @@
+"""Equal pieces of a program are traced once: the program is the one that tracing every call would have made."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import shardlib as sl
+from shardlib.tracing import once
+
+LAYERS = 5
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(7))
+
+
+@contextmanager
+def pieces(after: int) -> Iterator[list[str]]:
+    """What is traced apart, and what is refused, when calls are traced as they come `after` times."""
+    seen: list[str] = []
+    traced, before = once.Once._traced, once.AFTER
+
+    def noted(self: Any, of: Any, run: Any, call: Any) -> Any:
+        name = type(of).__name__ if isinstance(of, nn.Module) else of.__name__
+        seen.append(f"not {name}")
+        piece = traced(self, of, run, call)
+        seen[-1] = name
+        return piece
+
+    once.AFTER = after
+    once._IMPURE.clear()
+    once.Once._traced = noted  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        once.Once._traced, once.AFTER = traced, before  # type: ignore[method-assign]
+
+
+def nodes(plan: sl.Plan) -> list[tuple[Any, ...]]:
+    """A traced graph, node by node: op, arguments (nodes by their number), line, pass, shape."""
+    number: dict[Any, int] = {}
+    out = []
+    for node in plan.compiled.traced.graph.graph.nodes:
+        number[node] = len(number)
+        args = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda x: f"%{number[x]}")
+        shape = tuple(getattr(node.meta.get("val"), "shape", ()))
+        target = str(node.target) if node.op == "call_function" else node.op
+        out.append((node.name, target, str(args), str(node.meta.get("line")), bool(node.meta.get("backward")), shape))
+    return out
+
+
+class Block(nn.Module):
+    """A layer that knows its number, and does not ask for it."""
+
+    def __init__(self, number: int = 0, p: float = 0.0, norm: type[nn.Module] = nn.LayerNorm) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = norm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.drop, self.number = nn.Dropout(p), number
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.drop(self.down(F.relu(self.up(self.norm(x)))))
+        return y
+
+
+class Asks(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + self.number)
+
+
+class AsksForAll(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + vars(self)["number"])
+
+
+class Parity(Block):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.odd = number % 2 == 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if self.odd else 3)
+
+
+class Writes(Block):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return super().forward(x)
+
+
+class Keeps(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x.detach()
+        return super().forward(x)
+
+
+COUNT = {"calls": 0, "scale": 1}
+
+
+class Counts(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        COUNT["calls"] += 1
+        return super().forward(x)
+
+
+class ByGlobal(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * COUNT["scale"]
+
+
+class Scaled(nn.Module):
+    """A global that the code of the layers reads changes between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ByGlobal(i) for i in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            COUNT["scale"] = 1 + i
+            x = layer(x)
+        COUNT["scale"] = 1
+        return x
+
+
+class Around(nn.Module):
+    """Layers with something around them, or between them."""
+
+    def __init__(self, layer: Callable[[int], nn.Module], call: Callable[[nn.Module, int, Any], Any]) -> None:
+        super().__init__()
+        self.layers, self.call = nn.ModuleList(layer(i) for i in range(LAYERS)), call
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = self.call(layer, i, x)
+        return x
+
+
+def _in_place(layer: nn.Module, i: int, x: Tensor) -> Tensor:
+    y: Tensor = layer(x)
+    return y.add_(1).mul_(0.5)
+
+
+def _other_modes(layer: nn.Module, i: int, x: Tensor) -> Tensor:
+    if i < 3:
+        with torch.no_grad():
+            return layer(x).detach() + x  # type: ignore[no-any-return]
+    return layer(x)  # type: ignore[no-any-return]
+
+
+def _checkpointed(layer: nn.Module, i: int, x: Tensor) -> Tensor:
+    return checkpoint(layer, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def _cast(layer: nn.Module, i: int, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=i > 0):
+        return layer(x)  # type: ignore[no-any-return]
+
+
+class Inner(Block):
+    """What it does with its input it forgets until the way back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+class Pair(Block):
+    """Returns what it is given beside what it makes, and a word."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Any:  # type: ignore[override]
+        return {"y": super().forward(x * mask), "mask": mask, "how": "masked"}
+
+
+def _paired(layer: nn.Module, i: int, x: Tensor) -> Tensor:
+    out = layer(x, mask=(X > 0).to(x.dtype))
+    assert out["how"] == "masked"
+    return out["y"] + out["mask"]  # type: ignore[no-any-return]
+
+
+def _caught(layer: nn.Module, i: int, x: Tensor) -> Tensor:
+    try:
+        return layer(x)  # type: ignore[no-any-return]
+    except ValueError:
+        return x
+
+
+class Raises(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("not today")
+
+
+def _stack(layer: Callable[[int], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*map(layer, range(LAYERS)))
+
+
+def _shared() -> nn.Module:
+    return nn.Sequential(*[Block()] * LAYERS)
+
+
+def _half_frozen() -> nn.Module:
+    model = nn.Sequential(*map(Block, range(2 * LAYERS)))
+    for layer in model[:LAYERS]:
+        layer.requires_grad_(requires_grad=False)
+    return model
+
+
+def _hooked() -> nn.Module:
+    model = nn.Sequential(*map(Block, range(LAYERS)))
+    for i, layer in enumerate(model):
+        layer.register_forward_hook(lambda m, a, out, i=i: out * (i + 1))
+    return model
+
+
+def _weights_hooked() -> nn.Module:
+    model = nn.Sequential(*map(Block, range(LAYERS)))
+    for i, layer in enumerate(model):
+        layer.up.weight.register_hook(lambda g, i=i: g * (i + 1))  # type: ignore[union-attr]
+    return model
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "equal": (_stack(Block), ["Block"]),
+    "their number is read": (_stack(Asks), ["Asks"] * 3),
+    "all attributes are read": (_stack(AsksForAll), ["AsksForAll"] * 3),
+    "two kinds of flags": (lambda: nn.Sequential(*map(Parity, range(8))), ["Parity", "Parity"]),
+    "dropout": (_stack(lambda i: Block(i, 0.4)), ["Block"]),
+    "one module, several times": (_shared, ["Block"]),
+    "some are frozen": (_half_frozen, ["Block", "Block"]),
+    "they write to a buffer": (_stack(Writes), ["not Writes"]),
+    "batch norm": (_stack(lambda i: Block(i, 0.0, nn.BatchNorm1d)), ["not Block"]),
+    "they keep a tensor": (_stack(Keeps), ["not Keeps"]),
+    "they count": (_stack(Counts), []),
+    "a global changes": (Scaled, []),
+    "hooks": (_hooked, []),
+    "hooks of weights": (_weights_hooked, []),
+    "results are written to": (lambda: Around(Block, _in_place), ["Block"]),
+    "without gradients": (lambda: Around(Block, _other_modes), ["Block"]),
+    "checkpoints around": (lambda: Around(Block, _checkpointed), []),
+    "checkpoints inside": (_stack(lambda i: Inner(i, 0.4)), ["Inner"]),
+    "autocast": (lambda: Around(Block, _cast), ["Block"]),
+    "arguments come back": (lambda: Around(Pair, _paired), ["Pair"]),
+    "what they raise is caught": (lambda: Around(Raises, _caught), ["not Raises"]),
+}
+
+
+def _train(build: Callable[[], nn.Module], after: int) -> tuple[list[Any], list[str], dict[str, int]]:
+    """Losses, what the module holds after three steps, what was traced apart, and what a global counts."""
+    COUNT.update(calls=0, scale=1)
+    torch.manual_seed(0)
+    model = build()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+    @sl.jit
+    def step(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
+        loss = model(x).float().square().mean()
+        if loss.requires_grad:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    torch.manual_seed(1)
+    with pieces(after) as seen, sl.Mesh(data=2):
+        losses: list[Any] = [float(step(model, optimizer, X)) for _ in range(3)]
+    return [*losses, *model.state_dict().values()], seen, dict(COUNT)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_program_is_the_same(name: str) -> None:
+    build, apart = MODULES[name]
+    every, none, counted = _train(build, 1 << 30)
+    found, seen, count = _train(build, 2)
+    assert len(found) == len(every)
+    assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(found, every, strict=True))
+    assert (none, count) == ([], counted)
+    kinds = [x for x in seen if x.removeprefix("not ") in {y.removeprefix("not ") for y in apart}]
+    assert kinds[: len(apart)] == apart, "in the first of the programs"
+
+
+def _gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes: dict[str, Any] = {"n_embd": 16, "n_layer": LAYERS, "n_head": 2, "n_positions": 16, "vocab_size": 32}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
+
+
+def _llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": LAYERS}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 32}
+    return LlamaForCausalLM(LlamaConfig(**sizes))
+
+
+def _t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes: dict[str, Any] = {"d_model": 16, "d_kv": 4, "num_heads": 4, "d_ff": 32, "num_layers": LAYERS}
+    return T5ForConditionalGeneration(T5Config(**sizes, vocab_size=32, decoder_start_token_id=0))
+
+
+@pytest.mark.peer
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("build", "apart"), [(_gpt2, "GPT2Block"), (_llama, "LlamaDecoderLayer"), (_t5, "T5Block")])
+def test_layers_of_transformers(build: Callable[[], nn.Module], apart: str) -> None:
+    """The graph of a whole step, op for op and line for line."""
+    tokens = torch.randint(32, (4, 8))
+
+    def step(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
+        loss: Tensor = model(input_ids=x, labels=x).loss
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return loss
+
+    def planned(after: int) -> tuple[list[Any], list[str]]:
+        torch.manual_seed(0)
+        with pieces(after) as seen, sl.Mesh(data=2, tensor=2):
+            model = sl.parallelize(build())
+            optimizer = torch.optim.AdamW(model.parameters())
+            return nodes(sl.jit(step).plan(model, optimizer, tokens)), seen
+
+    every, _ = planned(1 << 30)
+    found, seen = planned(2)
+    assert found == every
+    assert apart in seen
+
+
+def test_functions_that_are_jitted_are_traced_once_inside_another() -> None:
+    def layer(x: Tensor, w: Tensor, *, power: int, odd: bool) -> tuple[Tensor, Tensor]:
+        y = torch.tanh(x @ w) ** power
+        return (y + 1, x) if odd else (y, x)
+
+    def loss(ws: list[Tensor], x: Tensor, layer: Callable[..., Any]) -> Tensor:
+        for i, w in enumerate(ws):
+            x, before = layer(x, w, power=2, odd=i % 2 == 1)
+            x = x + before
+        return x.square().sum()
+
+    ws = [torch.randn(8, 8) for _ in range(12)]
+    value, grads = torch.func.grad_and_value(loss)(ws, X, layer)[::-1]
+    with pieces(2) as seen, sl.Mesh(data=2, tensor=2):
+        step = sl.jit(lambda ws, x: sl.value_and_grad(loss)(ws, x, sl.jit(layer)), in_specs=("_ b@tensor", "a@data _"))
+        found, gradients = step(ws, X)
+    assert seen == ["layer", "layer"], "one of each of the two kinds"
+    torch.testing.assert_close(found.full_tensor(), value)
+    for a, b in zip(gradients, grads, strict=True):
+        torch.testing.assert_close(a.full_tensor(), b)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch.func.jvp calls it
+@pytest.mark.parametrize("transform", ["grad of grad", "vmap", "jvp"])
+def test_transforms_that_are_no_single_gradient(transform: str) -> None:
+    """Their layers are traced as they come, or the trace begins anew."""
+    model = nn.Sequential(*map(Block, range(LAYERS))).double()
+    layers, x = list(model), X.double()
+
+    def run(x: Tensor) -> Tensor:
+        for layer in layers:
+            x = layer(x)
+        return x.square().sum()
+
+    forms: dict[str, Callable[[Tensor], Any]] = {
+        "grad of grad": torch.func.grad(lambda x: torch.func.grad(run)(x).square().sum()),
+        "vmap": torch.func.vmap(run),
+        "jvp": lambda x: torch.func.jvp(run, (x,), (torch.ones_like(x),)),
+    }
+    want = forms[transform](x)
+    with sl.Mesh(data=2):
+        found = sl.jit(forms[transform])(x)
+    for a, b in zip(torch.utils._pytree.tree_leaves(found), torch.utils._pytree.tree_leaves(want), strict=True):
+        torch.testing.assert_close(a.full_tensor(), b)
+
+
+PLACE: contextvars.ContextVar[Any] = contextvars.ContextVar("place", default=None)
+
+
+class Leaks(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        PLACE.set((PLACE.get(), x))
+        return super().forward(x)
+
+
+def test_a_value_that_is_left_where_nobody_looks_is_refused_as_ever() -> None:
+    model = nn.Sequential(*map(Leaks, range(LAYERS)))
+    with sl.Mesh(data=2), pytest.raises(sl.ShardingError, match="keeps tensors that it computes while it is traced"):
+        sl.jit(lambda m, x: m(x))(model, X)
+    PLACE.set(None)
+
+
+def test_a_write_between_a_layer_and_its_gradient_is_found() -> None:
+    """As torch finds it: the value that the way back needs is another one by then."""
+
+    def loss(m: Any, x: Tensor) -> Tensor:
+        for layer in m:
+            x = layer(x)
+        y = x.exp()
+        x.mul_(2)
+        return (y * x).sum() + m[-1].up.weight.sum()
+
+    class Squares(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).exp()  # whose gradient reads the result
+
+    model = nn.Sequential(*map(Squares, range(LAYERS)))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss(model, X).backward()  # type: ignore[no-untyped-call]
+    with sl.Mesh(data=2), pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        sl.jit(lambda m, x: loss(m, x).backward())(model, X)  # type: ignore[no-untyped-call]
