@@ -29,6 +29,7 @@ from shardlib.modules import optimizers as _optimizers  # noqa: F401  (registers
 from shardlib.modules import strategies
 from shardlib.modules.materialize import materialize
 from shardlib.modules.parallelize import parallelize
+from shardlib.modules.precision import Precision
 from shardlib.modules.suggest import suggest
 from shardlib.placing import shard
 from shardlib.plain import global_random
@@ -55,7 +56,7 @@ __all__ = [
     # compiling and planning
     "jit", "Plan", "check", "comm_budget", "rule", "prove", "Proof", "debug_print",
     # modules of torch
-    "parallelize", "materialize", "strategies", "suggest",
+    "parallelize", "materialize", "strategies", "Precision", "suggest",
     # per-device code by hand
     "shard_map", "psum", "pmean", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute",
     "axis_index", "axis_size", "piece",

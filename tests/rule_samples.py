@@ -71,6 +71,7 @@ def pointwise() -> Iterator[Sample]:
     yield s("where.self", f(3, 1) > 0, f(3, 4), f(4))
     yield s("shardlib::constrain", f(3, 4), "a b")
     yield s("shardlib::within", f(3, 4), -100, 100, "a value is small")
+    yield s("shardlib::cast_terms", f(3, 4), dtype=torch.float32)
 
 
 def contraction() -> Iterator[Sample]:

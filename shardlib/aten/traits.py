@@ -41,6 +41,7 @@ TRAITS: Mapping[str, str] = {
     "leaves": "a tensor, of what every device of such a body makes",
     "per device": "in such a body: what other devices hold, or where this one is",
     "alike": "the same along the axes that it names",
+    "casts terms": "another dtype, of every term of a sum that is still to be taken",
     "draws the key": "of the random numbers of a call",
     "storage": "speaks of storages and other layouts, which a tensor in pieces does not have",
 }
@@ -104,6 +105,7 @@ _TABLE: Mapping[str, str] = {
     **dict.fromkeys(("cat", "stack", "copy"), "plumbing"),
     # shardlib's own
     "shardlib::constrain": "constrains",
+    "shardlib::cast_terms": "casts terms, plumbing",
     "shardlib::to_local": "enters, plumbing",
     "shardlib::from_local": "leaves, plumbing",
     **dict.fromkeys(("shardlib::manual_all_reduce", "shardlib::manual_all_gather"), "per device, alike"),

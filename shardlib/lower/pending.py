@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
+from shardlib.aten.traits import has
 from shardlib.graph import Graph, Op, Value
 from shardlib.lower.local import Assignment
 from shardlib.lower.values import SETTLED, Owed, Values
@@ -50,7 +51,7 @@ def _worth(values: Values, op: Op, linear: frozenset[int], assignment: Assignmen
         if axes and op.rule.reduce.get(x[0], "sum") not in ("sum", "none"):
             return False
     most = max(op.operands[i].nbytes for i in linear)
-    if sum(r.nbytes for r in op.results if r is not None) > most:
+    if sum(r.nbytes for r in op.results if r is not None) > most and not has(op.target, "casts terms"):
         return False
     for i, value in enumerate(op.operands):
         if i not in linear and not value.constant:

@@ -16,6 +16,7 @@ from shardlib.errors import ShardingError, ValueNeededError
 from shardlib.internals import is_wrapped, pytree, version_of
 from shardlib.jit import jit
 from shardlib.meshes.mesh import Mesh, current_mesh, is_without_mesh
+from shardlib.modules.precision import Policy
 from shardlib.placing import shard
 from shardlib.plans.plan import Plan
 from shardlib.state import is_tracing
@@ -29,17 +30,18 @@ class EagerWarning(UserWarning):
 class Forward:
     """The `forward` of a module on the mesh where its parameters live; `fn` is the module's own.
 
-    `batch` says how arguments are cut of which none is placed.
+    `batch` says how arguments are cut of which none is placed; `policy` says in which precision it runs.
     """
 
-    def __init__(self, fn: Callable[..., Any], mesh: Mesh, batch: Batch) -> None:
-        self.fn, self.mesh, self.batch = fn, mesh, batch
+    def __init__(self, fn: Callable[..., Any], mesh: Mesh, batch: Batch, policy: Policy | None = None) -> None:
+        self.fn, self.mesh, self.batch, self.policy = fn, mesh, batch, policy
+        self.run = fn if policy is None else policy.around(fn)
         self.eager: set[Any] = set()  # modes of the module in which it asks for values, so that no program can be made
-        self.program = jit(fn, in_specs=batch.specs)
+        self.program = jit(self.run, in_specs=batch.specs)
         functools.update_wrapper(self, fn)
 
     def __reduce__(self) -> Any:  # a copy is of another module
-        return Forward, (self.fn, self.mesh, self.batch)
+        return Forward, (self.fn, self.mesh, self.batch, self.policy)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if is_tracing():
@@ -98,7 +100,7 @@ class Forward:
                 y.__dict__.update(marks(x))
                 cut[id(x)] = x, y, version_of(y)
         args, kwargs = pytree.tree_unflatten([cut[id(x)][1] if id(x) in cut else x for x in leaves], tree)
-        out = self.fn(*args, **kwargs)
+        out = self.run(*args, **kwargs)
         for x, y, version in cut.values():
             if version_of(y) != version:
                 x.copy_(y.full_tensor() if isinstance(y, ShardedTensor) else y)

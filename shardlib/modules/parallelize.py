@@ -11,6 +11,7 @@ from shardlib.meshes.mesh import Mesh, current_mesh
 from shardlib.modules import pretrained
 from shardlib.modules.forward import Batch, Forward
 from shardlib.modules.parameters import Held, held, put, refuse_lazy, refuse_losses, retie
+from shardlib.modules.precision import Precisions, policy_of
 from shardlib.modules.strategies import SEQUENCE, TENSOR, Strategy, Taken, axes_for, chosen, cut_more
 from shardlib.modules.table import read
 from shardlib.placing import shard
@@ -23,6 +24,7 @@ def parallelize(
     specs: Mapping[str, str | P | Spec] | None = None,
     *,
     strategy: str | Strategy | Callable[[], Strategy] | None = None,
+    precision: Precisions = None,
     mesh: Mesh | None = None,
 ) -> nn.Module:
     """Place the parameters of a module on a mesh (default: the current one); returns the same module.
@@ -36,6 +38,9 @@ def parallelize(
     as the first one are the batch, and cut over the data axes (dim 1 over `seq`), unless some argument is placed
     already (`shard(x, "batch@data ...")`; on ranks, all of which have a plain batch whole, also `from_local(x, ...)` of
     a rank's own rows). Data axes are those of the mesh's rule for `batch`, or of the usual names.
+
+    `precision` is the dtype in which the module computes (`torch.bfloat16`), while its parameters, and what sums their
+    gradients over devices, keep theirs; or a `Precision`, or a dict of such by patterns.
 
     Parameters become `ShardedTensor`s (and stay `nn.Parameter`s, tied ones tied), so an optimizer is made afterwards:
     one that was made before is refused when it steps. `forward` becomes one program for the mesh, its backward another,
@@ -85,22 +90,30 @@ def parallelize(
             remedy="give that mesh, or a module that is not placed yet",
         )
     said = _said(module, tensors, mesh, taken) if specs is None else read(specs, [x.names for x in tensors])
+    before = module.forward.policy if isinstance(module.forward, Forward) else None
+    policy = policy_of(precision, module, tensors) or before
+    dtypes = {} if policy is None else {name: said.parameter for name, said in policy.by_name.items()}
     homes = _homes(tensors, said, mesh, taken)
-    moving = {x.name: x for x in tensors if not _is_at(x.tensor, homes[x.name][0])}
+    moving = {
+        x.name: x
+        for x in tensors
+        if not _is_at(x.tensor, homes[x.name][0]) or (dtypes.get(x.name) or x.tensor.dtype) != x.tensor.dtype
+    }
     refuse_losses(f"parallelize({name})", [*moving.values()])
     with mesh:
         for x in tensors:
             here, *elsewhere = homes[x.name]
             if x.name not in moving and strategy is None:
                 continue  # what an earlier call says of it stands
-            new = put(module, x, shard(x.tensor.detach(), here)) if x.name in moving else x.tensor
+            value = x.tensor.detach().to(dtypes.get(x.name) or x.tensor.dtype)
+            new = put(module, x, shard(value, here)) if x.name in moving else x.tensor
             for attribute, spec in zip(HOMES, elsewhere, strict=True):
                 new.__dict__.pop(attribute, None)
                 if str(spec) != str(here):
                     setattr(new, attribute, str(spec))
     fn = module.forward.fn if isinstance(module.forward, Forward) else module.forward
     rows, columns = ({axis: mesh.axes[axis] for axis in axes} for axes in (taken.batch, _sequence(mesh)))
-    module.forward = Forward(fn, mesh, Batch(rows, columns))
+    module.forward = Forward(fn, mesh, Batch(rows, columns), policy)
     return module
 
 

@@ -135,5 +135,6 @@ ROWS: dict[str, RuleFn | str] = {
     "masked_fill.Scalar": pointwise(),
     "masked_fill.Tensor": pointwise(),
     "shardlib::within": pointwise(),
+    "shardlib::cast_terms": pointwise("{0}"),
     "shardlib::constrain": pointwise("{0}"),
 }

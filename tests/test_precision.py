@@ -1,0 +1,175 @@
+"""Mixed precision: what is gathered, computed and summed in which dtype, against casts on one device."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import shardlib as sl
+from shardlib import Precision, ShardingError
+from shardlib.program.steps import Collective, Start
+
+f64, f32, bf16 = torch.float64, torch.float32, torch.bfloat16
+X = torch.randn(4096, 16, dtype=f64, generator=torch.Generator().manual_seed(3))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(torch.tanh(self.up(self.norm(x))))
+        return y
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def messages(plan: sl.Plan) -> list[Collective]:
+    return [c for step in plan.compiled.program.steps if isinstance(step, Start) for c in step.moves]
+
+
+MEGATRON = {"up.weight": "ff@tensor _", "up.bias": "ff@tensor", "down.weight": "_ ff@tensor"}
+
+
+def loss_of(out: Tensor) -> Tensor:
+    return out.double().square().mean()
+
+
+def on_one_device(module: nn.Module, said: Precision, x: Tensor, whole: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of rows `x`, a part of `whole` of them, and gradients, of parameters that are cast where they enter."""
+    compute = said.compute or f64
+    sent = said.communication or compute
+    own = dict(module.named_parameters())
+    cast = {k: p.detach().to(sent).to(compute).requires_grad_() for k, p in own.items()}
+    loss = loss_of(functional_call(module, cast, (x.to(compute),))) * (len(x) / whole)
+    return loss.detach(), dict(zip(cast, torch.autograd.grad(loss, list(cast.values())), strict=True))
+
+
+SAID = {
+    "a dtype": (f32, Precision(compute=f32)),
+    "sums in the parameter's": (Precision(compute=f32), Precision(compute=f32)),
+    "sums in the computation's": (Precision(compute=f32, reduction=f32), Precision(compute=f32, reduction=f32)),
+    "sums in less": (Precision(reduction=f32), Precision(reduction=f32)),
+    "sent in less": (Precision(communication=bf16, compute=f32), Precision(communication=bf16, compute=f32)),
+}
+STRATEGIES = ["ddp", "zero1", "zero2", "fsdp"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", SAID)
+def test_what_is_summed_in_which_dtype(name: str, strategy: str) -> None:
+    """Gradients of each device's rows, in the dtype of the computation; then their sum, in that of the reduction."""
+    given, said = SAID[name]
+    ways = 4
+    parts = [on_one_device(net(), said, rows, len(X)) for rows in X.chunk(ways)]
+    with sl.Mesh(data=ways):
+        model = sl.parallelize(net(), strategy=strategy, precision=given)
+        loss_of(model(X)).backward()  # type: ignore[no-untyped-call]
+        plan = model.forward.plan(X)  # type: ignore[union-attr]
+    sums = said.reduction or f64
+    for key, p in model.named_parameters():
+        each = [grads[key].to(sums) for _, grads in parts]
+        want = sum(each[1:], start=each[0]).to(f64)
+        assert p.dtype == p.grad.dtype == f64  # type: ignore[union-attr]
+        is_sum = sums is f64 and key != "down.bias"  # whose gradient one device may take of all rows
+        close = {"rtol": 1e-13, "atol": 1e-15} if is_sum else {"rtol": 1e-5, "atol": 1e-7}
+        torch.testing.assert_close(p.grad.full_tensor(), want, **close)  # type: ignore[union-attr]
+    gathered = {c.source.dtype for c in messages(plan) if c.kind == "all_gather" and not c.backward}
+    reduced = {c.source.dtype for c in messages(plan) if c.kind in ("reduce_scatter", "all_reduce")}
+    sent = said.communication or said.compute or f64
+    assert gathered <= {sent}
+    assert not plan.compiled.traced.after.gradients or reduced <= {sums, f64}
+    assert sums in reduced or strategy == "zero1"
+
+
+def test_on_every_axis_with_a_tensor_axis_too() -> None:
+    said = Precision(compute=f32, reduction=f64)
+    with sl.Mesh(data=2, tensor=2):
+        model = sl.parallelize(net(), MEGATRON, strategy="fsdp", precision=said)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+        @sl.jit
+        def step(model: Any, optimizer: Any, x: Tensor) -> Tensor:
+            loss = loss_of(model(x))
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        plan = step.plan(model, optimizer, X)
+        losses = [float(step(model, optimizer, X)) for _ in range(3)]
+    gradients = [c for c in messages(plan) if "cast_terms" in str(c.source.value)]
+    assert gradients, "sums of gradients"
+    assert {c.source.dtype for c in gradients} == {f64}
+    assert {c.source.dtype for c in messages(plan) if c.kind == "all_gather"} == {f32}
+    plain = net()
+    torch_optimizer, want = torch.optim.AdamW(plain.parameters(), lr=0.1), []
+    for _ in range(3):
+        loss, grads = on_one_device(plain, said, X, len(X))
+        want.append(float(loss))
+        for key, p in plain.named_parameters():
+            p.grad = grads[key].to(f64)
+        torch_optimizer.step()
+    assert losses == pytest.approx(want, rel=1e-6)
+    moments = [x for state in optimizer.state.values() for k, x in state.items() if k.startswith("exp_avg")]
+    assert {x.dtype for x in moments} == {f64}, "master weights, and their moments"
+
+
+def test_parameters_results_and_patterns() -> None:
+    with sl.Mesh(data=2):
+        kept = sl.parallelize(net(), precision=Precision(parameter=f32, compute=bf16, output=f32))
+        assert {p.dtype for p in kept.parameters()} == {f32}
+        assert kept(X).dtype == f32
+        sl.parallelize(kept, strategy="fsdp")
+        assert kept(X.float()).dtype == f32, "what was said stays"
+        other = copy.deepcopy(kept)
+        with torch.no_grad():
+            other.up.weight.zero_()  # type: ignore[union-attr]
+            other.up.bias.zero_()  # type: ignore[union-attr]
+        (one, two), (mine, yours) = other(X).full_tensor()[:2], kept(X).full_tensor()[:2]
+        assert torch.equal(one, two), "a copy has its own weights"
+        assert not torch.equal(mine, yours)
+        some = sl.parallelize(net(), precision={"up.*": Precision(communication=f32, reduction=f32)}, strategy="fsdp")
+        out = some(X)
+        assert out.dtype == f64
+        plan = some.forward.plan(X)  # type: ignore[union-attr]
+    sent = {(c.source.dtype, tuple(c.source.value.shape)) for c in messages(plan) if c.kind == "all_gather"}
+    assert (f32, (32, 16)) in sent
+    assert (f64, (16, 32)) in sent
+
+
+def test_autocast_inside() -> None:
+    with sl.Mesh(data=2):
+        model = sl.parallelize(net().float(), precision=Precision(reduction=f32))
+        with torch.autocast("cpu", dtype=bf16):
+            out = model(X.float())
+    assert out.dtype == bf16
+    with torch.autocast("cpu", dtype=bf16):
+        torch.testing.assert_close(out.full_tensor(), net().float()(X.float()), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("precision", "message"),
+    [
+        (lambda: Precision(compute=torch.int64, reduction="f32"), "compute=torch.int64 is no dtype"),  # type: ignore[arg-type]
+        (lambda: "bfloat16", "precision='bfloat16' is none"),
+        (lambda: {"up.*": f32}, "is none"),
+        (lambda: {"nothing.*": Precision(compute=f32)}, "'nothing.*' matches no parameter"),
+        (lambda: {"up.*": Precision(compute=f32), "*.weight": Precision(compute=bf16)}, "up.weight is"),
+    ],
+)
+def test_what_is_no_precision(precision: Any, message: str) -> None:
+    module = net()
+    with sl.Mesh(data=2), pytest.raises(ShardingError) as error:
+        sl.parallelize(module, precision=precision())
+    assert message in str(error.value)
+    assert not any(isinstance(p, sl.ShardedTensor) for p in module.parameters()), "nothing is placed"
