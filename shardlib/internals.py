@@ -268,6 +268,10 @@ UPDATES = ("_single_tensor_", "_multi_tensor_", "_fused_")
 OPTIMIZERS: tuple[str, ...] = ("sgd", "adam", "adamax", "nadam", "radam", "adagrad", "adadelta", "_adafactor")
 OPTIMIZERS += ("rmsprop", "rprop", "asgd", "_muon")
 
+SCALER_CHECKS = _slot("torch.amp.GradScaler._unscale_grads_", "in a trace, what is not finite is counted by a sum")
+SCALER_STEPS = _slot("torch.amp.GradScaler._maybe_opt_step", "in a trace, a step that is skipped changes nothing")
+UPDATES_SCALE = _torch("torch._amp_update_scale_", "what a gradient scaler calls")
+
 _STATE_DICT = "torch.distributed.checkpoint.state_dict."
 GATHER_STATE_DICT = _late_slot(f"{_STATE_DICT}_gather_state_dict", "whole state dicts out")
 FILL_STATE_DICT = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -173,3 +174,122 @@ def test_what_is_no_precision(precision: Any, message: str) -> None:
         sl.parallelize(module, precision=precision())
     assert message in str(error.value)
     assert not any(isinstance(p, sl.ShardedTensor) for p in module.parameters()), "nothing is placed"
+
+
+# --- loss scaling -----------------------------------------------------------------------------------------------------
+
+Make = Callable[[Any], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "SGD, momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
+    "Adam, amsgrad": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "AdamW, foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.1),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.1),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5, centered=True),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
+}
+
+
+def _scaled(make: Make, bad: int, strategy: str | None, *, clips: bool = False) -> tuple[list[Any], Any, Any]:
+    """Losses and parameters of five steps, of which one overflows; the scaler's state; the plan."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).double()
+    batches = [torch.randn(16, 8, dtype=f64) for _ in range(5)]
+    batches[bad][3, 2] = float("inf")
+
+    def step(model: Any, optimizer: Any, scaler: Any, x: Tensor) -> Tensor:
+        loss: Tensor = model(x).square().mean() * x.mean()  # which is infinite
+        scaler.scale(loss).backward()
+        if clips:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    if strategy is None:
+        optimizer = make(model.parameters())
+        losses = [float(step(model, optimizer, scaler, x)) for x in batches]
+        return [*losses, *model.parameters()], scaler.state_dict(), None
+    with sl.Mesh(data=4):
+        sl.parallelize(model, strategy=strategy)
+        optimizer, jitted = make(model.parameters()), sl.jit(step)
+        losses = [float(jitted(model, optimizer, scaler, x)) for x in batches]
+        plan = jitted.plan(model, optimizer, scaler, batches[0])
+        whole = [x.full_tensor() for x in model.parameters()]  # type: ignore[operator]
+    return [*losses, *whole], scaler.state_dict(), plan
+
+
+@pytest.mark.parametrize("bad", [0, 2])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_that_overflows_is_skipped_everywhere(name: str, bad: int) -> None:
+    want, state, _ = _scaled(OPTIMIZERS[name], bad, None)
+    found, scaled, plan = _scaled(OPTIMIZERS[name], bad, "fsdp")
+    assert scaled == state
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b).detach(), equal_nan=True)
+    checks = [c for c in messages(plan) if c.source.dtype == f32]
+    assert len(checks) == 1, "one sum says whether all gradients are finite"
+
+
+def test_clipping_between() -> None:
+    want, state, _ = _scaled(OPTIMIZERS["SGD, momentum"], 2, None, clips=True)
+    found, scaled, _ = _scaled(OPTIMIZERS["SGD, momentum"], 2, "zero2", clips=True)
+    assert scaled == state
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b).detach(), equal_nan=True)
+
+
+class Own(torch.optim.Optimizer):
+    """An optimizer of the user's."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(0.1 * p.grad)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Own, "a gradient scaler steps Own inside a traced function"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.1), "the first step of SGD with dampening"),
+    ],
+    ids=["one's own", "dampening"],
+)
+def test_what_cannot_be_skipped_is_refused(make: Make, message: str) -> None:
+    with pytest.raises(ShardingError) as error:
+        _scaled(make, 0, "ddp")
+    assert message in str(error.value)
+
+
+def test_half_precision_with_a_scaler() -> None:
+    """Parameters in float32, computation and messages in float16, sums in float32; an overflow is of float16."""
+
+    def step(model: Any, optimizer: Any, scaler: Any, x: Tensor) -> Tensor:
+        loss: Tensor = model(x).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    with sl.Mesh(data=2):
+        model = sl.parallelize(net().float(), strategy="fsdp", precision=torch.float16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=100)
+        jitted = sl.jit(step)
+        losses = [float(jitted(model, optimizer, scaler, X.float())) for _ in range(24)]
+    assert losses[0] == losses[1], "the first steps overflow"
+    assert losses[-1] < 0.9 * losses[0]
+    assert scaler.get_scale() < 2.0**24

@@ -16,10 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardlib.internals import UPDATES_SCALE
 from shardlib.ops.checks import WITHIN
 from shardlib.staying import Staying
 from shardlib.tracing.looks import exported, formatted, located, pickled, shown
 from shardlib.tracing.places import picked, read_at, write_at
+from shardlib.tracing.scaled import update_scale
 
 
 class Composites(Staying):
@@ -158,6 +160,7 @@ _FORMS: dict[Any, Callable[..., Any]] = {
     Tensor.__getitem__: read_at,
     Tensor.__setitem__: write_at,
     torch.linalg.matrix_rank: _matrix_rank,
+    UPDATES_SCALE: update_scale,
     torch.cov: _cov,
     Tensor.cov: _cov,
     torch.corrcoef: _corrcoef,

@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from shardlib.internals import OPTIMIZERS, UPDATES
 from shardlib.state import is_tracing
 from shardlib.tracing.copying import Region
+from shardlib.tracing.scaled import skipping
 
 
 @contextmanager
@@ -61,7 +62,7 @@ def _capturable(update: Callable[..., Any]) -> Callable[..., Any]:
 
 def _one_by_one(run: Callable[..., Any], call: dict[str, Any]) -> None:
     """Update each parameter by itself; one that is as another was is a copy of what that one's update wrote."""
-    count = len(call["params"])
+    run, count = skipping(run, call), len(call["params"])
     lists = [k for k, x in call.items() if isinstance(x, list) and len(x) == count and all(map(_is_state, x))]
     if torch.is_grad_enabled() or get_proxy_mode() is None:  # somebody differentiates through the step
         run(**call)

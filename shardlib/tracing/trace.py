@@ -57,6 +57,7 @@ from shardlib.tracing.refusals import (
     refuse_subclasses,
 )
 from shardlib.tracing.results import refuse_attributes, repeated, strides_of
+from shardlib.tracing.scaled import scaling
 from shardlib.tracing.steps import counting
 from shardlib.tracing.switches import switched
 from shardlib.tracing.threads import refuse_nested
@@ -298,7 +299,16 @@ def _tracing(generators: Sequence[torch.Generator] | None, *, marked: bool) -> I
         gc.disable()  # nothing made here is garbage yet, and looking for some took a quarter of the time
         try:
             draws = one_program(traced=True, generators=generators, marked=marked)
-            with tracing(), AttentionCapture(), Composites(), first_order(), counting(), arrays.shown(), draws:
+            with (
+                tracing(),
+                AttentionCapture(),
+                Composites(),
+                first_order(),
+                counting(),
+                scaling(),
+                arrays.shown(),
+                draws,
+            ):
                 yield
         finally:
             if collects:
