@@ -27,6 +27,7 @@ from shardlib.manual.collectives import (
 from shardlib.meshes.mesh import Mesh, current_mesh, no_mesh
 from shardlib.modules import optimizers as _optimizers  # noqa: F401  (registers itself with torch)
 from shardlib.modules import strategies
+from shardlib.modules.checkpoints import Checkpoints
 from shardlib.modules.materialize import materialize
 from shardlib.modules.parallelize import parallelize
 from shardlib.modules.precision import Precision
@@ -56,7 +57,7 @@ __all__ = [
     # compiling and planning
     "jit", "Plan", "check", "comm_budget", "rule", "prove", "Proof", "debug_print",
     # modules of torch
-    "parallelize", "materialize", "strategies", "Precision", "suggest",
+    "parallelize", "materialize", "strategies", "Precision", "suggest", "Checkpoints",
     # per-device code by hand
     "shard_map", "psum", "pmean", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute",
     "axis_index", "axis_size", "piece",

@@ -1,0 +1,221 @@
+"""Checkpoints of a run: on any mesh, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardlib as sl
+from shardlib import Checkpoints, Mesh, ShardingError
+from tests.ranks import run_ranks
+
+
+class Data:
+    """A position, as a loader keeps it."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def batch(self) -> Tensor:
+        self.at += 1
+        return torch.randn(8, 8, generator=torch.Generator().manual_seed(self.at))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def make(axes: dict[str, int] | None, strategy: str, seed: int = 0) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 8))
+    if axes is not None:
+        model = sl.parallelize(model, strategy=strategy, mesh=Mesh(axes))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    return {"model": model, "optimizer": optimizer, "schedule": schedule, "data": Data(), "note": "", "n": 0}
+
+
+def steps(run: dict[str, Any], count: int) -> list[float]:
+    losses = []
+    for _ in range(count):
+        loss = run["model"](run["data"].batch()).square().mean()
+        loss.backward()
+        run["optimizer"].step()
+        run["optimizer"].zero_grad()
+        run["schedule"].step()
+        losses.append(float(loss))
+    return losses
+
+
+MESHES: list[tuple[dict[str, int], str]] = [
+    ({"data": 4}, "fsdp"),
+    ({"data": 2}, "zero1"),
+    ({"replica": 2, "shard": 2}, "hsdp"),
+    ({"data": 3}, "zero2"),
+]
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("at", range(len(MESHES)))
+def test_a_run_goes_on_on_another_mesh(at: int, background: bool, tmp_path: Path) -> None:
+    """With fresh objects, its optimizer too: weights, moments, rate, position and random numbers."""
+    first = make(*MESHES[at])
+    torch.manual_seed(5)
+    steps(first, 3)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(3, {**first, "note": "good", "n": 7}, background=background)
+    kept = [float(x) for x in steps(first, 3)]  # while it is written
+    checkpoints.wait()
+    second = make(*MESHES[(at + 1) % len(MESHES)], seed=1)
+    torch.manual_seed(17)
+    assert Checkpoints(tmp_path).load(second) == {"note": "good", "n": 7, "step": 3}
+    assert steps(second, 3) == pytest.approx(kept, rel=1e-5)
+    assert (tmp_path / "newest").read_text() == "step-000003"
+    moments = second["optimizer"].state[second["model"][0].weight]["exp_avg"]
+    fresh = make(*MESHES[(at + 1) % len(MESHES)])
+    steps(fresh, 1)
+    assert sl.typeof(moments) == sl.typeof(fresh["optimizer"].state[fresh["model"][0].weight]["exp_avg"])
+
+
+def test_the_last_ones_stay(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "run", keep=2)
+    assert checkpoints.steps == []
+    for step in (1, 5, 20):
+        checkpoints.save(step, {"x": torch.full((2,), float(step))})
+    assert checkpoints.steps == [5, 20]
+    x = torch.zeros(2)
+    assert checkpoints.load({"x": x}) == {"step": 20}
+    assert x.tolist() == [20, 20]
+    checkpoints.load({"x": x}, step=5)
+    assert x.tolist() == [5, 5]
+    checkpoints.save(6, {"x": x})  # of a run that went back: what is later is not older
+    assert checkpoints.steps == [5, 6, 20]
+
+
+def _small(axes: dict[str, int] | None = None) -> dict[str, Any]:
+    run = make(axes, "fsdp")
+    return {"model": run["model"], "optimizer": run["optimizer"]}
+
+
+def _changed(run: dict[str, Any], how: str, tmp_path: Path) -> dict[str, Any]:
+    path = tmp_path / "step-000001"
+    if how == "another model":
+        model = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8))
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    if how == "other entries":
+        return {"model": run["model"], "sampler": Data()}
+    if how == "another dtype":
+        return {"model": run["model"].double(), "optimizer": run["optimizer"]}
+    file = max(path.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    if how == "truncated":
+        os.truncate(file, file.stat().st_size // 2)
+    elif how == "a file is gone":
+        (path / "values.pt").unlink()
+    elif how == "nothing is said":
+        (path / "run.json").unlink()
+    elif how == "nothing at all":
+        (path).rename(tmp_path / ".step-000001.partial")
+    return run
+
+
+@pytest.mark.parametrize(
+    ("how", "messages"),
+    [
+        ("another model", ["is one of something else", "model.0.weight is float32[16, 8] in it, and float32[12, 8]",
+                           "model.3.weight of float32[8, 16] is in it, and nothing takes it",
+                           "model.1.weight of float32[8, 12] is not in it"]),
+        ("other entries", ["optimizer is in it, and nothing takes it", "sampler is not in it"]),
+        ("another dtype", ["model.3.bias is float32[8] in it, and float64[8] here"]),
+        ("truncated", ["is incomplete", "bytes of"]),
+        ("a file is gone", ["is incomplete", "values.pt is missing"]),
+        ("nothing is said", ["is no checkpoint", "run.json"]),
+        ("nothing at all", ["there is no checkpoint in"]),
+    ],
+)  # fmt: skip
+def test_what_is_no_checkpoint_of_this_changes_nothing(how: str, messages: list[str], tmp_path: Path) -> None:
+    first = _small()
+    first["model"](torch.ones(2, 8)).sum().backward()
+    first["optimizer"].step()
+    Checkpoints(tmp_path).save(1, first)
+    second = _changed(_small(), how, tmp_path)
+    before = [x.clone() for x in second["model"].parameters()]
+    random = torch.get_rng_state()
+    with pytest.raises(ShardingError) as error:
+        Checkpoints(tmp_path).load(second)
+    assert [m for m in messages if m not in str(error.value)] == []
+    assert all(torch.equal(x, y) for x, y in zip(before, second["model"].parameters(), strict=True))
+    assert torch.equal(random, torch.get_rng_state())
+
+
+def test_an_error_in_the_background_is_raised_later(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "run")
+    checkpoints.save(1, {"x": torch.zeros(2)})
+    final = tmp_path / "run" / "step-000002"
+    final.write_text("a file where a folder is to be")
+    checkpoints.save(2, {"x": torch.zeros(2)}, background=True)
+    with pytest.raises(OSError, match="step-000002"):
+        checkpoints.wait()
+    assert checkpoints.load({"x": torch.ones(2)}, step=1) == {"step": 1}
+
+
+KILLED = """
+import sys, torch, shardlib as sl
+checkpoints = sl.Checkpoints(sys.argv[1])
+x = torch.zeros(1 << 20)
+for step in range(1, 10**6):
+    x += 1
+    checkpoints.save(step, {"x": x, "n": step}, background=step % 2 == 0)
+    print(step, flush=True)
+"""
+
+
+def test_killed_at_any_moment_it_goes_on_from_the_one_before(tmp_path: Path) -> None:
+    for attempt in range(4):
+        folder = tmp_path / str(attempt)
+        command = [sys.executable, "-c", KILLED, str(folder)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+            assert run.stdout is not None
+            for _ in range(2 + attempt):
+                run.stdout.readline()
+            time.sleep(0.004 * attempt)
+            run.send_signal(signal.SIGKILL)
+        x = torch.zeros(1 << 20)
+        found = Checkpoints(folder).load({"x": x, "n": 0})
+        assert found["n"] == found["step"] >= 1 + attempt
+        assert torch.equal(x, torch.full_like(x, found["n"])), "whole"
+        Checkpoints(folder).save(found["step"] + 1, {"x": x, "n": 0})
+
+
+def _on_ranks(path: str) -> list[Any]:
+    found: list[Any] = []
+    for i, (axes, strategy) in enumerate([({"data": 4}, "fsdp"), ({"replica": 2, "shard": 2}, "hsdp")]):
+        run = make(axes, strategy, seed=i)
+        checkpoints = Checkpoints(path)
+        if i:
+            found.append(checkpoints.load(run)["n"])
+        found.append(steps(run, 2))
+        checkpoints.save(i, {**run, "n": 3 + i}, background=bool(i))
+        checkpoints.wait()
+    return [*found, checkpoints.steps]
+
+
+@pytest.mark.ranks
+def test_on_ranks(tmp_path: Path) -> None:
+    every = run_ranks(_on_ranks, 4, str(tmp_path))
+    assert all(found == every[0] for found in every)
+    losses, n, more, done = every[0]
+    assert (n, done) == (3, [0, 1])
+    assert losses + more == pytest.approx(steps(make({"data": 2}, "zero1"), 4), rel=1e-5)
+    run = make({"data": 2}, "zero2", seed=9)
+    assert Checkpoints(tmp_path).load(run)["n"] == 4, "on virtual devices"
