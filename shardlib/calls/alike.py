@@ -8,7 +8,10 @@ one in the places of the other's. `noted` is how reads are found.
 
 from __future__ import annotations
 
+import contextvars
+import random
 import sys
+import types
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
@@ -29,7 +32,8 @@ ALL = "__dict__"
 class Alike(State):
     """`reads` are the attributes that count beside those that say how a module is built; None: all.
 
-    `hooked`: hooks would run. `modules` and `held` are the modules, each with its place.
+    `opaque`: something is there that calls do not repeat: hooks, iterators, generators of random numbers, attributes
+    that are read by code of the class's own. `modules` and `held` are the modules, each with its place.
     """
 
     def __init__(self, reads: Set[Read] | None) -> None:
@@ -38,7 +42,7 @@ class Alike(State):
         self.reads = reads
         self.modules: dict[int, tuple[Any, ...]] = {}  # by id, where each was found
         self.held: list[nn.Module] = []
-        self.hooked = False
+        self.opaque = False
 
     def read(self, x: Any, given: Sequence[Any], reached: Reached) -> tuple[Any, ...]:
         """All facts about `x`, what it is `given`, and what the code of both closes over."""
@@ -60,6 +64,11 @@ class Alike(State):
     def _value(self, x: Any, known: list[Any], depth: int) -> None:
         if is_given(x):
             known.append(x.scalar)  # a number of the trace: which one
+        elif isinstance(x, contextvars.ContextVar):
+            known.append("now")
+            self._value(x.get(None), known, depth + 1)
+        elif isinstance(x, random.Random) or (hasattr(type(x), "__next__") and not isinstance(x, type)):
+            self.opaque = True
         super()._value(x, known, depth)
 
     def _module(self, x: nn.Module, known: list[Any], depth: int) -> None:
@@ -67,13 +76,14 @@ class Alike(State):
             return
         known.append(type(x))
         self.runs(type(x))
+        self.opaque |= type(x).__getattribute__ is not object.__getattribute__
         at = self.modules[id(x)] = self._at
         self.held.append(x)
         reads = self.reads
         whole = reads is None or (at, ALL) in reads
         for k, y in attributes(x):
             if k in CALL_HOOKS:
-                self.hooked |= bool(y)
+                self.opaque |= bool(y)
             elif k in MODULE_DICTS:
                 for name, z in y.items():
                     self._at = (*at, ".", name)
@@ -91,12 +101,18 @@ def noted(walk: Alike, reads: set[Read]) -> Iterator[None]:
 
     def asked(module: Any, name: str) -> Any:
         at = walk.modules.get(id(module))
-        if at is not None and (name != ALL or sys._getframe(1).f_code.co_filename != _MODULE):
-            reads.add((at, name))
+        if at is not None and not (name == ALL and _is_torchs(sys._getframe(1).f_code)):
+            reads.add((at, ALL if name in _WHOLE else name))
         return ask(module, name)
 
     with MODULE_ATTRIBUTE.holding(asked):
         yield
 
 
+def _is_torchs(code: types.CodeType) -> bool:
+    """Whether this is how torch looks an attribute up."""
+    return code.co_filename == _MODULE and code.co_name in ("__getattr__", "__setattr__", "_call_impl")
+
+
 _MODULE = nn.Module.__getattr__.__code__.co_filename
+_WHOLE = frozenset({ALL, "__getstate__", "__reduce_ex__", "__reduce__", "__dir__"})  # who asks these, asks for all

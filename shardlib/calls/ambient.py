@@ -71,7 +71,7 @@ def modes(state: State) -> tuple[Any, ...]:
     """What the function modes around a call, and the hooks of all modules, add to its key."""
     known: list[Any] = []
     if count_function_modes():
-        for mode in (mode for mode in function_modes() if not _is_of_traces(mode)):
+        for mode in (mode for mode in function_modes() if not is_of_traces(mode)):
             known += (type(mode), own(mode).get("device"))
             state.mode(mode, known, -len(known))
     if any(MODULE_HOOKS):
@@ -101,7 +101,7 @@ def _is_torch(x: Any) -> bool:
     return of.__module__.partition(".")[0] in ("torch", "shardlib")
 
 
-def _is_of_traces(mode: TorchFunctionMode) -> bool:
+def is_of_traces(mode: TorchFunctionMode) -> bool:
     """Whether a mode is one that every trace is under."""
     return type(mode).__module__.startswith(("shardlib.", "torch.fx."))
 

@@ -115,3 +115,9 @@ _STRIDED = frozenset(
         *(torch.as_strided_scatter, torch.Tensor.as_strided_scatter),
     }
 )
+ASKED = _QUESTIONS.union(_OF_THE_CALLERS, _STRIDED)
+
+
+def user_is_asking(frame: Any) -> bool:
+    """Whether a function mode that is told of a question in this frame is told of a user's."""
+    return not is_internal(_asking(frame).f_code.co_filename)

@@ -10,6 +10,8 @@ are copied, and nothing runs.
 
 from __future__ import annotations
 
+import functools
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -20,8 +22,10 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 
+from shardlib.aten.traits import is_view
 from shardlib.errors import ShardingError
 from shardlib.internals import (
+    TENSOR_HOOKS,
     TransformType,
     allow_saved_hooks,
     forbid_saved_hooks,
@@ -38,12 +42,17 @@ from shardlib.tracing.functionalise import body_writes, functionalise
 from shardlib.tracing.tracer import recorded
 
 
+class NotOnceError(Exception):
+    """A piece of a program has to be traced wherever it is called."""
+
+
 @dataclass(frozen=True)
 class Body:
     """One traced step: `arguments` leaves, then the tensors it closes over (`captured`), to leaves of its result.
 
     `forward` are its nodes in order, `backward` those of its gradient, which reads `saved` nodes and `cotangents`;
-    `gradients` are by input, None where there is none; `made` are the values of its trace.
+    `gradients` are by input, None where there is none; `made` are the values of its trace; `strict`: whoever goes back
+    through it in a way that it was not traced for, a second time or from some results only, gets `NotOnceError`.
     """
 
     arguments: int
@@ -57,6 +66,12 @@ class Body:
     saved: tuple[fx.Node, ...]
     gradients: tuple[fx.Node | None, ...]
     made: tuple[weakref.ref[Tensor], ...]
+    strict: bool
+
+    @functools.cached_property
+    def kept(self) -> frozenset[fx.Node]:
+        """Whose memory is saved."""
+        return frozenset(map(owner, self.saved))
 
     def __call__(self, *leaves: Tensor, captured: Sequence[Tensor] | None = None) -> list[Tensor]:
         """Write one step out: its result's leaves, differentiable once.
@@ -76,12 +91,13 @@ def trace_body(
     carried: int = 0,
     *,
     differentiate: bool = True,
+    strict: bool = False,
 ) -> Body:
     """Trace `fn(*leaves)`, a function of tensors that returns a list of them, inside the trace that is running.
 
     `names` are the leaves' in errors. The first `carried` leaves are what an earlier step returns, which may require a
     gradient; of the others it is known. Raises `ShardingError` for what would be lost: a gradient, a `.grad` that is
-    set. Without `differentiate` it runs under no gradients.
+    set. Without `differentiate` it runs under no gradients; `strict` is as in `Body`.
     """
     found: list[Any] = []
     made: list[weakref.ref[Tensor]] = []
@@ -106,6 +122,8 @@ def trace_body(
                 [(name, x) for name, x, y in zip(names, given, leaves, strict=True) if is_followed(y)]
             )
             reads = [*given, *closures.stand_ins]
+            if strict and any(getattr(x, kind, None) for x in reads for kind in TENSOR_HOOKS):
+                raise NotOnceError("it hooks what it is given")
             where = {i: _reached(x, reads) for i, x in enumerate(flat) if x.requires_grad}
             of = [i for i, x in enumerate(reads) if x.requires_grad]
             cts = [alike(flat[i]) for i in where]
@@ -128,7 +146,7 @@ def trace_body(
             if node.op == "get_attr":
                 node.meta["val"] = getattr(gm, str(node.target))
         functionalise(gm, names, body=True)
-    return replace(_divided(gm, closures, results, where, cts, len(leaves)), made=tuple(made))
+    return replace(_divided(gm, closures, results, where, cts, len(leaves)), made=tuple(made), strict=strict)
 
 
 # What torch says where a stand-in, which requires a gradient, is written to.
@@ -194,6 +212,7 @@ def _divided(
         tuple(x for x in asked if x not in late),
         tuple(gradients),
         (),
+        strict=False,
     )
 
 
@@ -223,10 +242,13 @@ class _Step(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.body, ctx.copy, *given = inputs
         body, own = ctx.body, output[: len(ctx.body.outputs)]
+        ctx.set_materialize_grads(not body.strict)
         here = dict(zip(body.inputs, given, strict=True))
         here |= dict(zip(_computed(body) if not ctx.copy.nodes else (), output[len(own) :], strict=True))
-        # A result is saved, too: it shows no memory of what is saved, and a write to it is to be found.
-        ctx.save_for_backward(*(here[x] for x in body.saved if x in here), *own)
+        # A result shows no memory of what is saved: one that is itself saved is, so that a write to it is found.
+        shown = [x for node, x in zip(body.outputs, own, strict=True) if owner(node) in body.kept]
+        ctx.shown = len(shown)
+        ctx.save_for_backward(*(here[x] for x in body.saved if x in here), *shown)
         _, _, *needed = ctx.needs_input_grad
         ctx.mark_non_differentiable(
             *(x for i, x in enumerate(output) if not any(needed[at] for at in body.differentiable.get(i, ()))),
@@ -235,7 +257,15 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         body, copy = ctx.body, ctx.copy
-        saved = ctx.saved_tensors[: len(ctx.saved_tensors) - len(body.outputs)]
+        try:
+            saved = ctx.saved_tensors
+        except RuntimeError as error:
+            if body.strict:  # something was written to: a trace of every call says what
+                raise NotOnceError(str(error)) from error
+            raise
+        if body.strict and (torch.is_grad_enabled() or any(grads[i] is None for i in body.differentiable)):
+            raise NotOnceError("its gradient has a gradient, or is one of some of its results")
+        saved = saved[: len(saved) - ctx.shown]
         history = [x for x in (*saved, *grads) if x is not None and x.requires_grad]
         here = dict(zip(body.cotangents, (grads[i] for i in body.differentiable), strict=True))
         again = torch.is_grad_enabled() and bool(history)
@@ -275,6 +305,17 @@ class _Once(torch.autograd.Function):
             remedy="detach() gradients that are only looked at; write the loop in Python, for layer in layers: ..., "
             "where second derivatives are wanted",
         )
+
+
+def owner(node: fx.Node) -> fx.Node:
+    """The node that made the memory which a node shows."""
+    while True:
+        view = node.args[0] if node.target is operator.getitem else node
+        if not (isinstance(view, fx.Node) and view.op == "call_function" and is_view(view.target)):
+            return node
+        shown = view.args[0]
+        assert isinstance(shown, fx.Node)
+        node = shown
 
 
 def _computed(body: Body) -> list[fx.Node]:

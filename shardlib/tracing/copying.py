@@ -100,30 +100,50 @@ def _tracer() -> Any:
 
 
 class Region:
-    """What Python writes from here to `end`, without gradients, reading and writing `inputs` and no other values."""
+    """What Python writes from here to `end`, without gradients, reading and writing `inputs`, and reading `shared`.
 
-    def __init__(self, inputs: Sequence[Any]) -> None:
+    A tensor that was found has two nodes, its own and that of what stands for it, which the last write to it moves.
+    """
+
+    def __init__(self, inputs: Sequence[Any], shared: Sequence[Any]) -> None:
         self._graph: fx.Graph = _tracer().graph
-        self.before = [node_of(x) if isinstance(x, Tensor) else None for x in inputs]
+        self._shared = {node for x in shared for node in map(node_of, _handles(x))}
+        self.before = [list(map(node_of, _handles(x))) for x in inputs]
         self._last = next(iter(reversed(self._graph.nodes)))
 
-    def end(self, inputs: Sequence[Any], results: Sequence[Any]) -> None:
-        """All is written; `results` are what stands in the places of the inputs now."""
+    def end(self, inputs: Sequence[Any], results: Sequence[Any]) -> bool:
+        """All is written; `results` are what stands in the places of the inputs now. Whether it can be copied."""
         node, self.nodes = self._last.next, list[fx.Node]()
         while node.op != "root":
             self.nodes.append(node)
             node = node.next
-        self.after = [node_of(x) if isinstance(x, Tensor) else None for x in results]
+        self.after = [list(map(node_of, _handles(x))) for x in results]
         self.is_same = [x is y for x, y in zip(inputs, results, strict=True)]
+        known = {*self.nodes, *self._shared, *(node for nodes in self.before for node in nodes)}
+        read = (x for node in self.nodes for x in node.all_input_nodes)
+        return all(x in known or x.op == "get_attr" or "scalar" in x.meta for x in read)
 
     def again(self, inputs: Sequence[Any]) -> list[Any]:
         """Write it for other inputs; returns what stands in their places then."""
-        copy = Copy()
-        copy.begin(dict(zip(self.before, inputs, strict=True)))
+        copy, handles = Copy(), list(map(_handles, inputs))
+        for nodes, xs in zip(self.before, handles, strict=True):
+            copy.begin(dict(zip(nodes, xs, strict=True)))
         copy.write(self.nodes)
         results = []
-        for was, now, x, same in zip(self.before, self.after, inputs, self.is_same, strict=True):
-            if same and now is not None and now is not was:
-                shows(x, copy.nodes[now])
-            results.append(x if same or now is None else copy.tensor(now))
+        for was, now, x, xs, same in zip(self.before, self.after, inputs, handles, self.is_same, strict=True):
+            if not same:
+                x = copy.tensor(now[0]) if now else None
+            for old, new, y in zip(was, now, xs, strict=True) if same else ():
+                if new is not old:
+                    shows(y, copy.nodes[new])
+            results.append(x)
         return results
+
+
+def _handles(x: Any) -> list[Tensor]:
+    """The tensors by which ops of the trace know this one."""
+    lifted = Lifted.current()
+    if not isinstance(x, Tensor) or lifted is None:
+        return [x] if isinstance(x, Tensor) else []
+    seen, stands = lifted.seen(x), lifted.stand_in(x)
+    return [seen] if seen is stands else [seen, stands]

@@ -9,7 +9,8 @@ out names the piece and begins the trace anew.
 
 from __future__ import annotations
 
-import operator
+import sys
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,19 +21,31 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.overrides import TorchFunctionMode
 
-from shardlib.aten.traits import is_view
 from shardlib.calls.alike import Alike, Read, noted
-from shardlib.calls.ambient import ambient
+from shardlib.calls.ambient import ambient, is_of_traces
 from shardlib.calls.kinds import PLAIN
 from shardlib.calls.mappings import opened
 from shardlib.calls.numbers import is_given
 from shardlib.calls.reach import Reached
+from shardlib.calls.rebound import is_value
 from shardlib.calls.state import State
-from shardlib.internals import FakeTensor, TransformType, pytree, running_node, saved_hooks, transforms
+from shardlib.internals import (
+    IS_PARAMETER,
+    FakeTensor,
+    TransformType,
+    function_modes,
+    pytree,
+    running_node,
+    saved_hooks,
+    transforms,
+)
 from shardlib.lines import Line
 from shardlib.random.draw import is_key, rehearsed
-from shardlib.tracing.body import Body, trace_body
+from shardlib.tracing.asked import ASKED, user_is_asking
+from shardlib.tracing.body import Body, NotOnceError, owner, trace_body
+from shardlib.tracing.results import refuse_attributes
 
 _REACHED = Reached()
 AFTER = 2  # calls that are traced as they come: fewer copies do not pay
@@ -40,16 +53,12 @@ AFTER = 2  # calls that are traced as they come: fewer copies do not pay
 _current: ContextVar[Once | None] = ContextVar("shardlib_once", default=None)
 
 
-class NotOnceError(Exception):
-    """A piece has to be traced wherever it is called."""
-
-
 # Code that does more than compute, with the modes in which it does: tried once a process.
 _IMPURE: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
 
 
 def _code(of: Any) -> Any:
-    return type(of) if isinstance(of, nn.Module) else of
+    return of if isinstance(of, types.FunctionType) else type(of)
 
 
 def _mode(of: Any) -> Any:
@@ -128,6 +137,7 @@ class Once:
             and running_node() is None
             and all(level.key() == TransformType.Grad for level in transforms() or ())
             and saved_hooks(True) is None
+            and all(map(is_of_traces, function_modes()))
         )
 
     def _call(self, of: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -145,7 +155,7 @@ class Once:
     def _known(self, of: Any, call: _Call) -> _Piece | None:
         for piece in self._pieces.get(call.key, ()):
             walk = Alike(piece.reads)
-            if walk.read(of, call.given, _REACHED) == piece.known:
+            if walk.read(of, call.given, _REACHED) == piece.known and not walk.opaque:
                 call.walk = walk
                 return piece
         return None
@@ -162,8 +172,16 @@ class Once:
                     if at == i:
                         leaves[j] = x
             args, kwargs = pytree.tree_unflatten(leaves, call.tree)
-            with noted(call.walk, reads):
+            containers = _containers((args, kwargs))
+            for i, x in zip(call.where, given, strict=True):
+                if isinstance(call.leaves[i], nn.Parameter):
+                    setattr(x, IS_PARAMETER, True)
+            with _Asking():
                 out = run(*args, **kwargs)
+            if torch.is_grad_enabled() is not call.follows:
+                raise NotOnceError("it leaves another gradient mode")
+            if not containers.isdisjoint(_containers(out)):
+                raise NotOnceError("it returns a container that it is given")
             now, tree = pytree.tree_flatten((args, kwargs))
             if tree != call.tree or any(x is not y for x, y in zip(now, leaves, strict=True)):
                 raise NotOnceError("it changes a container among its arguments")
@@ -173,6 +191,9 @@ class Once:
             tensors = [x for x in results if isinstance(x, Tensor)]
             if any(not isinstance(x, Tensor | _At) and type(x) not in PLAIN for x in results):
                 raise NotOnceError("it returns an object")
+            if any(x.is_leaf and x.requires_grad for x in tensors):
+                raise NotOnceError("a gradient begins at its result")
+            refuse_attributes(("a result", None, x) for x in tensors)
             if len({id(x) for x in tensors}) != len(tensors):
                 raise NotOnceError("it returns one tensor twice")
             places = iter(range(len(tensors)))
@@ -181,14 +202,14 @@ class Once:
 
         try:
             with torch.DisableTorchFunction():
-                before = _found(of, call.given)
-            tensors = [call.leaves[i] for i in call.where]
-            with rehearsed():
-                body = trace_body(
-                    flat, tensors, [str(i) for i in call.where], self._line, differentiate=torch.is_grad_enabled()
-                )
+                before, everything = _found(of, call.given)
+                if everything.opaque:
+                    raise NotOnceError("it finds what no call repeats")
+            tensors, names = [call.leaves[i] for i in call.where], list(map(str, call.where))
+            with rehearsed(), noted(everything, reads):
+                body = trace_body(flat, tensors, names, self._line, differentiate=call.follows, strict=True)
             with torch.DisableTorchFunction():
-                if _found(of, call.given) != before:
+                if _found(of, call.given)[0] != before:
                     raise NotOnceError("it changes what it finds")
                 walk = Alike(reads)
                 known = walk.read(of, call.given, _REACHED)
@@ -226,16 +247,17 @@ class _Call:
     where: list[int]
     tree: Any
     given: Any
+    follows: bool  # whether gradients are on
 
     @staticmethod
     def of(of: Any, args: Any, kwargs: Any) -> _Call | None:
         """None where something among the arguments is none of what a trace can name."""
         leaves, tree = pytree.tree_flatten((args, kwargs))
-        if any(is_given(x) for x in leaves):
+        if not all(isinstance(x, Tensor | nn.Module) or (is_value(x) and not is_given(x)) for x in leaves):
             return None
         walk = Alike(frozenset())
         facts = walk.read(of, (args, kwargs), _REACHED)
-        if walk.hooked:
+        if walk.opaque:
             return None
         known: list[Any] = [(type(x), repr(x)) for x in leaves if type(x) in PLAIN]
         first: dict[int, int] = {}
@@ -249,7 +271,7 @@ class _Call:
             hash(key)
         except TypeError:
             return None
-        return _Call(key, walk, leaves, same, where, tree, (args, kwargs))
+        return _Call(key, walk, leaves, same, where, tree, (args, kwargs), torch.is_grad_enabled())
 
 
 def _again(piece: _Piece, call: _Call) -> Any:
@@ -270,35 +292,42 @@ def _place(x: Tensor, at: dict[int, int]) -> int | None:
     raise NotOnceError("it closes over a value of the trace around it")
 
 
-def _found(of: Any, given: Any) -> list[Any]:
-    """All that a piece finds: facts, and which tensors."""
+def _found(of: Any, given: Any) -> tuple[list[Any], Alike]:
+    """All that a piece finds: facts, and which tensors; and the walk that found it."""
     walk = Alike(None)
     known = [*walk.read(of, given, _REACHED), *map(id, walk.tensors)]
     for x in walk.held:
         known += [(k, id(y), list(map(id, y.values())) if isinstance(y, dict) else ()) for k, y in vars(x).items()]
-    return known
+    return known, walk
+
+
+def _containers(tree: Any) -> set[int]:
+    """The ids of lists and dicts, which somebody may write to."""
+    if isinstance(tree, dict):
+        return {id(tree)}.union(*map(_containers, tree.values()))
+    inner: set[int] = set().union(*map(_containers, tree)) if isinstance(tree, list | tuple) else set()
+    return inner | {id(tree)} if isinstance(tree, list) else inner
+
+
+class _Asking(TorchFunctionMode):
+    """Refuses to tell what a tensor of one piece cannot tell for those of others: where it begins, where it is from."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in ASKED and user_is_asking(sys._getframe(1)):
+            raise NotOnceError("it asks who a tensor is")
+        return func(*args, **(kwargs or {}))
 
 
 def _refuse_shared(body: Body) -> None:
     """A result has memory of its own: what is written to it later is written to nothing else."""
     owners: set[fx.Node] = set()
     for node in body.outputs:
-        base = node
-        while (shown := _shown(base)) is not None:
-            base = shown
-        if base.op != "call_function" or base in owners or (base is not node and base in body.saved):
+        base = owner(node)
+        if base.op != "call_function" or base in owners or (base is not node and base in body.kept):
             raise NotOnceError("a result shares its memory")
         owners.add(base)
     if any(_is_of_others(node) for node in (*body.forward, *body.backward)):
         raise NotOnceError("it reads numbers of the call, or draws from a generator of its own")
-
-
-def _shown(node: fx.Node) -> fx.Node | None:
-    """Whose memory a node shows."""
-    view = node.args[0] if node.target is operator.getitem else node
-    assert isinstance(view, fx.Node)
-    found = view.args[0] if view.op == "call_function" and is_view(view.target) else None
-    return found if isinstance(found, fx.Node) else None
 
 
 def _is_of_others(node: fx.Node) -> bool:

@@ -78,8 +78,9 @@ def _step(scaler: Any, optimizer: Any, state: Mapping[str, Any], *args: Any, **k
     return made
 
 
-def skipping(run: Callable[..., None], call: dict[str, Any]) -> Callable[..., None]:
-    """An update of parameters, `run(**call)`, that is skipped where the step is: what it changes, it changes back.
+def skipping(run: Callable[..., None], call: dict[str, Any]) -> tuple[Callable[..., None], Tensor | None]:
+    """An update of parameters, `run(**call)`, that is skipped where the step is: what it changes, it changes back; and
+    the tensor that says so.
 
     A fused optimizer is told so itself, and unscales its gradients.
     """
@@ -93,7 +94,7 @@ def skipping(run: Callable[..., None], call: dict[str, Any]) -> Callable[..., No
     if scale is not None:
         call["grads"] = [grad / scale.to(grad.dtype) for grad in call["grads"]]
     if skips is None:
-        return run
+        return run, None
 
     def update(**call: Any) -> None:
         lists = {k: x for k, x in call.items() if isinstance(x, list) and k != "grads"}
@@ -106,7 +107,7 @@ def skipping(run: Callable[..., None], call: dict[str, Any]) -> Callable[..., No
                 elif isinstance(now, Tensor):
                     lists[k][i] = _begun(k, now, skips, call)
 
-    return update
+    return update, skips
 
 
 def _begun(name: str, x: Tensor, skips: Tensor, call: Mapping[str, Any]) -> Tensor:

@@ -62,12 +62,14 @@ def _capturable(update: Callable[..., Any]) -> Callable[..., Any]:
 
 def _one_by_one(run: Callable[..., Any], call: dict[str, Any]) -> None:
     """Update each parameter by itself; one that is as another was is a copy of what that one's update wrote."""
-    run, count = skipping(run, call), len(call["params"])
+    run, told = skipping(run, call)
+    count = len(call["params"])
     lists = [k for k, x in call.items() if isinstance(x, list) and len(x) == count and all(map(_is_state, x))]
     if torch.is_grad_enabled() or get_proxy_mode() is None:  # somebody differentiates through the step
         run(**call)
         return
     known: dict[Any, Region] = {}
+    shared = [*(x for k, x in call.items() if k not in lists), told]
     for i in range(count):
         with torch.DisableTorchFunction():
             given = [call[k][i] for k in lists]
@@ -76,11 +78,14 @@ def _one_by_one(run: Callable[..., Any], call: dict[str, Any]) -> None:
             if region is not None:
                 made = region.again(given)
         if region is None:
-            region = known[key] = Region(given)
+            with torch.DisableTorchFunction():
+                region = Region(given, shared)
             one = {k: [x] for k, x in zip(lists, given, strict=True)}
             run(**call | one)
             made = [one[k][0] for k in lists]
-            region.end(given, made)
+            with torch.DisableTorchFunction():
+                if region.end(given, made):
+                    known[key] = region
         for k, x in zip(lists, made, strict=True):
             if x is not call[k][i]:
                 call[k][i] = x
