@@ -49,6 +49,8 @@ from shardlib.tracing.results import refuse_attributes
 
 _REACHED = Reached()
 AFTER = 2  # calls that are traced as they come: fewer copies do not pay
+FORMS = 4  # of one piece, which differ in what their code reads
+KINDS = 16  # of one code, none of which comes again: then nobody looks for equal ones any more
 
 _current: ContextVar[Once | None] = ContextVar("shardlib_once", default=None)
 
@@ -91,6 +93,7 @@ class Once:
         self.refused = False  # whether something was found to be more than a computation: the trace begins anew
         self.made: list[weakref.ref[Tensor]] = []  # values of what was traced apart
         self._calls: dict[Any, int] = {}
+        self._seen: dict[Any, set[int]] = {}  # by code, what has come once
         self._pieces: dict[Any, list[_Piece]] = {}
         self._busy = False
         self._tracer: Any = None
@@ -141,16 +144,21 @@ class Once:
         )
 
     def _call(self, of: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        seen = self._seen.setdefault(_code(of), set())
         with torch.DisableTorchFunction():
-            call = None if _is_impure(of) else _Call.of(of, args, kwargs)
+            call = None if _is_impure(of) or len(seen) > KINDS else _Call.of(of, args, kwargs)
             piece = None if call is None else self._known(of, call)
         if call is None or (piece is None and self._is_early(call.key)):
+            if call is not None and self._calls[call.key] == 1:
+                seen.add(hash(call.key))
             return run(*args, **kwargs)
+        seen.clear()
         return _again(piece or self._traced(of, run, call), call)
 
     def _is_early(self, key: Any) -> bool:
+        """Whether too few have come to trace a piece apart, or others of it, each for itself, too often."""
         self._calls[key] = self._calls.get(key, 0) + 1
-        return self._calls[key] <= AFTER
+        return self._calls[key] <= AFTER or len(self._pieces.get(key, ())) >= FORMS
 
     def _known(self, of: Any, call: _Call) -> _Piece | None:
         for piece in self._pieces.get(call.key, ()):
