@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -167,6 +168,25 @@ def test_an_error_in_the_background_is_raised_later(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="step-000002"):
         checkpoints.wait()
     assert checkpoints.load({"x": torch.ones(2)}, step=1) == {"step": 1}
+
+
+def test_values_come_back_as_they_are_or_are_refused(tmp_path: Path) -> None:
+    class Own:
+        pass
+
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, {"at": {"epoch": 2, "seen": torch.ones(2)}})
+    found = checkpoints.load({"at": None})["at"]
+    assert (found["epoch"], found["seen"].tolist()) == (2, [1, 1])
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        checkpoints.save(2, {"own": Own()})
+    with pytest.raises(pickle.UnpicklingError, match=r"weights_only|Weights only"):
+        checkpoints.save(2, {"own": Path("what torch.load does not take")})
+    with Mesh(data=2):
+        cut = sl.shard(torch.ones(4), "a@data")
+    with pytest.raises(ShardingError, match=r"cache holds f32\[4@data\]"):
+        checkpoints.save(2, {"cache": {"k": cut}})
+    assert checkpoints.steps == [1]
 
 
 KILLED = """

@@ -6,6 +6,7 @@ on from the one before. Beside the tensors stands `run.json`: what is in the che
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pkgutil
@@ -22,8 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlib.errors import ShardingError
+from shardlib.internals import pytree
 from shardlib.placing import shard
-from shardlib.tensors.tensor import ShardedTensor
+from shardlib.tensors.tensor import ShardedTensor, typeof
 
 _FACTS, _NEWEST, _VALUES = "run.json", "newest", "values.pt"
 _NAME = re.compile(r"step-(\d+)")
@@ -77,18 +79,23 @@ class Checkpoints:
         tensors, values = _taken(state)
         facts = {"step": step, "entries": sorted(state), "tensors": {k: _kind(x) for k, x in tensors.items()}}
         values[""] = torch.get_rng_state()
+        written = _written(values)
         if _leads():
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
         _meet()
         if background:
-            written = _torchs("state_dict_saver.async_save", tensors, aside)
-            self._writing = threading.Thread(target=self._end, args=(written, values, facts, aside, final))
+            going = _torchs("state_dict_saver.async_save", tensors, aside)
+            self._writing = threading.Thread(target=self._end, args=(going, written, facts, aside, final))
             self._writing.start()
             return final
         _torchs("state_dict_saver.save", tensors, aside)
-        self._finish(values, facts, aside, final)
-        _meet()
+        error = None
+        try:
+            self._finish(written, facts, aside, final)
+        except OSError as first:
+            error = first
+        _agree(error)
         return final
 
     def wait(self) -> None:
@@ -97,9 +104,7 @@ class Checkpoints:
             self._writing.join()
             self._writing = None
             error, self._error = self._error, None
-            if error is not None:
-                raise error
-            _meet()
+            _agree(error)
 
     def load(self, state: Mapping[str, Any], step: int | None = None) -> dict[str, Any]:
         """Fill what `state` holds from a checkpoint, by default the newest; returns its plain values, and the step.
@@ -133,18 +138,18 @@ class Checkpoints:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _end(self, written: Any, values: Any, facts: dict[str, Any], aside: Path, final: Path) -> None:
+    def _end(self, going: Any, values: bytes, facts: dict[str, Any], aside: Path, final: Path) -> None:
         try:
-            written.result()
+            going.result()
             self._finish(values, facts, aside, final)
         except BaseException as error:  # noqa: BLE001  it is raised where somebody waits
             self._error = error
 
-    def _finish(self, values: Any, facts: dict[str, Any], aside: Path, final: Path) -> None:
+    def _finish(self, values: bytes, facts: dict[str, Any], aside: Path, final: Path) -> None:
         """What the first rank does when all have written: the rest, the new name, the pointer; older ones go."""
         if not _leads():
             return
-        torch.save(values, aside / _VALUES)
+        (aside / _VALUES).write_bytes(values)
         facts["files"] = {file.name: file.stat().st_size for file in sorted(aside.iterdir())}
         (aside / _FACTS).write_text(json.dumps(facts))
         shutil.rmtree(final, ignore_errors=True)
@@ -188,8 +193,28 @@ def _taken(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]
     values: dict[str, Any] = {}
     for name, x in state.items():
         held = x.state_dict() if hasattr(x, "state_dict") else x
-        values[name] = _emptied(name, held, tensors)
+        values[name] = held if _is_value(x) else _emptied(name, held, tensors)
+    cut = [f"{name} holds {typeof(y)}" for name, x in values.items() for y in _placed(x)]
+    if cut:
+        raise ShardingError(
+            "a checkpoint is given tensors on a mesh inside of plain values",
+            cut,
+            rule="modules, optimizers, and tensors of their own name are written in pieces; other values as they are",
+            remedy='give each a name: save(step, {"cache.k": k})',
+        )
     return tensors, values
+
+
+def _placed(x: Any) -> list[ShardedTensor]:
+    return [y for y in pytree.tree_leaves(x) if isinstance(y, ShardedTensor)]
+
+
+def _written(values: Any) -> bytes:
+    """The values as a file has them; raises what they could not be read by."""
+    out = io.BytesIO()
+    torch.save(values, out)
+    torch.load(io.BytesIO(out.getvalue()))
+    return out.getvalue()
 
 
 def _emptied(at: str, x: Any, tensors: dict[str, Tensor]) -> Any:
@@ -296,6 +321,17 @@ def _leads() -> bool:
 def _meet() -> None:
     if _on_ranks():
         dist.barrier()
+
+
+def _agree(error: BaseException | None) -> None:
+    """Raise the error of the first rank on all of them, that none goes on alone."""
+    told = [None if error is None else str(error)]
+    if _on_ranks():
+        dist.broadcast_object_list(told)
+    if error is not None:
+        raise error
+    if told[0] is not None:
+        raise OSError(f"rank 0 could not write a checkpoint: {told[0]}")
 
 
 def _torchs(name: str, tensors: dict[str, Tensor], path: Path) -> Any:
