@@ -252,3 +252,52 @@ def test_objects_in_turns_have_numbers_of_their_own() -> None:
             pair[i % 2].n += 0.5 + i % 2
             torch.testing.assert_close(whole(run(pair[i % 2], torch.ones(2))), torch.full((2,), pair[i % 2].n))
     assert len(run.retraces) <= 3
+
+
+def _loss(params: list[nn.Parameter]) -> Tensor:
+    return torch.stack([(p * p * (1 + i)).sum() for i, p in enumerate(params)]).sum()
+
+
+def _two_steps(params: list[nn.Parameter], opt: torch.optim.Optimizer) -> None:
+    for _ in range(2):
+        opt.zero_grad()
+        _loss(params).backward()  # type: ignore[no-untyped-call]
+        opt.step()
+
+
+def _gradients_add_up(params: list[nn.Parameter], opt: torch.optim.Optimizer) -> None:
+    _loss(params).backward()  # type: ignore[no-untyped-call]
+    opt.step()
+
+
+def _decayed_before(params: list[nn.Parameter], opt: torch.optim.Optimizer) -> None:
+    opt.zero_grad(set_to_none=False)
+    _loss(params).backward()  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        for p in params:
+            p.mul_(0.9)
+    opt.step()
+
+
+@pytest.mark.parametrize(
+    ("body", "placed"),
+    [(_two_steps, False), (_gradients_add_up, True), (_decayed_before, False)],
+    ids=["two steps", "gradients add up", "decayed before"],
+)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_parameters_of_one_shape_are_each_their_own(name: str, body: Any, placed: bool) -> None:
+    """What is done to one is copied for the others: with their gradients, whatever was written to them before."""
+
+    def run(jitted: bool) -> list[Tensor]:
+        params = [nn.Parameter(torch.full((4, 2), 1.0 + i, dtype=torch.float64)) for i in range(4)]
+        with sl.Mesh(data=2):
+            if jitted and placed:
+                params = [nn.Parameter(sl.shard(p.detach(), "a@data _")) for p in params]
+            opt = OPTIMIZERS[name](params)
+            step = sl.jit(body) if jitted else body
+            for _ in range(3):
+                step(params, opt)
+        return [whole(p).detach() for p in params]
+
+    for a, b in zip(run(jitted=True), run(jitted=False), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
