@@ -229,8 +229,8 @@ def _weights_hooked() -> nn.Module:
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "equal": (_stack(Block), ["Block"]),
-    "their number is read": (_stack(Asks), ["Asks"] * 3),
-    "all attributes are read": (_stack(AsksForAll), ["AsksForAll"] * 3),
+    "their number is read": (_stack(Asks), ["Asks"] * 2),
+    "all attributes are read": (_stack(AsksForAll), ["AsksForAll"] * 2),
     "two kinds of flags": (lambda: nn.Sequential(*map(Parity, range(8))), ["Parity", "Parity"]),
     "dropout": (_stack(lambda i: Block(i, 0.4)), ["Block"]),
     "one module, several times": (_shared, ["Block"]),
@@ -264,6 +264,7 @@ def _train(build: Callable[[], nn.Module], after: int) -> tuple[list[Any], list[
         loss = model(x).float().square().mean()
         if loss.requires_grad:
             loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
         return loss
