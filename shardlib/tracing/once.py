@@ -95,6 +95,7 @@ class Once:
         self._calls: dict[Any, int] = {}
         self._seen: dict[Any, set[int]] = {}  # by code, what has come once
         self._pieces: dict[Any, list[_Piece]] = {}
+        self._kept: list[Any] = []  # what keys know by identity: nothing else gets their ids
         self._busy = False
         self._tracer: Any = None
 
@@ -113,6 +114,7 @@ class Once:
             _current.reset(token)
             self._tracer = None  # nothing of the trace stays
             self._pieces.clear()
+            self._kept.clear()
 
     def watches(self, tracer: Any, line: Line) -> None:
         """Take the calls of modules that this tracer sees."""
@@ -151,6 +153,7 @@ class Once:
         if call is None or (piece is None and self._is_early(call.key)):
             if call is not None and self._calls[call.key] == 1:
                 seen.add(hash(call.key))
+                self._kept.append(call.walk.kept)
             return run(*args, **kwargs)
         seen.clear()
         return _again(piece or self._traced(of, run, call), call)
@@ -231,6 +234,7 @@ class Once:
         finally:
             self._busy = False
         self._pieces.setdefault(call.key, []).append(piece)
+        self._kept.append(walk.kept)
         self.made += body.made
         call.walk = walk
         return piece
