@@ -162,10 +162,10 @@ def test_what_is_no_checkpoint_of_this_changes_nothing(how: str, messages: list[
 def test_an_error_in_the_background_is_raised_later(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "run")
     checkpoints.save(1, {"x": torch.zeros(2)})
-    final = tmp_path / "run" / "step-000002"
-    final.write_text("a file where a folder is to be")
+    (tmp_path / "run" / "newest").unlink()
+    (tmp_path / "run" / "newest").mkdir()  # where a file is to be
     checkpoints.save(2, {"x": torch.zeros(2)}, background=True)
-    with pytest.raises(OSError, match="step-000002"):
+    with pytest.raises(OSError, match="newest"):
         checkpoints.wait()
     assert checkpoints.load({"x": torch.ones(2)}, step=1) == {"step": 1}
 
@@ -186,6 +186,12 @@ def test_values_come_back_as_they_are_or_are_refused(tmp_path: Path) -> None:
         cut = sl.shard(torch.ones(4), "a@data")
     with pytest.raises(ShardingError, match=r"cache holds f32\[4@data\]"):
         checkpoints.save(2, {"cache": {"k": cut}})
+    with pytest.raises(ShardingError, match=r"entries without a name of their own:\n  \* 'a\.b'\n  \* 3"):
+        checkpoints.save(2, {"a.b": torch.ones(1), 3: torch.ones(1)})  # type: ignore[dict-item]
+    twice = nn.Module()
+    twice.state_dict = lambda: {"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}  # type: ignore[method-assign,assignment,return-value]
+    with pytest.raises(ShardingError, match=r"two tensors of a checkpoint are called m\.a\.b:\n.*float32\[1\] and"):
+        checkpoints.save(2, {"m": twice})
     assert checkpoints.steps == [1]
 
 
@@ -225,7 +231,8 @@ def _on_ranks(path: str) -> list[Any]:
         if i:
             found.append(checkpoints.load(run)["n"])
         found.append(steps(run, 2))
-        checkpoints.save(i, {**run, "n": 3 + i}, background=bool(i))
+        checkpoints.save(i, {**run, "n": 3 + i}, background=True)
+        steps(run, 2)  # while it is written
         checkpoints.wait()
     return [*found, checkpoints.steps]
 

@@ -12,9 +12,9 @@ import os
 import pkgutil
 import re
 import shutil
-import threading
 import warnings
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,8 @@ class Checkpoints:
         if keep < 1:
             raise ShardingError(f"keep={keep} keeps no checkpoint", remedy="keep=1, or more")
         self.folder, self.keep = Path(folder), keep
-        self._writing: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._writing: Future[None] | None = None
+        self._group: Any = None  # of ranks that write in the background: beside it, training communicates
 
     @property
     def steps(self) -> list[int]:
@@ -72,7 +72,8 @@ class Checkpoints:
         """Write a checkpoint, and drop those that are older than the last `keep`; returns its folder.
 
         With `background` it is written while the run goes on, from copies that are made before this returns. An error
-        there is raised by the next `save`, or by `wait`.
+        there is raised by the next `save`, or by `wait`. Raises `ShardingError` for names and values that a checkpoint
+        cannot hold, what `pickle` raises of values, and `OSError`, on all ranks, where the folder cannot be written.
         """
         self.wait()
         aside, final = self.folder / f".step-{step:06d}.partial", self.path(step)
@@ -85,9 +86,12 @@ class Checkpoints:
             aside.mkdir(parents=True)
         _meet()
         if background:
-            going = _torchs("state_dict_saver.async_save", tensors, aside)
-            self._writing = threading.Thread(target=self._end, args=(going, written, facts, aside, final))
-            self._writing.start()
+            if self._group is None and _on_ranks():
+                self._group = dist.new_group(backend="gloo")
+            going = _torchs("state_dict_saver.async_save", tensors, aside, process_group=self._group)
+            thread = ThreadPoolExecutor(1)
+            self._writing = thread.submit(self._end, going, written, facts, aside, final)
+            thread.shutdown(wait=False)
             return final
         _torchs("state_dict_saver.save", tensors, aside)
         error = None
@@ -101,10 +105,8 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait for what is being written in the background; raises what went wrong there."""
         if self._writing is not None:
-            self._writing.join()
-            self._writing = None
-            error, self._error = self._error, None
-            _agree(error)
+            writing, self._writing = self._writing, None
+            _agree(writing.exception())
 
     def load(self, state: Mapping[str, Any], step: int | None = None) -> dict[str, Any]:
         """Fill what `state` holds from a checkpoint, by default the newest; returns its plain values, and the step.
@@ -139,11 +141,8 @@ class Checkpoints:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _end(self, going: Any, values: bytes, facts: dict[str, Any], aside: Path, final: Path) -> None:
-        try:
-            going.result()
-            self._finish(values, facts, aside, final)
-        except BaseException as error:  # noqa: BLE001  it is raised where somebody waits
-            self._error = error
+        going.result()
+        self._finish(values, facts, aside, final)
 
     def _finish(self, values: bytes, facts: dict[str, Any], aside: Path, final: Path) -> None:
         """What the first rank does when all have written: the rest, the new name, the pointer; older ones go."""
@@ -152,13 +151,17 @@ class Checkpoints:
         (aside / _VALUES).write_bytes(values)
         facts["files"] = {file.name: file.stat().st_size for file in sorted(aside.iterdir())}
         (aside / _FACTS).write_text(json.dumps(facts))
-        shutil.rmtree(final, ignore_errors=True)
+        old = self.folder / f".{final.name}.old"
+        shutil.rmtree(old, ignore_errors=True)
+        if final.exists():  # one of the same step is there until the new one is complete
+            final.rename(old)
         aside.rename(final)
+        shutil.rmtree(old, ignore_errors=True)
         pointer = self.folder / f".{_NEWEST}"
         pointer.write_text(final.name)
         pointer.replace(self.folder / _NEWEST)
-        for old in [s for s in self.steps if s <= facts["step"]][: -self.keep]:
-            shutil.rmtree(self.path(old))
+        for step in [s for s in self.steps if s <= facts["step"]][: -self.keep]:
+            shutil.rmtree(self.path(step))
 
     def _read(self, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         """What a checkpoint says of itself, if all of its files are there."""
@@ -191,6 +194,13 @@ def _taken(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]
     """The tensors of a state by path (`optimizer.state.0.exp_avg`), and what else is in it, by entry."""
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
+    if wrong := [repr(name) for name in state if not isinstance(name, str) or not name or "." in name]:
+        raise ShardingError(
+            "a checkpoint has entries without a name of their own",
+            wrong,
+            rule="an entry is called by a text without dots, which stand between it and what is in it",
+            remedy='save(step, {"model": model, "cache_k": k})',
+        )
     for name, x in state.items():
         held = x.state_dict() if hasattr(x, "state_dict") else x
         values[name] = held if _is_value(x) else _emptied(name, held, tensors)
@@ -200,7 +210,7 @@ def _taken(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]
             "a checkpoint is given tensors on a mesh inside of plain values",
             cut,
             rule="modules, optimizers, and tensors of their own name are written in pieces; other values as they are",
-            remedy='give each a name: save(step, {"cache.k": k})',
+            remedy='give each a name: save(step, {"cache_k": k})',
         )
     return tensors, values
 
@@ -220,6 +230,13 @@ def _written(values: Any) -> bytes:
 def _emptied(at: str, x: Any, tensors: dict[str, Tensor]) -> Any:
     """The same, in which paths stand for the tensors."""
     if isinstance(x, Tensor):
+        if at in tensors:
+            raise ShardingError(
+                f"two tensors of a checkpoint are called {at}",
+                [f"{_said(_kind(tensors[at]))} and {_said(_kind(x))}"],
+                rule="a tensor's name is the keys that lead to it, with dots between",
+                remedy="give one of the keys in the state_dict another name",
+            )
         tensors[at] = x.detach()
         return {_PATH: at}
     if isinstance(x, Mapping):
@@ -334,9 +351,9 @@ def _agree(error: BaseException | None) -> None:
         raise OSError(f"rank 0 could not write a checkpoint: {told[0]}")
 
 
-def _torchs(name: str, tensors: dict[str, Tensor], path: Path) -> Any:
+def _torchs(name: str, tensors: dict[str, Tensor], path: Path, **how: Any) -> Any:
     """Call torch's function of this name, imported when it is needed."""
     function = pkgutil.resolve_name(f"torch.distributed.checkpoint.{name}")
     # It remarks that all is in one process, which is what we ask for; also later, from a thread of its own.
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-    return function(tensors, checkpoint_id=path, no_dist=not _on_ranks())
+    return function(tensors, checkpoint_id=path, no_dist=not _on_ranks(), **how)

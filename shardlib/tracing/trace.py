@@ -107,7 +107,7 @@ def trace(
             given = numbers()
             try:
                 found, tracked, inputs = _trace(fn, call, static, device, differentiate, given, apart, watch, once)
-            except Exception:
+            except Exception:  # a piece was none, or the function's own error: that one comes again without pieces
                 if not once.used or watch is None:
                     raise
             else:
