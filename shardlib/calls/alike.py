@@ -18,10 +18,11 @@ from typing import Any
 
 from torch import nn
 
+from shardlib.calls.closure import follow
 from shardlib.calls.flat import read
 from shardlib.calls.inside import attributes
 from shardlib.calls.numbers import is_given
-from shardlib.calls.reach import Reach, Reached
+from shardlib.calls.reach import Reached
 from shardlib.calls.state import State
 from shardlib.internals import CALL_HOOKS, MODULE_ATTRIBUTE, MODULE_DICTS
 
@@ -49,17 +50,8 @@ class Alike(State):
         known: list[Any] = []
         self._value(x, known, 0)
         read(given, [], known, self)
-        done, reach = 0, None
-        while done < len(self.code):
-            reach = reached.of([*self.code.values()][done:], reach)
-            done = len(self.code)
-            self._closed_over(reach, known)
+        follow(reached, None, self, known)
         return tuple(known)
-
-    def _closed_over(self, reach: Reach, known: list[Any]) -> None:
-        known.append(reach)
-        for name, get, holder, key in reach.variables:
-            self.named(name, get(), known, holder, key)
 
     def _value(self, x: Any, known: list[Any], depth: int) -> None:
         if is_given(x):

@@ -27,20 +27,25 @@ class Closure:
             state.named("self", self.fn, known)
         if not self._first.is_current():
             self._first = self._reached.of(self._own, None)
-        reach = self._first
-        self._add(reach, state, known)
-        done = 0
-        while done < len(state.code):
-            reach = self._reached.of(islice(state.code.values(), done, None), reach)
-            done = len(state.code)
-            self._add(reach, state, known)
+        _add(self._first, state, known)
+        follow(self._reached, self._first, state, known)
 
-    def _add(self, reach: Reach, state: State, known: list[Any]) -> None:
-        known.append(reach)
-        if reach.exact:
-            state.exact = True
-        if reach.seeds:
-            state.seeds = True
-        state.logs = reach.logs
-        for name, get, holder, key in reach.variables:
-            state.named(name, get(), known, holder, key)
+
+def follow(reached: Reached, reach: Reach | None, state: State, known: list[Any]) -> None:
+    """Add what all code that was found closes over, and all that this leads to; `reach` is what was read of it."""
+    done = 0
+    while done < len(state.code):
+        reach = reached.of(islice(state.code.values(), done, None), reach)
+        done = len(state.code)
+        _add(reach, state, known)
+
+
+def _add(reach: Reach, state: State, known: list[Any]) -> None:
+    known.append(reach)
+    if reach.exact:
+        state.exact = True
+    if reach.seeds:
+        state.seeds = True
+    state.logs = reach.logs
+    for name, get, holder, key in reach.variables:
+        state.named(name, get(), known, holder, key)

@@ -163,16 +163,9 @@ def loss(
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def step(
-    params: Params,
-    tokens: Tensor,
-    targets: Tensor,
-    config: Config,
-    residual: Residual = _unchanged,
-    block: Callable[..., Tensor] = block,
-) -> tuple[Tensor, Params]:
-    """One step of SGD: the loss, and new parameters."""
-    grads, value = torch.func.grad_and_value(loss)(params, tokens, targets, config, residual, block)
+def step(params: Params, tokens: Tensor, targets: Tensor, config: Config, *how: Any) -> tuple[Tensor, Params]:
+    """One step of SGD: the loss, called `how` else, and new parameters."""
+    grads, value = torch.func.grad_and_value(loss)(params, tokens, targets, config, *how)
     return value, pytree.tree_map(lambda p, g: p - LEARNING_RATE * g, params, grads)
 
 
