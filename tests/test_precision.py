@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -156,6 +157,29 @@ def test_autocast_inside() -> None:
     assert out.dtype == bf16
     with torch.autocast("cpu", dtype=bf16):
         torch.testing.assert_close(out.full_tensor(), net().float()(X.float()), rtol=2e-2, atol=2e-2)
+
+
+def test_one_thread_at_a_time_sees_the_casts() -> None:
+    inside, over = threading.Event(), threading.Event()
+
+    class Waits(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            inside.set()
+            over.wait(30)
+            return super().forward(x)
+
+    module = Waits().double()
+    with sl.Mesh(data=2):
+        sl.parallelize(module, precision=f32)
+    own = list(module.parameters())
+    first = threading.Thread(target=module, args=(X,))
+    first.start()
+    assert inside.wait(60)
+    with sl.Mesh(data=2), sl.no_mesh(), pytest.raises(ShardingError, match="two threads run the forward of one Waits"):
+        module.forward.run(X)  # type: ignore[union-attr]
+    over.set()
+    first.join(60)
+    assert all(x is y for x, y in zip(module.parameters(), own, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -106,11 +107,11 @@ class Policy:
         by_name = {name: said for name, said in self.by_name.items() if said.casts}
         module, compute, output = forward.__self__, self.whole.compute, self.whole.output
         code = inspect.unwrap(forward.__func__).__code__
-        line = line_at(code, code.co_firstlineno)
+        line, lock = line_at(code, code.co_firstlineno), threading.RLock()
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with _cast(module, by_name, line):
+            with _alone(lock, module), _cast(module, by_name, line):
                 if compute is not None:
                     args, kwargs = _converted((args, kwargs), compute)
                 out = forward(*args, **kwargs)
@@ -121,6 +122,21 @@ class Policy:
 
 def _converted(tree: Any, dtype: torch.dtype) -> Any:
     return pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
+
+
+@contextmanager
+def _alone(lock: Any, module: nn.Module) -> Iterator[None]:
+    """Refuse a second thread, which would find what the first has cast in the place of parameters."""
+    if not lock.acquire(blocking=False):
+        raise ShardingError(
+            f"two threads run the forward of one {type(module).__name__} op by op, or trace it, at a time",
+            rule="with a precision, forward runs on casts, which stand in the module for that time",
+            remedy="call it once before the threads start, if it is one program; or take turns",
+        )
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @contextmanager
