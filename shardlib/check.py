@@ -163,7 +163,7 @@ class _World:
 
     def __init__(self, step: Jitted, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.step = step
-        self.watch = Watch(Invocation.of(step, mesh, step.programs, None, args, kwargs).look)
+        self.watch = Watch(Invocation.of(step, step.programs, None, args, kwargs).look)
         self.tensors = dict(self._tensors(args, kwargs))
         self.before = {name: _whole(x) for name, x in self.tensors.items()}
 
@@ -243,7 +243,7 @@ def _alone(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 def unshared(step: Jitted, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """A call in which virtual devices share no value: each computes its own."""
-    call = Invocation.of(step, mesh, step.programs, None, tuple(args), dict(kwargs))
+    call = Invocation.of(step, step.programs, None, tuple(args), dict(kwargs))
     plan = call.plan()[0]
     ready = step._load(mesh, plan, (), lambda program, mesh, _: virtual.load(program, mesh, share=False))
     return caller(ready.entry)(call.leaves)

@@ -7,6 +7,7 @@ import are looked up when they are used.
 
 from __future__ import annotations
 
+import inspect
 import pkgutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -267,6 +268,27 @@ input_check_of = _attribute("torch.nn.modules.batchnorm._BatchNorm._check_input_
 UPDATES = ("_single_tensor_", "_multi_tensor_", "_fused_")
 OPTIMIZERS: tuple[str, ...] = ("sgd", "adam", "adamax", "nadam", "radam", "adagrad", "adadelta", "_adafactor")
 OPTIMIZERS += ("rmsprop", "rprop", "asgd", "_muon")
+
+
+def init_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """Let one of torch's optimizers make what it keeps of the parameters of a group that have a gradient."""
+    make: Any = getattr(optimizer, "_init_group", None)
+    if make is not None:  # it fills lists, whose number is its own
+        make(group, *([] for _ in list(inspect.signature(make).parameters)[1:]))
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Set the mark that the first step sets under a scheduler, which warns without; whether it was not there."""
+    if not hasattr(optimizer.step, "_wrapped_by_lr_sched") or hasattr(optimizer, "_opt_called"):
+        return False
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+    return True
+
+
+def unmark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Take that mark away."""
+    del optimizer._opt_called  # type: ignore[attr-defined]
+
 
 SCALER_CHECKS = _slot("torch.amp.GradScaler._unscale_grads_", "in a trace, what is not finite is counted by a sum")
 SCALER_STEPS = _slot("torch.amp.GradScaler._maybe_opt_step", "in a trace, a step that is skipped changes nothing")

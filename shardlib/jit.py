@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from shardlib import moments
 from shardlib.calls.ambient import refuse_modes
 from shardlib.calls.state import State
 from shardlib.errors import ShardingError
@@ -38,7 +39,6 @@ from shardlib.run import Runner, load
 from shardlib.state import compiling, is_single_device, is_tracing, unseen
 from shardlib.tensors.agreed import ALWAYS, compare_arguments
 from shardlib.tensors.replaced import refuse_replaced
-from shardlib.tensors.tensor import ShardedTensor
 from shardlib.tracing.once import Once
 from shardlib.tracing.threads import refuse_nested
 
@@ -148,7 +148,8 @@ class Jitted(Function):
         return self.call(self.programs, None, args, kwargs)
 
     def plan_of(self, programs: Programs, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-        plan = Invocation.of(self, self._mesh(args, kwargs), programs, own, args, kwargs).plan(runs=False)[0]
+        call = Invocation.of(self, programs, own, args, kwargs)
+        plan = moments.plan(call, runs=False)[0]
         self._check_budgets(plan)
         return plan
 
@@ -159,10 +160,8 @@ class Jitted(Function):
             with nullcontext() if is_tracing() or in_call() or not is_single_device() else plain_program():
                 return self.fn(*args, **kwargs)
         mesh = current_mesh()
-        if mesh is None:
-            if is_without_mesh():
-                return self.fn(*args, **kwargs)
-            mesh = self._mesh(args, kwargs)
+        if mesh is None and is_without_mesh():
+            return self.fn(*args, **kwargs)
         if count_dispatch_modes():
             refuse_modes(self.name)
         is_taken = False
@@ -173,6 +172,7 @@ class Jitted(Function):
                 compiling.wait()
             state = State(own, programs.changing)
             key, leaves = self.read_call(mesh, programs, state, args, kwargs)
+            mesh = key[0]
             if state.arrays and not is_taken:
                 args, kwargs, is_taken = *self.with_tensors(args, kwargs), True
             elif begun == compiling.count:
@@ -185,7 +185,7 @@ class Jitted(Function):
                 ready = programs.entries.find(key, leaves)
                 if ready is None:
                     call = Invocation(self, mesh, programs, args, kwargs, state, key, leaves)
-                    plan, kept = call.plan()
+                    plan, kept = moments.plan(call)
                     leaves = call.leaves
                     self._check_budgets(plan)
                     refuse_other_devices(plan, mesh, leaves)
@@ -209,19 +209,6 @@ class Jitted(Function):
     def _check_budgets(self, plan: Plan) -> None:
         for budget in (*current_budgets(), *([self.budget] if self.budget else ())):
             budget.check(plan)
-
-    def _mesh(self, args: Any, kwargs: Any) -> Mesh:
-        mesh = current_mesh()
-        if mesh is None:
-            found = {leaf.mesh for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ShardedTensor)}
-            if len(found) != 1:
-                raise ShardingError(
-                    f"{self.name} is called outside any mesh",
-                    rule="a jitted function runs on the current mesh",
-                    remedy="call it inside `with Mesh(data=2, tensor=4):`",
-                )
-            (mesh,) = found
-        return mesh
 
     @unseen
     def _load(self, mesh: Mesh, plan: Plan, kept: Sequence[Any] = (), load: Callable[..., Runner] = load) -> Ready:

@@ -20,6 +20,7 @@ class Changing:
 
     def __init__(self) -> None:
         self.numbers: set[Place] = set()
+        self.rates: set[Place] = set()  # of them: learning rates, at which optimizers of torch's do not look
         self.holders: set[int] = set()
         self.logs: dict[int, Any] = {}  # which are kept, so that nothing else has their ids
         self._seen: dict[Place, Any] = {}  # numbers, when the function was last traced

@@ -44,6 +44,8 @@ def _add(reach: Reach, state: State, known: list[Any]) -> None:
     known.append(reach)
     if reach.exact:
         state.exact = True
+    if reach.rates:
+        state.rates = True
     if reach.seeds:
         state.seeds = True
     state.logs = reach.logs

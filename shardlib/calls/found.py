@@ -42,7 +42,8 @@ class Found:
 
     is_read = False  # whether what the function closes over is in it
     arrays = False  # whether numpy's are among the arguments
-    exact = False  # whether some code wants numbers that are nothing else
+    exact = False  # whether some code wants numbers that are nothing else,
+    rates = False  # and may ask for them among the settings of an optimizer
     seeds = False  # whether some code names a method by which generators are seeded
     logs: frozenset[str] = frozenset()  # names of what code only appends to
     notes = False  # whether all places are kept

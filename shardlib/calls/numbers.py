@@ -156,10 +156,11 @@ for _name in ("real", "imag", "numerator", "denominator"):
 
 
 class Numbers(Staying):
-    """While on, functions of torch take `Given` numbers."""
+    """While on, functions of torch take `Given` numbers; where they are `plain`, only rates are such."""
 
-    def __init__(self) -> None:
+    def __init__(self, plain: bool = False) -> None:
         super().__init__()
+        self.plain = plain
         self.env = ShapeEnv()
         self.looked: dict[int, Any] = {}  # leaf -> value
         self.made: list[weakref.ref[Any]] = []
@@ -167,9 +168,12 @@ class Numbers(Staying):
         self._symbols: dict[Scalar, Any] = {}
         self._scalars: dict[Any, Scalar] = {}  # by symbol
 
-    def give(self, leaf: int, name: str, value: Any) -> Any:
+    def give(self, leaf: int, name: str, value: Any, *, rate: bool = False) -> Any:
         """The number at a leaf of the call."""
         self._hints[leaf] = value
+        if self.plain and not rate:
+            self.looked[leaf] = value
+            return value
         return Given.of(Scalar.given(leaf, name, value), self)
 
     def look(self, scalar: Scalar) -> None:

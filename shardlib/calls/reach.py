@@ -36,14 +36,15 @@ class Variable(NamedTuple):
 class Reach:
     """The variables that some code reads, and the functions that it calls by name.
 
-    `exact`: some of it asks for `type(x)`, which nothing but a number itself answers right: numbers are constants.
+    `exact`: some of it asks for `type(x)`, which nothing but a number itself answers right: numbers are constants;
+    `rates`: and it knows of optimizers, so that learning rates are, too.
     `seeds`: some of it names a method by which generators are seeded. `logs`: names of what it only appends to.
     Two of these are equal only if they are one: it stands for its functions in the key of a call.
     """
 
     def __init__(self, code: Sequence[Any], before: Reach | None = None) -> None:
         self.code, self.before = tuple(code), before
-        self.exact = self.seeds = False
+        self.exact = self.rates = self.seeds = False
         self.variables: list[Variable] = []
         self._seen: set[Any] = set() if before is None else set(before._seen)
         self.readers: dict[str, types.CodeType] = {}  # by variable
@@ -142,7 +143,9 @@ class Reach:
             self._appended |= appended
             self._read |= read
             names = _globals(fn)
-            self.exact |= "type" in names and fn.__name__ not in _TEXTS
+            if "type" in names and fn.__name__ not in _TEXTS:
+                self.exact = True
+                self.rates |= "param_groups" in _attributes(code)
             for variable in names:
                 self._global(variable, fn.__globals__, code)
             for module in (*_named(code, "IMPORT_NAME"), *_spelt(code)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,7 +34,7 @@ class Change(NamedTuple):
 @dataclass(frozen=True)
 class Seen:
     """One call as a reader sees it: `held` is what it found, `left` what its trace left behind, by name; `unrepeated`
-    what only a trace can change."""
+    what only a trace can change, `inputs` numbers at which it did not look."""
 
     mesh: Any
     ambient: tuple[Any, ...]
@@ -45,6 +45,7 @@ class Seen:
     roots: Sequence[str]
     known: tuple[Any, ...]
     unrepeated: Sequence[str]
+    inputs: Collection[tuple[Any, ...]]
 
 
 def seen(
@@ -64,9 +65,12 @@ def seen(
     words = {
         name: _show(x) for i, (name, x) in enumerate(zip(names, leaves, strict=True)) if not is_number(x) or i in looked
     }
-    return Seen(
-        mesh, modes, call.tree, words, _by_name(before, roots), _by_name(after, roots), roots, known, unrepeated
-    )
+    first = len(leaves) - len(before.numbers)
+    inputs = {
+        settled(at, roots, before.places) for i, (_, at) in enumerate(before.numbers.values(), first) if i not in looked
+    }
+    held, left = _by_name(before, roots), _by_name(after, roots)
+    return Seen(mesh, modes, call.tree, words, held, left, roots, known, unrepeated, inputs)
 
 
 def _by_name(snapshot: Snapshot, roots: Sequence[str]) -> Holdings:
@@ -118,7 +122,7 @@ def _holdings(old: Seen, new: Seen) -> Iterator[tuple[str, Change]]:
     replaced: list[tuple[Any, ...]] = []
     for at in dict.fromkeys((*new.held, *old.left)):
         a, b = list(old.left.get(at, ())), list(new.held.get(at, ()))
-        if a == b or any(at[: len(root)] == root for root in replaced):
+        if a == b or (at in old.inputs and at in new.inputs) or any(at[: len(root)] == root for root in replaced):
             continue
         name = name_of(at, new.roots) if at else "a hook"
         where = _read_at(new.known, at)

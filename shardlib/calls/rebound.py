@@ -71,10 +71,10 @@ class Watch:
         """While the function is traced, the numbers that it changes are inputs: leaves from `first` on."""
         for i, (place, (value, at)) in enumerate(self.before.numbers.items(), first):
             self._leaf[place] = i
-            given = numbers.give(i, self.before.name(at), value)
+            given = numbers.give(i, self.before.name(at), value, rate=place in self.before.changing.rates)
             if self.can_be_given([place]):
                 put(self.before.owners[place[0]], place[1], given)
-            else:  # something else has this id by now: the program is for its number
+            elif is_given(given):  # something else has this id by now: the program is for its number
                 given.look()
 
     @contextmanager

@@ -14,8 +14,10 @@ from shardlib.calls.arguments import by_position_and_name
 from shardlib.calls.closure import Closure
 from shardlib.calls.flat import read, twins, wrapped
 from shardlib.calls.state import State
+from shardlib.errors import ShardingError
 from shardlib.jitted.programs import Programs
 from shardlib.meshes.mesh import Mesh
+from shardlib.tensors.tensor import ShardedTensor
 from shardlib.tracing.asked import at_home
 
 # What a tensor says of itself is read without a look for its `__torch_function__`: that takes half the time.
@@ -42,9 +44,12 @@ class Function:
         return Closure(self.fn)
 
     def read_call(
-        self, mesh: Mesh, programs: Programs, state: State, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, mesh: Mesh | None, programs: Programs, state: State, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, list[Any]]:
-        """The key of a call and its leaves; what comes with it is added to `state`."""
+        """The key of a call and its leaves; what comes with it is added to `state`.
+
+        The key begins with the mesh: where none is given, that on which all that the call finds lives.
+        """
         leaves: list[Any] = []
         known: list[Any] = [None if kwargs else len(args)]
         if self.static:
@@ -65,7 +70,18 @@ class Function:
             known.append(tuple(map(at_home, leaves)))
         if not state.quick:
             leaves += [x for x, _ in state.numbers.values()]
-        return (mesh, modes, tuple(known)), leaves
+        return (mesh or self._found(leaves), modes, tuple(known)), leaves
+
+    def _found(self, leaves: list[Any]) -> Mesh:
+        meshes: list[Mesh] = list(dict.fromkeys(x.mesh for x in leaves if isinstance(x, ShardedTensor)))
+        if len(meshes) != 1:
+            raise ShardingError(
+                f"{self.name} is called outside any mesh",
+                [f"it finds tensors on {mesh}" for mesh in meshes],
+                rule="a jitted function runs on the current mesh, else on that of the tensors that it finds",
+                remedy="call it inside `with Mesh(data=2, tensor=4):`",
+            )
+        return meshes[0]
 
     def with_tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with tensors for numpy's arrays, but for the static ones."""

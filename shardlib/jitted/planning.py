@@ -23,7 +23,7 @@ from shardlib.errors import ShardingError
 from shardlib.jitted.function import Function
 from shardlib.jitted.programs import PROGRAMS, Programs
 from shardlib.lines import user_frame
-from shardlib.meshes.mesh import Mesh
+from shardlib.meshes.mesh import Mesh, current_mesh
 from shardlib.plans.plan import Plan
 from shardlib.specs.fixed import Fixed
 from shardlib.state import compiling, unseen
@@ -54,11 +54,12 @@ class Invocation:
 
     @staticmethod
     def of(
-        function: Function, mesh: Mesh, programs: Programs, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        function: Function, programs: Programs, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Invocation:
-        """The call, read; `own` is the object whose method it is of."""
-        call = Invocation(function, mesh, programs, args, kwargs, State(own, programs.changing), None, [])
-        call.read()
+        """The call, read, on the current mesh; `own` is the object whose method it is of."""
+        state = State(own, programs.changing)
+        key, leaves = function.read_call(current_mesh(), programs, state, args, kwargs)
+        call = Invocation(function, key[0], programs, args, kwargs, state, key, leaves)
         if call.state.arrays:
             call.args, call.kwargs = function.with_tensors(args, kwargs)
             call.read()
@@ -170,7 +171,7 @@ class Invocation:
                 static=function.static,
                 placed=self._placed,
                 state=self.state,
-                exact=exact or self.state.exact,
+                exact=exact or self.state.rates,
                 watch=watch,
                 donate=function.donate,
                 differentiate=any(isinstance(x, torch.Tensor) and x.requires_grad for x in self.leaves),

@@ -6,6 +6,7 @@ the graph. Attention is caught whole, before torch picks a kernel for some devic
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import itertools
@@ -119,9 +120,11 @@ def trace(
             watch.restore()
         raise AssertionError("unreachable")
 
-    if not exact and (any(map(is_number, call.arguments)) or (watch is not None and watch.before.numbers)):
+    plain = state is not None and state.exact
+    given = watch is not None and watch.before.numbers
+    if not exact and (given or (any(map(is_number, call.arguments)) and not plain)):
         try:
-            return traced(Numbers)
+            return traced(functools.partial(Numbers, plain))
         except _NOT_NUMBERS:  # something took a number for more than arithmetic: then it is a constant
             if watch is not None:
                 watch.restore()

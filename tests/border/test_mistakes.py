@@ -393,7 +393,7 @@ def test_reasons_can_be_read() -> None:
         "norm.training, read in step at test_mistakes.py:A: True -> False",
     ]
     step(X, Settings())
-    assert step.retraces[-1].startswith("given is another one now (a Settings); Settings.scale, read in step at ")
+    assert step.retraces[-1] == "given is another one now (a Settings)", "numbers are inputs by now"
 
 
 def _again(step: Any, change: Callable[[int], Any]) -> str:

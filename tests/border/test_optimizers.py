@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -92,13 +93,103 @@ def test_a_whole_step_is_one_program(name: str, placed: Callable[[Net], None]) -
     single = name.startswith(("NAdam", "ASGD", "RAdam"))  # these round factors to float32, earlier or later
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6 if single else 1e-10, atol=1e-8 if single else 1e-12)
-    # The state is new; the rate is an input from its second value on, but to a kernel that takes no other number.
-    assert len(jitted.retraces) <= (3 if "fused" in name else 2), jitted.retraces
+    # Moments are there before the first step, and rates are inputs. Dampened momentum begins as no constant; a fused
+    # kernel takes no other number; and what Muon does not step keeps its gradient, which is not zeroed.
+    assert len(jitted.retraces) == {"AdamW, fused": 3, "SGD, momentum, dampened": 1, "Muon": 1}.get(name, 0)
     for p in model.parameters():
         for x in opt.state[p].values():
             if isinstance(x, Tensor) and x.shape == p.shape:
                 assert type(x) is type(p.data)
                 assert sl.typeof(x) == sl.typeof(p.detach()), "what is kept of a parameter lives as that does"
+
+
+class Half(nn.Module):
+    """One of its layers is in no result, another is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused, self.frozen = (nn.Linear(4, 4) for _ in range(3))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.frozen(self.used(x))
+        return y
+
+
+@pytest.mark.parametrize("scheduled", [False, True], ids=["constant", "scheduled"])
+def test_the_first_step_is_no_program_of_its_own(scheduled: bool) -> None:
+    x = torch.ones(8, 4)
+    with sl.Mesh(data=2):
+        model = sl.parallelize(Half(), strategy="zero1")
+        opt = torch.optim.AdamW(model.parameters())
+        schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5) if scheduled else None
+        before = dict(vars(opt))
+        jitted = sl.jit(step)
+        jitted.plan(model, opt, x)
+        assert vars(opt) == before, "a plan leaves nothing behind"
+        assert not opt.state
+        for _ in range(3):
+            jitted(model, opt, x)
+            if schedule is not None:
+                schedule.step()
+    assert jitted.retraces == []
+    assert [p is model.used.weight or p is model.used.bias for p in opt.state] == [True, True]
+    assert sl.typeof(opt.state[model.used.weight]["exp_avg"]) == "f32[4@data, 4]"
+
+
+@pytest.mark.parametrize("closed", [False, True], ids=["arguments", "closed over"])
+def test_the_mesh_is_that_of_the_parameters(closed: bool) -> None:
+    x = torch.ones(8, 4)
+    model = sl.parallelize(Half(), strategy="fsdp", mesh=sl.Mesh(data=2))
+    opt = torch.optim.Adam(model.parameters())
+    jitted = sl.jit(lambda x: step(model, opt, x)) if closed else sl.jit(functools.partial(step, model, opt))
+    first, second = jitted(x), jitted(x)
+    assert float(second) != float(first)
+    assert "on data=2 (2 devices, virtual)" in str(jitted.plan(x))
+    other = sl.parallelize(Half(), mesh=sl.Mesh(data=4))
+    with pytest.raises(sl.ShardingError) as caught:
+        sl.jit(lambda x: model(x) + other(x))(x)
+    assert "it finds tensors on Mesh(data=2)\n  * it finds tensors on Mesh(data=4)" in str(caught.value)
+
+
+def test_who_does_not_step_makes_no_moments() -> None:
+    x = torch.ones(8, 4)
+    with sl.Mesh(data=2):
+        model = sl.parallelize(Half())
+        opt = torch.optim.Adam(model.parameters(), lr=0.1)
+        rate = sl.jit(lambda model, opt, x: model(x).sum() * opt.param_groups[0]["lr"])
+        float(rate(model, opt, x))
+        assert not opt.state
+
+        def fails(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
+            step(model, opt, x)
+            raise KeyError("no such thing")
+
+        with pytest.raises(KeyError, match="no such thing"):
+            sl.jit(fails)(model, opt, x)
+        assert not opt.state
+        assert all(p.grad is None for p in model.parameters())
+
+
+def test_moments_that_were_loaded_move_to_where_the_strategy_says() -> None:
+    x = torch.ones(8, 4)
+    plain, model = Half(), Half()
+    model.load_state_dict(plain.state_dict())
+    first = torch.optim.Adam(plain.parameters())
+    step(plain, first, x)
+    with sl.Mesh(data=2):
+        sl.parallelize(model, strategy="zero1")
+        opt = torch.optim.Adam(model.parameters())
+        opt.load_state_dict(copy.deepcopy(first.state_dict()))
+        jitted = sl.jit(step)
+        jitted(model, opt, x)
+        jitted(model, opt, x)
+    step(plain, first, x)
+    step(plain, first, x)
+    assert jitted.retraces == []
+    assert sl.typeof(opt.state[model.used.weight]["exp_avg"]) == "f32[4@data, 4]"
+    kept = opt.state[model.used.weight]["exp_avg"].full_tensor()
+    torch.testing.assert_close(kept, first.state[plain.used.weight]["exp_avg"])
 
 
 def test_many_parameters_are_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,3 +392,39 @@ def test_parameters_of_one_shape_are_each_their_own(name: str, body: Any, placed
 
     for a, b in zip(run(jitted=True), run(jitted=False), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+class Asking(nn.Linear):
+    """Its code asks for a type, so that numbers among its settings are constants."""
+
+    slope: float = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x) * (self.slope if type(self.slope) is float else 0.0)
+        return y
+
+
+def test_rates_are_inputs_where_code_asks_for_types() -> None:
+    with sl.Mesh(data=2):
+        model = sl.parallelize(Asking(4, 4))
+        opt = torch.optim.AdamW(model.parameters())
+        schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
+        jitted = sl.jit(step)
+        for _ in range(3):
+            jitted(model, opt, torch.ones(8, 4))
+            schedule.step()
+        assert jitted.retraces == []
+        model.slope = 3.0
+        jitted(model, opt, torch.ones(8, 4))
+        assert jitted.retraces == ["model.slope is new"]
+
+
+def test_who_asks_for_the_type_of_a_rate_gets_it() -> None:
+    def asks(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        loss = step(model, opt, x)
+        return loss * (1 if type(opt.param_groups[0]["lr"]) is float else 0)
+
+    with sl.Mesh(data=2):
+        model = sl.parallelize(nn.Linear(4, 4))
+        opt = torch.optim.AdamW(model.parameters())
+        assert float(sl.jit(asks)(model, opt, torch.ones(8, 4))) > 0
