@@ -132,7 +132,9 @@ def refill(x: Any, old: Any) -> None:
 
 
 def is_refilled(x: Any, old: Any) -> bool:
-    """Whether a container has other items than it had, or in another order."""
+    """Whether a container has other items than it had, or in another order; a copy of a set has one of its own."""
+    if isinstance(x, set):
+        return {id(y) for y in x} != {id(y) for y in old}
     return len(x) != len(old) or any(a is not b for a, b in zip(_items(x), _items(old), strict=True))
 
 

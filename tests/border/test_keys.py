@@ -378,3 +378,24 @@ def test_programs_that_are_kept_are_bounded() -> None:
     lengths(step, PROGRAMS + 20)
     assert sum(map(len, step.programs.entries.values())) == PROGRAMS
     assert len(step.retraces) <= PROGRAMS
+
+
+def test_a_set_is_the_same_after_a_trace() -> None:
+    """A copy of it goes through its items in another order."""
+    chosen = set([65534, 63085, 8774, 5020, 12595, 22409, 1989])  # noqa: C405  grows, where a literal has room
+    if list(chosen) == list(set(chosen)):
+        pytest.skip("here a copy of a set is in the order of the set")
+
+    class Layer(torch.nn.Module):
+        chosen: set[int]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return sum((x * i for i in self.chosen), torch.zeros_like(x))
+
+    layer = Layer()
+    layer.chosen = chosen
+    step = sl.jit(layer)
+    with Mesh(data=2):
+        for _ in range(3):
+            step(torch.ones(2))
+    assert step.retraces == []
