@@ -51,7 +51,7 @@ $(STAMP): pyproject.toml
 	    { echo "$(PYTHON) is not Python 3.11 or newer; name one that is: make PYTHON=python3.12"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,train,notebook]' transformers
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,train,notebook]' transformers peft
 	@touch $@
 
 clean:

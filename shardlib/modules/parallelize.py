@@ -130,11 +130,13 @@ def _said(module: nn.Module, tensors: Sequence[Held], mesh: Mesh, taken: Taken) 
     """Where parameters live of which the caller says nothing: as the module's own table has it, or whole."""
     inner = [axis for axis in mesh.axes if axis in TENSOR]
     used = {*taken.batch, *taken.parameters, *_sequence(mesh), *inner}
-    table = pretrained.table_of(module)
+    table = pretrained.table_of(module) if inner else {}
+    found = pretrained.specs_of(table, {at: x.tensor for x in tensors for at in x.names}, inner[0]) if table else {}
     grid = ", ".join(f"{axis}={n}" for axis, n in mesh.axes.items())
     wrong = [f"nothing says what {axis!r} cuts" for axis in mesh.axes if axis not in used]
-    if inner and not table:
-        wrong.append(f"nothing says which weights {inner[0]!r} cuts: {type(module).__name__} has no tp_plan")
+    if inner and not found:
+        why = "no weight is in its tp_plan" if table else f"{type(module).__name__} has no tp_plan"
+        wrong.append(f"nothing says which weights {inner[0]!r} cuts: {why}")
     if wrong:
         raise ShardingError(
             f"parallelize({type(module).__name__}) on ({grid}) is given no specs",
@@ -142,9 +144,6 @@ def _said(module: nn.Module, tensors: Sequence[Held], mesh: Mesh, taken: Taken) 
             rule="without specs, axes cut the batch (data), the sequence (seq), and what the module's own table says",
             remedy="give specs, or let sl.suggest(module, mesh, *example) propose them",
         )
-    if not inner:
-        return {}
-    found = pretrained.specs_of(table, {at: x.tensor for x in tensors for at in x.names}, inner[0])
     tied = {x.name: [at for at in x.names if at in found] for x in tensors}
     return {at: found[known[0]] for at, known in tied.items() if known}
 

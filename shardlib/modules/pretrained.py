@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor, nn
 
 from shardlib.modules.table import numberless
+from shardlib.specs.grammar import SpecDim
 from shardlib.specs.spec import Spec, parse
 
 CUTS: dict[str, Callable[[int, str], str]] = {
@@ -34,7 +35,8 @@ def table_of(module: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     roots: list[str] = []
     for name, part in module.named_modules():
-        plan = getattr(part, "tp_plan", None)
+        own = hasattr(type(part), "tp_plan") or "tp_plan" in vars(part)  # not that of a part which it asks (adapters)
+        plan = part.tp_plan if own else None
         if isinstance(plan, Mapping) and plan and not any(name.startswith(root) for root in roots):
             roots.append(f"{name}." if name else "")
             found |= {f"{roots[-1]}{key}": style for key, style in plan.items()}
@@ -44,20 +46,49 @@ def table_of(module: nn.Module) -> dict[str, str]:
 def specs_of(table: Mapping[str, str], tensors: Mapping[str, Tensor], axis: str) -> dict[str, Spec]:
     """The spec of every parameter of which the table says how it is cut; `tensors` are by all of their names.
 
+    A module of the table may have become one around it, with adapters beside its weight (LoRA: Hu et al. 2021,
+    arXiv:2106.09685): they are cut where they are as large as the weight.
+
     Example:
         >>> import torch
-        >>> found = specs_of({"layers.*.up": "colwise"}, {"layers.0.up.weight": torch.zeros(8, 4)}, "tensor")
-        >>> {name: str(spec) for name, spec in found.items()}
-        {'layers.0.up.weight': 'out@tensor _'}
+        >>> names = {"0.up.base.weight": (8, 4), "0.up.lora_A.weight": (2, 4), "0.up.lora_B.weight": (8, 2)}
+        >>> tensors = {name: torch.zeros(shape) for name, shape in names.items()}
+        >>> {name: str(spec) for name, spec in specs_of({"*.up": "colwise"}, tensors, "tensor").items()}
+        {'0.up.base.weight': 'out@tensor _', '0.up.lora_A.weight': '_ _', '0.up.lora_B.weight': 'out@tensor _'}
     """
     by_pattern = {numberless(key): style for key, style in table.items()}
-    found = {}
+    largest: dict[str, Tensor] = {}  # by the name of what the table calls by a pattern
+    owners: dict[str, str] = {}
     for name, x in tensors.items():
-        style = by_pattern.get(numberless(name)) or by_pattern.get(numberless(name.rpartition(".")[0]))
-        cut = CUTS.get(SAME.get(style, style)) if style else None
-        if cut is not None and x.dim():
-            found[name] = parse(cut(x.dim(), axis))
+        at = next((at for at in _prefixes(name) if numberless(at) in by_pattern), None)
+        if at is not None and x.dim():
+            owners[name] = at
+            largest[at] = max(x, largest.get(at, x), key=lambda y: (y.numel(), y.dim()))
+    found = {}
+    for name, at in owners.items():
+        style, x = by_pattern[numberless(at)], tensors[name]
+        cut = CUTS.get(SAME.get(style, style))
+        if cut is not None:
+            spec = parse(cut(x.dim(), axis))
+            found[name] = spec if _is_as_large(x, largest[at], spec) else parse(_at(x.dim(), None, ""))
     return found
+
+
+def _prefixes(name: str) -> list[str]:
+    """The name, and those of the modules around it, from the nearest on."""
+    words = name.split(".")
+    return [".".join(words[:n]) for n in range(len(words), 0, -1)]
+
+
+def _is_as_large(x: Tensor, weight: Tensor, spec: Spec) -> bool:
+    """Whether what is cut of `x`, counted from the last dim, is as large as in the weight; a vector goes along."""
+    if x.dim() == 1:
+        return True
+    return all(
+        x.shape[d] == weight.shape[d - x.dim()]
+        for d, dim in enumerate(spec.dims)
+        if isinstance(dim, SpecDim) and any(f.axes for f in dim.factors)
+    )
 
 
 def _at(rank: int, dim: int | None, word: str) -> str:
