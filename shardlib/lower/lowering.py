@@ -17,6 +17,7 @@ from shardlib.lower.builder import Builder
 from shardlib.lower.emit import Emitter
 from shardlib.lower.local import Assignment
 from shardlib.lower.pending import carried, reader_counts
+from shardlib.lower.regroup import Regrouping
 from shardlib.lower.values import SETTLED, Owed, Values
 from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
@@ -42,6 +43,7 @@ class Lowering:
         self.values = Values(self.emitter)
         self.constants = self.values.constants
         self.readers = reader_counts(graph, propagated)
+        self.regrouping = Regrouping(self.values, self.readers)
 
     def run(self) -> Program:
         for value in self.graph.inputs:
@@ -59,8 +61,12 @@ class Lowering:
                 self.values.as_(self.flood.apart[value], value, self.p.input_cut(value))
         for op in self.graph.ops:
             if not op.constant and not op.transparent:
-                self._at(op, op)
-                self._op(op)
+                for first in self.regrouping.met_by(op):
+                    self._at(first, first)
+                    self._op(first)
+                if not self.regrouping.waits(op):
+                    self._at(op, op)
+                    self._op(op)
         for i, value in enumerate(self.graph.outputs):
             self.builder.outputs.append(self._output(i, value) if isinstance(value, Value) else value)
         return self.builder.finish()
