@@ -1,35 +1,33 @@
-"""A GPT over bytes, written for one device: functions on a dict of tensors.
+"""A GPT over bytes: modules of torch for one device, and where they live on a mesh.
 
-B batch, T sequence, D width, H heads, F feed-forward, V vocabulary. Sharding shows in three places, all in this file:
-the mesh's rules, the specs of the weights by name, and one `annotate` on the residual stream.
+B batch, T sequence, D width, H heads, d size of a head, F feed-forward, V vocabulary. Sharding shows in three places,
+all in this file: the mesh's rules, the table of weights, and `shard` on the residual stream.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-Params = dict[str, Tensor]
-Annotate = Callable[[Tensor, str], Tensor]
+import shardlib as sl
 
-RULES = {"batch": "data", "seq": "tensor", "heads": "tensor", "ff": "tensor", "vocab": "tensor"}
+RULES = {"batch": "data", "length": "tensor", "heads": "tensor", "ff": "tensor", "vocab": "tensor"}
 
-# Megatron's layout. `heads` cuts [3, H*hd, D] along whole heads: the compiler finds H in that dim by itself.
-WEIGHT_SPECS = {
-    r"embedding|head": "vocab embed",
-    r".*\.qkv": "three heads embed",
-    r".*\.out": "embed heads",
-    r".*\.up": "ff embed",
-    r".*\.down": "embed ff",
-    r".*norm.*": "embed",
+# Megatron's layout. What is in no line (the norms) is whole everywhere.
+WEIGHTS = {
+    "*embedding.weight": "vocab embed",
+    "*head.weight": "vocab embed",
+    "*.query.weight": "heads embed",
+    "*.key.weight": "heads embed",
+    "*.value.weight": "heads embed",
+    "*.out.weight": "embed heads",
+    "*.up.weight": "ff embed",
+    "*.down.weight": "embed ff",
 }
-BATCH_SPEC = "batch _"  # token ids are small: every tensor rank holds whole sequences
-RESIDUAL_SPEC = "batch seq embed"
+RESIDUAL = "batch length embed"
 
 
 @dataclass(frozen=True)
@@ -42,87 +40,67 @@ class Config:
     context: int = 128
     vocab: int = 256
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every parameter, by name."""
-        D, F4 = self.width, 4 * self.width
-        shapes: dict[str, tuple[int, ...]] = {"embedding": (self.vocab, D)}
-        for i in range(self.layers):
-            shapes |= {
-                f"{i}.norm1.weight": (D,),
-                f"{i}.norm1.bias": (D,),
-                f"{i}.qkv": (3, D, D),
-                f"{i}.out": (D, D),
-                f"{i}.norm2.weight": (D,),
-                f"{i}.norm2.bias": (D,),
-                f"{i}.up": (F4, D),
-                f"{i}.down": (D, F4),
-            }
-        return shapes | {"norm.weight": (D,), "norm.bias": (D,), "head": (self.vocab, D)}
+
+class Block(nn.Module):
+    """Attention with rotary positions, then a feed-forward of four widths, each added to what comes in."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        D = config.width
+        self.heads = config.heads
+        self.norm1, self.norm2 = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.query, self.key, self.value, self.out = (nn.Linear(D, D, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(D, 4 * D, bias=False), nn.Linear(4 * D, D, bias=False)
+
+    def forward(self, x_BTD: Tensor, angles: Tensor) -> Tensor:
+        """`[B, T, D]` to `[B, T, D]`; `angles` are `[T, d/2]`."""
+        h_BTD = self.norm1(x_BTD)
+        q_BHTd, k_BHTd, v_BHTd = (
+            project(h_BTD).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
+        a_BHTd = F.scaled_dot_product_attention(
+            _rotated(q_BHTd, angles), _rotated(k_BHTd, angles), v_BHTd, is_causal=True
+        )
+        x_BTD = sl.shard(x_BTD + self.out(a_BHTd.transpose(1, 2).flatten(2)), RESIDUAL)
+        return sl.shard(x_BTD + self.down(F.gelu(self.up(self.norm2(x_BTD)))), RESIDUAL)
 
 
-def init(config: Config, seed: int = 0) -> Params:
-    """Fresh weights: norms at identity, the rest normal, what ends in the residual stream scaled down by depth (GPT-2).
+class GPT(nn.Module):
+    """Logits `[B, T, V]` of the byte that follows each position; given what follows, the mean loss in nats per byte.
+
+    Fresh weights are normal, and those that end in the residual stream scaled down by depth (GPT-2). On one device it
+    runs inside `with shardlib.no_mesh()`.
 
     Example:
-        >>> params = init(Config(layers=1))
-        >>> sum(p.numel() for p in params.values())
+        >>> model = GPT(Config(layers=1))
+        >>> sum(p.numel() for p in model.parameters())
         919040
+        >>> with sl.no_mesh():
+        ...     model(torch.zeros(2, 5, dtype=torch.long)).shape
+        torch.Size([2, 5, 256])
     """
-    generator = torch.Generator().manual_seed(seed)
-    params: Params = {}
-    for name, shape in config.shapes().items():
-        if "norm" in name:
-            params[name] = torch.ones(shape) if name.endswith("weight") else torch.zeros(shape)
-        else:
-            depth = (2 * config.layers) ** -0.5 if name.endswith(("out", "down")) else 1.0
-            params[name] = torch.randn(shape, generator=generator) * 0.02 * depth
-    return params
 
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocab, bias=False)
+        for name, p in self.named_parameters():
+            if "norm" not in name:
+                depth = (2 * config.layers) ** -0.5 if name.endswith(("out.weight", "down.weight")) else 1.0
+                nn.init.normal_(p, std=0.02 * depth)
 
-def spec(name: str) -> str:
-    """The spec of the parameter `name`.
-
-    Example:
-        >>> spec("3.up"), spec("norm.bias")
-        ('ff embed', 'embed')
-    """
-    return next(text for pattern, text in WEIGHT_SPECS.items() if re.fullmatch(pattern, name))
-
-
-def plain(x: Tensor, spec: str) -> Tensor:
-    """An `annotate` that does nothing: the model on one device."""
-    return x
-
-
-def logits(params: Params, tokens_BT: Tensor, config: Config, annotate: Annotate = plain) -> Tensor:
-    """Logits `[B, T, V]` of the byte that follows each position; a sharded program annotates with `shardlib.shard`."""
-    (B, T), D = tokens_BT.shape, config.width
-    x_BTD = F.embedding(tokens_BT, params["embedding"])
-    angles = _angles(T, D // config.heads, tokens_BT.device)
-    for i in range(config.layers):
-        p = {key: params[f"{i}.{key}"] for key in ("qkv", "out", "up", "down")}
-        x_BTD = annotate(x_BTD, RESIDUAL_SPEC)
-
-        h_BTD = _norm(params, f"{i}.norm1", x_BTD)
-        qkv = F.linear(h_BTD, p["qkv"].flatten(0, 1)).view(B, T, 3, config.heads, D // config.heads)
-        q_BHTd, k_BHTd, v_BHTd = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        q_BHTd, k_BHTd = _rotated(q_BHTd, angles), _rotated(k_BHTd, angles)
-        a_BHTd = F.scaled_dot_product_attention(q_BHTd, k_BHTd, v_BHTd, is_causal=True)
-        x_BTD = annotate(x_BTD + F.linear(a_BHTd.transpose(1, 2).flatten(2), p["out"]), RESIDUAL_SPEC)
-
-        h_BTD = _norm(params, f"{i}.norm2", x_BTD)
-        x_BTD = x_BTD + F.linear(F.gelu(F.linear(h_BTD, p["up"])), p["down"])
-    return F.linear(_norm(params, "norm", annotate(x_BTD, RESIDUAL_SPEC)), params["head"])
-
-
-def loss(params: Params, tokens_BT: Tensor, targets_BT: Tensor, config: Config, annotate: Annotate = plain) -> Tensor:
-    """Mean cross-entropy in nats per byte."""
-    logits_BTV = logits(params, tokens_BT, config, annotate)
-    return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
-
-
-def _norm(params: Params, name: str, x_BTD: Tensor) -> Tensor:
-    return F.layer_norm(x_BTD, x_BTD.shape[-1:], params[f"{name}.weight"], params[f"{name}.bias"])
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """Token ids to logits, or to their loss."""
+        x_BTD = sl.shard(self.embedding(tokens_BT), RESIDUAL)
+        angles = _angles(tokens_BT.shape[1], self.config.width // self.config.heads, tokens_BT.device)
+        for block in self.blocks:
+            x_BTD = block(x_BTD, angles)
+        logits_BTV: Tensor = self.head(self.norm(x_BTD))
+        return logits_BTV if targets_BT is None else F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
 
 
 def _angles(length: int, head: int, device: torch.device) -> Tensor:
@@ -138,23 +116,22 @@ def _rotated(x_BHTd: Tensor, angles: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def generate(params: Params, prompt: bytes, length: int, config: Config, *, temperature: float, seed: int) -> bytes:
+def generate(model: GPT, prompt: bytes, length: int, *, temperature: float, seed: int) -> bytes:
     """`length` bytes that continue `prompt`, sampled on one device; temperature 0 is greedy.
 
     Example:
-        >>> config = Config(layers=1, width=32, heads=2, context=16)
-        >>> len(generate(init(config), b"def ", 5, config, temperature=0.8, seed=0))
+        >>> model = GPT(Config(layers=1, width=32, heads=2, context=16))
+        >>> len(generate(model, b"def ", 5, temperature=0.8, seed=0))
         5
     """
     generator = torch.Generator().manual_seed(seed)
-    params = {name: p.cpu() for name, p in params.items()}
     tokens = list(prompt)
-    for _ in range(length):
-        window = torch.tensor([tokens[-config.context :]])
-        last_V = logits(params, window, config)[0, -1]
-        if temperature == 0:
-            tokens.append(int(last_V.argmax()))
-        else:
-            choice = torch.multinomial(torch.softmax(last_V / temperature, 0), 1, generator=generator)
-            tokens.append(int(choice))
+    with sl.no_mesh():
+        for _ in range(length):
+            last_V = model(torch.tensor([tokens[-model.config.context :]]))[0, -1]
+            if temperature == 0:
+                tokens.append(int(last_V.argmax()))
+            else:
+                choice = torch.multinomial(torch.softmax(last_V / temperature, 0), 1, generator=generator)
+                tokens.append(int(choice))
     return bytes(tokens[len(prompt) :])
