@@ -105,7 +105,16 @@ def _tensor_parallel(module: Model, mesh: Any) -> None:
 class Peer:
     """One rank's sharded module, its optimizer and its rows of the batch."""
 
-    def __init__(self, kind: str, params: w1.Params, tokens: Tensor, targets: Tensor, config: w1.Config) -> None:
+    def __init__(
+        self,
+        kind: str,
+        params: w1.Params,
+        tokens: Tensor,
+        targets: Tensor,
+        config: w1.Config,
+        *,
+        compiled: bool = False,
+    ) -> None:
         world = torch.distributed.get_world_size()
         self.module, self.loss_parallel = model(params, config), kind == "tp_fsdp"
         if kind == "tp_fsdp":
@@ -115,6 +124,8 @@ class Peer:
         else:
             data = init_device_mesh("cpu", (world,), mesh_dim_names=("data",))
         for layer in self.module.layers:
+            if compiled:
+                layer.compile()
             fully_shard(layer, mesh=data)
         fully_shard(self.module, mesh=data)
         rows = math.ceil(config.batch / data.size())

@@ -33,13 +33,18 @@ def launch(
     ours: str | None, peer: str, layers: int, *, world: int = 4, rounds: int = 10, timeout: float = 300.0
 ) -> dict[str, Any]:
     """Run mode `ours` (None: the peer alone) against `peer` on `world` processes and return what rank 0 measured."""
+    options = ["--peer", peer, "--layers", str(layers), "--rounds", str(rounds), *(["--ours", ours] if ours else [])]
+    return launched(__name__, options, world, timeout)
+
+
+def launched(module: str, options: list[str], world: int, timeout: float) -> dict[str, Any]:
+    """Run a module with these options, and `--out`, on `world` processes; returns what rank 0 wrote there."""
     with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         free.close()
         out = Path(folder) / "result.json"
-        command = [sys.executable, "-m", __name__, "--peer", peer, "--layers", str(layers)]
-        command += ["--rounds", str(rounds), "--out", str(out)] + (["--ours", ours] if ours else [])
+        command = [sys.executable, "-m", module, *options, "--out", str(out)]
         shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
         shared |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
         processes = [
