@@ -94,3 +94,30 @@ def test_sums_that_are_added_are_one(order: Any, reductions: int) -> None:
     g = torch.Generator().manual_seed(0)
     args = [torch.randn(shape, generator=g) for shape in ((8, 8), (8, 16), (16, 8), (8, 16), (16, 8))]
     assert len(_sums(order, sl.Mesh(tensor=4), *args)) == reductions
+
+
+class _Kept(torch.autograd.Function):
+    """A sum of the forward pass that only an addition of the way back reads."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x + a @ b)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (kept,) = ctx.saved_tensors
+        return (grad + kept) + grad, None, None
+
+
+def test_what_is_kept_for_the_way_back_is_complete() -> None:
+    g = torch.Generator().manual_seed(0)
+    x, a, b = (torch.randn(shape, generator=g) for shape in ((8, 8), (8, 16), (16, 8)))
+    found = []
+    for mesh in (None, sl.Mesh(tensor=4)):
+        leaf = x.clone().requires_grad_()
+        with mesh or sl.no_mesh():
+            step = sl.jit(_Kept.apply, in_specs=("n e", "n k@tensor", "k@tensor e")) if mesh else _Kept.apply
+            step(leaf, a, b).sum().backward()
+        found.append(leaf.grad)
+    torch.testing.assert_close(found[1].full_tensor() if isinstance(found[1], sl.ShardedTensor) else found[1], found[0])

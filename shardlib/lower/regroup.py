@@ -23,7 +23,9 @@ class Regrouping:
             return False
         (result,) = op.results
         assert result is not None, "a sum has a value"
-        if self.readers[result] != 1 or result.is_output or not all(self._adds(reader) for reader, _ in result.readers):
+        if self.readers[result] != 1 or result.is_output:
+            return False
+        if not all(self._adds(reader) and reader.backward == op.backward for reader, _ in result.readers):
             return False
         self.waiting[result] = op
         return True
