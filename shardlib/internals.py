@@ -277,6 +277,11 @@ def init_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
         make(group, *([] for _ in list(inspect.signature(make).parameters)[1:]))
 
 
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody registered what runs in front of its steps."""
+    return bool(getattr(optimizer, "_optimizer_step_pre_hooks", ()))
+
+
 def mark_stepped(optimizer: torch.optim.Optimizer) -> bool:
     """Set the mark that the first step sets under a scheduler, which warns without; whether it was not there."""
     if not hasattr(optimizer.step, "_wrapped_by_lr_sched") or hasattr(optimizer, "_opt_called"):

@@ -6,14 +6,18 @@ moments begin as constants make them here, by torch's own code, in front of the 
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from contextlib import ExitStack
+import itertools
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardlib.internals import init_group, mark_stepped, unmark_stepped
+from shardlib.calls.numbers import is_given
+from shardlib.internals import has_step_hooks, init_group, mark_stepped, unmark_stepped
 from shardlib.jitted.planning import Invocation
 from shardlib.placing import shard
 from shardlib.plans.plan import Plan
@@ -48,7 +52,7 @@ def plan(call: Invocation, *, runs: bool = True) -> tuple[Plan, list[Any]]:
     What was made in front of it, and the function does not touch, goes again; so does all of it where the call does not
     run. Learning rates are inputs from the start: what changes a number between steps is a schedule, mostly.
     """
-    untouched: set[int] = set()
+    untouched: set[int] = set()  # parameters, by id
     last = call.programs.last
     while True:
         optimizers = [x for x in call.state.kept if isinstance(x, torch.optim.Optimizer)]
@@ -57,16 +61,21 @@ def plan(call: Invocation, *, runs: bool = True) -> tuple[Plan, list[Any]]:
         rates = {(id(group), (str, "lr")) for x in optimizers for group in x.param_groups}
         call.programs.changing.numbers |= rates
         call.programs.changing.rates |= rates
-        with ExitStack() as undo:
-            made = [of for x in optimizers for of in _begun(x, untouched, undo)]
-            call.read()
-            found = call.plan(runs=runs)
-            idle = _idle(found[0], call.leaves)
-            wrong = {
-                id(p) for p, entries in made if all(id(x) in idle for x in entries.values() if isinstance(x, Tensor))
-            }
-            if runs and not wrong:
-                undo.pop_all()
+        wrong: set[int] = set()
+        try:
+            with ExitStack() as undo:
+                made = {id(x): _begun(x, untouched, undo) for x in optimizers}
+                call.around = partial(_hidden, [x for x in optimizers if made[id(x)]])
+                call.read()
+                found = call.plan(runs=runs)
+                idle = _idle(found[0], call.leaves)
+                for p, entries in itertools.chain.from_iterable(made.values()):
+                    if all(id(x) in idle for x in entries.values() if isinstance(x, Tensor)):
+                        wrong.add(id(p))
+                if runs and not wrong:
+                    undo.pop_all()
+        except _LookedAtError as error:
+            wrong = set(map(id, parameters(error.optimizer)))
         if not wrong:
             return found
         untouched |= wrong
@@ -81,13 +90,71 @@ def _begun(optimizer: torch.optim.Optimizer, untouched: Collection[int], undo: E
         undo.callback(unmark_stepped, optimizer)
     fresh = [p for p in parameters(optimizer) if p.requires_grad and p.is_leaf and not optimizer.state.get(p)]
     fresh = [p for p in fresh if id(p) not in untouched]
-    if not fresh or not type(optimizer).__module__.startswith("torch."):
+    by_rate = isinstance(optimizer, torch.optim.Rprop | torch.optim.ASGD)  # begins with the rate of the first step
+    if not fresh or by_rate or not type(optimizer).__module__.startswith("torch.") or has_step_hooks(optimizer):
         return []
     for p in fresh:
         undo.callback(optimizer.state.pop, p, None)
     _begin(optimizer, set(map(id, fresh)))
     place(optimizer)
     return [(p, optimizer.state[p]) for p in fresh if optimizer.state.get(p)]
+
+
+# --- until it steps, nobody sees what was made ------------------------------------------------------------------------
+
+
+class _LookedAtError(Exception):
+    """A function looked at what an optimizer keeps, or changed its settings, before it stepped."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+class _Hidden(defaultdict[Any, Any]):
+    """What stands for the state of an optimizer in a trace until it steps."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(dict)
+        self.optimizer, self.state, self.settings = optimizer, optimizer.state, _settings(optimizer)
+
+    def _look(self, *_: Any, **__: Any) -> Any:
+        raise _LookedAtError(self.optimizer)
+
+    __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __len__ = __bool__ = __eq__ = _look
+    __reversed__ = __or__ = __ror__ = __ior__ = __repr__ = __copy__ = __deepcopy__ = __reduce_ex__ = _look
+    get = items = keys = values = pop = popitem = setdefault = update = clear = copy = _look
+    __hash__ = None  # type: ignore[assignment]
+
+
+def begins(optimizer: torch.optim.Optimizer) -> None:
+    """In front of a step: what was made is there, if its settings are those that it was made for."""
+    hidden = vars(optimizer).get("state")
+    if isinstance(hidden, _Hidden):
+        if _settings(optimizer) != hidden.settings:
+            raise _LookedAtError(optimizer)
+        optimizer.state = hidden.state
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """All settings but rates; numbers that are inputs as what they are in this call, tensors by identity."""
+    kept = [{k: x for k, x in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
+    return [
+        {k: x.scalar.hint if is_given(x) else id(x) if isinstance(x, Tensor) else x for k, x in group.items()}
+        for group in kept
+    ]
+
+
+@contextmanager
+def _hidden(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+    """While a function is traced."""
+    before = [(x, x.state) for x in optimizers]
+    for x in optimizers:
+        x.state = _Hidden(x)
+    try:
+        yield
+    finally:
+        for x, state in before:
+            x.state = state
 
 
 @unseen

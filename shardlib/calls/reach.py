@@ -145,7 +145,7 @@ class Reach:
             names = _globals(fn)
             if "type" in names and fn.__name__ not in _TEXTS:
                 self.exact = True
-                self.rates |= "param_groups" in _attributes(code)
+                self.rates |= "param_groups" in _attributes(code) or "lr" in code.co_consts
             for variable in names:
                 self._global(variable, fn.__globals__, code)
             for module in (*_named(code, "IMPORT_NAME"), *_spelt(code)):

@@ -15,7 +15,7 @@ import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -55,6 +55,7 @@ class Watch:
     def __init__(self, look: Callable[[], Snapshot]) -> None:
         self.look = look
         self.before = look()
+        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext  # what a trace runs the function in
         self.numbers: set[Place] = set()  # that the function changes; and the holders in which it changes something
         self.holders: dict[int, Any] = {}
         self.logs: dict[int, Any] = {}

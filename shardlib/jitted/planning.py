@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,7 @@ class Invocation:
     state: State
     key: Any
     leaves: list[Any]
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext  # what the function runs in while it is traced
 
     @staticmethod
     def of(
@@ -103,6 +104,7 @@ class Invocation:
                 programs.changing.numbers |= changed  # numbers that the caller changes are inputs, too
                 self.read()
                 watch = Watch(self.look)
+            watch.around = self.around
             with _undone(watch):
                 plan = self._compile(watch)
                 if watch.look().leaked or keeps_numbers(

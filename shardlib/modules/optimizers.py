@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardlib.moments import parameters, place
+from shardlib.moments import begins, parameters, place
 from shardlib.state import is_tracing
 from shardlib.tensors.replaced import refuse_replaced
 
@@ -23,6 +23,7 @@ def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
         named,
         "make it behind parallelize and materialize, which take the module that holds all places of a tied weight",
     )
+    begins(optimizer)
     _known[optimizer] = {id(x) for p in parameters(optimizer) for x in optimizer.state.get(p, {}).values()}
 
 

@@ -192,7 +192,7 @@ def _trace(
         known = {} if watch is None else watch.before.owners
         with nullcontext() if numbers is None else numbers:
             try:
-                with asked, users:
+                with asked, users, nullcontext() if watch is None else watch.around():
                     chance, iterators = Chance(call.state.kept), Iterators(call.state.kept)
                     found, tree = pytree.tree_flatten_with_path(taken_apart(opened(fn(*a, **k)), known))
                     chance.refuse_draws(lines.fallback.function)

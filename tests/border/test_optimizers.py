@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
@@ -93,9 +94,10 @@ def test_a_whole_step_is_one_program(name: str, placed: Callable[[Net], None]) -
     single = name.startswith(("NAdam", "ASGD", "RAdam"))  # these round factors to float32, earlier or later
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6 if single else 1e-10, atol=1e-8 if single else 1e-12)
-    # Moments are there before the first step, and rates are inputs. Dampened momentum begins as no constant; a fused
-    # kernel takes no other number; and what Muon does not step keeps its gradient, which is not zeroed.
-    assert len(jitted.retraces) == {"AdamW, fused": 3, "SGD, momentum, dampened": 1, "Muon": 1}.get(name, 0)
+    # Moments are there before the first step, and rates are inputs. Those that begin with the gradient or the rate make
+    # theirs inside; a fused kernel takes no other number; what Muon does not step keeps its gradient.
+    first = {"SGD, momentum, dampened": 1, "Rprop": 1, "ASGD": 1, "Muon": 1, "AdamW, fused": 3}
+    assert len(jitted.retraces) == first.get(name, 0), jitted.retraces
     for p in model.parameters():
         for x in opt.state[p].values():
             if isinstance(x, Tensor) and x.shape == p.shape:
@@ -428,3 +430,64 @@ def test_who_asks_for_the_type_of_a_rate_gets_it() -> None:
         model = sl.parallelize(nn.Linear(4, 4))
         opt = torch.optim.AdamW(model.parameters())
         assert float(sl.jit(asks)(model, opt, torch.ones(8, 4))) > 0
+
+
+def _set(**settings: Any) -> Callable[[torch.optim.Optimizer], Any]:
+    return lambda opt: opt.param_groups[0].update(settings)
+
+
+def _warm(opt: torch.optim.Optimizer) -> None:
+    opt.param_groups[0]["lr"] = 0.1 if opt.state else 0.001
+
+
+def _begin_otherwise(opt: torch.optim.Optimizer) -> None:
+    for p in opt.param_groups[0]["params"]:
+        if not opt.state[p]:
+            opt.state[p].update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.ones_like(p))
+
+
+LOOKING: dict[str, tuple[Callable[[list[Tensor]], torch.optim.Optimizer], Callable[[Any], Any]]] = {
+    "a rate set inside, ASGD": (lambda p: torch.optim.ASGD(p, lr=0.1), _set(lr=0.01)),
+    "a rate set inside, Rprop": (lambda p: torch.optim.Rprop(p, lr=0.1), _set(lr=0.01)),
+    "a rate set inside, Adam": (lambda p: torch.optim.Adam(p, lr=0.1), _set(lr=0.01)),
+    "dampening set inside": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), _set(dampening=0.5)),
+    "amsgrad set inside": (lambda p: torch.optim.Adam(p, lr=0.1), _set(amsgrad=True)),
+    "amsgrad unset inside": (lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True), _set(amsgrad=False)),
+    "centred set inside": (lambda p: torch.optim.RMSprop(p, lr=0.1), _set(centered=True)),
+    "it asks whether there is a state": (lambda p: torch.optim.Adam(p, lr=0.1), _warm),
+    "it counts states": (lambda p: torch.optim.Adam(p, lr=0.1), lambda opt: len(opt.state)),
+    "it begins otherwise": (lambda p: torch.optim.Adam(p, lr=0.1), _begin_otherwise),
+    "it reads moments": (
+        lambda p: torch.optim.Adam(p, lr=0.1),
+        lambda opt: [s["exp_avg"].sum() for s in opt.state.values()],
+    ),
+    "it writes a state_dict": (lambda p: torch.optim.Adam(p, lr=0.1), lambda opt: len(opt.state_dict()["state"])),
+}
+
+
+@pytest.mark.parametrize("steps", [True, False], ids=["and steps", "and does not step"])
+@pytest.mark.parametrize("name", LOOKING)
+def test_who_looks_before_the_first_step_sees_what_torch_has(name: str, steps: bool) -> None:
+    make, look = LOOKING[name]
+    found: list[Any] = []
+    for jitted in (False, True):
+        p = nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float64))
+        opt = make([p])
+
+        def run(p: Tensor = p, opt: torch.optim.Optimizer = opt) -> Any:
+            seen = look(opt)
+            if steps:
+                p.square().sum().backward()
+                opt.step()
+                opt.zero_grad()
+            return seen
+
+        with sl.Mesh(data=2) if jitted else sl.no_mesh():
+            once = sl.jit(run) if jitted else run
+            seen = [once() for _ in range(3)]
+        state = {k: whole(x).tolist() if isinstance(x, Tensor) else x for k, x in opt.state.get(p, {}).items()}
+        plain = pytree.tree_map(lambda x: whole(x).detach().tolist() if isinstance(x, Tensor) else x, seen)
+        found.append((plain, p.tolist(), state, len(opt.state)))
+    (expected, tree), (got, same) = map(pytree.tree_flatten, found)
+    assert same == tree
+    assert got == [x if x is None else pytest.approx(x, rel=1e-7) for x in expected]
