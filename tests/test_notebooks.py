@@ -27,12 +27,21 @@ def test_runs_and_says_what_it_said(path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def _outputs(cell: Any) -> list[str]:
-    """Texts as they are, and of pictures that there is one; warnings go to stderr."""
-    found = []
+    """Texts as they are, and of pictures that there is one; warnings go to stderr.
+
+    What is printed comes in as many messages as it happens to.
+    """
+    found, printed = [], False
     for out in cell.get("outputs", []):
         data = out.get("data", {})
-        if out.get("name") != "stderr":
-            found.append("a picture" if "image/png" in data else out.get("text") or data["text/plain"])
+        if out.get("name") == "stderr":
+            continue
+        text = "a picture" if "image/png" in data else out.get("text") or data["text/plain"]
+        if printed and "text" in out:
+            found[-1] += text
+        else:
+            found.append(text)
+        printed = "text" in out
     return found
 
 
