@@ -286,13 +286,13 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> bool:
     """Set the mark that the first step sets under a scheduler, which warns without; whether it was not there."""
     if not hasattr(optimizer.step, "_wrapped_by_lr_sched") or hasattr(optimizer, "_opt_called"):
         return False
-    optimizer._opt_called = True  # type: ignore[attr-defined]
+    vars(optimizer)["_opt_called"] = True
     return True
 
 
 def unmark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Take that mark away."""
-    del optimizer._opt_called  # type: ignore[attr-defined]
+    vars(optimizer).pop("_opt_called", None)
 
 
 SCALER_CHECKS = _slot("torch.amp.GradScaler._unscale_grads_", "in a trace, what is not finite is counted by a sum")

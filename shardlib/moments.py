@@ -123,7 +123,6 @@ class _Hidden(defaultdict[Any, Any]):
     __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __len__ = __bool__ = __eq__ = _look
     __reversed__ = __or__ = __ror__ = __ior__ = __repr__ = __copy__ = __deepcopy__ = __reduce_ex__ = _look
     get = items = keys = values = pop = popitem = setdefault = update = clear = copy = _look
-    __hash__ = None  # type: ignore[assignment]
 
 
 def begins(optimizer: torch.optim.Optimizer) -> None:

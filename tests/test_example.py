@@ -155,6 +155,8 @@ def test_resume_says_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"there is no checkpoint in .*\n.*begin the run"):
         train(replace(TINY, out=tmp_path, resume=True))
     train(replace(TINY, out=tmp_path, steps=1))
+    with pytest.raises(SystemExit, match=r"the checkpoint holds another model: .*'heads': 4.* asked for .*'heads': 2"):
+        train(replace(TINY, out=tmp_path, heads=2, resume=True))
     with pytest.raises(SystemExit, match=r"(?s)one of something else.*model.norm.weight is float32\[32\].*\[64\] here"):
         train(replace(TINY, out=tmp_path, width=64, resume=True))
 

@@ -31,7 +31,7 @@ PROMPT = b"def "
 def train_step(model: nn.Module, opt: torch.optim.Optimizer, tokens: Tensor, targets: Tensor) -> Tensor:
     """One step, jitted below: forward, backward, clipping, update; returns the loss."""
     loss: Tensor = model(tokens, targets)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     opt.step()
     opt.zero_grad()
@@ -85,7 +85,9 @@ class Run:
         try:
             facts = self.checkpoints.load(self.state)["run"]
         except sl.ShardingError as error:
-            raise SystemExit(f"nothing to resume: {error}") from None
+            raise SystemExit(f"cannot resume: {error}") from None
+        if facts["model"] != (asked := asdict(self.options.config)):  # heads and context are no shapes of weights
+            raise SystemExit(f"the checkpoint holds another model: {facts['model']}; asked for {asked}")
         self.done, self.losses = len(facts["losses"]["train"]), report.Losses(**facts["losses"])
         self.say(f"resumed from step {self.done}, written on {facts['mesh']}")
 
