@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardlib as sl
+from shardlib.modules import pretrained
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 
@@ -114,6 +115,20 @@ def test_adapters_are_cut_as_the_weights_that_they_stand_beside() -> None:
         "mlp.down_proj.lora_A.default.weight": "f32[4, 64@tensor]",
         "mlp.down_proj.lora_B.default.weight": "f32[32, 4]",
     }
+
+
+def test_what_else_is_in_a_module_of_the_table_is_cut_if_it_is_as_large() -> None:
+    shapes = {
+        "embed.weight": (64, 32), "embed.norm.weight": (32,), "head.0.weight": (64, 32), "head.0.bias": (64,),
+        "head.1.weight": (64, 32), "down.base.weight": (32, 48), "down.base.bias": (32,), "down.lora_A.weight": (4, 48),
+    }  # fmt: skip
+    table = {"embed": "embedding_rowwise", "head": "colwise", "down": "rowwise"}
+    found = pretrained.specs_of(table, {name: torch.zeros(shape) for name, shape in shapes.items()}, "tensor")
+    assert {name: str(spec) for name, spec in found.items()} == {
+        "embed.weight": "vocab@tensor _", "embed.norm.weight": "_", "head.0.weight": "out@tensor _",
+        "head.0.bias": "out@tensor", "head.1.weight": "out@tensor _", "down.base.weight": "_ in@tensor",
+        "down.base.bias": "_", "down.lora_A.weight": "_ in@tensor",
+    }  # fmt: skip
 
 
 def test_a_frozen_base_is_gathered_in_its_own_dtype_and_has_no_gradient() -> None:

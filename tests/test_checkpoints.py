@@ -187,9 +187,9 @@ def test_values_come_back_as_they_are_or_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ShardingError, match=r"cache holds f32\[4@data\]"):
         checkpoints.save(2, {"cache": {"k": cut}})
     with pytest.raises(ShardingError, match=r"entries without a name of their own:\n  \* 'a\.b'\n  \* 3"):
-        checkpoints.save(2, {"a.b": torch.ones(1), 3: torch.ones(1)})  # type: ignore[dict-item]
+        checkpoints.save(2, {"a.b": torch.ones(1), 3: torch.ones(1)})
     twice = nn.Module()
-    twice.state_dict = lambda: {"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}  # type: ignore[method-assign,assignment,return-value]
+    twice.state_dict = lambda: {"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}
     with pytest.raises(ShardingError, match=r"two tensors of a checkpoint are called m\.a\.b:\n.*float32\[1\] and"):
         checkpoints.save(2, {"m": twice})
     assert checkpoints.steps == [1]

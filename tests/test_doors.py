@@ -38,7 +38,7 @@ def test_weights_alone_give_megatrons_plan(family: str) -> None:
     model, specs, args = doors.build(family)
     args = {k: x[:2, :8].contiguous() if isinstance(x, torch.Tensor) else x for k, x in args.items()}
     with sl.Mesh(tensor=4, rules=doors.RULES):
-        plan = sl.parallelize(model, specs).forward.plan(**args)  # type: ignore[union-attr, operator]
+        plan = sl.parallelize(model, specs).forward.plan(**args)
     large = [c for c in plan.collectives if c.bytes > 1000]
     kinds = {c.kind for c in large}
     forward, backward = (sum(c.backward == way for c in large) for way in (False, True))
@@ -56,7 +56,7 @@ def test_tensor_parallelism_across_the_batch() -> None:
     model, x = copy.deepcopy(plain), torch.randn(64, 256)
     with sl.Mesh(data=2, tensor=4, rules={"batch": ("data", "tensor")}):
         sl.parallelize(model, {"*.weight": "out in@tensor"})
-        plan = model.forward.plan(x)  # type: ignore[union-attr, operator]
+        plan = model.forward.plan(x)
         model(x).square().sum().backward()
     plain(x).square().sum().backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):

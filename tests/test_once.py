@@ -35,11 +35,11 @@ def pieces(after: int) -> Iterator[list[str]]:
 
     once.AFTER = after
     once._IMPURE.clear()
-    once.Once._traced = noted  # type: ignore[method-assign]
+    once.Once._traced = noted
     try:
         yield seen
     finally:
-        once.Once._traced, once.AFTER = traced, before  # type: ignore[method-assign]
+        once.Once._traced, once.AFTER = traced, before
 
 
 def nodes(plan: sl.Plan) -> list[tuple[Any, ...]]:
@@ -153,42 +153,42 @@ def _in_place(layer: nn.Module, i: int, x: Tensor) -> Tensor:
 def _other_modes(layer: nn.Module, i: int, x: Tensor) -> Tensor:
     if i < 3:
         with torch.no_grad():
-            return layer(x).detach() + x  # type: ignore[no-any-return]
-    return layer(x)  # type: ignore[no-any-return]
+            return layer(x).detach() + x
+    return layer(x)
 
 
 def _checkpointed(layer: nn.Module, i: int, x: Tensor) -> Tensor:
-    return checkpoint(layer, x, use_reentrant=False)  # type: ignore[no-any-return]
+    return checkpoint(layer, x, use_reentrant=False)
 
 
 def _cast(layer: nn.Module, i: int, x: Tensor) -> Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=i > 0):
-        return layer(x)  # type: ignore[no-any-return]
+        return layer(x)
 
 
 class Inner(Block):
     """What it does with its input it forgets until the way back."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 class Pair(Block):
     """Returns what it is given beside what it makes, and a word."""
 
-    def forward(self, x: Tensor, mask: Tensor) -> Any:  # type: ignore[override]
+    def forward(self, x: Tensor, mask: Tensor) -> Any:
         return {"y": super().forward(x * mask), "mask": mask, "how": "masked"}
 
 
 def _paired(layer: nn.Module, i: int, x: Tensor) -> Tensor:
     out = layer(x, mask=(X > 0).to(x.dtype))
     assert out["how"] == "masked"
-    return out["y"] + out["mask"]  # type: ignore[no-any-return]
+    return out["y"] + out["mask"]
 
 
 def _caught(layer: nn.Module, i: int, x: Tensor) -> Tensor:
     try:
-        return layer(x)  # type: ignore[no-any-return]
+        return layer(x)
     except ValueError:
         return x
 
@@ -223,7 +223,7 @@ def _hooked() -> nn.Module:
 def _weights_hooked() -> nn.Module:
     model = nn.Sequential(*map(Block, range(LAYERS)))
     for i, layer in enumerate(model):
-        layer.up.weight.register_hook(lambda g, i=i: g * (i + 1))  # type: ignore[union-attr]
+        layer.up.weight.register_hook(lambda g, i=i: g * (i + 1))
     return model
 
 
@@ -318,7 +318,7 @@ def test_layers_of_transformers(build: Callable[[], nn.Module], apart: str) -> N
 
     def step(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
         loss: Tensor = model(input_ids=x, labels=x).loss
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         return loss
 
@@ -413,6 +413,6 @@ def test_a_write_between_a_layer_and_its_gradient_is_found() -> None:
 
     model = nn.Sequential(*map(Squares, range(LAYERS)))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss(model, X).backward()  # type: ignore[no-untyped-call]
+        loss(model, X).backward()
     with sl.Mesh(data=2), pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        sl.jit(lambda m, x: loss(m, x).backward())(model, X)  # type: ignore[no-untyped-call]
+        sl.jit(lambda m, x: loss(m, x).backward())(model, X)

@@ -75,16 +75,16 @@ def test_what_is_summed_in_which_dtype(name: str, strategy: str) -> None:
     parts = [on_one_device(net(), said, rows, len(X)) for rows in X.chunk(ways)]
     with sl.Mesh(data=ways):
         model = sl.parallelize(net(), strategy=strategy, precision=given)
-        loss_of(model(X)).backward()  # type: ignore[no-untyped-call]
-        plan = model.forward.plan(X)  # type: ignore[union-attr]
+        loss_of(model(X)).backward()
+        plan = model.forward.plan(X)
     sums = said.reduction or f64
     for key, p in model.named_parameters():
         each = [grads[key].to(sums) for _, grads in parts]
         want = sum(each[1:], start=each[0]).to(f64)
-        assert p.dtype == p.grad.dtype == f64  # type: ignore[union-attr]
+        assert p.dtype == p.grad.dtype == f64
         is_sum = sums is f64 and key != "down.bias"  # whose gradient one device may take of all rows
         close = {"rtol": 1e-13, "atol": 1e-15} if is_sum else {"rtol": 1e-5, "atol": 1e-7}
-        torch.testing.assert_close(p.grad.full_tensor(), want, **close)  # type: ignore[union-attr]
+        torch.testing.assert_close(p.grad.full_tensor(), want, **close)
     gathered = {c.source.dtype for c in messages(plan) if c.kind == "all_gather" and not c.backward}
     reduced = {c.source.dtype for c in messages(plan) if c.kind in ("reduce_scatter", "all_reduce")}
     sent = said.communication or said.compute or f64
@@ -102,7 +102,7 @@ def test_on_every_axis_with_a_tensor_axis_too() -> None:
         @sl.jit
         def step(model: Any, optimizer: Any, x: Tensor) -> Tensor:
             loss = loss_of(model(x))
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             return loss
@@ -135,15 +135,15 @@ def test_parameters_results_and_patterns() -> None:
         assert kept(X.float()).dtype == f32, "what was said stays"
         other = copy.deepcopy(kept)
         with torch.no_grad():
-            other.up.weight.zero_()  # type: ignore[union-attr]
-            other.up.bias.zero_()  # type: ignore[union-attr]
+            other.up.weight.zero_()
+            other.up.bias.zero_()
         (one, two), (mine, yours) = other(X).full_tensor()[:2], kept(X).full_tensor()[:2]
         assert torch.equal(one, two), "a copy has its own weights"
         assert not torch.equal(mine, yours)
         some = sl.parallelize(net(), precision={"up.*": Precision(communication=f32, reduction=f32)}, strategy="fsdp")
         out = some(X)
         assert out.dtype == f64
-        plan = some.forward.plan(X)  # type: ignore[union-attr]
+        plan = some.forward.plan(X)
     sent = {(c.source.dtype, tuple(c.source.value.shape)) for c in messages(plan) if c.kind == "all_gather"}
     assert (f32, (32, 16)) in sent
     assert (f64, (16, 32)) in sent
@@ -176,7 +176,7 @@ def test_one_thread_at_a_time_sees_the_casts() -> None:
     first.start()
     assert inside.wait(60)
     with sl.Mesh(data=2), sl.no_mesh(), pytest.raises(ShardingError, match="two threads run the forward of one Waits"):
-        module.forward.run(X)  # type: ignore[union-attr]
+        module.forward.run(X)
     over.set()
     first.join(60)
     assert all(x is y for x, y in zip(module.parameters(), own, strict=True))
@@ -185,7 +185,7 @@ def test_one_thread_at_a_time_sees_the_casts() -> None:
 @pytest.mark.parametrize(
     ("precision", "message"),
     [
-        (lambda: Precision(compute=torch.int64, reduction="f32"), "compute=torch.int64 is no dtype"),  # type: ignore[arg-type]
+        (lambda: Precision(compute=torch.int64, reduction="f32"), "compute=torch.int64 is no dtype"),
         (lambda: "bfloat16", "precision='bfloat16' is none"),
         (lambda: {"up.*": f32}, "is none"),
         (lambda: {"nothing.*": Precision(compute=f32)}, "'nothing.*' matches no parameter"),
@@ -246,7 +246,7 @@ def _scaled(make: Make, bad: int, strategy: str | None, *, clips: bool = False) 
         optimizer, jitted = make(model.parameters()), sl.jit(step)
         losses = [float(jitted(model, optimizer, scaler, x)) for x in batches]
         plan = jitted.plan(model, optimizer, scaler, batches[0])
-        whole = [x.full_tensor() for x in model.parameters()]  # type: ignore[operator]
+        whole = [x.full_tensor() for x in model.parameters()]
     return [*losses, *whole], scaler.state_dict(), plan
 
 
@@ -277,7 +277,7 @@ class Own(torch.optim.Optimizer):
         super().__init__(params, {})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
                 p.sub_(0.1 * p.grad)

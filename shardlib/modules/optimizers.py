@@ -24,11 +24,12 @@ def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
         "make it behind parallelize and materialize, which take the module that holds all places of a tied weight",
     )
     begins(optimizer)
-    _known[optimizer] = {id(x) for p in parameters(optimizer) for x in optimizer.state.get(p, {}).values()}
+    if is_tracing():
+        _known[optimizer] = {id(x) for p in parameters(optimizer) for x in optimizer.state.get(p, {}).values()}
 
 
 def _after(optimizer: Any, args: Any, kwargs: Any) -> None:
-    place(optimizer, _known.pop(optimizer, ()) if is_tracing() else ())
+    place(optimizer, _known.pop(optimizer, ()))
 
 
 register_optimizer_step_pre_hook(_before)

@@ -69,8 +69,9 @@ def specs_of(table: Mapping[str, str], tensors: Mapping[str, Tensor], axis: str)
         style, x = by_pattern[numberless(at)], tensors[name]
         cut = CUTS.get(SAME.get(style, style))
         if cut is not None:
-            spec = parse(cut(x.dim(), axis))
-            found[name] = spec if _is_as_large(x, largest[at], spec) else parse(_at(x.dim(), None, ""))
+            weight, spec = largest[at], parse(cut(x.dim(), axis))
+            alike = {*_cut_sizes(x, spec)} <= {*_cut_sizes(weight, parse(cut(weight.dim(), axis)))}
+            found[name] = spec if alike else parse(_at(x.dim(), None, ""))
     return found
 
 
@@ -80,15 +81,11 @@ def _prefixes(name: str) -> list[str]:
     return [".".join(words[:n]) for n in range(len(words), 0, -1)]
 
 
-def _is_as_large(x: Tensor, weight: Tensor, spec: Spec) -> bool:
-    """Whether what is cut of `x`, counted from the last dim, is as large as in the weight; a vector goes along."""
-    if x.dim() == 1:
-        return True
-    return all(
-        x.shape[d] == weight.shape[d - x.dim()]
-        for d, dim in enumerate(spec.dims)
-        if isinstance(dim, SpecDim) and any(f.axes for f in dim.factors)
-    )
+def _cut_sizes(x: Tensor, spec: Spec) -> list[int]:
+    """The sizes of the dims that a spec cuts."""
+    return [
+        x.shape[d] for d, dim in enumerate(spec.dims) if isinstance(dim, SpecDim) and any(f.axes for f in dim.factors)
+    ]
 
 
 def _at(rank: int, dim: int | None, word: str) -> str:

@@ -38,7 +38,7 @@ RATE = 1e-3
 
 def step_of(module: nn.Module, opt: torch.optim.Optimizer, tokens: Tensor, targets: Tensor) -> Tensor:
     loss = F.cross_entropy(module(tokens).flatten(0, 1), targets.flatten())
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     opt.step()
     opt.zero_grad()
     return loss

@@ -92,7 +92,7 @@ FAMILIES = ("gpt2", *(name for name in zoo.FAMILIES if name != "qwen2"), *LLAMAS
 def step(model: nn.Module, opt: torch.optim.Optimizer, args: Mapping[str, Any]) -> Tensor:
     found = model(**args)
     loss: Tensor = found if isinstance(found, Tensor) else found.loss
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     opt.step()
     opt.zero_grad()
     return loss
