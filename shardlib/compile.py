@@ -28,12 +28,14 @@ from shardlib.passes.split import Halves, split
 from shardlib.program.steps import Program
 from shardlib.propagate import Propagated, propagate
 from shardlib.ranks import world
+from shardlib.regather import Regather, mark
 from shardlib.specs.fixed import Fixed
 from shardlib.specs.layout import Layout
 from shardlib.specs.prefix import SpecLike, broadcast_prefix
 from shardlib.specs.slips import Use, warn_of_slips
 from shardlib.specs.spec import Spec, resolve_many
 from shardlib.state import paused_gc, tracing
+from shardlib.tensors.tensor import REGATHER
 from shardlib.tracing.trace import trace
 from shardlib.tracing.traced import Traced
 
@@ -70,12 +72,13 @@ def compile_program(
     watch: Watch | None = None,
     donate: Collection[int | str] = (),
     owned: int | None = None,
+    regather: Regather = "auto",
 ) -> Compiled:
     """Run all stages on `fn(*args, **kwargs)`.
 
     `in_specs` and `out_specs` are prefix pytrees of specs; `placed` gives the layout of a leaf of the call that has
     one. `state`, `differentiate`, `exact` and `watch` are as in `trace`; `donate` are arguments whose memory is given
-    up, `owned` is as in `Program`.
+    up, `owned` is as in `Program`, `regather` as in `jit`.
     """
     clock = _Clock()
     call = flatten_call(fn, args, kwargs, static, state)
@@ -103,6 +106,7 @@ def compile_program(
     fixed = {graph.inputs[i]: f for i, f in fixed_inputs.items()} | _constraints(graph, mesh)
     outputs = _fixed_outputs(traced, graph, out_specs, mesh)
     _warn_of_slips(traced, graph, fixed_inputs, outputs, mesh)
+    mark(graph, regather, _regathered(traced, graph, call))
     outputs |= _at_home(traced, graph, call, fixed_inputs, placed, mesh)
     clock.stop("rules")
     propagated = propagate(graph, mesh, fixed, outputs, _doors(graph, mesh))
@@ -117,6 +121,12 @@ def compile_program(
     clock.stop("passes")
     names = tuple(zip(traced.input_names, graph.inputs, strict=True))
     return Compiled(traced, mesh, graph, propagated, program, names, fixed_inputs, halves, clock.seconds)
+
+
+def _regathered(traced: Traced, graph: Graph, call: FlatCall) -> set[Value]:
+    """The parameters that are gathered anew for the backward pass, as their strategy says."""
+    given = zip(_input_leaves(traced, call), graph.inputs, strict=True)
+    return {value for x, value in given if getattr(x, REGATHER, False) is True}
 
 
 def _donated(traced: Traced, donate: Collection[int | str]) -> frozenset[int]:

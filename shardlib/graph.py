@@ -36,6 +36,7 @@ class Value:
     manual: bool = False  # what one device holds, inside a shard_map body: it has a local shape and no layout
     readers: list[tuple[Op, int]] = field(default_factory=list)  # (op, operand position)
     is_output: bool = False
+    again: bool = False  # what is gathered of it is not kept from one pass to the next
 
     @property
     def nbytes(self) -> int:
@@ -107,6 +108,13 @@ class Graph:
         yield from (value for value, _ in self.captured)
         for op in self.ops:
             yield from (r for r in op.results if r is not None)
+
+
+def viewed(value: Value) -> Value:
+    """What a value is a view of, or itself."""
+    while value.op is not None and value.op.transparent:
+        (value,) = value.op.operands
+    return value
 
 
 def _meta(val: Any) -> Meta | None:

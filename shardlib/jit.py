@@ -35,6 +35,7 @@ from shardlib.plain import plain_program
 from shardlib.plans.budget import CommBudget, current_budgets
 from shardlib.plans.plan import Plan
 from shardlib.random.draw import in_call
+from shardlib.regather import WAYS, Regather
 from shardlib.run import Runner, load
 from shardlib.state import compiling, is_single_device, is_tracing, unseen
 from shardlib.tensors.agreed import ALWAYS, compare_arguments
@@ -54,6 +55,7 @@ def jit(
     static_argnames: str | Sequence[str] = (),
     donate_argnums: int | Sequence[int] = (),
     comm_budget: CommBudget | None = None,
+    regather: Regather = "auto",
 ) -> Any:
     """Compile `fn` for the current mesh, at the first call for each set of what it can see.
 
@@ -84,6 +86,10 @@ def jit(
     written over it, and reading it afterwards is an error; memory that anything else refers to (a plain tensor, a view,
     a piece from `to_local`) is copied instead, and never written to. Works as a decorator, also of methods.
 
+    `regather` says whether inputs that are gathered for the forward pass are kept whole for the backward one:
+    `"never"` keeps them; `"always"` gathers them again, which sends more and holds less, as ZeRO-3 does; `"auto"` does
+    so for parameters whose strategy says it (`fsdp`, `hsdp`), and for what is read in checkpoints, which run twice.
+
     Raises `ShardingError` outside any mesh, where specs do not fit, where a communication budget is exceeded, and for
     what would leave the trace unseen. Warns `RetraceWarning`, once, of a function that is compiled again and again.
 
@@ -103,12 +109,15 @@ def jit(
             static_argnames=static_argnames,
             donate_argnums=donate_argnums,
             comm_budget=comm_budget,
+            regather=regather,
         )
     refuse_others_than_functions(fn)
+    if regather not in WAYS:
+        raise ShardingError(f"regather={regather!r} is none of {', '.join(WAYS)}", remedy='regather="always"')
     if comm_budget is not None and not isinstance(comm_budget, CommBudget):
         raise ShardingError(f"{comm_budget!r} is no budget", remedy="comm_budget=sl.comm_budget(max_bytes=...)")
     static = (*_tuple(static_argnums), *_tuple(static_argnames))
-    return Jitted(fn, in_specs, out_specs, frozenset(static), frozenset(_tuple(donate_argnums)), comm_budget)
+    return Jitted(fn, in_specs, out_specs, frozenset(static), frozenset(_tuple(donate_argnums)), comm_budget, regather)
 
 
 def _tuple(x: Any) -> tuple[Any, ...]:
@@ -126,9 +135,10 @@ class Jitted(Function):
         static: frozenset[int | str],
         donate: frozenset[int | str],
         budget: CommBudget | None,
+        regather: Regather,
     ) -> None:
         functools.update_wrapper(self, fn)
-        super().__init__(fn, in_specs, out_specs, static, donate)
+        super().__init__(fn, in_specs, out_specs, static, donate, regather)
         self.budget = budget
         self.programs = Programs()
         self.methods = Methods()
@@ -235,11 +245,11 @@ class Jitted(Function):
         return self if instance is None else Method(self, instance)
 
     def __reduce__(self) -> Any:
-        return Jitted, (self.fn, self.in_specs, self.out_specs, self.static, self.donate, self.budget)
+        return Jitted, (self.fn, self.in_specs, self.out_specs, self.static, self.donate, self.budget, self.regather)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Jitted:
         fn = copy.deepcopy(self.fn, memo)
-        return Jitted(fn, self.in_specs, self.out_specs, self.static, self.donate, self.budget)
+        return Jitted(fn, self.in_specs, self.out_specs, self.static, self.donate, self.budget, self.regather)
 
     def __repr__(self) -> str:
         return f"<jit of {self.name}>"

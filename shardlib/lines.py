@@ -116,7 +116,7 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
         internal = _internal.get(file)
         if internal is None:
             internal = _internal[file] = is_internal(file)
-        if not internal:
+        if not internal and (file != "<string>" or "__name__" in frame.f_globals):  # a trace evaluates a text, too
             return frame
         frame = frame.f_back
     return None

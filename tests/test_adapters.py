@@ -134,7 +134,8 @@ def test_what_else_is_in_a_module_of_the_table_is_cut_if_it_is_as_large() -> Non
 def test_a_frozen_base_is_gathered_in_its_own_dtype_and_has_no_gradient() -> None:
     """On data alone: all that is sent of the base is its weights, once, at 2 bytes; of adapters, both ways."""
     with sl.Mesh(data=4):
-        model = sl.parallelize(adapted(lora(), base=torch.bfloat16), strategy="fsdp")
+        once = sl.strategies.fsdp(regather=False)
+        model = sl.parallelize(adapted(lora(), base=torch.bfloat16), strategy=once)
         opt = torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
         plan = sl.jit(step).plan(model, opt, TOKENS)
     base = [p for p in model.parameters() if not p.requires_grad]

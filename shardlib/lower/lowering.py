@@ -13,6 +13,7 @@ from shardlib.aten.traits import has
 from shardlib.graph import Graph, Op, Value
 from shardlib.lower import manual
 from shardlib.lower.arguments import substitute
+from shardlib.lower.between import Between
 from shardlib.lower.builder import Builder
 from shardlib.lower.emit import Emitter
 from shardlib.lower.local import Assignment
@@ -43,7 +44,8 @@ class Lowering:
         self.values = Values(self.emitter)
         self.constants = self.values.constants
         self.readers = reader_counts(graph, propagated)
-        self.regrouping = Regrouping(self.values, self.readers)
+        self.between = Between(self.values, graph)
+        self.regrouping = Regrouping(self.values, self.readers, self.between.passes)
 
     def run(self) -> Program:
         for value in self.graph.inputs:
@@ -61,6 +63,9 @@ class Lowering:
                 self.values.as_(self.flood.apart[value], value, self.p.input_cut(value))
         for op in self.graph.ops:
             if not op.constant and not op.transparent:
+                for reader, waiting in self.between.turn(op):
+                    self._at(waiting.op, reader)
+                    self.values.scatter(waiting, self.values.natural(waiting))
                 for first in self.regrouping.met_by(op):
                     self._at(first, first)
                     self._op(first)

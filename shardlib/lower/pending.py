@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from shardlib.aten.traits import has
 from shardlib.graph import Graph, Op, Value
@@ -19,9 +19,11 @@ def carried(values: Values, op: Op, readers: Mapping[Value, int]) -> tuple[Assig
     assert rule is not None
     for linear in rule.linear:
         forms = [values.owing(op.operands[i]) for i in sorted(linear)]
-        if not forms or any(form is None for form in forms):
+        if not forms or any(form is None for form in forms) or any(readers[op.operands[i]] > 1 for i in linear):
             continue
-        if len({form[1] for form in forms if form}) > 1 or any(readers[op.operands[i]] > 1 for i in linear):
+        _meet(values, [op.operands[i] for i in sorted(linear)])
+        forms = [values.owing(op.operands[i]) for i in sorted(linear)]
+        if len({form[1] for form in forms if form}) > 1:
             continue
         pairs = [
             (x, axes)
@@ -40,6 +42,18 @@ def carried(values: Values, op: Op, readers: Mapping[Value, int]) -> tuple[Assig
         if fits and _worth(values, op, linear, assignment, owed):
             return assignment, owed, linear
     return None
+
+
+def _meet(values: Values, operands: Sequence[Value]) -> None:
+    """Where some of these pending sums were scattered already, the others are, too."""
+    forms = [(x, form) for x in operands if (form := values.owing(x)) is not None]
+    first, (cut, owed) = min(forms, key=lambda known: len(known[1][1].axes))
+    for x, (mine, all_owed) in forms:
+        more = [b[len(a) :] for a, b in zip(mine, cut, strict=False) if b[: len(a)] == a]
+        left = {*all_owed.axes} - {axis for axes in more for axis in axes}
+        same = values.flood.value[x] == values.flood.value[first] and len(more) == len(cut)
+        if same and all_owed != owed and (left, all_owed.kind) == ({*owed.axes}, owed.kind):
+            values.scatter(x, cut)
 
 
 def _worth(values: Values, op: Op, linear: frozenset[int], assignment: Assignment, owed: Owed) -> bool:

@@ -11,10 +11,10 @@ from shardlib.lower.values import Values
 
 
 class Regrouping:
-    """Additions of a complete and a pending value, which wait for the addition that reads their result."""
+    """Additions of a complete and a pending value, which wait for another of their result in the same pass."""
 
-    def __init__(self, values: Values, readers: Mapping[Value, int]) -> None:
-        self.values, self.readers = values, readers
+    def __init__(self, values: Values, readers: Mapping[Value, int], passes: Mapping[Op, int]) -> None:
+        self.values, self.readers, self.passes = values, readers, passes
         self.waiting: dict[Value, Op] = {}
 
     def waits(self, op: Op) -> bool:
@@ -25,7 +25,7 @@ class Regrouping:
         assert result is not None, "a sum has a value"
         if self.readers[result] != 1 or result.is_output:
             return False
-        if not all(self._adds(reader) and reader.backward == op.backward for reader, _ in result.readers):
+        if not all(self._adds(reader) and self.passes[reader] == self.passes[op] for reader, _ in result.readers):
             return False
         self.waiting[result] = op
         return True

@@ -165,6 +165,14 @@ class Values:
         reader = at.name if isinstance(at, Op) else "the program" if at is None else f"output {at}"
         return f"{value.name} is {made}, {reader} needs {self._typed(value, *form)}"
 
+    def forget(self, value: Value) -> None:
+        """Give up all forms of a value but the one in which it was made; all of them, if it is a view."""
+        forms = self.have.get(value)
+        if forms and value.op is not None and value.op.transparent:
+            forms.clear()
+        elif forms:
+            self.have[value] = dict([next(iter(forms.items()))])
+
     # Pending sums ---------------------------------------------------------------------------------------------------
 
     def owing(self, value: Value) -> Placement | None:
@@ -204,6 +212,17 @@ class Values:
         assignment = self.pulled(op, form[0])
         assert assignment is not None
         return self._view(op, assignment, self.native(op.operands[0], *form), owed)
+
+    def scatter(self, value: Value, want: Cut) -> None:
+        """From now on a pending sum is there in cut `want`, over more of the axes that it owes; it owes the others."""
+        form = self.owing(value)
+        assert form is not None, "a sum is pending"
+        self.native(value, *form)
+        cut, owed = form
+        axes = tuple(a for a in owed.axes if any(a in mine for mine in want))
+        hops = reshard.route(self.flood.sizes(value), value.dtype.itemsize, cut, want, axes, owed.kind)
+        self._move(value, form, hops)
+        self.have[value] = dict([list(self.have[value].items())[-1]])
 
     def natural(self, value: Value) -> Cut:
         """As it was made, or as an annotation says that it is; a pending sum goes to the factors that want its axes:

@@ -16,7 +16,7 @@ from shardlib.modules.strategies import SEQUENCE, TENSOR, Strategy, Taken, axes_
 from shardlib.modules.table import read
 from shardlib.placing import shard
 from shardlib.specs.spec import P, Spec, resolve_many
-from shardlib.tensors.tensor import HOMES, ShardedTensor
+from shardlib.tensors.tensor import HOMES, REGATHER, ShardedTensor
 
 
 def parallelize(
@@ -111,6 +111,9 @@ def parallelize(
                 new.__dict__.pop(attribute, None)
                 if str(spec) != str(here):
                     setattr(new, attribute, str(spec))
+            new.__dict__.pop(REGATHER, None)
+            if taken.regather and x.tensor.numel() >= taken.threshold:
+                setattr(new, REGATHER, True)
     fn = module.forward.fn if isinstance(module.forward, Forward) else module.forward
     rows, columns = ({axis: mesh.axes[axis] for axis in axes} for axes in (taken.batch, _sequence(mesh)))
     module.forward = Forward(fn, mesh, Batch(rows, columns), policy)

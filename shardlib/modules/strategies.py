@@ -37,6 +37,8 @@ class Strategy:
     """Mesh axes that cut the batch, parameters, gradients and moments; None stands for the data axes of the mesh.
 
     `threshold`: parameters of fewer elements, their gradients and moments are as specs say.
+    `regather`: what is gathered of a parameter for the forward pass is gathered again for the backward one, rather than
+    kept, and gradients that wait for those of the next micro-step are scattered first.
     """
 
     batch: Axes = None
@@ -44,6 +46,7 @@ class Strategy:
     gradients: Axes = ()
     moments: Axes = ()
     threshold: int = 0
+    regather: bool = False
 
     def on(self, mesh: Mesh) -> Taken:
         """The same with the axes of a mesh. Raises `ShardingError` for axes that it has not."""
@@ -61,7 +64,7 @@ class Strategy:
                 rule="a strategy cuts over data axes of the mesh",
                 remedy='name them: strategies.fsdp("x"), strategies.hsdp(replica="pod", shard="data")',
             )
-        return Taken(batch, parameters, gradients, moments, self.threshold)
+        return Taken(batch, parameters, gradients, moments, self.threshold, self.regather)
 
 
 class Taken(NamedTuple):
@@ -72,6 +75,7 @@ class Taken(NamedTuple):
     gradients: tuple[str, ...]
     moments: tuple[str, ...]
     threshold: int
+    regather: bool
 
 
 def ddp(*axes: str) -> Strategy:
@@ -94,17 +98,20 @@ def zero2(*axes: str, threshold: int = 0) -> Strategy:
     return Strategy(axes or None, gradients=axes or None, moments=axes or None, threshold=threshold)
 
 
-def fsdp(*axes: str, threshold: int = 0) -> Strategy:
+def fsdp(*axes: str, threshold: int = 0, regather: bool = True) -> Strategy:
     """Parameters are cut as well, and gathered where they are used; gradients and moments follow them.
+
+    They are gathered for the forward pass and once more for the backward one; with `regather=False` once, which sends a
+    third less, and they stay whole in between.
 
     Example:
         >>> fsdp().on(Mesh.abstract(data=8, tensor=4)).parameters
         ('data',)
     """
-    return Strategy(axes or None, axes or None, axes or None, axes or None, threshold)
+    return Strategy(axes or None, axes or None, axes or None, axes or None, threshold, regather)
 
 
-def hsdp(replica: str = "replica", shard: str = "shard", *, threshold: int = 0) -> Strategy:
+def hsdp(replica: str = "replica", shard: str = "shard", *, threshold: int = 0, regather: bool = True) -> Strategy:
     """`fsdp` inside groups of devices (`shard`), copies of which (`replica`) add up their pieces of gradients.
 
     Example:
@@ -112,7 +119,7 @@ def hsdp(replica: str = "replica", shard: str = "shard", *, threshold: int = 0) 
         >>> taken.batch, taken.parameters
         (('replica', 'shard'), ('shard',))
     """
-    return Strategy((replica, shard), (shard,), (shard,), (shard,), threshold)
+    return Strategy((replica, shard), (shard,), (shard,), (shard,), threshold, regather)
 
 
 def axes_for(name: str, known: Sequence[str], mesh: Mesh) -> tuple[str, ...]:

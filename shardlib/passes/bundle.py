@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from shardlib.program.steps import Collective, Compute, Copy, Free, Program, Start, Step, Var, Wait, makes, reads
 
 MESSAGE_BYTES = 4 << 20  # past this size a message gains nothing from growing
-PREFETCH = 64  # steps ahead of its first reader that a gather may start
+PREFETCH = 64  # steps ahead of its first reader that a gather may start,
+AHEAD = 2 * MESSAGE_BYTES  # and of how many bytes others may be there, or on their way, that are read before
 FLIGHT = 8  # steps that a collective is given before another one builds on it
 
 _TOGETHER = ("all_reduce", "all_gather", "reduce_scatter")
@@ -51,6 +52,7 @@ class _Bundler:
         for i, item in enumerate(self.items):
             for var in reads(item):
                 self.first_use.setdefault(var, i)
+        self.earliest = self._earliest()
         self.start: dict[Collective, int] = {}
         self.done: set[int] = set()
         self.flying: dict[Var, Start] = {}
@@ -103,13 +105,14 @@ class _Bundler:
         opened: dict[object, _Open] = {}
         for start, i in sorted((self._wanted(self._collective(i), i), i) for i in where):
             c = self._collective(i)
+            nbytes = max(c.source.nbytes, c.out.nbytes)
             key = (c.kind, c.axes, c.reduce) if c.kind in _TOGETHER else c
             bundle = opened.get(key)
-            if bundle is None or start > bundle.deadline or bundle.nbytes + c.out.nbytes > MESSAGE_BYTES:
+            if bundle is None or start > bundle.deadline or bundle.nbytes + nbytes > MESSAGE_BYTES:
                 bundle = opened[key] = _Open()
                 bundles.append(bundle)
             bundle.members.append(c)
-            bundle.nbytes += c.out.nbytes
+            bundle.nbytes += nbytes
             bundle.start = max(bundle.start, start)
             bundle.deadline = min(bundle.deadline, i)
         return [(bundle.start, bundle.members) for bundle in bundles]
@@ -125,7 +128,7 @@ class _Bundler:
             return i  # what goes round stands where it runs under the arithmetic; two hops early, it would wait for one
         ready = self._ready(c.source)
         if c.kind == "all_gather":
-            ready = max(ready, self.first_use.get(c.out, i) - PREFETCH)
+            ready = max(ready, self.first_use.get(c.out, i) - PREFETCH, self.earliest[c])
         return min(ready, i)
 
     def _ready(self, var: Var) -> int:
@@ -134,6 +137,22 @@ class _Bundler:
             return 0
         item = self.items[i]
         return min(self.start[item] + FLIGHT, i + 1) if isinstance(item, Collective) else i + 1
+
+    def _earliest(self) -> dict[Collective, int]:
+        """For each gather, the place in front of which it does not start: what is gathered too early is held longer.
+
+        That is where an earlier one is read first: one with up to `AHEAD` bytes in between, or the second before.
+        """
+        found = [(self.first_use.get(c.out, i), c) for i, c in enumerate(self.items) if isinstance(c, Collective)]
+        gathers = sorted(((use, c) for use, c in found if c.kind == "all_gather"), key=lambda pair: pair[0])
+        earliest, first, between = {}, -1, 0
+        for k, (_, c) in enumerate(gathers):
+            while first < k - 2 and between > AHEAD:
+                first += 1
+                between -= gathers[first][1].out.nbytes
+            earliest[c] = gathers[first][0] if first >= 0 else 0
+            between += c.out.nbytes
+        return earliest
 
     # Order ----------------------------------------------------------------------------------------------------------
 

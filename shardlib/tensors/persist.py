@@ -26,7 +26,7 @@ from shardlib.tensors.above import above
 from shardlib.tensors.aliases import Memory
 from shardlib.tensors.form import Form
 from shardlib.tensors.memory import owned, refuse_misfits
-from shardlib.tensors.tensor import HOMES, ShardedTensor, marks, wrap
+from shardlib.tensors.tensor import HOMES, REGATHER, ShardedTensor, marks, wrap
 
 
 def reduced(x: ShardedTensor) -> tuple[Any, ...]:
@@ -108,7 +108,7 @@ def deep_copy(x: ShardedTensor, memo: dict[int, Any]) -> ShardedTensor:
             memo[id(memory)] = Memory(memory.form, copy.deepcopy(memory.locals, memo))
         memo[id(memory)].join(out, x.__dict__["_path"])
     is_param = bool(x.__dict__.get(IS_PARAMETER))  # a deep copy of a parameter has no attributes, in torch
-    kept = {k: y for k, y in marks(x).items() if k in HOMES or not is_param}
+    kept = {k: y for k, y in marks(x).items() if k in (*HOMES, REGATHER) or not is_param}
     _finished(out, x.requires_grad, is_param, copy.deepcopy(kept, memo))
     if x.grad is not None and not is_param:  # nor a gradient
         out.grad = copy.deepcopy(x.grad, memo)

@@ -313,6 +313,7 @@ def wrap(form: Form, locals_: tuple[torch.Tensor, ...]) -> ShardedTensor:
 
 
 HOMES = ("gradient_at", "moments_at")  # attributes of parameters: specs of where these live, if elsewhere
+REGATHER = "regather"  # True: what is gathered of a parameter is not kept between the forward and the backward pass
 
 
 def marks(x: torch.Tensor) -> dict[str, Any]:

@@ -1,0 +1,53 @@
+"""Which inputs are gathered for every pass anew, rather than kept whole from the forward to the backward one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterator, Mapping
+from typing import Any, Literal, get_args
+
+from shardlib.graph import Graph, Op, Value, viewed
+
+Regather = Literal["auto", "always", "never"]
+WAYS: tuple[str, ...] = get_args(Regather)
+
+
+def mark(graph: Graph, way: Regather, said: Collection[Value]) -> None:
+    """Mark them, with their views and casts: all, none, or those of which it is `said` and what checkpoints read."""
+    if way == "never" or not any(op.backward for op in graph.ops):
+        return
+    again = set(graph.inputs) if way == "always" else {*said, *_read_twice(graph)}
+    for value in graph.values() if again else ():
+        value.again = _origin(value) in again
+
+
+def _origin(value: Value) -> Value:
+    """What a value is another form of: ops of one operand are looked through."""
+    while value.op is not None and len(value.op.operands) == 1 and not value.op.constrains and not value.op.manual:
+        (value,) = value.op.operands
+    return value
+
+
+def _read_twice(graph: Graph) -> Iterator[Value]:
+    """The inputs of what the backward pass runs a second time: of ops that make, or read, what is there twice.
+
+    The last op inside a checkpoint is not run again, but what it reads is made again.
+    """
+    known: dict[Hashable, Op] = {}
+    first: dict[Value, Value] = {}
+    for op in graph.ops:
+        operands = tuple(first.get(x, x) for x in op.operands)
+        key = op.target, operands, _hashable(op.call.args), _hashable(op.call.kwargs)
+        if not op.backward:
+            known.setdefault(key, op)
+        elif (before := known.get(key)) is not None:
+            first |= {x: y for x, y in zip(op.results, before.results, strict=True) if x is not None and y is not None}
+    twice = {x for x in first.values() if x.op is not None and not x.op.transparent and not x.constant}
+    for op in known.values() if twice else ():
+        if any(x is not None and viewed(x) in twice for x in (*op.operands, *op.results)):
+            yield from (x for x in map(_origin, op.operands) if x.op is None)
+
+
+def _hashable(x: Any) -> Hashable:
+    if isinstance(x, Mapping):
+        return tuple((k, _hashable(v)) for k, v in x.items())
+    return tuple(map(_hashable, x)) if isinstance(x, tuple | list) else x

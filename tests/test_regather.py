@@ -1,0 +1,205 @@
+"""What is gathered for a pass is given up behind it, and so are sums: bytes by formula, memory, gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import shardlib as sl
+from shardlib import Mesh, ShardingError
+from tests.ranks import run_ranks
+
+D, ROWS = 32, 128
+
+
+class Layers(nn.Module):
+    """Linear layers without biases, the first of which has a gradient to pass on as well."""
+
+    def __init__(self, n: int = 3, again: bool = False) -> None:
+        super().__init__()
+        self.start = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        self.layers = nn.ModuleList(nn.Linear(D, D, bias=False, dtype=torch.float64) for _ in range(n))
+        self.again = again
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.start
+        for layer in self.layers:
+            block = lambda y, layer=layer: torch.tanh(layer(y))
+            x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
+        return x
+
+
+def built(n: int = 3, again: bool = False) -> tuple[Layers, Layers, float]:
+    """Two equal modules, and the bytes of their matrices."""
+    torch.manual_seed(0)
+    model = Layers(n, again)
+    return model, copy.deepcopy(model), n * D * D * 8.0
+
+
+def trained(model: Layers, x: torch.Tensor, compiled: bool, **options: Any) -> Any:
+    """The function that takes one step on as many micro-batches as `x` has, and an optimizer."""
+    opt = torch.optim.Adam(model.parameters(), lr=1e-2)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for i in range(len(x)):
+            loss = model(x[i]).square().mean()
+            loss.backward()
+            total = total + loss.detach()
+        opt.step()
+        opt.zero_grad()
+        return total
+
+    return sl.jit(step, **options) if compiled else step
+
+
+def sent(plan: sl.Plan, least: float = 1000.0) -> Counter[Any]:
+    """Bytes by kind and axes, without those of small things."""
+    found: Counter[Any] = Counter()
+    for c in plan.compiled.program.collectives:
+        if c.out.nbytes >= least:
+            found[c.kind, *(axis.name for axis in c.axes)] += c.bytes
+    return found
+
+
+@pytest.mark.parametrize("s", [1, 2, 4])
+def test_zero_3_by_formula(s: int) -> None:
+    model, _, size = built()
+    with Mesh(data=4):
+        model = sl.parallelize(model, strategy="fsdp")
+        x = torch.randn(s, ROWS, D, dtype=torch.float64)
+        found = sent(trained(model, x, True).plan(x))
+    one = 3 / 4 * size
+    assert found == {("all_gather", "data"): 2 * s * one, ("reduce_scatter", "data"): s * one}
+
+
+@pytest.mark.parametrize("s", [1, 2, 4])
+def test_mics_by_formula(s: int) -> None:
+    model, _, size = built()
+    with Mesh(replica=2, shard=4):
+        model = sl.parallelize(model, strategy="hsdp")
+        x = torch.randn(s, 2 * ROWS, D, dtype=torch.float64)
+        found = sent(trained(model, x, True).plan(x))
+    one = 3 / 4 * size
+    assert found == {
+        ("all_gather", "shard"): 2 * s * one,
+        ("reduce_scatter", "shard"): s * one,
+        ("all_reduce", "replica"): 2 * (1 / 2) * size / 4,
+    }
+
+
+@pytest.mark.parametrize(("way", "times"), [("never", 1), ("always", 2), ("auto", 2)])
+def test_the_module_by_itself(way: str, times: int) -> None:
+    model, _, size = built()
+    with Mesh(data=4):
+        strategy = sl.strategies.fsdp(regather=way != "never")
+        model = sl.parallelize(model, strategy=strategy)
+        plan = model.forward.plan(torch.randn(ROWS, D, dtype=torch.float64))
+    assert sent(plan) == {("all_gather", "data"): times * 3 / 4 * size, ("reduce_scatter", "data"): 3 / 4 * size}
+    halves = plan.compiled.halves
+    assert halves is not None
+    whole = [v for v in halves.saved if v.nbytes == D * D * 8 and v.layout is not None and not v.layout.axes]
+    assert len(whole) == (3 if way == "never" else 0)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("way", ["never", "always", "auto"])
+def test_specs_alone(way: str, again: bool) -> None:
+    """Of what no strategy says it, `auto` gathers again what a checkpoint runs again."""
+    model, _, size = built(again=again)
+    with Mesh(data=4):
+        model = sl.parallelize(model, {"layers.*.weight": "out@data in"})
+        x = torch.randn(1, ROWS, D, dtype=torch.float64)
+        found = sent(trained(model, x, True, regather=way).plan(x))
+    times = 2 if way == "always" or (way == "auto" and again) else 1
+    assert found["all_gather", "data"] == times * 3 / 4 * size
+
+
+def test_memory_is_that_of_few_layers() -> None:
+    """With 16 layers in checkpoints, what is whole at once is a few of them."""
+    peaks = {}
+    for way in ("never", "auto"):
+        model, _, size = built(16, again=True)
+        with Mesh(data=8):
+            model = sl.parallelize(model, {"layers.*.weight": "out@data in"})
+            opt = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+            def step(model: Any, opt: Any, x: torch.Tensor) -> None:
+                model(x).square().mean().backward()
+                opt.step()
+                opt.zero_grad()
+
+            plan = sl.jit(step, regather=way).plan(model, opt, torch.randn(8 * D, D, dtype=torch.float64))
+            peaks[way] = plan.peak_memory / size
+    assert peaks["never"] > 1
+    assert peaks["auto"] < peaks["never"] - 0.4
+
+
+CASES = [
+    ("fsdp", {"data": 4}),
+    ("hsdp", {"replica": 2, "shard": 2}),
+    (sl.strategies.fsdp(regather=False), {"data": 4}),
+    ("zero2", {"data": 2}),
+]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(("strategy", "axes"), CASES, ids=["fsdp", "hsdp", "kept", "zero2"])
+def test_values(strategy: Any, axes: dict[str, int], again: bool, compiled: bool) -> None:
+    assert_equal(strategy, Mesh(**axes), again, compiled)
+
+
+def assert_equal(strategy: Any, mesh: Mesh, again: bool, compiled: bool) -> None:
+    model, plain, _ = built(again=again)
+    x = torch.randn(3, 2 * ROWS, D, dtype=torch.float64)
+    with mesh:
+        model = sl.parallelize(model, strategy=strategy)
+        step = trained(model, x, compiled)
+        losses = [step(x) for _ in range(2)]
+        losses = [y.full_tensor() if isinstance(y, sl.ShardedTensor) else y for y in losses]
+        mine = {k: p.full_tensor() for k, p in model.named_parameters()}
+    step = trained(plain, x, False)
+    torch.testing.assert_close(losses, [step(x) for _ in range(2)], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(mine, dict(plain.named_parameters()), rtol=1e-10, atol=1e-10)
+
+
+def _on_ranks() -> None:
+    assert_equal("hsdp", Mesh(replica=2, shard=2), True, True)
+
+
+@pytest.mark.ranks
+def test_values_on_ranks() -> None:
+    run_ranks(_on_ranks, 4)
+
+
+def test_gathered_in_16_bits() -> None:
+    """Both times in the dtype in which it is read."""
+    model, _, size = built()
+    model = model.float()
+    with Mesh(data=4):
+        model = sl.parallelize(model, strategy="fsdp", precision=torch.bfloat16)
+        plan = model.forward.plan(torch.randn(4 * ROWS, D))
+    found = sent(plan)
+    assert found["all_gather", "data"] == 2 * 3 / 4 * size / 4
+
+
+def test_an_adapter_keeps_its_strategy() -> None:
+    """What is copied, pickled or parallelized again without a strategy is gathered as before."""
+    model, _, size = built()
+    with Mesh(data=4):
+        model = copy.deepcopy(sl.parallelize(model, strategy="fsdp"))
+        model = sl.parallelize(model, {})
+        plan = model.forward.plan(torch.randn(ROWS, D, dtype=torch.float64))
+    assert sent(plan)["all_gather", "data"] == 2 * 3 / 4 * size
+
+
+def test_a_way_that_is_none() -> None:
+    with pytest.raises(ShardingError, match="regather='often' is none of auto, always, never"):
+        sl.jit(lambda x: x, regather="often")
