@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import resource
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -755,6 +757,29 @@ def test_what_nobody_writes_is_refused() -> None:
 
         sl.materialize(model, init)
     assert whole(model.scale).tolist() == [1.0] * 4
+
+
+def _peak_of_a_share() -> float:
+    """The most memory that a rank takes to make its pieces, in units of these."""
+
+    def grown(n: int) -> float:
+        with torch.device("meta"):
+            pairs = [(nn.Linear(1024, 3072, bias=False), nn.Linear(3072, 1024, bias=False)) for _ in range(n)]
+            net = nn.Sequential(*(x for pair in pairs for x in pair)).bfloat16()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with Mesh(data=2):
+            sl.materialize(sl.parallelize(net, strategy="fsdp"))
+        after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return (after - before) * 1024 / sum(x.nbytes for p in net.parameters() for x in p._locals)
+
+    grown(1)  # what the first ever takes
+    return grown(16)
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ru_maxrss is in other units")
+def test_a_rank_takes_little_more_than_its_share() -> None:
+    assert max(run_ranks(_peak_of_a_share, 2)) < 1.25
 
 
 # Values that Python asks for ------------------------------------------------------------------------------------------

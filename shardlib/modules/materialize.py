@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from shardlib.errors import ShardingError
 from shardlib.internals import version_of
 from shardlib.modules.parameters import held, put, put_back, refuse_losses
 from shardlib.plain import global_random
-from shardlib.tensors.tensor import ShardedTensor, typeof
+from shardlib.ranks.world import current_device
+from shardlib.tensors.form import Form
+from shardlib.tensors.tensor import ShardedTensor, typeof, wrap
+
+LARGE = 1 << 20  # bytes of a tensor's pieces in this process
+_trim: Callable[[int], Any] = getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)  # glibc has it
 
 
 def materialize(module: nn.Module, init: Callable[[nn.Module], Any] | None = None) -> nn.Module:
@@ -67,11 +74,27 @@ def materialize(module: nn.Module, init: Callable[[nn.Module], Any] | None = Non
 
 def _draw(module: nn.Module, init: Callable[[nn.Module], Any] | None) -> None:
     own: Any = getattr(module, "initialize_weights", None)
-    with global_random(), torch.no_grad():
+    with global_random(), torch.no_grad(), _Trimmed():
         if init is None and callable(own):
             own()
         else:
             module.apply(init or _reset)
+
+
+class _Trimmed(TorchFunctionMode):
+    """Gives memory back to the system when a large tensor was written.
+
+    What is used while a piece is drawn is several times as large as the piece, and leaves holes between those that
+    stay, too small for the next: half as much again as the pieces take.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        is_written = isinstance(out, ShardedTensor) and any(out is x for x in (*args, *kwargs.values()))
+        if is_written and sum(x.nbytes for x in out._locals) >= LARGE:
+            _trim(0)
+        return out
 
 
 def _reset(module: nn.Module) -> None:
@@ -81,9 +104,13 @@ def _reset(module: nn.Module) -> None:
 
 
 def _unwritten(x: Tensor) -> Tensor:
-    """Memory for one tensor, of a placed one for the pieces that are here: of NaN, where its dtype has that."""
-    made = torch.empty_like(x, device=x.mesh.device if isinstance(x, ShardedTensor) else torch.get_default_device())
-    return made.fill_(torch.nan) if made.is_floating_point() or made.is_complex() else made
+    """A tensor that somebody writes to: of NaN, where its dtype has that. Pieces of a placed one take no memory yet."""
+    number = torch.nan if x.is_floating_point() or x.is_complex() else 0
+    if not isinstance(x, ShardedTensor):
+        return torch.full_like(x, number, device=torch.get_default_device())
+    one = torch.full((), number, dtype=x.dtype, device=current_device(x.mesh.device, x.mesh.kind))
+    form = Form.of(x.sharding, x.mesh, x.dtype, one.device, x._form.names, x.stride())
+    return wrap(form, tuple(one.expand(piece.shape) for piece in x._locals))
 
 
 def _is_unwritten(x: Tensor, version: int) -> bool:
