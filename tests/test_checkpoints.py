@@ -195,6 +195,139 @@ def test_values_come_back_as_they_are_or_are_refused(tmp_path: Path) -> None:
     assert checkpoints.steps == [1]
 
 
+# What an optimizer loads, damage, names -------------------------------------------------------------------------------
+
+
+def _pair(strategy: str = "fsdp") -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    return sl.parallelize(model, strategy=strategy, mesh=Mesh(data=2))
+
+
+def _stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 8)).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+OTHERS = {
+    "groups": (
+        lambda m: torch.optim.Adam([{"params": m[0].parameters()}, {"params": m[1].parameters()}]),
+        "o has groups of 4 parameters in it, and of 2 and 2 here",
+    ),
+    "class": (lambda m: torch.optim.SGD(m.parameters(), momentum=0.9), "o is Adam in it, and SGD here"),
+    "order": (
+        lambda m: torch.optim.Adam([*m.parameters()][::-1]),
+        "o: parameter 3 is m.1.bias of [8] in it, and m.0.weight of [8, 8] here",
+    ),
+    "parameters": (
+        lambda m: torch.optim.Adam([*m[1].parameters(), *m[0].parameters()]),
+        "o: parameter 0 is m.0.weight of [8, 8] in it, and m.1.weight of [8, 8] here",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_the_state_of_another_optimizer_is_refused(kind: str, tmp_path: Path) -> None:
+    make, message = OTHERS[kind]
+    model = _pair()
+    optimizer = torch.optim.Adam(model.parameters())
+    _stepped(model, optimizer)
+    Checkpoints(tmp_path).save(1, {"m": model, "o": optimizer})
+    other = _pair()
+    before = other[0].weight.full_tensor().clone()
+    with pytest.raises(ShardingError) as said:
+        Checkpoints(tmp_path).load({"m": other, "o": make(other)})
+    assert message in str(said.value)
+    assert torch.equal(other[0].weight.full_tensor(), before)
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.LBFGS, torch.optim.Adagrad], ids=lambda c: c.__name__)
+def test_fresh_or_used_an_optimizer_takes_what_was_saved(make: Any, tmp_path: Path) -> None:
+    model, runs = _pair(), []
+    optimizer = make(model.parameters())
+    Checkpoints(tmp_path).save(0, {"m": model, "o": optimizer})
+    _stepped(model, optimizer)
+    Checkpoints(tmp_path).save(1, {"m": model, "o": optimizer})
+    other = _pair("zero1")
+    fresh = make(other.parameters())
+    Checkpoints(tmp_path).load({"m": other, "o": fresh})
+    for net, opt in ((model, optimizer), (other, fresh)):
+        _stepped(net, opt)
+        runs.append(net[0].weight.full_tensor())
+    torch.testing.assert_close(*runs)
+    Checkpoints(tmp_path).load({"m": model, "o": optimizer}, step=0)  # before the first step: no state
+    _stepped(model, optimizer)
+    Checkpoints(tmp_path).load({"m": other, "o": fresh}, step=1)
+    torch.testing.assert_close(model[0].weight.full_tensor(), other[0].weight.full_tensor())
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [("*.distcp", "cannot be read"), (".metadata", "has other bytes"), ("values.pt", "has other bytes"),
+     ("run.json", "is no checkpoint")],
+)  # fmt: skip
+def test_damage_is_found_before_anything_changes(file: str, message: str, tmp_path: Path) -> None:
+    model = _pair()
+    path = Checkpoints(tmp_path).save(1, {"m": model})
+    (damaged,) = path.glob(file)
+    content = bytearray(damaged.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 200] = b"x" * len(content[middle : middle + 200])
+    damaged.write_bytes(content)
+    other = _pair()
+    with torch.no_grad():
+        other[0].weight.zero_()
+        other[1].weight.zero_()
+    with pytest.raises(ShardingError, match=message):
+        Checkpoints(tmp_path).load({"m": other})
+    assert all(not bool(layer.weight.full_tensor().any()) for layer in other)
+
+
+@pytest.mark.parametrize("text", ["[]", '{"files": {}}', "{"])
+def test_facts_that_are_none(text: str, tmp_path: Path) -> None:
+    path = Checkpoints(tmp_path).save(1, {"n": 1})
+    (path / "run.json").write_text(text)
+    with pytest.raises(ShardingError, match=r"is no checkpoint:\n  \* run\.json: "):
+        Checkpoints(tmp_path).load({"n": 0})
+
+
+def test_a_parameter_without_elements(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    model.none = nn.Parameter(torch.zeros(0, 4))
+    sl.parallelize(model, strategy="ddp", mesh=Mesh(data=2))
+    Checkpoints(tmp_path).save(1, {"m": model})
+    assert Checkpoints(tmp_path).load({"m": model}) == {"step": 1}
+
+
+def test_which_one_is_the_newest(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=5)
+    for step in (1, 2, 3):
+        checkpoints.save(step, {"n": step})
+    checkpoints.load({"n": 0}, step=1)  # the run goes back, and on from there
+    checkpoints.save(2, {"n": 22})
+    assert checkpoints.load({"n": 0}) == {"n": 22, "step": 2}
+    (tmp_path / "step-2").mkdir()
+    assert checkpoints.steps == [1, 2, 3]
+    (tmp_path / "newest").unlink()
+    assert checkpoints.newest == 3
+
+
+def test_killed_between_two_names(tmp_path: Path) -> None:
+    """The old one of a step was renamed, and the new one not yet."""
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, {"n": 1})
+    checkpoints.path(1).rename(tmp_path / ".step-000001.old")
+    assert checkpoints.load({"n": 0}) == {"n": 1, "step": 1}
+    checkpoints.save(1, {"n": 11})
+    assert checkpoints.load({"n": 0}) == {"n": 11, "step": 1}
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["newest", "step-000001"]
+
+
 KILLED = """
 import sys, torch, shardlib as sl
 checkpoints = sl.Checkpoints(sys.argv[1])

@@ -1,12 +1,11 @@
 """Checkpoints of a training run by `torch.distributed.checkpoint`: saved on one mesh, loaded on any other.
 
 A checkpoint is a folder `step-000120`, written aside and renamed when it is complete: killed in the middle, a run goes
-on from the one before. Beside the tensors stands `run.json`: what is in the checkpoint, and how long its files are.
+on from the one before. Beside the tensors stands `run.json`: what is in the checkpoint, and what files it has.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pkgutil
@@ -17,18 +16,19 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardlib.errors import ShardingError
-from shardlib.internals import pytree
-from shardlib.placing import shard
-from shardlib.tensors.tensor import ShardedTensor, typeof
+from shardlib.modules.entries import destinations, facts_of, filled, is_value, taken, written
 
+_SAID = {"step", "entries", "tensors", "files"}
 _FACTS, _NEWEST, _VALUES = "run.json", "newest", "values.pt"
-_NAME = re.compile(r"step-(\d+)")
+_NAME = re.compile(r"step-(\d{6,})|\.step-(\d{6,})\.old")
+_SUMMED = (".metadata", _VALUES)  # files of which there are sums: those of tensors are long, and have their own
 
 
 class Checkpoints:
@@ -62,11 +62,21 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """The steps of which there is a complete checkpoint, in order."""
         names = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
-        return sorted(int(m[1]) for name in names if (m := _NAME.fullmatch(name)))
+        found = {int(m[1] or m[2]) for name in names if (m := _NAME.fullmatch(name))}
+        return sorted(step for step in found if self.path(step).is_dir())
 
     def path(self, step: int) -> Path:
-        """The folder of a checkpoint."""
-        return self.folder / f"step-{step:06d}"
+        """The folder of a checkpoint, which has its old name still where a new one was not put in its place."""
+        final, old = self.folder / f"step-{step:06d}", self.folder / f".step-{step:06d}.old"
+        return old if old.is_dir() and not final.is_dir() else final
+
+    @property
+    def newest(self) -> int | None:
+        """The step that was saved last, if that is there, or the highest: a run may have gone back."""
+        done, pointer = self.steps, self.folder / _NEWEST
+        m = _NAME.fullmatch(pointer.read_text()) if pointer.is_file() else None
+        last = int(m[1]) if m is not None and m[1] else None
+        return last if last in done else done[-1] if done else None
 
     def save(self, step: int, state: Mapping[str, Any], *, background: bool = False) -> Path:
         """Write a checkpoint, and drop those that are older than the last `keep`; returns its folder.
@@ -76,11 +86,12 @@ class Checkpoints:
         cannot hold, what `pickle` raises of values, and `OSError`, on all ranks, where the folder cannot be written.
         """
         self.wait()
-        aside, final = self.folder / f".step-{step:06d}.partial", self.path(step)
-        tensors, values = _taken(state)
-        facts = {"step": step, "entries": sorted(state), "tensors": {k: _kind(x) for k, x in tensors.items()}}
+        aside, final = self.folder / f".step-{step:06d}.partial", self.folder / f"step-{step:06d}"
+        tensors, values = taken(state)
+        facts = {"step": step} | facts_of(state, tensors)
+        tensors = {k: x for k, x in tensors.items() if x.numel()}  # torch's knows no others
         values[""] = torch.get_rng_state()
-        written = _written(values)
+        content = written(values)
         if _leads():
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
@@ -90,13 +101,13 @@ class Checkpoints:
                 self._group = dist.new_group(backend="gloo")
             going = _torchs("state_dict_saver.async_save", tensors, aside, process_group=self._group)
             thread = ThreadPoolExecutor(1)
-            self._writing = thread.submit(self._end, going, written, facts, aside, final)
+            self._writing = thread.submit(self._end, going, content, facts, aside, final)
             thread.shutdown(wait=False)
             return final
         _torchs("state_dict_saver.save", tensors, aside)
         error = None
         try:
-            self._finish(written, facts, aside, final)
+            self._finish(content, facts, aside, final)
         except OSError as first:
             error = first
         _agree(error)
@@ -117,7 +128,7 @@ class Checkpoints:
         """
         self.wait()
         done = self.steps
-        step = done[-1] if step is None and done else step
+        step = self.newest if step is None else step
         if step not in done:
             raise ShardingError(
                 f"there is no checkpoint of step {step} in {self.folder}" if step is not None
@@ -127,16 +138,20 @@ class Checkpoints:
             )  # fmt: skip
         path = self.path(step)
         facts, values = self._read(path)
-        into = _into(state, facts, values, path)
-        _torchs("state_dict_loader.load", into, path)
-        for name, x in state.items():
+        into = destinations(state, facts, values, path)
+        try:
+            _torchs("state_dict_loader.load", {k: x for k, x in into.items() if x.numel()}, path)
+        except pkgutil.resolve_name("torch.distributed.checkpoint.CheckpointException") as error:
+            wrong = [f"rank {rank}: {str(first).partition('. ')[0]}" for rank, (first, _) in error.failures.items()]
+            raise ShardingError(f"the checkpoint {path} cannot be read", wrong, remedy=self._older(step)) from error
+        for name, x in sorted(state.items(), key=lambda entry: _late(entry[1])):
             if hasattr(x, "load_state_dict"):
-                x.load_state_dict(_filled(values[name], into))
+                x.load_state_dict(filled(values[name], into))
             elif isinstance(x, Tensor):
                 with torch.no_grad():
                     x.copy_(into[name])
         torch.set_rng_state(values[""])
-        return {k: values[k] for k, x in state.items() if _is_value(x)} | {"step": step}
+        return {k: values[k] for k, x in state.items() if is_value(x)} | {"step": step}
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -150,10 +165,11 @@ class Checkpoints:
             return
         (aside / _VALUES).write_bytes(values)
         facts["files"] = {file.name: file.stat().st_size for file in sorted(aside.iterdir())}
+        facts["sums"] = {name: crc32((aside / name).read_bytes()) for name in _SUMMED if name in facts["files"]}
         (aside / _FACTS).write_text(json.dumps(facts))
         old = self.folder / f".{final.name}.old"
-        shutil.rmtree(old, ignore_errors=True)
         if final.exists():  # one of the same step is there until the new one is complete
+            shutil.rmtree(old, ignore_errors=True)
             final.rename(old)
         aside.rename(final)
         shutil.rmtree(old, ignore_errors=True)
@@ -167,8 +183,10 @@ class Checkpoints:
         """What a checkpoint says of itself, if all of its files are there."""
         try:
             facts: dict[str, Any] = json.loads((path / _FACTS).read_text())
+            if not isinstance(facts, dict) or not facts.keys() >= _SAID or not isinstance(facts["files"], dict):
+                raise ValueError(f"it does not say {', '.join(sorted(_SAID))}")
             sizes = {name: (path / name).stat().st_size if (path / name).exists() else None for name in facts["files"]}
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError) as error:
             raise ShardingError(
                 f"{path} is no checkpoint", [f"{_FACTS}: {error}"], remedy="load another step: checkpoints.steps"
             ) from error
@@ -177,151 +195,28 @@ class Checkpoints:
             for name, size in sizes.items()
             if size != facts["files"][name]
         ]
+        wrong = wrong or [
+            f"{name} has other bytes than were written"
+            for name, total in facts.get("sums", {}).items()
+            if crc32((path / name).read_bytes()) != total
+        ]
         if wrong:
             raise ShardingError(
-                f"the checkpoint {path} is incomplete",
+                f"the checkpoint {path} is incomplete, or damaged",
                 wrong,
-                rule="its files are as long as when they were written",
-                remedy=f"load an older one: load(state, step=...), of {', '.join(map(str, self.steps[:-1])) or 'none'}",
+                rule="its files are as they were written",
+                remedy=self._older(facts["step"]),
             )
         return facts, torch.load(path / _VALUES)
 
-
-# --- what a state is made of ------------------------------------------------------------------------------------------
-
-
-def _taken(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a state by path (`optimizer.state.0.exp_avg`), and what else is in it, by entry."""
-    tensors: dict[str, Tensor] = {}
-    values: dict[str, Any] = {}
-    if wrong := [repr(name) for name in state if not isinstance(name, str) or not name or "." in name]:
-        raise ShardingError(
-            "a checkpoint has entries without a name of their own",
-            wrong,
-            rule="an entry is called by a text without dots, which stand between it and what is in it",
-            remedy='save(step, {"model": model, "cache_k": k})',
-        )
-    for name, x in state.items():
-        held = x.state_dict() if hasattr(x, "state_dict") else x
-        values[name] = held if _is_value(x) else _emptied(name, held, tensors)
-    cut = [f"{name} holds {typeof(y)}" for name, x in values.items() for y in _placed(x)]
-    if cut:
-        raise ShardingError(
-            "a checkpoint is given tensors on a mesh inside of plain values",
-            cut,
-            rule="modules, optimizers, and tensors of their own name are written in pieces; other values as they are",
-            remedy='give each a name: save(step, {"cache_k": k})',
-        )
-    return tensors, values
+    def _older(self, step: int) -> str:
+        others = ", ".join(str(other) for other in self.steps if other != step)
+        return f"load another one: load(state, step=...), of {others}" if others else "begin the run again"
 
 
-def _placed(x: Any) -> list[ShardedTensor]:
-    return [y for y in pytree.tree_leaves(x) if isinstance(y, ShardedTensor)]
-
-
-def _written(values: Any) -> bytes:
-    """The values as a file has them; raises what they could not be read by."""
-    out = io.BytesIO()
-    torch.save(values, out)
-    torch.load(io.BytesIO(out.getvalue()))
-    return out.getvalue()
-
-
-def _emptied(at: str, x: Any, tensors: dict[str, Tensor]) -> Any:
-    """The same, in which paths stand for the tensors."""
-    if isinstance(x, Tensor):
-        if at in tensors:
-            raise ShardingError(
-                f"two tensors of a checkpoint are called {at}",
-                [f"{_said(_kind(tensors[at]))} and {_said(_kind(x))}"],
-                rule="a tensor's name is the keys that lead to it, with dots between",
-                remedy="give one of the keys in the state_dict another name",
-            )
-        tensors[at] = x.detach()
-        return {_PATH: at}
-    if isinstance(x, Mapping):
-        return {k: _emptied(f"{at}.{k}", y, tensors) for k, y in x.items()}
-    if isinstance(x, list | tuple) and type(x) in (list, tuple):
-        return type(x)(_emptied(f"{at}.{i}", y, tensors) for i, y in enumerate(x))
-    return x
-
-
-def _filled(x: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if isinstance(x, dict):
-        if x.keys() == {_PATH}:
-            return tensors[x[_PATH]]
-        return {k: _filled(y, tensors) for k, y in x.items()}
-    if isinstance(x, list | tuple):
-        return type(x)(_filled(y, tensors) for y in x)
-    return x
-
-
-_PATH = "<tensor>"
-
-
-def _is_value(x: Any) -> bool:
-    return not hasattr(x, "load_state_dict") and not isinstance(x, Tensor)
-
-
-def _kind(x: Tensor) -> list[Any]:
-    return [list(x.shape), str(x.dtype).removeprefix("torch.")]
-
-
-def _into(
-    state: Mapping[str, Any], facts: Mapping[str, Any], values: Mapping[str, Any], path: Path
-) -> dict[str, Tensor]:
-    """Tensors to load into, by path: those of the state, and what a fresh optimizer has yet to make."""
-    saved: dict[str, list[Any]] = facts["tensors"]
-    here, _ = _taken(state)
-    for name, x in state.items():
-        if isinstance(x, torch.optim.Optimizer) and name in values:
-            here |= {k: y for k, y in _moments(name, x, values[name], saved).items() if k not in here}
-    wrong = [f"{name} is not in it" for name in state if name not in facts["entries"]]
-    wrong += [f"{name} is in it, and nothing takes it" for name in facts["entries"] if name not in state]
-    known = {k: x for k, x in here.items() if k.partition(".")[0] in facts["entries"]}
-    wrong += [f"{k} of {_said(_kind(x))} is not in it" for k, x in known.items() if k not in saved]
-    wrong += [
-        f"{k} of {_said(kind)} is in it, and nothing takes it"
-        for k, kind in saved.items()
-        if k not in here and k.partition(".")[0] in state
-    ]
-    wrong += [
-        f"{k} is {_said(saved[k])} in it, and {_said(_kind(x))} here"
-        for k, x in known.items()
-        if k in saved and saved[k] != _kind(x)
-    ]
-    if wrong:
-        raise ShardingError(
-            f"the checkpoint {path} is one of something else",
-            wrong,
-            rule="what is loaded has the names, shapes and dtypes of what was saved",
-            remedy="load into the model and the optimizer that the run had, on any mesh",
-        )
-    return {k: here[k] for k in saved}
-
-
-def _moments(
-    name: str, optimizer: torch.optim.Optimizer, held: Any, saved: Mapping[str, list[Any]]
-) -> dict[str, Tensor]:
-    """What a fresh optimizer is to hold: as large as a parameter, and where its moments live, or whole and plain."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    made: dict[str, Tensor] = {}
-    for i, entries in held.get("state", {}).items():
-        for key in entries:
-            if (at := f"{name}.state.{i}.{key}") in saved and i < len(params):
-                shape, dtype = saved[at][0], getattr(torch, saved[at][1])
-                p = params[i]
-                made[at] = torch.empty(shape, dtype=dtype)
-                if isinstance(p, ShardedTensor) and list(p.shape) == shape:
-                    with p.mesh:
-                        like = torch.empty_like(p.detach(), dtype=dtype)
-                        home = getattr(p, "moments_at", None)
-                        made[at] = like if home is None else shard(like, home)
-    return made
-
-
-def _said(kind: list[Any]) -> str:
-    return f"{kind[1]}{kind[0]}"
+def _late(x: Any) -> int:
+    """What may refuse to be loaded comes before what was compared as a whole."""
+    return isinstance(x, torch.optim.Optimizer) + 2 * isinstance(x, nn.Module | Tensor)
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------------
