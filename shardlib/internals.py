@@ -250,6 +250,8 @@ FLEX_IDENTITY = _torch(f"{_FLEX}_identity", "there is no score_mod")
 IN_FLEX = _torch(f"{_FLEX}flex_attention.__code__", "the call that asks the switch, whose tensors say whose it is")
 
 ENGINE = _slot("torch.autograd._engine_run_backward", "modes stay on in what the engine calls back")
+CHECKPOINT = _slot("torch.utils.checkpoint._checkpoint_without_reentrant_generator", "what it keeps to run it again")
+REENTRANT_CHECKPOINT = _slot("torch.utils.checkpoint.CheckpointFunction.forward", "so does the other kind")
 CHECKPOINT_COMPILES = _slot("torch.utils.checkpoint._is_compiling", "in a trace checkpoints follow their policy")
 MODULE_DICTS = ("_parameters", "_buffers", "_modules")  # what a module holds, by name
 MODULE_HOOKS: tuple[dict[int, Any], ...] = tuple(

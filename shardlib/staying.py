@@ -1,14 +1,16 @@
-"""Function modes that stay on in what autograd's engine calls: hooks, backward passes, what a checkpoint runs again.
+"""What stays on in what autograd's engine calls: function modes, and what a forward pass changes while it runs.
 
 Torch takes a function mode off while it handles a call, and `loss.backward()` is a call like any other: all that the
-engine calls from there would run without the modes under which the forward pass ran, and a checkpoint would find other
-tensors the second time.
+engine calls from there (hooks, backward passes, what a checkpoint runs again) would run without the modes under which
+the forward pass ran, and a checkpoint would find other tensors the second time. So it would where a module holds other
+tensors while its forward runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -44,3 +46,35 @@ def put_back(run: Callable[..., Any]) -> Callable[..., Any]:
             return run(*args, **kwargs)
 
     return engine
+
+
+Enter = Callable[[], AbstractContextManager[Any]]
+
+_around: ContextVar[tuple[Enter, ...]] = ContextVar("shardlib_around", default=())
+
+
+@contextmanager
+def repeated(enter: Enter) -> Iterator[None]:
+    """In the context `enter()`, as is what a checkpoint that begins here runs again."""
+    token = _around.set((*_around.get(), enter))
+    try:
+        with enter():
+            yield
+    finally:
+        _around.reset(token)
+
+
+def with_contexts(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` in the repeated contexts of now, wherever it is called."""
+    if not (contexts := _around.get()):
+        return run
+
+    @functools.wraps(run)
+    def again(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for enter in contexts:
+                if not any(enter is other for other in _around.get()):
+                    stack.enter_context(repeated(enter))
+            return run(*args, **kwargs)
+
+    return again

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
 from shardlib import Precision, ShardingError
@@ -147,6 +148,52 @@ def test_parameters_results_and_patterns() -> None:
     sent = {(c.source.dtype, tuple(c.source.value.shape)) for c in messages(plan) if c.kind == "all_gather"}
     assert (f32, (32, 16)) in sent
     assert (f64, (16, 32)) in sent
+
+
+class Recomputing(nn.Module):
+    """Two layers, of which a checkpoint runs the second again, with a gain of its own."""
+
+    def __init__(self, way: bool | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.gain = nn.Linear(16, 32), nn.Linear(32, 16), nn.Parameter(torch.rand(16))
+        self.way = way
+
+    def block(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(x)) * self.gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        return self.block(h) if self.way is None else checkpoint(self.block, h, use_reentrant=self.way)
+
+
+CASTS = {
+    "bf16": bf16,
+    "sums in less": Precision(compute=bf16, reduction=bf16),
+    "sent in less": Precision(communication=bf16),
+}
+
+
+@pytest.mark.parametrize("door", ["parallelize", "jit", "op by op"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", CASTS)
+def test_what_a_checkpoint_runs_again_finds_the_same_casts(name: str, strategy: str, door: str) -> None:
+    found = []
+    for way in (None, False, True):
+        with sl.Mesh(data=2):
+            model = sl.parallelize(Recomputing(way), strategy=strategy, precision=CASTS[name])
+
+            def step(run: Any, x: Tensor) -> None:
+                run(x).float().square().mean().backward()
+
+            if door == "op by op":
+                step(model.forward.run, sl.shard(X.float(), "batch@data _"))
+            else:
+                (sl.jit(step) if door == "jit" else step)(model, X.float())
+        assert {p.dtype for p in model.parameters()} == {f32}
+        found.append({key: p.grad.full_tensor() for key, p in model.named_parameters()})
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-6, atol=1e-7)
 
 
 def test_autocast_inside() -> None:

@@ -8,9 +8,19 @@ changed when somebody imports it.
 
 from __future__ import annotations
 
-from shardlib.beside import autograd, checkpoints, compiler, counts, distributed, memory, modules, threads
+from shardlib.beside import (
+    autograd,
+    checkpoints,
+    compiler,
+    counts,
+    distributed,
+    memory,
+    modules,
+    recomputing,
+    threads,
+)
 from shardlib.beside.imports import when_imported
 
-for _part in (autograd, checkpoints, compiler, counts, distributed, memory, modules, threads):
+for _part in (autograd, checkpoints, compiler, counts, distributed, memory, modules, recomputing, threads):
     for _name, _teach in _part.TAUGHT.items():
         when_imported(_name, _teach)

@@ -29,12 +29,12 @@ def _batchnorm(_: Any) -> None:
         input_check_of(self)(input)
         self.num_batches_tracked.add_(1)
         mean, var = self.running_mean.clone(), self.running_var.clone()
-        out = F.batch_norm(input, mean, var, self.weight, self.bias, True, 1.0, self.eps)
-        with torch.no_grad():
+        with torch.no_grad():  # before the op that ends what a checkpoint runs again
+            F.batch_norm(input, mean, var, None, None, True, 1.0, self.eps)
             part = 1 / self.num_batches_tracked.to(mean.dtype)
             self.running_mean.lerp_(mean, part)
             self.running_var.lerp_(var, part)
-        return out
+        return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
 
     BATCH_NORM.value = cumulative
 

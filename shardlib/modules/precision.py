@@ -24,6 +24,7 @@ from shardlib.lines import Line, line_at, replayed
 from shardlib.modules.parameters import Held, held
 from shardlib.modules.table import read
 from shardlib.ops.casting import CAST_TERMS
+from shardlib.staying import repeated
 
 
 @dataclass(frozen=True)
@@ -109,9 +110,14 @@ class Policy:
         code = inspect.unwrap(forward.__func__).__code__
         line, lock = line_at(code, code.co_firstlineno), threading.RLock()
 
+        @contextmanager
+        def casts() -> Iterator[None]:
+            with _alone(lock, module), _cast(module, by_name, line):
+                yield
+
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with _alone(lock, module), _cast(module, by_name, line):
+            with repeated(casts):
                 if compute is not None:
                     args, kwargs = _converted((args, kwargs), compute)
                 out = forward(*args, **kwargs)

@@ -34,6 +34,7 @@ from torch.distributions import (
 )
 from torch.nn.utils import prune
 from torch.profiler import record_function
+from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
 from shardlib import Mesh, ShardedTensor, ShardingError, shard
@@ -292,6 +293,23 @@ def _stack(wrap: str, place: bool) -> nn.Module:
         module[2].weight = nn.Parameter(shard(module[2].weight.detach(), "a@tensor b"))
     OLD[wrap](module[0])
     return module
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_batches_that_are_counted_in_a_checkpoint(reentrant):
+    """Twice, as in plain torch: it runs again."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, momentum=None)).double()
+    mine = copy.deepcopy(plain)
+    again = lambda m, x: checkpoint(m, x, use_reentrant=reentrant).pow(3).sum().backward()
+    step = sl.jit(again)
+    for i in range(3):
+        x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(i)).requires_grad_()
+        again(plain, x)
+        step(mine, x.detach().requires_grad_())
+    for (name, x), y in zip(mine.state_dict().items(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(_full(x), y, msg=name)
+    torch.testing.assert_close(_full(mine[0].weight.grad), plain[0].weight.grad)
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
