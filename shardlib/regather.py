@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
+from shardlib.aten.traits import is_view
 from shardlib.graph import Graph, Op, Value, viewed
 
 Regather = Literal["auto", "always", "never"]
@@ -17,13 +18,16 @@ def mark(graph: Graph, way: Regather, said: Collection[Value]) -> None:
         return
     again = set(graph.inputs) if way == "always" else {*said, *_read_twice(graph)}
     for value in graph.values() if again else ():
-        value.again = _origin(value) in again
+        value.again = not value.constant and _origin(value) in again
 
 
 def _origin(value: Value) -> Value:
-    """What a value is another form of: ops of one operand are looked through."""
-    while value.op is not None and len(value.op.operands) == 1 and not value.op.constrains and not value.op.manual:
-        (value,) = value.op.operands
+    """What a value is a view of, a part, or another form element by element (a cast)."""
+    while (op := value.op) is not None and len(op.operands) == 1 and not op.constrains and not op.manual:
+        (operand,) = op.operands
+        if not is_view(op.target) and (op.rule is None or op.rule.reduce or operand.shape != value.shape):
+            break
+        value = operand
     return value
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -177,6 +178,64 @@ def _on_ranks() -> None:
 @pytest.mark.ranks
 def test_values_on_ranks() -> None:
     run_ranks(_on_ranks, 4)
+
+
+class Parts(nn.Module):
+    """One weight, of which each layer reads a part."""
+
+    def __init__(self, part: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, 2, D, D, dtype=torch.float64))
+        self.part = part
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i in range(3):
+            x = torch.tanh(x @ self.part(self.w, i))
+        return x
+
+
+PARTS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "select": lambda w, i: w[i, 0],
+    "slice": lambda w, i: w[i : i + 1, 1:].reshape(D, D),
+    "chunk": lambda w, i: w.chunk(3)[i].sum(1)[0],
+    "a function of each element": lambda w, i: w.exp()[i, 0].t(),
+    "flipped": lambda w, i: w.flip(0)[i, 1].t(),
+}
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_a_weight(name: str, compiled: bool) -> None:
+    torch.manual_seed(0)
+    plain = Parts(PARTS[name])
+    model = copy.deepcopy(plain)
+    x = torch.randn(2, 16 * ROWS, D, dtype=torch.float64)
+    with Mesh(data=4):
+        model = sl.parallelize(model, strategy="fsdp")
+        step = trained(model, x, compiled)
+        for _ in range(2):
+            step(x)
+        found = model.w.full_tensor()
+        bytes_ = sent(step.plan(x))["all_gather", "data"] if compiled else 0
+    other = trained(plain, x, False)
+    for _ in range(2):
+        other(x)
+    torch.testing.assert_close(found, plain.w, rtol=1e-10, atol=1e-10)
+    if name in ("select", "slice"):
+        assert bytes_ == (4 * 3 - 2) * 3 / 4 * D * D * 8 * compiled, (
+            "each part for each pass; the first has no gradient"
+        )
+
+
+@pytest.mark.parametrize("s", [1, 2])
+def test_scattered_to_where_the_next_one_is_added(s: int) -> None:
+    """Also where a bias, which nobody names, is cut over data along the dim that the weight has cut over tensor."""
+    torch.manual_seed(0)
+    with Mesh(data=4, tensor=2):
+        model = sl.parallelize(nn.Linear(D, D).double(), {"weight": "out@tensor _"}, strategy="fsdp")
+        found = sent(trained(model, torch.empty(0), True).plan(torch.empty(s, 64 * ROWS, D, dtype=torch.float64)))
+    one = 3 / 4 * D * D * 8 / 2
+    assert found == {("all_gather", "data"): s * one, ("reduce_scatter", "data"): s * one}
 
 
 def test_gathered_in_16_bits() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from shardlib.aten.calls import ALIAS
 from shardlib.aten.traits import has
-from shardlib.graph import Graph, Op, Value
+from shardlib.graph import Graph, Op, Value, viewed
 from shardlib.lower import manual
 from shardlib.lower.arguments import substitute
 from shardlib.lower.between import Between
@@ -65,7 +65,7 @@ class Lowering:
             if not op.constant and not op.transparent:
                 for reader, waiting in self.between.turn(op):
                     self._at(waiting.op, reader)
-                    self.values.scatter(waiting, self.values.natural(waiting))
+                    self._scattered(waiting, reader)
                 for first in self.regrouping.met_by(op):
                     self._at(first, first)
                     self._op(first)
@@ -79,6 +79,8 @@ class Lowering:
     # Ops ------------------------------------------------------------------------------------------------------------
 
     def _op(self, op: Op) -> None:
+        for value in op.operands:
+            self._there(viewed(value))
         if op.constrains:
             result = op.results[0]
             assert result is not None
@@ -111,6 +113,23 @@ class Lowering:
             for i, r in enumerate(op.results)
         ]
         self.emitter.op(op, op.rule, assignment, operands, outs)
+
+    def _there(self, value: Value) -> None:
+        """Make a value once more that was given up."""
+        if value.again and value.op is not None and not value.op.transparent and not self.values.have.get(value):
+            self._op(value.op)
+
+    def _scattered(self, value: Value, reader: Op) -> None:
+        """Scatter a pending sum over the axes over which its reader is cut more than it is."""
+        form, slots = self.values.owing(value), self.units.op_slots.get(reader)
+        if form is None or slots is None:
+            return
+        cuts, i = self.p.unit_cut(self.units.unit[reader]), reader.operands.index(value)
+        factors = value_factors(self.flood, reader, i, operand=True)
+        want = tuple(cuts[slots[x]] if x in slots else () for x in factors)
+        more = [b[len(a) :] for a, b in zip(form[0], want, strict=True) if b[: len(a)] == a]
+        if len(more) == len(want) and {a for axes in more for a in axes} <= {*form[1].axes}:
+            self.values.scatter(value, want)
 
     def _replicated(self, op: Op, **more: Any) -> None:
         """No rule: whole operands, the plain op, whole results."""
@@ -198,6 +217,7 @@ class Lowering:
 
     def _output(self, i: int, value: Value) -> Var:
         self._at(value.op, i)
+        self._there(viewed(value))
         if i in self.flood.outputs:
             return self.values.as_(value, self.flood.apart.get(i, value), self.flood.outputs[i][0])
         annotated = self.flood.fixed.get(value) if value.op is not None else None

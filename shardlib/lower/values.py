@@ -166,12 +166,9 @@ class Values:
         return f"{value.name} is {made}, {reader} needs {self._typed(value, *form)}"
 
     def forget(self, value: Value) -> None:
-        """Give up all forms of a value but the one in which it was made; all of them, if it is a view."""
-        forms = self.have.get(value)
-        if forms and value.op is not None and value.op.transparent:
-            forms.clear()
-        elif forms:
-            self.have[value] = dict([next(iter(forms.items()))])
+        """Give up all forms of a value; of an input, all but the one in which it is given."""
+        if forms := self.have.get(value):
+            self.have[value] = {} if value.op is not None else dict([next(iter(forms.items()))])
 
     # Pending sums ---------------------------------------------------------------------------------------------------
 
