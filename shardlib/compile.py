@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -228,17 +229,18 @@ def _at_home(
     """What is written to stays where it was, and gradients live where their values live, or where these say
     (`gradient_at`); plain tensors are whole."""
     leaves, after = call.leaves, traced.after
+    names = defaultdict(lambda: "an argument", zip(traced.input_leaves, traced.input_names, strict=True))
     said = {traced.input_leaves[i]: f for i, f in fixed_inputs.items()}
     out = {}
     for leaf, position in (*after.written, *after.data, *after.gradients, *after.grads):
         if position is not None:
             is_placed = placed(leaves[leaf]) is not None and leaf in said
             fixed = said[leaf] if is_placed else _whole(graph.outputs[position])
-            out[position] = fixed.by(f"the place of {_name(traced, leaf)}")
+            out[position] = fixed.by(f"the place of {names[leaf]}")
     for leaf, position in (*after.gradients, *after.grads):
         at = getattr(leaves[leaf], "gradient_at", None)
         if position is not None and isinstance(at, str) and placed(leaves[leaf]) is not None:
-            item = (f"the gradient of {_name(traced, leaf)}", graph.outputs[position].shape, at, None)
+            item = (f"the gradient of {names[leaf]}", graph.outputs[position].shape, at, None)
             out[position] = resolve_many([item], mesh, what="gradient_at")[0].by(f"the gradient_at of {item[0]}")
     for part in (part for kept in after.rebound for part in kept.parts if isinstance(part, Result)):
         if part.plain is not None:
@@ -263,11 +265,6 @@ def _placed_anew(traced: Traced, graph: Graph) -> Traced:
 
 def _whole(value: Value) -> Fixed:
     return Fixed.at(Layout.replicated(value.shape))
-
-
-def _name(traced: Traced, leaf: int) -> str:
-    names = dict(zip(traced.input_leaves, traced.input_names, strict=True))
-    return names.get(leaf, "an argument")
 
 
 def _fixed_outputs(traced: Traced, graph: Graph, out_specs: Any, mesh: Mesh) -> dict[int, Fixed]:

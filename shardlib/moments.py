@@ -22,7 +22,7 @@ from shardlib.jitted.planning import Invocation
 from shardlib.placing import shard
 from shardlib.plans.plan import Plan
 from shardlib.specs.spec import parse
-from shardlib.state import unseen
+from shardlib.state import paused_gc, unseen
 from shardlib.tensors.tensor import ShardedTensor
 
 
@@ -46,6 +46,7 @@ def place(optimizer: torch.optim.Optimizer, known: Collection[int] = ()) -> None
                         optimizer.state[p][k] = shard(x, at)
 
 
+@paused_gc()
 def plan(call: Invocation, *, runs: bool = True) -> tuple[Plan, list[Any]]:
     """The plan of a call, of whose optimizers none is at its first step, and what it knows by identity.
 

@@ -52,6 +52,7 @@ class Invocation:
     key: Any
     leaves: list[Any]
     around: Callable[[], AbstractContextManager[Any]] = nullcontext  # what the function runs in while it is traced
+    read_at: int = -2  # how often somebody had begun to trace when it was read
 
     @staticmethod
     def of(
@@ -68,6 +69,7 @@ class Invocation:
 
     def read(self) -> None:
         """Read it anew."""
+        self.read_at = -2 if compiling.thread else compiling.count
         self.state = State(self.state.own, self.programs.changing)
         self.key, self.leaves = self._read(self.state)
 
@@ -93,7 +95,8 @@ class Invocation:
                 return known
             refuse_nested()
             with compiling():
-                self.read()  # another thread may have traced since
+                if compiling.count > self.read_at + 1:  # another thread may have traced since
+                    self.read()
                 return self._plan(runs)
 
     def _plan(self, runs: bool) -> tuple[Plan, list[Any]]:

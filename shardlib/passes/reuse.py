@@ -69,13 +69,14 @@ class _Memory:
 
 def _borrowed(program: Program, memory: _Memory) -> list[Var]:
     """Results that show memory of an argument that is not donated, of a captured tensor, or of an earlier result."""
-    others = program.given - {program.inputs[i] for i in program.donated} | blurred(program.steps, memory.owner)
+    donated = {program.inputs[i] for i in program.donated}
+    others = {*(program.given - donated), *blurred(program.steps, memory.owner)}
     out: list[Var] = []
     for var in dict.fromkeys(v for v in program.outputs[: program.owned] if isinstance(v, Var)):
         root = memory.owner.get(var, var)
         if root in others:
             out.append(var)
-        others |= {root}
+        others.add(root)
     return out
 
 

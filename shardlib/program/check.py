@@ -52,13 +52,16 @@ def faults(program: Program) -> Iterator[str]:
             roots[owner.get(v, v)] += by
 
     for step in program.steps:
-        yield from (f"{said(step)} reads {v}, which{why}" for v in reads(step) if (why := missing(v)))
-        if isinstance(step, Compute) and step.over is not None:
-            over, root = step.args[step.over], owner.get(step.args[step.over], step.args[step.over])
-            if root in fixed or roots[root]:
-                yield f"{said(step)} writes over {over}, which others hold"
-            there |= dict.fromkeys((root, over, *shown[root]), f"{_OVER} {said(step)}")
-        if isinstance(step, Start):
+        for v in reads(step):
+            if there.get(v, v):
+                yield f"{said(step)} reads {v}, which{missing(v)}"
+        if isinstance(step, Compute):
+            if step.over is not None:
+                over, root = step.args[step.over], owner.get(step.args[step.over], step.args[step.over])
+                if root in fixed or roots[root]:
+                    yield f"{said(step)} writes over {over}, which others hold"
+                there |= dict.fromkeys((root, over, *shown[root]), f"{_OVER} {said(step)}")
+        elif isinstance(step, Start):
             if len({(c.kind, c.axes, c.reduce) for c in step.moves}) > 1:
                 yield f"{said(step)} begins collectives of several kinds or groups together"
             yield from (f"{c.kind} of {c.source} {fault}" for c in step.moves for fault in _group(program, c))

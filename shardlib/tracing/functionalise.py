@@ -122,20 +122,19 @@ class _Rewriter(Views):
                 rule="a traced function writes to its arguments, to what it closes over, and to what it makes",
                 remedy="make the tensor an argument, or write x = x + 1 instead of x += 1 (or clone x first)",
             )
-        inputs, memory = list(self.names), [self.memory.get(n, n) for n in self.names]
+        memory = [self.memory.get(n, n) for n in self.names]
+        inputs, places = ({n: i for i, n in reversed([*enumerate(nodes)])} for nodes in (self.names, memory))
         data = {n: self.shown(n) for n in self.memory}
         output = self.at = self.graph.output_node()
         values = [m for m in memory if m in self.version]
-        new = [n for n, m in data.items() if m not in memory]
+        new = [n for n, m in data.items() if m not in places]
         output.args = ((*output.args[0], *map(self.fresh, (*values, *new))),)  # type: ignore[misc]
         for node in reversed(replaced):
             self.graph.erase_node(node)
         return Written(
-            tuple(map(memory.index, values)),
-            tuple(map(inputs.index, new)),
-            tuple(
-                (inputs.index(n), memory.index(m)) for n, m in data.items() if m in memory and m is not self.memory[n]
-            ),
+            tuple(places[m] for m in values),
+            tuple(inputs[n] for n in new),
+            tuple((inputs[n], places[m]) for n, m in data.items() if m in places and m is not self.memory[n]),
         )
 
     def rename_view(self, node: fx.Node) -> None:

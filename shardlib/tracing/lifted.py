@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from shardlib.calls.inside import attributes, own
 from shardlib.calls.numbers import is_given
 from shardlib.calls.rebound import Watch
 from shardlib.calls.state import State
 from shardlib.errors import ShardingError
-from shardlib.internals import FakeTensor, FakeTensorMode, TorchDispatchMode, pytree
+from shardlib.internals import SLOT, FakeTensor, FakeTensorMode, TorchDispatchMode, pytree, set_slot
 from shardlib.tensors.above import above
 from shardlib.tensors.tensor import ShardedTensor, typeof
 from shardlib.tracing.carried import Carried
@@ -66,8 +66,7 @@ class Lifted:
             with disable_proxy_modes_tracing():
                 self._stand_ins[id(x)] = stand_in.value
                 if not isinstance(x, ShardedTensor):
-                    track_tensor_tree(x, stand_in.proxy, constant=None, tracer=tracer)
-                    stand_in.node.meta["val"] = stand_in.value
+                    set_slot(x, tracer, SLOT(stand_in.proxy, None))
                     # What needs no gradient, and every process has whole, decides nothing.
                     stand_in.node.meta["constant"] = not x.requires_grad
 
@@ -139,15 +138,22 @@ class _StandIns(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class placeholder:
-    """A new input of the graph that is being traced: `proxy`, `node`, and the `value` that stands for it."""
+    """A new input of the graph that is being traced: `proxy`, `node`, and the `value` that stands for it.
 
-    def __init__(self, tracer: Any, x: Tensor, device: torch.device | str | None = None) -> None:
-        with disable_proxy_modes_tracing():
+    The node has that value, or, where nobody is to keep it, a `snapshot`.
+    """
+
+    def __init__(
+        self, tracer: Any, x: Tensor, device: torch.device | str | None = None, *, snapshot: bool = False
+    ) -> None:
+        with disable_proxy_modes_tracing(), torch.DisableTorchFunction():
             where = device or ("cpu" if x.is_meta else x.device)
-            self.value = torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device=where)
+            form: dict[str, Any] = {"size": tuple(x.shape), "stride": x.stride(), "dtype": x.dtype, "device": where}
+            self.value = torch.empty_strided(**form)
             self.proxy = tracer.create_proxy("placeholder", "input", (), {})
             self.node: fx.Node = self.proxy.node
-            track_tensor_tree(self.value, self.proxy, constant=None, tracer=tracer)
+            self.node.meta["val"] = torch.empty_strided(**form) if snapshot else self.value
+            set_slot(self.value, tracer, SLOT(self.proxy, None))
 
 
 def redirected(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:

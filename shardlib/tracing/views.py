@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx
 
-from shardlib.aten.traits import has, is_view
+from shardlib.aten.traits import has, is_view, may_show
 from shardlib.aten.views import argument, unstrided
 from shardlib.errors import ShardingError
 from shardlib.scalar import hinted
@@ -42,6 +42,7 @@ class Views:
         self.version: dict[fx.Node, int] = {}  # owner -> how often it was written to
         self.version_at: dict[fx.Node, int] = {}  # of what an index picks from, when it did
         self.at: fx.Node = graph.output_node()
+        self._values: dict[Any, Tensor] = {}  # of what was written, by the op and what is known of its arguments
 
     def read(self, node: fx.Node) -> None:
         node.args, node.kwargs = self.current(node.args), self.current(node.kwargs)
@@ -154,5 +155,21 @@ class Views:
             node = self.graph.call_function(target, args, kwargs)
         node.meta.update({k: self.at.meta[k] for k in ("line", "backward") if k in self.at.meta})
         fakes = hinted(fx.map_arg((args, kwargs), lambda n: n.meta["val"]))
-        node.meta["val"] = target(*fakes[0], **fakes[1])
+        key = target, _known(fakes)
+        if (value := self._values.get(key)) is None:
+            value = target(*fakes[0], **fakes[1])
+            if isinstance(value, Tensor) and not is_view(target) and not may_show(target):
+                self._values[key] = value
+        node.meta["val"] = value
         return node
+
+
+def _known(x: Any) -> Any:
+    """What the shape and the dtype of an op's result depend on."""
+    if isinstance(x, Tensor):
+        return x.shape, x.stride(), x.dtype, x.device, x.is_conj(), x.is_neg(), x.requires_grad
+    if isinstance(x, tuple | list):
+        return type(x), tuple(map(_known, x))
+    if isinstance(x, dict):
+        return tuple((k, _known(y)) for k, y in x.items())
+    return type(x), x
