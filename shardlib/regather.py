@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
+import torch
+
 from shardlib.aten.traits import is_view
 from shardlib.graph import Graph, Op, Value, viewed
 
@@ -22,10 +24,13 @@ def mark(graph: Graph, way: Regather, said: Collection[Value]) -> None:
 
 
 def _origin(value: Value) -> Value:
-    """What a value is a view of, a part, or another form element by element (a cast)."""
+    """What a value is a view of, a part, or another form element by element (a cast): made again at no great cost."""
     while (op := value.op) is not None and len(op.operands) == 1 and not op.constrains and not op.manual:
         (operand,) = op.operands
-        if not is_view(op.target) and (op.rule is None or op.rule.reduce or operand.shape != value.shape):
+        tags = getattr(op.target, "tags", ())
+        is_cast = operand.shape == value.shape and operand.dtype != value.dtype and value.dtype.is_floating_point
+        by_element = is_cast or torch.Tag.pointwise in tags
+        if torch.Tag.nondeterministic_seeded in tags or not (by_element or is_view(op.target)):
             break
         value = operand
     return value

@@ -227,6 +227,30 @@ def test_parts_of_a_weight(name: str, compiled: bool) -> None:
         )
 
 
+@sl.rule("i j -> i j")
+@torch.library.custom_op("tests_regather::dear", mutates_args=())
+def dear(w: torch.Tensor) -> torch.Tensor:
+    return w.sin()
+
+
+dear.register_fake(torch.empty_like)
+dear.register_autograd(
+    lambda ctx, grad: grad * ctx.saved_tensors[0].cos(),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+def test_an_op_of_ones_own_runs_once() -> None:
+    """What it makes of a weight is kept: nobody knows what it takes."""
+    torch.manual_seed(0)
+    model = Parts(lambda w, i: dear(w[i, 0]))
+    with Mesh(data=2):
+        model = sl.parallelize(model, strategy="fsdp")
+        x = torch.randn(1, 16 * ROWS, D, dtype=torch.float64)
+        plan = trained(model, x, True).plan(x)
+    assert sum("dear" in str(getattr(step, "target", "")) for step in plan.compiled.program.steps) == 3
+
+
 @pytest.mark.parametrize("s", [1, 2])
 def test_scattered_to_where_the_next_one_is_added(s: int) -> None:
     """Also where a bias, which nobody names, is cut over data along the dim that the weight has cut over tensor."""
