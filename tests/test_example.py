@@ -224,7 +224,7 @@ def test_the_functional_form_trains_as_plain_torch_does(capsys: pytest.CaptureFi
     for sharded in losses:
         x = torch.randn(32, 16)
         loss = functional.loss(params, x, x.flip(1))
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         opt.step()
         opt.zero_grad()
         assert loss.item() == pytest.approx(sharded, abs=1e-5)
