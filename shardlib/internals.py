@@ -164,6 +164,7 @@ function_modes = _torch(f"{_FUNCTION_MODES}_get_current_function_mode_stack", "t
 pop_function_mode = _torch(f"{_FUNCTION_MODES}_pop_mode", "the caller's modes are set aside in a trace")
 push_function_mode = _torch(f"{_FUNCTION_MODES}_push_mode", "the caller's modes are put above, and back")
 count_function_modes = _torch("torch._C._len_torch_function_stack", "asked in every call: whether such modes are on")
+function_modes_on = _torch("torch._C._EnableTorchFunction", "the traced function sees modes that the tracer does not")
 
 
 # --- tensors, memory, fake tensors ------------------------------------------------------------------------------------

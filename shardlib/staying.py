@@ -12,11 +12,15 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
+import torch
 from torch.overrides import TorchFunctionMode
 
-from shardlib.internals import function_modes
+from shardlib.internals import function_modes, function_modes_on
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
 
 _on: ContextVar[tuple[TorchFunctionMode, ...]] = ContextVar("shardlib_function_modes", default=())
 
@@ -46,6 +50,28 @@ def put_back(run: Callable[..., Any]) -> Callable[..., Any]:
             return run(*args, **kwargs)
 
     return engine
+
+
+def unheard(run: Callable[Args, Result]) -> Callable[Args, Result]:
+    """`run`, which reads attributes of many tensors: no function mode is asked about them, and called for each."""
+
+    @functools.wraps(run)
+    def inside(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+        with torch.DisableTorchFunction():
+            return run(*args, **kwargs)
+
+    return inside
+
+
+def heard(run: Callable[Args, Result]) -> Callable[Args, Result]:
+    """`run` with the function modes on again, inside what is `unheard`."""
+
+    @functools.wraps(run)
+    def inside(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+        with function_modes_on():
+            return run(*args, **kwargs)
+
+    return inside
 
 
 Enter = Callable[[], AbstractContextManager[Any]]

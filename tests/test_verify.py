@@ -15,6 +15,7 @@ from shardlib import Mesh
 from shardlib.meshes.axis import Axis
 from shardlib.program.check import ProgramError
 from shardlib.program.steps import Collective, Compute, Copy, Free, Program, Start, Step, Var, Wait, makes, reads
+from shardlib.program.sym import Sym
 from shardlib.program.verify import verify
 from shardlib.specs.layout import Layout
 
@@ -102,6 +103,10 @@ def _of(kind: str) -> Callable[[Collective], bool]:
 
 def _longer(sizes: Any) -> Any:
     return [_longer(sizes[0]) if isinstance(sizes[0], list) else sizes[0] + 1, *sizes[1:]]
+
+
+def _longer_last(sizes: Any) -> Any:
+    return [*sizes[:-1], sizes[-1] + 1]
 
 
 def _too_late(program: Program) -> Program:
@@ -199,6 +204,7 @@ FAULTS: dict[str, tuple[Plant, str]] = {
     ),
     "an axis twice": (_collective(_of("all_reduce"), axes=lambda c: (Axis("tensor", 2),) * 2), "over one twice"),
     "a gather of other sizes": (_told("all_gather", "sizes", _longer), "a piece has the length|makes"),
+    "a gather of other sizes for the last": (_told("all_gather", "sizes", _longer_last), "a piece has the length"),
     "a gather of fewer": (_told("all_gather", "sizes", lambda x: x[:1]), "so many members"),
     "a gather along another dim": (_told("all_gather", "dim", lambda d: 1 - d), "a piece has the length|makes"),
     "a scatter of other sizes": (_told("reduce_scatter", "sizes", _longer), "the whole has the length"),
@@ -253,6 +259,14 @@ def test_what_is_planned_is_right_and_every_value_has_a_size(sizes: str) -> None
     assert all(v.nbytes > 0 for v in values)
     assert any(v.layout is None for v in values)
     assert {s.kind for s in program.collectives} >= {"all_reduce", "all_gather", "reduce_scatter"}
+
+
+def test_a_fault_of_the_last_device_is_found() -> None:
+    with pytest.raises(ProgramError, match=r"on data=\d tensor=1: a piece has the length 3, and it is told 4"):
+        verify(_told("all_gather", "sizes", _longer_last)(_program("uneven")))
+    wrong = _told("all_gather", "sizes", lambda sizes: [sizes[0], *([Sym("at", ((Axis("data", 2),), (2, 1)))] * 3)])
+    with pytest.raises(ProgramError, match=r"on data=1 tensor=0: a piece has the length 2, and it is told 1"):
+        verify(wrong(_program("even")))
 
 
 def test_all_faults_are_told_at_once() -> None:

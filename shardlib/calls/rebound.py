@@ -115,15 +115,15 @@ class Watch:
         for place in self.can_be_given(self.before.numbers.keys() - self._left):
             put_back(self.before.owners[place[0]], place, self.before)
 
-    def undo(self) -> list[Leak]:
-        """Take values of the trace away from whoever holds one; returns those that nobody may have kept."""
+    def undo(self, now: Snapshot) -> list[Leak]:
+        """Take values of the trace away from whoever holds one `now`; returns those that nobody may have kept."""
         self.take_back()
-        return forgotten(self.before, self.look())
+        return forgotten(self.before, now)
 
     def restore(self) -> None:
         """Give every place back what it had, as if the function had not run."""
         self._left = set()
-        self.undo()
+        self.undo(self.look())
         before, after = self.before, self.look()
         for number, items in before.copies.items():
             refill(before.owners[number], items)

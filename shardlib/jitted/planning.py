@@ -27,6 +27,7 @@ from shardlib.meshes.mesh import Mesh, current_mesh
 from shardlib.plans.plan import Plan
 from shardlib.specs.fixed import Fixed
 from shardlib.state import compiling, unseen
+from shardlib.staying import unheard
 from shardlib.tensors.tensor import ShardedTensor
 from shardlib.tracing.outlived import keeps_numbers, refuse_kept
 from shardlib.tracing.threads import refuse_nested
@@ -73,6 +74,7 @@ class Invocation:
         self.state = State(self.state.own, self.programs.changing)
         self.key, self.leaves = self._read(self.state)
 
+    @unheard
     def look(self) -> Snapshot:
         """All that it finds, place by place."""
         found = Snapshot(self.state.own, self.programs.changing)
@@ -109,13 +111,11 @@ class Invocation:
                 watch = Watch(self.look)
             watch.around = self.around
             with _undone(watch):
-                plan = self._compile(watch)
-                if watch.look().leaked or keeps_numbers(
-                    plan.compiled.traced.outlived
-                ):  # a number that stays outside is no number of the trace
-                    watch.restore()
-                    plan = self._compile(watch, exact=True)
-            left_behind = watch.undo()
+                plan, left = self._compile(watch), watch.look()
+                if left.leaked or keeps_numbers(plan.compiled.traced.outlived):
+                    watch.restore()  # a number that stays outside is no number of the trace
+                    plan, left = self._compile(watch, exact=True), watch.look()
+            left_behind = watch.undo(left)
             if left_behind:
                 watch.restore()
             refuse_leaks(name, left_behind)

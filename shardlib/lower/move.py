@@ -151,6 +151,8 @@ def _relative(whole: int, old: Axes, size: int, new: Axes) -> tuple[Any, Any]:
 def _member_sizes(size: int, finer: Axes, group: Axes, post: Sym | int) -> list[Sym | int]:
     """Sizes of the group's members along the dim, in group order; the group's axes are the minor ones of `finer`."""
     piece = product([local_size(size, finer), post])
+    if not isinstance(piece, Sym):
+        return [piece] * ways(group)
     return [of_member(piece, group, i) for i in range(ways(group))]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,13 +52,7 @@ class Axis:
 
     def primes(self) -> tuple[Axis, ...]:
         """The axis cut into parts of prime size, major first."""
-        parts, pre, rest, p = [], self.pre, self.size, 2
-        while rest > 1:
-            while rest % p == 0:
-                parts.append(Axis(self.name, p, pre, self.of))
-                pre, rest = pre * p, rest // p
-            p += 1
-        return tuple(parts)
+        return _primes(self)
 
     def part(self, pre: int, size: int) -> Axis | None:
         """The part of this size behind parts of `pre`; None if primes of the axis do not make one."""
@@ -84,6 +79,17 @@ class Axis:
             elif axis.size > 1 or axis.whole:
                 merged.append(axis)
         return tuple(merged)
+
+
+@functools.lru_cache(1 << 10)
+def _primes(axis: Axis) -> tuple[Axis, ...]:
+    parts, pre, rest, p = [], axis.pre, axis.size, 2
+    while rest > 1:
+        while rest % p == 0:
+            parts.append(Axis(axis.name, p, pre, axis.of))
+            pre, rest = pre * p, rest // p
+        p += 1
+    return tuple(parts)
 
 
 def position(coords: Coords, group: Sequence[Axis]) -> int:

@@ -263,12 +263,18 @@ def swapped(step: Step, other: Mapping[Var, Var]) -> Step:
     return Copy(get(step.source), get(step.out))
 
 
-def leaves(x: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
-    """All instances of `kind` in nested tuples, lists and dicts."""
+_PLAIN = frozenset({int, bool, float, str, type(None)})
+
+
+def leaves(x: Any, kind: type) -> Iterator[Any]:
+    """All instances of `kind`, which is no plain number or text, in nested tuples, lists and dicts."""
     if isinstance(x, kind):
         yield x
-    elif isinstance(x, tuple | list | dict):
-        for y in x.values() if isinstance(x, dict) else x:
+    elif isinstance(x, dict):
+        for y in x.values():
+            yield from leaves(y, kind)
+    elif isinstance(x, tuple | list) and not _PLAIN.issuperset(map(type, x)):  # sizes, one for each of 512 members
+        for y in x:
             if isinstance(y, kind):
                 yield y
             elif isinstance(y, tuple | list | dict):
@@ -276,9 +282,9 @@ def leaves(x: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
 
 
 def rebuild(x: Any, change: Callable[[Any], Any]) -> Any:
-    """`x` with `change` applied to every leaf of nested tuples, lists and dicts."""
+    """`x` with `change` applied to what stands in nested tuples, lists and dicts, lists of plain numbers excepted."""
     if isinstance(x, tuple | list):
-        return type(x)(rebuild(y, change) for y in x)
+        return x if _PLAIN.issuperset(map(type, x)) else type(x)(rebuild(y, change) for y in x)
     if isinstance(x, dict):
         return {k: rebuild(v, change) for k, v in x.items()}
     return change(x)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
 
 from shardlib.aten.traits import has, is_view
 from shardlib.internals import without_modes
@@ -17,7 +19,7 @@ from shardlib.meshes.axis import Coords
 from shardlib.program.check import ProgramError, refuse, said
 from shardlib.program.check import faults as order_faults
 from shardlib.program.device import REFUSALS, Device, Local
-from shardlib.program.steps import Collective, Compute, Copy, Program, Start, Step, Var, makes, syms
+from shardlib.program.steps import Collective, Compute, Copy, Program, Start, Step, Var, makes, reads, syms
 
 _DEVICES = 8  # that are looked at, of those that hold different pieces
 STRICT = False  # whether what torch says of tensors without values is law: it is not always what a kernel makes
@@ -29,26 +31,64 @@ def verify(program: Program) -> Program:
     found = _Found()
     if not faults:
         with without_modes():  # which are to see what runs, and nothing of this
-            for coords in _devices(program):
-                faults += _Run(program, coords, found).run()
+            differing = _Differing.of(program)
+            coords, *others = differing.devices(program)
+            first = _Run(program, coords, found)
+            faults += first.run(program.steps)
+            alike = {v: x for v, x in first.all.items() if v not in differing.vars}
+            for coords in others:
+                faults += _Run(program, coords, found, alike).run(differing.steps)
     refuse(faults)
     return found.said(program)
 
 
-def _devices(program: Program) -> list[Coords]:
-    """Devices at the ends of every axis along which pieces may differ: one where all are alike."""
-    layouts = [v.layout for v in _values(program) if v.layout is not None]
-    uneven = {a.name for x in layouts for f in x.factors if not f.even for a in f.axes}
-    uneven |= {a.name for step in program.steps for s in syms(step) for a in s.axes}
-    names = [name for name, n in program.mesh.axes.items() if n > 1]
-    ends = [sorted({0, program.mesh.axes[name] - 1}) if name in uneven else [0] for name in names]
-    return [dict(zip(names, at, strict=True)) for at in itertools.islice(itertools.product(*ends), _DEVICES)] or [{}]
+@dataclass
+class _Differing:
+    """What may be otherwise on other devices: axes, values, and the steps that read, make or are told such."""
+
+    axes: set[str] = field(default_factory=set)
+    vars: set[Var] = field(default_factory=set)
+    steps: list[Step] = field(default_factory=list)
+
+    @staticmethod
+    def of(program: Program) -> _Differing:
+        uneven: dict[int, set[str]] = {}  # by the id of a layout: over which axes its pieces differ
+        found = _Differing()
+
+        def differs(v: Var) -> bool:
+            if v.layout is None:
+                return False
+            if (axes := uneven.get(id(v.layout))) is None:
+                axes = uneven[id(v.layout)] = {a.name for f in v.layout.factors if not f.even for a in f.axes}
+                found.axes |= axes
+            return bool(axes)
+
+        found.vars.update(filter(differs, program.inputs))
+        for step in program.steps:
+            made = step.outs if isinstance(step, Start) else makes(step)
+            told = {a.name for s in syms(step) for a in s.axes} | _told(step)
+            found.axes |= told
+            if told or any(differs(v) for v in made) or not found.vars.isdisjoint(reads(step)):
+                found.vars.update(made)
+                found.steps.append(step)
+        return found
+
+    def devices(self, program: Program) -> list[Coords]:
+        """Those at the ends of every axis along which pieces may differ: one where all are alike."""
+        names = [name for name, n in program.mesh.axes.items() if n > 1]
+        ends = [sorted({0, program.mesh.axes[name] - 1}) if name in self.axes else [0] for name in names]
+        return [dict(zip(names, at, strict=True)) for at in itertools.islice(itertools.product(*ends), _DEVICES)]
 
 
-def _values(program: Program) -> Iterator[Var]:
-    yield from program.inputs
-    for step in program.steps:
-        yield from makes(step)
+def _told(step: Step) -> set[str]:
+    """The axes over which a collective is told of sizes that are not those of all its members."""
+    moves = step.moves if isinstance(step, Start) else ()
+    sizes = ((c, x) for c in moves for key, x in c.params.items() if key != "pairs")
+    return {a.name for c, x in sizes if not _alike(x) for a in c.axes}
+
+
+def _alike(told: Any) -> bool:
+    return not isinstance(told, list) or (all(x == told[0] for x in told) and all(map(_alike, told[:1])))
 
 
 class _Found:
@@ -76,15 +116,18 @@ class _Found:
 class _Run(Device):
     """A program on one device, and what is wrong with it there."""
 
-    def __init__(self, program: Program, coords: Coords, found: _Found) -> None:
+    def __init__(
+        self, program: Program, coords: Coords, found: _Found, alike: Mapping[Var, Local | None] = MappingProxyType({})
+    ) -> None:
         super().__init__(program.mesh, coords)
+        self.all |= alike
         self.program, self.found = program, found
         self.faults: list[str] = []
 
-    def run(self) -> list[str]:
+    def run(self, steps: Iterable[Step]) -> list[str]:
         for var, tensor in self.program.captured:
             self.hold(var, Local.dense(tensor.shape, var.dtype))
-        for step in self.program.steps:
+        for step in steps:
             if isinstance(step, Start):
                 for c in step.moves:
                     self.keep(c, c.out, self.moved(c))

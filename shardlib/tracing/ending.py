@@ -18,6 +18,7 @@ from shardlib.aten.views import written_to
 from shardlib.calls.flat import FlatCall
 from shardlib.calls.parts import Rebound
 from shardlib.errors import ShardingError
+from shardlib.staying import unheard
 from shardlib.tensors.tensor import typeof
 from shardlib.tracing.functionalise import Written
 from shardlib.tracing.history import Autograd, end, hooks_of, is_within, origins, pulled
@@ -86,6 +87,7 @@ class Ending:
     def __enter__(self) -> Ending:
         return self
 
+    @unheard
     def __exit__(self, *_: object) -> None:
         grads = {id(x): grad for x, grad in self.call.state.grads}
         for x in self.call.state.tensors:
@@ -96,6 +98,7 @@ class Ending:
         for handle in self._passages:
             handle.remove()
 
+    @unheard
     def start(self, inputs: Sequence[Tensor]) -> None:
         """Before the function runs: arguments have the `.grad` that is theirs."""
         arguments, state = self.call.arguments, self.call.state.tensors
@@ -124,6 +127,12 @@ class Ending:
         self, result: Sequence[Any], inputs: Sequence[Tensor], tracer: Any, *, differentiate: bool
     ) -> list[Tensor]:
         """After it has run: what follows its own results."""
+        out = self._written(result, inputs)
+        return out + (self._backward(result, inputs, tracer) if differentiate else [])
+
+    @unheard
+    def _written(self, result: Sequence[Any], inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The new values of gradients; whatever else it did to autograd's part of what it was given is refused."""
         self.returned = len(result)
         for handle in self._passages:
             handle.remove()
@@ -138,7 +147,7 @@ class Ending:
             elif now is not grad:
                 self._grads.append((leaf, now is not None))
                 out += [] if now is None else [self.lifted.seen(now)]
-        return out + (self._backward(result, inputs, tracer) if differentiate else [])
+        return out
 
     def _made(self, result: Sequence[Any], inputs: Sequence[Tensor]) -> Iterator[tuple[int, bool]]:
         """Results that require a gradient because the function says so."""

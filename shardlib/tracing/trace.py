@@ -30,6 +30,7 @@ from shardlib.lines import Line, LineRecorder
 from shardlib.ops.set_data import OP as SET_DATA
 from shardlib.random.draw import one_program
 from shardlib.state import tracing
+from shardlib.staying import heard
 from shardlib.strided import refuse_others
 from shardlib.tensors.form import contiguous
 from shardlib.tensors.tensor import marks
@@ -162,6 +163,7 @@ def _trace(
     tracers: list[Any] = []
     result: list[Any] = []  # what fn returned, as paths, leaves and tree
 
+    @heard
     def flat(*inputs: torch.Tensor) -> list[torch.Tensor]:
         tracer = recorded(lines)
         tracers.append(tracer)
@@ -239,7 +241,8 @@ def _trace(
         once.on(),
     ):
         inputs = [_fake(x, traced_on, tensors) for x in tensors]
-        gm = make_fx(flat, DECOMPOSITIONS, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
+        with torch.DisableTorchFunction():  # it reads some attributes of every input
+            gm = make_fx(flat, DECOMPOSITIONS, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
 
     output_names, returned, out_tree = result
     refuse_other_default(lines.fallback.function, gm.graph)
