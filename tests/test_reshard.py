@@ -103,7 +103,9 @@ def test_every_pair(leaves: Leaves, atoms: Axes) -> None:
         run(leaves, reshard.route(leaves, 8, src, dst), src, dst, mesh, (), "sum")
 
 
-@pytest.mark.parametrize("leaves", [*VALUES, ((8,), (8,)), ((4, 4), (16,)), ((12,), (6, 2))], ids=str)
+@pytest.mark.parametrize(
+    "leaves", [*VALUES, ((8,), (8,)), ((4, 4), (16,)), ((12,), (6, 2)), ((12,), (24,), (12,))], ids=str
+)
 @pytest.mark.parametrize(
     "atoms", [(A0, A1, C), (C, A0, A1), (A0, A1, C, D), (B, C, D)], ids=lambda a: " ".join(map(str, a))
 )
@@ -175,6 +177,29 @@ def test_ways_round(src: list[Axes], dst: list[Axes], pending: Axes, expected: l
     assert sum(h.step.bytes for h in hops) < sum(step.bytes for step in known)
     mesh = Mesh({a.name: a.of for a in dict.fromkeys((*itertools.chain(*src, *dst), *pending))})
     run(leaves, hops, tuple(src), tuple(dst), mesh, pending, "sum")
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "expected"),
+    [
+        # To one factor from two, back, and between pairs: one exchange over both axes, not one after the other.
+        ([(A0, A1), (C,), ()], [(), (), (A0, A1, C)], ["all_to_all[a c] 224"]),
+        ([(A0, A1), (C,), ()], [(), (), (C, A0, A1)], ["all_to_all[c a] 224"]),
+        ([(), (), (A0, A1, C)], [(A0, A1), (C,), ()], ["all_to_all[c a] 224"]),
+        ([(C,), (), (D,)], [(), (C, D), ()], ["all_to_all[c d] 384"]),
+        ([(C, D), (), ()], [(), (D,), (C,)], ["all_to_all[d c] 384"]),
+        # One factor gives to the next, and that to the third.
+        ([(C,), (D,), ()], [(), (C,), (D,)], ["all_to_all[d] 256", "all_to_all[c] 256"]),
+    ],
+)
+def test_exchanges_that_follow_each_other_are_one(src: list[Axes], dst: list[Axes], expected: list[str]) -> None:
+    """[64, 64, 128] of 8 bytes on 4 or 8 devices: KiB of every step, and the values."""
+    leaves: Leaves = ((32,), (64,), (128,))
+    hops = reshard.route(leaves, 8, tuple(src), tuple(dst))
+    found = [f"{h.step.kind}[{' '.join(map(str, h.step.axes))}] {h.step.bytes / 1024:.0f}" for h in hops]
+    assert found == expected
+    mesh = Mesh({a.name: a.of for a in itertools.chain(*src, *dst)})
+    run(leaves, hops, tuple(src), tuple(dst), mesh, (), "sum")
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations((B, C, D))), ids=lambda o: "".join(a.name for a in o))

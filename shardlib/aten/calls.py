@@ -12,6 +12,7 @@ CAT = _aten.cat.default
 CLONE = _aten.clone.default
 FILLED = _aten.new_full.default
 NARROW = _aten.narrow.default
+PERMUTE = _aten.permute.default
 PAD = _aten.constant_pad_nd.default
 RESHAPE = _aten.reshape.default
 SLICE = _aten.slice.Tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardlib.aten.calls import NARROW, RESHAPE
+from shardlib.aten.calls import NARROW, PERMUTE, RESHAPE
 from shardlib.lower.builder import Builder
 from shardlib.meshes.axis import Axis, Coords, member_coords, position
 from shardlib.program.steps import Asked, Var
@@ -30,6 +31,9 @@ class Mover:
 
     def step(self, step: Step, var: Var, dims: LocalDims, out: Var, *, reason: str, because: Asked | None) -> None:
         """Write `step` on `var`, whose factors are `dims`, with this result."""
+        if step.exchanges:
+            self._exchange(step, var, dims, out, reason, because)
+            return
         new, params = _recut(dims, step), {}
         x, back, pairs = var, None, []
         if step.kind == "ppermute":
@@ -46,6 +50,35 @@ class Mover:
             args = step.kind, step.axes, x, made, params, step.bytes, step.reduce
             self.builder.communicate(*args, reason, because)
         self._view_back(made, out, back)
+
+    def _exchange(self, step: Step, var: Var, dims: LocalDims, out: Var, reason: str, because: Asked | None) -> None:
+        """Several factors at once: what goes to each device is a row, and a row from each comes back."""
+        local = [_local(size, axes) for dim in dims for size, axes in dim]
+        n, parts = ways(step.axes), [ways(axes) for axes, _, _ in step.exchanges]
+        split = [[k for k, x in enumerate(step.exchanges) if x.to == i] for i in range(len(local))]
+        joined = [[k for k, x in enumerate(step.exchanges) if x.factor == i][::-1] for i in range(len(local))]
+        rest = [size // math.prod(parts[k] for k in of) for size, of in zip(local, split, strict=True)]
+        sizes, columns = [*parts, *rest], product(rest)
+
+        def order(parted: list[list[int]]) -> list[int]:
+            """Every factor, of all sizes, behind the parts that it is split into, or joined from."""
+            return [k for i, of in enumerate(parted) for k in (*of, len(parts) + i)]
+
+        there, back = order(split), order(joined)
+        x = self._viewed(RESHAPE, var, [sizes[k] for k in there])
+        x = self._viewed(PERMUTE, x, [there.index(k) for k in range(len(sizes))])
+        x = self._viewed(RESHAPE, x, [n, columns])
+        made = Var(self.builder.name(f"{var.name}.sent"), None, var.dtype)
+        params = {"split_dim": 0, "split_sizes": [1] * n, "concat_dim": 1, "concat_sizes": [columns] * n}
+        self.builder.communicate(step.kind, step.axes, x, made, params, step.bytes, step.reduce, reason, because)
+        x = self._viewed(PERMUTE, self._viewed(RESHAPE, made, sizes), back)
+        self._call(RESHAPE, (x, [product([_local(n, a) for n, a in dim]) for dim in _recut(dims, step)]), out)
+
+    def _viewed(self, target: Any, x: Var, how: Sequence[Sym | int]) -> Var:
+        made = Var(self.builder.name(f"{x.name.partition('.sent')[0]}.sent"), None, x.dtype)
+        with self.builder.at(None):
+            self._call(target, (x, [*how]), made)
+        return made
 
     def slice_all(self, var: Var, dims: LocalDims, out: Var) -> None:
         """Cut a whole value as `dims` says, locally."""

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from shardlib.aten.calls import PERMUTE, RESHAPE
 from shardlib.compile import Compiled
 from shardlib.graph import Op, Value
 from shardlib.lines import place
 from shardlib.meshes.axis import Axis
 from shardlib.plans.naming import Naming
 from shardlib.plans.plantext import si
-from shardlib.program.steps import Asked, Collective, Inside, Var, makes, reads
+from shardlib.program.steps import Asked, Collective, Compute, Inside, Var, makes, reads
 from shardlib.propagate.dims import Leaf
 from shardlib.propagate.units import Unit
 
@@ -27,12 +28,32 @@ class Explainer:
 
     # One line -------------------------------------------------------------------------------------------------------
 
+    def ends(self, c: Collective) -> tuple[Var, Var]:
+        """What a collective moves, and what that becomes: not the rows in which they go."""
+        before, after = c.source, c.out
+        while before.layout is None and before in self._viewed:
+            before = self._viewed[before]
+        while after.layout is None and after in self._views:
+            after = self._views[after]
+        return (c.source, c.out) if before.layout is None or after.layout is None else (before, after)
+
+    @cached_property
+    def _viewed(self) -> dict[Var, Var]:
+        """What the views in front of collectives, and behind them, are of."""
+        steps = (s for s in self.compiled.program.steps if isinstance(s, Compute) and s.target in (RESHAPE, PERMUTE))
+        return {step.made[0]: step.operands[0] for step in steps if step.note == "reshard" and step.made}
+
+    @cached_property
+    def _views(self) -> dict[Var, Var]:
+        return {of: view for view, of in self._viewed.items()}
+
     def subject(self, c: Collective) -> str:
         """What a collective moves."""
         if isinstance(c.because, Inside) and c.because.what:
             return c.because.what
-        if c.source.value is not None:
-            return self.naming.var(c.source)
+        before, _ = self.ends(c)
+        if before.value is not None:
+            return self.naming.var(before)
         return f"{c.because.op.name}'s {c.reduce}" if isinstance(c.because, Inside) else c.source.name
 
     def why(self, c: Collective) -> str:
@@ -67,10 +88,11 @@ class Explainer:
 
     def _moved(self, c: Collective) -> str:
         """Which dims lose the axes and which get them: `embed whole`, `tensor from heads to seq`."""
-        if c.source.layout is None or c.out.layout is None:
+        before, after = self.ends(c)
+        if before.layout is None or after.layout is None:
             return ""
         axes = {p for a in c.axes for p in a.primes()}
-        lost, won = (self._holders(v, axes) for v in (c.source, c.out))
+        lost, won = (self._holders(v, axes) for v in (before, after))
         if c.kind == "all_to_all" and lost == won:
             return f"{' '.join(dict.fromkeys(won))} in other pieces"
         left, right = ([x for x in side if x not in other] for side, other in ((lost, won), (won, lost)))
@@ -121,10 +143,11 @@ class Explainer:
 
     def reason(self, c: Collective) -> str:
         """The layouts that forced a collective, and why they are what they are."""
-        if c.source.layout is None or c.out.layout is None:
+        before, after = self.ends(c)
+        if before.layout is None or after.layout is None:
             return self.why(c)
-        before, after = self.naming.spec(c.source), self.naming.spec(c.out)
-        return f"{before} -> {after[after.index('[') :]}, {self.why(c)}"
+        spec = self.naming.spec(after)
+        return f"{self.naming.spec(before)} -> {spec[spec.index('[') :]}, {self.why(c)}"
 
     # Chains ---------------------------------------------------------------------------------------------------------
 
@@ -134,10 +157,11 @@ class Explainer:
         lines = [f"{c.kind}[{axes}] of {self.subject(c)}: {si(c.bytes, 'B')} on the wire per device"]
         if c.line:
             lines.append(f"  {'backward of' if c.backward else 'at'} {place(c.line)}  {c.line.text}".rstrip())
-        if c.source.layout is not None and c.out.layout is not None:
-            lines += [f"  from {self.naming.typed(c.source)}", f"  to   {self.naming.typed(c.out)}"]
+        before, after = self.ends(c)
+        if before.layout is not None and after.layout is not None:
+            lines += [f"  from {self.naming.typed(before)}", f"  to   {self.naming.typed(after)}"]
         lines.append(f"  because {self.why(c)}")
-        value = c.source.value
+        value = before.value
         made = [v.op for v in (self.origin(c), value) if v is not None]
         makers = [c.because.op, *made] if isinstance(c.because, Inside) else made
         reader = c.because.by if isinstance(c.because, Asked) else None
@@ -148,7 +172,7 @@ class Explainer:
                     said.add(op)
                     lines += [f"  {line}" for line in self._op(op, verb)]
         if value is not None and value.op is None:
-            lines += [f"  {self.subject(c)} is {line}" for line in self._cuts(value, c.source)]
+            lines += [f"  {self.subject(c)} is {line}" for line in self._cuts(value, before)]
         if isinstance(reader, int):
             fixed = self.compiled.propagated.flood.outputs.get(reader)
             lines += [f"  the result is fixed by {fixed[1].source}"] if fixed else []

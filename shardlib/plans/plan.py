@@ -304,7 +304,8 @@ class Plan:
             return what, whose, si(sum(c.bytes for c in step.moves), "B"), f"{self._explainer.why(first)} ..."
         if isinstance(step, Collective):
             what = f"! {step.kind}[{' '.join(map(str, step.axes))}] {self._explainer.subject(step)}"
-            return what, self._naming.typed(step.out), si(step.bytes, "B"), self._explainer.why(step)
+            _, after = self._explainer.ends(step)
+            return what, self._naming.typed(after), si(step.bytes, "B"), self._explainer.why(step)
         if step.target is PRINT:
             names = [self._naming.var(v) for v in reads(step)]
             return f"  debug_print({', '.join([repr(step.args[0]), *names])})", "", "", "by the first device"

@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from shardlib.reshard.cheapest import cheapest
 from shardlib.reshard.direct import Direct
+from shardlib.reshard.exchange import together
 from shardlib.reshard.step import Axes, Cut, Leaves, Step, ways
 from shardlib.specs.pieces import even
 from shardlib.specs.spread import spread
@@ -48,7 +49,10 @@ def _plan(
     steps = Direct(sizes, itemsize, src, dst, pending, reduce, into, parts).run()
     if sizes != into or not any(step.bytes for step in steps[:-1]):
         return steps  # one collective, after all that is free: nothing sends less
-    return cheapest(parts, itemsize, src, dst, pending, reduce, steps)
+    return min(
+        (together(way, sizes) for way in (cheapest(parts, itemsize, src, dst, pending, reduce, steps), steps)),
+        key=lambda way: (seconds(way), len(way)),
+    )
 
 
 @dataclass(frozen=True)

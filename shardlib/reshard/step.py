@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardlib.meshes.axis import Axis
 from shardlib.specs.pieces import fullest
@@ -26,9 +27,20 @@ WIDE_FLOPS_PER_SECOND = 50e12  # and in 32 or more
 MEMORY_BYTES_PER_SECOND = 2e12
 
 
+class Exchange(NamedTuple):
+    """Axes that leave one factor for another."""
+
+    axes: Axes
+    factor: int
+    to: int
+
+
 @dataclass(frozen=True)
 class Step:
-    """One collective (or free local slice): `kind` over `axes`, on factor `factor` (and `to`, for all_to_all)."""
+    """One collective (or free local slice): `kind` over `axes`, on factor `factor` (and `to`, for all_to_all).
+
+    An all_to_all over the axes of several `exchanges` is all of them, in this order.
+    """
 
     kind: str  # slice, reduce_scatter, all_to_all, ppermute, all_reduce, all_gather
     axes: Axes
@@ -38,6 +50,7 @@ class Step:
     sizes: tuple[int, ...]  # of the factors, after it
     bytes: float  # on the wire, per device
     reduce: str = "sum"
+    exchanges: tuple[Exchange, ...] = ()
 
     @property
     def seconds(self) -> float:

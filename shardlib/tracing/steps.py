@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from shardlib.internals import OPTIMIZERS, UPDATES
 from shardlib.state import is_tracing
+from shardlib.tracing import muon
 from shardlib.tracing.copying import Region
 from shardlib.tracing.scaled import skipping
 
@@ -38,14 +39,19 @@ def counting() -> Iterator[None]:
 
 def _traced(update: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(update)
-    run = _own(update) or (_capturable(update) if "capturable" in signature.parameters else update)
+    name = update.__name__.removeprefix(UPDATES[0]).removeprefix(UPDATES[1])
+    run = _OWN.get(name) or (_capturable(update) if "capturable" in signature.parameters else update)
 
     @functools.wraps(update)
     def updated(*args: Any, **kwargs: Any) -> None:
         if not is_tracing():
             update(*args, **kwargs)
+            return
+        call = signature.bind(*args, **kwargs).arguments
+        if name == "muon" and muon.are_cut(call["params"]):
+            skipping(muon.update, call)[0](**call)
         else:
-            _one_by_one(run, signature.bind(*args, **kwargs).arguments)
+            _one_by_one(run, call)
 
     return updated
 
@@ -155,9 +161,5 @@ def _adafactor(
         p.sub_(update * (rate / (update.norm(2).double() / (root * d)).clamp(min=1)))
 
 
+# What is run instead of an update that reads its step.
 _OWN: dict[str, Callable[..., None]] = {"adagrad": _adagrad, "adafactor": _adafactor}
-
-
-def _own(update: Callable[..., Any]) -> Callable[..., None] | None:
-    """What is run instead of an update that reads its step."""
-    return _OWN.get(update.__name__.removeprefix(UPDATES[0]).removeprefix(UPDATES[1]))
