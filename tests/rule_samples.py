@@ -72,6 +72,10 @@ def pointwise() -> Iterator[Sample]:
     yield s("shardlib::constrain", f(3, 4), "a b")
     yield s("shardlib::within", f(3, 4), -100, 100, "a value is small")
     yield s("shardlib::cast_terms", f(3, 4), dtype=torch.float32)
+    for decoupled in (False, True):
+        for shape in ((3, 4), ()):
+            state = f(*shape), f(*shape), f(*shape), f(*shape).abs()
+            yield s("shardlib::adam", *state, torch.tensor(2.0), 0.1, 0.9, 0.99, 1e-3, 0.05, decoupled)
 
 
 def contraction() -> Iterator[Sample]:

@@ -270,7 +270,7 @@ _ARITHMETIC = frozenset(
         *("multiply", "multiply_", "divide", "divide_", "subtract", "subtract_"),
         *("clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_min_", "clamp_max", "clamp_max_"),
         *("addcmul", "addcmul_", "addcdiv", "addcdiv_", "lerp", "lerp_", "where", "masked_fill", "masked_fill_"),
-        *("fill_", "full_like", "full"),
+        *("fill_", "full_like", "full", "adam.default"),
         *(f"_foreach_{name}{end}" for name in _FOREACH for end in ("", "_")),
     }
 )

@@ -85,6 +85,15 @@ def _log_sigmoid_backward(call: Call) -> Rule:
     return space.rule(operands, [dims], linear=[frozenset({0})], flops=numel(x.shape))
 
 
+def _adam(call: Call) -> Rule:
+    """Parameter, gradient and moments are of one shape; the counter has none."""
+    space = Space()
+    dims = space.dims(call.operands[0].shape)
+    whole = dict.fromkeys((f for names in dims for f in names), "none")
+    flops = 14 * numel(call.operands[0].shape)
+    return space.rule([dims] * 4 + [()], [dims] * 3 + [()], reduce=whole, flops=flops)
+
+
 # Identities, which never are a reason to lay a value out in some way.
 IDENTITIES = dict.fromkeys(
     ["alias", "detach", "lift", "lift_fresh", "lift_fresh_copy", "clone", "contiguous", "detach_copy", "alias_copy"],
@@ -135,6 +144,7 @@ ROWS: dict[str, RuleFn | str] = {
     "masked_fill.Scalar": pointwise(),
     "masked_fill.Tensor": pointwise(),
     "shardlib::within": pointwise(),
+    "shardlib::adam": _adam,
     "shardlib::cast_terms": pointwise("{0}"),
     "shardlib::constrain": pointwise("{0}"),
 }

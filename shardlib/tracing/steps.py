@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from shardlib.internals import OPTIMIZERS, UPDATES
+from shardlib.ops.adam import ADAM, DTYPES
 from shardlib.state import is_tracing
 from shardlib.tracing import muon
 from shardlib.tracing.copying import Region
@@ -39,8 +40,9 @@ def counting() -> Iterator[None]:
 
 def _traced(update: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(update)
-    name = update.__name__.removeprefix(UPDATES[0]).removeprefix(UPDATES[1])
+    name = next(update.__name__.removeprefix(kind) for kind in UPDATES if update.__name__.startswith(kind))
     run = _OWN.get(name) or (_capturable(update) if "capturable" in signature.parameters else update)
+    run = _adam(run) if name == "adam" else run
 
     @functools.wraps(update)
     def updated(*args: Any, **kwargs: Any) -> None:
@@ -111,6 +113,29 @@ def _updates() -> list[tuple[Any, str, Callable[..., Any]]]:
     modules = [importlib.import_module(f"torch.optim.{name}") for name in OPTIMIZERS]
     named = ((m, name, x) for m in modules for name, x in vars(m).items() if name.startswith(UPDATES))
     return [(m, name, x) for m, name, x in named if callable(x)]
+
+
+def _adam(plainly: Callable[..., Any]) -> Callable[..., Any]:
+    """As one op a parameter, where that is what torch computes."""
+
+    def run(**call: Any) -> None:
+        state = [call[k] for k in ("params", "grads", "exp_avgs", "exp_avg_sqs")]
+        numbers = [call[k] for k in ("lr", "beta1", "beta2")]
+        if (
+            any(x.dtype not in DTYPES or x.dtype != xs[0].dtype for xs in zip(*state, strict=True) for x in xs)
+            or any(isinstance(x, Tensor) for x in numbers)
+            or call["amsgrad"]
+        ):
+            plainly(**call)
+            return
+        decoupled = call.get("decoupled_weight_decay", False)
+        for p, grad, *moments, step in zip(*state, call["state_steps"], strict=True):
+            grad = -grad if call["maximize"] else grad
+            made = ADAM(p, grad, *moments, step, *numbers, call["eps"], call["weight_decay"], decoupled)
+            for old, new in zip((p, *moments, step), made, strict=True):
+                old.copy_(new)
+
+    return run
 
 
 # --- those that read their step ---------------------------------------------------------------------------------------

@@ -21,6 +21,9 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
     "SGD, momentum, dampened": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
     "Adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "Adam, upwards": lambda p: torch.optim.Adam(
+        p, lr=0.01, weight_decay=0.1, maximize=True, betas=(0.5, 0.9), eps=1e-3
+    ),
     "Adam, amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
     **{f"{k}, foreach": lambda p, k=k: getattr(torch.optim, k)(p, foreach=True) for k in ("NAdam", "RAdam", "RMSprop")},
     "AdamW, foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
@@ -95,8 +98,8 @@ def test_a_whole_step_is_one_program(name: str, placed: Callable[[Net], None]) -
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6 if single else 1e-10, atol=1e-8 if single else 1e-12)
     # Moments are there before the first step, and rates are inputs. Those that begin with the gradient or the rate make
-    # theirs inside; a fused kernel takes no other number; what Muon does not step keeps its gradient.
-    first = {"SGD, momentum, dampened": 1, "Rprop": 1, "ASGD": 1, "Muon": 1, "AdamW, fused": 3}
+    # theirs inside; what Muon does not step keeps its gradient.
+    first = {"SGD, momentum, dampened": 1, "Rprop": 1, "ASGD": 1, "Muon": 1}
     assert len(jitted.retraces) == first.get(name, 0), jitted.retraces
     for p in model.parameters():
         for x in opt.state[p].values():
@@ -491,3 +494,63 @@ def test_who_looks_before_the_first_step_sees_what_torch_has(name: str, steps: b
     (expected, tree), (got, same) = map(pytree.tree_flatten, found)
     assert same == tree
     assert got == [x if x is None else pytest.approx(x, rel=1e-7) for x in expected]
+
+
+class Strided(nn.Module):
+    """Weights, and their gradients, that do not lie row by row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
+        self.turned = nn.Parameter(torch.randn(4, 6).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.conv(x).mean((2, 3))
+        return (self.turned @ y.t()).t()
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "amsgrad": {"amsgrad": True},
+    "a rate that is a tensor": {"lr": torch.tensor(0.01, dtype=torch.float64)},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS)
+def test_adam_is_one_op_a_parameter_or_what_torch_does(settings: dict[str, Any], dtype: torch.dtype) -> None:
+    def run(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> None:
+        model(x).abs().square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+
+    def weights(step: Any, place: Any) -> Any:
+        torch.manual_seed(0)
+        model = Strided().to(dtype)
+        place(model)
+        opt = torch.optim.AdamW(model.parameters(), **{"lr": 0.01, "foreach": False} | settings)
+        for i in range(3):
+            step(model, opt, torch.randn(4, 2, 5, 5, generator=torch.Generator().manual_seed(i)).to(dtype))
+        return model, opt, [whole(p).detach() for p in model.parameters()]
+
+    _, _, expected = weights(run, lambda model: None)
+    specs = {"conv.weight": "o@a i h w", "turned": "o i@a"}
+    with sl.Mesh(a=2):
+        jitted = sl.jit(run)
+        model, opt, found = weights(jitted, lambda model: sl.parallelize(model, specs))
+        plan = str(jitted.plan(model, opt, torch.zeros(4, 2, 5, 5, dtype=dtype)))
+    close = {torch.float64: 1e-12, torch.bfloat16: 1e-2}.get(dtype, 1e-5)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=close, atol=close)
+    assert plan.count("= adam(") == (3 if not settings and dtype in (torch.float64, torch.float32) else 0)
+
+
+def test_operands_of_adam_may_lie_in_memory_as_they_like() -> None:
+    state = [torch.rand(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    rest = torch.tensor(1.0), 0.1, 0.9, 0.99, 1e-8, 0.1, True
+    expected = torch.ops.shardlib.adam(*state, *rest)
+    for i in range(4):
+        turned = [x.t().contiguous().t() if i == j else x for j, x in enumerate(state)]
+        for a, b in zip(torch.ops.shardlib.adam(*turned, *rest), expected, strict=True):
+            assert torch.equal(a, b)
+    assert all(torch.equal(x, x.t().contiguous().t()) for x in state)

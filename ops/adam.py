@@ -1,0 +1,56 @@
+"""A step of Adam on one parameter, as one op: torch's fused kernel, whose rate may be another one in every call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+_LIB: Any = torch.library.Library("shardlib", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIB.define(
+    "adam(Tensor parameter, Tensor gradient, Tensor mean, Tensor square, Tensor step, Scalar rate, Scalar beta1, "
+    "Scalar beta2, Scalar eps, Scalar decay, bool decoupled) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+DTYPES = (torch.float32, torch.float64)  # in others the kernel rounds once where torch's plain form rounds often
+
+
+def adam(
+    parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step: Tensor, rate: float, beta1: float,
+    beta2: float, eps: float, decay: float, decoupled: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """What a step makes of a parameter, its two moments (all of one shape, and one of `DTYPES`), and its counter [].
+
+    Kingma, Ba, "Adam: A Method for Stochastic Optimization" (2014); with `decoupled` decay Loshchilov, Hutter,
+    "Decoupled Weight Decay Regularization" (2017).
+
+    Example:
+        >>> one, zero = torch.ones(2), torch.zeros(2)
+        >>> p, mean, square, step = adam(one, one, zero, zero, torch.tensor(0.0), 0.1, 0.9, 0.999, 1e-8, 0.0, False)
+        >>> p, step
+        (tensor([0.9000, 0.9000]), tensor(1.))
+    """
+    dense = torch.contiguous_format  # the kernel goes through all of them as through rows of numbers
+    made = [x.clone(memory_format=dense) for x in (parameter, mean, square)]
+    now = step + 1
+    count = now.to(parameter.device, torch.float32)
+    kernel = aten._fused_adamw_ if decoupled else aten._fused_adam_
+    new, m, v = ([x] for x in made)
+    kernel(
+        new, [gradient.contiguous()], m, v, [], [count], lr=float(rate), beta1=beta1, beta2=beta2, weight_decay=decay,
+        eps=eps, amsgrad=False, maximize=False,
+    )  # fmt: skip
+    return made[0], made[1], made[2], now
+
+
+def _fake(parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step: Tensor, *_: Any) -> Any:
+    made = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (parameter, mean, square))
+    return (*made, torch.empty_like(step))
+
+
+_LIB.impl("adam", adam, "CompositeExplicitAutograd")
+torch.library.register_fake("shardlib::adam", _fake, lib=_LIB)
+
+ADAM: Any = torch.ops.shardlib.adam.default
