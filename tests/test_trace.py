@@ -372,3 +372,22 @@ def test_other_writes_that_are_refused():
     assert refusal(lambda x: (x * 1).resize_(99), X)[0] == "aten.resize_.default cannot be traced:"
     overlapping = refusal(lambda x: (x * 1).as_strided((2, 2), (1, 1)).add_(1), X)[0]
     assert overlapping == "a write through overlapping strides cannot be traced:"
+
+
+def test_a_pointwise_op_that_is_called_again_is_not_asked_again():
+    x, y, wide, turned = torch.rand(3, 3), torch.rand(3, 3), torch.rand(3, 3).double(), torch.rand(3, 3).t()
+
+    def fn(x, y, wide, turned):
+        alike = [x * 2.0, y * 3.5, torch.mul(y, x), torch.mul(x, y)]
+        other = [x * 2, wide * 2.0, turned * 2.0, (x > 0) * 2.0, x[0] * 2.0]
+        named = [torch.add(x, y, alpha=2), torch.add(y, x, alpha=3), torch.add(x, y), torch.clamp(x, max=0.5)]
+        named += [torch.clamp(y, max=0.25), torch.clamp(x, min=0.5), torch.div(x, y, rounding_mode="floor"), x / y]
+        return [*alike, *other, *named]
+
+    traced = trace(fn, (x, y, wide, turned))
+    seen = {}
+    said = [seen.setdefault(id(n.meta["val"]), len(seen)) for n in traced.graph.graph.output_node().args[0]]
+    assert said == [0, 0, 1, 1, *range(2, 7), 7, 7, 8, 9, 9, 10, 11, 12]
+    for found, expected in zip(traced.graph(x, y, wide, turned), fn(x, y, wide, turned), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        assert (found.dtype, found.stride()) == (expected.dtype, expected.stride())

@@ -239,10 +239,10 @@ def _trace(
         ending,
         lazily(),
         once.on(),
-    ):
+        torch.DisableTorchFunction(),
+    ):  # it reads some attributes of every input
         inputs = [_fake(x, traced_on, tensors) for x in tensors]
-        with torch.DisableTorchFunction():  # it reads some attributes of every input
-            gm = make_fx(flat, DECOMPOSITIONS, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
+        gm = make_fx(flat, DECOMPOSITIONS, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
 
     output_names, returned, out_tree = result
     refuse_other_default(lines.fallback.function, gm.graph)

@@ -18,6 +18,7 @@ from shardlib.lines import Line, LineRecorder, is_mark
 from shardlib.strided import refuse_others
 from shardlib.tracing.ending import move_inputs_first
 from shardlib.tracing.refusals import refuse_ghost, refuse_unseen
+from shardlib.tracing.repeated import Repeated
 
 
 def recorded(lines: LineRecorder) -> Any:
@@ -28,11 +29,11 @@ def recorded(lines: LineRecorder) -> Any:
     mode: Any = get_proxy_mode()
     assert mode is not None, "make_fx runs the function under its proxy mode"
     tracer: Any = mode.tracer
-    dispatch = mode.__torch_dispatch__
+    dispatch, repeated = mode.__torch_dispatch__, Repeated(tracer)
 
-    def unseen(mode: Any, *args: Any, **kwargs: Any) -> Any:
+    def unseen(mode: Any, op: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch.DisableTorchFunction():
-            return dispatch(*args, **kwargs)
+            return repeated(op, args, kwargs or {}, lambda: dispatch(op, kinds, args, kwargs or {}))
 
     mode.__torch_dispatch__ = types.MethodType(unseen, mode)
     create = tracer.create_node

@@ -1,7 +1,8 @@
 """Planning in a fresh process: seconds of each stage, and peak memory.
 
 `python -m tests.benchmarks.planning --case tp --layers 32` prints one line of JSON. Cases are the modes of W1, the
-grids `1-d` and `4-d`, and `llama-70b`. A process of its own, since a second trace finds torch's caches warm.
+grids `1-d` and `4-d`, `llama-70b` (a functional step of 80 layers), and `gpt-175b` (`--layers 96`: the whole step of a
+module of transformers with Adam). A process of its own, since a second trace finds torch's caches warm.
 """
 
 from __future__ import annotations
@@ -71,8 +72,46 @@ def plan_llama_70b() -> Callable[[], Any]:
     return plan
 
 
+def plan_gpt_175b(layers: int) -> Callable[[], Any]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    import shardlib as sl
+
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(
+            GPT2Config(
+                n_embd=12288, n_layer=layers, n_head=96, n_positions=2048, use_cache=False, loss_type="ForCausalLM"
+            )
+        )
+    columns = {"*.c_attn.weight": "_ (three=3 h@tensor)", "*.c_attn.bias": "(three=3 h@tensor)"}
+    columns |= {
+        "*.mlp.c_fc.weight": "_ f@tensor",
+        "*.mlp.c_fc.bias": "f@tensor",
+        "transformer.wte.weight": "v@tensor _",
+    }
+    rows = {"*.attn.c_proj.weight": "h@tensor _", "*.mlp.c_proj.weight": "f@tensor _"}
+    mesh = sl.Mesh.abstract(data=16, tensor=8)
+    with mesh:
+        sl.parallelize(model, columns | rows, strategy="fsdp")
+    opt, ids = torch.optim.Adam(model.parameters()), torch.zeros(16, 2048, dtype=torch.long, device="meta")
+
+    def step(model: Any, opt: Any, ids: Any) -> Any:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    def plan() -> Any:
+        with mesh:
+            return sl.jit(step).plan(model, opt, ids)
+
+    return plan
+
+
 def measure(case: str, layers: int) -> dict[str, Any]:
-    plan = plan_llama_70b() if case == "llama-70b" else plan_w1(case, layers)
+    own = {"llama-70b": plan_llama_70b, "gpt-175b": lambda: plan_gpt_175b(layers)}
+    plan = own[case]() if case in own else plan_w1(case, layers)
     start = time.perf_counter()
     planned = plan()
     total = time.perf_counter() - start
@@ -80,6 +119,7 @@ def measure(case: str, layers: int) -> dict[str, Any]:
         "total": total,
         "seconds": planned.seconds,
         "wire_bytes": planned.comm_bytes,
+        "device_gib": planned.peak_memory / 2**30,
         "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     }
 

@@ -1,0 +1,86 @@
+"""Pointwise ops of a trace that are called again on operands of the same form: nobody is asked what they make.
+
+Torch takes half a millisecond for a node: it looks for decompositions, computes the result on fake tensors, notes what
+it knows. Of the second update `p - rate * grad` of parameters of one shape all of that is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import get_proxy_slot, has_proxy_slot
+
+from shardlib.internals import SLOT, FakeTensor, OpOverload, schema_of, set_slot
+from shardlib.rules.pointwise import is_pointwise
+
+Key = tuple[Any, ...]
+
+
+class Repeated:
+    """What pointwise ops made in a trace, by the forms of their operands."""
+
+    def __init__(self, tracer: Any) -> None:
+        self._tracer = tracer
+        self._known: dict[Key, fx.Node | None] = {}  # None: more than this one op
+        self._is_pointwise: dict[int, bool] = {}  # by the id of an op, which torch keeps
+
+    def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[[], Any]) -> Any:
+        """What `op` makes, by `call`, or as it did before."""
+        nodes: list[Any] = []
+        if (key := self._key(op, args, kwargs, nodes)) is None:
+            return call()
+        known = self._known.get(key)
+        if known is not None:
+            return self._again(known, nodes, kwargs)
+        out = call()
+        if key not in self._known:
+            self._known[key] = self._alone(op, nodes, out)
+        return out
+
+    def _key(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], nodes: list[Any]) -> Key | None:
+        """The forms of all operands, which join `nodes` as they stand in the graph; None of other than plain calls."""
+        if (found := self._is_pointwise.get(id(op))) is None:
+            found = isinstance(op, OpOverload) and op.namespace == "aten" and is_pointwise(op)
+            found = found and [x.alias_info for x in schema_of(op).returns] == [None]
+            self._is_pointwise[id(op)] = found
+        if not found:
+            return None
+        key: list[Any] = [id(op), torch.get_default_dtype(), *kwargs]
+        for x in (*args, *kwargs.values()):
+            if type(x) is FakeTensor:
+                slot = get_proxy_slot(x, self._tracer) if has_proxy_slot(x, self._tracer) else None
+                if slot is None or slot.constant is not None or x.dtype.is_complex:
+                    return None
+                nodes.append(slot.proxy.node)
+                key += (x.shape, x.stride(), x.dtype, x.device)
+            elif type(x) in (int, float):  # whose value says nothing of the result's form
+                nodes.append(x)
+                key.append(type(x))
+            elif x is None or type(x) in (bool, str, torch.dtype):
+                nodes.append(x)
+                key += (type(x), x)
+            else:
+                return None
+        return tuple(key)
+
+    def _alone(self, op: Any, nodes: Sequence[Any], out: Any) -> fx.Node | None:
+        """The node of a result, where that is all that the call wrote."""
+        if type(out) is not FakeTensor or not has_proxy_slot(out, self._tracer):
+            return None
+        slot = get_proxy_slot(out, self._tracer)
+        node: fx.Node = slot.proxy.node
+        same = node.target is op and [*node.args, *node.kwargs.values()] == nodes
+        return node if same and slot.constant is None else None
+
+    def _again(self, known: fx.Node, nodes: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        count = len(nodes) - len(kwargs)
+        named = dict(zip(kwargs, nodes[count:], strict=True))
+        packet = known.target.overloadpacket.__name__  # type: ignore[union-attr]
+        node = self._tracer.create_node("call_function", known.target, tuple(nodes[:count]), named, packet)
+        form = node.meta["val"] = known.meta["val"]
+        made = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype, device=form.device)
+        set_slot(made, self._tracer, SLOT(fx.Proxy(node, self._tracer), None))
+        return made
