@@ -67,8 +67,9 @@ class _Differing:
         for step in program.steps:
             made = step.outs if isinstance(step, Start) else makes(step)
             told = {a.name for s in syms(step) for a in s.axes} | _told(step)
+            uneven_pieces = [v for v in made if differs(v)]
             found.axes |= told
-            if told or any(differs(v) for v in made) or not found.vars.isdisjoint(reads(step)):
+            if told or uneven_pieces or not found.vars.isdisjoint(reads(step)):
                 found.vars.update(made)
                 found.steps.append(step)
         return found
