@@ -50,7 +50,12 @@ def _fake(parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, ste
     return (*made, torch.empty_like(step))
 
 
+def _refuse(*_: Any) -> Any:
+    raise NotImplementedError("shardlib::adam has no gradient: differentiate torch's own update, `differentiable=True`")
+
+
 _LIB.impl("adam", adam, "CompositeExplicitAutograd")
+torch.library.register_autograd("shardlib::adam", _refuse, lib=_LIB)
 torch.library.register_fake("shardlib::adam", _fake, lib=_LIB)
 
 ADAM: Any = torch.ops.shardlib.adam.default

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from shardlib.internals import OPTIMIZERS, UPDATES
+from shardlib.internals import OPTIMIZERS, UPDATES, is_wrapped
 from shardlib.ops.adam import ADAM, DTYPES
 from shardlib.state import is_tracing
 from shardlib.tracing import muon
@@ -121,11 +122,7 @@ def _adam(plainly: Callable[..., Any]) -> Callable[..., Any]:
     def run(**call: Any) -> None:
         state = [call[k] for k in ("params", "grads", "exp_avgs", "exp_avg_sqs")]
         numbers = [call[k] for k in ("lr", "beta1", "beta2")]
-        if (
-            any(x.dtype not in DTYPES or x.dtype != xs[0].dtype for xs in zip(*state, strict=True) for x in xs)
-            or any(isinstance(x, Tensor) for x in numbers)
-            or call["amsgrad"]
-        ):
+        if call["amsgrad"] or any(isinstance(x, Tensor) for x in numbers) or not _is_one_op(state, call["state_steps"]):
             plainly(**call)
             return
         decoupled = call.get("decoupled_weight_decay", False)
@@ -136,6 +133,15 @@ def _adam(plainly: Callable[..., Any]) -> Callable[..., Any]:
                 old.copy_(new)
 
     return run
+
+
+def _is_one_op(state: Sequence[Sequence[Tensor]], steps: Sequence[Tensor]) -> bool:
+    """Whether `ADAM` is told all: it knows no gradient, no batch of `vmap`, one counter, and these dtypes."""
+    if torch.is_grad_enabled() or any(x.dim() for x in steps):
+        return False
+    if any(map(is_wrapped, itertools.chain(*state, steps))):
+        return False
+    return all(x.dtype in DTYPES and x.dtype == xs[0].dtype for xs in zip(*state, strict=True) for x in xs)
 
 
 # --- those that read their step ---------------------------------------------------------------------------------------

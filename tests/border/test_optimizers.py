@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.adam import adam
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -554,3 +555,64 @@ def test_operands_of_adam_may_lie_in_memory_as_they_like() -> None:
         for a, b in zip(torch.ops.shardlib.adam(*turned, *rest), expected, strict=True):
             assert torch.equal(a, b)
     assert all(torch.equal(x, x.t().contiguous().t()) for x in state)
+
+
+def _updated(w: Tensor, x: Tensor) -> Tensor:
+    """The loss behind a step of Adam from `w`."""
+    p, m, v, count = w.clone(), torch.zeros_like(w), torch.full_like(w, 1e-3), torch.zeros((), dtype=torch.float64)
+    (g,) = torch.autograd.grad((x @ p).tanh().square().sum(), p, create_graph=True)
+    adam(
+        [p], [g], [m], [v], [], [count], foreach=False, differentiable=True, amsgrad=False, beta1=0.9, beta2=0.99,
+        lr=0.1, weight_decay=0.1, eps=1e-8, maximize=False,
+    )  # fmt: skip
+    return (x @ p).tanh().square().sum()
+
+
+def test_a_gradient_goes_through_a_step_of_adam() -> None:
+    generator = torch.Generator().manual_seed(1)
+    w, x = (torch.randn(n, dtype=torch.float64, generator=generator) for n in ((6, 4), (8, 6)))
+    expected = torch.autograd.grad(_updated(w.requires_grad_(), x), w)[0]
+    with sl.Mesh(data=2):
+        inside = sl.jit(lambda w, x: torch.autograd.grad(_updated(w, x), w)[0], in_specs=("a@data b", "n a"))
+        torch.testing.assert_close(inside(w, x).full_tensor(), expected, rtol=1e-12, atol=1e-12)
+        sl.jit(_updated, in_specs=("a@data b", "n a"))(w, x).backward()
+    torch.testing.assert_close(w.grad, expected, rtol=1e-12, atol=1e-12)
+    with pytest.raises(NotImplementedError, match="has no gradient: differentiate torch's own update"):
+        torch.ops.shardlib.adam(w, w, w, w, w.sum(), 0.1, 0.9, 0.9, 1e-8, 0.1, True)[0].sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's, of its own update
+def test_steps_of_adam_in_a_batch() -> None:
+    def one(w: Tensor, g: Tensor) -> Tensor:
+        p, m, v, count = w.clone(), g * 0, g * g * 0.1, torch.zeros(())
+        adam(
+            [p], [g], [m], [v], [], [count], foreach=False, amsgrad=False, beta1=0.9, beta2=0.99, lr=0.1,
+            weight_decay=0.1, eps=1e-8, maximize=False,
+        )  # fmt: skip
+        return p
+
+    w, g = (torch.rand(3, 4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in (0, 1))
+    with torch.no_grad(), sl.Mesh(data=2):
+        found = sl.jit(torch.vmap(one), in_specs=("n a@data b", "n a b"))(w, g).full_tensor()
+        torch.testing.assert_close(found, torch.stack([one(*x) for x in zip(w, g, strict=True)]), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+def test_a_counter_may_have_a_dim(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    found = []
+    with sl.Mesh(data=2):
+        for run in (step, sl.jit(step)):
+            torch.manual_seed(0)
+            model = Net().double()
+            opt = torch.optim.AdamW(model.parameters(), lr=0.1)
+            for p in model.parameters():
+                opt.state[p] = {
+                    "step": torch.full(shape, 3.0),
+                    "exp_avg": p.detach() * 0,
+                    "exp_avg_sq": p.detach() ** 2,
+                }
+            run(model, opt, torch.ones(4, 4, dtype=torch.float64))
+            found.append([*model.parameters(), *(opt.state[p]["step"] for p in model.parameters())])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a.detach(), b.detach(), rtol=1e-10, atol=1e-12)
