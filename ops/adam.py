@@ -35,7 +35,7 @@ def adam(
     dense = torch.contiguous_format  # the kernel goes through all of them as through rows of numbers
     made = [x.clone(memory_format=dense) for x in (parameter, mean, square)]
     now = step + 1
-    count = now.to(parameter.device, torch.float32)
+    count = step.to(parameter.device, torch.float32) + 1  # one in 8 bits of mantissa would stand still
     kernel = aten._fused_adamw_ if decoupled else aten._fused_adam_
     new, m, v = ([x] for x in made)
     kernel(

@@ -164,6 +164,8 @@ function_modes = _torch(f"{_FUNCTION_MODES}_get_current_function_mode_stack", "t
 pop_function_mode = _torch(f"{_FUNCTION_MODES}_pop_mode", "the caller's modes are set aside in a trace")
 push_function_mode = _torch(f"{_FUNCTION_MODES}_push_mode", "the caller's modes are put above, and back")
 count_function_modes = _torch("torch._C._len_torch_function_stack", "asked in every call: whether such modes are on")
+hears_functions = _torch("torch._C._is_torch_function_enabled", "the traced function is called as its caller is")
+hears_nothing = _torch("torch._C._is_torch_function_all_disabled", "so it is, modes included")
 function_modes_on = _torch("torch._C._EnableTorchFunction", "the traced function sees modes that the tracer does not")
 
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from shardlib.internals import function_modes, function_modes_on
+from shardlib.internals import function_modes, function_modes_on, hears_functions, hears_nothing
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -64,11 +64,13 @@ def unheard(run: Callable[Args, Result]) -> Callable[Args, Result]:
 
 
 def heard(run: Callable[Args, Result]) -> Callable[Args, Result]:
-    """`run` with the function modes on again, inside what is `unheard`."""
+    """`run`, asking function modes and tensor classes as far as they are asked now, also inside what is `unheard`."""
+    off = torch.DisableTorchFunction if hears_nothing() else torch.DisableTorchFunctionSubclass
+    limits = nullcontext if hears_functions() else off
 
     @functools.wraps(run)
     def inside(*args: Args.args, **kwargs: Args.kwargs) -> Result:
-        with function_modes_on():
+        with function_modes_on(), limits():
             return run(*args, **kwargs)
 
     return inside

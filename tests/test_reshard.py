@@ -104,7 +104,9 @@ def test_every_pair(leaves: Leaves, atoms: Axes) -> None:
 
 
 @pytest.mark.parametrize(
-    "leaves", [*VALUES, ((8,), (8,)), ((4, 4), (16,)), ((12,), (6, 2)), ((12,), (24,), (12,))], ids=str
+    "leaves",
+    [*VALUES, ((8,), (8,)), ((4, 4), (16,)), ((12,), (6, 2)), ((12,), (24,), (12,)), ((5,), (8,), (8,), (8,))],
+    ids=str,
 )
 @pytest.mark.parametrize(
     "atoms", [(A0, A1, C), (C, A0, A1), (A0, A1, C, D), (B, C, D)], ids=lambda a: " ".join(map(str, a))

@@ -1,5 +1,6 @@
 """Tracing: names, constants, source lines, in-place writes, and what is refused. The oracle is the function itself."""
 
+import contextlib
 import inspect
 import threading
 
@@ -380,14 +381,35 @@ def test_a_pointwise_op_that_is_called_again_is_not_asked_again():
     def fn(x, y, wide, turned):
         alike = [x * 2.0, y * 3.5, torch.mul(y, x), torch.mul(x, y)]
         other = [x * 2, wide * 2.0, turned * 2.0, (x > 0) * 2.0, x[0] * 2.0]
-        named = [torch.add(x, y, alpha=2), torch.add(y, x, alpha=3), torch.add(x, y), torch.clamp(x, max=0.5)]
+        named = [torch.add(x, y, alpha=2.5), torch.add(y, x, alpha=3.5), torch.add(x, y), torch.clamp(x, max=0.5)]
         named += [torch.clamp(y, max=0.25), torch.clamp(x, min=0.5), torch.div(x, y, rounding_mode="floor"), x / y]
         return [*alike, *other, *named]
 
     traced = trace(fn, (x, y, wide, turned))
     seen = {}
     said = [seen.setdefault(id(n.meta["val"]), len(seen)) for n in traced.graph.graph.output_node().args[0]]
-    assert said == [0, 0, 1, 1, *range(2, 7), 7, 7, 8, 9, 9, 10, 11, 12]
+    assert said == [0, 0, 1, 1, *range(2, 7), 7, 7, *range(8, 14)]
     for found, expected in zip(traced.graph(x, y, wide, turned), fn(x, y, wide, turned), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
         assert (found.dtype, found.stride()) == (expected.dtype, expected.stride())
+
+
+def test_what_a_number_makes_of_an_op_is_asked_of_each():
+    with pytest.raises(ShardingError, match="torch refuses polygamma"):
+        trace(lambda x: torch.polygamma(1, x) + torch.polygamma(-1, x), (X,))
+
+
+@pytest.mark.parametrize(
+    "off", [torch.DisableTorchFunctionSubclass, torch.DisableTorchFunction, contextlib.nullcontext]
+)
+def test_functions_are_heard_as_the_caller_hears_them(off):
+    heard = []
+
+    def fn(x):
+        heard.append((torch._C._is_torch_function_enabled(), torch._C._is_torch_function_all_disabled()))
+        return x * 1
+
+    with off():
+        fn(X)
+        trace(fn, (X,))
+    assert heard[0] == heard[1]

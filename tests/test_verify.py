@@ -269,6 +269,17 @@ def test_a_fault_of_the_last_device_is_found() -> None:
         verify(wrong(_program("even")))
 
 
+@pytest.mark.parametrize("name", ["a", "b", "c", "d"])
+def test_every_axis_is_looked_at_from_both_ends(name: str) -> None:
+    """Also where not all corners of the mesh are."""
+    with Mesh(a=2, b=2, c=2, d=2):
+        gathered = sl.jit(lambda x: sl.shard(x, "i j k l"), in_specs="i@a j@b k@c l@d")
+        program = gathered.plan(torch.ones(3, 3, 3, 3)).compiled.program
+    wrong = _collective(lambda c: c.axes[0].name == name, params=lambda c: {**c.params, "sizes": [2, 2]})
+    with pytest.raises(ProgramError, match="a piece has the length 1, and it is told 2"):
+        verify(wrong(program))
+
+
 def test_all_faults_are_told_at_once() -> None:
     program = _told("all_gather", "sizes", _longer)(_out(dtype=torch.float64)(_program()))
     with pytest.raises(ProgramError) as error:

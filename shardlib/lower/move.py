@@ -59,6 +59,7 @@ class Mover:
         joined = [[k for k, x in enumerate(step.exchanges) if x.factor == i][::-1] for i in range(len(local))]
         rest = [size // math.prod(parts[k] for k in of) for size, of in zip(local, split, strict=True)]
         sizes, columns = [*parts, *rest], product(rest)
+        assert not isinstance(columns, Sym), f"{step} exchanges pieces of one size"
 
         def order(parted: list[list[int]]) -> list[int]:
             """Every factor, of all sizes, behind the parts that it is split into, or joined from."""

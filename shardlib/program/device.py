@@ -45,20 +45,20 @@ class Device:
 
     def __init__(self, mesh: Mesh, coords: Coords) -> None:
         self.coords = dict.fromkeys(mesh.axes, 0) | dict(coords)
-        self.all: dict[Var, Local | None] = {}  # None: nobody knows its shape
+        self.known: dict[Var, Local | None] = {}  # None: nobody knows its shape
         self._pieces: dict[tuple[int, torch.dtype], tuple[Layout, Local]] = {}  # by the id of a layout, which is kept
 
     def __str__(self) -> str:
         return " ".join(f"{name}={i}" for name, i in self.coords.items()) or "the one device"
 
     def hold(self, var: Var, x: Local | None) -> None:
-        self.all[var] = x
+        self.known[var] = x
 
     def held(self, var: Var) -> Local | None:
         """What it holds of a variable: as it was made here, or else as its layout says."""
-        if var not in self.all:
-            self.all[var] = None if var.layout is None else self.piece(var)
-        return self.all[var]
+        if var not in self.known:
+            self.known[var] = None if var.layout is None else self.piece(var)
+        return self.known[var]
 
     def piece(self, var: Var) -> Local:
         """What a variable's layout says."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import groupby
 
+from shardlib.meshes.axis import Axis
 from shardlib.reshard.step import Exchange, Step, ways
 from shardlib.specs.pieces import even
 
@@ -16,7 +17,6 @@ def together(steps: tuple[Step, ...], sizes: tuple[int, ...]) -> tuple[Step, ...
     (n-1)/n + (m-1)/m of what a device holds; as one, (nm-1)/nm.
 
     Example:
-        >>> from shardlib.meshes.axis import Axis
         >>> n, m = Axis("n", 4), Axis("m", 2)
         >>> one = Step("all_to_all", (n,), 1, 0, ((n,), (), (m,)), (8, 16, 16), 96.0)
         >>> two = Step("all_to_all", (m,), 2, 0, ((n, m), (), ()), (8, 16, 16), 64.0)
@@ -38,8 +38,11 @@ def together(steps: tuple[Step, ...], sizes: tuple[int, ...]) -> tuple[Step, ...
 
 def _is_exchange(step: Step, sizes: tuple[int, ...]) -> bool:
     """Whether it takes axes from one factor to another, in pieces of one size."""
-    same = step.kind == "all_to_all" and step.factor != step.to and step.sizes == sizes
-    return same and all(type(n) is int and even(n, axes) for n, axes in zip(sizes, step.result, strict=True))
+    if step.kind != "all_to_all" or step.factor == step.to or step.sizes != sizes:
+        return False
+    before = {step.factor: (*step.result[step.factor], *step.axes)}  # its minor axes left
+    cuts = ((n, of) for i, n in enumerate(sizes) for of in (step.result[i], before.get(i, ())))
+    return all(type(n) is int and even(n, axes) for n, axes in cuts)
 
 
 def _both(a: Step, b: Step) -> Step | None:
@@ -48,7 +51,7 @@ def _both(a: Step, b: Step) -> Step | None:
     moved = [p for of, _, _ in exchanges for axis in of for p in axis.primes()]
     if len(set(moved)) < len(moved) or {e.factor for e in exchanges} & {e.to for e in exchanges}:
         return None
-    n, axes = ways(a.axes), (*a.axes, *b.axes)
+    n, axes = ways(a.axes), Axis.merge((*a.axes, *b.axes))
     local = a.bytes * n / (n - 1)
     nbytes = local - local / ways(axes)
     return replace(b, axes=axes, factor=a.factor, to=a.to, bytes=nbytes, exchanges=exchanges)

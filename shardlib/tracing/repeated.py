@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import get_proxy_slot, has_proxy_slot
+from torch.fx.experimental.proxy_tensor import get_proxy_slot
 
 from shardlib.internals import SLOT, FakeTensor, OpOverload, schema_of, set_slot
 from shardlib.rules.pointwise import is_pointwise
 
 Key = tuple[Any, ...]
+# They take every number, and make the same of each: a rate is another one in every call.
+_OF_ANY_NUMBER = frozenset({"add", "sub", "rsub", "mul", "div", "addcmul", "addcdiv", "lerp"})
 
 
 class Repeated:
@@ -24,7 +26,7 @@ class Repeated:
 
     def __init__(self, tracer: Any) -> None:
         self._tracer = tracer
-        self._known: dict[Key, fx.Node | None] = {}  # None: more than this one op
+        self._known: dict[Key, Any] = {}  # the result of the first call, which all share; None: it was not one op
         self._is_pointwise: dict[int, bool] = {}  # by the id of an op, which torch keeps
 
     def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[[], Any]) -> Any:
@@ -34,7 +36,7 @@ class Repeated:
             return call()
         known = self._known.get(key)
         if known is not None:
-            return self._again(known, nodes, kwargs)
+            return self._again(op, known, nodes, kwargs)
         out = call()
         if key not in self._known:
             self._known[key] = self._alone(op, nodes, out)
@@ -51,36 +53,35 @@ class Repeated:
         key: list[Any] = [id(op), torch.get_default_dtype(), *kwargs]
         for x in (*args, *kwargs.values()):
             if type(x) is FakeTensor:
-                slot = get_proxy_slot(x, self._tracer) if has_proxy_slot(x, self._tracer) else None
+                slot = get_proxy_slot(x, self._tracer, None)
                 if slot is None or slot.constant is not None or x.dtype.is_complex:
                     return None
                 nodes.append(slot.proxy.node)
                 key += (x.shape, x.stride(), x.dtype, x.device)
-            elif type(x) in (int, float):  # whose value says nothing of the result's form
+            elif type(x) is float and op.overloadpacket.__name__ in _OF_ANY_NUMBER:
                 nodes.append(x)
-                key.append(type(x))
-            elif x is None or type(x) in (bool, str, torch.dtype):
+                key.append(float)
+            elif x is None or type(x) in (bool, int, float, str, torch.dtype):
                 nodes.append(x)
                 key += (type(x), x)
             else:
                 return None
         return tuple(key)
 
-    def _alone(self, op: Any, nodes: Sequence[Any], out: Any) -> fx.Node | None:
-        """The node of a result, where that is all that the call wrote."""
-        if type(out) is not FakeTensor or not has_proxy_slot(out, self._tracer):
+    def _alone(self, op: Any, nodes: Sequence[Any], out: Any) -> Any:
+        """What the node of a result says of it, where that is all that the call wrote."""
+        slot = get_proxy_slot(out, self._tracer, None) if type(out) is FakeTensor else None
+        if slot is None or slot.constant is not None:
             return None
-        slot = get_proxy_slot(out, self._tracer)
         node: fx.Node = slot.proxy.node
         same = node.target is op and [*node.args, *node.kwargs.values()] == nodes
-        return node if same and slot.constant is None else None
+        return node.meta["val"] if same else None
 
-    def _again(self, known: fx.Node, nodes: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-        count = len(nodes) - len(kwargs)
+    def _again(self, op: OpOverload, form: Any, nodes: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        count, name = len(nodes) - len(kwargs), op.overloadpacket.__name__
         named = dict(zip(kwargs, nodes[count:], strict=True))
-        packet = known.target.overloadpacket.__name__  # type: ignore[union-attr]
-        node = self._tracer.create_node("call_function", known.target, tuple(nodes[:count]), named, packet)
-        form = node.meta["val"] = known.meta["val"]
+        node = self._tracer.create_node("call_function", op, tuple(nodes[:count]), named, name)
+        node.meta["val"] = form
         made = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype, device=form.device)
         set_slot(made, self._tracer, SLOT(fx.Proxy(node, self._tracer), None))
         return made

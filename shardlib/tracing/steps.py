@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from shardlib.internals import OPTIMIZERS, UPDATES, is_wrapped
@@ -136,10 +137,11 @@ def _adam(plainly: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_one_op(state: Sequence[Sequence[Tensor]], steps: Sequence[Tensor]) -> bool:
-    """Whether `ADAM` is told all: it knows no gradient, no batch of `vmap`, one counter, and these dtypes."""
+    """Whether `ADAM` is told all: it knows no gradient, no tangent, no batch, one counter, and these dtypes."""
     if torch.is_grad_enabled() or any(x.dim() for x in steps):
         return False
-    if any(map(is_wrapped, itertools.chain(*state, steps))):
+    unpacked: Callable[..., Any] = unpack_dual
+    if any(is_wrapped(x) or unpacked(x).tangent is not None for x in itertools.chain(*state, steps)):
         return False
     return all(x.dtype in DTYPES and x.dtype == xs[0].dtype for xs in zip(*state, strict=True) for x in xs)
 

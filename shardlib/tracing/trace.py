@@ -239,8 +239,8 @@ def _trace(
         ending,
         lazily(),
         once.on(),
-        torch.DisableTorchFunction(),
-    ):  # it reads some attributes of every input
+        torch.DisableTorchFunction(),  # make_fx reads some attributes of every input
+    ):
         inputs = [_fake(x, traced_on, tensors) for x in tensors]
         gm = make_fx(flat, DECOMPOSITIONS, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
 
