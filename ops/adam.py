@@ -9,7 +9,8 @@ from torch import Tensor
 
 aten = torch.ops.aten
 
-_LIB: Any = torch.library.Library("shardlib", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library: Any = torch.library.Library  # which has no types
+_LIB = _library("shardlib", "FRAGMENT")
 _LIB.define(
     "adam(Tensor parameter, Tensor gradient, Tensor mean, Tensor square, Tensor step, Scalar rate, Scalar beta1, "
     "Scalar beta2, Scalar eps, Scalar decay, bool decoupled) -> (Tensor, Tensor, Tensor, Tensor)"
@@ -50,8 +51,12 @@ def _fake(parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, ste
     return (*made, torch.empty_like(step))
 
 
-def _refuse(*_: Any) -> Any:
-    raise NotImplementedError("shardlib::adam has no gradient: differentiate torch's own update, `differentiable=True`")
+def _refuse(_: Any, *gradients: Tensor | None) -> Any:
+    shapes = [list(g.shape) for g in gradients[:1] if g is not None]
+    raise NotImplementedError(
+        f"shardlib::adam, the step of a parameter of shape {shapes[0] if shapes else 'unknown'}, has no gradient: "
+        "differentiate torch's own update, torch.optim.Adam(..., differentiable=True)"
+    )
 
 
 _LIB.impl("adam", adam, "CompositeExplicitAutograd")
