@@ -34,7 +34,7 @@ from shardlib.modules.precision import Precision
 from shardlib.modules.suggest import suggest
 from shardlib.placing import shard
 from shardlib.plain import global_random
-from shardlib.plans.budget import comm_budget
+from shardlib.plans.budget import comm_budget, redundancy_budget
 from shardlib.plans.plan import Plan
 from shardlib.printing import debug_print
 from shardlib.prove import Proof, prove
@@ -55,7 +55,7 @@ __all__ = [
     "Mesh", "current_mesh", "no_mesh", "P", "Spec", "ShardedTensor", "shard", "from_local", "typeof", "visualize",
     "to_dtensor", "from_dtensor",
     # compiling and planning
-    "jit", "Plan", "check", "comm_budget", "rule", "prove", "Proof", "debug_print",
+    "jit", "Plan", "check", "comm_budget", "redundancy_budget", "rule", "prove", "Proof", "debug_print",
     # modules of torch
     "parallelize", "materialize", "strategies", "Precision", "suggest", "Checkpoints",
     # per-device code by hand

@@ -32,7 +32,7 @@ from shardlib.jitted.refusals import refuse_other_devices, refuse_others_than_fu
 from shardlib.jitted.run import caller, entry
 from shardlib.meshes.mesh import Mesh, current_mesh, is_without_mesh
 from shardlib.plain import plain_program
-from shardlib.plans.budget import CommBudget, current_budgets
+from shardlib.plans.budget import Budget, CommBudget, RedundancyBudget, current_budgets
 from shardlib.plans.plan import Plan
 from shardlib.random.draw import in_call
 from shardlib.regather import WAYS, Regather
@@ -55,6 +55,7 @@ def jit(
     static_argnames: str | Sequence[str] = (),
     donate_argnums: int | Sequence[int] = (),
     comm_budget: CommBudget | None = None,
+    redundancy_budget: RedundancyBudget | None = None,
     regather: Regather = "auto",
 ) -> Any:
     """Compile `fn` for the current mesh, at the first call for each set of what it can see.
@@ -90,7 +91,7 @@ def jit(
     `"never"` keeps them; `"always"` gathers them again, which sends more and holds less, as ZeRO-3 does; `"auto"` does
     so for parameters whose strategy says it (`fsdp`, `hsdp`), and for what is read in checkpoints, which run twice.
 
-    Raises `ShardingError` outside any mesh, where specs do not fit, where a communication budget is exceeded, and for
+    Raises `ShardingError` outside any mesh, where specs do not fit, where a budget is exceeded, and for
     what would leave the trace unseen. Warns `RetraceWarning`, once, of a function that is compiled again and again.
 
     Example:
@@ -109,15 +110,25 @@ def jit(
             static_argnames=static_argnames,
             donate_argnums=donate_argnums,
             comm_budget=comm_budget,
+            redundancy_budget=redundancy_budget,
             regather=regather,
         )
     refuse_others_than_functions(fn)
     if regather not in WAYS:
         raise ShardingError(f"regather={regather!r} is none of {', '.join(WAYS)}", remedy='regather="always"')
-    if comm_budget is not None and not isinstance(comm_budget, CommBudget):
-        raise ShardingError(f"{comm_budget!r} is no budget", remedy="comm_budget=sl.comm_budget(max_bytes=...)")
+    budgets: list[Budget] = []
+    for budget, kind, example in (
+        (comm_budget, CommBudget, "max_bytes=..."),
+        (redundancy_budget, RedundancyBudget, "max_share=..."),
+    ):
+        if isinstance(budget, kind):
+            budgets.append(budget)
+        elif budget is not None:
+            raise ShardingError(f"{budget!r} is no budget", remedy=f"{kind.name}=sl.{kind.name}({example})")
     static = (*_tuple(static_argnums), *_tuple(static_argnames))
-    return Jitted(fn, in_specs, out_specs, frozenset(static), frozenset(_tuple(donate_argnums)), comm_budget, regather)
+    return Jitted(
+        fn, in_specs, out_specs, frozenset(static), frozenset(_tuple(donate_argnums)), tuple(budgets), regather
+    )
 
 
 def _tuple(x: Any) -> tuple[Any, ...]:
@@ -134,12 +145,12 @@ class Jitted(Function):
         out_specs: Any,
         static: frozenset[int | str],
         donate: frozenset[int | str],
-        budget: CommBudget | None,
+        budgets: tuple[Budget, ...],
         regather: Regather,
     ) -> None:
         functools.update_wrapper(self, fn)
         super().__init__(fn, in_specs, out_specs, static, donate, regather)
-        self.budget = budget
+        self.budgets = budgets
         self.programs = Programs()
         self.methods = Methods()
         given = getattr(fn, "__dict__", {}).keys() - {"__wrapped__"}
@@ -206,7 +217,7 @@ class Jitted(Function):
                     ready = self._load(mesh, plan, kept)
                     compare_arguments(plan, mesh, leaves)
                     programs.entries.keep(call.key, ready, plan.compiled.traced.looked)
-        elif ALWAYS or self.budget is not None or current_budgets():
+        elif ALWAYS or self.budgets or current_budgets():
             plan = ready.plan() or Invocation(self, mesh, programs, args, kwargs, state, key, leaves).plan()[0]
             self._check_budgets(plan)
             if ALWAYS:
@@ -217,7 +228,7 @@ class Jitted(Function):
         return ready.call(leaves)
 
     def _check_budgets(self, plan: Plan) -> None:
-        for budget in (*current_budgets(), *([self.budget] if self.budget else ())):
+        for budget in (*current_budgets(), *self.budgets):
             budget.check(plan)
 
     @unseen
@@ -239,17 +250,17 @@ class Jitted(Function):
 
     def _kept(self, plan: Plan) -> Callable[[], Plan | None]:
         """A way to the plan as long as somebody has it; a budget reads it in each call."""
-        return weakref.ref(plan) if self.budget is None else lambda: plan
+        return (lambda: plan) if self.budgets else weakref.ref(plan)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else Method(self, instance)
 
     def __reduce__(self) -> Any:
-        return Jitted, (self.fn, self.in_specs, self.out_specs, self.static, self.donate, self.budget, self.regather)
+        return Jitted, (self.fn, self.in_specs, self.out_specs, self.static, self.donate, self.budgets, self.regather)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Jitted:
         fn = copy.deepcopy(self.fn, memo)
-        return Jitted(fn, self.in_specs, self.out_specs, self.static, self.donate, self.budget, self.regather)
+        return Jitted(fn, self.in_specs, self.out_specs, self.static, self.donate, self.budgets, self.regather)
 
     def __repr__(self) -> str:
         return f"<jit of {self.name}>"

@@ -15,14 +15,18 @@ from shardlib.compile import Compiled
 from shardlib.graph import Op, Value, is_creation
 from shardlib.lines import Line, place
 from shardlib.plans import backends
+from shardlib.plans.diff import PlanDiff, diff
 from shardlib.plans.explain import Explainer
 from shardlib.plans.html import page
 from shardlib.plans.naming import Naming, shorten
 from shardlib.plans.plantext import Row, fold, fold_names, si, table
+from shardlib.plans.redundant import Redundant, redundant, sentence
 from shardlib.printing import OP as PRINT
 from shardlib.program.steps import Collective, Compute, Start, Var, makes, reads
 from shardlib.program.storage import peak_bytes
 from shardlib.program.text import show
+from shardlib.propagate.bound import LowerBound, lower_bound
+from shardlib.propagate.refine import alone
 from shardlib.specs.fixed import Names
 from shardlib.specs.layout import Layout
 
@@ -100,9 +104,42 @@ class Plan:
         return float(sum(s.flops for s in self.compiled.program.steps if isinstance(s, Compute)))
 
     @cached_property
+    def redundant(self) -> tuple[Redundant, ...]:
+        """What several devices do identically, by op, line and axes; most FLOPs first, then most bytes.
+
+        The plan's text says so where it is 5 % of the FLOPs or more.
+
+        Example:
+            >>> import torch, shardlib as sl
+            >>> with sl.Mesh(data=4, tensor=2):
+            ...     product = sl.jit(lambda x, w: x @ w, in_specs=("m@data _", "..."))
+            ...     plan = product.plan(torch.ones(8, 4), torch.ones(4, 4))
+            >>> most = plan.redundant[0]
+            >>> most.op, most.flops, most.bytes, most.copies, most.axes
+            ('mm', 32.0, 16, 2, ('tensor',))
+        """
+        return redundant(self.compiled.program)
+
+    @cached_property
     def peak_memory(self) -> int:
         """The most bytes of local tensors alive at once on the fullest device, arguments and results included."""
         return peak_bytes(self.compiled.program)
+
+    @cached_property
+    def lower_bound(self) -> LowerBound:
+        """How far the decisions are from the best of all, by the estimate that they are made by; worked out when asked.
+
+        Example:
+            >>> import torch, shardlib as sl
+            >>> with sl.Mesh(data=2):
+            ...     product = sl.jit(lambda x, w: x @ w, in_specs=("m@data _", "_ n@data"))
+            ...     plan = product.plan(torch.ones(64, 8), torch.ones(8, 16))
+            >>> plan.lower_bound.gap, plan.lower_bound.exact
+            (0.0, True)
+        """
+        compiled = self.compiled
+        flood, decider = compiled.propagated.flood, compiled.propagated.decider
+        return lower_bound(decider, alone(compiled.graph, flood, self.mesh, decider))
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -171,6 +208,23 @@ class Plan:
         for step in self.compiled.program.steps:
             yield from makes(step)
 
+    def diff(self, other: Plan) -> PlanDiff:
+        """What changed from this plan to another one, in bytes, FLOPs, memory and layouts, line by line.
+
+        Example:
+            >>> import torch, shardlib as sl
+            >>> product = lambda x, w: x @ w
+            >>> with sl.Mesh(data=2):
+            ...     before = sl.jit(product).plan(torch.ones(4, 4), torch.ones(4, 4))
+            ...     after = sl.jit(product, in_specs=("m@data _", None)).plan(torch.ones(4, 4), torch.ones(4, 4))
+            >>> change = before.diff(after)
+            >>> change.inputs, change.lines[0].flops
+            ((('x', 'f32[4, 4]', 'f32[m=4@data, 4]'),), (128.0, 64.0))
+            >>> bool(before.diff(before))
+            False
+        """
+        return diff(self, other)
+
     # Forms ----------------------------------------------------------------------------------------------------------
 
     def summary(self) -> str:
@@ -195,6 +249,7 @@ class Plan:
         rows.append(("total", "", str(sum(counts.values())), si(self.comm_bytes, "B"), ""))
         lines = sorted(reasons)
         lines.append(f"per device: {si(self.flops, 'FLOP')}, peak memory {si(self.peak_memory, 'B')}")
+        lines += filter(None, [sentence(self.redundant, self.flops)])
         if (halves := self.compiled.halves) is not None:
             n, held = len(halves.saved), sum(v.nbytes for v in halves.saved)
             lines.append(f"saved for the backward pass: {n} value{'s' * (n != 1)}, {si(held, 'B')}")
@@ -206,12 +261,12 @@ class Plan:
             table([(f"  {name}", *rest) for name, *rest in s]) for s in (self._inputs(), self._outputs())
         )
         program = [_PROGRAM, *self._program()]
-        parts = [[self._heading()], ["inputs", *inputs], program, ["outputs", *outputs], [self.summary()]]
+        parts = [[self.heading], ["inputs", *inputs], program, ["outputs", *outputs], [self.summary()]]
         return "\n\n".join("\n".join(part) for part in parts)
 
     def _repr_html_(self) -> str:
         inputs, outputs = (("inputs", self._inputs()), ("outputs", self._outputs()))
-        return page(self._heading(), [inputs, (_PROGRAM, self._folded()), outputs], *self._totals())
+        return page(self.heading, [inputs, (_PROGRAM, self._folded()), outputs], *self._totals())
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain data (JSON-ready)."""
@@ -223,6 +278,7 @@ class Plan:
             "collectives": [asdict(c) | {"axes": list(c.axes)} for c in self.collectives],
             "comm_bytes": self.comm_bytes,
             "flops": self.flops,
+            "redundant": [asdict(r) | {"axes": list(r.axes)} for r in self.redundant],
             "peak_memory": self.peak_memory,
             "replicated_ops": list(self.replicated_ops),
         }
@@ -244,7 +300,9 @@ class Plan:
     def _out(self) -> Iterable[tuple[str, Any]]:
         return zip(self.compiled.traced.result_names, self.compiled.program.outputs, strict=True)
 
-    def _heading(self) -> str:
+    @property
+    def heading(self) -> str:
+        """`mlp on data=2, tensor=4 (8 devices, virtual)`."""
         axes = ", ".join(f"{name}={n}" for name, n in self.mesh.axes.items())
         return f"{self.name} on {axes} ({self.mesh.size} devices, {self.mesh.kind})"
 

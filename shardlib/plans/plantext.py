@@ -65,11 +65,16 @@ class Row:
         if len(self.cells) == 1:
             return self.cells
         head, kind, *rest = self.cells
-        return (_plain(head), kind, *map(_plain, rest))
+        return (unnumbered(head), kind, *map(unnumbered, rest))
 
 
-def _plain(text: str) -> str:
-    """Names without the numbers of nodes and layers: `mm_3` -> `mm`, `layers[3].w1` -> `layers[#].w1`."""
+def unnumbered(text: str) -> str:
+    """Names without the numbers of nodes and layers.
+
+    Example:
+        >>> unnumbered("mm_3"), unnumbered("layers[3].w1")
+        ('mm', 'layers[#].w1')
+    """
     return re.sub(r"(?<=\w)_\d+\b", "", re.sub(r"(?<=\[)\d+(?=\])|(?<=\.)\d+(?=\.)", "#", text))
 
 
