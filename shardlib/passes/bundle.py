@@ -16,6 +16,8 @@ from shardlib.program.steps import Collective, Compute, Copy, Free, Program, Sta
 MESSAGE_BYTES = 4 << 20  # past this size a message gains nothing from growing
 PREFETCH = 64  # steps ahead of its first reader that a gather may start,
 AHEAD = 2 * MESSAGE_BYTES  # and of how many bytes others may be there, or on their way, that are read before
+_SUMS = ("all_reduce", "reduce_scatter")
+_FLYING = 2  # sums that may be on their way, however many bytes they have
 FLIGHT = 8  # steps that a collective is given before another one builds on it
 
 _TOGETHER = ("all_reduce", "all_gather", "reduce_scatter")
@@ -163,6 +165,15 @@ class _Bundler:
         start = Start(tuple(bundle))
         self.steps.append(start)
         self.flying |= dict.fromkeys(start.outs, start)
+        self._land_oldest()
+
+    def _land_oldest(self) -> None:
+        """What is sent stays in memory until its message has landed: of sums that nobody waits for, a few may fly."""
+        sums = [start for start in dict.fromkeys(self.flying.values()) if start.moves[0].kind in _SUMS]
+        held = [sum(c.source.nbytes for c in start.moves) for start in sums]
+        for k, start in enumerate(sums[:-_FLYING]):
+            if sum(held[k:]) > AHEAD:
+                self._land(start.outs[:1])
 
     def _bring(self, var: Var) -> None:
         """Write what makes `var`, if it has not been written."""
