@@ -24,6 +24,7 @@ from shardlib.lines import place
 from shardlib.lower import lower
 from shardlib.meshes.mesh import Mesh
 from shardlib.normalise import normalise
+from shardlib.owned import mark as mark_owned
 from shardlib.passes import run_passes
 from shardlib.passes.split import Halves, split
 from shardlib.program.steps import Program
@@ -105,9 +106,10 @@ def compile_program(
     traced = _placed_anew(traced, graph)
     fixed_inputs = _fixed_inputs(traced, graph, call, specs, mesh, placed)
     fixed = {graph.inputs[i]: f for i, f in fixed_inputs.items()} | _constraints(graph, mesh)
-    outputs = _fixed_outputs(traced, graph, out_specs, mesh)
+    outputs = _gradients(traced, graph, fixed_inputs) | _fixed_outputs(traced, graph, out_specs, mesh)
     _warn_of_slips(traced, graph, fixed_inputs, outputs, mesh)
     mark(graph, regather, _regathered(traced, graph, call))
+    mark_owned(graph)
     outputs |= _at_home(traced, graph, call, fixed_inputs, placed, mesh)
     clock.stop("rules")
     propagated = propagate(graph, mesh, fixed, outputs, _doors(graph, mesh))
@@ -282,6 +284,17 @@ def _fixed_outputs(traced: Traced, graph: Graph, out_specs: Any, mesh: Mesh) -> 
     ]
     resolved = resolve_many([item for _, item in items], mesh, what="jit out_specs") if items else []
     return {i: r.by(f"out_specs: {item[0]} {r.spec}") for (i, item), r in zip(items, resolved, strict=True)}
+
+
+def _gradients(traced: Traced, graph: Graph, fixed_inputs: Mapping[int, Fixed]) -> dict[int, Fixed]:
+    """Gradients that are returned live where the inputs are whose gradients they are."""
+    at = {graph.inputs[i]: (traced.input_names[i], fixed) for i, fixed in fixed_inputs.items()}
+    found = {}
+    for i, value in enumerate(graph.outputs):
+        if isinstance(value, Value) and value.like in at:
+            name, fixed = at[value.like]
+            found[i] = fixed.by(f"the place of {name}")
+    return found
 
 
 def _constraints(graph: Graph, mesh: Mesh) -> dict[Value, Fixed]:

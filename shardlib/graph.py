@@ -16,11 +16,33 @@ import torch
 from torch import fx
 
 from shardlib.aten.traits import has
+from shardlib.aten.views import argument
 from shardlib.errors import ShardingError
 from shardlib.internals import PER_RANK, schema_of
 from shardlib.lines import Line
 from shardlib.rules import rule_for
 from shardlib.rules.rule import Call, Meta, Rule
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What lies along `dim` of a value is in groups: behind the last of each is `ends`."""
+
+    ends: Value
+    dim: int
+
+
+@dataclass(frozen=True)
+class Owns:
+    """That an op may make the rows of its device's groups alone, where `factor`, which counts groups, is cut.
+
+    Of the operands `reads` it then needs no others. An op that `begins` with whole operands does less work so.
+    """
+
+    factor: str
+    ends: Value
+    reads: frozenset[int]
+    begins: bool = False
 
 
 @dataclass(eq=False)
@@ -36,7 +58,9 @@ class Value:
     manual: bool = False  # what one device holds, inside a shard_map body: it has a local shape and no layout
     readers: list[tuple[Op, int]] = field(default_factory=list)  # (op, operand position)
     is_output: bool = False
+    like: Value | None = None  # the input whose gradient it is
     again: bool = False  # what is gathered of it is not kept from one pass to the next
+    rows: Rows | None = None  # it may be there in the rows of own groups only
 
     @property
     def nbytes(self) -> int:
@@ -62,6 +86,7 @@ class Op:
     line: Line | None
     backward: bool
     kind: str = ""
+    owns: Owns | None = None
 
     @property
     def target(self) -> Any:
@@ -117,6 +142,15 @@ def viewed(value: Value) -> Value:
     return value
 
 
+def is_zero(value: Value) -> bool:
+    """Whether a value is known to be nothing but zeros."""
+    op = viewed(value).op
+    if op is None or not has(op.target, "fills"):
+        return False
+    filled: object = 0 if has(op.target, "zeros") else argument(op.node, "fill_value")
+    return type(filled) in (int, float) and filled == 0
+
+
 def _meta(val: Any) -> Meta | None:
     return Meta(tuple(val.shape), val.dtype) if isinstance(val, torch.Tensor) else None
 
@@ -146,17 +180,26 @@ def build(gm: fx.GraphModule) -> Graph:
             result = source.results[node.args[1]]
             assert result is not None
             values[node] = result
+            _note_gradient(node, values)
         else:
             op = by_node[node] = _op(node, val, values)
             ops.append(op)
             if not isinstance(val, tuple | list) and op.results[0] is not None:
                 values[node] = op.results[0]
+                _note_gradient(node, values)
     for out in outputs:
         if isinstance(out, Value):
             out.is_output = True
     _refuse_random(ops)
     _refuse_collectives(ops)
     return Graph(ops, inputs, captured, outputs)
+
+
+def _note_gradient(node: fx.Node, values: dict[fx.Node, Value]) -> None:
+    if (of := node.meta.get("gradient of")) is not None:
+        value, source = values[node], values.get(of)
+        free = source is not None and not (source.constant or value.constant or value.manual)
+        value.like = source if free and source is not None and source.shape == value.shape else None
 
 
 def _op(node: fx.Node, val: Any, values: dict[fx.Node, Value]) -> Op:

@@ -181,7 +181,7 @@ class _Call:
         have = {f for dim in self.rule.results[i] for f in dim}
         mine = {a for f in have for a in cut.axes.get(f, ())}
         read = {f for labels in self.rule.operands for dim in labels for f in dim}
-        lost = [f for f in cut.axes if f in read - have and self.rule.reduce.get(f, "none") != "none"]
+        lost = [f for f in cut.axes if f in read - have and self.rule.owed(i, f)]
         owed = ((tuple(a for a in cut.axes[f] if a not in mine), self.rule.reduce[f]) for f in lost)
         return [Pending(axes, kind) for axes, kind in owed if axes]
 

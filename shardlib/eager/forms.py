@@ -12,7 +12,7 @@ from shardlib.aten.traits import has
 from shardlib.eager import refusals
 from shardlib.eager.prepare import pieces
 from shardlib.eager.writes import put, strided
-from shardlib.normalise import mask_filled
+from shardlib.normalise.passes import mask_filled
 from shardlib.specs.layout import Layout
 from shardlib.tensors import aliases
 from shardlib.tensors.form import Form

@@ -294,7 +294,10 @@ def _communicate(local: LocalForm, op: Any, args: Sequence[Any], before: Sequenc
     if kind in _HALOS:
         dim, *ranges, name = rest
         rows = halo.Slab(local, names[0], dim, name, source, tuple(before))
-        return _HALOS[kind](rows, *(local.calc(lambda low, high: (low, high), *r) for r in ranges))
+        pairs = (
+            [local.calc(lambda low, high: (low, high), *r) for r in zip(n[::2], n[1::2], strict=True)] for n in ranges
+        )
+        return _HALOS[kind](rows, *pairs)
     if kind == "axis_index":
         args = source, [], place_in(axes)
         return local.emit(FILLED, args, {"dtype": torch.int64}, [Local.dense((), torch.int64)])[0]

@@ -35,6 +35,8 @@ class Emitter:
             size = product([self.label_size(op, n, assignment) for n in names])
             args, kwargs = put(args, kwargs, path, size * k)
         tied = {*rule.rounds, *rule.follows}
+        if op.owns is not None and not op.owns.begins:
+            tied.add(op.owns.factor)  # the rows of others are worked on, too
         flops = rule.flops / math.prod(reshard.ways(axes) for x, axes in assignment.items() if x[0] not in tied)
         if rule.local is not None and (cut_labels & rule.local_factors or rule.dense):
             before, steps = len(self.builder.steps), self.builder.steps

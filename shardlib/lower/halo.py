@@ -14,31 +14,40 @@ if TYPE_CHECKING:
     from shardlib.lower.local import LocalForm
 
 
-def fetch(rows: Slab, mine: Any, need: Any) -> Var:
-    """Range `need` of a dim of which every device has range `mine`."""
-    calc = rows.local.calc
+def fetch(rows: Slab, have: Sequence[Any], needs: Sequence[Any]) -> Var:
+    """Ranges `needs` of a dim of which every device has one range, `have`, next to each other."""
+    (mine,), calc = have, rows.local.calc
     # Members with a lower position come first; of the rest of the ring, those that are furthest along.
-    own = rows.of(mine, calc(overlap, mine, need))
-    lower, upper = [], []
-    for shift, part in rows.exchanged(mine, need):
+    lower: list[list[Slab]] = [[] for _ in needs]
+    upper: list[list[Slab]] = [[] for _ in needs]
+    for shift, found in rows.exchanged(mine, needs):
         behind = calc(lambda at, s: int(at >= s), rows.local.position(rows.factor), shift)
-        low = calc(lambda n, yes: n * yes, part.size, behind)
-        lower.append(part.cut(0, low))
-        upper.append(part.cut(low, calc(lambda n, low: n - low, part.size, low)))
-    parts = [part for part in (*lower, own, *upper) if not _none(part.size)] or [own]
-    if len(parts) == 1:
-        return parts[0].value
-    whole: Var = rows.local.op(CAT, [part.value for part in parts], rows.dim)
-    return whole
+        for k, part in found:
+            low = calc(lambda n, yes: n * yes, part.size, behind)
+            lower[k].append(part.cut(0, low))
+            upper[k].append(part.cut(low, calc(lambda n, low: n - low, part.size, low)))
+    own = [rows.of(mine, calc(overlap, mine, need)) for need in needs]
+    parts = [part for k, here in enumerate(own) for part in (*lower[k], here, *upper[k]) if not _none(part.size)]
+    return _joined(rows, parts or own[:1]).value
 
 
-def give_back(rows: Slab, have: Any, mine: Any) -> Var:
-    """The sum of what all devices, which have addends for range `have`, have for range `mine`."""
+def give_back(rows: Slab, have: Sequence[Any], want: Sequence[Any]) -> Var:
+    """The sum of what all devices, which have addends for one range, have for another one."""
+    (have, mine) = have[0], want[0]
     total = rows.framed(have, mine).value
-    for shift, part in rows.exchanged(have, mine):
+    for shift, found in rows.exchanged(have, [mine]):
         theirs = rows.local.calc(overlap, rows.elsewhere(have, shift), mine)
-        total = rows.local.op(ADD, total, part.framed(theirs, mine).value)
+        for _, part in found:
+            total = rows.local.op(ADD, total, part.framed(theirs, mine).value)
     return total
+
+
+def _joined(rows: Slab, parts: Sequence[Slab]) -> Slab:
+    """Slabs next to each other."""
+    if len(parts) == 1:
+        return parts[0]
+    size = rows.local.calc(lambda *n: sum(n), *(part.size for part in parts))
+    return rows._with(rows.local.op(CAT, [part.value for part in parts], rows.dim), size)
 
 
 @dataclass(frozen=True)
@@ -85,19 +94,28 @@ class Slab:
         n = self.local.ways(self.factor)
         return self.local.of(value, self.factor, lambda i: (i - shift) % n)
 
-    def exchanged(self, have: Any, need: Any) -> Iterator[tuple[int, Slab]]:
-        """For every shift: what a device that needs range `need` gets of the device `shift` places before it, which
-        has range `have`; in the order of the holders."""
+    def exchanged(self, have: Any, needs: Sequence[Any]) -> Iterator[tuple[int, list[tuple[int, Slab]]]]:
+        """For every shift: what a device that needs these ranges gets of the device `shift` places before it, which
+        has range `have`, with the number of the range; in the order of the holders."""
         local, factor, n, flying = self.local, self.factor, self.local.ways(self.factor), []
-        for shift, pairs in exchanges(local.values(have, factor), local.values(need, factor)):
-            sent = self.of(have, local.calc(overlap, have, self.elsewhere(need, -shift)))
+        haves, wanted = local.values(have, factor), [local.values(need, factor) for need in needs]
+        for shift, pairs in exchanges(haves, [set().union(*of) for of in zip(*wanted, strict=True)]):
+            some = [k for k, of in enumerate(wanted) if any(at == shift for at, _ in exchanges(haves, of))]
+            sent = _joined(
+                self, [self.of(have, local.calc(overlap, have, self.elsewhere(needs[k], -shift))) for k in some]
+            )
             got = local.send(sent.value, factor, pairs, sent.shape, name=self.name)
             # Zeros come to whom nobody sends, as many as it sends itself.
             size = local.of(sent.size, factor, [_source(pairs, i) for i in range(n)].__getitem__)
-            flying.append((shift, sent._with(got, size)))
-        for shift, part in flying:  # all are on their way before the first is waited for
-            arrived = local.calc(overlap, self.elsewhere(have, shift), need)
-            yield shift, part.cut(0, local.calc(length, arrived))
+            flying.append((shift, some, sent._with(got, size)))
+        for shift, some, part in flying:  # all are on their way before the first is waited for
+            found, at = [], 0
+            for k in some:
+                arrived = local.calc(overlap, self.elsewhere(have, shift), needs[k])
+                size = local.calc(length, arrived)
+                found.append((k, part.cut(at, size)))
+                at = local.calc(lambda a, b: a + b, at, size)
+            yield shift, found
 
     def _with(self, value: Any, size: Any) -> Slab:
         return replace(self, value=value, shape=(*self.shape[: self.dim], size, *self.shape[self.dim + 1 :]))

@@ -17,9 +17,9 @@ from shardlib.lower.between import Between
 from shardlib.lower.builder import Builder
 from shardlib.lower.emit import Emitter
 from shardlib.lower.local import Assignment
-from shardlib.lower.pending import carried, reader_counts
+from shardlib.lower.pending import PendingSums
 from shardlib.lower.regroup import Regrouping
-from shardlib.lower.values import SETTLED, Owed, Values
+from shardlib.lower.values import SETTLED, Owed, Placement, Values
 from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
 from shardlib.printing import OP as PRINT
@@ -28,6 +28,7 @@ from shardlib.program.sym import Sym, place_in
 from shardlib.program.verify import verify
 from shardlib.propagate import Propagated
 from shardlib.propagate.units import value_factors
+from shardlib.rules.rule import OWNED
 
 
 def lower(graph: Graph, propagated: Propagated, mesh: Mesh) -> Program:
@@ -43,9 +44,9 @@ class Lowering:
         self.emitter = Emitter(self.builder, self.flood)
         self.values = Values(self.emitter)
         self.constants = self.values.constants
-        self.readers = reader_counts(graph, propagated)
+        self.sums = PendingSums(self.values, graph, propagated)
         self.between = Between(self.values, graph)
-        self.regrouping = Regrouping(self.values, self.readers, self.between.passes)
+        self.regrouping = Regrouping(self.values, self.sums.readers, self.between.passes)
 
     def run(self) -> Program:
         for value in self.graph.inputs:
@@ -58,7 +59,7 @@ class Lowering:
         for value, tensor in self.graph.captured:
             self.builder.captured.append((self.constants.whole(value), tensor))
         for value in self.graph.inputs:
-            if value in self.flood.apart and self.readers[value]:
+            if value in self.flood.apart and self.sums.readers[value]:
                 self.values.reader = None
                 self.values.as_(self.flood.apart[value], value, self.p.input_cut(value))
         for op in self.graph.ops:
@@ -81,6 +82,8 @@ class Lowering:
     def _op(self, op: Op) -> None:
         for value in op.operands:
             self._there(viewed(value))
+            if op.owns is None:
+                self.values.settle(value)
         if op.constrains:
             result = op.results[0]
             assert result is not None
@@ -101,18 +104,60 @@ class Lowering:
         if op.rule is None:
             self._replicated(op)
             return
-        if (passed := carried(self.values, op, self.readers)) is not None:
+        own = self._own(op)
+        for i, value in enumerate(op.operands):
+            if i not in own:
+                self.values.settle(value)
+        if not own and (passed := self.sums.carried(op)) is not None:
             assignment, owed, linear = passed
         else:
             cuts = self.p.unit_cut(self.units.unit[op])
             assignment = {x: cuts[s] for x, s in self.units.op_slots[op].items() if cuts[s]}
             owed, linear = SETTLED, frozenset()
-        operands = [self._operand(op, i, assignment, owed if i in linear else SETTLED) for i in range(len(op.operands))]
+            if op.owns is not None and not op.owns.begins and not own:
+                assignment.pop((op.owns.factor, 0), None)  # whole rows are as good
+        operands = [
+            self._own_rows(op, i, assignment) if i in own
+            else self._operand(op, i, assignment, owed if i in linear else SETTLED)
+            for i in range(len(op.operands))
+        ]  # fmt: skip
         outs = [
-            None if r is None else self.values.make(r, self.values.result_form(op, i, assignment, owed))
+            None if r is None else self._made(op, r, self.values.result_form(op, i, assignment, owed))
             for i, r in enumerate(op.results)
         ]
         self.emitter.op(op, op.rule, assignment, operands, outs)
+        for r in op.results if op.owns is not None else ():
+            if r is not None and (form := self.values.owned(r)) is not None:
+                self._no_sum_besides(op, r, form, assignment)
+
+    def _own(self, op: Op) -> frozenset[int]:
+        """The operands of which an op takes the rows of own groups, which are all that there are."""
+        if op.owns is None or op not in self.units.op_slots:
+            return frozenset()
+        slot = self.units.op_slots[op].get((op.owns.factor, 0))
+        axes = () if slot is None else self.p.unit_cut(self.units.unit[op])[slot]
+        forms = {i: self.values.owned(op.operands[i]) for i in op.owns.reads}
+        return frozenset(i for i, form in forms.items() if axes and form is not None and {*form[1].axes} == {*axes})
+
+    def _own_rows(self, op: Op, i: int, assignment: Assignment) -> Var:
+        factors = value_factors(self.flood, op, i, operand=True)
+        return self.values.get_owned(op.operands[i], tuple(assignment.get(x, ()) if x else () for x in factors))
+
+    def _made(self, op: Op, value: Value, form: Placement) -> Var:
+        """A variable for a result of an op."""
+        if form[1].kind != OWNED or not form[1]:
+            return self.values.make(value, form)
+        var = self.values.own[value][form] = self.values.var(value, form)
+        return var
+
+    def _no_sum_besides(self, op: Op, value: Value, form: Placement, assignment: Assignment) -> None:
+        """Rows of own groups that are a pending sum over other axes, too, are one sum over all of them."""
+        assert op.owns is not None
+        axes = assignment[op.owns.factor, 0]
+        if {*axes} == {*form[1].axes}:
+            return
+        var = self.values.own.pop(value)[form]
+        self.values.zeroed(value, form[0], axes, var, self.values.make(value, (form[0], Owed(form[1].axes))))
 
     def _there(self, value: Value) -> None:
         """Make a value once more that was given up."""
@@ -218,6 +263,7 @@ class Lowering:
     def _output(self, i: int, value: Value) -> Var:
         self._at(value.op, i)
         self._there(viewed(value))
+        self.values.settle(value)
         if i in self.flood.outputs:
             return self.values.as_(value, self.flood.apart.get(i, value), self.flood.outputs[i][0])
         annotated = self.flood.fixed.get(value) if value.op is not None else None

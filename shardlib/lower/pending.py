@@ -3,84 +3,157 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from shardlib.aten.traits import has
-from shardlib.graph import Graph, Op, Value
+from shardlib.graph import Graph, Op, Value, is_zero, viewed
 from shardlib.lower.local import Assignment
 from shardlib.lower.values import SETTLED, Owed, Values
 from shardlib.propagate import Propagated
 from shardlib.propagate.units import may_cut, value_factors
 
-
-def carried(values: Values, op: Op, readers: Mapping[Value, int]) -> tuple[Assignment, Owed, frozenset[int]] | None:
-    """How `op` runs on operands whose sum is pending, if it may: (its assignment, what is owed, which operands)."""
-    rule = op.rule
-    assert rule is not None
-    for linear in rule.linear:
-        forms = [values.owing(op.operands[i]) for i in sorted(linear)]
-        if not forms or any(form is None for form in forms) or any(readers[op.operands[i]] > 1 for i in linear):
-            continue
-        _meet(values, [op.operands[i] for i in sorted(linear)])
-        forms = [values.owing(op.operands[i]) for i in sorted(linear)]
-        if len({form[1] for form in forms if form}) > 1:
-            continue
-        pairs = [
-            (x, axes)
-            for i, form in zip(sorted(linear), forms, strict=True)
-            for x, axes in zip(value_factors(values.flood, op, i, operand=True), form[0] if form else (), strict=True)
-        ]
-        assignment = {x: axes for x, axes in pairs if x is not None and axes}
-        # A factor that one addend has cut must be cut the same way in all.
-        fits = all(
-            not axes if x is None else assignment.get(x, ()) == axes and (not axes or may_cut(values.flood, op, x))
-            for x, axes in pairs
-        )
-        for t, s in (*rule.rounds.items(), *rule.follows.items()):
-            fits = fits and set(assignment.get((t, 0), ())) <= set(assignment.get((s, 0), ()))
-        owed = forms[0][1] if forms[0] else SETTLED
-        if fits and _worth(values, op, linear, assignment, owed):
-            return assignment, owed, linear
-    return None
+Carried = tuple[Assignment, Owed, frozenset[int]]  # an op's assignment, what is owed, on which operands
 
 
-def _meet(values: Values, operands: Sequence[Value]) -> None:
-    """Where some of these pending sums were scattered already, the others are, too."""
-    forms = [(x, form) for x in operands if (form := values.owing(x)) is not None]
-    first, (cut, owed) = min(forms, key=lambda known: len(known[1][1].axes))
-    for x, (mine, all_owed) in forms:
-        more = [b[len(a) :] for a, b in zip(mine, cut, strict=False) if b[: len(a)] == a]
-        left = {*all_owed.axes} - {axis for axes in more for axis in axes}
-        same = values.flood.value[x] == values.flood.value[first] and len(more) == len(cut)
-        if same and all_owed != owed and (left, all_owed.kind) == ({*owed.axes}, owed.kind):
-            values.scatter(x, cut)
+class PendingSums:
+    """What becomes of the pending sums of a program that is being written.
 
+    `readers`: how often a value is read, views looked through; a view counts as its root.
+    """
 
-def _worth(values: Values, op: Op, linear: frozenset[int], assignment: Assignment, owed: Owed) -> bool:
-    """No growth, no further reshards for the other operands, and no other kind of reduction on top."""
-    assert op.rule is not None
-    if owed.kind != "sum":
-        return False
-    for x, axes in assignment.items():
-        if axes and op.rule.reduce.get(x[0], "sum") not in ("sum", "none"):
+    def __init__(self, values: Values, graph: Graph, propagated: Propagated) -> None:
+        self.values, self.p = values, propagated
+        self.readers = _reader_counts(graph, propagated)
+        self.rows = _reader_counts(graph, propagated, rows=True)
+
+    def carried(self, op: Op) -> Carried | None:
+        """How `op` runs on operands whose sum is pending, if it may."""
+        rule, values = op.rule, self.values
+        assert rule is not None
+        for together in rule.linear:
+            linear = frozenset(i for i in together if not is_zero(op.operands[i]))
+            forms = [values.owing(op.operands[i]) for i in sorted(linear)]
+            if not forms or any(form is None for form in forms):
+                continue
+            if any(self._summed(op.operands[i]) > 1 for i in linear):
+                continue
+            self._meet([op.operands[i] for i in sorted(linear)])
+            forms = [values.owing(op.operands[i]) for i in sorted(linear)]
+            if len({form[1] for form in forms if form}) > 1:
+                continue
+            pairs = [
+                (x, axes)
+                for i, form in zip(sorted(linear), forms, strict=True)
+                for x, axes in zip(
+                    value_factors(values.flood, op, i, operand=True), form[0] if form else (), strict=True
+                )
+            ]
+            assignment = {x: axes for x, axes in pairs if x is not None and axes}
+            # A factor that one addend has cut must be cut the same way in all.
+            fits = all(
+                not axes if x is None else assignment.get(x, ()) == axes and (not axes or may_cut(values.flood, op, x))
+                for x, axes in pairs
+            )
+            for t, s in (*rule.rounds.items(), *rule.follows.items()):
+                fits = fits and set(assignment.get((t, 0), ())) <= set(assignment.get((s, 0), ()))
+            owed = forms[0][1] if forms[0] else SETTLED
+            if fits and self._worth(op, linear, assignment, owed):
+                return assignment, owed, linear
+        return None
+
+    def _summed(self, value: Value) -> int:
+        """How many readers need a value's sum: where devices have rows of own groups, who reads these does not."""
+        own = self.values.own[value] or self.values.own[viewed(value)]
+        return self.readers[value] - (self.rows[value] if own else 0)
+
+    def _meet(self, operands: Sequence[Value]) -> None:
+        """Where some of these pending sums were scattered already, the others are, too."""
+        values = self.values
+        forms = [(x, form) for x in operands if (form := values.owing(x)) is not None]
+        first, (cut, owed) = min(forms, key=lambda known: len(known[1][1].axes))
+        for x, (mine, all_owed) in forms:
+            more = [b[len(a) :] for a, b in zip(mine, cut, strict=False) if b[: len(a)] == a]
+            left = {*all_owed.axes} - {axis for axes in more for axis in axes}
+            same = values.flood.value[x] == values.flood.value[first] and len(more) == len(cut)
+            if same and all_owed != owed and (left, all_owed.kind) == ({*owed.axes}, owed.kind):
+                values.scatter(x, cut)
+
+    def _worth(self, op: Op, linear: frozenset[int], assignment: Assignment, owed: Owed) -> bool:
+        """No growth, no further reshards for the other operands, and no other kind of reduction on top."""
+        assert op.rule is not None
+        if owed.kind != "sum":
             return False
-    most = max(op.operands[i].nbytes for i in linear)
-    if sum(r.nbytes for r in op.results if r is not None) > most and not has(op.target, "casts terms"):
-        return False
-    for i, value in enumerate(op.operands):
-        if i not in linear and not value.constant:
-            want = tuple(assignment.get(x, ()) if x else () for x in value_factors(values.flood, op, i, operand=True))
-            if values.price(value, want) > 0:
+        for x, axes in assignment.items():
+            if axes and op.rule.reduce.get(x[0], "sum") not in ("sum", "none"):
                 return False
-    return True
+        most = sum(min(x.nbytes, viewed(x).nbytes) for x in (op.operands[i] for i in linear))
+        grows = sum(r.nbytes for r in op.results if r is not None) > most
+        if grows and not has(op.target, "casts terms") and not self._cast_terms(op):
+            return False
+        for i, value in enumerate(op.operands):
+            if i not in linear and not value.constant:
+                factors = value_factors(self.values.flood, op, i, operand=True)
+                if self.values.price(value, tuple(assignment.get(x, ()) if x else () for x in factors)) > 0:
+                    return False
+        return True
+
+    def _cast_terms(self, op: Op) -> bool:
+        """Whether an op makes a wider number of a sum, and enough others that do are added to it: then one sum of wide
+        numbers is less than all sums of narrow ones."""
+        if not has(op.target, "copies"):
+            return False
+        (source,), (top,) = op.operands, op.results
+        while (
+            top is not None
+            and self.readers[top] == 1
+            and [reader for reader, _ in top.readers if _adds(reader)]
+            and not top.is_output
+        ):
+            (top,) = next(reader.results for reader, _ in top.readers)
+        assert top is not None
+        casts = [x for x in _terms(top) if x.op is not None and x.op.target is op.target]
+        operands = [x.op.operands[0] for x in casts if x.op is not None]
+        narrow = [x for x in operands if x.dtype == source.dtype and self.readers[x] == 1 and self._will_owe(x)]
+        return sum(x.nbytes for x in narrow) >= top.nbytes
+
+    def _will_owe(self, value: Value) -> bool:
+        """Whether a value is made as a pending sum."""
+        op = viewed(value).op
+        if op is None or op not in self.p.units.unit:
+            return False
+        cuts, slots = self.p.unit_cut(self.p.units.unit[op]), self.p.units.op_slots[op]
+        made = value_factors(self.values.flood, op, viewed(value).index, operand=False)
+        assert op.rule is not None
+        return any(
+            cuts[s] and x not in made and op.rule.owed(viewed(value).index, x[0]) == "sum" for x, s in slots.items()
+        )
 
 
-def reader_counts(graph: Graph, p: Propagated) -> dict[Value, int]:
-    """How often a value is read, views looked through; a view counts as its root."""
+def _adds(op: Op) -> bool:
+    return has(op.target, "commutes") and has(op.target, "takes alpha")
+
+
+def _terms(value: Value) -> Iterator[Value]:
+    """What is added up to make a value."""
+    todo = [value]
+    while todo:
+        value = todo.pop()
+        if value.op is not None and _adds(value.op):
+            todo += value.op.operands
+        else:
+            yield value
+
+
+def _reader_counts(graph: Graph, p: Propagated, *, rows: bool = False) -> Mapping[Value, int]:
+    """How often each value is read; with `rows`, by ops that may do with rows of own groups."""
+
+    def counts_here(op: Op, i: int) -> bool:
+        return bool(op.owns and i in op.owns.reads) if rows else not (op.transparent or op.constant)
+
     counts: dict[Value, int] = defaultdict(int)
     for value, (root, _) in p.units.roots.items():
-        counts[root] += sum(not op.transparent for op, _ in value.readers)
-    for out in graph.outputs:
+        counts[root] += sum(counts_here(op, i) for op, i in value.readers)
+    for out in graph.outputs if not rows else ():
         if isinstance(out, Value) and not out.constant:
             counts[p.units.root(out)[0]] += 1
     return {value: counts[root] for value, (root, _) in p.units.roots.items()}

@@ -44,7 +44,13 @@ class Regrouping:
     def _adds(self, op: Op) -> bool:
         """Whether it is the sum of two tensors like its result."""
         flood = self.values.flood
-        if op.rule is None or not has(op.target, "commutes") or not has(op.target, "takes alpha") or op.node.kwargs:
+        if (
+            op.rule is None
+            or op.owns is not None
+            or not has(op.target, "commutes")
+            or not has(op.target, "takes alpha")
+            or op.node.kwargs
+        ):
             return False
         result = op.results[0]
         return (

@@ -10,11 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from shardlib import reshard
+from shardlib.aten.calls import MASKED_FILL, UNSQUEEZE
 from shardlib.graph import Op, Value
+from shardlib.lower import own_rows
 from shardlib.lower.constants import Constants
 from shardlib.lower.emit import Emitter
-from shardlib.lower.local import Assignment
+from shardlib.lower.local import Assignment, LocalForm
 from shardlib.lower.move import Mover
 from shardlib.meshes.axis import Axis
 from shardlib.program.steps import Asked, Var
@@ -22,6 +26,7 @@ from shardlib.propagate.estimate import settled
 from shardlib.propagate.flood import OpFactor
 from shardlib.propagate.units import value_factors
 from shardlib.reshard import Axes, Cut
+from shardlib.rules.rule import OWNED
 from shardlib.specs.layout import Factor, Layout, Pending
 
 
@@ -47,6 +52,7 @@ class Values:
         self.emitter, self.flood, self.builder = emitter, emitter.flood, emitter.builder
         self.mover = Mover(emitter.builder)
         self.have: dict[Value, dict[Placement, Var]] = defaultdict(dict)
+        self.own: dict[Value, dict[Placement, Var]] = defaultdict(dict)  # in rows of own groups, and anything elsewhere
         self.constants = Constants(self)
         self.reader: Op | int | None = None
         self._layouts: dict[Any, Layout] = {}
@@ -137,12 +143,20 @@ class Values:
         ]
         return min(options, key=lambda o: (reshard.seconds(o[1]), len(o[1])))
 
-    def _move(self, value: Value, source: Placement, hops: Sequence[reshard.Hop], origin: Value | None = None) -> Var:
+    def _move(
+        self,
+        value: Value,
+        source: Placement,
+        hops: Sequence[reshard.Hop],
+        origin: Value | None = None,
+        forms: dict[Value, dict[Placement, Var]] | None = None,
+    ) -> Var:
         """Emit `hops` from `source`; every stop on the way is a form that others may start from.
 
         From a form of `origin`, which has other pieces, only the end is.
         """
-        var, owed = self.have[origin or value][source], source[1]
+        have = self.have if forms is None else forms
+        var, owed = have[origin or value][source], source[1]
         for hop in hops:
             step = hop.step
             if step.kind in ("reduce_scatter", "all_reduce"):
@@ -154,7 +168,7 @@ class Values:
             self.mover.step(step, var, hop.dims, out, reason=reason, because=Asked(self.reader))
             var = out
             if origin is None:
-                self.have[value].setdefault(form, var)
+                have[value].setdefault(form, var)
         if origin is not None:
             self.have[value][hops[-1].after if hops else source[0], SETTLED] = var
         return var
@@ -239,6 +253,71 @@ class Values:
         leaves = [([w.axis for w in wants.get(x, ())], self.flood.dims.size(x)) for x in self.flood.leaves(value)]
         return settled(cut, owed.axes, leaves)
 
+    # Rows of own groups ---------------------------------------------------------------------------------------------
+
+    def owned(self, value: Value) -> Placement | None:
+        """A form of a value that has the rows of own groups only."""
+        if self.own[value] or value.op is None or not value.op.transparent or self.have[value]:
+            return next(iter(self.own[value]), None)
+        form = self.owned(value.op.operands[0]) if value.rows else None
+        assignment = self.pulled(value.op, form[0]) if form else None
+        return None if form is None or assignment is None else self.result_form(value.op, 0, assignment, form[1])
+
+    def get_owned(self, value: Value, want: Cut) -> Var:
+        """The rows of own groups, in cut `want`."""
+        form = self.owned(value)
+        assert form is not None
+        self._seen(value, form)
+        if (known := self.own[value].get((want, form[1]))) is not None:
+            return known
+        hops = reshard.route(self.flood.sizes(value), value.dtype.itemsize, form[0], want)
+        return self._move(value, form, hops, forms=self.own)
+
+    def _seen(self, value: Value, form: Placement) -> None:
+        """Make rows of own groups as a view has them."""
+        if self.own[value]:
+            return
+        assert value.op is not None
+        source = value.op.operands[0]
+        before = self.owned(source)
+        assert before is not None
+        self._seen(source, before)
+        assignment = self.pulled(value.op, before[0])
+        assert assignment is not None
+        assert value.op.rule is not None
+        var = self.own[value][form] = self.var(value, form)
+        self.emitter.op(value.op, value.op.rule, assignment, [self.own[source][before]], [var])
+
+    def settle(self, value: Value) -> None:
+        """Make a pending sum of a value of which there are only rows of own groups: the others are 0."""
+        if value.constant or self.have[value]:
+            return
+        if self.own[value]:
+            (cut, owed), var = next(iter(self.own[value].items()))
+            kind = "max" if value.dtype == torch.bool else "sum"
+            self.zeroed(value, cut, owed.axes, var, self.make(value, (cut, Owed(owed.axes, kind))))
+        elif value.op is not None and value.op.transparent:
+            self.settle(value.op.operands[0])
+
+    def zeroed(self, value: Value, cut: Cut, axes: Axes, source: Var, out: Var) -> None:
+        """Write `out`: `source` with zeros in rows that are not of own groups, of those that are cut over `axes`."""
+        assert value.rows is not None
+        assert value.op is not None
+        ends, dim = value.rows.ends, value.rows.dim
+        edges = self.constants.get(ends, ()) if ends.constant else self.get(ends, ((),) * len(self.flood.leaves(ends)))
+        form = LocalForm(self.emitter, value.op, {}, (), {})
+        leaves, at = self.flood.value[value], sum(map(len, self.flood.value[value][:dim]))
+        others = own_rows.others(
+            form,
+            edges,
+            [(self.flood.dims.size(x), cut[at + k]) for k, x in enumerate(leaves[dim])],
+            [(self.flood.dims.size(x), axes * (k == 0)) for k, x in enumerate(self.flood.owners[ends])],
+        )
+        for _ in range(dim + 1, len(value.shape)):
+            others = form.op(UNSQUEEZE, others, -1)
+        fill = MASKED_FILL
+        self.builder.compute(fill, (source, others, 0), {}, [out], f"rows of other devices' groups of {value.name}")
+
     # Forms ----------------------------------------------------------------------------------------------------------
 
     def result_form(self, op: Op, i: int, assignment: Assignment, owed: Owed) -> Placement:
@@ -253,11 +332,13 @@ class Values:
                     raise AssertionError(
                         f"{op}: cut factor {x[0]} is missing from result {i} and is no declared reduction"
                     )
-                if op.rule.reduce[x[0]] != "none":
-                    if axes and kind != op.rule.reduce[x[0]]:
-                        raise AssertionError(f"{op}: result {i} would owe a {kind} and a {op.rule.reduce[x[0]]}")
-                    axes += [a for a in cut_axes if not any(a in mine for mine in cut)]  # the rest went round
-                    kind = op.rule.reduce[x[0]]
+                if mine := op.rule.owed(i, x[0]):
+                    if axes and {kind, mine} == {"sum", OWNED}:
+                        mine = OWNED  # until rows of others are 0
+                    elif axes and kind != mine:
+                        raise AssertionError(f"{op}: result {i} would owe a {kind} and a {mine}")
+                    axes += [a for a in cut_axes if not any(a in of for of in cut)]  # the rest went round
+                    kind = mine
         return cut, Owed(tuple(axes), kind)
 
     def dims(self, value: Value, cut: Cut) -> tuple[Any, ...]:

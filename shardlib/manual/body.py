@@ -69,8 +69,8 @@ _define(
     lambda x, axes, dim, total: _resized(x, dim, total),
 )
 _define(
-    "manual_fetch(Tensor x, str[] axes, int dim, int[] have, int[] need, str name) -> Tensor",
-    lambda x, axes, dim, have, need, name: _resized(x, dim, need[1] - need[0]),
+    "manual_fetch(Tensor x, str[] axes, int dim, int[] have, int[] needs, str name) -> Tensor",
+    lambda x, axes, dim, have, needs, name: _resized(x, dim, sum(needs[1::2]) - sum(needs[::2])),
 )
 _define(
     "manual_give_back(Tensor x, str[] axes, int dim, int[] have, int[] want, str name) -> Tensor",

@@ -11,6 +11,7 @@ from shardlib.meshes.mesh import Mesh
 from shardlib.propagate.decide import Decider
 from shardlib.propagate.flood import Flood
 from shardlib.propagate.flooding import flood
+from shardlib.propagate.offers import offered
 from shardlib.propagate.refine import refine
 from shardlib.propagate.units import Unit, Units, build_units
 from shardlib.reshard import Cut
@@ -47,6 +48,9 @@ def propagate(
 ) -> Propagated:
     """Decide every op's cut; `fixed`, `outputs` and `doors` hold what the user decided."""
     flooded = flood(graph, fixed, outputs, doors)
-    decider = refine(graph, flooded, mesh, Decider(graph, flooded, build_units(graph, flooded), mesh))
+    decided = refine(graph, flooded, mesh, Decider(graph, flooded, build_units(graph, flooded), mesh))
+    decider = offered(graph, flooded, mesh, decided)
+    if decider is not decided:
+        decider = refine(graph, flooded, mesh, decider)
     decider.spare()
     return Propagated(flooded, decider.units, decider, doors, outputs)

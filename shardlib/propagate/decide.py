@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from shardlib.graph import Graph
+from shardlib.graph import Graph, Op
 from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
 from shardlib.propagate.estimate import Choices, Estimate, Order
@@ -44,7 +44,13 @@ def _contradicted(graph: Graph, flood: Flood) -> Iterator[str]:
     fixed += [(flood.apart.get(i, graph.outputs[i]), cut) for i, (cut, _) in flood.outputs.items()]
     for value, cut in fixed:
         for leaf, axes in zip(flood.leaves(value), cut, strict=True):
-            yield from (w.axis.name for w in flood.wants.get(leaf, ()) if w.axis not in axes)
+            yield from (w.axis.name for w in flood.wants.get(leaf, ()) if w.axis not in axes and not w.offered)
+
+
+def _grouping(flood: Flood) -> Iterator[str]:
+    """Mesh axes that cut groups of rows: for the sake of their products, and what is beside these may stay whole."""
+    for leaf in (x for owners in flood.owners.values() for x in owners):
+        yield from (w.axis.name for w in flood.wants.get(leaf, ()))
 
 
 class Decider:
@@ -58,8 +64,10 @@ class Decider:
         self.estimate = Estimate(self.problem)
         self.rivals = {name: self._rivals(name) for name in self.problem.atoms}
         # Annotations that nothing contradicts are followed: only where there is a conflict may an axis stay unused.
-        disputed = {name for name, rivals in self.rivals.items() if rivals} | set(_contradicted(graph, flood))
-        self.contested = disputed | {a.name for rivals in self.rivals.values() for role in rivals for a in role.wants}
+        asked = {name: self._rivals(name, asked=True) for name in self.problem.atoms}
+        disputed = {name for name, rivals in asked.items() if rivals} | set(_contradicted(graph, flood))
+        self.contested = disputed | {a.name for rivals in asked.values() for role in rivals for a in role.wants}
+        self.grouping = set(_grouping(flood)) - self.contested
         self.followers, self.neighbours = self._beside()
         if start is None:
             self.choices: Choices = self._search()
@@ -136,11 +144,12 @@ class Decider:
             if choices != given:
                 yield choices
 
-    def _rivals(self, name: str) -> list[Role]:
-        """The roles that compete for the axis in some unit, in the order of their first appearance."""
+    def _rivals(self, name: str, *, asked: bool = False) -> list[Role]:
+        """The roles that compete for the axis in some unit, in the order of their first appearance; or those alone for
+        which it was `asked`."""
         rivals: dict[Role, None] = {}
         for slots, candidates in zip(self.problem.slots, self.problem.candidates, strict=True):
-            roles = dict.fromkeys(slots[i] for i in candidates.get(name, ()))
+            roles = dict.fromkeys(slots[i] for i in candidates.get(name, ()) if not (asked and slots[i].offered))
             rivals |= roles if len(roles) > 1 else {}
         return list(rivals)
 
@@ -173,8 +182,14 @@ class Decider:
             # cuts a sequence has no room for the whole of it.
             orders = [(i, j, *(k for k in slots if k not in (i, j))) for i, j in itertools.permutations(slots, 2)]
             return orders or [tuple(slots)]
-        idle: list[Choice] = [()] if slots and (idle_too or name in self.contested) else []
+        beside = name in self.grouping and not any(op.owns and op.owns.begins for op in self._ops(kind))
+        beside = beside or all(self.problem.slots[kind][i].offered for i in slots)
+        idle: list[Choice] = [()] if slots and (idle_too or beside or name in self.contested) else []
         return [(i, *(j for j in slots if j != i)) for i in slots] + idle
+
+    def _ops(self, kind: Kind) -> list[Op]:
+        """The ops of a unit of this kind."""
+        return self.problem.members[kind][0].ops
 
     def _descend(
         self,
@@ -186,13 +201,14 @@ class Decider:
     ) -> None:
         """Improve one kind at a time until nothing does, with an answer of each of those `beside` it.
 
-        Without `quiet`, only kinds beside which something moves; what is not `allowed` is taken back.
+        Without `quiet`, only kinds beside which something moves, or that could do less; what is not `allowed` is taken
+        back.
         """
         improved = True
         while improved:
             improved = False
             for kind in range(len(self.problem.members)):
-                if not quiet and not self.estimate.moves(kind, choices):
+                if not quiet and not self._may_gain(kind, choices):
                     continue
                 for a, name in enumerate(self.problem.mesh.axis_names):
                     alternatives = self._alternatives(kind, name)
@@ -214,6 +230,20 @@ class Decider:
                         self._put(choices, moving, current)
                         continue
                     improved |= best != current
+
+    def _may_gain(self, kind: Kind, choices: Choices) -> bool:
+        """Whether a kind costs more than it must: a value beside it moves, or some choice on one axis is less work."""
+        if self.estimate.moves(kind, choices):
+            return True
+        mine, now = choices[kind], self.estimate.work(kind, choices)
+        for a, name in enumerate(self.problem.atoms):
+            for way in self._alternatives(kind, name):
+                choices[kind] = (*mine[:a], way, *mine[a + 1 :])
+                less = self.estimate.work(kind, choices) < now * (1 - 1e-9)
+                choices[kind] = mine
+                if less:
+                    return True
+        return False
 
     def _follow(self, choices: Choices, kind: Kind, a: int, name: str) -> None:
         """Give `kind` what is best for mesh axis `name` as everything else stands."""

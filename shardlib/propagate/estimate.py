@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from shardlib import reshard
 from shardlib.meshes.axis import Axis
@@ -69,36 +69,56 @@ class Estimate:
             known = memo[key] = self._reshards(record, choices) * count
         return known * self.dear
 
+    def scopes(self) -> Iterator[tuple[int, tuple[Kind, ...]]]:
+        """The number of every record, and the kinds on whose choices its cost depends."""
+        return ((i, record.kinds) for i, (record, _) in enumerate(self._records))
+
+    def ends(self, i: int, kind: Kind, choice: Order) -> tuple[object, ...]:
+        """What record number `i` sees of a kind under `choice`: where its ends are, and what they owe."""
+        record, _ = self._records[i]
+        return tuple(
+            self._resolved(e, choice) for e in (*record.sources, *record.readers, *record.through) if e.kind == kind
+        )
+
+    def _resolved(self, end: End, choice: Order) -> tuple[Cut, tuple[Axis, ...]]:
+        assert end.kind is not None
+        slots = self.cut(end.kind, choice)
+        cut = tuple(() if s is None else slots[s] for s in end.slots)
+        # What went round was reduced on the way.
+        return cut, tuple(a for s in end.pending for a in slots[s] if not any(a in axes for axes in cut))
+
     def _reshards(self, record: Record, choices: Choices) -> float:
 
         def resolve(end: End) -> tuple[Cut, tuple[Axis, ...]]:
-            if end.kind is None:
-                return end.cut, ()
-            slots = self.cut(end.kind, choices[end.kind])
-            cut = tuple(() if s is None else slots[s] for s in end.slots)
-            # What went round was reduced on the way.
-            return cut, tuple(a for s in end.pending for a in slots[s] if not any(a in axes for axes in cut))
+            return (end.cut, ()) if end.kind is None else self._resolved(end, choices[end.kind])
 
-        sources = {resolve(s): None for s in record.sources}
+        came = next((found for found in map(resolve, record.through) if found[1]), None)
+        sources = {resolve(s): None for s in record.sources} if came is None else {came: None}
+        late = record.late and any(pending for _, pending in sources)
+        readers = [r for r in record.readers if r.pending or not late]
         flat = tuple(n for dim in record.sizes for n in dim)
-        wants = sorted(dict.fromkeys(resolve(r)[0] for r in record.readers), key=lambda c: reshard.local_numel(flat, c))
+        # What a reader needs in own rows only it also takes while these are pending.
+        wants = sorted(dict.fromkeys(map(resolve, readers)), key=lambda w: reshard.local_numel(flat, w[0]))
         total = 0.0
+
+        def route(source: tuple[Cut, tuple[Axis, ...]], want: tuple[Cut, tuple[Axis, ...]]) -> float:
+            left = tuple(a for a in source[1] if a not in want[1])
+            return reshard.seconds(reshard.route(record.sizes, record.itemsize, source[0], want[0], left))
+
         have: list[tuple[Cut, tuple[Axis, ...]]] = list(sources)
         if (
             len(have) > 1 and wants
         ):  # sums that cannot be added first: each goes to the first reader's layout on its own
-            for cut, pending in have:
-                total += reshard.seconds(reshard.route(record.sizes, record.itemsize, cut, wants[0], pending))
-            have = [(wants[0], ())]
+            total += sum(route(source, wants[0]) for source in have)
+            have = [wants[0]]
         for want in wants:
-            best = min(reshard.seconds(reshard.route(record.sizes, record.itemsize, c, want, p)) for c, p in have)
+            best, near = min(((route(source, want), source) for source in have), key=lambda found: found[0])
             total += best
-            have.append((want, ()))
+            have.append((want[0], tuple(a for a in near[1] if a in want[1])))
         if record.returned is not None and all(pending for _, pending in have):
             flat_wants = list(zip(record.returned, flat, strict=True))
             for cut, pending in have:
-                want = settled(cut, pending, flat_wants)
-                total += reshard.seconds(reshard.route(record.sizes, record.itemsize, cut, want, pending))
+                total += route((cut, pending), (settled(cut, pending, flat_wants), ()))
         return total * (HOLDING if record.held else 1.0)
 
     def work(self, kind: Kind, choices: Choices) -> float:
@@ -140,6 +160,15 @@ class Estimate:
         touched = dict.fromkeys(i for k in kinds for i in self._touching[k])
         work = sum(self.work(k, choices) for k in kinds)
         return work + sum([self.record_cost(i, choices) for i in touched])
+
+    def whole(self, choices: Choices) -> tuple[float, float]:
+        """Seconds of arithmetic and of communication, with what nobody decides: so estimates of other wants compare."""
+        still = dict.fromkeys(u for u in self.problem.units.unit.values() if u not in self.problem.kind)
+        work = sum(seconds for unit in still for seconds, _ in self.problem.compute_of(unit, 1))
+        sent = sum(self._reshards(record, []) * n for record, n in self.problem.settled.items())
+        works = [self._work(kind, choices) for kind in range(len(self.problem.members))]
+        moved = sum(self.record_cost(i, choices) for i in range(len(self._records)))
+        return work + sum(mine for mine, _ in works), sent + sum(mine for _, mine in works) + moved
 
     def total(self, choices: Choices) -> float:
         work = sum(self.work(kind, choices) for kind in range(len(self.problem.members)))

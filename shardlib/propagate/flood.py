@@ -16,10 +16,11 @@ OpFactor = tuple[str, int]  # an op's factor: the rule's label, and which of its
 
 @dataclass
 class Want:
-    """One mesh axis (a prime part) that a class wants, and the annotation that asked for it."""
+    """One mesh axis (a prime part) that a class wants, and the annotation that asked for it; or it was `offered`."""
 
     axis: Axis
     source: str
+    offered: bool = False
 
 
 @dataclass
@@ -41,6 +42,7 @@ class Flood:
     same: dict[Leaf, Leaf] = field(default_factory=dict)  # leaves that differ from another's in their pieces only
     moves: dict[Op, set[int]] = field(default_factory=dict)  # dims that a `shard` cuts into other pieces
     kin: dict[Leaf, Leaf] = field(default_factory=dict)  # one leaf for all that differ in their pieces only
+    owners: dict[Value, tuple[Leaf, ...]] = field(default_factory=dict)  # ends of groups: the leaves that count these
     factors: dict[tuple[Op, int, bool], list[OpFactor | None]] = field(default_factory=dict)  # memo of `value_factors`
 
     def leaves(self, value: Value) -> tuple[Leaf, ...]:

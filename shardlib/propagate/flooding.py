@@ -20,7 +20,7 @@ from shardlib.propagate.dims import Dims, Leaf, shares
 from shardlib.propagate.flood import Flood, Want
 from shardlib.reshard import Cut
 from shardlib.specs.fixed import Fixed
-from shardlib.specs.layout import Factor
+from shardlib.specs.layout import Factor, Layout
 from shardlib.specs.pieces import Pieces, over
 
 Key = Value | int | Op  # what is fixed: an input or a constraint's result, an output by its number, the door of a body
@@ -52,6 +52,7 @@ class _Flooding:
         self.f, self.graph, self.fixed = Flood(), graph, fixed
         self.raw: dict[Value, list[list[Leaf]]] = {}
         self.labels: dict[Op, dict[str, list[Leaf]]] = {}
+        self.owners: dict[Value, list[Leaf]] = {}
         self.parts: dict[Key, Parts] = {}
         ends: dict[Key, tuple[Value, Fixed]] = {op: (op.operands[0], fx) for op, fx in doors.items()}
         ends |= {i: (graph.outputs[i], fx) for i, fx in outputs.items()}
@@ -67,10 +68,10 @@ class _Flooding:
     def write_down(self) -> None:
         """Lock what is fixed. An end in other factors than an annotation of the same value is a reshard of it."""
         for key, (value, fx) in self.said.items():
-            self.parts[key] = _write_down(self.f.dims, self.dims(value), fx)
+            self.parts[key] = write_down(self.f.dims, self.dims(value), fx.layout)
             if None in self.parts[key] and not isinstance(key, Value):
                 apart = self.f.apart[key] = _twin(self.f, value)
-                self.parts[key] = _write_down(self.f.dims, self.dims(apart), fx)
+                self.parts[key] = write_down(self.f.dims, self.dims(apart), fx.layout)
 
     def unify(self) -> None:
         """Make one what rules say is one."""
@@ -85,6 +86,10 @@ class _Flooding:
             for result in op.results:
                 if result is not None and not result.constant:
                     self.dims(result)
+        for value in self.graph.values():
+            if value.like is not None:
+                for mine, theirs in zip(self.raw[value], self.raw[value.like], strict=True):
+                    f.dims.unify(mine, theirs)
         for apart in f.apart.values():
             for mine, theirs in zip(self.raw[apart], self.raw[f.twins[apart]], strict=True):
                 f.dims.unify(mine, theirs)
@@ -94,6 +99,7 @@ class _Flooding:
         leaves = self.f.dims.leaves
         self.f.value |= {value: tuple(tuple(leaves(d)) for d in dims) for value, dims in self.raw.items()}
         _relate(self.f)
+        self.f.owners |= {ends: tuple(leaves(found)) for ends, found in self.owners.items()}
         for op, labels in self.labels.items():
             self.f.labels[op] = {name: tuple(leaves(found)) for name, found in labels.items()}
 
@@ -164,6 +170,10 @@ class _Flooding:
                 elif names and not f.dims.unify(leaves_of(names), leaves):
                     whole.update(names)
         leaves_of(tuple(rule.sizes))
+        if op.owns is not None:
+            owner = self.owners.setdefault(op.owns.ends, labels[op.owns.factor])
+            if not f.dims.unify(owner, labels[op.owns.factor]):
+                whole.add(op.owns.factor)
         self.labels[op] = labels
         f.whole[op] = frozenset(whole)
 
@@ -201,7 +211,7 @@ def _set_apart(f: Flood, key: Key, value: Value, fx: Fixed, parts: Parts) -> Non
     for d, (groups, factors) in enumerate(zip(parts, fx.layout.dims, strict=True)):
         dim: list[Leaf] = []
         for group, factor in zip(groups or (), factors, strict=True):
-            for leaf, axes, size in _shared_out(f.dims, group, factor):
+            for leaf, axes, size in shared_out(f.dims, group, factor):
                 if axes and fx.exact[d] and over(f.dims.size(leaf), axes) != over(size, axes):
                     (other,) = f.dims.new(int(size))
                     if isinstance(size, Pieces):
@@ -214,7 +224,7 @@ def _set_apart(f: Flood, key: Key, value: Value, fx: Fixed, parts: Parts) -> Non
         f.value[twin] = tuple(dims)
 
 
-def _shared_out(dims: Dims, group: Sequence[Leaf], factor: Factor) -> Iterator[tuple[Leaf, tuple[Axis, ...], int]]:
+def shared_out(dims: Dims, group: Sequence[Leaf], factor: Factor) -> Iterator[tuple[Leaf, tuple[Axis, ...], int]]:
     """The leaves of a factor that is fixed: what cuts each, and its size as the factor has it."""
     leaves = dims.leaves(group)
     primes = [p for a in factor.axes for p in a.primes()]
@@ -226,13 +236,13 @@ def _shared_out(dims: Dims, group: Sequence[Leaf], factor: Factor) -> Iterator[t
         yield leaf, tuple(next(feed) for _ in ways), int(dims.size(leaf)) if size is None else size
 
 
-def _write_down(dims: Dims, raw: list[list[Leaf]], fixed: Fixed) -> Parts:
-    """Split a value's dims as its fixed layout says and lock them; leaves per factor, None where one cannot.
+def write_down(dims: Dims, raw: list[list[Leaf]], layout: Layout) -> Parts:
+    """Split a value's dims as a layout says and lock them; leaves per factor, None where one cannot.
 
     Pieces that the layout has chosen are its classes', unless an earlier one has chosen others.
     """
     out: Parts = []
-    for leaves, factors in zip(raw, fixed.layout.dims, strict=True):
+    for leaves, factors in zip(raw, layout.dims, strict=True):
         parts = dims.refine(leaves, [x.size for x in factors])
         out.append(parts)
         for part, factor in zip(parts or [], factors, strict=bool(parts)):
@@ -257,7 +267,7 @@ def _settle(f: Flood, fixed: Fixed, parts: Parts, asked: list[tuple[Leaf, Want]]
         assert groups is not None, f"{fixed.source}: dim {d} is not made of its own factors"
         for group, factor, name in zip(groups, factors, fixed.names[d] or (None,) * len(factors), strict=True):
             leaves = f.dims.leaves(group)
-            for leaf, axes, _ in _shared_out(f.dims, group, factor):
+            for leaf, axes, _ in shared_out(f.dims, group, factor):
                 cut.append(axes)
                 asked += [(leaf, Want(a, fixed.source)) for a in axes]
             if name and len(leaves) == 1:

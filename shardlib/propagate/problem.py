@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardlib import reshard
-from shardlib.graph import Graph, Op, Value
+from shardlib.graph import Graph, Op, Value, is_zero
 from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
 from shardlib.ops._choice import wanted
@@ -30,6 +30,7 @@ class Role:
     wants: tuple[Axis, ...]
     name: str | None
     lent: tuple[Axis, ...] = ()  # those of its wants that another slot of the unit lends it
+    offered: frozenset[Axis] = frozenset()  # those that no annotation asked for
 
 
 Choice = tuple[int, ...]  # slots in order of precedence for one mesh axis; empty: the axis stays unused
@@ -43,7 +44,7 @@ class End:
     kind: Kind | None
     slots: Slots = ()
     cut: Cut = ()
-    pending: tuple[int, ...] = ()  # slots of the unit whose sum this value still owes
+    pending: tuple[int, ...] = ()  # slots of the unit whose sum this value still owes, or may owe to a reader
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,12 @@ class Record:
     # A result of the program, in a layout that nobody fixed: per leaf, the axes that it wants. What is still owed then
     # is paid, in pieces if a leaf wants the axis.
     returned: tuple[tuple[Axis, ...], ...] | None = None
+    through: tuple[End, ...] = ()  # where its sum began, if it came through linear ops: the first that owes counts
+    late: bool = False  # while its sum is pending, who needs it takes it so, and has a record of `through`
 
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
-        return tuple(sorted({e.kind for e in (*self.sources, *self.readers) if e.kind is not None}))
+        return tuple(sorted({e.kind for e in (*self.sources, *self.readers, *self.through) if e.kind is not None}))
 
 
 @dataclass(frozen=True)
@@ -95,13 +98,19 @@ class Border:
 
 class Problem:
     """Kinds of units: `members`, `slots` (a role each), `rounds`, `candidates` (slots that want an axis), `compute` and
-    `passed` and `borders` (what their ops cost); and `records`, the values between them."""
+    `passed` and `borders` (what their ops cost); and `records`, the values between them, with those that are `settled`
+    because nothing beside them has a choice."""
 
     def __init__(self, graph: Graph, flood: Flood, units: Units, mesh: Mesh) -> None:
         self.flood, self.units, self.mesh = flood, units, mesh
         self.atoms = {name: mesh.axis(name).primes() for name in mesh.axis_names}
         self.roles = {
-            leaf: Role(flood.dims.size(leaf), tuple(w.axis for w in wants), flood.names.get(leaf))
+            leaf: Role(
+                flood.dims.size(leaf),
+                tuple(w.axis for w in wants),
+                flood.names.get(leaf),
+                offered=frozenset(w.axis for w in wants if w.offered),
+            )
             for leaf, wants in flood.wants.items()
         }
         self.kind: dict[Unit, Kind] = {}
@@ -110,8 +119,10 @@ class Problem:
         self.slots: list[list[Role]] = [self._roles(m[0]) for m in self.members]
         self.rounds = [{**m[0].rounds, **m[0].follows} for m in self.members]
         self.candidates = [self._candidates(k) for k in range(len(self.members))]
-        self.records = Counter(self._records(graph))
-        self.compute = [self._compute(m[0], len(m)) for m in self.members]
+        records = list(self._records(graph))
+        self.records = Counter(r for r in records if r.kinds)
+        self.settled = Counter(r for r in records if not r.kinds)
+        self.compute = [self.compute_of(m[0], len(m)) for m in self.members]
         self.borders = [list(self._borders(m[0], len(m))) for m in self.members]
         self.passed = [list(self._passed(m[0], len(m))) for m in self.members]
 
@@ -185,6 +196,7 @@ class Problem:
         f = self.flood
         readers, sources = self._ends(graph)
         merged = self._meeting_sums(graph, sources)
+        through, late = self._sums_of_rows(graph, sources)
         returned = self._returned(graph, readers)
         for root, ends in readers.items():
             if root in merged:
@@ -192,9 +204,8 @@ class Problem:
             fixed = f.fixed.get(root)
             made = sources.get(root) or (self._input(root),) if fixed is None else (End(None, cut=fixed[0]),)
             what = f.sizes(root), root.dtype.itemsize, tuple(dict.fromkeys(made)), tuple(ends)
-            record = Record(*what, root.op is None, returned.get(root))
-            if record.kinds:
-                yield record
+            record = Record(*what, root.op is None, returned.get(root), through.get(root, ()), root in late)
+            yield record
 
     def _ends(self, graph: Graph) -> tuple[dict[Value, dict[End, None]], dict[Value, tuple[End, ...]]]:
         """The readers of each root value, each kind of them once, and its source."""
@@ -217,10 +228,10 @@ class Problem:
         f, u = self.flood, self.units
         reads: Counter[Value] = Counter()
         for value, (root, _) in u.roots.items():
-            reads[root] += sum(not op.transparent for op, _ in value.readers) + value.is_output
+            reads[root] += sum(not (op.transparent or op.constant) for op, _ in value.readers) + value.is_output
         merged: set[Value] = set()
         for op in graph.ops:
-            if op.constant or op.transparent or not self._adds(op):
+            if op.constant or op.transparent or op.owns is not None or not self._adds(op):
                 continue
             addends = [u.root(v) for v in op.operands]
             (result,) = op.results
@@ -231,6 +242,39 @@ class Problem:
                 merged.update(r for r, _ in addends)
                 sources[result] = tuple(_seen(s, positions) for r, positions in addends for s in sources[r])
         return merged
+
+    def _sums_of_rows(
+        self, graph: Graph, sources: dict[Value, tuple[End, ...]]
+    ) -> tuple[dict[Value, tuple[End, ...]], set[Value]]:
+        """Where rows of own groups become a sum that only a linear op reads, as the combine of experts, that op's
+        result owes it: who makes the rows is a source of that, too."""
+        u, through, late = self.units, dict[Value, tuple[End, ...]](), set[Value]()
+        reads: Counter[Value] = Counter()
+        for value, (root, _) in u.roots.items():
+            own = (op.owns is not None and i in op.owns.reads for op, i in value.readers)
+            reads[root] += value.is_output + sum(
+                not (mine or op.transparent or op.constant) for mine, (op, _) in zip(own, value.readers, strict=True)
+            )
+        for op in graph.ops:
+            if op.constant or op.transparent or op.owns is not None or op.rule is None or len(op.results) != 1:
+                continue
+            for together in op.rule.linear:
+                terms = [i for i in together if not is_zero(op.operands[i])]
+                (result,) = op.results
+                if len(terms) != 1 or op.operands[terms[0]].constant:
+                    continue
+                root, positions = u.root(op.operands[terms[0]])
+                if result is None or reads[root] != 1 or not (root.rows or root in through):
+                    continue
+                others = [v for i, v in enumerate(op.operands) if i not in terms and not v.constant]
+                if result.nbytes > root.nbytes or any(v.dtype.is_floating_point for v in others):
+                    continue
+                factors = value_factors(self.flood, op, terms[0], operand=True)
+                at = dict(zip(factors, positions, strict=True))
+                there = tuple(at.get(x) if x else None for x in value_factors(self.flood, op, 0, operand=False))
+                through[result] = tuple(_seen(s, there) for s in (*through.get(root, ()), *sources.get(root, ())))
+                late.add(root)
+        return through, late
 
     def _returned(
         self, graph: Graph, readers: dict[Value, dict[End, None]]
@@ -267,16 +311,17 @@ class Problem:
         for slot, position in zip(slots, positions, strict=True):
             if position is not None:
                 out[position] = slot
-        return self._end(self.units.unit[op], tuple(out))
+        slot = None
+        if op.owns is not None and i in op.owns.reads:
+            slot = self.units.op_slots[op].get((op.owns.factor, 0))
+        return self._end(self.units.unit[op], tuple(out), () if slot is None else (slot,))
 
     def _source(self, op: Op, index: int, result: Value) -> End:
         f, u = self.flood, self.units
         if result in f.fixed or op.rule is None:
             return End(None, cut=f.fixed[result][0] if result in f.fixed else ((),) * len(f.leaves(result)))
         factors = value_factors(f, op, index, operand=False)
-        owed = tuple(
-            s for x, s in u.op_slots[op].items() if x not in factors and op.rule.reduce.get(x[0], "none") != "none"
-        )
+        owed = tuple(s for x, s in u.op_slots[op].items() if x not in factors and op.rule.owed(index, x[0]))
         return self._end(u.unit[op], op_cut_slots(u, f, op, factors), owed)
 
     def _input(self, value: Value) -> End:
@@ -290,7 +335,7 @@ class Problem:
             return False
         return frozenset({0, 1}) in rule.linear and op.operands[0].shape == op.operands[1].shape
 
-    def _compute(self, unit: Unit, count: int) -> list[tuple[float, tuple[int, ...]]]:
+    def compute_of(self, unit: Unit, count: int) -> list[tuple[float, tuple[int, ...]]]:
         """(seconds on one device, the slots that divide them) of a unit's ops."""
         totals: dict[tuple[int, ...], float] = defaultdict(float)
         for op in unit.ops:
@@ -300,6 +345,8 @@ class Problem:
             speed = reshard.WIDE_FLOPS_PER_SECOND if wide else reshard.FLOPS_PER_SECOND
             seconds = max(op.rule.flops / speed, nbytes / reshard.MEMORY_BYTES_PER_SECOND)
             slots = set(self.units.op_slots[op].values()) - unit.rounds.keys() - unit.follows.keys()
+            if op.owns is not None and not op.owns.begins:
+                slots.discard(self.units.op_slots[op].get((op.owns.factor, 0), -1))
             totals[tuple(sorted(slots))] += seconds * count
         return [(s, slots) for slots, s in totals.items()]
 

@@ -23,20 +23,27 @@ _WORTH = 1e-3  # the share of the estimated time for which units are taken apart
 
 def refine(graph: Graph, flood: Flood, mesh: Mesh, decider: Decider) -> Decider:
     """`decider`, or a better one whose units are parts of its units."""
-    if not decider.contested:
+    if not decider.contested and not decider.grouping:
         return decider
-    place = _places(decider, graph)
-    apart = decider.units.apart(lambda member: place[member])
-    whole = {member: unit for unit, members in _members(decider).items() for member in members}
-    fine = Decider(graph, flood, apart, mesh, lambda unit: decider.order(whole[_first(unit)]))
+    fine = alone(graph, flood, mesh, decider)
     if fine.seconds > decider.seconds * (1 - _WORTH):
         return decider
 
     def choice(member: Op | Value) -> Order:
-        return fine.order(apart.unit[member])
+        return fine.order(fine.units.unit[member])
 
+    whole = decider.units.unit
     parts = decider.units.apart(lambda member: (decider.problem.kind[whole[member]], choice(member)))
     return Decider(graph, flood, parts, mesh, lambda unit: choice(_first(unit)))
+
+
+def alone(graph: Graph, flood: Flood, mesh: Mesh, decider: Decider) -> Decider:
+    """Every op decides alone, or with those that are alike: what improves from where `decider` is."""
+    if not decider.contested:
+        return decider
+    place, whole = _places(decider, graph), decider.units.unit
+    apart = decider.units.apart(lambda member: place[member])
+    return Decider(graph, flood, apart, mesh, lambda unit: decider.order(whole[_first(unit)]))
 
 
 def _first(unit: Unit) -> Op | Value:

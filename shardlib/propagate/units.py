@@ -51,6 +51,7 @@ class Units:
     unit: dict[Op | Value, Unit] = field(default_factory=dict)
     op_slots: dict[Op, dict[OpFactor, int]] = field(default_factory=dict)
     value_slots: dict[Value, Slots] = field(default_factory=dict)
+    owner_slots: dict[Value, int] = field(default_factory=dict)  # of groups that are cut, of values in rows
     roots: dict[Value, tuple[Value, tuple[int | None, ...]]] = field(default_factory=dict)
 
     def root(self, value: Value) -> tuple[Value, tuple[int | None, ...]]:
@@ -120,7 +121,8 @@ def may_cut(f: Flood, op: Op, factor: OpFactor) -> bool:
     """Whether `op` can run with the factor cut: its local form, if it asks for offsets, needs one contiguous range."""
     assert op.rule is not None
     label, k = factor
-    return label not in f.whole[op] and (k == 0 or label not in op.rule.local_factors - op.rule.loose)
+    owner = op.owns is not None and label == op.owns.factor
+    return label not in f.whole[op] and (k == 0 or not (owner or label in op.rule.local_factors - op.rule.loose))
 
 
 def _made_whole(op: Op) -> set[str]:
@@ -147,6 +149,9 @@ def _add_root(u: Units, f: Flood, value: Value) -> None:
         slots.append(len(unit.slots) if leaf in f.wants else None)
         if leaf in f.wants:
             unit.slots.append(leaf)
+    if value.rows is not None and (owner := f.owners[value.rows.ends][0]) in f.wants:
+        u.owner_slots[value] = len(unit.slots)
+        unit.slots.append(owner)
     u.unit[value], u.value_slots[value] = unit, tuple(slots)
 
 
@@ -198,6 +203,8 @@ def _join_members(u: Units, f: Flood, op: Op) -> None:
                 slot = root_slots[position]
                 if slot is not None:
                     pairs[op_slots[factor]] = slot
+        if op.owns is not None and (i in op.owns.reads or not operand) and root in u.owner_slots:
+            pairs |= {s: u.owner_slots[root] for x, s in op_slots.items() if x == (op.owns.factor, 0)}
         mine, other = u.unit[op], u.unit[root]
         if len(pairs) == len(mine.slots) == len(other.slots) and len(set(pairs.values())) == len(pairs):
             _merge(u, mine, other, pairs)
@@ -215,6 +222,8 @@ def _merge(u: Units, a: Unit, b: Unit, pairs: dict[int, int]) -> None:
     for value in a.values:
         u.unit[value] = b
         u.value_slots[value] = tuple(None if s is None else pairs[s] for s in u.value_slots[value])
+        if value in u.owner_slots:
+            u.owner_slots[value] = pairs[u.owner_slots[value]]
     b.ops += a.ops
     b.values += a.values
 

@@ -6,6 +6,7 @@ that it has: what lies on the others is looked up in one row of zeros behind its
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from shardlib.internals import schema_of
-from shardlib.manual.collectives import psum
 from shardlib.rules.nonempty import nonempty
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
@@ -52,18 +52,24 @@ def _bag(local: Local) -> Any:
         if mode == _MEAN:
             bags = result_shape(call)[0]  # a GPU counts one more behind the last
             out = out / counts[1].narrow(0, 0, bags).clamp_min(1).unsqueeze(1)
-        return psum(out, "v"), *counts
+        return out, *counts
 
     return local.run(form, *positional(local))
+
+
+def _looked_up(call: Call, _: int) -> int:
+    """The elements of the rows that are read: a row of the first operand's length for each index."""
+    rows = call.operands[2] if len(call.operands[1].shape) == 2 else call.operands[1]
+    return numel(rows.shape) * call.operands[0].shape[1]
 
 
 def _embedding_bag(call: Call) -> Rule:
     """The other results hold integers about the bags, and for a maximum where it was found, which asks for all rows."""
     most = arg(call, 4, "mode", _SUM) == _MAX
-    kinds = "v:whole d:local d:none" if most else "v:none v:local d:local d:none"
+    kinds = "v:whole d:local d:none" if most else "v:sum v:local d:local d:none"
     weights = ", _" if len(call.operands) == 4 else ""
     text = f"v d, _, _{weights} -> _ d, _, _, {'_ d' if most else '_'} | {kinds}"
-    return pattern(text, local=_bag)(call)
+    return replace(pattern(text, local=_bag, flops=_looked_up)(call), complete=frozenset({1, 2, 3}))
 
 
 def _bag_backward(first: int) -> RuleFn:
@@ -91,7 +97,7 @@ def _bag_backward(first: int) -> RuleFn:
         # Torch's kernel on CPU scales by the counts of other indices than the row's: which, only the whole list tells.
         rows = "v:whole(scale_grad_by_freq) v:local v:size(num_weights)"
         text = f"_ d, {between}, {'_ d' if most else '_'}{weights} -> v d | {rows} d:local {{0}}"
-        return pattern(text, local=local)(call)
+        return pattern(text, local=local, flops=_looked_up)(call)
 
     return rule
 
@@ -147,7 +153,9 @@ ROWS: dict[str, RuleFn | str] = {
     "_embedding_bag_backward": _bag_backward(6),
     "_embedding_bag_dense_backward": _bag_backward(5),
     "_embedding_bag_per_sample_weights_backward": pattern(
-        "_ d, v d, _, _, _ -> _ | d:sum d:local v:sum v:local {0} {1}", local=_weights_backward
+        "_ d, v d, _, _, _ -> _ | d:sum d:local v:sum v:local {0} {1}",
+        local=_weights_backward,
+        flops=lambda call, points: 2 * _looked_up(call, points),
     ),
     "embedding_renorm": pattern("v _, ... -> v _ | v:local ...:whole", local=_renorm),
     **dict.fromkeys(["segment_reduce", "_segment_reduce_backward"], _segments),

@@ -53,13 +53,19 @@ def fetch(
     What `need` asks for outside of the whole dim is filled up, too; all the rest of it must be in `frame`. `name` is
     what a plan calls x.
     """
-    size = piece(label[0]).whole if label else x.shape[dim]
-    mine, within = extent(label, size), overlap((0, size), need)
-    if label and _cut(label):
-        x = torch.ops.shardlib.manual_fetch(x, [*label], dim, mine, within, name)
-    else:
-        x = reframe(x, dim, mine, within)
+    within = overlap((0, piece(label[0]).whole if label else x.shape[dim]), need)
+    (x,) = fetch_all(x, dim, label, [within], name)
     return reframe(x, dim, within, need if frame is None else frame, fill)
+
+
+def fetch_all(x: Tensor, dim: int, label: Sequence[str], needs: Sequence[Range], name: str = "") -> list[Tensor]:
+    """Get some ranges of a dim, from whoever holds them: what one device sends another one is one message."""
+    mine = extent(label, x.shape[dim])
+    if not (label and _cut(label)):
+        return [reframe(x, dim, mine, need) for need in needs]
+    ends = [n for need in needs for n in need]
+    x = torch.ops.shardlib.manual_fetch(x, [*label], dim, mine, ends, name)
+    return [*torch.split(x, [length(need) for need in needs], dim)] if len(needs) > 1 else [x]
 
 
 def give_back(x: Tensor, dim: int, label: Sequence[str], have: Range, size: int, name: str = "") -> Tensor:
@@ -100,15 +106,16 @@ def exchanges(have: Sequence[set[Range]], need: Sequence[set[Range]]) -> list[tu
     return sorted(found.items(), reverse=True)
 
 
-def sent(size: int, pieces: int, need: Callable[[Range], Range]) -> Callable[[int], tuple[int, int]]:
-    """What a `Halo` sends: a dim of `size` is cut, and whoever has a range of a dim of `pieces` needs `need(range)`."""
+def sent(size: int, pieces: int, *needs: Callable[[Range], Range]) -> Callable[[int], tuple[int, int]]:
+    """What a `Halo` sends: a dim of `size` is cut, and whoever has a range of a dim of `pieces` needs these of it."""
 
     @cache
     def count(n: int) -> tuple[int, int]:
-        haves, needs = [_chunk(size, n, i) for i in range(n)], [_chunk(pieces, n, i) for i in range(n)]
-        needs = [need(r) if length(r) else (0, 0) for r in needs]
-        pairs = exchanges([{r} for r in haves], [{r} for r in needs])
-        return len(pairs), sum(max(length(overlap(haves[a], needs[b])) for a, b in where) for _, where in pairs)
+        haves, theirs = [_chunk(size, n, i) for i in range(n)], [_chunk(pieces, n, i) for i in range(n)]
+        wanted = [{need(r) for need in needs} if length(r) else set() for r in theirs]
+        pairs = exchanges([{r} for r in haves], wanted)
+        most = (max(sum(length(overlap(haves[a], r)) for r in wanted[b]) for a, b in where) for _, where in pairs)
+        return len(pairs), sum(most)
 
     return count
 

@@ -96,7 +96,8 @@ def _index_select(call: Call) -> Rule:
         return _read(local, {at: cut(local, row)}, [local.args[2]], _inside(shape[at]), read, len(shape) - 1 - at)
 
     row = x[at] if shape else ()
-    return space.rule([x, ind], [out], reduce=dict.fromkeys(row, "sum"), linear=[{0}], local=local, local_factors=row)
+    reduce, flops = dict.fromkeys(row, "sum"), numel(result_shape(call))
+    return space.rule([x, ind], [out], reduce=reduce, linear=[{0}], local=local, local_factors=row, flops=flops)
 
 
 def _index(call: Call) -> Rule | None:
@@ -123,7 +124,9 @@ def _index(call: Call) -> Rule | None:
 
 
 ROWS: dict[str, RuleFn | str] = {
-    "embedding": pattern("v d, ... -> ... d | v:sum v:local {0}", local=_embedding),
+    "embedding": pattern(
+        "v d, ... -> ... d | v:sum v:local {0}", local=_embedding, flops=lambda call, _: numel(result_shape(call))
+    ),
     "gather": _gather,
     "index_select": _index_select,
     **dict.fromkeys(["index.Tensor", "_unsafe_index.Tensor"], _index),

@@ -1,12 +1,10 @@
-"""Cat, padding and rolls of a cut dim: every device fetches what comes to lie in its piece.
+"""Padding and rolls of a cut dim: every device fetches what comes to lie in its piece.
 
 Blocks as in `shifting`: a fused weight is put together without a look at how its parts are cut.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,67 +12,13 @@ import torch
 from torch import Tensor
 
 from shardlib.manual.collectives import piece
-from shardlib.rules.halo import Range, extent, fetch, padded, sent
+from shardlib.rules.halo import Range, extent, fetch_all, padded, sent
 from shardlib.rules.rule import Call, Halo, Local, Rule
 from shardlib.rules.shards import gathered, held, positional
-from shardlib.rules.shifting import Shift, exposed, joined, shift_rule, taken
-from shardlib.rules.space import Dim, Ints, Space, arg, axis, path, result_dtype, result_shape
+from shardlib.rules.shifting import Shift, shift_rule, taken
+from shardlib.rules.space import Dim, Ints, Space, arg, axis, path, result_shape
 
 aten = torch.ops.aten
-
-
-def cat(call: Call) -> Rule:
-    """Each operand is a slice of the result; old-style empty ones (shape [0]) count as nothing."""
-    space, shape = Space(), result_shape(call)
-    at = axis(arg(call, 1, "dim", 0), len(shape))
-    places = [i for i, m in enumerate(call.operands) if len(m.shape) == len(shape)]
-    sizes = [call.operands[i].shape[at] for i in places]
-    block = math.gcd(shape[at], *sizes)
-    if len(sizes) == 1 or not block:
-        inner = space.dim(shape[at], "i")
-        outer: list[Dim] = [()] * (1 + len(sizes))
-    else:
-        inner = space.dim(block, "i")
-        outer = [space.dim(n // block, "p") for n in (shape[at], *sizes)]
-    rest = space.dims([1 if i == at else n for i, n in enumerate(shape)])
-    rows = [[(*d, *inner) if i == at else r for i, r in enumerate(rest)] for d in outer]
-    queue = iter(rows[1:])
-    operands = [next(queue) if len(m.shape) == len(shape) else space.dims(m.shape, whole=[0]) for m in call.operands]
-    begins = list(itertools.accumulate((n // max(block, 1) for n in sizes), initial=0))
-
-    def part(k: int) -> Callable[[Range], Range]:
-        """Which blocks of operand k are in a range of the result."""
-        low, high = begins[k], begins[k + 1]
-        return lambda r: (min(max(r[0], low), high) - low, min(max(r[1], low), high) - low)
-
-    dtype = result_dtype(call)  # an empty operand that is left out has a say in it
-
-    def form(tensors: Sequence[Tensor], inside: int) -> Tensor:
-        mine, parts = extent(outer[0], begins[-1]), []
-        for k, (i, d) in enumerate(zip(places, outer[1:], strict=True)):
-            x = exposed(tensors[i], at, d, begins[k + 1] - begins[k], inside)
-            parts.append(fetch(x, at, d, part(k)(mine), name="input").to(dtype))
-        return joined(torch.cat(parts, at), at)
-
-    def local(local: Local) -> Any:
-        return local.run(form, local.args[0], held(local, inner))
-
-    follows = {d[0]: outer[0][0] for d in outer[1:] if d and outer[0] and d[0] not in space.whole}
-    halos = [
-        Halo(d[0], i, True, sent(begins[k + 1] - begins[k], begins[-1], part(k)))
-        for k, (i, d) in enumerate(zip(places, outer[1:], strict=True))
-        if d and d[0] in follows
-    ]
-    return space.rule(
-        operands,
-        [rows[0]],
-        reduce=dict.fromkeys(follows, "none"),
-        linear=[range(len(operands))],
-        local=local,
-        local_factors={*follows, *outer[0]},
-        follows=follows,
-        halos=halos,
-    )
 
 
 def pad(call: Call) -> Rule:
@@ -137,7 +81,7 @@ def roll(call: Call) -> Rule:
     touched = [at for at in by if shape[at] > 1]
     by = {at: by[at] for at in touched if by[at] % shape[at]}  # the rest goes all the way round, and stays
     moved = {at: _parts(shape[at], n) for at, n in by.items()}
-    halos = [Halo(x[at][0], 0, True, sent(shape[at], shape[at], part)) for at, parts in moved.items() for part in parts]
+    halos = [Halo(x[at][0], 0, True, sent(shape[at], shape[at], *parts)) for at, parts in moved.items()]
 
     def local(local: Local) -> Any:
         cut = [at for at in moved if any(map(local.axes, x[at]))]
@@ -146,8 +90,7 @@ def roll(call: Call) -> Rule:
         def form(value: Tensor) -> Tensor:
             for at in cut:
                 mine = extent(x[at], shape[at])
-                parts = [fetch(value, at, x[at], part(mine), name="input") for part in moved[at]]
-                value = torch.cat(parts, at)
+                value = torch.cat(fetch_all(value, at, x[at], [part(mine) for part in moved[at]], "input"), at)
             if dims and not by:
                 return value.clone()
             return torch.roll(value, [by[at] for at in rest], rest) if rest else value

@@ -48,15 +48,33 @@ def is_pointwise(target: OpOverload) -> bool:
 
 
 def _to_copy(call: Call) -> Rule:
-    """A change of dtype rounds: only a copy in the same dtype is linear."""
-    same = call.operands[0].dtype == getattr(call.results[0], "dtype", None)
-    return _pointwise(call, [frozenset({0})] if same else [], transparent=same)
+    """A change of dtype rounds, unless the new one holds all numbers of the old one."""
+    (old,), (new,) = call.operands, call.results
+    exact = new is not None and torch.promote_types(old.dtype, new.dtype) == new.dtype
+    return _pointwise(call, [frozenset({0})] if exact and _adds(old.dtype) else [], transparent=old == new)
+
+
+def _adds(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _copy(call: Call) -> Rule:
     """`copy(self, src)`: the values of src in the shape and dtype of self, whose own values do not matter."""
     same = call.operands[0].dtype == call.operands[1].dtype
     return _pointwise(call, [frozenset({1})] if same else [])
+
+
+def _add(call: Call) -> Rule:
+    """Adding a number is not linear, unless it is 0, which Python's `sum` begins with."""
+    other = arg(call, 1, "other")
+    nothing = type(other) in (int, float) and other == 0
+    return _pointwise(call, [frozenset({0} if nothing else {0, 1})])
+
+
+def _masked_fill(call: Call) -> Rule:
+    """Filling with zeros is linear."""
+    value = arg(call, 2, "value")
+    return _pointwise(call, [frozenset({0})] if type(value) in (int, float) and value == 0 else [])
 
 
 def _div(call: Call) -> Rule:
@@ -100,11 +118,10 @@ IDENTITIES = dict.fromkeys(
     pointwise("{0}", transparent=True),
 )
 
-# `add(x, 2)` is not linear: a set counts only where all its members are tensors.
+# A set counts only where all its members are tensors.
 LINEAR = {
-    "add.Tensor": "{0,1}",
-    "sub.Tensor": "{0,1}",
     "rsub.Tensor": "{0,1}",
+    "where.self": "{1,2}",
     "neg": "{0}",
     "mul.Tensor": "{0} {1}",
     "mul.Scalar": "{0}",
@@ -131,6 +148,7 @@ LINEAR = {
 ROWS: dict[str, RuleFn | str] = {
     **IDENTITIES,
     **{name: pointwise(sets) for name, sets in LINEAR.items()},
+    **dict.fromkeys(("add.Tensor", "sub.Tensor", "rsub.Scalar"), _add),
     "div.Tensor": _div,
     "div.Tensor_mode": _div,
     "_to_copy": _to_copy,
@@ -141,7 +159,7 @@ ROWS: dict[str, RuleFn | str] = {
     "floor_divide.Scalar": pointwise(),
     "fill.Scalar": pointwise(),
     "fill.Tensor": pointwise(),
-    "masked_fill.Scalar": pointwise(),
+    "masked_fill.Scalar": _masked_fill,
     "masked_fill.Tensor": pointwise(),
     "shardlib::within": pointwise(),
     "shardlib::adam": _adam,

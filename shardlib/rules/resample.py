@@ -1,11 +1,13 @@
 """Interpolation, padding by reflection and replication, sampling on grids, and sliding windows.
 
-Batch and channels pass. Space stays whole, except that of a grid, whose points are looked up each for itself.
+Batch and channels pass. Space stays whole, except that of a grid, whose points are looked up each for itself, and where
+every element becomes a block of equal ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ import torch
 from shardlib.rules.nonempty import nonempty
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Rule, RuleFn
+from shardlib.rules.space import Dim, path
 
 aten = torch.ops.aten
 
@@ -37,6 +40,37 @@ def _upsample_backward(dims: int) -> RuleFn:
     return _plain(
         f"n c {_space(dims)} -> n c {_space(dims)} | n:size(input_size.0) c:size(input_size.1) {{0}}", "n", "c"
     )
+
+
+def _nearest(dims: int, *, backward: bool = False) -> RuleFn:
+    """Where a size grows by a power of two, an element is a block: `h -> (h r)`. Of other ratios rounding decides."""
+
+    def rule(call: Call) -> Rule:
+        small, large = (m.shape for m in (*call.operands, *call.results) if m is not None)
+        small, large = (large, small) if backward else (small, large)
+        scales = call.args[3 if backward else 2 :]
+        space = range(dims)
+        times = [b // a if a and b % a == 0 else 0 for a, b in zip(small[2:], large[2:], strict=True)]
+        kept = [i for i in space if times[i] in _BLOCKS and (len(scales) <= i or scales[i] in (None, times[i]))]
+        x = " ".join(f"h{i}" if i in kept else "_" for i in space)
+        y = " ".join(f"(h{i} r{i})" if i in kept else "_" for i in space)
+        blocks = " ".join(f"r{i}:whole" for i in kept)
+        batch = "n:size(input_size.0) c:size(input_size.1) " if backward else ""
+        text = f"n c {y} -> n c {x}" if backward else f"n c {x} -> n c {y}"
+        found = _plain(f"{text} | {batch}{blocks} {{0}}", "n", "c", *(f"h{i}" for i in kept))(call)
+        ints = {(*path(call, 1, "output_size"), i): (times[i], _dim(call, small, i)) for i in kept}
+        if backward:
+            ints |= {(*path(call, 2, "input_size"), i + 2): (1, _dim(call, small, i)) for i in kept}
+        return replace(found, ints={**found.ints, **ints})
+
+    return rule
+
+
+_BLOCKS = (1, 2, 4, 8, 16)
+
+
+def _dim(call: Call, small: Sequence[int], i: int) -> Dim:
+    return (f"h{i}",) if small[i + 2] > 1 else ()
 
 
 def _pad(dims: int) -> RuleFn:
@@ -76,15 +110,19 @@ def _affine_grid(call: Call) -> Rule:
 
 
 _UPSAMPLE = {
-    1: ("upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_linear1d"),
+    1: ("upsample_linear1d",),
     2: (
-        *("upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear2d", "upsample_bicubic2d"),
+        *("upsample_bilinear2d", "upsample_bicubic2d"),
         *("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa"),
     ),
-    3: ("upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_trilinear3d"),
+    3: ("upsample_trilinear3d",),
 }
 
+_NEAREST = {f"{name}{d}d": d for d in (1, 2, 3) for name in ("upsample_nearest", "_upsample_nearest_exact")}
+
 ROWS: dict[str, RuleFn | str] = {
+    **{name: _nearest(d) for name, d in _NEAREST.items()},
+    **{f"{name}_backward": _nearest(d, backward=True) for name, d in _NEAREST.items()},
     **{name: _upsample(d) for d, names in _UPSAMPLE.items() for name in names},
     **{f"{name}_backward": _upsample_backward(d) for d, names in _UPSAMPLE.items() for name in names},
     **{f"{kind}_pad{d}d": _pad(d) for kind in ("reflection", "replication") for d in (1, 2, 3)},

@@ -63,6 +63,22 @@ class Halo:
     sent: Callable[[int], tuple[int, int]]
 
 
+OWNED = "owned"  # how a value is pending of which each device has some rows only, and anything at the others
+
+
+@dataclass(frozen=True)
+class Groups:
+    """A ragged dim: `factor` counts groups of what lies along `along`; operand `ends` says where each group ends.
+
+    With `factor` cut, the op reads and makes the rows of its device's groups alone. Results that lack the factor are a
+    pending sum over it, zero at other rows; or, where `reduce` says `OWNED`, have anything there.
+    """
+
+    factor: str
+    along: str
+    ends: int
+
+
 @dataclass(frozen=True)
 class Rule:
     """How one call shards.
@@ -72,6 +88,7 @@ class Rule:
     * `reduce`: factor -> "sum", "max" or "min": cutting it leaves the results that lack it pending that way. "none"
       leaves them complete: the op reads no values of that operand (`new_zeros`), or its `local` form reduces them
       itself.
+    * `complete`: results that owe nothing, whatever is cut: they have nothing to do with what the others add up.
     * `whole`: factors that must not be cut.
     * `linear`: each entry is a set of operand positions in which the op is jointly linear, so that pending sums on
       exactly these operands may pass through it to the results (`add`: {0, 1}; `mul`: {0} and {1}; `neg`: {0}).
@@ -86,6 +103,7 @@ class Rule:
     * `lends`: {h: s}: for this op `h` may take over a mesh axis that only `s` wants (attention exchanges the cut of the
       sequence for one of the heads).
     * `ones`: the names of dims of size 1, which have no factor, for a local form that speaks of them.
+    * `groups`: the ragged dim of a grouped product.
     * `flops`: floating-point operations of the whole call.
     * `dense`: the kernel takes memory as it comes, so `local`, which makes operands contiguous, runs even when nothing
       is cut.
@@ -96,6 +114,7 @@ class Rule:
     results: tuple[Labels, ...]
     sizes: Mapping[str, int]
     reduce: Mapping[str, str] = field(default_factory=dict)
+    complete: frozenset[int] = frozenset()
     whole: frozenset[str] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     ints: Mapping[Path, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
@@ -107,9 +126,15 @@ class Rule:
     halos: tuple[Halo, ...] = ()
     loose: frozenset[str] = frozenset()
     ones: frozenset[str] = frozenset()
+    groups: Groups | None = None
     flops: int = 0
     dense: bool = False
     transparent: bool = False
+
+    def owed(self, result: int, factor: str) -> str | None:
+        """How a result must be reduced that has not this factor while it is cut: "sum", "max", "min", or not at all."""
+        kind = self.reduce.get(factor, "none")
+        return None if kind == "none" or result in self.complete else kind
 
 
 class Local(Protocol):
@@ -124,6 +149,10 @@ class Local(Protocol):
     call: Call  # the whole call, with global shapes
     args: tuple[Any, ...]  # the call's arguments, tensors replaced by local values, `ints` made local
     kwargs: dict[str, Any]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the operands live."""
 
     def axes(self, factor: str) -> tuple[Axis, ...]:
         """The mesh axes that cut `factor` here; () when it is whole."""

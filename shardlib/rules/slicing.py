@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from shardlib.rules import moving, shifting
-from shardlib.rules.rule import Call, Local, Rule, RuleFn
+from shardlib.rules import moving, shifting, splicing
+from shardlib.rules.halo import Range, extent, fetch, sent
+from shardlib.rules.rule import Call, Halo, Local, Rule, RuleFn
 from shardlib.rules.space import Dim, Space, arg, axis, result_shape
 
 aten = torch.ops.aten
@@ -68,10 +70,29 @@ def _stack(call: Call) -> Rule:
 
 
 def _flip(call: Call) -> Rule:
-    space = Space()
-    shape = call.operands[0].shape
-    x = space.dims(shape, whole=[axis(d, len(shape)) for d in arg(call, 1, "dims")])
-    return space.rule([x], [x], linear=[{0}])
+    """A piece is the piece at the other end, turned round."""
+    space, shape = Space(), call.operands[0].shape
+    turned = {axis(d, len(shape)) for d in arg(call, 1, "dims")}
+    x = space.dims(shape)
+
+    def mirrored(size: int) -> Callable[[Range], Range]:
+        return lambda r: (size - r[1], size - r[0])
+
+    def form(value: Tensor, dims: Sequence[int]) -> Tensor:
+        for at in turned:
+            value = fetch(value, at, x[at], mirrored(shape[at])(extent(x[at], shape[at])), name="input")
+        flipped: Tensor = call.target(value, dims)
+        return flipped
+
+    cut = {at: x[at][0] for at in turned if x[at]}
+    return space.rule(
+        [x],
+        [x],
+        linear=[{0}],
+        local=lambda local: local.run(form, *local.args),
+        local_factors=cut.values(),
+        halos=[Halo(f, 0, True, sent(shape[at], shape[at], mirrored(shape[at]))) for at, f in cut.items()],
+    )
 
 
 def _triangle(call: Call) -> Rule:
@@ -102,7 +123,8 @@ ROWS: dict[str, RuleFn | str] = {
     **dict.fromkeys([f"{kind}split.Tensor" for kind in ("", "unsafe_")], _split),
     **dict.fromkeys([f"{kind}split_with_sizes" for kind in ("", "unsafe_")], _split),
     **dict.fromkeys(["chunk", "split_copy.Tensor", "split_with_sizes_copy"], _split),
-    "cat": moving.cat,
+    "cat": splicing.cat,
+    "shardlib::splice": splicing.splice,
     "stack": _stack,
     "constant_pad_nd": moving.pad,
     "flip": _flip,

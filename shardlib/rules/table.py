@@ -40,6 +40,7 @@ from shardlib.rules import (
     scattering,
     slicing,
     softmax,
+    unfolding,
     view,
     writing,
 )
@@ -69,6 +70,7 @@ FAMILIES = (
     convolution,
     pooling,
     resample,
+    unfolding,
     view,
     slicing,
     indexing,

@@ -190,52 +190,6 @@ def _repeat_interleave(call: Call) -> Rule:
     return space.rule([x], [out], linear=[{0}], ints=ints)
 
 
-def _windows(
-    space: Space, shape: Sequence[int], at: int, size: int, step: int, count: int
-) -> tuple[list[Dim], list[Dim]]:
-    """The labels of a value and of its windows along dim `at`, whose elements are a last dim."""
-    touching = size == step and shape[at : at + 1] == (count * size,)
-    many, one = space.dim(count, "w", whole=not touching), space.dim(size, "s", whole=True)
-    along = (*many, *one) if touching else space.dim(math.prod(shape[at : at + 1]), whole=True)
-    x = [along if i == at else space.dim(n) for i, n in enumerate(shape)]
-    return x, [*(many if i == at else d for i, d in enumerate(x)), one]
-
-
-def _unfold(call: Call) -> Rule:
-    """`unfold(x, dim, size, step)`: windows that touch, but do not overlap, are factors of the dim."""
-    space = Space()
-    shape, new = call.operands[0].shape, result_shape(call)
-    at = axis(arg(call, 1, "dimension"), len(shape))
-    x, out = _windows(space, shape, at, arg(call, 2, "size"), arg(call, 3, "step"), new[at])
-
-    def local(local: Local) -> Any:
-        apart = _sizes(local, [*out[: at + 1], out[-1], *out[at + 1 : -1]])
-        order = [i for i in range(len(apart)) if i != at + 1]
-        return local.op(aten.permute.default, local.op(aten.reshape.default, local.args[0], apart), [*order, at + 1])
-
-    return space.rule([x], [out], linear=[{0}], local=local, local_factors=out[at])
-
-
-def _unfold_backward(call: Call) -> Rule:
-    space = Space()
-    shape, new = result_shape(call), call.operands[0].shape
-    at = axis(arg(call, 2, "dim"), len(shape))
-    x, out = _windows(space, shape, at, arg(call, 3, "size"), arg(call, 4, "step"), new[at])
-
-    def local(local: Local) -> Any:
-        order = [*range(at + 1), len(out) - 1, *range(at + 1, len(out) - 1)]
-        return local.op(aten.reshape.default, local.op(aten.permute.default, local.args[0], order), _sizes(local, x))
-
-    return space.rule(
-        [out],
-        [x],
-        linear=[{0}],
-        ints=shape_ints(path(call, 1, "input_sizes"), x),
-        local=local,
-        local_factors=out[at],
-    )
-
-
 def _reinterpret(call: Call) -> Rule:
     """`view.dtype`: the bytes of the last dim, where the sizes of the dtypes differ."""
     space = Space()
@@ -305,8 +259,6 @@ ROWS: dict[str, RuleFn | str] = {
     **dict.fromkeys(["expand", "expand_copy"], _expand),
     "repeat": _repeat,
     "repeat_interleave.self_int": _repeat_interleave,
-    **dict.fromkeys(["unfold", "unfold_copy"], _unfold),
-    "unfold_backward": _unfold_backward,
     **dict.fromkeys(["view.dtype", "view_copy.dtype"], _reinterpret),
 }
 

@@ -227,6 +227,7 @@ ROWS: dict[str, RuleFn | str] = {
         "... d, ... -> v d | ...:sum ...:whole(scale_grad_by_freq) v:whole(scale_grad_by_freq) v:local "
         "v:size(num_weights) {0}",
         local=_embedding_backward,
+        flops=lambda call, _: numel(call.operands[0].shape),
     ),
     **dict.fromkeys(["scatter.src", "scatter.value"], scattered(lambda call: None)),
     "scatter_add": scattered(lambda call: "sum"),

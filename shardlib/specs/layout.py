@@ -76,13 +76,16 @@ Dim = tuple[Factor, ...]
 
 @dataclass(frozen=True)
 class Pending:
-    """A reduction that has not happened yet: `kind` ("sum", "max" or "min") over `axes`."""
+    """A reduction that has not happened yet: `kind` ("sum", "max" or "min") over `axes`.
+
+    Of a value that is "owned" each device has some rows only, so that its sum takes zeros for the others.
+    """
 
     axes: tuple[Axis, ...]
     kind: str = "sum"
 
     def __post_init__(self) -> None:
-        if self.kind not in _REDUCE:
+        if self.kind not in (*_REDUCE, "owned"):
             raise ShardingError(f"a value cannot be pending {self.kind!r}", remedy=f"one of {', '.join(_REDUCE)}")
 
     def __str__(self) -> str:

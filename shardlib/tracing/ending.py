@@ -20,6 +20,7 @@ from shardlib.calls.parts import Rebound
 from shardlib.errors import ShardingError
 from shardlib.staying import unheard
 from shardlib.tensors.tensor import typeof
+from shardlib.tracing import cotangents
 from shardlib.tracing.functionalise import Written
 from shardlib.tracing.history import Autograd, end, hooks_of, is_within, origins, pulled
 from shardlib.tracing.lifted import Lifted, placeholder
@@ -146,6 +147,7 @@ class Ending:
                 self._takes.append((leaf, "grad", given[id(now)]))
             elif now is not grad:
                 self._grads.append((leaf, now is not None))
+                cotangents.note(now, x)
                 out += [] if now is None else [self.lifted.seen(now)]
         return out
 

@@ -39,6 +39,7 @@ from shardlib.tracing.asked import Asked, refuse_guests
 from shardlib.tracing.capture import AttentionCapture
 from shardlib.tracing.chance import Chance
 from shardlib.tracing.composites import Composites
+from shardlib.tracing.cotangents import noted
 from shardlib.tracing.decompositions import DECOMPOSITIONS
 from shardlib.tracing.defaults import given_back, refuse_other_default
 from shardlib.tracing.elsewhere import is_here, move
@@ -310,6 +311,7 @@ def _tracing(generators: Sequence[torch.Generator] | None, *, marked: bool) -> I
                 AttentionCapture(),
                 Composites(),
                 first_order(),
+                noted(),
                 counting(),
                 scaling(),
                 arrays.shown(),

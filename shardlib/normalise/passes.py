@@ -1,8 +1,4 @@
-"""Normalise: remove from a traced graph whatever must not influence a decision, and say the rest in one way.
-
-Every pass is a small function over the graph; `PASSES` lists them in order. What a graph computes stays the same to the
-last bit, and so does which results share memory: a tensor that the function returns is never merged with another one.
-"""
+"""The passes that look at one node at a time, or at equal ones."""
 
 from __future__ import annotations
 
@@ -14,48 +10,11 @@ import torch
 from torch import fx
 
 from shardlib.aten.traits import has, is_view
-from shardlib.aten.views import argument, written_arguments
+from shardlib.aten.views import argument
 from shardlib.internals import OpOverload, schema_of
-from shardlib.manual.claims import hold_claims
 from shardlib.scalar import hinted
-from shardlib.tracing.traced import Traced
 
 aten = torch.ops.aten
-
-
-def normalise(traced: Traced) -> Traced:
-    """Run all passes on the traced graph, in place, and return it.
-
-    Example:
-        >>> from shardlib.tracing.trace import trace
-        >>> def f(x):
-        ...     return (x.t().t().detach() * 2).reshape(2, 6).reshape(12), x.sin(), x.sin().cos()
-        >>> [n.name for n in normalise(trace(f, (torch.zeros(3, 4),))).graph.graph.nodes]
-        ['x', 'mul', 'view_1', 'sin', 'cos', 'output']
-    """
-    for run in PASSES:
-        run(traced.graph)
-    verify(traced.graph)
-    traced.graph.recompile()
-    return traced
-
-
-def verify(gm: fx.GraphModule) -> None:
-    """Check what every stage relies on; an AssertionError here is a bug of the stage before.
-
-    Values are defined before they are used, no op writes to memory, and every node has its value and its line.
-    """
-    seen: set[fx.Node] = set()
-    for node in gm.graph.nodes:
-        late = [n.name for n in node.all_input_nodes if n not in seen]
-        assert not late, f"{node.name} reads {late}, defined later"
-        seen.add(node)
-        assert "line" in node.meta, f"{node.name} has no line"
-        if node.op == "output":
-            continue
-        assert "val" in node.meta, f"{node.name} has no value"
-        assert node.op in ("placeholder", "get_attr", "call_function"), f"{node.name} is a {node.op}"
-        assert not written_arguments(node.target), f"{node.name} writes to memory: {node.target}"
 
 
 # --- passes -----------------------------------------------------------------------------------------------------------
@@ -128,7 +87,7 @@ def fill_by_masks(gm: fx.GraphModule) -> None:
         mask = indices[at]
         with gm.graph.inserting_before(node):
             for _ in range(x.meta["val"].dim() - at - mask.meta["val"].dim()):
-                mask = _call(gm, node, aten.unsqueeze.default, mask, -1)
+                mask = call(gm, node, aten.unsqueeze.default, mask, -1)
         node.target, node.args, node.kwargs = aten.masked_fill.Tensor, (x, mask, value), {}
 
 
@@ -154,7 +113,7 @@ def divide_losses_late(gm: fx.GraphModule) -> None:
         if node.target in _LOSS_BACKWARDS:
             total = argument(node, "total_weight")
             with gm.graph.inserting_before(node):
-                grad = _call(gm, node, aten.div.Tensor, node.args[0], total)
+                grad = call(gm, node, aten.div.Tensor, node.args[0], total)
             node.args = (grad, *node.args[1:4], _SUM, *node.args[5:])
             continue
         items = {user.args[1]: user for user in node.users}
@@ -163,10 +122,10 @@ def divide_losses_late(gm: fx.GraphModule) -> None:
             total = items.get(1)
             with gm.graph.inserting_after(loss):
                 if total is None or total > loss:
-                    fresh = _call(gm, loss, operator.getitem, node, 1)
+                    fresh = call(gm, loss, operator.getitem, node, 1)
                     total = total.replace_all_uses_with(fresh) and fresh if total else fresh
             with gm.graph.inserting_after(total):
-                mean = _call(gm, node, aten.div.Tensor, loss, total)
+                mean = call(gm, node, aten.div.Tensor, loss, total)
             loss.replace_all_uses_with(mean, delete_user_cb=lambda user, mean=mean: user is not mean)
 
 
@@ -210,22 +169,6 @@ def free_draws(gm: fx.GraphModule) -> None:
                 like = like.args[0]
             key, _, *rest = node.args
             node.args = (key, like if like.op == "placeholder" else None, *rest)
-
-
-PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
-    hold_claims,  # before anything goes that nobody reads
-    free_draws,
-    fill_by_masks,
-    drop_identities,
-    free_scalars,
-    one_permute,
-    merge_repeated,  # before reshapes are composed: it tells which copies are shared
-    drop_dead,
-    compose_reshapes,
-    divide_losses_late,
-    merge_repeated,
-    drop_dead,
-)
 
 
 # --- helpers ----------------------------------------------------------------------------------------------------------
@@ -308,9 +251,9 @@ def _dims(node: fx.Node) -> list[int]:
     return dims
 
 
-def _call(gm: fx.GraphModule, like: fx.Node, target: Any, *args: Any) -> fx.Node:
+def call(gm: fx.GraphModule, like: fx.Node, target: Any, *args: Any) -> fx.Node:
     """A new node with the line of `like`; the caller says where."""
     node = gm.graph.call_function(target, args)
-    node.meta.update({k: like.meta[k] for k in ("line", "backward") if k in like.meta})
+    node.meta.update({k: like.meta[k] for k in ("line", "backward", "gradient of") if k in like.meta})
     node.meta["val"] = target(*hinted(fx.map_arg(args, lambda n: n.meta["val"])))
     return node

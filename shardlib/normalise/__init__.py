@@ -1,0 +1,81 @@
+"""Normalise: remove from a traced graph whatever must not influence a decision, and say the rest in one way.
+
+Every pass is a small function over the graph; `PASSES` lists them in order. What a graph computes stays the same to the
+last bit, and so does which results share memory: a tensor that the function returns is never merged with another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import fx
+
+from shardlib.aten.views import written_arguments
+from shardlib.manual.claims import hold_claims
+from shardlib.normalise.passes import (
+    compose_reshapes,
+    divide_losses_late,
+    drop_dead,
+    drop_identities,
+    fill_by_masks,
+    free_draws,
+    free_scalars,
+    merge_repeated,
+    one_permute,
+)
+from shardlib.normalise.slices import join_slices
+from shardlib.normalise.splices import join_moves
+from shardlib.tracing.traced import Traced
+
+PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
+    hold_claims,  # before anything goes that nobody reads
+    free_draws,
+    fill_by_masks,
+    drop_identities,
+    free_scalars,
+    one_permute,
+    merge_repeated,  # before reshapes are composed: it tells which copies are shared
+    drop_dead,
+    compose_reshapes,
+    divide_losses_late,
+    join_slices,
+    join_moves,
+    merge_repeated,
+    drop_dead,
+)
+
+
+def normalise(traced: Traced) -> Traced:
+    """Run all passes on the traced graph, in place, and return it.
+
+    Example:
+        >>> import torch
+        >>> from shardlib.tracing.trace import trace
+        >>> def f(x):
+        ...     return (x.t().t().detach() * 2).reshape(2, 6).reshape(12), x.sin(), x.sin().cos()
+        >>> [n.name for n in normalise(trace(f, (torch.zeros(3, 4),))).graph.graph.nodes]
+        ['x', 'mul', 'view_1', 'sin', 'cos', 'output']
+    """
+    for run in PASSES:
+        run(traced.graph)
+    verify(traced.graph)
+    traced.graph.recompile()
+    return traced
+
+
+def verify(gm: fx.GraphModule) -> None:
+    """Check what every stage relies on; an AssertionError here is a bug of the stage before.
+
+    Values are defined before they are used, no op writes to memory, and every node has its value and its line.
+    """
+    seen: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        late = [n.name for n in node.all_input_nodes if n not in seen]
+        assert not late, f"{node.name} reads {late}, defined later"
+        seen.add(node)
+        assert "line" in node.meta, f"{node.name} has no line"
+        if node.op == "output":
+            continue
+        assert "val" in node.meta, f"{node.name} has no value"
+        assert node.op in ("placeholder", "get_attr", "call_function"), f"{node.name} is a {node.op}"
+        assert not written_arguments(node.target), f"{node.name} writes to memory: {node.target}"

@@ -1,0 +1,95 @@
+"""Gradients of slices: autograd puts each in its place among zeros and adds all of these, as large as the whole. They
+are put side by side instead, so that a sum over devices is taken once, of what is there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from shardlib.aten.views import argument
+from shardlib.normalise.passes import call
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class _Slices:
+    """A tensor of zeros but for some ranges of one dim, and what is there; all of it like `whole`."""
+
+    dim: int
+    parts: dict[tuple[int, int], fx.Node]
+    whole: fx.Node
+
+    def fits(self, other: _Slices) -> bool:
+        """Whether the sum of both has such a form."""
+        a, b = self.whole.meta["val"], other.whole.meta["val"]
+        if (self.dim, a.shape, a.dtype) != (other.dim, b.shape, b.dtype):
+            return False
+        return all(x == y or x[1] <= y[0] or y[1] <= x[0] for x in self.parts for y in other.parts)
+
+
+def join_slices(gm: fx.GraphModule) -> None:
+    """Sums of tensors that are zero outside a range become one tensor; what lies in one range is added there."""
+    forms: dict[fx.Node, _Slices] = {}
+    for node in list(gm.graph.nodes):
+        if (form := _placed(gm, node)) or (form := _added(gm, node, forms)):
+            forms[node] = form
+    for node, form in forms.items():
+        if node.target is aten.add.Tensor and not any(user in forms for user in node.users):
+            with gm.graph.inserting_before(node):
+                node.replace_all_uses_with(_joined(gm, node, form))
+
+
+def _placed(gm: fx.GraphModule, node: fx.Node) -> _Slices | None:
+    """What a slice's gradient is made of."""
+    if node.target not in (aten.slice_backward.default, aten.select_backward.default) or len(node.users) != 1:
+        return None
+    grad, shape = node.args[0], node.meta["val"].shape
+    assert isinstance(grad, fx.Node)
+    if grad.meta["val"].dtype != node.meta["val"].dtype or not all(type(n) is int for n in (*shape, *node.args[2:])):
+        return None
+    dim = argument(node, "dim") % len(shape)
+    if node.target is aten.slice_backward.default:
+        begin, end, step = slice(*(argument(node, name) for name in ("start", "end", "step"))).indices(shape[dim])
+        return _Slices(dim, {(begin, end): grad}, node) if step == 1 and begin < end else None
+    begin = argument(node, "index") % shape[dim]
+    with gm.graph.inserting_before(node):
+        return _Slices(dim, {(begin, begin + 1): call(gm, node, aten.unsqueeze.default, grad, dim)}, node)
+
+
+def _added(gm: fx.GraphModule, node: fx.Node, forms: dict[fx.Node, _Slices]) -> _Slices | None:
+    """The form of a sum of two."""
+    if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
+        return None
+    a, b = (forms.get(x) if isinstance(x, fx.Node) and len(x.users) == 1 else None for x in node.args)
+    if a is None or b is None or not a.fits(b):
+        return None
+    parts = a.parts | b.parts
+    with gm.graph.inserting_before(node):
+        for both in a.parts.keys() & b.parts.keys():
+            parts[both] = call(gm, node, aten.add.Tensor, a.parts[both], b.parts[both])
+    return _Slices(a.dim, parts, node)
+
+
+def _joined(gm: fx.GraphModule, node: fx.Node, form: _Slices) -> fx.Node:
+    """The parts in order, with zeros between them."""
+    shape, at = list(node.meta["val"].shape), 0
+    if len(form.parts) == 1:
+        (((begin, end), part),) = form.parts.items()
+        return call(gm, node, aten.slice_backward.default, part, shape, form.dim, begin, end, 1)
+    pieces: list[fx.Node] = []
+
+    def fill(size: int, like: fx.Node) -> None:
+        if size:
+            zeros = [*shape[: form.dim], size, *shape[form.dim + 1 :]]
+            pieces.append(call(gm, node, aten.new_zeros.default, like, zeros))
+
+    for (begin, end), part in sorted(form.parts.items(), key=lambda of: of[0]):
+        fill(begin - at, part)
+        pieces.append(part)
+        at = end
+    fill(shape[form.dim] - at, pieces[-1])
+    cat = call(gm, node, aten.cat.default, pieces, form.dim)
+    return call(gm, node, aten.add.Tensor, cat, 0)  # each element met a zero, and -0.0 + 0.0 is 0.0

@@ -1,0 +1,197 @@
+"""Slices, pads, rolls and concatenations along one dim that follow each other become one op, which takes what it needs
+from where it was: each of them alone would move what the next one moves back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardlib.aten.traits import has
+from shardlib.aten.views import argument
+from shardlib.ops.splice import SPLICE
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class _Range:
+    """`start:stop` of a node, or of a filling."""
+
+    source: fx.Node | None
+    start: int
+    stop: int
+    fill: complex = 0
+
+    def within(self, low: int, high: int) -> _Range:
+        """Its own elements from `low` to `high`."""
+        return _Range(self.source, self.start + low, self.start + high, self.fill)
+
+
+@dataclass(frozen=True)
+class _Splice:
+    """What a node is made of along a dim."""
+
+    dim: int
+    ranges: tuple[_Range, ...]
+
+
+def join_moves(gm: fx.GraphModule) -> None:
+    """Chains of moves along one dim become one move."""
+    forms = {node: form for node in gm.graph.nodes if (form := _form(node)) is not None}
+    inner = {x for x, form in forms.items() if all(_continues(form, x, forms.get(user), user) for user in x.users)}
+    for node, form in forms.items():  # in order, so that what a node reads is flat already
+        flat = _Splice(form.dim, tuple(_joined(_flat(forms, inner, form))))
+        if flat != form and len(flat.ranges) <= _MOST and _takes_half(flat):
+            forms[node] = flat
+            if not all(x.target is node.target is aten.slice.Tensor for x in node.all_input_nodes):
+                _write(node, flat)
+
+
+_MOST = 64  # ranges of one splice
+
+
+def _continues(form: _Splice, node: fx.Node, then: _Splice | None, user: fx.Node) -> bool:
+    """Whether a user of a node takes ranges of it along the dim along which it was made."""
+    return then is not None and then.dim == form.dim and user.meta["val"].dtype == node.meta["val"].dtype
+
+
+def _takes_half(form: _Splice) -> bool:
+    """Whether it reads at least half of each source: of less, a slice alone may be the best that can be sent."""
+    taken: Counter[fx.Node] = Counter()
+    for r in form.ranges:
+        if r.source is not None:
+            taken[r.source] += r.stop - r.start
+    return all(2 * n >= x.meta["val"].shape[form.dim] for x, n in taken.items())
+
+
+def _flat(forms: dict[fx.Node, _Splice], inner: set[fx.Node], form: _Splice) -> Iterator[_Range]:
+    """Its ranges, of what is no move itself."""
+    for r in form.ranges:
+        if r.source is None or r.source not in inner:
+            yield r
+            continue
+        at = 0
+        for part in forms[r.source].ranges:
+            size = part.stop - part.start
+            low, high = max(r.start - at, 0), min(r.stop - at, size)
+            if low < high:
+                yield part.within(low, high)
+            at += size
+
+
+def _joined(ranges: Iterator[_Range]) -> Iterator[_Range]:
+    """Ranges that follow each other in one source are one."""
+    last: _Range | None = None
+    for r in ranges:
+        follows = last is not None and r.source is last.source and (r.source is None or r.start == last.stop)
+        if last is not None and follows and repr(r.fill) == repr(last.fill):
+            last = _Range(r.source, last.start, last.stop + r.stop - r.start, r.fill)
+            continue
+        if last is not None:
+            yield last
+        last = r
+    if last is not None:
+        yield last
+
+
+def _write(node: fx.Node, form: _Splice) -> None:
+    """Make a node of these ranges; one that is a filling alone stays as it was."""
+    nodes = list(dict.fromkeys(r.source for r in form.ranges if r.source is not None))
+    if not nodes:
+        return
+    sources = [nodes.index(r.source) if r.source is not None else -1 for r in form.ranges]
+    starts = [r.start if r.source is not None else 0 for r in form.ranges]
+    stops = [r.stop if r.source is not None else r.stop - r.start for r in form.ranges]
+    node.target, node.kwargs = SPLICE, {}
+    node.args = (nodes, form.dim, sources, starts, stops, [r.fill for r in form.ranges])
+
+
+def _form(node: fx.Node) -> _Splice | None:
+    """What a move along one dim takes from where; None of any other op."""
+    make = _FORMS.get(node.target)
+    form = None if make is None else make(node)
+    numbers = [] if form is None else [n for r in form.ranges for n in (r.start, r.stop)]
+    return form if numbers and all(type(n) is int for n in numbers) else None
+
+
+def _cat(node: fx.Node) -> _Splice | None:
+    val, operands = node.meta["val"], node.args[0]
+    assert isinstance(operands, list | tuple)
+    dim, ranges = argument(node, "dim") % max(val.dim(), 1), []
+    for x in operands:
+        assert isinstance(x, fx.Node)
+        like = x.meta["val"]
+        if like.dtype != val.dtype or like.dim() != val.dim():
+            return None
+        fill = _filling(x)
+        ranges.append(_Range(x, 0, like.shape[dim]) if fill is None else _Range(None, 0, like.shape[dim], fill))
+    return _Splice(dim, tuple(ranges))
+
+
+def _filling(node: fx.Node) -> complex | None:
+    """The number that a tensor holds everywhere, if it is known."""
+    if not has(node.target, "fills"):
+        return None
+    fill = 0 if has(node.target, "zeros") else argument(node, "fill_value")
+    return fill if type(fill) in (bool, int, float, complex) else None
+
+
+def _slice(node: fx.Node) -> _Splice | None:
+    (source, *_), dim = node.args, argument(node, "dim")
+    assert isinstance(source, fx.Node)
+    shape = source.meta["val"].shape
+    start, stop, step = slice(*(argument(node, name) for name in ("start", "end", "step"))).indices(shape[dim])
+    return _Splice(dim % len(shape), (_Range(source, start, max(start, stop)),)) if step == 1 else None
+
+
+def _slice_backward(node: fx.Node) -> _Splice | None:
+    (grad, *_), shape, dim = node.args, node.meta["val"].shape, argument(node, "dim")
+    assert isinstance(grad, fx.Node)
+    start, stop, step = slice(*(argument(node, name) for name in ("start", "end", "step"))).indices(shape[dim])
+    if step != 1 or stop <= start or grad.meta["val"].dtype != node.meta["val"].dtype:
+        return None
+    around = _Range(grad, 0, stop - start), start, shape[dim] - stop
+    return _Splice(dim % len(shape), _padded(*around, 0))
+
+
+def _pad(node: fx.Node) -> _Splice | None:
+    (source, *_), amounts, fill = node.args, argument(node, "pad"), argument(node, "value")
+    assert isinstance(source, fx.Node)
+    padded = [i for i in range(len(amounts) // 2) if any(amounts[2 * i : 2 * i + 2])]
+    if len(padded) != 1 or type(fill) not in (bool, int, float, complex):
+        return None
+    dim = source.meta["val"].dim() - 1 - padded[0]
+    before, after = amounts[2 * padded[0] : 2 * padded[0] + 2]
+    size = source.meta["val"].shape[dim]
+    kept = _Range(source, max(-before, 0), size - max(-after, 0))
+    return _Splice(dim, _padded(kept, max(before, 0), max(after, 0), fill))
+
+
+def _padded(part: _Range, before: int, after: int, fill: complex) -> tuple[_Range, ...]:
+    fills = [_Range(None, 0, n, fill) for n in (before, after)]
+    return tuple(r for r in (fills[0], part, fills[1]) if r.stop > r.start)
+
+
+def _roll(node: fx.Node) -> _Splice | None:
+    (source, *_), shifts, dims = node.args, argument(node, "shifts"), argument(node, "dims")
+    assert isinstance(source, fx.Node)
+    if len(dims) != 1:
+        return None
+    size = source.meta["val"].shape[dims[0]]
+    cut = size - shifts[0] % size if size else 0
+    ranges = _Range(source, cut, size), _Range(source, 0, cut)
+    return _Splice(dims[0] % source.meta["val"].dim(), tuple(r for r in ranges if r.stop > r.start))
+
+
+_FORMS: Mapping[Any, Callable[[fx.Node], _Splice | None]] = {
+    aten.cat.default: _cat,
+    aten.slice.Tensor: _slice,
+    aten.slice_backward.default: _slice_backward,
+    aten.constant_pad_nd.default: _pad,
+    aten.roll.default: _roll,
+}
