@@ -33,6 +33,8 @@ def pointwise() -> Iterator[Sample]:
         if name != "rsub.Tensor":
             yield s(name, f(4), 2)
     yield s("add.Tensor", f(3, 5), f(5), alpha=3)
+    for number in (0, 0.0, 2):
+        yield from (s(name, f(3, 5), number) for name in ("add.Tensor", "sub.Tensor", "rsub.Scalar"))
     yield s("sub.Tensor", f(5), f(3, 5), alpha=-0.5)
     yield s("div.Tensor_mode", f(3, 5), pos(5), rounding_mode="floor")
     yield s("div.Tensor_mode", f(3, 5), pos(5), rounding_mode=None)
@@ -67,8 +69,10 @@ def pointwise() -> Iterator[Sample]:
     yield s("fill.Scalar", f(3, 4), 2)
     yield s("fill.Tensor", f(3, 4), f())
     yield s("masked_fill.Scalar", f(3, 4), f(4) > 0, 0)
+    yield s("masked_fill.Scalar", f(3, 4), f(4) > 0, 2)
     yield s("masked_fill.Tensor", f(3, 4), f(3, 1) > 0, f())
     yield s("where.self", f(3, 1) > 0, f(3, 4), f(4))
+    yield s("_to_copy", f(3, 4).bfloat16(), dtype=torch.float32)
     yield s("shardlib::constrain", f(3, 4), "a b")
     yield s("shardlib::within", f(3, 4), -100, 100, "a value is small")
     yield s("shardlib::cast_terms", f(3, 4), dtype=torch.float32)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -363,9 +364,30 @@ def _family(name: str, **config: Any) -> CausalLM:
 
 @pytest.mark.peer
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", ["mixtral", "qwen3moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3moe", "gptoss", "deepseek3"])
 def test_grouped_products_of_experts(name: str, mesh: str) -> None:
     pytest.importorskip("transformers")
     lm = _family(name, experts_implementation="grouped_mm")
     step = make_step(lm.loss, differentiate=by_autograd)
     compare(step, lm.params(), batch_of(zoo.VOCAB, zoo.SEQ), MESHES[mesh], lm.specs(), rules=zoo.RULES)
+
+
+EXPERTS = {"4": {"expert": 4}, "2x2": {"data": 2, "expert": 2}, "2x2x2": {"data": 2, "expert": 2, "tensor": 2}}
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("mesh", EXPERTS)
+@pytest.mark.parametrize("name", ["mixtral", "qwen3moe", "gptoss", "deepseek3"])
+def test_experts_stay_where_they_are(name: str, mesh: str) -> None:
+    """Of rows, their sum is taken once a layer forward and once backward; no expert's weights are gathered."""
+    pytest.importorskip("transformers")
+    lm = _family(name, experts_implementation="grouped_mm")
+    step = make_step(lm.loss, differentiate=by_autograd)
+    rules, params, batch = {**zoo.RULES, "expert": "expert"}, lm.params(), batch_of(zoo.VOCAB, zoo.SEQ)
+    plan = compare(step, params, batch, EXPERTS[mesh], lm.specs(), rules=rules)
+    moved = [str(c) for c in plan.collectives]
+    assert not [c for c in moved if c.startswith("all_gather") and re.search(r"experts\.(gate_up|down)_proj\[", c)]
+    tokens = 8 * zoo.SEQ * zoo.D * 4
+    if mesh == "4":
+        large = [c for c in plan.collectives if c.bytes >= tokens]
+        assert len(large) == 2 * (zoo.LAYERS - (name == "deepseek3")), moved  # whose first layer is dense

@@ -1,6 +1,8 @@
 """Normalised graphs compute what the traced ones do, to the last bit, in fewer nodes; every pass on a small program."""
 
 import copy
+import random
+from collections import Counter
 
 import pytest
 import torch
@@ -45,6 +47,17 @@ def check(fn, *args, tolerance=0.0):
 # --- passes -----------------------------------------------------------------------------------------------------------
 
 SMALL = {
+    "a shift": (lambda x: F.pad(x, (1, 0))[:, :-1], ["splice"]),
+    "slots": (lambda x: torch.cat([torch.zeros(1, 6, dtype=x.dtype), x[:-1]]), ["splice"]),
+    "pad and back": (lambda x: F.pad(x, (2, 1), value=3.0)[:, 2:-1], ["splice"]),
+    "round and on": (lambda x: x.roll(2, 1).roll(-3, 1), ["splice"]),
+    "along two dims": (lambda x: F.pad(x, (1, 0))[:-1], ["constant_pad_nd", "slice"]),
+    "less than half": (lambda x: torch.cat([x[:, :1], x[:, 5:]], 1), ["slice", "slice", "cat"]),
+    "slices of slices": (lambda x: x[:, 1:][:, 1:] + 1, ["slice", "slice", "add"]),
+    "what others read": (
+        lambda x: (F.pad(x, (1, 0))[:, :-1], F.pad(x, (1, 0)) * 2),
+        ["constant_pad_nd", "slice", "mul"],
+    ),
     "identities": (lambda x: x.detach().clone().to(torch.float64).expand(4, 6)[:].view(4, 6).sin() * 1, ["sin"]),
     "a result is not an input": (lambda x: x.detach() * 1, ["mul"]),
     "dtypes stay": (lambda x: x.float().double().clone(), ["_to_copy", "_to_copy"]),
@@ -74,6 +87,46 @@ SMALL = {
 def test_small_programs(name):
     fn, want = SMALL[name]
     assert ops(check(fn, X)) == want
+
+
+def test_gradients_of_slices_are_put_side_by_side():
+    parts = check(grad(lambda x: x[:2].sin().sum() + x[3:].exp().sum() + x[:2].exp().sum()), X)
+    assert Counter(ops(parts))["cat"] == 1
+    assert not {"slice_backward", "zeros"} & {*ops(parts)}
+    overlap = check(grad(lambda x: x[:2].sin().sum() + x[1:].exp().sum()), X)
+    assert Counter(ops(overlap))["slice_backward"] == 2
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_chains_of_moves(seed):
+    """To the last bit, signs of zeros and NaN included; some of what is in between is a result, too."""
+    draw = random.Random(seed)
+    start = torch.tensor([[-0.0, 1.0, float("nan"), -2.0, 0.0, 5.0], [1.0, -0.0, -1.0, 2.0, 3.0, float("inf")]] * 2)
+
+    def moved(x):
+        d, n = draw.randrange(2), draw.randrange(-3, 4)
+        size = x.shape[d]
+        low, high = sorted(draw.choices(range(size + 1), k=2))
+        return {
+            "roll": lambda: x.roll(n, d),
+            "slice": lambda: x.narrow(d, low, high - low) if high - low > 1 else x,
+            "pad": lambda: (
+                F.pad(x, [n, 1] if d else [0, 0, n, 1], value=draw.choice([0.0, -0.0, 2.5])) if size > 3 else x
+            ),
+            "cat": lambda: torch.cat([x.narrow(d, low, size - low), torch.zeros_like(x), x.narrow(d, 0, low)], d),
+        }[draw.choice(["roll", "slice", "pad", "cat"])]()
+
+    def chain(x):
+        draw.seed(seed)
+        kept = []
+        for _ in range(6):
+            x = moved(x)
+            kept += [x] if draw.random() < 0.3 else []
+        return *kept, x
+
+    traced = check(chain, start)
+    for a, b in zip(traced(start), chain(start), strict=True):
+        assert torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
 def test_results_that_are_apart_stay_apart():

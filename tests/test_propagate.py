@@ -75,7 +75,10 @@ CASES = {
         [("all_gather", "tensor"), ("reduce_scatter", "tensor")],
     ),
     "a class that meets itself is gathered on one side": (
-        square, (X3,), ("b seq@data e",), [("all_gather", "data")],
+        square, (meta(1, 128, 256),), ("b seq@data e",), [("all_gather", "data")],
+    ),
+    "a class that meets itself leaves the axis to the batch": (
+        square, (X3,), ("b seq@data e",), [("all_to_all", "data")],
     ),
     "logits are never gathered": (
         head, (X3, meta(256, 4096), meta(16, 128, dtype=torch.int64)), ("batch s e", "e vocab", "batch s"),

@@ -9,7 +9,7 @@ import shardlib as sl
 PUBLIC = [
     "Mesh", "current_mesh", "no_mesh", "P", "Spec", "ShardedTensor", "shard", "from_local", "typeof", "visualize",
     "to_dtensor", "from_dtensor",
-    "jit", "Plan", "check", "comm_budget", "rule", "prove", "Proof", "debug_print",
+    "jit", "Plan", "check", "comm_budget", "redundancy_budget", "rule", "prove", "Proof", "debug_print",
     "parallelize", "materialize", "strategies", "Precision", "suggest", "Checkpoints",
     "shard_map", "psum", "pmean", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute",
     "axis_index", "axis_size", "piece",
@@ -35,7 +35,19 @@ def test_nothing_else_looks_public() -> None:
 
 
 def test_members_that_scripts_use() -> None:
-    for name in ["collectives", "comm_bytes", "peak_memory", "flops", "layout_of", "explain", "summary", "to_dict"]:
+    for name in [
+        "collectives",
+        "comm_bytes",
+        "peak_memory",
+        "flops",
+        "redundant",
+        "diff",
+        "lower_bound",
+        "layout_of",
+        "explain",
+        "summary",
+        "to_dict",
+    ]:
         assert hasattr(sl.Plan, name), name
     for name in ["spec", "mesh", "full_tensor", "to_local", "redistribute", "shards"]:
         assert hasattr(sl.ShardedTensor, name), name

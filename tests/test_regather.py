@@ -286,3 +286,26 @@ def test_an_adapter_keeps_its_strategy() -> None:
 def test_a_way_that_is_none() -> None:
     with pytest.raises(ShardingError, match="regather='often' is none of auto, always, never"):
         sl.jit(lambda x: x, regather="often")
+
+
+@pytest.mark.parametrize("regather", ["auto", "always"])
+def test_what_a_layer_adds_is_its_shards(regather: str) -> None:
+    """Weights and their gradients in pieces, and what the checkpoint keeps; nothing whole, on the way or to be sent."""
+    d, ff, n = 256, 1024, 64
+
+    def block(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(x @ a) @ b
+
+    def loss(weights: list[tuple[torch.Tensor, torch.Tensor]], x: torch.Tensor) -> torch.Tensor:
+        for a, b in weights:
+            x = checkpoint(block, x, a, b, use_reentrant=False)
+        return x.square().sum()
+
+    def peak(layers: int) -> int:
+        x, *weights = (torch.empty(*of, device="meta") for of in ((64, 512, d), *[(d, ff), (ff, d)] * layers))
+        with Mesh(data=n):
+            step = sl.jit(sl.grad(loss), in_specs=("_@data _", "b@data s d"), regather=regather)
+            return step.plan([*zip(weights[::2], weights[1::2], strict=True)], x).peak_memory
+
+    shards, kept = 2 * d * ff * 4 // n, 64 * 512 * d * 4 // n
+    assert (peak(24) - peak(8)) / 16 <= 1.05 * (2 * shards + kept)

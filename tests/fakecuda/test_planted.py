@@ -15,7 +15,6 @@ from torch import Tensor
 import shardlib as sl
 from shardlib import ShardingError
 from shardlib.eager.slots import moved
-from shardlib.lower.arguments import substitute
 from shardlib.lower.local import LocalForm
 from shardlib.ops._groups import GroupHandle
 from shardlib.ops._wire import Handle
@@ -61,8 +60,13 @@ def reads_in_a_local_form() -> Plant:
     return stack
 
 
-def made_on_the_cpu(node: Any, operands: Any) -> Any:
-    return moved(substitute(node, operands), torch.device("cpu"))
+def made_on_the_cpu() -> Plant:
+    write = LocalForm.emit
+
+    def emit(self: LocalForm, target: Any, args: Any, kwargs: Any, made: Any) -> Any:
+        return write(self, target, args, moved(kwargs, torch.device("cpu")), made)
+
+    return mock.patch.object(LocalForm, "emit", emit)
 
 
 def on_the_cpu(sources: list[Tensor], kind: str = "sum") -> list[Tensor]:
@@ -95,8 +99,8 @@ def cross_entropy(x: Tensor) -> Tensor:
 # fault -> (the mechanism that is taken out or bent, a program that needs it, what is said)
 PLANTED: dict[str, tuple[Callable[[], Plant], Callable[[], Seen], str]] = {
     "a constant made on the CPU": (
-        lambda: mock.patch("shardlib.lower.constants.substitute", made_on_the_cpu),
-        lambda: seen_in(lambda x: x + torch.arange(8), ("_@data _",), (6, 8)),
+        made_on_the_cpu,
+        lambda: seen_in(lambda x: x + torch.arange(8), ("_ _@data",), (6, 8)),
         "makes a tensor on cpu",
     ),
     "a value read in a local form": (

@@ -27,6 +27,21 @@ _LLAMA = {
     r"experts\.gate_up_proj": f"expert (two=2 ff={FF}) embed",
     r"experts\.down_proj": "expert embed ff",
 }
+_OSS = {
+    r"sinks": "heads",
+    r"o_proj\.bias": "embed",
+    r"router\.weight": "expert embed",
+    r"router\.bias": "expert",
+    r"experts\.gate_up_proj": f"expert embed (ff={FF} two=2)",
+    r"experts\.gate_up_proj_bias": f"expert (ff={FF} two=2)",
+    r"experts\.down_proj": "expert ff embed",
+    r"experts\.down_proj_bias": "expert embed",
+}
+_DEEPSEEK = {
+    r"q_a_proj\.weight": "lora embed",
+    r"kv_a_proj_with_mqa\.weight": "lora embed",
+    r"(q_b|kv_b)_proj\.weight": "heads lora",
+}
 _NEOX = {
     r"(embed_in|lm_head|word_embeddings)\.weight": "vocab embed",
     r"query_key_value\.weight": f"{_QKV} embed",
@@ -135,6 +150,20 @@ FAMILIES = {
         "Qwen3MoeConfig",
         _GROUPED | _EXPERTS | {"head_dim": 4, "num_experts": 4, "moe_intermediate_size": FF},
         _LLAMA,
+    ),
+    "gptoss": Family(
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        _GROUPED | _EXPERTS | {"head_dim": 4, "num_local_experts": 4, "sliding_window": 4},
+        _LLAMA | _OSS,
+    ),
+    "deepseek3": Family(
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        _MODERN | _EXPERTS | {"num_key_value_heads": HEADS, "n_routed_experts": 4, "moe_intermediate_size": FF}
+        | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16}
+        | {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4},
+        _LLAMA | _DEEPSEEK,
     ),
 }  # fmt: skip
 

@@ -37,6 +37,18 @@ def upsample() -> Iterator[Sample]:
                     yield f"{name}_backward", (_f(n, c, *large), large, [n, c, *small], *rest), {}
 
 
+def blocks() -> Iterator[Sample]:
+    """Sizes that grow by a power of two; one is given its scale, one is 1."""
+    for name in ("upsample_nearest2d", "_upsample_nearest_exact2d"):
+        for small, large, scales in (
+            ([5, 3], [10, 12], ()),
+            ([3, 1], [6, 2], (2.0, 2.0)),
+            ([3, 2], [6, 4], (2.1, None)),
+        ):
+            yield name, (_f(2, 3, *small), large, *scales), {}
+            yield f"{name}_backward", (_f(2, 3, *large), large, [2, 3, *small], *scales), {}
+
+
 def pad() -> Iterator[Sample]:
     for kind in ("reflection", "replication"):
         for dims in (1, 2, 3):
@@ -73,4 +85,4 @@ def windows() -> Iterator[Sample]:
         yield "col2im", (columns[0], [4, 5], *how), {}
 
 
-SAMPLES: tuple[Callable[[], Iterator[Sample]], ...] = (upsample, pad, grid, windows)
+SAMPLES: tuple[Callable[[], Iterator[Sample]], ...] = (upsample, blocks, pad, grid, windows)

@@ -41,6 +41,28 @@ def cats_of_cut_dims() -> Iterator[Sample]:
     yield "cat", ([f(2, 0), f(2, 3), f(2, 4)], 1), {}
 
 
+def splices_of_cut_dims() -> Iterator[Sample]:
+    """Shifts, fused weights, a filling that is not zero, more than one range of one tensor, nothing of another."""
+    yield "shardlib::splice", ([f(7, 2)], 0, [-1, 0], [0, 0], [1, 6], [0, 0]), {}
+    yield "shardlib::splice", ([f(2, 7)], 1, [0, 0, -1], [5, 0, 0], [7, 5, 2], [0, 0, 1.5]), {}
+    yield "shardlib::splice", ([f(4, 2), f(8, 2)], 0, [1, 0, -1, 1], [4, 2, 0, 0], [8, 4, 2, 4], [0, 0, 0, 0]), {}
+    yield "shardlib::splice", ([f(5), f(3)], 0, [0, 1, 0], [4, 0, 0], [5, 3, 5], [0, 0, 0]), {}
+    yield "shardlib::splice", ([f(6, 2)], 0, [0], [1], [6], [0]), {}
+
+
+def windows_of_cut_dims() -> Iterator[Sample]:
+    """That overlap, that leave gaps, that touch but for the end, one alone."""
+    for size, kernel, step in ((9, 4, 1), (9, 2, 3), (10, 3, 2), (5, 2, 2), (4, 4, 1)):
+        x = f(2, size)
+        yield "unfold", (x, 1, kernel, step), {}
+        yield "unfold_backward", (torch.randn_like(x.unfold(1, kernel, step)), [2, size], 1, kernel, step), {}
+
+
+def flips() -> Iterator[Sample]:
+    yield "flip", (f(5, 6), [0]), {}
+    yield "flip", (f(5, 6), [-1, 0]), {}
+
+
 def pads_of_cut_dims() -> Iterator[Sample]:
     yield "constant_pad_nd", (f(2, 6), [1, 2]), {}
     yield "constant_pad_nd", (f(2, 9), [-2, -1]), {}
@@ -70,5 +92,8 @@ SAMPLES: tuple[Callable[[], Iterator[Sample]], ...] = (
     cats_of_cut_dims,
     pads_of_cut_dims,
     rolls,
+    splices_of_cut_dims,
+    windows_of_cut_dims,
+    flips,
     rows_sent,
 )

@@ -19,6 +19,7 @@ from tests.shardy.programs import draw
 
 REPORT = Path(__file__).with_name("REPORT.md")
 _SLACK = 1 + 1e-6
+_FASTER = 0.95
 
 
 @dataclass
@@ -37,7 +38,8 @@ class Score:
 
 
 def agreement(seeds: range) -> Score:
-    """Programs without conflicting annotations: every value has the sharding that Shardy gives it."""
+    """Programs without conflicting annotations: every value has the sharding that Shardy gives it, or the program is
+    markedly faster because a dim that nobody annotated took an axis which Shardy leaves unused there."""
     score = Score()
     for seed in seeds:
         p = draw(seed, conflicts=False)
@@ -45,8 +47,10 @@ def agreement(seeds: range) -> Score:
         score.programs += 1
         if not (found := differences(p, theirs, mine)):
             score.good += 1
-        else:
-            score.unexplained.append(f"seed {seed}: {found[0]}")
+            continue
+        times = f"estimated {mine.seconds * 1e6:.3g} and {theirs.seconds * 1e6:.3g} us in all"
+        further = mine.seconds <= theirs.seconds * _FASTER
+        (score.explained if further else score.unexplained).append(f"seed {seed}: {found[0]}; {times}")
     return score
 
 
@@ -85,13 +89,14 @@ def report(free: Score, conflicting: Score, seeds: range, seconds: float) -> Ite
     yield "| programs | | |"
     yield "|---|---|---|"
     yield f"| no conflicting annotations | every value sharded as by Shardy | {free} |"
+    yield f"| | not so, and at least 5 % less estimated time | {len(free.explained)} of {free.programs} |"
     yield f"| conflicting annotations | no more bytes than Shardy | {conflicting} |"
     yield f"| | no more estimated time than Shardy | {conflicting.cheaper} of {conflicting.programs} |"
     if conflicting.ratios:
         low, middle, high = statistics.quantiles(conflicting.ratios, n=4)
         yield f"| | bytes over Shardy's, median (quartiles) | {middle:.2f} ({low:.2f} - {high:.2f}) |"
     for title, lines in (
-        ("Sharded differently", free.unexplained),
+        ("Sharded differently, for no less estimated time", free.unexplained),
         ("More bytes, for less estimated time: arithmetic that Shardy replicates is shared out", conflicting.explained),
         (
             "Refused, or more bytes and more estimated time: the search ended in a local minimum",

@@ -1,0 +1,45 @@
+"""Iterations on stacks of matrices that are cut inside."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tests.best import Row, exchanged, f32, reduced
+
+L, D = 64, 2048
+STACK = L * D * D * 4
+MESH = {"x": 64}
+
+
+def _newton_schulz(x: Tensor) -> Tensor:
+    x = x / x.norm(dim=(-2, -1), keepdim=True)
+    for _ in range(5):
+        a = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x
+
+
+def _inverse_root(x: Tensor) -> Tensor:
+    values, vectors = torch.linalg.eigh(x @ x.mT)
+    return vectors * values.pow(-0.25).unsqueeze(-2) @ vectors.mT
+
+
+def _row(name: str, program: object, **more: object) -> Row:
+    return Row(
+        name, program, (f32(L, D, D),), ("_ m@x _",), MESH, 2 * exchanged(STACK, 64), 2, out_specs="_ m@x _", **more
+    )
+
+
+ROWS = [
+    _row("Newton-Schulz on a stack of cut matrices", _newton_schulz),
+    _row("Cholesky of a stack of cut matrices", lambda x: torch.linalg.cholesky(x), short={"collectives": 1.5},
+         why="252 bytes say of each matrix whether it could be factored"),
+    _row("eigenvectors of a stack of cut matrices", lambda x: torch.linalg.eigh(x)[1]),
+    _row("inverse roots of a stack of cut matrices", _inverse_root),
+    Row("Newton-Schulz on a cut stack", _newton_schulz, (f32(L, 256, 256),), ("l@x _ _",), MESH),
+    Row("product of matrices, cut in k", lambda a, b: a @ b, (f32(D, D), f32(D, D)), ("_ k@x", "k@x _"), MESH,
+        reduced(D * D * 4, 64), 1, out_specs="_ _"),
+    Row("product of matrices in two dims", lambda a, b: a @ b, (f32(D, D), f32(D, D)), ("m@a _", "_ n@b"),
+        {"a": 4, "b": 4}),
+]  # fmt: skip

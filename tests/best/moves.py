@@ -1,0 +1,80 @@
+"""Moves along a dim that is cut: what is sent is what crosses the borders."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import shardlib as sl
+from tests.best import Row, exchanged, f32, gathered, reduced
+
+N, D = 1024, 64
+ROW = D * 4
+SEQ = {"seq": 8}
+
+
+def _row(
+    name: str, program: object, nbytes: float, collectives: int = 1, shape: tuple[int, ...] = (N, D), **more: object
+) -> Row:
+    spec = " ".join(["s@seq", *"_" * (len(shape) - 1)])
+    return Row(name, program, (f32(*shape),), (spec,), SEQ, nbytes, collectives, **more)
+
+
+def _before(x: Tensor) -> Tensor:
+    return torch.cat([x[:1], x[:-1]])
+
+
+def _shift(x: Tensor) -> Tensor:
+    return F.pad(x, (0, 0, 1, 0))[:-1]
+
+
+def _differences(x: Tensor) -> Tensor:
+    return x - F.pad(x, (0, 0, 1, 0))[:-1]
+
+
+def _slots(x: Tensor) -> Tensor:
+    return torch.cat([torch.zeros(1, D), x[:-1]])
+
+
+def _windows(x: Tensor) -> Tensor:
+    return x.unfold(0, 4, 1).mean(-1)
+
+
+def _causal(x: Tensor, w: Tensor) -> Tensor:
+    return F.conv1d(F.pad(x, (3, 0)), w, groups=D)
+
+
+def _spatial(x: Tensor, w: Tensor) -> Tensor:
+    return F.conv2d(x, w, padding=1)
+
+
+CONV = (f32(4, D, N), f32(D, 1, 4))
+IMAGE = (f32(4, 3, 64, 64), f32(8, 3, 3, 3))
+ROWS = [
+    _row("roll by one", lambda x: x.roll(1, 0), ROW),
+    _row("roll by three the other way", lambda x: x.roll(-3, 0), 3 * ROW),
+    _row("the row before, the first twice", _before, ROW),
+    _row("shift by a pad", _shift, ROW),
+    _row("differences of rows by a pad", _differences, ROW),
+    _row("differences of rows by slices", lambda x: x[1:] - x[:-1], ROW),
+    _row("diff", lambda x: x.diff(dim=0), ROW),
+    _row("slots that move on, one each", _slots, ROW, shape=(8, D)),
+    _row("slots that move on, some each", _slots, ROW),
+    _row("gradient of a shift by a pad", sl.grad(lambda x: (_shift(x) * x).sum()), 2 * ROW, 2),
+    _row("windows of four rows", _windows, 3 * ROW),
+    _row("every second row", lambda x: x[::2], 0, 0),
+    _row("flip", lambda x: x.flip(0), N * ROW / 8, 1, short={"bytes": 4, "collectives": 4},
+         why="messages go a number of places round the ring: pairs that lie crosswise take several"),
+    Row("causal convolution", _causal, CONV, ("_ _ s@seq", "..."), SEQ, 4 * 3 * ROW, 1,
+        short={"bytes": 5.01, "collectives": 4}, why="the padded dim is cut elsewhere than the result: both ends move"),
+    Row("image cut in height, 3 x 3", _spatial, IMAGE, ("_ _ h@seq _", "..."), SEQ, 2 * 4 * 3 * 64 * 4, 2),
+    Row("gradient of an image's kernel", sl.grad(lambda x, w: _spatial(x, w).sin().sum(), 1), IMAGE,
+        ("_ _ h@seq _", "..."), SEQ, 2 * 4 * 3 * 64 * 4 + reduced(8 * 27 * 4, 8), 3,
+        short={"bytes": 3.2, "collectives": 1.7},
+        why="borders of the gradient are exchanged, which has more channels; those of x might be kept instead"),
+    _row("maximum pool without overlap", lambda x: F.max_pool1d(x.t(), 4).t(), 0, 0),
+    _row("running sum", lambda x: x.cumsum(0), gathered(8 * ROW, 8), 1),
+    _row("sum of all rows", lambda x: x.sum(0), reduced(ROW, 8), 1),
+    _row("transposed: rows to columns", lambda x: sl.shard(x, "_ d@seq"), exchanged(N * ROW, 8), 1),
+]  # fmt: skip

@@ -1,0 +1,61 @@
+"""Tables whose rows are cut, and what follows them."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+import shardlib as sl
+from tests.best import Row, exchanged, f32, gathered, ints, reduced
+
+V, D, B, T = 1 << 20, 64, 512, 16
+TENSOR = {"tensor": 8}
+BOTH = {"data": 4, "tensor": 8}
+
+
+def _embed(w: Tensor, i: Tensor) -> Tensor:
+    return F.embedding(i, w)
+
+
+def _loss(w: Tensor, i: Tensor) -> Tensor:
+    return F.embedding(i, w).sin().sum()
+
+
+def _bag(w: Tensor, i: Tensor) -> Tensor:
+    return F.embedding_bag(i, w, mode="sum")
+
+
+def _dlrm(w: Tensor, i: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return (F.embedding_bag(i, w, mode="sum") @ a).relu() @ b
+
+
+def _step(w: Tensor, i: Tensor) -> Tensor:
+    return w - 0.1 * sl.grad(_loss)(w, i)
+
+
+OUT = B * T * D * 4  # bytes of what is looked up
+BAGS = B * D * 4
+H = 1024
+ALIKE = "what is done to looked-up rows, element by element, is repeated: two messages for one would spare it"
+ROWS = [
+    Row("lookup in a table of cut rows", _embed, (f32(V, D), ints(B, T)), ("v@tensor _", "..."), TENSOR,
+        gathered(OUT, 8), 1, out_specs="b@tensor ..."),
+    Row("lookup in a table, batch over data", _embed, (f32(V, D), ints(B, T)), ("v@tensor _", "b@data _"), BOTH,
+        gathered(OUT / 4, 8), 1, out_specs="b@(data tensor) _ _"),
+    Row("gradient of a table of cut rows", sl.grad(_loss), (f32(V, D), ints(B, T)), ("v@tensor _", "..."), TENSOR,
+        reduced(OUT, 8), 1, short={"work": 4.6}, why=ALIKE),
+    Row("gradient of a table, batch over data", sl.grad(_loss), (f32(V, D), ints(B, T)), ("v@tensor _", "b@data _"),
+        BOTH, reduced(OUT / 4, 8) + reduced(V * D / 2, 4), 2, short={"work": 4.6}, why=ALIKE),
+    Row("SGD step of a table of cut rows", _step, (f32(V, D), ints(B, T)), ("v@tensor _", "..."), TENSOR,
+        reduced(OUT, 8), 1, short={"work": 1.15}, why=ALIKE),
+    Row("gradient of a table by columns", sl.grad(_loss), (f32(V, D), ints(B, T)), ("_ d@tensor", "..."), TENSOR),
+    Row("bags from a table of cut rows", _bag, (f32(V, D), ints(B, T)), ("v@tensor _", "..."), TENSOR,
+        reduced(BAGS, 8), 1, out_specs="_ _"),
+    Row("DLRM: bags, then an MLP", _dlrm, (f32(V, D), ints(B, T), f32(D, H), f32(H, 1)),
+        ("v@tensor _", "...", "...", "..."), {"tensor": 64}, gathered(BAGS, 64) + gathered(B * 4, 64), 2,
+        out_specs="_ _"),
+    Row("DLRM: bags of columns, then an MLP over rows", _dlrm, (f32(V, D), ints(B, T), f32(D, H), f32(H, 1)),
+        ("_ d@tensor", "b@tensor _", "...", "..."), TENSOR, gathered(B * T * 8, 8) + exchanged(BAGS, 8), 2),
+    Row("rows of a table by an index", lambda w, i: w[i].sin(), (f32(V, D), ints(B)), ("v@tensor _", "..."),
+        TENSOR, gathered(BAGS, 8), 1, out_specs="b@tensor _"),
+]  # fmt: skip
