@@ -4,13 +4,14 @@ concatenations come to, one after the other."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-_LIB: Any = torch.library.Library("shardlib", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIB.define("splice(Tensor[] tensors, int dim, int[] sources, int[] starts, int[] stops, Scalar[] fills) -> Tensor")
+torch.library.define(
+    "shardlib::splice",
+    "(Tensor[] tensors, int dim, int[] sources, int[] starts, int[] stops, Scalar[] fills) -> Tensor",
+)
 
 
 def splice(
@@ -37,6 +38,6 @@ def splice(
     return torch.cat(parts, dim)
 
 
-_LIB.impl("splice", splice, "CompositeExplicitAutograd")
+torch.library.impl("shardlib::splice", "CompositeExplicitAutograd", splice)
 
 SPLICE = torch.ops.shardlib.splice.default
