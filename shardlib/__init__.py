@@ -11,6 +11,7 @@ from shardlib.eager import dispatch as _dispatch  # noqa: F401  (and this, with 
 from shardlib.eager import functional as _functional  # noqa: F401  (and this)
 from shardlib.errors import ShardingError
 from shardlib.jit import jit
+from shardlib.machine import Machine
 from shardlib.manual.collectives import (
     all_gather,
     all_to_all,
@@ -24,6 +25,7 @@ from shardlib.manual.collectives import (
     psum,
     reduce_scatter,
 )
+from shardlib.measuring import measure as _measure  # noqa: F401  (tells Machine how)
 from shardlib.meshes.mesh import Mesh, current_mesh, no_mesh
 from shardlib.modules import optimizers as _optimizers  # noqa: F401  (registers itself with torch)
 from shardlib.modules import strategies
@@ -56,6 +58,8 @@ __all__ = [
     "to_dtensor", "from_dtensor",
     # compiling and planning
     "jit", "Plan", "check", "comm_budget", "redundancy_budget", "rule", "prove", "Proof", "debug_print",
+    # what a step would take
+    "Machine",
     # modules of torch
     "parallelize", "materialize", "strategies", "Precision", "suggest", "Checkpoints",
     # per-device code by hand

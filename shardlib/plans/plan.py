@@ -14,6 +14,7 @@ from shardlib.aten.traits import has
 from shardlib.compile import Compiled
 from shardlib.graph import Op, Value, is_creation
 from shardlib.lines import Line, place
+from shardlib.machine import Machine
 from shardlib.plans import backends
 from shardlib.plans.diff import PlanDiff, diff
 from shardlib.plans.explain import Explainer
@@ -27,6 +28,7 @@ from shardlib.program.storage import peak_bytes
 from shardlib.program.text import show
 from shardlib.propagate.bound import LowerBound, lower_bound
 from shardlib.propagate.refine import alone
+from shardlib.simulate.simulated import Simulated
 from shardlib.specs.fixed import Names
 from shardlib.specs.layout import Layout
 
@@ -224,6 +226,23 @@ class Plan:
             False
         """
         return diff(self, other)
+
+    def simulate(self, machine: Machine | str | None = None, *, fused: bool = False) -> Simulated:
+        """What one call would take on `machine` (an `sl.Machine`, its text, or None: that of the mesh): seconds,
+        exposed communication, utilisation, memory over time. An estimate; nothing runs.
+
+        `fused` counts calls element by element that follow each other as one kernel, as a compiler would make them.
+        Raises `ShardingError` where the machine has links for axes that the mesh has not.
+
+        Example:
+            >>> import torch, shardlib as sl
+            >>> x = torch.empty(8192, 8192, device="meta")
+            >>> with sl.Mesh.abstract(data=8):
+            ...     plan = sl.jit(lambda x, y: x @ y, in_specs=("_ k@data", "k@data _")).plan(x, x)
+            >>> [f"{step.exposed / step.seconds:.0%}" for step in map(plan.simulate, ("h100", "a100-40"))]
+            ['33%', '17%']
+        """
+        return Simulated(self.compiled.program, self.name, Machine.of(machine), fused=fused)
 
     # Forms ----------------------------------------------------------------------------------------------------------
 

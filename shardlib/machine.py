@@ -1,0 +1,334 @@
+"""The machine: what its devices, and the links between them, do in a second. The one place with physical constants.
+
+A `Machine` is a value that prints and parses back. Devices stand in nodes; links inside a node and between nodes
+differ. Which link a collective uses follows from where the ranks of its group are: on a mesh, the right-most axis
+varies fastest over the ranks, so inner axes lie inside nodes.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from shardlib.errors import ShardingError
+
+_BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "f8": 1}
+
+
+class Axis(Protocol):
+    """A mesh axis, or a part of one: `size` devices, each `post` along the axis `name` from the next."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def post(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device.
+
+    `flops` are FLOP/s of products by dtype (`f64`, `f32`, `bf16`, `f16`, `f8`; a dtype that is not named has the rate
+    of one as wide, or the next wider one); `efficiency` is the share of them that products reach. `bandwidth` is
+    bytes/s of its memory, read or written, `memory` its bytes, `host` bytes/s to and from the host's memory, `launch`
+    the seconds that a call takes at least. `overlaps` says whether messages fly while it computes.
+    """
+
+    flops: Mapping[str, float]
+    bandwidth: float
+    memory: float
+    host: float
+    launch: float = 0.0
+    efficiency: float = 1.0
+    overlaps: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "flops", MappingProxyType(dict(self.flops)))
+        unknown = [f"flops of {name!r}: dtypes are {', '.join(_BYTES)}" for name in self.flops if name not in _BYTES]
+        named = {f"flops[{name!r}]": rate for name, rate in self.flops.items()}
+        rates = {"bandwidth": self.bandwidth, "memory": self.memory, "host": self.host, "efficiency": self.efficiency}
+        _refuse(self, [*unknown, *_not_positive(named | rates), *_negative({"launch": self.launch})])
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    def rate(self, dtype: str, itemsize: int) -> float:
+        """FLOP/s of products in `dtype`, whose elements have `itemsize` bytes.
+
+        Example:
+            >>> h100 = Machine.preset("h100").device
+            >>> h100.rate("bf16", 2) == h100.flops["bf16"] * h100.efficiency
+            True
+        """
+        if dtype not in self.flops:
+            wide = sorted(self.flops, key=lambda name: (_BYTES[name] < itemsize, abs(_BYTES[name] - itemsize)))
+            dtype = wide[0]
+        return self.flops[dtype] * self.efficiency
+
+    def __repr__(self) -> str:
+        return _written(self)
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link: `bandwidth` in bytes/s that a device sends while it receives as much, `latency` in seconds of a hop,
+    and how many devices share it (`sharing`, of a network card)."""
+
+    bandwidth: float
+    latency: float = 0.0
+    sharing: int = 1
+
+    def __post_init__(self) -> None:
+        rates = {"bandwidth": self.bandwidth, "sharing": self.sharing}
+        _refuse(self, [*_not_positive(rates), *_negative({"latency": self.latency})])
+
+    def __repr__(self) -> str:
+        return _written(self)
+
+
+class Span(NamedTuple):
+    """A group of ranks on a machine: `near` of them in each of `far` nodes, and the links that they use."""
+
+    near: int
+    far: int
+    inner: Link
+    outer: Link
+
+    @property
+    def size(self) -> int:
+        return self.near * self.far
+
+    @property
+    def shared(self) -> float:
+        """Bytes/s that each member may send between nodes while all members of all groups do."""
+        return self.outer.bandwidth / self.outer.sharing
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Nodes of `node` devices, `inner` links inside a node and `outer` ones between nodes.
+
+    `links` names mesh axes that have a link of their own. `Machine.preset` knows some machines, `Machine.measure` this
+    one, and `dataclasses.replace` changes fields. Text parses back. Raises `ShardingError` for rates that are not
+    positive, naming all of them.
+
+    Example:
+        >>> machine = Machine.preset("h100")
+        >>> machine.node, machine.device.memory, machine.inner
+        (8, 80000000000.0, Link(bandwidth=340e9, latency=3e-06))
+        >>> Machine.parse(repr(machine)) == machine
+        True
+    """
+
+    device: Device
+    inner: Link
+    outer: Link
+    node: int = 8
+    name: str = ""
+    links: Mapping[str, Link] = field(default_factory=dict)
+
+    measured: ClassVar[Callable[[], Machine]]  # filled in by the floor that can run things
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "links", MappingProxyType(dict(self.links)))
+        _refuse(self, _not_positive({"node": self.node}))
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    def __repr__(self) -> str:
+        return _written(self)
+
+    def __str__(self) -> str:
+        return self.name if PRESETS.get(self.name) == self else repr(self)
+
+    @staticmethod
+    def preset(name: str) -> Machine:
+        """A machine by name: `"h100"`, `"h200"`, `"a100-40"`, `"cpu"`, and `"node"`, round figures of one node of GPUs.
+
+        Peak rates are the makers' (dense, without sparsity); links are what collectives reach on them. `"node"` is
+        what a mesh has that names no machine.
+
+        Example:
+            >>> Machine.preset("a100-40").device.flops["bf16"]
+            312000000000000.0
+            >>> Machine.preset("h10")
+            Traceback (most recent call last):
+                ...
+            shardlib.errors.ShardingError: 'h10' is no machine; did you mean 'h100'?:
+              * known are node, h100, h200, a100-40, cpu
+            Remedy: Machine(device=Device(...), inner=Link(...), outer=Link(...)), or Machine.measure()
+        """
+        if name not in PRESETS:
+            close = get_close_matches(str(name), PRESETS, n=1)
+            raise ShardingError(
+                f"{name!r} is no machine" + (f"; did you mean {close[0]!r}?" if close else ""),
+                [f"known are {', '.join(PRESETS)}"],
+                remedy="Machine(device=Device(...), inner=Link(...), outer=Link(...)), or Machine.measure()",
+            )
+        return PRESETS[name]
+
+    @staticmethod
+    def parse(text: str) -> Machine:
+        """The machine of a text: the name of a preset, or what `repr` prints.
+
+        Example:
+            >>> Machine.parse("h200").name
+            'h200'
+        """
+        text = text.strip()
+        if not text.startswith("Machine("):
+            return Machine.preset(text)
+        try:
+            machine = _read(ast.parse(text, mode="eval").body)
+        except (SyntaxError, ValueError, TypeError) as error:
+            raise ShardingError(f"{text!r} cannot be read as a machine", [str(error)]) from error
+        assert isinstance(machine, Machine)
+        return machine
+
+    @staticmethod
+    def of(what: Machine | str | None) -> Machine:
+        """A machine, the one of a text, or the default."""
+        if isinstance(what, Machine):
+            return what
+        if isinstance(what, str):
+            return Machine.parse(what)
+        if what is None:
+            return PRESETS["node"]
+        raise ShardingError(f"{what!r} is no machine", remedy='machine="h100", or an sl.Machine')
+
+    @staticmethod
+    def measure() -> Machine:
+        """The machine that this process, or this world of ranks, runs on: products, copies and collectives are timed.
+
+        Takes some seconds. On ranks every rank calls it, and all get the same machine: the slowest of each figure. In
+        one process there are no links to be timed: they are those of the preset `"cpu"`.
+        """
+        return Machine.measured()
+
+    def faults(self, axes: Mapping[str, int]) -> list[str]:
+        """What keeps this machine from being that of a mesh with these axes."""
+        listing = ", ".join(f"{name}={size}" for name, size in axes.items())
+        return [
+            f"the machine has a link for axis {name!r}, the mesh ({listing}) has none"
+            for name in self.links
+            if name not in axes
+        ]
+
+    def span(self, group: Sequence[Axis], axes: Mapping[str, int]) -> Span:
+        """Where the members of a group along some axes of a mesh are.
+
+        Example:
+            >>> from shardlib import Mesh
+            >>> mesh, h100 = Mesh.abstract(data=16, tensor=8), Machine.preset("h100")
+            >>> [h100.span((mesh.axis(name),), mesh.axes)[:2] for name in ("data", "tensor")]
+            [(1, 16), (8, 1)]
+        """
+        own = [self.links[a.name] for a in group if a.name in self.links]
+        if own:  # the slowest of the named links is what the group goes at
+            link = min(own, key=lambda link: link.bandwidth / link.sharing)
+            return Span(1, math.prod(a.size for a in group), link, link)
+        strides, stride = {}, 1
+        for name, size in reversed(list(axes.items())):
+            strides[name], stride = stride, stride * size
+        near = far = 1
+        for axis in group:
+            step = strides[axis.name] * axis.post
+            inside = math.gcd(axis.size, self.node // step) if self.node % step == 0 else 1
+            near, far = near * inside, far * (axis.size // inside)
+        return Span(near, far, self.inner, self.outer)
+
+
+def _written(x: Any) -> str:
+    """A value as Python would call it; fields that have their default are left out."""
+    words = []
+    for f in fields(x):
+        value = getattr(x, f.name)
+        value = dict(value) if isinstance(value, Mapping) else value
+        if f.name in ("links", "name") and not value:
+            continue
+        if value != f.default:
+            words.append(f"{f.name}={_number(value)}")
+    return f"{type(x).__name__}({', '.join(words)})"
+
+
+def _number(x: Any) -> str:
+    """A literal as a person writes it: 340e9 and not 340000000000.0."""
+    if isinstance(x, dict):
+        return "{" + ", ".join(f"{key!r}: {_number(value)}" for key, value in x.items()) + "}"
+    if isinstance(x, float) and x >= 1e6:
+        power = 12 if x >= 1e12 else 9
+        short = f"{x / 10**power:.12g}e{power}"
+        return short if float(short) == x else repr(x)
+    return repr(x)
+
+
+def _read(node: ast.AST) -> Any:
+    """What a call of one of the three classes says, with literals as arguments."""
+    if isinstance(node, ast.Call):
+        kinds: dict[str, Any] = {"Machine": Machine, "Device": Device, "Link": Link}
+        kind = kinds.get(ast.unparse(node.func))
+        if kind is None or node.args:
+            raise ValueError(f"{ast.unparse(node)} is no Machine, Device or Link with fields by name")
+        return kind(**{str(word.arg): _read(word.value) for word in node.keywords})
+    if isinstance(node, ast.Dict):
+        return {ast.literal_eval(k): _read(v) for k, v in zip(node.keys, node.values, strict=True) if k is not None}
+    return ast.literal_eval(ast.unparse(node))
+
+
+def _not_positive(values: Mapping[str, float]) -> list[str]:
+    return [f"{name} is {x!r}, not a positive number" for name, x in values.items() if not _is_number(x) or x <= 0]
+
+
+def _negative(values: Mapping[str, float]) -> list[str]:
+    return [f"{name} is {x!r}, not a number of 0 or more" for name, x in values.items() if not _is_number(x) or x < 0]
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and not math.isnan(x)
+
+
+def _refuse(x: object, faults: Sequence[str]) -> None:
+    if faults:
+        rule = "rates are per second, in bytes or FLOPs, and positive"
+        raise ShardingError(f"{type(x).__name__} cannot be made", faults, rule=rule)
+
+
+_H100 = Device(
+    {"f64": 67e12, "f32": 67e12, "bf16": 989e12, "f16": 989e12, "f8": 1979e12},
+    bandwidth=3.35e12, memory=80e9, host=55e9, launch=3e-6, efficiency=0.7,
+)  # fmt: skip
+_A100 = Device(
+    {"f64": 19.5e12, "f32": 19.5e12, "bf16": 312e12, "f16": 312e12},
+    bandwidth=1.555e12, memory=40e9, host=25e9, launch=3e-6, efficiency=0.7,
+)  # fmt: skip
+
+# NVLink 4 is 450 GB/s a direction and NVLink 3 300 GB/s, a 400 Gb/s card 50 GB/s: collectives reach some nine tenths of
+# the network and three quarters of NVLink. An A100 node on EFA has four cards of 100 Gb/s for its eight devices.
+PRESETS: Mapping[str, Machine] = MappingProxyType({
+    machine.name: machine
+    for machine in (
+        # Round figures that rank choices: one node of any size. Small collectives travel together there.
+        Machine(
+            Device({"f32": 50e12, "bf16": 400e12}, bandwidth=2e12, memory=80e9, host=25e9),
+            Link(300e9, 3e-8), Link(300e9, 3e-8), 1, "node",
+        ),
+        Machine(_H100, Link(340e9, 3e-6), Link(45e9, 1e-5), 8, "h100"),
+        Machine(
+            Device(_H100.flops, bandwidth=4.8e12, memory=141e9, host=55e9, launch=3e-6, efficiency=0.7),
+            Link(340e9, 3e-6), Link(45e9, 1e-5), 8, "h200",
+        ),
+        Machine(_A100, Link(230e9, 3e-6), Link(11e9, 2e-5, sharing=2), 8, "a100-40"),
+        Machine(
+            Device({"f64": 50e9, "f32": 100e9}, bandwidth=10e9, memory=16e9, host=10e9, launch=2e-6, overlaps=False),
+            Link(2e9, 5e-5), Link(1e9, 1e-4), 8, "cpu",
+        ),
+    )
+})  # fmt: skip

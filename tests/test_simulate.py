@@ -1,0 +1,200 @@
+"""Simulated steps against figures worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import shardlib as sl
+from shardlib.machine import Device, Link, Machine, Span
+from shardlib.simulate.collectives import transfer
+from shardlib.simulate.timeline import COMPUTE, FAR, NEAR
+
+# Figures that one can do sums with: a FLOP takes as long as a byte, links are ten and a hundred times slower.
+DEVICE = Device({"f32": 1e9}, bandwidth=1e9, memory=1e9, host=1e9)
+SLOW = Machine(DEVICE, inner=Link(1e8, 1e-3), outer=Link(1e7, 1e-2, sharing=2), node=4)
+MESH = sl.Mesh.abstract(far=2, near=4)
+
+
+def plan(fn: Any, *args: Any, mesh: sl.Mesh = MESH, **kwargs: Any) -> sl.Plan:
+    with mesh:
+        return sl.jit(fn, **kwargs).plan(*args)
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, device="meta", dtype=dtype)
+
+
+def span(*names: str) -> Any:
+    return SLOW.span([MESH.axis(name) for name in names], MESH.axes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "wire", "how", "seconds"),
+    [
+        ("all_gather", ("near",), 3e6, "ring", 3 * 1e-3 + 3e6 / 1e8),
+        ("reduce_scatter", ("near",), 3e6, "ring", 3 * 1e-3 + 3e6 / 1e8),
+        ("all_reduce", ("near",), 6e6, "ring", 6 * 1e-3 + 6e6 / 1e8),
+        ("all_reduce", ("near",), 6.0, "tree", 4 * 1e-3 + 8 / 1e8),  # up and down two levels
+        ("all_to_all", ("near",), 3e6, "exchange", 1e-3 + 3e6 / 1e8),
+        ("ppermute", ("near",), 3e6, "pass", 1e-3 + 3e6 / 1e8),
+        ("all_gather", ("far",), 1e6, "ring", 2 * 1e-2 + 1e6 / 5e6),  # two devices share a card
+        ("ppermute", ("far",), 1e6, "pass", 1e-2 + 1e6 / 5e6),
+        # One hop outside, each with its like, and then 3 inside, of two pieces.
+        ("all_gather", ("far", "near"), 7e6, "by node", 1e-2 + 1e6 / 5e6 + 3 * (1e-3 + 2e6 / 1e8)),
+        # 4 of 7 pieces leave the node and share its cards.
+        ("all_to_all", ("far", "near"), 7e6, "exchange", 1e-2 + 4e6 / 5e6),
+    ],
+)
+def test_seconds_of_a_collective(kind: str, names: tuple[str, ...], wire: float, how: str, seconds: float) -> None:
+    found = transfer(kind, wire, span(*names))
+    assert (found.algorithm, found.far) == (how, "far" in names)
+    assert found.seconds == pytest.approx(seconds)
+
+
+def test_many_nodes_take_a_ring_through_each_card() -> None:
+    found = transfer("all_gather", 63e6, Span(4, 16, Link(1e8), Link(1e7, sharing=2)))
+    assert found == ("ring", pytest.approx(63e6 / 2e7), True)
+
+
+def test_a_product_takes_its_flops_or_its_bytes() -> None:
+    big = plan(lambda x, w: x @ w, meta(64, 64), meta(64, 64)).simulate(SLOW)
+    assert big.seconds == pytest.approx(2 * 64**3 / 1e9)
+    thin = plan(lambda x, w: x @ w, meta(64, 1), meta(1, 64)).simulate(SLOW)
+    assert thin.seconds == pytest.approx(4 * (64 + 64 + 64 * 64) / 1e9)
+    assert big.utilisation.model == pytest.approx(1.0)
+
+
+def test_views_take_no_time_and_calls_their_launch() -> None:
+    launched = replace(SLOW, device=replace(DEVICE, launch=1.0))
+    step = plan(lambda x: x.t().reshape(-1).view(2, -1).relu(), meta(1, 8)).simulate(launched)
+    assert step.seconds == 1.0
+
+
+def test_a_lookup_reads_what_it_looks_up() -> None:
+    table, rows = meta(1 << 20, 4), torch.empty(8, dtype=torch.int64, device="meta")
+    step = plan(torch.nn.functional.embedding, rows, table).simulate(SLOW)
+    assert step.seconds == pytest.approx((2 * 8 * 4 * 4 + 8 * 8) / 1e9)
+
+
+def test_a_dtype_has_its_rate() -> None:
+    both = replace(DEVICE, flops={"f32": 1e9, "bf16": 4e9}, bandwidth=1e15)
+    wide, narrow = (
+        plan(lambda x: x @ x, meta(64, 64, dtype=dtype)).simulate(replace(SLOW, device=both)).seconds
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert wide == pytest.approx(4 * narrow)
+    assert both.rate("f16", 2) == 4e9  # as wide as bf16
+    assert both.rate("f8_e4m3", 1) == 4e9  # the next wider one
+
+
+def sums(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x @ w, v.exp()  # the second does not wait for the first one's sum
+
+
+SPECS = ("_ k@near", "k@near _", "...")
+
+
+def test_what_does_not_wait_hides_a_message() -> None:
+    x, w = meta(8, 64), meta(64, 8)
+    for side, hidden in ((8, False), (4096, True)):
+        step = plan(sums, x, w, meta(side, side), in_specs=SPECS).simulate(SLOW)
+        message = transfer("all_reduce", 2 * 8 * 8 * 4 * 3 / 4, span("near")).seconds
+        first, second = 2 * 8 * 8 * 64 / 4 / 1e9, 8 * side**2 / 1e9
+        assert step.timeline.busy(NEAR) == pytest.approx(message)
+        assert step.exposed == pytest.approx(0.0 if hidden else message - second)
+        assert step.seconds == pytest.approx(first + max(message, second))
+        assert [e.stream for e in step.critical_path] == ([COMPUTE, COMPUTE] if hidden else [COMPUTE, NEAR])
+
+
+def test_a_device_that_cannot_overlap_waits() -> None:
+    serial = replace(SLOW, device=replace(DEVICE, overlaps=False))
+    x, w, v = meta(8, 64), meta(64, 8), meta(4096, 4096)
+    apart, together = (plan(sums, x, w, v, in_specs=SPECS).simulate(m) for m in (serial, SLOW))
+    assert apart.exposed == pytest.approx(together.timeline.busy(NEAR))
+    assert apart.seconds == pytest.approx(together.seconds + apart.exposed)
+
+
+def test_links_are_streams_of_their_own() -> None:
+    def both(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.sum(0), y.sum(0)
+
+    step = plan(both, meta(64, 1000), meta(64, 1000), in_specs=("a@far _", "a@near _")).simulate(SLOW)
+    ends = {e.stream: e.end for e in step.timeline.events if e.stream != COMPUTE}
+    assert set(ends) == {NEAR, FAR}
+    assert step.seconds < step.timeline.busy(NEAR) + step.timeline.busy(FAR) + step.timeline.busy(COMPUTE)
+
+
+def chain(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ w).exp().sum()
+
+
+def test_what_is_done_again_is_no_use_of_the_model() -> None:
+    def kept(x: torch.Tensor, w: torch.Tensor) -> Any:
+        loss = chain(x, w)
+        return loss, torch.autograd.grad(loss, (x, w))
+
+    def again(x: torch.Tensor, w: torch.Tensor) -> Any:
+        loss = checkpoint(chain, x, w, use_reentrant=False)
+        return loss, torch.autograd.grad(loss, (x, w))
+
+    x, w = meta(256, 256).requires_grad_(), meta(256, 256).requires_grad_()
+    once, twice = (plan(fn, x, w).simulate(SLOW) for fn in (kept, again))
+    products = 2 * 256**3
+    assert once.utilisation.model == once.utilisation.hardware
+    work = (twice.utilisation.hardware - twice.utilisation.model) * twice.seconds * 1e9
+    assert work == pytest.approx(products, rel=0.01)  # one product of three was done again
+
+
+def test_calls_that_a_compiler_joins_touch_memory_once() -> None:
+    def steps(x: torch.Tensor) -> torch.Tensor:
+        return (x * 2 + 1).tanh().exp()
+
+    n, wide = 1 << 16, replace(SLOW, device=replace(DEVICE, launch=1e-5))
+    apart, joined = (plan(steps, meta(n)).simulate(wide, fused=fused).seconds for fused in (False, True))
+    assert apart == pytest.approx(4 * 8 * n / 1e9)
+    assert joined == pytest.approx(max(8 * n, 4 * n) / 1e9, rel=0.6)
+    assert joined < apart / 2
+
+
+def test_the_peak_is_the_plan_s() -> None:
+    planned = plan(sl.grad(chain, argnums=(0, 1)), meta(64, 64), meta(64, 64), in_specs=("a@near _", None))
+    assert planned.simulate(SLOW).peak_memory == planned.peak_memory
+
+
+def test_text_says_that_it_is_simulated() -> None:
+    step = plan(torch.matmul, meta(64, 64), meta(64, 64), in_specs=("_ k@near", "k@near _")).simulate("h100")
+    head, *rows = str(step).splitlines()
+    assert head == "matmul on Mesh.abstract(far=2, near=4), machine h100: simulated, not measured"
+    assert [row.split("  ")[1] for row in rows][:1] == ["step"]
+    assert any("peak memory" in row and "74.5 GiB" in row for row in rows)
+    assert any("all_reduce[near]" in row and "test_simulate.py" in row for row in rows)
+
+
+def test_pictures(tmp_path: Path) -> None:
+    step = plan(sums, meta(8, 64), meta(64, 8), meta(8, 8), in_specs=SPECS).simulate(SLOW)
+    step.to_perfetto(tmp_path / "step.json")
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    spans = [e for e in events if e["ph"] == "X"]
+    assert len(spans) == len(step.timeline.events)
+    assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(1e6 * step.seconds)
+    assert {e["args"]["line"].partition(":")[0] for e in spans} == {"tests/test_simulate.py"}
+    assert max(e["args"]["bytes"] for e in events if e["ph"] == "C") == step.peak_memory
+    for name in ("step.png", "step.svg"):
+        step.plot(tmp_path / name)
+        assert (tmp_path / name).stat().st_size > 1000
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step.json", "step.png", "step.svg"]
+
+
+def test_a_machine_of_another_mesh_is_refused() -> None:
+    wrong = replace(SLOW, links={"pod": Link(1e9), "near": Link(1e9)})
+    with pytest.raises(sl.ShardingError) as error:
+        plan(torch.relu, meta(4)).simulate(wrong).seconds  # noqa: B018
+    assert "the machine has a link for axis 'pod', the mesh (far=2, near=4) has none" in str(error.value)
+    assert "'near'" not in str(error.value)
