@@ -41,6 +41,7 @@ from shardlib.plans.plan import Plan
 from shardlib.printing import debug_print
 from shardlib.prove import Proof, prove
 from shardlib.rules import rule
+from shardlib.scaling import scaling
 from shardlib.scanning import scan
 from shardlib.shard_map import shard_map
 from shardlib.specs.spec import P, Spec
@@ -59,7 +60,7 @@ __all__ = [
     # compiling and planning
     "jit", "Plan", "check", "comm_budget", "redundancy_budget", "rule", "prove", "Proof", "debug_print",
     # what a step would take
-    "Machine",
+    "Machine", "scaling",
     # modules of torch
     "parallelize", "materialize", "strategies", "Precision", "suggest", "Checkpoints",
     # per-device code by hand

@@ -198,3 +198,28 @@ def test_a_machine_of_another_mesh_is_refused() -> None:
         plan(torch.relu, meta(4)).simulate(wrong).seconds  # noqa: B018
     assert "the machine has a link for axis 'pod', the mesh (far=2, near=4) has none" in str(error.value)
     assert "'near'" not in str(error.value)
+
+
+def test_scaling() -> None:
+    def loss(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (x @ w).square().sum()
+
+    step = sl.jit(sl.grad(loss, argnums=1), in_specs=("rows@data _", None))
+    meshes, w = [sl.Mesh.abstract(data=n) for n in (2, 8)], meta(64, 64)
+    strong = sl.scaling(step, meshes, SLOW, (meta(4096, 64), w))
+    weak = sl.scaling(step, meshes, SLOW, lambda mesh: (meta(512 * mesh.size, 64), w))
+    alone = [strong.steps[i].seconds for i in range(2)]
+    assert strong.efficiency == (1.0, pytest.approx(alone[0] * 2 / (alone[1] * 8)))
+    assert weak.efficiency == (1.0, pytest.approx(weak.seconds[0] / weak.seconds[1]))
+    assert weak.steps[1].seconds == strong.steps[1].seconds  # 512 rows on each of 8 devices
+    head, columns, *rows = str(weak).splitlines()
+    assert head == f"weak scaling of loss on {SLOW!r}: simulated, not measured"
+    assert columns.split() == ["mesh", "devices", "seconds", "exposed", "efficiency", "peak", "memory"]
+    assert [row.split()[:2] for row in rows] == [["data=2", "2"], ["data=8", "8"]]
+
+
+def test_scaling_needs_meshes_and_a_plan() -> None:
+    with pytest.raises(sl.ShardingError, match=r"got no mesh(.|\n)*sl\.jit\(step\)"):
+        sl.scaling(sl.jit(torch.relu), [], SLOW, (meta(4),))
+    with pytest.raises(sl.ShardingError, match="which has no plan"):
+        sl.scaling(torch.relu, [MESH], SLOW, (meta(4),))

@@ -1,0 +1,102 @@
+"""`scaling`: how a step's time goes down with more devices, or stays as it is with more data, simulated."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardlib.errors import ShardingError
+from shardlib.machine import Machine
+from shardlib.meshes.mesh import Mesh
+from shardlib.plans.plan import Plan
+from shardlib.plans.plantext import table
+from shardlib.simulate.simulated import Simulated, clock
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Simulated steps on several meshes, in their order; `weak` where the data grew with the mesh.
+
+    `efficiency` is against the first mesh: strong, the speed-up over the ratio of devices; weak, the ratio of seconds.
+    """
+
+    steps: tuple[Simulated, ...]
+    weak: bool
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        return tuple(step.program.mesh.size for step in self.steps)
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        return tuple(step.seconds for step in self.steps)
+
+    @property
+    def efficiency(self) -> tuple[float, ...]:
+        first, n = self.steps[0].seconds, self.devices[0]
+        more = [1.0 if self.weak else n / m for m in self.devices]
+        return tuple(first * share / seconds for share, seconds in zip(more, self.seconds, strict=True))
+
+    def __str__(self) -> str:
+        rows = [("mesh", "devices", "seconds", "exposed", "efficiency", "peak memory")]
+        for step, n, share in zip(self.steps, self.devices, self.efficiency, strict=True):
+            axes = ", ".join(f"{name}={size}" for name, size in step.program.mesh.axes.items())
+            gib = f"{step.peak_memory / 2**30:.3g} GiB"
+            rows.append((axes, str(n), clock(step.seconds), clock(step.exposed), f"{share:.1%}", gib))
+        first = self.steps[0]
+        kind = "weak" if self.weak else "strong"
+        return "\n".join([f"{kind} scaling of {first.name} on {first.machine}: simulated, not measured", *table(rows)])
+
+    __repr__ = __str__
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw efficiency over devices into a file that matplotlib knows by its ending (`.png`, `.svg`)."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(6, 4), layout="constrained")
+        axes = figure.subplots()
+        axes.plot(self.devices, self.efficiency, marker="o")
+        axes.set_xscale("log", base=2)
+        axes.set_ylim(0, 1.1 * max(self.efficiency))
+        axes.set_xlabel("devices")
+        axes.set_ylabel("weak efficiency" if self.weak else "strong efficiency")
+        axes.set_title(f"{self.steps[0].name} on {self.steps[0].machine}, simulated")
+        figure.savefig(os.fspath(path))
+
+
+def scaling(
+    step: Any,
+    meshes: Sequence[Mesh],
+    machine: Machine | str | None = None,
+    args: Sequence[Any] | Callable[[Mesh], Sequence[Any]] = (),
+    *,
+    fused: bool = False,
+) -> Scaling:
+    """Plan a jitted function on each of `meshes` and simulate it on `machine`; nothing runs.
+
+    `args` are its arguments, the same on every mesh (strong scaling), or a function from a mesh to them (weak scaling:
+    more data on more devices); meta tensors will do. `fused` is as in `Plan.simulate`.
+
+    Example:
+        >>> import torch, shardlib as sl
+        >>> def loss(x, w):
+        ...     return torch.relu(x @ w).sum()
+        >>> step = sl.jit(sl.grad(loss, argnums=1), in_specs=("rows@data _", None))
+        >>> meshes = [sl.Mesh.abstract(data=n) for n in (8, 64, 512)]
+        >>> w = torch.empty(8192, 8192, device="meta")
+        >>> strong = sl.scaling(step, meshes, "h100", (torch.empty(1 << 20, 8192, device="meta"), w))
+        >>> weak = sl.scaling(step, meshes, "h100", lambda m: (torch.empty(2048 * m.size, 8192, device="meta"), w))
+        >>> weak.efficiency[-1] > strong.efficiency[-1], weak.devices
+        (True, (8, 64, 512))
+    """
+    if not meshes or not callable(getattr(step, "plan", None)):
+        what = "no mesh" if not meshes else f"{step!r}, which has no plan"
+        raise ShardingError(f"scaling(...) got {what}", remedy="scaling(sl.jit(step), [sl.Mesh.abstract(data=8), ...])")
+    steps = []
+    for mesh in meshes:
+        with mesh:
+            plan: Plan = step.plan(*(args(mesh) if callable(args) else args))
+        steps.append(plan.simulate(machine, fused=fused))
+    return Scaling(tuple(steps), callable(args))
