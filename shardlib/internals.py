@@ -9,95 +9,19 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardlib.private import Names
+
 SUPPORTED = ("2.11", "2.12", "2.13")  # of torch
-REASONS: dict[str, str] = {}  # a private name -> what it is for
-LATE: list[str] = []  # those that are looked up when they are used
-_lacking: list[str] = []
-
-
-def _torch(name: str, why: str) -> Any:
-    """What torch has under a name."""
-    REASONS[name] = why
-    try:
-        return pkgutil.resolve_name(name)
-    except (ImportError, AttributeError):
-        _lacking.append(name)
-        return None
-
-
-def _late(name: str, why: str) -> str:
-    REASONS[name] = why
-    LATE.append(name)
-    return name
-
-
-def _attribute(name: str, why: str) -> Any:
-    """What reads an attribute of objects; torch has one such object, or its class has the attribute, under `name`."""
-    _torch(name, why)
-    return attrgetter(name.rpartition(".")[2])
-
-
-def _name(name: str, why: str) -> str:
-    """The name itself, for what is known by it."""
-    _torch(name, why)
-    return name
-
-
-def _word(name: str, why: str) -> str:
-    """The last word of a name, for an attribute that is asked or set by it."""
-    return _name(name, why).rpartition(".")[2]
-
-
-def _global(name: str, why: str) -> Any:
-    """What reads a global variable of one of torch's modules, each time anew."""
-    read = _attribute(name, why)
-    return partial(read, pkgutil.resolve_name(name.rpartition(".")[0]))
-
-
-class Slot:
-    """A name of torch's that stands for something else for a while, or from now on."""
-
-    def __init__(self, name: str) -> None:
-        self.owner, _, self.name = name.rpartition(".")
-
-    @property
-    def value(self) -> Any:
-        """What torch finds there."""
-        return getattr(pkgutil.resolve_name(self.owner), self.name)
-
-    @value.setter
-    def value(self, new: Any) -> None:
-        setattr(pkgutil.resolve_name(self.owner), self.name, new)
-
-    @contextmanager
-    def holding(self, new: Any) -> Iterator[None]:
-        """While on, torch finds `new`."""
-        owner = pkgutil.resolve_name(self.owner)
-        is_own, before, self.value = self.name in vars(owner), self.value, new
-        try:
-            yield
-        finally:
-            if is_own:
-                self.value = before
-            else:  # a class inherits it
-                delattr(owner, self.name)
-
-
-def _slot(name: str, why: str) -> Slot:
-    _torch(name, why)
-    return Slot(name)
-
-
-def _late_slot(name: str, why: str) -> Slot:
-    return Slot(_late(name, why))
+_names = Names()
+REASONS, LATE = _names.reasons, _names.lates
+_torch, _attribute, _global = _names.value, _names.attribute, _names.variable
+_name, _word, _late = _names.name, _names.word, _names.late
+_slot, _late_slot = _names.slot, _names.late_slot
 
 
 # --- types, which annotations name, too -------------------------------------------------------------------------------
@@ -350,13 +274,7 @@ def late(name: str) -> Any:
     return pkgutil.resolve_name(name)
 
 
-if _lacking:
-    lines = "".join(f"\n  * {name}: {REASONS[name]}" for name in _lacking)
-    raise ImportError(
-        f"torch {torch.__version__} lacks {len(_lacking)} of the names that shardlib uses:{lines}\n"
-        f"Rule: shardlib runs on torch {', '.join(SUPPORTED)}\n"
-        f"Remedy: install one of these, or a shardlib for torch {torch.__version__}"
-    )
+_names.complete(SUPPORTED)
 if torch.__version__.startswith("2.11."):
     # A CUDA build without a GPU keeps a pointer into the thread that first enters a fake mode, and reads it when that
     # thread is gone: let it be the thread that imports this.

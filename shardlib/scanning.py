@@ -17,8 +17,9 @@ from shardlib.internals import pytree
 from shardlib.lines import Line, user_line
 from shardlib.state import is_tracing
 from shardlib.tensors.form import short_dtype
-from shardlib.tracing.body import Body, trace_body
+from shardlib.tracing.body import trace_body
 from shardlib.tracing.counted import refuse_counts
+from shardlib.tracing.replay import Body
 
 
 def scan(

@@ -80,3 +80,9 @@ OPAQUE: tuple[Any, ...] = (
 # Torch's objects that stand for what somebody gave them.
 _OPEN = ("torch.distributions.", "torch.utils.data.")
 _LIBRARIES = frozenset({"torch", "numpy", "builtins", "shardlib", "functools", "threading", "logging"})
+
+
+def is_of_parameters(x: Any) -> bool:
+    """Whether a container has parameters, or what an optimizer keeps of them: there may be many."""
+    first = next(iter(x.items() if isinstance(x, dict) else ((y,) for y in x)), ())
+    return any(isinstance(y, torch.Tensor) and y.requires_grad and y.is_leaf for y in first)

@@ -36,6 +36,7 @@ from shardlib.calls.kinds import (
     digest,
     is_its_own,
     is_object,
+    is_of_parameters,
     of_numpy,
 )
 from shardlib.calls.numbers import is_given
@@ -166,12 +167,8 @@ class State(Found):
 
     def _attribute(self, owner: int, name: Any, x: Any, known: list[Any], depth: int) -> None:
         """What an object, or a closure, holds under a name."""
-        if self.quick:
-            known.append(name)
-            self._value(x, known, depth + 1)
-            return
         known.append(name)
-        if type(x) in NUMBERS and (owner, name) in self.changing.numbers:
+        if not self.quick and type(x) in NUMBERS and (owner, name) in self.changing.numbers:
             known.append(type(x))
             self.numbers[owner, name] = x, self._at
         else:
@@ -236,7 +233,7 @@ class State(Found):
             return
         if type(x) not in BUILTIN:
             self._own_part(x, known, depth)
-        if (len(x) > LONG and not _is_of_parameters(x)) or depth >= DEPTH:
+        if (len(x) > LONG and not is_of_parameters(x)) or depth >= DEPTH:
             items = [*x.keys(), *x.values()] if isinstance(x, dict) else x
             if len(x) <= LONGEST and PLAIN.issuperset(map(type, items)):
                 known += (tuple(map(type, items)), tuple(y.hex() if type(y) is float else y for y in items))
@@ -337,12 +334,6 @@ class State(Found):
         if depth >= DEPTH or not is_object(x):
             return
         self._own_part(x, known, depth)
-
-
-def _is_of_parameters(x: Any) -> bool:
-    """Whether a container has parameters, or what an optimizer keeps of them: there may be many."""
-    first = next(iter(x.items() if isinstance(x, dict) else ((y,) for y in x)), ())
-    return any(isinstance(y, torch.Tensor) and y.requires_grad and y.is_leaf for y in first)
 
 
 _BOUND = frozenset({types.BuiltinMethodType, types.MethodWrapperType})

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
-import torch
-
-from shardlib.aten.traits import has
 from shardlib.compile import Compiled
-from shardlib.graph import Op, Value, is_creation
+from shardlib.graph import Value
 from shardlib.lines import Line, place
 from shardlib.machine import Machine
 from shardlib.plans import backends
@@ -20,10 +16,11 @@ from shardlib.plans.diff import PlanDiff, diff
 from shardlib.plans.explain import Explainer
 from shardlib.plans.html import page
 from shardlib.plans.naming import Naming, shorten
-from shardlib.plans.plantext import Row, fold, fold_names, si, table
-from shardlib.plans.redundant import Redundant, redundant, sentence
+from shardlib.plans.plantext import indented, si, table
+from shardlib.plans.redundant import Redundant, redundant
+from shardlib.plans.rows import Rows, totals
 from shardlib.printing import OP as PRINT
-from shardlib.program.steps import Collective, Compute, Start, Var, makes, reads
+from shardlib.program.steps import Compute, Var, makes
 from shardlib.program.storage import peak_bytes
 from shardlib.program.text import show
 from shardlib.propagate.bound import LowerBound, lower_bound
@@ -164,6 +161,10 @@ class Plan:
     def _explainer(self) -> Explainer:
         return Explainer(self.compiled, self._naming)
 
+    @property
+    def _rows(self) -> Rows:
+        return Rows(self.compiled, self._naming, self._explainer)
+
     @cached_property
     def output_names(self) -> tuple[Names, ...]:
         """Logical names per output, dim and factor, aligned with the outputs' layouts."""
@@ -248,44 +249,20 @@ class Plan:
 
     def summary(self) -> str:
         """Totals per kind of collective, axis and backend; why these backends; arithmetic and memory."""
-        rows, lines = self._totals()
+        rows, lines = totals(self)
         return "\n".join([*table(rows), *lines])
 
-    def _totals(self) -> tuple[list[tuple[str, ...]], list[str]]:
-        counts: Counter[tuple[str, str, str]] = Counter()
-        sizes: Counter[tuple[str, str, str]] = Counter()
-        reasons: dict[str, None] = {}
-        for c in self.compiled.program.collectives:
-            choice = backends.of_collective(c, self.mesh)
-            key = (c.kind, " ".join(map(str, c.axes)), choice.name if choice else "")
-            counts[key] += 1
-            sizes[key] += c.bytes  # type: ignore[assignment]
-            reasons |= {str(choice): None} if choice else {}
-        rows: list[tuple[str, ...]] = [
-            ("collective", "axes", "times", "wire bytes per device", "by" if reasons else "")
-        ]
-        rows += [(*key[:2], str(counts[key]), si(sizes[key], "B"), key[2]) for key in sorted(counts)]
-        rows.append(("total", "", str(sum(counts.values())), si(self.comm_bytes, "B"), ""))
-        lines = sorted(reasons)
-        lines.append(f"per device: {si(self.flops, 'FLOP')}, peak memory {si(self.peak_memory, 'B')}")
-        lines += filter(None, [sentence(self.redundant, self.flops)])
-        if (halves := self.compiled.halves) is not None:
-            n, held = len(halves.saved), sum(v.nbytes for v in halves.saved)
-            lines.append(f"saved for the backward pass: {n} value{'s' * (n != 1)}, {si(held, 'B')}")
-        lines += [f"no rule, runs replicated: {op} ({n} times)" for op, n in Counter(self.replicated_ops).items()]
-        return rows, lines
-
     def __str__(self) -> str:
-        inputs, outputs = (
-            table([(f"  {name}", *rest) for name, *rest in s]) for s in (self._inputs(), self._outputs())
-        )
-        program = [_PROGRAM, *self._program()]
+        rows = self._rows
+        inputs, outputs = (table([(f"  {name}", *rest) for name, *rest in s]) for s in (rows.inputs(), rows.outputs()))
+        program = [_PROGRAM, *indented(rows.program())]
         parts = [[self.heading], ["inputs", *inputs], program, ["outputs", *outputs], [self.summary()]]
         return "\n\n".join("\n".join(part) for part in parts)
 
     def _repr_html_(self) -> str:
-        inputs, outputs = (("inputs", self._inputs()), ("outputs", self._outputs()))
-        return page(self.heading, [inputs, (_PROGRAM, self._folded()), outputs], *self._totals())
+        rows = self._rows
+        inputs, outputs = (("inputs", rows.inputs()), ("outputs", rows.outputs()))
+        return page(self.heading, [inputs, (_PROGRAM, rows.program()), outputs], *totals(self))
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain data (JSON-ready)."""
@@ -309,8 +286,6 @@ class Plan:
         """
         return show(self.compiled.program, where)
 
-    # Text -----------------------------------------------------------------------------------------------------------
-
     @property
     def _in(self) -> tuple[Var, ...]:
         return self.compiled.program.inputs
@@ -325,77 +300,6 @@ class Plan:
         axes = ", ".join(f"{name}={n}" for name, n in self.mesh.axes.items())
         return f"{self.name} on {axes} ({self.mesh.size} devices, {self.mesh.kind})"
 
-    def _inputs(self) -> list[tuple[str, ...]]:
-        rows = []
-        for i, (name, var) in enumerate(zip(self._naming.inputs, self._in, strict=True)):
-            how = "annotated" if i in self.compiled.fixed_inputs else "inferred"
-            rows.append((name, self._naming.typed(var), how))
-        return fold_names(rows)
-
-    def _outputs(self) -> list[tuple[str, ...]]:
-        rows = []
-        for name, out in self._out:
-            rows.append((shorten(name), self._naming.typed(out) if isinstance(out, Var) else repr(out)))
-        return fold_names(rows)
-
-    def _program(self) -> list[str]:
-        folded = self._folded()
-        lines = iter(table([("  " * (r.depth + 1) + r.cells[0], *r.cells[1:]) for r in folded if len(r.cells) > 1]))
-        return ["  " * (r.depth + 1) + r.cells[0] if len(r.cells) == 1 else next(lines) for r in folded]
-
-    def _folded(self) -> list[Row]:
-        rows: list[Row] = []
-        heading, section = "", cast("tuple[str, ...]", ())
-        listed: set[Op] = set()
-        for step in self._told():
-            if (cells := self._cells(step, listed)) is None:
-                continue
-            at = step.first if isinstance(step, Start) else step
-            text = at.line.text if at.line else ""
-            text = text if len(text) <= 96 else f"{text[:93]}..."
-            line = f"{'backward of ' if at.backward else ''}{place(at.line)}  {text}".rstrip()
-            inside = at.line.section if at.line else ()
-            if inside != section:
-                section, heading = inside, ""
-                rows.append(Row((f"[{' > '.join(section) or 'outside sections'}]",)))
-            if line != heading:
-                rows.append(Row((heading := line,)))
-            rows.append(Row(cells, 1))
-        return fold(rows)
-
-    def _told(self) -> Iterator[Compute | Collective | Start]:
-        """Calls, and collectives where they start; long messages as a whole."""
-        for step in self.compiled.program.steps:
-            if isinstance(step, Start):
-                yield from [step] if len(step.moves) > _LONG else step.moves
-            elif isinstance(step, Compute):
-                yield step
-
-    def _cells(self, step: Compute | Collective | Start, listed: set[Op]) -> tuple[str, ...] | None:
-        """A step as a reader wants to see it; None for what does not matter: views, pointwise ops, constants, and more
-        forms of what is `listed`."""
-        if isinstance(step, Start):
-            first, *_, last = step.moves
-            what = f"! {first.kind}[{' '.join(map(str, first.axes))}] of {len(step.moves)} values, one message"
-            whose = f"{self._explainer.subject(first)} ... {self._explainer.subject(last)}"
-            return what, whose, si(sum(c.bytes for c in step.moves), "B"), f"{self._explainer.why(first)} ..."
-        if isinstance(step, Collective):
-            what = f"! {step.kind}[{' '.join(map(str, step.axes))}] {self._explainer.subject(step)}"
-            _, after = self._explainer.ends(step)
-            return what, self._naming.typed(after), si(step.bytes, "B"), self._explainer.why(step)
-        if step.target is PRINT:
-            names = [self._naming.var(v) for v in reads(step)]
-            return f"  debug_print({', '.join([repr(step.args[0]), *names])})", "", "", "by the first device"
-        var = next((v for v in step.outs if v is not None and v.value is not None), None)
-        op = var.value.op if var is not None and var.value is not None else None
-        if var is None or var.value is None or op is None or op in listed or not _matters(op) or op.constant:
-            return None
-        listed.add(op)
-        note = "" if op.rule is not None or op.manual else "no rule: runs replicated"
-        if (choice := backends.of_attention(op, self.mesh)) is not None:
-            note = f"by {choice}"
-        return f"  {self._naming.own(var.value)} = {self._naming.call(op)}", self._naming.typed(var), "", note
-
     def _aligned(self, var: Var) -> Names:
         """A name for each factor of a variable's layout: those that the layout's shortest form keeps apart."""
         assert var.layout is not None
@@ -406,12 +310,4 @@ class Plan:
         return tuple(out)
 
 
-_LONG = 8  # values of one message that are listed one by one
 _PROGRAM = "program (each device; lines with ! communicate)"
-
-
-def _matters(op: Op) -> bool:
-    """What a reader wants to see: not views, not pointwise arithmetic, not constants."""
-    if op.transparent or op.constrains or is_creation(op.target) or has(op.target, "plumbing"):
-        return False
-    return op.rule is None or torch.Tag.pointwise not in getattr(op.target, "tags", ())

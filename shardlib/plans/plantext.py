@@ -107,6 +107,12 @@ def fold(rows: Sequence[Row]) -> list[Row]:
     return out
 
 
+def indented(rows: Sequence[Row]) -> list[str]:
+    """Rows as lines: cells in columns, each line as deep as its row."""
+    lines = iter(table([("  " * (r.depth + 1) + r.cells[0], *r.cells[1:]) for r in rows if len(r.cells) > 1]))
+    return ["  " * (r.depth + 1) + r.cells[0] if len(r.cells) == 1 else next(lines) for r in rows]
+
+
 def _best(shapes: Sequence[int], i: int, heads: Sequence[bool]) -> tuple[int, int]:
     """The period and number of the repeats from line `i` on that save most lines; a block that holds a heading starts
     with one.

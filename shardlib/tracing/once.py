@@ -44,7 +44,8 @@ from shardlib.internals import (
 from shardlib.lines import Line
 from shardlib.random.draw import is_key, rehearsed
 from shardlib.tracing.asked import ASKED, user_is_asking
-from shardlib.tracing.body import Body, NotOnceError, owner, trace_body
+from shardlib.tracing.body import trace_body
+from shardlib.tracing.replay import Body, NotOnceError, owner
 from shardlib.tracing.results import refuse_attributes
 
 _REACHED = Reached()

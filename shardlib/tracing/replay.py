@@ -1,0 +1,187 @@
+"""A traced body, and how it is written out again for every step: one autograd function for the trace around it.
+
+Where no transform follows what a step reads, its nodes are copied, and nothing runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import weakref
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardlib.aten.traits import is_view
+from shardlib.errors import ShardingError
+from shardlib.internals import TransformType, is_wrapped, transforms
+from shardlib.lines import replayed
+from shardlib.tracing.copying import Copy
+
+
+class NotOnceError(Exception):
+    """A piece of a program has to be traced wherever it is called."""
+
+
+@dataclass(frozen=True)
+class Body:
+    """One traced step: `arguments` leaves, then the tensors it closes over (`captured`), to leaves of its result.
+
+    `forward` are its nodes in order, `backward` those of its gradient, which reads `saved` nodes and `cotangents`;
+    `gradients` are by input, None where there is none; `made` are the values of its trace; `strict`: whoever goes back
+    through it in a way that it was not traced for, a second time or from some results only, gets `NotOnceError`.
+    """
+
+    arguments: int
+    captured: tuple[Tensor, ...]
+    inputs: tuple[fx.Node | None, ...]  # None: what nothing reads
+    outputs: tuple[fx.Node, ...]
+    differentiable: dict[int, frozenset[int]]  # which outputs have cotangents, and the inputs that they depend on
+    cotangents: tuple[fx.Node | None, ...]
+    forward: tuple[fx.Node, ...]
+    backward: tuple[fx.Node, ...]
+    saved: tuple[fx.Node, ...]
+    gradients: tuple[fx.Node | None, ...]
+    made: tuple[weakref.ref[Tensor], ...]
+    strict: bool
+
+    @functools.cached_property
+    def kept(self) -> frozenset[fx.Node]:
+        """Whose memory is saved."""
+        return frozenset(map(owner, self.saved))
+
+    def __call__(self, *leaves: Tensor, captured: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """Write one step out: its result's leaves, differentiable once.
+
+        `captured` are other tensors in the place of those that it closes over.
+        """
+        inputs = *leaves, *(self.captured if captured is None else captured)
+        out: tuple[Tensor, ...] = _Step.apply(self, Copy(), *inputs)  # type: ignore[no-untyped-call]
+        return list(out[: len(self.outputs)])
+
+
+class _Step(torch.autograd.Function):
+    """One step. What its backward part reads is saved as tensors where it runs again, as nodes where it is copied."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(body: Body, copy: Copy, *inputs: Tensor) -> Any:
+        env = dict(zip(body.inputs, inputs, strict=True))
+        if not any(map(is_wrapped, inputs)):
+            copy.begin(env)
+            copy.write(body.forward)
+        else:
+            _run(body.forward, env)
+        wanted = body.outputs if copy.nodes else (*body.outputs, *_computed(body))
+        taken: set[int] = set(map(id, inputs))
+        out = []
+        for node in wanted:
+            x = env[node] if node in env else copy.tensor(node)
+            out.append(x.clone() if id(x) in taken else x)  # an output is memory of its own
+            taken.add(id(out[-1]))
+        return tuple(out)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.body, ctx.copy, *given = inputs
+        body, own = ctx.body, output[: len(ctx.body.outputs)]
+        ctx.set_materialize_grads(not body.strict)
+        here = dict(zip(body.inputs, given, strict=True))
+        here |= dict(zip(_computed(body) if not ctx.copy.nodes else (), output[len(own) :], strict=True))
+        # A result shows no memory of what is saved: one that is itself saved is, so that a write to it is found.
+        shown = [x for node, x in zip(body.outputs, own, strict=True) if owner(node) in body.kept]
+        ctx.shown = len(shown)
+        ctx.save_for_backward(*(here[x] for x in body.saved if x in here), *shown)
+        _, _, *needed = ctx.needs_input_grad
+        ctx.mark_non_differentiable(
+            *(x for i, x in enumerate(output) if not any(needed[at] for at in body.differentiable.get(i, ()))),
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        body, copy = ctx.body, ctx.copy
+        try:
+            saved = ctx.saved_tensors
+        except RuntimeError as error:
+            if body.strict:  # something was written to: a trace of every call says what
+                raise NotOnceError(str(error)) from error
+            raise
+        if body.strict and (torch.is_grad_enabled() or any(grads[i] is None for i in body.differentiable)):
+            raise NotOnceError("its gradient has a gradient, or is one of some of its results")
+        saved = saved[: len(saved) - ctx.shown]
+        history = [x for x in (*saved, *grads) if x is not None and x.requires_grad]
+        here = dict(zip(body.cotangents, (grads[i] for i in body.differentiable), strict=True))
+        again = torch.is_grad_enabled() and bool(history)
+        with torch.no_grad() if again else nullcontext():
+            if copy.nodes and (_only_gradients() or not any(map(is_wrapped, here.values()))):
+                copy.begin(here)
+                copy.write(body.backward)
+                made = [None if x is None else here[x] if x in here else copy.tensor(x) for x in body.gradients]
+            else:
+                env = here | dict(zip(body.saved, saved, strict=True))
+                _run(body.backward, env)
+                made = [None if x is None else env[x] for x in body.gradients]
+        if again:
+            once = iter(_Once.apply(len(history), *history, *(x for x in made if x is not None)))  # type: ignore[no-untyped-call]
+            made = [None if x is None else next(once) for x in made]
+        return (None, None, *made)
+
+
+class _Once(torch.autograd.Function):
+    """Gradients of a body, which have a history that nobody can go back through."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(count: int, *given: Tensor) -> Any:
+        return tuple(x.clone() for x in given[count:])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise ShardingError(
+            "a gradient is taken through the gradient of scan",
+            rule="a scanned body is traced with its first derivative",
+            remedy="detach() gradients that are only looked at; write the loop in Python, for layer in layers: ..., "
+            "where second derivatives are wanted",
+        )
+
+
+def owner(node: fx.Node) -> fx.Node:
+    """The node that made the memory which a node shows."""
+    while True:
+        view = node.args[0] if node.target is operator.getitem else node
+        if not (isinstance(view, fx.Node) and view.op == "call_function" and is_view(view.target)):
+            return node
+        shown = view.args[0]
+        assert isinstance(shown, fx.Node)
+        node = shown
+
+
+def _computed(body: Body) -> list[fx.Node]:
+    """What is saved that is no input."""
+    return [x for x in body.saved if x not in body.inputs]
+
+
+def _run(nodes: Sequence[fx.Node], env: dict[Any, Any]) -> None:
+    """Call the nodes again, each in the name of its own line, as transforms around would have them."""
+    for node in nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: env[x])
+        token = replayed.set(node.meta["line"])
+        try:
+            env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        finally:
+            replayed.reset(token)
+
+
+def _only_gradients() -> bool:
+    """Whether the transforms around take gradients, and nothing else."""
+    return all(level.key() == TransformType.Grad for level in transforms() or ())
