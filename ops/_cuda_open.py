@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from shardlib.internals import SYMMETRIC_MEMORY, default_store, late
 from shardlib.ops import _native
@@ -70,20 +69,6 @@ def open_group(handle: GroupHandle, device: torch.device, tuning: Tuning | None 
     peers = Peers(group, handle.ranks, tuning, report, launch)
     peers.memory.append(space)
     return peers
-
-
-def symmetric_empty(peers: Peers, handle: GroupHandle, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A flat tensor that the group's members read in place; all members call this together."""
-    symmetric_memory = late(SYMMETRIC_MEMORY)
-
-    assert handle.pg is not None
-    tensor: Tensor = symmetric_memory.empty(count, dtype=dtype, device=device)
-    addresses = [0] * handle.size
-    pointers = symmetric_memory.rendezvous(tensor, handle.pg).buffer_ptrs
-    for member, address in zip(handle.by_rank or range(handle.size), pointers, strict=True):
-        addresses[member] = address
-    peers.share(tensor, addresses)
-    return tensor
 
 
 def _fault(handle: GroupHandle, device: torch.device) -> str:

@@ -25,11 +25,6 @@ from shardlib.ops._wire import Flight, Handle, gather
 _GLOO_EXCHANGE_BYTES = 1 << 20
 
 
-def wire_bytes(out: int, n: int) -> int:
-    """Bytes that each of `n` devices sends, for `out` bytes of result."""
-    return out * (n - 1) // n
-
-
 def reference(shards: Sequence[Tensor], dim: int, sizes: Sequence[int]) -> list[Tensor]:
     """All members at once; they share one result."""
     _check(shards, dim, sizes)

@@ -46,14 +46,6 @@ _NATIVE = {
 }
 
 
-def wire_bytes(out: int, n: int) -> int:
-    """Bytes that each of `n` devices sends, for `out` bytes of result, by a ring.
-
-    An exchange of small messages (see `choose`) sends n / 2 times that, to save the ring's latency.
-    """
-    return 2 * out * (n - 1) // n
-
-
 def reference(shards: Sequence[Tensor], kind: str = "sum") -> list[Tensor]:
     """All members at once; they share one result."""
     out = shards[0] if len(shards) == 1 else combine(shards, kind).contiguous()

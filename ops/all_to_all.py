@@ -25,12 +25,6 @@ from shardlib.ops._pieces import leads, pack, resized, settled
 from shardlib.ops._streams import COPY, Block, Like, Message, dense, likes, prefix, sources, up
 from shardlib.ops._wire import Handle, exchange
 
-
-def wire_bytes(out: int, n: int) -> int:
-    """Bytes that each of `n` devices sends, for `out` bytes of result on it."""
-    return out * (n - 1) // n
-
-
 Split = Sequence[int] | Sequence[Sequence[int]]
 
 

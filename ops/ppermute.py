@@ -25,11 +25,6 @@ from shardlib.ops._wire import Handle, exchange
 Pairs = Sequence[tuple[int, int]]
 
 
-def wire_bytes(out: int, n: int) -> int:
-    """Bytes that each of `n` devices sends at most, for `out` bytes of result on it."""
-    return out if n > 1 else 0
-
-
 def reference(shards: Sequence[Tensor], pairs: Pairs, shapes: Sequence[Sequence[int]] | None = None) -> list[Tensor]:
     """All members at once; a result is its sender's tensor itself, so `shapes` says nothing new."""
     check(pairs, len(shards))

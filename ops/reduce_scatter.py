@@ -23,11 +23,6 @@ from shardlib.ops._wire import Handle, exchange, wait
 from shardlib.ops.all_reduce import natively
 
 
-def wire_bytes(out: int, n: int) -> int:
-    """Bytes that each of `n` devices sends, for `out` bytes of result on it."""
-    return out * (n - 1)
-
-
 def reference(shards: Sequence[Tensor], dim: int, sizes: Sequence[int], kind: str = "sum") -> list[Tensor]:
     """All members at once."""
     if len(shards) == 1:

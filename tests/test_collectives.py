@@ -468,22 +468,7 @@ def test_virtual_meshes_have_no_groups():
     assert "torchrun --nproc-per-node 2" in str(caught.value)
 
 
-# Bytes.
-
-
-@pytest.mark.parametrize(
-    ("op", "out", "n", "sent"),
-    [
-        ("all_gather", 800, 4, 600),
-        ("reduce_scatter", 200, 4, 600),
-        ("all_reduce", 800, 4, 1200),
-        ("all_to_all", 800, 4, 600),
-        ("ppermute", 800, 4, 800),
-        *((op, 800, 1, 0) for op in OPS),
-    ],
-)
-def test_wire_bytes(op, out, n, sent):
-    assert OPS[op].wire_bytes(out, n) == sent
+# Choices.
 
 
 @pytest.mark.parametrize(
