@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+import gc
+import os
+from collections import Counter
+
 import pytest
 import torch
 
 from shardlib.program import verify
 from tests import ranks
 
-torch.set_num_threads(1)  # the tensors are small; with more threads they wait for each other
+torch.set_num_threads(1)  # the tensors are small; with more threads they wait for each other,
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # in processes that tests start, too
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks select
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start processes run one after the other, whatever runs beside them: ranks wait for each other."""
+    """Tests that start processes run one after the other, whatever runs beside them: ranks wait for each other.
+
+    Of the cases of a sampled test, every n-th is part of `make test`, and the others of `make slow`.
+    """
+    cases: Counter[str] = Counter()
     for item in items:
         if item.get_closest_marker("ranks") is not None:
             item.add_marker(pytest.mark.xdist_group("ranks"))
+        if (sampled := item.get_closest_marker("sampled")) is not None:
+            test = item.nodeid.partition("[")[0]
+            if cases[test] % sampled.args[0]:
+                item.add_marker(pytest.mark.slow)
+            cases[test] += 1
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: a collection in the middle of a test has to look at what tests made, and at no more."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -136,6 +137,7 @@ def _close_all() -> None:
 
 def _serve(pipe: Connection, rank: int, n: int, port: int) -> None:
     faulthandler.enable()
+    gc.freeze()  # what the fork server imported
     own = {"RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
     os.environ.update(own)
     torch.set_num_threads(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import re
 import tomllib
@@ -18,15 +19,20 @@ from shardlib import internals
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "shardlib" / "internals.py"
-SOURCES = {
-    str(path.relative_to(ROOT)): ast.parse(path.read_text())
-    for folder in ("shardlib", "ops")
-    for path in sorted((ROOT / folder).rglob("*.py"))  # does not follow links to folders
-    if path != FILE
-}
 # Private names of Python's own: frames, named tuples, caches, weak references, the dict of `os.environ`; and IPython's.
 PYTHONS = {"_getframe", "_replace", "_fields", "_field_defaults", "_lru_cache_wrapper", "_remove_dead_weakref", "_data"}
 PYTHONS |= {"_repr_html_"}
+
+
+@functools.cache
+def sources() -> dict[str, ast.Module]:
+    """The project's files but that one."""
+    return {
+        str(path.relative_to(ROOT)): ast.parse(path.read_text())
+        for folder in ("shardlib", "ops")
+        for path in sorted((ROOT / folder).rglob("*.py"))  # does not follow links to folders
+        if path != FILE
+    }
 
 
 def is_private(name: str) -> bool:
@@ -57,7 +63,11 @@ def own(tree: ast.AST) -> Iterator[str]:
             yield node.attr
 
 
-OWN = {name for tree in SOURCES.values() for name in own(tree)}
+@functools.cache
+def owned() -> set[str]:
+    return {name for tree in sources().values() for name in own(tree)}
+
+
 NAME = re.compile(r"_[a-zA-Z]\w*")
 # The names, and parts of names, that the one file writes down.
 WORDS = {part for text in texts(ast.parse(FILE.read_text())) for part in text.split(".") if NAME.fullmatch(part)}
@@ -86,7 +96,7 @@ def private_of_torch(tree: ast.AST) -> list[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             name = chain(node, known)
-            theirs = node.attr in WORDS if node.attr in OWN | PYTHONS else not name.startswith("torch.ops.")
+            theirs = node.attr in WORDS if node.attr in owned() | PYTHONS else not name.startswith("torch.ops.")
             if of_torch(name) or (theirs and not name.startswith("self.")):
                 found.append(name)
     return found + [text for text in texts(tree) if text in WORDS or (text.isprintable() and _names(text))]
@@ -97,7 +107,7 @@ def _names(text: str) -> bool:
 
 
 def test_private_names_of_torch_are_in_one_file() -> None:
-    found = {path: names for path, tree in SOURCES.items() if (names := private_of_torch(tree))}
+    found = {path: names for path, tree in sources().items() if (names := private_of_torch(tree))}
     assert found == {}
 
 

@@ -1,13 +1,13 @@
 """Planted bugs: one change to a kernel's source, which the checks of that kernel must catch.
 
 A table of `Bug`s stands beside the tests of each kernel. A bug is caught when a check fails: by a wrong result, by a
-deadlock, or by something that the hardware forbids. A table is compiled at once, as narrow a build as its `only` makes.
+deadlock, or by something that the hardware forbids. A mutant is compiled for its test, as narrow as `only` makes it.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import pytest
@@ -28,11 +28,6 @@ class Bug(NamedTuple):
 def build(source: str, bug: Bug, only: Sequence[Patch] = ()) -> Build:
     """The mutant of a source; `only` are patches that leave out what the check does not need."""
     return Build(source, (Patch(bug.file or source, bug.old, bug.new), *only))
-
-
-def prepare(source: str, bugs: Iterable[Bug], only: Mapping[str, Sequence[Patch]]) -> None:
-    """Compiles all mutants of a table, side by side; `only` maps names of checks to patches."""
-    emulate.prepare(build(source, bug, only.get(bug.check, ())) for bug in bugs)
 
 
 def must_be_caught(mutant: Build, check: Callable[[ctypes.CDLL], None]) -> None:

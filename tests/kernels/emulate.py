@@ -8,6 +8,7 @@ then called as they are on a GPU: they return 0, or a code whose text is raised 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -15,9 +16,9 @@ import re
 import shutil
 import subprocess
 import tempfile
-import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -195,7 +196,12 @@ def _run(arguments: Sequence[str], target: Path) -> None:
     partial.replace(target)
 
 
-_MACHINE_LOCK = threading.Lock()
+@contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """Who makes a library makes it alone: another thread or process waits, and finds it."""
+    with target.with_suffix(".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @functools.cache
@@ -203,7 +209,7 @@ def _machine() -> Path:
     """The emulated machine as one object file, compiled once for all kernels."""
     files = sorted((CUDA / "emulation").iterdir())
     target = cache() / f"machine-{hashed(*(file.read_bytes() for file in files))}.o"
-    with _MACHINE_LOCK:
+    with _alone(target):
         if not target.exists():
             with tempfile.TemporaryDirectory(prefix="shardlib-") as folder:
                 whole = Path(folder) / "machine.cpp"
@@ -219,12 +225,13 @@ def _compile(build: Build) -> Path:
         if text.count(old) != 1:
             raise BuildError(f"{file} holds {old!r} {text.count(old)} times; a patch needs it once")
         changed[file] = text.replace(old, new).encode()
-    rest = (_machine().name, *build.defines, build.driver)
+    machine = _machine()
+    rest = (machine.name, *build.defines, build.driver)
     key = hashed(*changed.values(), *(part.encode() for part in rest))
     target = cache() / f"{build.source.split('.')[0]}-{key}.so"
-    if target.exists():
-        return target
-    with tempfile.TemporaryDirectory(prefix="shardlib-") as name:
+    with _alone(target), tempfile.TemporaryDirectory(prefix="shardlib-") as name:
+        if target.exists():
+            return target
         folder = Path(name)
         (folder / "emulation").symlink_to(CUDA / "emulation")
         for file, data in changed.items():
@@ -232,5 +239,5 @@ def _compile(build: Build) -> Path:
                 (folder / file).write_bytes(data)
         (folder / "all.cpp").write_text(f'#include "{build.source}"\n{build.driver}\n')
         defines = [f"-D{d}" for d in build.defines]
-        _run([*defines, "-shared", str(folder / "all.cpp"), str(_machine())], target)
+        _run([*defines, "-shared", str(folder / "all.cpp"), str(machine)], target)
     return target

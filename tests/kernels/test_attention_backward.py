@@ -170,6 +170,7 @@ def test_bf16_against_float64(case: str) -> None:
     check(case, BF16)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", OTHER)
 def test_fp16_against_float64(case: str) -> None:
     check(case, FP16)
@@ -375,12 +376,7 @@ BUGS: dict[str, Bug] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def mutants() -> None:
-    bugs.prepare(SOURCE, BUGS.values(), ONLY)
-
-
-@pytest.mark.usefixtures("mutants")
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_caught(name: str) -> None:
     bug = BUGS[name]

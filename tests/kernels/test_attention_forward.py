@@ -85,6 +85,7 @@ def test_bf16_against_float64(case: str) -> None:
     check(case, torch.bfloat16)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", FP16)
 def test_fp16_against_float64(case: str) -> None:
     check(case, torch.float16)
@@ -211,12 +212,7 @@ def test_what_no_cta_can_have_does_not_compile(what: str) -> None:
 # --- planted bugs -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def mutants() -> None:
-    bugs.prepare(SOURCE, BUGS.values(), ONLY)
-
-
-@pytest.mark.usefixtures("mutants")
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_caught(name: str) -> None:
     bug = BUGS[name]
