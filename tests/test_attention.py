@@ -295,6 +295,7 @@ def _step(name):
     return step
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", STEPS)
 def test_sharded_is_single_device(name, mesh):

@@ -67,6 +67,7 @@ MESHES: list[tuple[dict[str, int], str]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("at", range(len(MESHES)))
 def test_a_run_goes_on_on_another_mesh(at: int, background: bool, tmp_path: Path) -> None:
@@ -339,21 +340,21 @@ for step in range(1, 10**6):
 """
 
 
-def test_killed_at_any_moment_it_goes_on_from_the_one_before(tmp_path: Path) -> None:
-    for attempt in range(4):
-        folder = tmp_path / str(attempt)
-        command = [sys.executable, "-c", KILLED, str(folder)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
-            assert run.stdout is not None
-            for _ in range(2 + attempt):
-                run.stdout.readline()
-            time.sleep(0.004 * attempt)
-            run.send_signal(signal.SIGKILL)
-        x = torch.zeros(1 << 20)
-        found = Checkpoints(folder).load({"x": x, "n": 0})
-        assert found["n"] == found["step"] >= 1 + attempt
-        assert torch.equal(x, torch.full_like(x, found["n"])), "whole"
-        Checkpoints(folder).save(found["step"] + 1, {"x": x, "n": 0})
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("attempt", range(4))
+def test_killed_at_any_moment_it_goes_on_from_the_one_before(tmp_path: Path, attempt: int) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        for _ in range(2 + attempt):
+            run.stdout.readline()
+        time.sleep(0.004 * attempt)
+        run.send_signal(signal.SIGKILL)
+    x = torch.zeros(1 << 20)
+    found = Checkpoints(tmp_path).load({"x": x, "n": 0})
+    assert found["n"] == found["step"] >= 1 + attempt
+    assert torch.equal(x, torch.full_like(x, found["n"])), "whole"
+    Checkpoints(tmp_path).save(found["step"] + 1, {"x": x, "n": 0})
 
 
 def _on_ranks(path: str) -> list[Any]:

@@ -206,6 +206,7 @@ THROUGH: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("spec", ["_ _", "b@data f@tensor", "_ f@(data tensor)", "(a=2 b@data) _"])
 @pytest.mark.parametrize("name", THROUGH)
 def test_writes_through_views(name: str, spec: str) -> None:

@@ -74,6 +74,7 @@ def plain() -> list[float]:
     return _plain_losses(TINY)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("data_axis", "tensor_axis"), [(2, 4), (1, 1), (4, 2)])
 def test_losses_are_those_of_plain_torch(tmp_path: Path, plain: list[float], data_axis: int, tensor_axis: int) -> None:
     run = train(replace(TINY, out=tmp_path, data=data_axis, tensor=tensor_axis))
@@ -108,7 +109,8 @@ def test_a_rate_that_changes_is_no_new_program(tmp_path: Path) -> None:
     assert train(replace(TINY, out=tmp_path)).step.retraces == []
 
 
-@pytest.mark.parametrize(("data_axis", "tensor_axis"), [(2, 4), (8, 1)])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("data_axis", "tensor_axis"), [(8, 1), (2, 4)])
 def test_resumed_on_any_mesh_it_goes_on_as_if_nothing_had_been(
     tmp_path: Path, plain: list[float], data_axis: int, tensor_axis: int
 ) -> None:
@@ -129,7 +131,7 @@ def _losses_on_ranks(options: Options, ops: str) -> list[float]:
 
 
 _RESUMED = list(itertools.product(("ranks", "virtual"), ((1, 2), (2, 2)), ("", "torch")))
-_FAST = (("ranks", (2, 2), ""), ("virtual", (1, 2), "torch"))
+_FAST = (("ranks", (1, 2), ""),)
 
 
 @pytest.mark.ranks
@@ -196,9 +198,9 @@ def test_interrupted_it_leaves_a_usable_checkpoint(tmp_path: Path, plain: list[f
 
 @pytest.mark.ranks
 def test_ranks_compute_what_virtual_devices_compute(tmp_path: Path) -> None:
-    """Four processes under torchrun: the losses of 20 steps, and a checkpoint that loads on virtual devices."""
-    options = replace(TINY, out=tmp_path / "ranks", data=2, tensor=2, steps=20, save_every=20)
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", *_command(options)]
+    """Two processes under torchrun: the losses of 6 steps, and a checkpoint that loads on virtual devices."""
+    options = replace(TINY, out=tmp_path / "ranks", data=1, tensor=2, steps=6, save_every=6)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *_command(options)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, *launch], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180, check=False
@@ -209,8 +211,8 @@ def test_ranks_compute_what_virtual_devices_compute(tmp_path: Path) -> None:
     virtual = train(replace(options, out=tmp_path / "virtual"))
     assert losses["train"] == pytest.approx(virtual.losses.train, abs=1e-4)
     assert losses["train"] == pytest.approx(_plain_losses(options), abs=1e-4)
-    resumed = train(replace(options, tensor=4, steps=22, resume=True))
-    assert resumed.done == 22
+    resumed = train(replace(options, data=2, tensor=4, steps=8, resume=True))
+    assert resumed.done == 8
 
 
 def test_the_functional_form_trains_as_plain_torch_does(capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,14 +48,14 @@ def _options(**more: Any) -> settings:
     )
 
 
-@_options(max_examples=40)
+@_options(max_examples=25)
 @given(st.randoms(use_true_random=False))
 def test_small_programs(rng: random.Random) -> None:
     """hypothesis's own idea of randomness: many small and repeated choices."""
     _check(draw(rng, rng.randint(1, 6)))
 
 
-@pytest.mark.parametrize("block", [0, 1, *(pytest.param(i, marks=pytest.mark.slow) for i in range(2, 13))])
+@pytest.mark.parametrize("block", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 13))])
 def test_programs(block: int) -> None:
     score = collections.Counter(_check(draw(random.Random(1000 * block + i))) for i in range(20))
     assert score["same"] >= 18, score

@@ -49,6 +49,7 @@ def worst_error(model: str, mesh: str, dtype: torch.dtype) -> float:
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["f64", "f32"])
 @pytest.mark.parametrize("mesh", ["8", "2x4", "2x2x2"])
 @pytest.mark.parametrize("model", ["w1", "gpt2", "llama"])
@@ -60,6 +61,6 @@ def test_virtual(model: str, mesh: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=["f64", "f32"]
 )
-@pytest.mark.parametrize("model", ["w1", "gpt2", "llama"])
+@pytest.mark.parametrize("model", ["w1", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gpt2", "llama"))])
 def test_ranks(model: str, dtype: torch.dtype) -> None:
     assert max(run_ranks(worst_error, 4, model, "2x2", dtype)) <= TOLERANCE[dtype]

@@ -85,6 +85,7 @@ def trained(name: str) -> tuple[list[str], int, bool]:
     return differences(program, real), len(real), plan.peak_memory == max(alive(program))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", list(w1.modes(TINY, 4)))
 def test_w1_on_ranks_holds_what_its_plan_says(name: str) -> None:

@@ -146,6 +146,7 @@ def cast(params: Params, dtype: torch.dtype) -> Params:
     return {name: p.to(dtype) for name, p in params.items()}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", BUILD)
 def test_weights_and_batch(name: str, mesh: str) -> None:
@@ -157,6 +158,7 @@ def test_weights_and_batch(name: str, mesh: str) -> None:
     assert sum(c.kind == "all_gather" for c in plan.collectives) <= 1  # the small table of embeddings
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")  # the old name, which every version has
 @pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
@@ -190,6 +192,7 @@ def test_gradient_checkpointing(name: str, reentrant: bool, inside: bool) -> Non
         torch.testing.assert_close(found[name], grad, atol=1e-8, rtol=1e-8)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", BUILD)
 def test_sequence_cut_and_adamw(name: str, mesh: str) -> None:
@@ -202,6 +205,7 @@ def test_sequence_cut_and_adamw(name: str, mesh: str) -> None:
     compare(step, params, batch_of(64), axes, lm.specs(), rules=rules, batch_spec=spec, state=moments(params))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mesh", ["8", "2x4"])
 @pytest.mark.parametrize("name", BUILD)
 def test_every_weight_on_data(name: str, mesh: str) -> None:
@@ -224,6 +228,7 @@ def test_batch_alone(name: str) -> None:
     assert len(plan.collectives) == len(params) + 2  # gradients, the sum of losses and their count
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", BUILD)
 def test_single_precision_and_uneven_sizes(name: str) -> None:
     """A vocabulary, a feed-forward and a batch that no axis divides."""
@@ -282,6 +287,7 @@ def text(form: gpt.GPT, *, padded: bool) -> dict[str, Tensor]:
     return out
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("padded", "where"), [(False, "batch seq"), (True, "batch seq@tensor")])
 @pytest.mark.parametrize("form", FORMS)
 def test_forms(form: str, padded: bool, where: str) -> None:

@@ -32,6 +32,7 @@ def worst_error(model: str, mesh: str) -> float:
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.ranks
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("model", ["gpt2", "llama"])

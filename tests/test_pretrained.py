@@ -35,6 +35,7 @@ def whole(x: Any) -> Any:
     return x.full_tensor() if isinstance(x, sl.ShardedTensor) else x
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["gpt_neox", "llama", "mixtral", "qwen3_moe"])
 def test_its_own_table(kind: str) -> None:
     found = pretrained.outcome(kind)
@@ -73,6 +74,7 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", HOW)
 def test_generated_tokens_are_those_of_one_device(how: str) -> None:
     """On one device, sampled ones are those under `global_random()`."""

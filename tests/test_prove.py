@@ -283,6 +283,7 @@ def _summed_up(x: Tensor) -> Tensor:
 LIBRARY = [sample for samples in SAMPLES for sample in samples() if "empty" not in sample[0]]  # which mean nothing
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("i", range(0, len(LIBRARY), 29))
 def test_it_proves_the_library_s_own_rules(i: int) -> None:
     name, args, kwargs = LIBRARY[i]

@@ -150,6 +150,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize(("strategy", "axes"), CASES, ids=["fsdp", "hsdp", "kept", "zero2"])
@@ -203,6 +204,7 @@ PARTS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("name", PARTS)
 def test_parts_of_a_weight(name: str, compiled: bool) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -23,7 +22,7 @@ from tests.rule_samples import SAMPLES, f
 aten = torch.ops.aten
 
 DTYPES = (torch.float64, torch.complex128, torch.int64)
-PARTS = 4  # of the OpInfos, a test each
+PARTS = 16  # of the OpInfos, a test each
 
 
 class Recorder(TorchDispatchMode):
@@ -70,6 +69,8 @@ def _places(x: Any) -> Iterator[int]:
 
 
 def _measured(part: int, samples: int) -> Recorder:
+    from torch.testing._internal.common_methods_invocations import op_db  # takes seconds, and scipy
+
     recorder = Recorder()
     for info in op_db[part::PARTS]:
         for dtype in (d for d in DTYPES if d in info.dtypes):
@@ -89,7 +90,7 @@ def _measured(part: int, samples: int) -> Recorder:
 @pytest.mark.parametrize("part", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, PARTS))])
 def test_what_ops_share_is_in_the_table(part: int) -> None:
     recorder = _measured(part, samples=1)
-    assert len(recorder.ran) > 150
+    assert len(recorder.ran) > 60
     assert not recorder.unmarked, recorder.unmarked
 
 

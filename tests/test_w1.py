@@ -50,6 +50,7 @@ def _error(sharded: Any, expected: torch.Tensor) -> float:
     return float((sharded.full_tensor() - expected).abs().max() / expected.abs().max())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["f64", "f32"])
 @pytest.mark.parametrize("name", MODES)
 def test_virtual_devices_compute_what_one_computes(name: str, dtype: torch.dtype) -> None:
@@ -60,6 +61,7 @@ def _on_ranks(name: str) -> list[float]:
     return _errors(name, SMALL.with_(dtype=torch.float64), 4)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", MODES)
 def test_ranks_compute_what_one_device_computes(name: str) -> None:

@@ -223,10 +223,21 @@ def calls(u: Any) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     }
 
 
+def matters(how: str, what: str) -> bool:
+    u = fresh()
+    fn, args = calls(u)[how]
+    before = fn(*args)
+    changes(u)[what]()
+    with sl.no_mesh():
+        return not torch.equal(before, fn(*args))
+
+
 @pytest.mark.parametrize("how", calls(fresh()))
 def test_code_that_changes_is_seen(how: str) -> None:
     seen = 0
-    for what in changes(fresh()):
+    for i, what in enumerate(changes(fresh())):
+        if i % 5 and not matters(how, what):
+            continue  # of changes that are of no matter, some
         u = fresh()
         fn, args = calls(u)[how]
         step, before = sl.jit(fn), fn(*args)

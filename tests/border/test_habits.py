@@ -691,7 +691,8 @@ def _refuses(call: Callable[[], Any]) -> bool:
 def test_a_plan_is_refused_where_torch_refuses_dtypes(name: str):
     fn, left, right = PAIRS[name]
     wrong = []
-    for one, other in itertools.product(DTYPES, DTYPES):
+    for i, (one, other) in enumerate(itertools.combinations_with_replacement(DTYPES, 2)):
+        one, other = (other, one) if i % 2 else (one, other)
         args = torch.ones(left, dtype=one), torch.ones(right, dtype=other)
         plain, planned = _refuses(lambda a=args: fn(*a)), _refuses(lambda a=args: sl.jit(fn).plan(*a))
         if plain != planned:

@@ -53,7 +53,7 @@ def test_eager(name: str, rank: int | None) -> None:
     assert seen.counts["ops"]
 
 
-FAST = {("dp8", None), ("tp_sp", 5), ("fsdp_tp", 5)}
+FAST = {("dp8", None), ("fsdp_tp", 5)}
 W1 = [pytest.param(n, r, marks=[] if (n, r) in FAST else pytest.mark.slow) for n in MODES for r in (None, 5)]
 
 

@@ -213,6 +213,7 @@ def _compiled() -> Iterator[None]:
         yield
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_every_variant_against_float64(case: str, dtype: torch.dtype) -> None:

@@ -43,6 +43,7 @@ def test_errors_are_at_most_twice_those_of_torch(column, name):
     assert not list(too_far(column, name))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("column", "name"), CELLS)
 def test_small_blocks(column, name, monkeypatch):
     for module in (_attention_math, _attention_torch):
