@@ -64,6 +64,7 @@ PER_RANK = frozenset(
 )
 c_functions = _torch("torch._C._VariableFunctions", "C functions of torch, which parse arguments faster than ops")
 all_op_names = _torch("torch._C._dispatch_get_all_op_names", "families of ops (_foreach_) that nothing else lists")
+torchs_own_forms = _torch("torch._decomp.get_decompositions", "ops that torch itself writes as other ops")
 schema_of = _attribute("torch.ops.aten.add.Tensor._schema", "arguments of an op: what is written, what is a view")
 kernel_of = _attribute("torch.ops.aten.add.Tensor._op_dk", "an op by the kernel of one key: _foreach_ as single ops")
 REASONS["torch._library.custom_ops.CustomOpDef._opoverload"] = "its op, by which rules are kept"  # only objects have it

@@ -13,6 +13,7 @@ from torch import Tensor
 import shardlib as sl
 from shardlib.rules import foreach
 from shardlib.rules.table import DECOMPOSITIONS
+from shardlib.rules.written import op_named
 
 SHAPES = ((5, 3), (4,), ())
 SPECS = (sl.P("x"), sl.P("x"), sl.P())
@@ -39,7 +40,7 @@ def arguments(name: str) -> list[Any]:
         shapes = [[(3, 4), (1, 2)], [(4, 2), (2, 2)]]
         return [[torch.arange(math.prod(s), dtype=F64).view(s) for s in each] for each in shapes]
     out: list[Any] = []
-    for a in foreach._overload(name)._schema.arguments:
+    for a in op_named(name)._schema.arguments:
         kind = str(a.type)
         if a.kwarg_only or a.name in ("dtype", "non_blocking"):
             continue
@@ -56,7 +57,7 @@ def arguments(name: str) -> list[Any]:
 
 @pytest.mark.parametrize("name", [*foreach._overloads()])
 def test_lists_item_by_item(name: str) -> None:
-    op = foreach._overload(name)
+    op = op_named(name)
     mine, torchs = arguments(name), arguments(name)
     found, expected = DECOMPOSITIONS[op](*mine), op(*torchs)
     if op._schema.is_mutable:

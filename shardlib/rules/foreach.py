@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardlib.internals import OpOverload, all_op_names, schema_of
-from shardlib.rules.written import refuse_cast
+from shardlib.rules.written import op_named, refuse_cast
 
 aten = torch.ops.aten
 
@@ -66,12 +66,6 @@ def _overloads() -> Iterator[str]:
         name = full.removeprefix("aten::")
         if name.startswith("_foreach_") and not name.endswith("out"):
             yield name
-
-
-def _overload(name: str) -> OpOverload:
-    packet, _, overload = name.partition(".")
-    found: OpOverload = getattr(getattr(aten, packet), overload or "default")
-    return found
 
 
 # Optimiser steps -----------------------------------------------------------------------------------------------------
@@ -161,7 +155,7 @@ _STEPS = {
 ROWS: dict[str, Any] = {}
 
 DECOMPOSED: dict[str, Callable[..., Any]] = {
-    **{name: _each(_overload(name)) for name in _overloads()},
+    **{name: _each(op_named(name)) for name in _overloads()},
     **{
         f"{name}.{overload}".removesuffix(".default"): form
         for name, form in _STEPS.items()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from shardlib.rules.patterns import pattern
 from shardlib.rules.pointwise import pointwise
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.space import Dim, Space, arg, axis, path, result_shape, shape_ints
+from shardlib.rules.written import by_torch
 
 aten = torch.ops.aten
 
@@ -88,11 +88,6 @@ def _trilinear(call: Call) -> Rule:
     return space.rule(operands, [out], reduce=reduce, linear=[{0}, {1}, {2}], flops=3 * space.size(sum(dims, ())))
 
 
-def _dist(x: Tensor, y: Tensor, p: float = 2) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(x - y, p)
-    return norm
-
-
 def _pairs(x: Tensor, p: float = 2) -> Tensor:
     """pdist: the distances between two rows, each pair once."""
     i, j = torch.triu_indices(len(x), len(x), 1, device=x.device)
@@ -106,17 +101,6 @@ def _pairs_backward(grad: Tensor, x: Tensor, p: float, distances: Tensor) -> Ten
     square = [x.new_zeros(len(x), len(x)).index_put(both, torch.cat([v, v])) for v in (grad, distances)]
     gradient: Tensor = aten._cdist_backward(square[0], x, x, p, square[1])
     return gradient
-
-
-def _block_diag(tensors: Sequence[Tensor]) -> Tensor:
-    """Blocks with zeros on both sides, one below the other; a vector is a row."""
-    dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
-    blocks = [t.to(dtype).reshape(((1, 1), (1, t.numel()), t.shape)[t.dim()]) for t in tensors]
-    width, left, rows = sum(b.shape[1] for b in blocks), 0, []
-    for b in blocks:
-        rows.append(torch.nn.functional.pad(b, (left, width - left - b.shape[1])))
-        left += b.shape[1]
-    return torch.cat(rows)
 
 
 ROWS: dict[str, RuleFn | str] = {
@@ -138,8 +122,7 @@ ROWS: dict[str, RuleFn | str] = {
 }
 
 DECOMPOSED: dict[str, Any] = {
-    "dist": _dist,
+    **by_torch("dist", "block_diag"),
     "_pdist_forward": _pairs,
     "_pdist_backward": _pairs_backward,
-    "block_diag": _block_diag,
 }

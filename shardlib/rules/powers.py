@@ -7,7 +7,7 @@ before they take it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import Rows, wide
 from shardlib.rules.space import arg, result_dtype
+from shardlib.rules.written import by_torch
 
 aten = torch.ops.aten
 
@@ -58,18 +59,6 @@ def _root(local: Local) -> Any:
 # Ops that are norms of something --------------------------------------------------------------------------------------
 
 
-def _norm(
-    x: Tensor,
-    p: float | None = 2,
-    dim: Sequence[int] | None = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    out: Tensor = torch.linalg.vector_norm(x, 2 if p is None else p, dim or None, keepdim, dtype=dtype)
-    return out
-
-
 def _renorm(x: Tensor, p: float, dim: int, maxnorm: float) -> Tensor:
     """Every slice along `dim` scaled down to a norm of at most `maxnorm`."""
     others = [d for d in range(x.dim()) if d != dim % x.dim()]
@@ -81,9 +70,6 @@ def _renorm(x: Tensor, p: float, dim: int, maxnorm: float) -> Tensor:
 ROWS: dict[str, RuleFn | str] = {"linalg_vector_norm": _vector_norm}
 
 DECOMPOSED: dict[str, Callable[..., Any]] = {
-    "norm.Scalar": _norm,
-    "norm.ScalarOpt_dim": _norm,
-    "norm.ScalarOpt_dtype": _norm,
-    "norm.ScalarOpt_dim_dtype": _norm,
+    **by_torch("norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim_dtype"),
     "renorm": _renorm,
 }

@@ -2,103 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
 from typing import Any, TypeVar, overload
 
-import torch
-
+from shardlib import rules
 from shardlib.aten.traits import has
 from shardlib.bounded import Bounded
 from shardlib.errors import ShardingError
 from shardlib.internals import CUSTOM_OPS, CustomOpDef, OpOverload, OpOverloadPacket, op_of_custom, schema_of
-from shardlib.rules import (
-    activation,
-    attention,
-    bags,
-    batchnorm,
-    contraction,
-    convolution,
-    counting,
-    creation,
-    cumulative,
-    fft,
-    foreach,
-    fused_loss,
-    grouped,
-    indexing,
-    linalg,
-    loss,
-    matrix,
-    norm,
-    ordering,
-    pointwise,
-    pooling,
-    powers,
-    random,
-    reduction,
-    resample,
-    scattering,
-    slicing,
-    softmax,
-    unfolding,
-    view,
-    writing,
-)
+from shardlib.rules import pointwise
 from shardlib.rules.notation import argument, other, parse, reach
 from shardlib.rules.patterns import pattern, tensor_arguments
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.written import writers
+from shardlib.rules.written import full_name, op_named, writers
 from shardlib.state import rules_said
 from shardlib.tensors.warm import PROGRAMS
 
-FAMILIES = (
-    pointwise,
-    activation,
-    contraction,
-    grouped,
-    matrix,
-    linalg,
-    fft,
-    reduction,
-    powers,
-    cumulative,
-    ordering,
-    counting,
-    softmax,
-    norm,
-    batchnorm,
-    convolution,
-    pooling,
-    resample,
-    unfolding,
-    view,
-    slicing,
-    indexing,
-    writing,
-    scattering,
-    bags,
-    foreach,
-    loss,
-    fused_loss,
-    creation,
-    random,
-    attention,
-)
+
+def _modules() -> Iterator[ModuleType]:
+    for module in pkgutil.iter_modules(rules.__path__, "shardlib.rules."):
+        if module.name != __name__:
+            yield importlib.import_module(module.name)
+
+
+FAMILIES = [module for module in _modules() if hasattr(module, "ROWS")]
 
 Op = TypeVar("Op")
-
-
-def _key(name: str) -> str:
-    """`mm` and `add.Tensor` are ATen's; other namespaces are written out, `shardlib::attention`."""
-    return name if "::" in name else f"aten::{name}"
 
 
 def _table() -> dict[str, RuleFn]:
     table: dict[str, RuleFn] = {}
     for family in FAMILIES:
         for name, row in family.ROWS.items():
-            assert _key(name) not in table, f"two rules for {name}"
-            table[_key(name)] = pattern(row) if isinstance(row, str) else row
+            assert full_name(name) not in table, f"two rules for {name}"
+            table[full_name(name)] = pattern(row) if isinstance(row, str) else row
     return table
 
 
@@ -108,17 +48,11 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
     written: dict[Any, Callable[..., Any]] = {}
     for family in FAMILIES:
         for name, form in getattr(family, "DECOMPOSED", {}).items():
-            assert _key(name) not in TABLE, f"{name} has a rule and a decomposition"
-            op = _overload_named(name)
+            assert full_name(name) not in TABLE, f"{name} has a rule and a decomposition"
+            op = op_named(name)
             found[op] = form
             written.update(writers(op, form))
     return written | found
-
-
-def _overload_named(name: str) -> Any:
-    namespace, _, rest = _key(name).partition("::")
-    packet, _, overload = rest.partition(".")
-    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
 
 
 TABLE: dict[str, RuleFn] = _table()

@@ -18,16 +18,8 @@ from torch import Tensor
 
 from shardlib.internals import pytree
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.space import (
-    Dim,
-    Ints,
-    Space,
-    arg,
-    axis,
-    path,
-    result_shape,
-    shape_ints,
-)
+from shardlib.rules.space import Dim, Ints, Space, arg, axis, path, result_shape, shape_ints
+from shardlib.rules.written import by_torch
 
 aten = torch.ops.aten
 
@@ -198,44 +190,6 @@ def _reinterpret(call: Call) -> Rule:
     return space.rule([x], [x if shape == new else [*x[:-1], space.dim(new[-1], "o", whole=True)]])
 
 
-def _shuffle_channels(x: Tensor, groups: int) -> Tensor:
-    n, channels, *rest = x.shape
-    return x.reshape(n, groups, channels // groups, *rest).transpose(1, 2).reshape(x.shape)
-
-
-def _shuffle_pixels(x: Tensor, times: int) -> Tensor:
-    """`(c p q) h w -> c (h p) (w q)`."""
-    *batch, channels, h, w = x.shape
-    apart = x.reshape(*batch, channels // times**2, times, times, h, w)
-    order = (*range(len(batch)), *(len(batch) + i for i in (0, 3, 1, 4, 2)))
-    return apart.permute(order).reshape(*batch, channels // times**2, h * times, w * times)
-
-
-def _unshuffle_pixels(x: Tensor, times: int) -> Tensor:
-    """`c (h p) (w q) -> (c p q) h w`."""
-    *batch, c, height, width = x.shape
-    apart = x.reshape(*batch, c, height // times, times, width // times, times)
-    order = (*range(len(batch)), *(len(batch) + i for i in (0, 2, 4, 1, 3)))
-    return apart.permute(order).reshape(*batch, c * times**2, height // times, width // times)
-
-
-def _chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int) -> Tensor:
-    """Every tensor in `num_chunks` equal chunks along `dim` (padded at the end), flattened and put side by side."""
-    rows = []
-    for x in tensors:
-        at = dim % x.dim()
-        pad = [0] * (2 * (x.dim() - at) - 1) + [-x.shape[at] % num_chunks]
-        rows.append(torch.nn.functional.pad(x, pad).reshape(*x.shape[:at], num_chunks, -1))
-    return torch.cat(rows, dim % tensors[0].dim() + 1)
-
-
-def _rot90(x: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
-    a, b = dims
-    turned = {0: (), 1: (b,), 2: (a, b), 3: (a,)}[k % 4]
-    x = x.flip(turned) if turned else x.clone()
-    return x.transpose(a, b) if k % 2 else x
-
-
 def _as_strided_scatter(
     x: Tensor, src: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Tensor:
@@ -263,11 +217,7 @@ ROWS: dict[str, RuleFn | str] = {
 }
 
 DECOMPOSED: dict[str, Any] = {
-    "_chunk_cat": _chunk_cat,
-    "rot90": _rot90,
-    "channel_shuffle": _shuffle_channels,
-    "pixel_shuffle": _shuffle_pixels,
-    "pixel_unshuffle": _unshuffle_pixels,
+    **by_torch("_chunk_cat", "rot90", "channel_shuffle", "pixel_shuffle", "pixel_unshuffle"),
     "narrow_copy": _copied(torch.narrow),
     "as_strided_copy": _copied(torch.as_strided),
     "as_strided_scatter": _as_strided_scatter,

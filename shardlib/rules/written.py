@@ -10,9 +10,27 @@ from torch import Tensor
 
 from shardlib.aten.forms import functional_form
 from shardlib.aten.views import written_arguments
-from shardlib.internals import OpOverload, schema_of
+from shardlib.internals import OpOverload, schema_of, torchs_own_forms
 
 Composite = Callable[..., Any]
+
+
+def full_name(name: str) -> str:
+    """`mm` and `add.Tensor` are ATen's; other namespaces are written out, `shardlib::attention`."""
+    return name if "::" in name else f"aten::{name}"
+
+
+def op_named(name: str) -> OpOverload:
+    namespace, _, rest = full_name(name).partition("::")
+    packet, _, overload = rest.partition(".")
+    found: OpOverload = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+    return found
+
+
+def by_torch(*names: str) -> dict[str, Composite]:
+    """The forms that torch itself has of these ops."""
+    forms = torchs_own_forms(list(map(op_named, names)))
+    return {name: forms[op_named(name)] for name in names}
 
 
 def writers(target: OpOverload, form: Composite) -> Iterator[tuple[OpOverload, Composite]]:

@@ -18,16 +18,6 @@ def _batch_norm_out(*args: Any, out: Any, save_mean: Any, save_invstd: Any) -> t
     return out, save_mean, save_invstd
 
 
-def _as_strided_copy(x: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
-    return x.as_strided(size, stride, storage_offset).clone()
-
-
-def _as_strided_scatter(x: Any, src: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
-    out = x.clone()
-    out.as_strided(size, stride, storage_offset).copy_(src)
-    return out
-
-
 def _shifted(op: Any) -> Callable[..., Any]:
     """`x << n` and `x >> n` take bools, too, but not on tensors without values."""
 
@@ -40,8 +30,6 @@ def _shifted(op: Any) -> Callable[..., Any]:
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.native_batch_norm.out: _batch_norm_out,
-    torch.ops.aten.as_strided_copy.default: _as_strided_copy,
-    torch.ops.aten.as_strided_scatter.default: _as_strided_scatter,
     torch.ops.aten.__lshift__.Scalar: _shifted(torch.ops.aten.bitwise_left_shift.Tensor_Scalar),
     torch.ops.aten.__lshift__.Tensor: _shifted(torch.ops.aten.bitwise_left_shift.Tensor),
     torch.ops.aten.__rshift__.Scalar: _shifted(torch.ops.aten.bitwise_right_shift.Tensor_Scalar),
