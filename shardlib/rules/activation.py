@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardlib.rules.notation import gradient
 from shardlib.rules.pointwise import pointwise
 from shardlib.rules.rule import RuleFn
 
@@ -45,17 +46,15 @@ def _log_sigmoid_out(
     return output.copy_(torch.nn.functional.logsigmoid(x)), buffer
 
 
+_GLU = "[two dim] -> [dim] | two:whole"
+
 ROWS: dict[str, RuleFn | str] = {
-    "glu": "[two dim] -> [dim] | two:whole",
-    "glu_backward": "[dim], [two dim] -> [two dim] | two:whole {0}",
+    "glu": _GLU,
+    "glu_backward": gradient(_GLU, "0"),
     "glu_jvp": "[dim], [two dim], [two dim] -> [dim] | two:whole",
     "glu_backward_jvp": "[two dim], [dim], [two dim], [dim], [two dim] -> [two dim] | two:whole",
     "hardswish": pointwise(),
     "_prelu_kernel": pointwise(),
-    **dict.fromkeys(
-        ["_prelu_kernel_backward", "hardshrink_backward", "softshrink_backward", "rrelu_with_noise_backward"],
-        pointwise("{0}"),
-    ),
     **dict.fromkeys(["_add_relu.Tensor", "_add_relu.Scalar"], pointwise()),
 }
 

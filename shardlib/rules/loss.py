@@ -6,6 +6,7 @@ the global count.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,10 +16,11 @@ from torch import Tensor
 import shardlib.ops.ctc  # noqa: F401  (defines shardlib::ctc_loss)
 from shardlib.internals import schema_of
 from shardlib.manual.collectives import psum
+from shardlib.rules.notation import gradient, parse
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import checked, cut, located, positional, wide
-from shardlib.rules.space import Space, arg, argument_named, broadcast, join, numel, result_dtype, result_shape
+from shardlib.rules.space import argument_named, result_dtype
 
 aten = torch.ops.aten
 
@@ -66,113 +68,66 @@ def _dims(shape: Sequence[int]) -> tuple[str, str]:
     return ("c", "") if len(shape) == 1 else (f"n c {space}", f"n {space}")
 
 
-def _nll_forward(call: Call) -> Rule:
+def _nll_rule(call: Call) -> Rule:
     """Sums and single losses add up over rows and classes."""
-    logits, target = _dims(call.operands[0].shape)
-    reduction = arg(call, 3, "reduction")
+    backward = "backward" in schema_of(call.target).name
+    logits, target = _dims(call.operands[int(backward)].shape)
+    reduction = argument_named(call, "reduction")
     summed = ["c", *target.split()] if reduction != _NONE else ["c"]
     kinds = " ".join(f"{f}:{'none' if reduction == _MEAN else 'sum'}" for f in summed)
     kinds += " c:local" + " ".join(f" {f}:local" for f in target.split() if reduction == _MEAN)
     loss = target if reduction == _NONE else ""
-    return pattern(f"{logits}, {target}, c -> {loss}, | {kinds}", local=_nll)(call)
+    text = f"{logits}, {target}, c -> {loss}, | "
+    if backward:
+        return pattern(gradient(f"{text} c:local", "0 1 2 r1"), local=_nll_backward)(call)
+    return pattern(f"{text} {kinds}", local=_nll)(call)
 
 
-def _nll_backward_rule(call: Call) -> Rule:
-    logits, target = _dims(call.operands[1].shape)
-    loss = target if arg(call, 4, "reduction") == _NONE else ""
-    return pattern(f"{loss}, {logits}, {target}, c, -> {logits} | c:local {{0}}", local=_nll_backward)(call)
+# Losses of elements, or of rows whose classes stay whole --------------------------------------------------------------
 
 
-# Means over the elements or rows of the whole ------------------------------------------------------------------------
-
-
-def _mean(reduction: int, count: int, *, apart: bool = False) -> Callable[[Local], Any]:
-    """The local form of a mean: the sum of what is here over the count of all. Further results are as they are.
-
-    `apart`: losses come one by one and are added up here, since the op's own sum of none is whatever memory holds.
-    """
-
-    def local(local: Local) -> Any:
-        dtype, op = result_dtype(local.call), local.call.target
-        how = _SUM if wide(dtype) == dtype and not apart else _NONE  # a sum may be too large for half precision
-
-        def form(*args: Any) -> Any:
-            found = op(*args[:reduction], how, *args[reduction + 1 :])
-            total, *rest = found if isinstance(found, tuple) else (found,)
-            total = total.sum(dtype=wide(dtype)) if how == _NONE else total
-            return ((total / count).to(dtype), *rest)
-
-        return local.run(form, *positional(local))
-
-    return local
-
-
-def _mean_backward(reduction: int, count: int) -> Callable[[Local], Any]:
-    """The gradient of a mean is that of the sum, over the count of all."""
-
-    def local(local: Local) -> Any:
-        op = local.call.target
-        form = lambda grad, *args: op(grad / count, *args[: reduction - 1], _SUM, *args[reduction:])
-        return local.run(form, *positional(local))
-
-    return local
-
-
-def _elementwise(reduction: int) -> RuleFn:
-    """`mse_loss(x, target, reduction)` and its like; the argument `reduction` stands at that position."""
-
-    def rule(call: Call) -> Rule:
-        how = arg(call, reduction, "reduction", _MEAN)
-        space = Space()
-        shape = join(m.shape for m in call.operands)
-        dims = space.dims(shape)
-        return space.rule(
-            [broadcast(dims, m.shape) for m in call.operands],
-            [[] if how else dims],
-            reduce=dict.fromkeys(space.sizes, "sum") if how else {},
-            local=_mean(reduction, numel(shape)) if how == _MEAN else None,
-            local_factors=space.sizes if how == _MEAN else (),
-            flops=numel(shape),
-        )
-
-    return rule
-
-
-def _elementwise_backward(reduction: int) -> RuleFn:
-    """`mse_loss_backward(grad, x, target, reduction)`."""
-
-    def rule(call: Call) -> Rule:
-        space = Space()
-        shape = result_shape(call)
-        dims = space.dims(shape)
-        mean = arg(call, reduction, "reduction", _MEAN) == _MEAN
-        return space.rule(
-            [broadcast(dims, m.shape) for m in call.operands],
-            [dims],
-            linear=[{0}],
-            local=_mean_backward(reduction, numel(shape)) if mean else None,
-            local_factors=space.sizes if mean else (),
-            flops=numel(shape),
-        )
-
-    return rule
-
-
-def _rowwise(text: str, *, backward: bool = False) -> RuleFn:
-    """Losses that look at all classes of a row: rows are independent, classes stay whole."""
+def _loss(text: str, *, backward: bool = False) -> RuleFn:
+    """A loss for everything that `...` counts, or (as an argument says) their sum or mean; further results are as they
+    are."""
 
     def rule(call: Call) -> Rule | None:
-        at = [a.name for a in schema_of(call.target).arguments].index("reduction")
-        if not (shape := call.operands[int(backward)].shape):
+        if max(m.rank for m in call.operands) < parse(text).operands[int(backward)].rank:
             return None  # one number has nothing to cut
         how = argument_named(call, "reduction")
-        count = numel(shape[:-1]) if how == _MEAN else 1
-        if how == _NONE or (how == _SUM and backward):
-            return pattern(text)(call)
-        local = _mean_backward(at, count) if backward else _mean(at, count, apart=True)
-        return pattern(f"{text} ...:local", local=local)(call)
+        notes = "...:local" if how == _MEAN or (how == _SUM and not backward) else ""
+        return pattern(f"{text} {notes}", local=local, flops=lambda _, points: points)(call)
+
+    local = _mean_backward if backward else _mean
 
     return rule
+
+
+def _how(local: Local) -> tuple[list[Any], int, int]:
+    """The arguments, where the reduction stands among them, and what a mean divides by: all losses there are."""
+    given, at = positional(local), [a.name for a in schema_of(local.call.target).arguments].index("reduction")
+    losses = (n for f, n in local.rule.sizes.items() if f.startswith("*"))
+    return given, at, math.prod(losses) if given[at] == _MEAN else 1
+
+
+def _mean(local: Local) -> Any:
+    """The sum of what is here over the count of all. Losses come one by one: the op's own sum may be too large for half
+    precision, and that of none is whatever memory holds."""
+    (given, at, count), dtype = _how(local), result_dtype(local.call)
+
+    def form(*args: Any) -> Any:
+        found = local.call.target(*args[:at], _NONE, *args[at + 1 :])
+        each, *rest = found if isinstance(found, tuple) else (found,)
+        total = each.sum(dtype=wide(dtype))
+        return ((total / count if count > 1 else total).to(dtype), *rest)
+
+    return local.run(form, *given)
+
+
+def _mean_backward(local: Local) -> Any:
+    """The gradient of a mean is that of the sum, over the count of all."""
+    given, at, count = _how(local)
+    form = lambda grad, *args: local.call.target(grad / count, *args[: at - 1], _SUM, *args[at:])
+    return local.run(form, *given)
 
 
 # Sequences of labels --------------------------------------------------------------------------------------------------
@@ -240,23 +195,26 @@ def _sequences(targets: Tensor, inputs: Any, lengths: Any) -> tuple[Tensor, tupl
     return targets, (inputs, lengths), longest
 
 
+_PAIRED = ["mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"]
+_PAIR = "..., ... -> ... | ...:sum"
+_TRIPLE = "..., ..., ... -> ... | ...:sum"
+_MARGIN = "... c, ..., c -> ... | c:whole ...:sum"
+_MARGINS = "... c, ... c -> ..., ... c | c:whole ...:sum"
+_CTC = "t n _, n _, n, n -> n, n t _ | t:whole"
+
 ROWS: dict[str, RuleFn | str] = {
-    **dict.fromkeys(["nll_loss_forward", "nll_loss2d_forward"], _nll_forward),
-    **dict.fromkeys(["nll_loss_backward", "nll_loss2d_backward"], _nll_backward_rule),
-    **dict.fromkeys(["mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"], _elementwise(2)),
-    **dict.fromkeys(
-        ["mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward", "soft_margin_loss_backward"],
-        _elementwise_backward(3),
-    ),
-    "binary_cross_entropy": _elementwise(3),
-    "binary_cross_entropy_backward": _elementwise_backward(4),
-    "binary_cross_entropy_with_logits": _elementwise(4),
-    "multi_margin_loss": _rowwise("... c, ..., c -> ... | c:whole ...:sum"),
-    "multi_margin_loss_backward": _rowwise("..., ... c, ..., c -> ... c | c:whole {0}", backward=True),
-    "multilabel_margin_loss_forward": _rowwise("... c, ... c -> ..., ... c | c:whole ...:sum"),
-    "multilabel_margin_loss_backward": _rowwise("..., ... c, ... c, ... c -> ... c | c:whole {0}", backward=True),
-    "shardlib::ctc_loss": "t n _, n _, n, n -> n, n t _ | t:whole",
-    "shardlib::ctc_loss_backward": "n, t n _, n _, n, n, n, n t _ -> t n _ | t:whole {0}",
+    **dict.fromkeys([f"nll_loss{dims}_{way}" for dims in ("", "2d") for way in ("forward", "backward")], _nll_rule),
+    **dict.fromkeys(_PAIRED, _loss(_PAIR)),
+    **dict.fromkeys([f"{name}_backward" for name in _PAIRED], _loss(gradient(_PAIR, "0 1"), backward=True)),
+    "binary_cross_entropy": _loss(_TRIPLE),
+    "binary_cross_entropy_backward": _loss(gradient(_TRIPLE, "0 1 2"), backward=True),
+    "binary_cross_entropy_with_logits": _loss("..., ..., ..., ... -> ... | ...:sum"),
+    "multi_margin_loss": _loss(_MARGIN),
+    "multi_margin_loss_backward": _loss(gradient(_MARGIN, "0 1 2"), backward=True),
+    "multilabel_margin_loss_forward": _loss(_MARGINS),
+    "multilabel_margin_loss_backward": _loss(gradient(_MARGINS, "0 1 r1"), backward=True),
+    "shardlib::ctc_loss": _CTC,
+    "shardlib::ctc_loss_backward": gradient(_CTC, "0 1 2 3 r0 r1"),
 }
 
 DECOMPOSED: dict[str, Callable[..., Any]] = {

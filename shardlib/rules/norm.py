@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from shardlib.internals import schema_of
+from shardlib.rules.notation import gradient
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Local, RuleFn
 from shardlib.rules.shards import Rows, cut, widely
 from shardlib.rules.space import argument_named
+from shardlib.rules.written import by_torch
 
 aten = torch.ops.aten
 
@@ -82,11 +84,6 @@ def _norm(text: str, form: Callable[..., tuple[Tensor, ...]], flops: int) -> Rul
 # Weight normalisation: w = g v / |v|, with one norm for every index of `dim`. -----------------------------------------
 
 
-def _weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    norm = torch.linalg.vector_norm(v, 2, _others(v, dim), keepdim=True, dtype=_norm_dtype(g))
-    return v * (g / norm.to(g.dtype)), norm
-
-
 def _weight_norm_backward(
     grad: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norm: torch.Tensor, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,39 +96,20 @@ def _others(v: torch.Tensor, dim: int) -> list[int]:
     return [d for d in range(v.dim()) if d != dim]
 
 
-def _norm_dtype(g: torch.Tensor) -> torch.dtype | None:
-    """Torch keeps the norms of bfloat16 in single precision."""
-    return torch.float32 if g.dtype == torch.bfloat16 else None
-
-
-_SHAPE = "normalized_shape:size(normalized_shape) normalized_shape:local"
-_FORWARD = f"| {_SHAPE} normalized_shape:none"
-_BACKWARD = f"| {_SHAPE} normalized_shape:none ...:local ...:sum {{0}}"
+_SHAPE = "| normalized_shape:size(normalized_shape) normalized_shape:local normalized_shape:none"
+_LAYER = f"[normalized_shape], normalized_shape, normalized_shape -> [normalized_shape], ..., ... {_SHAPE}"
+_RMS = f"[normalized_shape], normalized_shape -> [normalized_shape], ... {_SHAPE}"
 
 ROWS: dict[str, RuleFn | str] = {
-    "native_layer_norm": _norm(
-        f"[normalized_shape], normalized_shape, normalized_shape -> [normalized_shape], ..., ... {_FORWARD}",
-        _layer_norm,
-        5,
-    ),
+    "native_layer_norm": _norm(_LAYER, _layer_norm, 5),
     "native_layer_norm_backward": _norm(
-        "[normalized_shape], [normalized_shape], ..., ..., normalized_shape, normalized_shape "
-        f"-> [normalized_shape], normalized_shape, normalized_shape {_BACKWARD}",
-        _layer_norm_backward,
-        8,
+        f"{gradient(_LAYER, '0 r1 r2 1 2', of='0 1 2')} ...:local", _layer_norm_backward, 8
     ),
-    "_fused_rms_norm": _norm(
-        f"[normalized_shape], normalized_shape -> [normalized_shape], ... {_FORWARD}", _rms_norm, 5
-    ),
-    "_fused_rms_norm_backward": _norm(
-        "[normalized_shape], [normalized_shape], ..., normalized_shape "
-        f"-> [normalized_shape], normalized_shape {_BACKWARD}",
-        _rms_norm_backward,
-        8,
-    ),
+    "_fused_rms_norm": _norm(_RMS, _rms_norm, 5),
+    "_fused_rms_norm_backward": _norm(f"{gradient(_RMS, '0 r1 1', of='0 1')} ...:local", _rms_norm_backward, 8),
 }
 
 DECOMPOSED: dict[str, Callable[..., Any]] = {
-    "_weight_norm_interface": _weight_norm,
+    **by_torch("_weight_norm_interface"),
     "_weight_norm_interface_backward": _weight_norm_backward,
 }

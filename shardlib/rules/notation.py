@@ -70,6 +70,11 @@ class Term:
         return sum(d != ELLIPSIS for d in self.dims)
 
     @property
+    def names(self) -> set[str]:
+        """The factors that it names, `...` among them."""
+        return {f.strip("[]") for d in self.dims for f in d} | ({"..."} if self.named else set())
+
+    @property
     def named(self) -> str | None:
         """The argument that names some of its dims: `dim` of `[dim]`, and of `[two dim]`."""
         last = self.dims[0][-1] if self.dims and self.dims[0] else ""
@@ -136,7 +141,7 @@ def parse(text: str) -> Pattern:
     if any(t.fits for t in results):
         wrong.append("`~` marks operands, not results")
     notes, linear = _notes(tail, wrong)
-    known = {f.strip("[]") for t in (*operands, *results) for d in t.dims for f in d}
+    known = {f for t in (*operands, *results) for f in t.names}
     wrong += [
         f"`{f}:{kind}` names a factor that no tensor has"
         for f, kind in notes
@@ -153,6 +158,26 @@ def parse(text: str) -> Pattern:
             f"rule({text!r}) cannot be read", wrong, remedy='write "... m k, k n -> ... m n | k:sum {0} {1}"'
         )
     return Pattern(operands, results, tuple(notes), tuple(linear))
+
+
+def gradient(text: str, saved: str = "", of: str = "0") -> str:
+    """The rule of an op's gradient, from the op's own: it takes that of the first result, then what was `saved`.
+
+    That names operands (`0`) and results (`r1`). It returns gradients of the operands `of`, which have their operands'
+    dims and are sums over all others; all are linear in the result's.
+
+    Example:
+        >>> gradient("... m k, k n -> ... m n | k:sum {0} {1}", "0 1", of="0 1")
+        '... m n, ... m k, k n -> ... m k, k n | ...:sum m:sum n:sum {0}'
+    """
+    op = parse(text)
+    given = [op.results[0]]
+    given += [op.results[int(w[1:])] if w[0] == "r" else op.operands[int(w)] for w in saved.split()]
+    made = [op.operands[int(w)] for w in of.split()]
+    here = [f for f in dict.fromkeys(f for t in (*given, *made) for f in sorted(t.names)) if not is_own(f)]
+    notes = [(f, kind) for f, kind in op.notes if f in here and kind not in ("sum", "max", "min")]
+    notes += [(f, "sum") for f in here if any(f not in t.names for t in made)]
+    return str(Pattern(tuple(given), tuple(made), tuple(notes), (frozenset({0}),)))
 
 
 def _halo_faults(notes: Sequence[tuple[str, str]], operands: Sequence[Term], results: Sequence[Term]) -> Iterator[str]:

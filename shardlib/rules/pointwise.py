@@ -130,23 +130,14 @@ LINEAR = {
     "addcdiv": "{0,1}",
     "lerp.Scalar": "{0,1}",
     "lerp.Tensor": "{0,1}",
-    "gelu_backward": "{0}",
-    "silu_backward": "{0}",
-    "tanh_backward": "{0}",
-    "sigmoid_backward": "{0}",
-    "threshold_backward": "{0}",
-    "elu_backward": "{0}",
-    "leaky_relu_backward": "{0}",
-    "hardtanh_backward": "{0}",
-    "softplus_backward": "{0}",
-    "mish_backward": "{0}",
-    "hardswish_backward": "{0}",
-    "hardsigmoid_backward": "{0}",
-    "native_dropout_backward": "{0}",
 }
+
+_BENT = ["gelu", "silu", "tanh", "sigmoid", "threshold", "elu", "leaky_relu", "hardtanh", "softplus", "mish"]
+_BENT += ["hardswish", "hardsigmoid", "hardshrink", "softshrink", "_prelu_kernel", "rrelu_with_noise", "native_dropout"]
 
 ROWS: dict[str, RuleFn | str] = {
     **IDENTITIES,
+    **{f"{name}_backward": pointwise("{0}") for name in _BENT},
     **{name: pointwise(sets) for name, sets in LINEAR.items()},
     **dict.fromkeys(("add.Tensor", "sub.Tensor", "rsub.Scalar"), _add),
     "div.Tensor": _div,

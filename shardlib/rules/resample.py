@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from shardlib.rules.nonempty import nonempty
+from shardlib.rules.notation import gradient
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Rule, RuleFn
 from shardlib.rules.space import Dim, path
@@ -31,15 +32,9 @@ def _space(dims: int) -> str:
     return " ".join(["_"] * dims)
 
 
-def _upsample(dims: int) -> RuleFn:
-    return _plain(f"n c {_space(dims)} -> n c {_space(dims)} | {{0}}", "n", "c")
-
-
-def _upsample_backward(dims: int) -> RuleFn:
-    """`(grad, output size, input size, ...)`: the input's size has the batch and the channels, too."""
-    return _plain(
-        f"n c {_space(dims)} -> n c {_space(dims)} | n:size(input_size.0) c:size(input_size.1) {{0}}", "n", "c"
-    )
+def _upsample(dims: int, *, backward: bool = False) -> RuleFn:
+    text = f"n c {_space(dims)} -> n c {_space(dims)} | {{0}}"
+    return _plain(f"{gradient(text)} {_SIZES}" if backward else text, "n", "c")
 
 
 def _nearest(dims: int, *, backward: bool = False) -> RuleFn:
@@ -55,9 +50,9 @@ def _nearest(dims: int, *, backward: bool = False) -> RuleFn:
         x = " ".join(f"h{i}" if i in kept else "_" for i in space)
         y = " ".join(f"(h{i} r{i})" if i in kept else "_" for i in space)
         blocks = " ".join(f"r{i}:whole" for i in kept)
-        batch = "n:size(input_size.0) c:size(input_size.1) " if backward else ""
-        text = f"n c {y} -> n c {x}" if backward else f"n c {x} -> n c {y}"
-        found = _plain(f"{text} | {batch}{blocks} {{0}}", "n", "c", *(f"h{i}" for i in kept))(call)
+        text = f"n c {x} -> n c {y} | {blocks} {{0}}"
+        text = f"{gradient(text)} {_SIZES}" if backward else text
+        found = _plain(text, "n", "c", *(f"h{i}" for i in kept))(call)
         ints = {(*path(call, 1, "output_size"), i): (times[i], _dim(call, small, i)) for i in kept}
         if backward:
             ints |= {(*path(call, 2, "input_size"), i + 2): (1, _dim(call, small, i)) for i in kept}
@@ -67,31 +62,22 @@ def _nearest(dims: int, *, backward: bool = False) -> RuleFn:
 
 
 _BLOCKS = (1, 2, 4, 8, 16)
+_SIZES = "n:size(input_size.0) c:size(input_size.1)"  # of a gradient: those of its input, the batch and channels too
 
 
 def _dim(call: Call, small: Sequence[int], i: int) -> Dim:
     return (f"h{i}",) if small[i + 2] > 1 else ()
 
 
-def _pad(dims: int) -> RuleFn:
-    return _plain(f"... {_space(dims)} -> ... {_space(dims)} | {{0}}", "...")
+def _pad(dims: int, *, backward: bool = False) -> RuleFn:
+    text = f"... {_space(dims)} -> ... {_space(dims)} | {{0}}"
+    return _plain(gradient(text, "0") if backward else text, "...")
 
 
-def _pad_backward(dims: int) -> RuleFn:
-    return _plain(f"... {_space(dims)}, ... {_space(dims)} -> ... {_space(dims)} | {{0}}", "...")
-
-
-def _grid(dims: int) -> RuleFn:
+def _grid(dims: int, *, backward: bool = False) -> RuleFn:
     points = " ".join(f"p{i}" for i in range(dims))
-    return _plain(f"n c {_space(dims)}, n {points} _ -> n c {points} | {{0}}", "n", "c", *points.split())
-
-
-def _grid_backward(dims: int) -> RuleFn:
-    """What several points read adds up; a point moves all channels."""
-    points = " ".join(f"p{i}" for i in range(dims))
-    sums = " ".join(f"{f}:sum" for f in ("c", *points.split()))
-    text = f"n c {points}, n c {_space(dims)}, n {points} _ -> n c {_space(dims)}, n {points} _ | {sums} {{0}}"
-    return _plain(text, "n", "c", *points.split())
+    text = f"n c {_space(dims)}, n {points} _ -> n c {points} | {{0}}"
+    return _plain(gradient(text, "0 1", of="0 1") if backward else text, "n", "c", *points.split())
 
 
 def _im2col(call: Call) -> Rule:
@@ -109,28 +95,25 @@ def _affine_grid(call: Call) -> Rule:
     return _plain(f"n _ _ -> n {space} _ | n:size(size.0) {{0}}", "n")(call)
 
 
-_UPSAMPLE = {
-    1: ("upsample_linear1d",),
-    2: (
-        *("upsample_bilinear2d", "upsample_bicubic2d"),
-        *("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa"),
-    ),
-    3: ("upsample_trilinear3d",),
+_FAMILIES: dict[Callable[..., RuleFn], dict[str, int]] = {
+    _nearest: {f"{name}{d}d": d for d in (1, 2, 3) for name in ("upsample_nearest", "_upsample_nearest_exact")},
+    _upsample: {
+        "upsample_linear1d": 1,
+        "upsample_trilinear3d": 3,
+        **dict.fromkeys(("upsample_bilinear2d", "upsample_bicubic2d"), 2),
+        **{f"_upsample_{kind}2d_aa": 2 for kind in ("bilinear", "bicubic", "lanczos")},
+    },
+    _pad: {f"{kind}_pad{d}d": d for kind in ("reflection", "replication") for d in (1, 2, 3)},
+    _grid: {"grid_sampler_2d": 2, "grid_sampler_3d": 3, "_grid_sampler_2d_cpu_fallback": 2},
 }
 
-_NEAREST = {f"{name}{d}d": d for d in (1, 2, 3) for name in ("upsample_nearest", "_upsample_nearest_exact")}
-
 ROWS: dict[str, RuleFn | str] = {
-    **{name: _nearest(d) for name, d in _NEAREST.items()},
-    **{f"{name}_backward": _nearest(d, backward=True) for name, d in _NEAREST.items()},
-    **{name: _upsample(d) for d, names in _UPSAMPLE.items() for name in names},
-    **{f"{name}_backward": _upsample_backward(d) for d, names in _UPSAMPLE.items() for name in names},
-    **{f"{kind}_pad{d}d": _pad(d) for kind in ("reflection", "replication") for d in (1, 2, 3)},
-    **{f"{kind}_pad{d}d_backward": _pad_backward(d) for kind in ("reflection", "replication") for d in (1, 2, 3)},
-    **{f"grid_sampler_{d}d": _grid(d) for d in (2, 3)},
-    **{f"grid_sampler_{d}d_backward": _grid_backward(d) for d in (2, 3)},
-    "_grid_sampler_2d_cpu_fallback": _grid(2),
-    "_grid_sampler_2d_cpu_fallback_backward": _grid_backward(2),
+    **{
+        f"{name}{end}": rule(dims, backward=bool(end))
+        for rule, family in _FAMILIES.items()
+        for name, dims in family.items()
+        for end in ("", "_backward")
+    },
     "im2col": _im2col,
     "col2im": _col2im,
     "affine_grid_generator": _affine_grid,

@@ -7,13 +7,16 @@ from typing import Any
 
 from torch import Tensor
 
+from shardlib.rules.notation import gradient
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import Rows, widely
 from shardlib.rules.space import Space, arg, axis, numel
 
+_ROW = "[dim] -> [dim] | dim:local"
 
-def _row(form: Callable[..., Tensor], text: str = "[dim] -> [dim] | dim:local") -> RuleFn:
+
+def _row(form: Callable[..., Tensor], text: str = _ROW) -> RuleFn:
     """The rule of an op along `dim`; `form` is for when that is cut."""
 
     def local(local: Local) -> Any:
@@ -100,8 +103,8 @@ ROWS: dict[str, RuleFn | str] = {
     # `out=` leaves the composite ops as they are.
     "softmax.int": _row(_softmax),
     "log_softmax.int": _row(_log_softmax),
-    "_softmax_backward_data": _row(_softmax_backward, "[dim], [dim] -> [dim] | dim:local {0}"),
-    "_log_softmax_backward_data": _row(_log_softmax_backward, "[dim], [dim] -> [dim] | dim:local {0}"),
+    "_softmax_backward_data": _row(_softmax_backward, gradient(_ROW, "r0")),
+    "_log_softmax_backward_data": _row(_log_softmax_backward, gradient(_ROW, "r0")),
     "logsumexp": _logsumexp_rule,
     **dict.fromkeys(["_masked_softmax", "_masked_softmax_backward"], _masked),
 }
