@@ -1,7 +1,5 @@
-"""Padding and rolls of a cut dim: every device fetches what comes to lie in its piece.
-
-Blocks as in `shifting`: a fused weight is put together without a look at how its parts are cut.
-"""
+"""Whole dims turned round or rolled, and rows sent from device to device: every device fetches what comes to lie in its
+piece."""
 
 from __future__ import annotations
 
@@ -12,98 +10,48 @@ import torch
 from torch import Tensor
 
 from shardlib.manual.collectives import piece
-from shardlib.rules.halo import Range, extent, fetch_all, padded, sent
+from shardlib.rules.halo import Range, extent, fetch_all, sent
 from shardlib.rules.rule import Call, Halo, Local, Rule
-from shardlib.rules.shards import gathered, held, positional
-from shardlib.rules.shifting import Shift, shift_rule, taken
-from shardlib.rules.space import Dim, Ints, Space, arg, axis, path, result_shape
+from shardlib.rules.shards import cut, gathered, held
+from shardlib.rules.space import Space, arg, axis
 
-aten = torch.ops.aten
-
-
-def pad(call: Call) -> Rule:
-    space = Space()
-    shape, grown = call.operands[0].shape, result_shape(call)
-    amounts = list(arg(call, 1, "pad"))
-    prefix = path(call, 1, "pad")
-    x: list[Dim] = []
-    out: list[Dim] = []
-    ints: Ints = {}
-    shifts: dict[int, Shift] = {}
-    for i, (old, new) in enumerate(zip(shape, grown, strict=True)):
-        k = 2 * (len(shape) - 1 - i)
-        before, after = (amounts[k], amounts[k + 1]) if k < len(amounts) else (0, 0)
-        if before == after == 0:
-            d = e = space.dim(old)
-        else:
-            shift = shifts[i] = Shift.of(space, (old, new), -before)
-            d, e = shift.long, shift.short
-            if not shift.outer[1]:
-                space.whole |= {*shift.outer[0]}
-            if shift.block:
-                ints |= {(*prefix, k + j): (n // shift.block, shift.inner) for j, n in enumerate((before, after))}
-        x.append(d)
-        out.append(e)
-    return shift_rule(
-        space,
-        [x],
-        out,
-        list(shifts.values()),
-        lambda local: _padded(local, shifts),
-        forward=True,
-        ints=ints,
-        linear=[] if arg(call, 2, "value", 0) else [{0}],
-    )
+Needs = Sequence[Callable[[Range], Range]]  # what a range of a dim consists of, piece by piece
 
 
-def _padded(local: Local, shifts: Mapping[int, Shift]) -> Any:
-    """Dims that are cut fetch and fill; the op itself pads the others."""
-    cut = {at: shift for at, shift in shifts.items() if shift.cut(local)}
+def flip(call: Call) -> Rule:
+    """A piece is the piece at the other end, turned round."""
+    shape = call.operands[0].shape
+    turned = {at: _mirrored(shape[at]) for at in (axis(d, len(shape)) for d in arg(call, 1, "dims"))}
+    return _moved(call, turned, lambda x, _: torch.flip(x, [*turned]))
 
-    def form(x: Tensor, pad: Sequence[int], fill: float, insides: Sequence[int]) -> Tensor:
-        rest = list(pad)
-        for (at, shift), inside in zip(cut.items(), insides, strict=True):
-            x, k = taken(x, at, shift, inside, fill), 2 * (x.dim() - 1 - at)
-            rest[k : k + 2] = [0, 0]
-        return padded(x, rest, fill)
 
-    return local.run(form, *positional(local), [shift.inside(local) for shift in cut.values()])
+def _mirrored(size: int) -> Needs:
+    return [lambda r: (size - r[1], size - r[0])]
 
 
 def roll(call: Call) -> Rule:
     """Without dims the flattened value is rolled: nothing may be cut."""
-    shape, space = call.operands[0].shape, Space()
+    shape = call.operands[0].shape
     shifts, dims = ([n] if isinstance(n, int) else list(n) for n in (arg(call, 1, "shifts"), arg(call, 2, "dims", ())))
     by: dict[int, int] = {}
     for d, n in zip(dims, shifts if dims else (), strict=True):
         by[axis(d, len(shape))] = by.get(axis(d, len(shape)), 0) + n
-    x = space.dims(shape, whole=[] if dims else range(len(shape)))
-    touched = [at for at in by if shape[at] > 1]
-    by = {at: by[at] for at in touched if by[at] % shape[at]}  # the rest goes all the way round, and stays
-    moved = {at: _parts(shape[at], n) for at, n in by.items()}
-    halos = [Halo(x[at][0], 0, True, sent(shape[at], shape[at], *parts)) for at, parts in moved.items()]
+    by = {at: n % shape[at] for at, n in by.items() if shape[at]}
+    moved = {at: _wrapped(shape[at], n) if n else [] for at, n in by.items()}
 
-    def local(local: Local) -> Any:
-        cut = [at for at in moved if any(map(local.axes, x[at]))]
-        rest = [at for at in by if at not in cut]
+    def rest(x: Tensor, done: Sequence[int]) -> Tensor:
+        left = [at for at, n in by.items() if n and at not in done]
+        if not dims:
+            return torch.roll(x, shifts)
+        if left:
+            return torch.roll(x, [by[at] for at in left], left)
+        return x if any(moved[at] for at in done) else x.clone()
 
-        def form(value: Tensor) -> Tensor:
-            for at in cut:
-                mine = extent(x[at], shape[at])
-                value = torch.cat(fetch_all(value, at, x[at], [part(mine) for part in moved[at]], "input"), at)
-            if dims and not by:
-                return value.clone()
-            return torch.roll(value, [by[at] for at in rest], rest) if rest else value
-
-        return local.run(form, local.args[0])
-
-    cut = {f for at in touched for f in x[at]}
-    return space.rule([x], [x], linear=[{0}], local=local, local_factors=cut, halos=halos)
+    return _moved(call, moved, rest, whole=not dims)
 
 
-def _parts(size: int, by: int) -> list[Callable[[Range], Range]]:
+def _wrapped(size: int, by: int) -> Needs:
     """Of a dim rolled `by`: what comes from its end to a range at its begin, and what from in front of the range."""
-    by %= size
 
     def wrapped(r: Range) -> Range:
         low, high = r[0], min(r[1], by)
@@ -114,6 +62,29 @@ def _parts(size: int, by: int) -> list[Callable[[Range], Range]]:
         return (low - by, high - by) if low < high else (0, 0)
 
     return [wrapped, straight]
+
+
+def _moved(
+    call: Call, needs: Mapping[int, Needs], rest: Callable[[Tensor, Sequence[int]], Tensor], *, whole: bool = False
+) -> Rule:
+    """The rule of an op that moves elements along dims; `rest` does what is left where those that are cut are done."""
+    space, shape = Space(), call.operands[0].shape
+    x = space.dims(shape, whole=range(len(shape)) if whole else [])
+    along = {at: x[at][0] for at in needs if x[at]}
+
+    def local(local: Local) -> Any:
+        done = [at for at, f in along.items() if cut(local, [f])]
+
+        def form(value: Tensor) -> Tensor:
+            for at in (at for at in done if needs[at]):
+                mine = extent(x[at], shape[at])
+                value = torch.cat(fetch_all(value, at, x[at], [need(mine) for need in needs[at]], "input"), at)
+            return rest(value, done)
+
+        return local.run(form, local.args[0])
+
+    halos = [Halo(f, 0, True, sent(shape[at], shape[at], *needs[at])) for at, f in along.items() if needs[at]]
+    return space.rule([x], [x], linear=[{0}], local=local, local_factors=along.values(), halos=halos)
 
 
 def send_rows(call: Call) -> Rule:

@@ -1,4 +1,4 @@
-"""Slices of a cut dim, and their way back.
+"""Slices and padding of a cut dim, and the way back.
 
 Every device fetches what moves into its piece from whoever holds it. With I = gcd(start, stop, size) a sliced dim is
 `(p I)` and its result `(q I)`. A cut of I needs no communication: the slice arguments are multiples of its local size
@@ -9,16 +9,17 @@ between neighbours. One block is a pending sum: of it where it is, and of zeros 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardlib.rules.halo import Range, extent, fetch, length, reframe, sent
-from shardlib.rules.rule import Call, Halo, Local, Rule
-from shardlib.rules.shards import adds_up, held, nothing
+from shardlib.internals import schema_of
+from shardlib.rules.halo import Range, extent, fetch, length, padded, reframe, sent
+from shardlib.rules.rule import Call, Halo, Local, Path, Rule
+from shardlib.rules.shards import adds_up, held, nothing, positional
 from shardlib.rules.space import Dim, Ints, Space, arg, axis, path, result_shape, shape_ints
 from shardlib.rules.window import Window
 
@@ -74,10 +75,6 @@ class Shift:
     def cut(self, local: Local) -> bool:
         return any(local.axes(f) for d in self.outer for f in d)
 
-    def inside(self, local: Local) -> Any:
-        """How much this device has of a block."""
-        return held(local, self.inner)
-
 
 def exposed(x: Tensor, at: int, outer: Dim, count: int, inside: int) -> Tensor:
     """A piece with dim `at` as blocks (`count` in all, of label `outer`), and behind it what is in a block."""
@@ -116,48 +113,68 @@ def shift_rule(
     )
 
 
-# Slices ---------------------------------------------------------------------------------------------------------------
+# Ranges that are read or written --------------------------------------------------------------------------------------
 
 
-def _range(call: Call, size: int, first: int) -> tuple[int, int, int]:
-    """start, stop and step of a slice whose dim argument stands at `first`, as Python would count them."""
+def ranged(call: Call) -> Rule:
+    """A range of a dim (`slice`), or one element (`select`), that is read, or written to its place in another value
+    (`_scatter`) or among zeros (`_backward`)."""
+    name = schema_of(call.target).name
+    one, zeros, scatters = (word in name for word in ("select", "backward", "scatter"))
+    first = 2 if zeros or scatters else 1  # where the dim stands among the arguments, before the range
+    shape = result_shape(call) if zeros else call.operands[0].shape
+    space, at = Space(), axis(arg(call, first, "dim", 0), len(shape))
+    start, stop, step = _range(call, shape[at], first, one=one)
+    count = len(range(start, stop, step))
+    shift = Shift.of(space, (shape[at], count), start if count else 0, step)
+    whole = [shift.long if i == at else space.dim(n) for i, n in enumerate(shape)]
+    part = [*whole[:at], *([] if one else [shift.short]), *whole[at + 1 :]]
+    ints: Ints = shape_ints(path(call, 1, "input_sizes"), whole) if zeros else {}
+    if shift.block and step == 1 and not one:
+        ends = {path(call, first + 1, "start"): start, path(call, first + 2, "end"): stop}
+        ints |= {where: (n // shift.block, shift.inner) for where, n in ends.items() if _said(call, where)}
+
+    def read(x: Tensor, inside: int) -> Tensor:
+        x = taken(x, at, shift, inside)
+        return x.select(at, 0) if one else x
+
+    def write(*tensors: Any) -> Tensor:
+        *base, x, inside = tensors
+        x = x.unsqueeze(at) if one else x
+        return written(base[0] if base else _zeros(x, at, shift, inside), x, at, shift, inside)
+
+    def local(local: Local) -> Any:
+        return local.run(write if first == 2 else read, *local.args[: len(call.operands)], held(local, shift.inner))
+
+    if first == 1 and not shift.outer[1] and not adds_up(call.operands[0].dtype):
+        space.whole |= {*shift.outer[0]}  # one block is a sum of what devices have of it
+    return shift_rule(
+        space,
+        [whole, part] if scatters else [part] if zeros else [whole],
+        part if first == 1 else whole,
+        [shift],
+        local,
+        forward=first == 1,
+        position=int(scatters),
+        ints=ints,
+        linear=[range(len(call.operands))],
+    )
+
+
+def _range(call: Call, size: int, first: int, *, one: bool) -> tuple[int, int, int]:
+    """start, stop and step of a range whose dim argument stands at `first`, as Python would count them."""
+    if one:
+        index = arg(call, first + 1, "index") % size
+        return index, index + 1, 1
     step = arg(call, first + 3, "step", 1)
     start, stop, _ = slice(arg(call, first + 1, "start"), arg(call, first + 2, "end")).indices(size)
     return start, max(start, stop), step
 
 
-def _slice_ints(call: Call, first: int, shift: Shift, start: int, stop: int, step: int) -> Ints:
-    ints: Ints = {}
-    for k, name, value in ((1, "start", start), (2, "end", stop)):
-        if step == 1 and shift.block and isinstance(arg(call, first + k, name), int):
-            ints[path(call, first + k, name)] = (value // shift.block, shift.inner)
-    return ints
-
-
-def _sliced(space: Space, call: Call, size: int, length: int, first: int) -> tuple[Shift, Ints]:
-    """A dim of `size`, its slice of `length`, and the slice arguments."""
-    start, stop, step = _range(call, size, first)
-    shift = Shift.of(space, (size, length), start if length else 0, step)
-    return shift, _slice_ints(call, first, shift, start, stop, step)
-
-
-def slice_(call: Call) -> Rule:
-    space = Space()
-    shape = call.operands[0].shape
-    at = axis(arg(call, 1, "dim", 0), len(shape))
-    shift, ints = _sliced(space, call, shape[at], result_shape(call)[at], 1)
-    rest = [() if i == at else space.dim(n) for i, n in enumerate(shape)]
-    x, out = ([d if i == at else r for i, r in enumerate(rest)] for d in (shift.long, shift.short))
-
-    _only_numbers(space, call, shift)
-    local = lambda local: local.run(taken, local.args[0], at, shift, shift.inside(local))
-    return shift_rule(space, [x], out, [shift], local, forward=True, ints=ints, linear=[{0}])
-
-
-def _only_numbers(space: Space, call: Call, shift: Shift) -> None:
-    """One block of a cut dim is a sum of what devices have of it; not everything can be added up."""
-    if not shift.outer[1] and not adds_up(call.operands[0].dtype):
-        space.whole |= {*shift.outer[0]}
+def _said(call: Call, where: Path) -> bool:
+    """Whether an argument is a number."""
+    (key,) = where
+    return isinstance(call.args[key] if isinstance(key, int) else call.kwargs.get(key), int)
 
 
 def taken(x: Tensor, at: int, shift: Shift, inside: int, fill: float = 0) -> Tensor:
@@ -188,71 +205,54 @@ def _zeros(like: Tensor, at: int, shift: Shift, inside: int) -> Tensor:
     return like.new_zeros([*like.shape[:at], n, *like.shape[at + 1 :]])
 
 
-def slice_scatter(call: Call) -> Rule:
-    """`slice_scatter(self, src, dim, start, end, step)`: src in its place in self."""
+# Padding --------------------------------------------------------------------------------------------------------------
+
+
+def pad(call: Call) -> Rule:
+    """`constant_pad_nd(x, pad, value)`; of negative numbers it is a slice."""
     space = Space()
-    shape, src = call.operands[0].shape, call.operands[1].shape
-    at = axis(arg(call, 2, "dim", 0), len(shape))
-    shift, ints = _sliced(space, call, shape[at], src[at], 2)
-    rest = [() if i == at else space.dim(n) for i, n in enumerate(shape)]
-    x, part = ([d if i == at else r for i, r in enumerate(rest)] for d in (shift.long, shift.short))
-
-    local = lambda local: local.run(written, *local.args[:2], at, shift, shift.inside(local))
-    return shift_rule(space, [x, part], x, [shift], local, forward=False, position=1, ints=ints, linear=[{0, 1}])
-
-
-def slice_backward(call: Call) -> Rule:
-    """`slice_backward(grad, sizes, dim, start, end, step)`: grad in its place among zeros."""
-    space = Space()
-    shape, grad = result_shape(call), call.operands[0].shape
-    at = axis(arg(call, 2, "dim"), len(shape))
-    shift, ints = _sliced(space, call, shape[at], grad[at], 2)
-    rest = [() if i == at else space.dim(n) for i, n in enumerate(shape)]
-    x, out = ([d if i == at else r for i, r in enumerate(rest)] for d in (shift.short, shift.long))
-    ints |= shape_ints(path(call, 1, "input_sizes"), out)
-
-    def form(grad: Tensor, inside: int) -> Tensor:
-        return written(_zeros(grad, at, shift, inside), grad, at, shift, inside)
-
-    local = lambda local: local.run(form, local.args[0], shift.inside(local))
-    return shift_rule(space, [x], out, [shift], local, forward=False, ints=ints, linear=[{0}])
-
-
-def select(call: Call) -> Rule:
-    space, shape = Space(), call.operands[0].shape
-    at, shift = _selected(space, call, shape, 1)
-    _only_numbers(space, call, shift)
-    x = [shift.long if i == at else space.dim(n) for i, n in enumerate(shape)]
-
-    local = lambda local: local.run(lambda x: taken(x, at, shift, 1).select(at, 0), local.args[0])
-    return shift_rule(space, [x], x[:at] + x[at + 1 :], [shift], local, forward=True, linear=[{0}])
+    shape, grown = call.operands[0].shape, result_shape(call)
+    amounts = list(arg(call, 1, "pad"))
+    prefix = path(call, 1, "pad")
+    x: list[Dim] = []
+    out: list[Dim] = []
+    ints: Ints = {}
+    shifts: dict[int, Shift] = {}
+    for i, (old, new) in enumerate(zip(shape, grown, strict=True)):
+        k = 2 * (len(shape) - 1 - i)
+        before, after = (amounts[k], amounts[k + 1]) if k < len(amounts) else (0, 0)
+        if before == after == 0:
+            d = e = space.dim(old)
+        else:
+            shift = shifts[i] = Shift.of(space, (old, new), -before)
+            d, e = shift.long, shift.short
+            if not shift.outer[1]:
+                space.whole |= {*shift.outer[0]}
+            if shift.block:
+                ints |= {(*prefix, k + j): (n // shift.block, shift.inner) for j, n in enumerate((before, after))}
+        x.append(d)
+        out.append(e)
+    return shift_rule(
+        space,
+        [x],
+        out,
+        list(shifts.values()),
+        lambda local: _padded(local, shifts),
+        forward=True,
+        ints=ints,
+        linear=[] if arg(call, 2, "value", 0) else [{0}],
+    )
 
 
-def select_scatter(call: Call) -> Rule:
-    """`select_scatter(self, src, dim, index)`: src in its place in self."""
-    space, shape = Space(), call.operands[0].shape
-    at, shift = _selected(space, call, shape, 2)
-    x = [shift.long if i == at else space.dim(n) for i, n in enumerate(shape)]
-    local = lambda local: local.run(lambda x, one: written(x, one.unsqueeze(at), at, shift, 1), *local.args[:2])
-    return shift_rule(space, [x, x[:at] + x[at + 1 :]], x, [shift], local, forward=False, linear=[{0, 1}])
+def _padded(local: Local, shifts: Mapping[int, Shift]) -> Any:
+    """Dims that are cut fetch and fill; the op itself pads the others."""
+    cut = {at: shift for at, shift in shifts.items() if shift.cut(local)}
 
+    def form(x: Tensor, pad: Sequence[int], fill: float, insides: Sequence[int]) -> Tensor:
+        rest = list(pad)
+        for (at, shift), inside in zip(cut.items(), insides, strict=True):
+            x, k = taken(x, at, shift, inside, fill), 2 * (x.dim() - 1 - at)
+            rest[k : k + 2] = [0, 0]
+        return padded(x, rest, fill)
 
-def select_backward(call: Call) -> Rule:
-    """`select_backward(grad, sizes, dim, index)`: grad in its place among zeros."""
-    space, shape = Space(), result_shape(call)
-    at, shift = _selected(space, call, shape, 2)
-    out = [shift.long if i == at else space.dim(n) for i, n in enumerate(shape)]
-
-    def form(grad: Tensor) -> Tensor:
-        one = grad.unsqueeze(at)
-        return written(_zeros(one, at, shift, 1), one, at, shift, 1)
-
-    ints = shape_ints(path(call, 1, "input_sizes"), out)
-    local = lambda local: local.run(form, local.args[0])
-    return shift_rule(space, [out[:at] + out[at + 1 :]], out, [shift], local, forward=False, ints=ints, linear=[{0}])
-
-
-def _selected(space: Space, call: Call, shape: tuple[int, ...], first: int) -> tuple[int, Shift]:
-    at = axis(arg(call, first, "dim"), len(shape))
-    index = arg(call, first + 1, "index")
-    return at, Shift.of(space, (shape[at], 1), index + shape[at] if index < 0 else index)
+    return local.run(form, *positional(local), [held(local, shift.inner) for shift in cut.values()])

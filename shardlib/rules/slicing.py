@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shardlib.rules import moving, shifting, splicing
-from shardlib.rules.halo import Range, extent, fetch, sent
-from shardlib.rules.rule import Call, Halo, Local, Rule, RuleFn
+from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.space import Dim, Space, arg, axis, result_shape
 
 aten = torch.ops.aten
@@ -69,32 +67,6 @@ def _stack(call: Call) -> Rule:
     return space.rule([out[:at] + out[at + 1 :]] * count, [out], linear=[range(count)])
 
 
-def _flip(call: Call) -> Rule:
-    """A piece is the piece at the other end, turned round."""
-    space, shape = Space(), call.operands[0].shape
-    turned = {axis(d, len(shape)) for d in arg(call, 1, "dims")}
-    x = space.dims(shape)
-
-    def mirrored(size: int) -> Callable[[Range], Range]:
-        return lambda r: (size - r[1], size - r[0])
-
-    def form(value: Tensor, dims: Sequence[int]) -> Tensor:
-        for at in turned:
-            value = fetch(value, at, x[at], mirrored(shape[at])(extent(x[at], shape[at])), name="input")
-        flipped: Tensor = call.target(value, dims)
-        return flipped
-
-    cut = {at: x[at][0] for at in turned if x[at]}
-    return space.rule(
-        [x],
-        [x],
-        linear=[{0}],
-        local=lambda local: local.run(form, *local.args),
-        local_factors=cut.values(),
-        halos=[Halo(f, 0, True, sent(shape[at], shape[at], mirrored(shape[at]))) for at, f in cut.items()],
-    )
-
-
 def _triangle(call: Call) -> Rule:
     """tril and triu keep `column - row` on one side of the diagonal, which offsets of rows and columns shift."""
     space = Space()
@@ -113,12 +85,8 @@ def _triangle(call: Call) -> Rule:
 
 
 ROWS: dict[str, RuleFn | str] = {
-    **dict.fromkeys(["slice.Tensor", "slice_copy.Tensor"], shifting.slice_),
-    "slice_backward": shifting.slice_backward,
-    "slice_scatter": shifting.slice_scatter,
-    **dict.fromkeys(["select.int", "select_copy.int"], shifting.select),
-    "select_backward": shifting.select_backward,
-    "select_scatter": shifting.select_scatter,
+    **dict.fromkeys(["slice.Tensor", "slice_copy.Tensor", "slice_backward", "slice_scatter"], shifting.ranged),
+    **dict.fromkeys(["select.int", "select_copy.int", "select_backward", "select_scatter"], shifting.ranged),
     **dict.fromkeys(["unbind.int", "unbind_copy.int"], _unbind),
     **dict.fromkeys([f"{kind}split.Tensor" for kind in ("", "unsafe_")], _split),
     **dict.fromkeys([f"{kind}split_with_sizes" for kind in ("", "unsafe_")], _split),
@@ -126,8 +94,8 @@ ROWS: dict[str, RuleFn | str] = {
     "cat": splicing.cat,
     "shardlib::splice": splicing.splice,
     "stack": _stack,
-    "constant_pad_nd": moving.pad,
-    "flip": _flip,
+    "constant_pad_nd": shifting.pad,
+    "flip": moving.flip,
     "roll": moving.roll,
     "shardlib::send_rows": moving.send_rows,
     "tril": _triangle,
