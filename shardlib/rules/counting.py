@@ -15,7 +15,7 @@ from shardlib.rules.lineup import whole
 from shardlib.rules.patterns import pattern
 from shardlib.rules.pointwise import pointwise
 from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
-from shardlib.rules.space import Space, arg, meta, result_shape
+from shardlib.rules.space import arg, numel, words
 
 aten = torch.ops.aten
 
@@ -43,48 +43,37 @@ def _contiguous(local: Local) -> Any:
 def _isin(call: Call) -> Rule:
     """An element is there if some piece of the tests has it, and missing if it is missing in all of them."""
     kind = "min" if call.kwargs.get("invert") else "max"
-    space = Space()
-    elements = space.dims(result_shape(call), "e")
-    tests = space.dims(call.operands[-1].shape, "t")
-    operands = [elements] * (len(call.operands) - 1) + [tests]
-    return space.rule(
-        operands,
-        [elements],
-        reduce=dict.fromkeys((f for d in tests for f in d), kind),
-        local=_contiguous,
-        local_factors=(f for d in (*elements, *tests) for f in d),
-    )
+    tests = words("t", call.operands[-1].rank)
+    cut = " ".join(f"{t}:{kind} {t}:local" for t in tests.split())
+    elements = "..., " * (len(call.operands) - 1)
+    return pattern(f"{elements} {tests} -> ... | {cut} ...:local", local=_contiguous)(call)
 
 
 def _histc(call: Call) -> Rule:
     """Without bounds, which then are those of all values, nothing may be cut."""
-    if arg(call, 2, "min", 0) == arg(call, 3, "max", 0):
-        return whole(call)
-    space = Space()
-    x = space.dims(call.operands[0].shape)
-    counts = space.dims(result_shape(call), "o", whole=[0])
-    return space.rule([x], [counts], reduce=dict.fromkeys(space.sizes.keys() - space.whole, "sum"))
+    bounds = [arg(call, 2, "min", 0), arg(call, 3, "max", 0)]
+    return pattern(f"... -> _ | ...:{'whole' if len({*bounds}) == 1 else 'sum'}", flops=_counted)(call)
 
 
 def _histogram(call: Call) -> Rule:
     """`histogram(x, bins, range, weight, density)`: counts, and the edges of the bins, which all devices have."""
-    bins = meta(call, 1, "bins")
-    fixed = isinstance(bins, Meta) or call.kwargs.get("range") is not None
-    if not fixed or call.kwargs.get("density"):
-        return whole(call)
-    space = Space()
-    x = space.dims(call.operands[0].shape)
-    operands = [x, *(space.dims(bins.shape, "b", whole=[0]) for _ in [0] if isinstance(bins, Meta))]
-    operands += [x] * (len(call.operands) - len(operands))
-    outs = [space.dims(result_shape(call, i), "o", whole=[0]) for i in range(2)]
-    row = [f for d in x for f in d]
+    bins = isinstance(arg(call, 1, "bins"), Meta)
+    fixed = (bins or call.kwargs.get("range") is not None) and not call.kwargs.get("density")
+    operands = ", ".join(["...", *(["_"] if bins else []), *["..."] * (len(call.operands) - 1 - bins)])
 
-    def form(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        counts, edges = call.target(*args, **kwargs)
-        return psum(counts, row), edges
+    def local(local: Local) -> Any:
+        def form(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            counts, edges = call.target(*args, **kwargs)
+            return psum(counts, list(local.rule.reduce)), edges
 
-    local = lambda local: local.run(form, *local.args, **local.kwargs)
-    return space.rule(operands, outs, reduce=dict.fromkeys(row, "none"), local=local, local_factors=row)
+        return local.run(form, *local.args, **local.kwargs)
+
+    kinds = "...:none ...:local" if fixed else "...:whole"
+    return pattern(f"{operands} -> _, _ | {kinds}", local=local, flops=_counted)(call)
+
+
+def _counted(call: Call, _: int) -> int:
+    return numel(call.operands[0].shape)
 
 
 _WHOLE = [

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from shardlib.internals import schema_of
 from shardlib.rules.pointwise import pointwise
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.shards import cut
-from shardlib.rules.space import Space, path, result_shape, shape_ints
+from shardlib.rules.shards import cut, held
+from shardlib.rules.space import Space, path, result_dtype, result_shape, shape_ints
 
 aten = torch.ops.aten
 
 
 def _sized(call: Call) -> Rule:
-    """`full(size, ...)`, `new_zeros(x, size, ...)`: x gives a dtype and a device, not its values."""
-    space = Space()
-    out = space.dims(result_shape(call))
-    like = [space.dims(m.shape, "x") for m in call.operands]
-    unread = {f: "none" for labels in like for d in labels for f in d}
-    return space.rule(like, [out], reduce=unread, ints=shape_ints(path(call, len(like), "size"), out))
+    """`full(size, ...)`, `new_zeros(x, size, ...)`: x gives a dtype and a device, not its values.
 
-
-def _strided(call: Call) -> Rule:
-    """`empty_strided(size, stride)`: strides of a part are the part's own."""
+    Strides of a part are the part's own; in which order they are (`empty_permuted`) stays.
+    """
     space = Space()
     out = space.dims(result_shape(call))
     like = [space.dims(m.shape, "x") for m in call.operands]
@@ -36,8 +30,8 @@ def _strided(call: Call) -> Rule:
         target = aten.new_empty.default if like else aten.empty.memory_format
         return local.op(target, *local.args[: len(like) + 1], **local.kwargs)
 
-    ints = shape_ints(path(call, len(like), "size"), out)
-    factors = [f for d in out for f in d]
+    strided = "strided" in schema_of(call.target).name
+    ints, factors = shape_ints(path(call, len(like), "size"), out), [f for d in out for f in d if strided]
     return space.rule(like, [out], reduce=unread, ints=ints, local=local, local_factors=factors)
 
 
@@ -83,22 +77,13 @@ def _eye(call: Call) -> Rule:
 
     def local(local: Local) -> Any:
         start = [sum(local.offset(f) for f in dim) for dim in (m, n)]
-        stop = [at + math.prod(local.size(f) for f in dim) for at, dim in zip(start, (m, n), strict=True)]
+        stop = [at + held(local, dim) for at, dim in zip(start, (m, n), strict=True)]
         device = {"device": local.kwargs.get("device")}
         i, j = (local.op(aten.arange.start_step, a, b, 1, **device) for a, b in zip(start, stop, strict=True))
         same = local.op(aten.eq.Tensor, local.op(aten.unsqueeze.default, i, 1), j)
-        meta = local.call.results[0]
-        assert meta is not None
-        return local.op(aten._to_copy.default, same, dtype=meta.dtype)
+        return local.op(aten._to_copy.default, same, dtype=result_dtype(call))
 
     return space.rule([], [[m, n]], local=local, local_factors=(*m, *n))
-
-
-def _permuted(call: Call) -> Rule:
-    """`empty_permuted(size, physical_layout)`: the order of the strides stays, the sizes are the part's."""
-    space = Space()
-    out = space.dims(result_shape(call))
-    return space.rule([], [out], ints=shape_ints((0,), out))
 
 
 def _zeros(size: Sequence[int], **kwargs: Any) -> torch.Tensor:
@@ -107,6 +92,7 @@ def _zeros(size: Sequence[int], **kwargs: Any) -> torch.Tensor:
 
 
 _SIZED = ["zeros", "ones", "full", "empty.memory_format", "new_zeros", "new_ones", "new_full", "new_empty"]
+_SIZED += ["empty_strided", "new_empty_strided", "empty_permuted"]
 _LIKE = ["zeros_like", "ones_like", "full_like", "empty_like"]
 _MIXED = (".Tensor_Tensor", ".Tensor_Scalar", ".Scalar_Tensor")
 _WINDOWS = {
@@ -124,11 +110,9 @@ _EXACT = [
 
 ROWS: dict[str, RuleFn | str] = {
     **dict.fromkeys(_SIZED, _sized),
-    **dict.fromkeys(["empty_strided", "new_empty_strided"], _strided),
     **dict.fromkeys(_LIKE, pointwise()),
     **dict.fromkeys(["arange", "arange.start", "arange.start_step"], _arange),
     **dict.fromkeys(["eye", "eye.m"], _eye),
-    "empty_permuted": _permuted,
     **dict.fromkeys(_EXACT, _part_of_whole),
     "scalar_tensor": "->",
 }

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 import torch
 
 from shardlib.internals import OpOverload, schema_of
-from shardlib.rules.patterns import joint, present, tensor_arguments
+from shardlib.rules.patterns import joint, pattern, present, tensor_arguments
 from shardlib.rules.rule import Call, Rule, RuleFn
-from shardlib.rules.space import Space, arg, broadcast, join, numel
+from shardlib.rules.space import Space, arg, broadcast, join, numel, result_shape
 
 
 def pointwise(sets: str = "", *, transparent: bool = False) -> RuleFn:
@@ -83,34 +83,15 @@ def _div(call: Call) -> Rule:
 
 
 def _log_sigmoid(call: Call) -> Rule:
-    """The second result is a buffer that GPUs leave empty; nothing of it is owed where it is."""
-    space = Space()
-    x = space.dims(call.operands[0].shape)
-    out = [x if m is None or m.shape == call.operands[0].shape else space.dims(m.shape) for m in call.results]
-    empty = any(labels is not x for labels in out)
-    reduce = {f: "none" for names in x for f in names} if empty else {}
-    return space.rule([x], out, reduce=reduce, flops=numel(call.operands[0].shape))
+    """The last tensor is a buffer that GPUs leave empty; nothing of it is owed where it is."""
+    backward = len(call.operands) > 1
+    shape, buffer = call.operands[0].shape, call.operands[2].shape if backward else result_shape(call, 1)
+    last = "..." if buffer == shape else "_"
+    return pattern(f"..., ..., {last} -> ... | {{0}}" if backward else f"... -> ..., {last} | ...:none")(call)
 
 
-def _log_sigmoid_backward(call: Call) -> Rule:
-    """The last operand is that buffer."""
-    grad, x, buffer = call.operands
-    if buffer.shape == x.shape:
-        return _pointwise(call, [frozenset({0})])
-    space = Space()
-    dims = space.dims(x.shape)
-    operands = [broadcast(dims, grad.shape), dims, space.dims(buffer.shape)]
-    return space.rule(operands, [dims], linear=[frozenset({0})], flops=numel(x.shape))
-
-
-def _adam(call: Call) -> Rule:
-    """Parameter, gradient and moments are of one shape; the counter has none."""
-    space = Space()
-    dims = space.dims(call.operands[0].shape)
-    whole = dict.fromkeys((f for names in dims for f in names), "none")
-    flops = 14 * numel(call.operands[0].shape)
-    return space.rule([dims] * 4 + [()], [dims] * 3 + [()], reduce=whole, flops=flops)
-
+# Parameter, gradient and moments are of one shape; the counter has none.
+_ADAM = pattern("..., ..., ..., ..., -> ..., ..., ..., | ...:none", flops=lambda _, points: 14 * points)
 
 # Identities, which never are a reason to lay a value out in some way.
 IDENTITIES = dict.fromkeys(
@@ -144,8 +125,7 @@ ROWS: dict[str, RuleFn | str] = {
     "div.Tensor_mode": _div,
     "_to_copy": _to_copy,
     "copy": _copy,
-    "log_sigmoid_forward": _log_sigmoid,
-    "log_sigmoid_backward": _log_sigmoid_backward,
+    **dict.fromkeys(["log_sigmoid_forward", "log_sigmoid_backward"], _log_sigmoid),
     "floor_divide": pointwise(),
     "floor_divide.Scalar": pointwise(),
     "fill.Scalar": pointwise(),
@@ -153,7 +133,7 @@ ROWS: dict[str, RuleFn | str] = {
     "masked_fill.Scalar": _masked_fill,
     "masked_fill.Tensor": pointwise(),
     "shardlib::within": pointwise(),
-    "shardlib::adam": _adam,
+    "shardlib::adam": _ADAM,
     "shardlib::cast_terms": pointwise("{0}"),
     "shardlib::constrain": pointwise("{0}"),
 }

@@ -11,7 +11,7 @@ from shardlib.rules.notation import gradient
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import Rows, widely
-from shardlib.rules.space import Space, arg, axis, numel
+from shardlib.rules.space import argument_named
 
 _ROW = "[dim] -> [dim] | dim:local"
 
@@ -73,27 +73,12 @@ def _logsumexp_rule(call: Call) -> Rule | None:
 
 def _masked(call: Call) -> Rule:
     """`_masked_softmax(x, mask, dim, kind)`: the mask is one of queries and keys (kind 0), of a batch's keys (1), or
-    shaped like x; its backward sees the last kind only."""
-    *_, x_meta, mask = call.operands
-    backward = len(call.operands) == 3
-    shape = x_meta.shape
-    space = Space()
-    dim = arg(call, 3 if backward else 2, "dim")
-    at = axis(-1 if dim is None else dim, len(shape))
-    x = space.dims(shape, whole=[at])
-    kind = None if backward else arg(call, 3, "mask_type")
-    if kind in (0, 1):
-        space.whole |= set(x[-2])  # the kernel wants a square
-    by = x[-2:] if kind == 0 else [x[0], x[-1]] if kind == 1 else x
-    fits = [space.size(d) for d in by] == list(mask.shape)
-    if not fits:
-        space.whole |= space.sizes.keys()
-    return space.rule(
-        [x] * (len(call.operands) - 1) + [list(by) if fits else space.dims(mask.shape, whole=range(len(mask.shape)))],
-        [x],
-        linear=[{0}] if backward else [],
-        flops=4 * numel(shape),
-    )
+    shaped like x. The kernel wants a square of the first two."""
+    masks = {0: "q k", 1: "b k"}
+    kind = argument_named(call, "mask_type")
+    square = f"b h q k, {masks.get(kind)} -> b h q k | q:whole k:whole"
+    text = square if kind in masks else "[dim], [dim] -> [dim] | dim:whole"
+    return pattern(text, flops=lambda _, points: 4 * points)(call)
 
 
 ROWS: dict[str, RuleFn | str] = {
@@ -106,5 +91,6 @@ ROWS: dict[str, RuleFn | str] = {
     "_softmax_backward_data": _row(_softmax_backward, gradient(_ROW, "r0")),
     "_log_softmax_backward_data": _row(_log_softmax_backward, gradient(_ROW, "r0")),
     "logsumexp": _logsumexp_rule,
-    **dict.fromkeys(["_masked_softmax", "_masked_softmax_backward"], _masked),
+    "_masked_softmax": _masked,
+    "_masked_softmax_backward": "[dim], [dim], [dim] -> [dim] | dim:whole {0}",
 }

@@ -11,7 +11,7 @@ import torch
 
 from shardlib.errors import ShardingError
 from shardlib.internals import schema_of
-from shardlib.rules.rule import Call, Halo, Local, Meta, Path, Rule
+from shardlib.rules.rule import Call, Halo, Local, Path, Rule
 
 Dim = tuple[str, ...]
 Ints = dict[Path, tuple[int, Dim]]
@@ -111,11 +111,6 @@ def path(call: Call, position: int, name: str) -> Path:
     return (position,) if position < len(call.args) else (name,)
 
 
-def meta(call: Call, position: int, name: str) -> Meta | None:
-    value = arg(call, position, name)
-    return value if isinstance(value, Meta) else None
-
-
 def axis(dim: int, rank: int) -> int:
     """A dim counted from the front (scalars have one dim for this purpose)."""
     return dim + max(rank, 1) if dim < 0 else dim
@@ -157,6 +152,11 @@ def join(shapes: Iterable[Sequence[int]]) -> tuple[int, ...]:
     """The shape of all of them together."""
     columns = itertools.zip_longest(*(reversed(s) for s in shapes), fillvalue=1)
     return tuple(next((n for n in column if n != 1), 1) for column in columns)[::-1]
+
+
+def words(letter: str, count: int) -> str:
+    """Names for so many dims of a pattern."""
+    return " ".join(f"{letter}{i}" for i in range(count))
 
 
 def numel(shape: Sequence[int]) -> int:

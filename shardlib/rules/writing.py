@@ -7,17 +7,19 @@ left out.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from shardlib.internals import schema_of
 from shardlib.rules.lineup import Advanced, alongside, masks, whole
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
 from shardlib.rules.shards import checked, cut, located, once
-from shardlib.rules.space import Dim, Space, arg, axis, broadcast, meta, numel
+from shardlib.rules.space import Dim, Space, arg, argument_named, axis, broadcast, numel
 
 aten = torch.ops.aten
 
@@ -48,11 +50,76 @@ def _write(x: Tensor, places: Mapping[int, Sequence[str]], indices: Sequence[Ten
     return out
 
 
-def scattered(kind: Callable[[Call], str | None]) -> RuleFn:
-    """`scatter(x, dim, index, src)` and its like; `kind` says how results of shared out entries combine.
+Kind = Callable[[Call], str | None]  # how results of shared out entries combine; None: they stay together
 
-    None: their order matters, or what x holds where nothing is written does; they stay together.
+
+def _writes(
+    call: Call,
+    space: Space,
+    operands: Sequence[Sequence[Dim]],
+    rows: Mapping[int, Dim],
+    entries: Sequence[str],
+    how: str | None,
+    write: Callable[..., Tensor],
+    ready: Callable[[Sequence[Tensor], Mapping[int, Sequence[str]]], Sequence[Tensor]],
+    linear: Sequence[set[int]],
+) -> Rule:
+    """The rule of `write(x, indices, *rest)`, with indices into dims of x that are `rows`, made `ready` to be cut.
+
+    Of `entries` no order is known where devices share them out: these combine as `how` says, or stay together.
     """
+    if how is None:
+        space.whole |= set(entries)
+    added = entries if how == "sum" else ()
+    first = next(i for i, a in enumerate(call.args) if i and not isinstance(a, int))  # where the index stands
+
+    def local(local: Local) -> Any:
+        places, shared = {at: cut(local, row) for at, row in rows.items()}, cut(local, added)
+
+        def form(x: Tensor, given: Any, rest: Sequence[Any], named: Any) -> Tensor:
+            given = [given] if isinstance(given, Tensor) else [i for i in given if i is not None]
+            there = lambda x, mine: write(x, mine, *rest, **named)
+            # A value that addends share is added by each, which is right only where entries are not shared out.
+            return _write(once(x, shared), places, ready(given, places), there)
+
+        return local.run(form, local.args[0], local.args[first], local.args[first + 1 :], local.kwargs)
+
+    return space.rule(
+        operands,
+        operands[:1],
+        reduce=dict.fromkeys(entries, how) if how else {},
+        linear=linear,
+        local=local,
+        local_factors=(*(f for row in rows.values() for f in row), *added),
+        flops=numel(call.operands[-1].shape),
+    )
+
+
+def _linear(call: Call) -> list[set[int]]:
+    """Sums on x and on what is written may stay pending: not where a number is written, unless it is 0."""
+    reduce = call.kwargs.get("reduce", arg(call, 4, "reduce"))
+    value = argument_named(call, schema_of(call.target).arguments[3].name)
+    if not isinstance(value, Meta):
+        return [] if value or reduce else [{0}]
+    return [{0, 2}] if reduce in (None, "add", "sum", "mean") else []
+
+
+def _along(call: Call, at: int, space: Space, operands: Sequence[Sequence[Dim]], entries: Dim, how: str | None) -> Rule:
+    """The rule of an op whose one index is into dim `at`."""
+    n, wraps = (call.operands[0].shape or (1,))[at], call.target in _WRAPS
+
+    def ready(given: Sequence[Tensor], places: Mapping[int, Sequence[str]]) -> Sequence[Tensor]:
+        if not places[at]:
+            return given
+        return [checked(index, n, -n) % n if wraps else checked(index, n) for index in given]
+
+    write = lambda x, mine, *rest, **named: call.target(x, at, *mine, *rest, **named)
+    rows = {at: operands[0][at] if operands[0] else ()}
+    return _writes(call, space, operands, rows, entries, how, write, ready, _linear(call))
+
+
+def scattered(kind: Kind) -> RuleFn:
+    """`scatter(x, dim, index, src)` and its like."""
 
     def rule(call: Call) -> Rule:
         space = Space()
@@ -61,57 +128,20 @@ def scattered(kind: Callable[[Call], str | None]) -> RuleFn:
             return whole(call)
         at = axis(arg(call, 1, "dim"), len(shape))
         x, ind = alongside(space, shape, index, at)
-        how = kind(call)
-        entries = ind[at] if shape else ()
-        source = meta(call, 3, "src")
         src: list[list[Dim]] = []
-        if isinstance(source, Meta):
+        for source in call.operands[2:]:
             fits = [n == m for n, m in zip(source.shape, index, strict=False)]
             space.whole |= {f for same, d in zip(fits, ind, strict=False) if not same for f in d}
             sized = zip(fits, ind, source.shape, strict=False)
             src = [[d if same else space.dim(n, "s", whole=True) for same, d, n in sized]]
-        if how is None:
-            space.whole |= set(entries)
-        row = x[at] if shape else ()
-
-        def local(local: Local) -> Any:
-            mine, shared = cut(local, row), cut(local, entries if how == "sum" else ())
-
-            def form(x: Tensor, index: Tensor, rest: Sequence[Any], named: Any) -> Tensor:
-                index = checked(index, shape[at]) if mine else index
-                write = lambda x, indices: call.target(x, at, *indices, *rest, **named)
-                return _write(once(x, shared), {at: mine}, [index], write)
-
-            x, _, index, *rest = local.args
-            return local.run(form, x, index, rest, local.kwargs)
-
-        linear = {0, 2} if src else {0}
-        return space.rule(
-            [x, ind, *src],
-            [x],
-            reduce=dict.fromkeys(entries, how) if how else {},
-            linear=[linear] if _is_linear(call) else [],
-            local=local,
-            local_factors=(*row, *(entries if how == "sum" else ())),
-            flops=numel(index),
-        )
+        found = _along(call, at, space, [x, ind, *src], ind[at] if shape else (), kind(call))
+        return replace(found, flops=numel(index))
 
     return rule
 
 
-def _is_linear(call: Call) -> bool:
-    """Whether sums on x and on what is written may stay pending: not where a number is written, unless it is 0."""
-    reduce = call.kwargs.get("reduce", arg(call, 4, "reduce"))
-    if reduce is not None:
-        return reduce in ("add", "sum", "mean") and isinstance(arg(call, 3, "src"), Meta)
-    return isinstance(arg(call, 3, "src"), Meta) or not arg(call, 3, "value")
-
-
-def indexed(kind: Callable[[Call], str | None] | None = None) -> RuleFn:
-    """`op(x, dim, index, source, ...)`, which writes rows of `source` (or a number) to the rows that `index` names.
-
-    `kind` says how results of shared out entries combine; None: the entries stay together.
-    """
+def indexed(kind: Kind) -> RuleFn:
+    """`op(x, dim, index, source, ...)`, which writes rows of `source` (or a number) to the rows that `index` names."""
 
     def rule(call: Call) -> Rule:
         space = Space()
@@ -120,44 +150,11 @@ def indexed(kind: Callable[[Call], str | None] | None = None) -> RuleFn:
         x = space.dims(shape)
         ind = space.dims(call.operands[1].shape, "j")
         entries = ind[0] if ind else ()
-        how = kind(call) if kind else None
-        if how is None:
-            space.whole |= set(entries)
-        rows = [[entries if i == at else d for i, d in enumerate(x)]]
-        source = [rows[0] if m.shape else [] for m in call.operands[2:]]
-        row = x[at] if shape else ()
-
-        def local(local: Local) -> Any:
-            mine, shared = cut(local, row), cut(local, entries if how == "sum" else ())
-            wraps = call.target in _WRAPS
-
-            def form(x: Tensor, index: Tensor, rest: Sequence[Any], named: Any) -> Tensor:
-                if mine:
-                    index = checked(index, shape[at], -shape[at] if wraps else 0)
-                    index = index % shape[at] if wraps else index
-                write = lambda x, indices: call.target(x, at, *indices, *rest, **named)
-                return _write(once(x, shared), {at: mine}, [index], write)
-
-            x, _, index, *rest = local.args
-            return local.run(form, x, index, rest, local.kwargs)
-
-        return space.rule(
-            [x, ind, *source],
-            [x],
-            reduce=dict.fromkeys(entries, how) if how else {},
-            linear=_linear(call),
-            local=local,
-            local_factors=(*row, *(entries if how == "sum" else ())),
-            flops=numel(call.operands[-1].shape),
-        )
+        rows = [entries if i == at else d for i, d in enumerate(x)]
+        source = [rows if m.shape else [] for m in call.operands[2:]]
+        return _along(call, at, space, [x, ind, *source], entries, kind(call))
 
     return rule
-
-
-def _linear(call: Call) -> list[set[int]]:
-    if call.target in _WRAPS:
-        return [] if arg(call, 3, "value") else [{0}]
-    return [{0, 2}] if arg(call, 4, "reduce", "sum") == "sum" else []
 
 
 # Ops that count negative indices from the end.
@@ -176,32 +173,12 @@ def _index_put(call: Call) -> Rule:
         return _put_where(call)
     space = Space()
     a = Advanced(space, call)
-    adds = bool(arg(call, 3, "accumulate", False))
-    values = broadcast(a.out, call.operands[-1].shape)
-    if not adds:
-        space.whole |= set(a.index_factors)
-
-    def local(local: Local) -> Any:
-        cuts, shared = a.cuts(local), cut(local, a.index_factors)
-
-        def form(x: Tensor, given: Sequence[Any], rest: Sequence[Any], named: Any) -> Tensor:
-            write = lambda x, mine: call.target(x, a.listed(mine), *rest, **named)
-            indices = a.positive([i for i in given if i is not None], cuts)
-            # A value that the addends share is added by each, which is right only where entries are not shared out.
-            return _write(once(x, shared), dict(zip(a.dims, cuts, strict=True)), indices, write)
-
-        x, given, *rest = local.args
-        return local.run(form, x, given, rest, local.kwargs)
-
-    return space.rule(
-        [a.x, *a.indices, values],
-        [a.x],
-        reduce=dict.fromkeys(a.index_factors, "sum") if adds else {},
-        linear=[{0, len(call.operands) - 1}],
-        local=local,
-        local_factors=(*a.table_factors, *(a.index_factors if adds else ())),
-        flops=numel(call.operands[-1].shape),
-    )
+    operands = [a.x, *a.indices, broadcast(a.out, call.operands[-1].shape)]
+    how = "sum" if arg(call, 3, "accumulate", False) else None
+    write = lambda x, mine, *rest, **named: call.target(x, a.listed(mine), *rest, **named)
+    ready = lambda given, places: a.positive(given, places.values())
+    rows, linear = dict(zip(a.dims, a.indexed, strict=True)), [{0, len(operands) - 1}]
+    return _writes(call, space, operands, rows, a.index_factors, how, write, ready, linear)
 
 
 def _put_where(call: Call) -> Rule:
@@ -232,7 +209,7 @@ ROWS: dict[str, RuleFn | str] = {
     **dict.fromkeys(["scatter.src", "scatter.value"], scattered(lambda call: None)),
     "scatter_add": scattered(lambda call: "sum"),
     "index_add": indexed(lambda call: "sum"),
-    **dict.fromkeys(["index_copy", "index_fill.int_Scalar", "index_fill.int_Tensor"], indexed()),
+    **dict.fromkeys(["index_copy", "index_fill.int_Scalar", "index_fill.int_Tensor"], indexed(lambda call: None)),
     "index_reduce": indexed(extremes),
     **dict.fromkeys(["index_put", "_unsafe_index_put", "_index_put_impl"], _index_put),
 }
