@@ -183,7 +183,7 @@ MISTAKES: dict[str, tuple[Sample, Callable[[Rule], Rule]]] = {
     "slice bounds of the whole": (s("slice.Tensor", f(3, 12), 1, 4, 8), without("ints")),
     "a running sum that starts over": (s("cumsum", f(3, 5), 1), without("local")),
     "a record that starts over": (s("cummax", f(3, 5), 1), without("local")),
-    "the order of a piece": (s("median.dim", f(3, 5), 1), change(whole=frozenset(), reduce={"d3": "none"})),
+    "the order of a piece": (s("median.dim", f(3, 5), 1), change(whole=frozenset(), reduce={"dim": "none"})),
     "candidates numbered in their piece": (s("topk", f(3, 8), 2), without("local")),
     "the largest of every piece": (s("max.dim", f(3, 5), 1), without("local")),
     "a product that nobody completes": (s("prod", f(3, 5)), without("local")),

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from shardlib.internals import schema_of
 from shardlib.rules.norm import affine
+from shardlib.rules.notation import gradient
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
 from shardlib.rules.shards import Rows, cut, may_be_empty, widely
-from shardlib.rules.space import Space, argument_named, numel
+from shardlib.rules.space import argument_named, numel
 
 aten = torch.ops.aten
 
@@ -109,47 +110,22 @@ def _along(x: Tensor, c: Any) -> Any:
 # Group normalisation -------------------------------------------------------------------------------------------------
 
 
-def _group_norm(call: Call) -> Rule:
-    """The channels are (groups, channels of a group); of a group's statistics every device has its channels and space.
-
-    The kernels take sizes as arguments and memory as it comes, so that slices are made contiguous first.
-    """
-    backward = "backward" in schema_of(call.target).name
-    first = 5 if backward else 3  # of the integers N, C, HxW, groups
-    shape = call.operands[0].shape
-    groups = call.args[first + 3]
-    space = Space()
-    n, g, c = space.dim(shape[0], "n"), space.dim(groups, "g"), space.dim(shape[1] // groups, "c")
-    rest = space.dims(shape[2:], "s")
-    s = tuple(f for d in rest for f in d)
-    x, w, statistics = [n, g + c, *rest], [g + c], [n, g]
-    kinds = ("xxssw" if backward else "xww").ljust(len(call.args), "-")
-    dims = {"x": x, "w": w, "s": statistics}
-    within = [*c, *s]
+def _group_norm(text: str, form: Callable[..., tuple[Tensor, ...]], flops: int) -> RuleFn:
+    """Of a group's statistics every device has its channels and space; the kernels take memory as it comes, so that
+    slices are made contiguous first."""
 
     def local(local: Local) -> Any:
-        if cut(local, within) or any(may_be_empty(local, f) for f in (*n, *g)):
-            rows = Rows([2, 3], tuple(within), numel(shape[1:]) // groups)
-            return local.run(
-                widely(partial(_group_backward if backward else _group_forward, rows), local.call), *local.args
-            )
-        args = [
-            local.op(aten.contiguous.default, a) if k != "-" and a is not None else a
-            for k, a in zip(kinds, local.args, strict=True)
-        ]
+        call, within = local.call, [f for f in local.rule.sizes if f == "c" or f.startswith("*")]
+        if cut(local, within) or any(may_be_empty(local, f) for f in "ng" if f in local.rule.sizes):
+            count = numel(call.operands[0].shape[1:]) // argument_named(call, "group")
+            rows = Rows([2, 3], tuple(within), count)
+            return local.run(widely(partial(form, rows), call), *local.args)
+        given = zip(local.args, call.args, strict=True)
+        args = [local.op(aten.contiguous.default, x) if isinstance(m, Meta) else x for x, m in given]
         return local.op(call.target, *args)
 
-    rule = space.rule(
-        [dims[k] for k, a in zip(kinds, call.args, strict=True) if isinstance(a, Meta)],
-        [[] if m is None else dims[k] for k, m in zip("xww" if backward else "xss", call.results, strict=True)],
-        reduce=dict.fromkeys((*n, *s), "sum") if backward else dict.fromkeys(within, "none"),
-        linear=[{0}] if backward else [],
-        ints={(first + i,): (1, dim) for i, dim in enumerate((n, g + c, s, g))},
-        local=local,
-        local_factors=[*n, *g, *within],
-        flops=(8 if backward else 5) * numel(shape),
-    )
-    return replace(rule, dense=True)
+    rule = pattern(text, local=local, flops=lambda call, _: flops * numel(call.operands[0].shape))
+    return lambda call: replace(rule(call), dense=True)
 
 
 def _group_forward(
@@ -177,7 +153,7 @@ def _group_backward(
 # Ops that write to the running statistics although their schemas do not say so ----------------------------------------
 
 
-def native_batch_norm(
+def _native_batch_norm(
     x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
 ) -> tuple[Any, Any, Any]:
     """The forms whose schemas admit it."""
@@ -206,7 +182,7 @@ def _batch_norm_no_update(*args: Any) -> tuple[Any, ...]:
 
 
 def _cudnn_batch_norm(x: Any, *rest: Any) -> tuple[Any, ...]:
-    return *native_batch_norm(x, *rest), torch.empty_like(x, dtype=torch.uint8).flatten()[:0]
+    return *_native_batch_norm(x, *rest), torch.empty_like(x, dtype=torch.uint8).flatten()[:0]
 
 
 def _cudnn_batch_norm_backward(
@@ -229,7 +205,8 @@ def _into(op: Any) -> Callable[..., tuple[Any, Any, Any]]:
 
 
 DECOMPOSED: dict[str, Callable[..., Any]] = {
-    "native_batch_norm": native_batch_norm,
+    "native_batch_norm": _native_batch_norm,
+    "native_batch_norm.out": _into(_native_batch_norm),
     "_native_batch_norm_legit": _batch_norm_of,
     "_batch_norm_no_update": _batch_norm_no_update,
     "_native_batch_norm_legit.out": _into(_batch_norm_of),
@@ -238,19 +215,21 @@ DECOMPOSED: dict[str, Callable[..., Any]] = {
     "cudnn_batch_norm_backward": _cudnn_batch_norm_backward,
 }
 
+# The channels are (groups, channels of a group).
+_GROUPS = (
+    "n (g c) ..., (g c), (g c) -> n (g c) ..., n g, n g | n:size(N) (g c):size(C) ...:size(HxW) g:size(group) "
+    "n:local g:local c:local ...:local c:none ...:none"
+)
+_TRAINED = "n c ..., c, c, c, c -> n c ..., {saved}, {saved}"
+_TRAINED_BACKWARD = "n c ..., n c ..., c, c, c, {saved}, {saved}"
+
 ROWS: dict[str, RuleFn | str] = {
     "_native_batch_norm_legit.no_stats": _batch_norm("n c ..., c, c -> n c ..., {saved}, {saved}", _forward),
-    "_native_batch_norm_legit_functional": _batch_norm(
-        "n c ..., c, c, c, c -> n c ..., {saved}, {saved}, c, c", _forward
-    ),
-    "_native_batch_norm_legit_no_training": _batch_norm("n c ..., c, c, c, c -> n c ..., {saved}, {saved}", _forward),
-    "_batch_norm_with_update_functional": _batch_norm(
-        "n c ..., c, c, c, c -> n c ..., {saved}, {saved}, _, c, c", _with_reserve, trains=True
-    ),
-    "native_batch_norm_backward": _batch_norm(
-        "n c ..., n c ..., c, c, c, {saved}, {saved} -> n c ..., c, c", _backward
-    ),
-    "batch_norm_backward": _batch_norm("n c ..., n c ..., c, c, c, {saved}, {saved}, _ -> n c ..., c, c", _backward),
-    "native_group_norm": _group_norm,
-    "native_group_norm_backward": _group_norm,
+    "_native_batch_norm_legit_functional": _batch_norm(f"{_TRAINED}, c, c", _forward),
+    "_native_batch_norm_legit_no_training": _batch_norm(_TRAINED, _forward),
+    "_batch_norm_with_update_functional": _batch_norm(f"{_TRAINED}, _, c, c", _with_reserve, trains=True),
+    "native_batch_norm_backward": _batch_norm(f"{_TRAINED_BACKWARD} -> n c ..., c, c", _backward),
+    "batch_norm_backward": _batch_norm(f"{_TRAINED_BACKWARD}, _ -> n c ..., c, c", _backward),
+    "native_group_norm": _group_norm(_GROUPS, _group_forward, 5),
+    "native_group_norm_backward": _group_norm(gradient(_GROUPS, "0 r1 r2 1", of="0 1 2"), _group_backward, 8),
 }

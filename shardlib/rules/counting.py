@@ -15,7 +15,7 @@ from shardlib.rules.lineup import whole
 from shardlib.rules.patterns import pattern
 from shardlib.rules.pointwise import pointwise
 from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
-from shardlib.rules.space import arg, numel, words
+from shardlib.rules.space import arg, elements, words
 
 aten = torch.ops.aten
 
@@ -52,7 +52,7 @@ def _isin(call: Call) -> Rule:
 def _histc(call: Call) -> Rule:
     """Without bounds, which then are those of all values, nothing may be cut."""
     bounds = [arg(call, 2, "min", 0), arg(call, 3, "max", 0)]
-    return pattern(f"... -> _ | ...:{'whole' if len({*bounds}) == 1 else 'sum'}", flops=_counted)(call)
+    return pattern(f"... -> _ | ...:{'whole' if len({*bounds}) == 1 else 'sum'}", flops=elements)(call)
 
 
 def _histogram(call: Call) -> Rule:
@@ -69,11 +69,7 @@ def _histogram(call: Call) -> Rule:
         return local.run(form, *local.args, **local.kwargs)
 
     kinds = "...:none ...:local" if fixed else "...:whole"
-    return pattern(f"{operands} -> _, _ | {kinds}", local=local, flops=_counted)(call)
-
-
-def _counted(call: Call, _: int) -> int:
-    return numel(call.operands[0].shape)
+    return pattern(f"{operands} -> _, _ | {kinds}", local=local, flops=elements)(call)
 
 
 _WHOLE = [

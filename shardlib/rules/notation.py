@@ -14,6 +14,7 @@ the same factor everywhere.
 | `...` | any dims, broadcast against each other from the right |
 | `~m n` | an operand that is broadcast from the right against `m n`: fewer dims, or of size 1 |
 | `[dim]` | all dims, of which the op's argument `dim` names one or several: these are `dim`, and `...` are the others |
+| `[_]` | the same, but what the argument names is a factor of its own there, which stays whole |
 | `[two dim]` | the same, but what the argument names is `(two dim)`; a term `dim` has these dims alone |
 
 An operand that a call leaves out has a term all the same. Where a result keeps what `[dim]` names with size 1, as by
@@ -25,6 +26,7 @@ An operand that a call leaves out has a term all the same. Where a result keeps 
 | `k:none` | results that lack `k` are complete although it is cut |
 | `k:whole` | `k` must not be cut; `k:whole(flag)`: where the op's argument `flag` says so |
 | `k:size(n)` | the op's argument `n` is the size of `k`; `n.0` is the first of a list of sizes |
+| `(g c):size(n)` | the argument `n` is the product of their sizes |
 | `n:size(n)` | of `[n]`: the argument lists the sizes of the last dims, and so names them |
 | `h:halo(n)` | a result reads `n` elements of `h` to both sides of its own; `h:halo(3,n)`: 3 in front, `n` behind |
 | `k:local` | when `k` is cut, the op's local form runs instead of the op |
@@ -48,13 +50,15 @@ from shardlib.errors import ShardingError
 from shardlib.rules.space import Dim
 
 _WORD = re.compile(r"\.\.\.|\([^()]*\)|\[[A-Za-z_][\w ]*\]|[A-Za-z_]\w*|1")
+_NUMBERED = re.compile(r"(?<!\w)_\d+(?!\w)")  # what a `_` is called
 _OWN = re.compile(r"(?<!\w)_(?!\w)")
 _NAME = r"[A-Za-z_]\w*"
 _HALO = rf"halo\((?:{_NAME}|\d+)(?:, ?(?:{_NAME}|\d+))?\)"
 _OF = rf"whole\({_NAME}\)|whole|size\({_NAME}(?:\.\d+)?\)|round\({_NAME}\)|lend\({_NAME}\)"
 _KIND = rf"sum|max|min|none|local|{_HALO}|{_OF}"
-_NOTE = re.compile(rf"(\.\.\.|{_NAME}):({_KIND})|\{{(\d+(?:,\d+)*)\}}")
+_NOTE = re.compile(rf"(\.\.\.|{_NAME}|\([^()]*\)):({_KIND})|\{{(\d+(?:,\d+)*)\}}")
 ELLIPSIS = ("...",)
+REDUCED = ("sum", "max", "min")
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ class Term:
         return tuple(f.lstrip("[") for f in self.dims[0][:-1]) if self.named else ()
 
     def __str__(self) -> str:
-        named = [["_" if is_own(f) else f for f in d] for d in self.dims]
+        named = [[_NUMBERED.sub("_", f) for f in d] for d in self.dims]
         plain = [len(d) == 1 or self.named is not None for d in named]
         words = " ".join(
             " ".join(d) if as_is else f"({' '.join(d)})" if d else "1" for d, as_is in zip(named, plain, strict=True)
@@ -113,7 +117,7 @@ class Pattern:
     @cached_property
     def named(self) -> str | None:
         """The argument that names dims."""
-        return next((t.named for t in (*self.operands, *self.results) if t.named), None)
+        return next((t.named for t in (*self.operands, *self.results) if t.named and not is_own(t.named)), None)
 
     def __str__(self) -> str:
         notes = [f"{f}:{kind}" for f, kind in self.notes]
@@ -145,9 +149,9 @@ def parse(text: str) -> Pattern:
     wrong += [
         f"`{f}:{kind}` names a factor that no tensor has"
         for f, kind in notes
-        if f not in known or (other(kind) not in (None, *known) and not argument(kind))
+        if not known.issuperset(f.strip("()").split()) or (other(kind) not in (None, *known) and not argument(kind))
     ]
-    if len(given := {t.named for t in (*operands, *results) if t.named}) > 1:
+    if len(given := {t.named for t in (*operands, *results) if t.named and not is_own(t.named)}) > 1:
         wrong.append(f"dims are named by {' and by '.join(sorted(f'`[{n}]`' for n in given))}: one argument names them")
     wrong += _halo_faults(notes, operands, results)
     wrong += [
@@ -175,7 +179,9 @@ def gradient(text: str, saved: str = "", of: str = "0") -> str:
     given += [op.results[int(w[1:])] if w[0] == "r" else op.operands[int(w)] for w in saved.split()]
     made = [op.operands[int(w)] for w in of.split()]
     here = [f for f in dict.fromkeys(f for t in (*given, *made) for f in sorted(t.names)) if not is_own(f)]
-    notes = [(f, kind) for f, kind in op.notes if f in here and kind not in ("sum", "max", "min")]
+    notes = [
+        (f, kind) for f, kind in op.notes if {*f.strip("()").split()} <= {*here} and kind not in ("sum", "max", "min")
+    ]
     notes += [(f, "sum") for f in here if any(f not in t.names for t in made)]
     return str(Pattern(tuple(given), tuple(made), tuple(notes), (frozenset({0}),)))
 

@@ -15,55 +15,36 @@ from torch import Tensor
 
 from shardlib.internals import schema_of
 from shardlib.manual.collectives import piece, pmax, pmin
+from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import Rows, cut, gathered, worst
-from shardlib.rules.space import Dim, Space, arg, axes, axis, numel, result_shape
+from shardlib.rules.space import arg, axes, elements, numel, result_shape
 
 aten = torch.ops.aten
 
 _LOWEST = ("aten::max", "aten::argmax")
 
 
-def ordered(dim: tuple[int, str, int | None]) -> RuleFn:
-    """The rule of an op that reorders (sort) or picks (kthvalue) along one dim, which stays whole."""
-
-    def rule(call: Call) -> Rule:
-        shape, out_shape = call.operands[0].shape, result_shape(call)
-        space = Space()
-        at = axis(arg(call, *dim), len(shape))
-        x = space.dims(shape, whole=[at])
-        # Positions along the dim mean something else in the result: no common factor.
-        row = [space.dim(out_shape[at], "o", whole=True)] if shape and len(out_shape) == len(shape) else []
-        out = [*x[:at], *row, *x[at + 1 :]]
-        return space.rule([x], [out] * len(call.results), flops=numel(shape))
-
-    return rule
+# Positions along the dim mean something else in the result: no common factor.
+_SORTED = pattern("[dim] -> [_], [_] | dim:whole", flops=elements)
+_PICKED = "[dim] -> ..., ... | dim:whole"
 
 
-def _median(call: Call) -> Rule | None:
+def _median(call: Call) -> Rule:
     """The median along a dim; torch's kernel reads past a dim of stride 0, so it gets memory of its own."""
 
     def local(local: Local) -> Any:
         return local.op(call.target, local.op(aten.contiguous.default, local.args[0]), *local.args[1:], **local.kwargs)
 
-    rule = ordered((1, "dim", None))(call)
-    return rule and replace(rule, local=local, dense=True)
+    return replace(pattern(_PICKED)(call), local=local, dense=True)
 
 
-def _topk(call: Call) -> Rule | None:
+def _topk(call: Call) -> Rule:
     """`topk(x, k, dim, largest, sorted)`. Unsorted results come in no order that pieces could keep."""
-    shape = call.operands[0].shape
-    k, at = call.args[1], axis(arg(call, 2, "dim", -1), len(shape))
-    if not shape or not arg(call, 4, "sorted", True) or not 0 < 2 * k <= shape[at]:
-        return ordered((2, "dim", -1))(call)
-    space = Space()
-    x = space.dims(shape)
-    out: list[Dim] = [*x[:at], space.dim(k, "o", whole=True), *x[at + 1 :]]
-
-    row = x[at]
-    return space.rule(
-        [x], [out, out], reduce=dict.fromkeys(row, "none"), local=_candidates, local_factors=row, flops=numel(shape)
-    )
+    shape, k = call.operands[0].shape, call.args[1]
+    if not shape or not arg(call, 4, "sorted", True) or not 0 < 2 * k <= shape[arg(call, 2, "dim", -1)]:
+        return _SORTED(call)
+    return pattern("[dim] -> [_], [_] | dim:none dim:local", local=_candidates, flops=elements)(call)
 
 
 def _candidates(local: Local) -> Any:
@@ -84,27 +65,9 @@ def _candidates(local: Local) -> Any:
     return local.run(form, *local.args, **local.kwargs)
 
 
-def _extreme(call: Call) -> Rule:
-    """`max(x, dim)` and `argmax(x, dim)`, with the first index of several, or of several NaNs."""
-    space = Space()
-    shape = call.operands[0].shape
-    reduced = axes(arg(call, 1, "dim"), len(shape))
-    x = space.dims(shape)
-    row = [f for i in reduced if shape for f in x[i]]
-    keepdim = len(result_shape(call)) == len(shape)
-    out = [() if i in reduced else d for i, d in enumerate(x) if keepdim or i not in reduced]
-    return space.rule(
-        [x],
-        [out] * len(call.results),
-        reduce=dict.fromkeys(row, "none"),
-        local=_found,
-        local_factors=row,
-        flops=numel(shape),
-    )
-
-
 def _found(local: Local) -> Any:
-    """The best value of all pieces, and the least index among the pieces that have it."""
+    """`max(x, dim)` and `argmax(x, dim)`: the best value of all pieces, and the least index among the pieces that have
+    it, or have a NaN."""
     call, labels = local.call, local.rule.operands[0]
     shape, out = call.operands[0].shape, result_shape(call)
     dim, lowest = arg(local, 1, "dim"), schema_of(call.target).name in _LOWEST
@@ -138,12 +101,11 @@ def _global(index: Tensor, sizes: Sequence[int], first: Sequence[int], whole: Se
 
 
 ROWS: dict[str, RuleFn | str] = {
-    "sort": ordered((1, "dim", -1)),
-    "sort.stable": ordered((2, "dim", -1)),
+    **dict.fromkeys(["sort", "sort.stable"], _SORTED),
     "topk": _topk,
-    "kthvalue": ordered((2, "dim", -1)),
-    "mode": ordered((1, "dim", -1)),
+    **dict.fromkeys(["kthvalue", "mode"], _PICKED),
     **dict.fromkeys(["median.dim", "nanmedian.dim"], _median),
     **dict.fromkeys(["median", "nanmedian"], "... -> | ...:whole"),
-    **dict.fromkeys(["max.dim", "min.dim", "argmax", "argmin"], _extreme),
+    **dict.fromkeys(["max.dim", "min.dim"], pattern("[dim] -> ..., ... | dim:none dim:local", local=_found)),
+    **dict.fromkeys(["argmax", "argmin"], pattern("[dim] -> ... | dim:none dim:local", local=_found)),
 }

@@ -109,13 +109,17 @@ def _apply(
     ints: Ints = {}
     group["..."] = [f for f in space.sizes if f.startswith("*")]
     for name, kind in pattern.notes:
-        for k, f in enumerate(group.get(name, [name])):
-            if kind.startswith("size("):
-                read = f"{name}.{k}" if name in group and name == argument(kind) else str(argument(kind))
-                ints |= _sized(call, read, (f,) if f in space.sizes else ())
-            elif f not in space.sizes or (kind.startswith("whole(") and not argument_named(call, str(argument(kind)))):
+        factors = group.get(name, name.strip("()").split())
+        if kind.startswith("size("):
+            listed = name in group and name == argument(kind)
+            parts = {f".{k}": (f,) for k, f in enumerate(factors)} if listed else {"": factors}
+            for item, dim in parts.items():
+                ints |= _sized(call, f"{argument(kind)}{item}", tuple(f for f in dim if f in space.sizes))
+            continue
+        for f in factors:
+            if f not in space.sizes or (kind.startswith("whole(") and not argument_named(call, str(argument(kind)))):
                 continue
-            elif kind.startswith("whole"):
+            if kind.startswith("whole"):
                 space.whole.add(f)
             elif (second := other(kind)) is not None:
                 # Without a partner (it has size 1) a factor that goes round stays whole.
@@ -266,7 +270,9 @@ def _form(pattern: Pattern, here: tuple[int, ...], ranks: tuple[int | None, ...]
 
 def _named(term: Term, count: int, rank: int, name: str, named: Mapping[int, str]) -> Term:
     """The term of a tensor of `count` dims, dim by dim: of all, of those that an argument names, or of the others."""
-    dims = [(*term.majors, named[d]) if d in named else (f"*{rank - 1 - d}",) for d in range(rank)]
+    own = term.named if term.named and is_own(term.named) else None
+    its = {d: f"{own}000{k}" for k, d in enumerate(named)} if own else named
+    dims = [(*term.majors, its[d]) if d in named else (f"*{rank - 1 - d}",) for d in range(rank)]
     if term.named and count == rank:
         return Term(tuple(dims), term.fits)
     if term.dims == ((name,),) and count == len(named):

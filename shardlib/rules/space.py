@@ -159,5 +159,10 @@ def words(letter: str, count: int) -> str:
     return " ".join(f"{letter}{i}" for i in range(count))
 
 
+def elements(call: Call, _: int) -> int:
+    """An operation for each element of the first operand: the arithmetic of ops that look at every one once."""
+    return numel(call.operands[0].shape)
+
+
 def numel(shape: Sequence[int]) -> int:
     return math.prod(shape)

@@ -14,7 +14,7 @@ from shardlib.bounded import Bounded
 from shardlib.errors import ShardingError
 from shardlib.internals import CUSTOM_OPS, CustomOpDef, OpOverload, OpOverloadPacket, op_of_custom, schema_of
 from shardlib.rules import pointwise
-from shardlib.rules.notation import argument, other, parse, reach
+from shardlib.rules.notation import REDUCED, argument, other, parse, reach
 from shardlib.rules.patterns import pattern, tensor_arguments
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.written import full_name, op_named, writers
@@ -98,7 +98,6 @@ def _frozen(value: Any) -> Any:
     return value
 
 
-_KINDS = ("sum", "max", "min")
 _OWN: dict[str, tuple[str, Any]] = {}  # rules of users, and the definitions of ops that they are for
 
 
@@ -187,7 +186,7 @@ def rule(text: Any, /, *, local: Callable[..., Any] | None = None) -> Any:
         ]
         tied = [(f, kind) for f, kind in parsed.notes if other(kind) and not argument(kind)]
         wrong += [f"`{f}:{kind}` is for the library's own rules" for f, kind in tied]
-        kinds = {kind for _, kind in parsed.notes if kind in _KINDS}
+        kinds = {kind for _, kind in parsed.notes if kind in REDUCED}
         if len(kinds) > 1:
             wrong.append(f"it reduces by {' and '.join(sorted(kinds))}: what a result owes is of one kind")
         if wrong:

@@ -19,7 +19,7 @@ from shardlib.rules.lineup import Advanced, alongside, masks, whole
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
 from shardlib.rules.shards import checked, cut, located, once
-from shardlib.rules.space import Dim, Space, arg, argument_named, axis, broadcast, numel
+from shardlib.rules.space import Dim, Space, arg, argument_named, axis, broadcast, elements, numel
 
 aten = torch.ops.aten
 
@@ -204,7 +204,7 @@ ROWS: dict[str, RuleFn | str] = {
         "... d, ... -> v d | ...:sum ...:whole(scale_grad_by_freq) v:whole(scale_grad_by_freq) v:local "
         "v:size(num_weights) {0}",
         local=_embedding_backward,
-        flops=lambda call, _: numel(call.operands[0].shape),
+        flops=elements,
     ),
     **dict.fromkeys(["scatter.src", "scatter.value"], scattered(lambda call: None)),
     "scatter_add": scattered(lambda call: "sum"),
