@@ -15,6 +15,8 @@ from shardlib.internals import set_frame_evaluation
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
+_MANY = 100_000  # objects: a collection of so many takes longer than a small program
+
 tracing_flag: ContextVar[bool] = ContextVar("shardlib_tracing", default=False)
 
 
@@ -62,13 +64,19 @@ def single_device() -> Iterator[None]:
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """No garbage collection meanwhile: compiling makes many objects, few cycles, and each pass looks at all."""
+    """No garbage collection meanwhile: compiling makes many objects, few cycles, and each pass looks at all.
+
+    Afterwards all of them count as old, as if they had been looked at: the next full collection finds what is garbage.
+    """
     was = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was:
+            if gc.get_count()[0] > _MANY and not gc.get_freeze_count():  # what a user froze stays so
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 
