@@ -10,6 +10,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -87,26 +88,24 @@ class Op:
     backward: bool
     kind: str = ""
     owns: Owns | None = None
-
-    @property
-    def target(self) -> Any:
-        return self.call.target
+    target: Any = None
 
     def __post_init__(self) -> None:
-        self.kind = _kind(self.call.target)  # the op's bare name: `mm`, `to_local`
+        self.target = self.call.target
+        self.kind = _kind(self.target)  # the op's bare name: `mm`, `to_local`
 
-    @property
+    @cached_property
     def manual(self) -> bool:
         """Whether this is per-device code: an op inside a shard_map body, or one of the body's two doors."""
         return _is_manual(self.target) or any(v.manual for v in self.operands)
 
-    @property
+    @cached_property
     def constant(self) -> bool:
         """Whether all that it makes is constant; a check, which makes nothing, is not."""
         results = [r for r in self.results if r is not None]
         return bool(results) and all(r.constant for r in results)
 
-    @property
+    @cached_property
     def constrains(self) -> bool:
         """Whether it says where its operand lives."""
         return has(self.target, "constrains")
@@ -221,15 +220,16 @@ def _op(node: fx.Node, val: Any, values: dict[fx.Node, Value]) -> Op:
     kwargs = {k: abstract(v) for k, v in node.kwargs.items()}
     results = tuple(map(_meta, val)) if isinstance(val, tuple | list) else (_meta(val),)
     call = Call(node.target, args, kwargs, tuple(metas[v] for v in operands), results)
-    inside = any(v.manual for v in operands)
-    rule = None if inside or _is_manual(node.target) else rule_for(call)
+    inside = any(v.manual for v in operands) or _is_manual(node.target)
+    rule = None if inside else rule_for(call)
     op = Op(node.name, call, rule, tuple(operands), (), node, node.meta.get("line"), bool(node.meta.get("backward")))
     # A creation op reads at most the shape and dtype of its operand: its result is as constant as a literal.
-    shapeless = rule is not None and all(
-        not set(_flat(o)) & {f for r in rule.results for f in _flat(r)} for o in rule.operands
+    creation = (
+        is_creation(node.target)
+        and rule is not None
+        and all(not set(_flat(o)) & {f for r in rule.results for f in _flat(r)} for o in rule.operands)
     )
-    creation = shapeless and is_creation(node.target)
-    manual = (inside or _is_manual(node.target)) and not has(node.target, "leaves")
+    manual = inside and not has(node.target, "leaves")
     if manual and not has(node.target, "enters"):
         _refuse_captured(op)
     constant = creation or (bool(operands) and all(v.constant for v in operands)) or not operands
@@ -257,6 +257,7 @@ def is_door(target: Any) -> bool:
     return has(target, "enters") or has(target, "leaves")
 
 
+@cache
 def _kind(target: Any) -> str:
     return str(schema_of(target).name).split("::")[-1]
 

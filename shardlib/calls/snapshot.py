@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from shardlib.calls.caches import is_cache
-from shardlib.calls.changing import Changing, Facts, Place
-from shardlib.calls.kinds import CONTAINERS, PLAIN, Held, held, is_object, of_numpy
+from shardlib.calls.changing import NUMBERS, Changing, Facts, Place
+from shardlib.calls.kinds import CONTAINERS, PLAIN, QUICK, Held, held, is_object, of_numpy
 from shardlib.calls.leaks import Leak
 from shardlib.calls.numbers import is_given
 from shardlib.calls.state import LENGTH, State
@@ -82,8 +82,17 @@ class Snapshot(State):
 
     def _attribute(self, owner: int, name: Any, x: Any, known: list[Any], depth: int) -> None:
         start, place = len(known), (owner, name)
+        if (kind := type(x)) in QUICK and not (kind in NUMBERS and place in self.changing.numbers):  # most are
+            facts = name, kind, x if kind is not float else x.hex()
+            known += facts
+            if not self._log:
+                self.found[place] = facts
+            self.values[place], self.called[place] = x, self._at
+            if name is not LENGTH:
+                self.held.setdefault(self._at, []).append((repr(x), None))
+            return
         super()._attribute(owner, name, x, known, depth)
-        deep = type(x) not in PLAIN and (isinstance(x, (nn.Module, *CONTAINERS)) or is_object(x))
+        deep = kind not in PLAIN and (isinstance(x, _DEEP) or is_object(x))
         if not self._log:
             self.found[place] = (type(x), id(x)) if deep else tuple(known[start:])
         self.values[place], self.called[place] = x, self._at
@@ -101,7 +110,7 @@ class Snapshot(State):
 
     def _container(self, x: Any, known: list[Any], depth: int) -> None:
         self.owners[id(x)] = x
-        if isinstance(x, list | dict | set | deque):
+        if isinstance(x, _CHANGING):
             self.copies[id(x)] = _copied(x)
         outside, self._log = self._log, self._log or id(x) in self.changing.logs
         super()._container(x, known, depth)
@@ -117,6 +126,10 @@ class Snapshot(State):
     def _again(self, x: Any, known: list[Any]) -> bool:
         self.owners[id(x)] = x
         return super()._again(x, known)
+
+
+_CHANGING = (list, dict, set, deque)
+_DEEP = (nn.Module, *CONTAINERS)
 
 
 def _copied(x: Any) -> Any:

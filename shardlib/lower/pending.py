@@ -150,6 +150,8 @@ def _reader_counts(graph: Graph, p: Propagated, *, rows: bool = False) -> Mappin
     def counts_here(op: Op, i: int) -> bool:
         return bool(op.owns and i in op.owns.reads) if rows else not (op.transparent or op.constant)
 
+    if rows and not any(op.owns for op in graph.ops):
+        return dict.fromkeys(p.units.roots, 0)
     counts: dict[Value, int] = defaultdict(int)
     for value, (root, _) in p.units.roots.items():
         counts[root] += sum(counts_here(op, i) for op, i in value.readers)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,8 +29,7 @@ from shardlib.rules.rule import OWNED
 from shardlib.specs.layout import Factor, Layout, Pending
 
 
-@dataclass(frozen=True)
-class Owed:
+class Owed(NamedTuple):
     """What a value still owes: a reduction of `kind` over `axes`."""
 
     axes: Axes = ()
@@ -346,12 +344,13 @@ class Values:
         if value.constant or value.manual:
             return tuple(((n, ()),) for n in value.shape)
         axes = iter(cut)
-        return tuple(tuple((self.flood.dims.size(x), next(axes)) for x in leaves) for leaves in self.flood.value[value])
+        return tuple(tuple([(n, next(axes)) for n in sizes]) for sizes in self.flood.sizes(value))
 
     def layout(self, value: Value, cut: Cut, owed: Owed = SETTLED, sizes: Sequence[int] | None = None) -> Layout:
-        key = self.dims(value, cut), owed, None if sizes is None else tuple(sizes)
+        what = value.shape if value.constant or value.manual else self.flood.sizes(value)
+        key = what, cut, owed, None if sizes is None else tuple(sizes)
         if (known := self._layouts.get(key)) is None:  # layers have the same ones
-            known = self._layouts[key] = _layout(*key)
+            known = self._layouts[key] = _layout(self.dims(value, cut), owed, key[3])
         return known
 
     def _typed(self, value: Value, cut: Cut, owed: Owed) -> str:

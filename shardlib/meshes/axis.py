@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from shardlib.errors import ShardingError
 
@@ -29,6 +30,7 @@ class Axis:
     size: int
     pre: int = 1
     of: int = 0
+    _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
         if not self.of:
@@ -36,6 +38,13 @@ class Axis:
         if self.size < 1 or self.pre < 1 or self.of % (self.pre * self.size):
             fault = f"a part of size {self.size} behind parts of {self.pre} does not divide it"
             raise ShardingError(f"axis {self.name!r} of size {self.of} cannot be cut", [fault])
+        object.__setattr__(self, "_hash", hash((self.name, self.size, self.pre, self.of)))
+
+    def __hash__(self) -> int:
+        return self._hash  # keys are made of axes, layouts and cuts of them
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a text has another hash in another process
+        return Axis, (self.name, self.size, self.pre, self.of)
 
     @property
     def whole(self) -> bool:
@@ -71,14 +80,19 @@ class Axis:
             >>> [str(a) for a in Axis.merge(Axis("tensor", 8).primes())]
             ['tensor']
         """
-        merged: list[Axis] = []
-        for axis in axes:
-            last = merged[-1] if merged else None
-            if last and last.name == axis.name and last.pre * last.size == axis.pre:
-                merged[-1] = Axis(axis.name, last.size * axis.size, last.pre, axis.of)
-            elif axis.size > 1 or axis.whole:
-                merged.append(axis)
-        return tuple(merged)
+        return _merged(tuple(axes))
+
+
+@functools.lru_cache(1 << 12)
+def _merged(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+    merged: list[Axis] = []
+    for axis in axes:
+        last = merged[-1] if merged else None
+        if last and last.name == axis.name and last.pre * last.size == axis.pre:
+            merged[-1] = Axis(axis.name, last.size * axis.size, last.pre, axis.of)
+        elif axis.size > 1 or axis.whole:
+            merged.append(axis)
+    return tuple(merged)
 
 
 @functools.lru_cache(1 << 10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -138,14 +139,11 @@ def merge_repeated(gm: fx.GraphModule) -> None:
     returned = _returned(gm)
     known: dict[Any, fx.Node] = {}
     for node in gm.graph.nodes:
-        if node.op not in ("call_function", "get_attr") or _is_random(node.target):
+        if node.op not in ("call_function", "get_attr"):
             continue
-        free = (
-            node.op == "get_attr"
-            or node.target is operator.getitem
-            or is_view(node.target)
-            or has(node.target, "regroups")
-        )
+        free = node.op == "get_attr" or _is_free(node.target)
+        if free is None:
+            continue
         phase = None if free else bool(node.meta.get("backward"))
         key = (node.target, phase, _key(node.args), _key(node.kwargs))
         first = known.setdefault(key, node)
@@ -156,8 +154,9 @@ def merge_repeated(gm: fx.GraphModule) -> None:
 def drop_dead(gm: fx.GraphModule) -> None:
     """Nodes without readers go; a call's key stays, since drawing it moves a generator on, and so do checks."""
     for node in reversed(gm.graph.nodes):
-        stays = _is_random(node.target) or _is_check(node.target)
-        if node.op in ("call_function", "get_attr") and not node.users and not stays:
+        if node.users or node.op not in ("call_function", "get_attr"):
+            continue
+        if not _is_random(node.target) and not _is_check(node.target):
             gm.graph.erase_node(node)
 
 
@@ -226,6 +225,14 @@ def _is_random(target: Any) -> bool:
     return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
+@cache
+def _is_free(target: Any) -> bool | None:
+    """Whether an op does no arithmetic; None of one that draws random numbers."""
+    if _is_random(target):
+        return None
+    return target is operator.getitem or is_view(target) or has(target, "regroups")
+
+
 def _is_check(target: Any) -> bool:
     """Whether an op is there for the error that it may raise: it makes nothing."""
     return isinstance(target, OpOverload) and not schema_of(target).returns
@@ -233,11 +240,16 @@ def _is_check(target: Any) -> bool:
 
 def _key(value: Any) -> Any:
     """Hashable, and apart wherever 1, 1.0, True or 0.0, -0.0 mean different programs."""
+    kind = type(value)
+    if kind is fx.Node:
+        return value
+    if kind is int or kind is bool or kind is torch.dtype:
+        return kind, value
     if isinstance(value, list | tuple):
         return tuple(map(_key, value))
     if isinstance(value, dict):
-        return tuple((k, _key(v)) for k, v in sorted(value.items()))
-    return value if isinstance(value, fx.Node) else (type(value), repr(value))
+        return tuple([(k, _key(v)) for k, v in sorted(value.items())])
+    return kind, repr(value)
 
 
 def _dims(node: fx.Node) -> list[int]:

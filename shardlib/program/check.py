@@ -51,6 +51,7 @@ def faults(program: Program) -> Iterator[str]:
             held[v] += by
             roots[owner.get(v, v)] += by
 
+    grouped: dict[object, tuple[str, ...]] = {}  # faults of collectives that are alike
     for step in program.steps:
         for v in reads(step):
             if there.get(v, v):
@@ -64,7 +65,11 @@ def faults(program: Program) -> Iterator[str]:
         elif isinstance(step, Start):
             if len({(c.kind, c.axes, c.reduce) for c in step.moves}) > 1:
                 yield f"{said(step)} begins collectives of several kinds or groups together"
-            yield from (f"{c.kind} of {c.source} {fault}" for c in step.moves for fault in _group(program, c))
+            for c in step.moves:
+                key = c.kind, c.axes, id(c.source.layout), id(c.out.layout)
+                if key not in grouped:
+                    grouped[key] = tuple(_group(program, c))
+                yield from (f"{c.kind} of {c.source} {fault}" for fault in grouped[key])
             yield from (f"{said(step)} brings {v}, which is there" for v in step.outs if v in there or v in flying)
             flying |= dict.fromkeys(step.outs, step.outs)
             carried[step.outs] = reads(step)

@@ -87,9 +87,14 @@ class Device:
 
     def here(self, x: Any) -> Any:
         """Arguments as they are on this device, as a key: numbers with their types, lists and dicts as tuples."""
-        if isinstance(x, Var):
+        kind = type(x)
+        if kind is Var:
             return self.held(x)
-        if isinstance(x, Sym):
+        if kind in _SAME:
+            return x
+        if kind is tuple or kind is list:
+            return tuple(map(self.here, x))
+        if kind is Sym:
             return x.at(self.coords)
         return frozen(x.hint if isinstance(x, Scalar) else x, self.here)
 
@@ -101,6 +106,9 @@ def frozen(x: Any, here: Callable[[Any], Any]) -> Any:
     if isinstance(x, dict):
         return tuple((k, here(y)) for k, y in x.items())
     return _Number(x, type(x)) if isinstance(x, bool | float) else x
+
+
+_SAME = frozenset({int, str, type(None), torch.dtype, torch.device})
 
 
 class _Number(NamedTuple):

@@ -67,9 +67,14 @@ class Compute:
     copies: bool = False
 
     @cached_property
+    def told(self) -> tuple[Var | Sym, ...]:
+        """The variables, and the numbers that differ by device, among its arguments, in order."""
+        return tuple(leaves((self.args, self.kwargs), (Var, Sym)))
+
+    @cached_property
     def operands(self) -> tuple[Var, ...]:
         """The variables among its arguments, in order."""
-        return tuple(leaves((self.args, self.kwargs), Var))
+        return tuple([x for x in self.told if isinstance(x, Var)])
 
     @cached_property
     def made(self) -> tuple[Var, ...]:
@@ -133,10 +138,15 @@ class Start:
     def first(self) -> Collective:
         return self.moves[0]
 
-    @property
+    @cached_property
     def outs(self) -> tuple[Var, ...]:
         """What is in flight then."""
-        return tuple(c.out for c in self.moves)
+        return tuple([c.out for c in self.moves])
+
+    @cached_property
+    def sources(self) -> tuple[Var, ...]:
+        """What is sent."""
+        return tuple([c.source for c in self.moves])
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,27 +227,29 @@ def together(c: Collective) -> tuple[Start, Wait]:
 
 def reads(step: Step | Collective) -> tuple[Var, ...]:
     """What a step reads, or a collective by itself."""
-    if isinstance(step, Compute):
+    kind = type(step)
+    if kind is Compute:
         return step.operands
-    if isinstance(step, Start):
-        return tuple(c.source for c in step.moves)
-    return (step.source,) if isinstance(step, Copy | Collective) else ()
+    if kind is Start:
+        return step.sources
+    return (step.source,) if kind is Copy or kind is Collective else ()
 
 
 def makes(step: Step | Collective) -> tuple[Var, ...]:
     """What is there when a step is done, and was not before."""
-    if isinstance(step, Compute):
+    kind = type(step)
+    if kind is Compute:
         return step.made
-    if isinstance(step, Copy | Collective):
-        return (step.out,)
-    return step.outs if isinstance(step, Wait) else ()
+    if kind is Wait:
+        return step.outs
+    return (step.out,) if kind is Copy or kind is Collective else ()
 
 
 def syms(step: Step) -> Iterator[Sym]:
     if isinstance(step, Start):
         yield from leaves([c.params for c in step.moves], Sym)
     elif isinstance(step, Compute):
-        yield from leaves((step.args, step.kwargs), Sym)
+        yield from (x for x in step.told if isinstance(x, Sym))
 
 
 def swapped(step: Step, other: Mapping[Var, Var]) -> Step:
@@ -266,7 +278,7 @@ def swapped(step: Step, other: Mapping[Var, Var]) -> Step:
 _PLAIN = frozenset({int, bool, float, str, type(None)})
 
 
-def leaves(x: Any, kind: type) -> Iterator[Any]:
+def leaves(x: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
     """All instances of `kind`, which is no plain number or text, in nested tuples, lists and dicts."""
     if isinstance(x, kind):
         yield x

@@ -44,9 +44,11 @@ class Flood:
     kin: dict[Leaf, Leaf] = field(default_factory=dict)  # one leaf for all that differ in their pieces only
     owners: dict[Value, tuple[Leaf, ...]] = field(default_factory=dict)  # ends of groups: the leaves that count these
     factors: dict[tuple[Op, int, bool], list[OpFactor | None]] = field(default_factory=dict)  # memo of `value_factors`
+    known_sizes: dict[object, tuple[tuple[int, ...], ...]] = field(default_factory=dict)  # memo of `sizes`
 
     def leaves(self, value: Value) -> tuple[Leaf, ...]:
-        return tuple(leaf for dim in self.value[value] for leaf in dim)
+        dims = self.value[value]
+        return dims[0] if len(dims) == 1 else tuple([leaf for dim in dims for leaf in dim])
 
     def across(self, cut: Cut, source: Value, target: Value, *, pieces: bool = False) -> Cut:
         """A cut of `source` on a value of the same shape; dims whose factors (or `pieces`) differ are whole."""
@@ -67,7 +69,10 @@ class Flood:
 
     def sizes(self, value: Value) -> tuple[tuple[int, ...], ...]:
         """The sizes of the leaves, per dim."""
-        return tuple(tuple(self.dims.size(leaf) for leaf in dim) for dim in self.value[value])
+        dims = self.value[value]
+        if (known := self.known_sizes.get(dims)) is None:
+            known = self.known_sizes[dims] = tuple(tuple(map(self.dims.size, dim)) for dim in dims)
+        return known
 
     def operand_factors(self, op: Op, position: int, dim: int) -> tuple[OpFactor, ...]:
         """The op's factors, leaf by leaf, along one dim of an operand."""
@@ -79,4 +84,5 @@ class Flood:
         return self._factors(op, op.rule.results[index][dim])
 
     def _factors(self, op: Op, labels: Sequence[str]) -> tuple[OpFactor, ...]:
-        return tuple((label, k) for label in labels for k in range(len(self.labels[op][label])))
+        known = self.labels[op]
+        return tuple([(label, k) for label in labels for k in range(len(known[label]))])

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from shardlib import reshard
 from shardlib.graph import Graph, Op, Value, is_zero
@@ -37,8 +38,7 @@ Choice = tuple[int, ...]  # slots in order of precedence for one mesh axis; empt
 Kind = int  # index of a group of units that share every decision
 
 
-@dataclass(frozen=True)
-class End:
+class End(NamedTuple):
     """One end of a value: the unit that makes or reads it (`kind`, `slots` per leaf), or a cut that is fixed."""
 
     kind: Kind | None
@@ -226,9 +226,7 @@ class Problem:
     def _meeting_sums(self, graph: Graph, sources: dict[Value, tuple[End, ...]]) -> set[Value]:
         """Pending sums that only an addition reads: its result has all their sources, and they are no values apart."""
         f, u = self.flood, self.units
-        reads: Counter[Value] = Counter()
-        for value, (root, _) in u.roots.items():
-            reads[root] += sum(not (op.transparent or op.constant) for op, _ in value.readers) + value.is_output
+        reads: Counter[Value] | None = None
         merged: set[Value] = set()
         for op in graph.ops:
             if op.constant or op.transparent or op.owns is not None or not self._adds(op):
@@ -236,9 +234,11 @@ class Problem:
             addends = [u.root(v) for v in op.operands]
             (result,) = op.results
             assert result is not None, "a sum has a value"
+            if not all(any(s.pending for s in sources.get(r, ())) for r, _ in addends):
+                continue
+            reads = u.reads() if reads is None else reads
             alike = all(f.value[v] == f.value[result] for v in op.operands)
-            owing = (any(s.pending for s in sources.get(r, ())) for r, _ in addends)
-            if alike and all(reads[r] == 1 and not r.is_output for r, _ in addends) and all(owing):
+            if alike and all(reads[r] == 1 and not r.is_output for r, _ in addends):
                 merged.update(r for r, _ in addends)
                 sources[result] = tuple(_seen(s, positions) for r, positions in addends for s in sources[r])
         return merged
@@ -249,6 +249,8 @@ class Problem:
         """Where rows of own groups become a sum that only a linear op reads, as the combine of experts, that op's
         result owes it: who makes the rows is a source of that, too."""
         u, through, late = self.units, dict[Value, tuple[End, ...]](), set[Value]()
+        if not any(root.rows for root, _ in u.roots.values()):
+            return through, late
         reads: Counter[Value] = Counter()
         for value, (root, _) in u.roots.items():
             own = (op.owns is not None and i in op.owns.reads for op, i in value.readers)
@@ -295,6 +297,8 @@ class Problem:
         return returned
 
     def _reader(self, op: Op, i: int, value: Value, root: Value, positions: tuple[int | None, ...]) -> End:
+        if (known := self.units.read.get((op, i))) is not None:
+            return self._end(self.units.unit[op], *known)
         n = len(self.flood.leaves(root))
         if op.constrains:
             result = op.results[0]
@@ -314,15 +318,19 @@ class Problem:
         slot = None
         if op.owns is not None and i in op.owns.reads:
             slot = self.units.op_slots[op].get((op.owns.factor, 0))
-        return self._end(self.units.unit[op], tuple(out), () if slot is None else (slot,))
+        known = self.units.read[op, i] = tuple(out), () if slot is None else (slot,)
+        return self._end(self.units.unit[op], *known)
 
     def _source(self, op: Op, index: int, result: Value) -> End:
         f, u = self.flood, self.units
+        if (known := u.made.get((op, index))) is not None:
+            return self._end(u.unit[op], *known)
         if result in f.fixed or op.rule is None:
             return End(None, cut=f.fixed[result][0] if result in f.fixed else ((),) * len(f.leaves(result)))
         factors = value_factors(f, op, index, operand=False)
         owed = tuple(s for x, s in u.op_slots[op].items() if x not in factors and op.rule.owed(index, x[0]))
-        return self._end(u.unit[op], op_cut_slots(u, f, op, factors), owed)
+        known = u.made[op, index] = op_cut_slots(u, f, op, factors), owed
+        return self._end(u.unit[op], *known)
 
     def _input(self, value: Value) -> End:
         if value in self.flood.fixed or value not in self.units.unit:
@@ -381,8 +389,8 @@ class Problem:
 def _seen(end: End, positions: Slots) -> End:
     """The end of a root, on the leaves of a view of it."""
     if end.kind is None:
-        return replace(end, cut=tuple(() if p is None else end.cut[p] for p in positions))
-    return replace(end, slots=tuple(None if p is None else end.slots[p] for p in positions))
+        return end._replace(cut=tuple(() if p is None else end.cut[p] for p in positions))
+    return end._replace(slots=tuple(None if p is None else end.slots[p] for p in positions))
 
 
 def _onto_root(cut: Cut, positions: tuple[int | None, ...], n: int) -> Cut:

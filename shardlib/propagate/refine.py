@@ -88,14 +88,17 @@ def _looks(decider: Decider, graph: Graph) -> dict[Op | Value, int]:
         around[op] = op.operands, [v for v in op.results if v is not None]
         what[op] = op.target, op.line
     kind = {x: decider.problem.kind.get(unit) for x, unit in decider.units.unit.items()}
+    number = {x: i for i, x in enumerate(what)}
+    beside = [([number[y] for y in around[x][0]], [number[y] for y in around[x][1]]) for x in what]
     known: dict[object, int] = {}
-    looks = {x: known.setdefault((y, kind.get(x)), len(known)) for x, y in what.items()}
+    looks = [known.setdefault((y, kind.get(x)), len(known)) for x, y in what.items()]
     for _ in range(_AROUND):
-        known = {}
-        looks = {
-            x: known.setdefault(
-                (looks[x], tuple([looks[y] for y in before]), tuple(sorted([looks[y] for y in after]))), len(known)
-            )
-            for x, (before, after) in around.items()
-        }
-    return looks
+        before, known = len(known), {}
+        look, colour = looks.__getitem__, known.setdefault
+        looks = [
+            colour((mine, tuple(map(look, to)), tuple(sorted(map(look, fro)))), len(known))
+            for mine, (to, fro) in zip(looks, beside, strict=True)
+        ]
+        if len(known) == before:  # it stays so
+            break
+    return dict(zip(what, looks, strict=True))

@@ -11,6 +11,7 @@ Views, transposes and expands are looked through: a reader of a view is a reader
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -53,10 +54,20 @@ class Units:
     value_slots: dict[Value, Slots] = field(default_factory=dict)
     owner_slots: dict[Value, int] = field(default_factory=dict)  # of groups that are cut, of values in rows
     roots: dict[Value, tuple[Value, tuple[int | None, ...]]] = field(default_factory=dict)
+    # Slots, and those of sums that are owed, of what ops read and make: those of units that are taken apart, too.
+    read: dict[tuple[Op, int], tuple[Slots, tuple[int, ...]]] = field(default_factory=dict)
+    made: dict[tuple[Op, int], tuple[Slots, tuple[int, ...]]] = field(default_factory=dict)
 
     def root(self, value: Value) -> tuple[Value, tuple[int | None, ...]]:
         """The value that `value` is a view of, and for each leaf of `value` its position there (None: not there)."""
         return self.roots[value]
+
+    def reads(self) -> Counter[Value]:
+        """How often each root is read, or returned."""
+        reads: Counter[Value] = Counter()
+        for value, (root, _) in self.roots.items():
+            reads[root] += sum(not (op.transparent or op.constant) for op, _ in value.readers) + value.is_output
+        return reads
 
     def apart(self, part: Callable[[Op | Value], object]) -> Units:
         """The same members in units of their own for every part, on the same slots; a result goes with its op."""
@@ -231,4 +242,4 @@ def _merge(u: Units, a: Unit, b: Unit, pairs: dict[int, int]) -> None:
 def op_cut_slots(u: Units, f: Flood, op: Op, factors: Sequence[OpFactor | None]) -> Slots:
     """The unit's slot of each of `factors`."""
     slots = u.op_slots[op]
-    return tuple(None if x is None else slots.get(x) for x in factors)
+    return tuple([None if x is None else slots.get(x) for x in factors])

@@ -44,6 +44,8 @@ def recorded(lines: LineRecorder) -> Any:
         return node
 
     tracer.create_node = create_node
+    # Torch would look at every node of the graph for sizes that nobody reads: here they are all numbers.
+    tracer.graph.eliminate_dead_code = lambda *args, **kwargs: False
     return tracer
 
 
@@ -58,6 +60,7 @@ def finish(
 ) -> None:
     """Name the inputs as the user does, put constants among the outputs, fill in what has no line."""
     graph = gm.graph
+    vars(graph).pop("eliminate_dead_code", None)
     for mark in reversed([n for n in graph.nodes if is_mark(n)]):
         graph.erase_node(mark)  # their names are in the lines of the nodes between them
     for node in reversed([n for n in graph.nodes if "val" not in n.meta and not n.users]):
