@@ -45,7 +45,7 @@ def _read_twice(graph: Graph) -> Iterator[Value]:
     first: dict[Value, Value] = {}
     for op in graph.ops:
         operands = tuple(first.get(x, x) for x in op.operands)
-        key = op.target, operands, _hashable(op.call.args), _hashable(op.call.kwargs)
+        key = id(op.target), operands, _hashable(op.call.args), _hashable(op.call.kwargs)
         if not op.backward:
             known.setdefault(key, op)
         elif (before := known.get(key)) is not None:

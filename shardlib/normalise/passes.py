@@ -145,7 +145,8 @@ def merge_repeated(gm: fx.GraphModule) -> None:
         if free is None:
             continue
         phase = None if free else bool(node.meta.get("backward"))
-        key = (node.target, phase, _key(node.args), _key(node.kwargs))
+        target = node.target if node.op == "get_attr" else id(node.target)
+        key = (target, phase, _key(node.args), _key(node.kwargs) if node.kwargs else ())
         first = known.setdefault(key, node)
         if first is not node and not (node in returned and not free):
             node.replace_all_uses_with(first)

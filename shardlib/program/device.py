@@ -46,6 +46,7 @@ class Device:
     def __init__(self, mesh: Mesh, coords: Coords) -> None:
         self.coords = dict.fromkeys(mesh.axes, 0) | dict(coords)
         self.known: dict[Var, Local | None] = {}  # None: nobody knows its shape
+        self._made: dict[Any, tuple[Local | None, ...]] = {}
         self._pieces: dict[tuple[int, torch.dtype], tuple[Layout, Local]] = {}  # by the id of a layout, which is kept
 
     def __str__(self) -> str:
@@ -74,7 +75,11 @@ class Device:
         operands = [self.held(v) for v in reads(step)]
         if None in operands or (not operands and _acts(step.target)):
             return [None] * len(step.outs)
-        return makes(step.target, self.here(step.args), self.here(step.kwargs)) or [None] * len(step.outs)
+        args, kwargs = self.here(step.args), self.here(step.kwargs) if step.kwargs else ()
+        key = id(step.target), args, kwargs  # a program keeps what it calls
+        if (made := self._made.get(key)) is None:
+            made = self._made[key] = makes(step.target, args, kwargs)
+        return made or [None] * len(step.outs)
 
     def collective(self, step: Collective) -> Local | None:
         """What a collective makes. Raises `ProgramError` where it is told of sizes that this device does not hold."""

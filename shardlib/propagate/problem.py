@@ -137,7 +137,7 @@ class Problem:
                         root, _ = self.units.root(value)
                         pins.append(self.flood.fixed[root][0] if root in self.flood.fixed else None)
                 slots = self.units.op_slots[op]
-                described[unit].add((op.target, tuple(slots.items()), tuple(pins)))
+                described[unit].add((id(op.target), tuple(slots.items()), tuple(pins)))
         for member, unit in self.units.unit.items():
             if isinstance(member, Value) and unit.slots:
                 described[unit].add((member.op is None, self.units.value_slots[member]))

@@ -92,4 +92,5 @@ def finish(
 
 
 def _values(node: fx.Node) -> list[Any]:
-    return pytree.tree_leaves(node.meta.get("val")) if node.op == "call_function" else []
+    val = node.meta.get("val") if node.op == "call_function" else None
+    return [val] if isinstance(val, torch.Tensor) else [] if val is None else pytree.tree_leaves(val)
