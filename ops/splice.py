@@ -10,7 +10,8 @@ from torch import Tensor
 
 torch.library.define(
     "shardlib::splice",
-    "(Tensor[] tensors, int dim, int[] sources, int[] starts, int[] stops, Scalar[] fills) -> Tensor",
+    "(Tensor[] tensors, int dim, int[] sources, int[] starts, int[] stops, Scalar[] fills, "
+    "bool[] negated=[]) -> Tensor",
 )
 
 
@@ -21,8 +22,11 @@ def splice(
     starts: Sequence[int],
     stops: Sequence[int],
     fills: Sequence[complex],
+    negated: Sequence[bool] = (),
 ) -> Tensor:
     """Ranges along `dim`: the i-th is `starts[i]:stops[i]` of tensor `sources[i]`, or of `fills[i]` where that is -1.
+
+    `negated` says which change their sign; where it is empty, none does.
 
     Example:
         >>> x = torch.arange(4)
@@ -30,11 +34,13 @@ def splice(
         tensor([7, 0, 1, 2])
     """
     parts, first = [], tensors[0]
-    for source, start, stop, fill in zip(sources, starts, stops, fills, strict=True):
+    signs = negated or [False] * len(fills)
+    for source, start, stop, fill, minus in zip(sources, starts, stops, fills, signs, strict=True):
         if source < 0:
-            parts.append(first.new_full([*first.shape[:dim], stop - start, *first.shape[dim + 1 :]], fill))
+            part = first.new_full([*first.shape[:dim], stop - start, *first.shape[dim + 1 :]], fill)
         else:
-            parts.append(tensors[source].narrow(dim, start, stop - start))
+            part = tensors[source].narrow(dim, start, stop - start)
+        parts.append(-part if minus else part)
     return torch.cat(parts, dim)
 
 

@@ -51,6 +51,8 @@ SMALL = {
     "slots": (lambda x: torch.cat([torch.zeros(1, 6, dtype=x.dtype), x[:-1]]), ["splice"]),
     "pad and back": (lambda x: F.pad(x, (2, 1), value=3.0)[:, 2:-1], ["splice"]),
     "round and on": (lambda x: x.roll(2, 1).roll(-3, 1), ["splice"]),
+    "halves changed": (lambda x: torch.cat([-x[:, 3:], x[:, :3]], 1), ["splice"]),
+    "signs back and forth": (lambda x: -torch.cat([-x[:, 3:], x[:, :3]], 1).roll(1, 1), ["splice", "neg"]),
     "along two dims": (lambda x: F.pad(x, (1, 0))[:-1], ["constant_pad_nd", "slice"]),
     "less than half": (lambda x: torch.cat([x[:, :1], x[:, 5:]], 1), ["slice", "slice", "cat"]),
     "slices of slices": (lambda x: x[:, 1:][:, 1:] + 1, ["slice", "slice", "add"]),
@@ -114,7 +116,8 @@ def test_chains_of_moves(seed):
                 F.pad(x, [n, 1] if d else [0, 0, n, 1], value=draw.choice([0.0, -0.0, 2.5])) if size > 3 else x
             ),
             "cat": lambda: torch.cat([x.narrow(d, low, size - low), torch.zeros_like(x), x.narrow(d, 0, low)], d),
-        }[draw.choice(["roll", "slice", "pad", "cat"])]()
+            "neg": lambda: -x,
+        }[draw.choice(["roll", "slice", "pad", "cat", "neg"])]()
 
     def chain(x):
         draw.seed(seed)
@@ -127,6 +130,48 @@ def test_chains_of_moves(seed):
     traced = check(chain, start)
     for a, b in zip(traced(start), chain(start), strict=True):
         assert torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+CONVOLUTIONS = {
+    "causal": (lambda x, w: F.conv1d(F.pad(x, (2, 0)), w), ["convolve"]),
+    "causal by a slice": (lambda x, w: F.conv1d(x, w, padding=2)[..., :9], ["convolve"]),
+    "both": (lambda x, w: F.conv1d(F.pad(x, (3, 1)), w, padding=1, stride=2)[..., 1:-1], ["convolve"]),
+    "alike": (lambda x, w: F.conv1d(F.pad(x, (1, 1)), w), ["convolution"]),
+    "alike after a slice": (lambda x, w: F.conv1d(x, w, padding=2)[..., 1:-1], ["convolution"]),
+    "cropped": (lambda x, w: F.conv1d(F.pad(x, (-1, 0)), w), ["convolve"]),
+    "dilated": (lambda x, w: F.conv1d(F.pad(x, (0, 4)), w, dilation=2), ["convolve"]),
+    "of other values": (lambda x, w: F.conv1d(F.pad(x, (2, 0), value=1.0), w), ["constant_pad_nd", "convolution"]),
+    "of channels, too": (lambda x, w: F.conv1d(F.pad(x, (2, 0, 1, 0))[:, :2], w), None),
+    "two slices": (lambda x, w: (y := F.conv1d(x, w))[..., 1:].sum() + y[..., :-1].sum(), None),
+    "the pad is a result": (lambda x, w: F.conv1d(p := F.pad(x, (2, 0)), w) * p[..., :9].sum(), None),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions_with_pads_and_slices(name):
+    program, want = CONVOLUTIONS[name]
+    x, w = (torch.randn(2, 2, n, dtype=torch.float64) for n in (9, 3))
+    found = ops(check(program, x, w, tolerance=1e-12))
+    assert want is None or found == want
+    found = ops(check(grad(lambda x, w: program(x, w).sin().sum(), (0, 1)), x, w, tolerance=1e-12))
+    if want in (["convolve"], ["convolution"]):
+        assert f"{want[0]}_backward" in found
+        assert not {"constant_pad_nd", "slice", "slice_backward"} & {*found}
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_one_length(mode):
+    table, index = torch.randn(7, 4, dtype=torch.float64), torch.tensor([[0, 3, 6], [3, 3, 1]])
+
+    def bags(table, index=index, **more):
+        return F.embedding_bag(index, table, mode=mode, **more)
+
+    assert ops(check(bags, table)) == ["bags", "getitem"]
+    found = ops(check(grad(lambda table: bags(table, padding_idx=3).sin().sum()), table))
+    assert {"bags", "bags_backward"} <= {*found}
+    assert "_embedding_bag" not in found
+    offsets = torch.tensor([0, 2])  # nobody knows of what length
+    assert "bags" not in ops(check(lambda table: bags(table, index.view(-1), offsets=offsets), table))
 
 
 def test_results_that_are_apart_stay_apart():

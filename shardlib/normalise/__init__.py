@@ -12,6 +12,8 @@ from torch import fx
 
 from shardlib.aten.views import written_arguments
 from shardlib.manual.claims import hold_claims
+from shardlib.normalise.bags import even_bags
+from shardlib.normalise.pads import convolve_padded
 from shardlib.normalise.passes import (
     compose_reshapes,
     divide_losses_late,
@@ -35,7 +37,9 @@ PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
     free_scalars,
     one_permute,
     merge_repeated,  # before reshapes are composed: it tells which copies are shared
+    convolve_padded,
     drop_dead,
+    even_bags,
     compose_reshapes,
     divide_losses_late,
     join_slices,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,16 +20,21 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Range:
-    """`start:stop` of a node, or of a filling."""
+    """`start:stop` of a node, or of a filling; `negated` with another sign."""
 
     source: fx.Node | None
     start: int
     stop: int
     fill: complex = 0
+    negated: bool = False
 
     def within(self, low: int, high: int) -> _Range:
         """Its own elements from `low` to `high`."""
-        return _Range(self.source, self.start + low, self.start + high, self.fill)
+        return replace(self, start=self.start + low, stop=self.start + high)
+
+    def turned(self, negated: bool) -> _Range:
+        """With the other sign, where it is `negated`."""
+        return replace(self, negated=self.negated != negated)
 
 
 @dataclass(frozen=True)
@@ -42,13 +47,17 @@ class _Splice:
 
 def join_moves(gm: fx.GraphModule) -> None:
     """Chains of moves along one dim become one move."""
-    forms = {node: form for node in gm.graph.nodes if (form := _form(node)) is not None}
+    forms: dict[fx.Node, _Splice] = {}
+    for node in gm.graph.nodes:
+        form = _negated(node, forms) if node.target is aten.neg.default else _form(node)
+        forms |= {} if form is None else {node: form}
     inner = {x for x, form in forms.items() if all(_continues(form, x, forms.get(user), user) for user in x.users)}
     for node, form in forms.items():  # in order, so that what a node reads is flat already
         flat = _Splice(form.dim, tuple(_joined(_flat(forms, inner, form))))
         if flat != form and len(flat.ranges) <= _MOST and _takes_half(flat):
             forms[node] = flat
-            if not all(x.target is node.target is aten.slice.Tensor for x in node.all_input_nodes):
+            slices = all(x.target is node.target is aten.slice.Tensor for x in node.all_input_nodes)
+            if not slices and node.target is not aten.neg.default:
                 _write(node, flat)
 
 
@@ -80,7 +89,7 @@ def _flat(forms: dict[fx.Node, _Splice], inner: set[fx.Node], form: _Splice) -> 
             size = part.stop - part.start
             low, high = max(r.start - at, 0), min(r.stop - at, size)
             if low < high:
-                yield part.within(low, high)
+                yield part.within(low, high).turned(r.negated)
             at += size
 
 
@@ -89,8 +98,8 @@ def _joined(ranges: Iterator[_Range]) -> Iterator[_Range]:
     last: _Range | None = None
     for r in ranges:
         follows = last is not None and r.source is last.source and (r.source is None or r.start == last.stop)
-        if last is not None and follows and repr(r.fill) == repr(last.fill):
-            last = _Range(r.source, last.start, last.stop + r.stop - r.start, r.fill)
+        if last is not None and follows and (repr(r.fill), r.negated) == (repr(last.fill), last.negated):
+            last = replace(last, stop=last.stop + r.stop - r.start)
             continue
         if last is not None:
             yield last
@@ -108,7 +117,8 @@ def _write(node: fx.Node, form: _Splice) -> None:
     starts = [r.start if r.source is not None else 0 for r in form.ranges]
     stops = [r.stop if r.source is not None else r.stop - r.start for r in form.ranges]
     node.target, node.kwargs = SPLICE, {}
-    node.args = (nodes, form.dim, sources, starts, stops, [r.fill for r in form.ranges])
+    signs = [[r.negated for r in form.ranges]] if any(r.negated for r in form.ranges) else []
+    node.args = (nodes, form.dim, sources, starts, stops, [r.fill for r in form.ranges], *signs)
 
 
 def _form(node: fx.Node) -> _Splice | None:
@@ -117,6 +127,15 @@ def _form(node: fx.Node) -> _Splice | None:
     form = None if make is None else make(node)
     numbers = [] if form is None else [n for r in form.ranges for n in (r.start, r.stop)]
     return form if numbers and all(type(n) is int for n in numbers) else None
+
+
+def _negated(node: fx.Node, forms: Mapping[fx.Node, _Splice]) -> _Splice | None:
+    """What changes the sign of a move's result, as one that does so of all of it; it becomes no splice itself."""
+    (source,) = node.args
+    if not isinstance(source, fx.Node) or source not in forms:
+        return None
+    dim = forms[source].dim
+    return _Splice(dim, (_Range(source, 0, source.meta["val"].shape[dim], negated=True),))
 
 
 def _cat(node: fx.Node) -> _Splice | None:

@@ -1,7 +1,8 @@
 """Whose memory a result has: that of an operand which nobody reads again, or its own.
 
-A pointwise result may take over the memory of an operand of its shape and dtype: that saves fresh memory for every
-residual add and parameter update. Whoever shares that memory (views of it, results of collectives) counts as a reader.
+A pointwise result may take over the memory of an operand of its shape and dtype, and so may one of which only some
+places are new: that saves fresh memory for every residual add, parameter update and gradient of a table. Whoever shares
+that memory (views of it, results of collectives) counts as a reader.
 What a result of the program shows of other memory (of an argument, a captured tensor, another result) is copied at the
 end.
 """
@@ -81,8 +82,8 @@ def _borrowed(program: Program, memory: _Memory) -> list[Var]:
 
 
 def in_place_form(target: Any) -> Any:
-    """The op that writes the result of a pointwise op over its first operand; None if there is none."""
-    if torch.Tag.pointwise not in getattr(target, "tags", ()):
+    """The op that writes a result over the first operand, place by place; None if there is none."""
+    if torch.Tag.pointwise not in getattr(target, "tags", ()) and not has(target, "writes places"):
         return None
     packet = getattr(torch.ops.aten, schema_of(target).name.removeprefix("aten::") + "_", None)
     return getattr(packet, schema_of(target).overload_name or "default", None) if packet is not None else None

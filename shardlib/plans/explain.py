@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -72,8 +73,8 @@ class Explainer:
         if c.kind in ("all_reduce", "reduce_scatter"):
             over = self._summed(c)
             return f"{c.reduce} over {over}; {reader}" if over else reader
-        moved = self._moved(c)
-        return f"{moved}: {reader}" if moved else reader
+        moved, spared = self._moved(c), self._spared(c)
+        return (f"{moved}: {reader}" if moved else reader) + spared
 
     def _reader(self, c: Collective) -> str:
         if not isinstance(c.because, Asked):
@@ -85,6 +86,22 @@ class Explainer:
         if reader is None:  # of an argument that is in other pieces than the rest
             return "as all that has this dim"
         return f"returned as {self.compiled.traced.result_names[reader]}"
+
+    def _spared(self, c: Collective) -> str:
+        """What an op that gathers rows saves: all that it gathers, and the sum of its result, in bytes on the wire."""
+        op, axes = c.because.by if isinstance(c.because, Asked) else None, {p for a in c.axes for p in a.primes()}
+        unit = self.compiled.propagated.units.unit.get(op) if isinstance(op, Op) else None
+        if unit is None or not unit.spares or c.kind != "all_gather":
+            return ""
+        program, cuts = self.compiled.program, self.compiled.propagated.unit_cut(unit)
+        if axes & {a for slot in unit.spares for a in cuts[slot]}:
+            return ""
+        asked = [x for x in program.collectives if isinstance(x.because, Asked) and x.because.by is op]
+        rows = sum(x.bytes for x in asked if x.kind == c.kind and x.axes == c.axes)
+        result = next(v for step in program.steps for v in makes(step) if v.value in unit.ops[0].results)
+        assert result.layout is not None
+        n, whole = math.prod(a.size for a in c.axes), result.layout.max_local_numel() * result.dtype.itemsize
+        return f"; rows and indices are {si(rows, 'B')}, a sum of the result {si(2 * whole * (n - 1) / n, 'B')}"
 
     def _moved(self, c: Collective) -> str:
         """Which dims lose the axes and which get them: `embed whole`, `tensor from heads to seq`."""

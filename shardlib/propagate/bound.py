@@ -157,7 +157,7 @@ def choices(decider: Decider, kind: Kind) -> list[Order]:
         slots = problem.candidates[kind].get(name, [])
         heads = itertools.permutations(slots, min(len(slots), len(atoms) + 1))
         orders = [(*head, *(s for s in slots if s not in head)) for head in heads]
-        if slots and name in decider.contested and not problem.members[kind][0].alone:
+        if slots and decider.may_idle(kind, name) and not problem.members[kind][0].alone:
             orders.append(())
         ways = [(*choice[:a], order, *choice[a + 1 :]) for choice in found.values() for order in orders]
         found = {}

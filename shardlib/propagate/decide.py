@@ -182,10 +182,15 @@ class Decider:
             # cuts a sequence has no room for the whole of it.
             orders = [(i, j, *(k for k in slots if k not in (i, j))) for i, j in itertools.permutations(slots, 2)]
             return orders or [tuple(slots)]
-        beside = name in self.grouping and not any(op.owns and op.owns.begins for op in self._ops(kind))
-        beside = beside or all(self.problem.slots[kind][i].offered for i in slots)
-        idle: list[Choice] = [()] if slots and (idle_too or beside or name in self.contested) else []
+        idle: list[Choice] = [()] if slots and (idle_too or self.may_idle(kind, name)) else []
         return [(i, *(j for j in slots if j != i)) for i in slots] + idle
+
+    def may_idle(self, kind: Kind, name: str) -> bool:
+        """Whether a unit of this kind may leave the axis unused."""
+        slots = self.problem.candidates[kind].get(name, [])
+        beside = name in self.grouping and not any(op.owns and op.owns.begins for op in self._ops(kind))
+        offered = all(self.problem.slots[kind][i].offered for i in slots)
+        return beside or offered or name in self.contested or not self.problem.members[kind][0].spares.isdisjoint(slots)
 
     def _ops(self, kind: Kind) -> list[Op]:
         """The ops of a unit of this kind."""

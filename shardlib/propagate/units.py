@@ -28,8 +28,8 @@ class Unit:
 
     `rounds`: {slot: another one}: the first is cut only together with the other, by the same axes. `lends`: {slot:
     another one}: the first may take an axis that only the other wants. `follows`: {slot: another one}: cut only
-    together too, which is no choice of its own. `part`: which part of a larger unit this is, if it was taken apart;
-    units of different parts never share a decision.
+    together too, which is no choice of its own. `spares`: slots that may stay whole though they want an axis. `part`:
+    which part of a larger unit this is, if it was taken apart; units of different parts never share a decision.
     """
 
     slots: list[Leaf]
@@ -38,6 +38,7 @@ class Unit:
     rounds: dict[int, int] = field(default_factory=dict)
     lends: dict[int, int] = field(default_factory=dict)
     follows: dict[int, int] = field(default_factory=dict)
+    spares: frozenset[int] = frozenset()
     part: object = None
 
     @property
@@ -120,10 +121,12 @@ def build_units(graph: Graph, f: Flood) -> Units:
                 for tie in (op.rule.rounds, op.rule.follows)
             )
             unit.lends = {slots[h, 0]: slots[s, 0] for h, s in lends.items() if (h, 0) in slots}
+            if _reads_less(op):
+                unit.spares = frozenset(slots[x] for x in factors if x[0] in op.rule.gathers)
             u.unit[op] = unit
         for r in results:
             _add_root(u, f, r)
-        if op in u.unit and not u.unit[op].alone and not u.unit[op].follows:
+        if op in u.unit and not u.unit[op].alone and not (u.unit[op].follows or u.unit[op].spares):
             _join_members(u, f, op)
     return u
 
@@ -134,6 +137,13 @@ def may_cut(f: Flood, op: Op, factor: OpFactor) -> bool:
     label, k = factor
     owner = op.owns is not None and label == op.owns.factor
     return label not in f.whole[op] and (k == 0 or not (owner or label in op.rule.local_factors - op.rule.loose))
+
+
+def _reads_less(op: Op) -> bool:
+    """Whether an op's operands may be less to gather than its results to sum up, which takes twice their bytes."""
+    assert op.rule is not None
+    read = [v for v, t in zip(op.operands, op.rule.operands, strict=True) if any(op.rule.gathers & {*d} for d in t)]
+    return sum(v.nbytes for v in read) < 2 * sum(r.nbytes for r in op.results if r is not None)
 
 
 def _made_whole(op: Op) -> set[str]:

@@ -1,7 +1,8 @@
 """Bags and segments: rows of a table added up in groups.
 
-Bags are given by where they start, so that indices stay whole. Along a cut vocabulary every device adds up the rows
-that it has: what lies on the others is looked up in one row of zeros behind its last.
+Bags that are given by where they start need whole indices; those of one length are cut as any batch. Along a cut
+vocabulary every device adds up the rows that it has: what lies on the others is looked up in one row of zeros behind
+its last.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from shardlib.internals import schema_of
+from shardlib.ops.bags import MAX, MEAN, SUM
 from shardlib.rules.nonempty import nonempty
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
@@ -21,8 +23,6 @@ from shardlib.rules.shards import Rows, checked, cut, located, positional
 from shardlib.rules.space import Space, arg, axis, numel, result_shape
 
 aten = torch.ops.aten
-
-_SUM, _MEAN, _MAX = range(3)
 
 
 def _spare(index: Tensor, rows: int, padding: int = -1) -> Tensor:
@@ -48,8 +48,8 @@ def _bag(local: Local) -> Any:
         _, *counts = call.target(table.new_zeros(2, 1), kinds, offsets, *how)
         mine = _spare(checked(index, call.operands[0].shape[0]), len(table), padding)
         wide = pad(columns.held(table, 0), [0, 0, 0, 1])
-        out = call.target(wide, mine, offsets, False, _SUM, False, weights, last, -1)[0].narrow(1, 0, table.shape[1])
-        if mode == _MEAN:
+        out = call.target(wide, mine, offsets, False, SUM, False, weights, last, -1)[0].narrow(1, 0, table.shape[1])
+        if mode == MEAN:
             bags = result_shape(call)[0]  # a GPU counts one more behind the last
             out = out / counts[1].narrow(0, 0, bags).clamp_min(1).unsqueeze(1)
         return out, *counts
@@ -59,21 +59,44 @@ def _bag(local: Local) -> Any:
 
 def _looked_up(call: Call, _: int) -> int:
     """The elements of the rows that are read: a row of the first operand's length for each index."""
-    rows = call.operands[2] if len(call.operands[1].shape) == 2 else call.operands[1]
-    return numel(rows.shape) * call.operands[0].shape[1]
+    index = next(m for m in call.operands if not (m.dtype.is_floating_point or m.dtype.is_complex))
+    return numel(index.shape) * call.operands[0].shape[1]
 
 
 def _embedding_bag(call: Call) -> Rule:
     """The other results hold integers about the bags, and for a maximum where it was found, which asks for all rows."""
-    most = arg(call, 4, "mode", _SUM) == _MAX
+    most = arg(call, 4, "mode", SUM) == MAX
     kinds = "v:whole d:local d:none" if most else "v:sum v:local d:local d:none"
     weights = ", _" if len(call.operands) == 4 else ""
     text = f"v d, _, _{weights} -> _ d, _, _, {'_ d' if most else '_'} | {kinds}"
     return replace(pattern(text, local=_bag, flops=_looked_up)(call), complete=frozenset({1, 2, 3}))
 
 
-def _bag_backward(first: int) -> RuleFn:
-    """`(grad, indices, ..., bag sizes, maxima, size of the vocabulary, ...)`, the size at position `first`."""
+def _even_bag(local: Local) -> Any:
+    if not cut(local, ["v"]):
+        return nonempty(local)
+    target, n, columns = local.call.target, local.call.operands[0].shape[0], Rows.of(local, [1])
+
+    def form(table: Tensor, index: Tensor, weights: Tensor | None, mode: int, padding: int) -> tuple[Tensor, ...]:
+        wide, mine = pad(columns.held(table, 0), [0, 0, 0, 1]), _spare(checked(index, n), len(table), padding)
+        out, _, none = target(wide, mine, weights, SUM, -1)
+        counts = index.ne(padding).sum(1).to(index.dtype) if mode == MEAN else none
+        out = out / counts.clamp_min(1).unsqueeze(1) if mode == MEAN else out
+        return out.narrow(1, 0, table.shape[1]), counts, none
+
+    return local.run(form, *local.args)
+
+
+def _even_bags(call: Call) -> Rule:
+    mode = arg(call, 3, "mode")
+    kinds = f"{'v:whole' if mode == MAX else 'v:sum v:local'} d:local d:none b:none"
+    text = f"v d, b t, b t -> b d, {'_' if mode == SUM else 'b'}, {'b d' if mode == MAX else '_'} | {kinds}"
+    return replace(pattern(text, local=_even_bag, flops=_looked_up)(call), complete=frozenset({1, 2}))
+
+
+def _bag_backward(first: int, bag: str, between: str) -> RuleFn:
+    """`(grad, indices, ..., bag sizes, maxima, size of the vocabulary, ...)`, the size at position `first`; `between`
+    are the terms from the indices to the bag sizes, `bag` is what bags are in them."""
 
     def local(local: Local) -> Any:
         if not cut(local, ["v"]):
@@ -84,19 +107,18 @@ def _bag_backward(first: int) -> RuleFn:
             grad, index, *rest = args
             n, mode, padding = args[first], args[first + 2], args[-1]
             rest[first - 2 :] = [n + 1, *args[first + 1 : -1], -1]
-            if mode == _MAX:
+            if mode == MAX:
                 rest[first - 3] = _spare(args[first - 1], n)
             return target(grad, _spare(index, n, padding), *rest).narrow(0, 0, n)  # type: ignore[no-any-return]
 
         return local.run(form, *positional(local))
 
     def rule(call: Call) -> Rule:
-        most = arg(call, first + 2, "mode") == _MAX
-        between = ", ".join(["_"] * (first - 2))
-        weights = ", _" if len(call.operands) > first else ""
+        most, every = arg(call, first + 2, "mode") == MAX, between.split(",")
         # Torch's kernel on CPU scales by the counts of other indices than the row's: which, only the whole list tells.
-        rows = "v:whole(scale_grad_by_freq) v:local v:size(num_weights)"
-        text = f"_ d, {between}, {'_ d' if most else '_'}{weights} -> v d | {rows} d:local {{0}}"
+        rows = "v:whole(scale_grad_by_freq) v:local v:size(num_weights) d:local {0}"
+        rows += "" if bag == "_" else f" {bag}:sum {bag}:gather {bag}:whole(scale_grad_by_freq)"
+        text = f"{bag} d, {between}, {f'{bag} d' if most else '_'}, {every[0]} -> v d | {rows}"
         return pattern(text, local=local, flops=_looked_up)(call)
 
     return rule
@@ -106,13 +128,19 @@ def _weights_backward(local: Local) -> Any:
     """The gradient of a weight is the product of a row and the bag's gradient: 0 where the row is elsewhere."""
     target, rows, columns = local.call.target, Rows.of(local, [0, 1], 1), Rows.of(local, [1])
 
-    def form(grad: Tensor, table: Tensor, index: Tensor, offsets: Tensor, bags: Tensor, mode: int, pads: int) -> Tensor:
+    def form(grad: Tensor, table: Tensor, index: Tensor, *rest: Any) -> Tensor:
         mine, outside = located(index, "v")
-        skipped = outside | (index == pads) if pads >= 0 else outside
-        each = target(columns.held(grad, 0), rows.held(table, 0), mine, offsets, bags, mode, -1)
+        *more, padding = rest
+        skipped = outside | (index == padding) if padding >= 0 else outside
+        each = target(columns.held(grad, 0), rows.held(table, 0), mine, *more, -1)
         return each.masked_fill(skipped, 0)  # type: ignore[no-any-return]
 
     return local.run(form, *positional(local))
+
+
+def _weights(terms: str) -> RuleFn:
+    flops = lambda call, points: 2 * _looked_up(call, points)
+    return pattern(f"{terms} | d:sum d:local v:sum v:local {{0}} {{1}}", local=_weights_backward, flops=flops)
 
 
 def _renorm(local: Local) -> Any:
@@ -150,13 +178,12 @@ def _segments(call: Call) -> Rule:
 
 ROWS: dict[str, RuleFn | str] = {
     **dict.fromkeys(["_embedding_bag", "_embedding_bag_forward_only"], _embedding_bag),
-    "_embedding_bag_backward": _bag_backward(6),
-    "_embedding_bag_dense_backward": _bag_backward(5),
-    "_embedding_bag_per_sample_weights_backward": pattern(
-        "_ d, v d, _, _, _ -> _ | d:sum d:local v:sum v:local {0} {1}",
-        local=_weights_backward,
-        flops=lambda call, points: 2 * _looked_up(call, points),
-    ),
+    "_embedding_bag_backward": _bag_backward(6, "_", "_, _, _, _"),
+    "_embedding_bag_dense_backward": _bag_backward(5, "_", "_, _, _"),
+    "_embedding_bag_per_sample_weights_backward": _weights("_ d, v d, _, _, _ -> _"),
+    "shardlib::bags": _even_bags,
+    "shardlib::bags_backward": _bag_backward(4, "b", "b t, b"),
+    "shardlib::bags_weights_backward": _weights("b d, v d, b t -> b t"),
     "embedding_renorm": pattern("v _, ... -> v _ | v:local ...:whole", local=_renorm),
     **dict.fromkeys(["segment_reduce", "_segment_reduce_backward"], _segments),
 }

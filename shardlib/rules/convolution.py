@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardlib.ops.convolve import CONVOLVE, CONVOLVE_BACKWARD
 from shardlib.rules.halo import Range, extent, fetch, length, reframe, sent
 from shardlib.rules.rule import Call, Halo, Labels, Local, Rule, RuleFn
 from shardlib.rules.shards import cut, may_be_empty, once, positional
@@ -37,15 +38,19 @@ class Settings:
     transposed: bool
     output_padding: list[int]
     groups: Any
+    lopsided: tuple[int, ...] = ()  # spatial dims with other zeros behind than in front
 
     @staticmethod
     def of(call: Call, first: int, dims: int) -> Settings:
         names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
-        return Settings.over(dims, *(arg(call, first + i, name) for i, name in enumerate(names)))
+        return Settings.over(call, dims, *(arg(call, first + i, name) for i, name in enumerate(names)))
 
     @staticmethod
-    def over(dims: int, s: Any, p: Any, d: Any, transposed: bool, o: Any, groups: Any) -> Settings:
-        return Settings(each(s, dims), each(p, dims), each(d, dims), transposed, each(o, dims), groups)
+    def over(call: Call, dims: int, s: Any, p: Any, d: Any, transposed: bool, o: Any, groups: Any) -> Settings:
+        """Of `convolve`, the arguments for the end of a result say what is behind the input."""
+        p, o, ours = each(p, dims), each(o, dims), call.target in (CONVOLVE, CONVOLVE_BACKWARD)
+        lopsided = tuple(k for k in range(dims) if ours and p[k] != o[k])
+        return Settings(each(s, dims), p, each(d, dims), transposed, [0] * dims if ours else o, groups, lopsided)
 
     def window(self, k: int, weight: Shape) -> Window:
         return Window(weight[2 + k], self.stride[k], self.padding[k], self.dilation[k])
@@ -122,11 +127,11 @@ def _forward(call: Call) -> Rule:
 def _forward_local(local: Local) -> Any:
     labels, results, out = local.rule.operands, local.rule.results[0], result_shape(local.call)
     whole, kernel = (m.shape for m in local.call.operands[:2])
-    spatial, thin = _cut(local, labels[0], results), _thin(local)
+    spatial, thin = _cut(local, 3, labels[0], results), _thin(local)
     contracted = cut(local, {f for d in labels[1] for f in d if local.rule.reduce.get(f) == "sum"})
 
     def form(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
-        how = Settings.over(len(kernel) - 2, *rest)
+        how = Settings.over(local.call, len(kernel) - 2, *rest)
         channels = how.groups * weight.shape[1] if how.transposed else weight.shape[0]
         if bias is not None:
             bias = once(bias, contracted)  # a sum over input channels that are cut has it once
@@ -185,12 +190,12 @@ def _backward(call: Call) -> Rule:
 
 def _backward_local(local: Local) -> Any:
     labels, (above, whole, kernel) = local.rule.operands, (m.shape for m in local.call.operands)
-    spatial, firsts, thin = _cut(local, *labels[:2]), _firsts(local), _thin(local)
+    spatial, firsts, thin = _cut(local, 4, *labels[:2]), _firsts(local), _thin(local)
 
     def form(
         grad: Tensor, x: Tensor, weight: Tensor, _: Any, *rest: Any, firsts: dict[int, int]
     ) -> tuple[Tensor | None, ...]:
-        how = Settings.over(len(kernel) - 2, *rest[:-1])
+        how = Settings.over(local.call, len(kernel) - 2, *rest[:-1])
         sizes, channels, mask = weight.shape[:2], x.shape[1], rest[-1]
         dbias = grad
         for at, yes in firsts.items():
@@ -252,10 +257,10 @@ def _one_at_least(r: Range) -> Range:
     return r[0], max(r[1], r[0] + 1)
 
 
-def _cut(local: Local, one: Labels, other: Labels) -> list[int]:
-    """The spatial dims of which either side is cut."""
-    pairs = zip(one[2:], other[2:], strict=True)
-    return [k for k, pair in enumerate(pairs) if any(local.axes(f) for d in pair for f in d)]
+def _cut(local: Local, first: int, one: Labels, other: Labels) -> list[int]:
+    """The spatial dims of which either side is cut, or to which zeros come by hand."""
+    pairs, lopsided = zip(one[2:], other[2:], strict=True), Settings.of(local.call, first, len(one) - 2).lopsided
+    return [k for k, pair in enumerate(pairs) if k in lopsided or any(local.axes(f) for d in pair for f in d)]
 
 
 def _thin(local: Local) -> bool:
@@ -286,5 +291,7 @@ def _plain(x: Any, weight: Any, bias: Any, *args: Any) -> Any:
 ROWS: dict[str, RuleFn | str] = {
     "convolution": _forward,
     "convolution_backward": _backward,
+    "shardlib::convolve": _forward,
+    "shardlib::convolve_backward": _backward,
 }
 DECOMPOSED = {"_convolution": _plain}

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.manual.collectives import piece
-from shardlib.rules.halo import Range, extent, fetch_all, sent
+from shardlib.manual.collectives import piece, ppermute
+from shardlib.rules.halo import Range, extent, fetch, fetch_all, sent
 from shardlib.rules.rule import Call, Halo, Local, Rule
 from shardlib.rules.shards import cut, gathered, held
 from shardlib.rules.space import Space, arg, axis
@@ -19,14 +19,37 @@ Needs = Sequence[Callable[[Range], Range]]  # what a range of a dim consists of,
 
 
 def flip(call: Call) -> Rule:
-    """A piece is the piece at the other end, turned round."""
-    shape = call.operands[0].shape
-    turned = {at: _mirrored(shape[at]) for at in (axis(d, len(shape)) for d in arg(call, 1, "dims"))}
-    return _moved(call, turned, lambda x, _: torch.flip(x, [*turned]))
+    """A piece is the piece at the other end, turned round: where all are alike, that is one exchange."""
+    space, shape = Space(), call.operands[0].shape
+    turned = [axis(d, len(shape)) for d in arg(call, 1, "dims")]
+    x = space.dims(shape)
+    along = {at: x[at][0] for at in turned if x[at]}
+
+    def local(local: Local) -> Any:
+        ways = {at: local.ways(f) for at, f in along.items()}
+        alike = {at: len(set().union(*local.values(local.size(f), f))) == 1 for at, f in along.items()}
+
+        def form(value: Tensor) -> Tensor:
+            for at, f in along.items():
+                if alike[at] and ways[at] > 1:
+                    value = ppermute(value, f, [(i, ways[at] - 1 - i) for i in range(ways[at])])
+                else:
+                    value = fetch(value, at, (f,), _mirrored(shape[at])(extent((f,), shape[at])), name="input")
+            return torch.flip(value, turned)
+
+        return local.run(form, local.args[0])
+
+    halos = [Halo(f, 0, True, _crosswise(shape[at])) for at, f in along.items()]
+    return space.rule([x], [x], linear=[{0}], local=local, local_factors=along.values(), halos=halos)
 
 
-def _mirrored(size: int) -> Needs:
-    return [lambda r: (size - r[1], size - r[0])]
+def _mirrored(size: int) -> Callable[[Range], Range]:
+    return lambda r: (size - r[1], size - r[0])
+
+
+def _crosswise(size: int) -> Callable[[int], tuple[int, int]]:
+    """Messages and rows of a flip over so many devices."""
+    return lambda n: sent(size, size, _mirrored(size))(n) if size % n else (1, size // n)
 
 
 def roll(call: Call) -> Rule:

@@ -29,6 +29,7 @@ An operand that a call leaves out has a term all the same. Where a result keeps 
 | `(g c):size(n)` | the argument `n` is the product of their sizes |
 | `n:size(n)` | of `[n]`: the argument lists the sizes of the last dims, and so names them |
 | `h:halo(n)` | a result reads `n` elements of `h` to both sides of its own; `h:halo(3,n)`: 3 in front, `n` behind |
+| `b:gather` | `b` may stay whole although it is wanted cut: operands are gathered where a sum costs more |
 | `k:local` | when `k` is cut, the op's local form runs instead of the op |
 | `t:round(s)` | `t` may be cut only together with `s` and as `s` is; the local form passes its pieces round |
 | `h:lend(s)` | `h` may take over, for this op, a mesh axis that only `s` wants |
@@ -55,7 +56,7 @@ _OWN = re.compile(r"(?<!\w)_(?!\w)")
 _NAME = r"[A-Za-z_]\w*"
 _HALO = rf"halo\((?:{_NAME}|\d+)(?:, ?(?:{_NAME}|\d+))?\)"
 _OF = rf"whole\({_NAME}\)|whole|size\({_NAME}(?:\.\d+)?\)|round\({_NAME}\)|lend\({_NAME}\)"
-_KIND = rf"sum|max|min|none|local|{_HALO}|{_OF}"
+_KIND = rf"sum|max|min|none|local|gather|{_HALO}|{_OF}"
 _NOTE = re.compile(rf"(\.\.\.|{_NAME}|\([^()]*\)):({_KIND})|\{{(\d+(?:,\d+)*)\}}")
 ELLIPSIS = ("...",)
 REDUCED = ("sum", "max", "min")

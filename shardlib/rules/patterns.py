@@ -103,7 +103,7 @@ def _apply(
     made = iter([_label(t, shape, sizes) for t, shape in results])
     out = [next(made) if t and m else () for t, m in zip(form.results, call.results, strict=True)]
     reduce: dict[str, str] = {}
-    cut_locally = []
+    cut_locally, gathers = [], []
     tied: dict[str, dict[str, str]] = {"round": {}, "lend": {}}
     around: dict[str, Reach] = {}
     ints: Ints = {}
@@ -131,6 +131,8 @@ def _apply(
                 around[f] = _reach(call, ends)
             elif kind == "local":
                 cut_locally.append(f)
+            elif kind == "gather":
+                gathers.append(f)
             else:
                 reduce[f] = kind
     for labels, m in zip(out, call.results, strict=True):
@@ -148,6 +150,7 @@ def _apply(
         halos=halos(around, sizes, labelled),
         rounds=tied["round"],
         lends=tied["lend"],
+        gathers=gathers,
         ones=[f for f, n in sizes.items() if n == 1 and not is_own(f)],
         flops=flops(call, points) if flops else points * _per_point(labelled, reduce),
         transparent=transparent,

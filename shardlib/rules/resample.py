@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from shardlib.rules.nonempty import nonempty
@@ -38,7 +40,7 @@ def _upsample(dims: int, *, backward: bool = False) -> RuleFn:
 
 
 def _nearest(dims: int, *, backward: bool = False) -> RuleFn:
-    """Where a size grows by a power of two, an element is a block: `h -> (h r)`. Of other ratios rounding decides."""
+    """Where a size grows by a whole number, an element is a block: `h -> (h r)`, unless rounding decides otherwise."""
 
     def rule(call: Call) -> Rule:
         small, large = (m.shape for m in (*call.operands, *call.results) if m is not None)
@@ -46,7 +48,8 @@ def _nearest(dims: int, *, backward: bool = False) -> RuleFn:
         scales = call.args[3 if backward else 2 :]
         space = range(dims)
         times = [b // a if a and b % a == 0 else 0 for a, b in zip(small[2:], large[2:], strict=True)]
-        kept = [i for i in space if times[i] in _BLOCKS and (len(scales) <= i or scales[i] in (None, times[i]))]
+        said = [len(scales) <= i or scales[i] in (None, times[i]) for i in space]
+        kept = [i for i in space if said[i] and _blocks(times[i], large[i + 2])]
         x = " ".join(f"h{i}" if i in kept else "_" for i in space)
         y = " ".join(f"(h{i} r{i})" if i in kept else "_" for i in space)
         blocks = " ".join(f"r{i}:whole" for i in kept)
@@ -61,8 +64,20 @@ def _nearest(dims: int, *, backward: bool = False) -> RuleFn:
     return rule
 
 
-_BLOCKS = (1, 2, 4, 8, 16)
 _SIZES = "n:size(input_size.0) c:size(input_size.1)"  # of a gradient: those of its input, the batch and channels too
+
+
+@cache
+def _blocks(times: int, size: int) -> bool:
+    """Whether torch, which multiplies and rounds down, finds equal elements in blocks of so many."""
+    if not times:
+        return False
+    for dtype in (np.float32, np.float64):
+        places: Any = np.arange(size).astype(dtype)
+        found = (np.floor(x * dtype(1 / times)) for x in (places, places + dtype(0.5)))
+        if not all(np.array_equal(x, np.arange(size) // times) for x in found):
+            return False
+    return True
 
 
 def _dim(call: Call, small: Sequence[int], i: int) -> Dim:

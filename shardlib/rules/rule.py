@@ -102,6 +102,8 @@ class Rule:
     * `loose`: those of `local_factors` of which `local` asks no offset, so that any part of them may be cut.
     * `lends`: {h: s}: for this op `h` may take over a mesh axis that only `s` wants (attention exchanges the cut of the
       sequence for one of the heads).
+    * `gathers`: factors that may stay whole although somebody wants them cut: what is written to few places of a large
+      result may be less to gather than that result is to sum up.
     * `ones`: the names of dims of size 1, which have no factor, for a local form that speaks of them.
     * `groups`: the ragged dim of a grouped product.
     * `flops`: floating-point operations of the whole call.
@@ -125,6 +127,7 @@ class Rule:
     follows: Mapping[str, str] = field(default_factory=dict)
     halos: tuple[Halo, ...] = ()
     loose: frozenset[str] = frozenset()
+    gathers: frozenset[str] = frozenset()
     ones: frozenset[str] = frozenset()
     groups: Groups | None = None
     flops: int = 0

@@ -97,6 +97,7 @@ def _put(call: Call) -> Rule:
         linear=[{0, 2}],
         local=local,
         local_factors=(*row, *entries),
+        gathers=entries,
         flops=numel(call.operands[1].shape),
     )
 

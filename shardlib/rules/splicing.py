@@ -30,6 +30,7 @@ class Part:
     start: int
     stop: int
     fill: complex = 0
+    negated: bool = False
 
 
 def splice_rule(call: Call, at: int, parts: Sequence[Part], ranges: Mapping[Path, int] | None = None) -> Rule:
@@ -70,12 +71,11 @@ def splice_rule(call: Call, at: int, parts: Sequence[Part], ranges: Mapping[Path
         pieces = []
         for part in parts:
             if part.source is not None:
-                pieces.append(next(found[part.source]).to(dtype))
+                piece = next(found[part.source]).to(dtype)
             else:
-                like = tensors[next(iter(sources))]
-                pieces.append(
-                    like.new_full([*x.shape[:at], length(next(filled)), inside, *x.shape[at + 2 :]], part.fill)
-                )
+                blank = [*x.shape[:at], length(next(filled)), inside, *x.shape[at + 2 :]]
+                piece = tensors[next(iter(sources))].new_full(blank, part.fill)
+            pieces.append(-piece if part.negated else piece)
         return joined(torch.cat(pieces, at), at)
 
     follows = {d[0]: out[0] for d in outer.values() if d and out and d[0] not in space.whole}
@@ -111,11 +111,12 @@ def cat(call: Call) -> Rule:
 
 
 def splice(call: Call) -> Rule:
-    at, sources, starts, stops, fills = (arg(call, i, name) for i, name in enumerate(_ARGUMENTS, 1))
-    parts = [Part(*part) for part in zip((None if i < 0 else i for i in sources), starts, stops, fills, strict=True)]
+    at, sources, starts, stops, fills, negated = (arg(call, i, name) for i, name in enumerate(_ARGUMENTS, 1))
+    of, minus = (None if i < 0 else i for i in sources), negated or [False] * len(fills)
+    parts = [Part(*part) for part in zip(of, starts, stops, fills, minus, strict=True)]
     ends = {path(call, 3, "starts"): starts, path(call, 4, "stops"): stops}
     ranges = {(*where, i): n for where, numbers in ends.items() for i, n in enumerate(numbers)}
     return splice_rule(call, at, parts, ranges)
 
 
-_ARGUMENTS = ("dim", "sources", "starts", "stops", "fills")
+_ARGUMENTS = ("dim", "sources", "starts", "stops", "fills", "negated")

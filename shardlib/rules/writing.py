@@ -91,6 +91,7 @@ def _writes(
         linear=linear,
         local=local,
         local_factors=(*(f for row in rows.values() for f in row), *added),
+        gathers=entries,
         flops=numel(call.operands[-1].shape),
     )
 
@@ -201,7 +202,7 @@ def _put_where(call: Call) -> Rule:
 ROWS: dict[str, RuleFn | str] = {
     # Rows of one index add up, wherever they are; scaling by how often it occurs needs all of them in one place.
     "embedding_dense_backward": pattern(
-        "... d, ... -> v d | ...:sum ...:whole(scale_grad_by_freq) v:whole(scale_grad_by_freq) v:local "
+        "... d, ... -> v d | ...:sum ...:gather ...:whole(scale_grad_by_freq) v:whole(scale_grad_by_freq) v:local "
         "v:size(num_weights) {0}",
         local=_embedding_backward,
         flops=elements,

@@ -134,6 +134,21 @@ def _index_put(
     return torch.where(mask, input + values if accumulate else values, input)
 
 
+def _pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor | None:
+    """Around a dim stand rows of its other end; torch writes all of them to places of an empty tensor."""
+    given = [*reversed(range(input.dim()))][: len(pad) // 2]
+    ends = list(zip(given, pad[::2], pad[1::2], strict=False))
+    if mode != "circular" or len(pad) != 2 * (input.dim() - 2):
+        return None
+    if any(not 0 <= n <= input.shape[dim] for dim, *both in ends for n in both):
+        return None  # torch cuts off, or says what is wrong
+    for dim, before, after in ends:
+        n = input.shape[dim]
+        parts = input.narrow(dim, n - before, before), input, input.narrow(dim, 0, after)
+        input = torch.cat([x for x in parts if x.shape[dim]], dim) if before or after else input
+    return input
+
+
 def _in_place(form: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
     def write(input: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
         value = form(input, *args, **kwargs)
@@ -167,6 +182,7 @@ _FORMS: dict[Any, Callable[..., Any]] = {
     Tensor.corrcoef: _corrcoef,
     torch.combinations: _combinations,
     F.one_hot: _one_hot,
+    F.pad: _pad,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     torch.index_fill: _index_fill,
     Tensor.index_fill: _index_fill,

@@ -45,6 +45,14 @@ def _causal(x: Tensor, w: Tensor) -> Tensor:
     return F.conv1d(F.pad(x, (3, 0)), w, groups=D)
 
 
+def _sliced(x: Tensor, w: Tensor) -> Tensor:
+    return F.conv1d(x, w, padding=3, groups=D)[..., :N]
+
+
+def _rotated(x: Tensor) -> Tensor:
+    return torch.cat([-x[N // 2 :], x[: N // 2]])
+
+
 def _spatial(x: Tensor, w: Tensor) -> Tensor:
     return F.conv2d(x, w, padding=1)
 
@@ -64,10 +72,17 @@ ROWS = [
     _row("gradient of a shift by a pad", sl.grad(lambda x: (_shift(x) * x).sum()), 2 * ROW, 2),
     _row("windows of four rows", _windows, 3 * ROW),
     _row("every second row", lambda x: x[::2], 0, 0),
-    _row("flip", lambda x: x.flip(0), N * ROW / 8, 1, short={"bytes": 4, "collectives": 4},
-         why="messages go a number of places round the ring: pairs that lie crosswise take several"),
-    Row("causal convolution", _causal, CONV, ("_ _ s@seq", "..."), SEQ, 4 * 3 * ROW, 1,
-        short={"bytes": 5.01, "collectives": 4}, why="the padded dim is cut elsewhere than the result: both ends move"),
+    _row("flip", lambda x: x.flip(0), N * ROW / 8),
+    _row("halves changed, one with another sign", _rotated, N * ROW / 8),
+    _row("gradient of halves changed", sl.grad(lambda x: (_rotated(x) * x).sum()), 2 * N * ROW / 8, 2),
+    _row("a row of the other end around", lambda x: F.pad(x.t()[None], (1, 0), mode="circular")[..., :-1], ROW),
+    _row("upsampled by three", lambda x: F.interpolate(x.t()[None], scale_factor=3), 0, 0),
+    Row("roll of two cut dims", lambda x: x.roll((1, 1), (0, 1)), (f32(N, D),), ("s@a d@b",), {"a": 4, "b": 2},
+        ROW / 2 + N * 4 / 4, 2),
+    Row("causal convolution", _causal, CONV, ("_ _ s@seq", "..."), SEQ, 4 * 3 * ROW, 1),
+    Row("causal convolution by a slice", _sliced, CONV, ("_ _ s@seq", "..."), SEQ, 4 * 3 * ROW, 1),
+    Row("gradients of a causal convolution", sl.grad(lambda x, w: _causal(x, w).sin().sum(), (0, 1)), CONV,
+        ("_ _ s@seq", "..."), SEQ, 2 * 4 * 3 * ROW + reduced(D * 4 * 4, 8), 3),
     Row("image cut in height, 3 x 3", _spatial, IMAGE, ("_ _ h@seq _", "..."), SEQ, 2 * 4 * 3 * 64 * 4, 2),
     Row("gradient of an image's kernel", sl.grad(lambda x, w: _spatial(x, w).sin().sum(), 1), IMAGE,
         ("_ _ h@seq _", "..."), SEQ, 2 * 4 * 3 * 64 * 4 + reduced(8 * 27 * 4, 8), 3,

@@ -9,7 +9,7 @@ import shardlib as sl
 from tests.best import Row, exchanged, f32, gathered, ints, reduced
 
 V, D, B, T = 1 << 20, 64, 512, 16
-TENSOR = {"tensor": 8}
+DATA, TENSOR = {"data": 8}, {"tensor": 8}
 BOTH = {"data": 4, "tensor": 8}
 
 
@@ -37,6 +37,7 @@ OUT = B * T * D * 4  # bytes of what is looked up
 BAGS = B * D * 4
 H = 1024
 ALIKE = "what is done to looked-up rows, element by element, is repeated: two messages for one would spare it"
+GATHERED = 11 / 4  # one of four operations on each element, adding it to its row, is done by all eight devices
 ROWS = [
     Row("lookup in a table of cut rows", _embed, (f32(V, D), ints(B, T)), ("v@tensor _", "..."), TENSOR,
         gathered(OUT, 8), 1, out_specs="b@tensor ..."),
@@ -45,7 +46,14 @@ ROWS = [
     Row("gradient of a table of cut rows", sl.grad(_loss), (f32(V, D), ints(B, T)), ("v@tensor _", "..."), TENSOR,
         reduced(OUT, 8), 1, short={"work": 4.6}, why=ALIKE),
     Row("gradient of a table, batch over data", sl.grad(_loss), (f32(V, D), ints(B, T)), ("v@tensor _", "b@data _"),
-        BOTH, reduced(OUT / 4, 8) + reduced(V * D / 2, 4), 2, short={"work": 4.6}, why=ALIKE),
+        BOTH, reduced(OUT / 4, 8) + gathered(OUT + B * T * 8, 4), 3, short={"work": 5.3}, why=ALIKE),
+    Row("gradient of a whole table, batch over data", sl.grad(_loss), (f32(V, D), ints(B, T)), ("...", "b@data _"),
+        DATA, gathered(OUT + B * T * 8, 8), 2, work=GATHERED, peak=2 * V * D * 4),
+    Row("gradient of a whole table, by an index", sl.grad(lambda w, i: w[i].sin().sum()), (f32(V, D), ints(B, T)),
+        ("...", "b@data _"), DATA, gathered(OUT + B * T * 8, 8), 2, work=GATHERED, peak=2 * V * D * 4),
+    Row("gradient of a table's bags, batch over data", sl.grad(lambda w, i: _bag(w, i).sin().sum()),
+        (f32(V, D), ints(B, T)), ("...", "b@data _"), DATA, gathered(BAGS + B * T * 8, 8), 2,
+        work=1 + 7 * T / (2 * T + 2), peak=2 * V * D * 4),
     Row("SGD step of a table of cut rows", _step, (f32(V, D), ints(B, T)), ("v@tensor _", "..."), TENSOR,
         reduced(OUT, 8), 1, short={"work": 1.15}, why=ALIKE),
     Row("gradient of a table by columns", sl.grad(_loss), (f32(V, D), ints(B, T)), ("_ d@tensor", "..."), TENSOR),

@@ -38,12 +38,14 @@ def upsample() -> Iterator[Sample]:
 
 
 def blocks() -> Iterator[Sample]:
-    """Sizes that grow by a power of two; one is given its scale, one is 1."""
+    """Sizes that grow by a whole number; one is given its scale, one is 1. 41 rounds otherwise."""
     for name in ("upsample_nearest2d", "_upsample_nearest_exact2d"):
         for small, large, scales in (
             ([5, 3], [10, 12], ()),
             ([3, 1], [6, 2], (2.0, 2.0)),
             ([3, 2], [6, 4], (2.1, None)),
+            ([5, 3], [15, 123], ()),
+            ([2, 4], [10, 12], (5.0, 3.0)),
         ):
             yield name, (_f(2, 3, *small), large, *scales), {}
             yield f"{name}_backward", (_f(2, 3, *large), large, [2, 3, *small], *scales), {}

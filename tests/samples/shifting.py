@@ -48,6 +48,8 @@ def splices_of_cut_dims() -> Iterator[Sample]:
     yield "shardlib::splice", ([f(4, 2), f(8, 2)], 0, [1, 0, -1, 1], [4, 2, 0, 0], [8, 4, 2, 4], [0, 0, 0, 0]), {}
     yield "shardlib::splice", ([f(5), f(3)], 0, [0, 1, 0], [4, 0, 0], [5, 3, 5], [0, 0, 0]), {}
     yield "shardlib::splice", ([f(6, 2)], 0, [0], [1], [6], [0]), {}
+    halves = ([0, 0, -1], [3, 0, 0], [6, 3, 1], [0, 0, 0.0], [True, False, True])
+    yield "shardlib::splice", ([f(6, 2)], 0, *halves), {}
 
 
 def windows_of_cut_dims() -> Iterator[Sample]:
