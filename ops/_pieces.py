@@ -35,8 +35,8 @@ def pack(pieces: Sequence[Tensor]) -> Tensor:
 def combine(parts: Sequence[Tensor], kind: str) -> Tensor:
     """Reduce tensors of one shape in the order of members, so that every member and every runtime gets the same bits.
 
-    A sum of floats of less than 32 bits is formed in float32 and rounded once. The result never shares memory with the
-    parts, unless there is only one.
+    A sum of floats of less than 32 bits is formed in float32 and rounded once; one of complex numbers is two sums, which
+    keep the signs of zeros. The result never shares memory with the parts, unless there is only one.
 
     Example:
         >>> combine([torch.tensor([1.0, 5.0]), torch.tensor([3.0, 2.0])], "max")
@@ -50,6 +50,8 @@ def combine(parts: Sequence[Tensor], kind: str) -> Tensor:
         for part in rest:
             total += part
         return total.to(first.dtype)
+    if first.is_complex():
+        return torch.view_as_complex(combine([torch.view_as_real(x.resolve_conj()) for x in parts], kind).contiguous())
     reduce = _REDUCE[kind]
     total = reduce(first, rest[0])
     for part in rest[1:]:

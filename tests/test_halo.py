@@ -432,13 +432,38 @@ ONE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", ONE)
-def test_zeros_keep_their_signs(name: str) -> None:
-    """One device has the row, the others add nothing: that is -0.0."""
+def signs(name: str, dtype: torch.dtype, n: int) -> bool:
+    """Whether zeros keep their signs where `n` devices have a row between them."""
     x = torch.tensor([[1.0, 2.0], [-0.0, 3.0], [0.0, -0.0], [4.0, 5.0]])
-    with Mesh(a=2):
+    x = x if not dtype.is_complex else torch.complex(x, x.flip(1).t().reshape(4, 2))
+    with Mesh(a=n):
         found = sl.jit(ONE[name], in_specs="h@a _")(x).full_tensor()
-    assert torch.equal(torch.signbit(found), torch.signbit(ONE[name](x)))
+    with single_device():
+        want = ONE[name](x)
+    pairs = (torch.view_as_real(x) if dtype.is_complex else x for x in (found, want))
+    return torch.equal(*map(torch.signbit, pairs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+@pytest.mark.parametrize("name", ONE)
+def test_zeros_keep_their_signs(name: str, dtype: torch.dtype) -> None:
+    """One device has the row, the others add nothing: that is -0.0."""
+    assert signs(name, dtype, 2)
+    assert signs(name, dtype, 4)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("transport", ["shm", "torch"])
+def test_zeros_keep_their_signs_on_ranks(transport: str) -> None:
+    for name in ONE:
+        assert all(run_ranks(signs_over, 4, name, transport))
+
+
+def signs_over(name: str, transport: str) -> bool:
+    """The same on ranks, by one transport."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDLIB_OPS", f"all_reduce={transport}")
+        return signs(name, torch.complex64, 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16, torch.bool])

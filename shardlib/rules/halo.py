@@ -77,7 +77,7 @@ def give_back(x: Tensor, dim: int, label: Sequence[str], have: Range, size: int,
     return reframe(x, dim, have, mine)
 
 
-def reframe(x: Tensor, dim: int, have: Range, want: Range, fill: float = 0) -> Tensor:
+def reframe(x: Tensor, dim: int, have: Range, want: Range, fill: complex = 0) -> Tensor:
     """What covers range `have` of a dim, as it covers `want`, without asking anybody."""
     kept = overlap(have, want)
     x = x.narrow(dim, kept[0] - have[0], length(kept))
@@ -85,7 +85,7 @@ def reframe(x: Tensor, dim: int, have: Range, want: Range, fill: float = 0) -> T
     return padded(x, [0, 0] * (x.dim() - 1 - dim) + [before, after], fill)
 
 
-def padded(x: Tensor, pads: Sequence[int], fill: float = 0) -> Tensor:
+def padded(x: Tensor, pads: Sequence[int], fill: complex = 0) -> Tensor:
     """`F.pad`, but for integers: that makes a float of `fill`."""
     out: Tensor = aten.constant_pad_nd.default(x, pads, fill)
     return out

@@ -135,11 +135,10 @@ class Rows:
         return aten.constant_pad_nd.default(x, pads, value) if self.risky else x  # F.pad makes a float of `value`
 
 
-def nothing(dtype: torch.dtype) -> float:
-    """What changes no number of this dtype that it is added to: of floats it is -0.0, since -0.0 + 0.0 is 0.0.
-
-    (Of complex numbers it would be, too, but torch's sums of them lose the signs of zeros.)
-    """
+def nothing(dtype: torch.dtype) -> complex:
+    """What changes no number of this dtype that it is added to: of floats it is -0.0, since -0.0 + 0.0 is 0.0."""
+    if dtype.is_complex:
+        return complex(-0.0, -0.0)
     return -0.0 if dtype.is_floating_point else 0
 
 
