@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from shardlib.passes import bundle, free, fuse, reuse, schedule
-from shardlib.program import verify
 from shardlib.program.check import check
 from shardlib.program.steps import Program
 
@@ -11,12 +10,7 @@ PASSES = (fuse.fuse, bundle.bundle, schedule.schedule, reuse.reuse, free.free)
 
 
 def run_passes(program: Program) -> Program:
-    """The program after all passes, checked; raises `ProgramError` for what would be a fault of ours.
-
-    Where checks are strict, each pass answers for what it makes.
-    """
+    """The program after all passes, checked after each; raises `ProgramError` for what would be a fault of ours."""
     for one in PASSES:
-        program = one(program)
-        if verify.STRICT:
-            check(program)
-    return check(program)
+        program = check(one(program))
+    return program

@@ -1,4 +1,4 @@
-"""Checks the order of a program's steps, before any pass and behind the last one.
+"""Checks the order of a program's steps; it stands between any two passes.
 
 Each value is made once, before it is read, and not freed or written over by then; what is in flight is waited for, and
 what a message carries stays until then; groups are parts of the mesh; a reduction settles what was pending over them.
