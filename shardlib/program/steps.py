@@ -227,22 +227,20 @@ def together(c: Collective) -> tuple[Start, Wait]:
 
 def reads(step: Step | Collective) -> tuple[Var, ...]:
     """What a step reads, or a collective by itself."""
-    kind = type(step)
-    if kind is Compute:
+    if isinstance(step, Compute):
         return step.operands
-    if kind is Start:
+    if isinstance(step, Start):
         return step.sources
-    return (step.source,) if kind is Copy or kind is Collective else ()
+    return (step.source,) if isinstance(step, Copy | Collective) else ()
 
 
 def makes(step: Step | Collective) -> tuple[Var, ...]:
     """What is there when a step is done, and was not before."""
-    kind = type(step)
-    if kind is Compute:
+    if isinstance(step, Compute):
         return step.made
-    if kind is Wait:
-        return step.outs
-    return (step.out,) if kind is Copy or kind is Collective else ()
+    if isinstance(step, Copy | Collective):
+        return (step.out,)
+    return step.outs if isinstance(step, Wait) else ()
 
 
 def syms(step: Step) -> Iterator[Sym]:
