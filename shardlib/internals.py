@@ -84,6 +84,7 @@ dispatch_modes = _torch(f"{_MODES}_get_current_dispatch_mode_stack", "modes arou
 pop_dispatch_mode = _torch(f"{_MODES}_pop_mode", "modes that count do not see what ranks say to each other")
 push_dispatch_mode = _torch(f"{_MODES}_push_mode", "modes that count are put back")
 count_dispatch_modes = _torch("torch._C._len_torch_dispatch_stack", "asked in every call: whether such modes are on")
+without_dispatch = _torch("torch._C._DisableTorchDispatch", "a fake tensor is made without a way through all modes")
 without_modes = _torch(f"{_MODES}_disable_current_modes", "values of our own are computed beside the trace")
 function_modes = _torch(f"{_FUNCTION_MODES}_get_current_function_mode_stack", "they act on a trace, and are in its key")
 pop_function_mode = _torch(f"{_FUNCTION_MODES}_pop_mode", "the caller's modes are set aside in a trace")
@@ -143,6 +144,13 @@ is_batched = _torch("torch._C._functorch.is_batchedtensor", "a tensor that is an
 level_of = _torch("torch._C._functorch.maybe_get_level", "which transform follows a tensor")
 unwrapped = _torch("torch._C._functorch.get_unwrapped", "the tensor that a transform follows")
 dual_level = _global("torch.autograd.forward_ad._current_level", "whether forward-mode gradients are on")
+
+
+def fake_like(x: Any) -> Any:
+    """Another fake tensor of the same shape, strides, dtype and device, which no mode sees."""
+    with without_dispatch():
+        empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return FakeTensor(x.fake_mode, empty, x.device)
 
 
 def innermost(x: Any) -> Any:

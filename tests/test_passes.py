@@ -7,6 +7,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import shardlib as sl
 from shardlib import Mesh
 from shardlib.passes import PASSES, bundle, free, fuse, reuse, run_passes, schedule
 from shardlib.program.check import ProgramError, check
-from shardlib.program.steps import Compute, Program
+from shardlib.program.steps import Compute, Program, reads
 from shardlib.program.storage import alive, peak_bytes
 from shardlib.program.text import parse, show
 from tests.campaign import compiled
@@ -312,6 +313,22 @@ def test_a_pass_changes_nothing_twice_and_loses_nothing(i: int, one: str) -> Non
     assert calls == before
     assert Counter(c.kind for c in made.collectives) == Counter(c.kind for c in bare.collectives)
     check(made)
+
+
+def test_a_pass_that_is_wrong_is_found_behind_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever it is, and whether or not each has to answer for itself."""
+    text = "\n".join(s for s in show(programs()[0]).splitlines() if not s.startswith("free"))
+    for i in range(len(PASSES)):
+
+        def wrong(program: Program, one: Pass = PASSES[i]) -> Program:
+            made = one(program)
+            read = {v for s in made.steps for v in reads(s)}
+            first = next(k for k, s in enumerate(made.steps) if isinstance(s, Compute) and read.intersection(s.made))
+            return replace(made, steps=(*made.steps[:first], *made.steps[first + 1 :]))
+
+        monkeypatch.setattr("shardlib.passes.PASSES", (*PASSES[:i], wrong, *PASSES[i + 1 :]))
+        with pytest.raises(ProgramError, match="is not made yet"):
+            run_passes(parse(text))
 
 
 def test_passes_are_the_same_every_time() -> None:

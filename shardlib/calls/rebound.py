@@ -115,6 +115,11 @@ class Watch:
         for place in self.can_be_given(self.before.numbers.keys() - self._left):
             put_back(self.before.owners[place[0]], place, self.before)
 
+    def leaves(self, now: Snapshot) -> bool:
+        """Whether what is there `now` stays, to be read as before: nothing is undone, and nothing new is learnt."""
+        learnt = self.numbers or self.holders or self.logs
+        return not (learnt or self.before.numbers or now.leaks or now.caches)
+
     def undo(self, now: Snapshot) -> list[Leak]:
         """Take values of the trace away from whoever holds one `now`; returns those that nobody may have kept."""
         self.take_back()

@@ -136,7 +136,7 @@ class Invocation:
                 )
         looked = plan.compiled.traced.looked
         call = flatten_call(self.function.fn, self.args, self.kwargs, self.function.static, self.state)
-        after = watch.look()
+        after = left if watch.leaves(left) else watch.look()
         unrepeated = watch.unrepeated(after)
         now = seen(self.function.fn, call, self.key, looked, watch.before, after, unrepeated)
         if programs.last is not None:

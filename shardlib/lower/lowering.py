@@ -250,7 +250,7 @@ class Lowering:
                     )
                 )
             return self.constants.get(value, tuple(dims))
-        cut = tuple(assignment.get(x, ()) if x else () for x in value_factors(self.flood, op, i, operand=True))
+        cut = tuple([assignment.get(x, ()) if x else () for x in value_factors(self.flood, op, i, operand=True)])
         return self.values.native(value, cut, owed) if owed else self.values.get(value, cut)
 
     def _at(self, op: Op | None, reader: Op | int) -> None:

@@ -75,9 +75,8 @@ class Values:
             for x, axes in zip(value_factors(self.flood, op, 0, operand=False), want, strict=True)
             if x is not None and axes and x[0] not in self.flood.whole[op]
         }
-        return assignment, tuple(
-            assignment.get(x, ()) if x else () for x in value_factors(self.flood, op, 0, operand=True)
-        )
+        factors = value_factors(self.flood, op, 0, operand=True)
+        return assignment, tuple([assignment.get(x, ()) if x else () for x in factors])
 
     def get(self, value: Value, want: Cut) -> Var:
         """The value, complete, in cut `want`."""
@@ -321,7 +320,7 @@ class Values:
     def result_form(self, op: Op, i: int, assignment: Assignment, owed: Owed) -> Placement:
         assert op.rule is not None
         factors = value_factors(self.flood, op, i, operand=False)
-        cut = tuple(assignment.get(x, ()) if x else () for x in factors)
+        cut = tuple([assignment.get(x, ()) if x else () for x in factors])
         axes = list(owed.axes)
         kind = owed.kind
         for x, cut_axes in assignment.items():

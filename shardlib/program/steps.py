@@ -238,9 +238,9 @@ def makes(step: Step | Collective) -> tuple[Var, ...]:
     """What is there when a step is done, and was not before."""
     if isinstance(step, Compute):
         return step.made
-    if isinstance(step, Copy | Collective):
-        return (step.out,)
-    return step.outs if isinstance(step, Wait) else ()
+    if isinstance(step, Wait):
+        return step.outs
+    return (step.out,) if isinstance(step, Copy | Collective) else ()
 
 
 def syms(step: Step) -> Iterator[Sym]:

@@ -29,7 +29,8 @@ def owners(steps: Iterable[Step], *, exact: bool = False) -> dict[Var, Var]:
                 owner[c.out] = c.out if fresh else owner.get(c.source, c.source)
         elif isinstance(step, Compute):
             shown = None if exact and step.copies else shows(step)
-            owner |= {out: out if shown is None else owner.get(shown, shown) for out in makes(step)}
+            for out in step.made:
+                owner[out] = out if shown is None else owner.get(shown, shown)
         elif isinstance(step, Copy):
             owner[step.out] = step.out
     return owner
@@ -41,7 +42,7 @@ def shows(step: Compute) -> Var | None:
         over = step.args[step.over]
         assert isinstance(over, Var)
         return over
-    return reads(step)[0] if is_view(step.target) else None
+    return step.operands[0] if is_view(step.target) else None
 
 
 def blurred(steps: Iterable[Step], owner: Mapping[Var, Var]) -> set[Var]:

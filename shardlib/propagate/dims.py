@@ -52,8 +52,10 @@ class Dims:
 
     def leaves(self, dim: Iterable[Leaf]) -> list[Leaf]:
         """`dim` as it stands now: roots, split as far as anything needed them split."""
-        out: list[Leaf] = []
-        stack = list(dim)[::-1]
+        out = [self.find(leaf) for leaf in dim]
+        if all(map(self._is_whole, out)):
+            return out
+        stack, out = out[::-1], []
         while stack:
             leaf = self.find(stack.pop())
             parts = self._parts[leaf]
@@ -62,6 +64,9 @@ class Dims:
             else:
                 stack += [parts[1], parts[0]]
         return out
+
+    def _is_whole(self, leaf: Leaf) -> bool:
+        return self._parts[leaf] is None
 
     def size(self, leaf: Leaf) -> int:
         """Its size; `Pieces` where the class has chosen ones."""
@@ -94,6 +99,8 @@ class Dims:
         left, right = self.leaves(a), self.leaves(b)
         if left == right:
             return True
+        if len(left) == len(right) == 1 and self._size[left[0]] == self._size[right[0]]:
+            return self._merge(left, right)
         if 0 in (sizes := [self._size[x] for x in left]) or 0 in (self._size[x] for x in right):
             # Nothing can be said of boundaries in an empty dim.
             if sizes != [self._size[x] for x in right]:

@@ -197,10 +197,10 @@ def value_factors(f: Flood, op: Op, position: int, *, operand: bool) -> list[OpF
     value = op.operands[position] if operand else op.results[position]
     assert value is not None
     out: list[OpFactor | None] = []
+    labels = f.labels[op]
     for d, leaves in enumerate(f.value[value]):
         factors = f.operand_factors(op, position, d) if operand else f.result_factors(op, position, d)
-        labels = f.labels[op]
-        if tuple(labels[name][k] for name, k in factors) == leaves:
+        if tuple([labels[name][k] for name, k in factors]) == leaves:
             out += factors
         else:
             out += [None] * len(leaves)

@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import (
     has_proxy_slot,
 )
 
-from shardlib.internals import SLOT, innermost, running_node, set_slot, without_transforms
+from shardlib.internals import SLOT, FakeTensor, fake_like, innermost, running_node, set_slot, without_transforms
 from shardlib.random.draw import Redrawn
 from shardlib.tensors.tensor import ShardedTensor
 from shardlib.tracing.lifted import Lifted
@@ -89,6 +89,9 @@ def shows(x: Tensor, node: fx.Node) -> None:
 
 def alike(x: Tensor) -> Tensor:
     """A tensor like x that nobody has traced."""
+    if type(x) is FakeTensor:
+        with without_transforms():
+            return fake_like(x)  # type: ignore[no-any-return]
     with without_transforms(), disable_proxy_modes_tracing() if get_proxy_mode() is not None else ExitStack():
         return torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device=x.device)
 

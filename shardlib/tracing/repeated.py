@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_slot
 
-from shardlib.internals import SLOT, FakeTensor, OpOverload, schema_of, set_slot
+from shardlib.internals import SLOT, FakeTensor, OpOverload, fake_like, schema_of, set_slot
 from shardlib.rules.pointwise import is_pointwise
 
 Key = tuple[Any, ...]
@@ -82,6 +82,6 @@ class Repeated:
         named = dict(zip(kwargs, nodes[count:], strict=True))
         node = self._tracer.create_node("call_function", op, tuple(nodes[:count]), named, name)
         node.meta["val"] = form
-        made = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype, device=form.device)
+        made: Tensor = fake_like(form)
         set_slot(made, self._tracer, SLOT(fx.Proxy(node, self._tracer), None))
         return made

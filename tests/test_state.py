@@ -1,0 +1,63 @@
+"""What compiling does to the process around it: the garbage collector."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from shardlib import state
+from shardlib.state import paused_gc
+
+
+class Link:
+    """In a circle with itself."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+@pytest.fixture(autouse=True)
+def _thawed() -> Iterator[None]:
+    yield
+    gc.enable()
+    gc.unfreeze()
+
+
+def test_what_compiling_makes_is_not_searched_for_garbage_at_once() -> None:
+    gc.collect()
+    before = [of["collections"] for of in gc.get_stats()]
+    with paused_gc():
+        assert not gc.isenabled()
+        made: list[list[int]] = [[] for _ in range(2 * state._MANY)]
+    assert gc.isenabled()
+    made += [[], []]
+    assert [of["collections"] for of in gc.get_stats()] == before
+
+
+def test_garbage_of_compiling_goes_with_the_next_full_collection() -> None:
+    with paused_gc():
+        made: list[list[int]] = [[] for _ in range(2 * state._MANY)]
+        seen = weakref.ref(Link())
+    assert seen() is not None
+    gc.collect()
+    assert seen() is None
+    assert made[0] == []
+
+
+def test_what_a_user_froze_stays_so() -> None:
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with paused_gc():
+        made: list[list[int]] = [[] for _ in range(2 * state._MANY)]
+    assert gc.get_freeze_count() >= frozen > 0
+    assert len(made) == 2 * state._MANY
+
+
+def test_a_collector_that_is_off_stays_off() -> None:
+    gc.disable()
+    with paused_gc():
+        pass
+    assert not gc.isenabled()
