@@ -35,8 +35,8 @@ def pack(pieces: Sequence[Tensor]) -> Tensor:
 def combine(parts: Sequence[Tensor], kind: str) -> Tensor:
     """Reduce tensors of one shape in the order of members, so that every member and every runtime gets the same bits.
 
-    A sum of floats of less than 32 bits is formed in float32 and rounded once; one of complex numbers is two sums,
-    which keep the signs of zeros. The result never shares memory with the parts, unless there is only one.
+    A sum of floats of less than 32 bits is formed in float32 and rounded once; complex numbers are added as pairs,
+    which keeps the signs of zeros. The result never shares memory with the parts, unless there is only one.
 
     Example:
         >>> combine([torch.tensor([1.0, 5.0]), torch.tensor([3.0, 2.0])], "max")

@@ -12,7 +12,8 @@ from shardlib.graph import Op
 from shardlib.lower.arguments import put, substitute
 from shardlib.lower.builder import Builder
 from shardlib.lower.local import Assignment, LocalForm
-from shardlib.program.steps import Compute, Step, Var
+from shardlib.program.device import Device
+from shardlib.program.steps import Compute, Step, Var, reads
 from shardlib.program.sym import Sym, local_size, product
 from shardlib.propagate.flood import Flood, OpFactor
 from shardlib.rules.rule import Rule
@@ -41,7 +42,7 @@ class Emitter:
         if rule.local is not None and (cut_labels & rule.local_factors or rule.dense):
             before, steps = len(self.builder.steps), self.builder.steps
             made = rule.local(LocalForm(self, op, assignment, args, kwargs))
-            steps[before:] = _counted(steps[before:], op.target, flops)
+            steps[before:] = _counted(steps[before:], op.target, flops, self.builder.first)
             for var, out in zip(made if isinstance(made, tuple | list) else [made], outs, strict=True):
                 if out is not None:
                     self.builder.become(var, out, first=before)
@@ -58,8 +59,15 @@ class Emitter:
         return product([local_size(self.leaf_size(op, x), assignment.get(x, ())) for x in self.factors(op, [label])])
 
 
-def _counted(steps: Sequence[Step], target: Any, flops: float) -> list[Step]:
-    """The steps of an op's local form, with its arithmetic: on those that call the op itself, if there are such."""
+def _counted(steps: Sequence[Step], target: Any, flops: float, device: Device) -> list[Step]:
+    """The steps of an op's local form, with its arithmetic: on those that call the op itself, if there are such, or on
+    those that work on most. What is made of statistics, on every device alike, is little beside that."""
+
+    def size(step: Compute) -> int:
+        found = (device.held(v) for v in (*reads(step), *step.made))
+        return max((math.prod(x.shape) for x in found if x is not None), default=0)
+
     calls = [s for s in steps if isinstance(s, Compute)]
-    mine = [s for s in calls if s.target is target] or calls
+    most = max(map(size, calls), default=0)
+    mine = [s for s in calls if s.target is target] or [s for s in calls if size(s) == most]
     return [replace(s, flops=flops / len(mine)) if isinstance(s, Compute) and s in mine else s for s in steps]

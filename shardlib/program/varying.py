@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from shardlib.aten.traits import has
 from shardlib.meshes.axis import Axis
-from shardlib.program.steps import Program, Start, Var, Wait, leaves, makes, reads, syms
+from shardlib.program.steps import Compute, Program, Start, Step, Var, Wait, leaves, makes, reads, syms
 from shardlib.program.sym import Sym
 
 Primes = tuple[Axis, ...]
@@ -31,9 +32,15 @@ def varying(program: Program, everything: Primes | None = None) -> dict[Var, Pri
             axes = axes - group if c.kind in ("all_reduce", "all_gather") else axes | group
             varies[c.out] = primes(axes) if everything is None else everything
         if not isinstance(step, Start | Wait):
-            axes = {a for v in reads(step) for a in varies[v]} | set(primes(a for s in syms(step) for a in s.axes))
+            axes = {a for v in _values(step) for a in varies[v]} | set(primes(a for s in syms(step) for a in s.axes))
             varies |= dict.fromkeys(makes(step), primes(axes) if everything is None else everything)
     return varies
+
+
+def _values(step: Step) -> Iterable[Var]:
+    """The operands whose values count: of what a tensor is filled with, a number, none does."""
+    filled = isinstance(step, Compute) and has(step.target, "creates") and has(step.target, "fills")
+    return () if filled else reads(step)
 
 
 def primes(axes: Iterable[Axis]) -> Primes:

@@ -6,6 +6,7 @@ order of equal eigenvalues) comes out as on one device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,12 +15,22 @@ from torch import Tensor
 from shardlib.ops.lstsq import lstsq
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.space import Space, arg, axis, broadcast, result_shape
+from shardlib.rules.space import Space, arg, axis, broadcast, numel, result_shape
 
 aten = torch.ops.aten
 
 
-def _parts(text: str) -> RuleFn:
+def _cubic(call: Call, _: int) -> int:
+    """As many operations for an element of a matrix as the largest square matrix in any has rows."""
+    matrices = [m.shape for m in call.operands if len(m.shape) > 1]
+    return max((min(shape[-2:]) for shape in matrices), default=1) * sum(map(numel, matrices))
+
+
+def _matrices(text: str) -> RuleFn:
+    return pattern(text, flops=_cubic)
+
+
+def _parts(text: str, flops: Callable[[Call, int], int] | None = _cubic) -> RuleFn:
     """A pattern of which the call may leave out results: these are empty vectors."""
     operands, _, results = text.partition("->")
     results, _, notes = results.partition("|")
@@ -27,7 +38,7 @@ def _parts(text: str) -> RuleFn:
 
     def rule(call: Call) -> Rule:
         given = ["_" if m is not None and m.shape == (0,) else t for t, m in zip(terms, call.results, strict=True)]
-        return pattern(f"{operands} -> {', '.join(given)} | {notes}")(call)
+        return pattern(f"{operands} -> {', '.join(given)} | {notes}", flops=flops)(call)
 
     return rule
 
@@ -35,7 +46,7 @@ def _parts(text: str) -> RuleFn:
 def _sided(matrix: str, linear: int) -> RuleFn:
     """A solver of `A X = B` (argument `left`), or of `X A = B`: linear in B, whose other dim is free."""
     left, right = (f"{matrix}, ... {x} -> ... {x} | {{{linear}}}" for x in ("_ k", "k _"))
-    return lambda call: pattern(left if _is_left(call) else right)(call)
+    return lambda call: pattern(left if _is_left(call) else right, flops=_cubic)(call)
 
 
 def _is_left(call: Call) -> bool:
@@ -47,7 +58,8 @@ def _solve_ex(call: Call) -> Rule:
     a, b = (m.shape for m in call.operands)
     side = "_" if len(b) == 1 or a[:-1] == b else "_ k" if _is_left(call) else "k _"
     columns = "k:none" if "k" in side else ""
-    return pattern(f"... _ _, ... {side} -> ... {side}, ... _ _, ... _, ... | ...:none {columns}")(call)
+    text = f"... _ _, ... {side} -> ... {side}, ... _ _, ... _, ... | ...:none {columns}"
+    return pattern(text, flops=_cubic)(call)
 
 
 def _least_squares(call: Call) -> Rule | None:
@@ -61,7 +73,7 @@ def _cross(call: Call) -> Rule:
     shape = result_shape(call)
     space = Space()
     x = space.dims(shape, whole=[axis(arg(call, 2, "dim", -1), len(shape))])
-    return space.rule([broadcast(x, m.shape) for m in call.operands], [x], linear=[{0}, {1}])
+    return space.rule([broadcast(x, m.shape) for m in call.operands], [x], linear=[{0}, {1}], flops=3 * numel(shape))
 
 
 def _matrix_exp(local: Local) -> Any:
@@ -112,32 +124,32 @@ def _cholesky(x: Tensor, upper: bool = False) -> Tensor:
 
 ROWS: dict[str, RuleFn | str] = {
     # Factorisations.
-    "linalg_cholesky_ex": "... _ _ -> ... _ _, ...",
-    "cholesky_inverse": "... _ _ -> ... _ _",
-    "linalg_inv_ex": "... _ _ -> ... _ _, ...",
+    "linalg_cholesky_ex": _matrices("... _ _ -> ... _ _, ..."),
+    "cholesky_inverse": _matrices("... _ _ -> ... _ _"),
+    "linalg_inv_ex": _matrices("... _ _ -> ... _ _, ..."),
     "linalg_lu": _parts("... _ _ -> ... _ _, ... _ _, ... _ _"),
-    "linalg_lu_factor_ex": "... _ _ -> ... _ _, ... _, ...",
-    "lu_unpack": _parts("... _ _, ... _ -> ... _ _, ... _ _, ... _ _"),
-    "linalg_ldl_factor_ex": "... _ _ -> ... _ _, ... _, ...",
+    "linalg_lu_factor_ex": _matrices("... _ _ -> ... _ _, ... _, ..."),
+    "lu_unpack": _parts("... _ _, ... _ -> ... _ _, ... _ _, ... _ _", flops=None),
+    "linalg_ldl_factor_ex": _matrices("... _ _ -> ... _ _, ... _, ..."),
     "linalg_qr": _parts("... _ _ -> ... _ _, ... _ _"),
-    "geqrf": "... _ _ -> ... _ _, ... _",
-    "linalg_householder_product": "... _ _, ... _ -> ... _ _",
+    "geqrf": _matrices("... _ _ -> ... _ _, ... _"),
+    "linalg_householder_product": _matrices("... _ _, ... _ -> ... _ _"),
     "ormqr": _sided("... _ _, ... _", 2),
     # Spectra, and functions of a whole matrix.
-    "linalg_eig": "... _ _ -> ... _, ... _ _",
-    **dict.fromkeys(["_linalg_eigvals", "linalg_eigvals"], "... _ _ -> ... _"),
+    "linalg_eig": _matrices("... _ _ -> ... _, ... _ _"),
+    **dict.fromkeys(["_linalg_eigvals", "linalg_eigvals"], _matrices("... _ _ -> ... _")),
     "_linalg_eigh": _parts("... _ _ -> ... _, ... _ _"),
     "_linalg_svd": _parts("... _ _ -> ... _ _, ... _, ... _ _"),
-    "linalg_pinv.atol_rtol_tensor": "... _ _, ..., ... -> ... _ _",
-    "linalg_matrix_exp": pattern("... _ _ -> ... _ _ | ...:local", local=_matrix_exp),
+    "linalg_pinv.atol_rtol_tensor": _matrices("... _ _, ..., ... -> ... _ _"),
+    "linalg_matrix_exp": pattern("... _ _ -> ... _ _ | ...:local", local=_matrix_exp, flops=_cubic),
     # Solvers.
     "_linalg_solve_ex": _solve_ex,
     "linalg_solve_triangular": _sided("... _ _", 1),
     "linalg_lu_solve": _sided("... _ _, ... _", 2),
-    "linalg_ldl_solve": "... _ _, ... _, ... _ k -> ... _ k | {2}",
-    "triangular_solve": "... _ k, ... _ _ -> ... _ k, ... _ _ | k:none",
-    "cholesky_solve": "... _ k, ... _ _ -> ... _ k | {0}",
-    "_cholesky_solve_helper": "... _ k, ... _ _ -> ... _ k | {0}",
+    "linalg_ldl_solve": _matrices("... _ _, ... _, ... _ k -> ... _ k | {2}"),
+    "triangular_solve": _matrices("... _ k, ... _ _ -> ... _ k, ... _ _ | k:none"),
+    "cholesky_solve": _matrices("... _ k, ... _ _ -> ... _ k | {0}"),
+    "_cholesky_solve_helper": _matrices("... _ k, ... _ _ -> ... _ k | {0}"),
     "shardlib::lstsq": _least_squares,
     # An error names the matrix of the batch that failed, so every device looks at all of them.
     "_linalg_check_errors": pattern("... -> | ...:whole"),

@@ -12,7 +12,7 @@ from shardlib.errors import ShardingError
 from shardlib.internals import schema_of
 from shardlib.rules.notation import ELLIPSIS, Pattern, Term, argument, is_own, other, parse, reach
 from shardlib.rules.rule import Call, Local, Meta, Rule
-from shardlib.rules.space import Dim, Ints, Space, argument_named, axes, path
+from shardlib.rules.space import Dim, Ints, Space, argument_named, axes, largest, path
 from shardlib.rules.stencil import Reach, halos, stencil
 
 
@@ -26,7 +26,7 @@ def pattern(
     """A rule function from the notation.
 
     `flops` gets the call and the size of the iteration space; without it, a point is two operations where operands are
-    contracted and one elsewhere.
+    contracted; elsewhere there is one for each element of the largest tensor.
 
     Example:
         >>> import torch
@@ -152,7 +152,7 @@ def _apply(
         lends=tied["lend"],
         gathers=gathers,
         ones=[f for f, n in sizes.items() if n == 1 and not is_own(f)],
-        flops=flops(call, points) if flops else points * _per_point(labelled, reduce),
+        flops=flops(call, points) if flops else 2 * points if _contracts(labelled, reduce) else largest(call),
         transparent=transparent,
     )
 
@@ -175,10 +175,10 @@ def _sized(call: Call, name: str, dim: Dim) -> Ints:
     return {(*path(call, at, name), *([int(item)] if item else [])): (1, dim)}
 
 
-def _per_point(operands: Sequence[Sequence[Dim]], reduce: Mapping[str, str]) -> int:
-    """A multiplication and an addition per point of a contraction, one operation per point otherwise."""
+def _contracts(operands: Sequence[Sequence[Dim]], reduce: Mapping[str, str]) -> bool:
+    """Whether products of operands are added up."""
     summed = [f for f, kind in reduce.items() if kind == "sum"]
-    return 2 if any(sum(any(f in d for d in o) for o in operands) > 1 for f in summed) else 1
+    return any(sum(any(f in d for d in o) for o in operands) > 1 for f in summed)
 
 
 def _sizes(pattern: Pattern, call: Call, tensors: Sequence[tuple[_Placed, tuple[int, ...]]]) -> dict[str, int]:

@@ -6,6 +6,7 @@ every element becomes a block of equal ones.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -18,7 +19,7 @@ from shardlib.rules.nonempty import nonempty
 from shardlib.rules.notation import gradient
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Rule, RuleFn
-from shardlib.rules.space import Dim, path
+from shardlib.rules.space import Dim, path, result_shape
 
 aten = torch.ops.aten
 
@@ -34,9 +35,11 @@ def _space(dims: int) -> str:
     return " ".join(["_"] * dims)
 
 
-def _upsample(dims: int, *, backward: bool = False) -> RuleFn:
+def _upsample(dims: int, taps: int, *, backward: bool = False) -> RuleFn:
+    """Every element of the result (of a gradient: of the operand) is so many of each dim, weighted and added up."""
     text = f"n c {_space(dims)} -> n c {_space(dims)} | {{0}}"
-    return _plain(f"{gradient(text)} {_SIZES}" if backward else text, "n", "c")
+    flops = lambda call, _: 2 * taps**dims * math.prod(max(call.operands[0].shape, result_shape(call), key=math.prod))
+    return _plain(f"{gradient(text)} {_SIZES}" if backward else text, "n", "c", flops=flops)
 
 
 def _nearest(dims: int, *, backward: bool = False) -> RuleFn:
@@ -92,7 +95,11 @@ def _pad(dims: int, *, backward: bool = False) -> RuleFn:
 def _grid(dims: int, *, backward: bool = False) -> RuleFn:
     points = " ".join(f"p{i}" for i in range(dims))
     text = f"n c {_space(dims)}, n {points} _ -> n c {points} | {{0}}"
-    return _plain(gradient(text, "0 1", of="0 1") if backward else text, "n", "c", *points.split())
+    text = gradient(text, "0 1", of="0 1") if backward else text
+    # Of a gradient: for the image, and for the grid.
+    shape = (lambda call: call.operands[0].shape) if backward else result_shape
+    flops = lambda call, _: (1 + backward) * 2 * 2**dims * math.prod(shape(call))
+    return _plain(text, "n", "c", *points.split(), flops=flops)
 
 
 def _im2col(call: Call) -> Rule:
@@ -110,23 +117,24 @@ def _affine_grid(call: Call) -> Rule:
     return _plain(f"n _ _ -> n {space} _ | n:size(size.0) {{0}}", "n")(call)
 
 
-_FAMILIES: dict[Callable[..., RuleFn], dict[str, int]] = {
-    _nearest: {f"{name}{d}d": d for d in (1, 2, 3) for name in ("upsample_nearest", "_upsample_nearest_exact")},
-    _upsample: {
-        "upsample_linear1d": 1,
-        "upsample_trilinear3d": 3,
-        **dict.fromkeys(("upsample_bilinear2d", "upsample_bicubic2d"), 2),
-        **{f"_upsample_{kind}2d_aa": 2 for kind in ("bilinear", "bicubic", "lanczos")},
+_FAMILIES: dict[Callable[..., RuleFn], dict[str, tuple[int, ...]]] = {
+    _nearest: {f"{name}{d}d": (d,) for d in (1, 2, 3) for name in ("upsample_nearest", "_upsample_nearest_exact")},
+    _upsample: {  # and how many elements of a dim one is made of
+        "upsample_linear1d": (1, 2),
+        "upsample_trilinear3d": (3, 2),
+        "upsample_bilinear2d": (2, 2),
+        "upsample_bicubic2d": (2, 4),
+        **{f"_upsample_{kind}2d_aa": (2, taps) for kind, taps in (("bilinear", 2), ("bicubic", 4), ("lanczos", 6))},
     },
-    _pad: {f"{kind}_pad{d}d": d for kind in ("reflection", "replication") for d in (1, 2, 3)},
-    _grid: {"grid_sampler_2d": 2, "grid_sampler_3d": 3, "_grid_sampler_2d_cpu_fallback": 2},
+    _pad: {f"{kind}_pad{d}d": (d,) for kind in ("reflection", "replication") for d in (1, 2, 3)},
+    _grid: {"grid_sampler_2d": (2,), "grid_sampler_3d": (3,), "_grid_sampler_2d_cpu_fallback": (2,)},
 }
 
 ROWS: dict[str, RuleFn | str] = {
     **{
-        f"{name}{end}": rule(dims, backward=bool(end))
+        f"{name}{end}": rule(*sizes, backward=bool(end))
         for rule, family in _FAMILIES.items()
-        for name, dims in family.items()
+        for name, sizes in family.items()
         for end in ("", "_backward")
     },
     "im2col": _im2col,

@@ -65,7 +65,8 @@ def _take(call: Call) -> Rule:
         return local.run(form, *local.args)
 
     reduce = dict.fromkeys(row, "sum")
-    return space.rule([x, index], [index], reduce=reduce, linear=[{0}], local=local, local_factors=row)
+    flops = numel(call.operands[1].shape)
+    return space.rule([x, index], [index], reduce=reduce, linear=[{0}], local=local, local_factors=row, flops=flops)
 
 
 def _put(call: Call) -> Rule:

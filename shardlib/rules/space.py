@@ -168,3 +168,8 @@ def elements(call: Call, _: int) -> int:
 
 def numel(shape: Sequence[int]) -> int:
     return math.prod(shape)
+
+
+def largest(call: Call) -> int:
+    """The elements of the largest tensor of a call."""
+    return max((numel(m.shape) for m in (*call.operands, *call.results) if m is not None), default=0)
