@@ -43,6 +43,7 @@ LOOKUPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "index_select": lambda w, i: w.index_select(0, i[:, 0]),
     "gather": lambda w, i: w.gather(0, i[:, :1].expand(B, D)),
     "bags": _bag("sum"),
+    "bags of one": lambda w, i: F.embedding_bag(i[:, :1], w, mode="mean"),
     "bags, padded": _bag("sum", padding_idx=3),
     "bags, by frequency": _bag("sum", scale_grad_by_freq=True),
     "bags, means": _bag("mean"),

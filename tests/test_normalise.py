@@ -139,6 +139,10 @@ CONVOLUTIONS = {
     "alike": (lambda x, w: F.conv1d(F.pad(x, (1, 1)), w), ["convolution"]),
     "alike after a slice": (lambda x, w: F.conv1d(x, w, padding=2)[..., 1:-1], ["convolution"]),
     "cropped": (lambda x, w: F.conv1d(F.pad(x, (-1, 0)), w), ["convolve"]),
+    "cropped, then padded": (
+        lambda x, w: F.conv1d(F.pad(x, (-1, 0)), w, padding=1),
+        ["constant_pad_nd", "convolution"],
+    ),
     "dilated": (lambda x, w: F.conv1d(F.pad(x, (0, 4)), w, dilation=2), ["convolve"]),
     "of other values": (lambda x, w: F.conv1d(F.pad(x, (2, 0), value=1.0), w), ["constant_pad_nd", "convolution"]),
     "of channels, too": (lambda x, w: F.conv1d(F.pad(x, (2, 0, 1, 0))[:, :2], w), None),

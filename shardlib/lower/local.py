@@ -201,7 +201,7 @@ class LocalForm:
         params, reduce, sent = told(kind, args, members, math.prod(a.size for a in axes), nbytes)
         done, over = _DONE[kind], " and ".join(factors)
         why = f"needs its {reduce} over {over}" if done == "reduced" else f"needs what is {done} along {over}"
-        out = self._var(f"{value.name}.{done}", value.dtype)
+        out = self._var(f"{value.name}.{done.replace(' ', '_')}", value.dtype)
         because = Inside(self._op, tuple(factors), how=done)
         reason = f"{self._op.name} {why}"
         return self._builder.communicate(kind, axes, value, out, params, sent, reduce, reason=reason, because=because)

@@ -63,7 +63,7 @@ def _length(node: fx.Node) -> int:
     offsets, n = argument(node, "offsets"), argument(node, "indices").meta["val"].numel()
     if offsets.target is not aten.arange.start_step:
         return 0
-    start, stop, step = offsets.args[:3]
+    start, stop, step = (argument(offsets, name) for name in ("start", "end", "step"))
     return step if (start, stop) == (0, n) and step and n % step == 0 else 0
 
 

@@ -71,7 +71,9 @@ def _padded(x: fx.Node, ends: Ends) -> Ends | None:
     if len(amounts) > 2 * len(ends):
         return None
     amounts = [*amounts, *[0] * (2 * len(ends) - len(amounts))]
-    pairs = zip(amounts[-2::-2], amounts[::-2], strict=True)
+    pairs = list(zip(amounts[-2::-2], amounts[::-2], strict=True))
+    if any(n > 0 > more for given, pair in zip(ends, pairs, strict=True) for n, more in zip(given, pair, strict=True)):
+        return None  # what is dropped first is not there again
     return [(a + before, b + after) for (a, b), (before, after) in zip(ends, pairs, strict=True)]
 
 

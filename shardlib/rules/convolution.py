@@ -38,7 +38,7 @@ class Settings:
     transposed: bool
     output_padding: list[int]
     groups: Any
-    lopsided: tuple[int, ...] = ()  # spatial dims with other zeros behind than in front
+    lopsided: tuple[int, ...] = ()  # spatial dims with other zeros behind than in front, or less than none
 
     @staticmethod
     def of(call: Call, first: int, dims: int) -> Settings:
@@ -49,7 +49,7 @@ class Settings:
     def over(call: Call, dims: int, s: Any, p: Any, d: Any, transposed: bool, o: Any, groups: Any) -> Settings:
         """Of `convolve`, the arguments for the end of a result say what is behind the input."""
         p, o, ours = each(p, dims), each(o, dims), call.target in (CONVOLVE, CONVOLVE_BACKWARD)
-        lopsided = tuple(k for k in range(dims) if ours and p[k] != o[k])
+        lopsided = tuple(k for k in range(dims) if ours and (p[k] != o[k] or p[k] < 0))
         return Settings(each(s, dims), p, each(d, dims), transposed, [0] * dims if ours else o, groups, lopsided)
 
     def window(self, k: int, weight: Shape) -> Window:

@@ -81,6 +81,7 @@ def convolution_with_other_ends() -> Iterator[Sample]:
     yield from conv((2, 3, 7), (3, 1, 4), padding=3, groups=3, bias=True, after=(0,))
     yield from conv((1, 1, 9), (1, 1, 3), 2, padding=(1,), after=(-2,))
     yield from conv((1, 1, 8), (1, 1, 2), padding=(-1,), dilation=2, after=(3,), bias=True)
+    yield from conv((1, 1, 8, 5), (1, 1, 2, 2), padding=(-1, 1), after=(-1, 0))
     yield from conv((2, 2, 5, 4), (2, 2, 3, 2), padding=(1, 0), after=(1, 1), bias=True)
 
 
