@@ -9,7 +9,7 @@ import torch
 
 from shardlib.errors import ShardingError
 from shardlib.rules import Call, Meta, Rule, pattern, rule, rule_for
-from shardlib.rules.notation import parse
+from shardlib.rules.notation import gradient, parse
 from tests.prover import call_of, check
 from tests.rule_samples import f, s
 
@@ -32,6 +32,10 @@ aten = torch.ops.aten
         ("... _  _,~_ _ -> ... _ a", "... _ _, ~_ _ -> ... _ a"),
         ("c, -> , | c:sum", "c, -> , | c:sum"),
         ("b t -> b t | t:halo(3, 0)", "b t -> b t | t:halo(3,0)"),
+        ("b t -> b t | t:ring(3, n)", "b t -> b t | t:ring(3,n)"),
+        ("b t -> b o _ | o:windows(t, size, 2)", "b t -> b o _ | o:windows(t,size,2)"),
+        ("[dim] -> [_],[_] | dim:whole", "[dim] -> [_], [_] | dim:whole"),
+        ("n (g c), n g -> n (g c) | (g c):size(C)", "n (g c), n g -> n (g c) | (g c):size(C)"),
     ],
 )
 def test_pattern_text(text: str, plain: str) -> None:
@@ -65,6 +69,20 @@ def test_pattern_text(text: str, plain: str) -> None:
         ("... t -> ... t | ...:halo(1)", "`...:halo(1)` is of a dim that is more than '...'"),
         ("b t -> b t | t:halo(1) t:whole", "`t:halo(1)` says all of 't', and there is `t:whole`"),
         ("b t -> b t | t:halo(1) b:local", "`t:halo(1)` has a local form of its own, and some dim is marked `:local`"),
+        ("b t -> b t | t:ring(1) t:none", "`t:ring(1)` says all of 't', and there is `t:none`"),
+        (
+            "b t -> b o t | o:windows(t, 2)",
+            "`o:windows(t,2)` reads 't' of operands for 'o' of results, and one is on both sides",
+        ),
+        ("b t -> b o | o:windows(s, 2)", "`o:windows(s,2)` names a factor that no operand has"),
+        ("b (t r) -> b o | o:windows(t, 2)", "`o:windows(t,2)` is of a dim that is more than 't'"),
+        ("b t -> b o | o:windows(t, 2) t:none", "`o:windows(t,2)` says all of 'o', and there is `o:none`"),
+        (
+            "b t -> b o | o:windows(t)",
+            "'o:windows(t)' behind the bar is neither `factor:kind` nor a set of operands like `{0,1}`",
+        ),
+        ("m -> m | (m n):size(k)", "`(m n):size(k)` names a factor that no tensor has"),
+        ("[_] -> ...", "`[_]` is what an argument names, and no `[dim]` says which argument"),
         ("[dim] -> ... | d:sum", "`d:sum` names a factor that no tensor has"),
     ],
 )
@@ -93,6 +111,12 @@ def test_pattern_that_does_not_fit(text: str, shapes: list[tuple[int, ...]], mes
     with pytest.raises(ShardingError, match=r"does not fit the call aten\.mm\.default") as error:
         call(text, shapes, (2, 5))
     assert message in error.value.offenders
+
+
+def test_the_gradient_of_what_reads_around_has_no_pattern() -> None:
+    assert gradient("n c _, c -> n c _ | {0}", "0 1", of="0 1") == "n c _, n c _, c -> n c _, c | n:sum {0}"
+    with pytest.raises(AssertionError, match="goes back"):
+        gradient("b t -> b t | t:halo(1)")
 
 
 def test_a_lost_factor_stays_whole_unless_the_rule_says_more() -> None:

@@ -103,6 +103,25 @@ def average(x: Tensor, dim: int, width: int) -> Tensor:
 
 
 @op
+def diffused(x: Tensor, reach: int) -> Tensor:
+    """Every element pulled to those around it, on a ring."""
+    around = sum((torch.roll(x, k, 1) for k in range(-reach, reach + 1)), torch.zeros_like(x))
+    return x + 0.1 * around
+
+
+@op
+def powers(x: Tensor, size: int, hop: int) -> Tensor:
+    """Of every frame; half a frame is padded at both ends."""
+    frames = F.pad(x, (size // 2, size // 2)).unfold(1, size, hop)
+    return torch.stack([frames.square().sum(-1), frames.abs().sum(-1)], -1)
+
+
+@op
+def largest(x: Tensor, n: int, dim: int) -> Tensor:
+    return x.sort(dim).values.narrow(dim, x.shape[dim] - n, n)
+
+
+@op
 def short_conv(x: Tensor, taps: Tensor) -> Tensor:
     if not len(taps):
         return torch.empty_like(x)  # torch has no convolution of nothing
@@ -175,6 +194,38 @@ OPS: dict[str, tuple[Any, tuple[Any, ...], str, list[tuple[str, str]]]] = {
             ("[dim] -> [dim] | dim:halo(0, width) {0}", "dim@a on a=2: result 0 is wrong"),
             ("[dim] -> [dim] | dim:halo(dim) {0}", r"`halo\(dim, dim\)` in the rule of [\s\S]*dim is -1"),
         ],
+    ),
+    "diffused": (
+        diffused,
+        (r(3, 17), 2),
+        "b x -> b x | x:ring(reach) {0}",
+        [
+            ("b x -> b x | x:halo(reach) {0}", "x@a on a=2: result 0 is wrong"),
+            ("b x -> b x | x:ring(1) {0}", "x@a on a=2: result 0 is wrong"),
+            ("b x -> b x | x:ring(reach, 1) {0}", "x@a on a=2: result 0 is wrong"),
+            (
+                "b x -> b x | x:ring(18) {0}",
+                r"`ring\(18, 18\)` in the rule[\s\S]*18 is 18[\s\S]*at most once round",
+            ),
+        ],
+    ),
+    "powers": (
+        powers,
+        (r(3, 17), 4, 3),
+        "b t -> b o _ | o:windows(t, size, hop, 2)",
+        [
+            ("b t -> b o _ | o:windows(t, 3, hop, 2)", "result 0 is wrong"),
+            ("b t -> b o _ | o:windows(t, size, 2, 2)", "result 0|fails"),
+            ("b t -> b o _ | o:windows(t, size, hop)", "result 0 is wrong"),
+            ("b t -> b o _ | o:windows(t, size, 0)", r"`windows\(t, size, 0, 0\)` in the rule of [\s\S]*0 is 0"),
+        ],
+    ),
+    "powers once": (powers, (r(5, 8), 8, 20), "b t -> b o _ | o:windows(t, size, hop, 4)", []),
+    "largest": (
+        largest,
+        (r(5, 6), 2, -1),
+        "[dim] -> [_] | dim:whole",
+        [("[dim] -> [_] | dim:none", "dim@a on a=2: result 0 differs between devices")],
     ),
     "short_conv": (
         short_conv,

@@ -30,6 +30,8 @@ An operand that a call leaves out has a term all the same. Where a result keeps 
 | `n:size(n)` | of `[n]`: the argument lists the sizes of the last dims, and so names them |
 | `h:halo(n)` | a result reads `n` elements of `h` to both sides of its own; `h:halo(3,n)`: 3 in front, `n` behind |
 | `b:gather` | `b` may stay whole although it is wanted cut: operands are gathered where a sum costs more |
+| `t:ring(n)`, `t:ring(3,n)` | the same, but the dim goes round: in front of its first element is its last |
+| `o:windows(i,n,3,1)` | element j of `o` reads n of `i` from 3j - 1 on; the op itself pads that 1, at both ends |
 | `k:local` | when `k` is cut, the op's local form runs instead of the op |
 | `t:round(s)` | `t` may be cut only together with `s` and as `s` is; the local form passes its pieces round |
 | `h:lend(s)` | `h` may take over, for this op, a mesh axis that only `s` wants |
@@ -54,7 +56,8 @@ _WORD = re.compile(r"\.\.\.|\([^()]*\)|\[[A-Za-z_][\w ]*\]|[A-Za-z_]\w*|1")
 _NUMBERED = re.compile(r"(?<!\w)_\d+(?!\w)")  # what a `_` is called
 _OWN = re.compile(r"(?<!\w)_(?!\w)")
 _NAME = r"[A-Za-z_]\w*"
-_HALO = rf"halo\((?:{_NAME}|\d+)(?:, ?(?:{_NAME}|\d+))?\)"
+_NUMBER = rf"(?:{_NAME}|\d+)"
+_HALO = rf"(?:halo|ring)\({_NUMBER}(?:, ?{_NUMBER})?\)|windows\({_NAME}(?:, ?{_NUMBER}){{1,3}}\)"
 _OF = rf"whole\({_NAME}\)|whole|size\({_NAME}(?:\.\d+)?\)|round\({_NAME}\)|lend\({_NAME}\)"
 _KIND = rf"sum|max|min|none|local|gather|{_HALO}|{_OF}"
 _NOTE = re.compile(rf"(\.\.\.|{_NAME}|\([^()]*\)):({_KIND})|\{{(\d+(?:,\d+)*)\}}")
@@ -152,8 +155,12 @@ def parse(text: str) -> Pattern:
         for f, kind in notes
         if not known.issuperset(f.strip("()").split()) or (other(kind) not in (None, *known) and not argument(kind))
     ]
-    if len(given := {t.named for t in (*operands, *results) if t.named and not is_own(t.named)}) > 1:
-        wrong.append(f"dims are named by {' and by '.join(sorted(f'`[{n}]`' for n in given))}: one argument names them")
+    named = dict.fromkeys(t.named for t in (*operands, *results) if t.named)
+    given = [f"`[{n}]`" for n in named if not is_own(n)]
+    if len(given) > 1:
+        wrong.append(f"dims are named by {' and by '.join(sorted(given))}: one argument names them")
+    if named and not given:
+        wrong.append("`[_]` is what an argument names, and no `[dim]` says which argument")
     wrong += _halo_faults(notes, operands, results)
     wrong += [
         f"{{{i}}} names an operand, but there are {len(operands)}" for s in linear for i in s if i >= len(operands)
@@ -176,6 +183,7 @@ def gradient(text: str, saved: str = "", of: str = "0") -> str:
         '... m n, ... m k, k n -> ... m k, k n | ...:sum m:sum n:sum {0}'
     """
     op = parse(text)
+    assert not any(reach(kind) for _, kind in op.notes), "a gradient of what is read around goes back"
     given = [op.results[0]]
     given += [op.results[int(w[1:])] if w[0] == "r" else op.operands[int(w)] for w in saved.split()]
     made = [op.operands[int(w)] for w in of.split()]
@@ -188,16 +196,20 @@ def gradient(text: str, saved: str = "", of: str = "0") -> str:
 
 
 def _halo_faults(notes: Sequence[tuple[str, str]], operands: Sequence[Term], results: Sequence[Term]) -> Iterator[str]:
-    """A device drops what it computed for others, so a dim that is read around is there in every result."""
+    """A device drops what it computed for others, so a dim that reads around itself is there in every result."""
     for f, kind in notes:
         if reach(kind) is None:
             continue
-        dims = [d for t in (*operands, *results) for d in t.dims]
-        if f == "..." or any(f in d and d != (f,) for d in dims):
-            yield f"`{f}:{kind}` is of a dim that is more than {f!r}"
+        dims, i = [d for t in (*operands, *results) for d in t.dims], source(f, kind)
+        if parts := [g for g in (f, i) if g == "..." or any(g in d and d != (g,) for d in dims)]:
+            yield f"`{f}:{kind}` is of a dim that is more than {parts[0]!r}"
         elif any((f,) not in t.dims and t.named != f for t in results):
             yield f"`{f}:{kind}` is of a dim that a result lacks: make that by an op of its own"
-        if more := [k for g, k in notes if g == f and k != kind]:
+        elif i != f and not any((i,) in t.dims for t in operands):
+            yield f"`{f}:{kind}` names a factor that no operand has"
+        elif i != f and (any(f in t.names for t in operands) or any(i in t.names for t in results)):
+            yield f"`{f}:{kind}` reads {i!r} of operands for {f!r} of results, and one is on both sides"
+        if more := [k for g, k in notes if g in (f, i) and k != kind]:
             yield f"`{f}:{kind}` says all of {f!r}, and there is `{f}:{more[0]}`"
         if any(k == "local" for _, k in notes):
             yield f"`{f}:{kind}` has a local form of its own, and some dim is marked `:local`"
@@ -215,15 +227,25 @@ def argument(kind: str) -> str | None:
 
 def other(kind: str) -> str | None:
     """The factor that a note names besides its own: `s` of `round(s)`."""
-    return None if kind.startswith("halo(") else kind[:-1].partition("(")[2] or None
+    return kind[:-1].partition("(")[2] or None if reach(kind) is None else None
 
 
-def reach(kind: str) -> tuple[str, str] | None:
-    """How far a halo reaches in front and behind, numbers or arguments: `3`, `n` of `halo(3,n)`."""
-    if not kind.startswith("halo("):
+def reach(kind: str) -> tuple[str, ...] | None:
+    """How far a dim reads around itself, by numbers or arguments: in front and behind, `3`, `n` of `halo(3,n)`; or the
+    size of a window, from one to the next, and the padding."""
+    word, _, given = kind.removesuffix(")").partition("(")
+    if word in ("halo", "ring"):
+        before, _, after = given.partition(",")
+        return before, after or before
+    if word != "windows":
         return None
-    before, _, after = kind.removeprefix("halo(").removesuffix(")").partition(",")
-    return before, after or before
+    numbers = given.split(",")[1:]
+    return (*numbers, *("1", "0")[len(numbers) - 1 :])
+
+
+def source(factor: str, kind: str) -> str:
+    """The factor of operands that it reads: `i` of `o:windows(i,3)`, or itself."""
+    return kind.partition("(")[2].partition(",")[0] if kind.startswith("windows(") else factor
 
 
 def _term(text: str, wrong: list[str]) -> Term:

@@ -10,10 +10,11 @@ from typing import Any
 
 from shardlib.errors import ShardingError
 from shardlib.internals import schema_of
-from shardlib.rules.notation import ELLIPSIS, Pattern, Term, argument, is_own, other, parse, reach
+from shardlib.rules.notation import ELLIPSIS, Pattern, Term, argument, is_own, other, parse, reach, source
 from shardlib.rules.rule import Call, Local, Meta, Rule
 from shardlib.rules.space import Dim, Ints, Space, argument_named, axes, largest, path
 from shardlib.rules.stencil import Reach, halos, stencil
+from shardlib.rules.window import Window
 
 
 def pattern(
@@ -128,13 +129,19 @@ def _apply(
                     if kind.startswith("round"):
                         reduce.setdefault(f, "none")
             elif ends := reach(kind):
-                around[f] = _reach(call, ends)
+                read = source(f, kind)
+                if read in space.sizes:
+                    around[f] = _reach(call, kind, read, sizes[read], sizes[f], ends)
+                else:
+                    space.whole.add(f)  # windows of one element
             elif kind == "local":
                 cut_locally.append(f)
             elif kind == "gather":
                 gathers.append(f)
             else:
                 reduce[f] = kind
+    follows = {r.source: f for f, r in around.items() if r.source != f}
+    reduce |= dict.fromkeys(follows, "none")
     for labels, m in zip(out, call.results, strict=True):
         if m is not None:
             space.whole |= space.sizes.keys() - {f for d in labels for f in d} - reduce.keys()
@@ -146,8 +153,9 @@ def _apply(
         linear=joint(pattern.linear, here),
         ints=ints,
         local=stencil(around) if around else local,
-        local_factors=[*around] or cut_locally,
-        halos=halos(around, sizes, labelled),
+        local_factors=[*around, *follows] or cut_locally,
+        follows=follows,
+        halos=halos(around, labelled),
         rounds=tied["round"],
         lends=tied["lend"],
         gathers=gathers,
@@ -157,15 +165,21 @@ def _apply(
     )
 
 
-def _reach(call: Call, ends: tuple[str, str]) -> Reach:
-    """How far a halo reaches: numbers, or arguments that are."""
+def _reach(call: Call, kind: str, read: str, size: int, count: int, ends: tuple[str, ...]) -> Reach:
+    """How far a dim reads around itself: numbers, or arguments that are."""
     said = [int(n) if n.isdecimal() else argument_named(call, n) for n in ends]
-    wrong = [f"{name} is {n!r}" for name, n in zip(ends, said, strict=True) if type(n) is not int or n < 0]
+    word, limit = kind.partition("(")[0], size if kind.startswith("ring") else math.inf
+    least = (1, 1, 0) if word == "windows" else (0, 0)
+    checked = zip(ends, said, least, strict=True)
+    wrong = [f"{name} is {n!r}" for name, n, low in checked if type(n) is not int or not low <= n <= limit]
     if wrong:
-        what = f"`halo({', '.join(ends)})` in the rule of {call.target}"
+        what = f"`{word}({', '.join([*([read] if word == 'windows' else []), *ends])})` in the rule of {call.target}"
         remedy = "write a number, t:halo(3, 0), or an argument that is a whole one and not negative"
-        raise ShardingError(what, list(dict.fromkeys(wrong)), rule="it counts elements", remedy=remedy)
-    return said[0], said[1]
+        most = ", at most once round" if word == "ring" else ""
+        raise ShardingError(what, list(dict.fromkeys(wrong)), rule=f"it counts elements{most}", remedy=remedy)
+    if word == "windows":
+        return Reach.windows(read, size, count, Window(said[0], said[1], said[2]))
+    return Reach.around(word, read, size, *said)
 
 
 def _sized(call: Call, name: str, dim: Dim) -> Ints:

@@ -177,7 +177,7 @@ def rule(text: Any, /, *, local: Callable[..., Any] | None = None) -> Any:
             wrong.append("it has a local form, and no dim is marked for it: `k:local`")
         read = [(f"`{f}:{kind}`", argument(kind)) for f, kind in parsed.notes]
         read += [(f"`{f}:{k}`", n) for f, k in parsed.notes for n in reach(k) or () if not n.isdecimal()]
-        read += [(f"`[{t.named}]`", t.named) for t in (*parsed.operands, *parsed.results)]
+        read += [(f"`[{parsed.named}]`", parsed.named)]
         names = {a.name for a in schema.arguments}
         wrong += [
             f"{what} reads an argument that it has not"
