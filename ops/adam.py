@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,10 +21,11 @@ DTYPES = (torch.float32, torch.float64)  # in others the kernel rounds once wher
 
 def adam(
     parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step: Tensor, rate: float, beta1: float,
-    beta2: float, eps: float, decay: float, decoupled: bool,
+    beta2: float, eps: float, decay: float, decoupled: bool, *, over: Sequence[int | None] = (None,) * 4,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """What a step makes of a parameter, its two moments (all of one shape, and one of `DTYPES`), and its counter [].
 
+    Each is written where the operand of its number in `over` is, or has memory of its own (None).
     Kingma, Ba, "Adam: A Method for Stochastic Optimization" (2014); with `decoupled` decay Loshchilov, Hutter,
     "Decoupled Weight Decay Regularization" (2017).
 
@@ -34,15 +36,19 @@ def adam(
         (tensor([0.9000, 0.9000]), tensor(1.))
     """
     dense = torch.contiguous_format  # the kernel goes through all of them as through rows of numbers
-    made = [x.clone(memory_format=dense) for x in (parameter, mean, square)]
-    now = step + 1
+    given = (parameter, mean, square)
+    made = [x.clone(memory_format=dense) if k is None else x.contiguous() for x, k in zip(given, over[:3], strict=True)]
     count = step.to(parameter.device, torch.float32) + 1  # one in 8 bits of mantissa would stand still
+    now = step + 1 if over[3] is None else step.add_(1)
     kernel = aten._fused_adamw_ if decoupled else aten._fused_adam_
     new, m, v = ([x] for x in made)
     kernel(
         new, [gradient.contiguous()], m, v, [], [count], lr=float(rate), beta1=beta1, beta2=beta2, weight_decay=decay,
         eps=eps, amsgrad=False, maximize=False,
     )  # fmt: skip
+    for i, x in enumerate(given):
+        if over[i] is not None and made[i] is not x:
+            made[i] = x.copy_(made[i])
     return made[0], made[1], made[2], now
 
 

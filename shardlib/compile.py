@@ -117,6 +117,7 @@ def compile_program(
     program = lower(graph, propagated, mesh)
     clock.stop("lower")
     program = replace(program, donated=_donated(traced, donate), owned=owned)
+    program = program if traced.after.gradients else replace(program, replaced=_replaced(traced, program))
     halves = None
     if traced.after.gradients:
         halves = split(program, len(traced.after.cotangents), len(traced.after.gradients)).through(run_passes)
@@ -136,6 +137,14 @@ def _donated(traced: Traced, donate: Collection[int | str]) -> frozenset[int]:
     """The inputs that are given up."""
     paths = enumerate(traced.input_paths)
     return frozenset(i for i, path in paths if path is not None and argument_of(path) in donate)
+
+
+def _replaced(traced: Traced, program: Program) -> dict[int, int]:
+    """The inputs that a call overwrites, each with the output that comes to stand there."""
+    inputs = {leaf: i for i, leaf in enumerate(traced.input_leaves)}
+    others = {leaf for leaf, *_ in (*traced.after.data, *traced.after.takes)}  # which show other memory then
+    pairs = {inputs[leaf]: at for leaf, at in traced.after.written if leaf in inputs and leaf not in others}
+    return {i: at for i, at in pairs.items() if i not in program.donated}
 
 
 class _Clock:

@@ -107,6 +107,7 @@ TYPED_STORAGE = _word("torch.Tensor._typed_storage", "a method that a tensor in 
 IS_PARAMETER = "_is_param"  # what torch.nn.Parameter puts on tensors of other classes
 memory_of = _attribute("torch.UntypedStorage._cdata", "whether two tensors share memory, where there are no addresses")
 memory_uses = _torch("torch._C._storage_Use_Count", "whether anybody else holds memory that is written over")
+tensor_uses = _torch("torch.Tensor._use_count", "whether autograd has saved a tensor whose memory is written over")
 generator_id = _attribute("torch.Generator._cdata", "one generator has several objects in Python")
 ConstantSource = _torch("torch._dynamo.source.ConstantSource", "where a number of a trace comes from")
 FAKES_LOG = _name("torch._subclasses.fake_tensor", "it logs what fake tensors refuse, and the error says it")

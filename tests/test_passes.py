@@ -14,7 +14,7 @@ import torch
 
 import shardlib as sl
 from shardlib import Mesh
-from shardlib.passes import PASSES, bundle, free, fuse, reuse, run_passes, schedule
+from shardlib.passes import PASSES, bundle, free, fuse, reuse, run_passes, schedule, settle
 from shardlib.program.check import ProgramError, check
 from shardlib.program.steps import Compute, Program, reads
 from shardlib.program.storage import alive, peak_bytes
@@ -158,6 +158,74 @@ def test_arithmetic_that_waits_for_nothing_comes_first() -> None:
         m: f32[8, 8] = aten.mm.default(n, y)  ; 1024.0 flop
         return r, z, m
     """)
+
+
+# settle ---------------------------------------------------------------------------------------------------------------
+
+UPDATE = """
+    input p: f32[8] becomes 1
+    input m: f32[8] becomes 2
+    input g: f32[8]
+    new: f32[8] = aten.add.Tensor(g, m)
+    q: f32[8] = aten.sub.Tensor(p, new)
+    y: f32[8] = aten.exp.default(p)
+    return y, q, new
+"""
+
+
+def test_what_replaces_state_is_written_there_last() -> None:
+    assert by(settle.settle, UPDATE) == [
+        "y: f32[8] = aten.exp.default(p)",
+        "new: f32[8] over m = aten.add.Tensor(g, m)",
+        "q: f32[8] over p = aten.sub.Tensor(p, new)",
+        "return y, q, new",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("aten.sub.Tensor(p, new)", "aten.sub.Tensor(new, p)"),  # no op in place has p's memory
+        ("return y, q", "return p, q"),  # somebody else has p's memory at the end
+        ("aten.exp.default(p)", "aten.mul.Tensor(q, p)"),  # reads the old value and the new one
+        ("aten.sub.Tensor(p, new)", "aten.sub.Tensor(p, p)"),
+        ("f32[8] becomes 1", "f32[8]"),
+    ],
+)
+def test_what_is_not_written_where_it_was(old: str, new: str) -> None:
+    assert old in UPDATE
+    steps = by(settle.settle, UPDATE.replace(old, new))
+    assert not any("over p" in line for line in steps)
+    assert "new: f32[8] over m = aten.add.Tensor(g, m)" in steps
+
+
+def test_what_may_fail_comes_first() -> None:
+    steps = by(settle.settle, UPDATE.replace("aten.exp.default(p)", "aten.index_select.default(g, 0, q)"))
+    assert not any(" over " in line for line in steps)
+
+
+def test_a_message_of_the_old_value_is_waited_for() -> None:
+    text = """
+        input p: f32[8] becomes 0
+        q: f32[8] = aten.mul.Tensor(p, $0)
+        start all_gather[a] w: f32[16] = p {dim: 0, sizes: [8, 8]} 32.0 B
+        wait w
+        return q, w
+    """
+    assert by(settle.settle, text)[-2:] == ["q: f32[8] over p = aten.mul.Tensor(p, $0)", "return q, w"]
+
+
+def test_sums_over_many_values_are_not_kept_for_the_end() -> None:
+    text = """
+        input s: f32[8] becomes 0
+        input x: f32[8]
+        a: f32[8] = aten.sin.default(x)
+        s1: f32[8] = aten.add.Tensor(s, a)
+        b: f32[8] = aten.cos.default(x)
+        s2: f32[8] = aten.add.Tensor(s1, b)
+        return s2
+    """
+    assert by(settle.settle, text) == [line for line in lines(text) if not line.startswith("input")]
 
 
 # reuse ----------------------------------------------------------------------------------------------------------------

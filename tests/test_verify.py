@@ -153,21 +153,21 @@ def _over(program: Program, operand: Callable[[Program], Var]) -> Program:
     """With a call over an operand, in front of all others."""
     x = operand(program)
     return replace(
-        program, steps=(Compute(aten.neg.default, (x,), {}, (replace(x, name="n"),), over=0), *program.steps)
+        program, steps=(Compute(aten.neg.default, (x,), {}, (replace(x, name="n"),), over=(0,)), *program.steps)
     )
 
 
 def _over_what_is_read(program: Program) -> Program:
     i = _at(program, lambda s: isinstance(s, Compute) and s.target == aten.mm.default)
     (x,) = makes(program.steps[i])
-    call = Compute(aten.neg.default, (x,), {}, (replace(x, name="n"),), over=0)
+    call = Compute(aten.neg.default, (x,), {}, (replace(x, name="n"),), over=(0,))
     return _put(program, i, program.steps[i], call)
 
 
 def _over_what_flies(program: Program) -> Program:
     i = _at(program, lambda s: isinstance(s, Start))
     x = reads(program.steps[i])[0]
-    call = Compute(aten.neg.default, (x,), {}, (replace(x, name="n"),), over=0)
+    call = Compute(aten.neg.default, (x,), {}, (replace(x, name="n"),), over=(0,))
     return _put(program, i, program.steps[i], call)
 
 

@@ -10,10 +10,11 @@ from typing import Any, NoReturn
 import torch
 
 from shardlib.errors import ShardingError
-from shardlib.internals import memory_of, memory_uses
+from shardlib.internals import memory_of, memory_uses, tensor_uses
 from shardlib.meshes.axis import alike
 from shardlib.meshes.mesh import Mesh
 from shardlib.specs.layout import Layout
+from shardlib.tensors.aliases import Memory
 from shardlib.tensors.tensor import ShardedTensor
 
 
@@ -21,23 +22,26 @@ from shardlib.tensors.tensor import ShardedTensor
 class Input:
     """One input of a program: which leaf of the call it is, its layout, and what makes its memory ours to reuse.
 
-    `firsts` are the devices of this process that hold different pieces, each with the number of devices that hold it.
+    Its memory is `donated`, or the program itself writes there what is `replaced`. `firsts` are the devices of this
+    process that hold different pieces, each with the number of devices that hold it.
     """
 
     leaf: int
     name: str
     layout: Layout
     donated: bool
+    replaced: bool
     firsts: tuple[tuple[int, int], ...]
 
 
 def donate(
     inputs: Sequence[Input], leaves: list[Any], pieces: list[tuple[torch.Tensor, ...]], mesh: Mesh
 ) -> list[ShardedTensor]:
-    """Copy what is donated but held by somebody else as well; returns the tensors whose memory is given up.
+    """Copy what would be written over but is held by somebody else as well; returns the tensors that are given up.
 
     A piece may be a view of a plain tensor, a second name of another piece, or still in the hands of whoever called
     `to_local`. Whoever holds it must not see it change, so only memory that nobody else refers to is overwritten.
+    Writes to a plain tensor show in all that share its memory, on one device, too: what replaces it is written there.
     """
     gone: list[ShardedTensor] = []
     base = _base()
@@ -45,14 +49,31 @@ def donate(
     for given in inputs:
         counts[id(leaves[given.leaf])] = counts.get(id(leaves[given.leaf]), 0) + 1
     for i, given in enumerate(inputs):
-        if not given.donated:
+        if not given.donated and not given.replaced:
             continue
         leaf, mine = leaves[given.leaf], pieces[i]
-        if type(leaf) is ShardedTensor and counts[id(leaf)] == 1 and _sole(mine, given.firsts, 3, base):
+        if given.replaced:
+            if not _is_at_home(leaf, mine, given.firsts, base):
+                pieces[i] = _copied(mine, given, mesh)
+        elif type(leaf) is ShardedTensor and counts[id(leaf)] == 1 and _sole(mine, given.firsts, 3, base):
             gone.append(leaf)
         else:
             pieces[i] = _copied(mine, given, mesh)
     return gone
+
+
+def _is_at_home(
+    leaf: torch.Tensor, mine: tuple[torch.Tensor, ...], firsts: tuple[tuple[int, int], ...], base: tuple[int, int, int]
+) -> bool:
+    """Whether what is written to these pieces shows in `leaf`, in its views and aliases, and in nothing else."""
+    if leaf.is_inference():
+        return False
+    if type(leaf) is not ShardedTensor:
+        return bool(memory_of(mine[0].untyped_storage()) == memory_of(leaf.untyped_storage()))
+    memory: Memory | None = leaf.__dict__.get("_memory")
+    if memory is not None:
+        memory.forget(but=leaf)
+    return not leaf.__dict__.get("_path") and _sole(mine, firsts, 4 + (memory is not None), base)
 
 
 def _sole(
@@ -69,7 +90,7 @@ def _sole(
 
 
 def _uses(x: torch.Tensor) -> int:
-    return int(memory_uses(memory_of(x.untyped_storage())))
+    return int(memory_uses(memory_of(x.untyped_storage()))) + int(tensor_uses(x))
 
 
 def _counted(pieces: tuple[torch.Tensor, ...]) -> tuple[int, int, int]:

@@ -31,6 +31,7 @@ from shardlib.run import Runner
 from shardlib.scalar import Scalar
 from shardlib.specs.layout import Layout
 from shardlib.state import compiling
+from shardlib.tensors import aliases
 from shardlib.tensors.form import Form
 from shardlib.tensors.tensor import ShardedTensor
 from shardlib.tracing.ending import After
@@ -60,7 +61,7 @@ class Entry:
 
     @functools.cached_property
     def donates(self) -> bool:
-        return any(given.donated for given in self.inputs)
+        return any(given.donated or given.replaced for given in self.inputs)
 
     @functools.cached_property
     def acts(self) -> bool:
@@ -78,8 +79,8 @@ def entry(plan: Plan, program: Program, mesh: Mesh, runner: Runner, kept: Sequen
     traced = plan.compiled.traced
     inputs = []
     for i, (leaf, name, var) in enumerate(zip(traced.input_leaves, traced.input_names, program.inputs, strict=False)):
-        layout, donated = _layout(var), i in program.donated
-        inputs.append(Input(leaf, name, layout, donated, tuple(Counter(alike(mesh.own_coords(), layout.axes)).items())))
+        layout, fate = _layout(var), (i in program.donated, i in program.replaced)
+        inputs.append(Input(leaf, name, layout, *fate, tuple(Counter(alike(mesh.own_coords(), layout.axes)).items())))
     named = plan.output_names[: len(plan.output_names) - len(traced.after.gradients)]
     outputs = tuple(forms(program.outputs[: len(named)], mesh, named, traced.strides))
     same = {i: at for i, at in traced.same.items() if outputs[i] is outputs[at]}  # and live in one place
@@ -181,7 +182,7 @@ def results(entry: Entry, leaves: list[Any]) -> tuple[list[Any], Sequence[Any]]:
     saved: Sequence[Any] = raw[len(entry.outputs) :]
     if after.writes:
         saved = _kept_from_writes(entry, leaves, saved)
-        _apply(entry, leaves, out)
+        _apply(entry, leaves, out, pieces)
     del out[entry.returned :]
     return out, saved
 
@@ -207,14 +208,18 @@ def _is_plain(x: Any) -> bool:
     return type(x) is not ShardedTensor
 
 
-def _apply(entry: Entry, leaves: Sequence[Any], out: Sequence[Any]) -> None:
+def _apply(entry: Entry, leaves: Sequence[Any], out: Sequence[Any], pieces: Sequence[Pieces]) -> None:
     """Write to arguments what the function wrote to them, and set their gradients."""
     with torch.no_grad():
+        written = {given.leaf: pieces[i] for i, given in enumerate(entry.inputs) if given.replaced}
         for leaf, at in entry.after.written:
             into, value = leaves[leaf], out[at]
             if type(into) is ShardedTensor and type(into._locals) is Gone:
                 continue  # it was donated: nobody reads it again
-            into.detach().copy_(value if type(into) is ShardedTensor else value.to_local())
+            if _is_written(into, value, written.get(leaf)):
+                torch.autograd.graph.increment_version(into)
+            else:
+                into.detach().copy_(value if type(into) is ShardedTensor else value.to_local())
         taken = [
             (leaf, what, leaves[of] if what == "grad" else leaves[of].detach()) for leaf, what, of in entry.after.takes
         ]
@@ -223,6 +228,29 @@ def _apply(entry: Entry, leaves: Sequence[Any], out: Sequence[Any]) -> None:
             setattr(leaves[leaf], what, value)
         for leaf, there in entry.after.grads:
             leaves[leaf].grad = None if there is None else _as_kind(leaves[leaf], out[there])
+
+
+def _is_written(into: torch.Tensor, value: ShardedTensor, there: Pieces | None) -> bool:
+    """Whether a tensor has a value already: the program wrote it there, or its pieces can be the tensor's own."""
+    if into.is_inference():
+        return False
+    if type(into) is not ShardedTensor:
+        if there is None or value._locals[0] is not there[0]:
+            return False
+        return bool(memory_of(there[0].untyped_storage()) == memory_of(into.untyped_storage()))
+    if into.__dict__.get("_path") or (into._form.layout, into.dtype) != (value._form.layout, value.dtype):
+        return False
+    aliases.assign(into, *(_settled(value._locals),) * 2, value._origin)
+    return True
+
+
+def _settled(pieces: Pieces) -> Pieces:
+    """Pieces that keep no more memory alive than they show."""
+    for x in pieces:
+        if x.untyped_storage().nbytes() != x.numel() * x.itemsize:
+            own = {id(y): y.clone(memory_format=torch.contiguous_format) for y in pieces}
+            return tuple(own[id(y)] for y in pieces)
+    return pieces
 
 
 def _as_kind(of: torch.Tensor, value: ShardedTensor) -> torch.Tensor:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from shardlib.passes import bundle, free, fuse, reuse, schedule
+from shardlib.passes import bundle, free, fuse, reuse, schedule, settle
 from shardlib.program.check import check
 from shardlib.program.steps import Program
 
-PASSES = (fuse.fuse, bundle.bundle, schedule.schedule, reuse.reuse, free.free)
+PASSES = (fuse.fuse, bundle.bundle, schedule.schedule, settle.settle, reuse.reuse, free.free)
 
 
 def run_passes(program: Program) -> Program:

@@ -9,14 +9,11 @@ end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
-from shardlib.aten.traits import has
-from shardlib.internals import schema_of
+from shardlib.program.inplace import takes
 from shardlib.program.steps import Compute, Copy, Program, Start, Step, Var, reads
 from shardlib.program.storage import blurred, owners
 
@@ -28,7 +25,11 @@ def reuse(program: Program) -> Program:
     copies = {var: replace(var, name=f"{var.name}.own") for var in _borrowed(program, memory)}
     steps += [Copy(var, own) for var, own in copies.items()]
     own = len(program.outputs) if program.owned is None else program.owned
-    outputs = [copies.get(x, x) if isinstance(x, Var) and i < own else x for i, x in enumerate(program.outputs)]
+    homes = set(program.replaced.values())
+    outputs = [
+        copies.get(x, x) if isinstance(x, Var) and i < own and i not in homes else x
+        for i, x in enumerate(program.outputs)
+    ]
     return replace(program, steps=tuple(steps), outputs=tuple(outputs))
 
 
@@ -50,19 +51,18 @@ class _Memory:
         return _Memory(owner, kept, last)
 
     def in_place(self, i: int, step: Step) -> Step:
-        """The step, in place of an operand where it may be."""
-        if not isinstance(step, Compute) or in_place_form(step.target) is None or len(step.outs) != 1:
+        """The step, in place of operands where it may be."""
+        if not isinstance(step, Compute) or step.over or not (every := takes(step)):
             return step
-        return next((replace(step, over=k) for k in self._candidates(step) if self._may(i, step, k)), step)
+        over = tuple(
+            next((k for k in places if self._may(i, step, out, k)), None)
+            for out, places in zip(step.outs, every, strict=True)
+        )
+        return replace(step, over=over) if any(k is not None for k in over) else step
 
-    def _candidates(self, step: Compute) -> Iterator[int]:
-        for k in (0, 1) if has(step.target, "commutes") and not step.kwargs else (0,):
-            if k < len(step.args) and isinstance(step.args[k], Var):
-                yield k
-
-    def _may(self, i: int, step: Compute, k: int) -> bool:
-        x, (out,) = step.args[k], step.outs
-        if out is None or x.layout is None or (x.layout, x.dtype, _shape(x)) != (out.layout, out.dtype, _shape(out)):
+    def _may(self, i: int, step: Compute, out: Var | None, k: int) -> bool:
+        x = step.args[k] if k < len(step.args) else None
+        if out is None or not isinstance(x, Var) or not alike(x, out):
             return False
         alone = sum(self.owner.get(v, v) is x for v in reads(step)) == 1  # none shows the same memory: x + x.t()
         return alone and self.owner.get(x, x) is x and self.last[x] == i and x not in self.kept
@@ -72,8 +72,11 @@ def _borrowed(program: Program, memory: _Memory) -> list[Var]:
     """Results that show memory of an argument that is not donated, of a captured tensor, or of an earlier result."""
     donated = {program.inputs[i] for i in program.donated}
     others = {*(program.given - donated), *blurred(program.steps, memory.owner)}
+    homes = set(program.replaced.values())
     out: list[Var] = []
-    for var in dict.fromkeys(v for v in program.outputs[: program.owned] if isinstance(v, Var)):
+    for var in dict.fromkeys(
+        v for i, v in enumerate(program.outputs[: program.owned]) if isinstance(v, Var) and i not in homes
+    ):
         root = memory.owner.get(var, var)
         if root in others:
             out.append(var)
@@ -81,12 +84,9 @@ def _borrowed(program: Program, memory: _Memory) -> list[Var]:
     return out
 
 
-def in_place_form(target: Any) -> Any:
-    """The op that writes a result over the first operand, place by place; None if there is none."""
-    if torch.Tag.pointwise not in getattr(target, "tags", ()) and not has(target, "writes places"):
-        return None
-    packet = getattr(torch.ops.aten, schema_of(target).name.removeprefix("aten::") + "_", None)
-    return getattr(packet, schema_of(target).overload_name or "default", None) if packet is not None else None
+def alike(x: Var, y: Var) -> bool:
+    """Whether two values fill the same memory."""
+    return x.layout is not None and (x.layout, x.dtype, _shape(x)) == (y.layout, y.dtype, _shape(y))
 
 
 def _shape(var: Var) -> Any:

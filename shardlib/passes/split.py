@@ -49,13 +49,13 @@ def split(program: Program, cotangents: int, gradients: int) -> Halves:
     first: list[Step] = []
     second: list[Step] = []
     for step in program.steps:
-        if any(v in late for v in _needs(step)):
-            late |= {*_gives(step)}
+        if any(v in late for v in needs(step)):
+            late |= {*gives(step)}
     for step in reversed(program.steps):
-        outs = set(_gives(step))
-        if outs & needed or (_stays(step) and late.isdisjoint((*_needs(step), *outs))):
+        outs = set(gives(step))
+        if outs & needed or (_stays(step) and late.isdisjoint((*needs(step), *outs))):
             first.append(step)
-            needed |= set(_needs(step))
+            needed |= set(needs(step))
         else:
             second.append(step)
     first.reverse()
@@ -70,18 +70,18 @@ def split(program: Program, cotangents: int, gradients: int) -> Halves:
     backward = Program(program.mesh, tuple(second), (*saved, *given), program.captured, results, varies=known)
     from_: dict[Var, frozenset[int]] = {v: frozenset({i}) for i, v in enumerate(given)}
     for step in second:
-        origins = frozenset[int]().union(*(from_.get(v, ()) for v in _needs(step)))
-        from_ |= dict.fromkeys(_gives(step), origins)
-    needs = tuple(from_.get(v, frozenset()) if isinstance(v, Var) else frozenset() for v in results)
-    return Halves(forward, backward, saved, needs)
+        origins = frozenset[int]().union(*(from_.get(v, ()) for v in needs(step)))
+        from_ |= dict.fromkeys(gives(step), origins)
+    reached = tuple(from_.get(v, frozenset()) if isinstance(v, Var) else frozenset() for v in results)
+    return Halves(forward, backward, saved, reached)
 
 
-def _needs(step: Step) -> Iterable[Var]:
+def needs(step: Step) -> Iterable[Var]:
     """What a step reads; a wait, the message that it is for."""
     return step.outs if isinstance(step, Wait) else reads(step)
 
 
-def _gives(step: Step) -> tuple[Var, ...]:
+def gives(step: Step) -> tuple[Var, ...]:
     return step.outs if isinstance(step, Start) else makes(step)
 
 

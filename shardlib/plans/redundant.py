@@ -58,7 +58,7 @@ def redundant(program: Program) -> tuple[Redundant, ...]:
     """
     found: defaultdict[tuple[Any, ...], list[tuple[float, int]]] = defaultdict(list)
     for step, axes in _repeated(program):
-        held = 0 if shows(step) is not None and not step.copies else sum(v.nbytes for v in step.made)
+        held = sum(v.nbytes for v in step.made if step.copies or shows(step, v) is None)
         if step.flops or held:
             found[_called(step), place(step.line), step.backward, axes].append((step.flops, held))
     records = []

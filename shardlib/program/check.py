@@ -38,8 +38,11 @@ def faults(program: Program) -> Iterator[str]:
     carried: dict[tuple[Var, ...], tuple[Var, ...]] = {}  # all that began together -> what the messages are of
     held, roots = Counter[Var](), Counter[Var]()  # how many messages are of a value, or of its memory
     owner = owners(program.steps)
-    fixed = {owner.get(v, v) for v in program.given} - {program.inputs[i] for i in program.donated}
+    fixed = {owner.get(v, v) for v in program.given} - {
+        program.inputs[i] for i in (*program.donated, *program.replaced)
+    }
     shown: dict[Var, list[Var]] = defaultdict(list)
+    written = set[Var]()
     if len(there) < len(program.inputs) + len(program.captured):
         yield "an input stands twice"
 
@@ -57,8 +60,9 @@ def faults(program: Program) -> Iterator[str]:
             if there.get(v, v):
                 yield f"{said(step)} reads {v}, which{missing(v)}"
         if isinstance(step, Compute):
-            if step.over is not None:
-                over, root = step.args[step.over], owner.get(step.args[step.over], step.args[step.over])
+            for over in step.overwritten.values():
+                root = owner.get(over, over)
+                written.add(root)
                 if root in fixed or roots[root]:
                     yield f"{said(step)} writes over {over}, which others hold"
                 there |= dict.fromkeys((root, over, *shown[root]), f"{_OVER} {said(step)}")
@@ -93,6 +97,10 @@ def faults(program: Program) -> Iterator[str]:
             shown[owner.get(out, out)].append(out)
     yield from (f"{v} is in flight, and nobody waits for it" for v in flying)
     yield from (f"{v} is a result, and it{why}" for v in program.results if (why := missing(v)))
+    for i, at in program.replaced.items():
+        x, new = program.inputs[i], program.outputs[at]
+        if x in written and owner.get(new, new) is not x:
+            yield f"{x} is written over, and {new}, which replaces it, is elsewhere"
 
 
 def _group(program: Program, step: Collective) -> Iterator[str]:

@@ -51,8 +51,8 @@ class Var:
 class Compute:
     """One call of an op on local tensors.
 
-    `over`: the operand, by position, whose memory the result takes. `copies`: a view that is none, since the strides of
-    its operand do not allow one.
+    `over`: for each result the operand, by position, whose memory it takes (empty: none takes any). `copies`: a view
+    that is none, since the strides of its operand do not allow one.
     """
 
     target: Any
@@ -63,7 +63,7 @@ class Compute:
     backward: bool = False
     note: str = ""
     flops: float = 0.0
-    over: int | None = None
+    over: tuple[int | None, ...] = ()
     copies: bool = False
 
     @cached_property
@@ -80,6 +80,11 @@ class Compute:
     def made(self) -> tuple[Var, ...]:
         """The results that somebody may read."""
         return tuple(v for v in self.outs if v is not None)
+
+    @cached_property
+    def overwritten(self) -> dict[Var | None, Var]:
+        """The operands whose memory results take, by these."""
+        return {out: self.args[k] for out, k in zip(self.outs, self.over, strict=False) if k is not None}
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,8 +183,10 @@ Step = Compute | Start | Wait | Free | Copy
 class Program:
     """Steps in order; inputs and captured tensors as local variables; outputs (a variable, or a constant).
 
-    `donated` are the positions of inputs whose memory may be overwritten. `varies` says where inputs differ of which no
-    layout does. So many results, `owned` (None: all), show no memory of arguments, captured tensors or each other.
+    `donated` are the positions of inputs whose memory may be overwritten; `replaced`, of those that a call overwrites
+    itself: their memory only has the output, by position, that comes to stand there. `varies` says where inputs differ
+    of which no layout does. So many results, `owned` (None: all), show no memory of arguments, captured tensors or each
+    other.
     """
 
     mesh: Mesh
@@ -190,6 +197,7 @@ class Program:
     donated: frozenset[int] = frozenset()
     varies: Mapping[Var, tuple[Axis, ...]] = field(default_factory=dict)
     owned: int | None = None
+    replaced: Mapping[int, int] = field(default_factory=dict)
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:

@@ -28,21 +28,17 @@ def owners(steps: Iterable[Step], *, exact: bool = False) -> dict[Var, Var]:
                 fresh = exact or (c.kind != "ppermute" and math.prod(a.size for a in c.axes) > 1)
                 owner[c.out] = c.out if fresh else owner.get(c.source, c.source)
         elif isinstance(step, Compute):
-            shown = None if exact and step.copies else shows(step)
             for out in step.made:
+                shown = None if exact and step.copies else shows(step, out)
                 owner[out] = out if shown is None else owner.get(shown, shown)
         elif isinstance(step, Copy):
             owner[step.out] = step.out
     return owner
 
 
-def shows(step: Compute) -> Var | None:
-    """The operand whose memory the results have."""
-    if step.over is not None:
-        over = step.args[step.over]
-        assert isinstance(over, Var)
-        return over
-    return step.operands[0] if is_view(step.target) else None
+def shows(step: Compute, out: Var) -> Var | None:
+    """The operand whose memory a result has."""
+    return step.operands[0] if is_view(step.target) else step.overwritten.get(out)
 
 
 def blurred(steps: Iterable[Step], owner: Mapping[Var, Var]) -> set[Var]:

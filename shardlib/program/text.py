@@ -43,7 +43,8 @@ def show(program: Program, where: Callable[[Line | None], str] | None = None) ->
     lines = [f"mesh {', '.join(f'{name}={n}' for name, n in program.mesh.axes.items())}"]
     for i, var in enumerate(program.inputs):
         varies = f" varies [{_axes(axes)}]" if (axes := program.varies.get(var)) is not None else ""
-        lines.append(f"input {_typed(var)}{varies}{' donated' if i in program.donated else ''}")
+        fate = f" becomes {program.replaced[i]}" if i in program.replaced else ""
+        lines.append(f"input {_typed(var)}{varies}{' donated' if i in program.donated else ''}{fate}")
     lines += [f"captured {_typed(var)}" for var, _ in program.captured]
     for step in program.steps:
         line = step.line if isinstance(step, Compute) else step.first.line if isinstance(step, Start) else None
@@ -56,7 +57,7 @@ def show_step(step: Step) -> str:
     """One step's line."""
     if isinstance(step, Compute):
         outs = ", ".join("_" if v is None else _typed(v) for v in step.outs)
-        over = "" if step.over is None else f" over {step.args[step.over].name}"
+        over = f" over {', '.join('_' if k is None else step.args[k].name for k in step.over)}" if step.over else ""
         args = ", ".join([*map(_value, step.args), *(f"{k}={_value(v)}" for k, v in step.kwargs.items())])
         notes = ", ".join([f"{step.flops!r} flop"] * bool(step.flops) + ["copies"] * step.copies)
         return f"{outs}{over}{' = ' if outs else ''}{_target(step.target)}({args}){'  ; ' * bool(notes)}{notes}"
@@ -141,14 +142,17 @@ class _Reader:
         captured: list[tuple[Var, torch.Tensor]] = []
         donated: set[int] = set()
         varies: dict[Var, tuple[Axis, ...]] = {}
+        replaced: dict[int, int] = {}
         outputs, owned = "", None
         for line in filter(None, (_before(line, "  # ").strip() for line in text.splitlines())):
             word, _, rest = line.partition(" ")
             if word == "mesh":
                 self.mesh = {name: int(n) for name, n in re.findall(r"(\w+)=(\d+)", rest)}
             elif word == "input":
-                typed, axes, is_donated = self.match(r"(.*?[\]>])(?: varies \[(.*)\])?( donated)?", rest)
+                pattern = r"(.*?[\]>])(?: varies \[(.*)\])?( donated)?(?: becomes (\d+))?"
+                typed, axes, is_donated, fate = self.match(pattern, rest)
                 inputs.append(self.make(typed))
+                replaced |= {} if fate is None else {len(inputs) - 1: int(fate)}
                 donated |= {len(inputs) - 1} if is_donated else set()
                 varies |= {} if axes is None else {inputs[-1]: self.axes(axes)}
             elif word == "captured":
@@ -162,7 +166,8 @@ class _Reader:
                 steps.append(self.step(line))
         results = tuple(map(self.value, _split(outputs)))
         mesh = Mesh.abstract(dict(self.mesh))
-        return Program(mesh, tuple(steps), tuple(inputs), tuple(captured), results, frozenset(donated), varies, owned)
+        given = tuple(inputs), tuple(captured)
+        return Program(mesh, tuple(steps), *given, results, frozenset(donated), varies, owned, replaced)
 
     def step(self, line: str) -> Step:
         word, _, rest = line.partition(" ")
@@ -183,13 +188,14 @@ class _Reader:
         call = _before(line, "  ; ")
         notes = line[len(call) :].removeprefix("  ; ")
         flops = float(notes.split()[0]) if "flop" in notes else 0.0
-        outs, over, target, given = self.match(r"(?:(.*?)(?: over (\S+))? = )?([\w.:<>]+)\((.*)\)", call)
+        outs, over, target, given = self.match(r"(?:(.*?)(?: over (.*?))? = )?([\w.:<>]+)\((.*)\)", call)
         items = [_keyword(x) for x in _split(given)]
         args = tuple(self.value(x) for name, x in items if not name)
         kwargs = {name: self.value(x) for name, x in items if name}
         made = tuple(None if x == "_" else self.make(x) for x in _split(outs or ""))
-        place = None if over is None else next(i for i, x in enumerate(args) if x is self.vars[over])
-        return Compute(_op(target), args, kwargs, made, flops=flops, over=place, copies=notes.endswith("copies"))
+        names = [x.name if isinstance(x, Var) else "" for x in args]
+        places = tuple(None if x == "_" else names.index(x) for x in _split(over or ""))
+        return Compute(_op(target), args, kwargs, made, flops=flops, over=places, copies=notes.endswith("copies"))
 
     def move(self, kind: str, axes: tuple[Axis, ...], reduce: str, text: str) -> Collective:
         out, source, told, nbytes = self.match(r"(.*) = (\S+) \{(.*)\} (\S+) B", text)

@@ -162,7 +162,7 @@ class _Run(Device):
             if STRICT or step.note == "reshard":  # no user's op: what torch says of its sizes is law
                 self.faults.append(f"{said(step)} on {self}: {str(error).partition(chr(10))[0]}")
             return [None] * len(step.outs)
-        if made and made[0] is not None and made[0].own and step.over is None and is_view(step.target):
+        if made and made[0] is not None and made[0].own and not step.over and is_view(step.target):
             self.found.copies.add(step)
         return made
 

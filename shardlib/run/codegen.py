@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import keyword
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from shardlib.aten.traits import has, is_view, returns_list
 from shardlib.internals import OpOverload, c_functions, schema_of
 from shardlib.meshes.axis import Axis, Coords, alike, member_coords
 from shardlib.meshes.mesh import Mesh
-from shardlib.passes.reuse import in_place_form
+from shardlib.program.inplace import written
 from shardlib.program.steps import Collective, Compute, Copy, Free, Program, Start, Step, Var, makes, reads
 from shardlib.program.storage import owners
 from shardlib.program.sym import Sym
@@ -67,20 +68,35 @@ class Generator:
         self._bound: dict[Any, str] = {}
         self.lines: list[str] = []
         self.flying: dict[tuple[Var, ...], list[str]] = {}  # what starts together -> how it is waited for
-        self._apart = self._not_in_place() if self.varies else set()
+        self._shared = self._shared_reads() if self.varies else {}
+        self._owner = owners(self.program.steps) if self._shared else {}
+        self._segments = 0
 
-    def _not_in_place(self) -> set[Step]:
-        """Calls that have memory of their own here: what they could write over is read once for several devices."""
-        owner, over = owners(self.program.steps), dict[Var, list[Step]]()
-        shared: set[Var] = set()
+    def _shared_reads(self) -> dict[Var, float]:
+        """Memory that is read once for several devices, and the last segment in which it is: nothing is written over it
+        until then.
+
+        Up to the next collective one device runs after the other, so that is what others of them may still read.
+        """
+        owner = owners(self.program.steps)
+        shared: dict[Var, float] = {} if self.share else dict.fromkeys(self.program.inputs, math.inf)
+        segment = 0
         for step in self.program.steps:
-            if isinstance(step, Compute) and step.over is not None:
-                over.setdefault(owner.get(x := step.args[step.over], x), []).append(step)
+            segment += isinstance(step, Start)
             for var in reads(step) if not isinstance(step, Start) else ():
                 root = owner.get(var, var)
                 if any(self.varies.get(out, ()) != self.varies.get(root, ()) for out in makes(step)):
-                    shared.add(root)
-        return {step for root in shared for step in over.get(root, ())}
+                    shared[root] = max(segment, shared.get(root, 0))
+        return shared
+
+    def _over(self, step: Compute) -> tuple[int | None, ...]:
+        """The operands whose memory results take here."""
+        if not self._shared or not step.over:
+            return step.over
+        roots = (None if k is None else self._owner.get(step.args[k], step.args[k]) for k in step.over)
+        here = zip(step.over, roots, strict=True)
+        over = tuple(k if x is not None and self._shared.get(x, -1) < self._segments else None for k, x in here)
+        return over if any(k is not None for k in over) else ()
 
     def _mesh_axes(self) -> Iterable[Axis]:
         sizes: dict[str, int] = {}
@@ -127,6 +143,7 @@ class Generator:
             if isinstance(step, Start):
                 self._segment(segment)
                 segment = []
+                self._segments += 1
                 communicate(self, step)
             else:
                 segment.append(step)
@@ -166,10 +183,8 @@ class Generator:
             self.lines += landing
 
     def _call(self, step: Compute, coords: Coords) -> None:
-        target, operands = step.target, list(step.args)
-        if (k := step.over) is not None and step not in self._apart:
-            target = in_place_form(target)
-            operands[0], operands[k] = operands[k], operands[0]
+        over = self._over(step)
+        target, operands = written(step, over) if over else (step.target, step.args)
         args = [self.literal(a, coords) for a in operands]
         args += [f"{k}={self.literal(v, coords)}" for k, v in step.kwargs.items()]
         left = ", ".join("_" if v is None else self.name(v, coords) for v in step.outs)

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardlib.aten.traits import is_view
 from shardlib.internals import OpOverload, schema_of
 from shardlib.machine import Device
 from shardlib.program.steps import Compute, Free, Program, Start, Step, Var, reads
-from shardlib.program.storage import shows
 from shardlib.tensors.form import short_dtype
 
 
@@ -31,7 +31,7 @@ def _looked_up(step: Compute) -> float:
 
 def _added_to(step: Compute) -> float:
     """In place, only what is written is touched, and read before; else all of the operand is copied, too."""
-    return float(3 * sum(v.nbytes for v in step.operands[1:])) + (_whole(step) if step.over is None else 0.0)
+    return float(3 * sum(v.nbytes for v in step.operands[1:])) + (0.0 if step.over else _whole(step))
 
 
 def _nothing(step: Compute) -> float:
@@ -49,7 +49,7 @@ BYTES: Mapping[str, Callable[[Compute], float]] = {
 
 def touched(step: Compute) -> float:
     """Bytes of a device's memory that a call reads and writes; 0 for a view."""
-    if shows(step) is not None and step.over is None and not step.copies:
+    if is_view(step.target) and not step.copies:
         return 0.0
     return BYTES.get(_name(step.target), _whole)(step)
 

@@ -46,11 +46,16 @@ class Memory:
     def write(self, locals_: tuple[torch.Tensor, ...], origin: int) -> None:
         """The owner's new value: whoever shows the memory has to look at it again, and comes from there."""
         self.locals = locals_
-        for member in self.members:
-            x = member()
-            if x is not None and x.__dict__.get("_memory") is self:
-                x.__dict__.pop("_locals", None)
-                x._origin = origin
+        for x in self.forget():
+            x._origin = origin
+
+    def forget(self, but: ShardedTensor | None = None) -> list[ShardedTensor]:
+        """Whoever shows the memory, one excepted, makes its pieces again when they are next read."""
+        found = [x for member in self.members if (x := member()) is not None and x is not but]
+        found = [x for x in found if x.__dict__.get("_memory") is self]
+        for x in found:
+            x.__dict__.pop("_locals", None)
+        return found
 
 
 def memory_of(x: ShardedTensor) -> Memory:

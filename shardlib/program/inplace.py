@@ -1,0 +1,47 @@
+"""Ops that can write their results over operands: which over which, and what is called then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from shardlib.aten.traits import has
+from shardlib.internals import schema_of
+from shardlib.ops.adam import ADAM, adam
+from shardlib.program.steps import Compute
+
+
+def takes(step: Compute) -> tuple[tuple[int, ...], ...]:
+    """For each result the operands, by position, whose memory it may have, the best first; empty if none has any."""
+    if step.target is ADAM:
+        return (0,), (2,), (3,), (4,)
+    if len(step.outs) != 1 or in_place_form(step.target) is None:
+        return ()
+    return ((0, 1) if has(step.target, "commutes") and not step.kwargs else (0,),)
+
+
+def written(step: Compute, over: tuple[int | None, ...]) -> tuple[Callable[..., Any], list[Any]]:
+    """What writes the results of a step over these operands, and its arguments."""
+    args = list(step.args)
+    if step.target is ADAM:
+        return _adam(over), args
+    (k,) = over
+    assert k is not None, "a step that takes no operand's memory says nothing"
+    args[0], args[k] = args[k], args[0]
+    return in_place_form(step.target), args
+
+
+@cache
+def _adam(over: tuple[int | None, ...]) -> Callable[..., Any]:
+    return partial(adam, over=over)
+
+
+def in_place_form(target: Any) -> Any:
+    """The op that writes a result over the first operand, place by place; None if there is none."""
+    if torch.Tag.pointwise not in getattr(target, "tags", ()) and not has(target, "writes places"):
+        return None
+    packet = getattr(torch.ops.aten, schema_of(target).name.removeprefix("aten::") + "_", None)
+    return getattr(packet, schema_of(target).overload_name or "default", None) if packet is not None else None
