@@ -21,8 +21,8 @@ from shardlib.lower.local import Assignment, LocalForm
 from shardlib.lower.move import Mover
 from shardlib.meshes.axis import Axis
 from shardlib.program.steps import Asked, Var
-from shardlib.propagate.estimate import settled
 from shardlib.propagate.flood import OpFactor
+from shardlib.propagate.moves import settled
 from shardlib.propagate.units import value_factors
 from shardlib.reshard import Axes, Cut
 from shardlib.rules.rule import OWNED

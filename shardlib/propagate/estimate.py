@@ -9,32 +9,33 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
 
 from shardlib import reshard
 from shardlib.meshes.axis import Axis
-from shardlib.propagate.problem import Choice, End, Kind, Problem, Record
-from shardlib.reshard import Cut
-
-# An activation that moves is gone soon, a gathered parameter stays for half a step: near a tie, move activations.
-HOLDING = 1.25
+from shardlib.propagate.moves import Moves, State
+from shardlib.propagate.problem import Choice, Problem
+from shardlib.propagate.records import End, Kind
+from shardlib.propagate.tables import GRAIN, Table
 
 Order = tuple[Choice, ...]  # a choice for every mesh axis
 Choices = list[Order]  # for every kind
 
 
 class Estimate:
-    """Seconds of choices, memoised per value and choice; `dear` times those that go into communication."""
+    """Seconds of choices, memoised per value and choice."""
 
     def __init__(self, problem: Problem) -> None:
-        self.problem, self.dear = problem, 1.0
-        # Records are known by their number here: they hash slowly.
-        self._records = list(problem.records.items())
+        self.problem = problem
+        self.moves = [Moves(record, count) for record, count in problem.records.items()]
         self._touching: dict[Kind, list[int]] = defaultdict(list)
-        for i, (record, _) in enumerate(self._records):
-            for kind in record.kinds:
+        for i, moves in enumerate(self.moves):
+            for kind in moves.record.kinds:
                 self._touching[kind].append(i)
-        self._cost_memo: list[dict[tuple[Order, ...], float]] = [{} for _ in self._records]
+        self._ends_memo: list[dict[tuple[Kind, Order], tuple[int, ...]]] = [{} for _ in self.moves]
+        self._sent_memo: list[dict[tuple[tuple[int, ...], ...], float]] = [{} for _ in self.moves]
         self._work_memo: dict[tuple[Kind, Order], tuple[float, float]] = {}
         self._cut_memo: dict[tuple[Kind, Order], tuple[tuple[Axis, ...], ...]] = {}
 
@@ -60,77 +61,34 @@ class Estimate:
         self._cut_memo[key] = tuple(result)
         return self._cut_memo[key]
 
-    def record_cost(self, i: int, choices: Choices) -> float:
+    def _ends(self, i: int, kind: Kind, choice: Order) -> tuple[int, ...]:
+        """The states of those ends of record number `i` that a kind decides."""
+        memo = self._ends_memo[i]
+        if (known := memo.get((kind, choice))) is None:
+            moves, slots = self.moves[i], self.cut(kind, choice)
+            known = tuple(moves.number(_resolved(moves.ends[p], slots)) for p in moves.places[kind])
+            memo[kind, choice] = known
+        return known
+
+    def sent(self, i: int, choices: Choices) -> float:
         """Seconds of the reshards of all values that record number `i` stands for."""
-        record, count = self._records[i]
-        key = tuple([choices[k] for k in record.kinds])
-        memo = self._cost_memo[i]
+        moves, memo = self.moves[i], self._sent_memo[i]
+        key = tuple([self._ends(i, kind, choices[kind]) for kind in moves.places])
         if (known := memo.get(key)) is None:
-            known = memo[key] = self._reshards(record, choices) * count
-        return known * self.dear
+            known = memo[key] = float(
+                moves.seconds({kind: [of] for kind, of in zip(moves.places, key, strict=True)}).item()
+            )
+        return known
 
-    def scopes(self) -> Iterator[tuple[int, tuple[Kind, ...]]]:
-        """The number of every record, and the kinds on whose choices its cost depends."""
-        return ((i, record.kinds) for i, (record, _) in enumerate(self._records))
-
-    def ends(self, i: int, kind: Kind, choice: Order) -> tuple[object, ...]:
-        """What record number `i` sees of a kind under `choice`: where its ends are, and what they owe."""
-        record, _ = self._records[i]
-        return tuple(
-            self._resolved(e, choice) for e in (*record.sources, *record.readers, *record.through) if e.kind == kind
-        )
-
-    def _resolved(self, end: End, choice: Order) -> tuple[Cut, tuple[Axis, ...]]:
-        assert end.kind is not None
-        slots = self.cut(end.kind, choice)
-        cut = tuple(() if s is None else slots[s] for s in end.slots)
-        # What went round was reduced on the way.
-        return cut, tuple(a for s in end.pending for a in slots[s] if not any(a in axes for axes in cut))
-
-    def _reshards(self, record: Record, choices: Choices) -> float:
-
-        def resolve(end: End) -> tuple[Cut, tuple[Axis, ...]]:
-            return (end.cut, ()) if end.kind is None else self._resolved(end, choices[end.kind])
-
-        came = next((found for found in map(resolve, record.through) if found[1]), None)
-        sources = {resolve(s): None for s in record.sources} if came is None else {came: None}
-        late = record.late and any(pending for _, pending in sources)
-        readers = [r for r in record.readers if r.pending or not late]
-        flat = tuple(n for dim in record.sizes for n in dim)
-        # What a reader needs in own rows only it also takes while these are pending.
-        wants = sorted(dict.fromkeys(map(resolve, readers)), key=lambda w: reshard.local_numel(flat, w[0]))
-        total = 0.0
-
-        def route(source: tuple[Cut, tuple[Axis, ...]], want: tuple[Cut, tuple[Axis, ...]]) -> float:
-            left = tuple(a for a in source[1] if a not in want[1])
-            return reshard.seconds(reshard.route(record.sizes, record.itemsize, source[0], want[0], left))
-
-        have: list[tuple[Cut, tuple[Axis, ...]]] = list(sources)
-        if (
-            len(have) > 1 and wants
-        ):  # sums that cannot be added first: each goes to the first reader's layout on its own
-            total += sum(route(source, wants[0]) for source in have)
-            have = [wants[0]]
-        for want in wants:
-            best, near = min(((route(source, want), source) for source in have), key=lambda found: found[0])
-            total += best
-            have.append((want[0], tuple(a for a in near[1] if a in want[1])))
-        if record.returned is not None and all(pending for _, pending in have):
-            flat_wants = list(zip(record.returned, flat, strict=True))
-            for cut, pending in have:
-                total += route((cut, pending), (settled(cut, pending, flat_wants), ()))
-        return total * (HOLDING if record.held else 1.0)
-
-    def work(self, kind: Kind, choices: Choices) -> float:
+    def work(self, kind: Kind, choice: Order) -> tuple[float, float]:
         """Seconds of a kind's arithmetic, and of what its ops send while they run."""
-        key = (kind, choices[kind])
-        if (known := self._work_memo.get(key)) is None:
-            known = self._work_memo[key] = self._work(kind, choices)
-        return known[0] + known[1] * self.dear
+        if (known := self._work_memo.get((kind, choice))) is None:
+            work, sent = self._work(kind, choice)
+            known = self._work_memo[kind, choice] = grained(work), grained(sent)
+        return known
 
-    def _work(self, kind: Kind, choices: Choices) -> tuple[float, float]:
-        """Seconds of arithmetic, and of communication."""
-        cut = self.cut(kind, choices[kind])
+    def _work(self, kind: Kind, choice: Order) -> tuple[float, float]:
+        cut = self.cut(kind, choice)
         work, total = sum(s / math.prod(_ways(cut[i]) for i in slots) for s, slots in self.problem.compute[kind]), 0.0
         for p in self.problem.passed[kind]:
             local = p.seconds / math.prod(_ways(cut[i]) for i in p.slots)
@@ -146,47 +104,121 @@ class Estimate:
                 total += b.times * messages * reshard.COLLECTIVE_LATENCY
         return work, total
 
-    def kind_cost(self, kind: Kind, choices: Choices) -> float:
-        return self.work(kind, choices) + sum([self.record_cost(i, choices) for i in self._touching[kind]])
-
-    def moves(self, kind: Kind, choices: Choices) -> bool:
-        """Whether a value beside this kind is resharded."""
-        return any(self.record_cost(i, choices) for i in self._touching[kind])
-
-    def cost(self, kinds: Sequence[Kind], choices: Choices) -> float:
+    def cost(self, kinds: Iterable[Kind], choices: Choices, dear: float = 1.0) -> float:
         """Seconds of everything that touches one of `kinds`."""
-        if len(kinds) == 1:
-            return self.kind_cost(kinds[0], choices)
-        touched = dict.fromkeys(i for k in kinds for i in self._touching[k])
-        work = sum(self.work(k, choices) for k in kinds)
-        return work + sum([self.record_cost(i, choices) for i in touched])
+        works = [self.work(kind, choices[kind]) for kind in kinds]
+        sent = sum([self.sent(i, choices) for i in self._touched(kinds)]) + sum(mine for _, mine in works)
+        return sum(mine for mine, _ in works) + sent * dear
+
+    def moving(self, kind: Kind, choices: Choices) -> bool:
+        """Whether a value beside this kind is resharded."""
+        return any(self.sent(i, choices) for i in self._touching[kind])
+
+    def beside(self, kind: Kind) -> tuple[Kind, ...]:
+        """A kind and those that share a value with it."""
+        return tuple(dict.fromkeys([kind, *(k for i in self._touching[kind] for k in self.moves[i].record.kinds)]))
+
+    def worth(
+        self, free: Mapping[Kind, Sequence[Order]], choices: Choices, dear: float = 1.0
+    ) -> dict[Kind, list[Order]]:
+        """The choices of kinds that are `free` with which all could cost less than as chosen: not those whose work
+        alone is so much more than the least as all that could be saved. Nobody, where nothing could."""
+        works = {k: [mine + sent * dear for mine, sent in (self.work(k, x) for x in free[k])] for k in free}
+        floor = {k: min(of) for k, of in works.items()}
+        now = sum(of[free[k].index(choices[k])] - floor[k] for k, of in works.items())
+        spent = now + dear * sum([self.sent(i, choices) for i in self._touched(free)])
+        if not spent:
+            return {}
+        left = {
+            k: [x for x, work in zip(free[k], of, strict=True) if work - floor[k] <= spent] for k, of in works.items()
+        }
+        return {k: some for k, some in left.items() if len(some) > 1}
+
+    def _touched(self, kinds: Iterable[Kind]) -> list[int]:
+        return sorted({i for kind in kinds for i in self._touching[kind]})
+
+    def tables(
+        self,
+        free: Mapping[Kind, Sequence[Order]],
+        choices: Choices,
+        largest: float = math.inf,
+        at_once: float = math.inf,
+        *,
+        rough: bool = False,
+    ) -> tuple[list[Table], bool]:
+        """The costs of all that kinds which are `free` to choose touch, others being as in `choices`, and whether they
+        are all there: tables larger than `largest` are left out, and all where they had more than `at_once` entries."""
+        tables: list[Table] = []
+        for kind, domain in free.items():
+            works = np.array([self.work(kind, choice) for choice in domain])
+            every = (np.arange(len(domain)),)
+            tables += [Table((kind,), works[:, 0], every), Table((kind,), works[:, 1], every, sent=True)]
+        asked = []
+        for i in self._touched(free):
+            kinds = [k for k in self.moves[i].places if k in free]
+            # Choices that put the ends of a value alike cost it the same: one of each is tried.
+            seen = [[self._ends(i, kind, choice) for choice in free[kind]] for kind in kinds]
+            asked.append((i, kinds, seen, [list(dict.fromkeys(of)) for of in seen]))
+        sizes = [math.prod(map(len, known)) for *_, known in asked]
+        if sum(sizes) > at_once:
+            return [], False
+        for size, (i, kinds, seen, known) in zip(sizes, asked, strict=True):
+            if size <= largest:
+                tables.append(self._table(i, kinds, seen, known, choices, rough))
+        return tables, all(size <= largest for size in sizes)
+
+    def _table(
+        self,
+        i: int,
+        kinds: Sequence[Kind],
+        seen: Sequence[Sequence[tuple[int, ...]]],
+        known: Sequence[Sequence[tuple[int, ...]]],
+        choices: Choices,
+        rough: bool,
+    ) -> Table:
+        moves = self.moves[i]
+        fixed = {k: [self._ends(i, k, choices[k])] for k in moves.places if k not in kinds}
+        costs = moves.seconds(fixed | dict(zip(kinds, known, strict=True)), rough=rough)
+        number = [{states: n for n, states in enumerate(of)} for of in known]
+        classes = tuple(np.array([new[x] for x in of]) for new, of in zip(number, seen, strict=True))
+        return Table(tuple(kinds), costs.reshape([len(x) for x in known]), classes, value=i)
+
+    def corrected(self, tables: Sequence[Table], at: Mapping[Kind, int], choices: Choices) -> bool:
+        """Write what the best choices cost in place of rough figures; whether any of these was wrong."""
+        wrong = False
+        for table in tables:
+            if table.value is not None and (seconds := self.sent(table.value, choices)) != table.costs[table.at(at)]:
+                table.costs[table.at(at)], wrong = seconds, True
+        return wrong
 
     def whole(self, choices: Choices) -> tuple[float, float]:
         """Seconds of arithmetic and of communication, with what nobody decides: so estimates of other wants compare."""
         still = dict.fromkeys(u for u in self.problem.units.unit.values() if u not in self.problem.kind)
         work = sum(seconds for unit in still for seconds, _ in self.problem.compute_of(unit, 1))
-        sent = sum(self._reshards(record, []) * n for record, n in self.problem.settled.items())
-        works = [self._work(kind, choices) for kind in range(len(self.problem.members))]
-        moved = sum(self.record_cost(i, choices) for i in range(len(self._records)))
-        return work + sum(mine for mine, _ in works), sent + sum(mine for _, mine in works) + moved
+        sent = sum(Moves(record, n).seconds({}).item() for record, n in self.problem.settled.items())
+        mine, moved = self.parts(choices)
+        return work + mine, sent + moved
+
+    def parts(self, choices: Choices) -> tuple[float, float]:
+        """Seconds of arithmetic and of communication, of all that is decided."""
+        works = [self.work(kind, choice) for kind, choice in enumerate(choices)]
+        sent = sum([self.sent(i, choices) for i in range(len(self.moves))])
+        return sum(mine for mine, _ in works), sent + sum(mine for _, mine in works)
 
     def total(self, choices: Choices) -> float:
-        work = sum(self.work(kind, choices) for kind in range(len(self.problem.members)))
-        return work + sum([self.record_cost(i, choices) for i in range(len(self._records))])
+        """Seconds of all that is decided."""
+        return sum(self.parts(choices))
 
 
-def settled(cut: Cut, pending: Sequence[Axis], leaves: Sequence[tuple[Sequence[Axis], int]]) -> Cut:
-    """Where a sum goes that is returned while it is pending over axes: to leaves, given as (axes it wants, size).
+def grained(seconds: float) -> float:
+    """The nearest multiple of `GRAIN`."""
+    return round(seconds / GRAIN) * GRAIN
 
-    So gradients land like parameters.
-    """
-    out = list(cut)
-    for axis in pending:
-        for j, (wants, size) in enumerate(leaves):
-            if axis in wants and size >= _ways(out[j]) * axis.size:
-                out[j] = (*out[j], axis)
-                break
-    return tuple(out)
+
+def _resolved(end: End, slots: Sequence[tuple[Axis, ...]]) -> State:
+    cut = tuple(() if s is None else slots[s] for s in end.slots)
+    # What went round was reduced on the way.
+    return cut, tuple(a for s in end.pending for a in slots[s] if not any(a in axes for axes in cut))
 
 
 def _ways(axes: Sequence[Axis]) -> int:

@@ -76,7 +76,7 @@ def _candidates(heavy: list[Op], flood: Flood, mesh: Mesh, decider: Decider, nam
         total += op.rule.flops
         used = {a for axes in decider.unit_cut(unit) for a in axes}
         idle = [a for a in atoms if a not in used]
-        moves = unit in decider.problem.kind and decider.estimate.moves(decider.problem.kind[unit], decider.choices)
+        moves = unit in decider.problem.kind and decider.estimate.moving(decider.problem.kind[unit], decider.choices)
         if idle or moves:
             for leaf in _free(op, flood, idle or atoms, everywhere=not idle):
                 gain[leaf] += op.rule.flops

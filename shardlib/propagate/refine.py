@@ -34,7 +34,7 @@ def refine(graph: Graph, flood: Flood, mesh: Mesh, decider: Decider) -> Decider:
 
     whole = decider.units.unit
     parts = decider.units.apart(lambda member: (decider.problem.kind[whole[member]], choice(member)))
-    return Decider(graph, flood, parts, mesh, lambda unit: choice(_first(unit)))
+    return Decider(graph, flood, parts, mesh, lambda unit: choice(_first(unit)), improve=False)
 
 
 def alone(graph: Graph, flood: Flood, mesh: Mesh, decider: Decider) -> Decider:

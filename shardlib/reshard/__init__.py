@@ -4,6 +4,7 @@ A *cut* of a value is a tuple with one entry per factor: the mesh axes over it, 
 moves factors, `route` values whose dims are made of several.
 """
 
+from shardlib.reshard.rough import rough_seconds
 from shardlib.reshard.routing import Hop, plan, route, seconds
 from shardlib.reshard.step import (
     COLLECTIVE_LATENCY,
@@ -32,6 +33,7 @@ __all__ = [
     "Step",
     "local_numel",
     "plan",
+    "rough_seconds",
     "route",
     "seconds",
     "ways",

@@ -1,0 +1,150 @@
+"""The reshards of a value: from where it is made to every distinct layout in which it is read.
+
+A pending sum is reduced once; sums that only meet in an addition are added first and then paid once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import reduce
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardlib import reshard
+from shardlib.meshes.axis import Axis
+from shardlib.propagate.records import Kind, Record
+from shardlib.propagate.tables import GRAIN, Costs, Numbers
+from shardlib.reshard import Cut
+
+# An activation that moves is gone soon, a gathered parameter stays for half a step: near a tie, move activations.
+HOLDING = 1.25
+
+State = tuple[Cut, tuple[Axis, ...]]  # how a value is cut, and what it owes
+_MANY = 1 << 30  # more states than a value has
+
+
+class Moves:
+    """The reshards of `count` values that are one record, by the states of their ends; states are numbered.
+
+    A `rough` figure takes each reshard by what its axes do, without looking for its steps.
+    """
+
+    def __init__(self, record: Record, count: int) -> None:
+        self.record, self.count = record, count
+        self.flat = tuple(n for dim in record.sizes for n in dim)
+        self.ends = (*record.sources, *record.readers, *record.through)
+        self._number: dict[State, int] = {}
+        self._states: list[State] = []
+        self._ways: dict[tuple[int, int, bool], tuple[float, int]] = {}
+        self.still = {p: self.number((e.cut, ())) for p, e in enumerate(self.ends) if e.kind is None}
+        self.places = {k: tuple(p for p, e in enumerate(self.ends) if e.kind == k) for k in record.kinds}
+
+    def number(self, state: State) -> int:
+        """The number of a state."""
+        if (known := self._number.get(state)) is None:
+            known = self._number[state] = len(self._states)
+            self._states.append(state)
+        return known
+
+    def seconds(self, decided: Mapping[Kind, Sequence[Sequence[int]]], *, rough: bool = False) -> Costs:
+        """Seconds of all reshards: a dim for each kind, along which are the states of its ends, choice after choice."""
+        at = [np.array(self.still.get(p, 0)).reshape([1] * len(decided)) for p in range(len(self.ends))]
+        for i, (kind, choices) in enumerate(decided.items()):
+            for p, states in zip(self.places[kind], zip(*choices, strict=True), strict=True):
+                at[p] = np.array(states).reshape([-1 if i == d else 1 for d in range(len(decided))])
+        shape = [len(choices) for choices in decided.values()]
+        seconds = np.broadcast_to(self._seconds(at, rough), shape)
+        return np.rint(seconds * (self.count / GRAIN)) * GRAIN
+
+    def _seconds(self, at: list[Numbers], rough: bool) -> Costs:
+        record = self.record
+        n, m = len(record.sources), len(record.sources) + len(record.readers)
+        sources, wants = at[:n], at[n:m]
+        if record.through:
+            came = reduce(lambda found, s: np.where(self._owes(s), s, found), reversed(at[m:]), np.array(-1))
+            sources = [np.where(came < 0, s, came) for s in sources]
+        new = [reduce(np.logical_and, (s != t for t in sources[:i]), np.array(True)) for i, s in enumerate(sources)]
+        if record.late:
+            # What a reader needs in own rows only it also takes while these are pending: others have what they need.
+            late = reduce(np.logical_or, map(self._owes, sources))
+            wants = [w if e.pending else np.where(late, -1, w) for w, e in zip(wants, record.readers, strict=True)]
+        wants = self._smallest_first(wants)
+        total, have = np.array(0.0), sources
+        if len(sources) > 1 and wants:
+            # Sums that cannot be added first: each goes to the first reader's layout on its own.
+            apart = reduce(np.logical_or, new[1:]) & (wants[0] >= 0)
+            paid = [
+                np.where(mine & apart, self._paid(s, wants[0], rough)[0], 0.0)
+                for s, mine in zip(sources, new, strict=False)
+            ]
+            total, have, new = sum(paid, total), [np.where(apart, wants[0], sources[0])], new[:1]
+        for want in wants:
+            ways = [self._paid(s, want, rough) for s in have]
+            best, then = ways[0]
+            for seconds, state in ways[1:]:
+                then, best = np.where(seconds < best, state, then), np.minimum(seconds, best)
+            total, have, new = total + best, [*have, then], [*new, np.array(False)]
+        if record.returned is not None:
+            left = reduce(np.logical_and, map(self._owes, have))
+            paid = [np.where(left, self._paid(s, np.array(-2), rough)[0], 0.0) for s in have]
+            total = total + sum(np.where(mine, seconds, 0.0) for mine, seconds in zip(new, paid, strict=True))
+        return total * (HOLDING if record.held else 1.0)
+
+    def _owes(self, states: Numbers) -> NDArray[np.bool_]:
+        return np.array([bool(pending) for _, pending in self._states] + [False])[states]
+
+    def _smallest_first(self, wants: Sequence[Numbers]) -> list[Numbers]:
+        """What is wanted, the least first; -1, which is nothing, last."""
+        if len(wants) < 2:
+            return list(wants)
+        every = np.stack(np.broadcast_arrays(*wants))
+        sizes = np.array([reshard.local_numel(self.flat, cut) for cut, _ in self._states] + [math.inf])
+        return list(np.take_along_axis(every, np.argsort(sizes[every], axis=0, kind="stable"), axis=0))
+
+    def _paid(self, sources: Numbers, wants: Numbers, rough: bool) -> tuple[Costs, Numbers]:
+        """Seconds from one state to another, and what is there then."""
+        both = sources * _MANY + (wants + 2)
+        pairs, which = np.unique(both, return_inverse=True)
+        found = [self._way(pair // _MANY, pair % _MANY - 2, rough) for pair in pairs.tolist()]
+        seconds, states = (np.array(of)[which].reshape(both.shape) for of in zip(*found, strict=True))
+        return seconds, states
+
+    def _way(self, source: int, want: int, rough: bool) -> tuple[float, int]:
+        """To a state, to nothing (-1), or to where a result goes whose layout nobody fixed (-2)."""
+        key = source, want, rough
+        if want != -1 and key not in self._ways:
+            cut, pending = self._states[source]
+            if want < 0:
+                leaves = zip(self.record.returned or (), self.flat, strict=True)
+                goal: State = settled(cut, pending, list(leaves)), ()
+            else:
+                goal = self._states[want]
+            to, kept = goal
+            left = tuple(a for a in pending if a not in kept)
+            then = self.number((to, tuple(a for a in pending if a in kept)))
+            if rough:
+                seconds = reshard.rough_seconds(self.flat, self.record.itemsize, cut, to, left)
+            else:
+                seconds = reshard.seconds(reshard.route(self.record.sizes, self.record.itemsize, cut, to, left))
+            self._ways[key] = seconds, then
+        return (0.0, source) if want == -1 else self._ways[key]
+
+
+def settled(cut: Cut, pending: Sequence[Axis], leaves: Sequence[tuple[Sequence[Axis], int]]) -> Cut:
+    """Where a sum goes that is returned while it is pending over axes: to leaves, given as (axes it wants, size).
+
+    So gradients land like parameters.
+    """
+    out = list(cut)
+    for axis in pending:
+        for j, (wants, size) in enumerate(leaves):
+            if axis in wants and size >= _ways(out[j]) * axis.size:
+                out[j] = (*out[j], axis)
+                break
+    return tuple(out)
+
+
+def _ways(axes: Sequence[Axis]) -> int:
+    return math.prod(a.size for a in axes)

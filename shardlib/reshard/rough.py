@@ -1,0 +1,30 @@
+"""What a reshard may take, from what happens to every axis alone: without looking for its steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from shardlib.meshes.axis import Axis
+from shardlib.reshard.step import COLLECTIVE_LATENCY, LINK_BYTES_PER_SECOND, Axes, Cut, local_numel
+
+
+def rough_seconds(sizes: tuple[int, ...], itemsize: int, src: Cut, dst: Cut, pending: Axes) -> float:
+    """Estimated seconds of the direct way, where all cuts are even and no axis has to leave from under another one."""
+    have, wanted = ({a: i for i, axes in enumerate(cut) for a in axes} for cut in (src, dst))
+
+    def ways(axes: Iterable[Axis]) -> int:
+        return math.prod([a.size for a in axes])
+
+    local = local_numel(sizes, src) * itemsize / ways(a for a in wanted if a not in have and a not in pending)
+    sent = []
+    if (n := ways(a for a in pending if a in wanted)) > 1:
+        local /= n
+        sent.append(local * (n - 1))
+    if (n := ways(a for a, i in have.items() if wanted.get(a, i) != i)) > 1:
+        sent.append(local * (n - 1) / n)
+    if (n := ways(a for a in pending if a not in wanted)) > 1:
+        sent.append(2 * local * (n - 1) / n)
+    if (n := ways(a for a in have if a not in wanted)) > 1:
+        sent.append(local * (n - 1))
+    return sum(sent) / LINK_BYTES_PER_SECOND + len(sent) * COLLECTIVE_LATENCY
