@@ -10,8 +10,9 @@ serves both.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ from torch import Tensor
 
 from shardlib.ops.convolve import CONVOLVE, CONVOLVE_BACKWARD
 from shardlib.rules.halo import Range, extent, fetch, length, reframe, sent
+from shardlib.rules.notation import gradient
+from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Halo, Labels, Local, Rule, RuleFn
 from shardlib.rules.shards import cut, may_be_empty, once, positional
-from shardlib.rules.space import Dim, Space, arg, path, result_shape
+from shardlib.rules.space import arg, result_shape, words
 from shardlib.rules.window import Window, each
 
 aten = torch.ops.aten
@@ -66,62 +69,39 @@ class Settings:
         return self.stride, padding, self.dilation, self.transposed, more, max(self.groups, 1)
 
 
-class Dims:
-    """The labels of one convolution of x (of shape `x`) with a weight, which gives `out`."""
+def _text(x: Shape, weight: Shape, out: Shape, how: Settings) -> str:
+    """The labels of one convolution of x with a weight, which gives `out`; dims that keep their size are `h`."""
+    spatial = range(len(weight) - 2)
+    same = [x[2 + k] == out[2 + k] for k in spatial]
+    before, after = (" ".join(f"{'h' if same[k] else name}{k}" for k in spatial) for name in "io")
+    channels = "(g ci) co" if how.transposed else "(g co) ci"
+    cut = dict.fromkeys(f"{before} {after}".split())
+    kinds = " ".join([*(f"k{k}:whole" for k in spatial), *(f"{f}:local" for f in cut)])
+    return (
+        f"n (g ci) {before}, {channels} {words('k', len(spatial))}, (g co) -> n (g co) {after} "
+        f"| g:size(groups) g:local ci:local co:local {kinds}"
+    )
 
-    def __init__(self, x: Shape, weight: Shape, out: Shape, how: Settings) -> None:
-        self.space = space = Space()
-        g = space.dim(how.groups, "g")
-        n, ci, co = space.dim(x[0], "n"), space.dim(x[1] // how.groups, "ci"), space.dim(out[1] // how.groups, "co")
-        kernel = [space.dim(k, "k", whole=True) for k in weight[2:]]
-        self.pairs: list[tuple[Dim, Dim]] = []  # per spatial dim, the labels of x and of the result
-        for a, b in zip(x[2:], out[2:], strict=True):
-            i = space.dim(a, "h" if a == b else "i")
-            self.pairs.append((i, i if a == b else space.dim(b, "o")))
-        self.x = [n, (*g, *ci), *(i for i, _ in self.pairs)]
-        self.weight = [(*g, *ci), co, *kernel] if how.transposed else [(*g, *co), ci, *kernel]
-        self.out = [n, (*g, *co), *(o for _, o in self.pairs)]
-        self.bias = [(*g, *co)]
-        self.channels = (*g, *ci, *co)
-        self.n, self.ci, self.co, self.groups = n, ci, co, g
 
-    def tied(self, *, forward: bool) -> dict[str, str]:
-        """The input may be cut with the output (`forward`), or the output with the input; alone it stays whole."""
-        follows = {}
-        for pair in self.pairs:
-            follower, leader = pair if forward else pair[::-1]
-            if follower != leader and follower:
-                if leader:
-                    follows[follower[0]] = leader[0]
-                else:
-                    self.space.whole.add(follower[0])
-        return follows
-
-    def rule(self, operands: Any, results: Any, *, call: Call, first: int, **rest: Any) -> Rule:
-        ints = {path(call, first + 5, "groups"): (1, self.groups)} if self.groups else {}
-        cut = {f for pair in self.pairs for d in pair for f in d} | set(self.channels)
-        return self.space.rule(operands, results, ints=ints, local_factors=cut, loose=self.channels, **rest)
+def _tied(text: str, cut: str, leads: str) -> str:
+    """Dims of space `cut` may be cut with those of the other size, which lead; a sum over one of these is declared."""
+    pairs = [(f, f"{leads}{f[1:]}") for f in re.findall(rf"\b{cut}\d+\b", text.partition("|")[0])]
+    return " ".join(f"{f}:none {f}:with({leader})" for f, leader in pairs)
 
 
 def _forward(call: Call) -> Rule:
     x, weight = (m.shape for m in call.operands[:2])
     out = result_shape(call)
     how = Settings.of(call, 3, len(x) - 2)
-    dims = Dims(x, weight, out, how)
-    follows = dims.tied(forward=True)
-    bias = len(call.operands) > 2
-    return dims.rule(
-        [dims.x, dims.weight, dims.bias][: len(call.operands)],
-        [dims.out],
-        call=call,
-        first=3,
-        reduce=dict.fromkeys(dims.ci, "sum") | dict.fromkeys(follows, "none"),
-        linear=[{0, 2}, {1, 2}] if bias else [{0}, {1}],
-        local=_forward_local,
-        follows=follows,
-        halos=_halos(dims.x, x, out, weight, how, forward=True),
-        flops=2 * math.prod(x if how.transposed else out) * math.prod(weight[1:]),
-    )
+    text = _text(x, weight, out, how)
+    linear = "{0,2} {1,2}" if len(call.operands) > 2 else "{0} {1}"
+    found = pattern(f"{text} {_tied(text, 'i', 'o')} ci:sum {linear}", local=_forward_local)(call)
+    flops = 2 * math.prod(x if how.transposed else out) * math.prod(weight[1:])
+    return _sending(found, _halos(found.operands[0], x, out, weight, how, forward=True), flops)
+
+
+def _sending(rule: Rule, halos: list[Halo], flops: int) -> Rule:
+    return replace(rule, halos=tuple(halos), loose=frozenset({"g", "ci", "co"} & rule.sizes.keys()), flops=flops)
 
 
 def _forward_local(local: Local) -> Any:
@@ -169,23 +149,12 @@ def _around(window: Window, need: Range, mine: Range) -> Range:
 def _backward(call: Call) -> Rule:
     grad, x, weight = (m.shape for m in call.operands[:3])
     how = Settings.of(call, 4, len(x) - 2)
-    dims = Dims(x, weight, grad, how)
-    follows = dims.tied(forward=False)
-    spatial = {f for pair in dims.pairs for d in pair for f in d} - follows.keys()
-    results = [[] if m is None else d for m, d in zip(call.results, (dims.x, dims.weight, dims.bias), strict=True)]
+    text = _text(x, weight, grad, how)
+    back = f"{gradient(text, '0 1', of='0 1 2')} {_tied(text, 'o', 'i')} ci:none"
+    found = pattern(back, local=_backward_local)(call)
     work = 2 * math.prod(x if how.transposed else grad) * math.prod(weight[1:])
-    return dims.rule(
-        [dims.out, dims.x, dims.weight],
-        results,
-        call=call,
-        first=4,
-        reduce=dict.fromkeys((*dims.n, *dims.co, *spatial), "sum") | dict.fromkeys((*dims.ci, *follows), "none"),
-        linear=[{0}],
-        local=_backward_local,
-        follows=follows,
-        halos=_halos(dims.out, grad, x, weight, how, forward=False),
-        flops=work * sum(m is not None for m in call.results[:2]),
-    )
+    halos = _halos(found.operands[0], grad, x, weight, how, forward=False)
+    return _sending(found, halos, work * sum(m is not None for m in call.results[:2]))
 
 
 def _backward_local(local: Local) -> Any:
@@ -243,7 +212,7 @@ def _firsts(local: Local) -> dict[int, Any]:
 # What both share ------------------------------------------------------------------------------------------------------
 
 
-def _halos(labels: list[Dim], ours: Shape, theirs: Shape, weight: Shape, how: Settings, *, forward: bool) -> list[Halo]:
+def _halos(labels: Labels, ours: Shape, theirs: Shape, weight: Shape, how: Settings, *, forward: bool) -> list[Halo]:
     """What is sent of the first operand, of shape `ours`, for results (`forward`) or inputs of shape `theirs`."""
     out = []
     for k, (label, a, b) in enumerate(zip(labels[2:], ours[2:], theirs[2:], strict=True)):

@@ -34,6 +34,7 @@ An operand that a call leaves out has a term all the same. Where a result keeps 
 | `o:windows(i,n,3,1)` | element j of `o` reads n of `i` from 3j - 1 on; the op itself pads that 1, at both ends |
 | `k:local` | when `k` is cut, the op's local form runs instead of the op |
 | `t:round(s)` | `t` may be cut only together with `s` and as `s` is; the local form passes its pieces round |
+| `i:with(o)` | `i` may be cut only together with `o`, and who wants one of them cut wants both |
 | `h:lend(s)` | `h` may take over, for this op, a mesh axis that only `s` wants |
 | `{0}`, `{0,1}` | the op is linear in operand 0, jointly linear in operands 0 and 1 |
 
@@ -58,7 +59,7 @@ _OWN = re.compile(r"(?<!\w)_(?!\w)")
 _NAME = r"[A-Za-z_]\w*"
 _NUMBER = rf"(?:{_NAME}|\d+)"
 _HALO = rf"(?:halo|ring)\({_NUMBER}(?:, ?{_NUMBER})?\)|windows\({_NAME}(?:, ?{_NUMBER}){{1,3}}\)"
-_OF = rf"whole\({_NAME}\)|whole|size\({_NAME}(?:\.\d+)?\)|round\({_NAME}\)|lend\({_NAME}\)"
+_OF = rf"whole\({_NAME}\)|whole|size\({_NAME}(?:\.\d+)?\)|round\({_NAME}\)|with\({_NAME}\)|lend\({_NAME}\)"
 _KIND = rf"sum|max|min|none|local|gather|{_HALO}|{_OF}"
 _NOTE = re.compile(rf"(\.\.\.|{_NAME}|\([^()]*\)):({_KIND})|\{{(\d+(?:,\d+)*)\}}")
 ELLIPSIS = ("...",)
@@ -172,6 +173,7 @@ def parse(text: str) -> Pattern:
     return Pattern(operands, results, tuple(notes), tuple(linear))
 
 
+@lru_cache(maxsize=1024)
 def gradient(text: str, saved: str = "", of: str = "0") -> str:
     """The rule of an op's gradient, from the op's own: it takes that of the first result, then what was `saved`.
 

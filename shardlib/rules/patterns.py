@@ -105,7 +105,7 @@ def _apply(
     out = [next(made) if t and m else () for t, m in zip(form.results, call.results, strict=True)]
     reduce: dict[str, str] = {}
     cut_locally, gathers = [], []
-    tied: dict[str, dict[str, str]] = {"round": {}, "lend": {}}
+    tied: dict[str, dict[str, str]] = {"round": {}, "with": {}, "lend": {}}
     around: dict[str, Reach] = {}
     ints: Ints = {}
     group["..."] = [f for f in space.sizes if f.startswith("*")]
@@ -123,11 +123,13 @@ def _apply(
             if kind.startswith("whole"):
                 space.whole.add(f)
             elif (second := other(kind)) is not None:
-                # Without a partner (it has size 1) a factor that goes round stays whole.
+                word = kind.partition("(")[0]
                 if second in space.sizes:
-                    tied[kind.partition("(")[0]][f] = second
-                    if kind.startswith("round"):
+                    tied[word][f] = second
+                    if word != "lend":
                         reduce.setdefault(f, "none")
+                elif word == "with":
+                    space.whole.add(f)  # without a partner, which has size 1; and so stays what goes round
             elif ends := reach(kind):
                 read = source(f, kind)
                 if read in space.sizes:
@@ -140,7 +142,7 @@ def _apply(
                 gathers.append(f)
             else:
                 reduce[f] = kind
-    follows = {r.source: f for f, r in around.items() if r.source != f}
+    follows = tied["with"] | {r.source: f for f, r in around.items() if r.source != f}
     reduce |= dict.fromkeys(follows, "none")
     for labels, m in zip(out, call.results, strict=True):
         if m is not None:
@@ -153,7 +155,7 @@ def _apply(
         linear=joint(pattern.linear, here),
         ints=ints,
         local=stencil(around) if around else local,
-        local_factors=[*around, *follows] or cut_locally,
+        local_factors={*around, *(r.source for r in around.values())} or cut_locally,
         follows=follows,
         halos=halos(around, labelled),
         rounds=tied["round"],
