@@ -227,11 +227,13 @@ def argument(kind: str) -> str | None:
     return other(kind) if kind.startswith(("whole(", "size(")) else None
 
 
+@lru_cache(maxsize=1024)
 def other(kind: str) -> str | None:
     """The factor that a note names besides its own: `s` of `round(s)`."""
     return kind[:-1].partition("(")[2] or None if reach(kind) is None else None
 
 
+@lru_cache(maxsize=1024)
 def reach(kind: str) -> tuple[str, ...] | None:
     """How far a dim reads around itself, by numbers or arguments: in front and behind, `3`, `n` of `halo(3,n)`; or the
     size of a window, from one to the next, and the padding."""

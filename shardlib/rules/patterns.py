@@ -110,7 +110,7 @@ def _apply(
     ints: Ints = {}
     group["..."] = [f for f in space.sizes if f.startswith("*")]
     for name, kind in pattern.notes:
-        factors = group.get(name, name.strip("()").split())
+        factors = group[name] if name in group else name.strip("()").split() if name[0] == "(" else [name]
         if kind.startswith("size("):
             listed = name in group and name == argument(kind)
             parts = {f".{k}": (f,) for k, f in enumerate(factors)} if listed else {"": factors}
