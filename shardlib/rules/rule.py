@@ -60,7 +60,13 @@ class Halo:
     factor: str
     position: int
     operand: bool
-    sent: Callable[[int], tuple[int, int]]
+    sent: Callable[[int], tuple[int, float]]
+    figures: bool = False  # of rows, not rows
+
+
+def reduced(factor: str, position: int, figures: int) -> Halo:
+    """What a local form sends that reduces so many figures of an operand along `factor`, each for all devices."""
+    return Halo(factor, position, True, lambda n: (figures, figures * 2 * (n - 1) / n), figures=True)
 
 
 OWNED = "owned"  # how a value is pending of which each device has some rows only, and anything at the others
