@@ -127,6 +127,11 @@ class Graph:
     captured: list[tuple[Value, torch.Tensor]]
     outputs: list[Value | Any]
 
+    def by_use(self) -> list[Value]:
+        """Inputs and captured tensors, as ops come to read them: nothing shall depend on the order of arguments."""
+        read = dict.fromkeys(v for op in self.ops for v in op.operands if v.op is None)
+        return list(read | dict.fromkeys((*self.inputs, *(value for value, _ in self.captured))))
+
     def values(self) -> Iterator[Value]:
         yield from self.inputs
         yield from (value for value, _ in self.captured)

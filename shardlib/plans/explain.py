@@ -247,6 +247,9 @@ class Explainer:
             for name, seconds, first in decision.alternatives:
                 source = self._asked(unit, first[0], axis) if first else "no device does less"
                 yield f"  {name}: {seconds * 1e6:.1f} us, {source}"
+            if near := decider.near(unit, axis):
+                now = f"the program takes {near[1] * 1e6:.4g} us with it, {decider.seconds * 1e6:.4g} us as it is"
+                yield f"  a near-tie with {near[0]}: {now}"
 
     def _asked(self, unit: Unit, slot: int, axis: str) -> str:
         wants = self.compiled.propagated.flood.wants.get(unit.slots[slot], ())

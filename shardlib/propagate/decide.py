@@ -8,6 +8,7 @@ that of the kinds around each, until nothing improves.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,8 +23,8 @@ from shardlib.propagate.tables import least
 from shardlib.propagate.units import Unit, Units
 
 _TIE = 1.05  # estimates are no better than that: of two ends as near, the one that sends less
-_DEARER = (2.0, 8.0, 32.0)
-_TURNS = 8  # in which rough figures are corrected where it matters
+_DEARER = (2.0, 16.0, 256.0)
+_TURNS = 3  # in which rough figures are corrected where it matters
 _AT_ONCE = 1 << 18  # entries of tables that are worth working out to find a minimum,
 _JOINED = 1 << 21  # and of those that are made of several on the way
 
@@ -211,6 +212,27 @@ class Decider:
             rows.setdefault(cut, (self._takers(kind, name, alternative, cut), seconds, alternative[:1]))
         winner = self._takers(kind, name, self.choices[kind][a], self.unit_cut(unit))
         return Decision(name, winner, tuple(rows.values()), len(self.problem.members[kind]))
+
+    def near(self, unit: Unit, name: str) -> tuple[str, float] | None:
+        """What else mesh axis `name` could cut in a unit if the program then takes hardly longer, or less, all other
+        units deciding anew, and the seconds of that; the nearest."""
+        kind, mine, a = self.problem.kind[unit], self.choices, self.problem.mesh.axis_names.index(name)
+        limit, winner = (
+            self.seconds * _TIE,
+            self._takers(kind, name, mine[self.problem.kind[unit]][a], self.unit_cut(unit)),
+        )
+        others = {k: domain for k, domain in enumerate(self.domains) if k != kind and len(domain) > 1}
+        found: dict[str, float] = {}
+        for choice in self.domains[kind]:
+            what = self._takers(kind, name, choice[a], self.estimate.cut(kind, choice))
+            rest = (*choice[:a], *choice[a + 1 :]) == (*mine[kind][:a], *mine[kind][a + 1 :])
+            if rest and what != winner:
+                self.choices = [*mine[:kind], choice, *mine[kind + 1 :]]
+                self._improve(others, 1.0, lambda choices: True)
+                found[what] = min(self.seconds, found.get(what, math.inf))
+                self.choices = mine
+        near = [(seconds, what) for what, seconds in found.items() if seconds <= limit]
+        return (min(near)[1], min(near)[0]) if near else None
 
     def _alternatives(self, kind: Kind, name: str) -> list[Choice]:
         """Every slot first, and the axis unused; where a unit may share it out, every two."""

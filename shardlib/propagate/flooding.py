@@ -56,7 +56,8 @@ class _Flooding:
         self.parts: dict[Key, Parts] = {}
         ends: dict[Key, tuple[Value, Fixed]] = {op: (op.operands[0], fx) for op, fx in doors.items()}
         ends |= {i: (graph.outputs[i], fx) for i, fx in outputs.items()}
-        self.said: dict[Key, tuple[Value, Fixed]] = {value: (value, fx) for value, fx in fixed.items()}
+        met = dict.fromkeys(v for v in graph.by_use() if v in fixed)
+        self.said: dict[Key, tuple[Value, Fixed]] = {value: (value, fixed[value]) for value in met | dict(fixed)}
         self.said |= {key: end for key, end in ends.items() if not end[0].constant}
 
     def dims(self, value: Value) -> list[list[Leaf]]:
@@ -76,7 +77,7 @@ class _Flooding:
     def unify(self) -> None:
         """Make one what rules say is one."""
         f = self.f
-        for value in self.graph.inputs:
+        for value in self.graph.by_use():
             self.dims(value)
         for op in self.graph.ops:
             if op.constrains and f.dims.chosen and not op.constant:

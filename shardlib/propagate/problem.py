@@ -61,7 +61,7 @@ class Border:
     times: int
     slots: tuple[int, ...]
     slot: int
-    sent: Callable[[int], tuple[int, int]]
+    sent: Callable[[int], tuple[int, float]]
 
 
 class Problem:

@@ -18,7 +18,7 @@ from shardlib.propagate.flood import Flood
 from shardlib.propagate.units import Unit
 
 _AROUND = 6  # steps, from ops to values and from values to ops
-_WORTH = 1e-3  # the share of the estimated time for which units are taken apart
+_WORTH = 1e-3  # the share of the estimated time for which units are taken apart, unless less is sent
 
 
 def refine(graph: Graph, flood: Flood, mesh: Mesh, decider: Decider) -> Decider:
@@ -26,7 +26,9 @@ def refine(graph: Graph, flood: Flood, mesh: Mesh, decider: Decider) -> Decider:
     if not decider.contested and not decider.grouping:
         return decider
     fine = alone(graph, flood, mesh, decider)
-    if fine.seconds > decider.seconds * (1 - _WORTH):
+    (work, sent), (fine_work, fine_sent) = (d.estimate.parts(d.choices) for d in (decider, fine))
+    slower = fine_work + fine_sent - work - sent
+    if slower > 0 or (fine_sent >= sent and slower > -_WORTH * decider.seconds):
         return decider
 
     def choice(member: Op | Value) -> Order:

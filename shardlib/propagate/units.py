@@ -92,7 +92,7 @@ class Units:
 def build_units(graph: Graph, f: Flood) -> Units:
     """Group ops and values, in program order."""
     u = Units()
-    for value in (*graph.inputs, *(v for v, _ in graph.captured)):
+    for value in graph.by_use():
         _add_root(u, f, value)
     for op in graph.ops:
         results = [r for r in op.results if r is not None]
