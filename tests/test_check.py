@@ -222,5 +222,5 @@ def test_writes_to_arguments_are_compared_and_given_back():
 def test_a_wrong_write_is_told(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("shardlib.jitted.run._apply", lambda *_: None)
     net, x = Running(), torch.ones(4, 3)
-    with sl.Mesh(data=2), pytest.raises(ShardingError, match=r"net\.mean f32\[3\]: error"):
+    with sl.Mesh(data=2), pytest.raises(ShardingError, match=r"net\.mean \(nothing shared\) f32\[3\]: error"):
         sl.check(lambda x: net(x), x)

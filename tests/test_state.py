@@ -21,9 +21,14 @@ class Link:
 
 @pytest.fixture(autouse=True)
 def _thawed() -> Iterator[None]:
+    """What the test run froze may be searched meanwhile."""
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
     yield
     gc.enable()
     gc.unfreeze()
+    if frozen:
+        gc.freeze()
 
 
 def test_what_compiling_makes_is_not_searched_for_garbage_at_once() -> None:

@@ -45,8 +45,11 @@ def _backward(node: fx.Node) -> None:
         (x, *_), ends = x.args, padded
         for user in dx:
             user.replace_all_uses_with(items[0])
-        if dx:
-            items[0].meta["val"] = dx[0].meta["val"]
+        if argument(node, "output_mask")[0]:
+            short = (dx[0] if dx else x).meta["val"]
+            node.meta["val"] = (short, *node.meta["val"][1:])
+            if 0 in items:
+                items[0].meta["val"] = short
     while grad.target is aten.slice_backward.default and (taken := _taken(grad, grad, node, ends)) is not None:
         (grad, *_), ends = grad.args, taken
     if ends != _given(node):

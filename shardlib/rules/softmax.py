@@ -17,6 +17,10 @@ from shardlib.rules.space import argument_named
 _ROW = "[dim] -> [dim] | dim:local"
 
 
+def _flops(call: Call, points: int) -> int:
+    return 4 * points
+
+
 def _row(form: Callable[..., Tensor], text: str = _ROW, figures: int = 2) -> RuleFn:
     """The rule of an op along `dim`; `form` is for when that is cut, and reduces so many figures of a row."""
 
@@ -24,7 +28,7 @@ def _row(form: Callable[..., Tensor], text: str = _ROW, figures: int = 2) -> Rul
         tensors = local.args[: len(local.call.operands)]
         return local.run(widely(form, local.call), Rows.over(local, "dim"), *tensors)
 
-    whole = pattern(text, local=local, flops=lambda call, points: 4 * points)
+    whole = pattern(text, local=local, flops=_flops)
 
     def rule(call: Call) -> Rule | None:
         found = whole(call)
@@ -99,5 +103,5 @@ ROWS: dict[str, RuleFn | str] = {
     "_log_softmax_backward_data": _row(_log_softmax_backward, gradient(_ROW, "r0"), 1),
     "logsumexp": _logsumexp_rule,
     "_masked_softmax": _masked,
-    "_masked_softmax_backward": "[dim], [dim], [dim] -> [dim] | dim:whole {0}",
+    "_masked_softmax_backward": pattern("[dim], [dim], [dim] -> [dim] | dim:whole {0}", flops=_flops),
 }
