@@ -146,17 +146,13 @@ def test_gaps_of_generated_programs() -> None:
     assert max(gaps) <= 0.10
 
 
-# Seeds whose minimum is further away than the goal: several ops would have to move to other dims on all axes at once.
-FAR = {73, 237}
-
-
 @pytest.mark.slow
 def test_gaps_of_many_generated_programs() -> None:
     """Where the minimum is known; a bound alone may be too low."""
-    gaps = {seed: b.gap for seed, b in bounds.generated(range(300)) if b.exact}
+    gaps = [b.gap for _, b in bounds.generated(range(300)) if b.exact]
     assert len(gaps) > 250
-    assert statistics.median(gaps.values()) <= 0.01
-    assert {seed for seed, gap in gaps.items() if gap > 0.10} == FAR
+    assert statistics.median(gaps) <= 0.01
+    assert max(gaps) <= 0.10
 
 
 @pytest.mark.sampled(2)

@@ -102,6 +102,16 @@ def test_fsdp_scatters_gradients() -> None:
     assert "all_reduce" not in kinds
 
 
+def test_fsdp_sends_no_more_than_fsdp() -> None:
+    """Which gathers weights forward and backward, and scatters gradients; activations are larger than weights here."""
+    config = w1.Config(layers=8, batch=64, seq=512)
+    mode, args = w1.modes(config)["fsdp8"], w1.abstract(config)
+    with w1_sharded.mesh_of(mode, abstract=True):
+        plan = w1_sharded.sharded_step(mode, config).plan(*args)
+    weights = sum(x.numel() * x.element_size() for x in pytree.tree_leaves(args[0]))
+    assert plan.comm_bytes <= 3 * 7 / 8 * weights
+
+
 def test_plan_on_four_axes() -> None:
     config = SMALL
     mode = w1.modes(config)["tp"]

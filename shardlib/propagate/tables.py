@@ -139,18 +139,22 @@ def floors(tables: Sequence[Table], sizes: Mapping[Kind, int], largest: int) -> 
 def _pruned(tables: Sequence[Table], sizes: Mapping[Kind, int]) -> tuple[list[Table], dict[Kind, Numbers]]:
     """Tables without choices that another one is never worse than, and the choices that are left of every kind."""
     tables, kept = list(tables), {kind: np.arange(size) for kind, size in sizes.items()}
+    of: dict[Kind, list[int]] = {kind: [] for kind in sizes}
+    for n, table in enumerate(tables):
+        for kind in table.kinds:
+            of[kind].append(n)
     asked = {kind for kind, size in sizes.items() if size > 1}
     while asked:
         kind = min(asked)
         asked.remove(kind)
-        mine = [t for t in tables if kind in t.kinds]
-        more = sum((t.advantage(kind) for t in mine), np.zeros(()))
+        more = sum((tables[n].advantage(kind) for n in of[kind]), np.zeros(()))
         better = (more > 0) | ((more == 0) & (np.arange(len(more))[:, None] > np.arange(len(more))))
         left = np.flatnonzero(~better.any(axis=1))
         if len(left) < len(more):
             kept[kind] = kept[kind][left]
-            tables = [t.without(kind, left) if kind in t.kinds else t for t in tables]
-            asked |= {k for t in mine for k in t.kinds if len(kept[k]) > 1} - {kind}
+            for n in of[kind]:
+                tables[n] = tables[n].without(kind, left)
+            asked |= {k for n in of[kind] for k in tables[n].kinds if len(kept[k]) > 1} - {kind}
     return tables, kept
 
 
