@@ -199,9 +199,55 @@ def test_what_is_not_written_where_it_was(old: str, new: str) -> None:
     assert "new: f32[8] over m = aten.add.Tensor(g, m)" in steps
 
 
-def test_what_may_fail_comes_first() -> None:
-    steps = by(settle.settle, UPDATE.replace("aten.exp.default(p)", "aten.index_select.default(g, 0, q)"))
-    assert not any(" over " in line for line in steps)
+@pytest.mark.parametrize(
+    "may_fail",
+    [
+        "y: f32[8] = aten.index_select.default(g, 0, q)",
+        "y: f32[8] = aten.remainder.Tensor(g, new)",
+        "start all_gather[a] y: f32[16] = new {dim: 0, sizes: [8, 8]} 32.0 B\nwait y",
+    ],
+)
+def test_what_may_fail_comes_first(may_fail: str) -> None:
+    steps = by(settle.settle, UPDATE.replace("y: f32[8] = aten.exp.default(p)", may_fail))
+    assert not any("over m" in line for line in steps)
+
+
+def test_what_may_fail_is_not_what_writes() -> None:
+    write = "q: f32[8] = aten.index_add.default(p, 0, rows, new)"
+    text = UPDATE.replace("q: f32[8] = aten.sub.Tensor(p, new)", write).replace(
+        "    new", "    input rows: i64[8]\n    new", 1
+    )
+    assert write in text
+    assert not any(" over " in line for line in by(settle.settle, text))
+
+
+def test_what_a_permutation_may_show_to_others_is_not_written_over() -> None:
+    """On virtual devices it hands on the tensor itself, and they read it when they come to it."""
+    text = """
+        input p: f32[8] becomes 0
+        start ppermute[a] w: f32[8] = p {pairs: [[0, 1], [1, 0]]} 32.0 B
+        wait w
+        y: f32[8] = aten.neg.default(w)
+        q: f32[8] = aten.mul.Tensor(p, $0)
+        return q, y
+    """
+    assert not any(" over " in line for line in by(settle.settle, text))
+    with pytest.raises(ProgramError, match="writes over %p, which others hold"):
+        check(parse("mesh a=2, b=2\n" + text.replace("q: f32[8] =", "q: f32[8] over p =")))
+
+
+def test_large_values_are_not_kept_for_the_end() -> None:
+    text = """
+        input s: f32[8] becomes 0
+        input x: f32[8, 8]
+        big: f32[8, 8] = aten.sin.default(x)
+        t: f32[8] = aten.add.Tensor(s, $0)
+        y: f32[8, 8] = aten.mul.Tensor(big, t)
+        return t, y
+    """
+    assert not any(" over " in line for line in by(settle.settle, text))
+    small = by(settle.settle, text.replace("mul.Tensor(big, t)", "mul.Tensor(x, t)"))
+    assert "t: f32[8] over s = aten.add.Tensor(s, $0)" in small
 
 
 def test_a_message_of_the_old_value_is_waited_for() -> None:

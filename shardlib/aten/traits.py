@@ -38,6 +38,7 @@ TRAITS: Mapping[str, str] = {
     "pairs": "complex numbers as pairs of real ones, or back",
     "takes alpha": "the first operand and `alpha` times the second, or less it",
     "writes places": "the first operand, but for the places that an index names",
+    "refuses values": "a call fails where some of its operands' values are none that it takes: indices, divisors",
     "multiplies": "the product of two operands",
     "constrains": "says where its operand lives",
     "enters": "what a device holds of a tensor, at the door of a body of per-device code",
@@ -94,7 +95,10 @@ _TABLE: Mapping[str, str] = {
     "sub.Tensor": "takes alpha",
     "mul": "commutes",
     "mul.Tensor": "multiplies",
-    **dict.fromkeys(("index_put", "index_add", "index_copy", "scatter", "scatter_add"), "writes places"),
+    **dict.fromkeys(
+        ("index_put", "index_add", "index_copy", "scatter", "scatter_add"), "writes places, refuses values"
+    ),
+    **dict.fromkeys(("scatter_reduce", "remainder", "fmod", "floor_divide", "div.Tensor_mode"), "refuses values"),
     "view.dtype": "retypes",
     "view_as_real": "pairs",
     "view_as_complex": "pairs",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import gt
 from typing import Any, NoReturn
 
 import torch
@@ -44,66 +46,57 @@ def donate(
     Writes to a plain tensor show in all that share its memory, on one device, too: what replaces it is written there.
     """
     gone: list[ShardedTensor] = []
-    base = _base()
-    counts: dict[int, int] = {}
-    for given in inputs:
-        counts[id(leaves[given.leaf])] = counts.get(id(leaves[given.leaf]), 0) + 1
+    base = _counted([(torch.zeros(1) + 1,)], 0, 0)
+    counts = Counter(id(leaves[given.leaf]) for given in inputs)
     for i, given in enumerate(inputs):
         if not given.donated and not given.replaced:
             continue
-        leaf, mine = leaves[given.leaf], pieces[i]
+        leaf = leaves[given.leaf]
         if given.replaced:
-            if not _is_at_home(leaf, mine, given.firsts, base):
-                pieces[i] = _copied(mine, given, mesh)
-        elif type(leaf) is ShardedTensor and counts[id(leaf)] == 1 and _sole(mine, given.firsts, 3, base):
+            if not _is_at_home(leaf, pieces, i, given.firsts, base):
+                pieces[i] = _copied(pieces[i], given, mesh)
+        elif type(leaf) is ShardedTensor and counts[id(leaf)] == 1 and _sole(pieces, i, given.firsts, 2, base):
             gone.append(leaf)
         else:
-            pieces[i] = _copied(mine, given, mesh)
+            pieces[i] = _copied(pieces[i], given, mesh)
     return gone
 
 
-def _is_at_home(
-    leaf: torch.Tensor, mine: tuple[torch.Tensor, ...], firsts: tuple[tuple[int, int], ...], base: tuple[int, int, int]
-) -> bool:
+Pieces = Sequence[tuple[torch.Tensor, ...]]
+Counts = tuple[int, ...]
+
+
+def _is_at_home(leaf: torch.Tensor, pieces: Pieces, i: int, firsts: tuple[tuple[int, int], ...], base: Counts) -> bool:
     """Whether what is written to these pieces shows in `leaf`, in its views and aliases, and in nothing else."""
     if leaf.is_inference():
         return False
     if type(leaf) is not ShardedTensor:
-        return bool(memory_of(mine[0].untyped_storage()) == memory_of(leaf.untyped_storage()))
+        return bool(memory_of(pieces[i][0].untyped_storage()) == memory_of(leaf.untyped_storage()))
     memory: Memory | None = leaf.__dict__.get("_memory")
     if memory is not None:
         memory.forget(but=leaf)
-    return not leaf.__dict__.get("_path") and _sole(mine, firsts, 4 + (memory is not None), base)
+    return not leaf.__dict__.get("_path") and _sole(pieces, i, firsts, 2 + (memory is not None), base)
 
 
-def _sole(
-    pieces: tuple[torch.Tensor, ...], firsts: tuple[tuple[int, int], ...], holders: int, base: tuple[int, int, int]
-) -> bool:
-    """Whether only `holders` of this tuple, and nothing beside it, refer to the memory of these pieces."""
-    if sys.getrefcount(pieces) > holders + base[0]:
-        return False
+def _sole(pieces: Pieces, i: int, firsts: tuple[tuple[int, int], ...], holders: int, base: Counts) -> bool:
+    """Whether only `holders` of the i-th tuple, and nothing beside it, refer to the memory of its pieces."""
+    whole, piece, *below = base
     for d, n in firsts:
-        x = pieces[d]
-        if sys.getrefcount(x) > n + base[1] or _uses(x) > base[2]:
+        if any(map(gt, _counted(pieces, i, d), (whole + holders - 1, piece + n - 1, *below))):
             return False
     return True
 
 
-def _uses(x: torch.Tensor) -> int:
-    return int(memory_uses(memory_of(x.untyped_storage()))) + int(tensor_uses(x))
+def _counted(pieces: Pieces, i: int, d: int) -> Counts:
+    """How many refer to a tuple of pieces, to one of these, to its storage, and to both below Python.
 
-
-def _counted(pieces: tuple[torch.Tensor, ...]) -> tuple[int, int, int]:
-    """What the counts of `_sole` are beyond the holders, here and now: interpreters count their own references
-    differently, and so does one in which `torch.compile` has been at work."""
-    whole = sys.getrefcount(pieces)
-    x = pieces[0]
-    return whole - 1, sys.getrefcount(x) - 1, _uses(x)
-
-
-def _base() -> tuple[int, int, int]:
-    mine = (torch.zeros(1) + 1,)
-    return _counted(mine)
+    All that is counted is looked up in this frame: interpreters differ in how often a call refers to its arguments, and
+    one differs from itself where `torch.compile` has been at work. So counts of this frame compare with each other.
+    """
+    x = pieces[i][d]
+    storage = x.untyped_storage()
+    known = int(memory_uses(memory_of(storage))), int(tensor_uses(x))
+    return sys.getrefcount(pieces[i]), sys.getrefcount(x), sys.getrefcount(storage), *known
 
 
 def _copied(pieces: tuple[torch.Tensor, ...], given: Input, mesh: Mesh) -> tuple[torch.Tensor, ...]:

@@ -2,9 +2,10 @@
 
 A parameter, a moment or a buffer that the function writes to is overwritten anyway (`Program.replaced`). Where steps in
 place lead from its old value to its new one, they have its memory. They stand behind all others, so they come after
-whoever reads the old value, and what fails before (bad data, lost ranks, no memory) has changed nothing. Only what
-follows from them comes along, if it is arithmetic element by element, a view, a reduction or a move. What would keep
-more for the end than it saves stays where it is: a sum of gradients over many micro-batches.
+whoever reads the old value, and what fails before (bad data, lost ranks) has changed nothing. Only what follows from
+them comes along, if no value makes it fail: arithmetic element by element, views, reductions; not what looks up, nor
+what waits for other ranks. What would keep more for the end than it saves stays where it is: a sum of gradients over
+many micro-batches.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from typing import Any
 
 import torch
 
-from shardlib.aten.traits import is_view
+from shardlib.aten.traits import has, is_view
 from shardlib.internals import OpOverload
 from shardlib.passes.reuse import alike
 from shardlib.passes.split import gives, needs
 from shardlib.program.inplace import takes
 from shardlib.program.steps import Compute, Program, Start, Step, Var, Wait, makes, reads
-from shardlib.program.storage import blurred, owners
+from shardlib.program.storage import blurred, handed_on, owners
+
+_NUMBER = 16  # bytes of one number: a norm, a rate
 
 
 def settle(program: Program) -> Program:
@@ -35,7 +38,7 @@ def settle(program: Program) -> Program:
         late = found.behind(j for chain in chains.values() for j, _, _ in chain)
         order = [*(j for j in range(len(program.steps)) if j not in late), *sorted(late)]
         place = {j: k for k, j in enumerate(order)}
-        if not (wrong := [i for i, chain in chains.items() if not found.is_right(chain, late, place)]):
+        if not (wrong := [i for i, chain in chains.items() if not found.is_good(i, chain, late, place)]):
             return found.settled(chains, order)
         for i in wrong:
             del chains[i]
@@ -57,7 +60,7 @@ class _State:
     movable: frozenset[int]  # steps that may stand last, with all that follows from them
     shown: frozenset[Var]  # memory that results show
     homes: Mapping[Any, int]  # how many inputs a value replaces
-    unclear: frozenset[Var]  # memory of which nobody knows who shows it
+    unclear: frozenset[Var]  # memory of which nobody knows who shows it, here or on other devices
 
     @staticmethod
     def of(program: Program) -> _State:
@@ -82,7 +85,7 @@ class _State:
                 movable.add(i)
         shown = frozenset(owner.get(v, v) for v in program.results)
         homes = Counter(program.outputs[at] for at in program.replaced.values())
-        unclear = frozenset(blurred(steps, owner))
+        unclear = frozenset(blurred(steps, owner) | handed_on(steps, owner))
         return _State(program, owner, maker, readers, touched, frozenset(movable), shown, homes, unclear)
 
     def chain(self, i: int) -> Chain:
@@ -120,10 +123,9 @@ class _State:
                 todo += [j for v in gives(self.program.steps[i]) for j in self.readers.get(v, ())]
         return found
 
-    def is_right(self, chain: Chain, late: set[int], place: Mapping[int, int]) -> bool:
-        """Whether nobody reads memory that is written over by then, and one value at most is kept for the end."""
+    def is_good(self, i: int, chain: Chain, late: set[int], place: Mapping[int, int]) -> bool:
+        """Whether nobody reads memory that is written over by then, and the end keeps no more than is written there."""
         steps = self.program.steps
-        held = 0
         for j, _, k in chain:
             step = steps[j]
             assert isinstance(step, Compute)
@@ -132,8 +134,9 @@ class _State:
                 return False
             if any(place[t] > place[j] for t in self.touched.get(x, ())):
                 return False
-            held += any(v in self.maker and self.maker[v] not in late for v in reads(step))
-        return held <= 1
+        kept = {self.owner.get(v, v) for j in self.behind(j for j, _, _ in chain) for v in reads(steps[j])}
+        early = (v for v in kept - self.shown if v in self.maker and self.maker[v] not in late)
+        return sum(v.nbytes for v in early if v.nbytes > _NUMBER) <= self.program.inputs[i].nbytes
 
     def settled(self, chains: Mapping[int, Chain], order: Sequence[int]) -> Program:
         steps = list(self.program.steps)
@@ -148,11 +151,11 @@ class _State:
 
 
 def _is_safe(step: Step) -> bool:
-    """Whether a step cannot fail because of values, and does nothing but to compute some."""
-    if not isinstance(step, Compute):
-        return isinstance(step, Start | Wait)
-    tags = getattr(step.target, "tags", ())
-    if torch.Tag.nondeterministic_seeded in tags or not step.made:
+    """Whether a step cannot fail because of values or of other ranks, and does nothing but to compute some."""
+    tags = getattr(getattr(step, "target", None), "tags", ())
+    if not isinstance(step, Compute) or not step.made or torch.Tag.nondeterministic_seeded in tags:
+        return False
+    if has(step.target, "refuses values"):
         return False
     plain = isinstance(step.target, OpOverload) and (torch.Tag.pointwise in tags or torch.Tag.reduction in tags)
     return plain or is_view(step.target) or bool(takes(step)) or step.note == "reshard"

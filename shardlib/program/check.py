@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from shardlib.meshes.axis import Axis
 from shardlib.program.steps import Collective, Compute, Copy, Free, Program, Start, Step, Var, Wait, makes, reads
-from shardlib.program.storage import owners
+from shardlib.program.storage import handed_on, owners
 
 _OVER = " was written over by"
 
@@ -42,7 +42,7 @@ def faults(program: Program) -> Iterator[str]:
         program.inputs[i] for i in (*program.donated, *program.replaced)
     }
     shown: dict[Var, list[Var]] = defaultdict(list)
-    written = set[Var]()
+    written, lent = set[Var](), set[Var]()
     if len(there) < len(program.inputs) + len(program.captured):
         yield "an input stands twice"
 
@@ -63,7 +63,7 @@ def faults(program: Program) -> Iterator[str]:
             for over in step.overwritten.values():
                 root = owner.get(over, over)
                 written.add(root)
-                if root in fixed or roots[root]:
+                if root in fixed or roots[root] or root in lent:
                     yield f"{said(step)} writes over {over}, which others hold"
                 there |= dict.fromkeys((root, over, *shown[root]), f"{_OVER} {said(step)}")
         elif isinstance(step, Start):
@@ -77,6 +77,7 @@ def faults(program: Program) -> Iterator[str]:
             yield from (f"{said(step)} brings {v}, which is there" for v in step.outs if v in there or v in flying)
             flying |= dict.fromkeys(step.outs, step.outs)
             carried[step.outs] = reads(step)
+            lent |= handed_on([step], owner)
             count(carried[step.outs], 1)
         elif isinstance(step, Wait):
             if any(flying.get(v) != step.outs for v in step.outs):

@@ -51,6 +51,12 @@ def blurred(steps: Iterable[Step], owner: Mapping[Var, Var]) -> set[Var]:
     }
 
 
+def handed_on(steps: Iterable[Step], owner: Mapping[Var, Var]) -> set[Var]:
+    """Owners whose memory a permutation may show to other devices of the process as it is."""
+    moves = (c for step in steps if isinstance(step, Start) for c in step.moves)
+    return {owner.get(c.source, c.source) for c in moves if c.kind == "ppermute"}
+
+
 def alive(program: Program) -> Iterator[int]:
     """Bytes in use on the fullest device, while each step runs."""
     owner = owners(program.steps, exact=True)

@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import set_eval_frame
 
 import shardlib as sl
 from shardlib import Mesh, ShardedTensor
+from shardlib.run import virtual
 
 Jit = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -586,6 +588,58 @@ def test_the_memory_stays(strategy: str) -> None:
     assert all(x.over for x in program.steps if "adam" in str(getattr(x, "target", "")))
 
 
+def test_the_memory_stays_whatever_runs_frames() -> None:
+    """`torch.compile` puts its own in the interpreter's place, which refers to what a call is given once more."""
+    with Mesh(data=4):
+        m, opt, step, found = stepped("fsdp")
+        before = [x.data_ptr() for p in m.parameters() for x in p._locals]
+        mine = set_eval_frame(False)
+        try:
+            step(m, opt, next(found))
+        finally:
+            set_eval_frame(mine)
+        assert [x.data_ptr() for p in m.parameters() for x in p._locals] == before
+
+
+def test_a_permutation_of_state_is_of_what_it_was() -> None:
+    def by_hand(a: Tensor) -> Tensor:
+        y = passed(a) * 3
+        a.add_(100)
+        return y
+
+    def ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        y = F.scaled_dot_product_attention(q, k, v)
+        k.mul_(0.5)
+        return y
+
+    with Mesh(seq=4):
+        passed = sl.shard_map(
+            lambda x: sl.ppermute(x, "seq", [(i, (i + 1) % 4) for i in range(4)]), in_specs="x@seq", out_specs="x@seq"
+        )
+        a = sl.shard(torch.arange(4.0), "x@seq")
+        assert sl.jit(by_hand)(a).full_tensor().tolist() == [9, 0, 3, 6]
+        assert a.full_tensor().tolist() == [100, 101, 102, 103]
+        given = torch.randn(3, 1, 2, 8, 4, dtype=torch.float64).unbind()
+        want = ring(*(x.clone() for x in given))
+        out = sl.jit(ring)(*(sl.shard(x.clone(), "b h t@seq e") for x in given))
+    torch.testing.assert_close(out.full_tensor(), want)
+
+
+def test_a_storage_that_somebody_holds_stays_as_it_is() -> None:
+    with Mesh(data=2):
+        w, step = sl.shard(torch.zeros(8), "x@data"), sl.jit(lambda w: w.add_(1))
+        step(w)
+        held = w.to_local().untyped_storage()
+        was = held.tolist()
+        step(w)
+        assert held.tolist() == was
+        del held
+        step(w)
+        before = w.to_local().data_ptr()
+        step(w)
+        assert w.to_local().data_ptr() == before
+
+
 def test_plain_memory_stays() -> None:
     with Mesh(data=2):
         m, opt, step, found = stepped("plain")
@@ -609,6 +663,60 @@ def test_pieces_that_somebody_holds_stay_as_they_are() -> None:
         loss.backward()
         assert factor.grad is not None
         assert torch.equal(factor.grad, was[-1])
+
+
+@pytest.mark.parametrize(
+    ("write", "good", "bad"),
+    [
+        (lambda t, i: t.index_add_(0, i, torch.ones(2, 4)), [0, 1], [2, 9]),
+        (lambda t, i: t.index_copy_(0, i, torch.ones(2, 4)), [0, 1], [2, 9]),
+        (lambda t, i: t.index_put_((i,), torch.ones(2, 4), accumulate=True), [0, 1], [2, 9]),
+        (lambda t, i: t.scatter_add_(0, i[:, None], torch.ones(2, 4)), [0, 1], [2, 9]),
+        (lambda t, i: t.copy_(t.long().remainder(i[0] - 2)), [0, 1], [2, 1]),
+    ],
+)
+def test_a_write_that_fails_leaves_state_whole(
+    write: Callable[[Tensor, Tensor], Tensor], good: list[int], bad: list[int]
+) -> None:
+    def step(n: Tensor, t: Tensor, i: Tensor) -> None:
+        n.add_(1)
+        write(t, i)
+
+    with Mesh(data=2):
+        run, n, t = sl.jit(step), torch.zeros(()), torch.ones(8, 4)
+        run(n, t, torch.tensor(good))
+        was = t.clone()
+        with pytest.raises((IndexError, RuntimeError, ZeroDivisionError)):
+            run(n, t, torch.tensor(bad))
+    assert n.item() == 1
+    assert torch.equal(t, was)
+
+
+def test_a_message_that_is_lost_leaves_state_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the gather of what a step of zero1 has made, which comes behind the step."""
+    left = [0]
+
+    def lossy(*args: Any, **params: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise RuntimeError("lost")
+        return gather(*args, **params)
+
+    gather = virtual._SHARED["all_gather"]
+    monkeypatch.setitem(virtual._SHARED, "all_gather", lossy)
+    with Mesh(data=4):
+        m, opt, step, found = stepped("zero1")
+        state = [*m.state_dict().values(), *(x for p in m.parameters() for x in opt.state[p].values())]
+        left[0] = 100
+        step(m, opt, next(found))
+        sent = 100 - left[0]
+        assert sent > 0
+        for k in range(1, sent + 1):
+            before = values([x.clone() for x in state])
+            left[0] = k
+            with pytest.raises(RuntimeError, match="lost"):
+                step(m, opt, next(found))
+            assert all(map(torch.equal, values(state), before))
 
 
 @pytest.mark.parametrize("place", PLACES)
