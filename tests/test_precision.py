@@ -67,6 +67,7 @@ SAID = {
 STRATEGIES = ["ddp", "zero1", "zero2", "fsdp"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", SAID)
 def test_what_is_summed_in_which_dtype(name: str, strategy: str) -> None:
@@ -174,6 +175,7 @@ CASTS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("door", ["parallelize", "jit", "op by op"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("name", CASTS)

@@ -131,6 +131,7 @@ RESULTS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["plain", "parameter", "sharded", "cut"])
 @pytest.mark.parametrize("name", RESULTS)
 def test_results_have_memory_of_their_own(mesh: Mesh, name: str, kind: str) -> None:
@@ -171,6 +172,7 @@ STRIDES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("spec", ["_ _", "_@data _@tensor"])
 @pytest.mark.parametrize("name", STRIDES)
 def test_results_have_the_strides_of_one_device(mesh: Mesh, name: str, spec: str) -> None:
@@ -257,6 +259,7 @@ SPLITS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["plain", "parameter", "sharded"])
 @pytest.mark.parametrize("name", SPLITS)
 def test_arguments_are_not_written_over(mesh: Mesh, name: str, kind: str) -> None:
@@ -274,6 +277,7 @@ def test_arguments_are_not_written_over(mesh: Mesh, name: str, kind: str) -> Non
     assert torch.equal(sl.jit(lambda x: x * 1)(x).full_tensor(), X)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SPLITS)
 def test_what_is_read_again_is_not_written_over(mesh: Mesh, name: str) -> None:
     def fn(x: Tensor) -> Tensor:
@@ -284,6 +288,7 @@ def test_what_is_read_again_is_not_written_over(mesh: Mesh, name: str) -> None:
     assert torch.allclose(sl.jit(fn)(X / 48).full_tensor(), fn(X / 48))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", [n for n in SPLITS if n not in ("lift_fresh", "unfold", "reshape of a transpose")])
 def test_writes_through_views_that_say_nothing_are_seen(mesh: Mesh, name: str, jitted: bool) -> None:
@@ -345,6 +350,7 @@ CONJUGATES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", CONJUGATES)
 def test_writes_through_conjugates(mesh: Mesh, name: str, jitted: bool) -> None:
