@@ -22,7 +22,6 @@ from shardlib.reshard import Cut
 HOLDING = 1.25
 
 State = tuple[Cut, tuple[Axis, ...]]  # how a value is cut, and what it owes
-_MANY = 1 << 30  # more states than a value has
 
 
 class Moves:
@@ -37,7 +36,9 @@ class Moves:
         self.ends = (*record.sources, *record.readers, *record.through)
         self._number: dict[State, int] = {}
         self._states: list[State] = []
-        self._ways: dict[tuple[int, int, bool], tuple[float, int]] = {}
+        # Rough or not, from every state to -2, -1 and every state: seconds (nan: nobody asked), and what is there then.
+        nowhere = np.empty((0, 2)), np.empty((0, 2), np.int64)
+        self._ways: dict[bool, tuple[Costs, Numbers]] = {False: nowhere, True: nowhere}
         self.still = {p: self.number((e.cut, ())) for p, e in enumerate(self.ends) if e.kind is None}
         self.places = {k: tuple(p for p, e in enumerate(self.ends) if e.kind == k) for k in record.kinds}
 
@@ -104,32 +105,41 @@ class Moves:
         return list(np.take_along_axis(every, np.argsort(sizes[every], axis=0, kind="stable"), axis=0))
 
     def _paid(self, sources: Numbers, wants: Numbers, rough: bool) -> tuple[Costs, Numbers]:
-        """Seconds from one state to another, and what is there then."""
-        both = sources * _MANY + (wants + 2)
-        pairs, which = np.unique(both, return_inverse=True)
-        found = [self._way(pair // _MANY, pair % _MANY - 2, rough) for pair in pairs.tolist()]
-        seconds, states = (np.array(of)[which].reshape(both.shape) for of in zip(*found, strict=True))
-        return seconds, states
+        """Seconds from states to others, to nothing (-1), or to where a result goes whose layout nobody fixed (-2); and
+        what is there then."""
+        at = sources, wants + 2
+        seconds, then = self._known(rough)
+        if (gaps := np.isnan(seconds[at])).any():
+            asked = np.stack(np.broadcast_arrays(sources, wants))[:, gaps]
+            found = {(a, b): self._way(a, b, rough) for a, b in dict.fromkeys(zip(*asked.tolist(), strict=True))}
+            seconds, then = self._known(rough)
+            for (a, b), way in found.items():
+                seconds[a, b + 2], then[a, b + 2] = way
+        return seconds[at], then[at]
+
+    def _known(self, rough: bool) -> tuple[Costs, Numbers]:
+        """The tables, with room for all states."""
+        seconds, then = self._ways[rough]
+        if (more := len(self._states) - len(seconds)) > 0:
+            room = ((0, more + 8),) * 2
+            seconds, then = self._ways[rough] = np.pad(seconds, room, constant_values=np.nan), np.pad(then, room)
+        return seconds, then
 
     def _way(self, source: int, want: int, rough: bool) -> tuple[float, int]:
-        """To a state, to nothing (-1), or to where a result goes whose layout nobody fixed (-2)."""
-        key = source, want, rough
-        if want != -1 and key not in self._ways:
-            cut, pending = self._states[source]
-            if want < 0:
-                leaves = zip(self.record.returned or (), self.flat, strict=True)
-                goal: State = settled(cut, pending, list(leaves)), ()
-            else:
-                goal = self._states[want]
-            to, kept = goal
-            left = tuple(a for a in pending if a not in kept)
-            then = self.number((to, tuple(a for a in pending if a in kept)))
-            if rough:
-                seconds = reshard.rough_seconds(self.flat, self.record.itemsize, cut, to, left)
-            else:
-                seconds = reshard.seconds(reshard.route(self.record.sizes, self.record.itemsize, cut, to, left))
-            self._ways[key] = seconds, then
-        return (0.0, source) if want == -1 else self._ways[key]
+        if want == -1:
+            return 0.0, source
+        cut, pending = self._states[source]
+        if want < 0:
+            leaves = zip(self.record.returned or (), self.flat, strict=True)
+            goal: State = settled(cut, pending, list(leaves)), ()
+        else:
+            goal = self._states[want]
+        to, kept = goal
+        left = tuple(a for a in pending if a not in kept)
+        then = self.number((to, tuple(a for a in pending if a in kept)))
+        if rough:
+            return reshard.rough_seconds(self.flat, self.record.itemsize, cut, to, left), then
+        return reshard.seconds(reshard.route(self.record.sizes, self.record.itemsize, cut, to, left)), then
 
 
 def settled(cut: Cut, pending: Sequence[Axis], leaves: Sequence[tuple[Sequence[Axis], int]]) -> Cut:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from shardlib.propagate.records import Kind
 
 GRAIN = 2.0**-47  # seconds
+_AT_ONCE = 1 << 14  # differences that are one array
 
 Costs = NDArray[np.float64]
 Numbers = NDArray[np.int64]
@@ -68,7 +69,10 @@ class Table:
         """By how much at least each choice of a kind costs more than each other one, whatever the others choose."""
         i = self.kinds.index(kind)
         rows = np.moveaxis(self.costs, i, 0).reshape(self.costs.shape[i], -1)
-        least = np.stack([(row - rows).min(axis=1) for row in rows])
+        if rows.size * len(rows) <= _AT_ONCE:
+            least = (rows[:, None] - rows).min(axis=2)
+        else:
+            least = np.stack([(row - rows).min(axis=1) for row in rows])
         return least[np.ix_(self.classes[i], self.classes[i])]
 
 
