@@ -110,6 +110,13 @@ class Span(NamedTuple):
         """Bytes/s that each member may send between nodes while all members of all groups do."""
         return self.outer.bandwidth / self.outer.sharing
 
+    @property
+    def ring(self) -> float:
+        """Bytes/s that each member sends in a ring, node by node; several members in a node have a ring through each
+        card."""
+        inside = self.inner.bandwidth if self.near > 1 or self.far == 1 else math.inf
+        return min(inside, self.near * self.shared) if self.far > 1 else inside
+
 
 @dataclass(frozen=True)
 class Machine:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
+import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
 import shardlib as sl
 from shardlib.machine import PRESETS, Device, Link, Machine
 from shardlib.meshes.axis import Axis
+from shardlib.plans.plan import Plan
 from tests.ranks import run_ranks
 
 
@@ -108,3 +113,76 @@ def test_ranks_measure_one_machine() -> None:
     assert first == second
     assert machine.node == 2
     assert machine.inner.bandwidth < 1e13
+
+
+# --- of a mesh --------------------------------------------------------------------------------------------------------
+
+
+def product(mesh: sl.Mesh, n: int = 4096) -> Plan:
+    """A product of which each axis cuts two dims, and whose result goes elsewhere."""
+    x = torch.empty(n, n, device="meta", dtype=torch.bfloat16)
+    specs = ("i@data k@tensor", "k@data j@tensor")
+    with mesh:
+        return sl.jit(lambda x, w: (x @ w).relu(), in_specs=specs, out_specs="i j@(data tensor)").plan(x, x)
+
+
+def sent(plan: Plan, axis: str) -> float:
+    return sum(c.bytes for c in plan.compiled.program.collectives if axis in {a.name for a in c.axes})
+
+
+def test_decisions_follow_the_machine() -> None:
+    """Between nodes less is sent then; where all links are alike a machine changes nothing."""
+    alike, told = (product(sl.Mesh.abstract(data=4, tensor=8, machine=name)) for name in (None, "h100"))
+    assert sent(told, "data") < sent(alike, "data")
+    assert told.simulate("h100").seconds < 0.9 * alike.simulate("h100").seconds
+    assert told.simulate().machine is Machine.preset("h100")
+    assert alike.simulate().machine is Machine.preset("node")
+    same = product(sl.Mesh.abstract(data=4, tensor=8, machine="node"))
+    assert [(str(c), c.bytes) for c in same.compiled.program.collectives] == [
+        (str(c), c.bytes) for c in alike.compiled.program.collectives
+    ]
+
+
+def test_an_axis_with_a_slow_link_is_spared() -> None:
+    fast = Machine.preset("node")
+    for slow, other in (("data", "tensor"), ("tensor", "data")):
+        mesh = sl.Mesh.abstract(data=4, tensor=4, machine=replace(fast, links={slow: Link(1e9)}))
+        plan = product(mesh)
+        assert sent(plan, slow) < sent(plan, other)
+
+
+def test_numbers_are_those_of_any_machine() -> None:
+    x, w, v = torch.randn(8, 16), torch.randn(16, 12), torch.randn(12, 8)
+
+    def step(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.softmax((x @ w).relu() @ v, -1).sum(0)
+
+    want = step(x, w, v)
+    for name in (None, *PRESETS):
+        with sl.Mesh(data=2, tensor=4, machine=name):
+            got = sl.jit(step, in_specs=("i@data k@tensor", "k@data j@tensor", "j@tensor l@data"))(x, w, v)
+        torch.testing.assert_close(got.full_tensor(), want)
+
+
+def test_a_mesh_says_its_machine() -> None:
+    own = replace(Machine.preset("h100"), node=4, name="")
+    for machine in ("a100-40", own):
+        mesh = sl.Mesh.abstract(data=4, tensor=8, machine=machine)
+        assert mesh.machine == Machine.of(machine)
+        assert sl.Mesh.parse(str(mesh)) == mesh
+        assert pickle.loads(pickle.dumps(mesh)).machine == mesh.machine
+        assert mesh != sl.Mesh.abstract(data=4, tensor=8)
+    assert str(sl.Mesh.abstract(data=4, machine="h100")) == "Mesh.abstract(data=4, machine='h100')"
+
+
+@pytest.mark.parametrize(
+    ("machine", "words"),
+    [
+        (replace(Machine.preset("h100"), links={"tensr": Link(1e9)}), "has a link for axis 'tensr', the mesh (data=2)"),
+        ("h10", "'h10' is no machine; did you mean 'h100'?"),
+        (8, "8 is no machine"),
+    ],
+)
+def test_machines_that_no_mesh_has_are_refused(machine: Any, words: str) -> None:
+    with pytest.raises(sl.ShardingError, match=re.escape(words)):
+        sl.Mesh(data=2, machine=machine)

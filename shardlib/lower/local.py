@@ -62,6 +62,11 @@ class LocalForm:
         return dict.fromkeys(self._builder.mesh.axis_names, 0)
 
     @property
+    def prices(self) -> reshard.Prices:
+        """What arithmetic and messages take on the mesh's machine."""
+        return reshard.Prices.of(self._builder.mesh)
+
+    @property
     def factors(self) -> list[str]:
         """The factors that code may speak of, those of size 1 as well."""
         return [*self.rule.sizes, *self.rule.ones]

@@ -49,6 +49,7 @@ class Values:
     def __init__(self, emitter: Emitter) -> None:
         self.emitter, self.flood, self.builder = emitter, emitter.flood, emitter.builder
         self.mover = Mover(emitter.builder)
+        self.prices = reshard.Prices.of(emitter.builder.mesh)
         self.have: dict[Value, dict[Placement, Var]] = defaultdict(dict)
         self.own: dict[Value, dict[Placement, Var]] = defaultdict(dict)  # in rows of own groups, and anything elsewhere
         self.constants = Constants(self)
@@ -127,7 +128,7 @@ class Values:
         return min(prices)
 
     def _cheapest_price(self, value: Value, want: Cut) -> float:
-        return reshard.seconds(self._cheapest(value, want)[1])
+        return reshard.seconds(self._cheapest(value, want)[1], self.prices)
 
     def _cheapest(
         self, value: Value, want: Cut, target: Value | None = None
@@ -135,10 +136,10 @@ class Values:
         sizes, itemsize = self.flood.sizes(value), value.dtype.itemsize
         into = None if target is None else self.flood.sizes(target)
         options = [
-            (form, reshard.route(sizes, itemsize, form[0], want, form[1].axes, form[1].kind, into))
+            (form, reshard.route(sizes, itemsize, form[0], want, form[1].axes, form[1].kind, into, self.prices))
             for form in self.have[value]
         ]
-        return min(options, key=lambda o: (reshard.seconds(o[1]), len(o[1])))
+        return min(options, key=lambda o: (reshard.seconds(o[1], self.prices), len(o[1])))
 
     def _move(
         self,
@@ -228,7 +229,8 @@ class Values:
         self.native(value, *form)
         cut, owed = form
         axes = tuple(a for a in owed.axes if any(a in mine for mine in want))
-        hops = reshard.route(self.flood.sizes(value), value.dtype.itemsize, cut, want, axes, owed.kind)
+        sizes, itemsize = self.flood.sizes(value), value.dtype.itemsize
+        hops = reshard.route(sizes, itemsize, cut, want, axes, owed.kind, prices=self.prices)
         self._move(value, form, hops)
         self.have[value] = dict([list(self.have[value].items())[-1]])
 
@@ -267,7 +269,7 @@ class Values:
         self._seen(value, form)
         if (known := self.own[value].get((want, form[1]))) is not None:
             return known
-        hops = reshard.route(self.flood.sizes(value), value.dtype.itemsize, form[0], want)
+        hops = reshard.route(self.flood.sizes(value), value.dtype.itemsize, form[0], want, prices=self.prices)
         return self._move(value, form, hops, forms=self.own)
 
     def _seen(self, value: Value, form: Placement) -> None:

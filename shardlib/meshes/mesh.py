@@ -20,6 +20,7 @@ from typing import Any, Self
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib.errors import ShardingError
+from shardlib.machine import Machine
 from shardlib.meshes.axis import Axis, Coords
 from shardlib.meshes.meshtext import Kind, MeshAxes, Rules, did_you_mean, faults_of, joined, tidy_rules, written
 from shardlib.ranks import order, waiting, world
@@ -38,6 +39,9 @@ class Mesh:
     they are its ranks, and the sizes must agree. `device` is "cpu" or "cuda" (None: torch's default device). Axes may
     also be given as a dict. A `strict` mesh refuses a logical name in a spec that has no rule (a rule may be None) and
     does not say its axes itself, as `ff@tensor` and `ff@()` do.
+
+    `machine` is where the devices stand, an `sl.Machine` or its text: decisions are priced by it. Without one all links
+    are alike.
 
     A mesh reads as the mapping `shape`, axis to size in order, as in JAX: `mesh["data"]` is a size, `in`, iteration and
     `len` are over the names of axes (`mesh.size` counts devices). Raises `ShardingError` for bad names and sizes, rules
@@ -65,6 +69,7 @@ class Mesh:
     kind: Kind
     device: str
     strict: bool
+    machine: Machine | None
 
     def __init__(
         self,
@@ -74,9 +79,10 @@ class Mesh:
         rules: Rules | None = None,
         device: str | None = None,
         strict: bool = False,
+        machine: Machine | str | None = None,
         **sizes: int,
     ) -> None:
-        self._set(joined(axes, sizes), rules, world.kind(), device, strict)
+        self._set(joined(axes, sizes), rules, world.kind(), device, strict, machine)
 
     @classmethod
     def abstract(
@@ -87,6 +93,7 @@ class Mesh:
         rules: Rules | None = None,
         device: str | None = None,
         strict: bool = False,
+        machine: Machine | str | None = None,
         **sizes: int,
     ) -> Self:
         """A mesh to plan on, of any size, in any process; nothing can be placed on it.
@@ -96,11 +103,18 @@ class Mesh:
             Mesh.abstract(data=512, tensor=8)
         """
         mesh = cls.__new__(cls)
-        mesh._set(joined(axes, sizes), rules, "abstract", device, strict)
+        mesh._set(joined(axes, sizes), rules, "abstract", device, strict, machine)
         return mesh
 
     @classmethod
-    def from_device_mesh(cls, device_mesh: DeviceMesh, *, rules: Rules | None = None, strict: bool = False) -> Self:
+    def from_device_mesh(
+        cls,
+        device_mesh: DeviceMesh,
+        *,
+        rules: Rules | None = None,
+        strict: bool = False,
+        machine: Machine | str | None = None,
+    ) -> Self:
         """The mesh of a `torch.distributed` DeviceMesh with dim names, over all ranks in order; shares its groups."""
         names = device_mesh.mesh_dim_names
         ranks = device_mesh.mesh.flatten().tolist()
@@ -114,7 +128,7 @@ class Mesh:
             )
         mesh = cls.__new__(cls)
         sizes = list(zip(names, device_mesh.mesh.shape, strict=True))
-        mesh._set(sizes, rules, "distributed", device_mesh.device_type, strict)
+        mesh._set(sizes, rules, "distributed", device_mesh.device_type, strict, machine)
         world.remember(mesh.axes, mesh.device, device_mesh)
         return mesh
 
@@ -125,9 +139,11 @@ class Mesh:
         kind: Kind,
         device: str | None,
         strict: bool,
+        machine: Machine | str | None,
     ) -> None:
         tidy, unread = tidy_rules(rules)
-        if faults := [*faults_of(sizes, tidy), *unread]:
+        at = None if machine is None else Machine.of(machine)
+        if faults := [*faults_of(sizes, tidy), *unread, *(at.faults(dict(sizes)) if at is not None else ())]:
             raise ShardingError(
                 f"{written(kind, sizes, tidy, 'cpu')} is not a mesh",
                 faults,
@@ -141,6 +157,7 @@ class Mesh:
         object.__setattr__(self, "kind", kind)
         object.__setattr__(self, "device", world.device_type(device, kind))
         object.__setattr__(self, "strict", bool(strict))
+        object.__setattr__(self, "machine", at)
         if kind == "distributed":
             world.choose_gpu(self.device)
             if world.initialised():
@@ -258,7 +275,8 @@ class Mesh:
     @cached_property
     def _key(self) -> tuple[object, ...]:
         # The order of axes is part of the value, the order of rules is not.
-        return tuple(self.axes.items()), frozenset(self.rules.items()), self.kind, self.device, self.strict
+        axes, rules = tuple(self.axes.items()), frozenset(self.rules.items())
+        return axes, rules, self.kind, self.device, self.strict, self.machine
 
     @cached_property
     def _hash(self) -> int:
@@ -274,7 +292,8 @@ class Mesh:
         return _restored, (str(self),)
 
     def __str__(self) -> str:
-        return written(self.kind, list(self.axes.items()), self.rules, self.device, self.strict)
+        at = "" if self.machine is None else str(self.machine)
+        return written(self.kind, list(self.axes.items()), self.rules, self.device, self.strict, at)
 
     __repr__ = __str__
 

@@ -94,11 +94,18 @@ def _is_name(name: object) -> bool:
 
 
 def written(
-    kind: Kind, sizes: list[tuple[str, int]], rules: Mapping[str, MeshAxes], device: str, strict: bool = False
+    kind: Kind,
+    sizes: list[tuple[str, int]],
+    rules: Mapping[str, MeshAxes],
+    device: str,
+    strict: bool = False,
+    machine: str = "",
 ) -> str:
     """The text of a mesh, as Python would call it."""
     words = [f"{name}={size!r}" for name, size in sizes]
-    if {name for name, _ in sizes} & {"rules", "device", "strict"} or not all(_is_name(name) for name, _ in sizes):
+    if {name for name, _ in sizes} & {"rules", "device", "strict", "machine"} or not all(
+        _is_name(name) for name, _ in sizes
+    ):
         words = [repr(dict(sizes))]
     if rules:
         words.append(f"rules={dict(rules)!r}")
@@ -106,6 +113,8 @@ def written(
         words.append(f"device={device!r}")
     if strict:
         words.append("strict=True")
+    if machine:
+        words.append(f"machine={machine!r}")
     return f"{'Mesh.abstract' if kind == 'abstract' else 'Mesh'}({', '.join(words)})"
 
 

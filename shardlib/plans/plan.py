@@ -243,7 +243,8 @@ class Plan:
             >>> [f"{step.exposed / step.seconds:.0%}" for step in map(plan.simulate, ("h100", "a100-40"))]
             ['33%', '17%']
         """
-        return Simulated(self.compiled.program, self.name, Machine.of(machine), fused=fused)
+        at = self.compiled.mesh.machine if machine is None else machine
+        return Simulated(self.compiled.program, self.name, Machine.of(at), fused=fused)
 
     # Forms ----------------------------------------------------------------------------------------------------------
 

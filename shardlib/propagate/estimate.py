@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from shardlib import reshard
 from shardlib.meshes.axis import Axis
 from shardlib.propagate.moves import Moves, State
 from shardlib.propagate.problem import Choice, Problem
@@ -29,7 +28,7 @@ class Estimate:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.moves = [Moves(record, count) for record, count in problem.records.items()]
+        self.moves = [Moves(record, count, problem.prices) for record, count in problem.records.items()]
         self._touching: dict[Kind, list[int]] = defaultdict(list)
         for i, moves in enumerate(self.moves):
             for kind in moves.record.kinds:
@@ -90,18 +89,21 @@ class Estimate:
     def _work(self, kind: Kind, choice: Order) -> tuple[float, float]:
         cut = self.cut(kind, choice)
         work, total = sum(s / math.prod(_ways(cut[i]) for i in slots) for s, slots in self.problem.compute[kind]), 0.0
+        prices = self.problem.prices
         for p in self.problem.passed[kind]:
-            local = p.seconds / math.prod(_ways(cut[i]) for i in p.slots)
-            passed, wanted = _ways(cut[p.slot]), self.problem.slots[kind][p.slot].wants
-            held = _ways([a for a in cut[p.beside] if a in wanted and a not in cut[p.slot]])
-            total += local * (passed - 1 + (held - 1) / held)
+            local = p.bytes / math.prod(_ways(cut[i]) for i in p.slots)
+            around, wanted = cut[p.slot], self.problem.slots[kind][p.slot].wants
+            beside = tuple(a for a in cut[p.beside] if a in wanted and a not in around)
+            passed, held = _ways(around), _ways(beside)
+            total += local * ((passed - 1) / prices.rate(around) + (held - 1) / held / prices.rate(beside))
             # All ways of doing attention on a cut sequence count as many messages: their bytes shall decide.
-            total += p.times * reshard.COLLECTIVE_LATENCY * ((held > 1) + 2 * (passed > 1 and p.operand))
+            total += p.times * (held > 1) * prices.latency(beside)
+            total += p.times * 2 * (passed > 1 and p.operand) * prices.latency(around)
         for b in self.problem.borders[kind]:
             if (n := _ways(cut[b.slot])) > 1:
                 messages, rows = b.sent(n)
-                total += b.seconds * rows / math.prod(_ways(cut[i]) for i in b.slots)
-                total += b.times * messages * reshard.COLLECTIVE_LATENCY
+                nbytes = b.bytes * rows / math.prod(_ways(cut[i]) for i in b.slots)
+                total += nbytes / prices.rate(cut[b.slot]) + b.times * messages * prices.latency(cut[b.slot])
         return work, total
 
     def cost(self, kinds: Iterable[Kind], choices: Choices, dear: float = 1.0) -> float:
@@ -195,7 +197,9 @@ class Estimate:
         """Seconds of arithmetic and of communication, with what nobody decides: so estimates of other wants compare."""
         still = dict.fromkeys(u for u in self.problem.units.unit.values() if u not in self.problem.kind)
         work = sum(seconds for unit in still for seconds, _ in self.problem.compute_of(unit, 1))
-        sent = sum(Moves(record, n).seconds({}).item() for record, n in self.problem.settled.items())
+        sent = sum(
+            Moves(record, n, self.problem.prices).seconds({}).item() for record, n in self.problem.settled.items()
+        )
         mine, moved = self.parts(choices)
         return work + mine, sent + moved
 

@@ -16,7 +16,7 @@ from shardlib import reshard
 from shardlib.meshes.axis import Axis
 from shardlib.propagate.records import Kind, Record
 from shardlib.propagate.tables import GRAIN, Costs, Numbers
-from shardlib.reshard import Cut
+from shardlib.reshard import USUAL, Cut, Prices
 
 # An activation that moves is gone soon, a gathered parameter stays for half a step: near a tie, move activations.
 HOLDING = 1.25
@@ -30,8 +30,8 @@ class Moves:
     A `rough` figure takes each reshard by what its axes do, without looking for its steps.
     """
 
-    def __init__(self, record: Record, count: int) -> None:
-        self.record, self.count = record, count
+    def __init__(self, record: Record, count: int, prices: Prices = USUAL) -> None:
+        self.record, self.count, self.prices = record, count, prices
         self.flat = tuple(n for dim in record.sizes for n in dim)
         self.ends = (*record.sources, *record.readers, *record.through)
         self._number: dict[State, int] = {}
@@ -138,8 +138,9 @@ class Moves:
         left = tuple(a for a in pending if a not in kept)
         then = self.number((to, tuple(a for a in pending if a in kept)))
         if rough:
-            return reshard.rough_seconds(self.flat, self.record.itemsize, cut, to, left), then
-        return reshard.seconds(reshard.route(self.record.sizes, self.record.itemsize, cut, to, left)), then
+            return reshard.rough_seconds(self.flat, self.record.itemsize, cut, to, left, self.prices), then
+        hops = reshard.route(self.record.sizes, self.record.itemsize, cut, to, left, prices=self.prices)
+        return reshard.seconds(hops, self.prices), then
 
 
 def settled(cut: Cut, pending: Sequence[Axis], leaves: Sequence[tuple[Sequence[Axis], int]]) -> Cut:

@@ -11,7 +11,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from shardlib import reshard
 from shardlib.graph import Graph, Value
 from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
@@ -19,6 +18,7 @@ from shardlib.ops._choice import wanted
 from shardlib.propagate.flood import Flood
 from shardlib.propagate.records import Kind, Records
 from shardlib.propagate.units import Unit, Units, op_cut_slots, value_factors
+from shardlib.reshard import Prices
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ Choice = tuple[int, ...]  # slots in order of precedence for one mesh axis; empt
 
 @dataclass(frozen=True)
 class Passed:
-    """A tensor that ops may pass round: `seconds` to send it whole once, `times` for the ops that do, the unit's slots
-    along its dims.
+    """A tensor that ops may pass round: the `bytes` of the whole of it, of all ops that do, which are `times` as many,
+    and the unit's slots along its dims.
 
     With `slot` cut over n devices every piece is sent n - 1 times. With `slot` whole and `beside` cut, it is gathered
     instead, and stays so until the backward pass has read it: that is charged as if it were sent once more.
     """
 
-    seconds: float
+    bytes: float
     times: int
     slots: tuple[int, ...]
     slot: int
@@ -54,10 +54,10 @@ class Passed:
 
 @dataclass(frozen=True)
 class Border:
-    """What ops send of a tensor while `slot` is cut n ways: `sent(n)` messages and rows at most; `seconds` to send a
-    row of the whole tensor, `times` for the ops that do, the unit's slots along the other dims."""
+    """What ops send of a tensor while `slot` is cut n ways: `sent(n)` messages and rows at most; the `bytes` of a row
+    of the whole tensor, of all ops that do, which are `times` as many, and the unit's slots along the other dims."""
 
-    seconds: float
+    bytes: float
     times: int
     slots: tuple[int, ...]
     slot: int
@@ -70,7 +70,7 @@ class Problem:
     because nothing beside them has a choice."""
 
     def __init__(self, graph: Graph, flood: Flood, units: Units, mesh: Mesh) -> None:
-        self.flood, self.units, self.mesh = flood, units, mesh
+        self.flood, self.units, self.mesh, self.prices = flood, units, mesh, Prices.of(mesh)
         self.atoms = {name: mesh.axis(name).primes() for name in mesh.axis_names}
         self.roles = {
             leaf: Role(
@@ -160,9 +160,8 @@ class Problem:
         for op in unit.ops:
             assert op.rule is not None
             nbytes = sum(v.nbytes for v in (*op.operands, *op.results) if v is not None)
-            wide = any(r is not None and r.dtype.itemsize > 2 for r in op.results)
-            speed = reshard.WIDE_FLOPS_PER_SECOND if wide else reshard.FLOPS_PER_SECOND
-            seconds = max(op.rule.flops / speed, nbytes / reshard.MEMORY_BYTES_PER_SECOND)
+            widest = max((r.dtype.itemsize for r in op.results if r is not None), default=0)
+            seconds = max(op.rule.flops / self.prices.flops(widest), nbytes / self.prices.bandwidth)
             slots = set(self.units.op_slots[op].values()) - unit.rounds.keys() - unit.follows.keys()
             if op.owns is not None and not op.owns.begins:
                 slots.discard(self.units.op_slots[op].get((op.owns.factor, 0), -1))
@@ -178,9 +177,8 @@ class Problem:
                         continue
                     slots = op_cut_slots(self.units, self.flood, op, value_factors(self.flood, op, i, operand=operand))
                     cut = tuple(s for s in slots if s is not None)
-                    seconds = value.nbytes * count / reshard.LINK_BYTES_PER_SECOND
                     for slot in unit.rounds.keys() & set(cut):
-                        yield Passed(seconds, count, cut, slot, unit.rounds[slot], operand)
+                        yield Passed(value.nbytes * count, count, cut, slot, unit.rounds[slot], operand)
 
     def _borders(self, unit: Unit, count: int) -> Iterable[Border]:
         """What goes to neighbours where a unit's ops have a cut dim of which they need more than their own piece."""
@@ -193,5 +191,5 @@ class Problem:
                     continue
                 factors = value_factors(self.flood, op, halo.position, operand=halo.operand)
                 cut = op_cut_slots(self.units, self.flood, op, factors)
-                seconds = value.nbytes / op.rule.sizes[halo.factor] / reshard.LINK_BYTES_PER_SECOND
-                yield Border(seconds * count, count, tuple(s for s in cut if s not in (None, slot)), slot, halo.sent)
+                row = value.nbytes / op.rule.sizes[halo.factor]
+                yield Border(row * count, count, tuple(s for s in cut if s not in (None, slot)), slot, halo.sent)

@@ -73,7 +73,8 @@ class Table:
             least = (rows[:, None] - rows).min(axis=2)
         else:
             least = np.stack([(row - rows).min(axis=1) for row in rows])
-        return least[np.ix_(self.classes[i], self.classes[i])]
+        among: Costs = least[np.ix_(self.classes[i], self.classes[i])]
+        return among
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,10 @@ A *cut* of a value is a tuple with one entry per factor: the mesh axes over it, 
 moves factors, `route` values whose dims are made of several.
 """
 
+from shardlib.reshard.prices import USUAL, Prices
 from shardlib.reshard.rough import rough_seconds
 from shardlib.reshard.routing import Hop, plan, route, seconds
 from shardlib.reshard.step import (
-    COLLECTIVE_LATENCY,
-    FLOPS_PER_SECOND,
-    LINK_BYTES_PER_SECOND,
-    MEMORY_BYTES_PER_SECOND,
-    WIDE_FLOPS_PER_SECOND,
     Axes,
     Cut,
     Leaves,
@@ -21,15 +17,12 @@ from shardlib.reshard.step import (
 )
 
 __all__ = [
-    "COLLECTIVE_LATENCY",
-    "FLOPS_PER_SECOND",
-    "LINK_BYTES_PER_SECOND",
-    "MEMORY_BYTES_PER_SECOND",
-    "WIDE_FLOPS_PER_SECOND",
+    "USUAL",
     "Axes",
     "Cut",
     "Hop",
     "Leaves",
+    "Prices",
     "Step",
     "local_numel",
     "plan",

@@ -14,8 +14,9 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from shardlib.meshes.axis import Axis
+from shardlib.reshard.prices import Prices
 from shardlib.reshard.regrid import moves
-from shardlib.reshard.step import COLLECTIVE_LATENCY, LINK_BYTES_PER_SECOND, Axes, Cut, Leaves, Step, fits, ways
+from shardlib.reshard.step import Axes, Cut, Leaves, Step, fits, ways
 from shardlib.specs.pieces import Pieces, even
 
 _BLOCKS = 5  # with more, the number of arrangements outgrows what a better way is worth
@@ -26,7 +27,14 @@ Move = tuple[float, str, Blocks, int, int, State]  # bytes, kind, blocks, factor
 
 
 def cheapest(
-    parts: Leaves, itemsize: int, src: Cut, dst: Cut, pending: Axes, reduce: str, known: tuple[Step, ...]
+    parts: Leaves,
+    itemsize: int,
+    src: Cut,
+    dst: Cut,
+    pending: Axes,
+    reduce: str,
+    known: tuple[Step, ...],
+    prices: Prices,
 ) -> tuple[Step, ...]:
     """The steps from `src` to `dst`, in no more bytes and less time than the way that is `known`, or that.
 
@@ -36,7 +44,9 @@ def cheapest(
     if any(isinstance(n, Pieces) for leaves in parts for n in leaves) or not all(even(n, axes) for n, axes in factors):
         return known
     blocks = _blocks([*src, *dst, pending])
-    return _Search(parts, itemsize, blocks, src, dst, pending).run(known, reduce) if len(blocks) <= _BLOCKS else known
+    if len(blocks) > _BLOCKS:
+        return known
+    return _Search(parts, itemsize, blocks, src, dst, pending, prices).run(known, reduce)
 
 
 def _blocks(runs: Sequence[Axes]) -> list[Axes]:
@@ -59,8 +69,10 @@ def _blocks(runs: Sequence[Axes]) -> list[Axes]:
 class _Search:
     """All ways from one cut to another, the cheapest first."""
 
-    def __init__(self, parts: Leaves, itemsize: int, blocks: list[Axes], src: Cut, dst: Cut, pending: Axes) -> None:
-        self.parts, self.blocks = parts, blocks
+    def __init__(
+        self, parts: Leaves, itemsize: int, blocks: list[Axes], src: Cut, dst: Cut, pending: Axes, prices: Prices
+    ) -> None:
+        self.parts, self.blocks, self.prices = parts, blocks, prices
         self.ways = [ways(block) for block in blocks]
         self.nbytes = itemsize * math.prod(n for leaves in parts for n in leaves)
         number = {block[0]: i for i, block in enumerate(blocks)}
@@ -77,7 +89,7 @@ class _Search:
     def run(self, known: tuple[Step, ...], reduce: str) -> tuple[Step, ...]:
         """The steps of the cheapest way, or those of the `known` one."""
         limit = sum(step.bytes for step in known)
-        bound = sum(step.seconds for step in known) * (1 - 1e-6)
+        bound = sum(step.seconds(self.prices) for step in known) * (1 - 1e-6)
         best: dict[State, float] = {self.src: 0.0}
         came: dict[State, tuple[State, Move]] = {}
         queue: list[tuple[float, float, State]] = [(0.0, 0.0, self.src)]
@@ -87,28 +99,36 @@ class _Search:
                 return self._told(came, reduce)
             if cost > best[state]:
                 continue
-            for move in self._moves(state, min(limit - sent, (bound - cost) * LINK_BYTES_PER_SECOND)):
+            for move in self._moves(state, min(limit - sent, (bound - cost) * self.prices.fastest)):
                 after, total = move[-1], sent + move[0]
-                seconds = cost + (0.0 if move[1] == "slice" else COLLECTIVE_LATENCY + move[0] / LINK_BYTES_PER_SECOND)
-                if total <= limit and seconds < min(bound, best.get(after, bound)):
-                    best[after], came[after] = seconds, (state, move)
-                    heapq.heappush(queue, (seconds, total, after))
+                then = cost + self._paid(state, move)
+                if total <= limit and then < min(bound, best.get(after, bound)):
+                    best[after], came[after] = then, (state, move)
+                    heapq.heappush(queue, (then, total, after))
         return known
 
+    def _paid(self, state: State, move: Move) -> float:
+        """Seconds of a move."""
+        return 0.0 if move[1] == "slice" else self.prices.sent(self._along(state, move), move[0])
+
+    def _along(self, state: State, move: Move) -> Axes:
+        """The axes along which it goes; pieces that go to other devices, along those that tell them apart."""
+        if move[1] != "ppermute":
+            return tuple([a for b in move[2] for a in self.blocks[b]])
+        pairs = [(list(x), list(y)) for x, y in zip(self._axes(state), self._axes(move[-1]), strict=True)]
+        return tuple(a for a in dict.fromkeys(a for pair in pairs for x in pair for a in x) if moves(a, pairs))
+
     def _told(self, came: dict[State, tuple[State, Move]], reduce: str) -> tuple[Step, ...]:
-        taken: list[Move] = []
+        taken: list[tuple[State, Move]] = []
         state = self.dst
         while state != self.src:
-            state, move = came[state]
-            taken.append(move)
-        sizes, steps, cut = tuple(map(math.prod, self.parts)), [], self._axes(self.src)
-        for nbytes, kind, run, factor, to, after in reversed(taken):
-            before, cut = cut, self._axes(after)
-            axes = tuple(a for b in run for a in self.blocks[b])
-            if kind == "ppermute":
-                pairs = [(list(x), list(y)) for x, y in zip(before, cut, strict=True)]
-                axes = tuple(a for a in dict.fromkeys(a for pair in pairs for x in pair for a in x) if moves(a, pairs))
-            steps.append(Step(kind, Axis.merge(axes), factor, to, cut, sizes, nbytes, reduce))
+            taken.append(came[state])
+            state, _ = came[state]
+        sizes, steps = tuple(map(math.prod, self.parts)), []
+        for before, move in reversed(taken):
+            nbytes, kind, _, factor, to, after = move
+            axes = Axis.merge(self._along(before, move))
+            steps.append(Step(kind, axes, factor, to, self._axes(after), sizes, nbytes, reduce))
         return tuple(steps)
 
     def _axes(self, state: State) -> Cut:

@@ -6,10 +6,13 @@ import math
 from collections.abc import Iterable
 
 from shardlib.meshes.axis import Axis
-from shardlib.reshard.step import COLLECTIVE_LATENCY, LINK_BYTES_PER_SECOND, Axes, Cut, local_numel
+from shardlib.reshard.prices import USUAL, Prices
+from shardlib.reshard.step import Axes, Cut, local_numel
 
 
-def rough_seconds(sizes: tuple[int, ...], itemsize: int, src: Cut, dst: Cut, pending: Axes) -> float:
+def rough_seconds(
+    sizes: tuple[int, ...], itemsize: int, src: Cut, dst: Cut, pending: Axes, prices: Prices = USUAL
+) -> float:
     """Estimated seconds of the direct way, where all cuts are even and no axis has to leave from under another one."""
     have, wanted = ({a: i for i, axes in enumerate(cut) for a in axes} for cut in (src, dst))
 
@@ -17,14 +20,14 @@ def rough_seconds(sizes: tuple[int, ...], itemsize: int, src: Cut, dst: Cut, pen
         return math.prod([a.size for a in axes])
 
     local = local_numel(sizes, src) * itemsize / ways(a for a in wanted if a not in have and a not in pending)
-    sent = []
-    if (n := ways(a for a in pending if a in wanted)) > 1:
+    seconds = 0.0
+    if (n := ways(scattered := [a for a in pending if a in wanted])) > 1:
         local /= n
-        sent.append(local * (n - 1))
-    if (n := ways(a for a, i in have.items() if wanted.get(a, i) != i)) > 1:
-        sent.append(local * (n - 1) / n)
-    if (n := ways(a for a in pending if a not in wanted)) > 1:
-        sent.append(2 * local * (n - 1) / n)
-    if (n := ways(a for a in have if a not in wanted)) > 1:
-        sent.append(local * (n - 1))
-    return sum(sent) / LINK_BYTES_PER_SECOND + len(sent) * COLLECTIVE_LATENCY
+        seconds += prices.sent(tuple(scattered), local * (n - 1))
+    if (n := ways(exchanged := [a for a, i in have.items() if wanted.get(a, i) != i])) > 1:
+        seconds += prices.sent(tuple(exchanged), local * (n - 1) / n)
+    if (n := ways(summed := [a for a in pending if a not in wanted])) > 1:
+        seconds += prices.sent(tuple(summed), 2 * local * (n - 1) / n)
+    if (n := ways(gathered := [a for a in have if a not in wanted])) > 1:
+        seconds += prices.sent(tuple(gathered), local * (n - 1))
+    return seconds

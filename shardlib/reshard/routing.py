@@ -10,6 +10,7 @@ from functools import lru_cache
 from shardlib.reshard.cheapest import cheapest
 from shardlib.reshard.direct import Direct
 from shardlib.reshard.exchange import together
+from shardlib.reshard.prices import USUAL, Prices
 from shardlib.reshard.step import Axes, Cut, Leaves, Step, ways
 from shardlib.specs.pieces import even
 from shardlib.specs.spread import spread
@@ -24,13 +25,15 @@ def plan(
     reduce: str = "sum",
     into: tuple[int, ...] | None = None,
     parts: Leaves | None = None,
+    prices: Prices = USUAL,
 ) -> tuple[Step, ...]:
     """The steps from cut `src`, with a reduction pending over `pending`, to cut `dst` with nothing pending.
 
     `into` are the sizes at the end, where their pieces are others; `parts` the leaves that each factor is made of,
     which every cut on the way must be a cut of.
     """
-    return _plan(sizes, itemsize, src, dst, pending, reduce, into or sizes, parts or tuple((n,) for n in sizes))
+    parts = parts or tuple((n,) for n in sizes)
+    return _plan(sizes, itemsize, src, dst, pending, reduce, into or sizes, parts, prices)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -43,6 +46,7 @@ def _plan(
     reduce: str,
     into: tuple[int, ...],
     parts: Leaves,
+    prices: Prices,
 ) -> tuple[Step, ...]:
     if src == dst and not pending and sizes == into:
         return ()
@@ -50,8 +54,8 @@ def _plan(
     if sizes != into or not any(step.bytes for step in steps[:-1]):
         return steps  # one collective, after all that is free: nothing sends less
     return min(
-        (together(way, sizes) for way in (cheapest(parts, itemsize, src, dst, pending, reduce, steps), steps)),
-        key=lambda way: (seconds(way), len(way)),
+        (together(way, sizes) for way in (cheapest(parts, itemsize, src, dst, pending, reduce, steps, prices), steps)),
+        key=lambda way: (seconds(way, prices), len(way)),
     )
 
 
@@ -73,14 +77,15 @@ def route(
     pending: Axes = (),
     reduce: str = "sum",
     into: Leaves | None = None,
+    prices: Prices = USUAL,
 ) -> tuple[Hop, ...]:
     """`plan` for a value whose dims are lists of `leaves`: neighbours that both cuts treat as one are moved as one."""
-    return _route(leaves, itemsize, src, dst, pending, reduce, into or leaves)
+    return _route(leaves, itemsize, src, dst, pending, reduce, into or leaves, prices)
 
 
 @lru_cache(maxsize=1 << 14)
 def _route(
-    leaves: Leaves, itemsize: int, src: Cut, dst: Cut, pending: Axes, reduce: str, into: Leaves
+    leaves: Leaves, itemsize: int, src: Cut, dst: Cut, pending: Axes, reduce: str, into: Leaves, prices: Prices
 ) -> tuple[Hop, ...]:
     flat = [size for dim in leaves for size in dim]
     ends = [size for dim in into for size in dim]
@@ -104,7 +109,7 @@ def _route(
     hops = []
     parts = tuple(tuple(flat[i] for i in group) for group in flat_groups)
     now, sizes = fuse(src), fuse_sizes(flat)
-    for step in plan(sizes, itemsize, now, fuse(dst), pending, reduce, fuse_sizes(ends), parts):
+    for step in plan(sizes, itemsize, now, fuse(dst), pending, reduce, fuse_sizes(ends), parts, prices):
         feed = iter(zip(sizes, now, strict=True))
         before = tuple(tuple(next(feed) for _ in dim) for dim in groups)
         after = [*flat]
@@ -142,6 +147,6 @@ def _used_up(sizes: Sequence[int], group: list[int], cut: Cut) -> bool:
     return all(ways(cut[i]) == sizes[i] for i in group)
 
 
-def seconds(steps: Iterable[Step | Hop]) -> float:
+def seconds(steps: Iterable[Step | Hop], prices: Prices = USUAL) -> float:
     """Estimated time of a plan or route."""
-    return sum((s.step if isinstance(s, Hop) else s).seconds for s in steps)
+    return sum((s.step if isinstance(s, Hop) else s).seconds(prices) for s in steps)

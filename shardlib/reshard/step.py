@@ -1,4 +1,4 @@
-"""One step of a reshard: its wire bytes and its estimated time.
+"""One step of a reshard, and its wire bytes.
 
 Wire bytes are what one device sends under ring algorithms: all-gather out*(n-1)/n, reduce-scatter out*(n-1), all-reduce
 2*out*(n-1)/n, all-to-all out*(n-1)/n, a permutation out.
@@ -12,19 +12,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardlib.meshes.axis import Axis
+from shardlib.reshard.prices import Prices
 from shardlib.specs.pieces import fullest
 from shardlib.specs.spread import spread
 
 Axes = tuple[Axis, ...]
 Cut = tuple[Axes, ...]
 Leaves = tuple[tuple[int, ...], ...]  # the sizes of leaves: per dim, or per factor
-
-# Round figures of one node of current GPUs; they rank choices and are printed with them, they are not promises.
-LINK_BYTES_PER_SECOND = 300e9
-COLLECTIVE_LATENCY = 3e-8  # small collectives travel together, so each costs little more than its bytes
-FLOPS_PER_SECOND = 400e12  # matmuls in 16 bits
-WIDE_FLOPS_PER_SECOND = 50e12  # and in 32 or more
-MEMORY_BYTES_PER_SECOND = 2e12
 
 
 class Exchange(NamedTuple):
@@ -52,9 +46,8 @@ class Step:
     reduce: str = "sum"
     exchanges: tuple[Exchange, ...] = ()
 
-    @property
-    def seconds(self) -> float:
-        return 0.0 if self.kind == "slice" else COLLECTIVE_LATENCY + self.bytes / LINK_BYTES_PER_SECOND
+    def seconds(self, prices: Prices) -> float:
+        return 0.0 if self.kind == "slice" else prices.sent(self.axes, self.bytes)
 
 
 def ways(axes: Axes) -> int:

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-from shardlib import reshard
 from shardlib.ops._attention_variant import Variant
 from shardlib.ops._choice import wanted
 from shardlib.rules.rule import Labels, Local
@@ -223,6 +222,5 @@ def _zigzag(local: Local, variant: Variant, n: int, moved: int) -> bool:
         return told == "zigzag"
     ways = math.prod(local.ways(x) for x in local.rule.sizes if x not in local.rule.rounds)
     q = local.call.operands[0]
-    speed = reshard.WIDE_FLOPS_PER_SECOND if q.dtype.itemsize > 2 else reshard.FLOPS_PER_SECOND
-    saved = local.rule.flops / ways * (n - 1) / n / speed
-    return saved > moved * math.prod(q.shape) / ways * q.dtype.itemsize / reshard.LINK_BYTES_PER_SECOND
+    saved = local.rule.flops / ways * (n - 1) / n / local.prices.flops(q.dtype.itemsize)
+    return saved > moved * math.prod(q.shape) / ways * q.dtype.itemsize / local.prices.rate(local.axes("t"))

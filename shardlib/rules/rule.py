@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from shardlib.meshes.axis import Axis
+from shardlib.reshard import Prices
 
 Labels = tuple[tuple[str, ...], ...]  # per dim, the names of its factors, major first; () for a dim of size 1
 Path = tuple[int | str, ...]  # where an argument sits: (1, 0) is args[1][0]; ("size", 0) is kwargs["size"][0]
@@ -163,6 +164,8 @@ class Local(Protocol):
     def device(self) -> torch.device:
         """Where the operands live."""
 
+    @property
+    def prices(self) -> Prices: ...
     def axes(self, factor: str) -> tuple[Axis, ...]:
         """The mesh axes that cut `factor` here; () when it is whole."""
 

@@ -40,10 +40,9 @@ def transfer(kind: str, wire: float, span: Span) -> Transfer:
 
 
 def _ring(wire: float, s: Span) -> float:
-    """Once round all members, node by node. With several members in a node there is a ring through each card."""
-    rate = s.inner.bandwidth if s.far == 1 else min(s.inner.bandwidth if s.near > 1 else math.inf, s.near * s.shared)
+    """Once round all members, node by node."""
     hops = (s.size - s.far) * s.inner.latency + (s.far * s.outer.latency if s.far > 1 else 0.0)
-    return hops + wire / rate
+    return hops + wire / s.ring
 
 
 def _both(wire: float, s: Span) -> float:
@@ -55,8 +54,7 @@ def _tree(wire: float, s: Span) -> float:
     """Up and down a binary tree: few hops, and the whole value on every link."""
     whole = wire * s.size / (s.size - 1)
     hops = 2 * (math.ceil(math.log2(s.near)) * s.inner.latency + math.ceil(math.log2(s.far)) * s.outer.latency)
-    rate = s.inner.bandwidth if s.far == 1 else min(s.inner.bandwidth if s.near > 1 else math.inf, s.near * s.shared)
-    return hops + whole / rate
+    return hops + whole / s.ring
 
 
 def _by_node(wire: float, s: Span) -> float:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 import shardlib as sl
-from shardlib import Mesh, P, reshard
+from shardlib import Mesh, P
 from shardlib.plans.plan import Plan
+from shardlib.reshard import USUAL
 from shardlib.specs.layout import Layout
 from tests.shardy.programs import Program, Sharding, Value
 
@@ -56,7 +57,7 @@ def shardy(p: Program) -> Inferred:
         moves = list(_collectives(module, p.mesh))
         work = sum(_work(module, p.mesh))
     sent = sum(n for n, _ in moves)
-    seconds = work + sent / reshard.LINK_BYTES_PER_SECOND + len(moves) * reshard.COLLECTIVE_LATENCY
+    seconds = work + sum(USUAL.sent((), n) for n, _ in moves)
     return Inferred(found, sent, tuple(text for _, text in moves), seconds)
 
 
@@ -117,7 +118,7 @@ def _work(module: Any, mesh: dict[str, int]) -> Iterator[float]:
             contracted = re.search(r"contracting_dimensions = \[(.*?)\]", str(op.attributes["dot_dimension_numbers"]))
             inner = [int(i) for i in contracted[1].split(",")] if contracted else []
             flops *= 2 * local(op.operands[0], inner)
-        yield max(flops / reshard.WIDE_FLOPS_PER_SECOND, touched / reshard.MEMORY_BYTES_PER_SECOND)
+        yield max(flops / USUAL.flops(4), touched / USUAL.bandwidth)
 
 
 _FREE = ("stablehlo.reshape", "stablehlo.transpose", "stablehlo.broadcast_in_dim", "stablehlo.constant")
