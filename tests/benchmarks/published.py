@@ -1,0 +1,133 @@
+"""The simulator beside steps that others measured, and orders of a mesh's axes beside each other. Nothing runs.
+
+`python -m tests.benchmarks.published` plans Llama 3.1 on H100s as torchtitan ran it (tokens per second and GPU; its
+hosts have slower memory than the preset), fits the one `efficiency` of the machine on the first row and predicts the
+others. `--table placement` simulates Llama 8B on 16 nodes of 8 with the mesh's axes in every order. `--layers` makes
+the models shallower. `tests/PUBLISHED.md` has what both said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import shardlib as sl
+from shardlib.machine import Machine
+from shardlib.plans.plan import Plan
+
+_H100 = Machine.preset("h100")
+HOST = replace(_H100, device=replace(_H100.device, bandwidth=2.4e12, memory=96e9), name="")
+LLAMA = {
+    "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+}
+SEQUENCE = 8192
+
+
+@dataclass(frozen=True)
+class Row:
+    """A step that was measured: of which size, on which axes, sequences for each data rank, tokens/s and GPU."""
+
+    size: str
+    axes: dict[str, int]
+    batch: int
+    full: bool  # every layer is computed again for the backward pass
+    measured: float
+
+    def plan(self, layers: int | None) -> Plan:
+        m = llama(self.size, layers)
+        if self.full:
+            m.gradient_checkpointing_enable()
+        return planned(m, self.axes, self.batch * self.axes["data"], SEQUENCE)
+
+    def speed(self, plan: Plan, machine: Machine) -> float:
+        """Tokens/s and GPU."""
+        seconds = plan.simulate(machine, fused=True).seconds
+        return self.batch * self.axes["data"] * SEQUENCE / plan.mesh.size / seconds
+
+
+# Compiled, in bf16, without asynchronous tensor parallelism. What recomputes selected products is planned without that.
+ROWS = (
+    Row("8B", {"data": 8}, 2, False, 6667),
+    Row("8B", {"data": 128}, 2, False, 6514),
+    Row("8B", {"data": 8, "tensor": 8}, 12, False, 4378),
+    Row("70B", {"data": 32, "tensor": 8}, 16, True, 597),
+)
+
+
+def llama(size: str, layers: int | None) -> LlamaForCausalLM:
+    """Llama 3.1 on the meta device."""
+    sizes: dict[str, Any] = LLAMA[size] | ({} if layers is None else {"num_hidden_layers": layers})
+    with torch.device("meta"):
+        m = LlamaForCausalLM(LlamaConfig(num_key_value_heads=8, vocab_size=128256, use_cache=False, **sizes))
+    return m.train()
+
+
+def planned(m: Any, axes: dict[str, int], batch: int, sequence: int, strategy: str = "fsdp") -> Plan:
+    """A step of a language model with AdamW, its state sharded, in bf16."""
+    mesh = sl.Mesh.abstract(axes, machine=HOST)
+    with mesh:
+        sl.parallelize(m, strategy=strategy, precision=torch.bfloat16)
+        opt = torch.optim.AdamW(m.parameters(), foreach=True)
+        return sl.jit(step).plan(m, opt, torch.zeros(batch, sequence, dtype=torch.int64, device="meta"))
+
+
+def step(m: Any, opt: torch.optim.Optimizer, ids: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = m(input_ids=ids, labels=ids).loss
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    return loss
+
+
+def fitted(row: Row, plan: Plan) -> Machine:
+    """The machine on which a row takes what it took: its efficiency, by bisection."""
+    low, high = 0.05, 1.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        machine = replace(HOST, device=replace(HOST.device, efficiency=middle))
+        low, high = (middle, high) if row.speed(plan, machine) < row.measured else (low, middle)
+    return machine
+
+
+def published(layers: int | None) -> None:
+    print("| model | axes | tokens/s and GPU, measured | simulated | off by |\n|---|---|---|---|---|")
+    machine, notes = None, ""
+    for row in ROWS:
+        plan = row.plan(layers)
+        machine = machine or fitted(row, plan)
+        speed = row.speed(plan, machine)
+        axes = " x ".join(f"{name} {n}" for name, n in row.axes.items())
+        print(
+            f"| {row.size} | {axes} | {row.measured:,.0f} | {speed:,.0f} | {speed / row.measured - 1:+.1%} |",
+            flush=True,
+        )
+        notes = notes or f"efficiency {machine.device.efficiency:.3f}, fitted on the first row"
+    print(f"\n{notes}")
+
+
+def placement(layers: int | None) -> None:
+    print("| axes, the right-most inside a node | seconds | exposed |\n|---|---|---|")
+    found = []
+    for order in itertools.permutations({"replica": 4, "shard": 4, "tensor": 8}.items()):
+        simulated = planned(llama("8B", layers), dict(order), 64, 2048, "hsdp").simulate()
+        axes = " x ".join(f"{name} {n}" for name, n in order)
+        found.append((simulated.seconds, simulated.exposed, axes))
+    for seconds, exposed, axes in sorted(found):
+        print(f"| {axes} | {seconds:.3f} | {exposed:.3f} |")
+    inside = min(seconds for seconds, _, axes in found if axes.endswith("tensor 8"))
+    outside = min(seconds for seconds, _, axes in found if not axes.endswith("tensor 8"))
+    print(f"\nthe best with tensor inside a node takes {inside / outside:.1%} of the best other")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", choices=("published", "placement"), default="published")
+    parser.add_argument("--layers", type=int, default=None)
+    args = parser.parse_args()
+    {"published": published, "placement": placement}[args.table](args.layers)
