@@ -216,7 +216,7 @@ class Jitted(Function):
                     refuse_replaced(f"{self.name} reads parameters that were replaced", held, reads)
                     ready = self._load(mesh, plan, kept)
                     compare_arguments(plan, mesh, leaves)
-                    programs.entries.keep(call.key, ready, plan.compiled.traced.looked)
+                    programs.entries.keep(call.key, ready, plan.compiled.traced.served)
         elif ALWAYS or self.budgets or current_budgets():
             plan = ready.plan() or Invocation(self, mesh, programs, args, kwargs, state, key, leaves).plan()[0]
             self._check_budgets(plan)

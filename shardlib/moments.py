@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardlib.calls.changing import Item
 from shardlib.calls.numbers import is_given
 from shardlib.internals import has_step_hooks, init_group, mark_stepped, unmark_stepped
 from shardlib.jitted.planning import Invocation
@@ -24,6 +25,9 @@ from shardlib.plans.plan import Plan
 from shardlib.specs.spec import parse
 from shardlib.state import paused_gc, unseen
 from shardlib.tensors.tensor import ShardedTensor
+
+_RATE = (str, "lr")
+_MOMENTA = ((str, "momentum"), *(Item((str, "betas"), i) for i in range(3)))  # what schedulers set beside it
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -59,9 +63,9 @@ def plan(call: Invocation, *, runs: bool = True) -> tuple[Plan, list[Any]]:
         optimizers = [x for x in call.state.kept if isinstance(x, torch.optim.Optimizer)]
         if not optimizers:
             return call.plan(runs=runs)
-        rates = {(id(group), (str, "lr")) for x in optimizers for group in x.param_groups}
-        call.programs.changing.numbers |= rates
-        call.programs.changing.rates |= rates
+        groups = [id(group) for x in optimizers for group in x.param_groups]
+        call.programs.changing.add((group, _RATE) for group in groups)
+        call.programs.changing.rates.update((group, name) for group in groups for name in (_RATE, *_MOMENTA))
         wrong: set[int] = set()
         try:
             with ExitStack() as undo:
@@ -136,12 +140,16 @@ def begins(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """All settings but rates; numbers that are inputs as what they are in this call, tensors by identity."""
-    kept = [{k: x for k, x in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
+    """All settings by which moments are made; numbers that are inputs as what they are in this call, tensors by
+    identity, and of a momentum whether there is one."""
     return [
-        {k: x.scalar.hint if is_given(x) else id(x) if isinstance(x, Tensor) else x for k, x in group.items()}
-        for group in kept
+        {k: x != 0 if k == "momentum" else _setting(x) for k, x in group.items() if k not in ("params", "lr", "betas")}
+        for group in optimizer.param_groups
     ]
+
+
+def _setting(x: Any) -> Any:
+    return x.scalar.hint if is_given(x) else id(x) if isinstance(x, Tensor) else x
 
 
 @contextmanager

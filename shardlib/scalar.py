@@ -23,6 +23,14 @@ _INFIX: dict[Any, str] = {
     operator.pow: "**",
 }
 _PREFIX: dict[Any, str] = {operator.neg: "-", operator.pos: "+"}
+_COMPARISONS: dict[Any, str] = {
+    operator.eq: "==",
+    operator.ne: "!=",
+    operator.lt: "<",
+    operator.le: "<=",
+    operator.gt: ">",
+    operator.ge: ">=",
+}
 _CALLS: dict[Any, str] = {torch.sym_float: "float", float: "float"}
 OPERATIONS = frozenset({*_INFIX, *_PREFIX, *_CALLS})
 
@@ -55,6 +63,8 @@ class Scalar:
         if self.op is None:
             return name(self)
         parts = [x.text(name) if isinstance(x, Scalar) else _literal(x) for x in self.args]
+        if self.op in _COMPARISONS:
+            return f"{parts[0]} {_COMPARISONS[self.op]} {parts[1]}"
         if self.op in _INFIX:
             text = f"({parts[0]} {_INFIX[self.op]} {parts[1]})"
             return f"float{text}" if self.op is operator.pow and type(self.hint) is float else text  # no complex number
@@ -95,6 +105,13 @@ def _literal(x: Any) -> str:
     if isinstance(x, float) and not math.isfinite(x):
         return f"float({str(x)!r})"
     return f"({x!r})" if x < 0 or math.copysign(1, x) < 0 else repr(x)
+
+
+def same_number(a: Any, b: Any) -> bool:
+    """Whether two numbers are one to a program: 1, 1.0 and True are three, 0.0 and -0.0 are two, NaN is itself."""
+    if type(a) is not type(b):
+        return False
+    return bool(a == b) if type(a) is not float else a.hex() == b.hex()
 
 
 def hinted(x: Any) -> Any:

@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 Place = tuple[int, Any]  # id of who holds something (a dict of globals, a cell, an object ...), and its name there
 Facts = tuple[Any, ...]
 NUMBERS = (int, float)
+_NONE: Mapping[int, Any] = MappingProxyType({})
 MANY = 100_000
+SHORT = 64  # items of a tuple, or of a list, that are places
+
+
+@dataclass(frozen=True)
+class Item:
+    """The name of an item of a tuple, or of a list: which one, and what their holder has these under.
+
+    Whoever changes an item of a tuple puts another tuple in its place.
+    """
+
+    key: Any
+    index: int
+
+
+def items(place: Place, x: Any) -> Iterator[tuple[Place, Any]]:
+    """The numbers in a tuple, or in a list, that is at a place; of a tuple, those in tuples in it, too."""
+    if type(x) is tuple or type(x) is list:
+        for i, y in enumerate(x[:SHORT]):
+            at = place[0], Item(place[1], i)
+            if type(y) in NUMBERS:
+                yield at, y
+            elif type(x) is type(y) is tuple:
+                yield from items(at, y)
 
 
 class Changing:
@@ -20,7 +46,8 @@ class Changing:
 
     def __init__(self) -> None:
         self.numbers: set[Place] = set()
-        self.rates: set[Place] = set()  # of them: learning rates, at which optimizers of torch's do not look
+        self.inside: set[Place] = set()  # tuples and lists that have some of them
+        self.rates: set[Place] = set()  # of them: what schedulers set, which optimizers of torch's take as they are
         self.holders: set[int] = set()
         self.logs: dict[int, Any] = {}  # which are kept, so that nothing else has their ids
         self._seen: dict[Place, Any] = {}  # numbers, when the function was last traced
@@ -35,8 +62,12 @@ class Changing:
         self._seen = (was if len(was) < MANY else {}) | now
         return {p for p, x in now.items() if type(was.get(p)) is type(x) and was[p] != x and p not in self.numbers}
 
-    def add(self, numbers: Iterable[Place], holders: Iterable[int], logs: Mapping[int, Any]) -> None:
+    def add(self, numbers: Iterable[Place], holders: Iterable[int] = (), logs: Mapping[int, Any] = _NONE) -> None:
         """Note more of it."""
-        self.numbers.update(numbers)
+        for place in numbers:
+            self.numbers.add(place)
+            while isinstance(place[1], Item):
+                place = place[0], place[1].key
+                self.inside.add(place)
         self.holders.update(holders)
         self.logs.update(logs)

@@ -143,13 +143,6 @@ def twins(arguments: Sequence[Any], state: Sequence[torch.Tensor]) -> dict[int, 
     return found
 
 
-def same_number(a: Any, b: Any) -> bool:
-    """Whether two numbers are one to a program: 1, 1.0 and True are three, 0.0 and -0.0 are two, NaN is itself."""
-    if type(a) is not type(b):
-        return False
-    return bool(a == b) if type(a) is not float else a.hex() == b.hex()
-
-
 # --- names ------------------------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardlib.calls.changing import Item
 from shardlib.calls.inside import own
 from shardlib.calls.kinds import of_numpy
 from shardlib.internals import MODULE_DICTS
@@ -73,6 +74,8 @@ def put(owner: Any, key: Any, value: Any, among: str = "") -> None:
 
 def can_put(owner: Any, key: Any) -> bool:
     """Whether a holder has this key, and another value under it is what is found there then."""
+    while isinstance(key, Item):
+        key = key.key
     if isinstance(owner, FIXED):
         return False
     if isinstance(owner, types.CellType | type | types.ModuleType) or _is_slot(owner, key):

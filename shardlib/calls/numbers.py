@@ -1,9 +1,9 @@
 """Numbers among a traced function's arguments: inputs where they only enter arithmetic, constants where Python looks.
 
 While a function is traced such a number is a `Given`: to Python a float or an int, which follows arithmetic. Where one
-meets a tensor in an op that takes a scalar, the op's node refers to it (as a `Scalar`). Whatever needs its value (a
-comparison, `math.sqrt`, a size, any other function of torch) gets it, and the trace notes that it was looked at: its
-program is then for this value alone.
+meets a tensor in an op that takes a scalar, the op's node refers to it (as a `Scalar`). A comparison is answered, and
+the trace notes the answer: its program is then for numbers of which it holds. Whatever needs the value (`math.sqrt`, a
+size, any other function of torch) gets it, and the trace notes that it was looked at: its program is for this one.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from shardlib.calls.served import Served
 from shardlib.internals import ConstantSource, pytree
 from shardlib.scalar import OPERATIONS, Scalar
 from shardlib.staying import Staying
+
+COMPARISONS = 32  # whose answers a program is for
 
 
 class Given:
@@ -119,6 +122,13 @@ def _looking(op: Any) -> Callable[..., Any]:
     return lambda self, *others: op(self.look(), *map(plain, others))
 
 
+def _comparing(op: Any) -> Callable[..., Any]:
+    def compare(self: Given, other: Any) -> Any:
+        return self.numbers.compare(op, self, other) if type(other) in _OPERANDS else op(self.look(), other)
+
+    return compare
+
+
 def _looking_back(op: Any) -> Callable[..., Any]:
     return lambda self, other: op(plain(other), self.look())
 
@@ -136,18 +146,21 @@ for _name in ("add", "sub", "mul", "truediv", "pow"):
     setattr(Given, f"__r{_name}__", _reflected(getattr(operator, _name)))
 for _name in ("neg", "pos"):
     setattr(Given, f"__{_name}__", _forward(getattr(operator, _name)))
-for _name in ("eq", "ne", "lt", "le", "gt", "ge", "abs", "index", "floordiv", "mod", "and_", "or_", "xor", "invert"):
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(Given, f"__{_name}__", _comparing(getattr(operator, _name)))
+for _name in ("abs", "index", "floordiv", "mod", "and_", "or_", "xor", "invert"):
     setattr(Given, f"__{_name.rstrip('_')}__", _looking(getattr(operator, _name)))
 for _name in ("lshift", "rshift"):
     setattr(Given, f"__{_name}__", _looking(getattr(operator, _name)))
 for _name in ("floordiv", "mod", "and_", "or_", "xor", "lshift", "rshift"):
     setattr(Given, f"__r{_name.rstrip('_')}__", _looking_back(getattr(operator, _name)))
 for _name, _op in (
-    *(("bool", bool), ("int", int), ("float", float), ("complex", complex), ("str", str), ("repr", repr)),
+    *(("int", int), ("float", float), ("complex", complex), ("str", str), ("repr", repr)),
     *(("round", round), ("trunc", math.trunc), ("floor", math.floor), ("ceil", math.ceil)),
     *(("format", format), ("divmod", divmod)),
 ):
     setattr(Given, f"__{_name}__", _looking(_op))
+Given.__bool__ = lambda self: self != 0  # type: ignore[attr-defined]
 Given.__rdivmod__ = _looking_back(divmod)  # type: ignore[attr-defined]
 for _name in ("is_integer", "as_integer_ratio", "hex", "conjugate", "bit_length", "to_bytes"):
     setattr(Given, _name, _method(_name))
@@ -163,6 +176,7 @@ class Numbers(Staying):
         self.plain = plain
         self.env = ShapeEnv()
         self.looked: dict[int, Any] = {}  # leaf -> value
+        self.compared: dict[Scalar, None] = {}  # with answers as hints
         self.made: list[weakref.ref[Any]] = []
         self._hints: dict[int, Any] = {}
         self._symbols: dict[Scalar, Any] = {}
@@ -179,6 +193,20 @@ class Numbers(Staying):
     def look(self, scalar: Scalar) -> None:
         for leaf in scalar.leaves():
             self.looked[leaf] = self._hints[leaf]
+
+    def served(self) -> Served:
+        """The calls that the program is for; answers that follow from values are none."""
+        rest = (x for x in self.compared if not self.looked.keys() >= set(x.leaves()))
+        return Served(self.looked, tuple(rest))
+
+    def compare(self, op: Any, a: Any, b: Any) -> bool:
+        """What `op` says of two numbers; beyond a few such answers, the program is for their values."""
+        found = Scalar.of(op, *(x.scalar if is_given(x) else x for x in (a, b)))
+        if len(self.compared) < COMPARISONS:
+            self.compared[found] = None
+        elif found not in self.compared:
+            self.look(found)
+        return bool(found.hint)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

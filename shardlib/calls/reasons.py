@@ -52,7 +52,7 @@ def seen(
     fn: Callable[..., Any],
     call: FlatCall,
     key: Any,
-    looked: Mapping[int, Any],
+    looked: Collection[int],
     before: Snapshot,
     after: Snapshot,
     unrepeated: Sequence[str],

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.calls.changing import NUMBERS, Changing, Place
-from shardlib.calls.flat import same_number
+from shardlib.calls.changing import NUMBERS, SHORT, Changing, Item, Place
 from shardlib.calls.holders import (
     ALL,
     FIXED,
@@ -45,6 +44,7 @@ from shardlib.calls.snapshot import Snapshot
 from shardlib.calls.state import LENGTH, LONG, State
 from shardlib.errors import ShardingError
 from shardlib.internals import FakeTensor, memory_of, pytree
+from shardlib.scalar import same_number
 from shardlib.tensors.form import Form
 from shardlib.tensors.tensor import ShardedTensor
 
@@ -60,6 +60,7 @@ class Watch:
         self.holders: dict[int, Any] = {}
         self.logs: dict[int, Any] = {}
         self._leaf: dict[Place, int] = {}
+        self._tuples: dict[Place, tuple[Any, ...]] = {}  # with such numbers in them
         self._left: set[Place] = set()  # whose new values stay as the trace leaves them
         self._cut: Mapping[int, Tensor] = {}
 
@@ -74,9 +75,23 @@ class Watch:
             self._leaf[place] = i
             given = numbers.give(i, self.before.name(at), value, rate=place in self.before.changing.rates)
             if self.can_be_given([place]):
-                put(self.before.owners[place[0]], place[1], given)
+                self._give(place, given, i)
             elif is_given(given):  # something else has this id by now: the program is for its number
                 given.look()
+
+    def _give(self, place: Place, given: Any, leaf: int) -> None:
+        owner, key = place
+        if not isinstance(key, Item):
+            put(self.before.owners[owner], key, given)
+            return
+        around = owner, key.key
+        held = self._tuples.get(around, self.before.values[around])
+        if type(held) is list:
+            held[key.index] = given
+            self._leaf[id(held), key.index] = leaf
+        else:
+            self._tuples[around] = (*held[: key.index], given, *held[key.index + 1 :])
+            self._give(around, self._tuples[around], leaf)
 
     @contextmanager
     def cut(self, state: State) -> Iterator[None]:
@@ -112,8 +127,16 @@ class Watch:
 
     def take_back(self) -> None:
         """Give the holders of such numbers what they had, but what no program can repeat stays."""
-        for place in self.can_be_given(self.before.numbers.keys() - self._left):
-            put_back(self.before.owners[place[0]], place, self.before)
+        before = self.before
+        for owner, key in self.can_be_given(before.numbers.keys() - self._left):
+            held: Any = None
+            while isinstance(key, Item) and type(held) is not list:
+                key, held = key.key, before.values[owner, key.key]
+            if type(held) is list:
+                refill(held, before.copies[id(held)])
+            elif (owner, key) not in self._left:
+                put_back(before.owners[owner], (owner, key), before)
+        self._tuples.clear()
 
     def leaves(self, now: Snapshot) -> bool:
         """Whether what is there `now` stays, to be read as before: nothing is undone, and nothing new is learnt."""
@@ -135,7 +158,7 @@ class Watch:
         for place in before.values | after.values:
             had, has = before.values.get(place, GONE), after.values.get(place, GONE)
             mine = place[0] in before.owners and place[0] not in before.copies and place[0] in after.owners
-            if mine and not _is_same(had, has):
+            if mine and not isinstance(place[1], Item) and not _is_same(had, has):
                 put_back(before.owners[place[0]], place, before)
 
     def learn(self, changing: Changing) -> bool:
@@ -245,13 +268,12 @@ class Watch:
                 continue
             if isinstance(owner, CONTAINERS + (Tensor,)) and not _is_global(owner):
                 self.holders[id(owner)] = owner
-            if type(old) in NUMBERS and (is_given(value) or type(value) in NUMBERS):
-                self.numbers.add(place)
+            self.numbers.update(_numbers(place, old, value))
             refer = weakref.ref(owner) if owner is before.own else functools.partial(_self, owner)
             same = places.setdefault(id(value), len(found)) if place[1] is not ALL else len(found)
             same = same if same < len(found) else -1
             found.append(Rebound(refer, key, among(owner, place[1]), tree, tuple(filter(None, parts)), same))
-            if place not in before.numbers:  # numbers of the trace are read on the way back, too
+            if place not in before.numbers and place not in self._tuples:  # these are read on the way back, too
                 put_back(owner, place, before)
         for number, items in before.copies.items():
             if number not in after.owners:  # a container that another one stands for now: it is there again
@@ -276,10 +298,14 @@ class Watch:
                     yield (number, ALL), owner, kind(owner), kind(items)
         for place in before.values | after.values:
             number, key = place
-            if number in whole or key is LENGTH or not all(number in world.owners for world in (before, after)):
+            if number in whole or key is LENGTH or isinstance(key, Item):
+                continue
+            if not all(number in world.owners for world in (before, after)):
                 continue
             owner, old, value = before.owners[number], before.values.get(place, GONE), after.values.get(place, GONE)
             if value is old or _is_same(value, old) or isinstance(owner, FIXED):
+                continue
+            if place in self._tuples and value is self._tuples[place]:
                 continue
             if id(value) in self._cut and self._cut[id(value)] is old:
                 continue
@@ -329,6 +355,17 @@ def _is_reordered(x: Any, old: Any) -> bool:
 
 def _is_global(owner: Any) -> bool:
     return isinstance(owner, dict) and "__builtins__" in owner
+
+
+def _numbers(place: Place, old: Any, value: Any) -> Iterator[Place]:
+    """The places of numbers, this one or those in it, that are others now."""
+    if type(old) in NUMBERS and (is_given(value) or type(value) in NUMBERS):
+        if not _is_same(old, value):
+            yield place
+    elif type(old) is type(value) and type(old) in (tuple, list) and len(old) == len(value) <= SHORT:
+        for i, (x, y) in enumerate(zip(old, value, strict=True)):
+            if type(x) in NUMBERS or type(x) is type(old) is tuple:
+                yield from _numbers((place[0], Item(place[1], i)), x, y)
 
 
 def _is_same(a: Any, b: Any) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardlib.calls.caches import is_cache
-from shardlib.calls.changing import NUMBERS, Changing, Facts, Place
+from shardlib.calls.changing import NUMBERS, Changing, Facts, Place, items
 from shardlib.calls.kinds import CONTAINERS, PLAIN, QUICK, Held, held, is_object, of_numpy
 from shardlib.calls.leaks import Leak
 from shardlib.calls.numbers import is_given
@@ -96,6 +96,7 @@ class Snapshot(State):
         if not self._log:
             self.found[place] = (type(x), id(x)) if deep else tuple(known[start:])
         self.values[place], self.called[place] = x, self._at
+        self.values.update(items(place, x))
         if name is not LENGTH:
             self.held.setdefault(self._at, []).append(held(x))
         if isinstance(x, FakeTensor):
@@ -108,12 +109,12 @@ class Snapshot(State):
             self.leaked = True
         super()._value(x, known, depth)
 
-    def _container(self, x: Any, known: list[Any], depth: int) -> None:
+    def _container(self, x: Any, known: list[Any], depth: int, place: Place | None = None) -> None:
         self.owners[id(x)] = x
         if isinstance(x, _CHANGING):
             self.copies[id(x)] = _copied(x)
         outside, self._log = self._log, self._log or id(x) in self.changing.logs
-        super()._container(x, known, depth)
+        super()._container(x, known, depth, place)
         self._log = outside
 
     def _object(self, x: Any, known: list[Any], depth: int) -> None:

@@ -24,7 +24,7 @@ from torch import nn
 
 from shardlib.calls.bound import Bound
 from shardlib.calls.caches import emptied, is_cache
-from shardlib.calls.changing import NUMBERS
+from shardlib.calls.changing import NUMBERS, Item, Place
 from shardlib.calls.found import Found, plain_form
 from shardlib.calls.inside import attributes, content, own
 from shardlib.calls.kinds import (
@@ -171,6 +171,8 @@ class State(Found):
         if not self.quick and type(x) in NUMBERS and (owner, name) in self.changing.numbers:
             known.append(type(x))
             self.numbers[owner, name] = x, self._at
+        elif not self.quick and (type(x) is tuple or type(x) is list) and (owner, name) in self.changing.inside:
+            self._container(x, known, depth + 1, (owner, name))
         else:
             self._value(x, known, depth + 1)
 
@@ -218,7 +220,8 @@ class State(Found):
         else:
             self._object(x, known, depth)
 
-    def _container(self, x: Any, known: list[Any], depth: int) -> None:
+    def _container(self, x: Any, known: list[Any], depth: int, place: Place | None = None) -> None:
+        """Items of a tuple at a `place` are places of its holder's, and so are numbers of a list that is replaced."""
         known.append(type(x))
         owner = id(x)
         if owner in self.changing.holders:
@@ -229,7 +232,7 @@ class State(Found):
                 return
             known = []
         self._attribute(owner, LENGTH, len(x), known, depth)
-        if (not x and type(x) in BUILTIN) or self._again(x, known):
+        if (not x and type(x) in BUILTIN) or ((place is None or type(x) is list) and self._again(x, known)):
             return
         if type(x) not in BUILTIN:
             self._own_part(x, known, depth)
@@ -261,7 +264,11 @@ class State(Found):
         else:
             for i, y in enumerate(x):
                 self._at = (*at, (i,))
-                self._attribute(owner, i, y, known, depth)
+                here: Place = owner, i
+                by_place = type(x) is tuple or (type(y) in NUMBERS and here not in self.changing.numbers)
+                if place is not None and by_place:
+                    here = place[0], Item(place[1], i)
+                self._attribute(*here, y, known, depth)
         self._at = at
 
     def _own_part(self, x: Any, known: list[Any], depth: int) -> None:

@@ -106,7 +106,7 @@ class Invocation:
         for attempt in itertools.count():
             watch = Watch(self.look)
             if changed := watch.can_be_given(programs.changing.compare(watch.before.values)):
-                programs.changing.numbers |= changed  # numbers that the caller changes are inputs, too
+                programs.changing.add(changed)  # numbers that the caller changes are inputs, too
                 self.read()
                 watch = Watch(self.look)
             watch.around = self.around
@@ -134,11 +134,11 @@ class Invocation:
                     rule="a jitted function finds the same tensors in the same order before and after a trace",
                     remedy="hold them in a list, and change its items; or pass them as arguments",
                 )
-        looked = plan.compiled.traced.looked
+        served = plan.compiled.traced.served
         call = flatten_call(self.function.fn, self.args, self.kwargs, self.function.static, self.state)
         after = left if watch.leaves(left) else watch.look()
         unrepeated = watch.unrepeated(after)
-        now = seen(self.function.fn, call, self.key, looked, watch.before, after, unrepeated)
+        now = seen(self.function.fn, call, self.key, served.asked, watch.before, after, unrepeated)
         if programs.last is not None:
             self._note(difference(programs.last, now))
         programs.last = now
@@ -146,7 +146,7 @@ class Invocation:
             self.key = None
         if unrepeated and not runs:
             watch.restore()
-        programs.plans.keep(self.key, (plan, self.state.kept), looked)
+        programs.plans.keep(self.key, (plan, self.state.kept), served)
         return plan, self.state.kept
 
     def _note(self, changes: Mapping[str, Change]) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from shardlib.calls.changing import Changing
-from shardlib.calls.flat import same_number
 from shardlib.calls.reasons import Seen
+from shardlib.calls.served import Served
 from shardlib.jitted.run import Entry
 from shardlib.plans.plan import Plan
 
@@ -30,8 +30,8 @@ class Ready:
     plan: Callable[[], Plan | None]
 
 
-class Kept(OrderedDict[Any, list[tuple[T, Mapping[int, Any]]]], Generic[T]):
-    """At most `limit` items under keys; those under one key differ by the numbers whose values they hold for, by leaf.
+class Kept(OrderedDict[Any, list[tuple[T, Served]]], Generic[T]):
+    """At most `limit` items under keys; those under one key differ by the numbers that they are for.
 
     Where another one comes, one of the key goes that was longest without a new one: finding costs no bookkeeping.
     """
@@ -43,16 +43,17 @@ class Kept(OrderedDict[Any, list[tuple[T, Mapping[int, Any]]]], Generic[T]):
     def find(self, key: Any, leaves: Sequence[Any]) -> T | None:
         """What serves a call."""
         item: T
-        for item, looked in reversed(self.get(key, _NONE)):  # the last one knows best what the function itself changes
-            if not looked or all(same_number(leaves[i], value) for i, value in looked.items()):
+        served: Served
+        for item, served in reversed(self.get(key, _NONE)):  # the last one knows best what the function itself changes
+            if served.serves(leaves):
                 return item
         return None
 
-    def keep(self, key: Any, item: T, looked: Mapping[int, Any]) -> None:
-        """A new item, for a program that looked at these numbers; none under None."""
+    def keep(self, key: Any, item: T, served: Served) -> None:
+        """A new item, for the calls that a program serves; none under None."""
         if key is None:
             return
-        self.setdefault(key, []).append((item, looked))
+        self.setdefault(key, []).append((item, served))
         self.move_to_end(key)
         while sum(map(len, self.values())) > self.limit:
             oldest = next(iter(self))

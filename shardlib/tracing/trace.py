@@ -24,6 +24,7 @@ from shardlib.calls.flat import FlatCall, Static, flatten_call, is_number, is_te
 from shardlib.calls.mappings import opened
 from shardlib.calls.numbers import NotExpressionsError, Numbers
 from shardlib.calls.rebound import Watch
+from shardlib.calls.served import Served
 from shardlib.calls.state import State
 from shardlib.internals import IS_PARAMETER, FakeTensor, FakeTensorMode, memory_of, pytree
 from shardlib.lines import Line, LineRecorder
@@ -278,7 +279,7 @@ def _trace(
         out_tree,
         static,
         after,
-        {i: x for i, x in enumerate(call.leaves) if is_number(x)} if numbers is None else numbers.looked,
+        Served({i: x for i, x in enumerate(call.leaves) if is_number(x)}) if numbers is None else numbers.served(),
         asked.line is not None,
         {names[i]: names[at] for i, at in same.items()},
         strides_of(returned, after, call.leaves),

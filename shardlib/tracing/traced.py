@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from shardlib.calls.flat import wrapped
+from shardlib.calls.served import Served
 from shardlib.internals import pytree
 from shardlib.scalar import Scalar
 from shardlib.tracing.ending import After
@@ -34,7 +35,7 @@ class Traced:
     out_tree: pytree.TreeSpec
     static: Collection[int | str] = ()
     after: After = field(default_factory=After)
-    looked: Mapping[int, Any] = field(default_factory=dict)  # leaf -> the value of a number that Python looked at
+    served: Served = field(default_factory=Served)  # calls, by their numbers
     asked: bool = False  # where its arguments lie in memory
     twins: Mapping[str, str] = field(default_factory=dict)  # arguments that are another input, with its name
     strides: tuple[tuple[int, ...] | None, ...] = ()  # of every output, on one device; None: dense, dims in order
