@@ -245,7 +245,7 @@ def unshared(step: Jitted, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str,
     call = Invocation.of(step, step.programs, None, tuple(args), dict(kwargs))
     plan = call.plan()[0]
     ready = step._load(mesh, plan, (), lambda program, mesh, _: virtual.load(program, mesh, share=False))
-    return caller(ready.entry)(call.leaves)
+    return caller(ready.entry)(call.served(plan))
 
 
 def _is_loss(out: Any) -> bool:

@@ -200,11 +200,11 @@ class Jitted(Function):
                 break
         if dual_level() >= 0:
             refuse_tangents(self.name, leaves)
-        ready = programs.entries.find(key, leaves)
-        if ready is None:
+        found = programs.entries.find(key, leaves)
+        if found is None:
             with programs.lock:
-                ready = programs.entries.find(key, leaves)
-                if ready is None:
+                found = programs.entries.find(key, leaves)
+                if found is None:
                     call = Invocation(self, mesh, programs, args, kwargs, state, key, leaves)
                     plan, kept = moments.plan(call)
                     leaves = call.leaves
@@ -217,11 +217,13 @@ class Jitted(Function):
                     ready = self._load(mesh, plan, kept)
                     compare_arguments(plan, mesh, leaves)
                     programs.entries.keep(call.key, ready, plan.compiled.traced.served)
+                    found = ready, call.served(plan)
         elif ALWAYS or self.budgets or current_budgets():
-            plan = ready.plan() or Invocation(self, mesh, programs, args, kwargs, state, key, leaves).plan()[0]
+            plan = found[0].plan() or Invocation(self, mesh, programs, args, kwargs, state, key, leaves).plan()[0]
             self._check_budgets(plan)
             if ALWAYS:
                 compare_arguments(plan, mesh, leaves)
+        ready, leaves = found
         if count_function_modes():
             with torch.DisableTorchFunction():
                 return ready.call(leaves)

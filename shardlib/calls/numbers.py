@@ -19,7 +19,8 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from shardlib.calls.served import Served
+from shardlib.calls.hosted import Hosted
+from shardlib.calls.served import Served, sources
 from shardlib.internals import ConstantSource, pytree
 from shardlib.scalar import OPERATIONS, Scalar
 from shardlib.staying import Staying
@@ -177,6 +178,8 @@ class Numbers(Staying):
         self.env = ShapeEnv()
         self.looked: dict[int, Any] = {}  # leaf -> value
         self.compared: dict[Scalar, None] = {}  # with answers as hints
+        self.last = 0  # leaves of the call, and of
+        self.hosted: list[Hosted] = []
         self.made: list[weakref.ref[Any]] = []
         self._hints: dict[int, Any] = {}
         self._symbols: dict[Scalar, Any] = {}
@@ -190,14 +193,23 @@ class Numbers(Staying):
             return value
         return Given.of(Scalar.given(leaf, name, value), self)
 
+    def host(self, hosted: Hosted, name: str) -> list[Any]:
+        """The numbers that code works out in each call."""
+        self.hosted.append(hosted)
+        self.last += len(hosted.free)
+        return [
+            self.give(leaf, f"{name}.step()[{i}]", hosted.made[i], rate=True)
+            for leaf, i in enumerate(hosted.free, hosted.first)
+        ]
+
     def look(self, scalar: Scalar) -> None:
-        for leaf in scalar.leaves():
+        for leaf in sources(scalar.leaves(), self.hosted):
             self.looked[leaf] = self._hints[leaf]
 
     def served(self) -> Served:
         """The calls that the program is for; answers that follow from values are none."""
         rest = (x for x in self.compared if not self.looked.keys() >= set(x.leaves()))
-        return Served(self.looked, tuple(rest))
+        return Served(self.looked, tuple(self.hosted), tuple(rest))
 
     def compare(self, op: Any, a: Any, b: Any) -> bool:
         """What `op` says of two numbers; beyond a few such answers, the program is for their values."""

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from shardlib.calls.changing import NUMBERS, SHORT, Changing, Item, Place
 from shardlib.calls.holders import (
@@ -73,7 +74,8 @@ class Watch:
         """While the function is traced, the numbers that it changes are inputs: leaves from `first` on."""
         for i, (place, (value, at)) in enumerate(self.before.numbers.items(), first):
             self._leaf[place] = i
-            given = numbers.give(i, self.before.name(at), value, rate=place in self.before.changing.rates)
+            rate = place in self.before.changing.rates or isinstance(self.before.owners.get(place[0]), LRScheduler)
+            given = numbers.give(i, self.before.name(at), value, rate=rate)
             if self.can_be_given([place]):
                 self._give(place, given, i)
             elif is_given(given):  # something else has this id by now: the program is for its number
@@ -246,7 +248,7 @@ class Watch:
             return Result(known[id(x), device is not None], device, home)
 
         parts: list[Part | None]
-        for place, owner, value, old in self._changes(after):
+        for place, owner, value, old in self.changes(after):
             is_there = before.owners.get(id(value)) is value and not isinstance(value, Tensor)
             if value is GONE or type(value) in PLAIN or is_there:
                 tree, parts = _LEAF, [Rest(value)]
@@ -280,7 +282,7 @@ class Watch:
                 refill(before.owners[number], items)
         return found
 
-    def _changes(self, after: Snapshot) -> Iterator[tuple[Place, Any, Any, Any]]:
+    def changes(self, after: Snapshot) -> Iterator[tuple[Place, Any, Any, Any]]:
         """The places that hold something else now: who holds it, what it is, and what was there."""
         before, whole = self.before, set()
         for number, items in before.copies.items():

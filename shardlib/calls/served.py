@@ -2,32 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardlib.calls.hosted import Hosted
 from shardlib.scalar import Scalar, same_number
 
 
 @dataclass(frozen=True)
 class Served:
-    """`looked` are the values of numbers, by leaf, at which Python looked; `compared` is what it asked of numbers
-    instead, with the answers as hints."""
+    """`looked` are the values of numbers, by leaf, at which Python looked; `hosted` works out more numbers, in order;
+    `compared` is what Python asked of numbers instead of looking, with the answers as hints."""
 
     looked: Mapping[int, Any] = field(default_factory=dict)
-    compared: Collection[Scalar] = ()
+    hosted: Sequence[Hosted] = ()
+    compared: Sequence[Scalar] = ()
 
-    def serves(self, leaves: Sequence[Any]) -> bool:
-        """Whether a call with these leaves is one of them."""
+    def leaves(self, leaves: list[Any]) -> list[Any] | None:
+        """The leaves of a call, and the numbers that are worked out; None where it is none of these calls."""
         for i, value in self.looked.items():
             if not same_number(leaves[i], value):
-                return False
-        return not self.compared or all(_answer(x, leaves) == x.hint for x in self.compared)
+                return None
+        given = self.completed(leaves) if self.hosted else leaves
+        if given is None or any(_answer(x, given) != x.hint for x in self.compared):
+            return None
+        return given
+
+    def completed(self, leaves: list[Any]) -> list[Any] | None:
+        """The same of a call that is known to be one of them: what it was traced with."""
+        for hosted in self.hosted:
+            made = hosted(leaves)
+            if made is None:
+                return None
+            leaves = leaves + made
+        return leaves
 
     @property
     def asked(self) -> set[int]:
         """The leaves of numbers whose values matter."""
-        return {*self.looked, *(leaf for x in self.compared for leaf in x.leaves())}
+        return {*self.looked, *sources((leaf for x in self.compared for leaf in x.leaves()), self.hosted)}
+
+
+def sources(leaves: Iterable[int], hosted: Sequence[Hosted]) -> set[int]:
+    """The leaves of a call from which some come that it has, or that are worked out."""
+    found = set(leaves)
+    for made in reversed(hosted):
+        own = set(range(made.first, made.first + len(made.free)))
+        if found & own:
+            found = (found - own) | made.sources
+    return found
 
 
 def _answer(x: Scalar, leaves: Sequence[Any]) -> Any:

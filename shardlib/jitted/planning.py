@@ -94,7 +94,7 @@ class Invocation:
         with self.programs.lock:
             known = self.programs.plans.find(self.key, self.leaves)
             if known is not None:
-                return known
+                return known[0]
             refuse_nested()
             with compiling():
                 if compiling.count > self.read_at + 1:  # another thread may have traced since
@@ -144,10 +144,23 @@ class Invocation:
         programs.last = now
         if self.key[1] != modes or unrepeated:  # such effects are those of a trace
             self.key = None
+            was = [x for x, _ in watch.before.numbers.values()]  # one that stays may be no number any more
+            self.leaves[len(self.leaves) - len(self.state.numbers) :] = was
         if unrepeated and not runs:
             watch.restore()
         programs.plans.keep(self.key, (plan, self.state.kept), served)
         return plan, self.state.kept
+
+    def served(self, plan: Plan) -> list[Any]:
+        """The leaves with which its program runs, once there is one."""
+        leaves = plan.compiled.traced.served.completed(self.leaves)
+        if leaves is None:
+            raise ShardingError(
+                f"{self.function.name} steps a schedule that gives something else each time",
+                rule="a schedule works out rates from its own numbers, and nothing else",
+                remedy="step it outside the jitted function",
+            )
+        return leaves
 
     def _note(self, changes: Mapping[str, Change]) -> None:
         """Note why it is compiled again; say it when that happens again and again."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -40,13 +40,13 @@ class Kept(OrderedDict[Any, list[tuple[T, Served]]], Generic[T]):
         super().__init__()
         self.limit = limit
 
-    def find(self, key: Any, leaves: Sequence[Any]) -> T | None:
-        """What serves a call."""
+    def find(self, key: Any, leaves: list[Any]) -> tuple[T, list[Any]] | None:
+        """What serves a call, and the leaves with which it does."""
         item: T
         served: Served
         for item, served in reversed(self.get(key, _NONE)):  # the last one knows best what the function itself changes
-            if served.serves(leaves):
-                return item
+            if (given := served.leaves(leaves)) is not None:
+                return item, given
         return None
 
     def keep(self, key: Any, item: T, served: Served) -> None:

@@ -62,6 +62,7 @@ from shardlib.tracing.refusals import (
 )
 from shardlib.tracing.results import refuse_attributes, repeated, strides_of
 from shardlib.tracing.scaled import scaling
+from shardlib.tracing.schedules import scheduling
 from shardlib.tracing.steps import counting
 from shardlib.tracing.switches import switched
 from shardlib.tracing.threads import refuse_nested
@@ -185,6 +186,7 @@ def _trace(
         for i, at in same.items():
             leaves[i] = call.state.tensors[at - len(leaves)] if at >= len(leaves) else leaves[at]
         if numbers is not None:
+            numbers.last = len(call.leaves)
             leaves = [numbers.give(i, names[i], x) if is_number(x) else x for i, x in enumerate(leaves)]
         a, k = pytree.tree_unflatten(leaves, call.tree)
         given = pytree.tree_flatten((a, k))
@@ -241,6 +243,7 @@ def _trace(
         ending,
         lazily(),
         once.on(),
+        scheduling(watch, numbers),
         torch.DisableTorchFunction(),  # make_fx reads some attributes of every input
     ):
         inputs = [_fake(x, traced_on, tensors) for x in tensors]

@@ -421,7 +421,12 @@ def test_numbers_outside_that_change_are_said_with_what_helps() -> None:
         change(i)
         assert torch.equal(step(X).full_tensor(), X * i)
     assert len(step.retraces) == 1, "from its second value on it is an input"
-    step = sl.jit(lambda x: x * alpha if alpha < 100 else x)  # but this looks at it
+    step = sl.jit(lambda x: x * alpha if alpha < 100 else x)
+    for i in range(9):
+        change(i)
+        step(X)
+    assert len(step.retraces) == 1, "and what is asked of it has one answer"
+    step = sl.jit(lambda x: x * alpha if int(alpha) < 100 else x)  # but this looks at it
     told = _again(step, change)
     assert "the last time because of alpha, read in <lambda> at test_mistakes.py:" in told
     assert "hold it as a tensor: torch.tensor(x)" in told

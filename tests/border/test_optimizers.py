@@ -343,6 +343,26 @@ def test_what_no_program_repeats_is_not_taken_back() -> None:
         assert least(sl.jit) == least(lambda f: f) == [8.0, 7.0, 6.5, 5.0]
 
 
+def test_numbers_beside_what_no_program_repeats_are_their_own() -> None:
+    def counted(through: Callable[[Any], Any]) -> list[Any]:
+        held, found = Held(), []
+        held.last = 1.0
+
+        def note(x: Tensor) -> Tensor:
+            held.best, held.n = min(held.best, held.loss), held.n + 1.0
+            held.last = held.last * 2
+            return x * held.n
+
+        run = through(note)
+        for loss in (8.0, 7.0, np.float64(6.5), np.float64(5.0)):
+            held.loss = loss
+            found.append((whole(run(torch.ones(1))).item(), held.best, held.n, held.last))
+        return found
+
+    with sl.Mesh(data=2):
+        assert counted(sl.jit) == counted(lambda f: f)
+
+
 def test_objects_in_turns_have_numbers_of_their_own() -> None:
     pair, run = (Held(), Held()), sl.jit(lambda held, x: x * held.n)
     with sl.Mesh(data=2):
