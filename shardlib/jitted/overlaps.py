@@ -58,16 +58,19 @@ def _overlapping(spans: Iterable[tuple[int, int, int, bool]]) -> list[list[tuple
 
 def _share(tensors: Sequence[torch.Tensor], i: int, j: int) -> bool:
     """Whether two inputs whose bounds overlap have an element in common; `chunk(2, -1)` gives some that have none."""
-    if max(i, j) == len(tensors) or any(type(tensors[k]) is ShardedTensor for k in (i, j)):
-        return True
-    return share_an_element(tensors[i], tensors[j])
+    return max(i, j) == len(tensors) or share_an_element(
+        tensors[i], tensors[j], lambda x: 1 + _memory(x)[0] % (1 << _ADDRESS)
+    )
 
 
 def _memory(x: torch.Tensor) -> tuple[int, int]:
-    """Where the memory of an input begins and ends; that of a ShardedTensor is an object."""
+    """Where the memory of an input begins and ends; a ShardedTensor is where it would be in one that it shares."""
     if type(x) is ShardedTensor:
-        start = id(x.__dict__.get("_memory") or x)
-        return start, start + 1
-    start = x.data_ptr()
-    steps = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+        start = (id(x.__dict__.get("_memory") or x) << _ADDRESS) + int(x.storage_offset()) * x.itemsize
+    else:
+        start = x.data_ptr()
+    steps = sum((n - 1) * int(step) for n, step in zip(x.shape, x.stride(), strict=True))
     return start, start + (steps + 1) * x.itemsize if x.numel() else start
+
+
+_ADDRESS = 64  # bits: no memory is larger

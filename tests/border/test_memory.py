@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
 import shardlib as sl
 from shardlib import Mesh, P, ShardedTensor, ShardingError
 from shardlib.specs.layout import Layout
+from tests.border.oracle import whole
 from tests.ranks import run_ranks
 
 aten = torch.ops.aten
@@ -535,3 +536,43 @@ def test_a_donated_argument_may_be_written_to(write: Any) -> None:
             assert torch.equal(found, step(torch.arange(12.0).view(4, 3), torch.ones(4, 3)))
             with pytest.raises(ShardingError, match="read after it was donated"):
                 cache.full_tensor()
+
+
+@pytest.mark.parametrize("strategy", [None, "fsdp"])
+def test_parameters_that_are_parts_of_one_vector_are_stepped(strategy: Any) -> None:
+    """`vector_to_parameters` makes them views of it: they share memory, and no element."""
+
+    def run(step: Callable[..., Tensor], place: Callable[[nn.Module], Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+        place(model)
+        opt = torch.optim.Adam(model.parameters(), lr=0.1)
+        seen = []
+        for _ in range(3):
+            vector = nn.utils.parameters_to_vector(model.parameters()).detach()
+            seen.append(whole(vector).clone())
+            nn.utils.vector_to_parameters(vector * 1.5, model.parameters())
+            seen.append(whole(step(model, opt, torch.ones(8, 6, dtype=torch.float64))))
+        return seen
+
+    def step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    expected = run(step, lambda model: None)
+    with sl.Mesh(data=2):
+        found = run(sl.jit(step), lambda model: sl.parallelize(model, strategy=strategy))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_parts_of_one_placed_tensor_are_written_where_they_are_apart() -> None:
+    fill = sl.jit(lambda a, b: (a.fill_(1.0), b.fill_(2.0))[0].sum())
+    with sl.Mesh(data=2):
+        x = sl.shard(torch.zeros(4, 6), "a@data b")
+        fill(*x.chunk(2, -1))
+        assert x.full_tensor().tolist() == [[1.0] * 3 + [2.0] * 3] * 4
+        with pytest.raises(sl.ShardingError, match="a and b share memory"):
+            fill(x[:, :4], x[:, 3:])
