@@ -18,8 +18,9 @@ from shardlib.lower.builder import Builder
 from shardlib.lower.emit import Emitter
 from shardlib.lower.local import Assignment
 from shardlib.lower.pending import PendingSums
+from shardlib.lower.placement import SETTLED, Owed, Placement
 from shardlib.lower.regroup import Regrouping
-from shardlib.lower.values import SETTLED, Owed, Placement, Values
+from shardlib.lower.values import Values
 from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
 from shardlib.printing import OP as PRINT
@@ -122,7 +123,7 @@ class Lowering:
             for i in range(len(op.operands))
         ]  # fmt: skip
         outs = [
-            None if r is None else self._made(op, r, self.values.result_form(op, i, assignment, owed))
+            None if r is None else self._made(op, r, self.values.forms.result_form(op, i, assignment, owed))
             for i, r in enumerate(op.results)
         ]
         self.emitter.op(op, op.rule, assignment, operands, outs)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import torch
 
@@ -19,28 +18,12 @@ from shardlib.lower.constants import Constants
 from shardlib.lower.emit import Emitter
 from shardlib.lower.local import Assignment, LocalForm
 from shardlib.lower.move import Mover
-from shardlib.meshes.axis import Axis
+from shardlib.lower.placement import SETTLED, Owed, Placement, Placements
 from shardlib.program.steps import Asked, Var
 from shardlib.propagate.flood import OpFactor
 from shardlib.propagate.moves import settled
 from shardlib.propagate.units import value_factors
 from shardlib.reshard import Axes, Cut
-from shardlib.rules.rule import OWNED
-from shardlib.specs.layout import Factor, Layout, Pending
-
-
-class Owed(NamedTuple):
-    """What a value still owes: a reduction of `kind` over `axes`."""
-
-    axes: Axes = ()
-    kind: str = "sum"
-
-    def __bool__(self) -> bool:
-        return bool(self.axes)
-
-
-SETTLED = Owed()  # nothing is pending
-Placement = tuple[Cut, Owed]  # one layout of a value: its cut, and what is pending
 
 
 class Values:
@@ -48,13 +31,13 @@ class Values:
 
     def __init__(self, emitter: Emitter) -> None:
         self.emitter, self.flood, self.builder = emitter, emitter.flood, emitter.builder
+        self.forms = Placements(emitter.flood)
         self.mover = Mover(emitter.builder)
         self.prices = reshard.Prices.of(emitter.builder.mesh)
         self.have: dict[Value, dict[Placement, Var]] = defaultdict(dict)
         self.own: dict[Value, dict[Placement, Var]] = defaultdict(dict)  # in rows of own groups, and anything elsewhere
         self.constants = Constants(self)
         self.reader: Op | int | None = None
-        self._layouts: dict[Any, Layout] = {}
 
     # Another layout -------------------------------------------------------------------------------------------------
 
@@ -62,7 +45,7 @@ class Values:
         value = op.results[0]
         assert value is not None
         assert op.rule is not None
-        form = self.result_form(op, 0, assignment, owed)
+        form = self.forms.result_form(op, 0, assignment, owed)
         if (known := self.have[value].get(form)) is not None:
             return known
         var = self.make(value, form)
@@ -82,7 +65,7 @@ class Values:
     def get(self, value: Value, want: Cut) -> Var:
         """The value, complete, in cut `want`."""
         if value.constant:
-            return self.constants.get(value, self.dims(value, want))
+            return self.constants.get(value, self.forms.dims(value, want))
         if (known := self.have[value].get((want, SETTLED))) is not None:
             return known
         if value.op is not None and value.op.transparent and not self._ready_cheaply(value, want):
@@ -195,7 +178,7 @@ class Values:
             assignment = self.pulled(value.op, form[0])
             if assignment is None:
                 return None
-            return self.result_form(value.op, 0, assignment, form[1])
+            return self.forms.result_form(value.op, 0, assignment, form[1])
         forms = list(self.have[value])
         return forms[0] if len(forms) == 1 and forms[0][1] else None
 
@@ -243,7 +226,7 @@ class Values:
             assignment = self.pulled(value.op, self.natural(value.op.operands[0]))
             if assignment is None:
                 return ((),) * len(self.flood.leaves(value))
-            return self.result_form(value.op, 0, assignment, SETTLED)[0]
+            return self.forms.result_form(value.op, 0, assignment, SETTLED)[0]
         (cut, owed), *_ = self.have[value]
         complete = [form for form in self.have[value] if not form[1]]
         if complete:
@@ -260,7 +243,7 @@ class Values:
             return next(iter(self.own[value]), None)
         form = self.owned(value.op.operands[0]) if value.rows else None
         assignment = self.pulled(value.op, form[0]) if form else None
-        return None if form is None or assignment is None else self.result_form(value.op, 0, assignment, form[1])
+        return None if form is None or assignment is None else self.forms.result_form(value.op, 0, assignment, form[1])
 
     def get_owned(self, value: Value, want: Cut) -> Var:
         """The rows of own groups, in cut `want`."""
@@ -317,57 +300,14 @@ class Values:
         fill = MASKED_FILL
         self.builder.compute(fill, (source, others, 0), {}, [out], f"rows of other devices' groups of {value.name}")
 
-    # Forms ----------------------------------------------------------------------------------------------------------
-
-    def result_form(self, op: Op, i: int, assignment: Assignment, owed: Owed) -> Placement:
-        assert op.rule is not None
-        factors = value_factors(self.flood, op, i, operand=False)
-        cut = tuple([assignment.get(x, ()) if x else () for x in factors])
-        axes = list(owed.axes)
-        kind = owed.kind
-        for x, cut_axes in assignment.items():
-            if x not in factors and cut_axes:
-                if x[0] not in op.rule.reduce:
-                    raise AssertionError(
-                        f"{op}: cut factor {x[0]} is missing from result {i} and is no declared reduction"
-                    )
-                if mine := op.rule.owed(i, x[0]):
-                    if axes and {kind, mine} == {"sum", OWNED}:
-                        mine = OWNED  # until rows of others are 0
-                    elif axes and kind != mine:
-                        raise AssertionError(f"{op}: result {i} would owe a {kind} and a {mine}")
-                    axes += [a for a in cut_axes if not any(a in of for of in cut)]  # the rest went round
-                    kind = mine
-        return cut, Owed(tuple(axes), kind)
-
-    def dims(self, value: Value, cut: Cut) -> tuple[Any, ...]:
-        """Per dim, `(size, axes)` per leaf."""
-        if value.constant or value.manual:
-            return tuple(((n, ()),) for n in value.shape)
-        axes = iter(cut)
-        return tuple(tuple([(n, next(axes)) for n in sizes]) for sizes in self.flood.sizes(value))
-
-    def layout(self, value: Value, cut: Cut, owed: Owed = SETTLED, sizes: Sequence[int] | None = None) -> Layout:
-        what = value.shape if value.constant or value.manual else self.flood.sizes(value)
-        key = what, cut, owed, None if sizes is None else tuple(sizes)
-        if (known := self._layouts.get(key)) is None:  # layers have the same ones
-            known = self._layouts[key] = _layout(self.dims(value, cut), owed, key[3])
-        return known
-
     def _typed(self, value: Value, cut: Cut, owed: Owed) -> str:
-        return f"[{self.layout(value, cut, owed)}]"
+        return f"[{self.forms.layout(value, cut, owed)}]"
 
     def var(self, value: Value, form: Placement, sizes: Sequence[int] | None = None) -> Var:
         """A variable that is to be `value` in this form."""
-        return Var(self.builder.name(value.name), self.layout(value, *form, sizes), value.dtype, value, form)
+        return Var(self.builder.name(value.name), self.forms.layout(value, *form, sizes), value.dtype, value, form)
 
     def make(self, value: Value, form: Placement) -> Var:
         """The same, of which others may know already."""
         var = self.have[value][form] = self.var(value, form)
         return var
-
-
-def _layout(dims: tuple[Any, ...], owed: Owed, sizes: Sequence[int] | None) -> Layout:
-    pending = (Pending(Axis.merge(owed.axes), owed.kind),) if owed else ()
-    feed = iter(n for dim in dims for n, _ in dim) if sizes is None else iter(sizes)
-    return Layout(tuple(tuple(Factor(next(feed), a) for _, a in dim) for dim in dims), pending).canonical
