@@ -426,10 +426,6 @@ def creation() -> Iterator[Sample]:
     yield s("arange.start_step", 9, 1, -3)
     yield s("arange.start_step", 1, 9, 2, dtype=torch.float32)
     yield s("scalar_tensor", 2.5, dtype=torch.float64)
-    yield s("eye", 5, dtype=torch.float64)
-    yield s("eye", 1)
-    yield s("eye.m", 3, 5)
-    yield s("eye.m", 5, 2, dtype=torch.int64)
     yield s("empty_permuted", [3, 5], [1, 0], dtype=torch.float64)
     for space in ("linspace", "logspace"):
         for name, low, high in (

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh, P, ShardingError
-from shardlib.rules import powers, reduction, scattering
+from shardlib.rules import creation, powers, reduction, scattering
 from tests.prover import same, target_of
 from tests.ranks import run_ranks
 
@@ -166,8 +166,30 @@ WRITTEN: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
         ((f(5), *MASKED[:1], MASKED[1][:1], f(3, 4)), {}),
         ((f(0), torch.zeros(3, dtype=torch.bool), [torch.tensor([4, 99, -5])], f(3)), {}),
     ],
+    "take": [
+        *(((f(*shape), torch.tensor([[3, 0, -1], [-5, 4, 4]])), {}) for shape in ((5,), (4, 3), (2, 3, 2), (1, 5))),
+        ((f(), torch.tensor([0, 0])), {}),
+    ],
+    "put": [
+        *(((f(*shape), torch.tensor([3, 0, -1]), f(3)), {}) for shape in ((5,), (4, 3), (2, 3, 2), (1, 5))),
+        ((f(4, 3), torch.tensor([[3, 0, -1], [3, 4, 4]]), f(2, 3), True), {}),
+        ((f(4, 3), torch.tensor([[3, 0, -1], [3, 4, 4]]), f(6), True), {}),
+        (
+            (
+                torch.tensor([math.inf, 1, math.nan, -math.inf], dtype=torch.float64),
+                torch.tensor([3, 1, 1]),
+                f(3),
+                True,
+            ),
+            {},
+        ),
+        ((f(), torch.tensor(0), f()), {}),
+    ],
+    "_efficientzerotensor": [(([2, 3],), {"dtype": torch.float64})],
+    "eye": [((5,), {"dtype": torch.float64}), ((1,), {}), ((0,), {})],
+    "eye.m": [((3, 5), {}), ((5, 2), {"dtype": torch.int64})],
 }
-FORMS = reduction.DECOMPOSED | powers.DECOMPOSED | scattering.DECOMPOSED
+FORMS = reduction.DECOMPOSED | powers.DECOMPOSED | scattering.DECOMPOSED | creation.DECOMPOSED
 
 
 def test_all_forms_are_tried() -> None:

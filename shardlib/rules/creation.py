@@ -10,8 +10,8 @@ import torch
 from shardlib.internals import schema_of
 from shardlib.rules.pointwise import pointwise
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.shards import cut, held
-from shardlib.rules.space import Space, path, result_dtype, result_shape, shape_ints
+from shardlib.rules.shards import cut
+from shardlib.rules.space import Space, path, result_shape, shape_ints
 
 aten = torch.ops.aten
 
@@ -69,21 +69,12 @@ def _part_of_whole(call: Call) -> Rule:
     return space.rule(operands, [out], local=local, local_factors=[f for d in out for f in d])
 
 
-def _eye(call: Call) -> Rule:
-    """Ones where the row is the column: the diagonal of a block starts where its offsets say."""
-    space = Space()
-    rows, columns = result_shape(call)
-    m, n = space.dim(rows, "m"), space.dim(columns, "n")
-
-    def local(local: Local) -> Any:
-        start = [sum(local.offset(f) for f in dim) for dim in (m, n)]
-        stop = [at + held(local, dim) for at, dim in zip(start, (m, n), strict=True)]
-        device = {"device": local.kwargs.get("device")}
-        i, j = (local.op(aten.arange.start_step, a, b, 1, **device) for a, b in zip(start, stop, strict=True))
-        same = local.op(aten.eq.Tensor, local.op(aten.unsqueeze.default, i, 1), j)
-        return local.op(aten._to_copy.default, same, dtype=result_dtype(call))
-
-    return space.rule([], [[m, n]], local=local, local_factors=(*m, *n))
+def _eye(
+    rows: int, columns: int | None = None, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any
+) -> torch.Tensor:
+    """Ones where the row is the column."""
+    i, j = (torch.arange(n, device=device) for n in (rows, rows if columns is None else columns))
+    return (i.unsqueeze(1) == j).to(dtype or torch.get_default_dtype())
 
 
 def _zeros(size: Sequence[int], **kwargs: Any) -> torch.Tensor:
@@ -112,9 +103,8 @@ ROWS: dict[str, RuleFn | str] = {
     **dict.fromkeys(_SIZED, _sized),
     **dict.fromkeys(_LIKE, pointwise()),
     **dict.fromkeys(["arange", "arange.start", "arange.start_step"], _arange),
-    **dict.fromkeys(["eye", "eye.m"], _eye),
     **dict.fromkeys(_EXACT, _part_of_whole),
     "scalar_tensor": "->",
 }
 
-DECOMPOSED: dict[str, Any] = {"_efficientzerotensor": _zeros}
+DECOMPOSED: dict[str, Any] = {"_efficientzerotensor": _zeros, "eye": _eye, "eye.m": _eye}

@@ -31,7 +31,6 @@ def scatter_reduce() -> Iterator[Sample]:
     yield s("scatter_add", wild, 0, i(5, 7), f(7))
     yield s("index_add", wild, 0, i(5, 7), f(7))
     yield s("index_put", wild, [i(5, 7)], f(7), True)
-    yield s("put", wild, i(5, 7), f(7), True)
     yield s("scatter_reduce.two", f(), 0, torch.tensor(0), f(), "sum")
     for reduce in ("add", "multiply"):
         yield s("scatter.reduce", f(5, 4), 0, i(5, 6, 4), f(6, 4), reduce=reduce)
@@ -55,20 +54,6 @@ def index_rows() -> Iterator[Sample]:
         yield s(name, f(), 0, torch.tensor(0), value)
 
 
-def flat() -> Iterator[Sample]:
-    for shape in ((5,), (4, 3), (2, 3, 2), (1, 5)):
-        n = torch.Size(shape).numel()
-        yield s("take", f(*shape), i(n, 6))
-        yield s("take", f(*shape), i(n, 2, 3) - n)
-        unique = torch.randperm(n)[:5]
-        yield s("put", f(*shape), unique, f(5))
-        yield s("put", f(*shape), unique - n, f(5), True)
-        yield s("put", f(*shape), i(n, 2, 3), f(2, 3), True)
-        yield s("put", f(*shape), i(n, 2, 3), f(6), True)
-    yield s("take", f(), torch.tensor([0, 0]))
-    yield s("put", f(), torch.tensor(0), f())
-
-
 def masked() -> Iterator[Sample]:
     for adds in (False, True):
         mask = torch.tensor([True, False, True, True, False])
@@ -87,4 +72,4 @@ def masked() -> Iterator[Sample]:
     yield s("masked_scatter_backward", f(3, 4), f(3, 4) > 0, [12])
 
 
-SAMPLES: tuple[Callable[[], Iterator[Sample]], ...] = (scatter_reduce, index_rows, flat, masked)
+SAMPLES: tuple[Callable[[], Iterator[Sample]], ...] = (scatter_reduce, index_rows, masked)
