@@ -269,3 +269,20 @@ def test_the_short_form_of_a_layout_holds_the_same(sizes: tuple[int, ...]) -> No
         layout = Layout((tuple(Factor(n, Axis.merge(axes)) for n, axes in zip(sizes, cuts, strict=True)),))
         for c in COORDS:
             assert torch.equal(layout.scatter(whole, c), layout.canonical.scatter(whole, c)), (str(layout), c)
+
+
+def test_constants_with_nothing_in_them() -> None:
+    def fn(x: Tensor) -> tuple[Tensor, ...]:
+        rows = torch.arange(8.0).view(2, 4)
+        return x * 2, rows[:, 4:], torch.arange(4)[4:], torch.cat([rows[:, :0], rows[:, 1:]], 1)
+
+    def loss(x: Tensor) -> Tensor:
+        return torch.cat([x, x[:, :0]], 1).square().sum()
+
+    x = torch.randn(4, 4)
+    with Mesh(data=2):
+        for spec in (None, "a@data b", "a b@data"):
+            got = sl.jit(fn, in_specs=(spec,))(x)
+            assert all(torch.equal(a.full_tensor(), b) for a, b in zip(got, fn(x), strict=True))
+            grad = sl.jit(torch.func.grad(loss), in_specs=(spec,))(x)
+            assert torch.equal(grad.full_tensor(), torch.func.grad(loss)(x))

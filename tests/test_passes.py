@@ -236,6 +236,15 @@ def test_what_a_permutation_may_show_to_others_is_not_written_over() -> None:
         check(parse("mesh a=2, b=2\n" + text.replace("q: f32[8] =", "q: f32[8] over p =")))
 
 
+def test_an_input_that_another_one_replaces() -> None:
+    text = """
+        input x: f32[8]
+        input y: f32[8] becomes 0
+        return x
+    """
+    assert by(settle.settle, text) == ["return x"]
+
+
 def test_large_values_are_not_kept_for_the_end() -> None:
     text = """
         input s: f32[8] becomes 0

@@ -106,8 +106,10 @@ def _assigned(op: Op, index: int, layout: Layout, flood: Flood) -> Assignment | 
     factor = {leaf: (name, k) for name, found in flood.labels[op].items() for k, leaf in enumerate(found)}
     assignment: dict[OpFactor, Axes] = {}
     for groups, factors in zip(parts, layout.dims, strict=True):
-        if groups is None:
-            return None
+        if groups is None:  # a dim of nothing may be made of whatever
+            if any(f.axes for f in factors):
+                return None
+            continue
         for group, one in zip(groups, factors, strict=True):
             for leaf, axes, _ in shared_out(dims, group, one):
                 if axes and not may_cut(flood, op, factor[leaf]):

@@ -97,9 +97,9 @@ class _State:
         seen = {new}
         while ways:
             at, chain = ways.pop()
-            j = self.maker.get(at, -1)
-            step = self.program.steps[j]
-            if j not in self.movable or not isinstance(step, Compute) or self.owner.get(at, at) is not at:
+            j = self.maker.get(at, -1)  # -1: it is an input itself
+            step = self.program.steps[j] if j in self.movable else None
+            if not isinstance(step, Compute) or self.owner.get(at, at) is not at:
                 continue
             r = step.outs.index(at)
             for k in reversed((takes(step) or ((),) * len(step.outs))[r]):
