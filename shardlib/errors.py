@@ -36,6 +36,10 @@ class ValueNeededError(ShardingError):
     """A function cannot be traced, since its Python, or a shape, depends on what a tensor holds."""
 
 
+class NoStorageError(ShardingError, NotImplementedError):
+    """A tensor in pieces is asked for its memory; torch's word for tensors that have none, which libraries expect."""
+
+
 class CollectiveError(RuntimeError):
     """A collective that could not be finished: a peer is gone, or did not come in time.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, VeraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -41,10 +41,12 @@ ADAPTERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def adapted(config: Any, *, base: torch.dtype = torch.float64, saves_activations: bool = True) -> Any:
+def adapted(
+    config: Any, *, base: torch.dtype = torch.float64, saves_activations: bool = True, tied: bool = False
+) -> Any:
     """A model whose adapters do something: fresh ones are zero on one side."""
     torch.manual_seed(0)
-    model: Any = LlamaForCausalLM(copy.deepcopy(CONFIG)).to(base)
+    model: Any = LlamaForCausalLM(LlamaConfig(**CONFIG.to_dict() | {"tie_word_embeddings": tied})).to(base)
     if not saves_activations:
         model.activation_checkpointing_enable()
         model.enable_input_require_grads()
@@ -172,6 +174,29 @@ def test_what_was_learnt_is_saved_merged_and_switched_off(tmp_path: Path) -> Non
     again = PeftModel.from_pretrained(adapted(lora()).unload(), tmp_path).double()
     torch.testing.assert_close(again(TOKENS).logits, plain(TOKENS).logits, rtol=1e-5, atol=1e-6)  # from float32
     torch.testing.assert_close(logits, plain(TOKENS).logits)
+
+
+@pytest.mark.filterwarnings("ignore:::peft.tuners.tuners_utils", "ignore:::peft.utils.save_and_load")  # of tied tables
+@pytest.mark.parametrize("name", ["LoRA", "tables", "a head of its own"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "apart"])
+def test_a_placed_model_is_saved_and_merged_as_it_is(name: str, tied: bool, tmp_path: Path) -> None:
+    """Plain tensors come out, of the adapters alone, and tied weights stay one."""
+    plain, model = (adapted(ADAPTERS[name](), tied=tied) for _ in range(2))
+    with sl.Mesh(data=2, tensor=2):
+        sl.parallelize(model, strategy="fsdp")
+        model.save_pretrained(tmp_path / "placed")
+        plain.save_pretrained(tmp_path / "plain")
+        files = [load_file(tmp_path / which / "adapter_model.safetensors") for which in ("placed", "plain")]
+        assert files[0].keys() == files[1].keys()
+        assert all(type(x) is Tensor and torch.equal(x, files[1][k]) for k, x in files[0].items())
+        assert all(isinstance(p, sl.ShardedTensor) for p in model.parameters()), "what is saved stays where it is"
+        merged, expected = model.merge_and_unload(), plain.merge_and_unload()
+        ends = [[m.get_input_embeddings().weight, m.get_output_embeddings().weight] for m in (merged, expected)]
+        assert (ends[0][0] is ends[0][1]) == (ends[1][0] is ends[1][1])
+        state = merged.state_dict()
+        for k, x in expected.state_dict().items():
+            torch.testing.assert_close(whole(state[k]), x, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(whole(merged(TOKENS).logits), expected(TOKENS).logits, rtol=1e-5, atol=1e-6)
 
 
 def test_a_table_that_finds_no_weight_is_refused() -> None:

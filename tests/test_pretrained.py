@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -109,9 +110,23 @@ def test_a_directory_that_plain_transformers_reads(tmp_path: Path) -> None:
     with sl.Mesh(data=2, tensor=2):
         sl.parallelize(model, strategy="fsdp")
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    model.save_pretrained(tmp_path, state_dict=full)
-    back = LlamaForCausalLM.from_pretrained(tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(back.state_dict().values(), plain.state_dict().values(), strict=True))
+    model.save_pretrained(tmp_path / "given", state_dict=full)
+    model.save_pretrained(tmp_path / "itself")
+    for which in ("given", "itself"):
+        back = LlamaForCausalLM.from_pretrained(tmp_path / which).state_dict()
+        assert all(torch.equal(a, b) for a, b in zip(back.values(), plain.state_dict().values(), strict=True))
+
+
+def test_tied_weights_are_written_once(tmp_path: Path) -> None:
+    plain, model = (LlamaForCausalLM(LlamaConfig(**CONFIG.to_dict() | {"tie_word_embeddings": True})) for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    with sl.Mesh(data=2):
+        sl.parallelize(model, strategy="fsdp")
+        model.save_pretrained(tmp_path / "placed")
+    plain.save_pretrained(tmp_path / "plain")
+    placed, expected = (load_file(tmp_path / which / "model.safetensors") for which in ("placed", "plain"))
+    assert placed.keys() == expected.keys()
+    assert all(torch.equal(placed[k], x) for k, x in expected.items())
 
 
 def test_the_table_of_a_model_inside_another() -> None:

@@ -16,11 +16,12 @@ from shardlib.beside import (
     distributed,
     memory,
     modules,
+    pretrained,
     recomputing,
     threads,
 )
 from shardlib.beside.imports import when_imported
 
-for _part in (autograd, checkpoints, compiler, counts, distributed, memory, modules, recomputing, threads):
+for _part in (autograd, checkpoints, compiler, counts, distributed, memory, modules, pretrained, recomputing, threads):
     for _name, _teach in _part.TAUGHT.items():
         when_imported(_name, _teach)

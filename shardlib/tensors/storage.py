@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from shardlib.errors import ShardingError
+from shardlib.errors import NoStorageError
 from shardlib.internals import TYPED_STORAGE
 
 _PIECE = "x.to_local() is this device's piece, x.full_tensor() the whole as a plain tensor"
@@ -44,7 +44,7 @@ def without_storage(cls: type[torch.Tensor], typeof: Callable[[Any], str]) -> No
 
 def _refusing(name: str, said: str, remedy: str, typeof: Callable[[Any], str]) -> Callable[..., NoReturn]:
     def refuse(self: torch.Tensor, *_: Any, **__: Any) -> NoReturn:
-        raise ShardingError(
+        raise NoStorageError(
             f"{typeof(self)} {said}", rule="a tensor in pieces has no storage of its own", remedy=remedy
         )
 
