@@ -74,6 +74,10 @@ def test_pattern_text(text: str, plain: str) -> None:
             "b t -> b o t | o:windows(t, 2)",
             "`o:windows(t,2)` reads 't' of operands for 'o' of results, and one is on both sides",
         ),
+        (
+            "b o t -> b w t | o:windows(w, 2) t:halo(1)",
+            "`o:windows(w,2)` is of a gradient, and all that is read has to be",
+        ),
         ("b t -> b o | o:windows(s, 2)", "`o:windows(s,2)` names a factor that no operand has"),
         ("b (t r) -> b o | o:windows(t, 2)", "`o:windows(t,2)` is of a dim that is more than 't'"),
         ("b t -> b o | o:windows(t, 2) t:none", "`o:windows(t,2)` says all of 'o', and there is `o:none`"),
@@ -115,6 +119,7 @@ def test_pattern_that_does_not_fit(text: str, shapes: list[tuple[int, ...]], mes
 
 def test_the_gradient_of_what_reads_around_has_no_pattern() -> None:
     assert gradient("n c _, c -> n c _ | {0}", "0 1", of="0 1") == "n c _, n c _, c -> n c _, c | n:sum {0}"
+    assert gradient("b t -> b o _ | o:windows(t,4,2) {0}") == "b o _ -> b t | o:windows(t,4,2) {0}"
     with pytest.raises(AssertionError, match="goes back"):
         gradient("b t -> b t | t:halo(1)")
 

@@ -117,6 +117,12 @@ def powers(x: Tensor, size: int, hop: int) -> Tensor:
 
 
 @op
+def overlap_added(frames: Tensor, n: int, hop: int) -> Tensor:
+    """Frames of 4 that begin every `hop` of n elements, added up where they lie."""
+    return torch.ops.aten.unfold_backward(frames, [len(frames), n], 1, 4, hop)
+
+
+@op
 def largest(x: Tensor, n: int, dim: int) -> Tensor:
     return x.sort(dim).values.narrow(dim, x.shape[dim] - n, n)
 
@@ -221,6 +227,15 @@ OPS: dict[str, tuple[Any, tuple[Any, ...], str, list[tuple[str, str]]]] = {
         ],
     ),
     "powers once": (powers, (r(5, 8), 8, 20), "b t -> b o _ | o:windows(t, size, hop, 4)", []),
+    "overlap_added": (
+        overlap_added,
+        (r(3, 6, 4), 15, 2),
+        "b o _ -> b t | o:windows(t, 4, hop) t:size(n) {0}",
+        [
+            ("b o _ -> b t | o:windows(t, 2, hop) t:size(n) {0}", "result 0|fails"),
+            ("b o _ -> b t | o:windows(t, 4, 1) t:size(n) {0}", "result 0|fails"),
+        ],
+    ),
     "largest": (
         largest,
         (r(5, 6), 2, -1),

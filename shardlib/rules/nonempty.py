@@ -44,7 +44,7 @@ def nonempty(local: Local, **then: Any) -> Any:
     args = walked(local.call.args, local.args)
     kwargs = {name: walked(whole, local.kwargs[name]) for name, whole in local.call.kwargs.items()}
     for path, (k, factors) in local.rule.ints.items():
-        _put(kwargs if isinstance(path[0], str) else args, path, math.prod(map(filled, factors)) * k)
+        put(kwargs if isinstance(path[0], str) else args, path, math.prod(map(filled, factors)) * k)
     results = local.op(local.call.target, *args, **kwargs | then)
     out = []
     for x, labels in zip(results if isinstance(results, tuple) else [results], local.rule.results, strict=True):
@@ -55,7 +55,8 @@ def nonempty(local: Local, **then: Any) -> Any:
     return tuple(out)
 
 
-def _put(arguments: Any, path: Path, value: Any) -> None:
+def put(arguments: Any, path: Path, value: Any) -> None:
+    """Set the argument that sits there."""
     *outer, last = path
     for step in outer:
         arguments = arguments[step]

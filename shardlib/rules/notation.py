@@ -39,7 +39,7 @@ An operand that a call leaves out has a term all the same. Where a result keeps 
 | `{0}`, `{0,1}` | the op is linear in operand 0, jointly linear in operands 0 and 1 |
 
 A factor that some result lacks and of which nothing is said stays whole: that is always right. `...` may stand for a
-factor in front of the colon.
+factor in front of the colon. Where windows are of operands and what they read is of results, it is a gradient.
 """
 
 from __future__ import annotations
@@ -185,7 +185,8 @@ def gradient(text: str, saved: str = "", of: str = "0") -> str:
         '... m n, ... m k, k n -> ... m k, k n | ...:sum m:sum n:sum {0}'
     """
     op = parse(text)
-    assert not any(reach(kind) for _, kind in op.notes), "a gradient of what is read around goes back"
+    goes = {f: source(f, kind) for f, kind in op.notes if reach(kind)}
+    assert not any(f == i for f, i in goes.items()), "a gradient of what is read around goes back"
     given = [op.results[0]]
     given += [op.results[int(w[1:])] if w[0] == "r" else op.operands[int(w)] for w in saved.split()]
     made = [op.operands[int(w)] for w in of.split()]
@@ -193,25 +194,32 @@ def gradient(text: str, saved: str = "", of: str = "0") -> str:
     notes = [
         (f, kind) for f, kind in op.notes if {*f.strip("()").split()} <= {*here} and kind not in ("sum", "max", "min")
     ]
-    notes += [(f, "sum") for f in here if any(f not in t.names for t in made)]
+    notes += [(f, "sum") for f in here if f not in goes and any(f not in t.names for t in made)]
     return str(Pattern(tuple(given), tuple(made), tuple(notes), (frozenset({0}),)))
 
 
 def _halo_faults(notes: Sequence[tuple[str, str]], operands: Sequence[Term], results: Sequence[Term]) -> Iterator[str]:
-    """A device drops what it computed for others, so a dim that reads around itself is there in every result."""
+    """A device drops what it computed for others, so a dim that reads around itself is there in every result.
+
+    Windows are dims of results and read a dim of operands, or the other way round, in a gradient.
+    """
     for f, kind in notes:
         if reach(kind) is None:
             continue
         dims, i = [d for t in (*operands, *results) for d in t.dims], source(f, kind)
+        back = i != f and any((i,) in t.dims for t in results) and any((f,) in t.dims for t in operands)
+        made, read = (i, f) if back else (f, i)
         if parts := [g for g in (f, i) if g == "..." or any(g in d and d != (g,) for d in dims)]:
             yield f"`{f}:{kind}` is of a dim that is more than {parts[0]!r}"
-        elif any((f,) not in t.dims and t.named != f for t in results):
+        elif any((made,) not in t.dims and t.named != made for t in results):
             yield f"`{f}:{kind}` is of a dim that a result lacks: make that by an op of its own"
-        elif i != f and not any((i,) in t.dims for t in operands):
+        elif i != f and not any((read,) in t.dims for t in operands):
             yield f"`{f}:{kind}` names a factor that no operand has"
-        elif i != f and (any(f in t.names for t in operands) or any(i in t.names for t in results)):
+        elif i != f and (any(made in t.names for t in operands) or any(read in t.names for t in results)):
             yield f"`{f}:{kind}` reads {i!r} of operands for {f!r} of results, and one is on both sides"
-        if more := [k for g, k in notes if g in (f, i) and k != kind]:
+        elif back and any(reach(k) and (source(g, k) == g or (g,) in results[0].dims) for g, k in notes):
+            yield f"`{f}:{kind}` is of a gradient, and all that is read has to be"
+        if more := [k for g, k in notes if g in (f, i) and k != kind and not k.startswith("size(")]:
             yield f"`{f}:{kind}` says all of {f!r}, and there is `{f}:{more[0]}`"
         if any(k == "local" for _, k in notes):
             yield f"`{f}:{kind}` has a local form of its own, and some dim is marked `:local`"

@@ -13,7 +13,7 @@ from shardlib.internals import schema_of
 from shardlib.rules.notation import ELLIPSIS, Pattern, Term, argument, is_own, other, parse, reach, source
 from shardlib.rules.rule import Call, Local, Meta, Rule
 from shardlib.rules.space import Dim, Ints, Space, argument_named, axes, largest, path
-from shardlib.rules.stencil import Reach, halos, stencil
+from shardlib.rules.stencil import Reach, Stencil
 from shardlib.rules.window import Window
 
 
@@ -23,11 +23,13 @@ def pattern(
     local: Callable[[Local], Any] | None = None,
     flops: Callable[[Call, int], int] | None = None,
     transparent: bool = False,
+    stencil: Stencil | None = None,
 ) -> Callable[[Call], Rule]:
     """A rule function from the notation.
 
     `flops` gets the call and the size of the iteration space; without it, a point is two operations where operands are
-    contracted; elsewhere there is one for each element of the largest tensor.
+    contracted; elsewhere there is one for each element of the largest tensor. `stencil` says what results read of a
+    dim, where the text does not.
 
     Example:
         >>> import torch
@@ -40,7 +42,7 @@ def pattern(
         ({'m': 2, 'k': 3, 'n': 4}, {'k': 'sum'}, 48)
     """
     parsed = parse(text)
-    return lambda call: _apply(parsed, call, local, flops, transparent)
+    return lambda call: _apply(parsed, call, local, flops, transparent, stencil)
 
 
 def tensor_arguments(target: Any) -> list[tuple[int, str]] | None:
@@ -84,6 +86,7 @@ def _apply(
     local: Callable[[Local], Any] | None,
     flops: Callable[[Call, int], int] | None,
     transparent: bool,
+    stencil: Stencil | None,
 ) -> Rule:
     here = present(call, len(pattern.operands))
     if len(here) != len(call.operands) or len(pattern.results) != len(call.results):
@@ -119,6 +122,7 @@ def _apply(
             continue
         for f in factors:
             if f not in space.sizes or (kind.startswith("whole(") and not argument_named(call, str(argument(kind)))):
+                space.whole |= {source(f, kind)} & space.sizes.keys() - {f}  # one window
                 continue
             if kind.startswith("whole"):
                 space.whole.add(f)
@@ -142,8 +146,14 @@ def _apply(
                 gathers.append(f)
             else:
                 reduce[f] = kind
-    follows = tied["with"] | {r.source: f for f, r in around.items() if r.source != f}
-    reduce |= dict.fromkeys(follows, "none")
+    if around:
+        wide = {f for labels in out for d in labels for f in d}
+        stencil = Stencil(around, back=any(r.source != f and r.source in wide for f, r in around.items()))
+    if stencil:
+        local, cut_locally = stencil.local, [*cut_locally, *stencil.reach, *stencil.sources]
+        ties = {i: o for i, o in stencil.sources.items() if i != o}
+        reduce |= dict.fromkeys(ties, "none") | (dict.fromkeys(ties.values(), "sum") if stencil.back else {})
+        tied["with"] |= ties
     for labels, m in zip(out, call.results, strict=True):
         if m is not None:
             space.whole |= space.sizes.keys() - {f for d in labels for f in d} - reduce.keys()
@@ -154,10 +164,11 @@ def _apply(
         reduce=reduce,
         linear=joint(pattern.linear, here),
         ints=ints,
-        local=stencil(around) if around else local,
-        local_factors={*around, *(r.source for r in around.values())} or cut_locally,
-        follows=follows,
-        halos=halos(around, labelled),
+        local=local,
+        local_factors=cut_locally,
+        follows={i: o for i, o in tied["with"].items() if i not in space.whole},
+        halos=stencil.halos(labelled, out) if stencil else (),
+        loose=[f for f in cut_locally if stencil and f not in {*stencil.reach, *stencil.sources}],
         rounds=tied["round"],
         lends=tied["lend"],
         gathers=gathers,
