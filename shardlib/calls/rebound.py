@@ -9,8 +9,6 @@ alone: no program can repeat it, so none is kept, and each such call is traced.
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import functools
 import weakref
 from collections import deque
@@ -22,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from shardlib.calls.changing import NUMBERS, SHORT, Changing, Item, Place
+from shardlib.calls.changing import Changing, Item, Place
+from shardlib.calls.differing import changed_numbers, is_reordered, is_same, is_value
 from shardlib.calls.holders import (
     ALL,
     FIXED,
@@ -36,8 +35,8 @@ from shardlib.calls.holders import (
     refill,
     tensor_of,
 )
-from shardlib.calls.inside import attributes, content
-from shardlib.calls.kinds import CONTAINERS, OPAQUE, PLAIN
+from shardlib.calls.inside import content
+from shardlib.calls.kinds import CONTAINERS, PLAIN
 from shardlib.calls.leaks import Leak, forgotten
 from shardlib.calls.numbers import Numbers, is_given
 from shardlib.calls.parts import Computed, Leaf, Own, Part, Rebound, Rest, Result, Shown
@@ -45,7 +44,6 @@ from shardlib.calls.snapshot import Snapshot
 from shardlib.calls.state import LENGTH, LONG, State
 from shardlib.errors import ShardingError
 from shardlib.internals import FakeTensor, memory_of, pytree
-from shardlib.scalar import same_number
 from shardlib.tensors.form import Form
 from shardlib.tensors.tensor import ShardedTensor
 
@@ -160,7 +158,7 @@ class Watch:
         for place in before.values | after.values:
             had, has = before.values.get(place, GONE), after.values.get(place, GONE)
             mine = place[0] in before.owners and place[0] not in before.copies and place[0] in after.owners
-            if mine and not isinstance(place[1], Item) and not _is_same(had, has):
+            if mine and not isinstance(place[1], Item) and not is_same(had, has):
                 put_back(before.owners[place[0]], place, before)
 
     def learn(self, changing: Changing) -> bool:
@@ -270,7 +268,7 @@ class Watch:
                 continue
             if isinstance(owner, CONTAINERS + (Tensor,)) and not _is_global(owner):
                 self.holders[id(owner)] = owner
-            self.numbers.update(_numbers(place, old, value))
+            self.numbers.update(changed_numbers(place, old, value))
             refer = weakref.ref(owner) if owner is before.own else functools.partial(_self, owner)
             same = places.setdefault(id(value), len(found)) if place[1] is not ALL else len(found)
             same = same if same < len(found) else -1
@@ -291,7 +289,7 @@ class Watch:
                 continue
             long = len(items) > LONG or len(owner) > LONG  # then its items are no places
             in_place = isinstance(owner, dict) or (isinstance(owner, list) and len(owner) == len(items))
-            if long or not in_place or _is_reordered(owner, items):
+            if long or not in_place or is_reordered(owner, items):
                 whole.add(number)
                 if after.is_log(number):
                     self.logs[number] = owner
@@ -305,7 +303,7 @@ class Watch:
             if not all(number in world.owners for world in (before, after)):
                 continue
             owner, old, value = before.owners[number], before.values.get(place, GONE), after.values.get(place, GONE)
-            if value is old or _is_same(value, old) or isinstance(owner, FIXED):
+            if value is old or is_same(value, old) or isinstance(owner, FIXED):
                 continue
             if place in self._tuples and value is self._tuples[place]:
                 continue
@@ -337,41 +335,8 @@ def _holds_trace(fn: Any) -> bool:
     return any(isinstance(x, FakeTensor) or is_given(x) for x in inside)
 
 
-def is_value(x: Any) -> bool:
-    """Whether it does not matter which of equal objects one has: numbers, texts, enums, functions, modules, sets."""
-    if type(x) in PLAIN or isinstance(x, (enum.Enum, *OPAQUE)):
-        return True
-    if isinstance(x, set | frozenset):
-        return all(map(is_value, x))
-    if dataclasses.is_dataclass(x) and x.__dataclass_params__.frozen:  # type: ignore[union-attr]
-        return all(is_value(y) for _, y in attributes(x))
-    return False
-
-
-def _is_reordered(x: Any, old: Any) -> bool:
-    """Whether the keys of a dict are in another order than if new ones had been added, and some deleted."""
-    if not isinstance(x, dict) or any(isinstance(k, Tensor) for k in x):
-        return False
-    return list(x) != [k for k in old if k in x] + [k for k in x if k not in old]
-
-
 def _is_global(owner: Any) -> bool:
     return isinstance(owner, dict) and "__builtins__" in owner
-
-
-def _numbers(place: Place, old: Any, value: Any) -> Iterator[Place]:
-    """The places of numbers, this one or those in it, that are others now."""
-    if type(old) in NUMBERS and (is_given(value) or type(value) in NUMBERS):
-        if not _is_same(old, value):
-            yield place
-    elif type(old) is type(value) and type(old) in (tuple, list) and len(old) == len(value) <= SHORT:
-        for i, (x, y) in enumerate(zip(old, value, strict=True)):
-            if type(x) in NUMBERS or type(x) is type(old) is tuple:
-                yield from _numbers((place[0], Item(place[1], i)), x, y)
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    return a is b or (type(a) in PLAIN and same_number(a, b))
 
 
 def _is_new_leaf(x: Tensor) -> bool:

@@ -25,11 +25,11 @@ from torch.overrides import TorchFunctionMode
 
 from shardlib.calls.alike import Alike, Read, noted
 from shardlib.calls.ambient import ambient, is_of_traces
+from shardlib.calls.differing import is_value
 from shardlib.calls.kinds import PLAIN
 from shardlib.calls.mappings import opened
 from shardlib.calls.numbers import is_given
 from shardlib.calls.reach import Reached
-from shardlib.calls.rebound import is_value
 from shardlib.calls.state import State
 from shardlib.internals import (
     IS_PARAMETER,
