@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +10,8 @@ from torch import Tensor
 from shardlib.rules.patterns import pattern
 from shardlib.rules.pointwise import pointwise
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.space import Dim, Space, arg, axis, path, result_shape, shape_ints
+from shardlib.rules.space import Space, arg, argument_named, axis, path, result_shape, shape_ints
+from shardlib.rules.view import walked
 from shardlib.rules.written import by_torch
 
 aten = torch.ops.aten
@@ -24,48 +24,15 @@ def _trace(local: Local) -> Any:
     return local.op(aten.sum.default, local.op(aten.diagonal.default, local.args[0], offset))
 
 
-def _ends(call: Call, rank: int, first: int, default: Sequence[int | None] = (None, None)) -> list[int]:
-    """The two dims in which a diagonal runs; their arguments stand at `first`."""
-    return [axis(arg(call, first + i, f"dim{i + 1}", d), rank) for i, d in enumerate(default)]
-
-
-def diagonal(call: Call) -> Rule:
-    """Both dims of the diagonal stay whole."""
-    space = Space()
-    shape = call.operands[0].shape
-    ends = _ends(call, len(shape), 2, (0, 1))
-    x = space.dims(shape, whole=ends)
-    return space.rule([x], [_beside(space, x, ends, result_shape(call)[-1])], linear=[{0}])
-
-
-def _beside(space: Space, x: Sequence[Dim], ends: Sequence[int], length: int) -> list[Dim]:
-    """The labels of a diagonal of `length`, the last dim, of a value labelled `x`."""
-    return [d for i, d in enumerate(x) if i not in ends] + [space.dim(length, "o", whole=True)]
-
-
-def _diag_embed(call: Call) -> Rule:
-    space = Space()
-    shape = result_shape(call)
-    ends = _ends(call, len(shape), 2, (-2, -1))
-    out = space.dims(shape, whole=ends)
-    return space.rule([_beside(space, out, ends, call.operands[0].shape[-1])], [out], linear=[{0}])
-
-
-def _diagonal_backward(call: Call) -> Rule:
-    space = Space()
-    shape = result_shape(call)
-    ends = _ends(call, len(shape), 3)
-    out = space.dims(shape, whole=ends)
-    grad = _beside(space, out, ends, call.operands[0].shape[-1])
-    return space.rule([grad], [out], linear=[{0}], ints=shape_ints(path(call, 1, "input_sizes"), out))
-
-
-def _diagonal_scatter(call: Call) -> Rule:
-    space = Space()
-    shape = call.operands[0].shape
-    ends = _ends(call, len(shape), 3, (0, 1))
-    x = space.dims(shape, whole=ends)
-    return space.rule([x, _beside(space, x, ends, call.operands[1].shape[-1])], [x], linear=[{0, 1}])
+def _diagonal(call: Call) -> Rule:
+    """A value that is made of its diagonal: among zeros (`diag_embed`, `_backward`), or in another one (`_scatter`)."""
+    scatters, space = len(call.operands) == 2, Space()
+    shape = call.operands[0].shape if scatters else result_shape(call)
+    where = (argument_named(call, name) for name in ("offset", "dim1", "dim2"))
+    x, (part,) = walked(space, aten.diagonal.default, shape, *where)
+    sized = call.target is aten.diagonal_backward.default
+    ints = shape_ints(path(call, 1, "input_sizes"), x) if sized else {}
+    return space.rule([x, part] if scatters else [part], [x], linear=[range(len(call.operands))], ints=ints)
 
 
 def _trilinear(call: Call) -> Rule:
@@ -105,10 +72,7 @@ def _pairs_backward(grad: Tensor, x: Tensor, p: float, distances: Tensor) -> Ten
 
 ROWS: dict[str, RuleFn | str] = {
     "trace": pattern("m n -> | m:sum n:sum m:local n:local {0}", local=_trace),
-    **dict.fromkeys(["diagonal", "diagonal_copy"], diagonal),
-    "diag_embed": _diag_embed,
-    "diagonal_backward": _diagonal_backward,
-    "diagonal_scatter": _diagonal_scatter,
+    **dict.fromkeys(["diag_embed", "diagonal_backward", "diagonal_scatter"], _diagonal),
     "_trilinear": _trilinear,
     # Distances between rows of m numbers; given the distances, their gradient goes number by number.
     **dict.fromkeys(["_cdist_forward", "_euclidean_dist"], "... p m, ... r m -> ... p r | m:whole"),

@@ -31,14 +31,6 @@ def strided(space: Space, sizes: Sequence[int], marks: Sequence[int] = ()) -> tu
     return dims, inner, block
 
 
-def _unbind(call: Call) -> Rule:
-    space = Space()
-    shape = call.operands[0].shape
-    at = axis(arg(call, 1, "dim", 0), len(shape))
-    x = space.dims(shape, whole=[at])
-    return space.rule([x], [x[:at] + x[at + 1 :]] * len(call.results), linear=[{0}])
-
-
 def _split(call: Call) -> Rule:
     """Parts that are multiples of a block. An empty shard has as many parts, so the local form slices one by one."""
     space = Space()
@@ -87,7 +79,6 @@ def _triangle(call: Call) -> Rule:
 ROWS: dict[str, RuleFn | str] = {
     **dict.fromkeys(["slice.Tensor", "slice_copy.Tensor", "slice_backward", "slice_scatter"], shifting.ranged),
     **dict.fromkeys(["select.int", "select_copy.int", "select_backward", "select_scatter"], shifting.ranged),
-    **dict.fromkeys(["unbind.int", "unbind_copy.int"], _unbind),
     **dict.fromkeys([f"{kind}split.Tensor" for kind in ("", "unsafe_")], _split),
     **dict.fromkeys([f"{kind}split_with_sizes" for kind in ("", "unsafe_")], _split),
     **dict.fromkeys(["chunk", "split_copy.Tensor", "split_with_sizes_copy"], _split),

@@ -11,12 +11,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardlib.internals import pytree
+from shardlib.internals import pytree, schema_of, without_modes
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.space import Dim, Ints, Space, arg, axis, path, result_shape, shape_ints
 from shardlib.rules.written import by_torch
@@ -94,63 +95,51 @@ def _sizes(local: Local, dims: Sequence[Dim]) -> list[Any]:
     return [math.prod(local.size(f) for f in dim) for dim in dims]
 
 
-def rearrange(order: Callable[[Call, int], Sequence[int]]) -> RuleFn:
-    """The rule of an op whose result dim i is the operand's dim `order[i]`; -1 is a new dim of size 1."""
+def walked(
+    space: Space, view: Any, shape: Sequence[int], *args: Any, **kwargs: Any
+) -> tuple[list[Dim], list[list[Dim]]]:
+    """The labels of a value of this shape, and of its view: each dim walks along one of the value's, or stands still.
 
-    def rule(call: Call) -> Rule:
-        space = Space()
-        x = space.dims(call.operands[0].shape)
-        out = [x[i] if i >= 0 else () for i in order(call, len(x))]
-        return space.rule([x], [out], linear=[{0}], transparent=True)
+    Strides tell, where those of the value are powers of two. A dim that walks along several, as a diagonal, is one of
+    its own, which stays whole; so do the dims that no view has as they are.
+    """
+    with without_modes():
+        found = view(torch.empty_strided(shape, [1 << i for i in range(len(shape))], device="meta"), *args, **kwargs)
+    views = [list(zip(v.shape, v.stride(), strict=True)) for v in ([found] if isinstance(found, Tensor) else found)]
+    kept = {s.bit_length() - 1 for v in views for n, s in v if s.bit_count() == 1 and n == shape[s.bit_length() - 1]}
+    x = space.dims(shape, whole={*range(len(shape))} - kept)
 
-    return rule
+    def label(n: int, stride: int) -> Dim:
+        at = stride.bit_length() - 1
+        whole = at not in kept or stride.bit_count() > 1
+        return space.dim(n, "o", whole=stride > 0) if whole else x[at]
 
-
-def _permute(call: Call, rank: int) -> list[int]:
-    return [axis(d, rank) for d in arg(call, 1, "dims")]
-
-
-def _swap(call: Call, rank: int) -> list[int]:
-    order = list(range(rank))
-    if order:
-        i, j = axis(arg(call, 1, "dim0"), rank), axis(arg(call, 2, "dim1"), rank)
-        order[i], order[j] = j, i
-    return order
+    return x, [[label(n, s) if n != 1 else () for n, s in v] for v in views]
 
 
-def _reverse(call: Call, rank: int) -> list[int]:
-    return list(reversed(range(rank)))
-
-
-def _unsqueeze(call: Call, rank: int) -> list[int]:
-    order = list(range(rank))
-    order.insert(axis(arg(call, 1, "dim"), rank + 1), -1)
-    return order
+def _view(call: Call) -> Rule:
+    """A view, or its copy."""
+    space, name = Space(), schema_of(call.target).name.partition("::")[2].removesuffix("_copy")
+    view = getattr(getattr(aten, name), call.target._overloadname)
+    x, out = walked(space, view, call.operands[0].shape, *call.args[1:], **call.kwargs)
+    return space.rule([x], out, linear=[{0}], transparent=not space.whole and len(out) == 1)
 
 
 def _squeeze(call: Call) -> Rule:
     """Only dims of size 1 go. A cut dim may have local size 1, so the local form names the dims that go."""
-    space = Space()
-    shape = call.operands[0].shape
-    x = space.dims(shape)
-    dims = arg(call, 1, "dim")
-    named = [dims] if isinstance(dims, int) else range(len(shape)) if dims is None else dims
+    found, shape, dims = _view(call), call.operands[0].shape, arg(call, 1, "dim")
+    named = range(len(shape)) if dims is None else [dims] if isinstance(dims, int) else dims
     gone = [i for i in sorted({axis(d, len(shape)) for d in named}) if shape and shape[i] == 1]
-    out = [d for i, d in enumerate(x) if i not in gone]
 
     def local(local: Local) -> Any:
         return local.op(aten.squeeze.dims, local.args[0], gone)
 
-    return space.rule([x], [out], linear=[{0}], transparent=True, local=local, local_factors=space.sizes)
+    return replace(found, local=local, local_factors=frozenset(found.sizes))
 
 
 def _expand(call: Call) -> Rule:
-    space = Space()
-    old, new = call.operands[0].shape, result_shape(call)
-    extra = len(new) - len(old)
-    x = space.dims(old)
-    out = [x[i - extra] if i >= extra and old[i - extra] == n else space.dim(n, "e") for i, n in enumerate(new)]
-    return space.rule([x], [out], linear=[{0}], ints=shape_ints(path(call, 1, "size"), out), transparent=True)
+    found = _view(call)
+    return replace(found, ints=shape_ints(path(call, 1, "size"), found.results[0]))
 
 
 def _repeat(call: Call) -> Rule:
@@ -203,12 +192,12 @@ def _copied(view: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x, *args, **kwargs: pytree.tree_map(Tensor.clone, view(x, *args, **kwargs))
 
 
+_VIEWS = [("permute", ""), ("transpose", ".int"), ("t", ""), ("unsqueeze", ""), ("diagonal", ""), ("unbind", ".int")]
+
 ROWS: dict[str, RuleFn | str] = {
     **dict.fromkeys(["view", "reshape", "_unsafe_view", "view_copy", "_reshape_copy"], _reshape),
-    **dict.fromkeys(["permute", "permute_copy"], rearrange(_permute)),
-    **dict.fromkeys(["transpose.int", "transpose_copy.int"], rearrange(_swap)),
-    **dict.fromkeys(["t", "t_copy", "numpy_T"], rearrange(_reverse)),
-    **dict.fromkeys(["unsqueeze", "unsqueeze_copy"], rearrange(_unsqueeze)),
+    **{f"{view}{copy}{overload}": _view for view, overload in _VIEWS for copy in ("", "_copy")},
+    "numpy_T": _view,
     **dict.fromkeys([f"squeeze{copy}{dim}" for copy in ("", "_copy") for dim in ("", ".dim", ".dims")], _squeeze),
     **dict.fromkeys(["expand", "expand_copy"], _expand),
     "repeat": _repeat,
