@@ -245,6 +245,7 @@ def view() -> Iterator[Sample]:
     for copy in ("", "_copy"):
         yield s(f"unsqueeze{copy}", f(2, 3), -1)
         yield s(f"unsqueeze{copy}", f(2, 3), 0)
+        yield s(f"unsqueeze{copy}", f(2), 0)
         yield s(f"squeeze{copy}", f(2, 1, 3, 1))
         yield s(f"squeeze{copy}.dim", f(2, 1, 3), 1)
         yield s(f"squeeze{copy}.dim", f(2, 1, 3), -1)

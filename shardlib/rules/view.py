@@ -106,7 +106,8 @@ def walked(
     with without_modes():
         found = view(torch.empty_strided(shape, [1 << i for i in range(len(shape))], device="meta"), *args, **kwargs)
     views = [list(zip(v.shape, v.stride(), strict=True)) for v in ([found] if isinstance(found, Tensor) else found)]
-    kept = {s.bit_length() - 1 for v in views for n, s in v if s.bit_count() == 1 and n == shape[s.bit_length() - 1]}
+    alone = {s.bit_length() - 1: n for v in views for n, s in v if n != 1 and s.bit_count() == 1}
+    kept = {at for at, n in alone.items() if n == shape[at]}
     x = space.dims(shape, whole={*range(len(shape))} - kept)
 
     def label(n: int, stride: int) -> Dim:
