@@ -806,3 +806,22 @@ def test_a_norm_whose_input_needs_no_gradient(dtype: torch.dtype) -> None:
         torch.testing.assert_close(
             p.grad.full_tensor(), q.grad, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-4
         )
+
+
+@pytest.mark.parametrize("bag", [False, True])
+def test_sparse_gradients_are_refused(bag: bool) -> None:
+    look = F.embedding_bag if bag else F.embedding
+    with Mesh(data=2):
+        w = sl.shard(torch.randn(5, 3), "v@data d").requires_grad_()
+        out = look(sl.shard(torch.tensor([[0, 1, 4], [2, 2, 3]]), "_ _"), w, sparse=True)
+        with pytest.raises(sl.ShardingError, match=r"its result of shape \[5, 3\] is sparse_coo"):
+            out.sum().backward()
+
+
+def test_gradients_of_what_has_no_elements() -> None:
+    with Mesh(data=2, tensor=2):
+        x = sl.shard(torch.randn(7), "_").requires_grad_()
+        nothing = sl.shard(x.narrow(0, 5, 0), "a@(tensor data)")
+        (torch.cat([-nothing[0:], nothing[:0]]).sum() + x.sum()).backward()
+        assert isinstance(x.grad, sl.ShardedTensor)
+        assert torch.equal(x.grad.full_tensor(), torch.ones(7))

@@ -235,3 +235,17 @@ def test_variance_of_empty_shards_does_not_warn(spec: P) -> None:
         for run in (torch.var, sl.jit(lambda x, dim: x.var(dim))):
             for dim in (0, 1):
                 assert same(run(sl.shard(x, spec), dim).full_tensor(), x.var(dim), 1e-12)
+
+
+def test_zeros_that_entries_add_keep_their_signs() -> None:
+    """Entries are shared out, and the old values count once: what others hold of these changes no zero."""
+    x, entries, rows = torch.full((8, 2), -0.0), torch.full((64, 2), -0.0), torch.zeros(64, 2, dtype=torch.int64)
+    fns: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+        "scatter_add": lambda x, i, s: x.scatter_add(0, i, s),
+        "index_add": lambda x, i, s: x.index_add(0, i[:, 0], s),
+        "put": lambda x, i, s: x.put(i[:, 0], s[:, 0], accumulate=True),
+    }
+    with Mesh(data=2):
+        for fn in fns.values():
+            got = sl.jit(fn, in_specs=(None, "j@data _", "j@data _"))(x, rows, entries).full_tensor()
+            assert torch.equal(got.signbit(), fn(x, rows, entries).signbit())

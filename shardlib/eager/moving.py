@@ -84,11 +84,13 @@ def _home(x: ShardedTensor) -> Fixed:
 class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: ShardedTensor, resolved: Fixed) -> ShardedTensor:
-        ctx.home = _home(x)
+        ctx.home, ctx.mesh = _home(x), x.mesh
         return relayout(x, resolved.layout, resolved.names)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
+        if not isinstance(grad, ShardedTensor):  # zeros that autograd makes for what has no elements
+            return place(grad, ctx.home, ctx.mesh), None
         return redistributed(grad, ctx.home), None
 
 

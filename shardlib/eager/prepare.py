@@ -26,6 +26,7 @@ from shardlib.rules.rule import Call, Meta
 from shardlib.rules.table import rule_for
 from shardlib.run.codegen import fast_binding
 from shardlib.specs.layout import Layout
+from shardlib.strided import refuse_others
 from shardlib.tensors import aliases
 from shardlib.tensors.aliases import Step
 from shardlib.tensors.form import Form
@@ -73,6 +74,7 @@ class Prepared:
         """
         if not self._settled:
             return None
+        refuse_others(f"{self.op} outside jit", [("its result", x) for x in pytree.tree_leaves(meta)])
         outcome = Outcome.of(meta)
         if not is_view(self.op) and not has(self.op, "other shapes"):
             remember(likeness(self.op, self.args, self.kwargs, self.forms), outcome)

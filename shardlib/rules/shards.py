@@ -61,9 +61,9 @@ def checked(index: Tensor, n: int, low: int = 0, ignore: int | None = None) -> T
 
 
 def once(x: Tensor, factors: Iterable[str]) -> Tensor:
-    """x on the first of the devices that share `factors` and zeros on the others, so that it is counted once."""
+    """x on the first of the devices that share `factors` and nothing on the others, so that it is counted once."""
     for factor in factors:
-        x = x.masked_fill(axis_index(factor) != 0, 0)
+        x = x.masked_fill(axis_index(factor) != 0, nothing(x.dtype))
     return x
 
 
