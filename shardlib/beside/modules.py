@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -39,6 +39,17 @@ def _batchnorm(_: Any) -> None:
     BATCH_NORM.value = cumulative
 
 
+def _replaced(self: Any, of: Mapping[str, tuple[Tensor, Tensor]], fn: Callable[..., Any], recurse: bool) -> Any:
+    """A module that the traced function made, with other values: torch would write to the old ones' memory."""
+    for child in self.children() if recurse else ():
+        child._apply(fn)
+    for name, (x, y) in of.items():
+        is_param = name in self._parameters
+        new = torch.nn.Parameter(y, x.requires_grad) if is_param else y.requires_grad_(x.requires_grad)
+        (self._parameters if is_param else self._buffers)[name] = new
+    return self
+
+
 def _module(_: Any) -> None:
     """`m.to(device)` that changes nothing is fine; a conversion is refused before it begins."""
     apply = MODULE_APPLY.value
@@ -62,6 +73,8 @@ def _module(_: Any) -> None:
                     rule="what a program is given keeps its dtype and its device",
                     remedy="convert the module before the call; or compute in another dtype, under torch.autocast",
                 )
+            if of and all(isinstance(x, FakeTensor) for x in of.values()):
+                return _replaced(self, {k: (x, new[k]) for k, x in of.items()}, fn, recurse)
         return apply(self, fn, recurse)
 
     MODULE_APPLY.value = converted

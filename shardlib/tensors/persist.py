@@ -22,6 +22,7 @@ from shardlib.meshes.mesh import Mesh, current_mesh
 from shardlib.ranks import world
 from shardlib.specs.fixed import Names
 from shardlib.specs.layout import Layout
+from shardlib.state import is_tracing
 from shardlib.tensors.above import above
 from shardlib.tensors.aliases import Memory
 from shardlib.tensors.form import Form
@@ -100,6 +101,10 @@ def deep_copy(x: ShardedTensor, memo: dict[int, Any]) -> ShardedTensor:
         raise RuntimeError(
             "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment"
         )
+    if is_tracing():
+        copied: Any = x.detach().clone()
+        memo[id(x)] = copied
+        return _finished(copied, x.requires_grad, bool(x.__dict__.get(IS_PARAMETER)), {})
     out = wrap(x._form, copy.deepcopy(x._locals, memo))
     memo[id(x)] = out
     memory: Memory | None = x.__dict__.get("_memory")

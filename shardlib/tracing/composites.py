@@ -161,6 +161,14 @@ def _along(x: Tensor, dim: int, like: Tensor) -> Tensor:
     return x.reshape([-1 if d == dim % like.dim() else 1 for d in range(like.dim())])
 
 
+def _deep_copy(input: Tensor, memo: dict[int, Any]) -> Tensor | None:
+    """A leaf of its own, with the same value."""
+    if not input.is_leaf or id(input) in memo:
+        return memo.get(id(input))
+    memo[id(input)] = out = input.detach().clone().requires_grad_(input.requires_grad)
+    return out
+
+
 def _matrix_rank(*args: Any, out: Tensor | None = None, **kwargs: Any) -> Tensor | None:
     """Torch forgets to write to `out` while it is traced."""
     return None if out is None else out.copy_(torch.linalg.matrix_rank(*args, **kwargs))
@@ -170,6 +178,7 @@ _FORMS: dict[Any, Callable[..., Any]] = {
     Tensor.__repr__: shown,
     Tensor.__format__: formatted,
     Tensor.__reduce_ex__: pickled,
+    Tensor.__deepcopy__: _deep_copy,
     Tensor.data_ptr: located,
     Tensor.__dlpack__: exported,
     Tensor.__getitem__: read_at,
