@@ -234,6 +234,9 @@ def unmark_stepped(optimizer: torch.optim.Optimizer) -> None:
     vars(optimizer).pop("_opt_called", None)
 
 
+LOADED_STATE = _slot(
+    "torch.optim.Optimizer._process_value_according_to_param_policy", "what is loaded of a parameter lives as that does"
+)
 SCALER_CHECKS = _slot("torch.amp.GradScaler._unscale_grads_", "in a trace, what is not finite is counted by a sum")
 SCALER_STEPS = _slot("torch.amp.GradScaler._maybe_opt_step", "in a trace, a step that is skipped changes nothing")
 UPDATES_SCALE = _torch("torch._amp_update_scale_", "what a gradient scaler calls")

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from shardlib.calls.changing import Item
 from shardlib.calls.numbers import is_given
+from shardlib.eager.moving import laid_as
 from shardlib.internals import has_step_hooks, init_group, mark_stepped, unmark_stepped
 from shardlib.jitted.planning import Invocation
 from shardlib.placing import shard
 from shardlib.plans.plan import Plan
 from shardlib.specs.spec import parse
-from shardlib.state import paused_gc, unseen
+from shardlib.state import is_tracing, paused_gc, unseen
 from shardlib.tensors.tensor import ShardedTensor
 
 _RATE = (str, "lr")
@@ -39,15 +40,24 @@ def place(optimizer: torch.optim.Optimizer, known: Collection[int] = ()) -> None
     """Bring what an optimizer keeps of a parameter, element by element, to where its strategy says, but what is there,
     and tensors that are `known` by their `id`."""
     for p in parameters(optimizer):
-        at = getattr(p, "moments_at", None)
-        if isinstance(p, ShardedTensor) and at is not None:
-            home = parse(at).resolve(p.shape, p.mesh).layout
+        if isinstance(p, ShardedTensor):
             for k, x in list(optimizer.state.get(p, {}).items()):
-                if not isinstance(x, Tensor) or x.shape != p.shape or id(x) in known:
-                    continue
-                if not isinstance(x, ShardedTensor) or x.sharding != home:
-                    with p.mesh:
-                        optimizer.state[p][k] = shard(x, at)
+                if id(x) not in known and (there := placed(p, x)) is not x:
+                    optimizer.state[p][k] = there
+
+
+def placed(p: Any, x: Any) -> Any:
+    """What an optimizer keeps of a parameter, where it belongs: element by element, where its strategy says, or, of a
+    plain tensor, as the parameter itself is."""
+    if not isinstance(p, ShardedTensor) or not isinstance(x, Tensor) or x.shape != p.shape:
+        return x
+    if (at := getattr(p, "moments_at", None)) is None:
+        is_where_it_is = isinstance(x, ShardedTensor) or not p.dim() or is_tracing()  # a result lives as the parameter
+        return x if is_where_it_is else laid_as(x, p)
+    if isinstance(x, ShardedTensor) and x.sharding == parse(at).resolve(p.shape, p.mesh).layout:
+        return x
+    with p.mesh:
+        return shard(x, at)
 
 
 @paused_gc()

@@ -3,12 +3,14 @@ parameter's `moments_at` says. Both are hooks of every optimizer's step, so they
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardlib.moments import begins, parameters, place
+from shardlib.internals import LOADED_STATE
+from shardlib.moments import begins, parameters, place, placed
 from shardlib.state import is_tracing
 from shardlib.tensors.replaced import refuse_replaced
 
@@ -32,5 +34,15 @@ def _after(optimizer: Any, args: Any, kwargs: Any) -> None:
     place(optimizer, _known.pop(optimizer, ()))
 
 
+_loaded = LOADED_STATE.value
+
+
+@functools.wraps(_loaded)
+def _placed(param: Any, *args: Any, **kwargs: Any) -> Any:
+    """What is loaded, from a checkpoint of one device, say."""
+    return placed(param, _loaded(param, *args, **kwargs))
+
+
+LOADED_STATE.value = staticmethod(_placed)
 register_optimizer_step_pre_hook(_before)
 register_optimizer_step_post_hook(_after)

@@ -638,3 +638,34 @@ def test_a_counter_may_have_a_dim(shape: tuple[int, ...]) -> None:
             found.append([*model.parameters(), *(opt.state[p]["step"] for p in model.parameters())])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a.detach(), b.detach(), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
+@pytest.mark.parametrize("strategy", ["fsdp", "zero1", "hsdp"])
+@pytest.mark.parametrize("name", ["AdamW, foreach", "SGD, momentum, dampened", "Adafactor"])
+def test_moments_of_one_device_are_loaded_where_they_belong(name: str, strategy: str, jit: bool) -> None:
+    """A state dict of a plain optimizer: what it keeps of a parameter, element by element, is cut as that is."""
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    plain = Net().double()
+    opt = OPTIMIZERS[name](list(plain.parameters()))
+    step(plain, opt, x)
+    kept = copy.deepcopy((plain.state_dict(), opt.state_dict()))
+    how: Any = sl.strategies.hsdp(replica="replica", shard="data") if strategy == "hsdp" else strategy
+    with sl.Mesh(replica=2, data=2) if strategy == "hsdp" else sl.Mesh(data=2):
+        model = sl.parallelize(Net().double(), strategy=how)
+        placed = OPTIMIZERS[name](list(model.parameters()))
+        model.load_state_dict(kept[0])
+        placed.load_state_dict(kept[1])
+        for p in model.parameters():
+            home = sl.shard(torch.zeros(p.shape, dtype=p.dtype), p.moments_at) if strategy == "zero1" else p.detach()
+            like = [s for s in placed.state[p].values() if isinstance(s, Tensor) and s.shape == p.shape]
+            assert [sl.typeof(s) for s in like] == [sl.typeof(home)] * len(like)
+        for _ in range(2):
+            step(plain, opt, x)
+            (sl.jit(step) if jit else step)(model, placed, x)
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(whole(a.detach()), b.detach(), rtol=1e-9, atol=1e-11)
+        again = placed.state_dict()["state"]
+        for i, entries in opt.state_dict()["state"].items():
+            for k, s in entries.items():
+                torch.testing.assert_close(whole(again[i][k]), s, rtol=1e-9, atol=1e-11)
