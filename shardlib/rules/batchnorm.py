@@ -192,25 +192,10 @@ def _cudnn_batch_norm_backward(
     return aten.native_batch_norm_backward(grad, x, weight, *rest)  # type: ignore[no-any-return]
 
 
-def _into(op: Any) -> Callable[..., tuple[Any, Any, Any]]:
-    """The form that writes its results into given tensors."""
-
-    def form(*args: Any, out: Any, save_mean: Any, save_invstd: Any) -> tuple[Any, Any, Any]:
-        given = (out, save_mean, save_invstd)
-        for buffer, value in zip(given, op(*args), strict=True):
-            buffer.copy_(value)
-        return given
-
-    return form
-
-
 DECOMPOSED: dict[str, Callable[..., Any]] = {
     "native_batch_norm": _native_batch_norm,
-    "native_batch_norm.out": _into(_native_batch_norm),
     "_native_batch_norm_legit": _batch_norm_of,
     "_batch_norm_no_update": _batch_norm_no_update,
-    "_native_batch_norm_legit.out": _into(_batch_norm_of),
-    "_native_batch_norm_legit.no_stats_out": _into(aten._native_batch_norm_legit.no_stats),
     "cudnn_batch_norm": _cudnn_batch_norm,
     "cudnn_batch_norm_backward": _cudnn_batch_norm_backward,
 }
