@@ -39,15 +39,12 @@ def _batchnorm(_: Any) -> None:
     BATCH_NORM.value = cumulative
 
 
-def _replaced(self: Any, of: Mapping[str, tuple[Tensor, Tensor]], fn: Callable[..., Any], recurse: bool) -> Any:
-    """A module that the traced function made, with other values: torch would write to the old ones' memory."""
-    for child in self.children() if recurse else ():
-        child._apply(fn)
+def _replace(self: Any, of: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """Give a module that the traced function made other values: torch would write to the old ones' memory."""
     for name, (x, y) in of.items():
         is_param = name in self._parameters
         new = torch.nn.Parameter(y, x.requires_grad) if is_param else y.requires_grad_(x.requires_grad)
         (self._parameters if is_param else self._buffers)[name] = new
-    return self
 
 
 def _module(_: Any) -> None:
@@ -74,7 +71,10 @@ def _module(_: Any) -> None:
                     remedy="convert the module before the call; or compute in another dtype, under torch.autocast",
                 )
             if of and all(isinstance(x, FakeTensor) for x in of.values()):
-                return _replaced(self, {k: (x, new[k]) for k, x in of.items()}, fn, recurse)
+                for child in self.children() if recurse else ():
+                    converted(child, fn)
+                _replace(self, {k: (x, new[k]) for k, x in of.items()})
+                return self
         return apply(self, fn, recurse)
 
     MODULE_APPLY.value = converted

@@ -118,8 +118,10 @@ def refusal(error: Exception, tracer: Any, names: Mapping[int, str]) -> Sharding
         else:
             return None
     line = error_line(error) or user_line(sys._getframe(1))  # somebody may catch it before it gets there
-    if any(frame.f_code.co_filename.startswith(_OPTIM) for frame in frames_of(error)):
-        remedy = _STEP
+    if deciding := [frame for frame in frames_of(error) if frame.f_code.co_filename.startswith(_OPTIM)]:
+        asked = ((f.f_code.co_name, f.f_locals.get("self")) for f in deciding)
+        method = next((name for name, x in asked if hasattr(type(x), name)), "step")
+        remedy = _STEP if method == "step" else f"call {method}() behind the jitted function"
     remedy = remedy or _INSTEAD.get(name, _COUNT)
     needs_values = rule == _ONCE or isinstance(error, DynamicOutputShapeException)
     kind = ValueNeededError if needs_values else ShardingError

@@ -1165,6 +1165,13 @@ def test_an_optimizer_that_decides_by_values() -> None:
     assert "Remedy: call opt.step() behind the jitted function, which leaves" in said
 
 
+def test_an_average_that_decides_by_its_count() -> None:
+    model = nn.Linear(4, 4)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    said = refusal(sl.jit(lambda: average.update_parameters(model)))
+    assert "Remedy: call update_parameters() behind the jitted function" in said
+
+
 def test_a_cache_that_is_a_dict() -> None:
     masks: dict[int, Tensor] = {}
 
