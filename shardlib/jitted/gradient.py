@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from shardlib.specs.layout import Layout
 from shardlib.tensors.form import Form
 from shardlib.tensors.tensor import ShardedTensor, cut_up, wrap
 
+_FEW = 8  # of what an error lists
+
 
 @dataclass(frozen=True)
 class Backward:
@@ -36,6 +39,7 @@ class Backward:
     needs: tuple[frozenset[int], ...]
     layouts: tuple[Layout, ...]
     dtypes: tuple[torch.dtype, ...]
+    gradients: tuple[str, ...]  # what they are called
 
 
 def backward(plan: Plan, halves: Halves, mesh: Mesh, runner: Runner) -> Backward:
@@ -50,7 +54,9 @@ def backward(plan: Plan, halves: Halves, mesh: Mesh, runner: Runner) -> Backward
     leaves = tuple(leaf for leaf, _ in after.gradients)
     dtypes = tuple(v.dtype for v in last)
     needs = tuple(a | b for a, b in zip(halves.needs, after.reached, strict=True))
-    return Backward(plan.name, runner, leaves, found, after.cotangents, needs, layouts, dtypes)
+    names = plan.compiled.traced.result_names
+    gradients = tuple(names[at] for _, at in after.gradients)
+    return Backward(plan.name, runner, leaves, found, after.cotangents, needs, layouts, dtypes, gradients)
 
 
 def run(entry: Entry, then: Backward, leaves: list[Any]) -> Any:
@@ -103,9 +109,11 @@ class _Apply(torch.autograd.Function):
         then, mesh = ctx.then, ctx.mesh
         if torch.is_grad_enabled():
             raise ShardingError(
-                f"the gradient of {then.name} is differentiated again",
-                rule="a jitted call has a program for its first derivative",
-                remedy="take the inner gradient inside: jit a function that calls sl.grad",
+                f"the gradient of {then.name} is differentiated again (create_graph=True)",
+                list(compress(then.gradients, ctx.needs_input_grad[1:]))[:_FEW],
+                rule="a jitted call, and a forward of a parallelized module, has a program for its first derivative",
+                remedy="take the inner gradient inside: jit the function that calls the module, and "
+                "torch.autograd.grad(..., create_graph=True) or sl.grad, and backward()",
             )
         rest = iter(ctx.saved_tensors)
         pieces: list[Sequence[Any]] = [[next(rest) if there else None for there in value] for value in ctx.there]
