@@ -120,8 +120,9 @@ def walked(
 
 def _view(call: Call) -> Rule:
     """A view, or its copy."""
-    space, name = Space(), schema_of(call.target).name.partition("::")[2].removesuffix("_copy")
-    view = getattr(getattr(aten, name), call.target._overloadname)
+    space, schema = Space(), schema_of(call.target)
+    name = schema.name.partition("::")[2].removesuffix("_copy")
+    view = getattr(getattr(aten, name), schema.overload_name or "default")
     x, out = walked(space, view, call.operands[0].shape, *call.args[1:], **call.kwargs)
     return space.rule([x], out, linear=[{0}], transparent=not space.whole and len(out) == 1)
 
