@@ -27,14 +27,14 @@ _ASKS: dict[str, tuple[str, str]] = {
 
 
 def without_storage(cls: type[torch.Tensor], typeof: Callable[[Any], str]) -> None:
-    """Give a class of tensors methods that refuse to show its memory, by `ShardingError`.
+    """Give a class of tensors methods that refuse to show its memory, by `NoStorageError`.
 
     Example:
         >>> from shardlib import Mesh, shard
         >>> with Mesh(data=2):
         ...     shard(torch.zeros(4), "n@data").share_memory_()
         Traceback (most recent call last):
-        shardlib.errors.ShardingError: f32[4@data] cannot be put into shared memory
+        shardlib.errors.NoStorageError: f32[4@data] cannot be put into shared memory
         Rule: a tensor in pieces has no storage of its own
         Remedy: x.full_tensor().share_memory_(), or x.to_local()'s
     """
