@@ -10,7 +10,7 @@ from tests.fakecuda.watch import Seen
 
 EVERY = 60  # of the rules' samples; the others are slow
 BY_DEVICE = ("_embedding_bag", "log_sigmoid_forward", "log_sigmoid_backward", "native_layer_norm", "view.dtype")
-BY_DEVICE += ("_linalg_svd", "logspace.Tensor_Tensor", "scatter.value", "index_put")
+BY_DEVICE += ("_linalg_svd", "logspace.Tensor_Tensor", "scatter.value")
 
 
 def clean(seen: Seen) -> None:
