@@ -98,7 +98,9 @@ _TABLE: Mapping[str, str] = {
     **dict.fromkeys(
         ("index_put", "index_add", "index_copy", "scatter", "scatter_add"), "writes places, refuses values"
     ),
-    **dict.fromkeys(("scatter_reduce", "remainder", "fmod", "floor_divide", "div.Tensor_mode"), "refuses values"),
+    **dict.fromkeys(
+        ("scatter_reduce", "remainder", "fmod", "floor_divide", "div.Tensor_mode", "div.Scalar_mode"), "refuses values"
+    ),
     "view.dtype": "retypes",
     "view_as_real": "pairs",
     "view_as_complex": "pairs",

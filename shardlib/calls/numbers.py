@@ -54,6 +54,9 @@ class Given:
     def __class__(self) -> Any:
         return type(self.scalar.hint)
 
+    def __bool__(self) -> bool:
+        return self.numbers.compare(operator.ne, self, 0)
+
     @property
     def node(self) -> Any:
         """What torch reads where it takes the number as it is."""
@@ -161,7 +164,6 @@ for _name, _op in (
     *(("format", format), ("divmod", divmod)),
 ):
     setattr(Given, f"__{_name}__", _looking(_op))
-Given.__bool__ = lambda self: self != 0  # type: ignore[attr-defined]
 Given.__rdivmod__ = _looking_back(divmod)  # type: ignore[attr-defined]
 for _name in ("is_integer", "as_integer_ratio", "hex", "conjugate", "bit_length", "to_bytes"):
     setattr(Given, _name, _method(_name))

@@ -62,11 +62,11 @@ def donate(
     return gone
 
 
-Pieces = Sequence[tuple[torch.Tensor, ...]]
+Every = Sequence[tuple[torch.Tensor, ...]]  # the pieces of every input
 Counts = tuple[int, ...]
 
 
-def _is_at_home(leaf: torch.Tensor, pieces: Pieces, i: int, firsts: tuple[tuple[int, int], ...], base: Counts) -> bool:
+def _is_at_home(leaf: torch.Tensor, pieces: Every, i: int, firsts: tuple[tuple[int, int], ...], base: Counts) -> bool:
     """Whether what is written to these pieces shows in `leaf`, in its views and aliases, and in nothing else."""
     if leaf.is_inference():
         return False
@@ -78,7 +78,7 @@ def _is_at_home(leaf: torch.Tensor, pieces: Pieces, i: int, firsts: tuple[tuple[
     return not leaf.__dict__.get("_path") and _sole(pieces, i, firsts, 2 + (memory is not None), base)
 
 
-def _sole(pieces: Pieces, i: int, firsts: tuple[tuple[int, int], ...], holders: int, base: Counts) -> bool:
+def _sole(pieces: Every, i: int, firsts: tuple[tuple[int, int], ...], holders: int, base: Counts) -> bool:
     """Whether only `holders` of the i-th tuple, and nothing beside it, refer to the memory of its pieces."""
     whole, piece, *below = base
     for d, n in firsts:
@@ -87,7 +87,7 @@ def _sole(pieces: Pieces, i: int, firsts: tuple[tuple[int, int], ...], holders: 
     return True
 
 
-def _counted(pieces: Pieces, i: int, d: int) -> Counts:
+def _counted(pieces: Every, i: int, d: int) -> Counts:
     """How many refer to a tuple of pieces, to one of these, to its storage, and to both below Python.
 
     All that is counted is looked up in this frame: interpreters differ in how often a call refers to its arguments, and

@@ -86,7 +86,7 @@ def suggest(module: nn.Module, mesh: Mesh, *example: Any, axis: str | None = Non
             [f"it has no axis {axis!r}" if axis else f"none of its axes is called {', '.join(TENSOR)}"],
             remedy='name the axis, suggest(module, mesh, *example, axis="model")',
         )
-    compiled = _compiled(module, Mesh.abstract(mesh.axes), example, more)
+    compiled = _compiled(module, Mesh.abstract(mesh.axes, machine=mesh.machine), example, more)
     flood, graph = compiled.propagated.flood, compiled.graph
     names = [x.name for x in held(module) if x.tensor.is_floating_point()]
     leaves = zip(compiled.traced.input_leaves, graph.inputs, strict=True)

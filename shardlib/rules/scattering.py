@@ -41,8 +41,8 @@ def _take(x: Tensor, index: Tensor) -> Tensor:
 
 
 def _put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
-    flat = aten.index_put.default(x.reshape(-1), [index], source.reshape(index.shape), accumulate)
-    return flat.reshape(x.shape)  # type: ignore[no-any-return]
+    flat: Tensor = aten.index_put.default(x.reshape(-1), [index], source.reshape(index.shape), accumulate)
+    return flat.reshape(x.shape)
 
 
 # Masked indices -------------------------------------------------------------------------------------------------------

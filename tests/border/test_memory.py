@@ -21,6 +21,7 @@ from shardlib import Mesh, P, ShardedTensor, ShardingError
 from shardlib.specs.layout import Layout
 from tests.border.oracle import whole
 from tests.ranks import run_ranks
+from tests.training import step
 
 aten = torch.ops.aten
 X = torch.arange(48.0).view(8, 6)
@@ -554,13 +555,6 @@ def test_parameters_that_are_parts_of_one_vector_are_stepped(strategy: Any) -> N
             nn.utils.vector_to_parameters(vector * 1.5, model.parameters())
             seen.append(whole(step(model, opt, torch.ones(8, 6, dtype=torch.float64))))
         return seen
-
-    def step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss.detach()
 
     expected = run(step, lambda model: None)
     with sl.Mesh(data=2):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import shardlib as sl
+from tests.training import step
 
 Schedule = Callable[[torch.optim.Optimizer], Any]
 
@@ -29,7 +30,7 @@ CYCLES: dict[str, Schedule] = {
 }
 
 
-def net() -> nn.Module:
+def net() -> nn.Sequential:
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).double()
 
@@ -37,14 +38,6 @@ def net() -> nn.Module:
 def batches() -> list[Tensor]:
     torch.manual_seed(2)
     return [torch.randn(8, 8, dtype=torch.float64) for _ in range(STEPS)]
-
-
-def step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    loss.backward()
-    opt.step()
-    opt.zero_grad()
-    return loss.detach()
 
 
 def settings(opt: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -84,7 +77,7 @@ def test_groups_keep_their_own_momenta(shared: bool) -> None:
 
     def run(step: Callable[..., Tensor]) -> nn.Module:
         model = net()
-        opt = torch.optim.AdamW([{"params": layer.parameters()} for layer in (model[0], model[2])], lr=0.01)  # type: ignore[index]
+        opt = torch.optim.AdamW([{"params": layer.parameters()} for layer in (model[0], model[2])], lr=0.01)
         for i, x in enumerate(batches()):
             step(model, opt, x)
             betas = 0.9 - 0.02 * i, 0.99 - 0.01 * i
@@ -237,7 +230,8 @@ def test_a_schedule_that_is_stepped_inside_is_one_program(name: str, make: str, 
     same(model, expected)
     assert found == seen, "all that torch has, each list as it was when it was asked for"
     for a, b in zip(own, losses, strict=True):
-        torch.testing.assert_close(a.full_tensor(), b, rtol=1e-10, atol=1e-12)  # type: ignore[attr-defined]
+        assert isinstance(a, sl.ShardedTensor)
+        torch.testing.assert_close(a.full_tensor(), b, rtol=1e-10, atol=1e-12)
     asks = run is scheduled_first and name in ("LambdaLR", "MultiplicativeLR", "a user's own")  # before opt has a state
     assert len(jitted.retraces) <= TURNS.get(name, 0) * (1 if run is scheduled else 2) + asks, jitted.retraces
 
