@@ -6,121 +6,85 @@ pending sum over the devices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardlib.rules.lineup import Advanced, alongside, masks, whole
+from shardlib.rules.lineup import Places, masks, whole
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import Rows, checked, cut, located, nothing
-from shardlib.rules.space import Space, arg, axis, numel, result_shape
+from shardlib.rules.space import Space, numel, result_shape
 
 aten = torch.ops.aten
 
 
-def _read(
-    local: Local,
-    cuts: Mapping[int, Sequence[str]],
-    indices: Sequence[Any],
-    ready: Callable[[Sequence[Tensor]], Sequence[Tensor]],
-    read: Callable[..., Tensor],
-    behind: int = 0,
-) -> Any:
-    """`read(table, *ready(indices))`, each index into a dim of operand 0, where some of these are cut (`cuts`).
+def _taken(
+    table: Tensor, indices: Sequence[Tensor], cuts: Sequence[Sequence[str]], read: Callable[..., Tensor], behind: int
+) -> Tensor:
+    """`read(table, indices)`, each index into a dim of the table that is cut so, and zeros for what lies elsewhere.
 
-    What lies on another device gives zeros. `behind` is how many dims of the result stand behind those of the indices.
+    `behind` is how many dims of the result stand behind those of the indices.
     """
-    rows = Rows.of(local, [d for d, factors in cuts.items() if factors])
-
-    def form(table: Tensor, *indices: Tensor) -> Tensor:
-        mine, outside = [], None
-        for index, factors in zip(ready(indices), cuts.values(), strict=True):
-            for factor in factors:
-                index, miss = located(index, factor)
-                outside = miss if outside is None else outside | miss
-            mine.append(index)
-        value = read(rows.held(table, 0), *mine)
-        return value if outside is None else value.masked_fill(outside[(..., *[None] * behind)], nothing(value.dtype))
-
-    return local.run(form, local.args[0], *indices)
-
-
-def _inside(n: int) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
-    return lambda indices: [checked(index, n) for index in indices]
+    mine, outside = [], None
+    for index, factors in zip(indices, cuts, strict=True):
+        for factor in factors:
+            index, miss = located(index, factor)
+            outside = miss if outside is None else outside | miss
+        mine.append(index)
+    value = read(table, mine)
+    return value if outside is None else value.masked_fill(outside[(..., *[None] * behind)], nothing(value.dtype))
 
 
 def _embedding(local: Local) -> Any:
-    (v, _) = local.call.operands[0].shape
-    read = lambda table, index: aten.embedding.default(table, index)
-    return _read(local, {0: cut(local, ["v"])}, [local.args[1]], _inside(v), read, 1)
+    (v, _), cuts, rows = local.call.operands[0].shape, [cut(local, ["v"])], Rows.of(local, [0])
+    read = lambda table, mine: aten.embedding.default(table, *mine)
+    form = lambda table, index: _taken(rows.held(table, 0), [checked(index, v)], cuts, read, 1)
+    return local.run(form, *local.args[:2])
+
+
+def _reads(call: Call, space: Space, places: Places) -> Rule:
+    """The rule of an op that reads a table at places."""
+
+    def local(local: Local) -> Any:
+        cuts, (indices, rest, named) = places.cuts(local), places.given(local)
+        held = Rows.of(local, [d for d, factors in cuts.items() if factors])
+
+        def form(table: Tensor, given: Any) -> Tensor:
+            read = lambda table, mine: call.target(table, *places.arguments(mine), *rest, **named)
+            indices = places.ready(given, cuts)
+            return _taken(held.held(table, 0), indices, list(cuts.values()), read, places.behind)
+
+        return local.run(form, local.args[0], indices)
+
+    return space.rule(
+        [places.x, *places.indices],
+        [places.out],
+        reduce=dict.fromkeys(places.rows, "sum"),
+        linear=[{0}],
+        local=local,
+        local_factors=places.rows,
+        flops=numel(result_shape(call)),
+    )
 
 
 def _gather(call: Call) -> Rule:
     """`gather(x, dim, index)`. Other dims of the index may be shorter than x's; those stay whole."""
     space = Space()
-    shape, index = call.operands[0].shape, call.operands[1].shape
-    if len(shape) != len(index):  # an index without elements, or a number
-        return whole(call)
-    at = axis(arg(call, 1, "dim"), len(shape))
-    x, ind = alongside(space, shape, index, at)
-
-    def local(local: Local) -> Any:
-        read = lambda table, index: table.gather(at, index)
-        return _read(local, {at: cut(local, row)}, [local.args[2]], _inside(shape[at]), read)
-
-    row = x[at] if shape else ()
-    return space.rule(
-        [x, ind],
-        [ind],
-        reduce=dict.fromkeys(row, "sum"),
-        linear=[{0}],
-        local=local,
-        local_factors=row,
-        flops=numel(index),
-    )
+    places = Places.beside(space, call)
+    return _reads(call, space, places) if places else whole(call)
 
 
 def _index_select(call: Call) -> Rule:
     space = Space()
-    shape, index = call.operands[0].shape, call.operands[1].shape
-    at = axis(arg(call, 1, "dim"), len(shape))
-    x = space.dims(shape)
-    ind = space.dims(index, "j")
-    out = [*x[:at], *(ind or [()]), *x[at + 1 :]] if shape else []
-
-    def local(local: Local) -> Any:
-        read = lambda table, index: table.index_select(at, index)
-        return _read(local, {at: cut(local, row)}, [local.args[2]], _inside(shape[at]), read, len(shape) - 1 - at)
-
-    row = x[at] if shape else ()
-    reduce, flops = dict.fromkeys(row, "sum"), numel(result_shape(call))
-    return space.rule([x, ind], [out], reduce=reduce, linear=[{0}], local=local, local_factors=row, flops=flops)
+    return _reads(call, space, Places.along(space, call))
 
 
 def _index(call: Call) -> Rule | None:
-    if masks(call):
-        return None
     space = Space()
-    a = Advanced(space, call)
-
-    def local(local: Local) -> Any:
-        given, cuts = [i for i in arg(local, 1, "indices") if i is not None], a.cuts(local)
-        read = lambda table, *indices: aten.index.Tensor(table, a.listed(indices))
-        ready = lambda indices: a.positive(indices, cuts)
-        return _read(local, dict(zip(a.dims, cuts, strict=True)), given, ready, read, a.behind)
-
-    return space.rule(
-        [a.x, *a.indices],
-        [a.out],
-        reduce=dict.fromkeys(a.table_factors, "sum"),
-        linear=[{0}],
-        local=local,
-        local_factors=a.table_factors,
-        flops=numel(result_shape(call)),
-    )
+    return None if masks(call) else _reads(call, space, Places.advanced(space, call))
 
 
 ROWS: dict[str, RuleFn | str] = {

@@ -1,8 +1,9 @@
-"""How the dims of an index stand among the dims of a table and of a result: gather, scatter and advanced indexing."""
+"""How the dims of an index stand among the dims of a table and of a result: rows, gather, scatter, advanced indexing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,24 +11,9 @@ from torch import Tensor
 
 from shardlib.rules.rule import Call, Local, Meta, Rule
 from shardlib.rules.shards import checked, cut
-from shardlib.rules.space import Dim, Space, arg, broadcast, join, numel
+from shardlib.rules.space import Dim, Space, arg, axis, broadcast, join, numel
 
 aten = torch.ops.aten
-
-
-def alongside(space: Space, shape: Sequence[int], index: Sequence[int], at: int) -> tuple[list[Dim], list[Dim]]:
-    """Labels of a table and of the index into its dim `at`; other dims are shared where their sizes agree."""
-    x: list[Dim] = []
-    ind: list[Dim] = []
-    for i, (n, m) in enumerate(zip(shape, index, strict=False)):
-        if i == at:
-            x.append(space.dim(n, "v"))
-            ind.append(space.dim(m, "j"))
-        else:
-            same = n == m
-            x.append(space.dim(n, whole=not same))
-            ind.append(x[-1] if same else space.dim(m, "j", whole=True))
-    return x, ind
 
 
 def whole(call: Call) -> Rule:
@@ -40,45 +26,101 @@ def whole(call: Call) -> Rule:
     return space.rule(dims[:n], dims[n:], flops=sum(numel(m.shape) for m in call.operands))
 
 
-class Advanced:
-    """How `x[indices]` lines up: the indexed dims, and where the dims of the index stand among the result's."""
+@dataclass(frozen=True)
+class Places:
+    """Which dims of a table an op's indices name, and how the dims of indices stand among those of what lies there.
 
-    def __init__(self, space: Space, call: Call) -> None:
+    * `out`: the labels of what is read or written; of its dims, `behind` stand behind those of the indices.
+    * `entries`: the factors that count what goes to one place, or comes from it.
+    * `listed`: the op takes a list of indices, else a dim and an index; `wraps`: they may count from the end.
+    """
+
+    shape: Sequence[int]
+    x: list[Dim]
+    dims: list[int]
+    indices: list[list[Dim]]
+    out: list[Dim]
+    entries: tuple[str, ...]
+    behind: int = 0
+    listed: bool = False
+    wraps: bool = False
+
+    @staticmethod
+    def advanced(space: Space, call: Call) -> Places:
+        """Of `x[indices]`."""
         given: list[Meta | None] = list(arg(call, 1, "indices"))
-        self.shape = shape = call.operands[0].shape
-        self.x = space.dims(shape)
-        self.dims = [i for i, m in enumerate(given) if m is not None]
+        shape = call.operands[0].shape
+        x = space.dims(shape)
+        dims = [i for i, m in enumerate(given) if m is not None]
         metas = [m for m in given if m is not None]
-        size = join(m.shape for m in metas)
-        self.rank = len(size)
-        index = space.dims(size, "j")
-        self.indices = [broadcast(index, m.shape) for m in metas]
-        adjacent = self.dims == list(range(self.dims[0], self.dims[-1] + 1))
-        kept = [i for i in range(len(shape)) if i not in self.dims]
+        index = space.dims(join(m.shape for m in metas), "j")
+        adjacent = dims == list(range(dims[0], dims[-1] + 1))
+        kept = [i for i in range(len(shape)) if i not in dims]
         # Torch puts the dims of the index where the indexed dims were, or in front when these do not stand together.
-        front = [i for i in kept if i < self.dims[0]] if adjacent else []
-        self.behind = len(kept) - len(front)
-        self.out = [*(self.x[i] for i in front), *index, *(self.x[i] for i in kept[len(front) :])]
-        self.indexed = [self.x[i] for i in self.dims]
-        self.index_factors = [f for d in index for f in d]
-        self.table_factors = [f for d in self.indexed for f in d]
+        front = [i for i in kept if i < dims[0]] if adjacent else []
+        out = [*(x[i] for i in front), *index, *(x[i] for i in kept[len(front) :])]
+        entries = tuple(f for d in index for f in d)
+        indices = [broadcast(index, m.shape) for m in metas]
+        return Places(shape, x, dims, indices, out, entries, len(kept) - len(front), listed=True, wraps=True)
 
-    def cuts(self, local: Local) -> list[list[str]]:
+    @staticmethod
+    def along(space: Space, call: Call, *, wraps: bool = False) -> Places:
+        """Of ops that take a dim, and an index that names rows of it."""
+        shape = call.operands[0].shape
+        at = axis(arg(call, 1, "dim"), len(shape))
+        x, index = space.dims(shape), space.dims(call.operands[1].shape, "j")
+        out = [*x[:at], *(index or [()]), *x[at + 1 :]] if shape else []
+        return Places(shape, x, [at], [index], out, sum(index, ()), max(len(shape) - 1 - at, 0), wraps=wraps)
+
+    @staticmethod
+    def beside(space: Space, call: Call) -> Places | None:
+        """Of ops that take a dim, and an index of as many dims as the table; others are shared where sizes agree.
+
+        An index may also have no elements, or be a number.
+        """
+        shape, index = call.operands[0].shape, call.operands[1].shape
+        if len(shape) != len(index):
+            return None
+        at = axis(arg(call, 1, "dim"), len(shape))
+        x, out = [], []
+        for i, (n, m) in enumerate(zip(shape, index, strict=True)):
+            x.append(space.dim(n, "v") if i == at else space.dim(n, whole=n != m))
+            out.append(x[-1] if i != at and n == m else space.dim(m, "j", whole=i != at))
+        return Places(shape, x, [at], [out], out, out[at] if shape else ())
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """The factors of the table that indices count."""
+        return tuple(f for d in self.dims if self.x for f in self.x[d])
+
+    def cuts(self, local: Local) -> dict[int, list[str]]:
         """What cuts each indexed dim here."""
-        return [cut(local, dim) for dim in self.indexed]
+        return {d: cut(local, self.x[d] if self.x else ()) for d in self.dims}
 
-    def positive(self, indices: Iterable[Tensor], cuts: Iterable[Sequence[str]]) -> list[Tensor]:
-        """The index tensors, counted from the front where the dim is cut."""
-        sizes = (self.shape[d] for d in self.dims)
-        return [
-            checked(index, n, -n) % n if factors else index
-            for index, n, factors in zip(indices, sizes, cuts, strict=True)
-        ]
+    def given(self, local: Local) -> tuple[Any, Sequence[Any], dict[str, Any]]:
+        """The index, or the list of them, and the arguments behind it."""
+        at, name = (1, "indices") if self.listed else (2, "index")
+        return (
+            arg(local, at, name),
+            local.args[at + 1 :],
+            {k: v for k, v in local.kwargs.items() if k not in (name, "dim")},
+        )
 
-    def listed(self, indices: Iterable[Any]) -> list[Any]:
-        """The indices with None for every dim that is not indexed."""
+    def ready(self, given: Any, cuts: Mapping[int, Sequence[str]]) -> list[Tensor]:
+        """The indices, which are checked where the dim is cut, and counted from the front."""
+        given, out = [given] if isinstance(given, Tensor) else [i for i in given if i is not None], []
+        for index, (d, factors) in zip(given, cuts.items(), strict=True):
+            n = (*self.shape, 1)[d]
+            inside = checked(index, n, -n if self.wraps else 0) if factors else index
+            out.append(inside % n if factors and self.wraps else inside)
+        return out
+
+    def arguments(self, indices: Iterable[Tensor]) -> list[Any]:
+        """As the op takes them: with None for every dim that is not indexed, or behind the dim."""
         queue = iter(indices)
-        return [next(queue) if i in self.dims else None for i in range(self.dims[-1] + 1)]
+        if not self.listed:
+            return [*self.dims, *queue]
+        return [[next(queue) if i in self.dims else None for i in range(self.dims[-1] + 1)]]
 
 
 def masks(call: Call) -> bool:

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from shardlib.internals import schema_of
-from shardlib.rules.lineup import Advanced, alongside, masks, whole
+from shardlib.rules.lineup import Places, masks, whole
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
-from shardlib.rules.shards import checked, cut, located, once
-from shardlib.rules.space import Dim, Space, arg, argument_named, axis, broadcast, elements, numel
+from shardlib.rules.shards import cut, located, once
+from shardlib.rules.space import Dim, Space, arg, argument_named, broadcast, elements, numel
 
 aten = torch.ops.aten
 
@@ -53,44 +53,33 @@ def _write(x: Tensor, places: Mapping[int, Sequence[str]], indices: Sequence[Ten
 Kind = Callable[[Call], str | None]  # how results of shared out entries combine; None: they stay together
 
 
-def _writes(
-    call: Call,
-    space: Space,
-    operands: Sequence[Sequence[Dim]],
-    rows: Mapping[int, Dim],
-    entries: Sequence[str],
-    how: str | None,
-    write: Callable[..., Tensor],
-    ready: Callable[[Sequence[Tensor], Mapping[int, Sequence[str]]], Sequence[Tensor]],
-    linear: Sequence[set[int]],
-) -> Rule:
-    """The rule of `write(x, indices, *rest)`, with indices into dims of x that are `rows`, made `ready` to be cut.
+def _writes(call: Call, space: Space, places: Places, values: list[list[Dim]], how: str | None, linear: Any) -> Rule:
+    """The rule of an op that writes `values` to places of a tensor.
 
-    Of `entries` no order is known where devices share them out: these combine as `how` says, or stay together.
+    Of entries no order is known where devices share them out: these combine as `how` says, or stay together.
     """
+    entries = places.entries
     if how is None:
         space.whole |= set(entries)
     added = entries if how == "sum" else ()
-    first = next(i for i, a in enumerate(call.args) if i and not isinstance(a, int))  # where the index stands
 
     def local(local: Local) -> Any:
-        places, shared = {at: cut(local, row) for at, row in rows.items()}, cut(local, added)
+        cuts, shared, (indices, rest, named) = places.cuts(local), cut(local, added), places.given(local)
 
         def form(x: Tensor, given: Any, rest: Sequence[Any], named: Any) -> Tensor:
-            given = [given] if isinstance(given, Tensor) else [i for i in given if i is not None]
-            there = lambda x, mine: write(x, mine, *rest, **named)
+            there = lambda x, mine: call.target(x, *places.arguments(mine), *rest, **named)
             # A value that addends share is added by each, which is right only where entries are not shared out.
-            return _write(once(x, shared), places, ready(given, places), there)
+            return _write(once(x, shared), cuts, places.ready(given, cuts), there)
 
-        return local.run(form, local.args[0], local.args[first], local.args[first + 1 :], local.kwargs)
+        return local.run(form, local.args[0], indices, rest, named)
 
     return space.rule(
-        operands,
-        operands[:1],
+        [places.x, *places.indices, *values],
+        [places.x],
         reduce=dict.fromkeys(entries, how) if how else {},
         linear=linear,
         local=local,
-        local_factors=(*(f for row in rows.values() for f in row), *added),
+        local_factors=(*places.rows, *added),
         gathers=entries,
         flops=numel(call.operands[-1].shape),
     )
@@ -105,38 +94,21 @@ def _linear(call: Call) -> list[set[int]]:
     return [{0, 2}] if reduce in (None, "add", "sum", "mean") else []
 
 
-def _along(call: Call, at: int, space: Space, operands: Sequence[Sequence[Dim]], entries: Dim, how: str | None) -> Rule:
-    """The rule of an op whose one index is into dim `at`."""
-    n, wraps = (call.operands[0].shape or (1,))[at], call.target in _WRAPS
-
-    def ready(given: Sequence[Tensor], places: Mapping[int, Sequence[str]]) -> Sequence[Tensor]:
-        if not places[at]:
-            return given
-        return [checked(index, n, -n) % n if wraps else checked(index, n) for index in given]
-
-    write = lambda x, mine, *rest, **named: call.target(x, at, *mine, *rest, **named)
-    rows = {at: operands[0][at] if operands[0] else ()}
-    return _writes(call, space, operands, rows, entries, how, write, ready, _linear(call))
-
-
 def scattered(kind: Kind) -> RuleFn:
     """`scatter(x, dim, index, src)` and its like."""
 
     def rule(call: Call) -> Rule:
         space = Space()
-        shape, index = call.operands[0].shape, call.operands[1].shape
-        if len(shape) != len(index):  # an index without elements, or a number
+        places = Places.beside(space, call)
+        if places is None:
             return whole(call)
-        at = axis(arg(call, 1, "dim"), len(shape))
-        x, ind = alongside(space, shape, index, at)
-        src: list[list[Dim]] = []
-        for source in call.operands[2:]:
-            fits = [n == m for n, m in zip(source.shape, index, strict=False)]
-            space.whole |= {f for same, d in zip(fits, ind, strict=False) if not same for f in d}
-            sized = zip(fits, ind, source.shape, strict=False)
+        src, index = [], call.operands[1].shape
+        for m in call.operands[2:]:
+            fits = [a == b for a, b in zip(m.shape, index, strict=False)]
+            space.whole |= {f for same, d in zip(fits, places.out, strict=False) if not same for f in d}
+            sized = zip(fits, places.out, m.shape, strict=False)
             src = [[d if same else space.dim(n, "s", whole=True) for same, d, n in sized]]
-        found = _along(call, at, space, [x, ind, *src], ind[at] if shape else (), kind(call))
-        return replace(found, flops=numel(index))
+        return replace(_writes(call, space, places, src, kind(call), _linear(call)), flops=numel(index))
 
     return rule
 
@@ -146,14 +118,11 @@ def indexed(kind: Kind) -> RuleFn:
 
     def rule(call: Call) -> Rule:
         space = Space()
-        shape = call.operands[0].shape
-        at = axis(arg(call, 1, "dim"), len(shape))
-        x = space.dims(shape)
-        ind = space.dims(call.operands[1].shape, "j")
-        entries = ind[0] if ind else ()
-        rows = [entries if i == at else d for i, d in enumerate(x)]
-        source = [rows if m.shape else [] for m in call.operands[2:]]
-        return _along(call, at, space, [x, ind, *source], entries, kind(call))
+        places = Places.along(space, call, wraps=call.target in _WRAPS)
+        rows = [(places.entries if i in places.dims else d) for i, d in enumerate(places.x)]
+        return _writes(
+            call, space, places, [rows if m.shape else [] for m in call.operands[2:]], kind(call), _linear(call)
+        )
 
     return rule
 
@@ -173,13 +142,10 @@ def _index_put(call: Call) -> Rule:
     if masks(call):
         return _put_where(call)
     space = Space()
-    a = Advanced(space, call)
-    operands = [a.x, *a.indices, broadcast(a.out, call.operands[-1].shape)]
+    places = Places.advanced(space, call)
+    values = broadcast(places.out, call.operands[-1].shape)
     how = "sum" if arg(call, 3, "accumulate", False) else None
-    write = lambda x, mine, *rest, **named: call.target(x, a.listed(mine), *rest, **named)
-    ready = lambda given, places: a.positive(given, places.values())
-    rows, linear = dict(zip(a.dims, a.indexed, strict=True)), [{0, len(operands) - 1}]
-    return _writes(call, space, operands, rows, a.index_factors, how, write, ready, linear)
+    return _writes(call, space, places, [values], how, [{0, len(call.operands) - 1}])
 
 
 def _put_where(call: Call) -> Rule:
