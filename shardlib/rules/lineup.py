@@ -1,4 +1,4 @@
-"""How the dims of an index stand among the dims of a table and of a result: rows, gather, scatter, advanced indexing."""
+"""How the dims of an index stand among those of a table and of a result: rows, gather, scatter, advanced indexing."""
 
 from __future__ import annotations
 

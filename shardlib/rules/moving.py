@@ -1,21 +1,19 @@
-"""Whole dims turned round or rolled, and rows sent from device to device: every device fetches what comes to lie in its
+"""Whole dims turned round, and rows sent from device to device: every device fetches what comes to lie in its
 piece."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardlib.manual.collectives import piece, ppermute
-from shardlib.rules.halo import Range, extent, fetch, fetch_all, sent
+from shardlib.rules.halo import Range, extent, fetch, sent
 from shardlib.rules.rule import Call, Halo, Local, Rule
-from shardlib.rules.shards import cut, gathered, held
+from shardlib.rules.shards import gathered, held
 from shardlib.rules.space import Space, arg, axis
-
-Needs = Sequence[Callable[[Range], Range]]  # what a range of a dim consists of, piece by piece
 
 
 def flip(call: Call) -> Rule:
@@ -50,64 +48,6 @@ def _mirrored(size: int) -> Callable[[Range], Range]:
 def _crosswise(size: int) -> Callable[[int], tuple[int, int]]:
     """Messages and rows of a flip over so many devices."""
     return lambda n: sent(size, size, _mirrored(size))(n) if size % n else (1, size // n)
-
-
-def roll(call: Call) -> Rule:
-    """Without dims the flattened value is rolled: nothing may be cut."""
-    shape = call.operands[0].shape
-    shifts, dims = ([n] if isinstance(n, int) else list(n) for n in (arg(call, 1, "shifts"), arg(call, 2, "dims", ())))
-    by: dict[int, int] = {}
-    for d, n in zip(dims, shifts if dims else (), strict=True):
-        by[axis(d, len(shape))] = by.get(axis(d, len(shape)), 0) + n
-    by = {at: n % shape[at] for at, n in by.items() if shape[at]}
-    moved = {at: _wrapped(shape[at], n) if n else [] for at, n in by.items()}
-
-    def rest(x: Tensor, done: Sequence[int]) -> Tensor:
-        left = [at for at, n in by.items() if n and at not in done]
-        if not dims:
-            return torch.roll(x, shifts)
-        if left:
-            return torch.roll(x, [by[at] for at in left], left)
-        return x if any(moved[at] for at in done) else x.clone()
-
-    return _moved(call, moved, rest, whole=not dims)
-
-
-def _wrapped(size: int, by: int) -> Needs:
-    """Of a dim rolled `by`: what comes from its end to a range at its begin, and what from in front of the range."""
-
-    def wrapped(r: Range) -> Range:
-        low, high = r[0], min(r[1], by)
-        return (low - by + size, high - by + size) if low < high else (0, 0)
-
-    def straight(r: Range) -> Range:
-        low, high = max(r[0], by), r[1]
-        return (low - by, high - by) if low < high else (0, 0)
-
-    return [wrapped, straight]
-
-
-def _moved(
-    call: Call, needs: Mapping[int, Needs], rest: Callable[[Tensor, Sequence[int]], Tensor], *, whole: bool = False
-) -> Rule:
-    """The rule of an op that moves elements along dims; `rest` does what is left where those that are cut are done."""
-    space, shape = Space(), call.operands[0].shape
-    x = space.dims(shape, whole=range(len(shape)) if whole else [])
-    along = {at: x[at][0] for at in needs if x[at]}
-
-    def local(local: Local) -> Any:
-        done = [at for at, f in along.items() if cut(local, [f])]
-
-        def form(value: Tensor) -> Tensor:
-            for at in (at for at in done if needs[at]):
-                mine = extent(x[at], shape[at])
-                value = torch.cat(fetch_all(value, at, x[at], [need(mine) for need in needs[at]], "input"), at)
-            return rest(value, done)
-
-        return local.run(form, local.args[0])
-
-    halos = [Halo(f, 0, True, sent(shape[at], shape[at], *needs[at])) for at, f in along.items() if needs[at]]
-    return space.rule([x], [x], linear=[{0}], local=local, local_factors=along.values(), halos=halos)
 
 
 def send_rows(call: Call) -> Rule:

@@ -1,4 +1,4 @@
-"""Slices and padding of a cut dim, and the way back.
+"""Slices of a cut dim, and the way back.
 
 Every device fetches what moves into its piece from whoever holds it. With I = gcd(start, stop, size) a sliced dim is
 `(p I)` and its result `(q I)`. A cut of I needs no communication: the slice arguments are multiples of its local size
@@ -9,7 +9,7 @@ between neighbours. One block is a pending sum: of it where it is, and of zeros 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from shardlib.internals import schema_of
-from shardlib.rules.halo import Range, extent, fetch, length, padded, reframe, sent
+from shardlib.rules.halo import Range, extent, fetch, length, reframe, sent
 from shardlib.rules.rule import Call, Halo, Local, Path, Rule
-from shardlib.rules.shards import adds_up, held, nothing, positional
+from shardlib.rules.shards import adds_up, held, nothing
 from shardlib.rules.space import Dim, Ints, Space, arg, axis, path, result_shape, shape_ints
 from shardlib.rules.window import Window
 
@@ -71,9 +71,6 @@ class Shift:
         a, b = self.counts if forward else self.counts[::-1]
         need = self.needs if forward else (lambda r: self.window.readers(r, self.counts[1]))
         return [Halo(self.outer[0 if forward else 1][0], position, True, sent(a, b, need))]
-
-    def cut(self, local: Local) -> bool:
-        return any(local.axes(f) for d in self.outer for f in d)
 
 
 def exposed(x: Tensor, at: int, outer: Dim, count: int, inside: int) -> Tensor:
@@ -177,14 +174,14 @@ def _said(call: Call, where: Path) -> bool:
     return isinstance(call.args[key] if isinstance(key, int) else call.kwargs.get(key), int)
 
 
-def taken(x: Tensor, at: int, shift: Shift, inside: int, fill: float = 0) -> Tensor:
+def taken(x: Tensor, at: int, shift: Shift, inside: int) -> Tensor:
     """A device's blocks of a slice; one block is where it is, and zeros on the other devices."""
     (p, q), (long, short) = shift.outer, shift.counts
     need = shift.needs(extent(q, short))
     x = exposed(x, at, p, long, inside)
     if not q:
         return joined(reframe(x, at, extent(p, long), need, nothing(x.dtype)), at)
-    x = fetch(x, at, p, need, fill=fill, name="input")
+    x = fetch(x, at, p, need, name="input")
     return joined(aten.slice.Tensor(x, at, 0, None, shift.window.stride), at)
 
 
@@ -203,56 +200,3 @@ def _zeros(like: Tensor, at: int, shift: Shift, inside: int) -> Tensor:
     """What a device has of the whole of which `like` has a slice: zeros."""
     n = length(extent(shift.outer[0], shift.counts[0])) * inside
     return like.new_zeros([*like.shape[:at], n, *like.shape[at + 1 :]])
-
-
-# Padding --------------------------------------------------------------------------------------------------------------
-
-
-def pad(call: Call) -> Rule:
-    """`constant_pad_nd(x, pad, value)`; of negative numbers it is a slice."""
-    space = Space()
-    shape, grown = call.operands[0].shape, result_shape(call)
-    amounts = list(arg(call, 1, "pad"))
-    prefix = path(call, 1, "pad")
-    x: list[Dim] = []
-    out: list[Dim] = []
-    ints: Ints = {}
-    shifts: dict[int, Shift] = {}
-    for i, (old, new) in enumerate(zip(shape, grown, strict=True)):
-        k = 2 * (len(shape) - 1 - i)
-        before, after = (amounts[k], amounts[k + 1]) if k < len(amounts) else (0, 0)
-        if before == after == 0:
-            d = e = space.dim(old)
-        else:
-            shift = shifts[i] = Shift.of(space, (old, new), -before)
-            d, e = shift.long, shift.short
-            if not shift.outer[1]:
-                space.whole |= {*shift.outer[0]}
-            if shift.block:
-                ints |= {(*prefix, k + j): (n // shift.block, shift.inner) for j, n in enumerate((before, after))}
-        x.append(d)
-        out.append(e)
-    return shift_rule(
-        space,
-        [x],
-        out,
-        list(shifts.values()),
-        lambda local: _padded(local, shifts),
-        forward=True,
-        ints=ints,
-        linear=[] if arg(call, 2, "value", 0) else [{0}],
-    )
-
-
-def _padded(local: Local, shifts: Mapping[int, Shift]) -> Any:
-    """Dims that are cut fetch and fill; the op itself pads the others."""
-    cut = {at: shift for at, shift in shifts.items() if shift.cut(local)}
-
-    def form(x: Tensor, pad: Sequence[int], fill: float, insides: Sequence[int]) -> Tensor:
-        rest = list(pad)
-        for (at, shift), inside in zip(cut.items(), insides, strict=True):
-            x, k = taken(x, at, shift, inside, fill), 2 * (x.dim() - 1 - at)
-            rest[k : k + 2] = [0, 0]
-        return padded(x, rest, fill)
-
-    return local.run(form, *positional(local), [held(local, shift.inner) for shift in cut.values()])

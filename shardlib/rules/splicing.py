@@ -1,23 +1,24 @@
-"""What is put together along a cut dim, of ranges of tensors and of fillings: every device fetches what comes to lie in
+"""What is put together along cut dims, of ranges of tensors and of fillings: every device fetches what comes to lie in
 its piece, in as few messages as there are ways to go.
 
 With I the gcd of all sizes and ranges a dim is `(p I)`, and a cut of I needs no communication: so a fused weight is put
-together without a look at how its parts are cut.
+together without a look at how its parts are cut. Pads put fillings around a value, rolls its end in front of its begin.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardlib.rules.halo import Range, extent, fetch_all, length, overlap, sent
-from shardlib.rules.rule import Call, Halo, Path, Rule
-from shardlib.rules.shards import held
+from shardlib.rules.halo import Range, extent, fetch_all, length, overlap, padded, sent
+from shardlib.rules.rule import Call, Halo, Local, Path, Rule
+from shardlib.rules.shards import cut, held, positional
 from shardlib.rules.shifting import exposed, joined
 from shardlib.rules.space import Dim, Space, arg, axis, path, result_dtype, result_shape
 
@@ -33,24 +34,46 @@ class Part:
     negated: bool = False
 
 
-def splice_rule(call: Call, at: int, parts: Sequence[Part], ranges: Mapping[Path, int] | None = None) -> Rule:
-    """The rule of an op that puts `parts` together along dim `at`; other operands (of shape [0]) count as nothing.
+@dataclass(frozen=True)
+class Spliced:
+    """Dim `at` of a result, of so many elements, put together of `parts` of operands of these `sizes`.
 
-    `ranges` are the arguments that count along the dim.
+    `out` and `outer` are the blocks of the result and of operands, `inner` is what is in one.
     """
-    space, shape, dtype = Space(), result_shape(call), result_dtype(call)
-    sources = dict.fromkeys(i for i, m in enumerate(call.operands) if len(m.shape) == len(shape))
-    sizes = {i: call.operands[i].shape[at] for i in sources}
-    block = math.gcd(shape[at], *sizes.values(), *(n for part in parts for n in (part.start, part.stop)))
-    inner = space.dim(block, "i")
-    out = space.dim(shape[at] // block, "p") if block else space.dim(shape[at], whole=True)
-    outer = {i: space.dim(n // block, "p") if block else space.dim(n, whole=True) for i, n in sizes.items()}
-    begins = [*itertools.accumulate((part.stop - part.start for part in parts), initial=0)]
-    if not out:
-        space.whole |= {f for d in outer.values() for f in d}
 
-    def needs(source: int | None) -> list[Callable[[Range], Range]]:
+    at: int
+    parts: Sequence[Part]
+    sizes: Mapping[int, int]
+    size: int
+    block: int
+    inner: Dim
+    out: Dim
+    outer: Mapping[int, Dim]
+
+    @staticmethod
+    def of(space: Space, at: int, parts: Sequence[Part], sizes: Mapping[int, int], size: int, *, same: bool) -> Spliced:
+        """`same` says that the result has the dim of the one operand."""
+        block = math.gcd(size, *sizes.values(), *(n for part in parts for n in (part.start, part.stop)))
+        block = 1 if same else block
+        inner = space.dim(block, "i")
+        out = space.dim(size // block, "p") if block else space.dim(size, whole=True)
+        blocks = {i: n // block if block else n for i, n in sizes.items()}
+        outer = {i: out if same else space.dim(n, "p", whole=not block) for i, n in blocks.items()}
+        if not out:
+            space.whole |= {f for d in outer.values() for f in d}
+        return Spliced(at, parts, sizes, size, block, inner, out, outer)
+
+    @property
+    def follows(self) -> dict[str, str]:
+        return {d[0]: self.out[0] for d in self.outer.values() if d and self.out and d != self.out}
+
+    @property
+    def factors(self) -> set[str]:
+        return {f for d in (self.out, *self.outer.values()) for f in d}
+
+    def needs(self, source: int | None) -> list[Callable[[Range], Range]]:
         """Which blocks of a source are in a range of the result, part by part."""
+        block, begins = self.block, itertools.accumulate((p.stop - p.start for p in self.parts), initial=0)
 
         def one(part: Part, begin: int) -> Callable[[Range], Range]:
             def need(mine: Range) -> Range:
@@ -59,47 +82,88 @@ def splice_rule(call: Call, at: int, parts: Sequence[Part], ranges: Mapping[Path
 
             return need
 
-        return [one(part, begin) for part, begin in zip(parts, begins, strict=False) if part.source == source]
+        return [one(part, begin) for part, begin in zip(self.parts, begins, strict=False) if part.source == source]
 
-    def form(tensors: Sequence[Tensor], inside: int) -> Tensor:
-        mine, found = extent(out, shape[at] // block), {}
-        for i, label in outer.items():
-            x = exposed(tensors[i], at, label, sizes[i] // block, inside)
-            wanted = [need(mine) for need in needs(i)]
+    def halos(self) -> list[Halo]:
+        """What is sent of operands that are cut with the result."""
+        there = [i for i, d in self.outer.items() if d and self.out and self.block and self.needs(i)]
+        return [
+            Halo(self.outer[i][0], i, True, sent(self.sizes[i] // self.block, self.size // self.block, *self.needs(i)))
+            for i in there
+        ]
+
+    def form(self, tensors: Sequence[Tensor], dtype: torch.dtype, inside: int) -> Tensor:
+        """A device's piece of the result, with `inside` elements of every block."""
+        at, mine, found = self.at, extent(self.out, self.size // self.block), {}
+        for i, label in self.outer.items():
+            x = exposed(tensors[i], at, label, self.sizes[i] // self.block, inside)
+            wanted = [need(mine) for need in self.needs(i)]
             found[i] = iter(fetch_all(x, at, label, wanted, name="input")) if wanted else iter(())
-        filled = (need(mine) for need in needs(None))
+        filled = (need(mine) for need in self.needs(None))
         pieces = []
-        for part in parts:
+        for part in self.parts:
             if part.source is not None:
                 piece = next(found[part.source]).to(dtype)
             else:
                 blank = [*x.shape[:at], length(next(filled)), inside, *x.shape[at + 2 :]]
-                piece = tensors[next(iter(sources))].new_full(blank, part.fill)
+                piece = x.new_full(blank, part.fill, dtype=dtype)
             pieces.append(-piece if part.negated else piece)
         return joined(torch.cat(pieces, at), at)
 
-    follows = {d[0]: out[0] for d in outer.values() if d and out and d[0] not in space.whole}
-    rest = space.dims([1 if i == at else n for i, n in enumerate(shape)])
-    whole = [*(space.dims(m.shape, whole=[0]) for i, m in enumerate(call.operands) if i not in sources)]
-    skipped = iter(whole)
 
-    def labels(outer: Dim) -> list[Dim]:
-        return [(*outer, *inner) if i == at else d for i, d in enumerate(rest)]
+def _spliced(
+    call: Call,
+    parts: Mapping[int, Sequence[Part]],
+    ranges: Mapping[int, Mapping[Path, int]],
+    rest: Callable[..., Tensor] = lambda x, *_: x,
+    *,
+    same: bool = False,
+) -> Rule:
+    """The rule of an op that puts dims of its result together; other operands (of shape [0]) count as nothing.
 
+    `ranges` are the arguments that count along a dim. `rest` does what is left of a value: it gets which dims are done,
+    and the op's arguments behind the first.
+    """
+    space, shape = Space(), result_shape(call)
+    there = [i for i, m in enumerate(call.operands) if m.rank == len(shape)]
+    splices = {
+        at: Spliced.of(space, at, of, {i: call.operands[i].shape[at] for i in there}, shape[at], same=same)
+        for at, of in parts.items()
+    }
+    others = space.dims([1 if at in parts else n for at, n in enumerate(shape)])
+
+    def labels(i: int | None) -> list[Dim]:
+        blocks = {at: s.out if i is None else s.outer[i] for at, s in splices.items()}
+        return [(*blocks[at], *splices[at].inner) if at in parts else d for at, d in enumerate(others)]
+
+    def local(local: Local) -> Any:
+        done = {at: s for at, s in splices.items() if cut(local, s.factors)}
+
+        def form(x: Any, insides: Sequence[int], *args: Any) -> Tensor:
+            for s, inside in zip(done.values(), insides, strict=True):
+                x = s.form([x] if isinstance(x, Tensor) else x, result_dtype(call), inside)
+            return rest(x, done, *args)
+
+        given, *args = positional(local)
+        return local.run(form, given, [held(local, s.inner) for s in done.values()], *args)
+
+    follows = {i: o for s in splices.values() for i, o in s.follows.items() if i not in space.whole}
+    led = {*follows, *(f for s in splices.values() for f in s.out)}
     return space.rule(
-        [labels(outer[i]) if i in sources else next(skipped) for i in range(len(call.operands))],
-        [labels(out)],
+        [labels(i) if i in there else space.dims(m.shape, whole=[0]) for i, m in enumerate(call.operands)],
+        [labels(None)],
         reduce=dict.fromkeys(follows, "none"),
-        ints={path: (n // block, inner) for path, n in (ranges or {}).items()} if block else {},
-        linear=[range(len(call.operands))] if not any(part.fill for part in parts) else [],
-        local=lambda local: local.run(form, local.args[0], held(local, inner)),
-        local_factors={*follows, *out},
+        ints={
+            path: (n // splices[at].block, splices[at].inner)
+            for at, counted in ranges.items()
+            for path, n in counted.items()
+            if splices[at].block
+        },
+        linear=[range(len(call.operands))] if not any(part.fill for of in parts.values() for part in of) else [],
+        local=local,
+        local_factors=led,
         follows=follows,
-        halos=[
-            Halo(d[0], i, True, sent(sizes[i] // block, shape[at] // block, *needs(i)))
-            for i, d in outer.items()
-            if d and d[0] in follows and needs(i)
-        ],
+        halos=[h for s in splices.values() for h in s.halos() if h.factor in led],
     )
 
 
@@ -107,7 +171,7 @@ def cat(call: Call) -> Rule:
     """Old-style empty operands (shape [0]) count as nothing."""
     rank = len(result_shape(call))
     at = axis(arg(call, 1, "dim", 0), rank)
-    return splice_rule(call, at, [Part(i, 0, m.shape[at]) for i, m in enumerate(call.operands) if len(m.shape) == rank])
+    return _spliced(call, {at: [Part(i, 0, m.shape[at]) for i, m in enumerate(call.operands) if m.rank == rank]}, {})
 
 
 def splice(call: Call) -> Rule:
@@ -115,8 +179,45 @@ def splice(call: Call) -> Rule:
     of, minus = (None if i < 0 else i for i in sources), negated or [False] * len(fills)
     parts = [Part(*part) for part in zip(of, starts, stops, fills, minus, strict=True)]
     ends = {path(call, 3, "starts"): starts, path(call, 4, "stops"): stops}
-    ranges = {(*where, i): n for where, numbers in ends.items() for i, n in enumerate(numbers)}
-    return splice_rule(call, at, parts, ranges)
+    return _spliced(call, {at: parts}, {at: {(*w, i): n for w, ns in ends.items() for i, n in enumerate(ns)}})
 
 
 _ARGUMENTS = ("dim", "sources", "starts", "stops", "fills", "negated")
+
+
+def pad(call: Call) -> Rule:
+    """`constant_pad_nd(x, pad, value)`; of negative numbers it is a slice."""
+    shape, amounts, value = call.operands[0].shape, arg(call, 1, "pad"), arg(call, 2, "value", 0)
+    parts, ranges = {}, {}
+    for k, (before, after) in enumerate(zip(amounts[::2], amounts[1::2], strict=True)):
+        at = len(shape) - 1 - k
+        if before or after:
+            kept = Part(0, max(-before, 0), shape[at] - max(-after, 0))
+            parts[at] = [Part(None, 0, max(before, 0), value), kept, Part(None, 0, max(after, 0), value)]
+            ranges[at] = {(*path(call, 1, "pad"), 2 * k): before, (*path(call, 1, "pad"), 2 * k + 1): after}
+
+    def rest(x: Tensor, done: Container[int], amounts: Sequence[int], fill: float) -> Tensor:
+        left = [0 if x.dim() - 1 - k // 2 in done else n for k, n in enumerate(amounts)]
+        return padded(x, left, fill)
+
+    return _spliced(call, parts, ranges, rest)
+
+
+def roll(call: Call) -> Rule:
+    """Without dims the flattened value is rolled: nothing may be cut."""
+    shape = call.operands[0].shape
+    shifts, dims = ([n] if isinstance(n, int) else list(n) for n in (arg(call, 1, "shifts"), arg(call, 2, "dims", ())))
+    if not dims:
+        x = (space := Space()).dims(shape, whole=range(len(shape)))
+        return space.rule([x], [x], linear=[{0}])
+    by: dict[int, int] = {}
+    for d, n in zip(dims, shifts, strict=True):
+        at = axis(d, len(shape))
+        by[at] = (by.get(at, 0) + n) % max(shape[at], 1)
+    parts = {at: [Part(0, shape[at] - n, shape[at]), Part(0, 0, shape[at] - n)] for at, n in by.items() if shape[at]}
+
+    def rest(x: Tensor, done: Container[int], *_: Any) -> Tensor:
+        left = [at for at, n in by.items() if n and at not in done]
+        return torch.roll(x, [by[at] for at in left], left) if left else x
+
+    return _spliced(call, parts, {}, rest, same=True)

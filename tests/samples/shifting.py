@@ -39,6 +39,7 @@ def cats_of_cut_dims() -> Iterator[Sample]:
     yield "cat", ([f(2, 5), f(2, 3), f(2, 1)], 1), {}
     yield "cat", ([f(4, 2), f(8, 2), f(0), f(6, 2)],), {}
     yield "cat", ([f(2, 0), f(2, 3), f(2, 4)], 1), {}
+    yield "cat", ([f(2, 0), f(2, 0)], 1), {}
 
 
 def splices_of_cut_dims() -> Iterator[Sample]:
@@ -68,6 +69,8 @@ def flips() -> Iterator[Sample]:
 def pads_of_cut_dims() -> Iterator[Sample]:
     yield "constant_pad_nd", (f(2, 6), [1, 2]), {}
     yield "constant_pad_nd", (f(2, 9), [-2, -1]), {}
+    yield "constant_pad_nd", (f(2, 2), [4, 2, 0, 4]), {}
+    yield "constant_pad_nd", (f(2, 0), [0, 5], 1.5), {}
     yield "constant_pad_nd", (f(6, 4), [2, 4, 3, -1], 1.5), {}
 
 
@@ -78,6 +81,7 @@ def rolls() -> Iterator[Sample]:
     yield "roll", (f(6, 4), [0, 1], [0, 1]), {}
     yield "roll", (f(6, 4), [6], [0]), {}
     yield "roll", (f(6, 4), [2, 4], [0, 0]), {}
+    yield "roll", (f(3, 0), [1, 2], [0, 1]), {}
 
 
 def rows_sent() -> Iterator[Sample]:
