@@ -15,7 +15,7 @@ from torch import Tensor
 from shardlib.ops.lstsq import lstsq
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.space import Space, arg, axis, broadcast, numel, result_shape
+from shardlib.rules.space import arg, numel, result_shape
 
 aten = torch.ops.aten
 
@@ -67,13 +67,6 @@ def _least_squares(call: Call) -> Rule | None:
     a, b = (m.shape for m in call.operands)
     side, left = ("_", "1") if len(b) == len(a) - 1 else ("_ _", "_")
     return _parts(f"... _ _, ... {side} -> ... {side}, ... {left}, ..., ... _")(call)
-
-
-def _cross(call: Call) -> Rule:
-    shape = result_shape(call)
-    space = Space()
-    x = space.dims(shape, whole=[axis(arg(call, 2, "dim", -1), len(shape))])
-    return space.rule([broadcast(x, m.shape) for m in call.operands], [x], linear=[{0}, {1}], flops=3 * numel(shape))
 
 
 def _matrix_exp(local: Local) -> Any:
@@ -153,7 +146,9 @@ ROWS: dict[str, RuleFn | str] = {
     "shardlib::lstsq": _least_squares,
     # An error names the matrix of the batch that failed, so every device looks at all of them.
     "_linalg_check_errors": pattern("... -> | ...:whole"),
-    "linalg_cross": _cross,
+    "linalg_cross": pattern(
+        "[dim], [dim] -> [dim] | dim:whole {0} {1}", flops=lambda call, _: 3 * numel(result_shape(call))
+    ),
     "linalg__powsum": "[dim] -> ... | dim:sum",
 }
 
