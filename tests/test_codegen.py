@@ -19,7 +19,8 @@ from shardlib import Mesh
 from shardlib.compile import compile_program
 from shardlib.program.steps import Compute, Program, Var, makes
 from shardlib.run import virtual
-from shardlib.run.codegen import Generator, fast_binding
+from shardlib.run.callables import callable_of
+from shardlib.run.codegen import Generator
 from tests.campaign import compiled
 from tests.programs import draw
 
@@ -131,9 +132,9 @@ def test_literals(value: Any) -> None:
     ],
     ids=lambda x: str(x) if not isinstance(x, tuple) else "",
 )
-def test_fast_bindings_are_the_op(target: Any, args: Any) -> None:
+def test_callables_are_the_op(target: Any, args: Any) -> None:
     reference = args if target is not aten.view.default else (args[0].contiguous(), args[1])
-    expected, found = target(*reference), fast_binding(target)(*args)
+    expected, found = target(*reference), callable_of(target)(*args)
     for e, f in zip(*((r if isinstance(r, tuple | list) else [r]) for r in (expected, found)), strict=True):
         assert torch.equal(e, f)
 

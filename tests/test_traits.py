@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardlib.aten.traits import _TABLE, TRAITS, has, is_view, may_show
-from shardlib.run.codegen import fast_binding
+from shardlib.run.callables import callable_of
 from tests.prover import kernel, target_of
 from tests.rule_samples import SAMPLES, f
 
@@ -41,7 +41,7 @@ class Recorder(TorchDispatchMode):
         out = op(*args, **kwargs)
         if not op._schema.is_mutable and torch.Tag.nondeterministic_seeded not in op.tags:
             self._note(op, memory, out)
-            self._note(op, memory, fast_binding(op)(*args, **kwargs))
+            self._note(op, memory, callable_of(op)(*args, **kwargs))
         return out
 
     def _note(self, op: Any, memory: dict[str, set[int]], out: Any) -> None:
@@ -176,7 +176,7 @@ def test_regrouped(op: Any, args: Any) -> None:
 def test_what_is_alike_by_name_only() -> None:
     """Overloads that do something else have none of a trait that is for one."""
     assert not has(aten.view.dtype, "regroups")
-    assert fast_binding(aten.view.dtype)(torch.ones(2), torch.int32).dtype == torch.int32
+    assert callable_of(aten.view.dtype)(torch.ones(2), torch.int32).dtype == torch.int32
     assert not has(aten.unbind.int, "regroups")
 
 
@@ -197,7 +197,7 @@ def test_marks() -> None:
         aten._neg_view.default,
     ]
     solved = torch.linalg.solve_triangular(x.triu(), x.mH, upper=True)
-    assert not fast_binding(aten.linalg_solve_triangular.default)(x.triu(), x.mH, upper=True).is_conj()
+    assert not callable_of(aten.linalg_solve_triangular.default)(x.triu(), x.mH, upper=True).is_conj()
     assert torch.allclose(x.triu() @ solved, x.mH)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardlib.calls.changing import Changing, Item, Place
-from shardlib.calls.differing import changed_numbers, is_reordered, is_same, is_value
+from shardlib.calls.differing import changed_numbers, is_reordered, is_same
 from shardlib.calls.holders import (
     ALL,
     FIXED,
@@ -35,17 +35,15 @@ from shardlib.calls.holders import (
     refill,
     tensor_of,
 )
-from shardlib.calls.inside import content
+from shardlib.calls.joined import Joined
 from shardlib.calls.kinds import CONTAINERS, PLAIN
 from shardlib.calls.leaks import Leak, forgotten
 from shardlib.calls.numbers import Numbers, is_given
-from shardlib.calls.parts import Computed, Leaf, Own, Part, Rebound, Rest, Result, Shown
+from shardlib.calls.parts import Leaf, Part, Rebound, Rest
 from shardlib.calls.snapshot import Snapshot
 from shardlib.calls.state import LENGTH, LONG, State
 from shardlib.errors import ShardingError
-from shardlib.internals import FakeTensor, memory_of, pytree
-from shardlib.tensors.form import Form
-from shardlib.tensors.tensor import ShardedTensor
+from shardlib.internals import pytree
 
 
 class Watch:
@@ -206,45 +204,9 @@ class Watch:
         """
         before, after = self.before, self.look()
         self.numbers, self.holders, self.logs = set(), {}, {}
-        known: dict[tuple[int, bool], int] = {(id(x), False): i for i, x in enumerate(results)}
-        mine = {id(x) for x in before.kept} | before.owners.keys()
+        joined = Joined(before, after, own, memory, results, names, is_traced)
         found: list[Rebound] = []
         places: dict[int, int] = {}  # of values that were made
-
-        def shown(x: Tensor, place: Place) -> Shown:
-            leaf, tensor, of = memory[memory_of(x.untyped_storage())]
-            where = tuple(x.shape), x.stride(), int(x.storage_offset())
-            value = None
-            if type(tensor) is ShardedTensor and where != (tuple(of.shape), of.stride(), 0):
-                value = known.setdefault((id(x), False), len(results))
-                if value == len(results):
-                    results.append(x)
-                    names.append(f"{after.text(place)} (kept)")
-            return Shown(leaf, *where, value)
-
-        def part(x: Any, old: Any, place: Place, of: Tensor | None) -> Part | None:
-            if is_given(x):
-                return Computed(x.scalar)
-            if not isinstance(x, Tensor):
-                return Rest(x) if id(x) in mine or (is_value(x) and not _holds_trace(x)) else None
-            if id(x) in own:
-                return Own(own[id(x)])
-            if not is_traced(x) or _is_new_leaf(x):
-                return None
-            held = memory.get(memory_of(x.untyped_storage()))
-            if held is not None and _is_plain_view(x, held[2]):
-                return shown(x, place)
-            device, home = _home(x, old if isinstance(old, Tensor) else of)
-            if not isinstance(old, Tensor) and of is not None and not x.shape:
-                device, home = x.device, None  # a counter, as an optimizer makes it
-            if (id(x), device is not None) not in known:
-                known[id(x), device is not None] = len(results)
-                results.append(x)
-                names.append(f"{after.text(place)} (kept)")
-            else:
-                home = None
-            return Result(known[id(x), device is not None], device, home)
-
         parts: list[Part | None]
         for place, owner, value, old in self.changes(after):
             is_there = before.owners.get(id(value)) is value and not isinstance(value, Tensor)
@@ -258,7 +220,7 @@ class Watch:
                 olds = olds if was == tree else [None] * len(leaves)
                 named = place if place in after.called else (place[0], LENGTH)
                 of = tensor_of(owner, place[1]) if is_by_tensor(place[1]) else None
-                parts = [part(x, o, named, of) for x, o in zip(leaves, olds, strict=True)]
+                parts = [joined.part(x, o, named, of) for x, o in zip(leaves, olds, strict=True)]
             key, is_known = place[1], True
             if is_by_tensor(key):
                 is_known = (of := tensor_of(owner, key)) is not GONE and id(of) in own
@@ -316,32 +278,8 @@ class Watch:
             yield place, owner, value, old
 
 
-def _is_plain_view(x: Tensor, of: Tensor) -> bool:
-    """Whether a view without history is a matter of sizes and strides."""
-    return x.dtype == of.dtype and not (x.requires_grad or x.is_conj() or x.is_neg())
-
-
-def _home(x: Tensor, like: Any) -> tuple[torch.device | None, Form | None]:
-    """Where a result is to live: plain, on a device, or in the form of a ShardedTensor, as another tensor does."""
-    if isinstance(like, ShardedTensor):
-        return None, like._form if like.shape == x.shape else None
-    return (like.device if isinstance(like, Tensor) and not x.requires_grad else None), None
-
-
-def _holds_trace(fn: Any) -> bool:
-    """Whether a function that was made in the trace closes over values of it."""
-    cells = [content(cell) for cell in getattr(fn, "__closure__", None) or ()]
-    inside = pytree.tree_leaves([cells, getattr(fn, "__defaults__", None), getattr(fn, "__kwdefaults__", None)])
-    return any(isinstance(x, FakeTensor) or is_given(x) for x in inside)
-
-
 def _is_global(owner: Any) -> bool:
     return isinstance(owner, dict) and "__builtins__" in owner
-
-
-def _is_new_leaf(x: Tensor) -> bool:
-    """Whether autograd begins at a tensor: whoever it is put to expects a leaf of its own."""
-    return x.requires_grad and x.is_leaf
 
 
 def _self(x: Any) -> Any:

@@ -24,7 +24,7 @@ from shardlib.ranks.lineage import made, note
 from shardlib.ranks.telling import number
 from shardlib.rules.rule import Call, Meta
 from shardlib.rules.table import rule_for
-from shardlib.run.codegen import fast_binding
+from shardlib.run.callables import callable_of
 from shardlib.specs.layout import Layout
 from shardlib.strided import refuse_others
 from shardlib.tensors import aliases
@@ -179,7 +179,7 @@ def _draws(op: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in op.tags
 
 
-_function = cache(fast_binding)
+_function = cache(callable_of)
 
 
 def form_of(x: torch.Tensor, mesh: Mesh, device: torch.device) -> Form:

@@ -6,7 +6,6 @@ process (the process groups of a distributed mesh, the stack of `with` blocks) i
 
 from __future__ import annotations
 
-import ast
 import itertools
 import math
 from collections.abc import Iterator, KeysView, Mapping
@@ -22,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardlib.errors import ShardingError
 from shardlib.machine import Machine
 from shardlib.meshes.axis import Axis, Coords
-from shardlib.meshes.meshtext import Kind, MeshAxes, Rules, did_you_mean, faults_of, joined, tidy_rules, written
+from shardlib.meshes.meshtext import Kind, MeshAxes, Rules, did_you_mean, faults_of, joined, read, tidy_rules, written
 from shardlib.ranks import order, waiting, world
 
 # A tuple in a context variable: every thread and every asyncio task has a stack of its own.
@@ -150,8 +149,6 @@ class Mesh:
                 rule="axes have distinct names (identifiers) and sizes of 1 or more; a rule maps a name to axes",
             )
         axes = {name: int(size) for name, size in sizes}
-        if kind == "distributed":
-            world.check_size(written(kind, sizes, {}, "cpu"), math.prod(axes.values()))
         object.__setattr__(self, "axes", MappingProxyType(axes))
         object.__setattr__(self, "rules", MappingProxyType(tidy))
         object.__setattr__(self, "kind", kind)
@@ -159,6 +156,7 @@ class Mesh:
         object.__setattr__(self, "strict", bool(strict))
         object.__setattr__(self, "machine", at)
         if kind == "distributed":
+            world.check_size(written(kind, sizes, {}, "cpu"), self.size)
             world.choose_gpu(self.device)
             if world.initialised():
                 order.current()  # who we are is known from now on
@@ -289,7 +287,7 @@ class Mesh:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (str(self),)
+        return Mesh.parse, (str(self),)
 
     def __str__(self) -> str:
         at = "" if self.machine is None else str(self.machine)
@@ -305,18 +303,8 @@ class Mesh:
             >>> Mesh.parse("Mesh.abstract(data=4, rules={'batch': 'data'})").size
             4
         """
-        try:
-            call = ast.parse(text.strip(), mode="eval").body
-            if not isinstance(call, ast.Call) or len(call.args) > 1 or any(w.arg is None for w in call.keywords):
-                raise ValueError(text)
-            kind = ast.unparse(call.func)
-            axes = [ast.literal_eval(arg) for arg in call.args]
-            words = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
-            make = {"Mesh": Mesh, "Mesh.abstract": Mesh.abstract}[kind]
-        except (SyntaxError, ValueError, KeyError) as error:
-            raise ShardingError(
-                f"{text!r} cannot be read as a mesh", remedy='write Mesh(data=2, tensor=4, rules={"batch": "data"})'
-            ) from error
+        kind, axes, words = read(text)
+        make = Mesh.abstract if kind == "Mesh.abstract" else Mesh
         return make(*axes, **{"device": "cpu", **words})
 
 
@@ -342,7 +330,6 @@ def no_mesh() -> Iterator[None]:
         ...     layer(torch.ones(2, 3), torch.ones(3, 4)).shape
         torch.Size([2, 4])
     """
-
     _stack.set((*_stack.get(), None))
     try:
         yield
@@ -361,7 +348,3 @@ def _leave(block: Mesh | None) -> None:
     stack = _stack.get()
     last = max(i for i, mesh in enumerate(stack) if mesh is block)
     _stack.set(stack[:last] + stack[last + 1 :])
-
-
-def _restored(text: str) -> Mesh:
-    return Mesh.parse(text)

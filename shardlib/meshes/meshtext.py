@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import keyword
 from collections.abc import Hashable, Iterable, Mapping
 from difflib import get_close_matches
-from typing import Literal
+from typing import Any, Literal
 
 from shardlib.errors import ShardingError
 from shardlib.meshes.axis import Axis, split_name
@@ -116,6 +117,22 @@ def written(
     if machine:
         words.append(f"machine={machine!r}")
     return f"{'Mesh.abstract' if kind == 'abstract' else 'Mesh'}({', '.join(words)})"
+
+
+def read(text: str) -> tuple[str, list[Any], dict[str, Any]]:
+    """What the text of a mesh calls, and with which arguments."""
+    try:
+        call = ast.parse(text.strip(), mode="eval").body
+        if not isinstance(call, ast.Call) or len(call.args) > 1 or any(w.arg is None for w in call.keywords):
+            raise ValueError(text)
+        if (kind := ast.unparse(call.func)) not in ("Mesh", "Mesh.abstract"):
+            raise ValueError(text)
+        words = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+        return kind, [ast.literal_eval(arg) for arg in call.args], words
+    except (SyntaxError, ValueError) as error:
+        raise ShardingError(
+            f"{text!r} cannot be read as a mesh", remedy='write Mesh(data=2, tensor=4, rules={"batch": "data"})'
+        ) from error
 
 
 def joined(axes: Mapping[str, int] | None, sizes: Mapping[str, int]) -> list[tuple[str, int]]:
