@@ -257,6 +257,7 @@ def is_creation(target: Any) -> bool:
     return has(target, "creates")
 
 
+@cache
 def is_door(target: Any) -> bool:
     """Whether a tensor enters or leaves a shard_map body."""
     return has(target, "enters") or has(target, "leaves")
@@ -267,6 +268,7 @@ def _kind(target: Any) -> str:
     return str(schema_of(target).name).split("::")[-1]
 
 
+@cache
 def _is_manual(target: Any) -> bool:
     """Whether an op belongs to shard_map bodies, whatever its operands are."""
     return has(target, "per device") or is_door(target)

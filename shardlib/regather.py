@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping
-from typing import Any, Literal, get_args
+from collections.abc import Collection, Hashable, Iterator
+from typing import Literal, get_args
 
 import torch
 
@@ -45,7 +45,7 @@ def _read_twice(graph: Graph) -> Iterator[Value]:
     first: dict[Value, Value] = {}
     for op in graph.ops:
         operands = tuple(first.get(x, x) for x in op.operands)
-        key = id(op.target), operands, _hashable(op.call.args), _hashable(op.call.kwargs)
+        key = op.call.key, operands
         if not op.backward:
             known.setdefault(key, op)
         elif (before := known.get(key)) is not None:
@@ -54,9 +54,3 @@ def _read_twice(graph: Graph) -> Iterator[Value]:
     for op in known.values() if twice else ():
         if any(x is not None and viewed(x) in twice for x in (*op.operands, *op.results)):
             yield from (x for x in map(_origin, op.operands) if x.op is None)
-
-
-def _hashable(x: Any) -> Hashable:
-    if isinstance(x, Mapping):
-        return tuple((k, _hashable(v)) for k, v in x.items())
-    return tuple(map(_hashable, x)) if isinstance(x, tuple | list) else x

@@ -418,6 +418,7 @@ def programs() -> list[Program]:
     raise AssertionError
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.xdist_group("programs")  # which take seconds to make
 @pytest.mark.parametrize("i", range(6))
 def test_a_program_is_read_as_it_prints(i: int) -> None:

@@ -20,7 +20,7 @@ from tests.rule_samples import SAMPLES, f, i, pos, s
 aten = torch.ops.aten
 
 
-PARTS = 8
+PARTS = 12
 
 
 @pytest.mark.filterwarnings("ignore:torch.range is deprecated")

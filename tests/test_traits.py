@@ -22,7 +22,7 @@ from tests.rule_samples import SAMPLES, f
 aten = torch.ops.aten
 
 DTYPES = (torch.float64, torch.complex128, torch.int64)
-PARTS = 16  # of the OpInfos, a test each; the first has those of ops in the table, too
+PARTS = 32  # of the OpInfos, a test each; the first has those of ops in the table, too
 
 
 class Recorder(TorchDispatchMode):

@@ -17,7 +17,6 @@ from shardlib.meshes.axis import Axis
 from shardlib.plans.naming import op_name
 from shardlib.plans.plantext import si
 from shardlib.program.steps import Compute, Program
-from shardlib.program.storage import shows
 from shardlib.program.varying import primes, varying
 
 WORTH = 0.05  # the share of a plan's FLOPs from which its text says that they are redundant
@@ -58,7 +57,7 @@ def redundant(program: Program) -> tuple[Redundant, ...]:
     """
     found: defaultdict[tuple[Any, ...], list[tuple[float, int]]] = defaultdict(list)
     for step, axes in _repeated(program):
-        held = sum(v.nbytes for v in step.made if step.copies or shows(step, v) is None)
+        held = sum(v.nbytes for v in step.made if step.copies or v not in step.shown)
         if step.flops or held:
             found[_called(step), place(step.line), step.backward, axes].append((step.flops, held))
     records = []

@@ -10,10 +10,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
 
+from shardlib.aten.traits import is_view
 from shardlib.graph import Op, Value
 from shardlib.lines import Line
 from shardlib.meshes.axis import Axis
@@ -85,6 +87,11 @@ class Compute:
     def overwritten(self) -> dict[Var | None, Var]:
         """The operands whose memory results take, by these."""
         return {out: self.args[k] for out, k in zip(self.outs, self.over, strict=False) if k is not None}
+
+    @cached_property
+    def shown(self) -> Mapping[Var | None, Var]:
+        """The operands whose memory results have, taken or shown, by these."""
+        return dict.fromkeys(self.made, self.operands[0]) if is_view(self.target) else self.overwritten
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,22 +240,40 @@ def together(c: Collective) -> tuple[Start, Wait]:
     return Start((c,)), Wait((c.out,))
 
 
+def _one(name: str) -> Callable[[Any], tuple[Var, ...]]:
+    return lambda step: (getattr(step, name),)
+
+
+def _none(step: Any) -> tuple[Var, ...]:
+    return ()
+
+
+_READS: Mapping[type, Callable[[Any], tuple[Var, ...]]] = {
+    Compute: attrgetter("operands"),
+    Start: attrgetter("sources"),
+    Wait: _none,
+    Free: _none,
+    Copy: _one("source"),
+    Collective: _one("source"),
+}
+_MAKES: Mapping[type, Callable[[Any], tuple[Var, ...]]] = {
+    Compute: attrgetter("made"),
+    Start: _none,
+    Wait: attrgetter("outs"),
+    Free: _none,
+    Copy: _one("out"),
+    Collective: _one("out"),
+}
+
+
 def reads(step: Step | Collective) -> tuple[Var, ...]:
     """What a step reads, or a collective by itself."""
-    if isinstance(step, Compute):
-        return step.operands
-    if isinstance(step, Start):
-        return step.sources
-    return (step.source,) if isinstance(step, Copy | Collective) else ()
+    return _READS[type(step)](step)
 
 
 def makes(step: Step | Collective) -> tuple[Var, ...]:
     """What is there when a step is done, and was not before."""
-    if isinstance(step, Compute):
-        return step.made
-    if isinstance(step, Wait):
-        return step.outs
-    return (step.out,) if isinstance(step, Copy | Collective) else ()
+    return _MAKES[type(step)](step)
 
 
 def syms(step: Step) -> Iterator[Sym]:

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
-from shardlib.aten.traits import is_view, may_show
+from shardlib.aten.traits import may_show
 from shardlib.program.steps import Compute, Copy, Free, Program, Start, Step, Var, makes, reads
 
 
@@ -29,16 +29,11 @@ def owners(steps: Iterable[Step], *, exact: bool = False) -> dict[Var, Var]:
                 owner[c.out] = c.out if fresh else owner.get(c.source, c.source)
         elif isinstance(step, Compute):
             for out in step.made:
-                shown = None if exact and step.copies else shows(step, out)
+                shown = None if exact and step.copies else step.shown.get(out)
                 owner[out] = out if shown is None else owner.get(shown, shown)
         elif isinstance(step, Copy):
             owner[step.out] = step.out
     return owner
-
-
-def shows(step: Compute, out: Var) -> Var | None:
-    """The operand whose memory a result has."""
-    return step.operands[0] if is_view(step.target) else step.overwritten.get(out)
 
 
 def blurred(steps: Iterable[Step], owner: Mapping[Var, Var]) -> set[Var]:

@@ -9,8 +9,9 @@ which integer arguments are sizes, and, where the plain op on local tensors is n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -48,6 +49,18 @@ class Call:
     kwargs: Mapping[str, Any]
     operands: tuple[Meta, ...]  # the tensors among args, then kwargs, flattened in order, repeats kept
     results: tuple[Meta | None, ...]  # one per output; None where the op returns no tensor
+
+    @cached_property
+    def key(self) -> Hashable:
+        """The op and all that it is told, lists and dicts as tuples."""
+        return self.target, _frozen(self.args), _frozen(self.kwargs) if self.kwargs else None
+
+
+def _frozen(x: Any) -> Hashable:
+    kind = type(x)
+    if kind is tuple or kind is list:
+        return tuple([_frozen(y) for y in x])
+    return tuple([(k, _frozen(y)) for k, y in x.items()]) if isinstance(x, Mapping) else x
 
 
 @dataclass(frozen=True)

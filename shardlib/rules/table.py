@@ -63,9 +63,8 @@ _CACHE: Bounded[Any, Rule | None] = Bounded(1 << 11)
 
 def rule_for(call: Call) -> Rule | None:
     """The rule of one call; None if there is none: the op then runs replicated."""
-    key: Any = (call.target, _frozen(call.args), _frozen(call.kwargs) if call.kwargs else None)
-    if has(call.target, "other shapes"):  # a plan for GPUs and one for CPUs may be made in one process
-        key = (*key, call.results)
+    other = has(call.target, "other shapes")  # a plan for GPUs and one for CPUs may be made in one process
+    key = (call.key, call.results) if other else call.key
     try:
         return _CACHE[key]
     except KeyError:
@@ -87,15 +86,6 @@ def row(target: Any) -> RuleFn | None:
 
 def _name(target: OpOverload) -> str:
     return str(target.name())  # type: ignore[no-untyped-call]
-
-
-def _frozen(value: Any) -> Any:
-    """Lists and dicts as tuples: arguments as a key."""
-    if isinstance(value, list | tuple):
-        return tuple(map(_frozen, value))
-    if isinstance(value, dict):
-        return tuple((k, _frozen(v)) for k, v in value.items())
-    return value
 
 
 _OWN: dict[str, tuple[str, Any]] = {}  # rules of users, and the definitions of ops that they are for

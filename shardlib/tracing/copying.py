@@ -52,7 +52,8 @@ class Copy:
                 continue
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: env.get(x, x))
             name = _NUMBER.sub("", node.name)
-            new = env[node] = graph.create_node("call_function", node.target, args, kwargs, name)
+            new = env[node] = graph.create_node("call_function", node.target, (), {}, name)
+            new.args, new.kwargs = args, kwargs  # given to it, fx would look through them once more
             self._redrawn.renumber(new)
             new.meta = {k: node.meta[k] for k in _KEPT if k in node.meta}
             if late:

@@ -40,6 +40,7 @@ def counting() -> Iterator[None]:
         yield
 
 
+@functools.cache
 def _traced(update: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(update)
     name = next(update.__name__.removeprefix(kind) for kind in UPDATES if update.__name__.startswith(kind))
