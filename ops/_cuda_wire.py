@@ -1,12 +1,15 @@
 """Messages between the members of a group of GPUs through shardlib's kernels, as `_wire.py` sends them through torch.
 
-`Peers` knows the members in group order, so nothing is put in order here. The kernels run on the current stream: what
-comes from here is ready for whatever is enqueued there next, and waits for nothing.
+`Peers` knows the members in group order, so nothing is put in order here. The kernels run on a stream of their own,
+beside what is computed, and the host waits for nothing: a message begins behind what the current stream has come to,
+and `finish` lets that stream wait for it. All groups share the stream, so that all ranks run messages in the order of
+the program: kernels of two groups that wait for each other's ranks cannot keep each other from the GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,29 +60,55 @@ def serve(op: str, nbytes: int, even: bool, dtype: torch.dtype, kind: str, n: in
 
 def gather(message: Tensor, counts: Sequence[int], group: GroupHandle) -> Flight:
     """Every member's message to all; `counts[i]` elements come from member i."""
-    (out,) = _peers(group).gather(settled([message]), counts)
-    return Flight(out, counts, counts, message.dtype, group, message, ready=True)
+    out, finish = _sent(message, lambda x: _peers(group).gather([x], counts))
+    return Flight(out, counts, counts, message.dtype, group, message, finish=finish)
 
 
 def exchange(message: Tensor, counts: Sequence[Sequence[int]], group: GroupHandle) -> Flight:
     """An all-to-all: `counts[i][j]` elements go from member i to member j."""
     receive = [row[group.position] for row in counts]
-    out = message.new_empty(0)
-    if any(map(any, counts)):
-        (out,) = _peers(group).exchange(settled([message]), counts)
-    return Flight(out, receive, receive, message.dtype, group, message, ready=True)
+    is_empty = not any(map(any, counts))
+    out, finish = _sent(message, lambda x: [x.new_empty(0)] if is_empty else _peers(group).exchange([x], counts))
+    return Flight(out, receive, receive, message.dtype, group, message, finish=finish)
 
 
 def scatter_sum(message: Tensor, counts: Sequence[int], group: GroupHandle) -> Handle[Tensor]:
     """The sum of all members' messages, of which member i gets `counts[i]` elements."""
-    (out,) = _peers(group).scatter_sum(settled([message]), counts)
-    return Handle(lambda: out)
+    return Handle(_sent(message, lambda x: _peers(group).scatter_sum([x], counts))[1])
 
 
 def reduce(message: Tensor, group: GroupHandle) -> Handle[Tensor]:
     """The sum of all members' messages, on every member."""
-    (out,) = _peers(group).reduce(settled([message]))
-    return Handle(lambda: out)
+    return Handle(_sent(message, lambda x: _peers(group).reduce([x]))[1])
+
+
+def _sent(message: Tensor, send: Callable[[Tensor], list[Tensor]]) -> tuple[Tensor, Callable[[], Tensor]]:
+    """What comes of a message of this rank, and how the current stream waits for it.
+
+    No memory is used again too early: what comes is of the stream's own pool, which gives out memory only behind the
+    next `wait_stream`; the message is held until it was waited for.
+    """
+    (message,) = settled([message])
+    if message.device.type != "cuda":  # the emulation
+        (out,) = send(message)
+        return out, lambda: out
+    beside = _stream(message.device)
+    beside.wait_stream(torch.cuda.current_stream(message.device))
+    with torch.cuda.stream(beside):
+        (out,) = send(message)
+        done = beside.record_event()
+
+    def finish() -> Tensor:
+        torch.cuda.current_stream(message.device).wait_event(done)
+        return out
+
+    return out, finish
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """That of all messages of a device; its kernels go first where there is room for some."""
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
 def _peers(group: GroupHandle) -> Peers:

@@ -35,11 +35,11 @@ class Handle(Generic[T]):
 class Flight:
     """Pieces on their way here, one from every member.
 
-    * `buffer`: where they come to lie, as bytes, in the order of ranks; where they are `ready`, in that of members.
+    * `buffer`: where they come to lie, as bytes, in the order of ranks; with `finish`, in that of members.
     * `counts`, `slots`: by member, the elements of a piece and the room that it takes in the buffer.
     * `sent`: what must stay alive until they are here.
     * `own`: the piece from oneself, where it was not sent.
-    * `ready`: nothing has to be waited for.
+    * `finish`: waits for them; None: torch does.
     """
 
     buffer: Tensor
@@ -49,7 +49,7 @@ class Flight:
     group: GroupHandle
     sent: Tensor
     own: Tensor | None = None
-    ready: bool = False
+    finish: Callable[[], Tensor] | None = None
 
     def flat(self) -> Tensor:
         """The pieces one after the other, by member; a copy only when they are not stored so."""
@@ -67,10 +67,10 @@ class Flight:
 
     @property
     def _order(self) -> tuple[int, ...] | None:
-        return None if self.ready else self.group.by_rank
+        return self.group.by_rank if self.finish is None else None
 
     def _arrived(self) -> Tensor:
-        return (self.buffer if self.ready else wait(self.buffer)).view(self.dtype)
+        return (wait(self.buffer) if self.finish is None else self.finish()).view(self.dtype)
 
 
 def wait(tensor: Tensor) -> Tensor:
