@@ -293,6 +293,21 @@ def test_ops_that_torch_decides_above_dispatch(name: str, sharded: str) -> None:
     assert out.item() == expected.item() > 0
 
 
+@pytest.mark.parametrize("spec", ["...", "i@data _"])
+@pytest.mark.parametrize("classes", [-1, 0, 5, 7])
+@pytest.mark.parametrize("worst", [-1, 4, 5])
+def test_classes_that_do_not_exist_are_refused_as_by_torch(worst: int, classes: int, spec: str) -> None:
+    x = torch.tensor([[0, 1], [3, worst]])
+
+    def said(x: Tensor) -> Any:
+        try:
+            return F.one_hot(x, classes).tolist()
+        except RuntimeError as error:
+            return str(error)
+
+    assert said(shard(x, spec)) == said(x)
+
+
 def test_plain_and_fake_tensors_never_come_by() -> None:
     out = torch.full((), -1)
     assert torch.linalg.matrix_rank(torch.eye(3), out=out) is out

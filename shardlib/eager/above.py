@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.library import Library
 
@@ -51,6 +52,13 @@ def _tensor_split(op: Any, x: Tensor, where: Tensor, dim: int = 0) -> Any:
     return torch.tensor_split(x, at, dim=dim)
 
 
+def _one_hot(op: Any, x: Tensor, num_classes: int = -1) -> Tensor:
+    """Which classes there are is read from the whole tensor; torch says what is wrong with them."""
+    edges = [x.min().item(), x.max().item()] if x.numel() else []
+    count = F.one_hot(torch.tensor(edges, dtype=x.dtype), num_classes).shape[-1]
+    return (x.unsqueeze(-1) == torch.arange(count, device=x.device)).long()
+
+
 def _resolve_conj(op: Any, x: Tensor) -> Tensor:
     """A conjugate is marked as one by the way that leads to it, not by a bit."""
     return x.clone() if aten._conj.default in aliases.bits(x) else x
@@ -86,3 +94,4 @@ _catch(aten.resolve_conj.default, _resolve_conj)
 _catch(aten.resolve_neg.default, _resolve_neg)
 _catch(aten.real.default, _part)
 _catch(aten.imag.default, _part)
+_catch(aten.one_hot.default, _one_hot)
