@@ -1,7 +1,8 @@
 """Equal pieces of a program are traced once: modules of one kind, and jitted functions that others call.
 
-The first calls of a piece run as always. From then on, its Python runs once more, apart (`trace_body`), and every call
-that looks the same is a copy of the nodes that this wrote, forward and backward: no op goes through torch again. What
+A module runs as always when it is called first. From its second call on, and a jitted function's first, Python runs
+once more, apart (`trace_body`), and every call that looks the same is a copy of the nodes that this wrote, forward and
+backward: no op goes through torch again. What
 looks the same is decided by what jit's own key knows: shapes, flags, code, what that closes over, modes. Pieces that do
 more than compute (they write to what they are given, or leave something behind) are traced as ever: whoever finds that
 out names the piece and begins the trace anew.
@@ -49,7 +50,7 @@ from shardlib.tracing.replay import Body, NotOnceError, owner
 from shardlib.tracing.results import refuse_attributes
 
 _REACHED = Reached()
-AFTER = 2  # calls that are traced as they come: fewer copies do not pay
+AFTER = 1  # calls of a module that are traced as they come: it may be the only one; of a jitted function, one less
 FORMS = 4  # of one piece, which differ in what their code reads
 KINDS = 16  # of one code, none of which comes again: then nobody looks for equal ones any more
 
@@ -126,11 +127,11 @@ class Once:
         small = type(m).__module__.startswith("torch.nn.") and next(m.children(), None) is None
         if small or not self._is_open():
             return forward(*args, **kwargs)
-        return self._call(m, forward, args, kwargs)
+        return self._call(m, forward, args, kwargs, AFTER)
 
     def function(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A jitted function that is called in the trace."""
-        return self._call(fn, fn, args, kwargs) if self._is_open() else fn(*args, **kwargs)
+        return self._call(fn, fn, args, kwargs, AFTER - 1) if self._is_open() else fn(*args, **kwargs)
 
     def _is_open(self) -> bool:
         """Whether a piece may be taken here: not in another one, in a transform that batches, or where hooks are."""
@@ -146,12 +147,12 @@ class Once:
             and all(map(is_of_traces, function_modes()))
         )
 
-    def _call(self, of: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _call(self, of: Any, run: Callable[..., Any], args: Any, kwargs: Any, after: int) -> Any:
         seen = self._seen.setdefault(_code(of), set())
         with torch.DisableTorchFunction():
             call = None if _is_impure(of) or len(seen) > KINDS else _Call.of(of, args, kwargs)
             piece = None if call is None else self._known(of, call)
-        if call is None or (piece is None and self._is_early(call.key)):
+        if call is None or (piece is None and self._is_early(call.key, after)):
             if call is not None and self._calls[call.key] == 1:
                 seen.add(hash(call.key))
                 self._kept.append(call.walk.kept)
@@ -159,10 +160,10 @@ class Once:
         seen.clear()
         return _again(piece or self._traced(of, run, call), call)
 
-    def _is_early(self, key: Any) -> bool:
+    def _is_early(self, key: Any, after: int) -> bool:
         """Whether too few have come to trace a piece apart, or others of it, each for itself, too often."""
         self._calls[key] = self._calls.get(key, 0) + 1
-        return self._calls[key] <= AFTER or len(self._pieces.get(key, ())) >= FORMS
+        return self._calls[key] <= after or len(self._pieces.get(key, ())) >= FORMS
 
     def _known(self, of: Any, call: _Call) -> _Piece | None:
         for piece in self._pieces.get(call.key, ()):
