@@ -147,11 +147,16 @@ unwrapped = _torch("torch._C._functorch.get_unwrapped", "the tensor that a trans
 dual_level = _global("torch.autograd.forward_ad._current_level", "whether forward-mode gradients are on")
 
 
+def fake_of(mode: Any, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """A fake tensor of a mode, which no mode sees being made."""
+    with without_dispatch():
+        empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    return FakeTensor(mode, empty, device)
+
+
 def fake_like(x: Any) -> Any:
     """Another fake tensor of the same shape, strides, dtype and device, which no mode sees."""
-    with without_dispatch():
-        empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-    return FakeTensor(x.fake_mode, empty, x.device)
+    return fake_of(x.fake_mode, x.shape, x.stride(), x.dtype, x.fake_device)
 
 
 def innermost(x: Any) -> Any:

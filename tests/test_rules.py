@@ -27,7 +27,7 @@ PARTS = 12
 @pytest.mark.parametrize("part", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, PARTS))])
 @pytest.mark.parametrize("family", SAMPLES, ids=lambda g: g.__name__)
 def test_rules_are_right(family: Callable[[], Iterator[Sample]], part: int) -> None:
-    """Part 0, which `make test` runs, has the first sample of every row, and every eighth."""
+    """Part 0, which `make test` runs, has the first sample of every row, and every `PARTS`-th."""
     named: set[str] = set()
     wrong = []
     for at, sample in enumerate(family()):

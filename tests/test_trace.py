@@ -17,7 +17,10 @@ from shardlib.normalise import verify
 from shardlib.ops.constraint import constrain
 from shardlib.plain import plain_program
 from shardlib.scalar import hinted
+from shardlib.tracing import repeated
 from shardlib.tracing.trace import trace
+from tests.prover import target_of
+from tests.rule_samples import SAMPLES
 
 torch.manual_seed(0)
 X = torch.randn(6, 6, dtype=torch.float64)
@@ -413,3 +416,47 @@ def test_functions_are_heard_as_the_caller_hears_them(off):
         fn(X)
         trace(fn, (X,))
     assert heard[0] == heard[1]
+
+
+# --- ops that were called before --------------------------------------------------------------------------------------
+
+
+def written(fn, args):
+    """A graph node by node, and what every node is; or why there is none."""
+    try:
+        graph = trace(fn, args).graph.graph
+    except (ShardingError, RuntimeError) as error:
+        return str(error)
+    form = lambda x: (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) if isinstance(x, torch.Tensor) else x
+    meta = [pytree.tree_map(form, node.meta.get("val")) for node in graph.nodes]
+    return [(node.name, node.target, str(node.args), str(node.kwargs)) for node in graph.nodes], meta
+
+
+@pytest.mark.filterwarnings("ignore")  # some ops are deprecated
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("family", SAMPLES, ids=lambda family: family.__name__)
+def test_an_op_that_was_called_before_is_traced_as_the_first_time(family, monkeypatch):
+    first = {name: (name, args, kwargs) for name, args, kwargs in reversed(list(family()))}
+    for name, args, kwargs in first.values():
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        where = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
+
+        def call(*tensors, name=name, leaves=leaves, tree=tree, where=where):
+            filled = dict(zip(where, tensors, strict=True))
+            a, k = pytree.tree_unflatten([filled.get(i, x) for i, x in enumerate(leaves)], tree)
+            return target_of(name)(*a, **k), target_of(name)(*a, **k)
+
+        monkeypatch.setattr(repeated, "_FORMS", {})
+        given = [leaves[i] for i in where]
+        other = [x.mT.contiguous().mT if x.dim() > 1 and not x.is_sparse else x for x in given]  # other strides
+        with monkeypatch.context() as plain:
+            plain.setattr(repeated, "_is_plain", lambda op: False)
+            expected = [written(call, xs) for xs in (given, other)]
+        assert [written(call, xs) for xs in (given, other, given, other)] == expected * 2, name
+
+
+def test_what_was_traced_before_is_asked_of_nobody(monkeypatch):
+    f = lambda x, w: torch.tanh(x @ w).sum(0).softmax(-1)
+    trace(f, (X, X))
+    monkeypatch.setattr(repeated.Repeated, "_alone", None)  # asked when an op is new
+    trace(f, (X.clone(), X.clone()))

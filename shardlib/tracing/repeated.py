@@ -1,72 +1,95 @@
-"""Pointwise ops of a trace that are called again on operands of the same form: nobody is asked what they make.
+"""Ops that are called again on operands of the same form: nobody is asked what they make, in this trace or a later one.
 
 Torch takes half a millisecond for a node: it looks for decompositions, computes the result on fake tensors, notes what
-it knows. Of the second update `p - rate * grad` of parameters of one shape all of that is known.
+it knows. Of the second product of two matrices of some shapes all of that is known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_slot
 
-from shardlib.internals import SLOT, FakeTensor, OpOverload, fake_like, schema_of, set_slot
-from shardlib.rules.pointwise import is_pointwise
+from shardlib.aten.traits import is_view, may_show
+from shardlib.bounded import Bounded
+from shardlib.internals import SLOT, FakeTensor, OpOverload, fake_like, fake_of, schema_of, set_slot
 
 Key = tuple[Any, ...]
 # They take every number, and make the same of each: a rate is another one in every call.
 _OF_ANY_NUMBER = frozenset({"add", "sub", "rsub", "mul", "div", "addcmul", "addcdiv", "lerp"})
+_PLAIN = frozenset({bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None)})
+_BY_VALUES = {
+    torch.Tag.nondeterministic_seeded,
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.inplace_view,
+}
+
+
+class _Form(NamedTuple):
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+_FORMS: Bounded[Key, _Form | None] = Bounded(1 << 13)  # what ops make; None: it was not one node
 
 
 class Repeated:
-    """What pointwise ops made in a trace, by the forms of their operands."""
+    """What ops make in a trace, by the forms of their operands."""
 
     def __init__(self, tracer: Any) -> None:
         self._tracer = tracer
-        self._known: dict[Key, Any] = {}  # the result of the first call, which all share; None: it was not one op
-        self._is_pointwise: dict[int, bool] = {}  # by the id of an op, which torch keeps
+        self._known: dict[Key, Any] = {}  # what nodes of this trace say of their results, which all share
 
     def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[[], Any]) -> Any:
         """What `op` makes, by `call`, or as it did before."""
         nodes: list[Any] = []
         if (key := self._key(op, args, kwargs, nodes)) is None:
             return call()
-        known = self._known.get(key)
-        if known is not None:
-            return self._again(op, known, nodes, kwargs)
+        if (known := _FORMS.get(key)) is not None:
+            if (form := self._known.get(key)) is None:
+                mode = next(x.fake_mode for x in (*args, *kwargs.values()) if type(x) is FakeTensor)
+                form = self._known[key] = fake_of(mode, *known)
+            return self._again(op, form, nodes, kwargs)
         out = call()
-        if key not in self._known:
-            self._known[key] = self._alone(op, nodes, out)
+        if key not in _FORMS:
+            form = self._known[key] = self._alone(op, nodes, out)
+            _FORMS[key] = None if form is None else _Form(form.shape, form.stride(), form.dtype, form.fake_device)
         return out
 
     def _key(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], nodes: list[Any]) -> Key | None:
         """The forms of all operands, which join `nodes` as they stand in the graph; None of other than plain calls."""
-        if (found := self._is_pointwise.get(id(op))) is None:
-            found = isinstance(op, OpOverload) and op.namespace == "aten" and is_pointwise(op)
-            found = found and [x.alias_info for x in schema_of(op).returns] == [None]
-            self._is_pointwise[id(op)] = found
-        if not found:
+        if not _is_plain(op):
             return None
-        key: list[Any] = [id(op), torch.get_default_dtype(), *kwargs]
+        key: list[Any] = [op, torch.get_default_dtype(), *kwargs]
+        plain = True  # whether no tensor is among the arguments
         for x in (*args, *kwargs.values()):
-            if type(x) is FakeTensor:
+            kind = type(x)
+            if kind is FakeTensor:
                 slot = get_proxy_slot(x, self._tracer, None)
                 if slot is None or slot.constant is not None or x.dtype.is_complex:
                     return None
                 nodes.append(slot.proxy.node)
-                key += (x.shape, x.stride(), x.dtype, x.device)
-            elif type(x) is float and op.overloadpacket.__name__ in _OF_ANY_NUMBER:
+                key += (x.shape, x.stride(), x.dtype, x.fake_device)  # `device` would be an op
+                plain = False
+            elif kind is float and op.overloadpacket.__name__ in _OF_ANY_NUMBER:
                 nodes.append(x)
                 key.append(float)
-            elif x is None or type(x) in (bool, int, float, str, torch.dtype):
+            elif kind in _PLAIN:
                 nodes.append(x)
-                key += (type(x), x)
+                key += (kind, x)
+            elif (kind is list or kind is tuple) and all(type(y) is int or type(y) is bool for y in x):
+                nodes.append(x)
+                key += (kind, *x)
             else:
                 return None
-        return tuple(key)
+        return None if plain else tuple(key)
 
     def _alone(self, op: Any, nodes: Sequence[Any], out: Any) -> Any:
         """What the node of a result says of it, where that is all that the call wrote."""
@@ -85,3 +108,13 @@ class Repeated:
         made: Tensor = fake_like(form)
         set_slot(made, self._tracer, SLOT(fx.Proxy(node, self._tracer), None))
         return made
+
+
+@cache
+def _is_plain(op: Any) -> bool:
+    """Whether a call makes one tensor in memory of its own, whose form is a matter of those of its operands."""
+    if not isinstance(op, OpOverload) or op.namespace != "aten" or is_view(op) or may_show(op):
+        return False
+    schema = schema_of(op)
+    made = [(str(x.type), x.alias_info) for x in schema.returns]
+    return made == [("Tensor", None)] and not schema.is_mutable and _BY_VALUES.isdisjoint(op.tags)

@@ -20,6 +20,8 @@ from shardlib.tracing.ending import move_inputs_first
 from shardlib.tracing.refusals import refuse_ghost, refuse_unseen
 from shardlib.tracing.repeated import Repeated
 
+_DEVICE = torch.ops.prim.device.default
+
 
 def recorded(lines: LineRecorder) -> Any:
     """The running tracer, changed to give every node that it makes a line, and to be nothing to function modes.
@@ -32,6 +34,8 @@ def recorded(lines: LineRecorder) -> Any:
     dispatch, repeated = mode.__torch_dispatch__, Repeated(tracer)
 
     def unseen(mode: Any, op: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op is _DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device  # the engine asks for it at every turn
         with torch.DisableTorchFunction():
             return repeated(op, args, kwargs or {}, lambda: dispatch(op, kinds, args, kwargs or {}))
 
