@@ -11,7 +11,7 @@ from torch import Tensor
 torch.library.define(
     "shardlib::splice",
     "(Tensor[] tensors, int dim, int[] sources, int[] starts, int[] stops, Scalar[] fills, "
-    "bool[] negated=[]) -> Tensor",
+    "bool[] negated=[], bool[] mirrored=[]) -> Tensor",
 )
 
 
@@ -23,10 +23,11 @@ def splice(
     stops: Sequence[int],
     fills: Sequence[complex],
     negated: Sequence[bool] = (),
+    mirrored: Sequence[bool] = (),
 ) -> Tensor:
     """Ranges along `dim`: the i-th is `starts[i]:stops[i]` of tensor `sources[i]`, or of `fills[i]` where that is -1.
 
-    `negated` says which change their sign; where it is empty, none does.
+    `negated` says which change their sign, `mirrored` which are turned round; where they are empty, none is.
 
     Example:
         >>> x = torch.arange(4)
@@ -34,12 +35,13 @@ def splice(
         tensor([7, 0, 1, 2])
     """
     parts, first = [], tensors[0]
-    signs = negated or [False] * len(fills)
-    for source, start, stop, fill, minus in zip(sources, starts, stops, fills, signs, strict=True):
+    signs, turns = (flags or [False] * len(fills) for flags in (negated, mirrored))
+    for source, start, stop, fill, minus, turned in zip(sources, starts, stops, fills, signs, turns, strict=True):
         if source < 0:
             part = first.new_full([*first.shape[:dim], stop - start, *first.shape[dim + 1 :]], fill)
         else:
             part = tensors[source].narrow(dim, start, stop - start)
+            part = part.flip(dim) if turned else part
         parts.append(-part if minus else part)
     return torch.cat(parts, dim)
 

@@ -21,7 +21,7 @@ from shardlib.errors import ShardingError
 from shardlib.graph import Graph, Op, Value, is_door
 from shardlib.internals import pytree
 from shardlib.lines import place
-from shardlib.lower import lower
+from shardlib.lower import Senders, lower
 from shardlib.meshes.mesh import Mesh
 from shardlib.normalise import normalise
 from shardlib.owned import mark as mark_owned
@@ -112,7 +112,7 @@ def compile_program(
     mark_owned(graph)
     outputs |= _at_home(traced, graph, call, fixed_inputs, placed, mesh)
     clock.stop("rules")
-    propagated = propagate(graph, mesh, fixed, outputs, _doors(graph, mesh))
+    propagated = propagate(graph, mesh, fixed, outputs, _doors(graph, mesh), Senders(mesh).messages)
     clock.stop("propagate")
     program = lower(graph, propagated, mesh)
     clock.stop("lower")

@@ -87,6 +87,5 @@ def _by_row(op: Op, rule: Rule, row: tuple[str, ...]) -> bool:
     )
 
 
-def _ties(rule: Rule) -> list[tuple[str, ...]]:
-    pairs = (*rule.rounds.items(), *rule.follows.items(), *rule.lends.items())
-    return [*pairs, *((halo.factor,) for halo in rule.halos)]
+def _ties(rule: Rule) -> list[tuple[str, str]]:
+    return [*rule.rounds.items(), *rule.follows.items(), *rule.lends.items()]

@@ -24,9 +24,10 @@ from shardlib.graph import Op
 from shardlib.internals import pytree
 from shardlib.lower.builder import Builder
 from shardlib.lower.emit import Emitter
+from shardlib.lower.local import BORDERS
 from shardlib.meshes.axis import Axis, Coords
 from shardlib.meshes.mesh import Mesh
-from shardlib.program.steps import Program, Var
+from shardlib.program.steps import Inside, Program, Var
 from shardlib.program.verify import verify
 from shardlib.rules.cuts import Cut, cuts
 from shardlib.rules.rule import Labels, Rule
@@ -98,7 +99,7 @@ def prove(op: Any, /, *args: Any, **kwargs: Any) -> Proof:
     every = list(cuts(call.op.rule))
     if len(every) == 1:
         raise _refused(call, "is not put to the test", ["no dim of this call may be cut: they are whole, or of size 1"])
-    if text_of(target) and (short := list(dict.fromkeys(_all_fetched(call.op.rule)))):
+    if text_of(target) and (short := list(dict.fromkeys(_all_fetched(call)))):
         raise _refused(
             call, "is not put to the test", short, "prove it with longer tensors: of more than twice the halo"
         )
@@ -114,12 +115,18 @@ def prove(op: Any, /, *args: Any, **kwargs: Any) -> Proof:
     return Proof(_name(target), text_of(target), tuple(tuple(x.shape) for x in call.tensors), len(every))
 
 
-def _all_fetched(rule: Rule) -> Iterator[str]:
+def _all_fetched(call: _Call) -> Iterator[str]:
     """Halos that are as long as the pieces: every device has the whole dim, whatever the op reads."""
-    for halo in rule.halos:
-        n = rule.sizes[halo.factor]
-        if not halo.figures and halo.sent(2)[1] >= n // 2:
-            yield f"{halo.factor} has {n} elements, all of which two devices fetch, so its halo shows nothing"
+    over, mesh = (Axis("a", 2),), Mesh.abstract(a=2)
+    for cut in cuts(call.rule, ways=(2,)):
+        if cut.axes and all(axes == over for axes in cut.axes.values()):
+            sent = _program(call, cut, mesh).collectives
+            fetched = sum(c.bytes for c in sent if isinstance(c.because, Inside) and c.because.how == BORDERS)
+            given = zip(call.tensors, call.rule.operands, strict=True)
+            if fetched * 2 >= sum(x.nbytes for x, labels in given if any(cut.axes.keys() & {*d} for d in labels)) > 0:
+                f = next(iter(cut.axes))
+                n = call.rule.sizes[f]
+                yield f"{f} has {n} elements, all of which two devices fetch, so its halo shows nothing"
 
 
 def faults(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], rule: Rule, *, values: bool = True) -> list[str]:

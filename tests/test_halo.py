@@ -25,9 +25,8 @@ from shardlib.lower.local import LocalForm
 from shardlib.meshes.axis import Axis
 from shardlib.program.steps import Var
 from shardlib.program.sym import here
-from shardlib.rules.halo import fetch, give_back, length, overlap, sent
+from shardlib.rules.halo import fetch, give_back, length, overlap
 from shardlib.rules.rule import Call, Rule
-from shardlib.rules.window import Window
 from shardlib.run import virtual
 from shardlib.specs.layout import Factor, Layout, span
 from shardlib.state import single_device
@@ -123,14 +122,6 @@ def test_giving_back_is_the_transpose(size: int, n: int, seed: int) -> None:
         low, high = overlap((0, size), (a, b))
         expected[low:high] += x[low - a : high - a]
     assert torch.allclose(torch.cat(found), expected, atol=1e-12)
-
-
-def test_what_is_sent_is_told_beforehand() -> None:
-    three, wide = Window(3, padding=1), Window(9, padding=4)
-    assert [sent(16, 16, three.reads)(n) for n in (1, 2, 4, 16)] == [(0, 0), (1, 1), (2, 2), (2, 2)]
-    assert sent(8, 8, wide.reads)(8) == (7, 7)
-    assert sent(8, 4, Window(2, 2).reads)(4) == (0, 0)
-    assert sent(9, 5, Window(2, 2).reads)(4) == (1, 2)
 
 
 # What a plan shows ----------------------------------------------------------------------------------------------------

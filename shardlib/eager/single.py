@@ -25,7 +25,7 @@ from shardlib.eager.slots import devices_of, filled, listed, made_on, moved
 from shardlib.errors import ShardingError
 from shardlib.internals import FakeTensorMode, pytree, running_node, schema_of
 from shardlib.lines import Line, user_line
-from shardlib.lower import lower
+from shardlib.lower import Senders, lower
 from shardlib.meshes.mesh import Mesh
 from shardlib.normalise import normalise
 from shardlib.passes import run_passes
@@ -209,7 +209,9 @@ def _compile(
 ) -> Compiled:
     graph = graphs.build(traced.graph)
     fixed = {i: _fixed(x.form, f"argument {i}") for i, x in enumerate(operands)}
-    propagated = propagate(graph, mesh, {graph.inputs[i]: f for i, f in fixed.items()}, outputs, {})
+    propagated = propagate(
+        graph, mesh, {graph.inputs[i]: f for i, f in fixed.items()}, outputs, {}, Senders(mesh).messages
+    )
     names = tuple(zip(traced.input_names, graph.inputs, strict=True))
     program = run_passes(replace(lower(graph, propagated, mesh), owned=owned))
     return Compiled(traced, mesh, graph, propagated, program, names, fixed)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from shardlib.lower.inside import Senders
 from shardlib.lower.lowering import lower
 from shardlib.program.steps import Program
 
-__all__ = ["Program", "lower"]
+__all__ = ["Program", "Senders", "lower"]

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 from shardlib.graph import Op, Value
 from shardlib.lower.arguments import substitute
 from shardlib.lower.emit import Emitter
-from shardlib.lower.local import Assignment
 from shardlib.meshes.axis import Axis
 from shardlib.program.steps import Var
-from shardlib.propagate.flood import Flood, OpFactor
+from shardlib.propagate.flood import Assignment, Flood, OpFactor
 from shardlib.propagate.flooding import shared_out, write_down
 from shardlib.propagate.units import may_cut
 from shardlib.reshard import Axes

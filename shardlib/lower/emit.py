@@ -11,11 +11,11 @@ from shardlib import reshard
 from shardlib.graph import Op
 from shardlib.lower.arguments import put, substitute
 from shardlib.lower.builder import Builder
-from shardlib.lower.local import Assignment, LocalForm
+from shardlib.lower.local import LocalForm
 from shardlib.program.device import Device
 from shardlib.program.steps import Compute, Step, Var, reads
 from shardlib.program.sym import Sym, local_size, product
-from shardlib.propagate.flood import Flood, OpFactor
+from shardlib.propagate.flood import Assignment, Flood, OpFactor
 from shardlib.rules.rule import Rule
 
 

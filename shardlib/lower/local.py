@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +29,7 @@ from shardlib.program.sym import (
     product,
     tabulate,
 )
-from shardlib.propagate.flood import OpFactor
+from shardlib.propagate.flood import Assignment, OpFactor
 from shardlib.reshard import Axes
 from shardlib.rules.rule import Labels
 from shardlib.specs.layout import Factor, Layout
@@ -37,7 +37,7 @@ from shardlib.specs.layout import Factor, Layout
 if TYPE_CHECKING:
     from shardlib.lower.emit import Emitter
 
-Assignment = Mapping[OpFactor, Axes]  # the mesh axes on the factors of one op
+BORDERS = "exchanged at the borders"  # what is done with what a halo needs
 _DONE = {
     "all_reduce": "reduced",
     "reduce_scatter": "reduced",
@@ -150,7 +150,7 @@ class LocalForm:
             params,
             nbytes,
             reason=f"{self._op.name} needs of {name} what others hold along {factor}",
-            because=Inside(self._op, (factor,), name, "exchanged at the borders"),
+            because=Inside(self._op, (factor,), name, BORDERS),
         )
 
     def ppermute(
@@ -164,7 +164,7 @@ class LocalForm:
         holds: Callable[[int], int] = lambda i: i,
         parts: int = 1,
     ) -> Var:
-        axes, layout = Axis.merge(self.axes(factor)), self._layout(labels, factor, parts)
+        axes, layout = Axis.merge(self.axes(factor)), self.layout(labels, factor, parts)
         out = self._var(name, value.dtype, layout)
         params: dict[str, Any] = {"pairs": list(pairs)}
         if not all(f.even for f in layout.factors):
@@ -222,7 +222,7 @@ class LocalForm:
     def _var(self, name: str, dtype: torch.dtype, layout: Layout | None = None) -> Var:
         return Var(self._builder.name(name), layout, dtype)
 
-    def _layout(self, labels: Labels, factor: str, parts: int) -> Layout:
+    def layout(self, labels: Labels, factor: str = "", parts: int = 1) -> Layout:
         """The layout of a tensor of these labels, or of one of `parts` equal parts along `factor` of every piece."""
         emitter, op = self._emitter, self._op
         pairs = [*self.rule.follows.items(), *self.rule.rounds.items()]

@@ -16,7 +16,6 @@ from shardlib.lower.arguments import substitute
 from shardlib.lower.between import Between
 from shardlib.lower.builder import Builder
 from shardlib.lower.emit import Emitter
-from shardlib.lower.local import Assignment
 from shardlib.lower.pending import PendingSums
 from shardlib.lower.placement import SETTLED, Owed, Placement
 from shardlib.lower.regroup import Regrouping
@@ -28,6 +27,7 @@ from shardlib.program.steps import Program, Var
 from shardlib.program.sym import Sym, place_in
 from shardlib.program.verify import verify
 from shardlib.propagate import Propagated
+from shardlib.propagate.flood import Assignment
 from shardlib.propagate.units import value_factors
 from shardlib.rules.rule import OWNED
 

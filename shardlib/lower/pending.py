@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from shardlib.aten.traits import has
 from shardlib.graph import Graph, Op, Value, is_zero, viewed
-from shardlib.lower.local import Assignment
 from shardlib.lower.placement import SETTLED, Owed
 from shardlib.lower.values import Values
 from shardlib.propagate import Propagated
+from shardlib.propagate.flood import Assignment
 from shardlib.propagate.units import may_cut, value_factors
 
 Carried = tuple[Assignment, Owed, frozenset[int]]  # an op's assignment, what is owed, on which operands

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from shardlib.graph import Op, Value
-from shardlib.lower.local import Assignment
 from shardlib.meshes.axis import Axis
-from shardlib.propagate.flood import Flood
+from shardlib.propagate.flood import Assignment, Flood
 from shardlib.propagate.units import value_factors
 from shardlib.reshard import Axes, Cut
 from shardlib.rules.rule import OWNED

@@ -16,11 +16,11 @@ from shardlib.graph import Op, Value
 from shardlib.lower import own_rows
 from shardlib.lower.constants import Constants
 from shardlib.lower.emit import Emitter
-from shardlib.lower.local import Assignment, LocalForm
+from shardlib.lower.local import LocalForm
 from shardlib.lower.move import Mover
 from shardlib.lower.placement import SETTLED, Owed, Placement, Placements
 from shardlib.program.steps import Asked, Var
-from shardlib.propagate.flood import OpFactor
+from shardlib.propagate.flood import Assignment, OpFactor
 from shardlib.propagate.moves import settled
 from shardlib.propagate.units import value_factors
 from shardlib.reshard import Axes, Cut

@@ -20,21 +20,25 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Range:
-    """`start:stop` of a node, or of a filling; `negated` with another sign."""
+    """`start:stop` of a node, or of a filling; `negated` with another sign, `mirrored` turned round."""
 
     source: fx.Node | None
     start: int
     stop: int
     fill: complex = 0
     negated: bool = False
+    mirrored: bool = False
 
     def within(self, low: int, high: int) -> _Range:
         """Its own elements from `low` to `high`."""
+        if self.mirrored:
+            return replace(self, start=self.stop - high, stop=self.stop - low)
         return replace(self, start=self.start + low, stop=self.start + high)
 
-    def turned(self, negated: bool) -> _Range:
-        """With the other sign, where it is `negated`."""
-        return replace(self, negated=self.negated != negated)
+    def seen(self, by: _Range) -> _Range:
+        """With the other sign where `by` is negated, turned round where it is mirrored."""
+        mirrored = self.source is not None and self.mirrored != by.mirrored
+        return replace(self, negated=self.negated != by.negated, mirrored=mirrored)
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ def join_moves(gm: fx.GraphModule) -> None:
         if flat != form and len(flat.ranges) <= _MOST and _takes_half(flat):
             forms[node] = flat
             slices = all(x.target is node.target is aten.slice.Tensor for x in node.all_input_nodes)
-            if not slices and node.target is not aten.neg.default:
+            if not slices and node.target not in (aten.neg.default, aten.flip.default):  # which are one op, too
                 _write(node, flat)
 
 
@@ -84,13 +88,14 @@ def _flat(forms: dict[fx.Node, _Splice], inner: set[fx.Node], form: _Splice) -> 
         if r.source is None or r.source not in inner:
             yield r
             continue
-        at = 0
+        at, found = 0, []
         for part in forms[r.source].ranges:
             size = part.stop - part.start
             low, high = max(r.start - at, 0), min(r.stop - at, size)
             if low < high:
-                yield part.within(low, high).turned(r.negated)
+                found.append(part.within(low, high).seen(r))
             at += size
+        yield from reversed(found) if r.mirrored else found
 
 
 def _joined(ranges: Iterator[_Range]) -> Iterator[_Range]:
@@ -98,7 +103,8 @@ def _joined(ranges: Iterator[_Range]) -> Iterator[_Range]:
     last: _Range | None = None
     for r in ranges:
         follows = last is not None and r.source is last.source and (r.source is None or r.start == last.stop)
-        if last is not None and follows and (repr(r.fill), r.negated) == (repr(last.fill), last.negated):
+        plain = last is not None and not (r.mirrored or last.mirrored)
+        if last is not None and follows and plain and (repr(r.fill), r.negated) == (repr(last.fill), last.negated):
             last = replace(last, stop=last.stop + r.stop - r.start)
             continue
         if last is not None:
@@ -117,8 +123,9 @@ def _write(node: fx.Node, form: _Splice) -> None:
     starts = [r.start if r.source is not None else 0 for r in form.ranges]
     stops = [r.stop if r.source is not None else r.stop - r.start for r in form.ranges]
     node.target, node.kwargs = SPLICE, {}
-    signs = [[r.negated for r in form.ranges]] if any(r.negated for r in form.ranges) else []
-    node.args = (nodes, form.dim, sources, starts, stops, [r.fill for r in form.ranges], *signs)
+    signs, turns = [r.negated for r in form.ranges], [r.mirrored for r in form.ranges]
+    flags = [signs, turns] if any(turns) else [signs] if any(signs) else []
+    node.args = (nodes, form.dim, sources, starts, stops, [r.fill for r in form.ranges], *flags)
 
 
 def _form(node: fx.Node) -> _Splice | None:
@@ -207,10 +214,20 @@ def _roll(node: fx.Node) -> _Splice | None:
     return _Splice(dims[0] % source.meta["val"].dim(), tuple(r for r in ranges if r.stop > r.start))
 
 
+def _flip(node: fx.Node) -> _Splice | None:
+    (source, *_), dims = node.args, argument(node, "dims")
+    assert isinstance(source, fx.Node)
+    shape = source.meta["val"].shape
+    if len(dims) != 1:
+        return None
+    return _Splice(dims[0] % len(shape), (_Range(source, 0, shape[dims[0]], mirrored=True),))
+
+
 _FORMS: Mapping[Any, Callable[[fx.Node], _Splice | None]] = {
     aten.cat.default: _cat,
     aten.slice.Tensor: _slice,
     aten.slice_backward.default: _slice_backward,
     aten.constant_pad_nd.default: _pad,
     aten.roll.default: _roll,
+    aten.flip.default: _flip,
 }

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from shardlib.graph import Graph, Op, Value
 from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
 from shardlib.propagate.decide import Decider
-from shardlib.propagate.flood import Flood
+from shardlib.propagate.flood import Assignment, Flood, Message
 from shardlib.propagate.flooding import flood
 from shardlib.propagate.offers import offered
 from shardlib.propagate.refine import refine
@@ -44,10 +45,19 @@ class Propagated:
 
 
 def propagate(
-    graph: Graph, mesh: Mesh, fixed: Mapping[Value, Fixed], outputs: Mapping[int, Fixed], doors: Mapping[Op, Fixed]
+    graph: Graph,
+    mesh: Mesh,
+    fixed: Mapping[Value, Fixed],
+    outputs: Mapping[int, Fixed],
+    doors: Mapping[Op, Fixed],
+    sends: Callable[[Flood, Op, Assignment], tuple[Message, ...]],
 ) -> Propagated:
-    """Decide every op's cut; `fixed`, `outputs` and `doors` hold what the user decided."""
+    """Decide every op's cut; `fixed`, `outputs` and `doors` hold what the user decided.
+
+    `sends` says what an op sends while it runs, if it is cut in some way.
+    """
     flooded = flood(graph, fixed, outputs, doors)
+    flooded.sends = partial(sends, flooded)
     decided = refine(graph, flooded, mesh, Decider(graph, flooded, build_units(graph, flooded), mesh))
     decider = offered(graph, flooded, mesh, decided)
     if decider is not decided:

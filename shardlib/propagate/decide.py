@@ -24,7 +24,7 @@ from shardlib.propagate.units import Unit, Units
 
 _TIE = 1.05  # estimates are no better than that: of two ends as near, the one that sends less
 _DEARER = (2.0, 16.0, 256.0)
-_TURNS = 3  # in which rough figures are corrected where it matters
+_TURNS = 30  # in which rough figures are corrected where it matters, at most
 _AT_ONCE = 1 << 18  # entries of tables that are worth working out to find a minimum,
 _JOINED = 1 << 21  # and of those that are made of several on the way
 
@@ -99,10 +99,12 @@ class Decider:
         return self.choices[self.problem.kind[unit]]
 
     def spare(self) -> None:
-        """Send less where that takes hardly longer: follow the minimum while communication grows dearer and dearer."""
-        limit = self.seconds * _TIE
+        """Send fewer bytes where that takes hardly longer: follow the minimum while they grow dearer and dearer."""
+        limit, seconds = self.seconds * _TIE, self.estimate
+        self.estimate = Estimate(self.problem, of_bytes=True)
         for dear in _DEARER:
-            self._minimise(dear, lambda choices: self.estimate.total(choices) <= limit)
+            self._minimise(dear, lambda choices: seconds.total(choices) <= limit)
+        self.estimate = seconds
 
     # The search -----------------------------------------------------------------------------------------------------
 

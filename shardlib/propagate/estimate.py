@@ -24,11 +24,12 @@ Choices = list[Order]  # for every kind
 
 
 class Estimate:
-    """Seconds of choices, memoised per value and choice."""
+    """Seconds of choices, memoised per value and choice; `of_bytes`: messages take what their bytes do, no latency."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, *, of_bytes: bool = False) -> None:
         self.problem = problem
-        self.moves = [Moves(record, count, problem.prices) for record, count in problem.records.items()]
+        self.prices = problem.prices.of_bytes if of_bytes else problem.prices
+        self.moves = [Moves(record, n, problem.prices, self.prices) for record, n in problem.records.items()]
         self._touching: dict[Kind, list[int]] = defaultdict(list)
         for i, moves in enumerate(self.moves):
             for kind in moves.record.kinds:
@@ -89,7 +90,7 @@ class Estimate:
     def _work(self, kind: Kind, choice: Order) -> tuple[float, float]:
         cut = self.cut(kind, choice)
         work, total = sum(s / math.prod(_ways(cut[i]) for i in slots) for s, slots in self.problem.compute[kind]), 0.0
-        prices = self.problem.prices
+        prices = self.prices
         for p in self.problem.passed[kind]:
             local = p.bytes / math.prod(_ways(cut[i]) for i in p.slots)
             around, wanted = cut[p.slot], self.problem.slots[kind][p.slot].wants
@@ -99,11 +100,10 @@ class Estimate:
             # All ways of doing attention on a cut sequence count as many messages: their bytes shall decide.
             total += p.times * (held > 1) * prices.latency(beside)
             total += p.times * 2 * (passed > 1 and p.operand) * prices.latency(around)
-        for b in self.problem.borders[kind]:
-            if (n := _ways(cut[b.slot])) > 1:
-                messages, rows = b.sent(n)
-                nbytes = b.bytes * rows / math.prod(_ways(cut[i]) for i in b.slots)
-                total += nbytes / prices.rate(cut[b.slot]) + b.times * messages * prices.latency(cut[b.slot])
+        for sender in self.problem.senders[kind]:
+            assignment = {factor: cut[slot] for factor, slot in sender.slots if cut[slot]}
+            found = self.problem.flood.sends(sender.op, assignment)
+            total += sender.times * sum(prices.sent(axes, nbytes) for axes, nbytes in found)
         return work, total
 
     def cost(self, kinds: Iterable[Kind], choices: Choices, dear: float = 1.0) -> float:

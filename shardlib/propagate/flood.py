@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardlib.graph import Op, Value
@@ -12,6 +12,8 @@ from shardlib.reshard import Cut
 from shardlib.specs.fixed import Fixed
 
 OpFactor = tuple[str, int]  # an op's factor: the rule's label, and which of its leaves
+Assignment = Mapping[OpFactor, tuple[Axis, ...]]  # the mesh axes on the factors of one op
+Message = tuple[tuple[Axis, ...], float]  # along which axes, and the bytes that a device sends
 
 
 @dataclass
@@ -45,6 +47,7 @@ class Flood:
     owners: dict[Value, tuple[Leaf, ...]] = field(default_factory=dict)  # ends of groups: the leaves that count these
     factors: dict[tuple[Op, int, bool], list[OpFactor | None]] = field(default_factory=dict)  # memo of `value_factors`
     known_sizes: dict[object, tuple[tuple[int, ...], ...]] = field(default_factory=dict)  # memo of `sizes`
+    sends: Callable[[Op, Assignment], tuple[Message, ...]] = lambda op, cut: ()  # what an op sends while it runs
 
     def leaves(self, value: Value) -> tuple[Leaf, ...]:
         dims = self.value[value]

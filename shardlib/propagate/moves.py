@@ -27,11 +27,12 @@ State = tuple[Cut, tuple[Axis, ...]]  # how a value is cut, and what it owes
 class Moves:
     """The reshards of `count` values that are one record, by the states of their ends; states are numbered.
 
-    A `rough` figure takes each reshard by what its axes do, without looking for its steps.
+    A `rough` figure takes each reshard by what its axes do, without looking for its steps. The best steps at some
+    `prices` are taken, and charged as `paid` says, or by these.
     """
 
-    def __init__(self, record: Record, count: int, prices: Prices = USUAL) -> None:
-        self.record, self.count, self.prices = record, count, prices
+    def __init__(self, record: Record, count: int, prices: Prices = USUAL, paid: Prices | None = None) -> None:
+        self.record, self.count, self.prices, self.paid = record, count, prices, paid or prices
         self.flat = tuple(n for dim in record.sizes for n in dim)
         self.ends = (*record.sources, *record.readers, *record.through)
         self._number: dict[State, int] = {}
@@ -138,9 +139,9 @@ class Moves:
         left = tuple(a for a in pending if a not in kept)
         then = self.number((to, tuple(a for a in pending if a in kept)))
         if rough:
-            return reshard.rough_seconds(self.flat, self.record.itemsize, cut, to, left, self.prices), then
+            return reshard.rough_seconds(self.flat, self.record.itemsize, cut, to, left, self.paid), then
         hops = reshard.route(self.record.sizes, self.record.itemsize, cut, to, left, prices=self.prices)
-        return reshard.seconds(hops, self.prices), then
+        return reshard.seconds(hops, self.paid), then
 
 
 def settled(cut: Cut, pending: Sequence[Axis], leaves: Sequence[tuple[Sequence[Axis], int]]) -> Cut:

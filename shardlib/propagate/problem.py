@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from shardlib.graph import Graph, Value
+from shardlib.graph import Graph, Op, Value
 from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
 from shardlib.ops._choice import wanted
-from shardlib.propagate.flood import Flood
+from shardlib.propagate.flood import Flood, OpFactor
 from shardlib.propagate.records import Kind, Records
 from shardlib.propagate.units import Unit, Units, op_cut_slots, value_factors
 from shardlib.reshard import Prices
@@ -53,20 +53,17 @@ class Passed:
 
 
 @dataclass(frozen=True)
-class Border:
-    """What ops send of a tensor while `slot` is cut n ways: `sent(n)` messages and rows at most; the `bytes` of a row
-    of the whole tensor, of all ops that do, which are `times` as many, and the unit's slots along the other dims."""
+class Sender:
+    """An op that may send while it runs, by its factors' slots; there are `times` of it."""
 
-    bytes: float
+    op: Op
+    slots: tuple[tuple[OpFactor, int], ...]
     times: int
-    slots: tuple[int, ...]
-    slot: int
-    sent: Callable[[int], tuple[int, float]]
 
 
 class Problem:
     """Kinds of units: `members`, `slots` (a role each), `rounds`, `candidates` (slots that want an axis), `compute` and
-    `passed` and `borders` (what their ops cost); and `records`, the values between them, with those that are `settled`
+    `passed` and `senders` (what their ops cost); and `records`, the values between them, with those that are `settled`
     because nothing beside them has a choice."""
 
     def __init__(self, graph: Graph, flood: Flood, units: Units, mesh: Mesh) -> None:
@@ -91,7 +88,7 @@ class Problem:
         self.records = Counter(r for r in records if r.kinds)
         self.settled = Counter(r for r in records if not r.kinds)
         self.compute = [self.compute_of(m[0], len(m)) for m in self.members]
-        self.borders = [list(self._borders(m[0], len(m))) for m in self.members]
+        self.senders = [list(self._senders(m[0], len(m))) for m in self.members]
         self.passed = [list(self._passed(m[0], len(m))) for m in self.members]
 
     def _find_kinds(self, graph: Graph) -> None:
@@ -180,16 +177,19 @@ class Problem:
                     for slot in unit.rounds.keys() & set(cut):
                         yield Passed(value.nbytes * count, count, cut, slot, unit.rounds[slot], operand)
 
-    def _borders(self, unit: Unit, count: int) -> Iterable[Border]:
-        """What goes to neighbours where a unit's ops have a cut dim of which they need more than their own piece."""
+    def _senders(self, unit: Unit, count: int) -> Iterable[Sender]:
+        """The ops of a unit with a local form; attention, which has choices of its own, is priced by what is passed."""
+        found: dict[object, tuple[Op, int]] = {}
         for op in unit.ops:
-            assert op.rule is not None
-            for halo in op.rule.halos:
-                slot = self.units.op_slots[op].get((halo.factor, 0))
-                value = (op.operands if halo.operand else op.results)[halo.position]
-                if slot is None or value is None or value.constant:
-                    continue
-                factors = value_factors(self.flood, op, halo.position, operand=halo.operand)
-                cut = op_cut_slots(self.units, self.flood, op, factors)
-                row = value.nbytes / op.rule.sizes[halo.factor]
-                yield Border(row * count, count, tuple(s for s in cut if s not in (None, slot)), slot, halo.sent)
+            slots = self.units.op_slots[op]
+            if op.rule is None or op.rule.local is None or unit.alone:
+                continue
+            if any(f in op.rule.local_factors for f, _ in slots):
+                key = id(op.rule), tuple(slots.items()), tuple(self._leaf_sizes(op))
+                first, n = found.get(key, (op, 0))
+                found[key] = first, n + count
+        for op, n in found.values():
+            yield Sender(op, tuple(self.units.op_slots[op].items()), n)
+
+    def _leaf_sizes(self, op: Op) -> Iterable[tuple[int, ...]]:
+        return (tuple(map(self.flood.dims.size, leaves)) for leaves in self.flood.labels[op].values())

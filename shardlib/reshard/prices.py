@@ -55,6 +55,11 @@ class Prices:
         latency, rate = self._link(axes)
         return latency + nbytes / rate
 
+    @property
+    def of_bytes(self) -> Prices:
+        """The same, but for bytes alone: messages take no time of their own."""
+        return _OfBytes(self)
+
     def _link(self, axes: tuple[Axis, ...]) -> tuple[float, float]:
         if (known := self._links.get(axes)) is None:
             span = self.machine.span(axes, self.axes)
@@ -72,6 +77,17 @@ class _Usual(Prices):
 
     def _link(self, axes: tuple[Axis, ...]) -> tuple[float, float]:
         return self.machine.outer.latency, self.machine.outer.bandwidth
+
+
+class _OfBytes(Prices):
+    """The prices of another, without latencies."""
+
+    def __init__(self, of: Prices) -> None:
+        super().__init__(of.machine, of.axes)
+        self._of = of
+
+    def _link(self, axes: tuple[Axis, ...]) -> tuple[float, float]:
+        return 0.0, self._of.rate(axes)
 
 
 USUAL: Prices = _Usual(PRESETS["node"], {})

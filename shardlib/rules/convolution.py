@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from shardlib.ops.convolve import CONVOLVE, CONVOLVE_BACKWARD
-from shardlib.rules.halo import Range, extent, fetch, length, reframe, sent
+from shardlib.rules.halo import Range, extent, fetch, length, reframe
 from shardlib.rules.notation import gradient
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Halo, Labels, Local, Rule, RuleFn
+from shardlib.rules.rule import Call, Labels, Local, Rule, RuleFn
 from shardlib.rules.shards import cut, may_be_empty, once, positional
 from shardlib.rules.space import arg, result_shape, words
 from shardlib.rules.window import Window, each
@@ -97,11 +97,11 @@ def _forward(call: Call) -> Rule:
     linear = "{0,2} {1,2}" if len(call.operands) > 2 else "{0} {1}"
     found = pattern(f"{text} {_tied(text, 'i', 'o')} ci:sum {linear}", local=_forward_local)(call)
     flops = 2 * math.prod(x if how.transposed else out) * math.prod(weight[1:])
-    return _sending(found, _halos(found.operands[0], x, out, weight, how, forward=True), flops)
+    return _loose(found, flops)
 
 
-def _sending(rule: Rule, halos: list[Halo], flops: int) -> Rule:
-    return replace(rule, halos=tuple(halos), loose=frozenset({"g", "ci", "co"} & rule.sizes.keys()), flops=flops)
+def _loose(rule: Rule, flops: int) -> Rule:
+    return replace(rule, loose=frozenset({"g", "ci", "co"} & rule.sizes.keys()), flops=flops)
 
 
 def _forward_local(local: Local) -> Any:
@@ -153,8 +153,7 @@ def _backward(call: Call) -> Rule:
     back = f"{gradient(text, '0 1', of='0 1 2')} {_tied(text, 'o', 'i')} ci:none"
     found = pattern(back, local=_backward_local)(call)
     work = 2 * math.prod(x if how.transposed else grad) * math.prod(weight[1:])
-    halos = _halos(found.operands[0], grad, x, weight, how, forward=False)
-    return _sending(found, halos, work * sum(m is not None for m in call.results[:2]))
+    return _loose(found, work * sum(m is not None for m in call.results[:2]))
 
 
 def _backward_local(local: Local) -> Any:
@@ -210,15 +209,6 @@ def _firsts(local: Local) -> dict[int, Any]:
 
 
 # What both share ------------------------------------------------------------------------------------------------------
-
-
-def _halos(labels: Labels, ours: Shape, theirs: Shape, weight: Shape, how: Settings, *, forward: bool) -> list[Halo]:
-    """What is sent of the first operand, of shape `ours`, for results (`forward`) or inputs of shape `theirs`."""
-    out = []
-    for k, (label, a, b) in enumerate(zip(labels[2:], ours[2:], theirs[2:], strict=True)):
-        if label:
-            out.append(Halo(label[0], 0, True, sent(a, b, how.need(k, weight, a, forward=forward))))
-    return out
 
 
 def _one_at_least(r: Range) -> Range:

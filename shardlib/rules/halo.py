@@ -2,15 +2,14 @@
 
 A range is a pair of indices into the whole dim, and may differ by device. Pieces may be uneven, empty or shorter than a
 halo, so a device may need something of any other one: what is `shift` places away goes there in one `ppermute`, and
-nothing is sent that nobody needs. No device receives anything twice, so a halo never costs more than a gather.
+nothing is sent that nobody needs. No device receives anything twice; a message costs what the fullest one takes.
 
 Local forms call what is here. A dim is named by its label, of one factor at most: `()` is a dim that nobody cuts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -58,9 +57,14 @@ def fetch(
     return reframe(x, dim, within, need if frame is None else frame, fill)
 
 
-def fetch_all(x: Tensor, dim: int, label: Sequence[str], needs: Sequence[Range], name: str = "") -> list[Tensor]:
-    """Get some ranges of a dim, from whoever holds them: what one device sends another one is one message."""
-    mine = extent(label, x.shape[dim])
+def fetch_all(
+    x: Tensor, dim: int, label: Sequence[str], needs: Sequence[Range], name: str = "", have: Range | None = None
+) -> list[Tensor]:
+    """Get some ranges of a dim, from whoever holds them: what one device sends another one is one message.
+
+    x is this device's piece of the dim, or range `have` of what needs count.
+    """
+    mine = extent(label, x.shape[dim]) if have is None else have
     if not (label and _cut(label)):
         return [reframe(x, dim, mine, need) for need in needs]
     ends = [n for need in needs for n in need]
@@ -104,22 +108,3 @@ def exchanges(have: Sequence[set[Range]], need: Sequence[set[Range]]) -> list[tu
             if src != dst and any(length(overlap(a, b)) for a in theirs for b in mine):
                 found.setdefault((dst - src) % n, []).append((src, dst))
     return sorted(found.items(), reverse=True)
-
-
-def sent(size: int, pieces: int, *needs: Callable[[Range], Range]) -> Callable[[int], tuple[int, int]]:
-    """What a `Halo` sends: a dim of `size` is cut, and whoever has a range of a dim of `pieces` needs these of it."""
-
-    @cache
-    def count(n: int) -> tuple[int, int]:
-        haves, theirs = [_chunk(size, n, i) for i in range(n)], [_chunk(pieces, n, i) for i in range(n)]
-        wanted = [{need(r) for need in needs} if length(r) else set() for r in theirs]
-        pairs = exchanges([{r} for r in haves], wanted)
-        most = (max(sum(length(overlap(haves[a], r)) for r in wanted[b]) for a, b in where) for _, where in pairs)
-        return len(pairs), sum(most)
-
-    return count
-
-
-def _chunk(size: int, n: int, i: int) -> Range:
-    step = -(-size // n)
-    return min(i * step, size), min((i + 1) * step, size)

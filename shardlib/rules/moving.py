@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from shardlib.manual.collectives import piece, ppermute
-from shardlib.rules.halo import Range, extent, fetch, sent
-from shardlib.rules.rule import Call, Halo, Local, Rule
+from shardlib.rules.halo import Range, extent, fetch
+from shardlib.rules.rule import Call, Local, Rule
 from shardlib.rules.shards import gathered, held
 from shardlib.rules.space import Space, arg, axis
 
@@ -37,17 +37,13 @@ def flip(call: Call) -> Rule:
 
         return local.run(form, local.args[0])
 
-    halos = [Halo(f, 0, True, _crosswise(shape[at])) for at, f in along.items()]
-    return space.rule([x], [x], linear=[{0}], local=local, local_factors=along.values(), halos=halos)
+    return space.rule([x], [x], linear=[{0}], local=local, local_factors=along.values())
 
 
 def _mirrored(size: int) -> Callable[[Range], Range]:
     return lambda r: (size - r[1], size - r[0])
 
 
-def _crosswise(size: int) -> Callable[[int], tuple[int, int]]:
-    """Messages and rows of a flip over so many devices."""
-    return lambda n: sent(size, size, _mirrored(size))(n) if size % n else (1, size // n)
 
 
 def send_rows(call: Call) -> Rule:
@@ -67,6 +63,5 @@ def send_rows(call: Call) -> Rule:
 
         return local.run(form, *local.args)
 
-    halos = [Halo(factor, 0, True, lambda ways: (1, n // ways)) for factor in x[0]]
     cut = {*x[0]} if pairs else ()  # with nothing to send there are zeros everywhere
-    return space.rule([x], [x], linear=[{0}], local=local, local_factors=cut, halos=halos if pairs else ())
+    return space.rule([x], [x], linear=[{0}], local=local, local_factors=cut)

@@ -63,26 +63,6 @@ def _frozen(x: Any) -> Hashable:
     return tuple([(k, _frozen(y)) for k, y in x.items()]) if isinstance(x, Mapping) else x
 
 
-@dataclass(frozen=True)
-class Halo:
-    """What a local form sends while `factor` is cut: rows of one operand (or result), a row being all of it that lies
-    at one index of the factor.
-
-    `sent(n)`: how many messages a device sends at most when the factor is cut n ways, and how many rows in all.
-    """
-
-    factor: str
-    position: int
-    operand: bool
-    sent: Callable[[int], tuple[int, float]]
-    figures: bool = False  # of rows, not rows
-
-
-def reduced(factor: str, position: int, figures: int) -> Halo:
-    """What a local form sends that reduces so many figures of an operand along `factor`, each for all devices."""
-    return Halo(factor, position, True, lambda n: (figures, figures * 2 * (n - 1) / n), figures=True)
-
-
 OWNED = "owned"  # how a value is pending of which each device has some rows only, and anything at the others
 
 
@@ -118,7 +98,6 @@ class Rule:
       of `t` round, so that every piece of `s` meets every piece of `t`, and no result owes anything over these axes.
     * `follows`: {i: o}: `i` may be cut only together with `o`, and whoever wants one of them cut wants both: they are
       one dim in two sizes (what goes into a convolution and what comes out), so cutting one nearly cuts the other.
-    * `halos`: what `local` sends, for the estimate.
     * `loose`: those of `local_factors` of which `local` asks no offset, so that any part of them may be cut.
     * `lends`: {h: s}: for this op `h` may take over a mesh axis that only `s` wants (attention exchanges the cut of the
       sequence for one of the heads).
@@ -145,7 +124,6 @@ class Rule:
     rounds: Mapping[str, str] = field(default_factory=dict)
     lends: Mapping[str, str] = field(default_factory=dict)
     follows: Mapping[str, str] = field(default_factory=dict)
-    halos: tuple[Halo, ...] = ()
     loose: frozenset[str] = frozenset()
     gathers: frozenset[str] = frozenset()
     ones: frozenset[str] = frozenset()

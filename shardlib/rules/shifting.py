@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from shardlib.internals import schema_of
-from shardlib.rules.halo import Range, extent, fetch, length, reframe, sent
-from shardlib.rules.rule import Call, Halo, Local, Path, Rule
+from shardlib.rules.halo import Range, extent, fetch, fetch_all, length, reframe
+from shardlib.rules.rule import Call, Local, Path, Rule
 from shardlib.rules.shards import adds_up, held, nothing
 from shardlib.rules.space import Dim, Ints, Space, arg, axis, path, result_shape, shape_ints
 from shardlib.rules.window import Window
@@ -64,13 +64,8 @@ class Shift:
         """Blocks of the long dim that make a range of the short one."""
         return self.window.reads(mine) if length(mine) else (0, 0)
 
-    def halos(self, *, forward: bool, position: int = 0) -> list[Halo]:
-        """What is sent of an operand: of the long dim for the short one (`forward`), or the other way round."""
-        if not self.ties(forward=forward):
-            return []
-        a, b = self.counts if forward else self.counts[::-1]
-        need = self.needs if forward else (lambda r: self.window.readers(r, self.counts[1]))
-        return [Halo(self.outer[0 if forward else 1][0], position, True, sent(a, b, need))]
+    def cut(self, local: Local) -> bool:
+        return any(local.axes(f) for d in self.outer for f in d)
 
 
 def exposed(x: Tensor, at: int, outer: Dim, count: int, inside: int) -> Tensor:
@@ -91,7 +86,6 @@ def shift_rule(
     local: Callable[[Local], Any],
     *,
     forward: bool,
-    position: int = 0,
     ints: Ints | None = None,
     linear: Any = (),
 ) -> Rule:
@@ -106,7 +100,6 @@ def shift_rule(
         local=local,
         local_factors={f for pair in follows.items() for f in pair} | lonely,
         follows=follows,
-        halos=[h for shift in shifts for h in shift.halos(forward=forward, position=position)],
     )
 
 
@@ -152,7 +145,6 @@ def ranged(call: Call) -> Rule:
         [shift],
         local,
         forward=first == 1,
-        position=int(scatters),
         ints=ints,
         linear=[range(len(call.operands))],
     )
@@ -181,8 +173,14 @@ def taken(x: Tensor, at: int, shift: Shift, inside: int) -> Tensor:
     x = exposed(x, at, p, long, inside)
     if not q:
         return joined(reframe(x, at, extent(p, long), need, nothing(x.dtype)), at)
-    x = fetch(x, at, p, need, name="input")
-    return joined(aten.slice.Tensor(x, at, 0, None, shift.window.stride), at)
+    if shift.window.stride == 1:
+        return joined(fetch(x, at, p, need, name="input"), at)
+    first, mine = extent(p, long)[0], shift.window.readers(extent(p, long), short)  # the results that it has itself
+    low = mine[0] * shift.window.stride - shift.window.padding - first
+    low, high = (low, low + (length(mine) - 1) * shift.window.stride + 1) if length(mine) else (0, 0)
+    x = aten.slice.Tensor(x, at, low, high, shift.window.stride)
+    (x,) = fetch_all(x, at, p, [extent(q, short)], "input", have=mine)
+    return joined(x, at)
 
 
 def written(base: Tensor, value: Tensor, at: int, shift: Shift, inside: int) -> Tensor:

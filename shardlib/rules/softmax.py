@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from shardlib.rules.notation import gradient
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Local, Rule, RuleFn, reduced
+from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import Rows, widely
 from shardlib.rules.space import argument_named
 
@@ -21,20 +20,14 @@ def _flops(call: Call, points: int) -> int:
     return 4 * points
 
 
-def _row(form: Callable[..., Tensor], text: str = _ROW, figures: int = 2) -> RuleFn:
-    """The rule of an op along `dim`; `form` is for when that is cut, and reduces so many figures of a row."""
+def _row(form: Callable[..., Tensor], text: str = _ROW) -> RuleFn:
+    """The rule of an op along `dim`; `form` is for when that is cut."""
 
     def local(local: Local) -> Any:
         tensors = local.args[: len(local.call.operands)]
         return local.run(widely(form, local.call), Rows.over(local, "dim"), *tensors)
 
-    whole = pattern(text, local=local, flops=_flops)
-
-    def rule(call: Call) -> Rule | None:
-        found = whole(call)
-        return found and replace(found, halos=tuple(reduced(f, 0, figures) for f in sorted(found.local_factors)))
-
-    return rule
+    return pattern(text, local=local, flops=_flops)
 
 
 def _shifted(rows: Rows, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,8 +92,8 @@ ROWS: dict[str, RuleFn | str] = {
     # `out=` leaves the composite ops as they are.
     "softmax.int": _row(_softmax),
     "log_softmax.int": _row(_log_softmax),
-    "_softmax_backward_data": _row(_softmax_backward, gradient(_ROW, "r0"), 1),
-    "_log_softmax_backward_data": _row(_log_softmax_backward, gradient(_ROW, "r0"), 1),
+    "_softmax_backward_data": _row(_softmax_backward, gradient(_ROW, "r0")),
+    "_log_softmax_backward_data": _row(_log_softmax_backward, gradient(_ROW, "r0")),
     "logsumexp": _logsumexp_rule,
     "_masked_softmax": _masked,
     "_masked_softmax_backward": pattern("[dim], [dim], [dim] -> [dim] | dim:whole {0}", flops=_flops),

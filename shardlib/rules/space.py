@@ -11,7 +11,7 @@ import torch
 
 from shardlib.errors import ShardingError
 from shardlib.internals import schema_of
-from shardlib.rules.rule import Call, Halo, Local, Path, Rule
+from shardlib.rules.rule import Call, Local, Path, Rule
 
 Dim = tuple[str, ...]
 Ints = dict[Path, tuple[int, Dim]]
@@ -63,7 +63,6 @@ class Space:
         rounds: Mapping[str, str] | None = None,
         lends: Mapping[str, str] | None = None,
         follows: Mapping[str, str] | None = None,
-        halos: Iterable[Halo] = (),
         loose: Iterable[str] = (),
         gathers: Iterable[str] = (),
         ones: Iterable[str] = (),
@@ -84,7 +83,6 @@ class Space:
             rounds=rounds or {},
             lends=lends or {},
             follows=follows or {},
-            halos=tuple(halos),
             loose=frozenset(loose),
             gathers=frozenset(gathers),
             ones=frozenset(ones),

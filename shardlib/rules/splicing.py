@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.rules.halo import Range, extent, fetch_all, length, overlap, padded, sent
-from shardlib.rules.rule import Call, Halo, Local, Path, Rule
+from shardlib.rules.halo import Range, extent, fetch_all, length, overlap, padded
+from shardlib.rules.rule import Call, Local, Path, Rule
 from shardlib.rules.shards import cut, held, positional
 from shardlib.rules.shifting import exposed, joined
 from shardlib.rules.space import Dim, Space, arg, axis, path, result_dtype, result_shape
@@ -32,6 +32,7 @@ class Part:
     stop: int
     fill: complex = 0
     negated: bool = False
+    mirrored: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Spliced:
     def of(space: Space, at: int, parts: Sequence[Part], sizes: Mapping[int, int], size: int, *, same: bool) -> Spliced:
         """`same` says that the result has the dim of the one operand."""
         block = math.gcd(size, *sizes.values(), *(n for part in parts for n in (part.start, part.stop)))
-        block = 1 if same else block
+        block = 1 if same else min(block, 1) if any(part.mirrored for part in parts) else block
         inner = space.dim(block, "i")
         out = space.dim(size // block, "p") if block else space.dim(size, whole=True)
         blocks = {i: n // block if block else n for i, n in sizes.items()}
@@ -78,19 +79,13 @@ class Spliced:
         def one(part: Part, begin: int) -> Callable[[Range], Range]:
             def need(mine: Range) -> Range:
                 low, high = overlap((begin // block, (begin + part.stop - part.start) // block), mine)
+                if part.mirrored:
+                    return part.stop + begin - high, part.stop + begin - low
                 return low + (part.start - begin) // block, high + (part.start - begin) // block
 
             return need
 
         return [one(part, begin) for part, begin in zip(self.parts, begins, strict=False) if part.source == source]
-
-    def halos(self) -> list[Halo]:
-        """What is sent of operands that are cut with the result."""
-        there = [i for i, d in self.outer.items() if d and self.out and self.block and self.needs(i)]
-        return [
-            Halo(self.outer[i][0], i, True, sent(self.sizes[i] // self.block, self.size // self.block, *self.needs(i)))
-            for i in there
-        ]
 
     def form(self, tensors: Sequence[Tensor], dtype: torch.dtype, inside: int) -> Tensor:
         """A device's piece of the result, with `inside` elements of every block."""
@@ -104,6 +99,7 @@ class Spliced:
         for part in self.parts:
             if part.source is not None:
                 piece = next(found[part.source]).to(dtype)
+                piece = piece.flip(at) if part.mirrored else piece
             else:
                 blank = [*x.shape[:at], length(next(filled)), inside, *x.shape[at + 2 :]]
                 piece = x.new_full(blank, part.fill, dtype=dtype)
@@ -163,7 +159,6 @@ def _spliced(
         local=local,
         local_factors=led,
         follows=follows,
-        halos=[h for s in splices.values() for h in s.halos() if h.factor in led],
     )
 
 
@@ -175,14 +170,14 @@ def cat(call: Call) -> Rule:
 
 
 def splice(call: Call) -> Rule:
-    at, sources, starts, stops, fills, negated = (arg(call, i, name) for i, name in enumerate(_ARGUMENTS, 1))
-    of, minus = (None if i < 0 else i for i in sources), negated or [False] * len(fills)
-    parts = [Part(*part) for part in zip(of, starts, stops, fills, minus, strict=True)]
+    at, sources, starts, stops, fills, *flags = (arg(call, i, name) for i, name in enumerate(_ARGUMENTS, 1))
+    of, marks = (None if i < 0 else i for i in sources), [given or [False] * len(fills) for given in flags]
+    parts = [Part(*part) for part in zip(of, starts, stops, fills, *marks, strict=True)]
     ends = {path(call, 3, "starts"): starts, path(call, 4, "stops"): stops}
     return _spliced(call, {at: parts}, {at: {(*w, i): n for w, ns in ends.items() for i, n in enumerate(ns)}})
 
 
-_ARGUMENTS = ("dim", "sources", "starts", "stops", "fills", "negated")
+_ARGUMENTS = ("dim", "sources", "starts", "stops", "fills", "negated", "mirrored")
 
 
 def pad(call: Call) -> Rule:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from shardlib.internals import pytree
-from shardlib.rules.halo import Range, extent, fetch_all, give_back, length, overlap, reframe, sent
+from shardlib.rules.halo import Range, extent, fetch_all, give_back, length, overlap, reframe
 from shardlib.rules.nonempty import put
-from shardlib.rules.rule import Halo, Labels, Local, Path
+from shardlib.rules.rule import Labels, Local, Path
 from shardlib.rules.shards import may_be_empty
 from shardlib.rules.window import Pool, Window
 
@@ -88,15 +88,6 @@ class Stencil:
     @property
     def sources(self) -> dict[str, str]:
         return {r.source: f for f, r in self.reach.items()}
-
-    def halos(self, operands: Sequence[Labels], results: Sequence[Labels]) -> list[Halo]:
-        """What it sends."""
-        return [
-            Halo(f, i, not self.back, sent(r.size, r.count, *r.needs))
-            for i, labels in enumerate(results if self.back else operands)
-            for _, f in _along(labels, self.sources)
-            for r in [self.reach[self.sources[f]]]
-        ]
 
     def local(self, local: Local) -> Any:
         here = {f: r for f, r in self.reach.items() if local.axes(f) or local.axes(r.source)}

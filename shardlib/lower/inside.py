@@ -1,0 +1,47 @@
+"""What an op sends while it runs, if it is cut in some way: its local form is written down for that, and asked.
+
+So what decisions pay is what the plan will say, whatever the op, and users' local forms count as the library's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardlib.graph import Op
+from shardlib.lower.builder import Builder
+from shardlib.lower.emit import Emitter
+from shardlib.lower.local import LocalForm
+from shardlib.meshes.mesh import Mesh
+from shardlib.program.steps import Start, Var
+from shardlib.propagate.flood import Assignment, Flood, Message
+
+
+class Senders:
+    """Asks local forms, each question once."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._known: dict[Any, tuple[Message, ...]] = {}
+
+    def messages(self, flood: Flood, op: Op, assignment: Assignment) -> tuple[Message, ...]:
+        """What `op` sends, message by message, if its factors are cut as in `assignment`."""
+        rule = op.rule
+        if rule is None or rule.local is None or not any(f in rule.local_factors for f, _ in assignment):
+            return ()
+        sizes = tuple([(f, *map(flood.dims.size, leaves)) for f, leaves in flood.labels[op].items()])
+        key = id(rule), sizes, tuple(assignment.items())
+        if (known := self._known.get(key)) is None:
+            known = self._known[key] = self._asked(flood, op, assignment)
+        return known
+
+    def _asked(self, flood: Flood, op: Op, assignment: Assignment) -> tuple[Message, ...]:
+        assert op.rule is not None
+        builder = Builder(self.mesh)
+        emitter = Emitter(builder, flood)
+        form = LocalForm(emitter, op, assignment, (), {})
+        operands = [
+            Var(builder.name(v.name), form.layout(labels), v.dtype, v)
+            for v, labels in zip(op.operands, op.rule.operands, strict=True)
+        ]
+        emitter.op(op, op.rule, assignment, operands, [None] * len(op.results))
+        return tuple((c.axes, c.bytes) for step in builder.steps if isinstance(step, Start) for c in step.moves)
