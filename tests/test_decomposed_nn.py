@@ -41,7 +41,19 @@ def _fused_loss(x: Tensor, w: Tensor, bias: Tensor, **how: Any) -> Tensor:
     return F.linear_cross_entropy(x, w, target, linear_bias=bias, options=options, **how)
 
 
+def _padded(*amounts: int, mode: str = "reflect") -> Callable[[Tensor], Tensor]:
+    return lambda x: F.pad(x, amounts, mode=mode)
+
+
 CALLS: dict[str, Call] = {
+    "mirrored at the borders": (_padded(2, 1), ((2, 3, 11),), (P(None, None, "x"),)),
+    "mirrored, as far as it goes": (_padded(4, 0), ((3, 5),), (P(None, "x"),)),
+    "mirrored, and cropped": (_padded(-2, 3), ((3, 9),), (P(None, "x"),)),
+    "mirrored in two dims": (_padded(1, 2, 2, 0), ((2, 3, 7, 6),), (P(None, None, "x"),)),
+    "mirrored in three dims": (_padded(1, 1, 0, 1, 2, 1), ((2, 3, 5, 4, 3),), (P(None, None, "x"),)),
+    "the borders again": (_padded(3, 2, mode="replicate"), ((2, 3, 10),), (P(None, None, "x"),)),
+    "the borders again, and cropped": (_padded(2, -3, mode="replicate"), ((3, 9),), (P(None, "x"),)),
+    "the borders of two dims again": (_padded(0, 1, 2, 3, mode="replicate"), ((2, 3, 7, 6),), (P(None, None, "x"),)),
     "weight norm": (_weight_norm, ((5, 3), (5, 1)), (P("x"), P("x"))),
     "weight norm over a cut dim": (_weight_norm, ((5, 3), (5, 1)), (P(None, "x"), P(None))),
     "rrelu without training": (lambda x: F.rrelu(x), ((5, 3),), (P("x"),)),
@@ -89,6 +101,16 @@ def test_right_on_shards(name: str, way: str) -> None:
         found = (pulled if way == "eager" else sl.jit(pulled, static_argnums=0))(fn, tensors)
     for a, b in zip(whole(found), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate"])
+def test_padding_sends_what_crosses(mode: str) -> None:
+    """Two rows at each end are near, and pieces of 1028 begin up to four rows later than those of 1024."""
+    with sl.Mesh.abstract(x=8):
+        x = torch.empty(1, 64, 1024, device="meta")
+        plan = sl.jit(_padded(2, 2, mode=mode), in_specs=(P(None, None, "x"),)).plan(x)
+    assert {c.kind for c in plan.collectives} == {"ppermute"}
+    assert plan.comm_bytes <= 6 * 64 * 4
 
 
 def test_sequences_of_a_batch_do_not_move() -> None:

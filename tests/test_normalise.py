@@ -53,6 +53,8 @@ SMALL = {
     "round and on": (lambda x: x.roll(2, 1).roll(-3, 1), ["splice"]),
     "halves changed": (lambda x: torch.cat([-x[:, 3:], x[:, :3]], 1), ["splice"]),
     "signs back and forth": (lambda x: -torch.cat([-x[:, 3:], x[:, :3]], 1).roll(1, 1), ["splice", "neg"]),
+    "mirrored at the border": (lambda x: torch.cat([x[:, 1:3].flip(1), x], 1), ["splice"]),
+    "turned round and back": (lambda x: x.roll(1, 1).flip(1)[:, 1:].flip(1), ["splice"]),
     "along two dims": (lambda x: F.pad(x, (1, 0))[:-1], ["constant_pad_nd", "slice"]),
     "less than half": (lambda x: torch.cat([x[:, :1], x[:, 5:]], 1), ["slice", "slice", "cat"]),
     "slices of slices": (lambda x: x[:, 1:][:, 1:] + 1, ["slice", "slice", "add"]),
@@ -117,7 +119,8 @@ def test_chains_of_moves(seed):
             ),
             "cat": lambda: torch.cat([x.narrow(d, low, size - low), torch.zeros_like(x), x.narrow(d, 0, low)], d),
             "neg": lambda: -x,
-        }[draw.choice(["roll", "slice", "pad", "cat", "neg"])]()
+            "flip": lambda: x.flip(d),
+        }[draw.choice(["roll", "slice", "pad", "cat", "neg", "flip"])]()
 
     def chain(x):
         draw.seed(seed)

@@ -58,10 +58,12 @@ def join_moves(gm: fx.GraphModule) -> None:
     inner = {x for x, form in forms.items() if all(_continues(form, x, forms.get(user), user) for user in x.users)}
     for node, form in forms.items():  # in order, so that what a node reads is flat already
         flat = _Splice(form.dim, tuple(_joined(_flat(forms, inner, form))))
-        if flat != form and len(flat.ranges) <= _MOST and _takes_half(flat):
-            forms[node] = flat
+        if flat == form or len(flat.ranges) > _MOST:
+            continue
+        forms[node] = flat
+        if _takes_half(flat):
             slices = all(x.target is node.target is aten.slice.Tensor for x in node.all_input_nodes)
-            if not slices and node.target not in (aten.neg.default, aten.flip.default):  # which are one op, too
+            if not slices and node.target is not aten.neg.default:
                 _write(node, flat)
 
 

@@ -1,4 +1,4 @@
-"""Interpolation, padding by reflection and replication, sampling on grids, and sliding windows.
+"""Interpolation, sampling on grids, and sliding windows.
 
 Batch and channels pass. Space stays whole, except that of a grid, whose points are looked up each for itself, and where
 every element becomes a block of equal ones.
@@ -87,11 +87,6 @@ def _dim(call: Call, small: Sequence[int], i: int) -> Dim:
     return (f"h{i}",) if small[i + 2] > 1 else ()
 
 
-def _pad(dims: int, *, backward: bool = False) -> RuleFn:
-    text = f"... {_space(dims)} -> ... {_space(dims)} | {{0}}"
-    return _plain(gradient(text, "0") if backward else text, "...")
-
-
 def _grid(dims: int, *, backward: bool = False) -> RuleFn:
     points = " ".join(f"p{i}" for i in range(dims))
     text = f"n c {_space(dims)}, n {points} _ -> n c {points} | {{0}}"
@@ -126,7 +121,6 @@ _FAMILIES: dict[Callable[..., RuleFn], dict[str, tuple[int, ...]]] = {
         "upsample_bicubic2d": (2, 4),
         **{f"_upsample_{kind}2d_aa": (2, taps) for kind, taps in (("bilinear", 2), ("bicubic", 4), ("lanczos", 6))},
     },
-    _pad: {f"{kind}_pad{d}d": (d,) for kind in ("reflection", "replication") for d in (1, 2, 3)},
     _grid: {"grid_sampler_2d": (2,), "grid_sampler_3d": (3,), "_grid_sampler_2d_cpu_fallback": (2,)},
 }
 

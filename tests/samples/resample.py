@@ -51,16 +51,6 @@ def blocks() -> Iterator[Sample]:
             yield f"{name}_backward", (_f(2, 3, *large), large, [2, 3, *small], *scales), {}
 
 
-def pad() -> Iterator[Sample]:
-    for kind in ("reflection", "replication"):
-        for dims in (1, 2, 3):
-            small, pads, large = [3, 4, 3][:dims], [1, 2, 0, 1, 2, 1][: 2 * dims], [6, 5, 6][:dims]
-            for outer in ((3, 2), (5,)):
-                large = [n + pads[2 * (dims - 1 - i)] + pads[2 * (dims - 1 - i) + 1] for i, n in enumerate(small)]
-                yield f"{kind}_pad{dims}d", (_f(*outer, *small), pads), {}
-                yield f"{kind}_pad{dims}d_backward", (_f(*outer, *large), _f(*outer, *small), pads), {}
-
-
 def grid() -> Iterator[Sample]:
     for dims in (2, 3):
         space, points = [3, 4, 2][:dims], [2, 3, 2][:dims]
@@ -87,4 +77,4 @@ def windows() -> Iterator[Sample]:
         yield "col2im", (columns[0], [4, 5], *how), {}
 
 
-SAMPLES: tuple[Callable[[], Iterator[Sample]], ...] = (upsample, blocks, pad, grid, windows)
+SAMPLES: tuple[Callable[[], Iterator[Sample]], ...] = (upsample, blocks, grid, windows)

@@ -51,6 +51,9 @@ def splices_of_cut_dims() -> Iterator[Sample]:
     yield "shardlib::splice", ([f(6, 2)], 0, [0], [1], [6], [0]), {}
     halves = ([0, 0, -1], [3, 0, 0], [6, 3, 1], [0, 0, 0.0], [True, False, True])
     yield "shardlib::splice", ([f(6, 2)], 0, *halves), {}
+    mirrored = ([0, 0, 0], [1, 0, 4], [4, 7, 6], [0, 0, 0], [], [True, False, True])
+    yield "shardlib::splice", ([f(7, 2)], 0, *mirrored), {}
+    yield "shardlib::splice", ([f(4, 6)], 1, [0, -1], [2, 0], [6, 2], [0, 0], [True, False], [True, False]), {}
 
 
 def windows_of_cut_dims() -> Iterator[Sample]:
