@@ -95,3 +95,10 @@ def test_a_local_form_of_a_user_counts() -> None:
         one = sl.jit(op, in_specs=("n@a _",)).plan(x)
     assert estimated(one) == written(one) == (2 * 4096 * 4 * 7 / 8, 1)
     assert sl.prove(op, torch.randn(5, 3)).cuts > 1
+
+
+def test_ops_that_decide_together_send_what_each_of_them_does() -> None:
+    """Of these two slices one sends a row, and the other nothing."""
+    with sl.Mesh.abstract(seq=8, machine="h100"):
+        plan = sl.jit(lambda x: x[1:] - x[:-1], in_specs=("s@seq _",)).plan(torch.empty(1024, 64, device="meta"))
+    assert [(c.kind, c.bytes) for c in plan.collectives] == [("ppermute", 256)]

@@ -88,7 +88,7 @@ class Problem:
         self.records = Counter(r for r in records if r.kinds)
         self.settled = Counter(r for r in records if not r.kinds)
         self.compute = [self.compute_of(m[0], len(m)) for m in self.members]
-        self.senders = [list(self._senders(m[0], len(m))) for m in self.members]
+        self.senders = [list(self._senders(m)) for m in self.members]
         self.passed = [list(self._passed(m[0], len(m))) for m in self.members]
 
     def _find_kinds(self, graph: Graph) -> None:
@@ -177,19 +177,18 @@ class Problem:
                     for slot in unit.rounds.keys() & set(cut):
                         yield Passed(value.nbytes * count, count, cut, slot, unit.rounds[slot], operand)
 
-    def _senders(self, unit: Unit, count: int) -> Iterable[Sender]:
-        """The ops of a unit with a local form; attention, which has choices of its own, is priced by what is passed."""
+    def _senders(self, units: Iterable[Unit]) -> Iterable[Sender]:
+        """The ops of a kind's units with a local form, each with all that send what it sends; attention, which has
+        choices of its own, is priced by what is passed."""
         found: dict[object, tuple[Op, int]] = {}
-        for op in unit.ops:
+        for op in (op for unit in units if not unit.alone for op in unit.ops):
             slots = self.units.op_slots[op]
-            if op.rule is None or op.rule.local is None or unit.alone:
-                continue
-            if any(f in op.rule.local_factors for f, _ in slots):
+            if op.rule is not None and op.rule.local is not None and any(f in op.rule.local_factors for f, _ in slots):
                 key = id(op.rule), tuple(slots.items()), tuple(self._leaf_sizes(op))
-                first, n = found.get(key, (op, 0))
-                found[key] = first, n + count
-        for op, n in found.values():
-            yield Sender(op, tuple(self.units.op_slots[op].items()), n)
+                first, times = found.get(key, (op, 0))
+                found[key] = first, times + 1
+        for op, times in found.values():
+            yield Sender(op, tuple(self.units.op_slots[op].items()), times)
 
     def _leaf_sizes(self, op: Op) -> Iterable[tuple[int, ...]]:
         return (tuple(map(self.flood.dims.size, leaves)) for leaves in self.flood.labels[op].values())

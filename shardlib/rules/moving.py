@@ -44,8 +44,6 @@ def _mirrored(size: int) -> Callable[[Range], Range]:
     return lambda r: (size - r[1], size - r[0])
 
 
-
-
 def send_rows(call: Call) -> Rule:
     """`send_rows(x, sources, rows)`: devices with a row each send it; those that hold several have to see them all."""
     space, (n, *_) = Space(), call.operands[0].shape
