@@ -43,6 +43,7 @@ from shardlib.prove import Proof, prove
 from shardlib.rules import rule
 from shardlib.scaling import scaling
 from shardlib.scanning import scan
+from shardlib.schedule import Schedule
 from shardlib.shard_map import shard_map
 from shardlib.specs.spec import P, Spec
 from shardlib.tensors import persist as _persist  # noqa: F401  (tells torch.load what it may read)
@@ -60,7 +61,7 @@ __all__ = [
     # compiling and planning
     "jit", "Plan", "check", "comm_budget", "redundancy_budget", "rule", "prove", "Proof", "debug_print",
     # what a step would take
-    "Machine", "scaling",
+    "Machine", "Schedule", "scaling",
     # modules of torch
     "parallelize", "materialize", "strategies", "Precision", "suggest", "Checkpoints",
     # per-device code by hand

@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from shardlib.program.steps import Program
 from shardlib.propagate import Propagated, propagate
 from shardlib.ranks import world
 from shardlib.regather import Regather, mark
+from shardlib.schedule import DEFAULT, Schedule
 from shardlib.specs.fixed import Fixed
 from shardlib.specs.layout import Layout
 from shardlib.specs.prefix import SpecLike, broadcast_prefix
@@ -75,12 +77,13 @@ def compile_program(
     donate: Collection[int | str] = (),
     owned: int | None = None,
     regather: Regather = "auto",
+    schedule: Schedule = DEFAULT,
 ) -> Compiled:
     """Run all stages on `fn(*args, **kwargs)`.
 
     `in_specs` and `out_specs` are prefix pytrees of specs; `placed` gives the layout of a leaf of the call that has
     one. `state`, `differentiate`, `exact` and `watch` are as in `trace`; `donate` are arguments whose memory is given
-    up, `owned` is as in `Program`, `regather` as in `jit`.
+    up, `owned` is as in `Program`, `regather` and `schedule` as in `jit`.
     """
     clock = _Clock()
     call = flatten_call(fn, args, kwargs, static, state)
@@ -118,10 +121,10 @@ def compile_program(
     clock.stop("lower")
     program = replace(program, donated=_donated(traced, donate), owned=owned)
     program = program if traced.after.gradients else replace(program, replaced=_replaced(traced, program))
-    halves = None
+    halves, passed = None, partial(run_passes, how=schedule)
     if traced.after.gradients:
-        halves = split(program, len(traced.after.cotangents), len(traced.after.gradients)).through(run_passes)
-    program = run_passes(program) if halves is None else halves.joint
+        halves = split(program, len(traced.after.cotangents), len(traced.after.gradients)).through(passed)
+    program = passed(program) if halves is None else halves.joint
     clock.stop("passes")
     names = tuple(zip(traced.input_names, graph.inputs, strict=True))
     return Compiled(traced, mesh, graph, propagated, program, names, fixed_inputs, halves, clock.seconds)

@@ -37,6 +37,7 @@ from shardlib.plans.plan import Plan
 from shardlib.random.draw import in_call
 from shardlib.regather import WAYS, Regather
 from shardlib.run import Runner, load
+from shardlib.schedule import DEFAULT, Schedule
 from shardlib.state import compiling, is_single_device, is_tracing, unseen
 from shardlib.tensors.agreed import ALWAYS, compare_arguments
 from shardlib.tensors.replaced import refuse_replaced
@@ -57,6 +58,7 @@ def jit(
     comm_budget: CommBudget | None = None,
     redundancy_budget: RedundancyBudget | None = None,
     regather: Regather = "auto",
+    schedule: Schedule | str | None = None,
 ) -> Any:
     """Compile `fn` for the current mesh, at the first call for each set of what it can see.
 
@@ -90,6 +92,7 @@ def jit(
     `regather` says whether inputs that are gathered for the forward pass are kept whole for the backward one:
     `"never"` keeps them; `"always"` gathers them again, which sends more and holds less, as ZeRO-3 does; `"auto"` does
     so for parameters whose strategy says it (`fsdp`, `hsdp`), and for what is read in checkpoints, which run twice.
+    `schedule`, an `sl.Schedule` or its text, says how far messages run ahead of what waits for them.
 
     Raises `ShardingError` outside any mesh, where specs do not fit, where a budget is exceeded, and for
     what would leave the trace unseen. Warns `RetraceWarning`, once, of a function that is compiled again and again.
@@ -112,6 +115,7 @@ def jit(
             comm_budget=comm_budget,
             redundancy_budget=redundancy_budget,
             regather=regather,
+            schedule=schedule,
         )
     refuse_others_than_functions(fn)
     if regather not in WAYS:
@@ -127,7 +131,14 @@ def jit(
             raise ShardingError(f"{budget!r} is no budget", remedy=f"{kind.name}=sl.{kind.name}({example})")
     static = (*_tuple(static_argnums), *_tuple(static_argnames))
     return Jitted(
-        fn, in_specs, out_specs, frozenset(static), frozenset(_tuple(donate_argnums)), tuple(budgets), regather
+        fn,
+        in_specs,
+        out_specs,
+        frozenset(static),
+        frozenset(_tuple(donate_argnums)),
+        tuple(budgets),
+        regather,
+        Schedule.of(schedule),
     )
 
 
@@ -147,9 +158,10 @@ class Jitted(Function):
         donate: frozenset[int | str],
         budgets: tuple[Budget, ...],
         regather: Regather,
+        schedule: Schedule = DEFAULT,
     ) -> None:
         functools.update_wrapper(self, fn)
-        super().__init__(fn, in_specs, out_specs, static, donate, regather)
+        super().__init__(fn, in_specs, out_specs, static, donate, regather, schedule)
         self.budgets = budgets
         self.programs = Programs()
         self.methods = Methods()
@@ -258,11 +270,15 @@ class Jitted(Function):
         return self if instance is None else Method(self, instance)
 
     def __reduce__(self) -> Any:
-        return Jitted, (self.fn, self.in_specs, self.out_specs, self.static, self.donate, self.budgets, self.regather)
+        return Jitted, (self.fn, *self._said())
+
+    def _said(self) -> tuple[Any, ...]:
+        at = self.in_specs, self.out_specs, self.static, self.donate
+        return *at, self.budgets, self.regather, self.schedule
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Jitted:
         fn = copy.deepcopy(self.fn, memo)
-        return Jitted(fn, self.in_specs, self.out_specs, self.static, self.donate, self.budgets, self.regather)
+        return Jitted(fn, *self._said())
 
     def __repr__(self) -> str:
         return f"<jit of {self.name}>"

@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -115,23 +116,52 @@ def test_what_does_not_go_together(old: str, new: str) -> None:
     assert sum(line.startswith("start") for line in found) == 2
 
 
-def test_a_message_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bundle, "MESSAGE_BYTES", 100)
+def test_a_message_has_a_limit() -> None:
     steps = [
         f"p{i}: f32[8 +a] = aten.mul.Tensor(x, {i})\nstart all_reduce[a] s{i}: f32[8] = p{i} {{}} 32 B\nwait s{i}"
         for i in range(6)
     ]
-    found = by(bundle.bundle, "\n".join(["input x: f32[8 +a]", *steps, "return s0, s1, s2, s3, s4, s5"]))
+    text = "\n".join(["input x: f32[8 +a]", *steps, "return s0, s1, s2, s3, s4, s5"])
+    found = by(partial(bundle.bundle, how=sl.Schedule(bucket=100)), text)
     assert [line.count(" = ") for line in found if line.startswith("start")] == [3, 3]
 
 
-def test_a_gather_starts_before_it_is_read_and_not_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bundle, "PREFETCH", 3)
-    steps = [f"x{i + 1}: f32[8] = aten.neg.default(x{i})" for i in range(10)]
-    end = "start all_gather[a] g: f32[8] = w {dim: 0, sizes: [4, 4]} 16 B\nwait g\nr: f32[8] = aten.add.Tensor(x10, g)"
-    found = by(bundle.bundle, "\n".join(["input x0: f32[8]", "input w: f32[8@a]", *steps, end, "return r"]))
-    assert 5 <= next(i for i, line in enumerate(found) if line.startswith("start")) <= 9
-    assert found[-3:-1] == ["wait g", "r: f32[8] = aten.add.Tensor(x10, g)"]
+WIDE = 1 << 17
+
+
+@pytest.mark.parametrize(
+    ("how", "starts"),
+    [
+        (sl.Schedule(prefetch=0), [0, 2, 4, 6]),  # each in front of its own reader
+        (sl.Schedule(), [0, 0, 2, 4]),
+        (sl.Schedule(prefetch=2), [0, 0, 0, 2]),
+        (sl.Schedule(prefetch=9), [0, 0, 0, 0]),
+        (
+            sl.Schedule(prefetch=2, cap=8 * WIDE),
+            [0, 0, 1, 3],
+        ),  # two are held at once: the next starts where one was read
+        (sl.Schedule(prefetch=2, cap=7 * WIDE), [0, 1, 3, 5]),
+    ],
+)
+def test_weights_are_gathered_layers_ahead(how: sl.Schedule, starts: list[int]) -> None:
+    """Four layers of one gather and two calls; the places of the starts are counted in calls before them."""
+    text = "\n".join(
+        [
+            f"input x0: f32[{WIDE}]",
+            *(f"input w{i}: f32[{WIDE}@a]" for i in range(4)),
+            *(
+                f"start all_gather[a] g{i}: f32[{WIDE}] = w{i} {{dim: 0, sizes: [65536, 65536]}} 16 B\nwait g{i}\n"
+                f"y{i}: f32[{WIDE}] = aten.add.Tensor(x{i}, g{i})\nx{i + 1}: f32[{WIDE}] = aten.neg.default(y{i})"
+                for i in range(4)
+            ),
+            "return x4",
+        ]
+    )
+    found = by(partial(bundle.bundle, how=how), text)
+    calls = itertools.accumulate((" = aten." in line for line in found), initial=0)
+    places = dict(zip((line.split(" = ")[0] for line in found), calls, strict=False))
+    assert [places[f"start all_gather[a] g{i}: f32[{WIDE}]"] for i in range(4)] == starts
+    assert all(places[f"wait g{i}"] == 2 * i for i in range(4))
 
 
 # schedule -------------------------------------------------------------------------------------------------------------
@@ -151,13 +181,62 @@ def test_arithmetic_that_waits_for_nothing_comes_first() -> None:
     """
     assert by(schedule.schedule, text) == lines("""
         start all_reduce[a] s: f32[8, 8] = x {} 256 B
+        n: f32[8, 8] = aten.neg.default(y)
         z: f32[8, 8] = aten.mm.default(y, y)  ; 1024.0 flop
+        m: f32[8, 8] = aten.mm.default(n, y)  ; 1024.0 flop
         wait s
         r: f32[8, 8] = aten.mm.default(s, y)  ; 1024.0 flop
-        n: f32[8, 8] = aten.neg.default(y)
-        m: f32[8, 8] = aten.mm.default(n, y)  ; 1024.0 flop
         return r, z, m
     """)
+
+
+LED = """
+    input x: f32[8, 8 +a]
+    input y: f32[8, 8]
+    n: f32[8, 8 +a] = aten.neg.default(x)
+    z: f32[8, 8 +{over}] = aten.mm.default(y, y)  ; 1024.0 flop
+    start all_reduce[{over}] t: f32[8, 8] = z {{}} 256 B
+    start all_reduce[a] s: f32[8, 8] = n {{}} 256 B
+    wait s
+    r: f32[8, 8] = aten.mm.default(s, y)  ; 1024.0 flop
+    wait t
+    return r, t
+"""
+
+
+def test_what_does_not_lead_to_a_message_goes_behind_its_start() -> None:
+    """With a message of another group that it leads to itself."""
+    assert by(schedule.schedule, LED.format(over="b"))[:5] == lines("""
+        n: f32[8, 8 +a] = aten.neg.default(x)
+        start all_reduce[a] s: f32[8, 8] = n {} 256 B
+        z: f32[8, 8 +b] = aten.mm.default(y, y)  ; 1024.0 flop
+        start all_reduce[b] t: f32[8, 8] = z {} 256 B
+        wait s
+    """)
+
+
+def test_no_message_passes_another_of_its_group() -> None:
+    found = by(schedule.schedule, LED.format(over="a"))
+    assert [line.split()[2] for line in found if line.startswith("start")] == ["t:", "s:"]
+
+
+def test_a_reader_that_nobody_waits_for_is_late() -> None:
+    """A gradient's cast waits for its sum, and nothing waits for the cast."""
+    text = """
+        input x: f32[8, 8 +a]
+        input y: f32[8, 8]
+        start all_reduce[a] s: f32[8, 8] = x {} 256 B
+        wait s
+        c: f64[8, 8] = aten._to_copy.default(s, dtype=torch.float64)
+        v: f32[8, 8] = aten.permute.default(y, [1, 0])
+        z: f32[8, 8 +b] = aten.mm.default(v, y)  ; 1024.0 flop
+        start all_reduce[b] t: f32[8, 8] = z {} 256 B
+        wait t
+        r: f32[8, 8] = aten.neg.default(t)
+        return r, c
+    """
+    found = by(schedule.schedule, text)
+    assert found.index("wait s") > next(i for i, line in enumerate(found) if line.startswith("start all_reduce[b]"))
 
 
 # settle ---------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from shardlib.errors import ShardingError
 from shardlib.jitted.programs import Programs
 from shardlib.meshes.mesh import Mesh
 from shardlib.regather import Regather
+from shardlib.schedule import DEFAULT, Schedule
 from shardlib.tensors.tensor import ShardedTensor
 from shardlib.tracing.asked import at_home
 
@@ -36,11 +37,12 @@ class Function:
         static: frozenset[int | str],
         donate: frozenset[int | str],
         regather: Regather,
+        schedule: Schedule = DEFAULT,
     ) -> None:
         self.name: str = getattr(fn, "__name__", type(fn).__name__)
         self.fn, self.in_specs, self.out_specs = fn, in_specs, out_specs
         self.static, self.donate = by_position_and_name(fn, static), by_position_and_name(fn, donate)
-        self.regather = regather
+        self.regather, self.schedule = regather, schedule
 
     @functools.cached_property
     def _closure(self) -> Closure:

@@ -193,6 +193,7 @@ class Invocation:
                 watch=watch,
                 donate=function.donate,
                 regather=function.regather,
+                schedule=function.schedule,
                 differentiate=any(isinstance(x, torch.Tensor) and x.requires_grad for x in self.leaves),
             )
         return Plan(compiled)

@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
+from shardlib.machine import Machine
 from shardlib.passes import bundle, free, fuse, reuse, schedule, settle
 from shardlib.program.check import check
 from shardlib.program.steps import Program
+from shardlib.program.storage import peak_bytes
+from shardlib.schedule import DEFAULT, Schedule
 
 PASSES = (fuse.fuse, bundle.bundle, schedule.schedule, settle.settle, reuse.reuse, free.free)
+_MOVING = {bundle.bundle, schedule.schedule}
 
 
-def run_passes(program: Program) -> Program:
-    """The program after all passes, checked after each; raises `ProgramError` for what would be a fault of ours."""
+def run_passes(program: Program, how: Schedule = DEFAULT, memory: float | None = None) -> Program:
+    """The program after all passes, checked after each; raises `ProgramError` for what would be a fault of ours.
+
+    What hides messages holds memory. Where the program would not fit into `memory` bytes (None: what a device of the
+    mesh's machine has), nothing is gathered ahead, and then nothing moves at all.
+    """
+    limit = Machine.of(program.mesh.machine).device.memory if memory is None else memory
+    found: list[tuple[int, Program]] = []
+    for way in (how, replace(how, prefetch=0), None):
+        made = program
+        for made in _passed(program, way):
+            check(made)
+        if not program.collectives or (held := peak_bytes(made)) <= limit:
+            return made
+        found.append((held, made))
+    return min(found, key=lambda pair: pair[0])[1]
+
+
+def _passed(program: Program, how: Schedule | None) -> Iterator[Program]:
+    """What each pass makes; without a schedule messages stay where they are."""
     for one in PASSES:
-        program = check(one(program))
-    return program
+        if how is None and one in _MOVING:
+            continue
+        program = bundle.bundle(program, how or DEFAULT) if one is bundle.bundle else one(program)
+        yield program

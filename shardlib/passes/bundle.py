@@ -1,33 +1,43 @@
 """When collectives start, and which of them together.
 
-Reductions start as soon as their source is there, gathers a little before they are read. Collectives of one kind over
-one group travel in one message as long as nobody waits for it. Each message is waited for in front of the first step
-that reads one of its results. Every rank bundles the same program the same way, so the ranks meet in the same order.
+Reductions start as soon as their source is there. What is gathered starts when the layer before the one that reads it
+begins (`units`; how many before, and under which cap, says the `Schedule`). Collectives of one kind over one group
+travel in one message as long as nobody waits for it, weights only with others of their layer, up to the size from which
+on a message's latency does not matter. Each message is waited for in front of the first step that reads one of its
+results. Every rank bundles the same program the same way, so the ranks meet in the same order.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import heapq
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from shardlib.machine import Machine
+from shardlib.meshes.axis import Axis
+from shardlib.passes.units import units
 from shardlib.program.steps import Collective, Compute, Copy, Free, Program, Start, Step, Var, Wait, makes, reads
+from shardlib.reshard.prices import Prices
+from shardlib.schedule import DEFAULT, Schedule
+from shardlib.simulate.collectives import transfer
 
-MESSAGE_BYTES = 4 << 20  # past this size a message gains nothing from growing
-PREFETCH = 64  # steps ahead of its first reader that a gather may start,
-AHEAD = 2 * MESSAGE_BYTES  # and of how many bytes others may be there, or on their way, that are read before
+MESSAGE_BYTES = 4 << 20  # a message may always be so long,
+_LATENCIES = 8  # and so many times what could be sent while it pays its latency
+AHEAD = 2 * MESSAGE_BYTES  # bytes of sums that may be on their way, however many messages they are
 _SUMS = ("all_reduce", "reduce_scatter")
+_GATHERS = ("all_gather", "all_to_all")
 _FLYING = 2  # sums that may be on their way, however many bytes they have
 FLIGHT = 8  # steps that a collective is given before another one builds on it
 
 _TOGETHER = ("all_reduce", "all_gather", "reduce_scatter")
 
 
-def bundle(program: Program) -> Program:
+def bundle(program: Program, how: Schedule = DEFAULT) -> Program:
     """The program with collectives that start early, and together."""
     if not program.collectives:
         return program
-    return replace(program, steps=tuple(_Bundler(program).run()))
+    return replace(program, steps=tuple(_Bundler(program, how).run()))
 
 
 @dataclass
@@ -44,16 +54,22 @@ _Item = Compute | Copy | Free | Collective
 class _Bundler:
     """Goes through the collectives, each for itself, and all other steps, by their places."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, how: Schedule) -> None:
+        self.program, self.how = program, how
         self.items: list[_Item] = []
         for step in program.steps:
             if not isinstance(step, Wait):
                 self.items += step.moves if isinstance(step, Start) else [step]
         self.producer = {out: i for i, item in enumerate(self.items) for out in makes(item)}
         self.first_use: dict[Var, int] = {}
+        self.last_use: dict[Var, int] = {}
         for i, item in enumerate(self.items):
             for var in reads(item):
                 self.first_use.setdefault(var, i)
+                self.last_use[var] = i
+        self.rooms: dict[tuple[str, tuple[Axis, ...]], int] = {}
+        self.unit: dict[Collective, int] = {}
+        self.layer = 0  # bytes of the largest unit
         self.earliest = self._earliest()
         self.start: dict[Collective, int] = {}
         self.done: set[int] = set()
@@ -108,9 +124,9 @@ class _Bundler:
         for start, i in sorted((self._wanted(self._collective(i), i), i) for i in where):
             c = self._collective(i)
             nbytes = max(c.source.nbytes, c.out.nbytes)
-            key = (c.kind, c.axes, c.reduce) if c.kind in _TOGETHER else c
+            key = (c.kind, c.axes, c.reduce, self.unit.get(c)) if c.kind in _TOGETHER else c
             bundle = opened.get(key)
-            if bundle is None or start > bundle.deadline or bundle.nbytes + nbytes > MESSAGE_BYTES:
+            if bundle is None or start > bundle.deadline or bundle.nbytes + nbytes > self._room(c):
                 bundle = opened[key] = _Open()
                 bundles.append(bundle)
             bundle.members.append(c)
@@ -128,10 +144,7 @@ class _Bundler:
         """The earliest place in front of which collective c, at i, should start."""
         if c.kind == "ppermute":
             return i  # what goes round stands where it runs under the arithmetic; two hops early, it would wait for one
-        ready = self._ready(c.source)
-        if c.kind == "all_gather":
-            ready = max(ready, self.first_use.get(c.out, i) - PREFETCH, self.earliest[c])
-        return min(ready, i)
+        return min(max(self._ready(c.source), self.earliest.get(c, 0)), i)
 
     def _ready(self, var: Var) -> int:
         """The place behind which `var` can be there."""
@@ -140,20 +153,51 @@ class _Bundler:
         item = self.items[i]
         return min(self.start[item] + FLIGHT, i + 1) if isinstance(item, Collective) else i + 1
 
+    def _room(self, c: Collective) -> int:
+        """Bytes of a message of this kind and group."""
+        if (said := self.how.nbytes("bucket")) is not None:
+            return said
+        key = c.kind, c.axes
+        if key not in self.rooms:
+            mesh = self.program.mesh
+            span = Machine.of(mesh.machine).span(c.axes, mesh.axes)
+            latency = transfer(c.kind, 0.0, span).seconds if span.size > 1 else 0.0
+            self.rooms[key] = max(MESSAGE_BYTES, int(_LATENCIES * latency * span.ring))
+        return self.rooms[key]
+
     def _earliest(self) -> dict[Collective, int]:
         """For each gather, the place in front of which it does not start: what is gathered too early is held longer.
 
-        That is where an earlier one is read first: one with up to `AHEAD` bytes in between, or the second before.
+        That is where the unit so many before its own is first read, or later, where the cap would not hold.
         """
-        found = [(self.first_use.get(c.out, i), c) for i, c in enumerate(self.items) if isinstance(c, Collective)]
-        gathers = sorted(((use, c) for use, c in found if c.kind == "all_gather"), key=lambda pair: pair[0])
-        earliest, first, between = {}, -1, 0
-        for k, (_, c) in enumerate(gathers):
-            while first < k - 2 and between > AHEAD:
-                first += 1
-                between -= gathers[first][1].out.nbytes
-            earliest[c] = gathers[first][0] if first >= 0 else 0
-            between += c.out.nbytes
+        prices = Prices.of(self.program.mesh)
+        found = [(self.first_use.get(c.out, i), i, c) for i, c in enumerate(self.items) if isinstance(c, Collective)]
+        gathers = sorted((use, i) for use, i, c in found if c.kind in _GATHERS)
+        moved = [self._collective(i) for _, i in gathers]
+        keys = [(c.kind, c.axes, c.line, c.backward, c.out.layout, c.out.dtype) for c in moved]
+        ahead = self.how.prefetch
+        least = max((prices.latency(c.axes) * prices.rate(c.axes) for c in moved), default=0) if ahead is None else 0
+        numbers = units(keys, [c.out.nbytes for c in moved], least)
+        begin: dict[int, int] = {}
+        size = Counter[int]()
+        for (use, _), unit, c in zip(gathers, numbers, moved, strict=True):
+            begin.setdefault(unit, use)
+            size[unit] += c.out.nbytes
+        self.layer = max(size.values(), default=0)
+        ahead = 1 if ahead is None else ahead
+        room, held = self.how.nbytes("cap"), 0
+        ends: list[tuple[int, int]] = []  # where what is held is read last, and its bytes
+        earliest = {}
+        for (use, i), unit, c in zip(gathers, numbers, moved, strict=True):
+            if self._root(c.source) is None:
+                self.unit[c] = unit
+            at, nbytes = begin[unit - ahead] if unit >= ahead else 0, c.out.nbytes
+            while ends and (ends[0][0] <= at or (room is not None and held + nbytes > room and ends[0][0] < use)):
+                end, freed = heapq.heappop(ends)
+                at, held = max(at, end), held - freed
+            earliest[c] = at if room is None or held + nbytes <= room else use
+            heapq.heappush(ends, (self.last_use.get(c.out, i) + 1, nbytes))
+            held += nbytes
         return earliest
 
     # Order ----------------------------------------------------------------------------------------------------------
@@ -172,7 +216,7 @@ class _Bundler:
         sums = [start for start in dict.fromkeys(self.flying.values()) if start.moves[0].kind in _SUMS]
         held = [sum(c.source.nbytes for c in start.moves) for start in sums]
         for k, start in enumerate(sums[:-_FLYING]):
-            if sum(held[k:]) > AHEAD:
+            if sum(held[k:]) > max(AHEAD, 2 * self.layer):
                 self._land(start.outs[:1])
 
     def _bring(self, var: Var) -> None:

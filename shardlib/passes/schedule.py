@@ -1,44 +1,119 @@
-"""Work for the time in which a message is in flight: matmuls that stand a little later go in front of the wait."""
+"""Work for the time in which a message is in flight, by the clock of the mesh's machine.
+
+Where a message would be waited for, what stands a little later and does not need it goes in front of the wait; calls
+that stand before its start and do not lead to it go behind. No message passes another of its group.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
-from shardlib.program.steps import Compute, Program, Start, Step, Wait, makes, reads
+from shardlib.machine import Machine
+from shardlib.meshes.axis import Axis
+from shardlib.passes.split import gives, needs
+from shardlib.program.steps import Compute, Program, Start, Step, Var, Wait, reads
+from shardlib.simulate import rooflines
+from shardlib.simulate.collectives import Transfer, transfer
 
-HOIST = 32  # steps behind a wait among which work is looked for
+WINDOW = 32  # steps around a wait among which work is looked for
+_SURE = 2  # times the seconds of a message that are covered: they are estimates
 
 
 def schedule(program: Program) -> Program:
-    """The program with such work brought forward."""
-    there, done = set(program.given), set[int]()
-    steps: list[Step] = []
+    """The program with such work beside its messages."""
+    return replace(program, steps=tuple(_Clock(program).run())) if program.collectives else program
 
-    def write(i: int, step: Step) -> None:
-        steps.append(step)
-        there.update(makes(step))
-        done.add(i)
 
-    for i, step in enumerate(program.steps):
+class _Clock:
+    """Writes the steps anew, and knows when each would run."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.machine = Machine.of(program.mesh.machine)
+        self.costs = rooflines.plain(program)
+        self.done: set[int] = set()
+        self.steps: list[Step] = []
+        self.now = 0.0
+        self.free: dict[bool, float] = {}  # when each link is
+        self.ends: dict[tuple[Var, ...], float] = {}
+        self.before: dict[Start, float] = {}  # when the link of a message was free
+        self.waits = {step.outs: i for i, step in enumerate(program.steps) if isinstance(step, Wait)}
+        self.stalled = 0  # the steps written so far that stand in front of a wait which took time
+
+    def run(self) -> list[Step]:
+        for i in range(len(self.program.steps)):
+            if i not in self.done:
+                self._take(i)
+        return self.steps
+
+    def _take(self, i: int) -> None:
+        """Write a step, and beside it what hides a message."""
+        step = self.program.steps[i]
         if isinstance(step, Wait):
-            for j, other in _work(program.steps, i + 1):
-                if j not in done and there.issuperset(reads(other)):
-                    write(j, other)
-        if i not in done:
-            write(i, step)
-    return replace(program, steps=tuple(steps))
+            self._cover(i, step)
+            if self.ends[step.outs] > self.now:
+                self.now, self.stalled = self.ends[step.outs], len(self.steps)
+        late = self._behind(i, step) if isinstance(step, Start) else []
+        self._put(step)
+        self.done.add(i)
+        for other in late:
+            self._put(other)
 
+    def _put(self, step: Step) -> None:
+        self.steps.append(step)
+        self.now += self._seconds(step)
+        if isinstance(step, Start):
+            how = self._transfer(step)
+            self.before[step] = self.free.get(how.far, 0.0)
+            self.free[how.far] = self.ends[step.outs] = max(self.now, self.before[step]) + how.seconds
 
-def _work(steps: tuple[Step, ...], first: int) -> Iterator[tuple[int, Compute]]:
-    """The arithmetic among the next steps."""
-    left = HOIST
-    for j in range(first, len(steps)):
-        step = steps[j]
-        if isinstance(step, Start | Wait):
-            continue
-        if isinstance(step, Compute) and step.flops:
-            yield j, step
-        left -= 1
-        if not left:
-            return
+    def _transfer(self, step: Start) -> Transfer:
+        span = self.machine.span(step.first.axes, self.program.mesh.axes)
+        return transfer(step.first.kind, sum(c.bytes for c in step.moves), span)
+
+    def _seconds(self, step: Step) -> float:
+        return rooflines.seconds(step, self.costs[step], self.machine.device) if isinstance(step, Compute) else 0.0
+
+    def _cover(self, i: int, wait: Wait) -> None:
+        """Write what stands behind a wait and does not need it, in order, until the message is there."""
+        end = self.ends[wait.outs]
+        until = self.now + _SURE * (end - self.now)
+        needed, groups = set(wait.outs), set[tuple[Axis, ...]]()  # what waits, and the groups of messages among it
+        for j in range(i + 1, min(i + 1 + WINDOW, len(self.program.steps))):
+            step = self.program.steps[j]
+            if self.now >= until or not (needs(step) or gives(step)) or (isinstance(step, Compute) and not step.made):
+                return
+            if j in self.done:
+                continue
+            is_late = isinstance(step, Wait) and self.ends.get(step.outs, end) > self.now
+            if not needed.isdisjoint(needs(step)) or is_late or (isinstance(step, Start) and step.first.axes in groups):
+                needed.update(gives(step))
+                groups |= {step.first.axes} if isinstance(step, Start) else set()
+            else:
+                self._take(j)
+
+    def _behind(self, i: int, start: Start) -> list[Step]:
+        """Take back what does not lead to a message, until that takes as long; its start comes before them.
+
+        A start among it comes along, unless it is of the same group.
+        """
+        there = self.program.steps[i + 1 : self.waits[start.outs]]
+        seconds = _SURE * self._transfer(start).seconds
+        seconds -= sum(self._seconds(s) for k, s in enumerate(there, i + 1) if k not in self.done)
+        needed, kept, late = set(start.sources), [start.first.axes], list[Step]()
+        for k in range(len(self.steps) - 1, max(self.stalled, len(self.steps) - WINDOW) - 1, -1):
+            if seconds <= 0:
+                break
+            step = self.steps[k]
+            if isinstance(step, Compute) and step.made and needed.isdisjoint(step.made):
+                seconds -= self._seconds(step)
+                self.now -= self._seconds(step)
+            elif isinstance(step, Start) and needed.isdisjoint(step.outs) and step.first.axes not in kept:
+                self.free[self._transfer(step).far] = self.before[step]
+            else:
+                needed |= {*reads(step), *(step.outs if isinstance(step, Wait) else ())}
+                kept += [step.first.axes] if isinstance(step, Start) else []
+                continue
+            late.append(step)
+            del self.steps[k]
+        return late[::-1]

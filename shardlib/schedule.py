@@ -1,0 +1,116 @@
+"""How far collectives run ahead of what waits for them: what a user states of it, as a value that prints and parses."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass, fields
+from typing import Any
+
+from shardlib.errors import ShardingError
+
+_UNITS = {"B": 1} | {
+    f"{prefix}{binary}B": (1024 if binary else 1000) ** power
+    for power, prefix in enumerate("kMGT", 1)
+    for binary in ("", "i")
+}
+_UNITS["KiB"] = _UNITS.pop("kiB")
+_SIZE = re.compile(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([A-Za-z]+)\s*")
+
+
+def nbytes(size: int | str, what: str) -> int:
+    """Bytes, of a number of them or a text with its unit; `what` is called so in errors.
+
+    Raises `ShardingError` for a text without a unit, and for what is not positive.
+
+    Example:
+        >>> nbytes("25MiB", "bucket"), nbytes("1.5 GB", "cap"), nbytes(512, "cap")
+        (26214400, 1500000000, 512)
+    """
+    wrong = f"{what}={size!r} is no number of bytes"
+    if isinstance(size, str):
+        if (found := _SIZE.fullmatch(size)) is None or found[2] not in _UNITS:
+            known = ", ".join(sorted(_UNITS, key=_UNITS.__getitem__))
+            raise ShardingError(wrong, rule=f"a size in a text has a unit: {known}", remedy=f'{what}="25MiB"')
+        size = int(float(found[1]) * _UNITS[found[2]])
+    if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
+        raise ShardingError(wrong, rule="sizes are positive", remedy=f'{what}="25MiB"')
+    return size
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a program hides its messages behind its arithmetic; None leaves a field to the machine of the mesh.
+
+    Weights that are gathered for a layer (what the program repeats; without repetition, what makes a message) start
+    to be gathered `prefetch` layers before it, are held till their last reader, and travel in messages of up to
+    `bucket` bytes, as gradients do that are reduced. While more than `cap` bytes of gathered weights would be held,
+    nothing is gathered ahead. Sizes are bytes or texts with a unit.
+
+    Raises `ShardingError` for a negative distance, and sizes that are none, naming all of them.
+
+    Example:
+        >>> how = Schedule(prefetch=1, cap="2GiB")
+        >>> how
+        Schedule(prefetch=1, cap='2GiB')
+        >>> Schedule.parse(str(how)) == how
+        True
+    """
+
+    prefetch: int | None = None
+    bucket: int | str | None = None
+    cap: int | str | None = None
+
+    def __post_init__(self) -> None:
+        faults = []
+        ahead = self.prefetch
+        if ahead is not None and (not isinstance(ahead, int) or isinstance(ahead, bool) or ahead < 0):
+            faults.append(f"prefetch={ahead!r} is no number of layers, 0 or more")
+        for what in ("bucket", "cap"):
+            try:
+                self.nbytes(what)
+            except ShardingError as error:
+                faults.append(str(error).splitlines()[0].rstrip(":"))
+        if faults:
+            rule = "a distance is a count, a size a number of bytes or a text with a unit"
+            remedy = 'Schedule(prefetch=1, bucket="25MiB", cap="2GiB")'
+            raise ShardingError("Schedule cannot be made", faults, rule=rule, remedy=remedy)
+
+    def nbytes(self, what: str) -> int | None:
+        """The bytes of a field."""
+        size = getattr(self, what)
+        return None if size is None else nbytes(size, what)
+
+    def __repr__(self) -> str:
+        said = [(f.name, getattr(self, f.name)) for f in fields(self)]
+        return f"Schedule({', '.join(f'{name}={x!r}' for name, x in said if x is not None)})"
+
+    @staticmethod
+    def parse(text: str) -> Schedule:
+        """The schedule of a text, as `repr` prints it.
+
+        Example:
+            >>> Schedule.parse("Schedule(prefetch=0)")
+            Schedule(prefetch=0)
+        """
+        try:
+            call = ast.parse(text.strip(), mode="eval").body
+            if not isinstance(call, ast.Call) or ast.unparse(call.func) != "Schedule" or call.args:
+                raise ValueError("it is no Schedule with fields by name")
+            return Schedule(**{str(word.arg): ast.literal_eval(word.value) for word in call.keywords})
+        except (SyntaxError, ValueError, TypeError) as error:
+            raise ShardingError(f"{text!r} cannot be read as a schedule", [str(error)]) from error
+
+    @staticmethod
+    def of(what: Any) -> Schedule:
+        """A schedule, the one of a text, or the default."""
+        if what is None:
+            return DEFAULT
+        if isinstance(what, str):
+            return Schedule.parse(what)
+        if isinstance(what, Schedule):
+            return what
+        raise ShardingError(f"schedule={what!r} is no schedule", remedy="schedule=sl.Schedule(prefetch=1)")
+
+
+DEFAULT = Schedule()
