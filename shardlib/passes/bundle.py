@@ -26,7 +26,7 @@ MESSAGE_BYTES = 4 << 20  # a message may always be so long,
 _LATENCIES = 8  # and so many times what could be sent while it pays its latency
 AHEAD = 2 * MESSAGE_BYTES  # bytes of sums that may be on their way, however many messages they are
 _SUMS = ("all_reduce", "reduce_scatter")
-_GATHERS = ("all_gather", "all_to_all")
+GATHERS = ("all_gather", "all_to_all")
 _FLYING = 2  # sums that may be on their way, however many bytes they have
 FLIGHT = 8  # steps that a collective is given before another one builds on it
 
@@ -172,7 +172,7 @@ class _Bundler:
         """
         prices = Prices.of(self.program.mesh)
         found = [(self.first_use.get(c.out, i), i, c) for i, c in enumerate(self.items) if isinstance(c, Collective)]
-        gathers = sorted((use, i) for use, i, c in found if c.kind in _GATHERS)
+        gathers = sorted((use, i) for use, i, c in found if c.kind in GATHERS)
         moved = [self._collective(i) for _, i in gathers]
         keys = [(c.kind, c.axes, c.line, c.backward, c.out.layout, c.out.dtype) for c in moved]
         ahead = self.how.prefetch

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from shardlib.machine import Machine
 from shardlib.meshes.axis import Axis
+from shardlib.passes.bundle import GATHERS
 from shardlib.passes.split import gives, needs
 from shardlib.program.steps import Compute, Program, Start, Step, Var, Wait, reads
 from shardlib.simulate import rooflines
@@ -38,6 +39,7 @@ class _Clock:
         self.ends: dict[tuple[Var, ...], float] = {}
         self.before: dict[Start, float] = {}  # when the link of a message was free
         self.waits = {step.outs: i for i, step in enumerate(program.steps) if isinstance(step, Wait)}
+        self.gathered = {v for s in program.steps if isinstance(s, Start) and s.first.kind in GATHERS for v in s.outs}
         self.stalled = 0  # the steps written so far that stand in front of a wait which took time
 
     def run(self) -> list[Step]:
@@ -86,7 +88,9 @@ class _Clock:
             if j in self.done:
                 continue
             is_late = isinstance(step, Wait) and self.ends.get(step.outs, end) > self.now
-            if not needed.isdisjoint(needs(step)) or is_late or (isinstance(step, Start) and step.first.axes in groups):
+            if isinstance(step, Start):  # what is gathered is held from then on: when, is decided already
+                is_late = step.first.axes in groups or step.first.kind in GATHERS
+            if is_late or not needed.isdisjoint(needs(step)):
                 needed.update(gives(step))
                 groups |= {step.first.axes} if isinstance(step, Start) else set()
             else:
@@ -101,11 +105,17 @@ class _Clock:
         seconds = _SURE * self._transfer(start).seconds
         seconds -= sum(self._seconds(s) for k, s in enumerate(there, i + 1) if k not in self.done)
         needed, kept, late = set(start.sources), [start.first.axes], list[Step]()
+        stay = self.gathered if start.first.kind in GATHERS else set()  # whose readers end what is held
         for k in range(len(self.steps) - 1, max(self.stalled, len(self.steps) - WINDOW) - 1, -1):
             if seconds <= 0:
                 break
             step = self.steps[k]
-            if isinstance(step, Compute) and step.made and needed.isdisjoint(step.made):
+            if (
+                isinstance(step, Compute)
+                and step.made
+                and needed.isdisjoint(step.made)
+                and stay.isdisjoint(reads(step))
+            ):
                 seconds -= self._seconds(step)
                 self.now -= self._seconds(step)
             elif isinstance(step, Start) and needed.isdisjoint(step.outs) and step.first.axes not in kept:

@@ -1,0 +1,217 @@
+"""What the schedule hides: steps with it beside the same steps without, simulated on H100s and on 4 processes here.
+
+`python -m tests.benchmarks.schedule` prints seconds of messages that nothing hides, by the simulator's clock.
+`--table ranks` runs both programs in turns in the same 4 processes, one thread each, over shared memory, and prints
+seconds of a step, and in how many of them a rank waited for messages (the mean of all ranks, copies into results
+included).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import shardlib as sl
+from shardlib import passes
+from shardlib.passes import bundle, schedule
+from shardlib.plans.plan import Plan
+from shardlib.run import distributed
+from tests.models import w1
+from tests.ranks import run_ranks
+
+from .timing import interleave, markdown, ms, ratio
+
+BIG = {"d": 4096, "heads": 32, "kv_heads": 8, "ff": 11008, "seq": 2048, "batch": 16}
+CASES = ("fsdp8", "fsdp_tp", "tp_sp", "llama")
+
+
+@contextmanager
+def unscheduled() -> Iterator[None]:
+    """Programs that are planned meanwhile wait for each message where it stands."""
+    kept = passes.PASSES
+    passes.PASSES = tuple(one for one in kept if one not in (bundle.bundle, schedule.schedule))
+    try:
+        yield
+    finally:
+        passes.PASSES = kept
+
+
+def w1_plan(name: str, devices: int, layers: int = 8, **sizes: Any) -> Plan:
+    from tests.models import w1_sharded
+
+    config = w1.Config(layers=layers, **sizes)
+    mode = w1.modes(config, devices)[name]
+    with w1_sharded.mesh_of(mode, abstract=True):
+        plan: Plan = w1_sharded.sharded_step(mode, config).plan(*w1.abstract(config))
+    return plan
+
+
+def llama(hidden: int, layers: int, *, device: str = "cpu") -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    heads = {"num_attention_heads": hidden // 32, "num_key_value_heads": hidden // 64}
+    torch.manual_seed(0)
+    with torch.device(device):
+        return LlamaForCausalLM(
+            LlamaConfig(
+                hidden_size=hidden, intermediate_size=hidden * 7 // 2, num_hidden_layers=layers, vocab_size=4096,
+                use_cache=False, **heads,
+            )
+        ).train()  # fmt: skip
+
+
+def trained(m: Any, ids: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
+    """A step of a placed model, and its arguments."""
+
+    def step(m: Any, opt: torch.optim.Optimizer, ids: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = m(input_ids=ids, labels=ids).loss
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    sl.parallelize(m, strategy="fsdp")
+    return sl.jit(step), (m, torch.optim.AdamW(m.parameters(), foreach=True), ids)
+
+
+def llama_plan(axes: dict[str, int], hidden: int, batch: int, sequence: int) -> Plan:
+    with sl.Mesh.abstract(axes, machine="h100"):
+        ids = torch.zeros(batch, sequence, dtype=torch.int64, device="meta")
+        step, given = trained(llama(hidden, 8, device="meta"), ids)
+        plan: Plan = step.plan(*given)
+    return plan
+
+
+def simulated() -> str:
+    rows: list[tuple[object, ...]] = []
+    cases: dict[str, Callable[[], Plan]] = {}
+    for name in ("fsdp8", "fsdp_tp", "tp", "tp_sp", "dp8"):
+        cases[f"W1 {name}"] = lambda name=name: w1_plan(name, 8)  # type: ignore[misc]
+    for name in ("fsdp8", "fsdp_tp"):
+        cases[f"W1 {name}, as wide as Llama 8B"] = lambda name=name: w1_plan(name, 8, **BIG)  # type: ignore[misc]
+    for axes in ({"data": 8}, {"data": 64}, {"data": 8, "tensor": 8}):
+        what = " x ".join(f"{axis} {n}" for axis, n in axes.items())
+        cases[f"Llama, {what}"] = lambda axes=axes: llama_plan(axes, 4096, 2 * axes["data"], 4096)  # type: ignore[misc]
+    for what, make in cases.items():
+        with unscheduled():
+            before = make().simulate("h100")
+        after = make().simulate("h100")
+        share = after.exposed / before.exposed
+        figures = (f"{x * 1e3:.3g} ms" for x in (before.exposed, after.exposed))
+        peaks = (f"{x.peak_memory / 1e6:,.0f} MB" for x in (before, after))
+        rows.append((what, *figures, f"{share:.2f}x", f"{after.seconds / before.seconds:.2f}x", *peaks))
+    header = ("8 layers", "exposed, unscheduled", "scheduled", "ratio", "step", "peak, unscheduled", "scheduled")
+    return markdown("Simulated on H100s", header, rows)
+
+
+class Contestant:
+    """A step on this rank, loaded with or without the schedule; `waited` are its seconds in waits, call by call."""
+
+    def __init__(self, make: Callable[[], Callable[[], Any]]) -> None:
+        self.waited: list[float] = []
+        kept = distributed.source, distributed.ranged
+        distributed.source = lambda *args, ranges=False: kept[0](*args, ranges=True)  # type: ignore[assignment]
+        distributed.ranged = self._timed  # type: ignore[assignment]
+        try:
+            self.step = make()
+            self()
+        finally:
+            distributed.source, distributed.ranged = kept  # type: ignore[assignment]
+
+    def _timed(self, fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+        if not name.startswith("wait"):
+            return fn
+
+        def call(*args: Any) -> Any:
+            start = time.perf_counter()
+            out = fn(*args)
+            self.waited[-1] += time.perf_counter() - start
+            return out
+
+        return call
+
+    def __call__(self) -> Any:
+        self.waited.append(0.0)
+        return self.step()
+
+
+def measure(name: str, layers: int, rounds: int) -> dict[str, tuple[list[float], list[float]]]:
+    """Seconds of every step, and those that this rank waited, with the schedule and without."""
+    makes = {"llama": _llama}.get(name, lambda layers: _w1(name, layers))
+    contestants = {}
+    with unscheduled():
+        contestants["unscheduled"] = Contestant(makes(layers))
+    contestants["scheduled"] = Contestant(makes(layers))
+    samples = interleave(contestants, rounds, before=dist.barrier)
+    return {who: (seconds, contestants[who].waited[-rounds:]) for who, seconds in samples.items()}
+
+
+def _w1(name: str, layers: int) -> Callable[[], Callable[[], Any]]:
+    from tests.models import w1_sharded
+
+    config = w1.Config(layers=layers)
+    mode = w1.modes(config, dist.get_world_size())[name]
+
+    def make() -> Callable[[], Any]:
+        mesh = w1_sharded.mesh_of(mode)
+        with mesh:
+            step = w1_sharded.sharded_step(mode, config)
+            state, *batch = w1_sharded.place(mode, w1.init(config), *w1.batch(config))
+
+        def call() -> Any:
+            nonlocal state
+            with mesh:
+                value, state = step(state, *batch)
+            return value
+
+        return call
+
+    return make
+
+
+def _llama(layers: int) -> Callable[[], Callable[[], Any]]:
+    def make() -> Callable[[], Any]:
+        mesh = sl.Mesh(data=dist.get_world_size())
+        with mesh:
+            ids = torch.arange(8 * 128).remainder(4096).reshape(8, 128)
+            step, given = trained(llama(256, layers), ids)
+
+        def call() -> Any:
+            with mesh:
+                return step(*given)
+
+        return call
+
+    return make
+
+
+def on_ranks(names: list[str], layers: int, rounds: int) -> str:
+    rows: list[tuple[object, ...]] = []
+    for name in names:
+        of_ranks = run_ranks(measure, 4, name, layers, rounds, timeout=900.0)
+        steps, waits = {}, {}
+        for who in ("unscheduled", "scheduled"):
+            steps[who] = of_ranks[0][who][0]
+            waits[who] = [statistics.mean(r[who][1][i] for r in of_ranks) for i in range(rounds)]
+        times = (ms(steps["unscheduled"]), ms(steps["scheduled"]), ratio(steps["scheduled"], steps["unscheduled"]))
+        held = (ms(waits["unscheduled"]), ms(waits["scheduled"]), ratio(waits["scheduled"], waits["unscheduled"]))
+        rows.append((f"{name} L={layers}", *times, *held))
+    header = ("4 processes", "step, unscheduled", "scheduled", "ratio", "waited, unscheduled", "scheduled", "ratio")
+    return markdown("Measured over shared memory, one thread each", header, rows)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", choices=("simulated", "ranks"), default="simulated")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=10)
+    args = parser.parse_args()
+    print(simulated() if args.table == "simulated" else on_ranks(args.cases, args.layers, args.rounds))
