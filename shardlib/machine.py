@@ -38,7 +38,7 @@ class Device:
     `flops` are FLOP/s of products by dtype (`f64`, `f32`, `bf16`, `f16`, `f8`; a dtype that is not named has the rate
     of one as wide, or the next wider one); `efficiency` is the share of them that products reach. `bandwidth` is
     bytes/s of its memory, read or written, `memory` its bytes, `host` bytes/s to and from the host's memory, `launch`
-    the seconds that a call takes at least. `overlaps` says whether messages fly while it computes.
+    the seconds that it takes to begin a call. `overlaps` says whether calls begin, and messages fly, while it computes.
     """
 
     flops: Mapping[str, float]
@@ -215,8 +215,9 @@ class Machine:
     def measure() -> Machine:
         """The machine that this process, or this world of ranks, runs on: products, copies and collectives are timed.
 
-        Takes some seconds. On ranks every rank calls it, and all get the same machine: the slowest of each figure. In
-        one process there are no links to be timed: they are those of the preset `"cpu"`.
+        Takes some seconds. On ranks every rank calls it, they are timed at once, as they run (processes on one machine
+        share its cores), and all get the same machine: the mean of each figure. In one process there are no links to be
+        timed: they are those of the preset `"cpu"`.
         """
         return Machine.measured()
 

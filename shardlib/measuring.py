@@ -1,35 +1,43 @@
-"""`Machine.measure`: the machine at hand, timed. Products, copies and calls in this process; sums between ranks."""
+"""`Machine.measure`: the machine at hand, timed. Products, copies and calls on each rank; messages between ranks.
+
+Processes of one machine share its cores and its memory: all ranks are timed at once, so that a figure is what each of
+them gets while all work.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
-import statistics
 import time
 from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from shardlib.jit import jit
 from shardlib.machine import Device, Link, Machine
-from shardlib.manual.collectives import all_gather
+from shardlib.manual.collectives import all_gather, psum
 from shardlib.meshes.mesh import Mesh
 from shardlib.ranks import world
 from shardlib.shard_map import shard_map
 from shardlib.specs.spec import P
 from shardlib.tensors.agreed import from_local
 
-_SIDE = 1024  # of the matrices that are multiplied
-_COPIED = 1 << 26  # bytes
-_SENT = (1 << 14, 1 << 18, 1 << 22)  # bytes of a rank's piece
-_ROUNDS = 7
+_SIDE = 512  # of the matrices that are multiplied
+_COPIED = 1 << 22  # bytes, as many as a value of a step may have
+_SENT = (1 << 12, 1 << 16, 1 << 20)  # bytes of a rank's piece
+_SECONDS, _ROUNDS = 0.1, 5  # a figure is the mean of what is done in that time, and so often at least,
+_MESSAGES = 20  # or of so many messages: all ranks send as many
 
 
 def measure() -> Machine:
     """The machine that this process, or this world of ranks, runs on; see `Machine.measure`."""
-    device = _device(torch.device(world.device_type(None, world.kind())))
     ranks = world.size() or 1
-    device, link = (device, Machine.preset("cpu").inner) if ranks == 1 else _slowest(device, _link(ranks), ranks)
+    if ranks > 1:
+        Mesh(ranks=ranks).device_mesh  # noqa: B018 - starts torch.distributed where nothing has yet
+    device = _device(torch.device(world.device_type(None, world.kind())))
+    device, link = (device, Machine.preset("cpu").inner) if ranks == 1 else _mean(device, _link(ranks), ranks)
     return Machine(device, link, link, node=ranks)
 
 
@@ -37,55 +45,68 @@ def _device(where: torch.device) -> Device:
     rates = {}
     for name, dtype in (("f64", torch.float64), ("f32", torch.float32), ("bf16", torch.bfloat16)):
         a = torch.rand(_SIDE, _SIDE, device=where).to(dtype)
-        rates[name] = 2 * _SIDE**3 / _median(partial(torch.mm, a, a), where)
-    source = torch.zeros(_COPIED, dtype=torch.uint8, device=where)
-    copied = _median(source.clone, where)
+        rates[name] = 2 * _SIDE**3 / _seconds(partial(torch.mm, a, a), where)
+    x = torch.zeros(_COPIED // 4, device=where)
+    bandwidth = 3 * _COPIED / _seconds(lambda: x + x, where)
     small = torch.zeros(16, device=where)
-    launch = _median(lambda: [small.add(1.0) for _ in range(100)], where) / 100
-    host = 2 * _COPIED / copied
+    launch = _seconds(lambda: [small + 1.0 for _ in range(100)], where) / 100
+    host = bandwidth / 2
     if where.type == "cuda":
         pinned = torch.zeros(_COPIED, dtype=torch.uint8, pin_memory=True)
-        host = _COPIED / _median(lambda: pinned.to(where, non_blocking=True), where)
+        host = _COPIED / _seconds(lambda: pinned.to(where, non_blocking=True), where)
         memory = float(torch.cuda.get_device_properties(where).total_memory)
     else:
         memory = _host_memory()
-    return Device(rates, 2 * _COPIED / copied, memory, host, launch, overlaps=where.type == "cuda")
+    return Device(rates, bandwidth, memory, host, launch, overlaps=where.type == "cuda")
 
 
 def _link(ranks: int) -> Link:
-    """A latency for every hop and a rate, fitted to all-gathers of several sizes, as a program's own run."""
+    """A latency for every hop and a rate, fitted to gathers and sums of several sizes, as a program's own run."""
+    rows, seconds = [], []
     with Mesh(ranks=ranks):
-        times = []
         for nbytes in _SENT:
-            x = torch.zeros(nbytes // 4 * ranks)
-            spread = jit(lambda x: x + 0, in_specs=(P("ranks"),))(x)
-            gather = jit(shard_map(lambda p: all_gather(p, "ranks"), in_specs=(P("ranks"),), out_specs=P()))
-            times.append(_median(partial(gather, spread), spread.device))
-    wires = [nbytes * (ranks - 1) for nbytes in _SENT]
-    rate = (wires[-1] - wires[-2]) / max(times[-1] - times[-2], 1e-9)
-    return Link(rate, max(times[0] - wires[0] / rate, 0.0) / (ranks - 1))
+            x = jit(lambda x: x + 0, in_specs=(P("ranks"),))(torch.zeros(nbytes // 4 * ranks))
+            bare = _collective(lambda p: p + 0, x, P("ranks"))
+            for call, out, hops, wire in (
+                (lambda p: all_gather(p, "ranks"), P(), ranks - 1, nbytes * (ranks - 1)),
+                (lambda p: psum(p, "ranks"), P(), 2 * (ranks - 1), 2 * nbytes * (ranks - 1) / ranks),
+            ):
+                rows.append([hops, wire])
+                seconds.append(max(_collective(call, x, out) - bare, 1e-9))
+    a, b = torch.tensor(rows, dtype=torch.float64), torch.tensor(seconds, dtype=torch.float64)
+    latency, each = (max(float(t), 1e-12) for t in torch.linalg.lstsq(a / b[:, None], torch.ones_like(b)).solution)
+    return Link(1 / each, latency)
 
 
-def _slowest(device: Device, link: Link, ranks: int) -> tuple[Device, Link]:
+def _collective(call: Callable[..., torch.Tensor], x: torch.Tensor, out: P) -> float:
+    step = partial(jit(shard_map(call, in_specs=(P("ranks"),), out_specs=out)), x)
+    return _seconds(step, x.device, _MESSAGES)
+
+
+def _mean(device: Device, link: Link, ranks: int) -> tuple[Device, Link]:
     """Of all ranks, figure by figure, so that all have one machine."""
     rates = [*device.flops.values(), device.bandwidth, device.memory, device.host, link.bandwidth]
-    mine = torch.tensor([[*rates, -device.launch, -link.latency]], dtype=torch.float64)
+    mine = torch.tensor([[*rates, device.launch, link.latency]], dtype=torch.float64)
     with Mesh(ranks=ranks):
-        *flops, bandwidth, memory, host, wire, launch, latency = from_local(mine, P("ranks")).amin(0).tolist()
+        *flops, bandwidth, memory, host, wire, launch, latency = from_local(mine, P("ranks")).mean(0).tolist()
     named = dict(zip(device.flops, flops, strict=True))
-    return Device(named, bandwidth, memory, host, -launch, overlaps=device.overlaps), Link(wire, -latency)
+    return Device(named, bandwidth, memory, host, launch, overlaps=device.overlaps), Link(wire, latency)
 
 
-def _median(call: Callable[[], object], where: torch.device) -> float:
-    """Seconds of a call; the median of several, after one that does not count."""
-    seconds = []
-    for _ in range(_ROUNDS + 1):
-        start = time.perf_counter()
+def _seconds(call: Callable[[], object], where: torch.device, most: int | None = None) -> float:
+    """Seconds of a call, the mean of many, or of so many. All ranks begin together."""
+    call()
+    if world.initialised():
+        dist.barrier()
+    start = time.perf_counter()
+    for count in itertools.count(1):
         call()
         if where.type == "cuda":
             torch.cuda.synchronize(where)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:])
+        seconds = time.perf_counter() - start
+        if count == most or (most is None and count >= _ROUNDS and seconds >= _SECONDS):
+            return seconds / count
+    raise AssertionError
 
 
 def _host_memory() -> float:

@@ -55,9 +55,9 @@ def touched(step: Compute) -> float:
 
 
 def seconds(step: Compute, cost: Cost, device: Device) -> float:
-    """Seconds of a call."""
-    floor = device.launch if cost.launched else 0.0
-    return max(arithmetic(step, device), cost.bytes / device.bandwidth, floor)
+    """Seconds of a call: launched while the one before runs, or before it does anything itself."""
+    work, launch = max(arithmetic(step, device), cost.bytes / device.bandwidth), device.launch if cost.launched else 0.0
+    return max(work, launch) if device.overlaps else work + launch
 
 
 def arithmetic(step: Compute, device: Device) -> float:
