@@ -150,11 +150,11 @@ def _copied(fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Jitted:
     if not isinstance(fn, Jitted):
         return jit(fn, in_specs=in_specs, out_specs=out_specs)  # type: ignore[no-any-return]
     in_specs, out_specs = in_specs or fn.in_specs, out_specs or fn.out_specs
-    return Jitted(fn.fn, in_specs, out_specs, fn.static, frozenset(), (), fn.regather, fn.schedule)
+    return Jitted(fn.fn, in_specs, out_specs, fn.static, frozenset(), (), fn.keeping)
 
 
 def _with_options_of(step: Jitted, fn: Callable[..., Any]) -> Jitted:
-    return Jitted(fn, step.in_specs, None, step.static, frozenset(), (), step.regather, step.schedule)
+    return Jitted(fn, step.in_specs, None, step.static, frozenset(), (), step.keeping)
 
 
 class _World:

@@ -21,18 +21,19 @@ from shardlib.calls.state import State
 from shardlib.errors import ShardingError
 from shardlib.graph import Graph, Op, Value, is_door
 from shardlib.internals import pytree
+from shardlib.keeping import Keeping
 from shardlib.lines import place
 from shardlib.lower import Senders, lower
 from shardlib.meshes.mesh import Mesh
 from shardlib.normalise import normalise
 from shardlib.owned import mark as mark_owned
 from shardlib.passes import run_passes
+from shardlib.passes.recompute import Recomputed, recompute
 from shardlib.passes.split import Halves, split
 from shardlib.program.steps import Program
 from shardlib.propagate import Propagated, propagate
 from shardlib.ranks import world
-from shardlib.regather import Regather, mark
-from shardlib.schedule import DEFAULT, Schedule
+from shardlib.regather import mark
 from shardlib.specs.fixed import Fixed
 from shardlib.specs.layout import Layout
 from shardlib.specs.prefix import SpecLike, broadcast_prefix
@@ -56,6 +57,7 @@ class Compiled:
     inputs: tuple[tuple[str, Value], ...]
     fixed_inputs: Mapping[int, Fixed]  # by input position
     halves: Halves | None = None  # of the program, where its results have gradients
+    recomputed: Recomputed | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -76,14 +78,13 @@ def compile_program(
     watch: Watch | None = None,
     donate: Collection[int | str] = (),
     owned: int | None = None,
-    regather: Regather = "auto",
-    schedule: Schedule = DEFAULT,
+    keeping: Keeping = Keeping(),  # noqa: B008 it is frozen
 ) -> Compiled:
     """Run all stages on `fn(*args, **kwargs)`.
 
     `in_specs` and `out_specs` are prefix pytrees of specs; `placed` gives the layout of a leaf of the call that has
     one. `state`, `differentiate`, `exact` and `watch` are as in `trace`; `donate` are arguments whose memory is given
-    up, `owned` is as in `Program`, `regather` and `schedule` as in `jit`.
+    up, `owned` is as in `Program`.
     """
     clock = _Clock()
     call = flatten_call(fn, args, kwargs, static, state)
@@ -111,7 +112,7 @@ def compile_program(
     fixed = {graph.inputs[i]: f for i, f in fixed_inputs.items()} | _constraints(graph, mesh)
     outputs = _gradients(traced, graph, fixed_inputs) | _fixed_outputs(traced, graph, out_specs, mesh)
     _warn_of_slips(traced, graph, fixed_inputs, outputs, mesh)
-    mark(graph, regather, _regathered(traced, graph, call))
+    mark(graph, keeping.regather, _regathered(traced, graph, call))
     mark_owned(graph)
     outputs |= _at_home(traced, graph, call, fixed_inputs, placed, mesh)
     clock.stop("rules")
@@ -121,13 +122,20 @@ def compile_program(
     clock.stop("lower")
     program = replace(program, donated=_donated(traced, donate), owned=owned)
     program = program if traced.after.gradients else replace(program, replaced=_replaced(traced, program))
-    halves, passed = None, partial(run_passes, how=schedule)
-    if traced.after.gradients:
-        halves = split(program, len(traced.after.cotangents), len(traced.after.gradients)).through(passed)
-    program = passed(program) if halves is None else halves.joint
+    program, recomputed = recompute(program, keeping, lambda other: _finished(other, traced, keeping)[0])
+    program, halves = _finished(program, traced, keeping)
     clock.stop("passes")
     names = tuple(zip(traced.input_names, graph.inputs, strict=True))
-    return Compiled(traced, mesh, graph, propagated, program, names, fixed_inputs, halves, clock.seconds)
+    return Compiled(traced, mesh, graph, propagated, program, names, fixed_inputs, halves, recomputed, clock.seconds)
+
+
+def _finished(program: Program, traced: Traced, keeping: Keeping) -> tuple[Program, Halves | None]:
+    """The program after all passes, and its halves where its results have gradients."""
+    passed = partial(run_passes, how=keeping.schedule, memory=keeping.memory)
+    if not traced.after.gradients:
+        return passed(program), None
+    halves = split(program, len(traced.after.cotangents), len(traced.after.gradients)).through(passed)
+    return halves.joint, halves
 
 
 def _regathered(traced: Traced, graph: Graph, call: FlatCall) -> set[Value]:

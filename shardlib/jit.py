@@ -30,14 +30,15 @@ from shardlib.jitted.planning import Invocation, RetraceWarning
 from shardlib.jitted.programs import Programs, Ready
 from shardlib.jitted.refusals import refuse_other_devices, refuse_others_than_functions, refuse_tangents
 from shardlib.jitted.run import caller, entry
+from shardlib.keeping import Keeping
 from shardlib.meshes.mesh import Mesh, current_mesh, is_without_mesh
 from shardlib.plain import plain_program
 from shardlib.plans.budget import Budget, CommBudget, RedundancyBudget, current_budgets
 from shardlib.plans.plan import Plan
 from shardlib.random.draw import in_call
-from shardlib.regather import WAYS, Regather
+from shardlib.regather import Regather
 from shardlib.run import Runner, load
-from shardlib.schedule import DEFAULT, Schedule
+from shardlib.schedule import Schedule
 from shardlib.state import compiling, is_single_device, is_tracing, unseen
 from shardlib.tensors.agreed import ALWAYS, compare_arguments
 from shardlib.tensors.replaced import refuse_replaced
@@ -59,6 +60,8 @@ def jit(
     redundancy_budget: RedundancyBudget | None = None,
     regather: Regather = "auto",
     schedule: Schedule | str | None = None,
+    remat: str | Sequence[str] = "none",
+    memory: str | int | None = None,
 ) -> Any:
     """Compile `fn` for the current mesh, at the first call for each set of what it can see.
 
@@ -94,8 +97,17 @@ def jit(
     so for parameters whose strategy says it (`fsdp`, `hsdp`), and for what is read in checkpoints, which run twice.
     `schedule`, an `sl.Schedule` or its text, says how far messages run ahead of what waits for them.
 
-    Raises `ShardingError` outside any mesh, where specs do not fit, where a budget is exceeded, and for
-    what would leave the trace unseen. Warns `RetraceWarning`, once, of a function that is compiled again and again.
+    `remat` says what of the forward pass is made again for the backward one rather than kept: nothing (`"none"`),
+    everything but what one layer hands on to the next (`"full"`; a layer is what the program repeats), what is inside
+    attention (`"attention"`), or what modules and ops make, by names: a module's path or the end of it, its class, an
+    op, `*` for any text. Draws are exact, effects and ops of other libraries run once, nothing is gathered a third
+    time. `memory` is a budget instead (`"72GiB"`, or bytes): the peak of the program that runs is at most that on every
+    device, and what is made again for it is chosen value by value, so that the simulated time on the mesh's machine is
+    short. `torch.utils.checkpoint` inside the function stays what it is.
+
+    Raises `ShardingError` outside any mesh, where specs do not fit, where a budget is exceeded or cannot be met, for
+    names of nothing, and for what would leave the trace unseen. Warns `RetraceWarning`, once, of a function that is
+    compiled again and again.
 
     Example:
         >>> from shardlib import Mesh, jit
@@ -116,10 +128,11 @@ def jit(
             redundancy_budget=redundancy_budget,
             regather=regather,
             schedule=schedule,
+            remat=remat,
+            memory=memory,
         )
     refuse_others_than_functions(fn)
-    if regather not in WAYS:
-        raise ShardingError(f"regather={regather!r} is none of {', '.join(WAYS)}", remedy='regather="always"')
+    keeping = Keeping.of(regather, remat, memory, schedule)
     budgets: list[Budget] = []
     for budget, kind, example in (
         (comm_budget, CommBudget, "max_bytes=..."),
@@ -131,14 +144,7 @@ def jit(
             raise ShardingError(f"{budget!r} is no budget", remedy=f"{kind.name}=sl.{kind.name}({example})")
     static = (*_tuple(static_argnums), *_tuple(static_argnames))
     return Jitted(
-        fn,
-        in_specs,
-        out_specs,
-        frozenset(static),
-        frozenset(_tuple(donate_argnums)),
-        tuple(budgets),
-        regather,
-        Schedule.of(schedule),
+        fn, in_specs, out_specs, frozenset(static), frozenset(_tuple(donate_argnums)), tuple(budgets), keeping
     )
 
 
@@ -157,11 +163,10 @@ class Jitted(Function):
         static: frozenset[int | str],
         donate: frozenset[int | str],
         budgets: tuple[Budget, ...],
-        regather: Regather,
-        schedule: Schedule = DEFAULT,
+        keeping: Keeping,
     ) -> None:
         functools.update_wrapper(self, fn)
-        super().__init__(fn, in_specs, out_specs, static, donate, regather, schedule)
+        super().__init__(fn, in_specs, out_specs, static, donate, keeping)
         self.budgets = budgets
         self.programs = Programs()
         self.methods = Methods()
@@ -270,15 +275,11 @@ class Jitted(Function):
         return self if instance is None else Method(self, instance)
 
     def __reduce__(self) -> Any:
-        return Jitted, (self.fn, *self._said())
-
-    def _said(self) -> tuple[Any, ...]:
-        at = self.in_specs, self.out_specs, self.static, self.donate
-        return *at, self.budgets, self.regather, self.schedule
+        return Jitted, (self.fn, self.in_specs, self.out_specs, self.static, self.donate, self.budgets, self.keeping)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Jitted:
         fn = copy.deepcopy(self.fn, memo)
-        return Jitted(fn, *self._said())
+        return Jitted(fn, self.in_specs, self.out_specs, self.static, self.donate, self.budgets, self.keeping)
 
     def __repr__(self) -> str:
         return f"<jit of {self.name}>"

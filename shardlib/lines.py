@@ -11,10 +11,11 @@ import linecache
 import os
 import sys
 import sysconfig
+from collections.abc import Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -35,6 +36,38 @@ class Line(NamedTuple):
     def __str__(self) -> str:
         return f"{self.file}:{self.lineno} in {self.function}: {self.text}"
 
+
+class Module(NamedTuple):
+    """A module: its path from the outermost one that was called, and its class."""
+
+    path: str
+    kind: str
+
+
+class Modules(NamedTuple):
+    """The modules whose forward runs, from the outermost on; `names` are the paths of all under the first, by id."""
+
+    entries: tuple[Module, ...] = ()
+    names: Mapping[int, str] | None = None
+    innermost: Any = None
+
+    def entered(self, m: Any) -> Modules:
+        """With one more, a `torch.nn.Module`."""
+        names = {id(x): name for name, x in m.named_modules()} if self.names is None else self.names
+        return Modules((*self.entries, Module(names.get(id(m), ""), type(m).__name__)), names, m)
+
+    def apart(self) -> Modules:
+        """None, with paths from the innermost one on."""
+        m = self.innermost
+        return Modules((), None if m is None else {id(x): name for name, x in m.named_modules()}, m)
+
+    def around(self, entries: tuple[Module, ...]) -> tuple[Module, ...]:
+        """What was called `apart`, called in here."""
+        prefix = self.entries[-1].path if self.entries else ""
+        return (*self.entries, *(Module(".".join(filter(None, (prefix, x.path))), x.kind) for x in entries))
+
+
+modules: ContextVar[Modules] = ContextVar("shardlib_modules", default=Modules())  # noqa: B039 it is frozen
 
 # The line of what is written out again from a graph, where no frame of the user's has it.
 replayed: ContextVar[Line | None] = ContextVar("shardlib_replayed", default=None)
@@ -91,6 +124,8 @@ class LineRecorder:
             if self._section:
                 line = line._replace(section=self._section)
         node.meta.update(line=line, default=torch.get_default_dtype())
+        if (inside := modules.get().entries) and running is None:
+            node.meta["modules"] = inside
         # Numbers handed out since the last node are this one's: autograd makes its node just before the op runs.
         upto = last_number()
         for number in range(self._seen, upto):

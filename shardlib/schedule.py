@@ -3,39 +3,11 @@
 from __future__ import annotations
 
 import ast
-import re
 from dataclasses import dataclass, fields
 from typing import Any
 
 from shardlib.errors import ShardingError
-
-_UNITS = {"B": 1} | {
-    f"{prefix}{binary}B": (1024 if binary else 1000) ** power
-    for power, prefix in enumerate("kMGT", 1)
-    for binary in ("", "i")
-}
-_UNITS["KiB"] = _UNITS.pop("kiB")
-_SIZE = re.compile(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([A-Za-z]+)\s*")
-
-
-def nbytes(size: int | str, what: str) -> int:
-    """Bytes, of a number of them or a text with its unit; `what` is called so in errors.
-
-    Raises `ShardingError` for a text without a unit, and for what is not positive.
-
-    Example:
-        >>> nbytes("25MiB", "bucket"), nbytes("1.5 GB", "cap"), nbytes(512, "cap")
-        (26214400, 1500000000, 512)
-    """
-    wrong = f"{what}={size!r} is no number of bytes"
-    if isinstance(size, str):
-        if (found := _SIZE.fullmatch(size)) is None or found[2] not in _UNITS:
-            known = ", ".join(sorted(_UNITS, key=_UNITS.__getitem__))
-            raise ShardingError(wrong, rule=f"a size in a text has a unit: {known}", remedy=f'{what}="25MiB"')
-        size = int(float(found[1]) * _UNITS[found[2]])
-    if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
-        raise ShardingError(wrong, rule="sizes are positive", remedy=f'{what}="25MiB"')
-    return size
+from shardlib.sizes import nbytes
 
 
 @dataclass(frozen=True)

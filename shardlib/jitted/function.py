@@ -16,9 +16,8 @@ from shardlib.calls.flat import read, twins, wrapped
 from shardlib.calls.state import State
 from shardlib.errors import ShardingError
 from shardlib.jitted.programs import Programs
+from shardlib.keeping import Keeping
 from shardlib.meshes.mesh import Mesh
-from shardlib.regather import Regather
-from shardlib.schedule import DEFAULT, Schedule
 from shardlib.tensors.tensor import ShardedTensor
 from shardlib.tracing.asked import at_home
 
@@ -36,13 +35,12 @@ class Function:
         out_specs: Any,
         static: frozenset[int | str],
         donate: frozenset[int | str],
-        regather: Regather,
-        schedule: Schedule = DEFAULT,
+        keeping: Keeping,
     ) -> None:
         self.name: str = getattr(fn, "__name__", type(fn).__name__)
         self.fn, self.in_specs, self.out_specs = fn, in_specs, out_specs
         self.static, self.donate = by_position_and_name(fn, static), by_position_and_name(fn, donate)
-        self.regather, self.schedule = regather, schedule
+        self.keeping = keeping
 
     @functools.cached_property
     def _closure(self) -> Closure:

@@ -192,8 +192,7 @@ class Invocation:
                 exact=exact or self.state.rates,
                 watch=watch,
                 donate=function.donate,
-                regather=function.regather,
-                schedule=function.schedule,
+                keeping=function.keeping,
                 differentiate=any(isinstance(x, torch.Tensor) and x.requires_grad for x in self.leaves),
             )
         return Plan(compiled)

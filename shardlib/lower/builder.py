@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardlib.aten.calls import ALIAS
-from shardlib.lines import Line
+from shardlib.lines import Line, Module
 from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
 from shardlib.program.device import Device
@@ -28,6 +28,7 @@ class Builder:
         self.outputs: list[Any] = []
         self.line: Line | None = None
         self.backward = False
+        self.inside: tuple[Module, ...] = ()
         self._names: dict[str, int] = {}
         self._now: dict[Var, Var] = {}  # what stands for a variable of a local form by now
 
@@ -56,7 +57,8 @@ class Builder:
         flops: float = 0.0,
     ) -> None:
         """Write one call."""
-        self.steps.append(Compute(target, args, kwargs, tuple(outs), self.line, self.backward, note, flops))
+        one = Compute(target, args, kwargs, tuple(outs), self.line, self.backward, note, flops, inside=self.inside)
+        self.steps.append(one)
 
     def communicate(
         self,

@@ -257,6 +257,7 @@ class Lowering:
     def _at(self, op: Op | None, reader: Op | int) -> None:
         """What is emitted now belongs to the line of `op`, and is done for `reader`."""
         self.builder.line, self.builder.backward = (op.line, op.backward) if op is not None else (None, False)
+        self.builder.inside = () if op is None else op.node.meta.get("modules", ())
         self.values.reader = reader
 
     # Outputs --------------------------------------------------------------------------------------------------------

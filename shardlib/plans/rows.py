@@ -132,5 +132,18 @@ def totals(plan: Plan) -> tuple[list[tuple[str, ...]], list[str]]:
     if (halves := plan.compiled.halves) is not None:
         n, held = len(halves.saved), sum(v.nbytes for v in halves.saved)
         lines.append(f"saved for the backward pass: {n} value{'s' * (n != 1)}, {si(held, 'B')}")
+    lines += filter(None, [_again(plan)])
     lines += [f"no rule, runs replicated: {op} ({n} times)" for op, n in Counter(plan.replicated_ops).items()]
     return rows, lines
+
+
+def _again(plan: Plan) -> str:
+    """What is made again for the backward pass, and what that costs."""
+    if (made := plan.compiled.recomputed) is None:
+        return ""
+    if not made.values:
+        return f"{made.said}: nothing is made again"
+    freed, cost = f"{made.values} values, {si(made.nbytes, 'B')} less", f"{si(made.flops, 'FLOP')} more"
+    n = made.collectives
+    sent = f", {n} collective{'s' * (n != 1)} more ({si(made.sent, 'B')})" if n else ""
+    return f"{made.said}: made again for the backward pass are {freed} to keep, {cost}{sent}"

@@ -17,7 +17,7 @@ import torch
 
 from shardlib.aten.traits import is_view
 from shardlib.graph import Op, Value
-from shardlib.lines import Line
+from shardlib.lines import Line, Module
 from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
 from shardlib.program.sym import Sym
@@ -54,7 +54,7 @@ class Compute:
     """One call of an op on local tensors.
 
     `over`: for each result the operand, by position, whose memory it takes (empty: none takes any). `copies`: a view
-    that is none, since the strides of its operand do not allow one.
+    that is none, since the strides of its operand do not allow one. `inside`: the modules that it belongs to.
     """
 
     target: Any
@@ -67,6 +67,7 @@ class Compute:
     flops: float = 0.0
     over: tuple[int | None, ...] = ()
     copies: bool = False
+    inside: tuple[Module, ...] = ()
 
     @cached_property
     def told(self) -> tuple[Var | Sym, ...]:

@@ -54,8 +54,13 @@ def handed_on(steps: Iterable[Step], owner: Mapping[Var, Var]) -> set[Var]:
 
 def alive(program: Program) -> Iterator[int]:
     """Bytes in use on the fullest device, while each step runs."""
+    return (total for total, _ in _in_use(program))
+
+
+def _in_use(program: Program) -> Iterator[tuple[int, Mapping[Var, int]]]:
+    """The same, with how many values that are not freed show the memory of each owner."""
     owner = owners(program.steps, exact=True)
-    names: Counter[Var] = Counter()  # by owner, how many values that are not freed show it
+    names: Counter[Var] = Counter()
     seen = set(program.given)
     total = sum(v.nbytes for v in seen)
     names.update(seen)
@@ -66,7 +71,7 @@ def alive(program: Program) -> Iterator[int]:
             root = owner[var]
             total += 0 if names[root] else root.nbytes
             names[root] += 1
-        yield total
+        yield total, names
         for var in step.vars if isinstance(step, Free) else ():
             root = owner[var]
             names[root] -= 1
@@ -76,3 +81,10 @@ def alive(program: Program) -> Iterator[int]:
 def peak_bytes(program: Program) -> int:
     """The most bytes that are in use at once, arguments and results included."""
     return max(alive(program), default=sum(v.nbytes for v in program.given))
+
+
+def largest(program: Program) -> list[Var]:
+    """What is in use where most is, the largest memory first."""
+    peak = peak_bytes(program)
+    names = next((dict(names) for total, names in _in_use(program) if total == peak), dict.fromkeys(program.given, 1))
+    return sorted((v for v, n in names.items() if n), key=lambda v: -v.nbytes)

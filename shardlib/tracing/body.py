@@ -26,7 +26,7 @@ from shardlib.internals import (
     saved_hooks_forbidden,
     without_transforms,
 )
-from shardlib.lines import Line, LineRecorder, error_line
+from shardlib.lines import Line, LineRecorder, error_line, modules
 from shardlib.tracing.closures import Closures, is_followed, refuse_lost, stand_in
 from shardlib.tracing.copying import alike
 from shardlib.tracing.decompositions import DECOMPOSITIONS
@@ -54,6 +54,7 @@ def trace_body(
     found: list[Any] = []
     made: list[weakref.ref[Tensor]] = []
     with ExitStack() as stack:
+        stack.callback(modules.reset, modules.set(modules.get().apart()))
         stack.enter_context(without_transforms())
         stack.enter_context(disable_proxy_modes_tracing())
         stack.enter_context(torch.set_grad_enabled(differentiate))

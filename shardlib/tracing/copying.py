@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import (
 )
 
 from shardlib.internals import SLOT, FakeTensor, fake_like, innermost, running_node, set_slot, without_transforms
+from shardlib.lines import modules
 from shardlib.random.draw import Redrawn
 from shardlib.tensors.tensor import ShardedTensor
 from shardlib.tracing.lifted import Lifted
@@ -56,6 +57,7 @@ class Copy:
             new.args, new.kwargs = args, kwargs  # given to it, fx would look through them once more
             self._redrawn.renumber(new)
             new.meta = {k: node.meta[k] for k in _KEPT if k in node.meta}
+            new.meta["modules"] = modules.get().around(node.meta.get("modules", ()))
             if late:
                 new.meta["backward"] = True
 

@@ -121,7 +121,10 @@ class Once:
     def watches(self, tracer: Any, line: Line) -> None:
         """Take the calls of modules that this tracer sees."""
         self._tracer, self._line = tracer, line
-        tracer.call_module = self._module
+        call = tracer.call_module
+        tracer.call_module = lambda m, forward, args, kwargs: call(
+            m, lambda *a, **k: self._module(m, forward, a, k), args, kwargs
+        )
 
     def _module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         small = type(m).__module__.startswith("torch.nn.") and next(m.children(), None) is None

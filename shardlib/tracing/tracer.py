@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from shardlib.calls.numbers import scalar_of
 from shardlib.internals import FakeTensor, FakeTensorMode, OpOverload, pytree, rename, schema_of
-from shardlib.lines import Line, LineRecorder, is_mark
+from shardlib.lines import Line, LineRecorder, is_mark, modules
 from shardlib.strided import refuse_others
 from shardlib.tracing.ending import move_inputs_first
 from shardlib.tracing.refusals import refuse_ghost, refuse_unseen
@@ -48,9 +48,19 @@ def recorded(lines: LineRecorder) -> Any:
         return node
 
     tracer.create_node = create_node
+    tracer.call_module = inside
     # Torch would look at every node of the graph for sizes that nobody reads: here they are all numbers.
     tracer.graph.eliminate_dead_code = lambda *args, **kwargs: False
     return tracer
+
+
+def inside(m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a module; what is traced then is inside it."""
+    token = modules.set(modules.get().entered(m))
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        modules.reset(token)
 
 
 def finish(

@@ -1,0 +1,51 @@
+"""What a user states of memory and time: what is kept from the forward pass to the backward one, how much there may be,
+and how far messages run ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardlib.errors import ShardingError
+from shardlib.regather import WAYS, Regather
+from shardlib.schedule import DEFAULT, Schedule
+from shardlib.sizes import nbytes
+
+Remat = str | tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """`regather`, `remat` and `schedule` as in `jit`; `memory` are bytes that one device may use at once."""
+
+    regather: Regather = "auto"
+    remat: Remat = "none"
+    memory: int | None = None
+    schedule: Schedule = DEFAULT
+
+    @staticmethod
+    def of(regather: Any, remat: Any, memory: Any, schedule: Any = None) -> Keeping:
+        """Of what a user says. Raises `ShardingError` for what says nothing.
+
+        Example:
+            >>> Keeping.of("auto", "full", "1.5 GB").memory, Keeping.of("auto", ["mlp", "gelu"], None).remat
+            (1500000000, ('mlp', 'gelu'))
+        """
+        if regather not in WAYS:
+            raise ShardingError(f"regather={regather!r} is none of {', '.join(WAYS)}", remedy='regather="always"')
+        names = [remat] if isinstance(remat, str) else list(remat) if isinstance(remat, Sequence) else []
+        if not names or not all(isinstance(name, str) and name.strip() for name in names):
+            raise ShardingError(
+                f"remat={remat!r} says nothing of what is made again",
+                rule='it is "none", "full", "attention", or names of modules or ops, in which `*` stands for any text',
+                remedy='remat="full", or remat=["mlp", "gelu"]',
+            )
+        budget = None if memory is None else nbytes(memory, "memory")
+        if budget is not None and names != ["none"]:
+            raise ShardingError(
+                f"remat={remat!r} and memory={memory!r} are both given",
+                rule="under a budget, what is made again is chosen value by value",
+                remedy="leave one of them out",
+            )
+        return Keeping(regather, remat if isinstance(remat, str) else tuple(names), budget, Schedule.of(schedule))

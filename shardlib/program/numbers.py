@@ -1,0 +1,47 @@
+"""Which variables of a program hold the same value: the same op on the same values makes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from shardlib.program.steps import Compute, Copy, Program, Start, Var, rebuild
+
+
+def firsts(program: Program) -> dict[Var, Var]:
+    """For each variable that a step makes, the first one that is known to hold its value.
+
+    Draws of keys differ each time.
+    """
+    first: dict[Var, Var] = {}
+    made: dict[Hashable, tuple[Var | None, ...]] = {}
+
+    def key(*what: Any) -> Hashable:
+        return _frozen(rebuild(what, lambda x: first.get(x, x) if isinstance(x, Var) else x))
+
+    def note(outs: tuple[Var | None, ...], *what: Any) -> None:
+        before = made.setdefault(key(*what), outs)
+        for out, same in zip(outs, before, strict=True):
+            if out is not None:
+                first[out] = out if same is None else first.get(same, same)
+
+    for step in program.steps:
+        if isinstance(step, Compute):
+            drawn = torch.Tag.nondeterministic_seeded in getattr(step.target, "tags", ())
+            note(step.outs, step.target, step.args, dict(step.kwargs), *([id(step)] if drawn else []))
+        elif isinstance(step, Start):
+            for c in step.moves:
+                note((c.out,), c.kind, c.axes, c.source, dict(c.params), c.reduce)
+        elif isinstance(step, Copy):
+            first[step.out] = first.get(step.source, step.source)
+    return first
+
+
+def _frozen(x: Any) -> Hashable:
+    if isinstance(x, dict):
+        return tuple((k, _frozen(v)) for k, v in x.items())
+    if isinstance(x, tuple | list):
+        return tuple(map(_frozen, x))
+    return (type(x), repr(x)) if isinstance(x, bool | float | complex) else x  # 1 is not True, and 0.0 is not -0.0
