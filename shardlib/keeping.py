@@ -29,7 +29,7 @@ class Keeping:
         """Of what a user says. Raises `ShardingError` for what says nothing.
 
         Example:
-            >>> Keeping.of("auto", "full", "1.5 GB").memory, Keeping.of("auto", ["mlp", "gelu"], None).remat
+            >>> Keeping.of("auto", "none", "1.5 GB").memory, Keeping.of("auto", ["mlp", "gelu"], None).remat
             (1500000000, ('mlp', 'gelu'))
         """
         if regather not in WAYS:

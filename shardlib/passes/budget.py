@@ -8,11 +8,12 @@ then values are taken back as far as there is room.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import NamedTuple, NoReturn
 
 from shardlib.errors import ShardingError
-from shardlib.lines import place
+from shardlib.lines import Line, place
 from shardlib.machine import Machine
 from shardlib.passes import policies
 from shardlib.passes.crossing import Crossing
@@ -24,9 +25,10 @@ from shardlib.simulate import rooflines
 from shardlib.simulate.collectives import transfer
 from shardlib.simulate.timeline import timeline
 
-_STEPS = 100_000  # of programs that are tried after the bisection
+_STEPS, _TIMES = 60_000, 200  # of programs that are tried, and how many of them; more are in the bisection only
 _SHOWN = 5
 _LEAST = 1e-9  # seconds
+_SHARE = 1e-4  # of a step's seconds: what takes less is free
 
 Dropped = frozenset[Var]
 
@@ -72,16 +74,13 @@ class _Search:
         nothing: Dropped = frozenset()
         if self.fits(nothing):
             return nothing
-        best: list[Dropped] = []
-        full = self.base | (policies.full(self.c) & self.free)
-        by_layer = sorted(full - self.base, key=lambda o: self.c.maker[o])
-        by_ratio = list(self._order())
-        for order in (by_ratio, by_layer):
-            best += self._least(order)
-        if not best:
+        by_layer = sorted(policies.full(self.c) & self.free, key=self.c.maker.__getitem__)
+        for order in (self._by_estimate(), by_layer, self._by_trial()):
+            self._bisect(order)
+        if min(one.peak for one in self.tried.values()) > self.budget:
             self._refuse()
-        found = min(best, key=lambda d: self.tried[d].seconds)
-        return self._better(found)
+        self._improve()
+        return self.best
 
     # Trying ---------------------------------------------------------------------------------------------------------
 
@@ -95,37 +94,35 @@ class _Search:
             known = self.tried[dropped] = _Tried(peak_bytes(program), timeline(program, self.machine).seconds)
         return known
 
-    def _least(self, order: Sequence[Var]) -> Iterator[Dropped]:
-        """The shortest beginning of an order that fits, if one is found."""
-        fitting = next((k for k in _far_first(len(order)) if self.fits(self._first(order, k))), None)
-        if fitting is None:
-            return
-        least, k = 0, fitting
-        while k - least > 1:
-            middle = (least + k) // 2
-            if self.fits(self._first(order, middle)):
-                k = middle
+    @property
+    def best(self) -> Dropped:
+        """The fastest that fits."""
+        return min((d for d in self.tried if self.fits(d)), key=lambda d: self.tried[d].seconds)
+
+    def _bisect(self, order: Sequence[Var]) -> None:
+        """Try beginnings of an order, for the shortest that fits."""
+        fitting = next((k for k in _far_first(len(order)) if self.fits(self.base | frozenset(order[:k]))), 0)
+        least = 0
+        while fitting - least > 1:
+            middle = (least + fitting) // 2
+            if self.fits(self.base | frozenset(order[:middle])):
+                fitting = middle
             else:
                 least = middle
-        yield self._first(order, k)
 
-    def _first(self, order: Sequence[Var], k: int) -> Dropped:
-        return self.base | frozenset(order[:k])
-
-    def _better(self, best: Dropped) -> Dropped:
-        """Change single groups of values, and single values, as long as that is faster and fits."""
-        moves = [*self._groups().values(), *([o] for o in sorted(self.free, key=lambda o: self.c.maker[o]))]
-        changed = True
-        while changed and self.left > 0:
+    def _improve(self) -> None:
+        """Change what equal layers share, then single values, then two of them, as long as that is faster and fits."""
+        ones = [frozenset([o]) for o in sorted(self.free, key=self.c.maker.__getitem__)]
+        moves = [*map(frozenset, self._groups().values()), *ones, *(a | b for a, b in combinations(ones, 2))]
+        best, changed = self.best, True
+        while changed:
             changed = False
-            for members in moves:
-                if self.left <= 0:
-                    break
-                group = frozenset(members)
-                for other in (best - group, best | group):
-                    if other != best and self.fits(other) and self.of(other).seconds < self.of(best).seconds:
+            for group in moves:
+                if self.left <= 0 or len(self.tried) >= _TIMES:
+                    return
+                for other in dict.fromkeys((best - group, best ^ group, best | group)):
+                    if self.fits(other) and self.of(other).seconds < self.of(best).seconds:
                         best, changed = other, True
-        return best
 
     # What to give up first ------------------------------------------------------------------------------------------
 
@@ -144,8 +141,22 @@ class _Search:
             groups.setdefault((alike, n), []).append(o)
         return groups
 
-    def _order(self) -> Iterator[Var]:
-        groups = self._groups()
+    def _by_trial(self) -> list[Var]:
+        """Those first that alone lower the peak most for what they cost, as long as there is time to try."""
+        before, rest = self.of(frozenset()), self._by_estimate()
+        tried: list[tuple[float, list[Var]]] = []
+        for members in sorted(self._groups().values(), key=lambda members: rest.index(members[0])):
+            if self.left > _STEPS / 2:
+                alone = self.of(self.base | frozenset(members))
+                if (less := before.peak - alone.peak) > 0:
+                    tried.append((less / max(alone.seconds - before.seconds, _SHARE * before.seconds), members))
+        order = [o for _, members in sorted(tried, key=lambda one: -one[0]) for o in members]
+        known = set(order)
+        return order + [o for o in rest if o not in known]
+
+    def _by_estimate(self) -> list[Var]:
+        """Those first that are most bytes for the seconds of what makes them, if what stands before them is gone."""
+        groups, order = self._groups(), list[Var]()
         gone, again = set[Var](), set[int]()
         while groups:
 
@@ -156,7 +167,8 @@ class _Search:
             members = groups.pop(max(groups, key=worth))
             again.update(self._steps(members[len(members) // 2], gone, again))
             gone.update(members)
-            yield from members
+            order += members
+        return order
 
     def _steps(self, owner: Var, gone: Collection[Var], again: Collection[int]) -> set[int]:
         """The steps that run once more if this is given up, too."""
@@ -175,7 +187,7 @@ class _Search:
 
     # Refusal --------------------------------------------------------------------------------------------------------
 
-    def _refuse(self) -> None:
+    def _refuse(self) -> NoReturn:
         least = min(self.tried, key=lambda d: self.tried[d].peak)
         program, peak = self.finish(remade(self.c, least)), self.tried[least].peak
         lines = {v: step.line for step in program.steps if isinstance(step, Compute) for v in step.made}
@@ -195,10 +207,10 @@ def _far_first(n: int) -> Iterator[int]:
     yield from dict.fromkeys(n - n * k // 8 for k in range(8) if n)
 
 
-def _whence(program: Program, v: Var, lines: object) -> str:
+def _whence(program: Program, v: Var, lines: Mapping[Var, Line | None]) -> str:
     if v in program.given:
         return "an input"
-    return f"made at {place(lines.get(v))}"  # type: ignore[attr-defined]
+    return f"made at {place(lines.get(v))}"
 
 
 def _seconds(step: Step, program: Program, machine: Machine) -> float:
