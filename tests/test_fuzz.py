@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from shardlib.program import storage
+from shardlib.program import steps
 from tests import record
 from tests.campaign import as_if_large, broken_promise, outcome, smallest
 from tests.programs import Input, Program, draw
@@ -209,7 +209,7 @@ def test_a_wrong_value_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch) 
 def test_a_program_that_writes_to_its_input_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     p = replace(_SIMPLE, lines=("v0 = torch.unsafe_chunk(x0, 2, 1)[0] + 1",), outputs=("v0",), grad=False)
     assert outcome(p).kind == "same"
-    monkeypatch.setattr(storage, "is_view", lambda target: False)
+    monkeypatch.setattr(steps, "is_view", lambda target: False)
     found = outcome(p)
     assert (found.kind, found.detail) == ("wrong", "the call wrote to input 0")
 

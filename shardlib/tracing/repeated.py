@@ -20,7 +20,7 @@ from shardlib.internals import SLOT, FakeTensor, OpOverload, fake_like, fake_of,
 
 Key = tuple[Any, ...]
 # They take every number, and make the same of each: a rate is another one in every call.
-_OF_ANY_NUMBER = frozenset({"add", "sub", "rsub", "mul", "div", "addcmul", "addcdiv", "lerp"})
+_OF_ANY_NUMBER = frozenset({"add", "sub", "rsub", "mul", "div", "addcmul", "addcdiv", "lerp", "pow"})
 _PLAIN = frozenset({bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None)})
 _BY_VALUES = {
     torch.Tag.nondeterministic_seeded,
@@ -51,7 +51,7 @@ class Repeated:
         """What `op` makes, by `call`, or as it did before."""
         nodes: list[Any] = []
         if (key := self._key(op, args, kwargs, nodes)) is None:
-            return call()
+            return self._asked(op, args, call)
         if (known := _FORMS.get(key)) is not None:
             if (form := self._known.get(key)) is None:
                 mode = next(x.fake_mode for x in (*args, *kwargs.values()) if type(x) is FakeTensor)
@@ -61,6 +61,18 @@ class Repeated:
         if key not in _FORMS:
             form = self._known[key] = self._alone(op, nodes, out)
             _FORMS[key] = None if form is None else _Form(form.shape, form.stride(), form.dtype, form.fake_device)
+        return out
+
+    def _asked(self, op: Any, args: Sequence[Any], call: Callable[[], Any]) -> Any:
+        """What a call makes; what torch asked on the way of a number that changes nothing is forgotten."""
+        given = next((x for x in args if type(x) is torch.SymFloat), None)
+        if given is None or not _is_plain(op) or op.overloadpacket.__name__ not in _OF_ANY_NUMBER:
+            return call()
+        guards: list[Any] = given.node.shape_env.guards
+        count, out = len(guards), call()
+        slot = get_proxy_slot(out, self._tracer, None) if type(out) is FakeTensor else None
+        if slot is not None and slot.proxy.node.target is op:
+            del guards[count:]
         return out
 
     def _key(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], nodes: list[Any]) -> Key | None:
