@@ -30,7 +30,8 @@ class Builder:
         self.backward = False
         self.inside: tuple[Module, ...] = ()
         self._names: dict[str, int] = {}
-        self._now: dict[Var, Var] = {}  # what stands for a variable of a local form by now
+        self.now: dict[Var, Var] = {}  # what stands for a variable of a local form by now
+        self.sent: dict[Any, Any] = {}  # what was exchanged at borders, of which value
 
     @contextmanager
     def at(self, line: Line | None, backward: bool = False) -> Iterator[None]:
@@ -85,9 +86,9 @@ class Builder:
         """
         new = self.steps[first:]
         if not any(var in step.outs for step in new if isinstance(step, Compute | Start)):
-            self.compute(ALIAS, (self._now.get(var, var),), {}, [out])
+            self.compute(ALIAS, (self.now.get(var, var),), {}, [out])
             return
-        self._now[var] = out
+        self.now[var] = out
         self.steps[first:] = [swapped(step, {var: out}) for step in new]
 
     def finish(self) -> Program:

@@ -97,7 +97,20 @@ class Slab:
     def exchanged(self, have: Any, needs: Sequence[Any]) -> Iterator[tuple[int, list[tuple[int, Slab]]]]:
         """For every shift: what a device that needs these ranges gets of the device `shift` places before it, which
         has range `have`, with the number of the range; in the order of the holders."""
-        local, factor, n, flying = self.local, self.factor, self.local.ways(self.factor), []
+        local, key = self.local, (self.value, self.local.axes(self.factor), self.dim, have, *needs)
+        flying = local.once(key, lambda: [*self._sent(have, needs)])
+        for shift, some, part in flying:  # all are on their way before the first is waited for
+            found, at, part = [], 0, self._with(local.now(part.value), part.size)
+            for k in some:
+                arrived = local.calc(overlap, self.elsewhere(have, shift), needs[k])
+                size = local.calc(length, arrived)
+                found.append((k, part.cut(at, size)))
+                at = local.calc(lambda a, b: a + b, at, size)
+            yield shift, found
+
+    def _sent(self, have: Any, needs: Sequence[Any]) -> Iterator[tuple[int, list[int], Slab]]:
+        """The messages: how far each goes, which ranges are in it, and what arrives."""
+        local, factor, n = self.local, self.factor, self.local.ways(self.factor)
         haves, wanted = local.values(have, factor), [local.values(need, factor) for need in needs]
         for shift, pairs in exchanges(haves, [set().union(*of) for of in zip(*wanted, strict=True)]):
             some = [k for k, of in enumerate(wanted) if any(at == shift for at, _ in exchanges(haves, of))]
@@ -107,15 +120,7 @@ class Slab:
             got = local.send(sent.value, factor, pairs, sent.shape, name=self.name)
             # Zeros come to whom nobody sends, as many as it sends itself.
             size = local.of(sent.size, factor, [_source(pairs, i) for i in range(n)].__getitem__)
-            flying.append((shift, some, sent._with(got, size)))
-        for shift, some, part in flying:  # all are on their way before the first is waited for
-            found, at = [], 0
-            for k in some:
-                arrived = local.calc(overlap, self.elsewhere(have, shift), needs[k])
-                size = local.calc(length, arrived)
-                found.append((k, part.cut(at, size)))
-                at = local.calc(lambda a, b: a + b, at, size)
-            yield shift, found
+            yield shift, some, sent._with(got, size)
 
     def _with(self, value: Any, size: Any) -> Slab:
         return replace(self, value=value, shape=(*self.shape[: self.dim], size, *self.shape[self.dim + 1 :]))

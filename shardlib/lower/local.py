@@ -175,6 +175,17 @@ class LocalForm:
             "ppermute", axes, value, out, params, out.nbytes, reason=reason, because=because
         )
 
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` writes, or wrote before in this program: two ops need the same borders of one value, and the
+        gradient of a convolution's weight needs those that the convolution did."""
+        if key not in self._builder.sent:
+            self._builder.sent[key] = make()
+        return self._builder.sent[key]
+
+    def now(self, var: Var) -> Var:
+        """What stands for a variable that was made before."""
+        return self._builder.now.get(var, var)
+
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return code(self, function, args, kwargs)
 

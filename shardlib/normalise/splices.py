@@ -225,6 +225,15 @@ def _flip(node: fx.Node) -> _Splice | None:
     return _Splice(dims[0] % len(shape), (_Range(source, 0, shape[dims[0]], mirrored=True),))
 
 
+def _spliced(node: fx.Node) -> _Splice | None:
+    """What pads that mirror are from the beginning."""
+    tensors, sources, fills = (argument(node, name) for name in ("tensors", "sources", "fills"))
+    ends = [argument(node, name) for name in ("starts", "stops")]
+    marks = [argument(node, name) or [False] * len(fills) for name in ("negated", "mirrored")]
+    of = (tensors[i] if i >= 0 else None for i in sources)
+    return _Splice(argument(node, "dim"), tuple(map(_Range, of, *ends, fills, *marks)))
+
+
 _FORMS: Mapping[Any, Callable[[fx.Node], _Splice | None]] = {
     aten.cat.default: _cat,
     aten.slice.Tensor: _slice,
@@ -232,4 +241,5 @@ _FORMS: Mapping[Any, Callable[[fx.Node], _Splice | None]] = {
     aten.constant_pad_nd.default: _pad,
     aten.roll.default: _roll,
     aten.flip.default: _flip,
+    SPLICE: _spliced,
 }

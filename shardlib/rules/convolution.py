@@ -4,7 +4,7 @@ x is `[n, (g ci), *in]`, the weight `[(g co), ci, *kernel]` (transposed: `[(g ci
 `[n, (g co), *out]`, with g groups. Where a spatial dim is cut, a device works out its own piece of the result, from its
 piece of x and what its windows reach of its neighbours'. In the backward pass it takes the gradients of all results
 that read its piece of x: so dx is complete, and every product of dw is counted where its element of x is; one exchange
-serves both.
+serves both. Where dx is not asked for, dw reads of x what the forward pass has fetched, and nothing is sent for it.
 """
 
 from __future__ import annotations
@@ -150,8 +150,10 @@ def _backward(call: Call) -> Rule:
     grad, x, weight = (m.shape for m in call.operands[:3])
     how = Settings.of(call, 4, len(x) - 2)
     text = _text(x, weight, grad, how)
-    back = f"{gradient(text, '0 1', of='0 1 2')} {_tied(text, 'o', 'i')} ci:none"
-    found = pattern(back, local=_backward_local)(call)
+    alone = call.results[0] is None and not how.transposed  # the weight's, without that of x
+    tied = _tied(text, "i", "o") if alone else _tied(text, "o", "i")
+    back = f"{gradient(text, '0 1', of='0 1 2')} {tied} ci:none"
+    found = pattern(back, local=_weight_local if alone else _backward_local)(call)
     work = 2 * math.prod(x if how.transposed else grad) * math.prod(weight[1:])
     return _loose(found, work * sum(m is not None for m in call.results[:2]))
 
@@ -194,6 +196,34 @@ def _backward_local(local: Local) -> Any:
         return dx, dweight, dbias.sum([0, *range(2, grad.dim())]) if mask[2] else None
 
     return local.run(form, *positional(local), firsts=firsts)
+
+
+def _weight_local(local: Local) -> Any:
+    """Of the weight's gradient alone, a device makes what its piece of the result's has a part in: so it fetches of x
+    what it did in the forward pass."""
+    labels, (above, whole, kernel) = local.rule.operands, (m.shape for m in local.call.operands)
+    spatial, thin = _cut(local, 4, *labels[:2]), _thin(local)
+
+    def form(grad: Tensor, x: Tensor, weight: Tensor, _: Any, *rest: Any) -> tuple[Tensor | None, ...]:
+        how = Settings.over(local.call, len(kernel) - 2, *rest[:-1])
+        sizes, mask = weight.shape[:2], rest[-1]
+        dbias = grad.sum([0, *range(2, grad.dim())]) if mask[2] else None
+        if not mask[1]:
+            return None, None, dbias
+        if thin:
+            weight = _solid(weight, how)
+            inputs, outputs = _channels(weight, how)
+            grad, x = _grown(grad, 1, outputs), _grown(x, 1, inputs)
+        for k in spatial:
+            at, mine = 2 + k, extent(labels[0][2 + k], above[2 + k])
+            x = fetch(x, at, labels[1][at], how.need(k, kernel, whole[at], forward=True)(mine), name="input")
+            grad = reframe(grad, at, mine, _one_at_least(mine))
+        _, found, _ = aten.convolution_backward.default(
+            grad, x, weight, None, *how.inside(spatial), [False, True, False]
+        )
+        return None, found.narrow(0, 0, sizes[0]).narrow(1, 0, sizes[1]), dbias
+
+    return local.run(form, *positional(local))
 
 
 def _firsts(local: Local) -> dict[int, Any]:

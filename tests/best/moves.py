@@ -57,6 +57,10 @@ def _spatial(x: Tensor, w: Tensor) -> Tensor:
     return F.conv2d(x, w, padding=1)
 
 
+def _halved(x: Tensor, w: Tensor) -> Tensor:
+    return F.conv2d(x, w, padding=1, stride=2)
+
+
 CONV = (f32(4, D, N), f32(D, 1, 4))
 IMAGE = (f32(4, 3, 64, 64), f32(8, 3, 3, 3))
 ROWS = [
@@ -85,9 +89,13 @@ ROWS = [
         ("_ _ s@seq", "..."), SEQ, 2 * 4 * 3 * ROW + reduced(D * 4 * 4, 8), 3),
     Row("image cut in height, 3 x 3", _spatial, IMAGE, ("_ _ h@seq _", "..."), SEQ, 2 * 4 * 3 * 64 * 4, 2),
     Row("gradient of an image's kernel", sl.grad(lambda x, w: _spatial(x, w).sin().sum(), 1), IMAGE,
-        ("_ _ h@seq _", "..."), SEQ, 2 * 4 * 3 * 64 * 4 + reduced(8 * 27 * 4, 8), 3,
-        short={"bytes": 3.2, "collectives": 1.7},
-        why="borders of the gradient are exchanged, which has more channels; those of x might be kept instead"),
+        ("_ _ h@seq _", "..."), SEQ, 2 * 4 * 3 * 64 * 4 + reduced(8 * 27 * 4, 8), 3),
+    Row("gradient of an image's kernel, halved", sl.grad(lambda x, w: _halved(x, w).sin().sum(), 1), IMAGE,
+        ("_ _ h@seq _", "..."), SEQ, 4 * 3 * 64 * 4 + reduced(8 * 27 * 4, 8), 2),
+    Row("two convolutions of an image", lambda x, w: (_spatial(x, w), _spatial(x.sin() * 0 + x, w), _spatial(x, -w)),
+        IMAGE, ("_ _ h@seq _", "..."), SEQ, 4 * 4 * 3 * 64 * 4, 4),
+    _row("mirrored at the border", lambda x: F.pad(x.t()[None], (1, 0), mode="reflect")[..., :-1], ROW),
+    _row("every third row", lambda x: x[::3], 2 * ROW, shape=(1024, D)),
     _row("maximum pool without overlap", lambda x: F.max_pool1d(x.t(), 4).t(), 0, 0),
     _row("running sum", lambda x: x.cumsum(0), gathered(8 * ROW, 8), 1),
     _row("sum of all rows", lambda x: x.sum(0), reduced(ROW, 8), 1),

@@ -68,6 +68,15 @@ def convolution_3d() -> Iterator[Sample]:
     yield from conv((1, 1, 4, 3, 5), (1, 1, 2, 3, 2), (2, 1, 1), (0, 1, 0), bias=True)
 
 
+def convolution_weights() -> Iterator[Sample]:
+    """Gradients of the weight alone, and of the bias."""
+    yield from conv((2, 2, 7), (2, 2, 3), padding=1, bias=True, mask=(False, True, True))
+    yield from conv((1, 1, 11), (1, 1, 3), 2, padding=1, mask=(False, True, False))
+    yield from conv((1, 1, 10), (2, 1, 3), 3, padding=2, dilation=2, bias=True, mask=(False, True, True))
+    yield from conv((1, 1, 6, 5), (2, 1, 3, 2), padding=(2, 0), bias=True, mask=(False, False, True))
+    yield from conv((1, 6, 5), (4, 3, 2), groups=2, padding=(-1,), after=(3,), mask=(False, True, False))
+
+
 def convolution_channels() -> Iterator[Sample]:
     """Input channels are summed over, groups pass through; empty shards of all of them."""
     yield from conv((3, 5, 4), (4, 5, 2), bias=True)
@@ -101,6 +110,7 @@ SAMPLES: tuple[Callable[[], Iterator[Sample]], ...] = (
     convolution_1d,
     convolution_2d,
     convolution_3d,
+    convolution_weights,
     convolution_channels,
     convolution_with_other_ends,
     convolution_transposed,
