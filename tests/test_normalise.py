@@ -135,6 +135,26 @@ def test_chains_of_moves(seed):
         assert torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
+TRANSFORMS = {
+    "complex": (lambda x: torch.fft.fft2(x), [2, 1]),
+    "back": (lambda x: torch.fft.ifftn(torch.complex(x, x), norm="ortho"), [2, 1, 0]),
+    "real": (lambda x: torch.fft.rfftn(x, norm="forward"), [2, 1, 0]),
+    "real, and back": (lambda x: torch.fft.irfft2(torch.fft.rfft2(x), s=(5, 8)), [2, 1, 1, 2]),
+    "of an odd size": (lambda x: torch.fft.irfftn(torch.fft.rfftn(x, dim=(2, 0, 1)), s=(8, 6, 5), dim=(2, 0, 1)), None),
+    "Hermitian": (lambda x: torch.fft.hfft2(torch.complex(x, -x)), [1, 2]),
+    "one dim": (lambda x: torch.fft.fft(x, dim=1), [1]),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_are_dim_by_dim(name):
+    fn, dims = TRANSFORMS[name]
+    traced = check(fn, torch.randn(6, 5, 8, dtype=torch.float64), tolerance=1e-12)
+    found = [node.args[1] for node in traced.graph.graph.nodes if "fft" in str(node.target)]
+    assert all(len(of) == 1 for of in found)
+    assert dims is None or [dim for (dim,) in found] == dims
+
+
 CONVOLUTIONS = {
     "causal": (lambda x, w: F.conv1d(F.pad(x, (2, 0)), w), ["convolve"]),
     "causal by a slice": (lambda x, w: F.conv1d(x, w, padding=2)[..., :9], ["convolve"]),

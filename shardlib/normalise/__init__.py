@@ -1,7 +1,8 @@
 """Normalise: remove from a traced graph whatever must not influence a decision, and say the rest in one way.
 
 Every pass is a small function over the graph; `PASSES` lists them in order. What a graph computes stays the same to the
-last bit, and so does which results share memory: a tensor that the function returns is never merged with another one.
+last bit (Fourier transforms over several dims may round otherwise), and so does which results share memory: a tensor that
+the function returns is never merged with another one.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from shardlib.normalise.passes import (
 )
 from shardlib.normalise.slices import join_slices
 from shardlib.normalise.splices import join_moves
+from shardlib.normalise.transforms import dim_by_dim
 from shardlib.tracing.traced import Traced
 
 PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
@@ -40,6 +42,7 @@ PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
     convolve_padded,
     drop_dead,
     even_bags,
+    dim_by_dim,
     compose_reshapes,
     divide_losses_late,
     join_slices,

@@ -148,6 +148,10 @@ def _distill(x: Tensor, teacher: Tensor, student: Tensor) -> Tensor:
     return sl.grad(lambda w: -(target * (x @ w).log_softmax(-1)).sum())(student)
 
 
+def _divergence(x: Tensor, teacher: Tensor, student: Tensor) -> Tensor:
+    return F.kl_div((x @ student).log_softmax(-1), (x @ teacher).softmax(-1), reduction="sum")
+
+
 def _gan(x: Tensor, z: Tensor, g: Tensor, d: Tensor) -> Any:
     fake = z @ g
     to_d = sl.grad(lambda d: F.softplus(-(x @ d)).sum() + F.softplus(fake.detach() @ d).sum())(d)
@@ -216,6 +220,10 @@ def _mixing(x: Tensor) -> Tensor:
     return torch.fft.fft(torch.fft.fft(x, dim=-1), dim=0).real
 
 
+def _spectral(x: Tensor, w: Tensor) -> Tensor:
+    return torch.fft.irfft2(torch.fft.rfft2(x) * w, s=x.shape[-2:])
+
+
 def _messages(x: Tensor, source: Tensor, target: Tensor, w: Tensor) -> Tensor:
     return torch.zeros_like(x).index_add(0, target, x[source] @ w)
 
@@ -231,6 +239,19 @@ FIELDS = [
         ("n c h@tensor w", "...", "..."), TENSOR, 2 * 4 * 8 * 64 * 4 + 2 * 4 * 16 * 64 * 4, 4),
     Row("FFT mixing, rows cut", _mixing, (torch.empty(N, D, dtype=torch.complex64, device="meta"),), ("n@tensor d",),
         TENSOR, exchanged(N * D * 8, 8), 1),
+    Row("two-dim transform, rows cut", torch.fft.fft2, (torch.empty(N, D, dtype=torch.complex64, device="meta"),),
+        ("n@tensor d",), TENSOR, exchanged(N * D * 8, 8), 1),
+    Row("Fourier layer, height cut", _spectral,
+        (f32(4, 8, 64, 128), torch.empty(8, 64, 65, dtype=torch.complex64, device="meta")),
+        ("b c h@tensor w", "..."), TENSOR, 2 * exchanged(4 * 8 * 64 * 65 * 8, 8), 2, out_specs="b c h@tensor w"),
+    Row("normalised along a cut dim", lambda x: F.normalize(x, dim=-1), (f32(N, V),), ("n v@tensor",), TENSOR,
+        reduced(N * 4, 8), 1),
+    Row("cosines along a cut dim", lambda x, y: F.cosine_similarity(x, y), (f32(N, V), f32(N, V)),
+        ("n v@tensor", "n v@tensor"), TENSOR, 3 * reduced(N * 4, 8), 3, out_specs="n"),
+    Row("batch norm, data parallel", lambda x: F.batch_norm(x, None, None, training=True), (f32(64, 32, 16, 16),),
+        ("n@data c h w",), DATA, 2 * reduced(32 * 4, 8), 2),
+    Row("divergence of two models over a cut vocabulary", _divergence, (f32(N, D), f32(D, V), f32(D, V)),
+        ("n d", "d v@tensor", "d v@tensor"), TENSOR, 4 * reduced(N * 4, 8) + reduced(4, 8), 5, out_specs=""),
     Row("graph messages, edges over data", _messages, (f32(N, D), EDGES, EDGES, f32(D, D)),
         ("n d", "e@data", "e@data", "_ _"), DATA, reduced(ACT, 8), 1, out_specs="n d"),
     Row("forces between all bodies", _forces, (f32(N, 3), f32(N, 3)), ("n@data d", "m d"), DATA),
