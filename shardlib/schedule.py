@@ -9,6 +9,8 @@ from typing import Any
 from shardlib.errors import ShardingError
 from shardlib.sizes import nbytes
 
+SAVED = "saved"  # all that the forward pass keeps for the backward one
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -19,7 +21,11 @@ class Schedule:
     `bucket` bytes, as gradients do that are reduced. While more than `cap` bytes of gathered weights would be held,
     nothing is gathered ahead. Sizes are bytes or texts with a unit.
 
-    Raises `ShardingError` for a negative distance, and sizes that are none, naming all of them.
+    `offload` moves what is saved for the backward pass to the host's memory: `"saved"`, all of it; names of ops
+    (`("mm", "tanh")`), what these make. It comes back `prefetch` layers before it is read, so that at most
+    `1 + prefetch` layers' saved values are on the device. Values are the same.
+
+    Raises `ShardingError` for a negative distance, sizes and names that are none, naming all of them.
 
     Example:
         >>> how = Schedule(prefetch=1, cap="2GiB")
@@ -32,6 +38,7 @@ class Schedule:
     prefetch: int | None = None
     bucket: int | str | None = None
     cap: int | str | None = None
+    offload: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         faults = []
@@ -43,6 +50,9 @@ class Schedule:
                 self.nbytes(what)
             except ShardingError as error:
                 faults.append(str(error).splitlines()[0].rstrip(":"))
+        names = self.offload if isinstance(self.offload, tuple) else ()
+        if self.offload not in (None, SAVED) and not (names and all(isinstance(x, str) and x for x in names)):
+            faults.append(f"offload={self.offload!r} is neither {SAVED!r} nor names of ops")
         if faults:
             rule = "a distance is a count, a size a number of bytes or a text with a unit"
             remedy = 'Schedule(prefetch=1, bucket="25MiB", cap="2GiB")'

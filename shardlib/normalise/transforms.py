@@ -23,7 +23,7 @@ def dim_by_dim(gm: fx.GraphModule) -> None:
         first, last = (node.target, _C2C) if not real else (_C2C, _C2R)
         flag = argument(node, "onesided" if first is _R2C else "forward") if not real else False
         forward = first is _R2C or flag
-        x, *order = node.args[0], *(dims if real else reversed(dims))
+        x, order = node.args[0], dims if real else dims[::-1]
         with gm.graph.inserting_before(node):
             for i, dim in enumerate(order[:-1]):
                 x = call(gm, node, _C2C if i else first, x, [dim], norm, forward if i else flag)

@@ -6,14 +6,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shardlib.machine import Machine
-from shardlib.passes import bundle, free, fuse, reuse, schedule, settle
+from shardlib.passes import bundle, free, fuse, offload, reuse, schedule, settle
 from shardlib.program.check import check
 from shardlib.program.steps import Program
 from shardlib.program.storage import peak_bytes
 from shardlib.schedule import DEFAULT, Schedule
 
-PASSES = (fuse.fuse, bundle.bundle, schedule.schedule, settle.settle, reuse.reuse, free.free)
+PASSES = (fuse.fuse, bundle.bundle, schedule.schedule, offload.offload, settle.settle, reuse.reuse, free.free)
 _MOVING = {bundle.bundle, schedule.schedule}
+_TOLD = {bundle.bundle, offload.offload}
 
 
 def run_passes(program: Program, how: Schedule = DEFAULT, memory: float | None = None) -> Program:
@@ -24,20 +25,19 @@ def run_passes(program: Program, how: Schedule = DEFAULT, memory: float | None =
     """
     limit = Machine.of(program.mesh.machine).device.memory if memory is None else memory
     found: list[tuple[int, Program]] = []
-    for way in (how, replace(how, prefetch=0), None):
+    for way, moves in ((how, True), (replace(how, prefetch=0), True), (replace(how, prefetch=0), False)):
         made = program
-        for made in _passed(program, way):
+        for made in _passed(program, way, moves):
             check(made)
-        if not program.collectives or (held := peak_bytes(made)) <= limit:
+        if not (program.collectives or made.copied) or (held := peak_bytes(made)) <= limit:
             return made
         found.append((held, made))
     return min(found, key=lambda pair: pair[0])[1]
 
 
-def _passed(program: Program, how: Schedule | None) -> Iterator[Program]:
-    """What each pass makes; without a schedule messages stay where they are."""
+def _passed(program: Program, how: Schedule, moves: bool) -> Iterator[Program]:
+    """What each pass makes; where nothing `moves`, messages stay where they are."""
     for one in PASSES:
-        if how is None and one in _MOVING:
-            continue
-        program = bundle.bundle(program, how or DEFAULT) if one is bundle.bundle else one(program)
-        yield program
+        if moves or one not in _MOVING:
+            program = one(program, how) if one in _TOLD else one(program)
+            yield program

@@ -21,7 +21,7 @@ from shardlib.plans.redundant import Redundant, redundant
 from shardlib.plans.rows import Rows, totals
 from shardlib.printing import OP as PRINT
 from shardlib.program.steps import Compute, Var, makes
-from shardlib.program.storage import peak_bytes
+from shardlib.program.storage import host_bytes, peak_bytes
 from shardlib.program.text import show
 from shardlib.propagate.bound import LowerBound, lower_bound
 from shardlib.propagate.refine import alone
@@ -123,6 +123,11 @@ class Plan:
     def peak_memory(self) -> int:
         """The most bytes of local tensors alive at once on the fullest device, arguments and results included."""
         return peak_bytes(self.compiled.program)
+
+    @cached_property
+    def host_memory(self) -> int:
+        """The most bytes that one device has at once in its host's memory (`sl.Schedule(offload=...)`)."""
+        return host_bytes(self.compiled.program)
 
     @cached_property
     def lower_bound(self) -> LowerBound:

@@ -19,7 +19,7 @@ from shardlib.plans.naming import Naming, shorten
 from shardlib.plans.plantext import Row, fold, fold_names, si
 from shardlib.plans.redundant import sentence
 from shardlib.printing import OP as PRINT
-from shardlib.program.steps import Collective, Compute, Start, Var, reads
+from shardlib.program.steps import TIERS, Collective, Compute, Start, Var, reads
 
 if TYPE_CHECKING:
     from shardlib.plans.plan import Plan
@@ -87,6 +87,8 @@ class Rows:
             what = f"! {first.kind}[{' '.join(map(str, first.axes))}] of {len(step.moves)} values, one message"
             whose = f"{self.explainer.subject(first)} ... {self.explainer.subject(last)}"
             return what, whose, si(sum(c.bytes for c in step.moves), "B"), f"{self.explainer.why(first)} ..."
+        if isinstance(step, Collective) and step.kind in TIERS:
+            return f"! {step.kind} {self.naming.var(step.source)}", self.naming.typed(step.out), "", "offloaded"
         if isinstance(step, Collective):
             what = f"! {step.kind}[{' '.join(map(str, step.axes))}] {self.explainer.subject(step)}"
             _, after = self.explainer.ends(step)
@@ -128,6 +130,9 @@ def totals(plan: Plan) -> tuple[list[tuple[str, ...]], list[str]]:
     rows.append(("total", "", str(sum(counts.values())), si(plan.comm_bytes, "B"), ""))
     lines = sorted(reasons)
     lines.append(f"per device: {si(plan.flops, 'FLOP')}, peak memory {si(plan.peak_memory, 'B')}")
+    if copied := plan.compiled.program.copied:
+        sent = si(sum(c.source.nbytes for c in copied), "B")
+        lines.append(f"in the host's memory: at most {si(plan.host_memory, 'B')}, {sent} copied there and back")
     lines += filter(None, [sentence(plan.redundant, plan.flops)])
     if (halves := plan.compiled.halves) is not None:
         n, held = len(halves.saved), sum(v.nbytes for v in halves.saved)

@@ -29,6 +29,7 @@ class Var:
     """One local tensor: `layout` says its local shape on every device; `value` is what it is a piece of.
 
     What only the local form of a rule knows has no layout, but the `shape` of the fullest device that was looked at.
+    `host`: it lives in the host's memory.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Var:
     value: Value | None = None
     placement: Any = None  # (cut, what is owed)
     shape: tuple[int, ...] | None = None
+    host: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -114,7 +116,7 @@ class Inside:
 
 @dataclass(frozen=True, eq=False)
 class Collective:
-    """One communication: `kind` over `axes` on local tensor `source`.
+    """One communication: `kind` over `axes` on local tensor `source`; or, over none, a copy to another tier of memory.
 
     `params` are the op's arguments (dims, and per-member sizes, which may be `Sym`s); `bytes` go on the wire per
     device; `reason` says which layouts forced it.
@@ -209,8 +211,13 @@ class Program:
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
-        """All of them, in the order in which they start."""
-        return tuple(c for s in self.steps if isinstance(s, Start) for c in s.moves)
+        """All between devices, in the order in which they start."""
+        return tuple(c for s in self.steps if isinstance(s, Start) for c in s.moves if c.kind not in TIERS)
+
+    @cached_property
+    def copied(self) -> tuple[Collective, ...]:
+        """All copies between the memory of the device and that of its host, in the order in which they start."""
+        return tuple(c for s in self.steps if isinstance(s, Start) for c in s.moves if c.kind in TIERS)
 
     @cached_property
     def given(self) -> frozenset[Var]:
@@ -234,6 +241,9 @@ class Program:
             outputs=tuple(other.get(x, x) if isinstance(x, Var) else x for x in self.outputs),
             varies={other.get(v, v): axes for v, axes in self.varies.items()},
         )
+
+
+TIERS = ("to_host", "to_device")  # kinds of copies between tiers of memory
 
 
 def together(c: Collective) -> tuple[Start, Wait]:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from shardlib.aten.traits import may_show
-from shardlib.program.steps import Compute, Copy, Free, Program, Start, Step, Var, makes, reads
+from shardlib.program.steps import TIERS, Compute, Copy, Free, Program, Start, Step, Var, makes, reads
 
 
 def owners(steps: Iterable[Step], *, exact: bool = False) -> dict[Var, Var]:
@@ -25,7 +25,8 @@ def owners(steps: Iterable[Step], *, exact: bool = False) -> dict[Var, Var]:
     for step in steps:
         if isinstance(step, Start):
             for c in step.moves:
-                fresh = exact or (c.kind != "ppermute" and math.prod(a.size for a in c.axes) > 1)
+                alone = c.kind == "ppermute" or math.prod(a.size for a in c.axes) == 1
+                fresh = exact or c.kind in TIERS or not alone
                 owner[c.out] = c.out if fresh else owner.get(c.source, c.source)
         elif isinstance(step, Compute):
             for out in step.made:
@@ -52,20 +53,21 @@ def handed_on(steps: Iterable[Step], owner: Mapping[Var, Var]) -> set[Var]:
     return {owner.get(c.source, c.source) for c in moves if c.kind == "ppermute"}
 
 
-def alive(program: Program) -> Iterator[int]:
-    """Bytes in use on the fullest device, while each step runs."""
-    return (total for total, _ in _in_use(program))
+def alive(program: Program, *, host: bool = False) -> Iterator[int]:
+    """Bytes in use on the fullest device, or in its host's memory, while each step runs."""
+    return (total for total, _ in _in_use(program, host=host))
 
 
-def _in_use(program: Program) -> Iterator[tuple[int, Mapping[Var, int]]]:
+def _in_use(program: Program, *, host: bool = False) -> Iterator[tuple[int, Mapping[Var, int]]]:
     """The same, with how many values that are not freed show the memory of each owner."""
     owner = owners(program.steps, exact=True)
     names: Counter[Var] = Counter()
     seen = set(program.given)
-    total = sum(v.nbytes for v in seen)
+    total = 0 if host else sum(v.nbytes for v in seen)
     names.update(seen)
     for step in program.steps:
-        new = [v for v in (step.outs if isinstance(step, Start) else makes(step)) if v not in seen]
+        made = step.outs if isinstance(step, Start) else makes(step)
+        new = [v for v in made if v.host == host and v not in seen]
         seen.update(new)
         for var in new:
             root = owner[var]
@@ -73,6 +75,8 @@ def _in_use(program: Program) -> Iterator[tuple[int, Mapping[Var, int]]]:
             names[root] += 1
         yield total, names
         for var in step.vars if isinstance(step, Free) else ():
+            if var.host != host:
+                continue
             root = owner[var]
             names[root] -= 1
             total -= 0 if names[root] else root.nbytes
@@ -88,3 +92,8 @@ def largest(program: Program) -> list[Var]:
     peak = peak_bytes(program)
     names = next((dict(names) for total, names in _in_use(program) if total == peak), dict.fromkeys(program.given, 1))
     return sorted((v for v, n in names.items() if n), key=lambda v: -v.nbytes)
+
+
+def host_bytes(program: Program) -> int:
+    """The most bytes that are in use at once in the host's memory."""
+    return max(alive(program, host=True), default=0) if program.copied else 0

@@ -23,6 +23,7 @@ import importlib
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -200,7 +201,10 @@ class _Reader:
     def move(self, kind: str, axes: tuple[Axis, ...], reduce: str, text: str) -> Collective:
         out, source, told, nbytes = self.match(r"(.*) = (\S+) \{(.*)\} (\S+) B", text)
         params = {k: self.value(v) for k, v in (x.split(": ", 1) for x in _split(told))}
-        return Collective(kind, axes, self.vars[source], self.make(out), params, ast.literal_eval(nbytes), reduce)
+        made = self.make(out)
+        if kind == "to_host":
+            made = self.vars[made.name] = replace(made, host=True)
+        return Collective(kind, axes, self.vars[source], made, params, ast.literal_eval(nbytes), reduce)
 
     def match(self, pattern: str, text: str) -> tuple[Any, ...]:
         if (found := re.fullmatch(pattern, text)) is None:

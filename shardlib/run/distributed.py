@@ -18,9 +18,10 @@ import torch.distributed as dist
 
 from shardlib.errors import CollectiveError
 from shardlib.lines import spot
+from shardlib.meshes.axis import Coords
 from shardlib.meshes.mesh import Mesh
-from shardlib.ops import _groups, all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
-from shardlib.program.steps import Program, Start
+from shardlib.ops import _groups, all_gather, all_reduce, all_to_all, offload, ppermute, reduce_scatter
+from shardlib.program.steps import TIERS, Collective, Program, Start
 from shardlib.ranks.agree import agree, blame
 from shardlib.ranks.order import ASKING, Moment, Turn
 from shardlib.run.below import run_below
@@ -60,6 +61,9 @@ def _communicate(g: Generator, start: Start) -> None:
     """Start one message, and say how it is finished."""
     (coords,) = g.devices
     bundle, first = start.moves, start.first
+    if first.kind in TIERS:
+        _copy(g, first, coords, start)
+        return
     sources, outs = ([g.name(v, coords) for v in vs] for vs in ([c.source for c in bundle], [c.out for c in bundle]))
     handle = _groups.group_for(g.program.mesh, first.axes)
     group = g.bind(handle, "group_" + "_".join(map(str, first.axes)))
@@ -81,6 +85,14 @@ def _communicate(g: Generator, start: Start) -> None:
     if g.ranges:
         finish = f"{g.bind(ranged(lambda h: h.finish(), f'wait for {label(bundle)}'), 'finish')}({flying})"
     g.flying[start.outs] = [f"{left} = {finish}", f"del {flying}"]
+
+
+def _copy(g: Generator, c: Collective, coords: Coords, start: Start) -> None:
+    """A copy between tiers of memory, in which no other rank takes part."""
+    begin, out = g.bind(getattr(offload, c.kind), c.kind), g.name(c.out, coords)
+    flying = g.fresh(f"{out}_flying")
+    g.lines.append(f"{flying} = {begin}({g.name(c.source, coords)})")
+    g.flying[start.outs] = [f"{out} = {flying}.finish()", f"del {flying}"]
 
 
 @cache

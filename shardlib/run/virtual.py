@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shardlib.meshes.mesh import Mesh
-from shardlib.ops import all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
+from shardlib.ops import all_gather, all_reduce, all_to_all, offload, ppermute, reduce_scatter
 from shardlib.program.steps import Collective, Program, Start
 from shardlib.run.below import run_below
 from shardlib.run.codegen import Generator, Source
@@ -26,6 +26,8 @@ _APART: dict[str, Callable[..., Any]] = {
     "reduce_scatter": reduce_scatter.reference,
     "all_to_all": all_to_all.reference,
     "ppermute": ppermute.reference,
+    "to_host": offload.reference_to_host,
+    "to_device": offload.reference_to_device,
 }
 
 
@@ -79,7 +81,7 @@ def _own(reference: Callable[..., list[torch.Tensor]]) -> Callable[..., list[tor
     return apart
 
 
-_COMMON = {
+_COMMON: dict[str, tuple[str, ...]] = {
     "all_reduce": (),
     "all_gather": ("dim", "sizes"),
     "reduce_scatter": ("dim", "sizes"),

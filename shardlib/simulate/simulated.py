@@ -15,7 +15,7 @@ from shardlib.machine import Machine
 from shardlib.program.steps import Compute, Program
 from shardlib.simulate import rooflines
 from shardlib.simulate.repeated import recomputed
-from shardlib.simulate.timeline import COMPUTE, FAR, NEAR, Event, Timeline, timeline
+from shardlib.simulate.timeline import COMPUTE, STREAMS, Event, Timeline, timeline
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Simulated:
 
     def __str__(self) -> str:
         line = self.timeline
-        streams = [(s, line.busy(s)) for s in (COMPUTE, NEAR, FAR)]
+        streams = [(s, line.busy(s)) for s in STREAMS]
         rows = [("step", f"{clock(self.seconds)}, of which communication is exposed for {clock(self.exposed)}")]
         rows += [(stream, f"{clock(seconds)} busy") for stream, seconds in streams if seconds]
         use, memory = self.utilisation, self.machine.device.memory
@@ -102,7 +102,7 @@ class Simulated:
 
     def to_perfetto(self, path: str | os.PathLike[str]) -> None:
         """Write a timeline that Perfetto opens (JSON of trace events): a track a stream, memory in use as a counter."""
-        tracks = {COMPUTE: 1, NEAR: 2, FAR: 3}
+        tracks = {stream: i for i, stream in enumerate(STREAMS, 1)}
         name = {"name": f"{self.name} on {self.program.mesh} ({self.machine}), simulated"}
         events: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": name}]
         for stream, track in tracks.items():
@@ -123,7 +123,7 @@ class Simulated:
 
         figure = Figure(figsize=(10, 4), layout="constrained")
         above, below = figure.subplots(2, 1, sharex=True)
-        streams = [s for s in (COMPUTE, NEAR, FAR) if self.timeline.busy(s)]
+        streams = [s for s in STREAMS if self.timeline.busy(s)]
         for row, stream in enumerate(streams):
             bars = [(1e3 * e.start, 1e3 * e.seconds) for e in self.timeline.events if e.stream == stream]
             above.broken_barh(bars, (row - 0.4, 0.8), color=f"C{row}")

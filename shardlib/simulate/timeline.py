@@ -1,7 +1,8 @@
 """A program walked step by step on the clock of a machine: what runs when, and what waits for what.
 
 One device stands for all, the fullest. Its calls run in order on one stream; messages run in order on a stream for each
-link (inside the node, between nodes), begin where they start in the program, and end what waits for them.
+link (inside the node, between nodes, to the host's memory), begin where they start in the program, and end what waits
+for them.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from dataclasses import dataclass
 from shardlib.errors import ShardingError
 from shardlib.lines import Line
 from shardlib.machine import Machine
-from shardlib.program.steps import Collective, Compute, Copy, Program, Start, Step, Var, Wait
+from shardlib.program.steps import TIERS, Collective, Compute, Copy, Program, Start, Step, Var, Wait
 from shardlib.program.storage import alive
 from shardlib.simulate import rooflines
 from shardlib.simulate.collectives import transfer
 
-COMPUTE, NEAR, FAR = "compute", "inside the node", "between nodes"
+COMPUTE, NEAR, FAR, HOST = "compute", "inside the node", "between nodes", "copies to and from the host"
+STREAMS = COMPUTE, NEAR, FAR, HOST
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,14 +114,20 @@ class _Clock:
                 self.waited = message
 
     def _start(self, step: Start) -> None:
-        first = step.first
+        first, device = step.first, self.machine.device
+        if first.kind in TIERS:
+            self._fly(step, HOST, first.kind, device.launch + sum(c.source.nbytes for c in step.moves) / device.host)
+            return
         span = self.machine.span(first.axes, self.program.mesh.axes)
         how = transfer(first.kind, sum(c.bytes for c in step.moves), span)
-        stream = (FAR if how.far else NEAR) if self.machine.device.overlaps else COMPUTE
         name = f"{first.kind}[{' '.join(map(str, first.axes))}] by {how.algorithm}"
-        event = self._add(stream, name, step, how.seconds)
-        if stream == COMPUTE:
-            self.exposed += how.seconds
+        self._fly(step, FAR if how.far else NEAR, name, how.seconds)
+
+    def _fly(self, step: Start, stream: str, name: str, seconds: float) -> None:
+        if not self.machine.device.overlaps:
+            stream = COMPUTE
+            self.exposed += seconds
+        event = self._add(stream, name, step, seconds)
         self.flying |= dict.fromkeys(step.outs, event)
 
     def _add(self, stream: str, name: str, step: Step, seconds: float) -> Event:

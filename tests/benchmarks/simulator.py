@@ -11,6 +11,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,9 +92,7 @@ def measured(backend: str, numbers: Sequence[int]) -> tuple[str, list[tuple[floa
             with sl.Mesh(data=dist.get_world_size()) as mesh:
                 step, given = CASES[i][2]()
             with getattr(given[-1], "mesh", mesh):
-                found.append(
-                    (step.plan(*given).simulate(machine).seconds, _seconds(lambda step=step, given=given: step(*given)))
-                )
+                found.append((step.plan(*given).simulate(machine).seconds, _seconds(partial(step, *given))))
     return repr(machine), found
 
 

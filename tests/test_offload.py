@@ -1,0 +1,220 @@
+"""Saved values in the host's memory: how many stay, what is copied and counted, and that values are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardlib as sl
+from shardlib import compile as compiling
+from shardlib.machine import Machine
+from shardlib.ops.offload import TIER
+from shardlib.passes.offload import offload
+from shardlib.program.check import check
+from shardlib.program.steps import Free, Program, Start, Var, makes
+from shardlib.program.storage import alive
+from shardlib.program.text import parse, show
+from shardlib.simulate.timeline import HOST
+from tests.models import w1
+from tests.ranks import run_ranks
+from tests.test_schedule import LAYERS, WIDTH, Model, step
+
+ROWS, DEVICES = 512, 4
+VALUE = 4 * ROWS * WIDTH // DEVICES  # bytes of one saved value: a layer keeps two
+SAVE = "b@data _"
+
+
+def built(how: sl.Schedule | None, mesh: sl.Mesh) -> tuple[Any, tuple[Any, ...]]:
+    torch.manual_seed(0)
+    m, x = Model(), torch.randn(ROWS, WIDTH)
+    with mesh:
+        return sl.jit(step, schedule=how), (m, torch.optim.SGD(m.parameters(), lr=0.1), sl.shard(x, SAVE))
+
+
+def planned(how: sl.Schedule | None) -> Program:
+    mesh = sl.Mesh(data=DEVICES)
+    train, given = built(how, mesh)
+    with mesh:
+        program: Program = train.plan(*given).compiled.program
+    return program
+
+
+def trained(how: sl.Schedule | None) -> list[torch.Tensor]:
+    mesh = sl.Mesh(data=dist.get_world_size() if dist.is_initialized() else DEVICES)
+    train, given = built(how, mesh)
+    with mesh:
+        losses = [train(*given).full_tensor() for _ in range(2)]
+        return [*losses, *(p.detach().clone() for p in given[0].parameters())]
+
+
+def resident(program: Program, saved: set[str]) -> Iterator[int]:
+    """Bytes of saved values on the device, step by step."""
+    held: dict[Var, int] = {}
+    for one in program.steps:
+        for v in one.outs if isinstance(one, Start) else makes(one):
+            if v.name.removesuffix(".back") in saved and not v.host:
+                held[v] = v.nbytes
+        yield sum(held.values())
+        for v in one.vars if isinstance(one, Free) else ():
+            held.pop(v, None)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_so_many_layers_stay(ahead: int) -> None:
+    plain, moved = planned(None), planned(sl.Schedule(prefetch=ahead, offload="saved"))
+    sent = [c for c in moved.copied if c.kind == "to_host"]
+    saved = {c.source.name for c in planned(sl.Schedule(prefetch=0, offload="saved")).copied}
+    assert [c.source.nbytes for c in sent] == [VALUE] * 2 * (LAYERS - 1 - ahead), "the last layers stay"
+    assert sum(c.kind == "to_device" for c in moved.copied) == len(sent)
+    assert max(resident(plain, saved)) == 2 * VALUE * (LAYERS - 1)
+    reads = 0 if ahead else VALUE  # the input of a layer, which this still reads
+    assert max(resident(moved, saved)) <= 2 * VALUE * (1 + ahead) + reads
+    assert max(alive(moved, host=True)) == sum(c.source.nbytes for c in sent)
+    assert max(alive(moved)) < max(alive(plain))
+
+
+def test_values_and_counts_are_as_planned() -> None:
+    how = sl.Schedule(offload="saved")
+    sent = sum(c.source.nbytes for c in planned(how).copied if c.kind == "to_host")
+    before = trained(None)
+    start = TIER.sent, TIER.fetched, TIER.held
+    TIER.peak = TIER.held
+    after = trained(how)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    moved = TIER.sent - start[0], TIER.fetched - start[1]
+    assert moved == (2 * DEVICES * sent,) * 2, "two steps, on all devices"
+    assert TIER.held == start[2], "nothing stays there"
+    assert TIER.peak - start[2] == DEVICES * sent
+
+
+def _counted() -> tuple[int, int, int, bool]:
+    before = trained(None)
+    start = TIER.sent, TIER.fetched
+    after = trained(sl.Schedule(offload="saved"))
+    same = all(torch.equal(a, b) for a, b in zip(before[:2], after[:2], strict=True))
+    return TIER.sent - start[0], TIER.fetched - start[1], TIER.held, same
+
+
+@pytest.mark.ranks
+def test_on_ranks() -> None:
+    sent = 2 * (LAYERS - 2) * VALUE * DEVICES // 2
+    assert run_ranks(_counted, 2) == [(2 * sent, 2 * sent, 0, True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("names", "made"),
+    [(("tanh",), {"tanh"}), (("add",), {"add"}), (("mm",), set()), (("tanh", "add"), {"tanh", "add"})],
+)
+def test_ops_by_name(names: tuple[str, ...], made: set[str]) -> None:
+    program = planned(sl.Schedule(offload=names))
+    assert {c.source.name.split("_")[0] for c in program.copied if c.kind == "to_host"} == made
+    assert show(parse(show(program))) == show(program)
+
+
+def test_a_model_with_views_and_state() -> None:
+    """W1 keeps views of what it saves, and writes new parameters over old ones."""
+    from tests.models import w1_sharded
+
+    config = replace(w1.TINY, layers=3, batch=8)
+    mode = w1.modes(config)["tp"]
+    params, batch = w1.init(config), w1.batch(config)
+    found = []
+    for how in (None, sl.Schedule(prefetch=0, offload="saved")):
+        with w1_sharded.mesh_of(mode):
+            state, *placed = w1_sharded.place(mode, params, *batch)
+            run = sl.jit(
+                lambda params, tokens, targets: w1.step(params, tokens, targets, config),
+                in_specs=(mode.params, mode.batch, mode.batch), out_specs=(None, mode.params), schedule=how,
+            )  # fmt: skip
+            plan = run.plan(state, *placed)
+            value, new = run(state, *placed)
+            found.append([value.full_tensor(), *(x.full_tensor() for x in torch.utils._pytree.tree_leaves(new))])
+    assert plan.compiled.program.copied
+    assert plan.host_memory > 0
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_micro_batches_each_have_their_own() -> None:
+    def twice(m: Any, x: torch.Tensor) -> torch.Tensor:
+        losses = [m(part).square().mean() for part in x.chunk(2)]
+        for loss in losses:
+            loss.backward()
+        return sum(losses).detach()
+
+    def apart(m: Any, x: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(())
+        for part in x.chunk(2):
+            loss = m(part).square().mean()
+            loss.backward()
+            total = total + loss.detach()
+        return total
+
+    for fn in (twice, apart):
+        found = []
+        for how in (None, sl.Schedule(offload="saved")):
+            torch.manual_seed(0)
+            m, x = Model(), torch.randn(ROWS, WIDTH)
+            with sl.Mesh(data=2):
+                run = sl.jit(fn, in_specs=(None, SAVE), schedule=how)
+                copied = run.plan(m, x).compiled.program.copied
+                found.append([run(m, x).full_tensor(), *(p.grad for p in m.parameters())])
+        assert copied
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+FORWARD = """
+    mesh a=2
+    input x: f32[8]
+    h: f32[8] = aten.exp.default(x)
+    v: f32[4, 2] = aten.reshape.default(h, [4, 2])
+    k: f32[8] = aten.neg.default(h)
+    return k, v
+"""
+
+
+def test_what_is_not_saved_is_left() -> None:
+    """Without a backward pass; results; what nobody is asked to move."""
+    program = parse(FORWARD)
+    assert offload(program, sl.Schedule(offload="saved")) is program
+    assert offload(program, chosen=program.given) is program
+    assert offload(program) is program
+
+
+def test_chosen_values_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    lowered: list[Program] = []
+    kept = compiling.run_passes
+    monkeypatch.setattr(compiling, "run_passes", lambda p, **how: (lowered.append(p), kept(p, **how))[1])
+    planned(None)
+    (bare,) = lowered
+    one = {v for s in bare.steps for v in makes(s) if v.name in ("tanh_1", "tanh_5")}
+    made = check(offload(bare, sl.Schedule(prefetch=0), one))
+    assert [(c.kind, c.source.name) for c in made.copied] == [("to_host", "tanh_1"), ("to_device", "tanh_1.host")]
+
+
+def test_copies_have_a_stream_of_their_own() -> None:
+    mesh = sl.Mesh(data=DEVICES)
+    train, given = built(sl.Schedule(offload="saved"), mesh)
+    h100 = Machine.preset("h100")
+    with mesh:
+        plan = train.plan(*given)
+    for host in (h100.device.host, h100.device.host / 1e6):
+        machine = replace(h100, device=replace(h100.device, host=host))
+        found = plan.simulate(machine)
+        each = machine.device.launch + VALUE / host
+        assert found.timeline.busy(HOST) == pytest.approx(len(plan.compiled.program.copied) * each)
+        assert (found.exposed > 10 * each) == (host < 1e9), "slow links are waited for"
+    assert HOST in str(found)
+    assert plan.comm_bytes == sum(c.bytes for c in plan.collectives), "copies are none of them"
+    assert "! to_host" in str(plan)
+    assert "in the host's memory: at most" in plan.summary()
+
+
+@pytest.mark.parametrize("said", ["all", ("",), (), (3,), 3])
+def test_what_is_no_choice(said: Any) -> None:
+    with pytest.raises(sl.ShardingError, match="is neither 'saved' nor names of ops"):
+        sl.Schedule(offload=said)
