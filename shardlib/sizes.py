@@ -13,7 +13,7 @@ _UNITS = {"B": 1} | {
     for binary in ("", "i")
 }
 _UNITS["KiB"] = _UNITS.pop("kiB")
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*([A-Za-z]+)\s*")
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]+)\s*")
 
 
 def nbytes(size: Any, what: str) -> int:

@@ -41,6 +41,7 @@ def test_a_schedule_is_read_as_it_prints(how: sl.Schedule) -> None:
         ({"bucket": 0}, "bucket=0 is no size"),
         ({"bucket": "0MB"}, "bucket='0MB' is no size"),
         ({"bucket": 2.5}, "bucket=2.5 is no size"),
+        ({"bucket": "1.2.3 MB"}, "bucket='1.2.3 MB' is no size"),
     ],
 )
 def test_what_is_no_schedule(said: dict[str, Any], fault: str) -> None:
