@@ -237,7 +237,7 @@ def _w1(mode: str, layers: int) -> Plan:
 
 def test_layers_fold() -> None:
     deep = str(_w1("tp", 12)).splitlines()
-    assert len(deep) < 280
+    assert len(deep) < 320
     assert any("12 times, differing in layers[" in line or "11 times" in line for line in deep)
     assert sum("values, one message" in line for line in deep) == 3, "gradients that travel together are one line"
 

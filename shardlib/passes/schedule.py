@@ -11,7 +11,7 @@ from dataclasses import replace
 from shardlib.machine import Machine
 from shardlib.meshes.axis import Axis
 from shardlib.passes.bundle import GATHERS
-from shardlib.passes.split import gives, needs
+from shardlib.passes.split import gives, needs, stays
 from shardlib.program.steps import Compute, Program, Start, Step, Var, Wait, reads
 from shardlib.simulate import rooflines
 from shardlib.simulate.collectives import Transfer, transfer
@@ -31,7 +31,8 @@ class _Clock:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.machine = Machine.of(program.mesh.machine)
-        self.costs = rooflines.plain(program)
+        device = self.machine.device
+        self.seconds = {s: rooflines.seconds(s, cost, device) for s, cost in rooflines.plain(program).items()}
         self.done: set[int] = set()
         self.steps: list[Step] = []
         self.now = 0.0
@@ -74,7 +75,7 @@ class _Clock:
         return transfer(step.first.kind, sum(c.bytes for c in step.moves), span)
 
     def _seconds(self, step: Step) -> float:
-        return rooflines.seconds(step, self.costs[step], self.machine.device) if isinstance(step, Compute) else 0.0
+        return self.seconds[step] if isinstance(step, Compute) else 0.0
 
     def _cover(self, i: int, wait: Wait) -> None:
         """Write what stands behind a wait and does not need it, in order, until the message is there."""
@@ -83,7 +84,7 @@ class _Clock:
         needed, groups = set(wait.outs), set[tuple[Axis, ...]]()  # what waits, and the groups of messages among it
         for j in range(i + 1, min(i + 1 + WINDOW, len(self.program.steps))):
             step = self.program.steps[j]
-            if self.now >= until or not (needs(step) or gives(step)) or (isinstance(step, Compute) and not step.made):
+            if self.now >= until or stays(step):
                 return
             if j in self.done:
                 continue
@@ -101,27 +102,25 @@ class _Clock:
 
         A start among it comes along, unless it is of the same group.
         """
-        there = self.program.steps[i + 1 : self.waits[start.outs]]
         seconds = _SURE * self._transfer(start).seconds
-        seconds -= sum(self._seconds(s) for k, s in enumerate(there, i + 1) if k not in self.done)
+        for k in range(i + 1, self.waits[start.outs]):
+            if seconds <= 0:
+                return []
+            seconds -= 0.0 if k in self.done else self._seconds(self.program.steps[k])
         needed, kept, late = set(start.sources), [start.first.axes], list[Step]()
-        stay = self.gathered if start.first.kind in GATHERS else set()  # whose readers end what is held
+        held = self.gathered if start.first.kind in GATHERS else set()  # whose readers end that
         for k in range(len(self.steps) - 1, max(self.stalled, len(self.steps) - WINDOW) - 1, -1):
             if seconds <= 0:
                 break
             step = self.steps[k]
-            if (
-                isinstance(step, Compute)
-                and step.made
-                and needed.isdisjoint(step.made)
-                and stay.isdisjoint(reads(step))
-            ):
+            may = needed.isdisjoint(gives(step)) and held.isdisjoint(reads(step))
+            if may and isinstance(step, Compute) and not stays(step):
                 seconds -= self._seconds(step)
                 self.now -= self._seconds(step)
-            elif isinstance(step, Start) and needed.isdisjoint(step.outs) and step.first.axes not in kept:
+            elif may and isinstance(step, Start) and step.first.axes not in kept:
                 self.free[self._transfer(step).far] = self.before[step]
             else:
-                needed |= {*reads(step), *(step.outs if isinstance(step, Wait) else ())}
+                needed.update(needs(step))
                 kept += [step.first.axes] if isinstance(step, Start) else []
                 continue
             late.append(step)

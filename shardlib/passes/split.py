@@ -53,7 +53,7 @@ def split(program: Program, cotangents: int, gradients: int) -> Halves:
             late |= {*gives(step)}
     for step in reversed(program.steps):
         outs = set(gives(step))
-        if outs & needed or (_stays(step) and late.isdisjoint((*needs(step), *outs))):
+        if outs & needed or (stays(step) and late.isdisjoint((*needs(step), *outs))):
             first.append(step)
             needed |= set(needs(step))
         else:
@@ -85,7 +85,7 @@ def gives(step: Step) -> tuple[Var, ...]:
     return step.outs if isinstance(step, Start) else makes(step)
 
 
-def _stays(step: Step) -> bool:
+def stays(step: Step) -> bool:
     """Whether a step belongs to the forward pass whoever reads it: draws of keys, and what is there for its effect."""
     if not isinstance(step, Compute):
         return False
