@@ -177,6 +177,10 @@ def test_what_does_not_fit_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert peak_bytes(kept(bare, sl.Schedule(prefetch=4), memory=most)) == most
     assert peak_bytes(kept(bare, sl.Schedule(prefetch=4), memory=most - 1)) == one
     assert peak_bytes(kept(bare, sl.Schedule(prefetch=4), memory=0)) == least, "nothing fits: the least is taken"
+    cpu = Machine.preset("cpu")
+    for room, held in ((most, most), (most - 1, one), (1, most)):  # of a device; where nothing fits nothing is given up
+        mesh = sl.Mesh.abstract(data=4, machine=replace(cpu, device=replace(cpu.device, memory=room)))
+        assert peak_bytes(kept(replace(bare, mesh=mesh), sl.Schedule(prefetch=4))) == held
 
 
 def test_gradients_are_reduced_while_the_backward_pass_runs() -> None:

@@ -22,8 +22,9 @@ def run_passes(
     """The program after all passes, checked after each; raises `ProgramError` for what would be a fault of ours.
 
     What hides messages holds memory. Where the program would not fit into `memory` bytes (None: what a device of the
-    mesh's machine has), nothing is gathered ahead, and then nothing moves at all. `offloaded` are the values that are
-    meanwhile in the host's memory (None: those that the schedule names).
+    mesh's machine has), nothing is gathered ahead, and then nothing moves at all. Where that does not fit either, it is
+    the program that holds least if `memory` was asked for, and else the one that hides most. `offloaded` are the values
+    that are meanwhile in the host's memory (None: those that the schedule names).
     """
     limit = Machine.of(program.mesh.machine).device.memory if memory is None else memory
     found: list[tuple[int, Program]] = []
@@ -34,7 +35,7 @@ def run_passes(
         if not (program.collectives or made.copied) or (held := peak_bytes(made)) <= limit:
             return made
         found.append((held, made))
-    return min(found, key=lambda pair: pair[0])[1]
+    return found[0][1] if memory is None else min(found, key=lambda pair: pair[0])[1]
 
 
 def _passed(program: Program, how: Schedule, moves: bool, offloaded: Collection[Var] | None) -> Iterator[Program]:
