@@ -122,16 +122,19 @@ def compile_program(
     clock.stop("lower")
     program = replace(program, donated=_donated(traced, donate), owned=owned)
     program = program if traced.after.gradients else replace(program, replaced=_replaced(traced, program))
-    program, recomputed = recompute(program, keeping, lambda other: _finished(other, traced, keeping)[0])
+    drafted = lambda other: _finished(other, traced, keeping, draft=True)[0]
+    program, recomputed = recompute(program, keeping, drafted)
     program, halves = _finished(program, traced, keeping)
     clock.stop("passes")
     names = tuple(zip(traced.input_names, graph.inputs, strict=True))
     return Compiled(traced, mesh, graph, propagated, program, names, fixed_inputs, halves, recomputed, clock.seconds)
 
 
-def _finished(program: Program, traced: Traced, keeping: Keeping) -> tuple[Program, Halves | None]:
+def _finished(
+    program: Program, traced: Traced, keeping: Keeping, *, draft: bool = False
+) -> tuple[Program, Halves | None]:
     """The program after all passes, and its halves where its results have gradients."""
-    passed = partial(run_passes, how=keeping.schedule, memory=keeping.memory)
+    passed = partial(run_passes, how=keeping.schedule, memory=keeping.memory, draft=draft)
     if not traced.after.gradients:
         return passed(program), None
     halves = split(program, len(traced.after.cotangents), len(traced.after.gradients)).through(passed)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +13,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
-from shardlib import Mesh
+from shardlib import Mesh, ShardingError
+from shardlib import compile as stages
+from shardlib.machine import Machine
+from shardlib.passes.budget import _Search, within
+from shardlib.passes.crossing import Crossing
+from shardlib.passes.layers import boundaries
+from shardlib.program.numbers import firsts
+from shardlib.program.steps import Compute, Program
+from tests import peaks
+from tests.models import gpt2, llama
+from tests.ranks import run_ranks
 
 D, HEADS, SEQ, BATCH = 16, 4, 8, 8
 
@@ -128,7 +141,7 @@ def run(place: str, way: dict[str, Any], written: bool = False, again: bool = Fa
 # Values ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("written", [False, True])
 @pytest.mark.parametrize("way", WAYS[1:], ids=ids)
 @pytest.mark.parametrize("place", PLACES)
@@ -144,3 +157,292 @@ def test_what_is_dropped_out_is_the_same(way: dict[str, Any]) -> None:
     kept, before = run("tp", {}, written=True)
     torch.testing.assert_close(found, kept, rtol=0, atol=0)
     assert plan.peak_memory < before.peak_memory
+
+
+def on_ranks() -> float:
+    axes = {"shard": 2}
+    model, plain = Model(written=True).eval(), Model(written=True).eval()
+    worst = 0.0
+    loss, grads = train(plain)(batch())
+    for way in ({"remat": "full"}, {"remat": "attention"}):
+        with Mesh(axes):
+            sl.parallelize(model, strategy="fsdp", remat=way["remat"])
+            found = sl.jit(train(model), in_specs=("b@shard ...",), **way)(batch())
+            out = model(batch())
+            out.square().mean().backward()
+        pairs = [*zip((found[0], *found[1]), (loss, *grads), strict=True)]
+        pairs += [(p.grad, g) for p, g in zip(model.parameters(), grads, strict=True)]
+        worst = max([worst, *(float((x.full_tensor() - y).abs().max()) for x, y in pairs)])
+        model.zero_grad()
+    return worst
+
+
+@pytest.mark.ranks
+def test_values_on_ranks() -> None:
+    assert max(run_ranks(on_ranks, 2)) < 1e-12
+
+
+def test_a_checkpoint_stays_what_it_is() -> None:
+    """What it runs again is not run a third time, and what it keeps is not kept twice."""
+    (found, before), (same, plan) = (run("fsdp", way, again=True) for way in ({}, {"remat": "full"}))
+    torch.testing.assert_close(found, same, rtol=0, atol=0)
+    assert products(plan) == products(before)
+    assert plan.peak_memory <= before.peak_memory
+
+
+def test_the_module_by_itself() -> None:
+    """Fewer values are saved, in all later calls of `parallelize`, too; an own `jit` says what is made again itself."""
+    saved = {}
+    for remat in (None, "full"):
+        model, plain = Model().eval(), Model().eval()
+        with Mesh(data=4):
+            sl.parallelize(sl.parallelize(model, strategy="fsdp", remat=remat), {})
+            halves = model.forward.plan(batch()).compiled.halves
+            model(batch()).square().mean().backward()
+        plain(batch()).square().mean().backward()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-10, atol=1e-12)
+        saved[remat] = sum(v.nbytes for v in halves.saved if v not in halves.forward.inputs)
+    assert saved["full"] < saved[None] / 3
+
+
+def test_effects_happen_once(capsys: pytest.CaptureFixture[str]) -> None:
+    drawn = torch.ones(())
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        y = (x @ w).exp()
+        sl.debug_print("sum {:.0f}", y.sum())
+        drawn.add_(1)
+        return (y.tanh() * drawn).sum()
+
+    with Mesh(data=2):
+        step = sl.jit(sl.grad(loss), in_specs=(None, "b@data _"), remat=["exp", "tanh", "mm"])
+        step(torch.zeros(4, 4), torch.ones(8, 4))
+    assert capsys.readouterr().out.splitlines() == ["sum 32"]
+    assert drawn == 2
+
+
+# What is kept ---------------------------------------------------------------------------------------------------------
+
+
+def products(plan: sl.Plan) -> Counter[str]:
+    """How often each product is run."""
+    steps = (s for s in plan.compiled.program.steps if isinstance(s, Compute))
+    return Counter(str(s.target) for s in steps if any(name in str(s.target) for name in ("mm", "attention")))
+
+
+def held(plan: sl.Plan) -> list[str]:
+    """The ops whose results the backward pass reads."""
+    crossing = Crossing.of(plan.compiled.program)
+    return [v.value.op.kind for v in crossing.held if v.value is not None and v.value.op is not None]
+
+
+def test_full_keeps_what_layers_hand_on() -> None:
+    """A layer adds one value to what is held, whatever is in it; of the last, the head keeps what it needs."""
+    kept = {}
+    for layers in (3, 6):
+        step, mesh = jitted("tp", Model(layers).eval(), remat="full")
+        with mesh:
+            kept[layers] = Counter(held(step.plan(batch())))
+    assert kept[6] - kept[3] == Counter({"add": 3})
+
+
+def test_layers_of_functions_are_found() -> None:
+    """They are what repeats; where nothing does, it is cut into parts of about as many products as there are parts."""
+
+    def layered(ws: Any, x: Tensor) -> Tensor:
+        for a, b in ws:
+            x = x + torch.tanh(x @ a) @ b
+        return x.square().sum()
+
+    def uneven(ws: Any, x: Tensor) -> Tensor:
+        for a, _ in ws:
+            x = torch.tanh(x @ a)
+        return x.square().sum()
+
+    for fn, sizes, count in ((layered, [8] * 6, 6), (uneven, range(8, 17), 2)):
+        ws = [(torch.empty(n, m), torch.empty(m, n)) for n, m in itertools.pairwise(sizes)]
+        program, _ = lowered(sl.grad(fn), [ws if fn is uneven else ws + ws[:1], torch.empty(64, 8)])
+        assert len(boundaries(Crossing.of(program))) == count
+
+
+def test_full_runs_the_forward_pass_twice() -> None:
+    """8 FLOPs a parameter and token instead of 6, but for the last product of each layer, which nobody reads again."""
+    before, after = (run("fsdp", way, training=False)[1] for way in ({}, {"remat": "full"}))
+    a_layer = 2 * BATCH * SEQ * D * D / 4
+    down, head = 3 * 4 * a_layer, 2 * a_layer
+    forward = 3 * 12 * a_layer
+    use = after.simulate().utilisation
+    assert use.hardware / use.model == pytest.approx(1 + (forward - down) / (3 * (forward + head)), rel=0.1)
+    assert products(after)["shardlib.attention.default"] == 2 * products(before)["shardlib.attention.default"] == 6
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("place", ["fsdp", "hsdp"])
+@pytest.mark.parametrize("way", WAYS[1:], ids=ids)
+def test_nothing_is_gathered_a_third_time(way: dict[str, Any], place: str) -> None:
+    plan = run(place, way, training=False)[1]
+    program = plan.compiled.program
+    first, given = firsts(program), {*program.inputs}
+    gathers = Counter(first[c.out] for c in program.collectives if c.kind == "all_gather" and c.source in given)
+    assert max(gathers.values()) == 2
+
+
+def test_attention_keeps_no_scores() -> None:
+    before, after = (run("tp", way, written=True)[1] for way in ({}, {"remat": "attention"}))
+    size = BATCH * HEADS * SEQ * SEQ
+    scores = [[v for v in Crossing.of(p.compiled.program).held if v.nbytes >= size * 8 / 4] for p in (before, after)]
+    large = [[v.value.op.kind for v in of if v.value.shape[-2:] == (SEQ, SEQ)] for of in scores]
+    assert "softmax" in str(large[0])
+    assert large[1] == []
+
+
+def test_names_are_of_modules_and_ops() -> None:
+    plans = {
+        name: run("tp", {"remat": name})[1] for name in ("MLP", "h.*.mlp", "mlp", "h.1.mlp", "gelu", "GELU*|x")[:5]
+    }
+    assert plans["MLP"].listing() == plans["mlp"].listing() == plans["h.*.mlp"].listing()
+    values = {name: plan.compiled.recomputed.values for name, plan in plans.items()}
+    assert 0 < 3 * values["h.1.mlp"] <= values["mlp"]
+    assert "gelu" not in held(plans["gelu"])
+    assert "gelu" in held(plans["h.1.mlp"])
+
+
+def test_the_plan_says_it() -> None:
+    made = run("fsdp", {"remat": "full"})[1]
+    (line,) = (line for line in str(made).splitlines() if "made again" in line)
+    told = made.compiled.recomputed
+    assert line.startswith(f"remat='full': made again for the backward pass are {told.values} values, ")
+    assert line.endswith(f"{told.collectives} collectives more ({told.sent / 1e3:.3g} kB)")
+    plain = run("fsdp", {})[1]
+    assert "again" not in plain.summary()
+    assert made.flops - plain.flops == pytest.approx(told.flops)
+    assert made.comm_bytes - plain.comm_bytes == pytest.approx(told.sent)
+
+
+# Budgets --------------------------------------------------------------------------------------------------------------
+
+
+def lowered(fn: Any, args: list[Any], specs: Any = ("...", "b@data _"), **axes: int) -> tuple[Program, Any]:
+    """A program in front of the passes, and what they are."""
+    found: list[Any] = []
+    take = lambda program, keeping, finish: found.append((program, finish)) or (program, None)
+    with Mesh(axes or {"data": 4}), mock.patch.object(stages, "recompute", take):
+        sl.jit(fn, in_specs=specs).plan(*args)
+    return found[-1]
+
+
+def chained(ws: list[Tensor], x: Tensor) -> Tensor:
+    for w in ws:
+        x = torch.tanh(x @ w)
+    return x.square().mean()
+
+
+def residual(ws: list[Tensor], x: Tensor) -> Tensor:
+    for a, b in zip(ws[::2], ws[1::2], strict=True):
+        x = x + nn.functional.gelu(x @ a) @ b
+    return x.square().mean()
+
+
+SMALL = {
+    "chain": (chained, [(64, 256), (256, 64), (64, 256), (256, 16), (16, 256), (256, 64)]),
+    "residual": (residual, [(64, 256), (256, 64)] * 2),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_within_5_percent_of_the_best_of_all_sets(name: str) -> None:
+    fn, shapes = SMALL[name]
+    args = [[torch.empty(*s, device="meta") for s in shapes], torch.empty(512, 64, device="meta")]
+    program, finish = lowered(sl.grad(fn), args)
+    crossing, machine = Crossing.of(program), Machine.of(program.mesh.machine)
+    search = _Search(crossing, 0, finish, machine, frozenset())
+    sets = (frozenset(s) for k in range(len(search.free) + 1) for s in itertools.combinations(search.free, k))
+    every = [search.of(search.base | s) for s in sets] + [search.of(frozenset())]
+    most, least = search.of(frozenset()).peak, min(one.peak for one in every)
+    for share in (0, 0.2, 0.5, 0.8, 0.95):
+        budget = int(least + share * (most - least))
+        found = within(crossing, budget, finish, machine)
+        best = min(one.seconds for one in every if one.peak <= budget)
+        assert search.of(found).peak <= budget
+        assert search.of(found).seconds <= 1.05 * best
+
+
+@pytest.mark.parametrize("build", [gpt2.build, pytest.param(llama.build, marks=pytest.mark.slow)])
+def test_less_memory_takes_no_less_time(build: Any) -> None:
+    """8 layers at 90, 70, 50 and 35 % of the peak: met in the program that runs."""
+    lm, rules = build(layers=8, d=32, seq=32, vocab=64), gpt2.RULES | llama.RULES
+    args = [lm.params(), torch.randint(0, 64, (16, 32))]
+
+    def plan(**way: Any) -> sl.Plan:
+        with Mesh(data=2, tensor=2, rules=rules):
+            step = sl.jit(lm.step, in_specs=(lm.specs(), "batch seq"), out_specs=(None, lm.specs()), **way)
+            return step.plan(*args)
+
+    peak, seconds = plan().peak_memory, 0.0
+    for share in (0.9, 0.7, 0.5, 0.35):
+        found = plan(memory=int(share * peak))
+        assert found.peak_memory <= share * peak
+        now = found.simulate().seconds
+        assert now >= 0.99 * seconds
+        seconds = max(now, seconds)
+
+
+def test_a_budget_that_is_there_changes_nothing() -> None:
+    plain = run("fsdp", {})[1]
+    assert run("fsdp", {"memory": f"{plain.peak_memory} B"})[1].listing() == plain.listing()
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "way"),
+    [
+        case if case == ("gpt2", "fsdp", "full") else pytest.param(*case, marks=pytest.mark.slow)
+        for case in itertools.product(peaks.FAMILIES, peaks.MESHES, peaks.WAYS)
+    ],
+)
+def test_peaks_are_those_of_storages(family: str, mesh: str, way: str) -> None:
+    planned, measured, asked = peaks.peaks(family, mesh, way)
+    assert measured == pytest.approx(planned, rel=0.1)
+    assert planned <= (asked or planned)
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("memory", ["72", "72 potatoes", "-1GiB", -1, 0, 1.5, True, "GiB"])
+def test_a_budget_in_no_unit(memory: Any) -> None:
+    with pytest.raises(ShardingError, match=r"(?s)memory=.* is no size.*TiB.*Remedy: memory=\"72GiB\""):
+        sl.jit(lambda x: x, memory=memory)
+
+
+def test_units() -> None:
+    sizes = ["1kB", "1 KiB", "1.5MB", "2 TiB", 7]
+    found = [sl.jit(lambda x: x, memory=size).keeping.memory for size in sizes]
+    assert found == [1000, 1024, 1_500_000, 2 << 40, 7]
+
+
+@pytest.mark.parametrize("remat", ["", [], 3, None, [1]])
+def test_what_says_nothing(remat: Any) -> None:
+    with pytest.raises(ShardingError, match="says nothing of what is made again"):
+        sl.jit(lambda x: x, remat=remat)
+
+
+def test_both_are_refused() -> None:
+    with pytest.raises(ShardingError, match="are both given"):
+        sl.jit(lambda x: x, remat="full", memory="1GiB")
+
+
+def test_names_of_nothing() -> None:
+    with pytest.raises(ShardingError, match=r"'mpl' is none; near it are .*'mlp'.*\n.*'quilt' is none"):
+        run("tp", {"remat": ["mpl", "attn", "quilt"]})
+
+
+def test_a_budget_that_cannot_be_met() -> None:
+    with pytest.raises(ShardingError, match="does not fit into memory=1,000 bytes") as error:
+        run("fsdp", {"memory": 1000})
+    text = str(error.value)
+    (least,) = (line.partition('memory="')[2].partition(" B")[0] for line in text.splitlines() if "Remedy" in line)
+    assert f"the least peak that was found is {int(least):,}" in text
+    assert "made at tests/test_remat.py:" in text
+    plan = run("fsdp", {"memory": int(least)})[1]
+    assert plan.peak_memory <= int(least) <= run("fsdp", {"remat": "full"})[1].peak_memory

@@ -30,18 +30,21 @@ class EagerWarning(UserWarning):
 class Forward:
     """The `forward` of a module on the mesh where its parameters live; `fn` is the module's own.
 
-    `batch` says how arguments are cut of which none is placed; `policy` says in which precision it runs.
+    `batch` says how arguments are cut of which none is placed; `policy` in which precision it runs, `remat` what its
+    backward pass makes again.
     """
 
-    def __init__(self, fn: Callable[..., Any], mesh: Mesh, batch: Batch, policy: Policy | None = None) -> None:
-        self.fn, self.mesh, self.batch, self.policy = fn, mesh, batch, policy
+    def __init__(
+        self, fn: Callable[..., Any], mesh: Mesh, batch: Batch, policy: Policy | None = None, remat: Any = "none"
+    ) -> None:
+        self.fn, self.mesh, self.batch, self.policy, self.remat = fn, mesh, batch, policy, remat
         self.run = fn if policy is None else policy.around(fn)
         self.eager: set[Any] = set()  # modes of the module in which it asks for values, so that no program can be made
-        self.program = jit(self.run, in_specs=batch.specs)
+        self.program = jit(self.run, in_specs=batch.specs, remat=remat)
         functools.update_wrapper(self, fn)
 
     def __reduce__(self) -> Any:  # a copy is of another module
-        return Forward, (self.fn, self.mesh, self.batch, self.policy)
+        return Forward, (self.fn, self.mesh, self.batch, self.policy, self.remat)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if is_tracing():

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor, nn
 
 from shardlib.errors import ShardingError
+from shardlib.keeping import Keeping
 from shardlib.meshes.mesh import Mesh, current_mesh
 from shardlib.modules import pretrained
 from shardlib.modules.forward import Batch, Forward
@@ -26,6 +27,7 @@ def parallelize(
     strategy: str | Strategy | Callable[[], Strategy] | None = None,
     precision: Precisions = None,
     mesh: Mesh | None = None,
+    remat: str | Sequence[str] | None = None,
 ) -> nn.Module:
     """Place the parameters of a module on a mesh (default: the current one); returns the same module.
 
@@ -40,7 +42,8 @@ def parallelize(
     a rank's own rows). Data axes are those of the mesh's rule for `batch`, or of the usual names.
 
     `precision` is the dtype in which the module computes (`torch.bfloat16`), while its parameters, and what sums their
-    gradients over devices, keep theirs; or a `Precision`, or a dict of such by patterns.
+    gradients over devices, keep theirs; or a `Precision`, or a dict of such by patterns. `remat` says, as in
+    `jit`, what the backward pass makes again; of a function that is jitted as a whole, its own `jit` says it.
 
     Parameters become `ShardedTensor`s (and stay `nn.Parameter`s, tied ones tied), so an optimizer is made afterwards:
     one that was made before is refused when it steps. `forward` becomes one program for the mesh, its backward another,
@@ -90,8 +93,9 @@ def parallelize(
             remedy="give that mesh, or a module that is not placed yet",
         )
     said = _said(module, tensors, mesh, taken) if specs is None else read(specs, [x.names for x in tensors])
-    before = module.forward.policy if isinstance(module.forward, Forward) else None
-    policy = policy_of(precision, module, tensors) or before
+    before = module.forward if isinstance(module.forward, Forward) else None
+    policy = policy_of(precision, module, tensors) or (before and before.policy)
+    remat = Keeping.of("auto", remat or (before.remat if before else "none"), None).remat
     dtypes = {} if policy is None else {name: said.parameter for name, said in policy.by_name.items()}
     homes = _homes(tensors, said, mesh, taken)
     moving = {
@@ -116,7 +120,7 @@ def parallelize(
                 setattr(new, REGATHER, True)
     fn = module.forward.fn if isinstance(module.forward, Forward) else module.forward
     rows, columns = ({axis: mesh.axes[axis] for axis in axes} for axes in (taken.batch, _sequence(mesh)))
-    module.forward = Forward(fn, mesh, Batch(rows, columns), policy)
+    module.forward = Forward(fn, mesh, Batch(rows, columns), policy, remat)
     return module
 
 

@@ -17,9 +17,16 @@ _MOVING = {bundle.bundle, schedule.schedule}
 
 
 def run_passes(
-    program: Program, how: Schedule = DEFAULT, memory: float | None = None, offloaded: Collection[Var] | None = None
+    program: Program,
+    how: Schedule = DEFAULT,
+    memory: float | None = None,
+    offloaded: Collection[Var] | None = None,
+    *,
+    draft: bool = False,
 ) -> Program:
-    """The program after all passes, checked after each; raises `ProgramError` for what would be a fault of ours.
+    """The program after all passes, checked after each unless it is a `draft`, of which only figures are wanted.
+
+    Raises `ProgramError` for what would be a fault of ours.
 
     What hides messages holds memory. Where the program would not fit into `memory` bytes (None: what a device of the
     mesh's machine has), nothing is gathered ahead, and then nothing moves at all. Where that does not fit either, it is
@@ -31,7 +38,8 @@ def run_passes(
     for way, moves in ((how, True), (replace(how, prefetch=0), True), (replace(how, prefetch=0), False)):
         made = program
         for made in _passed(program, way, moves, offloaded):
-            check(made)
+            if not draft:
+                check(made)
         if not (program.collectives or made.copied) or (held := peak_bytes(made)) <= limit:
             return made
         found.append((held, made))

@@ -20,7 +20,7 @@ from shardlib.passes.crossing import Crossing
 from shardlib.passes.layers import boundaries, frontier, key
 from shardlib.passes.remat import remade
 from shardlib.program.steps import Compute, Program, Start, Step, Var, reads
-from shardlib.program.storage import largest, peak_bytes
+from shardlib.program.storage import largest
 from shardlib.simulate import rooflines
 from shardlib.simulate.collectives import transfer
 from shardlib.simulate.timeline import timeline
@@ -91,7 +91,8 @@ class _Search:
         if (known := self.tried.get(dropped)) is None:
             program = self.finish(remade(self.c, dropped))
             self.left -= len(program.steps)
-            known = self.tried[dropped] = _Tried(peak_bytes(program), timeline(program, self.machine).seconds)
+            time = timeline(program, self.machine)
+            known = self.tried[dropped] = _Tried(max(held for _, held in time.memory), time.seconds)
         return known
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 
 from shardlib.errors import ShardingError
@@ -44,7 +44,7 @@ def named(crossing: Crossing, names: Sequence[str]) -> set[Var]:
     """What modules of these paths or classes make, and ops of these names. Raises `ShardingError` for names of
     nothing."""
     of = {owner: _names(crossing, owner) for owner in crossing.droppable}
-    every = dict.fromkeys(name for known in of.values() for name in known)
+    every = sorted({name for known in of.values() for name in known})
     wrong = []
     for name in names:
         if not any(_fits(name, known) for known in every):
@@ -62,31 +62,17 @@ def named(crossing: Crossing, names: Sequence[str]) -> set[Var]:
 
 def _scores(crossing: Crossing, softmax: Var) -> Iterator[Var]:
     """The memory around a softmax that is as large, up to the products before and behind it."""
-    program, size = crossing.program, _numel(softmax)
-    makers: Callable[[Var], Iterable[Var]] = lambda o: (
-        () if _is_product(step := program.steps[crossing.maker[o]]) else _owners(crossing, step)
-    )
-    readers: Callable[[Var], Iterable[Var]] = lambda o: (
-        made
-        for i in crossing.readers[o]
-        if not _is_product(step := program.steps[i]) and not crossing.back[i]
-        for made in _made(crossing, step)
-    )
-    for way in (makers, readers):
-        todo, seen = [softmax], set[Var]()
-        while todo:
-            if (o := todo.pop()) not in seen and o in crossing.droppable and _numel(o) == size:
-                seen.add(o)
-                yield o
-                todo += way(o)
-
-
-def _owners(crossing: Crossing, step: Step) -> Iterator[Var]:
-    return (crossing.owner.get(v, v) for v in reads(step))
-
-
-def _made(crossing: Crossing, step: Step) -> Iterator[Var]:
-    return (crossing.owner[v] for v in gives(step))
+    todo, seen, size = [softmax], set[Var](), _numel(softmax)
+    while todo:
+        if (o := todo.pop()) in seen or o not in crossing.droppable or _numel(o) != size:
+            continue
+        seen.add(o)
+        yield o
+        makers = [crossing.program.steps[crossing.maker[o]]]
+        readers = [crossing.program.steps[i] for i in crossing.readers[o] if not crossing.back[i]]
+        beside = [v for step in makers if not _is_product(step) for v in reads(step)]
+        beside += [v for step in readers if not _is_product(step) for v in (*gives(step), *reads(step))]
+        todo += [crossing.owner.get(v, v) for v in beside]
 
 
 def _is_product(step: Step) -> bool:
