@@ -2,7 +2,7 @@
 
 `python -m tests.peaks` trains tiny models of 12 families of transformers cut over tensor, fsdp, and hsdp and tensor,
 with nothing made again, all of it, and under a budget of memory, and prints planned and measured peaks of the fullest
-device. `--families gpt2 t5` takes some of them.
+device. `--families gpt2 t5`, `--meshes fsdp` and `--ways full` take some of them.
 """
 
 from __future__ import annotations
@@ -118,13 +118,14 @@ def peaks(family: str, mesh: str, way: str) -> Peaks:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--families", nargs="*", default=FAMILIES, choices=FAMILIES)
-    families = parser.parse_args().families
+    for name, every in (("--families", FAMILIES), ("--meshes", tuple(MESHES)), ("--ways", WAYS)):
+        parser.add_argument(name, nargs="*", default=every, choices=every)
+    only = parser.parse_args()
     print(f"{'family':10} {'mesh':8} {'way':8} {'planned':>12} {'measured':>12} {'ratio':>6}")
     worst = 0.0
-    for family in families:
-        for mesh in MESHES:
-            for way in WAYS:
+    for family in only.families:
+        for mesh in only.meshes:
+            for way in only.ways:
                 planned, measured, _ = peaks(family, mesh, way)
                 worst = max(worst, abs(planned / measured - 1))
                 print(

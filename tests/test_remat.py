@@ -66,7 +66,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Layers with attention, as one op or written out; `again`: in checkpoints."""
 
-    def __init__(self, layers: int = 3, written: bool = False, again: bool = False) -> None:
+    def __init__(self, layers: int = 2, written: bool = False, again: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.h = nn.ModuleList(Block(written) for _ in range(layers))
@@ -270,11 +270,11 @@ def test_full_runs_the_forward_pass_twice() -> None:
     """8 FLOPs a parameter and token instead of 6, but for the last product of each layer, which nobody reads again."""
     before, after = (run("fsdp", way, training=False)[1] for way in ({}, {"remat": "full"}))
     a_layer = 2 * BATCH * SEQ * D * D / 4
-    down, head = 3 * 4 * a_layer, 2 * a_layer
-    forward = 3 * 12 * a_layer
+    down, head = 2 * 4 * a_layer, 2 * a_layer
+    forward = 2 * 12 * a_layer
     use = after.simulate().utilisation
     assert use.hardware / use.model == pytest.approx(1 + (forward - down) / (3 * (forward + head)), rel=0.1)
-    assert products(after)["shardlib.attention.default"] == 2 * products(before)["shardlib.attention.default"] == 6
+    assert products(after)["shardlib.attention.default"] == 2 * products(before)["shardlib.attention.default"] == 4
 
 
 @pytest.mark.sampled(3)
@@ -303,7 +303,7 @@ def test_names_are_of_modules_and_ops() -> None:
     }
     assert plans["MLP"].listing() == plans["mlp"].listing() == plans["h.*.mlp"].listing()
     values = {name: plan.compiled.recomputed.values for name, plan in plans.items()}
-    assert 0 < 3 * values["h.1.mlp"] <= values["mlp"]
+    assert 0 < values["h.1.mlp"] < values["mlp"]
     assert "gelu" not in held(plans["gelu"])
     assert "gelu" in held(plans["h.1.mlp"])
 
@@ -312,7 +312,7 @@ def test_the_plan_says_it() -> None:
     made = run("fsdp", {"remat": "full"})[1]
     (line,) = (line for line in str(made).splitlines() if "made again" in line)
     told = made.compiled.recomputed
-    assert line.startswith(f"remat='full': made again for the backward pass are {told.values} values, ")
+    assert line.startswith(f"remat='full': made again for the backward pass are {told.values} values (")
     assert line.endswith(f"{told.collectives} collectives more ({told.sent / 1e3:.3g} kB)")
     plain = run("fsdp", {})[1]
     assert "again" not in plain.summary()

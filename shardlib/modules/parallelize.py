@@ -94,8 +94,8 @@ def parallelize(
         )
     said = _said(module, tensors, mesh, taken) if specs is None else read(specs, [x.names for x in tensors])
     before = module.forward if isinstance(module.forward, Forward) else None
-    policy = policy_of(precision, module, tensors) or (before and before.policy)
-    remat = Keeping.of("auto", remat or (before.remat if before else "none"), None).remat
+    policy = policy_of(precision, module, tensors) or (before.policy if before else None)
+    remat = Keeping.of("auto", (before.remat if before else "none") if remat is None else remat, None).remat
     dtypes = {} if policy is None else {name: said.parameter for name, said in policy.by_name.items()}
     homes = _homes(tensors, said, mesh, taken)
     moving = {

@@ -25,7 +25,7 @@ from shardlib.simulate import rooflines
 from shardlib.simulate.collectives import transfer
 from shardlib.simulate.timeline import timeline
 
-_STEPS, _TIMES = 60_000, 200  # of programs that are tried, and how many of them; more are in the bisection only
+_STEPS, _TIMES = 40_000, 200  # of programs that are tried, and how many of them; more are in the bisection only
 _SHOWN = 5
 _LEAST = 1e-9  # seconds
 _SHARE = 1e-4  # of a step's seconds: what takes less is free

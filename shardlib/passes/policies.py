@@ -32,10 +32,10 @@ def attention(crossing: Crossing) -> set[Var]:
     product with the values reads."""
     found = set[Var]()
     for owner in crossing.droppable:
-        kind = _kind(owner)
-        if kind.startswith(("attention", "_scaled_dot_product")):
+        name = kind(owner)
+        if name.startswith(("attention", "_scaled_dot_product")):
             found.add(owner)
-        elif kind in ("softmax", "_softmax", "_safe_softmax"):
+        elif name in ("softmax", "_softmax", "_safe_softmax"):
             found.update(_scores(crossing, owner))
     return found
 
@@ -83,7 +83,7 @@ def _numel(v: Var) -> int:
     return v.nbytes // v.dtype.itemsize
 
 
-def _kind(v: Var) -> str:
+def kind(v: Var) -> str:
     """The op whose result a variable is a piece of."""
     return v.value.op.kind if v.value is not None and v.value.op is not None else ""
 
@@ -96,7 +96,7 @@ def _op(target: object) -> str:
 def _names(crossing: Crossing, owner: Var) -> set[str]:
     """All that a value may be called by: its op, and the modules around it."""
     step = crossing.program.steps[crossing.maker[owner]]
-    ops = {_kind(owner), _op(step.target) if isinstance(step, Compute) else ""}
+    ops = {kind(owner), _op(step.target) if isinstance(step, Compute) else ""}
     found = ops | {op.strip("_") for op in ops}
     if isinstance(step, Start):  # a message belongs to what it brings
         step = next((s for s in _before(crossing, owner) if isinstance(s, Compute)), step)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from shardlib.keeping import Keeping
@@ -20,11 +21,13 @@ Finish = Callable[[Program], Program]
 class Recomputed:
     """So many `values`, of `nbytes` on the fullest device, are not held from the forward pass to the backward one.
 
-    Making them again takes `flops` and `collectives`, which send `sent` bytes; `said` is what asked for it.
+    Making them again takes `flops` and `collectives`, which send `sent` bytes; `said` is what asked for it, `ops` says
+    how many of them each op makes.
     """
 
     said: str
     values: int
+    ops: Mapping[str, int]
     nbytes: int
     flops: float
     collectives: int
@@ -72,4 +75,5 @@ def _told(said: str, crossing: Crossing, dropped: Collection[Var], again: Progra
         for p in (crossing.program, again)
     )
     flops, collectives, sent = (b - a for a, b in zip(before, after, strict=True))
-    return Recomputed(said, len(gone), sum(o.nbytes for o in gone), flops, int(collectives), sent)
+    ops = Counter(name for o in gone if (name := policies.kind(o)))
+    return Recomputed(said, len(gone), ops, sum(o.nbytes for o in gone), flops, int(collectives), sent)

@@ -24,6 +24,7 @@ from shardlib.program.steps import TIERS, Collective, Compute, Start, Var, reads
 if TYPE_CHECKING:
     from shardlib.plans.plan import Plan
 
+_OPS = 4  # of those that are run again
 _LONG = 8  # values of one message that are listed one by one
 
 
@@ -148,7 +149,10 @@ def _again(plan: Plan) -> str:
         return ""
     if not made.values:
         return f"{made.said}: nothing is made again"
-    freed, cost = f"{made.values} values, {si(made.nbytes, 'B')} less", f"{si(made.flops, 'FLOP')} more"
+    ops = [f"{op} x {n}" for op, n in Counter(made.ops).most_common(_OPS)]
+    ops += ["..."] if len(made.ops) > _OPS else []
+    freed = f"{made.values} values ({', '.join(ops)}), {si(made.nbytes, 'B')} less"
+    cost = f"{si(made.flops, 'FLOP')} more"
     n = made.collectives
     sent = f", {n} collective{'s' * (n != 1)} more ({si(made.sent, 'B')})" if n else ""
     return f"{made.said}: made again for the backward pass are {freed} to keep, {cost}{sent}"
