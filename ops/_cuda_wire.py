@@ -67,8 +67,10 @@ def gather(message: Tensor, counts: Sequence[int], group: GroupHandle) -> Flight
 def exchange(message: Tensor, counts: Sequence[Sequence[int]], group: GroupHandle) -> Flight:
     """An all-to-all: `counts[i][j]` elements go from member i to member j."""
     receive = [row[group.position] for row in counts]
-    is_empty = not any(map(any, counts))
-    out, finish = _sent(message, lambda x: [x.new_empty(0)] if is_empty else _peers(group).exchange([x], counts))
+    if not any(map(any, counts)):
+        nothing = message.new_empty(0)
+        return Flight(nothing, receive, receive, message.dtype, group, message, finish=lambda: nothing)
+    out, finish = _sent(message, lambda x: _peers(group).exchange([x], counts))
     return Flight(out, receive, receive, message.dtype, group, message, finish=finish)
 
 
@@ -83,11 +85,7 @@ def reduce(message: Tensor, group: GroupHandle) -> Handle[Tensor]:
 
 
 def _sent(message: Tensor, send: Callable[[Tensor], list[Tensor]]) -> tuple[Tensor, Callable[[], Tensor]]:
-    """What comes of a message of this rank, and how the current stream waits for it.
-
-    No memory is used again too early: what comes is of the stream's own pool, which gives out memory only behind the
-    next `wait_stream`; the message is held until it was waited for.
-    """
+    """What comes of a message of this rank, and how the current stream waits for it."""
     (message,) = settled([message])
     if message.device.type != "cuda":  # the emulation
         (out,) = send(message)
@@ -97,9 +95,12 @@ def _sent(message: Tensor, send: Callable[[Tensor], list[Tensor]]) -> tuple[Tens
     with torch.cuda.stream(beside):
         (out,) = send(message)
         done = beside.record_event()
+    message.record_stream(beside)  # should nobody wait for it
 
     def finish() -> Tensor:
-        torch.cuda.current_stream(message.device).wait_event(done)
+        here = torch.cuda.current_stream(message.device)
+        here.wait_event(done)
+        out.record_stream(here)  # its memory is the other stream's, which may go on with it
         return out
 
     return out, finish

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -154,7 +154,8 @@ def _copied(fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Jitted:
 
 
 def _with_options_of(step: Jitted, fn: Callable[..., Any]) -> Jitted:
-    return Jitted(fn, step.in_specs, None, step.static, frozenset(), (), step.keeping)
+    keeping = replace(step.keeping, memory=None)  # it is another program, with another peak
+    return Jitted(fn, step.in_specs, None, step.static, frozenset(), (), keeping)
 
 
 class _World:

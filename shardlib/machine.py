@@ -117,6 +117,13 @@ class Span(NamedTuple):
         inside = self.inner.bandwidth if self.near > 1 or self.far == 1 else math.inf
         return min(inside, self.near * self.shared) if self.far > 1 else inside
 
+    @property
+    def apart(self) -> float:
+        """Bytes/s that each member sends to the others by itself: between nodes through its share of a card."""
+        if self.far == 1:
+            return self.inner.bandwidth
+        return self.shared * (self.size - 1) / (self.size - self.near)
+
 
 @dataclass(frozen=True)
 class Machine:

@@ -84,11 +84,13 @@ def _collective(call: Callable[..., torch.Tensor], x: torch.Tensor, out: P) -> f
 
 
 def _mean(device: Device, link: Link, ranks: int) -> tuple[Device, Link]:
-    """Of all ranks, figure by figure, so that all have one machine."""
+    """Of all ranks, figure by figure, so that all have one machine; of memory, the least that one of them has."""
     rates = [*device.flops.values(), device.bandwidth, device.memory, device.host, link.bandwidth]
     mine = torch.tensor([[*rates, device.launch, link.latency]], dtype=torch.float64)
     with Mesh(ranks=ranks):
-        *flops, bandwidth, memory, host, wire, launch, latency = from_local(mine, P("ranks")).mean(0).tolist()
+        ours = from_local(mine, P("ranks"))
+        *flops, bandwidth, _, host, wire, launch, latency = ours.mean(0).tolist()
+        memory = ours.amin(0).tolist()[len(flops) + 1]
     named = dict(zip(device.flops, flops, strict=True))
     return Device(named, bandwidth, memory, host, launch, overlaps=device.overlaps), Link(wire, latency)
 

@@ -29,7 +29,7 @@ def estimated(plan: Plan) -> tuple[float, int]:
         for kind, senders in enumerate(decider.problem.senders)
         for sender in senders
         for cut in [decider.estimate.cut(kind, decider.choices[kind])]
-        for _, nbytes in decider.problem.flood.sends(sender.op, {x: cut[s] for x, s in sender.slots if cut[s]})
+        for _, _, nbytes in decider.problem.flood.sends(sender.op, {x: cut[s] for x, s in sender.slots if cut[s]})
     ]
     return sum(nbytes * times for nbytes, times in found), sum(times for _, times in found)
 

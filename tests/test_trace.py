@@ -460,3 +460,9 @@ def test_what_was_traced_before_is_asked_of_nobody(monkeypatch):
     trace(f, (X, X))
     monkeypatch.setattr(repeated.Repeated, "_alone", None)  # asked when an op is new
     trace(f, (X.clone(), X.clone()))
+
+
+def test_what_is_not_strided_is_refused_each_time():
+    for _ in range(2):
+        with pytest.raises(ShardingError, match="strided"):
+            trace(lambda x: (x.to_sparse() * 2).to_dense(), (X,))

@@ -44,4 +44,4 @@ class Senders:
             for v, labels in zip(op.operands, op.rule.operands, strict=True)
         ]
         emitter.op(op, op.rule, assignment, operands, [None] * len(op.results))
-        return tuple((c.axes, c.bytes) for step in builder.steps if isinstance(step, Start) for c in step.moves)
+        return tuple((c.kind, c.axes, c.bytes) for step in builder.steps if isinstance(step, Start) for c in step.moves)

@@ -9,7 +9,7 @@ then values are taken back as far as there is room.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from itertools import combinations
+from itertools import chain, combinations
 from typing import NamedTuple, NoReturn
 
 from shardlib.errors import ShardingError
@@ -64,7 +64,7 @@ class _Search:
         self.c, self.budget, self.finish, self.machine = crossing, budget, finish, machine
         at = boundaries(crossing)
         held = {*crossing.held} | {o for i in at for o in frontier(crossing, i)}
-        self.free = {o for o in crossing.droppable if o in held and o not in fixed}  # what is decided
+        self.free = dict.fromkeys(o for o in crossing.droppable if o in held and o not in fixed)  # what is decided
         self.base = frozenset(o for o in crossing.droppable if o not in held and o not in fixed)
         self.tried: dict[Dropped, _Tried] = {}
         self.left = _STEPS
@@ -74,7 +74,8 @@ class _Search:
         nothing: Dropped = frozenset()
         if self.fits(nothing):
             return nothing
-        by_layer = sorted(policies.full(self.c) & self.free, key=self.c.maker.__getitem__)
+        full = policies.full(self.c)
+        by_layer = [o for o in self.free if o in full]
         for order in (self._by_estimate(), by_layer, self._by_trial()):
             self._bisect(order)
         if min(one.peak for one in self.tried.values()) > self.budget:
@@ -113,12 +114,12 @@ class _Search:
 
     def _improve(self) -> None:
         """Change what equal layers share, then single values, then two of them, as long as that is faster and fits."""
-        ones = [frozenset([o]) for o in sorted(self.free, key=self.c.maker.__getitem__)]
-        moves = [*map(frozenset, self._groups().values()), *ones, *(a | b for a, b in combinations(ones, 2))]
+        ones = [frozenset([o]) for o in self.free]
+        groups = [frozenset(members) for members in self._groups().values()]
         best, changed = self.best, True
         while changed:
             changed = False
-            for group in moves:
+            for group in chain(groups, ones, (a | b for a, b in combinations(ones, 2))):
                 if self.left <= 0 or len(self.tried) >= _TIMES:
                     return
                 for other in dict.fromkeys((best - group, best ^ group, best | group)):
@@ -133,7 +134,7 @@ class _Search:
         count: dict[Hashable, int] = {}
         ends, layer = iter([*self.layers, len(self.c.program.steps)]), 0
         end = next(ends)
-        for o in sorted(self.free, key=lambda o: self.c.maker[o]):
+        for o in self.free:
             at = self.c.maker[o]
             while at >= end:
                 end, layer = next(ends), layer + 1

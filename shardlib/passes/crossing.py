@@ -10,15 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
-
-from shardlib.internals import OpOverload, schema_of
 from shardlib.passes.split import gives
 from shardlib.program.numbers import firsts
 from shardlib.program.steps import Compute, Program, Start, Step, Var, Wait, reads
 from shardlib.program.storage import owners
-
-_OURS = ("aten", "prims", "shardlib")  # what other ops do, besides what they return, nobody knows
 
 
 @dataclass(frozen=True)
@@ -68,7 +63,7 @@ class Crossing:
         """For each memory, the steps that read it."""
         found: dict[Var, list[int]] = defaultdict(list)
         for i, step in enumerate(self.program.steps):
-            for owner in {self.owner.get(v, v) for v in reads(step)}:
+            for owner in dict.fromkeys(self.owner.get(v, v) for v in reads(step)):
                 found[owner].append(i)
         return found
 
@@ -101,12 +96,5 @@ class Crossing:
 
 
 def is_repeatable(step: Step) -> bool:
-    """Whether a step does nothing but to make values, the same ones each time."""
-    if isinstance(step, Start):
-        return True
-    if not isinstance(step, Compute) or not step.made or step.over:
-        return False
-    if not isinstance(step.target, OpOverload):
-        return True
-    drawn = torch.Tag.nondeterministic_seeded in step.target.tags
-    return not drawn and step.target.namespace in _OURS and not schema_of(step.target).is_mutable
+    """Whether a step may be done again."""
+    return step.is_pure if isinstance(step, Compute) else isinstance(step, Start)

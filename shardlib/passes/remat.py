@@ -81,11 +81,14 @@ class _Again:
 
     def _make(self, wanted: Collection[Var]) -> None:
         """Write what makes these values once more, in the order in which they were made."""
-        todo, missing = [v for v in wanted if self._gone(v)], set[Var]()
+        todo, missing = (
+            [v for v in wanted if self._gone(v)],
+            dict[Var, None](),
+        )  # in an order that is none of addresses'
         while todo:
             if (v := todo.pop()) in missing:
                 continue
-            missing.add(v)
+            missing[v] = None
             own = self.same.get(self.c.first[v])
             todo += [w for w in reads(self.old[self.c.maker[v if own is None else own]]) if self._gone(w)]
             if own is not None:

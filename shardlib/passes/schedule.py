@@ -110,11 +110,10 @@ class _Clock:
         needed, kept, late = set(start.sources), [start.first.axes], list[Step]()
         held = self.gathered if start.first.kind in GATHERS else set()  # whose readers end that
         for k in range(len(self.steps) - 1, max(self.stalled, len(self.steps) - WINDOW) - 1, -1):
-            if seconds <= 0:
+            if seconds <= 0 or stays(step := self.steps[k]):
                 break
-            step = self.steps[k]
             may = needed.isdisjoint(gives(step)) and held.isdisjoint(reads(step))
-            if may and isinstance(step, Compute) and not stays(step):
+            if may and isinstance(step, Compute):
                 seconds -= self._seconds(step)
                 self.now -= self._seconds(step)
             elif may and isinstance(step, Start) and step.first.axes not in kept:

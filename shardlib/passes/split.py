@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-import torch
-
 from shardlib.program.steps import Compute, Program, Start, Step, Var, Wait, makes, reads
 from shardlib.program.varying import varying
 
@@ -86,8 +84,5 @@ def gives(step: Step) -> tuple[Var, ...]:
 
 
 def stays(step: Step) -> bool:
-    """Whether a step belongs to the forward pass whoever reads it: draws of keys, and what is there for its effect."""
-    if not isinstance(step, Compute):
-        return False
-    drawn = torch.Tag.nondeterministic_seeded in getattr(step.target, "tags", ())
-    return drawn or not step.made
+    """Whether a step belongs to where it is, whoever reads it: draws of keys, and what may be there for its effect."""
+    return isinstance(step, Compute) and not step.is_pure

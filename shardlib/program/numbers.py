@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-import torch
-
 from shardlib.program.steps import Compute, Copy, Program, Start, Var, rebuild
 
 
 def firsts(program: Program) -> dict[Var, Var]:
     """For each variable that a step makes, the first one that is known to hold its value.
 
-    Draws of keys differ each time.
+    What is not pure, as draws of keys are not, makes another one each time.
     """
     first: dict[Var, Var] = {}
     made: dict[Hashable, tuple[Var | None, ...]] = {}
@@ -29,8 +27,7 @@ def firsts(program: Program) -> dict[Var, Var]:
 
     for step in program.steps:
         if isinstance(step, Compute):
-            drawn = torch.Tag.nondeterministic_seeded in getattr(step.target, "tags", ())
-            note(step.outs, step.target, step.args, dict(step.kwargs), *([id(step)] if drawn else []))
+            note(step.outs, step.target, step.args, dict(step.kwargs), *([] if step.is_pure else [id(step)]))
         elif isinstance(step, Start):
             for c in step.moves:
                 note((c.out,), c.kind, c.axes, c.source, dict(c.params), c.reduce)

@@ -17,6 +17,7 @@ import torch
 
 from shardlib.aten.traits import is_view
 from shardlib.graph import Op, Value
+from shardlib.internals import OpOverload, schema_of
 from shardlib.lines import Line, Module
 from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
@@ -49,6 +50,9 @@ class Var:
 
     def __repr__(self) -> str:
         return f"%{self.name}"
+
+
+_OURS = ("aten", "prims", "shardlib")  # namespaces of ops that do what they say
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +94,14 @@ class Compute:
     def overwritten(self) -> dict[Var | None, Var]:
         """The operands whose memory results take, by these."""
         return {out: self.args[k] for out, k in zip(self.outs, self.over, strict=False) if k is not None}
+
+    @cached_property
+    def is_pure(self) -> bool:
+        """Whether a call does nothing but to make values, the same ones each time; of others' ops nobody knows."""
+        if not self.made or self.over or not isinstance(self.target, OpOverload):
+            return bool(self.made) and not self.over
+        drawn = torch.Tag.nondeterministic_seeded in self.target.tags
+        return not drawn and self.target.namespace in _OURS and not schema_of(self.target).is_mutable
 
     @cached_property
     def shown(self) -> Mapping[Var | None, Var]:

@@ -103,7 +103,7 @@ class Estimate:
         for sender in self.problem.senders[kind]:
             assignment = {factor: cut[slot] for factor, slot in sender.slots if cut[slot]}
             found = self.problem.flood.sends(sender.op, assignment)
-            total += sender.times * sum(prices.sent(axes, nbytes) for axes, nbytes in found)
+            total += sender.times * sum(prices.sent(axes, nbytes, kind) for kind, axes, nbytes in found)
         return work, total
 
     def cost(self, kinds: Iterable[Kind], choices: Choices, dear: float = 1.0) -> float:

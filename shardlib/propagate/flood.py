@@ -13,7 +13,7 @@ from shardlib.specs.fixed import Fixed
 
 OpFactor = tuple[str, int]  # an op's factor: the rule's label, and which of its leaves
 Assignment = Mapping[OpFactor, tuple[Axis, ...]]  # the mesh axes on the factors of one op
-Message = tuple[tuple[Axis, ...], float]  # along which axes, and the bytes that a device sends
+Message = tuple[str, tuple[Axis, ...], float]  # its kind, along which axes, and the bytes that a device sends
 
 
 @dataclass

@@ -109,7 +109,7 @@ class _Search:
 
     def _paid(self, state: State, move: Move) -> float:
         """Seconds of a move."""
-        return 0.0 if move[1] == "slice" else self.prices.sent(self._along(state, move), move[0])
+        return 0.0 if move[1] == "slice" else self.prices.sent(self._along(state, move), move[0], move[1])
 
     def _along(self, state: State, move: Move) -> Axes:
         """The axes along which it goes; pieces that go to other devices, along those that tell them apart."""

@@ -14,6 +14,8 @@ from shardlib.machine import PRESETS, Machine
 from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
 
+_APART = ("all_to_all", "ppermute")
+
 
 class Prices:
     """The prices on a machine whose devices stand in a mesh of such `axes`; there is one of each, `Prices.of(mesh)`.
@@ -31,7 +33,7 @@ class Prices:
         self.machine, self.axes = machine, axes
         self.bandwidth = machine.device.bandwidth  # bytes/s of memory
         self.fastest = max(x.bandwidth for x in (machine.inner, machine.outer, *machine.links.values()))  # of any links
-        self._links: dict[tuple[Axis, ...], tuple[float, float]] = {}
+        self._links: dict[tuple[tuple[Axis, ...], bool], tuple[float, float]] = {}
 
     @staticmethod
     def of(mesh: Mesh) -> Prices:
@@ -50,9 +52,13 @@ class Prices:
         """Bytes/s that a device sends along these axes."""
         return self._link(axes)[1]
 
-    def sent(self, axes: tuple[Axis, ...], nbytes: float) -> float:
-        """Seconds of a collective along these axes in which each device sends so many bytes."""
-        latency, rate = self._link(axes)
+    def sent(self, axes: tuple[Axis, ...], nbytes: float, kind: str = "") -> float:
+        """Seconds of a collective along these axes in which each device sends so many bytes.
+
+        What is exchanged or permuted goes from each device by itself, through its share of a node's cards; all else
+        goes round in rings, and enters and leaves a node once.
+        """
+        latency, rate = self._link(axes, kind in _APART)
         return latency + nbytes / rate
 
     @property
@@ -60,10 +66,11 @@ class Prices:
         """The same, but for bytes alone: messages take no time of their own."""
         return _OfBytes(self)
 
-    def _link(self, axes: tuple[Axis, ...]) -> tuple[float, float]:
-        if (known := self._links.get(axes)) is None:
+    def _link(self, axes: tuple[Axis, ...], apart: bool = False) -> tuple[float, float]:
+        if (known := self._links.get((axes, apart))) is None:
             span = self.machine.span(axes, self.axes)
-            known = self._links[axes] = (span.outer if span.far > 1 else span.inner).latency, span.ring
+            rate = span.apart if apart else span.ring
+            known = self._links[axes, apart] = (span.outer if span.far > 1 else span.inner).latency, rate
         return known
 
 
@@ -75,7 +82,7 @@ def _prices(machine: Machine, axes: tuple[tuple[str, int], ...]) -> Prices:
 class _Usual(Prices):
     """All links are alike, so nobody looks at axes."""
 
-    def _link(self, axes: tuple[Axis, ...]) -> tuple[float, float]:
+    def _link(self, axes: tuple[Axis, ...], apart: bool = False) -> tuple[float, float]:
         return self.machine.outer.latency, self.machine.outer.bandwidth
 
 
@@ -86,8 +93,8 @@ class _OfBytes(Prices):
         super().__init__(of.machine, of.axes)
         self._of = of
 
-    def _link(self, axes: tuple[Axis, ...]) -> tuple[float, float]:
-        return 0.0, self._of.rate(axes)
+    def _link(self, axes: tuple[Axis, ...], apart: bool = False) -> tuple[float, float]:
+        return 0.0, self._of._link(axes, apart)[1]
 
 
 USUAL: Prices = _Usual(PRESETS["node"], {})

@@ -25,7 +25,7 @@ def rough_seconds(
         local /= n
         seconds += prices.sent(tuple(scattered), local * (n - 1))
     if (n := ways(exchanged := [a for a, i in have.items() if wanted.get(a, i) != i])) > 1:
-        seconds += prices.sent(tuple(exchanged), local * (n - 1) / n)
+        seconds += prices.sent(tuple(exchanged), local * (n - 1) / n, "all_to_all")
     if (n := ways(summed := [a for a in pending if a not in wanted])) > 1:
         seconds += prices.sent(tuple(summed), 2 * local * (n - 1) / n)
     if (n := ways(gathered := [a for a in have if a not in wanted])) > 1:

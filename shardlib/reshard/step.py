@@ -47,7 +47,7 @@ class Step:
     exchanges: tuple[Exchange, ...] = ()
 
     def seconds(self, prices: Prices) -> float:
-        return 0.0 if self.kind == "slice" else prices.sent(self.axes, self.bytes)
+        return 0.0 if self.kind == "slice" else prices.sent(self.axes, self.bytes, self.kind)
 
 
 def ways(axes: Axes) -> int:

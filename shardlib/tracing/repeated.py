@@ -79,13 +79,13 @@ class Repeated:
         """The forms of all operands, which join `nodes` as they stand in the graph; None of other than plain calls."""
         if not _is_plain(op):
             return None
-        key: list[Any] = [op, torch.get_default_dtype(), *kwargs]
+        key: list[Any] = [op, torch.get_default_dtype(), torch.is_inference_mode_enabled(), *kwargs]
         plain = True  # whether no tensor is among the arguments
         for x in (*args, *kwargs.values()):
             kind = type(x)
             if kind is FakeTensor:
                 slot = get_proxy_slot(x, self._tracer, None)
-                if slot is None or slot.constant is not None or x.dtype.is_complex:
+                if slot is None or slot.constant is not None or x.layout is not torch.strided or x.dtype.is_complex:
                     return None
                 nodes.append(slot.proxy.node)
                 key += (x.shape, x.stride(), x.dtype, x.fake_device)  # `device` would be an op
@@ -110,7 +110,8 @@ class Repeated:
             return None
         node: fx.Node = slot.proxy.node
         same = node.target is op and [*node.args, *node.kwargs.values()] == nodes
-        return node.meta["val"] if same else None
+        form = node.meta["val"]
+        return form if same and form.layout is torch.strided else None
 
     def _again(self, op: OpOverload, form: Any, nodes: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         count, name = len(nodes) - len(kwargs), op.overloadpacket.__name__

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -87,12 +87,17 @@ class OnCuda(Tensor):
     """Says that it lies on a GPU."""
 
     device = torch.device("cuda", 0)  # type: ignore[assignment]
+    known: ClassVar[list[tuple[int, str]]] = []  # whose memory which stream uses, beside that where it was made
+
+    def record_stream(self, stream: Any) -> None:
+        self.known.append((self.data_ptr(), stream.name))
 
 
 @contextmanager
 def two_streams() -> Iterator[tuple[Recorded, Recorded, Any]]:
     """The current stream, that of messages, and a group whose kernels are noted where they are enqueued."""
     here, beside = Recorded("here"), Recorded("beside")
+    OnCuda.known.clear()
     current = [here]
 
     @contextmanager
@@ -104,7 +109,7 @@ def two_streams() -> Iterator[tuple[Recorded, Recorded, Any]]:
     def run(name: str) -> Callable[..., list[Tensor]]:
         def call(messages: list[Tensor], *counts: Any) -> list[Tensor]:
             current[-1].queue.append(name)
-            return [torch.zeros(8)]
+            return [torch.zeros(8).as_subclass(OnCuda)]
 
         return call
 
@@ -136,6 +141,7 @@ def test_a_message_runs_beside_what_is_computed(name: str) -> None:
         here.queue.append("between")
         SENT["reduce"](torch.ones(8), group)
         flying.pieces() if name in ("gather", "exchange") else flying.finish()
+        assert [stream for _, stream in OnCuda.known] == ["beside", "beside", "here"]
     assert beside.queue == ["wait for here:1", name, "wait for here:2", "reduce"]
     assert here.queue == ["before", "between", "wait for beside:2"]
 
