@@ -141,7 +141,7 @@ def run(place: str, way: dict[str, Any], written: bool = False, again: bool = Fa
 # Values ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("written", [False, True])
 @pytest.mark.parametrize("way", WAYS[1:], ids=ids)
 @pytest.mark.parametrize("place", PLACES)
@@ -368,10 +368,11 @@ def test_within_5_percent_of_the_best_of_all_sets(name: str) -> None:
         assert search.of(found).seconds <= 1.05 * best
 
 
+@pytest.mark.parametrize("layers", [3, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("build", [gpt2.build, pytest.param(llama.build, marks=pytest.mark.slow)])
-def test_less_memory_takes_no_less_time(build: Any) -> None:
-    """8 layers at 90, 70, 50 and 35 % of the peak: met in the program that runs."""
-    lm, rules = build(layers=8, d=32, seq=32, vocab=64), gpt2.RULES | llama.RULES
+def test_less_memory_takes_no_less_time(build: Any, layers: int) -> None:
+    """At 90, 70, 50 and 35 % of the peak: met in the program that runs."""
+    lm, rules = build(layers=layers, d=32, seq=32, vocab=64), gpt2.RULES | llama.RULES
     args = [lm.params(), torch.randint(0, 64, (16, 32))]
 
     def plan(**way: Any) -> sl.Plan:
@@ -391,6 +392,16 @@ def test_less_memory_takes_no_less_time(build: Any) -> None:
 def test_a_budget_that_is_there_changes_nothing() -> None:
     plain = run("fsdp", {})[1]
     assert run("fsdp", {"memory": f"{plain.peak_memory} B"})[1].listing() == plain.listing()
+
+
+def test_a_program_without_a_backward_pass() -> None:
+    with Mesh(data=2):
+        for fn in (lambda x: x, lambda x: x.exp().sum(0)):
+            assert sl.jit(fn, in_specs=("b@data _",), memory=96)(torch.ones(4, 3)).shape[-1] == 3
+            with pytest.raises(
+                ShardingError, match=r"the least peak that was found is \d+:\n  \* 24 bytes: x, an input"
+            ):
+                sl.jit(fn, in_specs=("b@data _",), memory=1)(torch.ones(4, 3))
 
 
 @pytest.mark.parametrize(
@@ -444,5 +455,4 @@ def test_a_budget_that_cannot_be_met() -> None:
     (least,) = (line.partition('memory="')[2].partition(" B")[0] for line in text.splitlines() if "Remedy" in line)
     assert f"the least peak that was found is {int(least):,}" in text
     assert "made at tests/test_remat.py:" in text
-    plan = run("fsdp", {"memory": int(least)})[1]
-    assert plan.peak_memory <= int(least) <= run("fsdp", {"remat": "full"})[1].peak_memory
+    assert int(least) <= run("fsdp", {"remat": "full"})[1].peak_memory

@@ -23,7 +23,7 @@ from shardlib.program.steps import Compute, Program, Start, Step, Var, reads
 from shardlib.program.storage import largest
 from shardlib.simulate import rooflines
 from shardlib.simulate.collectives import transfer
-from shardlib.simulate.timeline import timeline
+from shardlib.simulate.simulated import Simulated
 
 _STEPS, _TIMES = 40_000, 200  # of programs that are tried, and how many of them; more are in the bisection only
 _SHOWN = 5
@@ -92,8 +92,8 @@ class _Search:
         if (known := self.tried.get(dropped)) is None:
             program = self.finish(remade(self.c, dropped))
             self.left -= len(program.steps)
-            time = timeline(program, self.machine)
-            known = self.tried[dropped] = _Tried(max(held for _, held in time.memory), time.seconds)
+            step = Simulated(program, "", self.machine)
+            known = self.tried[dropped] = _Tried(step.peak_memory, step.seconds)
         return known
 
     @property
@@ -115,11 +115,11 @@ class _Search:
     def _improve(self) -> None:
         """Change what equal layers share, then single values, then two of them, as long as that is faster and fits."""
         ones = [frozenset([o]) for o in self.free]
-        groups = [frozenset(members) for members in self._groups().values()]
+        alike = list(map(frozenset, self._groups().values()))
         best, changed = self.best, True
         while changed:
             changed = False
-            for group in chain(groups, ones, (a | b for a, b in combinations(ones, 2))):
+            for group in chain(alike, ones, (a | b for a, b in combinations(ones, 2))):
                 if self.left <= 0 or len(self.tried) >= _TIMES:
                     return
                 for other in dict.fromkeys((best - group, best ^ group, best | group)):
