@@ -477,6 +477,14 @@ def attention() -> Iterator[Sample]:
     yield from _attention(q, f(2, 1, 3, 4), g, None, one_key_head)
     yield from _attention(f(1, 4, 2, 4), f(1, 4, 3, 4), f(1, 4, 2, 4), None, one_key_head)
     yield from _attention(f(3, 2, 1, 4), f(3, 2, 6, 4), f(3, 2, 1, 4), None, {"causal": True, "q_offset": 5})
+    few, many, back = f(1, 4, 1, 4), f(1, 2, 9, 4), f(1, 4, 1, 4)  # some devices have no key that is seen
+    hidden = torch.zeros(1, 4, 1, 9, dtype=torch.bool)
+    hidden[:, 1:, :, :2] = True
+    for how in ({}, {"causal": True, "q_offset": 3}, {"window": 3, "q_offset": 6}, {"mask": hidden}, {"alibi": slopes},
+                {"bias": f(4, 1, 9), "k_offset": 2}, {"bias": f(1, 1, 1)}):  # fmt: skip
+        yield from _attention(few, many, back, None, how)
+        yield from _attention(few, many, back, f(1, 4, 1), how)
+    yield from _attention(f(1, 2, 2, 4), f(1, 2, 16, 4), f(1, 2, 2, 4), None, {"causal": True, "q_offset": 7})
     lse = [f(2, 4, 5) for _ in range(2)]
     lse[0][:, :, :2] = lse[1][:, 0] = -math.inf
     yield s("shardlib::attention_merge", q, lse[0], g, lse[1])

@@ -130,6 +130,14 @@ def divide_losses_late(gm: fx.GraphModule) -> None:
             loss.replace_all_uses_with(mean, delete_user_cb=lambda user, mean=mean: user is not mean)
 
 
+def forget_totals(gm: fx.GraphModule) -> None:
+    """What a mean divides by is nothing to the gradient of a sum, so nobody has to add it up for that."""
+    for node in gm.graph.nodes:
+        if node.target in _LOSS_BACKWARDS and argument(node, "reduction") != _MEAN:
+            with gm.graph.inserting_before(node):
+                node.args = (*node.args[:6], call(gm, node, aten.new_full.default, node.args[0], [], 1))
+
+
 def merge_repeated(gm: fx.GraphModule) -> None:
     """Two nodes that compute the same are one.
 

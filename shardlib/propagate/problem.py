@@ -181,9 +181,11 @@ class Problem:
         """The ops of a kind's units with a local form, each with all that send what it sends; attention, which has
         choices of its own, is priced by what is passed."""
         found: dict[object, tuple[Op, int]] = {}
-        for op in (op for unit in units if not unit.alone for op in unit.ops):
+        for op in (op for unit in units for op in unit.ops):
             slots = self.units.op_slots[op]
-            if op.rule is not None and op.rule.local is not None and any(f in op.rule.local_factors for f, _ in slots):
+            if op.rule is None or op.rule.local is None or op.rule.rounds:
+                continue
+            if any(f in op.rule.local_factors for f, _ in slots):
                 key = id(op.rule), tuple(slots.items()), tuple(self._leaf_sizes(op))
                 first, times = found.get(key, (op, 0))
                 found[key] = first, times + 1

@@ -1,4 +1,6 @@
 """Attention: batch, heads and queries may be cut; keys only as the queries are, and then they go round (`ring.py`).
+Where there are far more keys than queries (a cache), keys are cut alone: who has some looks at these, and what devices
+have seen is added up by its log-sum-exp.
 
 q is `[B, H, S, D]`, k and v `[B, KV, T, D]`; query head h reads key head `h // (H // KV)`, so heads are `(kv g)`.
 A device that holds a part is told where the part begins: causal masks, windows and ALiBi count places in the whole, and
@@ -7,9 +9,13 @@ so does dropout, which draws for the elements of the whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
+from shardlib.manual.collectives import piece, pmax, psum
 from shardlib.ops._attention_variant import Variant, whole_part
 from shardlib.rules import ring
 from shardlib.rules.patterns import pattern
@@ -60,11 +66,24 @@ def _local(call: Call, first: int) -> str:
 
     A sequence that is cut leaves three ways: the keys go round, or heads are cut instead, or the keys are gathered.
     """
+    if _alone(call, first):
+        return "s:local keys:whole t:local " + ("t:none" if first == _FIRST["attention"] else "t:sum")
     notes = "s:local t:round(s) kv:lend(s) g:lend(s) keys:whole"
     if not _of(call, first, "dropout"):
         return notes
     k = call.args[_QUERIES[first] + 1]
     return f"b:local kv:local {notes} " + ("g:local" if k.shape[1] == 1 else "g:whole")
+
+
+def _alone(call: Call, first: int) -> bool:
+    """Whether keys are cut without the queries."""
+    at = _QUERIES[first]
+    (*_, s, _), (*_, t, _) = (x.shape for x in call.args[at : at + 2])
+    backward = first == _FIRST["attention_backward"]
+    return _FEW * s <= t and not _of(call, first, "dropout") and not (backward and call.results[3] is not None)
+
+
+_FEW = 8  # keys for a query, from which on
 
 
 def _placed(first: int) -> Callable[[Local], Any]:
@@ -86,6 +105,9 @@ def _placed(first: int) -> Callable[[Local], Any]:
         after = (*local.args[first + len(how) :], *rest.values())
         if local.ways("t") > 1:
             variant = Variant(**how)
+            if _alone(call, first):
+                variant = variant._replace(q_offset=variant.q_offset + begin("s"))
+                return local.run(_among(local, first), local.args[:first], list(variant), after)
             if first == _FIRST["attention"]:
                 return ring.forward(local, local.args[:first], variant)
             return ring.backward(local, local.args[:first], variant, *after)
@@ -93,6 +115,28 @@ def _placed(first: int) -> Callable[[Local], Any]:
         return local.op(call.target, *local.args[:first], *how.values(), *after)
 
     return local
+
+
+def _among(local: Local, first: int) -> Callable[..., Any]:
+    """The op on some of the keys; the results of all devices are weighted by what of the whole sum each has seen."""
+
+    def form(tensors: Sequence[Any], given: Sequence[Any], after: Sequence[Any]) -> Any:
+        start, size, whole = piece("t")
+        how = Variant(*given)
+        masks = ((n, getattr(how, n)) for n in ("mask", "bias"))
+        some = {n: x.narrow(-1, start, size) for n, x in masks if x is not None and x.shape[-1] == whole}
+        how = how._replace(**some, k_offset=how.k_offset + start)
+        found = local.call.target(*tensors, *how, *after)
+        if first != _FIRST["attention"]:
+            return found
+        o, lse = found
+        top = pmax(lse, ["t"])
+        share = (lse - top.masked_fill(top == -math.inf, 0)).exp()
+        seen, total = psum((o * share.unsqueeze(-1), share), ["t"])
+        rest = total.clamp(min=torch.finfo(total.dtype).tiny)  # a query may see no key
+        return (seen / rest.unsqueeze(-1)).to(o.dtype), top + total.log()
+
+    return form
 
 
 def _flops(first: int, products: int) -> Callable[[Call, int], int]:

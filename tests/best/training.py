@@ -107,6 +107,12 @@ ATTENTION = [
         out_specs="b d"),
     Row("decoding with cached keys, batch over data", _decode, CACHE,
         ("b@data d", "b@data h t k", "b@data h t k", "_ _", "_ _"), DATA),
+    Row("decoding, the cache cut in time", _attend, (f32(B, H, 1, D // H), *CACHE[1:3]),
+        ("...", "b h t@tensor k", "b h t@tensor k"), TENSOR, reduced(B * D * 4, 8) + 2 * reduced(B * H * 4, 8), 3,
+        out_specs="..."),
+    Row("gradients of few queries, keys cut", sl.grad(lambda *x: _attend(*x).sin().sum(), (0, 1, 2)),
+        (f32(B, H, 16, D // H), *CACHE[1:3]), ("...", "b h t@tensor k", "b h t@tensor k"), TENSOR,
+        2 * reduced(16 * B * D * 4, 8) + 2 * reduced(16 * B * H * 4, 8), 4),
 ]  # fmt: skip
 
 
@@ -123,10 +129,17 @@ def _tied(i: Tensor, w: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(F.embedding(i, w) @ w.t(), y, reduction="sum")
 
 
+def _by_parts(w: Tensor, x: Tensor, y: Tensor) -> Any:
+    return sum(F.cross_entropy(x[:, i] @ w, y[:, i], reduction="sum") for i in range(3))
+
+
 TOKENS = torch.empty(N, dtype=torch.int64, device="meta")
 LOSSES = [
     Row("cross entropy over a cut vocabulary", _loss_of_vocabulary, (f32(N, D), f32(D, V), TOKENS),
         ("n d", "d v@tensor", "n"), TENSOR, 2 * reduced(N * 4, 8) + reduced(8, 8), 3, out_specs=""),
+    Row("gradient of a loss in three parts", sl.grad(_by_parts),
+        (f32(D, 512), f32(96, 3, D), torch.empty(96, 3, dtype=torch.int64, device="meta")),
+        ("_ _", "b@data s d", "b@data s"), DATA, reduced(D * 512 * 4, 8), 1),
     Row("contrastive loss, data parallel", lambda a, b: F.cross_entropy(a @ b.t(), torch.arange(N), reduction="sum"),
         (f32(N, D), f32(N, D)), ("n@data d", "m@data d"), DATA, gathered(ACT, 8) + reduced(4, 8), 2),
     Row("pairwise distances, rows over data", lambda a, b: torch.cdist(a, b), (f32(N, 8), f32(N, 8)),
