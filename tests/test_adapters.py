@@ -135,7 +135,8 @@ def test_what_else_is_in_a_module_of_the_table_is_cut_if_it_is_as_large() -> Non
 
 
 def test_a_frozen_base_is_gathered_in_its_own_dtype_and_has_no_gradient() -> None:
-    """On data alone: all that is sent of the base is its weights, once, at 2 bytes; of adapters, both ways."""
+    """On data alone: all that is sent of the base is its weights, once, at 2 bytes, or less (rows that are looked up); of
+    adapters, both ways."""
     with sl.Mesh(data=4):
         once = sl.strategies.fsdp(regather=False)
         model = sl.parallelize(adapted(lora(), base=torch.bfloat16), strategy=once)
@@ -150,7 +151,7 @@ def test_a_frozen_base_is_gathered_in_its_own_dtype_and_has_no_gradient() -> Non
         key = c.kind, c.source.dtype
         sent[key] = sent.get(key, 0) + c.bytes
     share = lambda ps: 3 / 4 * sum(p.numel() * p.element_size() for p in ps)
-    assert sent["all_gather", torch.bfloat16] == share(base)
+    assert sent["all_gather", torch.bfloat16] + sent.pop(("all_to_all", torch.bfloat16), 0) <= share(base)
     assert sent["all_gather", torch.float32] == share(adapters)
     assert sent["reduce_scatter", torch.float32] == share(adapters)
     others = {kind: n for (kind, dtype), n in sent.items() if dtype is torch.bfloat16 and kind != "all_gather"}
