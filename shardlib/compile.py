@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from shardlib import graph as graphs
 from shardlib.aten.traits import has
 from shardlib.calls.arguments import argument_of, by_argument, describe
 from shardlib.calls.flat import FlatCall, arguments_of, flatten_call, twins
-from shardlib.calls.parts import Part, Result
 from shardlib.calls.rebound import Watch
 from shardlib.calls.state import State
 from shardlib.errors import ShardingError
 from shardlib.graph import Graph, Op, Value, is_door
+from shardlib.homes import at_home, fixed_outputs, gradients, placed_anew
 from shardlib.internals import pytree
 from shardlib.keeping import Keeping
 from shardlib.lines import place
@@ -35,7 +32,6 @@ from shardlib.propagate import Propagated, propagate
 from shardlib.ranks import world
 from shardlib.regather import mark
 from shardlib.specs.fixed import Fixed
-from shardlib.specs.layout import Layout
 from shardlib.specs.prefix import SpecLike, broadcast_prefix
 from shardlib.specs.slips import Use, warn_of_slips
 from shardlib.specs.spec import Spec, resolve_many
@@ -107,14 +103,14 @@ def compile_program(
         traced = normalise(traced)
     clock.stop("normalise")
     graph = graphs.build(traced.graph)
-    traced = _placed_anew(traced, graph)
+    traced = placed_anew(traced, graph)
     fixed_inputs = _fixed_inputs(traced, graph, call, specs, mesh, placed)
     fixed = {graph.inputs[i]: f for i, f in fixed_inputs.items()} | _constraints(graph, mesh)
-    outputs = _gradients(traced, graph, fixed_inputs) | _fixed_outputs(traced, graph, out_specs, mesh)
+    outputs = gradients(traced, graph, fixed_inputs) | fixed_outputs(traced, graph, out_specs, mesh)
     _warn_of_slips(traced, graph, fixed_inputs, outputs, mesh)
     mark(graph, keeping.regather, _regathered(traced, graph, call))
     mark_owned(graph)
-    outputs |= _at_home(traced, graph, call, fixed_inputs, placed, mesh)
+    outputs |= at_home(traced, graph, call, fixed_inputs, placed, mesh)
     clock.stop("rules")
     propagated = propagate(graph, mesh, fixed, outputs, _doors(graph, mesh), Senders(mesh).messages)
     clock.stop("propagate")
@@ -241,83 +237,6 @@ def _apart(call: FlatCall, specs: Sequence[SpecLike]) -> set[int]:
     """Arguments that are one tensor with something else, but are said to live elsewhere: then they are two."""
     pairs = twins(call.arguments, call.state.tensors).items()
     return {i for i, at in pairs if specs[i] != (specs[at] if at < len(specs) else None)}
-
-
-def _at_home(
-    traced: Traced,
-    graph: Graph,
-    call: FlatCall,
-    fixed_inputs: Mapping[int, Fixed],
-    placed: Callable[[Any], Fixed | None],
-    mesh: Mesh,
-) -> dict[int, Fixed]:
-    """What is written to stays where it was, and gradients live where their values live, or where these say
-    (`gradient_at`); plain tensors are whole."""
-    leaves, after = call.leaves, traced.after
-    names = defaultdict(lambda: "an argument", zip(traced.input_leaves, traced.input_names, strict=True))
-    said = {traced.input_leaves[i]: f for i, f in fixed_inputs.items()}
-    out = {}
-    for leaf, position in (*after.written, *after.data, *after.gradients, *after.grads):
-        if position is not None:
-            is_placed = placed(leaves[leaf]) is not None and leaf in said
-            fixed = said[leaf] if is_placed else _whole(graph.outputs[position])
-            out[position] = fixed.by(f"the place of {names[leaf]}")
-    for leaf, position in (*after.gradients, *after.grads):
-        at = getattr(leaves[leaf], "gradient_at", None)
-        if position is not None and isinstance(at, str) and placed(leaves[leaf]) is not None:
-            item = (f"the gradient of {names[leaf]}", graph.outputs[position].shape, at, None)
-            out[position] = resolve_many([item], mesh, what="gradient_at")[0].by(f"the gradient_at of {item[0]}")
-    for part in (part for kept in after.rebound for part in kept.parts if isinstance(part, Result)):
-        if part.plain is not None:
-            out[part.at] = _whole(graph.outputs[part.at])
-        elif (home := part.home) is not None:
-            out[part.at] = Fixed.at(home.layout, home.names, "the place of what was there")
-    return out
-
-
-def _placed_anew(traced: Traced, graph: Graph) -> Traced:
-    """What is new in an object lives where the function says, if that is the last that it does with it, and not where
-    the value before did."""
-    moved = {op.results[0] for op in graph.ops if op.constrains}
-    at = {i for i, x in enumerate(graph.outputs) if isinstance(x, Value) and x in moved}
-
-    def anew(part: Part) -> Part:
-        return replace(part, plain=None, home=None) if isinstance(part, Result) and part.at in at else part
-
-    rebound = tuple(replace(kept, parts=tuple(map(anew, kept.parts))) for kept in traced.after.rebound)
-    return replace(traced, after=replace(traced.after, rebound=rebound)) if at else traced
-
-
-def _whole(value: Value) -> Fixed:
-    return Fixed.at(Layout.replicated(value.shape))
-
-
-def _fixed_outputs(traced: Traced, graph: Graph, out_specs: Any, mesh: Mesh) -> dict[int, Fixed]:
-    if out_specs is None:
-        return {}
-    own = graph.outputs[: traced.out_tree.num_leaves]
-    names = traced.output_names[: len(own)]
-    leaves = [torch.empty(x.shape, device="meta") if isinstance(x, Value) else x for x in own]
-    result = pytree.tree_unflatten(leaves, traced.out_tree)
-    flat = broadcast_prefix([out_specs], [result], f"{traced.name}: out_specs", describe, ["the result"])
-    items = [
-        (i, (name, value.shape, spec, None))
-        for i, (value, spec, name) in enumerate(zip(own, flat, names, strict=True))
-        if spec is not None and isinstance(value, Value)
-    ]
-    resolved = resolve_many([item for _, item in items], mesh, what="jit out_specs") if items else []
-    return {i: r.by(f"out_specs: {item[0]} {r.spec}") for (i, item), r in zip(items, resolved, strict=True)}
-
-
-def _gradients(traced: Traced, graph: Graph, fixed_inputs: Mapping[int, Fixed]) -> dict[int, Fixed]:
-    """Gradients that are returned live where the inputs are whose gradients they are."""
-    at = {graph.inputs[i]: (traced.input_names[i], fixed) for i, fixed in fixed_inputs.items()}
-    found = {}
-    for i, value in enumerate(graph.outputs):
-        if isinstance(value, Value) and value.like in at:
-            name, fixed = at[value.like]
-            found[i] = fixed.by(f"the place of {name}")
-    return found
 
 
 def _constraints(graph: Graph, mesh: Mesh) -> dict[Value, Fixed]:

@@ -99,11 +99,11 @@ def jit(
 
     `remat` says what of the forward pass is made again for the backward one rather than kept: nothing (`"none"`),
     everything but what one layer hands on to the next (`"full"`; a layer is what the program repeats), what is inside
-    attention (`"attention"`), or what modules and ops make, by names: a module's path or the end of it, its class, an
-    op, `*` for any text. Draws are exact, effects and ops of other libraries run once, nothing is gathered a third
-    time. `memory` is a budget instead (`"72GiB"`, or bytes): the peak of the program that runs is at most that on every
-    device, and what is made again for it is chosen value by value, so that the simulated time on the mesh's machine is
-    short. `torch.utils.checkpoint` inside the function stays what it is.
+    attention (`"attention"`), or what modules make for themselves, and ops, by names: a module's path or the end of
+    it, its class, an op, `*` for any text. Draws are exact, effects and ops of other libraries run once, nothing is
+    gathered a third time. `memory` is a budget instead (`"72GiB"`, or bytes): the peak of the program that runs is at
+    most that on every device, and what is made again for it is chosen value by value, so that the simulated time on
+    the mesh's machine is short. `torch.utils.checkpoint` inside the function stays what it is.
 
     Raises `ShardingError` outside any mesh, where specs do not fit, where a budget is exceeded or cannot be met, for
     names of nothing, and for what would leave the trace unseen. Warns `RetraceWarning`, once, of a function that is
@@ -193,6 +193,7 @@ class Jitted(Function):
 
     def call(self, programs: Programs, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (once := Once.current()) is not None and is_tracing():
+            self.keeping.refuse_inside(self.name)
             return once.function(self.fn, args, kwargs)
         if is_single_device() or is_tracing() or (transform_level() is not None and _transformed(args, kwargs)):
             with nullcontext() if is_tracing() or in_call() or not is_single_device() else plain_program():

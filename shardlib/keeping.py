@@ -49,3 +49,14 @@ class Keeping:
                 remedy="leave one of them out",
             )
         return Keeping(regather, remat if isinstance(remat, str) else tuple(names), budget, Schedule.of(schedule))
+
+    def refuse_inside(self, name: str) -> None:
+        """Raise `ShardingError` for what a jitted function says of itself where it is part of another one."""
+        if said := [
+            f"{k}={x!r}" for k, x in (("remat", self.remat), ("memory", self.memory)) if x not in ("none", None)
+        ]:
+            raise ShardingError(
+                f"{name} is called inside another jitted function, and says {', '.join(said)}",
+                rule="what is kept for the backward pass is decided for the program as a whole",
+                remedy="say it of the outermost function: jit(step, remat=...)",
+            )

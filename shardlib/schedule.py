@@ -78,10 +78,14 @@ class Schedule:
         try:
             call = ast.parse(text.strip(), mode="eval").body
             if not isinstance(call, ast.Call) or ast.unparse(call.func) != "Schedule" or call.args:
-                raise ValueError("it is no Schedule with fields by name")
+                raise ValueError(text)
             return Schedule(**{str(word.arg): ast.literal_eval(word.value) for word in call.keywords})
         except (SyntaxError, ValueError, TypeError) as error:
-            raise ShardingError(f"{text!r} cannot be read as a schedule", [str(error)]) from error
+            raise ShardingError(
+                f"{text!r} cannot be read as a schedule",
+                rule=f"it has fields by name ({', '.join(f.name for f in fields(Schedule))}) of numbers and texts",
+                remedy='Schedule(prefetch=1, bucket="25MiB")',
+            ) from error
 
     @staticmethod
     def of(what: Any) -> Schedule:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
+from numbers import Integral
 from typing import Any
 
 from shardlib.errors import ShardingError
@@ -28,15 +30,15 @@ def nbytes(size: Any, what: str) -> int:
     found: Any = size
     if isinstance(size, str):
         match = _SIZE.fullmatch(size)
-        found = None if match is None or match[2] not in _UNITS else int(float(match[1]) * _UNITS[match[2]])
-    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        found = None if match is None or match[2] not in _UNITS else int(Decimal(match[1]) * _UNITS[match[2]])
+    if not isinstance(found, Integral) or isinstance(found, bool) or found < 1:
         units = ", ".join(sorted(_UNITS, key=_UNITS.__getitem__))
         raise ShardingError(
             f"{what}={size!r} is no size",
             rule=f"a size is a whole number of bytes above 0, or a text with one of the units {units}",
             remedy=f'{what}="{_EXAMPLES.get(what, "25MiB")}"',
         )
-    return found
+    return int(found)
 
 
 _EXAMPLES = {"memory": "72GiB", "cap": "2GiB"}

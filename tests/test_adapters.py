@@ -135,8 +135,8 @@ def test_what_else_is_in_a_module_of_the_table_is_cut_if_it_is_as_large() -> Non
 
 
 def test_a_frozen_base_is_gathered_in_its_own_dtype_and_has_no_gradient() -> None:
-    """On data alone: all that is sent of the base is its weights, once, at 2 bytes, or less (rows that are looked up); of
-    adapters, both ways."""
+    """On data alone: all that is sent of the base is its weights, once, at 2 bytes, or rows of them; of adapters, both
+    ways."""
     with sl.Mesh(data=4):
         once = sl.strategies.fsdp(regather=False)
         model = sl.parallelize(adapted(lora(), base=torch.bfloat16), strategy=once)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -306,6 +308,38 @@ def test_names_are_of_modules_and_ops() -> None:
     assert 0 < values["h.1.mlp"] < values["mlp"]
     assert "gelu" not in held(plans["gelu"])
     assert "gelu" in held(plans["h.1.mlp"])
+
+
+def test_a_module_that_is_named_keeps_what_goes_out_of_it() -> None:
+    """As `torch.utils.checkpoint` around each of them would."""
+    module = nn.Sequential(*(_Block() for _ in range(4)))
+
+    def loss(module: nn.Module, x: Tensor) -> Tensor:
+        out = module(x).square().mean()
+        out.backward()
+        return out
+
+    with sl.Mesh(data=2):
+        sl.parallelize(module, {})
+        plans = [sl.jit(loss, remat=remat).plan(module, torch.randn(64, 8)) for remat in ("none", "full", "_Block")]
+    none, full, named = (plan.peak_memory for plan in plans)
+    assert named == full < none
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(F.gelu(self.up(x))))
+
+
+def test_a_function_inside_another_does_not_say_it() -> None:
+    inner = sl.jit(torch.tanh, remat="full")
+    refused = "tanh is called inside another jitted function, and says remat='full'"
+    with sl.Mesh(data=2), pytest.raises(sl.ShardingError, match=re.escape(refused)):
+        sl.jit(lambda x: inner(x) * 2)(torch.ones(4))
 
 
 def test_the_plan_says_it() -> None:

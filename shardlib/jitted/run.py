@@ -23,8 +23,8 @@ from shardlib.jitted.unrolled import Pieces, builder, gatherer, origins, wrapper
 from shardlib.meshes.axis import alike
 from shardlib.meshes.mesh import Mesh
 from shardlib.plans.plan import Plan
+from shardlib.program.nested import leaves as values_in
 from shardlib.program.steps import Compute, Program, Var
-from shardlib.program.steps import leaves as values_in
 from shardlib.ranks.lineage import note
 from shardlib.ranks.telling import number
 from shardlib.run import Runner

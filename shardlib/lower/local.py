@@ -15,7 +15,8 @@ from shardlib.lower.code import code
 from shardlib.lower.manual import told
 from shardlib.meshes.axis import Axis, Coords, member_coords, position
 from shardlib.program.device import REFUSALS, Local
-from shardlib.program.steps import Compute, Inside, Var, leaves
+from shardlib.program.nested import leaves
+from shardlib.program.steps import Compute, Inside, Var
 from shardlib.program.sym import (
     Sym,
     apart,

@@ -9,6 +9,7 @@ from functools import cache
 
 from shardlib.errors import ShardingError
 from shardlib.internals import OpOverload, schema_of
+from shardlib.lines import Module
 from shardlib.passes.crossing import Crossing
 from shardlib.passes.layers import boundaries, frontier
 from shardlib.passes.split import gives
@@ -41,15 +42,17 @@ def attention(crossing: Crossing) -> set[Var]:
 
 
 def named(crossing: Crossing, names: Sequence[str]) -> set[Var]:
-    """What modules of these paths or classes make, and ops of these names. Raises `ShardingError` for names of
-    nothing."""
-    of = {owner: _names(crossing, owner) for owner in crossing.droppable}
-    every = sorted({name for known in of.values() for name in known})
+    """What ops of these names make, and what modules of these paths or classes make for themselves: what others read of
+    it is kept, as `torch.utils.checkpoint` keeps what goes in and out. Raises `ShardingError` for names of nothing."""
+    ops = {owner: _ops(crossing, owner) for owner in crossing.droppable}
+    scopes = {owner: _made_in(crossing, owner) for owner in crossing.droppable}
+    every = {name for known in ops.values() for name in known}
+    every |= {name for known in scopes.values() for module in known for name in module}
     wrong = []
     for name in names:
         if not any(_fits(name, known) for known in every):
-            near = ", ".join(map(repr, difflib.get_close_matches(name.replace("*", ""), _short(every), _NEAR, 0.5)))
-            wrong.append(f"{name!r} is none" + (f"; near it are {near}" if near else ""))
+            near = difflib.get_close_matches(name.replace("*", ""), _short(sorted(every)), _NEAR, 0.5)
+            wrong.append(f"{name!r} is none" + (f"; near it are {', '.join(map(repr, near))}" if near else ""))
     if wrong:
         raise ShardingError(
             "remat names what the forward pass does not make",
@@ -57,7 +60,13 @@ def named(crossing: Crossing, names: Sequence[str]) -> set[Var]:
             rule="a name is a module's path, or the end of one, its class, or an op; `*` stands for any text",
             remedy='remat="h.*.mlp", remat=["LlamaMLP", "gelu"]',
         )
-    return {owner for owner, known in of.items() if any(_fits(name, x) for x in known for name in names)}
+    meant = {x for x in every if any(_fits(name, x) for name in names)}
+    found = {owner for owner, known in ops.items() if not meant.isdisjoint(known)}
+    for owner, known in scopes.items():
+        around = {module for module in known if not meant.isdisjoint(module)}
+        if any(all(module in _around(crossing, i) for i in _readers(crossing, owner)) for module in around):
+            found.add(owner)
+    return found
 
 
 def _scores(crossing: Crossing, softmax: Var) -> Iterator[Var]:
@@ -93,16 +102,33 @@ def _op(target: object) -> str:
     return str(schema_of(target).name).rpartition("::")[2] if isinstance(target, OpOverload) else ""
 
 
-def _names(crossing: Crossing, owner: Var) -> set[str]:
-    """All that a value may be called by: its op, and the modules around it."""
+def _ops(crossing: Crossing, owner: Var) -> set[str]:
+    """The names of the op that makes a value."""
     step = crossing.program.steps[crossing.maker[owner]]
-    ops = {kind(owner), _op(step.target) if isinstance(step, Compute) else ""}
-    found = ops | {op.strip("_") for op in ops}
-    if isinstance(step, Start):  # a message belongs to what it brings
+    found = {kind(owner), _op(step.target) if isinstance(step, Compute) else ""}
+    return (found | {op.strip("_") for op in found}) - {""}
+
+
+def _made_in(crossing: Crossing, owner: Var) -> frozenset[Module]:
+    """The modules in which a value is made; a message belongs to what it brings."""
+    step = crossing.program.steps[crossing.maker[owner]]
+    if isinstance(step, Start):
         step = next((s for s in _before(crossing, owner) if isinstance(s, Compute)), step)
-    for module in step.inside if isinstance(step, Compute) else ():
-        found |= {module.path, module.kind}
-    return found - {""}
+    return frozenset(step.inside) if isinstance(step, Compute) else frozenset()
+
+
+def _readers(crossing: Crossing, owner: Var) -> Iterator[int]:
+    """The steps of the forward pass that read a memory."""
+    return (i for i in crossing.readers.get(owner, ()) if not crossing.back[i])
+
+
+def _around(crossing: Crossing, i: int) -> frozenset[Module]:
+    """The modules in which a step reads; a message, those that all have who read what it brings."""
+    step = crossing.program.steps[i]
+    if isinstance(step, Compute):
+        return frozenset(step.inside)
+    readers = [j for v in gives(step) for j in _readers(crossing, crossing.owner.get(v, v)) if j > i]
+    return frozenset.intersection(*(_around(crossing, j) for j in readers)) if readers else frozenset()
 
 
 def _before(crossing: Crossing, owner: Var) -> Iterator[Step]:

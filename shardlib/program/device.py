@@ -15,7 +15,8 @@ from shardlib.internals import OpOverload, memory_of
 from shardlib.meshes.axis import Coords, position
 from shardlib.meshes.mesh import Mesh
 from shardlib.program.check import ProgramError
-from shardlib.program.steps import Collective, Compute, Var, reads, rebuild
+from shardlib.program.nested import rebuild
+from shardlib.program.steps import Collective, Compute, Var, reads
 from shardlib.program.sym import Sym
 from shardlib.scalar import Scalar
 from shardlib.specs.layout import Layout

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-from shardlib.program.steps import Compute, Copy, Program, Start, Var, rebuild
+from shardlib.program.nested import rebuild
+from shardlib.program.steps import Compute, Copy, Program, Start, Var
 
 
 def firsts(program: Program) -> dict[Var, Var]:

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from shardlib.aten.traits import has
 from shardlib.meshes.axis import Axis
-from shardlib.program.steps import Compute, Program, Start, Step, Var, Wait, leaves, makes, reads, syms
+from shardlib.program.nested import leaves
+from shardlib.program.steps import Compute, Program, Start, Step, Var, Wait, makes, reads, syms
 from shardlib.program.sym import Sym
 
 Primes = tuple[Axis, ...]

@@ -65,12 +65,8 @@ def _code(of: Any) -> Any:
     return of if isinstance(of, types.FunctionType) else type(of)
 
 
-def _mode(of: Any) -> Any:
-    return getattr(of, "training", None)
-
-
 def _is_impure(of: Any) -> bool:
-    return _mode(of) in _IMPURE.get(_code(of), ())
+    return getattr(of, "training", None) in _IMPURE.get(_code(of), ())
 
 
 @dataclass
@@ -234,7 +230,7 @@ class Once:
                 piece = _Piece(known, reads, body, [_place(x, at) for x in body.captured], *found)
         except Exception as error:  # whatever it is: if it is the function's own, it comes again in the next trace
             self.refused = True
-            _IMPURE.setdefault(_code(of), set()).add(_mode(of))
+            _IMPURE.setdefault(_code(of), set()).add(getattr(of, "training", None))
             raise NotOnceError(str(error)) from error
         finally:
             self._busy = False
