@@ -166,9 +166,16 @@ def on_ranks() -> float:
     model, plain = Model(written=True).eval(), Model(written=True).eval()
     worst = 0.0
     loss, grads = train(plain)(batch())
-    for way in ({"remat": "full"}, {"remat": "attention"}):
+    ways: list[dict[str, Any]] = [{"remat": "full"}, {"remat": "attention"}, {"memory": 0}]
+    for way in ways:
         with Mesh(axes):
-            sl.parallelize(model, strategy="fsdp", remat=way["remat"])
+            sl.parallelize(model, strategy="fsdp", remat=way.get("remat", "none"))
+            if "memory" in way:
+                most, least = (
+                    sl.jit(train(model), in_specs=("b@shard ...",), remat=remat).plan(batch()).peak_memory
+                    for remat in ("none", "full")
+                )
+                way["memory"] = (most + least) // 2
             found = sl.jit(train(model), in_specs=("b@shard ...",), **way)(batch())
             out = model(batch())
             out.square().mean().backward()

@@ -76,6 +76,12 @@ def test_the_order_of_a_process_does_not_matter() -> None:
     assert first.endswith(b"the axis is a key\n")
 
 
+def deep(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    for one in w:
+        x = torch.layer_norm(torch.tanh(x @ one), (8,)) + x
+    return x.square().mean()
+
+
 def told_here(axis: str) -> None:
     """Print what is planned in this process, and whether an axis of another one is a key like one that is made here."""
     print(digest(SEEDS[:12]))
@@ -87,6 +93,10 @@ def told_here(axis: str) -> None:
             in_specs=(mode.params, mode.batch, mode.batch),
         )
         print(step.plan(*w1.abstract(config)))
+    with sl.Mesh.abstract(data=2):
+        args = torch.empty(512, 8, device="meta"), torch.empty(6, 8, 8, device="meta")
+        most = sl.jit(sl.grad(deep, argnums=1), in_specs=("b@data _", None)).plan(*args).peak_memory
+        print(sl.jit(sl.grad(deep, argnums=1), in_specs=("b@data _", None), memory=int(0.7 * most)).plan(*args))
     other = pickle.loads(base64.b64decode(axis))
     if other in {Axis("x", 2, pre=2, of=4)}:
         print("the axis is a key")
