@@ -97,4 +97,4 @@ class Crossing:
 
 def is_repeatable(step: Step) -> bool:
     """Whether a step may be done again."""
-    return step.is_pure if isinstance(step, Compute) else isinstance(step, Start)
+    return step.is_pure and not step.over if isinstance(step, Compute) else isinstance(step, Start)

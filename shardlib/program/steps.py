@@ -99,8 +99,8 @@ class Compute:
     @cached_property
     def is_pure(self) -> bool:
         """Whether a call does nothing but to make values, the same ones each time; of others' ops nobody knows."""
-        if not self.made or self.over or not isinstance(self.target, OpOverload):
-            return bool(self.made) and not self.over
+        if not self.made or not isinstance(self.target, OpOverload):
+            return bool(self.made)
         drawn = torch.Tag.nondeterministic_seeded in self.target.tags
         return not drawn and self.target.namespace in _OURS and not schema_of(self.target).is_mutable
 

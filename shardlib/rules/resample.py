@@ -53,6 +53,9 @@ def _nearest(dims: int, *, backward: bool = False) -> RuleFn:
         times = [b // a if a and b % a == 0 else 0 for a, b in zip(small[2:], large[2:], strict=True)]
         said = [len(scales) <= i or scales[i] in (None, times[i]) for i in space]
         kept = [i for i in space if said[i] and _blocks(times[i], large[i + 2])]
+        others = [i for i in space if i not in kept]  # torch has kernels that round otherwise, and chooses by shapes
+        if not all((len(scales) <= i or scales[i] is None) and _certain(small[i + 2], large[i + 2]) for i in others):
+            kept = []
         x = " ".join(f"h{i}" if i in kept else "_" for i in space)
         y = " ".join(f"(h{i} r{i})" if i in kept else "_" for i in space)
         blocks = " ".join(f"r{i}:whole" for i in kept)
@@ -81,6 +84,14 @@ def _blocks(times: int, size: int) -> bool:
         if not all(np.array_equal(x, np.arange(size) // times) for x in found):
             return False
     return True
+
+
+@cache
+def _certain(small: int, large: int) -> bool:
+    """Whether the same elements are found in single and in double precision."""
+    steps: Any = np.arange(large)
+    places = [steps.astype(dtype) * dtype(small / large) for dtype in (np.float32, np.float64)]
+    return all(np.array_equal(*(np.floor(x + half * small / large) for x in places)) for half in (0.0, 0.5))
 
 
 def _dim(call: Call, small: Sequence[int], i: int) -> Dim:

@@ -71,8 +71,10 @@ class Repeated:
         guards: list[Any] = given.node.shape_env.guards
         count, out = len(guards), call()
         slot = get_proxy_slot(out, self._tracer, None) if type(out) is FakeTensor else None
-        if slot is not None and slot.proxy.node.target is op:
-            del guards[count:]
+        node = None if slot is None else slot.proxy.node
+        if node is not None and node.target is op and any("scalar" in x.meta for x in node.all_input_nodes):
+            # one that equals something is a constant by now
+            guards[count:] = [g for g in guards[count:] if getattr(g.expr, "rel_op", "") == "=="]
         return out
 
     def _key(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], nodes: list[Any]) -> Key | None:
