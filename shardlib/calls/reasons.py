@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +22,22 @@ from shardlib.tensors.tensor import ShardedTensor
 if TYPE_CHECKING:
     from shardlib.calls.snapshot import Snapshot
 
-Holdings = Mapping[tuple[Any, ...], Sequence[Held]]
+
+@dataclass(frozen=True)
+class Holdings:
+    """What a snapshot found, place by place; `roots` and `tensors` say what its places are called."""
+
+    held: Mapping[tuple[Any, ...], Sequence[Held]]
+    roots: Sequence[str]
+    tensors: Sequence[tuple[Any, ...]]
+
+    @cached_property
+    def by_name(self) -> Mapping[tuple[Any, ...], Sequence[Held]]:
+        """Keys that are tensors are called as these are: their numbers are those of one call."""
+        found: dict[tuple[Any, ...], list[Held]] = {}
+        for at, what in self.held.items():
+            found.setdefault(settled(at, self.roots, self.tensors), []).extend(what)
+        return found
 
 
 class Change(NamedTuple):
@@ -69,16 +85,8 @@ def seen(
     inputs = {
         settled(at, roots, before.places) for i, (_, at) in enumerate(before.numbers.values(), first) if i not in looked
     }
-    held, left = _by_name(before, roots), _by_name(after, roots)
+    held, left = (Holdings(x.held, roots, x.places) for x in (before, after))
     return Seen(mesh, modes, call.tree, words, held, left, roots, known, unrepeated, inputs)
-
-
-def _by_name(snapshot: Snapshot, roots: Sequence[str]) -> Holdings:
-    """What a snapshot found. Keys that are tensors are called as these are: their numbers are those of one call."""
-    found: dict[tuple[Any, ...], list[Held]] = {}
-    for at, what in snapshot.held.items():
-        found.setdefault(settled(at, roots, snapshot.places), []).extend(what)
-    return found
 
 
 def difference(old: Seen, new: Seen) -> dict[str, Change]:
@@ -120,8 +128,9 @@ def listed(sentences: Sequence[str]) -> str:
 def _holdings(old: Seen, new: Seen) -> Iterator[tuple[str, Change]]:
     """What is otherwise in variables and objects; of what was replaced, not what is in it."""
     replaced: list[tuple[Any, ...]] = []
-    for at in dict.fromkeys((*new.held, *old.left)):
-        a, b = list(old.left.get(at, ())), list(new.held.get(at, ()))
+    was_there, is_there = old.left.by_name, new.held.by_name
+    for at in dict.fromkeys((*is_there, *was_there)):
+        a, b = list(was_there.get(at, ())), list(is_there.get(at, ()))
         if a == b or (at in old.inputs and at in new.inputs) or any(at[: len(root)] == root for root in replaced):
             continue
         name = name_of(at, new.roots) if at else "a hook"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
@@ -29,21 +30,31 @@ def run_passes(
     Raises `ProgramError` for what would be a fault of ours.
 
     What hides messages holds memory. Where the program would not fit into `memory` bytes (None: what a device of the
-    mesh's machine has), nothing is gathered ahead, and then nothing moves at all. Where that does not fit either, it is
-    the program that holds least if `memory` was asked for, and else the one that hides most. `offloaded` are the values
-    that are meanwhile in the host's memory (None: those that the schedule names).
+    machine has, if the mesh names one), nothing is gathered ahead, and then nothing moves at all. Where that does not
+    fit either, it is the program that holds least if `memory` was asked for, and else the one that hides most.
+    `offloaded` are the values that are meanwhile in the host's memory (None: those that the schedule names).
     """
-    limit = Machine.of(program.mesh.machine).device.memory if memory is None else memory
-    found: list[tuple[int, Program]] = []
-    for way, moves in ((how, True), (replace(how, prefetch=0), True), (replace(how, prefetch=0), False)):
+    limit = _memory(program) if memory is None else memory
+
+    def passed(way: Schedule, *, moves: bool = True) -> tuple[int, Program]:
         made = program
-        for made in _passed(program, way, moves, offloaded):
-            if not draft:
-                check(made)
-        if not (program.collectives or made.copied) or (held := peak_bytes(made)) <= limit:
-            return made
-        found.append((held, made))
-    return found[0][1] if memory is None else min(found, key=lambda pair: pair[0])[1]
+        for after in _passed(program, way, moves, offloaded):
+            made = after if draft or after is made else check(after)
+        return 0 if math.isinf(limit) else peak_bytes(made), made
+
+    first = passed(how)
+    if first[0] <= limit or not (program.collectives or first[1].copied):
+        return first[1]
+    least = passed(replace(how, prefetch=0), moves=False)
+    if least[0] > limit and memory is None:
+        return first[1]
+    return min(first, passed(replace(how, prefetch=0)), least, key=lambda one: max(one[0], limit))[1]
+
+
+def _memory(program: Program) -> float:
+    """Bytes of a device of the machine that the mesh names."""
+    machine = program.mesh.machine
+    return math.inf if machine is None else Machine.of(machine).device.memory
 
 
 def _passed(program: Program, how: Schedule, moves: bool, offloaded: Collection[Var] | None) -> Iterator[Program]:

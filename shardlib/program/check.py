@@ -6,7 +6,7 @@ what a message carries stays until then; groups are parts of the mesh; a reducti
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from shardlib.meshes.axis import Axis
@@ -41,7 +41,8 @@ def faults(program: Program) -> Iterator[str]:
     fixed = {owner.get(v, v) for v in program.given} - {
         program.inputs[i] for i in (*program.donated, *program.replaced)
     }
-    shown: dict[Var, list[Var]] = defaultdict(list)
+    computed = [s for s in program.steps if isinstance(s, Compute)]
+    shown = {owner.get(v, v): list[Var]() for s in computed if s.over for v in s.overwritten.values()}
     written, lent = set[Var](), set[Var]()
     if len(there) < len(program.inputs) + len(program.captured):
         yield "an input stands twice"
@@ -60,7 +61,7 @@ def faults(program: Program) -> Iterator[str]:
             if there.get(v, v):
                 yield f"{said(step)} reads {v}, which{missing(v)}"
         if isinstance(step, Compute):
-            for over in step.overwritten.values():
+            for over in step.overwritten.values() if step.over else ():
                 root = owner.get(over, over)
                 written.add(root)
                 if root in fixed or roots[root] or root in lent:
@@ -95,7 +96,8 @@ def faults(program: Program) -> Iterator[str]:
             if out in there:
                 yield f"{said(step)} makes {out}, which is there"
             there[out] = ""
-            shown[owner.get(out, out)].append(out)
+            if (root := owner.get(out, out)) in shown:
+                shown[root].append(out)
     yield from (f"{v} is in flight, and nobody waits for it" for v in flying)
     yield from (f"{v} is a result, and it{why}" for v in program.results if (why := missing(v)))
     for i, at in program.replaced.items():

@@ -303,7 +303,7 @@ def makes(step: Step | Collective) -> tuple[Var, ...]:
 def syms(step: Step) -> Iterator[Sym]:
     if isinstance(step, Start):
         yield from leaves([c.params for c in step.moves], Sym)
-    elif isinstance(step, Compute):
+    elif isinstance(step, Compute) and len(step.told) > len(step.operands):
         yield from (x for x in step.told if isinstance(x, Sym))
 
 

@@ -29,9 +29,10 @@ def owners(steps: Iterable[Step], *, exact: bool = False) -> dict[Var, Var]:
                 fresh = exact or c.kind in TIERS or not alone
                 owner[c.out] = c.out if fresh else owner.get(c.source, c.source)
         elif isinstance(step, Compute):
+            shown = {} if exact and step.copies else step.shown
             for out in step.made:
-                shown = None if exact and step.copies else step.shown.get(out)
-                owner[out] = out if shown is None else owner.get(shown, shown)
+                v = shown.get(out, out)
+                owner[out] = owner.get(v, v)
         elif isinstance(step, Copy):
             owner[step.out] = step.out
     return owner

@@ -64,10 +64,12 @@ class _Differing:
         found.vars.update(filter(differs, program.inputs))
         for step in program.steps:
             made = step.outs if isinstance(step, Start) else makes(step)
-            told = {a.name for s in syms(step) for a in s.axes} | _told(step)
-            uneven_pieces = [v for v in made if differs(v)]
-            found.axes |= told
-            if told or uneven_pieces or not found.vars.isdisjoint(reads(step)):
+            told = {a.name for s in syms(step) for a in s.axes}
+            if isinstance(step, Start):
+                told |= _told(step)
+            is_uneven = [differs(v) for v in made]  # of all, for the axes
+            if told or any(is_uneven) or not found.vars.isdisjoint(reads(step)):
+                found.axes |= told
                 found.vars.update(made)
                 found.steps.append(step)
         return found
@@ -80,10 +82,9 @@ class _Differing:
         return [dict(at) for at in dict.fromkeys(tuple(at.items()) for at in ends)]
 
 
-def _told(step: Step) -> set[str]:
+def _told(start: Start) -> set[str]:
     """The axes over which a collective is told of sizes that are not those of all its members."""
-    moves = step.moves if isinstance(step, Start) else ()
-    sizes = ((c, x) for c in moves for key, x in c.params.items() if key != "pairs")
+    sizes = ((c, x) for c in start.moves for key, x in c.params.items() if key != "pairs")
     return {a.name for c, x in sizes if not _alike(x) for a in c.axes}
 
 

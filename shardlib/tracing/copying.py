@@ -54,9 +54,11 @@ class Copy:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: env.get(x, x))
             name = _NUMBER.sub("", node.name)
             new = env[node] = graph.create_node("call_function", node.target, (), {}, name)
-            new.args, new.kwargs = args, kwargs  # given to it, fx would look through them once more
+            _assign(new, "args", args)  # given to it, fx would look through them once more
+            if kwargs:
+                _assign(new, "kwargs", kwargs)
             self._redrawn.renumber(new)
-            new.meta = {k: node.meta[k] for k in _KEPT if k in node.meta}
+            new.meta.update({k: node.meta[k] for k in _KEPT if k in node.meta})
             new.meta["modules"] = modules.get().around(node.meta.get("modules", ()))
             if late:
                 new.meta["backward"] = True
@@ -68,6 +70,7 @@ class Copy:
         return x
 
 
+_assign = object.__setattr__  # fx's own files the node anew in its table of targets, which stay
 _NUMBER = re.compile(r"_\d+$")
 _KEPT = ("val", "line", "default", "backward")
 
