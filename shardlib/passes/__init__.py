@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from functools import cache
 
 from shardlib.machine import Machine
 from shardlib.passes import bundle, free, fuse, offload, reuse, schedule, settle
@@ -31,24 +32,26 @@ def run_passes(
 
     What hides messages holds memory. Where the program would not fit into `memory` bytes (None: what a device of the
     machine has, if the mesh names one), nothing is gathered ahead, and then nothing moves at all. Where that does not
-    fit either, it is the program that holds least if `memory` was asked for, and else the one that hides most.
+    fit either, it is that program if `memory` was asked for, and else the one that hides most.
     `offloaded` are the values that are meanwhile in the host's memory (None: those that the schedule names).
     """
     limit = _memory(program) if memory is None else memory
 
-    def passed(way: Schedule, *, moves: bool = True) -> tuple[int, Program]:
+    @cache
+    def passed(way: str) -> Program:
         made = program
-        for after in _passed(program, way, moves, offloaded):
+        for after in _passed(program, how if way == "ahead" else replace(how, prefetch=0), way != "still", offloaded):
             made = after if draft or after is made else check(after)
-        return 0 if math.isinf(limit) else peak_bytes(made), made
+        return made
 
-    first = passed(how)
-    if first[0] <= limit or not (program.collectives or first[1].copied):
-        return first[1]
-    least = passed(replace(how, prefetch=0), moves=False)
-    if least[0] > limit and memory is None:
-        return first[1]
-    return min(first, passed(replace(how, prefetch=0)), least, key=lambda one: max(one[0], limit))[1]
+    def fits(way: str) -> bool:
+        return math.isinf(limit) or peak_bytes(passed(way)) <= limit
+
+    if memory is not None and not fits("still"):
+        return passed("still")
+    if fits("ahead") or not (program.collectives or passed("ahead").copied) or not fits("still"):
+        return passed("ahead")
+    return passed("moving" if fits("moving") else "still")
 
 
 def _memory(program: Program) -> float:

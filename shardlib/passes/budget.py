@@ -8,6 +8,7 @@ then values are taken back as far as there is room.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from itertools import chain, combinations
 from typing import NamedTuple, NoReturn
@@ -20,12 +21,13 @@ from shardlib.passes.crossing import Crossing
 from shardlib.passes.layers import boundaries, frontier, key
 from shardlib.passes.remat import remade
 from shardlib.program.steps import Compute, Program, Start, Step, Var, reads
-from shardlib.program.storage import largest
+from shardlib.program.storage import largest, peak_bytes
 from shardlib.simulate import rooflines
 from shardlib.simulate.collectives import transfer
 from shardlib.simulate.simulated import Simulated
 
 _STEPS, _TIMES = 40_000, 200  # of programs that are tried, and how many of them; more are in the bisection only
+_PARTS = 64  # of an order
 _SHOWN = 5
 _LEAST = 1e-9  # seconds
 _SHARE = 1e-4  # of a step's seconds: what takes less is free
@@ -35,7 +37,7 @@ Dropped = frozenset[Var]
 
 class _Tried(NamedTuple):
     peak: int
-    seconds: float
+    seconds: float  # infinite where nobody asked
 
 
 def within(
@@ -88,12 +90,16 @@ class _Search:
     def fits(self, dropped: Dropped) -> bool:
         return self.of(dropped).peak <= self.budget
 
-    def of(self, dropped: Dropped) -> _Tried:
-        if (known := self.tried.get(dropped)) is None:
+    def of(self, dropped: Dropped, *, timed: bool = False) -> _Tried:
+        """Its peak; how long it takes where it fits, or where that is asked."""
+        known = self.tried.get(dropped)
+        if known is None or (timed and known.seconds == math.inf):
             program = self.finish(remade(self.c, dropped))
             self.left -= len(program.steps)
-            step = Simulated(program, "", self.machine)
-            known = self.tried[dropped] = _Tried(step.peak_memory, step.seconds)
+            peak = peak_bytes(program)
+            is_timed = timed or peak <= self.budget
+            seconds = Simulated(program, "", self.machine).seconds if is_timed else math.inf
+            known = self.tried[dropped] = _Tried(peak, seconds)
         return known
 
     @property
@@ -102,10 +108,10 @@ class _Search:
         return min((d for d in self.tried if self.fits(d)), key=lambda d: self.tried[d].seconds)
 
     def _bisect(self, order: Sequence[Var]) -> None:
-        """Try beginnings of an order, for the shortest that fits."""
+        """Try beginnings of an order, for the shortest that fits; of a long program, for about that one."""
         fitting = next((k for k in _far_first(len(order)) if self.fits(self.base | frozenset(order[:k]))), 0)
         least = 0
-        while fitting - least > 1:
+        while fitting - least > (1 if self.left > 0 else 1 + len(order) // _PARTS):
             middle = (least + fitting) // 2
             if self.fits(self.base | frozenset(order[:middle])):
                 fitting = middle
@@ -145,11 +151,11 @@ class _Search:
 
     def _by_trial(self) -> list[Var]:
         """Those first that alone lower the peak most for what they cost, as long as there is time to try."""
-        before, rest = self.of(frozenset()), self._by_estimate()
+        before, rest = self.of(frozenset(), timed=True), self._by_estimate()
         tried: list[tuple[float, list[Var]]] = []
         for members in sorted(self._groups().values(), key=lambda members: rest.index(members[0])):
             if self.left > _STEPS / 2:
-                alone = self.of(self.base | frozenset(members))
+                alone = self.of(self.base | frozenset(members), timed=True)
                 if (less := before.peak - alone.peak) > 0:
                     tried.append((less / max(alone.seconds - before.seconds, _SHARE * before.seconds), members))
         order = [o for _, members in sorted(tried, key=lambda one: -one[0]) for o in members]

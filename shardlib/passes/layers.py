@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -92,9 +91,11 @@ def _repeats(
     row = torch.tensor([number.setdefault(k, len(number)) for k in keys[first:last]])
     n, best = last - first, (0, 0, 0)
     for period in range(_LEAST, n // 2 + 1):
-        differs = torch.nonzero(row[period:] != row[:-period]).flatten().tolist()
-        ends = [-1, *differs, n - period]
-        start, length = max(((a + 1, b - a - 1) for a, b in pairwise(ends)), key=lambda x: x[1])
+        differs = torch.nonzero(row[period:] != row[:-period]).flatten()
+        ends = torch.cat([torch.tensor([-1]), differs, torch.tensor([n - period])])
+        longest = torch.argmax(torch.diff(ends))
+        start = int(ends[longest]) + 1
+        length = int(ends[longest + 1]) - start
         if length >= period and length > best[0]:
             best = length, start, period
     length, start, period = best

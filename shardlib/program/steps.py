@@ -42,7 +42,7 @@ class Var:
     shape: tuple[int, ...] | None = None
     host: bool = False
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes on the fullest device; 0 while nobody knows the shape."""
         if self.layout is not None:
