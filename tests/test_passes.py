@@ -534,6 +534,23 @@ def test_a_pass_that_is_wrong_is_found_behind_the_last_one(monkeypatch: pytest.M
             run_passes(parse(text))
 
 
+@pytest.mark.parametrize(("machine", "times"), [(None, 1), ("h100", 2)])
+def test_only_a_machine_that_is_named_limits_memory(
+    machine: str | None, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What does not fit there goes through the passes once more, with messages where they stand."""
+    made: list[Program] = []
+
+    def counted(program: Program) -> Program:
+        made.append(program)
+        return free.free(program)
+
+    monkeypatch.setattr("shardlib.passes.PASSES", (*PASSES[:-1], counted))
+    with Mesh.abstract(data=2, machine=machine):
+        sl.jit(torch.sum, in_specs="n@data").plan(torch.empty(1 << 38, device="meta"))
+    assert len(made) == times
+
+
 def test_passes_are_the_same_every_time() -> None:
     text = show(programs()[0])
     bare = "\n".join(s for s in text.splitlines() if not s.startswith("free"))
