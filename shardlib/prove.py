@@ -87,7 +87,7 @@ def prove(op: Any, /, *args: Any, **kwargs: Any) -> Proof:
     if call.op.rule is None:
         own = target.namespace not in ("aten", "prims")
         raise ShardingError(
-            f"{_name(target)} has no sharding rule for this call",
+            f"{call.op.target.name()} has no sharding rule for this call",
             [f"operand {i} has shape {list(x.shape)}" for i, x in enumerate(call.tensors)],
             rule="rules belong to ops that are no other ops together; one without runs on whole operands",
             remedy='@sl.rule("...") above the custom op; sl.rule(op) says what to write'
@@ -103,16 +103,9 @@ def prove(op: Any, /, *args: Any, **kwargs: Any) -> Proof:
         raise _refused(
             call, "is not put to the test", short, "prove it with longer tensors: of more than twice the halo"
         )
-    for cut in every:
-        try:
-            wrong += [f"{cut}: {fault}" for fault in _faults(call, cut)]
-        except ShardingError as error:  # of a local form, which says what is wrong with it
-            what = f"{error.what}, with {cut}"
-            raise ShardingError(what, error.offenders, rule=error.rule, remedy=error.remedy) from error
-    wrong += _not_linear(call)
-    if wrong:
+    if wrong := [*_wrong(call), *_not_linear(call)]:
         raise _refused(call, "is wrong", wrong)
-    return Proof(_name(target), text_of(target), tuple(tuple(x.shape) for x in call.tensors), len(every))
+    return Proof(call.op.target.name(), text_of(target), tuple(tuple(x.shape) for x in call.tensors), len(every))
 
 
 def _all_fetched(call: _Call) -> Iterator[str]:
@@ -135,13 +128,10 @@ def faults(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], rule: Rule, 
     call.op.rule = rule
     if wrong := list(_bookkeeping(call)):
         return wrong
-    wrong = []
-    for cut in cuts(rule):
-        try:
-            wrong += [f"{cut}: {fault}" for fault in _faults(call, cut, values=values)]
-        except ShardingError as error:
-            wrong.append(f"{cut}: {error}")
-    return [*wrong, *_not_linear(call)] if values else wrong
+    try:
+        return [*_wrong(call, values=values), *(_not_linear(call) if values else ())]
+    except ShardingError as error:
+        return [str(error)]
 
 
 @dataclass(frozen=True)
@@ -224,6 +214,16 @@ def _unlike_its_fake(call: _Call) -> Iterator[str]:
         if x.shape != want.shape or x.dtype != want.dtype:
             say, made = (f"{list(y.shape)} of {y.dtype}" for y in (x, want))
             yield f"result {i} is {made}, and its register_fake says {say}"
+
+
+def _wrong(call: _Call, *, values: bool = True) -> Iterator[str]:
+    """What is wrong with the results, cut by cut."""
+    for cut in cuts(call.rule):
+        try:
+            yield from (f"{cut}: {fault}" for fault in _faults(call, cut, values=values))
+        except ShardingError as error:  # of a local form, which says what is wrong with it
+            what = f"{error.what}, with {cut}"
+            raise ShardingError(what, error.offenders, rule=error.rule, remedy=error.remedy) from error
 
 
 def _faults(call: _Call, cut: Cut, *, values: bool = True) -> Iterator[str]:
@@ -336,10 +336,6 @@ def _called(call: _Call, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [x for x in (found if isinstance(found, tuple | list) else [found]) if isinstance(x, Tensor)]
 
 
-def _name(target: Any) -> str:
-    return str(target.name())
-
-
 _MEND = "mend the rule: mark what is summed (k:sum), what must stay whole (k:whole), and linear operands ({0})"
 
 
@@ -347,7 +343,7 @@ def _refused(call: _Call, what: str, wrong: Sequence[str], remedy: str = _MEND) 
     said = text_of(call.op.target)
     more = [f"and {len(wrong) - _MOST} more"] if len(wrong) > _MOST else []
     return ShardingError(
-        f"the rule of {_name(call.op.target)}{f', {said!r},' if said else ''} {what}",
+        f"the rule of {call.op.target.name()}{f', {said!r},' if said else ''} {what}",
         [*wrong[:_MOST], *more],
         rule="an op on pieces gives the pieces of its results; what a result lacks is reduced as the rule says",
         remedy=remedy,
