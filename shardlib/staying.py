@@ -9,7 +9,7 @@ tensors while its forward runs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
@@ -99,10 +99,35 @@ def with_contexts(run: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(run)
     def again(*args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            for enter in contexts:
-                if not any(enter is other for other in _around.get()):
-                    stack.enter_context(repeated(enter))
+        with _again(contexts):
             return run(*args, **kwargs)
 
     return again
+
+
+def around_contexts(pair: Callable[[], tuple[Any, Any]]) -> Callable[[], tuple[Any, Any]]:
+    """`pair`, which gives what is entered for a forward pass and for doing it again; before the second the repeated
+    contexts of now are entered, as they were before the first: what they do is no part of the pass."""
+    if not (contexts := _around.get()):
+        return pair
+
+    @contextmanager
+    def inside(own: AbstractContextManager[Any]) -> Iterator[None]:
+        with _again(contexts), own:
+            yield
+
+    @functools.wraps(pair)
+    def both() -> tuple[Any, Any]:
+        first, second = pair()
+        return first, inside(second)
+
+    return both
+
+
+@contextmanager
+def _again(contexts: Sequence[Enter]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for enter in contexts:
+            if not any(enter is other for other in _around.get()):
+                stack.enter_context(repeated(enter))
+        yield

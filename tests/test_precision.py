@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import shardlib as sl
 from shardlib import Precision, ShardingError
@@ -154,9 +154,10 @@ def test_parameters_results_and_patterns() -> None:
 class Recomputing(nn.Module):
     """Two layers, of which a checkpoint runs the second again, with a gain of its own."""
 
-    def __init__(self, way: bool | None) -> None:
+    def __init__(self, way: bool | None, **how: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.how = how
         self.up, self.down, self.gain = nn.Linear(16, 32), nn.Linear(32, 16), nn.Parameter(torch.rand(16))
         self.way = way
 
@@ -165,7 +166,12 @@ class Recomputing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)
-        return self.block(h) if self.way is None else checkpoint(self.block, h, use_reentrant=self.way)
+        return self.block(h) if self.way is None else checkpoint(self.block, h, use_reentrant=self.way, **self.how)
+
+
+def selective() -> tuple[Any, Any]:
+    """Contexts of a checkpoint that keeps what tanh makes."""
+    return create_selective_checkpoint_contexts([torch.ops.aten.tanh.default])
 
 
 CASTS = {
@@ -181,9 +187,9 @@ CASTS = {
 @pytest.mark.parametrize("name", CASTS)
 def test_what_a_checkpoint_runs_again_finds_the_same_casts(name: str, strategy: str, door: str) -> None:
     found = []
-    for way in (None, False, True):
+    for way, how in ((None, {}), (False, {}), (True, {}), (False, {"context_fn": selective})):
         with sl.Mesh(data=2):
-            model = sl.parallelize(Recomputing(way), strategy=strategy, precision=CASTS[name])
+            model = sl.parallelize(Recomputing(way, **how), strategy=strategy, precision=CASTS[name])
 
             def step(run: Any, x: Tensor) -> None:
                 run(x).float().square().mean().backward()

@@ -7,15 +7,19 @@ from collections.abc import Callable
 from typing import Any
 
 from shardlib.internals import CHECKPOINT, REENTRANT_CHECKPOINT
-from shardlib.staying import with_contexts
+from shardlib.staying import around_contexts, with_contexts
 
 
 def _checkpoint(_: Any) -> None:
+    from torch.utils.checkpoint import noop_context_fn
+
     begin, forward = CHECKPOINT.value, REENTRANT_CHECKPOINT.value
 
     @functools.wraps(begin)
-    def begun(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return begin(with_contexts(fn), *args, **kwargs)
+    def begun(fn: Callable[..., Any], keep: bool, contexts: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        if contexts is noop_context_fn:
+            return begin(with_contexts(fn), keep, contexts, *args, **kwargs)
+        return begin(fn, keep, around_contexts(contexts), *args, **kwargs)
 
     @functools.wraps(forward)
     def ran(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
