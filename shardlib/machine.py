@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -38,7 +38,8 @@ class Device:
     `flops` are FLOP/s of products by dtype (`f64`, `f32`, `bf16`, `f16`, `f8`; a dtype that is not named has the rate
     of one as wide, or the next wider one); `efficiency` is the share of them that products reach. `bandwidth` is
     bytes/s of its memory, read or written, `memory` its bytes, `host` bytes/s to and from the host's memory, `launch`
-    the seconds that it takes to begin a call. `overlaps` says whether calls begin, and messages fly, while it computes.
+    the seconds that it takes to begin a call, `special` the functions (exp, log, erf, ...) that it works out in a
+    second. `overlaps` says whether calls begin, and messages fly, while it computes.
     """
 
     flops: Mapping[str, float]
@@ -47,13 +48,14 @@ class Device:
     host: float
     launch: float = 0.0
     efficiency: float = 1.0
+    special: float = math.inf
     overlaps: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "flops", MappingProxyType(dict(self.flops)))
         unknown = [f"flops of {name!r}: dtypes are {', '.join(_BYTES)}" for name in self.flops if name not in _BYTES]
         named = {f"flops[{name!r}]": rate for name, rate in self.flops.items()}
-        rates = {"bandwidth": self.bandwidth, "memory": self.memory, "host": self.host, "efficiency": self.efficiency}
+        rates = {name: getattr(self, name) for name in ("bandwidth", "memory", "host", "efficiency", "special")}
         _refuse(self, [*unknown, *_not_positive(named | rates), *_negative({"launch": self.launch})])
 
     def __hash__(self) -> int:
@@ -316,13 +318,16 @@ def _refuse(x: object, faults: Sequence[str]) -> None:
         raise ShardingError(f"{type(x).__name__} cannot be made", faults, rule=rule)
 
 
+# The special function units of a multiprocessor begin 16 functions a cycle (CUDA C++ Programming Guide, throughput of
+# arithmetic instructions): on 132 of them at 1.83 GHz 3.9e12 a second (Shah et al., "FlashAttention-3", 2024), on the
+# 108 of an A100 at 1.41 GHz 2.4e12.
 _H100 = Device(
     {"f64": 67e12, "f32": 67e12, "bf16": 989e12, "f16": 989e12, "f8": 1979e12},
-    bandwidth=3.35e12, memory=80e9, host=55e9, launch=3e-6, efficiency=0.7,
+    bandwidth=3.35e12, memory=80e9, host=55e9, launch=3e-6, efficiency=0.7, special=3.9e12,
 )  # fmt: skip
 _A100 = Device(
     {"f64": 19.5e12, "f32": 19.5e12, "bf16": 312e12, "f16": 312e12},
-    bandwidth=1.555e12, memory=40e9, host=25e9, launch=3e-6, efficiency=0.7,
+    bandwidth=1.555e12, memory=40e9, host=25e9, launch=3e-6, efficiency=0.7, special=2.4e12,
 )  # fmt: skip
 
 # NVLink 4 is 450 GB/s a direction and NVLink 3 300 GB/s, a 400 Gb/s card 50 GB/s: collectives reach some nine tenths of
@@ -337,12 +342,15 @@ PRESETS: Mapping[str, Machine] = MappingProxyType({
         ),
         Machine(_H100, Link(340e9, 3e-6), Link(45e9, 1e-5), 8, "h100"),
         Machine(
-            Device(_H100.flops, bandwidth=4.8e12, memory=141e9, host=55e9, launch=3e-6, efficiency=0.7),
+            replace(_H100, bandwidth=4.8e12, memory=141e9),
             Link(340e9, 3e-6), Link(45e9, 1e-5), 8, "h200",
         ),
         Machine(_A100, Link(230e9, 3e-6), Link(11e9, 2e-5, sharing=2), 8, "a100-40"),
         Machine(
-            Device({"f64": 50e9, "f32": 100e9}, bandwidth=10e9, memory=16e9, host=10e9, launch=2e-6, overlaps=False),
+            Device(
+                {"f64": 50e9, "f32": 100e9}, bandwidth=10e9, memory=16e9, host=10e9, launch=2e-6, special=1e9,
+                overlaps=False,
+            ),
             Link(2e9, 5e-5), Link(1e9, 1e-4), 8, "cpu",
         ),
     )

@@ -7,9 +7,12 @@ them gets while all work.
 from __future__ import annotations
 
 import itertools
+import math
 import os
+import statistics
 import time
 from collections.abc import Callable
+from dataclasses import fields, replace
 from functools import partial
 
 import torch
@@ -25,10 +28,11 @@ from shardlib.specs.spec import P
 from shardlib.tensors.agreed import from_local
 
 _SIDE = 512  # of the matrices that are multiplied
-_COPIED = 1 << 22  # bytes, as many as a value of a step may have
+_COPIED, _COPIES = 1 << 22, 24  # bytes, as many as a value of a step may have; of as many values as no cache holds
+_NUMBERS = 1 << 16  # of which functions are worked out
 _SENT = (1 << 12, 1 << 16, 1 << 20)  # bytes of a rank's piece
-_SECONDS, _ROUNDS = 0.1, 5  # a figure is the mean of what is done in that time, and so often at least,
-_MESSAGES = 20  # or of so many messages: all ranks send as many
+_SECONDS, _BATCHES = 0.02, 9  # a figure is the lower quartile of means, each of what is done in that time
+_MESSAGES = 10  # or of so many messages: all ranks send as many
 
 
 def measure() -> Machine:
@@ -46,10 +50,11 @@ def _device(where: torch.device) -> Device:
     for name, dtype in (("f64", torch.float64), ("f32", torch.float32), ("bf16", torch.bfloat16)):
         a = torch.rand(_SIDE, _SIDE, device=where).to(dtype)
         rates[name] = 2 * _SIDE**3 / _seconds(partial(torch.mm, a, a), where)
-    x = torch.zeros(_COPIED // 4, device=where)
-    bandwidth = 3 * _COPIED / _seconds(lambda: x + x, where)
+    values = [torch.zeros(_COPIED // 4, device=where) for _ in range(_COPIES)]
+    bandwidth = 3 * _COPIED / (_seconds(partial(_added, values), where) / _COPIES)
     small = torch.zeros(16, device=where)
     launch = _seconds(lambda: [small + 1.0 for _ in range(100)], where) / 100
+    special = math.inf  # of a GPU: no op of torch's waits for them alone
     host = bandwidth / 2
     if where.type == "cuda":
         pinned = torch.zeros(_COPIED, dtype=torch.uint8, pin_memory=True)
@@ -57,7 +62,16 @@ def _device(where: torch.device) -> Device:
         memory = float(torch.cuda.get_device_properties(where).total_memory)
     else:
         memory = _host_memory()
-    return Device(rates, bandwidth, memory, host, launch, overlaps=where.type == "cuda")
+        x = torch.rand(_NUMBERS)
+        special = _NUMBERS / _seconds(lambda: x.exp(), where)
+    return Device(rates, bandwidth, memory, host, launch, special=special, overlaps=where.type == "cuda")
+
+
+def _added(values: list[torch.Tensor]) -> None:
+    """Each of some values becomes the sum of two others, which no cache holds any more."""
+    third = len(values) // 3
+    for i, out in enumerate(values):
+        torch.add(values[i - third], values[i - 2 * third], out=out)
 
 
 def _link(ranks: int) -> Link:
@@ -85,28 +99,34 @@ def _collective(call: Callable[..., torch.Tensor], x: torch.Tensor, out: P) -> f
 
 def _mean(device: Device, link: Link, ranks: int) -> tuple[Device, Link]:
     """Of all ranks, figure by figure, so that all have one machine; of memory, the least that one of them has."""
-    rates = [*device.flops.values(), device.bandwidth, device.memory, device.host, link.bandwidth]
-    mine = torch.tensor([[*rates, device.launch, link.latency]], dtype=torch.float64)
+    rates = {f.name: getattr(device, f.name) for f in fields(Device) if isinstance(getattr(device, f.name), float)}
+    mine = [*device.flops.values(), *rates.values(), link.bandwidth, link.latency]
     with Mesh(ranks=ranks):
-        ours = from_local(mine, P("ranks"))
-        *flops, bandwidth, _, host, wire, launch, latency = ours.mean(0).tolist()
-        memory = ours.amin(0).tolist()[len(flops) + 1]
-    named = dict(zip(device.flops, flops, strict=True))
-    return Device(named, bandwidth, memory, host, launch, overlaps=device.overlaps), Link(wire, latency)
+        ours = from_local(torch.tensor([mine], dtype=torch.float64), P("ranks"))
+        means, least = ours.mean(0).tolist(), ours.amin(0).tolist()
+    named = dict(zip((*device.flops, *rates), means, strict=False))
+    flops = {dtype: named.pop(dtype) for dtype in device.flops}
+    named["memory"] = least[[*device.flops, *rates].index("memory")]
+    return replace(device, flops=flops, **named), Link(*means[-2:])
 
 
 def _seconds(call: Callable[[], object], where: torch.device, most: int | None = None) -> float:
-    """Seconds of a call, the mean of many, or of so many. All ranks begin together."""
+    """Seconds of a call: of some batches, each of many calls or of so many, the lower quartile of means, since what
+    else runs on a machine makes calls longer and never shorter. All ranks begin together."""
     call()
     if world.initialised():
         dist.barrier()
+    return statistics.quantiles((_batch(call, where, most) for _ in range(_BATCHES)), n=4)[0]
+
+
+def _batch(call: Callable[[], object], where: torch.device, most: int | None) -> float:
     start = time.perf_counter()
     for count in itertools.count(1):
         call()
         if where.type == "cuda":
             torch.cuda.synchronize(where)
         seconds = time.perf_counter() - start
-        if count == most or (most is None and count >= _ROUNDS and seconds >= _SECONDS):
+        if count == most or (most is None and seconds >= _SECONDS):
             return seconds / count
     raise AssertionError
 

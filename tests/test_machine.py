@@ -28,6 +28,16 @@ def test_a_machine_parses_back(name: str) -> None:
     assert hash(Machine.parse(str(other))) == hash(other)
 
 
+def test_functions_of_a_device_print_and_parse_back() -> None:
+    device = Device({"f32": 1e12}, bandwidth=1e12, memory=1e9, host=1e9, special=3e9)
+    assert repr(device).endswith("special=3e9)")
+    machine = Machine(device, Link(1e9), Link(1e9))
+    assert Machine.parse(repr(machine)).device.special == 3e9
+    silent = replace(machine, device=replace(device, special=float("inf")))  # what never waits is not said
+    assert "special" not in repr(silent)
+    assert Machine.parse(repr(silent)) == silent
+
+
 @pytest.mark.parametrize(
     ("axes", "group", "near", "far"),
     [
@@ -61,13 +71,14 @@ def test_an_axis_may_have_a_link_of_its_own() -> None:
 
 def test_all_that_is_wrong_with_a_device_is_said_at_once() -> None:
     with pytest.raises(sl.ShardingError) as error:
-        Device({"bf16": -1.0, "b16": 1.0}, bandwidth=0.0, memory=float("nan"), host=1.0, launch=-1e-6)
+        Device({"bf16": -1.0, "b16": 1.0}, bandwidth=0.0, memory=float("nan"), host=1.0, launch=-1e-6, special=0.0)
     assert str(error.value) == (
         "Device cannot be made:\n"
         "  * flops of 'b16': dtypes are f64, f32, bf16, f16, f8\n"
         "  * flops['bf16'] is -1.0, not a positive number\n"
         "  * bandwidth is 0.0, not a positive number\n"
         "  * memory is nan, not a positive number\n"
+        "  * special is 0.0, not a positive number\n"
         "  * launch is -1e-06, not a number of 0 or more\n"
         "Rule: rates are per second, in bytes or FLOPs, and positive"
     )
@@ -99,6 +110,7 @@ def test_this_machine_is_measured() -> None:
     assert set(machine.device.flops) == {"f64", "f32", "bf16"}
     assert machine.node == 1
     assert 1e6 < machine.device.bandwidth < 1e13
+    assert 1e5 < machine.device.special < 1e12
     assert Machine.parse(repr(machine)) == machine
 
 

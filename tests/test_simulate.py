@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
 from shardlib.machine import Device, Link, Machine, Span
+from shardlib.program.steps import Compute
 from shardlib.simulate.collectives import transfer
 from shardlib.simulate.timeline import COMPUTE, FAR, NEAR
 
@@ -92,6 +93,80 @@ def test_a_dtype_has_its_rate() -> None:
     assert wide == pytest.approx(4 * narrow)
     assert both.rate("f16", 2) == 4e9  # as wide as bf16
     assert both.rate("f8_e4m3", 1) == 4e9  # the next wider one
+
+
+SPECIAL = replace(SLOW, device=replace(DEVICE, special=1e6))  # a function takes as long as a thousand bytes
+
+
+@pytest.mark.parametrize(
+    ("call", "each"),
+    [
+        (torch.exp, 1),
+        (torch.tanh, 1),
+        (torch.nn.functional.silu, 1),
+        (torch.nn.functional.gelu, 1),
+        (torch.nn.functional.softplus, 2),
+        (torch.nn.functional.mish, 3),
+        (lambda x: torch.log_softmax(x, 0), 1),
+        (lambda x: torch.pow(2.0, x), 2),
+        (lambda x: x**0.3, 2),
+        (lambda x: torch.logsumexp(x, 1), 1),  # of what is read, not of what is made
+    ],
+)
+def test_functions_take_the_time_of_their_unit(call: Any, each: int) -> None:
+    assert plan(call, meta(64, 64)).simulate(SPECIAL).seconds == pytest.approx(each * 64 * 64 / 1e6, rel=0.01)
+
+
+@pytest.mark.parametrize("call", [torch.relu, torch.sqrt, torch.rsqrt, lambda x: x**2, lambda x: x**-0.5, torch.neg])
+def test_what_is_no_function_takes_its_memory(call: Any) -> None:
+    assert plan(call, meta(64, 64)).simulate(SPECIAL).seconds == pytest.approx(2 * 4 * 64 * 64 / 1e9)
+
+
+def test_functions_wait_for_products_and_memory_for_neither() -> None:
+    """A unit does one after the other; a call that touches more memory than that takes is as long as without them."""
+    q = meta(2, 4, 32, 8)
+    scores, attention = 2 * 4 * 32 * 32, torch.nn.functional.scaled_dot_product_attention
+    step = plan(attention, q, q, q).simulate(SPECIAL)
+    assert step.seconds == pytest.approx(4 * 8 * scores / 1e9 + scores / 1e6)
+    assert step.utilisation.model == pytest.approx(4 * 8 * scores / 1e9 / step.seconds)  # functions are no FLOPs
+    fast = replace(SLOW, device=replace(DEVICE, special=1e9))
+    assert plan(torch.exp, meta(64, 64)).simulate(fast).seconds == pytest.approx(2 * 4 * 64 * 64 / 1e9)
+
+
+@pytest.mark.parametrize(("n", "keys"), [(32, 32), (128, 128), (1024, 512 + 64)])
+def test_attention_works_on_whole_tiles(n: int, keys: int) -> None:
+    """The half of the keys that a query sees on average ends inside a tile of 128, at worst the only one."""
+    q = meta(2, 4, n, 8)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    step = plan(lambda q: attention(q, q, q, is_causal=True), q, in_specs=("b@far ...",)).simulate(SPECIAL)
+    assert step.seconds == pytest.approx(4 * n * keys * (4 * 8 / 1e9 + 1 / 1e6))
+    assert step.utilisation.model == pytest.approx(4 * n * n / 2 * 4 * 8 / 1e9 / step.seconds)
+
+
+def test_a_device_that_is_its_own_host_is_called_for_views_too() -> None:
+    host = replace(SLOW, device=replace(DEVICE, launch=1.0, overlaps=False))
+    step = plan(lambda x: x.t().reshape(-1).view(2, -1).relu(), meta(1, 8))
+    calls = sum(isinstance(s, Compute) for s in step.compiled.program.steps)
+    assert calls > 1
+    assert step.simulate(host).seconds == pytest.approx(calls, rel=1e-3)
+
+
+def test_the_backward_pass_of_attention_takes_its_functions_again() -> None:
+    q = meta(2, 4, 32, 8).requires_grad_()
+
+    def step(q: torch.Tensor) -> Any:
+        return torch.autograd.grad(torch.nn.functional.scaled_dot_product_attention(q, q, q).sum(), q)
+
+    planned = plan(step, q)
+    slow, fast = (planned.simulate(replace(SLOW, device=replace(DEVICE, special=s))) for s in (1e3, 2e3))
+    assert slow.seconds - fast.seconds == pytest.approx(2 * 2 * 4 * 32 * 32 / 2e3, rel=1e-3)
+
+
+def test_rows_are_of_ops_that_there_are() -> None:
+    from shardlib.simulate.functions import PER_ELEMENT, PRODUCTS
+
+    assert [name for name in PER_ELEMENT if not hasattr(torch.ops.aten, name)] == []
+    assert [name for name in PRODUCTS if not hasattr(torch.ops.shardlib, name)] == []
 
 
 def sums(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

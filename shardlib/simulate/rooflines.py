@@ -1,21 +1,21 @@
-"""Seconds of one call on a device: of its arithmetic, or of the memory that it reads and writes, whichever is more.
+"""Seconds of one call on a device: of its arithmetic and functions, or of the memory that it touches, as more is.
 
 A row for every family of ops that touches other memory than all of its operands and results. FLOPs are the program's
-own (`Compute.flops`). Source: Williams, Waterman and Patterson, "Roofline" (2009).
+own (`Compute.flops`), `functions` counts the others. Source: Williams, Waterman and Patterson, "Roofline" (2009).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from shardlib.aten.traits import is_view
-from shardlib.internals import OpOverload, schema_of
 from shardlib.machine import Device
 from shardlib.program.steps import Compute, Free, Program, Start, Step, Var, reads
+from shardlib.simulate.functions import evaluated, op_name, tiled
 from shardlib.tensors.form import short_dtype
 
 
@@ -51,13 +51,15 @@ def touched(step: Compute) -> float:
     """Bytes of a device's memory that a call reads and writes; 0 for a view."""
     if is_view(step.target) and not step.copies:
         return 0.0
-    return BYTES.get(_name(step.target), _whole)(step)
+    return BYTES.get(op_name(step.target), _whole)(step)
 
 
 def seconds(step: Compute, cost: Cost, device: Device) -> float:
-    """Seconds of a call: launched while the one before runs, or before it does anything itself."""
-    work, launch = max(arithmetic(step, device), cost.bytes / device.bandwidth), device.launch if cost.launched else 0.0
-    return max(work, launch) if device.overlaps else work + launch
+    """Seconds of a call: launched while the one before runs; or, where the device is its own host, before it does
+    anything itself, be it no more than a view."""
+    busy = arithmetic(step, device) * tiled(step) + evaluated(step) / device.special
+    work = max(busy, cost.bytes / device.bandwidth)
+    return max(work, device.launch if cost.launched else 0.0) if device.overlaps else work + device.launch
 
 
 def arithmetic(step: Compute, device: Device) -> float:
@@ -127,7 +129,3 @@ def _is_free(step: Step) -> bool:
 
 def _width(dtype: torch.dtype) -> int:
     return dtype.itemsize // 2 if dtype.is_complex else dtype.itemsize
-
-
-def _name(target: Any) -> str:
-    return schema_of(target).name.rpartition("::")[2].rstrip("_") if isinstance(target, OpOverload) else ""
