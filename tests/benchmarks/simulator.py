@@ -2,12 +2,15 @@
 
 `python -m tests.benchmarks.simulator` measures the machine first (`Machine.measure()`, on as many processes as the mesh
 has, all at once), simulates every program on it, runs it, and prints both, the median error and the rank correlation.
-Nothing is fitted to the programs. It wants a machine that does nothing else; `--cases 3` runs the first three of each.
+Times are lower quartiles of many calls. Nothing is fitted to the programs. It wants a machine that does nothing else;
+`--cases 3` runs the first three of each.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -86,6 +89,7 @@ CASES: Sequence[tuple[str, int, Callable[[], Made]]] = (
 def measured(backend: str, numbers: Sequence[int]) -> tuple[str, list[tuple[float, float]]]:
     """On a rank: the machine, and of each case the seconds that are predicted and those that it takes."""
     found = []
+    _keep_memory()
     with groups_over(backend):
         machine = Machine.measure()
         for i in numbers:
@@ -96,19 +100,31 @@ def measured(backend: str, numbers: Sequence[int]) -> tuple[str, list[tuple[floa
     return repr(machine), found
 
 
+def _keep_memory() -> None:
+    """Freed memory stays the process's, as torch's CUDA allocator keeps it. glibc gives it back or not by the sizes
+    that a process freed before, and then new pages take longer than what is written into them."""
+    libc = ctypes.CDLL(None)
+    for option in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
+        libc.mallopt(option, 1 << 30)
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
+
+
 def _seconds(call: Callable[[], Any]) -> float:
-    """Of a call, the mean of as many as fit into a while; all ranks make as many."""
+    """Of a call, the lower quartile of as many as fit into a while, as `Machine.measure` takes it; all ranks make as
+    many."""
     call()
     start = time.perf_counter()
     call()
     count = torch.tensor(_AWHILE / (time.perf_counter() - start))
     dist.all_reduce(count, dist.ReduceOp.MAX)
     dist.barrier()
-    start = time.perf_counter()
-    rounds = max(3, int(count))
-    for _ in range(rounds):
+    ends = [time.perf_counter()]
+    for _ in range(max(3, int(count))):
         call()
-    return (time.perf_counter() - start) / rounds
+        ends.append(time.perf_counter())
+    return statistics.quantiles((b - a for a, b in itertools.pairwise(ends)), n=4)[0]
 
 
 def correlation(a: Sequence[float], b: Sequence[float]) -> float:
