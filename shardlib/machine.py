@@ -39,7 +39,8 @@ class Device:
     of one as wide, or the next wider one); `efficiency` is the share of them that products reach. `bandwidth` is
     bytes/s of its memory, read or written, `memory` its bytes, `host` bytes/s to and from the host's memory, `launch`
     the seconds that it takes to begin a call, `special` the functions (exp, log, erf, ...) that it works out in a
-    second. `overlaps` says whether calls begin, and messages fly, while it computes.
+    second, `tile` the keys that attention works on at once, all or none. `overlaps` says whether calls begin, and
+    messages fly, while it computes.
     """
 
     flops: Mapping[str, float]
@@ -49,13 +50,14 @@ class Device:
     launch: float = 0.0
     efficiency: float = 1.0
     special: float = math.inf
+    tile: int = 1
     overlaps: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "flops", MappingProxyType(dict(self.flops)))
         unknown = [f"flops of {name!r}: dtypes are {', '.join(_BYTES)}" for name in self.flops if name not in _BYTES]
         named = {f"flops[{name!r}]": rate for name, rate in self.flops.items()}
-        rates = {name: getattr(self, name) for name in ("bandwidth", "memory", "host", "efficiency", "special")}
+        rates = {name: getattr(self, name) for name in ("bandwidth", "memory", "host", "efficiency", "special", "tile")}
         _refuse(self, [*unknown, *_not_positive(named | rates), *_negative({"launch": self.launch})])
 
     def __hash__(self) -> int:
@@ -320,14 +322,14 @@ def _refuse(x: object, faults: Sequence[str]) -> None:
 
 # The special function units of a multiprocessor begin 16 functions a cycle (CUDA C++ Programming Guide, throughput of
 # arithmetic instructions): on 132 of them at 1.83 GHz 3.9e12 a second (Shah et al., "FlashAttention-3", 2024), on the
-# 108 of an A100 at 1.41 GHz 2.4e12.
+# 108 of an A100 at 1.41 GHz 2.4e12. Attention works on tiles of 128 keys (Dao, "FlashAttention-2", 2023).
 _H100 = Device(
     {"f64": 67e12, "f32": 67e12, "bf16": 989e12, "f16": 989e12, "f8": 1979e12},
-    bandwidth=3.35e12, memory=80e9, host=55e9, launch=3e-6, efficiency=0.7, special=3.9e12,
+    bandwidth=3.35e12, memory=80e9, host=55e9, launch=3e-6, efficiency=0.7, special=3.9e12, tile=128,
 )  # fmt: skip
 _A100 = Device(
     {"f64": 19.5e12, "f32": 19.5e12, "bf16": 312e12, "f16": 312e12},
-    bandwidth=1.555e12, memory=40e9, host=25e9, launch=3e-6, efficiency=0.7, special=2.4e12,
+    bandwidth=1.555e12, memory=40e9, host=25e9, launch=3e-6, efficiency=0.7, special=2.4e12, tile=128,
 )  # fmt: skip
 
 # NVLink 4 is 450 GB/s a direction and NVLink 3 300 GB/s, a 400 Gb/s card 50 GB/s: collectives reach some nine tenths of
@@ -349,7 +351,7 @@ PRESETS: Mapping[str, Machine] = MappingProxyType({
         Machine(
             Device(
                 {"f64": 50e9, "f32": 100e9}, bandwidth=10e9, memory=16e9, host=10e9, launch=2e-6, special=1e9,
-                overlaps=False,
+                tile=128, overlaps=False,
             ),
             Link(2e9, 5e-5), Link(1e9, 1e-4), 8, "cpu",
         ),

@@ -30,6 +30,7 @@ from shardlib.tensors.agreed import from_local
 _SIDE = 512  # of the matrices that are multiplied
 _COPIED, _COPIES = 1 << 22, 24  # bytes, as many as a value of a step may have; of as many values as no cache holds
 _NUMBERS = 1 << 16  # of which functions are worked out
+_TILE = 128  # of attention, of which no op tells
 _SENT = (1 << 12, 1 << 16, 1 << 20)  # bytes of a rank's piece
 _SECONDS, _BATCHES = 0.02, 9  # a figure is the lower quartile of means, each of what is done in that time
 _MESSAGES = 10  # or of so many messages: all ranks send as many
@@ -64,7 +65,7 @@ def _device(where: torch.device) -> Device:
         memory = _host_memory()
         x = torch.rand(_NUMBERS)
         special = _NUMBERS / _seconds(lambda: x.exp(), where)
-    return Device(rates, bandwidth, memory, host, launch, special=special, overlaps=where.type == "cuda")
+    return Device(rates, bandwidth, memory, host, launch, special=special, tile=_TILE, overlaps=where.type == "cuda")
 
 
 def _added(values: list[torch.Tensor]) -> None:

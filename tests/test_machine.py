@@ -29,12 +29,14 @@ def test_a_machine_parses_back(name: str) -> None:
 
 
 def test_functions_of_a_device_print_and_parse_back() -> None:
-    device = Device({"f32": 1e12}, bandwidth=1e12, memory=1e9, host=1e9, special=3e9)
-    assert repr(device).endswith("special=3e9)")
+    device = Device({"f32": 1e12}, bandwidth=1e12, memory=1e9, host=1e9, special=3e9, tile=64)
+    assert repr(device).endswith("special=3e9, tile=64)")
     machine = Machine(device, Link(1e9), Link(1e9))
-    assert Machine.parse(repr(machine)).device.special == 3e9
-    silent = replace(machine, device=replace(device, special=float("inf")))  # what never waits is not said
+    assert Machine.parse(repr(machine)).device == device
+    silent = replace(machine, device=replace(device, special=float("inf"), tile=1))  # what never waits is not said
     assert "special" not in repr(silent)
+    assert silent.device.special == Machine.preset("node").device.special  # as of a mesh that names no machine
+    assert silent.device.tile == Machine.preset("node").device.tile
     assert Machine.parse(repr(silent)) == silent
 
 
@@ -71,7 +73,9 @@ def test_an_axis_may_have_a_link_of_its_own() -> None:
 
 def test_all_that_is_wrong_with_a_device_is_said_at_once() -> None:
     with pytest.raises(sl.ShardingError) as error:
-        Device({"bf16": -1.0, "b16": 1.0}, bandwidth=0.0, memory=float("nan"), host=1.0, launch=-1e-6, special=0.0)
+        Device(
+            {"bf16": -1.0, "b16": 1.0}, bandwidth=0.0, memory=float("nan"), host=1.0, launch=-1e-6, special=0.0, tile=0
+        )
     assert str(error.value) == (
         "Device cannot be made:\n"
         "  * flops of 'b16': dtypes are f64, f32, bf16, f16, f8\n"
@@ -79,6 +83,7 @@ def test_all_that_is_wrong_with_a_device_is_said_at_once() -> None:
         "  * bandwidth is 0.0, not a positive number\n"
         "  * memory is nan, not a positive number\n"
         "  * special is 0.0, not a positive number\n"
+        "  * tile is 0, not a positive number\n"
         "  * launch is -1e-06, not a number of 0 or more\n"
         "Rule: rates are per second, in bytes or FLOPs, and positive"
     )

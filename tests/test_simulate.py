@@ -136,9 +136,9 @@ def test_functions_wait_for_products_and_memory_for_neither() -> None:
 @pytest.mark.parametrize(("n", "keys"), [(32, 32), (128, 128), (1024, 512 + 64)])
 def test_attention_works_on_whole_tiles(n: int, keys: int) -> None:
     """The half of the keys that a query sees on average ends inside a tile of 128, at worst the only one."""
-    q = meta(2, 4, n, 8)
+    tiles, q = replace(SPECIAL, device=replace(SPECIAL.device, tile=128)), meta(2, 4, n, 8)
     attention = torch.nn.functional.scaled_dot_product_attention
-    step = plan(lambda q: attention(q, q, q, is_causal=True), q, in_specs=("b@far ...",)).simulate(SPECIAL)
+    step = plan(lambda q: attention(q, q, q, is_causal=True), q, in_specs=("b@far ...",)).simulate(tiles)
     assert step.seconds == pytest.approx(4 * n * keys * (4 * 8 / 1e9 + 1 / 1e6))
     assert step.utilisation.model == pytest.approx(4 * n * n / 2 * 4 * 8 / 1e9 / step.seconds)
 

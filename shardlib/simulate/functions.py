@@ -32,30 +32,29 @@ PER_ELEMENT: Mapping[str, int] = {
 # How many products of queries and keys, or of as many elements, attention does; it takes an exponential of each score.
 PRODUCTS: Mapping[str, int] = {"attention": 2, "attention_backward": 5}
 _QUERIES: Mapping[str, int] = {"attention": 0, "attention_backward": 2}  # where they stand; keys are next to them
-TILE = 128  # of keys that its kernels work on at once (Dao, "FlashAttention-2", 2023): of all or of none
 
 
-def evaluated(step: Compute) -> float:
-    """How many functions a call works out on the fullest device.
+def evaluated(step: Compute, tile: int) -> float:
+    """How many functions a call works out on the fullest device, where attention works on so many keys at once.
 
     Example:
         >>> import torch, shardlib as sl
         >>> with sl.Mesh.abstract(data=2):
         ...     plan = sl.jit(lambda x: (x.exp() ** 2).relu(), in_specs=("b@data _",)).plan(torch.empty(8, 4))
-        >>> [evaluated(step) for step in plan.compiled.program.steps if isinstance(step, Compute)]
+        >>> [evaluated(step, 128) for step in plan.compiled.program.steps if isinstance(step, Compute)]
         [16.0, 0.0, 0.0]
     """
     name = op_name(step.target)
     if name == "pow":
         each = 0 if _is_product(step.args[1]) else 2  # exp(y log x)
     elif name in PRODUCTS:
-        return tiled(step) * _scores(step, name)
+        return tiled(step, tile) * _scores(step, name)
     else:
         each = PER_ELEMENT.get(name, 0)
     return float(each * max((_numel(v) for v in (*step.operands, *step.made)), default=0)) if each else 0.0
 
 
-def tiled(step: Compute) -> float:
+def tiled(step: Compute, tile: int) -> float:
     """The arithmetic that a call does for each FLOP that counts: where a query of attention sees some of the keys, the
     tile in which that ends is worked out as a whole.
 
@@ -65,7 +64,7 @@ def tiled(step: Compute) -> float:
         ...     return torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
         >>> with sl.Mesh.abstract(data=2):
         ...     plans = [sl.jit(causal).plan(torch.empty(1, 1, n, 64, device="meta")) for n in (128, 1024)]
-        >>> [tiled(plan.compiled.program.steps[0]) for plan in plans]
+        >>> [tiled(plan.compiled.program.steps[0], 128) for plan in plans]
         [2.0, 1.125]
     """
     name = op_name(step.target)
@@ -73,7 +72,7 @@ def tiled(step: Compute) -> float:
         return 1.0
     q, k = (_shape(step.args[_QUERIES[name] + i]) for i in range(2))
     seen = scores / math.prod(q[:3])  # by a query, on average
-    return max(1.0, min(k[2], seen + TILE / 2) / seen) if k else 1.0
+    return max(1.0, min(k[2], seen + tile / 2) / seen) if k else 1.0
 
 
 def _scores(step: Compute, name: str) -> float:

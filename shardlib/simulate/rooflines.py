@@ -57,7 +57,7 @@ def touched(step: Compute) -> float:
 def seconds(step: Compute, cost: Cost, device: Device) -> float:
     """Seconds of a call: launched while the one before runs; or, where the device is its own host, before it does
     anything itself, be it no more than a view."""
-    busy = arithmetic(step, device) * tiled(step) + evaluated(step) / device.special
+    busy = arithmetic(step, device) * tiled(step, device.tile) + evaluated(step, device.tile) / device.special
     work = max(busy, cost.bytes / device.bandwidth)
     return max(work, device.launch if cost.launched else 0.0) if device.overlaps else work + device.launch
 
