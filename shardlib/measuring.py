@@ -33,7 +33,7 @@ _NUMBERS = 1 << 16  # of which functions are worked out
 _TILE = 128  # of attention, of which no op tells
 _SENT = (1 << 12, 1 << 16, 1 << 20)  # bytes of a rank's piece
 _SECONDS, _BATCHES = 0.02, 9  # a figure is the lower quartile of means, each of what is done in that time
-_MESSAGES = 10  # or of so many messages: all ranks send as many
+_MESSAGES = 10  # or the median of what so many messages take: all ranks send as many
 
 
 def measure() -> Machine:
@@ -76,26 +76,36 @@ def _added(values: list[torch.Tensor]) -> None:
 
 
 def _link(ranks: int) -> Link:
-    """A latency for every hop and a rate, fitted to gathers and sums of several sizes, as a program's own run."""
+    """A latency for every hop and a rate, fitted to gathers and sums of several sizes, as a program's own run: between
+    products, so that a message waits for the last rank, and what carries it for a core."""
     rows, seconds = [], []
     with Mesh(ranks=ranks):
         for nbytes in _SENT:
             x = jit(lambda x: x + 0, in_specs=(P("ranks"),))(torch.zeros(nbytes // 4 * ranks))
-            bare = _collective(lambda p: p + 0, x, P("ranks"))
+            bare = _behind_a_product(lambda p: p + 0, x, P("ranks"))
             for call, out, hops, wire in (
                 (lambda p: all_gather(p, "ranks"), P(), ranks - 1, nbytes * (ranks - 1)),
                 (lambda p: psum(p, "ranks"), P(), 2 * (ranks - 1), 2 * nbytes * (ranks - 1) / ranks),
             ):
                 rows.append([hops, wire])
-                seconds.append(max(_collective(call, x, out) - bare, 1e-9))
+                seconds.append(max(_apart(_behind_a_product(call, x, out), bare, x.device), 1e-9))
     a, b = torch.tensor(rows, dtype=torch.float64), torch.tensor(seconds, dtype=torch.float64)
     latency, each = (max(float(t), 1e-12) for t in torch.linalg.lstsq(a / b[:, None], torch.ones_like(b)).solution)
     return Link(1 / each, latency)
 
 
-def _collective(call: Callable[..., torch.Tensor], x: torch.Tensor, out: P) -> float:
+def _behind_a_product(call: Callable[..., torch.Tensor], x: torch.Tensor, out: P) -> Callable[[], object]:
     step = partial(jit(shard_map(call, in_specs=(P("ranks"),), out_specs=out)), x)
-    return _seconds(step, x.device, _MESSAGES)
+    a = torch.rand(_SIDE // 2, _SIDE // 2, device=x.device)
+    return lambda: (a @ a, step())
+
+
+def _apart(call: Callable[[], object], bare: Callable[[], object], where: torch.device) -> float:
+    """Seconds that a call takes beyond another: the median of differences, of batches that alternate."""
+    for first in (call, bare):
+        first()
+    dist.barrier()
+    return statistics.median(_batch(call, where, _MESSAGES) - _batch(bare, where, _MESSAGES) for _ in range(_BATCHES))
 
 
 def _mean(device: Device, link: Link, ranks: int) -> tuple[Device, Link]:
@@ -111,16 +121,17 @@ def _mean(device: Device, link: Link, ranks: int) -> tuple[Device, Link]:
     return replace(device, flops=flops, **named), Link(*means[-2:])
 
 
-def _seconds(call: Callable[[], object], where: torch.device, most: int | None = None) -> float:
-    """Seconds of a call: of some batches, each of many calls or of so many, the lower quartile of means, since what
-    else runs on a machine makes calls longer and never shorter. All ranks begin together."""
+def _seconds(call: Callable[[], object], where: torch.device) -> float:
+    """Seconds of a call: of some batches, each of many calls, the lower quartile of means, since what else runs on a
+    machine makes calls longer and never shorter. All ranks begin together."""
     call()
     if world.initialised():
         dist.barrier()
-    return statistics.quantiles((_batch(call, where, most) for _ in range(_BATCHES)), n=4)[0]
+    return statistics.quantiles((_batch(call, where) for _ in range(_BATCHES)), n=4)[0]
 
 
-def _batch(call: Callable[[], object], where: torch.device, most: int | None) -> float:
+def _batch(call: Callable[[], object], where: torch.device, most: int | None = None) -> float:
+    """Seconds of a call, the mean of as many as a while has, or of so many."""
     start = time.perf_counter()
     for count in itertools.count(1):
         call()
