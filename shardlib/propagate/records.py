@@ -54,6 +54,7 @@ class Records:
 
     def __init__(self, flood: Flood, units: Units, kind: Mapping[Unit, Kind]) -> None:
         self.flood, self.units, self.kind = flood, units, kind
+        self.directions: dict[Value, set[bool]] = defaultdict(set)  # in which roots are read: forward, backward
 
     def _end(self, unit: Unit | None, slots: Slots, pending: tuple[int, ...] = ()) -> End:
         if unit is None or unit not in self.kind:
@@ -73,7 +74,8 @@ class Records:
             fixed = f.fixed.get(root)
             made = sources.get(root) or (self._input(root),) if fixed is None else (End(None, cut=fixed[0]),)
             what = f.sizes(root), root.dtype.itemsize, tuple(dict.fromkeys(made)), tuple(ends)
-            record = Record(*what, root.op is None, returned.get(root), through.get(root, ()), root in late)
+            held = root.op is None and len(self.directions[root]) > 1
+            record = Record(*what, held, returned.get(root), through.get(root, ()), root in late)
             yield record
 
     def _ends(self, graph: Graph) -> tuple[dict[Value, dict[End, None]], dict[Value, tuple[End, ...]]]:
@@ -85,8 +87,9 @@ class Records:
                 continue
             for i, value in enumerate(op.operands):
                 if not value.constant:
-                    root, positions = self.units.root(value)
+                    root, positions = self._root(value, backward=op.backward)
                     readers[root][self._reader(op, i, value, root, positions)] = None
+                    self.directions[root].add(op.backward)
             for index, result in enumerate(op.results):
                 if result is not None:
                     sources[result] = (self._source(op, index, result),)
@@ -164,6 +167,16 @@ class Records:
                 readers[root]  # it is read, if by nobody inside
                 returned[root] = tuple(tuple(w.axis for w in f.wants.get(x, ())) for x in f.leaves(root))
         return returned
+
+    def _root(self, value: Value, *, backward: bool) -> tuple[Value, Slots]:
+        """The root of a value; where a `shard` moves it, that of what it moves: who reads it may take it from there."""
+        root, positions = self.units.root(value)
+        while (origin := self.flood.origin(root, backward=backward)) is not None:
+            source, there = self.units.root(origin)
+            if None in there:
+                break
+            root, positions = source, tuple(None if p is None else there[p] for p in positions)
+        return root, positions
 
     def _reader(self, op: Op, i: int, value: Value, root: Value, positions: tuple[int | None, ...]) -> End:
         if (known := self.units.read.get((op, i))) is not None:
