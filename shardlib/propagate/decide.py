@@ -22,7 +22,7 @@ from shardlib.propagate.records import Kind
 from shardlib.propagate.tables import least
 from shardlib.propagate.units import Unit, Units
 
-_TIE = 1.05  # estimates are no better than that: of two ends as near, the one that sends less
+TIE = 1.05  # estimates are no better than that: of two ends as near, the one that sends less
 _DEARER = (2.0, 16.0, 256.0)
 _TURNS = 30  # in which rough figures are corrected where it matters, at most
 _AT_ONCE = 1 << 18  # entries of tables that are worth working out to find a minimum,
@@ -100,7 +100,7 @@ class Decider:
 
     def spare(self) -> None:
         """Send fewer bytes where that takes hardly longer: follow the minimum while they grow dearer and dearer."""
-        limit, seconds = self.seconds * _TIE, self.estimate
+        limit, seconds = self.seconds + sum(self.estimate.whole(self.choices)) * (TIE - 1), self.estimate
         self.estimate = Estimate(self.problem, of_bytes=True)
         for dear in _DEARER:
             self._minimise(dear, lambda choices: seconds.total(choices) <= limit)
@@ -113,7 +113,7 @@ class Decider:
 
         Of an order only those count that take a part of the axis, and the first.
         """
-        nothing = tuple(() for _ in self.problem.atoms)
+        nothing = tuple(() for _ in (*self.problem.atoms, "turned round"))
         found: dict[object, Order] = {self.estimate.cut(kind, nothing): nothing}
         for a, (name, atoms) in enumerate(self.problem.atoms.items()):
             slots = self.problem.candidates[kind].get(name, [])
@@ -124,6 +124,10 @@ class Decider:
             ways = [(*choice[:a], order, *choice[a + 1 :]) for choice in found.values() for order in orders]
             found = {}
             for way in ways:
+                found.setdefault(self.estimate.cut(kind, way), way)
+        for i, role in enumerate(self.problem.slots[kind]):
+            for *orders, turned in list(found.values()) if role.turned else ():
+                way = (*orders, (*turned, i))
                 found.setdefault(self.estimate.cut(kind, way), way)
         return list(found.values())
 
@@ -220,7 +224,7 @@ class Decider:
         units deciding anew, and the seconds of that; the nearest."""
         kind, mine, a = self.problem.kind[unit], self.choices, self.problem.mesh.axis_names.index(name)
         limit, winner = (
-            self.seconds * _TIE,
+            self.seconds * TIE,
             self._takers(kind, name, mine[self.problem.kind[unit]][a], self.unit_cut(unit)),
         )
         others = {k: domain for k, domain in enumerate(self.domains) if k != kind and len(domain) > 1}

@@ -19,7 +19,7 @@ from shardlib.propagate.problem import Choice, Problem
 from shardlib.propagate.records import End, Kind
 from shardlib.propagate.tables import GRAIN, Table
 
-Order = tuple[Choice, ...]  # a choice for every mesh axis
+Order = tuple[Choice, ...]  # a choice for every mesh axis, and what is turned round
 Choices = list[Order]  # for every kind
 
 
@@ -40,13 +40,15 @@ class Estimate:
         self._cut_memo: dict[tuple[Kind, Order], tuple[tuple[Axis, ...], ...]] = {}
 
     def cut(self, kind: Kind, choice: Order) -> tuple[tuple[Axis, ...], ...]:
-        """The axes on every slot of a kind under `choice` (one entry per mesh axis, in mesh order)."""
+        """The axes on every slot of a kind under `choice` (one entry per mesh axis, in mesh order; and one of
+        slots whose axes are turned round)."""
         key = (kind, choice)
         if (known := self._cut_memo.get(key)) is not None:
             return known
         roles = self.problem.slots[kind]
         axes: list[list[Axis]] = [[] for _ in roles]
-        for name, order in zip(self.problem.mesh.axis_names, choice, strict=True):
+        *orders, turned = choice
+        for name, order in zip(self.problem.mesh.axis_names, orders, strict=True):
             atoms = self.problem.atoms[name]
             if order and set(roles[order[0]].lent) & set(atoms):
                 atoms = atoms[::-1]  # what is lent is the minor part: only that can be exchanged
@@ -57,7 +59,8 @@ class Estimate:
                         for i in both:
                             axes[i].append(atom)
                         break
-        result = [tuple(sorted(mine, key=role.wants.index)) for role, mine in zip(roles, axes, strict=True)]
+        stand = [role.turned * (i in turned) + role.wants for i, role in enumerate(roles)]
+        result = [tuple(sorted(mine, key=order.index)) for order, mine in zip(stand, axes, strict=True)]
         self._cut_memo[key] = tuple(result)
         return self._cut_memo[key]
 

@@ -123,6 +123,7 @@ class _Flooding:
             for leaf, want in wants:
                 have = f.wants.setdefault(leaf, [])
                 have += [want] if all(w.axis != want.axis for w in have) else []
+        f.turned |= _turned(f, asked)
 
     def open(self) -> None:
         """Give open dims what their classes want."""
@@ -274,6 +275,19 @@ def _settle(f: Flood, fixed: Fixed, parts: Parts, asked: list[tuple[Leaf, Want]]
             if name and len(leaves) == 1:
                 f.names.setdefault(leaves[0], name)
     return tuple(cut)
+
+
+def _turned(f: Flood, asked: Mapping[int, Sequence[tuple[Leaf, Want]]]) -> dict[Leaf, tuple[Axis, ...]]:
+    """For leaves that are annotated in several orders of their axes: that of the largest tensor with another order."""
+    turned: dict[Leaf, tuple[Axis, ...]] = {}
+    for _, wants in sorted(asked.items(), key=lambda of: -of[0]):
+        said: dict[tuple[Leaf, str], list[Axis]] = defaultdict(list)
+        for leaf, want in wants:
+            said[leaf, want.source].append(want.axis)
+        for (leaf, _), axes in said.items():
+            if axes != [w.axis for w in f.wants[leaf] if w.axis in axes]:
+                turned.setdefault(leaf, tuple(axes))
+    return turned
 
 
 def _follow(f: Flood) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from shardlib.graph import Graph, Op
 from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
-from shardlib.propagate.decide import Decider
+from shardlib.propagate.decide import TIE, Decider
 from shardlib.propagate.dims import Leaf
 from shardlib.propagate.flood import Flood, Want
 from shardlib.propagate.units import build_units, may_cut
@@ -35,16 +35,17 @@ def offered(graph: Graph, flood: Flood, mesh: Mesh, decider: Decider) -> Decider
     for name in mesh.axis_names:
         if name not in used:
             continue
-        taken, wants = decider, flood.wants
+        wants, found = flood.wants, list[tuple[Decider, dict[Leaf, list[Want]]]]()
         for leaf in _candidates(heavy, flood, mesh, decider, name):
             mine = wants.get(leaf, [])
             more = [a for a in mesh.axis(name).primes() if all(want.axis != a for want in mine)]
             tried = flood.wants = wants | {leaf: [*mine, *(Want(a, _SOURCE, True) for a in more)]}
             trial = Decider(graph, flood, build_units(graph, flood), mesh)
-            if _better(trial, decider) and (taken is decider or sum(_whole(trial)) < sum(_whole(taken))):
-                taken, best = trial, tried
-        flood.wants = wants if taken is decider else best
-        decider = taken
+            if _better(trial, decider):
+                found.append((trial, tried))
+        fastest = min((sum(_whole(trial)) for trial, _ in found), default=0.0)
+        near = [way for way in found if sum(_whole(way[0])) <= fastest * TIE]
+        decider, flood.wants = min(near, key=lambda way: _whole(way[0])[::-1], default=(decider, wants))
     return decider
 
 

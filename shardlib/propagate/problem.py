@@ -30,9 +30,11 @@ class Role:
     name: str | None
     lent: tuple[Axis, ...] = ()  # those of its wants that another slot of the unit lends it
     offered: frozenset[Axis] = frozenset()  # those that no annotation asked for
+    turned: tuple[Axis, ...] = ()  # another order in which some of its wants may stand
 
 
-Choice = tuple[int, ...]  # slots in order of precedence for one mesh axis; empty: the axis stays unused
+# Slots in order of precedence for one mesh axis, empty: the axis stays unused; or those whose axes are turned round.
+Choice = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class Problem:
                 tuple(w.axis for w in wants),
                 flood.names.get(leaf),
                 offered=frozenset(w.axis for w in wants if w.offered),
+                turned=flood.turned.get(leaf, ()),
             )
             for leaf, wants in flood.wants.items()
         }
