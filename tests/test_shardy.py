@@ -8,7 +8,7 @@ import pytest
 
 from shardlib.specs.layout import Layout
 from tests.shardy.__main__ import agreement, traffic
-from tests.shardy.oracle import differences, layout_text, ours, shardy
+from tests.shardy.oracle import differences, layout_text, our_shardings, shardy_shardings
 from tests.shardy.programs import draw
 
 pytest.importorskip("jax", reason="Shardy comes with jax")
@@ -31,7 +31,7 @@ def test_a_sharding_that_differs_is_seen() -> None:
     for seed in range(10):
         p = draw(seed, conflicts=False)
         bare = dataclasses.replace(p, inputs=tuple((v, None) for v, _ in p.inputs))
-        seen += bool(differences(p, shardy(p), ours(bare)))
+        seen += bool(differences(p, shardy_shardings(p), our_shardings(bare)))
     assert seen > 3
 
 

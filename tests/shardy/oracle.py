@@ -24,11 +24,9 @@ _EXPORT = (
 
 
 @dataclass(frozen=True)
-class Inferred:
-    """The sharding of every line's value; and, for the program's outputs alone, the bytes that a device sends, the
-    collectives, and the estimated seconds of communication and arithmetic together."""
+class Sent:
+    """The bytes that a device sends, the collectives, and the estimated seconds of communication and arithmetic."""
 
-    shardings: tuple[str, ...]
     bytes: float
     collectives: tuple[str, ...]
     seconds: float
@@ -42,15 +40,23 @@ def everything(p: Program) -> Program:
 # Shardy ---------------------------------------------------------------------------------------------------------------
 
 
-def shardy(p: Program) -> Inferred:
-    """Run Shardy's propagation pipeline, then its insertion of reshards, on the StableHLO text of `p`."""
+def shardy_shardings(p: Program) -> tuple[str, ...]:
+    """Run Shardy's propagation pipeline on the StableHLO text of `p`; the sharding of every line's value."""
     from jax._src.interpreters import mlir
     from jaxlib.mlir import ir, passmanager
 
     with mlir.make_ir_context():
         module = ir.Module.parse(everything(p).stablehlo)
         passmanager.PassManager.parse(_PROPAGATE).run(module.operation)
-        found = tuple(_results(module, everything(p)))
+        return tuple(_results(module, everything(p)))
+
+
+def shardy(p: Program) -> Sent:
+    """The same pipeline, then its insertion of reshards."""
+    from jax._src.interpreters import mlir
+    from jaxlib.mlir import ir, passmanager
+
+    with mlir.make_ir_context():
         module = ir.Module.parse(p.stablehlo)
         passmanager.PassManager.parse(_PROPAGATE).run(module.operation)
         passmanager.PassManager.parse(_EXPORT).run(module.operation)
@@ -58,7 +64,7 @@ def shardy(p: Program) -> Inferred:
         work = sum(_work(module, p.mesh))
     sent = sum(n for n, _ in moves)
     seconds = work + sum(USUAL.sent((), n) for n, _ in moves)
-    return Inferred(found, sent, tuple(text for _, text in moves), seconds)
+    return Sent(sent, tuple(text for _, text in moves), seconds)
 
 
 def _results(module: Any, p: Program) -> Iterator[str]:
@@ -152,13 +158,17 @@ _BYTES = {
 # shardlib -------------------------------------------------------------------------------------------------------------
 
 
-def ours(p: Program) -> Inferred:
+def our_shardings(p: Program) -> tuple[str, ...]:
+    """Plan the torch function of `p`; the sharding of every line's value."""
+    return tuple(layout_text(out.layout) for out in plan(everything(p)).compiled.program.outputs)
+
+
+def ours(p: Program) -> Sent:
     """Plan the torch function of `p`; nothing runs."""
-    each = plan(everything(p))
-    shardings = tuple(layout_text(out.layout) for out in each.compiled.program.outputs)
     best = plan(p)
     texts = tuple(f"{c.kind} {c.bytes:,.0f} {c.reason}" for c in best.compiled.program.collectives)
-    return Inferred(shardings, best.comm_bytes, texts, best.compiled.propagated.decider.seconds)
+    decider = best.compiled.propagated.decider
+    return Sent(best.comm_bytes, texts, sum(decider.estimate.whole(decider.choices)))
 
 
 def plan(p: Program) -> Plan:
@@ -205,6 +215,6 @@ class Difference:
         return f"{self.value.name} = {self.op} -> {dims}: Shardy {self.shardy}, shardlib {self.ours}"
 
 
-def differences(p: Program, theirs: Inferred, mine: Inferred) -> list[Difference]:
-    pairs: Sequence[tuple[Any, str, str]] = list(zip(p.lines, theirs.shardings, mine.shardings, strict=True))
+def differences(p: Program, theirs: Sequence[str], mine: Sequence[str]) -> list[Difference]:
+    pairs: Sequence[tuple[Any, str, str]] = list(zip(p.lines, theirs, mine, strict=True))
     return [Difference(line.out, line.op, a, b) for line, a, b in pairs if a != b]
