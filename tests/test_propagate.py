@@ -183,3 +183,52 @@ def test_a_sum_that_is_returned_has_its_price() -> None:
     """With b cut, the sum over it is 128 MB; gathering x costs 8 kB."""
     found = _kinds(lambda x, w: (x * 2).t() @ w, [(32, 64), (32, 2**19)], (sl.P("data", None), sl.P(None, None)))
     assert sum(n for _, n in found) < 1e5
+
+
+def test_who_reads_a_shard_may_take_it_from_where_it_came() -> None:
+    """Only what was asked for is moved: `a` is still there in rows."""
+
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        a = torch.tanh(x)
+        return sl.shard(a, sl.P(None, "data")) - y
+
+    rows = sl.P("data", None)
+    assert _kinds(fn, [(64, 128), (64, 128)], (rows, rows)) == [("all_to_all", 64 * 128 * 4 / 4)]
+
+
+def test_an_input_that_is_placed_by_a_shard_is_whole_for_nobody() -> None:
+    with sl.Mesh.abstract(data=2):
+        plan = sl.jit(lambda x: torch.exp(sl.shard(x, sl.P("data", None)))).plan(torch.empty(64, 128, device="meta"))
+    assert str(plan.layout_of("x")) == str(plan.layout_of("result")) == "64@data, 128"
+
+
+def test_every_op_may_take_the_order_of_axes_that_its_largest_operand_has() -> None:
+    """What moves between the two orders is the vector between two weights, not one of these."""
+    specs = (None, sl.P(None, ("tensor", "data")), sl.P(("data", "tensor"), None))
+    shapes = [(1, 64), (64, 1024), (1024, 64)]
+    with sl.Mesh.abstract(data=2, tensor=2):
+        plan = sl.jit(lambda x, a, b: x @ a @ b, in_specs=specs).plan(*(torch.empty(s, device="meta") for s in shapes))
+    assert [(c.kind, c.bytes) for c in plan.collectives] == [("ppermute", 1024.0), ("all_reduce", 64 * 4 * 2 * 3 / 4)]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_inputs_are_held_for_a_backward_pass_only(backward: bool) -> None:
+    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ w).sum()
+
+    specs = (sl.P("data", None), sl.P("data", None))
+    with sl.Mesh.abstract(data=2):
+        step = sl.jit(sl.grad(fn, argnums=(0, 1)) if backward else fn, in_specs=specs)
+        plan = step.plan(torch.empty(64, 64, device="meta"), torch.empty(8, 64, device="meta"))
+    held = [record for record in plan.compiled.propagated.decider.problem.records if record.held]
+    assert bool(held) == backward
+
+
+def test_of_offers_that_are_as_fast_the_one_that_sends_less_is_taken() -> None:
+    """Cut over d, the small product would be faster, too, but its sum would be sent; f is cut for nothing."""
+
+    def fn(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.einsum("bd,bfs->dfs", x, a), torch.exp(x.sum(0) @ b) @ c
+
+    shapes = [(64, 128), (64, 1024, 512), (128, 4096), (4096, 16)]
+    assert _kinds(fn, shapes, (None, None, None, sl.P(None, "data"))) == []
