@@ -174,6 +174,10 @@ set_slot = _torch("torch.fx.experimental.proxy_tensor.set_proxy_slot", "a tensor
 SLOT = _torch("torch.fx.experimental.proxy_tensor._ProxyTensor", "what such a slot holds")
 is_profiling = _global("torch.autograd.profiler._is_profiler_enabled", "a program with ranges runs where one looks")
 set_frame_evaluation = _torch("torch._C._dynamo.eval_frame.set_eval_frame", "what compiles is not compiled itself")
+FX_TRACE = _slot(
+    "torch.fx.experimental.proxy_tensor.PythonKeyTracer.trace", "it patches all modules twice, and undoes it, per trace"
+)
+FX_IS_TRACING = _slot("torch.fx._symbolic_trace._is_fx_tracing_flag", "what that trace says while it is on")
 rename = _torch("torch.fx.Node._rename", "inputs of a graph have the names that the user gave them")
 
 COMPILING = _slot("torch.compiler._is_compiling_flag", "models look at values of masks but where they are compiled")

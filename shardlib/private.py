@@ -5,7 +5,7 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
 
@@ -16,29 +16,33 @@ class Slot:
     """A name of torch's that stands for something else for a while, or from now on."""
 
     def __init__(self, name: str) -> None:
-        self.owner, _, self.name = name.rpartition(".")
+        self._where, _, self.name = name.rpartition(".")
+
+    @cached_property
+    def owner(self) -> Any:
+        """The module or class that has it, imported when it is first asked for."""
+        return pkgutil.resolve_name(self._where)
 
     @property
     def value(self) -> Any:
         """What torch finds there."""
-        return getattr(pkgutil.resolve_name(self.owner), self.name)
+        return getattr(self.owner, self.name)
 
     @value.setter
     def value(self, new: Any) -> None:
-        setattr(pkgutil.resolve_name(self.owner), self.name, new)
+        setattr(self.owner, self.name, new)
 
     @contextmanager
     def holding(self, new: Any) -> Iterator[None]:
         """While on, torch finds `new`."""
-        owner = pkgutil.resolve_name(self.owner)
-        is_own, before, self.value = self.name in vars(owner), self.value, new
+        is_own, before, self.value = self.name in vars(self.owner), self.value, new
         try:
             yield
         finally:
             if is_own:
                 self.value = before
             else:  # a class inherits it
-                delattr(owner, self.name)
+                delattr(self.owner, self.name)
 
 
 class Names:

@@ -67,7 +67,7 @@ from shardlib.tracing.steps import counting
 from shardlib.tracing.switches import switched
 from shardlib.tracing.threads import refuse_nested
 from shardlib.tracing.traced import Traced
-from shardlib.tracing.tracer import finish, recorded
+from shardlib.tracing.tracer import called, finish, recorded
 
 
 def trace(
@@ -319,6 +319,7 @@ def _tracing(generators: Sequence[torch.Generator] | None, *, marked: bool) -> I
                 counting(),
                 scaling(),
                 arrays.shown(),
+                called(),
                 draws,
             ):
                 yield

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,14 +15,56 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from shardlib.calls.numbers import scalar_of
-from shardlib.internals import FakeTensor, FakeTensorMode, OpOverload, pytree, rename, schema_of
+from shardlib.internals import (
+    FX_IS_TRACING,
+    FX_TRACE,
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    pytree,
+    rename,
+    schema_of,
+)
 from shardlib.lines import Line, LineRecorder, is_mark, modules
+from shardlib.private import Slot
+from shardlib.state import is_tracing
 from shardlib.strided import refuse_others
 from shardlib.tracing.ending import move_inputs_first
 from shardlib.tracing.refusals import refuse_ghost, refuse_unseen
 from shardlib.tracing.repeated import Repeated
 
 _DEVICE = torch.ops.prim.device.default
+_CALL = Slot("torch.nn.Module.__call__")
+_call, _trace_of_fx = _CALL.value, FX_TRACE.value
+
+
+@contextmanager
+def called() -> Iterator[None]:
+    """While on, `make_fx` sees calls of modules, and nothing else of them.
+
+    Torch's own way puts another `__getattr__` into their class as well, for tracers that record parameters, and looks
+    for functions to wrap: each such change goes through all classes of modules that a process has.
+    """
+
+    def trace(tracer: Any, root: Any, concrete_args: Any = None) -> fx.Graph:
+        if not is_tracing() or not isinstance(root, types.FunctionType):
+            found: fx.Graph = _trace_of_fx(tracer, root, concrete_args)
+            return found
+        tracer.root, tracer.graph, tracer.tensor_attrs = torch.nn.Module(), fx.Graph(tracer_cls=type(tracer)), {}
+
+        @functools.wraps(_call)
+        def call(m: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return tracer.call_module(m, functools.partial(_call, m), args, kwargs)
+
+        run, args = tracer.create_args_for_root(root, False, concrete_args)
+        with FX_IS_TRACING.holding(True), _CALL.holding(call):
+            tracer.create_node("output", "output", (tracer.create_arg(run(*args)),), {})
+        tracer.submodule_paths = None
+        graph: fx.Graph = tracer.graph
+        return graph
+
+    with FX_TRACE.holding(trace):
+        yield
 
 
 def recorded(lines: LineRecorder) -> Any:
