@@ -34,7 +34,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: a collection in the middle of a test has to look at what tests made, and at no more."""
+    _settle()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """What was imported, and what the tests of a module left, stays: later collections do not look at it again."""
+    if nextitem is not None and nextitem.path != item.path:
+        _settle()
+
+
+def _settle() -> None:
     gc.collect()
     gc.freeze()
 
