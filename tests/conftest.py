@@ -20,12 +20,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # in processes that tests start, 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that start processes run one after the other, whatever runs beside them: ranks wait for each other.
 
+    Tests of a module that share what they make run in one process.
     Of the cases of a sampled test, every n-th is part of `make test`, and the others of `make slow`.
     """
     cases: Counter[str] = Counter()
     for item in items:
         if item.get_closest_marker("ranks") is not None:
             item.add_marker(pytest.mark.xdist_group("ranks"))
+        elif item.get_closest_marker("together") is not None:
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))
         if (sampled := item.get_closest_marker("sampled")) is not None:
             test = item.nodeid.partition("[")[0]
             if cases[test] % sampled.args[0]:

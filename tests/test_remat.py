@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import json
 import re
 from collections import Counter
 from typing import Any
@@ -27,6 +29,7 @@ from tests import peaks
 from tests.models import gpt2, llama
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.together
 D, HEADS, SEQ, BATCH = 16, 4, 8, 8
 
 
@@ -131,9 +134,15 @@ def jitted(place: str, model: Model, **way: Any) -> tuple[Any, Mesh]:
         return sl.jit(train(model), in_specs=(f"b@({' '.join(n for n in axes if n != 'tensor')}) ...",), **way), mesh
 
 
-def run(place: str, way: dict[str, Any], written: bool = False, again: bool = False, training: bool = True) -> Any:
+def run(place: str, way: dict[str, Any], **form: bool) -> Any:
+    """What a step gives and its plan; each is made once, and read by many."""
+    return _run(place, json.dumps(way), **form)
+
+
+@functools.cache
+def _run(place: str, way: str, written: bool = False, again: bool = False, training: bool = True) -> Any:
     model = Model(written=written, again=again).train(training)
-    step, mesh = jitted(place, model, **way)
+    step, mesh = jitted(place, model, **json.loads(way))
     with mesh:
         torch.manual_seed(3)
         loss, grads = step(batch())
@@ -148,7 +157,7 @@ def run(place: str, way: dict[str, Any], written: bool = False, again: bool = Fa
 @pytest.mark.parametrize("way", WAYS[1:], ids=ids)
 @pytest.mark.parametrize("place", PLACES)
 def test_values_are_those_of_one_device(place: str, way: dict[str, Any], written: bool) -> None:
-    found, _ = run(place, way, written, training=False)
+    found, _ = run(place, way, written=written, training=False)
     loss, grads = train(Model(written=written).eval())(batch())
     torch.testing.assert_close(found, [loss, *grads], rtol=1e-10, atol=1e-12)
 
@@ -307,9 +316,7 @@ def test_attention_keeps_no_scores() -> None:
 
 
 def test_names_are_of_modules_and_ops() -> None:
-    plans = {
-        name: run("tp", {"remat": name})[1] for name in ("MLP", "h.*.mlp", "mlp", "h.1.mlp", "gelu", "GELU*|x")[:5]
-    }
+    plans = {name: run("tp", {"remat": name})[1] for name in ("MLP", "h.*.mlp", "mlp", "h.1.mlp", "gelu")}
     assert plans["MLP"].listing() == plans["mlp"].listing() == plans["h.*.mlp"].listing()
     values = {name: plan.compiled.recomputed.values for name, plan in plans.items()}
     assert 0 < values["h.1.mlp"] < values["mlp"]
@@ -409,10 +416,10 @@ def test_within_5_percent_of_the_best_of_all_sets(name: str) -> None:
         assert search.of(found).seconds <= 1.05 * best
 
 
-@pytest.mark.parametrize("layers", [3, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layers", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 8))])
 @pytest.mark.parametrize("build", [gpt2.build, pytest.param(llama.build, marks=pytest.mark.slow)])
 def test_less_memory_takes_no_less_time(build: Any, layers: int) -> None:
-    """At 90, 70, 50 and, of many layers, 35 % of the peak: met in the program that runs."""
+    """At 90, 50 and, of more layers, 70 and 35 % of the peak: met in the program that runs."""
     lm, rules = build(layers=layers, d=32, seq=32, vocab=64), gpt2.RULES | llama.RULES
     args = [lm.params(), torch.randint(0, 64, (16, 32))]
 
@@ -422,7 +429,7 @@ def test_less_memory_takes_no_less_time(build: Any, layers: int) -> None:
             return step.plan(*args)
 
     peak, seconds = plan().peak_memory, 0.0
-    for share in (0.9, 0.7, 0.5, 0.35)[: 3 + (layers > 3)]:
+    for share in {2: (0.9, 0.5), 3: (0.9, 0.7, 0.5), 8: (0.9, 0.7, 0.5, 0.35)}[layers]:
         found = plan(memory=int(share * peak))
         assert found.peak_memory <= share * peak
         now = found.simulate().seconds
