@@ -106,6 +106,7 @@ def test_all_gather(n, sizes, dim, strided):
     check_op("all_gather", shards, (dim, sizes), [torch.cat(shards, dim)] * n)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.ranks
 @RANKED
 @pytest.mark.parametrize("kind", ["sum", "max"])

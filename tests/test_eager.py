@@ -63,6 +63,7 @@ OPS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("spec", ["_ _", "b@data f@tensor", "_ f@(data tensor)", "(a=2 b@data) _"])
 @pytest.mark.parametrize("name", OPS)
 def test_ops(name: str, spec: str) -> None:
@@ -206,7 +207,7 @@ THROUGH: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("spec", ["_ _", "b@data f@tensor", "_ f@(data tensor)", "(a=2 b@data) _"])
 @pytest.mark.parametrize("name", THROUGH)
 def test_writes_through_views(name: str, spec: str) -> None:

@@ -185,7 +185,7 @@ def test_interrupted_it_leaves_a_usable_checkpoint(tmp_path: Path, plain: list[f
     deadline = time.monotonic() + 120
     while not (tmp_path / "plan.txt").exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
-    time.sleep(2.0)
+    time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err

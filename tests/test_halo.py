@@ -368,6 +368,7 @@ def test_constants_are_not_sent() -> None:
     assert error(fn, (torch.randn(23, 4),), a=4) == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shift", SHIFTS)
 @pytest.mark.parametrize("n", [3, 4])
 def test_what_moves_along_a_cut_dim(shift: str, n: int) -> None:

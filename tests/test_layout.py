@@ -90,6 +90,7 @@ def chunked(whole: torch.Tensor, layout: Layout, coords: dict[str, int]) -> torc
     return local
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", MESHES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_layout_scatters_and_gathers(shape, case):
@@ -108,6 +109,7 @@ def test_every_layout_scatters_and_gathers(shape, case):
         assert Layout.parse(str(layout), mesh.axes) == layout
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", MESHES)
 @pytest.mark.parametrize("shape", [(4,), (5,), (7,), (8,), (3, 4)], ids=str)
 def test_dropping_a_minor_axis_is_concatenation_over_it(shape, case):

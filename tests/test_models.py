@@ -308,6 +308,7 @@ def test_forms_on_other_meshes(form: str, mesh: str) -> None:
         compare(make_step(model.loss), params, batch, MESHES[mesh], specs, rules=gpt.RULES)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mesh", ["2x4", "2x2x2"])
 @pytest.mark.parametrize("attention", ["fused", "explicit"])
 def test_dropout_drops_what_it_drops_on_one_device(attention: str, mesh: str) -> None:

@@ -101,6 +101,7 @@ def test_gradients_of_slices_are_put_side_by_side():
     assert Counter(ops(overlap))["slice_backward"] == 2
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(30))
 def test_chains_of_moves(seed):
     """To the last bit, signs of zeros and NaN included; some of what is in between is a result, too."""

@@ -84,6 +84,7 @@ def same(model: nn.Module, plain: nn.Module) -> None:
         torch.testing.assert_close(whole(mine[name]), x, rtol=1e-10, atol=1e-10, msg=name)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.SGD])
 @pytest.mark.parametrize(
     "axes", [{"data": 2, "tensor": 2}, {"data": 2, "tensor": 4}, {"data": 1, "tensor": 3}], ids=str
@@ -284,7 +285,7 @@ def plain_net() -> nn.Module:
     return nn.Sequential(nn.Embedding(11, 8), Block(8, 12), nn.LayerNorm(8), nn.Linear(8, 11)).double()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize(("axes", "strategy", "cut"), STRATEGIES, ids=range(len(STRATEGIES)))
 def test_strategies_train_as_one_device(axes: dict[str, int], strategy: Any, cut: dict[str, str], jitted: bool) -> None:

@@ -505,6 +505,7 @@ def test_a_program_is_read_as_it_prints(i: int) -> None:
     assert show(parse(text)) == text
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.xdist_group("programs")
 @pytest.mark.parametrize("one", [p.__name__ for p in PASSES])
 @pytest.mark.parametrize("i", range(0, 6, 2))

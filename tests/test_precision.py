@@ -67,7 +67,7 @@ SAID = {
 STRATEGIES = ["ddp", "zero1", "zero2", "fsdp"]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", SAID)
 def test_what_is_summed_in_which_dtype(name: str, strategy: str) -> None:
@@ -305,7 +305,7 @@ def _scaled(make: Make, bad: int, strategy: str | None, *, clips: bool = False) 
     return [*losses, *whole], scaler.state_dict(), plan
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("bad", [0, 2])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_that_overflows_is_skipped_everywhere(name: str, bad: int) -> None:

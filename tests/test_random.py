@@ -93,7 +93,7 @@ BY_SHAPE = [(name, "uneven") for name in (*DRAWS, *MADE)]
 BY_SHAPE += [(name, shape) for name in ("dropout", "randn_like", "multinomial", "randn") for shape in ("even", "empty")]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("name", "shape"), BY_SHAPE)
 def test_programs_draw_the_same_on_every_mesh(name: str, shape: str) -> None:
     draw, x = (DRAWS | MADE)[name], data(SHAPES[shape])
@@ -104,6 +104,7 @@ def test_programs_draw_the_same_on_every_mesh(name: str, shape: str) -> None:
         assert torch.equal(sharded_run(draw, mesh, x), one), mesh
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mesh", ["8", "2x2x2"])
 @pytest.mark.parametrize("name", DRAWS)
 def test_operations_on_sharded_tensors_draw_what_plain_ones_do(name: str, mesh: str) -> None:

@@ -71,6 +71,7 @@ def block(x: Tensor, w: Tensor) -> Tensor:
     return (o.transpose(1, 2).flatten(2) + torch.randn_like(x)).square().mean()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("specs", [("b@a _ _", None), ("_ s@b _", None), ("b@a _ _", "_ h@b"), ("b@c s@a _", "_ h@b")])
 def test_check_draws_on_one_device_what_the_mesh_draws(specs: Any) -> None:
     x, w = torch.randn(4, 8, 16, dtype=torch.float64), torch.randn(16, 16, dtype=torch.float64)

@@ -106,7 +106,7 @@ def test_the_backward_of_a_line() -> None:
 LOCAL_FORMS = {"LoRA, frozen weights over tensor": (1.0, 1.02), "gradient of a loss in three parts": (1.0, 1.02)}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
 def test_without_it_every_device_does_its_share(row: Row) -> None:
     """Products, lookups, shifts, decompositions: all FLOPs of all devices but these are those of one that does all."""

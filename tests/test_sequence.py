@@ -103,6 +103,7 @@ def test_a_bias_without_a_gradient() -> None:
     assert error(fn, args, 4) < 1e-12
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("n", range(2, 9))
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("s", [16, 19, 5])
@@ -110,6 +111,7 @@ def test_rings_of_every_size(s: int, causal: bool, n: int) -> None:
     assert error(attend(causal=causal), tensors(1, s), n) < 1e-12
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("n", "s"), [(2, 8), (3, 12), (4, 16), (8, 32)])
 @pytest.mark.parametrize("dropout", [{}, {"dropout": 0.4, "key": torch.tensor([1, 2])}])
 def test_a_zigzag(n: int, s: int, dropout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,6 +152,7 @@ def test_long_causal_sequences_are_balanced_and_short_ones_are_not() -> None:
 # What it costs --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("n", range(2, 9))
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_ring_sends_every_piece_once_to_every_other_device(causal: bool, n: int) -> None:

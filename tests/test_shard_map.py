@@ -196,6 +196,7 @@ def _loss(fn: Callable[..., Any], *args: Any) -> Tensor:
 MODES = ["one device", "jit", "eager"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", CASES, ids=_id)
 def test_values(case: Case, mode: str) -> None:
@@ -205,6 +206,7 @@ def test_values(case: Case, mode: str) -> None:
         _same(_run(mode, mapped, *args), case.whole(*args))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", CASES, ids=_id)
 def test_gradients(case: Case, mode: str) -> None:

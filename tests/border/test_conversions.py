@@ -64,6 +64,7 @@ RIGHT: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("placed", [False, True], ids=["plain", "placed"])
 @pytest.mark.parametrize("name", RIGHT)
 def test_conversions_are_those_of_one_device(name: str, placed: bool) -> None:

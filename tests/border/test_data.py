@@ -229,6 +229,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("placed", [False, True], ids=["plain", "placed"])
 @pytest.mark.parametrize("writes", [False, True], ids=["read", "written"])
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)

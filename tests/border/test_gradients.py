@@ -91,6 +91,7 @@ def total(out: Any) -> Tensor:
     return sum(((i + 2) * y.square().sum() for i, y in enumerate(leaves)), torch.zeros((), dtype=torch.float64))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fn", FUNCTIONS)
 @pytest.mark.parametrize("place", PLACES)
 def test_gradients_through_a_call(fn: Any, place: str) -> None:
@@ -588,6 +589,7 @@ LATER |= {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LATER)
 def test_what_a_checkpoint_runs_again_is_the_same(name: str) -> None:
     fn = LATER[name]

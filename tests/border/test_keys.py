@@ -253,6 +253,7 @@ LOOKING: dict[str, Callable[[Tensor, Any], Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore::shardlib.jit.RetraceWarning")
 @pytest.mark.parametrize("name", LOOKING)
 @pytest.mark.parametrize("numbers", [FLOATS, INTS], ids=["floats", "ints"])

@@ -146,7 +146,7 @@ def _layout(spec: str, shape: tuple[int, ...], mesh: Mesh, *, pieces: bool) -> s
     return str((layout if pieces else layout.chunked).canonical)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("block", range(8))
 def test_any_chain(block: int) -> None:
     """Values and gradients are those of one device, bytes those of the plan, and what is returned lives as it was said.
@@ -177,6 +177,7 @@ def test_any_chain(block: int) -> None:
                 torch.testing.assert_close(b.full_tensor(), a, rtol=1e-9, atol=1e-9, msg=lambda m: f"{told}\n{m}")  # noqa: B023
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("block", range(4))
 def test_who_asks_pays(block: int) -> None:
     """Collectives of a chain stand at the shards that say another place than the line before, forward and backward."""

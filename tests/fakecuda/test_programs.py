@@ -44,6 +44,7 @@ def test_all_of_the_rules_samples(part: int) -> None:
     clean(seen)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rank", [None, 3])
 @pytest.mark.parametrize("name", programs.EAGER)
 def test_eager(name: str, rank: int | None) -> None:

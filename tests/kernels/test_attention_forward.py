@@ -80,6 +80,7 @@ def _distance(x: Tensor, want: Tensor) -> float:
 FP16 = [*LARGE, "everything", "bias with infinities", "bias with lowest numbers", "scale 1"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", [*CASES, *LARGE])
 def test_bf16_against_float64(case: str) -> None:
     check(case, torch.bfloat16)

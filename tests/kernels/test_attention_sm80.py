@@ -213,7 +213,7 @@ def _compiled() -> Iterator[None]:
         yield
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_every_variant_against_float64(case: str, dtype: torch.dtype) -> None:
@@ -349,6 +349,7 @@ def _check(name: str, source: str, number: int) -> None:
         planted.value = 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("source", "number"), [(s, n) for s in BUGS for n in range(1, len(BUGS[s]) + 1)])
 def test_planted_bugs_are_caught(source: str, number: int) -> None:
     with pytest.raises(AssertionError):

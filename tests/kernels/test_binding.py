@@ -146,6 +146,7 @@ def _plain(args: ctypes.Structure) -> dict[str, Any]:
     return plain
 
 
+@pytest.mark.sampled(3)
 @needs_compiler
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", ["attention_forward", "attention_sm80_forward"])
