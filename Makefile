@@ -6,6 +6,9 @@ ARGS   ?=
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
+# Tests start some fifty processes, each of which would compile all modules that it imports anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test lint types tests slow bench clean
 
 help:

@@ -122,14 +122,14 @@ def _all_fetched(call: _Call) -> Iterator[str]:
                 yield f"{f} has {n} elements, all of which two devices fetch, so its halo shows nothing"
 
 
-def faults(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], rule: Rule, *, values: bool = True) -> list[str]:
-    """What is wrong with a rule for this call; nothing is a proof. Without `values`, shapes and dtypes are compared."""
-    call = _Call.of(op, args, kwargs)
+def faults(op: Any, given: tuple[Any, Any], rule: Rule, *, values: bool = True, each: int = 1) -> list[str]:
+    """What is wrong with a rule for a call in every `each`-th cut; without `values`, with shapes and dtypes."""
+    call = _Call.of(op, *given)
     call.op.rule = rule
     if wrong := list(_bookkeeping(call)):
         return wrong
     try:
-        return [*_wrong(call, values=values), *(_not_linear(call) if values else ())]
+        return [*_wrong(call, each, values=values), *(_not_linear(call) if values else ())]
     except ShardingError as error:
         return [str(error)]
 
@@ -216,9 +216,9 @@ def _unlike_its_fake(call: _Call) -> Iterator[str]:
             yield f"result {i} is {made}, and its register_fake says {say}"
 
 
-def _wrong(call: _Call, *, values: bool = True) -> Iterator[str]:
-    """What is wrong with the results, cut by cut."""
-    for cut in cuts(call.rule):
+def _wrong(call: _Call, each: int = 1, *, values: bool = True) -> Iterator[str]:
+    """What is wrong with the results, of every `each`-th cut."""
+    for cut in itertools.islice(cuts(call.rule), 0, None, each):
         try:
             yield from (f"{cut}: {fault}" for fault in _faults(call, cut, values=values))
         except ShardingError as error:  # of a local form, which says what is wrong with it

@@ -84,15 +84,16 @@ def target_of(name: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace or "aten"), packet), overload or "default")
 
 
-def check(sample: Sample, planted: Callable[[Call], Rule | None] = rule_for) -> list[str]:
-    """What is wrong with the rule of one call; `planted` gives another rule in its place."""
+def check(sample: Sample, planted: Callable[[Call], Rule | None] = rule_for, each: int = 1) -> list[str]:
+    """What is wrong with the rule of one call, in every `each`-th cut; `planted` gives another rule in its place."""
     name, args, kwargs = sample
     target = target_of(name)
     rule = planted(call_of(target, args, kwargs)[0])
     if rule is None:
         return [f"{name}: no rule"]
     with here(target):  # what `empty` holds means nothing
-        return [f"{name}: {fault}" for fault in faults(target, args, kwargs, rule, values="empty" not in name)]
+        wrong = faults(target, (args, kwargs), rule, values="empty" not in name, each=each)
+    return [f"{name}: {fault}" for fault in wrong]
 
 
 def rule_of(name: str, *args: Any, **kwargs: Any) -> Rule:

@@ -52,6 +52,7 @@ def test_a_model_that_counts_its_tokens_runs_op_by_op() -> None:
     assert found["worst"] < 1e-5, found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("axes", AXES, ids=str)
 def test_a_cache_comes_out(axes: dict[str, int]) -> None:
     plain, model = llama(), llama()

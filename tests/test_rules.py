@@ -21,20 +21,23 @@ aten = torch.ops.aten
 
 
 PARTS = 12
+SOME = 2  # every such cut is tried where a proof is not in full; it finds all mistakes below
 
 
 @pytest.mark.filterwarnings("ignore:torch.range is deprecated")
-@pytest.mark.parametrize("part", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, PARTS))])
+@pytest.mark.parametrize("family", SAMPLES, ids=lambda g: g.__name__)
+def test_every_row_in_some_cuts(family: Callable[[], Iterator[Sample]]) -> None:
+    first = {sample[0]: sample for sample in reversed([*family()])}
+    wrong = [fault for sample in first.values() for fault in check(sample, each=SOME)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.range is deprecated")
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("family", SAMPLES, ids=lambda g: g.__name__)
 def test_rules_are_right(family: Callable[[], Iterator[Sample]], part: int) -> None:
-    """Part 0, which `make test` runs, has the first sample of every row, and every `PARTS`-th."""
-    named: set[str] = set()
-    wrong = []
-    for at, sample in enumerate(family()):
-        first = sample[0] not in named
-        named.add(sample[0])
-        if (0 if first else at % PARTS) == part:
-            wrong += check(sample)
+    wrong = [fault for sample in itertools.islice(family(), part, None, PARTS) for fault in check(sample)]
     assert not wrong, "\n".join(wrong)
 
 
@@ -254,7 +257,7 @@ def test_prover_catches(mistake: str) -> None:
         assert wrong != right
         return wrong
 
-    assert check(sample, planted)
+    assert check(sample, planted, each=SOME)
     assert not check(sample)
 
 
