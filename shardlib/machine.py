@@ -177,12 +177,6 @@ class Machine:
         Example:
             >>> Machine.preset("a100-40").device.flops["bf16"]
             312000000000000.0
-            >>> Machine.preset("h10")
-            Traceback (most recent call last):
-                ...
-            shardlib.errors.ShardingError: 'h10' is no machine; did you mean 'h100'?:
-              * known are node, h100, h200, a100-40, cpu
-            Remedy: Machine(device=Device(...), inner=Link(...), outer=Link(...)), or Machine.measure()
         """
         if name not in PRESETS:
             close = get_close_matches(str(name), PRESETS, n=1)
@@ -343,10 +337,7 @@ PRESETS: Mapping[str, Machine] = MappingProxyType({
             Link(300e9, 3e-8), Link(300e9, 3e-8), 1, "node",
         ),
         Machine(_H100, Link(340e9, 3e-6), Link(45e9, 1e-5), 8, "h100"),
-        Machine(
-            replace(_H100, bandwidth=4.8e12, memory=141e9),
-            Link(340e9, 3e-6), Link(45e9, 1e-5), 8, "h200",
-        ),
+        Machine(replace(_H100, bandwidth=4.8e12, memory=141e9), Link(340e9, 3e-6), Link(45e9, 1e-5), 8, "h200"),
         Machine(_A100, Link(230e9, 3e-6), Link(11e9, 2e-5, sharing=2), 8, "a100-40"),
         Machine(
             Device(
