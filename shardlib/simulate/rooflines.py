@@ -34,19 +34,13 @@ def _added_to(step: Compute) -> float:
     return float(3 * sum(v.nbytes for v in step.operands[1:])) + (0.0 if step.over else _whole(step))
 
 
-def _written(step: Compute) -> float:
-    """Of the operands next to nothing is read."""
-    return float(sum(v.nbytes for v in step.made))
-
-
 def _nothing(step: Compute) -> float:
     return 0.0
 
 
 # What a call touches, by the name of its op; others touch all their operands and results.
 BYTES: Mapping[str, Callable[[Compute], float]] = {
-    **dict.fromkeys(("embedding", "index", "index_select", "gather", "take", "nll_loss_forward"), _looked_up),
-    "nll_loss_backward": _written,
+    **dict.fromkeys(("embedding", "index", "index_select", "gather", "take"), _looked_up),
     **dict.fromkeys(("slice_scatter", "select_scatter", "index_put", "index_add", "index_copy", "scatter"), _added_to),
     **dict.fromkeys(("scatter_add", "scatter_reduce"), _added_to),
     **dict.fromkeys(("empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided"), _nothing),
