@@ -141,6 +141,8 @@ def test_attention_works_on_whole_tiles(n: int, keys: int) -> None:
     step = plan(lambda q: attention(q, q, q, is_causal=True), q, in_specs=("b@far ...",)).simulate(tiles)
     assert step.seconds == pytest.approx(4 * n * keys * (4 * 8 / 1e9 + 1 / 1e6))
     assert step.utilisation.model == pytest.approx(4 * n * n / 2 * 4 * 8 / 1e9 / step.seconds)
+    plain = plan(lambda q: attention(q, q, q, is_causal=True), q, in_specs=("b@far ...",)).simulate(SLOW)
+    assert plain.seconds == 4 * n * n / 2 * 4 * 8 / 1e9  # of a machine that has no tiles, its FLOPs and no more
 
 
 def test_a_device_that_is_its_own_host_is_called_for_views_too() -> None:

@@ -68,7 +68,7 @@ def tiled(step: Compute, tile: int) -> float:
         [2.0, 1.125]
     """
     name = op_name(step.target)
-    if name not in PRODUCTS or not (scores := _scores(step, name)):
+    if name not in PRODUCTS or tile == 1 or not (scores := _scores(step, name)):
         return 1.0
     q, k = (_shape(step.args[_QUERIES[name] + i]) for i in range(2))
     seen = scores / math.prod(q[:3])  # by a query, on average
