@@ -72,7 +72,6 @@ class Moves:
             # What a reader needs in own rows only it also takes while these are pending: others have what they need.
             late = reduce(np.logical_or, map(self._owes, sources))
             wants = [w if e.pending else np.where(late, -1, w) for w, e in zip(wants, record.readers, strict=True)]
-        wants = self._smallest_first(wants)
         total, have = np.array(0.0), sources
         if len(sources) > 1 and wants:
             # Sums that cannot be added first: each goes to the first reader's layout on its own.
@@ -96,14 +95,6 @@ class Moves:
 
     def _owes(self, states: Numbers) -> NDArray[np.bool_]:
         return np.array([bool(pending) for _, pending in self._states] + [False])[states]
-
-    def _smallest_first(self, wants: Sequence[Numbers]) -> list[Numbers]:
-        """What is wanted, the least first; -1, which is nothing, last."""
-        if len(wants) < 2:
-            return list(wants)
-        every = np.stack(np.broadcast_arrays(*wants))
-        sizes = np.array([reshard.local_numel(self.flat, cut) for cut, _ in self._states] + [math.inf])
-        return list(np.take_along_axis(every, np.argsort(sizes[every], axis=0, kind="stable"), axis=0))
 
     def _paid(self, sources: Numbers, wants: Numbers, rough: bool) -> tuple[Costs, Numbers]:
         """Seconds from states to others, to nothing (-1), or to where a result goes whose layout nobody fixed (-2); and
