@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -478,10 +477,14 @@ def test_memory_in_use_step_by_step() -> None:
 # all of them ----------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def programs() -> list[Program]:
-    """Programs with many collectives, from the generator."""
-    found: list[Program] = []
+def program_of(i: int) -> Program:
+    """The i-th program with many collectives that the generator draws; none is drawn before somebody wants it."""
+    while len(_programs) <= i:
+        _programs.append(next(_drawn))
+    return _programs[i]
+
+
+def _with_collectives() -> Iterator[Program]:
     for seed in itertools.count():
         p = draw(random.Random(seed), 20)
         with Mesh(dict(p.mesh)):
@@ -491,26 +494,26 @@ def programs() -> list[Program]:
             except sl.ShardingError:
                 continue
         if len(program.collectives) >= 6:
-            found.append(program)
-        if len(found) == 6:
-            return found
-    raise AssertionError
+            yield program
 
 
-@pytest.mark.sampled(3)
+_programs: list[Program] = []
+_drawn = _with_collectives()
+COUNT = [0, 1, *(pytest.param(i, marks=pytest.mark.slow) for i in range(2, 6))]
+
+
 @pytest.mark.xdist_group("programs")  # which take seconds to make
-@pytest.mark.parametrize("i", range(6))
+@pytest.mark.parametrize("i", COUNT)
 def test_a_program_is_read_as_it_prints(i: int) -> None:
-    text = show(programs()[i])
+    text = show(program_of(i))
     assert show(parse(text)) == text
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.xdist_group("programs")
 @pytest.mark.parametrize("one", [p.__name__ for p in PASSES])
-@pytest.mark.parametrize("i", range(0, 6, 2))
+@pytest.mark.parametrize("i", COUNT)
 def test_a_pass_changes_nothing_twice_and_loses_nothing(i: int, one: str) -> None:
-    program = programs()[i]
+    program = program_of(i)
     bare = parse("\n".join(s for s in show(program).splitlines() if not s.startswith("free")))
     made = {p.__name__: p for p in PASSES}[one](bare)
     calls, before = (Counter(str(s.target) for s in x.steps if isinstance(s, Compute)) for x in (made, bare))
@@ -521,7 +524,7 @@ def test_a_pass_changes_nothing_twice_and_loses_nothing(i: int, one: str) -> Non
 
 def test_a_pass_that_is_wrong_is_found_behind_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever it is, and whether or not each has to answer for itself."""
-    text = "\n".join(s for s in show(programs()[0]).splitlines() if not s.startswith("free"))
+    text = "\n".join(s for s in show(program_of(0)).splitlines() if not s.startswith("free"))
     for i in range(len(PASSES)):
 
         def wrong(program: Program, one: Pass = PASSES[i]) -> Program:
@@ -553,7 +556,7 @@ def test_only_a_machine_that_is_named_limits_memory(
 
 
 def test_passes_are_the_same_every_time() -> None:
-    text = show(programs()[0])
+    text = show(program_of(0))
     bare = "\n".join(s for s in text.splitlines() if not s.startswith("free"))
     assert show(run_passes(parse(bare))) == show(run_passes(parse(bare)))
 

@@ -18,6 +18,7 @@ from shardlib.aten.traits import _TABLE, TRAITS, has, is_view, may_show
 from shardlib.run.callables import callable_of
 from tests.prover import kernel, target_of
 from tests.rule_samples import SAMPLES, f
+from tests.sweep.entries import op_db
 
 aten = torch.ops.aten
 
@@ -69,11 +70,9 @@ def _places(x: Any) -> Iterator[int]:
 
 
 def _measured(part: int, samples: int) -> Recorder:
-    from torch.testing._internal.common_methods_invocations import op_db  # takes seconds, and scipy
-
     recorder = Recorder()
     listed = lambda info: info.name.rpartition(".")[2] in _TABLE
-    for info in (x for i, x in enumerate(op_db) if i % PARTS == part or (part == 0 and listed(x))):
+    for info in (x for i, x in enumerate(op_db()) if i % PARTS == part or (part == 0 and listed(x))):
         for dtype in (d for d in DTYPES if d in info.dtypes):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

@@ -28,14 +28,22 @@ _UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new
 
 
 @cache
-def entries() -> dict[str, Any]:
-    """All OpInfos with a float32 form on the CPU, by name and variant: `mul`, `std.unbiased`."""
+def op_db() -> list[Any]:
+    """Torch's OpInfos; who asks one for samples is not looked for among unittests, which took most of the time."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from torch.testing._internal import common_methods_invocations
+        from torch.testing._internal import common_methods_invocations, common_utils  # takes seconds, and scipy
+        from torch.testing._internal.opinfo import core
+    common_utils.extract_test_fn = core.extract_test_fn = lambda: None
     common_methods_invocations.wrapper_set_seed = _unseeded
-    op_db = common_methods_invocations.op_db
-    named = {f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name: op for op in op_db}
+    found: list[Any] = common_methods_invocations.op_db
+    return found
+
+
+@cache
+def entries() -> dict[str, Any]:
+    """All OpInfos with a float32 form on the CPU, by name and variant: `mul`, `std.unbiased`."""
+    named = {f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name: op for op in op_db()}
     return {name: op for name, op in named.items() if op.supports_dtype(torch.float32, "cpu")}
 
 
