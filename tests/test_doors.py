@@ -19,7 +19,7 @@ CELLS = [(family, list(doors.WAYS)[i % len(doors.WAYS)]) for i, family in enumer
 LONG = [cell for cell in itertools.product(doors.FAMILIES, doors.WAYS) if cell not in CELLS]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("family", "way"), [*CELLS, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in LONG)])
 def test_three_steps_are_those_of_one_device(family: str, way: str) -> None:
     door = doors.DOORS[(doors.FAMILIES.index(family) + list(doors.WAYS).index(way)) % 2]

@@ -155,6 +155,7 @@ def test_jitted_as_torch(name: str, sharding: str) -> None:
         close(x, y)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_eager_as_torch(name: str) -> None:
     case, (axes, specs) = CASES[name], SHARDINGS["sequence, uneven"]
@@ -178,6 +179,7 @@ def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, sl.ShardedTensor) else x
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["plain", "alibi", "window"])
 def test_one_device_in_check(name: str, dtype: torch.dtype) -> None:

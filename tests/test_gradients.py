@@ -49,7 +49,7 @@ def worst_error(model: str, mesh: str, dtype: torch.dtype) -> float:
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["f64", "f32"])
 @pytest.mark.parametrize("mesh", ["8", "2x4", "2x2x2"])
 @pytest.mark.parametrize("model", ["w1", "gpt2", "llama"])

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardlib import internals
 
+pytestmark = pytest.mark.together
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "shardlib" / "internals.py"
 # Private names of Python's own: frames, named tuples, caches, weak references, the dict of `os.environ`; and IPython's.

@@ -287,7 +287,7 @@ def text(form: gpt.GPT, *, padded: bool) -> dict[str, Tensor]:
     return out
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("padded", "where"), [(False, "batch seq"), (True, "batch seq@tensor")])
 @pytest.mark.parametrize("form", FORMS)
 def test_forms(form: str, padded: bool, where: str) -> None:

@@ -467,6 +467,7 @@ CHOICES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("choice", CHOICES)
 def test_a_batch_in_chosen_pieces_stays_so(choice: str) -> None:
     """Loss and updated parameters are one device's; what moves is what moves without a choice, and no activation."""

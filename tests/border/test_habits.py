@@ -729,6 +729,7 @@ HELD: list[tuple[torch.dtype, Any]] = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:.*(C|c)omplex")
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers_that_a_dtype_cannot_hold_do_what_torch_does(name: str):

@@ -26,6 +26,7 @@ def test_some_of_the_rules_samples() -> None:
     assert seen.counts["samples"] > 20
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", BY_DEVICE)
 def test_what_a_device_decides(name: str) -> None:
     seen = Seen()
