@@ -48,11 +48,16 @@ def _options(**more: Any) -> settings:
     )
 
 
-@_options(max_examples=12)
-@given(st.randoms(use_true_random=False))
-def test_small_programs(rng: random.Random) -> None:
+@pytest.mark.parametrize("count", [12, pytest.param(25, marks=pytest.mark.slow)])
+def test_small_programs(count: int) -> None:
     """hypothesis's own idea of randomness: many small and repeated choices."""
-    _check(draw(rng, rng.randint(1, 6)))
+
+    @_options(max_examples=count)
+    @given(st.randoms(use_true_random=False))
+    def check(rng: random.Random) -> None:
+        _check(draw(rng, rng.randint(1, 6)))
+
+    check()
 
 
 def _blocks(n: int) -> list[Any]:
