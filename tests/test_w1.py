@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -13,13 +14,14 @@ from shardlib import Mesh, Plan
 from tests.models import w1, w1_sharded
 from tests.ranks import only, run_ranks
 
-pytestmark = pytest.mark.usefixtures("strict")
+pytestmark = [pytest.mark.usefixtures("strict"), pytest.mark.together]
 
 MODES = ["dp8", "tp", "tp_sp", "fsdp8", "fsdp_tp"]
 SMALL = w1.Config(layers=2, d=64, heads=8, kv_heads=4, ff=96, vocab=128, batch=8, seq=16)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
+@functools.cache
 def _plan(name: str, layers: int) -> Plan:
     config = w1.Config(layers=layers)
     mode = w1.modes(config)[name]
