@@ -589,7 +589,6 @@ LATER |= {
 }
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LATER)
 def test_what_a_checkpoint_runs_again_is_the_same(name: str) -> None:
     fn = LATER[name]
