@@ -25,12 +25,14 @@ from shardlib.meshes.mesh import Mesh
 from shardlib.normalise import normalise
 from shardlib.owned import mark as mark_owned
 from shardlib.passes import run_passes
+from shardlib.passes.offload import refuse_offload
 from shardlib.passes.recompute import Recomputed, recompute
 from shardlib.passes.split import Halves, split
 from shardlib.program.steps import Program
 from shardlib.propagate import Propagated, propagate
 from shardlib.ranks import world
 from shardlib.regather import mark
+from shardlib.schedule import Schedule
 from shardlib.specs.fixed import Fixed
 from shardlib.specs.prefix import SpecLike, broadcast_prefix
 from shardlib.specs.slips import Use, warn_of_slips
@@ -118,19 +120,20 @@ def compile_program(
     clock.stop("lower")
     program = replace(program, donated=_donated(traced, donate), owned=owned)
     program = program if traced.after.gradients else replace(program, replaced=_replaced(traced, program))
-    drafted = lambda other: _finished(other, traced, keeping, draft=True)[0]
-    program, recomputed = recompute(program, keeping, drafted)
-    program, halves = _finished(program, traced, keeping)
+    refuse_offload(program, keeping.schedule, whole=not traced.after.gradients)
+    finished = partial(_finished, traced, keeping.schedule)
+    program, recomputed = recompute(program, keeping, lambda other, memory: finished(memory, other, draft=True)[0])
+    program, halves = finished(keeping.memory, program)
     clock.stop("passes")
     names = tuple(zip(traced.input_names, graph.inputs, strict=True))
     return Compiled(traced, mesh, graph, propagated, program, names, fixed_inputs, halves, recomputed, clock.seconds)
 
 
 def _finished(
-    program: Program, traced: Traced, keeping: Keeping, *, draft: bool = False
+    traced: Traced, how: Schedule, memory: float | None, program: Program, *, draft: bool = False
 ) -> tuple[Program, Halves | None]:
     """The program after all passes, and its halves where its results have gradients."""
-    passed = partial(run_passes, how=keeping.schedule, memory=keeping.memory, draft=draft)
+    passed = partial(run_passes, how=how, memory=memory, draft=draft)
     if not traced.after.gradients:
         return passed(program), None
     halves = split(program, len(traced.after.cotangents), len(traced.after.gradients)).through(passed)

@@ -13,6 +13,7 @@ from shardlib.schedule import DEFAULT, Schedule
 from shardlib.sizes import nbytes
 
 Remat = str | tuple[str, ...]
+WORDS = ("none", "full", "attention")  # that are said alone
 
 
 @dataclass(frozen=True)
@@ -48,15 +49,15 @@ class Keeping:
                 rule="under a budget, what is made again is chosen value by value",
                 remedy="leave one of them out",
             )
-        return Keeping(regather, remat if isinstance(remat, str) else tuple(names), budget, Schedule.of(schedule))
+        word = names[0] if isinstance(remat, str) or (len(names) == 1 and names[0] in WORDS) else None
+        return Keeping(regather, word or tuple(names), budget, Schedule.of(schedule))
 
     def refuse_inside(self, name: str) -> None:
         """Raise `ShardingError` for what a jitted function says of itself where it is part of another one."""
-        if said := [
-            f"{k}={x!r}" for k, x in (("remat", self.remat), ("memory", self.memory)) if x not in ("none", None)
-        ]:
+        own = (("remat", self.remat, "none"), ("memory", self.memory, None), ("schedule", self.schedule, DEFAULT))
+        if said := [f"{k}={x!r}" for k, x, default in own if x != default]:
             raise ShardingError(
                 f"{name} is called inside another jitted function, and says {', '.join(said)}",
-                rule="what is kept for the backward pass is decided for the program as a whole",
+                rule="what is kept for the backward pass, and when messages start, is decided for the whole program",
                 remedy="say it of the outermost function: jit(step, remat=...)",
             )

@@ -7,15 +7,15 @@ varies fastest over the ranks, so inner axes lie inside nodes.
 
 from __future__ import annotations
 
-import ast
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from shardlib.errors import ShardingError
+from shardlib.literals import read, written
 
 _BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "f8": 1}
 
@@ -57,8 +57,17 @@ class Device:
         object.__setattr__(self, "flops", MappingProxyType(dict(self.flops)))
         unknown = [f"flops of {name!r}: dtypes are {', '.join(_BYTES)}" for name in self.flops if name not in _BYTES]
         named = {f"flops[{name!r}]": rate for name, rate in self.flops.items()}
-        rates = {name: getattr(self, name) for name in ("bandwidth", "memory", "host", "efficiency", "special", "tile")}
-        _refuse(self, [*unknown, *_not_positive(named | rates), *_negative({"launch": self.launch})])
+        names = (
+            "bandwidth",
+            "memory",
+            "host",
+            "efficiency",
+            *(() if self.special == math.inf else ("special",)),
+            "tile",
+        )
+        rates = {name: getattr(self, name) for name in names}
+        none = [] if self.flops else ["flops names no dtype"]
+        _refuse(self, [*none, *unknown, *_not_positive(named | rates), *_negative({"launch": self.launch})])
 
     def __hash__(self) -> int:
         return hash(repr(self))
@@ -77,7 +86,7 @@ class Device:
         return self.flops[dtype] * self.efficiency
 
     def __repr__(self) -> str:
-        return _written(self)
+        return written(self)
 
 
 @dataclass(frozen=True)
@@ -94,7 +103,7 @@ class Link:
         _refuse(self, [*_not_positive(rates), *_negative({"latency": self.latency})])
 
     def __repr__(self) -> str:
-        return _written(self)
+        return written(self)
 
 
 class Span(NamedTuple):
@@ -155,14 +164,19 @@ class Machine:
     measured: ClassVar[Callable[[], Machine]]  # filled in by the floor that can run things
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "links", MappingProxyType(dict(self.links)))
-        _refuse(self, _not_positive({"node": self.node}))
+        links = dict(self.links) if isinstance(self.links, Mapping) else {"": self.links}
+        object.__setattr__(self, "links", MappingProxyType(links))
+        kinds = [("device", self.device, Device), ("inner", self.inner, Link), ("outer", self.outer, Link)]
+        kinds += [(f"links[{name!r}]" if name else "links", x, Link) for name, x in links.items()]
+        wrong = [f"{name} is {x!r}, no {kind.__name__}" for name, x, kind in kinds if not isinstance(x, kind)]
+        whole: list[str] = [] if isinstance(self.node, int) else [f"node is {self.node!r}, no number of devices"]
+        _refuse(self, [*wrong, *whole, *_not_positive({"node": self.node})])
 
     def __hash__(self) -> int:
         return hash(repr(self))
 
     def __repr__(self) -> str:
-        return _written(self)
+        return written(self)
 
     def __str__(self) -> str:
         return self.name if PRESETS.get(self.name) == self else repr(self)
@@ -199,7 +213,9 @@ class Machine:
         if not text.startswith("Machine("):
             return Machine.preset(text)
         try:
-            machine = _read(ast.parse(text, mode="eval").body)
+            machine = read(text, Machine, Device, Link)
+        except ShardingError:
+            raise
         except (SyntaxError, ValueError, TypeError) as error:
             raise ShardingError(f"{text!r} cannot be read as a machine", [str(error)]) from error
         assert isinstance(machine, Machine)
@@ -259,43 +275,6 @@ class Machine:
         return Span(near, far, self.inner, self.outer)
 
 
-def _written(x: Any) -> str:
-    """A value as Python would call it; fields that have their default are left out."""
-    words = []
-    for f in fields(x):
-        value = getattr(x, f.name)
-        value = dict(value) if isinstance(value, Mapping) else value
-        if f.name in ("links", "name") and not value:
-            continue
-        if value != f.default:
-            words.append(f"{f.name}={_number(value)}")
-    return f"{type(x).__name__}({', '.join(words)})"
-
-
-def _number(x: Any) -> str:
-    """A literal as a person writes it: 340e9 and not 340000000000.0."""
-    if isinstance(x, dict):
-        return "{" + ", ".join(f"{key!r}: {_number(value)}" for key, value in x.items()) + "}"
-    if isinstance(x, float) and x >= 1e6:
-        power = 12 if x >= 1e12 else 9
-        short = f"{x / 10**power:.12g}e{power}"
-        return short if float(short) == x else repr(x)
-    return repr(x)
-
-
-def _read(node: ast.AST) -> Any:
-    """What a call of one of the three classes says, with literals as arguments."""
-    if isinstance(node, ast.Call):
-        kinds: dict[str, Any] = {"Machine": Machine, "Device": Device, "Link": Link}
-        kind = kinds.get(ast.unparse(node.func))
-        if kind is None or node.args:
-            raise ValueError(f"{ast.unparse(node)} is no Machine, Device or Link with fields by name")
-        return kind(**{str(word.arg): _read(word.value) for word in node.keywords})
-    if isinstance(node, ast.Dict):
-        return {ast.literal_eval(k): _read(v) for k, v in zip(node.keys, node.values, strict=True) if k is not None}
-    return ast.literal_eval(ast.unparse(node))
-
-
 def _not_positive(values: Mapping[str, float]) -> list[str]:
     return [f"{name} is {x!r}, not a positive number" for name, x in values.items() if not _is_number(x) or x <= 0]
 
@@ -305,7 +284,7 @@ def _negative(values: Mapping[str, float]) -> list[str]:
 
 
 def _is_number(x: object) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and not math.isnan(x)
+    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
 
 
 def _refuse(x: object, faults: Sequence[str]) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from shardlib.errors import ShardingError
 from shardlib.machine import Machine
 from shardlib.meshes.mesh import Mesh
@@ -91,8 +93,13 @@ def scaling(
         >>> weak.efficiency[-1] > strong.efficiency[-1], weak.devices
         (True, (8, 64, 512))
     """
-    if not meshes or not callable(getattr(step, "plan", None)):
-        what = "no mesh" if not meshes else f"{step!r}, which has no plan"
+    faults = [
+        f"{mesh!r}, no mesh" for mesh in (() if isinstance(meshes, Mesh) else meshes) if not isinstance(mesh, Mesh)
+    ]
+    faults += ["one mesh, no list of them"] if isinstance(meshes, Mesh) else [] if meshes else ["no mesh"]
+    faults += [] if callable(getattr(step, "plan", None)) else [f"{step!r}, which has no plan"]
+    faults += ["a tensor as args, which are a sequence"] if isinstance(args, torch.Tensor) else []
+    for what in faults[:1]:
         raise ShardingError(f"scaling(...) got {what}", remedy="scaling(sl.jit(step), [sl.Mesh.abstract(data=8), ...])")
     steps = []
     for mesh in meshes:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import ast
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from shardlib.errors import ShardingError
+from shardlib.literals import read, written
 from shardlib.sizes import nbytes
 
 SAVED = "saved"  # all that the forward pass keeps for the backward one
@@ -22,7 +23,7 @@ class Schedule:
     nothing is gathered ahead. Sizes are bytes or texts with a unit.
 
     `offload` moves what is saved for the backward pass to the host's memory: `"saved"`, all of it; names of ops
-    (`("mm", "tanh")`), what these make. It comes back `prefetch` layers before it is read, so that at most
+    (`"mm"`, `["mm", "tanh"]`), what these make. It comes back `prefetch` layers before it is read, so that at most
     `1 + prefetch` layers' saved values are on the device. Values are the same.
 
     Raises `ShardingError` for a negative distance, sizes and names that are none, naming all of them.
@@ -38,10 +39,13 @@ class Schedule:
     prefetch: int | None = None
     bucket: int | str | None = None
     cap: int | str | None = None
-    offload: str | tuple[str, ...] | None = None
+    offload: str | Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         faults = []
+        if isinstance(self.offload, list) or (isinstance(self.offload, str) and self.offload not in ("", SAVED)):
+            said = (self.offload,) if isinstance(self.offload, str) else tuple(self.offload)
+            object.__setattr__(self, "offload", said)
         ahead = self.prefetch
         if ahead is not None and (not isinstance(ahead, int) or isinstance(ahead, bool) or ahead < 0):
             faults.append(f"prefetch={ahead!r} is no number of layers, 0 or more")
@@ -64,8 +68,7 @@ class Schedule:
         return None if size is None else nbytes(size, what)
 
     def __repr__(self) -> str:
-        said = [(f.name, getattr(self, f.name)) for f in fields(self)]
-        return f"Schedule({', '.join(f'{name}={x!r}' for name, x in said if x is not None)})"
+        return written(self)
 
     @staticmethod
     def parse(text: str) -> Schedule:
@@ -76,16 +79,16 @@ class Schedule:
             Schedule(prefetch=0)
         """
         try:
-            call = ast.parse(text.strip(), mode="eval").body
-            if not isinstance(call, ast.Call) or ast.unparse(call.func) != "Schedule" or call.args:
-                raise ValueError(text)
-            return Schedule(**{str(word.arg): ast.literal_eval(word.value) for word in call.keywords})
+            found = read(text, Schedule)
+        except ShardingError:
+            raise
         except (SyntaxError, ValueError, TypeError) as error:
             raise ShardingError(
                 f"{text!r} cannot be read as a schedule",
                 rule=f"it has fields by name ({', '.join(f.name for f in fields(Schedule))}) of numbers and texts",
                 remedy='Schedule(prefetch=1, bucket="25MiB")',
             ) from error
+        return Schedule.of(found)
 
     @staticmethod
     def of(what: Any) -> Schedule:

@@ -214,7 +214,47 @@ def test_copies_have_a_stream_of_their_own() -> None:
     assert "in the host's memory: at most" in plan.summary()
 
 
-@pytest.mark.parametrize("said", ["all", ("",), (), (3,), 3])
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("parts", [lambda x: x.chunk(3, -1), lambda x: x.view(-1, 8, 3).unbind(-1)])
+def test_views_with_several_results(parts: Any, ahead: int) -> None:
+    """Each is read by itself, and all are taken again at once."""
+    torch.manual_seed(0)
+    ws, x = [torch.randn(8, 24, dtype=torch.float64) for _ in range(4)], torch.randn(8, 8, dtype=torch.float64)
+
+    def loss(ws: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        for w in ws:
+            a, b, c = parts(x @ w)
+            x = torch.tanh(a * b) + c.sin()
+        return x.square().mean()
+
+    how = sl.Schedule(offload="saved", prefetch=ahead)
+    with sl.Mesh(data=2):
+        made = sl.jit(torch.func.grad(loss), in_specs=(None, "b@data _"), schedule=how)
+        found, plan = made(ws, x), made.plan(ws, x)
+    assert plan.host_memory
+    for have, want in zip(found, torch.func.grad(loss)(ws, x), strict=True):
+        torch.testing.assert_close(have.full_tensor(), want)
+
+
+def test_names_of_nothing() -> None:
+    with pytest.raises(sl.ShardingError) as error:
+        planned(sl.Schedule(offload=["tanhh", "mm", "nosuch"]))
+    assert "'tanhh' is none; near it are 'tanh'" in str(error.value)
+    assert "'nosuch' is none" in str(error.value)
+    assert "'mm'" not in str(error.value)
+
+
+def test_a_backward_pass_outside() -> None:
+    m = torch.nn.Linear(4, 4)
+    with sl.Mesh(data=2), pytest.raises(sl.ShardingError, match="the backward pass is outside of the jitted function"):
+        sl.jit(lambda x: m(x).tanh(), schedule=sl.Schedule(offload="saved"))(torch.ones(4, 4))
+
+
+def test_a_name_is_one_of_names() -> None:
+    assert sl.Schedule(offload="mm") == sl.Schedule(offload=["mm"]) == sl.Schedule(offload=("mm",))
+
+
+@pytest.mark.parametrize("said", ["", ("",), (), (3,), 3])
 def test_what_is_no_choice(said: Any) -> None:
     with pytest.raises(sl.ShardingError, match="is neither 'saved' nor names of ops"):
         sl.Schedule(offload=said)

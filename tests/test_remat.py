@@ -350,10 +350,13 @@ class _Block(nn.Module):
 
 
 def test_a_function_inside_another_does_not_say_it() -> None:
-    inner = sl.jit(torch.tanh, remat="full")
-    refused = "tanh is called inside another jitted function, and says remat='full'"
-    with sl.Mesh(data=2), pytest.raises(sl.ShardingError, match=re.escape(refused)):
-        sl.jit(lambda x: inner(x) * 2)(torch.ones(4))
+    ways: list[tuple[dict[str, Any], str]] = [({"remat": "full"}, "remat='full'")]
+    ways += [({"schedule": sl.Schedule(prefetch=2)}, "schedule=Schedule(prefetch=2)")]
+    for way, said in ways:
+        inner = sl.jit(torch.tanh, **way)
+        refused = f"tanh is called inside another jitted function, and says {said}"
+        with sl.Mesh(data=2), pytest.raises(sl.ShardingError, match=re.escape(refused)):
+            sl.jit(lambda x, inner=inner: inner(x) * 2)(torch.ones(4))
 
 
 def test_the_plan_says_it() -> None:
@@ -466,6 +469,63 @@ def test_peaks_are_those_of_storages(family: str, mesh: str, way: str) -> None:
 
 
 # What is refused ------------------------------------------------------------------------------------------------------
+
+
+def _tanhs(ws: list[Tensor], x: Tensor) -> Tensor:
+    for w in ws:
+        x = torch.tanh(x @ w)
+    return x.square().mean()
+
+
+def _mlps(ws: list[list[Tensor]], x: Tensor) -> Tensor:
+    for a, b in ws:
+        x = x + torch.relu(x @ a) @ b
+    return x.square().mean()
+
+
+@pytest.mark.parametrize(("said", "near"), [("Full", "'full'"), ("attn", "'attention'"), ("mean", "'tanh'")])
+def test_a_name_that_is_nearly_one(said: str, near: str) -> None:
+    step = sl.jit(torch.func.grad(_tanhs), in_specs=(None, "b@data _"), remat=said)
+    with sl.Mesh(data=2), pytest.raises(ShardingError, match=f"'{said}' is none; near it are {near}"):
+        step.plan([torch.empty(8, 8)] * 2, torch.empty(4, 8))
+
+
+def test_a_word_in_a_list_is_the_word() -> None:
+    assert sl.jit(_tanhs, remat=["full"]).keeping == sl.jit(_tanhs, remat="full").keeping
+
+
+def test_what_a_plan_needs_is_enough_to_be_asked_for() -> None:
+    """A budget is refused only where single values and pairs of them do not help either."""
+    ws, x = [torch.empty(8, 8) for _ in range(6)], torch.empty(64, 8)
+
+    def peak(memory: int | None) -> int:
+        step = sl.jit(torch.func.grad_and_value(_tanhs), in_specs=("a@data _", "b@data _"), memory=memory)
+        found: int = step.plan(ws, x).peak_memory
+        return found
+
+    with sl.Mesh(data=4):
+        with pytest.raises(ShardingError) as error:
+            peak(8_000)
+        least = int(re.findall(r"that was found is ([\d,]+)", str(error.value))[0].replace(",", ""))
+        assert peak(least) <= least
+        assert peak(least + 1) <= least + 1
+        assert peak((least + peak(None)) // 2) <= (least + peak(None)) // 2
+
+
+def test_a_budget_takes_no_overlap_away_where_something_else_is_faster() -> None:
+    ws = [[torch.empty(8, 32), torch.empty(32, 8)] for _ in range(3)]
+
+    def plan(memory: int | None) -> Any:
+        specs = ([["_ f@tensor", "f@tensor _"]] * 3, "b@data _")
+        return sl.jit(torch.func.grad_and_value(_mlps), in_specs=specs, memory=memory).plan(ws, torch.empty(64, 8))
+
+    with sl.Mesh(data=2, tensor=2):
+        whole, seconds = plan(None), 0.0
+        for share in (1.0, 0.97, 0.94, 0.91):
+            found = plan(int(share * whole.peak_memory))
+            assert found.peak_memory <= share * whole.peak_memory
+            assert found.simulate().seconds >= 0.99 * seconds
+            seconds = found.simulate().seconds
 
 
 @pytest.mark.parametrize("memory", ["72", "72 potatoes", "-1GiB", -1, 0, 1.5, True, "GiB"])

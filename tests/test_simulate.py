@@ -300,3 +300,9 @@ def test_scaling_needs_meshes_and_a_plan() -> None:
         sl.scaling(sl.jit(torch.relu), [], SLOW, (meta(4),))
     with pytest.raises(sl.ShardingError, match="which has no plan"):
         sl.scaling(torch.relu, [MESH], SLOW, (meta(4),))
+    with pytest.raises(sl.ShardingError, match="got one mesh, no list of them"):
+        sl.scaling(sl.jit(torch.relu), MESH, SLOW, (meta(4),))  # type: ignore[arg-type]
+    with pytest.raises(sl.ShardingError, match="got 'data=8', no mesh"):
+        sl.scaling(sl.jit(torch.relu), ["data=8"], SLOW, (meta(4),))  # type: ignore[list-item]
+    with pytest.raises(sl.ShardingError, match="a tensor as args"):
+        sl.scaling(sl.jit(torch.relu), [MESH], SLOW, meta(4))  # type: ignore[arg-type]

@@ -33,6 +33,7 @@ _LEAST = 1e-9  # seconds
 _SHARE = 1e-4  # of a step's seconds: what takes less is free
 
 Dropped = frozenset[Var]
+Finish = Callable[[Program, float], Program]  # a program after all later passes, within so many bytes
 
 
 class _Tried(NamedTuple):
@@ -43,7 +44,7 @@ class _Tried(NamedTuple):
 def within(
     crossing: Crossing,
     budget: int,
-    finish: Callable[[Program], Program],
+    finish: Finish,
     machine: Machine,
     fixed: Collection[Var] = frozenset(),
 ) -> Dropped:
@@ -59,7 +60,7 @@ class _Search:
         self,
         crossing: Crossing,
         budget: int,
-        finish: Callable[[Program], Program],
+        finish: Finish,
         machine: Machine,
         fixed: Dropped,
     ) -> None:
@@ -74,15 +75,17 @@ class _Search:
 
     def run(self) -> Dropped:
         nothing: Dropped = frozenset()
-        if self.fits(nothing):
-            return nothing
+        if self.fits(nothing) and peak_bytes(self.finish(self.c.program, math.inf)) <= self.budget:
+            return nothing  # and nothing has to move less for that
         full = policies.full(self.c)
         by_layer = [o for o in self.free if o in full]
         for order in (self._by_estimate(), by_layer, self._by_trial()):
             self._bisect(order)
         if min(one.peak for one in self.tried.values()) > self.budget:
+            self._improve(lambda one: one.peak)
+        if min(one.peak for one in self.tried.values()) > self.budget:
             self._refuse()
-        self._improve()
+        self._improve(lambda one: one.seconds if one.peak <= self.budget else math.inf)
         return self.best
 
     # Trying ---------------------------------------------------------------------------------------------------------
@@ -94,7 +97,7 @@ class _Search:
         """Its peak; how long it takes where it fits, or where that is asked."""
         known = self.tried.get(dropped)
         if known is None or (timed and known.seconds == math.inf):
-            program = self.finish(remade(self.c, dropped))
+            program = self.finish(remade(self.c, dropped), self.budget)
             self.left -= len(program.steps)
             peak = peak_bytes(program)
             is_timed = timed or peak <= self.budget
@@ -118,18 +121,20 @@ class _Search:
             else:
                 least = middle
 
-    def _improve(self) -> None:
-        """Change what equal layers share, then single values, then two of them, as long as that is faster and fits."""
+    def _improve(self, worse: Callable[[_Tried], float]) -> None:
+        """Change what equal layers share, then single values, then two of them, as long as that is better; of what does
+        not fit, until it does."""
         ones = [frozenset([o]) for o in self.free]
         alike = list(map(frozenset, self._groups().values()))
-        best, changed = self.best, True
+        best, changed = min(self.tried, key=lambda d: worse(self.tried[d])), True
+        is_done = self.fits(best)
         while changed:
             changed = False
             for group in chain(alike, ones, (a | b for a, b in combinations(ones, 2))):
-                if self.left <= 0 or len(self.tried) >= _TIMES:
+                if self.left <= 0 or len(self.tried) >= _TIMES or self.fits(best) is not is_done:
                     return
                 for other in dict.fromkeys((best - group, best ^ group, best | group)):
-                    if self.fits(other) and self.of(other).seconds < self.of(best).seconds:
+                    if worse(self.of(other)) < worse(self.of(best)):
                         best, changed = other, True
 
     # What to give up first ------------------------------------------------------------------------------------------
@@ -197,7 +202,7 @@ class _Search:
 
     def _refuse(self) -> NoReturn:
         least = min(self.tried, key=lambda d: self.tried[d].peak)
-        program, peak = self.finish(remade(self.c, least)), self.tried[least].peak
+        program, peak = self.finish(remade(self.c, least), self.budget), self.tried[least].peak
         lines = {v: step.line for step in program.steps if isinstance(step, Compute) for v in step.made}
         lines |= {c.out: c.line for c in program.collectives}
         held = [f"{v.nbytes:,} bytes: {v.name}, {_whence(program, v, lines)}" for v in largest(program)[:_SHOWN]]

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 
 from shardlib.aten.traits import is_view
+from shardlib.errors import ShardingError
 from shardlib.internals import OpOverload, schema_of
 from shardlib.passes.units import units
 from shardlib.program.steps import Collective, Compute, Program, Start, Step, Var, Wait, makes, reads, swapped, together
@@ -27,6 +29,31 @@ def offload(program: Program, how: Schedule = DEFAULT, chosen: Collection[Var] |
     ahead = 1 if how.prefetch is None else how.prefetch
     moved = _Moved(program, ahead, found)
     return replace(program, steps=tuple(moved.run())) if moved.due else program
+
+
+def refuse_offload(program: Program, how: Schedule, *, whole: bool) -> None:
+    """Raise `ShardingError` for names of what no call makes, and where the backward pass is not in the program."""
+    if how.offload is None:
+        return
+    if not whole:
+        raise ShardingError(
+            f"offload={how.offload!r} moves nothing: the backward pass is outside of the jitted function",
+            rule="what a program saves for its own backward pass is moved to the host's memory meanwhile",
+            remedy="call .backward(), or torch.autograd.grad, inside the jitted function",
+        )
+    made = dict.fromkeys(_name(s) for s in program.steps if isinstance(s, Compute))
+    wrong = [] if how.offload == SAVED else [name for name in how.offload if name not in made]
+    if wrong:
+        near = {name: get_close_matches(name, made, 3, 0.5) for name in wrong}
+        raise ShardingError(
+            "offload names ops that the program does not call",
+            [
+                f"{name!r} is none" + (f"; near it are {', '.join(map(repr, of))}" if of else "")
+                for name, of in near.items()
+            ],
+            rule=f'a name is that of an op in the plan; "{SAVED}" is all that is kept for the backward pass',
+            remedy=f"Schedule(offload={SAVED!r})",
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,10 +118,14 @@ def _is_backward(step: Step) -> bool:
     return step.first.backward if isinstance(step, Start) else isinstance(step, Compute) and step.backward
 
 
-def _named(maker: Compute, names: str | tuple[str, ...] | None) -> bool:
-    target = maker.target
+def _named(maker: Compute, names: str | Sequence[str] | None) -> bool:
+    return names == SAVED or (names is not None and _name(maker) in names)
+
+
+def _name(step: Compute) -> str:
+    target = step.target
     name = schema_of(target).name if isinstance(target, OpOverload) else getattr(target, "__name__", "")
-    return names == SAVED or (names is not None and str(name).split("::")[-1] in names)
+    return str(name).split("::")[-1]
 
 
 class _Moved:
@@ -156,7 +187,9 @@ class _Moved:
             self.flying.pop(one.var, None)
         if (view := one.views.get(var)) is not None:
             steps += self._landed(view.operands[0])
-            self.back[var] = replace(var, name=f"{var.name}.back")
+            for v in view.made:  # all of a view with several results
+                self.back[v] = replace(v, name=f"{v.name}.back")
+                self.flying.pop(v, None)
             steps.append(swapped(view, self.back))
         return steps
 

@@ -9,6 +9,7 @@ from functools import cache
 
 from shardlib.errors import ShardingError
 from shardlib.internals import OpOverload, schema_of
+from shardlib.keeping import WORDS
 from shardlib.lines import Module
 from shardlib.passes.crossing import Crossing
 from shardlib.passes.layers import boundaries, frontier
@@ -51,13 +52,15 @@ def named(crossing: Crossing, names: Sequence[str]) -> set[Var]:
     wrong = []
     for name in names:
         if not any(_fits(name, known) for known in every):
-            near = difflib.get_close_matches(name.replace("*", ""), _short(sorted(every)), _NEAR, 0.5)
+            words = list(dict.fromkeys((*WORDS, *_short(sorted(every)))))
+            near = difflib.get_close_matches(name.replace("*", "").lower(), words, _NEAR, 0.5)
             wrong.append(f"{name!r} is none" + (f"; near it are {', '.join(map(repr, near))}" if near else ""))
     if wrong:
         raise ShardingError(
-            "remat names what the forward pass does not make",
+            "remat names what the forward pass does not make, or does not keep",
             wrong,
-            rule="a name is a module's path, or the end of one, its class, or an op; `*` stands for any text",
+            rule="a name is a module's path, or the end of one, its class, or an op whose result the backward pass may "
+            'read; `*` stands for any text; "full" and "attention" stand alone',
             remedy='remat="h.*.mlp", remat=["LlamaMLP", "gelu"]',
         )
     meant = {x for x in every if any(_fits(name, x) for name in names)}

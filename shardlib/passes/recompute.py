@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from shardlib.keeping import Keeping
 from shardlib.machine import Machine
 from shardlib.passes import policies
-from shardlib.passes.budget import within
+from shardlib.passes.budget import Finish, within
 from shardlib.passes.crossing import Crossing
 from shardlib.passes.remat import remade
 from shardlib.program.steps import Compute, Program, Start, Var
-
-Finish = Callable[[Program], Program]
 
 
 @dataclass(frozen=True)

@@ -63,13 +63,13 @@ def _in_use(program: Program, *, host: bool = False) -> Iterator[tuple[int, Mapp
     """The same, with how many values that are not freed show the memory of each owner."""
     owner = owners(program.steps, exact=True)
     names: Counter[Var] = Counter()
-    seen = set(program.given)
+    seen = dict.fromkeys((*program.inputs, *(v for v, _ in program.captured)))  # in an order that is none of addresses'
     total = 0 if host else sum(v.nbytes for v in seen)
-    names.update(seen)
+    names.update([*seen])
     for step in program.steps:
         made = step.outs if isinstance(step, Start) else makes(step)
         new = [v for v in made if v.host == host and v not in seen]
-        seen.update(new)
+        seen.update(dict.fromkeys(new))
         for var in new:
             root = owner[var]
             total += 0 if names[root] else root.nbytes
