@@ -185,17 +185,6 @@ def test_a_sum_that_is_returned_has_its_price() -> None:
     assert sum(n for _, n in found) < 1e5
 
 
-def test_who_reads_a_shard_may_take_it_from_where_it_came() -> None:
-    """Only what was asked for is moved: `a` is still there in rows."""
-
-    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        a = torch.tanh(x)
-        return sl.shard(a, sl.P(None, "data")) - y
-
-    rows = sl.P("data", None)
-    assert _kinds(fn, [(64, 128), (64, 128)], (rows, rows)) == [("all_to_all", 64 * 128 * 4 / 4)]
-
-
 def test_an_input_that_is_placed_by_a_shard_is_whole_for_nobody() -> None:
     with sl.Mesh.abstract(data=2):
         plan = sl.jit(lambda x: torch.exp(sl.shard(x, sl.P("data", None)))).plan(torch.empty(64, 128, device="meta"))

@@ -38,7 +38,13 @@ def _program(sizes: str = "even") -> Program:
         return h @ v, moved.sum(0), there, turned, looked, torch.softmax(h, -1)
 
     n = 8 if sizes == "even" else 7
-    args = (torch.ones(n, 6), torch.ones(6, n), torch.ones(n, 5), torch.ones(n, 4), torch.zeros(n, dtype=torch.int64))
+    args = (
+        torch.ones(n, 6),
+        torch.ones(6, n),
+        torch.ones(n, 5),
+        torch.ones(9 * n, 4),
+        torch.zeros(n, dtype=torch.int64),
+    )
     with Mesh(data=2, tensor=2):
         specs = ("rows@data _", "_ ff@tensor", "ff@tensor _", "v@tensor _", "_")
         return sl.jit(fn, in_specs=specs).plan(*args).compiled.program

@@ -12,7 +12,7 @@ import torch
 
 from shardlib import reshard
 from shardlib.aten.calls import MASKED_FILL, UNSQUEEZE
-from shardlib.graph import Op, Value, viewed
+from shardlib.graph import Op, Value
 from shardlib.lower import own_rows
 from shardlib.lower.constants import Constants
 from shardlib.lower.emit import Emitter
@@ -73,19 +73,8 @@ class Values:
             self._view(value.op, assignment, self.get(value.op.operands[0], operand_cut))
             if (known := self.have[value].get((want, SETTLED))) is not None:
                 return known
-        origin = self._origin(value)
-        if origin is not None and self.price(origin, want) < self._cheapest_price(value, want):
-            var = self.have[value][want, SETTLED] = self.get(origin, want)
-            return var
         source, steps = self._cheapest(value, want)
         return self._move(value, source, steps)
-
-    def _origin(self, value: Value) -> Value | None:
-        """What a `shard` moved to be this value, if that is there, too, and may be read in its place."""
-        if not isinstance(self.reader, Op):
-            return None
-        origin = self.flood.origin(value, backward=self.reader.backward)
-        return origin if origin is not None and (self.have[origin] or self.have[viewed(origin)]) else None
 
     def as_(self, value: Value, target: Value, cut: Cut) -> Var:
         """`value` in a cut of `target`, the same tensor under another annotation: with other factors, or pieces."""
@@ -119,8 +108,6 @@ class Values:
         prices = [self._cheapest_price(value, want)] if self.have[value] else []
         if value.op is not None and value.op.transparent:
             prices.append(self.price(value.op.operands[0], self._through(value.op, want)[1]))
-        if (origin := self._origin(value)) is not None:
-            prices.append(self.price(origin, want))
         return min(prices)
 
     def _cheapest_price(self, value: Value, want: Cut) -> float:

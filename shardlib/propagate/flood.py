@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardlib.graph import Op, Value, viewed
+from shardlib.graph import Op, Value
 from shardlib.meshes.axis import Axis
 from shardlib.propagate.dims import Dims, Leaf
 from shardlib.reshard import Cut
@@ -70,24 +70,6 @@ class Flood:
     def _kin(self, leaf: Leaf) -> Leaf:
         leaf = self.same.get(leaf, leaf)
         return self.kin.get(leaf, leaf)
-
-    def origin(self, value: Value, *, backward: bool) -> Value | None:
-        """What a `shard` moves to be this value, if who reads it may take it from there: the same tensor in the same
-        factors. Not an input that nothing else places; not in the other pass, until which what was moved is kept; not
-        where dims are open, as in stacked bodies, whose code says itself what is sent.
-        """
-        if (
-            value.op is None
-            or not value.op.constrains
-            or value.op.backward != backward
-            or any(self.fixed[value][1].open)
-        ):
-            return None
-        source = value.op.operands[0]
-        root = viewed(source)
-        if source.constant or (root.op is None and root not in self.fixed) or self.value[source] != self.value[value]:
-            return None
-        return source
 
     def sizes(self, value: Value) -> tuple[tuple[int, ...], ...]:
         """The sizes of the leaves, per dim."""

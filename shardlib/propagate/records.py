@@ -87,7 +87,7 @@ class Records:
                 continue
             for i, value in enumerate(op.operands):
                 if not value.constant:
-                    root, positions = self._root(value, backward=op.backward)
+                    root, positions = self.units.root(value)
                     readers[root][self._reader(op, i, value, root, positions)] = None
                     self.directions[root].add(op.backward)
             for index, result in enumerate(op.results):
@@ -167,16 +167,6 @@ class Records:
                 readers[root]  # it is read, if by nobody inside
                 returned[root] = tuple(tuple(w.axis for w in f.wants.get(x, ())) for x in f.leaves(root))
         return returned
-
-    def _root(self, value: Value, *, backward: bool) -> tuple[Value, Slots]:
-        """The root of a value; where a `shard` moves it, that of what it moves: who reads it may take it from there."""
-        root, positions = self.units.root(value)
-        while (origin := self.flood.origin(root, backward=backward)) is not None:
-            source, there = self.units.root(origin)
-            if None in there:
-                break
-            root, positions = source, tuple(None if p is None else there[p] for p in positions)
-        return root, positions
 
     def _reader(self, op: Op, i: int, value: Value, root: Value, positions: tuple[int | None, ...]) -> End:
         if (known := self.units.read.get((op, i))) is not None:
