@@ -93,14 +93,17 @@ def scaling(
         >>> weak.efficiency[-1] > strong.efficiency[-1], weak.devices
         (True, (8, 64, 512))
     """
-    faults = [
-        f"{mesh!r}, no mesh" for mesh in (() if isinstance(meshes, Mesh) else meshes) if not isinstance(mesh, Mesh)
-    ]
-    faults += ["one mesh, no list of them"] if isinstance(meshes, Mesh) else [] if meshes else ["no mesh"]
-    faults += [] if callable(getattr(step, "plan", None)) else [f"{step!r}, which has no plan"]
-    faults += ["a tensor as args, which are a sequence"] if isinstance(args, torch.Tensor) else []
-    for what in faults[:1]:
-        raise ShardingError(f"scaling(...) got {what}", remedy="scaling(sl.jit(step), [sl.Mesh.abstract(data=8), ...])")
+    listed = () if isinstance(meshes, Mesh) else tuple(meshes)
+    faults = [f"{mesh!r}, no mesh" for mesh in listed if not isinstance(mesh, Mesh)]
+    if not listed:
+        faults.append("one mesh, no list of them" if isinstance(meshes, Mesh) else "no mesh")
+    if not callable(getattr(step, "plan", None)):
+        faults.append(f"{step!r}, which has no plan")
+    if isinstance(args, torch.Tensor):
+        faults.append(f"a tensor of shape {list(args.shape)} as args, which are a sequence or a function of a mesh")
+    if faults:
+        remedy = "scaling(sl.jit(step), [sl.Mesh.abstract(data=8), ...], machine, (x, w))"
+        raise ShardingError(f"scaling(...) got {', and '.join(faults)}", remedy=remedy)
     steps = []
     for mesh in meshes:
         with mesh:

@@ -103,7 +103,7 @@ def test_all_that_is_wrong_with_a_device_is_said_at_once() -> None:
         (lambda: Machine.of(3), ["3 is no machine"]),
         (lambda: replace(Machine.preset("h100"), node=0), ["node is 0"]),
         (lambda: replace(Machine.preset("h100"), node=2.5), ["node is 2.5"]),
-        (lambda: Machine("h100", 3, None), ["device is 'h100', no Device", "inner is 3, no Link", "outer is None"]),  # type: ignore[arg-type]
+        (lambda: Machine("h100", 3, None), ["device is 'h100', no Device", "inner is 3, no Link", "outer is None"]),
         (lambda: replace(Machine.preset("h100"), links={"data": 3}), ["links['data'] is 3, no Link"]),
         (lambda: replace(Machine.preset("h100"), links=["data"]), ["links is ['data'], no Link"]),
         (lambda: Device({}, bandwidth=1.0, memory=1.0, host=1.0), ["flops names no dtype"]),

@@ -72,7 +72,8 @@ def selective() -> tuple[Any, Any]:
         kept = counts[ctx.is_recompute] % 2 if op is torch.ops.aten.mm.default else op in OPS
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-any-return]
+    pair: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)
+    return pair
 
 
 def llama(size: str, layers: int | None) -> LlamaForCausalLM:
