@@ -67,10 +67,11 @@ class _Differing:
             told = {a.name for s in syms(step) for a in s.axes}
             if isinstance(step, Start):
                 told |= _told(step)
-            is_uneven = [differs(v) for v in made]  # of all, for the axes
-            if told or any(is_uneven) or not found.vars.isdisjoint(reads(step)):
+            uneven_made = [v for v in made if differs(v)]
+            if told or uneven_made or not found.vars.isdisjoint(reads(step)):
                 found.axes |= told
-                found.vars.update(made)
+                found.vars.update(uneven_made)
+                found.vars.update(v for v in made if v.layout is None)  # an even layout is the same piece everywhere
                 found.steps.append(step)
         return found
 
