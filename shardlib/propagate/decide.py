@@ -101,9 +101,14 @@ class Decider:
     def spare(self) -> None:
         """Send fewer bytes where that takes hardly longer: follow the minimum while they grow dearer and dearer."""
         limit, seconds = self.seconds + sum(self.estimate.whole(self.choices)) * (TIE - 1), self.estimate
-        self.estimate = Estimate(self.problem, of_bytes=True)
+        self.estimate = bytes_alone = Estimate(self.problem, of_bytes=True)
+
+        def spares(choices: Choices) -> bool:
+            fewer = bytes_alone.parts(choices)[1] <= bytes_alone.parts(self.choices)[1]
+            return fewer and seconds.total(choices) <= limit
+
         for dear in _DEARER:
-            self._minimise(dear, lambda choices: seconds.total(choices) <= limit)
+            self._minimise(dear, spares)
         self.estimate = seconds
 
     # The search -----------------------------------------------------------------------------------------------------
