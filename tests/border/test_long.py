@@ -19,4 +19,4 @@ def test_programs_that_go_leave_nothing() -> None:
     seen, retraces = flat.campaign(140, every=20)
     (start, _, before), (end, _, after) = seen[-3], seen[-1]
     assert retraces == 0, "a changing number"
-    assert (after - before) / (end - start) < 150, "a program alone is thousands of objects"
+    assert (after - before) / (end - start) < 250, "a program alone is thousands of objects; torch 2.11 keeps 150"
