@@ -11,6 +11,7 @@ import torch
 from shardlib.prove import faults
 from shardlib.rules import rule_for
 from shardlib.rules.rule import Call, Meta, Rule
+from shardlib.trial import Trial
 
 Sample = tuple[str, tuple[Any, ...], dict[str, Any]]  # name of an op, its arguments
 
@@ -94,6 +95,13 @@ def check(sample: Sample, planted: Callable[[Call], Rule | None] = rule_for, eac
     with here(target):  # what `empty` holds means nothing
         wrong = faults(target, (args, kwargs), rule, values="empty" not in name, each=each)
     return [f"{name}: {fault}" for fault in wrong]
+
+
+def takes_turned(sample: Sample) -> bool:
+    """Whether the op takes tensors whose dims lie in memory in the other order."""
+    name, args, kwargs = sample
+    with here(target_of(name)):
+        return Trial.of(target_of(name), args, kwargs).takes_turned
 
 
 def rule_of(name: str, *args: Any, **kwargs: Any) -> Rule:

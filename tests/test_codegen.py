@@ -139,6 +139,22 @@ def test_callables_are_the_op(target: Any, args: Any) -> None:
         assert torch.equal(e, f)
 
 
+@pytest.mark.parametrize("run", [lambda fn: fn, sl.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("spec", ["b@data t v", "b t v@tensor", "b@data t v@tensor"])
+def test_kernels_get_memory_in_order_where_they_want_it(spec: str, run: Any) -> None:
+    x, classes = torch.randn(4, 5, 12, dtype=torch.float64, requires_grad=True), torch.arange(20).view(4, 5) % 12
+
+    def loss(x: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(x.transpose(1, 2), classes)
+
+    loss(x).backward()
+    with Mesh(data=2, tensor=2):
+        placed = sl.shard(x.detach(), spec).requires_grad_()
+        run(loss)(placed).backward()
+    assert x.grad is not None
+    torch.testing.assert_close(placed.grad.full_tensor(), x.grad)
+
+
 def test_results_that_nobody_reads_have_no_name() -> None:
     x = torch.randn(4, 4)
     program, mesh = program_of(lambda x: x.max(0).values, x, mesh={"a": 2})

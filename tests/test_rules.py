@@ -14,7 +14,7 @@ from shardlib.rules import Call, Rule, rule_for
 from shardlib.rules.pointwise import is_pointwise
 from shardlib.rules.rule import Local
 from shardlib.rules.table import FAMILIES, TABLE
-from tests.prover import Sample, call_of, check, rule_of, target_of
+from tests.prover import Sample, call_of, check, rule_of, takes_turned, target_of
 from tests.rule_samples import SAMPLES, f, i, pos, s
 
 aten = torch.ops.aten
@@ -39,6 +39,12 @@ def test_every_row_in_some_cuts(family: Callable[[], Iterator[Sample]]) -> None:
 def test_rules_are_right(family: Callable[[], Iterator[Sample]], part: int) -> None:
     wrong = [fault for sample in itertools.islice(family(), part, None, PARTS) for fault in check(sample)]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.filterwarnings("ignore:torch.range is deprecated")
+def test_every_op_takes_memory_in_any_order() -> None:
+    """But for those whose kernels want rows or columns in order, on one device too."""
+    assert {sample[0] for samples in SAMPLES for sample in samples() if not takes_turned(sample)} == {"_grouped_mm"}
 
 
 def test_every_row_has_a_sample() -> None:

@@ -33,6 +33,7 @@ TRAITS: Mapping[str, str] = {
     "other shapes": "of some results, on other kinds of devices",
     "other dtypes": "of some results, on other kinds of devices, where the operands have 16 bits",
     "strides": "speaks of strides, of a memory that lies as on one device",
+    "in order": "kernels read operands as if they were contiguous, or refuse others: a shard need not be",
     "plumbing": "moves elements about, which a plan need not list",
     "retypes": "the bytes of the operand as numbers of another dtype",
     "pairs": "complex numbers as pairs of real ones, or back",
@@ -117,6 +118,15 @@ _TABLE: Mapping[str, str] = {
     "_batch_norm_with_update_functional": "other dtypes",
     **dict.fromkeys(("slice", "select", "slice_backward", "select_backward", "split", "split_with_sizes"), "plumbing"),
     **dict.fromkeys(("cat", "stack", "copy"), "plumbing"),
+    # kernels that take memory as it comes
+    **dict.fromkeys(("native_layer_norm_backward", "_fused_rms_norm_backward"), "in order"),
+    **dict.fromkeys(("native_group_norm", "native_group_norm_backward"), "in order"),
+    **dict.fromkeys(("fractional_max_pool2d", "fractional_max_pool2d_backward"), "in order"),
+    **dict.fromkeys(("fractional_max_pool3d", "fractional_max_pool3d_backward"), "in order"),
+    **dict.fromkeys(("adaptive_max_pool3d_backward", "nll_loss2d_backward", "_masked_softmax"), "in order"),
+    **dict.fromkeys(("linalg_matrix_exp", "view_as_complex_copy"), "in order"),
+    **dict.fromkeys(("median.dim", "nanmedian.dim"), "in order"),  # they read past a dim of stride 0
+    **dict.fromkeys(("searchsorted", "bucketize", "isin"), "in order"),  # or warn of it
     # shardlib's own
     "shardlib::constrain": "constrains",
     "shardlib::cast_terms": "casts terms, plumbing",

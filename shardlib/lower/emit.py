@@ -39,7 +39,7 @@ class Emitter:
         if op.owns is not None and not op.owns.begins:
             tied.add(op.owns.factor)  # the rows of others are worked on, too
         flops = rule.flops / math.prod(reshard.ways(axes) for x, axes in assignment.items() if x[0] not in tied)
-        if rule.local is not None and (cut_labels & rule.local_factors or rule.dense):
+        if rule.local is not None and cut_labels & rule.local_factors:
             before, steps = len(self.builder.steps), self.builder.steps
             made = rule.local(LocalForm(self, op, assignment, args, kwargs))
             steps[before:] = _counted(steps[before:], op.target, flops, self.builder.first)

@@ -19,7 +19,7 @@ from shardlib.internals import schema_of
 from shardlib.rules.norm import affine
 from shardlib.rules.notation import gradient
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
+from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import Rows, cut, may_be_empty, widely
 from shardlib.rules.space import argument_named, numel
 
@@ -111,8 +111,7 @@ def _along(x: Tensor, c: Any) -> Any:
 
 
 def _group_norm(text: str, form: Callable[..., tuple[Tensor, ...]], flops: int) -> RuleFn:
-    """Of a group's statistics every device has its channels and space; the kernels take memory as it comes, so that
-    slices are made contiguous first."""
+    """Of a group's statistics every device has its channels and space."""
 
     def local(local: Local) -> Any:
         call, within = local.call, [f for f in local.rule.sizes if f == "c" or f.startswith("*")]
@@ -120,12 +119,9 @@ def _group_norm(text: str, form: Callable[..., tuple[Tensor, ...]], flops: int) 
             count = numel(call.operands[0].shape[1:]) // argument_named(call, "group")
             rows = Rows([2, 3], tuple(within), count)
             return local.run(widely(partial(form, rows), call), *local.args)
-        given = zip(local.args, call.args, strict=True)
-        args = [local.op(aten.contiguous.default, x) if isinstance(m, Meta) else x for x, m in given]
-        return local.op(call.target, *args)
+        return local.op(call.target, *local.args)
 
-    rule = pattern(text, local=local, flops=lambda call, _: flops * numel(call.operands[0].shape))
-    return lambda call: replace(rule(call), dense=True)
+    return pattern(text, local=local, flops=lambda call, _: flops * numel(call.operands[0].shape))
 
 
 def _group_forward(

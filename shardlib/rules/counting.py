@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardlib.manual.collectives import psum
@@ -17,36 +16,25 @@ from shardlib.rules.pointwise import pointwise
 from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
 from shardlib.rules.space import arg, elements, words
 
-aten = torch.ops.aten
-
 
 def _searchsorted(call: Call) -> Rule:
     """`searchsorted(sequence, values)`: one sequence for all values, or a row for every row of values."""
     rows = "... n" if len(call.operands[0].shape) > 1 else "n"
     values = "... m" if rows == "... n" else "..."
     if len(call.operands) == 1:  # a number
-        return pattern("n -> | n:sum n:local", local=_contiguous)(call)
-    cut = "...:local" + (" m:local" if "m" in values else "")
+        return pattern("n -> | n:sum")(call)
     if len(call.operands) == 3:  # with a sorter, which counts in the whole sequence
-        return pattern(f"{rows}, {values}, {rows} -> {values} | {cut}", local=_contiguous)(call)
-    cut += " n:sum n:local"
-    return pattern(f"{rows}, {values} -> {values} | {cut}", local=_contiguous)(call)
-
-
-def _contiguous(local: Local) -> Any:
-    """Torch warns of operands that are not contiguous, or cannot view them, as slices may be."""
-    given = zip(local.args, local.call.args, strict=True)
-    args = [local.op(aten.contiguous.default, x) if isinstance(m, Meta) else x for x, m in given]
-    return local.op(local.call.target, *args, **local.kwargs)
+        return pattern(f"{rows}, {values}, {rows} -> {values}")(call)
+    return pattern(f"{rows}, {values} -> {values} | n:sum")(call)
 
 
 def _isin(call: Call) -> Rule:
     """An element is there if some piece of the tests has it, and missing if it is missing in all of them."""
     kind = "min" if call.kwargs.get("invert") else "max"
     tests = words("t", call.operands[-1].rank)
-    cut = " ".join(f"{t}:{kind} {t}:local" for t in tests.split())
+    cut = " ".join(f"{t}:{kind}" for t in tests.split())
     elements = "..., " * (len(call.operands) - 1)
-    return pattern(f"{elements} {tests} -> ... | {cut} ...:local", local=_contiguous)(call)
+    return pattern(f"{elements} {tests} -> ... | {cut}")(call)
 
 
 def _histc(call: Call) -> Rule:
@@ -82,7 +70,7 @@ _WHOLE = [
 
 ROWS: dict[str, RuleFn | str] = {
     **dict.fromkeys(["searchsorted.Tensor", "searchsorted.Scalar"], _searchsorted),
-    "bucketize.Tensor": pattern("..., n -> ... | n:sum n:local ...:local", local=_contiguous),
+    "bucketize.Tensor": "..., n -> ... | n:sum",
     "bucketize.Scalar": "n -> | n:sum",
     **dict.fromkeys(["isin.Tensor_Tensor", "isin.Scalar_Tensor"], _isin),
     "isin.Tensor_Scalar": pointwise(),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardlib.ops.lstsq import lstsq
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Local, Rule, RuleFn
+from shardlib.rules.rule import Call, Rule, RuleFn
 from shardlib.rules.space import arg, numel, result_shape
 
 aten = torch.ops.aten
@@ -67,12 +67,6 @@ def _least_squares(call: Call) -> Rule | None:
     a, b = (m.shape for m in call.operands)
     side, left = ("_", "1") if len(b) == len(a) - 1 else ("_ _", "_")
     return _parts(f"... _ _, ... {side} -> ... {side}, ... {left}, ..., ... _")(call)
-
-
-def _matrix_exp(local: Local) -> Any:
-    """The kernel looks at its batch as one dim, which shards cut from the middle of a tensor do not allow."""
-    x = local.op(aten.clone.default, local.args[0], memory_format=torch.contiguous_format)
-    return local.op(aten.linalg_matrix_exp.default, x)
 
 
 # For a determinant torch factorises the transpose of a matrix that lies in memory row by row, and its gradient decides
@@ -134,7 +128,7 @@ ROWS: dict[str, RuleFn | str] = {
     "_linalg_eigh": _parts("... _ _ -> ... _, ... _ _"),
     "_linalg_svd": _parts("... _ _ -> ... _ _, ... _, ... _ _"),
     "linalg_pinv.atol_rtol_tensor": _matrices("... _ _, ..., ... -> ... _ _"),
-    "linalg_matrix_exp": pattern("... _ _ -> ... _ _ | ...:local", local=_matrix_exp, flops=_cubic),
+    "linalg_matrix_exp": pattern("... _ _ -> ... _ _", flops=_cubic),
     # Solvers.
     "_linalg_solve_ex": _solve_ex,
     "linalg_solve_triangular": _sided("... _ _", 1),

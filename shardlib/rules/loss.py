@@ -52,16 +52,12 @@ def _nll(local: Local) -> Any:
 
 
 def _nll_backward(local: Local) -> Any:
-    """The kernel for images makes the gradient like the scores, and wants it contiguous: a `log_softmax` of some
-    classes need not be, as that of all is."""
     op = local.call.target
 
     def form(
         grad: Tensor, x: Tensor, target: Tensor, weight: Any, reduction: int, ignore: int, total: Tensor
     ) -> Tensor:
-        scores = x if x.dim() < 3 else torch.clone(x, memory_format=torch.contiguous_format)
-        back: Tensor = op(grad, scores, _classes(local, target, ignore), weight, reduction, -1, total)
-        return back
+        return op(grad, x, _classes(local, target, ignore), weight, reduction, -1, total)  # type: ignore[no-any-return]
 
     return local.run(form, *local.args)
 

@@ -12,15 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.internals import schema_of
 from shardlib.rules.notation import gradient
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Local, RuleFn
 from shardlib.rules.shards import Rows, cut, widely
 from shardlib.rules.space import argument_named
 from shardlib.rules.written import by_torch
-
-aten = torch.ops.aten
 
 
 def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
@@ -61,22 +58,15 @@ def _outer_sum(rows: Rows, x: Tensor) -> Tensor:
     return x.sum(outer) if outer else x
 
 
-_STATISTICS = {"mean", "rstd"}
-
-
 def _norm(text: str, form: Callable[..., tuple[Tensor, ...]], flops: int) -> RuleFn:
     """`form` is for the normalised dims cut: it gets the rows, then what the op gets."""
 
     def local(local: Local) -> Any:
-        names = [a.name for a in schema_of(local.call.target).arguments]
         x = local.rule.operands[0]
         start = len(x) - len(argument_named(local.call, "normalized_shape"))
         if cut(local, (f for d in x[start:] for f in d)):
             return local.run(widely(form, local.call), Rows.of(local, range(start, len(x))), *local.args)
-        # The kernels read statistics as if they were contiguous, which a slice of them is not.
-        given = zip(names, local.args, strict=False)
-        args = [local.op(aten.contiguous.default, a) if n in _STATISTICS else a for n, a in given]
-        return local.op(local.call.target, *args)
+        return local.op(local.call.target, *local.args)
 
     return pattern(text, local=local, flops=lambda _, points: flops * points)
 
@@ -102,11 +92,9 @@ _RMS = f"[normalized_shape], normalized_shape -> [normalized_shape], ... {_SHAPE
 
 ROWS: dict[str, RuleFn | str] = {
     "native_layer_norm": _norm(_LAYER, _layer_norm, 5),
-    "native_layer_norm_backward": _norm(
-        f"{gradient(_LAYER, '0 r1 r2 1 2', of='0 1 2')} ...:local", _layer_norm_backward, 8
-    ),
+    "native_layer_norm_backward": _norm(gradient(_LAYER, "0 r1 r2 1 2", of="0 1 2"), _layer_norm_backward, 8),
     "_fused_rms_norm": _norm(_RMS, _rms_norm, 5),
-    "_fused_rms_norm_backward": _norm(f"{gradient(_RMS, '0 r1 1', of='0 1')} ...:local", _rms_norm_backward, 8),
+    "_fused_rms_norm_backward": _norm(gradient(_RMS, "0 r1 1", of="0 1"), _rms_norm_backward, 8),
 }
 
 DECOMPOSED: dict[str, Callable[..., Any]] = {

@@ -7,7 +7,6 @@ Along a cut dim a selection asks every device for what it found in its piece: th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,23 +19,12 @@ from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import Rows, cut, gathered, worst
 from shardlib.rules.space import arg, axes, elements, numel, result_shape
 
-aten = torch.ops.aten
-
 _LOWEST = ("aten::max", "aten::argmax")
 
 
 # Positions along the dim mean something else in the result: no common factor.
 _SORTED = pattern("[dim] -> [_], [_] | dim:whole", flops=elements)
 _PICKED = "[dim] -> ..., ... | dim:whole"
-
-
-def _median(call: Call) -> Rule:
-    """The median along a dim; torch's kernel reads past a dim of stride 0, so it gets memory of its own."""
-
-    def local(local: Local) -> Any:
-        return local.op(call.target, local.op(aten.contiguous.default, local.args[0]), *local.args[1:], **local.kwargs)
-
-    return replace(pattern(_PICKED)(call), local=local, dense=True)
 
 
 def _topk(call: Call) -> Rule:
@@ -103,8 +91,7 @@ def _global(index: Tensor, sizes: Sequence[int], first: Sequence[int], whole: Se
 ROWS: dict[str, RuleFn | str] = {
     **dict.fromkeys(["sort", "sort.stable"], _SORTED),
     "topk": _topk,
-    **dict.fromkeys(["kthvalue", "mode"], _PICKED),
-    **dict.fromkeys(["median.dim", "nanmedian.dim"], _median),
+    **dict.fromkeys(["kthvalue", "mode", "median.dim", "nanmedian.dim"], _PICKED),
     **dict.fromkeys(["median", "nanmedian"], "... -> | ...:whole"),
     **dict.fromkeys(["max.dim", "min.dim"], pattern("[dim] -> ..., ... | dim:none dim:local", local=_found)),
     **dict.fromkeys(["argmax", "argmin"], pattern("[dim] -> ... | dim:none dim:local", local=_found)),

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardlib.internals import schema_of
@@ -72,9 +71,6 @@ def _beside(call: Call, dims: int, x: str) -> list[str]:
 def _run(call: Call, dims: int, args: Sequence[Any], kwargs: dict[str, Any], begins: Mapping[int, int]) -> Any:
     """The op, on a part of the plane that begins there."""
     given = dict(zip((a.name for a in schema_of(call.target).arguments), args, strict=False)) | kwargs
-    if "fractional" in str(call.target):  # torch reads indices wrongly that are not contiguous, as slices of channels
-        solid = partial(torch.clone, memory_format=torch.contiguous_format)
-        given = {name: solid(x) if isinstance(x, Tensor) else x for name, x in given.items()}
     part = given["self"].shape
     if "backward" in str(call.target):
         if "indices" in given and begins:

@@ -106,8 +106,6 @@ class Rule:
     * `ones`: the names of dims of size 1, which have no factor, for a local form that speaks of them.
     * `groups`: the ragged dim of a grouped product.
     * `flops`: floating-point operations of the whole call.
-    * `dense`: the kernel takes memory as it comes, so `local`, which makes operands contiguous, runs even when nothing
-      is cut.
     * `transparent`: the result is a re-indexing of operand 0 without arithmetic or choice (view, transpose, expand).
     """
 
@@ -129,7 +127,6 @@ class Rule:
     ones: frozenset[str] = frozenset()
     groups: Groups | None = None
     flops: int = 0
-    dense: bool = False
     transparent: bool = False
 
     def owed(self, result: int, factor: str) -> str | None:

@@ -56,7 +56,7 @@ _PAIRS = {"view_as_complex": _as_complex, "view_as_real": _as_real}
 
 
 def _dense(target: Any) -> Callable[..., Any]:
-    """A user's op, whose kernel may read memory in order: a shard is a slice, and `contiguous()` is no step."""
+    """An op whose kernel may read memory in order: a shard is a slice, and `contiguous()` is no step."""
 
     def dense(x: Any) -> Any:
         if isinstance(x, list | tuple):
@@ -77,6 +77,8 @@ def callable_of(target: Any) -> Any:
     schema = schema_of(target)
     if not schema.name.startswith("aten::"):
         return target if target.namespace in _OWN or schema.is_mutable else _dense(target)  # a copy takes no write
+    if has(target, "in order"):
+        return _dense(target)
     if any(str(a.type) == "List[Optional[Tensor]]" for a in schema.arguments):
         return target  # torch's own functions do not take the None of x[:, i]
     if any(a.name == "reduction" for a in schema.arguments):
