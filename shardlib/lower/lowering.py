@@ -112,8 +112,7 @@ class Lowering:
         if not own and (passed := self.sums.carried(op)) is not None:
             assignment, owed, linear = passed
         else:
-            cuts = self.p.unit_cut(self.units.unit[op])
-            assignment = {x: cuts[s] for x, s in self.units.op_slots[op].items() if cuts[s]}
+            assignment = dict(self.p.assignment(op))
             owed, linear = SETTLED, frozenset()
             if op.owns is not None and not op.owns.begins and not own:
                 assignment.pop((op.owns.factor, 0), None)  # whole rows are as good

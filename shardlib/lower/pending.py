@@ -1,7 +1,8 @@
-"""Which ops a pending sum passes: those that are linear in it, where that costs nothing and makes nothing larger."""
+"""Which ops a pending sum passes: those linear in it, where that makes nothing larger and is worth its arithmetic."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -11,7 +12,9 @@ from shardlib.lower.placement import SETTLED, Owed
 from shardlib.lower.values import Values
 from shardlib.propagate import Propagated
 from shardlib.propagate.flood import Assignment
+from shardlib.propagate.problem import work
 from shardlib.propagate.units import may_cut, value_factors
+from shardlib.reshard import ways
 
 Carried = tuple[Assignment, Owed, frozenset[int]]  # an op's assignment, what is owed, on which operands
 
@@ -26,11 +29,13 @@ class PendingSums:
         self.values, self.p = values, propagated
         self.readers = _reader_counts(graph, propagated)
         self.rows = _reader_counts(graph, propagated, rows=True)
+        self._owing: dict[Value, bool] = {}
 
     def carried(self, op: Op) -> Carried | None:
-        """How `op` runs on operands whose sum is pending, if it may."""
+        """How `op` runs on operands whose sum is pending, if it may; of several ways, that which saves most."""
         rule, values = op.rule, self.values
         assert rule is not None
+        found: list[tuple[float, Carried]] = []
         for together in rule.linear:
             linear = frozenset(i for i in together if not is_zero(op.operands[i]))
             forms = [values.owing(op.operands[i]) for i in sorted(linear)]
@@ -58,9 +63,9 @@ class PendingSums:
             for t, s in (*rule.rounds.items(), *rule.follows.items()):
                 fits = fits and set(assignment.get((t, 0), ())) <= set(assignment.get((s, 0), ()))
             owed = forms[0][1] if forms[0] else SETTLED
-            if fits and self._worth(op, linear, assignment, owed):
-                return assignment, owed, linear
-        return None
+            if fits and (saved := self._saved(op, linear, assignment, owed)) is not None:
+                found.append((saved, (assignment, owed, linear)))
+        return max(found, key=lambda way: way[0])[1] if found else None
 
     def _summed(self, value: Value) -> int:
         """How many readers need a value's sum: where devices have rows of own groups, who reads these does not."""
@@ -79,24 +84,47 @@ class PendingSums:
             if same and all_owed != owed and (left, all_owed.kind) == ({*owed.axes}, owed.kind):
                 values.scatter(x, cut)
 
-    def _worth(self, op: Op, linear: frozenset[int], assignment: Assignment, owed: Owed) -> bool:
-        """No growth, no further reshards for the other operands, and no other kind of reduction on top."""
+    def _saved(self, op: Op, linear: frozenset[int], assignment: Assignment, owed: Owed) -> float | None:
+        """Seconds that are saved if a sum passes; None if it may not: that takes no growth, no further reshards for the
+        other operands, no other kind of reduction on top, and no arithmetic that is done more often for nothing."""
         assert op.rule is not None
         if owed.kind != "sum":
-            return False
+            return None
         for x, axes in assignment.items():
             if axes and op.rule.reduce.get(x[0], "sum") not in ("sum", "none"):
-                return False
+                return None
         most = sum(min(x.nbytes, viewed(x).nbytes) for x in (op.operands[i] for i in linear))
-        grows = sum(r.nbytes for r in op.results if r is not None) > most
-        if grows and not has(op.target, "casts terms") and not self._cast_terms(op):
-            return False
+        made = sum(r.nbytes for r in op.results if r is not None)
+        if made > most and not has(op.target, "casts terms") and not self._cast_terms(op):
+            return None
+        decided = self.p.assignment(op)
+        prices: list[float] = []
         for i, value in enumerate(op.operands):
-            if i not in linear and not value.constant:
+            if not value.constant:
                 factors = value_factors(self.values.flood, op, i, operand=True)
-                if self.values.price(value, tuple(assignment.get(x, ()) if x else () for x in factors)) > 0:
-                    return False
-        return True
+                now, then = (tuple((x and way.get(x)) or () for x in factors) for way in (assignment, decided))
+                if i in linear:
+                    prices.append(self.values.price(value, then))
+                elif (price := self.values.price(value, now)) > 0 and price > self.values.price(value, then):
+                    return None
+        saved = sum(prices) - max(prices) * made / most
+        more = work(op, self.values.prices) * (_share(op, assignment) - _share(op, decided))
+        return None if more > max(saved, 0.0) and not self._meets(op) else saved
+
+    def _meets(self, op: Op) -> bool:
+        """Whether a sum that passes may be added to others behind, so that all are one."""
+        while len(op.results) == 1 and (top := op.results[0]) is not None and self.readers[top] == 1:
+            if (found := _reader(top)) is None:
+                return False
+            reader, i = found
+            if reader.rule is None:
+                return False
+            if _adds(reader):
+                return self._may_owe(reader.operands[1 - i])
+            if not any(i in together for together in reader.rule.linear):
+                return False
+            op = reader
+        return False
 
     def _cast_terms(self, op: Op) -> bool:
         """Whether an op makes a wider number of a sum, and enough others that do are added to it: then one sum of wide
@@ -117,6 +145,15 @@ class PendingSums:
         narrow = [x for x in operands if x.dtype == source.dtype and self.readers[x] == 1 and self._will_owe(x)]
         return sum(x.nbytes for x in narrow) >= top.nbytes
 
+    def _may_owe(self, value: Value) -> bool:
+        """Whether a value is made as a pending sum, or by ops that are linear in one."""
+        if (known := self._owing.get(value)) is None:
+            op = viewed(value).op
+            linear = () if op is None or op.rule is None else set[int]().union(*op.rule.linear)
+            passed = op is not None and any(self._may_owe(op.operands[i]) for i in linear)
+            known = self._owing[value] = passed or self._will_owe(value)
+        return known
+
     def _will_owe(self, value: Value) -> bool:
         """Whether a value is made as a pending sum."""
         op = viewed(value).op
@@ -128,6 +165,26 @@ class PendingSums:
         return any(
             cuts[s] and x not in made and op.rule.owed(viewed(value).index, x[0]) == "sum" for x, s in slots.items()
         )
+
+
+def _share(op: Op, assignment: Assignment) -> float:
+    """How much of an op's work each device does."""
+    assert op.rule is not None
+    tied = {*op.rule.rounds, *op.rule.follows}
+    return 1 / math.prod(ways(axes) for x, axes in assignment.items() if x[0] not in tied)
+
+
+def _reader(value: Value) -> tuple[Op, int] | None:
+    """Who reads a value that is read once, views looked through."""
+    for op, i in value.readers:
+        if op.constant:
+            continue
+        if not op.transparent:
+            return op, i
+        (shown,) = op.results
+        if shown is not None and (found := _reader(shown)) is not None:
+            return found
+    return None
 
 
 def _adds(op: Op) -> bool:

@@ -33,6 +33,11 @@ class Propagated:
         """The mesh axes on each slot of `unit`, in prime parts."""
         return self.decider.unit_cut(unit)
 
+    def assignment(self, op: Op) -> Assignment:
+        """The mesh axes over which each factor of `op` is cut."""
+        cuts = self.unit_cut(self.units.unit[op])
+        return {x: cuts[s] for x, s in self.units.op_slots[op].items() if cuts[s]}
+
     def input_cut(self, value: Value) -> Cut:
         """The cut of an input: as annotated, or as inferred."""
         if value in self.flood.fixed:

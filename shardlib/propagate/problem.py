@@ -63,6 +63,14 @@ class Sender:
     times: int
 
 
+def work(op: Op, prices: Prices) -> float:
+    """Seconds of an op's arithmetic, and of the memory that it touches, on one device."""
+    assert op.rule is not None
+    nbytes = sum(v.nbytes for v in (*op.operands, *op.results) if v is not None)
+    widest = max((r.dtype.itemsize for r in op.results if r is not None), default=0)
+    return max(op.rule.flops / prices.flops(widest), nbytes / prices.bandwidth)
+
+
 class Problem:
     """Kinds of units: `members`, `slots` (a role each), `rounds`, `candidates` (slots that want an axis), `compute` and
     `passed` and `senders` (what their ops cost); and `records`, the values between them, with those that are `settled`
@@ -159,13 +167,10 @@ class Problem:
         totals: dict[tuple[int, ...], float] = defaultdict(float)
         for op in unit.ops:
             assert op.rule is not None
-            nbytes = sum(v.nbytes for v in (*op.operands, *op.results) if v is not None)
-            widest = max((r.dtype.itemsize for r in op.results if r is not None), default=0)
-            seconds = max(op.rule.flops / self.prices.flops(widest), nbytes / self.prices.bandwidth)
             slots = set(self.units.op_slots[op].values()) - unit.rounds.keys() - unit.follows.keys()
             if op.owns is not None and not op.owns.begins:
                 slots.discard(self.units.op_slots[op].get((op.owns.factor, 0), -1))
-            totals[tuple(sorted(slots))] += seconds * count
+            totals[tuple(sorted(slots))] += work(op, self.prices) * count
         return [(s, slots) for slots, s in totals.items()]
 
     def _passed(self, unit: Unit, count: int) -> Iterable[Passed]:
