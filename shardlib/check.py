@@ -13,36 +13,26 @@ from torch import Tensor
 from shardlib.calls.flat import Static, flatten_call, names_of
 from shardlib.calls.mappings import opened
 from shardlib.calls.rebound import Watch
+from shardlib.calls.snapshot import Snapshot
+from shardlib.comparing import Compared, compare
 from shardlib.errors import ShardingError
 from shardlib.internals import pytree
 from shardlib.jit import Jitted, jit
 from shardlib.jitted.planning import Invocation
 from shardlib.jitted.run import caller
+from shardlib.locate import first_difference
 from shardlib.meshes.mesh import Mesh, current_mesh
 from shardlib.plain import plain_program
+from shardlib.plans.plan import Plan
+from shardlib.program.steps import Program, makes
 from shardlib.rules.table import own_rules
 from shardlib.run import virtual
 from shardlib.state import single_device
-from shardlib.tensors.tensor import ShardedTensor, typeof
+from shardlib.tensors.tensor import ShardedTensor
 
-_RTOL = {torch.float64: 1e-12, torch.complex128: 1e-12, torch.float32: 1e-5, torch.complex64: 1e-5}
-_HALF = 1e-2  # bf16, fp16 and smaller
 _BUG = "it is a bug of shardlib: report the program"
+_STEPS = 3  # of a function that changes what it finds
 _SMALL = 16  # devices: on larger virtual meshes the run without sharing takes too long
-
-
-@dataclass(frozen=True)
-class Compared:
-    """One leaf: its relative error against one device (maximum norm), and what is wrong with it, if anything."""
-
-    path: str
-    type: str
-    error: float
-    rtol: float
-    fault: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.path} {self.type}: {self.fault or f'error {self.error:.1e} (tolerance {self.rtol:.0e})'}"
 
 
 @dataclass(frozen=True)
@@ -52,6 +42,8 @@ class CheckReport:
     name: str
     mesh: Mesh
     leaves: tuple[Compared, ...]
+    steps: int = 1
+    cut: bool = True  # whether any value of the program is
 
     @property
     def max_error(self) -> float:
@@ -60,6 +52,10 @@ class CheckReport:
 
     def __str__(self) -> str:
         head = f"{self.name} on {self.mesh}: the same as on one device, {len(self.leaves)} tensors compared"
+        if self.steps > 1:
+            head += f" after {self.steps} steps"
+        if not self.cut:
+            head += "; but all devices do all of it: nothing says where a tensor lives (in_specs=, shard, parallelize)"
         return "\n".join([head, *(f"  {leaf}" for leaf in self.leaves)])
 
 
@@ -76,14 +72,16 @@ def check(
 ) -> CheckReport:
     """Run `fn` on one device, as the plain torch program that it is, and sharded on `mesh`, and compare every result.
 
-    What it writes to arguments, buffers and `.grad` is a result, too; after each run all is again as it was before.
-    A function that returns one real number, a loss, and writes nothing has its gradients compared, too, for all
-    floating-point arguments. On small virtual meshes the program also runs with nothing shared between devices. `fn`
-    may be jitted: its specs hold. Errors are relative, in the maximum norm of each tensor; `rtol` defaults to 1e-12
-    (f64), 1e-5 (f32) or 1e-2 (bf16, f16), and `atol`, for tensors that are zero, to a hundredth of that. All runs start
-    from the same random state.
+    What it leaves in arguments, parameters, buffers, `.grad` and an optimizer's moments is a result, too, and such a
+    step runs three times; after each run all is again as it was before. A function that returns one real number, a
+    loss, and writes nothing has its gradients compared, too, for all floating-point arguments. On small virtual meshes
+    the program also runs with nothing shared between devices. `fn` may be jitted: its specs hold. Errors are relative,
+    in the maximum norm of each tensor; `rtol` defaults to 1e-12 (f64), 1e-5 (f32) or 1e-2 (bf16, f16), ten times that
+    after three steps, and `atol`, for tensors that are zero, to a hundredth of that. All runs start from the same
+    random state.
 
-    Raises `ShardingError` that lists every tensor that differs.
+    Raises `ShardingError` that lists every tensor that differs and, on small virtual meshes, the first value inside
+    that does, with its line.
 
     Example:
         >>> import shardlib as sl
@@ -104,32 +102,38 @@ def check(
             remedy="call it inside `with Mesh(data=2, tensor=4):`, or give mesh=",
         )
     step = _copied(fn, in_specs, out_specs)
-    close = functools.partial(_compare, rtol=rtol, atol=atol)
     opened((args, kwargs))
     with mesh:
         world = _World(step, mesh, args, kwargs)
-        expected, written = world.run(functools.partial(_alone, step.fn), *_copies(args, kwargs))
         plan = step.plan(*args, **kwargs)
+        after, is_small = plan.compiled.traced.after, mesh.kind == "virtual" and mesh.size <= _SMALL
+        times = _STEPS if after.writes or after.rebound else 1
+        close = functools.partial(compare, rtol=rtol, atol=atol, looser=10 if times > 1 else 1)
+        expected, written = world.run(functools.partial(_alone, step.fn, times), *_copies(args, kwargs))
         runs: dict[str, Callable[..., Any]] = {"": step}
-        if mesh.kind == "virtual" and mesh.size <= _SMALL:
+        if is_small:
             runs[" (nothing shared)"] = lambda *args, **kwargs: unshared(step, mesh, args, kwargs)
         leaves: list[Compared] = []
         for suffix, run in runs.items():
-            found, others = world.run(functools.partial(_seeded, run), args, kwargs)
+            found, others = world.run(functools.partial(_seeded, run, times), args, kwargs)
             leaves += close("result", expected, found, suffix)
-            both = [name for name in written if world.is_changed(name, written, others)]
-            leaves += close("", [written[n] for n in both], [others[n] for n in both], suffix, names=both)
+            both = [name for name in written | others if world.is_changed(name, written, others)]
+            leaves += close("", [written.get(n) for n in both], [others.get(n) for n in both], suffix, names=both)
         names = [name for name, value in plan.compiled.inputs if value.dtype.is_floating_point]
-        after = plan.compiled.traced.after
         if names and _is_loss(expected) and not after.writes:
             pull = _gradients(step)
             back = _with_options_of(step, pull)
-            expected, _ = world.run(functools.partial(_alone, pull), *_copies(args, kwargs))
-            found, _ = world.run(functools.partial(_seeded, back), args, kwargs)
+            expected, _ = world.run(functools.partial(_alone, pull, 1), *_copies(args, kwargs))
+            found, _ = world.run(functools.partial(_seeded, back, 1), args, kwargs)
             leaves += close("gradient of ", expected, found, names=names)
-    if faults := [str(leaf) for leaf in leaves if leaf.fault]:
+        faults = [str(leaf) for leaf in leaves if leaf.fault]
+        if faults and is_small and plan.compiled.halves is None:
+            first = world.run(functools.partial(_first, step, mesh, rtol, atol), args, kwargs)[0]
+            faults[:0] = [f"the first value that differs: {first}"] if first else []
+    if faults:
+        count = f"{sum(bool(leaf.fault) for leaf in leaves)} of {len(leaves)}"
         raise ShardingError(
-            f"check({plan.name}): {len(faults)} of {len(leaves)} tensors differ between one device and {mesh}",
+            f"check({plan.name}): {count} tensors differ between one device and {mesh}",
             faults,
             rule="the sharded program computes what the program for one device computes",
             remedy="if the differences are rounding, give rtol=; if not, "
@@ -139,7 +143,9 @@ def check(
                 else _BUG
             ),
         )
-    return CheckReport(plan.name, mesh, tuple(leaves))
+    made = (var for step in plan.compiled.program.steps for var in makes(step))
+    cut = any(var.layout is not None and not var.layout.is_replicated for var in (*plan.compiled.program.inputs, *made))
+    return CheckReport(plan.name, mesh, tuple(leaves), times, cut)
 
 
 # --- the runs ---------------------------------------------------------------------------------------------------------
@@ -164,7 +170,7 @@ class _World:
     def __init__(self, step: Jitted, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.step = step
         self.watch = Watch(Invocation.of(step, step.programs, None, args, kwargs).look)
-        self.tensors = dict(self._tensors(args, kwargs))
+        self.tensors = dict(self._tensors(args, kwargs, self.watch.before))
         self.before = {name: _whole(x) for name, x in self.tensors.items()}
 
     def run(
@@ -173,7 +179,7 @@ class _World:
         """What a run returns, and what it leaves in each tensor that it is given or finds."""
         try:
             out = pytree.tree_map_only(Tensor, torch.clone, run(*args, **kwargs))
-            return out, {name: _whole(x) for name, x in self._tensors(args, kwargs)}
+            return out, {name: _whole(x) for name, x in self._tensors(args, kwargs, self.watch.look())}
         finally:
             self.watch.restore()
             with torch.no_grad():
@@ -186,10 +192,10 @@ class _World:
 
     def is_changed(self, name: str, *runs: Mapping[str, Tensor | None]) -> bool:
         """Whether some run leaves another value than was there."""
-        return not all(_equal(run[name], self.before[name]) for run in runs)
+        return not all(_equal(run.get(name), self.before.get(name)) for run in runs)
 
-    def _tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-        call = flatten_call(self.step.fn, args, kwargs, self.step.static, self.watch.before)
+    def _tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any], found: Snapshot) -> Iterator[tuple[str, Any]]:
+        call = flatten_call(self.step.fn, args, kwargs, self.step.static, found)
         for name, x in zip(names_of(self.step.fn, call, range(len(call.leaves))), call.leaves, strict=True):
             if isinstance(x, Tensor) and not name.endswith(_GRAD):
                 yield name, x
@@ -226,27 +232,48 @@ def _copies(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, .
     return found
 
 
-def _seeded(run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _seeded(run: Callable[..., Any], times: int, /, *args: Any, **kwargs: Any) -> Any:
+    """What the last of so many calls returns."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return run(*args, **kwargs)
+        return [run(*args, **kwargs) for _ in range(times)][-1]
 
 
-def _alone(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _alone(fn: Callable[..., Any], times: int, /, *args: Any, **kwargs: Any) -> Any:
     def run() -> Any:
         with plain_program():
             return fn(*args, **kwargs)
 
     with single_device():
-        return _seeded(run)
+        return _seeded(run, times)
 
 
 def unshared(step: Jitted, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """A call in which virtual devices share no value: each computes its own."""
+    return _loaded(step, mesh, args, kwargs, lambda program, mesh, _: virtual.load(program, mesh, share=False))
+
+
+def _loaded(step: Jitted, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any], load: Callable[..., Any]) -> Any:
+    """A call whose program is loaded in another way."""
     call = Invocation.of(step, step.programs, None, tuple(args), dict(kwargs))
     plan = call.plan()[0]
-    ready = step._load(mesh, plan, (), lambda program, mesh, _: virtual.load(program, mesh, share=False))
-    return caller(ready.entry)(call.served(plan))
+    return caller(step._load(mesh, plan, (), load).entry)(call.served(plan))
+
+
+def _first(step: Jitted, mesh: Mesh, rtol: float | None, atol: float | None, /, *args: Any, **kwargs: Any) -> str:
+    """The first value that differs in a call."""
+    told: list[str] = []
+
+    def load(program: Program, mesh: Mesh, plan: Plan) -> Callable[..., Any]:
+        def run(pieces: Sequence[Sequence[Tensor]], leaves: Sequence[Any] = ()) -> Any:
+            once = lambda run, *given: _seeded(run, 1, *given)
+            told.append(first_difference(plan.compiled, pieces, leaves, once, rtol, atol))
+            return virtual.load(program, mesh, share=False)(pieces, leaves)
+
+        return run
+
+    _loaded(step, mesh, args, kwargs, load)
+    return told[0]
 
 
 def _is_loss(out: Any) -> bool:
@@ -272,68 +299,3 @@ def _gradients(step: Jitted) -> Callable[..., tuple[Tensor, ...]]:
         return tuple(found)
 
     return gradients
-
-
-# --- comparing --------------------------------------------------------------------------------------------------------
-
-
-def _compare(
-    root: str,
-    expected: Any,
-    found: Any,
-    suffix: str = "",
-    names: Sequence[str] | None = None,
-    *,
-    rtol: float | None,
-    atol: float | None,
-) -> list[Compared]:
-    """Compare leaf by leaf; leaves are called by their paths, or by `names`."""
-    one, tree = pytree.tree_flatten_with_path(expected)
-    many, other = pytree.tree_flatten(found)
-    if tree != other:
-        raise ShardingError(
-            "check: the function returns one structure on one device and another when it is traced",
-            [f"on one device: {tree}", f"traced: {other}"],
-            rule="what a function returns does not depend on how it runs",
-        )
-    out: list[Compared] = []
-    for (path, a), b in zip(one, many, strict=True):
-        name = root + (pytree.keystr(path) if names is None else names[len(out)]) + suffix
-        if isinstance(a, Tensor) and isinstance(b, Tensor):
-            out.append(_compare_tensors(name, a.detach(), b, rtol, atol))
-        else:
-            same = not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
-            out.append(Compared(name, _show(a), 0.0, 0.0, "" if same else f"is {_show(b)} when sharded"))
-    return out
-
-
-def _show(x: Any) -> str:
-    return typeof(x) if isinstance(x, Tensor) else repr(x)
-
-
-def _compare_tensors(name: str, one: Tensor, sharded: Tensor, rtol: float | None, atol: float | None) -> Compared:
-    whole = sharded.full_tensor().detach() if isinstance(sharded, ShardedTensor) else sharded.detach()
-    if (one.shape, one.dtype) != (whole.shape, whole.dtype):
-        return Compared(name, typeof(sharded), float("inf"), 0.0, f"is {typeof(one)} on one device")
-    inexact = one.is_floating_point() or one.is_complex()
-    if rtol is None:
-        rtol = _RTOL.get(one.dtype, _HALF) if inexact else 0.0
-    if atol is None:
-        atol = rtol / 100
-    wide = torch.complex128 if one.is_complex() else torch.float64
-    a, b = (one.to(wide), whole.to(wide)) if inexact else (one, whole)
-    same = (a == b) | (a.isnan() & b.isnan())
-    far = torch.where(same, 0.0, (a - b).abs() if inexact else 1.0).to(torch.float64)
-    far = torch.where(far.isnan(), torch.inf, far)
-    finite = torch.where(a.isfinite(), a.abs(), 0.0).to(torch.float64)
-    most, scale = (float(x.max()) if x.numel() else 0.0 for x in (far, finite))
-    error = most / scale if scale else most
-    if most <= atol + rtol * scale:
-        return Compared(name, typeof(sharded), error, rtol)
-    i = int((far > atol + rtol * scale).flatten().nonzero()[0])
-    at = tuple(int(k) for k in torch.unravel_index(torch.tensor(i), one.shape))
-    where = f"first at {list(at)}: " if at else ""
-    fault = (
-        f"error {error:.1e} (tolerance {rtol:.0e}), {where}{one[at].item()} on one device, {whole[at].item()} sharded"
-    )
-    return Compared(name, typeof(sharded), error, rtol, fault)

@@ -224,3 +224,62 @@ def test_a_wrong_write_is_told(monkeypatch: pytest.MonkeyPatch):
     net, x = Running(), torch.ones(4, 3)
     with sl.Mesh(data=2), pytest.raises(ShardingError, match=r"net\.mean \(nothing shared\) f32\[3\]: error"):
         sl.check(lambda x: net(x), x)
+
+
+@sl.rule("m k, k n -> m n | k:none")
+@torch.library.custom_op("test_check::unsummed", mutates_args=())
+def unsummed(a: Tensor, b: Tensor) -> Tensor:
+    """A product whose rule is wrong: it does not say that pieces of k are to be added up."""
+    return a @ b
+
+
+unsummed.register_fake(lambda a, b: a @ b)
+unsummed.register_autograd(
+    lambda ctx, grad: (grad @ ctx.saved_tensors[1].t(), ctx.saved_tensors[0].t() @ grad),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+class Halves(torch.nn.Module):
+    def __init__(self, product: Any) -> None:
+        super().__init__()
+        self.up, self.down = (torch.nn.Parameter(torch.randn(n, 12 - n)) for n in (8, 4))
+        self.product = product
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(torch.tanh(x @ self.down), self.up)
+
+
+def train(model: Halves, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+    return loss
+
+
+@pytest.mark.parametrize("product", [torch.mm, unsummed])
+def test_a_step_is_compared_after_three_with_moments_and_the_first_value_that_differs(product: Any) -> None:
+    torch.manual_seed(0)
+    with Mesh(data=2, tensor=2):
+        model = sl.parallelize(Halves(product), {"down": "_ f@tensor", "up": "f@tensor _"})
+        opt, x, before = torch.optim.Adam(model.parameters()), torch.randn(4, 4), model.up.full_tensor()
+        if product is torch.mm:
+            report = check(train, model, opt, x)
+            assert "after 3 steps\n" in str(report)
+            assert {"model.up", "model.up.grad", "opt.state[model.down]['exp_avg']"} <= {*_paths(report)}
+        else:
+            first = (
+                r"\n  \* the first value that differs: unsummed = test_check\.unsummed\.default, at .*check\.py"
+            )
+            with pytest.raises(ShardingError, match=first + r":\d+  return self\.product\(.*\): error"):
+                check(train, model, opt, x)
+        assert not opt.state
+        assert model.up.grad is None
+        assert torch.equal(model.up.full_tensor(), before)
+
+
+def test_it_says_where_nothing_is_cut() -> None:
+    with Mesh(data=2):
+        assert "; but all devices do all of it: nothing says where" in str(check(lambda x: x + 1, torch.ones(2)))
+        assert "all devices do" not in str(check(lambda x: x + 1, torch.ones(2), in_specs=("b@data",)))
