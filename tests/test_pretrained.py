@@ -93,14 +93,17 @@ def test_generated_tokens_are_those_of_one_device(how: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch says so of every load in one process
-def test_a_directory_of_weights_is_read_in_pieces(tmp_path: Path) -> None:
-    plain = llama()
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_directory_of_weights_is_read_in_pieces(tmp_path: Path, tied: bool) -> None:
+    config = copy.deepcopy(CONFIG)
+    config.tie_word_embeddings = tied
+    plain = LlamaForCausalLM(copy.deepcopy(config)).eval()
     plain.save_pretrained(tmp_path)
     with torch.device("meta"):
-        model = LlamaForCausalLM(copy.deepcopy(CONFIG)).eval()
+        model = LlamaForCausalLM(config).eval()
     with sl.Mesh(data=2, tensor=2):
         sl.materialize(sl.parallelize(model, strategy="fsdp"))
-    dcp.load(model.state_dict(), storage_reader=HuggingFaceStorageReader(str(tmp_path)))
+    dcp.load(dict(model.named_parameters()), storage_reader=HuggingFaceStorageReader(str(tmp_path)))
     for name, x in plain.state_dict().items():
         assert torch.equal(whole(model.state_dict()[name]), x), name
     torch.testing.assert_close(whole(model(TOKENS).logits), plain(TOKENS).logits, rtol=1e-4, atol=1e-5)
