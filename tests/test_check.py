@@ -269,9 +269,7 @@ def test_a_step_is_compared_after_three_with_moments_and_the_first_value_that_di
             assert "after 3 steps\n" in str(report)
             assert {"model.up", "model.up.grad", "opt.state[model.down]['exp_avg']"} <= {*_paths(report)}
         else:
-            first = (
-                r"\n  \* the first value that differs: unsummed = test_check\.unsummed\.default, at .*check\.py"
-            )
+            first = r"\n  \* the first value that differs: unsummed = test_check\.unsummed\.default, at .*check\.py"
             with pytest.raises(ShardingError, match=first + r":\d+  return self\.product\(.*\): error"):
                 check(train, model, opt, x)
         assert not opt.state

@@ -9,8 +9,8 @@ an offer stands if the whole program becomes markedly faster, by the same estima
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 from shardlib.graph import Graph, Op
 from shardlib.meshes.axis import Axis
@@ -18,25 +18,26 @@ from shardlib.meshes.mesh import Mesh
 from shardlib.propagate.decide import TIE, Decider
 from shardlib.propagate.dims import Leaf
 from shardlib.propagate.flood import Flood, Want
+from shardlib.propagate.problem import work
 from shardlib.propagate.units import build_units, may_cut
 
 _SOURCE = "an offer: nothing else would use it there"
 _WORTH = 0.95  # of the estimated time is the most that a program with an offer may take,
-_WORTH_MORE = 0.5  # or this, where it sends more
-_SHARE = 0.2  # of the arithmetic, in which a dim must take part
+_WORTH_MORE = 0.5  # or this, where it sends markedly more
+_SHARE = 0.2  # of the work of all ops, in which a dim must take part
 _TRIED = 3  # dims for each axis
-_HEAVY = 8  # operations for every element that an op reads or makes: others do not matter
+_HEAVY = 8  # operations for every element that an op reads or makes: others do not matter beside such
 
 
 def offered(graph: Graph, flood: Flood, mesh: Mesh, decider: Decider) -> Decider:
     """`decider`, or a better one with offers among the wants of `flood`."""
     used = {want.axis.name for wants in flood.wants.values() for want in wants}
-    heavy = [op for op in graph.ops if _is_heavy(op)]
+    weights = _weights(graph, decider)
     for name in mesh.axis_names:
         if name not in used:
             continue
         wants, found = flood.wants, list[tuple[Decider, dict[Leaf, list[Want]]]]()
-        for leaf in _candidates(heavy, flood, mesh, decider, name):
+        for leaf in _candidates(weights, flood, mesh, decider, name):
             mine = wants.get(leaf, [])
             more = [a for a in mesh.axis(name).primes() if all(want.axis != a for want in mine)]
             tried = flood.wants = wants | {leaf: [*mine, *(Want(a, _SOURCE, True) for a in more)]}
@@ -52,37 +53,41 @@ def offered(graph: Graph, flood: Flood, mesh: Mesh, decider: Decider) -> Decider
 def _better(trial: Decider, decider: Decider) -> bool:
     """Whether an offer is worth it: markedly faster, and twice as fast if more is sent."""
     (work, sent), (work_before, sent_before) = _whole(trial), _whole(decider)
-    return work + sent < (work_before + sent_before) * (_WORTH if sent <= sent_before else _WORTH_MORE)
+    return work + sent < (work_before + sent_before) * (_WORTH if sent <= sent_before * TIE else _WORTH_MORE)
 
 
 def _whole(decider: Decider) -> tuple[float, float]:
     return decider.estimate.whole(decider.choices)
 
 
+def _weights(graph: Graph, decider: Decider) -> dict[Op, float]:
+    """The ops that matter: by their arithmetic, or by their time where none has much. Attention has its own choices."""
+    ops = [op for op in graph.ops if op.rule is not None and not (op.constant or op.transparent)]
+    alone = {op for op in ops if op.rule is not None and (op.rule.rounds or op.rule.lends)}
+    heavy = {op: float(op.rule.flops) for op in ops if op.rule is not None and op not in alone and _is_heavy(op)}
+    return heavy if heavy or alone else {op: work(op, decider.problem.prices) for op in ops}
+
+
 def _is_heavy(op: Op) -> bool:
-    if op.rule is None or op.constant or op.rule.rounds or op.rule.lends:  # attention has choices of its own
-        return False
     elements = sum(v.nbytes // max(v.dtype.itemsize, 1) for v in (*op.operands, *op.results) if v is not None)
-    return op.rule.flops > _HEAVY * elements
+    return op.rule is not None and op.rule.flops > _HEAVY * elements
 
 
-def _candidates(heavy: list[Op], flood: Flood, mesh: Mesh, decider: Decider, name: str) -> list[Leaf]:
-    """The dims which would take most of the arithmetic that is done alike along an axis, or that communicates."""
-    atoms, total = mesh.axis(name).primes(), 0.0
-    gain: Counter[Leaf] = Counter()
-    for op in heavy:
+def _candidates(weights: Mapping[Op, float], flood: Flood, mesh: Mesh, decider: Decider, name: str) -> list[Leaf]:
+    """The dims which would take most of what is done alike along an axis, or that communicates."""
+    atoms, gain = mesh.axis(name).primes(), defaultdict[Leaf, float](float)
+    for op, weight in weights.items():
         unit = decider.units.unit.get(op)
-        if unit is None or op.rule is None:
+        if unit is None:
             continue
-        total += op.rule.flops
         used = {a for axes in decider.unit_cut(unit) for a in axes}
         idle = [a for a in atoms if a not in used]
         moves = unit in decider.problem.kind and decider.estimate.moving(decider.problem.kind[unit], decider.choices)
         if idle or moves:
             for leaf in _free(op, flood, idle or atoms, everywhere=not idle):
-                gain[leaf] += op.rule.flops
+                gain[leaf] += weight
     most = sorted(gain, key=lambda leaf: (-gain[leaf], leaf))[:_TRIED]
-    return [leaf for leaf in most if gain[leaf] >= _SHARE * total]
+    return [leaf for leaf in most if gain[leaf] >= _SHARE * sum(weights.values())]
 
 
 def _free(op: Op, flood: Flood, atoms: Sequence[Axis], *, everywhere: bool) -> set[Leaf]:
@@ -92,7 +97,7 @@ def _free(op: Op, flood: Flood, atoms: Sequence[Axis], *, everywhere: bool) -> s
     results = [labels for labels, r in zip(op.rule.results, op.results, strict=True) if r is not None]
     operands = [labels for labels, v in zip(op.rule.operands, op.operands, strict=True) if not v.constant]
     names = [{f for dim in labels for f in dim} for labels in (*results, *operands)]
-    kept = set.intersection(*names) if everywhere else set.union(*names[: len(results)])
+    kept = set.intersection(*names) if everywhere else set[str]().union(*names[: len(results)])
     found = set()
     for label in kept:
         for k, leaf in enumerate(flood.labels[op].get(label, ())):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from tests.best import Row, constants, experts, matrices, moves, tables, training
+from tests.best import Row, chains, constants, experts, matrices, moves, tables, training
 
 ROWS: list[Row] = [
     *constants.ROWS,
     *tables.ROWS,
     *moves.ROWS,
+    *chains.ROWS,
     *matrices.ROWS,
     *experts.ROWS,
     *training.ROWS,
