@@ -27,18 +27,24 @@ def nbytes(size: Any, what: str) -> int:
         >>> nbytes("25MiB", "bucket"), nbytes("1.5 GB", "cap"), nbytes(512, "memory")
         (26214400, 1500000000, 512)
     """
-    found: Any = size
+    found, match = size, None
     if isinstance(size, str):
         match = _SIZE.fullmatch(size)
         found = None if match is None or match[2] not in _UNITS else int(Decimal(match[1]) * _UNITS[match[2]])
     if not isinstance(found, Integral) or isinstance(found, bool) or found < 1:
         units = ", ".join(sorted(_UNITS, key=_UNITS.__getitem__))
+        meant = _meant(match[2]) if match else ""
         raise ShardingError(
             f"{what}={size!r} is no size",
             rule=f"a size is a whole number of bytes above 0, or a text with one of the units {units}",
-            remedy=f'{what}="{_EXAMPLES.get(what, "25MiB")}"',
+            remedy=f'{what}="{match[1]}{meant}"' if match and meant else f'{what}="{_EXAMPLES.get(what, "25MiB")}"',
         )
     return int(found)
+
+
+def _meant(unit: str) -> str:
+    """The unit that somebody has written in other letters, or without its last."""
+    return next((x for x in _UNITS if x != unit and x.lower() in (unit.lower(), f"{unit}B".lower())), "")
 
 
 _EXAMPLES = {"memory": "72GiB", "cap": "2GiB"}

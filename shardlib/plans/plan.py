@@ -282,6 +282,7 @@ class Plan:
             "flops": self.flops,
             "redundant": [asdict(r) | {"axes": list(r.axes)} for r in self.redundant],
             "peak_memory": self.peak_memory,
+            "host_memory": self.host_memory,
             "replicated_ops": list(self.replicated_ops),
         }
 
