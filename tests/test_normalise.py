@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import nn
+from torch.fft import fftn, ifftn
 from torch.func import functional_call, grad, grad_and_value
 from torch.utils.checkpoint import checkpoint
 
@@ -142,6 +143,12 @@ TRANSFORMS = {
     "real": (lambda x: torch.fft.rfftn(x, norm="forward"), [2, 1, 0]),
     "real, and back": (lambda x: torch.fft.irfft2(torch.fft.rfft2(x), s=(5, 8)), [2, 1, 1, 2]),
     "of an odd size": (lambda x: torch.fft.irfftn(torch.fft.rfftn(x, dim=(2, 0, 1)), s=(8, 6, 5), dim=(2, 0, 1)), None),
+    "there and back": (lambda x: torch.fft.ifftn(torch.fft.fftn(x) * 2).real, [2, 1, 0, 0, 1, 2]),
+    "and there again": (lambda x: fftn(ifftn(fftn(x)).sin()), [2, 1, 0, 0, 1, 2, 2, 1, 0]),
+    "back and there": (lambda x: fftn(ifftn(x)), [2, 1, 0, 0, 1, 2]),
+    "there and back in other dims": (lambda x: ifftn(fftn(x).flatten(1).unflatten(1, (4, 10))), [2, 1, 0, 0, 1, 2]),
+    "one dim, then all": (lambda x: fftn(torch.fft.fft(x, dim=0)), [0, 0, 2, 1]),
+    "two that meet": (lambda x: ifftn(fftn(x) * fftn(x.sin(), dim=(1, 2))), [2, 1, 0, 2, 1, 1, 2, 0]),
     "Hermitian": (lambda x: torch.fft.hfft2(torch.complex(x, -x)), [1, 2]),
     "one dim": (lambda x: torch.fft.fft(x, dim=1), [1]),
 }

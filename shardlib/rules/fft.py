@@ -17,7 +17,10 @@ def _flops(call: Call, _: int) -> int:
     return 5 * steps * max(numel(shape), numel(new))
 
 
-# The libraries refuse empty batches.
-_TRANSFORM = pattern("[dim] -> [_] | dim:whole ...:local {0}", local=nonempty, flops=_flops)
+# The libraries refuse empty batches. Complex numbers have as many frequencies: the dim before and behind is one, so
+# that what is there and back again is cut as it was.
+_HOW = "dim:whole ...:local {0}"
+_TRANSFORM = pattern(f"[dim] -> [_] | {_HOW}", local=nonempty, flops=_flops)
+_COMPLEX = pattern(f"[dim] -> [dim] | {_HOW}", local=nonempty, flops=_flops)
 
-ROWS: dict[str, RuleFn | str] = dict.fromkeys(["_fft_r2c", "_fft_c2r", "_fft_c2c"], _TRANSFORM)
+ROWS: dict[str, RuleFn | str] = {**dict.fromkeys(["_fft_r2c", "_fft_c2r"], _TRANSFORM), "_fft_c2c": _COMPLEX}

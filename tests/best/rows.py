@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from tests.best import Row, chains, constants, experts, matrices, moves, tables, training
+from tests.best import Row, chains, constants, experts, matrices, moves, tables, training, transforms
 
 ROWS: list[Row] = [
     *constants.ROWS,
     *tables.ROWS,
     *moves.ROWS,
     *chains.ROWS,
+    *transforms.ROWS,
     *matrices.ROWS,
     *experts.ROWS,
     *training.ROWS,
