@@ -14,6 +14,7 @@ from shardlib.normalise.passes import call
 
 aten = torch.ops.aten
 _C2C, _R2C, _C2R = aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default
+_TRANSFORMS = {_C2C, _R2C, _C2R}
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,13 @@ def dim_by_dim(gm: fx.GraphModule) -> None:
     and back goes through its dims in one order and in the other. Without a transform before it, the last dim comes
     first, since leading ones are what is cut. Of real operands the last comes first in any case, of real results last.
     """
+    if all(node.target not in _TRANSFORMS for node in gm.graph.nodes):
+        return
     ways: dict[fx.Node, _Way] = {}
     count = 0
     for node in list(gm.graph.nodes):
         ways[node] = way = _met(node, ways)
-        if node.target not in (_C2C, _R2C, _C2R):
+        if node.target not in _TRANSFORMS:
             continue
         dims = [d % node.meta["val"].dim() for d in argument(node, "dim")]
         order = _order(node, dims, way)
