@@ -59,7 +59,7 @@ class Value:
     manual: bool = False  # what one device holds, inside a shard_map body: it has a local shape and no layout
     readers: list[tuple[Op, int]] = field(default_factory=list)  # (op, operand position)
     is_output: bool = False
-    like: Value | None = None  # the input whose gradient it is
+    like: Value | None = None  # the input whose gradient it is; of a constant, whose form it has
     again: bool = False  # what is gathered of it is not kept from one pass to the next
     rows: Rows | None = None  # it may be there in the rows of own groups only
 
@@ -184,13 +184,13 @@ def build(gm: fx.GraphModule) -> Graph:
             result = source.results[node.args[1]]
             assert result is not None
             values[node] = result
-            _note_gradient(node, values)
+            _note_like(node, values)
         else:
             op = by_node[node] = _op(node, val, values)
             ops.append(op)
             if not isinstance(val, tuple | list) and op.results[0] is not None:
                 values[node] = op.results[0]
-                _note_gradient(node, values)
+                _note_like(node, values)
     for out in outputs:
         if isinstance(out, Value):
             out.is_output = True
@@ -199,11 +199,11 @@ def build(gm: fx.GraphModule) -> Graph:
     return Graph(ops, inputs, captured, outputs)
 
 
-def _note_gradient(node: fx.Node, values: dict[fx.Node, Value]) -> None:
-    if (of := node.meta.get("gradient of")) is not None:
-        value, source = values[node], values.get(of)
-        free = source is not None and not (source.constant or value.constant or value.manual)
-        value.like = source if free and source is not None and source.shape == value.shape else None
+def _note_like(node: fx.Node, values: dict[fx.Node, Value]) -> None:
+    value, of = values[node], node.meta.get("like" if values[node].constant else "gradient of")
+    source = values.get(of) if of is not None else None
+    free = source is not None and not (source.constant or source.manual or value.manual)
+    value.like = source if free and source is not None and source.shape == value.shape else None
 
 
 def _op(node: fx.Node, val: Any, values: dict[fx.Node, Value]) -> Op:

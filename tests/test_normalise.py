@@ -13,6 +13,7 @@ from torch.fft import fftn, ifftn
 from torch.func import functional_call, grad, grad_and_value
 from torch.utils.checkpoint import checkpoint
 
+import shardlib as sl
 from shardlib.normalise import PASSES, normalise, verify
 from shardlib.ops.attention import attention
 from shardlib.tracing.trace import trace
@@ -161,6 +162,29 @@ def test_transforms_are_dim_by_dim(name):
     found = [node.args[1] for node in traced.graph.graph.nodes if "fft" in str(node.target)]
     assert all(len(of) == 1 for of in found)
     assert dims is None or [dim for (dim,) in found] == dims
+
+
+LIKES = {
+    "zeros": (lambda x: x + torch.zeros_like(x), ["full", "add"]),
+    "in another dtype": (lambda x: x * torch.ones_like(x, dtype=torch.int32), ["full", "mul"]),
+    "of a turned tensor": (lambda x: x + torch.full_like(x.t(), 2).view(6, 4).t(), ["full", "permute", "add"]),
+    "new": (lambda x: x.new_zeros(3, 4, 6) + x.new_full((4, 1), 2) + x, ["full", "full", "add", "add"]),
+    "of what is like": (lambda x: x + torch.zeros_like(torch.empty_like(x.sin())).fill_(3), ["full", "add"]),
+    "written to": (lambda x: torch.empty_like(x).copy_(x[0]).mul_(2), ["select", "expand", "mul"]),
+    "returned": (lambda x: torch.zeros_like(x), ["zeros_like"]),
+    "made into what is returned": (lambda x: torch.zeros_like(x) + 1, ["zeros_like", "add"]),
+    "returned, and read": (lambda x: [y := torch.zeros_like(x), y + x], ["zeros_like", "full", "add"]),
+    "placed": (lambda x: sl.shard(torch.zeros_like(x), "a b") + x, ["zeros_like", "constrain", "add"]),
+}
+
+
+@pytest.mark.parametrize("name", LIKES)
+def test_what_is_like_a_tensor_reads_none(name):
+    program, want = LIKES[name]
+    with sl.Mesh(x=1):
+        traced = check(program, torch.randn(4, 6, dtype=torch.float64))
+    assert sorted(ops(traced)) == sorted(want)
+    assert not any(n.all_input_nodes for n in traced.graph.graph.nodes if "full" in str(n.target))
 
 
 CONVOLUTIONS = {

@@ -14,6 +14,7 @@ from torch import fx
 from shardlib.aten.views import written_arguments
 from shardlib.manual.claims import hold_claims
 from shardlib.normalise.bags import even_bags
+from shardlib.normalise.likes import free_likes
 from shardlib.normalise.pads import convolve_padded
 from shardlib.normalise.passes import (
     compose_reshapes,
@@ -50,6 +51,7 @@ PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
     join_slices,
     join_moves,
     merge_repeated,
+    free_likes,  # when no node goes any more but those that nobody reads
     drop_dead,
 )
 

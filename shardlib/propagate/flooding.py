@@ -88,7 +88,7 @@ class _Flooding:
                 if result is not None and not result.constant:
                     self.dims(result)
         for value in self.graph.values():
-            if value.like is not None:
+            if value.like is not None and not value.constant:
                 for mine, theirs in zip(self.raw[value], self.raw[value.like], strict=True):
                     f.dims.unify(mine, theirs)
         for apart in f.apart.values():
@@ -159,7 +159,8 @@ class _Flooding:
             return [leaf for name in names for leaf in labels[name]]
 
         for value, dims in (*zip(op.operands, rule.operands, strict=True), *zip(op.results, rule.results, strict=True)):
-            if value is None or value.constant:
+            value = value.like if value is not None and value.constant else value
+            if value is None:
                 continue
             if value not in raw:
                 raw[value] = [leaves_of(names) for names in dims]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import shardlib as sl
-from tests.best import Row, bf16, f32, reduced
+from tests.best import Row, bf16, f32, gathered, ints, reduced
 
 N, D = 1024, 256  # of x, cut 8 ways
 PIECE = N * D * 4 / 8
@@ -98,6 +98,23 @@ def _plain(name: str, program: Callable[[Tensor], Tensor], pieces: float) -> Row
     return Row(name, program, (f32(N, D),), ("_@data _",), DATA, peak=pieces * PIECE)
 
 
+def degrees(rank: Tensor, target: Tensor) -> Tensor:
+    """The ranks of nodes, over how many edges come in."""
+    ones = torch.ones_like(target, dtype=rank.dtype)
+    return rank / torch.zeros_like(rank).index_add(0, target, ones).clamp(min=1)
+
+
+def pagerank(rank: Tensor, source: Tensor, target: Tensor, degree: Tensor) -> Tensor:
+    """Three rounds of ranks along edges."""
+    for _ in range(3):
+        rank = 0.15 + 0.85 * torch.zeros_like(rank).index_add(0, target, (rank / degree)[source])
+    return rank
+
+
+NODES, EDGES = 1 << 16, 1 << 20
+GRAPH = (f32(NODES), ints(EDGES), ints(EDGES), f32(NODES))
+
+
 ROWS = [
     _of_x("gradient of mean(x*x)", lambda x: (x * x).mean(), 3),
     _of_x("gradient of mean(0)", lambda x: (x.mean(0) ** 2).sum(), 3, reduced(D * 4, 8), 1),
@@ -117,4 +134,9 @@ ROWS = [
     _of_weights("16-bit gradients added in 32 bits", _wide, make=bf16),
     _of_weights("gradient where a mask allows", lambda x, w: sl.grad(_loss, 1)(x, w).where(torch.eye(D) > 0, 0.0)),
     _of_weights("gradient of stacked weights", sl.grad(_layers, 1), reduced(4 * W, 8), stack=4),
-]
+    Row("degrees of nodes", degrees, (f32(NODES), ints(EDGES)), ("n@x", "e@x"), {"x": 8}, gathered(NODES * 4, 8), 1),
+    Row("ranks of nodes", pagerank, GRAPH, ("n@x", "e@x", "e@x", "n@x"), {"x": 8}, 6 * gathered(NODES * 4, 8), 6, 1.3),
+    Row("sums where a tensor lives", lambda table, i, rows: torch.zeros_like(table).index_add(0, i, rows),
+        (f32(NODES, 8), ints(EDGES), f32(EDGES, 8)), ("n@x _", "e@x", "e@x _"), {"x": 8},
+        gathered(NODES * 8 * 4, 8), 1),
+]  # fmt: skip
