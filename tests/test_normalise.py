@@ -164,6 +164,35 @@ def test_transforms_are_dim_by_dim(name):
     assert dims is None or [dim for (dim,) in found] == dims
 
 
+BEHIND = {
+    "a sum": (lambda x: x.flip(1).cumsum(1).flip(1), ["cumsum_behind"]),
+    "counted from the end": (lambda x: x.flip(-1).cumsum(1).flip(-1), ["cumsum_behind"]),
+    "its gradient": (grad(lambda x: x.flip(1).cumsum(1).flip(1).sin().sum()), ["cumsum_behind", "cos", "cumsum"]),
+    "a gradient": (grad(lambda x: x.cumsum(1).sin().sum()), ["cumsum", "cos", "cumsum_behind"]),
+    "a maximum": (lambda x: x.flip(1).cummax(1).values.flip(1), ["cummax_behind", "getitem"]),
+    "a maximum, and where": (
+        lambda x: [y.flip(1) for y in x.flip(1).cummax(1)],
+        ["cummax_behind", "getitem", "getitem"],
+    ),
+    "turned round three times": (lambda x: x.flip(1).flip(1).cumsum(1).flip(1).flip(1), ["cumsum"]),
+    "turned along another dim": (lambda x: x.flip(0).cumsum(1).flip(0), ["flip", "cumsum", "flip"]),
+    "turned along two dims": (lambda x: x.flip(0, 1).cumsum(1).flip(0, 1), ["flip", "cumsum", "flip"]),
+    "turned once": (lambda x: x.flip(1).cumsum(1), ["flip", "cumsum"]),
+    "read elsewhere": (lambda x: [y := x.flip(1).cumsum(1), y.flip(1)], ["flip", "cumsum", "flip"]),
+    "where alone is turned back": (
+        lambda x: [(found := x.flip(1).cummax(1)).values, found.indices.flip(1)],
+        ["flip", "cummax", "getitem", "getitem", "flip"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_scans_from_behind(name):
+    program, want = BEHIND[name]
+    traced = check(program, torch.randn(4, 6, dtype=torch.float64))
+    assert [op for op in ops(traced) if op not in ("full", "expand", "mul")] == want
+
+
 LIKES = {
     "zeros": (lambda x: x + torch.zeros_like(x), ["full", "add"]),
     "in another dtype": (lambda x: x * torch.ones_like(x, dtype=torch.int32), ["full", "mul"]),

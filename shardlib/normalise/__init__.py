@@ -28,6 +28,7 @@ from shardlib.normalise.passes import (
     merge_repeated,
     one_permute,
 )
+from shardlib.normalise.scans import scan_from_behind
 from shardlib.normalise.slices import join_slices
 from shardlib.normalise.splices import join_moves
 from shardlib.normalise.transforms import dim_by_dim
@@ -49,6 +50,7 @@ PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
     divide_losses_late,
     forget_totals,
     join_slices,
+    scan_from_behind,
     join_moves,
     merge_repeated,
     free_likes,  # when no node goes any more but those that nobody reads

@@ -1,7 +1,7 @@
 """Running sums and their like: local scans, then what came before.
 
 Along a cut dim every device scans its piece; the totals of the pieces are gathered, and each device combines those of
-the pieces before its own with its results.
+the pieces before its own with its results. From behind it is the same with everything turned round.
 """
 
 from __future__ import annotations
@@ -14,64 +14,70 @@ from torch import Tensor
 
 from shardlib.internals import schema_of
 from shardlib.manual.collectives import all_gather
+from shardlib.ops.behind import BEHIND
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import Rows, widely, worst
 from shardlib.rules.space import arg, axis
 
 aten = torch.ops.aten
-Form = Callable[..., Any]  # of the piece, the dim, the factor that it is, this device's place, and its first index
+Before = Callable[[Tensor], Tensor]  # of this device's total, of size 1 along the dim: the totals of all before it
+Form = Callable[[Tensor, int, Before, int], Any]  # of the piece, the dim, what came before, and its first index
 
 
-def _scan(form: Callable[[Local], Form], text: str) -> Callable[[Call], Rule]:
-    """The rule of an op that runs along `dim`."""
+def _scan(make: Callable[[Local, Any], Form], text: str, op: Any = None) -> Callable[[Call], Rule]:
+    """The rule of an op that runs along `dim`, or of `op` from behind: there what comes behind is what came before."""
 
     def local(local: Local) -> Any:
-        at = axis(arg(local.call, 1, "dim"), len(local.call.operands[0].shape))
-        return local.run(form(local), local.args[0], at, "dim", local.position("dim"), local.offset("dim"))
+        shape = local.call.operands[0].shape
+        at = axis(arg(local.call, 1, "dim"), len(shape))
+        scan = make(local, op or local.call.target)
+        place, first, size = local.position("dim"), local.offset("dim"), local.size("dim")
+        ways, whole = local.ways("dim"), shape[at]
+        if op is not None:
+            place = local.calc(lambda i: ways - 1 - i, place)
+            first = local.calc(lambda i, n: whole - i - n, first, size)
+
+        def turned(x: Tensor) -> Tensor:
+            return x if op is None else x.flip(at)
+
+        def form(x: Tensor, place: int, first: int) -> Any:
+            found = scan(turned(x), at, lambda total: turned(all_gather(total, "dim", at)).narrow(at, 0, place), first)
+            return turned(found) if isinstance(found, Tensor) else tuple(map(turned, found))
+
+        return local.run(form, local.args[0], place, first)
 
     def rule(call: Call) -> Rule:
-        many = call.operands[0].dtype.is_complex and "log" in schema_of(call.target).name
-        return pattern(f"{text} {'dim:whole' if many else ''}", local=local)(
-            call
-        )  # logarithms, of which there are many
+        many = call.operands[0].dtype.is_complex and "log" in schema_of(call.target).name  # there are many logarithms
+        return pattern(f"{text} {'dim:whole' if many else ''}", local=local)(call)
 
     return rule
 
 
-def _before(total: Tensor, at: int, row: str, place: int) -> Tensor:
-    """The totals, of size 1 along `at`, of all pieces before this device's: none on the first."""
-    return all_gather(total, row, at).narrow(at, 0, place)  # type: ignore[no-any-return]
-
-
-def _combined(fold: Callable[..., Tensor], combine: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Local], Form]:
+def _combined(fold: Callable[..., Tensor], combine: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Local, Any], Form]:
     """A scan of one op: `fold` makes the total of a dim, `combine` puts what came before in front of a scan."""
 
-    def of(local: Local) -> Form:
-        target = local.call.target
-
-        def form(x: Tensor, at: int, row: str, place: int, first: int) -> Tensor:
-            before = fold(_before(fold(x, at, keepdim=True), at, row, place), at, keepdim=True)
-            return combine(target(x, at), before)
+    def of(local: Local, op: Any) -> Form:
+        def form(x: Tensor, at: int, before: Before, first: int) -> Tensor:
+            return combine(op(x, at), fold(before(fold(x, at, keepdim=True)), at, keepdim=True))
 
         return widely(form, local.call)
 
     return of
 
 
-def _record(local: Local) -> Form:
+def _record(local: Local, op: Any) -> Form:
     """cummax, cummin: the last of several equal values counts, and a NaN beats everything that follows, but a NaN."""
-    target = local.call.target
-    lowest = target is aten.cummax.default
+    lowest = op is aten.cummax.default
     fill = worst(local.call.operands[0].dtype, lowest=lowest)
 
-    def form(x: Tensor, at: int, row: str, place: int, first: int) -> tuple[Tensor, Tensor]:
-        best, index = target(x, at)
-        last, where = _last(target(rows.held(x, fill), at), at)
+    def form(x: Tensor, at: int, before: Before, first: int) -> tuple[Tensor, Tensor]:
+        best, index = op(x, at)
+        last, where = _last(op(rows.held(x, fill), at), at)
         front = [0, 0] * (x.dim() - 1 - at) + [1, 0]  # so that something comes before the first
-        last = aten.constant_pad_nd.default(_before(last, at, row, place), front, fill)
-        where = aten.constant_pad_nd.default(_before(where + first, at, row, place), front)
-        last, which = _last(target(last, at), at)
+        last = aten.constant_pad_nd.default(before(last), front, fill)
+        where = aten.constant_pad_nd.default(before(where + first), front)
+        last, which = _last(op(last, at), at)
         own = (best >= last if lowest else best <= last) | (best != best)
         return torch.where(own, best, last), torch.where(own, index + first, where.gather(at, which))
 
@@ -84,12 +90,17 @@ def _last(found: Sequence[Tensor], at: int) -> list[Tensor]:
     return [x.narrow(at, x.shape[at] - 1, 1) for x in found]
 
 
+_SUMS = "[dim] -> [dim] | dim:local {0}"
+_SCANS: dict[str, tuple[Callable[[Local, Any], Form], str]] = {
+    "cumsum": (_combined(torch.sum, torch.add), _SUMS),
+    "cumprod": (_combined(torch.prod, torch.mul), "[dim] -> [dim] | dim:local"),
+    "logcumsumexp": (_combined(torch.logsumexp, torch.logaddexp), "[dim] -> [dim] | dim:local"),
+    **dict.fromkeys(["cummax", "cummin"], (_record, "[dim] -> [dim], [dim] | dim:local")),
+}
+_ALONG: dict[str, RuleFn | str] = {name: _scan(*how) for name, how in _SCANS.items()}
+
 ROWS: dict[str, RuleFn | str] = {
-    "cumsum": _scan(_combined(torch.sum, torch.add), "[dim] -> [dim] | dim:local {0}"),
-    "cumprod": _scan(_combined(torch.prod, torch.mul), "[dim] -> [dim] | dim:local"),
-    **dict.fromkeys(
-        ["logcumsumexp", "_logcumsumexp"],
-        _scan(_combined(torch.logsumexp, torch.logaddexp), "[dim] -> [dim] | dim:local"),
-    ),
-    **dict.fromkeys(["cummax", "cummin"], _scan(_record, "[dim] -> [dim], [dim] | dim:local")),
+    **_ALONG,
+    "_logcumsumexp": _ALONG["logcumsumexp"],
+    **{str(schema_of(op).name): _scan(*_SCANS[str(schema_of(of).name)[6:]], of) for of, op in BEHIND.items()},
 }

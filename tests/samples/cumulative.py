@@ -11,8 +11,14 @@ from tests.prover import Sample
 from tests.samples.make import f, i, s
 
 
+def both(*names: str) -> Iterator[str]:
+    """Ops, and the same from behind."""
+    for name in names:
+        yield from (name, f"shardlib::{name}_behind")
+
+
 def scans() -> Iterator[Sample]:
-    for name in ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"):
+    for name in both("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"):
         yield s(name, f(3, 5), 1)
         yield s(name, f(2, 3, 4), -2)
         yield s(name, f(12, 2), 0)
@@ -25,13 +31,13 @@ def scans() -> Iterator[Sample]:
         x[3] = -math.inf
         yield s(name, x, 1)
     yield s("_logcumsumexp", f(3, 5) * 300, 1)
-    for name in ("cumsum", "cumprod"):
+    for name in both("cumsum", "cumprod"):
         yield s(name, i(3, 4, 5), 1)
         yield s(name, i(3, 4, 5), 0, dtype=torch.float64)
         yield s(name, f(4, 5) > 0, 1)
         yield s(name, f(4, 5), 1, dtype=torch.float32)
         yield s(name, torch.complex(f(3, 5), f(3, 5)), 1)
-    for name in ("cummax", "cummin"):
+    for name in both("cummax", "cummin"):
         yield s(name, i(3, 4, 12), 1)
         yield s(name, i(3, 6).to(torch.uint8), 0)
         yield s(name, f(7) > 0, 0)
