@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from shardlib.aten.calls import NARROW, PERMUTE, RESHAPE
+from shardlib.aten.calls import CAT, NARROW, PERMUTE, RESHAPE
 from shardlib.lower.builder import Builder
 from shardlib.meshes.axis import Axis, Coords, member_coords, position
 from shardlib.program.steps import Asked, Var
-from shardlib.program.sym import Sym, axes_of, here, local_size, of_member, offset, product, tabulate
-from shardlib.reshard import Axes, Step, ways
+from shardlib.program.sym import Sym, apart, axes_of, everywhere, here, local_size, of_member, offset, product, tabulate
+from shardlib.reshard import Axes, Crossing, Step, ways
 from shardlib.specs.pieces import span
 
 aten = torch.ops.aten
 LocalDims = tuple[tuple[tuple[int, Axes], ...], ...]  # per dim, (size, axes) per factor
 LocalShape = list[Sym | int]
+Places = Callable[[Coords], list[tuple[int, int]]]  # on every device, ranges of what it has of a dim: (start, size)
 
 
 class Mover:
@@ -81,6 +82,38 @@ class Mover:
             self._call(target, (x, [*how]), made)
         return made
 
+    def cross(self, crossing: Crossing, var: Var, out: Var, reason: str, because: Asked | None) -> None:
+        """A dim in other factors: what others are to hold goes to them, in their order, and ours comes in theirs."""
+        d, n, axes = crossing.dim, ways(crossing.axes), (*crossing.axes, *crossing.others)
+        x, made = var, out
+        if not _in_order(crossing.leaving, axes):
+            x = Var(self.builder.name(f"{var.name}.sent"), None, var.dtype)
+            self._ordered(var, d, crossing.leaving, axes, x)
+        if not _in_order(crossing.arriving, axes):
+            made = Var(self.builder.name(f"{out.name}.sent"), None, out.dtype)
+
+        def sent(i: int, j: int) -> Sym | int:
+            if not crossing.others:  # the same in every group
+                return crossing.sent({a.name: 0 for a in axes}, i, j)
+            found: Sym | int = tabulate(partial(crossing.sent, i=i, j=j), axes, crossing.axes)
+            return found
+
+        sizes = [[sent(i, j) for j in range(n)] for i in range(n)]
+        params = {"split_dim": d, "split_sizes": sizes, "concat_dim": d, "concat_sizes": []}
+        self.builder.communicate("all_to_all", crossing.axes, x, made, params, crossing.bytes, "sum", reason, because)
+        if made is not out:
+            self._ordered(made, d, crossing.arriving, axes, out)
+
+    def _ordered(self, x: Var, d: int, places: Places, axes: Axes, out: Var) -> None:
+        """Those ranges of dim d next to each other."""
+        parts = []
+        for k in range(max(len(places(c)) for c in everywhere(apart(axes)))):
+            start, size = (tabulate(partial(_place, places, k, i), axes) for i in (0, 1))
+            parts.append(Var(self.builder.name(f"{x.name.partition('.')[0]}.part"), None, x.dtype))
+            with self.builder.at(None):
+                self._call(NARROW, (x, d, start, size), parts[-1])
+        self._call(CAT, (parts, d), out)
+
     def slice_all(self, var: Var, dims: LocalDims, out: Var) -> None:
         """Cut a whole value as `dims` says, locally."""
         have: LocalDims = tuple(tuple((n, ()) for n, _ in dim) for dim in dims)
@@ -127,6 +160,17 @@ class Mover:
     def _view_back(self, made: Var, out: Var, back: LocalShape | None) -> None:
         if back is not None:
             self._call(RESHAPE, (made, back), out)
+
+
+def _in_order(places: Places, axes: Axes) -> bool:
+    """Whether these are all of a dim as it is, on every device: what follows each other is one range."""
+    return all([start for start, _ in places(c)] in ([], [0]) for c in everywhere(apart(axes)))
+
+
+def _place(places: Places, k: int, i: int, coords: Coords) -> int:
+    """Start (0) or size (1) of the k-th range on a device; nothing of it where there are fewer."""
+    found = places(coords)
+    return found[k][i] if k < len(found) else 0
 
 
 def _told(step: Step, dims: LocalDims, new: LocalDims, pairs: list[tuple[int, int]], at: list[int]) -> dict[str, Any]:

@@ -67,11 +67,12 @@ class Placements:
         what = value.shape if value.constant or value.manual else self.flood.sizes(value)
         key = what, cut, owed, None if sizes is None else tuple(sizes)
         if (known := self._layouts.get(key)) is None:  # layers have the same ones
-            known = self._layouts[key] = _written(self.dims(value, cut), owed, key[3])
+            known = self._layouts[key] = written(self.dims(value, cut), owed, key[3])
         return known
 
 
-def _written(dims: tuple[Any, ...], owed: Owed, sizes: Sequence[int] | None) -> Layout:
+def written(dims: Sequence[Any], owed: Owed = SETTLED, sizes: Sequence[int] | None = None) -> Layout:
+    """The layout of dims, `(size, axes)` per leaf; of other `sizes`, if given."""
     pending = (Pending(Axis.merge(owed.axes), owed.kind),) if owed else ()
     feed = iter(n for dim in dims for n, _ in dim) if sizes is None else iter(sizes)
     return Layout(tuple(tuple(Factor(next(feed), a) for _, a in dim) for dim in dims), pending).canonical

@@ -18,7 +18,7 @@ from shardlib.lower.constants import Constants
 from shardlib.lower.emit import Emitter
 from shardlib.lower.local import LocalForm
 from shardlib.lower.move import Mover
-from shardlib.lower.placement import SETTLED, Owed, Placement, Placements
+from shardlib.lower.placement import SETTLED, Owed, Placement, Placements, written
 from shardlib.program.steps import Asked, Var
 from shardlib.propagate.flood import Assignment, OpFactor
 from shardlib.propagate.moves import settled
@@ -85,8 +85,33 @@ class Values:
                 self._move(target, *self._cheapest(value, cut, target), value)
         elif target is not value:
             near = self.flood.across(cut, target, value, pieces=True)
-            self.have[target][self.flood.across(near, value, target), SETTLED] = self.get(value, near)
+            if not self._crossed(value, target, near, cut):
+                self.have[target][self.flood.across(near, value, target), SETTLED] = self.get(value, near)
         return self.get(target, cut)
+
+    def _crossed(self, value: Value, target: Value, near: Cut, cut: Cut) -> bool:
+        """Make `target` in other factors of what `value` is cut in, where that costs less than to make these whole."""
+        starts = {form[0]: None for form in self.have[value]} or {self.natural(value): None}
+        sizes = self.flood.sizes(value), self.flood.sizes(target)
+        ways = [reshard.crossings(sizes[0], value.dtype.itemsize, near, src, sizes[1], cut) for src in starts]
+        priced = [
+            (self.price(value, way[0]) + reshard.crossed_seconds(way[1], self.prices), way) for way in ways if way
+        ]
+        if not priced:
+            return False
+        price, (via, steps) = min(priced, key=lambda of: of[0])
+        if price >= self.price(value, near):
+            return False
+        var, dims = self.get(value, via), [*self.forms.dims(value, via)]
+        there = [*self.forms.dims(target, self.flood.across(near, value, target))]
+        reason = self._reason(target, (via, SETTLED), (cut, SETTLED), value)
+        for step in steps:
+            dims[step.dim] = there[step.dim] = step.after
+            form = tuple(axes for dim in there for _, axes in dim), SETTLED
+            out = Var(self.builder.name(target.name), written(dims), value.dtype, target, form)
+            self.mover.cross(step, var, out, reason, Asked(self.reader))
+            var = self.have[target][form] = out
+        return True
 
     def _repieced(self, a: Value, b: Value) -> bool:
         """Whether two forms of a tensor have the same factors, and some of them in other pieces."""

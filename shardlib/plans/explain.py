@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardlib.aten.calls import PERMUTE, RESHAPE
+from shardlib.aten.calls import CAT, NARROW, PERMUTE, RESHAPE
 from shardlib.compile import Compiled
 from shardlib.graph import Op, Value
 from shardlib.lines import place
@@ -18,6 +18,8 @@ from shardlib.plans.plantext import si
 from shardlib.program.steps import Asked, Collective, Compute, Inside, Var, makes, reads
 from shardlib.propagate.dims import Leaf
 from shardlib.propagate.units import Unit
+
+_VIEWS = (RESHAPE, PERMUTE, NARROW, CAT)
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,17 @@ class Explainer:
 
     @cached_property
     def _viewed(self) -> dict[Var, Var]:
-        """What the views in front of collectives, and behind them, are of."""
-        steps = (s for s in self.compiled.program.steps if isinstance(s, Compute) and s.target in (RESHAPE, PERMUTE))
-        return {step.made[0]: step.operands[0] for step in steps if step.note == "reshard" and step.made}
+        """What the views in front of collectives, and behind them, are of; or what ranges are part of."""
+        return {step.made[0]: step.operands[0] for step in self._reshards}
 
     @cached_property
     def _views(self) -> dict[Var, Var]:
-        return {of: view for view, of in self._viewed.items()}
+        return {of: step.made[0] for step in self._reshards for of in step.operands}
+
+    @cached_property
+    def _reshards(self) -> list[Compute]:
+        steps = (s for s in self.compiled.program.steps if isinstance(s, Compute) and s.target in _VIEWS)
+        return [step for step in steps if step.note == "reshard" and step.made]
 
     def subject(self, c: Collective) -> str:
         """What a collective moves."""

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from shardlib import reshard
 from shardlib.meshes.axis import Axis
-from shardlib.propagate.records import Kind, Record
+from shardlib.propagate.records import End, Kind, Record
 from shardlib.propagate.tables import GRAIN, Costs, Numbers
-from shardlib.reshard import USUAL, Cut, Prices
+from shardlib.reshard import USUAL, Axes, Cut, Leaves, Prices
 
 # An activation that moves is gone soon, a gathered parameter stays for half a step: near a tie, move activations.
 HOLDING = 1.25
@@ -40,7 +40,8 @@ class Moves:
         # Rough or not, from every state to -2, -1 and every state: seconds (nan: nobody asked), and what is there then.
         nowhere = np.empty((0, 2)), np.empty((0, 2), np.int64)
         self._ways: dict[bool, tuple[Costs, Numbers]] = {False: nowhere, True: nowhere}
-        self.still = {p: self.number((e.cut, ())) for p, e in enumerate(self.ends) if e.kind is None}
+        self._into: dict[int, tuple[Leaves, Cut]] = {}  # of states that are reached in factors of their own
+        self.still = {p: self._fixed(e) for p, e in enumerate(self.ends) if e.kind is None}
         self.places = {k: tuple(p for p, e in enumerate(self.ends) if e.kind == k) for k in record.kinds}
 
     def number(self, state: State) -> int:
@@ -49,6 +50,14 @@ class Moves:
             known = self._number[state] = len(self._states)
             self._states.append(state)
         return known
+
+    def _fixed(self, end: End) -> int:
+        """The number of the state of an end that is fixed; of one with factors of its own, another than of its cut."""
+        if end.into is None:
+            return self.number((end.cut, ()))
+        self._into[len(self._states)] = end.into
+        self._states.append((end.cut, ()))
+        return len(self._states) - 1
 
     def seconds(self, decided: Mapping[Kind, Sequence[Sequence[int]]], *, rough: bool = False) -> Costs:
         """Seconds of all reshards: a dim for each kind, along which are the states of its ends, choice after choice."""
@@ -120,7 +129,7 @@ class Moves:
     def _way(self, source: int, want: int, rough: bool) -> tuple[float, int]:
         if want == -1:
             return 0.0, source
-        cut, pending = self._states[source]
+        (cut, pending), into = self._states[source], self._into.get(want)
         if want < 0:
             leaves = zip(self.record.returned or (), self.flat, strict=True)
             goal: State = settled(cut, pending, list(leaves)), ()
@@ -129,10 +138,20 @@ class Moves:
         to, kept = goal
         left = tuple(a for a in pending if a not in kept)
         then = self.number((to, tuple(a for a in pending if a in kept)))
+        seconds = self._routed(cut, to, left, rough)
+        found = reshard.crossings(self.record.sizes, self.record.itemsize, to, cut, *into) if into else None
+        if found is not None:
+            via, steps = found
+            crossed = self._routed(cut, via, left, rough) + reshard.crossed_seconds(steps, self.paid)
+            if crossed < seconds:
+                return crossed, self.number((via, ()))
+        return seconds, then
+
+    def _routed(self, cut: Cut, to: Cut, left: Axes, rough: bool) -> float:
+        sizes, itemsize = self.record.sizes, self.record.itemsize
         if rough:
-            return reshard.rough_seconds(self.flat, self.record.itemsize, cut, to, left, self.paid), then
-        hops = reshard.route(self.record.sizes, self.record.itemsize, cut, to, left, prices=self.prices)
-        return reshard.seconds(hops, self.paid), then
+            return reshard.rough_seconds(self.flat, itemsize, cut, to, left, self.paid)
+        return reshard.seconds(reshard.route(sizes, itemsize, cut, to, left, prices=self.prices), self.paid)
 
 
 def settled(cut: Cut, pending: Sequence[Axis], leaves: Sequence[tuple[Sequence[Axis], int]]) -> Cut:

@@ -15,7 +15,7 @@ from shardlib.graph import Graph, Op, Value, is_zero
 from shardlib.meshes.axis import Axis
 from shardlib.propagate.flood import Flood
 from shardlib.propagate.units import Slots, Unit, Units, op_cut_slots, value_factors
-from shardlib.reshard import Cut
+from shardlib.reshard import Cut, Leaves
 
 Kind = int  # index of a group of units that share every decision
 
@@ -27,6 +27,7 @@ class End(NamedTuple):
     slots: Slots = ()
     cut: Cut = ()
     pending: tuple[int, ...] = ()  # slots of the unit whose sum this value still owes, or may owe to a reader
+    into: tuple[Leaves, Cut] | None = None  # the fixed cut in factors of its own, if `cut` cannot say it
 
 
 @dataclass(frozen=True)
@@ -159,10 +160,9 @@ class Records:
         for i, value in enumerate(graph.outputs):
             if not isinstance(value, Value) or value.constant:
                 continue
-            root, positions = self.units.root(value)
+            root, _ = self.units.root(value)
             if i in f.outputs:
-                cut = f.across(f.outputs[i][0], f.apart.get(i, value), value)
-                readers[root][End(None, cut=_onto_root(cut, positions, len(f.leaves(root))))] = None
+                readers[root][self._fixed(f.outputs[i][0], f.apart.get(i, value), value)] = None
             else:
                 readers[root]  # it is read, if by nobody inside
                 returned[root] = tuple(tuple(w.axis for w in f.wants.get(x, ())) for x in f.leaves(root))
@@ -175,11 +175,9 @@ class Records:
         if op.constrains:
             result = op.results[0]
             assert result is not None
-            cut = self.flood.across(self.flood.fixed[result][0], result, value)
-            return End(None, cut=_onto_root(cut, positions, n))
+            return self._fixed(self.flood.fixed[result][0], result, value)
         if op in self.flood.doors:
-            cut = self.flood.across(self.flood.doors[op][0], self.flood.apart.get(op, value), value)
-            return End(None, cut=_onto_root(cut, positions, n))
+            return self._fixed(self.flood.doors[op][0], self.flood.apart.get(op, value), value)
         if op.rule is None:
             return End(None, cut=((),) * n)
         slots = op_cut_slots(self.units, self.flood, op, value_factors(self.flood, op, i, operand=True))
@@ -192,6 +190,19 @@ class Records:
             slot = self.units.op_slots[op].get((op.owns.factor, 0))
         known = self.units.read[op, i] = tuple(out), () if slot is None else (slot,)
         return self._end(self.units.unit[op], *known)
+
+    def _fixed(self, cut: Cut, said: Value, value: Value) -> End:
+        """Who takes `value` as it is said, in `cut` of the factors of `said`; on the leaves of its root."""
+        f, (root, positions) = self.flood, self.units.root(value)
+        near, n = _onto_root(f.across(cut, said, value), positions, len(f.leaves(root))), len(f.leaves(root))
+        dims, theirs = zip(f.sizes(value), f.sizes(said), strict=True), iter(cut)
+        feed, count = iter(positions), iter(range(n))
+        asked = {tuple(next(feed) for _ in mine): (own, tuple(next(theirs) for _ in own)) for mine, own in dims}
+        at = [asked.get(tuple(next(count) for _ in dim)) for dim in f.sizes(root)]
+        into = [of for of in at if of is not None]
+        if f.value[value] == f.value[said] or len(into) < len(at):
+            return End(None, cut=near)
+        return End(None, cut=near, into=(tuple(own for own, _ in into), tuple(a for _, axes in into for a in axes)))
 
     def _source(self, op: Op, index: int, result: Value) -> End:
         f, u = self.flood, self.units

@@ -4,6 +4,7 @@ A *cut* of a value is a tuple with one entry per factor: the mesh axes over it, 
 moves factors, `route` values whose dims are made of several.
 """
 
+from shardlib.reshard.crossing import Crossing, crossed_seconds, crossings
 from shardlib.reshard.prices import USUAL, Prices
 from shardlib.reshard.rough import rough_seconds
 from shardlib.reshard.routing import Hop, plan, route, seconds
@@ -19,11 +20,14 @@ from shardlib.reshard.step import (
 __all__ = [
     "USUAL",
     "Axes",
+    "Crossing",
     "Cut",
     "Hop",
     "Leaves",
     "Prices",
     "Step",
+    "crossed_seconds",
+    "crossings",
     "local_numel",
     "plan",
     "rough_seconds",

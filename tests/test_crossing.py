@@ -1,0 +1,113 @@
+"""A dim in other factors after than before, which have no common refinement: devices exchange what overlaps."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import shardlib as sl
+from shardlib.meshes.axis import Axis, Coords
+from shardlib.propagate.moves import Moves
+from shardlib.propagate.records import End, Record
+from shardlib.reshard import USUAL
+from shardlib.reshard.crossing import MOST, Crossing, Dim, held
+from shardlib.specs.pieces import Pieces
+
+T, U = Axis("t", 4), Axis("u", 2)
+SPECS = ["d f@t", "d (three=3 f@t)", "d (f@t k=10)", "d (two=2 f@t k=5)", "d (k=5 f@(u t))", "d@u f@t", "d f@(t u)"]
+
+
+def elements(dim: Dim, coords: Coords) -> set[int]:
+    """Places of a dim that a device holds, one by one."""
+    sizes = [int(n) for n, _ in dim]
+    whole = torch.arange(torch.Size(sizes).numel()).view(sizes)
+    for d, (n, axes) in enumerate(dim):
+        (start, stop), *_ = held(((n, axes),), coords) or [(0, 0)]
+        whole = whole.narrow(d, start, stop - start)
+    return {*whole.flatten().tolist()}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (((24, (T,)),), ((3, ()), (8, (T,)))),
+        (((3, ()), (8, (T,))), ((24, (T,)),)),
+        (((27, (T,)),), ((3, ()), (9, (T,)))),
+        (((3, ()), (9, (T,))), ((9, (T, U)), (3, ()))),
+        (((3, ()), (9, (T,))), ((27, (U,)),)),
+        (((2, (U,)), (9, (T,))), ((18, (T,)),)),
+        (((Pieces((5, 0, 12, 4), (T,)), (T,)),), ((3, ()), (7, (T,)))),
+        (((5, (T,)), (2, ())), ((2, ()), (5, (T,)))),
+    ],
+)
+def test_what_is_sent_is_what_overlaps(before: Dim, after: Dim) -> None:
+    crossing = Crossing(0, before, after)
+    devices = [{"t": i, "u": j} for i in range(4) for j in range(2)]
+    most = 0
+    for c in devices:
+        assert elements(before, c) == {x for a, b in held(before, c) for x in range(a, b)}
+        group = [m for m in devices if all(m[name] == c[name] for name in {"t", "u"} - {a.name for a in crossing.axes})]
+        mine = elements(before, c)
+        most = max(most, sum(len(mine & elements(after, m)) for m in group if m != c))
+        assert sum(size for _, size in crossing.arriving(c)) == len(elements(after, c))
+    assert crossing.most == most
+
+
+@pytest.mark.parametrize("n", [30, 60, 90, 150])
+def test_every_pair_in_values_and_gradients(n: int) -> None:
+    x, weights = torch.arange(4.0 * n).reshape(4, n), torch.arange(1.0, n + 1)
+    for before, after in itertools.permutations(SPECS, 2):
+
+        def moved(x: torch.Tensor, after: str = after) -> torch.Tensor:
+            return sl.shard(x * 2, after)
+
+        def total(x: torch.Tensor, moved=moved) -> torch.Tensor:
+            return (moved(x) * weights).sum()
+
+        with sl.Mesh(t=4, u=2):
+            assert torch.equal(sl.jit(moved, in_specs=(before,))(x).full_tensor(), 2 * x), (before, after)
+            gradient = sl.jit(sl.grad(total), in_specs=(before,), out_specs=before)(x)
+            assert torch.equal(gradient.full_tensor(), (2 * weights).expand(4, n)), (before, after)
+
+
+@pytest.mark.parametrize(("before", "after"), [SPECS[:2], SPECS[1::-1]])
+def test_a_fused_dim_goes_to_heads_and_back_without_a_gather(before: str, after: str) -> None:
+    def moved(w: torch.Tensor) -> torch.Tensor:
+        return sl.shard(w, after)
+
+    with sl.Mesh.abstract(t=8):
+        plan = sl.jit(moved, in_specs=(before,)).plan(torch.empty(64, 48, device="meta"))
+    (exchange,) = plan.collectives
+    assert exchange.kind == "all_to_all"
+    assert f"f in other pieces: asked for by shard(w, '{after}')" in str(plan)
+    piece = 4 * 64 * 48 / 8
+    assert exchange.bytes == piece  # of six columns, a device in the middle keeps none; a gather sends 7 pieces
+
+
+def test_a_dim_of_very_many_ranges_is_gathered() -> None:
+    def moved(w: torch.Tensor) -> torch.Tensor:
+        return sl.shard(w, f"d (many={MOST + 1} f@t)")
+
+    with sl.Mesh.abstract(t=2):
+        plan = sl.jit(moved, in_specs=("d f@t",)).plan(torch.empty(4, (MOST + 1) * 2, device="meta"))
+    assert [c.kind for c in plan.collectives] == ["all_gather"]
+
+
+@pytest.mark.parametrize("rough", [False, True])
+def test_decisions_price_the_exchange(rough: bool) -> None:
+    axes = Axis("t", 8).primes()
+    made = End(None, cut=((), axes))
+    read = End(None, cut=((), ()), into=(((64,), (3, 16)), ((), (), axes)))
+    moves = Moves(Record(((64,), (48,)), 4, (made,), (read,)), 1)
+    seconds = float(moves.seconds({}, rough=rough))
+    assert seconds == pytest.approx(USUAL.sent(axes, 4 * 64 * 48 / 8, "all_to_all"), rel=1e-3)
+
+
+def test_placed_tensors_move_so_too() -> None:
+    x = torch.arange(4 * 48.0).reshape(4, 48)
+    with sl.Mesh(t=4), sl.comm_budget(forbid=("all_gather",)):
+        moved = sl.shard(x, "d f@t").redistribute("d (three=3 f@t)")
+        assert [s.shape for s in (p.data for p in moved.shards)] == [(4, 12)] * 4
+    assert torch.equal(moved.full_tensor(), x)
