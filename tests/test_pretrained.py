@@ -13,7 +13,16 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 import shardlib as sl
 from shardlib.modules.forward import EagerWarning
@@ -43,6 +52,70 @@ def test_its_own_table(kind: str) -> None:
     assert found["worst"] < 1e-5, found
     assert found["gathered"] == found["whole"] == []
     assert found["cut"] > found["parameters"] / 3
+
+
+def worked(model: Any, plain: Any) -> tuple[sl.Plan, float]:
+    """The plan of a step, and what all devices do in it, of what one would do alone."""
+    with sl.Mesh(tensor=1):
+        alone = sl.parallelize(copy.deepcopy(plain), {}).forward.plan(TOKENS, labels=TOKENS)
+    plan = model.forward.plan(TOKENS, labels=TOKENS)
+    return plan, plan.flops * plan.mesh.size / alone.flops
+
+
+def same_step(model: Any, plain: Any) -> None:
+    """Loss and gradients are those of one device."""
+    mine, its = model(TOKENS, labels=TOKENS).loss, plain(TOKENS, labels=TOKENS).loss
+    mine.backward()
+    its.backward()
+    assert mine.item() == pytest.approx(its.item(), rel=1e-5)
+    for (name, p), q in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        torch.testing.assert_close(whole(p.grad), q[1].grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv", "ways"), [(6, 2, 4), (7, 1, 4), (14, 2, 4), (12, 4, 8), (12, 12, 8), (5, 5, 4)]
+)
+def test_heads_that_the_axis_does_not_divide(heads: int, kv: int, ways: int) -> None:
+    """By its own table, cut flat, projections behind them would be gathered, and their products done by all."""
+    torch.manual_seed(0)
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv, "hidden_size": 8 * heads, "head_dim": 8}
+    plain = Qwen2ForCausalLM(Qwen2Config(**CONFIG.to_dict() | sizes | {"model_type": "qwen2"}))
+    with sl.Mesh(tensor=ways):
+        model = sl.parallelize(copy.deepcopy(plain))
+    plan, work = worked(model, plain)
+    assert work < 1.15, plan
+    assert not [c for c in plan.collectives if c.kind == "all_gather" and "_proj.weight" in str(c)], plan
+    same_step(model, plain)
+
+
+def test_fused_heads_that_the_axis_does_not_divide() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6}
+    plain = GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, vocab_size=64, max_position_embeddings=32, use_cache=False))
+    with sl.Mesh(tensor=4):
+        model = sl.parallelize(copy.deepcopy(plain))
+    assert sl.typeof(model.gpt_neox.layers[0].attention.query_key_value.weight) == "f32[(6@tensor 24), 48]"
+    plan, work = worked(model, plain)
+    assert work < 1.15, plan
+    assert not [c for c in plan.collectives if c.kind == "all_gather" and "attention" in str(c)], plan
+    same_step(model, plain)
+
+
+def test_heads_that_the_axis_does_not_divide_are_suggested() -> None:
+    torch.manual_seed(0)
+    sizes = {"n_layer": 2, "n_embd": 96, "n_head": 12, "vocab_size": 64, "n_positions": 32, "use_cache": False}
+    plain = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, attn_pdrop=0, embd_pdrop=0))
+    table = sl.suggest(copy.deepcopy(plain).to("meta"), sl.Mesh.abstract(tensor=8), TOKENS.to("meta"))
+    said = {pattern.partition(".attn.")[-1]: spec for pattern, spec in table.items()}
+    assert said["c_attn.weight"] == "_ (f0=3 out@tensor f2=8)"
+    assert said["c_attn.bias"] == "(f0=3 out@tensor f2=8)"
+    assert said["c_proj.weight"] == "(in@tensor f1=8) _"
+    with sl.Mesh(tensor=8):
+        model = sl.parallelize(copy.deepcopy(plain), table)
+    plan, work = worked(model, plain)
+    assert work < 1.15, plan
+    assert {c.kind for c in plan.collectives} == {"all_reduce"}, plan
+    same_step(model, plain)
 
 
 @pytest.mark.filterwarnings("default::shardlib.modules.forward.EagerWarning")

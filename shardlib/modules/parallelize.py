@@ -138,7 +138,11 @@ def _said(module: nn.Module, tensors: Sequence[Held], mesh: Mesh, taken: Taken) 
     inner = [axis for axis in mesh.axes if axis in TENSOR]
     used = {*taken.batch, *taken.parameters, *_sequence(mesh), *inner}
     table = pretrained.table_of(module) if inner else {}
-    found = pretrained.specs_of(table, {at: x.tensor for x in tensors for at in x.names}, inner[0]) if table else {}
+    found: dict[str, Spec] = {}
+    if table:
+        by_name = {at: x.tensor for x in tensors for at in x.names}
+        heads = pretrained.heads_of(module, table)
+        found = pretrained.specs_of(table, by_name, inner[0], mesh.axes[inner[0]], heads)
     grid = ", ".join(f"{axis}={n}" for axis, n in mesh.axes.items())
     wrong = [f"nothing says what {axis!r} cuts" for axis in mesh.axes if axis not in used]
     if inner and not found:

@@ -7,23 +7,26 @@ weight is cut become specs; what else they say is communication, which follows f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from torch import Tensor, nn
 
+from shardlib.modules.factored import factored
 from shardlib.modules.table import numberless
 from shardlib.specs.grammar import SpecDim
 from shardlib.specs.spec import Spec, parse
 
-CUTS: dict[str, Callable[[int, str], str]] = {
-    "colwise": lambda rank, axis: _at(rank, max(rank - 2, 0), f"out@{axis}"),
-    "rowwise": lambda rank, axis: _at(rank, rank - 1 if rank > 1 else None, f"in@{axis}"),
-    "packed_colwise": lambda rank, axis: _at(
-        rank, max(rank - 2, 0), f"(two=2 out@{axis})" if rank > 1 else f"out@{axis}"
-    ),
-    "packed_rowwise": lambda rank, axis: _at(rank, rank - 1 if rank > 1 else None, f"(two=2 in@{axis})"),
-    "embedding_rowwise": lambda rank, axis: _at(rank, 0, f"vocab@{axis}"),
-    "embedding_colwise": lambda rank, axis: _at(rank, rank - 1, f"embed@{axis}"),
+Word = Callable[[str], str]  # of what is cut: `out` is `out@tensor`, or what is said of its factors
+
+CUTS: dict[str, Callable[[int, Word], str]] = {
+    "colwise": lambda rank, at: _at(rank, max(rank - 2, 0), at("out")),
+    "rowwise": lambda rank, at: _at(rank, rank - 1 if rank > 1 else None, at("in")),
+    "packed_colwise": lambda rank, at: _at(rank, max(rank - 2, 0), f"(two=2 {at('out')})" if rank > 1 else at("out")),
+    "packed_rowwise": lambda rank, at: _at(rank, rank - 1 if rank > 1 else None, f"(two=2 {at('in')})"),
+    "embedding_rowwise": lambda rank, at: _at(rank, 0, at("vocab")),
+    "embedding_colwise": lambda rank, at: _at(rank, rank - 1, at("embed")),
 }
+HEAD = ("head_dim", "head_size")  # what a module calls the size of a head, whose projections are its children
 SAME = {
     "colwise_gather_output": "colwise", "colwise_rep": "colwise",
     "rowwise_split_input": "rowwise", "rowwise_rep": "rowwise",
@@ -43,8 +46,41 @@ def table_of(module: nn.Module) -> dict[str, str]:
     return found
 
 
-def specs_of(table: Mapping[str, str], tensors: Mapping[str, Tensor], axis: str) -> dict[str, Spec]:
+def heads_of(module: nn.Module, table: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """The factors of what a module of the table makes, or takes, where that is heads, as the module around it says.
+
+    Queries stand by the head of keys and values that they read, so these are the first factor.
+    """
+    styles = {numberless(key): SAME.get(style, style) for key, style in table.items()}
+    found: dict[str, tuple[int, ...]] = {}
+    for name, part in module.named_modules():
+        size = next((n for n in (getattr(part, key, None) for key in HEAD) if isinstance(n, int) and n > 0), None)
+        if size is None:
+            continue
+        widths = {}
+        for key, x in part.named_children():
+            at, weight = f"{name}.{key}" if name else key, getattr(x, "weight", None)
+            style = styles.get(numberless(at))
+            if style in ("colwise", "rowwise") and isinstance(weight, Tensor) and weight.dim() == 2:
+                widths[at] = weight.shape[0 if style == "colwise" else 1]
+        heads = {key: width // size for key, width in widths.items() if width % size == 0}
+        few = min(heads.values(), default=1)
+        for key, n in heads.items():
+            factors = (few, n // few, size) if n % few == 0 else (n, size)
+            found[key] = tuple(k for k in factors if k > 1)
+    return found
+
+
+def specs_of(
+    table: Mapping[str, str],
+    tensors: Mapping[str, Tensor],
+    axis: str,
+    ways: int = 1,
+    heads: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+) -> dict[str, Spec]:
     """The spec of every parameter of which the table says how it is cut; `tensors` are by all of their names.
+
+    The axis has so many `ways`, and `heads` are what `heads_of` finds.
 
     A module of the table may have become one around it, with adapters beside its weight (LoRA: Hu et al. 2021,
     arXiv:2106.09685): they are cut where they are as large as the weight.
@@ -69,8 +105,13 @@ def specs_of(table: Mapping[str, str], tensors: Mapping[str, Tensor], axis: str)
         style, x = by_pattern[numberless(at)], tensors[name]
         cut = CUTS.get(SAME.get(style, style))
         if cut is not None:
-            weight, spec = largest[at], parse(cut(x.dim(), axis))
-            alike = {*_cut_sizes(x, spec)} <= {*_cut_sizes(weight, parse(cut(weight.dim(), axis)))}
+            factors = heads.get(at, ())
+
+            def word(what: str, factors: tuple[int, ...] = factors) -> str:
+                return factored(factors, 0, what, axis, ways) if factors else f"{what}@{axis}"
+
+            weight, spec = largest[at], parse(cut(x.dim(), word))
+            alike = {*_cut_sizes(x, spec)} <= {*_cut_sizes(weight, parse(cut(weight.dim(), word)))}
             found[name] = spec if alike else parse(_at(x.dim(), None, ""))
     return found
 

@@ -24,6 +24,7 @@ from shardlib.errors import ShardingError
 from shardlib.graph import Graph, Op, Value
 from shardlib.jit import jit
 from shardlib.meshes.mesh import Mesh
+from shardlib.modules.factored import factored
 from shardlib.modules.parameters import held
 from shardlib.modules.strategies import TENSOR
 from shardlib.modules.table import matches, numberless
@@ -98,7 +99,10 @@ def suggest(module: nn.Module, mesh: Mesh, *example: Any, axis: str | None = Non
     for kind in chosen:
         for name, (is_row, reason) in _reasons(graph, flood, weights, kind):
             why[name] = reason
-            table[name] = _spec(flood, weights[name], *kind.parts[name], f"{'in' if is_row else 'out'}@{axis}")
+            d, part = kind.parts[name]
+            sizes = [int(flood.dims.size(leaf)) for leaf in flood.value[weights[name]][d]]
+            cut = factored(sizes, part, "in" if is_row else "out", axis, mesh.axes[axis])
+            table[name] = " ".join(cut if i == d else "_" for i in range(len(weights[name].shape)))
     if not table:
         raise ShardingError(
             f"suggest({type(module).__name__}) finds no weight that {axis!r} could cut",
@@ -287,13 +291,6 @@ def _summed_over(op: Op, at: int, leaves: set[Leaf], flood: Flood) -> Value | No
             without = zip(op.results, op.rule.results, strict=True)
             return next((r for r, dims in without if r is not None and not any(label in d for d in dims)), None)
     return None
-
-
-def _spec(flood: Flood, value: Value, d: int, part: int, cut: str) -> str:
-    sizes = [flood.dims.size(leaf) for leaf in flood.value[value][d]]
-    if part:
-        cut = f"({' '.join(cut if i == part else f'f{i}={n}' for i, n in enumerate(sizes))})"
-    return " ".join(cut if i == d else "_" for i in range(len(value.shape)))
 
 
 def _pattern(name: str, table: Mapping[str, str], known: Collection[str]) -> str:
