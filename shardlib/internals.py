@@ -207,6 +207,7 @@ MODULE_HOOKS: tuple[dict[int, Any], ...] = tuple(
         *("backward_pre", "backward", "forward_pre", "forward"),
     )
 )
+BatchNormalisation = _torch("torch.nn.modules.batchnorm._BatchNorm", "what all modules that normalise batches are")
 MODULE_ATTRIBUTE = _slot("torch.nn.Module.__getattribute__", "layers are one if they differ in what no code reads")
 CALL_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")  # of one module
 MODULE_APPLY = _slot("torch.nn.Module._apply", "a module that a trace converts is refused before it is half done")

@@ -237,6 +237,60 @@ def test_one_thread_at_a_time_sees_the_casts() -> None:
     assert all(x is y for x, y in zip(module.parameters(), own, strict=True))
 
 
+NORMS: dict[str, Callable[[], list[nn.Module]]] = {
+    "1d": lambda: [nn.Linear(16, 8), nn.BatchNorm1d(8)],
+    "2d": lambda: [nn.Unflatten(1, (1, 4, 4)), nn.Conv2d(1, 4, 2), nn.BatchNorm2d(4)],
+    "nothing learned": lambda: [nn.Linear(16, 8), nn.BatchNorm1d(8, affine=False)],
+    "nothing tracked": lambda: [nn.Linear(16, 8), nn.BatchNorm1d(8, track_running_stats=False)],
+}
+
+
+@pytest.mark.parametrize("dtype", [bf16, torch.float16])
+@pytest.mark.parametrize("name", NORMS)
+def test_batch_normalisation_keeps_its_dtype(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*NORMS[name]())
+    model, x = copy.deepcopy(plain), X[:8].float()
+    with sl.Mesh(data=2):
+        sl.parallelize(model, strategy="fsdp", precision=dtype)
+        for mode in (True, False):
+            norm = plain.train(mode)[-1]
+            cast = {k: p if k.startswith(f"{len(plain) - 1}.") else p.to(dtype) for k, p in plain.named_parameters()}
+            want = functional_call(plain, cast, (x.to(dtype),))
+            out = model.train(mode)(x)
+            assert out.dtype == want.dtype == dtype
+            torch.testing.assert_close(out.full_tensor(), want, rtol=2e-2, atol=2e-2)
+            weights = torch.randn(want.shape)
+            gradients = torch.autograd.grad((want.float() * weights).sum(), list(plain.parameters()))
+            model.zero_grad()
+            (out.float() * weights).sum().backward()
+            for p, q in zip(model.parameters(), gradients, strict=True):
+                assert p.grad.dtype == f32
+                torch.testing.assert_close(p.grad.full_tensor(), q, rtol=5e-2, atol=0.02 * float(q.abs().max()) + 0.05)
+            for mine, its in zip(model[-1].buffers(), norm.buffers(), strict=True):
+                torch.testing.assert_close(mine, its, rtol=1e-2, atol=1e-2)
+
+
+def test_batch_normalisation_that_is_named() -> None:
+    low = Precision(compute=bf16)
+
+    def make(tracks: bool) -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8, track_running_stats=tracks))
+
+    with sl.Mesh(data=2):
+        module = make(True)
+        with pytest.raises(ShardingError) as error:
+            sl.parallelize(module, precision={"0.*": low, "1.*": low})
+        assert "1 of BatchNorm1d: 1.running_mean in torch.float32" in str(error.value)
+        assert "1.weight in torch.bfloat16" in str(error.value)
+        with pytest.raises(ShardingError, match=r"the activations in torch\.bfloat16"):
+            sl.parallelize(make(True).double(), precision=bf16)
+        assert sl.parallelize(module, precision={"*": low}).forward.policy.by_name.keys() == {"0.weight", "0.bias"}
+        said = sl.parallelize(make(False), precision={"0.*": low, "1.*": low})
+        assert said(X[:8].to(bf16)).dtype == bf16
+        assert "1.weight" in said.forward.policy.by_name
+
+
 @pytest.mark.parametrize(
     ("precision", "message"),
     [

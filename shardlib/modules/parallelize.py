@@ -42,8 +42,9 @@ def parallelize(
     a rank's own rows). Data axes are those of the mesh's rule for `batch`, or of the usual names.
 
     `precision` is the dtype in which the module computes (`torch.bfloat16`), while its parameters, and what sums their
-    gradients over devices, keep theirs; or a `Precision`, or a dict of such by patterns. `remat` says, as in
-    `jit`, what the backward pass makes again; of a function that is jitted as a whole, its own `jit` says it.
+    gradients over devices, keep theirs, and batch normalisation all of it; or a `Precision`, or a dict of such by
+    patterns. `remat` says, as in `jit`, what the backward pass makes again; of a function that is jitted as a whole,
+    its own `jit` says it.
 
     Parameters become `ShardedTensor`s (and stay `nn.Parameter`s, tied ones tied), so an optimizer is made afterwards:
     one that was made before is refused when it steps. `forward` becomes one program for the mesh, its backward another,

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from shardlib.calls.mappings import opened
 from shardlib.errors import ShardingError
-from shardlib.internals import MODULE_DICTS, pytree
+from shardlib.internals import MODULE_DICTS, BatchNormalisation, pytree
 from shardlib.lines import Line, line_at, replayed
 from shardlib.modules.parameters import Held, held
-from shardlib.modules.table import read
+from shardlib.modules.table import matches, read
 from shardlib.ops.casting import CAST_TERMS
 from shardlib.staying import repeated
 
@@ -35,6 +35,9 @@ class Precision:
     what the module's ops get; `communication`, by default `compute`, is what is gathered; in `reduction`, by default
     the parameter's own, gradients are summed over devices, along every axis. With `compute`, floating-point arguments
     of the module are cast to it, and with `output` its results.
+
+    Batch normalisation (`BatchNorm*d`, `SyncBatchNorm`) keeps its parameters, as it keeps its statistics, in their own
+    dtype, as in FSDP: torch takes 16-bit activations beside float32. A pattern that matches nothing else is heard.
 
     Example:
         >>> Precision(compute=torch.bfloat16)
@@ -73,14 +76,23 @@ Precisions = torch.dtype | Precision | Mapping[str, Precision] | None
 
 
 def policy_of(precision: Precisions, module: nn.Module, tensors: Sequence[Held]) -> Policy | None:
-    """What is said of a module and of its floating-point parameters, by their first names."""
+    """What is said of a module and of its floating-point parameters, by their first names.
+
+    Batch normalisation keeps its own dtype where it is not named by itself; what torch could not compute is refused.
+    """
     if precision is None:
         return None
+    norms = {at: x for at, x in module.named_modules(remove_duplicate=False) if isinstance(x, BatchNormalisation)}
+    apart = {x.name for x in tensors if any(at.rpartition(".")[0] in norms for at in x.names)}
     whole = Precision(compute=precision) if isinstance(precision, torch.dtype) else precision
     if isinstance(whole, Precision):
         found = {x.name: whole for x in tensors}
     elif isinstance(whole, Mapping) and all(isinstance(x, Precision) for x in whole.values()):
-        found, whole = read(whole, [x.names for x in tensors]), Precision()
+        found = read(whole, [x.names for x in tensors])
+        for pattern in whole:
+            named = {x.name for x in tensors if any(matches(pattern, at) for at in x.names)}
+            apart -= named if named <= apart else set()
+        whole = Precision()
     else:
         raise ShardingError(
             f"precision={precision!r} is none",
@@ -93,7 +105,35 @@ def policy_of(precision: Precisions, module: nn.Module, tensors: Sequence[Held])
             rule="with a precision, forward runs on other parameters than the module has",
             remedy="put the function into a class of its own, or cast inside of it",
         )
-    return Policy(whole, {x.name: found[x.name] for x in tensors if x.name in found and x.tensor.is_floating_point()})
+    found = {x.name: found[x.name] for x in tensors if x.name in found and x.tensor.is_floating_point()}
+    by_name = {name: said for name, said in found.items() if name not in apart}
+    _refuse_mixtures(type(module).__name__, norms, by_name, whole)
+    return Policy(whole, by_name)
+
+
+_MIXED = {torch.float32, torch.bfloat16, torch.float16}
+
+
+def _refuse_mixtures(name: str, norms: Mapping[str, Any], by_name: Mapping[str, Precision], whole: Precision) -> None:
+    """Refuse batch normalisation of activations, by parameters and statistics, in dtypes that torch does not mix."""
+    wrong = []
+    for at, norm in norms.items():
+        dtypes = {key: x.dtype for key, x in norm.named_buffers(prefix=at) if x.is_floating_point()}
+        for key, x in norm.named_parameters(prefix=at):
+            said = by_name.get(key, Precision())
+            dtypes[key] = said.compute or said.parameter or x.dtype
+        mixed = {*dtypes.values(), *([whole.compute] if whole.compute else [])}
+        goes = len(mixed) <= 1 or (mixed <= _MIXED and torch.float32 in dtypes.values())
+        if len({*dtypes.values()}) > 1 or not goes:
+            every = [*dtypes.items(), *([("the activations", whole.compute)] if whole.compute else [])]
+            wrong.append(f"{at or name} of {type(norm).__name__}: " + ", ".join(f"{key} in {x}" for key, x in every))
+    if wrong:
+        raise ShardingError(
+            f"the precision of {name} is none that torch normalises batches in",
+            wrong,
+            rule="parameters and statistics have one dtype, that of the activations, or float32 beside 16-bit ones",
+            remedy="keep the module in float32 (module.float()), and name no parameter of batch normalisation",
+        )
 
 
 @dataclass(frozen=True)
