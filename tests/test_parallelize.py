@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import rnn
 
 import shardlib as sl
 from shardlib import Mesh, ShardedTensor, ShardingError
@@ -832,6 +833,41 @@ def test_a_module_that_asks_for_values_runs_op_by_op() -> None:
     assert model.forward.plan(x).collectives  # evaluation is a program
     with Mesh(data=2, tensor=2), pytest.raises(ShardingError, match="needs the value of"):
         sl.jit(lambda m, x: m(x))(model.train(), x)
+
+
+class Sentences(nn.Module):
+    def __init__(self, kind: Any, is_sorted: bool) -> None:
+        super().__init__()
+        self.rnn, self.is_sorted = kind(8, 12, 2, batch_first=True, bidirectional=True), is_sorted
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=self.is_sorted)
+        found, _ = rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True, padding_value=0.5, total_length=9)
+        return found
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("is_sorted", [True, False])
+@pytest.mark.parametrize("placed", ["by parallelize", "x", "x and lengths"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_sequences_of_lengths_that_are_values(kind: Any, placed: str, is_sorted: bool) -> None:
+    torch.manual_seed(0)
+    plain = Sentences(kind, is_sorted).double()
+    model = copy.deepcopy(plain)
+    x = torch.randn(4, 7, 8, dtype=torch.float64)
+    lengths = torch.tensor([7, 5, 5, 2] if is_sorted else [5, 2, 7, 5])
+    with Mesh(data=2):
+        sl.parallelize(model, strategy="fsdp")
+        mine = x if placed == "by parallelize" else sl.shard(x, "b@data ...")
+        with pytest.warns(match="a shape that depends on values, by _pack_padded_sequence"):
+            ours = model(mine, sl.shard(lengths, "b@data") if placed == "x and lengths" else lengths)
+        ours.square().sum().backward()
+    theirs = plain(x, lengths)
+    theirs.square().sum().backward()
+    assert isinstance(ours, ShardedTensor)
+    torch.testing.assert_close(whole(ours), theirs, rtol=1e-10, atol=1e-10)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-10, atol=1e-10)
 
 
 # A table from the traced graph ----------------------------------------------------------------------------------------

@@ -25,11 +25,13 @@ _ABOVE = Library("aten", "IMPL")  # type: ignore[no-untyped-call] # torch has no
 _BELOW = keys_below(torch.DispatchKey.PythonTLSSnapshot)
 
 
-def _catch(op: Any, form: Callable[..., Any]) -> None:
-    """Run `op` as `form(op, *args, **kwargs)` where a ShardedTensor takes part."""
+def _catch(op: Any, form: Callable[..., Any], at: str | None = None) -> None:
+    """Run `op` as `form(op, *args, **kwargs)` where a ShardedTensor takes part, or is its argument called `at`."""
+    place = [a.name for a in schema_of(op).arguments].index(at) if at is not None else 0
 
     def caught(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(x, ShardedTensor) for x in tensors_of((args, kwargs))):
+        looked = (args, kwargs) if at is None else (kwargs.get(at), *args[place : place + 1])
+        if any(isinstance(x, ShardedTensor) for x in tensors_of(looked)):
             return form(op, *args, **kwargs)
         return op.redispatch(keys & _BELOW, *args, **kwargs)
 
@@ -50,6 +52,22 @@ def _tensor_split(op: Any, x: Tensor, where: Tensor, dim: int = 0) -> Any:
     """Where to split is read from the whole tensor."""
     at = (where.full_tensor() if isinstance(where, ShardedTensor) else where).tolist()
     return torch.tensor_split(x, at, dim=dim)
+
+
+def _batch_sizes(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """How many sequences are how long is read from memory, as that of `PackedSequence` is."""
+    names = [a.name for a in schema_of(op).arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return op(**{**given, "batch_sizes": given["batch_sizes"].full_tensor()})
+
+
+def _padded(op: Any, data: Tensor, batch_sizes: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
+    """Where which row goes is read from memory, too; torch says it, given their numbers."""
+    batch_first, value, *total = how
+    sizes = batch_sizes.full_tensor() if isinstance(batch_sizes, ShardedTensor) else batch_sizes
+    rows, lengths = op(torch.arange(len(data)), sizes, batch_first, -1, *total)
+    is_row = (rows >= 0)[(..., *[None] * (data.dim() - 1))]
+    return torch.where(is_row, data[rows.clamp(min=0)], value), lengths
 
 
 def _one_hot(op: Any, x: Tensor, num_classes: int = -1) -> Tensor:
@@ -95,3 +113,12 @@ _catch(aten.resolve_neg.default, _resolve_neg)
 _catch(aten.real.default, _part)
 _catch(aten.imag.default, _part)
 _catch(aten.one_hot.default, _one_hot)
+_catch(aten._pad_packed_sequence.default, _padded)
+for _op in (
+    aten.lstm.data,
+    aten.gru.data,
+    aten.rnn_tanh.data,
+    aten.rnn_relu.data,
+    aten._pack_padded_sequence_backward.default,
+):
+    _catch(_op, _batch_sizes, "batch_sizes")

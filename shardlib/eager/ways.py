@@ -6,6 +6,7 @@ that each of these comes back to the table by itself.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -217,14 +218,15 @@ def _ready(call: Asked) -> Run:
     except (NotImplementedError, DynamicOutputShapeException, DataDependentOutputException, ZeroDivisionError):
         return _whole(call)
     except RuntimeError as error:
-        if not any(text in str(error) for text in _VALUES):
+        if not _VALUES.search(str(error)):
             raise
         return _whole(call)
     return prepared.viewing(prepared.direct(meta) or prepared.program())
 
 
-# What torch says of meta tensors whose values an op looks at, where it has no exception of its own for it.
-_VALUES = ("on meta tensors", "a meta tensor without output_size", "no fake impl registered")
+# What torch says of meta tensors whose values an op looks at, where it has no exception of its own for it. (An op that
+# fails for another reason does so on whole tensors, too.)
+_VALUES = re.compile(r"\bmeta\b|no fake impl registered")
 
 WAYS: Sequence[tuple[Callable[[Asked], bool], Callable[[Asked], Run]]] = (
     (lambda c: not isinstance(c.op, OpOverload), lambda c: refusals.operator(c.op, c.tensors)),
