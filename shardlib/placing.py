@@ -11,8 +11,9 @@ from shardlib.eager.moving import placed
 from shardlib.errors import ShardingError
 from shardlib.internals import is_wrapped
 from shardlib.manual.body import current_body
-from shardlib.meshes.mesh import current_mesh, is_without_mesh
+from shardlib.meshes.mesh import Mesh, current_mesh, is_without_mesh
 from shardlib.ops.constraint import constrain
+from shardlib.specs.fixed import Fixed
 from shardlib.specs.slips import warn_of_slip
 from shardlib.specs.spec import P, Sizes, Spec, every_length, resolve_many
 from shardlib.state import is_single_device, is_tracing
@@ -108,8 +109,20 @@ def shard(
     if src is not None:
         x = from_rank(mesh, x, src, f"shard(x, {str(spec)!r}, src={src})")
     else:
-        found = same(mesh, f"shard(x, {str(spec)!r})", [("x", x)], resolved.layout)
+        found = same(mesh, f"shard(x, {str(spec)!r})", [("x", x)], [resolved.layout])
+    return _placed(x, resolved, mesh, found, donate)
+
+
+def shard_known(name: str, x: torch.Tensor, resolved: Fixed, mesh: Mesh, digest: int) -> ShardedTensor:
+    """`shard`, outside any program, of a plain tensor that all ranks have with this digest, as they know already."""
+    warn_of_slip(name, resolved.said, mesh)
+    return _placed(x, resolved, mesh, [digest])
+
+
+def _placed(
+    x: torch.Tensor, resolved: Fixed, mesh: Mesh, digests: Sequence[int], donate: bool = False
+) -> ShardedTensor:
     out = placed(x, resolved, mesh, donate)
-    for digest in found:
+    for digest in digests:
         out._origin = digest + 1
     return out

@@ -15,8 +15,12 @@ from shardlib.modules.parameters import Held, held, put, refuse_lazy, refuse_los
 from shardlib.modules.precision import Precisions, policy_of
 from shardlib.modules.strategies import SEQUENCE, TENSOR, Strategy, Taken, axes_for, chosen, cut_more
 from shardlib.modules.table import read
-from shardlib.placing import shard
+from shardlib.placing import shard, shard_known
+from shardlib.specs.fixed import Fixed
 from shardlib.specs.spec import P, Spec, resolve_many
+from shardlib.state import is_single_device, is_tracing
+from shardlib.strided import refuse_others
+from shardlib.tensors.agreed import same
 from shardlib.tensors.tensor import HOMES, REGATHER, ShardedTensor
 
 
@@ -105,13 +109,19 @@ def parallelize(
         if not _is_at(x.tensor, homes[x.name][0]) or (dtypes.get(x.name) or x.tensor.dtype) != x.tensor.dtype
     }
     refuse_losses(f"parallelize({name})", [*moving.values()])
+    places = {at: homes[at][0].resolve(x.tensor.shape, mesh, name=at) for at, x in moving.items()}
+    known = _compared(f"parallelize({name})", moving, places, mesh)
     with mesh:
         for x in tensors:
             here, *elsewhere = homes[x.name]
             if x.name not in moving and strategy is None:
                 continue  # what an earlier call says of it stands
             value = x.tensor.detach().to(dtypes.get(x.name) or x.tensor.dtype)
-            new = put(module, x, shard(value, here)) if x.name in moving else x.tensor
+            new = x.tensor
+            if x.name in known:
+                new = put(module, x, shard_known(x.name, value, places[x.name], mesh, known[x.name]))
+            elif x.name in moving:
+                new = put(module, x, shard(value, here))
             for attribute, spec in zip(HOMES, elsewhere, strict=True):
                 new.__dict__.pop(attribute, None)
                 if str(spec) != str(here):
@@ -123,6 +133,23 @@ def parallelize(
     rows, columns = ({axis: mesh.axes[axis] for axis in axes} for axes in (taken.batch, _sequence(mesh)))
     module.forward = Forward(fn, mesh, Batch(rows, columns), policy, remat)
     return module
+
+
+def _compared(what: str, moving: Mapping[str, Held], places: Mapping[str, Fixed], mesh: Mesh) -> dict[str, int]:
+    """The plain parameters of which all ranks found that they have the same values, before any is placed; digests."""
+    plain = {at: x.tensor for at, x in moving.items() if not isinstance(x.tensor, ShardedTensor)}
+    if is_tracing() or is_single_device():
+        return {}
+    plain = {at: x for at, x in plain.items() if not x.is_meta}
+    refuse_others(what, [*plain.items()])
+    found = same(mesh, what, [*plain.items()], [places[at].layout for at in plain], _SEEDS)
+    return dict(zip(plain, found, strict=False))
+
+
+_SEEDS = (
+    "the same torch.manual_seed(...) on every rank before the module is made; or make it under torch.device('meta'), "
+    "and sl.materialize(module) then; or load the same checkpoint on every rank before"
+)
 
 
 def _is_at(x: Tensor, spec: Spec) -> bool:

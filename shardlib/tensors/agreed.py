@@ -61,10 +61,16 @@ def digest(x: Tensor) -> int:
     return zlib.crc32(x.view(-1).view(torch.uint8).numpy().data) if x.numel() else 0
 
 
-def same(mesh: Mesh, what: str, tensors: Sequence[tuple[str, Tensor]], layout: Layout | None = None) -> Sequence[int]:
+def same(
+    mesh: Mesh,
+    what: str,
+    tensors: Sequence[tuple[str, Tensor]],
+    layouts: Sequence[Layout] = (),
+    remedy: str = _REMEDY,
+) -> Sequence[int]:
     """Refuse tensors, each called by a name, whose values are not the same on all ranks; all ranks come here together.
 
-    They come with the same `layout`, if one is given. Returns their digests; nothing where none are compared.
+    They come with the same `layouts`, if some are given. Returns their digests; nothing where none are compared.
 
     Raises `ShardingError` that names the tensors and the ranks.
     """
@@ -75,7 +81,7 @@ def same(mesh: Mesh, what: str, tensors: Sequence[tuple[str, Tensor]], layout: L
     mine = torch.tensor(digests, dtype=torch.int64)
     said = [f"{name} of shape {list(x.shape)}" for name, x in known]
     kinds = [str(x.dtype) for _, x in known]
-    placed = "" if layout is None else f" as [{layout}]"
+    placed = f" as {', '.join(f'[{layout}]' for layout in layouts)}" if layouts else ""
     every = _gathered(mesh, Turn(f"comparing the values of {', '.join(said)} ({what}{placed} on {mesh})", *kinds), mine)
     wrong = []
     for i, text in enumerate(said):
@@ -87,7 +93,7 @@ def same(mesh: Mesh, what: str, tensors: Sequence[tuple[str, Tensor]], layout: L
             parts = zip(holders.values(), verbs, ("one value", *["another"] * len(holders)), strict=False)
             wrong.append(f"{text}: {', '.join(f'{names(ranks)} {verb} {value}' for ranks, verb, value in parts)}")
     if wrong:
-        raise ShardingError(f"{what}: the ranks have different values", wrong, rule=_RULE, remedy=_REMEDY)
+        raise ShardingError(f"{what}: the ranks have different values", wrong, rule=_RULE, remedy=remedy)
     return digests
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 
 import shardlib as sl
 from shardlib.ranks import order, world
@@ -355,6 +356,39 @@ def test_different_values_are_refused_where_they_come_in():
         assert "src=0" in text
         assert "sl.from_local(x, spec)" in text
         assert "bug" not in text
+
+
+def modules_that_differ() -> list[str]:
+    rank = dist.get_rank()
+
+    def make(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4), nn.Linear(4, 2, bias=False))
+
+    with sl.Mesh(data=2):
+        module = make(rank)
+        texts = [refused(lambda: sl.parallelize(module, strategy="fsdp"))]
+        assert type(module[0].weight) is nn.Parameter, "nothing is placed"
+        sl.parallelize(make(0), strategy="fsdp")
+        with torch.device("meta"):
+            later = make(rank)
+        sl.materialize(sl.parallelize(later, strategy="fsdp"))
+        odd = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2 + rank))
+        return [*texts, refused(lambda: sl.parallelize(odd, {"1.weight": "_ a@data"}))]
+
+
+def test_modules_that_were_made_differently_are_refused_parameter_by_parameter():
+    text, other = only(alone(modules_that_differ, 2))
+    assert text == (
+        "parallelize(Sequential): the ranks have different values:\n"
+        "  * 0.weight of shape [4, 6]: rank 0 has one value, rank 1 has another\n"
+        "  * 0.bias of shape [4]: rank 0 has one value, rank 1 has another\n"
+        "  * 2.weight of shape [2, 4]: rank 0 has one value, rank 1 has another\n"
+        "Rule: a plain tensor is whole, and the same, on every rank\n"
+        "Remedy: the same torch.manual_seed(...) on every rank before the module is made; or make it under "
+        "torch.device('meta'), and sl.materialize(module) then; or load the same checkpoint on every rank before"
+    )
+    assert "comparing the values of 0.weight of shape [4, 6]" in other
 
 
 def same_values() -> list[Any]:
