@@ -534,6 +534,12 @@ def test_a_budget_in_no_unit(memory: Any) -> None:
         sl.jit(lambda x: x, memory=memory)
 
 
+@pytest.mark.parametrize(("memory", "meant"), [("1 gib", "1GiB"), ("1.5gb", "1.5GB"), ("72G", "72GB")])
+def test_a_unit_in_other_letters(memory: str, meant: str) -> None:
+    with pytest.raises(ShardingError, match=rf"is no size(.|\n)*Remedy: memory=\"{meant}\""):
+        sl.jit(lambda x: x, memory=memory)
+
+
 def test_units() -> None:
     sizes = ["1kB", "1 KiB", "1.5MB", "2 TiB", 7]
     found = [sl.jit(lambda x: x, memory=size).keeping.memory for size in sizes]

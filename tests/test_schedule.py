@@ -37,7 +37,7 @@ def test_a_schedule_is_read_as_it_prints(how: sl.Schedule) -> None:
         ({"prefetch": -1}, "prefetch=-1 is no number of layers, 0 or more"),
         ({"prefetch": True}, "prefetch=True is no number of layers"),
         ({"cap": "72"}, "cap='72' is no size"),
-        ({"cap": "72 Gib"}, "cap='72 Gib' is no size(.|\n)*Remedy: cap=\"72GiB\""),
+        ({"cap": "72 Gib"}, "cap='72 Gib' is no size"),
         ({"bucket": 0}, "bucket=0 is no size"),
         ({"bucket": "0MB"}, "bucket='0MB' is no size"),
         ({"bucket": 2.5}, "bucket=2.5 is no size"),
