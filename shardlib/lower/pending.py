@@ -120,7 +120,7 @@ class PendingSums:
             if reader.rule is None:
                 return False
             if _adds(reader):
-                return self._may_owe(reader.operands[1 - i])
+                return any(self._may_owe(x) for j, x in enumerate(reader.operands) if j != i)
             if not any(i in together for together in reader.rule.linear):
                 return False
             op = reader
