@@ -65,4 +65,9 @@ ROWS = [
         sl.grad(lambda x, k: irfftn(rfftn(x) * k, s=x.shape).sin().sum()), (f32(256, 256, 256), f32(256, 256, 129)),
         (SLABS, "..."), {"x": 8}, 4 * exchanged(256 * 256 * 129 * 8, 8), 4, short={"bytes": 1.25},
         why="torch writes the gradient of a real transform as one back from all frequencies"),
+    Row("gradient of an image's real frequencies there and back",
+        sl.grad(lambda x, k: torch.fft.irfft2(torch.fft.rfft2(x) * k, s=x.shape).sin().sum()),
+        (f32(1024, 1024), f32(1024, 513)), ("a@x b", "..."), {"x": 8}, 4 * exchanged(1024 * 513 * 8, 8), 4,
+        short={"work": 2.1, "bytes": 3.1, "collectives": 1.25},
+        why="as above; and all frequencies are another dim than half of them, but only one is offered the axis"),
 ]  # fmt: skip
