@@ -23,9 +23,10 @@ def free_likes(gm: fx.GraphModule) -> None:
     Where it is returned it lives where x does. Who else reads it is cut as a reader of x would be, if it has the shape
     of x: `like` of a node says whose.
     """
-    said = _said(gm)
-    for node in list(gm.graph.nodes):
-        if not _is_like(node) or all(user in said for user in node.users):
+    likes = [node for node in gm.graph.nodes if _is_like(node)]
+    said = _said(gm, {*likes}) if likes else set()
+    for node in likes:
+        if all(user in said for user in node.users):
             continue
         val, source = node.meta["val"], node.args[0]
         with gm.graph.inserting_before(node):
@@ -55,11 +56,11 @@ def _made(node: fx.Node) -> tuple[Any, list[Any]]:
     return aten.full.default, [number]
 
 
-def _said(gm: fx.GraphModule) -> set[fx.Node]:
+def _said(gm: fx.GraphModule, likes: set[fx.Node]) -> set[fx.Node]:
     """Nodes that say where what they read lives, and what leads to them of nothing but forms of tensors."""
-    constant: set[fx.Node] = set()
+    constant = {*likes}
     for node in gm.graph.nodes:
-        if node.op != "placeholder" and (_is_like(node) or constant.issuperset(node.all_input_nodes)):
+        if node.op != "placeholder" and constant.issuperset(node.all_input_nodes):
             constant.add(node)
     said: set[fx.Node] = set()
     for node in reversed(gm.graph.nodes):
