@@ -86,6 +86,20 @@ def test_a_fused_dim_goes_to_heads_and_back_without_a_gather(before: str, after:
     assert exchange.bytes == piece  # of six columns, a device in the middle keeps none; a gather sends 7 pieces
 
 
+def test_axes_go_from_factor_to_factor_in_one_exchange() -> None:
+    """Two factors are enough for eight devices to cut a flat dim as they cut both: four gates, cut inside each."""
+
+    def moved(w: torch.Tensor) -> torch.Tensor:
+        return sl.shard(w, "d (four=4 h@t)")
+
+    x = torch.arange(4 * 64.0).reshape(4, 64)
+    with sl.Mesh(t=8):
+        step = sl.jit(moved, in_specs=("d f@t",))
+        (exchange,) = step.plan(x).collectives
+        assert torch.equal(step(x).full_tensor(), x)
+    assert (exchange.kind, exchange.bytes) == ("all_to_all", 4 * 4 * 64 / 8)
+
+
 def test_a_dim_of_very_many_ranges_is_gathered() -> None:
     def moved(w: torch.Tensor) -> torch.Tensor:
         return sl.shard(w, f"d (many={MOST + 1} f@t)")

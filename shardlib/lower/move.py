@@ -32,6 +32,9 @@ class Mover:
 
     def step(self, step: Step, var: Var, dims: LocalDims, out: Var, *, reason: str, because: Asked | None) -> None:
         """Write `step` on `var`, whose factors are `dims`, with this result."""
+        if step.crossing:
+            self.cross(step.crossing, var, out, reason, because)
+            return
         if step.exchanges:
             self._exchange(step, var, dims, out, reason, because)
             return

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardlib.reshard.cheapest import cheapest
+from shardlib.reshard.crossing import crossings
 from shardlib.reshard.direct import Direct
 from shardlib.reshard.exchange import together
 from shardlib.reshard.prices import USUAL, Prices
@@ -118,6 +119,31 @@ def _route(
                 after[group[0]] = size
         hops.append(Hop(step, before, split(step.result), tuple(after)))
         now, sizes = step.result, step.sizes
+    if pending or into != leaves or not any(hop.step.bytes for hop in hops):
+        return tuple(hops)
+    crossed = _crossed(leaves, itemsize, src, dst)
+    return crossed if crossed and seconds(crossed, prices) < seconds(hops, prices) else tuple(hops)
+
+
+def _crossed(leaves: Leaves, itemsize: int, src: Cut, dst: Cut) -> tuple[Hop, ...]:
+    """Axes that go from leaf to leaf of one dim: devices send what overlaps. Empty where more than that changes."""
+    runs, at = [], 0
+    for dim in leaves:
+        runs.append((src[at : at + len(dim)], dst[at : at + len(dim)]))
+        at += len(dim)
+    if any(a != b and not (any(a) and any(b)) for a, b in runs):
+        return ()
+    near = tuple(axes for a, b in runs for axes in (a if a == b else ((),) * len(a)))
+    found = crossings(leaves, itemsize, near, src, leaves, dst)
+    if found is None or found[0] != src or len(found[1]) < sum(a != b for a, b in runs):
+        return ()
+    flat, hops = tuple(n for dim in leaves for n in dim), []
+    now = [a for a, _ in runs]
+    for x in found[1]:
+        dims = tuple(tuple(zip(dim, cut, strict=True)) for dim, cut in zip(leaves, now, strict=True))
+        now[x.dim] = runs[x.dim][1]
+        after = tuple(axes for cut in now for axes in cut)
+        hops.append(Hop(Step("all_to_all", x.axes, -1, -1, after, flat, x.bytes, crossing=x), dims, after, flat))
     return tuple(hops)
 
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardlib.meshes.axis import Axis
 from shardlib.reshard.prices import Prices
 from shardlib.specs.pieces import fullest
 from shardlib.specs.spread import spread
+
+if TYPE_CHECKING:
+    from shardlib.reshard.crossing import Crossing
 
 Axes = tuple[Axis, ...]
 Cut = tuple[Axes, ...]
@@ -33,7 +36,8 @@ class Exchange(NamedTuple):
 class Step:
     """One collective (or free local slice): `kind` over `axes`, on factor `factor` (and `to`, for all_to_all).
 
-    An all_to_all over the axes of several `exchanges` is all of them, in this order.
+    An all_to_all over the axes of several `exchanges` is all of them, in this order; one with a `crossing` is that, and
+    its factors are all leaves of the value.
     """
 
     kind: str  # slice, reduce_scatter, all_to_all, ppermute, all_reduce, all_gather
@@ -45,6 +49,7 @@ class Step:
     bytes: float  # on the wire, per device
     reduce: str = "sum"
     exchanges: tuple[Exchange, ...] = ()
+    crossing: Crossing | None = None  # of the leaves of a dim
 
     def seconds(self, prices: Prices) -> float:
         return 0.0 if self.kind == "slice" else prices.sent(self.axes, self.bytes, self.kind)
