@@ -40,6 +40,10 @@ class NoStorageError(ShardingError, NotImplementedError):
     """A tensor in pieces is asked for its memory; torch's word for tensors that have none, which libraries expect."""
 
 
+class WrittenError(ShardingError, RuntimeError):
+    """What a backward pass reads was written to since the forward pass; torch's kind of error for it."""
+
+
 class CollectiveError(RuntimeError):
     """A collective that could not be finished: a peer is gone, or did not come in time.
 

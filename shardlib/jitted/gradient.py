@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor
 
 from shardlib.eager.relayout import relayout
-from shardlib.errors import ShardingError
-from shardlib.internals import memory_of
+from shardlib.errors import ShardingError, WrittenError
+from shardlib.internals import memory_of, version_of
 from shardlib.jitted.run import Entry, finished, forms, results
 from shardlib.meshes.mesh import Mesh
 from shardlib.passes.split import Halves
@@ -22,7 +23,7 @@ from shardlib.ranks.order import current
 from shardlib.run import Runner
 from shardlib.specs.layout import Layout
 from shardlib.tensors.form import Form
-from shardlib.tensors.tensor import ShardedTensor, cut_up, wrap
+from shardlib.tensors.tensor import ShardedTensor, cut_up, typeof, wrap
 
 _FEW = 8  # of what an error lists
 
@@ -40,6 +41,7 @@ class Backward:
     layouts: tuple[Layout, ...]
     dtypes: tuple[torch.dtype, ...]
     gradients: tuple[str, ...]  # what they are called
+    read: tuple[tuple[int, str], ...]  # leaves that are read as they are, by their names
 
 
 def backward(plan: Plan, halves: Halves, mesh: Mesh, runner: Runner) -> Backward:
@@ -56,7 +58,9 @@ def backward(plan: Plan, halves: Halves, mesh: Mesh, runner: Runner) -> Backward
     needs = tuple(a | b for a, b in zip(halves.needs, after.reached, strict=True))
     names = plan.compiled.traced.result_names
     gradients = tuple(names[at] for _, at in after.gradients)
-    return Backward(plan.name, runner, leaves, found, after.cotangents, needs, layouts, dtypes, gradients)
+    called = dict(zip(plan.compiled.traced.input_leaves, plan.compiled.traced.input_names, strict=True))
+    read = tuple((leaf, called[leaf]) for leaf in after.read)
+    return Backward(plan.name, runner, leaves, found, after.cotangents, needs, layouts, dtypes, gradients, read)
 
 
 def run(entry: Entry, then: Backward, leaves: list[Any]) -> Any:
@@ -84,6 +88,7 @@ class _Apply(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, *_: Tensor) -> Any:
         then = call.then
         call.out, saved = results(call.entry, call.leaves)
+        ctx.read = _versions(then, call.leaves)
         ctx.origin = call.entry.made_of(call.leaves) if call.entry.made_of is not None else 0
         ctx.then, ctx.mesh = then, call.entry.mesh
         ctx.after = (current().moment(),) if ctx.mesh.kind == "distributed" else ()
@@ -115,6 +120,7 @@ class _Apply(torch.autograd.Function):
                 remedy="take the inner gradient inside: jit the function that calls the module, and "
                 "torch.autograd.grad(..., create_graph=True) or sl.grad, and backward()",
             )
+        _refuse_written(then, ctx.read)
         rest = iter(ctx.saved_tensors)
         pieces: list[Sequence[Any]] = [[next(rest) if there else None for there in value] for value in ctx.there]
         for at, layout, dtype in zip(ctx.where, then.layouts, then.dtypes, strict=True):
@@ -125,6 +131,31 @@ class _Apply(torch.autograd.Function):
         gradients = list(_gradients(then.forms, found, ctx.plain))
         note(origin, (x for x, sharded in zip(gradients, ctx.plain, strict=True) if sharded))
         return None, *(x if needs & given else None for x, needs in zip(gradients, then.needs, strict=True))
+
+
+Versions = list[tuple[weakref.ref[Tensor], int] | None]
+
+
+def _versions(then: Backward, leaves: list[Any]) -> Versions:
+    """How often what the backward pass reads was written to; None for tensors of inference mode, which do not count."""
+    ref = weakref.ref  # whoever holds no leaf writes to none
+    return [None if (x := leaves[leaf]).is_inference() else (ref(x), version_of(x)) for leaf, _ in then.read]
+
+
+def _refuse_written(then: Backward, known: Versions) -> None:
+    """Raise torch's error for tensors that were written to since: pieces have what is saved, one device had not."""
+    wrong = [
+        f"{name}, {typeof(x)}, is at version {version_of(x)}; expected version {said[1]} instead"
+        for (_, name), said in zip(then.read, known, strict=True)
+        if said is not None and (x := said[0]()) is not None and version_of(x) != said[1]
+    ]
+    if wrong:
+        raise WrittenError(
+            f"variables needed for the gradient of {then.name} have been modified by an inplace operation",
+            wrong,
+            rule="what the backward pass reads stays as it is between the call and backward()",
+            remedy="write to it after backward(), as optimizer.step() does; or call again",
+        )
 
 
 def refused(entry: Entry, leaves: list[Any]) -> Any:

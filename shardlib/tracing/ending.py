@@ -24,6 +24,7 @@ from shardlib.tracing import cotangents
 from shardlib.tracing.functionalise import Written
 from shardlib.tracing.history import Autograd, end, hooks_of, is_within, origins, pulled
 from shardlib.tracing.lifted import Lifted, placeholder
+from shardlib.tracing.read_back import read_back
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class After:
     that have gradients, by position; `within`: those of them that another one is made of.
     `rebound`: places that hold other values after a call; those that are results follow the function's own.
     `reached`: for each gradient, from which of `cotangents` torch's own history leads to it: zeros are a gradient, too.
+    `read`: leaves that the way back reads as they are.
     `leaves`: results at which the caller's history begins, and whether one is a parameter: the function made it so.
     `refused`: results that nobody can go back through, though they depend on an input that requires a gradient (at
     `root`), and torch's reason.
@@ -50,6 +52,7 @@ class After:
     within: tuple[int, ...] = ()
     rebound: tuple[Rebound, ...] = ()
     reached: tuple[frozenset[int], ...] = ()
+    read: tuple[int, ...] = ()
     leaves: tuple[tuple[int, bool], ...] = ()
     refused: tuple[int, ...] = ()
     root: int = -1
@@ -285,6 +288,7 @@ class Ending:
             self._within,
             tuple(self.rebound),
             self._reached,
+            read_back(graph, leaves, len(gradients)) if gradients else (),
             tuple(self._leaves),
             *self._refused,
         )
