@@ -122,7 +122,7 @@ class Crossing:
             out: dict[int, int] = defaultdict(int)
             for (i, j), size in self._told(coords).sent.items():
                 out[i] += size * (i != j)
-            most = max(most, *out.values())
+            most = max([most, *out.values()])
         return most
 
 
