@@ -16,7 +16,17 @@ from shardlib.reshard.crossing import MOST, Crossing, Dim, held
 from shardlib.specs.pieces import Pieces
 
 T, U = Axis("t", 4), Axis("u", 2)
-SPECS = ["d f@t", "d (three=3 f@t)", "d (f@t k=10)", "d (two=2 f@t k=5)", "d (k=5 f@(u t))", "d@u f@t", "d f@(t u)"]
+SPECS = [
+    "d f@t",
+    "d (three=3 f@t)",
+    "d (f@t k=10)",
+    "d (two=2 f@t k=5)",
+    "d (k=5 f@(u t))",
+    "d@u f@t",
+    "d f@(t u)",
+    "d (three=3@u f)",
+    "d (two=2@u f@t)",
+]
 
 
 def elements(dim: Dim, coords: Coords) -> set[int]:
@@ -40,6 +50,7 @@ def elements(dim: Dim, coords: Coords) -> set[int]:
         (((2, (U,)), (9, (T,))), ((18, (T,)),)),
         (((Pieces((5, 0, 12, 4), (T,)), (T,)),), ((3, ()), (7, (T,)))),
         (((5, (T,)), (2, ())), ((2, ()), (5, (T,)))),
+        (((12, (T,)),), ((2, (U,)), (6, (T,)))),
     ],
 )
 def test_what_is_sent_is_what_overlaps(before: Dim, after: Dim) -> None:

@@ -35,7 +35,8 @@ def _program(sizes: str = "even") -> Program:
         there = sl.shard(sl.shard(h, "rows@tensor ff"), "rows@data ff")
         turned = sl.shard(sl.shard(h, "rows@data ff@tensor"), "rows@tensor ff@data")
         looked = torch.nn.functional.embedding(ids, table)
-        return h @ v, moved.sum(0), there, turned, looked, torch.softmax(h, -1)
+        whole = sl.shard(sl.shard(x * 2, "rows@(data tensor) _"), "rows _")
+        return h @ v, moved.sum(0), there, turned, looked, whole, torch.softmax(h, -1)
 
     n = 8 if sizes == "even" else 7
     args = (
