@@ -38,7 +38,7 @@ from shardlib.specs.prefix import SpecLike, broadcast_prefix
 from shardlib.specs.slips import Use, warn_of_slips
 from shardlib.specs.spec import Spec, resolve_many
 from shardlib.state import paused_gc, tracing
-from shardlib.tensors.tensor import REGATHER
+from shardlib.tensors.tensor import REGATHER, ShardedTensor, typeof
 from shardlib.tracing.trace import trace
 from shardlib.tracing.traced import Traced
 
@@ -170,6 +170,19 @@ class _Clock:
         self.seconds[stage], self._last = now - self._last, now
 
 
+def _refuse_other_meshes(name: str, given: Sequence[tuple[Any, str]], mesh: Mesh) -> None:
+    others = [
+        f"{at}, {typeof(x)}, lives on {x.mesh}" for x, at in given if isinstance(x, ShardedTensor) and x.mesh != mesh
+    ]
+    if others:
+        raise ShardingError(
+            f"{name} takes tensors of another mesh than the current one, {mesh}",
+            others,
+            rule="all tensors of a program live on one mesh",
+            remedy="place it again: shard(x.full_tensor(), spec) inside `with` the current mesh",
+        )
+
+
 def _fixed_inputs(
     traced: Traced,
     graph: Graph,
@@ -187,8 +200,10 @@ def _fixed_inputs(
     ]
     resolved = resolve_many([item for _, item in items], mesh, what="jit in_specs") if items else []
     fixed = {i: r.by(f"in_specs: {item[0]} {r.spec}") for (i, item), r in zip(items, resolved, strict=True)}
+    given = [*zip(_input_leaves(traced, call), traced.input_names, strict=True)]
+    _refuse_other_meshes(traced.name, given, mesh)
     wrong = []
-    for i, (leaf, name) in enumerate(zip(_input_leaves(traced, call), traced.input_names, strict=True)):
+    for i, (leaf, name) in enumerate(given):
         if (at := placed(leaf)) is not None:
             said = fixed.get(i)
             if said is not None and not any(said.open) and not said.agrees(at):

@@ -208,6 +208,7 @@ MODULE_HOOKS: tuple[dict[int, Any], ...] = tuple(
     )
 )
 BatchNormalisation = _torch("torch.nn.modules.batchnorm._BatchNorm", "what all modules that normalise batches are")
+parametrized = _global("torch.nn.utils.parametrize._cache", "it keeps tensors of a trace, which is said as such")
 MODULE_ATTRIBUTE = _slot("torch.nn.Module.__getattribute__", "layers are one if they differ in what no code reads")
 CALL_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")  # of one module
 MODULE_APPLY = _slot("torch.nn.Module._apply", "a module that a trace converts is refused before it is half done")

@@ -203,7 +203,8 @@ TABLE = [
         "a tensor of another mesh",
         lambda: sl.jit(_same)(_elsewhere()),
         (
-            "an argument of _same lives on Mesh(data=4), the current mesh is Mesh(data=2, tensor=2",
+            "_same takes tensors of another mesh than the current one, Mesh(data=2, tensor=2",
+            "  * x, f32[8@data, 6], lives on Mesh(data=4)",
             "Rule: all tensors of a program live on one mesh",
             "Remedy: place it again: shard(x.full_tensor(), spec)",
         ),

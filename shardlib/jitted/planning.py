@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import sys
 import warnings
@@ -34,6 +35,10 @@ from shardlib.tracing.threads import refuse_nested
 
 _ATTEMPTS = 6  # at tracing a function whose effects are being found out
 OFTEN = 8  # programs for one reason, from which on it is said
+
+
+# A cache that grows by a token is another shape in each step.
+_GENERATES = 'in generate(), cache_implementation="static" keeps the shapes of what is cached; else '
 
 
 class RetraceWarning(UserWarning):
@@ -164,14 +169,20 @@ class Invocation:
 
     def _note(self, changes: Mapping[str, Change]) -> None:
         """Note why it is compiled again; say it when that happens again and again."""
-        name, programs = self.function.name, self.programs
+        programs = self.programs
         programs.retraces.append(listed([f"{subject}{change.text}" for subject, change in changes.items()]))
         del programs.retraces[:-PROGRAMS]
         programs.reasons.update(list(changes))
         if often := [subject for subject in changes if programs.reasons[subject] == OFTEN]:
+            name, generates = self.function.name, ""
+            method = inspect.unwrap(self.function.fn, stop=lambda fn: hasattr(fn, "__self__"))
+            module = getattr(method, "__self__", None)
+            if isinstance(module, torch.nn.Module):
+                name = f"{type(module).__name__}.{name}"
+                generates = _GENERATES if hasattr(module, "generate") else ""
             warnings.warn_explicit(
                 f"{name} has been compiled {OFTEN + 1} times, the last time because of {programs.retraces[-1]}.\n"
-                f"Remedy: {changes[often[0]].remedy}. {name}.retraces lists all reasons",
+                f"Remedy: {generates}{changes[often[0]].remedy}. {name}.retraces lists all reasons",
                 RetraceWarning,
                 *_asked_at(),
             )
@@ -199,16 +210,7 @@ class Invocation:
 
     def _placed(self, leaf: Any) -> Fixed | None:
         """Where a leaf lives by itself."""
-        if not isinstance(leaf, ShardedTensor):
-            return None
-        if leaf.mesh != self.mesh:
-            raise ShardingError(
-                f"an argument of {self.function.name} lives on {leaf.mesh}, the current mesh is {self.mesh}",
-                [repr(leaf)],
-                rule="all tensors of a program live on one mesh",
-                remedy="place it again: shard(x.full_tensor(), spec) inside `with` the current mesh",
-            )
-        return Fixed.at(leaf.sharding, leaf._form.names)
+        return Fixed.at(leaf.sharding, leaf._form.names) if isinstance(leaf, ShardedTensor) else None
 
 
 @contextmanager

@@ -64,6 +64,12 @@ class Forward:
                 )
             return self._on_copies(args, kwargs)
 
+    @property
+    def retraces(self) -> list[str]:
+        """Why its program was compiled again, each time."""
+        found: list[str] = self.program.retraces
+        return found
+
     def plan(self, /, *args: Any, **kwargs: Any) -> Plan:
         """The plan of forward and backward for these arguments; nothing runs."""
         with self._where():

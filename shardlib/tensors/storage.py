@@ -14,7 +14,11 @@ _PIECE = "x.to_local() is this device's piece, x.full_tensor() the whole as a pl
 
 # What asks for the memory -> what is said of the tensor, and what to do instead.
 _ASKS: dict[str, tuple[str, str]] = {
-    "data_ptr": ("has no address", "x.to_local().data_ptr() is this device's piece"),
+    "data_ptr": (
+        "has no address",
+        "x.full_tensor() is the whole as a plain tensor, to be saved, say; x.to_local().data_ptr() is this device's "
+        "piece",
+    ),
     "untyped_storage": ("has no storage", _PIECE),
     "storage": ("has no storage", _PIECE),
     TYPED_STORAGE: ("has no storage", _PIECE),

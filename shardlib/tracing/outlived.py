@@ -14,7 +14,7 @@ from typing import Any
 
 from shardlib.calls.numbers import is_given
 from shardlib.errors import ShardingError
-from shardlib.internals import FakeTensor
+from shardlib.internals import FakeTensor, parametrized
 from shardlib.tensors.tensor import typeof
 
 Refs = Sequence[weakref.ref[Any]]
@@ -36,6 +36,15 @@ def keeps_numbers(refs: Refs) -> bool:
 def refuse_kept(name: str, refs: Refs) -> None:
     """Refuse tensors of a trace that somebody in Python still has."""
     kept = _alive(refs, numbers=False)
+    caches = {id(x): at for at, x in parametrized().items()}
+    if cached := [f"{at[1]} of a module, {typeof(x)}" for x in kept if (at := caches.get(id(x))) is not None]:
+        raise ShardingError(
+            f"{name} computes parametrized tensors inside torch.nn.utils.parametrize.cached(), which keeps them",
+            cached,
+            rule="a jitted function, as the forward of a parallelized module is, runs once, on shapes: what it "
+            "computes has no values that somebody outside could read again",
+            remedy="enter parametrize.cached() inside the jitted function, jit(step), or inside forward",
+        )
     held = {f"{who} holds a value of the trace, {typeof(x)}": None for x in kept if (who := _holders(x, kept))}
     if held:
         raise ShardingError(

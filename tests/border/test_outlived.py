@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import shardlib as sl
 from shardlib import Mesh, ShardingError
@@ -119,3 +121,21 @@ EXPORTS: dict[str, Callable[[Tensor], Any]] = {
 def test_memory_of_a_trace_is_not_handed_out(export: Callable[[Tensor], Any]) -> None:
     with pytest.raises(ShardingError, match="hands out the memory of a tensor by DLPack"):
         sl.jit(lambda x: export(x) is None)(torch.ones(4))
+
+
+def test_the_cache_of_parametrizations_is_called_so() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(6, 6)), nn.Linear(6, 4)).double()
+    model, x = copy.deepcopy(plain), torch.randn(4, 6, dtype=torch.float64)
+
+    def both(model: nn.Module, x: Tensor) -> Tensor:
+        with parametrize.cached():
+            return model(x) + model(-x).square()
+
+    with sl.Mesh(data=2):
+        sl.parallelize(model, strategy="fsdp")
+        with pytest.raises(ShardingError, match=r"inside torch\.nn\.utils\.parametrize\.cached") as error:
+            both(model, x)
+        assert "  * weight of a module, f64[6, 6]" in str(error.value)
+        assert "Remedy: enter parametrize.cached() inside the jitted function" in str(error.value)
+        torch.testing.assert_close(sl.jit(both)(model, x).full_tensor(), both(plain, x))
