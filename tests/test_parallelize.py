@@ -230,6 +230,30 @@ def test_mistakes_are_told_all_at_once() -> None:
             sl.parallelize(model, {"*.upp.weight": "a b", "*.up.*": "ff@tensor ...", "blocks.0.up.bias": "ff"})
         assert "'*.upp.weight' matches no parameter; the nearest name is 'blocks.1.up.weight'" in str(said.value)
         assert "blocks.0.up.bias is 'ff@tensor ...' by '*.up.*' and 'ff' by 'blocks.0.up.bias'" in str(said.value)
+        table = {"*.upp.weight": "a@dta b@tensr", "*.up.*": "ff@tensr ...", "*.running_mean": "a"}
+        with pytest.raises(ShardingError) as said:
+            sl.parallelize(model, {**table, "blocks.0.norm.weight": "a b"})
+        assert str(said.value) == (
+            "the table of specs does not fit the module:\n"
+            "  * '*.upp.weight' matches no parameter; the nearest name is 'blocks.1.up.weight'\n"
+            "  * '*.running_mean' matches no parameter; 'norm.running_mean' is a buffer, and buffers stay whole on "
+            "every device\n"
+            "  * '*.upp.weight' with spec 'a@dta b@tensr': dim 0 `a@dta`: the mesh has no axis 'dta'; "
+            "did you mean 'data'?\n"
+            "  * '*.upp.weight' with spec 'a@dta b@tensr': dim 1 `b@tensr`: the mesh has no axis 'tensr'; "
+            "did you mean 'tensor'?\n"
+            "  * blocks.0.norm.weight with spec 'a b': the spec has 2 dims, the tensor has 1 dim\n"
+            + "".join(
+                f"  * blocks.{i}.up.{kind} with spec 'ff@tensr ...': dim 0 `ff@tensr`: the mesh has no axis 'tensr'; "
+                "did you mean 'tensor'?\n"
+                for i in range(2)
+                for kind in ("weight", "bias")
+            )
+            + "Rule: every pattern matches some parameter, and a parameter has one spec; a spec names axes of its "
+            "mesh; a spec has as many dims as the tensor\n"
+            "Remedy: mend the patterns: names are those of module.named_parameters(), and `*` stands for any text; "
+            "use one of data, tensor; write `_` for a dim that stays whole, `...` for any number of them"
+        )
         with pytest.raises(ShardingError) as said:
             sl.parallelize(model, {"*.up.weight": "ff@tensr embed", "*.norm.weight": "a b"})
         assert "parallelize: 4 of 4 specs do not fit" in str(said.value)
@@ -252,7 +276,7 @@ def test_an_optimizer_that_was_made_before_is_refused() -> None:
     assert "this SGD steps parameters that were replaced" in str(said.value)
     assert "parameter 0 was Linear.weight, in whose place is a parameter on the mesh" in str(said.value)
     assert "parameter 1 was Linear.bias" in str(said.value)
-    assert "Remedy: make it behind parallelize" in str(said.value)
+    assert "Remedy: make it after parallelize" in str(said.value)
 
 
 def test_gradients_are_not_lost() -> None:
@@ -868,6 +892,25 @@ def test_sequences_of_lengths_that_are_values(kind: Any, placed: str, is_sorted:
     torch.testing.assert_close(whole(ours), theirs, rtol=1e-10, atol=1e-10)
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-10, atol=1e-10)
+
+
+class Writes(nn.Linear):
+    """It has a cache that grows, as language models have."""
+
+    def generate(self, steps: int) -> None:
+        for i in range(steps):
+            self(torch.ones(2, i + 1, self.in_features))
+
+
+def test_a_model_that_is_compiled_for_each_token_is_named_with_the_remedy() -> None:
+    with Mesh(data=2):
+        model = sl.parallelize(Writes(4, 4), strategy="fsdp")
+        with pytest.warns(match=r"^Writes\.forward has been compiled 9 times") as told:
+            model.generate(9)
+    (said,) = (str(w.message) for w in told)
+    assert 'Remedy: in generate(), cache_implementation="static" keeps the shapes of what is cached' in said
+    assert said.endswith("Writes.forward.retraces lists all reasons")
+    assert len(model.forward.retraces) == 8
 
 
 # A table from the traced graph ----------------------------------------------------------------------------------------

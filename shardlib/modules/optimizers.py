@@ -23,7 +23,7 @@ def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
     refuse_replaced(
         f"this {type(optimizer).__name__} steps parameters that were replaced",
         named,
-        "make it behind parallelize and materialize, which take the module that holds all places of a tied weight",
+        "make it after parallelize and materialize, which take the module that holds all places of a tied weight",
     )
     begins(optimizer)
     if is_tracing():

@@ -14,10 +14,10 @@ from shardlib.modules.forward import Batch, Forward
 from shardlib.modules.parameters import Held, held, put, refuse_lazy, refuse_losses, retie
 from shardlib.modules.precision import Precisions, policy_of
 from shardlib.modules.strategies import SEQUENCE, TENSOR, Strategy, Taken, axes_for, chosen, cut_more
-from shardlib.modules.table import read
+from shardlib.modules.table import looked_up, matches, refuse
 from shardlib.placing import shard, shard_known
 from shardlib.specs.fixed import Fixed
-from shardlib.specs.spec import P, Spec, resolve_many
+from shardlib.specs.spec import P, Spec, axes_of_dims, resolve_many
 from shardlib.state import is_single_device, is_tracing
 from shardlib.strided import refuse_others
 from shardlib.tensors.agreed import same
@@ -97,7 +97,7 @@ def parallelize(
             rule="the parameters of a module live on one mesh",
             remedy="give that mesh, or a module that is not placed yet",
         )
-    said = _said(module, tensors, mesh, taken) if specs is None else read(specs, [x.names for x in tensors])
+    said = _said(module, tensors, mesh, taken) if specs is None else _read(specs, module, tensors, mesh)
     before = module.forward if isinstance(module.forward, Forward) else None
     policy = policy_of(precision, module, tensors) or (before.policy if before else None)
     remat = Keeping.of("auto", (before.remat if before else "none") if remat is None else remat, None).remat
@@ -185,6 +185,32 @@ def _said(module: nn.Module, tensors: Sequence[Held], mesh: Mesh, taken: Taken) 
         )
     tied = {x.name: [at for at in x.names if at in found] for x in tensors}
     return {at: found[known[0]] for at, known in tied.items() if known}
+
+
+def _read(
+    specs: Mapping[str, str | P | Spec], module: nn.Module, tensors: Sequence[Held], mesh: Mesh
+) -> dict[str, str | P | Spec]:
+    """The table read; where its patterns are wrong, so may be its specs, and all of that is one error."""
+    found, wrong = looked_up(specs, [x.names for x in tensors], [name for name, _ in module.named_buffers()])
+    if wrong:
+        names = [name for x in tensors for name in x.names]
+        shapes = {x.name: x.tensor.shape for x in tensors}
+        faults = [_fault(repr(p), x, None, mesh) for p, x in specs.items() if not any(matches(p, at) for at in names)]
+        refuse(wrong, *filter(None, [*faults, *(_fault(at, x, shapes[at], mesh) for at, x in found.items())]))
+    return found
+
+
+def _fault(who: str, spec: str | P | Spec, shape: Sequence[int] | None, mesh: Mesh) -> ShardingError | None:
+    """What is wrong with a spec for a tensor of this shape; with its axes alone, where there is no tensor."""
+    try:
+        if shape is None:
+            axes_of_dims(spec, sum(dim is not ... for dim in Spec.of(spec).dims), mesh, who)
+        else:
+            resolve_many([(who, shape, spec, None)], mesh)
+    except ShardingError as error:
+        texts = [f"{who} with spec {str(spec)!r}: {text}" for text in error.offenders or [error.what]]
+        return ShardingError(error.what, texts, rule=error.rule, remedy=error.remedy)
+    return None
 
 
 def _sequence(mesh: Mesh) -> tuple[str, ...]:

@@ -44,7 +44,7 @@ def refuse_losses(what: str, tensors: Sequence[Held]) -> None:
             f"{what} would lose what belongs to parameters",
             [*grads, *hooks],
             rule="parameters are replaced by new ones, without gradients and hooks",
-            remedy="call module.zero_grad() before; register hooks behind",
+            remedy="call module.zero_grad() before; register hooks after it",
         )
 
 

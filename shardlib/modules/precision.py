@@ -88,7 +88,7 @@ def policy_of(precision: Precisions, module: nn.Module, tensors: Sequence[Held])
     if isinstance(whole, Precision):
         found = {x.name: whole for x in tensors}
     elif isinstance(whole, Mapping) and all(isinstance(x, Precision) for x in whole.values()):
-        found = read(whole, [x.names for x in tensors])
+        found = read(whole, [x.names for x in tensors], [at for at, _ in module.named_buffers()])
         for pattern in whole:
             named = {x.name for x in tensors if any(matches(pattern, at) for at in x.names)}
             apart -= named if named <= apart else set()

@@ -88,14 +88,14 @@ def fit(
     return Fixed(Layout(tuple(layout)), names_of, tuple(dim.open for dim in aligned), exact)
 
 
-def cuts(dims: Dims, rank: int, mesh: Mesh) -> list[tuple[Axis, ...]] | Fault:
+def cuts(dims: Dims, rank: int, mesh: Mesh) -> list[tuple[Axis, ...]] | tuple[Fault, ...]:
     """The axes over which each dim is cut, whatever its size."""
     faults: list[Fault] = []
     axes, aligned = _Axes(mesh, faults), _aligned(dims, rank)
     if aligned is None:
-        return _wrong_rank(dims, (0,) * rank)
+        return (_wrong_rank(dims, (0,) * rank),)
     found = [tuple(a for f in dim.factors for a in axes.of(f, i)) for i, dim in enumerate(aligned)]
-    return faults[0] if faults else found
+    return tuple(faults) if faults else found
 
 
 def _aligned(dims: Dims, rank: int) -> tuple[SpecDim, ...] | None:

@@ -18,7 +18,7 @@ from shardlib.meshes.mesh import Mesh
 from shardlib.specs.fixed import Fixed, Names
 from shardlib.specs.grammar import SpecDim, SpecFactor, read, read_axes
 from shardlib.specs.layout import Factor, Layout, Pieces
-from shardlib.specs.resolve import Fault, cuts, fit
+from shardlib.specs.resolve import cuts, fit
 
 Entry = str | tuple[str, ...] | None  # of a `P`
 
@@ -302,8 +302,10 @@ def resolve_many(items: Sequence[Item], mesh: Mesh | None, *, what: str = "shard
 def axes_of_dims(spec: str | P | Spec, rank: int, mesh: Mesh, what: str) -> list[tuple[Axis, ...]]:
     """The mesh axes over which a spec cuts each dim of a tensor with `rank` dims. Raises `ShardingError`."""
     found = cuts(_read_for("x", spec, what).dims, rank, mesh)
-    if isinstance(found, Fault):
-        raise ShardingError(f"{what} cannot be laid out", [found.text], rule=found.rule, remedy=found.remedy)
+    if isinstance(found, tuple):
+        rules, remedies = (dict.fromkeys(x) for x in ((f.rule for f in found), (f.remedy for f in found)))
+        head, texts = f"{what} cannot be laid out", [f.text for f in found]
+        raise ShardingError(head, texts, rule="; ".join(rules), remedy="; ".join(remedies))
     return found
 
 
