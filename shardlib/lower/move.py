@@ -16,6 +16,7 @@ from shardlib.meshes.axis import Axis, Coords, member_coords, position
 from shardlib.program.steps import Asked, Var
 from shardlib.program.sym import Sym, apart, axes_of, everywhere, here, local_size, of_member, offset, product, tabulate
 from shardlib.reshard import Axes, Crossing, Step, ways
+from shardlib.reshard.crossing import Dim, held
 from shardlib.specs.pieces import span
 
 aten = torch.ops.aten
@@ -89,10 +90,10 @@ class Mover:
         """A dim in other factors: what others are to hold goes to them, in their order, and ours comes in theirs."""
         d, n, axes = crossing.dim, ways(crossing.axes), (*crossing.axes, *crossing.others)
         x, made = var, out
-        if not _in_order(crossing.leaving, axes):
+        if not _in_order(crossing.leaving, crossing.before, axes):
             x = Var(self.builder.name(f"{var.name}.sent"), None, var.dtype)
             self._ordered(var, d, crossing.leaving, axes, x)
-        if not _in_order(crossing.arriving, axes):
+        if not _in_order(crossing.arriving, crossing.after, axes):
             made = Var(self.builder.name(f"{out.name}.sent"), None, out.dtype)
 
         def sent(i: int, j: int) -> Sym | int:
@@ -165,9 +166,13 @@ class Mover:
             self._call(RESHAPE, (made, back), out)
 
 
-def _in_order(places: Places, axes: Axes) -> bool:
+def _in_order(places: Places, dim: Dim, axes: Axes) -> bool:
     """Whether these are all of a dim as it is, on every device: what follows each other is one range."""
-    return all([start for start, _ in places(c)] in ([], [0]) for c in everywhere(apart(axes)))
+    for c in everywhere(apart(axes)):
+        n = sum(b - a for a, b in held(dim, c))
+        if places(c) != ([(0, n)] if n else []):
+            return False
+    return True
 
 
 def _place(places: Places, k: int, i: int, coords: Coords) -> int:

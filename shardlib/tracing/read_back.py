@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from torch import fx
@@ -14,6 +15,7 @@ from shardlib.internals import OpOverload, schema_of
 
 # In training batch normalisation only writes to these; torch's formula for its gradient has them all the same.
 _STATISTICS = {"running_mean", "running_var"}
+_ASKED = {*_STATISTICS, "train"}
 
 
 def read_back(graph: fx.Graph, leaves: Sequence[int], gradients: int) -> tuple[int, ...]:
@@ -58,8 +60,14 @@ def _needed(results: Sequence[Any]) -> set[fx.Node]:
     return found
 
 
-def _values(node: fx.Node) -> Iterator[fx.Node]:
-    known = {a.name for a in schema_of(node.target).arguments} if isinstance(node.target, OpOverload) else set()
-    trains = bool(argument(node, "train")) if "train" in known else True
-    unread = [argument(node, name) for name in _STATISTICS & known if trains]
-    return (x for x in node.all_input_nodes if all(x is not y for y in unread))
+def _values(node: fx.Node) -> list[fx.Node]:
+    names = _names(node.target) & _ASKED
+    if not names & _STATISTICS or ("train" in names and not argument(node, "train")):
+        return node.all_input_nodes
+    unread = [argument(node, name) for name in names & _STATISTICS]
+    return [x for x in node.all_input_nodes if all(x is not y for y in unread)]
+
+
+@cache
+def _names(target: Any) -> frozenset[str]:
+    return frozenset(a.name for a in schema_of(target).arguments) if isinstance(target, OpOverload) else frozenset()
