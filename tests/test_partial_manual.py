@@ -141,8 +141,8 @@ CASES = {
         "b@tensor _", "b@tensor _", [("ppermute", T, 2 * 8 * 8)], ("_ _@data",),
     ),
     "pipeline": Case(
-        T, pipeline, stages, ((5, 4, 8), (4, 8, 8)), ("_ _ _", "s@tensor _ _"), "_ _ _",
-        [("ppermute", T, 2 * 8 * 8)] * 7 + [("all_reduce", T, 5 * 2 * 8 * 8 * 2 * 3 / 4)], ("_ b@data _", None),
+        T, pipeline, stages, ((5, 4, 64), (4, 64, 64)), ("_ _ _", "s@tensor _ _"), "_ _ _",
+        [("ppermute", T, 2 * 64 * 8)] * 7 + [("all_reduce", T, 5 * 2 * 64 * 8 * 2 * 3 / 4)], ("_ b@data _", None),
     ),
     "softmax": Case(
         T, softmax, lambda x: x.softmax(-1), (X,), "_ k@tensor", "_ k@tensor",

@@ -515,6 +515,8 @@ def test_a_program_is_read_as_it_prints(i: int) -> None:
 def test_a_pass_changes_nothing_twice_and_loses_nothing(i: int, one: str) -> None:
     program = program_of(i)
     bare = parse("\n".join(s for s in show(program).splitlines() if not s.startswith("free")))
+    anew = (replace(s, over=()) if isinstance(s, Compute) else s for s in bare.steps)
+    bare = replace(bare, steps=tuple(anew))
     made = {p.__name__: p for p in PASSES}[one](bare)
     calls, before = (Counter(str(s.target) for s in x.steps if isinstance(s, Compute)) for x in (made, bare))
     assert calls == before

@@ -179,11 +179,11 @@ SPECS = ("_ k@near", "k@near _", "...")
 
 
 def test_what_does_not_wait_hides_a_message() -> None:
-    x, w = meta(8, 64), meta(64, 8)
+    x, w = meta(16, 64), meta(64, 16)
     for side, hidden in ((8, False), (4096, True)):
         step = plan(sums, x, w, meta(side, side), in_specs=SPECS).simulate(SLOW)
-        message = transfer("all_reduce", 2 * 8 * 8 * 4 * 3 / 4, span("near")).seconds
-        first, second = 2 * 8 * 8 * 64 / 4 / 1e9, 8 * side**2 / 1e9
+        message = transfer("all_reduce", 2 * 16 * 16 * 4 * 3 / 4, span("near")).seconds
+        first, second = 2 * 16 * 16 * 64 / 4 / 1e9, 8 * side**2 / 1e9
         assert step.timeline.busy(NEAR) == pytest.approx(message)
         assert step.exposed == pytest.approx(0.0 if hidden else message - second)
         assert step.seconds == pytest.approx(first + max(message, second))

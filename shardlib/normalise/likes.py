@@ -21,9 +21,9 @@ def free_likes(gm: fx.GraphModule) -> None:
     """`zeros_like(x)` and the like become `full`, for all who do not return it or say where it lives.
 
     Where it is returned it lives where x does. Who else reads it is cut as a reader of x would be, if it has the shape
-    of x: `like` of a node says whose.
+    of x: `like` of a node says whose. Eager ops are traced on meta tensors, which say no device: theirs stay.
     """
-    likes = [node for node in gm.graph.nodes if _is_like(node)]
+    likes = [node for node in gm.graph.nodes if _is_like(node) and node.meta["val"].device.type != "meta"]
     said = _said(gm, {*likes}) if likes else set()
     for node in likes:
         if all(user in said for user in node.users):

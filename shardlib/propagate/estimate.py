@@ -201,7 +201,8 @@ class Estimate:
         still = dict.fromkeys(u for u in self.problem.units.unit.values() if u not in self.problem.kind)
         work = sum(seconds for unit in still for seconds, _ in self.problem.compute_of(unit, 1))
         sent = sum(
-            Moves(record, n, self.problem.prices).seconds({}).item() for record, n in self.problem.settled.items()
+            Moves(record, n, self.problem.prices, self.prices).seconds({}).item()
+            for record, n in self.problem.settled.items()
         )
         mine, moved = self.parts(choices)
         return work + mine, sent + moved

@@ -17,6 +17,7 @@ from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
 from shardlib.propagate.decide import TIE, Decider
 from shardlib.propagate.dims import Leaf
+from shardlib.propagate.estimate import Estimate
 from shardlib.propagate.flood import Flood, Want
 from shardlib.propagate.problem import work
 from shardlib.propagate.units import build_units, may_cut
@@ -32,7 +33,7 @@ _HEAVY = 8  # operations for every element that an op reads or makes: others do 
 def offered(graph: Graph, flood: Flood, mesh: Mesh, decider: Decider) -> Decider:
     """`decider`, or a better one with offers among the wants of `flood`."""
     used = {want.axis.name for wants in flood.wants.values() for want in wants}
-    weights = _weights(graph, decider)
+    weights, light = _weights(graph, decider)
     for name in mesh.axis_names:
         if name not in used:
             continue
@@ -42,7 +43,7 @@ def offered(graph: Graph, flood: Flood, mesh: Mesh, decider: Decider) -> Decider
             more = [a for a in mesh.axis(name).primes() if all(want.axis != a for want in mine)]
             tried = flood.wants = wants | {leaf: [*mine, *(Want(a, _SOURCE, True) for a in more)]}
             trial = Decider(graph, flood, build_units(graph, flood), mesh)
-            if _better(trial, decider):
+            if _better(trial, decider, light):
                 found.append((trial, tried))
         fastest = min((sum(_whole(trial)) for trial, _ in found), default=0.0)
         near = [way for way in found if sum(_whole(way[0])) <= fastest * TIE]
@@ -50,22 +51,34 @@ def offered(graph: Graph, flood: Flood, mesh: Mesh, decider: Decider) -> Decider
     return decider
 
 
-def _better(trial: Decider, decider: Decider) -> bool:
-    """Whether an offer is worth it: markedly faster, and twice as fast if more is sent."""
+def _better(trial: Decider, decider: Decider, light: bool) -> bool:
+    """Whether an offer is worth it: markedly faster, and twice as fast if markedly more is sent; where ops are light,
+    nothing more may be sent."""
+    if light and _bytes(trial) > _bytes(decider):
+        return False
     (work, sent), (work_before, sent_before) = _whole(trial), _whole(decider)
-    return work + sent < (work_before + sent_before) * (_WORTH if sent <= sent_before * TIE else _WORTH_MORE)
+    share = _WORTH if sent <= sent_before * TIE else _WORTH_MORE
+    return work + sent < (work_before + sent_before) * share
+
+
+def _bytes(decider: Decider) -> float:
+    """Seconds that the bytes take which are sent."""
+    return Estimate(decider.problem, of_bytes=True).whole(decider.choices)[1]
 
 
 def _whole(decider: Decider) -> tuple[float, float]:
     return decider.estimate.whole(decider.choices)
 
 
-def _weights(graph: Graph, decider: Decider) -> dict[Op, float]:
-    """The ops that matter: by their arithmetic, or by their time where none has much. Attention has its own choices."""
+def _weights(graph: Graph, decider: Decider) -> tuple[dict[Op, float], bool]:
+    """The ops that matter: by their arithmetic, or by their time where none has much, which then are light. Attention
+    has its own choices."""
     ops = [op for op in graph.ops if op.rule is not None and not (op.constant or op.transparent)]
     alone = {op for op in ops if op.rule is not None and (op.rule.rounds or op.rule.lends)}
     heavy = {op: float(op.rule.flops) for op in ops if op.rule is not None and op not in alone and _is_heavy(op)}
-    return heavy if heavy or alone else {op: work(op, decider.problem.prices) for op in ops}
+    if heavy or alone or any(op.manual for op in graph.ops):
+        return heavy, False
+    return {op: work(op, decider.problem.prices) for op in ops}, True
 
 
 def _is_heavy(op: Op) -> bool:
