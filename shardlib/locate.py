@@ -36,7 +36,7 @@ def first_difference(
     program, or a pass is wrong; and where the function has per-device code, of which nothing is whole.
     """
     graph, devices = compiled.traced.graph, compiled.mesh.all_coords()
-    if any(has(node.target, "per device") for node in graph.graph.nodes):
+    if any(has(node.target, trait) for node in graph.graph.nodes for trait in ("enters", "leaves", "per device")):
         return ""
 
     def whole(layout: Layout | None, held: Sequence[Tensor]) -> Tensor:

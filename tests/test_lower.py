@@ -286,3 +286,17 @@ def test_constants_with_nothing_in_them() -> None:
             assert all(torch.equal(a.full_tensor(), b) for a, b in zip(got, fn(x), strict=True))
             grad = sl.jit(torch.func.grad(loss), in_specs=(spec,))(x)
             assert torch.equal(grad.full_tensor(), torch.func.grad(loss)(x))
+
+
+def test_a_sum_of_nothing_and_one_beside_a_long_chain() -> None:
+    def beside(a: Tensor, w: Tensor, state: Tensor) -> Tensor:
+        for _ in range(600):
+            state = state * 0.5 + state
+        return ((a @ w) * 2.0 + state).relu()
+
+    with Mesh(x=4):
+        step = sl.jit(lambda a, w: ((a @ w) * 2.0).relu(), in_specs=("n k@x", "k@x d"), out_specs="n d@x")
+        assert step(torch.zeros(0, 8), torch.ones(8, 4)).shape == (0, 4)
+        args = torch.ones(8, 8), torch.ones(8, 4), torch.zeros(8, 4)
+        found = sl.jit(beside, in_specs=("n k@x", "k@x d", None), out_specs="n d@x")(*args)
+    assert torch.equal(found.full_tensor(), torch.full((8, 4), 16.0))

@@ -62,6 +62,14 @@ def worked(model: Any, plain: Any) -> tuple[sl.Plan, float]:
     return plan, plan.flops * plan.mesh.size / alone.flops
 
 
+def share_heads(model: Any, plain: Any, *, whole: str) -> None:
+    """No work is done twice, nothing called so is gathered, and a step is that of one device."""
+    plan, work = worked(model, plain)
+    assert work < 1.15, plan
+    assert not [c for c in plan.collectives if c.kind == "all_gather" and whole in str(c)], plan
+    same_step(model, plain)
+
+
 def same_step(model: Any, plain: Any) -> None:
     """Loss and gradients are those of one device."""
     mine, its = model(TOKENS, labels=TOKENS).loss, plain(TOKENS, labels=TOKENS).loss
@@ -82,10 +90,7 @@ def test_heads_that_the_axis_does_not_divide(heads: int, kv: int, ways: int) -> 
     plain = Qwen2ForCausalLM(Qwen2Config(**CONFIG.to_dict() | sizes | {"model_type": "qwen2"}))
     with sl.Mesh(tensor=ways):
         model = sl.parallelize(copy.deepcopy(plain))
-    plan, work = worked(model, plain)
-    assert work < 1.15, plan
-    assert not [c for c in plan.collectives if c.kind == "all_gather" and "_proj.weight" in str(c)], plan
-    same_step(model, plain)
+    share_heads(model, plain, whole="_proj.weight")
 
 
 def test_fused_heads_that_the_axis_does_not_divide() -> None:
@@ -95,10 +100,7 @@ def test_fused_heads_that_the_axis_does_not_divide() -> None:
     with sl.Mesh(tensor=4):
         model = sl.parallelize(copy.deepcopy(plain))
     assert sl.typeof(model.gpt_neox.layers[0].attention.query_key_value.weight) == "f32[(6@tensor 24), 48]"
-    plan, work = worked(model, plain)
-    assert work < 1.15, plan
-    assert not [c for c in plan.collectives if c.kind == "all_gather" and "attention" in str(c)], plan
-    same_step(model, plain)
+    share_heads(model, plain, whole="attention")
 
 
 def test_heads_that_the_axis_does_not_divide_are_suggested() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 
 from shardlib.aten.traits import has
 from shardlib.graph import Graph, Op, Value, is_zero, viewed
@@ -29,7 +30,7 @@ class PendingSums:
         self.values, self.p = values, propagated
         self.readers = _reader_counts(graph, propagated)
         self.rows = _reader_counts(graph, propagated, rows=True)
-        self._owing: dict[Value, bool] = {}
+        self.graph = graph
 
     def carried(self, op: Op) -> Carried | None:
         """How `op` runs on operands whose sum is pending, if it may; of several ways, that which saves most."""
@@ -107,7 +108,7 @@ class PendingSums:
                     prices.append(self.values.price(value, then))
                 elif (price := self.values.price(value, now)) > 0 and price > self.values.price(value, then):
                     return None
-        saved = sum(prices) - max(prices) * made / most
+        saved = sum(prices) - max(prices) * (made / most if most else 1)
         more = work(op, self.values.prices) * (_share(op, assignment) - _share(op, decided))
         return None if more > max(saved, 0.0) and not self._meets(op) else saved
 
@@ -120,7 +121,7 @@ class PendingSums:
             if reader.rule is None:
                 return False
             if _adds(reader):
-                return any(self._may_owe(x) for j, x in enumerate(reader.operands) if j != i)
+                return any(viewed(x) in self._may_owe for j, x in enumerate(reader.operands) if j != i)
             if not any(i in together for together in reader.rule.linear):
                 return False
             op = reader
@@ -145,14 +146,15 @@ class PendingSums:
         narrow = [x for x in operands if x.dtype == source.dtype and self.readers[x] == 1 and self._will_owe(x)]
         return sum(x.nbytes for x in narrow) >= top.nbytes
 
-    def _may_owe(self, value: Value) -> bool:
-        """Whether a value is made as a pending sum, or by ops that are linear in one."""
-        if (known := self._owing.get(value)) is None:
-            op = viewed(value).op
-            linear = () if op is None or op.rule is None else set[int]().union(*op.rule.linear)
-            passed = op is not None and any(self._may_owe(op.operands[i]) for i in linear)
-            known = self._owing[value] = passed or self._will_owe(value)
-        return known
+    @cached_property
+    def _may_owe(self) -> set[Value]:
+        """The values that are made as pending sums, or by ops that are linear in one."""
+        found: set[Value] = set()
+        for op in self.graph.ops:
+            if op.rule is not None and not (op.constant or op.transparent):
+                passed = any(viewed(op.operands[i]) in found for together in op.rule.linear for i in together)
+                found.update(r for r in op.results if r is not None and (passed or self._will_owe(r)))
+        return found
 
     def _will_owe(self, value: Value) -> bool:
         """Whether a value is made as a pending sum."""
