@@ -2,7 +2,8 @@
 
 A traced function knows shapes only. These ones check their arguments (`cov`, `gaussian_nll_loss`), go through a mask
 (`combinations`) or differentiate through one (`index_fill`, `index_put`) although the shape of what they return does
-not depend on it. What they check of values is checked where the program runs.
+not depend on it. What they check of values is checked where the program runs. Layers of cells want all they read on one
+device, and are told so of parameters that were made on meta.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib.internals import UPDATES_SCALE
+from shardlib.internals import UPDATES_SCALE, pytree
 from shardlib.ops.checks import WITHIN
 from shardlib.staying import Staying
 from shardlib.tracing.looks import exported, formatted, located, pickled, shown
@@ -174,6 +175,17 @@ def _matrix_rank(*args: Any, out: Tensor | None = None, **kwargs: Any) -> Tensor
     return None if out is None else out.copy_(torch.linalg.matrix_rank(*args, **kwargs))
 
 
+def _of_cells(layers: Callable[..., Any]) -> Callable[..., Any]:
+    """Views of parameters made on meta are on the program's device; the parameters themselves say that they are not."""
+
+    def form(*args: Any) -> Any:
+        if not any(isinstance(x, Tensor) and x.is_meta for x in pytree.tree_leaves(args)):
+            return None
+        return layers(*pytree.tree_map_only(Tensor, lambda x: x.view_as(x) if x.is_meta else x, args))
+
+    return form
+
+
 _FORMS: dict[Any, Callable[..., Any]] = {
     Tensor.__repr__: shown,
     Tensor.__format__: formatted,
@@ -202,4 +214,5 @@ _FORMS: dict[Any, Callable[..., Any]] = {
     torch.index_put_: _in_place(_index_put),
     Tensor.index_put: _index_put,
     Tensor.index_put_: _in_place(_index_put),
+    **{layers: _of_cells(layers) for layers in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
 }
