@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -1039,8 +1040,47 @@ def test_square_weights_behind_residuals() -> None:
             x = x + self.b(x).relu()
             return x + self.c(x)
 
-    with pytest.raises(ShardingError, match='or cut weights over data, strategy="fsdp"'):
-        sl.suggest(Residual(), Mesh.abstract(tensor=4), torch.ones(8, 16))
+    table = sl.suggest(Residual(), Mesh.abstract(tensor=4), torch.ones(8, 16))
+    assert table == dict.fromkeys(["a.weight", "b.weight", "c.weight"], "out@tensor _")
+    assert {*table.why.values()} == {"columns: what it makes is gathered where it comes back"}
+
+
+class Cells(nn.Module):
+    def __init__(self, kind: Any, inner: int, hidden: int) -> None:
+        super().__init__()
+        self.cells, self.out = kind(inner, hidden, bias=False), nn.Linear(hidden, inner, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.cells(x)[0])
+
+
+@pytest.mark.parametrize(("kind", "gates"), [(nn.LSTM, 4), (nn.GRU, 3)])
+def test_cells_are_cut_inside_their_gates(kind: Any, gates: int) -> None:
+    """A step gathers what the last one made, and scatters its gradient: no gate leaves its device."""
+    steps, cut = 5, f"(f0={gates} out@tensor)"
+    with torch.device("meta"):
+        model, x = Cells(kind, 256, 1024), torch.ones(steps, 256, 256)
+    with Mesh.abstract(tensor=8) as mesh:
+        table = sl.suggest(model, mesh, x)
+        assert table == {
+            "cells.weight_ih_l0": f"{cut} _",
+            "cells.weight_hh_l0": f"{cut} _",
+            "out.weight": "_ in@tensor",
+        }
+        sl.parallelize(model, table)
+        plan = sl.jit(lambda m, x: m(x).square().sum().backward()).plan(model, x)
+    kinds = Counter(c.kind for c in plan.collectives)
+    assert kinds == {"all_gather": steps - 1, "reduce_scatter": steps - 1, "all_reduce": 1}
+
+    plain = Cells(kind, 4, 8).double()
+    model, x = copy.deepcopy(plain), torch.randn(steps, 3, 4, dtype=torch.float64)
+    with Mesh(tensor=4):
+        ours = sl.parallelize(model, table)(x)
+        ours.square().sum().backward()
+    (theirs := plain(x)).square().sum().backward()
+    torch.testing.assert_close(whole(ours), theirs, rtol=1e-10, atol=1e-10)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-10, atol=1e-10)
 
 
 def test_names_with_marks_of_patterns() -> None:

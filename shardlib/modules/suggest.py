@@ -10,7 +10,7 @@ Shoeybi et al. 2019, arXiv:1909.08053, come out where a transformer is traced.)
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -134,16 +134,14 @@ def _compiled(module: nn.Module, mesh: Mesh, example: Any, more: Any) -> Compile
 def _kinds(graph: Graph, flood: Flood, weights: Mapping[str, Value], ways: int) -> list[_Kind]:
     """Classes with parts of weights that are large enough, alike ones together.
 
-    A class that is two dims of one weight (of a square one, behind a residual) does not cut it.
+    A class that is two dims of one weight (of a recurrent one, or a square one behind a residual) cuts the first.
     """
     parts: dict[Leaf, dict[str, Part]] = defaultdict(dict)
     for name, value in weights.items():
-        dims = flood.value[value]
-        met = Counter(flood.dims.find(leaf) for dim in dims for leaf in dim)
-        for d, dim in enumerate(dims):
+        for d, dim in enumerate(flood.value[value]):
             for i, leaf in enumerate(map(flood.dims.find, dim)):
-                if met[leaf] == 1 and (value.shape[d] if i == 0 else flood.dims.size(leaf)) >= ways:
-                    parts[leaf][name] = d, i
+                if (value.shape[d] if i == 0 else flood.dims.size(leaf)) >= ways:
+                    parts[leaf].setdefault(name, (d, i))
     alike: dict[frozenset[tuple[str, Part]], list[Leaf]] = defaultdict(list)
     for leaf, own in parts.items():
         alike[frozenset((numberless(name), part) for name, part in own.items())].append(leaf)
@@ -158,29 +156,37 @@ def _kinds(graph: Graph, flood: Flood, weights: Mapping[str, Value], ways: int) 
                 kinds = [k for k in kinds if k.leaves.isdisjoint(_found(flood, flood.labels[op][label]))]
     sent = [(leaf, _summed(value)) for op in graph.ops for leaf, value in _sent(op, flood)]
     for kind in kinds:
-        kind.bytes = sum(value.nbytes for value in {value for leaf, value in sent if leaf in kind.leaves})
+        kind.bytes = _bytes({value for leaf, value in sent if leaf in kind.leaves})
         kind.elements = sum(math.prod(weights[name].shape) for name in kind.parts)
     return sorted(kinds, key=lambda k: -k.elements)
 
 
 def _sent(op: Op, flood: Flood) -> Iterator[tuple[Leaf, Value]]:
-    """What is sent where a class is cut: a result that is summed over it, or an operand that must be whole."""
+    """What is sent where a class is cut: a result that is summed over it, or an operand that must be whole.
+
+    An op may sum over a class and keep it, too (`h @ w.t()`, where h comes from there): what it sums is gathered, or
+    its result is scattered, whichever is less.
+    """
     if op.rule is None:
         yield from ((leaf, v) for v in op.operands if not v.constant for leaf in _found(flood, flood.leaves(v)))
         return
-    for label, leaves in flood.labels.get(op, {}).items():
-        for leaf in _found(flood, leaves):
-            if label in flood.whole.get(op, ()):
-                values: list[Value | None] = [
-                    v for v, dims in zip(op.operands, op.rule.operands, strict=True) if any(label in d for d in dims)
-                ]
-            elif op.rule.reduce.get(label, "none") == "none":
+    classes = {label: _found(flood, leaves) for label, leaves in flood.labels.get(op, {}).items()}
+    operands = [(v, {x for dim in dims for x in dim}) for v, dims in zip(op.operands, op.rule.operands, strict=True)]
+    results = [(v, {x for dim in dims for x in dim}) for v, dims in zip(op.results, op.rule.results, strict=True) if v]
+    for label, leaf in ((label, leaf) for label, leaves in classes.items() for leaf in leaves):
+        values = [v for v, labels in operands if label in labels]
+        if label not in flood.whole.get(op, ()):
+            if op.rule.reduce.get(label, "none") == "none":
                 continue
-            else:
-                values = [
-                    v for v, dims in zip(op.results, op.rule.results, strict=True) if not any(label in d for d in dims)
-                ]
-            yield from ((leaf, v) for v in values if v is not None and not v.constant)
+            kept = {x for _, labels in results for x in labels if leaf in classes[x]}
+            gathered = [v for v, labels in operands if label in labels and labels.isdisjoint(kept)]
+            values = [v for v, labels in results if label not in labels]
+            values = min(values, gathered, key=_bytes) if kept and gathered else values
+        yield from ((leaf, v) for v in values if not v.constant)
+
+
+def _bytes(values: Collection[Value]) -> int:
+    return sum(v.nbytes for v in values)
 
 
 def _summed(value: Value) -> Value:
@@ -245,9 +251,10 @@ def _reasons(
 ) -> Iterator[tuple[str, tuple[bool, str]]]:
     """Of every weight of a kind, whether it is cut where it is contracted, and in words what for."""
     own = {name: {flood.dims.find(x) for x in flood.leaves(weights[name])} & kind.leaves for name in kind.parts}
+    once = {name for name in own if sum(flood.dims.find(x) in own[name] for x in flood.leaves(weights[name])) == 1}
     rows: dict[str, Value] = {}
     for op, at, name in _reads(graph, weights):
-        if name in own and not op.backward and (value := _summed_over(op, at, own[name], flood)) is not None:
+        if name in once and not op.backward and (value := _summed_over(op, at, own[name], flood)) is not None:
             rows.setdefault(name, value)
     big = [name for name in own if len(weights[name].shape) > 1]
     for name in own:
@@ -257,6 +264,8 @@ def _reasons(
         if name in rows and name in big:
             value = rows[name]
             yield name, (True, f"rows: the sum over devices is left, {si(value.nbytes, 'B')} of {list(value.shape)}")
+        elif name in big and name not in once:
+            yield name, (False, "columns: what it makes is gathered where it comes back")
         elif name in big:
             kept = f"{contracts} contracts what it makes, so nothing moves between them"
             yield name, (False, f"columns: {kept if contracts else 'what it makes stays cut'}")
