@@ -221,3 +221,30 @@ def test_of_offers_that_are_as_fast_the_one_that_sends_less_is_taken() -> None:
 
     shapes = [(64, 128), (64, 1024, 512), (128, 4096), (4096, 16)]
     assert _kinds(fn, shapes, (None, None, None, sl.P(None, "data"))) == []
+
+
+@pytest.mark.parametrize("readers", [24, 70])
+def test_a_value_that_many_read_is_gathered_once(readers: int) -> None:
+    """More kinds of readers than all choices of can be written down, and than an array has dims."""
+    weights = [meta(256, 8 * (i + 1)) for i in range(readers)]
+    step = sl.jit(lambda x, ws: [x @ w for w in ws], in_specs=("b@data d", [f"d o{i}@data" for i in range(readers)]))
+    with sl.Mesh.abstract(data=2):
+        plan = step.plan(meta(64, 256), weights)
+    assert [(c.kind, c.bytes) for c in plan.collectives] == [("all_gather", 64 * 256 * 4 / 2)]
+
+
+def test_sums_that_meet_behind_what_is_complete_are_sent_once() -> None:
+    """`(x + q) + k`, where more devices than heads of k leave sums: all are sent in one, so nobody gathers for k."""
+
+    def fn(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor) -> Tensor:
+        q, k, v = ((x @ w).view(2, 256, -1, 64).transpose(1, 2) for w in (wq, wk, wv))
+        out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return (x + out.transpose(1, 2).flatten(2) @ wo).square().mean()
+
+    shapes = [(2, 256, 1024), (1024, 1024), (1024, 256), (1024, 256), (1024, 1024)]
+    step = sl.jit(sl.grad(fn, (0, 1, 2, 3, 4)), in_specs=("_ _ _", *["_ h@tensor"] * 3, "h@tensor _"))
+    with sl.Mesh.abstract(tensor=8):
+        plan = step.plan(*(meta(*shape) for shape in shapes))
+    sent = [c for c in plan.collectives if "[tensor]" in str(c)]
+    assert [(c.kind, c.bytes) for c in sent] == [("all_reduce", 2 * 256 * 1024 * 4 * 2 * 7 / 8)] * 2
+    assert not [r for r in plan.redundant if r.op == "mm"]

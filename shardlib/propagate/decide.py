@@ -152,12 +152,16 @@ class Decider:
 
     def _minimise(self, dear: float = 1.0, allowed: Callable[[Choices], bool] = lambda choices: True) -> None:
         """The least estimate, with communication so many times `dear`: of all at once or, if that is too much to write
-        down, of one axis after the other, and of all that is around each kind, until nothing improves."""
+        down, of one axis after the other, and of all that is around each kind, until nothing improves. Where even that
+        is too much, all that share a value are put alike, and each kind chooses alone."""
         whole = {kind: domain for kind, domain in enumerate(self.domains) if len(domain) > 1}
         while self._improve(whole, dear, allowed) is None:
             improved = [self._improve(self._on_axis(a, whole), dear, allowed) for a in range(len(self.problem.atoms))]
             if not any(improved):
                 improved = [self._improve(self._around(kind), dear, allowed) for kind in whole]
+            if not any(improved) and None in improved:
+                improved = [self._try(some, dear, allowed) for some in self.estimate.alike(whole, _AT_ONCE)]
+                improved += [self._improve({kind: domain}, dear, allowed) for kind, domain in whole.items()]
             if not any(improved):
                 break
 
@@ -192,6 +196,15 @@ class Decider:
             if not self.estimate.corrected(written, best.choices, tried):
                 break
         return self.choices is not before
+
+    def _try(self, some: Mapping[Kind, Order], dear: float, allowed: Callable[[Choices], bool]) -> bool | None:
+        """Choose so for some kinds if that is better."""
+        tried = [some.get(kind, choice) for kind, choice in enumerate(self.choices)]
+        better = self.estimate.cost(some, tried, dear) < self.estimate.cost(some, self.choices, dear)
+        if better and allowed(tried):
+            self.choices = tried
+            return True
+        return False
 
     def _rivals(self, name: str) -> list[Role]:
         """The roles that compete for the axis in some unit because it was asked for, in the order of their first

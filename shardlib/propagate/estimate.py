@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -160,33 +160,44 @@ class Estimate:
             tables += [Table((kind,), works[:, 0], every), Table((kind,), works[:, 1], every, sent=True)]
         asked = []
         for i in self._touched(free):
-            kinds = [k for k in self.moves[i].places if k in free]
             # Choices that put the ends of a value alike cost it the same: one of each is tried.
-            seen = [[self._ends(i, kind, choice) for choice in free[kind]] for kind in kinds]
-            asked.append((i, kinds, seen, [list(dict.fromkeys(of)) for of in seen]))
-        sizes = [math.prod(map(len, known)) for *_, known in asked]
+            ends = {k: [self._ends(i, k, choice) for choice in free[k]] for k in self.moves[i].places if k in free}
+            known = {kind: list(dict.fromkeys(of)) for kind, of in ends.items()}
+            asked.append((i, ends, {kind: some for kind, some in known.items() if len(some) > 1}))
+        sizes = [math.prod(map(len, known.values())) for *_, known in asked]
         if sum(sizes) > at_once:
             return [], False
-        for size, (i, kinds, seen, known) in zip(sizes, asked, strict=True):
+        for size, (i, ends, known) in zip(sizes, asked, strict=True):
             if size <= largest:
-                tables.append(self._table(i, kinds, seen, known, choices, rough))
+                tables.append(self._table(i, ends, known, choices, rough))
         return tables, all(size <= largest for size in sizes)
 
     def _table(
         self,
         i: int,
-        kinds: Sequence[Kind],
-        seen: Sequence[Sequence[tuple[int, ...]]],
-        known: Sequence[Sequence[tuple[int, ...]]],
+        ends: Mapping[Kind, Sequence[tuple[int, ...]]],
+        known: Mapping[Kind, Sequence[tuple[int, ...]]],
         choices: Choices,
         rough: bool,
     ) -> Table:
+        """The table of record number `i` over the kinds of `known`, whose ends it has there in all ways."""
         moves = self.moves[i]
-        fixed = {k: [self._ends(i, k, choices[k])] for k in moves.places if k not in kinds}
-        costs = moves.seconds(fixed | dict(zip(kinds, known, strict=True)), rough=rough)
-        number = [{states: n for n, states in enumerate(of)} for of in known]
-        classes = tuple(np.array([new[x] for x in of]) for new, of in zip(number, seen, strict=True))
-        return Table(tuple(kinds), costs.reshape([len(x) for x in known]), classes, value=i)
+        fixed = {k: [self._ends(i, k, choices[k])] for k in moves.places if k not in known}
+        costs = moves.seconds({**fixed, **known}, rough=rough)
+        number = {kind: {states: n for n, states in enumerate(of)} for kind, of in known.items()}
+        classes = tuple(np.array([number[kind][x] for x in ends[kind]]) for kind in known)
+        return Table(tuple(known), costs, classes, value=i)
+
+    def alike(self, free: Mapping[Kind, Sequence[Order]], at_once: float) -> Iterator[dict[Kind, Order]]:
+        """For every value that is shared by kinds with more than `at_once` choices together, and every state of it: the
+        least work of each of them with which all its ends are in that state, if there is one."""
+        for i, moves in enumerate(self.moves):
+            ends = {k: {choice: self._ends(i, k, choice) for choice in free[k]} for k in moves.places if k in free}
+            if math.prod(len({*of.values()}) for of in ends.values()) <= at_once:
+                continue
+            for state in dict.fromkeys(s for of in ends.values() for mine in of.values() for s in mine):
+                able = {k: [x for x, mine in of.items() if {*mine} == {state}] for k, of in ends.items()}
+                yield {k: min(some, key=lambda x: sum(self.work(k, x))) for k, some in able.items() if some}
 
     def corrected(self, tables: Sequence[Table], at: Mapping[Kind, int], choices: Choices) -> bool:
         """Write what the best choices cost in place of rough figures; whether any of these was wrong."""

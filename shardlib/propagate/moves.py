@@ -60,14 +60,16 @@ class Moves:
         return len(self._states) - 1
 
     def seconds(self, decided: Mapping[Kind, Sequence[Sequence[int]]], *, rough: bool = False) -> Costs:
-        """Seconds of all reshards: a dim for each kind, along which are the states of its ends, choice after choice."""
-        at = [np.array(self.still.get(p, 0)).reshape([1] * len(decided)) for p in range(len(self.ends))]
-        for i, (kind, choices) in enumerate(decided.items()):
+        """Seconds of all reshards: a dim for each kind that has a choice, along which are the states of its ends,
+        choice after choice. A value may have readers of more kinds than an array has dims."""
+        along = {k: i for i, k in enumerate(k for k, choices in decided.items() if len(choices) > 1)}
+        at = [np.array(self.still.get(p, 0)) for p in range(len(self.ends))]
+        for kind, choices in decided.items():
             for p, states in zip(self.places[kind], zip(*choices, strict=True), strict=True):
-                at[p] = np.array(states).reshape([-1 if i == d else 1 for d in range(len(decided))])
-        shape = [len(choices) for choices in decided.values()]
+                at[p] = np.array(states).reshape([-1, *[1] * (len(along) - along[kind] - 1)] if kind in along else [])
+        shape = [len(decided[k]) for k in along]
         seconds = np.broadcast_to(self._seconds(at, rough), shape)
-        return np.rint(seconds * (self.count / GRAIN)) * GRAIN
+        return np.asarray(np.rint(seconds * (self.count / GRAIN)) * GRAIN)
 
     def _seconds(self, at: list[Numbers], rough: bool) -> Costs:
         record = self.record
@@ -90,7 +92,7 @@ class Moves:
                 for s, mine in zip(sources, new, strict=False)
             ]
             total, have, new = sum(paid, total), [np.where(apart, wants[0], sources[0])], new[:1]
-        for want in wants:
+        for want in {(w.shape, w.tobytes()): w for w in wants}.values():  # nobody pays for what is there
             ways = [self._paid(s, want, rough) for s in have]
             best, then = ways[0]
             for seconds, state in ways[1:]:

@@ -97,23 +97,40 @@ class Records:
         return readers, sources
 
     def _meeting_sums(self, graph: Graph, sources: dict[Value, tuple[End, ...]]) -> set[Value]:
-        """Pending sums that only an addition reads: its result has all their sources, and they are no values apart."""
+        """Pending sums that only additions read, and that meet there before what is complete: they are no values apart.
+
+        The sum of two has the sources of both. Of those that meet behind something complete, `(x + a) + b`, the first
+        has them all.
+        """
         f, u = self.flood, self.units
         reads: Counter[Value] | None = None
         merged: set[Value] = set()
+        first: dict[Value, tuple[Value, tuple[int | None, ...]]] = {}  # behind something complete, of an addition
         for op in graph.ops:
             if op.constant or op.transparent or op.owns is not None or not self._adds(op):
                 continue
             addends = [u.root(v) for v in op.operands]
             (result,) = op.results
             assert result is not None, "a sum has a value"
-            if not all(any(s.pending for s in sources.get(r, ())) for r, _ in addends):
+            owing = [any(s.pending for s in sources.get(r, ())) for r, _ in addends]
+            if not any(owing) or any(f.value[v] != f.value[result] for v in op.operands):
                 continue
             reads = u.reads() if reads is None else reads
-            alike = all(f.value[v] == f.value[result] for v in op.operands)
-            if alike and all(reads[r] == 1 and not r.is_output for r, _ in addends):
-                merged.update(r for r, _ in addends)
-                sources[result] = tuple(_seen(s, positions) for r, positions in addends for s in sources[r])
+            alone = [reads[r] == 1 and not r.is_output for r, _ in addends]
+            if all(owing):
+                if all(alone):
+                    merged.update(r for r, _ in addends)
+                    sources[result] = tuple(_seen(s, positions) for r, positions in addends for s in sources[r])
+                continue
+            (root, positions), (complete, _) = addends[:: 1 if owing[0] else -1]
+            if not alone[owing.index(True)]:
+                continue
+            begun = first.get(complete) if alone[owing.index(False)] else None
+            if begun is not None and sorted(begun[1], key=str) == [*range(len(begun[1]))]:
+                merged.add(root)
+                back = tuple(begun[1].index(i) for i in range(len(begun[1])))
+                sources[begun[0]] += tuple(_seen(_seen(s, positions), back) for s in sources[root])
+            first[result] = begun or (root, positions)
         return merged
 
     def _sums_of_rows(
