@@ -15,7 +15,7 @@ import numpy as np
 
 from shardlib.meshes.axis import Axis
 from shardlib.propagate.moves import Moves, State
-from shardlib.propagate.problem import Choice, Problem
+from shardlib.propagate.problem import Choice, Problem, Role
 from shardlib.propagate.records import End, Kind
 from shardlib.propagate.tables import GRAIN, Table
 
@@ -47,6 +47,7 @@ class Estimate:
             return known
         roles = self.problem.slots[kind]
         axes: list[list[Axis]] = [[] for _ in roles]
+        beside = self.problem.beside[kind]
         *orders, turned = choice
         for name, order in zip(self.problem.mesh.axis_names, orders, strict=True):
             atoms = self.problem.atoms[name]
@@ -55,14 +56,19 @@ class Estimate:
             for atom in atoms:
                 for slot in order:
                     both = {slot, self.problem.rounds[kind].get(slot, slot)}
-                    if all(atom in roles[i].wants and roles[i].size >= _ways(axes[i]) * atom.size for i in both):
-                        for i in both:
+                    fit = {i for i in both | beside[slot] if self._takes(roles[i], axes[i], atom)}
+                    if both <= fit:
+                        for i in fit:
                             axes[i].append(atom)
                         break
         stand = [role.turned * (i in turned) + role.wants for i, role in enumerate(roles)]
         result = [tuple(sorted(mine, key=order.index)) for order, mine in zip(stand, axes, strict=True)]
         self._cut_memo[key] = tuple(result)
         return self._cut_memo[key]
+
+    @staticmethod
+    def _takes(role: Role, axes: Sequence[Axis], atom: Axis) -> bool:
+        return atom in role.wants and role.size >= _ways(axes) * atom.size
 
     def _ends(self, i: int, kind: Kind, choice: Order) -> tuple[int, ...]:
         """The states of those ends of record number `i` that a kind decides."""

@@ -71,6 +71,14 @@ def work(op: Op, prices: Prices) -> float:
     return max(op.rule.flops / prices.flops(widest), nbytes / prices.bandwidth)
 
 
+def _beside(unit: Unit) -> dict[int, set[int]]:
+    """For each slot of a unit the others that follow where it does: what is put together of several is cut at once."""
+    led: dict[int, set[int]] = defaultdict(set)
+    for slot, leader in unit.follows.items():
+        led[leader].add(slot)
+    return {slot: led[unit.follows[slot]] if slot in unit.follows else set() for slot in range(len(unit.slots))}
+
+
 class Problem:
     """Kinds of units: `members`, `slots` (a role each), `rounds`, `candidates` (slots that want an axis), `compute` and
     `passed` and `senders` (what their ops cost); and `records`, the values between them, with those that are `settled`
@@ -94,6 +102,7 @@ class Problem:
         self._find_kinds(graph)
         self.slots: list[list[Role]] = [self._roles(m[0]) for m in self.members]
         self.rounds = [{**m[0].rounds, **m[0].follows} for m in self.members]
+        self.beside = [_beside(m[0]) for m in self.members]
         self.candidates = [self._candidates(k) for k in range(len(self.members))]
         records = list(Records(flood, units, self.kind).of(graph))
         self.records = Counter(r for r in records if r.kinds)
