@@ -61,7 +61,7 @@ def join_moves(gm: fx.GraphModule) -> None:
         if flat == form or len(flat.ranges) > _MOST:
             continue
         forms[node] = flat
-        if _takes_half(flat):
+        if _takes_half(flat, node.meta["val"].shape[flat.dim]):
             slices = all(x.target is node.target is aten.slice.Tensor for x in node.all_input_nodes)
             if not slices and node.target is not aten.neg.default:
                 _write(node, flat)
@@ -75,13 +75,15 @@ def _continues(form: _Splice, node: fx.Node, then: _Splice | None, user: fx.Node
     return then is not None and then.dim == form.dim and user.meta["val"].dtype == node.meta["val"].dtype
 
 
-def _takes_half(form: _Splice) -> bool:
-    """Whether it reads at least half of each source: of less, a slice alone may be the best that can be sent."""
+def _takes_half(form: _Splice, size: int) -> bool:
+    """Whether it reads at least half of each source that has another size than it makes, and so may be cut where it is
+    not: of less, a slice alone may be the best that can be sent."""
     taken: Counter[fx.Node] = Counter()
     for r in form.ranges:
         if r.source is not None:
             taken[r.source] += r.stop - r.start
-    return all(2 * n >= x.meta["val"].shape[form.dim] for x, n in taken.items())
+    sizes = {x: x.meta["val"].shape[form.dim] for x in taken}
+    return all(2 * n >= sizes[x] or sizes[x] == size for x, n in taken.items())
 
 
 def _flat(forms: dict[fx.Node, _Splice], inner: set[fx.Node], form: _Splice) -> Iterator[_Range]:

@@ -8,10 +8,11 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from shardlib.meshes.axis import Axis, Coords, member_coords, position, split_name
-from shardlib.specs.pieces import Pieces, even, span
+from shardlib.specs.pieces import Placed, even, span
 
 _ARITHMETIC: Mapping[str, Callable[[int, int], int]] = {
     "+": operator.add,
@@ -110,10 +111,7 @@ def local_size(size: int, axes: Sequence[Axis]) -> Sym | int:
     axes = Axis.merge(axes)  # parts of one mesh axis cut as one
     if even(size, axes):
         return size // math.prod(a.size for a in axes)
-    if isinstance(size, Pieces):
-        found: Sym | int = tabulate(lambda c: _length(span(size, axes, c)), axes)
-        return found
-    return Sym("size", (axes, size))
+    return _told(size, axes)[1] if isinstance(size, Placed) else Sym("size", (axes, size))
 
 
 def offset(size: int, axes: Sequence[Axis]) -> Sym | int:
@@ -121,10 +119,14 @@ def offset(size: int, axes: Sequence[Axis]) -> Sym | int:
     axes = Axis.merge(axes)
     if not axes:
         return 0
-    if isinstance(size, Pieces):
-        found: Sym | int = tabulate(lambda c: span(size, axes, c)[0], axes)
-        return found
-    return Sym("offset", (axes, size))
+    return _told(size, axes)[0] if isinstance(size, Placed) else Sym("offset", (axes, size))
+
+
+@lru_cache(maxsize=4096)
+def _told(size: Placed, axes: tuple[Axis, ...]) -> tuple[Sym | int, Sym | int]:
+    """Where what a device holds begins, and how much it is, of a size that says it."""
+    first = tabulate(lambda c: span(size, axes, c)[0], axes)
+    return first, tabulate(lambda c: _length(span(size, axes, c)), axes)
 
 
 def place_in(axes: Sequence[Axis]) -> Sym | int:

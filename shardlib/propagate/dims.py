@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import count, pairwise
 
-from shardlib.specs.pieces import Pieces
+from shardlib.specs.pieces import Pieces, Placed
 from shardlib.specs.spread import spread
 
 Leaf = int
@@ -69,9 +69,13 @@ class Dims:
         return self._parts[leaf] is None
 
     def size(self, leaf: Leaf) -> int:
-        """Its size; `Pieces` where the class has chosen ones."""
+        """Its size; `Pieces` where the class has chosen ones, or as it was placed."""
         leaf = self.find(leaf)
         return self._pieces[leaf][1] if leaf in self._pieces else self._size[leaf]
+
+    def place(self, leaf: Leaf, size: Placed) -> None:
+        """Say where a class is cut for which nobody has chosen pieces; no leaf is split any more."""
+        self._size[self.find(leaf)] = size
 
     def lock(self, leaf: Leaf, ways: Sequence[int], pieces: Pieces | None = None) -> None:
         """Demand that splits of `leaf` keep a cut into `ways` (major first), or `pieces`, expressible on the parts."""

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from shardlib.graph import Graph, Op, Value
 from shardlib.meshes.axis import Axis
+from shardlib.propagate.aligning import align
 from shardlib.propagate.dims import Dims, Leaf, shares
 from shardlib.propagate.flood import Flood, Want
 from shardlib.reshard import Cut
@@ -40,6 +41,7 @@ def flood(graph: Graph, fixed: Mapping[Value, Fixed], outputs: Mapping[int, Fixe
     work.settle()
     _follow(work.f)
     work.open()
+    align(graph, work.f)
     return work.f
 
 

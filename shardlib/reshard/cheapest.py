@@ -17,7 +17,7 @@ from shardlib.meshes.axis import Axis
 from shardlib.reshard.prices import Prices
 from shardlib.reshard.regrid import moves
 from shardlib.reshard.step import Axes, Cut, Leaves, Step, fits, ways
-from shardlib.specs.pieces import Pieces, even
+from shardlib.specs.pieces import Placed, even
 
 _BLOCKS = 5  # with more, the number of arrangements outgrows what a better way is worth
 
@@ -41,7 +41,7 @@ def cheapest(
     `parts` are the sizes of the leaves that each factor is made of; uneven and chosen pieces stay on the known way.
     """
     factors = [(math.prod(leaves), axes) for cut in (src, dst) for leaves, axes in zip(parts, cut, strict=True)]
-    if any(isinstance(n, Pieces) for leaves in parts for n in leaves) or not all(even(n, axes) for n, axes in factors):
+    if any(isinstance(n, Placed) for leaves in parts for n in leaves) or not all(even(n, axes) for n, axes in factors):
         return known
     blocks = _blocks([*src, *dst, pending])
     if len(blocks) > _BLOCKS:

@@ -97,11 +97,17 @@ def _forward(call: Call) -> Rule:
     linear = "{0,2} {1,2}" if len(call.operands) > 2 else "{0} {1}"
     found = pattern(f"{text} {_tied(text, 'i', 'o')} ci:sum {linear}", local=_forward_local)(call)
     flops = 2 * math.prod(x if how.transposed else out) * math.prod(weight[1:])
-    return _loose(found, flops)
+    return _finished(found, how, weight, flops)
 
 
-def _loose(rule: Rule, flops: int) -> Rule:
-    return replace(rule, loose=frozenset({"g", "ci", "co"} & rule.sizes.keys()), flops=flops)
+def _finished(rule: Rule, how: Settings, weight: Shape, flops: int) -> Rule:
+    """What the text of a rule does not say."""
+    reads = {}
+    for k in range(len(weight) - 2):
+        x, y = (f"i{k}", f"o{k}")[:: -1 if how.transposed else 1]
+        if {x, y} <= rule.sizes.keys() - rule.whole:
+            reads[x] = how.window(k, weight).laid(y, rule.sizes[y])
+    return replace(rule, loose=frozenset({"g", "ci", "co"} & rule.sizes.keys()), reads=reads, flops=flops)
 
 
 def _forward_local(local: Local) -> Any:
@@ -155,7 +161,7 @@ def _backward(call: Call) -> Rule:
     back = f"{gradient(text, '0 1', of='0 1 2')} {tied} ci:none"
     found = pattern(back, local=_weight_local if alone else _backward_local)(call)
     work = 2 * math.prod(x if how.transposed else grad) * math.prod(weight[1:])
-    return _loose(found, work * sum(m is not None for m in call.results[:2]))
+    return _finished(found, how, weight, work * sum(m is not None for m in call.results[:2]))
 
 
 def _backward_local(local: Local) -> Any:

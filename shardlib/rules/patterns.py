@@ -167,6 +167,7 @@ def _apply(
         local=local,
         local_factors=cut_locally,
         follows={i: o for i, o in tied["with"].items() if i not in space.whole},
+        reads=stencil.reads if stencil else {},
         loose=[f for f in cut_locally if stencil and f not in {*stencil.reach, *stencil.sources}],
         rounds=tied["round"],
         lends=tied["lend"],

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -79,6 +79,17 @@ class Groups:
     ends: int
 
 
+class Reads(NamedTuple):
+    """Element j of factor `by` reads elements `stride * j + low` to `stride * j + high` of another one, or is made of
+    them, or put there; so many of its `elements` do."""
+
+    by: str
+    stride: int
+    low: int
+    high: int
+    elements: int
+
+
 @dataclass(frozen=True)
 class Rule:
     """How one call shards.
@@ -98,6 +109,8 @@ class Rule:
       of `t` round, so that every piece of `s` meets every piece of `t`, and no result owes anything over these axes.
     * `follows`: {i: o}: `i` may be cut only together with `o`, and whoever wants one of them cut wants both: they are
       one dim in two sizes (what goes into a convolution and what comes out), so cutting one nearly cuts the other.
+    * `reads`: {i: which of its elements those of another factor lie at}: where the one is cut, the other is best cut
+      beside that, so that little is sent. It decides nothing but where pieces end that nobody has chosen.
     * `loose`: those of `local_factors` of which `local` asks no offset, so that any part of them may be cut.
     * `lends`: {h: s}: for this op `h` may take over a mesh axis that only `s` wants (attention exchanges the cut of the
       sequence for one of the heads).
@@ -122,6 +135,7 @@ class Rule:
     rounds: Mapping[str, str] = field(default_factory=dict)
     lends: Mapping[str, str] = field(default_factory=dict)
     follows: Mapping[str, str] = field(default_factory=dict)
+    reads: Mapping[str, Reads] = field(default_factory=dict)
     loose: frozenset[str] = frozenset()
     gathers: frozenset[str] = frozenset()
     ones: frozenset[str] = frozenset()

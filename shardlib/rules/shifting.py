@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardlib.internals import schema_of
 from shardlib.rules.halo import Range, extent, fetch, fetch_all, length, reframe
-from shardlib.rules.rule import Call, Local, Path, Rule
+from shardlib.rules.rule import Call, Local, Path, Reads, Rule
 from shardlib.rules.shards import adds_up, held, nothing
 from shardlib.rules.space import Dim, Ints, Space, arg, axis, path, result_shape, shape_ints
 from shardlib.rules.window import Window
@@ -41,7 +41,7 @@ class Shift:
     @staticmethod
     def of(space: Space, sizes: tuple[int, int], start: int, step: int = 1) -> Shift:
         """`sizes` of the long dim and of its slice from `start`; the follower is cut with the other one."""
-        block = math.gcd(*sizes, start) if step == 1 else 1
+        block = granularity(math.gcd(*sizes, start), sizes[0], sizes[1]) if step == 1 else 1
         if sizes[0] == sizes[1] and not start and step == 1:
             same = space.dim(sizes[0], "i")
             return Shift(same, same, ((), ()), same, (1, 1), sizes[0], Window(1))
@@ -60,12 +60,28 @@ class Shift:
         pair = self.outer if forward else self.outer[::-1]
         return dict(zip(*pair, strict=True)) if all(pair) else {}
 
+    @property
+    def reads(self) -> dict[str, Reads]:
+        """Where the blocks of the short one lie in the long one."""
+        pair, at = self.outer, -self.window.padding
+        return {pair[0][0]: Reads(pair[1][0], self.window.stride, at, at, self.counts[1])} if all(pair) else {}
+
     def needs(self, mine: Range) -> Range:
         """Blocks of the long dim that make a range of the short one."""
         return self.window.reads(mine) if length(mine) else (0, 0)
 
     def cut(self, local: Local) -> bool:
         return any(local.axes(f) for d in self.outer for f in d)
+
+
+def granularity(block: int, long: int, most: int) -> int:
+    """How large the blocks of a dim of `long` are, where all that counts are multiples of `block`, and `most` of it
+    stays side by side.
+
+    Where that is most of it, borders move, which may be between any elements; so blocks that are so small that nobody
+    would cut inside them are none.
+    """
+    return 1 if 2 * most > long and block * block < long else block
 
 
 def exposed(x: Tensor, at: int, outer: Dim, count: int, inside: int) -> Tensor:
@@ -100,6 +116,7 @@ def shift_rule(
         local=local,
         local_factors={f for pair in follows.items() for f in pair} | lonely,
         follows=follows,
+        reads={k: v for shift in shifts for k, v in shift.reads.items()},
     )
 
 

@@ -11,7 +11,7 @@ import torch
 
 from shardlib.errors import ShardingError
 from shardlib.internals import schema_of
-from shardlib.rules.rule import Call, Local, Path, Rule
+from shardlib.rules.rule import Call, Local, Path, Reads, Rule
 
 Dim = tuple[str, ...]
 Ints = dict[Path, tuple[int, Dim]]
@@ -63,6 +63,7 @@ class Space:
         rounds: Mapping[str, str] | None = None,
         lends: Mapping[str, str] | None = None,
         follows: Mapping[str, str] | None = None,
+        reads: Mapping[str, Reads] | None = None,
         loose: Iterable[str] = (),
         gathers: Iterable[str] = (),
         ones: Iterable[str] = (),
@@ -83,6 +84,7 @@ class Space:
             rounds=rounds or {},
             lends=lends or {},
             follows=follows or {},
+            reads={i: r for i, r in (reads or {}).items() if not {i, r.by} & self.whole},
             loose=frozenset(loose),
             gathers=frozenset(gathers),
             ones=frozenset(ones),

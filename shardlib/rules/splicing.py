@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from shardlib.rules.halo import Range, extent, fetch_all, length, overlap, padded
-from shardlib.rules.rule import Call, Local, Path, Rule
+from shardlib.rules.rule import Call, Local, Path, Reads, Rule
 from shardlib.rules.shards import cut, held, positional
-from shardlib.rules.shifting import exposed, joined
+from shardlib.rules.shifting import exposed, granularity, joined
 from shardlib.rules.space import Dim, Space, arg, axis, path, result_dtype, result_shape
 
 
@@ -55,7 +55,8 @@ class Spliced:
     def of(space: Space, at: int, parts: Sequence[Part], sizes: Mapping[int, int], size: int, *, same: bool) -> Spliced:
         """`same` says that the result has the dim of the one operand."""
         block = math.gcd(size, *sizes.values(), *(n for part in parts for n in (part.start, part.stop)))
-        block = 1 if same else min(block, 1) if any(part.mirrored for part in parts) else block
+        most = max((part.stop - part.start for part in parts if part.source is not None), default=0)
+        block = 1 if same else min(block, 1) if any(part.mirrored for part in parts) else granularity(block, size, most)
         inner = space.dim(block, "i")
         out = space.dim(size // block, "p") if block else space.dim(size, whole=True)
         blocks = {i: n // block if block else n for i, n in sizes.items()}
@@ -69,12 +70,28 @@ class Spliced:
         return {d[0]: self.out[0] for d in self.outer.values() if d and self.out and d != self.out}
 
     @property
+    def reads(self) -> dict[str, Reads]:
+        """Where the result's blocks are in operands, of each by its longest part."""
+        found: dict[str, Reads] = {}
+        for part, begin in zip(self.parts, self._begins, strict=True):
+            if part.source is not None and not part.mirrored and (name := self.outer[part.source]) and self.block:
+                at, count = (part.start - begin) // self.block, (part.stop - part.start) // self.block
+                if name != self.out and self.out and (name[0] not in found or found[name[0]].elements < count):
+                    found[name[0]] = Reads(self.out[0], 1, at, at, count)
+        return found
+
+    @property
+    def _begins(self) -> list[int]:
+        """Where the parts begin in the result."""
+        return [*itertools.accumulate((p.stop - p.start for p in self.parts[:-1]), initial=0)][: len(self.parts)]
+
+    @property
     def factors(self) -> set[str]:
         return {f for d in (self.out, *self.outer.values()) for f in d}
 
     def needs(self, source: int | None) -> list[Callable[[Range], Range]]:
         """Which blocks of a source are in a range of the result, part by part."""
-        block, begins = self.block, itertools.accumulate((p.stop - p.start for p in self.parts), initial=0)
+        block, begins = self.block, self._begins
 
         def one(part: Part, begin: int) -> Callable[[Range], Range]:
             def need(mine: Range) -> Range:
@@ -85,7 +102,7 @@ class Spliced:
 
             return need
 
-        return [one(part, begin) for part, begin in zip(self.parts, begins, strict=False) if part.source == source]
+        return [one(part, begin) for part, begin in zip(self.parts, begins, strict=True) if part.source == source]
 
     def form(self, tensors: Sequence[Tensor], dtype: torch.dtype, inside: int) -> Tensor:
         """A device's piece of the result, with `inside` elements of every block."""
@@ -159,6 +176,7 @@ def _spliced(
         local=local,
         local_factors=led,
         follows=follows,
+        reads={k: v for s in splices.values() for k, v in s.reads.items()},
     )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from shardlib.internals import pytree
 from shardlib.rules.halo import Range, extent, fetch_all, give_back, length, overlap, reframe
 from shardlib.rules.nonempty import put
-from shardlib.rules.rule import Labels, Local, Path
+from shardlib.rules.rule import Labels, Local, Path, Reads
 from shardlib.rules.shards import may_be_empty
 from shardlib.rules.window import Pool, Window
 
@@ -32,6 +32,7 @@ class Reach:
     needs: tuple[Callable[[Range], Range], ...]  # one behind the other
     frame: Callable[[Range], Range]  # what the op runs on, as the needs count, filled up with zeros
     made: Callable[[Range], Range]  # the results that it makes of that
+    window: Window | None = None  # that slides along the source
 
     @staticmethod
     def around(word: str, source: str, size: int, before: int, after: int) -> Reach:
@@ -53,7 +54,7 @@ class Reach:
     @staticmethod
     def windows(source: str, size: int, count: int, window: Window, *, ceil: bool = False) -> Reach:
         pool = Pool(window, size, count, ceil)
-        return Reach(source, size, count, (lambda r: overlap((0, size), pool.need(r)),), pool.frame, pool.made)
+        return Reach(source, size, count, (lambda r: overlap((0, size), pool.need(r)),), pool.frame, pool.made, window)
 
     def fetched(self, x: Tensor, dim: int, mine: Range) -> Tensor:
         """A piece of an operand with all that a range of results reads."""
@@ -88,6 +89,13 @@ class Stencil:
     @property
     def sources(self) -> dict[str, str]:
         return {r.source: f for f, r in self.reach.items()}
+
+    @property
+    def reads(self) -> dict[str, Reads]:
+        """Where results lie in what they read."""
+        return {
+            r.source: r.window.laid(f, r.count) for f, r in self.reach.items() if r.window is not None and r.source != f
+        }
 
     def local(self, local: Local) -> Any:
         here = {f: r for f, r in self.reach.items() if local.axes(f) or local.axes(r.source)}

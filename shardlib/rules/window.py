@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardlib.rules.halo import Range, length
+from shardlib.rules.rule import Reads
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,10 @@ class Window:
     def span(self) -> int:
         """From the first input that an output reads to the last one."""
         return (self.kernel - 1) * self.dilation + 1
+
+    def laid(self, by: str, count: int) -> Reads:
+        """Where the `count` outputs, factor `by`, lie among the inputs."""
+        return Reads(by, self.stride, -self.padding, self.span - 1 - self.padding, count)
 
     def reads(self, outputs: Range) -> Range:
         """What some outputs read, padding included; no outputs read one window in front of the first input."""

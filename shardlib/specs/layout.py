@@ -21,7 +21,7 @@ from einops import rearrange
 
 from shardlib.errors import ShardingError
 from shardlib.meshes.axis import Axis, Coords
-from shardlib.specs.pieces import Pieces, even, fullest, over, span, spans
+from shardlib.specs.pieces import Pieces, Placed, even, fullest, over, span, spans
 from shardlib.specs.scan import Scanner
 
 __all__ = ["Axis", "Coords", "Dim", "Factor", "Layout", "Pending", "Pieces", "span"]
@@ -47,7 +47,7 @@ class Factor:
     axes: tuple[Axis, ...] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.size, Pieces):
+        if isinstance(self.size, Placed):
             object.__setattr__(self, "size", over(self.size, self.axes))
 
     @property

@@ -1,26 +1,31 @@
 """The elements that a device holds of a factor cut over axes.
 
-A factor is cut in chunks, or where somebody chose: its size is then `Pieces`, a number that knows the pieces. `span` is
-the one place that says who holds what.
+A factor is cut in chunks, or elsewhere: where somebody chose (its size is then `Pieces`, a number that knows the
+pieces), or where another factor is cut (`Aligned`). `span` is the one place that says who holds what.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from shardlib.meshes.axis import Axis, Coords
 
 
-class Pieces(int):
+class Placed(int):
+    """A size that says itself where it is cut. Equal only to one that says the same, never to a plain number: what is
+    remembered for the one must not be taken for the other."""
+
+
+class Pieces(Placed):
     """The size of a factor whose pieces are chosen: over `axes` (prime parts, major first) they are `sizes`.
 
     It counts as their sum. Over fewer of the axes, neighbouring pieces stay together; over more, every piece is cut in
     chunks; over others first, the whole factor is. So what holds of chunks holds here: dropping the minor axis is an
-    all-gather, adding one is a local slice. Equal only to a size with the same pieces, never to a plain number: what is
-    remembered for the one must not be taken for the other.
+    all-gather, adding one is a local slice.
 
     Example:
         >>> data = Axis("data", 4)
@@ -44,7 +49,7 @@ class Pieces(int):
     @staticmethod
     def of(sizes: Sequence[int], axes: Sequence[Axis]) -> int:
         """A size with these pieces; a plain one where chunks are the same."""
-        return sum(sizes) if tuple(sizes) == _chunks(sum(sizes), Axis.merge(axes)) else Pieces(sizes, axes)
+        return sum(sizes) if tuple(sizes) == _spans(sum(sizes), Axis.merge(axes)) else Pieces(sizes, axes)
 
     def common(self, axes: Sequence[Axis]) -> tuple[int, tuple[Axis, ...]]:
         """How many of its axes `axes` begin with, and what follows them (both in prime parts)."""
@@ -67,8 +72,56 @@ class Pieces(int):
         return self.sizes, self.axes
 
 
+class Aligned(Placed):
+    """The size of a factor that is cut where another one is, whatever the axes: between `scale * e + shift` - 1 and
+    the next where `base` is cut between e - 1 and e.
+
+    So what lies side by side in both is on one device: a padded dim, a slice, the result of a window. What is in front
+    of the first element of `base` goes with that, and what is behind the last one with the last.
+
+    Example:
+        >>> data = Axis("data", 4)
+        >>> padded = Aligned(10, 8, shift=1)
+        >>> padded + 0, spans(padded, (data,)), spans(padded, data.primes()[:1])
+        (10, (3, 2, 2, 3), (5, 5))
+    """
+
+    base: int
+    scale: Fraction
+    shift: Fraction
+    _numbers: tuple[int, int, int, int]  # both, as whole numbers
+
+    def __new__(cls, size: int, base: int, scale: Fraction | int = 1, shift: Fraction | int = 0) -> Aligned:
+        self = super().__new__(cls, size)
+        self.base, self.scale, self.shift = base, Fraction(scale), Fraction(shift)
+        self._numbers = *self.scale.as_integer_ratio(), *self.shift.as_integer_ratio()
+        return self
+
+    def edge(self, of: int) -> int:
+        """Where it is cut if `base` is cut in front of element `of`."""
+        if of in (0, self.base + 0):
+            return int(self) if of else 0
+        times, over, more, under = self._numbers
+        return min(max(-(-(times * under * of + more * over) // (over * under)), 0), int(self))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Aligned) and self.__getnewargs__() == other.__getnewargs__()
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self.__getnewargs__())
+
+    def __getnewargs__(self) -> tuple[int, int, Fraction, Fraction]:  # type: ignore[override] # int has its own
+        return int(self), self.base, self.scale, self.shift
+
+
 def span(size: int, axes: Sequence[Axis], coords: Coords) -> tuple[int, int]:
-    """The `(start, stop)` that the device at `coords` holds of a factor cut by `axes` (nested chunks, or `Pieces`)."""
+    """The `(start, stop)` that the device at `coords` holds of a factor cut by `axes`: nested chunks, or as it says."""
+    if isinstance(size, Aligned):
+        low, high = span(size.base, Axis.merge(axes), coords)
+        return size.edge(low), size.edge(high)
     start, stop = 0, int(size)
     if isinstance(size, Pieces):
         k, rest = size.common(axes)
@@ -87,7 +140,10 @@ def span(size: int, axes: Sequence[Axis], coords: Coords) -> tuple[int, int]:
 
 
 def chosen(size: int, axes: Sequence[Axis]) -> bool:
-    """Whether pieces that somebody chose decide how `axes` cut `size`."""
+    """Whether `axes` cut `size` where it says, and not in chunks."""
+    if isinstance(size, Aligned):
+        axes = Axis.merge(axes)
+        return _spans(size, axes) != _spans(int(size), axes)
     return isinstance(size, Pieces) and size.common(axes)[0] > 0
 
 
@@ -102,6 +158,8 @@ def nested(size: int, axes: Sequence[Axis], k: int) -> bool:
     Parts of one mesh axis that stand together cut as one, so on an uneven factor a step may not end between them,
     unless the pieces are chosen.
     """
+    if isinstance(size, Aligned):
+        return nested(size.base, axes, k)
     if not 0 < k < len(axes) or even(size, axes) or len(Axis.merge(axes[k - 1 : k + 1])) == 2:
         return True
     return isinstance(size, Pieces) and k <= size.common(axes)[0]
@@ -109,6 +167,8 @@ def nested(size: int, axes: Sequence[Axis], k: int) -> bool:
 
 def fullest(size: int, axes: Sequence[Axis]) -> int:
     """Elements on the device that holds most; `axes` are merged."""
+    if isinstance(size, Aligned):
+        return max(_spans(size, tuple(axes)))
     if isinstance(size, Pieces):
         k, rest = size.common(axes)
         together = math.prod(a.size for a in size.axes[k:])
@@ -147,5 +207,5 @@ def spans(size: int, axes: Sequence[Axis]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _chunks(size: int, axes: tuple[Axis, ...]) -> tuple[int, ...]:
+def _spans(size: int, axes: tuple[Axis, ...]) -> tuple[int, ...]:
     return spans(size, axes)
