@@ -99,8 +99,26 @@ def _candidates(weights: Mapping[Op, float], flood: Flood, mesh: Mesh, decider: 
         if idle or moves:
             for leaf in _free(op, flood, idle or atoms, everywhere=not idle):
                 gain[leaf] += weight
-    most = sorted(gain, key=lambda leaf: (-gain[leaf], leaf))[:_TRIED]
-    return [leaf for leaf in most if gain[leaf] >= _SHARE * sum(weights.values())]
+    most = _first(gain)[:_TRIED]
+    found = [leaf for leaf in most if gain[leaf] >= _SHARE * sum(weights.values())]
+    return list(dict.fromkeys([*found, *_first(_beside_selections(flood, decider, atoms))[:1]]))
+
+
+def _first(gain: Mapping[Leaf, float]) -> list[Leaf]:
+    return sorted(gain, key=lambda leaf: (-gain[leaf], leaf))
+
+
+def _beside_selections(flood: Flood, decider: Decider, atoms: Sequence[Axis]) -> Mapping[Leaf, float]:
+    """The dims beside one that is cut and of which single elements are taken, each by a sum over the devices: cut there
+    instead, nothing is sent for them."""
+    gain = defaultdict[Leaf, float](float)
+    for op, slots in decider.units.op_slots.items():
+        labels = flood.labels[op]
+        taken = [x for x in slots if op.rule is not None and x[0] in op.rule.gathers and (x[0], 0) == x]
+        if any(want.axis in atoms for f, _ in taken for leaf in labels[f] for want in flood.wants.get(leaf, ())):
+            for leaf in _free(op, flood, atoms, everywhere=True):
+                gain[leaf] += sum(r.nbytes for r in op.results if r is not None)
+    return gain
 
 
 def _free(op: Op, flood: Flood, atoms: Sequence[Axis], *, everywhere: bool) -> set[Leaf]:

@@ -140,10 +140,18 @@ def may_cut(f: Flood, op: Op, factor: OpFactor) -> bool:
 
 
 def _reads_less(op: Op) -> bool:
-    """Whether an op's operands may be less to gather than its results to sum up, which takes twice their bytes."""
-    assert op.rule is not None
-    read = [v for v, t in zip(op.operands, op.rule.operands, strict=True) if any(op.rule.gathers & {*d} for d in t)]
-    return sum(v.nbytes for v in read) < 2 * sum(r.nbytes for r in op.results if r is not None)
+    """Whether an op's operands may be less to gather than to sum up its results, which takes twice their bytes, and
+    those of other ops that read the same so."""
+    read = dict.fromkeys(_gathered(op))
+    others = dict.fromkeys(o for v in read for o, _ in v.readers if v in _gathered(o))
+    return sum(v.nbytes for v in read) < 2 * sum(r.nbytes for o in others for r in o.results if r is not None)
+
+
+def _gathered(op: Op) -> list[Value]:
+    """The operands with a factor that may stay whole."""
+    if op.rule is None or not op.rule.gathers:
+        return []
+    return [v for v, t in zip(op.operands, op.rule.operands, strict=True) if any(op.rule.gathers & {*d} for d in t)]
 
 
 def _made_whole(op: Op) -> set[str]:

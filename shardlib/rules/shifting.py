@@ -115,6 +115,7 @@ def shift_rule(
         ints=ints,
         local=local,
         local_factors={f for pair in follows.items() for f in pair} | lonely,
+        gathers=lonely if forward else (),
         follows=follows,
         reads={k: v for shift in shifts for k, v in shift.reads.items()},
     )
