@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from tests.best import Row, chains, constants, experts, matrices, moves, tables, training, transforms
+from tests.best import Row, borders, chains, constants, experts, matrices, moves, tables, training, transforms
 
 ROWS: list[Row] = [
     *constants.ROWS,
     *tables.ROWS,
     *moves.ROWS,
+    *borders.ROWS,
     *chains.ROWS,
     *transforms.ROWS,
     *matrices.ROWS,
