@@ -1,7 +1,7 @@
 """Interpolation, sampling on grids, and sliding windows.
 
 Batch and channels pass. Space stays whole, except that of a grid, whose points are looked up each for itself, and where
-every element becomes a block of equal ones.
+every element becomes a block: of equal ones, or of what is between it and those around it.
 """
 
 from __future__ import annotations
@@ -9,19 +9,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from shardlib.internals import schema_of
+from shardlib.rules.halo import extent, fetch, give_back, length, overlap, reframe
 from shardlib.rules.nonempty import nonempty
 from shardlib.rules.notation import gradient
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Rule, RuleFn
-from shardlib.rules.space import Dim, path, result_shape
+from shardlib.rules.rule import Call, Local, Rule, RuleFn
+from shardlib.rules.shards import positional
+from shardlib.rules.shifting import exposed, joined
+from shardlib.rules.space import Dim, arg, argument_named, path, result_shape
 
 aten = torch.ops.aten
+Shape = Sequence[int]
 
 
 def _plain(text: str, *local: str, **ints: Any) -> Callable[[Call], Rule]:
@@ -36,38 +42,102 @@ def _space(dims: int) -> str:
 
 
 def _upsample(dims: int, taps: int, *, backward: bool = False) -> RuleFn:
-    """Every element of the result (of a gradient: of the operand) is so many of each dim, weighted and added up."""
-    text = f"n c {_space(dims)} -> n c {_space(dims)} | {{0}}"
-    flops = lambda call, _: 2 * taps**dims * math.prod(max(call.operands[0].shape, result_shape(call), key=math.prod))
-    return _plain(f"{gradient(text)} {_SIZES}" if backward else text, "n", "c", flops=flops)
+    """Every element of the result (of a gradient: of the operand) is so many of each dim, weighted and added up.
+
+    Where a size grows by a whole number, the block that an element becomes reads those around it.
+    """
+
+    def rule(call: Call) -> Rule:
+        small, large, times, said = _grown(call, dims, backward=backward)
+        corners = arg(call, 3 if backward else 2, "align_corners")
+        kept = [i for i in range(dims) if said[i] and times[i] and not corners]
+        work = 2 * taps**dims * max(math.prod(small), math.prod(large))
+        found = replace(_in_blocks(call, small, times, kept, backward=backward), flops=work)
+        return replace(found, local=partial(_bordered, taps // 2, times, backward)) if kept else found
+
+    return rule
 
 
 def _nearest(dims: int, *, backward: bool = False) -> RuleFn:
     """Where a size grows by a whole number, an element is a block: `h -> (h r)`, unless rounding decides otherwise."""
 
     def rule(call: Call) -> Rule:
-        small, large = (m.shape for m in (*call.operands, *call.results) if m is not None)
-        small, large = (large, small) if backward else (small, large)
-        scales = call.args[3 if backward else 2 :]
-        space = range(dims)
-        times = [b // a if a and b % a == 0 else 0 for a, b in zip(small[2:], large[2:], strict=True)]
-        said = [len(scales) <= i or scales[i] in (None, times[i]) for i in space]
-        kept = [i for i in space if said[i] and _blocks(times[i], large[i + 2])]
-        others = [i for i in space if i not in kept]  # torch has kernels that round otherwise, and chooses by shapes
-        if not all((len(scales) <= i or scales[i] is None) and _certain(small[i + 2], large[i + 2]) for i in others):
+        small, large, times, said = _grown(call, dims, backward=backward)
+        kept = [i for i in range(dims) if said[i] and _blocks(times[i], large[i + 2])]
+        # In other dims torch has kernels that round otherwise, and chooses by shapes.
+        if not all(said[i] and _certain(small[i + 2], large[i + 2]) for i in range(dims) if i not in kept):
             kept = []
-        x = " ".join(f"h{i}" if i in kept else "_" for i in space)
-        y = " ".join(f"(h{i} r{i})" if i in kept else "_" for i in space)
-        blocks = " ".join(f"r{i}:whole" for i in kept)
-        text = f"n c {x} -> n c {y} | {blocks} {{0}}"
-        text = f"{gradient(text)} {_SIZES}" if backward else text
-        found = _plain(text, "n", "c", *(f"h{i}" for i in kept))(call)
-        ints = {(*path(call, 1, "output_size"), i): (times[i], _dim(call, small, i)) for i in kept}
-        if backward:
-            ints |= {(*path(call, 2, "input_size"), i + 2): (1, _dim(call, small, i)) for i in kept}
-        return replace(found, ints={**found.ints, **ints})
+        return _in_blocks(call, small, times, kept, backward=backward)
 
     return rule
+
+
+def _grown(call: Call, dims: int, *, backward: bool) -> tuple[Shape, Shape, list[int], list[bool]]:
+    """The shape of what is small and of what it becomes; for each dim of space by which whole number it grows (0: by
+    none), and whether its scale is what the sizes say."""
+    small, large = (m.shape for m in (*call.operands, *call.results) if m is not None)
+    small, large = (large, small) if backward else (small, large)
+    times = [b // a if a and b % a == 0 else 0 for a, b in zip(small[2:], large[2:], strict=True)]
+    names = [a.name for a in schema_of(call.target).arguments if a.name.startswith("scale")]
+    scales = [argument_named(call, name) for name in names]
+    return small, large, times, [scale in (None, n or None) for scale, n in zip(scales, times, strict=True)]
+
+
+def _in_blocks(call: Call, small: Shape, times: Sequence[int], kept: Sequence[int], *, backward: bool) -> Rule:
+    """The rule where in the dims `kept` of space an element becomes a block of so many."""
+    space = range(len(times))
+    x = " ".join(f"h{i}" if i in kept else "_" for i in space)
+    y = " ".join(f"(h{i} r{i})" if i in kept else "_" for i in space)
+    blocks = " ".join(f"r{i}:whole" for i in kept)
+    text = f"n c {x} -> n c {y} | {blocks} {{0}}"
+    text = f"{gradient(text)} {_SIZES}" if backward else text
+    found = _plain(text, "n", "c", *(f"h{i}" for i in kept))(call)
+    ints = {(*path(call, 1, "output_size"), i): (times[i], _dim(call, small, i)) for i in kept}
+    if backward:
+        ints |= {(*path(call, 2, "input_size"), i + 2): (1, _dim(call, small, i)) for i in kept}
+    return replace(found, ints={**found.ints, **ints})
+
+
+def _bordered(reach: int, times: Sequence[int], backward: bool, local: Local) -> Any:
+    """A device's blocks, of its elements and `reach` more at either side; the gradients of these, made of those of its
+    blocks alone, go home to whose they are."""
+    small = local.rule.results[0] if backward else local.rule.operands[0]
+    whole = result_shape(local.call) if backward else local.call.operands[0].shape
+    here = [at for at in range(2, len(small)) if any(local.axes(f) for f in small[at])]
+    if not here:
+        return nonempty(local)
+
+    def form(x: Tensor, output_size: Sequence[int], *args: Any) -> Tensor:
+        batch = x.shape[:2]
+        mine = {at: extent(small[at], whole[at]) for at in here}
+        read = {at: overlap((0, whole[at]), (r[0] - reach, r[1] + reach)) if length(r) else r for at, r in mine.items()}
+        frame = {at: (r[0], max(r[1], r[0] + 1)) for at, r in read.items()}  # of nothing, one that means nothing
+        for at in here:
+            if backward:
+                blocks = exposed(x, at, small[at], whole[at], times[at - 2])
+                x = joined(reframe(blocks, at, mine[at], frame[at]), at)
+            else:
+                x = fetch(x, at, small[at], read[at], frame[at], name="input")
+        for d, n in enumerate(batch):
+            x = reframe(x, d, (0, n), (0, max(n, 1)))
+        sizes = {at: length(r) for at, r in frame.items()}
+        out = [sizes[at] * times[at - 2] if at in sizes else n for at, n in enumerate(output_size, 2)]
+        if backward:
+            given = [sizes.get(at, n) for at, n in enumerate(args[0][2:], 2)]
+            args = ([*x.shape[:2], *given], *args[1:])
+        y: Tensor = local.call.target(x, out, *args)
+        for d, n in enumerate(batch):
+            y = y.narrow(d, 0, n)
+        for at in here:
+            if backward:
+                y = reframe(y, at, frame[at], read[at])
+                y = give_back(y, at, small[at], read[at], whole[at], name="gradient")
+            else:
+                block = times[at - 2]
+                y = y.narrow(at, (mine[at][0] - frame[at][0]) * block, length(mine[at]) * block)
+        return y
+
+    return local.run(form, *positional(local))
 
 
 _SIZES = "n:size(input_size.0) c:size(input_size.1)"  # of a gradient: those of its input, the batch and channels too

@@ -51,6 +51,18 @@ def blocks() -> Iterator[Sample]:
             yield f"{name}_backward", (_f(2, 3, *large), large, [2, 3, *small], *scales), {}
 
 
+def blends() -> Iterator[Sample]:
+    """Sizes that grow by a whole number, by blocks that read those around them."""
+    for name, dims in (
+        ("upsample_linear1d", 1), ("upsample_bilinear2d", 2), ("upsample_bicubic2d", 2), ("upsample_trilinear3d", 3),
+        ("_upsample_bilinear2d_aa", 2), ("_upsample_bicubic2d_aa", 2),
+    ):  # fmt: skip
+        for small, times, scales in (([7, 3, 2], [2, 3, 2], ()), ([5, 1, 3], [4, 2, 1], (4.0, 2.0, 1.0))):
+            low, high = small[:dims], [a * b for a, b in zip(small, times, strict=True)][:dims]
+            yield name, (_f(2, 3, *low), high, False, *scales[:dims]), {}
+            yield f"{name}_backward", (_f(2, 3, *high), high, [2, 3, *low], False, *scales[:dims]), {}
+
+
 def grid() -> Iterator[Sample]:
     for dims in (2, 3):
         space, points = [3, 4, 2][:dims], [2, 3, 2][:dims]
@@ -77,4 +89,4 @@ def windows() -> Iterator[Sample]:
         yield "col2im", (columns[0], [4, 5], *how), {}
 
 
-SAMPLES: tuple[Callable[[], Iterator[Sample]], ...] = (upsample, blocks, grid, windows)
+SAMPLES: tuple[Callable[[], Iterator[Sample]], ...] = (upsample, blocks, blends, grid, windows)
