@@ -39,6 +39,13 @@ CALLS = {
     "index_put of a row, added": (lambda x, w: x.index_put((MASK,), w, accumulate=True), X, W),
     "index_put_ of a row": (lambda x, w: x.clone().index_put_((MASK,), w), X, W),
     "index_fill_": (lambda x, v: x.clone().index_fill_(1, torch.tensor([1, 4]), v), X, VALUE),
+    "stft": (lambda x: torch.stft(x, 4, 2, window=torch.hann_window(4, dtype=F64), return_complex=True), X),
+    "stft of a short window": (
+        lambda v, w: v.stft(4, 1, 3, w[:3], center=False, normalized=True, onesided=False, return_complex=True),
+        V,
+        W,
+    ),
+    "stft of complex numbers": (lambda z: torch.stft(z, 4, 1, None, W[:4], onesided=False, return_complex=True), Z),
     "index_put at places": (lambda x, w: x.index_put((torch.tensor([3, 0]),), w), X, W),
 }
 

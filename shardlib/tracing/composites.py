@@ -150,6 +150,39 @@ def _pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float
     return input
 
 
+def _stft(
+    input: Tensor,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: Tensor | None = None,
+    center: bool = True,
+    pad_mode: str = "reflect",
+    normalized: bool = False,
+    onesided: bool | None = None,
+    return_complex: bool | None = None,
+    align_to_window: bool | None = None,
+) -> Tensor | None:
+    """The spectra of windows of a dim, which torch cuts out of memory."""
+    hop, size = hop_length or n_fft // 4, win_length or n_fft
+    around = n_fft // 2 if center else 0
+    fits = input.dim() in (1, 2) and 0 < n_fft <= input.shape[-1] + 2 * around and 0 < size <= n_fft and hop > 0
+    plain = return_complex and align_to_window is None and input.is_floating_point()
+    if not (fits and plain) or (window is not None and (window.is_complex() or window.shape != (size,))):
+        return None  # torch does it, or says what is wrong
+    x = input if input.dim() == 2 else input[None]
+    if center:
+        x = F.pad(x[:, None], (around, around), pad_mode)[:, 0]
+    frames = x.unfold(-1, n_fft, hop)
+    if window is not None or size < n_fft:
+        before = (n_fft - size) // 2
+        window = input.new_ones(size) if window is None else window
+        frames = frames * F.pad(window, (before, n_fft - size - before))
+    transform = torch.fft.fft if onesided is False else torch.fft.rfft
+    found: Tensor = transform(frames, norm="ortho" if normalized else None).mT
+    return found if input.dim() == 2 else found[0]
+
+
 def _in_place(form: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
     def write(input: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
         value = form(input, *args, **kwargs)
@@ -204,6 +237,8 @@ _FORMS: dict[Any, Callable[..., Any]] = {
     torch.combinations: _combinations,
     F.one_hot: _one_hot,
     F.pad: _pad,
+    torch.stft: _stft,
+    Tensor.stft: _stft,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     torch.index_fill: _index_fill,
     Tensor.index_fill: _index_fill,
