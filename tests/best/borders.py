@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import shardlib as sl
-from tests.best import Row, exchanged, f32, gathered
+from tests.best import Row, exchanged, f32, gathered, reduced
 
 N, W = 512, 256
 LINE, COLUMN = W * 4, N // 4 * 4  # bytes of one line, and of a column's piece where lines are cut four ways
@@ -42,6 +42,14 @@ def _pool(x: Tensor) -> Tensor:
 def _local_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     k, v = (F.pad(x, (0, 0, 3, 0)).unfold(1, 4, 1) for x in (k, v))
     return torch.einsum("bsw,bsdw->bsd", torch.einsum("bsd,bsdw->bsw", q, k).softmax(-1), v)
+
+
+def _spectra(x: Tensor) -> Tensor:
+    return torch.stft(x, 64, 16, window=torch.hann_window(64), return_complex=True).abs().square().sum((1, 2))
+
+
+def _blended(x: Tensor) -> Tensor:
+    return F.interpolate(x, scale_factor=2, mode="bilinear")
 
 
 def _around_each(u: Tensor) -> Tensor:
@@ -156,6 +164,11 @@ ROWS = [
     Row("pad, then a pool", _pool, (f32(2, T, D),), ("b s@x d",), {"x": 64}, 2 * 3 * D * 4, 1),
     Row("attention in windows by unfold", _local_attention, (f32(2, T, D),) * 3, ("b s@x d",) * 3, {"x": 64},
         2 * 2 * 3 * D * 4, 2),
+    Row("spectra of windows, time cut", _spectra, (f32(4, 1 << 16),), ("b t@x",), EIGHT,
+        4 * 48 * 4 + reduced(4 * 4, 8), 3),
+    Row("bilinear, twice as large", _blended, (f32(4, 32, 256, 64),), ("b c h@x w",), EIGHT, 2 * 4 * 32 * 64 * 4, 2),
+    Row("gradient of bilinear", _grad(_blended), (f32(4, 32, 256, 64),), ("b c h@x w",), EIGHT,
+        4 * 4 * 32 * 64 * 4, 4),
     _row("Jacobi by slices, joined", _joined, 3 * STEP, 6),
     _plane("Jacobi by slices, joined, both dims", _joined, 3 * CROSS, 12),
     _row("Jacobi by slices, written", _written, 3 * STEP, 6),
