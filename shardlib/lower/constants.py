@@ -10,8 +10,8 @@ from shardlib.lower.arguments import substitute
 from shardlib.lower.emit import Emitter
 from shardlib.meshes.axis import Axis
 from shardlib.program.steps import Var
+from shardlib.propagate.fixing import shared_out, write_down
 from shardlib.propagate.flood import Assignment, Flood, OpFactor
-from shardlib.propagate.flooding import shared_out, write_down
 from shardlib.propagate.units import may_cut
 from shardlib.reshard import Axes
 from shardlib.specs.layout import Factor, Layout

@@ -54,9 +54,8 @@ class Lowering:
             if value.constant:
                 self.builder.inputs.append(self.constants.whole(value))
                 continue
-            cut = self.p.input_cut(value)
-            as_given = self.flood.apart.get(value, value)
-            self.builder.inputs.append(self.values.make(as_given, (cut, SETTLED)))
+            given, cut = self.p.given(value)
+            self.builder.inputs.append(self.values.make(given, (cut, SETTLED)))
         for value, tensor in self.graph.captured:
             self.builder.captured.append((self.constants.whole(value), tensor))
         for value in self.graph.inputs:

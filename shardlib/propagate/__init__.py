@@ -10,9 +10,11 @@ from shardlib.graph import Graph, Op, Value
 from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
 from shardlib.propagate.decide import Decider
+from shardlib.propagate.fixing import Key
 from shardlib.propagate.flood import Assignment, Flood, Message
 from shardlib.propagate.flooding import flood
-from shardlib.propagate.offers import offered
+from shardlib.propagate.loose import Loose
+from shardlib.propagate.offers import best, offered
 from shardlib.propagate.refine import refine
 from shardlib.propagate.units import Unit, Units, build_units
 from shardlib.reshard import Cut
@@ -38,6 +40,11 @@ class Propagated:
         cuts = self.unit_cut(self.units.unit[op])
         return {x: cuts[s] for x, s in self.units.op_slots[op].items() if cuts[s]}
 
+    def given(self, value: Value) -> tuple[Value, Cut]:
+        """An input as it is given, and its cut."""
+        given = self.flood.apart.get(value, value)
+        return given, self.flood.fixed[given][0] if given in self.flood.fixed else self.input_cut(value)
+
     def input_cut(self, value: Value) -> Cut:
         """The cut of an input: as annotated, or as inferred."""
         if value in self.flood.fixed:
@@ -61,11 +68,26 @@ def propagate(
 
     `sends` says what an op sends while it runs, if it is cut in some way.
     """
+
+    def decide(flooded: Flood) -> Decider:
+        flooded.sends = partial(sends, flooded)
+        decided = refine(graph, flooded, mesh, Decider(graph, flooded, build_units(graph, flooded), mesh))
+        decider = offered(graph, flooded, mesh, decided)
+        return decider if decider is decided else refine(graph, flooded, mesh, decider)
+
     flooded = flood(graph, fixed, outputs, doors)
-    flooded.sends = partial(sends, flooded)
-    decided = refine(graph, flooded, mesh, Decider(graph, flooded, build_units(graph, flooded), mesh))
-    decider = offered(graph, flooded, mesh, decided)
-    if decider is not decided:
-        decider = refine(graph, flooded, mesh, decider)
+    decider = decide(flooded)
+    if flooded.tight:
+        other = _loosened(partial(flood, graph, fixed, outputs, doors), flooded)
+        decider, flooded = best([(decider, flooded), (decide(other), other)])
     decider.spare()
     return Propagated(flooded, decider.units, decider, doors, outputs)
+
+
+def _loosened(again: Callable[[Loose], Flood], flooded: Flood) -> Flood:
+    """A flood in which no cut of an input or output stands in the way."""
+    loose = dict[Key, frozenset[int]]()
+    while flooded.tight.keys() - loose.keys():
+        loose |= flooded.tight
+        flooded = again(loose)
+    return flooded

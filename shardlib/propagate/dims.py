@@ -32,6 +32,7 @@ class Dims:
         self._locks: list[frozenset[Lock]] = []  # cuts that a split must leave expressible
         self._pieces: dict[Leaf, tuple[int, Pieces]] = {}  # of classes with chosen pieces: (its rank, the size)
         self.order = count()  # ranks for `choose`, in the order of the annotations
+        self.refused: dict[Leaf, None] = {}  # what would have been split, if locks had allowed it
 
     def new(self, size: int) -> list[Leaf]:
         """A dim of its own; dims of size 1 have no leaves."""
@@ -141,9 +142,11 @@ class Dims:
     def _refinable(self, left: Sequence[Leaf], right: Sequence[Leaf]) -> bool:
         """Whether there is a list of leaves that both can be split into."""
         chain = sorted(self._bounds(left) | self._bounds(right))
-        if any(y % x for x, y in pairwise(chain)) or not (self._fits(left, chain) and self._fits(right, chain)):
+        if any(y % x for x, y in pairwise(chain)):
             return False
-        return math.prod(map(self.size, left)) == math.prod(map(self.size, right))
+        if math.prod(map(self.size, left)) != math.prod(map(self.size, right)):
+            return False
+        return self._fits(left, chain) and self._fits(right, chain)
 
     def _repeats_fit(self, left: Sequence[Leaf], right: Sequence[Leaf]) -> bool:
         """A leaf that stands there twice is split at both places, which may not fit: tried out on a copy."""
@@ -179,6 +182,7 @@ class Dims:
                 edges = [inner, *cuts, outer]
                 sizes = [y // x for x, y in pairwise(edges)][::-1]
                 if shares(sizes, lock) is None:
+                    self.refused[leaf] = None
                     return False
             inner = outer
         return True

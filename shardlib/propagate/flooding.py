@@ -12,29 +12,32 @@ one) and does not agree stands *apart*: as a tensor of its own, of which the val
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from shardlib.graph import Graph, Op, Value
-from shardlib.meshes.axis import Axis
 from shardlib.propagate.aligning import align
-from shardlib.propagate.dims import Dims, Leaf, shares
+from shardlib.propagate.dims import Leaf
+from shardlib.propagate.fixing import Key, Parts, opened, set_apart, settle, turned, twin_of, write_down
 from shardlib.propagate.flood import Flood, Want
-from shardlib.reshard import Cut
+from shardlib.propagate.loose import Loose, tight, wanted
 from shardlib.specs.fixed import Fixed
-from shardlib.specs.layout import Factor, Layout
-from shardlib.specs.pieces import Pieces, over
-
-Key = Value | int | Op  # what is fixed: an input or a constraint's result, an output by its number, the door of a body
-Parts = list[list[list[Leaf]] | None]  # per dim, per factor of a fixed layout: its leaves; None where it has no factor
+from shardlib.specs.pieces import Pieces
 
 
-def flood(graph: Graph, fixed: Mapping[Value, Fixed], outputs: Mapping[int, Fixed], doors: Mapping[Op, Fixed]) -> Flood:
+def flood(
+    graph: Graph,
+    fixed: Mapping[Value, Fixed],
+    outputs: Mapping[int, Fixed],
+    doors: Mapping[Op, Fixed],
+    loose: Loose = MappingProxyType({}),
+) -> Flood:
     """Run the flood.
 
     `fixed` holds inputs with specs and results of constraints, `outputs` the output specs, `doors` the specs of
-    arguments of shard_map bodies.
+    arguments of shard_map bodies. Dims of inputs and outputs that are `loose` stand apart as they are fixed.
     """
-    work = _Flooding(graph, fixed, outputs, doors)
+    work = _Flooding(graph, fixed, outputs, doors, loose)
     work.write_down()  # first, so that locks hold when rules split dims
     work.unify()
     work.name_leaves()
@@ -42,6 +45,7 @@ def flood(graph: Graph, fixed: Mapping[Value, Fixed], outputs: Mapping[int, Fixe
     _follow(work.f)
     work.open()
     align(graph, work.f)
+    work.f.tight = tight(work.f, work.said)
     return work.f
 
 
@@ -49,9 +53,14 @@ class _Flooding:
     """A flood that runs: `raw` are the leaves of values, which may still be split; `labels` those of ops' factors."""
 
     def __init__(
-        self, graph: Graph, fixed: Mapping[Value, Fixed], outputs: Mapping[int, Fixed], doors: Mapping[Op, Fixed]
+        self,
+        graph: Graph,
+        fixed: Mapping[Value, Fixed],
+        outputs: Mapping[int, Fixed],
+        doors: Mapping[Op, Fixed],
+        loose: Loose,
     ) -> None:
-        self.f, self.graph, self.fixed = Flood(), graph, fixed
+        self.f, self.graph, self.fixed, self.loose = Flood(), graph, fixed, loose
         self.raw: dict[Value, list[list[Leaf]]] = {}
         self.labels: dict[Op, dict[str, list[Leaf]]] = {}
         self.owners: dict[Value, list[Leaf]] = {}
@@ -71,14 +80,18 @@ class _Flooding:
     def write_down(self) -> None:
         """Lock what is fixed. An end in other factors than an annotation of the same value is a reshard of it."""
         for key, (value, fx) in self.said.items():
-            self.parts[key] = write_down(self.f.dims, self.dims(value), fx.layout)
-            if None in self.parts[key] and not isinstance(key, Value):
-                apart = self.f.apart[key] = _twin(self.f, value)
+            if key not in self.loose:
+                self.parts[key] = write_down(self.f.dims, self.dims(value), fx.layout)
+            if key in self.loose or (None in self.parts[key] and not isinstance(key, Value)):
+                apart = self.f.apart[key] = twin_of(self.f, value)
                 self.parts[key] = write_down(self.f.dims, self.dims(apart), fx.layout)
+                if key in self.loose:
+                    self.join(key)
 
     def unify(self) -> None:
         """Make one what rules say is one."""
         f = self.f
+        f.dims.refused.clear()
         for value in self.graph.by_use():
             self.dims(value)
         for op in self.graph.ops:
@@ -93,9 +106,15 @@ class _Flooding:
             if value.like is not None and not value.constant:
                 for mine, theirs in zip(self.raw[value], self.raw[value.like], strict=True):
                     f.dims.unify(mine, theirs)
-        for apart in f.apart.values():
-            for mine, theirs in zip(self.raw[apart], self.raw[f.twins[apart]], strict=True):
-                f.dims.unify(mine, theirs)
+        for key in f.apart:
+            self.join(key)
+
+    def join(self, key: Key) -> None:
+        """Make the dims of what stands apart those of its value, but for those that are loose."""
+        apart, loose = self.f.apart[key], self.loose.get(key, ())
+        for d, (mine, theirs) in enumerate(zip(self.raw[apart], self.dims(self.f.twins[apart]), strict=True)):
+            if d not in loose:
+                self.f.dims.unify(mine, theirs)
 
     def name_leaves(self) -> None:
         """No leaf is split any more."""
@@ -111,11 +130,13 @@ class _Flooding:
         f = self.f
         asked: dict[int, list[tuple[Leaf, Want]]] = defaultdict(list)  # by the bytes of what was annotated
         for key, (value, fx) in self.said.items():
-            cut = _settle(f, fx, self.parts[key], asked[value.nbytes])
+            cut = settle(f, fx, self.parts[key], asked[value.nbytes])
             if f.dims.chosen:
-                _set_apart(f, key, f.apart.get(key, value), fx, self.parts[key])
+                set_apart(f, key, f.apart.get(key, value), fx, self.parts[key])
+            if key in self.loose:
+                asked[value.nbytes] += wanted(f, value, self.loose[key], fx)
             if isinstance(key, Value):
-                f.fixed[key] = (cut, fx)
+                f.fixed[f.apart[key] if key in self.loose else key] = (cut, fx)
             elif isinstance(key, int):
                 f.outputs[key] = (cut, fx)
             else:
@@ -125,15 +146,15 @@ class _Flooding:
             for leaf, want in wants:
                 have = f.wants.setdefault(leaf, [])
                 have += [want] if all(w.axis != want.axis for w in have) else []
-        f.turned |= _turned(f, asked)
+        f.turned |= turned(f, asked)
 
     def open(self) -> None:
         """Give open dims what their classes want."""
         f = self.f
         for value, (cut, fx) in list(f.fixed.items()):
-            f.fixed[value] = (_open(f, f.value[value], cut, fx), fx)
+            f.fixed[value] = (opened(f, f.value[value], cut, fx), fx)
         for i, (cut, fx) in list(f.outputs.items()):
-            f.outputs[i] = (_open(f, f.value[f.apart.get(i, self.graph.outputs[i])], cut, fx), fx)
+            f.outputs[i] = (opened(f, f.value[f.apart.get(i, self.graph.outputs[i])], cut, fx), fx)
 
     def moved(self, op: Op) -> set[int]:
         """The dims that a `shard` cuts into other pieces than it finds them in: what follows is another class."""
@@ -204,95 +225,6 @@ def _relate(f: Flood) -> None:
                     f.kin |= {z: to for z in (y, *f.kin) if f.kin.get(z, z) == old}
 
 
-def _twin(f: Flood, value: Value) -> Value:
-    twin = Value(value.name, value.shape, value.dtype, None)
-    f.twins[twin] = f.twins.get(value, value)
-    return twin
-
-
-def _set_apart(f: Flood, key: Key, value: Value, fx: Fixed, parts: Parts) -> None:
-    """Where the pieces of a fixed layout are not those of the classes of its dims, give it a value of its own."""
-    dims = []
-    for d, (groups, factors) in enumerate(zip(parts, fx.layout.dims, strict=True)):
-        dim: list[Leaf] = []
-        for group, factor in zip(groups or (), factors, strict=True):
-            for leaf, axes, size in shared_out(f.dims, group, factor):
-                if axes and fx.exact[d] and over(f.dims.size(leaf), axes) != over(size, axes):
-                    (other,) = f.dims.new(int(size))
-                    if isinstance(size, Pieces):
-                        f.dims.choose(other, size, 0)
-                    f.same[other], leaf = leaf, other
-                dim.append(leaf)
-        dims.append(tuple(dim))
-    if tuple(dims) != f.value[value]:
-        twin = f.apart[key] = _twin(f, value)
-        f.value[twin] = tuple(dims)
-
-
-def shared_out(dims: Dims, group: Sequence[Leaf], factor: Factor) -> Iterator[tuple[Leaf, tuple[Axis, ...], int]]:
-    """The leaves of a factor that is fixed: what cuts each, and its size as the factor has it."""
-    leaves = dims.leaves(group)
-    primes = [p for a in factor.axes for p in a.primes()]
-    pieces = factor.size if isinstance(factor.size, Pieces) else None
-    locks = shares([dims.size(x) for x in leaves], (tuple(p.size for p in primes), pieces)) if leaves else []
-    assert locks is not None, "a locked factor was split where its cut does not allow it"
-    feed = iter(primes)
-    for leaf, (ways, size) in zip(leaves, locks, strict=True):
-        yield leaf, tuple(next(feed) for _ in ways), int(dims.size(leaf)) if size is None else size
-
-
-def write_down(dims: Dims, raw: list[list[Leaf]], layout: Layout) -> Parts:
-    """Split a value's dims as a layout says and lock them; leaves per factor, None where one cannot.
-
-    Pieces that the layout has chosen are its classes', unless an earlier one has chosen others.
-    """
-    out: Parts = []
-    for leaves, factors in zip(raw, layout.dims, strict=True):
-        parts = dims.refine(leaves, [x.size for x in factors])
-        out.append(parts)
-        for part, factor in zip(parts or [], factors, strict=bool(parts)):
-            ways = [p.size for a in factor.axes for p in a.primes()]
-            leaves_of_part = dims.leaves(part)
-            pieces = factor.size if isinstance(factor.size, Pieces) else None
-            locks = shares([dims.size(x) for x in leaves_of_part], (tuple(ways), pieces)) if ways else None
-            if ways and leaves_of_part and locks is None:
-                out[-1] = None
-            for leaf, (mine, size) in zip(leaves_of_part, locks or [], strict=bool(locks)):
-                if mine:
-                    dims.lock(leaf, mine, size)
-                if size is not None:
-                    dims.choose(leaf, size, next(dims.order))
-    return out
-
-
-def _settle(f: Flood, fixed: Fixed, parts: Parts, asked: list[tuple[Leaf, Want]]) -> Cut:
-    """The fixed layout on the final leaves; records names, and in `asked` what it wants."""
-    cut: list[tuple[Axis, ...]] = []
-    for d, (groups, factors) in enumerate(zip(parts, fixed.layout.dims, strict=True)):
-        assert groups is not None, f"{fixed.source}: dim {d} is not made of its own factors"
-        for group, factor, name in zip(groups, factors, fixed.names[d] or (None,) * len(factors), strict=True):
-            leaves = f.dims.leaves(group)
-            for leaf, axes, _ in shared_out(f.dims, group, factor):
-                cut.append(axes)
-                asked += [(leaf, Want(a, fixed.source)) for a in axes]
-            if name and len(leaves) == 1:
-                f.names.setdefault(leaves[0], name)
-    return tuple(cut)
-
-
-def _turned(f: Flood, asked: Mapping[int, Sequence[tuple[Leaf, Want]]]) -> dict[Leaf, tuple[Axis, ...]]:
-    """For leaves that are annotated in several orders of their axes: that of the largest tensor with another order."""
-    turned: dict[Leaf, tuple[Axis, ...]] = {}
-    for _, wants in sorted(asked.items(), key=lambda of: -of[0]):
-        said: dict[tuple[Leaf, str], list[Axis]] = defaultdict(list)
-        for leaf, want in wants:
-            said[leaf, want.source].append(want.axis)
-        for (leaf, _), axes in said.items():
-            if axes != [w.axis for w in f.wants[leaf] if w.axis in axes]:
-                turned.setdefault(leaf, tuple(axes))
-    return turned
-
-
 def _follow(f: Flood) -> None:
     """Who wants a factor cut wants those cut that follow it, and those that it follows."""
     tied: dict[Leaf, dict[Leaf, None]] = {}
@@ -314,23 +246,3 @@ def _follow(f: Flood) -> None:
                 queue.append(other)
             if leaf in f.names:
                 f.names.setdefault(other, f.names[leaf])
-
-
-def _open(f: Flood, dims: tuple[tuple[Leaf, ...], ...], cut: Cut, fixed: Fixed) -> Cut:
-    """Give open dims what their classes want, as far as the tensor has not used it already."""
-    if not any(fixed.open):
-        return cut
-    used = {a for axes in cut for a in axes}
-    flat = [(d, leaf) for d, leaves in enumerate(dims) for leaf in leaves]
-    out = []
-    for (d, leaf), axes in zip(flat, cut, strict=True):
-        if fixed.open[d]:
-            for want in f.wants.get(f.same.get(leaf, leaf), ()):
-                ways = want.axis.size
-                for a in axes:
-                    ways *= a.size
-                if want.axis not in used and f.dims.size(leaf) >= ways:
-                    axes = (*axes, want.axis)
-                    used.add(want.axis)
-        out.append(axes)
-    return tuple(out)

@@ -40,7 +40,7 @@ class Moves:
         # Rough or not, from every state to -2, -1 and every state: seconds (nan: nobody asked), and what is there then.
         nowhere = np.empty((0, 2)), np.empty((0, 2), np.int64)
         self._ways: dict[bool, tuple[Costs, Numbers]] = {False: nowhere, True: nowhere}
-        self._into: dict[int, tuple[Leaves, Cut]] = {}  # of states that are reached in factors of their own
+        self._into: dict[int, tuple[Leaves, Cut]] = {}  # of states that are reached, or left, in factors of their own
         self.still = {p: self._fixed(e) for p, e in enumerate(self.ends) if e.kind is None}
         self.places = {k: tuple(p for p, e in enumerate(self.ends) if e.kind == k) for k in record.kinds}
 
@@ -131,7 +131,7 @@ class Moves:
     def _way(self, source: int, want: int, rough: bool) -> tuple[float, int]:
         if want == -1:
             return 0.0, source
-        (cut, pending), into = self._states[source], self._into.get(want)
+        (cut, pending), into, given = self._states[source], self._into.get(want), self._into.get(source)
         if want < 0:
             leaves = zip(self.record.returned or (), self.flat, strict=True)
             goal: State = settled(cut, pending, list(leaves)), ()
@@ -141,6 +141,8 @@ class Moves:
         left = tuple(a for a in pending if a not in kept)
         then = self.number((to, tuple(a for a in pending if a in kept)))
         seconds = self._routed(cut, to, left, rough)
+        if given is not None:
+            return self._from(given, cut, to, seconds), then
         found = reshard.crossings(self.record.sizes, self.record.itemsize, to, cut, *into) if into else None
         if found is not None:
             via, steps = found
@@ -148,6 +150,24 @@ class Moves:
             if crossed < seconds:
                 return crossed, self.number((via, ()))
         return seconds, then
+
+    def _from(self, given: tuple[Leaves, Cut], cut: Cut, to: Cut, whole: float) -> float:
+        """Seconds from a cut of other factors to one of these: by what ranges have in common, or by making dims whole,
+        from where it takes `whole` more."""
+        leaves, src = given
+        sizes, itemsize = self.record.sizes, self.record.itemsize
+        theirs, mine, made, near = iter(src), iter(zip(cut, to, strict=True)), list[Axes](), list[Axes]()
+        for a, b in zip(leaves, sizes, strict=True):
+            ends, _ = [next(mine) for _ in b], [next(theirs) for _ in a]
+            made += [x for x, _ in ends] if a == b else [()] * len(a)
+            near += [x for _, x in ends] if a == b else [()] * len(a)
+        whole += reshard.seconds(reshard.route(leaves, itemsize, src, tuple(made), (), prices=self.prices), self.paid)
+        found = reshard.crossings(leaves, itemsize, tuple(near), src, sizes, to)
+        if found is None:
+            return whole
+        via, steps = found
+        before = reshard.seconds(reshard.route(leaves, itemsize, src, via, (), prices=self.prices), self.paid)
+        return min(whole, before + reshard.crossed_seconds(steps, self.paid))
 
     def _routed(self, cut: Cut, to: Cut, left: Axes, rough: bool) -> float:
         sizes, itemsize = self.record.sizes, self.record.itemsize

@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from shardlib.graph import Graph, Op
 from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
 from shardlib.propagate.decide import TIE, Decider
 from shardlib.propagate.dims import Leaf
-from shardlib.propagate.estimate import Estimate
+from shardlib.propagate.estimate import Estimate, grained
 from shardlib.propagate.flood import Flood, Want
 from shardlib.propagate.problem import work
 from shardlib.propagate.units import build_units, may_cut
@@ -27,6 +28,7 @@ _WORTH = 0.95  # of the estimated time is the most that a program with an offer 
 _WORTH_MORE = 0.5  # or this, where it sends markedly more
 _SHARE = 0.2  # of the work of all ops, in which a dim must take part
 _TRIED = 3  # dims for each axis
+T = TypeVar("T")
 _HEAVY = 8  # operations for every element that an op reads or makes: others do not matter beside such
 
 
@@ -45,10 +47,15 @@ def offered(graph: Graph, flood: Flood, mesh: Mesh, decider: Decider) -> Decider
             trial = Decider(graph, flood, build_units(graph, flood), mesh)
             if _better(trial, decider, light):
                 found.append((trial, tried))
-        fastest = min((sum(_whole(trial)) for trial, _ in found), default=0.0)
-        near = [way for way in found if sum(_whole(way[0])) <= fastest * TIE]
-        decider, flood.wants = min(near, key=lambda way: _whole(way[0])[::-1], default=(decider, wants))
+        decider, flood.wants = best(found) if found else (decider, wants)
     return decider
+
+
+def best(ways: Sequence[tuple[Decider, T]]) -> tuple[Decider, T]:
+    """Of those that are about as fast as the fastest, that which sends least; the first where several do."""
+    fastest = min(sum(_whole(decider)) for decider, _ in ways)
+    near = [way for way in ways if sum(_whole(way[0])) <= fastest * TIE]
+    return min(near, key=lambda way: tuple(map(grained, _whole(way[0])[::-1])))
 
 
 def _better(trial: Decider, decider: Decider, light: bool) -> bool:

@@ -69,6 +69,7 @@ class Records:
         merged = self._meeting_sums(graph, sources)
         through, late = self._sums_of_rows(graph, sources)
         returned = self._returned(graph, readers)
+        yield from self._given_apart()
         for root, ends in readers.items():
             if root in merged:
                 continue
@@ -78,6 +79,15 @@ class Records:
             held = root.op is None and len(self.directions[root]) > 1
             record = Record(*what, held, returned.get(root), through.get(root, ()), root in late)
             yield record
+
+    def _given_apart(self) -> Iterable[Record]:
+        """The inputs that are given in other factors than they have inside."""
+        f = self.flood
+        for value, twin in f.apart.items():
+            if isinstance(value, Value) and twin in f.fixed:
+                cut = f.fixed[twin][0]
+                given = End(None, cut=f.across(cut, twin, value), into=(f.sizes(twin), cut))
+                yield Record(f.sizes(value), value.dtype.itemsize, (given,), (self._input(value),))
 
     def _ends(self, graph: Graph) -> tuple[dict[Value, dict[End, None]], dict[Value, tuple[End, ...]]]:
         """The readers of each root value, each kind of them once, and its source."""

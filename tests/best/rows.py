@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.best import Row, borders, chains, constants, experts, matrices, moves, tables, training, transforms
+from tests.best import Row, borders, chains, constants, experts, fused, matrices, moves, tables, training, transforms
 
 ROWS: list[Row] = [
     *constants.ROWS,
@@ -14,4 +14,5 @@ ROWS: list[Row] = [
     *matrices.ROWS,
     *experts.ROWS,
     *training.ROWS,
+    *fused.ROWS,
 ]
