@@ -13,7 +13,7 @@ from shardlib.propagate.decide import Decider
 from shardlib.propagate.fixing import Key
 from shardlib.propagate.flood import Assignment, Flood, Message
 from shardlib.propagate.flooding import flood
-from shardlib.propagate.loose import Loose
+from shardlib.propagate.loose import Loose, matter
 from shardlib.propagate.offers import best, offered
 from shardlib.propagate.refine import refine
 from shardlib.propagate.units import Unit, Units, build_units
@@ -77,7 +77,7 @@ def propagate(
 
     flooded = flood(graph, fixed, outputs, doors)
     decider = decide(flooded)
-    if flooded.tight:
+    if flooded.tight and matter(flooded, graph):
         other = _loosened(partial(flood, graph, fixed, outputs, doors), flooded)
         decider, flooded = best([(decider, flooded), (decide(other), other)])
     decider.spare()

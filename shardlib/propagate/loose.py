@@ -11,11 +11,12 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
-from shardlib.graph import Value
+from shardlib.graph import Graph, Op, Value
 from shardlib.meshes.axis import Axis
 from shardlib.propagate.dims import Leaf
 from shardlib.propagate.fixing import Key
 from shardlib.propagate.flood import Flood, Want
+from shardlib.reshard import Cut
 from shardlib.specs.fixed import Fixed
 
 Loose = Mapping[Key, frozenset[int]]  # of inputs and outputs: the dims that stand apart
@@ -45,6 +46,32 @@ def tight(f: Flood, said: Mapping[Key, tuple[Value, Fixed]]) -> Loose:
         if mine:
             found[key] = mine
     return found
+
+
+def matter(f: Flood, graph: Graph) -> bool:
+    """Whether cuts that stand in the way are there for arithmetic: in some op nothing else is annotated to be cut by
+    their axes. Where something is, as FSDP's batch, such a dim is stored in pieces and made whole anyway."""
+    cuts: dict[Leaf, set[Axis]] = {}
+    beside: set[Leaf] = set()
+    for key, dims in f.tight.items():
+        value, cut = (graph.outputs[key], f.outputs[key][0]) if isinstance(key, int) else _input(f, key)
+        axes = iter(cut)
+        for d, dim in enumerate(f.value[value]):
+            asked = {a for _ in dim for a in next(axes)}
+            cuts |= {leaf: cuts.get(leaf, set()) | asked for leaf in dim if d in dims}
+            beside.update(dim)
+    for labels in f.labels.values() if cuts else ():
+        here = {leaf for leaves in labels.values() for leaf in leaves}
+        if here - beside and (mine := here & cuts.keys()):
+            others = {w.axis for x in here - mine for w in f.wants.get(x, ()) if not w.offered}
+            if any(not cuts[leaf] <= others for leaf in mine):
+                return True
+    return False
+
+
+def _input(f: Flood, key: Value | Op) -> tuple[Value, Cut]:
+    assert isinstance(key, Value)
+    return key, f.fixed[key][0]
 
 
 def wanted(f: Flood, value: Value, dims: frozenset[int], fx: Fixed) -> Iterator[tuple[Leaf, Want]]:
