@@ -15,6 +15,7 @@ from shardlib.aten.views import written_arguments
 from shardlib.manual.claims import hold_claims
 from shardlib.normalise.bags import even_bags
 from shardlib.normalise.likes import free_likes
+from shardlib.normalise.lookups import look_up_aligned
 from shardlib.normalise.pads import convolve_padded
 from shardlib.normalise.passes import (
     compose_reshapes,
@@ -31,6 +32,7 @@ from shardlib.normalise.passes import (
 from shardlib.normalise.scans import scan_from_behind
 from shardlib.normalise.slices import join_slices
 from shardlib.normalise.splices import join_moves
+from shardlib.normalise.stacks import look_up_at_once
 from shardlib.normalise.transforms import dim_by_dim
 from shardlib.tracing.traced import Traced
 
@@ -45,11 +47,15 @@ PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
     convolve_padded,
     drop_dead,
     even_bags,
+    look_up_aligned,
     dim_by_dim,
     compose_reshapes,
     divide_losses_late,
     forget_totals,
     join_slices,
+    drop_dead,  # before it is asked who reads what is looked up
+    look_up_at_once,
+    drop_dead,
     scan_from_behind,
     join_moves,
     merge_repeated,

@@ -272,9 +272,9 @@ def _dims(node: fx.Node) -> list[int]:
     return dims
 
 
-def call(gm: fx.GraphModule, like: fx.Node, target: Any, *args: Any) -> fx.Node:
+def call(gm: fx.GraphModule, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """A new node with the line of `like`; the caller says where."""
-    node = gm.graph.call_function(target, args)
+    node = gm.graph.call_function(target, args, kwargs)
     node.meta.update({k: like.meta[k] for k in ("line", "backward", "gradient of", "modules") if k in like.meta})
-    node.meta["val"] = target(*hinted(fx.map_arg(args, lambda n: n.meta["val"])))
+    node.meta["val"] = target(*hinted(fx.map_arg(args, lambda n: n.meta["val"])), **kwargs)
     return node

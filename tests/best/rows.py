@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from tests.best import Row, borders, chains, constants, experts, fused, matrices, moves, tables, training, transforms
+from tests.best import (
+    Row,
+    borders,
+    chains,
+    constants,
+    experts,
+    fused,
+    matrices,
+    moves,
+    recommenders,
+    tables,
+    training,
+    transforms,
+)
 
 ROWS: list[Row] = [
     *constants.ROWS,
     *tables.ROWS,
+    *recommenders.ROWS,
     *moves.ROWS,
     *borders.ROWS,
     *chains.ROWS,

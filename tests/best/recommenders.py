@@ -1,0 +1,100 @@
+"""Tables that one tensor holds, cut by table: each device looks up in its own, for all, and sends what others need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import shardlib as sl
+from tests.best import Row, exchanged, f32, gathered, ints, reduced
+
+K, V, D, B, L, H = 8, 100_000, 64, 4096, 4, 256  # tables, rows, features, samples, ids of each, hidden features
+X = {"x": 8}
+CUT = ("k@x v d", "b k l")
+
+
+def by_table(w: Tensor, i: Tensor) -> Tensor:
+    """What one table after the other says, side by side."""
+    return torch.stack([F.embedding(i[:, k], w[k]).sum(1) for k in range(len(w))], 1)
+
+
+def bags(w: Tensor, i: Tensor, mode: str = "sum") -> Tensor:
+    """Bags of each table, in a row."""
+    return torch.cat([F.embedding_bag(i[:, k], w[k], mode=mode) for k in range(len(w))], 1)
+
+
+def rows(w: Tensor, i: Tensor) -> Tensor:
+    """Rows by an index."""
+    return torch.stack([w[k][i[:, k, 0]] for k in range(len(w))], 1)
+
+
+def pooled(w: Tensor, i: Tensor) -> Any:
+    """The sum over all tables."""
+    return sum(F.embedding(i[:, k], w[k]).sum(1) for k in range(len(w)))
+
+
+def listed(w: Tensor, *ids: Tensor) -> Tensor:
+    """Ids that are a tensor for each table."""
+    return torch.stack([F.embedding(i, table).sum(1) for i, table in zip(ids, w, strict=True)], 1)
+
+
+def counted(w: Tensor, i: Tensor) -> Tensor:
+    """All at once, by an index that counts the tables."""
+    return w[torch.arange(len(w))[:, None], i].sum(2)
+
+
+def mapped(w: Tensor, i: Tensor) -> Tensor:
+    """The same under vmap."""
+    return torch.func.vmap(lambda table, ids: F.embedding(ids, table).sum(1), (0, 1), 1)(w, i)
+
+
+def dlrm(w: Tensor, i: Tensor, dense: Tensor, m: Tensor) -> Tensor:
+    """Naumov et al. 2019, arXiv:1906.00091, without interactions."""
+    looked_up = [F.embedding(i[:, k], w[k]).mean(1) for k in range(len(w))]
+    return (torch.cat([dense, *looked_up], 1) @ m).relu().sum(1)
+
+
+def step(w: Tensor, i: Tensor, dense: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+    """SGD on tables and weights."""
+    grads = sl.grad(lambda w, m: dlrm(w, i, dense, m).sin().sum(), (0, 1))(w, m)
+    return w - 0.1 * grads[0], m - 0.1 * grads[1]
+
+
+def of_sines(program: Any) -> Any:
+    """The gradient of the tables."""
+    return sl.grad(lambda w, *ids: program(w, *ids).sin().sum())
+
+
+def last(x: Tensor, n: Tensor) -> Tensor:
+    """The last token of each row."""
+    return x[torch.arange(len(x)), n - 1]
+
+
+TABLES = (f32(K, V, D), ints(B, K, L))
+OUT = B * K * D * 4  # bytes of what is looked up
+IDS = B * K * L * 8
+DENSE = (*TABLES, f32(B, D), f32((K + 1) * D, H))
+HYBRID = ("k@x v d", "b@x k l", "b@x d", "_ _")
+BEST = (exchanged(OUT, 8), 1)
+ROWS = [
+    Row("tables by table", by_table, TABLES, CUT, X, *BEST, out_specs="b@x k d"),
+    Row("bags by table", bags, TABLES, CUT, X, *BEST, out_specs="b@x d"),
+    Row("rows by table", rows, TABLES, CUT, X, *BEST, out_specs="b@x k d"),
+    Row("sum over tables", pooled, TABLES, CUT, X, gathered(OUT / 8, 8), 1, out_specs="b@x d"),
+    Row("tables by table, ids in a list", listed, (TABLES[0], *[ints(B, L)] * K), ("k@x v d", *["b l"] * K), X, *BEST,
+        out_specs="b@x k d"),
+    Row("tables by an index that counts them", counted, TABLES, CUT, X, *BEST, out_specs="b@x k d"),
+    Row("tables under vmap", mapped, TABLES, CUT, X, *BEST, out_specs="b@x k d"),
+    Row("more tables than devices", by_table, (f32(16, V, D), ints(B, 16, L)), CUT, X, 2 * BEST[0], 1,
+        out_specs="b@x k d"),
+    Row("gradients of tables by table", of_sines(by_table), TABLES, CUT, X),
+    Row("gradients of bags by table", of_sines(bags), TABLES, CUT, X),
+    Row("gradients of rows by table", of_sines(rows), TABLES, CUT, X),
+    Row("DLRM: tables by table, the rest by batch", dlrm, DENSE, HYBRID, X, exchanged(OUT, 8) + exchanged(IDS, 8), 2),
+    Row("step of DLRM: tables by table, the rest by batch", step, DENSE, HYBRID, X,
+        2 * exchanged(OUT, 8) + exchanged(IDS, 8) + reduced(DENSE[3].nbytes, 8), 4, out_specs=("k@x v d", "_ _")),
+    Row("last token of each row", last, (f32(64, 128, D), ints(64)), ("b@x s d", "b@x"), X),
+]  # fmt: skip
