@@ -86,8 +86,8 @@ class PendingSums:
                 values.scatter(x, cut)
 
     def _saved(self, op: Op, linear: frozenset[int], assignment: Assignment, owed: Owed) -> float | None:
-        """Seconds that are saved if a sum passes; None if it may not: that takes no growth, no further reshards for the
-        other operands, no other kind of reduction on top, and no arithmetic that is done more often for nothing."""
+        """Seconds saved if a sum passes; None if it may not: that takes no growth, no other kind of reduction on
+        top, and no more reshards of other operands, or arithmetic that is done more often, than it saves."""
         assert op.rule is not None
         if owed.kind != "sum":
             return None
@@ -100,16 +100,19 @@ class PendingSums:
             return None
         decided = self.p.assignment(op)
         prices: list[float] = []
+        besides = 0.0
         for i, value in enumerate(op.operands):
             if not value.constant:
                 factors = value_factors(self.values.flood, op, i, operand=True)
                 now, then = (tuple((x and way.get(x)) or () for x in factors) for way in (assignment, decided))
                 if i in linear:
                     prices.append(self.values.price(value, then))
-                elif (price := self.values.price(value, now)) > 0 and price > self.values.price(value, then):
-                    return None
+                else:
+                    besides += max(0.0, self.values.price(value, now) - self.values.price(value, then))
         saved = sum(prices) - max(prices) * (made / most if most else 1)
         more = work(op, self.values.prices) * (_share(op, assignment) - _share(op, decided))
+        if besides:
+            return saved - besides if saved - besides > max(more, 0.0) else None
         return None if more > max(saved, 0.0) and not self._meets(op) else saved
 
     def _meets(self, op: Op) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,11 +40,13 @@ def _classes(local: Local, target: Tensor, ignore: int) -> Tensor:
 def _nll(local: Local) -> Any:
     """A mean is the sum of all devices over the weight of all devices: a target may be ignored, so both travel."""
     op, shared = local.call.target, cut(local, local.rule.reduce)
+    counted = bool(local.rule.complete)
 
     def form(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore: int) -> tuple[Tensor, Tensor]:
         mine, dtype = _classes(local, target, ignore), x.dtype
         if reduction != _MEAN:
-            return op(x, mine, weight, reduction, -1)  # type: ignore[no-any-return]
+            loss, total = op(x, mine, weight, reduction, -1)
+            return loss, (target != ignore).sum().to(total.dtype) if counted else total
         weight = None if weight is None else weight.to(wide(dtype))
         loss, total = psum(op(x.to(wide(dtype)), mine, weight, _SUM, -1), shared)
         return (loss / total).to(dtype), total.to(dtype)
@@ -80,7 +83,11 @@ def _nll_rule(call: Call) -> Rule:
     text = f"{logits}, {target}, c -> {loss}, | "
     if backward:
         return pattern(gradient(f"{text} c:local", "0 1 2 r1"), local=_nll_backward)(call)
-    return pattern(f"{text} {kinds}", local=_nll)(call)
+    rule = pattern(f"{text} {kinds}", local=_nll)(call)
+    # How many targets count does not depend on who has their classes; what these weigh does.
+    if rule is None or reduction != _SUM or argument_named(call, "weight") is not None:
+        return rule
+    return replace(rule, complete=frozenset({(1, "c")}))
 
 
 # Losses of elements, or of rows whose classes stay whole --------------------------------------------------------------

@@ -99,7 +99,8 @@ class Rule:
     * `reduce`: factor -> "sum", "max" or "min": cutting it leaves the results that lack it pending that way. "none"
       leaves them complete: the op reads no values of that operand (`new_zeros`), or its `local` form reduces them
       itself.
-    * `complete`: results that owe nothing, whatever is cut: they have nothing to do with what the others add up.
+    * `complete`: results that owe nothing, whatever is cut, or while a factor is (`(1, "c")`): they have nothing to do
+      with what the others add up.
     * `whole`: factors that must not be cut.
     * `linear`: each entry is a set of operand positions in which the op is jointly linear, so that pending sums on
       exactly these operands may pass through it to the results (`add`: {0, 1}; `mul`: {0} and {1}; `neg`: {0}).
@@ -126,7 +127,7 @@ class Rule:
     results: tuple[Labels, ...]
     sizes: Mapping[str, int]
     reduce: Mapping[str, str] = field(default_factory=dict)
-    complete: frozenset[int] = frozenset()
+    complete: frozenset[int | tuple[int, str]] = frozenset()
     whole: frozenset[str] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     ints: Mapping[Path, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
@@ -146,7 +147,7 @@ class Rule:
     def owed(self, result: int, factor: str) -> str | None:
         """How a result must be reduced that has not this factor while it is cut: "sum", "max", "min", or not at all."""
         kind = self.reduce.get(factor, "none")
-        return None if kind == "none" or result in self.complete else kind
+        return None if kind == "none" or self.complete & {result, (result, factor)} else kind
 
 
 class Local(Protocol):

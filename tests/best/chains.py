@@ -60,7 +60,6 @@ def _nucleus(logits: Tensor) -> Tensor:
 SEQUENCE = f32(64, T, 4096)
 MOVED = exchanged(SEQUENCE.nbytes, 8)
 LOGITS = f32(256, 32768)
-MEETING = "decisions do not know that a sum may pass a product: an offer of rows looks cheaper than it is"
 ADAPTERS = (f32(64, 1024), f32(64, 1024, 8), f32(64, 8, 1024), ints(64))
 ROWS = [
     Row("layer of a graph network", _graph_layer, (f32(N, D), ints(E), ints(E), f32(D, D)),
@@ -70,8 +69,7 @@ ROWS = [
     Row("two products, the first over cut rows", _low_rank, (f32(N, 512), f32(512, D), f32(D, D)),
         ("n k@x", "k@x d", "_ _"), X, gathered(N * D * 4, 8), 1, out_specs="n@x d"),
     Row("adapters of many users, cut by adapters", _adapters, ADAPTERS, ("b d", "k@x d r", "k@x r f", "b"), X,
-        reduced(64 * 1024 * 4, 8) + reduced(64 * 8 * 4, 8), 2, 5.7, out_specs="b f",
-        short={"bytes": 4.5, "collectives": 1.5}, why=MEETING),
+        reduced(64 * 1024 * 4, 8) + reduced(64 * 8 * 4, 8), 2, 5.7, out_specs="b f"),
     Row("discounted returns, cut in time", _returns, (f32(1 << 20, T),), ("b t@x",), X, exchanged(T * 4 << 20, 8), 1),
     Row("moving average, cut in time", _average, (SEQUENCE,), ("b t@x d",), X, 2 * MOVED, 2, out_specs="b t@x d"),
     Row("gated recurrence, cut in time", _recurrence, (SEQUENCE,) * 2, ("b t@x d",) * 2, X, 3 * MOVED, 3,
