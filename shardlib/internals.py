@@ -116,6 +116,10 @@ node_type = _torch("torch.utils._pytree._get_node_type", "a leaf or not, as tree
 
 # --- autograd and torch.func ------------------------------------------------------------------------------------------
 
+keeps_graph = _torch("torch._C._autograd._get_current_graph_task_keep_graph", "a call may be let go when it is done")
+preserved_versions = _torch(
+    "torch.autograd._unsafe_preserve_version_counter", "what is written to, and then as it was, is not written to"
+)
 running_node = _torch("torch._C._current_autograd_node", "the line of a backward op is that of its forward op")
 last_number = _torch("torch._C._autograd._get_sequence_nr", "autograd numbers its nodes: which line made which")
 number_of = _attribute("torch.autograd.graph.Node._sequence_nr", "the number of a node of autograd")
@@ -250,6 +254,9 @@ LOADED_STATE = _slot(
 )
 SCALER_CHECKS = _slot("torch.amp.GradScaler._unscale_grads_", "in a trace, what is not finite is counted by a sum")
 SCALER_STEPS = _slot("torch.amp.GradScaler._maybe_opt_step", "in a trace, a step that is skipped changes nothing")
+AVERAGES = _slot(
+    "torch.optim.swa_utils.AveragedModel.update_parameters", "in a trace, whether it is the first is a value"
+)
 UPDATES_SCALE = _torch("torch._amp_update_scale_", "what a gradient scaler calls")
 
 _STATE_DICT = "torch.distributed.checkpoint.state_dict."

@@ -24,6 +24,7 @@ from shardlib.internals import (
     transform_level,
 )
 from shardlib.jitted import gradient
+from shardlib.jitted.again import Again, pull_of
 from shardlib.jitted.function import Function
 from shardlib.jitted.method import Method, Methods
 from shardlib.jitted.planning import Invocation, RetraceWarning
@@ -232,7 +233,7 @@ class Jitted(Function):
                     held = [(name, leaves[i]) for name, i in given if i >= 0]
                     reads = "read it from the module (self.weight), not from a list, a closure or another module"
                     refuse_replaced(f"{self.name} reads parameters that were replaced", held, reads)
-                    ready = self._load(mesh, plan, kept)
+                    ready = self._load(mesh, plan, kept, call=call)
                     compare_arguments(plan, mesh, leaves)
                     programs.entries.keep(call.key, ready, plan.compiled.traced.served)
                     found = ready, call.served(plan)
@@ -252,7 +253,14 @@ class Jitted(Function):
             budget.check(plan)
 
     @unseen
-    def _load(self, mesh: Mesh, plan: Plan, kept: Sequence[Any] = (), load: Callable[..., Runner] = load) -> Ready:
+    def _load(
+        self,
+        mesh: Mesh,
+        plan: Plan,
+        kept: Sequence[Any] = (),
+        load: Callable[..., Runner] = load,
+        call: Invocation | None = None,
+    ) -> Ready:
         if mesh.kind == "abstract":
             raise ShardingError(
                 f"{self.name} cannot run on {mesh}",
@@ -265,8 +273,15 @@ class Jitted(Function):
             way = functools.partial(gradient.refused, whole) if whole.after.refused else caller(whole)
             return Ready(whole, way, self._kept(plan))
         first = entry(plan, halves.forward, mesh, load(halves.forward, mesh, plan), kept)
-        second = gradient.backward(plan, halves, mesh, load(halves.backward, mesh, plan))
+        again = Again.of(self, call, first, halves)
+        second = gradient.backward(plan, halves, mesh, load(halves.backward, mesh, plan), again)
         return Ready(first, functools.partial(gradient.run, first, second), self._kept(plan))
+
+    @functools.cached_property
+    def pull(self) -> Jitted:
+        """The program that gives the gradients of a call, with gradients of their own."""
+        found: Jitted = jit(pull_of(self.fn, self.name), static_argnames=("how",))
+        return found
 
     def _kept(self, plan: Plan) -> Callable[[], Plan | None]:
         """A way to the plan as long as somebody has it; a budget reads it in each call."""

@@ -67,6 +67,12 @@ def _autocast() -> list[torch.dtype | None]:
     return [torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in _DEVICES]
 
 
+def autocast_of(modes: tuple[Any, ...]) -> tuple[tuple[str, torch.dtype], ...]:
+    """The devices with autocast, each with its dtype, that `ambient` said."""
+    said = zip(_DEVICES, modes[_AUTOCAST : _AUTOCAST + len(_DEVICES)], strict=True)
+    return tuple((device, dtype) for device, dtype in said if dtype is not None)
+
+
 def modes(state: State) -> tuple[Any, ...]:
     """What the function modes around a call, and the hooks of all modules, add to its key."""
     known: list[Any] = []
@@ -147,3 +153,4 @@ NAMES = (
     "the rules of custom ops",
     "function modes",
 )
+_AUTOCAST = 3  # the first of them that is autocast's

@@ -101,7 +101,7 @@ class _Place(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return whole(grad), None, None
+        return (whole(grad) if isinstance(grad, ShardedTensor) else grad), None, None  # zeros are plain
 
 
 class _Gather(torch.autograd.Function):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import compress
 from typing import Any
 
 import torch
@@ -13,7 +12,8 @@ from torch import Tensor
 
 from shardlib.eager.relayout import relayout
 from shardlib.errors import ShardingError, WrittenError
-from shardlib.internals import memory_of, version_of
+from shardlib.internals import keeps_graph, memory_of, version_of
+from shardlib.jitted.again import Again
 from shardlib.jitted.run import Entry, finished, forms, results
 from shardlib.meshes.mesh import Mesh
 from shardlib.passes.split import Halves
@@ -42,9 +42,10 @@ class Backward:
     dtypes: tuple[torch.dtype, ...]
     gradients: tuple[str, ...]  # what they are called
     read: tuple[tuple[int, str], ...]  # leaves that are read as they are, by their names
+    again: Again
 
 
-def backward(plan: Plan, halves: Halves, mesh: Mesh, runner: Runner) -> Backward:
+def backward(plan: Plan, halves: Halves, mesh: Mesh, runner: Runner, again: Again) -> Backward:
     """Make the second half of a plan's program callable."""
     after = plan.compiled.traced.after
     program = halves.backward
@@ -60,7 +61,7 @@ def backward(plan: Plan, halves: Halves, mesh: Mesh, runner: Runner) -> Backward
     gradients = tuple(names[at] for _, at in after.gradients)
     called = dict(zip(plan.compiled.traced.input_leaves, plan.compiled.traced.input_names, strict=True))
     read = tuple((leaf, called[leaf]) for leaf in after.read)
-    return Backward(plan.name, runner, leaves, found, after.cotangents, needs, layouts, dtypes, gradients, read)
+    return Backward(plan.name, runner, leaves, found, after.cotangents, needs, layouts, dtypes, gradients, read, again)
 
 
 def run(entry: Entry, then: Backward, leaves: list[Any]) -> Any:
@@ -87,6 +88,7 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *_: Tensor) -> Any:
         then = call.then
+        ctx.noted = then.again.note(call.leaves)
         call.out, saved = results(call.entry, call.leaves)
         ctx.read = _versions(then, call.leaves)
         ctx.origin = call.entry.made_of(call.leaves) if call.entry.made_of is not None else 0
@@ -100,6 +102,7 @@ class _Apply(torch.autograd.Function):
         pieces = [p for value in saved for p in value if p is not None]
         held = {memory_of(p.untyped_storage()) for p in pieces}
         ctx.save_for_backward(*pieces, *(x.detach() for at, x in plain.items() if at in held))
+        ctx.noted.finish(then.again.counted)
         ctx.set_materialize_grads(False)
         tensors = [x for x in call.out if isinstance(x, Tensor)]
         diff = {id(call.out[i]) for i in then.cotangents}
@@ -112,14 +115,9 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         then, mesh = ctx.then, ctx.mesh
+        given = {i for i, at in enumerate(ctx.where) if grads[at] is not None}
         if torch.is_grad_enabled():
-            raise ShardingError(
-                f"the gradient of {then.name} is differentiated again (create_graph=True)",
-                list(compress(then.gradients, ctx.needs_input_grad[1:]))[:_FEW],
-                rule="a jitted call, and a forward of a parallelized module, has a program for its first derivative",
-                remedy="take the inner gradient inside: jit the function that calls the module, and "
-                "torch.autograd.grad(..., create_graph=True) or sl.grad, and backward()",
-            )
+            return None, *_differentiable(ctx, given, grads)
         _refuse_written(then, ctx.read)
         rest = iter(ctx.saved_tensors)
         pieces: list[Sequence[Any]] = [[next(rest) if there else None for there in value] for value in ctx.there]
@@ -127,10 +125,27 @@ class _Apply(torch.autograd.Function):
             pieces.append(_cotangent(grads[at], layout, dtype, then, mesh))
         origin = made(ctx.origin, (grads[at] for at in ctx.where)) if ctx.origin else 0
         found = then.runner(pieces, ctx.numbers, *ctx.after, *([origin] if origin else ()))
-        given = {i for i, at in enumerate(ctx.where) if grads[at] is not None}
         gradients = list(_gradients(then.forms, found, ctx.plain))
         note(origin, (x for x, sharded in zip(gradients, ctx.plain, strict=True) if sharded))
+        if not keeps_graph():
+            ctx.noted = None
         return None, *(x if needs & given else None for x, needs in zip(gradients, then.needs, strict=True))
+
+
+def _differentiable(ctx: Any, given: set[int], grads: Sequence[Any]) -> list[Any]:
+    """The gradients, with a history: of a program that runs the function again."""
+    then = ctx.then
+    _refuse_written(then, ctx.read)
+    reached = [k for k, needs in enumerate(then.needs) if needs & given and ctx.needs_input_grad[k + 1]]
+    cotangents = {then.cotangents[i]: grads[ctx.where[i]] for i in sorted(given)}
+    called = [then.gradients[k] for k in reached][:_FEW]
+    out: list[Any] = [None] * len(then.leaves)
+    if reached:
+        with ctx.mesh:
+            found = then.again.gradients(ctx.noted, [then.leaves[k] for k in reached], cotangents, called)
+        for k, x in zip(reached, found, strict=True):
+            out[k] = x
+    return out
 
 
 Versions = list[tuple[weakref.ref[Tensor], int] | None]

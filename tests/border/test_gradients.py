@@ -407,16 +407,6 @@ def test_writes_to_what_is_saved_are_noticed() -> None:
         y.sum().backward()
 
 
-def test_second_derivatives_from_outside_are_refused() -> None:
-    x = sl.shard(X, "batch _").requires_grad_()
-    y = sl.jit(lambda x: (x**3).sum())(x)
-    with pytest.raises(ShardingError, match="the gradient of <lambda> is differentiated again") as error:
-        torch.autograd.grad(y, x, create_graph=True)
-    said = str(error.value)
-    assert "* gradient of x" in said
-    assert "jit the function that calls the module, and torch.autograd.grad(..., create_graph=True) or sl.grad" in said
-
-
 def test_a_function_that_goes_back_itself_leaves_no_history() -> None:
     w = W.clone().requires_grad_()
 

@@ -1,0 +1,151 @@
+"""Gradients of gradients, from outside a jitted function or a parallelized module: WGAN-GP, MAML."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardlib as sl
+from shardlib import Mesh
+from shardlib.errors import ShardingError, WrittenError
+
+MESH = Mesh(data=2, tensor=2)
+X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(6, 4)
+
+
+def whole(x: Tensor) -> Tensor:
+    return (x.full_tensor() if isinstance(x, sl.ShardedTensor) else x).detach()
+
+
+def critic(*more: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 12), *more, nn.Tanh(), nn.Linear(12, 1)).double()
+
+
+def penalty(net: Callable[..., Tensor], x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    out = net(torch.cat([x, x**2], 1))  # which nobody else holds
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    assert type(slope) is type(x)
+    return (slope.norm(dim=1) - 1).square().mean() + out.mean()
+
+
+def trained(net: nn.Module, loss: Callable[[nn.Module, Tensor], Tensor], *, alone: bool = False) -> list[Tensor]:
+    opt = torch.optim.SGD(net.parameters(), 0.1)
+    torch.manual_seed(1)
+    with sl.global_random() if alone else MESH:
+        for _ in range(3):
+            opt.zero_grad()
+            loss(net, X).backward()
+            opt.step()
+    return [whole(x) for x in net.state_dict().values()]
+
+
+def same(net: nn.Module, specs: dict[str, str], loss: Callable[[nn.Module, Tensor], Tensor] = penalty) -> None:
+    alone = trained(copy.deepcopy(net), loss, alone=True)
+    with MESH:
+        sl.parallelize(net, specs)
+    for a, b in zip(trained(net, loss), alone, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+COLUMNS = {"0.*": "ff@tensor ..."}
+
+
+def test_a_gradient_penalty_trains_a_parallelized_module() -> None:
+    same(critic(), COLUMNS)
+
+
+def test_buffers_are_written_once_and_draws_are_those_of_the_call() -> None:
+    same(critic(nn.BatchNorm1d(12), nn.Dropout(0.5)), COLUMNS)
+
+
+def test_a_buffer_that_results_depend_on_is_as_it_was_in_the_call() -> None:
+    same(nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 1))).double(), {})
+
+
+def test_under_autocast_the_call_runs_again_under_it() -> None:
+    def loss(net: nn.Module, x: Tensor) -> Tensor:
+        x = x.float().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = net(torch.cat([x, x**2], 1))
+        (slope,) = torch.autograd.grad(out.float().sum(), x, create_graph=True)
+        return slope.square().sum()
+
+    net = critic().float()
+    alone = copy.deepcopy(net)
+    with MESH:
+        sl.parallelize(net, {})
+        for x in (net, alone):
+            loss(x, X).backward()
+    for p, q in zip(net.parameters(), alone.parameters(), strict=True):
+        if q.grad is not None:
+            torch.testing.assert_close(whole(p.grad), q.grad, rtol=0.02, atol=1e-3)
+
+
+def test_any_order() -> None:
+    def orders(fn: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
+        y, found = fn(x), []
+        for _ in range(4):
+            (y,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            found.append(whole(y))
+        return found
+
+    def fn(x: Tensor) -> Tensor:
+        return (x**4).sum() + x.sin().sum()
+
+    with MESH:
+        placed = sl.shard(X, "batch@data _").requires_grad_()
+        for mine in (orders(sl.jit(fn), placed), orders(sl.jit(fn), X.clone().requires_grad_())):
+            for a, b in zip(mine, orders(fn, X.clone().requires_grad_()), strict=True):
+                torch.testing.assert_close(a, b)
+
+
+def test_through_two_calls_of_one_module() -> None:
+    net = nn.Linear(8, 8).double()
+    same(net, {"weight": "out@tensor in", "bias": "out@tensor"}, lambda net, x: penalty(lambda h: net(net(h).sin()), x))
+
+
+def test_hooks_run_once() -> None:
+    seen = []
+    w = X[0].clone().requires_grad_()
+    w.register_hook(lambda g: (seen.append(1), 2 * g)[1])
+    with MESH:
+        y = sl.jit(lambda x, w: ((x * w) ** 3).sum())(X, w)
+        (g,) = torch.autograd.grad(y, w, create_graph=True)
+    torch.testing.assert_close(whole(g), 2 * (3 * X**3 * w**2).sum(0).detach())
+    assert len(seen) == 1
+
+
+def test_what_has_changed_since_the_call_is_refused() -> None:
+    with MESH:
+        net = sl.parallelize(critic(nn.Dropout(0.5)), COLUMNS)
+        x = torch.ones(6, 8, dtype=torch.float64).requires_grad_()
+        for change, error in (
+            (lambda: net.eval(), "but it would be another call now"),
+            (lambda: net[0].bias.detach().zero_(), "modified by an inplace operation"),
+        ):
+            out = net.train()(x).sum()
+            change()
+            with pytest.raises((ShardingError, WrittenError), match=error) as caught:
+                torch.autograd.grad(out, x, create_graph=True)
+            assert "differentiated again" in str(caught.value)
+
+
+def test_what_would_happen_twice_is_refused() -> None:
+    count = {"calls": 0}
+
+    def fn(x: Tensor) -> Tensor:
+        count["calls"] += 1
+        return (x**3).sum()
+
+    with MESH:
+        x = X.clone().requires_grad_()
+        y = sl.jit(fn)(x)
+        with pytest.raises(ShardingError, match="changes more than tensors that it is given") as caught:
+            torch.autograd.grad(y, x, create_graph=True)
+    assert "take the inner gradient inside" in str(caught.value)
