@@ -37,6 +37,7 @@ from shardlib.tensors.form import contiguous
 from shardlib.tensors.tensor import marks
 from shardlib.tracing import arrays
 from shardlib.tracing.asked import Asked, refuse_guests
+from shardlib.tracing.averaged import averaging
 from shardlib.tracing.capture import AttentionCapture
 from shardlib.tracing.chance import Chance
 from shardlib.tracing.composites import Composites
@@ -318,6 +319,7 @@ def _tracing(generators: Sequence[torch.Generator] | None, *, marked: bool) -> I
                 noted(),
                 counting(),
                 scaling(),
+                averaging(),
                 arrays.shown(),
                 called(),
                 draws,

@@ -672,3 +672,35 @@ def test_moments_of_one_device_are_loaded_where_they_belong(name: str, strategy:
         for i, entries in opt.state_dict()["state"].items():
             for k, s in entries.items():
                 torch.testing.assert_close(whole(again[i][k]), s, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("use_buffers", [False, True])
+@pytest.mark.parametrize("kind", ["mean", "moving", "moving, foreach"])
+def test_an_average_of_a_module_is_part_of_the_step(kind: str, use_buffers: bool) -> None:
+    swa = torch.optim.swa_utils
+    ways = {
+        "moving": {"avg_fn": swa.get_ema_avg_fn(0.9)},
+        "moving, foreach": {"multi_avg_fn": swa.get_ema_multi_avg_fn(0.9)},
+    }
+
+    def step(net: nn.Module, average: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> None:
+        net(x).square().sum().backward()
+        opt.step()
+        opt.zero_grad()
+        average.update_parameters(net)  # type: ignore[operator]
+
+    def run(step: Callable[..., None]) -> nn.Module:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)).double()
+        average = swa.AveragedModel(net, use_buffers=use_buffers, **ways.get(kind, {}))
+        opt = torch.optim.SGD(net.parameters(), 0.1)
+        for i in range(4):
+            step(net, average, opt, torch.linspace(-1, i, 24, dtype=torch.float64).view(6, 4))
+        return average
+
+    jitted = sl.jit(step)
+    with sl.Mesh(data=2):
+        mine = run(jitted)
+    assert not jitted.retraces
+    for a, b in zip(mine.state_dict().values(), run(step).state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b)
