@@ -20,6 +20,8 @@ from transformers import (
     GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniCPM3Config,
+    MiniCPM3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
@@ -101,6 +103,22 @@ def test_fused_heads_that_the_axis_does_not_divide() -> None:
         model = sl.parallelize(copy.deepcopy(plain))
     assert sl.typeof(model.gpt_neox.layers[0].attention.query_key_value.weight) == "f32[(6@tensor 24), 48]"
     share_heads(model, plain, whole="attention")
+
+
+def test_latent_heads_that_the_axis_does_not_divide() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 6}
+    sizes |= {"num_key_value_heads": 6, "q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 8}
+    sizes |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "vocab_size": 64, "use_cache": False}
+    plain = MiniCPM3ForCausalLM(MiniCPM3Config(**sizes))
+    with sl.Mesh(tensor=4):
+        model = sl.parallelize(copy.deepcopy(plain))
+    attention = model.model.layers[0].self_attn
+    assert sl.typeof(attention.kv_b_proj.weight) == "f32[(6@tensor 16), 16]"
+    assert sl.typeof(attention.o_proj.weight) == "f32[48, (6@tensor 8)]"
+    plan, _ = worked(model, plain)
+    assert "all_gather" not in {c.kind for c in plan.collectives}, plan
+    same_step(model, plain)
 
 
 def test_heads_that_the_axis_does_not_divide_are_suggested() -> None:

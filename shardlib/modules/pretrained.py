@@ -6,7 +6,7 @@ weight is cut become specs; what else they say is communication, which follows f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from torch import Tensor, nn
@@ -26,7 +26,8 @@ CUTS: dict[str, Callable[[int, Word], str]] = {
     "embedding_rowwise": lambda rank, at: _at(rank, 0, at("vocab")),
     "embedding_colwise": lambda rank, at: _at(rank, rank - 1, at("embed")),
 }
-HEAD = ("head_dim", "head_size")  # what a module calls the size of a head, whose projections are its children
+HEAD = ("head_dim", "head_size")  # what a module calls the size of a head, whose projections are its children,
+HEADS = ("num_heads", "num_attention_heads", "n_heads")  # and their number, where each projection has heads of its size
 SAME = {
     "colwise_gather_output": "colwise", "colwise_rep": "colwise",
     "rowwise_split_input": "rowwise", "rowwise_rep": "rowwise",
@@ -49,26 +50,36 @@ def table_of(module: nn.Module) -> dict[str, str]:
 def heads_of(module: nn.Module, table: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     """The factors of what a module of the table makes, or takes, where that is heads, as the module around it says.
 
-    Queries stand by the head of keys and values that they read, so these are the first factor.
+    Queries stand by the head of keys and values that they read, so these are the first factor. Where heads have no one
+    size (multi-head latent attention: DeepSeek-AI 2024, arXiv:2405.04434), each projection makes all of them, or takes.
     """
     styles = {numberless(key): SAME.get(style, style) for key, style in table.items()}
     found: dict[str, tuple[int, ...]] = {}
     for name, part in module.named_modules():
-        size = next((n for n in (getattr(part, key, None) for key in HEAD) if isinstance(n, int) and n > 0), None)
-        if size is None:
-            continue
+        size, count = _said(part, HEAD), _said(part, HEADS)
         widths = {}
         for key, x in part.named_children():
             at, weight = f"{name}.{key}" if name else key, getattr(x, "weight", None)
             style = styles.get(numberless(at))
             if style in ("colwise", "rowwise") and isinstance(weight, Tensor) and weight.dim() == 2:
                 widths[at] = weight.shape[0 if style == "colwise" else 1]
-        heads = {key: width // size for key, width in widths.items() if width % size == 0}
+        if size is not None:
+            heads = {key: width // size for key, width in widths.items() if width % size == 0}
+        elif count is not None and _said(part, ("num_key_value_heads",)) in (None, count):
+            heads = {key: count for key, width in widths.items() if width % count == 0}
+        else:
+            continue
         few = min(heads.values(), default=1)
         for key, n in heads.items():
-            factors = (few, n // few, size) if n % few == 0 else (n, size)
+            own = widths[key] // n
+            factors = (few, n // few, own) if n % few == 0 else (n, own)
             found[key] = tuple(k for k in factors if k > 1)
     return found
+
+
+def _said(part: nn.Module, names: Sequence[str]) -> int | None:
+    """The number that a module has under one of these names."""
+    return next((n for n in (getattr(part, key, None) for key in names) if isinstance(n, int) and n > 0), None)
 
 
 def specs_of(
