@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 
 from shardlib.errors import ShardingError
@@ -27,12 +28,13 @@ def materialize(module: nn.Module, init: Callable[[nn.Module], Any] | None = Non
 
     Make it under `with torch.device("meta")`, place it by `parallelize`, then call this: every device makes its own
     pieces and never holds a whole parameter. Values are those that one device would draw, `torch.manual_seed` given,
-    when `init` runs there on every submodule, children first, under `sl.global_random()`. Without `init`, that is
-    `reset_parameters()` of each submodule that has one, or what a model of transformers does (`initialize_weights`).
-    Parameters are new ones: an optimizer is made afterwards.
+    when `init` runs there on every submodule, children first, under `sl.global_random()`. Without `init`, modules of
+    `torch.nn` have the values that they are made with there: each draws as its constructor does (`reset_parameters()`).
+    A model of transformers does what it does itself (`initialize_weights`). Parameters are new ones: an optimizer is
+    made afterwards.
 
-    Raises `ShardingError`, with all of them, for tensors that are not written to as a whole; the module is as it was
-    then.
+    Raises `ShardingError`, with all of them, for tensors that are not written to as a whole, and for parametrized ones;
+    the module is as it was then.
 
     Example:
         >>> import torch
@@ -47,6 +49,8 @@ def materialize(module: nn.Module, init: Callable[[nn.Module], Any] | None = Non
     name = f"materialize({type(module).__name__})"
     old = [x for x in held(module, buffers=True) if x.tensor.is_meta]
     refuse_losses(name, old)
+    if init is None and not hasattr(module, "initialize_weights"):
+        _refuse_parametrized(name, module)
     with torch.no_grad():
         new = [put(module, x, _unwritten(x.tensor)) for x in old]
     versions = [version_of(x) for x in new]
@@ -75,10 +79,12 @@ def materialize(module: nn.Module, init: Callable[[nn.Module], Any] | None = Non
 def _draw(module: nn.Module, init: Callable[[nn.Module], Any] | None) -> None:
     own: Any = getattr(module, "initialize_weights", None)
     with global_random(), torch.no_grad(), _Trimmed():
-        if init is None and callable(own):
+        if init is not None:
+            module.apply(init)
+        elif callable(own):
             own()
         else:
-            module.apply(init or _reset)
+            _draw_each(module, set())
 
 
 class _Trimmed(TorchFunctionMode):
@@ -97,10 +103,45 @@ class _Trimmed(TorchFunctionMode):
         return out
 
 
-def _reset(module: nn.Module) -> None:
-    reset: Any = getattr(module, "reset_parameters", None)
-    if callable(reset):
+RESETS = ("reset_parameters", "_reset_parameters")  # what a constructor calls to fill its parameters
+AS_CHILDREN_ARE = (nn.AdaptiveLogSoftmaxWithLoss,)  # have one that their constructor does not call
+COPIES = (nn.TransformerEncoder, nn.TransformerDecoder)  # all their `layers` are copies of one
+
+
+def _draw_each(module: nn.Module, seen: set[nn.Module]) -> None:
+    """Fill the parameters of a module as its constructor does, once: those of what it is made of first."""
+    if module in seen:
+        return
+    seen.add(module)
+    layers = [*module.layers] if isinstance(module, COPIES) else []
+    for child in module.children():
+        if not layers or child is not module.layers:
+            _draw_each(child, seen)
+            continue
+        _draw_each(layers[0], seen)
+        for other in layers[1:]:
+            for x, first in zip(held(other, buffers=True), held(layers[0], buffers=True), strict=True):
+                x.tensor.copy_(first.tensor)
+    reset: Any = next(filter(None, (getattr(module, name, None) for name in RESETS)), None)
+    if callable(reset) and not isinstance(module, AS_CHILDREN_ARE):
         reset()
+
+
+def _refuse_parametrized(name: str, module: nn.Module) -> None:
+    """Refuse modules with parametrizations, whose constructors read values: there were none."""
+    wrong = [
+        f"{at or 'it'} has {', '.join(part.parametrizations)}"
+        for at, part in module.named_modules()
+        if is_parametrized(part) and any(x.is_meta for x in part.parameters())
+    ]
+    if wrong:
+        raise ShardingError(
+            f"{name} finds parametrized tensors",
+            wrong,
+            rule="a parametrization is made of values, and there are none yet",
+            remedy="register it after materialize: weight_norm(module.fc), and so on; or give init=, a function that "
+            "writes the tensors of one submodule",
+        )
 
 
 def _unwritten(x: Tensor) -> Tensor:
