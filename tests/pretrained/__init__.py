@@ -29,6 +29,7 @@ SIZES: dict[str, Any] = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "index_head_dim": 16, "index_n_heads": 2, "index_topk": 4, "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 64, "num_kv_shared_layers": 0, "laurel_rank": 8, "partial_rotary_factor": 1.0,
+    "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4,
     "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "zero_expert_num": 1, "mlp_ffn_hidden_size": 48,
 }  # fmt: skip
 AXES = {"data": 2, "tensor": 2}
