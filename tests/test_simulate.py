@@ -84,6 +84,18 @@ def test_a_lookup_reads_what_it_looks_up() -> None:
     assert step.seconds == pytest.approx((2 * 8 * 4 * 4 + 8 * 8) / 1e9)
 
 
+def test_a_cross_entropy_looks_up_a_logit_for_each_target() -> None:
+    rows, classes = 8, 1 << 10
+    logits, targets = meta(rows, classes), torch.zeros(rows, dtype=torch.int64, device="meta")
+    fn = lambda x, i: torch.nn.functional.nll_loss(x, i, reduction="none")
+    planned = plan(fn, logits, targets)
+    assert planned.flops == 2 * rows
+    assert planned.simulate(SLOW).seconds == pytest.approx(((4 + 8 + 4) * rows + 4) / 1e9)  # and no total weight
+    back = plan(lambda x, i: sl.grad(lambda x: fn(x, i).sum())(x), logits, targets).simulate(SLOW)
+    (last,) = (e for e in back.critical_path if e.name == "nll_loss_backward")
+    assert last.seconds == pytest.approx((4 * classes + 8 + 4) * rows / 1e9, rel=1e-2)  # writes what it does not read
+
+
 def test_a_dtype_has_its_rate() -> None:
     both = replace(DEVICE, flops={"f32": 1e9, "bf16": 4e9}, bandwidth=1e15)
     wide, narrow = (
@@ -166,8 +178,9 @@ def test_the_backward_pass_of_attention_takes_its_functions_again() -> None:
 
 def test_rows_are_of_ops_that_there_are() -> None:
     from shardlib.simulate.functions import PER_ELEMENT, PRODUCTS
+    from shardlib.simulate.rooflines import BYTES
 
-    assert [name for name in PER_ELEMENT if not hasattr(torch.ops.aten, name)] == []
+    assert [name for name in (*PER_ELEMENT, *BYTES) if not hasattr(torch.ops.aten, name)] == []
     assert [name for name in PRODUCTS if not hasattr(torch.ops.shardlib, name)] == []
 
 

@@ -21,7 +21,7 @@ from shardlib.rules.notation import gradient, parse
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import checked, cut, located, positional, wide
-from shardlib.rules.space import argument_named, result_dtype
+from shardlib.rules.space import argument_named, numel, result_dtype
 
 aten = torch.ops.aten
 
@@ -72,7 +72,7 @@ def _dims(shape: Sequence[int]) -> tuple[str, str]:
 
 
 def _nll_rule(call: Call) -> Rule:
-    """Sums and single losses add up over rows and classes."""
+    """Sums and single losses add up over rows and classes; of the logits one is looked up for each target."""
     backward = "backward" in schema_of(call.target).name
     logits, target = _dims(call.operands[int(backward)].shape)
     reduction = argument_named(call, "reduction")
@@ -83,7 +83,7 @@ def _nll_rule(call: Call) -> Rule:
     text = f"{logits}, {target}, c -> {loss}, | "
     if backward:
         return pattern(gradient(f"{text} c:local", "0 1 2 r1"), local=_nll_backward)(call)
-    rule = pattern(f"{text} {kinds}", local=_nll)(call)
+    rule = pattern(f"{text} {kinds}", local=_nll, flops=lambda call, _: 2 * numel(call.operands[1].shape))(call)
     # How many targets count does not depend on who has their classes; what these weigh does.
     if rule is None or reduction != _SUM or argument_named(call, "weight") is not None:
         return rule

@@ -29,6 +29,18 @@ def _looked_up(step: Compute) -> float:
     return float(2 * written + sum(v.nbytes for v in step.operands[1:]))
 
 
+def _picked(step: Compute) -> float:
+    """One number of the first operand is read for each of the second."""
+    first, *others = step.operands
+    picked = first.dtype.itemsize * others[0].nbytes / others[0].dtype.itemsize
+    return picked + sum(v.nbytes for v in (*others, *step.made))
+
+
+def _shaped_as(operand: int) -> Callable[[Compute], float]:
+    """Of one operand only the shape is read."""
+    return lambda step: _whole(step) - step.operands[operand].nbytes
+
+
 def _added_to(step: Compute) -> float:
     """In place, only what is written is touched, and read before; else all of the operand is copied, too."""
     return float(3 * sum(v.nbytes for v in step.operands[1:])) + (0.0 if step.over else _whole(step))
@@ -41,6 +53,9 @@ def _nothing(step: Compute) -> float:
 # What a call touches, by the name of its op; others touch all their operands and results.
 BYTES: Mapping[str, Callable[[Compute], float]] = {
     **dict.fromkeys(("embedding", "index", "index_select", "gather", "take"), _looked_up),
+    **dict.fromkeys(("nll_loss", "nll_loss_forward", "nll_loss2d", "nll_loss2d_forward"), _picked),
+    **dict.fromkeys(("nll_loss_backward", "nll_loss2d_backward"), _shaped_as(1)),
+    **dict.fromkeys(("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"), _shaped_as(0)),
     **dict.fromkeys(("slice_scatter", "select_scatter", "index_put", "index_add", "index_copy", "scatter"), _added_to),
     **dict.fromkeys(("scatter_add", "scatter_reduce"), _added_to),
     **dict.fromkeys(("empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided"), _nothing),
