@@ -990,7 +990,13 @@ COMPILED: dict[str, Callable[[Any], Any]] = {
     "ops": lambda x: torch.compile(lambda x: (x.sin() @ x.t()).softmax(-1), backend="aot_eager")(x),
     "module": lambda x: torch.compile(_linear(x), backend="aot_eager")(torch.ones(2, 6)).sum(),
     "inside": lambda x: sl.jit(lambda x: torch.compile(lambda y: y.sin(), backend=_unasked)(x))(x),
+    "gradient": lambda x: sl.jit(sl.value_and_grad(torch.compile(_sines, backend=_unasked)))(x)[1],
+    "of a gradient": lambda x: sl.jit(torch.compile(torch.func.grad_and_value(_sines), backend=_unasked))(x)[0],
 }
+
+
+def _sines(x: torch.Tensor) -> torch.Tensor:
+    return x.sin().sum()
 
 
 def _unasked(*_: Any) -> Any:
