@@ -57,7 +57,7 @@ def align(graph: Graph, f: Flood) -> None:
     while waiting:
         left = []
         for leaf in waiting:
-            found = _found(f.dims.size(leaf), [tie for tie in ties[leaf] if tie.other in places], places)
+            found = _found(f.dims.size(leaf), ties[leaf], places)
             if found is None:
                 left.append(leaf)
             else:
@@ -111,29 +111,32 @@ def _bound(graph: Graph, f: Flood) -> set[Leaf]:
 
 def _found(size: int, ties: Sequence[_Tie], places: dict[Leaf, Place]) -> Place | None:
     """Where a leaf of so many elements lies best, beside leaves that have their places."""
+    settled = all(tie.other in places for tie in ties)
     groups: dict[tuple[int, Fraction], list[tuple[Fraction, Fraction, int]]] = defaultdict(list)
     for tie in ties:
-        there = places[tie.other]
+        if (there := places.get(tie.other)) is None:
+            continue
         moved = tie.scale * there.shift
         groups[there.base, tie.scale * there.scale].append((moved + tie.low, moved + tie.high, tie.bytes))
     if not groups:
         return None
     (base, scale), spans = max(groups.items(), key=lambda of: sum(nbytes for *_, nbytes in of[1]))
-    # What moves is least at the median; in the middle, the ends are alike.
-    middle = Fraction(size - 1) / 2 - scale * Fraction(base - 1) / 2
+    # What moves is least at the median. At one end of it the least messages go, in the middle all that is still to come
+    # is near.
     low, high = _median([(end, nbytes) for a, b, nbytes in spans for end in (a, b)])
-    shift = min(max(middle, low), high)
+    middle = Fraction(size - 1) / 2 - scale * Fraction(base - 1) / 2
+    shift = min(max(Fraction(0) if settled else middle, low), high)
     return Place(base, scale, Fraction(int(shift)) if scale == 1 else shift)
 
 
 def _median(points: list[tuple[Fraction, int]]) -> tuple[Fraction, Fraction]:
     """The first and last place from which the way to all points, each counted by its weight, is shortest."""
     points.sort()
-    half, seen = sum(n for _, n in points) / 2, 0
+    whole, seen = sum(n for _, n in points), 0
     for i, (at, n) in enumerate(points):
         seen += n
-        if seen >= half:
-            return at, points[min(i + (seen == half), len(points) - 1)][0]
+        if 2 * seen >= whole:
+            return at, points[min(i + (2 * seen == whole), len(points) - 1)][0]
     return points[-1][0], points[-1][0]
 
 
