@@ -120,9 +120,10 @@ def _beside_selections(flood: Flood, decider: Decider, atoms: Sequence[Axis]) ->
     instead, nothing is sent for them."""
     gain = defaultdict[Leaf, float](float)
     for op, slots in decider.units.op_slots.items():
-        labels = flood.labels[op]
-        taken = [x for x in slots if op.rule is not None and x[0] in op.rule.gathers and (x[0], 0) == x]
-        if any(want.axis in atoms for f, _ in taken for leaf in labels[f] for want in flood.wants.get(leaf, ())):
+        if op.rule is None or not op.rule.gathers:
+            continue
+        taken = [leaf for f, k in slots if f in op.rule.gathers and not k for leaf in flood.labels[op][f]]
+        if any(want.axis in atoms for leaf in taken for want in flood.wants.get(leaf, ())):
             for leaf in _free(op, flood, atoms, everywhere=True):
                 gain[leaf] += sum(r.nbytes for r in op.results if r is not None)
     return gain
