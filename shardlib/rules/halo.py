@@ -9,7 +9,9 @@ Local forms call what is here. A dim is named by its label, of one factor at mos
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -101,10 +103,18 @@ def _cut(label: Sequence[str]) -> bool:
 
 def exchanges(have: Sequence[set[Range]], need: Sequence[set[Range]]) -> list[tuple[int, list[tuple[int, int]]]]:
     """Who sends to whom, by how many places it is further round the ring: the longest way first."""
-    n = len(have)
+    n, pairs = len(have), set[tuple[int, int]]()
+    held = sorted((a, b, src) for src, theirs in enumerate(have) for a, b in theirs if a < b)
+    starts, reach = [a for a, *_ in held], [*accumulate((b for _, b, _ in held), max)]
+    for dst, mine in enumerate(need):
+        for low, high in mine:
+            k = bisect_left(starts, high) - 1 if low < high else -1
+            while k >= 0 and reach[k] > low:
+                _, stop, src = held[k]
+                if stop > low and src != dst:
+                    pairs.add((src, dst))
+                k -= 1
     found: dict[int, list[tuple[int, int]]] = {}
-    for src, theirs in enumerate(have):
-        for dst, mine in enumerate(need):
-            if src != dst and any(length(overlap(a, b)) for a in theirs for b in mine):
-                found.setdefault((dst - src) % n, []).append((src, dst))
+    for src, dst in sorted(pairs):
+        found.setdefault((dst - src) % n, []).append((src, dst))
     return sorted(found.items(), reverse=True)
