@@ -26,9 +26,10 @@ from shardlib.normalise import normalise
 from shardlib.owned import mark as mark_owned
 from shardlib.passes import run_passes
 from shardlib.passes.offload import refuse_offload
-from shardlib.passes.recompute import Recomputed, recompute
+from shardlib.passes.recompute import Recomputed, recompute, warn_of_a_higher_peak
 from shardlib.passes.split import Halves, split
-from shardlib.program.steps import Program
+from shardlib.program.steps import Program, Var
+from shardlib.program.storage import peak_bytes
 from shardlib.propagate import Propagated, propagate
 from shardlib.ranks import world
 from shardlib.regather import mark
@@ -120,20 +121,30 @@ def compile_program(
     clock.stop("lower")
     program = replace(program, donated=_donated(traced, donate), owned=owned)
     program = program if traced.after.gradients else replace(program, replaced=_replaced(traced, program))
-    refuse_offload(program, keeping.schedule, whole=not traced.after.gradients)
+    is_whole = not traced.after.gradients
+    refuse_offload(program, keeping.schedule, whole=is_whole)
     finished = partial(_finished, traced, keeping.schedule)
-    program, recomputed = recompute(program, keeping, lambda other, memory: finished(memory, other, draft=True)[0])
-    program, halves = finished(keeping.memory, program)
+    draft = lambda other, memory, moved: finished(memory, other, moved, draft=True)[0]
+    program, moved, recomputed = recompute(program, keeping, draft, moves=is_whole)
+    program, halves = finished(keeping.memory, program, moved)
+    warn_of_a_higher_peak(traced.name, recomputed, peak_bytes(program))
     clock.stop("passes")
     names = tuple(zip(traced.input_names, graph.inputs, strict=True))
     return Compiled(traced, mesh, graph, propagated, program, names, fixed_inputs, halves, recomputed, clock.seconds)
 
 
 def _finished(
-    traced: Traced, how: Schedule, memory: float | None, program: Program, *, draft: bool = False
+    traced: Traced,
+    how: Schedule,
+    memory: float | None,
+    program: Program,
+    moved: Collection[Var] = (),
+    *,
+    draft: bool = False,
 ) -> tuple[Program, Halves | None]:
-    """The program after all passes, and its halves where its results have gradients."""
-    passed = partial(run_passes, how=how, memory=memory, draft=draft)
+    """The program after all passes, with `moved` values in the host's memory meanwhile; its halves where its results
+    have gradients."""
+    passed = partial(run_passes, how=how, memory=memory, offloaded=moved, draft=draft)
     if not traced.after.gradients:
         return passed(program), None
     halves = split(program, len(traced.after.cotangents), len(traced.after.gradients)).through(passed)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import shardlib as sl
 from shardlib import compile as compiling
-from shardlib.machine import Machine
+from shardlib.machine import Device, Link, Machine
 from shardlib.ops.offload import TIER
 from shardlib.passes.offload import offload
 from shardlib.program.check import check
@@ -27,13 +27,16 @@ from tests.test_schedule import LAYERS, WIDTH, Model, step
 ROWS, DEVICES = 512, 4
 VALUE = 4 * ROWS * WIDTH // DEVICES  # bytes of one saved value: a layer keeps two
 SAVE = "b@data _"
+# Copies take less than to make anything again.
+NEAR_HOST = Machine(Device({"f32": 1e9}, bandwidth=1e12, memory=1e9, host=1e12), Link(1e9), Link(1e9))
 
 
-def built(how: sl.Schedule | None, mesh: sl.Mesh) -> tuple[Any, tuple[Any, ...]]:
+def built(how: sl.Schedule | None, mesh: sl.Mesh, memory: int | None = None) -> tuple[Any, tuple[Any, ...]]:
     torch.manual_seed(0)
     m, x = Model(), torch.randn(ROWS, WIDTH)
     with mesh:
-        return sl.jit(step, schedule=how), (m, torch.optim.SGD(m.parameters(), lr=0.1), sl.shard(x, SAVE))
+        optimizer, placed = torch.optim.SGD(m.parameters(), lr=0.1), sl.shard(x, SAVE)
+        return sl.jit(step, schedule=how, memory=memory), (m, optimizer, placed)
 
 
 def planned(how: sl.Schedule | None) -> Program:
@@ -44,9 +47,9 @@ def planned(how: sl.Schedule | None) -> Program:
     return program
 
 
-def trained(how: sl.Schedule | None) -> list[torch.Tensor]:
-    mesh = sl.Mesh(data=dist.get_world_size() if dist.is_initialized() else DEVICES)
-    train, given = built(how, mesh)
+def trained(how: sl.Schedule | None, memory: int | None = None) -> list[torch.Tensor]:
+    mesh = sl.Mesh(data=dist.get_world_size() if dist.is_initialized() else DEVICES, machine=NEAR_HOST)
+    train, given = built(how, mesh, memory)
     with mesh:
         losses = [train(*given).full_tensor() for _ in range(2)]
         return [*losses, *(p.detach().clone() for p in given[0].parameters())]
@@ -97,13 +100,48 @@ def _counted() -> tuple[int, int, int, bool]:
     start = TIER.sent, TIER.fetched
     after = trained(sl.Schedule(offload="saved"))
     same = all(torch.equal(a, b) for a, b in zip(before[:2], after[:2], strict=True))
-    return TIER.sent - start[0], TIER.fetched - start[1], TIER.held, same
+    sent, fetched = TIER.sent - start[0], TIER.fetched - start[1]
+    under = trained(None, 400_000)  # three quarters of what it needs
+    same = same and all(torch.equal(a, b) for a, b in zip(before[:2], under, strict=False))
+    assert TIER.sent > start[0] + sent
+    return sent, fetched, TIER.held, same
 
 
 @pytest.mark.ranks
 def test_on_ranks() -> None:
     sent = 2 * (LAYERS - 2) * VALUE * DEVICES // 2
     assert run_ranks(_counted, 2) == [(2 * sent, 2 * sent, 0, True)] * 2
+
+
+def test_a_budget_moves_what_is_copied_faster_than_it_is_made_again() -> None:
+    with sl.Mesh(data=DEVICES, machine=NEAR_HOST) as mesh:
+        train, given = built(None, mesh)
+        most = train.plan(*given).peak_memory
+        train, given = built(None, mesh, budget := int(0.8 * most))
+        plan = train.plan(*given)
+    told, copied = plan.compiled.recomputed, plan.compiled.program.copied
+    assert 0 < told.moved == len(copied) // 2
+    assert plan.peak_memory <= budget < most
+    assert f"memory={budget:,} B" in plan.summary()
+    assert f"{told.moved} values wait in the host's memory" in plan.summary()
+    start = TIER.sent
+    assert all(torch.equal(a, b) for a, b in zip(trained(None), trained(None, budget), strict=True))
+    assert TIER.sent - start == 2 * DEVICES * sum(c.source.nbytes for c in copied if c.kind == "to_host")
+
+
+def test_a_budget_moves_nothing_where_the_schedule_or_nobody_may() -> None:
+    """What the schedule names is moved alone; of a backward pass outside there is no copy."""
+    with sl.Mesh(data=DEVICES, machine=NEAR_HOST) as mesh:
+        most = built(None, mesh)[0].plan(*built(None, mesh)[1]).peak_memory
+        train, given = built(sl.Schedule(offload="add"), mesh, int(0.8 * most))
+        copied = train.plan(*given).compiled.program.copied
+        assert {c.source.name.split("_")[0] for c in copied if c.kind == "to_host"} == {"add"}
+        x, w = torch.empty(512, 64), torch.empty(64, 64, requires_grad=True)
+        chain = lambda x, w: (((x @ w).tanh() @ w).tanh() @ w).tanh().sum()
+        most = sl.jit(chain, in_specs=(SAVE, None)).plan(x, w).peak_memory
+        plan = sl.jit(chain, in_specs=(SAVE, None), memory=int(0.9 * most)).plan(x, w)
+        assert plan.compiled.recomputed.values
+        assert not plan.compiled.program.copied
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,17 @@
-"""What is made again so that a program fits into a budget of memory, and takes as little longer as possible.
+"""What is made again, and what waits in the host's memory, so that a program fits into a budget of memory and takes as
+little longer as possible.
 
 Whether it fits, and what it takes, is asked of the program that all later passes make, and of its simulation on the
-machine of its mesh. Values are given up one after the other, those first that free most bytes for a second of work; of
-equal layers, those of the first layers, which come last on the way back. As many as are needed is found by bisection;
-then values are taken back as far as there is room.
+machine of its mesh. Values are given up one after the other, those first that free most bytes for a second: of what
+makes them again, or of a copy that nothing hides. Of equal layers, those of the first layers, which come last on the
+way back. As many as are needed is found by bisection; then values are taken back as far as there is room.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from itertools import chain, combinations
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, combinations, product
 from typing import NamedTuple, NoReturn
 
 from shardlib.errors import ShardingError
@@ -27,13 +28,31 @@ from shardlib.simulate.collectives import transfer
 from shardlib.simulate.simulated import Simulated
 
 _STEPS, _TIMES = 40_000, 200  # of programs that are tried, and how many of them; more are in the bisection only
+_FEW = 20  # of a long program no more can be tried
 _PARTS = 64  # of an order
 _SHOWN = 5
 _LEAST = 1e-9  # seconds
 _SHARE = 1e-4  # of a step's seconds: what takes less is free
 
-Dropped = frozenset[Var]
-Finish = Callable[[Program, float], Program]  # a program after all later passes, within so many bytes
+Finish = Callable[[Program, float | None, Collection[Var]], Program]  # a program after all later passes, within so many
+# bytes, with such values in the host's memory meanwhile
+
+
+class Choice(NamedTuple):
+    """The memory that is given up and made again, and what waits in the host's memory; all else is kept."""
+
+    dropped: frozenset[Var] = frozenset()
+    moved: frozenset[Var] = frozenset()
+
+    def put(self, values: Collection[Var], way: str) -> Choice:
+        """The same, in which these values are `"kept"`, `"dropped"` or `"moved"`."""
+        dropped, moved = self.dropped.difference(values), self.moved.difference(values)
+        if way == _KEPT:
+            return Choice(dropped, moved)
+        return Choice(dropped.union(values), moved) if way == _DROPPED else Choice(dropped, moved.union(values))
+
+
+_KEPT, _DROPPED, _MOVED = "kept", "dropped", "moved"
 
 
 class _Tried(NamedTuple):
@@ -47,12 +66,14 @@ def within(
     finish: Finish,
     machine: Machine,
     fixed: Collection[Var] = frozenset(),
-) -> Dropped:
-    """The memory to give up, none of it `fixed`, for a program whose peak is at most `budget` bytes.
+    movable: Collection[Var] = (),
+) -> Choice:
+    """What to give up, none of it `fixed`, for a program whose peak is at most `budget` bytes; `movable` are values
+    that may wait in the host's memory.
 
     Raises `ShardingError` where none was found, with the least peak that was.
     """
-    return _Search(crossing, budget, finish, machine, frozenset(fixed)).run()
+    return _Search(crossing, budget, finish, machine, frozenset(fixed), movable).run()
 
 
 class _Search:
@@ -62,105 +83,143 @@ class _Search:
         budget: int,
         finish: Finish,
         machine: Machine,
-        fixed: Dropped,
+        fixed: frozenset[Var],
+        movable: Collection[Var] = (),
     ) -> None:
         self.c, self.budget, self.finish, self.machine = crossing, budget, finish, machine
         at = boundaries(crossing)
         held = {*crossing.held} | {o for i in at for o in frontier(crossing, i)}
-        self.free = dict.fromkeys(o for o in crossing.droppable if o in held and o not in fixed)  # what is decided
-        self.base = frozenset(o for o in crossing.droppable if o not in held and o not in fixed)
-        self.tried: dict[Dropped, _Tried] = {}
+        ways: dict[Var, tuple[str, ...]] = {o: (_DROPPED,) for o in crossing.droppable if o in held and o not in fixed}
+        for o in movable:
+            if o not in fixed and o in crossing.maker:
+                ways[o] = (*ways.get(o, ()), _MOVED)
+        self.ways = ways  # what is decided, and how it may be given up
+        self.free = [o for o in ways if _DROPPED in ways[o]]
+        self.base = Choice(frozenset(o for o in crossing.droppable if o not in held and o not in fixed))
+        self.tried: dict[Choice, _Tried] = {}
         self.left = _STEPS
+        self.is_long = _FEW * len(crossing.program.steps) > _STEPS
         self.layers = at
 
-    def run(self) -> Dropped:
-        nothing: Dropped = frozenset()
-        if self.fits(nothing) and peak_bytes(self.finish(self.c.program, math.inf)) <= self.budget:
-            return nothing  # and nothing has to move less for that
+    def run(self) -> Choice:
+        if self.fits(Choice()) and peak_bytes(self.finish(self.c.program, math.inf, ())) <= self.budget:
+            return Choice()  # and nothing has to move less for that
         full = policies.full(self.c)
-        by_layer = [o for o in self.free if o in full]
-        for order in (self._by_estimate(), by_layer, self._by_trial()):
+        by_layer = [(o, _DROPPED) for o in self.free if o in full]
+        if mixed := self._by_either():
+            self._bisect(mixed)
+        for order in (_all_dropped(self._by_estimate()), by_layer, _all_dropped(self._by_trial())):
             self._bisect(order)
-        if min(one.peak for one in self.tried.values()) > self.budget:
-            self._improve(lambda one: one.peak)
-        if min(one.peak for one in self.tried.values()) > self.budget:
+        if not self._is_met():  # nothing but what layers need at once stays
+            rest = [(o, _MOVED) for o in self.ways if o not in full and _MOVED in self.ways[o]]
+            self._bisect([*by_layer, *rest])
+        if not self._is_met():
+            self._improve(lambda choice: (self.of(choice).peak,))
+        if not self._is_met():
             self._refuse()
-        self._improve(lambda one: one.seconds if one.peak <= self.budget else math.inf)
+        self._improve(lambda choice: (self.of(choice).seconds if self.fits(choice) else math.inf, *_given_up(choice)))
         return self.best
 
     # Trying ---------------------------------------------------------------------------------------------------------
 
-    def fits(self, dropped: Dropped) -> bool:
-        return self.of(dropped).peak <= self.budget
+    def fits(self, choice: Choice) -> bool:
+        return self.of(choice).peak <= self.budget
 
-    def of(self, dropped: Dropped, *, timed: bool = False) -> _Tried:
+    def of(self, choice: Choice, *, timed: bool = False) -> _Tried:
         """Its peak; how long it takes where it fits, or where that is asked."""
-        known = self.tried.get(dropped)
+        known = self.tried.get(choice)
         if known is None or (timed and known.seconds == math.inf):
-            program = self.finish(remade(self.c, dropped), self.budget)
+            program = self.program(choice)
             self.left -= len(program.steps)
             peak = peak_bytes(program)
             is_timed = timed or peak <= self.budget
             seconds = Simulated(program, "", self.machine).seconds if is_timed else math.inf
-            known = self.tried[dropped] = _Tried(peak, seconds)
+            known = self.tried[choice] = _Tried(peak, seconds)
         return known
 
-    @property
-    def best(self) -> Dropped:
-        """The fastest that fits."""
-        return min((d for d in self.tried if self.fits(d)), key=lambda d: self.tried[d].seconds)
+    def program(self, choice: Choice) -> Program:
+        return self.finish(remade(self.c, choice.dropped), self.budget, choice.moved)
 
-    def _bisect(self, order: Sequence[Var]) -> None:
-        """Try beginnings of an order, for the shortest that fits; of a long program, for about that one."""
-        fitting = next((k for k in _far_first(len(order)) if self.fits(self.base | frozenset(order[:k]))), 0)
+    @property
+    def best(self) -> Choice:
+        """The fastest that fits, and of equal ones that which copies and makes again least."""
+        return min((d for d in self.tried if self.fits(d)), key=lambda d: (self.tried[d].seconds, *_given_up(d)))
+
+    def _is_met(self) -> bool:
+        return min(one.peak for one in self.tried.values()) <= self.budget
+
+    def _bisect(self, order: Sequence[tuple[Var, str]]) -> None:
+        """Try beginnings of an order, for the shortest that fits; of a long program, for about that one, and only as
+        long as a shorter one is faster: what just fits leaves no room for messages that run ahead."""
+
+        def given_up(n: int) -> Choice:
+            found = self.base
+            for way in (_DROPPED, _MOVED):
+                found = found.put([o for o, how in order[:n] if how == way], way)
+            return found
+
+        fitting = next((k for k in _far_first(len(order)) if self.fits(given_up(k))), 0)
         least = 0
         while fitting - least > (1 if self.left > 0 else 1 + len(order) // _PARTS):
             middle = (least + fitting) // 2
-            if self.fits(self.base | frozenset(order[:middle])):
-                fitting = middle
-            else:
+            if not self.fits(given_up(middle)):
                 least = middle
+            elif self.is_long and self.of(given_up(middle)).seconds > self.of(given_up(fitting)).seconds:
+                return
+            else:
+                fitting = middle
 
-    def _improve(self, worse: Callable[[_Tried], float]) -> None:
+    def _improve(self, worse: Callable[[Choice], tuple[float, ...]]) -> None:
         """Change what equal layers share, then single values, then two of them, as long as that is better; of what does
         not fit, until it does."""
-        ones = [frozenset([o]) for o in self.free]
-        alike = list(map(frozenset, self._groups().values()))
-        best, changed = min(self.tried, key=lambda d: worse(self.tried[d])), True
+        ones = [[o] for o in self.ways]
+        alike = list(self._groups(self.ways).values())
+        best, changed = min(self.tried, key=worse), True
         is_done = self.fits(best)
         while changed:
             changed = False
-            for group in chain(alike, ones, (a | b for a, b in combinations(ones, 2))):
+            for groups in chain(zip(alike), zip(ones), combinations(ones, 2)):
                 if self.left <= 0 or len(self.tried) >= _TIMES or self.fits(best) is not is_done:
                     return
-                for other in dict.fromkeys((best - group, best ^ group, best | group)):
-                    if worse(self.of(other)) < worse(self.of(best)):
+                for other in self._others(best, groups):
+                    if worse(other) < worse(best):
                         best, changed = other, True
+
+    def _others(self, choice: Choice, groups: Sequence[Sequence[Var]]) -> Iterator[Choice]:
+        """Choices that differ in groups of values: each of them kept, or given up in one way; or those made again that
+        are not."""
+        found = [choice.put(groups[0], _KEPT).put([o for o in groups[0] if o not in choice.dropped], _DROPPED)]
+        for ways in product(*((_KEPT, *self.ways[group[0]]) for group in groups)):
+            other = choice
+            for group, way in zip(groups, ways, strict=True):
+                other = other.put(group, way)
+            found.append(other)
+        yield from dict.fromkeys(found)
 
     # What to give up first ------------------------------------------------------------------------------------------
 
-    def _groups(self) -> dict[Hashable, list[Var]]:
+    def _groups(self, values: Iterable[Var]) -> dict[Hashable, list[Var]]:
         """Equal values of equal layers."""
         groups: dict[Hashable, list[Var]] = {}
         count: dict[Hashable, int] = {}
         ends, layer = iter([*self.layers, len(self.c.program.steps)]), 0
         end = next(ends)
-        for o in self.free:
+        for o in sorted(values, key=self.c.maker.__getitem__):
             at = self.c.maker[o]
             while at >= end:
                 end, layer = next(ends), layer + 1
-            alike = key(self.c.program.steps[at]), o.dtype, o.nbytes
+            alike = key(self.c.program.steps[at]), o.dtype, o.nbytes, self.ways[o]
             n = count[layer, alike] = count.get((layer, alike), 0) + 1
             groups.setdefault((alike, n), []).append(o)
         return groups
 
     def _by_trial(self) -> list[Var]:
         """Those first that alone lower the peak most for what they cost, as long as there is time to try."""
-        before, rest = self.of(frozenset(), timed=True), self._by_estimate()
+        before, rest = self.of(Choice(), timed=True), self._by_estimate()
         tried: list[tuple[float, list[Var]]] = []
-        for members in sorted(self._groups().values(), key=lambda members: rest.index(members[0])):
+        for members in sorted(self._groups(self.free).values(), key=lambda members: rest.index(members[0])):
             if self.left > _STEPS / 2:
-                alone = self.of(self.base | frozenset(members), timed=True)
+                alone = self.of(self.base.put(members, _DROPPED), timed=True)
                 if (less := before.peak - alone.peak) > 0:
                     tried.append((less / max(alone.seconds - before.seconds, _SHARE * before.seconds), members))
         order = [o for _, members in sorted(tried, key=lambda one: -one[0]) for o in members]
@@ -169,7 +228,7 @@ class _Search:
 
     def _by_estimate(self) -> list[Var]:
         """Those first that are most bytes for the seconds of what makes them, if what stands before them is gone."""
-        groups, order = self._groups(), list[Var]()
+        groups, order = self._groups(self.free), list[Var]()
         gone, again = set[Var](), set[int]()
         while groups:
 
@@ -183,6 +242,31 @@ class _Search:
             order += members
         return order
 
+    def _by_either(self) -> list[tuple[Var, str]]:
+        """Those first that are most bytes for their seconds, made again or copied, whichever takes less; a copy takes
+        none as long as the steps forward hide it. Empty where nothing is to be copied."""
+        device, steps = self.machine.device, enumerate(self.c.program.steps)
+        hidden = sum(self._seconds(i) for i, s in steps if not self.c.back[i] and isinstance(s, Compute))
+        hidden *= device.host * device.overlaps
+        found: list[tuple[float, list[Var], str]] = []
+        again = {o: self._alone(o) for o in self.ways}
+        groups = self._groups(self.ways).values()
+        for members in sorted(groups, key=lambda members: -again[members[0]] / members[0].nbytes):
+            each, way = again[members[0]] / members[0].nbytes, _DROPPED
+            if _MOVED in self.ways[members[0]]:
+                size = sum(o.nbytes for o in members)
+                copied = 0.0 if size <= hidden else 2 / device.host
+                if copied < each:
+                    each, way, hidden = copied, _MOVED, hidden - size
+            found.append((each, members, way))
+        if all(way == _DROPPED for *_, way in found):
+            return []
+        return [(o, way) for _, members, way in sorted(found, key=lambda one: one[0]) for o in members]
+
+    def _alone(self, o: Var) -> float:
+        """Seconds of what makes it, where all else is kept."""
+        return sum(map(self._seconds, self._steps(o, (), ()))) if _DROPPED in self.ways[o] else math.inf
+
     def _steps(self, owner: Var, gone: Collection[Var], again: Collection[int]) -> set[int]:
         """The steps that run once more if this is given up, too."""
         found, todo = set[int](), [owner]
@@ -192,7 +276,7 @@ class _Search:
                 continue
             found.add(i)
             owners = (self.c.owner.get(v, v) for v in reads(self.c.program.steps[i]))
-            todo += [o for o in owners if o in gone or (o in self.base and o not in self.c.weights)]
+            todo += [o for o in owners if o in gone or (o in self.base.dropped and o not in self.c.weights)]
         return found
 
     def _seconds(self, i: int) -> float:
@@ -202,7 +286,7 @@ class _Search:
 
     def _refuse(self) -> NoReturn:
         least = min(self.tried, key=lambda d: self.tried[d].peak)
-        program, peak = self.finish(remade(self.c, least), self.budget), self.tried[least].peak
+        program, peak = self.program(least), self.tried[least].peak
         lines = {v: step.line for step in program.steps if isinstance(step, Compute) for v in step.made}
         lines |= {c.out: c.line for c in program.collectives}
         held = [f"{v.nbytes:,} bytes: {v.name}, {_whence(program, v, lines)}" for v in largest(program)[:_SHOWN]]
@@ -213,6 +297,14 @@ class _Search:
             "largest values are these",
             remedy=f'memory="{peak} B", more devices, or smaller pieces of what is listed',
         )
+
+
+def _given_up(choice: Choice) -> tuple[int, int]:
+    return sum(v.nbytes for v in choice.moved), sum(v.nbytes for v in choice.dropped)
+
+
+def _all_dropped(order: Iterable[Var]) -> list[tuple[Var, str]]:
+    return [(o, _DROPPED) for o in order]
 
 
 def _far_first(n: int) -> Iterator[int]:

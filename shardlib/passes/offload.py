@@ -22,13 +22,19 @@ from shardlib.schedule import DEFAULT, SAVED, Schedule
 
 
 def offload(program: Program, how: Schedule = DEFAULT, chosen: Collection[Var] | None = None) -> Program:
-    """The program with what the schedule names, or with the `chosen` values, in the host's memory meanwhile."""
-    if how.offload is None and chosen is None:
+    """The program with what the schedule names, and the `chosen` values, in the host's memory meanwhile."""
+    if how.offload is None and not chosen:
         return program
-    found = [s for s in _saved(program) if (s.var in chosen if chosen is not None else _named(s.maker, how.offload))]
+    saved = _saved(program)
+    found = [s for s in saved if (chosen and s.var in chosen) or _named(s.maker, how.offload)]
     ahead = 1 if how.prefetch is None else how.prefetch
-    moved = _Moved(program, ahead, found)
+    moved = _Moved(program, ahead, saved if chosen else found, found)
     return replace(program, steps=tuple(moved.run())) if moved.due else program
+
+
+def movable(program: Program) -> tuple[Var, ...]:
+    """The values that may be `chosen`, in the order in which they are made."""
+    return tuple(s.var for s in _saved(program))
 
 
 def refuse_offload(program: Program, how: Schedule, *, whole: bool) -> None:
@@ -129,9 +135,12 @@ def _name(step: Compute) -> str:
 
 
 class _Moved:
-    """Writes the steps anew, with copies out and back; `due` are the values whose copies back start before a step."""
+    """Writes the steps anew, with copies out and back; `due` are the values whose copies back start before a step.
 
-    def __init__(self, program: Program, ahead: int, saved: Sequence[Saved]) -> None:
+    Layers are those of `layered` values, of which those `found` move.
+    """
+
+    def __init__(self, program: Program, ahead: int, layered: Sequence[Saved], found: Sequence[Saved]) -> None:
         self.program = program
         self.due: dict[int, list[Saved]] = defaultdict(list)
         self.out: dict[int, list[Saved]] = defaultdict(list)  # behind which step a copy out starts,
@@ -139,10 +148,11 @@ class _Moved:
         self.home: dict[Var, Var] = {}  # of each value, where it is on the host
         self.back: dict[Var, Var] = {}  # what came, or will come, back; what to read in place of a value
         self.flying: dict[Var, tuple[Saved, Var]] = {}
-        keys = [(s.maker.target, s.maker.line, s.var.layout, s.var.dtype) for s in saved]
+        keys = [(s.maker.target, s.maker.line, s.var.layout, s.var.dtype) for s in layered]
         layers: dict[int, list[Saved]] = defaultdict(list)
-        for one, unit in zip(saved, units(keys, [s.var.nbytes for s in saved], 0), strict=True):
+        for one, unit in zip(layered, units(keys, [s.var.nbytes for s in layered], 0), strict=True):
             layers[unit].append(one)
+        moves = set(found)
         begins = [min(s.made for s in layers[u]) for u in range(len(layers))]
         order = sorted(layers, key=lambda u: min(s.late for s in layers[u]))
         first = [min(s.late for s in layers[u]) for u in order]
@@ -150,6 +160,8 @@ class _Moved:
         for unit in range(len(layers) - ahead - 1):
             at = first[max(place[unit] - ahead, 0)]
             for one in layers[unit]:
+                if one not in moves:
+                    continue
                 gone = max(one.early, begins[unit + ahead + 1] - 1)
                 if gone + 1 < one.late:
                     self.out[one.made].append(one)

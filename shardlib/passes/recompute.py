@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardlib.keeping import Keeping
 from shardlib.machine import Machine
 from shardlib.passes import policies
 from shardlib.passes.budget import Finish, within
 from shardlib.passes.crossing import Crossing
+from shardlib.passes.offload import movable
 from shardlib.passes.remat import remade
 from shardlib.program.steps import Compute, Program, Start, Var
+from shardlib.program.storage import peak_bytes
+
+
+class RematWarning(UserWarning):
+    """Making values again takes more memory than keeping them."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +27,8 @@ class Recomputed:
     """So many `values`, of `nbytes` on the fullest device, are not held from the forward pass to the backward one.
 
     Making them again takes `flops` and `collectives`, which send `sent` bytes; `said` is what asked for it, `ops` says
-    how many of them each op makes.
+    how many of them each op makes. `kept_peak` is the peak of the program that keeps them (None: nobody asked). So
+    many values, `moved`, wait in the host's memory because a budget asks for it.
     """
 
     said: str
@@ -30,23 +38,45 @@ class Recomputed:
     flops: float
     collectives: int
     sent: float
+    kept_peak: int | None = None
+    moved: int = 0
 
 
-def recompute(program: Program, keeping: Keeping, finish: Finish) -> tuple[Program, Recomputed | None]:
-    """The program that makes again what `keeping` says, and what that takes; `finish` are the passes behind this one.
+def recompute(
+    program: Program, keeping: Keeping, finish: Finish, *, moves: bool = False
+) -> tuple[Program, frozenset[Var], Recomputed | None]:
+    """The program that makes again what `keeping` says, the values that are to wait in the host's memory, and what that
+    takes; `finish` are the passes behind this one. A budget `moves` values unless the schedule names some.
 
     Raises `ShardingError` for names of nothing, and for a budget that cannot be kept.
     """
     if keeping.remat == "none" and keeping.memory is None:
-        return program, None
-    crossing = Crossing.of(program)
+        return program, frozenset(), None
+    crossing, moved = Crossing.of(program), frozenset[Var]()
     if keeping.memory is not None:
         said, fixed = f"memory={keeping.memory:,} B", crossing.weights if keeping.regather == "never" else frozenset()
-        dropped = within(crossing, keeping.memory, finish, Machine.of(program.mesh.machine), fixed)
+        may_move = movable(program) if moves and keeping.schedule.offload is None else ()
+        machine = Machine.of(program.mesh.machine)
+        dropped, moved = within(crossing, keeping.memory, finish, machine, fixed, may_move)
     else:
         said, dropped = f"remat={keeping.remat!r}", frozenset(_by_name(crossing, keeping))
     again = remade(crossing, dropped)
-    return again, _told(said, crossing, dropped, again)
+    told = _told(said, crossing, dropped, again)
+    if keeping.memory is None and dropped:
+        told = replace(told, kept_peak=peak_bytes(finish(program, None, ())))
+    return again, moved, replace(told, moved=len(moved))
+
+
+def warn_of_a_higher_peak(name: str, told: Recomputed | None, peak: int) -> None:
+    """Warn where what is made again by name is in the way: what it is made of is held instead, or all at once."""
+    if told is not None and told.kept_peak is not None and peak > told.kept_peak:
+        warnings.warn(
+            f"{name} with {told.said} holds at most {peak:,} bytes, and without it {told.kept_peak:,}: what the named "
+            "values are made of is held instead of them, and all that one step back needs is made at once\n"
+            'Remedy: remat="full", names of whole modules, or memory="...", which never takes more than it saves',
+            RematWarning,
+            stacklevel=2,
+        )
 
 
 def _by_name(crossing: Crossing, keeping: Keeping) -> set[Var]:

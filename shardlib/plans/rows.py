@@ -147,12 +147,17 @@ def _again(plan: Plan) -> str:
     """What is made again for the backward pass, and what that costs."""
     if (made := plan.compiled.recomputed) is None:
         return ""
+    waits = f"{made.moved} value{'s wait' if made.moved > 1 else ' waits'} in the host's memory" if made.moved else ""
     if not made.values:
-        return f"{made.said}: nothing is made again"
+        return f"{made.said}: {waits or 'nothing is made again'}"
     ops = [f"{op} x {n}" for op, n in Counter(made.ops).most_common(_OPS)]
     ops += ["..."] if len(made.ops) > _OPS else []
     freed = f"{made.values} values ({', '.join(ops)}), {si(made.nbytes, 'B')} less"
     cost = f"{si(made.flops, 'FLOP')} more"
     n = made.collectives
     sent = f", {n} collective{'s' * (n != 1)} more ({si(made.sent, 'B')})" if n else ""
-    return f"{made.said}: made again for the backward pass are {freed} to keep, {cost}{sent}"
+    more, kept = "", made.kept_peak
+    if kept is not None and plan.peak_memory > kept:
+        more = f"; the peak is higher for it, {si(plan.peak_memory, 'B')} instead of {si(kept, 'B')}"
+    more += waits and f"; {waits}"
+    return f"{made.said}: made again for the backward pass are {freed} to keep, {cost}{sent}{more}"
