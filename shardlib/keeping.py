@@ -52,12 +52,30 @@ class Keeping:
         word = names[0] if isinstance(remat, str) or (len(names) == 1 and names[0] in WORDS) else None
         return Keeping(regather, word or tuple(names), budget, Schedule.of(schedule))
 
+    def but(self, remat: Any = None, memory: Any = None, schedule: Any = None) -> Keeping:
+        """The same but for what is said now (None: nothing); a budget stands in place of names, and they of a budget.
+
+        Example:
+            >>> full = Keeping(remat="full")
+            >>> full.but(memory="1 kB").said, full.but(schedule="Schedule(prefetch=0)").said
+            ('memory=1000', "remat='full', schedule=Schedule(prefetch=0)")
+        """
+        if remat is None and memory is None:
+            remat, memory = self.remat, self.memory
+        schedule = self.schedule if schedule is None else schedule
+        return Keeping.of(self.regather, "none" if remat is None else remat, memory, schedule)
+
+    @property
+    def said(self) -> str:
+        """What is not as by default, as `jit` takes it."""
+        own = (("remat", self.remat, "none"), ("memory", self.memory, None), ("schedule", self.schedule, DEFAULT))
+        return ", ".join(f"{k}={x!r}" for k, x, default in own if x != default)
+
     def refuse_inside(self, name: str) -> None:
         """Raise `ShardingError` for what a jitted function says of itself where it is part of another one."""
-        own = (("remat", self.remat, "none"), ("memory", self.memory, None), ("schedule", self.schedule, DEFAULT))
-        if said := [f"{k}={x!r}" for k, x, default in own if x != default]:
+        if self.said:
             raise ShardingError(
-                f"{name} is called inside another jitted function, and says {', '.join(said)}",
+                f"{name} is called inside another jitted function, and says {self.said}",
                 rule="what is kept for the backward pass, and when messages start, is decided for the whole program",
                 remedy="say it of the outermost function: jit(step, remat=...)",
             )

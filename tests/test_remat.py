@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import shardlib as sl
 from shardlib import Mesh, ShardingError
 from shardlib import compile as stages
+from shardlib.keeping import Keeping
 from shardlib.machine import Device, Link, Machine
 from shardlib.passes.budget import Choice, _Search, within
 from shardlib.passes.crossing import Crossing
@@ -224,6 +225,32 @@ def test_the_module_by_itself() -> None:
             torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-10, atol=1e-12)
         saved[remat] = sum(v.nbytes for v in halves.saved if v not in halves.forward.inputs)
     assert saved["full"] < saved[None] / 3
+
+
+def test_a_module_takes_what_jit_takes() -> None:
+    """A budget and a schedule, one after the other; a budget in place of names."""
+    model = Model().eval()
+    with Mesh(data=4):
+        sl.parallelize(model, strategy="fsdp")
+        plain = model.forward.plan(batch())
+        least = sl.parallelize(model, remat="full").forward.plan(batch()).peak_memory
+        budget = (plain.peak_memory + least) // 2
+        sl.parallelize(model, memory=f"{budget} B")
+        sl.parallelize(model, schedule="Schedule(prefetch=0)")
+        found = model.forward.plan(batch())
+        assert model.forward.keeping == Keeping(memory=budget, schedule=sl.Schedule(prefetch=0))
+        assert found.peak_memory <= budget < plain.peak_memory
+        assert found.compiled.recomputed.values
+        model(batch()).square().mean().backward()
+        with pytest.raises(ShardingError, match="remat='full' and memory='1GiB' are both given"):
+            sl.parallelize(model, remat="full", memory="1GiB")
+        with pytest.raises(ShardingError, match="does not fit into memory=100 bytes"):
+            sl.parallelize(model, memory=100)(batch())
+        with pytest.raises(ShardingError, match="the backward pass is outside of the jitted function"):
+            sl.parallelize(model, remat="none", schedule=sl.Schedule(offload="saved"))(batch())
+    _, grads = train(Model().eval())(batch())
+    for p, g in zip(model.parameters(), grads, strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), g, rtol=1e-10, atol=1e-12)
 
 
 def test_effects_happen_once(capsys: pytest.CaptureFixture[str]) -> None:

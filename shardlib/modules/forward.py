@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from shardlib.errors import ShardingError, ValueNeededError
 from shardlib.internals import is_wrapped, pytree, version_of
-from shardlib.jit import jit
+from shardlib.jit import Jitted
+from shardlib.keeping import Keeping
 from shardlib.meshes.mesh import Mesh, current_mesh, is_without_mesh
 from shardlib.modules.precision import Policy
 from shardlib.placing import shard
@@ -30,21 +31,26 @@ class EagerWarning(UserWarning):
 class Forward:
     """The `forward` of a module on the mesh where its parameters live; `fn` is the module's own.
 
-    `batch` says how arguments are cut of which none is placed; `policy` in which precision it runs, `remat` what its
-    backward pass makes again.
+    `batch` says how arguments are cut of which none is placed; `policy` in which precision it runs, `keeping` what is
+    kept for its backward pass, and how far messages run ahead.
     """
 
     def __init__(
-        self, fn: Callable[..., Any], mesh: Mesh, batch: Batch, policy: Policy | None = None, remat: Any = "none"
+        self,
+        fn: Callable[..., Any],
+        mesh: Mesh,
+        batch: Batch,
+        policy: Policy | None = None,
+        keeping: Keeping = Keeping(),  # noqa: B008 it is frozen
     ) -> None:
-        self.fn, self.mesh, self.batch, self.policy, self.remat = fn, mesh, batch, policy, remat
+        self.fn, self.mesh, self.batch, self.policy, self.keeping = fn, mesh, batch, policy, keeping
         self.run = fn if policy is None else policy.around(fn)
         self.eager: set[Any] = set()  # modes of the module in which it asks for values, so that no program can be made
-        self.program = jit(self.run, in_specs=batch.specs, remat=remat)
+        self.program = Jitted(self.run, batch.specs, None, frozenset(), frozenset(), (), keeping)
         functools.update_wrapper(self, fn)
 
     def __reduce__(self) -> Any:  # a copy is of another module
-        return Forward, (self.fn, self.mesh, self.batch, self.policy, self.remat)
+        return Forward, (self.fn, self.mesh, self.batch, self.policy, self.keeping)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if is_tracing():
@@ -58,7 +64,8 @@ class Forward:
                 self.eager.add(self._mode)
                 warnings.warn(
                     f"{error.what.replace('the traced function', self.fn.__name__)}, at {error.offenders[0]}: "
-                    "its ops run one by one, on ShardedTensors, outside a program",
+                    "its ops run one by one, on ShardedTensors, outside a program"
+                    + (f", in which {self.keeping.said} says nothing" if self.keeping.said else ""),
                     EagerWarning,
                     stacklevel=2,
                 )

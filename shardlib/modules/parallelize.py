@@ -16,6 +16,7 @@ from shardlib.modules.precision import Precisions, policy_of
 from shardlib.modules.strategies import SEQUENCE, TENSOR, Strategy, Taken, axes_for, chosen, cut_more
 from shardlib.modules.table import looked_up, matches, refuse
 from shardlib.placing import shard, shard_known
+from shardlib.schedule import Schedule
 from shardlib.specs.fixed import Fixed
 from shardlib.specs.spec import P, Spec, axes_of_dims, resolve_many
 from shardlib.state import is_single_device, is_tracing
@@ -32,6 +33,8 @@ def parallelize(
     precision: Precisions = None,
     mesh: Mesh | None = None,
     remat: str | Sequence[str] | None = None,
+    memory: str | int | None = None,
+    schedule: Schedule | str | None = None,
 ) -> nn.Module:
     """Place the parameters of a module on a mesh (default: the current one); returns the same module.
 
@@ -47,8 +50,9 @@ def parallelize(
 
     `precision` is the dtype in which the module computes (`torch.bfloat16`), while its parameters, and what sums their
     gradients over devices, keep theirs, and batch normalisation all of it; or a `Precision`, or a dict of such by
-    patterns. `remat` says, as in `jit`, what the backward pass makes again; of a function that is jitted as a whole,
-    its own `jit` says it.
+    patterns. `remat`, `memory` and `schedule` say, as in `jit`, what the backward pass makes again, how many bytes the
+    two passes may use at once, and how far messages run ahead; of a function that is jitted as a whole, its own `jit`
+    says it. What a later call leaves out stays as it was.
 
     Parameters become `ShardedTensor`s (and stay `nn.Parameter`s, tied ones tied), so an optimizer is made afterwards:
     one that was made before is refused when it steps. `forward` becomes one program for the mesh, its backward another,
@@ -100,7 +104,7 @@ def parallelize(
     said = _said(module, tensors, mesh, taken) if specs is None else _read(specs, module, tensors, mesh)
     before = module.forward if isinstance(module.forward, Forward) else None
     policy = policy_of(precision, module, tensors) or (before.policy if before else None)
-    remat = Keeping.of("auto", (before.remat if before else "none") if remat is None else remat, None).remat
+    keeping = (before.keeping if before else Keeping()).but(remat, memory, schedule)
     dtypes = {} if policy is None else {name: said.parameter for name, said in policy.by_name.items()}
     homes = _homes(tensors, said, mesh, taken)
     moving = {
@@ -131,7 +135,7 @@ def parallelize(
                 setattr(new, REGATHER, True)
     fn = module.forward.fn if isinstance(module.forward, Forward) else module.forward
     rows, columns = ({axis: mesh.axes[axis] for axis in axes} for axes in (taken.batch, _sequence(mesh)))
-    module.forward = Forward(fn, mesh, Batch(rows, columns), policy, remat)
+    module.forward = Forward(fn, mesh, Batch(rows, columns), policy, keeping)
     return module
 
 
