@@ -392,6 +392,27 @@ def test_twice_through_one_graph() -> None:
         y.backward()
 
 
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_twice_through_a_module(remat: str) -> None:
+    """Two losses of one forward pass, one after the other and then both; what was kept is gone with the last one."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Dropout(0.5), torch.nn.Linear(4, 4))
+    with Mesh(data=2):
+        sl.parallelize(module, strategy="fsdp", remat=remat)
+        y = module(torch.randn(8, 4))
+        first, second = y.sum(), y.square().mean()
+        found = []
+        for loss, stays in ((first, True), (second, True), (first + second, False)):
+            loss.backward(retain_graph=stays)
+            found.append([p.grad.full_tensor() for p in module.parameters()])
+            module.zero_grad()
+        for a, b, both in zip(*found, strict=True):
+            torch.testing.assert_close(a + b, both)
+            assert a.abs().sum() > 0
+        with pytest.raises(RuntimeError, match="second time"):
+            (first + second).backward()
+
+
 def test_writes_to_what_is_saved_are_noticed() -> None:
     x, w = X.clone().requires_grad_(), W.clone()
     y = sl.jit(linear)(x, w)
