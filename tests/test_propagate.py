@@ -79,7 +79,7 @@ CASES = {
     ),
     "logits are never gathered": (
         head, (X3, meta(256, 4096), meta(16, 128, dtype=torch.int64)), ("batch s e", "e vocab", "batch s"),
-        [("all_reduce", "tensor")] * 2 + [("all_reduce", "data tensor")] * 2,
+        [("all_reduce", axes) for axes in ("tensor", "data", "tensor", "data tensor")],
     ),
 }  # fmt: skip
 

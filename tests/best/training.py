@@ -137,6 +137,10 @@ TOKENS = torch.empty(N, dtype=torch.int64, device="meta")
 LOSSES = [
     Row("cross entropy over a cut vocabulary", _loss_of_vocabulary, (f32(N, D), f32(D, V), TOKENS),
         ("n d", "d v@tensor", "n"), TENSOR, 2 * reduced(N * 4, 8) + reduced(8, 8), 3, out_specs=""),
+    Row("gradients of cross entropy over a cut vocabulary",
+        sl.grad(lambda x, w, y: F.cross_entropy(x @ w, y), (0, 1)), (f32(N, D), f32(D, V), TOKENS),
+        ("n d", "d v@tensor", "n"), TENSOR, 2 * reduced(N * 4, 8) + reduced(N * D * 4, 8), 3,
+        short={"collectives": 1.34}, why="what gradients of a row of logits add up to is known, and summed"),
     Row("gradient of a loss in three parts", sl.grad(_by_parts),
         (f32(D, 512), f32(96, 3, D), torch.empty(96, 3, dtype=torch.int64, device="meta")),
         ("_ _", "b@data s d", "b@data s"), DATA, reduced(D * 512 * 4, 8), 1),
