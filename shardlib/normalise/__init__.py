@@ -1,8 +1,8 @@
 """Normalise: remove from a traced graph whatever must not influence a decision, and say the rest in one way.
 
 Every pass is a small function over the graph; `PASSES` lists them in order. What a graph computes stays the same to
-the last bit (Fourier transforms over several dims, and sums of lookups in several tables, may round otherwise), and so does which results share memory: a
-tensor that the function returns is never merged with another one.
+the last bit (Fourier transforms over several dims, and sums of lookups in several tables, may round otherwise), and so
+does which results share memory: a tensor that the function returns is never merged with another one.
 """
 
 from __future__ import annotations
