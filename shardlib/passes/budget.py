@@ -32,6 +32,7 @@ _FEW = 20  # of a long program no more can be tried
 _PARTS = 64  # of an order
 _SHOWN = 5
 _LEAST = 1e-9  # seconds
+_WORTH = 0.05  # of the seconds forward: what a long program has to win before more is tried
 _SHARE = 1e-4  # of a step's seconds: what takes less is free
 
 Finish = Callable[[Program, float | None, Collection[Var]], Program]  # a program after all later passes, within so many
@@ -244,10 +245,10 @@ class _Search:
 
     def _by_either(self) -> list[tuple[Var, str]]:
         """Those first that are most bytes for their seconds, made again or copied, whichever takes less; a copy takes
-        none as long as the steps forward hide it. Empty where nothing is to be copied."""
+        none as long as the steps forward hide it. Empty where nothing is to be copied, or nothing much won by it."""
         device, steps = self.machine.device, enumerate(self.c.program.steps)
-        hidden = sum(self._seconds(i) for i, s in steps if not self.c.back[i] and isinstance(s, Compute))
-        hidden *= device.host * device.overlaps
+        forward = sum(self._seconds(i) for i, s in steps if not self.c.back[i] and isinstance(s, Compute))
+        hidden = forward * device.host * device.overlaps
         found: list[tuple[float, list[Var], str]] = []
         again = {o: self._alone(o) for o in self.ways}
         groups = self._groups(self.ways).values()
@@ -261,7 +262,20 @@ class _Search:
             found.append((each, members, way))
         if all(way == _DROPPED for *_, way in found):
             return []
+        alone = self._spent((again[members[0]] / members[0].nbytes, members) for _, members, _ in found)
+        if self.is_long and alone - self._spent((each, members) for each, members, _ in found) < _WORTH * forward:
+            return []
         return [(o, way) for _, members, way in sorted(found, key=lambda one: one[0]) for o in members]
+
+    def _spent(self, prices: Iterable[tuple[float, Sequence[Var]]]) -> float:
+        """Seconds, by that estimate, for as many bytes as are too many: those first that take least."""
+        missing, spent = self.of(Choice()).peak - self.budget, 0.0
+        for each, members in sorted(prices, key=lambda one: one[0]):
+            if missing <= 0:
+                break
+            size = min(missing, sum(o.nbytes for o in members))
+            missing, spent = missing - size, spent + each * size
+        return spent
 
     def _alone(self, o: Var) -> float:
         """Seconds of what makes it, where all else is kept."""
