@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from shardlib.aten.traits import has
 from shardlib.calls.ambient import autocast_of
 from shardlib.calls.flat import Static, wrapped
 from shardlib.calls.state import State
@@ -239,9 +240,7 @@ def depended_on(entry: Entry, halves: Halves) -> tuple[tuple[int, ...], tuple[in
 
 def generators_of(halves: Halves) -> frozenset[int]:
     """The numbers of the generators from which a program draws its keys; 0 is torch's own."""
-    calls = (
-        s for s in halves.joint.steps if isinstance(s, Compute) and s.target is torch.ops.shardlib.call_key.default
-    )
+    calls = (s for s in halves.joint.steps if isinstance(s, Compute) and has(s.target, "draws the key"))
     return frozenset(int(s.args[0]) if s.args else 0 for s in calls)
 
 
