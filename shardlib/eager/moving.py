@@ -90,7 +90,7 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         if not isinstance(grad, ShardedTensor):  # zeros that autograd makes for what has no elements
-            return place(grad, ctx.home, ctx.mesh), None
+            return _placed_again(grad, ctx.home, ctx.mesh), None
         return redistributed(grad, ctx.home), None
 
 
@@ -112,7 +112,15 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad if isinstance(grad, ShardedTensor) else place(grad, ctx.home, ctx.mesh)
+        return grad if isinstance(grad, ShardedTensor) else _placed_again(grad, ctx.home, ctx.mesh)
+
+
+def _placed_again(grad: torch.Tensor, home: Fixed, mesh: Mesh) -> ShardedTensor:
+    """A plain gradient where its value lives; with its history, where it is differentiated again."""
+    if grad.requires_grad and torch.is_grad_enabled():
+        found: ShardedTensor = _Place.apply(grad, home, mesh)  # type: ignore[no-untyped-call]
+        return found
+    return place(grad, home, mesh)
 
 
 above.whole, above.redistributed = whole, redistributed

@@ -165,7 +165,7 @@ class Again:
                 f"{what}, but it would be another call now",
                 [*called],
                 rule="a call runs again for its second derivative: flags, modes and modules are as they were",
-                remedy=f"change train(), eval() and requires_grad after it; or {_INSIDE}",
+                remedy=f"change train(), eval() and requires_grad, and call zero_grad(), after it; or {_INSIDE}",
             )
 
     @contextmanager

@@ -135,6 +135,12 @@ class _Apply(torch.autograd.Function):
 def _differentiable(ctx: Any, given: set[int], grads: Sequence[Any]) -> list[Any]:
     """The gradients, with a history: of a program that runs the function again."""
     then = ctx.then
+    _ = ctx.saved_tensors  # torch says so where a pass before this one has freed them
+    if ctx.noted is None:
+        raise RuntimeError(
+            f"Trying to backward through {then.name} a second time, whose arguments are freed: "
+            "say retain_graph=True in the first pass"
+        )
     _refuse_written(then, ctx.read)
     reached = [k for k, needs in enumerate(then.needs) if needs & given and ctx.needs_input_grad[k + 1]]
     cotangents = {then.cotangents[i]: grads[ctx.where[i]] for i in sorted(given)}

@@ -149,3 +149,36 @@ def test_what_would_happen_twice_is_refused() -> None:
         with pytest.raises(ShardingError, match="changes more than tensors that it is given") as caught:
             torch.autograd.grad(y, x, create_graph=True)
     assert "take the inner gradient inside" in str(caught.value)
+
+
+def test_losses_of_the_whole_result_have_second_derivatives() -> None:
+    """What is gathered gives its cotangent back with the history that it has: of a call, and of eager ops."""
+    torch.manual_seed(0)
+    w = torch.randn(8, 4, dtype=torch.float64, requires_grad=True)
+    v = torch.randn(8, 4, dtype=torch.float64)
+    x = torch.cat([X, X**2], 1)
+
+    def curvature(f: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        (g,) = torch.autograd.grad(f(x, w).square().sum(), w, create_graph=True)
+        return whole(torch.autograd.grad((g * v).sum(), w)[0])
+
+    def layer(x: Tensor, w: Tensor) -> Tensor:
+        return torch.tanh(x @ w)
+
+    theirs = curvature(layer)
+    with MESH:
+        step = sl.jit(layer, in_specs=("b@data k", "k o@tensor"))
+        torch.testing.assert_close(curvature(lambda x, w: step(x, w).full_tensor()), theirs, rtol=1e-10, atol=1e-10)
+        placed = sl.shard(x, "b@data k")
+        torch.testing.assert_close(
+            curvature(lambda _, w: layer(placed, w).full_tensor()), theirs, rtol=1e-10, atol=1e-10
+        )
+
+
+def test_a_graph_that_is_freed_is_told_as_torch_tells_it() -> None:
+    w = torch.randn(8, 4, dtype=torch.float64, requires_grad=True)
+    with MESH:
+        total = sl.jit(lambda x, w: torch.tanh(x @ w))(torch.cat([X, X**2], 1), w).full_tensor().sum()
+        total.backward()
+        with pytest.raises(RuntimeError, match="Trying to backward through"):
+            torch.autograd.grad(total, w, create_graph=True)
