@@ -102,12 +102,13 @@ def compile_program(
             apart=_apart(call, specs),
             watch=watch,
         )
-        clock.stop("trace")
+    clock.stop("trace")
+    fixed_inputs = _fixed_inputs(traced, call, specs, mesh, placed)
+    with mesh, tracing():
         traced = normalise(traced)
     clock.stop("normalise")
     graph = graphs.build(traced.graph)
     traced = placed_anew(traced, graph)
-    fixed_inputs = _fixed_inputs(traced, graph, call, specs, mesh, placed)
     fixed = {graph.inputs[i]: f for i, f in fixed_inputs.items()} | _constraints(graph, mesh)
     outputs = gradients(traced, graph, fixed_inputs) | fixed_outputs(traced, graph, out_specs, mesh)
     _warn_of_slips(traced, graph, fixed_inputs, outputs, mesh)
@@ -196,17 +197,18 @@ def _refuse_other_meshes(name: str, given: Sequence[tuple[Any, str]], mesh: Mesh
 
 def _fixed_inputs(
     traced: Traced,
-    graph: Graph,
     call: FlatCall,
     leaf_specs: Sequence[SpecLike],
     mesh: Mesh,
     placed: Callable[[Any], Fixed | None],
 ) -> dict[int, Fixed]:
-    """Layouts of the inputs that have one: from their spec, or because they are placed already."""
+    """Layouts of the inputs that have one: from their spec, or because they are placed already. What is `cut` of each
+    is noted on its node."""
+    nodes = traced.graph.graph.find_nodes(op="placeholder")
     specs = [leaf_specs[i] if 0 <= i < len(leaf_specs) else None for i in traced.input_leaves]
     items = [
-        (i, (name, value.shape, spec, None))
-        for i, (name, value, spec) in enumerate(zip(traced.input_names, graph.inputs, specs, strict=True))
+        (i, (name, tuple(node.meta["val"].shape), spec, None))
+        for i, (name, node, spec) in enumerate(zip(traced.input_names, nodes, specs, strict=True))
         if spec is not None
     ]
     resolved = resolve_many([item for _, item in items], mesh, what="jit in_specs") if items else []
@@ -231,6 +233,9 @@ def _fixed_inputs(
             rule="jit does not move its arguments",
             remedy="x.redistribute(spec) before the call, or leave the spec out (None) to take the argument as it is",
         )
+    for i, node in enumerate(nodes):
+        dims = fixed[i].layout.dims if i in fixed else ()
+        node.meta["cut"] = {d for d, dim in enumerate(dims) if any(factor.axes for factor in dim)}
     return fixed
 
 

@@ -109,3 +109,11 @@ def test_the_order_of_arguments_that_are_ids() -> None:
         found = sl.jit(_turned, in_specs=("k@x v d", *["..."] * 3))(w, *ids).full_tensor()
     torch.testing.assert_close(found, _turned(w, *ids))
     assert _lookups(_turned, w, *ids) == ["gather", "gather"]
+
+
+@pytest.mark.parametrize("spec", ["k v@x d", "k v d@x", "..."])
+def test_tables_that_are_cut_otherwise_are_looked_up_each_where_it_is(spec: str) -> None:
+    with sl.Mesh.abstract(x=8):
+        plan = sl.jit(r.by_table, in_specs=(spec, "...")).plan(*r.TABLES)
+    assert "embedding(" in str(plan)
+    assert "gather(" not in str(plan)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardlib.aten.traits import has
 from shardlib.aten.views import argument
 from shardlib.normalise.batched import LOOKUPS, batched
 from shardlib.normalise.families import Family, Own, families
@@ -26,7 +27,7 @@ def look_up_at_once(gm: fx.GraphModule) -> None:
     place = families(gm)
     ends = {node: runs for node in gm.graph.nodes if (runs := _runs(node, place) or _sum(node, place))}
     needed = _needed(ends, place)
-    if not needed:
+    if not _cut(gm, {family.size for family in needed}):
         return
     made: dict[Family, Any] = {}
     order = {node: n for n, node in enumerate(gm.graph.nodes)}
@@ -36,6 +37,16 @@ def look_up_at_once(gm: fx.GraphModule) -> None:
     for node, runs in ends.items():
         if mine := [run for run in runs if run[0] in needed]:
             _in_a_row(Emit(gm, node), node, mine, made)
+
+
+def _cut(gm: fx.GraphModule, sizes: set[int]) -> bool:
+    """Whether some tensor with a dim of such a size is cut there, or may be: otherwise every part is where it is."""
+    for node in gm.graph.nodes if sizes else ():
+        if node.op == "placeholder" or has(node.target, "constrains"):
+            shape = getattr(node.meta["val"], "shape", ())
+            if any(shape[d] in sizes for d in node.meta.get("cut", range(len(shape)))):
+                return True
+    return False
 
 
 def _runs(node: Node, place: Mapping[Node, tuple[Family, int]]) -> list[tuple[Family, int, int]]:

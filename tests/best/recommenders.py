@@ -79,9 +79,10 @@ IDS = B * K * L * 8
 DENSE = (*TABLES, f32(B, D), f32((K + 1) * D, H))
 HYBRID = ("k@x v d", "b@x k l", "b@x d", "_ _")
 BEST = (exchanged(OUT, 8), 1)
+INDICES = "bags of whole tables are one op, one lookup in all tables is two, and its indices are counted from the front"
 ROWS = [
     Row("tables by table", by_table, TABLES, CUT, X, *BEST, out_specs="b@x k d"),
-    Row("bags by table", bags, TABLES, CUT, X, *BEST, out_specs="b@x d"),
+    Row("bags by table", bags, TABLES, CUT, X, *BEST, out_specs="b@x d", short={"work": 2.0}, why=INDICES),
     Row("rows by table", rows, TABLES, CUT, X, *BEST, out_specs="b@x k d"),
     Row("sum over tables", pooled, TABLES, CUT, X, gathered(OUT / 8, 8), 1, out_specs="b@x d"),
     Row("tables by table, ids in a list", listed, (TABLES[0], *[ints(B, L)] * K), ("k@x v d", *["b l"] * K), X, *BEST,
@@ -91,7 +92,7 @@ ROWS = [
     Row("more tables than devices", by_table, (f32(16, V, D), ints(B, 16, L)), CUT, X, 2 * BEST[0], 1,
         out_specs="b@x k d"),
     Row("gradients of tables by table", of_sines(by_table), TABLES, CUT, X),
-    Row("gradients of bags by table", of_sines(bags), TABLES, CUT, X),
+    Row("gradients of bags by table", of_sines(bags), TABLES, CUT, X, short={"work": 1.12}, why=INDICES),
     Row("gradients of rows by table", of_sines(rows), TABLES, CUT, X),
     Row("DLRM: tables by table, the rest by batch", dlrm, DENSE, HYBRID, X, exchanged(OUT, 8) + exchanged(IDS, 8), 2),
     Row("step of DLRM: tables by table, the rest by batch", step, DENSE, HYBRID, X,
