@@ -33,9 +33,10 @@ def whole(x: ShardedTensor) -> torch.Tensor:
     return _gathered(x)
 
 
-def placed(x: torch.Tensor, resolved: Fixed, mesh: Mesh, donate: bool = False) -> ShardedTensor:
-    """A plain tensor, placed. A leaf makes a leaf: a parameter is placed once. What was computed keeps its history."""
-    if x.requires_grad and not x.is_leaf and torch.is_grad_enabled():
+def placed(x: torch.Tensor, resolved: Fixed, mesh: Mesh, donate: bool = False, *, leaf: bool = True) -> ShardedTensor:
+    """A plain tensor, placed. A leaf makes a leaf: a parameter is placed once; without `leaf` it is what the result
+    comes from. What was computed keeps its history."""
+    if x.requires_grad and not (leaf and x.is_leaf) and torch.is_grad_enabled():
         out: ShardedTensor = _Place.apply(x, resolved, mesh)  # type: ignore[no-untyped-call]
         return out
     return place(x, resolved, mesh, donate)
@@ -90,7 +91,7 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         if not isinstance(grad, ShardedTensor):  # zeros that autograd makes for what has no elements
-            return _placed_again(grad, ctx.home, ctx.mesh), None
+            return placed(grad, ctx.home, ctx.mesh, leaf=False), None
         return redistributed(grad, ctx.home), None
 
 
@@ -112,15 +113,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad if isinstance(grad, ShardedTensor) else _placed_again(grad, ctx.home, ctx.mesh)
-
-
-def _placed_again(grad: torch.Tensor, home: Fixed, mesh: Mesh) -> ShardedTensor:
-    """A plain gradient where its value lives; with its history, where it is differentiated again."""
-    if grad.requires_grad and torch.is_grad_enabled():
-        found: ShardedTensor = _Place.apply(grad, home, mesh)  # type: ignore[no-untyped-call]
-        return found
-    return place(grad, home, mesh)
+        return grad if isinstance(grad, ShardedTensor) else placed(grad, ctx.home, ctx.mesh, leaf=False)
 
 
 above.whole, above.redistributed = whole, redistributed

@@ -40,8 +40,8 @@ class Forward:
         fn: Callable[..., Any],
         mesh: Mesh,
         batch: Batch,
-        policy: Policy | None = None,
-        keeping: Keeping = Keeping(),  # noqa: B008 it is frozen
+        policy: Policy | None,
+        keeping: Keeping,
     ) -> None:
         self.fn, self.mesh, self.batch, self.policy, self.keeping = fn, mesh, batch, policy, keeping
         self.run = fn if policy is None else policy.around(fn)

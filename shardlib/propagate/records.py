@@ -136,9 +136,10 @@ class Records:
             if not alone[owing.index(True)]:
                 continue
             begun = first.get(complete) if alone[owing.index(False)] else None
-            if begun is not None and sorted(begun[1], key=str) == [*range(len(begun[1]))]:
+            leaves = range(len(f.leaves(begun[0]))) if begun is not None else range(0)
+            if begun is not None and len(begun[1]) == len(leaves) and {*begun[1]} == {*leaves}:
                 merged.add(root)
-                back = tuple(begun[1].index(i) for i in range(len(begun[1])))
+                back = tuple(begun[1].index(i) for i in leaves)
                 sources[begun[0]] += tuple(_seen(_seen(s, positions), back) for s in sources[root])
             first[result] = begun or (root, positions)
         return merged

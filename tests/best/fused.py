@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -58,8 +61,8 @@ def _moved(nbytes: float, parts: int, devices: int = 8) -> float:
     return nbytes * max(1 / devices - kept(i) for i in range(devices))
 
 
-def _of_loss(program: object, *which: int) -> object:
-    return sl.grad(lambda *args: program(*args).float().sin().sum(), which)  # type: ignore[operator]
+def _of_loss(program: Callable[..., Tensor], *which: int) -> Callable[..., Any]:
+    return sl.grad(lambda *args: program(*args).float().sin().sum(), which)
 
 
 def _step(x: Tensor, w: Tensor, out: Tensor) -> tuple[Tensor, ...]:

@@ -683,11 +683,11 @@ def test_an_average_of_a_module_is_part_of_the_step(kind: str, use_buffers: bool
         "moving, foreach": {"multi_avg_fn": swa.get_ema_multi_avg_fn(0.9)},
     }
 
-    def step(net: nn.Module, average: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> None:
+    def step(net: nn.Module, average: swa.AveragedModel, opt: torch.optim.Optimizer, x: Tensor) -> None:
         net(x).square().sum().backward()
         opt.step()
         opt.zero_grad()
-        average.update_parameters(net)  # type: ignore[operator]
+        average.update_parameters(net)
 
     def run(step: Callable[..., None]) -> nn.Module:
         torch.manual_seed(0)
