@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardlib.ops._attention_variant import heads_last
+
 _aten = torch.ops.aten
 _LSE_ROWS = 32  # the memory-efficient kernels hold lse in multiples of as many rows
 _MASK_KEYS = 16  # and read rows of the mask that are aligned to as many numbers
@@ -92,6 +94,7 @@ def _efficient_backward(
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     lse = F.pad(lse, (0, -q.shape[2] % _LSE_ROWS), value=math.inf)
     seed = torch.zeros((), dtype=torch.int64, device=q.device)  # read only where there is dropout
+    o = heads_last(o)  # whatever its strides say, the kernel steps from row to row as its own forward lays them out
     dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
         grad_o, q, k, v, _aligned(mask, q, k), o, lse, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
     )

@@ -1,15 +1,17 @@
 """Attention on every backend against its definition in float64, for all variants, dtypes, strides and sizes."""
 
 import itertools
+import types
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlib.errors import ShardingError
 from shardlib.ops import _attention_aten, _attention_math, _attention_torch
 from shardlib.ops import attention as op
-from shardlib.ops._attention_variant import blocks
+from shardlib.ops._attention_variant import blocks, heads_last
 from shardlib.ops.attention import BACKENDS, Choice, Variant, attention, choose, reference
 from tests.ops.attention_cases import CASES, COLUMNS, DTYPES, able, cast, errors
 
@@ -318,3 +320,21 @@ def test_masks_for_cuda_are_aligned():
         assert torch.equal(aligned, mask.expand(2, 4, 5, 7))
         assert all(n == 0 or n % 16 == 0 for n in aligned.stride()[:-1])
         assert aligned.stride(-1) == 1
+
+
+@pytest.mark.parametrize("laid_out", [heads_last, Tensor.contiguous])
+@pytest.mark.parametrize("rows", [slice(0, 6), slice(2, 5)])
+def test_the_kernel_for_cuda_gets_o_as_it_steps_through_it(laid_out, rows, monkeypatch):
+    """In half precision it goes from row to row by all heads' columns: by another layout dq and dk would be wrong."""
+    q, o = torch.randn(2, 2, 4, 6, 8).unbind()
+    given = laid_out(o)[:, :, rows]
+
+    def kernel(grad_o, q, k, v, mask, o, *rest, **more):
+        stepped = o.as_strided(o.shape, (o.stride(0), o.stride(1), o.shape[1] * o.shape[3], 1), o.storage_offset())
+        assert torch.equal(stepped, given)
+        return q, k, v, None
+
+    aten = types.SimpleNamespace(_scaled_dot_product_efficient_attention_backward=kernel)
+    monkeypatch.setattr(_attention_aten, "_aten", aten)
+    part = q[:, :, rows]
+    _attention_aten.EFFICIENT.backward(part, part, q, q, given, torch.zeros(part.shape[:3]), None, False, 1.0)
