@@ -6,16 +6,20 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from torch.autograd.grad_mode import set_multithreading_enabled
+
 from shardlib.internals import CHECKPOINT_COMPILES, ENGINE
+from shardlib.meshes.mesh import current_mesh
 from shardlib.state import is_tracing
 from shardlib.staying import put_back
 from shardlib.tensors.tensor import ShardedTensor, refuse_within
 
 
 def _engine(_: Any) -> None:
-    """What the engine calls runs under the function modes that were on where it was called.
+    """What the engine calls runs under the function modes that were on where it was called, and on this thread.
 
-    It is not asked for gradients that a program does not have.
+    For tensors on GPUs it has threads of its own, where nobody knows that a function is traced, and on which mesh. It
+    is not asked for gradients that a program does not have.
     """
     engine = ENGINE.value
     run = put_back(engine)
@@ -25,6 +29,9 @@ def _engine(_: Any) -> None:
         for x in args[4] if len(args) > 4 and not is_tracing() else ():
             if type(x) is ShardedTensor:
                 refuse_within(x, "the gradient")
+        if is_tracing() or current_mesh() is not None or any(type(x) is ShardedTensor for x in args[0]):
+            with set_multithreading_enabled(False):
+                return run(*args, **kwargs)
         return run(*args, **kwargs)
 
     ENGINE.value = checked

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 )
 
 import shardlib as sl
-from shardlib import Mesh, ShardedTensor, ShardingError
+from shardlib import Mesh, P, ShardedTensor, ShardingError, no_mesh
 from shardlib.plain import plain_program
 from shardlib.state import single_device
 from shardlib.tracing.trace import trace
@@ -793,3 +793,34 @@ def test_prints_and_checks_stay_in_their_half(capsys: pytest.CaptureFixture[str]
     plain = x.detach().clone().requires_grad_()
     Looked.apply(plain, w).sum().backward()
     same(x.grad, plain.grad)
+
+
+class _Told(torch.autograd.Function):
+    """Says whether the engine may hand its backward pass to a thread of its own, as it does with tensors of a GPU."""
+
+    said: list[bool]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        _Told.said.append(torch._C._is_multithreading_enabled())
+        return g
+
+
+def test_backward_passes_run_on_the_thread_that_knows_what_is_traced_and_on_which_mesh() -> None:
+    _Told.said = []
+    inside = lambda x: torch.autograd.grad(_Told.apply(leaf := x.detach().requires_grad_()).sum(), leaf)
+    sl.jit(inside)(X)
+    sl.jit(lambda x: _Told.apply(x).sum())(X.clone().requires_grad_()).backward()
+    x = sl.shard(X, P("data", None)).requires_grad_()
+    loss, plain = _Told.apply(x).sum(), _Told.apply(X.clone().requires_grad_()).sum()
+    plain.backward()
+    with no_mesh():
+        loss.backward()
+        assert _Told.said == [False] * len(_Told.said)
+        _Told.said.clear()
+        _Told.apply(X.clone().requires_grad_()).sum().backward()
+    assert _Told.said == [True]  # what is no business of ours
