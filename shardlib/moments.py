@@ -25,6 +25,7 @@ from shardlib.placing import shard
 from shardlib.plans.plan import Plan
 from shardlib.specs.spec import parse
 from shardlib.state import is_tracing, paused_gc, unseen
+from shardlib.tensors.memory import is_number
 from shardlib.tensors.tensor import ShardedTensor
 
 _RATE = (str, "lr")
@@ -101,6 +102,7 @@ def plan(call: Invocation, *, runs: bool = True) -> tuple[Plan, list[Any]]:
 def _begun(optimizer: torch.optim.Optimizer, untouched: Collection[int], undo: ExitStack) -> list[tuple[Any, Any]]:
     """Give an optimizer what it makes at its first step; returns that, with the parameters that it is kept of."""
     place(optimizer)
+    _numbers_there(optimizer)
     if mark_stepped(optimizer):
         undo.callback(unmark_stepped, optimizer)
     fresh = [p for p in parameters(optimizer) if p.requires_grad and p.is_leaf and not optimizer.state.get(p)]
@@ -112,7 +114,17 @@ def _begun(optimizer: torch.optim.Optimizer, untouched: Collection[int], undo: E
         undo.callback(optimizer.state.pop, p, None)
     _begin(optimizer, set(map(id, fresh)))
     place(optimizer)
+    _numbers_there(optimizer)
     return [(p, optimizer.state[p]) for p in fresh if optimizer.state.get(p)]
+
+
+def _numbers_there(optimizer: torch.optim.Optimizer) -> None:
+    """What counts the steps of a parameter, on its device: a program that wrote it to the CPU would be waited for."""
+    for p in parameters(optimizer):
+        kept = optimizer.state.get(p, {})
+        for k, x in kept.items():
+            if isinstance(x, Tensor) and is_number(x) and p.device.type != "cpu":
+                kept[k] = x.to(p.device)
 
 
 # --- until it steps, nobody sees what was made ------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from shardlib.strided import refuse_others
 from shardlib.tensors import aliases
 from shardlib.tensors.aliases import Step
 from shardlib.tensors.form import Form
+from shardlib.tensors.memory import there
 from shardlib.tensors.tensor import ShardedTensor, wrap
 from shardlib.tensors.warm import LOOSE, Run
 from shardlib.tracing.elsewhere import placed
@@ -193,14 +194,8 @@ def pieces(x: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, ...]:
     """What this process holds of a tensor."""
     if isinstance(x, ShardedTensor):
         return x._locals
-    elsewhere = x.device.type == "cpu" != mesh.device  # and a number: no other tensor is let through
-    x = number_there(x, mesh) if elsewhere else x.detach()
+    x = there(x.detach(), mesh)
     return (x,) * (mesh.size if mesh.kind == "virtual" else 1)
-
-
-def number_there(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """A number in a tensor on the CPU, on the mesh's device: written by a kernel, which nobody waits for."""
-    return torch.full(x.shape, x.item(), dtype=x.dtype, device=mesh.device)
 
 
 def wrapped(ready: Single, results: Sequence[Any]) -> list[Any]:

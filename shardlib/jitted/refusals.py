@@ -11,7 +11,8 @@ from torch.autograd import forward_ad
 from shardlib.errors import ShardingError
 from shardlib.meshes.mesh import Mesh
 from shardlib.plans.plan import Plan
-from shardlib.tensors.tensor import typeof
+from shardlib.tensors.memory import is_number
+from shardlib.tensors.tensor import ShardedTensor, typeof
 
 
 def refuse_others_than_functions(fn: Any) -> None:
@@ -42,13 +43,14 @@ def refuse_tangents(name: str, leaves: Sequence[Any]) -> None:
 
 
 def refuse_other_devices(plan: Plan, mesh: Mesh, leaves: list[Any]) -> None:
-    """Every tensor must be where the mesh's devices are."""
+    """Every tensor must be where the mesh's devices are; numbers on the CPU are brought there."""
     traced = plan.compiled.traced
     there = torch.device(mesh.device).type
     wrong = [
         f"{name} of shape {list(leaves[i].shape)} is on {leaves[i].device}"
         for i, name in zip(traced.input_leaves, traced.input_names, strict=True)
         if i >= 0 and leaves[i].device.type != there
+        if isinstance(leaves[i], ShardedTensor) or not is_number(leaves[i])
     ]
     if wrong:
         meta = all(leaves[i].device.type in (there, "meta") for i in traced.input_leaves if i >= 0)

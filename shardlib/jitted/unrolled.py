@@ -17,7 +17,8 @@ from shardlib.ranks.lineage import origin_of, sample
 from shardlib.specs.layout import Layout
 from shardlib.tensors.agreed import policy
 from shardlib.tensors.form import Form
-from shardlib.tensors.tensor import ShardedTensor, cut_up, wrap
+from shardlib.tensors.memory import cut_up, there
+from shardlib.tensors.tensor import ShardedTensor, wrap
 
 Pieces = tuple[torch.Tensor, ...]
 
@@ -26,7 +27,7 @@ def gatherer(inputs: Sequence[tuple[int, Layout]], mesh: Mesh) -> Callable[[list
     """From the leaves of a call to the pieces of each input: which leaf it is, and its layout."""
 
     def cut(x: torch.Tensor, i: int) -> Pieces:
-        return tuple(cut_up(x.detach(), inputs[i][1], mesh))
+        return tuple(cut_up(there(x.detach(), mesh), inputs[i][1], mesh))
 
     parts = [f"x._locals if type(x := leaves[{leaf}]) is kind else cut(x, {i})" for i, (leaf, _) in enumerate(inputs)]
     return _function(f"lambda leaves: [{', '.join(parts)}]", {"kind": ShardedTensor, "cut": cut})

@@ -25,6 +25,18 @@ def cut_up(x: torch.Tensor, layout: Layout, mesh: Mesh) -> list[torch.Tensor]:
     return [made[i] for i in first]
 
 
+def is_number(x: torch.Tensor) -> bool:
+    """Whether a plain tensor is a number on the CPU: torch takes those beside tensors of any device."""
+    return x.device.type == "cpu" and not x.dim()
+
+
+def there(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """A plain tensor on the mesh's device; a number on the CPU is written there by a kernel, which nobody waits for."""
+    if is_number(x) and torch.device(mesh.device).type != "cpu":
+        return torch.full(x.shape, x.item(), dtype=x.dtype, device=mesh.device)
+    return x
+
+
 def owned(x: torch.Tensor, layout: Layout, mesh: Mesh, donated: bool = False) -> tuple[torch.Tensor, ...]:
     """The pieces of a whole tensor that this process holds, in memory of their own; equal pieces are shared.
 

@@ -20,6 +20,7 @@ from shardlib.ranks import world
 from shardlib.specs.layout import Layout
 from shardlib.tensors import agreed
 from shardlib.tensors.form import Form
+from shardlib.tensors.memory import is_number
 from shardlib.tensors.tensor import wrap
 from tests.fakecuda.guard import stand_in
 
@@ -35,8 +36,10 @@ def gpu() -> Iterator[FakeTensorMode]:
         for name, value in told:
             stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_, value=value: value))
         # A fake number on the CPU has no value.
-        there = lambda x, mesh: torch.full(x.shape, 1, dtype=x.dtype, device=mesh.device)
-        stack.enter_context(mock.patch("shardlib.eager.prepare.number_there", there))
+        there = lambda x, mesh: torch.full(x.shape, 1, dtype=x.dtype, device=mesh.device) if is_number(x) else x
+        for module in ("shardlib.eager.prepare", "shardlib.jitted.unrolled"):
+            stack.enter_context(mock.patch(f"{module}.there", there))
+        stack.enter_context(mock.patch("shardlib.jitted.run.refuse_overlaps"))  # nor an address
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(mock.patch.object(torch._subclasses.fake_tensor.log, "exception"))  # it raises as well
         # An op without a fake form would run on zeros, which takes a real device.

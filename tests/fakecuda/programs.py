@@ -266,3 +266,52 @@ def _all_alike(seen: Seen, expected: Any, found: Any) -> None:
     pairs = zip(pytree.tree_leaves_with_path(expected), pytree.tree_leaves(found), strict=True)
     for (path, want), have in pairs:
         _alike(seen, pytree.keystr(path), want, have, strides=False)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "SGD": {"momentum": 0.9},
+    "AdamW": {},
+    "Adam": {"foreach": False},
+    "NAdam": {},
+    "Rprop": {},
+    "Adafactor": {},
+}
+
+
+def run_training(seen: Seen, name: str, rank: int | None = None) -> None:
+    """Three steps of a module and an optimizer, which counts them in a number on the CPU."""
+    from torch import nn
+
+    with world(seen, f"training by {name}", None if rank is None else (rank, 2)), cuda_mesh(data=2):
+        layers = nn.Linear(8, 16, device="cuda"), nn.LayerNorm(16, device="cuda"), nn.Linear(16, 8, device="cuda")
+        module = sl.parallelize(nn.Sequential(*layers), strategy="fsdp")
+        optimizer = getattr(torch.optim, name)(module.parameters(), 0.01, **OPTIMIZERS[name])
+
+        @sl.jit
+        def step(module: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
+            loss: Tensor = module(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        for _ in range(3):
+            step(module, optimizer, torch.empty(4, 8, device="cuda"))
+        kept = [x for entries in optimizer.state.values() for x in entries.values() if isinstance(x, Tensor)]
+        assert {x.device.type for x in kept} <= {"cuda"}
+
+
+def run_numbers(seen: Seen, rank: int | None = None) -> None:
+    """Numbers on the CPU beside tensors of a GPU: read and written."""
+
+    def fn(x: Tensor, number: Tensor, counter: Tensor) -> Tensor:
+        counter.add_(1)
+        return x * number + counter
+
+    with world(seen, "numbers", None if rank is None else (rank, 2)), cuda_mesh(data=2):
+        number, counter = torch.full((), 2.0), torch.full((), 1)
+        out = sl.jit(fn)(torch.empty(4, 8, device="cuda"), number, counter)
+        _alike(seen, "the result", torch.empty(4, 8, device="cuda"), out, strides=False)
+        assert counter.device.type == "cpu"

@@ -78,3 +78,19 @@ def test_models(name: str, rank: int | None) -> None:
     programs.run_model(seen, name, rank)
     clean(seen)
     assert seen.counts["programs"] == 1
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+@pytest.mark.parametrize("name", programs.OPTIMIZERS)
+def test_training(name: str, rank: int | None) -> None:
+    seen = Seen()
+    programs.run_training(seen, name, rank)
+    clean(seen)
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+def test_numbers_on_the_cpu(rank: int | None) -> None:
+    seen = Seen()
+    programs.run_numbers(seen, rank)
+    clean(seen)
+    assert seen.counts["results"] == 1
