@@ -230,9 +230,10 @@ class Machine:
     def measure() -> Machine:
         """The machine that this process, or this world of ranks, runs on: products, copies and collectives are timed.
 
-        Takes some seconds. On ranks every rank calls it, they are timed at once, as they run (processes on one machine
-        share its cores), and all get the same machine: the mean of each figure. In one process there are no links to be
-        timed: they are those of the preset `"cpu"`.
+        Takes some seconds. Inside a mesh it is the mesh's kind of device that is timed, else torch's default one. On
+        ranks every rank calls it, they are timed at once, as they run (processes on one machine share its cores), and
+        all get the same machine: the mean of each figure. In one process there are no links to be timed: they are those
+        of the preset `"cpu"`.
         """
         return Machine.measured()
 

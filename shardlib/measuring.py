@@ -21,14 +21,15 @@ import torch.distributed as dist
 from shardlib.jit import jit
 from shardlib.machine import Device, Link, Machine
 from shardlib.manual.collectives import all_gather, psum
-from shardlib.meshes.mesh import Mesh
+from shardlib.meshes.mesh import Mesh, current_mesh
 from shardlib.ranks import world
 from shardlib.shard_map import shard_map
 from shardlib.specs.spec import P
 from shardlib.tensors.agreed import from_local
 
-_SIDE = 512  # of the matrices that are multiplied
-_COPIED, _COPIES = 1 << 22, 24  # bytes, as many as a value of a step may have; of as many values as no cache holds
+_SIDE = {"cpu": 512, "cuda": 8192}  # of the matrices that are multiplied
+_COPIED = {"cpu": 1 << 22, "cuda": 1 << 27}  # bytes, as many as a value of a step may have
+_COPIES = 24  # of as many values as no cache holds
 _NUMBERS = 1 << 16  # of which functions are worked out
 _TILE = 128  # of attention, of which no op tells
 _SENT = (1 << 12, 1 << 16, 1 << 20)  # bytes of a rank's piece
@@ -41,25 +42,26 @@ def measure() -> Machine:
     ranks = world.size() or 1
     if ranks > 1:
         Mesh(ranks=ranks).device_mesh  # noqa: B018 - starts torch.distributed where nothing has yet
-    device = _device(torch.device(world.device_type(None, world.kind())))
+    mesh = current_mesh()
+    device = _device(torch.device(mesh.device if mesh else world.device_type(None, world.kind())))
     device, link = (device, Machine.preset("cpu").inner) if ranks == 1 else _mean(device, _link(ranks), ranks)
     return Machine(device, link, link, node=ranks)
 
 
 def _device(where: torch.device) -> Device:
-    rates = {}
+    rates, side, copied = {}, _SIDE[where.type], _COPIED[where.type]
     for name, dtype in (("f64", torch.float64), ("f32", torch.float32), ("bf16", torch.bfloat16)):
-        a = torch.rand(_SIDE, _SIDE, device=where).to(dtype)
-        rates[name] = 2 * _SIDE**3 / _seconds(partial(torch.mm, a, a), where)
-    values = [torch.zeros(_COPIED // 4, device=where) for _ in range(_COPIES)]
-    bandwidth = 3 * _COPIED / (_seconds(partial(_added, values), where) / _COPIES)
+        a = torch.rand(side, side, device=where).to(dtype)
+        rates[name] = 2 * side**3 / _seconds(partial(torch.mm, a, a), where)
+    values = [torch.zeros(copied // 4, device=where) for _ in range(_COPIES)]
+    bandwidth = 3 * copied / (_seconds(partial(_added, values), where) / _COPIES)
     small = torch.zeros(16, device=where)
     launch = _seconds(lambda: [small + 1.0 for _ in range(100)], where) / 100
     special = math.inf  # of a GPU: no op of torch's waits for them alone
     host = bandwidth / 2
     if where.type == "cuda":
-        pinned = torch.zeros(_COPIED, dtype=torch.uint8, pin_memory=True)
-        host = _COPIED / _seconds(lambda: pinned.to(where, non_blocking=True), where)
+        pinned = torch.zeros(copied, dtype=torch.uint8, pin_memory=True)
+        host = copied / _seconds(lambda: pinned.to(where, non_blocking=True), where)
         memory = float(torch.cuda.get_device_properties(where).total_memory)
     else:
         memory = _host_memory()
@@ -96,7 +98,7 @@ def _link(ranks: int) -> Link:
 
 def _behind_a_product(call: Callable[..., torch.Tensor], x: torch.Tensor, out: P) -> Callable[[], object]:
     step = partial(jit(shard_map(call, in_specs=(P("ranks"),), out_specs=out)), x)
-    a = torch.rand(_SIDE // 2, _SIDE // 2, device=x.device)
+    a = torch.rand(_SIDE["cpu"] // 2, _SIDE["cpu"] // 2, device=x.device)
     return lambda: (a @ a, step())
 
 
@@ -131,16 +133,19 @@ def _seconds(call: Callable[[], object], where: torch.device) -> float:
 
 
 def _batch(call: Callable[[], object], where: torch.device, most: int | None = None) -> float:
-    """Seconds of a call, the mean of as many as a while has, or of so many."""
+    """Seconds of a call, the mean of as many as a while has, or of so many. A GPU is waited for once, behind them."""
+    if where.type == "cuda" and most is None:
+        most = math.ceil(_SECONDS / max(_batch(call, where, 1), 1e-6))
     start = time.perf_counter()
     for count in itertools.count(1):
         call()
-        if where.type == "cuda":
-            torch.cuda.synchronize(where)
         seconds = time.perf_counter() - start
         if count == most or (most is None and seconds >= _SECONDS):
-            return seconds / count
-    raise AssertionError
+            break
+    if where.type == "cuda":
+        torch.cuda.synchronize(where)
+        seconds = time.perf_counter() - start
+    return seconds / count
 
 
 def _host_memory() -> float:
