@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,7 +80,8 @@ class Peers:
         self.group, self.ranks, self.tuning, self.size = group, tuple(ranks), tuning, int(group.ranks)
         self.present = range(int(group.rank), int(group.rank + group.present))
         self.memory: list[Tensor] = []  # what the pointers in plans point to
-        self._plans: dict[object, Plan] = {}
+        self.most_ctas = MAX_CTAS  # that a rank may have
+        self._plans: dict[tuple[Any, ...], Plan] = {}
         self._shared: dict[int, list[int]] = {}  # where a tensor's storage begins here: where all ranks' do
         self._launch = launch
         self._stream: torch.cuda.Stream | None = None
@@ -88,34 +90,29 @@ class Peers:
 
     def gather(self, messages: Sequence[Tensor], counts: Sequence[int], form: str = "", ctas: int = 0) -> list[Tensor]:
         """All ranks' messages one after the other; `counts[i]` elements come from rank i."""
-        item = messages[0].itemsize
         outs = [x.new_empty(sum(counts)) for x in messages]
-        sizes = tuple(count * item for count in counts)
-        make = lambda form: plans.all_gather(self.group, form, sizes)
-        return self._run("all_gather", max(sizes), sizes, make, messages, outs, form, ctas)
+        return self._run("all_gather", tuple(counts), messages, outs, form, ctas)
 
     def exchange(
         self, messages: Sequence[Tensor], counts: Sequence[Sequence[int]], form: str = "", ctas: int = 0
     ) -> list[Tensor]:
         """Rank i's message holds `counts[i][j]` elements for each rank j; a result holds what came from each rank."""
-        item = messages[0].itemsize
         outs = [x.new_empty(sum(row[r] for row in counts)) for r, x in zip(self.present, messages, strict=True)]
-        sizes = tuple(tuple(count * item for count in row) for row in counts)
-        make = lambda form: plans.all_to_all(self.group, form, sizes)
-        return self._run("all_to_all", max(map(max, sizes)), sizes, make, messages, outs, form, ctas)
+        return self._run("all_to_all", tuple(map(tuple, counts)), messages, outs, form, ctas)
 
     def scatter_sum(
         self, messages: Sequence[Tensor], counts: Sequence[int], form: str = "", ctas: int = 0
     ) -> list[Tensor]:
         """The sum of all messages, of which rank i gets `counts[i]` elements; the bits of `combine` in `_pieces.py`."""
         outs = [x.new_empty(counts[r]) for r, x in zip(self.present, messages, strict=True)]
-        return self._sum(tuple(counts), messages, outs, form, ctas)
+        return self._run("reduce_scatter", tuple(counts), messages, outs, form, ctas)
 
     def reduce(self, messages: Sequence[Tensor], ctas: int = 0) -> list[Tensor]:
         """The sum of all messages, on every rank; the bits of `combine`."""
         total, n = messages[0].numel(), self.size
         if messages[0].nbytes <= self.tuning.one_step_bytes:
-            return self._sum((total,), messages, [torch.empty_like(x) for x in messages], "", ctas)
+            outs = [torch.empty_like(x) for x in messages]
+            return self._run("reduce_scatter", (total,), messages, outs, "", ctas)
         step = -(-total // n // 64) * 64  # parts that begin at multiples of 16 bytes
         counts = [max(0, min(step, total - i * step)) for i in range(n)]
         return self.gather(self.scatter_sum(messages, counts, ctas=ctas), counts, ctas=ctas)
@@ -125,9 +122,10 @@ class Peers:
 
         Every call checks first; what the GPU has not come to yet is not seen, so call it behind a synchronisation, too.
         """
-        for i in range(0, len(self._words), len(plans.REPORT)):
-            if self._words[i]:
-                raise CollectiveError(plans.explain(self._words[i : i + len(plans.REPORT)], self.ranks))
+        size = len(plans.REPORT)
+        if any(states := self._words[::size]):
+            rank = next(i for i, state in enumerate(states) if state)
+            raise CollectiveError(plans.explain(self._words[rank * size : (rank + 1) * size], self.ranks))
 
     def share(self, tensor: Tensor, addresses: Sequence[int]) -> None:
         """From now on messages in `tensor` are read in place; `addresses[i]` is where rank i's tensor begins.
@@ -139,20 +137,10 @@ class Peers:
         start = tensor.untyped_storage().data_ptr()
         self._shared[start] = [address - (tensor.data_ptr() - start) for address in addresses]
 
-    def _sum(
-        self, counts: tuple[int, ...], messages: Sequence[Tensor], outs: list[Tensor], form: str, ctas: int
-    ) -> list[Tensor]:
-        dtype = messages[0].dtype
-        make = lambda form: plans.reduce_scatter(self.group, form, counts, dtype)
-        longest = max(counts) * messages[0].itemsize
-        return self._run("reduce_scatter", longest, (counts, dtype), make, messages, outs, form, ctas)
-
     def _run(
         self,
         op: str,
-        longest: int,
-        sizes: object,
-        make: Callable[[str], Plan],
+        counts: tuple[Any, ...],
         messages: Sequence[Tensor],
         outs: list[Tensor],
         form: str,
@@ -160,16 +148,12 @@ class Peers:
     ) -> list[Tensor]:
         self.check()
         inputs = self._inputs(messages)
-        form = form or choose(op, longest, symmetric=inputs is not None, tuning=self.tuning).way
-        if form == "direct" and inputs is None:
-            raise ValueError(f"the form {form} of {op} reads shared tensors, and this message lies in none")
-        key = (op, sizes, form, ctas)
+        key = (op, counts, messages[0].dtype, form, ctas, inputs is None)
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= PLANS:  # of sizes that never come back
                 self._plans.clear()
-            plan = self._plans[key] = make(form)
-            plan.group.ctas = self._ctas(longest, form, ctas)
+            plan = self._plans[key] = self._plan(*key)
         if inputs is not None:
             for i, address in enumerate(inputs):
                 plan.input[i] = address
@@ -179,11 +163,27 @@ class Peers:
         self._launch(op, outs[0], messages[0], plan)
         return outs
 
+    def _plan(self, op: str, counts: tuple[Any, ...], dtype: torch.dtype, form: str, ctas: int, apart: bool) -> Plan:
+        item = dtype.itemsize
+        longest = max(map(max, counts) if op == "all_to_all" else counts) * item
+        form = form or choose(op, longest, symmetric=not apart, tuning=self.tuning).way
+        if form == "direct" and apart:
+            raise ValueError(f"the form {form} of {op} reads shared tensors, and this message lies in none")
+        plan: Plan
+        if op == "reduce_scatter":
+            plan = plans.reduce_scatter(self.group, form, counts, dtype)
+        elif op == "all_gather":
+            plan = plans.all_gather(self.group, form, [n * item for n in counts])
+        else:
+            plan = plans.all_to_all(self.group, form, [[n * item for n in row] for row in counts])
+        plan.group.ctas = self._ctas(longest, form, ctas)
+        return plan
+
     def _ctas(self, longest: int, form: str, ctas: int) -> int:
         """Small messages take as many CTAs as have something to do: one for 4 bytes, or 4 KB, of each thread."""
         wanted = ctas or self.tuning.ctas
         each = self.tuning.threads * (4 if form == "packets" else 128)
-        return max(1, min(wanted, MAX_CTAS, -(-longest // each)))
+        return max(1, min(wanted, self.most_ctas, -(-longest // each)))
 
     def _inputs(self, messages: Sequence[Tensor]) -> list[int] | None:
         """Where the ranks' messages are, if they lie in shared tensors."""
@@ -206,7 +206,7 @@ class Peers:
 
 def launch(op: str, out: Tensor, x: Tensor, plan: Plan) -> None:
     """The torch op of the CUDA library."""
-    getattr(torch.ops.shardlib_cuda, op)(out, x, plan.tensor())
+    getattr(torch.ops.shardlib_cuda, op).default(out, x, plan.words)
 
 
 def virtual(
@@ -232,6 +232,8 @@ def virtual(
     group.multicast = spaces[0].data_ptr() if multicast else 0
     peers = Peers(group, range(ranks), tuning, report, launch)
     peers.memory += spaces
+    if torch.device(device).type == "cuda":  # all ranks run at once, a CTA on a multiprocessor
+        peers.most_ctas = torch.cuda.get_device_properties(device).multi_processor_count // len(here)
     return peers
 
 

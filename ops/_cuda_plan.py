@@ -7,6 +7,7 @@ addresses of this process' inputs and outputs are written into it.
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,7 +49,8 @@ class Plan(ctypes.Structure):
     input: ctypes.Array[ctypes.c_int64]
     output: ctypes.Array[ctypes.c_int64]
 
-    def tensor(self) -> torch.Tensor:
+    @functools.cached_property
+    def words(self) -> torch.Tensor:
         """The plan as int64 words, in the same memory: what the torch ops take."""
         return torch.frombuffer(self, dtype=torch.int64)
 

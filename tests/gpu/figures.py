@@ -17,10 +17,16 @@ TOOLS = ("memcheck", "racecheck", "synccheck")
 SPEED = {"forward": (1.3, 0.85, 1.0), "backward": (1.2, None, 0.95)}
 BANDWIDTH = {"all_gather": 0.95, "reduce_scatter": 0.90}  # of copy_'s bytes per second
 LATENCY = 8e-6  # seconds of an empty collective, eager
+LATENCY_RANKS = (2, 8)
+CTAS_OF_LINK = "CTAs of a rank that copy 450 GB/s"
 LIBRARY_BYTES = 15e6
 
+MACHINE = "Machine.measure()"
+STEP = "a step of four layers of Llama 8B, 2 x 8k tokens, through jit"
+STEP_SIMULATED = "the same step, simulated over measured"
+
 # What is tried: CTAs of a large collective, sizes up to which one way may beat another, keys of a tile of the forward.
-SWEPT_CTAS = (4, 8, 16, 24, 32, 48, 64)
+SWEPT_CTAS = (4, 8, 16, 24, 32)  # of each of 4 virtual ranks, all of which run at once
 SWEPT_BYTES = tuple(1 << n for n in range(10, 19))
 SWEEPS = CTAS_SWEEP, PACKETS_SWEEP, STEPS_SWEEP = (
     "CTAs of a staged all_gather and reduce_scatter, GB/s",
@@ -99,6 +105,10 @@ def bandwidth_of(op: str, form: str) -> str:
     return f"{op}, 4 virtual ranks, 64 MiB, {form}"
 
 
+def latency_of(ranks: int, how: str) -> str:
+    return f"empty all_gather, {ranks} virtual ranks, {how}"
+
+
 def _speed_target(direction: str) -> str:
     flash, cudnn, aim = SPEED[direction]
     least = f">= {flash}x flash" + (f", >= {cudnn}x cuDNN" if cudnn else "")
@@ -129,11 +139,17 @@ FIGURES: tuple[Figure, ...] = (
         for op in ("all_gather", "reduce_scatter")
         for form in ("direct", "staged")
     ),
-    Figure("collective speed", "CTAs of a rank that copy 450 GB/s"),
-    Figure("collective speed", "empty all_gather, 8 virtual ranks, eager", "<= 8 us"),
-    Figure("collective speed", "empty all_gather, 8 virtual ranks, in a CUDA graph"),
+    Figure("collective speed", CTAS_OF_LINK),
+    *(
+        Figure("collective speed", latency_of(ranks, how), target)
+        for ranks in LATENCY_RANKS
+        for how, target in (("eager", "<= 8 us"), ("in a CUDA graph", ""))
+    ),
     *(Figure("collective sweeps", name, best=True) for name in SWEEPS),
     *(Figure("tile sweeps", tiles_of(*kind), best=True) for kind in TILES),
+    Figure("steps", MACHINE),
+    Figure("steps", STEP, "eager's loss"),
+    Figure("steps", STEP_SIMULATED),
     *(Figure("sanitizer", f"compute-sanitizer {tool}: attention", "0 errors") for tool in TOOLS),
     *(Figure("sanitizer", f"compute-sanitizer {tool}: collectives", "0 errors") for tool in ("memcheck", "synccheck")),
     Figure("gpu tests", "pytest -m gpu", "all pass"),

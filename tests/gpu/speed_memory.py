@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 import torch
 
+from shardlib.ops._cuda_plan import MAX_CTAS
 from tests.gpu.clock import Times, race
-from tests.gpu.figures import BANDWIDTH, LATENCY, bandwidth_of, of_part
+from tests.gpu.figures import BANDWIDTH, CTAS_OF_LINK, LATENCY, LATENCY_RANKS, bandwidth_of, latency_of, of_part
 from tests.gpu.kernels import Kernels, find, served
 from tests.gpu.records import Outcome, Recorder
 
@@ -51,11 +52,11 @@ def collectives(run: Recorder) -> None:
     for op in BANDWIDTH:
         for form in ("direct", "staged"):
             run.attempt(bandwidth_of(op, form), "", functools.partial(_bandwidth, kernels, op, form), seconds=60)
-    *_, ctas, eager, graph = of_part("collective speed")
-    run.attempt(ctas, "", functools.partial(_ctas, kernels), seconds=60)
-    run.attempt(eager, "", functools.partial(_eager, kernels))
-    if kernels.device == "cuda":
-        run.attempt(graph, "", functools.partial(_graph, kernels))
+    run.attempt(CTAS_OF_LINK, "", functools.partial(_ctas, kernels), seconds=60)
+    for ranks in LATENCY_RANKS:
+        run.attempt(latency_of(ranks, "eager"), "", functools.partial(_eager, kernels, ranks))
+        if kernels.device == "cuda":
+            run.attempt(latency_of(ranks, "in a CUDA graph"), "", functools.partial(_graph, kernels, ranks))
     return None
 
 
@@ -74,10 +75,11 @@ def _bandwidth(kernels: Kernels, op: str, form: str) -> Outcome:
     """Bytes that the ranks must read and write, over the time, over what copy_ moves of the same bytes.
 
     All-gather: every rank reads and writes all messages, which copy_ does one by one. Reduce-scatter: all messages are
-    read once, and one message's size is written; beside it, copy_ moves as many bytes.
+    read once, and one message's size is written; beside it, copy_ moves as many bytes. The ranks have all of the card's
+    multiprocessors between them, as copy_ has.
     """
     size = SHARD if not kernels.rehearsal else 1 << 12
-    call = _calls(kernels, op, form, RANKS, size)
+    call = _calls(kernels, op, form, RANKS, size, MAX_CTAS)
     if op == "all_gather":
         moved = 2 * RANKS * RANKS * size
         whole = torch.randint(0, 255, (RANKS, size), dtype=torch.uint8, device=kernels.device)
@@ -108,23 +110,22 @@ def _ctas(kernels: Kernels) -> Outcome:
     return Outcome(None, f"{enough[0] if enough else 'none of these'} (GB/s by CTAs: {said})")
 
 
-def _empty(kernels: Kernels) -> Callable[[], object]:
-    group = kernels.group(2 if kernels.rehearsal else 8)
+def _empty(kernels: Kernels, ranks: int) -> Callable[[], object]:
+    group = kernels.group(ranks)
     messages = [torch.ones(1, device=kernels.device) for _ in range(group.size)]
     return lambda: group.gather(messages, [1] * group.size)
 
 
-def _eager(kernels: Kernels) -> Outcome:
-    """Calls in a row through Python, as a program makes them; the host may be what takes the time."""
+def _eager(kernels: Kernels, ranks: int) -> Outcome:
+    """Calls in a row through Python, which makes an output for every rank; the host may be what takes the time."""
     calls = 2 if kernels.rehearsal else 200
-    seconds = race({"ours": _empty(kernels)}, kernels.device, rounds=3 if kernels.rehearsal else 15, calls=calls)[
-        "ours"
-    ]
+    rounds = 3 if kernels.rehearsal else 15
+    seconds = race({"ours": _empty(kernels, ranks)}, kernels.device, rounds=rounds, calls=calls)["ours"]
     return Outcome(seconds.median <= LATENCY if kernels.device == "cuda" else None, _microseconds(seconds))
 
 
-def _graph(kernels: Kernels) -> Outcome:
-    call, calls = _empty(kernels), 100
+def _graph(kernels: Kernels, ranks: int) -> Outcome:
+    call, calls = _empty(kernels, ranks), 100
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):  # a capture needs everything warm
         call()

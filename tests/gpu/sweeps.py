@@ -7,18 +7,21 @@ those of virtual ranks on one card: they know its memory and nothing of links be
 from __future__ import annotations
 
 import functools
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from shardlib import build
+from shardlib import build, cache
 from shardlib.ops import _attention_cuda
 from shardlib.ops._attention_variant import Variant
 from shardlib.recipe import SOURCES, Missing, recipe
@@ -104,16 +107,32 @@ def _rounds(kernels: Kernels) -> int:
 # --- tiles ------------------------------------------------------------------------------------------------------------
 
 
+class Tile(NamedTuple):
+    """A candidate: keys of a tile of the forward, for a head dim, plain or general."""
+
+    width: int
+    general: bool
+    keys: int
+
+
 def tiles(run: Recorder) -> None:
-    """Keys of a tile of the forward: each is a library of its own, compiled and timed in a process of its own."""
+    """Keys of a tile of the forward: each is a library of its own, all compiled at once, then timed one by one."""
     kernels = find(run.device == "cpu")
     if isinstance(kernels, str) or "sm_90a" not in kernels.cards:
         why = kernels if isinstance(kernels, str) else "this card does not run sm_90a kernels"
         return run.absent(of_part("tile sweeps"), why)
-    for (width, general), candidates in TILES.items():
-        for keys in candidates[:1] if kernels.rehearsal else candidates:
-            trial = functools.partial(_rehearsed if kernels.rehearsal else _tried, width, general, keys)
-            run.attempt(tiles_of(width, general), f"{keys}", trial, seconds=200)
+    most = 1 if kernels.rehearsal else None
+    candidates = [Tile(*kind, keys) for kind, sizes in TILES.items() for keys in sizes[:most]]
+    with tempfile.TemporaryDirectory(prefix="shardlib-tiles-") as scratch:
+        caches = {tile: Path(scratch, "-".join(map(str, tile))) for tile in candidates}
+        if not kernels.rehearsal:
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(_compiled, caches.values(), candidates))
+        for tile, folder in caches.items():
+            trial = (
+                functools.partial(_rehearsed, tile) if kernels.rehearsal else functools.partial(_tried, folder, tile)
+            )
+            run.attempt(tiles_of(tile.width, tile.general), f"{tile.keys}", trial, seconds=100)
     return None
 
 
@@ -129,37 +148,54 @@ def changed(text: str, width: int, general: bool, keys: int) -> str:
     return new
 
 
-def _rehearsed(width: int, general: bool, keys: int) -> Outcome:
+def _rehearsed(tile: Tile) -> Outcome:
     """Emulated: the tile compiles. Its value says nothing."""
-    text, one = (SOURCES / TABLE).read_text(), f"return run<bf16, {width}, {str(general).lower()}>(*args, stream);"
-    patches = [Patch(TABLE, text, changed(text, width, general, keys) + "\n"), Patch(SOURCE, ENTRY, one)]
+    text = (SOURCES / TABLE).read_text()
+    one = f"return run<bf16, {tile.width}, {str(tile.general).lower()}>(*args, stream);"
+    patches = [Patch(TABLE, text, changed(text, *tile) + "\n"), Patch(SOURCE, ENTRY, one)]
     emulate.library(SOURCE, patches=patches)
-    return Outcome(None, "it compiles", float(keys))
+    return Outcome(None, "it compiles", float(tile.keys))
 
 
-def _tried(width: int, general: bool, keys: int) -> Outcome:
-    command = [sys.executable, "-m", "tests.gpu.sweeps", str(width), str(int(general)), str(keys)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=190)
+def _compiled(folder: Path, tile: Tile) -> None:
+    """The tile's library in a cache of its own, with the objects that there are: caches are built one by one."""
+    home = cache.writable()
+    if isinstance(home, Path) and (home / "objects").is_dir():
+        shutil.copytree(home / "objects", folder / "objects")
+    _process(folder, tile, "build")
+
+
+def _tried(folder: Path, tile: Tile) -> Outcome:
+    done = _process(folder, tile, "time")
     found = re.search(r"^TFLOP/s (\S+)$", done.stdout, re.MULTILINE)
     if found is None:
         raise RuntimeError((done.stderr or done.stdout).strip()[-300:])
     return Outcome(None, f"{float(found[1]):.0f} TFLOP/s", float(found[1]))
 
 
-def main(width: int, general: bool, keys: int) -> int:
+def _process(folder: Path, tile: Tile, what: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.gpu.sweeps", *(str(int(x)) for x in tile), what]
+    environment = {**os.environ, "SHARDLIB_CACHE": str(folder)}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=95)
+
+
+def main(tile: Tile, what: str) -> int:
     """The process of one tile: the geometric mean of causal and full, 8k tokens of 2048 numbers."""
-    with tempfile.TemporaryDirectory(prefix="shardlib-tiles-") as name:
+    with tempfile.TemporaryDirectory(prefix="shardlib-tile-") as name:
         folder = Path(name, "cuda")
         shutil.copytree(SOURCES, folder)
-        (folder / TABLE).write_text(changed((folder / TABLE).read_text(), width, general, keys))
+        (folder / TABLE).write_text(changed((folder / TABLE).read_text(), *tile))
         wanted = recipe("cuda", folder)
         built = wanted if isinstance(wanted, Missing) else build.make(wanted)
-        if isinstance(built, Missing):
-            print(built, built.log.read_text()[-2000:] if built.log else "", file=sys.stderr)
-            return 1
-        torch.ops.load_library(str(built.path))
+    if isinstance(built, Missing):
+        print(built, built.log.read_text()[-2000:] if built.log else "", file=sys.stderr)
+        return 1
+    if what == "build":
+        return 0
+    torch.ops.load_library(str(built.path))
+    width = tile.width
     q, k, v = (torch.randn(2, 2048 // width, 8192, width, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    mask = torch.ones(1, 1, 1, 8192, device="cuda", dtype=torch.bool) if general else None
+    mask = torch.ones(1, 1, 1, 8192, device="cuda", dtype=torch.bool) if tile.general else None
     rate = 1.0
     for causal in (False, True):
         variant = Variant(mask=mask, causal=causal, scale=width**-0.5)
@@ -171,5 +207,5 @@ def main(width: int, general: bool, keys: int) -> int:
 
 
 if __name__ == "__main__":
-    _width, _general, _keys = map(int, sys.argv[1:])
-    sys.exit(main(_width, bool(_general), _keys))
+    _width, _general, _keys, _what = sys.argv[1:]
+    sys.exit(main(Tile(int(_width), _general == "1", int(_keys)), _what))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import platform
 import re
@@ -139,7 +140,8 @@ def cpu_tests(run: Recorder) -> None:
 
 
 def _pytest(arguments: Sequence[str], environment: Mapping[str, str]) -> Outcome:
-    options = ["-q", "--no-header", "-p", "no:cacheprovider", "-rf", "--tb=short", "--disable-warnings"]
+    options = ["-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:benchmark", "-rf", "--tb=short"]
+    options += ["--disable-warnings", *(["-n", "6"] if importlib.util.find_spec("xdist") else [])]
     code, said = _run([sys.executable, "-m", "pytest", *options, *arguments], environment, seconds=165)
     print(said[-12000:])
     lines = [line for line in said.splitlines() if line.strip()]

@@ -246,13 +246,11 @@ def test_collectives_get_the_plan(name: str) -> None:
     }
     plan, x = made[name], torch.zeros(2)
     plan.input[1], plan.output[2] = 11, 22
-    getattr(ops, name)(x, x, plan.tensor())
+    getattr(ops, name)(x, x, plan.words)
     assert launchers.recorded_call().decode() == f"shardlib_{name}"
     assert ctypes.string_at(launchers.recorded_args(), ctypes.sizeof(plan)) == bytes(plan)
-    for wrong in (plan.tensor()[:-1], plan.tensor().double(), torch.zeros(2 * plan.tensor().numel()).long()[::2]):
-        with pytest.raises(
-            RuntimeError, match=rf"the plan must be {plan.tensor().numel()} dense int64 words on the CPU"
-        ):
+    for wrong in (plan.words[:-1], plan.words.double(), torch.zeros(2 * plan.words.numel()).long()[::2]):
+        with pytest.raises(RuntimeError, match=rf"the plan must be {plan.words.numel()} dense int64 words on the CPU"):
             getattr(ops, name)(x, x, wrong)
 
 

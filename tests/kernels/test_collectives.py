@@ -251,7 +251,7 @@ def test_what_cannot_be_done_is_refused(call: Callable[[Peers], object], text: s
         ({"threads": 48}, "a multiple of 32 threads up to 512, not 48"),
         ({"window": 1000}, "multiples of 128 bytes, not 1000 and 256"),
         ({"window": 128}, "a window of 128 bytes is too small for 1 messages"),
-        ({"ctas": 250}, "3 virtual ranks of 250 CTAs do not run at the same time"),
+        ({"ctas": 43, "threads": 512}, "3 virtual ranks of 43 CTAs of 512 threads do not run at the same time"),
     ],
 )
 def test_a_wrong_group_is_refused(changed: dict[str, int], text: str) -> None:
