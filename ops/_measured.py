@@ -21,8 +21,38 @@ class Attention(NamedTuple):
     grouped: bool  # several query heads read one key head
 
 
-# Times the speed of torch's best kernel: the least over the lengths that were timed.
+# Times the speed of the kernel of torch that runs where ours do not: the least over the lengths that were timed.
 ATTENTION: dict[Attention, float] = {
+    Attention(card='NVIDIA H100 80GB HBM3', direction='forward', head_dim=64, general=False, grouped=False): 1.31,
+    Attention(card='NVIDIA H100 80GB HBM3', direction='forward', head_dim=128, general=False, grouped=False): 1.65,
+    Attention(card='NVIDIA H100 80GB HBM3', direction='forward', head_dim=64, general=True, grouped=False): 1.22,
+    Attention(card='NVIDIA H100 80GB HBM3', direction='forward', head_dim=64, general=False, grouped=True): 1.53,
+    Attention(card='NVIDIA H100 80GB HBM3', direction='forward', head_dim=96, general=False, grouped=False): 1.31,
+    Attention(card='NVIDIA H100 80GB HBM3', direction='forward', head_dim=96, general=True, grouped=False): 1.41,
+    Attention(card='NVIDIA H100 80GB HBM3', direction='forward', head_dim=96, general=False, grouped=True): 1.59,
+    Attention(card='NVIDIA H100 80GB HBM3', direction='forward', head_dim=112, general=False, grouped=False): 2.0,
+    Attention(card='NVIDIA H100 80GB HBM3', direction='forward', head_dim=112, general=True, grouped=False): 1.79,
+    Attention(card='NVIDIA H100 80GB HBM3', direction='forward', head_dim=112, general=False, grouped=True): 2.06,
+    Attention(card='NVIDIA H100 80GB HBM3', direction='forward', head_dim=128, general=True, grouped=False): 1.54,
+    Attention(card='NVIDIA H100 80GB HBM3', direction='forward', head_dim=128, general=False, grouped=True): 1.92,
+    Attention(card='NVIDIA H100 80GB HBM3', direction='forward', head_dim=256, general=False, grouped=False): 1.68,
+    Attention(card='NVIDIA H100 80GB HBM3', direction='forward', head_dim=256, general=True, grouped=False): 2.56,
+    Attention(card='NVIDIA H100 80GB HBM3', direction='forward', head_dim=256, general=False, grouped=True): 2.24,
+    Attention(card='NVIDIA H100 80GB HBM3', direction='backward', head_dim=64, general=False, grouped=False): 1.35,
+    Attention(card='NVIDIA H100 80GB HBM3', direction='backward', head_dim=128, general=False, grouped=False): 1.48,
+    Attention(card='NVIDIA H100 80GB HBM3', direction='backward', head_dim=64, general=True, grouped=False): 2.0,
+    Attention(card='NVIDIA H100 80GB HBM3', direction='backward', head_dim=64, general=False, grouped=True): 1.58,
+    Attention(card='NVIDIA H100 80GB HBM3', direction='backward', head_dim=96, general=False, grouped=False): 1.5,
+    Attention(card='NVIDIA H100 80GB HBM3', direction='backward', head_dim=96, general=True, grouped=False): 2.56,
+    Attention(card='NVIDIA H100 80GB HBM3', direction='backward', head_dim=96, general=False, grouped=True): 1.43,
+    Attention(card='NVIDIA H100 80GB HBM3', direction='backward', head_dim=112, general=False, grouped=False): 1.8,
+    Attention(card='NVIDIA H100 80GB HBM3', direction='backward', head_dim=112, general=True, grouped=False): 2.68,
+    Attention(card='NVIDIA H100 80GB HBM3', direction='backward', head_dim=112, general=False, grouped=True): 1.58,
+    Attention(card='NVIDIA H100 80GB HBM3', direction='backward', head_dim=128, general=True, grouped=False): 2.6,
+    Attention(card='NVIDIA H100 80GB HBM3', direction='backward', head_dim=128, general=False, grouped=True): 1.54,
+    Attention(card='NVIDIA H100 80GB HBM3', direction='backward', head_dim=256, general=False, grouped=False): 1.11,
+    Attention(card='NVIDIA H100 80GB HBM3', direction='backward', head_dim=256, general=True, grouped=False): 9.98,
+    Attention(card='NVIDIA H100 80GB HBM3', direction='backward', head_dim=256, general=False, grouped=True): 1.02,
 }  # fmt: skip
 
 # Fields of `Tuning`, by card.

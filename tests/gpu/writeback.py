@@ -1,6 +1,6 @@
 """What the session's records say of a card, written to where it is read: `ops/_measured.py`, and the table of tiles.
 
-ATTENTION   by card, direction, head dim, plain or general, grouped or not: the least speed beside torch's best
+ATTENTION   by card, direction, head dim, plain or general, grouped or not: the least speed beside torch's kernel
 TUNING      by card: the fewest CTAs within 3 % of the best, the sizes up to which packets, and one step, are faster
 tiles       keys of a tile of the forward, for Hopper
 """
@@ -23,7 +23,7 @@ NEARLY = 0.97
 
 
 def attention(records: Sequence[Record], card: str) -> dict[Attention, float]:
-    """The least ratio of every kind of which all figures were timed, beside at least one of torch's kernels.
+    """The least ratio of every kind of which all figures were timed, beside the kernel of torch that runs else.
 
     Nothing where an error was too large, or not measured.
     """

@@ -57,6 +57,7 @@ def test_the_default_is_torchs_until_it_is_measured(card: Callable[..., None], m
         raise AssertionError("the library was asked for")
 
     card()
+    monkeypatch.setattr(_measured, "ATTENTION", {})
     monkeypatch.setattr(_native, "cuda", untouched)
     q = _on_gpu(1, 2, 16, 64)
     why = (
