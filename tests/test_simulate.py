@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
 from shardlib.machine import Device, Link, Machine, Span
-from shardlib.program.steps import Compute
+from shardlib.program.steps import Compute, Start, Wait
 from shardlib.simulate.collectives import transfer
 from shardlib.simulate.timeline import COMPUTE, FAR, NEAR
 
@@ -319,3 +319,20 @@ def test_scaling_needs_meshes_and_a_plan() -> None:
         sl.scaling(sl.jit(torch.relu), ["data=8"], SLOW, (meta(4),))
     with pytest.raises(sl.ShardingError, match=r"a tensor of shape \[4\] as args"):
         sl.scaling(sl.jit(torch.relu), [MESH], SLOW, meta(4))
+
+
+def test_messages_that_are_waited_for_at_once_hide_behind_nothing() -> None:
+    """As a published step is simulated whose tensor parallelism was not asynchronous."""
+    pytest.importorskip("transformers")
+    from tests.benchmarks.published import waited
+
+    with sl.Mesh.abstract(data=2, tensor=4):
+        step = sl.jit(lambda x, y, w: (x @ y, y * 2, x @ w), in_specs=("b k@tensor", "k@tensor n", "k@tensor n"))
+        program = step.plan(*[meta(512, 512)] * 3).compiled.program
+    steps = waited(program, "tensor").steps
+    assert sorted(map(id, steps)) == sorted(map(id, program.steps))
+    assert waited(program, "data").steps == program.steps
+    starts = [i for i, s in enumerate(steps) if isinstance(s, Start)]
+    assert starts
+    assert all(isinstance(steps[i + 1], Wait) and steps[i + 1].outs == steps[i].outs for i in starts)
+    assert steps != program.steps
