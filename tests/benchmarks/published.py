@@ -2,8 +2,9 @@
 
 `python -m tests.benchmarks.published` plans Llama 3.1 on H100s as torchtitan ran it (tokens per second and GPU; its
 hosts have slower memory than the preset), fits the one `efficiency` of the machine on the first row and predicts the
-others. `--table placement` simulates Llama 8B on 16 nodes of 8 with the mesh's axes in every order. `--layers` makes
-the models shallower. `tests/PUBLISHED.md` has what both said.
+others. `--table replicas` does so with steps of 2022 on A100s, their state sharded inside groups of nodes. `--table
+placement` simulates Llama 8B on 16 nodes of 8 with the mesh's axes in every order. `--layers` makes the models
+shallower. `tests/PUBLISHED.md` has what they said.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from typing import Any
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import shardlib as sl
 from shardlib.machine import Machine
@@ -25,7 +33,7 @@ from shardlib.plans.plan import Plan
 from shardlib.program.steps import Program, Start, Step, Wait
 from shardlib.simulate.simulated import Simulated
 
-_H100 = Machine.preset("h100")
+_H100, _A100 = Machine.preset("h100"), Machine.preset("a100-40")
 HOST = replace(_H100, device=replace(_H100.device, bandwidth=2.4e12, memory=96e9), name="")
 LLAMA = {
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
@@ -126,9 +134,11 @@ def llama(size: str, layers: int | None) -> LlamaForCausalLM:
     return m.train()
 
 
-def planned(m: Any, axes: dict[str, int], batch: int, sequence: int, strategy: str = "fsdp") -> Plan:
+def planned(
+    m: Any, axes: dict[str, int], batch: int, sequence: int, strategy: str = "fsdp", machine: Machine = HOST
+) -> Plan:
     """A step of a language model with AdamW, its state sharded, in bf16."""
-    mesh = sl.Mesh.abstract(axes, machine=HOST)
+    mesh = sl.Mesh.abstract(axes, machine=machine)
     with mesh:
         sl.parallelize(m, strategy=strategy, precision=torch.bfloat16)
         opt = torch.optim.AdamW(m.parameters(), foreach=True)
@@ -143,12 +153,55 @@ def step(m: Any, opt: torch.optim.Optimizer, ids: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def fitted(row: Row, plan: Plan) -> Machine:
+@dataclass(frozen=True)
+class Replicated:
+    """A step on nodes of 8 A100s, state sharded over `shard` devices, replicas outside; TFLOP/s and GPU: 8 FLOPs for
+    each parameter and token, since every layer is computed again."""
+
+    size: str
+    nodes: int
+    shard: int
+    measured: float
+
+    def plan(self, layers: int | None) -> Plan:
+        m = neox(layers) if self.size == "NeoX 13B" else bloom(layers)
+        m.gradient_checkpointing_enable({"use_reentrant": False})
+        axes = {"replica": self.nodes * 8 // self.shard, "shard": self.shard}
+        return planned(m, axes, 8 * 8 * self.nodes, 2048, "hsdp", _A100)
+
+    def speed(self, plan: Plan, machine: Machine) -> float:
+        parameters = {"NeoX 13B": 13e9, "BLOOM 50B": 50e9}[self.size]
+        return 8 * parameters * 8 * 2048 / plan.simulate(machine, fused=True).seconds / 1e12
+
+
+REPLICATED = (
+    Replicated("NeoX 13B", 16, 64, 159),
+    Replicated("NeoX 13B", 32, 64, 157),
+    Replicated("NeoX 13B", 64, 64, 156),
+    Replicated("BLOOM 50B", 32, 128, 143),
+    Replicated("BLOOM 50B", 64, 128, 140),
+)
+
+
+def neox(layers: int | None) -> Any:
+    sizes = {"hidden_size": 5120, "intermediate_size": 20480, "num_attention_heads": 40}
+    config = GPTNeoXConfig(num_hidden_layers=layers or 40, vocab_size=50432, use_cache=False, **sizes)
+    with torch.device("meta"):
+        return GPTNeoXForCausalLM(config).train()
+
+
+def bloom(layers: int | None) -> Any:
+    config = BloomConfig(hidden_size=8192, n_layer=layers or 60, n_head=64, vocab_size=250880, use_cache=False)
+    with torch.device("meta"):
+        return BloomForCausalLM(config).train()
+
+
+def fitted(row: Row | Replicated, plan: Plan, on: Machine) -> Machine:
     """The machine on which a row takes what it took: its efficiency, by bisection."""
     low, high = 0.05, 1.0
     for _ in range(20):
         middle = (low + high) / 2
-        machine = replace(HOST, device=replace(HOST.device, efficiency=middle))
+        machine = replace(on, device=replace(on.device, efficiency=middle))
         low, high = (middle, high) if row.speed(plan, machine) < row.measured else (low, middle)
     return machine
 
@@ -158,7 +211,7 @@ def published(layers: int | None) -> None:
     machine, notes = None, ""
     for row in ROWS:
         plan = row.plan(layers)
-        machine = machine or fitted(row, plan)
+        machine = machine or fitted(row, plan, HOST)
         speed = row.speed(plan, machine)
         axes = " x ".join(f"{name} {n}" for name, n in row.axes.items())
         print(
@@ -167,6 +220,31 @@ def published(layers: int | None) -> None:
         )
         notes = notes or f"efficiency {machine.device.efficiency:.3f}, fitted on the first row"
     print(f"\n{notes}")
+
+
+def replicas(layers: int | None) -> None:
+    print(
+        "| model | nodes | sharded over | TFLOP/s and GPU, measured | simulated | off by | of the fewest nodes' speed |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    machine, first = None, {}
+    for row in REPLICATED:
+        plan = row.plan(layers)
+        machine = machine or fitted(row, plan, _A100)
+        speed = row.speed(plan, machine)
+        least, simulated = first.setdefault(row.size, (row.measured, speed))
+        shares = f"{row.measured / least:.1%} measured, {speed / simulated:.1%} simulated"
+        cells = (
+            row.size,
+            row.nodes,
+            row.shard,
+            f"{row.measured:.0f}",
+            f"{speed:.0f}",
+            f"{speed / row.measured - 1:+.1%}",
+        )
+        print(f"| {' | '.join(map(str, cells))} | {shares} |", flush=True)
+    assert machine is not None
+    print(f"\nefficiency {machine.device.efficiency:.3f}, fitted on the first row")
 
 
 def placement(layers: int | None) -> None:
@@ -185,7 +263,8 @@ def placement(layers: int | None) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", choices=("published", "placement"), default="published")
+    tables = {"published": published, "replicas": replicas, "placement": placement}
+    parser.add_argument("--table", choices=tables, default="published")
     parser.add_argument("--layers", type=int, default=None)
     args = parser.parse_args()
-    {"published": published, "placement": placement}[args.table](args.layers)
+    tables[args.table](args.layers)
