@@ -281,6 +281,8 @@ C10D_CHECKS = tuple(
 FSDP_PARAMETERS = _late("torch.distributed.fsdp._fully_shard._fsdp_param", "fully_shard on what is placed is refused")
 SKIPPED_FILES = "torch._dynamo.trace_rules"  # which `torch.compile` lets alone
 SKIP_RULES = _late(f"{SKIPPED_FILES}._recompile_re", "files of shardlib are added to them")
+COMPILED_VALUES = "torch._dynamo.variables.builder"
+STATIC_INPUT = _late_slot(f"{COMPILED_VALUES}.VariableBuilder.mark_static_input", "placed ones have no address")
 
 
 # --- torch.distributed ------------------------------------------------------------------------------------------------

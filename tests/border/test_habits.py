@@ -989,10 +989,22 @@ COMPILED: dict[str, Callable[[Any], Any]] = {
     "around": lambda x: torch.compile(lambda x: sl.jit(lambda y: y.sin())(x).cos() + 1, backend="aot_eager")(x),
     "ops": lambda x: torch.compile(lambda x: (x.sin() @ x.t()).softmax(-1), backend="aot_eager")(x),
     "module": lambda x: torch.compile(_linear(x), backend="aot_eager")(torch.ones(2, 6)).sum(),
+    "functional": lambda x: torch.compile(_called, backend="aot_eager")(m := _tied(), dict(m.named_parameters())),
     "inside": lambda x: sl.jit(lambda x: torch.compile(lambda y: y.sin(), backend=_unasked)(x))(x),
     "gradient": lambda x: sl.jit(sl.value_and_grad(torch.compile(_sines, backend=_unasked)))(x)[1],
     "of a gradient": lambda x: sl.jit(torch.compile(torch.func.grad_and_value(_sines), backend=_unasked))(x)[0],
 }
+
+
+def _tied() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
+    model[2].weight = model[0].weight
+    return sl.parallelize(model, {"0.weight": "out@tensor _"})
+
+
+def _called(model: nn.Module, parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.func.functional_call(model, parameters, (torch.arange(24.0).view(4, 6),)).square().sum()
 
 
 def _sines(x: torch.Tensor) -> torch.Tensor:
