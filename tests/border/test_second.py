@@ -182,3 +182,43 @@ def test_a_graph_that_is_freed_is_told_as_torch_tells_it() -> None:
         total.backward()
         with pytest.raises(RuntimeError, match="Trying to backward through"):
             torch.autograd.grad(total, w, create_graph=True)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["gradients are there", "there are none"])
+@pytest.mark.parametrize("to_none", [True, False], ids=["none", "zeros"])
+def test_gradients_of_parameters_come_and_go_between(before: bool, to_none: bool) -> None:
+    def loss(net: nn.Module, x: Tensor) -> Tensor:
+        if before:
+            net(torch.cat([x, x**2], 1)).sum().backward()
+        x = x.clone().requires_grad_()
+        out = net(torch.cat([x, x**2], 1)).sum()
+        if before:
+            net.zero_grad(set_to_none=to_none)
+        else:
+            net(torch.cat([X, X], 1)).sum().backward()
+        grads = [p.grad for p in net.parameters()]
+        (slope,) = torch.autograd.grad(out, x, create_graph=True)
+        assert all(p.grad is grad for p, grad in zip(net.parameters(), grads, strict=True))
+        return slope.square().sum() + out
+
+    same(critic(), COLUMNS, loss)
+
+
+def test_a_gradient_that_a_call_reads_is_what_it_was() -> None:
+    def curvature(f: Callable[[Tensor], Tensor], w: Tensor) -> Tensor:
+        w.grad = (w * 0 + X[0].sum()).detach()
+        y = f(w)
+        w.grad = None
+        (g,) = torch.autograd.grad(y, w, create_graph=True)
+        assert w.grad is None
+        return whole(torch.autograd.grad(g.sum(), w)[0])
+
+    def read(w: Tensor) -> Tensor:
+        return (w.grad * w**3).sum()
+
+    w = X[1].clone().requires_grad_()
+    with MESH:
+        placed = sl.shard(w.detach(), "k@data").requires_grad_()
+        torch.testing.assert_close(curvature(sl.jit(read), placed), curvature(read, w))
+        with pytest.raises(ShardingError, match=r"reads the \.grad of a plain argument:\n  \* w\.grad"):
+            curvature(sl.jit(read), w)
