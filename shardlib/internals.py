@@ -74,6 +74,7 @@ PACKET = _word("torch.ops.aten.add.Tensor._overloadpacket", "by which counters o
 
 keys_below = _torch("torch._C._dispatch_keyset_full_after", "ops caught at a key go on below it")
 keys_of = _torch("torch._ops._compute_keyset", "an operator that takes functions goes on below our kernel for it")
+is_excluded = _torch("torch._C._dispatch_tls_is_dispatch_key_excluded", "who runs below autograd sees no tangents")
 exclude_keys = _torch("torch._C._ExcludeDispatchKeyGuard", "programs run below autograd and autocast")
 below_autograd = _torch("torch._C._AutoDispatchBelowAutograd", "a cheaper guard, where no autocast is on")
 any_autocast = _torch("torch._C._is_any_autocast_enabled", "asked in every call: one question, not one a device")
@@ -148,6 +149,10 @@ is_wrapped = _torch("torch._C._functorch.is_functorch_wrapped_tensor", "a tensor
 is_batched = _torch("torch._C._functorch.is_batchedtensor", "a tensor that is an example of a vmap")
 level_of = _torch("torch._C._functorch.maybe_get_level", "which transform follows a tensor")
 unwrapped = _torch("torch._C._functorch.get_unwrapped", "the tensor that a transform follows")
+in_batch = _torch("torch._add_batch_dim", "gradients of several cotangents at once, by `is_grads_batched`")
+out_of_batch = _torch("torch._remove_batch_dim", "a cotangent of several, by itself")
+_deeper = _torch("torch._C._vmapmode_increment_nesting", "how many such batches are around")
+_back = _torch("torch._C._vmapmode_decrement_nesting", "how many such batches are around")
 dual_level = _global("torch.autograd.forward_ad._current_level", "whether forward-mode gradients are on")
 
 
@@ -161,6 +166,13 @@ def fake_of(mode: Any, shape: Any, stride: Any, dtype: torch.dtype, device: torc
 def fake_like(x: Any) -> Any:
     """Another fake tensor of the same shape, strides, dtype and device, which no mode sees."""
     return fake_of(x.fake_mode, x.shape, x.stride(), x.dtype, x.fake_device)
+
+
+def depth_of_batches() -> int:
+    """How many batches of cotangents are around: only who goes one deeper is told."""
+    depth: int = _deeper() - 1
+    _back()
+    return depth
 
 
 def innermost(x: Any) -> Any:

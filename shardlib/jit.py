@@ -218,6 +218,8 @@ class Jitted(Function):
                 args, kwargs, is_taken = *self.with_tensors(args, kwargs), True
             elif begun == compiling.count:
                 break
+        if transform_level() is not None and any(isinstance(x, torch.Tensor) and is_wrapped(x) for x in leaves):
+            return self.fn(*args, **kwargs)  # a module's parameters, say
         if dual_level() >= 0:
             refuse_tangents(self.name, leaves)
         found = programs.entries.find(key, leaves)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardlib.batched import one_by_one
 from shardlib.errors import ShardingError
 from shardlib.internals import is_wrapped, pytree
 from shardlib.jit import jit
@@ -83,6 +84,7 @@ class _Apply(torch.autograd.Function):
         ctx.mark_non_differentiable(*(x for x in output if isinstance(x, Tensor) and not _differentiable(x)))
 
     @staticmethod
+    @one_by_one
     def backward(ctx: Any, *grads: Any) -> Any:
         leaves = list(ctx.static)
         for i, x in zip(ctx.tensors, ctx.saved_tensors, strict=True):

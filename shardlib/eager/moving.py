@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
+from shardlib.batched import one_by_one
 from shardlib.eager.relayout import relayout
 from shardlib.errors import ShardingError
+from shardlib.internals import dual_level, is_excluded
 from shardlib.meshes.mesh import Mesh
 from shardlib.specs.fixed import Fixed
 from shardlib.specs.spec import P, resolve_many
@@ -19,7 +22,7 @@ from shardlib.tensors.tensor import ShardedTensor, wrap
 
 def redistributed(x: ShardedTensor, resolved: Fixed) -> ShardedTensor:
     """`x` laid out as `resolved` says; its gradient is laid out as `x` is."""
-    if x.requires_grad and torch.is_grad_enabled():
+    if _is_followed(x):
         out: ShardedTensor = _Redistribute.apply(x, resolved)  # type: ignore[no-untyped-call]
         return out
     return relayout(x, resolved.layout, resolved.names)
@@ -27,7 +30,7 @@ def redistributed(x: ShardedTensor, resolved: Fixed) -> ShardedTensor:
 
 def whole(x: ShardedTensor) -> torch.Tensor:
     """`x` as a plain tensor; its gradient, which every process has whole, is cut up as `x` is."""
-    if x.requires_grad and torch.is_grad_enabled():
+    if _is_followed(x):
         out: torch.Tensor = _Gather.apply(x)  # type: ignore[no-untyped-call]
         return out
     return _gathered(x)
@@ -36,7 +39,7 @@ def whole(x: ShardedTensor) -> torch.Tensor:
 def placed(x: torch.Tensor, resolved: Fixed, mesh: Mesh, donate: bool = False, *, leaf: bool = True) -> ShardedTensor:
     """A plain tensor, placed. A leaf makes a leaf: a parameter is placed once; without `leaf` it is what the result
     comes from. What was computed keeps its history."""
-    if x.requires_grad and not (leaf and x.is_leaf) and torch.is_grad_enabled():
+    if _is_followed(x) and not (leaf and x.is_leaf and _tangent(x) is None):
         out: ShardedTensor = _Place.apply(x, resolved, mesh)  # type: ignore[no-untyped-call]
         return out
     return place(x, resolved, mesh, donate)
@@ -78,6 +81,17 @@ def _in_order(x: ShardedTensor) -> torch.Tensor:
     return out.clone(memory_format=torch.contiguous_format) if out is x.to_local() else out
 
 
+def _is_followed(x: torch.Tensor) -> bool:
+    """Whether autograd wants to know what becomes of a tensor, backward or forward."""
+    return bool(x.requires_grad and torch.is_grad_enabled()) or _tangent(x) is not None
+
+
+def _tangent(x: torch.Tensor) -> torch.Tensor | None:
+    if dual_level() < 0 or is_excluded(torch.DispatchKey.AutogradFunctionality):
+        return None
+    return forward_ad.unpack_dual(x).tangent  # type: ignore[no-untyped-call,no-any-return]
+
+
 def _home(x: ShardedTensor) -> Fixed:
     return Fixed.at(x.sharding, x._form.names)
 
@@ -85,24 +99,37 @@ def _home(x: ShardedTensor) -> Fixed:
 class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: ShardedTensor, resolved: Fixed) -> ShardedTensor:
-        ctx.home, ctx.mesh = _home(x), x.mesh
+        ctx.home, ctx.mesh, ctx.resolved = _home(x), x.mesh, resolved
         return relayout(x, resolved.layout, resolved.names)
 
     @staticmethod
+    @one_by_one
     def backward(ctx: Any, grad: Any) -> Any:
         if not isinstance(grad, ShardedTensor):  # zeros that autograd makes for what has no elements
             return placed(grad, ctx.home, ctx.mesh, leaf=False), None
         return redistributed(grad, ctx.home), None
 
+    @staticmethod
+    @one_by_one
+    def jvp(ctx: Any, tangent: Any, _: None) -> Any:
+        return redistributed(tangent, ctx.resolved)
+
 
 class _Place(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, resolved: Fixed, mesh: Mesh) -> ShardedTensor:
+        ctx.resolved, ctx.mesh = resolved, mesh
         return place(x.detach(), resolved, mesh)
 
     @staticmethod
+    @one_by_one
     def backward(ctx: Any, grad: Any) -> Any:
         return (whole(grad) if isinstance(grad, ShardedTensor) else grad), None, None  # zeros are plain
+
+    @staticmethod
+    @one_by_one
+    def jvp(ctx: Any, tangent: Any, *_: None) -> Any:
+        return placed(tangent, ctx.resolved, ctx.mesh, leaf=False)
 
 
 class _Gather(torch.autograd.Function):
@@ -112,8 +139,14 @@ class _Gather(torch.autograd.Function):
         return _gathered(x)
 
     @staticmethod
+    @one_by_one
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return grad if isinstance(grad, ShardedTensor) else placed(grad, ctx.home, ctx.mesh, leaf=False)
+
+    @staticmethod
+    @one_by_one
+    def jvp(ctx: Any, tangent: Any) -> Any:
+        return whole(tangent) if isinstance(tangent, ShardedTensor) else tangent
 
 
 above.whole, above.redistributed = whole, redistributed

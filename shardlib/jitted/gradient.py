@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardlib.batched import one_by_one
 from shardlib.eager.relayout import relayout
 from shardlib.errors import ShardingError, WrittenError
 from shardlib.internals import keeps_graph, memory_of, version_of
@@ -113,6 +114,7 @@ class _Apply(torch.autograd.Function):
         return tuple(tensors)
 
     @staticmethod
+    @one_by_one
     def backward(ctx: Any, *grads: Any) -> Any:
         then, mesh = ctx.then, ctx.mesh
         given = {i for i, at in enumerate(ctx.where) if grads[at] is not None}
