@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import shardlib as sl
 from shardlib import Mesh
+from shardlib.program.text import parse, show
 from shardlib.rules import rule_for
 from shardlib.rules.rule import Call
 from shardlib.rules.table import FAMILIES
@@ -152,3 +153,44 @@ def test_all_devices_do_what_one_does(name: str) -> None:
         alone = sl.jit(program).plan(*args).flops
     assert alone <= plan.flops * 8 * (1 + 1e-9) <= 1.03 * alone
     assert sum(r.flops for r in plan.redundant) <= 0.005 * plan.flops
+
+
+def _per_device(fn: Callable[..., object], pieces: list[list[torch.Tensor]]) -> list[int]:
+    """What torch's counter says of each device's own call."""
+    found = []
+    for args in pieces:
+        with FlopCounterMode(display=False) as counter:
+            fn(*args)
+        found.append(counter.get_total_flops())
+    return found
+
+
+UNEVEN = {
+    "chunks": ("b@d k", "k n@t", 10, 7, [3, 3, 3, 1], [4, 3]),
+    "chosen pieces": ("b@d=[1 2 6 1] k", "k n@t=[2 5]", 10, 7, [1, 2, 6, 1], [2, 5]),
+    "nothing on some": ("b@d k", "k n@t", 5, 7, [2, 2, 1, 0], [4, 3]),
+    "one of two": ("b@d k", "k n", 10, 7, [3, 3, 3, 1], [7, 7]),
+}
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_of_uneven_pieces_by_the_device_that_does_most(name: str) -> None:
+    first, second, b, n, rows, columns = UNEVEN[name]
+    with Mesh.abstract(d=4, t=2):
+        plan = sl.jit(torch.mm, in_specs=(first, second)).plan(f32(b, 16), f32(16, n))
+    assert not plan.collectives
+    most = max(_per_device(torch.mm, [[f32(i, 16), f32(16, j)] for i in rows for j in columns]))
+    assert plan.flops == most
+    assert parse(str(show(plan.compiled.program))).steps[0].work == plan.compiled.program.steps[0].work
+
+
+def test_no_device_does_most_of_every_step() -> None:
+    """One does most of the first product, another of the second."""
+
+    def fn(x, v, y, w):
+        return x @ v, y @ w
+
+    specs = ("a@d=[6 2] k", "k n", "b@d=[2 4] k", "k n")
+    with Mesh.abstract(d=2):
+        plan = sl.jit(fn, in_specs=specs).plan(f32(8, 16), f32(16, 4), f32(6, 16), f32(16, 4))
+    assert plan.flops == 2 * 16 * 4 * max(6 + 2, 2 + 4)

@@ -14,6 +14,7 @@ from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
 from shardlib.program.device import Device
 from shardlib.program.steps import Asked, Collective, Compute, Inside, Program, Start, Step, Var, swapped, together
+from shardlib.program.sym import Sym
 
 
 class Builder:
@@ -56,10 +57,11 @@ class Builder:
         outs: Sequence[Var | None],
         note: str = "",
         flops: float = 0.0,
+        work: Sym | None = None,
     ) -> None:
         """Write one call."""
-        one = Compute(target, args, kwargs, tuple(outs), self.line, self.backward, note, flops, inside=self.inside)
-        self.steps.append(one)
+        said = self.line, self.backward, note, flops, work
+        self.steps.append(Compute(target, args, kwargs, tuple(outs), *said, inside=self.inside))
 
     def communicate(
         self,

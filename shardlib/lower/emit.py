@@ -14,7 +14,7 @@ from shardlib.lower.builder import Builder
 from shardlib.lower.local import LocalForm
 from shardlib.program.device import Device
 from shardlib.program.steps import Compute, Step, Var, reads
-from shardlib.program.sym import Sym, local_size, product
+from shardlib.program.sym import Sym, local_size, most, product
 from shardlib.propagate.flood import Assignment, Flood, OpFactor
 from shardlib.rules.rule import Rule
 
@@ -38,16 +38,25 @@ class Emitter:
         tied = {*rule.rounds, *rule.follows}
         if op.owns is not None and not op.owns.begins:
             tied.add(op.owns.factor)  # the rows of others are worked on, too
-        flops = rule.flops / math.prod(reshard.ways(axes) for x, axes in assignment.items() if x[0] not in tied)
+        flops, work = self._share(op, rule, {x: axes for x, axes in assignment.items() if axes and x[0] not in tied})
         if rule.local is not None and cut_labels & rule.local_factors:
             before, steps = len(self.builder.steps), self.builder.steps
             made = rule.local(LocalForm(self, op, assignment, args, kwargs))
-            steps[before:] = _counted(steps[before:], op.target, flops, self.builder.first)
+            steps[before:] = _counted(steps[before:], op.target, flops, work, self.builder.first)
             for var, out in zip(made if isinstance(made, tuple | list) else [made], outs, strict=True):
                 if out is not None:
                     self.builder.become(var, out, first=before)
             return
-        self.builder.compute(op.target, args, kwargs, outs, flops=flops)
+        self.builder.compute(op.target, args, kwargs, outs, flops=flops, work=work)
+
+    def _share(self, op: Op, rule: Rule, cut: Assignment) -> tuple[float, Sym | None]:
+        """The operations of the device that does most of an op of which these factors are cut; and, where devices do
+        not do the same, what each does of how much."""
+        sizes = [self.leaf_size(op, x) for x in cut]
+        work = product([local_size(size, axes) for size, axes in zip(sizes, cut.values(), strict=True)])
+        if not isinstance(work, Sym) or not (rule.flops and most(work)):
+            return rule.flops / math.prod(map(reshard.ways, cut.values())), None
+        return rule.flops * most(work) / math.prod(sizes), work
 
     def factors(self, op: Op, names: Sequence[str]) -> list[OpFactor]:
         return [(n, k) for n in names for k in range(len(self.flood.labels[op][n]))]
@@ -59,7 +68,7 @@ class Emitter:
         return product([local_size(self.leaf_size(op, x), assignment.get(x, ())) for x in self.factors(op, [label])])
 
 
-def _counted(steps: Sequence[Step], target: Any, flops: float, device: Device) -> list[Step]:
+def _counted(steps: Sequence[Step], target: Any, flops: float, work: Sym | None, device: Device) -> list[Step]:
     """The steps of an op's local form, with its arithmetic: on those that call the op itself, if there are such, or on
     those that work on most. What is made of statistics, on every device alike, is little beside that."""
 
@@ -70,4 +79,6 @@ def _counted(steps: Sequence[Step], target: Any, flops: float, device: Device) -
     calls = [s for s in steps if isinstance(s, Compute)]
     most = max(map(size, calls), default=0)
     mine = [s for s in calls if s.target is target] or [s for s in calls if size(s) == most]
-    return [replace(s, flops=flops / len(mine)) if isinstance(s, Compute) and s in mine else s for s in steps]
+    return [
+        replace(s, flops=flops / len(mine), work=work) if isinstance(s, Compute) and s in mine else s for s in steps
+    ]

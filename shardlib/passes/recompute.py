@@ -14,7 +14,8 @@ from shardlib.passes.budget import Finish, within
 from shardlib.passes.crossing import Crossing
 from shardlib.passes.offload import movable
 from shardlib.passes.remat import remade
-from shardlib.program.steps import Compute, Program, Start, Var
+from shardlib.program import work
+from shardlib.program.steps import Program, Start, Var
 from shardlib.program.storage import peak_bytes
 
 
@@ -96,7 +97,7 @@ def _told(said: str, crossing: Crossing, dropped: Collection[Var], again: Progra
     gone = [o for o in crossing.held if o in dropped]
     before, after = (
         [
-            sum(s.flops for s in p.steps if isinstance(s, Compute)),
+            work.flops(p),
             sum(isinstance(s, Start) for s in p.steps),
             sum(c.bytes for c in p.collectives),
         ]

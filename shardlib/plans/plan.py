@@ -20,7 +20,8 @@ from shardlib.plans.plantext import indented, si, table
 from shardlib.plans.redundant import Redundant, redundant
 from shardlib.plans.rows import Rows, totals
 from shardlib.printing import OP as PRINT
-from shardlib.program.steps import Compute, Var, makes
+from shardlib.program import work
+from shardlib.program.steps import Var, makes
 from shardlib.program.storage import host_bytes, peak_bytes
 from shardlib.program.text import show
 from shardlib.propagate.bound import LowerBound, lower_bound
@@ -99,8 +100,9 @@ class Plan:
 
     @cached_property
     def flops(self) -> float:
-        """Floating-point operations of one device in one call: two for a multiply-add, one for a pointwise result."""
-        return float(sum(s.flops for s in self.compiled.program.steps if isinstance(s, Compute)))
+        """Floating-point operations in one call, of the device that does most: two for a multiply-add, one for a
+        pointwise result."""
+        return work.flops(self.compiled.program)
 
     @cached_property
     def redundant(self) -> tuple[Redundant, ...]:

@@ -60,8 +60,10 @@ _OURS = ("aten", "prims", "shardlib")  # namespaces of ops that do what they say
 class Compute:
     """One call of an op on local tensors.
 
-    `over`: for each result the operand, by position, whose memory it takes (empty: none takes any). `copies`: a view
-    that is none, since the strides of its operand do not allow one. `inside`: the modules that it belongs to.
+    `flops` are those of the device that does most of it; where devices do not do the same, each does its part of
+    `work`, a number that differs by device. `over`: for each result the operand, by position, whose memory it takes
+    (empty: none takes any). `copies`: a view that is none, since the strides of its operand do not allow one. `inside`:
+    the modules that it belongs to.
     """
 
     target: Any
@@ -72,6 +74,7 @@ class Compute:
     backward: bool = False
     note: str = ""
     flops: float = 0.0
+    work: Sym | None = None
     over: tuple[int | None, ...] = ()
     copies: bool = False
     inside: tuple[Module, ...] = ()

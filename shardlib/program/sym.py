@@ -157,6 +157,17 @@ def tabulate(function: Callable[[Coords], Any], axes: Iterable[Axis], group: Seq
     return values[0] if len(set(values)) == 1 else Sym("at", (axes, values))
 
 
+@lru_cache(maxsize=4096)
+def most(n: Sym) -> int:
+    """What it is on the device where it is largest.
+
+    Example:
+        >>> most(product([local_size(10, [Axis("data", 4)]), 3]))
+        9
+    """
+    return int(max(n.at(coords) for coords in everywhere(apart(n.axes))))
+
+
 def apart(axes: Iterable[Axis], group: Iterable[Axis] = ()) -> tuple[Axis, ...]:
     """Axes that do not overlap and cover what these do, but for what is in `group`."""
     primes = {p for a in axes for p in a.primes()} - {p for a in group for p in a.primes()}

@@ -60,7 +60,8 @@ def show_step(step: Step) -> str:
         outs = ", ".join("_" if v is None else _typed(v) for v in step.outs)
         over = f" over {', '.join('_' if k is None else step.args[k].name for k in step.over)}" if step.over else ""
         args = ", ".join([*map(_value, step.args), *(f"{k}={_value(v)}" for k, v in step.kwargs.items())])
-        notes = ", ".join([f"{step.flops!r} flop"] * bool(step.flops) + ["copies"] * step.copies)
+        part = "" if step.work is None else f" of {step.work}"
+        notes = ", ".join([f"{step.flops!r} flop{part}"] * bool(step.flops) + ["copies"] * step.copies)
         return f"{outs}{over}{' = ' if outs else ''}{_target(step.target)}({args}){'  ; ' * bool(notes)}{notes}"
     if isinstance(step, Start):
         first = step.first
@@ -188,7 +189,7 @@ class _Reader:
     def compute(self, line: str) -> Compute:
         call = _before(line, "  ; ")
         notes = line[len(call) :].removeprefix("  ; ")
-        flops = float(notes.split()[0]) if "flop" in notes else 0.0
+        flops, work, copies = self.match(r"(?:(\S+) flop(?: of (.*?))?)?(?:, )?(copies)?", notes)
         outs, over, target, given = self.match(r"(?:(.*?)(?: over (.*?))? = )?([\w.:<>]+)\((.*)\)", call)
         items = [_keyword(x) for x in _split(given)]
         args = tuple(self.value(x) for name, x in items if not name)
@@ -196,7 +197,9 @@ class _Reader:
         made = tuple(None if x == "_" else self.make(x) for x in _split(outs or ""))
         names = [x.name if isinstance(x, Var) else "" for x in args]
         places = tuple(None if x == "_" else names.index(x) for x in _split(over or ""))
-        return Compute(_op(target), args, kwargs, made, flops=flops, over=places, copies=notes.endswith("copies"))
+        one = Compute(_op(target), args, kwargs, made, flops=float(flops or 0), over=places, copies=copies is not None)
+        part = None if work is None else sym.parse(work, self.mesh)
+        return replace(one, work=part) if isinstance(part, sym.Sym) else one
 
     def move(self, kind: str, axes: tuple[Axis, ...], reduce: str, text: str) -> Collective:
         out, source, told, nbytes = self.match(r"(.*) = (\S+) \{(.*)\} (\S+) B", text)
