@@ -675,6 +675,45 @@ def test_the_models_own_table() -> None:
     same(model, plain)
 
 
+class SaidLittle(Said):
+    """Its table says nothing of its layers."""
+
+    dummy_inputs = {"tokens": torch.arange(6).view(2, 3)}  # as transformers has it
+
+    def __init__(self, *, asks: bool = False) -> None:
+        super().__init__()
+        self.tp_plan, self.asks = {"table": "embedding_rowwise", "head": "colwise_gather_output"}, asks
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.asks and float(self.layers[0]["norm"].weight.sum()) < 0:
+            raise ValueError("it is negative")
+        return super().forward(tokens)
+
+
+def test_layers_of_which_the_table_says_nothing_are_cut_as_suggested() -> None:
+    torch.manual_seed(0)
+    plain = SaidLittle().double()
+    state, model = torch.get_rng_state(), copy.deepcopy(plain)
+    with Mesh(data=2, tensor=2):
+        sl.parallelize(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    at = {name: sl.typeof(p)[3:] for name, p in model.named_parameters()}
+    assert at["layers.1.up.weight"] == "[(2 12@tensor), 8]"
+    assert at["layers.0.down.weight"] == "[8, 12@tensor]"
+    assert at["table.weight"] == "[11@tensor, 8]"  # and what is added to what it makes is whole
+    assert at["layers.0.down.bias"] == at["layers.0.norm.weight"] == "[8]"
+    train(plain, lambda x: x)
+    train(model, lambda x: x)
+    same(model, plain)
+
+
+def test_layers_stay_whole_where_nothing_can_be_suggested() -> None:
+    with Mesh(data=2, tensor=2):
+        model = sl.parallelize(SaidLittle(asks=True))
+    at = {name: sl.typeof(p)[3:] for name, p in model.named_parameters()}
+    assert (at["layers.1.up.weight"], at["table.weight"]) == ("[24, 8]", "[11@tensor, 8]")
+
+
 # Values made where they live ------------------------------------------------------------------------------------------
 
 

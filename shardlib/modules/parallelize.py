@@ -14,11 +14,12 @@ from shardlib.modules.forward import Batch, Forward
 from shardlib.modules.parameters import Held, held, put, refuse_lazy, refuse_losses, retie
 from shardlib.modules.precision import Precisions, policy_of
 from shardlib.modules.strategies import SEQUENCE, TENSOR, Strategy, Taken, axes_for, chosen, cut_more
-from shardlib.modules.table import looked_up, matches, refuse
+from shardlib.modules.suggest import proposed
+from shardlib.modules.table import looked_up, matches, numberless, refuse
 from shardlib.placing import shard, shard_known
 from shardlib.schedule import Schedule
 from shardlib.specs.fixed import Fixed
-from shardlib.specs.spec import P, Spec, axes_of_dims, resolve_many
+from shardlib.specs.spec import P, Spec, axes_of_dims, parse, resolve_many
 from shardlib.state import is_single_device, is_tracing
 from shardlib.strided import refuse_others
 from shardlib.tensors.agreed import same
@@ -40,7 +41,8 @@ def parallelize(
 
     `specs` says where parameters live, by patterns of their names, in which `*` stands for any text; a parameter that
     no pattern matches stays where it is, and is whole on every device if it is plain. Where nothing is said, and the
-    mesh has an axis called `tensor`, it is what the module says itself (`tp_plan` of transformers).
+    mesh has an axis called `tensor`, it is what the module says itself (`tp_plan` of transformers; of layers of which
+    that says nothing, what `suggest` proposes).
 
     `strategy` is `"ddp"`, `"zero1"`, `"zero2"`, `"fsdp"`, `"hsdp"`, or one of `sl.strategies` with axes named; it cuts
     parameters, gradients and moments over data axes, too. Of the arguments of a call, plain tensors with as many rows
@@ -175,6 +177,8 @@ def _said(module: nn.Module, tensors: Sequence[Held], mesh: Mesh, taken: Taken) 
         by_name = {at: x.tensor for x in tensors for at in x.names}
         heads = pretrained.heads_of(module, table)
         found = pretrained.specs_of(table, by_name, inner[0], mesh.axes[inner[0]], heads)
+        if found and all(numberless(name) == name for name in found):
+            found = {**_of_layers(module, mesh, inner[0], found), **found}
     grid = ", ".join(f"{axis}={n}" for axis, n in mesh.axes.items())
     wrong = [f"nothing says what {axis!r} cuts" for axis in mesh.axes if axis not in used]
     if inner and not found:
@@ -189,6 +193,19 @@ def _said(module: nn.Module, tensors: Sequence[Held], mesh: Mesh, taken: Taken) 
         )
     tied = {x.name: [at for at in x.names if at in found] for x in tensors}
     return {at: found[known[0]] for at, known in tied.items() if known}
+
+
+def _of_layers(module: nn.Module, mesh: Mesh, axis: str, found: Mapping[str, Spec]) -> dict[str, Spec]:
+    """What `suggest` says of the layers of a model whose own table says nothing of them, if it can be called."""
+    example = getattr(module, "dummy_inputs", None)
+    if not isinstance(example, Mapping):
+        return {}
+    decided = [x.name for x in held(module) if not found.keys().isdisjoint(x.names)]
+    try:
+        table, _ = proposed(module, mesh, axis, (), example, decided)
+    except ShardingError:  # its Python asks for values, say: then its layers stay whole
+        return {}
+    return {name: parse(spec) for name, spec in table.items()}
 
 
 def _read(

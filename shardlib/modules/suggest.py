@@ -87,12 +87,29 @@ def suggest(module: nn.Module, mesh: Mesh, *example: Any, axis: str | None = Non
             [f"it has no axis {axis!r}" if axis else f"none of its axes is called {', '.join(TENSOR)}"],
             remedy='name the axis, suggest(module, mesh, *example, axis="model")',
         )
+    table, why = proposed(module, mesh, axis, example, more)
+    if not table:
+        raise ShardingError(
+            f"suggest({type(module).__name__}) finds no weight that {axis!r} could cut",
+            rule=f"a dim of a weight that the call reads is cut {mesh.axes[axis]} ways",
+            remedy="write a table, {'*.up.weight': 'ff@tensor embed'}, or cut weights over data, strategy=\"fsdp\"",
+        )
+    known = [name for x in held(module) for name in x.names]
+    patterns = {x.name: _pattern(x.name, table, known) for x in held(module) if x.name in table}
+    found = {pattern: table[name] for name, pattern in patterns.items()}
+    return Suggestion(found, {pattern: why[name] for name, pattern in reversed(patterns.items())})
+
+
+def proposed(
+    module: nn.Module, mesh: Mesh, axis: str, example: Any, more: Any, decided: Collection[str] = ()
+) -> tuple[dict[str, str], dict[str, str]]:
+    """By the name of a weight, its spec and why; of none whose class is in a weight that is `decided`."""
     compiled = _compiled(module, Mesh.abstract(mesh.axes, machine=mesh.machine), example, more)
     flood, graph = compiled.propagated.flood, compiled.graph
     names = [x.name for x in held(module) if x.tensor.is_floating_point()]
     leaves = zip(compiled.traced.input_leaves, graph.inputs, strict=True)
     weights = {names[i]: value for i, value in leaves if 0 <= i < len(names)}
-    kinds = _kinds(graph, flood, weights, mesh.axes[axis])
+    kinds = [k for k in _kinds(graph, flood, weights, mesh.axes[axis]) if k.parts.keys().isdisjoint(decided)]
     chosen = _best(kinds, [{flood.dims.find(x) for x in flood.leaves(v)} for v in flood.value])
     table: dict[str, str] = {}
     why: dict[str, str] = {}
@@ -103,16 +120,7 @@ def suggest(module: nn.Module, mesh: Mesh, *example: Any, axis: str | None = Non
             sizes = [int(flood.dims.size(leaf)) for leaf in flood.value[weights[name]][d]]
             cut = factored(sizes, part, "in" if is_row else "out", axis, mesh.axes[axis])
             table[name] = " ".join(cut if i == d else "_" for i in range(len(weights[name].shape)))
-    if not table:
-        raise ShardingError(
-            f"suggest({type(module).__name__}) finds no weight that {axis!r} could cut",
-            rule=f"a dim of a weight that the call reads is cut {mesh.axes[axis]} ways",
-            remedy="write a table, {'*.up.weight': 'ff@tensor embed'}, or cut weights over data, strategy=\"fsdp\"",
-        )
-    known = [name for x in held(module) for name in x.names]
-    patterns = {name: _pattern(name, table, known) for name in weights if name in table}
-    found = {pattern: table[name] for name, pattern in patterns.items()}
-    return Suggestion(found, {pattern: why[name] for name, pattern in reversed(patterns.items())})
+    return table, why
 
 
 def _compiled(module: nn.Module, mesh: Mesh, example: Any, more: Any) -> Compiled:
