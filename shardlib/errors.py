@@ -36,6 +36,10 @@ class ValueNeededError(ShardingError):
     """A function cannot be traced, since its Python, or a shape, depends on what a tensor holds."""
 
 
+class KeptError(ShardingError):
+    """A function cannot be a program, since it keeps tensors that it computes; they are taken away again."""
+
+
 class NoStorageError(ShardingError, NotImplementedError):
     """A tensor in pieces is asked for its memory; torch's word for tensors that have none, which libraries expect."""
 

@@ -19,6 +19,7 @@ from torch.nn.utils import rnn
 
 import shardlib as sl
 from shardlib import Mesh, ShardedTensor, ShardingError
+from shardlib.modules.forward import EagerWarning
 from tests.ranks import run_ranks
 
 
@@ -629,6 +630,34 @@ def test_a_second_time_moves_only_what_is_said() -> None:
     assert [sl.typeof(p) for p in model.parameters()] == ["f32[4@tensor, 8]", "f32[4@tensor]"]
     assert model.weight is weight
     assert model.weight.moments_at == "out@tensor in@data"
+
+
+def test_what_hooks_keep_is_kept_op_by_op_until_they_are_gone() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).double()
+    model = copy.deepcopy(plain)
+    with Mesh(data=2, tensor=2):
+        sl.parallelize(model, {"0.weight": "out@tensor _"})
+    x = torch.linspace(-1, 1, 32, dtype=torch.float64).view(4, 8)
+
+    def step(net: nn.Module, *, keeps: bool) -> list[Tensor]:
+        kept: list[Tensor] = []
+        hook = net[1].register_forward_hook(lambda _, __, out: kept.append(out)) if keeps else None
+        loss = net(x).square().mean() + sum(y.abs().mean() for y in kept)
+        if hook is not None:
+            hook.remove()
+        net.zero_grad()
+        loss.backward()
+        return [whole(y) for y in kept]
+
+    with pytest.warns(EagerWarning, match=r"forward keeps tensors that it computes .*: kept\[0\] has become a value"):
+        found = step(model, keeps=True)
+    torch.testing.assert_close(found, step(plain, keeps=True))
+    for keeps in (True, False):
+        torch.testing.assert_close(step(model, keeps=keeps), step(plain, keeps=keeps))
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(whole(p.grad), q.grad)
+    assert model(x).grad_fn.name() == "_ApplyBackward"  # a program again
 
 
 # What a model says itself ---------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 
 from shardlib.calls.holders import put_back, refill
 from shardlib.calls.numbers import is_given
-from shardlib.errors import ShardingError
+from shardlib.errors import KeptError
 from shardlib.internals import FakeTensor
 from shardlib.tensors.tensor import typeof
 
@@ -90,7 +90,7 @@ def _holds_trace(cache: Any) -> bool:
 def refuse_leaks(name: str, leaks: Sequence[Leak]) -> None:
     """Refuse values of a trace that a function keeps."""
     if leaks:
-        raise ShardingError(
+        raise KeptError(
             f"{name} keeps tensors that it computes while it is traced",
             [f"{leak.name} has become a value of the trace, {typeof(leak.value)}" for leak in leaks],
             rule="a jitted function runs once, on shapes: its tensors have no values, and leave it only as results",

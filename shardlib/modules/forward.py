@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardlib.errors import ShardingError, ValueNeededError
-from shardlib.internals import is_wrapped, pytree, version_of
+from shardlib.errors import KeptError, ShardingError, ValueNeededError
+from shardlib.internals import CALL_HOOKS, is_wrapped, pytree, version_of
 from shardlib.jit import Jitted
 from shardlib.keeping import Keeping
 from shardlib.meshes.mesh import Mesh, current_mesh, is_without_mesh
@@ -45,7 +45,7 @@ class Forward:
     ) -> None:
         self.fn, self.mesh, self.batch, self.policy, self.keeping = fn, mesh, batch, policy, keeping
         self.run = fn if policy is None else policy.around(fn)
-        self.eager: set[Any] = set()  # modes of the module in which it asks for values, so that no program can be made
+        self.eager: set[Any] = set()  # modes of the module in which no program can be made
         self.program = Jitted(self.run, batch.specs, None, frozenset(), frozenset(), (), keeping)
         functools.update_wrapper(self, fn)
 
@@ -56,14 +56,15 @@ class Forward:
         if is_tracing():
             return self._on_copies(args, kwargs)
         with self._where():
-            if self._mode in self.eager:
+            if self.eager and self._mode in self.eager:
                 return self._on_copies(args, kwargs)
             try:
                 return self.program(*args, **kwargs)
-            except ValueNeededError as error:
+            except (ValueNeededError, KeptError) as error:
                 self.eager.add(self._mode)
+                what = error.what.replace("the traced function", self.fn.__name__)
                 warnings.warn(
-                    f"{error.what.replace('the traced function', self.fn.__name__)}, at {error.offenders[0]}: "
+                    f"{what}{', at' if isinstance(error, ValueNeededError) else ':'} {error.offenders[0]}: "
                     "its ops run one by one, on ShardedTensors, outside a program"
                     + (f", in which {self.keeping.said} says nothing" if self.keeping.said else ""),
                     EagerWarning,
@@ -96,8 +97,11 @@ class Forward:
 
     @property
     def _mode(self) -> Any:
-        """What a module does in training it may not do in evaluation."""
-        return getattr(getattr(self.fn, "__self__", None), "training", None)
+        """What a module does in training it may not do in evaluation; and what hooks do, not without them."""
+        module = getattr(self.fn, "__self__", None)
+        if not isinstance(module, nn.Module):
+            return None
+        return module.training, sum(len(getattr(x, kind)) for x in module.modules() for kind in CALL_HOOKS)
 
     def _on_copies(self, args: Any, kwargs: Any) -> Any:
         """Inside another traced function, and op by op, the batch is no argument of a program: copies of it are cut.

@@ -60,7 +60,8 @@ def parallelize(
     one that was made before is refused when it steps. `forward` becomes one program for the mesh, its backward another,
     from one joint trace: `loss.backward()` and `optimizer.step()` work outside `jit` as they do on one device, and
     inside. `module.forward.plan(*args)` shows both. A module whose Python, or whose shapes, depend on what tensors hold
-    runs op by op on ShardedTensors instead, with one warning that names the line.
+    runs op by op on ShardedTensors instead, with one warning that names the line; so does one that keeps tensors which
+    it computes in lists, as hooks do.
 
     Raises `ShardingError`, with all offenders and before anything is placed, for patterns that match nothing or
     contradict each other, specs that do not fit, a strategy whose axes the mesh has not, and parameters that live on
