@@ -47,12 +47,15 @@ def architectures() -> Iterator[str]:
 SMALLER = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "pad_token_id",
            "bos_token_id", "eos_token_id")  # fmt: skip
 VISION = {"image_size": 16, "patch_size": 4, "num_channels": 3, "pixel_shuffle_ratio": 0.5}
+PROJECTED = {"out_hidden_size": 32, "projector_hidden_size": 32}
 VARIANTS: tuple[dict[str, Any], ...] = (
     {}, {"all": True}, {"all": True, "num_key_value_heads": 4}, {"num_key_value_heads": 4}, {"head_dim": None},
     {"num_key_value_heads": 4, "head_dim": None}, {"mrope": True}, VISION,
     {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8}, {"layer_types": None},
     {"only": SMALLER}, {"only": (*SMALLER, "num_key_value_heads", "head_dim")},
     {"only": ("num_hidden_layers", "vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")},
+    {"parts": True}, {"parts": True, **PROJECTED},
+    {"num_key_value_heads": 4, "shared_experts_intermediate_size": 16, "num_experts": 8, "n_routed_experts": 8},
 )  # fmt: skip
 
 
@@ -60,9 +63,13 @@ def configured(kind: str, variant: Mapping[str, Any]) -> Any:
     """A small configuration: `SIZES`, or some of them, as far as it has such fields."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    config_type = CONFIG_MAPPING[kind]
+    return small(CONFIG_MAPPING[kind], variant)
+
+
+def small(config_type: Any, variant: Mapping[str, Any]) -> Any:
+    """A small configuration of a type; with small ones of its parts, where the variant says so."""
     known = config_type().to_dict()
-    more = {name: value for name, value in variant.items() if name not in ("only", "all", "mrope")}
+    more = {name: value for name, value in variant.items() if name not in ("only", "all", "mrope", "parts")}
     sizes = {name: SIZES[name] for name in variant.get("only", SIZES)} | more
     has = known if "all" in variant else {name for name, x in known.items() if x is not None}
     given = {name: x for name, x in sizes.items() if x is not None and name in has}
@@ -70,6 +77,8 @@ def configured(kind: str, variant: Mapping[str, Any]) -> Any:
         kinds = list(dict.fromkeys(known["layer_types"]))
         given["layer_types"] = (kinds * 2)[: max(2, len(kinds))]
         given["num_hidden_layers"] = len(given["layer_types"])
+    if "parts" in variant:
+        given |= {name: small(part, variant).to_dict() for name, part in config_type.sub_configs.items()}
     config = config_type(**given)
     rope = getattr(config, "rope_parameters", None)
     if "mrope" in variant and isinstance(rope, dict):
@@ -119,10 +128,9 @@ def build(kind: str) -> tuple[Any, dict[str, Any], Any]:
         try:
             config = configured(kind, variant)
             for model_type in classes(config):
+                refuse_large(model_type, copy.deepcopy(config))
                 torch.manual_seed(0)
                 model = model_type(copy.deepcopy(config)).train(False)
-                if sum(p.numel() for p in model.parameters()) > 20_000_000:
-                    raise ValueError("it is not small")
                 for p in model.parameters():  # some stay as `empty` made them
                     torch.nn.init.normal_(p, std=0.05)
                 args = batch(model)
@@ -132,6 +140,19 @@ def build(kind: str) -> tuple[Any, dict[str, Any], Any]:
         except _faults() as fault:
             faults[f"{type(fault).__name__}: {str(fault).strip().splitlines()[-1] if str(fault) else ''}"[:160]] = None
     raise SystemExit(f"no small one runs on one device: {'; '.join(list(faults)[:3])}")
+
+
+def refuse_large(model_type: type, config: Any) -> None:
+    """Raise ValueError of a model that is not small: before it takes memory, if it can be made without any."""
+    import torch
+
+    try:
+        with torch.device("meta"):
+            model = model_type(copy.deepcopy(config))
+    except _faults():
+        model = model_type(config)
+    if sum(p.numel() for p in model.parameters()) > 20_000_000:
+        raise ValueError("it is not small")
 
 
 def batch(model: Any) -> dict[str, Any]:

@@ -22,8 +22,9 @@ HEAD = """# Architectures of transformers through `sl.parallelize(model)`, nothi
 Written by `python -m tests.pretrained --report`, with transformers {version} and torch {torch}, on virtual devices
 ({axes}), each architecture small, from its own configuration, in float32. *Off* is the largest error of the output, the
 loss and all gradients against one device, relative to the largest element. *Cut* counts parameters that the model's own
-table (`tp_plan`) cuts. *Gathered* are those of them that the plan gathers whole over the tensor axis: at these sizes
-(width 32) a weight is often fewer bytes than the activations that it would save.
+table (`tp_plan`) cuts and, where that says nothing of layers, those that `suggest` proposes. *Gathered* are those of
+them that the plan gathers whole over the tensor axis: at these sizes (width 32) a weight is often fewer bytes than the
+activations that it would save.
 
 {right} of {every} are right; {wrong} are not; of {unbuilt} no small model runs on one device by this script.
 
