@@ -6,14 +6,16 @@ Along a cut dim a selection asks every device for what it found in its piece: th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardlib.internals import schema_of
-from shardlib.manual.collectives import piece, pmax, pmin
+from shardlib.manual.collectives import pmax, pmin
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import Rows, cut, gathered, worst
@@ -32,25 +34,36 @@ def _topk(call: Call) -> Rule:
     shape, k = call.operands[0].shape, call.args[1]
     if not shape or not arg(call, 4, "sorted", True) or not 0 < 2 * k <= shape[arg(call, 2, "dim", -1)]:
         return _SORTED(call)
-    return pattern("[dim] -> [_], [_] | dim:none dim:local", local=_candidates, flops=elements)(call)
+    return _anywhere(pattern("[dim] -> [_], [_] | dim:none dim:local", local=_candidates, flops=elements)(call))
+
+
+def _anywhere(rule: Rule) -> Rule:
+    """The rule, where a piece is whatever part of a dim: positions are counted in what the dim is made of."""
+    return replace(rule, loose=rule.local_factors)
 
 
 def _candidates(local: Local) -> Any:
     """The `k` best of every piece, gathered, and the `k` best among them; short pieces are gathered as they are."""
     (row,) = local.rule.reduce
-    sizes = [max(n) for n in local.values(local.size(row), row)]
+    places, ways = _places(local, [row]), range(local.ways(row))
+    known = [(local.values(size, row), local.values(first, row), whole) for size, first, whole in places]
+    theirs = [[(min(sizes[i]), min(firsts[i]), whole) for sizes, firsts, whole in known] for i in ways]
+    sizes = [math.prod(size for size, *_ in place) for place in theirs]
 
-    def form(x: Tensor, k: int, at: int = -1, *how: Any) -> tuple[Tensor, Tensor]:
+    def form(x: Tensor, places: _Places, k: int, at: int = -1, *how: Any) -> tuple[Tensor, Tensor]:
         if k * len(sizes) >= sum(sizes):
-            return gathered(x, row, at % x.dim(), sum(sizes)).topk(k, at, *how)
-        offset, size, _ = piece(row)
-        best, where = x.topk(min(size, k), at, *how)
+            best, among = gathered(x, row, at % x.dim(), sum(sizes)).topk(k, at, *how)
+            if len(places) == 1:
+                return best, among
+            order = [_global(torch.arange(n, device=x.device), at) for n, at in zip(sizes, theirs, strict=True)]
+            return best, torch.cat(order)[among]
+        best, where = x.topk(min(x.shape[at], k), at, *how)
         total = sum(min(n, k) for n in sizes)
-        best, where = (gathered(v, row, at % x.dim(), total) for v in (best, where + offset))
+        best, where = (gathered(v, row, at % x.dim(), total) for v in (best, _global(where, places)))
         best, among = best.topk(k, at, *how)
         return best, where.gather(at, among)
 
-    return local.run(form, *local.args, **local.kwargs)
+    return local.run(form, local.args[0], places, *local.args[1:], **local.kwargs)
 
 
 def _found(local: Local) -> Any:
@@ -62,11 +75,11 @@ def _found(local: Local) -> Any:
     dims = axes(dim, len(shape))
     rows, row = Rows.of(local, dims), cut(local, local.rule.reduce)
 
-    def form(x: Tensor, first: Sequence[int]) -> Any:
+    def form(x: Tensor, places: _Places) -> Any:
         x = rows.held(x, worst(x.dtype, lowest=lowest))
         value, along, kept = (x.reshape(-1), 0, False) if dim is None else (x, dim, len(out) == len(shape))
         best, index = (torch.max if lowest else torch.min)(value, along, keepdim=kept)
-        index = _global(index, [x.shape[d] for d in dims if shape], first, [shape[d] for d in dims if shape])
+        index = _global(index, places)
         if dim is None:
             best, index = best.reshape(out), index.reshape(out)
         top = (pmax if lowest else pmin)(best, row)
@@ -74,17 +87,29 @@ def _found(local: Local) -> Any:
         index = pmin(index.masked_fill(elsewhere, numel(shape)), row)
         return (top, index) if len(call.results) == 2 else index
 
-    return local.run(form, local.args[0], [sum(map(local.offset, labels[d])) for d in dims if shape])
+    return local.run(form, local.args[0], _places(local, [f for d in dims if shape for f in labels[d]]))
 
 
-def _global(index: Tensor, sizes: Sequence[int], first: Sequence[int], whole: Sequence[int]) -> Tensor:
-    """A position in a piece of these sizes, which begins there, as one in the whole; both are counted flattened."""
-    if len(sizes) == 1:
-        return index + first[0]
+def _extreme(text: str) -> RuleFn:
+    rule = pattern(f"{text} | dim:none dim:local", local=_found)
+    return lambda call: _anywhere(rule(call))
+
+
+_Places = Sequence[tuple[int, int, int]]  # of a position's coordinates: how many are here, the first, and of how many
+
+
+def _places(local: Local, factors: Iterable[str]) -> list[tuple[Any, Any, int]]:
+    return [leaf for f in factors for leaf in local.pieces(f)]
+
+
+def _global(index: Tensor, places: _Places) -> Tensor:
+    """A position in a piece as one in the whole; both are counted flattened."""
+    if len(places) == 1:
+        return index + places[0][1]
     out, stride = torch.zeros_like(index), 1
-    for size, offset, n in reversed(list(zip(sizes, first, whole, strict=True))):
-        out = out + (index % size + offset) * stride
-        index, stride = index // size, stride * n
+    for size, first, whole in reversed(places):
+        out = out + (index % max(size, 1) + first) * stride
+        index, stride = index // max(size, 1), stride * whole
     return out
 
 
@@ -93,6 +118,6 @@ ROWS: dict[str, RuleFn | str] = {
     "topk": _topk,
     **dict.fromkeys(["kthvalue", "mode", "median.dim", "nanmedian.dim"], _PICKED),
     **dict.fromkeys(["median", "nanmedian"], "... -> | ...:whole"),
-    **dict.fromkeys(["max.dim", "min.dim"], pattern("[dim] -> ..., ... | dim:none dim:local", local=_found)),
-    **dict.fromkeys(["argmax", "argmin"], pattern("[dim] -> ... | dim:none dim:local", local=_found)),
+    **dict.fromkeys(["max.dim", "min.dim"], _extreme("[dim] -> ..., ...")),
+    **dict.fromkeys(["argmax", "argmin"], _extreme("[dim] -> ...")),
 }

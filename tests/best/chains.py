@@ -57,6 +57,12 @@ def _nucleus(logits: Tensor) -> Tensor:
     return logits.masked_fill(~torch.zeros_like(keep).scatter(-1, i, keep), -torch.inf).softmax(-1)
 
 
+def _beams(logits: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    n, beams, words = logits.shape
+    best, i = (scores[:, :, None] + logits.log_softmax(-1)).view(n, beams * words).topk(2 * beams)
+    return best, i // words, i % words
+
+
 SEQUENCE = f32(64, T, 4096)
 MOVED = exchanged(SEQUENCE.nbytes, 8)
 LOGITS = f32(256, 32768)
@@ -78,6 +84,8 @@ ROWS = [
         out_specs="n v@x"),
     Row("sorted logits, vocabulary cut", lambda x: x.sort(-1)[0], (LOGITS,), ("n v@x",), X,
         2 * exchanged(LOGITS.nbytes, 8), 2, out_specs="n v@x"),
+    Row("beams of a cut vocabulary", _beams, (f32(8, 4, 32768), f32(8, 4)), ("n k v@x", "..."), X,
+        2 * reduced(8 * 4 * 4, 8) + gathered(8 * 8 * 8 * (4 + 8), 8), 4),
     Row("median along a cut dim", lambda x: x.median(1)[0], (f32(N, 256),), ("n m@x",), X,
         exchanged(N * 256 * 4, 8), 1),
 ]  # fmt: skip
