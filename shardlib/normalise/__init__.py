@@ -26,6 +26,7 @@ from shardlib.normalise.passes import (
     forget_totals,
     free_draws,
     free_scalars,
+    know_sums_of_scores,
     merge_repeated,
     one_permute,
 )
@@ -52,6 +53,7 @@ PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
     compose_reshapes,
     divide_losses_late,
     forget_totals,
+    know_sums_of_scores,
     join_slices,
     drop_dead,  # before it is asked who reads what is looked up
     look_up_at_once,

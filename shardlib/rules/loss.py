@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import shardlib.ops.ctc  # noqa: F401  (defines shardlib::ctc_loss)
+import shardlib.ops.ctc
+import shardlib.ops.scores  # noqa: F401  (they define ops)
 from shardlib.internals import schema_of
 from shardlib.manual.collectives import psum
 from shardlib.rules.notation import gradient, parse
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.shards import checked, cut, located, positional, wide
+from shardlib.rules.shards import checked, cut, located, positional, wide, widely
 from shardlib.rules.space import argument_named, numel, result_dtype
 
 aten = torch.ops.aten
@@ -88,6 +89,20 @@ def _nll_rule(call: Call) -> Rule:
     if rule is None or reduction != _SUM or argument_named(call, "weight") is not None:
         return rule
     return replace(rule, complete=frozenset({(1, "c")}))
+
+
+def _scores_backward(call: Call) -> Rule:
+    """The log-probabilities of a row and their gradients, of which one is not 0: of that, all devices know it."""
+    logits, target = _dims(call.operands[0].shape)
+    loss = target if call.operands[2].rank else ""
+
+    def form(grad: Tensor, scores: Tensor, loss_grad: Tensor, target: Tensor, dim: int, ignore: int) -> Tensor:
+        total = torch.where(target == ignore, 0, -loss_grad)
+        return grad - scores.exp() * total.unsqueeze(dim)
+
+    run = lambda local: local.run(widely(form, call), *local.args)
+    text = f"{logits}, {logits}, {loss}, {target} -> {logits} | c:local {{0,2}}"
+    return pattern(text, local=run, flops=lambda _, points: 4 * points)(call)
 
 
 # Losses of elements, or of rows whose classes stay whole --------------------------------------------------------------
@@ -211,6 +226,7 @@ _CTC = "t n _, n _, n, n -> n, n t _ | t:whole"
 
 ROWS: dict[str, RuleFn | str] = {
     **dict.fromkeys([f"nll_loss{dims}_{way}" for dims in ("", "2d") for way in ("forward", "backward")], _nll_rule),
+    "shardlib::scores_backward": _scores_backward,
     **dict.fromkeys(_PAIRED, _loss(_PAIR)),
     **dict.fromkeys([f"{name}_backward" for name in _PAIRED], _loss(gradient(_PAIR, "0 1"), backward=True)),
     "binary_cross_entropy": _loss(_TRIPLE),

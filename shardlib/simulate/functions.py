@@ -18,7 +18,7 @@ _ONE = (
     *("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "erf", "erfc", "erfinv", "lgamma", "digamma"),
     *("sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh"),
     *("sigmoid", "silu", "silu_backward", "gelu", "elu", "xlogy", "logit"),
-    *("_softmax", "_log_softmax", "_log_softmax_backward_data", "logsumexp", "softplus_backward"),
+    *("_softmax", "_log_softmax", "_log_softmax_backward_data", "scores_backward", "logsumexp", "softplus_backward"),
 )
 _TWO = ("softplus", "log_sigmoid_forward", "logaddexp", "logaddexp2", "gelu_backward")
 _THREE = ("mish", "mish_backward")

@@ -23,6 +23,18 @@ def nll_means() -> Iterator[Sample]:
         yield s("nll_loss2d_backward", grad, f(3, 4, 2, 5), planes, weight, reduction, ignore, pos())
 
 
+def gradients_of_scores() -> Iterator[Sample]:
+    """What `nll_loss_backward` makes of each target, and what goes on with it."""
+    cases = (((5, 4), i(4, 5)), ((4,), torch.tensor(3)), ((4,), torch.tensor(2)), ((3, 4, 2, 5), i(4, 3, 2, 5)))
+    for (shape, target), dtype in itertools.product(cases, (torch.float64, torch.bfloat16)):
+        for grad, ignore in itertools.product((f(), f(*target.shape)), (-100, 2)):
+            scores, how = f(*shape).log_softmax(min(1, len(shape) - 1)), 2 if not grad.dim() else 0
+            back = aten.nll_loss2d_backward if len(shape) > 2 else aten.nll_loss_backward
+            found = back(grad, scores, target, None, how, ignore, torch.ones(()).double())
+            grads = (x.to(dtype) for x in (found, scores, grad))
+            yield s("shardlib::scores_backward", *grads, target, min(1, len(shape) - 1), ignore)
+
+
 def margin_loss() -> Iterator[Sample]:
     yield s("multi_margin_loss", f(5, 4), i(4, 5))
     yield s("multi_margin_loss", f(5, 4), i(4, 5), reduction=1, margin=2)
@@ -57,4 +69,4 @@ def ctc_loss() -> Iterator[Sample]:
         yield s("shardlib::ctc_loss_backward", f(3), x, targets, *lengths, loss, alpha, 0, False)
 
 
-SAMPLES: tuple[Callable[[], Iterator[Sample]], ...] = (nll_means, margin_loss, ctc_loss)
+SAMPLES: tuple[Callable[[], Iterator[Sample]], ...] = (nll_means, gradients_of_scores, margin_loss, ctc_loss)
