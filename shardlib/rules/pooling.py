@@ -2,22 +2,24 @@
 
 Spatial dims of results are windows of those of the input (`stencil.py`): every window meets the padding that it meets
 in the whole. Indices are places in the whole plane. Adaptive pools are pools with windows side by side where the sizes
-divide, and stay whole in the other dims.
+divide, make blocks of copies where they grow in all dims, and stay whole in the other dims.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from shardlib.internals import schema_of
+from shardlib.rules.nonempty import nonempty
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Rule, RuleFn
-from shardlib.rules.space import argument_named, result_shape
+from shardlib.rules.space import argument_named, path, result_shape
 from shardlib.rules.stencil import Reach, Stencil
 from shardlib.rules.window import Window, each
 
@@ -39,6 +41,8 @@ def _rule(call: Call) -> Rule:
     backward = "backward" in name
     small, large = (call.operands[0].shape, result_shape(call))[:: 1 if backward else -1]
     sizes = list(zip(large[-dims:], small[-dims:], strict=True))
+    if "adaptive_avg" in name and all(b and a % b == 0 for b, a in sizes):
+        return _copied(call, [a // b for b, a in sizes], backward=backward)
     windows = _windows(call, *zip(*sizes, strict=True))
     read, made = ([f"{'h' if a == b else f}{k}" for k, (a, b) in enumerate(sizes)] for f in "io")
     reach = {
@@ -58,6 +62,20 @@ def _rule(call: Call) -> Rule:
     stencil = Stencil(reach, backward, 1 if backward else None, partial(_run, call, dims))
     flops = math.prod(small) * math.prod(w.kernel for w in windows if w)
     return pattern(f"{text} | {notes}", stencil=stencil, flops=lambda *_: flops)(call)
+
+
+def _copied(call: Call, times: Sequence[int], *, backward: bool) -> Rule:
+    """Results are as large or larger: every element is a block of so many, which are its copies."""
+    x = " ".join(f"h{k}" for k in range(len(times)))
+    out = " ".join(f"(h{k} r{k})" for k in range(len(times)))
+    text = f"... c {out}, ... c {x} -> ... c {x}" if backward else f"... c {x} -> ... c {out}"
+    notes = " ".join(f"h{k}:local r{k}:whole" for k in range(len(times)))
+    found = pattern(f"{text} | c:local {notes} {{0}}", local=nonempty)(call)
+    if backward:
+        return found
+    labels = found.operands[0][-len(times) :]
+    ints = {(*path(call, 1, "output_size"), k): (n, labels[k]) for k, n in enumerate(times)}
+    return replace(found, ints={**found.ints, **ints})
 
 
 def _beside(call: Call, dims: int, x: str) -> list[str]:

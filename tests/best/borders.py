@@ -52,6 +52,10 @@ def _blended(x: Tensor) -> Tensor:
     return F.interpolate(x, scale_factor=2, mode="bilinear")
 
 
+def _areas(x: Tensor) -> Tensor:
+    return F.interpolate(x, scale_factor=2, mode="area")
+
+
 def _around_each(u: Tensor) -> Tensor:
     return (u[:-2, 1:-1] + u[2:, 1:-1] + u[1:-1, :-2] + u[1:-1, 2:]) / 4
 
@@ -169,6 +173,8 @@ ROWS = [
     Row("bilinear, twice as large", _blended, (f32(4, 32, 256, 64),), ("b c h@x w",), EIGHT, 2 * 4 * 32 * 64 * 4, 2),
     Row("gradient of bilinear", _grad(_blended), (f32(4, 32, 256, 64),), ("b c h@x w",), EIGHT,
         4 * 4 * 32 * 64 * 4, 4),
+    Row("areas, twice as large", _areas, (f32(4, 32, 256, 64),), ("b c h@x w",), EIGHT, 0, 0),
+    Row("gradient of areas, twice as large", _grad(_areas), (f32(4, 32, 256, 64),), ("b c h@x w",), EIGHT, 0, 0),
     Row("gradient of an image made twice as large by a transposed convolution",
         _grad(lambda x: F.conv_transpose2d(x, torch.ones(16, 16, 2, 2), stride=2)), (f32(8, 16, 64, 64),),
         ("b c h@x w",), EIGHT, 0, 0, out_specs="b c h@x w"),

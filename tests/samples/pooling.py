@@ -78,6 +78,11 @@ def adaptive_pools() -> Iterator[Sample]:
     yield from adaptive(3, 6, 5, size=[1, 5])
     yield from adaptive(1, 2, 4, 5, 6, size=[2, 3, 3])
     yield from adaptive(1, 1, 3, 3, size=[6, 3])
+    yield from adaptive(2, 3, 3, 4, size=[6, 12])
+    yield from adaptive(3, 5, 2, size=[5, 4])
+    yield from adaptive(1, 1, 3, size=[3, 9])
+    yield from adaptive(1, 2, 3, 2, 4, size=[6, 2, 8])
+    yield from adaptive(2, 2, 4, 3, size=[2, 6])
 
 
 def fractional_pools() -> Iterator[Sample]:
