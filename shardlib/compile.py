@@ -236,6 +236,7 @@ def _fixed_inputs(
     for i, node in enumerate(nodes):
         dims = fixed[i].layout.dims if i in fixed else ()
         node.meta["cut"] = {d for d, dim in enumerate(dims) if any(factor.axes for factor in dim)}
+        node.meta["fixed"] = i in fixed
     return fixed
 
 

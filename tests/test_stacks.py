@@ -13,6 +13,7 @@ from torch import Tensor
 import shardlib as sl
 from shardlib.normalise import normalise
 from shardlib.tracing.trace import trace
+from tests.best import f32, ints
 from tests.best import recommenders as r
 
 V, D, B, L = 12, 4, 10, 3
@@ -117,3 +118,29 @@ def test_tables_that_are_cut_otherwise_are_looked_up_each_where_it_is(spec: str)
         plan = sl.jit(r.by_table, in_specs=(spec, "...")).plan(*r.TABLES)
     assert "embedding(" in str(plan)
     assert "gather(" not in str(plan)
+
+
+def test_the_cut_of_what_only_has_the_size_of_a_stack_decides_nothing() -> None:
+    w, i, dense = f32(8, 100, 64), ints(512, 8, 4), f32(8, 64)
+    with sl.Mesh.abstract(x=8):
+        program = lambda w, i, dense: (r.by_table(w, i), dense.sin())
+        plan = sl.jit(program, in_specs=("k v d@x", "...", "b@x d")).plan(w, i, dense)
+    assert "embedding(" in str(plan)
+    assert "gather(" not in str(plan)
+
+
+@pytest.mark.parametrize(("table", "index"), [("k v d@x", "k b"), ("k v d", "k b@x"), ("...", "...")])
+def test_whole_tables_by_an_index_that_counts_them_are_read_as_they_are(table: str, index: str) -> None:
+    def read(w: Tensor, i: Tensor) -> Tensor:
+        return w[torch.arange(len(w))[:, None], i]
+
+    def pulled(w: Tensor, i: Tensor) -> Tensor:
+        return sl.grad(lambda w: read(w, i).sin().sum())(w)
+
+    with sl.Mesh(x=4):
+        for program in (read, pulled):
+            w, i = torch.randn(8, 5, 8, dtype=torch.float64), torch.randint(-5, 5, (8, 12))
+            plan = sl.jit(program, in_specs=(table, index)).plan(w, i)
+            assert "gather(" not in str(plan)
+            assert "scatter_add(" not in str(plan)
+            sl.check(program, w, i, in_specs=(table, index))

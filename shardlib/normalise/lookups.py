@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardlib.aten.traits import has
 from shardlib.aten.views import argument
 from shardlib.normalise.passes import call
 
@@ -57,8 +58,24 @@ class Emit:
         return self(aten.scatter_add.default, tables, 1, self.spread(index, shape), flat)
 
 
+def origin(x: Node) -> Node | None:
+    """The argument of the program that a node is, element by element; None where it is none, or moved on the way."""
+    while x.op == "call_function" and len(x.all_input_nodes) == 1:
+        shape, (x,) = getattr(x.meta["val"], "shape", None), x.all_input_nodes
+        if getattr(x.meta["val"], "shape", None) != shape or has(x.target, "constrains"):
+            return None
+    return x if x.op == "placeholder" else None
+
+
+def _stays_whole(x: Node, dim: int) -> bool:
+    """Whether a dim is one of an argument that is said not to be cut there."""
+    x = origin(x)
+    return x is not None and bool(x.meta.get("fixed")) and dim not in x.meta["cut"]
+
+
 def look_up_aligned(gm: fx.GraphModule) -> None:
-    """Where an index counts the tables themselves, each with rows of its own, that is no lookup of tables."""
+    """Where an index counts the tables themselves, each with rows of its own, that is no lookup of tables; as long as
+    somebody may have some of the tables, or of what is looked up in them."""
     for node in list(gm.graph.nodes):
         form = _FORMS.get(node.target)
         if form is not None and (made := form(Emit(gm, node), node)) is not None:
@@ -71,6 +88,8 @@ def _index(emit: Emit, node: Node) -> Node | None:
     if pair is None:
         return None
     index, at = pair
+    if _stays_whole(tables, 0) and _stays_whole(index, at):
+        return None
     index = emit.moved(index, at, 0)
     found = emit.read(tables, emit.wrapped(index, tables.meta["val"].shape[1]))
     return emit.moved(found, 0, at)
@@ -81,6 +100,8 @@ def _index_put(emit: Emit, node: Node) -> Node | None:
     if pair is None or not argument(node, "accumulate") or tables.meta["val"].dtype != rows.meta["val"].dtype:
         return None
     index, at = pair
+    if any(user.target is aten.index.Tensor and user.args[1] == node.args[1] for user in index.users):
+        return None  # what it is the gradient of has stayed as it is
     shape = [*index.meta["val"].shape, *tables.meta["val"].shape[2:]]
     rows = emit.moved(emit(aten.expand.default, rows, shape), at, 0)
     index = emit.wrapped(emit.moved(index, at, 0), tables.meta["val"].shape[1])

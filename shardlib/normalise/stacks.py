@@ -16,7 +16,7 @@ from shardlib.aten.traits import has
 from shardlib.aten.views import argument
 from shardlib.normalise.batched import LOOKUPS, batched
 from shardlib.normalise.families import Family, Own, families
-from shardlib.normalise.lookups import Emit
+from shardlib.normalise.lookups import Emit, origin
 
 aten = torch.ops.aten
 Node = Any  # of fx, whose arguments are what its op takes
@@ -27,7 +27,7 @@ def look_up_at_once(gm: fx.GraphModule) -> None:
     place = families(gm)
     ends = {node: runs for node in gm.graph.nodes if (runs := _runs(node, place) or _sum(node, place))}
     needed = _needed(ends, place)
-    if not _cut(gm, {family.size for family in needed}):
+    if not _cut(gm, needed):
         return
     made: dict[Family, Any] = {}
     order = {node: n for n, node in enumerate(gm.graph.nodes)}
@@ -39,10 +39,19 @@ def look_up_at_once(gm: fx.GraphModule) -> None:
             _in_a_row(Emit(gm, node), node, mine, made)
 
 
-def _cut(gm: fx.GraphModule, sizes: set[int]) -> bool:
-    """Whether some tensor with a dim of such a size is cut there, or may be: otherwise every part is where it is."""
+def _cut(gm: fx.GraphModule, needed: set[Family]) -> bool:
+    """Whether devices have some of the tables, or of what is looked up in them: otherwise every part is where it is.
+
+    Arguments say it of what is made of them. Where nothing is, whatever has the size of a stack and is cut there
+    decides, as annotations do that are on the way.
+    """
+    stacks = [(origin(family.of[0]), family.of[1]) for family in needed if family.slices]
+    known = [(x, dim) for x, dim in stacks if x is not None]
+    if any(dim in x.meta.get("cut", [dim]) for x, dim in known):
+        return True
+    sizes = {family.size for family in needed}
     for node in gm.graph.nodes if sizes else ():
-        if node.op == "placeholder" or has(node.target, "constrains"):
+        if has(node.target, "constrains") or (node.op == "placeholder" and not known):
             shape = getattr(node.meta["val"], "shape", ())
             if any(shape[d] in sizes for d in node.meta.get("cut", range(len(shape)))):
                 return True

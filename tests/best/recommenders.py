@@ -88,6 +88,7 @@ ROWS = [
     Row("tables by table, ids in a list", listed, (TABLES[0], *[ints(B, L)] * K), ("k@x v d", *["b l"] * K), X, *BEST,
         out_specs="b@x k d"),
     Row("tables by an index that counts them", counted, TABLES, CUT, X, *BEST, out_specs="b@x k d"),
+    Row("tables by an index that counts them, cut by features", counted, TABLES, ("k v d@x", "..."), X),
     Row("tables under vmap", mapped, TABLES, CUT, X, *BEST, out_specs="b@x k d"),
     Row("more tables than devices", by_table, (f32(16, V, D), ints(B, 16, L)), CUT, X, 2 * BEST[0], 1,
         out_specs="b@x k d"),
