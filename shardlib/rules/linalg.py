@@ -1,7 +1,8 @@
 """Matrix factorisations and solvers: matrices stay whole, leading dims are a batch, columns to solve for are free.
 
 Every matrix of a batch meets the same kernel whoever holds it, so what a factorisation leaves open (signs, phases, the
-order of equal eigenvalues) comes out as on one device.
+order of equal eigenvalues) comes out as on one device. Rows of a tall matrix may be cut where all of that is known: its
+triangular factor is that of the triangular factors of its pieces (Demmel et al. 2012, arXiv:0808.2664).
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from shardlib.ops.lstsq import lstsq
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Rule, RuleFn
+from shardlib.rules.rule import Call, Local, Rule, RuleFn
+from shardlib.rules.shards import gathered
 from shardlib.rules.space import arg, numel, result_shape
 
 aten = torch.ops.aten
@@ -30,7 +32,11 @@ def _matrices(text: str) -> RuleFn:
     return pattern(text, flops=_cubic)
 
 
-def _parts(text: str, flops: Callable[[Call, int], int] | None = _cubic) -> RuleFn:
+def _parts(
+    text: str,
+    flops: Callable[[Call, int], int] | None = _cubic,
+    local: Callable[[Local], Any] | None = None,
+) -> Callable[[Call], Rule]:
     """A pattern of which the call may leave out results: these are empty vectors."""
     operands, _, results = text.partition("->")
     results, _, notes = results.partition("|")
@@ -38,7 +44,7 @@ def _parts(text: str, flops: Callable[[Call, int], int] | None = _cubic) -> Rule
 
     def rule(call: Call) -> Rule:
         given = ["_" if m is not None and m.shape == (0,) else t for t, m in zip(terms, call.results, strict=True)]
-        return pattern(f"{operands} -> {', '.join(given)} | {notes}", flops=flops)(call)
+        return pattern(f"{operands} -> {', '.join(given)} | {notes}", flops=flops, local=local)(call)
 
     return rule
 
@@ -67,6 +73,39 @@ def _least_squares(call: Call) -> Rule | None:
     a, b = (m.shape for m in call.operands)
     side, left = ("_", "1") if len(b) == len(a) - 1 else ("_ _", "_")
     return _parts(f"... _ _, ... {side} -> ... {side}, ... {left}, ..., ... _")(call)
+
+
+# Tall matrices, cut in rows: small triangles meet, rows stay where they are.
+
+
+def _qr(call: Call) -> Rule:
+    rows, columns = call.operands[0].shape[-2:]
+    if not rows >= 2 * columns > 0 or arg(call, 1, "mode", "reduced") == "complete":
+        return _parts("... _ _ -> ... _ _, ... _ _")(call)
+    return _parts("... r _ -> ... r _, ... _ _ | r:none r:local", local=_by_triangles)(call)
+
+
+def _by_triangles(local: Local) -> Any:
+    """The QR decomposition of the pieces' triangles, with the first rows of the matrix as they are: the signs of what
+    a decomposition by reflections makes depend on these, and on the length of what is below, in every column."""
+    n = local.call.operands[0].shape[-1]
+    sizes = [max(s) for s in local.values(local.size("r"), "r")]
+    firsts = [max(0, min(s, n - sum(sizes[:i]))) for i, s in enumerate(sizes)]
+    counts = [first + min(s - first, n) for s, first in zip(sizes, firsts, strict=True)]
+    place = local.position("r")
+    first, begin = (local.calc(at.__getitem__, place) for at in (firsts, [sum(counts[:i]) for i in range(len(counts))]))
+
+    def form(x: Tensor, first: int, begin: int, mode: str = "reduced") -> tuple[Tensor, Tensor]:
+        top, rest = x.narrow(-2, 0, first), x.narrow(-2, first, x.shape[-2] - first)
+        q, r = torch.linalg.qr(rest)
+        stack = gathered(torch.cat([top, r], -2), "r", x.dim() - 2, sum(counts))
+        mixed, triangle = torch.linalg.qr(stack, mode)
+        if mode == "r":
+            return mixed, triangle
+        above, below = mixed.narrow(-2, begin, first), mixed.narrow(-2, begin + first, r.shape[-2])
+        return torch.cat([above, q @ below], -2), triangle
+
+    return local.run(form, local.args[0], first, begin, *local.args[1:], **local.kwargs)
 
 
 # For a determinant torch factorises the transpose of a matrix that lies in memory row by row, and its gradient decides
@@ -118,7 +157,7 @@ ROWS: dict[str, RuleFn | str] = {
     "linalg_lu_factor_ex": _matrices("... _ _ -> ... _ _, ... _, ..."),
     "lu_unpack": _parts("... _ _, ... _ -> ... _ _, ... _ _, ... _ _", flops=None),
     "linalg_ldl_factor_ex": _matrices("... _ _ -> ... _ _, ... _, ..."),
-    "linalg_qr": _parts("... _ _ -> ... _ _, ... _ _"),
+    "linalg_qr": _qr,
     "geqrf": _matrices("... _ _ -> ... _ _, ... _"),
     "linalg_householder_product": _matrices("... _ _, ... _ -> ... _ _"),
     "ormqr": _sided("... _ _, ... _", 2),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests.best import Row, exchanged, f32, reduced
+from tests.best import Row, exchanged, f32, gathered, reduced
 
 L, D = 64, 2048
 STACK = L * D * D * 4
@@ -25,6 +25,12 @@ def _inverse_root(x: Tensor) -> Tensor:
     return vectors * values.pow(-0.25).unsqueeze(-2) @ vectors.mT
 
 
+def _power(x: Tensor, v: Tensor) -> Tensor:
+    """Vogels et al. 2019, arXiv:1905.13727: a matrix of low rank that is near."""
+    q = torch.linalg.qr(x @ v)[0]
+    return q @ (q.mT @ x)
+
+
 def _row(name: str, program: object, **more: object) -> Row:
     return Row(
         name, program, (f32(L, D, D),), ("_ m@x _",), MESH, 2 * exchanged(STACK, 64), 2, out_specs="_ m@x _", **more
@@ -40,6 +46,11 @@ ROWS = [
     Row("Newton-Schulz on a cut stack", _newton_schulz, (f32(L, 256, 256),), ("l@x _ _",), MESH),
     Row("product of matrices, cut in k", lambda a, b: a @ b, (f32(D, D), f32(D, D)), ("_ k@x", "k@x _"), MESH,
         reduced(D * D * 4, 64), 1, out_specs="_ _"),
+    # The first rows are what signs depend on: one device sends them beside its triangle.
+    Row("QR decomposition of a tall matrix", torch.linalg.qr, (f32(1 << 16, 64),), ("n@x d",), {"x": 8},
+        gathered(9 * 64 * 64 * 4, 8), 1),
+    Row("low-rank part of a tall matrix", _power, (f32(1 << 16, 512), f32(512, 8)), ("n@x d", "..."), {"x": 8},
+        gathered(9 * 8 * 8 * 4, 8) + reduced(8 * 512 * 4, 8), 2),
     Row("product of matrices in two dims", lambda a, b: a @ b, (f32(D, D), f32(D, D)), ("m@a _", "_ n@b"),
         {"a": 4, "b": 4}),
 ]  # fmt: skip

@@ -48,6 +48,9 @@ def factorisations() -> Iterator[Sample]:
         for mode in ("reduced", "complete", "r"):
             yield s("linalg_qr", tall, mode)
             yield s("linalg_qr", wide, mode)
+            yield s("linalg_qr", f(*batch, 11, 3), mode)
+            yield s("linalg_qr", c(*batch, 6, 3), mode)
+        yield s("linalg_qr", torch.zeros(*batch, 8, 3))
         yield s("geqrf", tall)
         factor, tau = torch.geqrf(tall)
         yield s("linalg_householder_product", factor, tau)
