@@ -23,4 +23,5 @@ PAD = _aten.constant_pad_nd.default
 PERMUTE = _aten.permute.default
 RESHAPE = _aten.reshape.default
 SLICE = _aten.slice.Tensor
+VIEW = _aten.view.default
 UNSQUEEZE = _aten.unsqueeze.default

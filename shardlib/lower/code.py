@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardlib.aten.calls import FILLED, PAD, SLICE
+from shardlib.aten.calls import FILLED, PAD, SLICE, VIEW
 from shardlib.aten.traits import has, returns_list
 from shardlib.errors import ShardingError
 from shardlib.internals import TorchDispatchMode, pytree, schema_of, without_modes
@@ -270,7 +271,12 @@ def _write(local: LocalForm, flat: Sequence[Any], axes: tuple[Axis, ...], runs: 
             nbytes = max(math.prod(x.shape) for x in after) * after[0].dtype.itemsize
             values.append(_communicate(local, op, args, joined([x.shape for x in before]), nbytes))
         else:
-            made = local.emit(op, tuple(args), kwargs, [ref and runs[0].held[ref.n] for ref in out])
+            write = partial(local.emit, op, tuple(args), kwargs, [ref and runs[0].held[ref.n] for ref in out])
+            if op is VIEW:  # one of all that regroup a value alike, so that they share its borders
+                source, shape = args
+                made = tuple(map(local.now, local.once((VIEW, local.now(source), tuple(shape)), write)))
+            else:
+                made = write()
             values += [x for x, ref in zip(made, out, strict=True) if ref is not None]
     return joined([run.results for run in runs])
 

@@ -91,6 +91,10 @@ def _nine(x: Tensor) -> Tensor:
     return sum((1 + i + 3 * j) * p[i : i + N, j : j + W] for i in range(3) for j in range(3))
 
 
+def _turned(x: Tensor) -> Tensor:
+    return sum((1 + i + 3 * j) * x.roll((i - 1, j - 1), (0, 1)) for i in range(3) for j in range(3))
+
+
 def _upwind(u: Tensor) -> Tensor:
     for _ in range(3):
         back, ahead = u[1:-1] - u[:-2], u[2:] - u[1:-1]
@@ -189,6 +193,7 @@ ROWS = [
     _row("Jacobi by a periodic pad", _periodic, 3 * STEP, 6, short={"bytes": 2.05, "collectives": 2.0}, why=RING),
     _row("nine points of a pad", _nine, STEP, 2),
     _plane("nine points of a pad, both dims", _nine, CROSS, 4, short={"bytes": 2.05, "collectives": 2.0}, why=CORNERS),
+    _row("nine points by rolls", _turned, STEP, 2),
     _row("upwind differences", _upwind, 3 * STEP, 6),
     _row("heat by second differences", _heat, 3 * STEP, 6),
     _row("gradient of heat by second differences", _grad(_heat), 6 * STEP, 12),
