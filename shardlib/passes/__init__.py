@@ -8,13 +8,22 @@ from dataclasses import replace
 from functools import cache
 
 from shardlib.machine import Machine
-from shardlib.passes import bundle, free, fuse, offload, reuse, schedule, settle
+from shardlib.passes import borders, bundle, free, fuse, offload, reuse, schedule, settle
 from shardlib.program.check import check
 from shardlib.program.steps import Program, Var
 from shardlib.program.storage import peak_bytes
 from shardlib.schedule import DEFAULT, Schedule
 
-PASSES = (fuse.fuse, bundle.bundle, schedule.schedule, offload.offload, settle.settle, reuse.reuse, free.free)
+PASSES = (
+    borders.share_borders,
+    fuse.fuse,
+    bundle.bundle,
+    schedule.schedule,
+    offload.offload,
+    settle.settle,
+    reuse.reuse,
+    free.free,
+)
 _MOVING = {bundle.bundle, schedule.schedule}
 
 

@@ -1,0 +1,69 @@
+"""Messages of one value to the same neighbours are one: what arrives is what each of them brought."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import shardlib as sl
+
+
+def _fourth(x: Tensor) -> Tensor:
+    return x.roll(2, 0) - 8 * x.roll(1, 0) + 8 * x.roll(-1, 0) - x.roll(-2, 0)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    return x.roll(1, 0) * torch.cat([x[:1], x[:-1]]) + x.roll(3, 0) - x.roll((1, 1), (0, 1))
+
+
+def _around(x: Tensor) -> Tensor:
+    image = F.pad(x[None, None], (1, 1, 1, 1), mode="circular")
+    return F.conv2d(image, torch.arange(9.0, dtype=x.dtype).view(1, 1, 3, 3))[0, 0]
+
+
+def _periodic(x: Tensor) -> Tensor:
+    for _ in range(2):
+        p = F.pad(x[None, None], (1, 1, 1, 1), mode="circular")[0, 0]
+        x = (p[:-2, 1:-1] + p[2:, 1:-1] + p[1:-1, :-2] - p[1:-1, 2:]) / 4
+    return x
+
+
+def _uneven(x: Tensor) -> Tensor:
+    image = F.pad(x[None], (2, 0), mode="circular")
+    return F.conv1d(image, torch.arange(3.0, dtype=x.dtype).expand(len(x), 1, 3), groups=len(x))[0]
+
+
+PROGRAMS = [_fourth, _mixed, _around, _periodic, _uneven]
+MESHES = [({"x": 4}, "n@x d"), ({"x": 3, "y": 2}, "n@x d@y"), ({"x": 2, "y": 3}, "n@(y x) d"), ({"x": 4}, "n d@x")]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("mesh", "spec"), MESHES)
+@pytest.mark.parametrize("n", [24, 13, 5])
+def test_values_and_gradients(program: Callable[[Tensor], Tensor], mesh: dict[str, int], spec: str, n: int) -> None:
+    x = torch.randn(n, n, dtype=torch.float64)
+    with sl.Mesh(mesh):
+        sl.check(program, x, in_specs=(spec,))
+        sl.check(sl.grad(lambda x: program(x).sin().sum()), x, in_specs=(spec,))
+
+
+@pytest.mark.parametrize(
+    ("program", "rows", "messages"), [(_fourth, 4, 2), (_mixed, 3, 1), (_around, 2, 2), (_periodic, 4, 4)]
+)
+def test_as_few_messages_as_there_are_ways_to_go(program: Callable[[Tensor], Tensor], rows: int, messages: int) -> None:
+    with sl.Mesh.abstract(x=8):
+        plan = sl.jit(program, in_specs=("n@x d",)).plan(torch.empty(512, 512, device="meta"))
+    assert len(plan.collectives) == messages
+    assert plan.comm_bytes <= rows * 514 * 4
+
+
+def test_what_goes_different_ways_stays_apart() -> None:
+    with sl.Mesh.abstract(x=8):
+        plan = sl.jit(lambda x: (x.roll(1, 0), x.sin().roll(1, 0)), in_specs=("n@x d",)).plan(
+            torch.empty(512, 8, device="meta")
+        )
+    assert plan.comm_bytes == 2 * 8 * 4
