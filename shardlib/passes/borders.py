@@ -112,9 +112,10 @@ def _number(n: Any, move: Collective, i: int, program: Program) -> int:
 
 @dataclass
 class _Found:
-    """Where what a program sends comes from."""
+    """Where what a program sends comes from; `names` are the mesh axes along which a message goes."""
 
     program: Program
+    names: frozenset[str] = frozenset()
 
     @cached_property
     def made(self) -> dict[Var, Compute]:
@@ -130,7 +131,8 @@ class _Found:
         if step is None or step.target not in (NARROW, CAT) or not all(a.whole for a in move.axes):
             return None
         at = int(step.args[1] if len(step.args) > 1 else 0)
-        self.names, ranges, roots = {a.name for a in move.axes}, dict[int, Range](), set[tuple[Var, int]]()
+        self.names = frozenset(a.name for a in move.axes)
+        ranges, roots = dict[int, Range](), set[tuple[Var, int]]()
         try:
             for i, _ in move.params["pairs"]:
                 ((root, dim, *ends),) = self.pieces(move.source, at, _at(move, i, self.program))
