@@ -7,13 +7,10 @@ import os
 from collections import Counter
 
 import pytest
-import torch
 
-from shardlib.program import verify
-from tests import ranks
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tensors are small; with more threads they wait for each other
 
-torch.set_num_threads(1)  # the tensors are small; with more threads they wait for each other,
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # in processes that tests start, too
+# torch and the library are imported in functions: the process that hands tests out to others has no use for them.
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks select
@@ -23,6 +20,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Tests of a module that share what they make run in one process.
     Of the cases of a sampled test, every n-th is part of `make test`, and the others of `make slow`.
     """
+    import torch
+
+    torch.set_num_threads(1)
     cases: Counter[str] = Counter()
     for item in items:
         if item.get_closest_marker("ranks") is not None:
@@ -54,6 +54,10 @@ def _settle() -> None:
 
 @pytest.fixture(autouse=True)
 def _each(request: pytest.FixtureRequest) -> None:
+    import torch
+
+    from tests import ranks
+
     torch.manual_seed(0)
     ranks.allowed = request.node.get_closest_marker("ranks") is not None
 
@@ -61,4 +65,6 @@ def _each(request: pytest.FixtureRequest) -> None:
 @pytest.fixture
 def strict(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs are held to what torch says of their ops."""
+    from shardlib.program import verify
+
     monkeypatch.setattr(verify, "STRICT", True)

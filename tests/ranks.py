@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -56,15 +57,31 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 120.0
         raise
 
 
+def apart(fn: Callable[..., Any], *args: Any) -> tuple[BaseProcess, Connection]:
+    """A process that has imported what ranks have, and runs `fn(pipe, *args)`; and this end of the pipe."""
+    assert allowed, "a test that starts processes which have imported torch is marked: @pytest.mark.ranks"
+    context = _forks()
+    ours, theirs = context.Pipe()
+    process = context.Process(target=fn, args=(theirs, *args), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _forks() -> ForkServerContext:
+    """Forks of a process that has imported what they need, and done nothing else, start in no time."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.device_mesh", "pytest", "shardlib"])
+    return context
+
+
 class Pool:
     """`n` processes that are the ranks of one Gloo world."""
 
     def __init__(self, n: int) -> None:
         # The store is here, so that it outlives a rank that a test kills, and so that its port is free for sure.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        # Forks of a process that has imported what they need, and done nothing else, start in no time.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed.device_mesh", "pytest", "shardlib"])
+        context = _forks()
         self.pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
         for rank in range(n):

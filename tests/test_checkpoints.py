@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
-import signal
-import subprocess
-import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 import shardlib as sl
 from shardlib import Checkpoints, Mesh, ShardingError
-from tests.ranks import run_ranks
+from tests.ranks import apart, run_ranks
 
 
 class Data:
@@ -329,27 +328,25 @@ def test_killed_between_two_names(tmp_path: Path) -> None:
     assert sorted(x.name for x in tmp_path.iterdir()) == ["newest", "step-000001"]
 
 
-KILLED = """
-import sys, torch, shardlib as sl
-checkpoints = sl.Checkpoints(sys.argv[1])
-x = torch.zeros(1 << 20)
-for step in range(1, 10**6):
-    x += 1
-    checkpoints.save(step, {"x": x, "n": step}, background=step % 2 == 0)
-    print(step, flush=True)
-"""
+def _saves(pipe: Connection, folder: Path) -> None:
+    """Until it is killed."""
+    checkpoints = Checkpoints(folder)
+    x = torch.zeros(1 << 20)
+    for step in itertools.count(1):
+        x += 1
+        checkpoints.save(step, {"x": x, "n": step}, background=step % 2 == 0)
+        pipe.send(step)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.ranks
 @pytest.mark.parametrize("attempt", range(4))
 def test_killed_at_any_moment_it_goes_on_from_the_one_before(tmp_path: Path, attempt: int) -> None:
-    command = [sys.executable, "-c", KILLED, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
-        assert run.stdout is not None
-        for _ in range(2 + attempt):
-            run.stdout.readline()
-        time.sleep(0.004 * attempt)
-        run.send_signal(signal.SIGKILL)
+    run, steps = apart(_saves, tmp_path)
+    for _ in range(2 + attempt):
+        steps.recv()
+    time.sleep(0.004 * attempt)
+    run.kill()
+    run.join()
     x = torch.zeros(1 << 20)
     found = Checkpoints(tmp_path).load({"x": x, "n": 0})
     assert found["n"] == found["step"] >= 1 + attempt

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardlib.errors import ShardingError
 from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh, current_mesh
-from tests.ranks import run_ranks
-
-ROOT = Path(__file__).parents[1]
+from tests.ranks import apart, run_ranks
 
 
 def test_axes_are_ordered_and_the_right_most_varies_fastest():
@@ -277,23 +272,21 @@ def test_the_groups_of_four_ranks():
     run_ranks(groups_of_four, 4)
 
 
-ALONE = """
-import torch.distributed as dist
-from shardlib.meshes.mesh import Mesh
-
-mesh = Mesh(data=1)
-assert not dist.is_initialized()
-assert mesh.device_mesh["data"].size() == 1 and dist.get_backend() == "gloo"
-first = mesh.device_mesh
-dist.destroy_process_group()
-assert mesh.device_mesh is not first  # the groups went with the process group
-dist.destroy_process_group()
-"""
+def _alone(pipe):
+    """As under torchrun, before anybody has made a process group."""
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    mesh = Mesh(data=1)
+    found = [dist.is_initialized()]
+    found += [mesh.device_mesh["data"].size(), dist.get_backend()]
+    first = mesh.device_mesh
+    dist.destroy_process_group()
+    found.append(mesh.device_mesh is first)  # the groups went with the process group
+    dist.destroy_process_group()
+    pipe.send(found)
 
 
 @pytest.mark.ranks
 def test_a_distributed_mesh_initialises_the_process_group_when_needed():
-    torchrun = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    env = {**os.environ, **torchrun, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", ALONE], env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr[-3000:]
+    process, pipe = apart(_alone)
+    assert pipe.recv() == [False, 1, "gloo", False]
+    process.join()

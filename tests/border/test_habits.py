@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 import itertools
 import os
-import subprocess
 import sys
 import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,7 +38,7 @@ import shardlib as sl
 from shardlib import Mesh, ShardedTensor, ShardingError, shard
 from shardlib.ranks import counting
 from tests.border.oracle import same
-from tests.ranks import Pool, only, run_ranks
+from tests.ranks import Pool, apart, only, run_ranks
 from tests.versions import HAS_FAKE_QUANTIZED
 
 W = torch.arange(24.0).view(4, 6) / 7 - 1
@@ -264,12 +262,16 @@ def test_grad_scaler(inf):
     assert found[0][1] == found[1][1] == (2.0 if inf else 8.0)
 
 
+def _loads(pipe, path):
+    pipe.send(torch.load(path)["x"].full_tensor().sum().item())
+
+
+@pytest.mark.ranks
 def test_torch_load_in_a_fresh_process(tmp_path):
     torch.save({"x": placed()}, tmp_path / "x.pt")
-    code = f"import torch, shardlib; print(torch.load({str(tmp_path / 'x.pt')!r})['x'].full_tensor().sum().item())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) == pytest.approx(float(W.sum()))
+    process, pipe = apart(_loads, tmp_path / "x.pt")
+    assert pipe.recv() == pytest.approx(float(W.sum()))
+    process.join()
 
 
 def test_safetensors_takes_whole_tensors(tmp_path):
@@ -686,7 +688,7 @@ def _refuses(call: Callable[[], Any]) -> bool:
     return False
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:.*(C|c)omplex")
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_plan_is_refused_where_torch_refuses_dtypes(name: str):
@@ -941,6 +943,7 @@ def test_the_mode_that_counts_collectives_counts_those_of_plans(monkeypatch):
     assert _told("") == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.ranks
 @pytest.mark.parametrize("ops", ["", "torch"])
 def test_the_mode_counts_on_ranks_whatever_carries_collectives(ops):
