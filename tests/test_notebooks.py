@@ -3,26 +3,58 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+pytestmark = pytest.mark.together
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+@pytest.fixture(scope="module")
+def ran() -> dict[Path, Any]:
+    """All notebooks, run; or why one did not run to its end."""
+    return asyncio.run(_run())
+
+
+async def _run() -> dict[Path, Any]:
+    """One after the other in one kernel, which imports what they import once; names do not stay."""
+    import nbformat  # here: the other tests are collected where no notebook runs
+    from jupyter_client import AsyncKernelManager
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError
+
+    found: dict[Path, Any] = {}
+    kernel = AsyncKernelManager(kernel_name="python3")
+    try:
+        for path in NOTEBOOKS:
+            found[path] = nbformat.read(path, as_version=4)
+            client = NotebookClient(
+                found[path], km=kernel, timeout=120, resources={"metadata": {"path": str(path.parent)}}
+            )
+            try:  # PYTHONPATH: so that a tree that is not installed serves too
+                await client.async_execute(env={**os.environ, "PYTHONPATH": str(ROOT)})
+            except CellExecutionError as error:
+                found[path] = error
+            client.kc.execute("%reset -f")
+            client.kc.stop_channels()
+    finally:
+        await kernel.shutdown_kernel(now=True)
+    return found
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_runs_and_says_what_it_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_and_says_what_it_said(path: Path, ran: dict[Path, Any]) -> None:
     """The outputs in the file, which readers see on the web, are those of today; pictures are there."""
-    import nbformat  # here: the other tests are collected where no notebook runs
-    from nbclient import NotebookClient
+    import nbformat
 
-    monkeypatch.setenv("PYTHONPATH", str(path.parents[1]))  # so that a tree that is not installed serves too
-    notebook = nbformat.read(path, as_version=4)
-    before = [_outputs(cell) for cell in notebook.cells]
-    client = NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": path.parent}})
-    asyncio.run(client.async_execute())
-    assert [_outputs(cell) for cell in notebook.cells] == before
+    if isinstance(ran[path], Exception):
+        raise ran[path]
+    before = [_outputs(cell) for cell in nbformat.read(path, as_version=4).cells]
+    assert [_outputs(cell) for cell in ran[path].cells] == before
     assert any(before)
 
 
