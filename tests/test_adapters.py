@@ -20,7 +20,7 @@ from shardlib.modules import pretrained
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 
 CONFIG = LlamaConfig(
-    hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
     vocab_size=64, max_position_embeddings=64,
 )  # fmt: skip
 TOKENS = torch.randint(0, 64, (8, 12), generator=torch.Generator().manual_seed(1))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,11 +24,12 @@ import torch
 
 import shardlib as sl
 from shardlib.examples import data, functional
-from shardlib.examples.model import GPT, RULES, WEIGHTS
+from shardlib.examples.model import GPT, WEIGHTS
 from shardlib.examples.options import Options
-from shardlib.examples.train_gpt import Run, optimizer_of, train
-from tests.ranks import run_ranks
+from shardlib.examples.train_gpt import Run, main, optimizer_of, train
+from tests.ranks import apart, run_ranks
 
+pytestmark = pytest.mark.together
 ROOT = Path(__file__).parents[1]
 TINY = Options(
     steps=6,
@@ -74,30 +79,43 @@ def plain() -> list[float]:
     return _plain_losses(TINY)
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(("data_axis", "tensor_axis"), [(2, 4), (1, 1), (4, 2)])
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, str]:
+    """A run, whose folder the tests read and copy, and what it printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        run = train(replace(TINY, out=tmp_path_factory.mktemp("first") / "run"))
+    return run, said.getvalue()
+
+
+def _copied(first: tuple[Run, str], folder: Path) -> Path:
+    return Path(shutil.copytree(first[0].options.out, folder))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("data_axis", "tensor_axis"), [(1, 1), (4, 2)])
 def test_losses_are_those_of_plain_torch(tmp_path: Path, plain: list[float], data_axis: int, tensor_axis: int) -> None:
     run = train(replace(TINY, out=tmp_path, data=data_axis, tensor=tensor_axis))
     assert run.losses.train == pytest.approx(plain, abs=1e-4)
 
 
-def test_what_a_run_leaves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = train(replace(TINY, out=tmp_path / "run"))
-    assert _steps(tmp_path / "run") == [3, 6]
-    written = json.loads((tmp_path / "run" / "losses.json").read_text())
+def test_what_a_run_leaves(first: tuple[Run, str], plain: list[float]) -> None:
+    run, said = first
+    folder = run.options.out
+    assert (run.options.data, run.options.tensor) == (2, 4)
+    assert run.losses.train == pytest.approx(plain, abs=1e-4)
+    assert run.step.retraces == [], "a rate that changes is no new program"
+    assert _steps(folder) == [3, 6]
+    written = json.loads((folder / "losses.json").read_text())
     assert written["train"] == run.losses.train
     assert [step for step, _ in written["validation"]] == [3, 6]
-    assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert "all_reduce" in (tmp_path / "run" / "plan.txt").read_text()
-    assert not list(tmp_path.rglob("*partial*"))
-    assert "--- the model goes on from 'def '" in capsys.readouterr().out
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "all_reduce" in (folder / "plan.txt").read_text()
+    assert not list(folder.parent.rglob("*partial*"))
+    assert "--- the model goes on from 'def '" in said
 
 
-def test_moments_live_where_the_weights_do(tmp_path: Path) -> None:
-    mesh = sl.Mesh(data=2, tensor=4, rules=RULES)
-    run = Run(replace(TINY, out=tmp_path), mesh, data.Corpus.of(data.standard_library(100_000)))
-    with mesh:
-        run.advance()
+def test_moments_live_where_the_weights_do(first: tuple[Run, str]) -> None:
+    run, _ = first
     moments = {name: run.opt.state[p] for name, p in run.model.named_parameters()}
     for name, p in run.model.named_parameters():
         assert sl.typeof(p) == sl.typeof(moments[name]["exp_avg"]) == sl.typeof(moments[name]["exp_avg_sq"]), name
@@ -105,22 +123,16 @@ def test_moments_live_where_the_weights_do(tmp_path: Path) -> None:
     assert len(cut) == len(WEIGHTS)
 
 
-def test_a_rate_that_changes_is_no_new_program(tmp_path: Path) -> None:
-    assert train(replace(TINY, out=tmp_path)).step.retraces == []
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("data_axis", "tensor_axis"), [(8, 1), (2, 4)])
 def test_resumed_on_any_mesh_it_goes_on_as_if_nothing_had_been(
-    tmp_path: Path, plain: list[float], data_axis: int, tensor_axis: int
+    tmp_path: Path, first: tuple[Run, str], plain: list[float], data_axis: int, tensor_axis: int
 ) -> None:
-    shorter = replace(TINY, out=tmp_path, steps=3)
+    out = _copied(first, tmp_path / "run")
     # The schedule is that of the whole run; only the end comes early.
-    first = train(replace(shorter, steps=TINY.steps, save_every=3))
-    for path in (tmp_path / "checkpoints").glob("step-000006"):
-        path.rename(tmp_path / "gone")
-    run = train(replace(TINY, out=tmp_path, data=data_axis, tensor=tensor_axis, resume=True))
-    assert run.losses.train[:3] == first.losses.train[:3]
+    (out / "checkpoints" / "step-000006").rename(tmp_path / "gone")
+    run = train(replace(TINY, out=out, data=data_axis, tensor=tensor_axis, resume=True))
+    assert run.losses.train[:3] == first[0].losses.train[:3]
     assert run.losses.train == pytest.approx(plain, abs=1e-4)
     assert [step for step, _ in run.losses.validation] == [3, 6]
 
@@ -131,7 +143,7 @@ def _losses_on_ranks(options: Options, ops: str) -> list[float]:
 
 
 _RESUMED = list(itertools.product(("ranks", "virtual"), ((1, 2), (2, 2)), ("", "torch")))
-_FAST = (("ranks", (1, 2), ""),)
+_FAST = (("virtual", (1, 2), ""),)
 
 
 @pytest.mark.ranks
@@ -153,42 +165,44 @@ def test_resumed_on_ranks_it_goes_on_as_if_nothing_had_been(
         assert losses == pytest.approx(plain, abs=1e-4)
 
 
-def test_resume_says_what_is_wrong(tmp_path: Path) -> None:
+def test_resume_says_what_is_wrong(tmp_path: Path, first: tuple[Run, str]) -> None:
     with pytest.raises(SystemExit, match=r"there is no checkpoint in .*\n.*begin the run"):
         train(replace(TINY, out=tmp_path, resume=True))
-    train(replace(TINY, out=tmp_path, steps=1))
+    out = _copied(first, tmp_path / "run")
     with pytest.raises(SystemExit, match=r"the checkpoint holds another model: .*'heads': 4.* asked for .*'heads': 2"):
-        train(replace(TINY, out=tmp_path, heads=2, resume=True))
+        train(replace(TINY, out=out, heads=2, resume=True))
     with pytest.raises(SystemExit, match=r"(?s)one of something else.*model.norm.weight is float32\[32\].*\[64\] here"):
-        train(replace(TINY, out=tmp_path, width=64, resume=True))
+        train(replace(TINY, out=out, width=64, resume=True))
 
 
-def test_a_new_run_moves_the_former_one_aside(tmp_path: Path) -> None:
-    once = replace(TINY, out=tmp_path / "run", steps=1)
-    train(once)
-    train(once)
-    assert _steps(tmp_path / "run.1") == [1]
+def test_a_new_run_moves_the_former_one_aside(tmp_path: Path, first: tuple[Run, str]) -> None:
+    train(replace(TINY, out=_copied(first, tmp_path / "run"), steps=1))
+    assert _steps(tmp_path / "run.1") == [3, 6]
     assert _steps(tmp_path / "run") == [1]
 
 
+def _told(pipe: Connection, words: list[str]) -> None:
+    """The command, its exit status, and what it printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        status = main(words)
+    pipe.send((status, said.getvalue()))
+
+
+@pytest.mark.ranks
 def test_interrupted_it_leaves_a_usable_checkpoint(tmp_path: Path, plain: list[float]) -> None:
     """SIGINT, as Ctrl-C sends it: the step ends, a checkpoint is written, the exit status is 0."""
     options = replace(TINY, out=tmp_path, steps=100_000, save_every=100_000, eval_every=3)
-    process = subprocess.Popen(
-        [sys.executable, *_command(options)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process, pipe = apart(_told, _command(options)[2:])
     deadline = time.monotonic() + 120
-    while not (tmp_path / "plan.txt").exists() and process.poll() is None and time.monotonic() < deadline:
+    while not (tmp_path / "plan.txt").exists() and process.is_alive() and time.monotonic() < deadline:
         time.sleep(0.1)
     time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGINT)
+    assert pipe.poll(60)
+    status, out = pipe.recv()
+    process.join()
+    assert status == 0
     (done,) = _steps(tmp_path)
     assert f"stopped after step {done}; the checkpoint is in {tmp_path / 'checkpoints'}" in out
     assert "give the same command again with --resume" in out
@@ -197,7 +211,7 @@ def test_interrupted_it_leaves_a_usable_checkpoint(tmp_path: Path, plain: list[f
 
 
 @pytest.mark.ranks
-def test_ranks_compute_what_virtual_devices_compute(tmp_path: Path) -> None:
+def test_ranks_compute_what_virtual_devices_compute(tmp_path: Path, plain: list[float]) -> None:
     """Two processes under torchrun: the losses of 6 steps, and a checkpoint that loads on virtual devices."""
     options = replace(TINY, out=tmp_path / "ranks", data=1, tensor=2, steps=6, save_every=6)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *_command(options)]
@@ -208,9 +222,7 @@ def test_ranks_compute_what_virtual_devices_compute(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("nats per byte") == 1  # one rank speaks
     losses: dict[str, Any] = json.loads((tmp_path / "ranks" / "losses.json").read_text())
-    virtual = train(replace(options, out=tmp_path / "virtual"))
-    assert losses["train"] == pytest.approx(virtual.losses.train, abs=1e-4)
-    assert losses["train"] == pytest.approx(_plain_losses(options), abs=1e-4)
+    assert losses["train"] == pytest.approx(plain, abs=1e-4)
     resumed = train(replace(options, data=2, tensor=4, steps=8, resume=True))
     assert resumed.done == 8
 

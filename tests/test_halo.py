@@ -283,13 +283,13 @@ MESHES = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("spec", "mesh"), MESHES, ids=lambda x: str(x))
 def test_a_small_network_is_trained(spec: str, mesh: dict[str, int]) -> None:
     assert error(trained(cnn, spec), (CNN, r(4, 4, 16, 16)), **mesh) < 1e-12
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("spec", "mesh"), MESHES[::2], ids=lambda x: str(x))
 def test_down_and_up_again(spec: str, mesh: dict[str, int]) -> None:
     assert error(trained(unet, spec), (UNET, r(4, 3, 15, 14)), **mesh) < 1e-12
@@ -400,19 +400,23 @@ def test_outside_jit(spec: P) -> None:
     assert all(float(difference.abs().max()) < 1e-12 for difference in eager(spec))
 
 
-def on_ranks(spec: str) -> float:
+def on_ranks(axes: dict[str, int], spec: str) -> float:
     torch.manual_seed(0)
     step, args = trained(unet, spec), (UNET, r(4, 3, 15, 14))
     with single_device():
         expected = pytree.tree_leaves(step(*args))
-    with Mesh(a=2, b=2):
+    with Mesh(axes):
         found = [x.full_tensor() for x in pytree.tree_leaves(sl.jit(step)(*args))]
     return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.ranks
-def test_on_four_ranks() -> None:
-    assert max(run_ranks(on_ranks, 4, "n c h@a w@b")) < 1e-12
+@pytest.mark.parametrize(
+    ("axes", "spec"),
+    [({"a": 2}, "n c h@a w"), pytest.param({"a": 2, "b": 2}, "n c h@a w@b", marks=pytest.mark.slow)],
+)
+def test_on_ranks(axes: dict[str, int], spec: str) -> None:
+    assert max(run_ranks(on_ranks, math.prod(axes.values()), axes, spec)) < 1e-12
 
 
 # What one block of a cut dim is ---------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from tests.fakecuda.programs import model_step
 from tests.models import w1, w1_sharded, zoo
 from tests.ranks import run_ranks
 
-TINY = w1.Config(layers=2, d=32, heads=4, kv_heads=4, ff=64, vocab=64, batch=8, seq=16)
+TINY = w1.Config(layers=1, d=32, heads=4, kv_heads=4, ff=64, vocab=64, batch=8, seq=16)
 
 
 @contextmanager
@@ -85,13 +85,13 @@ def trained(name: str) -> tuple[list[str], int, bool]:
     return differences(program, real), len(real), plan.peak_memory == max(alive(program))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5)
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", list(w1.modes(TINY, 4)))
+@pytest.mark.parametrize("name", [*w1.modes(TINY, 4)][::-1])
 def test_w1_on_ranks_holds_what_its_plan_says(name: str) -> None:
     for wrong, looked, same_peak in run_ranks(trained, 4, name):
         assert wrong == []
-        assert looked > 300
+        assert looked > 150
         assert same_peak
 
 
@@ -103,7 +103,7 @@ def stepped(name: str) -> tuple[list[str], int, bool]:
         lm, rules, vocab = zoo.build(name), zoo.RULES, zoo.VOCAB
     else:
         module = {"gpt2": gpt2, "llama": llama}[name]
-        lm, rules, vocab = module.build(d=32, seq=16, vocab=64), module.RULES, 64
+        lm, rules, vocab = module.build(layers=1, d=32, seq=16, vocab=64), module.RULES, 64
     tokens = torch.randint(2, vocab, (8, 16), generator=torch.Generator().manual_seed(0))
     found: list[tuple[Program, dict[int, int]]] = []
     rules = {n: axis for n, axis in rules.items() if axis in ("data", "tensor")}

@@ -135,7 +135,7 @@ BUILD = {"gpt2": (gpt2.build, gpt2.RULES), "llama": (llama.build, llama.RULES)}
 @functools.cache
 def built(name: str, **sizes: Any) -> CausalLM:
     pytest.importorskip("transformers")
-    lm = BUILD[name][0](d=32, seq=16, **{"vocab": 64} | sizes)
+    lm = BUILD[name][0](d=32, seq=16, **{"layers": 1, "vocab": 64} | sizes)
     with torch.no_grad():
         for p in lm.module.parameters():
             p.add_(0.1 * torch.randn_like(p) if p.dim() == 1 else 0.0)
@@ -150,7 +150,7 @@ def cast(params: Params, dtype: torch.dtype) -> Params:
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", BUILD)
 def test_weights_and_batch(name: str, mesh: str) -> None:
-    lm = built(name)
+    lm = built(name, layers=2)
     params = cast(lm.params(), torch.float64)
     plan = compare(make_step(lm.loss), params, batch_of(64), MESHES[mesh], lm.specs(), rules=BUILD[name][1])
     kinds = {c.kind for c in plan.collectives}

@@ -32,9 +32,9 @@ def worst_error(model: str, mesh: str) -> float:
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(6)
 @pytest.mark.ranks
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", ["both", "fsdp", "data"])
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 def test_ranks_compute_what_one_device_computes(model: str, mesh: str) -> None:
     assert max(run_ranks(worst_error, 4, model, mesh)) <= 1e-12

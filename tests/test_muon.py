@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -93,18 +94,24 @@ def test_fully_sharded(model: Net) -> None:
         _refuse_other(_trained(sl.jit(step), model), plain)
 
 
-def _on_a_rank() -> None:
+# A plan over two axes takes long to find.
+AXES: list[Any] = [({"data": 2}, {"*.weight": "o@data i"})]
+AXES += [pytest.param({"data": 2, "tensor": 2}, BOTH, marks=pytest.mark.slow)]
+
+
+def _on_a_rank(axes: dict[str, int], specs: Any) -> None:
     torch.manual_seed(0)
-    model = Net()
-    plain = _trained(step, copy.deepcopy(model))
-    with Mesh(data=2, tensor=2):
-        sl.parallelize(model, BOTH)
-        _refuse_other(_trained(sl.jit(step), model), plain)
+    model = Net(SHAPES[:3])
+    plain = _trained(step, copy.deepcopy(model), ns_steps=2)
+    with Mesh(axes):
+        sl.parallelize(model, specs)
+        _refuse_other(_trained(sl.jit(step), model, ns_steps=2), plain)
 
 
 @pytest.mark.ranks
-def test_on_ranks() -> None:
-    run_ranks(_on_a_rank, 4)
+@pytest.mark.parametrize(("axes", "specs"), AXES)
+def test_on_ranks(axes: dict[str, int], specs: Any) -> None:
+    run_ranks(_on_a_rank, math.prod(axes.values()), axes, specs)
 
 
 @pytest.mark.parametrize("count", [1, 5, 8, 11])
@@ -133,7 +140,8 @@ def test_what_nobody_cuts_is_not_sent(model: Net) -> None:
         assert not sl.jit(lambda model, opt: opt.step()).plan(model, opt).collectives
 
 
-def test_a_step_that_overflows_changes_nothing() -> None:
+@pytest.mark.parametrize(("axes", "specs"), AXES)
+def test_a_step_that_overflows_changes_nothing(axes: dict[str, int], specs: Any) -> None:
     model = Net(SHAPES[:3])
 
     def scaled(model: nn.Module, opt: torch.optim.Optimizer, scaler: Any, x: Tensor) -> None:
@@ -142,9 +150,9 @@ def test_a_step_that_overflows_changes_nothing() -> None:
         scaler.update()
         opt.zero_grad()
 
-    with Mesh(data=2, tensor=2):
-        sl.parallelize(model, BOTH)
-        opt, scaler = torch.optim.Muon(model.parameters()), torch.amp.GradScaler("cpu", init_scale=8.0)
+    with Mesh(axes):
+        sl.parallelize(model, specs)
+        opt, scaler = torch.optim.Muon(model.parameters(), ns_steps=1), torch.amp.GradScaler("cpu", init_scale=8.0)
         run = sl.jit(scaled)
         run(model, opt, scaler, torch.ones(8, 16))
         before = [p.full_tensor() for p in model.parameters()]

@@ -22,9 +22,9 @@ from shardlib.program.text import parse, show
 from shardlib.simulate.timeline import HOST
 from tests.models import w1
 from tests.ranks import run_ranks
-from tests.test_schedule import LAYERS, WIDTH, Model, step
+from tests.test_schedule import WIDTH, Model, step
 
-ROWS, DEVICES = 512, 4
+LAYERS, ROWS, DEVICES = 4, 512, 4
 VALUE = 4 * ROWS * WIDTH // DEVICES  # bytes of one saved value: a layer keeps two
 SAVE = "b@data _"
 # Copies take less than to make anything again.
@@ -33,7 +33,7 @@ NEAR_HOST = Machine(Device({"f32": 1e9}, bandwidth=1e12, memory=1e9, host=1e12),
 
 def built(how: sl.Schedule | None, mesh: sl.Mesh, memory: int | None = None) -> tuple[Any, tuple[Any, ...]]:
     torch.manual_seed(0)
-    m, x = Model(), torch.randn(ROWS, WIDTH)
+    m, x = Model(LAYERS), torch.randn(ROWS, WIDTH)
     with mesh:
         optimizer, placed = torch.optim.SGD(m.parameters(), lr=0.1), sl.shard(x, SAVE)
         return sl.jit(step, schedule=how, memory=memory), (m, optimizer, placed)
@@ -101,7 +101,7 @@ def _counted() -> tuple[int, int, int, bool]:
     after = trained(sl.Schedule(offload="saved"))
     same = all(torch.equal(a, b) for a, b in zip(before[:2], after[:2], strict=True))
     sent, fetched = TIER.sent - start[0], TIER.fetched - start[1]
-    under = trained(None, 400_000)  # three quarters of what it needs
+    under = trained(None, 280_000)  # three quarters of what it needs
     same = same and all(torch.equal(a, b) for a, b in zip(before[:2], under, strict=False))
     assert TIER.sent > start[0] + sent
     return sent, fetched, TIER.held, same
@@ -245,7 +245,9 @@ def test_copies_have_a_stream_of_their_own() -> None:
         found = plan.simulate(machine)
         each = machine.device.launch + VALUE / host
         assert found.timeline.busy(HOST) == pytest.approx(len(plan.compiled.program.copied) * each)
-        assert (found.exposed > 10 * each) == (host < 1e9), "slow links are waited for"
+        assert (found.exposed > len(plan.compiled.program.copied) / 2 * each) == (host < 1e9), (
+            "slow links are waited for"
+        )
     assert HOST in str(found)
     assert plan.comm_bytes == sum(c.bytes for c in plan.collectives), "copies are none of them"
     assert "! to_host" in str(plan)

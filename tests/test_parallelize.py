@@ -581,6 +581,7 @@ def test_a_module_is_called_on_its_own_mesh() -> None:
         model(torch.ones(4, 4))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 def test_moments_of_a_plain_checkpoint_are_cut(jitted: bool) -> None:
     plain, model = plain_net(), plain_net()
@@ -939,7 +940,7 @@ class Sentences(nn.Module):
         return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("is_sorted", [True, False])
 @pytest.mark.parametrize("placed", ["by parallelize", "x", "x and lengths"])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
@@ -1028,6 +1029,7 @@ MEGATRON = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kv", [4, 2])
 def test_columns_and_rows_of_a_decoder_are_found(kv: int) -> None:
     torch.manual_seed(0)
@@ -1122,10 +1124,11 @@ class Cells(nn.Module):
         return self.out(self.cells(x)[0])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kind", "gates"), [(nn.LSTM, 4), (nn.GRU, 3)])
 def test_cells_are_cut_inside_their_gates(kind: Any, gates: int) -> None:
     """A step gathers what the last one made, and scatters its gradient: no gate leaves its device."""
-    steps, cut = 5, f"(f0={gates} out@tensor)"
+    steps, cut = 3, f"(f0={gates} out@tensor)"
     with torch.device("meta"):
         model, x = Cells(kind, 256, 1024), torch.ones(steps, 256, 256)
     with Mesh.abstract(tensor=8) as mesh:

@@ -485,7 +485,7 @@ def program_of(i: int) -> Program:
 
 
 def _with_collectives() -> Iterator[Program]:
-    for seed in itertools.count():
+    for seed in itertools.count(13):  # the first seeds make fewer
         p = draw(random.Random(seed), 20)
         with Mesh(dict(p.mesh)):
             step = sl.jit(compiled(p.function), in_specs=tuple(x.spec for x in p.inputs))

@@ -101,9 +101,9 @@ class Layer(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layers: int = LAYERS) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -140,6 +140,7 @@ def gathered(program: Program) -> Iterator[int]:
             held.pop(v, None)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
 def test_no_more_layers_are_held_than_asked(ahead: int) -> None:
     plan = planned(schedule=sl.Schedule(prefetch=ahead))
@@ -194,6 +195,7 @@ def test_gradients_are_reduced_while_the_backward_pass_runs() -> None:
 # What is hidden -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["fsdp8", "fsdp_tp"])
 def test_half_of_what_was_exposed_is_hidden(mode: str) -> None:
     with unscheduled():

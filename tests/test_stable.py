@@ -51,7 +51,7 @@ def digest(seeds: Sequence[int]) -> str:
     return "\n".join(str(told(p, [v.name for v, _ in p.inputs])) for p in programs)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_order_of_arguments_does_not_matter(seed: int) -> None:
     p = draw(seed, conflicts=True)
@@ -61,7 +61,7 @@ def test_the_order_of_arguments_does_not_matter(seed: int) -> None:
     assert told(p, names) == told(p, shuffled) == told(p, names[::-1])
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2, pytest.param(12, marks=pytest.mark.slow)])
 def test_the_order_of_a_process_does_not_matter(count: int) -> None:
     """Python's sets have another order in every process, and texts another hash: ranks plan on their own."""
     axis = base64.b64encode(pickle.dumps(Axis("x", 2, pre=2, of=4))).decode()
@@ -95,7 +95,7 @@ def told_here(axis: str, count: int) -> None:
         )
         print(step.plan(*w1.abstract(config)))
     with sl.Mesh.abstract(data=2):
-        args = torch.empty(512, 8, device="meta"), torch.empty(6, 8, 8, device="meta")
+        args = torch.empty(512, 8, device="meta"), torch.empty(4, 8, 8, device="meta")
         most = sl.jit(sl.grad(deep, argnums=1), in_specs=("b@data _", None)).plan(*args).peak_memory
         print(sl.jit(sl.grad(deep, argnums=1), in_specs=("b@data _", None), memory=int(0.7 * most)).plan(*args))
     other = pickle.loads(base64.b64decode(axis))
@@ -122,7 +122,7 @@ def cuts(p: Program, plan: Plan) -> list[str]:
     return [*outs, *(oracle.layout_text(plan.layout_of(v.name)) for v, _ in p.inputs)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", [0, 1, 2, 4, 8, 10, 12])
 def test_a_small_change_of_a_size_changes_nothing(seed: int) -> None:
     found = [cuts(p, plan) for p, plan in sweep(seed)]

@@ -160,9 +160,17 @@ def test_values_and_gradients_are_those_of_the_loop(name: str, reverse: bool) ->
         _close(one(params, H), expected)
         _close(_by_autograd(one, params), gradients)
     with Mesh(data=2, tensor=2):
-        _close(sl.jit(one, in_specs=(SPECS, "b@data e"))(params, H), expected)
-        found = sl.jit(sl.grad(one, argnums=(0, 1)), in_specs=(SPECS, "b@data e"))(params, H)
-        _close(found, gradients)
+        found = sl.jit(sl.value_and_grad(one, argnums=(0, 1)), in_specs=(SPECS, "b@data e"))(params, H)
+        _close(found, (expected, gradients))
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("name", BODIES)
+def test_values_alone_are_those_of_the_loop(name: str) -> None:
+    """No gradient is asked for, so that nothing is kept for it."""
+    one, loop = (_loss(run, BODIES[name]) for run in (scan, _looped))
+    with Mesh(data=2, tensor=2):
+        _close(sl.jit(one, in_specs=(SPECS, "b@data e"))(_params(), H), loop(_params(), H))
 
 
 def test_python_runs_once_whatever_the_number_of_steps() -> None:
@@ -546,6 +554,7 @@ def _ranked() -> float:
         return float(found[0])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.ranks
 @pytest.mark.parametrize("n", [2, 4])
 def test_on_ranks(n: int) -> None:
