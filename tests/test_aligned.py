@@ -128,9 +128,13 @@ SHAPES = [(13, 7), (5, 3), (4, 9), (1, 4)]
 CASES = [(program, shape) for program in PROGRAMS for shape in SHAPES if min(shape) >= LEAST.get(program, 1)]
 
 
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize(
+    ("mesh", "spec"), [({"a": 4}, "h@a w"), ({"a": 2, "b": 2}, "h@a w@b"), ({"a": 2, "b": 2}, "h@(a b) w")], ids=str
+)
 @pytest.mark.parametrize(("program", "shape"), CASES, ids=lambda x: x.__name__[1:] if callable(x) else str(x))
 def test_values_and_gradients_are_those_of_one_device(
-    program: Callable[[Tensor], Tensor], shape: tuple[int, int]
+    program: Callable[[Tensor], Tensor], shape: tuple[int, int], mesh: dict[str, int], spec: str
 ) -> None:
     x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -143,7 +147,6 @@ def test_values_and_gradients_are_those_of_one_device(
 
     with sl.no_mesh():
         want = both(x)
-    for mesh, spec in (({"a": 4}, "h@a w"), ({"a": 2, "b": 2}, "h@a w@b"), ({"a": 2, "b": 2}, "h@(a b) w")):
-        with sl.Mesh(mesh):
-            for got, there in zip(sl.jit(both, in_specs=(spec,))(x), want, strict=True):
-                torch.testing.assert_close(got.full_tensor(), there)
+    with sl.Mesh(mesh):
+        for got, there in zip(sl.jit(both, in_specs=(spec,))(x), want, strict=True):
+            torch.testing.assert_close(got.full_tensor(), there)

@@ -96,6 +96,7 @@ def check_op(op: str, shards: list[Tensor], args: tuple[Any, ...], want: list[Te
             )
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.ranks
 @RANKED
 @pytest.mark.parametrize("strided", [False, True])
@@ -106,7 +107,7 @@ def test_all_gather(n, sizes, dim, strided):
     check_op("all_gather", shards, (dim, sizes), [torch.cat(shards, dim)] * n)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(7)
 @pytest.mark.ranks
 @RANKED
 @pytest.mark.parametrize("kind", ["sum", "max"])
@@ -118,6 +119,7 @@ def test_reduce_scatter(n, sizes, dim, strided, kind):
     check_op("reduce_scatter", xs, (dim, sizes, kind), list(reduced(xs, kind).split(sizes, dim)))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.ranks
 @RANKED
 @pytest.mark.parametrize("strided", [False, True])
@@ -129,6 +131,7 @@ def test_all_reduce(n, kind, shape, strided):
     check_op("all_reduce", xs, (kind,), [reduced(xs, kind)] * n)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.ranks
 @RANKED
 @pytest.mark.parametrize(("split_dim", "concat_dim"), [*itertools.permutations(range(3), 2), (0, 0), (1, 1)])
@@ -205,6 +208,7 @@ def test_all_gather_refuses_other_sizes():
         all_gather.reference(shards_along(0, (2, 3)), 0, [2, 2])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.ranks
 @RANKED
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -222,6 +226,7 @@ def test_dtypes(n, dtype):
     check_op("ppermute", xs, ([(i, (i + 1) % n) for i in range(n)],), [xs[-1], *xs[:-1]])
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.ranks
 @RANKED
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32], ids=str)

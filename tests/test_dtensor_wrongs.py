@@ -175,18 +175,18 @@ def compare(names: Sequence[str], mesh: dict[str, int]) -> list[str]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if i % 6 == 0 else pytest.mark.slow) for i, name in enumerate(CASES)]
+    "name", [pytest.param(name, marks=[] if i % 9 == 0 else pytest.mark.slow) for i, name in enumerate(CASES)]
 )
 def test_right_on_four_ranks(name: str) -> None:
     assert run_ranks(compare, 4, [name], {"x": 2, "y": 2} if CASES[name].square else {"x": 4}) == [[]] * 4
 
 
 @pytest.mark.ranks
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("part", range(8))
 def test_right_on_two_ranks(part: int) -> None:
     names = [name for name, case in CASES.items() if not case.square]
-    assert run_ranks(compare, 2, names[part::4], {"x": 2}) == [[]] * 2
+    assert run_ranks(compare, 2, names[part::8], {"x": 2}) == [[]] * 2
 
 
 def unflatten_nothing() -> tuple[int, ...]:

@@ -207,7 +207,7 @@ THROUGH: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("spec", ["_ _", "b@data f@tensor", "_ f@(data tensor)", "(a=2 b@data) _"])
 @pytest.mark.parametrize("name", THROUGH)
 def test_writes_through_views(name: str, spec: str) -> None:
@@ -716,6 +716,7 @@ ALIKE: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ALIKE)
 def test_first_calls_in_other_sizes(name: str) -> None:
     """What one call gave is taken for the next one's: also where sizes coincide, are 1 or 0, or do not divide."""

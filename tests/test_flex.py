@@ -155,7 +155,7 @@ def test_jitted_as_torch(name: str, sharding: str) -> None:
         close(x, y)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_eager_as_torch(name: str) -> None:
     case, (axes, specs) = CASES[name], SHARDINGS["sequence, uneven"]
@@ -199,6 +199,7 @@ def test_sequence_is_passed_round() -> None:
     assert [c.kind for c in plan.collectives] == [c.kind for c in other.collectives] != []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("mask", "known"),
     [
@@ -358,6 +359,7 @@ def test_the_switch_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
         close(sl.jit(flex_attention, in_specs="b@data h s e")(Q, K, V), by_torch("plain")[0][0])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["alibi", "blind rows, alibi", "grouped", "relative bias"])
 def test_plain_form_as_torch(name: str) -> None:
     """The form that a run on one device has, without any mesh."""

@@ -48,7 +48,7 @@ def _options(**more: Any) -> settings:
     )
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(25, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [6, pytest.param(25, marks=pytest.mark.slow)])
 def test_small_programs(count: int) -> None:
     """hypothesis's own idea of randomness: many small and repeated choices."""
 
@@ -61,21 +61,22 @@ def test_small_programs(count: int) -> None:
 
 
 def _blocks(n: int) -> list[Any]:
-    """First seeds of ten programs each, of which `make test` runs the first."""
-    return [0, *(pytest.param(1000 * (i // 2) + 10 * (i % 2), marks=pytest.mark.slow) for i in range(1, n))]
+    """First seeds of ten programs each; `make test` runs the first three of the first ten."""
+    every = [(1000 * (i // 2) + 10 * (i % 2), 10) for i in range(n)]
+    return [(0, 3), *(pytest.param(*block, marks=pytest.mark.slow) for block in every)]
 
 
-@pytest.mark.parametrize("first", _blocks(26))
-def test_programs(first: int) -> None:
-    score = collections.Counter(_check(draw(random.Random(first + i))) for i in range(10))
-    assert score["same"] >= 9, score
+@pytest.mark.parametrize(("first", "count"), _blocks(26))
+def test_programs(first: int, count: int) -> None:
+    score = collections.Counter(_check(draw(random.Random(first + i))) for i in range(count))
+    assert score["same"] >= 0.9 * count, score
 
 
-@pytest.mark.parametrize("first", _blocks(8))
-def test_programs_as_if_tensors_were_large(first: int) -> None:
+@pytest.mark.parametrize(("first", "count"), _blocks(8))
+def test_programs_as_if_tensors_were_large(first: int, count: int) -> None:
     with as_if_large():
-        score = collections.Counter(_check(draw(random.Random(50_000 + first + i))) for i in range(10))
-    assert score["same"] >= 9, score
+        score = collections.Counter(_check(draw(random.Random(50_000 + first + i))) for i in range(count))
+    assert score["same"] >= 0.9 * count, score
 
 
 @pytest.mark.slow

@@ -109,7 +109,7 @@ def test_every_layout_scatters_and_gathers(shape, case):
         assert Layout.parse(str(layout), mesh.axes) == layout
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", MESHES)
 @pytest.mark.parametrize("shape", [(4,), (5,), (7,), (8,), (3, 4)], ids=str)
 def test_dropping_a_minor_axis_is_concatenation_over_it(shape, case):

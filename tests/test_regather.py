@@ -290,6 +290,7 @@ def test_a_way_that_is_none() -> None:
         sl.jit(lambda x: x, regather="often")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("regather", ["auto", "always"])
 def test_what_a_layer_adds_is_its_shards(regather: str) -> None:
     """Weights and their gradients in pieces, and what the checkpoint keeps; nothing whole, on the way or to be sent."""

@@ -332,6 +332,7 @@ def on_ranks(heads: int, s: int, how: dict[str, Any]) -> float:
     return error(attend(**how), tensors(heads, s), 4)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.ranks
 @pytest.mark.parametrize(("heads", "s"), [(1, 16), (1, 19), (4, 16), (2, 512)])
 def test_on_four_ranks(heads: int, s: int) -> None:

@@ -679,6 +679,7 @@ def on_ranks(transport: str, folder: str) -> float:
     return error
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.ranks
 @pytest.mark.parametrize("transport", ["gloo", "shm"])
 def test_four_ranks_compute_what_one_device_computes(transport: str, tmp_path: Path) -> None:

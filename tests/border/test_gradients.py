@@ -520,6 +520,7 @@ def _eager(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return grad
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", INSIDE)
 def test_gradients_inside_go_through_torchs_autograd(name: str) -> None:
     fn = INSIDE[name]
@@ -602,6 +603,7 @@ LATER |= {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LATER)
 def test_what_a_checkpoint_runs_again_is_the_same(name: str) -> None:
     fn = LATER[name]

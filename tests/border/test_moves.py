@@ -146,7 +146,7 @@ def _layout(spec: str, shape: tuple[int, ...], mesh: Mesh, *, pieces: bool) -> s
     return str((layout if pieces else layout.chunked).canonical)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("block", range(8))
 def test_any_chain(block: int) -> None:
     """Values and gradients are those of one device, bytes those of the plan, and what is returned lives as it was said.

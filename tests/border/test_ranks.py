@@ -43,7 +43,8 @@ def refused(call: Callable[[], Any]) -> str:
 # Out of step.
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("transport", TRANSPORTS[1:] + TRANSPORTS[:1])
 def test_ranks_that_slip_are_refused_with_both_lines(transport):
     wrong, _ = slips.campaign(4, transport, seed=7)
     assert wrong == []
@@ -62,7 +63,8 @@ def other_numbers(transport: str) -> tuple[str, float]:
         return refused(lambda: step(w, 0.3 + dist.get_rank(), 2)), time.monotonic() - begin
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("transport", TRANSPORTS[2:] + TRANSPORTS[:2])
 def test_numbers_that_differ_are_told_at_any_call(transport):
     for text, seconds in alone(other_numbers, 2, transport):
         assert text.startswith("the ranks call one program with different numbers"), text
@@ -233,6 +235,7 @@ def each_in_a_world(port: int, transport: str) -> list[tuple[str, float]]:
     return told
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_ranks_that_differ_are_told_how(transport):
     with closing(Pool(2)) as pool:

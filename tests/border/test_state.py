@@ -140,23 +140,25 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_module_brings_its_state(way: Any) -> None:
+@pytest.mark.parametrize("place", [copy.deepcopy, sharded])
+def test_a_module_brings_its_state(way: Any, place: Any) -> None:
     """Two steps, a change, two more: the results and all that is left in the module."""
     torch.manual_seed(0)
-    for place in (copy.deepcopy, sharded):
-        plain = Net()
-        plain.drop.p = 0.0
-        mine = place(plain)
-        step = way(mine)
-        for change in (None, CHANGES["eval"], CHANGES["scale"], CHANGES["replaced"]):
-            if change is not None:
-                change(plain), change(mine)
-            for _ in range(2):
-                same(step(X), plain(X))
-                same(left(mine), left(plain))
+    plain = Net()
+    plain.drop.p = 0.0
+    mine = place(plain)
+    step = way(mine)
+    for change in (None, CHANGES["eval"], CHANGES["scale"], CHANGES["replaced"]):
+        if change is not None:
+            change(plain), change(mine)
+        for _ in range(2):
+            same(step(X), plain(X))
+            same(left(mine), left(plain))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_are_seen(change: str) -> None:
     torch.manual_seed(0)
@@ -1024,6 +1026,7 @@ def _values(x: Any) -> Any:
     return _values(vars(x)) if isinstance(x, Mutable) else copy.copy(x)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("argument", [False, True])
 @pytest.mark.parametrize("name", CHANGED)
 def test_what_a_function_reads_and_changes_is_changed_in_each_call(name: str, argument: bool) -> None:

@@ -550,7 +550,7 @@ def values(x: Any) -> list[Tensor]:
     return [y for one in x for y in values(one)] if isinstance(x, list | tuple) else []
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("told", STORIES, ids=lambda s: s.__name__)
 def test_as_on_one_device(told: Story, place: str) -> None:
@@ -720,6 +720,7 @@ def test_a_message_that_is_lost_leaves_state_whole(monkeypatch: pytest.MonkeyPat
             assert all(map(torch.equal, values(state), before))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", PLACES)
 def test_what_fails_leaves_state_whole(place: str) -> None:
     """Also behind the first of two steps: on one device that one would have been taken."""

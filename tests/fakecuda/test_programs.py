@@ -8,7 +8,7 @@ from tests.fakecuda import programs
 from tests.fakecuda.__main__ import MODES
 from tests.fakecuda.watch import Seen
 
-EVERY = 60  # of the rules' samples; the others are slow
+EVERY = 120  # of the rules' samples; the others are slow
 BY_DEVICE = ("_embedding_bag", "log_sigmoid_forward", "log_sigmoid_backward", "native_layer_norm", "view.dtype")
 BY_DEVICE += ("_linalg_svd", "logspace.Tensor_Tensor", "scatter.value")
 
@@ -23,7 +23,7 @@ def test_some_of_the_rules_samples() -> None:
     for sample in list(programs.samples())[::EVERY]:
         programs.run_sample(seen, sample, 2)
     clean(seen)
-    assert seen.counts["samples"] > 20
+    assert seen.counts["samples"] > 10
 
 
 @pytest.mark.sampled(2)
@@ -55,7 +55,7 @@ def test_eager(name: str, rank: int | None) -> None:
     assert seen.counts["ops"]
 
 
-FAST = {("dp8", None), ("fsdp_tp", 5)}
+FAST = {("fsdp_tp", 5)}
 W1 = [pytest.param(n, r, marks=[] if (n, r) in FAST else pytest.mark.slow) for n in MODES for r in (None, 5)]
 
 

@@ -145,6 +145,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("backend", "layout"), LAYOUTS)
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize(("n", "sizes"), UNEVEN)
@@ -153,6 +154,7 @@ def test_gather_and_scatter(n, sizes, dim, layout, backend):
     check(scatter(dim, sizes, layout=layout), backend)
 
 
+@pytest.mark.sampled(3)
 @BACKEND
 @pytest.mark.parametrize(("split", "concat"), [*itertools.permutations(range(3), 2), (0, 0), (2, 2)])
 @pytest.mark.parametrize(("n", "sizes"), UNEVEN)
@@ -180,6 +182,7 @@ def test_all_reduce_and_ppermute(shape, n, backend):
     check(shift(shape, n), backend)
 
 
+@pytest.mark.sampled(3)
 @BACKEND
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dtypes(dtype, backend):
