@@ -143,7 +143,7 @@ def _losses_on_ranks(options: Options, ops: str) -> list[float]:
 
 
 _RESUMED = list(itertools.product(("ranks", "virtual"), ((1, 2), (2, 2)), ("", "torch")))
-_FAST = (("virtual", (1, 2), ""),)
+_FAST = (("ranks", (1, 2), ""),)
 
 
 @pytest.mark.ranks
