@@ -196,7 +196,7 @@ inline int check_group(const Group& g) {
     return fail(1, "windows and chunks are multiples of 128 bytes, not %lld and %lld", (long long)g.window,
                 (long long)g.chunk);
   // Of a kernel with launch bounds of kMaxThreads as many threads always have registers on a multiprocessor.
-  if (g.present > 1 && g.present * g.ctas * g.threads > multiprocessor_count() * int64_t(kMaxThreads))
+  if (g.present > 1 && g.present * g.ctas > multiprocessor_count() * int64_t(kMaxThreads / g.threads))
     return fail(1, "%lld virtual ranks of %lld CTAs of %lld threads do not run at the same time", (long long)g.present,
                 (long long)g.ctas, (long long)g.threads);
   return 0;

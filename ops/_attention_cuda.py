@@ -36,10 +36,17 @@ def unable(q: Tensor, k: Tensor, variant: Variant, need_bias: bool) -> str | Non
     name = torch.cuda.get_device_name(q.device)
     if torch.cuda.get_device_capability(q.device) < (8, 0):
         return f"{name} is older than sm_80, for which shardlib's kernels are"
-    if not asked and (why := _measured.slower(name, q.shape[3], general(variant), q.shape[1] != k.shape[1])):
+    if not asked and (why := _unmeasured(name, q, k, variant)):
         return f"{why} (SHARDLIB_OPS=attention=cuda takes them)"
     library = _native.cuda()
     return str(library) if isinstance(library, Missing) else None
+
+
+def _unmeasured(card: str, q: Tensor, k: Tensor, variant: Variant) -> str:
+    """Why the kernels are not taken unasked; empty where they were measured, and are faster."""
+    if q.shape[2] < _measured.SHORTEST:
+        return f"shardlib's own kernels are not measured below {_measured.SHORTEST:,} queries"
+    return _measured.slower(card, q.shape[3], general(variant), q.shape[1] != k.shape[1])
 
 
 def general(variant: Variant) -> bool:

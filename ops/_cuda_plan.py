@@ -7,10 +7,10 @@ addresses of this process' inputs and outputs are written into it.
 from __future__ import annotations
 
 import ctypes
-import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -49,10 +49,15 @@ class Plan(ctypes.Structure):
     input: ctypes.Array[ctypes.c_int64]
     output: ctypes.Array[ctypes.c_int64]
 
-    @functools.cached_property
-    def words(self) -> torch.Tensor:
-        """The plan as int64 words, in the same memory: what the torch ops take."""
-        return torch.frombuffer(self, dtype=torch.int64)
+    words: torch.Tensor  # the plan as int64 words, which have the memory: what the torch ops take
+
+    @classmethod
+    def made(cls) -> Self:
+        """A plan of zeros."""
+        words = torch.zeros(ctypes.sizeof(cls) // 8, dtype=torch.int64)
+        plan = cls.from_address(words.data_ptr())
+        plan.words = words
+        return plan
 
 
 class AllGather(Plan):
@@ -100,7 +105,7 @@ def workspace_bytes(ranks: int, tuning: Tuning) -> int:
 
 def all_gather(group: Group, form: str, sizes: Sequence[int]) -> AllGather:
     """Every rank's `sizes[i]` bytes to all ranks."""
-    plan = AllGather()
+    plan = AllGather.made()
     _begin(plan, group, form, "all_gather")
     plan.bytes_of[: len(sizes)] = sizes
     plan.place[: len(sizes)] = [0, *itertools.accumulate(sizes)][:-1]
@@ -109,7 +114,7 @@ def all_gather(group: Group, form: str, sizes: Sequence[int]) -> AllGather:
 
 def all_to_all(group: Group, form: str, sizes: Sequence[Sequence[int]]) -> AllToAll:
     """`sizes[i][j]` bytes from rank i to rank j."""
-    plan = AllToAll()
+    plan = AllToAll.made()
     _begin(plan, group, form, "all_to_all")
     for row, of_rank in zip(plan.sizes, sizes, strict=False):
         row[: len(of_rank)] = of_rank
@@ -118,7 +123,7 @@ def all_to_all(group: Group, form: str, sizes: Sequence[Sequence[int]]) -> AllTo
 
 def reduce_scatter(group: Group, form: str, counts: Sequence[int], dtype: torch.dtype) -> ReduceScatter:
     """The sum over all ranks, `counts[i]` elements of it to rank i; of a single count, all to all of them."""
-    plan = ReduceScatter()
+    plan = ReduceScatter.made()
     _begin(plan, group, form, "reduce_scatter")
     plan.element, plan.segments = ELEMENTS[dtype], len(counts)
     plan.count[: len(counts)] = counts

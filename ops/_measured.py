@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 WAYS = ("forward", "backward")
+SHORTEST = 2048  # queries of what was timed
 
 
 class Attention(NamedTuple):
@@ -21,7 +22,8 @@ class Attention(NamedTuple):
     grouped: bool  # several query heads read one key head
 
 
-# Times the speed of the kernel of torch that runs where ours do not: the least over the lengths that were timed.
+# Times the speed of torch's flash kernel or, where something is masked, the memory-efficient one, which run where ours
+# do not (plain torch may take cuDNN): the least over the lengths that were timed, in bf16.
 ATTENTION: dict[Attention, float] = {
     Attention(card='NVIDIA H100 80GB HBM3', direction='forward', head_dim=64, general=False, grouped=False): 1.31,
     Attention(card='NVIDIA H100 80GB HBM3', direction='forward', head_dim=128, general=False, grouped=False): 1.65,

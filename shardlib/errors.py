@@ -37,7 +37,7 @@ class ValueNeededError(ShardingError):
 
 
 class KeptError(ShardingError):
-    """A function cannot be a program, since it keeps tensors that it computes; they are taken away again."""
+    """A function cannot be a program, since it keeps tensors that it computes; what it kept is removed before."""
 
 
 class NoStorageError(ShardingError, NotImplementedError):

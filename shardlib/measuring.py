@@ -27,7 +27,7 @@ from shardlib.shard_map import shard_map
 from shardlib.specs.spec import P
 from shardlib.tensors.agreed import from_local
 
-_SIDE = {"cpu": 512, "cuda": 8192}  # of the matrices that are multiplied
+_SIDE = {"cpu": 512, "cuda": 4096}  # of the matrices that are multiplied
 _COPIED = {"cpu": 1 << 22, "cuda": 1 << 27}  # bytes, as many as a value of a step may have
 _COPIES = 24  # of as many values as no cache holds
 _NUMBERS = 1 << 16  # of which functions are worked out
@@ -43,7 +43,8 @@ def measure() -> Machine:
     if ranks > 1:
         Mesh(ranks=ranks).device_mesh  # noqa: B018 - starts torch.distributed where nothing has yet
     mesh = current_mesh()
-    device = _device(torch.device(mesh.device if mesh else world.device_type(None, world.kind())))
+    there = None if mesh is None or mesh.kind == "abstract" else mesh.device
+    device = _device(torch.device(there or world.device_type(None, world.kind())))
     device, link = (device, Machine.preset("cpu").inner) if ranks == 1 else _mean(device, _link(ranks), ranks)
     return Machine(device, link, link, node=ranks)
 

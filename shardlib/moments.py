@@ -101,8 +101,7 @@ def plan(call: Invocation, *, runs: bool = True) -> tuple[Plan, list[Any]]:
 
 def _begun(optimizer: torch.optim.Optimizer, untouched: Collection[int], undo: ExitStack) -> list[tuple[Any, Any]]:
     """Give an optimizer what it makes at its first step; returns that, with the parameters that it is kept of."""
-    place(optimizer)
-    _numbers_there(optimizer)
+    _settle(optimizer)
     if mark_stepped(optimizer):
         undo.callback(unmark_stepped, optimizer)
     fresh = [p for p in parameters(optimizer) if p.requires_grad and p.is_leaf and not optimizer.state.get(p)]
@@ -113,17 +112,18 @@ def _begun(optimizer: torch.optim.Optimizer, untouched: Collection[int], undo: E
     for p in fresh:
         undo.callback(optimizer.state.pop, p, None)
     _begin(optimizer, set(map(id, fresh)))
-    place(optimizer)
-    _numbers_there(optimizer)
+    _settle(optimizer)
     return [(p, optimizer.state[p]) for p in fresh if optimizer.state.get(p)]
 
 
-def _numbers_there(optimizer: torch.optim.Optimizer) -> None:
-    """What counts the steps of a parameter, on its device: a program that wrote it to the CPU would be waited for."""
+def _settle(optimizer: torch.optim.Optimizer) -> None:
+    """`place`, and what counts the steps of a parameter on its device: a program that wrote it to the CPU would be
+    waited for."""
+    place(optimizer)
     for p in parameters(optimizer):
-        kept = optimizer.state.get(p, {})
+        kept = optimizer.state.get(p, {}) if p.device.type != "cpu" else {}
         for k, x in kept.items():
-            if isinstance(x, Tensor) and is_number(x) and p.device.type != "cpu":
+            if isinstance(x, Tensor) and is_number(x):
                 kept[k] = x.to(p.device)
 
 

@@ -18,7 +18,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that start processes run one after the other, whatever runs beside them: ranks wait for each other.
 
     Tests of a module that share what they make run in one process.
-    Of the cases of a sampled test, every n-th is part of `make test`, and the others of `make slow`.
+    Of the cases of a sampled test, every n-th (from `first` on) is part of `make test`, and the others of `make slow`.
     """
     import torch
 
@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(str(item.path)))
         if (sampled := item.get_closest_marker("sampled")) is not None:
             test = item.nodeid.partition("[")[0]
-            if cases[test] % sampled.args[0]:
+            if (cases[test] - sampled.kwargs.get("first", 0)) % sampled.args[0]:
                 item.add_marker(pytest.mark.slow)
             cases[test] += 1
 

@@ -68,6 +68,12 @@ def apart(fn: Callable[..., Any], *args: Any) -> tuple[BaseProcess, Connection]:
     return process, ours
 
 
+def heard(pipe: Connection, seconds: float = 60.0) -> Any:
+    """What a process says, within so many seconds."""
+    assert pipe.poll(seconds), f"the process has said nothing for {seconds:.0f} s"
+    return pipe.recv()
+
+
 def _forks() -> ForkServerContext:
     """Forks of a process that has imported what they need, and done nothing else, start in no time."""
     context = multiprocessing.get_context("forkserver")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import shardlib as sl
 from shardlib import Checkpoints, Mesh, ShardingError
-from tests.ranks import apart, run_ranks
+from tests.ranks import apart, heard, run_ranks
 
 
 class Data:
@@ -343,7 +343,7 @@ def _saves(pipe: Connection, folder: Path) -> None:
 def test_killed_at_any_moment_it_goes_on_from_the_one_before(tmp_path: Path, attempt: int) -> None:
     run, steps = apart(_saves, tmp_path)
     for _ in range(2 + attempt):
-        steps.recv()
+        heard(steps)
     time.sleep(0.004 * attempt)
     run.kill()
     run.join()

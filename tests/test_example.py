@@ -27,7 +27,7 @@ from shardlib.examples import data, functional
 from shardlib.examples.model import GPT, WEIGHTS
 from shardlib.examples.options import Options
 from shardlib.examples.train_gpt import Run, main, optimizer_of, train
-from tests.ranks import apart, run_ranks
+from tests.ranks import apart, heard, run_ranks
 
 pytestmark = pytest.mark.together
 ROOT = Path(__file__).parents[1]
@@ -199,8 +199,7 @@ def test_interrupted_it_leaves_a_usable_checkpoint(tmp_path: Path, plain: list[f
     time.sleep(0.5)
     assert process.pid is not None
     os.kill(process.pid, signal.SIGINT)
-    assert pipe.poll(60)
-    status, out = pipe.recv()
+    status, out = heard(pipe)
     process.join()
     assert status == 0
     (done,) = _steps(tmp_path)

@@ -129,6 +129,11 @@ def test_this_machine_is_measured() -> None:
     assert Machine.parse(repr(machine)) == machine
 
 
+def test_devices_that_are_only_planned_for_are_not_measured() -> None:
+    with sl.Mesh.abstract(data=8, device="cuda"):
+        assert not Machine.measure().device.overlaps  # this machine's
+
+
 def _measured() -> str:
     return repr(Machine.measure())
 

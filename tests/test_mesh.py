@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardlib.errors import ShardingError
 from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh, current_mesh
-from tests.ranks import apart, run_ranks
+from tests.ranks import apart, heard, run_ranks
 
 
 def test_axes_are_ordered_and_the_right_most_varies_fastest():
@@ -288,5 +288,5 @@ def _alone(pipe):
 @pytest.mark.ranks
 def test_a_distributed_mesh_initialises_the_process_group_when_needed():
     process, pipe = apart(_alone)
-    assert pipe.recv() == [False, 1, "gloo", False]
+    assert heard(pipe) == [False, 1, "gloo", False]
     process.join()

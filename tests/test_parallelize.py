@@ -710,14 +710,26 @@ class SaidLittle(Said):
 
     dummy_inputs = {"tokens": torch.arange(6).view(2, 3)}  # as transformers has it
 
-    def __init__(self, *, asks: bool = False) -> None:
+    def __init__(self, look: Callable[[nn.Module, Tensor], object] = lambda self, tokens: None) -> None:
         super().__init__()
-        self.tp_plan, self.asks = {"table": "embedding_rowwise", "head": "colwise_gather_output"}, asks
+        self.tp_plan, self.look = {"table": "embedding_rowwise", "head": "colwise_gather_output"}, look
 
     def forward(self, tokens: Tensor) -> Tensor:
-        if self.asks and float(self.layers[0]["norm"].weight.sum()) < 0:
-            raise ValueError("it is negative")
+        self.look(self, tokens)
         return super().forward(tokens)
+
+
+def asks(module: nn.Module, tokens: Tensor) -> None:
+    if float(module.layers[0]["norm"].weight.detach().sum()) < 0:
+        raise ValueError("it is negative")
+
+
+def asserts(module: nn.Module, tokens: Tensor) -> None:
+    assert tokens.shape[1] > 3, "sequences are longer"
+
+
+def counts(module: nn.Module, tokens: Tensor) -> None:
+    raise TypeError("it takes words")
 
 
 def test_layers_of_which_the_table_says_nothing_are_cut_as_suggested() -> None:
@@ -737,11 +749,23 @@ def test_layers_of_which_the_table_says_nothing_are_cut_as_suggested() -> None:
     same(model, plain)
 
 
-def test_layers_stay_whole_where_nothing_can_be_suggested() -> None:
+@pytest.mark.parametrize("look", [asks, asserts, counts])
+def test_layers_stay_whole_where_nothing_can_be_suggested(look: Callable[[nn.Module, Tensor], object]) -> None:
     with Mesh(data=2, tensor=2):
-        model = sl.parallelize(SaidLittle(asks=True))
+        with pytest.warns(
+            UserWarning, match="layers of SaidLittle stay whole, since its dummy_inputs cannot be traced"
+        ):
+            model = sl.parallelize(SaidLittle(look))
     at = {name: sl.typeof(p)[3:] for name, p in model.named_parameters()}
     assert (at["layers.1.up.weight"], at["table.weight"]) == ("[24, 8]", "[11@tensor, 8]")
+
+
+def test_example_inputs_of_other_names_are_none() -> None:
+    model = SaidLittle()
+    model.dummy_inputs = {"input_ids": torch.arange(6).view(2, 3)}
+    with Mesh(data=2, tensor=2):
+        sl.parallelize(model)
+    assert sl.typeof(model.layers[1]["up"].weight)[3:] == "[24, 8]"
 
 
 # Values made where they live ------------------------------------------------------------------------------------------

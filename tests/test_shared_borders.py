@@ -61,7 +61,7 @@ def test_as_few_messages_as_there_are_ways_to_go(program: Callable[[Tensor], Ten
     assert plan.comm_bytes <= rows * 514 * 4
 
 
-def test_what_goes_different_ways_stays_apart() -> None:
+def test_borders_of_different_values_stay_apart() -> None:
     with sl.Mesh.abstract(x=8):
         plan = sl.jit(lambda x: (x.roll(1, 0), x.sin().roll(1, 0)), in_specs=("n@x d",)).plan(
             torch.empty(512, 8, device="meta")

@@ -145,3 +145,20 @@ def test_whole_tables_by_an_index_that_counts_them_are_read_as_they_are(table: s
             assert "gather(" not in str(plan)
             assert "scatter_add(" not in str(plan)
             sl.check(program, w, i, in_specs=(table, index))
+
+
+@pytest.mark.parametrize("index", ["k b", "k@x b"])
+def test_a_table_that_is_cut_where_it_is_read_is_no_whole_one(index: str) -> None:
+    """What an annotation in the function says counts, and a square stack that is turned is another."""
+
+    def placed(w: Tensor, i: Tensor) -> Tensor:
+        return sl.shard(w, "k@x v d")[torch.arange(len(w))[:, None], i]
+
+    def turned(w: Tensor, i: Tensor) -> Tensor:
+        return w.transpose(0, 1)[torch.arange(len(w))[:, None], i]
+
+    w, i = torch.randn(8, 8, 4, dtype=torch.float64), torch.randint(8, (8, 12))
+    with sl.Mesh(x=4):
+        for program, spec in ((placed, "k v d"), (turned, "v k@x d")):
+            sl.check(program, w, i, in_specs=(spec, index))
+            assert sl.jit(program, in_specs=(spec, index)).plan(w, i).comm_bytes == 0

@@ -29,7 +29,7 @@ def _engine(_: Any) -> None:
         for x in args[4] if len(args) > 4 and not is_tracing() else ():
             if type(x) is ShardedTensor:
                 refuse_within(x, "the gradient")
-        if is_tracing() or current_mesh() is not None or any(type(x) is ShardedTensor for x in args[0]):
+        if is_tracing() or current_mesh() is not None:
             with set_multithreading_enabled(False):
                 return run(*args, **kwargs)
         return run(*args, **kwargs)

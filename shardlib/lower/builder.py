@@ -60,8 +60,8 @@ class Builder:
         work: Sym | None = None,
     ) -> None:
         """Write one call."""
-        said = self.line, self.backward, note, flops, work
-        self.steps.append(Compute(target, args, kwargs, tuple(outs), *said, inside=self.inside))
+        said = self.line, self.backward, note, flops
+        self.steps.append(Compute(target, args, kwargs, tuple(outs), *said, inside=self.inside, work=work))
 
     def communicate(
         self,

@@ -52,9 +52,11 @@ class Emitter:
     def _share(self, op: Op, rule: Rule, cut: Assignment) -> tuple[float, Sym | None]:
         """The operations of the device that does most of an op of which these factors are cut; and, where devices do
         not do the same, what each does of how much."""
+        if not rule.flops:
+            return 0.0, None
         sizes = [self.leaf_size(op, x) for x in cut]
         work = product([local_size(size, axes) for size, axes in zip(sizes, cut.values(), strict=True)])
-        if not isinstance(work, Sym) or not (rule.flops and most(work)):
+        if not isinstance(work, Sym) or not most(work):
             return rule.flops / math.prod(map(reshard.ways, cut.values())), None
         return rule.flops * most(work) / math.prod(sizes), work
 
@@ -77,8 +79,8 @@ def _counted(steps: Sequence[Step], target: Any, flops: float, work: Sym | None,
         return max((math.prod(x.shape) for x in found if x is not None), default=0)
 
     calls = [s for s in steps if isinstance(s, Compute)]
-    most = max(map(size, calls), default=0)
-    mine = [s for s in calls if s.target is target] or [s for s in calls if size(s) == most]
+    largest = max(map(size, calls), default=0)
+    mine = [s for s in calls if s.target is target] or [s for s in calls if size(s) == largest]
     return [
         replace(s, flops=flops / len(mine), work=work) if isinstance(s, Compute) and s in mine else s for s in steps
     ]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -41,8 +44,8 @@ def parallelize(
 
     `specs` says where parameters live, by patterns of their names, in which `*` stands for any text; a parameter that
     no pattern matches stays where it is, and is whole on every device if it is plain. Where nothing is said, and the
-    mesh has an axis called `tensor`, it is what the module says itself (`tp_plan` of transformers; of layers of which
-    that says nothing, what `suggest` proposes).
+    mesh has an axis called `tensor`, it is what the module says itself (`tp_plan` of transformers; where that names
+    no layer, what `suggest` proposes for them).
 
     `strategy` is `"ddp"`, `"zero1"`, `"zero2"`, `"fsdp"`, `"hsdp"`, or one of `sl.strategies` with axes named; it cuts
     parameters, gradients and moments over data axes, too. Of the arguments of a call, plain tensors with as many rows
@@ -199,14 +202,29 @@ def _said(module: nn.Module, tensors: Sequence[Held], mesh: Mesh, taken: Taken) 
 def _of_layers(module: nn.Module, mesh: Mesh, axis: str, found: Mapping[str, Spec]) -> dict[str, Spec]:
     """What `suggest` says of the layers of a model whose own table says nothing of them, if it can be called."""
     example = getattr(module, "dummy_inputs", None)
-    if not isinstance(example, Mapping):
+    if not isinstance(example, Mapping) or not _takes(module, example):
         return {}
     decided = [x.name for x in held(module) if not found.keys().isdisjoint(x.names)]
     try:
         table, _ = proposed(module, mesh, axis, (), example, decided)
-    except ShardingError:  # its Python asks for values, say: then its layers stay whole
+    except (ShardingError, AssertionError, RuntimeError, TypeError, ValueError) as error:  # of its own Python, say
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        warnings.warn(
+            f"layers of {type(module).__name__} stay whole, since its dummy_inputs cannot be traced: {said}; "
+            "give specs, or those of sl.suggest(module, mesh, *example)",
+            stacklevel=5,
+        )
         return {}
     return {name: parse(spec) for name, spec in table.items()}
+
+
+def _takes(module: nn.Module, example: Mapping[str, Any]) -> bool:
+    """Whether `forward` has arguments of these names."""
+    try:
+        inspect.signature(module.forward).bind(**example)
+    except TypeError:
+        return False
+    return True
 
 
 def _read(

@@ -103,7 +103,7 @@ def suggest(module: nn.Module, mesh: Mesh, *example: Any, axis: str | None = Non
 def proposed(
     module: nn.Module, mesh: Mesh, axis: str, example: Any, more: Any, decided: Collection[str] = ()
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """By the name of a weight, its spec and why; of none whose class is in a weight that is `decided`."""
+    """By the name of a weight, its spec and why; weights that share a dim with one that is `decided` are left out."""
     compiled = _compiled(module, Mesh.abstract(mesh.axes, machine=mesh.machine), example, more)
     flood, graph = compiled.propagated.flood, compiled.graph
     names = [x.name for x in held(module) if x.tensor.is_floating_point()]

@@ -61,10 +61,15 @@ class Emit:
 def origin(x: Node) -> Node | None:
     """The argument of the program that a node is, element by element; None where it is none, or moved on the way."""
     while x.op == "call_function" and len(x.all_input_nodes) == 1:
-        shape, (x,) = getattr(x.meta["val"], "shape", None), x.all_input_nodes
-        if getattr(x.meta["val"], "shape", None) != shape or has(x.target, "constrains"):
+        (before,) = x.all_input_nodes
+        if has(x.target, "constrains") or has(x.target, "permutes") or _shape(before) != _shape(x):
             return None
+        x = before
     return x if x.op == "placeholder" else None
+
+
+def _shape(x: Node) -> torch.Size | None:
+    return getattr(x.meta["val"], "shape", None)
 
 
 def _stays_whole(x: Node, dim: int) -> bool:

@@ -30,8 +30,9 @@ def share_borders(program: Program) -> Program:
     for step in program.steps:
         for v in reads(step):
             readers.setdefault(v, []).append(step)
-    found, groups = _Found(program), list[_Border]()
-    for border in filter(None, map(found.border, moves)):
+    found = {axes: _Found(program, frozenset(a.name for a in axes)) for axes in dict.fromkeys(c.axes for c in moves)}
+    groups = list[_Border]()
+    for border in filter(None, (found[c.axes].border(c) for c in moves)):
         if not border.is_read_where_it_arrives(readers.get(border.moves[0].out, ()), program):
             continue
         for k, group in enumerate(groups):
@@ -110,12 +111,12 @@ def _number(n: Any, move: Collective, i: int, program: Program) -> int:
     return int(here(n, _at(move, i, program)))
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Found:
-    """Where what a program sends comes from; `names` are the mesh axes along which a message goes."""
+    """Where what a program sends comes from; `names` are the mesh axes along which messages go."""
 
     program: Program
-    names: frozenset[str] = frozenset()
+    names: frozenset[str]
 
     @cached_property
     def made(self) -> dict[Var, Compute]:
@@ -131,24 +132,28 @@ class _Found:
         if step is None or step.target not in (NARROW, CAT) or not all(a.whole for a in move.axes):
             return None
         at = int(step.args[1] if len(step.args) > 1 else 0)
-        self.names = frozenset(a.name for a in move.axes)
         ranges, roots = dict[int, Range](), set[tuple[Var, int]]()
         try:
             for i, _ in move.params["pairs"]:
-                ((root, dim, *ends),) = self.pieces(move.source, at, _at(move, i, self.program))
+                pieces = self.pieces(move.source, at, _at(move, i, self.program))
+                if len(pieces) != 1:
+                    return None
+                root, dim, *ends = pieces[0]
                 roots.add((root, dim))
                 ranges[i] = ends[0], ends[1]
-            (root, dim), *more = roots
+            if len(roots) != 1:
+                return None
+            ((root, dim),) = roots
             origin = _at(move, 0, self.program)
             shape, sent = (
                 [self.size(v, d, origin) if d != own else 0 for d in range(self.rank(v))]
                 for v, own in ((root, dim), (move.source, at))
             )
-        except (_UnknownError, ValueError):  # of pieces there are more than one, or none
+        except _UnknownError:
             return None
         sends = dict(move.params["pairs"])
         part = at, tuple(sent), sends, ranges
-        return None if more else _Border(root, dim, tuple(shape), sends, ranges, (move,), (part,))
+        return _Border(root, dim, tuple(shape), sends, ranges, (move,), (part,))
 
     def pieces(self, v: Var, dim: int, at: Coords) -> list[tuple[Var, int, int, int]]:
         """What a value is made of along a dim on a device: ranges of others, each with its dim."""
@@ -250,15 +255,15 @@ def _cut(pieces: Sequence[tuple[Var, int, int, int]], low: int, high: int | None
 
 def _written(program: Program, shared: Sequence[_Border]) -> Program:
     first = {g.moves[0]: g for g in shared}
-    gone = {c: g for g in shared for c in g.moves}
+    gone = {c.out for g in shared for c in g.moves}
     names = {v.name for s in program.steps if isinstance(s, Compute | Start) for v in s.outs if v is not None}
     other: dict[Var, Var] = {}
     steps: list[Step] = []
     for step in program.steps:
-        if isinstance(step, Start) and step.first in gone:
+        if isinstance(step, Start) and step.first.out in gone:
             if step.first in first:
                 steps += _message(first[step.first], names, other)
-        elif not (isinstance(step, Wait) and any(c.out == step.outs[0] for c in gone)):
+        elif not (isinstance(step, Wait) and step.outs[0] in gone):
             steps.append(swapped(step, other))
     return replace(program, steps=tuple(_needed(steps, program)))
 

@@ -197,9 +197,12 @@ class _Reader:
         made = tuple(None if x == "_" else self.make(x) for x in _split(outs or ""))
         names = [x.name if isinstance(x, Var) else "" for x in args]
         places = tuple(None if x == "_" else names.index(x) for x in _split(over or ""))
-        one = Compute(_op(target), args, kwargs, made, flops=float(flops or 0), over=places, copies=copies is not None)
         part = None if work is None else sym.parse(work, self.mesh)
-        return replace(one, work=part) if isinstance(part, sym.Sym) else one
+        if isinstance(part, int):
+            raise ValueError(f"{work} is the same work on every device: {line}")
+        return Compute(
+            _op(target), args, kwargs, made, flops=float(flops or 0), over=places, copies=copies is not None, work=part
+        )
 
     def move(self, kind: str, axes: tuple[Axis, ...], reduce: str, text: str) -> Collective:
         out, source, told, nbytes = self.match(r"(.*) = (\S+) \{(.*)\} (\S+) B", text)

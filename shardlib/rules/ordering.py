@@ -55,7 +55,7 @@ def _candidates(local: Local) -> Any:
             best, among = gathered(x, row, at % x.dim(), sum(sizes)).topk(k, at, *how)
             if len(places) == 1:
                 return best, among
-            order = [_global(torch.arange(n, device=x.device), at) for n, at in zip(sizes, theirs, strict=True)]
+            order = [_global(torch.arange(n, device=x.device), own) for n, own in zip(sizes, theirs, strict=True)]
             return best, torch.cat(order)[among]
         best, where = x.topk(min(x.shape[at], k), at, *how)
         total = sum(min(n, k) for n in sizes)

@@ -32,7 +32,7 @@ def is_number(x: torch.Tensor) -> bool:
 
 def there(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     """A plain tensor on the mesh's device; a number on the CPU is written there by a kernel, which nobody waits for."""
-    if is_number(x) and torch.device(mesh.device).type != "cpu":
+    if mesh.device != "cpu" and is_number(x):
         return torch.full(x.shape, x.item(), dtype=x.dtype, device=mesh.device)
     return x
 

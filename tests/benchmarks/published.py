@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -162,25 +163,17 @@ class Replicated:
     nodes: int
     shard: int
     measured: float
+    model: Callable[[int | None], Any]
+    parameters: float
 
     def plan(self, layers: int | None) -> Plan:
-        m = neox(layers) if self.size == "NeoX 13B" else bloom(layers)
+        m = self.model(layers)
         m.gradient_checkpointing_enable({"use_reentrant": False})
         axes = {"replica": self.nodes * 8 // self.shard, "shard": self.shard}
         return planned(m, axes, 8 * 8 * self.nodes, 2048, "hsdp", _A100)
 
     def speed(self, plan: Plan, machine: Machine) -> float:
-        parameters = {"NeoX 13B": 13e9, "BLOOM 50B": 50e9}[self.size]
-        return 8 * parameters * 8 * 2048 / plan.simulate(machine, fused=True).seconds / 1e12
-
-
-REPLICATED = (
-    Replicated("NeoX 13B", 16, 64, 159),
-    Replicated("NeoX 13B", 32, 64, 157),
-    Replicated("NeoX 13B", 64, 64, 156),
-    Replicated("BLOOM 50B", 32, 128, 143),
-    Replicated("BLOOM 50B", 64, 128, 140),
-)
+        return 8 * self.parameters * 8 * 2048 / plan.simulate(machine, fused=True).seconds / 1e12
 
 
 def neox(layers: int | None) -> Any:
@@ -194,6 +187,12 @@ def bloom(layers: int | None) -> Any:
     config = BloomConfig(hidden_size=8192, n_layer=layers or 60, n_head=64, vocab_size=250880, use_cache=False)
     with torch.device("meta"):
         return BloomForCausalLM(config).train()
+
+
+REPLICATED = (
+    *(Replicated("NeoX 13B", nodes, 64, rate, neox, 13e9) for nodes, rate in ((16, 159), (32, 157), (64, 156))),
+    *(Replicated("BLOOM 50B", nodes, 128, rate, bloom, 50e9) for nodes, rate in ((32, 143), (64, 140))),
+)
 
 
 def fitted(row: Row | Replicated, plan: Plan, on: Machine) -> Machine:

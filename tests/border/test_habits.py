@@ -38,7 +38,7 @@ import shardlib as sl
 from shardlib import Mesh, ShardedTensor, ShardingError, shard
 from shardlib.ranks import counting
 from tests.border.oracle import same
-from tests.ranks import Pool, apart, only, run_ranks
+from tests.ranks import Pool, apart, heard, only, run_ranks
 from tests.versions import HAS_FAKE_QUANTIZED
 
 W = torch.arange(24.0).view(4, 6) / 7 - 1
@@ -270,7 +270,7 @@ def _loads(pipe, path):
 def test_torch_load_in_a_fresh_process(tmp_path):
     torch.save({"x": placed()}, tmp_path / "x.pt")
     process, pipe = apart(_loads, tmp_path / "x.pt")
-    assert pipe.recv() == pytest.approx(float(W.sum()))
+    assert heard(pipe) == pytest.approx(float(W.sum()))
     process.join()
 
 

@@ -43,8 +43,8 @@ def refused(call: Callable[[], Any]) -> str:
 # Out of step.
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("transport", TRANSPORTS[1:] + TRANSPORTS[:1])
+@pytest.mark.sampled(3, first=1)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_ranks_that_slip_are_refused_with_both_lines(transport):
     wrong, _ = slips.campaign(4, transport, seed=7)
     assert wrong == []
@@ -63,8 +63,8 @@ def other_numbers(transport: str) -> tuple[str, float]:
         return refused(lambda: step(w, 0.3 + dist.get_rank(), 2)), time.monotonic() - begin
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("transport", TRANSPORTS[2:] + TRANSPORTS[:2])
+@pytest.mark.sampled(3, first=2)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_numbers_that_differ_are_told_at_any_call(transport):
     for text, seconds in alone(other_numbers, 2, transport):
         assert text.startswith("the ranks call one program with different numbers"), text

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -282,8 +282,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 def run_training(seen: Seen, name: str, rank: int | None = None) -> None:
     """Three steps of a module and an optimizer, which counts them in a number on the CPU."""
-    from torch import nn
-
     with world(seen, f"training by {name}", None if rank is None else (rank, 2)), cuda_mesh(data=2):
         layers = nn.Linear(8, 16, device="cuda"), nn.LayerNorm(16, device="cuda"), nn.Linear(16, 8, device="cuda")
         module = sl.parallelize(nn.Sequential(*layers), strategy="fsdp")

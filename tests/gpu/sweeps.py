@@ -176,7 +176,12 @@ def _tried(folder: Path, tile: Tile) -> Outcome:
 def _process(folder: Path, tile: Tile, what: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tests.gpu.sweeps", *(str(int(x)) for x in tile), what]
     environment = {**os.environ, "SHARDLIB_CACHE": str(folder)}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=95)
+    try:
+        return subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=95
+        )
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, -9, "", f"to {what} it took more than 95 s")
 
 
 def main(tile: Tile, what: str) -> int:

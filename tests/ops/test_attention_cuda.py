@@ -59,7 +59,7 @@ def test_the_default_is_torchs_until_it_is_measured(card: Callable[..., None], m
     card()
     monkeypatch.setattr(_measured, "ATTENTION", {})
     monkeypatch.setattr(_native, "cuda", untouched)
-    q = _on_gpu(1, 2, 16, 64)
+    q = _on_gpu(1, 2, _measured.SHORTEST, 64)
     why = (
         "shardlib's own kernels are not yet measured on NVIDIA H100 80GB HBM3 (SHARDLIB_OPS=attention=cuda takes them)"
     )
@@ -67,13 +67,15 @@ def test_the_default_is_torchs_until_it_is_measured(card: Callable[..., None], m
     dropout = Variant(dropout=0.5, key=torch.tensor([1, 2]))
     assert str(choose(q, q, dropout)) == "math: torch's kernels drop out by a generator, not by a key"
     card()
-    name, one_head = "NVIDIA H100 80GB HBM3", _on_gpu(1, 1, 16, 64)
+    name, one_head = "NVIDIA H100 80GB HBM3", _on_gpu(1, 1, _measured.SHORTEST, 64)
     both = {Attention(name, way, 64, extras, False): 1.5 for way in ("forward", "backward") for extras in (False, True)}
     monkeypatch.setattr(_measured, "ATTENTION", both)
     assert str(choose(q, q, Variant())) == "cuda/sm_90a: shardlib's own kernel"
     assert str(choose(q, q, dropout)) == "cuda/sm_90a: shardlib's own kernel"
     assert choose(q, one_head, Variant()).backend == "torch"  # grouped: not timed
-    assert choose(_on_gpu(1, 2, 16, 40), _on_gpu(1, 2, 16, 40), Variant()).backend == "cuda"  # as 64
+    narrow, short = _on_gpu(1, 2, _measured.SHORTEST, 40), _on_gpu(1, 2, _measured.SHORTEST - 1, 64)
+    assert choose(narrow, narrow, Variant()).backend == "cuda"  # as 64
+    assert "not measured below 2,048 queries" in str(choose(short, q, Variant()))
     assert choose(_on_gpu(1, 2, 16, 72), _on_gpu(1, 2, 16, 72), Variant()).backend == "torch"
     monkeypatch.setattr(_measured, "ATTENTION", both | {Attention(name, "backward", 64, False, False): 0.9})
     why = f"torch's own kernels are faster for this on {name} (SHARDLIB_OPS=attention=cuda takes them)"
@@ -112,7 +114,7 @@ REFUSED: dict[str, tuple[tuple[Tensor, Tensor], dict[str, Any], str]] = {
         "Tesla T4 is older than sm_80, for which shardlib's kernels are",
     ),
     "no library": (
-        (_on_gpu(1, 2, 4, 64),) * 2,
+        (_on_gpu(1, 2, _measured.SHORTEST, 64),) * 2,
         {"library": Missing("no CUDA compiler: none")},
         "no CUDA compiler: none",
     ),

@@ -6,8 +6,10 @@ ranks, so each member runs the op as a rank does, down to the launchers.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
@@ -16,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardlib.ops import _cuda_plan as plans
 from shardlib.ops import all_gather, all_reduce, all_to_all, reduce_scatter
 from shardlib.ops._cuda_peers import Peers
 from shardlib.ops._groups import GroupHandle
@@ -249,3 +252,14 @@ def test_what_the_kernels_do_not_do_goes_over_nccl(monkeypatch: pytest.MonkeyPat
     with pytest.raises(NotImplementedError):
         reduce_scatter.start(torch.ones(4, dtype=torch.float64), 0, (3, 1), group)
     assert sent == ["torch"] * 2
+
+
+def test_plans_that_nobody_keeps_are_gone() -> None:
+    group = plans.Group(ranks=2)
+    made = [plans.all_gather(group, "staged", [4, 4]), plans.reduce_scatter(group, "staged", [4, 4], torch.float32)]
+    made += [plans.all_to_all(group, "staged", [[4, 4]] * 2)]
+    assert all(plan.words[0] == plan.group.ranks == 2 for plan in made)
+    kept = [weakref.ref(plan) for plan in made]
+    del made
+    gc.collect()
+    assert [plan() for plan in kept] == [None] * 3
