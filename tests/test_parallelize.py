@@ -751,11 +751,11 @@ def test_layers_of_which_the_table_says_nothing_are_cut_as_suggested() -> None:
 
 @pytest.mark.parametrize("look", [asks, asserts, counts])
 def test_layers_stay_whole_where_nothing_can_be_suggested(look: Callable[[nn.Module, Tensor], object]) -> None:
-    with Mesh(data=2, tensor=2):
-        with pytest.warns(
-            UserWarning, match="layers of SaidLittle stay whole, since its dummy_inputs cannot be traced"
-        ):
-            model = sl.parallelize(SaidLittle(look))
+    with (
+        Mesh(data=2, tensor=2),
+        pytest.warns(UserWarning, match="layers of SaidLittle stay whole, since its dummy_inputs cannot be traced"),
+    ):
+        model = sl.parallelize(SaidLittle(look))
     at = {name: sl.typeof(p)[3:] for name, p in model.named_parameters()}
     assert (at["layers.1.up.weight"], at["table.weight"]) == ("[24, 8]", "[11@tensor, 8]")
 
