@@ -84,7 +84,7 @@ class Again:
     which may be the `method`'s own object.
 
     `counted` are the leaves on which its results depend; of those that it writes to, `computed` are. `draws` are the
-    numbers of the generators that it draws from. `grads` are, of each leaf that has a `.grad` then, it and that.
+    numbers of the generators that it draws from.
     """
 
     function: Function
@@ -96,7 +96,6 @@ class Again:
     counted: tuple[int, ...]
     computed: tuple[int, ...]
     draws: frozenset[int]
-    grads: tuple[tuple[int, int], ...] = ()
 
     @staticmethod
     def of(function: Function, call: Invocation | None, entry: Entry, halves: Halves) -> Again:
@@ -105,9 +104,7 @@ class Again:
         if call is None:
             return Again(function, None, None, None, False, entry, *known)
         tree = pytree.tree_structure(wrapped(call.args, call.kwargs, function.static))
-        places = {id(x): i for i, x in enumerate(call.leaves)}
-        grads = tuple((places[id(x)], places[id(grad)]) for x, grad in call.state.grads if grad is not None)
-        return Again(function, call.programs, call.key, tree, call.state.own is not None, entry, *known, grads)
+        return Again(function, call.programs, call.key, tree, call.state.own is not None, entry, *known)
 
     def note(self, leaves: list[Any]) -> Noted:
         """What of a call will be needed, before it runs."""
@@ -122,18 +119,11 @@ class Again:
     ) -> list[Any]:
         """The gradients by the leaves that are `wanted`, with a history; `called` is what they are called."""
         what = f"the gradient of {self.function.name} is differentiated again (create_graph=True)"
-        with self._with_grads(noted.leaves):
-            return self._gradients(what, noted, wanted, cotangents, called)
-
-    def _gradients(
-        self, what: str, noted: Noted, wanted: Sequence[int], cotangents: Mapping[int, Any], called: Sequence[str]
-    ) -> list[Any]:
         leaves = noted.leaves
         self._refuse(what, leaves, noted, called)
         args: list[Any] = list(leaves[: self.tree.num_leaves])
         for given in self.entry.inputs:
-            if self._is_plain_argument(given.leaf, leaves):
-                x = args[given.leaf]
+            if given.leaf < len(args) and type(x := args[given.leaf]) is not ShardedTensor:
                 alias = x.view_as(x) if x.requires_grad else x
                 args[given.leaf] = placed(alias, Fixed.at(given.layout), self.entry.mesh)
         by = [args[i] if i < len(args) else leaves[i] for i in wanted]
@@ -170,19 +160,12 @@ class Again:
                 rule="a call runs again for its second derivative, with what it was given",
                 remedy="write to it after backward(), as optimizer.step() does; or call again",
             )
-        if read := [names[g] for i, g in self.grads if g in self.counted and self._is_plain_argument(i, leaves)]:
-            raise ShardingError(
-                f"{what}, and reads the .grad of a plain argument",
-                read,
-                rule="a call runs again with copies of its plain arguments, which are on the mesh and have none",
-                remedy="give the gradient as an argument of its own, or place what it is of: shard(x, spec)",
-            )
         if not self._is_same(leaves):
             raise ShardingError(
                 f"{what}, but it would be another call now",
                 [*called],
                 rule="a call runs again for its second derivative: flags, modes and modules are as they were",
-                remedy=f"change train(), eval() and requires_grad after it; or {_INSIDE}",
+                remedy=f"change train(), eval() and requires_grad, and call zero_grad(), after it; or {_INSIDE}",
             )
 
     @contextmanager
@@ -201,33 +184,22 @@ class Again:
                 _write(written, now)
                 torch.set_rng_state(generator)
 
-    def _is_plain_argument(self, leaf: int, leaves: Sequence[Any]) -> bool:
-        return leaf < self.tree.num_leaves and type(leaves[leaf]) is not ShardedTensor
-
     def _is_same(self, leaves: list[Any]) -> bool:
-        """Whether a call with these arguments is the same one still."""
+        """Whether a call with these arguments is the same one still; `.grad` may have come since, or gone."""
         args: list[Any] = list(leaves[: self.tree.num_leaves])
         given = self._arguments(args)
-        with _autocast(autocast_of(self.key[1])):
-            state = State(given[0][0] if self.method else None, self.programs.changing)
-            key, found = self.function.read_call(self.entry.mesh, self.programs, state, *given)
-        return bool(key == self.key) and all(
-            found[i] is leaves[i] if isinstance(leaves[i], Tensor) else found[i] == leaves[i] for i in self.counted
-        )
-
-    @contextmanager
-    def _with_grads(self, leaves: Sequence[Any]) -> Iterator[None]:
-        """Each `.grad` is what it was in the call, whoever added to it, set it to None or made one since."""
-        then = {id(leaves[i]): leaves[grad] for i, grad in self.grads}
-        tensors = {id(x): x for x in leaves if isinstance(x, Tensor) and (x.is_leaf or x.retains_grad)}
-        now = [(x, x.grad) for x in tensors.values()]
-        try:
-            for x, _ in now:
-                x.grad = then.get(id(x))
-            yield
-        finally:
-            for x, grad in now:
-                x.grad = grad
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        for around in (None, tensors):
+            with _without_grads(around or ()), _autocast(autocast_of(self.key[1])):
+                state = State(given[0][0] if self.method else None, self.programs.changing)
+                key, found = self.function.read_call(self.entry.mesh, self.programs, state, *given)
+            if key == self.key and len(found) <= len(leaves):
+                return all(
+                    found[i] is leaves[i] if isinstance(leaves[i], Tensor) else found[i] == leaves[i]
+                    for i in self.counted
+                    if i < len(found)
+                )
+        return False
 
 
 class Noted:
@@ -270,6 +242,18 @@ def generators_of(halves: Halves) -> frozenset[int]:
     """The numbers of the generators from which a program draws its keys; 0 is torch's own."""
     calls = (s for s in halves.joint.steps if isinstance(s, Compute) and has(s.target, "draws the key"))
     return frozenset(int(s.args[0]) if s.args else 0 for s in calls)
+
+
+@contextmanager
+def _without_grads(tensors: Sequence[Tensor]) -> Iterator[None]:
+    grads = [(x, x.grad) for x in tensors if x.is_leaf and x.grad is not None]
+    for x, _ in grads:
+        x.grad = None
+    try:
+        yield
+    finally:
+        for x, grad in grads:
+            x.grad = grad
 
 
 @contextmanager
