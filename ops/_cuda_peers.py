@@ -233,7 +233,7 @@ def virtual(
     peers = Peers(group, range(ranks), tuning, report, launch)
     peers.memory += spaces
     if torch.device(device).type == "cuda":  # all ranks run at once, a CTA on a multiprocessor
-        peers.most_ctas = torch.cuda.get_device_properties(device).multi_processor_count // len(here)
+        peers.most_ctas = min(MAX_CTAS, torch.cuda.get_device_properties(device).multi_processor_count // len(here))
     return peers
 
 

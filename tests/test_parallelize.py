@@ -760,6 +760,15 @@ def test_layers_stay_whole_where_nothing_can_be_suggested(look: Callable[[nn.Mod
     assert (at["layers.1.up.weight"], at["table.weight"]) == ("[24, 8]", "[11@tensor, 8]")
 
 
+def test_what_a_trial_call_appends_to_is_not_the_models() -> None:
+    model = SaidLittle(lambda self, tokens: self.log.append(len(tokens)))
+    model.log = []
+    with Mesh(data=2, tensor=2):
+        sl.parallelize(model)
+    assert model.log == []
+    assert sl.typeof(model.layers[1]["up"].weight)[3:] == "[(2 12@tensor), 8]"
+
+
 def test_example_inputs_of_other_names_are_none() -> None:
     model = SaidLittle()
     model.dummy_inputs = {"input_ids": torch.arange(6).view(2, 3)}

@@ -112,6 +112,8 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     @one_by_one
     def jvp(ctx: Any, tangent: Any, _: None) -> Any:
+        if not isinstance(tangent, ShardedTensor):
+            return placed(tangent, ctx.resolved, ctx.mesh, leaf=False)
         return redistributed(tangent, ctx.resolved)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -206,7 +207,7 @@ def _of_layers(module: nn.Module, mesh: Mesh, axis: str, found: Mapping[str, Spe
         return {}
     decided = [x.name for x in held(module) if not found.keys().isdisjoint(x.names)]
     try:
-        table, _ = proposed(module, mesh, axis, (), example, decided)
+        table, _ = proposed(_beside(module), mesh, axis, (), example, decided)
     except (ShardingError, AssertionError, RuntimeError, TypeError, ValueError) as error:  # of its own Python, say
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         warnings.warn(
@@ -216,6 +217,12 @@ def _of_layers(module: nn.Module, mesh: Mesh, axis: str, found: Mapping[str, Spe
         )
         return {}
     return {name: parse(spec) for name, spec in table.items()}
+
+
+def _beside(module: nn.Module) -> nn.Module:
+    """A copy that holds the same tensors: what a call of it appends to is nobody else's."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return copy.deepcopy(module, {id(x): x for x in tensors})
 
 
 def _takes(module: nn.Module, example: Mapping[str, Any]) -> bool:

@@ -77,6 +77,8 @@ class _Border:
             if self.sends[i] != other.sends[i] or max(low, begin) > min(high, end):
                 return None
             ranges[i] = min(low, begin), max(high, end)
+        if len({*sends.values()}) < len(sends):  # somebody would get two
+            return None
         return replace(
             self, sends=sends, ranges=ranges, moves=(*self.moves, *other.moves), parts=(*self.parts, *other.parts)
         )

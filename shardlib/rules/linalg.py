@@ -87,7 +87,8 @@ def _qr(call: Call) -> Rule:
 
 def _by_triangles(local: Local) -> Any:
     """The QR decomposition of the pieces' triangles, with the first rows of the matrix as they are: the signs of what
-    a decomposition by reflections makes depend on these, and on the length of what is below, in every column."""
+    a decomposition by reflections makes depend on these, and on the length of what is below, in every column. Where
+    columns depend on each other, the decomposition is not unique, and this is another one than that of one device."""
     n = local.call.operands[0].shape[-1]
     sizes = [max(s) for s in local.values(local.size("r"), "r")]
     firsts = [max(0, min(s, n - sum(sizes[:i]))) for i, s in enumerate(sizes)]

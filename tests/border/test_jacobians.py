@@ -128,6 +128,14 @@ def test_tangents_follow_what_is_moved(name: str, through: str) -> None:
     torch.testing.assert_close(whole(FORWARD[name](mine, x)), FORWARD[name](theirs, X))
 
 
+def test_a_plain_tangent_moves_with_what_it_is_of() -> None:
+    tangent = torch.randn_like(X)
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(sl.shard(X, "a@data _"), tangent)
+        found = forward_ad.unpack_dual(x.redistribute("a _")).tangent
+    torch.testing.assert_close(whole(found), tangent)
+
+
 @pytest.mark.parametrize("through", [name for name in THROUGH if name.startswith("a ")])
 def test_dual_numbers_do_not_enter_a_program(through: str) -> None:
     mine, x, _ = THROUGH[through]()
