@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,8 @@ def test_its_own_table(kind: str) -> None:
 
 
 def worked(model: Any, plain: Any) -> tuple[sl.Plan, float]:
-    """The plan of a step, and what all devices do in it, of what one would do alone."""
+    """The plan of a step, and what its devices do if each does what the one with most heads does, of what one would do
+    alone."""
     with sl.Mesh(tensor=1):
         alone = sl.parallelize(copy.deepcopy(plain), {}).forward.plan(TOKENS, labels=TOKENS)
     plan = model.forward.plan(TOKENS, labels=TOKENS)
@@ -67,7 +69,8 @@ def worked(model: Any, plain: Any) -> tuple[sl.Plan, float]:
 def share_heads(model: Any, plain: Any, *, whole: str) -> None:
     """No work is done twice, nothing called so is gathered, and a step is that of one device."""
     plan, work = worked(model, plain)
-    assert work < 1.15, plan
+    heads, ways = plain.config.num_attention_heads, plan.mesh.size
+    assert work <= math.ceil(heads / ways) * ways / heads, plan
     assert not [c for c in plan.collectives if c.kind == "all_gather" and whole in str(c)], plan
     same_step(model, plain)
 
@@ -135,7 +138,7 @@ def test_heads_that_the_axis_does_not_divide_are_suggested() -> None:
     with sl.Mesh(tensor=8):
         model = sl.parallelize(copy.deepcopy(plain), table)
     plan, work = worked(model, plain)
-    assert work < 1.15, plan
+    assert work < 2 * 8 / 12, plan  # two heads of twelve on the device that has most
     assert {c.kind for c in plan.collectives} == {"all_reduce"}, plan
     same_step(model, plain)
 

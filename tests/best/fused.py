@@ -93,7 +93,7 @@ ROWS = [
         ("b t d", "d g@tensor", "h g@tensor"), X,
         2 * exchanged(N * 4 * N * 4, 8) + (T - 1) * gathered(256 * N * 4, 8), T + 1),
     Row("twelve heads on eight devices", heads, TWELVE, SPECS, X, reduced(TWELVE[0].nbytes, 8) + PIECES, 5,
-        out_specs="b s d"),
+        work=2 * 8 / 12, out_specs="b s d"),
     Row("gradients of twelve heads on eight devices", _of_loss(heads, 1, 2, 3, 4), TWELVE, SPECS, X,
-        reduced(TWELVE[0].nbytes, 8) + 2 * PIECES, 9),
+        reduced(TWELVE[0].nbytes, 8) + 2 * PIECES, 9, work=2 * 8 / 12),
 ]  # fmt: skip
