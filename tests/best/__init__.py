@@ -23,10 +23,10 @@ FIGURES = ("work", "bytes", "collectives", "peak")
 class Row:
     """A program, where its arguments live, and what the best plan by hand costs.
 
-    `bytes` go on the wire per device, in `collectives` messages (ring algorithms); `work` is the FLOPs of all devices, each
-    taken to do as much as the one that does most, over those of one that does it all; `peak` is in bytes on one device, None where nobody has worked it out. Bounds
-    are 1.05 times these. `short` holds the figures that are not reached, as multiples of the best that must hold, and
-    `why` says what stands in the way.
+    `bytes` go on the wire per device, in `collectives` messages (ring algorithms); `work` is the FLOPs of all devices,
+    each taken to do as much as the one that does most, over those of one that does it all; `peak` is in bytes on one
+    device, None where nobody has worked it out. Bounds are 1.05 times these. `short` holds the figures that are not
+    reached, as multiples of the best that must hold, and `why` says what stands in the way.
     """
 
     name: str
