@@ -17,7 +17,8 @@ def scores_backward(
 ) -> Tensor:
     """`_log_softmax_backward_data(grad, scores, dim)` of a `grad` that is `-loss_grad` at the targets and 0 elsewhere,
     and in rows whose target is ignored."""
-    return torch.ops.aten._log_softmax_backward_data.default(grad, scores, dim, scores.dtype)  # type: ignore[no-any-return]
+    out: Tensor = torch.ops.aten._log_softmax_backward_data.default(grad, scores, dim, scores.dtype)
+    return out
 
 
 torch.library.impl("shardlib::scores_backward", "CompositeExplicitAutograd", scores_backward)

@@ -39,7 +39,7 @@ def whole(x: ShardedTensor) -> torch.Tensor:
 def placed(x: torch.Tensor, resolved: Fixed, mesh: Mesh, donate: bool = False, *, leaf: bool = True) -> ShardedTensor:
     """A plain tensor, placed. A leaf makes a leaf: a parameter is placed once; without `leaf` it is what the result
     comes from. What was computed keeps its history."""
-    if _is_followed(x) and not (leaf and x.is_leaf and _tangent(x) is None):
+    if _is_followed(x) and not (leaf and x.is_leaf and tangent_of(x) is None):
         out: ShardedTensor = _Place.apply(x, resolved, mesh)  # type: ignore[no-untyped-call]
         return out
     return place(x, resolved, mesh, donate)
@@ -83,13 +83,15 @@ def _in_order(x: ShardedTensor) -> torch.Tensor:
 
 def _is_followed(x: torch.Tensor) -> bool:
     """Whether autograd wants to know what becomes of a tensor, backward or forward."""
-    return bool(x.requires_grad and torch.is_grad_enabled()) or _tangent(x) is not None
+    return bool(x.requires_grad and torch.is_grad_enabled()) or tangent_of(x) is not None
 
 
-def _tangent(x: torch.Tensor) -> torch.Tensor | None:
+def tangent_of(x: torch.Tensor) -> torch.Tensor | None:
+    """What forward-mode AD follows beside a tensor, where it does."""
     if dual_level() < 0 or is_excluded(torch.DispatchKey.AutogradFunctionality):
         return None
-    return forward_ad.unpack_dual(x).tangent  # type: ignore[no-untyped-call,no-any-return]
+    found: torch.Tensor | None = forward_ad.unpack_dual(x).tangent  # type: ignore[no-untyped-call]
+    return found
 
 
 def _home(x: ShardedTensor) -> Fixed:

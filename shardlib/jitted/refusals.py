@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
+from shardlib.eager.moving import tangent_of
 from shardlib.errors import ShardingError
 from shardlib.meshes.mesh import Mesh
 from shardlib.plans.plan import Plan
@@ -32,7 +32,7 @@ def refuse_others_than_functions(fn: Any) -> None:
 
 def refuse_tangents(name: str, leaves: Sequence[Any]) -> None:
     """Refuse dual tensors, whose tangents a program would drop."""
-    wrong = [x for x in leaves if isinstance(x, torch.Tensor) and _tangent(x) is not None]
+    wrong = [x for x in leaves if isinstance(x, torch.Tensor) and tangent_of(x) is not None]
     if wrong:
         raise ShardingError(
             f"{name} is called with dual tensors of forward-mode AD",
@@ -62,7 +62,3 @@ def refuse_other_devices(plan: Plan, mesh: Mesh, leaves: list[Any]) -> None:
             if meta
             else f"x.to({there!r}) first, or Mesh(..., device=...)",
         )
-
-
-def _tangent(x: torch.Tensor) -> Any:
-    return forward_ad.unpack_dual(x).tangent  # type: ignore[no-untyped-call]

@@ -52,7 +52,7 @@ def steps(run: Recorder) -> None:
 
 def step(m: Any, opt: torch.optim.Optimizer, ids: torch.Tensor) -> torch.Tensor:
     loss: torch.Tensor = m(input_ids=ids, labels=ids).loss
-    loss.backward()  # type: ignore[no-untyped-call]
+    torch.autograd.backward(loss)
     opt.step()
     opt.zero_grad()
     return loss
