@@ -43,7 +43,7 @@ def to_host(x: Tensor) -> Handle[Tensor]:
     if x.device.type != "cuda":
         out = TIER.take(x.clone())
         return Handle(lambda: out)
-    return _aside(x, TIER.take(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, pin_memory=True)))
+    return _aside(x, TIER.take(torch.empty_like(x, device="cpu", pin_memory=True)))
 
 
 def to_device(x: Tensor) -> Handle[Tensor]:
@@ -53,7 +53,7 @@ def to_device(x: Tensor) -> Handle[Tensor]:
         out = x.clone()
         return Handle(lambda: out)
     device = torch.device("cuda", torch.cuda.current_device())
-    return _aside(x, torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device))
+    return _aside(x, torch.empty_like(x, device=device))
 
 
 def reference_to_host(xs: Sequence[Tensor]) -> list[Tensor]:

@@ -16,7 +16,7 @@ from shardlib.calls.rebound import Watch
 from shardlib.calls.state import State
 from shardlib.errors import ShardingError
 from shardlib.graph import Graph, Op, Value, is_door
-from shardlib.homes import at_home, fixed_outputs, gradients, placed_anew
+from shardlib.homes import at_home, fixed_outputs, gradients, placed_anew, state_away
 from shardlib.internals import pytree
 from shardlib.keeping import Keeping
 from shardlib.lines import place
@@ -124,7 +124,8 @@ def compile_program(
     program = program if traced.after.gradients else replace(program, replaced=_replaced(traced, program))
     is_whole = not traced.after.gradients
     refuse_offload(program, keeping.schedule, whole=is_whole)
-    finished = partial(_finished, traced, keeping.schedule)
+    away = state_away(traced.name, _input_leaves(traced, call), traced.input_names, call.state.kept, keeping.schedule)
+    finished = partial(_finished, traced, keeping.schedule, away)
     draft = lambda other, memory, moved: finished(memory, other, moved, draft=True)[0]
     program, moved, recomputed = recompute(program, keeping, draft, moves=is_whole)
     program, halves = finished(keeping.memory, program, moved)
@@ -137,15 +138,16 @@ def compile_program(
 def _finished(
     traced: Traced,
     how: Schedule,
+    away: Collection[int],
     memory: float | None,
     program: Program,
     moved: Collection[Var] = (),
     *,
     draft: bool = False,
 ) -> tuple[Program, Halves | None]:
-    """The program after all passes, with `moved` values in the host's memory meanwhile; its halves where its results
-    have gradients."""
-    passed = partial(run_passes, how=how, memory=memory, offloaded=moved, draft=draft)
+    """The program after all passes, `moved` values in the host's memory meanwhile, inputs `away` there between calls;
+    its halves where its results have gradients."""
+    passed = partial(run_passes, how=how, memory=memory, offloaded=moved, away=away, draft=draft)
     if not traced.after.gradients:
         return passed(program), None
     halves = split(program, len(traced.after.cotangents), len(traced.after.gradients)).through(passed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +12,16 @@ import torch
 from shardlib.calls.arguments import describe
 from shardlib.calls.flat import FlatCall
 from shardlib.calls.parts import Part, Result
+from shardlib.errors import ShardingError
 from shardlib.graph import Graph, Value
 from shardlib.internals import pytree
 from shardlib.meshes.mesh import Mesh
+from shardlib.schedule import MOMENTS, PARAMETERS, Schedule
 from shardlib.specs.fixed import Fixed
 from shardlib.specs.layout import Layout
 from shardlib.specs.prefix import broadcast_prefix
 from shardlib.specs.spec import resolve_many
+from shardlib.tensors.tensor import ShardedTensor
 from shardlib.tracing.traced import Traced
 
 
@@ -52,6 +55,39 @@ def at_home(
         elif (home := part.home) is not None:
             out[part.at] = Fixed.at(home.layout, home.names, "the place of what was there")
     return out
+
+
+def state_away(
+    name: str, leaves: Sequence[Any], names: Sequence[str], kept: Iterable[Any], how: Schedule
+) -> frozenset[int]:
+    """The inputs that live in the host's memory between calls, as the schedule says; `kept` are the call's objects.
+
+    Raises `ShardingError` where there is no such state, and for plain tensors, which live where their owner put them.
+    """
+    moments = {
+        id(x)
+        for optimizer in kept
+        if isinstance(optimizer, torch.optim.Optimizer)
+        for entries in optimizer.state.values()
+        for x in entries.values()
+    }
+    of = {
+        MOMENTS: [i for i, x in enumerate(leaves) if id(x) in moments and x.dim()],
+        PARAMETERS: [i for i, x in enumerate(leaves) if isinstance(x, torch.nn.Parameter)],
+    }
+    wrong = [f"{name} has no {word}" for word in how.state if not of[word]]
+    found = [i for word in how.state for i in of[word]]
+    plain = [i for i in found if not isinstance(leaves[i], ShardedTensor)]
+    wrong += [f"{names[i]} of shape {list(leaves[i].shape)} is a plain tensor" for i in plain]
+    if wrong:
+        raise ShardingError(
+            f"offload={how.offload!r} moves what there is not",
+            wrong,
+            rule='"moments" are what a torch.optim optimizer keeps of parameters on a mesh, "parameters" these; they '
+            "live in the host's memory between the calls of a function that takes them",
+            remedy="sl.parallelize(model) first, then sl.jit(step, schedule=...)(model, optimizer, batch)",
+        )
+    return frozenset(found)
 
 
 def placed_anew(traced: Traced, graph: Graph) -> Traced:

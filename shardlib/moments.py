@@ -23,12 +23,15 @@ from shardlib.internals import has_step_hooks, init_group, mark_stepped, unmark_
 from shardlib.jitted.planning import Invocation
 from shardlib.placing import shard
 from shardlib.plans.plan import Plan
+from shardlib.schedule import MOMENTS
 from shardlib.specs.spec import parse
 from shardlib.state import is_tracing, paused_gc, unseen
+from shardlib.tensors.away import sent
 from shardlib.tensors.memory import is_number
 from shardlib.tensors.tensor import ShardedTensor
 
 _RATE = (str, "lr")
+_PARTS = 16  # in which moments are made that live in the host's memory
 _MOMENTA = ((str, "momentum"), *(Item((str, "betas"), i) for i in range(3)))  # what schedulers set beside it
 
 
@@ -80,7 +83,8 @@ def plan(call: Invocation, *, runs: bool = True) -> tuple[Plan, list[Any]]:
         wrong: set[int] = set()
         try:
             with ExitStack() as undo:
-                made = {id(x): _begun(x, untouched, undo) for x in optimizers}
+                away = MOMENTS in call.function.keeping.schedule.state
+                made = {id(x): _begun(x, untouched, undo, away=away) for x in optimizers}
                 call.around = partial(_hidden, [x for x in optimizers if made[id(x)]])
                 call.read()
                 found = call.plan(runs=runs)
@@ -99,8 +103,13 @@ def plan(call: Invocation, *, runs: bool = True) -> tuple[Plan, list[Any]]:
         call.read()
 
 
-def _begun(optimizer: torch.optim.Optimizer, untouched: Collection[int], undo: ExitStack) -> list[tuple[Any, Any]]:
-    """Give an optimizer what it makes at its first step; returns that, with the parameters that it is kept of."""
+def _begun(
+    optimizer: torch.optim.Optimizer, untouched: Collection[int], undo: ExitStack, *, away: bool = False
+) -> list[tuple[Any, Any]]:
+    """Give an optimizer what it makes at its first step; returns that, with the parameters that it is kept of.
+
+    What is to live `away` goes there as it is made, a part after the other.
+    """
     _settle(optimizer)
     if mark_stepped(optimizer):
         undo.callback(unmark_stepped, optimizer)
@@ -111,8 +120,15 @@ def _begun(optimizer: torch.optim.Optimizer, untouched: Collection[int], undo: E
         return []
     for p in fresh:
         undo.callback(optimizer.state.pop, p, None)
-    _begin(optimizer, set(map(id, fresh)))
-    _settle(optimizer)
+    part = max(len(fresh) // _PARTS, 1) if away else len(fresh)
+    for i in range(0, len(fresh), part):
+        now = fresh[i : i + part]
+        _begin(optimizer, set(map(id, now)))
+        _settle(optimizer)
+        made = [x for p in now if away for x in optimizer.state.get(p, {}).values()]
+        for x in made:
+            if isinstance(x, ShardedTensor) and x.dim():
+                sent(x)
     return [(p, optimizer.state[p]) for p in fresh if optimizer.state.get(p)]
 
 

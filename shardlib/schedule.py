@@ -11,6 +11,7 @@ from shardlib.literals import read, written
 from shardlib.sizes import nbytes
 
 SAVED = "saved"  # all that the forward pass keeps for the backward one
+MOMENTS, PARAMETERS = STATE = "moments", "parameters"  # what optimizers keep, and what they train
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,9 @@ class Schedule:
 
     `offload` moves what is saved for the backward pass to the host's memory: `"saved"`, all of it; names of ops
     (`"mm"`, `["mm", "tanh"]`), what these make. It comes back `prefetch` layers before it is read, so that at most
-    `1 + prefetch` layers' saved values are on the device. Values are the same.
+    `1 + prefetch` layers' saved values are on the device. `"moments"`, what optimizers keep, and `"parameters"` live
+    there between calls: they are copied in as many layers before they are read, and out when they are new. Whoever
+    reads them outside brings them back. Several are a list; values are the same.
 
     Raises `ShardingError` for a negative distance, sizes and names that are none, naming all of them.
 
@@ -44,7 +47,7 @@ class Schedule:
     def __post_init__(self) -> None:
         faults = []
         if isinstance(self.offload, list) or (isinstance(self.offload, str) and self.offload not in ("", SAVED)):
-            said = (self.offload,) if isinstance(self.offload, str) else tuple(self.offload)
+            said: tuple[Any, ...] = (self.offload,) if isinstance(self.offload, str) else tuple(self.offload)
             object.__setattr__(self, "offload", said)
         ahead = self.prefetch
         if ahead is not None and (not isinstance(ahead, int) or isinstance(ahead, bool) or ahead < 0):
@@ -56,11 +59,25 @@ class Schedule:
                 faults.append(str(error).splitlines()[0].rstrip(":"))
         names = self.offload if isinstance(self.offload, tuple) else ()
         if self.offload not in (None, SAVED) and not (names and all(isinstance(x, str) and x for x in names)):
-            faults.append(f"offload={self.offload!r} is neither {SAVED!r} nor names of ops")
+            words = ", ".join(map(repr, (SAVED, *STATE)))
+            faults.append(f"offload={self.offload!r} is none of {words}, and no names of ops")
         if faults:
             rule = "a distance is a count, a size a number of bytes or a text with a unit"
             remedy = 'Schedule(prefetch=1, bucket="25MiB", cap="2GiB")'
             raise ShardingError("Schedule cannot be made", faults, rule=rule, remedy=remedy)
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        """Which state lives in the host's memory between calls."""
+        return tuple(word for word in STATE if word in (self.offload or ()))
+
+    @property
+    def saved(self) -> str | tuple[str, ...] | None:
+        """What of the saved values does between the forward and the backward pass: all, what ops of such names make, or
+        nothing."""
+        if self.offload is None or SAVED in self.offload:
+            return None if self.offload is None else SAVED
+        return tuple(name for name in self.offload if name not in STATE) or None
 
     def nbytes(self, what: str) -> int | None:
         """The bytes of a field."""

@@ -296,5 +296,5 @@ def test_a_name_is_one_of_names() -> None:
 
 @pytest.mark.parametrize("said", ["", ("",), (), (3,), 3])
 def test_what_is_no_choice(said: Any) -> None:
-    with pytest.raises(sl.ShardingError, match="is neither 'saved' nor names of ops"):
+    with pytest.raises(sl.ShardingError, match="is none of 'saved', 'moments', 'parameters', and no names of ops"):
         sl.Schedule(offload=said)

@@ -514,7 +514,7 @@ def test_within_5_percent_of_the_best_of_all_that_is_kept_made_again_or_moved(na
         return _Search(given[0], budget, *given[1:])
 
     most, least = search(0).of(Choice()).peak, min(one.peak for one in _all(search(0)))
-    moved = set()
+    moved, best = set(), set()
     for share in (0, 0.3, 0.7):
         tried = search(int(least + share * (most - least)))
         _all(tried)
@@ -522,7 +522,8 @@ def test_within_5_percent_of_the_best_of_all_that_is_kept_made_again_or_moved(na
         assert tried.of(found).peak <= tried.budget
         assert tried.of(found).seconds <= 1.05 * tried.of(tried.best).seconds
         moved.update(found.moved)
-    assert bool(moved) == (host in ("hidden", "fast", "copies")), "where the host is fast enough"
+        best.update(tried.best.moved)
+    assert bool(moved) == bool(best) >= (host in ("hidden", "fast", "copies")), "where the host is fast enough"
 
 
 @pytest.mark.parametrize("layers", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 8))])

@@ -22,6 +22,7 @@ from shardlib.rules.written import refuse_cast
 from shardlib.tensors import aliases
 from shardlib.tensors.above import above
 from shardlib.tensors.aliases import Memory, Path
+from shardlib.tensors.away import brought_back
 from shardlib.tensors.form import Form
 from shardlib.tensors.memory import owned
 from shardlib.tensors.tensor import ShardedTensor, typeof, wrap
@@ -130,7 +131,9 @@ def _write_plain(op: Any, args: Any, kwargs: dict[str, Any], written: Sequence[t
 
 
 def remake(x: ShardedTensor) -> tuple[torch.Tensor, ...]:
-    """The pieces of a tensor whose memory was written to through another one."""
+    """The pieces of a tensor that was away, or whose memory was written to through another one."""
+    if (back := brought_back(x)) is not None:
+        return back
     memory: Memory = x.__dict__["_memory"]
     path: Path = x.__dict__["_path"]
     if not path:

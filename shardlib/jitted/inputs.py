@@ -24,8 +24,8 @@ from shardlib.tensors.tensor import ShardedTensor
 class Input:
     """One input of a program: which leaf of the call it is, its layout, and what makes its memory ours to reuse.
 
-    Its memory is `donated`, or the program itself writes there what is `replaced`. `firsts` are the devices of this
-    process that hold different pieces, each with the number of devices that hold it.
+    Its memory is `donated`, or the program itself writes there what is `replaced`; or it is `away`, on the host.
+    `firsts` are the devices of this process that hold different pieces, each with the number of devices that hold it.
     """
 
     leaf: int
@@ -33,6 +33,7 @@ class Input:
     layout: Layout
     donated: bool
     replaced: bool
+    away: bool
     firsts: tuple[tuple[int, int], ...]
 
 

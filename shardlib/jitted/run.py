@@ -32,8 +32,9 @@ from shardlib.scalar import Scalar
 from shardlib.specs.layout import Layout
 from shardlib.state import compiling
 from shardlib.tensors import aliases
+from shardlib.tensors.away import brought, stow
 from shardlib.tensors.form import Form
-from shardlib.tensors.tensor import ShardedTensor
+from shardlib.tensors.tensor import ShardedTensor, wrap
 from shardlib.tracing.ending import After
 
 
@@ -58,6 +59,7 @@ class Entry:
     returned: int  # with what it keeps
     kept: tuple[Any, ...] = ()
     made_of: Callable[[list[Any]], int] | None = None  # on ranks, the origin of what a call makes
+    away: frozenset[int] = frozenset()  # the outputs that are in the host's memory
 
     @functools.cached_property
     def donates(self) -> bool:
@@ -79,7 +81,7 @@ def entry(plan: Plan, program: Program, mesh: Mesh, runner: Runner, kept: Sequen
     traced = plan.compiled.traced
     inputs = []
     for i, (leaf, name, var) in enumerate(zip(traced.input_leaves, traced.input_names, program.inputs, strict=False)):
-        layout, fate = _layout(var), (i in program.donated, i in program.replaced)
+        layout, fate = _layout(var), (i in program.donated, i in program.replaced, var.host)
         inputs.append(Input(leaf, name, layout, *fate, tuple(Counter(alike(mesh.own_coords(), layout.axes)).items())))
     named = plan.output_names[: len(plan.output_names) - len(traced.after.gradients)]
     outputs = tuple(forms(program.outputs[: len(named)], mesh, named, traced.strides))
@@ -90,7 +92,7 @@ def entry(plan: Plan, program: Program, mesh: Mesh, runner: Runner, kept: Sequen
         runner,
         tuple(inputs),
         outputs,
-        gatherer([(given.leaf, given.layout) for given in inputs], mesh),
+        gatherer([(given.leaf, given.layout) for given in inputs], mesh, [given.away for given in inputs]),
         wrapper(outputs),
         _with_leaves(builder(traced.out_tree, same), traced.after.leaves),
         traced.after,
@@ -98,6 +100,7 @@ def entry(plan: Plan, program: Program, mesh: Mesh, runner: Runner, kept: Sequen
         len(traced.output_names),
         tuple(kept),
         _origins(plan, program, inputs) if mesh.kind == "distributed" else None,
+        frozenset(at for at, out in enumerate(program.outputs) if isinstance(out, Var) and out.host),
     )
 
 
@@ -214,6 +217,11 @@ def _apply(entry: Entry, leaves: Sequence[Any], out: Sequence[Any], pieces: Sequ
         written = {given.leaf: pieces[i] for i, given in enumerate(entry.inputs) if given.replaced}
         for leaf, at in entry.after.written:
             into, value = leaves[leaf], out[at]
+            if at in entry.away:
+                if _is_alike(into, value) and stow(into, value._locals, value._origin):
+                    torch.autograd.graph.increment_version(into)
+                    continue
+                value = wrap(value._form, brought(value._locals))
             if type(into) is ShardedTensor and type(into._locals) is Gone:
                 continue  # it was donated: nobody reads it again
             if _is_written(into, value, written.get(leaf)):
@@ -232,16 +240,21 @@ def _apply(entry: Entry, leaves: Sequence[Any], out: Sequence[Any], pieces: Sequ
 
 def _is_written(into: torch.Tensor, value: ShardedTensor, there: Pieces | None) -> bool:
     """Whether a tensor has a value already: the program wrote it there, or its pieces can be the tensor's own."""
-    if into.is_inference():
-        return False
     if type(into) is not ShardedTensor:
-        if there is None or value._locals[0] is not there[0]:
+        if there is None or value._locals[0] is not there[0] or into.is_inference():
             return False
         return bool(memory_of(there[0].untyped_storage()) == memory_of(into.untyped_storage()))
-    if into.__dict__.get("_path") or (into._form.layout, into.dtype) != (value._form.layout, value.dtype):
+    if not _is_alike(into, value):
         return False
     aliases.assign(into, *(_settled(value._locals),) * 2, value._origin)
     return True
+
+
+def _is_alike(into: ShardedTensor, value: ShardedTensor) -> bool:
+    """Whether the pieces of a value can be those of a tensor."""
+    if into.is_inference() or into.__dict__.get("_path"):
+        return False
+    return (into._form.layout, into.dtype) == (value._form.layout, value.dtype)
 
 
 def _settled(pieces: Pieces) -> Pieces:

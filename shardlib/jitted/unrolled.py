@@ -5,6 +5,7 @@ All of it is made once for a program, and run in each call.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from shardlib.meshes.mesh import Mesh
 from shardlib.ranks.lineage import origin_of, sample
 from shardlib.specs.layout import Layout
 from shardlib.tensors.agreed import policy
+from shardlib.tensors.away import sent
 from shardlib.tensors.form import Form
 from shardlib.tensors.memory import cut_up, there
 from shardlib.tensors.tensor import ShardedTensor, wrap
@@ -23,14 +25,18 @@ from shardlib.tensors.tensor import ShardedTensor, wrap
 Pieces = tuple[torch.Tensor, ...]
 
 
-def gatherer(inputs: Sequence[tuple[int, Layout]], mesh: Mesh) -> Callable[[list[Any]], list[Pieces]]:
-    """From the leaves of a call to the pieces of each input: which leaf it is, and its layout."""
+def gatherer(
+    inputs: Sequence[tuple[int, Layout]], mesh: Mesh, away: Sequence[bool] = ()
+) -> Callable[[list[Any]], list[Pieces]]:
+    """From the leaves of a call to the pieces of each input: which leaf it is, its layout, and whether it is `away`."""
 
     def cut(x: torch.Tensor, i: int) -> Pieces:
         return tuple(cut_up(there(x.detach(), mesh), inputs[i][1], mesh))
 
     parts = [f"x._locals if type(x := leaves[{leaf}]) is kind else cut(x, {i})" for i, (leaf, _) in enumerate(inputs)]
-    return _function(f"lambda leaves: [{', '.join(parts)}]", {"kind": ShardedTensor, "cut": cut})
+    for i in itertools.compress(range(len(away)), away):
+        parts[i] = f"sent(leaves[{inputs[i][0]}])"
+    return _function(f"lambda leaves: [{', '.join(parts)}]", {"kind": ShardedTensor, "cut": cut, "sent": sent})
 
 
 def origins(program: int, tensors: Sequence[int], numbers: Sequence[int]) -> Callable[[list[Any]], int]:

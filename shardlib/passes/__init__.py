@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 from shardlib.machine import Machine
-from shardlib.passes import borders, bundle, free, fuse, offload, reuse, schedule, settle
+from shardlib.passes import borders, bundle, free, fuse, offload, offload_state, reuse, schedule, settle
 from shardlib.program.check import check
 from shardlib.program.steps import Program, Var
 from shardlib.program.storage import peak_bytes
@@ -20,6 +21,7 @@ PASSES = (
     bundle.bundle,
     schedule.schedule,
     offload.offload,
+    offload_state.offload_state,
     settle.settle,
     reuse.reuse,
     free.free,
@@ -32,6 +34,7 @@ def run_passes(
     how: Schedule = DEFAULT,
     memory: float | None = None,
     offloaded: Collection[Var] | None = None,
+    away: Collection[int] = (),
     *,
     draft: bool = False,
 ) -> Program:
@@ -42,14 +45,15 @@ def run_passes(
     What hides messages holds memory. Where the program would not fit into `memory` bytes (None: what a device of the
     machine has, if the mesh names one), nothing is gathered ahead, and then nothing moves at all. Where that does not
     fit either, it is that program if `memory` was asked for, and else the one that hides most.
-    `offloaded` are the values that are meanwhile in the host's memory (None: those that the schedule names).
+    `offloaded` are the values that are meanwhile in the host's memory (None: those that the schedule names), `away` the
+    inputs that are there between calls.
     """
     limit = _memory(program) if memory is None else memory
 
     @cache
     def passed(way: str) -> Program:
-        made = program
-        for after in _passed(program, how if way == "ahead" else replace(how, prefetch=0), way != "still", offloaded):
+        made, slower = program, how if way == "ahead" else replace(how, prefetch=0)
+        for after in _passed(program, slower, way != "still", offloaded, away):
             made = after if draft or after is made else check(after)
         return made
 
@@ -69,12 +73,16 @@ def _memory(program: Program) -> float:
     return math.inf if machine is None else Machine.of(machine).device.memory
 
 
-def _passed(program: Program, how: Schedule, moves: bool, offloaded: Collection[Var] | None) -> Iterator[Program]:
+def _passed(
+    program: Program, how: Schedule, moves: bool, offloaded: Collection[Var] | None, away: Collection[int]
+) -> Iterator[Program]:
     """What each pass makes; where nothing `moves`, messages stay where they are."""
+    told: dict[Any, Callable[[Program], Program]] = {
+        bundle.bundle: partial(bundle.bundle, how=how),
+        offload.offload: partial(offload.offload, how=how, chosen=offloaded),
+        offload_state.offload_state: partial(offload_state.offload_state, away=away, how=how),
+    }
     for one in PASSES:
         if moves or one not in _MOVING:
-            if one is offload.offload:
-                program = offload.offload(program, how, offloaded)
-            else:
-                program = bundle.bundle(program, how) if one is bundle.bundle else one(program)
+            program = told.get(one, one)(program)
             yield program

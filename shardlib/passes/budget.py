@@ -150,8 +150,8 @@ class _Search:
         return min(one.peak for one in self.tried.values()) <= self.budget
 
     def _bisect(self, order: Sequence[tuple[Var, str]]) -> None:
-        """Try beginnings of an order, for the shortest that fits; of a long program, for about that one, and only as
-        long as a shorter one is faster: what just fits leaves no room for messages that run ahead."""
+        """Try beginnings of an order, for the shortest that fits and is no slower than longer ones: what just fits
+        leaves no room for messages that run ahead. Of a short program, also for the shortest that fits."""
 
         def given_up(n: int) -> Choice:
             found = self.base
@@ -159,16 +159,19 @@ class _Search:
                 found = found.put([o for o, how in order[:n] if how == way], way)
             return found
 
-        fitting = next((k for k in _far_first(len(order)) if self.fits(given_up(k))), 0)
-        least = 0
-        while fitting - least > (1 if self.left > 0 else 1 + len(order) // _PARTS):
-            middle = (least + fitting) // 2
-            if not self.fits(given_up(middle)):
-                least = middle
-            elif self.is_long and self.of(given_up(middle)).seconds > self.of(given_up(fitting)).seconds:
-                return
-            else:
-                fitting = middle
+        def search(fitting: int, is_good: Callable[[Choice, Choice], bool]) -> None:
+            least = 0
+            while fitting - least > (1 if self.left > 0 else 1 + len(order) // _PARTS):
+                middle = (least + fitting) // 2
+                if self.fits(given_up(middle)) and is_good(given_up(middle), given_up(fitting)):
+                    fitting = middle
+                else:
+                    least = middle
+
+        first = next((k for k in _far_first(len(order)) if self.fits(given_up(k))), 0)
+        search(first, lambda shorter, longer: self.of(shorter).seconds <= self.of(longer).seconds)
+        if self.left > 0:
+            search(first, lambda shorter, longer: True)
 
     def _improve(self, worse: Callable[[Choice], tuple[float, ...]]) -> None:
         """Change what equal layers share, then single values, then two of them, as long as that is better; of what does

@@ -23,10 +23,10 @@ from shardlib.schedule import DEFAULT, SAVED, Schedule
 
 def offload(program: Program, how: Schedule = DEFAULT, chosen: Collection[Var] | None = None) -> Program:
     """The program with what the schedule names, and the `chosen` values, in the host's memory meanwhile."""
-    if how.offload is None and not chosen:
+    if how.saved is None and not chosen:
         return program
     saved = _saved(program)
-    found = [s for s in saved if (chosen and s.var in chosen) or _named(s.maker, how.offload)]
+    found = [s for s in saved if (chosen and s.var in chosen) or _named(s.maker, how.saved)]
     ahead = 1 if how.prefetch is None else how.prefetch
     moved = _Moved(program, ahead, saved if chosen else found, found)
     return replace(program, steps=tuple(moved.run())) if moved.due else program
@@ -44,11 +44,12 @@ def refuse_offload(program: Program, how: Schedule, *, whole: bool) -> None:
     if not whole:
         raise ShardingError(
             f"offload={how.offload!r} moves nothing: the backward pass is outside of the jitted function",
-            rule="what a program saves for its own backward pass is moved to the host's memory meanwhile",
-            remedy="call .backward(), or torch.autograd.grad, inside the jitted function",
+            rule="what a program saves for its own backward pass is moved to the host's memory meanwhile, and "
+            "state that it updates between calls",
+            remedy="call .backward(), or torch.autograd.grad, inside the jitted function, and step the optimizer there",
         )
     made = dict.fromkeys(_name(s) for s in program.steps if isinstance(s, Compute))
-    wrong = [] if how.offload == SAVED else [name for name in how.offload if name not in made]
+    wrong = [] if how.saved in (None, SAVED) else [name for name in how.saved if name not in made]
     if wrong:
         near = {name: get_close_matches(name, made, 3, 0.5) for name in wrong}
         raise ShardingError(

@@ -56,7 +56,7 @@ def recompute(
     crossing, moved = Crossing.of(program), frozenset[Var]()
     if keeping.memory is not None:
         said, fixed = f"memory={keeping.memory:,} B", crossing.weights if keeping.regather == "never" else frozenset()
-        may_move = movable(program) if moves and keeping.schedule.offload is None else ()
+        may_move = movable(program) if moves and keeping.schedule.saved is None else ()
         machine = Machine.of(program.mesh.machine)
         dropped, moved = within(crossing, keeping.memory, finish, machine, fixed, may_move)
     else:

@@ -60,6 +60,8 @@ def faults(program: Program) -> Iterator[str]:
         for v in reads(step):
             if there.get(v, v):
                 yield f"{said(step)} reads {v}, which{missing(v)}"
+            if v.host and not (isinstance(step, Start) and step.first.kind == "to_device"):
+                yield f"{said(step)} reads {v}, which is in the host's memory"
         if isinstance(step, Compute):
             for over in step.overwritten.values() if step.over else ():
                 root = owner.get(over, over)

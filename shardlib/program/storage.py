@@ -64,7 +64,7 @@ def _in_use(program: Program, *, host: bool = False) -> Iterator[tuple[int, Mapp
     owner = owners(program.steps, exact=True)
     names: Counter[Var] = Counter()
     seen = dict.fromkeys((*program.inputs, *(v for v, _ in program.captured)))  # in an order that is none of addresses'
-    total = 0 if host else sum(v.nbytes for v in seen)
+    total = sum(v.nbytes for v in seen if v.host == host)
     names.update([*seen])
     for step in program.steps:
         made = step.outs if isinstance(step, Start) else makes(step)
@@ -85,16 +85,17 @@ def _in_use(program: Program, *, host: bool = False) -> Iterator[tuple[int, Mapp
 
 def peak_bytes(program: Program) -> int:
     """The most bytes that are in use at once, arguments and results included."""
-    return max(alive(program), default=sum(v.nbytes for v in program.given))
+    return max(alive(program), default=sum(v.nbytes for v in program.given if not v.host))
 
 
 def largest(program: Program) -> list[Var]:
     """What is in use where most is, the largest memory first."""
     peak = peak_bytes(program)
     names = next((dict(names) for total, names in _in_use(program) if total == peak), dict.fromkeys(program.given, 1))
-    return sorted((v for v, n in names.items() if n), key=lambda v: -v.nbytes)
+    return sorted((v for v, n in names.items() if n and not v.host), key=lambda v: -v.nbytes)
 
 
 def host_bytes(program: Program) -> int:
     """The most bytes that are in use at once in the host's memory."""
-    return max(alive(program, host=True), default=0) if program.copied else 0
+    is_used = bool(program.copied) or any(v.host for v in program.inputs)
+    return max(alive(program, host=True), default=0) if is_used else 0

@@ -23,7 +23,6 @@ import importlib
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,7 +44,8 @@ def show(program: Program, where: Callable[[Line | None], str] | None = None) ->
     for i, var in enumerate(program.inputs):
         varies = f" varies [{_axes(axes)}]" if (axes := program.varies.get(var)) is not None else ""
         fate = f" becomes {program.replaced[i]}" if i in program.replaced else ""
-        lines.append(f"input {_typed(var)}{varies}{' donated' if i in program.donated else ''}{fate}")
+        is_donated, is_away = i in program.donated, var.host
+        lines.append(f"input {_typed(var)}{' away' * is_away}{varies}{' donated' * is_donated}{fate}")
     lines += [f"captured {_typed(var)}" for var, _ in program.captured]
     for step in program.steps:
         line = step.line if isinstance(step, Compute) else step.first.line if isinstance(step, Start) else None
@@ -151,9 +151,9 @@ class _Reader:
             if word == "mesh":
                 self.mesh = {name: int(n) for name, n in re.findall(r"(\w+)=(\d+)", rest)}
             elif word == "input":
-                pattern = r"(.*?[\]>])(?: varies \[(.*)\])?( donated)?(?: becomes (\d+))?"
-                typed, axes, is_donated, fate = self.match(pattern, rest)
-                inputs.append(self.make(typed))
+                pattern = r"(.*?[\]>])( away)?(?: varies \[(.*)\])?( donated)?(?: becomes (\d+))?"
+                typed, is_away, axes, is_donated, fate = self.match(pattern, rest)
+                inputs.append(self.make(typed, host=is_away is not None))
                 replaced |= {} if fate is None else {len(inputs) - 1: int(fate)}
                 donated |= {len(inputs) - 1} if is_donated else set()
                 varies |= {} if axes is None else {inputs[-1]: self.axes(axes)}
@@ -207,9 +207,7 @@ class _Reader:
     def move(self, kind: str, axes: tuple[Axis, ...], reduce: str, text: str) -> Collective:
         out, source, told, nbytes = self.match(r"(.*) = (\S+) \{(.*)\} (\S+) B", text)
         params = {k: self.value(v) for k, v in (x.split(": ", 1) for x in _split(told))}
-        made = self.make(out)
-        if kind == "to_host":
-            made = self.vars[made.name] = replace(made, host=True)
+        made = self.make(out, host=kind == "to_host")
         return Collective(kind, axes, self.vars[source], made, params, ast.literal_eval(nbytes), reduce)
 
     def match(self, pattern: str, text: str) -> tuple[Any, ...]:
@@ -217,14 +215,15 @@ class _Reader:
             raise ValueError(f"{text!r} is no step of a program")
         return found.groups()
 
-    def make(self, text: str) -> Var:
+    def make(self, text: str, *, host: bool = False) -> Var:
         if (found := _TYPED.fullmatch(text)) is None:
             raise ValueError(f"{text!r} says no name and type")
         name, dtype, inside = found["name"], _DTYPES[found["dtype"]], found["shape"][1:-1]
         if found["shape"][0] == "[":
-            var = Var(name, Layout.parse(inside, self.mesh), dtype)
+            var = Var(name, Layout.parse(inside, self.mesh), dtype, host=host)
         else:
-            var = Var(name, None, dtype, shape=None if inside == "?" else tuple(map(int, _split(inside))))
+            shape = None if inside == "?" else tuple(map(int, _split(inside)))
+            var = Var(name, None, dtype, shape=shape, host=host)
         self.vars[name] = var
         return var
 

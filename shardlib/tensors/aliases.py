@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardlib.aten.traits import has
+from shardlib.tensors.away import AWAY
 from shardlib.tensors.form import Form
 
 if TYPE_CHECKING:
@@ -99,4 +100,5 @@ def assign(x: ShardedTensor, value: tuple[torch.Tensor, ...], shown: tuple[torch
     memory: Memory | None = x.__dict__.get("_memory")
     if memory is not None:
         memory.write(value, origin)
+    x.__dict__.pop(AWAY, None)
     x._locals, x._origin = shown, origin

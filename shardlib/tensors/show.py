@@ -10,6 +10,7 @@ from shardlib.errors import ShardingError
 from shardlib.internals import without_modes
 from shardlib.specs.pieces import span
 from shardlib.tensors.above import above
+from shardlib.tensors.away import AWAY
 from shardlib.tensors.tensor import ShardedTensor, axes_of, typeof
 
 
@@ -45,7 +46,7 @@ def _values(x: ShardedTensor) -> str:
     with without_modes():  # while a function is traced, these values are still values
         if x.mesh.kind == "virtual":
             return _printed(x)
-        if "_locals" not in x.__dict__:
+        if "_locals" not in x.__dict__ and AWAY not in x.__dict__:
             return "its memory was written to by another name: reading the values takes all ranks"
         return f"{_place(x)}:\n{_printed(x)}"
 

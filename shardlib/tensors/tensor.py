@@ -23,6 +23,7 @@ from shardlib.state import is_tracing
 from shardlib.state import tracing_flag as _tracing
 from shardlib.tensors.above import above
 from shardlib.tensors.aliases import bits, view
+from shardlib.tensors.away import AWAY
 from shardlib.tensors.form import Form, short_dtype
 from shardlib.tensors.memory import cut_up as cut_up
 from shardlib.tensors.memory import refuse_misfits
@@ -43,7 +44,7 @@ _modes = count_dispatch_modes
 
 
 class _Stale:
-    """Stands in for the pieces of a tensor whose memory was written to through another one: they are made again."""
+    """Stands in for pieces that are made again, since memory was written to by another name, or brought back."""
 
     def __get__(self, x: ShardedTensor | None, owner: type) -> Any:
         if x is None:
@@ -186,6 +187,7 @@ class ShardedTensor(torch.Tensor):
         if is_tracing():
             return
         assert isinstance(value, ShardedTensor), "refused above"
+        self.__dict__.pop(AWAY, None)
         self._form, self._locals, self._origin = value._form, value._locals, value._origin
         view(value, self, ())
 
@@ -322,7 +324,7 @@ def marks(x: torch.Tensor) -> dict[str, Any]:
 
 
 _CONJ, _NEG = torch.ops.aten._conj.default, torch.ops.aten._neg_view.default
-_OWN = frozenset({"_form", "_locals", "_memory", "_path", IS_PARAMETER, "_within", "proxy"})
+_OWN = frozenset({"_form", "_locals", AWAY, "_memory", "_path", IS_PARAMETER, "_within", "proxy"})
 _default_dtype = torch.get_default_dtype  # integers divided are of it
 
 

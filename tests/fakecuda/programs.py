@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +17,17 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 import shardlib as sl
 from shardlib import Mesh, P, ShardedTensor, ShardingError
+from shardlib.ops import offload
+from shardlib.ops._wire import Handle
 from shardlib.rules import rule_for
 from shardlib.rules.cuts import cuts
 from shardlib.rules.rule import Labels, Rule
 from shardlib.specs.layout import Factor, Layout
+from shardlib.tensors.away import AWAY
 from shardlib.tracing import elsewhere
 from tests.fakecuda.gpu import CUDA, available, cuda_mesh, gpu, on_gpu, placed, ranks
 from tests.fakecuda.watch import Seen, Watch, watching
@@ -280,14 +286,20 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-def run_training(seen: Seen, name: str, rank: int | None = None) -> None:
-    """Three steps of a module and an optimizer, which counts them in a number on the CPU."""
-    with world(seen, f"training by {name}", None if rank is None else (rank, 2)), cuda_mesh(data=2):
+def run_training(seen: Seen, name: str, rank: int | None = None, away: Sequence[str] = ()) -> None:
+    """Three steps of a module and an optimizer, which counts them in a number on the CPU; `away` is what lives in the
+    host's memory between them."""
+    copies = {"to_host": partial(_moved, to="cpu"), "to_device": partial(_moved, to="cuda")}
+    with (
+        world(seen, f"training by {name}", None if rank is None else (rank, 2)),
+        cuda_mesh(data=2),
+        patch.multiple(offload, **copies),
+    ):
         layers = nn.Linear(8, 16, device="cuda"), nn.LayerNorm(16, device="cuda"), nn.Linear(16, 8, device="cuda")
         module = sl.parallelize(nn.Sequential(*layers), strategy="fsdp")
         optimizer = getattr(torch.optim, name)(module.parameters(), 0.01, **OPTIMIZERS[name])
 
-        @sl.jit
+        @sl.jit(schedule=sl.Schedule(offload=away or None))
         def step(module: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
             loss: Tensor = module(x).square().mean()
             loss.backward()
@@ -299,6 +311,17 @@ def run_training(seen: Seen, name: str, rank: int | None = None) -> None:
             step(module, optimizer, torch.empty(4, 8, device="cuda"))
         kept = [x for entries in optimizer.state.values() for x in entries.values() if isinstance(x, Tensor)]
         assert {x.device.type for x in kept} <= {"cuda"}
+        if away:
+            assert {x.__dict__[AWAY][0].device.type for x in kept if x.dim()} == {"cpu"}
+            assert {x.to_local().device.type for x in kept if x.dim()} == {"cuda"}
+
+
+def _moved(x: Tensor, to: str) -> Handle[Tensor]:
+    """A copy to another tier, for which there is no stream here."""
+    watched = isinstance(_get_current_dispatch_mode(), Watch)
+    with _pop_mode_temporarily() if watched else nullcontext():
+        out = torch.empty_like(x, device=to)
+    return Handle(lambda: out)
 
 
 def run_numbers(seen: Seen, rank: int | None = None) -> None:

@@ -89,6 +89,13 @@ def test_training(name: str, rank: int | None) -> None:
 
 
 @pytest.mark.parametrize("rank", [None, 1])
+def test_state_in_the_memory_of_the_host(rank: int | None) -> None:
+    seen = Seen()
+    programs.run_training(seen, "AdamW", rank, ["moments", "parameters"])
+    clean(seen)
+
+
+@pytest.mark.parametrize("rank", [None, 1])
 def test_numbers_on_the_cpu(rank: int | None) -> None:
     seen = Seen()
     programs.run_numbers(seen, rank)

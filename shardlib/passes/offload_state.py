@@ -1,0 +1,206 @@
+"""State of a call lives in the host's memory between calls: what an optimizer keeps, and parameters.
+
+A value is copied in where it is read, so many groups of values ahead as the schedule prefetches, and is gone with its
+last reader; where others are read for long until it is read again, it is copied in once more. Groups are what layers
+repeat. What replaces it is copied out as soon as it is made. Updates of one parameter stand together for that, so that
+a device holds what few of them need.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shardlib.aten.traits import is_view
+from shardlib.passes.settle import State
+from shardlib.passes.split import needs
+from shardlib.passes.units import units
+from shardlib.program.steps import Collective, Compute, Program, Start, Step, Var, Wait, makes, reads, swapped, together
+from shardlib.schedule import DEFAULT, Schedule
+
+
+def offload_state(program: Program, away: Collection[int] = (), how: Schedule = DEFAULT) -> Program:
+    """The program whose inputs `away`, by position, and what replaces them, are in the host's memory."""
+    if not away:
+        return program
+    return _Away(_together(program, away), away, 1 if how.prefetch is None else how.prefetch).run()
+
+
+def _together(program: Program, away: Collection[int]) -> Program:
+    """The program in which the last steps, that make what replaces such inputs, are in order of the inputs, not of what
+    the steps do."""
+    found, steps = State.of(program), program.steps
+    new = {program.outputs[program.replaced[i]] for i in away if i in program.replaced}
+    before, todo = set[int](), [found.maker[v] for v in new if v in found.maker]
+    while todo:
+        if (i := todo.pop()) not in before and i in found.movable:
+            before.add(i)
+            todo += [found.maker[v] for v in needs(steps[i]) if v in found.maker]
+    inputs = {program.inputs[i] for i in away}
+    first = [i for i in before if not inputs.isdisjoint(reads(steps[i]))]
+    late = found.behind(i for i in found.behind(first) if i in before)
+    near: dict[Var, list[int]] = defaultdict(list)  # the steps that make or read a value of one update
+    for i in sorted(late):
+        for v in (*needs(steps[i]), *makes(steps[i])):
+            if v in inputs or found.maker.get(v) in late:
+                near[v].append(i)
+    order = [i for i in range(len(steps)) if i not in late]
+    seen = set[int]()
+    for i in sorted(late):
+        update, todo = set[int](), [i]
+        while todo:
+            if (j := todo.pop()) not in seen:
+                seen.add(j)
+                update.add(j)
+                todo += [k for v in (*needs(steps[j]), *makes(steps[j])) for k in near.get(v, ())]
+        order += sorted(update)
+    return replace(program, steps=tuple(steps[i] for i in order))
+
+
+@dataclass(eq=False)
+class _Visit:
+    """A stretch of steps for which an input is on the device; `here` is what they read in place of it and its views."""
+
+    root: Var
+    first: int
+    here: dict[Var, Var] = field(default_factory=dict)
+    flying: Var | None = None
+
+
+class _Away:
+    """Writes the steps anew, with copies in and out; `end` is the place of who reads the results."""
+
+    def __init__(self, program: Program, away: Collection[int], ahead: int) -> None:
+        self.program, self.away, self.ahead, self.end = program, away, ahead, len(program.steps)
+        self.home = {(v := program.inputs[i]): replace(v, host=True) for i in sorted(away)}
+        self.root = {v: v for v in self.home}  # of each of its views, too
+        self.views: dict[Var, Compute] = {}
+        for step in program.steps:
+            is_shown = isinstance(step, Compute) and is_view(step.target) and not step.copies
+            if isinstance(step, Compute) and is_shown and (root := self.root.get(step.operands[0])) is not None:
+                self.root |= dict.fromkeys(step.made, root)
+                self.views |= dict.fromkeys(step.made, step)
+        self.visits = self._visits()
+        self.names: dict[Var, int] = {}
+
+    def _reads(self) -> Iterator[tuple[int, Var]]:
+        """Who reads which input, or a view of it, in order; results that stay as they are read nothing."""
+        for i, step in enumerate(self.program.steps):
+            if not self._is_view(step):
+                yield from ((i, self.root[v]) for v in dict.fromkeys(reads(step)) if v in self.root)
+        kept = {at for i, at in self.program.replaced.items() if self.program.outputs[at] is self.program.inputs[i]}
+        for at, v in enumerate(self.program.outputs):
+            if isinstance(v, Var) and v in self.root and at not in kept:
+                yield self.end, self.root[v]
+
+    def _is_view(self, step: Step) -> bool:
+        return isinstance(step, Compute) and any(self.views.get(v) is step for v in step.made)
+
+    def _visits(self) -> dict[tuple[int, Var], _Visit]:
+        """The visit that a reader needs."""
+        found: dict[tuple[int, Var], _Visit] = {}
+        every = list(self._reads())
+        roots = [*dict.fromkeys(root for _, root in every)]
+        layer = dict(zip(roots, units([_form(v) for v in roots], [v.nbytes for v in roots], 0), strict=True))
+        last: dict[Var, int] = {}
+        for k, (i, root) in enumerate(every):
+            between = {layer[other] for _, other in every[last.get(root, k) : k]} - {layer[root]}
+            is_far = root not in last or len(between) > self.ahead
+            found[i, root] = _Visit(root, i) if is_far else found[every[last[root]][0], root]
+            last[root] = k
+        return found
+
+    def run(self) -> Program:
+        steps = self.program.steps
+        visits = [*dict.fromkeys(self.visits.values())]
+        group = units([_form(one.root) for one in visits], [one.root.nbytes for one in visits], 0)
+        begins = [min(v.first for v, g in zip(visits, group, strict=True) if g == k) for k in range(len({*group}))]
+        due: dict[int, list[_Visit]] = defaultdict(list)
+        for one, g in zip(visits, group, strict=True):
+            due[begins[max(g - self.ahead, 0)]].append(one)
+        out: list[Step] = []
+        sent: dict[Var, Var] = {}
+        waits: dict[int, list[Step]] = defaultdict(list)
+        outputs = list(self.program.outputs)
+        fate = {at: i for i, at in self.program.replaced.items() if i in self.away}
+        new = {v for at in fate if isinstance(v := outputs[at], Var) and v not in self.root}
+        for i, step in enumerate((*steps, None)):
+            out += waits.pop(i, ())
+            out += [self._fetch(one) for one in due.get(i, ())]
+            if step is None:
+                break
+            if not self._is_view(step):
+                out += self._taken(i, reads(step))
+                here = {v: self.visits[i, self.root[v]].here[v] for v in reads(step) if v in self.root}
+                out.append(swapped(step, here) if here else step)
+            for v in makes(step):
+                if v in new:
+                    k = sum(begin <= i for begin in begins) + self.ahead
+                    start, wait = self._sent(v, sent)
+                    out.append(start)
+                    waits[begins[k] if k < len(begins) else self.end].append(wait)
+        out += [step for late in sorted(waits) for step in waits[late]]
+        out += self._taken(self.end, [v for _, v in self._last()])
+        for at, v in self._last():
+            outputs[at] = self.visits[self.end, self.root[v]].here[v]
+        for at, i in fate.items():
+            if outputs[at] is self.program.inputs[i]:
+                outputs[at] = self.home[outputs[at]]
+                continue
+            if outputs[at] not in sent:
+                out += self._sent(outputs[at], sent)
+            outputs[at] = sent[outputs[at]]
+        return replace(
+            self.program,
+            steps=tuple(out),
+            inputs=tuple(self.home.get(v, v) for v in self.program.inputs),
+            outputs=tuple(outputs),
+            donated=self.program.donated.difference(self.away),
+            replaced={i: at for i, at in self.program.replaced.items() if i not in self.away},
+            varies={self.home.get(v, v): axes for v, axes in self.program.varies.items()},
+        )
+
+    def _last(self) -> list[tuple[int, Var]]:
+        """The results that show an input, by position."""
+        shown = enumerate(self.program.outputs)
+        return [(at, v) for at, v in shown if isinstance(v, Var) and (self.end, self.root.get(v)) in self.visits]
+
+    def _fetch(self, one: _Visit) -> Start:
+        n = self.names[one.root] = self.names.get(one.root, 0) + 1
+        one.flying = replace(one.root, name=f"{one.root.name}.here{n}")
+        return together(self._copy("to_device", self.home[one.root], one.flying))[0]
+
+    def _taken(self, i: int, wanted: Collection[Var]) -> list[Step]:
+        """What brings inputs that step `i` reads, and views of them."""
+        steps: list[Step] = []
+        for v in wanted:
+            if v not in self.root:
+                continue
+            one = self.visits[i, self.root[v]]
+            if one.flying is not None:
+                steps.append(Wait((one.flying,)))
+                one.here[one.root], one.flying = one.flying, None
+            steps += self._viewed(one, v)
+        return steps
+
+    def _viewed(self, one: _Visit, v: Var) -> list[Step]:
+        if v in one.here:
+            return []
+        view = self.views[v]
+        steps = self._viewed(one, view.operands[0])
+        for w in view.made:
+            one.here[w] = replace(w, name=f"{w.name}.here{self.names[one.root]}")
+        return [*steps, swapped(view, one.here)]
+
+    def _sent(self, v: Var, sent: dict[Var, Var]) -> tuple[Start, Wait]:
+        sent[v] = replace(v, name=f"{v.name}.host", host=True)
+        return together(self._copy("to_host", v, sent[v]))
+
+    def _copy(self, kind: str, source: Var, out: Var) -> Collective:
+        return Collective(kind, (), source, out, {}, 0.0)
+
+
+def _form(v: Var) -> tuple[Any, ...]:
+    return v.layout, v.dtype

@@ -1,0 +1,66 @@
+"""Tensors that live in the host's memory: until somebody reads one, who brings it back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import RLock
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardlib.ops import offload
+from shardlib.ops._wire import Handle
+
+if TYPE_CHECKING:
+    from shardlib.tensors.tensor import ShardedTensor
+
+AWAY = "_away"  # the attribute that has the pieces then
+
+_lock = RLock()
+
+Pieces = tuple[torch.Tensor, ...]
+
+
+def brought(pieces: Pieces) -> Pieces:
+    """These pieces of the host's memory on the devices."""
+    return _each(pieces, offload.to_device)
+
+
+def brought_back(x: ShardedTensor) -> Pieces | None:
+    """The pieces of a tensor that was away, and lives on the devices from now on; None if it is not known where."""
+    with _lock:
+        if (away := x.__dict__.get(AWAY)) is not None:
+            x.__dict__["_locals"] = brought(away)
+            del x.__dict__[AWAY]
+        found: Pieces | None = x.__dict__.get("_locals")
+        return found
+
+
+def sent(x: ShardedTensor) -> Pieces:
+    """The pieces of a tensor in the host's memory, where it lives from now on."""
+    with _lock:
+        if (pieces := x.__dict__.get(AWAY)) is None:
+            pieces = _each(x._locals, offload.to_host)
+            stow(x, pieces, x._origin)
+        found: Pieces = pieces
+        return found
+
+
+def stow(x: ShardedTensor, pieces: Pieces, origin: int) -> bool:
+    """Give a tensor other pieces, of this origin, in the host's memory; False where others show its memory, so that it
+    has to be on the devices."""
+    memory = x.__dict__.get("_memory")
+    if memory is not None:
+        if x.__dict__["_path"] or any(y is not None and y is not x for y in (member() for member in memory.members)):
+            return False
+        del x.__dict__["_memory"], x.__dict__["_path"]
+    x.__dict__.pop("_locals", None)
+    x.__dict__[AWAY], x._origin = pieces, origin
+    return True
+
+
+def _each(pieces: Pieces, move: Callable[[torch.Tensor], Handle[torch.Tensor]]) -> Pieces:
+    """Move pieces; one that several devices have, once."""
+    flying = {id(x): move(x) for x in pieces}
+    there = {key: handle.finish() for key, handle in flying.items()}
+    return tuple(there[id(x)] for x in pieces)
