@@ -2,8 +2,7 @@
 
 A value is copied in where it is read, so many groups of values ahead as the schedule prefetches, and is gone with its
 last reader; where others are read for long until it is read again, it is copied in once more. Groups are what layers
-repeat. What replaces it is copied out as soon as it is made. Updates of one parameter stand together for that, so that
-a device holds what few of them need.
+repeat. What replaces it is copied out as soon as it is made.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardlib.aten.traits import is_view
-from shardlib.passes.settle import State
-from shardlib.passes.split import needs
 from shardlib.passes.units import units
 from shardlib.program.steps import Collective, Compute, Program, Start, Step, Var, Wait, makes, reads, swapped, together
 from shardlib.schedule import DEFAULT, Schedule
@@ -25,38 +22,7 @@ def offload_state(program: Program, away: Collection[int] = (), how: Schedule = 
     """The program whose inputs `away`, by position, and what replaces them, are in the host's memory."""
     if not away:
         return program
-    return _Away(_together(program, away), away, 1 if how.prefetch is None else how.prefetch).run()
-
-
-def _together(program: Program, away: Collection[int]) -> Program:
-    """The program in which the last steps, that make what replaces such inputs, are in order of the inputs, not of what
-    the steps do."""
-    found, steps = State.of(program), program.steps
-    new = {program.outputs[program.replaced[i]] for i in away if i in program.replaced}
-    before, todo = set[int](), [found.maker[v] for v in new if v in found.maker]
-    while todo:
-        if (i := todo.pop()) not in before and i in found.movable:
-            before.add(i)
-            todo += [found.maker[v] for v in needs(steps[i]) if v in found.maker]
-    inputs = {program.inputs[i] for i in away}
-    first = [i for i in before if not inputs.isdisjoint(reads(steps[i]))]
-    late = found.behind(i for i in found.behind(first) if i in before)
-    near: dict[Var, list[int]] = defaultdict(list)  # the steps that make or read a value of one update
-    for i in sorted(late):
-        for v in (*needs(steps[i]), *makes(steps[i])):
-            if v in inputs or found.maker.get(v) in late:
-                near[v].append(i)
-    order = [i for i in range(len(steps)) if i not in late]
-    seen = set[int]()
-    for i in sorted(late):
-        update, todo = set[int](), [i]
-        while todo:
-            if (j := todo.pop()) not in seen:
-                seen.add(j)
-                update.add(j)
-                todo += [k for v in (*needs(steps[j]), *makes(steps[j])) for k in near.get(v, ())]
-        order += sorted(update)
-    return replace(program, steps=tuple(steps[i] for i in order))
+    return _Away(program, away, 1 if how.prefetch is None else how.prefetch).run()
 
 
 @dataclass(eq=False)
@@ -78,8 +44,9 @@ class _Away:
         self.root = {v: v for v in self.home}  # of each of its views, too
         self.views: dict[Var, Compute] = {}
         for step in program.steps:
-            is_shown = isinstance(step, Compute) and is_view(step.target) and not step.copies
-            if isinstance(step, Compute) and is_shown and (root := self.root.get(step.operands[0])) is not None:
+            if not isinstance(step, Compute) or not is_view(step.target) or step.copies:
+                continue
+            if (root := self.root.get(step.operands[0])) is not None:
                 self.root |= dict.fromkeys(step.made, root)
                 self.views |= dict.fromkeys(step.made, step)
         self.visits = self._visits()

@@ -32,7 +32,7 @@ def settle(program: Program) -> Program:
     """The program with such steps last; `replaced` are the inputs that are written over then."""
     if not program.replaced:
         return program
-    found = State.of(program)
+    found = _State.of(program)
     chains = {i: chain for i in program.replaced if (chain := found.chain(i))}
     while chains:
         late = found.behind(j for chain in chains.values() for j, _, _ in chain)
@@ -49,7 +49,7 @@ Chain = Sequence[tuple[int, int, int]]  # steps, each with the number of a resul
 
 
 @dataclass
-class State:
+class _State:
     """Where the values of a program are made and read, by whom, and whose memory they show."""
 
     program: Program
@@ -63,7 +63,7 @@ class State:
     unclear: frozenset[Var]  # memory of which nobody knows who shows it, here or on other devices
 
     @staticmethod
-    def of(program: Program) -> State:
+    def of(program: Program) -> _State:
         steps, owner = program.steps, owners(program.steps)
         maker: dict[Var, int] = {}
         readers: dict[Var, list[int]] = {}
@@ -86,7 +86,7 @@ class State:
         shown = frozenset(owner.get(v, v) for v in program.results)
         homes = Counter(program.outputs[at] for at in program.replaced.values())
         unclear = frozenset(blurred(steps, owner) | handed_on(steps, owner))
-        return State(program, owner, maker, readers, touched, frozenset(movable), shown, homes, unclear)
+        return _State(program, owner, maker, readers, touched, frozenset(movable), shown, homes, unclear)
 
     def chain(self, i: int) -> Chain:
         """The steps that lead from input `i` to what replaces it, one in place of the other; empty if none do."""

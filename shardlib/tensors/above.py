@@ -18,9 +18,7 @@ class Above:
 
     dispatch: Callable[[Any, Any, dict[str, Any], Any], Any]  # an op that is not ready yet
     redirected: Callable[[Any, Any, dict[str, Any]], Any]  # an op of a function that is being traced
-    remake: Callable[
-        [ShardedTensor], tuple[torch.Tensor, ...]
-    ]  # pieces that were written to elsewhere, or are away
+    remake: Callable[[ShardedTensor], tuple[torch.Tensor, ...]]  # pieces that were written to elsewhere, or are away
     whole: Callable[[ShardedTensor], torch.Tensor]
     redistributed: Callable[[ShardedTensor, Fixed], ShardedTensor]
     deep_copy: Callable[[ShardedTensor, dict[int, Any]], ShardedTensor]
