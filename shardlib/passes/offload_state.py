@@ -27,10 +27,12 @@ def offload_state(program: Program, away: Collection[int] = (), how: Schedule = 
 
 @dataclass(eq=False)
 class _Visit:
-    """A stretch of steps for which an input is on the device; `here` is what they read in place of it and its views."""
+    """A stretch of steps for which an input is on the device, its `number`-th; `here` is what they read in place of it
+    and its views."""
 
     root: Var
     first: int
+    number: int
     here: dict[Var, Var] = field(default_factory=dict)
     flying: Var | None = None
 
@@ -50,7 +52,6 @@ class _Away:
                 self.root |= dict.fromkeys(step.made, root)
                 self.views |= dict.fromkeys(step.made, step)
         self.visits = self._visits()
-        self.names: dict[Var, int] = {}
 
     def _reads(self) -> Iterator[tuple[int, Var]]:
         """Who reads which input, or a view of it, in order; results that stay as they are read nothing."""
@@ -71,12 +72,14 @@ class _Away:
         every = list(self._reads())
         roots = [*dict.fromkeys(root for _, root in every)]
         layer = dict(zip(roots, units([_form(v) for v in roots], [v.nbytes for v in roots], 0), strict=True))
-        last: dict[Var, int] = {}
+        last: dict[Var, tuple[int, _Visit]] = {}
         for k, (i, root) in enumerate(every):
-            between = {layer[other] for _, other in every[last.get(root, k) : k]} - {layer[root]}
-            is_far = root not in last or len(between) > self.ahead
-            found[i, root] = _Visit(root, i) if is_far else found[every[last[root]][0], root]
-            last[root] = k
+            at, visit = last.get(root, (k, None))
+            between = {layer[other] for _, other in every[at:k]} - {layer[root]}
+            if visit is None or len(between) > self.ahead:
+                visit = _Visit(root, i, 1 if visit is None else visit.number + 1)
+            found[i, root] = visit
+            last[root] = k, visit
         return found
 
     def run(self) -> Program:
@@ -135,8 +138,7 @@ class _Away:
         return [(at, v) for at, v in shown if isinstance(v, Var) and (self.end, self.root.get(v)) in self.visits]
 
     def _fetch(self, one: _Visit) -> Start:
-        n = self.names[one.root] = self.names.get(one.root, 0) + 1
-        one.flying = replace(one.root, name=f"{one.root.name}.here{n}")
+        one.flying = self._brought(one, one.root)
         return together(self._copy("to_device", self.home[one.root], one.flying))[0]
 
     def _taken(self, i: int, wanted: Collection[Var]) -> list[Step]:
@@ -158,8 +160,11 @@ class _Away:
         view = self.views[v]
         steps = self._viewed(one, view.operands[0])
         for w in view.made:
-            one.here[w] = replace(w, name=f"{w.name}.here{self.names[one.root]}")
+            one.here[w] = self._brought(one, w)
         return [*steps, swapped(view, one.here)]
+
+    def _brought(self, one: _Visit, v: Var) -> Var:
+        return replace(v, name=f"{v.name}.here{one.number}")
 
     def _sent(self, v: Var, sent: dict[Var, Var]) -> tuple[Start, Wait]:
         sent[v] = replace(v, name=f"{v.name}.host", host=True)
