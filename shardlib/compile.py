@@ -25,7 +25,7 @@ from shardlib.meshes.mesh import Mesh
 from shardlib.normalise import normalise
 from shardlib.owned import mark as mark_owned
 from shardlib.passes import run_passes
-from shardlib.passes.offload import refuse_offload
+from shardlib.passes.offload import crossing, refuse_offload
 from shardlib.passes.recompute import Recomputed, recompute, warn_of_a_higher_peak
 from shardlib.passes.split import Halves, split
 from shardlib.program.steps import Program, Var
@@ -147,10 +147,15 @@ def _finished(
 ) -> tuple[Program, Halves | None]:
     """The program after all passes, `moved` values in the host's memory meanwhile, inputs `away` there between calls;
     its halves where its results have gradients."""
-    passed = partial(run_passes, how=how, memory=memory, offloaded=moved, away=away, draft=draft)
-    if not traced.after.gradients:
-        return passed(program), None
-    halves = split(program, len(traced.after.cotangents), len(traced.after.gradients)).through(passed)
+    passed = partial(run_passes, how=how, memory=memory, offloaded=moved, draft=draft)
+    after = traced.after
+    if not after.gradients:
+        return passed(program, away=away), None
+    halves = split(program, len(after.cotangents), len(after.gradients), whole=how.saved is not None)
+    sent = crossing(halves.forward, halves.own, how)
+    forward = passed(halves.forward, sent=sent)
+    backward = passed(halves.backward, away=[at - halves.own for at in sent])
+    halves = replace(halves, forward=forward, backward=backward)
     return halves.joint, halves
 
 

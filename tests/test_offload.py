@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -284,10 +285,86 @@ def test_names_of_nothing() -> None:
     assert "'mm'" not in str(error.value)
 
 
-def test_a_backward_pass_outside() -> None:
+OUTSIDE = {
+    "saved": {"schedule": sl.Schedule(offload="saved")},
+    "at once": {"schedule": sl.Schedule(prefetch=0, offload="saved")},
+    "by name": {"schedule": sl.Schedule(offload=["tanh"])},
+    "made again": {"schedule": sl.Schedule(offload="saved"), "remat": "full"},
+}
+
+
+def outside(way: dict[str, Any], model: Model, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """A loss whose backward pass is the caller's."""
+    sl.parallelize(model, strategy="fsdp", **way)
+    return sl.shard(model(x), SAVE).square().mean(), model
+
+
+@pytest.mark.filterwarnings("ignore::shardlib.passes.recompute.RematWarning")  # so small a model's peak is elsewhere
+@pytest.mark.parametrize("way", OUTSIDE)
+def test_a_backward_pass_outside(way: str) -> None:
+    torch.manual_seed(0)
+    model, x = Model(6), torch.randn(ROWS, WIDTH)
+    plain = copy.deepcopy(model)
+    want = plain(x).square().mean()
+    for _ in range(2):
+        want.backward(retain_graph=True)
+    with sl.Mesh(data=DEVICES):
+        held = TIER.held
+        loss, _ = outside(OUTSIDE[way], model, x)
+        moved = TIER.held - held
+        assert moved > 0
+        for _ in range(2):  # what was saved is there as long as the graph
+            loss.backward(retain_graph=True)
+        assert TIER.held - held == moved
+    torch.testing.assert_close(loss.full_tensor(), want)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+    del loss
+    assert TIER.held == held
+
+
+def test_figures_of_a_backward_pass_outside() -> None:
+    plans = {}
+    for how in (None, sl.Schedule(offload="saved")):
+        torch.manual_seed(0)
+        model, x = Model(6), torch.randn(ROWS, WIDTH)
+        with sl.Mesh(data=DEVICES):
+            plans[how] = sl.jit(model, schedule=how).plan(sl.shard(x, SAVE))
+    before, after = plans.values()
+    halves = after.compiled.halves
+    sent = [c for c in halves.forward.copied if c.kind == "to_host"]
+    assert [c.kind for c in halves.backward.copied] == ["to_device"] * len(sent)
+    assert len(sent) > 4
+    assert sum(c.source.nbytes for c in sent) == after.host_memory > 0 == before.host_memory
+    assert after.peak_memory < before.peak_memory
+    assert show(parse(show(halves.joint))) == show(halves.joint)
+    assert "in the host's memory: at most" in after.summary()
+
+
+def test_gradients_of_gradients() -> None:
+    torch.manual_seed(0)
+    w, x = torch.randn(8, 8, dtype=torch.float64), torch.randn(4, 8, dtype=torch.float64)
+
+    def deep(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(5):
+            x = torch.tanh(x @ w)
+        return x.square().sum()
+
+    def penalty(fn: Any, w: torch.Tensor) -> torch.Tensor:
+        (grad,) = torch.autograd.grad(fn(w, x), w, create_graph=True)
+        (second,) = torch.autograd.grad(grad.square().sum(), w)
+        return second
+
+    with sl.Mesh(data=2):
+        placed = sl.shard(w, "_ f@data").requires_grad_()
+        found = penalty(sl.jit(deep, schedule=sl.Schedule(prefetch=0, offload="saved")), placed)
+    torch.testing.assert_close(found.full_tensor(), penalty(deep, w.requires_grad_()))
+
+
+def test_state_of_a_step_outside() -> None:
     m = torch.nn.Linear(4, 4)
     with sl.Mesh(data=2), pytest.raises(sl.ShardingError, match="the backward pass is outside of the jitted function"):
-        sl.jit(lambda x: m(x).tanh(), schedule=sl.Schedule(offload="saved"))(torch.ones(4, 4))
+        sl.jit(lambda x: m(x).tanh(), schedule=sl.Schedule(offload=["saved", "parameters"]))(torch.ones(4, 4))
 
 
 def test_a_name_is_one_of_names() -> None:

@@ -35,6 +35,7 @@ def run_passes(
     memory: float | None = None,
     offloaded: Collection[Var] | None = None,
     away: Collection[int] = (),
+    sent: Collection[int] = (),
     *,
     draft: bool = False,
 ) -> Program:
@@ -46,14 +47,14 @@ def run_passes(
     machine has, if the mesh names one), nothing is gathered ahead, and then nothing moves at all. Where that does not
     fit either, it is that program if `memory` was asked for, and else the one that hides most.
     `offloaded` are the values that are meanwhile in the host's memory (None: those that the schedule names), `away` the
-    inputs that are there between calls.
+    inputs that are there before, `sent` the outputs that go there.
     """
     limit = _memory(program) if memory is None else memory
 
     @cache
     def passed(way: str) -> Program:
         made, slower = program, how if way == "ahead" else replace(how, prefetch=0)
-        for after in _passed(program, slower, way != "still", offloaded, away):
+        for after in _passed(program, slower, way != "still", offloaded, away, sent):
             made = after if draft or after is made else check(after)
         return made
 
@@ -74,13 +75,18 @@ def _memory(program: Program) -> float:
 
 
 def _passed(
-    program: Program, how: Schedule, moves: bool, offloaded: Collection[Var] | None, away: Collection[int]
+    program: Program,
+    how: Schedule,
+    moves: bool,
+    offloaded: Collection[Var] | None,
+    away: Collection[int],
+    sent: Collection[int],
 ) -> Iterator[Program]:
     """What each pass makes; where nothing `moves`, messages stay where they are."""
     told: dict[Any, Callable[[Program], Program]] = {
         bundle.bundle: partial(bundle.bundle, how=how),
         offload.offload: partial(offload.offload, how=how, chosen=offloaded),
-        offload_state.offload_state: partial(offload_state.offload_state, away=away, how=how),
+        offload_state.offload_state: partial(offload_state.offload_state, away=away, sent=sent, how=how),
     }
     for one in PASSES:
         if moves or one not in _MOVING:

@@ -37,16 +37,36 @@ def movable(program: Program) -> tuple[Var, ...]:
     return tuple(s.var for s in _saved(program))
 
 
+def crossing(forward: Program, own: int, how: Schedule) -> tuple[int, ...]:
+    """Of what a forward program returns behind its `own` results, for a backward program, what the schedule names, by
+    position: fresh results of calls, but those of the last layers, which are read at once."""
+    if how.saved is None:
+        return ()
+    steps, owner = forward.steps, owners(forward.steps)
+    kept = {owner.get(v, v) for v in forward.outputs[:own] if isinstance(v, Var)}
+    kept |= blurred(steps, owner) | handed_on(steps, owner)
+    saved = {v: at for at, v in enumerate(forward.outputs[own:], own)}
+    found = [
+        (v, step)
+        for step in steps
+        if isinstance(step, Compute) and _named(step, how.saved)
+        for v in step.made
+        if v in saved and v not in kept and owner.get(v, v) is v and v.nbytes
+    ]
+    layers = units([(step.target, step.line, v.layout, v.dtype) for v, step in found], [v.nbytes for v, _ in found], 0)
+    last = 1 + (1 if how.prefetch is None else how.prefetch)
+    return tuple(saved[v] for (v, _), k in zip(found, layers, strict=True) if k < len({*layers}) - last)
+
+
 def refuse_offload(program: Program, how: Schedule, *, whole: bool) -> None:
-    """Raise `ShardingError` for names of what no call makes, and where the backward pass is not in the program."""
+    """Raise `ShardingError` for names of what no call makes, and for state that the program does not update."""
     if how.offload is None:
         return
-    if not whole:
+    if how.state and not whole:
         raise ShardingError(
-            f"offload={how.offload!r} moves nothing: the backward pass is outside of the jitted function",
-            rule="what a program saves for its own backward pass is moved to the host's memory meanwhile, and "
-            "state that it updates between calls",
-            remedy="call .backward(), or torch.autograd.grad, inside the jitted function, and step the optimizer there",
+            f"offload={how.offload!r} moves no state: the backward pass is outside of the jitted function",
+            rule="state lives in the host's memory between calls of a program that updates it",
+            remedy="call .backward(), or torch.autograd.grad, and step the optimizer inside the jitted function",
         )
     made = dict.fromkeys(_name(s) for s in program.steps if isinstance(s, Compute))
     wrong = [] if how.saved in (None, SAVED) else [name for name in how.saved if name not in made]

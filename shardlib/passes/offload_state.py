@@ -1,8 +1,9 @@
-"""State of a call lives in the host's memory between calls: what an optimizer keeps, and parameters.
+"""Inputs and outputs in the host's memory: state that lives there between calls (what an optimizer keeps, parameters),
+and what a forward program saves for a backward one of its own.
 
 A value is copied in where it is read, so many groups of values ahead as the schedule prefetches, and is gone with its
 last reader; where others are read for long until it is read again, it is copied in once more. Groups are what layers
-repeat. What replaces it is copied out as soon as it is made.
+repeat. What goes there is copied out as soon as it is made, and has left so many groups later.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from shardlib.program.steps import Collective, Compute, Program, Start, Step, Va
 from shardlib.schedule import DEFAULT, Schedule
 
 
-def offload_state(program: Program, away: Collection[int] = (), how: Schedule = DEFAULT) -> Program:
-    """The program whose inputs `away`, by position, and what replaces them, are in the host's memory."""
-    if not away:
+def offload_state(
+    program: Program, away: Collection[int] = (), sent: Collection[int] = (), how: Schedule = DEFAULT
+) -> Program:
+    """The program whose inputs `away`, by position, what replaces them, and outputs `sent` are in the host's memory."""
+    if not away and not sent:
         return program
-    return _Away(program, away, 1 if how.prefetch is None else how.prefetch).run()
+    return _Away(program, away, sent, 1 if how.prefetch is None else how.prefetch).run()
 
 
 @dataclass(eq=False)
@@ -40,7 +43,8 @@ class _Visit:
 class _Away:
     """Writes the steps anew, with copies in and out; `end` is the place of who reads the results."""
 
-    def __init__(self, program: Program, away: Collection[int], ahead: int) -> None:
+    def __init__(self, program: Program, away: Collection[int], sent: Collection[int], ahead: int) -> None:
+        self.fate = {at: program.inputs[i] for i, at in program.replaced.items() if i in away} | dict.fromkeys(sent)
         self.program, self.away, self.ahead, self.end = program, away, ahead, len(program.steps)
         self.home = {(v := program.inputs[i]): replace(v, host=True) for i in sorted(away)}
         self.root = {v: v for v in self.home}  # of each of its views, too
@@ -94,8 +98,7 @@ class _Away:
         sent: dict[Var, Var] = {}
         waits: dict[int, list[Step]] = defaultdict(list)
         outputs = list(self.program.outputs)
-        fate = {at: i for i, at in self.program.replaced.items() if i in self.away}
-        new = {v for at in fate if isinstance(v := outputs[at], Var) and v not in self.root}
+        leaves = self._leaves({v for at in self.fate if isinstance(v := outputs[at], Var) and v not in self.root})
         for i, step in enumerate((*steps, None)):
             out += waits.pop(i, ())
             out += [self._fetch(one) for one in due.get(i, ())]
@@ -106,21 +109,20 @@ class _Away:
                 here = {v: self.visits[i, self.root[v]].here[v] for v in reads(step) if v in self.root}
                 out.append(swapped(step, here) if here else step)
             for v in makes(step):
-                if v in new:
-                    k = sum(begin <= i for begin in begins) + self.ahead
-                    start, wait = self._sent(v, sent)
+                if v in leaves:
+                    start, wait = _copied(v, sent)
                     out.append(start)
-                    waits[begins[k] if k < len(begins) else self.end].append(wait)
+                    waits[leaves[v]].append(wait)
         out += [step for late in sorted(waits) for step in waits[late]]
         out += self._taken(self.end, [v for _, v in self._last()])
         for at, v in self._last():
             outputs[at] = self.visits[self.end, self.root[v]].here[v]
-        for at, i in fate.items():
-            if outputs[at] is self.program.inputs[i]:
-                outputs[at] = self.home[outputs[at]]
+        for at, was in self.fate.items():
+            if outputs[at] is was:
+                outputs[at] = self.home[was]
                 continue
             if outputs[at] not in sent:
-                out += self._sent(outputs[at], sent)
+                out += _copied(outputs[at], sent)
             outputs[at] = sent[outputs[at]]
         return replace(
             self.program,
@@ -132,6 +134,14 @@ class _Away:
             varies={self.home.get(v, v): axes for v, axes in self.program.varies.items()},
         )
 
+    def _leaves(self, new: Collection[Var]) -> dict[Var, int]:
+        """Where it is waited for that such values are out."""
+        made = {v: i for i, step in enumerate(self.program.steps) for v in makes(step) if v in new}
+        group = units([_form(v) for v in made], [v.nbytes for v in made], 0)
+        begins = [next(i for i, g in zip(made.values(), group, strict=True) if g == k) for k in range(len({*group}))]
+        begins += [self.end] * (self.ahead + 1)
+        return {v: begins[g + self.ahead + 1] for v, g in zip(made, group, strict=True)}
+
     def _last(self) -> list[tuple[int, Var]]:
         """The results that show an input, by position."""
         shown = enumerate(self.program.outputs)
@@ -139,7 +149,7 @@ class _Away:
 
     def _fetch(self, one: _Visit) -> Start:
         one.flying = self._brought(one, one.root)
-        return together(self._copy("to_device", self.home[one.root], one.flying))[0]
+        return together(_copy("to_device", self.home[one.root], one.flying))[0]
 
     def _taken(self, i: int, wanted: Collection[Var]) -> list[Step]:
         """What brings inputs that step `i` reads, and views of them."""
@@ -166,12 +176,14 @@ class _Away:
     def _brought(self, one: _Visit, v: Var) -> Var:
         return replace(v, name=f"{v.name}.here{one.number}")
 
-    def _sent(self, v: Var, sent: dict[Var, Var]) -> tuple[Start, Wait]:
-        sent[v] = replace(v, name=f"{v.name}.host", host=True)
-        return together(self._copy("to_host", v, sent[v]))
 
-    def _copy(self, kind: str, source: Var, out: Var) -> Collective:
-        return Collective(kind, (), source, out, {}, 0.0)
+def _copied(v: Var, sent: dict[Var, Var]) -> tuple[Start, Wait]:
+    sent[v] = replace(v, name=f"{v.name}.host", host=True)
+    return together(_copy("to_host", v, sent[v]))
+
+
+def _copy(kind: str, source: Var, out: Var) -> Collective:
+    return Collective(kind, (), source, out, {}, 0.0)
 
 
 def _form(v: Var) -> tuple[Any, ...]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from shardlib.program.steps import Compute, Program, Start, Step, Var, Wait, makes, reads
+from shardlib.aten.traits import is_view
+from shardlib.program.steps import Compute, Program, Start, Step, Var, Wait, makes, reads, swapped
 from shardlib.program.varying import varying
 
 
@@ -26,6 +28,8 @@ class Halves:
     def joint(self) -> Program:
         """Both, one after the other."""
         first, second, saved = self.forward, self.backward, len(self.saved)
+        crossing = zip(second.inputs[:saved], first.outputs[len(first.outputs) - saved :], strict=True)
+        second = second.with_vars({v: other for v, other in crossing if v is not other})  # where it is in another tier
         return replace(
             first,
             steps=first.steps + second.steps,
@@ -33,13 +37,17 @@ class Halves:
             outputs=first.outputs[: len(first.outputs) - saved] + second.outputs,
         )
 
-    def through(self, stage: Callable[[Program], Program]) -> Halves:
-        """Both halves, each through this stage."""
-        return replace(self, forward=stage(self.forward), backward=stage(self.backward))
+    @property
+    def own(self) -> int:
+        """How many results are the program's own; those behind them are saved."""
+        return len(self.forward.outputs) - len(self.saved)
 
 
-def split(program: Program, cotangents: int, gradients: int) -> Halves:
-    """Cut `program`, of whose inputs the last ones are cotangents and of whose outputs the last ones are gradients."""
+def split(program: Program, cotangents: int, gradients: int, *, whole: bool = False) -> Halves:
+    """Cut `program`, of whose inputs the last ones are cotangents and of whose outputs the last ones are gradients.
+
+    Where views of a value cross, it crosses itself if that is to be `whole`, and the views are taken again.
+    """
     inputs, given = program.inputs[:-cotangents], program.inputs[-cotangents:]
     own, results = program.outputs[:-gradients], program.outputs[-gradients:]
     needed = {v for v in own if isinstance(v, Var)}
@@ -58,6 +66,8 @@ def split(program: Program, cotangents: int, gradients: int) -> Halves:
             second.append(step)
     first.reverse()
     second.reverse()
+    if whole:
+        second, results = _viewed(first, second, results)
     there = {*program.inputs, *(v for s in first for v in makes(s))} - set(given)
     wanted = dict.fromkeys(v for s in second for v in reads(s))
     wanted |= dict.fromkeys(v for v in results if isinstance(v, Var))
@@ -72,6 +82,27 @@ def split(program: Program, cotangents: int, gradients: int) -> Halves:
         from_ |= dict.fromkeys(gives(step), origins)
     reached = tuple(from_.get(v, frozenset()) if isinstance(v, Var) else frozenset() for v in results)
     return Halves(forward, backward, saved, reached)
+
+
+def _viewed(
+    first: Sequence[Step], second: Sequence[Step], results: Sequence[Any]
+) -> tuple[list[Step], tuple[Any, ...]]:
+    """The second half, and its results, with views of its own."""
+    maker = {v: step for step in first for v in makes(step)}
+    steps: list[Step] = []
+    again: dict[Var, Var] = {}
+
+    def take(v: Var) -> None:
+        step = maker.get(v)
+        if v not in again and isinstance(step, Compute) and is_view(step.target) and not step.copies:
+            take(step.operands[0])
+            again.update({w: replace(w, name=f"{w.name}.again") for w in step.made})
+            steps.append(swapped(step, again))
+
+    for v in (*(v for step in second for v in reads(step)), *(v for v in results if isinstance(v, Var))):
+        take(v)
+    steps += [swapped(step, again) for step in second]
+    return steps, tuple(again.get(v, v) if isinstance(v, Var) else v for v in results)
 
 
 def needs(step: Step) -> Iterable[Var]:
