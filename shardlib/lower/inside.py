@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from shardlib.bounded import Bounded
 from shardlib.graph import Op
 from shardlib.lower.builder import Builder
 from shardlib.lower.emit import Emitter
@@ -14,10 +17,15 @@ from shardlib.lower.local import LocalForm
 from shardlib.meshes.mesh import Mesh
 from shardlib.program.steps import Start, Var
 from shardlib.propagate.flood import Assignment, Flood, Message
+from shardlib.rules.rule import Rule
+from shardlib.rules.table import text_of
+
+# What the library's own forms answered, in whatever plan, each with its rule, whose id is part of the key.
+_ANSWERS: Bounded[Any, tuple[Rule, tuple[Message, ...]]] = Bounded(1 << 12)
 
 
 class Senders:
-    """Asks local forms, each question once."""
+    """Asks local forms, each question once; those of users once in every plan, since they may have changed."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -31,8 +39,16 @@ class Senders:
         sizes = tuple([(f, *map(flood.dims.size, leaves)) for f, leaves in flood.labels[op].items()])
         key = id(rule), sizes, tuple(assignment.items())
         if (known := self._known.get(key)) is None:
-            known = self._known[key] = self._asked(flood, op, assignment)
+            known = self._known[key] = self._found(rule, key, flood, op, assignment)
         return known
+
+    def _found(self, rule: Rule, key: Any, flood: Flood, op: Op, assignment: Assignment) -> tuple[Message, ...]:
+        if text_of(op.target):
+            return self._asked(flood, op, assignment)
+        key = *key, self.mesh, torch.get_default_dtype(), tuple([v.dtype for v in op.operands])
+        if (known := _ANSWERS.get(key)) is None:
+            known = _ANSWERS[key] = rule, self._asked(flood, op, assignment)
+        return known[1]
 
     def _asked(self, flood: Flood, op: Op, assignment: Assignment) -> tuple[Message, ...]:
         assert op.rule is not None

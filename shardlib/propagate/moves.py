@@ -123,9 +123,12 @@ class Moves:
     def _known(self, rough: bool) -> tuple[Costs, Numbers]:
         """The tables, with room for all states."""
         seconds, then = self._ways[rough]
-        if (more := len(self._states) - len(seconds)) > 0:
-            room = ((0, more + 8),) * 2
-            seconds, then = self._ways[rough] = np.pad(seconds, room, constant_values=np.nan), np.pad(then, room)
+        if (n := len(self._states)) > len(seconds):
+            shape = n + 8, n + 10
+            before, (seconds, then) = (seconds, then), (np.full(shape, np.nan), np.zeros(shape, np.int64))
+            there = tuple(map(slice, before[0].shape))
+            seconds[there], then[there] = before
+            self._ways[rough] = seconds, then
         return seconds, then
 
     def _way(self, source: int, want: int, rough: bool) -> tuple[float, int]:

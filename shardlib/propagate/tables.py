@@ -56,24 +56,26 @@ class Table:
 
     def whole(self) -> Costs:
         """The costs, with an entry for every choice."""
-        return self.costs[np.ix_(*self.classes)]
+        return reduce(lambda costs, i: costs.take(self.classes[i], axis=i), range(len(self.classes)), self.costs)
 
     def without(self, kind: Kind, kept: Numbers) -> Table:
         """The table of those choices of a kind that are kept."""
         i = self.kinds.index(kind)
-        left, which = np.unique(self.classes[i][kept], return_inverse=True)
+        there = np.zeros(self.costs.shape[i], np.bool_)
+        there[self.classes[i][kept]] = True
+        which = (np.cumsum(there) - 1)[self.classes[i][kept]]
         classes = (*self.classes[:i], which, *self.classes[i + 1 :])
-        return replace(self, costs=self.costs.take(left, axis=i), classes=classes)
+        return replace(self, costs=self.costs.take(np.flatnonzero(there), axis=i), classes=classes)
 
     def advantage(self, kind: Kind) -> Costs:
         """By how much at least each choice of a kind costs more than each other one, whatever the others choose."""
         i = self.kinds.index(kind)
-        rows = np.moveaxis(self.costs, i, 0).reshape(self.costs.shape[i], -1)
+        rows = self.costs.swapaxes(0, i).reshape(self.costs.shape[i], -1)  # the order of the others does not matter
         if rows.size * len(rows) <= _AT_ONCE:
             least = (rows[:, None] - rows).min(axis=2)
         else:
             least = np.stack([(row - rows).min(axis=1) for row in rows])
-        among: Costs = least[np.ix_(self.classes[i], self.classes[i])]
+        among: Costs = least.take(self.classes[i], axis=0).take(self.classes[i], axis=1)
         return among
 
 
