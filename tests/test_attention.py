@@ -72,6 +72,7 @@ def test_a_bias_and_lse_have_gradients(shape):
 MAPPED = [dims for dims in itertools.product((None, 0), (None, 0, 1), (None, 0)) if dims != (None, None, None)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dims", MAPPED, ids=str)
 @pytest.mark.parametrize("shape", BIASES)
 def test_vmap_of_biases_and_masks(shape, dims):
@@ -295,7 +296,7 @@ def _step(name):
     return step
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", STEPS)
 def test_sharded_is_single_device(name, mesh):

@@ -55,6 +55,7 @@ def _all(choices: Iterable[Iterable[int]]) -> Iterator[dict[int, int]]:
     return (dict(enumerate(at)) for at in itertools.product(*choices))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(40))
 def test_elimination_finds_the_minimum_or_less(seed: int) -> None:
     tables, sizes = _random(np.random.default_rng(seed))

@@ -207,7 +207,7 @@ THROUGH: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("spec", ["_ _", "b@data f@tensor", "_ f@(data tensor)", "(a=2 b@data) _"])
 @pytest.mark.parametrize("name", THROUGH)
 def test_writes_through_views(name: str, spec: str) -> None:
@@ -402,6 +402,7 @@ READS: dict[str, Callable[[Tensor], Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("spec", ["_ _", "b@data f@tensor", "b@(data tensor) _"])
 @pytest.mark.parametrize("name", READS)
 def test_reads(name: str, spec: str) -> None:

@@ -143,13 +143,11 @@ def _losses_on_ranks(options: Options, ops: str) -> list[float]:
 
 
 _RESUMED = list(itertools.product(("ranks", "virtual"), ((1, 2), (2, 2)), ("", "torch")))
-_FAST = (("ranks", (1, 2), ""),)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("saved", "shape", "ops"), [pytest.param(*x, marks=[] if x in _FAST else pytest.mark.slow) for x in _RESUMED]
-)
+@pytest.mark.parametrize(("saved", "shape", "ops"), _RESUMED)
 def test_resumed_on_ranks_it_goes_on_as_if_nothing_had_been(
     tmp_path: Path, plain: list[float], saved: str, shape: tuple[int, int], ops: str
 ) -> None:

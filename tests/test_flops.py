@@ -81,6 +81,7 @@ def test_every_family_has_a_formula() -> None:
     assert {*FAMILY, *PRODUCTS} == {family.__name__.rpartition(".")[2] for family in FAMILIES}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("samples", SAMPLES, ids=lambda g: g.__name__)
 def test_of_every_op(samples: Callable[[], list[Sample]]) -> None:
     families, wrong = _family(), []

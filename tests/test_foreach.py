@@ -55,6 +55,7 @@ def arguments(name: str) -> list[Any]:
     return out
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [*foreach._overloads()])
 def test_lists_item_by_item(name: str) -> None:
     op = op_named(name)

@@ -90,7 +90,7 @@ def chunked(whole: torch.Tensor, layout: Layout, coords: dict[str, int]) -> torc
     return local
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", MESHES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_layout_scatters_and_gathers(shape, case):

@@ -56,7 +56,7 @@ PROGRAMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("spec", ["n@x d", "n@x d@y", "n d@(x y)"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_values(name: str, spec: str) -> None:

@@ -50,6 +50,7 @@ def whole(x: Tensor) -> Tensor:
     return (x.full_tensor() if isinstance(x, sl.ShardedTensor) else x).detach()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("name", MADE)
 def test_it_has_the_values_that_it_is_made_with(name: str, cut: bool) -> None:

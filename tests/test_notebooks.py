@@ -12,15 +12,22 @@ import pytest
 pytestmark = pytest.mark.together
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+SHORT = 2  # so many of them are part of `make test`: the others compile several models, each in several ways
 
 
 @pytest.fixture(scope="module")
-def ran() -> dict[Path, Any]:
-    """All notebooks, run; or why one did not run to its end."""
-    return asyncio.run(_run())
+def ran(request: pytest.FixtureRequest) -> dict[Path, Any]:
+    """The notebooks that tests were selected of, run; or why one did not run to its end."""
+    given = [
+        item.callspec.params
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+    ]
+    chosen = {params["path"] for params in given if params.get("path") in NOTEBOOKS}
+    return asyncio.run(_run(sorted(chosen)))
 
 
-async def _run() -> dict[Path, Any]:
+async def _run(paths: list[Path]) -> dict[Path, Any]:
     """One after the other in one kernel, which imports what they import once; names do not stay."""
     import nbformat  # here: the other tests are collected where no notebook runs
     from jupyter_client import AsyncKernelManager
@@ -30,7 +37,7 @@ async def _run() -> dict[Path, Any]:
     found: dict[Path, Any] = {}
     kernel = AsyncKernelManager(kernel_name="python3")
     try:
-        for path in NOTEBOOKS:
+        for path in paths:
             found[path] = nbformat.read(path, as_version=4)
             client = NotebookClient(
                 found[path], km=kernel, timeout=120, resources={"metadata": {"path": str(path.parent)}}
@@ -46,7 +53,11 @@ async def _run() -> dict[Path, Any]:
     return found
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[] if i < SHORT else pytest.mark.slow) for i, path in enumerate(NOTEBOOKS)],
+    ids=lambda path: path.stem,
+)
 def test_runs_and_says_what_it_said(path: Path, ran: dict[Path, Any]) -> None:
     """The outputs in the file, which readers see on the web, are those of today; pictures are there."""
     import nbformat

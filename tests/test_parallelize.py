@@ -312,7 +312,7 @@ def plain_net() -> nn.Module:
     return nn.Sequential(nn.Embedding(11, 8), Block(8, 12), nn.LayerNorm(8), nn.Linear(8, 11)).double()
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize(("axes", "strategy", "cut"), STRATEGIES, ids=range(len(STRATEGIES)))
 def test_strategies_train_as_one_device(axes: dict[str, int], strategy: Any, cut: dict[str, str], jitted: bool) -> None:
@@ -467,6 +467,7 @@ class Touches(nn.Module):
         return self.l(k) * (3 if q is k else 1) * getattr(q, "scale", 1)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("door", ["eager", "jit", "op by op"])
 @pytest.mark.parametrize("how", ["two", "one", "a buffer", "marked"])
 def test_arguments_stay_what_they_are(how: str, door: str) -> None:
@@ -973,7 +974,7 @@ class Sentences(nn.Module):
         return found
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("is_sorted", [True, False])
 @pytest.mark.parametrize("placed", ["by parallelize", "x", "x and lengths"])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])

@@ -181,7 +181,7 @@ CASTS = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("door", ["parallelize", "jit", "op by op"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("name", CASTS)
@@ -245,6 +245,7 @@ NORMS: dict[str, Callable[[], list[nn.Module]]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [bf16, torch.float16])
 @pytest.mark.parametrize("name", NORMS)
 def test_batch_normalisation_keeps_its_dtype(name: str, dtype: torch.dtype) -> None:

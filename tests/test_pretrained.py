@@ -85,7 +85,7 @@ def same_step(model: Any, plain: Any) -> None:
         torch.testing.assert_close(whole(p.grad), q[1].grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("heads", "kv", "ways"), [(6, 2, 4), (7, 1, 4), (14, 2, 4), (12, 4, 8), (12, 12, 8), (5, 5, 4)]
 )

@@ -299,6 +299,7 @@ OPS: dict[str, tuple[Any, tuple[Any, ...], str, list[tuple[str, str]]]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", OPS)
 def test_an_op_has_a_rule_in_one_line_and_a_proof_in_one_call(name: str) -> None:
     made, args, text, _ = OPS[name]
@@ -309,7 +310,7 @@ def test_an_op_has_a_rule_in_one_line_and_a_proof_in_one_call(name: str) -> None
     assert proof.cuts >= 5
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "text", "words"), [(n, *w) for n, (*_, wrong) in OPS.items() for w in wrong])
 def test_a_rule_that_is_wrong_is_told_with_the_cut(name: str, text: str, words: str) -> None:
     made, args, right, _ = OPS[name]
@@ -350,7 +351,7 @@ def _summed_up(x: Tensor) -> Tensor:
 LIBRARY = [sample for samples in SAMPLES for sample in samples() if "empty" not in sample[0]]  # which mean nothing
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("i", range(0, len(LIBRARY), 29))
 def test_it_proves_the_library_s_own_rules(i: int) -> None:
     name, args, kwargs = LIBRARY[i]

@@ -93,7 +93,7 @@ BY_SHAPE = [(name, "uneven") for name in (*DRAWS, *MADE)]
 BY_SHAPE += [(name, shape) for name in ("dropout", "randn_like", "multinomial", "randn") for shape in ("even", "empty")]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("name", "shape"), BY_SHAPE)
 def test_programs_draw_the_same_on_every_mesh(name: str, shape: str) -> None:
     draw, x = (DRAWS | MADE)[name], data(SHAPES[shape])

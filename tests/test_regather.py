@@ -150,7 +150,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize(("strategy", "axes"), CASES, ids=["fsdp", "hsdp", "kept", "zero2"])

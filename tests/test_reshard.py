@@ -93,7 +93,7 @@ def run(leaves: Leaves, hops: Sequence[Hop], src: Cut, dst: Cut, mesh: Mesh, pen
         assert all(map(torch.equal, shared, locals_))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("leaves", VALUES, ids=str)
 @pytest.mark.parametrize("atoms", [(A0, A1), (A0, A1, C), (B, C), (C, A0, A1)], ids=lambda a: " ".join(map(str, a)))
 def test_every_pair(leaves: Leaves, atoms: Axes) -> None:
@@ -104,7 +104,7 @@ def test_every_pair(leaves: Leaves, atoms: Axes) -> None:
         run(leaves, reshard.route(leaves, 8, src, dst), src, dst, mesh, (), "sum")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "leaves",
     [*VALUES, ((8,), (8,)), ((4, 4), (16,)), ((12,), (6, 2)), ((12,), (24,), (12,)), ((5,), (8,), (8,), (8,))],
@@ -124,7 +124,7 @@ def test_every_way_that_large_tensors_take(leaves: Leaves, atoms: Axes) -> None:
             run(leaves, reshard.route(leaves, 8, src, dst, pending, reduce), src, dst, mesh, pending, reduce)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("leaves", VALUES, ids=str)
 @pytest.mark.parametrize("reduce", ["sum", "max"])
 def test_every_pending(leaves: Leaves, reduce: str) -> None:

@@ -251,7 +251,7 @@ MISTAKES: dict[str, tuple[Sample, Callable[[Rule], Rule]]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_prover_catches(mistake: str) -> None:
     sample, plant = MISTAKES[mistake]

@@ -76,7 +76,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("way", ["ring", "gather"])
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -56,7 +56,7 @@ PROGRAMS = [r.by_table, r.bags, _means, r.rows, r.pooled, r.counted, r.mapped, _
 PROGRAMS.append(_from_behind)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mesh", CUTS, ids=str)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
 def test_values(program: Callable[..., Any], mesh: dict[str, int]) -> None:

@@ -433,7 +433,7 @@ def written(fn, args):
 
 
 @pytest.mark.filterwarnings("ignore")  # some ops are deprecated
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(17, first=1)
 @pytest.mark.parametrize("family", SAMPLES, ids=lambda family: family.__name__)
 def test_an_op_that_was_called_before_is_traced_as_the_first_time(family, monkeypatch):
     first = {name: (name, args, kwargs) for name, args, kwargs in reversed(list(family()))}

@@ -23,7 +23,7 @@ PROGRAMS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], t
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("spec", ["{}@x ...", "... {}@y", "{}@x _ {}@y ...", "_ {}@(x y) ..."])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_values_and_gradients(name: str, spec: str) -> None:

@@ -162,6 +162,7 @@ def _models(placed: bool) -> tuple[nn.Linear, nn.Linear]:
     return made
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("placed", [False, True], ids=["plain", "placed"])
 @pytest.mark.parametrize("make", STEPS.values(), ids=STEPS)
 def test_data_that_is_set(make: Make, placed: bool) -> None:

@@ -401,7 +401,7 @@ EFFECTS: dict[str, Callable[[], Case]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", EFFECTS)
 def test_every_call_has_its_effects(name: str) -> None:
     found = []

@@ -160,6 +160,7 @@ ZEROS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ZEROS)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_gradient_of_zeros_is_no_missing_one(name: str, sharded: bool) -> None:
@@ -603,7 +604,7 @@ LATER |= {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LATER)
 def test_what_a_checkpoint_runs_again_is_the_same(name: str) -> None:
     fn = LATER[name]

@@ -688,7 +688,7 @@ def _refuses(call: Callable[[], Any]) -> bool:
     return False
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.filterwarnings("ignore:.*(C|c)omplex")
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_plan_is_refused_where_torch_refuses_dtypes(name: str):

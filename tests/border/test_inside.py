@@ -206,6 +206,7 @@ ITERATORS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", ITERATORS)
 def test_iterators_are_not_gone_on_with(how: str) -> None:
     it: Any = None

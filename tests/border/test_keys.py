@@ -226,6 +226,7 @@ ARITHMETIC: dict[str, Callable[[Tensor, Any], Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ARITHMETIC)
 @pytest.mark.parametrize("numbers", [FLOATS, INTS], ids=["floats", "ints"])
 def test_arithmetic_takes_one_program(name: str, numbers: list[Any]) -> None:

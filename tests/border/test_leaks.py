@@ -331,6 +331,7 @@ def test_gradients_of_results_that_keep_theirs() -> None:
         same(ask(h), h * (3 if keeps else 2))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "copied",
     [lambda x: x.clone(), lambda x: x.to(x.dtype, copy=True), lambda x: torch.empty(4).copy_(x), lambda x: x * 1],

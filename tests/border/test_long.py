@@ -10,13 +10,13 @@ from tests.border import flat, threads
 
 @pytest.mark.filterwarnings(f"ignore::{RetraceWarning.__module__}.RetraceWarning")
 def test_threads_with_modes_of_their_own_are_right() -> None:
-    right, wrong = threads.campaign(4, seconds=3)
+    right, wrong = threads.campaign(4, seconds=1.5)
     assert wrong == []
     assert len(right) == 4
 
 
 def test_programs_that_go_leave_nothing() -> None:
-    seen, retraces = flat.campaign(100, every=20)
+    seen, retraces = flat.campaign(60, every=12)
     (start, _, before), (end, _, after) = seen[-3], seen[-1]
     assert retraces == 0, "a changing number"
     assert (after - before) / (end - start) < 250, "a program alone is thousands of objects; torch 2.11 keeps 150"

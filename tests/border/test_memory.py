@@ -133,7 +133,7 @@ RESULTS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", ["plain", "parameter", "sharded", "cut"])
 @pytest.mark.parametrize("name", RESULTS)
 def test_results_have_memory_of_their_own(mesh: Mesh, name: str, kind: str) -> None:
@@ -174,7 +174,7 @@ STRIDES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("spec", ["_ _", "_@data _@tensor"])
 @pytest.mark.parametrize("name", STRIDES)
 def test_results_have_the_strides_of_one_device(mesh: Mesh, name: str, spec: str) -> None:
@@ -261,7 +261,7 @@ SPLITS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["plain", "parameter", "sharded"])
 @pytest.mark.parametrize("name", SPLITS)
 def test_arguments_are_not_written_over(mesh: Mesh, name: str, kind: str) -> None:

@@ -85,7 +85,7 @@ def shard_all(model: Net) -> None:
         linear.weight = nn.Parameter(sl.shard(linear.weight.detach(), spec))
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("placed", [lambda model: None, shard_all], ids=["plain", "sharded"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_whole_step_is_one_program(name: str, placed: Callable[[Net], None]) -> None:
@@ -397,7 +397,7 @@ def _decayed_before(params: list[nn.Parameter], opt: torch.optim.Optimizer) -> N
     opt.step()
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize(
     ("body", "placed"),
     [(_two_steps, False), (_gradients_add_up, True), (_decayed_before, False)],
@@ -642,7 +642,7 @@ def test_a_counter_may_have_a_dim(shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(a.detach(), b.detach(), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
 @pytest.mark.parametrize("strategy", ["fsdp", "zero1", "hsdp"])
 @pytest.mark.parametrize("name", ["AdamW, foreach", "SGD, momentum, dampened", "Adafactor"])

@@ -148,6 +148,7 @@ def _by_autograd(loss: Callable[..., Tensor], params: dict[str, Tensor]) -> Any:
     return dict(zip(leaves, zeros, strict=False)), zeros[-1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "reverse"), [*((name, False) for name in BODIES), ("mlp", True), ("integers beside", True)]
 )
@@ -413,6 +414,7 @@ ACCUMULATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("followed", [False, True])
 @pytest.mark.parametrize("gradient", ACCUMULATED.values(), ids=list(ACCUMULATED))
 def test_gradients_of_what_the_body_closes_over_add_up(gradient: Any, followed: bool) -> None:

@@ -219,7 +219,7 @@ def trained(run: Callable[..., Tensor], make: str, schedule: Schedule) -> tuple[
     return model, seen, found
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(17)
 @pytest.mark.filterwarnings("ignore:Detected call of")
 @pytest.mark.parametrize("run", [scheduled, scheduled_first])
 @pytest.mark.parametrize("make", ["AdamW", "SGD"])

@@ -140,7 +140,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", [copy.deepcopy, sharded])
 def test_a_module_brings_its_state(way: Any, place: Any) -> None:
@@ -1204,6 +1204,7 @@ def _ping_pong(t: _Held, x: torch.Tensor) -> torch.Tensor:
     return x.sum()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("placed", [False, True])
 @pytest.mark.parametrize("look", [lambda h: h[0], lambda h: setattr(h, "tag", "x"), lambda h: None])
 @pytest.mark.parametrize("step", [_handed_on, _in_a_list, _ping_pong])

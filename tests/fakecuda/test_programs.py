@@ -80,6 +80,7 @@ def test_models(name: str, rank: int | None) -> None:
     assert seen.counts["programs"] == 1
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("rank", [None, 1])
 @pytest.mark.parametrize("name", programs.OPTIMIZERS)
 def test_training(name: str, rank: int | None) -> None:

@@ -165,7 +165,7 @@ def _allowed(torchs: Tensor, want: Tensor, addends: float) -> float:
 OTHER = [*LARGE, "everything", "bias with infinities", "bias with lowest numbers", "scale 1"]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", ALL)
 def test_bf16_against_float64(case: str) -> None:
     check(case, BF16)

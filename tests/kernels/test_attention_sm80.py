@@ -356,6 +356,7 @@ def test_planted_bugs_are_caught(source: str, number: int) -> None:
         _check(BUGS[source][number - 1].check, source, number)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("source", "name"), sorted({(s, bug.check) for s in BUGS for bug in BUGS[s]}))
 def test_without_a_planted_bug_nothing_is_found(source: str, name: str) -> None:
     _check(name, source, 0)
