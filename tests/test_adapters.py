@@ -177,6 +177,7 @@ def test_what_was_learnt_is_saved_merged_and_switched_off(tmp_path: Path) -> Non
     torch.testing.assert_close(logits, plain(TOKENS).logits)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.filterwarnings("ignore:::peft.tuners.tuners_utils", "ignore:::peft.utils.save_and_load")  # of tied tables
 @pytest.mark.parametrize("name", ["LoRA", "tables", "a head of its own"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "apart"])

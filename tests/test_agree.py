@@ -86,6 +86,7 @@ def come_late(late: list[int]) -> tuple[str | None, float]:
     return said(agree, Mesh(x=4), "a", "train_step\nx = 1", 1.0), time.monotonic() - begin
 
 
+@pytest.mark.sampled(2, first=1)
 @pytest.mark.parametrize(
     ("late", "head"),
     [

@@ -246,6 +246,7 @@ def test_the_state_of_another_optimizer_is_refused(kind: str, tmp_path: Path) ->
     assert torch.equal(other[0].weight.full_tensor(), before)
 
 
+@pytest.mark.sampled(2, first=1)
 @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.LBFGS, torch.optim.Adagrad], ids=lambda c: c.__name__)
 def test_fresh_or_used_an_optimizer_takes_what_was_saved(make: Any, tmp_path: Path) -> None:
     model, runs = _pair(), []
@@ -338,6 +339,7 @@ def _saves(pipe: Connection, folder: Path) -> None:
         pipe.send(step)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.ranks
 @pytest.mark.parametrize("attempt", range(4))
 def test_killed_at_any_moment_it_goes_on_from_the_one_before(tmp_path: Path, attempt: int) -> None:

@@ -139,6 +139,7 @@ def test_callables_are_the_op(target: Any, args: Any) -> None:
         assert torch.equal(e, f)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("run", [lambda fn: fn, sl.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("spec", ["b@data t v", "b t v@tensor", "b@data t v@tensor"])
 def test_kernels_get_memory_in_order_where_they_want_it(spec: str, run: Any) -> None:

@@ -19,7 +19,7 @@ CELLS = [(family, list(doors.WAYS)[i % len(doors.WAYS)]) for i, family in enumer
 LONG = [cell for cell in itertools.product(doors.FAMILIES, doors.WAYS) if cell not in CELLS]
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(28)
 @pytest.mark.parametrize(("family", "way"), [*CELLS, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in LONG)])
 def test_three_steps_are_those_of_one_device(family: str, way: str) -> None:
     door = doors.DOORS[(doors.FAMILIES.index(family) + list(doors.WAYS).index(way)) % 2]
@@ -34,7 +34,7 @@ MEGATRON = dict.fromkeys(doors.FAMILIES, (5, 5)) | {"gptj": (3, 3), "gptneox": (
 MEGATRON |= {"deepseek3": (6, 7)}  # routed and shared experts, and what is normalised between two matrices
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("family", [name for name in doors.FAMILIES if name not in ("llama, 2 KV heads", "ncf")])
 def test_weights_alone_give_megatrons_plan(family: str) -> None:
     """Of few tokens, so that weights are what is large; numbers per row of the loss are small."""

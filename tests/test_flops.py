@@ -144,6 +144,7 @@ CUT = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CUT)
 def test_all_devices_do_what_one_does(name: str) -> None:
     """The arithmetic of a whole op is shared out, and what is made of statistics, on all devices alike, is little."""

@@ -283,7 +283,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(("spec", "mesh"), MESHES, ids=lambda x: str(x))
 def test_a_small_network_is_trained(spec: str, mesh: dict[str, int]) -> None:
     assert error(trained(cnn, spec), (CNN, r(4, 4, 16, 16)), **mesh) < 1e-12

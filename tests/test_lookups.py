@@ -98,6 +98,7 @@ def test_same_as_on_one_device(name: str, spec: str) -> None:
         assert worst(name, {"data": n, "tensor": 3}, spec, torch.float64, torch.int64) <= 1e-14
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 @pytest.mark.parametrize("name", ["embedding, padded", "index", "bags, padded means"])
 def test_bits_are_those_of_one_device(name: str, index: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

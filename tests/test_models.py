@@ -146,7 +146,7 @@ def cast(params: Params, dtype: torch.dtype) -> Params:
     return {name: p.to(dtype) for name, p in params.items()}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11, first=1)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", BUILD)
 def test_weights_and_batch(name: str, mesh: str) -> None:
@@ -158,7 +158,7 @@ def test_weights_and_batch(name: str, mesh: str) -> None:
     assert sum(c.kind == "all_gather" for c in plan.collectives) <= 1  # the small table of embeddings
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")  # the old name, which every version has
 @pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
@@ -192,7 +192,7 @@ def test_gradient_checkpointing(name: str, reentrant: bool, inside: bool) -> Non
         torch.testing.assert_close(found[name], grad, atol=1e-8, rtol=1e-8)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", BUILD)
 def test_sequence_cut_and_adamw(name: str, mesh: str) -> None:
@@ -205,7 +205,7 @@ def test_sequence_cut_and_adamw(name: str, mesh: str) -> None:
     compare(step, params, batch_of(64), axes, lm.specs(), rules=rules, batch_spec=spec, state=moments(params))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("mesh", ["8", "2x4"])
 @pytest.mark.parametrize("name", BUILD)
 def test_every_weight_on_data(name: str, mesh: str) -> None:
@@ -218,6 +218,7 @@ def test_every_weight_on_data(name: str, mesh: str) -> None:
 RULE = {"batch": "data"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", BUILD)
 def test_batch_alone(name: str) -> None:
     lm = built(name)
@@ -234,12 +235,13 @@ def test_single_precision_and_uneven_sizes(name: str) -> None:
     """A vocabulary, a feed-forward and a batch that no axis divides."""
     lm = built(name, vocab=131, **({"ff": 83} if name == "llama" else {"n_inner": 83}))
     batch = batch_of(131, size=7)
-    for dtype in (torch.float32, torch.float64):
-        params = cast(lm.params(), dtype)
-        compare(make_step(lm.loss), params, batch, MESHES["2x4"], lm.specs(), rules=BUILD[name][1])
+    params = cast(lm.params(), torch.float32)
+    compare(make_step(lm.loss), params, batch, MESHES["2x4"], lm.specs(), rules=BUILD[name][1])
+    params = cast(lm.params(), torch.float64)
     compare(make_step(lm.loss), params, batch, MESHES["8"], fsdp(lm.specs(), params), rules=RULE)
 
 
+@pytest.mark.sampled(2, first=1)
 @pytest.mark.parametrize("name", BUILD)
 def test_padding_and_eager_attention(name: str) -> None:
     lm = built(name, attn_implementation="eager")
@@ -249,6 +251,7 @@ def test_padding_and_eager_attention(name: str) -> None:
     compare(make_step(lm.loss), params, batch, MESHES["2x4"], lm.specs(), rules=BUILD[name][1])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", BUILD)
 def test_logits_stay_cut(name: str) -> None:
     """With a vocabulary of real size nothing of the logits' size moves."""
@@ -287,7 +290,7 @@ def text(form: gpt.GPT, *, padded: bool) -> dict[str, Tensor]:
     return out
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(("padded", "where"), [(False, "batch seq"), (True, "batch seq@tensor")])
 @pytest.mark.parametrize("form", FORMS)
 def test_forms(form: str, padded: bool, where: str) -> None:

@@ -68,6 +68,7 @@ def resident(program: Program, saved: set[str]) -> Iterator[int]:
             held.pop(v, None)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_so_many_layers_stay(ahead: int) -> None:
     plain, moved = planned(None), planned(sl.Schedule(prefetch=ahead, offload="saved"))

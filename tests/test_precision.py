@@ -360,7 +360,7 @@ def _scaled(make: Make, bad: int, strategy: str | None, *, clips: bool = False) 
     return [*losses, *whole], scaler.state_dict(), plan
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(23)
 @pytest.mark.parametrize("bad", [0, 2])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_that_overflows_is_skipped_everywhere(name: str, bad: int) -> None:

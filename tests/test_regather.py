@@ -69,6 +69,7 @@ def sent(plan: sl.Plan, least: float = 1000.0) -> Counter[Any]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("s", [1, 2, 4])
 def test_zero_3_by_formula(s: int) -> None:
     model, _, size = built()
@@ -80,6 +81,7 @@ def test_zero_3_by_formula(s: int) -> None:
     assert found == {("all_gather", "data"): 2 * s * one, ("reduce_scatter", "data"): s * one}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("s", [1, 2, 4])
 def test_mics_by_formula(s: int) -> None:
     model, _, size = built()
@@ -109,6 +111,7 @@ def test_the_module_by_itself(way: str, times: int) -> None:
     assert len(whole) == (3 if way == "never" else 0)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("way", ["never", "always", "auto"])
 def test_specs_alone(way: str, again: bool) -> None:
@@ -204,7 +207,7 @@ PARTS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("name", PARTS)
 def test_parts_of_a_weight(name: str, compiled: bool) -> None:

@@ -450,6 +450,7 @@ SMALL = {
 }
 
 
+@pytest.mark.sampled(2, first=1)
 @pytest.mark.parametrize("name", SMALL)
 def test_within_5_percent_of_the_best_of_all_sets(name: str) -> None:
     fn, shapes = SMALL[name]

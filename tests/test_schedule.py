@@ -158,6 +158,7 @@ def test_a_layer_is_a_message_up_to_its_bucket() -> None:
     assert set(messages(sl.Schedule(prefetch=1, bucket=WEIGHT))) == {1}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cap", [2, 3, 4, 5])
 def test_gathered_bytes_stay_under_a_cap(cap: int) -> None:
     held = max(gathered(planned(schedule=sl.Schedule(prefetch=4, cap=cap * WEIGHT)).compiled.program))

@@ -87,6 +87,7 @@ def test_every_variant(variant: str, way: str, n: int, monkeypatch: pytest.Monke
     assert error(fn, args, n) < 1e-12
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", [(1, 1, 12, 12), (12, 12), (2, 1, 1, 12), (1, 3, 12, 1)])
 def test_a_bias_gets_its_gradient(shape: tuple[int, ...]) -> None:
     args = [*tensors(3, 12), torch.randn(shape, dtype=torch.float64)]
@@ -167,6 +168,7 @@ def test_a_ring_sends_every_piece_once_to_every_other_device(causal: bool, n: in
     assert kinds(step) == {"ppermute": 6 * (n - 1)}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("n", [2, 4, 8])
 @pytest.mark.parametrize("causal", [False, True])
 def test_heads_are_exchanged_where_that_is_less(causal: bool, n: int) -> None:
@@ -210,6 +212,7 @@ class Shapes(TorchDispatchMode):
         return out
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("heads", "kind"), [(1, "ppermute"), (8, "all_to_all")])
 @pytest.mark.parametrize("causal", [False, True])
 def test_no_device_holds_the_whole_of_anything(causal: bool, heads: int, kind: str) -> None:
@@ -313,6 +316,7 @@ def test_the_user_decides() -> None:
             planned(attend(), tensors(4, 12), 2)
 
 
+@pytest.mark.sampled(2, first=1)
 @pytest.mark.parametrize("s", [12, 8])
 def test_the_balanced_ring_is_proved_by_brute_force(s: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table's own samples are too small to be balanced."""

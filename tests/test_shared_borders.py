@@ -52,6 +52,7 @@ def test_values_and_gradients(program: Callable[[Tensor], Tensor], mesh: dict[st
         sl.check(sl.grad(lambda x: program(x).sin().sum()), x, in_specs=(spec,))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("program", "rows", "messages"), [(_fourth, 4, 2), (_mixed, 3, 1), (_around, 2, 2), (_periodic, 4, 4)]
 )

@@ -270,6 +270,7 @@ def die(victim: int, mib: int) -> None:
         raise CollectiveError(f"{error}|{time.monotonic() - begin}") from error
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.ranks
 @RANKED
 @pytest.mark.parametrize("mib", [1, 40])

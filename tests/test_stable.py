@@ -51,7 +51,7 @@ def digest(seeds: Sequence[int]) -> str:
     return "\n".join(str(told(p, [v.name for v, _ in p.inputs])) for p in programs)
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_order_of_arguments_does_not_matter(seed: int) -> None:
     p = draw(seed, conflicts=True)
@@ -122,7 +122,7 @@ def cuts(p: Program, plan: Plan) -> list[str]:
     return [*outs, *(oracle.layout_text(plan.layout_of(v.name)) for v, _ in p.inputs)]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", [0, 1, 2, 4, 8, 10, 12])
 def test_a_small_change_of_a_size_changes_nothing(seed: int) -> None:
     found = [cuts(p, plan) for p, plan in sweep(seed)]

@@ -52,7 +52,7 @@ def _error(sharded: Any, expected: torch.Tensor) -> float:
     return float((sharded.full_tensor() - expected).abs().max() / expected.abs().max())
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["f64", "f32"])
 @pytest.mark.parametrize("name", MODES)
 def test_virtual_devices_compute_what_one_computes(name: str, dtype: torch.dtype) -> None:

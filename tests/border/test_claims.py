@@ -205,6 +205,7 @@ def test_what_is_proved_is_so(block: int) -> None:
 # --- gradients of what is the same on several devices -----------------------------------------------------------------
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("mode", ["jit", "eager"])
 @pytest.mark.parametrize(
     ("body", "in_specs", "out_spec", "plain"),

@@ -314,6 +314,7 @@ def test_batches_that_are_counted_in_a_checkpoint(reentrant):
     torch.testing.assert_close(_full(mine[0].weight.grad), plain[0].weight.grad)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.parametrize("wrap", OLD)
 @pytest.mark.parametrize("place", [False, True])
@@ -1164,6 +1165,7 @@ DISTRIBUTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("log_prob", DISTRIBUTIONS.values(), ids=list(DISTRIBUTIONS))
 def test_distributions(log_prob: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Distribution, "_validate_args", True)  # torch.compile leaves it False

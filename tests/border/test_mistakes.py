@@ -264,6 +264,7 @@ MAPPINGS: list[Callable[..., Any]] = [
 SPECS: list[Any] = [({"x": "batch _"},), "batch _", {"batch": {"x": "batch _"}}, ("batch _",)]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("specs", SPECS, ids=str)
 @pytest.mark.parametrize("kind", MAPPINGS)
 def test_mappings_are_containers(kind: Callable[..., Any], specs: Any) -> None:

@@ -302,6 +302,7 @@ def test_numbers_that_the_caller_changes_are_inputs_forward_and_backward(fn: Any
     assert len(jitted[0].retraces) <= 2
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cleared", [False, True])
 @pytest.mark.parametrize("name", ["SGD, momentum, dampened", "Adam"])
 def test_state_is_that_of_the_parameter_that_is_there_now(name: str, cleared: bool) -> None:
@@ -674,6 +675,7 @@ def test_moments_of_one_device_are_loaded_where_they_belong(name: str, strategy:
                 torch.testing.assert_close(whole(again[i][k]), s, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("use_buffers", [False, True])
 @pytest.mark.parametrize("kind", ["mean", "moving", "moving, foreach"])
 def test_an_average_of_a_module_is_part_of_the_step(kind: str, use_buffers: bool) -> None:

@@ -241,6 +241,7 @@ PLACES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("place", PLACES)
 def test_writes_to_arguments(write: Any, place: str) -> None:

@@ -177,6 +177,7 @@ def test_fp16_against_float64(case: str) -> None:
     check(case, FP16)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", ["causal tiles", "window of tiles", "tiles of a wide head", "alibi in tiles"])
 def test_any_order_of_events_gives_the_same_bits_when_repeatable(case: str) -> None:
     library, found = emulate.library(SOURCE), []

@@ -213,13 +213,14 @@ def _compiled() -> Iterator[None]:
         yield
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_every_variant_against_float64(case: str, dtype: torch.dtype) -> None:
     check(case, dtype)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", TILES)
 def test_many_tiles_against_float64(case: str) -> None:
     check(case)

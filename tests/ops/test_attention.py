@@ -97,6 +97,7 @@ STRIDES = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("strides", STRIDES)
 @pytest.mark.parametrize("column", COLUMNS)
 def test_strides(column, strides, monkeypatch):
@@ -207,6 +208,7 @@ def measured(variant, s, t, backend):
     return seen
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("column", COLUMNS)
 def test_memory_is_linear_in_the_sequence(column, monkeypatch):
     bound = 1 << 15

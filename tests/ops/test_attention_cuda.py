@@ -177,12 +177,14 @@ NAMES = (
 )
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("card", CARDS)
 def test_variants(card: str, name: str, emulated: None) -> None:
     assert _run(card, name, BF16) == []
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", ["bias", "bias of keys", "one bias", "everything"])
 @pytest.mark.parametrize("card", CARDS)
 def test_a_bias_repeatable(card: str, name: str, emulated: None) -> None:

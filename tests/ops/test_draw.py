@@ -53,6 +53,7 @@ PARTS = [  # size, first, whole
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("kind", "dtype"), EVERY)
 def test_a_part_has_the_numbers_of_the_whole(kind, dtype, way):

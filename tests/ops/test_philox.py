@@ -45,6 +45,7 @@ def by_hand(counter, key):
 NUMBERS = (0, 1, 5, 2**31, 2**32 - 1, 2**32, 0x0370734413198A2E, 2**63 - 1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", [*NUMBERS, 2**63, 2**64 - 1, -1])
 def test_an_element_is_one_lane_of_its_block(seed):
     halves = lambda n: (n % 2**32, (n >> 32) % 2**32)
