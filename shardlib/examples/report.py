@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 
 @dataclass
 class Losses:
@@ -37,6 +35,8 @@ def write_text(path: Path, text: str) -> None:
 
 def write_losses(folder: Path, losses: Losses) -> None:
     """`losses.json` and the curve `loss.png` in `folder`."""
+    from matplotlib.figure import Figure  # takes seconds, which runs that end before have no use for
+
     write_text(folder / "losses.json", json.dumps(losses.to_dict(), indent=1) + "\n")
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()

@@ -38,6 +38,7 @@ def code(local: LocalForm, function: Callable[..., Any], args: Sequence[Any], kw
     uneven = [f for f in local.rule.sizes if isinstance(local.size(f), Sym)]
     differ = {a for f in uneven for a in local.axes(f)} | {a for x in flat if isinstance(x, Sym) for a in x.axes}
     kinds: dict[Any, _Run] = {}
+    on: dict[tuple[int, ...], _Run] = {}  # by device
     asked: set[str] = set()  # where pieces of these dims lie
     with without_modes(), torch.no_grad():
         while True:
@@ -46,13 +47,17 @@ def code(local: LocalForm, function: Callable[..., Any], args: Sequence[Any], kw
                 coords = {**local.origin, **at}
                 given = [x.layout.local_shape(coords) if isinstance(x, Var) and x.layout else here(x, at) for x in flat]
                 lies = [(here(local.offset(f), coords), here(local.size(f), coords)) for f in sorted(asked)]
-                key = repr((given, lies))
+                key, device = repr((given, lies)), tuple(coords.values())
                 if key not in kinds:
-                    kinds[key] = _Run(local, coords).of(function, flat, given, tree)
+                    if device not in on:
+                        on[device] = _Run(local, coords).of(function, flat, given, tree)
+                    kinds[key] = on[device]
                 runs.append(kinds[key])
-            if asked >= (more := {f for run in runs for f in run.asked}):
+                if not runs[-1].asked <= asked:
+                    break  # devices are told apart by more than was known
+            else:
                 break
-            asked |= more
+            asked |= runs[-1].asked
     _check(local, list({id(run): run for run in runs}.values()))
     return _write(local, flat, axes, runs)
 
