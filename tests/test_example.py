@@ -207,10 +207,7 @@ def test_interrupted_it_leaves_a_usable_checkpoint(tmp_path: Path, plain: list[f
     assert len(run.losses.train) == done + 1
 
 
-@pytest.mark.ranks
-def test_ranks_compute_what_virtual_devices_compute(tmp_path: Path, plain: list[float]) -> None:
-    """Two processes under torchrun: the losses of 6 steps, and a checkpoint that loads on virtual devices."""
-    options = replace(TINY, out=tmp_path / "ranks", data=1, tensor=2, steps=6, save_every=6, eval_every=6, sample=1)
+def _by_torchrun(options: Options) -> None:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *_command(options)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -218,6 +215,14 @@ def test_ranks_compute_what_virtual_devices_compute(tmp_path: Path, plain: list[
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("nats per byte") == 1  # one rank speaks
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["here", "torchrun"])
+def test_ranks_compute_what_virtual_devices_compute(tmp_path: Path, plain: list[float], launched: bool) -> None:
+    """Two processes: the losses of 6 steps, and a checkpoint that loads on virtual devices."""
+    options = replace(TINY, out=tmp_path / "ranks", data=1, tensor=2, steps=6, save_every=6, eval_every=6, sample=1)
+    _by_torchrun(options) if launched else run_ranks(_losses_on_ranks, 2, options, "")
     losses: dict[str, Any] = json.loads((tmp_path / "ranks" / "losses.json").read_text())
     assert losses["train"] == pytest.approx(plain, abs=1e-4)
     resumed = train(replace(options, data=2, steps=7, resume=True))

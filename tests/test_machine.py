@@ -6,11 +6,13 @@ import pickle
 import re
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import shardlib as sl
+from shardlib import measuring
 from shardlib.machine import PRESETS, Device, Link, Machine
 from shardlib.meshes.axis import Axis
 from shardlib.plans.plan import Plan
@@ -120,6 +122,17 @@ def test_bad_machines_are_refused(make: object, words: list[str]) -> None:
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
+SHORT = {"_SECONDS": 1e-3, "_SIDE": {"cpu": 64}}
+
+
+@pytest.fixture
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring takes less time, and is less exact."""
+    for name, value in SHORT.items():
+        monkeypatch.setattr(measuring, name, value)
+
+
+@pytest.mark.usefixtures("_short")
 def test_this_machine_is_measured() -> None:
     machine = Machine.measure()
     assert set(machine.device.flops) == {"f64", "f32", "bf16"}
@@ -129,13 +142,15 @@ def test_this_machine_is_measured() -> None:
     assert Machine.parse(repr(machine)) == machine
 
 
+@pytest.mark.usefixtures("_short")
 def test_devices_that_are_only_planned_for_are_not_measured() -> None:
     with sl.Mesh.abstract(data=8, device="cuda"):
         assert not Machine.measure().device.overlaps  # this machine's
 
 
 def _measured() -> str:
-    return repr(Machine.measure())
+    with mock.patch.multiple(measuring, **SHORT):
+        return repr(Machine.measure())
 
 
 @pytest.mark.ranks

@@ -176,12 +176,12 @@ def assert_equal(strategy: Any, mesh: Mesh, again: bool, compiled: bool) -> None
 
 
 def _on_ranks() -> None:
-    assert_equal("hsdp", Mesh(replica=2, shard=2), True, True)
+    assert_equal("fsdp", Mesh(shard=2), True, True)
 
 
 @pytest.mark.ranks
 def test_values_on_ranks() -> None:
-    run_ranks(_on_ranks, 4)
+    run_ranks(_on_ranks, 2)
 
 
 class Parts(nn.Module):

@@ -176,7 +176,7 @@ def test_what_is_dropped_out_is_the_same(way: dict[str, Any]) -> None:
 
 def on_ranks(way: dict[str, Any], inside: str) -> float:
     """Of a step that is jitted so, and of the module by itself, in which this is made again."""
-    model, plain = Model(written=True).eval(), Model(written=True).eval()
+    model, plain = (Model(1, written=True).eval() for _ in range(2))
     loss, grads = train(plain)(batch())
     with Mesh(shard=2):
         sl.parallelize(model, strategy="fsdp", remat=inside)
