@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import json
+import os
 import re
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -38,6 +41,7 @@ from tests.gpu.figures import FIGURES, of_part
 from tests.gpu.kernels import find
 from tests.gpu.records import NO_TIME, Outcome, Record, Recorder, summed_up
 from tests.gpu.session import PARTS, Session
+from tests.ranks import apart, heard
 
 REPORT = Path(session.__file__).with_name("REPORT.md")
 NOTEBOOKS = "tests/test_notebooks.py"
@@ -293,14 +297,26 @@ def test_records_of_another_card_are_set_aside(tmp_path: Path) -> None:
     assert [r.figure for r in records.read(tmp_path / "records.old.jsonl")[0]] == ["a"]
 
 
+def _collected(pipe: Connection, options: list[str]) -> None:
+    """Collect tests where notebooks' libraries cannot be imported: the exit status, and what was printed."""
+    os.chdir(tools.ROOT)
+    sys.modules.update(nbformat=None, nbclient=None)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        status = pytest.main(options)
+    pipe.send((int(status), said.getvalue()))
+
+
+@pytest.mark.ranks
 def test_gpu_tests_are_collected_without_notebooks_libraries() -> None:
     files = tools.gpu_files()
     assert "tests/gpu/test_cuda.py" in files
     assert "tests/test_notebooks.py" not in files
     options = ["-q", "--collect-only", "-p", "no:cacheprovider", "-m", "gpu", *files, NOTEBOOKS]
-    program = f"import sys, pytest; sys.modules.update(nbformat=None, nbclient=None)\nsys.exit(pytest.main({options}))"
-    done = subprocess.run([sys.executable, "-c", program], cwd=tools.ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:]
+    process, pipe = apart(_collected, options)
+    status, said = heard(pipe, 120)
+    process.join()
+    assert status == 0, said[-2000:]
+    assert " tests collected" in said
 
 
 # --- what is written back ---------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(12, first=6)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("specs", SPECS.values(), ids=SPECS)
 def test_as_on_one_device(model: Net, specs: Any, settings: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ from shardlib.modules.forward import EagerWarning
 from tests import pretrained
 
 CONFIG = LlamaConfig(
-    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
     vocab_size=64, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=None,
 )  # fmt: skip
 TOKENS = torch.randint(3, 60, (4, 6), generator=torch.Generator().manual_seed(0))
