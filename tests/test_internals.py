@@ -7,7 +7,7 @@ import functools
 import importlib.util
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,8 @@ def of_torch(name: str) -> bool:
     return first == "torch" and any(map(is_private, rest))
 
 
-def texts(tree: ast.AST) -> Iterator[str]:
-    return (x.value for x in ast.walk(tree) if isinstance(x, ast.Constant) and isinstance(x.value, str))
+def texts(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    return (x.value for x in nodes if isinstance(x, ast.Constant) and isinstance(x.value, str))
 
 
 def own(tree: ast.AST) -> Iterator[str]:
@@ -59,19 +59,23 @@ def own(tree: ast.AST) -> Iterator[str]:
             yield node.name
         if isinstance(node, ast.ClassDef):
             yield from (x.id for part in node.body for x in ast.walk(part) if isinstance(x, ast.Name))
-            yield from (text for part in node.body if isinstance(part, ast.Assign) for text in texts(part))  # slots
+            yield from (
+                text for part in node.body if isinstance(part, ast.Assign) for text in texts(ast.walk(part))
+            )  # slots
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
             yield node.attr
 
 
 @functools.cache
 def owned() -> set[str]:
-    return {name for tree in sources().values() for name in own(tree)}
+    return {name for tree in sources().values() for name in own(tree)} | PYTHONS
 
 
 NAME = re.compile(r"_[a-zA-Z]\w*")
 # The names, and parts of names, that the one file writes down.
-WORDS = {part for text in texts(ast.parse(FILE.read_text())) for part in text.split(".") if NAME.fullmatch(part)}
+WORDS = {
+    part for text in texts(ast.walk(ast.parse(FILE.read_text()))) for part in text.split(".") if NAME.fullmatch(part)
+}
 
 
 def chain(node: ast.AST, known: dict[str, str]) -> str:
@@ -84,8 +88,8 @@ def chain(node: ast.AST, known: dict[str, str]) -> str:
 def private_of_torch(tree: ast.AST) -> list[str]:
     """The private names of torch that a file imports, reads, or writes as a text."""
     known: dict[str, str] = {}  # what the file calls something in torch
-    found = []
-    for node in ast.walk(tree):
+    found, nodes = [], [*ast.walk(tree)]
+    for node in nodes:
         if isinstance(node, ast.ImportFrom):
             known |= {name.asname or name.name: f"{node.module}.{name.name}" for name in node.names}
         if isinstance(node, ast.Import):
@@ -94,13 +98,13 @@ def private_of_torch(tree: ast.AST) -> list[str]:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             known |= {node.targets[0].id: "torch.ops.aten"} if ast.unparse(node.value) == "torch.ops.aten" else {}
     found += [name for name in known.values() if of_torch(name)]
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             name = chain(node, known)
-            theirs = node.attr in WORDS if node.attr in owned() | PYTHONS else not name.startswith("torch.ops.")
+            theirs = node.attr in WORDS if node.attr in owned() else not name.startswith("torch.ops.")
             if of_torch(name) or (theirs and not name.startswith("self.")):
                 found.append(name)
-    return found + [text for text in texts(tree) if text in WORDS or (text.isprintable() and _names(text))]
+    return found + [text for text in texts(nodes) if text in WORDS or (text.isprintable() and _names(text))]
 
 
 def _names(text: str) -> bool:
