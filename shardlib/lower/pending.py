@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
 from shardlib.aten.traits import has
 from shardlib.graph import Graph, Op, Value, is_zero, viewed
+from shardlib.lower.branching import Branching, fitting, share
 from shardlib.lower.placement import SETTLED, Owed
 from shardlib.lower.values import Values
 from shardlib.propagate import Propagated
 from shardlib.propagate.flood import Assignment
 from shardlib.propagate.problem import work
-from shardlib.propagate.units import may_cut, value_factors
-from shardlib.reshard import ways
+from shardlib.propagate.units import value_factors
 
 Carried = tuple[Assignment, Owed, frozenset[int]]  # an op's assignment, what is owed, on which operands
 
@@ -30,7 +29,7 @@ class PendingSums:
         self.values, self.p = values, propagated
         self.readers = _reader_counts(graph, propagated)
         self.rows = _reader_counts(graph, propagated, rows=True)
-        self.graph = graph
+        self.branching = Branching(values, graph, propagated)
 
     def carried(self, op: Op) -> Carried | None:
         """How `op` runs on operands whose sum is pending, if it may; of several ways, that which saves most."""
@@ -42,29 +41,22 @@ class PendingSums:
             forms = [values.owing(op.operands[i]) for i in sorted(linear)]
             if not forms or any(form is None for form in forms):
                 continue
-            if any(self._summed(op.operands[i]) > 1 for i in linear):
+            several = [op.operands[i] for i in sorted(linear) if self._summed(op.operands[i]) > 1]
+            for value in several:
+                self.branching.consider(value)
+            branches = self.branching.passed.get(op) == linear
+            if several and not branches:
                 continue
             self._meet([op.operands[i] for i in sorted(linear)])
             forms = [values.owing(op.operands[i]) for i in sorted(linear)]
             if len({form[1] for form in forms if form}) > 1:
                 continue
-            pairs = [
-                (x, axes)
-                for i, form in zip(sorted(linear), forms, strict=True)
-                for x, axes in zip(
-                    value_factors(values.flood, op, i, operand=True), form[0] if form else (), strict=True
-                )
-            ]
-            assignment = {x: axes for x, axes in pairs if x is not None and axes}
-            # A factor that one addend has cut must be cut the same way in all.
-            fits = all(
-                not axes if x is None else assignment.get(x, ()) == axes and (not axes or may_cut(values.flood, op, x))
-                for x, axes in pairs
-            )
-            for t, s in (*rule.rounds.items(), *rule.follows.items()):
-                fits = fits and set(assignment.get((t, 0), ())) <= set(assignment.get((s, 0), ()))
+            cuts = {i: form[0] for i, form in zip(sorted(linear), forms, strict=True) if form}
+            if (assignment := fitting(values, op, cuts)) is None:
+                continue
             owed = forms[0][1] if forms[0] else SETTLED
-            if fits and (saved := self._saved(op, linear, assignment, owed)) is not None:
+            saved = 0.0 if branches else self._saved(op, linear, assignment, owed)
+            if saved is not None:
                 found.append((saved, (assignment, owed, linear)))
         return max(found, key=lambda way: way[0])[1] if found else None
 
@@ -110,7 +102,7 @@ class PendingSums:
                 else:
                     besides += max(0.0, self.values.price(value, now) - self.values.price(value, then))
         saved = sum(prices) - max(prices) * (made / most if most else 1)
-        more = work(op, self.values.prices) * (_share(op, assignment) - _share(op, decided))
+        more = work(op, self.values.prices) * (share(op, assignment) - share(op, decided))
         if besides:
             return saved - besides if saved - besides > max(more, 0.0) else None
         return None if more > max(saved, 0.0) and not self._meets(op) else saved
@@ -153,7 +145,7 @@ class PendingSums:
     def _may_owe(self) -> set[Value]:
         """The values that are made as pending sums, or by ops that are linear in one."""
         found: set[Value] = set()
-        for op in self.graph.ops:
+        for op in self.branching.order:
             if op.rule is not None and not (op.constant or op.transparent):
                 passed = any(viewed(op.operands[i]) in found for together in op.rule.linear for i in together)
                 found.update(r for r in op.results if r is not None and (passed or self._will_owe(r)))
@@ -170,13 +162,6 @@ class PendingSums:
         return any(
             cuts[s] and x not in made and op.rule.owed(viewed(value).index, x[0]) == "sum" for x, s in slots.items()
         )
-
-
-def _share(op: Op, assignment: Assignment) -> float:
-    """How much of an op's work each device does."""
-    assert op.rule is not None
-    tied = {*op.rule.rounds, *op.rule.follows}
-    return 1 / math.prod(ways(axes) for x, axes in assignment.items() if x[0] not in tied)
 
 
 def _reader(value: Value) -> tuple[Op, int] | None:
