@@ -26,7 +26,6 @@ from shardlib.normalise.passes import (
     forget_totals,
     free_draws,
     free_scalars,
-    know_sums_of_scores,
     merge_repeated,
     one_permute,
 )
@@ -34,6 +33,7 @@ from shardlib.normalise.scans import scan_from_behind
 from shardlib.normalise.slices import join_slices
 from shardlib.normalise.splices import join_moves
 from shardlib.normalise.stacks import look_up_at_once
+from shardlib.normalise.totals import know_sums_of_scores
 from shardlib.normalise.transforms import dim_by_dim
 from shardlib.tracing.traced import Traced
 

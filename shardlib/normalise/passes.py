@@ -13,7 +13,6 @@ from torch import fx
 from shardlib.aten.traits import has, is_view
 from shardlib.aten.views import argument
 from shardlib.internals import OpOverload, schema_of
-from shardlib.ops.scores import SCORES_BACKWARD
 from shardlib.scalar import hinted
 
 aten = torch.ops.aten
@@ -137,22 +136,6 @@ def forget_totals(gm: fx.GraphModule) -> None:
         if node.target in _LOSS_BACKWARDS and argument(node, "reduction") != _MEAN:
             with gm.graph.inserting_before(node):
                 node.args = (*node.args[:6], call(gm, node, aten.new_full.default, node.args[0], [], 1))
-
-
-def know_sums_of_scores(gm: fx.GraphModule) -> None:
-    """What the gradients of a row of log-probabilities add up to is the gradient of its loss, if that is all they are
-    of: nothing is summed up to know it."""
-    for node in gm.graph.nodes:
-        if node.target is not aten._log_softmax_backward_data.default:
-            continue
-        back, scores, dim, dtype = node.args
-        val = scores.meta["val"]
-        alike = back.meta["val"].shape == val.shape and back.meta["val"].dtype == val.dtype == dtype
-        if back.target not in _LOSS_BACKWARDS or not alike or dim % val.dim() != min(1, val.dim() - 1):
-            continue
-        grad, _, target, weight, reduction, ignore, _ = back.args
-        if weight is None and reduction != _MEAN:
-            node.target, node.args = SCORES_BACKWARD, (back, scores, grad, target, dim % val.dim(), ignore)
 
 
 def merge_repeated(gm: fx.GraphModule) -> None:

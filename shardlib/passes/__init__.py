@@ -9,13 +9,14 @@ from functools import cache, partial
 from typing import Any
 
 from shardlib.machine import Machine
-from shardlib.passes import borders, bundle, free, fuse, offload, offload_state, reuse, schedule, settle
+from shardlib.passes import borders, bundle, common, free, fuse, offload, offload_state, reuse, schedule, settle
 from shardlib.program.check import check
 from shardlib.program.steps import Program, Var
 from shardlib.program.storage import peak_bytes
 from shardlib.schedule import DEFAULT, Schedule
 
 PASSES = (
+    common.share_messages,
     borders.share_borders,
     fuse.fuse,
     bundle.bundle,

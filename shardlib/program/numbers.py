@@ -18,7 +18,7 @@ def firsts(program: Program) -> dict[Var, Var]:
     made: dict[Hashable, tuple[Var | None, ...]] = {}
 
     def key(*what: Any) -> Hashable:
-        return _frozen(rebuild(what, lambda x: first.get(x, x) if isinstance(x, Var) else x))
+        return frozen(rebuild(what, lambda x: first.get(x, x) if isinstance(x, Var) else x))
 
     def note(outs: tuple[Var | None, ...], *what: Any) -> None:
         before = made.setdefault(key(*what), outs)
@@ -37,9 +37,10 @@ def firsts(program: Program) -> dict[Var, Var]:
     return first
 
 
-def _frozen(x: Any) -> Hashable:
+def frozen(x: Any) -> Hashable:
+    """Arguments as a key that tells apart what ops do."""
     if isinstance(x, dict):
-        return tuple((k, _frozen(v)) for k, v in x.items())
+        return tuple((k, frozen(v)) for k, v in x.items())
     if isinstance(x, tuple | list):
-        return tuple(map(_frozen, x))
+        return tuple(map(frozen, x))
     return (type(x), repr(x)) if isinstance(x, bool | float | complex) else x  # 1 is not True, and 0.0 is not -0.0

@@ -22,7 +22,7 @@ from shardlib.rules.notation import gradient, parse
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import checked, cut, located, positional, wide, widely
-from shardlib.rules.space import argument_named, numel, result_dtype
+from shardlib.rules.space import arg, argument_named, numel, result_dtype
 
 aten = torch.ops.aten
 
@@ -92,16 +92,16 @@ def _nll_rule(call: Call) -> Rule:
 
 
 def _scores_backward(call: Call) -> Rule:
-    """The log-probabilities of a row and their gradients, of which one is not 0: of that, all devices know it."""
-    logits, target = _dims(call.operands[0].shape)
-    loss = target if call.operands[2].rank else ""
+    """The log-probabilities of a row and their gradients: of these, all devices know the sum."""
+    rank, dim = call.operands[0].rank, arg(call, 3, "dim") % call.operands[0].rank
+    labels = [f"s{d}" if d != dim else "c" for d in range(rank)]
+    logits, total = " ".join(labels), " ".join(x for x in labels if x != "c")
 
-    def form(grad: Tensor, scores: Tensor, loss_grad: Tensor, target: Tensor, dim: int, ignore: int) -> Tensor:
-        total = torch.where(target == ignore, 0, -loss_grad)
+    def form(grad: Tensor, scores: Tensor, total: Tensor, dim: int) -> Tensor:
         return grad - scores.exp() * total.unsqueeze(dim)
 
     run = lambda local: local.run(widely(form, call), *local.args)
-    text = f"{logits}, {logits}, {loss}, {target} -> {logits} | c:local {{0,2}}"
+    text = f"{logits}, {logits}, {total} -> {logits} | c:local {{0,2}}"
     return pattern(text, local=run, flops=lambda _, points: 4 * points)(call)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardlib.rules.notation import gradient
@@ -64,9 +65,9 @@ def _log_softmax_backward(rows: Rows, grad: Tensor, y: Tensor) -> Tensor:
 
 def _logsumexp(rows: Rows, x: Tensor) -> Tensor:
     top = rows.max(x)
-    # Rows of nothing but -inf (or with +inf) are shifted by nothing, as torch does.
-    top = top.masked_fill(top.abs() == float("inf"), 0)
-    return rows.left(rows.sum((x - top).exp()).log() + top)
+    # Rows of nothing but -inf (or with +inf) are their largest; the sum is what a softmax of the same row has, too.
+    found = rows.sum((x - top).exp()).log() + top
+    return rows.left(torch.where(top.abs() == float("inf"), top, found))
 
 
 def _logsumexp_rule(call: Call) -> Rule | None:
