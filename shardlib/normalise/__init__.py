@@ -28,6 +28,7 @@ from shardlib.normalise.passes import (
     free_scalars,
     merge_repeated,
     one_permute,
+    reduce_once,
 )
 from shardlib.normalise.scans import scan_from_behind
 from shardlib.normalise.slices import join_slices
@@ -45,6 +46,7 @@ PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
     free_scalars,
     one_permute,
     merge_repeated,  # before reshapes are composed: it tells which copies are shared
+    reduce_once,
     convolve_padded,
     drop_dead,
     even_bags,

@@ -160,6 +160,23 @@ def merge_repeated(gm: fx.GraphModule) -> None:
             node.replace_all_uses_with(first)
 
 
+def reduce_once(gm: fx.GraphModule) -> None:
+    """A mean that keeps its dims, and one that does not, are one: a variance takes the mean that is there already."""
+    returned = _returned(gm)
+    known: dict[Any, fx.Node] = {}
+    for node in gm.graph.nodes:
+        at = _place_of_keepdim(node.target)
+        if at is None or not isinstance(node.meta["val"], torch.Tensor) or node in returned:
+            continue
+        others = {k: v for k, v in node.kwargs.items() if k != "keepdim"}
+        args = (*node.args[:at], *node.args[at + 1 :])
+        first = known.setdefault((id(node.target), bool(node.meta.get("backward")), _key(args), _key(others)), node)
+        if first is not node:
+            with gm.graph.inserting_before(node):
+                same = call(gm, node, aten.reshape.default, first, list(node.meta["val"].shape))
+            node.replace_all_uses_with(same)
+
+
 def drop_dead(gm: fx.GraphModule) -> None:
     """Nodes without readers go; a call's key stays, since drawing it moves a generator on, and so do checks."""
     for node in reversed(gm.graph.nodes):
@@ -240,6 +257,13 @@ def _is_free(target: Any) -> bool | None:
     if _is_random(target):
         return None
     return target is operator.getitem or is_view(target) or has(target, "regroups")
+
+
+@cache
+def _place_of_keepdim(target: Any) -> int | None:
+    """Where a reduction is told whether it keeps its dims."""
+    names = [a.name for a in schema_of(target).arguments] if isinstance(target, OpOverload) else []
+    return names.index("keepdim") if "keepdim" in names else None
 
 
 def _is_check(target: Any) -> bool:
