@@ -165,12 +165,15 @@ def reduce_once(gm: fx.GraphModule) -> None:
     returned = _returned(gm)
     known: dict[Any, fx.Node] = {}
     for node in gm.graph.nodes:
-        at = _place_of_keepdim(node.target)
-        if at is None or not isinstance(node.meta["val"], torch.Tensor) or node in returned:
+        if not _reduces(node.target) or not isinstance(node.meta["val"], torch.Tensor) or node in returned:
             continue
-        others = {k: v for k, v in node.kwargs.items() if k != "keepdim"}
-        args = (*node.args[:at], *node.args[at + 1 :])
-        first = known.setdefault((id(node.target), bool(node.meta.get("backward")), _key(args), _key(others)), node)
+        source, *rest = node.args
+        dims = rest.pop(0) if rest and node.target not in _OF_ALL else node.kwargs.get("dim")
+        rank = source.meta["val"].dim()
+        over = {d % max(rank, 1) for d in ([dims] if isinstance(dims, int) else dims or range(rank))}
+        others = {k: v for k, v in node.kwargs.items() if k not in ("dim", "keepdim")}
+        what = node.target.overloadpacket, bool(node.meta.get("backward")), source, frozenset(over)
+        first = known.setdefault((*what, _key(rest[1:]), _key(others)), node)
         if first is not node:
             with gm.graph.inserting_before(node):
                 same = call(gm, node, aten.reshape.default, first, list(node.meta["val"].shape))
@@ -201,6 +204,7 @@ def free_draws(gm: fx.GraphModule) -> None:
 _LOSS_BACKWARDS = {aten.nll_loss_backward.default, aten.nll_loss2d_backward.default}
 _LOSSES = _LOSS_BACKWARDS | {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
 _MEAN, _SUM = 1, 2
+_OF_ALL = {aten.mean.default, aten.sum.default}
 
 
 def _is_one(node: fx.Node) -> bool:
@@ -260,10 +264,10 @@ def _is_free(target: Any) -> bool | None:
 
 
 @cache
-def _place_of_keepdim(target: Any) -> int | None:
-    """Where a reduction is told whether it keeps its dims."""
+def _reduces(target: Any) -> bool:
+    """Whether an op reduces some dims, said second, or all of them, to one or to nothing."""
     names = [a.name for a in schema_of(target).arguments] if isinstance(target, OpOverload) else []
-    return names.index("keepdim") if "keepdim" in names else None
+    return target in _OF_ALL or names[1:3] == ["dim", "keepdim"]
 
 
 def _is_check(target: Any) -> bool:

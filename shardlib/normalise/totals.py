@@ -74,8 +74,8 @@ def _of_target(rows: _Rows, x: Node) -> Made | None:
         return None
 
     def made() -> Node:
-        ignored = rows.write(aten.eq.Scalar, target, ignore)
-        return rows.write(aten.where.ScalarSelf, ignored, 0, rows.write(aten.neg.default, grad))
+        one = rows.write(aten.expand.default, rows.write(aten.neg.default, grad), list(target.meta["val"].shape))
+        return rows.write(aten.masked_fill.Scalar, one, rows.write(aten.eq.Scalar, target, ignore), 0)
 
     return made
 

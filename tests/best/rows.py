@@ -9,8 +9,10 @@ from tests.best import (
     constants,
     experts,
     fused,
+    layers,
     matrices,
     moves,
+    objectives,
     recommenders,
     tables,
     training,
@@ -29,4 +31,6 @@ ROWS: list[Row] = [
     *experts.ROWS,
     *training.ROWS,
     *fused.ROWS,
+    *layers.ROWS,
+    *objectives.ROWS,
 ]
