@@ -49,6 +49,9 @@ def check(fn, *args, tolerance=0.0):
 # --- passes -----------------------------------------------------------------------------------------------------------
 
 SMALL = {
+    "a mean that keeps its dims": (lambda x: (x.mean(0), x - x.mean(0, keepdim=True)), ["mean", "reshape", "sub"]),
+    "sums of all": (lambda x: x / x.sum() + x.sum((0, 1)).sin(), ["sum", "div", "sin", "add"]),
+    "another sum": (lambda x: x.sum(0) + x.sum(-1)[:1], ["sum", "sum", "slice", "add"]),
     "a shift": (lambda x: F.pad(x, (1, 0))[:, :-1], ["splice"]),
     "slots": (lambda x: torch.cat([torch.zeros(1, 6, dtype=x.dtype), x[:-1]]), ["splice"]),
     "pad and back": (lambda x: F.pad(x, (2, 1), value=3.0)[:, 2:-1], ["splice"]),

@@ -48,10 +48,13 @@ class Branching:
             return
         self._seen.add(root)
         form = self.values.owing(root)
-        if form is None or form[1].kind != "sum" or not all(_may_pass(op, i) for op, i in _readers(root)):
+        if form is None or form[1].kind != "sum" or _returned(root):
             return
-        found = self._branches({root: form}, frozenset())
-        if root in found.ends or len(found.passed) > MOST:
+        for op, i in _readers(root):
+            if not _may_pass(op, i):
+                return
+        found = self._branches(root, form)
+        if found is None:
             return
         found, least = self._least(found, root, form)
         now = max(self.values.price(op.operands[i], self._decided(op, i)) for op, i in _readers(root))
@@ -63,17 +66,20 @@ class Branching:
     def _least(self, found: _Branches, root: Value, form: Placement) -> tuple[_Branches, float]:
         """The branches of which least is to be added up: each may end earlier."""
         stops, least = frozenset[Value](), self._price(found)
-        for value in list(found.forms)[:0:-1]:
+        largest = max((end.nbytes for end in found.ends), default=0)
+        for value in [x for x in found.forms if x.nbytes < largest and x is not root][::-1]:
             if value not in found.forms or value in found.ends:
                 continue
-            other = self._branches({root: form}, stops | {value})
-            if root not in other.ends and (price := self._price(other)) < least:
+            other = self._branches(root, form, stops | {value})
+            if other is not None and (price := self._price(other)) < least:
                 found, stops, least = other, stops | {value}, price
         return found, least
 
-    def _branches(self, forms: dict[Value, Placement], stops: frozenset[Value]) -> _Branches:
-        """All that is made of a sum by ops that are linear in it, up to `stops`."""
-        found, todo, known = _Branches(forms), list[tuple[int, Op]](), set[Op]()
+    def _branches(self, root: Value, form: Placement, stops: frozenset[Value] = frozenset()) -> _Branches | None:
+        """All that is made of a sum by ops that are linear in it, up to `stops`; None where that is as large anyway, or
+        takes many ops."""
+        found, todo, known = _Branches({root: form}), list[tuple[int, Op]](), set[Op]()
+        least = {root: root.nbytes}  # on the way there
 
         def follow(value: Value) -> None:
             for op, _ in _readers(value):
@@ -81,22 +87,30 @@ class Branching:
                     known.add(op)
                     heappush(todo, (self.order[op], op))
 
-        for value in forms:
-            follow(value)
-        while todo and len(found.passed) <= MOST:
+        follow(root)
+        while todo:
             _, op = heappop(todo)
-            on = tuple(i for i, x in enumerate(op.operands) if viewed(x) in found.forms.keys() - stops)
+            roots = [viewed(x) for x in op.operands]
+            on = [i for i, x in enumerate(roots) if x in found.forms and x not in stops]
             if not on or (way := self._passed(op, on, found.forms)) is None:
-                for x, i in ((x, i) for i, x in enumerate(op.operands) if viewed(x) in found.forms):
-                    found.ends.setdefault(viewed(x), (x, self._decided(op, i)))
+                for i, x in enumerate(roots):
+                    if x in found.forms:
+                        if least[x] >= root.nbytes:
+                            return None
+                        found.ends.setdefault(x, (op.operands[i], self._decided(op, i)))
                 continue
             found.passed[op] = way
+            if len(found.passed) > MOST:
+                return None
             for k, r in enumerate(op.results):
                 if r is not None:
                     found.forms[r] = self.values.forms.result_form(op, k, *way[1:])
+                    least[r] = min(r.nbytes, max(least[roots[i]] for i in on))
                     follow(r)
         for value in found.forms:
             if _returned(value):
+                if least[value] >= root.nbytes:
+                    return None
                 found.ends.setdefault(value, (value, found.forms[value][0]))
         return found
 
@@ -184,7 +198,8 @@ def share(op: Op, assignment: Assignment) -> float:
 
 
 def _may_pass(op: Op, i: int) -> bool:
-    return op.rule is not None and any(i in together for together in op.rule.linear)
+    """Whether an op is linear in an operand, with others or by itself."""
+    return op.rule is not None and i in {i for together in op.rule.linear for i in together}
 
 
 def _linear(op: Op, on: Sequence[int]) -> bool:
