@@ -165,7 +165,7 @@ def reduce_once(gm: fx.GraphModule) -> None:
     returned = _returned(gm)
     known: dict[Any, fx.Node] = {}
     for node in gm.graph.nodes:
-        if not _reduces(node.target) or not isinstance(node.meta["val"], torch.Tensor) or node in returned:
+        if not _reduces(node.target) or not isinstance(node.meta["val"], torch.Tensor):
             continue
         source, *rest = node.args
         dims = rest.pop(0) if rest and node.target not in _OF_ALL else node.kwargs.get("dim")
@@ -174,7 +174,7 @@ def reduce_once(gm: fx.GraphModule) -> None:
         others = {k: v for k, v in node.kwargs.items() if k not in ("dim", "keepdim")}
         what = node.target.overloadpacket, bool(node.meta.get("backward")), source, frozenset(over)
         first = known.setdefault((*what, _key(rest[1:]), _key(others)), node)
-        if first is not node:
+        if first is not node and node not in returned:
             with gm.graph.inserting_before(node):
                 same = call(gm, node, aten.reshape.default, first, list(node.meta["val"].shape))
             node.replace_all_uses_with(same)
