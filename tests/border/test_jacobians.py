@@ -83,8 +83,25 @@ def batched(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return out[0]
 
 
+def examples(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    y = fn(x)
+    each = torch.linspace(-1, 1, 6 * y.numel(), dtype=y.dtype).reshape(3, 2, *y.shape)
+    back = vmap(lambda v: torch.autograd.grad(y, x, v, retain_graph=True)[0], out_dims=1)
+    return vmap(back, in_dims=1)(each)
+
+
+def examples_of_the_second(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    (g,) = torch.autograd.grad(whole(fn(x).square().sum()), x, create_graph=True)
+    g = whole(g).reshape(-1)
+    return vmap(lambda v: torch.autograd.grad(g, x, v, retain_graph=True)[0])(torch.eye(len(g), dtype=g.dtype))
+
+
 BACKWARD: dict[str, Callable[..., Any]] = {
     "is_grads_batched": batched,
+    "vmap, within each other": examples,
+    "vmap of second derivatives": examples_of_the_second,
     "jacobian": lambda fn, x: jacobian(fn, x, vectorize=True),
     "hessian": lambda fn, x: hessian(lambda x: fn(x).square().sum(), x, vectorize=True),
 }
