@@ -110,6 +110,7 @@ def _begun(
 
     What is to live `away` goes there as it is made, a part after the other.
     """
+    undo.callback(_put_back, optimizer, {p: dict(kept) for p, kept in optimizer.state.items()})
     _settle(optimizer)
     if mark_stepped(optimizer):
         undo.callback(unmark_stepped, optimizer)
@@ -118,8 +119,6 @@ def _begun(
     by_rate = isinstance(optimizer, torch.optim.Rprop | torch.optim.ASGD)  # begins with the rate of the first step
     if not fresh or by_rate or not type(optimizer).__module__.startswith("torch.") or has_step_hooks(optimizer):
         return []
-    for p in fresh:
-        undo.callback(optimizer.state.pop, p, None)
     part = max(len(fresh) // _PARTS, 1) if away else len(fresh)
     for i in range(0, len(fresh), part):
         now = fresh[i : i + part]
@@ -130,6 +129,14 @@ def _begun(
             if isinstance(x, ShardedTensor) and x.dim():
                 sent(x)
     return [(p, optimizer.state[p]) for p in fresh if optimizer.state.get(p)]
+
+
+def _put_back(optimizer: torch.optim.Optimizer, before: dict[Any, dict[str, Any]]) -> None:
+    """What it keeps, where it was."""
+    for p in [p for p in optimizer.state if p not in before]:
+        del optimizer.state[p]
+    for p, kept in before.items():
+        optimizer.state[p].update(kept)
 
 
 def _settle(optimizer: torch.optim.Optimizer) -> None:

@@ -963,6 +963,49 @@ def test_a_module_that_asks_for_values_runs_op_by_op() -> None:
         sl.jit(lambda m, x: m(x))(model.train(), x)
 
 
+class Scales(nn.Module):
+    """What it changes before it asks for a value is as it was when it runs again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = nn.Linear(8, 8), 0
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.train(not self.training)
+        self.calls += 1
+        y: Tensor = self.inner(x)
+        self.seen += y.detach().sum(0)
+        x.add_(1)
+        return 2 * y if y.sum() > -1e9 else y
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("made_outside", [True, False])
+def test_what_runs_op_by_op_may_run_in_any_mode(mode: Any, made_outside: bool) -> None:
+    torch.manual_seed(0)
+    plain = Scales().double()
+    model = copy.deepcopy(plain)
+    with Mesh(data=2, tensor=2):
+        sl.parallelize(model, {"inner.weight": "o@tensor _"})
+
+    def run(net: nn.Module) -> list[Tensor]:
+        x = torch.linspace(-1, 1, 32, dtype=torch.float64).view(4, 8)
+        found = []
+        with mode():
+            for _ in range(4):
+                y = x if made_outside else x.clone()
+                out = net(y)
+                found += [whole(out.detach()), y.clone(), whole(net.seen), torch.tensor([net.calls, net.training])]
+                assert out.is_inference() == torch.is_inference_mode_enabled()
+        return found
+
+    with pytest.warns(EagerWarning) as said:
+        ours = run(model)
+    assert len(said) == 2, "training and evaluation, each noted as it was called"
+    torch.testing.assert_close(ours, run(plain), rtol=1e-10, atol=1e-10)
+
+
 class Sentences(nn.Module):
     def __init__(self, kind: Any, is_sorted: bool) -> None:
         super().__init__()

@@ -21,6 +21,7 @@ from shardlib.calls.snapshot import Snapshot
 from shardlib.calls.state import State
 from shardlib.compile import compile_program
 from shardlib.errors import ShardingError
+from shardlib.internals import preserved_versions
 from shardlib.jitted.function import Function
 from shardlib.jitted.programs import PROGRAMS, Programs
 from shardlib.lines import user_frame
@@ -189,7 +190,8 @@ class Invocation:
 
     def _compile(self, watch: Watch, *, exact: bool = False) -> Plan:
         function = self.function
-        with watch.cut(self.state):
+        counted = tuple(x for x in self.state.tensors if not x.is_inference())
+        with preserved_versions(counted), watch.cut(self.state):  # what is traced is not written to
             compiled = compile_program(
                 function.fn,
                 self.args,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardlib.errors import KeptError, ShardingError, ValueNeededError
@@ -116,7 +117,8 @@ class Forward:
         for x, at in zip(leaves, self.batch.specs(leaves) if current_mesh() is not None else (), strict=False):
             own = at is None or id(x) in known or isinstance(x, nn.Parameter) or is_wrapped(x)
             if at is not None and not own and id(x) not in cut and (is_tracing() or not x.requires_grad):
-                y = shard(x, at)
+                with _counting_writes():
+                    y = shard(x, at)
                 y.__dict__.update(marks(x))
                 cut[id(x)] = x, y, version_of(y)
         args, kwargs = pytree.tree_unflatten([cut[id(x)][1] if id(x) in cut else x for x in leaves], tree)
@@ -125,6 +127,16 @@ class Forward:
             if version_of(y) != version:
                 x.copy_(y.full_tensor() if isinstance(y, ShardedTensor) else y)
         return out
+
+
+@contextmanager
+def _counting_writes() -> Iterator[None]:
+    """What is made here counts how often it is written to; what inference mode makes does not."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 @dataclass(frozen=True)
