@@ -32,12 +32,16 @@ class ShardingError(ValueError):
         super().__init__("\n".join(lines))
 
 
-class ValueNeededError(ShardingError):
-    """A function cannot be traced, since its Python, or a shape, depends on what a tensor holds."""
+class NoProgramError(ShardingError):
+    """A function cannot be a program, though its ops can run one by one; all is as it was before."""
 
 
-class KeptError(ShardingError):
-    """A function cannot be a program, since it keeps tensors that it computes; what it kept is removed before."""
+class ValueNeededError(NoProgramError):
+    """Its Python, or a shape, depends on what a tensor holds."""
+
+
+class KeptError(NoProgramError):
+    """It keeps tensors that it computes; what it kept is removed before."""
 
 
 class NoStorageError(ShardingError, NotImplementedError):

@@ -662,6 +662,60 @@ def test_what_hooks_keep_is_kept_op_by_op_until_they_are_gone() -> None:
     assert model(x).grad_fn.name() == "_ApplyBackward"  # a program again
 
 
+class _Log:
+    """What backward hooks write."""
+
+    def __init__(self) -> None:
+        self.times, self.scale, self.norms = 0, 1.0, [0.0]
+
+
+def _scales(log: _Log, grads: Any) -> Any:
+    log.times += 1
+    log.scale *= 0.5
+    return tuple(None if g is None else g * log.scale for g in grads)
+
+
+BACKWARD_HOOKS: dict[str, Callable[[nn.Module, _Log], Any]] = {
+    "full": lambda m, log: m.register_full_backward_hook(lambda _, given, __: _scales(log, given)),
+    "pre": lambda m, log: m.register_full_backward_pre_hook(lambda _, given: _scales(log, given)),
+    "of a tensor": lambda m, log: m.register_forward_hook(
+        lambda _, __, out: (out.register_hook(lambda g: _scales(log, (g,))[0]) and None) if out.requires_grad else None
+    ),
+    "a log of norms": lambda m, log: m.register_full_backward_hook(
+        lambda _, __, given: log.norms.append(float(given[0].norm()))
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BACKWARD_HOOKS)
+def test_what_backward_hooks_change_changes_when_gradients_go_back(kind: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).double()
+    model = copy.deepcopy(plain)
+    with Mesh(data=2, tensor=2):
+        sl.parallelize(model, {"0.weight": "out@tensor _"})
+    x = torch.linspace(-1, 1, 32, dtype=torch.float64).view(4, 8)
+
+    def run(net: nn.Module) -> list[Any]:
+        log, found = _Log(), []
+        BACKWARD_HOOKS[kind](net[2], log)
+        for times in (1, 0, 2):
+            loss = net(x).square().mean()
+            log.times += 10
+            for i in range(times):
+                loss.backward(retain_graph=i < times - 1)
+            found.append((log.times, log.scale, list(log.norms), [whole(p.grad).clone() for p in net.parameters()]))
+        with torch.no_grad():
+            found.append(whole(net(x)))
+        return found
+
+    with pytest.warns(EagerWarning, match="changes what is no tensor|the backward pass of forward is no program: .*_1"):
+        ours = run(model)
+    torch.testing.assert_close(ours, run(plain), rtol=1e-10, atol=1e-10)
+    with torch.no_grad(), Mesh(data=2, tensor=2):
+        assert model.forward.plan(x).collectives, "without a backward pass it is a program"
+
+
 # What a model says itself ---------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ import torch
 
 from shardlib.calls.holders import put_back, refill
 from shardlib.calls.numbers import is_given
-from shardlib.errors import KeptError
+from shardlib.errors import KeptError, NoProgramError
 from shardlib.internals import FakeTensor
 from shardlib.tensors.tensor import typeof
 
@@ -95,4 +95,15 @@ def refuse_leaks(name: str, leaks: Sequence[Leak]) -> None:
             [f"{leak.name} has become a value of the trace, {typeof(leak.value)}" for leak in leaks],
             rule="a jitted function runs once, on shapes: its tensors have no values, and leave it only as results",
             remedy="; ".join(dict.fromkeys(leak.remedy for leak in leaks)),
+        )
+
+
+def refuse_late(name: str, places: Sequence[str]) -> None:
+    """Refuse what a backward pass changes: a program is traced with its call, and may go back often, or never."""
+    if places:
+        raise NoProgramError(
+            f"{name} changes what is no tensor when its results are differentiated, in a hook or a custom gradient",
+            places,
+            rule="a jitted function runs once, its backward pass with it: what that changes is no result of a call",
+            remedy="call backward() inside the jitted function; or, where no gradient is wanted, call it under no_grad",
         )

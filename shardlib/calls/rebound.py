@@ -60,6 +60,9 @@ class Watch:
         self._tuples: dict[Place, tuple[Any, ...]] = {}  # with such numbers in them
         self._left: set[Place] = set()  # whose new values stay as the trace leaves them
         self._cut: Mapping[int, Tensor] = {}
+        self._after = self.before  # when the function had returned
+        self._returned: set[Place | int] = set()  # places, and containers, that have got back what they had since
+        self._late: dict[str, None] = {}
 
     def can_be_given(self, places: Iterable[Place]) -> set[Place]:
         """Those of some places of numbers in which another one can be put."""
@@ -123,8 +126,10 @@ class Watch:
         owner = self.before.owners.get(place[0])
         return owner is not None and not isinstance(owner, FIXED) and not is_by_tensor(place[1])
 
-    def take_back(self) -> None:
+    def take_back(self, *, gone_back: bool = False) -> None:
         """Give the holders of such numbers what they had, but what no program can repeat stays."""
+        if gone_back:
+            self._note_late()
         before = self.before
         for owner, key in self.can_be_given(before.numbers.keys() - self._left):
             held: Any = None
@@ -203,6 +208,7 @@ class Watch:
         and what stands for it.
         """
         before, after = self.before, self.look()
+        self._after, self._returned, self._late = after, set(), {}
         self.numbers, self.holders, self.logs = set(), {}, {}
         joined = Joined(before, after, own, memory, results, names, is_traced)
         found: list[Rebound] = []
@@ -237,10 +243,30 @@ class Watch:
             found.append(Rebound(refer, key, among(owner, place[1]), tree, tuple(filter(None, parts)), same))
             if place not in before.numbers and place not in self._tuples:  # these are read on the way back, too
                 put_back(owner, place, before)
+                self._returned.add(place[0] if place[1] is ALL else place)
         for number, items in before.copies.items():
             if number not in after.owners:  # a container that another one stands for now: it is there again
                 refill(before.owners[number], items)
         return found
+
+    def _note_late(self) -> None:
+        """Note which numbers that are inputs the way back through the results has changed."""
+        if self.before.numbers:
+            now, then = self.look(), self._after
+            self._late |= {
+                then.text(place): None
+                for place in self.before.numbers
+                if place in then.called and now.values.get(place) is not then.values[place]
+            }
+
+    def late(self, left: Snapshot) -> list[str]:
+        """What is other now, in what the trace has `left`, than when the function returned: the way back through its
+        results changed it, in a hook or a custom gradient."""
+        then, self._after = self._after, self.before  # which holds values of the trace
+        for place, now in left.changed(self.before).items():
+            if not self._returned.isdisjoint((place, place[0])) or then.found.get(place) != now:
+                self._late[left.text(place)] = None
+        return [*self._late]
 
     def changes(self, after: Snapshot) -> Iterator[tuple[Place, Any, Any, Any]]:
         """The places that hold something else now: who holds it, what it is, and what was there."""

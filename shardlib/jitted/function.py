@@ -28,6 +28,8 @@ _PlainAttributes = torch.DisableTorchFunctionSubclass
 class Function:
     """`static` and `donate` are positions and names of arguments."""
 
+    goes_back = False  # whether a call whose results cannot be differentiated is refused at once
+
     def __init__(
         self,
         fn: Callable[..., Any],

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from shardlib.calls.flat import flatten_call
-from shardlib.calls.leaks import refuse_leaks
+from shardlib.calls.leaks import refuse_late, refuse_leaks
 from shardlib.calls.reasons import Change, difference, listed, seen
 from shardlib.calls.rebound import Watch
 from shardlib.calls.snapshot import Snapshot
 from shardlib.calls.state import State
 from shardlib.compile import compile_program
-from shardlib.errors import ShardingError
+from shardlib.errors import NoProgramError, ShardingError
 from shardlib.internals import preserved_versions
 from shardlib.jitted.function import Function
 from shardlib.jitted.programs import PROGRAMS, Programs
@@ -121,11 +121,13 @@ class Invocation:
                 if left.leaked or keeps_numbers(plan.compiled.traced.outlived):
                     watch.restore()  # a number that stays outside is no number of the trace
                     plan, left = self._compile(watch, exact=True), watch.look()
+            late = watch.late(left)
             left_behind = watch.undo(left)
             if left_behind:
                 watch.restore()
             refuse_leaks(name, left_behind)
             with _undone(watch):
+                refuse_late(name, late if plan.compiled.traced.after.gradients else ())
                 refuse_kept(name, plan.compiled.traced.outlived)
             is_known = watch.learn(programs.changing)
             programs.asks |= plan.compiled.traced.asked
@@ -208,6 +210,9 @@ class Invocation:
                 keeping=function.keeping,
                 differentiate=any(isinstance(x, torch.Tensor) and x.requires_grad for x in self.leaves),
             )
+        after = compiled.traced.after
+        if function.goes_back and after.refused:
+            raise NoProgramError(f"the backward pass of {function.name} is no program", [after.why])
         return Plan(compiled)
 
     def _placed(self, leaf: Any) -> Fixed | None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardlib.errors import KeptError, ShardingError, ValueNeededError
+from shardlib.errors import NoProgramError, ShardingError, ValueNeededError
 from shardlib.internals import CALL_HOOKS, is_wrapped, pytree, version_of
 from shardlib.jit import Jitted
 from shardlib.keeping import Keeping
@@ -47,7 +47,7 @@ class Forward:
         self.fn, self.mesh, self.batch, self.policy, self.keeping = fn, mesh, batch, policy, keeping
         self.run = fn if policy is None else policy.around(fn)
         self.eager: set[Any] = set()  # modes of the module in which no program can be made
-        self.program = Jitted(self.run, batch.specs, None, frozenset(), frozenset(), (), keeping)
+        self.program = _Program(self.run, batch.specs, None, frozenset(), frozenset(), (), keeping)
         functools.update_wrapper(self, fn)
 
     def __reduce__(self) -> Any:  # a copy is of another module
@@ -61,7 +61,7 @@ class Forward:
                 return self._on_copies(args, kwargs)
             try:
                 return self.program(*args, **kwargs)
-            except (ValueNeededError, KeptError) as error:
+            except NoProgramError as error:
                 self.eager.add(self._mode)
                 what = error.what.replace("the traced function", self.fn.__name__)
                 warnings.warn(
@@ -98,11 +98,16 @@ class Forward:
 
     @property
     def _mode(self) -> Any:
-        """What a module does in training it may not do in evaluation; and what hooks do, not without them."""
+        """What a module does in training it may not do in evaluation; what hooks do, not without them; what a backward
+        pass does, not under `no_grad`."""
         module = getattr(self.fn, "__self__", None)
         if not isinstance(module, nn.Module):
             return None
-        return module.training, sum(len(getattr(x, kind)) for x in module.modules() for kind in CALL_HOOKS)
+        return (
+            torch.is_grad_enabled(),
+            module.training,
+            sum(len(getattr(x, kind)) for x in module.modules() for kind in CALL_HOOKS),
+        )
 
     def _on_copies(self, args: Any, kwargs: Any) -> Any:
         """Inside another traced function, and op by op, the batch is no argument of a program: copies of it are cut.
@@ -127,6 +132,10 @@ class Forward:
             if version_of(y) != version:
                 x.copy_(y.full_tensor() if isinstance(y, ShardedTensor) else y)
         return out
+
+
+class _Program(Jitted):
+    goes_back = True  # op by op, results have a history of their own
 
 
 @contextmanager

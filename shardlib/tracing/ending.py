@@ -25,6 +25,7 @@ from shardlib.tracing.functionalise import Written
 from shardlib.tracing.history import Autograd, end, hooks_of, is_within, origins, pulled
 from shardlib.tracing.lifted import Lifted, placeholder
 from shardlib.tracing.read_back import read_back
+from shardlib.tracing.refusals import refusal
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,9 @@ class Ending:
             for node in reversed(tracer.graph.nodes):
                 if node not in before:
                     tracer.graph.erase_node(node)
-            self._refused = tuple(outs), next(iter(wanted)), str(error).partition("\n")[0]
+            known = refusal(error, tracer, {})
+            why = f"{known.what}, at {known.offenders[0]}" if known else str(error).partition("\n")[0]
+            self._refused = tuple(outs), next(iter(wanted)), why
             return []
         self.cotangents = outs
         self._within = tuple(itertools.compress(outs, is_within([result[i] for i in outs])))

@@ -232,7 +232,7 @@ def _trace(
                 ending.rebound = watch.rebound(leaf_of, memory, returned, own, lambda x: has_proxy_slot(x, tracer))
             more = ending.finish(returned, inputs, tracer, differentiate=differentiate)
             if watch is not None:
-                watch.take_back()
+                watch.take_back(gone_back=bool(ending.cotangents))
         result.extend((own, [*returned, *more], tree))
         return [x for x in (*returned, *more) if isinstance(x, torch.Tensor)]
 

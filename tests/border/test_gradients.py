@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import queue
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -798,10 +799,10 @@ def test_prints_and_checks_stay_in_their_half(capsys: pytest.CaptureFixture[str]
     same(x.grad, plain.grad)
 
 
-class _Told(torch.autograd.Function):
-    """Says whether the engine may hand its backward pass to a thread of its own, as it does with tensors of a GPU."""
+class _Counted(torch.autograd.Function):
+    """Counts how often it goes back."""
 
-    said: list[bool]
+    times = 0
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -809,19 +810,46 @@ class _Told(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
-        _Told.said.append(torch._C._is_multithreading_enabled())
+        _Counted.times += 1
+        return g * _Counted.times
+
+
+def test_what_a_way_back_changes_is_refused_outside_and_counts_inside() -> None:
+    x, fn = X.clone().requires_grad_(), lambda x: _Counted.apply(x).sum()
+    with pytest.raises(ShardingError, match=r"when its results are differentiated(.|\n)*_Counted.times(.|\n)*inside"):
+        sl.jit(fn)(x)
+    assert _Counted.times == 0
+    with torch.no_grad():
+        assert float(sl.jit(fn)(x)) == float(X.sum())
+    inside = sl.jit(lambda x: torch.autograd.grad(fn(x), x)[0])
+    assert [float(inside(x).full_tensor().sum()) / X.numel() for _ in range(3)] == [1, 2, 3]
+    assert _Counted.times == 3
+
+
+class _Told(torch.autograd.Function):
+    """Says whether the engine may hand its backward pass to a thread of its own, as it does with tensors of a GPU."""
+
+    said: queue.SimpleQueue[bool]  # which is not looked into: a list would be what the backward pass changes
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        _Told.said.put(torch._C._is_multithreading_enabled())
         return g
 
 
 def test_backward_passes_run_on_the_thread_that_knows_what_is_traced_and_on_which_mesh() -> None:
-    _Told.said = []
+    _Told.said = queue.SimpleQueue()
     inside = lambda x: torch.autograd.grad(_Told.apply(leaf := x.detach().requires_grad_()).sum(), leaf)
     sl.jit(inside)(X)
     sl.jit(lambda x: _Told.apply(x).sum())(X.clone().requires_grad_()).backward()
     x = sl.shard(X, P("data", None)).requires_grad_()
     _Told.apply(x).sum().backward()
     _Told.apply(x).sum().full_tensor().backward()
-    assert _Told.said == [False] * 4
+    assert [_Told.said.get() for _ in range(_Told.said.qsize())] == [False] * 4
     with no_mesh():  # what is no business of ours
         _Told.apply(X.clone().requires_grad_()).sum().backward()
-    assert _Told.said[4:] == [True]
+    assert _Told.said.get()
