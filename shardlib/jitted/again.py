@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardlib.aten.traits import has
 from shardlib.calls.ambient import autocast_of
@@ -84,7 +84,7 @@ class Again:
     which may be the `method`'s own object.
 
     `counted` are the leaves on which its results depend; of those that it writes to, `computed` are. `draws` are the
-    numbers of the generators that it draws from.
+    numbers of the generators that it draws from. `names` are those of the tensors that it found beside its arguments.
     """
 
     function: Function
@@ -96,6 +96,7 @@ class Again:
     counted: tuple[int, ...]
     computed: tuple[int, ...]
     draws: frozenset[int]
+    names: tuple[str, ...] = ()
 
     @staticmethod
     def of(function: Function, call: Invocation | None, entry: Entry, halves: Halves) -> Again:
@@ -104,7 +105,8 @@ class Again:
         if call is None:
             return Again(function, None, None, None, False, entry, *known)
         tree = pytree.tree_structure(wrapped(call.args, call.kwargs, function.static))
-        return Again(function, call.programs, call.key, tree, call.state.own is not None, entry, *known)
+        found = call.state.own is not None, entry, *known, tuple(call.state.names)
+        return Again(function, call.programs, call.key, tree, *found)
 
     def note(self, leaves: list[Any]) -> Noted:
         """What of a call will be needed, before it runs."""
@@ -120,7 +122,12 @@ class Again:
         """The gradients by the leaves that are `wanted`, with a history; `called` is what they are called."""
         what = f"the gradient of {self.function.name} is differentiated again (create_graph=True)"
         leaves = noted.leaves
-        self._refuse(what, leaves, noted, called)
+        with self._as_found(leaves):
+            self._refuse(what, leaves, noted, called)
+            return self._differentiated(noted, wanted, cotangents)
+
+    def _differentiated(self, noted: Noted, wanted: Sequence[int], cotangents: Mapping[int, Any]) -> list[Any]:
+        leaves = noted.leaves
         args: list[Any] = list(leaves[: self.tree.num_leaves])
         for given in self.entry.inputs:
             if given.leaf < len(args) and type(x := args[given.leaf]) is not ShardedTensor:
@@ -184,15 +191,38 @@ class Again:
                 _write(written, now)
                 torch.set_rng_state(generator)
 
+    @contextmanager
+    def _as_found(self, leaves: list[Any]) -> Iterator[None]:
+        """Modules hold the parameters and buffers that the call found: `functional_call` has given theirs back."""
+        if self.key is None or self._is_same(leaves):
+            yield
+            return
+        state = self._read(leaves)[0]
+        then = dict(zip(self.names, leaves[self.tree.num_leaves :], strict=False))
+        others = {id(x): then[name] for name, x in zip(state.names, state.tensors, strict=True) if name in then}
+        modules = [x for x in (*state.kept, state.own) if isinstance(x, nn.Module)]
+        dicts: list[dict[str, Any]] = [found for x in modules for found in (x._parameters, x._buffers)]
+        before = [(held, k, x) for held in dicts for k, x in held.items() if others.get(id(x), x) is not x]
+        try:
+            for held, k, x in before:
+                held[k] = others[id(x)]
+            yield
+        finally:
+            for held, k, x in before:
+                held[k] = x
+
+    def _read(self, leaves: list[Any]) -> tuple[State, Any, list[Any]]:
+        """What a call with these arguments would find now; its key, and its leaves."""
+        given = self._arguments(list(leaves[: self.tree.num_leaves]))
+        state = State(given[0][0] if self.method else None, self.programs.changing)
+        return state, *self.function.read_call(self.entry.mesh, self.programs, state, *given)
+
     def _is_same(self, leaves: list[Any]) -> bool:
         """Whether a call with these arguments is the same one still; `.grad` may have come since, or gone."""
-        args: list[Any] = list(leaves[: self.tree.num_leaves])
-        given = self._arguments(args)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         for around in (None, tensors):
             with _without_grads(around or ()), _autocast(autocast_of(self.key[1])):
-                state = State(given[0][0] if self.method else None, self.programs.changing)
-                key, found = self.function.read_call(self.entry.mesh, self.programs, state, *given)
+                _, key, found = self._read(leaves)
             if key == self.key and len(found) <= len(leaves):
                 return all(
                     found[i] is leaves[i] if isinstance(leaves[i], Tensor) else found[i] == leaves[i]

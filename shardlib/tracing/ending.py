@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
@@ -125,8 +126,9 @@ class Ending:
             if leaf not in given and seen[i].is_leaf and id(seen[i]) not in cut
         ]
         for name, x in zip(self.call.state.names, state, strict=True):
-            if x.requires_grad and (not x.is_leaf or id(x) in cut):
-                self._passages.append(Tensor.register_hook(x, _refuse_passage(name)))  # type: ignore[no-untyped-call]
+            if x.requires_grad and not x.is_leaf:
+                refuse = partial(_refuse_passage, name)
+                self._passages.append(Tensor.register_hook(x, refuse))  # type: ignore[no-untyped-call]
 
     def finish(
         self, result: Sequence[Any], inputs: Sequence[Tensor], tracer: Any, *, differentiate: bool
@@ -141,6 +143,9 @@ class Ending:
         self.returned = len(result)
         for handle in self._passages:
             handle.remove()
+        for name, x in zip(self.call.state.names, self.call.state.tensors, strict=True):
+            if id(x) in self.call.state.cut and x.grad is not None:
+                _refuse_passage(name)
         self._refuse_changes(inputs)
         self._leaves = list(self._made(result, inputs))
         out: list[Tensor] = []
@@ -312,16 +317,13 @@ def _refuse_retained(results: Sequence[Tensor]) -> None:
         )
 
 
-def _refuse_passage(name: str) -> Any:
-    def refuse(_: Tensor) -> None:
-        raise ShardingError(
-            "the traced function calls backward() through a result of other ops",
-            [f"{name} has a history outside the function"],
-            rule="a program returns values, and .grad of leaves; it does not go on into a history outside",
-            remedy="return the loss, and call backward() outside; or detach() the tensor",
-        )
-
-    return refuse
+def _refuse_passage(name: str, _: Tensor | None = None) -> NoReturn:
+    raise ShardingError(
+        "the traced function calls backward() through a result of other ops",
+        [f"{name} has a history outside the function"],
+        rule="a program returns values, and .grad of leaves; it does not go on into a history outside",
+        remedy="return the loss, and call backward() outside; or detach() the tensor",
+    )
 
 
 def move_inputs_first(graph: fx.Graph) -> None:

@@ -55,12 +55,7 @@ from shardlib.tracing.lifted import Lifted, refuse_carriers, refuse_changed_argu
 from shardlib.tracing.mistakes import mistake
 from shardlib.tracing.once import Once
 from shardlib.tracing.outlived import outlived
-from shardlib.tracing.refusals import (
-    refusal,
-    refuse_absent,
-    refuse_quantized,
-    refuse_subclasses,
-)
+from shardlib.tracing.refusals import refusal, refuse_absent, refuse_quantized, refuse_subclasses
 from shardlib.tracing.results import refuse_attributes, repeated, strides_of
 from shardlib.tracing.scaled import scaling
 from shardlib.tracing.schedules import scheduling
@@ -149,7 +144,8 @@ def _trace(
     once: Once,
 ) -> tuple[Traced, Mapping[Any, Any], set[int]]:
     """The function; the tensors that its tracer knows; which of these were found, or stand for such, by their ids."""
-    same = {i: at for i, at in twins(call.arguments, call.state.tensors).items() if i not in apart}
+    uncut = [call.state.cut.get(id(x), x) for x in call.state.tensors]
+    same = {i: at for i, at in twins(call.arguments, uncut).items() if i not in apart}
     where = tuple(i for i, leaf in enumerate(call.arguments) if is_tensor(leaf) and i not in same)
     names = list(names_of(fn, call, range(len(call.leaves))))
     tensors = [call.arguments[i] for i in where]

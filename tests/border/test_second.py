@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 import shardlib as sl
 from shardlib import Mesh
@@ -108,6 +111,59 @@ def test_any_order() -> None:
 def test_through_two_calls_of_one_module() -> None:
     net = nn.Linear(8, 8).double()
     same(net, {"weight": "out@tensor in", "bias": "out@tensor"}, lambda net, x: penalty(lambda h: net(net(h).sin()), x))
+
+
+def _adapted(net: nn.Module, given: dict[str, Tensor], x: Tensor) -> Tensor:
+    """MAML: steps whose results the next call is given."""
+    for _ in range(2):
+        loss = functional_call(net, given, (x,)).square().mean()
+        slopes = torch.autograd.grad(loss, [*given.values()], create_graph=True)
+        given = {k: p - 0.1 * g for (k, p), g in zip(given.items(), slopes, strict=True)}
+    return functional_call(net, given, (x,)).sin().sum()
+
+
+def _flat(net: nn.Module, given: dict[str, Tensor], x: Tensor) -> Tensor:
+    """The size of a gradient, of two calls."""
+    total = torch.zeros((), dtype=x.dtype)
+    for i in (1, 2):
+        loss = functional_call(net, given, (i * x,)).square().mean()
+        slopes = torch.autograd.grad(loss, [*given.values()], create_graph=True)
+        total = total + sum(_gathered(g).square().sum() for g in slopes)
+    return total
+
+
+def _gathered(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, sl.ShardedTensor) else x
+
+
+GIVEN: dict[str, Callable[[nn.Module], dict[str, Tensor]]] = {
+    "its own": lambda net: dict(net.named_parameters()),
+    "copies": lambda net: {k: p.detach().clone().requires_grad_() for k, p in net.named_parameters()},
+    "computed": lambda net: {k: 0.9 * p for k, p in net.named_parameters()},
+    "only some": lambda net: {"0.weight": 0.9 * net[0].weight},
+}
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("loss", [_adapted, _flat])
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+def test_functional_calls_run_again_with_what_they_were_given(given: str, loss: Any, tied: bool) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8)).double()
+    if tied:
+        net[3].weight = net[0].weight
+    alone, x = copy.deepcopy(net), torch.cat([X, X**2], 1)
+    with MESH:
+        sl.parallelize(net, COLUMNS)
+    found = []
+    for each in (net, alone):
+        held = GIVEN[given](each)
+        with MESH if each is net else nullcontext():
+            slopes = torch.autograd.grad(loss(each, held, x), [*held.values()], allow_unused=True)
+        found.append([*map(whole, (x for x in slopes if x is not None)), *map(whole, each.state_dict().values())])
+        assert not [x for x in slopes if x is None]
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
 
 
 def test_hooks_run_once() -> None:
