@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -273,3 +275,12 @@ def test_fold_keeps_what_differs_by_type() -> None:
 def test_fold_names_stars_only_what_varies() -> None:
     rows = [("r[1].h[0].w", "f32"), ("r[1].h[1].w", "f32"), ("m.h.0.w", "f32"), ("m.h.1.w", "f32")]
     assert fold_names(rows) == [("r[1].h[*].w x 2", "f32"), ("m.h.*.w x 2", "f32")]
+
+
+def test_a_plan_is_a_value_of_its_process() -> None:
+    with GRID:
+        plan = sl.jit(torch.sin).plan(torch.ones(4, device="meta"))
+    held = copy.deepcopy({"plan": plan})
+    assert held["plan"] is plan is copy.copy(plan)
+    with pytest.raises(sl.ShardingError, match=r"the plan of sin is pickled(.|\n)*plan\.to_dict"):
+        pickle.dumps(held)

@@ -65,7 +65,8 @@ def parallelize(
     from one joint trace: `loss.backward()` and `optimizer.step()` work outside `jit` as they do on one device, and
     inside. `module.forward.plan(*args)` shows both. A module whose Python, or whose shapes, depend on what tensors hold
     runs op by op on ShardedTensors instead, with one warning that names the line; so does one that keeps tensors which
-    it computes in lists, as hooks do.
+    it computes in lists, as hooks do, or whose backward hooks look at values or change anything. What such hooks only
+    read, a number say, is as it was when the module was called.
 
     Raises `ShardingError`, with all offenders and before anything is placed, for patterns that match nothing or
     contradict each other, specs that do not fit, a strategy whose axes the mesh has not, and parameters that live on

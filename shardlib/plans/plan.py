@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 from shardlib.compile import Compiled
+from shardlib.errors import ShardingError
 from shardlib.graph import Value
 from shardlib.lines import Line, place
 from shardlib.machine import Machine
@@ -72,6 +73,19 @@ class Plan:
     def __init__(self, compiled: Compiled) -> None:
         self.compiled = compiled
         self.name, self.mesh = compiled.traced.name, compiled.mesh
+
+    def __copy__(self) -> Plan:
+        return self  # nothing changes it
+
+    def __deepcopy__(self, _: Any) -> Plan:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise ShardingError(
+            f"the plan of {self.name} is pickled",
+            rule="a plan holds the functions and tensors of its process",
+            remedy="keep str(plan) or plan.to_dict(); or make it again, step.plan(*args), where it is read",
+        )
 
     # Figures --------------------------------------------------------------------------------------------------------
 
