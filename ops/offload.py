@@ -40,7 +40,7 @@ TIER = Tier()
 
 def to_host(x: Tensor) -> Handle[Tensor]:
     """Begin to copy `x` to the host's memory."""
-    if x.device.type != "cuda":
+    if x.device.type != "cuda" or not x.numel():
         out = TIER.take(x.clone())
         return Handle(lambda: out)
     return _aside(x, TIER.take(torch.empty_like(x, device="cpu", pin_memory=True)))

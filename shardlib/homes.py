@@ -64,18 +64,14 @@ def state_away(
 
     Raises `ShardingError` where there is no such state, and for plain tensors, which live where their owner put them.
     """
-    moments = {
-        id(x)
-        for optimizer in kept
-        if isinstance(optimizer, torch.optim.Optimizer)
-        for entries in optimizer.state.values()
-        for x in entries.values()
-    }
+    optimizers = [x for x in kept if isinstance(x, torch.optim.Optimizer)]
+    moments = {id(x) for optimizer in optimizers for entries in optimizer.state.values() for x in entries.values()}
     of = {
         MOMENTS: [i for i, x in enumerate(leaves) if id(x) in moments and x.dim()],
         PARAMETERS: [i for i, x in enumerate(leaves) if isinstance(x, torch.nn.Parameter)],
     }
-    wrong = [f"{name} has no {word}" for word in how.state if not of[word]]
+    wrong = [f"{name} is given no optimizer"] if MOMENTS in how.state and not optimizers else []
+    wrong += [f"{name} is given no parameters"] if PARAMETERS in how.state and not of[PARAMETERS] else []
     found = [i for word in how.state for i in of[word]]
     plain = [i for i in found if not isinstance(leaves[i], ShardedTensor)]
     wrong += [f"{names[i]} of shape {list(leaves[i].shape)} is a plain tensor" for i in plain]

@@ -19,6 +19,7 @@ from shardlib.program.check import check, faults
 from shardlib.program.steps import Program, Start, Var, makes
 from shardlib.program.text import parse, show
 from shardlib.simulate.timeline import HOST
+from shardlib.tensors.above import above
 from shardlib.tensors.away import AWAY
 from tests.ranks import run_ranks
 
@@ -335,10 +336,10 @@ def test_on_ranks() -> None:
 def test_what_there_is_not() -> None:
     model = nn.Linear(4, 4)
     with sl.Mesh(data=2), pytest.raises(sl.ShardingError) as error:
-        sl.jit(step_of_one, schedule=BOTH).plan(model, torch.optim.SGD(model.parameters()), torch.ones(2, 4))
+        sl.jit(step_of_one, schedule=BOTH).plan(model, torch.ones(2, 4))
     assert str(error.value) == (
         "offload=('moments', 'parameters') moves what there is not:\n"
-        "  * step_of_one has no moments\n"
+        "  * step_of_one is given no optimizer\n"
         "  * model.weight of shape [4, 4] is a plain tensor\n"
         "  * model.bias of shape [4] is a plain tensor\n"
         'Rule: "moments" are what a torch.optim optimizer keeps of parameters on a mesh, "parameters" these; they live '
@@ -347,8 +348,78 @@ def test_what_there_is_not() -> None:
     )
 
 
-def step_of_one(model: Any, opt: Any, x: Tensor) -> Tensor:
+def step_of_one(model: Any, x: Tensor) -> Tensor:
     loss: Tensor = model(x).sum()
     loss.backward()
-    opt.step()
     return loss
+
+
+@pytest.mark.parametrize("mesh", [{"data": 1}, {"data": 2, "tensor": 1}])
+def test_axes_of_one_device(mesh: dict[str, int]) -> None:
+    model, optimizer, *_ = trained(mesh, BOTH)
+    assert all(AWAY in x.__dict__ for x in (*model.parameters(), *moments(optimizer)))
+
+
+def test_moments_that_come_later() -> None:
+    """Of an optimizer that makes them in its first step, and of one that is not stepped in each call."""
+
+    def now_and_then(model: Any, opt: Any, ids: Tensor, steps: bool) -> None:
+        F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+        if steps:
+            opt.step()
+            opt.zero_grad()
+
+    torch.manual_seed(0)
+    models = [Model(1).double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    with sl.Mesh(data=2):
+        sl.parallelize(models[0], strategy="fsdp")
+        opts = [torch.optim.Rprop(m.parameters(), lr=0.01) for m in models]
+        train = sl.jit(now_and_then, schedule=MOMENTS, static_argnums=3)
+        for steps in (False, True, False, True):
+            train(models[0], opts[0], ids(), steps)
+            now_and_then(models[1], opts[1], ids(), steps)
+    assert all(AWAY in x.__dict__ for x in moments(opts[0]))
+    same(*models)
+
+
+def test_its_own_data() -> None:
+    model, _, _, mesh = trained({"data": 2}, BOTH)
+    bias = model.blocks[0].up.bias
+    with mesh:
+        before = copy.deepcopy(bias).full_tensor()
+        bias.data = bias
+    assert torch.equal(bias.full_tensor(), before)
+
+
+def test_data_that_is_exchanged() -> None:
+    model, optimizer, train, mesh = trained({"data": 2}, BOTH)
+    a, b = model.blocks[0].norm.weight, model.blocks[0].norm.bias
+    with mesh:
+        a.data, b.data = b.data, a.data
+        train(model, optimizer, ids())
+    assert AWAY in a.__dict__
+    assert AWAY in b.__dict__
+
+
+def test_who_reads_in_between_delays_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that began before a step ends with what the step made."""
+    one, plain, *_ = trained({}, None)
+    step(one, plain, ids())
+    step(one, plain, ids())
+    model, optimizer, train, mesh = trained({"data": 2}, BOTH)
+    with mesh:
+        bias, remake = model.blocks[0].up.bias, above.remake
+
+        def slow(x: Any) -> Any:
+            made = remake(x)
+            if x is bias:
+                monkeypatch.setattr(above, "remake", remake)
+                train(model, optimizer, ids())
+            return made
+
+        monkeypatch.setattr(above, "remake", slow)
+        bias.to_local()
+        assert AWAY in bias.__dict__
+        train(model, optimizer, ids())
+    same(model, one)

@@ -131,9 +131,13 @@ def _write_plain(op: Any, args: Any, kwargs: dict[str, Any], written: Sequence[t
 
 
 def remake(x: ShardedTensor) -> tuple[torch.Tensor, ...]:
-    """The pieces of a tensor that was away, or whose memory was written to through another one."""
-    if (back := brought_back(x)) is not None:
-        return back
+    """The pieces of a tensor that was away, or whose memory was written to through another one: it has them then."""
+    if (made := brought_back(x)) is None:
+        made = x.__dict__["_locals"] = _made_again(x)
+    return made
+
+
+def _made_again(x: ShardedTensor) -> tuple[torch.Tensor, ...]:
     memory: Memory = x.__dict__["_memory"]
     path: Path = x.__dict__["_path"]
     if not path:

@@ -254,7 +254,7 @@ def _is_alike(into: ShardedTensor, value: ShardedTensor) -> bool:
     """Whether the pieces of a value can be those of a tensor."""
     if into.is_inference() or into.__dict__.get("_path"):
         return False
-    return (into._form.layout, into.dtype) == (value._form.layout, value.dtype)
+    return (into._form.layout.canonical, into.dtype) == (value._form.layout.canonical, value.dtype)
 
 
 def _settled(pieces: Pieces) -> Pieces:

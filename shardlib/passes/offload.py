@@ -64,9 +64,10 @@ def refuse_offload(program: Program, how: Schedule, *, whole: bool) -> None:
         return
     if how.state and not whole:
         raise ShardingError(
-            f"offload={how.offload!r} moves no state: the backward pass is outside of the jitted function",
+            f"offload={how.offload!r} moves no state: a backward pass is outside of the jitted function",
             rule="state lives in the host's memory between calls of a program that updates it",
-            remedy="call .backward(), or torch.autograd.grad, and step the optimizer inside the jitted function",
+            remedy="call .backward(), or torch.autograd.grad, and step the optimizer inside the jitted function, and "
+            "return what has no history: loss.detach()",
         )
     made = dict.fromkeys(_name(s) for s in program.steps if isinstance(s, Compute))
     wrong = [] if how.saved in (None, SAVED) else [name for name in how.saved if name not in made]

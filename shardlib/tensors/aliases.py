@@ -100,5 +100,5 @@ def assign(x: ShardedTensor, value: tuple[torch.Tensor, ...], shown: tuple[torch
     memory: Memory | None = x.__dict__.get("_memory")
     if memory is not None:
         memory.write(value, origin)
-    x.__dict__.pop(AWAY, None)
     x._locals, x._origin = shown, origin
+    x.__dict__.pop(AWAY, None)

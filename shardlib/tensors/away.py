@@ -28,35 +28,42 @@ def brought(pieces: Pieces) -> Pieces:
 
 def brought_back(x: ShardedTensor) -> Pieces | None:
     """The pieces of a tensor that was away, and lives on the devices from now on; None if it is not known where."""
+    own = x.__dict__
     with _lock:
-        if (away := x.__dict__.get(AWAY)) is not None:
-            x.__dict__["_locals"] = brought(away)
-            del x.__dict__[AWAY]
-        found: Pieces | None = x.__dict__.get("_locals")
+        if "_locals" not in own and AWAY in own:
+            own["_locals"] = brought(own[AWAY])
+            del own[AWAY]
+        found: Pieces | None = own.get("_locals")
         return found
 
 
 def sent(x: ShardedTensor) -> Pieces:
     """The pieces of a tensor in the host's memory, where it lives from now on."""
+    own = x.__dict__
     with _lock:
-        if (pieces := x.__dict__.get(AWAY)) is None:
-            pieces = _each(x._locals, offload.to_host)
-            stow(x, pieces, x._origin)
-        found: Pieces = pieces
-        return found
+        if "_locals" not in own and AWAY in own:
+            found: Pieces = own[AWAY]
+            return found
+        pieces = _each(x._locals, offload.to_host)
+        stow(x, pieces, x._origin)
+        return pieces
 
 
 def stow(x: ShardedTensor, pieces: Pieces, origin: int) -> bool:
     """Give a tensor other pieces, of this origin, in the host's memory; False where others show its memory, so that it
     has to be on the devices."""
-    memory = x.__dict__.get("_memory")
-    if memory is not None:
-        if x.__dict__["_path"] or any(y is not None and y is not x for y in (member() for member in memory.members)):
-            return False
-        del x.__dict__["_memory"], x.__dict__["_path"]
-    x.__dict__.pop("_locals", None)
-    x.__dict__[AWAY], x._origin = pieces, origin
-    return True
+    own = x.__dict__
+    with _lock:
+        if (memory := own.get("_memory")) is not None:
+            members = (member() for member in memory.members)
+            if own["_path"] or any(
+                y is not x and y.__dict__.get("_memory") is memory for y in members if y is not None
+            ):
+                return False
+            del own["_memory"], own["_path"]
+        own[AWAY], x._origin = pieces, origin
+        own.pop("_locals", None)
+        return True
 
 
 def _each(pieces: Pieces, move: Callable[[torch.Tensor], Handle[torch.Tensor]]) -> Pieces:

@@ -49,8 +49,7 @@ class _Stale:
     def __get__(self, x: ShardedTensor | None, owner: type) -> Any:
         if x is None:
             return self
-        made = x.__dict__["_locals"] = above.remake(x)
-        return made
+        return above.remake(x)
 
 
 class ShardedTensor(torch.Tensor):
@@ -187,8 +186,8 @@ class ShardedTensor(torch.Tensor):
         if is_tracing():
             return
         assert isinstance(value, ShardedTensor), "refused above"
-        self.__dict__.pop(AWAY, None)
         self._form, self._locals, self._origin = value._form, value._locals, value._origin
+        self.__dict__.pop(AWAY, None)
         view(value, self, ())
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
