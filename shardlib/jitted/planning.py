@@ -118,10 +118,11 @@ class Invocation:
             watch.around = self.around
             with _undone(watch):
                 plan, left = self._compile(watch), watch.look()
+                late = watch.late(left)
                 if left.leaked or keeps_numbers(plan.compiled.traced.outlived):
                     watch.restore()  # a number that stays outside is no number of the trace
                     plan, left = self._compile(watch, exact=True), watch.look()
-            late = watch.late(left)
+                    late = watch.late(left)
             left_behind = watch.undo(left)
             if left_behind:
                 watch.restore()
