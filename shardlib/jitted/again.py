@@ -21,7 +21,7 @@ from shardlib.calls.flat import Static, wrapped
 from shardlib.calls.state import State
 from shardlib.eager.moving import placed
 from shardlib.errors import ShardingError, WrittenError
-from shardlib.internals import preserved_versions, pytree, version_of
+from shardlib.internals import MODULE_DICTS, preserved_versions, pytree, version_of
 from shardlib.jitted.planning import Invocation
 from shardlib.jitted.run import Entry
 from shardlib.passes.split import Halves, gives, needs
@@ -201,7 +201,7 @@ class Again:
         then = dict(zip(self.names, leaves[self.tree.num_leaves :], strict=False))
         others = {id(x): then[name] for name, x in zip(state.names, state.tensors, strict=True) if name in then}
         modules = [x for x in (*state.kept, state.own) if isinstance(x, nn.Module)]
-        dicts: list[dict[str, Any]] = [found for x in modules for found in (x._parameters, x._buffers)]
+        dicts: list[dict[str, Any]] = [found for x in modules for found in (getattr(x, k) for k in MODULE_DICTS[:2])]
         before = [(held, k, x) for held in dicts for k, x in held.items() if others.get(id(x), x) is not x]
         try:
             for held, k, x in before:

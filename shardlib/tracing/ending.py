@@ -237,6 +237,7 @@ class Ending:
             known = refusal(error, tracer, {})
             why = f"{known.what}, at {known.offenders[0]}" if known else str(error).partition("\n")[0]
             self._refused = tuple(outs), next(iter(wanted)), why
+            error.__traceback__ = None  # whose frames, once looked at, hold values of the trace
             return []
         self.cotangents = outs
         self._within = tuple(itertools.compress(outs, is_within([result[i] for i in outs])))

@@ -180,7 +180,7 @@ def _looker(generator: Generator, seen: Seen) -> Any:
         var, coords = said[name]
         if value.dtype != var.dtype:
             seen.fault(f"{name} is {value.dtype}, the program says {var.dtype}")
-        if value.device.type != generator.program.mesh.device:
+        if value.device.type != ("cpu" if var.host else generator.program.mesh.device):
             seen.fault(f"{name} is on {value.device}")
         if var.layout is not None and not var.layout.pending:
             shape = tuple(var.layout.local_shape(coords))
