@@ -634,13 +634,19 @@ def test_a_second_time_moves_only_what_is_said() -> None:
     assert model.weight.moments_at == "out@tensor in@data"
 
 
-def test_what_hooks_keep_is_kept_op_by_op_until_they_are_gone() -> None:
+def hooked() -> tuple[nn.Sequential, nn.Sequential, Tensor]:
+    """A module for hooks, the same on a mesh, and what both are called with."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).double()
     model = copy.deepcopy(plain)
     with Mesh(data=2, tensor=2):
         sl.parallelize(model, {"0.weight": "out@tensor _"})
     x = torch.linspace(-1, 1, 32, dtype=torch.float64).view(4, 8)
+    return plain, model, x
+
+
+def test_what_hooks_keep_is_kept_op_by_op_until_they_are_gone() -> None:
+    plain, model, x = hooked()
 
     def step(net: nn.Module, *, keeps: bool) -> list[Tensor]:
         kept: list[Tensor] = []
@@ -689,12 +695,7 @@ BACKWARD_HOOKS: dict[str, Callable[[nn.Module, _Log], Any]] = {
 
 @pytest.mark.parametrize("kind", BACKWARD_HOOKS)
 def test_what_backward_hooks_change_changes_when_gradients_go_back(kind: str) -> None:
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).double()
-    model = copy.deepcopy(plain)
-    with Mesh(data=2, tensor=2):
-        sl.parallelize(model, {"0.weight": "out@tensor _"})
-    x = torch.linspace(-1, 1, 32, dtype=torch.float64).view(4, 8)
+    plain, model, x = hooked()
 
     def run(net: nn.Module) -> list[Any]:
         log, found = _Log(), []

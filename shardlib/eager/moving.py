@@ -90,7 +90,7 @@ def tangent_of(x: torch.Tensor) -> torch.Tensor | None:
     """What forward-mode AD follows beside a tensor, where it does."""
     if dual_level() < 0 or is_excluded(torch.DispatchKey.AutogradFunctionality):
         return None
-    found: torch.Tensor | None = forward_ad.unpack_dual(x).tangent  # type: ignore[no-untyped-call]
+    found: torch.Tensor | None = forward_ad.unpack_dual(x).tangent  # type: ignore[no-untyped-call] # torch has no types
     return found
 
 

@@ -128,7 +128,8 @@ class Ending:
         for name, x in zip(self.call.state.names, state, strict=True):
             if x.requires_grad and not x.is_leaf:
                 refuse = partial(_refuse_passage, name)
-                self._passages.append(Tensor.register_hook(x, refuse))  # type: ignore[no-untyped-call]
+                hooked = Tensor.register_hook(x, refuse)  # type: ignore[no-untyped-call] # torch has no types
+                self._passages.append(hooked)
 
     def finish(
         self, result: Sequence[Any], inputs: Sequence[Tensor], tracer: Any, *, differentiate: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -133,7 +134,7 @@ def _adafactor(w: Tensor, g: Tensor, r: Tensor, c: Tensor) -> Any:
 
 
 def _clipped(gs: Sequence[Tensor]) -> list[Tensor]:
-    norm = sum(g.square().sum() for g in gs).sqrt()  # type: ignore[union-attr]
+    norm = reduce(torch.add, [g.square().sum() for g in gs]).sqrt()
     return [g * (1 / (norm + 1e-6)).clamp(max=1.0) for g in gs]
 
 
