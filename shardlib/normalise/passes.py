@@ -107,7 +107,7 @@ def mask_filled(
 def divide_losses_late(gm: fx.GraphModule) -> None:
     """The mean of a loss is a sum over a count: every part of the rows adds to both, and the division comes last."""
     for node in list(gm.graph.nodes):
-        if node.target not in _LOSSES or argument(node, "reduction") != _MEAN:
+        if node.target not in _LOSSES or argument(node, "reduction") != MEAN:
             continue
         if node.args[0].meta["val"].dtype == torch.float16:
             continue  # the sum would overflow
@@ -115,10 +115,10 @@ def divide_losses_late(gm: fx.GraphModule) -> None:
             total = argument(node, "total_weight")
             with gm.graph.inserting_before(node):
                 grad = call(gm, node, aten.div.Tensor, node.args[0], total)
-            node.args = (grad, *node.args[1:4], _SUM, *node.args[5:])
+            node.args = (grad, *node.args[1:4], SUM, *node.args[5:])
             continue
         items = {user.args[1]: user for user in node.users}
-        node.args = (*node.args[:3], _SUM, *node.args[4:])
+        node.args = (*node.args[:3], SUM, *node.args[4:])
         if loss := items.get(0):
             total = items.get(1)
             with gm.graph.inserting_after(loss):
@@ -133,7 +133,7 @@ def divide_losses_late(gm: fx.GraphModule) -> None:
 def forget_totals(gm: fx.GraphModule) -> None:
     """What a mean divides by is nothing to the gradient of a sum, so nobody has to add it up for that."""
     for node in gm.graph.nodes:
-        if node.target in _LOSS_BACKWARDS and argument(node, "reduction") != _MEAN:
+        if node.target in _LOSS_BACKWARDS and argument(node, "reduction") != MEAN:
             with gm.graph.inserting_before(node):
                 node.args = (*node.args[:6], call(gm, node, aten.new_full.default, node.args[0], [], 1))
 
@@ -203,7 +203,7 @@ def free_draws(gm: fx.GraphModule) -> None:
 
 _LOSS_BACKWARDS = {aten.nll_loss_backward.default, aten.nll_loss2d_backward.default}
 _LOSSES = _LOSS_BACKWARDS | {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
-_MEAN, _SUM = 1, 2
+MEAN, SUM = 1, 2
 _OF_ALL = {aten.mean.default, aten.sum.default}
 
 

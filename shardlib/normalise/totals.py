@@ -13,7 +13,7 @@ from torch import fx
 
 from shardlib.aten.traits import has
 from shardlib.aten.views import argument
-from shardlib.normalise.passes import call
+from shardlib.normalise.passes import MEAN, call
 from shardlib.ops.scores import SCORES_BACKWARD
 
 aten = torch.ops.aten
@@ -70,7 +70,7 @@ class _Rows:
 def _of_target(rows: _Rows, x: Node) -> Made | None:
     """A loss takes what is at its target, unless that is ignored."""
     grad, _, target, weight, reduction, ignore, _ = x.args
-    if weight is not None or reduction == _MEAN or rows.dim != min(1, rows.val.dim() - 1):
+    if weight is not None or reduction == MEAN or rows.dim != min(1, rows.val.dim() - 1):
         return None
 
     def made() -> Node:
@@ -127,7 +127,6 @@ def _of_probabilities(rows: _Rows, x: Node) -> Made | None:
     return (lambda: rows.write(aten.full.default, shape, 1, **like)) if whole else None
 
 
-_MEAN = 1
 _TOTALS: Mapping[Any, Callable[[_Rows, Node], Made | None]] = {
     aten.nll_loss_backward.default: _of_target,
     aten.nll_loss2d_backward.default: _of_target,
