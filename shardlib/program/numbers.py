@@ -9,32 +9,41 @@ from shardlib.program.nested import rebuild
 from shardlib.program.steps import Compute, Copy, Program, Start, Var
 
 
+class Alike:
+    """Tells what holds the same value, as one variable after the other is made.
+
+    `first` has for each of them the first one that is known to hold its value: a key of what made it names these, so
+    that it stays short however much went before.
+    """
+
+    def __init__(self) -> None:
+        self.first: dict[Var, Var] = {}
+        self._made: dict[Hashable, tuple[Var | None, ...]] = {}
+
+    def note(self, outs: tuple[Var | None, ...], *what: Any) -> None:
+        """Variables that `what` makes: the same ones each time."""
+        key = frozen(rebuild(what, lambda x: self.first.get(x, x) if isinstance(x, Var) else x))
+        before = self._made.setdefault(key, outs)
+        for out, same in zip(outs, before, strict=True):
+            if out is not None:
+                self.first[out] = out if same is None else self.first.get(same, same)
+
+
 def firsts(program: Program) -> dict[Var, Var]:
     """For each variable that a step makes, the first one that is known to hold its value.
 
     What is not pure, as draws of keys are not, makes another one each time.
     """
-    first: dict[Var, Var] = {}
-    made: dict[Hashable, tuple[Var | None, ...]] = {}
-
-    def key(*what: Any) -> Hashable:
-        return frozen(rebuild(what, lambda x: first.get(x, x) if isinstance(x, Var) else x))
-
-    def note(outs: tuple[Var | None, ...], *what: Any) -> None:
-        before = made.setdefault(key(*what), outs)
-        for out, same in zip(outs, before, strict=True):
-            if out is not None:
-                first[out] = out if same is None else first.get(same, same)
-
+    alike = Alike()
     for step in program.steps:
         if isinstance(step, Compute):
-            note(step.outs, step.target, step.args, dict(step.kwargs), *([] if step.is_pure else [id(step)]))
+            alike.note(step.outs, step.target, step.args, dict(step.kwargs), *([] if step.is_pure else [id(step)]))
         elif isinstance(step, Start):
             for c in step.moves:
-                note((c.out,), c.kind, c.axes, c.source, dict(c.params), c.reduce)
+                alike.note((c.out,), c.kind, c.axes, c.source, dict(c.params), c.reduce)
         elif isinstance(step, Copy):
-            first[step.out] = first.get(step.source, step.source)
-    return first
+            alike.first[step.out] = alike.first.get(step.source, step.source)
+    return alike.first
 
 
 def frozen(x: Any) -> Hashable:
