@@ -69,6 +69,7 @@ def faults(program: Program) -> Iterator[str]:
                 if root in fixed or roots[root] or root in lent:
                     yield f"{said(step)} writes over {over}, which others hold"
                 there |= dict.fromkeys((root, over, *shown[root]), f"{_OVER} {said(step)}")
+                shown[root].clear()  # it is said of them once
         elif isinstance(step, Start):
             if len({(c.kind, c.axes, c.reduce) for c in step.moves}) > 1:
                 yield f"{said(step)} begins collectives of several kinds or groups together"

@@ -130,7 +130,8 @@ class Records:
             if all(owing):
                 if all(alone):
                     merged.update(r for r, _ in addends)
-                    sources[result] = tuple(_seen(s, positions) for r, positions in addends for s in sources[r])
+                    both = (_seen(s, positions) for r, positions in addends for s in sources[r])
+                    sources[result] = tuple(dict.fromkeys(both))
                 continue
             (root, positions), (complete, _) = addends[:: 1 if owing[0] else -1]
             if not alone[owing.index(True)]:
@@ -140,7 +141,8 @@ class Records:
             if begun is not None and len(begun[1]) == len(leaves) and {*begun[1]} == {*leaves}:
                 merged.add(root)
                 back = tuple(begun[1].index(i) for i in leaves)
-                sources[begun[0]] += tuple(_seen(_seen(s, positions), back) for s in sources[root])
+                more = (_seen(_seen(s, positions), back) for s in sources[root])
+                sources[begun[0]] = tuple(dict.fromkeys((*sources[begun[0]], *more)))
             first[result] = begun or (root, positions)
         return merged
 

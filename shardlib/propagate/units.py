@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from shardlib.graph import Graph, Op, Value
 from shardlib.propagate.dims import Leaf
@@ -91,7 +92,7 @@ class Units:
 
 def build_units(graph: Graph, f: Flood) -> Units:
     """Group ops and values, in program order."""
-    u = Units()
+    u, reads_less = Units(), cache(_reads_less)
     for value in graph.by_use():
         _add_root(u, f, value)
     for op in graph.ops:
@@ -121,7 +122,7 @@ def build_units(graph: Graph, f: Flood) -> Units:
                 for tie in (op.rule.rounds, op.rule.follows)
             )
             unit.lends = {slots[h, 0]: slots[s, 0] for h, s in lends.items() if (h, 0) in slots}
-            if _reads_less(op):
+            if (read := tuple(dict.fromkeys(_gathered(op)))) and reads_less(read):
                 unit.spares = frozenset(slots[x] for x in factors if x[0] in op.rule.gathers)
             u.unit[op] = unit
         for r in results:
@@ -139,10 +140,9 @@ def may_cut(f: Flood, op: Op, factor: OpFactor) -> bool:
     return label not in f.whole[op] and (k == 0 or not (owner or label in op.rule.local_factors - op.rule.loose))
 
 
-def _reads_less(op: Op) -> bool:
-    """Whether an op's operands may be less to gather than to sum up its results, which takes twice their bytes, and
-    those of other ops that read the same so."""
-    read = dict.fromkeys(_gathered(op))
+def _reads_less(read: tuple[Value, ...]) -> bool:
+    """Whether the operands of some ops may be less to gather than to sum up their results, which takes twice the bytes
+    of these."""
     others = dict.fromkeys(o for v in read for o, _ in v.readers if v in _gathered(o))
     return sum(v.nbytes for v in read) < 2 * sum(r.nbytes for o in others for r in o.results if r is not None)
 
