@@ -77,7 +77,7 @@ def whole(x: Any) -> Any:
     return x.full_tensor() if isinstance(x, sl.ShardedTensor) else x
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("door", ["parallelize", "jit"])
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_adapters_learn_as_on_one_device(kind: str, door: str) -> None:

@@ -128,7 +128,7 @@ SHAPES = [(13, 7), (5, 3), (4, 9), (1, 4)]
 CASES = [(program, shape) for program in PROGRAMS for shape in SHAPES if min(shape) >= LEAST.get(program, 1)]
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(23)
 @pytest.mark.parametrize(
     ("mesh", "spec"), [({"a": 4}, "h@a w"), ({"a": 2, "b": 2}, "h@a w@b"), ({"a": 2, "b": 2}, "h@(a b) w")], ids=str
 )

@@ -10,7 +10,7 @@ from tests.best import Row
 from tests.best.rows import ROWS
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
 def test_within_five_percent_of_the_best(row: Row) -> None:
     assert not row.faults()

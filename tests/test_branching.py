@@ -62,6 +62,7 @@ SPECS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("program", CASES, ids=["merged", "dora", "parts", "clipped", "both"])
 @pytest.mark.parametrize(("mesh", "specs"), SPECS)
 @pytest.mark.parametrize("sizes", [(64, 24, 36, 2), (13, 29, 31, 3)])

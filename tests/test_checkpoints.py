@@ -66,7 +66,7 @@ MESHES: list[tuple[dict[str, int], str]] = [
 ]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("at", range(len(MESHES)))
 def test_a_run_goes_on_on_another_mesh(at: int, background: bool, tmp_path: Path) -> None:

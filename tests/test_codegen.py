@@ -44,7 +44,7 @@ def names(node: ast.AST, kind: type) -> list[str]:
     return [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, kind)]
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("seed", range(15))
 def test_locals_are_dropped_at_their_last_use(seed: int, share: bool) -> None:

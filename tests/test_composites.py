@@ -56,7 +56,7 @@ def forward_and_backward(call, tensors):
     return out, torch.autograd.grad(scalar, tensors)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize(
     ("name", "dim"), [(name, dim) for i, name in enumerate(CALLS) for dim in ((0, -1), (-1, 0))[i % 2]]
 )

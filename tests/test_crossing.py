@@ -66,7 +66,7 @@ def test_what_is_sent_is_what_overlaps(before: Dim, after: Dim) -> None:
     assert crossing.most == most
 
 
-@pytest.mark.sampled(7)  # every second part, in some size
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("part", range(8))
 @pytest.mark.parametrize("n", [30, 60, 90, 150])
 def test_every_pair_in_values_and_gradients(n: int, part: int) -> None:

@@ -91,7 +91,7 @@ def whole(values: Any) -> list[Tensor]:
     return [x.full_tensor() if isinstance(x, sl.ShardedTensor) else x for x in values]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("way", ["eager", "jit"])
 def test_right_on_shards(name: str, way: str) -> None:

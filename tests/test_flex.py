@@ -139,7 +139,7 @@ def close(found: Any, expected: Any) -> None:
     torch.testing.assert_close(whole, torch.zeros_like(whole) if expected is None else expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.sampled(29)
+@pytest.mark.sampled(37)
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("name", CASES)
 def test_jitted_as_torch(name: str, sharding: str) -> None:
@@ -155,7 +155,7 @@ def test_jitted_as_torch(name: str, sharding: str) -> None:
         close(x, y)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", CASES)
 def test_eager_as_torch(name: str) -> None:
     case, (axes, specs) = CASES[name], SHARDINGS["sequence, uneven"]

@@ -289,7 +289,7 @@ def test_a_small_network_is_trained(spec: str, mesh: dict[str, int]) -> None:
     assert error(trained(cnn, spec), (CNN, r(4, 4, 16, 16)), **mesh) < 1e-12
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("spec", "mesh"), MESHES[::2], ids=lambda x: str(x))
 def test_down_and_up_again(spec: str, mesh: dict[str, int]) -> None:
     assert error(trained(unet, spec), (UNET, r(4, 3, 15, 14)), **mesh) < 1e-12
@@ -368,7 +368,7 @@ def test_constants_are_not_sent() -> None:
     assert error(fn, (torch.randn(23, 4),), a=4) == 0
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("shift", SHIFTS)
 @pytest.mark.parametrize("n", [3, 4])
 def test_what_moves_along_a_cut_dim(shift: str, n: int) -> None:

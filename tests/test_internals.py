@@ -62,7 +62,7 @@ def own(tree: ast.AST) -> Iterator[str]:
             yield from (
                 text for part in node.body if isinstance(part, ast.Assign) for text in texts(ast.walk(part))
             )  # slots
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and chain(node.value, {}) == "self":
             yield node.attr
 
 
@@ -96,7 +96,7 @@ def private_of_torch(tree: ast.AST) -> list[str]:
             known |= {name.asname: name.name for name in node.names if name.asname}
             found += [name.name for name in node.names if of_torch(name.name)]
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            known |= {node.targets[0].id: "torch.ops.aten"} if ast.unparse(node.value) == "torch.ops.aten" else {}
+            known |= {node.targets[0].id: "torch.ops.aten"} if chain(node.value, {}) == "torch.ops.aten" else {}
     found += [name for name in known.values() if of_torch(name)]
     for node in nodes:
         if isinstance(node, ast.Attribute) and is_private(node.attr):

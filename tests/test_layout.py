@@ -233,7 +233,7 @@ any_layout = st.builds(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(any_layout)
 def test_text_reads_back(layout):
     assert Layout.parse(str(layout), SIZES) == layout

@@ -89,7 +89,7 @@ def worst(name: str, mesh: dict[str, int], spec: str, dtype: torch.dtype, index:
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.sampled(17)
+@pytest.mark.sampled(29)
 @pytest.mark.parametrize("spec", ["...", "v@tensor _", "_ d@tensor", "v@data _"])
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_same_as_on_one_device(name: str, spec: str) -> None:

@@ -77,7 +77,7 @@ def gradient(fn: Fn) -> Fn:
     return torch.func.grad(lambda x: (fn(x).abs() ** 2).sum())
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("name", [*REAL, *(f"complex {n}" for n in COMPLEX)])
 def test_as_on_one_device(name: str) -> None:
     x, fn = value(name)

@@ -158,7 +158,7 @@ def test_weights_and_batch(name: str, mesh: str) -> None:
     assert sum(c.kind == "all_gather" for c in plan.collectives) <= 1  # the small table of embeddings
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")  # the old name, which every version has
 @pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])

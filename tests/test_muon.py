@@ -114,7 +114,7 @@ def test_on_ranks(axes: dict[str, int], specs: Any) -> None:
     run_ranks(_on_a_rank, math.prod(axes.values()), axes, specs)
 
 
-@pytest.mark.sampled(2, first=1)
+@pytest.mark.sampled(4, first=3)
 @pytest.mark.parametrize("count", [1, 5, 8, 11])
 def test_each_matrix_goes_to_one_device_and_back(count: int) -> None:
     """In no more bytes than if one device after the other was the owner of the next matrix."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -40,6 +41,7 @@ def built(how: sl.Schedule | None, mesh: sl.Mesh, memory: int | None = None) -> 
         return sl.jit(step, schedule=how, memory=memory), (m, optimizer, placed)
 
 
+@functools.cache
 def planned(how: sl.Schedule | None) -> Program:
     mesh = sl.Mesh(data=DEVICES)
     train, given = built(how, mesh)
@@ -54,6 +56,11 @@ def trained(how: sl.Schedule | None, memory: int | None = None) -> list[torch.Te
     with mesh:
         losses = [train(*given).full_tensor() for _ in range(2)]
         return [*losses, *(p.detach().clone() for p in given[0].parameters())]
+
+
+@functools.cache
+def plain() -> list[torch.Tensor]:
+    return trained(None)
 
 
 def resident(program: Program, saved: set[str]) -> Iterator[int]:
@@ -86,7 +93,7 @@ def test_so_many_layers_stay(ahead: int) -> None:
 def test_values_and_counts_are_as_planned() -> None:
     how = sl.Schedule(offload="saved")
     sent = sum(c.source.nbytes for c in planned(how).copied if c.kind == "to_host")
-    before = trained(None)
+    before = plain()
     start = TIER.sent, TIER.fetched, TIER.held
     TIER.peak = TIER.held
     after = trained(how)
@@ -127,7 +134,7 @@ def test_a_budget_moves_what_is_copied_faster_than_it_is_made_again() -> None:
     assert f"memory={budget:,} B" in plan.summary()
     assert f"{told.moved} values wait in the host's memory" in plan.summary()
     start = TIER.sent
-    assert all(torch.equal(a, b) for a, b in zip(trained(None), trained(None, budget), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(plain(), trained(None, budget), strict=True))
     assert TIER.sent - start == 2 * DEVICES * sum(c.source.nbytes for c in copied if c.kind == "to_host")
 
 
@@ -160,7 +167,7 @@ def test_a_model_with_views_and_state() -> None:
     """W1 keeps views of what it saves, and writes new parameters over old ones."""
     from tests.models import w1_sharded
 
-    config = replace(w1.TINY, layers=3, batch=8)
+    config = replace(w1.TINY, layers=2, batch=8)
     mode = w1.modes(config)["tp"]
     params, batch = w1.init(config), w1.batch(config)
     found = []
@@ -229,7 +236,7 @@ def test_chosen_values_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     lowered: list[Program] = []
     kept = compiling.run_passes
     monkeypatch.setattr(compiling, "run_passes", lambda p, **how: (lowered.append(p), kept(p, **how))[1])
-    planned(None)
+    planned.__wrapped__(None)
     (bare,) = lowered
     one = {v for s in bare.steps for v in makes(s) if v.name in ("tanh_1", "tanh_5")}
     made = check(offload(bare, sl.Schedule(prefetch=0), one))

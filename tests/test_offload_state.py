@@ -110,7 +110,7 @@ def held(xs: Iterator[Tensor] | list[Tensor]) -> int:
     return sum(pieces.values())
 
 
-@pytest.mark.sampled(12, first=2)
+@pytest.mark.sampled(24, first=2)
 @pytest.mark.parametrize("words", [("moments",), ("parameters",), ("saved", "moments", "parameters")])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
 @pytest.mark.parametrize("opt", OPTIMIZERS)
@@ -136,12 +136,12 @@ def _here(program: Program) -> Iterator[int]:
             now.pop(v, None)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("words", ["moments", "parameters"])
 def test_so_many_layers_are_on_the_device(words: str, ahead: int) -> None:
     how = sl.Schedule(prefetch=ahead, offload=words)
-    model, optimizer, train, mesh = trained({"data": 4}, how, layers=7)
+    model, optimizer, train, mesh = trained({"data": 4}, how, layers=3 + 2 * ahead)
     with mesh:
         program = train.plan(model, optimizer, ids()).compiled.program
     state = moments(optimizer) if words == "moments" else [*model.parameters()]
@@ -221,7 +221,7 @@ def _slower(model: Any, optimizer: Any) -> None:
     optimizer.param_groups[0]["lr"] = 0.5
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("between", [_rewritten, _given_data, _loaded, _frozen, _looked_at, _slower])
 def test_what_happens_between_calls(between: Any) -> None:
     one, plain, *_ = trained({}, None)

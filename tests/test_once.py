@@ -275,7 +275,7 @@ def _train(build: Callable[[], nn.Module], after: int) -> tuple[list[Any], list[
     return [*losses, *model.state_dict().values()], seen, dict(COUNT)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("name", MODULES)
 def test_the_program_is_the_same(name: str) -> None:
     build, apart = MODULES[name]
@@ -358,7 +358,7 @@ def test_functions_that_are_jitted_are_traced_once_inside_another() -> None:
         torch.testing.assert_close(a.full_tensor(), b)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3, first=2)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch.func.jvp calls it
 @pytest.mark.parametrize("transform", ["grad of grad", "vmap", "jvp"])
 def test_transforms_that_are_no_single_gradient(transform: str) -> None:

@@ -11,7 +11,7 @@ import shardlib as sl
 CUTS = ["b k v@x", "b k@x v", "b k@y v@x", "b k@x v@y"]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize(("n", "k"), [(8, 2), (7, 2), (8, 15), (5, 4), (2, 1), (9, 1)])
 def test_the_best_of_two_dims(cut: str, n: int, k: int) -> None:

@@ -53,7 +53,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], int]] = {  # with the collectives 
 }  # fmt: skip
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize("mesh", [{"e": 2}, {"e": 4}, {"e": 3}, {"a": 2, "e": 2}], ids=str)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_same_as_on_one_device(name: str, mesh: dict[str, int]) -> None:

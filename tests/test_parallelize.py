@@ -87,7 +87,7 @@ def same(model: nn.Module, plain: nn.Module) -> None:
         torch.testing.assert_close(whole(mine[name]), x, rtol=1e-10, atol=1e-10, msg=name)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(6, first=2)
 @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.SGD])
 @pytest.mark.parametrize(
     "axes", [{"data": 2, "tensor": 2}, {"data": 2, "tensor": 4}, {"data": 1, "tensor": 3}], ids=str
@@ -312,7 +312,7 @@ def plain_net() -> nn.Module:
     return nn.Sequential(nn.Embedding(11, 8), Block(8, 12), nn.LayerNorm(8), nn.Linear(8, 11)).double()
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize(("axes", "strategy", "cut"), STRATEGIES, ids=range(len(STRATEGIES)))
 def test_strategies_train_as_one_device(axes: dict[str, int], strategy: Any, cut: dict[str, str], jitted: bool) -> None:
@@ -1072,7 +1072,7 @@ class Sentences(nn.Module):
         return found
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("is_sorted", [True, False])
 @pytest.mark.parametrize("placed", ["by parallelize", "x", "x and lengths"])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])

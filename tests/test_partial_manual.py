@@ -198,7 +198,7 @@ def _weighed(fn: Callable[..., Tensor], *args: Tensor) -> Tensor:
     return ((out * torch.linspace(1, 2, out.numel(), dtype=out.dtype).view(out.shape)) ** 2).sum()
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(17)
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # attention, plainly, for all devices at once
 @pytest.mark.parametrize("mode", ["one device", "jit", "eager"])
 @pytest.mark.parametrize("name", CASES)

@@ -181,7 +181,7 @@ CASTS = {
 }
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("door", ["parallelize", "jit", "op by op"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("name", CASTS)

@@ -85,7 +85,7 @@ def same_step(model: Any, plain: Any) -> None:
         torch.testing.assert_close(whole(p.grad), q[1].grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("heads", "kv", "ways"), [(6, 2, 4), (7, 1, 4), (14, 2, 4), (12, 4, 8), (12, 12, 8), (5, 5, 4)]
 )
@@ -174,7 +174,7 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("axes", AXES[1:], ids=str)
 @pytest.mark.parametrize("how", HOW)
 def test_generated_tokens_are_those_of_one_device(how: str, axes: dict[str, int]) -> None:

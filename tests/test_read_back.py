@@ -104,7 +104,7 @@ def refused(module: nn.Module, name: str, run: Callable[[nn.Module, Tensor], Any
     return ""
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("calls", [1, 2])
 @pytest.mark.parametrize("door", ["parallelize", "jit"])
 @pytest.mark.parametrize("kind", MODULES)

@@ -126,7 +126,7 @@ LOCAL_FORMS = {
 }
 
 
-@pytest.mark.sampled(29)
+@pytest.mark.sampled(47)
 @pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
 def test_without_it_every_device_does_its_share(row: Row) -> None:
     """Products, lookups, shifts, decompositions: all FLOPs of all devices but these are those of one that does all."""

@@ -153,7 +153,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize(("strategy", "axes"), CASES, ids=["fsdp", "hsdp", "kept", "zero2"])
@@ -314,4 +314,4 @@ def test_what_a_layer_adds_is_its_shards(regather: str) -> None:
             return step.plan([*zip(weights[::2], weights[1::2], strict=True)], x).peak_memory
 
     shards, kept = 2 * d * ff * 4 // n, 64 * 512 * d * 4 // n
-    assert (peak(24) - peak(8)) / 16 <= 1.05 * (2 * shards + kept)
+    assert (peak(16) - peak(8)) / 8 <= 1.05 * (2 * shards + kept)

@@ -40,7 +40,7 @@ SCANS: dict[str, Callable[[Tensor], Any]] = {
 PROGRAMS = SCANS | {f"{name} from behind": _behind(scan) for name, scan in SCANS.items()} | {"advantages": _advantages}
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize("spec", ["a b@x c", "a@x b@y c", "a b@(y x) c"])
 @pytest.mark.parametrize("size", [10, 3])
 @pytest.mark.parametrize("name", PROGRAMS)

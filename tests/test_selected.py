@@ -33,7 +33,7 @@ def _states(x: Tensor, w: Tensor) -> Tensor:
 PROGRAMS = [_layers, _unbound, _states]
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__[1:])
 @pytest.mark.parametrize("count", [1, 3, 4, 7])
 @pytest.mark.parametrize("specs", [("n@a d", "l@a d e"), ("n d", "l@a d e"), ("n@b d", "l@a d e@b")], ids=str)

@@ -104,7 +104,7 @@ def test_a_bias_without_a_gradient() -> None:
     assert error(fn, args, 4) < 1e-12
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("n", range(2, 9))
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("s", [16, 19, 5])

@@ -41,7 +41,7 @@ PROGRAMS = [_fourth, _mixed, _around, _periodic, _uneven]
 MESHES = [({"x": 4}, "n@x d"), ({"x": 3, "y": 2}, "n@x d@y"), ({"x": 2, "y": 3}, "n@(y x) d"), ({"x": 4}, "n d@x")]
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize(("mesh", "spec"), MESHES)
 @pytest.mark.parametrize("n", [24, 13, 5])

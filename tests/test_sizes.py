@@ -142,7 +142,7 @@ def test_shards_make_the_whole_and_the_text_parses(given: tuple[Leaves, Cut]) ->
     assert Spec.exactly(at, names, pieces=True).resolve(at.shape, grid()).layout == at
 
 
-@settings(fast, max_examples=600)
+@settings(fast, max_examples=150)
 @given(st.integers(2, 20), st.permutations((A0, A1, B)), cuts(1), st.data())
 def test_steps_to_a_cut_are_slices(whole: int, order: list[Axis], cut: Cut, data: st.DataObject) -> None:
     """Cutting by the minor axes, too, only ever cuts the pieces that there are; `over` changes no piece."""
@@ -202,7 +202,7 @@ def routes(draw: st.DrawFn) -> tuple[Leaves, Cut, Leaves, Cut, Axes]:
     return leaves, src, into, dst, pending
 
 
-@settings(fast, max_examples=250)
+@settings(fast, max_examples=80)
 @given(routes())
 def test_every_route_ends_where_it_should(route: tuple[Leaves, Cut, Leaves, Cut, Axes]) -> None:
     leaves, src, into, dst, pending = route
@@ -467,7 +467,7 @@ CHOICES = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("choice", CHOICES)
 def test_a_batch_in_chosen_pieces_stays_so(choice: str) -> None:
     """Loss and updated parameters are one device's; what moves is what moves without a choice, and no activation."""

@@ -71,7 +71,7 @@ spec_factors = st.builds(
 spec_dims = st.builds(SpecDim, st.lists(spec_factors, min_size=1, max_size=3).map(tuple), st.booleans())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(spec_dims, max_size=3), st.lists(spec_dims, max_size=2), st.booleans())
 def test_every_spec_reads_back(before, after, rest):
     spec = Spec((*before, *([...] if rest else []), *after))

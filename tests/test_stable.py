@@ -51,7 +51,7 @@ def digest(seeds: Sequence[int]) -> str:
     return "\n".join(str(told(p, [v.name for v, _ in p.inputs])) for p in programs)
 
 
-@pytest.mark.sampled(17)
+@pytest.mark.sampled(29)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_order_of_arguments_does_not_matter(seed: int) -> None:
     p = draw(seed, conflicts=True)

@@ -41,7 +41,7 @@ def shown(result: Result) -> str:
     return "\n".join([f"{' '.join(result.key)}: {result.outcome}", *result.notes])
 
 
-@pytest.mark.sampled(28)
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("turn", [0, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SUBSET)
 def test_what_is_listed_as_right_is_right(name, turn):
@@ -116,7 +116,7 @@ def test_samples_have_in_place_and_out_forms():
 # --- what it sees -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "op", "wrong", "what"),
     [

@@ -60,6 +60,7 @@ def _args() -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(N, V, dtype=torch.float64), torch.randint(V, (N, 5)), torch.randint(V, (N,))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("program", CASES, ids=lambda f: f.__name__)
 @pytest.mark.parametrize(
     ("mesh", "specs"),

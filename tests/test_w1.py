@@ -106,7 +106,7 @@ def test_fsdp_scatters_gradients() -> None:
 
 def test_fsdp_sends_no_more_than_fsdp() -> None:
     """Which gathers weights forward and backward, and scatters gradients; activations are larger than weights here."""
-    config = w1.Config(layers=4, batch=64, seq=512)
+    config = w1.Config(layers=2, batch=64, seq=512)
     mode, args = w1.modes(config)["fsdp8"], w1.abstract(config)
     with w1_sharded.mesh_of(mode, abstract=True):
         plan = w1_sharded.sharded_step(mode, config).plan(*args)

@@ -160,7 +160,7 @@ def _body(rng: random.Random) -> str:
     return "\n".join([f"def body({', '.join(WHOLE)}):", *lines, f"    return {names[-1]}"])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("block", range(4))
 def test_what_is_proved_is_so(block: int) -> None:
     """Where a claim passes, all devices hold the same bits, and gradients are those of the program for one device."""

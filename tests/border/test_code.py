@@ -232,7 +232,7 @@ def matters(how: str, what: str) -> bool:
         return not torch.equal(before, fn(*args))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("how", calls(fresh()))
 def test_code_that_changes_is_seen(how: str) -> None:
     seen = 0

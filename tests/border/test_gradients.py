@@ -605,7 +605,7 @@ LATER |= {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", LATER)
 def test_what_a_checkpoint_runs_again_is_the_same(name: str) -> None:
     fn = LATER[name]

@@ -689,7 +689,7 @@ def _refuses(call: Callable[[], Any]) -> bool:
     return False
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.filterwarnings("ignore:.*(C|c)omplex")
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_plan_is_refused_where_torch_refuses_dtypes(name: str):
@@ -732,7 +732,7 @@ HELD: list[tuple[torch.dtype, Any]] = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:.*(C|c)omplex")
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers_that_a_dtype_cannot_hold_do_what_torch_does(name: str):

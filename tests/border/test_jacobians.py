@@ -107,7 +107,7 @@ BACKWARD: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("through", THROUGH)
 @pytest.mark.parametrize("name", BACKWARD)
 def test_several_cotangents_at_once(name: str, through: str) -> None:
@@ -139,7 +139,7 @@ FORWARD: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("through", [name for name in THROUGH if name.startswith(("ops", "what"))])
 @pytest.mark.parametrize("name", FORWARD)
 def test_tangents_follow_what_is_moved(name: str, through: str) -> None:

@@ -133,7 +133,7 @@ RESULTS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("kind", ["plain", "parameter", "sharded", "cut"])
 @pytest.mark.parametrize("name", RESULTS)
 def test_results_have_memory_of_their_own(mesh: Mesh, name: str, kind: str) -> None:

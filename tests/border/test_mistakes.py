@@ -222,7 +222,7 @@ PLACES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("spec", ["a@data b c d", "a b c@tensor d", "a b c d@data"])
 @pytest.mark.parametrize("place", PLACES)
 def test_places_that_a_tensor_says(place: str, spec: str) -> None:

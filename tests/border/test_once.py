@@ -556,7 +556,7 @@ def rnd():
         return sl.jit(f)(torch.ones(2)).full_tensor().tolist()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_it_is_the_program_that_it_looks_like(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

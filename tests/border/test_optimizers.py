@@ -85,7 +85,7 @@ def shard_all(model: Net) -> None:
         linear.weight = nn.Parameter(sl.shard(linear.weight.detach(), spec))
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(23)
 @pytest.mark.parametrize("placed", [lambda model: None, shard_all], ids=["plain", "sharded"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_whole_step_is_one_program(name: str, placed: Callable[[Net], None]) -> None:
@@ -541,7 +541,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS)
 def test_adam_is_one_op_a_parameter_or_what_torch_does(settings: dict[str, Any], dtype: torch.dtype) -> None:
@@ -643,7 +643,7 @@ def test_a_counter_may_have_a_dim(shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(a.detach(), b.detach(), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
 @pytest.mark.parametrize("strategy", ["fsdp", "zero1", "hsdp"])
 @pytest.mark.parametrize("name", ["AdamW, foreach", "SGD, momentum, dampened", "Adafactor"])

@@ -148,7 +148,7 @@ def _by_autograd(loss: Callable[..., Tensor], params: dict[str, Tensor]) -> Any:
     return dict(zip(leaves, zeros, strict=False)), zeros[-1]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "reverse"), [*((name, False) for name in BODIES), ("mlp", True), ("integers beside", True)]
 )

@@ -49,7 +49,7 @@ def same(a: nn.Module, b: nn.Module) -> None:
         torch.testing.assert_close(x.full_tensor() if isinstance(x, sl.ShardedTensor) else x, y, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("cycle", CYCLES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_momenta_that_a_schedule_changes_are_inputs(name: str, cycle: str) -> None:
@@ -219,7 +219,7 @@ def trained(run: Callable[..., Tensor], make: str, schedule: Schedule) -> tuple[
     return model, seen, found
 
 
-@pytest.mark.sampled(17)
+@pytest.mark.sampled(29)
 @pytest.mark.filterwarnings("ignore:Detected call of")
 @pytest.mark.parametrize("run", [scheduled, scheduled_first])
 @pytest.mark.parametrize("make", ["AdamW", "SGD"])

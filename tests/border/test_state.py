@@ -140,7 +140,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", [copy.deepcopy, sharded])
 def test_a_module_brings_its_state(way: Any, place: Any) -> None:

@@ -550,7 +550,7 @@ def values(x: Any) -> list[Tensor]:
     return [y for one in x for y in values(one)] if isinstance(x, list | tuple) else []
 
 
-@pytest.mark.sampled(37)
+@pytest.mark.sampled(53)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("told", STORIES, ids=lambda s: s.__name__)
 def test_as_on_one_device(told: Story, place: str) -> None:

@@ -26,7 +26,7 @@ def test_some_of_the_rules_samples() -> None:
     assert seen.counts["samples"] > 10
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", BY_DEVICE)
 def test_what_a_device_decides(name: str) -> None:
     seen = Seen()
@@ -80,7 +80,7 @@ def test_models(name: str, rank: int | None) -> None:
     assert seen.counts["programs"] == 1
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("rank", [None, 1])
 @pytest.mark.parametrize("name", programs.OPTIMIZERS)
 def test_training(name: str, rank: int | None) -> None:
