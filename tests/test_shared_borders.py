@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import shardlib as sl
+from shardlib.passes.borders import share_borders
+from shardlib.program.text import parse
 
 
 def _fourth(x: Tensor) -> Tensor:
@@ -69,3 +71,39 @@ def test_borders_of_different_values_stay_apart() -> None:
             torch.empty(512, 8, device="meta")
         )
     assert plan.comm_bytes == 2 * 8 * 4
+
+
+Pairs = list[list[int]]
+RING: Pairs = [[0, 1], [1, 2], [2, 3], [3, 0]]
+
+
+def _two(*borders: tuple[int, Pairs]) -> str:
+    """A program that sends two rows of each device: from where on, and who to whom."""
+    lines = ["mesh x=4", "input x: f32[16@x, 2]"]
+    for name, (low, pairs) in zip("ab", borders, strict=True):
+        count = [int(i in {to for _, to in pairs}) for i in range(4)]
+        mine = "1" if all(count) else f"[{' '.join(map(str, count))}]@x"
+        lines += [
+            f"{name}.sent: f32<1, 2> = aten.narrow.default(x, 0, {low}, 1)",
+            f"start ppermute[x] {name}: f32<1, 2> = {name}.sent {{pairs: {pairs}}} 8 B",
+            f"wait {name}",
+            f"{name}.read: f32<1, 2> = aten.narrow.default({name}, 0, 0, {mine})",
+        ]
+    return "\n".join([*lines, "return a.read, b.read"])
+
+
+def _messages(*borders: tuple[int, Pairs]) -> int:
+    return len(share_borders(parse(_two(*borders))).collectives)
+
+
+def test_ranges_with_a_gap_between_them_stay_apart() -> None:
+    """What is in the gap would be sent, too."""
+    assert _messages((1, RING), (2, RING)) == 1
+    assert _messages((1, RING), (3, RING)) == 2
+
+
+def test_nobody_gets_two_pieces_of_one_message() -> None:
+    """Where somebody in between has nothing, some send to the next but one: others may send there, too."""
+    skips = [[0, 1], [1, 3]]
+    assert _messages((0, skips), (1, skips)) == 1
+    assert _messages((0, skips), (1, [[2, 3], [3, 1]])) == 2
