@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardlib.aten.traits import has
-from shardlib.tensors.away import AWAY
 from shardlib.tensors.form import Form
 
 if TYPE_CHECKING:
@@ -101,4 +100,3 @@ def assign(x: ShardedTensor, value: tuple[torch.Tensor, ...], shown: tuple[torch
     if memory is not None:
         memory.write(value, origin)
     x._locals, x._origin = shown, origin
-    x.__dict__.pop(AWAY, None)
