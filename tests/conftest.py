@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 from collections import Counter
 
@@ -42,9 +43,12 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """What was imported, and what the tests of a module left, stays: later collections do not look at it again."""
-    if nextitem is not None and nextitem.path != item.path:
+    """What was imported, and what the tests of a few modules left, stays: later collections do not look at it again."""
+    if nextitem is not None and nextitem.path != item.path and next(_left) % 4 == 0:
         _settle()
+
+
+_left = itertools.count()  # modules
 
 
 def _settle() -> None:

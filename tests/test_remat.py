@@ -250,7 +250,7 @@ def test_a_module_takes_what_jit_takes() -> None:
         with pytest.raises(ShardingError, match="remat='full' and memory='1GiB' are both given"):
             sl.parallelize(model, remat="full", memory="1GiB")
         with pytest.raises(ShardingError, match="does not fit into memory=100 bytes"):
-            sl.parallelize(model, memory=100)(batch())
+            sl.parallelize(nn.Linear(D, D).double(), {}, memory=100)(batch())
         with pytest.raises(ShardingError, match="a backward pass is outside of the jitted function"):
             sl.parallelize(model, remat="none", schedule=sl.Schedule(offload="parameters"))(batch())
     _, grads = train(Model(1).eval())(batch())

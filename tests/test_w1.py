@@ -115,7 +115,7 @@ def test_fsdp_sends_no_more_than_fsdp() -> None:
 
 
 def test_plan_on_four_axes() -> None:
-    config = SMALL
+    config = SMALL.with_(layers=1)
     mode = w1.modes(config)["tp"]
     rules = {"batch": ("pod", "data"), "heads": "tensor", "kv": "tensor", "ff": "tensor", "vocab": ("tensor", "expert")}
     with Mesh.abstract(pod=2, data=2, tensor=2, expert=2, rules=rules):

@@ -70,7 +70,7 @@ def test_w1(name: str, rank: int | None) -> None:
 
 @pytest.mark.parametrize(
     ("name", "rank"),
-    [("mixtral", 5), *(pytest.param(n, r, marks=pytest.mark.slow) for n in programs.MODELS for r in (None, 5))],
+    [pytest.param(n, r, marks=pytest.mark.slow) for n in programs.MODELS for r in (None, 5)],
 )
 def test_models(name: str, rank: int | None) -> None:
     pytest.importorskip("transformers")
