@@ -16,7 +16,7 @@ from shardlib.calls.rebound import Watch
 from shardlib.calls.state import State
 from shardlib.errors import ShardingError
 from shardlib.graph import Graph, Op, Value, is_door
-from shardlib.homes import at_home, fixed_outputs, gradients, placed_anew, state_away
+from shardlib.homes import at_home, fixed_outputs, gradients, placed_anew, sent_away, state_away
 from shardlib.internals import pytree
 from shardlib.keeping import Keeping
 from shardlib.lines import place
@@ -145,12 +145,12 @@ def _finished(
     *,
     draft: bool = False,
 ) -> tuple[Program, Halves | None]:
-    """The program after all passes, `moved` values in the host's memory meanwhile, inputs `away` there between calls;
-    its halves where its results have gradients."""
+    """The program after all passes, `moved` values in the host's memory meanwhile, inputs `away`, and what comes to stand
+    where they do, there between calls; its halves where its results have gradients."""
     passed = partial(run_passes, how=how, memory=memory, offloaded=moved, draft=draft)
     after = traced.after
     if not after.gradients:
-        return passed(program, away=away), None
+        return passed(program, away=away, sent=sent_away(traced, away)), None
     halves = split(program, len(after.cotangents), len(after.gradients), whole=how.saved is not None)
     sent = crossing(halves.forward, halves.own, how)
     forward = passed(halves.forward, sent=sent)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -84,6 +84,14 @@ def state_away(
             remedy="sl.parallelize(model) first, then sl.jit(step, schedule=...)(model, optimizer, batch)",
         )
     return frozenset(found)
+
+
+def sent_away(traced: Traced, away: Collection[int]) -> frozenset[int]:
+    """The outputs that come to stand where these inputs stood: as another `data`, or in an object."""
+    leaves = {traced.input_leaves[i] for i in away}
+    parts = (part for kept in traced.after.rebound for part in kept.parts if isinstance(part, Result))
+    found = [part.at for part in parts if part.was in leaves and part.plain is None]
+    return frozenset(found + [at for leaf, at in traced.after.data if leaf in leaves])
 
 
 def placed_anew(traced: Traced, graph: Graph) -> Traced:

@@ -54,7 +54,7 @@ class Joined:
         if not isinstance(old, Tensor) and of is not None and not x.shape:
             device, home = x.device, None  # a counter, as an optimizer makes it
         at, is_new = self._join(x, place, is_plain=device is not None)
-        return Result(at, device, home if is_new else None)
+        return Result(at, device, home if is_new else None, self._own.get(id(old)))
 
     def _shown(self, x: Tensor, place: Place, leaf: int, tensor: Any, of: Tensor) -> Shown:
         where = tuple(x.shape), x.stride(), int(x.storage_offset())

@@ -21,12 +21,14 @@ from shardlib.tensors.tensor import ShardedTensor
 class Result:
     """A value that the program computes: output `at`. Plain, on this device, where a plain tensor was.
 
-    One that is put where a ShardedTensor was lives as that did, in the form `home`.
+    One that is put where a ShardedTensor was lives as that did, in the form `home`; `was` is that, by its leaf, if it
+    is one of the call.
     """
 
     at: int
     plain: torch.device | None
     home: Form | None
+    was: int | None = None
 
     def of(self, leaves: Sequence[Any], out: Sequence[Any]) -> Any:
         return out[self.at] if self.plain is None else out[self.at].to_local().to(self.plain, copy=True)

@@ -15,6 +15,7 @@ from shardlib.eager.writes import put, strided
 from shardlib.normalise.passes import mask_filled
 from shardlib.specs.layout import Layout
 from shardlib.tensors import aliases
+from shardlib.tensors.away import share
 from shardlib.tensors.form import Form
 from shardlib.tensors.tensor import ShardedTensor, wrap
 
@@ -32,7 +33,8 @@ class OwnForm:
 def _alias(op: Any, args: Any, kwargs: Any) -> ShardedTensor:
     (x,) = args
     with aliases.like(x):
-        out = wrap(x._form, x._locals)
+        out = wrap(x._form, ())
+    share(x, out)
     aliases.view(x, out, ())
     return out
 

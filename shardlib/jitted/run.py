@@ -32,9 +32,9 @@ from shardlib.scalar import Scalar
 from shardlib.specs.layout import Layout
 from shardlib.state import compiling
 from shardlib.tensors import aliases
-from shardlib.tensors.away import brought, stow
+from shardlib.tensors.away import at_rest, stow
 from shardlib.tensors.form import Form
-from shardlib.tensors.tensor import ShardedTensor, wrap
+from shardlib.tensors.tensor import ShardedTensor
 from shardlib.tracing.ending import After
 
 
@@ -182,6 +182,9 @@ def results(entry: Entry, leaves: list[Any]) -> tuple[list[Any], Sequence[Any]]:
         leaf._locals = Gone(entry.name)
     out = entry.wrap(raw)
     note(origin, out)
+    for at in entry.away:
+        if at < len(out):
+            stow(out[at], out[at]._locals, out[at]._origin)
     saved: Sequence[Any] = raw[len(entry.outputs) :]
     if after.writes:
         saved = _kept_from_writes(entry, leaves, saved)
@@ -217,11 +220,9 @@ def _apply(entry: Entry, leaves: Sequence[Any], out: Sequence[Any], pieces: Sequ
         written = {given.leaf: pieces[i] for i, given in enumerate(entry.inputs) if given.replaced}
         for leaf, at in entry.after.written:
             into, value = leaves[leaf], out[at]
-            if at in entry.away:
-                if _is_alike(into, value) and stow(into, value._locals, value._origin):
-                    torch.autograd.graph.increment_version(into)
-                    continue
-                value = wrap(value._form, brought(value._locals))
+            if at in entry.away and _is_alike(into, value) and stow(into, at_rest(value), value._origin):
+                torch.autograd.graph.increment_version(into)
+                continue
             if type(into) is ShardedTensor and type(into._locals) is Gone:
                 continue  # it was donated: nobody reads it again
             if _is_written(into, value, written.get(leaf)):

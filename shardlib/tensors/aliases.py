@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardlib.aten.traits import has
+from shardlib.tensors.away import AWAY, LOCK, at_rest, brought
 from shardlib.tensors.form import Form
 
 if TYPE_CHECKING:
@@ -25,14 +26,22 @@ Path = tuple[Step, ...]
 
 
 class Memory:
-    """What a tensor, its aliases and its views share."""
+    """What a tensor, its aliases and its views share; `away` while the pieces are in the host's memory."""
 
-    __slots__ = ("form", "limit", "locals", "members")
+    __slots__ = ("_pieces", "away", "form", "limit", "members")
 
-    def __init__(self, form: Form, locals_: tuple[torch.Tensor, ...]) -> None:
-        self.form, self.locals = form, locals_
+    def __init__(self, form: Form, locals_: tuple[torch.Tensor, ...], *, away: bool = False) -> None:
+        self.form, self._pieces, self.away = form, locals_, away
         self.members: list[weakref.ref[ShardedTensor]] = []
         self.limit = 16
+
+    @property
+    def locals(self) -> tuple[torch.Tensor, ...]:
+        """The pieces, which live on the devices from now on."""
+        with LOCK:
+            if self.away:
+                self._pieces, self.away = brought(self._pieces), False
+            return self._pieces
 
     def join(self, x: ShardedTensor, path: Path) -> None:
         """`x` shows what `path` leads to."""
@@ -45,7 +54,7 @@ class Memory:
 
     def write(self, locals_: tuple[torch.Tensor, ...], origin: int) -> None:
         """The owner's new value: whoever shows the memory has to look at it again, and comes from there."""
-        self.locals = locals_
+        self._pieces, self.away = locals_, False
         for x in self.forget():
             x._origin = origin
 
@@ -55,6 +64,7 @@ class Memory:
         found = [x for x in found if x.__dict__.get("_memory") is self]
         for x in found:
             x.__dict__.pop("_locals", None)
+            x.__dict__.pop(AWAY, None)
         return found
 
 
@@ -62,7 +72,7 @@ def memory_of(x: ShardedTensor) -> Memory:
     """The memory that `x` shows; its own, if it has shared none so far."""
     memory: Memory | None = x.__dict__.get("_memory")
     if memory is None:
-        memory = Memory(x._form, x._locals)
+        memory = Memory(x._form, at_rest(x), away="_locals" not in x.__dict__)
         memory.join(x, ())
     return memory
 

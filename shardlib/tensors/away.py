@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 AWAY = "_away"  # the attribute that has the pieces then
 
-_lock = RLock()
+LOCK = RLock()
 
 Pieces = tuple[torch.Tensor, ...]
 
@@ -29,18 +29,36 @@ def brought(pieces: Pieces) -> Pieces:
 def brought_back(x: ShardedTensor) -> Pieces | None:
     """The pieces of a tensor that was away, and lives on the devices from now on; None if it is not known where."""
     own = x.__dict__
-    with _lock:
+    with LOCK:
         if "_locals" not in own and AWAY in own:
-            own["_locals"] = brought(own[AWAY])
+            memory = own.get("_memory")
+            own["_locals"] = brought(own[AWAY]) if memory is None else memory.locals
             del own[AWAY]
         found: Pieces | None = own.get("_locals")
         return found
 
 
+def at_rest(x: ShardedTensor) -> Pieces:
+    """The pieces of a tensor, wherever it lives."""
+    own = x.__dict__
+    with LOCK:
+        found: Pieces = own[AWAY] if "_locals" not in own and AWAY in own else x._locals
+        return found
+
+
+def share(x: ShardedTensor, out: ShardedTensor) -> None:
+    """Give `out` the pieces of `x`, where these live."""
+    with LOCK:
+        pieces = at_rest(x)
+        here, there = ("_locals", AWAY) if "_locals" in x.__dict__ else (AWAY, "_locals")
+        out.__dict__[here] = pieces
+        out.__dict__.pop(there, None)
+
+
 def sent(x: ShardedTensor) -> Pieces:
     """The pieces of a tensor in the host's memory, where it lives from now on."""
     own = x.__dict__
-    with _lock:
+    with LOCK:
         if "_locals" not in own and AWAY in own:
             found: Pieces = own[AWAY]
             return found
@@ -53,7 +71,7 @@ def stow(x: ShardedTensor, pieces: Pieces, origin: int) -> bool:
     """Give a tensor other pieces, of this origin, in the host's memory; False where others show its memory, so that it
     has to be on the devices."""
     own = x.__dict__
-    with _lock:
+    with LOCK:
         if (memory := own.get("_memory")) is not None:
             members = (member() for member in memory.members)
             if own["_path"] or any(

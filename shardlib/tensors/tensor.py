@@ -23,7 +23,7 @@ from shardlib.state import is_tracing
 from shardlib.state import tracing_flag as _tracing
 from shardlib.tensors.above import above
 from shardlib.tensors.aliases import bits, view
-from shardlib.tensors.away import AWAY
+from shardlib.tensors.away import AWAY, share
 from shardlib.tensors.form import Form, short_dtype
 from shardlib.tensors.memory import cut_up as cut_up
 from shardlib.tensors.memory import refuse_misfits
@@ -186,8 +186,8 @@ class ShardedTensor(torch.Tensor):
         if is_tracing():
             return
         assert isinstance(value, ShardedTensor), "refused above"
-        self._form, self._locals, self._origin = value._form, value._locals, value._origin
-        self.__dict__.pop(AWAY, None)
+        self._form, self._origin = value._form, value._origin
+        share(value, self)
         view(value, self, ())
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
