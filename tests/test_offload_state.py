@@ -423,3 +423,58 @@ def test_who_reads_in_between_delays_no_value(monkeypatch: pytest.MonkeyPatch) -
         assert AWAY in bias.__dict__
         train(model, optimizer, ids())
     same(model, one)
+
+
+def _other_data(model: Any, opt: Any, ids: Tensor) -> None:
+    """Each parameter, and what the optimizer keeps, is another tensor after it."""
+    step(model, opt, ids)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.data = p * 0.9
+            opt.state[p]["exp_avg"] = opt.state[p]["exp_avg"] * 0.5
+
+
+def test_what_is_put_in_place_of_state_lives_there_as_well() -> None:
+    one, plain, *_ = trained({}, None)
+    model, optimizer, _, mesh = trained({"data": 2, "tensor": 2}, BOTH)
+    train = sl.jit(_other_data, schedule=BOTH)
+    for _ in range(3):
+        _other_data(one, plain, ids())
+        with mesh:
+            train(model, optimizer, ids())
+        assert all(AWAY in x.__dict__ for x in (*model.parameters(), *moments(optimizer)))
+    same(model, one)
+    for a, b in zip(moments(optimizer), moments(plain), strict=True):
+        torch.testing.assert_close(a.full_tensor(), b, rtol=0, atol=1e-10)
+
+
+def test_an_alias_of_what_is_away_is_away() -> None:
+    want, (model, *_, mesh) = trained({}, None)[0].table.weight, trained({"data": 2}, BOTH)
+    with mesh, torch.no_grad():
+        p, start = model.table.weight, TIER.fetched
+        alias, other = p.detach(), p.data
+        assert TIER.fetched == start
+        assert all(AWAY in x.__dict__ for x in (p, alias, other))
+        alias.mul_(2)
+        for x in (p, alias, other):
+            assert AWAY not in x.__dict__
+            torch.testing.assert_close(x.full_tensor(), 2 * want)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_checkpoints_are_written_from_there(tmp_path: Any, background: bool) -> None:
+    model, optimizer, train, mesh = trained({"data": 4}, BOTH)
+    with mesh:
+        train(model, optimizer, ids())
+        start, checkpoints = TIER.fetched, sl.Checkpoints(tmp_path)
+        checkpoints.save(1, {"model": model, "opt": optimizer}, background=background)
+        checkpoints.wait()
+        assert TIER.fetched == start
+        assert all(AWAY in x.__dict__ for x in (*model.parameters(), *moments(optimizer)))
+        train(model, optimizer, ids())
+        checkpoints.load({"model": model, "opt": optimizer})
+    one, plain, *_ = trained({}, None)
+    step(one, plain, ids())
+    same(model, one)
+    for a, b in zip(moments(optimizer), moments(plain), strict=True):
+        torch.testing.assert_close(a.full_tensor(), b, rtol=0, atol=1e-10)

@@ -21,6 +21,7 @@ from shardlib.ranks import world
 from shardlib.specs.layout import Dim, Layout
 from shardlib.specs.pieces import span
 from shardlib.tensors import aliases
+from shardlib.tensors.away import at_rest
 from shardlib.tensors.tensor import ShardedTensor, typeof
 
 
@@ -121,7 +122,8 @@ def _held(x: ShardedTensor) -> dict[Box, torch.Tensor]:
             rule="a checkpoint has complete values",
             remedy="redistribute it first",
         )
-    return {box: shard.data for shard in reversed(x.shards) for box in boxes(x.sharding, shard.coords)}
+    held = reversed([*zip(x.mesh.own_coords(), at_rest(x), strict=True)])
+    return {box: piece for coords, piece in held for box in boxes(x.sharding, coords)}
 
 
 def _chunk(box: Box) -> Any:

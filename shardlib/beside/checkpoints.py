@@ -13,6 +13,7 @@ import torch
 
 from shardlib.eager.moving import laid_as
 from shardlib.internals import FILL_STATE_DICT, GATHER_STATE_DICT, STAGED_COPY, STAGED_MEMORY, pytree
+from shardlib.tensors.away import at_rest
 from shardlib.tensors.form import Form
 from shardlib.tensors.tensor import ShardedTensor, wrap
 
@@ -59,7 +60,7 @@ def _stager() -> None:
         if not isinstance(x, ShardedTensor):
             copied: torch.Tensor = offload(self, x, memo, *args, **kwargs)
             return copied
-        out = _on_cpu(x, self.deepcopy_with_tensor_offload(x._locals, memo, *args, **kwargs))
+        out = _on_cpu(x, self.deepcopy_with_tensor_offload(at_rest(x), memo, *args, **kwargs))
         memo[id(x)] = out
         return out
 
@@ -77,7 +78,7 @@ def _staging(_: Any) -> None:
         rest = [None if isinstance(x, ShardedTensor) else x for x in leaves]
         made = pytree.tree_leaves(create(pytree.tree_unflatten(rest, tree), *args, **kwargs))
         whole = [
-            _on_cpu(x, tuple(p.cpu() for p in x._locals)) if isinstance(x, ShardedTensor) else y
+            _on_cpu(x, tuple(p.cpu() for p in at_rest(x))) if isinstance(x, ShardedTensor) else y
             for x, y in zip(leaves, made, strict=True)
         ]
         return pytree.tree_unflatten(whole, tree)
