@@ -78,19 +78,20 @@ def compile_program(
     donate: Collection[int | str] = (),
     owned: int | None = None,
     keeping: Keeping = Keeping(),  # noqa: B008 it is frozen
+    tracer: Callable[..., Traced] = trace,
 ) -> Compiled:
     """Run all stages on `fn(*args, **kwargs)`.
 
     `in_specs` and `out_specs` are prefix pytrees of specs; `placed` gives the layout of a leaf of the call that has
-    one. `state`, `differentiate`, `exact` and `watch` are as in `trace`; `donate` are arguments whose memory is given
-    up, `owned` is as in `Program`.
+    one. `state`, `differentiate`, `exact` and `watch` are as in `trace`, which `tracer` does; `donate` are arguments
+    whose memory is given up, `owned` is as in `Program`.
     """
     clock = _Clock()
     call = flatten_call(fn, args, kwargs, static, state)
     specs = _leaf_specs(fn, call, in_specs)
     with mesh, tracing():
         there = world.current_device(mesh.device, mesh.kind)
-        traced = trace(
+        traced = tracer(
             fn,
             args,
             kwargs,
@@ -145,8 +146,8 @@ def _finished(
     *,
     draft: bool = False,
 ) -> tuple[Program, Halves | None]:
-    """The program after all passes, `moved` values in the host's memory meanwhile, inputs `away`, and what comes to stand
-    where they do, there between calls; its halves where its results have gradients."""
+    """The program after all passes, `moved` values in the host's memory meanwhile, inputs `away`, and what comes to
+    stand where they do, there between calls; its halves where its results have gradients."""
     passed = partial(run_passes, how=how, memory=memory, offloaded=moved, draft=draft)
     after = traced.after
     if not after.gradients:

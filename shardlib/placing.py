@@ -11,7 +11,7 @@ from shardlib.eager.moving import placed
 from shardlib.errors import ShardingError
 from shardlib.internals import is_wrapped
 from shardlib.manual.body import current_body
-from shardlib.meshes.mesh import Mesh, current_mesh, is_without_mesh
+from shardlib.meshes.mesh import Mesh, is_without_mesh, mesh_here
 from shardlib.ops.constraint import constrain
 from shardlib.specs.fixed import Fixed
 from shardlib.specs.slips import warn_of_slip
@@ -69,7 +69,7 @@ def shard(
             rule="a body is one device's program: its tensors are local, and nothing about them is inferred",
             remedy="annotate the arguments and results of the shard_map, by in_specs and out_specs",
         )
-    mesh = current_mesh()
+    mesh = mesh_here()
     if mesh is None and not is_without_mesh():
         raise ShardingError(
             f"shard(x, {str(spec)!r}) on shape {list(x.shape)} is outside any mesh",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shardlib.errors import ShardingError
+from shardlib.jitted.shared import one_trace
 from shardlib.machine import Machine
 from shardlib.meshes.mesh import Mesh
 from shardlib.plans.plan import Plan
@@ -78,6 +79,8 @@ def scaling(
 ) -> Scaling:
     """Plan a jitted function on each of `meshes` and simulate it on `machine`; nothing runs.
 
+    What is called alike on meshes of the same axes is traced once, unless it asks for the current mesh.
+
     `args` are its arguments, the same on every mesh (strong scaling), or a function from a mesh to them (weak scaling:
     more data on more devices); meta tensors will do. `fused` is as in `Plan.simulate`.
 
@@ -105,8 +108,9 @@ def scaling(
         remedy = "scaling(sl.jit(step), [sl.Mesh.abstract(data=8), ...], machine, (x, w))"
         raise ShardingError(f"scaling(...) got {', and '.join(faults)}", remedy=remedy)
     steps = []
-    for mesh in meshes:
-        with mesh:
-            plan: Plan = step.plan(*(args(mesh) if callable(args) else args))
-        steps.append(plan.simulate(machine, fused=fused))
+    with one_trace():
+        for mesh in meshes:
+            with mesh:
+                plan: Plan = step.plan(*(args(mesh) if callable(args) else args))
+            steps.append(plan.simulate(machine, fused=fused))
     return Scaling(tuple(steps), callable(args))

@@ -31,6 +31,7 @@ class _Count:
 
 
 rules_said = _Count()  # by users: what was made before knows other rules
+meshes_asked = _Count()  # for the current mesh: who asks may do something else on another one
 _single: ContextVar[bool] = ContextVar("shardlib_single", default=False)
 
 

@@ -12,10 +12,12 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
+from shardlib.jitted import shared
 from shardlib.machine import Device, Link, Machine, Span
 from shardlib.program.steps import Compute, Start, Wait
 from shardlib.simulate.collectives import transfer
 from shardlib.simulate.timeline import COMPUTE, FAR, NEAR
+from shardlib.tracing.trace import trace
 
 # Figures that one can do sums with: a FLOP takes as long as a byte, links are ten and a hundred times slower.
 DEVICE = Device({"f32": 1e9}, bandwidth=1e9, memory=1e9, host=1e9)
@@ -306,6 +308,50 @@ def test_scaling() -> None:
     assert head == f"weak scaling of loss on {SLOW!r}: simulated, not measured"
     assert columns.split() == ["mesh", "devices", "seconds", "exposed", "efficiency", "peak", "memory"]
     assert [row.split()[:2] for row in rows] == [["data=2", "2"], ["data=8", "8"]]
+
+
+class Net(torch.nn.Module):
+    """Layers, and a number by which it counts its calls, or that it asks the mesh for."""
+
+    def __init__(self, *, asks: bool) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64, device="meta") for _ in range(3))
+        self.asks, self.calls = asks, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        for layer in self.layers:
+            x = sl.shard(torch.relu(layer(x)), "rows@data hidden@tensor")
+        mesh = sl.current_mesh() if self.asks else None
+        return x + torch.rand(64) * (self.calls if mesh is None else mesh["data"])
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_scaling_traces_once_what_does_not_ask_for_the_mesh(asks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(net: Net, opt: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+        loss = net(x).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    traced: list[Any] = []
+    monkeypatch.setattr(shared, "trace", lambda *args, **how: traced.append(trace(*args, **how)) or traced[-1])
+    net = Net(asks=asks)
+    call = net, torch.optim.AdamW(net.parameters()), meta(4096, 64)
+    meshes = [sl.Mesh.abstract(data=n, tensor=m) for n, m in ((2, 2), (8, 4), (4, 1))]
+    apart, train = (sl.jit(step, in_specs=(None, None, "rows@data _")) for _ in range(2))
+    each, counts = [], []
+    for mesh in meshes:
+        with mesh:
+            each.append(apart.plan(*call))
+        counts.append(len(traced))
+    found = sl.scaling(train, meshes, SLOW, call)
+    assert len(traced) - counts[-1] == (counts[-1] if asks else counts[0])
+    for mesh, plan, simulated in zip(meshes, each, found.steps, strict=True):
+        with mesh:
+            assert str(train.plan(*call)) == str(plan)
+        assert simulated.seconds == plan.simulate(SLOW).seconds
 
 
 def test_scaling_needs_meshes_and_a_plan() -> None:

@@ -24,6 +24,7 @@ from shardlib.errors import NoProgramError, ShardingError
 from shardlib.internals import preserved_versions
 from shardlib.jitted.function import Function
 from shardlib.jitted.programs import PROGRAMS, Programs
+from shardlib.jitted.shared import tracer
 from shardlib.lines import user_frame
 from shardlib.meshes.mesh import Mesh, current_mesh
 from shardlib.plans.plan import Plan
@@ -209,6 +210,7 @@ class Invocation:
                 watch=watch,
                 donate=function.donate,
                 keeping=function.keeping,
+                tracer=tracer(self.key, self.leaves),
                 differentiate=any(isinstance(x, torch.Tensor) and x.requires_grad for x in self.leaves),
             )
         after = compiled.traced.after

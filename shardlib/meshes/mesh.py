@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Self
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,9 +23,9 @@ from shardlib.machine import Machine
 from shardlib.meshes.axis import Axis, Coords
 from shardlib.meshes.meshtext import Kind, MeshAxes, Rules, did_you_mean, faults_of, joined, read, tidy_rules, written
 from shardlib.ranks import order, waiting, world
+from shardlib.state import meshes_asked
 
-# A tuple in a context variable: every thread and every asyncio task has a stack of its own.
-# None stands for a block that is outside any mesh on purpose.
+# Every thread and asyncio task has a stack of its own; None stands for a block that is outside any mesh on purpose.
 _stack: ContextVar[tuple[Mesh | None, ...]] = ContextVar("shardlib_mesh", default=())
 
 
@@ -224,8 +224,7 @@ class Mesh:
 
     def all_coords(self) -> list[dict[str, int]]:
         """The coordinates of all ranks, in the order of ranks."""
-        steps = itertools.product(*map(range, self.axes.values()))
-        return [dict(zip(self.axes, step, strict=True)) for step in steps]
+        return [dict(zip(self.axes, step, strict=True)) for step in itertools.product(*map(range, self.axes.values()))]
 
     def own_coords(self) -> list[dict[str, int]]:
         """The coordinates of this process's devices: of all of them where they are virtual, else of its rank."""
@@ -265,9 +264,7 @@ class Mesh:
         _stack.set((*_stack.get(), self))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _leave(self)
 
     @cached_property
@@ -304,14 +301,18 @@ class Mesh:
             4
         """
         kind, axes, words = read(text)
-        make = Mesh.abstract if kind == "Mesh.abstract" else Mesh
-        return make(*axes, **{"device": "cpu", **words})
+        return (Mesh.abstract if kind == "Mesh.abstract" else Mesh)(*axes, **{"device": "cpu", **words})
 
 
 def current_mesh() -> Mesh | None:
     """The mesh of the innermost `with mesh:` block of this thread; None outside."""
-    stack = _stack.get()
-    return stack[-1] if stack else None
+    meshes_asked.again()
+    return mesh_here()
+
+
+def mesh_here() -> Mesh | None:
+    """The same, for what a trace does on meshes of all sizes alike."""
+    return (_stack.get() or (None,))[-1]
 
 
 @contextmanager
@@ -339,8 +340,7 @@ def no_mesh() -> Iterator[None]:
 
 def is_without_mesh() -> bool:
     """Whether the innermost block of this thread is `with no_mesh():`."""
-    stack = _stack.get()
-    return bool(stack) and stack[-1] is None
+    return bool(_stack.get()) and mesh_here() is None
 
 
 def _leave(block: Mesh | None) -> None:

@@ -24,7 +24,7 @@ from shardlib.internals import TorchDispatchMode, generator_id, without_modes
 from shardlib.lines import user_line
 from shardlib.manual.body import current_body
 from shardlib.meshes.axis import Axis
-from shardlib.meshes.mesh import Mesh, current_mesh
+from shardlib.meshes.mesh import Mesh, current_mesh, mesh_here
 from shardlib.ops import all_reduce
 from shardlib.ops import draw as ops
 from shardlib.ops._groups import together
@@ -144,7 +144,7 @@ class _Trace(_Program):
                 self._refuse("a generator", "the function is called at")
 
     def _key(self, number: int) -> Tensor:
-        mesh = current_mesh()
+        mesh = mesh_here()
         where = torch.device("cpu" if mesh is None else mesh.device)
         key: Tensor = torch.ops.shardlib.call_key(number, device=where)
         if not number and (mode := get_proxy_mode()) is not None:
