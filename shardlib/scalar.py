@@ -20,6 +20,8 @@ _INFIX: dict[Any, str] = {
     operator.sub: "-",
     operator.mul: "*",
     operator.truediv: "/",
+    operator.floordiv: "//",
+    operator.mod: "%",
     operator.pow: "**",
 }
 _PREFIX: dict[Any, str] = {operator.neg: "-", operator.pos: "+"}
@@ -31,7 +33,7 @@ _COMPARISONS: dict[Any, str] = {
     operator.gt: ">",
     operator.ge: ">=",
 }
-_CALLS: dict[Any, str] = {torch.sym_float: "float", float: "float"}
+_CALLS: dict[Any, str] = {torch.sym_float: "float", float: "float", operator.abs: "abs"}
 OPERATIONS = frozenset({*_INFIX, *_PREFIX, *_CALLS})
 
 

@@ -145,26 +145,27 @@ def _attribute(name: str) -> Callable[[Given], Any]:
     return lambda self: getattr(self.look(), name)
 
 
-for _name in ("add", "sub", "mul", "truediv", "pow"):
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
     setattr(Given, f"__{_name}__", _forward(getattr(operator, _name)))
     setattr(Given, f"__r{_name}__", _reflected(getattr(operator, _name)))
-for _name in ("neg", "pos"):
+for _name in ("neg", "pos", "abs"):
     setattr(Given, f"__{_name}__", _forward(getattr(operator, _name)))
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(Given, f"__{_name}__", _comparing(getattr(operator, _name)))
-for _name in ("abs", "index", "floordiv", "mod", "and_", "or_", "xor", "invert"):
+for _name in ("index", "and_", "or_", "xor", "invert"):
     setattr(Given, f"__{_name.rstrip('_')}__", _looking(getattr(operator, _name)))
 for _name in ("lshift", "rshift"):
     setattr(Given, f"__{_name}__", _looking(getattr(operator, _name)))
-for _name in ("floordiv", "mod", "and_", "or_", "xor", "lshift", "rshift"):
+for _name in ("and_", "or_", "xor", "lshift", "rshift"):
     setattr(Given, f"__r{_name.rstrip('_')}__", _looking_back(getattr(operator, _name)))
 for _name, _op in (
     *(("int", int), ("float", float), ("complex", complex), ("str", str), ("repr", repr)),
     *(("round", round), ("trunc", math.trunc), ("floor", math.floor), ("ceil", math.ceil)),
-    *(("format", format), ("divmod", divmod)),
+    ("format", format),
 ):
     setattr(Given, f"__{_name}__", _looking(_op))
-Given.__rdivmod__ = _looking_back(divmod)  # type: ignore[attr-defined]
+Given.__divmod__ = lambda self, other: (self // other, self % other)  # type: ignore[attr-defined]
+Given.__rdivmod__ = lambda self, other: (other // self, other % self)  # type: ignore[attr-defined]
 for _name in ("is_integer", "as_integer_ratio", "hex", "conjugate", "bit_length", "to_bytes"):
     setattr(Given, _name, _method(_name))
 for _name in ("real", "imag", "numerator", "denominator"):
@@ -205,6 +206,10 @@ class Numbers(Staying):
         ]
 
     def look(self, scalar: Scalar) -> None:
+        """From now on the program is for the value of this number; of a counter's `n % 4`, for that one of four."""
+        if scalar.op is not None and type(scalar.hint) is int and len(self.compared) < COMPARISONS:
+            self.compared[Scalar.of(operator.eq, scalar, scalar.hint)] = None
+            return
         for leaf in sources(scalar.leaves(), self.hosted):
             self.looked[leaf] = self._hints[leaf]
 

@@ -319,6 +319,8 @@ def _scalar(text: str) -> Scalar:
             if isinstance(given, ast.Constant):
                 return float(str(given.value))
             inside = read(given)
+            if isinstance(node.func, ast.Name) and node.func.id == "abs":
+                return Scalar(operator.abs, (inside,), hint=1)
             is_power = inside.op is operator.pow and inside.hint == 1 and type(inside.hint) is int
             return Scalar(operator.pow, inside.args, hint=1.0) if is_power else Scalar(float, (inside,), hint=1.0)
         return ast.literal_eval(node)
@@ -332,5 +334,7 @@ _BINARY: Mapping[type, Any] = {
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
     ast.Pow: operator.pow,
 }

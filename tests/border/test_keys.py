@@ -17,6 +17,7 @@ import shardlib as sl
 from shardlib import Mesh, ShardingError
 from shardlib.jit import RetraceWarning
 from shardlib.jitted.programs import PROGRAMS
+from shardlib.program.text import parse, show
 from tests.border.oracle import same
 
 X = torch.arange(24.0).view(6, 4)
@@ -218,6 +219,10 @@ ARITHMETIC: dict[str, Callable[[Tensor, Any], Any]] = {
     "zero-dim tensor": lambda x, n: x[0, 0].double() * n,
     "python": lambda x, n: x * (2 * n + 1 - n),
     "power of a constant": lambda x, n: x * 0.9 ** min(5, 3) + 0.5 * n,
+    "floor": lambda x, n: x * (n // 2),
+    "rest": lambda x, n: x * (n % 3) + 7 % (abs(n) + 1),
+    "floor and rest": lambda x, n: x * divmod(n, 3)[1] - divmod(n, 0.5)[0],
+    "abs": lambda x, n: x * abs(n),
     "unused": lambda x, n: x + 1,
     "returned": lambda x, n: (x, n),
     "computed and returned": lambda x, n: (x, -n, n + 1, {"n": n * 2}),
@@ -245,7 +250,6 @@ LOOKING: dict[str, Callable[[Tensor, Any], Any]] = {
     "text": lambda x, n: x * len(f"{n}"),
     "repr": lambda x, n: x * len(repr(n)),
     "key": lambda x, n: x * {0: 2, 1: 3}.get(n, 5),
-    "abs": lambda x, n: x * abs(n),
     "floor": lambda x, n: x * (n // 2 if n == n and abs(n) < 1e9 else 1),
     "square root": lambda x, n: x * math.sqrt(abs(n)) if n == n else x,
     "tensor of it": lambda x, n: x * torch.tensor(n),
@@ -281,6 +285,15 @@ SIZES: dict[str, Callable[[Tensor, int], Any]] = {
 @pytest.mark.parametrize("name", SIZES)
 def test_numbers_that_are_sizes(name: str) -> None:
     each(SIZES[name], [(X, n) for n in (1, 2, 3)])
+
+
+def test_a_counter_is_for_its_rest() -> None:
+    """Every so many steps something else happens: that is as many programs as there are rests, whatever the count."""
+    each(lambda x, n: x * 2 if n % 10 == 0 else x, [(X, n) for n in range(1, 25)], programs=2)
+    each(lambda x, n: x[n % 3] + (n // 3) * x[0], [(X, n) for n in range(12)], programs=3)
+    each(lambda x, n: x.sum(n // 5 % 2), [(X, n) for n in range(20)], programs=2)
+    program = sl.jit(lambda x, n: x * (n // 2 % 3) + abs(n)).plan(X, 7).compiled.program
+    assert show(parse(show(program))) == show(program)
 
 
 def test_numbers_are_compared_as_numbers() -> None:
