@@ -76,6 +76,12 @@ class Given:
             args = args[0], plain(args[1])
         return Given.of(Scalar.of(op, *(x.scalar if is_given(x) else x for x in args)), self.numbers)
 
+    def __divmod__(self, other: Any) -> Any:
+        return operator.floordiv(self, other), operator.mod(self, other)
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return operator.floordiv(other, self), operator.mod(other, self)
+
     def __hash__(self) -> int:
         return hash(self.look())
 
@@ -164,8 +170,6 @@ for _name, _op in (
     ("format", format),
 ):
     setattr(Given, f"__{_name}__", _looking(_op))
-Given.__divmod__ = lambda self, other: (self // other, self % other)  # type: ignore[attr-defined]
-Given.__rdivmod__ = lambda self, other: (other // self, other % self)  # type: ignore[attr-defined]
 for _name in ("is_integer", "as_integer_ratio", "hex", "conjugate", "bit_length", "to_bytes"):
     setattr(Given, _name, _method(_name))
 for _name in ("real", "imag", "numerator", "denominator"):

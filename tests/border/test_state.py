@@ -1010,7 +1010,7 @@ CHANGED: dict[str, tuple[Callable[[Mutable, Tensor], Tensor], int]] = {
     "a tensor becomes a number": (_becomes_a_number, 1),
     "a text": (_switches, 1),
     "two numbers of each other": (_of_two, 0),
-    "a number that is looked at": (_looks, 3),
+    "a number that is looked at": (_looks, 1),
     "items": (_in_containers, 1),
     "an item is popped": (_pops, 1),
     "of a class": (_of_the_class, 0),
