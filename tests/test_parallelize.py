@@ -1300,3 +1300,25 @@ def test_what_suggest_cannot_do() -> None:
     ):
         with pytest.raises(ShardingError, match=text):
             sl.suggest(module, mesh, torch.ones(4, module.in_features))
+
+
+class Counting(nn.Module):
+    """A layer that counts its calls, and notes the counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls, self.seen = nn.Linear(8, 8), 0, list[int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(self.calls)
+        out: Tensor = self.layer(x)
+        return out
+
+
+def test_what_a_forward_pass_notes_is_none_of_the_way_back() -> None:
+    with Mesh(data=2):
+        model = sl.parallelize(Counting())
+        for _ in range(3):  # a warning, of ops that run one by one, would be an error
+            model(torch.ones(4, 8)).sum().backward()
+    assert model.seen == [1, 2, 3]

@@ -37,6 +37,14 @@ def items(place: Place, x: Any) -> Iterator[tuple[Place, Any]]:
                 yield from items(at, y)
 
 
+def containing(place: Place) -> Iterator[Place]:
+    """The place, and those of the tuples and lists in which it is an item."""
+    yield place
+    while isinstance(place[1], Item):
+        place = place[0], place[1].key
+        yield place
+
+
 class Changing:
     """`numbers`, which the function changes or its caller, are inputs; `holders`, the containers and tensors in which
     the function changes something, count by identity.
@@ -65,9 +73,8 @@ class Changing:
     def add(self, numbers: Iterable[Place], holders: Iterable[int] = (), logs: Mapping[int, Any] = _NONE) -> None:
         """Note more of it."""
         for place in numbers:
-            self.numbers.add(place)
-            while isinstance(place[1], Item):
-                place = place[0], place[1].key
-                self.inside.add(place)
+            own, *around = containing(place)
+            self.numbers.add(own)
+            self.inside.update(around)
         self.holders.update(holders)
         self.logs.update(logs)

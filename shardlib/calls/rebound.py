@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from shardlib.calls.changing import Changing, Item, Place
+from shardlib.calls.changing import Changing, Item, Place, containing
 from shardlib.calls.differing import changed_numbers, is_reordered, is_same
 from shardlib.calls.holders import (
     ALL,
@@ -59,7 +59,9 @@ class Watch:
         self._leaf: dict[Place, int] = {}
         self._tuples: dict[Place, tuple[Any, ...]] = {}  # with such numbers in them
         self._left: set[Place] = set()  # whose new values stay as the trace leaves them
-        self._cut: Mapping[int, Tensor] = {}
+        self._cut: Mapping[int, Any] = {}  # what stands for tensors, and for tuples of them, by ids
+        self._cut_tuples: dict[int, tuple[Any, Any]] = {}  # what stands for a tuple, and this, by its id
+        self._standing: dict[Place, Any] = {}  # what stands where such a tensor, or tuple, is held
         self._after = self.before  # when the function had returned
         self._returned: set[Place | int] = set()  # places, and containers, that have got back what they had since
         self._late: dict[str, None] = {}
@@ -86,7 +88,8 @@ class Watch:
             put(self.before.owners[owner], key, given)
             return
         around = owner, key.key
-        held = self._tuples.get(around, self.before.values[around])
+        held = self.before.values[around]
+        held = self._tuples.get(around, self._cut_tuples.get(id(held), (held,))[0])
         if type(held) is list:
             held[key.index] = given
             self._leaf[id(held), key.index] = leaf
@@ -97,7 +100,6 @@ class Watch:
     @contextmanager
     def cut(self, state: State) -> Iterator[None]:
         """Tensors that come from ops outside are leaves inside, in all places: their history is none of the trace's."""
-        taken: list[tuple[Place, Tensor, Tensor]] = []
         for i, x in enumerate(state.tensors):
             if x.is_leaf or x.retains_grad:
                 continue
@@ -109,22 +111,45 @@ class Watch:
             leaf.__dict__.update({k: y for k, y in x.__dict__.items() if k not in leaf.__dict__})
             state.tensors[i], state.cut = leaf, {**state.cut, id(leaf): x}
             for place in places:
-                put(self.before.owners[place[0]], place[1], leaf)
-                taken.append((place, x, leaf))
-        self._cut = state.cut
+                self._stand(place, leaf)
+        self._cut = {**state.cut, **{id(made): was for made, was in self._cut_tuples.values()}}
         try:
             yield
         finally:
             state.tensors[:] = [state.cut.get(id(x), x) for x in state.tensors]
-            now = self.look().values if taken else {}
-            for place, x, leaf in taken:
-                if now.get(place) is leaf:
-                    put(self.before.owners[place[0]], place[1], x)
+            now = self.look().values if self._standing else {}
+            for place, x in self._standing.items():
+                if now.get(place) is x:
+                    put(*self._holder(place), self.before.values[place])
+            self._standing, self._cut_tuples = {}, {}
             state.cut = {}
 
     def _can_hold(self, place: Place) -> bool:
-        owner = self.before.owners.get(place[0])
-        return owner is not None and not isinstance(owner, FIXED) and not is_by_tensor(place[1])
+        owner, key = self._holder(place)
+        if type(owner) is tuple:  # another one can stand where it does
+            around = self.before.places_of(owner)
+            return bool(around) and all(map(self._can_hold, around))
+        return owner is not None and not isinstance(owner, FIXED) and not is_by_tensor(key)
+
+    def _holder(self, place: Place) -> tuple[Any, Any]:
+        """Who holds what is at a place, and under which key."""
+        owner, key = place
+        if isinstance(key, Item):
+            return self.before.values[owner, key.key], key.index
+        return self.before.owners.get(owner), key
+
+    def _stand(self, place: Place, x: Any) -> None:
+        """Let something else stand at a place; in a tuple, this is another tuple."""
+        owner, key = self._holder(place)
+        if type(owner) is not tuple:
+            put(owner, key, x)
+            self._standing[place] = x
+            return
+        held, _ = self._cut_tuples.get(id(owner), (owner, owner))
+        made = (*held[:key], x, *held[key + 1 :])
+        self._cut_tuples[id(owner)] = made, owner
+        for around in self.before.places_of(owner):
+            self._stand(around, made)
 
     def take_back(self, *, gone_back: bool = False) -> None:
         """Give the holders of such numbers what they had, but what no program can repeat stays."""
@@ -163,6 +188,8 @@ class Watch:
             mine = place[0] in before.owners and place[0] not in before.copies and place[0] in after.owners
             if mine and not isinstance(place[1], Item) and not is_same(had, has):
                 put_back(before.owners[place[0]], place, before)
+        for place, x in self._standing.items():  # it is traced again
+            put(*self._holder(place), x)
 
     def learn(self, changing: Changing) -> bool:
         """Note what the function changes; whether the program is right: a number that it changes is an input, so with
@@ -257,6 +284,7 @@ class Watch:
                 then.text(place): None
                 for place in self.before.numbers
                 if place in then.called and now.values.get(place) is not then.values[place]
+                if self._returned.isdisjoint(containing(place))  # else all that holds it is there again
             }
 
     def late(self, left: Snapshot) -> list[str]:

@@ -6,6 +6,7 @@ import array
 import copy
 import functools
 from collections import OrderedDict, defaultdict, deque
+from types import MethodType
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ class Snapshot(State):
         super()._attribute(owner, name, x, known, depth)
         deep = kind not in PLAIN and (isinstance(x, _DEEP) or is_object(x))
         if not self._log:
-            self.found[place] = (type(x), id(x)) if deep else tuple(known[start:])
+            self.found[place] = (type(x), *_who(x)) if deep or kind is MethodType else tuple(known[start:])
         self.values[place], self.called[place] = x, self._at
         self.values.update(items(place, x))
         if name is not LENGTH:
@@ -127,6 +128,11 @@ class Snapshot(State):
     def _again(self, x: Any, known: list[Any]) -> bool:
         self.owners[id(x)] = x
         return super()._again(x, known)
+
+
+def _who(x: Any) -> tuple[int, ...]:
+    """What has places of its own counts by identity where it is held; a method is made anew whenever it is read."""
+    return (id(x.__func__), id(x.__self__)) if type(x) is MethodType else (id(x),)
 
 
 _CHANGING = (list, dict, set, deque)

@@ -266,7 +266,8 @@ class Ending:
                     f"{called[leaf]} comes from {called[ends[behind.pop()]]}, and the traced function reads both",
                     rule="an input has no history inside; this one is held by something that cannot hold another for "
                     "the time of the trace (a tuple, a default argument, or it is an argument, too)",
-                    remedy="compute it inside, or pass it as an argument",
+                    remedy="keep it without its history (self.h = tuple(x.detach() for x in h)), compute it inside, or "
+                    "pass it as an argument",
                 )
 
     def names(self, results: Sequence[str]) -> tuple[str, ...]:
