@@ -57,7 +57,7 @@ FAMILY: dict[str, Bounds] = {
     "writing": (0, 1, _all), "scattering": (0, 1, _all), "bags": (0, 3, _all), "pooling": (0, 9, _largest),
     "resample": (1, 72, _largest), "matrix": (0, 6, _largest), "linalg": (0, 1, _matrices), "view": (0, 0, _largest),
     "slicing": (0, 0, _largest), "unfolding": (0, 0, _largest), "creation": (0, 1, _largest), "foreach": (0, 8, _all),
-    "fused_loss": (0, 0, _all), "padding": (0, 0, _largest),
+    "fused_loss": (0, 0, _all), "padding": (0, 0, _largest), "diagonals": (0, 1, _largest),
 }  # fmt: skip
 PRODUCTS = {"contraction", "convolution", "attention", "grouped"}  # counted below, against torch's counter or by hand
 OTHERS: dict[str, Bounds] = {

@@ -3,7 +3,8 @@
 Annotations say what is cut over an axis. Ops that none of them reaches are done by every device along the axis; and a
 chain of ops that is cut where each of them has to communicate may be cheaper in a dim that all of them have (matrices
 cut inside, in a stack: two exchanges, and the chain runs alone). Such dims are offered the axis, one after the other;
-an offer stands if the whole program becomes markedly faster, by the same estimate that decides everything.
+an offer stands if the whole program becomes markedly faster, by the same estimate that decides everything. So are the
+dims of a large sum over devices that light ops turn into little: who adds up a piece goes on with it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from shardlib.meshes.mesh import Mesh
 from shardlib.propagate.decide import TIE, Decider
 from shardlib.propagate.dims import Leaf
 from shardlib.propagate.estimate import Estimate, grained
-from shardlib.propagate.flood import Flood, Want
+from shardlib.propagate.flood import Flood, OpFactor, Want
 from shardlib.propagate.problem import work
 from shardlib.propagate.units import build_units, may_cut
 
@@ -29,6 +30,7 @@ _WORTH_MORE = 0.5  # or this, where it sends markedly more
 _SHARE = 0.2  # of the work of all ops, in which a dim must take part
 _TRIED = 3  # dims for each axis
 T = TypeVar("T")
+_SMALL = 8  # times smaller is what nobody minds to have whole
 _HEAVY = 8  # operations for every element that an op reads or makes: others do not matter beside such
 
 
@@ -95,12 +97,17 @@ def _is_heavy(op: Op) -> bool:
 
 def _candidates(weights: Mapping[Op, float], flood: Flood, mesh: Mesh, decider: Decider, name: str) -> list[Leaf]:
     """The dims which would take most of what is done alike along an axis, or that communicates."""
-    atoms, gain = mesh.axis(name).primes(), defaultdict[Leaf, float](float)
+    atoms, gain, summed = mesh.axis(name).primes(), defaultdict[Leaf, float](float), defaultdict[Leaf, float](float)
     for op, weight in weights.items():
         unit = decider.units.unit.get(op)
         if unit is None:
             continue
-        used = {a for axes in decider.unit_cut(unit) for a in axes}
+        cuts = decider.unit_cut(unit)
+        used = {a for axes in cuts for a in axes}
+        slots = decider.units.op_slots[op].items()
+        if not used.isdisjoint(atoms) and any(_owes(op, x) and not {*cuts[s]}.isdisjoint(atoms) for x, s in slots):
+            for leaf in _free(op, flood, atoms, everywhere=False) if _is_used_up(op) else ():
+                summed[leaf] += sum(r.nbytes for r in op.results if r is not None)
         idle = [a for a in atoms if a not in used]
         moves = unit in decider.problem.kind and decider.estimate.moving(decider.problem.kind[unit], decider.choices)
         if idle or moves:
@@ -108,11 +115,35 @@ def _candidates(weights: Mapping[Op, float], flood: Flood, mesh: Mesh, decider: 
                 gain[leaf] += weight
     most = _first(gain)[:_TRIED]
     found = [leaf for leaf in most if gain[leaf] >= _SHARE * sum(weights.values())]
-    return list(dict.fromkeys([*found, *_first(_beside_selections(flood, decider, atoms))[:1]]))
+    return list(dict.fromkeys([*found, *_first(summed)[:1], *_first(_beside_selections(flood, decider, atoms))[:1]]))
 
 
 def _first(gain: Mapping[Leaf, float]) -> list[Leaf]:
     return sorted(gain, key=lambda leaf: (-gain[leaf], leaf))
+
+
+def _owes(op: Op, x: OpFactor) -> bool:
+    """Whether what an op makes is a sum over devices where a factor is cut."""
+    return op.rule is not None and op.rule.owed(0, x[0]) == "sum"
+
+
+def _is_used_up(op: Op) -> bool:
+    """Whether of what an op makes nothing is left as large, but by light ops on the way: then who adds up a piece of it
+    can do all of these on the piece."""
+    todo, seen = [r for r in op.results if r is not None], set[Op]()
+    most = max(r.nbytes for r in todo)
+    while todo:
+        value = todo.pop()
+        if value.nbytes * _SMALL < most:
+            continue
+        if value.is_output:
+            return False
+        readers = {reader for reader, _ in value.readers} - seen
+        if any(reader.rule is None or reader.manual or reader.constrains or _is_heavy(reader) for reader in readers):
+            return False
+        seen |= readers
+        todo += [r for reader in readers for r in reader.results if r is not None]
+    return True
 
 
 def _beside_selections(flood: Flood, decider: Decider, atoms: Sequence[Axis]) -> Mapping[Leaf, float]:

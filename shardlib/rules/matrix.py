@@ -1,4 +1,4 @@
-"""Matrices beside the plain products: diagonals, traces, distances, complex numbers as pairs."""
+"""Matrices beside the plain products: distances, complex numbers as pairs."""
 
 from __future__ import annotations
 
@@ -7,32 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.rules.patterns import pattern
 from shardlib.rules.pointwise import pointwise
-from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.space import Space, arg, argument_named, axis, path, result_shape, shape_ints
-from shardlib.rules.view import walked
+from shardlib.rules.rule import Call, Rule, RuleFn
+from shardlib.rules.space import Space, arg, axis
 from shardlib.rules.written import by_torch
 
 aten = torch.ops.aten
-
-
-def _trace(local: Local) -> Any:
-    """The part of the diagonal that crosses this device's block."""
-    rows, columns = (local.offset(f) if local.axes(f) else 0 for f in "mn")
-    offset = rows - columns
-    return local.op(aten.sum.default, local.op(aten.diagonal.default, local.args[0], offset))
-
-
-def _diagonal(call: Call) -> Rule:
-    """A value that is made of its diagonal: among zeros (`diag_embed`, `_backward`), or in another one (`_scatter`)."""
-    scatters, space = len(call.operands) == 2, Space()
-    shape = call.operands[0].shape if scatters else result_shape(call)
-    where = (argument_named(call, name) for name in ("offset", "dim1", "dim2"))
-    x, (part,) = walked(space, aten.diagonal.default, shape, *where)
-    sized = call.target is aten.diagonal_backward.default
-    ints = shape_ints(path(call, 1, "input_sizes"), x) if sized else {}
-    return space.rule([x, part] if scatters else [part], [x], linear=[range(len(call.operands))], ints=ints)
 
 
 def _trilinear(call: Call) -> Rule:
@@ -71,8 +51,6 @@ def _pairs_backward(grad: Tensor, x: Tensor, p: float, distances: Tensor) -> Ten
 
 
 ROWS: dict[str, RuleFn | str] = {
-    "trace": pattern("m n -> | m:sum n:sum m:local n:local {0}", local=_trace),
-    **dict.fromkeys(["diag_embed", "diagonal_backward", "diagonal_scatter"], _diagonal),
     "_trilinear": _trilinear,
     # Distances between rows of m numbers; given the distances, their gradient goes number by number.
     **dict.fromkeys(["_cdist_forward", "_euclidean_dist"], "... p m, ... r m -> ... p r | m:whole"),

@@ -194,7 +194,7 @@ def _copied(view: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x, *args, **kwargs: pytree.tree_map(Tensor.clone, view(x, *args, **kwargs))
 
 
-_VIEWS = [("permute", ""), ("transpose", ".int"), ("t", ""), ("unsqueeze", ""), ("diagonal", ""), ("unbind", ".int")]
+_VIEWS = [("permute", ""), ("transpose", ".int"), ("t", ""), ("unsqueeze", ""), ("unbind", ".int")]
 
 ROWS: dict[str, RuleFn | str] = {
     **dict.fromkeys(["view", "reshape", "_unsafe_view", "view_copy", "_reshape_copy"], _reshape),

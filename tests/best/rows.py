@@ -8,6 +8,7 @@ from tests.best import (
     chains,
     constants,
     experts,
+    features,
     fused,
     layers,
     matrices,
@@ -33,4 +34,5 @@ ROWS: list[Row] = [
     *fused.ROWS,
     *layers.ROWS,
     *objectives.ROWS,
+    *features.ROWS,
 ]

@@ -15,22 +15,6 @@ def c(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.complex128)
 
 
-def diagonals() -> Iterator[Sample]:
-    for shape in ((5, 5), (2, 7), (4, 3), (5, 1), (1, 5)):
-        yield s("trace", f(*shape))
-    yield s("trace", torch.randint(0, 9, (5, 4)))
-    for name in ("diagonal", "diagonal_copy"):
-        yield s(name, f(3, 4))
-        yield s(name, f(3, 2, 3), 1, 0, -1)
-    yield s("diag_embed", f(5))
-    yield s("diag_embed", f(2, 5), 1)
-    yield s("diag_embed", f(4, 3), -2, 0, -2)
-    yield s("diagonal_backward", f(5, 3), [5, 3, 4], 0, 1, 2)
-    yield s("diagonal_backward", f(4, 2), [3, 4, 3], -1, 0, 2)
-    yield s("diagonal_scatter", f(3, 5, 4), f(5, 3), 0, 0, 2)
-    yield s("diagonal_scatter", f(3, 4), f(3), 1)
-
-
 def distances() -> Iterator[Sample]:
     for p in (2.0, 1.0, 3.0, float("inf")):
         for x, y in ((f(5, 3), f(4, 3)), (f(2, 3, 4), f(2, 5, 4)), (f(3, 1, 2, 4), f(2, 3, 4))):
@@ -65,4 +49,4 @@ def complex_numbers() -> Iterator[Sample]:
     yield s("_to_copy", f(3, 4), dtype=torch.complex128)
 
 
-SAMPLES: tuple[Callable[[], Iterator[Sample]], ...] = (diagonals, distances, complex_numbers)
+SAMPLES: tuple[Callable[[], Iterator[Sample]], ...] = (distances, complex_numbers)

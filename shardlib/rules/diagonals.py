@@ -1,0 +1,96 @@
+"""Diagonals of matrices, and matrices that are made of them.
+
+Where a diagonal crosses all rows, its elements are numbered as these are, and so for columns. A device finds what
+crosses its block of rows and columns: of a diagonal that is read, zeros stand for the rest, and devices add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib.internals import schema_of
+from shardlib.rules.halo import extent, length, padded
+from shardlib.rules.patterns import pattern
+from shardlib.rules.rule import Call, Local, Rule, RuleFn
+from shardlib.rules.shards import adds_up
+from shardlib.rules.space import Dim, Ints, Space, argument_named, axis, path, result_shape, shape_ints
+from shardlib.rules.view import walked
+
+aten = torch.ops.aten
+
+
+def _trace(local: Local) -> Any:
+    """The part of the diagonal that crosses this device's block."""
+    rows, columns = (local.offset(f) if local.axes(f) else 0 for f in "mn")
+    offset = rows - columns
+    return local.op(aten.sum.default, local.op(aten.diagonal.default, local.args[0], offset))
+
+
+def _diagonal(call: Call) -> Rule:
+    """A diagonal that is read, stands among zeros (`diag_embed`, `_backward`), or in another value (`_scatter`)."""
+    reads = schema_of(call.target).name.endswith(("diagonal", "diagonal_copy"))
+    shape = call.operands[0].shape if reads or len(call.operands) == 2 else result_shape(call)
+    offset, *dims = (argument_named(call, name) for name in ("offset", "dim1", "dim2"))
+    at = [axis(d, len(shape)) for d in dims]
+    sizes = [shape[d] for d in at]
+    count = min(sizes[0] + min(offset, 0), sizes[1] - max(offset, 0))
+    along = next((i for i, n in enumerate(sizes) if n == count > 1), None)
+    space = Space()
+    if along is None:
+        x, (part,) = walked(space, aten.diagonal.default, shape, offset, *at)
+        return _rule(call, space, x, part, reads=reads)
+    x = space.dims(shape)
+    part = [*(dim for d, dim in enumerate(x) if d not in at), x[at[along]]]
+    labels = [x[d] for d in at]
+    other = labels[1 - along]
+    if reads and not adds_up(call.operands[0].dtype):
+        space.whole |= {*other}
+
+    def crossing(*tensors: Tensor) -> Tensor:
+        rows, columns = (extent(label, n) for label, n in zip(labels, sizes, strict=True))
+        lower = offset + rows[0] - columns[0]
+        crossed = max(0, min(length(rows) + min(lower, 0), length(columns) - max(lower, 0)))
+        before = max(0, lower if along else -lower) if crossed else 0
+        if reads:
+            found = aten.diagonal.default(tensors[0], lower, *at)
+            behind = length((rows, columns)[along]) - crossed - before
+            return padded(found, [before, behind]) if other else found
+        found = tensors[-1].narrow(-1, before, crossed)
+        base = tensors[0] if len(tensors) == 2 else _zeros(found, at, (length(rows), length(columns)))
+        written: Tensor = aten.diagonal_scatter.default(base, found, lower, *at)
+        return written
+
+    def local(local: Local) -> Any:
+        return local.run(crossing, *local.args[: len(call.operands)])
+
+    found = _rule(call, space, x, part, reads=reads)
+    cut = frozenset(f for label in labels for f in label) - space.whole
+    reduce = dict.fromkeys(other, "sum") if reads and cut & {*other} else {}
+    return replace(found, reduce=reduce, local=local if cut else None, local_factors=cut)
+
+
+def _rule(call: Call, space: Space, x: Sequence[Dim], part: Sequence[Dim], *, reads: bool) -> Rule:
+    ints: Ints = {}
+    if call.target is aten.diagonal_backward.default:
+        ints = shape_ints(path(call, 1, "input_sizes"), x)
+    operands, result = ([x], part) if reads else ([x, part] if len(call.operands) == 2 else [part], x)
+    return space.rule(operands, [result], linear=[range(len(call.operands))], ints=ints)
+
+
+def _zeros(part: Tensor, at: Sequence[int], sizes: tuple[int, int]) -> Tensor:
+    """Zeros around a diagonal."""
+    shape = list(part.shape[:-1])
+    for d, n in sorted(zip(at, sizes, strict=True)):
+        shape.insert(d, n)
+    return part.new_zeros(shape)
+
+
+ROWS: dict[str, RuleFn | str] = {
+    "trace": pattern("m n -> | m:sum n:sum m:local n:local {0}", local=_trace),
+    **dict.fromkeys(["diagonal", "diagonal_copy", "diag_embed", "diagonal_backward", "diagonal_scatter"], _diagonal),
+}

@@ -1,0 +1,39 @@
+"""Samples for `shardlib.rules.diagonals`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from tests.prover import Sample
+from tests.samples.make import f, s
+
+
+def traces() -> Iterator[Sample]:
+    for shape in ((5, 5), (2, 7), (4, 3), (5, 1), (1, 5)):
+        yield s("trace", f(*shape))
+    yield s("trace", torch.randint(0, 9, (5, 4)))
+
+
+def diagonals() -> Iterator[Sample]:
+    for name in ("diagonal", "diagonal_copy"):
+        yield s(name, f(3, 4))
+        yield s(name, f(3, 2, 3), 1, 0, -1)
+        yield s(name, f(3, 2, 5), 2, 0, -1)
+        yield s(name, f(6, 2, 4), -1, 0, 2)
+        yield s(name, f(5, 5))
+    yield s("diagonal", f(5, 5) > 0)
+    yield s("diag_embed", f(5))
+    yield s("diag_embed", f(2, 5), 1)
+    yield s("diag_embed", f(4, 3), -2, 0, -2)
+    yield s("diag_embed", f(4, 3), 0, 2, 0)
+    yield s("diagonal_backward", f(5, 3), [5, 3, 4], 0, 1, 2)
+    yield s("diagonal_backward", f(4, 2), [3, 4, 3], -1, 0, 2)
+    yield s("diagonal_backward", f(4, 3), [4, 4, 3], -1, 1, 2)
+    yield s("diagonal_scatter", f(3, 5, 4), f(5, 3), 0, 0, 2)
+    yield s("diagonal_scatter", f(5, 5), f(5))
+    yield s("diagonal_scatter", f(3, 4), f(3), 1)
+
+
+SAMPLES: tuple[Callable[[], Iterator[Sample]], ...] = (traces, diagonals)
