@@ -27,6 +27,7 @@ from shardlib.normalise.passes import (
     free_draws,
     free_scalars,
     merge_repeated,
+    no_vectors,
     one_permute,
     reduce_once,
 )
@@ -49,6 +50,7 @@ PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
     reduce_once,
     convolve_padded,
     drop_dead,
+    no_vectors,
     even_bags,
     look_up_aligned,
     dim_by_dim,

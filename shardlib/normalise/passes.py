@@ -74,6 +74,16 @@ def compose_reshapes(gm: fx.GraphModule) -> None:
             node.target, node.args, node.kwargs = aten.reshape.default, (source, list(node.meta["val"].shape)), {}
 
 
+def no_vectors(gm: fx.GraphModule) -> None:
+    """A decomposition of which singular values are read, alone, makes no vectors: torch makes some for any tensor that
+    might need a gradient."""
+    for node in gm.graph.nodes:
+        if node.target is aten._linalg_svd.default and {user.args[1] for user in node.users} == {1}:
+            x, values = node.args[0], node.meta["val"][1]
+            node.args = (x, False, False)
+            node.meta["val"] = (x.meta["val"].new_empty(0), values, x.meta["val"].new_empty(0))
+
+
 def fill_by_masks(gm: fx.GraphModule) -> None:
     """`x[mask] = number` fills where the mask says, as torch does it: a write by indices would first count the mask's
     elements, and wait for a GPU to know."""

@@ -109,6 +109,28 @@ def _by_triangles(local: Local) -> Any:
     return local.run(form, local.args[0], first, begin, *local.args[1:], **local.kwargs)
 
 
+def _svd(call: Call) -> Rule:
+    rows, columns = call.operands[0].shape[-2:]
+    if arg(call, 2, "compute_uv", True) or not max(rows, columns) >= 2 * min(rows, columns) > 0:
+        return _parts("... _ _ -> ... _ _, ... _, ... _ _")(call)
+    long = "r _" if rows > columns else "_ r"
+    return _parts(f"... {long} -> ... _ _, ... _, ... _ _ | r:none r:local", local=_of_triangles)(call)
+
+
+def _of_triangles(local: Local) -> Any:
+    """The singular values of a matrix that is long in one dim are those of its pieces' triangles."""
+    shape = local.call.operands[0].shape
+    tall, n = shape[-2] > shape[-1], min(shape[-2:])
+    total = sum(min(n, max(sizes)) for sizes in local.values(local.size("r"), "r"))
+
+    def form(x: Tensor, *how: Any, **named: Any) -> tuple[Tensor, ...]:
+        triangle = torch.linalg.qr(x if tall else x.mT, "r")[1]
+        stack = gathered(triangle, "r", x.dim() - 2, total)
+        return tuple(aten._linalg_svd.default(stack, *how, **named))
+
+    return local.run(form, *local.args, **local.kwargs)
+
+
 # For a determinant torch factorises the transpose of a matrix that lies in memory row by row, and its gradient decides
 # by the strides at hand which of the two it was given. Written out, that is settled while tracing, and by nothing else.
 
@@ -166,7 +188,7 @@ ROWS: dict[str, RuleFn | str] = {
     "linalg_eig": _matrices("... _ _ -> ... _, ... _ _"),
     **dict.fromkeys(["_linalg_eigvals", "linalg_eigvals"], _matrices("... _ _ -> ... _")),
     "_linalg_eigh": _parts("... _ _ -> ... _, ... _ _"),
-    "_linalg_svd": _parts("... _ _ -> ... _ _, ... _, ... _ _"),
+    "_linalg_svd": _svd,
     "linalg_pinv.atol_rtol_tensor": _matrices("... _ _, ..., ... -> ... _ _"),
     "linalg_matrix_exp": pattern("... _ _ -> ... _ _", flops=_cubic),
     # Solvers.

@@ -49,6 +49,10 @@ ROWS = [
     # The first rows are what signs depend on: one device sends them beside its triangle.
     Row("QR decomposition of a tall matrix", torch.linalg.qr, (f32(1 << 16, 64),), ("n@x d",), {"x": 8},
         gathered(9 * 64 * 64 * 4, 8), 1),
+    Row("singular values of a tall matrix", torch.linalg.svdvals, (f32(1 << 16, 64),), ("n@x d",), {"x": 8},
+        gathered(8 * 64 * 64 * 4, 8), 1),
+    Row("nuclear norm of a wide matrix", lambda x: torch.linalg.matrix_norm(x, "nuc"), (f32(64, 1 << 16),), ("d n@x",),
+        {"x": 8}, gathered(8 * 64 * 64 * 4, 8), 1),
     Row("low-rank part of a tall matrix", _power, (f32(1 << 16, 512), f32(512, 8)), ("n@x d", "..."), {"x": 8},
         gathered(9 * 8 * 8 * 4, 8) + reduced(8 * 512 * 4, 8), 2),
     Row("product of matrices in two dims", lambda a, b: a @ b, (f32(D, D), f32(D, D)), ("m@a _", "_ n@b"),

@@ -69,6 +69,8 @@ def spectra() -> Iterator[Sample]:
         yield s("_linalg_svd", tall)
         yield s("_linalg_svd", tall, True)
         yield s("_linalg_svd", tall, False, False)
+    for long in (f(9, 3), f(2, 3, 8), f(2, 7, 3)):
+        yield s("_linalg_svd", long, False, False)
         yield s("linalg_pinv.atol_rtol_tensor", tall)
         yield s("linalg_pinv.atol_rtol_tensor", tall, rtol=f(*batch).abs() * 0.1)
         yield s("linalg_pinv.atol_rtol_tensor", b, atol=f(), hermitian=True)
