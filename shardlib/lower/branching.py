@@ -48,17 +48,17 @@ class Branching:
             return
         self._seen.add(root)
         form = self.values.owing(root)
-        if form is None or form[1].kind != "sum" or _returned(root):
+        if form is None or form[1].kind != "sum" or returned(root):
             return
-        for op, i in _readers(root):
+        for op, i in readers(root):
             if not _may_pass(op, i):
                 return
         found = self._branches(root, form)
         if found is None:
             return
         found, least = self._least(found, root, form)
-        now = max(self.values.price(op.operands[i], self._decided(op, i)) for op, i in _readers(root))
-        besides, more = map(sum, zip(*(self._more(op, *way[:2]) for op, way in found.passed.items()), strict=True))
+        now = max(self.values.price(op.operands[i], self.decided(op, i)) for op, i in readers(root))
+        besides, more = map(sum, zip(*(self.more(op, *way[:2]) for op, way in found.passed.items()), strict=True))
         if now - least - besides > max(more, 0.0):
             self.passed |= {op: linear for op, (linear, *_) in found.passed.items()}
             self._seen |= found.forms.keys() - found.ends.keys()
@@ -82,7 +82,7 @@ class Branching:
         least = {root: root.nbytes}  # on the way there
 
         def follow(value: Value) -> None:
-            for op, _ in _readers(value):
+            for op, _ in readers(value):
                 if op not in known:
                     known.add(op)
                     heappush(todo, (self.order[op], op))
@@ -97,7 +97,7 @@ class Branching:
                     if x in found.forms:
                         if least[x] >= root.nbytes:
                             return None
-                        found.ends.setdefault(x, (op.operands[i], self._decided(op, i)))
+                        found.ends.setdefault(x, (op.operands[i], self.decided(op, i)))
                 continue
             found.passed[op] = way
             if len(found.passed) > MOST:
@@ -108,7 +108,7 @@ class Branching:
                     least[r] = min(r.nbytes, max(least[roots[i]] for i in on))
                     follow(r)
         for value in found.forms:
-            if _returned(value):
+            if returned(value):
                 if least[value] >= root.nbytes:
                     return None
                 found.ends.setdefault(value, (value, found.forms[value][0]))
@@ -116,28 +116,28 @@ class Branching:
 
     def _passed(self, op: Op, on: Sequence[int], forms: Mapping[Value, Placement]) -> _Passed | None:
         """How an op runs on pending operands."""
-        owing = {i: form for i in on if (form := self._form(op.operands[i], forms)) is not None}
+        owing = {i: form for i in on if (form := self.form(op.operands[i], forms)) is not None}
         dtypes = {x.dtype for x in (*(op.operands[i] for i in on), *op.results) if x is not None}
         if len(owing) < len(on) or len({form[1] for form in owing.values()}) != 1 or len(dtypes) > 1:
             return None
-        if not _linear(op, on) or (assignment := fitting(self.values, op, {i: f[0] for i, f in owing.items()})) is None:
+        if not linear(op, on) or (assignment := fitting(self.values, op, {i: f[0] for i, f in owing.items()})) is None:
             return None
         assert op.rule is not None
         if any(axes and op.rule.reduce.get(x[0], "sum") not in ("sum", "none") for x, axes in assignment.items()):
             return None
         return frozenset(on), assignment, owing[on[0]][1]
 
-    def _form(self, value: Value, forms: Mapping[Value, Placement]) -> Placement | None:
+    def form(self, value: Value, forms: Mapping[Value, Placement]) -> Placement | None:
         """How a view of what is pending is pending."""
         if value in forms:
             return forms[value]
         assert value.op is not None
-        if (form := self._form(value.op.operands[0], forms)) is None:
+        if (form := self.form(value.op.operands[0], forms)) is None:
             return None
         assignment = self.values.pulled(value.op, form[0])
         return None if assignment is None else self.values.forms.result_form(value.op, 0, assignment, form[1])
 
-    def _decided(self, op: Op, i: int) -> Cut:
+    def decided(self, op: Op, i: int) -> Cut:
         """The cut in which an op was to have an operand."""
         if op.rule is None or op not in self.p.units.unit:
             return ((),) * len(self.flood.leaves(op.operands[i]))
@@ -148,26 +148,30 @@ class Branching:
         """Seconds to add up what is to be added up."""
         seconds = 0.0
         for shown, want in found.ends.values():
-            if (form := self._form(shown, found.forms)) is not None:
-                seconds += self._seconds(shown, form, want)
+            if (form := self.form(shown, found.forms)) is not None:
+                seconds += self.seconds(shown, form, want)
             else:  # a view that needs the sum
                 form = found.forms[viewed(shown)]
-                seconds += self._seconds(viewed(shown), form, form[0])
+                seconds += self.seconds(viewed(shown), form, form[0])
         return seconds
 
-    def _seconds(self, value: Value, form: Placement, want: Cut) -> float:
+    def seconds(self, value: Value, form: Placement, want: Cut) -> float:
         sizes, (cut, owed) = self.flood.sizes(value), form
         hops = reshard.route(sizes, value.dtype.itemsize, cut, want, owed.axes, owed.kind, prices=self.values.prices)
         return reshard.seconds(hops, self.values.prices)
 
-    def _more(self, op: Op, linear: frozenset[int], assignment: Assignment) -> tuple[float, float]:
+    def more(self, op: Op, linear: frozenset[int], assignment: Assignment) -> tuple[float, float]:
         """Seconds for other operands in other cuts, and of arithmetic that more devices do, if a sum passes an op."""
         besides = 0.0
         for i, value in enumerate(op.operands):
             if i not in linear and not value.constant:
                 factors = value_factors(self.flood, op, i, operand=True)
                 now = tuple((x and assignment.get(x)) or () for x in factors)
-                besides += self._seconds(value, (self._decided(op, i), SETTLED), now)
+                before = self.decided(op, i)
+                while value.op is not None and value.op.transparent:  # before it is expanded, say
+                    (_, before), (_, now) = (self.values.through(value.op, cut) for cut in (before, now))
+                    (value,) = value.op.operands
+                besides += self.seconds(value, (before, SETTLED), now)
         return besides, work(op, self.values.prices) * (share(op, assignment) - share(op, self.p.assignment(op)))
 
 
@@ -202,7 +206,7 @@ def _may_pass(op: Op, i: int) -> bool:
     return op.rule is not None and i in {i for together in op.rule.linear for i in together}
 
 
-def _linear(op: Op, on: Sequence[int]) -> bool:
+def linear(op: Op, on: Sequence[int]) -> bool:
     """Whether an op is linear in some of its operands; zeros are whatever one likes."""
     if op.rule is None or op.owns is not None or op.manual or op.constrains:
         return False
@@ -210,16 +214,16 @@ def _linear(op: Op, on: Sequence[int]) -> bool:
     return any({*on} == together - zeros for together in op.rule.linear)
 
 
-def _readers(value: Value) -> Iterator[tuple[Op, int]]:
+def readers(value: Value) -> Iterator[tuple[Op, int]]:
     """Who reads a value, views looked through."""
     for op, i in value.readers:
         if op.transparent and op.results[0] is not None:
-            yield from _readers(op.results[0])
+            yield from readers(op.results[0])
         elif not op.constant:
             yield op, i
 
 
-def _returned(value: Value) -> bool:
+def returned(value: Value) -> bool:
     """Whether a value, or a view of it, is a result."""
     views = (op.results[0] for op, _ in value.readers if op.transparent)
-    return value.is_output or any(_returned(view) for view in views if view is not None)
+    return value.is_output or any(returned(view) for view in views if view is not None)

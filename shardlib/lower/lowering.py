@@ -16,6 +16,7 @@ from shardlib.lower.arguments import substitute
 from shardlib.lower.between import Between
 from shardlib.lower.builder import Builder
 from shardlib.lower.emit import Emitter
+from shardlib.lower.looked_up import LookedUp, Passed
 from shardlib.lower.pending import PendingSums
 from shardlib.lower.placement import SETTLED, Owed, Placement
 from shardlib.lower.regroup import Regrouping
@@ -46,6 +47,7 @@ class Lowering:
         self.values = Values(self.emitter)
         self.constants = self.values.constants
         self.sums = PendingSums(self.values, graph, propagated)
+        self.looked_up = LookedUp(self.sums.branching)
         self.between = Between(self.values, graph)
         self.regrouping = Regrouping(self.values, self.sums.readers, self.between.passes)
 
@@ -67,10 +69,12 @@ class Lowering:
                 for reader, waiting in self.between.turn(op):
                     self._at(waiting.op, reader)
                     self._scattered(waiting, reader)
-                for first in self.regrouping.met_by(op):
+                self.looked_up.reach(op)
+                passed = op in self.looked_up.passed
+                for first in self.regrouping.met_by(op, swaps=not passed):
                     self._at(first, first)
                     self._op(first)
-                if not self.regrouping.waits(op):
+                if passed or not self.regrouping.waits(op):
                     self._at(op, op)
                     self._op(op)
         for i, value in enumerate(self.graph.outputs):
@@ -82,6 +86,10 @@ class Lowering:
     def _op(self, op: Op) -> None:
         for value in op.operands:
             self._there(viewed(value))
+        if (way := self.looked_up.passed.get(op)) is not None:
+            self._passed(op, way)
+            return
+        for value in op.operands:
             if op.owns is None:
                 self.values.settle(value)
         if op.constrains:
@@ -128,6 +136,21 @@ class Lowering:
         for r in op.results if op.owns is not None else ():
             if r is not None and (form := self.values.owned(r)) is not None:
                 self._no_sum_besides(op, r, form, assignment)
+        self.looked_up.made(op, carried=bool(linear))
+
+    def _passed(self, op: Op, way: Passed) -> None:
+        """An op on looked-up rows that nobody adds up."""
+        assert op.rule is not None
+        own = way.owed.kind == OWNED
+        operands = [
+            self.values.as_looked_up(x, form) if (form := way.forms.get(i)) else self._operand(op, i, way.assignment)
+            for i, x in enumerate(op.operands)
+        ]
+        outs: list[Var | None] = []
+        for i, r in enumerate(op.results):
+            form = self.values.forms.result_form(op, i, way.assignment, SETTLED if own else way.owed)
+            outs.append(None if r is None else self._made(op, r, (form[0], way.owed) if own else form))
+        self.emitter.op(op, op.rule, way.assignment, operands, outs)
 
     def _own(self, op: Op) -> frozenset[int]:
         """The operands of which an op takes the rows of own groups, which are all that there are."""

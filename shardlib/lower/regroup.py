@@ -30,14 +30,14 @@ class Regrouping:
         self.waiting[result] = op
         return True
 
-    def met_by(self, op: Op) -> Iterator[Op]:
-        """Those that waited for this op and are lowered in front of it; operands have changed places between them."""
+    def met_by(self, op: Op, *, swaps: bool = True) -> Iterator[Op]:
+        """Those that waited for this op and are lowered in front of it, maybe with operands that changed places."""
         for i, value in enumerate(op.operands):
             if (first := self.waiting.pop(value, None)) is not None:
                 a, b = first.operands
                 complete, term = (a, b) if self._pending(a) is None else (b, a)
                 other = op.operands[1 - i]
-                if other is not value and self._pending(other) == self._pending(term):
+                if swaps and other is not value and self._pending(other) == self._pending(term):
                     first.operands, op.operands = (term, other), (value, complete)
                 yield first
 

@@ -24,6 +24,7 @@ from shardlib.propagate.flood import Assignment, OpFactor
 from shardlib.propagate.moves import settled
 from shardlib.propagate.units import value_factors
 from shardlib.reshard import Axes, Cut
+from shardlib.rules.rule import OWNED
 
 
 class Values:
@@ -52,7 +53,7 @@ class Values:
         self.emitter.op(op, op.rule, assignment, [operand], [var])
         return var
 
-    def _through(self, op: Op, want: Cut) -> tuple[Assignment, Cut]:
+    def through(self, op: Op, want: Cut) -> tuple[Assignment, Cut]:
         """What a view's operand must be for its result to be `want`, as nearly as the view allows."""
         assignment = {
             x: axes
@@ -69,7 +70,7 @@ class Values:
         if (known := self.have[value].get((want, SETTLED))) is not None:
             return known
         if value.op is not None and value.op.transparent and not self._ready_cheaply(value, want):
-            assignment, operand_cut = self._through(value.op, want)
+            assignment, operand_cut = self.through(value.op, want)
             self._view(value.op, assignment, self.get(value.op.operands[0], operand_cut))
             if (known := self.have[value].get((want, SETTLED))) is not None:
                 return known
@@ -124,7 +125,7 @@ class Values:
         if not forms:
             return False
         assert value.op is not None
-        _, operand_cut = self._through(value.op, want)
+        _, operand_cut = self.through(value.op, want)
         return self._cheapest_price(value, want) <= self.price(value.op.operands[0], operand_cut)
 
     def price(self, value: Value, want: Cut) -> float:
@@ -132,7 +133,7 @@ class Values:
             return 0.0
         prices = [self._cheapest_price(value, want)] if self.have[value] else []
         if value.op is not None and value.op.transparent:
-            prices.append(self.price(value.op.operands[0], self._through(value.op, want)[1]))
+            prices.append(self.price(value.op.operands[0], self.through(value.op, want)[1]))
         return min(prices)
 
     def _cheapest_price(self, value: Value, want: Cut) -> float:
@@ -229,6 +230,10 @@ class Values:
         assignment = self.pulled(op, form[0])
         assert assignment is not None
         return self._view(op, assignment, self.native(op.operands[0], *form), owed)
+
+    def as_looked_up(self, value: Value, form: Placement) -> Var:
+        """The variable of rows that are here only, as it is."""
+        return self.own[value][form] if form[1].kind == OWNED else self.native(value, *form)
 
     def scatter(self, value: Value, want: Cut) -> None:
         """From now on a pending sum is there in cut `want`, over more of the axes that it owes; it owes the others."""

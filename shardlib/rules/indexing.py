@@ -7,14 +7,15 @@ pending sum over the devices.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardlib.rules.lineup import Places, masks, whole
+from shardlib.rules.lineup import Places, looking, masks, whole
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Local, Rule, RuleFn
+from shardlib.rules.rule import Call, Local, Looks, Rule, RuleFn
 from shardlib.rules.shards import Rows, checked, cut, located, nothing
 from shardlib.rules.space import Space, numel, result_shape
 
@@ -59,7 +60,7 @@ def _reads(call: Call, space: Space, places: Places) -> Rule:
 
         return local.run(form, local.args[0], indices)
 
-    return space.rule(
+    found = space.rule(
         [places.x, *places.indices],
         [places.out],
         reduce=dict.fromkeys(places.rows, "sum"),
@@ -68,6 +69,7 @@ def _reads(call: Call, space: Space, places: Places) -> Rule:
         local_factors=places.rows,
         flops=numel(result_shape(call)),
     )
+    return replace(found, looks=Looks(places.rows, places.given_as))
 
 
 def _gather(call: Call) -> Rule:
@@ -87,10 +89,12 @@ def _index(call: Call) -> Rule | None:
     return None if masks(call) else _reads(call, space, Places.advanced(space, call))
 
 
+_EMBEDDING = pattern(
+    "v d, ... -> ... d | v:sum v:local {0}", local=_embedding, flops=lambda call, _: numel(result_shape(call))
+)
+
 ROWS: dict[str, RuleFn | str] = {
-    "embedding": pattern(
-        "v d, ... -> ... d | v:sum v:local {0}", local=_embedding, flops=lambda call, _: numel(result_shape(call))
-    ),
+    "embedding": lambda call: looking(_EMBEDDING(call), Looks(("v",), (1,))),
     "gather": _gather,
     "index_select": _index_select,
     **dict.fromkeys(["index.Tensor", "_unsafe_index.Tensor"], _index),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardlib.rules.rule import Call, Local, Meta, Rule
+from shardlib.rules.rule import Call, Local, Looks, Meta, Rule
 from shardlib.rules.shards import checked, cut
 from shardlib.rules.space import Dim, Space, arg, axis, broadcast, join, numel
 
@@ -89,6 +89,11 @@ class Places:
         return Places(shape, x, [at], [out], out, out[at] if shape else ())
 
     @property
+    def given_as(self) -> tuple[int, ...]:
+        """Which operands of the op the indices are."""
+        return tuple(range(1, 1 + len(self.indices)))
+
+    @property
     def rows(self) -> tuple[str, ...]:
         """The factors of the table that indices count."""
         return tuple(f for d in self.dims if self.x for f in self.x[d])
@@ -121,6 +126,11 @@ class Places:
         if not self.listed:
             return [*self.dims, *queue]
         return [[next(queue) if i in self.dims else None for i in range(self.dims[-1] + 1)]]
+
+
+def looking(rule: Rule | None, looks: Looks) -> Rule | None:
+    """A rule of which it is said what it looks up."""
+    return None if rule is None else replace(rule, looks=looks)
 
 
 def masks(call: Call) -> bool:

@@ -90,6 +90,15 @@ class Reads(NamedTuple):
     elements: int
 
 
+class Looks(NamedTuple):
+    """Where `rows` of a table are cut, a device reads, or writes, only those that it has: of what the op returns, or of
+    operand `values`, the places at which operands `indices` name one of these."""
+
+    rows: tuple[str, ...]
+    indices: tuple[int, ...]
+    values: int | None = None
+
+
 @dataclass(frozen=True)
 class Rule:
     """How one call shards.
@@ -119,6 +128,7 @@ class Rule:
       result may be less to gather than that result is to sum up.
     * `ones`: the names of dims of size 1, which have no factor, for a local form that speaks of them.
     * `groups`: the ragged dim of a grouped product.
+    * `looks`: which rows of a table the op reads or writes.
     * `flops`: floating-point operations of the whole call.
     * `transparent`: the result is a re-indexing of operand 0 without arithmetic or choice (view, transpose, expand).
     """
@@ -141,6 +151,7 @@ class Rule:
     gathers: frozenset[str] = frozenset()
     ones: frozenset[str] = frozenset()
     groups: Groups | None = None
+    looks: Looks | None = None
     flops: int = 0
     transparent: bool = False
 

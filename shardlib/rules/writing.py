@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from shardlib.internals import schema_of
-from shardlib.rules.lineup import Places, masks, whole
+from shardlib.rules.lineup import Places, looking, masks, whole
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
+from shardlib.rules.rule import Call, Local, Looks, Meta, Rule, RuleFn
 from shardlib.rules.shards import cut, located, once
 from shardlib.rules.space import Dim, Space, arg, argument_named, broadcast, elements, numel
 
@@ -73,7 +73,7 @@ def _writes(call: Call, space: Space, places: Places, values: list[list[Dim]], h
 
         return local.run(form, local.args[0], indices, rest, named)
 
-    return space.rule(
+    found = space.rule(
         [places.x, *places.indices, *values],
         [places.x],
         reduce=dict.fromkeys(entries, how) if how else {},
@@ -83,6 +83,8 @@ def _writes(call: Call, space: Space, places: Places, values: list[list[Dim]], h
         gathers=entries,
         flops=numel(call.operands[-1].shape),
     )
+    written = 1 + len(places.indices)
+    return replace(found, looks=Looks(places.rows, places.given_as, written) if values else None)
 
 
 def _linear(call: Call) -> list[set[int]]:
@@ -165,14 +167,16 @@ def _put_where(call: Call) -> Rule:
     return space.rule([x, covered, broadcast(rest, values)], [x], flops=numel(shape))
 
 
+# Rows of one index add up, wherever they are; scaling by how often it occurs needs all of them in one place.
+_ROWS_ADDED = pattern(
+    "... d, ... -> v d | ...:sum ...:gather ...:whole(scale_grad_by_freq) v:whole(scale_grad_by_freq) v:local "
+    "v:size(num_weights) {0}",
+    local=_embedding_backward,
+    flops=elements,
+)
+
 ROWS: dict[str, RuleFn | str] = {
-    # Rows of one index add up, wherever they are; scaling by how often it occurs needs all of them in one place.
-    "embedding_dense_backward": pattern(
-        "... d, ... -> v d | ...:sum ...:gather ...:whole(scale_grad_by_freq) v:whole(scale_grad_by_freq) v:local "
-        "v:size(num_weights) {0}",
-        local=_embedding_backward,
-        flops=elements,
-    ),
+    "embedding_dense_backward": lambda call: looking(_ROWS_ADDED(call), Looks(("v",), (1,), 0)),
     **dict.fromkeys(["scatter.src", "scatter.value"], scattered(lambda call: None)),
     "scatter_add": scattered(lambda call: "sum"),
     "index_add": indexed(lambda call: "sum"),

@@ -190,6 +190,12 @@ def _accepted(draft: Tensor, model: Tensor, tokens: Tensor, u: Tensor) -> Tensor
     return (u < p / q).int().cumprod(-1).sum(-1)
 
 
+def _penalised(logits: Tensor, ids: Tensor) -> Tensor:
+    """Of tokens that were there before (Keskar et al. 2019, arXiv:1909.05858)."""
+    scores = logits.gather(1, ids)
+    return logits.scatter(1, ids, torch.where(scores < 0, scores * 1.2, scores / 1.2))
+
+
 def _written(x: Tensor, keys: Tensor, values: Tensor, at: Tensor, *weights: Tensor) -> Any:
     q, k, v = ((x @ w).view(len(x), 16, 1, -1) for w in weights[:3])
     keys, values = keys.index_copy(2, at, k), values.index_copy(2, at, v)
@@ -220,6 +226,8 @@ SEARCH = [
     Row("accepted tokens of a draft, vocabulary cut", _accepted,
         (f32(64, 8, V), f32(64, 8, V), ints(64, 8), f32(64, 8)),
         ("b t v@x", "b t v@x", "b t", "b t"), X, 6 * reduced(64 * 8 * 4, 8), 6, out_specs="b"),
+    # Each works on the scores of all tokens, of which it has some.
+    Row("repetition penalty, vocabulary cut", _penalised, (f32(64, V), ints(64, 512)), ("b v@x", "b i"), X, work=5.67),
     Row("decoding that writes its cache, heads cut", _written, (f32(32, D), *CACHE, ints(1), *[f32(D, D)] * 4),
         ("b d", *HEADS, "_", *["d h@x"] * 3, "h@x d"), X, reduced(32 * D * 4, 8), 1,
         out_specs=("b d", None, None)),

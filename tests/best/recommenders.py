@@ -73,6 +73,31 @@ def last(x: Tensor, n: Tensor) -> Tensor:
     return x[torch.arange(len(x)), n - 1]
 
 
+# Rows that are cut: each device has what it found of all samples' ids, works on that, and adds up little --------------
+
+
+def _interactions(e: Tensor) -> Tensor:
+    """Rendle 2010, as in DeepFM (Guo et al. 2017, arXiv:1703.04247)."""
+    return 0.5 * (e.sum(1).square() - e.square().sum(1)).sum(-1)
+
+
+def machine(w: Tensor, i: Tensor) -> Tensor:
+    return _interactions(F.embedding(i, w))
+
+
+def machine_of_tables(ws: list[Tensor], i: Tensor) -> Tensor:
+    return _interactions(torch.stack([F.embedding(i[:, k], w) for k, w in enumerate(ws)], 1))
+
+
+def wide(w: Tensor, v: Tensor, i: Tensor) -> Tensor:
+    return machine(w, i) + F.embedding(i, v)[..., 0].sum(1)
+
+
+def updated(w: Tensor, i: Tensor) -> Tensor:
+    """Rows that become others."""
+    return w.index_add(0, i, w[i].tanh() - 1)
+
+
 TABLES = (f32(K, V, D), ints(B, K, L))
 OUT = B * K * D * 4  # bytes of what is looked up
 IDS = B * K * L * 8
@@ -80,6 +105,9 @@ DENSE = (*TABLES, f32(B, D), f32((K + 1) * D, H))
 HYBRID = ("k@x v d", "b@x k l", "b@x d", "_ _")
 BEST = (exchanged(OUT, 8), 1)
 INDICES = "bags of whole tables are one op, one lookup in all tables is two, and its indices are counted from the front"
+ROWS_CUT = 10_000_000
+SUMS = B * D * 4
+BY_ALL = 5.8  # squares and sums of rows that other devices have, too: zeros, but who has a row is not known beforehand
 ROWS = [
     Row("tables by table", by_table, TABLES, CUT, X, *BEST, out_specs="b@x k d"),
     Row("bags by table", bags, TABLES, CUT, X, *BEST, out_specs="b@x d", short={"work": 2.0}, why=INDICES),
@@ -98,5 +126,14 @@ ROWS = [
     Row("DLRM: tables by table, the rest by batch", dlrm, DENSE, HYBRID, X, exchanged(OUT, 8) + exchanged(IDS, 8), 2),
     Row("step of DLRM: tables by table, the rest by batch", step, DENSE, HYBRID, X,
         2 * exchanged(OUT, 8) + exchanged(IDS, 8) + reduced(DENSE[3].nbytes, 8), 4, out_specs=("k@x v d", "_ _")),
+    Row("factorisation machine, rows cut", machine, (f32(ROWS_CUT, D), ints(B, K)), ("v@x d", "..."), X,
+        2 * gathered(SUMS, 8) + reduced(B * 4, 8), 3, work=BY_ALL),
+    Row("gradient of a factorisation machine", of_sines(machine), (f32(ROWS_CUT, D), ints(B, K)), ("v@x d", "..."), X,
+        2 * reduced(SUMS, 8), 2, work=6.4),
+    Row("factorisation machine of many tables", machine_of_tables, ([f32(ROWS_CUT, D)] * K, ints(B, K)),
+        (["v@x d"] * K, "..."), X, 2 * gathered(SUMS, 8), 2, work=BY_ALL, out_specs="b@x"),
+    Row("factorisation machine with weights, rows cut", wide, (f32(ROWS_CUT, D), f32(ROWS_CUT, 1), ints(B, K)),
+        ("v@x d", "v@x _", "..."), X, 2 * gathered(SUMS, 8) + reduced(B * 4, 8), 3, work=BY_ALL),
+    Row("update of looked-up rows", updated, (f32(ROWS_CUT, D), ints(B)), ("v@x d", "..."), X, work=4.5),
     Row("last token of each row", last, (f32(64, 128, D), ints(64)), ("b@x s d", "b@x"), X),
 ]  # fmt: skip

@@ -1,0 +1,234 @@
+"""What is looked up in tables whose rows are cut, while each row is where it was found and nowhere else.
+
+The device that holds a row has it, the others have zeros. Nobody adds up as long as
+
+* every op on the way makes zeros of zeros (`square`, `relu`), until one adds up rows (`sum`): that sum is little;
+* or whoever reads writes to the same rows, each device to its own (`scatter`, the gradient of a table): then what is on
+  the way may be anything where a row is another device's.
+
+    gather(logits, ids) -> where(s < 0, s * p, s / p) -> scatter(logits, ids)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Any, NamedTuple
+
+import torch
+
+from shardlib.aten.traits import has
+from shardlib.graph import Op, Value, viewed
+from shardlib.internals import pytree, without_modes
+from shardlib.lower.branching import MOST, Branching, fitting, linear, readers, returned
+from shardlib.lower.placement import SETTLED, Owed, Placement
+from shardlib.propagate.flood import Assignment
+from shardlib.rules.rule import OWNED, Meta
+
+
+class Passed(NamedTuple):
+    """How an op runs: cut so, on operands in these forms. What it makes owes this."""
+
+    assignment: Assignment
+    forms: Mapping[int, Placement]
+    owed: Owed
+
+
+@dataclass
+class _Region:
+    """What is made of looked-up rows: `rows` says of values that lie as these were looked up which they are; what is
+    `own` may be anything where they are another device's; `ends` are sums that are left."""
+
+    roots: dict[Value, Placement] = field(default_factory=dict)
+    rows: dict[Value, Any] = field(default_factory=dict)
+    forms: dict[Value, Placement] = field(default_factory=dict)
+    own: set[Value] = field(default_factory=set)
+    passed: dict[Op, Passed] = field(default_factory=dict)
+    ends: dict[Value, Placement] = field(default_factory=dict)
+
+
+class LookedUp:
+    """Which ops take looked-up rows as they are: `passed`."""
+
+    def __init__(self, branching: Branching) -> None:
+        self.branching, self.values, self.flood = branching, branching.values, branching.flood
+        self.passed: dict[Op, Passed] = {}
+        self._waiting: dict[Value, Any] = {}  # rows that nobody has read yet
+
+    def made(self, op: Op, *, carried: bool) -> None:
+        """Note what an op has looked up, or put side by side (`carried` sums), if that is a sum over those who hold the
+        rows."""
+        looks = None if op.rule is None else op.rule.looks
+        sources = {*op.operands} if self._joins(op) else set[Value]()
+        if not sources and (looks is None or looks.values is not None or carried):
+            return
+        (top, *_) = op.results
+        assert top is not None
+        form = self.values.owing(top)
+        if form is not None and form[1].kind == "sum" and top.dtype.is_floating_point:
+            self._waiting[top] = None if sources else self._rows(op)
+        for source in sources:
+            del self._waiting[source]
+
+    def _joins(self, op: Op) -> bool:
+        """Whether all that an op does is to put what is looked up side by side, which nobody else reads."""
+        if len(op.operands) == 1 or not has(op.target, "plumbing"):
+            return False
+        return all(x in self._waiting and len(x.readers) == 1 and not x.is_output for x in op.operands)
+
+    def reach(self, op: Op) -> None:
+        """Decide, in front of the first op that reads rows, what becomes of them."""
+        if not self._waiting or self._joins(op):
+            return
+        for root in map(viewed, op.operands):
+            if root in self._waiting and (region := self._region(root)) is not None and self._pays(region):
+                self.passed |= region.passed
+            self._waiting.pop(root, None)
+
+    def _pays(self, region: _Region) -> bool:
+        branching = self.branching
+        now = sum(
+            max(self.values.price(op.operands[i], branching.decided(op, i)) for op, i in readers(root))
+            for root in region.roots
+        )
+        for op, way in region.passed.items():
+            for i in () if way.owed else way.forms:  # it writes there, and would have to be given what it writes
+                now += self._given(op, i) if op.operands[i] not in region.roots else 0.0
+        ends = 0.0
+        for value, form in region.ends.items():
+            wants = [branching.decided(op, i) for op, i in readers(value) if op.operands[i] is value]
+            ends += branching.seconds(value, form, wants[0] if wants else form[0])
+        prices = [branching.more(op, frozenset(way.forms), way.assignment) for op, way in region.passed.items()]
+        besides, more = map(sum, zip(*prices, strict=True))
+        return now - ends - besides > max(more, 0.0)
+
+    def _given(self, op: Op, i: int) -> float:
+        """Seconds to give an op what another one has made, both as they were to be cut."""
+        value, branching = op.operands[i], self.branching
+        assert value.op is not None
+        cut, owed = self.values.forms.result_form(value.op, value.index, branching.p.assignment(value.op), SETTLED)
+        return branching.seconds(value, (cut, owed), branching.decided(op, i))
+
+    def _region(self, root: Value) -> _Region | None:
+        """All that is made of it; None where somebody needs more than that."""
+        region, todo, known = _Region(), list[tuple[int, Op]](), set[Op]()
+
+        def begin(root: Value) -> bool:
+            form = self.values.owing(root)
+            assert form is not None
+            region.roots[root] = region.forms[root] = form
+            region.rows[root] = self._waiting[root]
+            return follow(root)
+
+        def follow(value: Value) -> bool:
+            for op, _ in readers(value):
+                if op not in known:
+                    known.add(op)
+                    heappush(todo, (self.branching.order[op], op))
+            return not returned(value)
+
+        if not begin(root):
+            return None
+        while todo:
+            _, op = heappop(todo)
+            for other in dict.fromkeys(map(viewed, op.operands)):
+                if other in self._waiting and other not in region.forms and not begin(other):
+                    return None
+            way = self._way(op, region)
+            if way is None or len(region.passed) == MOST or any(not follow(x) for x in self._made(op, way, region)):
+                return None
+            region.passed[op] = way
+        return region
+
+    def _made(self, op: Op, way: Passed, region: _Region) -> list[Value]:
+        """Note what an op makes; those that are rows still."""
+        found = list[Value]()
+        for k, r in enumerate(op.results):
+            if r is None or not way.owed:
+                continue
+            own = way.owed.kind == OWNED
+            form = self.values.forms.result_form(op, k, way.assignment, SETTLED if own else way.owed)
+            rows = _common(region.rows.get(op.operands[i]) for i in way.forms)
+            aligned = rows is not None and _is_pointwise(op) and all(op.operands[i].shape == r.shape for i in way.forms)
+            if aligned or has(op.target, "plumbing") or (_is_pointwise(op) and len(way.forms) == 1):
+                region.forms[r] = (form[0], way.owed) if own else form
+                region.rows[r] = rows if aligned else None
+                region.own |= {r} if own else set()
+                found.append(r)
+            else:
+                region.ends[r] = form
+        return found
+
+    def _way(self, op: Op, region: _Region) -> Passed | None:
+        """How an op runs on rows; None where it cannot."""
+        if op.rule is None or op.manual or op.constrains or op.owns is not None:
+            return None
+        on = [i for i, x in enumerate(op.operands) if viewed(x) in region.forms]
+        forms = {i: form for i in on if (form := self.branching.form(op.operands[i], region.forms)) is not None}
+        if len(forms) < len(on) or len({form[1].axes for form in forms.values()}) != 1:
+            return None
+        rows = _common(region.rows.get(op.operands[i]) for i in on)
+        if self._writes_there(op, forms, rows):
+            return Passed(self.branching.p.assignment(op), forms, SETTLED)
+        assignment = fitting(self.values, op, {i: cut for i, (cut, _) in forms.items()})
+        if assignment is None or any(
+            axes and op.rule.reduce.get(x[0], "sum") not in ("sum", "none") for x, axes in assignment.items()
+        ):
+            return None
+        axes = next(iter(forms.values()))[1].axes
+        shapes = {x.shape for x in (*(op.operands[i] for i in on), *op.results) if x is not None}
+        aligned = rows is not None and len(shapes) == 1
+        if region.own.isdisjoint(viewed(op.operands[i]) for i in on):
+            zeros = len(on) == len(op.operands) and (aligned or len(on) == 1) and _is_pointwise(op)
+            if linear(op, on) or (zeros and _keeps_zeros(op)):
+                return Passed(assignment, forms, Owed(axes))
+        return Passed(assignment, forms, Owed(axes, OWNED)) if aligned and _is_pointwise(op) else None
+
+    def _writes_there(self, op: Op, forms: Mapping[int, Placement], rows: Any) -> bool:
+        """Whether an op writes values to the rows that they are of, where these are cut alike."""
+        looks = None if op.rule is None else op.rule.looks
+        if looks is None or rows is None or [*forms] != [looks.values]:
+            return False
+        (i,) = forms
+        return self._rows(op) == rows and self.branching.decided(op, i) == forms[i][0]
+
+    def _rows(self, op: Op) -> Any:
+        """Which rows an op reads or writes: what counts them, how they are cut, and where they lie in its values."""
+        assert op.rule is not None
+        assert op.rule.looks is not None
+        rows, indices, values = op.rule.looks
+        cuts = self.branching.p.assignment(op)
+        leaves = [(leaf, cuts.get((f, k), ())) for f in rows for k, leaf in enumerate(self.flood.labels[op].get(f, ()))]
+        labels = op.rule.results[0] if values is None else op.rule.operands[values]
+        value = op.results[0] if values is None else op.operands[values]
+        assert value is not None
+        counted = {f for i in indices for dim in op.rule.operands[i] for f in dim}
+        where = tuple(d for d, dim in enumerate(labels) if counted & {*dim})
+        return tuple(op.operands[i] for i in indices), tuple(leaves), where, value.shape
+
+
+def _is_pointwise(op: Op) -> bool:
+    return op.target.namespace == "aten" and torch.Tag.pointwise in op.target.tags
+
+
+def _common(rows: Iterable[Any]) -> Any:
+    """What all of them are, if it is the same."""
+    (first, *others) = rows
+    return first if all(x == first for x in others) else None
+
+
+def _keeps_zeros(op: Op) -> bool:
+    """Whether a pointwise op makes zeros of nothing but zeros."""
+
+    def zero(x: Any) -> Any:
+        if isinstance(x, Meta):
+            return torch.zeros((), dtype=torch.float32 if x.dtype.is_floating_point else x.dtype)
+        return x
+
+    args, kwargs = pytree.tree_map(zero, (op.call.args, dict(op.call.kwargs)))
+    plain = (int, float, bool, str, torch.Tensor, type(None))
+    if not all(isinstance(x, plain) for x in pytree.tree_leaves((args, kwargs))):
+        return False
+    with without_modes():
+        return bool((op.target(*args, **kwargs) == 0).all())

@@ -1,0 +1,124 @@
+"""Rows that are looked up in a cut table, and stay where they were found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import shardlib as sl
+from shardlib import Mesh
+from shardlib.machine import Link, Machine
+
+V, D, B, L = 20000, 4, 16, 16  # rows of a table, features, samples, ids of each: to move the table is no way
+NODE = Machine.preset("node")
+SLOW = replace(NODE, inner=Link(NODE.inner.bandwidth / 10), outer=Link(NODE.outer.bandwidth / 10))
+SPECS = ("v@x d", "b l")
+
+
+def _interactions(t: Tensor, i: Tensor) -> Tensor:
+    """A factorisation machine's (Rendle 2010)."""
+    e = F.embedding(i, t)
+    return 0.5 * (e.sum(1).square() - e.square().sum(1)).sum(-1)
+
+
+def _of_lists(t: Tensor, i: Tensor) -> Tensor:
+    e = torch.stack([F.embedding(i[:, k], t * (k + 1)) for k in range(L)], 1)
+    return (e.sum(1).square() - e.square().sum(1)).sum(-1)
+
+
+def _gradient(program: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    return sl.grad(lambda t, i: program(t, i).sin().sum())  # type: ignore[no-any-return]
+
+
+def _relu_of_rows(t: Tensor, i: Tensor) -> Tensor:
+    return F.relu(t[i]).sum(1)
+
+
+def _shifted(t: Tensor, i: Tensor) -> Tensor:
+    """Rows that are 1 where a device has none."""
+    return (F.embedding(i, t) + 1).square().sum(1)
+
+
+def _divided(t: Tensor, i: Tensor) -> Tensor:
+    e = F.embedding(i, t).square()
+    return (e / (e + 1)).sum(1)
+
+
+def _also_whole(t: Tensor, i: Tensor) -> Any:
+    e = F.embedding(i, t)
+    return e.square().sum(1), e @ t.detach().new_ones(D, D)
+
+
+def _of_two(t: Tensor, i: Tensor) -> Tensor:
+    """Rows of which devices have different ones."""
+    return (F.embedding(i, t) * F.embedding(i.flip(1), t)).sum(1)
+
+
+def _updated(t: Tensor, i: Tensor) -> Tensor:
+    return t.index_add(0, i[0], t[i[0]].exp())
+
+
+def _put(t: Tensor, i: Tensor) -> Tensor:
+    return t.index_put((i[0] % V,), t[i[0] % V].cos())
+
+
+def _written_elsewhere(t: Tensor, i: Tensor) -> Tensor:
+    return t.index_add(0, i[0].flip(0), t[i[0]].exp())
+
+
+def _penalised(t: Tensor, i: Tensor) -> Tensor:
+    """Of tokens that were there before."""
+    ids = torch.cat([i, i + 1]).t()[:D].t().contiguous()
+    scores = t.gather(0, ids)
+    return t.scatter(0, ids, torch.where(scores < 0, scores * 1.2, scores / 1.2))
+
+
+def _transposed(t: Tensor, i: Tensor) -> Tensor:
+    """Written to the rows of another place's index."""
+    square = i[:L]
+    return t.index_put((square,), t[square].transpose(0, 1).exp(), accumulate=True)
+
+
+WHOLE = B * L * D * 8  # bytes of all that is looked up
+LITTLE = B * D * 8  # of its sums
+# Bytes on the wire, of two devices.
+PROGRAMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], int]] = {
+    "interactions": (_interactions, 2 * LITTLE),
+    "gradient of interactions": (_gradient(_interactions), 2 * LITTLE),
+    "interactions of a list": (_of_lists, 2 * LITTLE),
+    "relu": (_relu_of_rows, LITTLE),
+    "gradient of relu": (_gradient(_relu_of_rows), LITTLE),
+    "updated": (_updated, 0),
+    "put": (_put, 0),
+    "penalised": (_penalised, 0),
+    # Somebody needs the rows, or would take what others have there.
+    "shifted": (_shifted, WHOLE),
+    "divided": (_divided, WHOLE),
+    "also whole": (_also_whole, WHOLE),
+    "of two": (_of_two, WHOLE + LITTLE),
+    "written elsewhere": (_written_elsewhere, L * D * 8),
+    "transposed": (_transposed, L * L * D * 8),
+}
+
+
+@pytest.mark.parametrize("devices", [2, 3, 8])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_values_and_bytes(name: str, devices: int) -> None:
+    program, nbytes = PROGRAMS[name]
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(V, D, dtype=torch.float64, generator=generator)
+    args = table, torch.stack([torch.randperm(V - 1, generator=generator)[:L] for _ in range(B)])
+    with Mesh({"x": devices}, machine=SLOW):
+        step = sl.jit(program, in_specs=SPECS, out_specs=None)
+        found = step(*args)
+        sent = step.plan(*args).comm_bytes
+    for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (found, program(*args))), strict=True):
+        torch.testing.assert_close(a.full_tensor(), b)
+    share = (devices - 1) / devices  # of an all-reduce twice, of a reduce-scatter once
+    assert nbytes * share <= sent <= 2 * (nbytes + (nbytes > 0) * B * 8) * share
