@@ -24,7 +24,7 @@ from shardlib.lower import Senders, lower
 from shardlib.meshes.mesh import Mesh
 from shardlib.normalise import normalise
 from shardlib.owned import mark as mark_owned
-from shardlib.passes import run_passes
+from shardlib.passes import Hosted, run_passes
 from shardlib.passes.offload import crossing, refuse_offload
 from shardlib.passes.recompute import Recomputed, recompute, warn_of_a_higher_peak
 from shardlib.passes.split import Halves, split
@@ -148,14 +148,14 @@ def _finished(
 ) -> tuple[Program, Halves | None]:
     """The program after all passes, `moved` values in the host's memory meanwhile, inputs `away`, and what comes to
     stand where they do, there between calls; its halves where its results have gradients."""
-    passed = partial(run_passes, how=how, memory=memory, offloaded=moved, draft=draft)
+    passed = partial(run_passes, how=how, memory=memory, draft=draft)
     after = traced.after
     if not after.gradients:
-        return passed(program, away=away, sent=sent_away(traced, away)), None
+        return passed(program, hosted=Hosted(moved, away, sent_away(traced, away))), None
     halves = split(program, len(after.cotangents), len(after.gradients), whole=how.saved is not None)
     sent = crossing(halves.forward, halves.own, how)
-    forward = passed(halves.forward, sent=sent)
-    backward = passed(halves.backward, away=[at - halves.own for at in sent])
+    forward = passed(halves.forward, hosted=Hosted(outputs=sent))
+    backward = passed(halves.backward, hosted=Hosted(inputs=[at - halves.own for at in sent]))
     halves = replace(halves, forward=forward, backward=backward)
     return halves.joint, halves
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -30,13 +30,21 @@ PASSES = (
 _MOVING = {bundle.bundle, schedule.schedule}
 
 
+@dataclass(frozen=True)
+class Hosted:
+    """What is in the host's memory: saved `values` meanwhile, beside those that the schedule names; by their positions
+    `inputs` that are there before, and `outputs` that go there."""
+
+    values: Collection[Var] = ()
+    inputs: Collection[int] = ()
+    outputs: Collection[int] = ()
+
+
 def run_passes(
     program: Program,
     how: Schedule = DEFAULT,
     memory: float | None = None,
-    offloaded: Collection[Var] | None = None,
-    away: Collection[int] = (),
-    sent: Collection[int] = (),
+    hosted: Hosted = Hosted(),
     *,
     draft: bool = False,
 ) -> Program:
@@ -47,15 +55,13 @@ def run_passes(
     What hides messages holds memory. Where the program would not fit into `memory` bytes (None: what a device of the
     machine has, if the mesh names one), nothing is gathered ahead, and then nothing moves at all. Where that does not
     fit either, it is that program if `memory` was asked for, and else the one that hides most.
-    `offloaded` are the values that are meanwhile in the host's memory (None: those that the schedule names), `away` the
-    inputs that are there before, `sent` the outputs that go there.
     """
     limit = _memory(program) if memory is None else memory
 
     @cache
     def passed(way: str) -> Program:
         made, slower = program, how if way == "ahead" else replace(how, prefetch=0)
-        for after in _passed(program, slower, way != "still", offloaded, away, sent):
+        for after in _passed(program, slower, hosted, moves=way != "still"):
             made = after if draft or after is made else check(after)
         return made
 
@@ -75,19 +81,14 @@ def _memory(program: Program) -> float:
     return math.inf if machine is None else Machine.of(machine).device.memory
 
 
-def _passed(
-    program: Program,
-    how: Schedule,
-    moves: bool,
-    offloaded: Collection[Var] | None,
-    away: Collection[int],
-    sent: Collection[int],
-) -> Iterator[Program]:
+def _passed(program: Program, how: Schedule, hosted: Hosted, *, moves: bool) -> Iterator[Program]:
     """What each pass makes; where nothing `moves`, messages stay where they are."""
     told: dict[Any, Callable[[Program], Program]] = {
         bundle.bundle: partial(bundle.bundle, how=how),
-        offload.offload: partial(offload.offload, how=how, chosen=offloaded),
-        offload_state.offload_state: partial(offload_state.offload_state, away=away, sent=sent, how=how),
+        offload.offload: partial(offload.offload, how=how, chosen=hosted.values),
+        offload_state.offload_state: partial(
+            offload_state.offload_state, away=hosted.inputs, sent=hosted.outputs, how=how
+        ),
     }
     for one in PASSES:
         if moves or one not in _MOVING:

@@ -21,12 +21,12 @@ from shardlib.program.storage import blurred, handed_on, owners
 from shardlib.schedule import DEFAULT, SAVED, Schedule
 
 
-def offload(program: Program, how: Schedule = DEFAULT, chosen: Collection[Var] | None = None) -> Program:
+def offload(program: Program, how: Schedule = DEFAULT, chosen: Collection[Var] = ()) -> Program:
     """The program with what the schedule names, and the `chosen` values, in the host's memory meanwhile."""
     if how.saved is None and not chosen:
         return program
     saved = _saved(program)
-    found = [s for s in saved if (chosen and s.var in chosen) or _named(s.maker, how.saved)]
+    found = [s for s in saved if s.var in chosen or _named(s.maker, how.saved)]
     ahead = 1 if how.prefetch is None else how.prefetch
     moved = _Moved(program, ahead, saved if chosen else found, found)
     return replace(program, steps=tuple(moved.run())) if moved.due else program
