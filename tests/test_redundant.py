@@ -116,6 +116,13 @@ LOCAL_FORMS = {
     "low-rank part of a tall matrix": (0.99, 1.0),
     "LoRA, frozen weights over tensor": (1.0, 1.02),
     "gradient of a loss in three parts": (1.0, 1.02),
+    # What is looked up is worked on where it was found, with zeros for what others have.
+    "factorisation machine, rows cut": (1.0, 5.81),
+    "gradient of a factorisation machine": (1.0, 5.81),
+    "factorisation machine of many tables": (1.0, 5.81),
+    "factorisation machine with weights, rows cut": (1.0, 5.81),
+    "update of looked-up rows": (1.0, 4.51),
+    "repetition penalty, vocabulary cut": (1.0, 5.68),
     "bags by table": (1.0, 2.01),  # two ops, where bags of whole tables are one
     "gradients of bags by table": (1.0, 1.13),
     "gradients of causal linear attention": (0.99, 1.0),  # a running sum is of what a device has

@@ -18,6 +18,8 @@ from shardlib.program.sym import Sym, local_size, most, product
 from shardlib.propagate.flood import Assignment, Flood, OpFactor
 from shardlib.rules.rule import Rule
 
+_LITTLE = 8  # times as much is another order of work
+
 
 class Emitter:
     """Writes ops of the graph as steps of the program."""
@@ -71,8 +73,9 @@ class Emitter:
 
 
 def _counted(steps: Sequence[Step], target: Any, flops: float, work: Sym | None, device: Device) -> list[Step]:
-    """The steps of an op's local form, with its arithmetic: on those that call the op itself, if there are such, or on
-    those that work on most. What is made of statistics, on every device alike, is little beside that."""
+    """The steps of an op's local form, with its arithmetic: on those that call the op itself, if there are such on more
+    than a little, or on those that work on most. What is made of statistics, on every device alike, is little beside
+    that."""
 
     def size(step: Compute) -> int:
         found = (device.held(v) for v in (*reads(step), *step.made))
@@ -80,7 +83,10 @@ def _counted(steps: Sequence[Step], target: Any, flops: float, work: Sym | None,
 
     calls = [s for s in steps if isinstance(s, Compute)]
     largest = max(map(size, calls), default=0)
-    mine = [s for s in calls if s.target is target] or [s for s in calls if size(s) == largest]
+    own = [s for s in calls if s.target is target]
+    if max(map(size, own), default=0) * _LITTLE < largest:
+        own = []
+    mine = own or [s for s in calls if size(s) == largest]
     return [
         replace(s, flops=flops / len(mine), work=work) if isinstance(s, Compute) and s in mine else s for s in steps
     ]

@@ -20,7 +20,7 @@ from shardlib.meshes.mesh import Mesh
 from shardlib.propagate.decide import TIE, Decider
 from shardlib.propagate.dims import Leaf
 from shardlib.propagate.estimate import Estimate, grained
-from shardlib.propagate.flood import Flood, OpFactor, Want
+from shardlib.propagate.flood import Flood, Want
 from shardlib.propagate.problem import work
 from shardlib.propagate.units import build_units, may_cut
 
@@ -42,12 +42,13 @@ def offered(graph: Graph, flood: Flood, mesh: Mesh, decider: Decider) -> Decider
         if name not in used:
             continue
         wants, found = flood.wants, list[tuple[Decider, dict[Leaf, list[Want]]]]()
-        for leaf in _candidates(weights, flood, mesh, decider, name):
+        summed = _summed(weights, flood, mesh, decider, name)
+        for leaf in dict.fromkeys([*_candidates(weights, flood, mesh, decider, name), *summed]):
             mine = wants.get(leaf, [])
             more = [a for a in mesh.axis(name).primes() if all(want.axis != a for want in mine)]
             tried = flood.wants = wants | {leaf: [*mine, *(Want(a, _SOURCE, True) for a in more)]}
             trial = Decider(graph, flood, build_units(graph, flood), mesh)
-            if _better(trial, decider, light):
+            if _better(trial, decider, light, summed=leaf in summed):
                 found.append((trial, tried))
         decider, flood.wants = best(found) if found else (decider, wants)
     return decider
@@ -60,12 +61,14 @@ def best(ways: Sequence[tuple[Decider, T]]) -> tuple[Decider, T]:
     return min(near, key=lambda way: tuple(map(grained, _whole(way[0])[::-1])))
 
 
-def _better(trial: Decider, decider: Decider, light: bool) -> bool:
+def _better(trial: Decider, decider: Decider, light: bool, summed: bool) -> bool:
     """Whether an offer is worth it: markedly faster, and twice as fast if markedly more is sent; where ops are light,
-    nothing more may be sent."""
+    nothing more may be sent, and where pieces of sums are offered (`summed`), it must be markedly less."""
     if light and _bytes(trial) > _bytes(decider):
         return False
     (work, sent), (work_before, sent_before) = _whole(trial), _whole(decider)
+    if summed and sent > sent_before * _WORTH:
+        return False
     share = _WORTH if sent <= sent_before * TIE else _WORTH_MORE
     return work + sent < (work_before + sent_before) * share
 
@@ -97,17 +100,12 @@ def _is_heavy(op: Op) -> bool:
 
 def _candidates(weights: Mapping[Op, float], flood: Flood, mesh: Mesh, decider: Decider, name: str) -> list[Leaf]:
     """The dims which would take most of what is done alike along an axis, or that communicates."""
-    atoms, gain, summed = mesh.axis(name).primes(), defaultdict[Leaf, float](float), defaultdict[Leaf, float](float)
+    atoms, gain = mesh.axis(name).primes(), defaultdict[Leaf, float](float)
     for op, weight in weights.items():
         unit = decider.units.unit.get(op)
         if unit is None:
             continue
-        cuts = decider.unit_cut(unit)
-        used = {a for axes in cuts for a in axes}
-        slots = decider.units.op_slots[op].items()
-        if not used.isdisjoint(atoms) and any(_owes(op, x) and not {*cuts[s]}.isdisjoint(atoms) for x, s in slots):
-            for leaf in _free(op, flood, atoms, everywhere=False) if _is_used_up(op) else ():
-                summed[leaf] += sum(r.nbytes for r in op.results if r is not None)
+        used = {a for axes in decider.unit_cut(unit) for a in axes}
         idle = [a for a in atoms if a not in used]
         moves = unit in decider.problem.kind and decider.estimate.moving(decider.problem.kind[unit], decider.choices)
         if idle or moves:
@@ -115,35 +113,49 @@ def _candidates(weights: Mapping[Op, float], flood: Flood, mesh: Mesh, decider: 
                 gain[leaf] += weight
     most = _first(gain)[:_TRIED]
     found = [leaf for leaf in most if gain[leaf] >= _SHARE * sum(weights.values())]
-    return list(dict.fromkeys([*found, *_first(summed)[:1], *_first(_beside_selections(flood, decider, atoms))[:1]]))
+    return list(dict.fromkeys([*found, *_first(_beside_selections(flood, decider, atoms))[:1]]))
 
 
 def _first(gain: Mapping[Leaf, float]) -> list[Leaf]:
     return sorted(gain, key=lambda leaf: (-gain[leaf], leaf))
 
 
-def _owes(op: Op, x: OpFactor) -> bool:
-    """Whether what an op makes is a sum over devices where a factor is cut."""
-    return op.rule is not None and op.rule.owed(0, x[0]) == "sum"
+def _summed(weights: Mapping[Op, float], flood: Flood, mesh: Mesh, decider: Decider, name: str) -> list[Leaf]:
+    """The dim which would share out most of sums over devices that little is made of, where nobody else has it."""
+    atoms, gain = mesh.axis(name).primes(), defaultdict[Leaf, float](float)
+    for op in weights:
+        unit = decider.units.unit.get(op)
+        if unit is None or op.rule is None or "sum" not in op.rule.reduce.values():
+            continue
+        cuts = decider.unit_cut(unit)
+        summed = {a for (f, _), s in decider.units.op_slots[op].items() if op.rule.owed(0, f) == "sum" for a in cuts[s]}
+        if not summed.isdisjoint(atoms) and _is_used_up(op):
+            for leaf in _free(op, flood, atoms, everywhere=False):
+                gain[leaf] += sum(r.nbytes for r in op.results if r is not None)
+    return _first(gain)[:1]
 
 
 def _is_used_up(op: Op) -> bool:
-    """Whether of what an op makes nothing is left as large, but by light ops on the way: then who adds up a piece of it
-    can do all of these on the piece."""
-    todo, seen = [r for r in op.results if r is not None], set[Op]()
-    most = max(r.nbytes for r in todo)
+    """Whether somebody needs the sum that an op owes, and light ops make little of it: then who adds up a piece can do
+    all of these on the piece."""
+    todo, seen, needed = [r for r in op.results if r is not None], set[Op](), False
+    owed, most = {*todo}, max(r.nbytes for r in todo)
     while todo:
         value = todo.pop()
         if value.nbytes * _SMALL < most:
             continue
         if value.is_output:
             return False
-        readers = {reader for reader, _ in value.readers} - seen
-        if any(reader.rule is None or reader.manual or reader.constrains or _is_heavy(reader) for reader in readers):
-            return False
-        seen |= readers
-        todo += [r for reader in readers for r in reader.results if r is not None]
-    return True
+        for reader, i in value.readers:
+            if reader.rule is None or reader.manual or reader.constrains or _is_heavy(reader):
+                return False
+            passes = value in owed and (reader.transparent or any(i in together for together in reader.rule.linear))
+            needed |= value in owed and not passes
+            made = [r for r in reader.results if r is not None]
+            owed.update(made if passes else ())
+            todo += made if reader not in seen else ()
+            seen.add(reader)
+    return needed
 
 
 def _beside_selections(flood: Flood, decider: Decider, atoms: Sequence[Axis]) -> Mapping[Leaf, float]:
