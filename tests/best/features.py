@@ -1,4 +1,5 @@
-"""Losses on features of a cut batch: products of all pairs of features or samples, of which little is made."""
+"""Losses on features of a cut batch: products of all pairs of features or samples, of which little is made; and the
+first token of a cut sequence."""
 
 from __future__ import annotations
 
@@ -46,6 +47,13 @@ def _shrunk(w: Tensor, d: Tensor) -> Tensor:
     return w + d.diag()
 
 
+def _first_token(x: Tensor, w: Tensor) -> Tensor:
+    """What a classifier reads, of a cut sequence."""
+    return F.layer_norm(x, (1024,))[:, 0] @ w
+
+
+TOKENS = (f32(256, 256, 1024), f32(1024, 1024))
+FIRST = 256 * 1024 * 4
 PAIR = (f32(N, D), f32(N, D))
 ROWS_CUT = ("n@x d", "n@x d")
 CORRELATIONS = D * D * 4
@@ -64,6 +72,11 @@ ROWS = [
     Row("InfoNCE, batch cut", _infonce, (f32(N, SMALL),) * 2, ROWS_CUT, X, gathered(SAMPLES, 8) + reduced(4, 8), 2),
     Row("gradients of InfoNCE, batch cut", sl.grad(_infonce, (0, 1)), (f32(N, SMALL),) * 2, ROWS_CUT, X,
         2 * gathered(SAMPLES, 8), 2),
+    # Who has the token hands out samples; all work on them.
+    Row("first token of a cut sequence, projected", _first_token, TOKENS, ("b s@x d", "..."), X,
+        2 * gathered(FIRST, 8), 2, out_specs="b d"),
+    Row("first token of a cut sequence, columns cut", _first_token, TOKENS, ("b s@x d", "d f@x"), X,
+        reduced(FIRST, 8), 1),
     Row("diagonal of a matrix, rows cut", lambda w: w.diagonal().sin(), (f32(N, N),), ("m@x n",), X),
     Row("matrix with more on its diagonal, rows cut", _shrunk, (f32(N, N), f32(N)), ("m@x n", "m@x"), X),
 ]  # fmt: skip

@@ -7,6 +7,7 @@ from tests.best import (
     borders,
     chains,
     constants,
+    estimators,
     experts,
     features,
     fused,
@@ -35,4 +36,5 @@ ROWS: list[Row] = [
     *layers.ROWS,
     *objectives.ROWS,
     *features.ROWS,
+    *estimators.ROWS,
 ]
