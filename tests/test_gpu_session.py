@@ -67,7 +67,7 @@ def test_every_figure_has_a_part_and_every_part_its_figures() -> None:
     assert session.SECONDS < 600
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(5)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
 @pytest.mark.parametrize("name", [part.name for part in PARTS if part.name not in ("gpu tests", "cpu tests")])
 def test_a_part_rehearsed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ def _spec(rule: Rule, labels: Labels, f: str) -> P:
     return P(*("a" if dim and dim[0] in both else None for dim in labels))
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("family", SAMPLES, ids=lambda g: g.__name__)
 def test_what_is_estimated_is_what_is_sent(family: Callable[[], Iterator[Sample]]) -> None:
     wrong, named = [], set[str]()

@@ -533,10 +533,11 @@ def test_within_5_percent_of_the_best_of_all_that_is_kept_made_again_or_moved(na
     assert bool(moved) == bool(best) >= (host in ("hidden", "fast", "copies")), "where the host is fast enough"
 
 
-@pytest.mark.parametrize("layers", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 8))])
-@pytest.mark.parametrize("build", [gpt2.build, pytest.param(llama.build, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [3, 8])
+@pytest.mark.parametrize("build", [gpt2.build, llama.build])
 def test_less_memory_takes_no_less_time(build: Any, layers: int) -> None:
-    """At 55 or, of more layers, 90, 70, 50 and 35 % of the peak: met in the program that runs."""
+    """At 90, 70, 50 and, of many layers, 35 % of the peak: met in the program that runs."""
     lm, rules = build(layers=layers, d=32, seq=32, vocab=64), gpt2.RULES | llama.RULES
     args = [lm.params(), torch.randint(0, 64, (16, 32))]
 
@@ -546,7 +547,7 @@ def test_less_memory_takes_no_less_time(build: Any, layers: int) -> None:
             return step.plan(*args)
 
     peak, seconds = plan().peak_memory, 0.0
-    for share in {2: (0.55,), 3: (0.9, 0.7, 0.5), 8: (0.9, 0.7, 0.5, 0.35)}[layers]:
+    for share in {3: (0.9, 0.7, 0.5), 8: (0.9, 0.7, 0.5, 0.35)}[layers]:
         found = plan(memory=int(share * peak))
         assert found.peak_memory <= share * peak
         now = found.simulate().seconds

@@ -104,7 +104,7 @@ def test_every_pair(leaves: Leaves, atoms: Axes) -> None:
         run(leaves, reshard.route(leaves, 8, src, dst), src, dst, mesh, (), "sum")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "leaves",
     [*VALUES, ((8,), (8,)), ((4, 4), (16,)), ((12,), (6, 2)), ((12,), (24,), (12,)), ((5,), (8,), (8,), (8,))],

@@ -106,8 +106,10 @@ def guesses(target: Any) -> Iterator[Sample]:
         yield s(target.name(), *(make(*next(shapes)) if kind == "Tensor" else SCALARS.get(kind) for kind in kinds))
 
 
-@pytest.mark.parametrize("third", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2))])
-def test_ops_that_are_pointwise_by_tag(third: int) -> None:
+@pytest.mark.parametrize(
+    ("third", "each"), [(0, SOME), *(pytest.param(i, 1, marks=pytest.mark.slow) for i in range(3))]
+)
+def test_ops_that_are_pointwise_by_tag(third: int, each: int) -> None:
     wrong, proved = [], 0
     for target in itertools.islice(tagged(), third, None, 3):
         for name, args, kwargs in guesses(target):
@@ -115,7 +117,7 @@ def test_ops_that_are_pointwise_by_tag(third: int) -> None:
                 target(*args, **kwargs)
             except (RuntimeError, TypeError):
                 continue  # not for this dtype: the next guess
-            wrong += check((name, args, kwargs))
+            wrong += check((name, args, kwargs), each=each)
             proved += 1
             break
         else:

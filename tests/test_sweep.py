@@ -41,7 +41,7 @@ def shown(result: Result) -> str:
     return "\n".join([f"{' '.join(result.key)}: {result.outcome}", *result.notes])
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(43)
 @pytest.mark.parametrize("turn", [0, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SUBSET)
 def test_what_is_listed_as_right_is_right(name, turn):
