@@ -34,7 +34,7 @@ types: $(STAMP)
 	@echo "== types"
 	$(BIN)/mypy
 
-# The last line is pytest's own summary. README code, doctests and two notebooks are among the tests; `make slow` has the others.
+# The last line is pytest's own summary. README code, doctests and a notebook are among the tests; `make slow` has the others.
 tests: $(STAMP) lint types
 	@echo "== tests"
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --durations=10 $(ARGS)

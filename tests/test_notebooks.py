@@ -12,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.together
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-SHORT = 2  # so many of them are part of `make test`: the others compile several models, each in several ways
+SHORT = 1  # so many of them are part of `make test`: the others compile models, most of them several in several ways
 
 
 @pytest.fixture(scope="module")

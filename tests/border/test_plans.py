@@ -82,12 +82,11 @@ CASES = [
     ("Adam", None, "nothing"),
     ("Adam", None, "a step"),
     ("Adam", "zero1", "a step outside"),
-    ("ASGD", "zero1", "a step outside"),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
             *(("Adam", "zero1", before) for before in ("nothing", "a step")),
-            *((name, "zero1", "a step outside") for name in ("SGD", "AdamW, fused", "NAdam")),
+            *((name, "zero1", "a step outside") for name in ("SGD", "AdamW, fused", "ASGD", "NAdam")),
         )
     ),
 ]

@@ -144,7 +144,7 @@ GIVEN: dict[str, Callable[[nn.Module], dict[str, Tensor]]] = {
 }
 
 
-@pytest.mark.sampled(7, first=2)
+@pytest.mark.sampled(16, first=2)
 @pytest.mark.parametrize("loss", [_adapted, _flat])
 @pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
