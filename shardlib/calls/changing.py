@@ -49,7 +49,7 @@ class Changing:
     """`numbers`, which the function changes or its caller, are inputs; `holders`, the containers and tensors in which
     the function changes something, count by identity.
 
-    So do `logs`, to which it appends without reading them: what is in them does not count.
+    So do `logs`, to which it, or its caller, appends without its reading them: what is in them does not count.
     """
 
     def __init__(self) -> None:
@@ -70,8 +70,16 @@ class Changing:
         self._seen = (was if len(was) < MANY else {}) | now
         return {p for p, x in now.items() if type(was.get(p)) is type(x) and was[p] != x and p not in self.numbers}
 
-    def add(self, numbers: Iterable[Place], holders: Iterable[int] = (), logs: Mapping[int, Any] = _NONE) -> None:
-        """Note more of it."""
+    def add(
+        self,
+        numbers: Iterable[Place],
+        holders: Iterable[int] = (),
+        logs: Mapping[int, Any] = _NONE,
+        no_logs: Iterable[int] = (),
+    ) -> None:
+        """Note more of it; what is read now, is no log."""
+        for i in no_logs:
+            del self.logs[i]
         for place in numbers:
             own, *around = containing(place)
             self.numbers.add(own)

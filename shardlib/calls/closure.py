@@ -48,6 +48,6 @@ def _add(reach: Reach, state: State, known: list[Any]) -> None:
         state.rates = True
     if reach.seeds:
         state.seeds = True
-    state.logs = reach.logs
+    state.logs, state.read_names = reach.logs, reach.reads
     for name, get, holder, key in reach.variables:
         state.named(name, get(), known, holder, key)

@@ -45,7 +45,8 @@ class Found:
     exact = False  # whether some code wants numbers that are nothing else,
     rates = False  # and may ask for them among the settings of an optimizer
     seeds = False  # whether some code names a method by which generators are seeded
-    logs: frozenset[str] = frozenset()  # names of what code only appends to
+    logs: frozenset[str] = frozenset()  # names of what code only appends to,
+    read_names: frozenset[str] = frozenset({"*"})  # and of what it reads otherwise
     notes = False  # whether all places are kept
     cut: Mapping[int, torch.Tensor] = {}  # while it is traced: what stands for a result of ops outside, by id
     roots: Sequence[str] = ()  # what the leaves of the arguments are called

@@ -38,7 +38,8 @@ class Reach:
 
     `exact`: some of it asks for `type(x)`, which nothing but a number itself answers right: numbers are constants;
     `rates`: and it knows of optimizers, so that learning rates are, too.
-    `seeds`: some of it names a method by which generators are seeded. `logs`: names of what it only appends to.
+    `seeds`: some of it names a method by which generators are seeded. `reads`: names of what it reads beside appending
+    to it, `*` where that may be anything; `logs`: of what it only appends to.
     Two of these are equal only if they are one: it stands for its functions in the key of a call.
     """
 
@@ -56,7 +57,8 @@ class Reach:
         while self._todo:
             self._go_through(self._todo.pop(0))
         self._found = [(get, x) for _, get, x in self._places]
-        self.logs = frozenset() if "*" in self._read else frozenset(self._appended - self._read)
+        self.reads = frozenset(self._read)
+        self.logs = frozenset() if "*" in self.reads else frozenset(self._appended - self.reads)
 
     def is_current(self) -> bool:
         """Whether all its functions are still those that were found."""
@@ -273,16 +275,20 @@ def _values(code: types.CodeType) -> frozenset[str]:
 
 @functools.lru_cache(1 << 12)
 def _uses(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Names of variables and attributes that code appends to, `log` in `self.log.append(x)`, and that it reads.
+    """Names of variables and attributes that code appends to, `log` in `self.log.append(x)`, or in `self.log[k]`, and
+    that it reads.
 
     A text may be a name for `getattr`; code that looks at objects as a whole reads everything, `*`.
     """
     steps = [x for x in dis.get_instructions(code) if x.opname not in ("CACHE", "EXTENDED_ARG")]
     appended: set[str] = set()
     read: set[str] = set()
-    for step, then in itertools.pairwise(steps):
+    for i, step in enumerate(steps):
         if step.opname.startswith("LOAD") and step.opname not in _NO_READS and isinstance(step.argval, str):
-            appends = then.opname in _ATTRIBUTE and then.argval in _APPENDING
+            then = i + 1
+            if [x.opname for x in steps[i + 2 : i + 3]] == ["BINARY_SUBSCR"] and steps[then].opname.startswith("LOAD"):
+                then += 2  # an item of it
+            appends = any(x.opname in _ATTRIBUTE and x.argval in _APPENDING for x in steps[then : then + 1])
             (appended if appends else read).add(step.argval)
     texts = [y for x in code.co_consts for y in (x if isinstance(x, tuple) else (x,)) if isinstance(y, str)]
     read |= {part for text in texts for part in text.split(".")}

@@ -6,6 +6,7 @@ import array
 import copy
 import functools
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable
 from types import MethodType
 from typing import Any
 
@@ -64,10 +65,26 @@ class Snapshot(State):
 
     def is_log(self, container: int) -> bool:
         """Whether the code only appends to what this container is called, wherever it is held."""
+        return bool(names := self._names_of(container)) and self.logs.issuperset(names)
+
+    def grown(self, changed: Iterable[Place]) -> dict[int, Any]:
+        """The containers whose lengths are among what the caller has changed, and that the code does not read."""
+        found = {place[0] for place in changed if place[1] is LENGTH}
+        return {i: self.owners[i] for i in found if self._names_of(i) and not self._is_read(i)}
+
+    def read_logs(self) -> set[int]:
+        """What was not read when it became a log, and is read by the code that is there now."""
+        return set(filter(self._is_read, self.changing.logs))
+
+    def _is_read(self, container: int) -> bool:
+        return not self.read_names.isdisjoint([*self._names_of(container), "*"])
+
+    def _names_of(self, container: int) -> list[str]:
+        """What a container whose methods give nothing back is called, wherever it is held."""
+        if type(self.owners.get(container)) not in (list, set, deque):
+            return []
         held = [self.called[place] for place in self._held_at.get(container, [])]
-        names = [next((x for x in reversed(at) if isinstance(x, str)), "").rpartition(".")[2] for at in held]
-        plain = type(self.owners.get(container)) in (list, set, deque)  # whose methods give nothing back
-        return plain and bool(names) and self.logs.issuperset(names)
+        return [next((x for x in reversed(at) if isinstance(x, str)), "").rpartition(".")[2] for at in held]
 
     def _marks(self, x: torch.Tensor, known: list[Any]) -> None:
         self.owners[id(x)] = x

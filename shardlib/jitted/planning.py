@@ -112,8 +112,10 @@ class Invocation:
         name, programs, modes = self.function.name, self.programs, self.key[1]
         for attempt in itertools.count():
             watch = Watch(self.look)
-            if changed := watch.can_be_given(programs.changing.compare(watch.before.values)):
-                programs.changing.add(changed)  # numbers that the caller changes are inputs, too
+            changed = programs.changing.compare(watch.before.values)
+            numbers, logs = watch.can_be_given(changed), watch.before.grown(changed)
+            if numbers or logs or watch.before.read_logs():  # what the caller changes is known, too
+                programs.changing.add(numbers, logs=logs, no_logs=watch.before.read_logs())
                 self.read()
                 watch = Watch(self.look)
             watch.around = self.around

@@ -414,3 +414,40 @@ def test_a_set_is_the_same_after_a_trace() -> None:
         for _ in range(3):
             step(torch.ones(2))
     assert step.retraces == []
+
+
+class Run:
+    """Trains, and keeps what it saw."""
+
+    def __init__(self) -> None:
+        self.scale, self.losses, self.by_name = 2.0, list[float](), {"loss": list[float]()}
+        self.step = sl.jit(self._step)
+
+    def _step(self, x: Tensor) -> Tensor:
+        return (x * self.scale).sum()
+
+    def fit(self, steps: int) -> None:
+        for i in range(steps):
+            loss = self.step(X + i).item()
+            self.losses.append(loss)
+            self.by_name["loss"].append(loss)
+
+
+def test_what_the_caller_notes_in_an_object_is_no_reason_to_compile() -> None:
+    run = Run()
+    run.fit(6)
+    assert len(run.step.retraces) <= 1, run.step.retraces
+    assert run.losses == run.by_name["loss"] == [float((2 * (X + i)).sum()) for i in range(6)]
+
+
+def test_what_is_noted_counts_when_somebody_reads_it() -> None:
+    run = Run()
+    how = {"now": lambda self, x: x * self.scale}
+    run.step = step = sl.jit(lambda x: how["now"](run, x))
+    for i in range(3):
+        same(step(X), X * 2)
+        run.losses.append(float(i))
+    how["now"] = lambda self, x: x * len(self.losses)
+    for i in range(3):
+        same(step(X), X * len(run.losses))
+        run.losses.append(float(i))
