@@ -246,3 +246,29 @@ def test_the_table_of_a_model_inside_another() -> None:
         sl.parallelize(model)
     assert sl.typeof(model.model.model.layers[0].mlp.up_proj.weight) == "f32[48@tensor, 32]"
     assert sl.typeof(model.head.weight) == "f32[1, 64]"
+
+
+@pytest.mark.parametrize("axes", AXES)
+def test_a_vocabulary_of_another_size_is_refused_as_a_whole(axes: dict[str, int]) -> None:
+    with sl.Mesh(axes):
+        model = sl.parallelize(llama())
+        before = {k: (p, p.full_tensor()) for k, p in model.named_parameters()}
+        want = model(TOKENS).logits.full_tensor()
+        with pytest.raises(sl.ShardingError, match=r"other sizes runs before parallelize"):
+            model.resize_token_embeddings(80)
+        after = dict(model.named_parameters())
+        assert after.keys() == before.keys()
+        assert all(after[k] is p and torch.equal(p.full_tensor(), was) for k, (p, was) in before.items())
+        assert (model.config.vocab_size, model.lm_head.out_features) == (64, 64)
+        assert torch.equal(model(TOKENS).logits.full_tensor(), want)
+        model.resize_token_embeddings(64)  # nothing to do
+
+
+@pytest.mark.parametrize("axes", AXES)
+def test_a_vocabulary_of_another_size_before(axes: dict[str, int]) -> None:
+    plain, model = llama(), llama()
+    for m in (plain, model):
+        torch.manual_seed(1)
+        m.resize_token_embeddings(80, mean_resizing=False)
+    with sl.Mesh(axes):
+        torch.testing.assert_close(sl.parallelize(model)(TOKENS).logits.full_tensor(), plain(TOKENS).logits)

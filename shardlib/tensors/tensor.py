@@ -180,7 +180,8 @@ class ShardedTensor(torch.Tensor):
             raise ShardingError(
                 f"the data of {typeof(self)} is set to a plain tensor of shape {list(value.shape)}",
                 rule="a ShardedTensor stays one",
-                remedy="place the value first, x.data = shard(value, spec), or x.copy_(value)",
+                remedy="place the value first, x.data = shard(value, spec), or x.copy_(value); code that gives the "
+                "parameters of a module other sizes runs before parallelize",
             )
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         if is_tracing():

@@ -39,6 +39,7 @@ _INSTEAD = {
 }
 _OPTIM = str(Path(torch.optim.__file__).parent)
 _STEP = "call opt.step() behind the jitted function, which leaves .grad"
+_CLOSURE = "call opt.step(closure) outside of jit; the closure may call a jitted function, which leaves .grad"
 _VALUE = (_ONCE, "")
 _SHAPES = {
     "__getitem__": "x.where(mask, 0) and sums over it for x[mask]; x[mask] = value works as it is",
@@ -120,8 +121,10 @@ def refusal(error: Exception, tracer: Any, names: Mapping[int, str]) -> Sharding
     line = error_line(error) or user_line(sys._getframe(1))  # somebody may catch it before it gets there
     if deciding := [frame for frame in frames_of(error) if frame.f_code.co_filename.startswith(_OPTIM)]:
         asked = ((f.f_code.co_name, f.f_locals.get("self")) for f in deciding)
-        method = next((name for name, x in asked if hasattr(type(x), name)), "step")
-        remedy = _STEP if method == "step" else f"call {method}() behind the jitted function"
+        method, of = next(((name, x) for name, x in asked if hasattr(type(x), name)), ("step", None))
+        remedy = f"call {method}() behind the jitted function"
+        if method == "step":
+            remedy = _CLOSURE if isinstance(of, torch.optim.LBFGS) else _STEP
     remedy = remedy or _INSTEAD.get(name, _COUNT)
     needs_values = rule == _ONCE or isinstance(error, DynamicOutputShapeException)
     kind = ValueNeededError if needs_values else ShardingError
