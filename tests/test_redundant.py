@@ -122,6 +122,8 @@ LOCAL_FORMS = {
     "factorisation machine of many tables": (1.0, 5.81),
     "factorisation machine with weights, rows cut": (1.0, 5.81),
     "update of looked-up rows": (1.0, 4.51),
+    "gradient of a table of cut rows": (1.0, 4.51),
+    "SGD step of a table of cut rows": (1.0, 1.12),
     "repetition penalty, vocabulary cut": (1.0, 5.68),
     "bags by table": (1.0, 2.01),  # two ops, where bags of whole tables are one
     "gradients of bags by table": (1.0, 1.13),
