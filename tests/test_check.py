@@ -281,3 +281,40 @@ def test_it_says_where_nothing_is_cut() -> None:
     with Mesh(data=2):
         assert "; but all devices do all of it: nothing says where" in str(check(lambda x: x + 1, torch.ones(2)))
         assert "all devices do" not in str(check(lambda x: x + 1, torch.ones(2), in_specs=("b@data",)))
+
+
+class Attention(torch.nn.Module):
+    """The bias of its keys cancels out: its gradient is what rounding leaves, and Adam makes steps of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = torch.nn.MultiheadAttention(16, 4, batch_first=True)
+        self.head = torch.nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.attention(x, x, x, need_weights=False)[0])
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_rounding_alone_does_is_no_difference(dtype: torch.dtype) -> None:
+    def step(model: Any, opt: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    with sl.Mesh(data=4):
+        model = sl.parallelize(Attention().to(dtype), strategy="fsdp")
+        before = [p.full_tensor().detach().clone() for p in model.parameters()]
+        opt, x = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-12), torch.randn(8, 6, 16, dtype=dtype)
+        report = sl.check(step, model, opt, x)
+        rounded = {leaf.path.removesuffix(" (nothing shared)") for leaf in report.leaves if leaf.rounding}
+        assert "model.attention.in_proj_bias" in rounded
+        assert "rounding alone changes it by" in str(report)
+        assert not rounded & {"result", "model.head.weight", "opt.state[model.head.weight]['exp_avg_sq']"}
+        assert all(torch.equal(p.full_tensor(), was) for p, was in zip(model.parameters(), before, strict=True))
+        with pytest.raises(sl.ShardingError, match="in_proj_bias"):  # who says a tolerance has it
+            sl.check(step, model, opt, x, rtol=1e-9)
