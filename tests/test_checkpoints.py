@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardlib as sl
@@ -379,3 +380,24 @@ def test_on_ranks(tmp_path: Path) -> None:
     assert losses + more == pytest.approx(steps(make({"data": 2}, "zero1"), 4), rel=1e-5)
     run = make({"data": 2}, "zero2", seed=9)
     assert Checkpoints(tmp_path).load(run)["n"] == 4, "on virtual devices"
+
+
+def _in_folders_of_their_own(folder: str) -> list[str]:
+    told = []
+    with Mesh(data=dist.get_world_size()):
+        model = sl.parallelize(nn.Linear(4, 4), strategy="fsdp")
+        apart = sl.Checkpoints(Path(folder) / str(dist.get_rank()))
+        for act in (lambda: apart.save(1, {"model": model}), lambda: apart.load({"model": model})):
+            with pytest.raises(ShardingError) as error:
+                act()
+            told.append(str(error.value).replace(folder, "folder"))
+    return told
+
+
+@pytest.mark.ranks
+def test_ranks_that_name_different_checkpoints_are_told(tmp_path: Path) -> None:
+    for saved, loaded in run_ranks(_in_folders_of_their_own, 2, str(tmp_path)):
+        assert saved.splitlines()[:3] == [
+            "ranks name different checkpoints:", "  * rank 0: step 1 in folder/0", "  * rank 1: step 1 in folder/1"
+        ]  # fmt: skip
+        assert "  * rank 1: none in folder/1" in loaded

@@ -86,6 +86,7 @@ class Checkpoints:
         cannot hold, what `pickle` raises of values, and `OSError`, on all ranks, where the folder cannot be written.
         """
         self.wait()
+        _refuse_others(self.folder, step)
         aside, final = self.folder / f".step-{step:06d}.partial", self.folder / f"step-{step:06d}"
         tensors, values = taken(state)
         facts = {"step": step} | facts_of(state, tensors)
@@ -129,6 +130,7 @@ class Checkpoints:
         self.wait()
         done = self.steps
         step = self.newest if step is None else step
+        _refuse_others(self.folder, step)
         if step not in done:
             raise ShardingError(
                 f"there is no checkpoint of step {step} in {self.folder}" if step is not None
@@ -233,6 +235,24 @@ def _leads() -> bool:
 def _meet() -> None:
     if _on_ranks():
         dist.barrier()
+
+
+def _refuse_others(folder: Path, step: int | None) -> None:
+    """Raise `ShardingError`, on all ranks, where they do not name one checkpoint."""
+    if not _on_ranks():
+        return
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, (str(folder.resolve()), step))
+    if len(set(said)) > 1:
+        raise ShardingError(
+            "ranks name different checkpoints",
+            [
+                f"rank {rank}: {'none' if at is None else f'step {at}'} in {where}"
+                for rank, (where, at) in enumerate(said)
+            ],
+            rule="a checkpoint is one folder, which all ranks see and write to together",
+            remedy="let one rank make the folder, and tell the others its name (dist.broadcast_object_list)",
+        )
 
 
 def _agree(error: BaseException | None) -> None:
