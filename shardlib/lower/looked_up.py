@@ -219,7 +219,9 @@ def _common(rows: Iterable[Any]) -> Any:
 
 
 def _keeps_zeros(op: Op) -> bool:
-    """Whether a pointwise op makes zeros of nothing but zeros."""
+    """Whether a pointwise op makes zeros of nothing but zeros. (Some refuse to divide integers by 0.)"""
+    if not all(x.dtype.is_floating_point or x.dtype == torch.bool for x in op.operands):
+        return False
 
     def zero(x: Any) -> Any:
         if isinstance(x, Meta):

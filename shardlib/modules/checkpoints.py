@@ -242,7 +242,7 @@ def _refuse_others(folder: Path, step: int | None) -> None:
     if not _on_ranks():
         return
     said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, (str(folder.resolve()), step))
+    dist.all_gather_object(said, (str(folder.absolute()), step))
     if len(set(said)) > 1:
         raise ShardingError(
             "ranks name different checkpoints",
