@@ -79,6 +79,39 @@ def _penalised(t: Tensor, i: Tensor) -> Tensor:
     return t.scatter(0, ids, torch.where(scores < 0, scores * 1.2, scores / 1.2))
 
 
+def _of_two_tables(t: Tensor, i: Tensor) -> Tensor:
+    """The same rows of two tables, written to one of them."""
+    ids = i.flatten()[:L]
+    mine, other = t[ids], (2 * t)[ids]
+    return t.index_put((ids,), mine.cos() * other, accumulate=True)
+
+
+def _of_a_later_table(t: Tensor, i: Tensor) -> Tensor:
+    """Those of the second one are read where the first ones' way has been decided."""
+    ids = i.flatten()[:L]
+    rows = t[ids].cos()
+    return t.index_put((ids,), rows * (2 * t)[ids], accumulate=True)
+
+
+def _angles(t: Tensor, i: Tensor) -> Tensor:
+    """Of which the sign of a zero decides."""
+    e = F.embedding(i, t)
+    return torch.atan2(e, e).sum(1)
+
+
+def _smooth(t: Tensor, i: Tensor) -> Tensor:
+    """Whose derivative has a kernel that takes tensors of one shape."""
+    e = F.embedding(i, t)
+    return (F.gelu(e) * e).sum(1)
+
+
+def _rests(t: Tensor, i: Tensor) -> Tensor:
+    """Of whole numbers, by what is not zero where it was looked up."""
+    rows = t[i[0]]
+    divisors = torch.where(rows.abs() > 0, torch.tensor(3), torch.tensor(0))
+    return t.index_put((i[0],), torch.where(5 % divisors == 2, rows.cos(), 1.0))
+
+
 def _transposed(t: Tensor, i: Tensor) -> Tensor:
     """Written to the rows of another place's index."""
     square = i[:L]
@@ -97,9 +130,14 @@ PROGRAMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], int]] = {
     "updated": (_updated, 0),
     "put": (_put, 0),
     "penalised": (_penalised, 0),
+    "gradient of smooth": (_gradient(_smooth), LITTLE),
+    "of two tables": (_of_two_tables, 0),
+    "of a later table": (_of_a_later_table, L * D * 8),
     # Somebody needs the rows, or would take what others have there.
     "shifted": (_shifted, WHOLE),
     "divided": (_divided, WHOLE),
+    "rests": (_rests, L * D * 8),
+    "angles": (_angles, WHOLE),
     "also whole": (_also_whole, WHOLE),
     "of two": (_of_two, WHOLE + LITTLE),
     "written elsewhere": (_written_elsewhere, L * D * 8),

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -84,6 +85,8 @@ class LookedUp:
         for root in map(viewed, op.operands):
             if root in self._waiting and (region := self._region(root)) is not None and self._pays(region):
                 self.passed |= region.passed
+                for other in region.roots:
+                    del self._waiting[other]
             self._waiting.pop(root, None)
 
     def _pays(self, region: _Region) -> bool:
@@ -162,7 +165,7 @@ class LookedUp:
 
     def _way(self, op: Op, region: _Region) -> Passed | None:
         """How an op runs on rows; None where it cannot."""
-        if op.rule is None or op.manual or op.constrains or op.owns is not None:
+        if op.rule is None or op.manual or op.constrains or op.owns is not None or op in self.passed:
             return None
         on = [i for i, x in enumerate(op.operands) if viewed(x) in region.forms]
         forms = {i: form for i in on if (form := self.branching.form(op.operands[i], region.forms)) is not None}
@@ -209,7 +212,9 @@ class LookedUp:
 
 
 def _is_pointwise(op: Op) -> bool:
-    return op.target.namespace == "aten" and torch.Tag.pointwise in op.target.tags
+    """Whether an op goes element by element, and takes what others have, too: no device divides integers by zero."""
+    pointwise = op.target.namespace == "aten" and torch.Tag.pointwise in op.target.tags
+    return pointwise and not has(op.target, "refuses values")
 
 
 def _common(rows: Iterable[Any]) -> Any:
@@ -219,18 +224,19 @@ def _common(rows: Iterable[Any]) -> Any:
 
 
 def _keeps_zeros(op: Op) -> bool:
-    """Whether a pointwise op makes zeros of nothing but zeros. (Some refuse to divide integers by 0.)"""
-    if not all(x.dtype.is_floating_point or x.dtype == torch.bool for x in op.operands):
-        return False
+    """Whether a pointwise op makes zeros of nothing but zeros, of whatever signs."""
+    dims, shape = count(), [2] * len(op.operands)
+    plain = (int, float, bool, str, torch.Tensor, type(None))
 
     def zero(x: Any) -> Any:
         if isinstance(x, Meta):
-            return torch.zeros((), dtype=torch.float32 if x.dtype.is_floating_point else x.dtype)
+            dtype = torch.float32 if x.dtype.is_floating_point else x.dtype
+            signs = torch.tensor([0.0, -0.0], dtype=dtype).reshape(2, *[1] * next(dims))
+            return signs.expand(shape).contiguous()  # each with each
         return x
 
-    args, kwargs = pytree.tree_map(zero, (op.call.args, dict(op.call.kwargs)))
-    plain = (int, float, bool, str, torch.Tensor, type(None))
-    if not all(isinstance(x, plain) for x in pytree.tree_leaves((args, kwargs))):
-        return False
     with without_modes():
+        args, kwargs = pytree.tree_map(zero, (op.call.args, dict(op.call.kwargs)))
+        if not all(isinstance(x, plain) for x in pytree.tree_leaves((args, kwargs))):
+            return False
         return bool((op.target(*args, **kwargs) == 0).all())

@@ -31,6 +31,7 @@ _SHARE = 0.2  # of the work of all ops, in which a dim must take part
 _TRIED = 3  # dims for each axis
 T = TypeVar("T")
 _SMALL = 8  # times smaller is what nobody minds to have whole
+_SOON = 16  # ops in which little is made of a sum, or it is not looked at further
 _HEAVY = 8  # operations for every element that an op reads or makes: others do not matter beside such
 
 
@@ -136,15 +137,15 @@ def _summed(weights: Mapping[Op, float], flood: Flood, mesh: Mesh, decider: Deci
 
 
 def _is_used_up(op: Op) -> bool:
-    """Whether somebody needs the sum that an op owes, and light ops make little of it: then who adds up a piece can do
-    all of these on the piece."""
+    """Whether somebody needs the sum that an op owes, and some light ops make little of it: then who adds up a piece can
+    do all of these on the piece."""
     todo, seen, needed = [r for r in op.results if r is not None], set[Op](), False
     owed, most = {*todo}, max(r.nbytes for r in todo)
     while todo:
         value = todo.pop()
         if value.nbytes * _SMALL < most:
             continue
-        if value.is_output:
+        if value.is_output or len(seen) > _SOON:
             return False
         for reader, i in value.readers:
             if reader.rule is None or reader.manual or reader.constrains or _is_heavy(reader):
