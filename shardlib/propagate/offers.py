@@ -137,8 +137,8 @@ def _summed(weights: Mapping[Op, float], flood: Flood, mesh: Mesh, decider: Deci
 
 
 def _is_used_up(op: Op) -> bool:
-    """Whether somebody needs the sum that an op owes, and some light ops make little of it: then who adds up a piece can
-    do all of these on the piece."""
+    """Whether somebody needs the sum that an op owes, and a few light ops make little of it: who adds up a piece can
+    then do all of these on the piece."""
     todo, seen, needed = [r for r in op.results if r is not None], set[Op](), False
     owed, most = {*todo}, max(r.nbytes for r in todo)
     while todo:
