@@ -13,6 +13,7 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh
+from shardlib.lower.looked_up import LookedUp
 from shardlib.machine import Link, Machine
 
 V, D, B, L = 20000, 4, 16, 16  # rows of a table, features, samples, ids of each: to move the table is no way
@@ -160,3 +161,18 @@ def test_values_and_bytes(name: str, devices: int) -> None:
         torch.testing.assert_close(a.full_tensor(), b)
     share = (devices - 1) / devices  # of an all-reduce twice, of a reduce-scatter once
     assert nbytes * share <= sent <= 2 * (nbytes + (nbytes > 0) * B * 8) * share
+
+
+def test_results_that_nobody_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a gradient of several tensors, wherever it is taken of looked-up rows."""
+    monkeypatch.setattr(LookedUp, "_pays", lambda self, region: True)
+    rows = torch.linspace(0, 1, L * D, dtype=torch.float64).reshape(L, D).sin()
+    mean, scale = rows.mean(-1, keepdim=True), rows.var(-1, keepdim=True, correction=0).rsqrt()
+
+    def program(t: Tensor, i: Tensor) -> Tensor:
+        back = torch.ops.aten.native_layer_norm_backward.default
+        return back(t[i], rows, [D], mean, scale, None, None, [True, False, False])[0]  # type: ignore[no-any-return]
+
+    args = torch.linspace(-1, 1, V * D, dtype=torch.float64).reshape(V, D), torch.arange(L) * (V // L)
+    with Mesh(x=2):
+        torch.testing.assert_close(sl.jit(program, in_specs=("v@x d", "l"))(*args).full_tensor(), program(*args))

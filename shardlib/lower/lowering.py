@@ -146,10 +146,11 @@ class Lowering:
             self.values.as_looked_up(x, form) if (form := way.forms.get(i)) else self._operand(op, i, way.assignment)
             for i, x in enumerate(op.operands)
         ]
-        outs: list[Var | None] = []
+        outs: list[Var | None] = [None] * len(op.results)
         for i, r in enumerate(op.results):
-            form = self.values.forms.result_form(op, i, way.assignment, SETTLED if own else way.owed)
-            outs.append(None if r is None else self._made(op, r, (form[0], way.owed) if own else form))
+            if r is not None:
+                form = self.values.forms.result_form(op, i, way.assignment, SETTLED if own else way.owed)
+                outs[i] = self._made(op, r, (form[0], way.owed) if own else form)
         self.emitter.op(op, op.rule, way.assignment, operands, outs)
 
     def _own(self, op: Op) -> frozenset[int]:
