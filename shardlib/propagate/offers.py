@@ -122,18 +122,22 @@ def _first(gain: Mapping[Leaf, float]) -> list[Leaf]:
 
 
 def _summed(weights: Mapping[Op, float], flood: Flood, mesh: Mesh, decider: Decider, name: str) -> list[Leaf]:
-    """The dim which would share out most of sums over devices that little is made of, where nobody else has it."""
-    atoms, gain = mesh.axis(name).primes(), defaultdict[Leaf, float](float)
+    """The dim which would share out most of sums over devices that little is made of, where nobody else has it, and
+    where these take long enough to matter."""
+    atoms, gain, prices = mesh.axis(name).primes(), defaultdict[Leaf, float](float), decider.problem.prices
     for op in weights:
         unit = decider.units.unit.get(op)
         if unit is None or op.rule is None or "sum" not in op.rule.reduce.values():
             continue
-        cuts = decider.unit_cut(unit)
-        summed = {a for (f, _), s in decider.units.op_slots[op].items() if op.rule.owed(0, f) == "sum" for a in cuts[s]}
-        if not summed.isdisjoint(atoms) and _is_used_up(op):
+        cuts, slots = decider.unit_cut(unit), decider.units.op_slots[op].items()
+        summed = dict.fromkeys(a for (f, _), s in slots if op.rule.owed(0, f) == "sum" for a in cuts[s])
+        if not summed.keys().isdisjoint(atoms) and _is_used_up(op):
+            ways = math.prod(a.size for (f, _), s in slots if op.rule.owed(0, f) != "sum" for a in cuts[s])
+            nbytes = sum(r.nbytes for r in op.results if r is not None) / ways
             for leaf in _free(op, flood, atoms, everywhere=False):
-                gain[leaf] += sum(r.nbytes for r in op.results if r is not None)
-    return _first(gain)[:1]
+                gain[leaf] += prices.sent(tuple(summed), 2 * nbytes)
+    least = (1 - _WORTH) * sum(_whole(decider)) if gain else 0.0
+    return [leaf for leaf in _first(gain)[:1] if gain[leaf] >= least]
 
 
 def _is_used_up(op: Op) -> bool:
