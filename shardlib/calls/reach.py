@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from shardlib.bounded import Bounded
 from shardlib.calls.inside import content, own
+from shardlib.calls.words import words
 from shardlib.lines import is_internal
 
 Getter = Callable[[], Any]
@@ -148,7 +149,7 @@ class Reach:
             if "type" in names and fn.__name__ not in _TEXTS:
                 self.exact = True
                 self.rates |= "param_groups" in _attributes(code) or "lr" in code.co_consts
-            for variable in names:
+            for variable in (*names, *(x for x in words(code) if x in fn.__globals__)):
                 self._global(variable, fn.__globals__, code)
             for module in (*_named(code, "IMPORT_NAME"), *_spelt(code)):
                 self._space(module, sys.modules.get(module), code)

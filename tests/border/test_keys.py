@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
+import inspect
 import math
 import random
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -451,3 +454,32 @@ def test_what_is_noted_counts_when_somebody_reads_it() -> None:
     for i in range(3):
         same(step(X), X * len(run.losses))
         run.losses.append(float(i))
+
+
+FACTOR = 2.0
+
+
+def _executed(x: Tensor) -> Tensor:
+    found: dict[str, float] = {}
+    exec("y = FACTOR", globals(), found)
+    return x * found["y"]
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: x * globals()["FACTOR"],
+        lambda x: x * eval("FACTOR"),
+        _executed,
+        lambda x: x * sys.modules[__name__].FACTOR,
+        lambda x: x * importlib.import_module(__name__).FACTOR,
+        lambda x: x * _executed.__globals__["FACTOR"],
+        lambda x: x * inspect.currentframe().f_globals["FACTOR"],
+    ],
+    ids=["globals", "eval", "exec", "modules", "import_module", "__globals__", "f_globals"],
+)
+def test_variables_that_no_instruction_names(step: Any) -> None:
+    run = sl.jit(step)
+    with sl.Mesh(data=2):
+        for globals()["FACTOR"] in (2.0, 3.0, 2.0):
+            assert torch.equal(run(torch.ones(2)).full_tensor(), step(torch.ones(2)))
