@@ -41,6 +41,7 @@ tests: $(STAMP) lint types
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m slow $(ARGS)
+	EXAMPLES=4 $(BIN)/python -m pytest -q -n 2 -m hypothesis $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.benchmarks.w1 $(ARGS)

@@ -17,6 +17,7 @@ from shardlib.errors import ShardingError
 from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
 from shardlib.specs.layout import Factor, Layout, Pending, span
+from tests.examples import examples
 
 A, B, C = Axis("a", 2), Axis("b", 3), Axis("c", 4)
 C_MAJOR, C_MINOR = Axis("c", 2, pre=1, of=4), Axis("c", 2, pre=2, of=4)
@@ -233,7 +234,7 @@ any_layout = st.builds(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(any_layout)
 def test_text_reads_back(layout):
     assert Layout.parse(str(layout), SIZES) == layout

@@ -39,6 +39,7 @@ from shardlib.specs.pieces import Pieces, even, fullest, nested, over, span
 from shardlib.specs.spec import Spec, parse, resolve_many
 from shardlib.state import single_device
 from tests import campaign
+from tests.examples import examples
 from tests.ranks import run_ranks
 
 A, B = Axis("a", 4), Axis("b", 3)
@@ -142,7 +143,7 @@ def test_shards_make_the_whole_and_the_text_parses(given: tuple[Leaves, Cut]) ->
     assert Spec.exactly(at, names, pieces=True).resolve(at.shape, grid()).layout == at
 
 
-@settings(fast, max_examples=150)
+@settings(fast, max_examples=examples(150))
 @given(st.integers(2, 20), st.permutations((A0, A1, B)), cuts(1), st.data())
 def test_steps_to_a_cut_are_slices(whole: int, order: list[Axis], cut: Cut, data: st.DataObject) -> None:
     """Cutting by the minor axes, too, only ever cuts the pieces that there are; `over` changes no piece."""
@@ -202,7 +203,7 @@ def routes(draw: st.DrawFn) -> tuple[Leaves, Cut, Leaves, Cut, Axes]:
     return leaves, src, into, dst, pending
 
 
-@settings(fast, max_examples=80)
+@settings(fast, max_examples=examples(80))
 @given(routes())
 def test_every_route_ends_where_it_should(route: tuple[Leaves, Cut, Leaves, Cut, Axes]) -> None:
     leaves, src, into, dst, pending = route

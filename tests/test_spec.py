@@ -11,6 +11,7 @@ from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
 from shardlib.specs.grammar import SpecDim, SpecFactor
 from shardlib.specs.spec import P, Spec, parse, resolve_many
+from tests.examples import examples
 
 RULES = {"batch": ("pod", "data"), "heads": "tensor", "ff": "tensor", "vocab": "tensor", "seq": None}
 MESH = Mesh.abstract(pod=2, data=2, tensor=4, rules=RULES)
@@ -71,7 +72,7 @@ spec_factors = st.builds(
 spec_dims = st.builds(SpecDim, st.lists(spec_factors, min_size=1, max_size=3).map(tuple), st.booleans())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(spec_dims, max_size=3), st.lists(spec_dims, max_size=2), st.booleans())
 def test_every_spec_reads_back(before, after, rest):
     spec = Spec((*before, *([...] if rest else []), *after))

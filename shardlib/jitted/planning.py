@@ -114,8 +114,9 @@ class Invocation:
             watch = Watch(self.look)
             changed = programs.changing.compare(watch.before.values)
             numbers, logs = watch.can_be_given(changed), watch.before.grown(changed)
-            if numbers or logs or watch.before.read_logs():  # what the caller changes is known, too
-                programs.changing.add(numbers, logs=logs, no_logs=watch.before.read_logs())
+            read = watch.before.read_logs()
+            if numbers or logs or read:  # what the caller changes is known, too
+                programs.changing.add(numbers, logs=logs, no_logs=read)
                 self.read()
                 watch = Watch(self.look)
             watch.around = self.around
