@@ -28,6 +28,7 @@ _slot, _late_slot = _names.slot, _names.late_slot
 
 if TYPE_CHECKING:
     import torch.utils._pytree
+    from torch._guards import Source as Source
     from torch._library.custom_ops import CustomOpDef as CustomOpDef
     from torch._ops import HigherOrderOperator as HigherOrderOperator
     from torch._ops import OpOverload as OpOverload
@@ -51,6 +52,7 @@ else:
     DynamicOutputShapeException = _torch(f"{_FAKE}DynamicOutputShapeException", "values say what shape a result has")
     FakeTensor = _torch(f"{_FAKE}FakeTensor", "the values of a trace")
     FakeTensorMode = _torch(f"{_FAKE}FakeTensorMode", "shapes without memory")
+    Source = _torch("torch._guards.Source", "where a number of a trace comes from: its symbols ask for one")
     pytree = _torch("torch.utils._pytree", "arguments and results as leaves; torch has no public one yet")
     TorchDispatchMode = _torch("torch.utils._python_dispatch.TorchDispatchMode", "documented there, and only there")
 
@@ -110,7 +112,6 @@ memory_of = _attribute("torch.UntypedStorage._cdata", "whether two tensors share
 memory_uses = _torch("torch._C._storage_Use_Count", "whether anybody else holds memory that is written over")
 tensor_uses = _torch("torch.Tensor._use_count", "whether autograd has saved a tensor whose memory is written over")
 generator_id = _attribute("torch.Generator._cdata", "one generator has several objects in Python")
-ConstantSource = _torch("torch._dynamo.source.ConstantSource", "where a number of a trace comes from")
 FAKES_LOG = _name("torch._subclasses.fake_tensor", "it logs what fake tensors refuse, and the error says it")
 node_type = _torch("torch.utils._pytree._get_node_type", "a leaf or not, as tree_flatten decides, namedtuples included")
 

@@ -8,6 +8,7 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,11 @@ def test_import_needs_no_optional_library() -> None:
     code = f"import sys; sys.modules |= dict.fromkeys({missing}); import shardlib"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(version("torch") < "2.12", reason="torch 2.11 imports its compiler for the first fake tensor")
+def test_import_leaves_out_what_takes_longer_than_itself() -> None:
+    heavy = ["torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.checkpoint", "sympy"]
+    code = f"import shardlib, sys; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

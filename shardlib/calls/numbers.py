@@ -12,18 +12,22 @@ import math
 import operator
 import weakref
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from shardlib.calls.hosted import Hosted
 from shardlib.calls.served import Served, sources
-from shardlib.internals import ConstantSource, pytree
+from shardlib.internals import Source, pytree
 from shardlib.scalar import OPERATIONS, Scalar
 from shardlib.staying import Staying
+
+if TYPE_CHECKING:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 COMPARISONS = 32  # whose answers a program is for
 
@@ -176,13 +180,23 @@ for _name in ("real", "imag", "numerator", "denominator"):
     setattr(Given, _name, property(_attribute(_name)))
 
 
+@dataclass(frozen=True)
+class _Number(Source):
+    """Where a symbol comes from, for torch."""
+
+    label: str
+
+    @property
+    def name(self) -> str:
+        return self.label
+
+
 class Numbers(Staying):
     """While on, functions of torch take `Given` numbers; where they are `plain`, only rates are such."""
 
     def __init__(self, plain: bool = False) -> None:
         super().__init__()
         self.plain = plain
-        self.env = ShapeEnv()
         self.looked: dict[int, Any] = {}  # leaf -> value
         self.compared: dict[Scalar, None] = {}  # with answers as hints
         self.last = 0  # leaves of the call, and of
@@ -191,6 +205,13 @@ class Numbers(Staying):
         self._hints: dict[int, Any] = {}
         self._symbols: dict[Scalar, Any] = {}
         self._scalars: dict[Any, Scalar] = {}  # by symbol
+
+    @cached_property
+    def env(self) -> ShapeEnv:
+        """Torch's symbols. (Late: most of torch's compiler comes with them, and a call without numbers needs none.)"""
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        return ShapeEnv()
 
     def give(self, leaf: int, name: str, value: Any, *, rate: bool = False) -> Any:
         """The number at a leaf of the call."""
@@ -254,7 +275,9 @@ class Numbers(Staying):
         """Torch's symbol for a scalar: an input of the graph, for the time being."""
         found = self._symbols.get(scalar)
         if found is None:
-            hint, source = scalar.hint, ConstantSource(f"number{len(self._symbols)}")
+            from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+            hint, source = scalar.hint, _Number(f"number{len(self._symbols)}")
             symbol = self.env.create_unspecified_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC)
             make = self.env.create_symfloatnode if type(hint) is float else self.env.create_symintnode
             found = self._symbols[scalar] = make(symbol, hint=hint, source=source)

@@ -1,10 +1,11 @@
-"""ShardedTensors as DTensors of torch.distributed, and back: copies, since a DTensor is written to in place."""
+"""ShardedTensors as DTensors of torch.distributed, and back: copies, since a DTensor is written to in place.
+
+(DTensor is imported by who asks for one: that takes as long as a third of torch.)
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from typing import TYPE_CHECKING, Any
 
 from shardlib.errors import ShardingError
 from shardlib.meshes.mesh import Mesh, current_mesh
@@ -13,6 +14,9 @@ from shardlib.tensors.form import Form, contiguous
 from shardlib.tensors.memory import refuse_misfits
 from shardlib.tensors.tensor import ShardedTensor, typeof, wrap
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 
 def to_dtensor(x: ShardedTensor) -> DTensor:
     """The same values as a DTensor on the mesh's DeviceMesh; this rank's piece is copied.
@@ -20,6 +24,8 @@ def to_dtensor(x: ShardedTensor) -> DTensor:
     Raises `ShardingError` on virtual devices, and for layouts that DTensor's placements cannot say (an axis on a factor
     in the middle of a dim, parts of axes): redistribute first.
     """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
     placements: list[Any] = []
     faults = []
     for name in x.mesh.axis_names:
@@ -56,6 +62,8 @@ def from_dtensor(x: DTensor, mesh: Mesh | None = None) -> ShardedTensor:
 
     Raises `ShardingError` for partial sums, for another mesh, and where the local tensor is no piece of its shape.
     """
+    from torch.distributed.tensor import Replicate, Shard
+
     mesh = mesh or current_mesh() or Mesh.from_device_mesh(x.device_mesh)
     sizes = dict(zip(x.device_mesh.mesh_dim_names or (), x.device_mesh.mesh.shape, strict=False))
     if sizes != dict(mesh.axes):
