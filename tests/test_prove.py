@@ -78,6 +78,12 @@ def scaled(x: Tensor, scale: Tensor | None, shape: list[int]) -> Tensor:
 
 
 @op
+def levels(x: Tensor, count: int) -> Tensor:
+    """What no operand has, and no device makes a piece of: which levels these are depends on where it begins."""
+    return x[..., None] * torch.arange(1, count + 1, dtype=x.dtype, device=x.device)
+
+
+@op
 def copies(x: Tensor, count: int) -> Tensor:
     return x.repeat(count, 1)
 
@@ -272,11 +278,13 @@ OPS: dict[str, tuple[Any, tuple[Any, ...], str, list[tuple[str, str]]]] = {
             ("[shape], ... -> [shape] | shape:size(shape) {0} {1}", "."),
         ],
     ),
-    "copies": (
-        copies,
-        (r(6), 5),
-        "d -> n d | n:size(count) {0}",
-        [("d -> n d | {0}", "n@a on a=2: result 0 is")],
+    "copies": (copies, (r(6), 5), "d -> n d | n:size(count) {0}", []),
+    "copies whole": (copies, (r(6), 5), "d -> n d | {0}", []),
+    "levels": (
+        levels,
+        (r(6, 5), 4),
+        "a b -> a b n",
+        [("a b -> a b n | n:size(count)", "n@a on a=2: result 0 is wrong")],
     ),
     "blend": (
         blend,

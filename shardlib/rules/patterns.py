@@ -154,6 +154,9 @@ def _apply(
         ties = {i: o for i, o in stencil.sources.items() if i != o}
         reduce |= dict.fromkeys(ties, "none") | (dict.fromkeys(ties.values(), "sum") if stencil.back else {})
         tied["with"] |= ties
+    there = {f for labels in labelled for d in labels for f in d} | {f for _, dim in ints.values() for f in dim}
+    # Nothing tells a device to make a piece of what only results have.
+    space.whole |= {f for labels in out for d in labels for f in d} - there - {*cut_locally, *reduce}
     for labels, m in zip(out, call.results, strict=True):
         if m is not None:
             space.whole |= space.sizes.keys() - {f for d in labels for f in d} - reduce.keys()
