@@ -72,7 +72,7 @@ def plan(call: Invocation, *, runs: bool = True) -> tuple[Plan, list[Any]]:
     run. Learning rates are inputs from the start: what changes a number between steps is a schedule, mostly.
     """
     untouched: set[int] = set()  # parameters, by id
-    last = call.programs.last
+    noted = call.programs.noted
     while True:
         optimizers = [x for x in call.state.kept if isinstance(x, torch.optim.Optimizer)]
         if not optimizers:
@@ -99,7 +99,7 @@ def plan(call: Invocation, *, runs: bool = True) -> tuple[Plan, list[Any]]:
         if not wrong:
             return found
         untouched |= wrong
-        call.programs.last = last  # nothing changed that the caller changed
+        call.programs.noted = noted  # nothing changed that the caller changed
         call.read()
 
 

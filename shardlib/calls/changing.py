@@ -49,10 +49,12 @@ class Changing:
     """`numbers`, which the function changes or its caller, are inputs; `holders`, the containers and tensors in which
     the function changes something, count by identity.
 
-    So do `logs`, to which it, or its caller, appends without its reading them: what is in them does not count.
+    So do `logs`, to which it, or its caller, appends without its reading them: what is in them does not count. Nor does
+    a `.grad` as it is found, until some trace has looked at one (`grads`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, grads: bool = True) -> None:
+        self.grads = grads
         self.numbers: set[Place] = set()
         self.inside: set[Place] = set()  # tuples and lists that have some of them
         self.rates: set[Place] = set()  # of them: what schedulers set, which optimizers of torch's take as they are

@@ -67,9 +67,11 @@ class State(Found):
         """Attributes that somebody gave a tensor, and its `.grad`."""
         if len(x.__dict__) > (OWN if type(x) is ShardedTensor else 0):
             self._marks(x, known)
-        if x.requires_grad or x.grad is not None:
+        if x.requires_grad or (x.grad is not None and self.changing.grads):
             known.append(x.requires_grad)
             self._gradient(x, known)
+        elif x.grad is not None:
+            self.grads.append((x, x.grad))
 
     def _marks(self, x: torch.Tensor, known: list[Any]) -> None:
         """Attributes that somebody gave a tensor."""
@@ -87,6 +89,8 @@ class State(Found):
                     self.hook(hook, known)
         if leaf or x.retains_grad:
             self.grads.append((x, x.grad))
+            if not self.changing.grads:
+                return
             if x.grad is None:
                 known.append(None)
             else:

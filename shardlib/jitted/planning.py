@@ -127,6 +127,12 @@ class Invocation:
                     watch.restore()  # a number that stays outside is no number of the trace
                     plan, left = self._compile(watch, exact=True), watch.look()
                     late = watch.late(left)
+            looked = plan.compiled.traced.looked and not programs.changing.grads
+            if looked and any(grad is not None for _, grad in self.state.grads):  # which were hidden from it
+                watch.restore()
+                programs.changing.grads = True
+                self.read()
+                continue
             left_behind = watch.undo(left)
             if left_behind:
                 watch.restore()
@@ -155,6 +161,9 @@ class Invocation:
         if programs.last is not None:
             self._note(difference(programs.last, now))
         programs.last = now
+        if looked:  # there was none; the program is for calls that find none
+            programs.changing.grads = True
+            self.read()
         if self.key[1] != modes or unrepeated:  # such effects are those of a trace
             self.key = None
             was = [x for x, _ in watch.before.numbers.values()]  # one that stays may be no number any more

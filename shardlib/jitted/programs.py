@@ -73,4 +73,13 @@ class Programs:
         self.retraces: list[str] = []
         self.reasons: Counter[str] = Counter()
         self.asks = False  # where arguments lie in memory
-        self.changing = Changing()
+        self.changing = Changing(grads=False)
+
+    @property
+    def noted(self) -> tuple[Seen | None, list[str], Counter[str]]:
+        """What is known of former compilations, to be put back if one was for nothing."""
+        return self.last, [*self.retraces], Counter(self.reasons)
+
+    @noted.setter
+    def noted(self, noted: tuple[Seen | None, list[str], Counter[str]]) -> None:
+        self.last, self.retraces, self.reasons = noted

@@ -18,13 +18,16 @@ from torch.overrides import TorchFunctionMode
 from shardlib.errors import ShardingError
 from shardlib.internals import ASKS_BASE, ASKS_IS_VIEW, ASKS_VERSION
 from shardlib.lines import is_internal, line_at
+from shardlib.tracing.grads import ASKED as GRADS
+from shardlib.tracing.grads import Grads
 
 
 class Asked(TorchFunctionMode):
     """While on, notes the line of the user's where a tensor's place in memory is asked for, and what torch refused."""
 
-    def __init__(self) -> None:
+    def __init__(self, grads: Grads) -> None:
         super().__init__()
+        self.grads = grads
         self.explain: Callable[[Exception], ShardingError | None] = lambda error: None
         self.line: Any = None
         self.refusal: ShardingError | None = None  # for the first question that a tensor of a trace cannot answer
@@ -35,6 +38,8 @@ class Asked(TorchFunctionMode):
             frame = _asking(sys._getframe(1))
             if not is_internal(frame.f_code.co_filename):
                 self.line = line_at(frame.f_code, frame.f_lineno)
+        elif func in GRADS:
+            self.grads.asked(func, args[0], sys._getframe(1))
         elif func in _OF_THE_CALLERS:
             name, x = self.inputs.get(id(args[0]), ("a value of the trace", args[0]))
             frame = _asking(sys._getframe(1))

@@ -23,6 +23,7 @@ from shardlib.staying import unheard
 from shardlib.tensors.tensor import typeof
 from shardlib.tracing import cotangents
 from shardlib.tracing.functionalise import Written
+from shardlib.tracing.grads import Grads
 from shardlib.tracing.history import Autograd, end, hooks_of, is_within, origins, pulled
 from shardlib.tracing.lifted import Lifted, placeholder
 from shardlib.tracing.read_back import read_back
@@ -70,9 +71,9 @@ class Ending:
     """Collects, at the end of a trace, what the function did beside returning a value."""
 
     def __init__(
-        self, call: FlatCall, lifted: Lifted, where: Sequence[int], argument_names: Sequence[str], *, strict: bool
+        self, call: FlatCall, lifted: Lifted, where: Sequence[int], names: Sequence[str], grads: Grads, *, strict: bool
     ) -> None:
-        self.argument_names = argument_names
+        self.argument_names, self.grads = names, grads
         self.call, self.lifted, self.where = call, lifted, where
         self.returned = 0  # leaves of the function's result
         self.cotangents: list[int] = []
@@ -112,11 +113,13 @@ class Ending:
         seen = {id(x): x for x in state}
         for i, x in zip(self.where, inputs, strict=True):
             leaves[id(arguments[i])], seen[id(arguments[i])] = i, x
-        for x, grad in self.call.state.grads:
-            self._watched.append((leaves[id(x)], seen[id(x)], grad))
-            if seen[id(x)] is not x:
-                seen[id(x)].grad = grad
-                Autograd.of(x).lend_hooks(seen[id(x)])
+        for x, found in self.call.state.grads:
+            grad, stands = None if self.grads.hidden else found, seen[id(x)]
+            self._watched.append((leaves[id(x)], stands, grad))
+            if stands is not x or grad is not found:
+                stands.grad = grad
+            if stands is not x:
+                Autograd.of(x).lend_hooks(stands)
         self._given = [Autograd.of(x) for x in inputs]
         given = {leaf for leaf, _, _ in self._watched}
         cut = self.call.state.cut
@@ -125,6 +128,8 @@ class Ending:
             for i, leaf in leaves.items()
             if leaf not in given and seen[i].is_leaf and id(seen[i]) not in cut
         ]
+        for _, stands, _ in self._watched:
+            self.grads.watch(stands)
         for name, x in zip(self.call.state.names, state, strict=True):
             if x.requires_grad and not x.is_leaf:
                 refuse = partial(_refuse_passage, name)
@@ -142,6 +147,7 @@ class Ending:
     def _written(self, result: Sequence[Any], inputs: Sequence[Tensor]) -> list[Tensor]:
         """The new values of gradients; whatever else it did to autograd's part of what it was given is refused."""
         self.returned = len(result)
+        self.grads.finish()
         for handle in self._passages:
             handle.remove()
         for name, x in zip(self.call.state.names, self.call.state.tensors, strict=True):
@@ -159,6 +165,8 @@ class Ending:
                 self._grads.append((leaf, now is not None))
                 cotangents.note(now, x)
                 out += [] if now is None else [self.lifted.seen(now)]
+            elif id(x) in self.grads.dropped:
+                self._grads.append((leaf, False))
         return out
 
     def _made(self, result: Sequence[Any], inputs: Sequence[Tensor]) -> Iterator[tuple[int, bool]]:

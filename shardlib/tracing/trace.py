@@ -48,6 +48,7 @@ from shardlib.tracing.elsewhere import is_here, move
 from shardlib.tracing.ending import Ending
 from shardlib.tracing.first_order import first_order
 from shardlib.tracing.functionalise import functionalise
+from shardlib.tracing.grads import Grads
 from shardlib.tracing.iterators import Iterators
 from shardlib.tracing.kernels import refuse_kernels
 from shardlib.tracing.lazily import lazily
@@ -158,8 +159,9 @@ def _trace(
     )
     lines = LineRecorder(_definition(fn))
     lifted = Lifted(call.state, mode, watch)
-    ending = Ending(call, lifted, where, [names[i] for i in where], strict=numbers is not None)
-    asked = Asked()
+    grads = Grads(hidden=not call.state.changing.grads)
+    ending = Ending(call, lifted, where, [names[i] for i in where], grads, strict=numbers is not None)
+    asked = Asked(grads)
     tracers: list[Any] = []
     result: list[Any] = []  # what fn returned, as paths, leaves and tree
 
@@ -281,6 +283,7 @@ def _trace(
         after,
         Served({i: x for i, x in enumerate(call.leaves) if is_number(x)}) if numbers is None else numbers.served(),
         asked.line is not None,
+        grads.looked,
         {names[i]: names[at] for i, at in same.items()},
         strides_of(returned, after, call.leaves),
         repeated(returned[: out_tree.num_leaves]),

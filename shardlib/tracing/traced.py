@@ -37,6 +37,7 @@ class Traced:
     after: After = field(default_factory=After)
     served: Served = field(default_factory=Served)  # calls, by their numbers
     asked: bool = False  # where its arguments lie in memory
+    looked: bool = False  # at a `.grad` that it found
     twins: Mapping[str, str] = field(default_factory=dict)  # arguments that are another input, with its name
     strides: tuple[tuple[int, ...] | None, ...] = ()  # of every output, on one device; None: dense, dims in order
     same: Mapping[int, int] = field(default_factory=dict)  # leaves of the result that are an earlier one
