@@ -89,9 +89,7 @@ class State(Found):
                     self.hook(hook, known)
         if leaf or x.retains_grad:
             self.grads.append((x, x.grad))
-            if not self.changing.grads:
-                return
-            if x.grad is None:
+            if x.grad is None or not self.changing.grads:
                 known.append(None)
             else:
                 at, self._at = self._at, (*self._at, ".grad")

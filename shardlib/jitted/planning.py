@@ -32,6 +32,7 @@ from shardlib.specs.fixed import Fixed
 from shardlib.state import compiling, unseen
 from shardlib.staying import unheard
 from shardlib.tensors.tensor import ShardedTensor
+from shardlib.tracing.grads import LookedAtGradientError
 from shardlib.tracing.outlived import keeps_numbers, refuse_kept
 from shardlib.tracing.threads import refuse_nested
 
@@ -120,16 +121,15 @@ class Invocation:
                 self.read()
                 watch = Watch(self.look)
             watch.around = self.around
-            with _undone(watch):
-                plan, left = self._compile(watch), watch.look()
-                late = watch.late(left)
-                if left.leaked or keeps_numbers(plan.compiled.traced.outlived):
-                    watch.restore()  # a number that stays outside is no number of the trace
-                    plan, left = self._compile(watch, exact=True), watch.look()
+            try:
+                with _undone(watch):
+                    plan, left = self._compile(watch), watch.look()
                     late = watch.late(left)
-            looked = plan.compiled.traced.looked and not programs.changing.grads
-            if looked and any(grad is not None for _, grad in self.state.grads):  # which were hidden from it
-                watch.restore()
+                    if left.leaked or keeps_numbers(plan.compiled.traced.outlived):
+                        watch.restore()  # a number that stays outside is no number of the trace
+                        plan, left = self._compile(watch, exact=True), watch.look()
+                        late = watch.late(left)
+            except LookedAtGradientError:
                 programs.changing.grads = True
                 self.read()
                 continue
@@ -161,9 +161,7 @@ class Invocation:
         if programs.last is not None:
             self._note(difference(programs.last, now))
         programs.last = now
-        if looked:  # there was none; the program is for calls that find none
-            programs.changing.grads = True
-            self.read()
+        programs.changing.grads |= plan.compiled.traced.looked  # there was none: so the key says, either way
         if self.key[1] != modes or unrepeated:  # such effects are those of a trace
             self.key = None
             was = [x for x, _ in watch.before.numbers.values()]  # one that stays may be no number any more

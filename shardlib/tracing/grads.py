@@ -7,6 +7,7 @@ engine, which adds to one. `zero_grad` asks only in order to drop it.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,6 +16,10 @@ from torch import Tensor
 _GET = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 ASKED = frozenset({_GET, torch.Tensor.grad.__set__, torch.Tensor.grad.__delete__})  # type: ignore[union-attr]
 _ZEROING = {inspect.unwrap(of.zero_grad).__code__ for of in (torch.optim.Optimizer, torch.nn.Module)}
+
+
+class LookedAtGradientError(Exception):
+    """A function looks at a `.grad` that was hidden from it."""
 
 
 class Grads:
@@ -41,6 +46,11 @@ class Grads:
             self.dropped.add(id(x))
         else:
             self.looked = True
+
+    def refuse_hidden(self, found: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+        """Raise `LookedAtGradientError` if somebody looked, and was shown none where there is one."""
+        if self.looked and any(grad is not None for _, grad in found):
+            raise LookedAtGradientError
 
     def finish(self) -> None:
         """The function has returned."""

@@ -103,13 +103,17 @@ def trace(
     """
     call = flatten_call(fn, args, kwargs or {}, static, state)
 
+    what = fn, call, static, device, differentiate, apart, watch
+
     def traced(numbers: Callable[[], Numbers | None]) -> Traced:
         once = Once()
         for attempt in itertools.count():
-            given = numbers()
+            given, grads = numbers(), Grads(hidden=not call.state.changing.grads)
             try:
-                found, tracked, inputs = _trace(fn, call, static, device, differentiate, given, apart, watch, once)
+                found, tracked, inputs = _trace(*what, given, once, grads)
+                grads.refuse_hidden(call.state.grads)
             except Exception:  # a piece was none, or the function's own error: that one comes again without pieces
+                grads.refuse_hidden(call.state.grads)
                 if not once.used or watch is None:
                     raise
             else:
@@ -139,10 +143,11 @@ def _trace(
     static: Collection[int | str],
     device: torch.device | str | None,
     differentiate: bool,
-    numbers: Numbers | None,
     apart: Collection[int],
     watch: Watch | None,
+    numbers: Numbers | None,
     once: Once,
+    grads: Grads,
 ) -> tuple[Traced, Mapping[Any, Any], set[int]]:
     """The function; the tensors that its tracer knows; which of these were found, or stand for such, by their ids."""
     uncut = [call.state.cut.get(id(x), x) for x in call.state.tensors]
@@ -154,12 +159,10 @@ def _trace(
     refuse_subclasses(zip(names, call.leaves, strict=True))
     there = None if device is None else torch.device(device)
     traced_on = there if there is None or is_here(there) else torch.device("cpu")
-    mode = FakeTensorMode(
-        allow_non_fake_inputs=True, shape_env=None if numbers is None else numbers.env, static_shapes=True
-    )
+    env = None if numbers is None else numbers.env
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env, static_shapes=True)
     lines = LineRecorder(_definition(fn))
     lifted = Lifted(call.state, mode, watch)
-    grads = Grads(hidden=not call.state.changing.grads)
     ending = Ending(call, lifted, where, [names[i] for i in where], grads, strict=numbers is not None)
     asked = Asked(grads)
     tracers: list[Any] = []
@@ -293,8 +296,6 @@ def _trace(
 
 # What Python and torch raise where a number is not what they expect.
 _NOT_NUMBERS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError, NotExpressionsError)
-
-
 _ATTEMPTS = 6  # at tracing pieces once
 _FAKE_CACHE = 1 << 11
 _LOCK = threading.RLock()  # torch's tracing state is global

@@ -212,3 +212,18 @@ def test_an_error_leaves_them() -> None:
     with sl.Mesh(data=2), pytest.raises(ValueError, match="no"):
         sl.jit(step)(net, None, torch.ones(8, 4))
     assert all(p.grad is grad for p, grad in zip(net.parameters(), before, strict=True))
+
+
+def test_who_fails_for_want_of_one_is_shown_it() -> None:
+    def by_hand(net: Any, opt: Any, x: Tensor) -> Any:
+        grad = net.used.weight.grad
+        if grad is None:
+            raise ValueError("backward first")
+        with torch.no_grad():
+            net.used.weight -= grad
+        return net(x).detach()
+
+    with sl.Mesh(data=2):
+        assert same(run(by_hand, stale=True), run(sl.jit(by_hand), stale=True))
+        with pytest.raises(ValueError, match="backward first"):
+            run(sl.jit(by_hand), stale=False)
