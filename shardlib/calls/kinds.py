@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
 
 import torch
 
-from shardlib.calls.reach import is_executed
+from shardlib.calls.reach import is_executed, is_users
 
 Held = tuple[str, Any]
 
@@ -43,6 +44,17 @@ def is_object(x: Any) -> bool:
     named = kind.__module__
     library = named.partition(".")[0] in _LIBRARIES and not named.startswith(_OPEN)
     return not library or isinstance(x, _TRAINING) or is_executed(kind)
+
+
+@functools.lru_cache(1 << 12)
+def may_read(kind: Any, name: Any) -> bool:
+    """Whether code of a library may read this attribute of an object: any of its own objects, and of one of the
+    user's, what it names in a class that the user's is made of."""
+    if kind in (types.FunctionType, types.CellType, types.ModuleType) or issubclass(kind, type):
+        return False
+    bases = [base for base in kind.__mro__ if not is_users(base) and base.__module__ not in sys.builtin_module_names]
+    codes = (getattr(fn, "__code__", None) for base in bases for fn in vars(base).values())
+    return kind in bases or any(name in code.co_names for code in codes if code is not None)
 
 
 def of_numpy(x: Any) -> str:

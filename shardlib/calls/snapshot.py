@@ -15,7 +15,7 @@ from torch import nn
 
 from shardlib.calls.caches import is_cache
 from shardlib.calls.changing import NUMBERS, Changing, Facts, Place, items
-from shardlib.calls.kinds import CONTAINERS, PLAIN, QUICK, Held, held, is_object, of_numpy
+from shardlib.calls.kinds import CONTAINERS, PLAIN, QUICK, Held, held, is_object, may_read, of_numpy
 from shardlib.calls.leaks import Leak
 from shardlib.calls.numbers import is_given
 from shardlib.calls.state import LENGTH, State
@@ -77,7 +77,21 @@ class Snapshot(State):
         return set(filter(self._is_read, self.changing.logs))
 
     def _is_read(self, container: int) -> bool:
-        return not self.read_names.isdisjoint([*self._names_of(container), "*"])
+        return not self.read_names.isdisjoint([*self._names_of(container), "*"]) or self._is_of_library(container)
+
+    def _is_of_library(self, container: int) -> bool:
+        """Whether it is part of what code of libraries reads, which nobody goes through."""
+        todo, seen = [container], {container}
+        for inner in todo:
+            for holder, key in self._held_at.get(inner, []):
+                x = self.owners.get(holder)
+                kind: Any = type(x)
+                if not isinstance(x, CONTAINERS) and may_read(kind, key):
+                    return True
+                if isinstance(x, CONTAINERS) and holder not in seen:
+                    seen.add(holder)
+                    todo.append(holder)
+        return False
 
     def _names_of(self, container: int) -> list[str]:
         """What a container whose methods give nothing back is called, wherever it is held."""

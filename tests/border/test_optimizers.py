@@ -159,6 +159,27 @@ def test_the_mesh_is_that_of_the_parameters(closed: bool) -> None:
     assert "it finds tensors on Mesh(data=2)\n  * it finds tensors on Mesh(data=4)" in str(caught.value)
 
 
+@pytest.mark.parametrize("lr", [{}, {"lr": 0.05}], ids=["same rate", "own rate"])
+def test_parameters_that_join_an_optimizer_later_are_trained(lr: dict[str, float]) -> None:
+    """Nobody's code names `param_groups`, but torch's reads it: a list of a library's object is no log."""
+
+    def train(through: Callable[[Any], Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        net, run = Half().double(), through(step)
+        net.frozen.requires_grad_()
+        opt = torch.optim.SGD(net.used.parameters(), lr=0.1)
+        for i in range(3):
+            if i == 1:
+                opt.add_param_group({"params": list(net.frozen.parameters()), **lr})
+            run(net, opt, torch.ones(8, 4).double())
+        return list(net.parameters())
+
+    with sl.Mesh(data=2):
+        got = train(sl.jit)
+    for ours, theirs in zip(got, train(lambda fn: fn), strict=True):
+        torch.testing.assert_close(whole(ours), theirs, rtol=1e-12, atol=0)
+
+
 def test_who_does_not_step_makes_no_moments() -> None:
     x = torch.ones(8, 4)
     with sl.Mesh(data=2):
