@@ -231,6 +231,7 @@ parametrized = _global("torch.nn.utils.parametrize._cache", "it keeps tensors of
 MODULE_ATTRIBUTE = _slot("torch.nn.Module.__getattribute__", "layers are one if they differ in what no code reads")
 CALL_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")  # of one module
 MODULE_APPLY = _slot("torch.nn.Module._apply", "a module that a trace converts is refused before it is half done")
+settle_rnn = _torch("torch.nn.RNNBase._init_flat_weights", "recurrent modules list their parameters a second time")
 BATCH_NORM = _slot("torch.nn.modules.batchnorm._BatchNorm.forward", "Python reads a buffer that counts batches")
 input_check_of = _attribute("torch.nn.modules.batchnorm._BatchNorm._check_input_dim", "what that forward does first")
 # What updates parameters has one of these names in one of these modules, which nobody has to have imported.

@@ -1256,6 +1256,17 @@ class Cells(nn.Module):
         return self.out(self.cells(x)[0])
 
 
+def test_a_step_of_cells_is_one_program() -> None:
+    """They list their parameters a second time, and look whether these are still the ones that they have."""
+    with Mesh(data=2):
+        model = sl.parallelize(nn.GRU(4, 4), strategy="fsdp")
+        step = sl.jit(lambda m, x: m(x)[0].sum().backward())
+        for _ in range(2):
+            step(model, torch.ones(3, 2, 4))
+            model.zero_grad()
+    assert step.retraces == []
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kind", "gates"), [(nn.LSTM, 4), (nn.GRU, 3)])
 def test_cells_are_cut_inside_their_gates(kind: Any, gates: int) -> None:

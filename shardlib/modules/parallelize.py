@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardlib.errors import ShardingError
+from shardlib.internals import settle_rnn
 from shardlib.keeping import Keeping
 from shardlib.meshes.mesh import Mesh, current_mesh
 from shardlib.modules import pretrained
@@ -141,6 +142,9 @@ def parallelize(
             new.__dict__.pop(REGATHER, None)
             if taken.regather and x.tensor.numel() >= taken.threshold:
                 setattr(new, REGATHER, True)
+    for inner in module.modules():
+        if isinstance(inner, nn.RNNBase):  # else its first call does that, and finds another state than later ones
+            settle_rnn(inner)
     fn = module.forward.fn if isinstance(module.forward, Forward) else module.forward
     rows, columns = ({axis: mesh.axes[axis] for axis in axes} for axes in (taken.batch, _sequence(mesh)))
     module.forward = Forward(fn, mesh, Batch(rows, columns), policy, keeping)
