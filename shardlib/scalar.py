@@ -33,7 +33,9 @@ _COMPARISONS: dict[Any, str] = {
     operator.gt: ">",
     operator.ge: ">=",
 }
-_CALLS: dict[Any, str] = {torch.sym_float: "float", float: "float", operator.abs: "abs"}
+_NAMES = ("sqrt", "exp", "expm1", "log", "log1p", "log2", "log10", "sin", "cos", "tan", "tanh", "atan")
+MATH: dict[Any, str] = {getattr(math, name): f"math.{name}" for name in _NAMES}  # functions of numbers
+_CALLS: dict[Any, str] = {torch.sym_float: "float", float: "float", operator.abs: "abs", **MATH}
 OPERATIONS = frozenset({*_INFIX, *_PREFIX, *_CALLS})
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
+import math
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -319,6 +320,8 @@ def _scalar(text: str) -> Scalar:
             if isinstance(given, ast.Constant):
                 return float(str(given.value))
             inside = read(given)
+            if isinstance(node.func, ast.Attribute):
+                return Scalar(getattr(math, node.func.attr), (inside,), hint=1.0)
             if isinstance(node.func, ast.Name) and node.func.id == "abs":
                 return Scalar(operator.abs, (inside,), hint=1)
             is_power = inside.op is operator.pow and inside.hint == 1 and type(inside.hint) is int

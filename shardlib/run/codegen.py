@@ -56,7 +56,7 @@ class Generator:
     devices: Sequence[Coords]
     share: bool = True
     ranges: bool = False  # collectives are ranges of a profiler
-    namespace: dict[str, Any] = field(default_factory=dict)
+    namespace: dict[str, Any] = field(default_factory=lambda: {"math": math})
 
     def __post_init__(self) -> None:
         self.varies: dict[Var, Primes] = {}
@@ -64,7 +64,7 @@ class Generator:
             everything = None if self.share else primes(self._mesh_axes())
             self.varies = varying(self.program, everything)
         self._names: dict[tuple[Var, tuple[int, ...]], str] = {}
-        self._taken: dict[str, int] = {"pieces": 1, "leaves": 1, "program": 1, "float": 1}
+        self._taken: dict[str, int] = {"pieces": 1, "leaves": 1, "program": 1, "float": 1, "math": 1}
         self._numbers: dict[int, str] = {}  # leaf of the call -> its name
         self._bound: dict[Any, str] = {}
         self.lines: list[str] = []

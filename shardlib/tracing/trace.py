@@ -48,6 +48,7 @@ from shardlib.tracing.elsewhere import is_here, move
 from shardlib.tracing.ending import Ending
 from shardlib.tracing.first_order import first_order
 from shardlib.tracing.functionalise import functionalise
+from shardlib.tracing.functions import followed
 from shardlib.tracing.grads import Grads
 from shardlib.tracing.iterators import Iterators
 from shardlib.tracing.kernels import refuse_kernels
@@ -200,7 +201,7 @@ def _trace(
         known = {} if watch is None else watch.before.owners
         with nullcontext() if numbers is None else numbers:
             try:
-                with asked, users, nullcontext() if watch is None else watch.around():
+                with asked, users, followed(), nullcontext() if watch is None else watch.around():
                     chance, iterators = Chance(call.state.kept), Iterators(call.state.kept)
                     found, tree = pytree.tree_flatten_with_path(taken_apart(opened(fn(*a, **k)), known))
                     chance.refuse_draws(lines.fallback.function)
@@ -342,8 +343,7 @@ def _fake(x: Any, device: torch.device | None, among: Sequence[Any]) -> torch.Te
 
 def _definition(fn: Callable[..., Any]) -> Line:
     inner = inspect.unwrap(fn.forward if isinstance(fn, torch.nn.Module) else fn)
-    inner = getattr(inner, "__func__", inner)
-    code = getattr(inner, "__code__", None)
+    code = getattr(getattr(inner, "__func__", inner), "__code__", None)
     name = getattr(fn, "__name__", type(fn).__name__)
     if code is None:
         return Line("", 0, name, "")

@@ -299,6 +299,20 @@ def test_a_counter_is_for_its_rest() -> None:
     assert show(parse(show(program))) == show(program)
 
 
+def test_functions_of_numbers_are_part_of_the_program() -> None:
+    """A schedule that somebody writes himself, and the corrections of an own optimizer."""
+    each(lambda x, n: x * (1 + math.cos(math.pi * n / 20)) / 2, [(X, n) for n in range(12)], programs=1)
+    each(lambda x, n: x * (math.sqrt(1 - 0.99**n) / (1 - 0.9**n)), [(X, n) for n in range(1, 9)], programs=1)
+    each(lambda x, n: (x * math.exp(-n / 3), math.log1p(n) + 1), [(X, n) for n in range(8)], programs=1)
+    program = sl.jit(lambda x, n: x * math.tanh(n) + math.sqrt(abs(math.sin(n) * 2))).plan(X, 7).compiled.program
+    assert show(parse(show(program))) == show(program)
+    assert "math.sqrt(abs((math.sin($" in show(program)
+    step = sl.jit(lambda x, n: x * math.sqrt(n))
+    same(step(X, 4), X * 2)
+    with pytest.raises(ValueError, match="math domain error"):
+        step(X, -1)
+
+
 def test_numbers_are_compared_as_numbers() -> None:
     def fn(x: Tensor, n: Any) -> Any:
         return x * 2 if n == 1.0 else x * 3 if n in [2.0] else x * {3.0: 7}.get(n, 5)

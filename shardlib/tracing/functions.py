@@ -1,0 +1,38 @@
+"""Functions of Python's `math` of numbers that a call gives: `math.sqrt(1 - beta**n)` is one program for all n.
+
+They would ask for the value, which the program would then be for. A name that somebody imported, `from math import
+sqrt`, is Python's own, and does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from shardlib.calls.numbers import Given, is_given
+from shardlib.private import Slot
+from shardlib.scalar import MATH, Scalar
+
+
+def _following(function: Callable[..., float]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def follow(*args: Any) -> Any:
+        if len(args) == 1 and is_given(args[0]):
+            return Given.of(Scalar.of(function, args[0].scalar), args[0].numbers)
+        return function(*args)
+
+    return follow
+
+
+_SLOTS = {Slot(name): _following(function) for function, name in MATH.items()}
+
+
+@contextmanager
+def followed() -> Iterator[None]:
+    """While on, these functions give expressions of such numbers."""
+    with ExitStack() as stack:
+        for slot, follow in _SLOTS.items():
+            stack.enter_context(slot.holding(follow))
+        yield
