@@ -332,6 +332,81 @@ def test_values_and_shapes_that_are_not_known(name):
     assert message[3].startswith("Remedy: ")
 
 
+def _filled(x):
+    m = torch.zeros(4)
+    m.view(2, 2)[0].fill_(3.0)
+    return x * m.sum().item()
+
+
+def _counted(x):
+    m = torch.zeros(3)
+    for i in range(3):
+        m[i] = i
+        x = x + m.sum().item()
+    return x
+
+
+def _copied_before(x):
+    m = torch.arange(4.0)
+    copy = m.clone()
+    torch._foreach_add_([m], 1.0)
+    return x * copy.max().item() + m.max().item()
+
+
+def _halves(x):
+    a, b = torch.arange(4.0).split(2)
+    a.fill_(9.0)
+    return x * a.sum().item() + b.sum().item()
+
+
+KNOWN = {
+    "causal": lambda x: x * 2 if (torch.ones(3, 3).triu(1) == torch.ones(3, 3).tril(-1).T).all() else x,
+    "equal": lambda x: x * 2 if torch.equal(torch.arange(3), torch.arange(3)) else x,
+    "list": lambda x: x * torch.linspace(0, 1, 5).tolist()[1],
+    "size": lambda x: x[: torch.tensor([1, 1]).sum()],
+    "in a gradient": grad(lambda x: (x * x if torch.ones(2).sum() > 1 else x).sum()),
+    "in a batch": torch.vmap(lambda x: x * 2 if torch.ones(2).sum() > 1 else x),
+    "of a leaf": lambda x: x * 2 if torch.zeros(2, requires_grad=True).sum() == 0 else x,
+    "filled through a view": _filled,
+    "in a loop": _counted,
+    "of a copy": _copied_before,
+    "of halves": _halves,
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_values_that_depend_on_no_input(name):
+    assert trace(KNOWN[name], (X,))(X).equal(KNOWN[name](X))
+
+
+def _written(x):
+    m = torch.zeros(4)
+    m.view(2, 2)[0, 0] = x.sum()
+    return x * m.sum().item()
+
+
+def _given_data(x):
+    m = torch.zeros(x.shape, dtype=x.dtype)
+    m.data = x * 2
+    return x * m.sum().item()
+
+
+OUTSIDE = torch.zeros(2)
+UNKNOWN = {
+    "written to": _written,
+    "other data": _given_data,
+    "drawn": lambda x: x * 2 if torch.rand(()) > 0.5 else x,
+    "of no value": lambda x: x * torch.empty(3).sum().item(),
+    "of the outside": lambda x: x * 2 if OUTSIDE.sum() > 0 else x,
+    "large": lambda x: x * torch.zeros(1 << 14, 1 << 14).sum().item(),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_values_that_a_call_may_change(name):
+    assert refusal(UNKNOWN[name], X)[0].startswith("the traced function needs the value of ")
+
+
 def writes(x, state):
     x.add_(1)
     state["m"][1:].t()[0] = 0.0

@@ -1,0 +1,101 @@
+"""Values of a trace that depend on no input: whoever asks for one gets it, as each call would make it again.
+
+`nn.Transformer` compares its mask with a causal one, and takes a faster way if they are alike. A mask that the function
+makes itself, of sizes alone, is the same in every call, so that its program may be for the answer.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import get_proxy_slot, has_proxy_slot
+
+from shardlib.aten.traits import is_view, may_show
+from shardlib.internals import FakeTensor, OpOverload, pytree, schema_of, without_modes
+
+_ASKS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+_FRESH = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+_LARGE = 1 << 26  # elements of what is worked out for an answer
+_UNKNOWN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
+
+
+def answer(op: Any, args: Any, tracer: Any) -> Any:
+    """What `op` says of values that depend on no input; None where it asks for none, or they do."""
+    if op not in _ASKS or not all(type(x) is FakeTensor and has_proxy_slot(x, tracer) for x in args):
+        return None
+    asked = [get_proxy_slot(x, tracer).proxy.node for x in args]
+    with without_modes():
+        values = _replayed(tracer, asked)
+        return None if values is None else op(*values)
+
+
+def _replayed(tracer: Any, asked: list[fx.Node]) -> list[Tensor] | None:
+    """The values of nodes, made again by all that they are made of; None if that is an input, a draw, or too large."""
+    needed: set[fx.Node] = set()
+    todo = list(asked)
+    while todo:
+        while todo:
+            if (node := todo.pop()) not in needed:
+                if not _is_constant(node):
+                    return None
+                needed.add(node)
+                todo += node.all_input_nodes
+        for node in tracer.graph.nodes:  # what shows their memory, and writes to it
+            touches = not needed.isdisjoint(_written(node) if _is_quiet(node) else node.all_input_nodes)
+            if touches and node not in needed:
+                todo.append(node)
+    if sum(x.numel() for node in needed for x in _made(node)) > _LARGE:
+        return None
+    known: dict[fx.Node, Any] = {}
+    for node in tracer.graph.nodes:
+        if node in needed:
+            known[node] = _run(tracer, node, known)
+    return [known[node] for node in asked]
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The operands that a node writes to."""
+    if not isinstance(node.target, OpOverload) or not schema_of(node.target).is_mutable:
+        return []
+    named = zip((a.name for a in schema_of(node.target).arguments), node.args, strict=False)
+    operands = {**dict(named), **node.kwargs}
+    into = [operands.get(a.name) for a in schema_of(node.target).arguments if a.alias_info and a.alias_info.is_write]
+    return [x for x in pytree.tree_leaves(into) if isinstance(x, fx.Node)]
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Whether it makes the same of the same operands in every call."""
+    if node.op == "get_attr":  # one that `torch.tensor` makes, not one that somebody may write to
+        return all(user.target in _FRESH for user in node.users)
+    if node.target is operator.getitem:
+        return True
+    if not isinstance(op := node.target, OpOverload) or not _is_of_torch(node):
+        return False
+    return torch.Tag.nondeterministic_seeded not in op.tags and schema_of(op).name.partition("::")[2] not in _UNKNOWN
+
+
+def _is_of_torch(node: fx.Node) -> bool:
+    """Whether its schema says all that it does."""
+    named = schema_of(node.target).name if isinstance(node.target, OpOverload) else ""
+    return named.startswith(("aten::", "prims::")) or node.target is operator.getitem
+
+
+def _is_quiet(node: fx.Node) -> bool:
+    """Whether its results have memory of their own, and its schema says what it writes."""
+    op = node.target
+    return isinstance(op, OpOverload) and _is_of_torch(node) and not (is_view(op) or may_show(op))
+
+
+def _made(node: fx.Node) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
+
+
+def _run(tracer: Any, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
+    if node.op == "get_attr":
+        return getattr(tracer.root, str(node.target)).clone()
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), known.__getitem__)
+    op: Any = node.target
+    return op(*args, **kwargs)
