@@ -33,6 +33,7 @@ TRAITS: Mapping[str, str] = {
     "other shapes": "of some results, on other kinds of devices",
     "other dtypes": "of some results, on other kinds of devices, where the operands have 16 bits",
     "strides": "speaks of strides, of a memory that lies as on one device",
+    "slack": "kernels may leave a result in memory that is larger than it, that of the terms of its sum",
     "in order": "kernels read operands as if they were contiguous, or refuse others: a shard need not be",
     "plumbing": "moves elements about, which a plan need not list",
     "retypes": "the bytes of the operand as numbers of another dtype",
@@ -111,6 +112,7 @@ _TABLE: Mapping[str, str] = {
     **dict.fromkeys(("new_ones", "new_empty", "new_empty_strided"), "creates"),
     **dict.fromkeys(("full", "new_full"), "creates, fills"),
     **dict.fromkeys(("zeros", "new_zeros"), "creates, fills, zeros"),
+    **dict.fromkeys(("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss"), "slack"),
     # what plans, and meta tensors, say of them
     **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only", "log_sigmoid_forward"), "other shapes"),
     **dict.fromkeys(("native_layer_norm", "_native_batch_norm_legit.no_stats"), "other dtypes"),

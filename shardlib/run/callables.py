@@ -27,6 +27,16 @@ def _resolved(target: Any) -> Callable[..., Any]:
     return call
 
 
+def _trimmed(target: Any) -> Callable[..., Any]:
+    """The op with its result in memory of its own size, as plans count it."""
+
+    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+        out: torch.Tensor = target(*args, **kwargs)
+        return out.clone() if out.untyped_storage().nbytes() > out.nbytes else out
+
+    return call
+
+
 def _as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The bytes of a local shard as another dtype; it may have other strides than the whole tensor that was traced."""
     return _packed(x).view(dtype)
@@ -81,6 +91,8 @@ def callable_of(target: Any) -> Any:
         return _dense(target)
     if any(str(a.type) == "List[Optional[Tensor]]" for a in schema.arguments):
         return target  # torch's own functions do not take the None of x[:, i]
+    if has(target, "slack"):
+        return _trimmed(target)
     if any(a.name == "reduction" for a in schema.arguments):
         return target  # left out, it is no reduction to torch's own function, and a mean to the op
     name = schema.name.removeprefix("aten::")
