@@ -97,6 +97,62 @@ def test_mics_by_formula(s: int) -> None:
     }
 
 
+class Fused(nn.Module):
+    """Three weights in one, of which no piece is one or two: behind a layer, so that it has a gradient to pass on."""
+
+    def __init__(self, at_once: bool) -> None:
+        super().__init__()
+        make = lambda out: nn.Linear(D, out, bias=False, dtype=torch.float64)
+        self.first, self.qkv, self.out, self.at_once = make(D), make(3 * D), make(D), at_once
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.qkv(torch.tanh(self.first(x)))
+        q, k, v = y.view(*y.shape[:-1], 3, D).unbind(-2) if self.at_once else y.chunk(3, -1)
+        out: torch.Tensor = self.out(torch.sigmoid(q) * torch.tanh(k) * v)
+        return out
+
+
+ADAM = lambda p: torch.optim.Adam(p, lr=1e-2)
+MOMENTUM = lambda p: torch.optim.SGD(p, lr=1e-1, momentum=0.9)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("make", [ADAM, MOMENTUM], ids=["Adam", "momentum"])
+@pytest.mark.parametrize("at_once", [True, False], ids=["view", "chunk"])
+@pytest.mark.parametrize(("strategy", "times"), [("fsdp", 3), ("zero1", 2), ("zero2", 2)])
+def test_three_weights_in_one(strategy: str, times: int, at_once: bool, make: Any, clipped: bool) -> None:
+    """Gradients are summed to where weights and moments are, though ops inside take these apart otherwise."""
+
+    def step(model: Any, opt: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(x).square().mean()
+        loss.backward()
+        if clipped:
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    torch.manual_seed(0)
+    model, x = Fused(at_once), torch.randn(8 * ROWS, D, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    with Mesh(data=4):
+        sl.parallelize(model, strategy=strategy)
+        opt, jitted = make(model.parameters()), sl.jit(step)
+        found = sent(jitted.plan(model, opt, x))
+        for _ in range(2):
+            jitted(model, opt, x)
+    one, first = 3 / 4 * sum(p.nbytes for p in plain.parameters()), 3 / 4 * D * D * 8.0
+    gathered = 2 * one - first if times == 3 else one  # the first layer's weight is not read on the way back
+    assert found == {("all_gather", "data"): gathered, ("reduce_scatter", "data"): one}
+    opt = make(plain.parameters())
+    for _ in range(2):
+        step(plain, opt, x)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert isinstance(ours, sl.ShardedTensor)
+        torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize(("way", "times"), [("never", 1), ("always", 2), ("auto", 2)])
 def test_the_module_by_itself(way: str, times: int) -> None:
     model, _, size = built()

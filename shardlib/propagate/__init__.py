@@ -14,6 +14,7 @@ from shardlib.propagate.fixing import Key
 from shardlib.propagate.flood import Assignment, Flood, Message
 from shardlib.propagate.flooding import flood
 from shardlib.propagate.loose import Loose, matter
+from shardlib.propagate.meeting import met
 from shardlib.propagate.offers import best, offered
 from shardlib.propagate.refine import refine
 from shardlib.propagate.units import Unit, Units, build_units
@@ -75,10 +76,15 @@ def propagate(
         decider = offered(graph, flooded, mesh, decided)
         return decider if decider is decided else refine(graph, flooded, mesh, decider)
 
-    flooded = flood(graph, fixed, outputs, doors)
+    again = partial(flood, graph, fixed, outputs, doors)
+    flooded = again()
     decider = decide(flooded)
+    if values := met(flooded, graph):
+        other = again(met=values)
+        decider, flooded = best([(decider, flooded), (decide(other), other)])
+        again = partial(again, met=values) if flooded is other else again
     if flooded.tight and matter(flooded, graph):
-        other = _loosened(partial(flood, graph, fixed, outputs, doors), flooded)
+        other = _loosened(again, flooded)
         decider, flooded = best([(decider, flooded), (decide(other), other)])
     decider.spare()
     return Propagated(flooded, decider.units, decider, doors, outputs)

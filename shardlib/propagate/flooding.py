@@ -21,6 +21,7 @@ from shardlib.propagate.dims import Leaf
 from shardlib.propagate.fixing import Key, Parts, opened, set_apart, settle, turned, twin_of, write_down
 from shardlib.propagate.flood import Flood, Want
 from shardlib.propagate.loose import Loose, tight, wanted
+from shardlib.propagate.meeting import Met
 from shardlib.specs.fixed import Fixed
 from shardlib.specs.pieces import Pieces
 
@@ -31,13 +32,17 @@ def flood(
     outputs: Mapping[int, Fixed],
     doors: Mapping[Op, Fixed],
     loose: Loose = MappingProxyType({}),
+    met: Met = MappingProxyType({}),
 ) -> Flood:
     """Run the flood.
 
     `fixed` holds inputs with specs and results of constraints, `outputs` the output specs, `doors` the specs of
-    arguments of shard_map bodies. Dims of inputs and outputs that are `loose` stand apart as they are fixed.
+    arguments of shard_map bodies. Dims of inputs and outputs that are `loose` stand apart as they are fixed. Values
+    that inputs are `met` by have the factors of these, whatever those are of the ops that make them.
     """
     work = _Flooding(graph, fixed, outputs, doors, loose)
+    for value, places in met.items():
+        work.raw[value] = [work.dims(p[0])[p[1]] if p else [] for p in places]
     work.write_down()  # first, so that locks hold when rules split dims
     work.unify()
     work.name_leaves()
