@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from shardlib.errors import ShardingError
 from shardlib.literals import read, written
@@ -65,6 +65,9 @@ class Device:
 
     def __hash__(self) -> int:
         return hash(repr(self))
+
+    def __reduce__(self) -> Any:  # a view of a dict cannot be copied
+        return read, (repr(self), Device)
 
     def rate(self, dtype: str, itemsize: int) -> float:
         """FLOP/s of products in `dtype`, whose elements have `itemsize` bytes.
@@ -171,6 +174,9 @@ class Machine:
 
     def __repr__(self) -> str:
         return written(self)
+
+    def __reduce__(self) -> Any:
+        return Machine.parse, (repr(self),)
 
     def __str__(self) -> str:
         return self.name if PRESETS.get(self.name) == self else repr(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import re
 from dataclasses import replace
@@ -28,6 +29,14 @@ def test_a_machine_parses_back(name: str) -> None:
     other = replace(machine, links={"data": Link(1e9, 1e-6, sharing=4)}, name="")
     assert Machine.parse(str(other)) == other
     assert hash(Machine.parse(str(other))) == hash(other)
+
+
+def test_a_machine_may_be_copied_and_pickled() -> None:
+    h100 = Machine.preset("h100")
+    machine = replace(h100, links={"data": h100.outer}, device=replace(h100.device, flops={"f32": 1e13}))
+    for x in (machine, machine.device):
+        assert copy.deepcopy(x) == x
+        assert pickle.loads(pickle.dumps(x)) == x
 
 
 def test_functions_of_a_device_print_and_parse_back() -> None:
