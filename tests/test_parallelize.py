@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import io
+import random
 import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -1070,6 +1072,40 @@ class Sentences(nn.Module):
         packed = rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=self.is_sorted)
         found, _ = rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True, padding_value=0.5, total_length=9)
         return found
+
+
+class Skipping(nn.Module):
+    """Layers of which each call leaves out some, by a number that Python, or numpy, draws."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6, dtype=torch.float64) for _ in range(4))
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[1:]:
+            x = x + torch.tanh(layer(x)) if self.draw() < 0.5 else x
+        y: Tensor = self.layers[0](x)
+        return y
+
+
+@pytest.mark.parametrize("draw", [lambda: random.random(), lambda: np.random.rand(), random.Random(0).random])
+def test_numbers_that_python_draws_are_those_of_one_device(draw: Callable[[], float]) -> None:
+    torch.manual_seed(0)
+    plain = Skipping(draw)
+    model, x = copy.deepcopy(plain), torch.randn(4, 6, dtype=torch.float64)
+    own = getattr(draw, "__self__", random)
+    random.seed(3), np.random.seed(3), own.seed(3)
+    theirs = [plain(x) for _ in range(4)]
+    random.seed(3), np.random.seed(3), own.seed(3)
+    model.draw = draw
+    with Mesh(data=2):
+        sl.parallelize(model, strategy="fsdp")
+        with pytest.warns(match="draws random numbers from .*: its ops run one by one"):
+            ours = [model(x)]
+        ours += [model(x) for _ in range(3)]
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.full_tensor(), other, rtol=1e-12, atol=0)
 
 
 @pytest.mark.sampled(13)

@@ -5,10 +5,34 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
-from shardlib.errors import ShardingError
+from shardlib.errors import NoProgramError
+
+
+class _Generator(NamedTuple):
+    """A generator: what it is called, its state, and how it gets back there."""
+
+    name: str
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
+    before: Any
+
+    @staticmethod
+    def of(name: str, x: Any) -> _Generator:
+        """One of Python's, or a module of its functions; or one of numpy's, of the new kind or the old."""
+        if hasattr(x, "getstate"):
+            get, put = x.getstate, x.setstate
+        elif hasattr(x, "get_state"):
+            get, put = lambda: x.get_state(legacy=False), x.set_state
+        else:
+            get, put = lambda: x.bit_generator.state, lambda state: setattr(x.bit_generator, "state", state)
+        return _Generator(name, get, put, get())
+
+    @property
+    def is_moved(self) -> bool:
+        return pickle.dumps(self.get()) != pickle.dumps(self.before)
 
 
 class Chance:
@@ -17,30 +41,20 @@ class Chance:
     def __init__(self, held: Iterable[Any]) -> None:
         numpy = sys.modules.get("numpy.random")
         kinds = (random.Random,) if numpy is None else (random.Random, numpy.Generator, numpy.RandomState)
-        self.held = [x for x in held if isinstance(x, kinds) and not isinstance(x, random.SystemRandom)]  # has no state
-        self.before = self._states()
-
-    def _states(self) -> dict[str, Any]:
-        states: dict[str, Any] = {"Python's random": random.getstate()}
-        if (numpy := sys.modules.get("numpy.random")) is not None:
-            _, key, *rest = numpy.get_state()
-            states["numpy.random"] = (key.tobytes(), rest)
-        for i, x in enumerate(self.held):
-            states[f"a {type(x).__name__}" + " " * i] = x.getstate() if isinstance(x, random.Random) else _state(x)
-        return states
+        mine = [x for x in held if isinstance(x, kinds) and not isinstance(x, random.SystemRandom)]  # has no state
+        known = [("Python's random", random), *([] if numpy is None else [("numpy.random", numpy)])]
+        self.generators = [_Generator.of(*x) for x in (*known, *((f"a {type(x).__name__}", x) for x in mine))]
 
     def refuse_draws(self, name: str) -> None:
-        """Raise the error if numbers were drawn since."""
-        now = self._states()
-        drawn = [of.strip() for of, state in self.before.items() if now.get(of) != state]
-        if drawn:
-            raise ShardingError(
+        """Raise the error if numbers were drawn since; the next ones are the same again."""
+        moved = [x for x in self.generators if x.is_moved]
+        if moved:
+            for x in moved:
+                x.set(x.before)
+            drawn = list(dict.fromkeys(x.name for x in moved))
+            raise NoProgramError(
                 f"{name} draws random numbers from {' and '.join(drawn)}",
+                ["each call draws others"],
                 rule="Python runs once, while a function is traced: every call would use the same numbers",
                 remedy="torch.rand(()), which draws anew in each call; or draw outside, and pass the number",
             )
-
-
-def _state(x: Any) -> bytes:
-    """Where one of numpy's generators stands, of the new kind or the old."""
-    return pickle.dumps(x.get_state(legacy=False) if hasattr(type(x), "get_state") else x.bit_generator.state)
