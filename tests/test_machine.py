@@ -242,3 +242,11 @@ def test_a_mesh_says_its_machine() -> None:
 def test_machines_that_no_mesh_has_are_refused(machine: Any, words: str) -> None:
     with pytest.raises(sl.ShardingError, match=re.escape(words)):
         sl.Mesh(data=2, machine=machine)
+
+
+def test_machines_of_other_axes_are_refused_at_once() -> None:
+    with sl.Mesh(data=2):
+        plan = sl.jit(lambda x: x * 2).plan(torch.ones(4))
+    other = replace(Machine.preset("h100"), links={"seq": Link(1e9)})
+    with pytest.raises(sl.ShardingError, match=re.escape("has a link for axis 'seq', the mesh (data=2) has none")):
+        plan.simulate(other)

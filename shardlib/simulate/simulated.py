@@ -15,7 +15,7 @@ from shardlib.machine import Machine
 from shardlib.program.steps import Compute, Program
 from shardlib.simulate import rooflines
 from shardlib.simulate.repeated import recomputed
-from shardlib.simulate.timeline import COMPUTE, STREAMS, Event, Timeline, timeline
+from shardlib.simulate.timeline import COMPUTE, STREAMS, Event, Timeline, refuse_other_axes, timeline
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Simulated:
     """
 
     def __init__(self, program: Program, name: str, machine: Machine, *, fused: bool = False) -> None:
+        refuse_other_axes(program, machine)
         self.program, self.name, self.machine, self.fused = program, name, machine, fused
 
     @cached_property

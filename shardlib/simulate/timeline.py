@@ -70,14 +70,15 @@ class Timeline:
         return tuple(reversed(chain))
 
 
-def timeline(program: Program, machine: Machine, *, fused: bool = False) -> Timeline:
-    """The program on a machine; `fused`: calls element by element are kernels that a compiler made of several.
-
-    Raises `ShardingError` where the machine has links for axes that the program's mesh has not.
-    """
+def refuse_other_axes(program: Program, machine: Machine) -> None:
+    """Raise `ShardingError` where the machine has links for axes that the program's mesh has not."""
     if faults := machine.faults(program.mesh.axes):
         remedy = "name axes of the mesh in Machine(links={...})"
         raise ShardingError(f"{program.mesh} cannot be simulated on this machine", faults, remedy=remedy)
+
+
+def timeline(program: Program, machine: Machine, *, fused: bool = False) -> Timeline:
+    """The program on a machine; `fused`: calls element by element are kernels that a compiler made of several."""
     return _Clock(program, machine, fused).run()
 
 
