@@ -354,6 +354,12 @@ def test_scaling_traces_once_what_does_not_ask_for_the_mesh(asks: bool, monkeypa
         assert simulated.seconds == plan.simulate(SLOW).seconds
 
 
+def test_scaling_to_many_meshes_is_no_reason_to_warn() -> None:
+    step = sl.jit(lambda x: (x * 2).sum(), in_specs=("b@data _",))
+    meshes = [sl.Mesh.abstract(data=2**i) for i in range(12)]
+    assert len(sl.scaling(step, meshes, SLOW, (meta(4096, 4),)).steps) == 12
+
+
 def test_scaling_needs_meshes_and_a_plan() -> None:
     with pytest.raises(sl.ShardingError, match=r"got no mesh(.|\n)*sl\.jit\(step\)"):
         sl.scaling(sl.jit(torch.relu), [], SLOW, (meta(4),))

@@ -24,7 +24,7 @@ from shardlib.errors import NoProgramError, ShardingError
 from shardlib.internals import preserved_versions
 from shardlib.jitted.function import Function
 from shardlib.jitted.programs import PROGRAMS, Programs
-from shardlib.jitted.shared import tracer
+from shardlib.jitted.shared import is_one_trace, tracer
 from shardlib.lines import user_frame
 from shardlib.meshes.mesh import Mesh, current_mesh
 from shardlib.plans.plan import Plan
@@ -187,6 +187,8 @@ class Invocation:
         programs = self.programs
         programs.retraces.append(listed([f"{subject}{change.text}" for subject, change in changes.items()]))
         del programs.retraces[:-PROGRAMS]
+        if is_one_trace():
+            return
         programs.reasons.update(list(changes))
         if often := [subject for subject in changes if programs.reasons[subject] == OFTEN]:
             name, generates = self.function.name, ""

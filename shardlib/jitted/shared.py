@@ -33,6 +33,11 @@ def one_trace() -> Iterator[None]:
         _traces.reset(token)
 
 
+def is_one_trace() -> bool:
+    """Whether calls are planned for one mesh after the other on purpose."""
+    return _traces.get() is not None
+
+
 def tracer(key: Any, leaves: list[Any]) -> Callable[..., Traced]:
     """What traces the call with this key and these leaves: `trace`, or what gives what that gave on another mesh."""
     traces = _traces.get()
