@@ -3,8 +3,7 @@
 While a function is traced such a number is a `Given`: to Python a float or an int, which follows arithmetic. Where one
 meets a tensor in an op that takes a scalar, the op's node refers to it (as a `Scalar`). A comparison is answered, and
 the trace notes the answer: its program is then for numbers of which it holds. Functions of `math` follow arithmetic.
-Whatever needs the value (a size, any other function of torch) gets it, and the trace notes that it was looked at: its
-program is for this one.
+Who needs the value (for a size, say) gets it, and the trace notes that it was looked at: its program is for this one.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ filled since is seen. Everything else that is found (flags such as `training`, n
 part of the key. What an object holds is looked at several levels deep; what is deeper, or made by properties, is not.
 
 It is one walk, and so one class: hooks and attributes of tensors hold values, and values hold tensors.
-
 Of what the function itself changes there (`Changing`), numbers are inputs, too, and containers count by identity.
 """
 
@@ -84,9 +83,8 @@ class State(Found):
         leaf = x.is_leaf
         known.append(leaf)
         for hooks in (getattr(x, kind, None) for kind in TENSOR_HOOKS):
-            if hooks:
-                for hook in hooks.values():
-                    self.hook(hook, known)
+            for hook in hooks.values() if hooks else ():
+                self.hook(hook, known)
         if leaf or x.retains_grad:
             self.grads.append((x, x.grad))
             if x.grad is None or not self.changing.grads:
