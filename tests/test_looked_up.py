@@ -33,6 +33,18 @@ def _of_lists(t: Tensor, i: Tensor) -> Tensor:
     return (e.sum(1).square() - e.square().sum(1)).sum(-1)
 
 
+def _side_by_side(t: Tensor, i: Tensor) -> Tensor:
+    """Of lookups of several sizes, and parts that are none of them."""
+    e = torch.cat([F.embedding(x, t * (k + 1)) for k, x in enumerate(i.split([1, L - 3, 2], 1))], 1)
+    return (e.sum(1).square() - e.square().sum(1)).sum(-1)
+
+
+def _across(t: Tensor, i: Tensor) -> Tensor:
+    """Written where others were looked up."""
+    e = torch.cat([t[i[0]], t[i[1]]]).exp()
+    return t.index_add(0, i[0], e[L:]).index_add(0, i[1], e[:L])
+
+
 def _gradient(program: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
     gradient: Callable[[Tensor, Tensor], Tensor] = sl.grad(lambda t, i: program(t, i).sin().sum())
     return gradient
@@ -127,6 +139,8 @@ PROGRAMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], int]] = {
     "interactions": (_interactions, 2 * LITTLE),
     "gradient of interactions": (_gradient(_interactions), 2 * LITTLE),
     "interactions of a list": (_of_lists, 2 * LITTLE),
+    "gradient of interactions of a list": (_gradient(_of_lists), 2 * LITTLE),
+    "gradient of interactions side by side": (_gradient(_side_by_side), 2 * LITTLE),
     "relu": (_relu_of_rows, LITTLE),
     "gradient of relu": (_gradient(_relu_of_rows), LITTLE),
     "updated": (_updated, 0),
@@ -142,6 +156,7 @@ PROGRAMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], int]] = {
     "angles": (_angles, WHOLE),
     "also whole": (_also_whole, WHOLE),
     "of two": (_of_two, WHOLE + LITTLE),
+    "across": (_across, 2 * L * D * 8),
     "written elsewhere": (_written_elsewhere, L * D * 8),
     "transposed": (_transposed, L * L * D * 8),
 }

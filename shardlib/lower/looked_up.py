@@ -11,10 +11,10 @@ The device that holds a row has it, the others have zeros. Nobody adds up as lon
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,9 @@ from shardlib.lower.branching import MOST, Branching, fitting, linear, readers, 
 from shardlib.lower.placement import SETTLED, Owed, Placement
 from shardlib.propagate.flood import Assignment
 from shardlib.rules.rule import OWNED, Meta
+from shardlib.rules.space import arg, axis
+
+aten = torch.ops.aten
 
 
 class Passed(NamedTuple):
@@ -34,6 +37,13 @@ class Passed(NamedTuple):
     assignment: Assignment
     forms: Mapping[int, Placement]
     owed: Owed
+
+
+class _Joined(NamedTuple):
+    """Rows of several lookups, side by side along a dim: of each how many, and which."""
+
+    dim: int
+    parts: tuple[tuple[int, Any], ...]
 
 
 @dataclass
@@ -68,7 +78,7 @@ class LookedUp:
         assert top is not None
         form = self.values.owing(top)
         if form is not None and form[1].kind == "sum" and top.dtype.is_floating_point:
-            self._waiting[top] = None if sources else self._rows(op)
+            self._waiting[top] = _joined(op, [self._waiting[x] for x in op.operands]) if sources else self._rows(op)
         for source in sources:
             del self._waiting[source]
 
@@ -139,7 +149,12 @@ class LookedUp:
                 if other in self._waiting and other not in region.forms and not begin(other):
                     return None
             way = self._way(op, region)
-            if way is None or len(region.passed) == MOST or any(not follow(x) for x in self._made(op, way, region)):
+            lookups = sum(
+                len(rows.parts) if isinstance(rows, _Joined) else 1 for rows in map(region.rows.get, region.roots)
+            )
+            if way is None or len(region.passed) == MOST * lookups:
+                return None
+            if any(not follow(x) for x in self._made(op, way, region)):
                 return None
             region.passed[op] = way
         return region
@@ -153,10 +168,11 @@ class LookedUp:
             own = way.owed.kind == OWNED
             form = self.values.forms.result_form(op, k, way.assignment, SETTLED if own else way.owed)
             rows = _common(region.rows.get(op.operands[i]) for i in way.forms)
+            part = _part(op, rows)
             aligned = rows is not None and _is_pointwise(op) and all(op.operands[i].shape == r.shape for i in way.forms)
             if aligned or has(op.target, "plumbing") or (_is_pointwise(op) and len(way.forms) == 1):
                 region.forms[r] = (form[0], way.owed) if own else form
-                region.rows[r] = rows if aligned else None
+                region.rows[r] = rows if aligned else part
                 region.own |= {r} if own else set()
                 found.append(r)
             else:
@@ -186,7 +202,8 @@ class LookedUp:
             zeros = len(on) == len(op.operands) and (aligned or len(on) == 1) and _is_pointwise(op)
             if linear(op, on) or (zeros and _keeps_zeros(op)):
                 return Passed(assignment, forms, Owed(axes))
-        return Passed(assignment, forms, Owed(axes, OWNED)) if aligned and _is_pointwise(op) else None
+        stays = (aligned and _is_pointwise(op)) or _part(op, rows) is not None
+        return Passed(assignment, forms, Owed(axes, OWNED)) if stays else None
 
     def _writes_there(self, op: Op, forms: Mapping[int, Placement], rows: Any) -> bool:
         """Whether an op writes values to the rows that they are of, where these are cut alike."""
@@ -217,6 +234,37 @@ def _is_pointwise(op: Op) -> bool:
     return pointwise and not has(op.target, "refuses values")
 
 
+def _joined(op: Op, rows: Sequence[Any]) -> _Joined | None:
+    """Which rows an op puts side by side; None where that is not known."""
+    if op.target not in (aten.stack.default, aten.cat.default) or None in rows:
+        return None
+    (made,) = op.call.results
+    assert made is not None
+    dim = axis(arg(op.call, 1, "dim", 0), len(made.shape))
+    sizes = [1 if op.target is aten.stack.default else x.shape[dim] for x in op.operands]
+    return _Joined(dim, tuple(zip(sizes, rows, strict=True)))
+
+
+def _part(op: Op, rows: Any) -> Any:
+    """The rows of one lookup, if these are what an op takes of several."""
+    if not isinstance(rows, _Joined) or op.target not in (aten.select.int, aten.slice.Tensor):
+        return None
+    (value,), single = op.operands, op.target is aten.select.int
+    if axis(arg(op.call, 1, "dim", 0), len(value.shape)) != rows.dim or arg(op.call, 4, "step", 1) != 1:
+        return None
+    total = value.shape[rows.dim]
+    if single:
+        low = arg(op.call, 2, "index") % total
+        high = low + 1
+    else:
+        low, high, _ = slice(arg(op.call, 2, "start"), arg(op.call, 3, "end")).indices(total)
+    ends = itertools.accumulate((size for size, _ in rows.parts), initial=0)
+    for at, (size, part) in zip(ends, rows.parts, strict=False):
+        if (at, at + size) == (low, high):
+            return part
+    return None
+
+
 def _common(rows: Iterable[Any]) -> Any:
     """What all of them are, if it is the same."""
     (first, *others) = rows
@@ -225,7 +273,7 @@ def _common(rows: Iterable[Any]) -> Any:
 
 def _keeps_zeros(op: Op) -> bool:
     """Whether a pointwise op makes zeros of nothing but zeros, of whatever signs."""
-    dims, shape = count(), [2] * len(op.operands)
+    dims, shape = itertools.count(), [2] * len(op.operands)
     plain = (int, float, bool, str, torch.Tensor, type(None))
 
     def zero(x: Any) -> Any:
