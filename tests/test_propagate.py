@@ -163,9 +163,14 @@ def _kinds(fn: Any, shapes: list[tuple[int, ...]], specs: tuple[sl.P | None, ...
 
 
 def test_annotations_that_nothing_contradicts_are_followed() -> None:
-    """The sum is larger than x, whose gathering would be cheaper; but nobody wants the axis elsewhere."""
-    found = _kinds(lambda x, w: x @ w, [(64, 128), (128, 4096)], (sl.P(None, "data"), None))
+    """To gather x, and to work twice, would be cheaper than the sum; but nobody wants the axis elsewhere."""
+    found = _kinds(lambda x, w: x @ w, [(64, 128), (128, 72)], (sl.P(None, "data"), None))
     assert [kind for kind, _ in found] == ["all_reduce"]
+
+
+def test_dims_that_nobody_annotated_are_offered_the_axis_where_a_sum_is_large() -> None:
+    found = _kinds(lambda x, w: x @ w, [(64, 128), (128, 4096)], (sl.P(None, "data"), None))
+    assert found == [("all_gather", 64 * 128 * 4 / 2)]
 
 
 def test_ops_of_one_unit_part_where_their_neighbours_differ() -> None:

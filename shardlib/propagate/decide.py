@@ -81,6 +81,7 @@ class Decider:
         asked = {name: self._rivals(name) for name in self.problem.atoms}
         disputed = {name for name, rivals in asked.items() if rivals} | set(_contradicted(graph, flood))
         self.contested = disputed | {a.name for rivals in asked.values() for role in rivals for a in role.wants}
+        self.offered = any(role.offered for slots in self.problem.slots for role in slots)
         self.grouping = set(_grouping(flood)) - self.contested
         self.domains = [self._domain(kind) for kind in range(len(self.problem.members))]
         self.choices: Choices = [domain[0] for domain in self.domains]

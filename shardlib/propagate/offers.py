@@ -17,18 +17,21 @@ from typing import TypeVar
 from shardlib.graph import Graph, Op
 from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
+from shardlib.propagate.beside import beside_moves, free
 from shardlib.propagate.decide import TIE, Decider
 from shardlib.propagate.dims import Leaf
 from shardlib.propagate.estimate import Estimate, grained
 from shardlib.propagate.flood import Flood, Want
 from shardlib.propagate.problem import work
-from shardlib.propagate.units import build_units, may_cut
+from shardlib.propagate.travels import unpaid
+from shardlib.propagate.units import build_units
 
 _SOURCE = "an offer: nothing else would use it there"
 _WORTH = 0.95  # of the estimated time is the most that a program with an offer may take,
 _WORTH_MORE = 0.5  # or this, where it sends markedly more
 _SHARE = 0.2  # of the work of all ops, in which a dim must take part
 _TRIED = 3  # dims for each axis
+_BESIDE = 2  # and those beside what moves
 T = TypeVar("T")
 _SMALL = 8  # times smaller is what nobody minds to have whole
 _SOON = 16  # ops in which little is made of a sum, or it is not looked at further
@@ -44,12 +47,13 @@ def offered(graph: Graph, flood: Flood, mesh: Mesh, decider: Decider) -> Decider
             continue
         wants, found = flood.wants, list[tuple[Decider, dict[Leaf, list[Want]]]]()
         summed = _summed(weights, flood, mesh, decider, name)
-        for leaf in dict.fromkeys([*_candidates(weights, flood, mesh, decider, name), *summed]):
+        moved = _beside(weights, flood, mesh, decider, name)
+        for leaf in dict.fromkeys([*_candidates(weights, flood, mesh, decider, name), *moved, *summed]):
             mine = wants.get(leaf, [])
             more = [a for a in mesh.axis(name).primes() if all(want.axis != a for want in mine)]
             tried = flood.wants = wants | {leaf: [*mine, *(Want(a, _SOURCE, True) for a in more)]}
             trial = Decider(graph, flood, build_units(graph, flood), mesh)
-            if _better(trial, decider, light, summed=leaf in summed):
+            if _better(trial, decider, light, summed=leaf in summed) and _lasts(graph, trial, decider):
                 found.append((trial, tried))
         decider, flood.wants = best(found) if found else (decider, wants)
     return decider
@@ -72,6 +76,12 @@ def _better(trial: Decider, decider: Decider, light: bool, summed: bool) -> bool
         return False
     share = _WORTH if sent <= sent_before * TIE else _WORTH_MORE
     return work + sent < (work_before + sent_before) * share
+
+
+def _lasts(graph: Graph, trial: Decider, decider: Decider) -> bool:
+    """Whether an offer is still faster where sums that go on are paid as what they become."""
+    now, before = (sum(_whole(x)) - unpaid(graph, x) for x in (trial, decider))
+    return now < before * _WORTH
 
 
 def _bytes(decider: Decider) -> float:
@@ -119,6 +129,13 @@ def _candidates(weights: Mapping[Op, float], flood: Flood, mesh: Mesh, decider: 
 
 def _first(gain: Mapping[Leaf, float]) -> list[Leaf]:
     return sorted(gain, key=lambda leaf: (-gain[leaf], leaf))
+
+
+def _beside(weights: Mapping[Op, float], flood: Flood, mesh: Mesh, decider: Decider, name: str) -> list[Leaf]:
+    """The dims beside what is sent, where that takes long enough to matter."""
+    gain = beside_moves(weights, flood, decider, mesh.axis(name).primes())
+    least = (1 - _WORTH) * sum(_whole(decider)) if gain else 0.0
+    return [leaf for leaf in _first(gain)[:_BESIDE] if gain[leaf] >= least]
 
 
 def _summed(weights: Mapping[Op, float], flood: Flood, mesh: Mesh, decider: Decider, name: str) -> list[Leaf]:
@@ -180,16 +197,5 @@ def _beside_selections(flood: Flood, decider: Decider, atoms: Sequence[Axis]) ->
 def _free(op: Op, flood: Flood, atoms: Sequence[Axis], *, everywhere: bool) -> set[Leaf]:
     """The dims of what an op makes that may be cut over an axis and do not want it; `everywhere`: in all that it reads,
     too."""
-    assert op.rule is not None
-    results = [labels for labels, r in zip(op.rule.results, op.results, strict=True) if r is not None]
-    operands = [labels for labels, v in zip(op.rule.operands, op.operands, strict=True) if not v.constant]
-    names = [{f for dim in labels for f in dim} for labels in (*results, *operands)]
-    kept = set.intersection(*names) if everywhere else set[str]().union(*names[: len(results)])
-    found = set()
-    for label in kept:
-        for k, leaf in enumerate(flood.labels[op].get(label, ())):
-            wanted = {want.axis for want in flood.wants.get(leaf, ())}
-            enough = flood.dims.size(leaf) >= math.prod(a.size for a in atoms)
-            if enough and wanted.isdisjoint(atoms) and may_cut(flood, op, (label, k)):
-                found.add(leaf)
-    return found
+    read = [i for i, value in enumerate(op.operands) if not value.constant]
+    return free(op, flood, atoms, read if everywhere else None)

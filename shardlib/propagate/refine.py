@@ -23,7 +23,7 @@ _WORTH = 1e-3  # the share of the estimated time for which units are taken apart
 
 def refine(graph: Graph, flood: Flood, mesh: Mesh, decider: Decider) -> Decider:
     """`decider`, or a better one whose units are parts of its units."""
-    if not decider.contested and not decider.grouping and not flood.turned:
+    if not (decider.contested or decider.offered or decider.grouping or flood.turned):
         return decider
     fine = alone(graph, flood, mesh, decider)
     (work, sent), (fine_work, fine_sent) = (d.estimate.parts(d.choices) for d in (decider, fine))
@@ -41,7 +41,7 @@ def refine(graph: Graph, flood: Flood, mesh: Mesh, decider: Decider) -> Decider:
 
 def alone(graph: Graph, flood: Flood, mesh: Mesh, decider: Decider) -> Decider:
     """Every op decides alone, or with those that are alike: what improves from where `decider` is."""
-    if not decider.contested and not flood.turned:
+    if not (decider.contested or decider.offered or flood.turned):
         return decider
     place, whole = _places(decider, graph), decider.units.unit
     apart = decider.units.apart(lambda member: place[member])

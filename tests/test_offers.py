@@ -1,0 +1,90 @@
+"""Dims that nobody annotated take an axis where that pays; and sums that go on are no reason for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import shardlib as sl
+from shardlib.propagate import offers
+
+Program = Callable[..., Any]
+TWO_MOVES = ["all_to_all", "all_to_all"]
+
+
+def _mixed(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Tokens of a cut image are mixed, channel by channel, beside much more work on each of them."""
+    x = x + (F.gelu(x.mT @ a) @ a.mT).mT
+    return x + F.gelu(x @ b) @ b.mT
+
+
+def _swept(x: Tensor, a: Tensor) -> Tensor:
+    return ((a @ x).sin() @ a).cos()
+
+
+def _summed(x: Tensor, a: Tensor) -> Tensor:
+    return (x @ a).sin()
+
+
+def _gated(x: Tensor, a: Tensor) -> Tensor:
+    """The small one of two cut weights is whole then."""
+    return torch.einsum("st,btd->bsd", a, x.sin()) * x
+
+
+def _convolved(x: Tensor, a: Tensor) -> Tensor:
+    n = 2 * x.shape[0]
+    y = torch.fft.rfft((x @ a).sin(), n, dim=0)
+    return torch.fft.irfft(y * y, n, dim=0)[: x.shape[0]] * x
+
+
+def _megatron(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return F.gelu(x @ a) @ b
+
+
+def _trace(w: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    """Of a Hessian by a probe: nothing but a number is added up."""
+    gradient = torch.func.grad(lambda w: (x @ w).sin().sum())
+    return (v * torch.func.grad(lambda w: (gradient(w) * v).sum())(w)).sum()
+
+
+def _shared(x: Tensor, a: Tensor, b: Tensor) -> Any:
+    """What is owed is read twice, by products that make less of it."""
+    s = torch.einsum("nhi,nhj->nij", x, x)
+    return (s @ a).sum(0), (s @ b).sum(0)
+
+
+CASES: dict[str, tuple[Program, tuple[tuple[int, ...], ...], tuple[str, ...], str | None, list[str]]] = {
+    "mixed": (_mixed, ((64, 256, 512), (256, 256), (512, 4096)), ("b s@x d", "...", "..."), "b s@x d", TWO_MOVES),
+    "swept": (_swept, ((2048, 2048), (2048, 2048)), ("h@x w", "..."), "h@x w", TWO_MOVES),
+    "summed": (_summed, ((2048, 2048), (2048, 2048)), ("h w@x", "..."), "h w@x", TWO_MOVES),
+    "gated": (_gated, ((64, 256, 512), (256, 256)), ("b s@x d", "s@x t"), "b s@x d", ["all_gather", *TWO_MOVES]),
+    "convolved": (_convolved, ((8192, 512), (512, 512)), ("s@x d", "..."), "s@x d", TWO_MOVES),
+    "megatron": (_megatron, ((2048, 512), (512, 4096), (4096, 512)), ("n d", "d f@x", "f@x d"), "n d", ["all_reduce"]),
+    "trace": (_trace, ((512, 512), (512, 512), (4096, 512)), ("...", "...", "n@x d"), None, ["all_reduce"]),
+    "shared": (_shared, ((64, 512, 64), (64, 8), (64, 8)), ("n h@x i", "...", "..."), None, ["all_reduce"] * 2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_messages(name: str) -> None:
+    program, shapes, specs, out, kinds = CASES[name]
+    args = [torch.empty(shape, device="meta") for shape in shapes]
+    with sl.Mesh.abstract(x=8):
+        plan = sl.jit(program, in_specs=specs, out_specs=out).plan(*args)
+    assert sorted(c.kind for c in plan.collectives) == sorted(kinds)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_of_whatever_is_offered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, shapes, specs, out, _ = CASES[name]
+    small = [tuple(max(n // 64, 3) if n > 8 else n for n in shape) for shape in shapes]
+    generator = torch.Generator().manual_seed(0)
+    args = [torch.randn(shape, dtype=torch.float64, generator=generator) / shape[0] for shape in small]
+    monkeypatch.setattr(offers, "_better", lambda *args, **kwargs: True)
+    with sl.Mesh(x=3):
+        sl.check(program, *args, in_specs=specs, out_specs=out)
