@@ -31,6 +31,7 @@ from shardlib.normalise.passes import (
     one_permute,
     reduce_once,
 )
+from shardlib.normalise.ranges import know_counts
 from shardlib.normalise.scans import scan_from_behind
 from shardlib.normalise.slices import join_slices
 from shardlib.normalise.splices import join_moves
@@ -57,6 +58,7 @@ PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
     compose_reshapes,
     divide_losses_late,
     forget_totals,
+    know_counts,
     know_sums_of_scores,
     join_slices,
     drop_dead,  # before it is asked who reads what is looked up
