@@ -38,6 +38,11 @@ def _probabilities(x: Tensor, i: Tensor, y: Tensor) -> Tensor:
     return -(target * x.log_softmax(-1)).sum(-1).sin().sum()
 
 
+def _distilled(x: Tensor, i: Tensor, y: Tensor) -> Tensor:
+    """By log-probabilities, of which the exponentials are probabilities."""
+    return F.kl_div((x / 2).log_softmax(-1), (3 * x).detach().log_softmax(-1), log_target=True, reduction="sum")
+
+
 def _few(x: Tensor, i: Tensor, y: Tensor) -> Tensor:
     """Some rows get nothing, and what an index says twice is added twice."""
     return x.log_softmax(-1).gather(-1, i[: N // 2] // 2).square().sum()
@@ -53,6 +58,7 @@ def _twice(x: Tensor, i: Tensor, y: Tensor) -> Tensor:
 
 
 CASES = {_twice: 2, _chosen: 3, _smoothed: 2, _ignored: 2, _planes: 0, _probabilities: 5, _few: 3, _unknown: 3}
+CASES |= {_distilled: 4}
 
 
 def _args() -> tuple[Tensor, Tensor, Tensor]:

@@ -127,6 +127,12 @@ def _of_probabilities(rows: _Rows, x: Node) -> Made | None:
     return (lambda: rows.write(aten.full.default, shape, 1, **like)) if whole else None
 
 
+def _of_exponentials(rows: _Rows, x: Node) -> Made | None:
+    """Those of log-probabilities are probabilities."""
+    (scores,) = x.args
+    return _of_probabilities(rows, scores) if scores.target is aten._log_softmax.default else None
+
+
 _TOTALS: Mapping[Any, Callable[[_Rows, Node], Made | None]] = {
     aten.nll_loss_backward.default: _of_target,
     aten.nll_loss2d_backward.default: _of_target,
@@ -137,4 +143,5 @@ _TOTALS: Mapping[Any, Callable[[_Rows, Node], Made | None]] = {
     aten.mul.Tensor: _of_multiple,
     aten.div.Tensor: _of_multiple,
     aten._softmax.default: _of_probabilities,
+    aten.exp.default: _of_exponentials,
 }
