@@ -39,7 +39,29 @@ def _uneven(x: Tensor) -> Tensor:
     return F.conv1d(image, torch.arange(3.0, dtype=x.dtype).expand(len(x), 1, 3), groups=len(x))[0]
 
 
-PROGRAMS = [_fourth, _mixed, _around, _periodic, _uneven]
+def _products(x: Tensor) -> Tensor:
+    """Squares and products of two values, and windows of each."""
+    y = x.cos()
+    kernel = torch.arange(1.0, 4.0, dtype=x.dtype).view(1, 1, 3, 1)
+    blurred = [F.conv2d(z[None, None], kernel)[0, 0] for z in (x, y, x * x, y * y, x * y)]
+    return blurred[0] * blurred[1] - blurred[2] / blurred[3].abs().add(1) + blurred[4]
+
+
+def _flux(x: Tensor) -> Tensor:
+    h, u = x, x.sin()
+    for _ in range(2):
+        centred = [(z.roll(-1, 0) - z.roll(1, 0)) / 2 for z in (h * u, h, u)]
+        h, u = h - centred[0], u - u * centred[2] - centred[1]
+    return h
+
+
+def _back_and_forth(x: Tensor) -> Tensor:
+    """Multiples of one value, of which others are made in between."""
+    y = -(3 * x)
+    return (y * 2).roll(1, 0) + (y + 1).roll(2, 0) * (x / 3).roll(3, 0) - y.roll(-1, 0) * (x - y).roll(-2, 0)
+
+
+PROGRAMS = [_fourth, _mixed, _around, _periodic, _uneven, _products, _flux, _back_and_forth]
 MESHES = [({"x": 4}, "n@x d"), ({"x": 3, "y": 2}, "n@x d@y"), ({"x": 2, "y": 3}, "n@(y x) d"), ({"x": 4}, "n d@x")]
 
 
@@ -56,7 +78,11 @@ def test_values_and_gradients(program: Callable[[Tensor], Tensor], mesh: dict[st
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    ("program", "rows", "messages"), [(_fourth, 4, 2), (_mixed, 3, 1), (_around, 2, 2), (_periodic, 4, 4)]
+    ("program", "rows", "messages"),
+    [
+        *((_fourth, 4, 2), (_mixed, 3, 1), (_around, 2, 2), (_periodic, 4, 4)),
+        *((_products, 4, 2), (_flux, 6, 6), (_back_and_forth, 5, 2)),
+    ],
 )
 def test_as_few_messages_as_there_are_ways_to_go(program: Callable[[Tensor], Tensor], rows: int, messages: int) -> None:
     with sl.Mesh.abstract(x=8):
@@ -65,7 +91,17 @@ def test_as_few_messages_as_there_are_ways_to_go(program: Callable[[Tensor], Ten
     assert plan.comm_bytes <= rows * 514 * 4
 
 
+def test_what_goes_back_is_of_one_value() -> None:
+    """Scaled before it moves, in four ways."""
+    with sl.Mesh.abstract(x=8):
+        gradient = sl.grad(lambda x: _fourth(x).sin().sum())
+        plan = sl.jit(gradient, in_specs=("n@x d",)).plan(torch.empty(512, 512, device="meta"))
+    assert len(plan.collectives) == 4
+    assert plan.comm_bytes == 8 * 512 * 4
+
+
 def test_borders_of_different_values_stay_apart() -> None:
+    """Of sines, too, which kernels may round in another way at the end of a row."""
     with sl.Mesh.abstract(x=8):
         plan = sl.jit(lambda x: (x.roll(1, 0), x.sin().roll(1, 0)), in_specs=("n@x d",)).plan(
             torch.empty(512, 8, device="meta")
