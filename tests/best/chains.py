@@ -80,8 +80,9 @@ ROWS = [
     Row("moving average, cut in time", _average, (SEQUENCE,), ("b t@x d",), X, 2 * MOVED, 2, out_specs="b t@x d"),
     Row("gated recurrence, cut in time", _recurrence, (SEQUENCE,) * 2, ("b t@x d",) * 2, X, 3 * MOVED, 3,
         out_specs="b t@x d"),
-    Row("nucleus of logits, vocabulary cut", _nucleus, (LOGITS,), ("n v@x",), X, 2 * exchanged(LOGITS.nbytes, 8), 2,
-        out_specs="n v@x"),
+    # What is kept goes back as a mask.
+    Row("nucleus of logits, vocabulary cut", _nucleus, (LOGITS,), ("n v@x",), X,
+        exchanged(1.25 * LOGITS.nbytes, 8) + 2 * reduced(256 * 4, 8), 4, out_specs="n v@x"),
     Row("sorted logits, vocabulary cut", lambda x: x.sort(-1)[0], (LOGITS,), ("n v@x",), X,
         2 * exchanged(LOGITS.nbytes, 8), 2, out_specs="n v@x"),
     Row("beams of a cut vocabulary", _beams, (f32(8, 4, 32768), f32(8, 4)), ("n k v@x", "..."), X,
