@@ -8,10 +8,12 @@ beginning to end move as one *block*.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import TypeVar
 
 from shardlib.meshes.axis import Axis
 from shardlib.reshard.prices import Prices
@@ -21,6 +23,7 @@ from shardlib.specs.pieces import Placed, even
 
 _BLOCKS = 5  # with more, the number of arrangements outgrows what a better way is worth
 
+T = TypeVar("T")
 Blocks = tuple[int, ...]  # blocks, by their number, major first
 State = tuple[tuple[Blocks, ...], Blocks]  # what is on every factor, and what is pending
 Move = tuple[float, str, Blocks, int, int, State]  # bytes, kind, blocks, factor, to, what is then
@@ -46,7 +49,32 @@ def cheapest(
     blocks = _blocks([*src, *dst, pending])
     if len(blocks) > _BLOCKS:
         return known
-    return _Search(parts, itemsize, blocks, src, dst, pending, prices).run(known, reduce)
+    found = _Search(parts, itemsize, blocks, src, dst, pending, prices).run(known, reduce)
+    if pending or sum(step.bytes > 0 for step in found) < 2:
+        return found
+    limit = sum(step.bytes for step in found)
+    others = [way for way in _permuted(parts, itemsize, src, dst) if sum(step.bytes for step in way) <= limit]
+    return min([found, *others], key=lambda way: sum(step.seconds(prices) for step in way))
+
+
+def _permuted(parts: Leaves, itemsize: int, src: Cut, dst: Cut) -> Iterator[tuple[Step, ...]]:
+    """The ways to send pieces, as they are, to where one exchange of minor axes brings them: these may be parts of axes
+    that stay together otherwise."""
+    sizes = tuple(map(math.prod, parts))
+    local = itemsize * math.prod(sizes) / math.prod(map(ways, src))
+    for to, axes in enumerate(dst):
+        for k, factor in itertools.product(range(len(axes)), range(len(dst))):
+            between = _with(_with(dst, to, axes[:k]), factor, (*dst[factor], *axes[k:]))
+            if factor == to or [*map(ways, between)] != [*map(ways, src)] or not all(map(fits, parts, between)):
+                continue
+            pairs = [(list(x), list(y)) for x, y in zip(src, between, strict=True)]
+            along = tuple(a for a in dict.fromkeys(a for pair in pairs for x in pair for a in x) if moves(a, pairs))
+            first = next(i for i, (x, y) in enumerate(pairs) if x != y)
+            n = ways(axes[k:])
+            yield (
+                Step("ppermute", Axis.merge(along), first, first, between, sizes, local),
+                Step("all_to_all", Axis.merge(axes[k:]), factor, to, dst, sizes, local * (n - 1) / n),
+            )
 
 
 def _blocks(runs: Sequence[Axes]) -> list[Axes]:
@@ -193,5 +221,5 @@ class _Search:
         return known
 
 
-def _with(cut: tuple[Blocks, ...], i: int, run: Blocks) -> tuple[Blocks, ...]:
+def _with(cut: tuple[tuple[T, ...], ...], i: int, run: tuple[T, ...]) -> tuple[tuple[T, ...], ...]:
     return (*cut[:i], run, *cut[i + 1 :])
