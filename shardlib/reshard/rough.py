@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import lru_cache
 
 from shardlib.meshes.axis import Axis
 from shardlib.reshard.prices import USUAL, Prices
 from shardlib.reshard.step import Axes, Cut, local_numel
 
 
+@lru_cache(maxsize=1 << 16)
 def rough_seconds(
     sizes: tuple[int, ...], itemsize: int, src: Cut, dst: Cut, pending: Axes, prices: Prices = USUAL
 ) -> float:
