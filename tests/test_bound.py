@@ -138,7 +138,7 @@ def test_ops_share_work_out_where_nothing_moves() -> None:
     """A difference is cut along `data` for nothing, where the sum that it reads is whole."""
     plan = oracle.plan(programs.draw(43, conflicts=True))
     assert (plan.lower_bound.gap, plan.lower_bound.exact) == (0, True)
-    assert str(plan.layout_of("result[0]")) == "32, 256, 8, 128@(tensor data)"
+    assert str(plan.layout_of("result[0]")) == "32@data, 256, 8, 128@tensor"
 
 
 @pytest.mark.parametrize("count", [10, pytest.param(30, marks=pytest.mark.slow)])

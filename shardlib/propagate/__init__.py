@@ -16,7 +16,7 @@ from shardlib.propagate.flooding import flood
 from shardlib.propagate.loose import Loose, matter
 from shardlib.propagate.meeting import met
 from shardlib.propagate.offers import best, offered
-from shardlib.propagate.refine import refine
+from shardlib.propagate.refine import refine, spared
 from shardlib.propagate.units import Unit, Units, build_units
 from shardlib.reshard import Cut
 from shardlib.specs.fixed import Fixed
@@ -72,8 +72,9 @@ def propagate(
 
     def decide(flooded: Flood) -> Decider:
         flooded.sends = partial(sends, flooded)
-        decided = refine(graph, flooded, mesh, Decider(graph, flooded, build_units(graph, flooded), mesh))
-        decider = offered(graph, flooded, mesh, decided)
+        first = Decider(graph, flooded, build_units(graph, flooded), mesh)
+        decided = refine(graph, flooded, mesh, first)
+        decider = offered(graph, flooded, mesh, first, decided)
         return decider if decider is decided else refine(graph, flooded, mesh, decider)
 
     again = partial(flood, graph, fixed, outputs, doors)
@@ -86,7 +87,8 @@ def propagate(
     if flooded.tight and matter(flooded, graph):
         other = _loosened(again, flooded)
         decider, flooded = best([(decider, flooded), (decide(other), other)])
-    decider.spare()
+    flooded.sends = partial(sends, flooded)
+    decider = spared(graph, flooded, mesh, decider)
     return Propagated(flooded, decider.units, decider, doors, outputs)
 
 

@@ -23,7 +23,7 @@ from shardlib.propagate.tables import least
 from shardlib.propagate.units import Unit, Units
 
 TIE = 1.05  # estimates are no better than that: of two ends as near, the one that sends less
-_DEARER = (2.0, 16.0, 256.0)
+_DEARER = (2.0, 4.0, 12.0)  # bytes are not worth more, however few they are
 _TURNS = 30  # in which rough figures are corrected where it matters, at most
 _AT_ONCE = 1 << 18  # entries of tables that are worth working out to find a minimum,
 _JOINED = 1 << 21  # and of those that are made of several on the way
@@ -99,9 +99,14 @@ class Decider:
         """The choice of a unit, for every mesh axis."""
         return self.choices[self.problem.kind[unit]]
 
-    def spare(self) -> None:
-        """Send fewer bytes where that takes hardly longer: follow the minimum while they grow dearer and dearer."""
-        limit, seconds = self.seconds + sum(self.estimate.whole(self.choices)) * (TIE - 1), self.estimate
+    @property
+    def limit(self) -> float:
+        """Seconds that a choice may take which sends less than the one that is taken."""
+        return self.seconds + sum(self.estimate.whole(self.choices)) * (TIE - 1)
+
+    def spare(self, limit: float) -> None:
+        """Send fewer bytes within a limit: follow the minimum while they grow dearer and dearer."""
+        seconds = self.estimate
         self.estimate = bytes_alone = Estimate(self.problem, of_bytes=True)
 
         def spares(choices: Choices) -> bool:

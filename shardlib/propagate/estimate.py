@@ -121,9 +121,9 @@ class Estimate:
         sent = sum([self.sent(i, choices) for i in self._touched(kinds)]) + sum(mine for _, mine in works)
         return sum(mine for mine, _ in works) + sent * dear
 
-    def moving(self, kind: Kind, choices: Choices) -> bool:
-        """Whether a value beside this kind is resharded."""
-        return any(self.sent(i, choices) for i in self._touching[kind])
+    def around(self, kind: Kind, choices: Choices) -> float:
+        """Seconds of what is sent by the ops of a kind, and of the reshards of values beside it."""
+        return self.work(kind, choices[kind])[1] + sum(self.sent(i, choices) for i in self._touching[kind])
 
     def beside(self, kind: Kind) -> tuple[Kind, ...]:
         """A kind and those that share a value with it."""

@@ -5,6 +5,8 @@ chain of ops that is cut where each of them has to communicate may be cheaper in
 cut inside, in a stack: two exchanges, and the chain runs alone). Such dims are offered the axis, one after the other;
 an offer stands if the whole program becomes markedly faster, by the same estimate that decides everything. So are the
 dims of a large sum over devices that light ops turn into little: who adds up a piece goes on with it.
+
+Where annotations contradict each other about an axis, dims beside what is sent are offered it, too: for fewer bytes.
 """
 
 from __future__ import annotations
@@ -23,38 +25,51 @@ from shardlib.propagate.dims import Leaf
 from shardlib.propagate.estimate import Estimate, grained
 from shardlib.propagate.flood import Flood, Want
 from shardlib.propagate.problem import work
+from shardlib.propagate.refine import DEEP, refine
 from shardlib.propagate.travels import unpaid
-from shardlib.propagate.units import build_units
+from shardlib.propagate.units import Unit, build_units
 
 _SOURCE = "an offer: nothing else would use it there"
 _WORTH = 0.95  # of the estimated time is the most that a program with an offer may take,
 _WORTH_MORE = 0.5  # or this, where it sends markedly more
+_HALF = 0.5  # of the bytes is worth more messages
 _SHARE = 0.2  # of the work of all ops, in which a dim must take part
 _TRIED = 3  # dims for each axis
 _BESIDE = 2  # and those beside what moves
 T = TypeVar("T")
+Way = tuple[Decider, dict[Leaf, list[Want]]]
 _SMALL = 8  # times smaller is what nobody minds to have whole
 _SOON = 16  # ops in which little is made of a sum, or it is not looked at further
 _HEAVY = 8  # operations for every element that an op reads or makes: others do not matter beside such
 
 
-def offered(graph: Graph, flood: Flood, mesh: Mesh, decider: Decider) -> Decider:
-    """`decider`, or a better one with offers among the wants of `flood`."""
+def offered(graph: Graph, flood: Flood, mesh: Mesh, first: Decider, decider: Decider) -> Decider:
+    """`decider`, or a better one with offers among the wants of `flood`; `first` is what it was before units parted."""
     used = {want.axis.name for wants in flood.wants.values() for want in wants}
     weights, light = _weights(graph, decider)
     for name in mesh.axis_names:
         if name not in used:
             continue
-        wants, found = flood.wants, list[tuple[Decider, dict[Leaf, list[Want]]]]()
+        wants, found, near = flood.wants, list[Way](), list[Way]()
+        deep = len(graph.ops) <= DEEP and name in decider.contested
         summed = _summed(weights, flood, mesh, decider, name)
         moved = _beside(weights, flood, mesh, decider, name)
-        for leaf in dict.fromkeys([*_candidates(weights, flood, mesh, decider, name), *moved, *summed]):
+        idle = [*_candidates(weights, flood, mesh, decider, name), *moved, *summed]
+        for leaf in dict.fromkeys([*idle, *(_eased(graph, flood, mesh, decider, name) if deep else ())]):
             mine = wants.get(leaf, [])
             more = [a for a in mesh.axis(name).primes() if all(want.axis != a for want in mine)]
             tried = flood.wants = wants | {leaf: [*mine, *(Want(a, _SOURCE, True) for a in more)]}
             trial = Decider(graph, flood, build_units(graph, flood), mesh)
-            if _better(trial, decider, light, summed=leaf in summed) and _lasts(graph, trial, decider):
+            is_better = leaf in idle and _better(trial, decider, light, summed=leaf in summed)
+            if is_better and _lasts(graph, trial, decider):
                 found.append((trial, tried))
+            elif deep and _spares(trial, first):
+                near.append((trial, tried))
+        if near:
+            trial, tried = best(near)
+            flood.wants = tried
+            trial = refine(graph, flood, mesh, trial)
+            found += [(trial, tried)] if _spares(trial, decider) else []
         decider, flood.wants = best(found) if found else (decider, wants)
     return decider
 
@@ -74,7 +89,8 @@ def _better(trial: Decider, decider: Decider, light: bool, summed: bool) -> bool
     (work, sent), (work_before, sent_before) = _whole(trial), _whole(decider)
     if summed and sent > sent_before * _WORTH:
         return False
-    share = _WORTH if sent <= sent_before * TIE else _WORTH_MORE
+    more = sent > sent_before * TIE or _bytes(trial) > _bytes(decider) * TIE
+    share = _WORTH_MORE if more else _WORTH
     return work + sent < (work_before + sent_before) * share
 
 
@@ -82,6 +98,20 @@ def _lasts(graph: Graph, trial: Decider, decider: Decider) -> bool:
     """Whether an offer is still faster where sums that go on are paid as what they become."""
     now, before = (sum(_whole(x)) - unpaid(graph, x) for x in (trial, decider))
     return now < before * _WORTH
+
+
+def _spares(trial: Decider, decider: Decider) -> bool:
+    """Whether an offer sends markedly less, in no more messages unless it is half of it, and takes no longer."""
+    (seconds, few, latency), (before, many, waited) = map(_figures, (trial, decider))
+    less = few <= many * (_WORTH if grained(latency) <= grained(waited) else _HALF)
+    return less and seconds <= before
+
+
+def _figures(decider: Decider) -> tuple[float, float, float]:
+    """Seconds of all, of the bytes that are sent, and of the latency of messages."""
+    work, sent = _whole(decider)
+    few = _bytes(decider)
+    return work + sent, few, sent - few
 
 
 def _bytes(decider: Decider) -> float:
@@ -118,13 +148,32 @@ def _candidates(weights: Mapping[Op, float], flood: Flood, mesh: Mesh, decider: 
             continue
         used = {a for axes in decider.unit_cut(unit) for a in axes}
         idle = [a for a in atoms if a not in used]
-        moves = unit in decider.problem.kind and decider.estimate.moving(decider.problem.kind[unit], decider.choices)
+        moves = (
+            unit in decider.problem.kind and decider.estimate.around(decider.problem.kind[unit], decider.choices) > 0
+        )
         if idle or moves:
             for leaf in _free(op, flood, idle or atoms, everywhere=not idle):
                 gain[leaf] += weight
     most = _first(gain)[:_TRIED]
     found = [leaf for leaf in most if gain[leaf] >= _SHARE * sum(weights.values())]
     return list(dict.fromkeys([*found, *_first(_beside_selections(flood, decider, atoms))[:1]]))
+
+
+def _eased(graph: Graph, flood: Flood, mesh: Mesh, decider: Decider, name: str) -> list[Leaf]:
+    """The dims beside most of what is sent: where they are cut over the axis from end to end, it need not be."""
+    atoms, gain, part = mesh.axis(name).primes(), defaultdict[Leaf, float](float), defaultdict[Leaf, float](float)
+    beside: dict[Unit, dict[Leaf, None]] = defaultdict(dict)
+    for op in graph.ops:
+        unit = decider.units.unit.get(op)
+        if unit in decider.problem.kind and op.rule is not None and not (op.constant or op.transparent):
+            for leaf in sorted(_free(op, flood, atoms, everywhere=False)):
+                beside[unit][leaf] = None
+                part[leaf] += work(op, decider.problem.prices)
+    for unit, leaves in beside.items():
+        sent = decider.estimate.around(decider.problem.kind[unit], decider.choices)
+        for leaf in leaves if sent else ():
+            gain[leaf] += sent
+    return sorted(gain, key=lambda leaf: (-grained(gain[leaf]), -grained(part[leaf]), leaf))[:_TRIED]
 
 
 def _first(gain: Mapping[Leaf, float]) -> list[Leaf]:

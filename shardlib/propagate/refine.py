@@ -17,6 +17,7 @@ from shardlib.propagate.estimate import Order
 from shardlib.propagate.flood import Flood
 from shardlib.propagate.units import Unit
 
+DEEP = 128  # ops: in larger programs it is not asked what else would send less, which takes as long as all else
 _AROUND = 6  # steps, from ops to values and from values to ops
 _WORTH = 1e-3  # the share of the estimated time for which units are taken apart, unless less is sent
 
@@ -31,6 +32,24 @@ def refine(graph: Graph, flood: Flood, mesh: Mesh, decider: Decider) -> Decider:
     if slower > 0 or (fine_sent >= sent and slower > -_WORTH * decider.seconds):
         return decider
 
+    return _together(graph, flood, mesh, decider, fine)
+
+
+def spared(graph: Graph, flood: Flood, mesh: Mesh, decider: Decider) -> Decider:
+    """`decider`, or one that sends fewer bytes and takes hardly longer, with units that are parts of its units."""
+    limit = decider.limit
+    decider.spare(limit)
+    fine = alone(graph, flood, mesh, decider, improve=False) if len(graph.ops) <= DEEP else decider
+    if fine is decider:
+        return decider
+    fine.spare(limit)
+    fewer = fine.estimate.parts(fine.choices)[1] < decider.estimate.parts(decider.choices)[1]
+    return _together(graph, flood, mesh, decider, fine) if fewer else decider
+
+
+def _together(graph: Graph, flood: Flood, mesh: Mesh, decider: Decider, fine: Decider) -> Decider:
+    """The choices of `fine`, in units of `decider` apart where they differ."""
+
     def choice(member: Op | Value) -> Order:
         return fine.order(fine.units.unit[member])
 
@@ -39,13 +58,13 @@ def refine(graph: Graph, flood: Flood, mesh: Mesh, decider: Decider) -> Decider:
     return Decider(graph, flood, parts, mesh, lambda unit: choice(_first(unit)), improve=False)
 
 
-def alone(graph: Graph, flood: Flood, mesh: Mesh, decider: Decider) -> Decider:
+def alone(graph: Graph, flood: Flood, mesh: Mesh, decider: Decider, *, improve: bool = True) -> Decider:
     """Every op decides alone, or with those that are alike: what improves from where `decider` is."""
     if not (decider.contested or decider.offered or flood.turned):
         return decider
     place, whole = _places(decider, graph), decider.units.unit
     apart = decider.units.apart(lambda member: place[member])
-    return Decider(graph, flood, apart, mesh, lambda unit: decider.order(whole[_first(unit)]))
+    return Decider(graph, flood, apart, mesh, lambda unit: decider.order(whole[_first(unit)]), improve=improve)
 
 
 def _first(unit: Unit) -> Op | Value:
