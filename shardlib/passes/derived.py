@@ -78,8 +78,8 @@ def derive(borders: Sequence[Border], steps: Mapping[Var, Compute]) -> list[Made
     while better:
         better, of = False, _by_value(made)
         for path in _ways(of.keys(), steps):
-            ends = {x for value in path for x in steps[value].operands}.difference(path)
-            now = [border for value in dict.fromkeys([*path, *ends]) for border in of.get(value, ())]
+            values = dict.fromkeys([*path, *(x for value in path for x in steps[value].operands)])
+            now = [border for value in values for border in of.get(value, ())]
             then = [x for border in now for x in Made(border.moves[0], border).opened(path, steps).borders()]
             if _sent(then) < _sent(now):
                 made = [each.opened(path, steps) for each in made]
