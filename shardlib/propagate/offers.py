@@ -47,11 +47,12 @@ def offered(graph: Graph, flood: Flood, mesh: Mesh, first: Decider, decider: Dec
     """`decider`, or a better one with offers among the wants of `flood`; `first` is what it was before units parted."""
     used = {want.axis.name for wants in flood.wants.values() for want in wants}
     weights, light = _weights(graph, decider)
+    few = len(graph.ops) <= DEEP and not any(_has_choices(op) for op in graph.ops)
     for name in mesh.axis_names:
         if name not in used:
             continue
         wants, found, near = flood.wants, list[Way](), list[Way]()
-        deep = len(graph.ops) <= DEEP and name in decider.contested
+        deep = few and name in decider.contested
         summed = _summed(weights, flood, mesh, decider, name)
         moved = _beside(weights, flood, mesh, decider, name)
         idle = [*_candidates(weights, flood, mesh, decider, name), *moved, *summed]
@@ -127,11 +128,16 @@ def _weights(graph: Graph, decider: Decider) -> tuple[dict[Op, float], bool]:
     """The ops that matter: by their arithmetic, or by their time where none has much, which then are light. Attention
     has its own choices."""
     ops = [op for op in graph.ops if op.rule is not None and not (op.constant or op.transparent)]
-    alone = {op for op in ops if op.rule is not None and (op.rule.rounds or op.rule.lends)}
+    alone = {op for op in ops if _has_choices(op)}
     heavy = {op: float(op.rule.flops) for op in ops if op.rule is not None and op not in alone and _is_heavy(op)}
     if heavy or alone or any(op.manual for op in graph.ops):
         return heavy, False
     return {op: work(op, decider.problem.prices) for op in ops}, True
+
+
+def _has_choices(op: Op) -> bool:
+    """Whether an op has choices of its own, as attention."""
+    return op.rule is not None and bool(op.rule.rounds or op.rule.lends)
 
 
 def _is_heavy(op: Op) -> bool:
