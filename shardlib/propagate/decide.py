@@ -23,7 +23,7 @@ from shardlib.propagate.tables import least
 from shardlib.propagate.units import Unit, Units
 
 TIE = 1.05  # estimates are no better than that: of two ends as near, the one that sends less
-_DEARER = (2.0, 4.0, 12.0)  # bytes are not worth more, however few they are
+_DEARER = (2.0, 4.0, 12.0, 256.0)
 _TURNS = 30  # in which rough figures are corrected where it matters, at most
 _AT_ONCE = 1 << 18  # entries of tables that are worth working out to find a minimum,
 _JOINED = 1 << 21  # and of those that are made of several on the way
@@ -104,7 +104,7 @@ class Decider:
         """Seconds that a choice may take which sends less than the one that is taken."""
         return self.seconds + sum(self.estimate.whole(self.choices)) * (TIE - 1)
 
-    def spare(self, limit: float) -> None:
+    def spare(self, limit: float, dearest: float = math.inf) -> None:
         """Send fewer bytes within a limit: follow the minimum while they grow dearer and dearer."""
         seconds = self.estimate
         self.estimate = bytes_alone = Estimate(self.problem, of_bytes=True)
@@ -114,7 +114,8 @@ class Decider:
             return fewer and seconds.total(choices) <= limit
 
         for dear in _DEARER:
-            self._minimise(dear, spares)
+            if dear <= dearest:
+                self._minimise(dear, spares)
         self.estimate = seconds
 
     # The search -----------------------------------------------------------------------------------------------------

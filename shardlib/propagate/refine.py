@@ -18,6 +18,7 @@ from shardlib.propagate.flood import Flood
 from shardlib.propagate.units import Unit
 
 DEEP = 128  # ops: in larger programs it is not asked what else would send less, which takes as long as all else
+_DEAREST = 12.0  # times what bytes take may be lost where ops part to spare them
 _AROUND = 6  # steps, from ops to values and from values to ops
 _WORTH = 1e-3  # the share of the estimated time for which units are taken apart, unless less is sent
 
@@ -42,7 +43,7 @@ def spared(graph: Graph, flood: Flood, mesh: Mesh, decider: Decider) -> Decider:
     fine = alone(graph, flood, mesh, decider, improve=False) if len(graph.ops) <= DEEP else decider
     if fine is decider:
         return decider
-    fine.spare(limit)
+    fine.spare(limit, _DEAREST)
     fewer = fine.estimate.parts(fine.choices)[1] < decider.estimate.parts(decider.choices)[1]
     return _together(graph, flood, mesh, decider, fine) if fewer else decider
 
