@@ -37,7 +37,7 @@ types: $(STAMP)
 # The last line is pytest's own summary. README code, doctests and a notebook are among the tests; `make slow` has the others.
 tests: $(STAMP) lint types
 	@echo "== tests"
-	$(BIN)/python -m pytest -q -n 3 --dist loadgroup --durations=10 $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --durations=10 $(ARGS)
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m slow $(ARGS)

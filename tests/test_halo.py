@@ -329,7 +329,7 @@ def test_the_older_form_of_the_op() -> None:
 
 def next_token(x: Tensor, w: Tensor, tokens: Tensor) -> Tensor:
     """The loss of a language model: logits without the last, labels without the first."""
-    logits = shard(x, "b s@a e") @ w
+    logits, tokens = shard(x, "b s@a e") @ w, shard(tokens, "b s@a")
     return F.cross_entropy(logits[:, :-1].reshape(-1, w.shape[1]), tokens[:, 1:].reshape(-1))
 
 

@@ -24,6 +24,7 @@ PERMUTE = _aten.permute.default
 RESHAPE = _aten.reshape.default
 SELECT = _aten.select.int
 SLICE = _aten.slice.Tensor
+STACK = _aten.stack.default
 SPLIT = _aten.split_with_sizes.default
 VIEW = _aten.view.default
 UNSQUEEZE = _aten.unsqueeze.default

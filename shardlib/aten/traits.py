@@ -42,6 +42,7 @@ TRAITS: Mapping[str, str] = {
     "writes places": "the first operand, but for the places that an index names",
     "refuses values": "a call fails where some of its operands' values are none that it takes: indices, divisors",
     "multiplies": "the product of two operands",
+    "rounds once": "each element, to the same bits wherever it lies: kernels that approximate may not at ends of rows",
     "constrains": "says where its operand lives",
     "enters": "what a device holds of a tensor, at the door of a body of per-device code",
     "leaves": "a tensor, of what every device of such a body makes",
@@ -92,10 +93,12 @@ _TABLE: Mapping[str, str] = {
     "_conj": "marks",
     "_neg_view": "marks",
     # arithmetic
-    "add": "commutes",
+    "add": "commutes, rounds once",
+    "sub": "rounds once",
     "add.Tensor": "takes alpha",
     "sub.Tensor": "takes alpha",
-    "mul": "commutes",
+    "mul": "commutes, rounds once",
+    **dict.fromkeys(("div.Tensor", "div.Scalar", "neg", "abs", "relu", "maximum", "minimum", "sqrt"), "rounds once"),
     "mul.Tensor": "multiplies",
     **dict.fromkeys(
         ("index_put", "index_add", "index_copy", "scatter", "scatter_add"), "writes places, refuses values"

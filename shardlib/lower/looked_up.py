@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardlib.aten.calls import CAT, SELECT, SLICE, STACK
 from shardlib.aten.traits import has
 from shardlib.graph import Op, Value, viewed
 from shardlib.internals import pytree, without_modes
@@ -27,8 +28,6 @@ from shardlib.lower.placement import SETTLED, Owed, Placement
 from shardlib.propagate.flood import Assignment
 from shardlib.rules.rule import OWNED, Meta
 from shardlib.rules.space import arg, axis
-
-aten = torch.ops.aten
 
 
 class Passed(NamedTuple):
@@ -236,20 +235,20 @@ def _is_pointwise(op: Op) -> bool:
 
 def _joined(op: Op, rows: Sequence[Any]) -> _Joined | None:
     """Which rows an op puts side by side; None where that is not known."""
-    if op.target not in (aten.stack.default, aten.cat.default) or None in rows:
+    if op.target not in (STACK, CAT) or None in rows:
         return None
     (made,) = op.call.results
     assert made is not None
     dim = axis(arg(op.call, 1, "dim", 0), len(made.shape))
-    sizes = [1 if op.target is aten.stack.default else x.shape[dim] for x in op.operands]
+    sizes = [1 if op.target is STACK else x.shape[dim] for x in op.operands]
     return _Joined(dim, tuple(zip(sizes, rows, strict=True)))
 
 
 def _part(op: Op, rows: Any) -> Any:
     """The rows of one lookup, if these are what an op takes of several."""
-    if not isinstance(rows, _Joined) or op.target not in (aten.select.int, aten.slice.Tensor):
+    if not isinstance(rows, _Joined) or op.target not in (SELECT, SLICE):
         return None
-    (value,), single = op.operands, op.target is aten.select.int
+    (value,), single = op.operands, op.target is SELECT
     if axis(arg(op.call, 1, "dim", 0), len(value.shape)) != rows.dim or arg(op.call, 4, "step", 1) != 1:
         return None
     total = value.shape[rows.dim]

@@ -8,19 +8,10 @@ import math
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
+from shardlib.aten.traits import has
 from shardlib.passes.border import Border
 from shardlib.program.steps import Collective, Compute, Var
 
-aten = torch.ops.aten
-
-# What rounds each element once, wherever it lies: kernels that approximate may do so in another way at the end of rows.
-_EXACT = {
-    *(aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default, aten.abs.default),
-    *(aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.relu.default),
-    *(aten.maximum.default, aten.minimum.default, aten.sqrt.default),
-}
 _DEEP = 4  # ops between one border and others
 
 
@@ -124,7 +115,7 @@ def _path(value: Var, ends: Collection[Var], steps: Mapping[Var, Compute], deep:
 def _exact(value: Var, steps: Mapping[Var, Compute]) -> Compute | None:
     """What makes a value, of others that lie as it does, if that rounds once."""
     step = steps.get(value)
-    if step is None or step.target not in _EXACT or step.kwargs or value.layout is None:
+    if step is None or not has(step.target, "rounds once") or step.kwargs or value.layout is None:
         return None
     plain = len(step.told) == len(step.operands) > 0 and step.outs == (value,) and value.dtype.is_floating_point
     alike = all(x.layout == value.layout and x.dtype == value.dtype for x in step.operands)

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from shardlib.graph import Graph, Op
+from shardlib.graph import Graph, Op, Value
 from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
 from shardlib.propagate.beside import beside_moves, free
@@ -103,16 +103,16 @@ def _lasts(graph: Graph, trial: Decider, decider: Decider) -> bool:
 
 def _spares(trial: Decider, decider: Decider) -> bool:
     """Whether an offer sends markedly less, in no more messages unless it is half of it, and takes no longer."""
-    (seconds, few, latency), (before, many, waited) = map(_figures, (trial, decider))
+    (work, seconds, few, latency), (more, before, many, waited) = map(_figures, (trial, decider))
     less = few <= many * (_WORTH if grained(latency) <= grained(waited) else _HALF)
-    return less and seconds <= before
+    return less and seconds <= before and work <= more
 
 
-def _figures(decider: Decider) -> tuple[float, float, float]:
-    """Seconds of all, of the bytes that are sent, and of the latency of messages."""
+def _figures(decider: Decider) -> tuple[float, float, float, float]:
+    """Seconds of arithmetic, of all, of the bytes that are sent, and of the latency of messages."""
     work, sent = _whole(decider)
     few = _bytes(decider)
-    return work + sent, few, sent - few
+    return work, work + sent, few, sent - few
 
 
 def _bytes(decider: Decider) -> float:
@@ -169,10 +169,11 @@ def _eased(graph: Graph, flood: Flood, mesh: Mesh, decider: Decider, name: str) 
     """The dims beside most of what is sent: where they are cut over the axis from end to end, it need not be."""
     atoms, gain, part = mesh.axis(name).primes(), defaultdict[Leaf, float](float), defaultdict[Leaf, float](float)
     beside: dict[Unit, dict[Leaf, None]] = defaultdict(dict)
+    at_home = _returned(graph, flood, atoms)
     for op in graph.ops:
         unit = decider.units.unit.get(op)
         if unit in decider.problem.kind and op.rule is not None and not (op.constant or op.transparent):
-            for leaf in sorted(_free(op, flood, atoms, everywhere=False)):
+            for leaf in sorted(_free(op, flood, atoms, everywhere=False) - at_home):
                 beside[unit][leaf] = None
                 part[leaf] += work(op, decider.problem.prices)
     for unit, leaves in beside.items():
@@ -180,6 +181,17 @@ def _eased(graph: Graph, flood: Flood, mesh: Mesh, decider: Decider, name: str) 
         for leaf in leaves if sent else ():
             gain[leaf] += sent
     return sorted(gain, key=lambda leaf: (-grained(gain[leaf]), -grained(part[leaf]), leaf))[:_TRIED]
+
+
+def _returned(graph: Graph, flood: Flood, atoms: Sequence[Axis]) -> set[Leaf]:
+    """The dims of results of which another wants the axis: there, nobody looks for them elsewhere."""
+    found = set[Leaf]()
+    for value in graph.outputs:
+        if isinstance(value, Value) and not value.constant:
+            leaves = flood.leaves(value)
+            if any(want.axis in atoms for leaf in leaves for want in flood.wants.get(leaf, ())):
+                found.update(leaves)
+    return found
 
 
 def _first(gain: Mapping[Leaf, float]) -> list[Leaf]:

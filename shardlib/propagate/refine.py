@@ -44,7 +44,8 @@ def spared(graph: Graph, flood: Flood, mesh: Mesh, decider: Decider) -> Decider:
     if fine is decider:
         return decider
     fine.spare(limit, _DEAREST)
-    fewer = fine.estimate.parts(fine.choices)[1] < decider.estimate.parts(decider.choices)[1]
+    (work, sent), (fine_work, fine_sent) = (d.estimate.parts(d.choices) for d in (decider, fine))
+    fewer = fine_sent < sent and fine_work <= work  # nothing is done twice for it
     return _together(graph, flood, mesh, decider, fine) if fewer else decider
 
 
