@@ -87,7 +87,6 @@ def propagate(
     if flooded.tight and matter(flooded, graph):
         other = _loosened(again, flooded)
         decider, flooded = best([(decider, flooded), (decide(other), other)])
-    flooded.sends = partial(sends, flooded)
     decider = spared(graph, flooded, mesh, decider)
     return Propagated(flooded, decider.units, decider, doors, outputs)
 

@@ -14,7 +14,7 @@ from shardlib.propagate.dims import Leaf
 from shardlib.propagate.flood import Flood
 from shardlib.propagate.units import may_cut
 
-_SMALL = 8  # times smaller is what nobody minds to have whole
+SMALL = 8  # times smaller is what nobody minds to have whole
 
 
 def beside_moves(ops: Collection[Op], flood: Flood, decider: Decider, atoms: Sequence[Axis]) -> Mapping[Leaf, float]:
@@ -48,7 +48,7 @@ def _sent(op: Op, flood: Flood, decider: Decider, atoms: Sequence[Axis]) -> tupl
         owed = (a for s in units.made.get((op, i), ((), ()))[1] for a in cuts[s])
         if result is not None and not {*atoms}.isdisjoint(owed) and not _travels(result):
             sent, most = sent + prices.sent((*atoms,), result.nbytes), max(most, result.nbytes)
-    return [i for i in cut if op.operands[i].nbytes * _SMALL >= most], sent
+    return [i for i in cut if op.operands[i].nbytes * SMALL >= most], sent
 
 
 def _lies(flood: Flood, decider: Decider, root: Value) -> Sequence[Sequence[Axis]]:

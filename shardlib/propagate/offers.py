@@ -19,7 +19,7 @@ from typing import TypeVar
 from shardlib.graph import Graph, Op, Value
 from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
-from shardlib.propagate.beside import beside_moves, free
+from shardlib.propagate.beside import SMALL, beside_moves, free
 from shardlib.propagate.decide import TIE, Decider
 from shardlib.propagate.dims import Leaf
 from shardlib.propagate.estimate import Estimate, grained
@@ -38,7 +38,6 @@ _TRIED = 3  # dims for each axis
 _BESIDE = 2  # and those beside what moves
 T = TypeVar("T")
 Way = tuple[Decider, dict[Leaf, list[Want]]]
-_SMALL = 8  # times smaller is what nobody minds to have whole
 _SOON = 16  # ops in which little is made of a sum, or it is not looked at further
 _HEAVY = 8  # operations for every element that an op reads or makes: others do not matter beside such
 
@@ -231,7 +230,7 @@ def _is_used_up(op: Op) -> bool:
     owed, most = {*todo}, max(r.nbytes for r in todo)
     while todo:
         value = todo.pop()
-        if value.nbytes * _SMALL < most:
+        if value.nbytes * SMALL < most:
             continue
         if value.is_output or len(seen) > _SOON:
             return False

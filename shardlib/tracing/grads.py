@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_GET = torch.Tensor.grad.__get__  # type: ignore[union-attr]
-ASKED = frozenset({_GET, torch.Tensor.grad.__set__, torch.Tensor.grad.__delete__})  # type: ignore[union-attr]
+_GRAD: Any = torch.Tensor.grad  # of the class: what gets and sets it
+_GET = _GRAD.__get__
+ASKED = frozenset({_GET, _GRAD.__set__, _GRAD.__delete__})
 _ZEROING = {inspect.unwrap(of.zero_grad).__code__ for of in (torch.optim.Optimizer, torch.nn.Module)}
 
 

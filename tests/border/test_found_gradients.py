@@ -190,13 +190,13 @@ def test_a_loop_outside_has_one_program(door: str) -> None:
     nets.append(copy.deepcopy(nets[0]))
     with sl.Mesh(data=2):
         program = sl.parallelize(nets[1]) if door == "parallelize" else nets[1]
-        forward = program if door == "parallelize" else sl.jit(program, in_specs=("b@data _",))
+        forward: Any = program.forward if door == "parallelize" else sl.jit(program, in_specs=("b@data _",))
         for i in range(3):
             x = torch.linspace(-1, i, 32, dtype=torch.float64).view(8, 4)
             for net in (nets[0], forward):
                 net(x).backward()
         assert same([p.grad for p in nets[0].parameters()], [p.grad for p in program.parameters()])
-        assert not (program.forward if door == "parallelize" else forward).retraces  # type: ignore[union-attr]
+        assert not forward.retraces
 
 
 def test_an_error_leaves_them() -> None:
