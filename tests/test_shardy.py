@@ -7,21 +7,21 @@ import dataclasses
 import pytest
 
 from shardlib.specs.layout import Layout
-from tests.shardy.__main__ import agreement, traffic
 from tests.shardy.oracle import differences, layout_text, our_shardings, shardy_shardings
 from tests.shardy.programs import draw
+from tests.shardy.scores import agreement, scores, traffic
 
 pytest.importorskip("jax", reason="Shardy comes with jax")
 pytestmark = pytest.mark.peer
 
 
 def test_programs_without_conflicts_are_sharded_alike() -> None:
-    score = agreement(range(40))
+    score = scores(agreement, range(40))
     assert not score.unexplained, "\n".join(score.unexplained)
 
 
 def test_conflicts_cost_no_more_than_with_shardy() -> None:
-    score = traffic(range(40))
+    score = scores(traffic, range(40))
     assert score.good >= 0.9 * score.programs, "\n".join((*score.explained, *score.unexplained))
 
 

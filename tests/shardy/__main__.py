@@ -8,73 +8,13 @@ import importlib.metadata
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from shardlib import ShardingError
-from tests.shardy.oracle import differences, our_shardings, ours, shardy, shardy_shardings
-from tests.shardy.programs import draw
+from tests.shardy.scores import Score, agreement, scores, traffic
 
 REPORT = Path(__file__).with_name("REPORT.md")
-_SLACK = 1 + 1e-6
-_FASTER = 0.95
-
-
-@dataclass
-class Score:
-    """What became of the programs of one group."""
-
-    programs: int = 0
-    good: int = 0
-    cheaper: int = 0
-    ratios: list[float] = field(default_factory=list)
-    explained: list[str] = field(default_factory=list)
-    unexplained: list[str] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        return f"{self.good} of {self.programs} ({self.good / max(self.programs, 1):.1%})"
-
-
-def agreement(seeds: range) -> Score:
-    """Programs without conflicting annotations: every value has the sharding that Shardy gives it, or the program is
-    markedly faster because a dim that nobody annotated took an axis which Shardy leaves unused there."""
-    score = Score()
-    for seed in seeds:
-        p = draw(seed, conflicts=False)
-        score.programs += 1
-        if not (found := differences(p, shardy_shardings(p), our_shardings(p))):
-            score.good += 1
-            continue
-        theirs, mine = shardy(p), ours(p)
-        times = f"estimated {mine.seconds * 1e6:.3g} and {theirs.seconds * 1e6:.3g} us in all"
-        further = mine.seconds <= theirs.seconds * _FASTER
-        (score.explained if further else score.unexplained).append(f"seed {seed}: {found[0]}; {times}")
-    return score
-
-
-def traffic(seeds: range) -> Score:
-    """Programs with conflicting annotations: shardlib sends no more bytes than Shardy's reshards do."""
-    score = Score()
-    for seed in seeds:
-        p = draw(seed, conflicts=True)
-        score.programs += 1
-        try:
-            theirs, mine = shardy(p), ours(p)
-        except ShardingError as error:
-            score.unexplained.append(f"seed {seed}: {str(error).splitlines()[0]}")
-            continue
-        if mine.bytes <= theirs.bytes * _SLACK:
-            score.good += 1
-        else:
-            more = f"seed {seed}: {mine.bytes:,.0f} B, Shardy {theirs.bytes:,.0f} B; estimated {mine.seconds * 1e6:.3g}"
-            more += f" and {theirs.seconds * 1e6:.3g} us in all"
-            (score.explained if mine.seconds <= theirs.seconds else score.unexplained).append(more)
-        score.cheaper += mine.seconds <= theirs.seconds * _SLACK
-        if theirs.bytes:
-            score.ratios.append(mine.bytes / theirs.bytes)
-    return score
 
 
 def report(free: Score, conflicting: Score, seeds: range, seconds: float) -> Iterator[str]:
@@ -113,12 +53,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--programs", type=int, default=100, help="of each kind")
     parser.add_argument("--first", type=int, default=0, help="seed of the first")
+    parser.add_argument("--workers", type=int, default=1, help="processes")
     parser.add_argument("--report", action="store_true", help=f"write {REPORT.name}")
     options = parser.parse_args()
     torch.set_num_threads(1)
     seeds = range(options.first, options.first + options.programs)
     begin = time.monotonic()
-    text = "\n".join(report(agreement(seeds), traffic(seeds), seeds, time.monotonic() - begin)) + "\n"
+    free, conflicting = (scores(judge, seeds, options.workers) for judge in (agreement, traffic))
+    text = "\n".join(report(free, conflicting, seeds, time.monotonic() - begin)) + "\n"
     print(text)
     if options.report:
         aside = REPORT.with_suffix(".new")
