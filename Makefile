@@ -9,12 +9,13 @@ STAMP  := $(VENV)/.installed
 # Tests start some fifty processes, each of which would compile all modules that it imports anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test lint types tests slow bench clean
+.PHONY: help demo test lint types tests long slow bench clean
 
 help:
 	@echo "make demo   set up, train a byte-level GPT on 8 virtual devices (options: ARGS='--steps 100')"
-	@echo "make test   set up, lint, check types, run all tests"
-	@echo "make slow   set up, run the long tests: some hours"
+	@echo "make test   set up, lint, check types, run the tests"
+	@echo "make long   set up, run the tests that take longest, which CI runs as well: some minutes"
+	@echo "make slow   set up, run the largest tests: some hours"
 	@echo "make bench  set up, print the figures of the README's table"
 	@echo "make clean  remove what the others made"
 
@@ -34,10 +35,14 @@ types: $(STAMP)
 	@echo "== types"
 	$(BIN)/mypy
 
-# The last line is pytest's own summary. README code, doctests and a notebook are among the tests; `make slow` has the others.
+# The last line is pytest's own summary. README code, doctests and a notebook are among the tests; `make long` and `make slow` have the others.
 tests: $(STAMP) lint types
 	@echo "== tests"
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --durations=10 $(ARGS)
+
+long: $(STAMP)
+	@echo "== long tests"
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --durations=10 -m "long and not gpu and not peer and not slow" $(ARGS)
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m slow $(ARGS)

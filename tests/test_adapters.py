@@ -93,6 +93,7 @@ def test_adapters_learn_as_on_one_device(kind: str, door: str) -> None:
     assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
 
 
+@pytest.mark.long
 def test_a_base_that_recomputes_its_activations() -> None:
     expected, _ = trained(adapted(lora()), step)
     model = adapted(lora(), saves_activations=False)
@@ -134,6 +135,7 @@ def test_what_else_is_in_a_module_of_the_table_is_cut_if_it_is_as_large() -> Non
     }  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_frozen_base_is_gathered_in_its_own_dtype_and_has_no_gradient() -> None:
     """On data alone: all that is sent of the base is its weights, once, at 2 bytes, or rows of them; of adapters, both
     ways."""
@@ -158,6 +160,7 @@ def test_a_frozen_base_is_gathered_in_its_own_dtype_and_has_no_gradient() -> Non
     assert sum(others.values()) < 10, "the loss, and no gradient of the base"
 
 
+@pytest.mark.long
 def test_what_was_learnt_is_saved_merged_and_switched_off(tmp_path: Path) -> None:
     plain, model = adapted(lora()), adapted(lora())
     with sl.Mesh(data=2, tensor=2):

@@ -95,6 +95,7 @@ def test_nothing_is_estimated_to_take_less(seed: int) -> None:
     assert minimum(decider, 8).seconds <= least.seconds * (1 + 1e-9), "small tables give less, never more"
 
 
+@pytest.mark.long
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("seed", [3, 9, 14, 22, 38])
 def test_every_order_of_slots_is_one_of_the_choices(seed: int) -> None:

@@ -454,6 +454,7 @@ def test_the_command(
     assert run("all", "--check")[0] == 1  # these sources have no CUDA kernels
 
 
+@pytest.mark.long
 def test_the_command_runs_as_a_module(store: Path) -> None:
     command = [sys.executable, "-W", "error", "-m", "shardlib.build", "host", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -297,6 +297,7 @@ class Attention(torch.nn.Module):
         return out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_what_rounding_alone_does_is_no_difference(dtype: torch.dtype) -> None:
     def step(model: Any, opt: Any, x: Tensor) -> Tensor:

@@ -247,6 +247,7 @@ def test_the_state_of_another_optimizer_is_refused(kind: str, tmp_path: Path) ->
     assert torch.equal(other[0].weight.full_tensor(), before)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2, first=1)
 @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.LBFGS, torch.optim.Adagrad], ids=lambda c: c.__name__)
 def test_fresh_or_used_an_optimizer_takes_what_was_saved(make: Any, tmp_path: Path) -> None:
@@ -371,6 +372,7 @@ def _on_ranks(path: str) -> list[Any]:
     return [*found, checkpoints.steps]
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_on_ranks(tmp_path: Path) -> None:
     every = run_ranks(_on_ranks, 4, str(tmp_path))

@@ -126,6 +126,7 @@ def test_collectives_come_go_and_change() -> None:
     assert (moved.times, moved.bytes) == ((1, 0), (3072, 0))
 
 
+@pytest.mark.long
 def test_layers_are_counted() -> None:
     """A deeper model is the same lines more often; the inputs that come are folded."""
     change = _w1("tp", 2).diff(_w1("tp", 4))

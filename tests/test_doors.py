@@ -19,6 +19,7 @@ CELLS = [(family, list(doors.WAYS)[i % len(doors.WAYS)]) for i, family in enumer
 LONG = [cell for cell in itertools.product(doors.FAMILIES, doors.WAYS) if cell not in CELLS]
 
 
+@pytest.mark.long
 @pytest.mark.sampled(28)
 @pytest.mark.parametrize(("family", "way"), [*CELLS, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in LONG)])
 def test_three_steps_are_those_of_one_device(family: str, way: str) -> None:

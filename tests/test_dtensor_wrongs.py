@@ -181,6 +181,7 @@ def test_right_on_four_ranks(name: str) -> None:
     assert run_ranks(compare, 4, [name], {"x": 2, "y": 2} if CASES[name].square else {"x": 4}) == [[]] * 4
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("part", range(8))

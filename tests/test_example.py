@@ -98,6 +98,7 @@ def test_losses_are_those_of_plain_torch(tmp_path: Path, plain: list[float], dat
     assert run.losses.train == pytest.approx(plain, abs=1e-4)
 
 
+@pytest.mark.long
 def test_what_a_run_leaves(first: tuple[Run, str], plain: list[float]) -> None:
     run, said = first
     folder = run.options.out
@@ -123,6 +124,7 @@ def test_moments_live_where_the_weights_do(first: tuple[Run, str]) -> None:
     assert len(cut) == len(WEIGHTS)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("data_axis", "tensor_axis"), [(8, 1), (2, 4)])
 def test_resumed_on_any_mesh_it_goes_on_as_if_nothing_had_been(
@@ -173,6 +175,7 @@ def test_resume_says_what_is_wrong(tmp_path: Path, first: tuple[Run, str]) -> No
         train(replace(TINY, out=out, width=64, resume=True))
 
 
+@pytest.mark.long
 def test_a_new_run_moves_the_former_one_aside(tmp_path: Path, first: tuple[Run, str]) -> None:
     train(replace(TINY, out=_copied(first, tmp_path / "run"), steps=1))
     assert _steps(tmp_path / "run.1") == [3, 6]
@@ -186,6 +189,7 @@ def _told(pipe: Connection, words: list[str]) -> None:
     pipe.send((status, said.getvalue()))
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_interrupted_it_leaves_a_usable_checkpoint(tmp_path: Path, plain: list[float]) -> None:
     """SIGINT, as Ctrl-C sends it: the step ends, a checkpoint is written, the exit status is 0."""
@@ -217,6 +221,7 @@ def _by_torchrun(options: Options) -> None:
     assert done.stdout.count("nats per byte") == 1  # one rank speaks
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["here", "torchrun"])
 def test_ranks_compute_what_virtual_devices_compute(tmp_path: Path, plain: list[float], launched: bool) -> None:
@@ -229,6 +234,7 @@ def test_ranks_compute_what_virtual_devices_compute(tmp_path: Path, plain: list[
     assert resumed.done == 7
 
 
+@pytest.mark.long
 def test_the_functional_form_trains_as_plain_torch_does(capsys: pytest.CaptureFixture[str]) -> None:
     rules = {"batch": "data", "ff": "tensor"}
     losses = functional.fit(sl.Mesh(data=2, tensor=4, rules=rules), steps=5)

@@ -139,6 +139,7 @@ def close(found: Any, expected: Any) -> None:
     torch.testing.assert_close(whole, torch.zeros_like(whole) if expected is None else expected, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(37)
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("name", CASES)

@@ -66,12 +66,14 @@ def _blocks(n: int) -> list[Any]:
     return [(0, 2), *(pytest.param(*block, marks=pytest.mark.slow) for block in every)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("first", "count"), _blocks(26))
 def test_programs(first: int, count: int) -> None:
     score = collections.Counter(_check(draw(random.Random(first + i))) for i in range(count))
     assert score["same"] >= 0.9 * count, score
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("first", "count"), _blocks(8))
 def test_programs_as_if_tensors_were_large(first: int, count: int) -> None:
     with as_if_large():
@@ -201,6 +203,7 @@ def test_a_right_program_is_right() -> None:
     assert (found.kind, found.collectives > 0) == ("same", True)
 
 
+@pytest.mark.long
 def test_a_wrong_value_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
     from shardlib.ops import all_reduce
     from shardlib.run import virtual
@@ -237,6 +240,7 @@ def test_a_broken_promise_is_found() -> None:
     assert broken_promise([], [("all_reduce", 2, 8)], mesh) == "more collectives ran than were planned"
 
 
+@pytest.mark.long
 def test_a_campaign_is_recorded_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "fuzz.jsonl"
     for examples, ran in ((1, 1), (2, 1), (2, 0)):

@@ -241,6 +241,7 @@ def test_a_line_cut_off_is_passed_over(tmp_path: Path) -> None:
 # --- call after call --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_next_call_goes_on_where_time_ran_out(faults: Session, tmp_path: Path) -> None:
     records.join(faults.path, "a card", [])
     late = Recorder(faults.path, "cpu")

@@ -52,6 +52,7 @@ def calls(program: Callable[..., object], n: int) -> dict[str, int]:
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("of", [recurrent, written])
 def test_nothing_is_asked_of_every_pair_of_steps(of: Callable[[int], Callable[..., object]]) -> None:
     calls(of(3), 3)  # what is worked out once in a process

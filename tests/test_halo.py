@@ -289,6 +289,7 @@ def test_a_small_network_is_trained(spec: str, mesh: dict[str, int]) -> None:
     assert error(trained(cnn, spec), (CNN, r(4, 4, 16, 16)), **mesh) < 1e-12
 
 
+@pytest.mark.long
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize(("spec", "mesh"), MESHES[::2], ids=lambda x: str(x))
 def test_down_and_up_again(spec: str, mesh: dict[str, int]) -> None:

@@ -148,6 +148,7 @@ def _on_ranks(transport: str) -> None:
     torch.testing.assert_close(got, _ramp(_softmax(x)[0]) + _before(x).sum(0))
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_ranks_run_them(transport: str) -> None:

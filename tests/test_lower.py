@@ -288,6 +288,7 @@ def test_constants_with_nothing_in_them() -> None:
             assert torch.equal(grad.full_tensor(), torch.func.grad(loss)(x))
 
 
+@pytest.mark.long
 def test_a_sum_of_nothing_and_one_beside_a_long_chain() -> None:
     def beside(a: Tensor, w: Tensor, state: Tensor) -> Tensor:
         for _ in range(600):

@@ -162,6 +162,7 @@ def _measured() -> str:
         return repr(Machine.measure())
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_ranks_measure_one_machine() -> None:
     first, second = run_ranks(_measured, 2)
@@ -207,6 +208,7 @@ def test_an_axis_with_a_slow_link_is_spared() -> None:
         assert sent(plan, slow) < sent(plan, other)
 
 
+@pytest.mark.long
 def test_numbers_are_those_of_any_machine() -> None:
     x, w, v = torch.randn(8, 16), torch.randn(16, 12), torch.randn(12, 8)
 

@@ -85,6 +85,7 @@ def trained(name: str) -> tuple[list[str], int, bool]:
     return differences(program, real), len(real), plan.peak_memory == max(alive(program))
 
 
+@pytest.mark.long
 @pytest.mark.sampled(5, first=4)
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", w1.modes(TINY, 4))

@@ -146,6 +146,7 @@ def cast(params: Params, dtype: torch.dtype) -> Params:
     return {name: p.to(dtype) for name, p in params.items()}
 
 
+@pytest.mark.long
 @pytest.mark.sampled(11, first=1)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", BUILD)
@@ -192,6 +193,7 @@ def test_gradient_checkpointing(name: str, reentrant: bool, inside: bool) -> Non
         torch.testing.assert_close(found[name], grad, atol=1e-8, rtol=1e-8)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(11)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", BUILD)
@@ -205,6 +207,7 @@ def test_sequence_cut_and_adamw(name: str, mesh: str) -> None:
     compare(step, params, batch_of(64), axes, lm.specs(), rules=rules, batch_spec=spec, state=moments(params))
 
 
+@pytest.mark.long
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("mesh", ["8", "2x4"])
 @pytest.mark.parametrize("name", BUILD)
@@ -229,6 +232,7 @@ def test_batch_alone(name: str) -> None:
     assert len(plan.collectives) == len(params) + 2  # gradients, the sum of losses and their count
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", BUILD)
 def test_single_precision_and_uneven_sizes(name: str) -> None:
@@ -251,6 +255,7 @@ def test_padding_and_eager_attention(name: str) -> None:
     compare(make_step(lm.loss), params, batch, MESHES["2x4"], lm.specs(), rules=BUILD[name][1])
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", BUILD)
 def test_logits_stay_cut(name: str) -> None:
@@ -290,6 +295,7 @@ def text(form: gpt.GPT, *, padded: bool) -> dict[str, Tensor]:
     return out
 
 
+@pytest.mark.long
 @pytest.mark.sampled(11)
 @pytest.mark.parametrize(("padded", "where"), [(False, "batch seq"), (True, "batch seq@tensor")])
 @pytest.mark.parametrize("form", FORMS)

@@ -108,6 +108,7 @@ def _on_a_rank(axes: dict[str, int], specs: Any) -> None:
         _refuse_other(_trained(sl.jit(step), model, ns_steps=2), plain)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize(("axes", "specs"), AXES)
 def test_on_ranks(axes: dict[str, int], specs: Any) -> None:
@@ -141,6 +142,7 @@ def test_what_nobody_cuts_is_not_sent(model: Net) -> None:
         assert not sl.jit(lambda model, opt: opt.step()).plan(model, opt).collectives
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("axes", "specs"), AXES)
 def test_a_step_that_overflows_changes_nothing(axes: dict[str, int], specs: Any) -> None:
     model = Net(SHAPES[:3])

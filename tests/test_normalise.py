@@ -405,6 +405,7 @@ def decoder(layers=2, d=16, heads=4, kv=2, ff=24, vocab=20):
     return params, loss
 
 
+@pytest.mark.long
 def test_a_decoder_and_its_update():
     params, loss = decoder()
     x, y = torch.randint(0, 20, (2, 2, 5))
@@ -421,6 +422,7 @@ def test_a_decoder_and_its_update():
     assert not {"clone", "detach", "t", "transpose", "view", "_unsafe_view", "fill_"} & set(names)
 
 
+@pytest.mark.long
 def test_modules_with_adamw_in_the_step():
     model = nn.TransformerEncoderLayer(16, 4, 24, dropout=0.0, batch_first=True, norm_first=True).double()
     params = {k: v.detach() for k, v in model.named_parameters()}

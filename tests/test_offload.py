@@ -116,12 +116,14 @@ def _counted() -> tuple[int, int, int, bool]:
     return sent, fetched, TIER.held, same
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_on_ranks() -> None:
     sent = 2 * (LAYERS - 2) * VALUE * DEVICES // 2
     assert run_ranks(_counted, 2) == [(2 * sent, 2 * sent, 0, True)] * 2
 
 
+@pytest.mark.long
 def test_a_budget_moves_what_is_copied_faster_than_it_is_made_again() -> None:
     with sl.Mesh(data=DEVICES, machine=NEAR_HOST) as mesh:
         train, given = built(None, mesh)
@@ -163,6 +165,7 @@ def test_ops_by_name(names: tuple[str, ...], made: set[str]) -> None:
     assert show(parse(show(program))) == show(program)
 
 
+@pytest.mark.long
 def test_a_model_with_views_and_state() -> None:
     """W1 keeps views of what it saves, and writes new parameters over old ones."""
     from tests.models import w1_sharded
@@ -186,6 +189,7 @@ def test_a_model_with_views_and_state() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.long
 def test_micro_batches_each_have_their_own() -> None:
     def twice(m: Any, x: torch.Tensor) -> torch.Tensor:
         losses = [m(part).square().mean() for part in x.chunk(2)]

@@ -136,6 +136,7 @@ def _here(program: Program) -> Iterator[int]:
             now.pop(v, None)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("words", ["moments", "parameters"])
@@ -221,6 +222,7 @@ def _slower(model: Any, optimizer: Any) -> None:
     optimizer.param_groups[0]["lr"] = 0.5
 
 
+@pytest.mark.long
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("between", [_rewritten, _given_data, _loaded, _frozen, _looked_at, _slower])
 def test_what_happens_between_calls(between: Any) -> None:
@@ -298,6 +300,7 @@ def test_a_step_without_gradients() -> None:
     assert all(AWAY in p.__dict__ for p in model.parameters())
 
 
+@pytest.mark.long
 def test_under_a_budget() -> None:
     _, _, _, mesh = plain = trained({"data": 4}, None)
     with mesh:
@@ -328,6 +331,7 @@ def _on_ranks() -> tuple[bool, bool]:
     return away, all(torch.allclose(p.full_tensor(), q, atol=1e-10) for p, q in pairs)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_on_ranks() -> None:
     assert run_ranks(_on_ranks, 2) == [(True, True)] * 2
@@ -360,6 +364,7 @@ def test_axes_of_one_device(mesh: dict[str, int]) -> None:
     assert all(AWAY in x.__dict__ for x in (*model.parameters(), *moments(optimizer)))
 
 
+@pytest.mark.long
 def test_moments_that_come_later() -> None:
     """Of an optimizer that makes them in its first step, and of one that is not stepped in each call."""
 
@@ -434,6 +439,7 @@ def _other_data(model: Any, opt: Any, ids: Tensor) -> None:
             opt.state[p]["exp_avg"] = opt.state[p]["exp_avg"] * 0.5
 
 
+@pytest.mark.long
 def test_what_is_put_in_place_of_state_lives_there_as_well() -> None:
     one, plain, *_ = trained({}, None)
     model, optimizer, _, mesh = trained({"data": 2, "tensor": 2}, BOTH)

@@ -275,6 +275,7 @@ def _train(build: Callable[[], nn.Module], after: int) -> tuple[list[Any], list[
     return [*losses, *model.state_dict().values()], seen, dict(COUNT)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(14)
 @pytest.mark.parametrize("name", MODULES)
 def test_the_program_is_the_same(name: str) -> None:

@@ -81,6 +81,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return sdist, build("wheel", unpacked)
 
 
+@pytest.mark.long
 def test_sdist_holds_every_source(built: tuple[Path, Path]) -> None:
     with tarfile.open(built[0]) as archive:
         names = {name.split("/", 1)[-1] for name in archive.getnames()}

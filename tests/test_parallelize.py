@@ -89,6 +89,7 @@ def same(model: nn.Module, plain: nn.Module) -> None:
         torch.testing.assert_close(whole(mine[name]), x, rtol=1e-10, atol=1e-10, msg=name)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(6, first=2)
 @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.SGD])
 @pytest.mark.parametrize(
@@ -152,6 +153,7 @@ def step(model: nn.Module, opt: Any, x: Tensor) -> float:
     return loss.item()
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_strategies_and_checkpoints_on_ranks(tmp_path: Path) -> None:
     plain = made_whole(lambda: nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)))
@@ -408,6 +410,7 @@ def test_what_a_device_holds(strategy: str, weights: int, gradients: int, moment
         assert bytes_on_each(opt.state[p][key] for p in held) == [total // moments] * 4
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch says so of every save in one process
 def test_a_checkpoint_goes_on_on_another_mesh(tmp_path: Path) -> None:
     plain, first, second = plain_net(), plain_net(), plain_net()
@@ -969,6 +972,7 @@ def _peak_of_a_share() -> float:
     return grown(16)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="/proc says what is in use, and glibc's malloc gives it back"
@@ -1108,6 +1112,7 @@ def test_numbers_that_python_draws_are_those_of_one_device(draw: Callable[[], fl
         torch.testing.assert_close(mine.full_tensor(), other, rtol=1e-12, atol=0)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(13)
 @pytest.mark.parametrize("is_sorted", [True, False])
 @pytest.mark.parametrize("placed", ["by parallelize", "x", "x and lengths"])
@@ -1197,6 +1202,7 @@ MEGATRON = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kv", [4, 2])
 def test_columns_and_rows_of_a_decoder_are_found(kv: int) -> None:
@@ -1303,6 +1309,7 @@ def test_a_step_of_cells_is_one_program() -> None:
     assert step.retraces == []
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kind", "gates"), [(nn.LSTM, 4), (nn.GRU, 3)])
 def test_cells_are_cut_inside_their_gates(kind: Any, gates: int) -> None:

@@ -273,6 +273,7 @@ def test_every_axis_named_is_a_body_of_one_device() -> None:
     assert "written in a shard_map body" in plan.collectives[0].reason
 
 
+@pytest.mark.long
 def test_several_axes() -> None:
     """Manual over two of three axes: jointly numbered groups, values that vary over one of them, and a ragged rest."""
     x, w = torch.randn(8, 5), torch.randn(5, 7)

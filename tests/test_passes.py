@@ -592,6 +592,7 @@ def test_a_pass_changes_nothing_twice_and_loses_nothing(i: int, one: str) -> Non
     check(made)
 
 
+@pytest.mark.long
 def test_a_pass_that_is_wrong_is_found_behind_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever it is, and whether or not each has to answer for itself."""
     text = "\n".join(s for s in show(program_of(0)).splitlines() if not s.startswith("free"))
@@ -674,6 +675,7 @@ def test_halves_are_read_as_they_print() -> None:
         assert show(parse(show(half))) == show(half)
 
 
+@pytest.mark.long
 def test_a_long_chain_in_front_of_a_collective() -> None:
     def chain(x: torch.Tensor) -> torch.Tensor:
         for _ in range(1200):

@@ -81,6 +81,7 @@ def on_ranks() -> list[str]:
     return [name for name, pairs in pairs_of.items() if not all(same(a, b, 1e-12) for a, b in pairs)]
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_ranks_agree_with_one_device() -> None:
     assert run_ranks(on_ranks, 4) == [[]] * 4

@@ -244,6 +244,7 @@ def test_layers_fold() -> None:
     assert sum("values, one message" in line for line in deep) == 3, "gradients that travel together are one line"
 
 
+@pytest.mark.long
 def test_a_plan_has_no_paths_of_this_machine() -> None:
     text = str(_w1("tp_sp", 2))
     assert "/work" not in text

@@ -128,6 +128,7 @@ def test_on_every_axis_with_a_tensor_axis_too() -> None:
     assert {x.dtype for x in moments} == {f64}, "master weights, and their moments"
 
 
+@pytest.mark.long
 def test_parameters_results_and_patterns() -> None:
     with sl.Mesh(data=2):
         kept = sl.parallelize(net(), precision=Precision(parameter=f32, compute=bf16, output=f32))
@@ -360,6 +361,7 @@ def _scaled(make: Make, bad: int, strategy: str | None, *, clips: bool = False) 
     return [*losses, *whole], scaler.state_dict(), plan
 
 
+@pytest.mark.long
 @pytest.mark.sampled(23)
 @pytest.mark.parametrize("bad", [0, 2])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -373,6 +375,7 @@ def test_a_step_that_overflows_is_skipped_everywhere(name: str, bad: int) -> Non
     assert len(checks) == 1, "one sum says whether all gradients are finite"
 
 
+@pytest.mark.long
 def test_clipping_between() -> None:
     want, state, _ = _scaled(OPTIMIZERS["SGD, momentum"], 2, None, clips=True)
     found, scaled, _ = _scaled(OPTIMIZERS["SGD, momentum"], 2, "zero2", clips=True)
@@ -408,6 +411,7 @@ def test_what_cannot_be_skipped_is_refused(make: Make, message: str) -> None:
     assert message in str(error.value)
 
 
+@pytest.mark.long
 def test_half_precision_with_a_scaler() -> None:
     """Parameters in float32, computation and messages in float16, sums in float32; an overflow is of float16."""
 

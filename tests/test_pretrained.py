@@ -85,6 +85,7 @@ def same_step(model: Any, plain: Any) -> None:
         torch.testing.assert_close(whole(p.grad), q[1].grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("heads", "kv", "ways"), [(6, 2, 4), (7, 1, 4), (14, 2, 4), (12, 4, 8), (12, 12, 8), (5, 5, 4)]
@@ -100,6 +101,7 @@ def test_heads_that_the_axis_does_not_divide(heads: int, kv: int, ways: int) -> 
     share_heads(model, plain, whole="_proj.weight")
 
 
+@pytest.mark.long
 def test_fused_heads_that_the_axis_does_not_divide() -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 6}
@@ -110,6 +112,7 @@ def test_fused_heads_that_the_axis_does_not_divide() -> None:
     share_heads(model, plain, whole="attention")
 
 
+@pytest.mark.long
 def test_latent_heads_that_the_axis_does_not_divide() -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 6}
@@ -126,6 +129,7 @@ def test_latent_heads_that_the_axis_does_not_divide() -> None:
     same_step(model, plain)
 
 
+@pytest.mark.long
 def test_heads_that_the_axis_does_not_divide_are_suggested() -> None:
     torch.manual_seed(0)
     sizes = {"n_layer": 2, "n_embd": 96, "n_head": 12, "vocab_size": 64, "n_positions": 32, "use_cache": False}
@@ -143,6 +147,7 @@ def test_heads_that_the_axis_does_not_divide_are_suggested() -> None:
     same_step(model, plain)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("default::shardlib.modules.forward.EagerWarning")
 def test_a_model_that_counts_its_tokens_runs_op_by_op() -> None:
     with pytest.warns(EagerWarning, match="makes a shape that depends on values, by nonzero, at .*modeling_longcat"):
@@ -150,6 +155,7 @@ def test_a_model_that_counts_its_tokens_runs_op_by_op() -> None:
     assert found["worst"] < 1e-5, found
 
 
+@pytest.mark.long
 @pytest.mark.sampled(3, first=1)
 @pytest.mark.parametrize("axes", AXES, ids=str)
 def test_a_cache_comes_out(axes: dict[str, int]) -> None:
@@ -174,6 +180,7 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("axes", AXES[1:], ids=str)
 @pytest.mark.parametrize("how", HOW)
@@ -190,6 +197,7 @@ def test_generated_tokens_are_those_of_one_device(how: str, axes: dict[str, int]
     assert torch.equal(whole(model.generate(TOKENS, max_new_tokens=3, **HOW[how])), want)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch says so of every load in one process
 @pytest.mark.parametrize("tied", [False, True])
@@ -248,6 +256,7 @@ def test_the_table_of_a_model_inside_another() -> None:
     assert sl.typeof(model.head.weight) == "f32[1, 64]"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("axes", AXES)
 def test_a_vocabulary_of_another_size_is_refused_as_a_whole(axes: dict[str, int]) -> None:
     with sl.Mesh(axes):

@@ -228,6 +228,7 @@ def test_of_offers_that_are_as_fast_the_one_that_sends_less_is_taken() -> None:
     assert _kinds(fn, shapes, (None, None, None, sl.P(None, "data"))) == []
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2, first=1)
 @pytest.mark.parametrize("readers", [24, 70])
 def test_a_value_that_many_read_is_gathered_once(readers: int) -> None:

@@ -343,6 +343,7 @@ def on_a_rank(seeds: list[int], names: list[str], shape: tuple[int, ...]) -> tup
         return programs, eager, torch.rand(4)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_ranks_draw_what_virtual_devices_draw() -> None:
     names, shape = ["dropout", "randn_like", "randperm", "multinomial", "bernoulli_ tensor"], (7, 5)

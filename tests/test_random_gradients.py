@@ -37,6 +37,7 @@ def gradients(again: bool | None) -> Callable[[Tensor, Tensor], tuple[Tensor, ..
     return step
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("jitted", [True, False])
 def test_checkpointing_draws_again_what_it_drew(jitted: bool) -> None:
     x, w = data((7, 5)).double(), data((5, 6)).double()
@@ -87,6 +88,7 @@ def test_gradients_of_what_normal_numbers_are_made_of() -> None:
     assert all(not whole(g).any() for g in grads)
 
 
+@pytest.mark.long
 def test_multi_head_attention() -> None:
     mha = nn.MultiheadAttention(8, 2, dropout=0.4, batch_first=True).double()
     for weights in (False, True):
@@ -176,6 +178,7 @@ def checked(specs: Any) -> float:
         return sl.check(block, x, w, in_specs=specs).max_error
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_check_on_ranks() -> None:
     assert max(run_ranks(checked, 4, ("b@a _ _", "_ h@b"))) < 1e-12

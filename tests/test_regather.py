@@ -235,6 +235,7 @@ def _on_ranks() -> None:
     assert_equal("fsdp", Mesh(shard=2), True, True)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_values_on_ranks() -> None:
     run_ranks(_on_ranks, 2)
@@ -349,6 +350,7 @@ def test_a_way_that_is_none() -> None:
         sl.jit(lambda x: x, regather="often")
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("regather", ["auto", "always"])
 def test_what_a_layer_adds_is_its_shards(regather: str) -> None:

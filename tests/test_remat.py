@@ -171,6 +171,7 @@ def test_values_are_those_of_one_device(place: str, way: dict[str, Any], written
     torch.testing.assert_close(found, [loss, *grads], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("way", WAYS[1:], ids=ids)
 def test_what_is_dropped_out_is_the_same(way: dict[str, Any]) -> None:
@@ -200,6 +201,7 @@ def on_ranks(way: dict[str, Any], inside: str) -> float:
     return max(float((x.full_tensor() - y).abs().max()) for x, y in pairs)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(3)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
@@ -209,6 +211,7 @@ def test_values_on_ranks(way: dict[str, Any], inside: str) -> None:
     assert max(run_ranks(on_ranks, 2, way, inside)) < 1e-12
 
 
+@pytest.mark.long
 def test_a_checkpoint_stays_what_it_is() -> None:
     """What it runs again is not run a third time, and what it keeps is not kept twice."""
     (found, before), (same, plan) = (run("fsdp", way, again=True, training=True) for way in ({}, {"remat": "full"}))
@@ -217,6 +220,7 @@ def test_a_checkpoint_stays_what_it_is() -> None:
     assert plan.peak_memory <= before.peak_memory
 
 
+@pytest.mark.long
 def test_the_module_by_itself() -> None:
     """Fewer values are saved, in all later calls of `parallelize`, too; an own `jit` says what is made again itself."""
     saved = {}
@@ -233,6 +237,7 @@ def test_the_module_by_itself() -> None:
     assert saved["full"] < saved[None] / 3
 
 
+@pytest.mark.long
 def test_a_module_takes_what_jit_takes() -> None:
     """A budget and a schedule, one after the other; a budget in place of names."""
     model = Model(1).eval()
@@ -289,6 +294,7 @@ def held(plan: sl.Plan) -> list[str]:
     return [v.value.op.kind for v in crossing.held if v.value is not None and v.value.op is not None]
 
 
+@pytest.mark.long
 def test_full_keeps_what_layers_hand_on() -> None:
     """A layer adds one value to what is held, whatever is in it; of the last, the head keeps what it needs."""
     kept = {}
@@ -318,6 +324,7 @@ def test_layers_of_functions_are_found() -> None:
         assert len(boundaries(Crossing.of(program))) == count
 
 
+@pytest.mark.long
 def test_full_runs_the_forward_pass_twice() -> None:
     """8 FLOPs a parameter and token instead of 6, but for the last product of each layer, which nobody reads again."""
     before, after = (plan_of("fsdp", way) for way in ({}, {"remat": "full"}))
@@ -501,6 +508,7 @@ HOSTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "host"),
     [
@@ -609,6 +617,7 @@ def test_a_word_in_a_list_is_the_word() -> None:
     assert sl.jit(_tanhs, remat=["full"]).keeping == sl.jit(_tanhs, remat="full").keeping
 
 
+@pytest.mark.long
 def test_what_a_plan_needs_is_enough_to_be_asked_for() -> None:
     """A budget is refused only where single values and pairs of them do not help either."""
     ws, x = [torch.empty(8, 8) for _ in range(3)], torch.empty(64, 8)
@@ -627,6 +636,7 @@ def test_what_a_plan_needs_is_enough_to_be_asked_for() -> None:
             assert peak(found) <= found <= budget
 
 
+@pytest.mark.long
 def test_a_budget_takes_no_overlap_away_where_something_else_is_faster() -> None:
     ws = [[torch.empty(8, 32), torch.empty(32, 8)] for _ in range(3)]
 
@@ -677,6 +687,7 @@ def test_names_of_nothing() -> None:
         plan_of("tp", {"remat": ["mpl", "attn", "quilt"]})
 
 
+@pytest.mark.long
 def test_a_budget_that_cannot_be_met() -> None:
     with pytest.raises(ShardingError, match="does not fit into memory=1,000 bytes") as error:
         plan_of("fsdp", {"memory": 1000})

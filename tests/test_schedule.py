@@ -252,6 +252,7 @@ def run(how: str) -> list[torch.Tensor]:
         return [*losses, *(p.full_tensor().detach() for p in m.parameters())]
 
 
+@pytest.mark.long
 def test_values_are_the_same_whatever_the_schedule() -> None:
     ways = ("Schedule()", "Schedule(prefetch=0)", "Schedule(prefetch=3, bucket=4096)", "Schedule(cap=1)")
     found = [run(how) for how in ways]

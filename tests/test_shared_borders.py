@@ -65,6 +65,7 @@ PROGRAMS = [_fourth, _mixed, _around, _periodic, _uneven, _products, _flux, _bac
 MESHES = [({"x": 4}, "n@x d"), ({"x": 3, "y": 2}, "n@x d@y"), ({"x": 2, "y": 3}, "n@(y x) d"), ({"x": 4}, "n d@x")]
 
 
+@pytest.mark.long
 @pytest.mark.sampled(13)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize(("mesh", "spec"), MESHES)

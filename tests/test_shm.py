@@ -201,6 +201,7 @@ def join_late() -> str:
     return ""
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @RANKED
 def test_ranks_that_do_not_come_to_make_groups_are_named():
@@ -335,6 +336,7 @@ def come_late(seconds: float) -> tuple[str, float]:
         return str(error), time.monotonic() - begin
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @RANKED
 def test_a_late_peer_is_named():

@@ -326,6 +326,7 @@ class Net(torch.nn.Module):
         return x + torch.rand(64) * (self.calls if mesh is None else mesh["data"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("asks", [False, True])
 def test_scaling_traces_once_what_does_not_ask_for_the_mesh(asks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def step(net: Net, opt: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:

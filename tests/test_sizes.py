@@ -127,6 +127,7 @@ def layout(leaves: Leaves, cut: Cut) -> Layout:
     return Layout(tuple(tuple(Factor(n, Axis.merge(next(feed))) for n in dim) for dim in leaves))
 
 
+@pytest.mark.long
 @fast
 @given(layouts())
 def test_shards_make_the_whole_and_the_text_parses(given: tuple[Leaves, Cut]) -> None:
@@ -468,6 +469,7 @@ CHOICES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("choice", CHOICES)
 def test_a_batch_in_chosen_pieces_stays_so(choice: str) -> None:
@@ -569,6 +571,7 @@ def test_equal_devices_need_equal_pieces() -> None:
 # Parts of axes --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_eight_kv_heads_on_sixteen_devices() -> None:
     """Keys are cut on 8 and replicated on 2; written out it is what the compiler finds by itself."""
     p, data = model(heads=16, kv=8), batch(8)
@@ -680,6 +683,7 @@ def on_ranks(transport: str, folder: str) -> float:
     return error
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.ranks
 @pytest.mark.parametrize("transport", ["gloo", "shm"])

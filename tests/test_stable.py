@@ -61,6 +61,7 @@ def test_the_order_of_arguments_does_not_matter(seed: int) -> None:
     assert told(p, names) == told(p, shuffled) == told(p, names[::-1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [2, pytest.param(12, marks=pytest.mark.slow)])
 def test_the_order_of_a_process_does_not_matter(count: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Python's sets have another order in every process, and texts another hash: ranks plan on their own."""
@@ -121,6 +122,7 @@ def cuts(p: Program, plan: Plan) -> list[str]:
     return [*outs, *(oracle.layout_text(plan.layout_of(v.name)) for v, _ in p.inputs)]
 
 
+@pytest.mark.long
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", [0, 1, 2, 4, 8, 10, 12])
 def test_a_small_change_of_a_size_changes_nothing(seed: int) -> None:

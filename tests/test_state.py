@@ -31,6 +31,7 @@ def _thawed() -> Iterator[None]:
         gc.freeze()
 
 
+@pytest.mark.long
 def test_what_compiling_makes_is_not_searched_for_garbage_at_once() -> None:
     gc.collect()
     before = [of["collections"] for of in gc.get_stats()]
@@ -42,6 +43,7 @@ def test_what_compiling_makes_is_not_searched_for_garbage_at_once() -> None:
     assert [of["collections"] for of in gc.get_stats()] == before
 
 
+@pytest.mark.long
 def test_garbage_of_compiling_goes_with_the_next_full_collection() -> None:
     with paused_gc():
         made: list[list[int]] = [[] for _ in range(2 * state._MANY)]

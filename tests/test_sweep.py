@@ -41,6 +41,7 @@ def shown(result: Result) -> str:
     return "\n".join([f"{' '.join(result.key)}: {result.outcome}", *result.notes])
 
 
+@pytest.mark.long
 @pytest.mark.sampled(43)
 @pytest.mark.parametrize("turn", [0, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SUBSET)
@@ -71,6 +72,7 @@ def test_everything_that_is_listed_as_right_is_right():
 # --- what is tried ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_entries_are_those_of_torch():
     assert len(entries()) > 600
     assert {"add", "std.unbiased", "linalg.norm.subgradients_at_zero"} <= entries().keys()
@@ -116,6 +118,7 @@ def test_samples_have_in_place_and_out_forms():
 # --- what it sees -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "op", "wrong", "what"),
@@ -152,6 +155,7 @@ def job(what):
     return what
 
 
+@pytest.mark.long
 def test_crashes_and_hangs_are_outcomes():
     start = time.monotonic()
     done = dict(run_all(job, ["one", "crash", "hang", "two"], workers=2, seconds=2))
@@ -164,6 +168,7 @@ def test_crashes_and_hangs_are_outcomes():
     assert time.monotonic() - start < 20
 
 
+@pytest.mark.long
 def test_the_command_goes_on_where_it_was_stopped(tmp_path, capsys):
     out = tmp_path / "sweep.jsonl"
     call = ["--only", "isnan", "--mesh", "4", "--cap", "2", "--samples", "2", "--out", str(out)]
@@ -179,6 +184,7 @@ def test_the_command_goes_on_where_it_was_stopped(tmp_path, capsys):
         command.main(["--only", "nothing"])
 
 
+@pytest.mark.long
 def test_the_worst_cell_counts(tmp_path):
     results = [
         Result("a", "even", "4", "jit", "right", trials={"right": 2}),

@@ -104,6 +104,7 @@ def test_fsdp_scatters_gradients() -> None:
     assert "all_reduce" not in kinds
 
 
+@pytest.mark.long
 def test_fsdp_sends_no_more_than_fsdp() -> None:
     """Which gathers weights forward and backward, and scatters gradients; activations are larger than weights here."""
     config = w1.Config(layers=2, batch=64, seq=512)
@@ -114,6 +115,7 @@ def test_fsdp_sends_no_more_than_fsdp() -> None:
     assert plan.comm_bytes <= 3 * 7 / 8 * weights
 
 
+@pytest.mark.long
 def test_plan_on_four_axes() -> None:
     config = SMALL.with_(layers=1)
     mode = w1.modes(config)["tp"]

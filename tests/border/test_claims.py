@@ -160,6 +160,7 @@ def _body(rng: random.Random) -> str:
     return "\n".join([f"def body({', '.join(WHOLE)}):", *lines, f"    return {names[-1]}"])
 
 
+@pytest.mark.long
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("block", range(4))
 def test_what_is_proved_is_so(block: int) -> None:

@@ -192,6 +192,7 @@ def _ranked() -> tuple[str, str, str]:
         return first, _printed(lambda: debug_print("{}", x * 2)), under_grad
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.ranks
 @pytest.mark.parametrize("n", [2, 4])

@@ -224,6 +224,7 @@ def _linear(weight: torch.Tensor) -> nn.Linear:
     return module
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "wrap", [nn.utils.parametrizations.spectral_norm, nn.utils.parametrizations.orthogonal,
              nn.utils.parametrizations.weight_norm]
@@ -266,6 +267,7 @@ def _loads(pipe, path):
     pipe.send(torch.load(path)["x"].full_tensor().sum().item())
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_torch_load_in_a_fresh_process(tmp_path):
     torch.save({"x": placed()}, tmp_path / "x.pt")
@@ -944,6 +946,7 @@ def test_the_mode_that_counts_collectives_counts_those_of_plans(monkeypatch):
     assert _told("") == []
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.ranks
 @pytest.mark.parametrize("ops", ["", "torch"])

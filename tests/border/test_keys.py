@@ -405,6 +405,7 @@ def test_compiling_again_and_again_is_said_once() -> None:
     assert found[0].filename == __file__, "the line that calls"
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::shardlib.jit.RetraceWarning")
 def test_programs_that_are_kept_are_bounded() -> None:
     step = sl.jit(lambda x: x * 2)

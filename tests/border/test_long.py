@@ -8,6 +8,7 @@ from shardlib.jit import RetraceWarning
 from tests.border import flat, threads
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(f"ignore::{RetraceWarning.__module__}.RetraceWarning")
 def test_threads_with_modes_of_their_own_are_right() -> None:
     right, wrong = threads.campaign(4, seconds=1.5)
@@ -15,6 +16,7 @@ def test_threads_with_modes_of_their_own_are_right() -> None:
     assert len(right) == 4
 
 
+@pytest.mark.long
 def test_programs_that_go_leave_nothing() -> None:
     seen, retraces = flat.campaign(60, every=12)
     (start, _, before), (end, _, after) = seen[-3], seen[-1]

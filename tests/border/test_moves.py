@@ -146,6 +146,7 @@ def _layout(spec: str, shape: tuple[int, ...], mesh: Mesh, *, pieces: bool) -> s
     return str((layout if pieces else layout.chunked).canonical)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("block", range(8))
 def test_any_chain(block: int) -> None:
@@ -443,6 +444,7 @@ def _on_a_rank(seeds: range) -> list[str]:
     return wrong
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_chains_on_ranks() -> None:
     assert run_ranks(_on_a_rank, 4, range(8)) == [[]] * 4

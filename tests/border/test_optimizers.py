@@ -664,6 +664,7 @@ def test_a_counter_may_have_a_dim(shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(a.detach(), b.detach(), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(11)
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
 @pytest.mark.parametrize("strategy", ["fsdp", "zero1", "hsdp"])

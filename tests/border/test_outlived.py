@@ -123,6 +123,7 @@ def test_memory_of_a_trace_is_not_handed_out(export: Callable[[Tensor], Any]) ->
         sl.jit(lambda x: export(x) is None)(torch.ones(4))
 
 
+@pytest.mark.long
 def test_the_cache_of_parametrizations_is_called_so() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(6, 6)), nn.Linear(6, 4)).double()

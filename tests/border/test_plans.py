@@ -92,6 +92,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "strategy", "before"), CASES)
 def test_a_plan_leaves_all_as_it_was(name: str, strategy: str | None, before: str) -> None:
     torch.manual_seed(0)

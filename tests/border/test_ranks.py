@@ -43,6 +43,7 @@ def refused(call: Callable[[], Any]) -> str:
 # Out of step.
 
 
+@pytest.mark.long
 @pytest.mark.sampled(3, first=1)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_ranks_that_slip_are_refused_with_both_lines(transport):
@@ -63,6 +64,7 @@ def other_numbers(transport: str) -> tuple[str, float]:
         return refused(lambda: step(w, 0.3 + dist.get_rank(), 2)), time.monotonic() - begin
 
 
+@pytest.mark.long
 @pytest.mark.sampled(3, first=2)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_numbers_that_differ_are_told_at_any_call(transport):
@@ -92,6 +94,7 @@ def one_extra() -> tuple[str, float]:
         return refused(program), time.monotonic() - begin
 
 
+@pytest.mark.long
 def test_one_extra_collective():
     for text, _ in alone(one_extra, 2):
         assert text.startswith("the ranks are out of step:\n  * rank 0 is in all_gather of f32[8@x]")
@@ -235,6 +238,7 @@ def each_in_a_world(port: int, transport: str) -> list[tuple[str, float]]:
     return told
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_ranks_that_differ_are_told_how(transport):
@@ -265,6 +269,7 @@ def alike() -> list[float]:
     return seen
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_ranks_that_do_more_alone_are_left_alone():
     first, second = alone(alike, 2)
@@ -286,6 +291,7 @@ def other_meshes(port: int) -> list[tuple[str, float]]:
     return told
 
 
+@pytest.mark.long
 def test_meshes_that_differ():
     with closing(Pool(4)) as pool:
         for swapped, sized in pool.run(other_meshes, pool.store.port):
@@ -323,6 +329,7 @@ def threads(n: int) -> list[str]:
     return told
 
 
+@pytest.mark.long
 def test_two_threads_of_a_rank_are_right_or_refused():
     for told in alone(threads, 2, 200):
         for text in told:
@@ -380,6 +387,7 @@ def modules_that_differ() -> list[str]:
         return [*texts, refused(lambda: sl.parallelize(odd, {"1.weight": "_ a@data"}))]
 
 
+@pytest.mark.long
 def test_modules_that_were_made_differently_are_refused_parameter_by_parameter():
     text, other = only(alone(modules_that_differ, 2))
     assert text == (
@@ -488,6 +496,7 @@ def checkpoint_alone(folder: str) -> str:
     return refused(lambda: dcp.save({"x": x}, checkpoint_id=folder, no_dist=True))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_a_checkpoint_before_the_ranks_have_met_is_refused(tmp_path):
     with closing(Pool(2)) as pool, pytest.raises(RankError) as caught:
@@ -524,6 +533,7 @@ def anew(port: int) -> list[Any]:
     return [*found, told, world.timeout().total_seconds()]
 
 
+@pytest.mark.long
 def test_a_process_group_made_again_and_its_timeout():
     with closing(Pool(2)) as pool:
         *found, told, said = only(pool.run(anew, pool.store.port))
@@ -541,6 +551,7 @@ def destroyed() -> list[str]:
     return [refused(call) for call in calls]
 
 
+@pytest.mark.long
 def test_a_process_group_that_is_gone():
     for texts in alone(destroyed, 2):
         for text in texts:
@@ -557,6 +568,7 @@ def in_its_own_folder(folder: str) -> float:
         return float(sl.jit(lambda x: x.sum())(sl.shard(torch.ones(4), "a@x")))
 
 
+@pytest.mark.long
 def test_ranks_in_different_folders_agree(tmp_path):
     assert alone(in_its_own_folder, 2, str(tmp_path)) == [4.0, 4.0]
 
@@ -615,6 +627,7 @@ def keyed_by_objects() -> tuple[list[float], list[float]]:
     return losses, [float(x.sum()) for x in (*means.values(), *by_id.values(), *others.values())]
 
 
+@pytest.mark.long
 def test_addresses_are_no_names() -> None:
     only(alone(keyed_by_objects, 2))
 
@@ -628,5 +641,6 @@ def results_that_have_no_literal() -> list[Any]:
     return [float(total), sorted(texts), function is len, same is made]
 
 
+@pytest.mark.long
 def test_results_that_have_no_literal() -> None:
     assert only(alone(results_that_have_no_literal, 2)) == [4.0, ["alpha", "beta", "gamma"], True, True]

@@ -63,6 +63,7 @@ def test_a_gradient_penalty_trains_a_parallelized_module() -> None:
     same(critic(), COLUMNS)
 
 
+@pytest.mark.long
 def test_buffers_are_written_once_and_draws_are_those_of_the_call() -> None:
     same(critic(nn.BatchNorm1d(12), nn.Dropout(0.5)), COLUMNS)
 
@@ -144,6 +145,7 @@ GIVEN: dict[str, Callable[[nn.Module], dict[str, Tensor]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.sampled(16, first=2)
 @pytest.mark.parametrize("loss", [_adapted, _flat])
 @pytest.mark.parametrize("given", GIVEN)

@@ -845,6 +845,7 @@ def test_a_generator_function_is_refused() -> None:
 # --- training steps ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_backward_inside_fills_gradients() -> None:
     torch.manual_seed(0)
     for place in (copy.deepcopy, sharded):

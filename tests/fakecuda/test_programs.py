@@ -18,6 +18,7 @@ def clean(seen: Seen) -> None:
     assert seen.counts["collectives"] == seen.counts["waits"]
 
 
+@pytest.mark.long
 def test_some_of_the_rules_samples() -> None:
     seen = Seen()
     for sample in list(programs.samples())[::EVERY]:
@@ -59,6 +60,7 @@ FAST = {("fsdp_tp", 5)}
 W1 = [pytest.param(n, r, marks=[] if (n, r) in FAST else pytest.mark.slow) for n in MODES for r in (None, 5)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "rank"), W1)
 def test_w1(name: str, rank: int | None) -> None:
     seen = Seen()
@@ -80,6 +82,7 @@ def test_models(name: str, rank: int | None) -> None:
     assert seen.counts["programs"] == 1
 
 
+@pytest.mark.long
 @pytest.mark.sampled(11)
 @pytest.mark.parametrize("rank", [None, 1])
 @pytest.mark.parametrize("name", programs.OPTIMIZERS)

@@ -134,6 +134,7 @@ def test_the_library_asks_torch_for_nothing_but_c_functions() -> None:
     assert of_torch["aoti_torch_library_init_def"] == "U"  # the twin
 
 
+@pytest.mark.long
 def test_the_gates_see_a_stack_and_a_remark(tmp_path: Path) -> None:
     """An array that is indexed at run time goes to the stack; a variable that nobody reads is remarked upon."""
     source = tmp_path / "attention_bad.cu"

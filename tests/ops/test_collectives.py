@@ -267,6 +267,7 @@ def test_sizes_from_one_byte_up(nbytes, backend):
     check(("ppermute", shards, ([(1, 0)],)), backend)
 
 
+@pytest.mark.long
 def test_larger_than_the_staging():
     """Results of this size are written past the caches."""
     count = (_shm.STAGING >> 2) + (1 << 20) + 3
