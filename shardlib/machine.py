@@ -40,7 +40,8 @@ class Device:
     bytes/s of its memory, read or written, `memory` its bytes, `host` bytes/s to and from the host's memory, `launch`
     the seconds that it takes to begin a call, `special` the functions (exp, log, erf, ...) that it works out in a
     second, `tile` the keys that attention works on at once, all or none. `overlaps` says whether calls begin, and
-    messages fly, while it computes.
+    messages fly, while it computes. `spread` is how much devices of the kind differ: the standard deviation of what a
+    call takes on them, as a share of it.
     """
 
     flops: Mapping[str, float]
@@ -52,6 +53,7 @@ class Device:
     special: float = math.inf
     tile: int = 1
     overlaps: bool = True
+    spread: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "flops", MappingProxyType(dict(self.flops)))
@@ -61,7 +63,15 @@ class Device:
         if self.special == math.inf:  # functions take no time
             del rates["special"]
         none = [] if self.flops else ["flops names no dtype"]
-        _refuse(self, [*none, *unknown, *_not_positive(named | rates), *_negative({"launch": self.launch})])
+        _refuse(
+            self,
+            [
+                *none,
+                *unknown,
+                *_not_positive(named | rates),
+                *_negative({"launch": self.launch, "spread": self.spread}),
+            ],
+        )
 
     def __hash__(self) -> int:
         return hash(repr(self))
@@ -296,14 +306,16 @@ def _refuse(x: object, faults: Sequence[str]) -> None:
 
 # The special function units of a multiprocessor begin 16 functions a cycle (CUDA C++ Programming Guide, throughput of
 # arithmetic instructions): on 132 of them at 1.83 GHz 3.9e12 a second (Shah et al., "FlashAttention-3", 2024), on the
-# 108 of an A100 at 1.41 GHz 2.4e12. Attention works on tiles of 128 keys (Dao, "FlashAttention-2", 2023).
+# 108 of an A100 at 1.41 GHz 2.4e12. Attention works on tiles of 128 keys (Dao, "FlashAttention-2", 2023). Between the
+# whiskers of a box plot, which are 5.4 standard deviations apart, one GPU takes 8 % longer than another of its kind
+# (Sinha et al., "Not All GPUs Are Created Equal", 2022; none of their clusters had an A100 or H100).
 _H100 = Device(
     {"f64": 67e12, "f32": 67e12, "bf16": 989e12, "f16": 989e12, "f8": 1979e12},
-    bandwidth=3.35e12, memory=80e9, host=55e9, launch=3e-6, efficiency=0.7, special=3.9e12, tile=128,
+    bandwidth=3.35e12, memory=80e9, host=55e9, launch=3e-6, efficiency=0.7, special=3.9e12, tile=128, spread=0.015,
 )  # fmt: skip
 _A100 = Device(
     {"f64": 19.5e12, "f32": 19.5e12, "bf16": 312e12, "f16": 312e12},
-    bandwidth=1.555e12, memory=40e9, host=25e9, launch=3e-6, efficiency=0.7, special=2.4e12, tile=128,
+    bandwidth=1.555e12, memory=40e9, host=25e9, launch=3e-6, efficiency=0.7, special=2.4e12, tile=128, spread=0.015,
 )  # fmt: skip
 
 # NVLink 4 is 450 GB/s a direction and NVLink 3 300 GB/s, a 400 Gb/s card 50 GB/s: collectives reach some nine tenths of

@@ -85,7 +85,14 @@ def test_an_axis_may_have_a_link_of_its_own() -> None:
 def test_all_that_is_wrong_with_a_device_is_said_at_once() -> None:
     with pytest.raises(sl.ShardingError) as error:
         Device(
-            {"bf16": -1.0, "b16": 1.0}, bandwidth=0.0, memory=float("nan"), host=1.0, launch=-1e-6, special=0.0, tile=0
+            {"bf16": -1.0, "b16": 1.0},
+            bandwidth=0.0,
+            memory=float("nan"),
+            host=1.0,
+            launch=-1e-6,
+            special=0.0,
+            tile=0,
+            spread=-0.1,
         )
     assert str(error.value) == (
         "Device cannot be made:\n"
@@ -96,6 +103,7 @@ def test_all_that_is_wrong_with_a_device_is_said_at_once() -> None:
         "  * special is 0.0, not a positive number\n"
         "  * tile is 0, not a positive number\n"
         "  * launch is -1e-06, not a number of 0 or more\n"
+        "  * spread is -0.1, not a number of 0 or more\n"
         "Rule: rates are per second, in bytes or FLOPs, and positive"
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,19 @@ def test_a_device_that_cannot_overlap_waits() -> None:
     apart, together = (plan(sums, x, w, v, in_specs=SPECS).simulate(m) for m in (serial, SLOW))
     assert apart.exposed == pytest.approx(together.timeline.busy(NEAR))
     assert apart.seconds == pytest.approx(together.seconds + apart.exposed)
+
+
+def test_all_wait_for_the_slowest_device() -> None:
+    """The larger of two normal variables is 1 / sqrt(pi) above their mean; a message takes what it takes."""
+    uneven = replace(SLOW, device=replace(DEVICE, spread=0.05))
+    x, w, v = meta(8, 64), meta(64, 8), meta(4096, 4096)
+    for size in (1, 2):
+        with sl.Mesh.abstract(near=size):
+            two = sl.jit(sums, in_specs=SPECS).plan(x, w, v)
+        even, others = (two.simulate(m) for m in (SLOW, uneven))
+        longer = 1 + 0.05 / math.sqrt(math.pi) if size == 2 else 1.0
+        assert others.timeline.busy(COMPUTE) == pytest.approx(even.timeline.busy(COMPUTE) * longer, rel=1e-4)
+        assert others.timeline.busy(NEAR) == even.timeline.busy(NEAR)
 
 
 def test_links_are_streams_of_their_own() -> None:

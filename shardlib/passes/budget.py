@@ -87,7 +87,8 @@ class _Search:
         fixed: frozenset[Var],
         movable: Collection[Var] = (),
     ) -> None:
-        self.c, self.budget, self.finish, self.machine = crossing, budget, finish, machine
+        self.c, self.budget, self.finish = crossing, budget, finish
+        self.machine = rooflines.slowest(machine, crossing.program.mesh.size)
         at = boundaries(crossing)
         held = {*crossing.held} | {o for i in at for o in frontier(crossing, i)}
         ways: dict[Var, tuple[str, ...]] = {o: (_DROPPED,) for o in crossing.droppable if o in held and o not in fixed}

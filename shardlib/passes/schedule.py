@@ -30,7 +30,7 @@ class _Clock:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.machine = Machine.of(program.mesh.machine)
+        self.machine = rooflines.slowest(Machine.of(program.mesh.machine), program.mesh.size)
         device = self.machine.device
         self.seconds = {s: rooflines.seconds(s, cost, device) for s, cost in rooflines.plain(program).items()}
         self.done: set[int] = set()

@@ -6,14 +6,17 @@ own (`Compute.flops`), `functions` counts the others. Source: Williams, Waterman
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from statistics import NormalDist, fmean
 from typing import NamedTuple
 
 import torch
 
 from shardlib.aten.traits import is_view
-from shardlib.machine import Device
+from shardlib.machine import Device, Machine
 from shardlib.program.steps import Compute, Free, Program, Start, Step, Var, reads
 from shardlib.simulate.functions import evaluated, op_name, tiled
 from shardlib.tensors.form import short_dtype
@@ -67,6 +70,29 @@ def touched(step: Compute) -> float:
     if is_view(step.target) and not step.copies:
         return 0.0
     return BYTES.get(op_name(step.target), _whole)(step)
+
+
+@functools.cache
+def _largest(count: int) -> float:
+    """The expected largest of so many standard normal variables: the mean of its quantiles."""
+    quantiles = ((i + 0.5) / 1000 for i in range(1000))
+    return fmean(NormalDist().inv_cdf(q ** (1 / count)) for q in quantiles)
+
+
+def slowest(machine: Machine, count: int) -> Machine:
+    """The machine as so many devices have it, all of which wait for the slowest: that is its device.
+
+    It takes longer by the largest of `count` normal variables, as is expected.
+
+    Example:
+        >>> h100 = Machine.preset("h100")
+        >>> [round(h100.device.bandwidth / slowest(h100, n).device.bandwidth, 3) for n in (1, 8, 128, 4096)]
+        [1.0, 1.021, 1.039, 1.054]
+    """
+    device = machine.device
+    longer = 1 + device.spread * _largest(count)
+    rates = {name: getattr(device, name) / longer for name in ("efficiency", "bandwidth", "special")}
+    return replace(machine, device=replace(device, **rates, launch=device.launch * longer, spread=0.0))
 
 
 def seconds(step: Compute, cost: Cost, device: Device) -> float:

@@ -1,8 +1,8 @@
 """A program walked step by step on the clock of a machine: what runs when, and what waits for what.
 
-One device stands for all, the fullest. Its calls run in order on one stream; messages run in order on a stream for each
-link (inside the node, between nodes, to the host's memory), begin where they start in the program, and end what waits
-for them.
+One device stands for all, the fullest and the slowest. Its calls run in order on one stream; messages run in order on
+a stream for each link (inside the node, between nodes, to the host's memory), begin where they start in the program,
+and end what waits for them.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def timeline(program: Program, machine: Machine, *, fused: bool = False) -> Time
 
 class _Clock:
     def __init__(self, program: Program, machine: Machine, fused: bool) -> None:
-        self.program, self.machine = program, machine
+        self.program, self.machine = program, rooflines.slowest(machine, program.mesh.size)
         self.costs = rooflines.fused(program) if fused else rooflines.plain(program)
         self.last: dict[str, Event] = {}  # of each stream
         self.flying: dict[Var, Event] = {}
