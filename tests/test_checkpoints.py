@@ -291,6 +291,37 @@ def test_damage_is_found_before_anything_changes(file: str, message: str, tmp_pa
     assert all(not bool(layer.weight.full_tensor().any()) for layer in other)
 
 
+@pytest.mark.parametrize("bit", [1, 128])
+def test_a_flipped_bit_of_a_value_is_found(bit: int, tmp_path: Path) -> None:
+    """In whichever byte of a file of tensors: what was saved is loaded, or nothing, with an error."""
+    w = torch.arange(1.0, 5.0)
+    path = Checkpoints(tmp_path).save(1, {"w": w})
+    (file,) = path.glob("*.distcp")
+    content = file.read_bytes()
+    values = range(first := content.index(w.numpy().tobytes()), first + 16)
+    for i in (*range(0, len(content), 23), *values):
+        file.write_bytes(content[:i] + bytes([content[i] ^ bit]) + content[i + 1 :])
+        other, said = torch.zeros(4), ""
+        try:
+            Checkpoints(tmp_path).load({"w": other})
+        except ShardingError as error:
+            said = str(error)
+        assert torch.equal(other, torch.zeros(4) if said else w)
+        assert i not in values or f"other bytes than were written: w in {file.name}" in said
+
+
+def test_without_sums_there_is_nothing_to_compare(tmp_path: Path) -> None:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        Checkpoints(tmp_path).save(1, {"w": torch.ones(4)})
+    finally:
+        torch.serialization.set_crc32_options(before)
+    other = torch.zeros(4)
+    Checkpoints(tmp_path).load({"w": other})
+    assert other.all()
+
+
 @pytest.mark.parametrize("text", ["[]", '{"files": {}}', "{"])
 def test_facts_that_are_none(text: str, tmp_path: Path) -> None:
     path = Checkpoints(tmp_path).save(1, {"n": 1})

@@ -7,15 +7,20 @@ on from the one before. Beside the tensors stands `run.json`: what is in the che
 from __future__ import annotations
 
 import json
+import lzma
 import os
 import pkgutil
 import re
 import shutil
+import struct
 import warnings
+import zlib
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile, ZipFile
 from zlib import crc32
 
 import torch
@@ -28,7 +33,7 @@ from shardlib.modules.entries import destinations, facts_of, filled, is_value, t
 _SAID = {"step", "entries", "tensors", "files"}
 _FACTS, _NEWEST, _VALUES = "run.json", "newest", "values.pt"
 _NAME = re.compile(r"step-(\d{6,})|\.step-(\d{6,})\.old")
-_SUMMED = (".metadata", _VALUES)  # files of which there are sums: those of tensors are long, and have their own
+_SUMMED = (".metadata", _VALUES)  # files of which there are sums; those of tensors have one of each, which torch made
 
 
 class Checkpoints:
@@ -89,7 +94,7 @@ class Checkpoints:
         _refuse_others(self.folder, step)
         aside, final = self.folder / f".step-{step:06d}.partial", self.folder / f"step-{step:06d}"
         tensors, values = taken(state)
-        facts = {"step": step} | facts_of(state, tensors)
+        facts = {"step": step, "crc": torch.serialization.get_crc32_options()} | facts_of(state, tensors)
         tensors = {k: x for k, x in tensors.items() if x.numel()}  # torch's knows no others
         values[""] = torch.get_rng_state()
         content = written(values)
@@ -141,8 +146,9 @@ class Checkpoints:
         path = self.path(step)
         facts, values = self._read(path)
         into = destinations(state, facts, values, path)
+        reader = _reader(path) if facts.get("crc") else None
         try:
-            _torchs("state_dict_loader.load", {k: x for k, x in into.items() if x.numel()}, path)
+            _torchs("state_dict_loader.load", {k: x for k, x in into.items() if x.numel()}, path, storage_reader=reader)
         except pkgutil.resolve_name("torch.distributed.checkpoint.CheckpointException") as error:
             wrong = [f"rank {rank}: {str(first).partition('. ')[0]}" for rank, (first, _) in error.failures.items()]
             raise ShardingError(f"the checkpoint {path} cannot be read", wrong, remedy=self._older(step)) from error
@@ -264,6 +270,39 @@ def _agree(error: BaseException | None) -> None:
         raise error
     if told[0] is not None:
         raise OSError(f"rank 0 could not write a checkpoint: {told[0]}")
+
+
+def _reader(path: Path) -> Any:
+    """Torch's reader of a checkpoint, which looks at the sums that its files have of tensors; `torch.load` does not.
+
+    A rank does so with what it reads. Raises `ValueError`, with all that is damaged, before any of it is read.
+    """
+    reader = pkgutil.resolve_name("torch.distributed.checkpoint.FileSystemReader")(path)
+    read = reader.read_data
+
+    def checked(plan: Any, planner: Any) -> Any:
+        stored = dict.fromkeys(item.storage_index for item in plan.items)
+        wrong = [f"{at.fqn} in {reader.storage_data[at].relative_path}" for at in stored if _is_damaged(at)]
+        if wrong:
+            raise ValueError(f"it has other bytes than were written: {'; '.join(dict.fromkeys(wrong))}")
+        return read(plan, planner)
+
+    def _is_damaged(at: Any) -> bool:
+        stored = reader.storage_data[at]
+        with (path / stored.relative_path).open("rb") as file:
+            file.seek(stored.offset)
+            content = BytesIO(file.read(stored.length))
+        try:
+            return ZipFile(content).testzip() is not None
+        except _BROKEN:
+            return True
+
+    reader.read_data = checked
+    return reader
+
+
+# What a broken archive may be taken for: none, one that is encrypted, compressed otherwise, or ends too soon.
+_BROKEN = (BadZipFile, RuntimeError, EOFError, ValueError, OSError, zlib.error, lzma.LZMAError, struct.error)
 
 
 def _torchs(name: str, tensors: dict[str, Tensor], path: Path, **how: Any) -> Any:
