@@ -27,6 +27,7 @@ from shardlib.manual.collectives import (
 )
 from shardlib.measuring import measure as _measure  # noqa: F401  (tells Machine how)
 from shardlib.meshes.mesh import Mesh, current_mesh, no_mesh
+from shardlib.modules import assigned as _assigned  # noqa: F401  (registers itself with torch)
 from shardlib.modules import optimizers as _optimizers  # noqa: F401  (registers itself with torch)
 from shardlib.modules import strategies
 from shardlib.modules.checkpoints import Checkpoints

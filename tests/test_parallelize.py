@@ -639,6 +639,40 @@ def test_a_second_time_moves_only_what_is_said() -> None:
     assert model.weight.moments_at == "out@tensor in@data"
 
 
+@pytest.mark.parametrize("given", ["plain", "meta before", "on the mesh", "laid out otherwise", "shared"])
+def test_what_is_assigned_lives_where_the_parameter_did(given: str) -> None:
+    """With what a strategy says of it, and in its own dtype, as torch has it."""
+    specs = {"0.weight": "(x=2 y=4@tensor) in", "1.weight": "_ in@tensor"}
+    plain, model = (nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)).double() for _ in range(2))
+    if given == "meta before":
+        model.to("meta")
+    with Mesh(data=2, tensor=2):
+        sl.parallelize(model.float(), specs, strategy="zero1")
+        other = sl.parallelize(copy.deepcopy(plain), {} if given == "laid out otherwise" else specs, strategy="zero1")
+    types, homes = ([get(p) for p in model.parameters()] for get in (sl.typeof, lambda p: p.moments_at))
+    is_plain = given in ("plain", "meta before")
+    model.load_state_dict((plain if is_plain else other).state_dict(keep_vars=given == "shared"), assign=True)
+    assert [sl.typeof(p) for p in model.parameters()] == [said.replace("f32", "f64") for said in types]
+    assert [p.moments_at for p in model.parameters()] == homes
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(whole(p), q)
+        assert p.requires_grad
+    assert (model[0].weight is other[0].weight) == (given == "shared")
+    x = torch.randn(4, 6, dtype=torch.float64)
+    torch.testing.assert_close(whole(model(x)), plain(x))
+
+
+def test_what_is_assigned_from_another_mesh_is_told_at_once() -> None:
+    with Mesh(data=2):
+        model = sl.parallelize(nn.Linear(6, 8), strategy="fsdp")
+    with Mesh(data=4):
+        other = sl.parallelize(nn.Linear(6, 8), strategy="fsdp")
+    weight = model.weight
+    with pytest.raises(RuntimeError, match=r"(?s)weight lives on Mesh\(data=2\), and .*bias lives on .*full_tensor"):
+        model.load_state_dict(other.state_dict(), assign=True)
+    assert model.weight is weight
+
+
 def hooked() -> tuple[nn.Sequential, nn.Sequential, Tensor]:
     """A module for hooks, the same on a mesh, and what both are called with."""
     torch.manual_seed(0)
