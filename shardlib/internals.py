@@ -270,6 +270,8 @@ LOADED_STATE = _slot(
     "torch.optim.Optimizer._process_value_according_to_param_policy", "what is loaded of a parameter lives as that does"
 )
 SCALER_CHECKS = _slot("torch.amp.GradScaler._unscale_grads_", "in a trace, what is not finite is counted by a sum")
+SCALE_BEGINS = _word("torch.amp.GradScaler._lazy_init_scale_growth_tracker", "a scale is made in front of a program")
+SCALE, SCALE_GROWTH = "_scale", "_growth_tracker"  # what that makes; None before
 SCALER_STEPS = _slot("torch.amp.GradScaler._maybe_opt_step", "in a trace, a step that is skipped changes nothing")
 AVERAGES = _slot(
     "torch.optim.swa_utils.AveragedModel.update_parameters", "in a trace, whether it is the first is a value"

@@ -1,7 +1,8 @@
 """What an optimizer keeps of its parameters: where it lives, and that it is there before the first step is traced.
 
 An optimizer makes its moments in its first step, so that this is another function than all later ones. Those whose
-moments begin as constants make them here, by torch's own code, in front of the call: one program serves all steps.
+moments begin as constants make them here, by torch's own code, in front of the call: one program serves all steps. So
+does a gradient scaler (`scales`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from shardlib.internals import has_step_hooks, init_group, mark_stepped, unmark_
 from shardlib.jitted.planning import Invocation
 from shardlib.placing import shard
 from shardlib.plans.plan import Plan
+from shardlib.scales import NoScaleError, awaited, begin
 from shardlib.schedule import MOMENTS
 from shardlib.specs.spec import parse
 from shardlib.state import is_tracing, paused_gc, unseen
@@ -72,10 +74,12 @@ def plan(call: Invocation, *, runs: bool = True) -> tuple[Plan, list[Any]]:
     run. Learning rates are inputs from the start: what changes a number between steps is a schedule, mostly.
     """
     untouched: set[int] = set()  # parameters, by id
+    scales: list[NoScaleError] = []
     noted = call.programs.noted
     while True:
         optimizers = [x for x in call.state.kept if isinstance(x, torch.optim.Optimizer)]
-        if not optimizers:
+        scalers = [x for x in call.state.kept if isinstance(x, torch.amp.GradScaler)]
+        if not optimizers and not scalers:
             return call.plan(runs=runs)
         groups = [id(group) for x in optimizers for group in x.param_groups]
         call.programs.changing.add((group, _RATE) for group in groups)
@@ -85,7 +89,9 @@ def plan(call: Invocation, *, runs: bool = True) -> tuple[Plan, list[Any]]:
             with ExitStack() as undo:
                 away = MOMENTS in call.function.keeping.schedule.state
                 made = {id(x): _begun(x, untouched, undo, away=away) for x in optimizers}
-                call.around = partial(_hidden, [x for x in optimizers if made[id(x)]])
+                for lacking in scales:
+                    begin(lacking.scaler, lacking.device, undo)
+                call.around = partial(_hidden, [x for x in optimizers if made[id(x)]], scalers)
                 call.read()
                 found = call.plan(runs=runs)
                 idle = _idle(found[0], call.leaves)
@@ -96,8 +102,11 @@ def plan(call: Invocation, *, runs: bool = True) -> tuple[Plan, list[Any]]:
                     undo.pop_all()
         except _LookedAtError as error:
             wrong = set(map(id, parameters(error.optimizer)))
-        if not wrong:
-            return found
+        except NoScaleError as error:
+            scales.append(error)
+        else:
+            if not wrong:
+                return found
         untouched |= wrong
         call.programs.noted = noted  # nothing changed that the caller changed
         call.read()
@@ -198,13 +207,14 @@ def _setting(x: Any) -> Any:
 
 
 @contextmanager
-def _hidden(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+def _hidden(optimizers: Sequence[torch.optim.Optimizer], scalers: Sequence[Any]) -> Iterator[None]:
     """While a function is traced."""
     before = [(x, x.state) for x in optimizers]
     for x in optimizers:
         x.state = _Hidden(x)
     try:
-        yield
+        with awaited(scalers):
+            yield
     finally:
         for x, state in before:
             x.state = state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -777,3 +778,45 @@ def test_many_parts_of_a_gradient_are_not_kept_for_the_end() -> None:
         plan = run.plan(m, next(found))
         names = [plan.compiled.traced.input_names[i] for i in plan.compiled.program.replaced]
     assert "m.first.weight.grad" not in names
+
+
+def _scaling(fails: bool = False) -> tuple[Net, Any, Any, Any]:
+    """A step with a scaler that has no scale yet, and what it is called with."""
+    torch.manual_seed(1)
+    m = Net().double()
+    opt, scaler = adamw(m), torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+
+    def step(m: Net, opt: Any, x: Tensor) -> Tensor:
+        scaler.scale(loss_of(m, x)).backward()
+        scaler.unscale_(opt)
+        if fails:
+            raise KeyError("fails")
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+        return scaler._scale.clone()
+
+    return m, opt, scaler, step
+
+
+def test_the_step_in_which_a_scale_is_made_is_no_program_of_its_own() -> None:
+    m, opt, scaler, step = _scaling()
+    found, jitted = batches(), sl.jit(step)
+    with Mesh(data=4):
+        assert jitted.plan(m, opt, next(found)).compiled
+        assert scaler._scale is scaler._growth_tracker is None  # nothing has run
+        assert [float(jitted(m, opt, next(found))) for _ in range(4)] == [4.0, 8.0, 8.0, 16.0]
+    assert not jitted.retraces
+    assert scaler.state_dict()["scale"] == 16.0
+    assert pickle.loads(pickle.dumps(scaler)).state_dict() == scaler.state_dict()
+
+
+def test_a_scale_is_not_made_where_the_step_fails_or_does_not_ask() -> None:
+    m, opt, scaler, step = _scaling(fails=True)
+    with Mesh(data=4), pytest.raises(KeyError):
+        sl.jit(step)(m, opt, next(batches()))
+    assert scaler._scale is scaler._growth_tracker is None
+    with Mesh(data=4):
+        assert float(sl.jit(lambda x: x.sum() * scaler.get_scale())(torch.ones(4))) == 16.0
+    assert scaler._scale is None
+    assert not [name for name in vars(scaler) if name.startswith("_lazy")]
