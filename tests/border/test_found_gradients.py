@@ -113,6 +113,12 @@ def adds_again(net: Any, opt: Any, x: Tensor) -> None:
     net(2 * x).backward()
 
 
+def drops_of_equal_pieces(net: Any, opt: Any, x: Tensor) -> None:
+    """From the third call on, its trace is a copy of one that was made apart."""
+    net.zero_grad()
+    sum(net(n * x) for n in range(4)).backward()
+
+
 # How often it is compiled again in 3 calls: where nothing has a `.grad` at first, and where all parameters have one.
 STEPS: dict[Step, tuple[int, int]] = {
     drops: (0, 0),
@@ -122,6 +128,7 @@ STEPS: dict[Step, tuple[int, int]] = {
     drops_alone: (0, 0),
     leaves_them: (0, 0),
     adds_again: (0, 0),
+    drops_of_equal_pieces: (0, 0),
     adds: (1, 0),
     adds_to_some: (1, 0),
     drops_at_the_end: (0, 1),
