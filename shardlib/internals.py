@@ -269,6 +269,7 @@ def unmark_stepped(optimizer: torch.optim.Optimizer) -> None:
 LOADED_STATE = _slot(
     "torch.optim.Optimizer._process_value_according_to_param_policy", "what is loaded of a parameter lives as that does"
 )
+LOAD_OPTIMIZER = _slot("torch.optim.Optimizer.load_state_dict", "settings are in the order in which they were before")
 SCALER_CHECKS = _slot("torch.amp.GradScaler._unscale_grads_", "in a trace, what is not finite is counted by a sum")
 SCALE_BEGINS = _word("torch.amp.GradScaler._lazy_init_scale_growth_tracker", "a scale is made in front of a program")
 SCALE, SCALE_GROWTH = "_scale", "_growth_tracker"  # what that makes; None before

@@ -207,7 +207,7 @@ def test_retraces_have_reasons() -> None:
     assert step.retraces == [
         "x: f32[8, 3] -> f32[4, 3]",
         "x: f32[4, 3] -> f64[4, 3]",
-        "the arguments have another structure",
+        "the arguments have another structure: now with n",
         "x: f64[4, 3] -> f64[4, 3] [4@data, 3]",
         "the mesh was Mesh(data=2, tensor=2, rules={'batch': 'data', 'ff': 'tensor'}), is Mesh(data=4)",
     ]

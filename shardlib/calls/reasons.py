@@ -98,7 +98,8 @@ def difference(old: Seen, new: Seen) -> dict[str, Change]:
         remedy = "give each mode a jitted function of its own"
         return {name: Change(f": {_word(a)} -> {_word(b)}", remedy) for name, a, b in modes}
     if old.tree != new.tree:
-        return {"the arguments have another structure": Change("", "pass the same structure in every call")}
+        change = Change(_structure(old.roots, new.roots), "pass the same structure in every call")
+        return {"the arguments have another structure": change}
     changes = {
         name: Change(f": {old.leaves[name]} -> {now}", _PLAIN if now.startswith(_NUMPY) else _LEAF)
         for name, now in new.leaves.items()
@@ -116,7 +117,13 @@ def difference(old: Seen, new: Seen) -> dict[str, Change]:
     held = dict(_holdings(old, new))
     told = {name.partition(", read in ")[0] for name in held if name not in changes}
     changes = {name: change for name, change in changes.items() if name not in told}
-    return held | changes or {other: Change(" is another", _NUMBER)}
+    found = changes | held or {other: Change(" is another", _NUMBER)}
+    return dict(sorted(found.items(), key=lambda item: _follows(*item)))
+
+
+def _follows(name: str, change: Change) -> bool:
+    """Whether it is what a change brings along, mostly: a gradient, something new."""
+    return name.endswith(".grad") or change.text in (_NEW, _GONE)
 
 
 def listed(sentences: Sequence[str]) -> str:
@@ -125,22 +132,30 @@ def listed(sentences: Sequence[str]) -> str:
     return "; ".join(sentences[:_FEW]) + more
 
 
+def _structure(old: Sequence[str], new: Sequence[str]) -> str:
+    """Which leaves of the arguments there are only now, or are no more."""
+    more, less = ([name for name in a if name not in b] for a, b in ((new, old), (old, new)))
+    text = ", ".join([f"with {listed(more)}"] * bool(more) + [f"without {listed(less)}"] * bool(less))
+    return f": now {text}" if text else ""
+
+
 def _holdings(old: Seen, new: Seen) -> Iterator[tuple[str, Change]]:
-    """What is otherwise in variables and objects; of what was replaced, not what is in it."""
-    replaced: list[tuple[Any, ...]] = []
+    """What is otherwise in variables and objects; of what was replaced, is new or gone, not what is in it."""
     was_there, is_there = old.left.by_name, new.held.by_name
+    whole = {at for at in {**is_there, **was_there} if at and bool(was_there.get(at)) != bool(is_there.get(at))}
     for at in dict.fromkeys((*is_there, *was_there)):
         a, b = list(was_there.get(at, ())), list(is_there.get(at, ()))
-        if a == b or (at in old.inputs and at in new.inputs) or any(at[: len(root)] == root for root in replaced):
+        is_inside = any(at[:n] in whole for n in range(1, len(at)))
+        if a == b or (at in old.inputs and at in new.inputs) or is_inside:
             continue
         name = name_of(at, new.roots) if at else "a hook"
         where = _read_at(new.known, at)
         if not a or not b:
-            yield name + where, Change(" is new" if b else " is gone", _ANOTHER)
+            yield name + where, Change(_NEW if b else _GONE, _ANOTHER)
             continue
         (was, _), (now, _) = next(pair for pair in zip((*a, *a), (*b, *b), strict=False) if pair[0] != pair[1])
         if was == now:
-            replaced.append(at)
+            whole.add(at)
             yield name + where, Change(f" is another one now ({now})", _ANOTHER)
         else:
             yield name + where, Change(f": {was} -> {now}", _SETTING if "param_groups" in at else _NUMBER)
@@ -175,6 +190,7 @@ def _show(x: Any) -> str:
 
 
 _FEW = 3
+_NEW, _GONE = " is new", " is gone"
 _LEAF = "pad to a few shapes; keep a number out of Python's decisions, so that it only enters arithmetic"
 _NUMPY = "numpy's "
 _PLAIN = "pass float(x) or int(x): a number of Python's is an input, one of numpy's a constant"

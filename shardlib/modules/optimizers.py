@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardlib.internals import LOADED_STATE
+from shardlib.internals import LOAD_OPTIMIZER, LOADED_STATE
 from shardlib.moments import begins, parameters, place, placed
 from shardlib.state import is_tracing
 from shardlib.tensors.replaced import refuse_replaced
@@ -44,5 +44,20 @@ def _placed(param: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 LOADED_STATE.value = staticmethod(_placed)
+_load = LOAD_OPTIMIZER.value
+
+
+@functools.wraps(_load)
+def _loaded_in_order(self: Any, state_dict: Any) -> None:
+    """Torch puts a group's parameters behind its settings then: for a program that is another order of inputs."""
+    before = [list(group) for group in self.param_groups]
+    _load(self, state_dict)
+    for group, names in zip(self.param_groups, before, strict=False):
+        now = dict(group)
+        group.clear()
+        group.update({k: now[k] for k in (*(k for k in names if k in now), *now)})
+
+
+LOAD_OPTIMIZER.value = _loaded_in_order
 register_optimizer_step_pre_hook(_before)
 register_optimizer_step_post_hook(_after)

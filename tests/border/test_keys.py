@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import shardlib as sl
 from shardlib import Mesh, ShardingError
@@ -498,3 +498,26 @@ def test_variables_that_no_instruction_names(step: Any) -> None:
     with sl.Mesh(data=2):
         for globals()["FACTOR"] in (2.0, 3.0, 2.0):
             assert torch.equal(run(torch.ones(2)).full_tensor(), step(torch.ones(2)))
+
+
+def test_a_reason_says_first_what_the_caller_did() -> None:
+    """And what of it is new as a whole, rather than all that is in that."""
+    model = nn.Linear(4, 4)
+    opt = torch.optim.Adam(model.parameters())
+
+    def step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, last: bool) -> None:
+        model(x).sum().backward()
+        if last:
+            opt.step()
+            opt.zero_grad()
+
+    step = sl.jit(step)
+    with Mesh(data=2):
+        for last in (False, False, True):
+            step(model, opt, torch.ones(4, 4), last)
+        step(model, opt, torch.ones(4, 4), last=True)
+    assert step.retraces[1:] == [
+        "last: False -> True; opt.state: a defaultdict of 0 -> a defaultdict of 2; "
+        "opt.state[model.weight] is new and 1 more",
+        "the arguments have another structure: now with last",
+    ]

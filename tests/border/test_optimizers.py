@@ -728,3 +728,28 @@ def test_an_average_of_a_module_is_part_of_the_step(kind: str, use_buffers: bool
     assert not jitted.retraces
     for a, b in zip(mine.state_dict().values(), run(step).state_dict().values(), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW, foreach", "Adafactor"])
+def test_a_state_that_is_loaded_is_no_reason_to_compile_again(name: str) -> None:
+    """Torch leaves a group's settings in another order then."""
+
+    def run(step: Callable[..., Tensor], place: Callable[[nn.Module], nn.Module]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = place(Net().double())
+        opt = OPTIMIZERS[name]([*model.parameters()])
+        kept = None
+        for i in range(6):
+            step(model, opt, torch.ones(8, 4, dtype=torch.float64) * (i + 1))
+            if i == 1:
+                kept = copy.deepcopy(opt.state_dict())
+            if i in (2, 4):
+                opt.load_state_dict(kept)
+        return [p.full_tensor() if isinstance(p, sl.ShardedTensor) else p for p in model.parameters()]
+
+    jitted = sl.jit(step)
+    with sl.Mesh(data=2):
+        found = run(jitted, functools.partial(sl.parallelize, strategy="zero1"))
+    assert jitted.retraces == []
+    for have, want in zip(found, run(step, lambda model: model), strict=True):
+        torch.testing.assert_close(have, want, rtol=1e-9, atol=1e-11)
