@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardlib.lines import is_internal
+
 _GRAD: Any = torch.Tensor.grad  # of the class: what gets and sets it
 _GET = _GRAD.__get__
 ASKED = frozenset({_GET, _GRAD.__set__, _GRAD.__delete__})
@@ -60,4 +62,6 @@ class Grads:
 
 
 def _is_zeroing(frame: Any) -> bool:
+    while frame.f_code.co_name == "__torch_function__" and is_internal(frame.f_code.co_filename):
+        frame = frame.f_back  # a mode of torch's own, which hands it on: a default device, say
     return frame.f_code in _ZEROING and frame.f_locals["set_to_none"] is True

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import shardlib as sl
 
@@ -165,6 +166,28 @@ def test_what_is_not_looked_at_is_no_reason_to_compile_again(step: Step, stale: 
     with sl.Mesh(data=2):
         assert same(run(step, stale=stale), run(jitted, stale=stale))
     assert len(jitted.retraces) == STEPS[step][stale], jitted.retraces
+
+
+def test_a_default_device_looks_at_nothing() -> None:
+    """It is a mode of torch's, which is told of all that is asked."""
+    jitted = sl.jit(drops, in_specs=(None, None, "b@data _"))
+    with sl.Mesh(data=2), torch.device("cpu"):
+        assert same(run(drops, stale=False), run(jitted, stale=False))
+    assert not jitted.retraces
+
+
+def test_a_mode_that_looks_is_seen() -> None:
+    class Looks(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func == torch.Tensor.grad.__get__ and args[0].grad is not None)
+            return func(*args, **(kwargs or {}))
+
+    seen: list[bool] = []
+    jitted = sl.jit(drops, in_specs=(None, None, "b@data _"))
+    with sl.Mesh(data=2), Looks():
+        run(jitted, stale=False)
+    assert len(jitted.retraces) == 1
+    assert any(seen)
 
 
 def test_of_one_function_some_calls_look() -> None:
