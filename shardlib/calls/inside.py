@@ -49,4 +49,8 @@ def content(cell: types.CellType) -> Any:
 @functools.lru_cache(1 << 12)
 def _slots(kind: Any) -> tuple[tuple[str, Any], ...]:
     inside = (item for k in kind.__mro__ for item in vars(k).items())
-    return tuple((name, x) for name, x in inside if isinstance(x, types.MemberDescriptorType) and name != "__dict__")
+    return tuple((k, x) for k, x in inside if isinstance(x, types.MemberDescriptorType) and k not in _PYTHONS)
+
+
+# Where Python itself keeps something of an object: the last one changes in the first call of a `partial` with keywords.
+_PYTHONS = frozenset({"__dict__", "__dictoffset__", "__weaklistoffset__", "__vectorcalloffset__"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib
 import inspect
 import math
@@ -521,3 +522,15 @@ def test_a_reason_says_first_what_the_caller_did() -> None:
         "opt.state[model.weight] is new and 1 more",
         "the arguments have another structure: now with last",
     ]
+
+
+def test_a_partial_that_is_called_is_the_same() -> None:
+    """Python notes in it how it is called, in its first call."""
+    smoothed = functools.partial(torch.nn.functional.gelu, approximate="tanh")
+    net = nn.Linear(4, 4)
+    net.act = smoothed
+    step = sl.jit(lambda x: smoothed(net.act(net(x))).sum())
+    with Mesh(data=2):
+        for _ in range(2):
+            step(torch.ones(4, 4))
+    assert step.retraces == []
