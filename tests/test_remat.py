@@ -220,6 +220,29 @@ def test_a_checkpoint_stays_what_it_is() -> None:
     assert plan.peak_memory <= before.peak_memory
 
 
+def test_full_keeps_what_checkpoints_hold() -> None:
+    """Where layers might as well begin in the middle of what is in a checkpoint, they begin where that does."""
+
+    def half(x: Tensor, w: Tensor, chance: float) -> Tensor:
+        scaled = x * (x.square().mean(-1, keepdim=True) + 1).rsqrt()
+        return x + nn.functional.dropout(torch.tanh(scaled @ w) @ w, chance)
+
+    def layer(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return half(half(x, a, 0.1), b, 0.1)
+
+    def loss(ws: list[tuple[Tensor, Tensor]], x: Tensor) -> Tensor:
+        for a, b in ws:
+            x = checkpoint(layer, x + 1, a, b, use_reentrant=False)
+        return x.square().sum()
+
+    ws = [(torch.randn(D, D), torch.randn(D, D)) for _ in range(4)]
+    with Mesh(data=4):
+        steps = [sl.jit(sl.grad(loss), in_specs=(None, "b@data ..."), remat=remat) for remat in ("none", "full")]
+        before, after = (step.plan(ws, torch.randn(64, D)) for step in steps)
+    assert after.peak_memory <= before.peak_memory
+    assert products(after) == products(before)
+
+
 @pytest.mark.long
 def test_the_module_by_itself() -> None:
     """Fewer values are saved, in all later calls of `parallelize`, too; an own `jit` says what is made again itself."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from shardlib.passes.split import gives
 from shardlib.program.steps import Compute, Start, Step, Var, reads
 
 _LEAST = 4  # steps of a layer
+
+Handed = tuple[int, int]  # bytes that are handed on at a step, and those of them that nobody else holds
 
 
 def boundaries(crossing: Crossing) -> list[int]:
@@ -66,25 +69,29 @@ def _contracts(step: Step) -> bool:
     return not (torch.Tag.pointwise in tags or torch.Tag.reduction in tags)
 
 
-def _handed_on(crossing: Crossing, first: int, last: int) -> list[float]:
-    """Bytes that are made before each step of a turn and read from there on; of what is still to be summed, twice."""
-    change = [0.0] * (last - first + 1)
+def _handed_on(crossing: Crossing, first: int, last: int) -> list[Handed]:
+    """Of what is made before each step of a turn and read from there on, the bytes, of what is still to be summed twice
+    as many; and those that no step back reads (a user's checkpoints hold what goes into them, and no more)."""
+    change = [(0, 0)] * (last - first + 1)
+
+    def count(i: int, bytes_: int, unread: int) -> None:
+        change[i] = change[i][0] + bytes_, change[i][1] + unread
+
+    held = set(crossing.held)
     for owner, readers in crossing.readers.items():
         made = crossing.maker.get(owner, -1)
         inside = [i for i in readers if first <= i < last]
         if made >= first and inside:
             owed = owner.layout is not None and bool(owner.layout.pending_axes)
-            change[made - first + 1] += owner.nbytes * (1 + owed)
-            change[inside[-1] - first + 1] -= owner.nbytes * (1 + owed)
-    held, out = 0.0, []
-    for x in change[:-1]:
-        held += x
-        out.append(held)
-    return out
+            size = owner.nbytes * (1 + owed)
+            unread = 0 if owner in held else size
+            count(made - first + 1, size, unread)
+            count(inside[-1] - first + 1, -size, -unread)
+    return list(accumulate(change[:-1], lambda a, b: (a[0] + b[0], a[1] + b[1])))
 
 
 def _repeats(
-    keys: Sequence[Hashable], cost: Sequence[float], work: Sequence[bool], first: int, last: int
+    keys: Sequence[Hashable], cost: Sequence[Handed], work: Sequence[bool], first: int, last: int
 ) -> Iterator[int]:
     """Of the longest stretch that goes on as it began, where each period begins; then of what is beside it."""
     number: dict[Any, int] = {}
@@ -109,7 +116,7 @@ def _repeats(
     yield from _repeats(keys, cost, work, end, last)
 
 
-def _even(cost: Sequence[float], work: Sequence[bool]) -> list[int]:
+def _even(cost: Sequence[Handed], work: Sequence[bool]) -> list[int]:
     """Cuts for about as many parts as each has products, where the least is handed on."""
     products = [i for i, is_product in enumerate(work) if is_product]
     parts = max(math.isqrt(len(products)), 1)
