@@ -36,7 +36,8 @@ SHARE = 0.7  # of the peak with nothing made again, or the least that can be
 def counting(found: dict[Program, dict[Any, int]]) -> Iterator[None]:
     """Programs that are made ready inside note, by device, the most bytes of all storages that it holds.
 
-    Devices share nothing then, so that each holds what it would hold by itself.
+    Devices share nothing then, so that each holds what it would hold by itself. What waits in the host's memory is not
+    the device's.
     """
     step, generate, load = Generator._step, Generator.generate, virtual.load
 
@@ -52,7 +53,7 @@ def counting(found: dict[Program, dict[Any, int]]) -> Iterator[None]:
         def look(devices: list[int], there: dict[str, Any]) -> None:
             held: dict[int, dict[int, int]] = {d: {} for d in devices}
             for name, x in [*there.items(), *((name, g.namespace[name]) for name in captured)]:
-                if (d := device_of.get(name, -1)) in held:
+                if isinstance(x, torch.Tensor) and (d := device_of.get(name, -1)) in held:
                     held[d][x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
             for d, storages in held.items():
                 storages |= {x._cdata: x.nbytes() for x in (p[d].untyped_storage() for p in there["pieces"])}
@@ -66,7 +67,9 @@ def counting(found: dict[Program, dict[Any, int]]) -> Iterator[None]:
         source = generate(g, both)
         for d, coords in enumerate(g.devices):
             device_of |= {
-                name: d for (v, at), name in g._names.items() if at == tuple(a.coord(coords) for a in g.varies[v])
+                name: d
+                for (v, at), name in g._names.items()
+                if not v.host and at == tuple(a.coord(coords) for a in g.varies[v])
             }
         captured = [name for name in device_of if name in g.namespace]
         return source
