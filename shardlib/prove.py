@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
 from shardlib.program.steps import Inside
 from shardlib.rules.cuts import cuts
+from shardlib.rules.notation import parse, reach
 from shardlib.rules.rule import Rule
 from shardlib.rules.table import overload_of, text_of
 from shardlib.trial import RAISED, ROUNDING, Trial, same, tensors_of
@@ -90,9 +91,36 @@ def prove(op: Any, /, *args: Any, **kwargs: Any) -> Proof:
         raise _refused(
             call, "is not put to the test", short, "prove it with longer tensors: of more than twice the halo"
         )
-    if wrong := [*_wrong(call), *_not_linear(call)]:
+    if text_of(target) and (idle := list(_shows_nothing(call))):
+        raise _refused(call, "is not put to the test", idle, "prove it with random numbers, torch.randn(5, 6)")
+    if wrong := [*_wrong(call), *_not_linear(call), *_wrong_below_zero(call)]:
         raise _refused(call, "is wrong", wrong)
     return Proof(call.op.target.name(), text_of(target), tuple(tuple(x.shape) for x in call.tensors), len(every))
+
+
+def _shows_nothing(call: Trial) -> Iterator[str]:
+    """Numbers that would hide which element went where."""
+    many = [x for x in call.tensors if x.numel() > 1]
+    if many and all(bool((x == x.flatten()[0]).all()) for x in many):
+        yield "its operands are the same number everywhere, which tells no element from another"
+    for i, x in enumerate(call.results):
+        if isinstance(x, Tensor) and x.numel() and bool(x.isnan().all()):
+            yield f"result {i} is NaN everywhere"
+
+
+def _wrong_below_zero(call: Trial) -> Iterator[str]:
+    """What is wrong with a maximum or a minimum of the opposite numbers: 0 for a piece of nothing is that of some."""
+    if not text_of(call.op.target) or not {"max", "min"} & {*call.rule.reduce.values()}:
+        return
+    opposite = [-x if x.is_floating_point() else x for x in call.tensors]
+    try:
+        made = call.called(opposite)
+    except RAISED:
+        return  # it takes no such numbers
+    if not any(bool(x.isnan().any()) for x in made):
+        rest = iter(made)
+        results = tuple(next(rest) if isinstance(x, Tensor) else x for x in call.results)
+        yield from _wrong(replace(call, tensors=tuple(opposite), results=results))
 
 
 def _all_fetched(call: Trial) -> Iterator[str]:
@@ -161,8 +189,17 @@ def _wrong(call: Trial, each: int = 1, *, values: bool = True) -> Iterator[str]:
         try:
             yield from (f"{cut}: {fault}" for fault in call.faults(cut, turned, values=values))
         except ShardingError as error:  # of a local form, which says what is wrong with it
+            if _reads_around(call):
+                yield f"{cut}: of what it reads there, {', '.join(error.offenders)}"
+                continue
             what = f"{error.what}, with {cut}"
             raise ShardingError(what, error.offenders, rule=error.rule, remedy=error.remedy) from error
+
+
+def _reads_around(call: Trial) -> bool:
+    """Whether a user's op itself runs on what its rule says that it reads."""
+    said = text_of(call.op.target)
+    return bool(said) and any(reach(kind) for _, kind in parse(said).notes)
 
 
 def _not_linear(call: Trial) -> Iterator[str]:

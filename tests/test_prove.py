@@ -149,6 +149,18 @@ def blur(image: Tensor, kernel: Tensor, mask: Tensor | None = None) -> Tensor:
     return out if mask is None else out * mask
 
 
+@op
+def unit_heads(x: Tensor, heads: int) -> Tensor:
+    """Each head's vector scaled to length 1; of no heads there are none."""
+    split = x.unflatten(-1, (heads, -1)) if heads else x.unsqueeze(-1)
+    return F.normalize(split, dim=-1).flatten(-2) if x.numel() else x.clone()
+
+
+@op
+def frames(x: Tensor, size: int, hop: int) -> Tensor:
+    return x.unfold(-1, size, hop).square().sum(-1)
+
+
 OPS: dict[str, tuple[Any, tuple[Any, ...], str, list[tuple[str, str]]]] = {
     "distances": (
         distances,
@@ -226,9 +238,9 @@ OPS: dict[str, tuple[Any, tuple[Any, ...], str, list[tuple[str, str]]]] = {
         (r(3, 17), 4, 3),
         "b t -> b o _ | o:windows(t, size, hop, 2)",
         [
-            ("b t -> b o _ | o:windows(t, 3, hop, 2)", "result 0 is wrong"),
-            ("b t -> b o _ | o:windows(t, size, 2, 2)", "result 0|fails"),
-            ("b t -> b o _ | o:windows(t, size, hop)", "result 0 is wrong"),
+            ("b t -> b o _ | o:windows(t, 3, hop, 2)", "`t` of 17 elements has 7 such windows, and there are 6"),
+            ("b t -> b o _ | o:windows(t, size, 2, 2)", "has 9 such windows, and there are 6"),
+            ("b t -> b o _ | o:windows(t, size, hop)", "has 5 such windows, and there are 6"),
             ("b t -> b o _ | o:windows(t, size, 0)", r"`windows\(t, size, 0, 0\)` in the rule of [\s\S]*0 is 0"),
         ],
     ),
@@ -297,6 +309,25 @@ OPS: dict[str, tuple[Any, tuple[Any, ...], str, list[tuple[str, str]]]] = {
         (r(5, 6), r(6, 7), r(7), False),
         "n k, k m, m -> n m | k:whole",
         [("n k, k m, m -> n m | k:sum k:whole(squash)", "k@a on a=2: result 0 is wrong")],
+    ),
+    "unit_heads": (
+        unit_heads,
+        (r(3, 12), 4),
+        "b (h d) -> b (h d) | h:size(heads) d:whole",
+        [
+            ("b (h d) -> b (h d) | h:size(heads)", "d@a on a=2: result 0 is wrong"),
+            ("b (d h) -> b (d h) | h:size(heads) d:whole", "result 0 is wrong|RuntimeError"),
+            ("b (h d) -> b (h d) | d:whole", "the size of `h` does not follow"),
+        ],
+    ),
+    "frames": (
+        frames,
+        (r(2, 11), 3, 2),
+        "b t -> b o | o:windows(t, size, hop)",
+        [
+            ("b t -> b o | o:windows(t, size, 1)", "`t` of 11 elements has 9 such windows, and there are 5"),
+            ("b t -> b o | o:windows(t, 2, hop)", "o@a on a=2: of what it reads there, RuntimeError: start"),
+        ],
     ),
     "head_means": (
         head_means,
@@ -382,6 +413,29 @@ def test_what_is_no_proof_is_none() -> None:
     assert sl.prove(product, torch.randn(50, 600), torch.randn(600, 7)).cuts, "float32 rounds"
 
 
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [(torch.zeros, "the same number everywhere"), (lambda *n: torch.full(n, torch.nan), "result 0 is NaN everywhere")],
+)
+def test_numbers_that_tell_nothing_apart_prove_nothing(numbers: Any, words: str) -> None:
+    made = op(_summed_up)
+    sl.rule("b t -> b t")(made)
+    with pytest.raises(ShardingError, match=rf"is not put to the test:\n.*{words}"):
+        sl.prove(made, numbers(2, 7))
+
+
+def test_a_maximum_is_tried_below_zero() -> None:
+    """There 0 is no maximum of nothing."""
+    made = op(_highest)
+    sl.rule("n d -> n | d:max")(made)
+    with pytest.raises(ShardingError, match="d@a on a=4: result 0 is wrong"):
+        sl.prove(made, r(5, 6).abs())
+
+
+def _highest(x: Tensor) -> Tensor:
+    return x.amax(1) if x.shape[1] else x.sum(1)
+
+
 def _product(a: Tensor, b: Tensor) -> Tensor:
     return a @ b
 
@@ -390,6 +444,18 @@ def test_a_rule_reduces_in_one_way() -> None:
     """What a result owes is one sum, or one maximum: of two kinds, a program once knew the last."""
     with pytest.raises(ShardingError, match="it reduces by max and sum: what a result owes is of one kind"):
         sl.rule("m k, m j -> m | k:sum j:max")(op(_two_ways))
+
+
+@pytest.mark.parametrize(
+    ("text", "local", "words"),
+    [
+        ("m k, m j -> m | m:sum", None, "`m:sum` is of a dim that every result has"),
+        ("m k, m j -> m | k:local", lambda x, y: x.sum(1), "`k:local` is never cut: a result lacks it"),
+    ],
+)
+def test_what_a_rule_says_in_vain_is_told(text: str, local: Any, words: str) -> None:
+    with pytest.raises(ShardingError, match=words):
+        sl.rule(text, local=local)(op(_two_ways))
 
 
 def _two_ways(x: Tensor, y: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -194,7 +194,12 @@ def _reach(call: Call, kind: str, read: str, size: int, count: int, ends: tuple[
         most = ", at most once round" if word == "ring" else ""
         raise ShardingError(what, list(dict.fromkeys(wrong)), rule=f"it counts elements{most}", remedy=remedy)
     if word == "windows":
-        return Reach.windows(read, size, count, Window(said[0], said[1], said[2]))
+        window = Window(said[0], said[1], said[2])
+        many = max((size + 2 * window.padding - window.span) // window.stride + 1, 0)
+        if many != count:
+            what = f"`windows({', '.join([read, *map(str, said)])})` in the rule of {call.target}"
+            raise ShardingError(what, [f"`{read}` of {size} elements has {many} such windows, and there are {count}"])
+        return Reach.windows(read, size, count, window)
     return Reach.around(word, read, size, *said)
 
 
@@ -228,6 +233,8 @@ def _sizes(pattern: Pattern, call: Call, tensors: Sequence[tuple[_Placed, tuple[
                 wrong.append(f"`{dim[0]}` is {n} in {list(shape)} and {sizes[dim[0]]} before")
             elif len(dim) > 1 and not stretched:
                 open_dims.append((dim, n))
+    if missing := {f for dim, _ in open_dims for f in dim} - sizes.keys():
+        sizes |= {f: n for f, n in _counted(pattern, call) if f in missing}
     # A dim of several factors gives the size of the one that is still unknown; each round settles one dim at least.
     for _ in range(len(open_dims) + 1):
         for dim, n in open_dims:
@@ -244,6 +251,17 @@ def _sizes(pattern: Pattern, call: Call, tensors: Sequence[tuple[_Placed, tuple[
     if wrong:
         raise _misfit(pattern, call, list(dict.fromkeys(wrong)))
     return sizes
+
+
+def _counted(pattern: Pattern, call: Call) -> Iterator[tuple[str, int]]:
+    """The sizes that arguments say: `h` and its size, where `h:size(heads)` is written."""
+    for f, kind in pattern.notes:
+        name, _, item = (argument(kind) or "").partition(".")
+        if kind.startswith("size(") and f[0] != "(" and name != pattern.named:
+            n = argument_named(call, name)
+            n = n[int(item)] if item and isinstance(n, Sequence) else n
+            if type(n) is int and n > 0:
+                yield f, n
 
 
 def _shape(placed: _Placed, result: Meta, operands: Sequence[tuple[_Placed, tuple[int, ...]]]) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from shardlib.bounded import Bounded
 from shardlib.errors import ShardingError
 from shardlib.internals import CUSTOM_OPS, CustomOpDef, OpOverload, OpOverloadPacket, op_of_custom, schema_of
 from shardlib.rules import pointwise
-from shardlib.rules.notation import REDUCED, argument, other, parse, reach
+from shardlib.rules.notation import REDUCED, Pattern, argument, other, parse, reach
 from shardlib.rules.patterns import pattern, tensor_arguments
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.written import full_name, op_named, writers
@@ -177,6 +177,7 @@ def rule(text: Any, /, *, local: Callable[..., Any] | None = None) -> Any:
         tied = [(f, kind) for f, kind in parsed.notes if other(kind) and not argument(kind)]
         wrong += [f"`{f}:{kind}` is for the library's own rules" for f, kind in tied]
         kinds = {kind for _, kind in parsed.notes if kind in REDUCED}
+        wrong += _idle(parsed)
         if len(kinds) > 1:
             wrong.append(f"it reduces by {' and '.join(sorted(kinds))}: what a result owes is of one kind")
         if wrong:
@@ -193,6 +194,17 @@ def rule(text: Any, /, *, local: Callable[..., Any] | None = None) -> Any:
         return op
 
     return register
+
+
+def _idle(rule: Pattern) -> Iterator[str]:
+    """What has no effect: a reduction of what every result has, a local form for what is never cut."""
+    reduced = {f for f, kind in rule.notes if kind in (*REDUCED, "none")}
+    for f, kind in rule.notes:
+        has = [f in t.names for t in rule.results]
+        if kind in (*REDUCED, "none") and all(has):
+            yield f"`{f}:{kind}` is of a dim that every result has: nothing is left to reduce"
+        elif kind == "local" and not all(has) and f not in reduced:
+            yield f"`{f}:local` is never cut: a result lacks it, and no `{f}:sum` or `{f}:none` says what becomes of it"
 
 
 def _calling(function: Callable[..., Any]) -> Callable[[Local], Any]:
