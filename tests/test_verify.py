@@ -18,7 +18,7 @@ from shardlib.program.check import ProgramError
 from shardlib.program.steps import Collective, Compute, Copy, Free, Program, Start, Step, Var, Wait, makes, reads
 from shardlib.program.sym import Sym
 from shardlib.program.verify import verify
-from shardlib.specs.layout import Layout
+from shardlib.specs.layout import Layout, Pending
 
 pytestmark = pytest.mark.usefixtures("strict")
 
@@ -188,6 +188,34 @@ def _mixed(program: Program) -> Program:
     return _put(program, i, Start((*start.moves, c)))
 
 
+def _more_results(step: Compute) -> Sequence[Step]:
+    (out,) = step.made
+    return [replace(step, outs=(out, replace(out, name="more")))]
+
+
+def _copied(**other: Any) -> Plant:
+    """With a copy of a matmul's result, which is said to be another."""
+
+    def change(step: Compute) -> Sequence[Step]:
+        (out,) = step.made
+        return [step, Copy(out, replace(out, name="copied", **other))]
+
+    return _mm(change)
+
+
+def _gathered_in_other_order(program: Program) -> Program:
+    """A gather over two axes, with the minor one first."""
+    wrong = _collective(lambda c: c.kind == "all_gather" and len(c.axes) > 1, axes=lambda c: c.axes[::-1])
+    return wrong(program)
+
+
+def _no_longer_owed(program: Program) -> Program:
+    """What a matmul leaves to be summed is said to be whole."""
+    source = next(c.source for c in program.collectives if _settles(c))
+    assert source.layout is not None
+    return program.with_vars({source: replace(source, layout=replace(source.layout, pending=()))})
+
+
 OTHER = {"data": "tensor", "tensor": "data"}
 FAULTS: dict[str, tuple[Plant, str]] = {
     "a step is missing": (_mm(lambda s: []), "which is not made yet"),
@@ -199,7 +227,7 @@ FAULTS: dict[str, tuple[Plant, str]] = {
     ),
     "an input stands twice": (lambda p: replace(p, inputs=(*p.inputs, p.inputs[0])), "an input stands twice"),
     "operands change places": (_mm(lambda s: [replace(s, args=s.args[::-1])]), "aten.mm.default"),
-    "another layout": (_out(layout=Layout.replicated((8, 8))), r"is \[8, 8\]: \[8, 8\]"),
+    "another layout": (_out(layout=Layout.replicated((8, 8))), "makes pieces over data tensor of pieces over nothing"),
     "another dtype": (_out(dtype=torch.float64), "makes torch.float32, %.* is torch.float64"),
     "a slice that is too long": (_other_number, "narrow"),
     "a sum that stays pending": (_still_pending, "leaves pending over"),
@@ -246,6 +274,37 @@ FAULTS: dict[str, tuple[Plant, str]] = {
     "written over an input": (lambda p: _over(p, lambda p: p.inputs[0]), "writes over %.*, which others hold"),
     "written over what is read": (_over_what_is_read, "which was written over by"),
     "written over what is in flight": (_over_what_flies, "writes over %.*, which others hold"),
+    "a sum by maxima": (_collective(_settles, reduce=lambda c: "max"), "reduces by max what is pending by sum"),
+    "a sum of what is whole": (_no_longer_owed, "reduces over .* what is pending over nothing|leaves .* pending over"),
+    "a sum that nothing owes": (
+        lambda p: _out(layout=replace(next(v.layout for v in p.inputs), pending=(Pending((Axis("tensor", 2),)),)))(p),
+        "along which nothing differs|leaves pending over",
+    ),
+    "another reduction": (_collective(_settles, reduce=lambda c: "median"), "reduces by median, which is unknown"),
+    "a kind that is none": (_collective(_of("all_gather"), kind=lambda c: "broadcast"), "is of no kind that is known"),
+    "a gather that is told nothing": (_collective(_of("all_gather"), params=lambda c: {}), "KeyError of 'dim'"),
+    "a gather along a dim that is none": (_told("all_gather", "dim", lambda d: 7), "IndexError of"),
+    "pieces in another order": (_gathered_in_other_order, "joins pieces over data tensor in another order"),
+    "a message of nothing": (lambda p: replace(p, steps=(Start(()), *p.steps)), "a message of nothing begins"),
+    "a wait for nothing": (lambda p: replace(p, steps=(Wait(()), *p.steps)), "waits for what did not begin together"),
+    "a message from the host's memory": (
+        lambda p: p.with_vars({p.collectives[0].source: replace(p.collectives[0].source, host=True)}),
+        "is of what is in the host's memory|which is in the host's memory",
+    ),
+    "more results than an op has": (_mm(_more_results), "makes 1 values"),
+    "a copy of another dtype": (_copied(dtype=torch.int8), "copy is another tensor than %mm"),
+    "a copy in the host's memory": (_copied(host=True), "copy is another tensor than %mm"),
+    "two values of one name": (_out(name="x"), "%x is several values"),
+    "an op that cannot write over its operand": (_mm(lambda s: [replace(s, over=(0,))]), "cannot write %mm over"),
+    "an operand that is none is written over": (
+        _mm(lambda s: [replace(s, over=(7,))]),
+        "writes over an operand that it has not",
+    ),
+    "an input is given up that is none": (
+        lambda p: replace(p, donated=frozenset({99})),
+        "an input is given up that is none",
+    ),
+    "a result replaces that is none": (lambda p: replace(p, replaced={0: 99}), "a result is spoken of that is none"),
     "a copy of nothing": (
         lambda p: replace(p, steps=(Copy(replace(p.inputs[0], name="y"), replace(p.inputs[0], name="z")), *p.steps)),
         "copy reads %y, which is not made yet",

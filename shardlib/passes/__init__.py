@@ -13,6 +13,7 @@ from shardlib.passes import borders, bundle, common, free, fuse, offload, offloa
 from shardlib.program.check import check
 from shardlib.program.steps import Program, Var
 from shardlib.program.storage import peak_bytes
+from shardlib.program.verify import verify
 from shardlib.schedule import DEFAULT, Schedule
 
 PASSES = (
@@ -48,7 +49,8 @@ def run_passes(
     *,
     draft: bool = False,
 ) -> Program:
-    """The program after all passes, checked after each unless it is a `draft`, of which only figures are wanted.
+    """The program after all passes, checked after each, and verified after the last, unless it is a `draft`, of which
+    only figures are wanted.
 
     Raises `ProgramError` for what would be a fault of ours.
 
@@ -63,6 +65,8 @@ def run_passes(
         made, slower = program, how if way == "ahead" else replace(how, prefetch=0)
         for after in _passed(program, slower, hosted, moves=way != "still"):
             made = after if draft or after is made else check(after)
+        if not draft:
+            verify(made)  # every message's sizes, on every kind of device
         return made
 
     def fits(way: str) -> bool:

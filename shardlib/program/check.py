@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from shardlib.meshes.axis import Axis
+from shardlib.program.layouts import call_faults, message_faults
 from shardlib.program.steps import Collective, Compute, Copy, Free, Program, Start, Step, Var, Wait, makes, reads
 from shardlib.program.storage import handed_on, owners
 
@@ -33,6 +33,10 @@ def refuse(faults: Sequence[str]) -> None:
 
 def faults(program: Program) -> Iterator[str]:
     """What is read before it is made, or when it is gone; what is made twice; who is in a group; what is pending."""
+    if wrong := list(_nowhere(program)):
+        yield from wrong
+        return
+    yield from _named_alike(program)
     there = dict.fromkeys(program.given, "")  # "", or why it cannot be read any more
     flying: dict[Var, tuple[Var, ...]] = {}  # what is in flight -> all that began with it
     carried: dict[tuple[Var, ...], tuple[Var, ...]] = {}  # all that began together -> what the messages are of
@@ -63,6 +67,7 @@ def faults(program: Program) -> Iterator[str]:
             if v.host and not (isinstance(step, Start) and step.first.kind == "to_device"):
                 yield f"{said(step)} reads {v}, which is in the host's memory"
         if isinstance(step, Compute):
+            yield from (f"{said(step)} {fault}" for fault in call_faults(program.mesh, step))
             for over in step.overwritten.values() if step.over else ():
                 root = owner.get(over, over)
                 written.add(root)
@@ -71,12 +76,15 @@ def faults(program: Program) -> Iterator[str]:
                 there |= dict.fromkeys((root, over, *shown[root]), f"{_OVER} {said(step)}")
                 shown[root].clear()  # it is said of them once
         elif isinstance(step, Start):
+            if not step.moves:
+                yield "a message of nothing begins"
+                continue
             if len({(c.kind, c.axes, c.reduce) for c in step.moves}) > 1:
                 yield f"{said(step)} begins collectives of several kinds or groups together"
             for c in step.moves:
-                key = c.kind, c.axes, id(c.source.layout), id(c.out.layout)
+                key = c.kind, c.axes, c.reduce, id(c.source.layout), id(c.out.layout)
                 if key not in grouped:
-                    grouped[key] = tuple(_group(program, c))
+                    grouped[key] = tuple(message_faults(program.mesh, c))
                 yield from (f"{c.kind} of {c.source} {fault}" for fault in grouped[key])
             yield from (f"{said(step)} brings {v}, which is there" for v in step.outs if v in there or v in flying)
             flying |= dict.fromkeys(step.outs, step.outs)
@@ -84,11 +92,14 @@ def faults(program: Program) -> Iterator[str]:
             lent |= handed_on([step], owner)
             count(carried[step.outs], 1)
         elif isinstance(step, Wait):
-            if any(flying.get(v) != step.outs for v in step.outs):
+            if not step.outs or any(flying.get(v) != step.outs for v in step.outs):
                 yield f"{said(step)} waits for what did not begin together"
             count(carried.pop(step.outs, ()), -1)
             for v in step.outs:
                 flying.pop(v, None)
+        elif isinstance(step, Copy):
+            if _form(step.out) != _form(step.source):
+                yield f"{said(step)} is another tensor than {step.source}"
         elif isinstance(step, Free):
             for v in step.vars:
                 why = " is in flight" if held[v] else missing(v)
@@ -109,23 +120,26 @@ def faults(program: Program) -> Iterator[str]:
             yield f"{x} is written over, and {new}, which replaces it, is elsewhere"
 
 
-def _group(program: Program, step: Collective) -> Iterator[str]:
-    """Faults of a collective's group: parts of mesh axes that do not overlap; and of what it does to a pending sum."""
-    sizes = program.mesh.axes
-    primes = [p for a in step.axes for p in a.primes()]
-    if any(sizes.get(a.name) != a.of for a in step.axes) or len(set(primes)) < len(primes):
-        yield "goes over axes that are none of the mesh's, or over one twice"
-    source, out = step.source.layout, step.out.layout
-    if source is None or out is None:
-        return
-    owed, left = ({p for a in x.pending_axes for p in a.primes()} for x in (source, out))
-    settles = set(primes) if step.kind in ("all_reduce", "reduce_scatter") else set()
-    if owed - settles != left:
-        yield f"leaves pending over {_axes(left)} what was pending over {_axes(owed)}"
+def _nowhere(program: Program) -> Iterator[str]:
+    """Positions, of inputs, of results and of operands, where nothing is."""
+    inputs, outputs = range(len(program.inputs)), range(len(program.outputs))
+    if not {*program.donated, *program.replaced} <= {*inputs}:
+        yield "an input is given up that is none"
+    if not {*program.replaced.values()} <= {*outputs} or (program.owned or 0) > len(outputs):
+        yield "a result is spoken of that is none"
+    for step in [s for s in program.steps if isinstance(s, Compute) and s.over]:
+        operands = [x if isinstance(x, Var) else None for x in step.args]
+        if any(k is not None and (k >= len(operands) or operands[k] is None) for k in step.over):
+            yield f"{said(step)} writes over an operand that it has not"
 
 
-def _axes(axes: set[Axis]) -> str:
-    return " ".join(sorted(map(str, axes))) or "nothing"
+def _named_alike(program: Program) -> Iterator[str]:
+    values = dict.fromkeys((*program.given, *(v for step in program.steps for v in makes(step))))
+    yield from (f"%{name} is several values" for name, n in Counter(v.name for v in values).items() if n > 1)
+
+
+def _form(v: Var) -> tuple[object, ...]:
+    return v.layout, v.shape, v.dtype, v.host
 
 
 def said(step: Step | Collective) -> str:

@@ -16,7 +16,7 @@ from shardlib.meshes.axis import Coords, position
 from shardlib.meshes.mesh import Mesh
 from shardlib.program.check import ProgramError
 from shardlib.program.nested import rebuild
-from shardlib.program.steps import Collective, Compute, Var, reads
+from shardlib.program.steps import TIERS, Collective, Compute, Var, reads
 from shardlib.program.sym import Sym
 from shardlib.scalar import Scalar
 from shardlib.specs.layout import Layout
@@ -219,4 +219,5 @@ _RESULT: Mapping[str, Callable[[Shape, Mapping[str, Any], int, int], Shape]] = {
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
     "ppermute": _ppermute,
+    **dict.fromkeys(TIERS, lambda shape, told, at, n: shape),
 }

@@ -137,6 +137,8 @@ class _Run(Device):
                 self.hold(step.out, self.held(step.source))
             elif isinstance(step, Compute):
                 made = self.called(step)
+                if len(step.outs) > len(made):
+                    self.faults.append(f"{said(step)} makes {len(made)} values")
                 for i, out in enumerate(step.outs):
                     if out is not None:
                         self.keep(step, out, made[i] if i < len(made) else None)
@@ -171,8 +173,9 @@ class _Run(Device):
     def moved(self, step: Collective) -> Local | None:
         try:
             return self.collective(step)
-        except ProgramError as error:
-            self.faults.append(f"{said(step)} on {self}: {error}")
+        except (ProgramError, LookupError) as error:  # or there is no such dim, or it is told nothing of it
+            what = f"{type(error).__name__} of {error}" if isinstance(error, LookupError) else error
+            self.faults.append(f"{said(step)} on {self}: {what}")
             return None
 
 

@@ -26,7 +26,7 @@ from shardlib.specs.scan import Scanner
 
 __all__ = ["Axis", "Coords", "Dim", "Factor", "Layout", "Pending", "Pieces", "span"]
 
-_REDUCE: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+REDUCTIONS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
     "max": torch.maximum,
     "min": torch.minimum,
@@ -85,8 +85,8 @@ class Pending:
     kind: str = "sum"
 
     def __post_init__(self) -> None:
-        if self.kind not in (*_REDUCE, "owned"):
-            raise ShardingError(f"a value cannot be pending {self.kind!r}", remedy=f"one of {', '.join(_REDUCE)}")
+        if self.kind not in (*REDUCTIONS, "owned"):
+            raise ShardingError(f"a value cannot be pending {self.kind!r}", remedy=f"one of {', '.join(REDUCTIONS)}")
 
     def __str__(self) -> str:
         names = " ".join(map(str, self.axes))
@@ -314,4 +314,4 @@ def _combine(addends: list[torch.Tensor], pending: Sequence[Pending]) -> torch.T
     kinds = {p.kind for p in pending} or {"sum"}
     if len(kinds) > 1:
         raise ShardingError(f"one value cannot be pending in two ways: {', '.join(sorted(kinds))}")
-    return reduce(_REDUCE[kinds.pop()], addends)
+    return reduce(REDUCTIONS[kinds.pop()], addends)

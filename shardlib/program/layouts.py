@@ -1,0 +1,101 @@
+"""What steps do to the layouts of values: which axes a message goes over, cuts, joins and settles, and what a call
+leaves pending."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from shardlib.meshes.axis import Axis
+from shardlib.meshes.mesh import Mesh
+from shardlib.program.inplace import takes
+from shardlib.program.steps import TIERS, Collective, Compute, Var, syms
+from shardlib.specs.layout import REDUCTIONS, Layout
+
+_SETTLE = ("all_reduce", "reduce_scatter")
+_KINDS = (*_SETTLE, "all_gather", "all_to_all", "ppermute", *TIERS)
+_SUMS = {"sum": "sum", "owned": "sum"}  # what settles what is pending so
+
+
+def message_faults(mesh: Mesh, c: Collective) -> Iterator[str]:
+    """Faults of a collective's group, which is parts of mesh axes that do not overlap; and of what its results are said
+    to be, after what it is of."""
+    primes, moves = _primes(c.axes), c.kind in TIERS
+    if c.kind not in _KINDS:
+        yield "is of no kind that is known"
+    elif c.reduce not in REDUCTIONS:
+        yield f"reduces by {c.reduce}, which is unknown"
+    elif (c.source.host, c.out.host) != (c.kind == "to_device", c.kind == "to_host"):
+        yield "goes from one memory to another, or should" if moves else "is of what is in the host's memory"
+    elif any(mesh.axes.get(a.name) != a.of for a in c.axes) or len({*primes}) < len(primes):
+        yield "goes over axes that are none of the mesh's, or over one twice"
+    elif c.source.layout is not None and c.out.layout is not None:
+        yield from _pending(c, c.source.layout, c.out.layout)
+        yield from _cut(c, c.source.layout, c.out.layout)
+
+
+def call_faults(mesh: Mesh, step: Compute) -> Iterator[str]:
+    """What is written over has the form of the result. A sum that an operand owes is owed by every result; what a
+    result owes comes from what is cut, or owed, of an operand, or from a number that differs by device."""
+    told = [a for x in syms(step) for a in x.axes]
+    if any(mesh.axes.get(a.name) != a.of for a in told):
+        yield "reads a number that differs along an axis which is none of the mesh's"
+    for i, k in enumerate(step.over):
+        v, x = step.outs[i], None if k is None else step.args[k]
+        may = takes(step)[i : i + 1]
+        if x is not None and (v is None or not may or k not in may[0] or not _fits(v, x)):
+            yield f"cannot write {v} over {x}"
+    layouts = [v.layout for v in step.operands if v.layout is not None]
+    if len(layouts) < len(step.operands):
+        return  # what only a local form knows
+    owed = {p for x in layouts if x.pending for p in _primes(x.pending_axes)}
+    for v in step.made:
+        left = {*_primes(v.layout.pending_axes)} if v.layout is not None and v.layout.pending else set[Axis]()
+        if v.layout is None or left == owed:
+            continue
+        if not owed <= left:
+            yield f"leaves {v} pending over {_named(left)}, and operands are over {_named(owed)}"
+        elif fresh := left - owed - {*_primes(told), *(p for x in layouts for p in _primes(x.axes))}:
+            yield f"leaves {v} pending over {_named(fresh)}, along which nothing differs"
+
+
+def _fits(v: Var, x: Var) -> bool:
+    """Whether a value has room in the memory of another, element by element."""
+    shapes = {y.layout.shape for y in (v, x) if y.layout is not None}
+    return v.dtype == x.dtype and len(shapes) < 2
+
+
+def _pending(c: Collective, source: Layout, out: Layout) -> Iterator[str]:
+    """What is reduced was pending so, and all else still is."""
+    owed, left = ({*_primes(x.pending_axes)} for x in (source, out))
+    settles = {*_primes(c.axes)} if c.kind in _SETTLE else set()
+    if owed - settles != left:
+        yield f"leaves pending over {_named(left)} what was pending over {_named(owed)}"
+    elif settles - owed:
+        yield f"reduces over {_named(settles)} what is pending over {_named(owed)}"
+    for p in source.pending:
+        if not settles.isdisjoint(_primes(p.axes)) and _SUMS.get(p.kind, p.kind) != c.reduce:
+            yield f"reduces by {c.reduce} what is pending by {p.kind}"
+
+
+def _cut(c: Collective, source: Layout, out: Layout) -> Iterator[str]:
+    """A gather joins pieces over its axes, in their order, a scatter makes such; nobody else changes who is cut."""
+    before, after, over = ([*_primes(x)] for x in (source.axes, out.axes, c.axes))
+    more, fewer = {*after} - {*before}, {*before} - {*after}
+    joins = {*over} if c.kind == "all_gather" else set()
+    makes = {*over} if c.kind == "reduce_scatter" else set()
+    if c.kind == "ppermute":
+        is_right = more | fewer <= {*over}
+    else:
+        is_right = more == makes and fewer == joins and (c.kind != "all_to_all" or {*over} <= {*before})
+    if not is_right:
+        yield f"makes pieces over {_named(after)} of pieces over {_named(before)}"
+    elif joins and [p for p in before if p in joins] != over:
+        yield f"joins pieces over {_named(before)} in another order"
+
+
+def _primes(axes: Iterable[Axis]) -> tuple[Axis, ...]:
+    return tuple(p for a in axes for p in a.primes())
+
+
+def _named(axes: Iterable[Axis]) -> str:
+    return " ".join(sorted(map(str, axes))) or "nothing"
