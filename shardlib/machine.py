@@ -56,22 +56,19 @@ class Device:
     spread: float = 0.0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.flops, Mapping):
+            _refuse(self, [f"flops is {self.flops!r}, no FLOP/s by dtype ({', '.join(_BYTES)})"])
         object.__setattr__(self, "flops", MappingProxyType(dict(self.flops)))
         unknown = [f"flops of {name!r}: dtypes are {', '.join(_BYTES)}" for name in self.flops if name not in _BYTES]
         named = {f"flops[{name!r}]": rate for name, rate in self.flops.items()}
         rates = {name: getattr(self, name) for name in ("bandwidth", "memory", "host", "efficiency", "special", "tile")}
         if self.special == math.inf:  # functions take no time
             del rates["special"]
-        none = [] if self.flops else ["flops names no dtype"]
-        _refuse(
-            self,
-            [
-                *none,
-                *unknown,
-                *_not_positive(named | rates),
-                *_negative({"launch": self.launch, "spread": self.spread}),
-            ],
-        )
+        wrong = [] if self.flops else ["flops names no dtype"]
+        wrong += [f"efficiency is {self.efficiency!r}, more than all"] if _above(self.efficiency, 1) else []
+        wrong += [] if isinstance(self.overlaps, bool) else [f"overlaps is {self.overlaps!r}, not True or False"]
+        shares = _negative({"launch": self.launch, "spread": self.spread})
+        _refuse(self, [*wrong, *unknown, *_not_positive(named | rates), *shares])
 
     def __hash__(self) -> int:
         return hash(repr(self))
@@ -176,8 +173,10 @@ class Machine:
         kinds = [("device", self.device, Device), ("inner", self.inner, Link), ("outer", self.outer, Link)]
         kinds += [(f"links[{name!r}]" if name else "links", x, Link) for name, x in links.items()]
         wrong = [f"{name} is {x!r}, no {kind.__name__}" for name, x, kind in kinds if not isinstance(x, kind)]
-        whole: list[str] = [] if isinstance(self.node, int) else [f"node is {self.node!r}, no number of devices"]
-        _refuse(self, [*wrong, *whole, *_not_positive({"node": self.node})])
+        wrong += [f"links names {name!r}, no axis" for name in links if not isinstance(name, str)]
+        wrong += [] if isinstance(self.node, int) else [f"node is {self.node!r}, no number of devices"]
+        wrong += [] if isinstance(self.name, str) else [f"name is {self.name!r}, no text"]
+        _refuse(self, [*wrong, *_not_positive({"node": self.node})])
 
     def __hash__(self) -> int:
         return hash(repr(self))
@@ -202,7 +201,7 @@ class Machine:
             >>> Machine.preset("a100-40").device.flops["bf16"]
             312000000000000.0
         """
-        if name not in PRESETS:
+        if not isinstance(name, str) or name not in PRESETS:
             close = get_close_matches(str(name), PRESETS, n=1)
             raise ShardingError(
                 f"{name!r} is no machine" + (f"; did you mean {close[0]!r}?" if close else ""),
@@ -219,8 +218,7 @@ class Machine:
             >>> Machine.parse("h200").name
             'h200'
         """
-        text = text.strip()
-        if not text.startswith("Machine("):
+        if not isinstance(text, str) or not (text := text.strip()).startswith("Machine("):
             return Machine.preset(text)
         try:
             machine = read(text, Machine, Device, Link)
@@ -292,6 +290,10 @@ def _not_positive(values: Mapping[str, float]) -> list[str]:
 
 def _negative(values: Mapping[str, float]) -> list[str]:
     return [f"{name} is {x!r}, not a number of 0 or more" for name, x in values.items() if not _is_number(x) or x < 0]
+
+
+def _above(x: object, most: float) -> bool:
+    return isinstance(x, int | float) and x > most
 
 
 def _is_number(x: object) -> bool:

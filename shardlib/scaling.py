@@ -109,7 +109,7 @@ def scaling(
         raise ShardingError(f"scaling(...) got {', and '.join(faults)}", remedy=remedy)
     steps = []
     with one_trace():
-        for mesh in meshes:
+        for mesh in listed:
             with mesh:
                 plan: Plan = step.plan(*(args(mesh) if callable(args) else args))
             steps.append(plan.simulate(machine, fused=fused))

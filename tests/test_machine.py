@@ -127,6 +127,13 @@ def test_all_that_is_wrong_with_a_device_is_said_at_once() -> None:
         (lambda: replace(Machine.preset("h100"), links=["data"]), ["links is ['data'], no Link"]),
         (lambda: Device({}, bandwidth=1.0, memory=1.0, host=1.0), ["flops names no dtype"]),
         (lambda: Link(float("inf")), ["bandwidth is inf"]),
+        (lambda: replace(PRESETS["h100"].device, flops=1e12), ["flops is 1000000000000.0, no FLOP/s by dtype (f64, "]),
+        (lambda: replace(PRESETS["h100"].device, efficiency=1.2), ["efficiency is 1.2, more than all"]),
+        (lambda: replace(PRESETS["h100"].device, overlaps="no"), ["overlaps is 'no', not True or False"]),
+        (lambda: replace(PRESETS["h100"], links={0: Link(1e9)}), ["links names 0, no axis"]),
+        (lambda: replace(PRESETS["h100"], name=None), ["name is None, no text"]),
+        (lambda: Machine.preset(["h100"]), ["['h100'] is no machine"]),
+        (lambda: Machine.parse(None), ["None is no machine"]),
         (
             lambda: Machine.parse("Machine(device=Device(flops={'f32': -1.0}, bandwidth=1.0, memory=1.0, host=1.0))"),
             ["flops['f32'] is -1.0"],

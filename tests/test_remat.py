@@ -638,6 +638,9 @@ def test_a_name_that_is_nearly_one(said: str, near: str) -> None:
 
 def test_a_word_in_a_list_is_the_word() -> None:
     assert sl.jit(_tanhs, remat=["full"]).keeping == sl.jit(_tanhs, remat="full").keeping
+    beside = sl.jit(torch.func.grad(_tanhs), in_specs=(None, "b@data _"), remat=["full", "tanh"])
+    with sl.Mesh(data=2), pytest.raises(ShardingError, match="'full' stands alone"):
+        beside.plan([torch.empty(8, 8)] * 2, torch.empty(4, 8))
 
 
 @pytest.mark.long

@@ -283,6 +283,12 @@ def test_text_says_that_it_is_simulated() -> None:
     assert any("all_reduce[near]" in row and "test_simulate.py" in row for row in rows)
 
 
+def test_an_event_prints_without_those_before_it() -> None:
+    path = plan(sums, meta(8, 64), meta(64, 8), meta(8, 8), in_specs=SPECS).simulate(SLOW).critical_path
+    assert len(path) > 1
+    assert all(repr(event).count("Event(") == 1 for event in path)
+
+
 def test_pictures(tmp_path: Path) -> None:
     step = plan(sums, meta(8, 64), meta(64, 8), meta(8, 8), in_specs=SPECS).simulate(SLOW)
     step.to_perfetto(tmp_path / "step.json")
@@ -318,6 +324,7 @@ def test_scaling() -> None:
     assert strong.efficiency == (1.0, pytest.approx(alone[0] * 2 / (alone[1] * 8)))
     assert weak.efficiency == (1.0, pytest.approx(weak.seconds[0] / weak.seconds[1]))
     assert weak.steps[1].seconds == strong.steps[1].seconds  # 512 rows on each of 8 devices
+    assert sl.scaling(step, iter(meshes), SLOW, (meta(4096, 64), w)).seconds == strong.seconds
     head, columns, *rows = str(weak).splitlines()
     assert head == f"weak scaling of loss on {SLOW!r}: simulated, not measured"
     assert columns.split() == ["mesh", "devices", "seconds", "exposed", "efficiency", "peak", "memory"]

@@ -52,6 +52,9 @@ def named(crossing: Crossing, names: Sequence[str]) -> set[Var]:
     wrong = []
     for name in names:
         if not any(_fits(name, known) for known in every):
+            if name in WORDS:
+                wrong.append(f"{name!r} stands alone")
+                continue
             words = list(dict.fromkeys((*WORDS, *_short(sorted(every)))))
             near = difflib.get_close_matches(name.replace("*", "").lower(), words, _NEAR, 0.5)
             wrong.append(f"{name!r} is none" + (f"; near it are {', '.join(map(repr, near))}" if near else ""))

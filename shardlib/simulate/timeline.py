@@ -7,7 +7,7 @@ and end what waits for them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardlib.errors import ShardingError
 from shardlib.lines import Line
@@ -30,7 +30,7 @@ class Event:
     start: float
     end: float
     step: Step
-    after: Event | None = None
+    after: Event | None = field(default=None, repr=False)  # which has one, too, back to the first
 
     @property
     def seconds(self) -> float:
