@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh
+from shardlib.graph import Op
 from shardlib.meshes.axis import Axis
 from shardlib.program.check import ProgramError
 from shardlib.program.steps import Collective, Compute, Copy, Free, Program, Start, Step, Var, Wait, makes, reads
 from shardlib.program.sym import Sym
 from shardlib.program.verify import verify
+from shardlib.propagate import Propagated
 from shardlib.specs.layout import Layout, Pending
 
 pytestmark = pytest.mark.usefixtures("strict")
@@ -346,6 +349,31 @@ def test_every_axis_is_looked_at_from_both_ends(name: str) -> None:
     wrong = _collective(lambda c: c.axes[0].name == name, params=lambda c: {**c.params, "sizes": [2, 2]})
     with pytest.raises(ProgramError, match="a piece has the length 1, and it is told 2"):
         verify(wrong(program))
+
+
+@pytest.mark.parametrize(
+    ("kind", "factor", "axis", "message"),
+    [
+        ("embedding", "v", "data", r"embedding at .*test_verify.py:\d+: .*v are cut over one axis"),
+        ("mm", "n", "data", "m, n are cut over one axis"),
+        ("linalg_matrix_exp", "_2", "tensor", "_2 is cut, and has to be whole"),
+    ],
+)
+def test_what_a_rule_does_not_allow_is_not_lowered(kind: str, factor: str, axis: str, message: str) -> None:
+    def fn(x: Tensor, w: Tensor, table: Tensor, ids: Tensor) -> Any:
+        return x @ w, torch.nn.functional.embedding(ids, table), torch.linalg.matrix_exp(w @ x)
+
+    decided = Propagated.assignment
+
+    def wrong(self: Propagated, op: Op) -> Any:
+        return {**decided(self, op), (factor, 0): (Axis(axis, 2),)} if op.kind == kind else decided(self, op)
+
+    args = torch.ones(8, 6), torch.ones(6, 8), torch.ones(12, 4), torch.zeros(8, dtype=torch.int64)
+    step = sl.jit(fn, in_specs=("b@data _", "_ f@tensor", "_ _", "n@data"))
+    with Mesh(data=2, tensor=2):
+        step.plan(*args)
+        with mock.patch.object(Propagated, "assignment", wrong), pytest.raises(ProgramError, match=message):
+            sl.jit(fn, in_specs=("b@data _", "_ f@tensor", "_ _", "n@data")).plan(*args)
 
 
 def test_all_faults_are_told_at_once() -> None:

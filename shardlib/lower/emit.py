@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from shardlib import reshard
 from shardlib.graph import Op
+from shardlib.lines import place
 from shardlib.lower.arguments import put, substitute
 from shardlib.lower.builder import Builder
 from shardlib.lower.local import LocalForm
+from shardlib.meshes.axis import Axis
+from shardlib.program.check import refuse
 from shardlib.program.device import Device
 from shardlib.program.steps import Compute, Step, Var, reads
 from shardlib.program.sym import Sym, local_size, most, product
@@ -30,7 +33,9 @@ class Emitter:
     def op(
         self, op: Op, rule: Rule, assignment: Assignment, operands: Sequence[Var], outs: Sequence[Var | None]
     ) -> None:
-        """Write an op whose factors are cut as in `assignment`, with these results."""
+        """Write an op whose factors are cut as in `assignment`, with these results; raises `ProgramError` for what its
+        rule does not allow, which would be a fault of whoever decided it."""
+        refuse([f"{op.kind} at {place(op.line)}: {fault}" for fault in _forbidden(rule, assignment)])
         args, kwargs = substitute(op.node, operands)
         cut_labels = {x[0] for x, axes in assignment.items() if axes}
         for path, (k, names) in rule.ints.items() if cut_labels else ():
@@ -70,6 +75,19 @@ class Emitter:
 
     def label_size(self, op: Op, label: str, assignment: Assignment) -> Sym | int:
         return product([local_size(self.leaf_size(op, x), assignment.get(x, ())) for x in self.factors(op, [label])])
+
+
+def _forbidden(rule: Rule, assignment: Assignment) -> Iterator[str]:
+    """What a rule does not allow of the axes on its factors; of those that results lack, `pending` asks."""
+    axes: dict[str, list[Axis]] = {}
+    for (f, _), over in assignment.items():
+        axes.setdefault(f, []).extend(p for a in over for p in a.primes())
+    cut, tied = {f for f, over in axes.items() if over}, {**rule.rounds, **rule.follows}
+    yield from (f"{f} is cut, and has to be whole" for f in sorted(cut & rule.whole))
+    yield from (f"{f} is cut, and {tied[f]} is not" for f in sorted(cut & tied.keys()) if tied[f] not in cut)
+    alone = [p for f in cut - tied.keys() for p in axes[f]]
+    if len({*alone}) < len(alone):
+        yield f"{', '.join(sorted(cut))} are cut over one axis"
 
 
 def _counted(steps: Sequence[Step], target: Any, flops: float, work: Sym | None, device: Device) -> list[Step]:

@@ -28,9 +28,9 @@ def message_faults(mesh: Mesh, c: Collective) -> Iterator[str]:
         yield "goes from one memory to another, or should" if moves else "is of what is in the host's memory"
     elif any(mesh.axes.get(a.name) != a.of for a in c.axes) or len({*primes}) < len(primes):
         yield "goes over axes that are none of the mesh's, or over one twice"
-    elif c.source.layout is not None and c.out.layout is not None:
-        yield from _pending(c, c.source.layout, c.out.layout)
-        yield from _cut(c, c.source.layout, c.out.layout)
+    elif (source := _layout(c.source)) is not None and (out := _layout(c.out)) is not None:
+        yield from _pending(c, source, out)
+        yield from _cut(c, source, out)
 
 
 def call_faults(mesh: Mesh, step: Compute) -> Iterator[str]:
@@ -44,18 +44,27 @@ def call_faults(mesh: Mesh, step: Compute) -> Iterator[str]:
         may = takes(step)[i : i + 1]
         if x is not None and (v is None or not may or k not in may[0] or not _fits(v, x)):
             yield f"cannot write {v} over {x}"
-    layouts = [v.layout for v in step.operands if v.layout is not None]
+    layouts = [x for v in step.operands if (x := _layout(v)) is not None]
     if len(layouts) < len(step.operands):
-        return  # what only a local form knows
+        return
     owed = {p for x in layouts if x.pending for p in _primes(x.pending_axes)}
     for v in step.made:
-        left = {*_primes(v.layout.pending_axes)} if v.layout is not None and v.layout.pending else set[Axis]()
-        if v.layout is None or left == owed:
+        layout = _layout(v)
+        left = {*_primes(layout.pending_axes)} if layout is not None and layout.pending else set[Axis]()
+        if layout is None or left == owed:
             continue
         if not owed <= left:
             yield f"leaves {v} pending over {_named(left)}, and operands are over {_named(owed)}"
         elif fresh := left - owed - {*_primes(told), *(p for x in layouts for p in _primes(x.axes))}:
             yield f"leaves {v} pending over {_named(fresh)}, along which nothing differs"
+
+
+def _layout(v: Var) -> Layout | None:
+    """How a value is cut over the mesh. Nobody knows of what a local form makes, or the body of a shard_map, whose
+    values have the layout of one device; a program that was read does not say which these are."""
+    if v.layout is None or (v.value.manual if v.value is not None else v.layout.is_replicated):
+        return None
+    return v.layout
 
 
 def _fits(v: Var, x: Var) -> bool:
