@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from torch.nn.utils import rnn
 import shardlib as sl
 from shardlib import Mesh, ShardedTensor, ShardingError
 from shardlib.modules.forward import EagerWarning
-from tests.ranks import run_ranks
+from tests.ranks import only, run_ranks
 
 
 class Block(nn.Module):
@@ -671,6 +672,32 @@ def test_what_is_assigned_from_another_mesh_is_told_at_once() -> None:
     with pytest.raises(RuntimeError, match=r"(?s)weight lives on Mesh\(data=2\), and .*bias lives on .*full_tensor"):
         model.load_state_dict(other.state_dict(), assign=True)
     assert model.weight is weight
+
+
+def _assign(others: bool) -> tuple[str, list[str]]:
+    """On a rank: assign what all have, or what one has otherwise."""
+    torch.manual_seed(0)
+    with Mesh(data=2):
+        model = sl.parallelize(nn.Sequential(nn.Linear(6, 8)), strategy="fsdp")
+    weight, state, said = model[0].weight, {"0.weight": torch.ones(8, 6), "0.bias": torch.ones(8)}, ""
+    if others and dist.get_rank() == 1:
+        state["0.bias"][3] = 2
+    try:
+        model.load_state_dict(state, assign=True)
+    except sl.ShardingError as error:
+        said = str(error)
+        assert model[0].weight is weight
+    return said, [sl.typeof(p) for p in model.parameters()]
+
+
+@pytest.mark.ranks
+def test_ranks_assign_the_same() -> None:
+    types = ["f32[8@data, 6]", "f32[8@data]"]
+    assert only(run_ranks(_assign, 2, False)) == ("", types)
+    said, found = only(run_ranks(_assign, 2, True))
+    assert "load_state_dict(assign=True): the ranks have different values:\n  * 0.bias of shape [8]: rank 0" in said
+    assert "0.weight" not in said
+    assert found == types
 
 
 def hooked() -> tuple[nn.Sequential, nn.Sequential, Tensor]:

@@ -12,8 +12,9 @@ from typing import Any
 from torch import nn
 
 from shardlib.internals import LOAD_OWN
-from shardlib.placing import shard
+from shardlib.placing import shard, shard_known
 from shardlib.specs.spec import Spec
+from shardlib.tensors.agreed import same
 from shardlib.tensors.tensor import HOMES, REGATHER, ShardedTensor, marks
 
 _load = LOAD_OWN.value
@@ -26,31 +27,44 @@ def _placing(
     """Fill one module's own tensors; what cannot be placed is told with all else that is `wrong`."""
     before: dict[str, Any] = {name: p for name, p in self._parameters.items() if isinstance(p, ShardedTensor)}
     _load(self, state_dict, prefix, metadata, strict, missing, extra, wrong)
-    for name, old in before.items():
-        new: Any = self._parameters[name]
-        if new is None or new is old:
-            continue
-        if isinstance(new, ShardedTensor) and new.mesh != old.mesh:
-            self._parameters[name] = old
+    given: dict[str, Any] = {name: self._parameters[name] for name, p in before.items()}
+    given = {name: x for name, x in given.items() if x is not None and x is not before[name]}
+    for name, x in list(given.items()):
+        self._parameters[name] = before[name]  # until it is placed
+        if isinstance(x, ShardedTensor) and x.mesh != before[name].mesh:
             wrong.append(
-                f"{prefix}{name} lives on {old.mesh}, and what is assigned on {new.mesh}: "
+                f"{prefix}{name} lives on {before[name].mesh}, and what is assigned on {x.mesh}: "
                 "assign plain tensors, x.full_tensor()"
             )
-        else:
-            self._parameters[name] = _as(old, new)
+            del given[name]
+    plain = {name: x for name, x in given.items() if not isinstance(x, ShardedTensor)}
+    digests: dict[str, int] = {}
+    if plain:
+        layouts = [before[name].sharding for name in plain]
+        items = [(f"{prefix}{name}", x) for name, x in plain.items()]
+        found = same(before[next(iter(plain))].mesh, "load_state_dict(assign=True)", items, layouts, _REMEDY)
+        digests = dict(zip(plain, found, strict=False))
+    for name, x in given.items():
+        self._parameters[name] = _as(before[name], x, f"{prefix}{name}", digests.get(name))
 
 
-def _as(old: ShardedTensor, new: nn.Parameter) -> nn.Parameter:
-    """A parameter of the new one's values and dtype, where the old one lives."""
+def _as(old: ShardedTensor, new: nn.Parameter, name: str, digest: int | None) -> nn.Parameter:
+    """A parameter of the new one's values and dtype, where the old one lives; all ranks have it with that digest."""
     said = {k: x for k, x in marks(old).items() if k in (*HOMES, REGATHER)}
     is_there = isinstance(new, ShardedTensor) and new.sharding == old.sharding
     if is_there and said == {k: x for k, x in marks(new).items() if k in (*HOMES, REGATHER)}:
         return new  # the parameter of another module, which the two share
+    spec = Spec.exactly(old.sharding, old._form.names)
     with old.mesh:
-        value = shard(new.detach(), Spec.exactly(old.sharding, old._form.names))
+        if digest is None:
+            value = shard(new.detach(), spec)
+        else:
+            there = spec.resolve(new.shape, old.mesh, name=name)
+            value = shard_known(name, new.detach(), there, old.mesh, digest)
     placed = nn.Parameter(value, requires_grad=new.requires_grad)
     placed.__dict__.update(said)
     return placed
 
 
+_REMEDY = "load the same file on every rank"
 LOAD_OWN.value = _placing
