@@ -36,7 +36,6 @@ def faults(program: Program) -> Iterator[str]:
     if wrong := list(_nowhere(program)):
         yield from wrong
         return
-    yield from _named_alike(program)
     there = dict.fromkeys(program.given, "")  # "", or why it cannot be read any more
     flying: dict[Var, tuple[Var, ...]] = {}  # what is in flight -> all that began with it
     carried: dict[tuple[Var, ...], tuple[Var, ...]] = {}  # all that began together -> what the messages are of
@@ -67,7 +66,6 @@ def faults(program: Program) -> Iterator[str]:
             if v.host and not (isinstance(step, Start) and step.first.kind == "to_device"):
                 yield f"{said(step)} reads {v}, which is in the host's memory"
         if isinstance(step, Compute):
-            yield from (f"{said(step)} {fault}" for fault in call_faults(program.mesh, step))
             for over in step.overwritten.values() if step.over else ():
                 root = owner.get(over, over)
                 written.add(root)
@@ -133,7 +131,11 @@ def _nowhere(program: Program) -> Iterator[str]:
             yield f"{said(step)} writes over an operand that it has not"
 
 
-def _named_alike(program: Program) -> Iterator[str]:
+def told(program: Program) -> Iterator[str]:
+    """What no pass changes, and is looked at once: what calls say of their results; two values of one name."""
+    for step in () if any(_nowhere(program)) else program.steps:
+        if isinstance(step, Compute):
+            yield from (f"{said(step)} {fault}" for fault in call_faults(program.mesh, step))
     values = dict.fromkeys((*program.given, *(v for step in program.steps for v in makes(step))))
     yield from (f"%{name} is several values" for name, n in Counter(v.name for v in values).items() if n > 1)
 

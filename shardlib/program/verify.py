@@ -15,7 +15,7 @@ from typing import Any
 from shardlib.aten.traits import has, is_view
 from shardlib.internals import without_modes
 from shardlib.meshes.axis import Coords
-from shardlib.program.check import ProgramError, refuse, said
+from shardlib.program.check import ProgramError, refuse, said, told
 from shardlib.program.check import faults as order_faults
 from shardlib.program.device import REFUSALS, Device, Local
 from shardlib.program.steps import Collective, Compute, Copy, Program, Start, Step, Var, makes, reads, syms
@@ -25,7 +25,7 @@ STRICT = False  # whether what torch says of tensors without values is law: it i
 
 def verify(program: Program) -> Program:
     """The program, with the size of every value; raises `ProgramError`, with all faults, where it cannot run."""
-    faults = list(order_faults(program))
+    faults = [*order_faults(program), *told(program)]
     found = _Found()
     if not faults:
         with without_modes():  # which are to see what runs, and nothing of this
