@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
 
+from shardlib.aten.traits import is_view
 from shardlib.graph import Graph, Op, Value
 from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
@@ -46,6 +47,7 @@ def offered(graph: Graph, flood: Flood, mesh: Mesh, first: Decider, decider: Dec
     """`decider`, or a better one with offers among the wants of `flood`; `first` is what it was before units parted."""
     used = {want.axis.name for wants in flood.wants.values() for want in wants}
     weights, light = _weights(graph, decider)
+    mixing = dict.fromkeys([*weights, *(op for op in graph.ops if _is_plain(op) and flood.whole.get(op))])
     few = len(graph.ops) <= DEEP and not any(_has_choices(op) for op in graph.ops)
     for name in mesh.axis_names:
         if name not in used:
@@ -53,7 +55,7 @@ def offered(graph: Graph, flood: Flood, mesh: Mesh, first: Decider, decider: Dec
         wants, found, near = flood.wants, list[Way](), list[Way]()
         deep = few and name in decider.contested
         summed = _summed(weights, flood, mesh, decider, name)
-        moved = _beside(weights, flood, mesh, decider, name)
+        moved = _beside(mixing, flood, mesh, decider, name)
         idle = [*_candidates(weights, flood, mesh, decider, name), *moved, *summed]
         for leaf in dict.fromkeys([*idle, *(_eased(graph, flood, mesh, decider, name) if deep else ())]):
             mine = wants.get(leaf, [])
@@ -139,6 +141,11 @@ def _has_choices(op: Op) -> bool:
     return op.rule is not None and bool(op.rule.rounds or op.rule.lends)
 
 
+def _is_plain(op: Op) -> bool:
+    """Whether an op does something, in one way: what splits a tensor takes nothing together."""
+    return not (op.constant or op.transparent or op.manual or is_view(op.target) or _has_choices(op))
+
+
 def _is_heavy(op: Op) -> bool:
     elements = sum(v.nbytes // max(v.dtype.itemsize, 1) for v in (*op.operands, *op.results) if v is not None)
     return op.rule is not None and op.rule.flops > _HEAVY * elements
@@ -197,9 +204,9 @@ def _first(gain: Mapping[Leaf, float]) -> list[Leaf]:
     return sorted(gain, key=lambda leaf: (-gain[leaf], leaf))
 
 
-def _beside(weights: Mapping[Op, float], flood: Flood, mesh: Mesh, decider: Decider, name: str) -> list[Leaf]:
+def _beside(ops: Collection[Op], flood: Flood, mesh: Mesh, decider: Decider, name: str) -> list[Leaf]:
     """The dims beside what is sent, where that takes long enough to matter."""
-    gain = beside_moves(weights, flood, decider, mesh.axis(name).primes())
+    gain = beside_moves(ops, flood, decider, mesh.axis(name).primes())
     least = (1 - _WORTH) * sum(_whole(decider)) if gain else 0.0
     return [leaf for leaf in _first(gain)[:_BESIDE] if gain[leaf] >= least]
 
