@@ -68,13 +68,6 @@ def _solve_ex(call: Call) -> Rule:
     return pattern(text, flops=_cubic)(call)
 
 
-def _least_squares(call: Call) -> Rule | None:
-    """`(X, residuals, rank, singular values)`, of which the driver decides what there is."""
-    a, b = (m.shape for m in call.operands)
-    side, left = ("_", "1") if len(b) == len(a) - 1 else ("_ _", "_")
-    return _parts(f"... _ _, ... {side} -> ... {side}, ... {left}, ..., ... _")(call)
-
-
 # Tall matrices, cut in rows: small triangles meet, rows stay where they are.
 
 
@@ -129,6 +122,42 @@ def _of_triangles(local: Local) -> Any:
         return tuple(aten._linalg_svd.default(stack, *how, **named))
 
     return local.run(form, *local.args, **local.kwargs)
+
+
+def _least_squares(call: Call) -> Rule | None:
+    """`(X, residuals, rank, singular values)`, of which the driver decides what there is."""
+    a, b = (m.shape for m in call.operands)
+    side, left = ("", "1") if len(b) == len(a) - 1 else ("_", "_")
+    if a[-2] >= 2 * a[-1] > 0:
+        text = f"... r _, ... r {side} -> ... _ {side}, ... {left}, ..., ... _ | r:none r:local"
+        return _parts(text, local=_by_least_squares)(call)
+    return _parts(f"... _ _, ... _ {side} -> ... _ {side}, ... {left}, ..., ... _")(call)
+
+
+def _by_least_squares(local: Local) -> Any:
+    """The least squares of the pieces' triangles, with what is left of B in each piece as one row more, which no X
+    makes smaller. What counts as nothing, by the size of the whole, is said."""
+    a, b = local.call.operands
+    n, dtype = a.shape[-1], a.dtype
+    _, residuals, *_ = local.call.results
+    left = residuals is not None and residuals.shape != (0,)
+    total = sum(min(n, max(sizes)) + left for sizes in local.values(local.size("r"), "r"))
+    usual, single = torch.finfo(dtype).eps * max(a.shape[-2:]), len(b.shape) < len(a.shape)
+
+    def form(a: Tensor, b: Tensor, rcond: float | None, driver: str) -> tuple[Tensor, ...]:
+        b = b.unsqueeze(-1) if single else b
+        q, r = torch.linalg.qr(a)
+        c = q.mH @ b
+        piece = torch.cat([r, c], -1)
+        if left:
+            rest = torch.linalg.vector_norm(b - q @ c, dim=-2, keepdim=True).to(dtype)
+            piece = torch.cat([piece, torch.cat([rest.new_zeros([*rest.shape[:-1], n]), rest], -1)], -2)
+        stack = gathered(piece, "r", a.dim() - 2, total)
+        rows, columns = stack.narrow(-1, 0, n), stack.narrow(-1, n, b.shape[-1])
+        x, *others = lstsq(rows, columns, usual if rcond is None else rcond, driver)
+        return x.squeeze(-1) if single else x, *others
+
+    return local.run(form, *local.args)
 
 
 # For a determinant torch factorises the transpose of a matrix that lies in memory row by row, and its gradient decides

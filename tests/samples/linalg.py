@@ -98,6 +98,7 @@ def solvers() -> Iterator[Sample]:
         yield s("shardlib::lstsq", f(*batch, 4, 2), f(*batch, 4, 3), None, "gelsy")
         for driver in ("gels", "gelsd", "gelss"):
             yield s("shardlib::lstsq", f(*batch, 4, 2), f(*batch, 4), None, driver)
+            yield s("shardlib::lstsq", f(*batch, 7, 2), f(*batch, 7, 3), None, driver)
             yield s("shardlib::lstsq", f(*batch, 2, 4), f(*batch, 2, 5), None, driver)
     a, right = regular(3, 1, 2, 2), f(5, 2, 4)
     lu, pivots = torch.linalg.lu_factor(a)
