@@ -48,6 +48,13 @@ def check(fn, *args, tolerance=0.0):
 
 # --- passes -----------------------------------------------------------------------------------------------------------
 
+
+def _around(x):
+    y = torch.empty(x.shape[0] + 2, x.shape[1], dtype=x.dtype)
+    y[1:-1], y[0], y[-1] = x, x[-1], x[0]
+    return y
+
+
 SMALL = {
     "a mean that keeps its dims": (lambda x: (x.mean(0), x - x.mean(0, keepdim=True)), ["mean", "reshape", "sub"]),
     "sums of all": (lambda x: x / x.sum() + x.sum((0, 1)).sin(), ["sum", "div", "sin", "add"]),
@@ -60,6 +67,14 @@ SMALL = {
     "signs back and forth": (lambda x: -torch.cat([-x[:, 3:], x[:, :3]], 1).roll(1, 1), ["splice", "neg"]),
     "mirrored at the border": (lambda x: torch.cat([x[:, 1:3].flip(1), x], 1), ["splice"]),
     "turned round and back": (lambda x: x.roll(1, 1).flip(1)[:, 1:].flip(1), ["splice"]),
+    "a row that becomes a range": (lambda x: x[1].unsqueeze(0) + 1, ["slice", "add"]),
+    "a row that stands elsewhere": (lambda x: x[1].unsqueeze(1) + 1, ["select", "unsqueeze", "add"]),
+    "written all over": (lambda x: torch.zeros_like(x).slice_scatter(x, 1, 0, 6) + 1, ["add"]),
+    "cells around, written": (lambda x: _around(x)[2:], ["splice"]),
+    "written in its place": (
+        lambda x: x.select_scatter(x[0] * 2, 0, 1).select_scatter(x[1] * 3, 0, 2),
+        ["select", "mul", "unsqueeze", "slice_scatter", "select", "mul", "unsqueeze", "slice_scatter"],
+    ),
     "along two dims": (lambda x: F.pad(x, (1, 0))[:-1], ["constant_pad_nd", "slice"]),
     "less than half": (lambda x: torch.cat([x[:, :1], x[:, 5:]], 1), ["slice", "slice", "cat"]),
     "slices of slices": (lambda x: x[:, 1:][:, 1:] + 1, ["slice", "slice", "add"]),

@@ -33,7 +33,7 @@ from shardlib.normalise.passes import (
 )
 from shardlib.normalise.ranges import know_counts
 from shardlib.normalise.scans import scan_from_behind
-from shardlib.normalise.slices import join_slices
+from shardlib.normalise.slices import join_slices, range_of_one
 from shardlib.normalise.splices import join_moves
 from shardlib.normalise.stacks import look_up_at_once
 from shardlib.normalise.totals import know_sums_of_scores
@@ -65,6 +65,7 @@ PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
     look_up_at_once,
     drop_dead,
     scan_from_behind,
+    range_of_one,
     join_moves,
     merge_repeated,
     free_likes,  # when no node goes any more but those that nobody reads

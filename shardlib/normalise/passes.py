@@ -27,7 +27,7 @@ def drop_identities(gm: fx.GraphModule) -> None:
     for node in gm.graph.nodes:
         if not _returns_operand(node) or not _same_as_operand(node):
             continue
-        source = node.args[0]
+        source = _shown(node)
         if node in returned:
             owner = _owner(source)
             if owner in returned or owner.op != "call_function":
@@ -223,7 +223,9 @@ def _is_one(node: fx.Node) -> bool:
 
 
 _IDENTITIES: dict[Any, Callable[[fx.Node], bool]] = {
-    **dict.fromkeys((aten.expand.default, aten.slice.Tensor, aten.reshape.default), lambda node: True),
+    **dict.fromkeys(
+        (aten.expand.default, aten.slice.Tensor, aten.slice_scatter.default, aten.reshape.default), lambda node: True
+    ),
     **dict.fromkeys((aten.mul.Scalar, aten.mul.Tensor, aten.div.Scalar, aten.div.Tensor), _is_one),
     aten.pow.Tensor_Scalar: _is_one,  # from the gradient of x ** 2
 }
@@ -235,8 +237,13 @@ def _returns_operand(node: fx.Node) -> bool:
     return has(node.target, "renames") or has(node.target, "copies") or (test is not None and test(node))
 
 
+def _shown(node: fx.Node) -> Any:
+    """The operand that a node returns, if it returns one: of a write into another tensor, what is written."""
+    return node.args[node.target is aten.slice_scatter.default]
+
+
 def _same_as_operand(node: fx.Node) -> bool:
-    source = node.args[0]
+    source = _shown(node)
     if not isinstance(source, fx.Node):
         return False
     old, new = source.meta["val"], node.meta["val"]

@@ -4,6 +4,7 @@ are put side by side instead, so that a sum over devices is taken once, of what 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -28,6 +29,40 @@ class _Slices:
         if (self.dim, a.shape, a.dtype) != (other.dim, b.shape, b.dtype):
             return False
         return all(x == y or x[1] <= y[0] or y[1] <= x[0] for x in self.parts for y in other.parts)
+
+
+def range_of_one(gm: fx.GraphModule) -> None:
+    """A single element of a dim that is taken, or written, is a range of one where the dim stays: one move may follow
+    another then."""
+    for node in gm.graph.nodes:
+        if node.target is aten.select_scatter.default and type(argument(node, "index")) is int:
+            x, row = node.args[:2]
+            dim = argument(node, "dim") % x.meta["val"].dim()
+            with gm.graph.inserting_before(node):
+                row = call(gm, node, *(_taken(row, dim) or (aten.unsqueeze.default, row, dim)))
+            node.target, node.args = aten.slice_scatter.default, (x, row, dim, *_one(node, x))
+        elif node.target is aten.unsqueeze.default:
+            dim = argument(node, "dim") % node.meta["val"].dim()
+            if (taken := _taken(node.args[0], dim)) is not None:
+                node.target, node.args = taken[0], taken[1:]
+
+
+def _taken(row: fx.Node, dim: int) -> tuple[Any, ...] | None:
+    """The call that takes a row as a range along `dim`, if it is one of that dim."""
+    if row.target is not aten.select.int or type(argument(row, "index")) is not int:
+        return None
+    source = row.args[0]
+    assert isinstance(source, fx.Node)
+    return (aten.slice.Tensor, source, dim, *_one(row, source)) if _dim(row, source) == dim else None
+
+
+def _one(node: fx.Node, source: fx.Node) -> tuple[int, int]:
+    at = argument(node, "index") % source.meta["val"].shape[_dim(node, source)]
+    return at, at + 1
+
+
+def _dim(node: fx.Node, source: fx.Node) -> int:
+    return int(argument(node, "dim") % source.meta["val"].dim())
 
 
 def join_slices(gm: fx.GraphModule) -> None:

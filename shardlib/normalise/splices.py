@@ -3,6 +3,7 @@ from where it was: each of them alone would move what the next one moves back.""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -60,6 +61,8 @@ def join_moves(gm: fx.GraphModule) -> None:
         flat = _Splice(form.dim, tuple(_joined(_flat(forms, inner, form))))
         if flat == form or len(flat.ranges) > _MOST:
             continue
+        if node.target is aten.slice_scatter.default and not _moves(flat, node.meta["val"].shape):
+            continue
         forms[node] = flat
         if _takes_half(flat, node.meta["val"].shape[flat.dim]):
             slices = all(x.target is node.target is aten.slice.Tensor for x in node.all_input_nodes)
@@ -68,6 +71,7 @@ def join_moves(gm: fx.GraphModule) -> None:
 
 
 _MOST = 64  # ranges of one splice
+_NEAR = 8  # times smaller than a size is what it may differ from one that is nearly the same
 
 
 def _continues(form: _Splice, node: fx.Node, then: _Splice | None, user: fx.Node) -> bool:
@@ -76,14 +80,23 @@ def _continues(form: _Splice, node: fx.Node, then: _Splice | None, user: fx.Node
 
 
 def _takes_half(form: _Splice, size: int) -> bool:
-    """Whether it reads at least half of each source that has another size than it makes, and so may be cut where it is
-    not: of less, a slice alone may be the best that can be sent."""
+    """Whether it reads at least half of each source that has quite another size than it makes, and so may be cut where
+    it is not: of less, a slice alone may be the best that can be sent."""
     taken: Counter[fx.Node] = Counter()
     for r in form.ranges:
         if r.source is not None:
             taken[r.source] += r.stop - r.start
     sizes = {x: x.meta["val"].shape[form.dim] for x in taken}
-    return all(2 * n >= sizes[x] or sizes[x] == size for x, n in taken.items())
+    return all(2 * n >= sizes[x] or abs(sizes[x] - size) * _NEAR <= size for x, n in taken.items())
+
+
+def _moves(form: _Splice, shape: torch.Size) -> bool:
+    """Whether writes move most of a tensor elsewhere. Where one stays in its place, it may be written to there; and
+    what is written part by part need not wait for the last."""
+    at = itertools.accumulate((r.stop - r.start for r in form.ranges), initial=0)
+    kept = [r.source for begin, r in zip(at, form.ranges, strict=False) if r.start == begin and not r.mirrored]
+    most = max((r.stop - r.start for r in form.ranges if r.source is not None), default=0)
+    return 2 * most > shape[form.dim] and all(x is None or x.meta["val"].shape != shape for x in kept)
 
 
 def _flat(forms: dict[fx.Node, _Splice], inner: set[fx.Node], form: _Splice) -> Iterator[_Range]:
@@ -179,6 +192,25 @@ def _slice(node: fx.Node) -> _Splice | None:
     return _Splice(dim % len(shape), (_Range(source, start, max(start, stop)),)) if step == 1 else None
 
 
+_EMPTY = {aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default}
+
+
+def _slice_scatter(node: fx.Node) -> _Splice | None:
+    """What is written, between what is kept of the other tensor."""
+    (x, source, *_), shape, dim = node.args, node.meta["val"].shape, argument(node, "dim")
+    assert isinstance(x, fx.Node)
+    assert isinstance(source, fx.Node)
+    start, stop, step = slice(*(argument(node, name) for name in ("start", "end", "step"))).indices(shape[dim])
+    if step != 1 or source.meta["val"].dtype != node.meta["val"].dtype:
+        return None
+    written = _Range(source, 0, stop - start)
+    fill = 0 if x.target in _EMPTY else _filling(x)  # what nobody has written to may be zeros
+    if fill is not None:
+        return _Splice(dim % len(shape), _padded(written, start, shape[dim] - stop, fill))
+    ranges = _Range(x, 0, start), written, _Range(x, stop, shape[dim])
+    return _Splice(dim % len(shape), tuple(r for r in ranges if r.stop > r.start))
+
+
 def _slice_backward(node: fx.Node) -> _Splice | None:
     (grad, *_), shape, dim = node.args, node.meta["val"].shape, argument(node, "dim")
     assert isinstance(grad, fx.Node)
@@ -239,6 +271,7 @@ def _spliced(node: fx.Node) -> _Splice | None:
 _FORMS: Mapping[Any, Callable[[fx.Node], _Splice | None]] = {
     aten.cat.default: _cat,
     aten.slice.Tensor: _slice,
+    aten.slice_scatter.default: _slice_scatter,
     aten.slice_backward.default: _slice_backward,
     aten.constant_pad_nd.default: _pad,
     aten.roll.default: _roll,
