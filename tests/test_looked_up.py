@@ -193,3 +193,56 @@ def test_results_that_nobody_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     args = torch.linspace(-1, 1, V * D, dtype=torch.float64).reshape(V, D), torch.arange(L) * (V // L)
     with Mesh(x=2):
         torch.testing.assert_close(sl.jit(program, in_specs=("v@x d", "l"))(*args).full_tensor(), program(*args))
+
+
+def _ends(u: Tensor) -> Tensor:
+    """Of second order at either end, by rows of the device that has it."""
+    low, high = 2 * u[1:2] - u[2:3] / 3, u[-1:].exp() + u[-2:-1].flip(1)
+    return torch.cat([low, u[2:] - u[:-2], high])
+
+
+def _written_ends(u: Tensor) -> Tensor:
+    """With what is no zero of zeros on the way, in views."""
+    v, first, second = u.square(), u[0], u[1]
+    v[0], v[-1] = (second + 1).cos() / first, u[-1][:, None].cos()[:, 0]
+    return v
+
+
+def _of_both_ends(u: Tensor) -> Tensor:
+    """Nobody has all that is in it."""
+    return torch.cat([(u[:1] * u[-1:]).cos(), u[1:]])
+
+
+def _at_another(u: Tensor) -> Tensor:
+    """Made where it is not put."""
+    return torch.cat([u[-1:].cos() + u[-2:-1], u.sin()])
+
+
+def _also_returned(u: Tensor) -> Any:
+    low = u[1:2] - u[:1]
+    return torch.cat([low, u[1:]]), low
+
+
+# Sums over devices, of rows that somebody else needs; None where something else may be cheaper.
+ENDS: dict[str, tuple[Callable[[Tensor], Any], int | None]] = {
+    "ends": (_ends, 0),
+    "gradient of ends": (sl.grad(lambda u: _ends(u).sin().sum()), 0),
+    "written ends": (_written_ends, 0),
+    "gradient of written ends": (sl.grad(lambda u: _written_ends(u).sin().sum()), None),
+    "of both ends": (_of_both_ends, 2),
+    "at another": (_at_another, None),
+    "also returned": (_also_returned, 1),
+}
+
+
+@pytest.mark.parametrize(("spec", "size"), [("n@(x y) w", 61), ("n@x w@y", 64)])
+@pytest.mark.parametrize("name", ENDS)
+def test_single_rows_stay_with_who_has_them(name: str, size: int, spec: str) -> None:
+    program, sums = ENDS[name]
+    u = torch.rand(size, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 1
+    with Mesh(x=4, y=2):
+        step = sl.jit(program, in_specs=spec)
+        found, plan = step(u), step.plan(u)
+    for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (found, program(u))), strict=True):
+        torch.testing.assert_close(a.full_tensor(), b)
+    assert sums is None or sum(c.kind == "all_reduce" for c in plan.collectives) == sums

@@ -7,11 +7,15 @@ The device that holds a row has it, the others have zeros. Nobody adds up as lon
   the way may be anything where a row is another device's.
 
     gather(logits, ids) -> where(s < 0, s * p, s / p) -> scatter(logits, ids)
+
+A single row (`u[0]`, at a boundary) is such a row, too: where what is made of it is put in its place among rows of the
+device that has it (`cat([2 * u[1:2] - u[2:3], ...])`), nobody else hears of it.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -25,9 +29,11 @@ from shardlib.graph import Op, Value, viewed
 from shardlib.internals import pytree, without_modes
 from shardlib.lower.branching import MOST, Branching, fitting, linear, readers, returned
 from shardlib.lower.placement import SETTLED, Owed, Placement
+from shardlib.meshes.axis import Axis
 from shardlib.propagate.flood import Assignment
-from shardlib.rules.rule import OWNED, Meta
+from shardlib.rules.rule import OWNED, Held, Meta
 from shardlib.rules.space import arg, axis
+from shardlib.specs.pieces import spans
 
 
 class Passed(NamedTuple):
@@ -45,6 +51,13 @@ class _Joined(NamedTuple):
     parts: tuple[tuple[int, Any], ...]
 
 
+class _Holder(NamedTuple):
+    """The device that has a single row: its place along the axes that cut what the row is of."""
+
+    axes: tuple[Axis, ...]
+    place: int
+
+
 @dataclass
 class _Region:
     """What is made of looked-up rows: `rows` says of values that lie as these were looked up which they are; what is
@@ -56,6 +69,11 @@ class _Region:
     own: set[Value] = field(default_factory=set)
     passed: dict[Op, Passed] = field(default_factory=dict)
     ends: dict[Value, Placement] = field(default_factory=dict)
+
+    def rows_of(self, value: Value) -> Any:
+        """Which rows a value is; who holds a single one holds its views."""
+        root = self.rows.get(viewed(value))
+        return root if isinstance(root, _Holder) else self.rows.get(value)
 
 
 class LookedUp:
@@ -69,15 +87,15 @@ class LookedUp:
     def made(self, op: Op, *, carried: bool) -> None:
         """Note what an op has looked up, or put side by side (`carried` sums), if that is a sum over those who hold the
         rows."""
-        looks = None if op.rule is None else op.rule.looks
         sources = {*op.operands} if self._joins(op) else set[Value]()
-        if not sources and (looks is None or looks.values is not None or carried):
+        found = _joined(op, [self._waiting[x] for x in op.operands]) if sources else None
+        if not sources and (carried or (found := self._found(op)) is None):
             return
         (top, *_) = op.results
         assert top is not None
         form = self.values.owing(top)
         if form is not None and form[1].kind == "sum" and top.dtype.is_floating_point:
-            self._waiting[top] = _joined(op, [self._waiting[x] for x in op.operands]) if sources else self._rows(op)
+            self._waiting[top] = found
         for source in sources:
             del self._waiting[source]
 
@@ -104,9 +122,10 @@ class LookedUp:
             max(self.values.price(op.operands[i], branching.decided(op, i)) for op, i in readers(root))
             for root in region.roots
         )
+        made = region.forms.keys() - region.roots.keys()
         for op, way in region.passed.items():
             for i in () if way.owed else way.forms:  # it writes there, and would have to be given what it writes
-                now += self._given(op, i) if op.operands[i] not in region.roots else 0.0
+                now += self._given(op, i) if viewed(op.operands[i]) in made else 0.0
         ends = 0.0
         for value, form in region.ends.items():
             wants = [branching.decided(op, i) for op, i in readers(value) if op.operands[i] is value]
@@ -118,17 +137,22 @@ class LookedUp:
     def _given(self, op: Op, i: int) -> float:
         """Seconds to give an op what another one has made, both as they were to be cut."""
         value, branching = op.operands[i], self.branching
-        assert value.op is not None
-        cut, owed = self.values.forms.result_form(value.op, value.index, branching.p.assignment(value.op), SETTLED)
-        return branching.seconds(value, (cut, owed), branching.decided(op, i))
+        want, maker = branching.decided(op, i), value.op
+        while maker is not None and maker.transparent:
+            _, want = self.values.through(maker, want)
+            (value,) = maker.operands
+            maker = value.op
+        assert maker is not None
+        cut, owed = self.values.forms.result_form(maker, value.index, branching.p.assignment(maker), SETTLED)
+        return branching.seconds(value, (cut, owed), want)
 
     def _region(self, root: Value) -> _Region | None:
         """All that is made of it; None where somebody needs more than that."""
         region, todo, known = _Region(), list[tuple[int, Op]](), set[Op]()
 
         def begin(root: Value) -> bool:
-            form = self.values.owing(root)
-            assert form is not None
+            if (form := self.values.owing(root)) is None:  # somebody has added up already
+                return False
             region.roots[root] = region.forms[root] = form
             region.rows[root] = self._waiting[root]
             return follow(root)
@@ -166,8 +190,8 @@ class LookedUp:
                 continue
             own = way.owed.kind == OWNED
             form = self.values.forms.result_form(op, k, way.assignment, SETTLED if own else way.owed)
-            rows = _common(region.rows.get(op.operands[i]) for i in way.forms)
-            part = _part(op, rows)
+            rows = _common(region.rows_of(op.operands[i]) for i in way.forms)
+            part = rows if isinstance(rows, _Holder) else _part(op, rows)
             aligned = rows is not None and _is_pointwise(op) and all(op.operands[i].shape == r.shape for i in way.forms)
             if aligned or has(op.target, "plumbing") or (_is_pointwise(op) and len(way.forms) == 1):
                 region.forms[r] = (form[0], way.owed) if own else form
@@ -180,13 +204,18 @@ class LookedUp:
 
     def _way(self, op: Op, region: _Region) -> Passed | None:
         """How an op runs on rows; None where it cannot."""
-        if op.rule is None or op.manual or op.constrains or op.owns is not None or op in self.passed:
+        if op.rule is None or op.manual or op.constrains or op.owns is not None:
             return None
         on = [i for i, x in enumerate(op.operands) if viewed(x) in region.forms]
         forms = {i: form for i in on if (form := self.branching.form(op.operands[i], region.forms)) is not None}
         if len(forms) < len(on) or len({form[1].axes for form in forms.values()}) != 1:
             return None
-        rows = _common(region.rows.get(op.operands[i]) for i in on)
+        if self._puts_there(op, forms, region):
+            earlier = self.passed[op].forms if op in self.passed else {}
+            return Passed(self.branching.p.assignment(op), {**earlier, **forms}, SETTLED)
+        if op in self.passed:
+            return None
+        rows = _common(region.rows_of(op.operands[i]) for i in on)
         if self._writes_there(op, forms, rows):
             return Passed(self.branching.p.assignment(op), forms, SETTLED)
         assignment = fitting(self.values, op, {i: cut for i, (cut, _) in forms.items()})
@@ -201,7 +230,8 @@ class LookedUp:
             zeros = len(on) == len(op.operands) and (aligned or len(on) == 1) and _is_pointwise(op)
             if linear(op, on) or (zeros and _keeps_zeros(op)):
                 return Passed(assignment, forms, Owed(axes))
-        stays = (aligned and _is_pointwise(op)) or _part(op, rows) is not None
+        held = isinstance(rows, _Holder) and has(op.target, "plumbing")
+        stays = (aligned and _is_pointwise(op)) or held or _part(op, rows) is not None
         return Passed(assignment, forms, Owed(axes, OWNED)) if stays else None
 
     def _writes_there(self, op: Op, forms: Mapping[int, Placement], rows: Any) -> bool:
@@ -211,6 +241,34 @@ class LookedUp:
             return False
         (i,) = forms
         return self._rows(op) == rows and self.branching.decided(op, i) == forms[i][0]
+
+    def _puts_there(self, op: Op, forms: Mapping[int, Placement], region: _Region) -> bool:
+        """Whether an op puts single rows among those of the devices that hold them."""
+        found = {} if op.rule is None else {held.value: held for held in op.rule.held}
+        return all(
+            i in found
+            and (holder := self._holder(op, found[i])) is not None
+            and holder == region.rows_of(op.operands[i])
+            and self.branching.decided(op, i) == form[0]
+            for i, form in forms.items()
+        )
+
+    def _found(self, op: Op) -> Any:
+        """Which rows an op looks up; None where it looks up none."""
+        if op.rule is None:
+            return None
+        if op.rule.looks is not None and op.rule.looks.values is None:
+            return self._rows(op)
+        return next((self._holder(op, held) for held in op.rule.held if held.value is None), None)
+
+    def _holder(self, op: Op, held: Held) -> _Holder | None:
+        """Who has a block."""
+        axes = Axis.merge(self.branching.p.assignment(op).get((held.factor, 0), ()))
+        if not axes:
+            return None
+        first, *rest = map(self.flood.dims.size, self.flood.labels[op][held.factor])
+        ends = itertools.accumulate(spans(first, axes))
+        return _Holder(tuple(axes), next(i for i, end in enumerate(ends) if held.block // math.prod(rest) < end))
 
     def _rows(self, op: Op) -> Any:
         """Which rows an op reads or writes: what counts them, how they are cut, and where they lie in its values."""
@@ -233,10 +291,12 @@ def _is_pointwise(op: Op) -> bool:
     return pointwise and not has(op.target, "refuses values")
 
 
-def _joined(op: Op, rows: Sequence[Any]) -> _Joined | None:
-    """Which rows an op puts side by side; None where that is not known."""
+def _joined(op: Op, rows: Sequence[Any]) -> Any:
+    """Which rows an op puts side by side, or who holds all of them; None where that is not known."""
     if op.target not in (STACK, CAT) or None in rows:
         return None
+    if isinstance(rows[0], _Holder):
+        return _common(rows)
     (made,) = op.call.results
     assert made is not None
     dim = axis(arg(op.call, 1, "dim", 0), len(made.shape))

@@ -233,7 +233,10 @@ class Values:
 
     def as_looked_up(self, value: Value, form: Placement) -> Var:
         """The variable of rows that are here only, as it is."""
-        return self.own[value][form] if form[1].kind == OWNED else self.native(value, *form)
+        if form[1].kind != OWNED:
+            return self.native(value, *form)
+        self._seen(value)
+        return self.own[value][form]
 
     def scatter(self, value: Value, want: Cut) -> None:
         """From now on a pending sum is there in cut `want`, over more of the axes that it owes; it owes the others."""
@@ -279,26 +282,25 @@ class Values:
         """The rows of own groups, in cut `want`."""
         form = self.owned(value)
         assert form is not None
-        self._seen(value, form)
+        self._seen(value)
         if (known := self.own[value].get((want, form[1]))) is not None:
             return known
         hops = reshard.route(self.flood.sizes(value), value.dtype.itemsize, form[0], want, prices=self.prices)
         return self._move(value, form, hops, forms=self.own)
 
-    def _seen(self, value: Value, form: Placement) -> None:
-        """Make rows of own groups as a view has them."""
-        if self.own[value]:
-            return
-        assert value.op is not None
-        source = value.op.operands[0]
-        before = self.owned(source)
-        assert before is not None
-        self._seen(source, before)
-        assignment = self.pulled(value.op, before[0])
-        assert assignment is not None
-        assert value.op.rule is not None
-        var = self.own[value][form] = self.var(value, form)
-        self.emitter.op(value.op, value.op.rule, assignment, [self.own[source][before]], [var])
+    def _seen(self, value: Value) -> Placement:
+        """A form of rows of own groups, or of rows that are here only; made, if a view has it."""
+        if not self.own[value]:
+            op = value.op
+            assert op is not None
+            assert op.rule is not None
+            before = self._seen(source := op.operands[0])
+            assignment = self.pulled(op, before[0])
+            assert assignment is not None
+            form = self.forms.result_form(op, 0, assignment, before[1])
+            var = self.own[value][form] = self.var(value, form)
+            self.emitter.op(op, op.rule, assignment, [self.own[source][before]], [var])
+        return next(iter(self.own[value]))
 
     def settle(self, value: Value) -> None:
         """Make a pending sum of a value of which there are only rows of own groups: the others are 0."""

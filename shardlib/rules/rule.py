@@ -99,6 +99,15 @@ class Looks(NamedTuple):
     values: int | None = None
 
 
+class Held(NamedTuple):
+    """One of the blocks of a dim, `block` of `factor`, which a single device has where that is cut: the op returns it,
+    or takes operand `value` for it, of which then nobody else reads anything."""
+
+    factor: str
+    block: int
+    value: int | None = None
+
+
 @dataclass(frozen=True)
 class Rule:
     """How one call shards.
@@ -129,6 +138,7 @@ class Rule:
     * `ones`: the names of dims of size 1, which have no factor, for a local form that speaks of them.
     * `groups`: the ragged dim of a grouped product.
     * `looks`: which rows of a table the op reads or writes.
+    * `held`: which single blocks of a dim it reads or writes.
     * `flops`: floating-point operations of the whole call.
     * `transparent`: the result is a re-indexing of operand 0 without arithmetic or choice (view, transpose, expand).
     """
@@ -152,6 +162,7 @@ class Rule:
     ones: frozenset[str] = frozenset()
     groups: Groups | None = None
     looks: Looks | None = None
+    held: tuple[Held, ...] = ()
     flops: int = 0
     transparent: bool = False
 

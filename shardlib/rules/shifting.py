@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardlib.internals import schema_of
 from shardlib.rules.halo import Range, extent, fetch, fetch_all, length, reframe
-from shardlib.rules.rule import Call, Local, Path, Reads, Rule
+from shardlib.rules.rule import Call, Held, Local, Path, Reads, Rule
 from shardlib.rules.shards import adds_up, held, nothing
 from shardlib.rules.space import Dim, Ints, Space, arg, axis, path, result_shape, shape_ints
 from shardlib.rules.window import Window
@@ -156,7 +156,7 @@ def ranged(call: Call) -> Rule:
 
     if first == 1 and not shift.outer[1] and not adds_up(call.operands[0].dtype):
         space.whole |= {*shift.outer[0]}  # one block is a sum of what devices have of it
-    return shift_rule(
+    found = shift_rule(
         space,
         [whole, part] if scatters else [part] if zeros else [whole],
         part if first == 1 else whole,
@@ -166,6 +166,9 @@ def ranged(call: Call) -> Rule:
         ints=ints,
         linear=[range(len(call.operands))],
     )
+    value = None if first == 1 else len(call.operands) - 1
+    single = () if shift.outer[1] else shift.outer[0]
+    return replace(found, held=tuple(Held(f, -shift.window.padding, value) for f in single))
 
 
 def _range(call: Call, size: int, first: int, *, one: bool) -> tuple[int, int, int]:

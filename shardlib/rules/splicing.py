@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardlib.rules.halo import Range, extent, fetch_all, length, overlap, padded
-from shardlib.rules.rule import Call, Local, Path, Reads, Rule
+from shardlib.rules.rule import Call, Held, Local, Path, Reads, Rule
 from shardlib.rules.shards import cut, held, positional
 from shardlib.rules.shifting import exposed, granularity, joined
 from shardlib.rules.space import Dim, Space, arg, axis, path, result_dtype, result_shape
@@ -79,6 +80,20 @@ class Spliced:
                 if name != self.out and self.out and (name[0] not in found or found[name[0]].elements < count):
                     found[name[0]] = Reads(self.out[0], 1, at, at, count)
         return found
+
+    @property
+    def held(self) -> list[Held]:
+        """The operands that are one block of the result."""
+        of = Counter(part.source for part in self.parts)
+        return [
+            Held(self.out[0], begin // self.block, part.source)
+            for part, begin in zip(self.parts, self._begins, strict=True)
+            if part.source is not None
+            and self.outer[part.source] == ()
+            and of[part.source] == 1
+            and self.block
+            and self.out
+        ]
 
     @property
     def _begins(self) -> list[int]:
@@ -162,7 +177,7 @@ def _spliced(
 
     follows = {i: o for s in splices.values() for i, o in s.follows.items() if i not in space.whole}
     led = {*follows, *(f for s in splices.values() for f in s.out)}
-    return space.rule(
+    found = space.rule(
         [labels(i) if i in there else space.dims(m.shape, whole=[0]) for i, m in enumerate(call.operands)],
         [labels(None)],
         reduce=dict.fromkeys(follows, "none"),
@@ -178,6 +193,7 @@ def _spliced(
         follows=follows,
         reads={k: v for s in splices.values() for k, v in s.reads.items()},
     )
+    return replace(found, held=tuple(held for s in splices.values() for held in s.held))
 
 
 def cat(call: Call) -> Rule:
