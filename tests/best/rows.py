@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.best import (
     Row,
     borders,
+    boundaries,
     chains,
     constants,
     contrasts,
@@ -35,6 +36,7 @@ ROWS: list[Row] = [
     *recommenders.ROWS,
     *moves.ROWS,
     *borders.ROWS,
+    *boundaries.ROWS,
     *chains.ROWS,
     *transforms.ROWS,
     *matrices.ROWS,
