@@ -158,7 +158,8 @@ def _holdings(old: Seen, new: Seen) -> Iterator[tuple[str, Change]]:
             whole.add(at)
             yield name + where, Change(f" is another one now ({now})", _ANOTHER)
         else:
-            yield name + where, Change(f": {was} -> {now}", _SETTING if "param_groups" in at else _NUMBER)
+            remedy = _SETTING if "param_groups" in at else _RECORD if now.startswith("a list of ") else _NUMBER
+            yield name + where, Change(f": {was} -> {now}", remedy)
 
 
 def _read_at(known: Sequence[Any], at: tuple[Any, ...]) -> str:
@@ -195,6 +196,10 @@ _LEAF = "pad to a few shapes; keep a number out of Python's decisions, so that i
 _NUMPY = "numpy's "
 _PLAIN = "pass float(x) or int(x): a number of Python's is an input, one of numpy's a constant"
 _NUMBER = "pass what changes as an argument, where a number is an input, or hold it as a tensor: torch.tensor(x)"
+_RECORD = (
+    "keep a record that grows in a variable of the loop, or in an object of its own: where it is beside what the "
+    "function reads, and other methods read it, the function may do so, too"
+)
 _SETTING = (
     "hold what a scheduler changes as a tensor, which it fills (lr=torch.tensor(0.1), foreach=False); or call "
     "opt.step() behind the jitted function, which then returns the loss"

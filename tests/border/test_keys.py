@@ -535,3 +535,31 @@ def test_a_partial_that_is_called_is_the_same() -> None:
         for _ in range(2):
             step(torch.ones(4, 4))
     assert step.retraces == []
+
+
+class Training:
+    """As many write one: what is recorded is read by a method that the step does not call."""
+
+    def __init__(self) -> None:
+        self.weight, self.losses = torch.ones(4), []
+        self.run = sl.jit(self.step)
+
+    def step(self, x: Tensor) -> Tensor:
+        return (x * self.weight).sum()
+
+    def fit(self, x: Tensor, record: list[float]) -> None:
+        for _ in range(10):
+            record.append(float(self.run(x)))
+
+    def mean(self) -> float:
+        return sum(self.losses) / len(self.losses)
+
+
+def test_a_record_that_may_be_read_is_told_with_the_remedy() -> None:
+    with Mesh(data=2):
+        run = Training()
+        with pytest.warns(match=r"self\.losses: a list of 7 -> a list of 8.*\n.*Remedy: keep a record that grows"):
+            run.fit(torch.ones(4, 4), run.losses)
+        run = Training()
+        run.fit(torch.ones(4, 4), [])
+        assert run.run.retraces == []
