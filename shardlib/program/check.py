@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from shardlib.program.layouts import call_faults, message_faults
+from shardlib.program.layouts import message_faults
 from shardlib.program.steps import Collective, Compute, Copy, Free, Program, Start, Step, Var, Wait, makes, reads
 from shardlib.program.storage import handed_on, owners
 
@@ -129,15 +129,6 @@ def _nowhere(program: Program) -> Iterator[str]:
         operands = [x if isinstance(x, Var) else None for x in step.args]
         if any(k is not None and (k >= len(operands) or operands[k] is None) for k in step.over):
             yield f"{said(step)} writes over an operand that it has not"
-
-
-def told(program: Program) -> Iterator[str]:
-    """What no pass changes, and is looked at once: what calls say of their results; two values of one name."""
-    for step in () if any(_nowhere(program)) else program.steps:
-        if isinstance(step, Compute):
-            yield from (f"{said(step)} {fault}" for fault in call_faults(program.mesh, step))
-    values = dict.fromkeys((*program.given, *(v for step in program.steps for v in makes(step))))
-    yield from (f"%{name} is several values" for name, n in Counter(v.name for v in values).items() if n > 1)
 
 
 def _form(v: Var) -> tuple[object, ...]:

@@ -37,12 +37,14 @@ def call_faults(mesh: Mesh, step: Compute) -> Iterator[str]:
     """What is written over has the form of the result. A sum that an operand owes is owed by every result; what a
     result owes comes from what is cut, or owed, of an operand, or from a number that differs by device."""
     told = [a for x in syms(step) for a in x.axes]
+    if not (told or step.over or any(v.layout is not None and v.layout.pending for v in (*step.operands, *step.made))):
+        return
     if any(mesh.axes.get(a.name) != a.of for a in told):
         yield "reads a number that differs along an axis which is none of the mesh's"
     for i, k in enumerate(step.over):
-        v, x = step.outs[i], None if k is None else step.args[k]
+        v, x = step.outs[i], None if k is None or k >= len(step.args) else step.args[k]
         may = takes(step)[i : i + 1]
-        if x is not None and (v is None or not may or k not in may[0] or not _fits(v, x)):
+        if isinstance(x, Var) and (v is None or not may or k not in may[0] or not _fits(v, x)):
             yield f"cannot write {v} over {x}"
     layouts = [x for v in step.operands if (x := _layout(v)) is not None]
     if len(layouts) < len(step.operands):

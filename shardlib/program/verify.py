@@ -7,7 +7,8 @@ of a rule knows gets its size here. What a collective is told of the members' si
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -15,9 +16,10 @@ from typing import Any
 from shardlib.aten.traits import has, is_view
 from shardlib.internals import without_modes
 from shardlib.meshes.axis import Coords
-from shardlib.program.check import ProgramError, refuse, said, told
+from shardlib.program.check import ProgramError, refuse, said
 from shardlib.program.check import faults as order_faults
 from shardlib.program.device import REFUSALS, Device, Local
+from shardlib.program.layouts import call_faults
 from shardlib.program.steps import Collective, Compute, Copy, Program, Start, Step, Var, makes, reads, syms
 
 STRICT = False  # whether what torch says of tensors without values is law: it is not always what a kernel makes
@@ -25,7 +27,7 @@ STRICT = False  # whether what torch says of tensors without values is law: it i
 
 def verify(program: Program) -> Program:
     """The program, with the size of every value; raises `ProgramError`, with all faults, where it cannot run."""
-    faults = [*order_faults(program), *told(program)]
+    faults = [*order_faults(program), *_calls(program)]
     found = _Found()
     if not faults:
         with without_modes():  # which are to see what runs, and nothing of this
@@ -38,6 +40,16 @@ def verify(program: Program) -> Program:
                 faults += _Run(program, coords, found, alike).run(differing.steps)
     refuse(faults)
     return found.said(program)
+
+
+def _calls(program: Program) -> Iterator[str]:
+    """What calls do to layouts, and two values of one name."""
+    names = dict.fromkeys(program.given)
+    for step in program.steps:
+        names |= dict.fromkeys(makes(step))
+        if isinstance(step, Compute):
+            yield from (f"{said(step)} {fault}" for fault in call_faults(program.mesh, step))
+    yield from (f"%{name} is several values" for name, n in Counter(v.name for v in names).items() if n > 1)
 
 
 @dataclass
