@@ -117,7 +117,7 @@ def difference(old: Seen, new: Seen) -> dict[str, Change]:
     held = dict(_holdings(old, new))
     told = {name.partition(", read in ")[0] for name in held if name not in changes}
     changes = {name: change for name, change in changes.items() if name not in told}
-    found = changes | held or {other: Change(" is another", _NUMBER)}
+    found = changes | held | changes or {other: Change(" is another", _NUMBER)}  # in this order
     return dict(sorted(found.items(), key=lambda item: _follows(*item)))
 
 
