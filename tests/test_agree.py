@@ -166,6 +166,7 @@ def alone(fn: Any, n: int, *args: Any) -> list[Any]:
         return pool.run(fn, *args)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("answers", "offender"),
     [

@@ -162,6 +162,7 @@ def test_gaps_of_many_generated_programs() -> None:
     assert max(gaps) <= 0.15
 
 
+@pytest.mark.long
 @pytest.mark.sampled(5, first=1)
 @pytest.mark.parametrize("mode", ["dp8", "tp", "tp_sp", "fsdp8", "fsdp_tp"])
 def test_gaps_of_w1(mode: str) -> None:

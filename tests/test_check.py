@@ -62,6 +62,7 @@ def test_pytrees_and_other_leaves() -> None:
     assert [leaf.type for leaf in report.leaves[:5]] == ["f32[4@data, 6]", "i64[6]", "3", "True", "None"]
 
 
+@pytest.mark.long
 def test_jitted_and_sharded_arguments() -> None:
     step = sl.jit(loss, in_specs=({"w": "_ ff@tensor", "v": None}, "b@data _"), static_argnums=2, donate_argnums=0)
     with Mesh(**MESH):
@@ -258,6 +259,7 @@ def train(model: Halves, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
     return loss
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("product", [torch.mm, unsummed])
 def test_a_step_is_compared_after_three_with_moments_and_the_first_value_that_differs(product: Any) -> None:
     torch.manual_seed(0)

@@ -147,6 +147,7 @@ class _Story:
             assert spread(sizes(dims, dim), ways) is not None, (sizes(dims, dim), ways)
 
 
+@pytest.mark.long
 @settings(derandomize=True, database=None, deadline=None, max_examples=150)
 @given(st.randoms(use_true_random=False))
 def test_what_always_holds(rng: random.Random) -> None:

@@ -35,6 +35,7 @@ MEGATRON = dict.fromkeys(doors.FAMILIES, (5, 5)) | {"gptj": (3, 3), "gptneox": (
 MEGATRON |= {"deepseek3": (6, 7)}  # routed and shared experts, and what is normalised between two matrices
 
 
+@pytest.mark.long
 @pytest.mark.sampled(14)
 @pytest.mark.parametrize("family", [name for name in doors.FAMILIES if name not in ("llama, 2 KV heads", "ncf")])
 def test_weights_alone_give_megatrons_plan(family: str) -> None:

@@ -666,6 +666,7 @@ def on_ranks() -> list[float]:
         return [y.sum().item(), w.grad.sum().item(), again.sum().item(), x[x > 0].sum().item()]
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_ranks_compute_what_virtual_devices_do() -> None:
     assert only(run_ranks(on_ranks, 2)) == pytest.approx(on_ranks(), rel=1e-5)

@@ -156,6 +156,7 @@ def test_jitted_as_torch(name: str, sharding: str) -> None:
         close(x, y)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", CASES)
 def test_eager_as_torch(name: str) -> None:
@@ -257,6 +258,7 @@ def test_block_mask_made_inside() -> None:
     close(found, by_torch("window")[0][0])
 
 
+@pytest.mark.long
 def test_compiled_inside() -> None:
     """torch.compile(flex_attention), as models have it, is flex_attention."""
     compiled = torch.compile(flex_attention, backend="eager")
@@ -279,6 +281,7 @@ def test_numbers_among_the_places() -> None:
     close(eager, expected)
 
 
+@pytest.mark.long
 def test_mapped() -> None:
     """Under vmap, too, which torch's operator does not know."""
 
@@ -360,6 +363,7 @@ def test_the_switch_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
         close(sl.jit(flex_attention, in_specs="b@data h s e")(Q, K, V), by_torch("plain")[0][0])
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["alibi", "blind rows, alibi", "grouped", "relative bias"])
 def test_plain_form_as_torch(name: str) -> None:

@@ -83,6 +83,7 @@ def test_a_part_rehearsed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert bool(facts) == (name == "environment")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
 def test_a_wrong_kernel_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def sloppy(card: str, direction: str) -> object:
@@ -210,6 +211,7 @@ def test_a_part_is_begun_again_only_so_often(faults: Session, monkeypatch: pytes
     assert {r.text for r in records.read(faults.path)[0]} == {"the process ended: SIGSEGV"}
 
 
+@pytest.mark.long
 def test_a_part_out_of_time_is_killed_with_what_it_started(faults: Session) -> None:
     sleeper = session.Part("sleeper", faulty.faults, 500, 20)
     start = time.monotonic()
@@ -307,6 +309,7 @@ def _collected(pipe: Connection, options: list[str]) -> None:
     pipe.send((int(status), said.getvalue()))
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_gpu_tests_are_collected_without_notebooks_libraries() -> None:
     files = tools.gpu_files()

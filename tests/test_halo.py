@@ -283,6 +283,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.sampled(11)
 @pytest.mark.parametrize(("spec", "mesh"), MESHES, ids=lambda x: str(x))
 def test_a_small_network_is_trained(spec: str, mesh: dict[str, int]) -> None:

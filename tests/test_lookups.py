@@ -161,6 +161,7 @@ def test_rows_of_a_cut_table_stay_where_they_are() -> None:
     assert planned.comm_bytes == summed + (rows + BATCH * T * 8) * 3 / 4
 
 
+@pytest.mark.long
 def test_tables_decide_alone_and_share_messages() -> None:
     """26 tables, as of click logs: those of few rows are summed up."""
     sizes = [3, 4, 10, 14, 27, 36, 63, 108, 155, 305, 583, 633, 976, 1543, 2209, 5683, 7424, 11938, 12973, 17295, 39060,

@@ -159,6 +159,7 @@ def on_ranks() -> tuple[Tensor, Tensor, Tensor, str]:
     return made[0], made[1], made[2], str(error.value)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_ranks_add_complex_numbers_and_fail_together() -> None:
     torch.manual_seed(0)

@@ -159,6 +159,7 @@ def test_weights_and_batch(name: str, mesh: str) -> None:
     assert sum(c.kind == "all_gather" for c in plan.collectives) <= 1  # the small table of embeddings
 
 
+@pytest.mark.long
 @pytest.mark.sampled(7)
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")  # the old name, which every version has
 @pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
@@ -245,6 +246,7 @@ def test_single_precision_and_uneven_sizes(name: str) -> None:
     compare(make_step(lm.loss), params, batch, MESHES["8"], fsdp(lm.specs(), params), rules=RULE)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2, first=1)
 @pytest.mark.parametrize("name", BUILD)
 def test_padding_and_eager_attention(name: str) -> None:
@@ -317,6 +319,7 @@ def test_forms_on_other_meshes(form: str, mesh: str) -> None:
         compare(make_step(model.loss), params, batch, MESHES[mesh], specs, rules=gpt.RULES)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("mesh", ["2x4", "2x2x2"])
 @pytest.mark.parametrize("attention", ["fused", "explicit"])

@@ -87,6 +87,7 @@ def test_as_on_one_device(model: Net, specs: Any, settings: dict[str, Any]) -> N
         _refuse_other(_trained(sl.jit(step), model, **settings), plain)
 
 
+@pytest.mark.long
 def test_fully_sharded(model: Net) -> None:
     plain = _trained(step, copy.deepcopy(model))
     with Mesh(data=4):
@@ -115,6 +116,7 @@ def test_on_ranks(axes: dict[str, int], specs: Any) -> None:
     run_ranks(_on_a_rank, math.prod(axes.values()), axes, specs)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(4, first=3)
 @pytest.mark.parametrize("count", [1, 5, 8, 11])
 def test_each_matrix_goes_to_one_device_and_back(count: int) -> None:

@@ -90,6 +90,7 @@ def test_so_many_layers_stay(ahead: int) -> None:
     assert max(alive(moved)) < max(alive(plain))
 
 
+@pytest.mark.long
 def test_values_and_counts_are_as_planned() -> None:
     how = sl.Schedule(offload="saved")
     sent = sum(c.source.nbytes for c in planned(how).copied if c.kind == "to_host")
@@ -140,6 +141,7 @@ def test_a_budget_moves_what_is_copied_faster_than_it_is_made_again() -> None:
     assert TIER.sent - start == 2 * DEVICES * sum(c.source.nbytes for c in copied if c.kind == "to_host")
 
 
+@pytest.mark.long
 def test_a_budget_moves_nothing_where_the_schedule_or_nobody_may() -> None:
     """What the schedule names is moved alone; of a backward pass outside there is no copy."""
     with sl.Mesh(data=DEVICES, machine=NEAR_HOST) as mesh:

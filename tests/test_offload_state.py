@@ -312,6 +312,7 @@ def test_under_a_budget() -> None:
     same(model, trained({}, None)[0])
 
 
+@pytest.mark.long
 def test_programs_are_checked_and_print_and_parse() -> None:
     model, optimizer, train, mesh = trained({"data": 2}, BOTH)
     with mesh:
@@ -388,6 +389,7 @@ def test_moments_that_come_later() -> None:
     same(*models)
 
 
+@pytest.mark.long
 def test_its_own_data() -> None:
     model, _, _, mesh = trained({"data": 2}, BOTH)
     bias = model.blocks[0].up.bias

@@ -359,6 +359,7 @@ def test_functions_that_are_jitted_are_traced_once_inside_another() -> None:
         torch.testing.assert_close(a.full_tensor(), b)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(3, first=2)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch.func.jvp calls it
 @pytest.mark.parametrize("transform", ["grad of grad", "vmap", "jvp"])

@@ -174,6 +174,7 @@ def test_on_ranks_it_trains_as_on_one_device() -> None:
         assert found == pytest.approx(expected, rel=1e-10)
 
 
+@pytest.mark.long
 def test_a_step_of_it_is_one_program() -> None:
     plain, model = net(), net()
     train(plain, lambda x: x)
@@ -810,6 +811,7 @@ class Said(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.long
 def test_the_models_own_table() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(Said()).double()

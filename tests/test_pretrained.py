@@ -48,6 +48,7 @@ def whole(x: Any) -> Any:
     return x.full_tensor() if isinstance(x, sl.ShardedTensor) else x
 
 
+@pytest.mark.long
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ["gpt_neox", "llama", "mixtral", "qwen3_moe"])
 def test_its_own_table(kind: str) -> None:
@@ -273,6 +274,7 @@ def test_a_vocabulary_of_another_size_is_refused_as_a_whole(axes: dict[str, int]
         model.resize_token_embeddings(64)  # nothing to do
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("axes", AXES)
 def test_a_vocabulary_of_another_size_before(axes: dict[str, int]) -> None:
     plain, model = llama(), llama()

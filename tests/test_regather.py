@@ -181,6 +181,7 @@ def test_specs_alone(way: str, again: bool) -> None:
     assert found["all_gather", "data"] == times * 3 / 4 * size
 
 
+@pytest.mark.long
 def test_memory_is_that_of_few_layers() -> None:
     """With 16 layers in checkpoints, what is whole at once is a few of them."""
     peaks = {}

@@ -161,6 +161,7 @@ def _made(place: str, way: str, written: bool, again: bool, training: bool) -> t
 # Values ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.sampled(23)
 @pytest.mark.parametrize("written", [False, True])
 @pytest.mark.parametrize("way", WAYS[1:], ids=ids)
@@ -359,6 +360,7 @@ def test_full_runs_the_forward_pass_twice() -> None:
     assert products(after)["shardlib.attention.default"] == 2 * products(before)["shardlib.attention.default"] == 4
 
 
+@pytest.mark.long
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("place", ["hsdp", "fsdp"])
 @pytest.mark.parametrize("way", WAYS[1:], ids=ids)
@@ -370,6 +372,7 @@ def test_nothing_is_gathered_a_third_time(way: dict[str, Any], place: str) -> No
     assert max(gathers.values()) == 2
 
 
+@pytest.mark.long
 def test_attention_keeps_no_scores() -> None:
     before, after = (plan_of("tp", way, written=True) for way in ({}, {"remat": "attention"}))
     size = BATCH * HEADS * SEQ * SEQ
@@ -379,6 +382,7 @@ def test_attention_keeps_no_scores() -> None:
     assert large[1] == []
 
 
+@pytest.mark.long
 def test_names_are_of_modules_and_ops() -> None:
     plans = {name: plan_of("tp", {"remat": name}) for name in ("MLP", "h.*.mlp", "mlp", "h.1.mlp", "gelu")}
     assert plans["MLP"].listing() == plans["mlp"].listing() == plans["h.*.mlp"].listing()
@@ -388,6 +392,7 @@ def test_names_are_of_modules_and_ops() -> None:
     assert "gelu" in held(plans["h.1.mlp"])
 
 
+@pytest.mark.long
 def test_a_module_that_is_named_keeps_what_goes_out_of_it() -> None:
     """As `torch.utils.checkpoint` around each of them would."""
     module = nn.Sequential(*(_Block() for _ in range(4)))
@@ -486,6 +491,7 @@ SMALL = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2, first=1)
 @pytest.mark.parametrize("name", SMALL)
 def test_within_5_percent_of_the_best_of_all_sets(name: str) -> None:
@@ -586,6 +592,7 @@ def test_less_memory_takes_no_less_time(build: Any, layers: int) -> None:
         seconds = max(now, seconds)
 
 
+@pytest.mark.long
 def test_a_budget_that_is_there_changes_nothing() -> None:
     plain = plan_of("fsdp", {})
     assert plan_of("fsdp", {"memory": f"{plain.peak_memory} B"}).listing() == plain.listing()
@@ -708,6 +715,7 @@ def test_both_are_refused() -> None:
         sl.jit(lambda x: x, remat="full", memory="1GiB")
 
 
+@pytest.mark.long
 def test_names_of_nothing() -> None:
     with pytest.raises(ShardingError, match=r"'mpl' is none; near it are .*'mlp'.*\n.*'quilt' is none"):
         plan_of("tp", {"remat": ["mpl", "attn", "quilt"]})

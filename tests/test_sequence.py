@@ -316,6 +316,7 @@ def test_the_user_decides() -> None:
             planned(attend(), tensors(4, 12), 2)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2, first=1)
 @pytest.mark.parametrize("s", [12, 8])
 def test_the_balanced_ring_is_proved_by_brute_force(s: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,6 +204,7 @@ def routes(draw: st.DrawFn) -> tuple[Leaves, Cut, Leaves, Cut, Axes]:
     return leaves, src, into, dst, pending
 
 
+@pytest.mark.long
 @settings(fast, max_examples=examples(80))
 @given(routes())
 def test_every_route_ends_where_it_should(route: tuple[Leaves, Cut, Leaves, Cut, Axes]) -> None:
@@ -586,6 +587,7 @@ def test_eight_kv_heads_on_sixteen_devices() -> None:
     assert [plan.comm_bytes for plan in plans] == [plans[2].comm_bytes] * 3
 
 
+@pytest.mark.long
 def test_two_kv_heads_on_four_devices() -> None:
     p, data = model(heads=4, kv=2), batch(4)
     with Mesh(data=2, tensor=4, rules=RULES):

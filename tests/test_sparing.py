@@ -72,6 +72,7 @@ def test_what_is_sent(name: str) -> None:
     assert plan.comm_bytes == case.bytes < case.before
 
 
+@pytest.mark.long
 def test_ops_part_for_fewer_bytes() -> None:
     """Where nothing is done twice for it, in hardly more time: 7,040 bytes if ops of one unit stay together."""
     assert ours(draw(1732, conflicts=True)).bytes == 4_736

@@ -322,6 +322,7 @@ def test_a_planted_fault_is_found(plant: Plant, message: str) -> None:
         verify(wrong)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", ["even", "uneven"])
 def test_what_is_planned_is_right_and_every_value_has_a_size(sizes: str) -> None:
     program = _program(sizes)

@@ -262,7 +262,7 @@ class Plan:
             >>> with sl.Mesh.abstract(data=8):
             ...     plan = sl.jit(lambda x, y: x @ y, in_specs=("_ k@data", "k@data _")).plan(x, x)
             >>> [f"{step.exposed / step.seconds:.0%}" for step in map(plan.simulate, ("h100", "a100-40"))]
-            ['33%', '17%']
+            ['32%', '17%']
         """
         at = self.compiled.mesh.machine if machine is None else machine
         return Simulated(self.compiled.program, self.name, Machine.of(at), fused=fused)

@@ -92,7 +92,7 @@ def slowest(machine: Machine, count: int) -> Machine:
     device = machine.device
     longer = 1 + device.spread * _largest(count)
     rates = {name: getattr(device, name) / longer for name in ("efficiency", "bandwidth", "special")}
-    return replace(machine, device=replace(device, **rates, launch=device.launch * longer, spread=0.0))
+    return replace(machine, device=replace(device, **rates, spread=0.0))
 
 
 def seconds(step: Compute, cost: Cost, device: Device) -> float:

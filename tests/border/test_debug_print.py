@@ -82,6 +82,7 @@ TEXT = "".join(
 )  # fmt: skip
 
 
+@pytest.mark.long
 def test_order_and_repeats_under_grad() -> None:
     with Mesh(data=2, tensor=2):
         specs = ("_ f@tensor", "b@data _")

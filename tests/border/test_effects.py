@@ -691,6 +691,7 @@ class Stateful(nn.Module):
         return torch.stack(ys)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("inside", [False, True])
 def test_truncated_back_through_time(inside: bool) -> None:
     found = []

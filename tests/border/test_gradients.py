@@ -282,6 +282,7 @@ def test_leaves_that_a_function_makes_are_leaves() -> None:
         sl.jit(goes_back)(torch.ones(4))
 
 
+@pytest.mark.long
 def test_an_lstm_goes_back() -> None:
     torch.manual_seed(0)
     net = nn.LSTM(4, 3).double()
@@ -522,6 +523,7 @@ def _eager(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return grad
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", INSIDE)
 def test_gradients_inside_go_through_torchs_autograd(name: str) -> None:
@@ -605,6 +607,7 @@ LATER |= {
 }
 
 
+@pytest.mark.long
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", LATER)
 def test_what_a_checkpoint_runs_again_is_the_same(name: str) -> None:

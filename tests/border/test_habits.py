@@ -181,6 +181,7 @@ def test_meta_tensors_have_no_values(name):
         NO_VALUES[name](shard(W.to("meta"), "a@data b"))
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_meta_tensors_on_ranks_are_not_sent():
     moved, called = only(run_ranks(_meta, 2))
@@ -316,6 +317,7 @@ def test_batches_that_are_counted_in_a_checkpoint(reentrant):
     torch.testing.assert_close(_full(mine[0].weight.grad), plain[0].weight.grad)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(5)
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.parametrize("wrap", OLD)

@@ -249,6 +249,7 @@ def test_dual_tensors_are_refused() -> None:
 # Tensors that nobody finds.
 
 
+@pytest.mark.long
 def test_hidden_parameters_are_refused_or_found() -> None:
     first = nn.Parameter(torch.ones(4))
     some, many = {nn.Parameter(torch.ones(4))}, [nn.Parameter(torch.ones(4)) for _ in range(1001)]

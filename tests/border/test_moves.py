@@ -178,6 +178,7 @@ def test_any_chain(block: int) -> None:
                 torch.testing.assert_close(b.full_tensor(), a, rtol=1e-9, atol=1e-9, msg=lambda m: f"{told}\n{m}")  # noqa: B023
 
 
+@pytest.mark.long
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("block", range(4))
 def test_who_asks_pays(block: int) -> None:

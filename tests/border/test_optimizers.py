@@ -85,6 +85,7 @@ def shard_all(model: Net) -> None:
         linear.weight = nn.Parameter(sl.shard(linear.weight.detach(), spec))
 
 
+@pytest.mark.long
 @pytest.mark.sampled(23)
 @pytest.mark.parametrize("placed", [lambda model: None, shard_all], ids=["plain", "sharded"])
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -871,6 +871,7 @@ def test_backward_inside_fills_gradients() -> None:
                 assert p.grad.sharding == p.sharding
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kept", [False, True])
 def test_an_update_by_hand(kept: bool) -> None:
     torch.manual_seed(0)

@@ -721,6 +721,7 @@ def test_a_message_that_is_lost_leaves_state_whole(monkeypatch: pytest.MonkeyPat
             assert all(map(torch.equal, values(state), before))
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", PLACES)
 def test_what_fails_leaves_state_whole(place: str) -> None:
@@ -766,6 +767,7 @@ def test_reading_threads_see_numbers() -> None:
     assert not errors
 
 
+@pytest.mark.long
 def test_many_parts_of_a_gradient_are_not_kept_for_the_end() -> None:
     def gather(m: Net, x: Tensor) -> None:
         for part in x.chunk(8):

@@ -88,7 +88,8 @@ def given_up_in_flight() -> Plant:
     stack = ExitStack()
     stack.enter_context(mock.patch.dict(distributed._START, all_reduce=forgetful))
     stack.enter_context(mock.patch("shardlib.passes.free.last_reads", freed_too_early))
-    stack.enter_context(mock.patch("shardlib.passes.check", lambda program: program))
+    for checks in ("check", "verify"):
+        stack.enter_context(mock.patch(f"shardlib.passes.{checks}", lambda program: program))
     return stack
 
 

@@ -92,6 +92,7 @@ def test_training(name: str, rank: int | None) -> None:
     clean(seen)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [None, 1])
 def test_state_in_the_memory_of_the_host(rank: int | None) -> None:
     seen = Seen()

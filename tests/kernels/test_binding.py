@@ -57,6 +57,7 @@ def test_it_loads_once_whoever_asks() -> None:
     assert 0 <= int(minor) < 10
 
 
+@pytest.mark.long
 @needs_nvcc
 def test_a_second_library_of_the_name_is_not_loaded() -> None:
     _ops()

@@ -280,6 +280,7 @@ def _nvcc_log() -> str:
     return log.read_text()
 
 
+@pytest.mark.long
 def test_the_assembler_takes_every_primitive() -> None:
     """No spills, no stack, no remark; every width of wgmma, every form of every instruction."""
     log = _nvcc_log()
