@@ -664,6 +664,55 @@ def test_what_is_assigned_lives_where_the_parameter_did(given: str) -> None:
     torch.testing.assert_close(whole(model(x)), plain(x))
 
 
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.b(self.a(x).tanh())
+        return out
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("given", ["a parameter", "a tensor", "its own", "its own parameter"])
+def test_what_is_assigned_to_two_names_is_one(given: str, strategy: str) -> None:
+    x, w = torch.randn(8, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
+    found: list[tuple[int, bool, Tensor, Tensor]] = []
+    for is_plain in (True, False):
+        torch.manual_seed(1)
+        model = _Tied().double()
+        if not is_plain:
+            with sl.Mesh(data=2):
+                sl.parallelize(model, strategy=strategy)
+        one = nn.Parameter(w.clone()) if given == "a parameter" else w.clone()
+        own = model.state_dict(keep_vars=given == "its own parameter")
+        model.load_state_dict(own if given.startswith("its own") else {"a.weight": one, "b.weight": one}, assign=True)
+        opt = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for _ in range(2):
+            opt.zero_grad()
+            model(x).square().mean().backward()
+            opt.step()
+        pair: list[Any] = [model.a.weight, model.b.weight]
+        a, b = (p if is_plain else p.full_tensor() for p in pair)
+        found.append((len(list(model.parameters())), model.a.weight is model.b.weight, a.detach(), b.detach()))
+    (count, is_one, plain, _), (many, same, a, b) = found
+    assert (many, same) == (count, is_one)
+    torch.testing.assert_close(a, plain)
+    assert torch.equal(a, b)
+
+
+def test_one_tensor_is_not_assigned_to_two_layouts() -> None:
+    model, w = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)), torch.randn(4, 4)
+    with sl.Mesh(tensor=2):
+        sl.parallelize(model, {"0.weight": "f@tensor _", "1.weight": "_ f@tensor"})
+    before = model[1].weight
+    with pytest.raises(RuntimeError, match=r"1\.weight lives as .*, 0\.weight as .*, and both are assigned one tensor"):
+        model.load_state_dict({"0.weight": w, "1.weight": w}, assign=True)
+    assert model[1].weight is before
+
+
 def test_what_is_assigned_from_another_mesh_is_told_at_once() -> None:
     with Mesh(data=2):
         model = sl.parallelize(nn.Linear(6, 8), strategy="fsdp")

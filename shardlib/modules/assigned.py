@@ -1,23 +1,36 @@
 """`load_state_dict(assign=True)` of a module on a mesh: a parameter's new tensor lives where the one before it did.
 
 Torch puts what it is given in the parameter's place, which may be a plain tensor, whole on every device, and has none
-of what a strategy says of the parameter's gradient and moments.
+of what a strategy says of the parameter's gradient and moments. Names that are given one tensor, or one memory, have
+one afterwards, too.
 """
 
 from __future__ import annotations
 
 import functools
+from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
 
-from shardlib.internals import LOAD_OWN
+from shardlib.internals import LOAD_OWN, LOAD_WHOLE
 from shardlib.placing import shard, shard_known
 from shardlib.specs.spec import Spec
 from shardlib.tensors.agreed import same
 from shardlib.tensors.tensor import HOMES, REGATHER, ShardedTensor, marks
 
-_load = LOAD_OWN.value
+_load, _load_whole = LOAD_OWN.value, LOAD_WHOLE.value
+Placed = tuple[str, Any, Any]  # under which name; what was given, and what it became
+_placed: ContextVar[dict[object, Placed]] = ContextVar("_placed")  # during one load, by the memory of what was given
+
+
+@functools.wraps(_load_whole)
+def _loading(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    token = _placed.set({})
+    try:
+        return _load_whole(self, *args, **kwargs)
+    finally:
+        _placed.reset(token)
 
 
 @functools.wraps(_load)
@@ -44,8 +57,34 @@ def _placing(
         items = [(f"{prefix}{name}", x) for name, x in plain.items()]
         found = same(before[next(iter(plain))].mesh, "load_state_dict(assign=True)", items, layouts, _REMEDY)
         digests = dict(zip(plain, found, strict=False))
+    seen = _placed.get({})
     for name, x in given.items():
-        self._parameters[name] = _as(before[name], x, f"{prefix}{name}", digests.get(name))
+        old, called = before[name], f"{prefix}{name}"
+        first, source, there = seen.get(_memory(x), (called, x, None))
+        if there is None:
+            self._parameters[name] = _as(old, x, called, digests.get(name))
+            seen[_memory(x)] = called, x, self._parameters[name]
+        elif there.sharding != old.sharding:
+            wrong.append(
+                f"{called} lives as {old.sharding}, {first} as {there.sharding}, and both are assigned one tensor: "
+                "assign x.clone() to one of them"
+            )
+        else:
+            self._parameters[name] = there if x is source else _alias(there, x)
+
+
+def _memory(x: Any) -> object:
+    """What two tensors have in common that are one, or show the same of one memory."""
+    parts = x._locals if isinstance(x, ShardedTensor) else (x,)
+    at = tuple((p.data_ptr(), p.dtype, p.shape, p.stride()) for p in parts)
+    return at if any(pointer for pointer, *_ in at) else id(x)
+
+
+def _alias(there: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
+    """Another parameter of the same memory."""
+    alias = nn.Parameter(there.detach(), requires_grad=new.requires_grad)
+    alias.__dict__.update({k: x for k, x in marks(there).items() if k in (*HOMES, REGATHER)})
+    return alias
 
 
 def _as(old: ShardedTensor, new: nn.Parameter, name: str, digest: int | None) -> nn.Parameter:
@@ -68,3 +107,4 @@ def _as(old: ShardedTensor, new: nn.Parameter, name: str, digest: int | None) ->
 
 _REMEDY = "load the same file on every rank"
 LOAD_OWN.value = _placing
+LOAD_WHOLE.value = _loading
