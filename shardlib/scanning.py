@@ -154,7 +154,9 @@ def _traced(fn: Callable[..., Any], init: Any, first: list[Tensor], xs: _Tree) -
 
 def _refuse_draws(body: Body) -> None:
     for node in (*body.forward, *body.backward):
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or "shardlib.draw" in str(node.target):
+        name = str(node.target)
+        draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or "shardlib.draw" in name
+        if draws and "shardlib.manual_" not in name:  # a collective of a shard_map body's
             raise ShardingError(
                 "the body of scan draws random numbers",
                 [str(node.meta["line"])],

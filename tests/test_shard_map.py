@@ -447,3 +447,29 @@ def test_own_mesh() -> None:
     out = shard_map(lambda x: psum(x.sum(), "x"), "_@x", P(), mesh=Mesh(x=2))(torch.ones(4))
     assert float(out) == 4
     assert math.prod(out.mesh.axes.values()) == 2
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda c: sl.ppermute(c, "tensor", [(0, 1), (1, 0)]) * 2,
+        lambda c: sl.psum(c, "tensor") / 2 + c,
+        lambda c: c * (1 + sl.axis_index("tensor")),
+    ],
+    ids=["ppermute", "psum", "axis_index"],
+)
+def test_steps_of_a_scan_communicate(body: Callable[[Tensor], Tensor]) -> None:
+    def scanned(x: Tensor) -> Tensor:
+        out: Tensor = sl.scan(lambda c, _: (body(c), None), x, None, length=3)[0]
+        return out
+
+    x = torch.randn(4, 4, dtype=torch.float64)
+    found = []
+    with sl.Mesh(data=2, tensor=2):
+        for function in (scanned, lambda x: body(body(body(x)))):
+            mapped = sl.shard_map(function, in_specs="n@tensor k", out_specs="n@tensor k")
+            leaf = x.clone().requires_grad_()
+            out = mapped(leaf).full_tensor()
+            out.square().sum().backward()
+            found.append((out.detach(), leaf.grad))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
