@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardlib.aten.traits import has
 from shardlib.calls.mappings import opened
 from shardlib.errors import ShardingError
 from shardlib.internals import pytree
@@ -156,7 +157,7 @@ def _refuse_draws(body: Body) -> None:
     for node in (*body.forward, *body.backward):
         name = str(node.target)
         draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or "shardlib.draw" in name
-        if draws and "shardlib.manual_" not in name:  # a collective of a shard_map body's
+        if draws and not has(node.target, "per device"):  # what the body of a shard_map communicates is no draw
             raise ShardingError(
                 "the body of scan draws random numbers",
                 [str(node.meta["line"])],

@@ -64,13 +64,14 @@ def _placing(
         if there is None:
             self._parameters[name] = _as(old, x, called, digests.get(name))
             seen[_memory(x)] = called, x, self._parameters[name]
-        elif there.sharding != old.sharding:
+        elif (there.mesh, there.sharding) != (old.mesh, old.sharding):
             wrong.append(
-                f"{called} lives as {old.sharding}, {first} as {there.sharding}, and both are assigned one tensor: "
+                f"{called} lives as {old.sharding} on {old.mesh}, {first} as {there.sharding} on {there.mesh}, "
+                f"and both are assigned one tensor, of shape {list(x.shape)}: "
                 "assign x.clone() to one of them"
             )
         else:
-            self._parameters[name] = there if x is source else _alias(there, x)
+            self._parameters[name] = there if x is source else _like(old, there.detach(), x)
 
 
 def _memory(x: Any) -> object:
@@ -80,18 +81,20 @@ def _memory(x: Any) -> object:
     return at if any(pointer for pointer, *_ in at) else id(x)
 
 
-def _alias(there: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
-    """Another parameter of the same memory."""
-    alias = nn.Parameter(there.detach(), requires_grad=new.requires_grad)
-    alias.__dict__.update({k: x for k, x in marks(there).items() if k in (*HOMES, REGATHER)})
-    return alias
+def _like(old: Any, value: Any, new: nn.Parameter) -> nn.Parameter:
+    """A parameter of a value, with what a strategy says of the old one's gradient and moments."""
+    placed = nn.Parameter(value, requires_grad=new.requires_grad)
+    placed.__dict__.update(_said(old))
+    return placed
+
+
+def _said(x: Any) -> dict[str, Any]:
+    return {k: v for k, v in marks(x).items() if k in (*HOMES, REGATHER)}
 
 
 def _as(old: ShardedTensor, new: nn.Parameter, name: str, digest: int | None) -> nn.Parameter:
     """A parameter of the new one's values and dtype, where the old one lives; all ranks have it with that digest."""
-    said = {k: x for k, x in marks(old).items() if k in (*HOMES, REGATHER)}
-    is_there = isinstance(new, ShardedTensor) and new.sharding == old.sharding
-    if is_there and said == {k: x for k, x in marks(new).items() if k in (*HOMES, REGATHER)}:
+    if isinstance(new, ShardedTensor) and new.sharding == old.sharding and _said(new) == _said(old):
         return new  # the parameter of another module, which the two share
     spec = Spec.exactly(old.sharding, old._form.names)
     with old.mesh:
@@ -100,9 +103,7 @@ def _as(old: ShardedTensor, new: nn.Parameter, name: str, digest: int | None) ->
         else:
             there = spec.resolve(new.shape, old.mesh, name=name)
             value = shard_known(name, new.detach(), there, old.mesh, digest)
-    placed = nn.Parameter(value, requires_grad=new.requires_grad)
-    placed.__dict__.update(said)
-    return placed
+    return _like(old, value, new)
 
 
 _REMEDY = "load the same file on every rank"

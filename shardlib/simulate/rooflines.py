@@ -90,6 +90,8 @@ def slowest(machine: Machine, count: int) -> Machine:
         [1.0, 1.021, 1.039, 1.054]
     """
     device = machine.device
+    if not device.spread:
+        return machine
     longer = 1 + device.spread * _largest(count)
     rates = {name: getattr(device, name) / longer for name in ("efficiency", "bandwidth", "special")}
     return replace(machine, device=replace(device, **rates, spread=0.0))
