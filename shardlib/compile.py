@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from shardlib import graph as graphs
@@ -20,7 +20,8 @@ from shardlib.homes import at_home, fixed_outputs, gradients, placed_anew, sent_
 from shardlib.internals import pytree
 from shardlib.keeping import Keeping
 from shardlib.lines import place
-from shardlib.lower import Senders, lower
+from shardlib.folding import fold, unroll
+from shardlib.lower import Senders, lower, lower_in_parts
 from shardlib.meshes.mesh import Mesh
 from shardlib.normalise import normalise
 from shardlib.owned import mark as mark_owned
@@ -51,13 +52,30 @@ class Compiled:
     traced: Traced
     mesh: Mesh
     graph: Graph
-    propagated: Propagated
+    decided: Decided
     program: Program
     inputs: tuple[tuple[str, Value], ...]
     fixed_inputs: Mapping[int, Fixed]  # by input position
     halves: Halves | None = None  # of the program, where its results have gradients
     recomputed: Recomputed | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def propagated(self) -> Propagated:
+        """What was decided, and why; for a graph of which one layer stood for many, worked out now."""
+        return self.decided.propagated
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A lowered program, and a way to what was decided about the graph."""
+
+    program: Program
+    told: Callable[[], Propagated]
+
+    @cached_property
+    def propagated(self) -> Propagated:
+        return self.told()
 
 
 @paused_gc()
@@ -117,10 +135,8 @@ def compile_program(
     mark_owned(graph)
     outputs |= at_home(traced, graph, call, fixed_inputs, placed, mesh)
     clock.stop("rules")
-    propagated = propagate(graph, mesh, fixed, outputs, _doors(graph, mesh), Senders(mesh).messages)
-    clock.stop("propagate")
-    program = lower(graph, propagated, mesh)
-    clock.stop("lower")
+    decided = _decided(graph, mesh, fixed, outputs, _doors(graph, mesh), clock)
+    program = decided.program
     program = replace(program, donated=_donated(traced, donate), owned=owned)
     program = program if traced.after.gradients else replace(program, replaced=_replaced(traced, program))
     is_whole = not traced.after.gradients
@@ -133,7 +149,7 @@ def compile_program(
     warn_of_a_higher_peak(traced.name, recomputed, peak_bytes(program))
     clock.stop("passes")
     names = tuple(zip(traced.input_names, graph.inputs, strict=True))
-    return Compiled(traced, mesh, graph, propagated, program, names, fixed_inputs, halves, recomputed, clock.seconds)
+    return Compiled(traced, mesh, graph, decided, program, names, fixed_inputs, halves, recomputed, clock.seconds)
 
 
 def _finished(
@@ -180,6 +196,31 @@ def _replaced(traced: Traced, program: Program) -> dict[int, int]:
     return {i: at for i, at in pairs.items() if i not in program.donated}
 
 
+def _decided(
+    graph: Graph,
+    mesh: Mesh,
+    fixed: Mapping[Value, Fixed],
+    outputs: Mapping[int, Fixed],
+    doors: Mapping[Op, Fixed],
+    clock: _Clock,
+) -> Decided:
+    """Decide and lower; where layers are alike, one for many of them."""
+    sends = Senders(mesh).messages
+    folded = fold(graph, fixed, outputs, doors)
+    if folded is not None:
+        short = propagate(folded.graph, mesh, *map(folded.of, (fixed, outputs, doors)), sends)
+        clock.stop("propagate")
+        program = unroll(folded, short, *lower_in_parts(folded.graph, short, mesh))
+        clock.stop("lower")
+        if program is not None:
+            return Decided(program, lambda: propagate(graph, mesh, fixed, outputs, doors, sends))
+    propagated = propagate(graph, mesh, fixed, outputs, doors, sends)
+    clock.stop("propagate")
+    program = lower(graph, propagated, mesh)
+    clock.stop("lower")
+    return Decided(program, lambda: propagated)
+
+
 class _Clock:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -187,7 +228,7 @@ class _Clock:
 
     def stop(self, stage: str) -> None:
         now = time.perf_counter()
-        self.seconds[stage], self._last = now - self._last, now
+        self.seconds[stage], self._last = self.seconds.get(stage, 0.0) + now - self._last, now
 
 
 def _refuse_other_meshes(name: str, given: Sequence[tuple[Any, str]], mesh: Mesh) -> None:

@@ -62,6 +62,7 @@ class Value:
     like: Value | None = None  # the input whose gradient it is; of a constant, whose form it has
     again: bool = False  # what is gathered of it is not kept from one pass to the next
     rows: Rows | None = None  # it may be there in the rows of own groups only
+    times: int = 1  # how many it stands for
 
     @property
     def nbytes(self) -> int:
@@ -89,6 +90,7 @@ class Op:
     kind: str = ""
     owns: Owns | None = None
     target: Any = None
+    times: int = 1  # how many it stands for, in a graph that has one layer in place of many
 
     def __post_init__(self) -> None:
         self.target = self.call.target
@@ -126,6 +128,11 @@ class Graph:
     inputs: list[Value]
     captured: list[tuple[Value, torch.Tensor]]
     outputs: list[Value | Any]
+
+    @property
+    def size(self) -> int:
+        """How many ops it has, or stands for."""
+        return sum(op.times for op in self.ops)
 
     def by_use(self) -> list[Value]:
         """Inputs and captured tensors, as ops come to read them: nothing shall depend on the order of arguments."""

@@ -6,7 +6,7 @@ pending sum as it is, if it may (`pending`), and is emitted (`emit`).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardlib.aten.calls import ALIAS
 from shardlib.aten.traits import has
@@ -33,9 +33,22 @@ from shardlib.propagate.units import value_factors
 from shardlib.rules.rule import OWNED
 
 
+class Part(NamedTuple):
+    """Steps that follow each other, by their number, and what they are for: an op, an input, a result by its position."""
+
+    of: Op | Value | int
+    steps: int
+
+
 def lower(graph: Graph, propagated: Propagated, mesh: Mesh) -> Program:
     """Emit the program; raises `ProgramError` for one that cannot run, which would be a fault of ours."""
-    return verify(Lowering(graph, propagated, mesh).run())
+    return lower_in_parts(graph, propagated, mesh)[0]
+
+
+def lower_in_parts(graph: Graph, propagated: Propagated, mesh: Mesh) -> tuple[Program, list[Part]]:
+    """The program, and what its steps are for."""
+    lowering = Lowering(graph, propagated, mesh)
+    return verify(lowering.run()), lowering.parts()
 
 
 class Lowering:
@@ -50,6 +63,12 @@ class Lowering:
         self.looked_up = LookedUp(self.sums.branching)
         self.between = Between(self.values, graph)
         self.regrouping = Regrouping(self.values, self.sums.readers, self.between.passes)
+        self._begun: list[tuple[Op | Value | int, int]] = []  # what steps are for, and the first of them
+
+    def parts(self) -> list[Part]:
+        """What the steps are for, in their order."""
+        ends = [*(first for _, first in self._begun[1:]), len(self.builder.steps)]
+        return [Part(of, end - first) for (of, first), end in zip(self._begun, ends, strict=True) if end > first]
 
     def run(self) -> Program:
         for value in self.graph.inputs:
@@ -63,6 +82,7 @@ class Lowering:
         for value in self.graph.inputs:
             if value in self.flood.apart and self.sums.readers[value]:
                 self.values.reader = None
+                self._begun.append((value, len(self.builder.steps)))
                 self.values.as_(self.flood.apart[value], value, self.p.input_cut(value))
         for op in self.graph.ops:
             if not op.constant and not op.transparent:
@@ -278,6 +298,7 @@ class Lowering:
 
     def _at(self, op: Op | None, reader: Op | int) -> None:
         """What is emitted now belongs to the line of `op`, and is done for `reader`."""
+        self._begun.append((reader, len(self.builder.steps)))
         self.builder.line, self.builder.backward = (op.line, op.backward) if op is not None else (None, False)
         self.builder.inside = () if op is None else op.node.meta.get("modules", ())
         self.values.reader = reader

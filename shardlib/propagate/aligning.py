@@ -81,7 +81,7 @@ def _ties(op: Op, f: Flood) -> Iterator[tuple[Leaf, _Tie]]:
             continue
         across, along = (Fraction(_product(f, of)) for of in (inner, others))
         step, (a, b) = stride * along / across, (Fraction(n) / across for n in (low, high))
-        nbytes = _row(op, name, op.rule.sizes[name]) * count
+        nbytes = _row(op, name, op.rule.sizes[name]) * count * op.times
         yield y, _Tie(x, 1 / step, -b / step, -a / step, nbytes)
         yield x, _Tie(y, step, a, b, nbytes)
 

@@ -24,7 +24,7 @@ def beside_moves(ops: Collection[Op], flood: Flood, decider: Decider, atoms: Seq
         if op in decider.units.unit:
             read, sent = _sent(op, flood, decider, atoms)
             for leaf in free(op, flood, atoms, read) if sent and read else ():
-                gain[leaf] += sent
+                gain[leaf] += sent * flood.times(op, leaf)
     return gain
 
 

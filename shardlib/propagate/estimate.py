@@ -215,14 +215,12 @@ class Estimate:
 
     def whole(self, choices: Choices) -> tuple[float, float]:
         """Seconds of arithmetic and of communication, with what nobody decides: so estimates of other wants compare."""
-        still = dict.fromkeys(u for u in self.problem.units.unit.values() if u not in self.problem.kind)
-        work = sum(seconds for unit in still for seconds, _ in self.problem.compute_of(unit, 1))
         sent = sum(
             Moves(record, n, self.problem.prices, self.prices).seconds({}).item()
             for record, n in self.problem.settled.items()
         )
         mine, moved = self.parts(choices)
-        return work + mine, sent + moved
+        return self.problem.undecided() + mine, sent + moved
 
     def parts(self, choices: Choices) -> tuple[float, float]:
         """Seconds of arithmetic and of communication, of all that is decided."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from shardlib.graph import Op, Value
 from shardlib.meshes.axis import Axis
@@ -50,6 +51,16 @@ class Flood:
     factors: dict[tuple[Op, int, bool], list[OpFactor | None]] = field(default_factory=dict)  # memo of `value_factors`
     known_sizes: dict[object, tuple[tuple[int, ...], ...]] = field(default_factory=dict)  # memo of `sizes`
     sends: Callable[[Op, Assignment], tuple[Message, ...]] = lambda op, cut: ()  # what an op sends while it runs
+
+    def times(self, op: Op, leaf: Leaf) -> int:
+        """How many ops an op stands for that have the same leaf, not one of their own layer each."""
+        return 1 if op.times == 1 or leaf not in self._others else op.times
+
+    @cached_property
+    def _others(self) -> frozenset[Leaf]:
+        """The leaves of ops that stand for themselves alone."""
+        alone = (of for op, of in self.labels.items() if op.times == 1)
+        return frozenset(leaf for labels in alone for leaves in labels.values() for leaf in leaves)
 
     def leaves(self, value: Value) -> tuple[Leaf, ...]:
         dims = self.value[value]

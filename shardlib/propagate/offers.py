@@ -48,7 +48,7 @@ def offered(graph: Graph, flood: Flood, mesh: Mesh, first: Decider, decider: Dec
     used = {want.axis.name for wants in flood.wants.values() for want in wants}
     weights, light = _weights(graph, decider)
     mixing = dict.fromkeys([*weights, *(op for op in graph.ops if _is_plain(op) and flood.whole.get(op))])
-    few = len(graph.ops) <= DEEP and not any(_has_choices(op) for op in graph.ops)
+    few = graph.size <= DEEP and not any(_has_choices(op) for op in graph.ops)
     for name in mesh.axis_names:
         if name not in used:
             continue
@@ -165,9 +165,9 @@ def _candidates(weights: Mapping[Op, float], flood: Flood, mesh: Mesh, decider: 
         )
         if idle or moves:
             for leaf in _free(op, flood, idle or atoms, everywhere=not idle):
-                gain[leaf] += weight
+                gain[leaf] += weight * flood.times(op, leaf)
     most = _first(gain)[:_TRIED]
-    found = [leaf for leaf in most if gain[leaf] >= _SHARE * sum(weights.values())]
+    found = [leaf for leaf in most if gain[leaf] >= _SHARE * sum(w * op.times for op, w in weights.items())]
     return list(dict.fromkeys([*found, *_first(_beside_selections(flood, decider, atoms))[:1]]))
 
 
@@ -225,7 +225,7 @@ def _summed(weights: Mapping[Op, float], flood: Flood, mesh: Mesh, decider: Deci
             ways = math.prod(a.size for (f, _), s in slots if op.rule.owed(0, f) != "sum" for a in cuts[s])
             nbytes = sum(r.nbytes for r in op.results if r is not None) / ways
             for leaf in _free(op, flood, atoms, everywhere=False):
-                gain[leaf] += prices.sent(tuple(summed), 2 * nbytes)
+                gain[leaf] += prices.sent(tuple(summed), 2 * nbytes) * flood.times(op, leaf)
     least = (1 - _WORTH) * sum(_whole(decider)) if gain else 0.0
     return [leaf for leaf in _first(gain)[:1] if gain[leaf] >= least]
 
@@ -263,7 +263,7 @@ def _beside_selections(flood: Flood, decider: Decider, atoms: Sequence[Axis]) ->
         taken = [leaf for f, k in slots if f in op.rule.gathers and not k for leaf in flood.labels[op][f]]
         if any(want.axis in atoms for leaf in taken for want in flood.wants.get(leaf, ())):
             for leaf in _free(op, flood, atoms, everywhere=True):
-                gain[leaf] += sum(r.nbytes for r in op.results if r is not None)
+                gain[leaf] += sum(r.nbytes for r in op.results if r is not None) * flood.times(op, leaf)
     return gain
 
 

@@ -16,7 +16,7 @@ from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
 from shardlib.ops._choice import wanted
 from shardlib.propagate.flood import Flood, OpFactor
-from shardlib.propagate.records import Kind, Records
+from shardlib.propagate.records import Kind, Record, Records
 from shardlib.propagate.units import Unit, Units, op_cut_slots, value_factors
 from shardlib.reshard import Prices
 
@@ -71,6 +71,16 @@ def work(op: Op, prices: Prices) -> float:
     return max(op.rule.flops / prices.flops(widest), nbytes / prices.bandwidth)
 
 
+def _alike(members: Iterable[Unit]) -> list[tuple[Unit, int]]:
+    """Units of one kind, of those whose ops stand for as many the first, with their number."""
+    found: dict[tuple[int, ...], tuple[Unit, int]] = {}
+    for unit in members:
+        key = tuple([op.times for op in unit.ops])
+        first, count = found.get(key, (unit, 0))
+        found[key] = first, count + 1
+    return [*found.values()]
+
+
 def _beside(unit: Unit) -> dict[int, set[int]]:
     """For each slot of a unit the others that follow where it does: what is put together of several is cut at once."""
     led: dict[int, set[int]] = defaultdict(set)
@@ -104,12 +114,13 @@ class Problem:
         self.rounds = [{**m[0].rounds, **m[0].follows} for m in self.members]
         self.beside = [_beside(m[0]) for m in self.members]
         self.candidates = [self._candidates(k) for k in range(len(self.members))]
-        records = list(Records(flood, units, self.kind).of(graph))
-        self.records = Counter(r for r in records if r.kinds)
-        self.settled = Counter(r for r in records if not r.kinds)
-        self.compute = [self.compute_of(m[0], len(m)) for m in self.members]
+        self.records, self.settled = Counter[Record](), Counter[Record]()
+        for record, times in Records(flood, units, self.kind).of(graph):
+            (self.records if record.kinds else self.settled)[record] += times
+        alike = [_alike(m) for m in self.members]
+        self.compute = [self._compute(m) for m in alike]
         self.senders = [list(self._senders(m)) for m in self.members]
-        self.passed = [list(self._passed(m[0], len(m))) for m in self.members]
+        self.passed = [[p for unit, count in m for p in self._passed(unit, count)] for m in alike]
 
     def _find_kinds(self, graph: Graph) -> None:
         described: dict[Unit, set[object]] = defaultdict(set)
@@ -171,15 +182,21 @@ class Problem:
             lent = []
         return {"ring": around, "zigzag": around, "heads": lent, "gather": own}[how] or wanting
 
-    def compute_of(self, unit: Unit, count: int) -> list[tuple[float, tuple[int, ...]]]:
-        """(seconds on one device, the slots that divide them) of a unit's ops."""
+    def undecided(self) -> float:
+        """Seconds of the ops, on one device, of units that have nothing to decide."""
+        still = dict.fromkeys(u for u in self.units.unit.values() if u not in self.kind)
+        return sum(seconds for unit in still for seconds, _ in self._compute([(unit, 1)]))
+
+    def _compute(self, units: Iterable[tuple[Unit, int]]) -> list[tuple[float, tuple[int, ...]]]:
+        """(seconds on one device, the slots that divide them) of the ops of units, of which there are so many."""
         totals: dict[tuple[int, ...], float] = defaultdict(float)
-        for op in unit.ops:
-            assert op.rule is not None
-            slots = set(self.units.op_slots[op].values()) - unit.rounds.keys() - unit.follows.keys()
-            if op.owns is not None and not op.owns.begins:
-                slots.discard(self.units.op_slots[op].get((op.owns.factor, 0), -1))
-            totals[tuple(sorted(slots))] += work(op, self.prices) * count
+        for unit, count in units:
+            for op in unit.ops:
+                assert op.rule is not None
+                slots = set(self.units.op_slots[op].values()) - unit.rounds.keys() - unit.follows.keys()
+                if op.owns is not None and not op.owns.begins:
+                    slots.discard(self.units.op_slots[op].get((op.owns.factor, 0), -1))
+                totals[tuple(sorted(slots))] += work(op, self.prices) * count * op.times
         return [(s, slots) for slots, s in totals.items()]
 
     def _passed(self, unit: Unit, count: int) -> Iterable[Passed]:
@@ -192,7 +209,8 @@ class Problem:
                     slots = op_cut_slots(self.units, self.flood, op, value_factors(self.flood, op, i, operand=operand))
                     cut = tuple(s for s in slots if s is not None)
                     for slot in unit.rounds.keys() & set(cut):
-                        yield Passed(value.nbytes * count, count, cut, slot, unit.rounds[slot], operand)
+                        n = count * op.times
+                        yield Passed(value.nbytes * n, n, cut, slot, unit.rounds[slot], operand)
 
     def _senders(self, units: Iterable[Unit]) -> Iterable[Sender]:
         """The ops of a kind's units with a local form, each with all that send what it sends; attention, which has
@@ -205,7 +223,7 @@ class Problem:
             if any(f in op.rule.local_factors for f, _ in slots):
                 key = id(op.rule), tuple(slots.items()), tuple(self._leaf_sizes(op))
                 first, times = found.get(key, (op, 0))
-                found[key] = first, times + 1
+                found[key] = first, times + op.times
         for op, times in found.values():
             yield Sender(op, tuple(self.units.op_slots[op].items()), times)
 

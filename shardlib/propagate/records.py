@@ -62,8 +62,9 @@ class Records:
             return End(None, cut=((),) * len(slots))
         return End(self.kind[unit], slots, pending=pending)
 
-    def of(self, graph: Graph) -> Iterable[Record]:
-        """What moves between units: each root value, who makes it, and who reads it in which cut."""
+    def of(self, graph: Graph) -> Iterable[tuple[Record, int]]:
+        """What moves between units: each root value, who makes it, and who reads it in which cut; how many it stands for.
+        """
         f = self.flood
         readers, sources = self._ends(graph)
         merged = self._meeting_sums(graph, sources)
@@ -78,16 +79,16 @@ class Records:
             what = f.sizes(root), root.dtype.itemsize, tuple(dict.fromkeys(made)), tuple(ends)
             held = root.op is None and len(self.directions[root]) > 1
             record = Record(*what, held, returned.get(root), through.get(root, ()), root in late)
-            yield record
+            yield record, root.times
 
-    def _given_apart(self) -> Iterable[Record]:
+    def _given_apart(self) -> Iterable[tuple[Record, int]]:
         """The inputs that are given in other factors than they have inside."""
         f = self.flood
         for value, twin in f.apart.items():
             if isinstance(value, Value) and twin in f.fixed:
                 cut = f.fixed[twin][0]
                 given = End(None, cut=f.across(cut, twin, value), into=(f.sizes(twin), cut))
-                yield Record(f.sizes(value), value.dtype.itemsize, (given,), (self._input(value),))
+                yield Record(f.sizes(value), value.dtype.itemsize, (given,), (self._input(value),)), value.times
 
     def _ends(self, graph: Graph) -> tuple[dict[Value, dict[End, None]], dict[Value, tuple[End, ...]]]:
         """The readers of each root value, each kind of them once, and its source."""

@@ -40,7 +40,7 @@ def spared(graph: Graph, flood: Flood, mesh: Mesh, decider: Decider) -> Decider:
     """`decider`, or one that sends fewer bytes and takes hardly longer, with units that are parts of its units."""
     limit = decider.limit
     decider.spare(limit)
-    fine = alone(graph, flood, mesh, decider, improve=False) if len(graph.ops) <= DEEP else decider
+    fine = alone(graph, flood, mesh, decider, improve=False) if graph.size <= DEEP else decider
     if fine is decider:
         return decider
     fine.spare(limit, _DEAREST)

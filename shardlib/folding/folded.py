@@ -1,0 +1,156 @@
+"""A graph with fewer layers, which stands for one with many: all in the middle are alike, and one is there for them.
+
+Of the layers that are alike the outer two stay at each end, so that the inner ones of these have a neighbour on both
+sides that is as any other. What is between is left out, and what it read or made is read and made by who is next to it.
+One layer then counts for all that are left out (`times`): decisions cost what they cost in the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from shardlib.folding.layers import Item, Layers, layers
+from shardlib.graph import Graph, Op, Owns, Rows, Value
+from shardlib.specs.fixed import Fixed
+
+WORTH = 400  # ops that are left out, or it is not worth it
+K = TypeVar("K")
+
+
+@dataclass
+class Folded:
+    """`graph` is the short one, of `whole`; `original` says what its ops, values and results (by position) are there.
+
+    `near` is the layer that counts for those left out, `far` the one behind them.
+    """
+
+    whole: Graph
+    layers: Layers
+    graph: Graph = field(init=False)
+    original: dict[Op | Value | int, Op | Value | int] = field(default_factory=dict)
+    short: dict[Op | Value | int, Op | Value | int] = field(default_factory=dict)  # the other way round
+    twins: dict[Value, Op | Value | int] = field(default_factory=dict)  # what stands apart in the whole: what of
+
+    def __post_init__(self) -> None:
+        whole = self.whole
+        inputs = [self._value(v, None) for v in whole.inputs if self.stays(v)]
+        captured = [(self._value(v, None), x) for v, x in whole.captured]
+        self.graph = Graph([self._op(op) for op in whole.ops if self.stays(op)], inputs, captured, [])
+        for i, value in enumerate(whole.outputs):
+            if self.stays(i):
+                self.original[len(self.graph.outputs)], self.short[i] = i, len(self.graph.outputs)
+                self.graph.outputs.append(self._value(value, None) if isinstance(value, Value) else value)
+        for mine in [v for v in self.original if isinstance(v, Value)]:
+            theirs = self.original[mine]
+            assert isinstance(theirs, Value)
+            mine.like = theirs.like and self._value(theirs.like, mine)
+            if theirs.rows is not None:
+                mine.rows = Rows(self._value(theirs.rows.ends, mine), theirs.rows.dim)
+
+    @property
+    def near(self) -> int:
+        return self.layers.first + 1
+
+    @property
+    def far(self) -> int:
+        return self.layers.last - 2
+
+    @property
+    def left_out(self) -> range:
+        return range(self.near + 1, self.far)
+
+    def layer(self, item: Item) -> int | None:
+        """The layer of something of the short graph."""
+        theirs = self.original[item]
+        place = self.layers.place(theirs) if isinstance(theirs, Value) else self.layers.places.get(theirs)
+        return place and place.layer
+
+    def part(self, item: Item) -> Hashable:
+        """Which part of its layer something of the short graph is."""
+        theirs = self.original[item]
+        place = self.layers.place(theirs) if isinstance(theirs, Value) else self.layers.places[theirs]
+        assert place is not None
+        return place.part, theirs.index if isinstance(theirs, Value) else 0
+
+    def in_layer(self, item: Item, layer: int) -> Item:
+        """What stands in another layer of the whole where something of the short graph does in its own."""
+        theirs = self.original[item]
+        if isinstance(theirs, Value):
+            return self.layers.value(theirs, layer)
+        return self.layers.items[self.layers.places[theirs]._replace(layer=layer)]
+
+    def twin(self, like: Value, of: Item) -> Value:
+        """A value of the whole that is another in other factors, as `like` is one of the short graph."""
+        found = Value(like.name, like.shape, like.dtype, None)
+        self.twins[found] = of
+        return found
+
+    def stands_for(self, item: Item) -> tuple[Item, int | None]:
+        """What of the short graph is something of the whole, or stands for it, then with its layer."""
+        if self.stays(item):
+            return self.short[item], None
+        place = self.layers.places[item]
+        return self.short[self.layers.items[place._replace(layer=self.near)]], place.layer
+
+    def stays(self, item: Item) -> bool:
+        """Whether something of the whole graph is in the short one."""
+        place = self.layers.places.get(item)
+        return place is None or place.layer not in self.left_out
+
+    def of(self, said: Mapping[K, Fixed]) -> dict[K, Fixed]:
+        """What is fixed of the whole, of what is left of it."""
+        return {mine: said[theirs] for mine, theirs in self.original.items() if theirs in said}  # type: ignore
+
+    def _times(self, item: Item) -> int:
+        place = self.layers.places.get(item)
+        return 1 + len(self.left_out) * (place is not None and place.layer == self.near)
+
+    def _value(self, value: Value, reader: Op | Value | None) -> Value:
+        """What stands for a value of the whole: where it is left out, for its reader, that of the next layer."""
+        place = self.layers.place(value)
+        if place is not None and place.layer in self.left_out:
+            assert reader is not None and (of := self.layer(reader)) is not None
+            value = self.layers.value(value, self.far if of == self.near else self.near)
+        if value not in self.short:
+            assert value.op is None, f"{value} is made before it is read"
+            made = self.short[value] = Value(
+                value.name, value.shape, value.dtype, None, constant=value.constant, manual=value.manual,
+                is_output=value.is_output, again=value.again, times=self._times(value),
+            )  # fmt: skip
+            self.original[made] = value
+        found = self.short[value]
+        assert isinstance(found, Value)
+        return found
+
+    def _op(self, op: Op) -> Op:
+        made = Op(op.name, op.call, op.rule, (), (), op.node, op.line, op.backward, times=self._times(op))
+        self.short[op], self.original[made] = made, op
+        made.operands = tuple(self._value(v, made) for v in op.operands)
+        for i, v in enumerate(made.operands):
+            v.readers.append((made, i))
+        if op.owns is not None:
+            made.owns = Owns(op.owns.factor, self._value(op.owns.ends, made), op.owns.reads, op.owns.begins)
+        made.results = tuple(
+            r and Value(
+                r.name, r.shape, r.dtype, made, r.index, r.constant, r.manual,
+                is_output=r.is_output, again=r.again, times=made.times,
+            )
+            for r in op.results
+        )  # fmt: skip
+        for mine, theirs in zip(made.results, op.results, strict=True):
+            if mine is not None and theirs is not None:
+                self.short[theirs], self.original[mine] = mine, theirs
+        return made
+
+
+def fold(
+    graph: Graph, fixed: Mapping[Value, Fixed], outputs: Mapping[int, Fixed], doors: Mapping[Op, Fixed]
+) -> Folded | None:
+    """A short graph for one that repeats itself; None where it would hardly be shorter."""
+    if len(graph.ops) < WORTH or (found := layers(graph, fixed, outputs, doors)) is None:
+        return None
+    left_out = range(found.first + 2, found.last - 2)
+    fewer = sum(isinstance(x, Op) and place.layer in left_out for x, place in found.places.items())
+    return Folded(graph, found) if fewer >= WORTH else None

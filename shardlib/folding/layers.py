@@ -1,0 +1,291 @@
+"""The layers of a graph: stretches of ops that it repeats, each reading of its neighbours what all others read of theirs.
+
+What a forward pass repeats is a run of ops, as is what the backward pass repeats, and the update of the parameters. A
+layer is an equal part of each: its ops forward and backward, the inputs that they read, the results that they make.
+Backward runs go through the layers the other way round; so layers are told by who reads whom, not by who comes first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardlib.graph import Graph, Op, Value
+from shardlib.specs.fixed import Fixed
+
+_LEAST = 6  # layers that a run repeats
+_PERIODS = 256  # lengths of a layer that are tried
+
+Item = Op | Value | int  # an op, an input, or a result by its position
+
+
+class Place(NamedTuple):
+    """Which layer something belongs to, and which part of it, the same in every layer."""
+
+    part: Hashable
+    layer: int
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Layers that are alike, from `first` up to `last`, and where everything in them is; nothing else has a place.
+
+    What has a place reads what has none, or of its own layer and the two beside it; only that reads it.
+    """
+
+    places: Mapping[Item, Place]
+    first: int
+    last: int
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+    @cached_property
+    def items(self) -> Mapping[Place, Item]:
+        return {place: item for item, place in self.places.items()}
+
+    def place(self, value: Value) -> Place | None:
+        """That of a value: of the op that makes it, or of an input."""
+        return self.places.get(value if value.op is None else value.op)
+
+    def value(self, value: Value, layer: int) -> Value:
+        """What stands in another layer where `value` does in its own."""
+        place = self.place(value)
+        assert place is not None, f"{value} is of a layer"
+        item = self.items[place._replace(layer=layer)]
+        if isinstance(item, Op):
+            found = item.results[value.index]
+            assert found is not None
+            return found
+        assert isinstance(item, Value)
+        return item
+
+
+class _Run(NamedTuple):
+    """A stretch of ops: from `start` on, `count` times as many as a `period`."""
+
+    start: int
+    period: int
+    count: int
+
+
+def layers(
+    graph: Graph, fixed: Mapping[Value, Fixed], outputs: Mapping[int, Fixed], doors: Mapping[Op, Fixed]
+) -> Layers | None:
+    """The layers of a graph, alike in what is fixed of them, too; None where nothing is repeated often enough."""
+    looks = [_look(op) for op in graph.ops]
+    number: dict[Hashable, int] = {}
+    row = np.array([number.setdefault(x, len(number)) for x in looks], dtype=np.int64)
+    runs = _runs(row)
+    return _Search(graph, runs, fixed, outputs, doors).found() if runs else None
+
+
+def _look(op: Op) -> Hashable:
+    """What ops of alike layers have in common, apart from what they read."""
+    owns = None if op.owns is None else (op.owns.factor, op.owns.reads, op.owns.begins)
+    made = tuple([r and (r.again, r.is_output, r.constant, r.manual, r.rows and r.rows.dim) for r in op.results])
+    return op.call.key, op.line, op.backward, owns, made
+
+
+def _runs(row: np.ndarray[Any, np.dtype[np.int64]]) -> list[_Run]:
+    """Disjoint stretches that go on as they began, the longest first."""
+    last: dict[int, int] = {}
+    distances: Counter[int] = Counter()
+    for i, x in enumerate(row.tolist()):
+        if x in last:
+            distances[i - last[x]] += 1
+        last[x] = i
+    found: list[_Run] = []
+    for period, _ in distances.most_common(_PERIODS):
+        differs = np.flatnonzero(row[period:] != row[:-period])
+        ends = np.concatenate([[-1], differs, [len(row) - period]])
+        for before, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+            if (count := (end - before - 1) // period + 1) >= _LEAST:
+                found.append(_Run(before + 1, period, count))
+    taken = np.zeros(len(row), dtype=bool)
+    runs: list[_Run] = []
+    for run in sorted(found, key=lambda r: (-r.period * r.count, r.period)):
+        stretch = slice(run.start, run.start + run.period * run.count)
+        if not taken[stretch].any():
+            taken[stretch] = True
+            runs.append(run)
+    return runs
+
+
+class _Search:
+    """Which layer every repeat of every run is, and between which of them all read alike."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        runs: Sequence[_Run],
+        fixed: Mapping[Value, Fixed],
+        outputs: Mapping[int, Fixed],
+        doors: Mapping[Op, Fixed],
+    ) -> None:
+        self.graph, self.runs = graph, runs
+        self.fixed, self.outputs, self.doors = fixed, outputs, doors
+        self.at: dict[Op, tuple[int, int, int]] = {}  # run, place in it, repeat
+        for r, run in enumerate(runs):
+            for i in range(run.period * run.count):
+                self.at[graph.ops[run.start + i]] = r, i % run.period, i // run.period
+        self.ways: dict[int, tuple[int, int]] = {0: (1, 0)}  # of a run: its repeats are layers `sign * repeat + offset`
+        self.inputs: dict[Value, Place] = {}
+
+    def found(self) -> Layers | None:
+        self._join()
+        lows, highs = zip(*map(self._ends, self.ways), strict=True)
+        low, high = max(lows), min(highs)
+        middle = (low + high) // 2
+        differing = [x for x in self._differing(low, high, middle) if low <= x < high]
+        first = max((x + 1 for x in differing if x < middle), default=low)
+        last = min((x for x in differing if x > middle), default=high)
+        if middle in differing or last - first < _LEAST:
+            return None
+        places: dict[Item, Place] = {op: self._op(op) for op in self.at if self.at[op][0] in self.ways}
+        places |= self.inputs
+        places = {item: place for item, place in places.items() if first <= place.layer < last}
+        found = Layers(places, first, last)
+        results = self._results(found)
+        return None if results is None else Layers({**places, **results}, first, last)
+
+    def _op(self, op: Op) -> Place:
+        r, q, j = self.at[op]
+        sign, offset = self.ways[r]
+        return Place((r, q), sign * j + offset)
+
+    def _ends(self, r: int) -> tuple[int, int]:
+        """The layers that a run has."""
+        sign, offset = self.ways[r]
+        ends = offset, sign * (self.runs[r].count - 1) + offset
+        return min(ends), max(ends) + 1
+
+    def _repeats(self, r: int, q: int) -> Iterator[tuple[int, Op]]:
+        run = self.runs[r]
+        for j in range(run.count):
+            yield j, self.graph.ops[run.start + j * run.period + q]
+
+    # Runs that belong together --------------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        """Find the layers of every run that reads, or is read by, one whose layers are known."""
+        self._take_inputs(0)
+        while True:
+            votes: dict[int, Counter[tuple[int, int]]] = defaultdict(Counter)
+            for op, (r, _, j) in self.at.items():
+                for value in op.operands:
+                    here, there = r in self.ways, self._layer(value)
+                    source = self.at.get(value.op) if value.op is not None else None
+                    if not here and there is not None:
+                        votes[r].update([(1, there - j), (-1, there + j)])
+                    elif here and there is None and source is not None and source[0] not in self.ways:
+                        mine = self._op(op).layer
+                        votes[source[0]].update([(1, mine - source[2]), (-1, mine + source[2])])
+            if not votes:
+                return
+            for r, ways in votes.items():
+                (way, n), = ways.most_common(1)
+                if n >= self.runs[r].count // 2:
+                    self.ways[r] = way
+                    self._take_inputs(r)
+            if not votes.keys() & self.ways.keys():
+                return
+
+    def _layer(self, value: Value) -> int | None:
+        if value.op is None:
+            return self.inputs[value].layer if value in self.inputs else None
+        return self._op(value.op).layer if value.op in self.at and self.at[value.op][0] in self.ways else None
+
+    def _take_inputs(self, r: int) -> None:
+        """Inputs of which every repeat of a run reads its own are of its layer."""
+        for q in range(self.runs[r].period):
+            repeats = list(self._repeats(r, q))
+            for i in range(len(repeats[0][1].operands)):
+                read = [op.operands[i] for _, op in repeats]
+                if len({*read}) == len(read) and all(v.op is None for v in read):
+                    for (_, op), value in zip(repeats, read, strict=True):
+                        self.inputs.setdefault(value, Place((r, q, i), self._op(op).layer))
+
+    # Layers that are alike ------------------------------------------------------------------------------------------
+
+    def _differing(self, low: int, high: int, middle: int) -> Iterator[int]:
+        """The layers in which something is otherwise than in the middle one."""
+        for r in self.ways:
+            for q in range(self.runs[r].period):
+                ops = {self._op(op).layer: op for _, op in self._repeats(r, q)}
+                alike = self._reads(ops[middle], middle)
+                for layer, op in ops.items():
+                    if self._reads(op, layer) != alike or not self._is_closed(op):
+                        yield layer
+        parts: dict[Hashable, dict[int, Value]] = defaultdict(dict)
+        for value, place in self.inputs.items():
+            parts[place.part][place.layer] = value
+        for mine in parts.values():
+            if middle not in mine:
+                yield from mine
+                continue
+            alike = self._look(mine[middle])
+            yield from {*range(low, high)} - mine.keys()
+            for layer, value in mine.items():
+                if self._look(value) != alike or not all(map(self._is_inside, _readers(value))):
+                    yield layer
+
+    def _reads(self, op: Op, layer: int) -> Hashable:
+        """What an op reads, and what its values belong to, as seen from its layer."""
+        made = [r for r in op.results if r is not None]
+        ends = [r.rows.ends for r in made if r.rows is not None]
+        ends += [] if op.owns is None else [op.owns.ends]
+        seen = tuple([self._seen(v, layer) for v in (*op.operands, *ends)])
+        likes = tuple([r.like and self._seen(r.like, layer) for r in made])
+        said = tuple([_said(self.fixed.get(r)) for r in made]), _said(self.doors.get(op))
+        return seen, likes, said
+
+    def _seen(self, value: Value, layer: int) -> Hashable:
+        place = self.inputs.get(value) if value.op is None else None
+        if value.op is not None and value.op in self.at and self.at[value.op][0] in self.ways:
+            place = self._op(value.op)
+        if place is None:
+            return value
+        away = place.layer - layer
+        return (place.part, away, value.index) if -1 <= away <= 1 else value
+
+    def _look(self, value: Value) -> Hashable:
+        like = value.like and self._seen(value.like, self.inputs[value].layer)
+        said = _said(self.fixed.get(value))
+        return value.shape, value.dtype, value.constant, value.again, value.is_output, like, said, len(value.readers)
+
+    def _is_closed(self, op: Op) -> bool:
+        """Whether only ops of layers read what an op makes."""
+        return all(self._is_inside(reader) for r in op.results if r is not None for reader, _ in r.readers)
+
+    def _is_inside(self, op: Op) -> bool:
+        return op in self.at and self.at[op][0] in self.ways
+
+    def _results(self, found: Layers) -> dict[Item, Place] | None:
+        """The places of the results of a program; None where layers have other ones."""
+        places: dict[Item, Place] = {}
+        times: Counter[tuple[Place, int]] = Counter()
+        said: dict[Hashable, dict[int, Hashable]] = defaultdict(dict)
+        for i, value in enumerate(self.graph.outputs):
+            place = found.place(value) if isinstance(value, Value) else None
+            if place is not None:
+                part = ("result", place.part, value.index, times[place, value.index])
+                times[place, value.index] += 1
+                places[i] = Place(part, place.layer)
+                said[part][place.layer] = _said(self.outputs.get(i))
+        alike = all(len(of) == len(found) and len({*of.values()}) == 1 for of in said.values())
+        return places if alike else None
+
+
+def _said(fixed: Fixed | None) -> Hashable:
+    """What is fixed, whoever says so."""
+    return fixed and (fixed.layout, fixed.names, fixed.open, fixed.exact)
+
+
+def _readers(value: Value) -> list[Op]:
+    return [op for op, _ in value.readers]

@@ -1,0 +1,305 @@
+"""The program of a folded graph, written out: the steps of one layer once more for every layer that was left out.
+
+Steps are for an op, an input or a result, and so for its layer. What the two inner layers of the short graph came to is
+compared first, step by step: each has to read of its own layer and of its neighbours what the other reads of its own.
+Then any layer between them is the same once more, with variables of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from shardlib.folding.folded import Folded
+from shardlib.graph import Op, Value
+from shardlib.lower.lowering import Part
+from shardlib.program.nested import leaves, rebuild
+from shardlib.program.steps import Asked, Collective, Compute, Inside, Program, Start, Step, Var, Wait
+from shardlib.propagate import Propagated
+
+_NAME = re.compile(r"[A-Za-z_][\w.]*")
+_BASE = re.compile(r"^\w+(\.\d+)?")
+
+Layer = int | None  # that of a step, a variable or a value; None: it is of none
+Changed = Callable[[Any], Any]
+
+
+class _For(NamedTuple):
+    """A step, and what it is for."""
+
+    of: Op | Value | int
+    step: Compute | Start | Wait
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Steps that follow each other, all for one layer, or all for none."""
+
+    layer: Layer
+    steps: tuple[_For, ...]
+
+
+class _Spot(NamedTuple):
+    """Which variable of a layer: the number of those that are made for the same part of it."""
+
+    part: Any
+    number: int
+
+
+def unroll(folded: Folded, propagated: Propagated, program: Program, parts: Sequence[Part]) -> Program | None:
+    """The program of the whole graph; None where the inner layers of the short one came out differently."""
+    unroller = _Unroller(folded, propagated, program, parts)
+    return unroller.written() if unroller.is_steady() else None
+
+
+class _Unroller:
+    def __init__(self, folded: Folded, propagated: Propagated, program: Program, parts: Sequence[Part]) -> None:
+        self.folded, self.program, self.near, self.far = folded, program, folded.near, folded.far
+        self.kept = (self.near - 1, self.near, self.far, self.far + 1)
+        self.apart = {twin: key for key, twin in propagated.flood.apart.items()}
+        self.blocks = list(_blocks(folded, program, parts))
+        self.pairs = dict(_pairs(self.blocks, self.near, self.far))
+        self.inputs = dict(zip(folded.graph.inputs, program.inputs, strict=True))
+        self.spot: dict[Var, tuple[int, _Spot]] = {}  # the layer of a variable, and which it is there
+        self.at: dict[tuple[int, _Spot], Var] = {}
+        self._find_spots()
+        self.stays: dict[Step, tuple[bool, ...]] = {}  # of steps of the near layer: which variables are one for all
+        self.items = {x.name: x for x in folded.original if not isinstance(x, int)}
+        self.made: dict[tuple[Var, Layer], Var] = {}
+        self.names: Counter[str] = Counter()
+
+    def _find_spots(self) -> None:
+        numbers: Counter[tuple[int, Any]] = Counter()
+
+        def note(var: Var, layer: Layer, of: Op | Value | int) -> None:
+            if layer is not None:
+                part = self.folded.part(of)
+                spot = _Spot(part, numbers[layer, part])
+                numbers[layer, part] += 1
+                self.spot[var], self.at[layer, spot] = (layer, spot), var
+
+        for value, var in self.inputs.items():
+            note(var, self.folded.layer(value), value)
+        for block in self.blocks:
+            for of, step in block.steps:
+                for var in _made(step):
+                    note(var, block.layer, of)
+
+    def _layer(self, var: Var) -> Layer:
+        return self.spot[var][0] if var in self.spot else None
+
+    # Whether the inner layers are alike ------------------------------------------------------------------------------
+
+    def is_steady(self) -> bool:
+        """Whether the near layer came to the same as the far one, each time next to it."""
+        inner = sum(block.layer in (self.near, self.far) for block in self.blocks)
+        given = [v for v in self.program.inputs if self._layer(v) == self.near]
+        return (
+            2 * len(self.pairs) == inner
+            and all(self._are_alike(v, self._next(v)) for v in given)
+            and all(self._match(near, far) for near, far in self.pairs.values())
+            and all(self._returns_alike(i) for i in range(len(self.program.outputs)))
+        )
+
+    def _match(self, near: _Block, far: _Block) -> bool:
+        same = zip(near.steps, far.steps, strict=False)
+        return len(near.steps) == len(far.steps) and all(self._same(a, b) for a, b in same)
+
+    def _same(self, a: _For, b: _For) -> bool:
+        """Whether a step of the near layer is the same as one of the far layer, seen from each."""
+        mine, theirs = _reads(a.step), _reads(b.step)
+        if self.folded.part(a.of) != self.folded.part(b.of) or len(mine) != len(theirs) or _told(a.step) != _told(b.step):
+            return False
+        stays = [x is y and self._layer(x) not in (self.near, self.far) for x, y in zip(mine, theirs, strict=True)]
+        self.stays[a.step] = tuple(stays)
+        if _NAME.sub(lambda m: self._next_name(m[0]), _note(a.step)) != _note(b.step):
+            return False
+        moves = all(stay or self._moves(x, y) for x, y, stay in zip(mine, theirs, stays, strict=True))
+        return moves and all(map(self._are_alike, _made(a.step), _made(b.step)))
+
+    def _moves(self, x: Var, y: Var) -> bool:
+        """Whether one variable is for the near layer what another is for the far one."""
+        return self._layer(x) in self.kept[:3] and self._next(x) is y
+
+    def _are_alike(self, a: Var, b: Var | None) -> bool:
+        """Whether two variables have the same form, and stand at the same place."""
+        if b is None or self._next(a) is not b:
+            return False
+        return (a.layout, a.dtype, a.shape, a.placement, a.host) == (b.layout, b.dtype, b.shape, b.placement, b.host)
+
+    def _next(self, var: Var) -> Var | None:
+        """What stands in the next layer of the short graph where a variable does in its own."""
+        layer, spot = self.spot.get(var, (None, None))
+        if spot is None or layer not in self.kept[:3]:
+            return None
+        return self.at.get((self.kept[self.kept.index(layer) + 1], spot))
+
+    def _next_name(self, name: str) -> str:
+        """What is called so in the near layer, in the far one."""
+        layer = self.folded.layer(self.items[name]) if name in self.items else None
+        if layer not in self.kept[:3]:
+            return name
+        there = self.folded.in_layer(self.items[name], self.kept[self.kept.index(layer) + 1])
+        return there.name if isinstance(there, Op | Value) else name
+
+    def _returns_alike(self, i: int) -> bool:
+        if self.folded.layer(i) != self.near:
+            return True
+        mine, theirs = (self.program.outputs[self.folded.short[self.folded.in_layer(i, x)]] for x in (self.near, self.far))
+        return isinstance(mine, Var) and isinstance(theirs, Var) and self._moves(mine, theirs)
+
+    # The whole program ----------------------------------------------------------------------------------------------
+
+    def written(self) -> Program:
+        """All steps, in the order in which they would have been lowered."""
+        whole, steps = self.folded.whole, list[Step]()
+        inputs = tuple(map(self._input, whole.inputs))
+        captured = tuple((self._var(v, None), x) for v, x in self.program.captured)
+        for at, block in enumerate(self.blocks):
+            steps += [self._step(mine, block.layer, None) for mine in block.steps]
+            if at in self.pairs:
+                near, _ = self.pairs[at]
+                order = self.folded.left_out if near is block else reversed(self.folded.left_out)
+                steps += [self._step(mine, self.near, layer) for layer in order for mine in near.steps]
+        outputs = tuple(map(self._output, range(len(whole.outputs))))
+        return replace(self.program, steps=tuple(steps), inputs=inputs, captured=captured, outputs=outputs)
+
+    def _input(self, value: Value) -> Var:
+        mine, layer = self.folded.stands_for(value)
+        return self._var(self.inputs[mine], layer)
+
+    def _output(self, i: int) -> Any:
+        mine, layer = self.folded.stands_for(i)
+        x = self.program.outputs[mine]
+        return self._var(x, layer) if isinstance(x, Var) else x
+
+    def _step(self, mine: _For, of: Layer, layer: Layer) -> Step:
+        """A step for layer `of` of the short graph, in the whole: as it is there (None), or for a layer left out."""
+        step, stays = mine.step, iter(self.stays[mine.step] if layer is not None else ())
+
+        def read(x: Var) -> Var:
+            where = self._layer(x)
+            to = where if layer is not None and next(stays) else self._where(of, where, layer)
+            return self._var(x, None) if to == where else self._var_in(x, to)
+
+        if isinstance(step, Compute):
+            args, kwargs = rebuild((step.args, step.kwargs), lambda x: read(x) if isinstance(x, Var) else x)
+            outs, inside = tuple(v and self._var(v, layer) for v in step.outs), step.inside
+            if inside and layer is not None and not isinstance(mine.of, int):
+                op = self._item(mine.of, of, layer)
+                inside = op.node.meta.get("modules", ()) if isinstance(op, Op) else inside
+            note = _NAME.sub(lambda m: self._name(m[0], of, layer), step.note) if step.note else ""
+            return replace(step, args=args, kwargs=kwargs, outs=outs, inside=inside, note=note)
+        if isinstance(step, Start):
+            return Start(tuple(self._move(c, read(c.source), of, layer) for c in step.moves))
+        return Wait(tuple(self._var(v, layer) for v in step.outs))
+
+    def _move(self, c: Collective, source: Var, of: Layer, layer: Layer) -> Collective:
+        because, reason = c.because, _NAME.sub(lambda m: self._name(m[0], of, layer), c.reason)
+        if isinstance(because, Inside):
+            because = replace(because, op=self._item(because.op, of, layer))
+        elif because is not None and because.by is not None:
+            by = self._item(because.by, of, layer)
+            reason = reason.replace(f"output {because.by}", f"output {by}") if isinstance(by, int) else reason
+            because = Asked(by)
+        return replace(c, source=source, out=self._var(c.out, layer), reason=reason, because=because)
+
+    def _where(self, of: Layer, theirs: Layer, layer: Layer) -> Layer:
+        """The layer, in the whole, of what layer `of` of the short graph has of `theirs`, if `of` is `layer` there."""
+        if layer is None:
+            return {(self.near, self.far): self.near + 1, (self.far, self.near): self.far - 1}.get((of, theirs), theirs)
+        return layer + self.kept.index(theirs) - 1 if theirs in self.kept[:3] else theirs
+
+    def _item(self, x: Any, of: Layer, layer: Layer) -> Any:
+        """An op, a value or the position of a result in the whole graph."""
+        theirs = self.folded.layer(x)
+        to = self._where(of, theirs, layer)
+        return self.folded.original[x] if to == theirs else self.folded.in_layer(x, to)
+
+    def _name(self, name: str, of: Layer, layer: Layer) -> str:
+        return self._item(self.items[name], of, layer).name if name in self.items else name
+
+    def _var_in(self, x: Var, layer: Layer) -> Var:
+        """What stands in a layer of the whole where `x` does in its own."""
+        assert layer is not None
+        mine = self.at[layer if layer in (self.near, self.far) else self.near, self.spot[x][1]]
+        return self._var(mine, None if layer in (self.near, self.far) else layer)
+
+    def _var(self, x: Var, layer: Layer) -> Var:
+        """A variable in the whole: as it is (None), or one of the near layer in a layer that is left out."""
+        if (known := self.made.get((x, layer))) is not None:
+            return known
+        of, value = self._layer(x), x.value
+        name = self._free(_BASE.sub(lambda m: self._base(m[0], of, layer), x.name))
+        if value in self.apart:
+            value = self.folded.twin(value, self._item(self.apart[value], of, layer))
+        elif value is not None:
+            value = self._item(value, of, layer)
+        made = self.made[x, layer] = replace(x, name=name, value=value)
+        return made
+
+    def _base(self, name: str, of: Layer, layer: Layer) -> str:
+        """The name of a variable, which is called after a value, with a number if it is not the first."""
+        base, _, number = name.rpartition("_") if name not in self.items else (name, "", "")
+        return self._name(base, of, layer) + f"_{number}" * bool(number) if base in self.items else name
+
+    def _free(self, name: str) -> str:
+        """A name that no variable has."""
+        free, n = name, 0
+        while self.names[free]:
+            n += 1
+            free = f"{name}_{n}"
+        self.names[free] += 1
+        return free
+
+
+def _blocks(folded: Folded, program: Program, parts: Sequence[Part]) -> Iterator[_Block]:
+    """The steps of a program, by layer."""
+    steps = iter(program.steps)
+    each = ((folded.layer(part.of), _For(part.of, next(steps))) for part in parts for _ in range(part.steps))
+    for layer, some in groupby(each, key=lambda of: of[0]):
+        yield _Block(layer, tuple(mine for _, mine in some))
+
+
+def _pairs(blocks: Sequence[_Block], near: int, far: int) -> Iterator[tuple[int, tuple[_Block, _Block]]]:
+    """Blocks of the near and the far layer, in this order, that stand side by side, by the number of the first."""
+    i = 0
+    while i + 1 < len(blocks):
+        a, b = blocks[i : i + 2]
+        if {a.layer, b.layer} == {near, far}:
+            yield i, ((a, b) if a.layer == near else (b, a))
+            i += 1
+        i += 1
+
+
+def _reads(step: Compute | Start | Wait) -> tuple[Var, ...]:
+    if isinstance(step, Compute):
+        return step.operands
+    return step.sources if isinstance(step, Start) else ()
+
+
+def _made(step: Compute | Start | Wait) -> tuple[Var, ...]:
+    """What comes into being with a step, if only in flight."""
+    if isinstance(step, Compute):
+        return step.made
+    return step.outs if isinstance(step, Start) else ()
+
+
+def _note(step: Compute | Start | Wait) -> str:
+    return step.note if isinstance(step, Compute) else ""
+
+
+def _told(step: Compute | Start | Wait) -> Any:
+    """All that a step is told, but for its variables."""
+    if isinstance(step, Compute):
+        args = rebuild((step.args, step.kwargs), lambda x: Var if isinstance(x, Var) else x)
+        outs = [v is None for v in step.outs]
+        said = step.line, step.backward, step.flops, step.work, step.over, step.copies
+        return step.target, args, outs, said
+    if isinstance(step, Start):
+        return [(c.kind, c.axes, c.params, c.bytes, c.reduce, c.line, c.backward) for c in step.moves]
+    return Wait
