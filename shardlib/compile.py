@@ -15,12 +15,12 @@ from shardlib.calls.flat import FlatCall, arguments_of, flatten_call, twins
 from shardlib.calls.rebound import Watch
 from shardlib.calls.state import State
 from shardlib.errors import ShardingError
+from shardlib.folding import fold, spread, unroll
 from shardlib.graph import Graph, Op, Value, is_door
 from shardlib.homes import at_home, fixed_outputs, gradients, placed_anew, sent_away, state_away
 from shardlib.internals import pytree
 from shardlib.keeping import Keeping
 from shardlib.lines import place
-from shardlib.folding import fold, unroll
 from shardlib.lower import Senders, lower, lower_in_parts
 from shardlib.meshes.mesh import Mesh
 from shardlib.normalise import normalise
@@ -52,7 +52,7 @@ class Compiled:
     traced: Traced
     mesh: Mesh
     graph: Graph
-    decided: Decided
+    told: Callable[[], Propagated]
     program: Program
     inputs: tuple[tuple[str, Value], ...]
     fixed_inputs: Mapping[int, Fixed]  # by input position
@@ -60,21 +60,9 @@ class Compiled:
     recomputed: Recomputed | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def propagated(self) -> Propagated:
-        """What was decided, and why; for a graph of which one layer stood for many, worked out now."""
-        return self.decided.propagated
-
-
-@dataclass(frozen=True)
-class Decided:
-    """A lowered program, and a way to what was decided about the graph."""
-
-    program: Program
-    told: Callable[[], Propagated]
-
     @cached_property
     def propagated(self) -> Propagated:
+        """What was decided, and why; where one layer stood for many, worked out for all when somebody asks."""
         return self.told()
 
 
@@ -135,8 +123,7 @@ def compile_program(
     mark_owned(graph)
     outputs |= at_home(traced, graph, call, fixed_inputs, placed, mesh)
     clock.stop("rules")
-    decided = _decided(graph, mesh, fixed, outputs, _doors(graph, mesh), clock)
-    program = decided.program
+    program, told = _decided(graph, mesh, fixed, outputs, _doors(graph, mesh), clock)
     program = replace(program, donated=_donated(traced, donate), owned=owned)
     program = program if traced.after.gradients else replace(program, replaced=_replaced(traced, program))
     is_whole = not traced.after.gradients
@@ -149,7 +136,7 @@ def compile_program(
     warn_of_a_higher_peak(traced.name, recomputed, peak_bytes(program))
     clock.stop("passes")
     names = tuple(zip(traced.input_names, graph.inputs, strict=True))
-    return Compiled(traced, mesh, graph, decided, program, names, fixed_inputs, halves, recomputed, clock.seconds)
+    return Compiled(traced, mesh, graph, told, program, names, fixed_inputs, halves, recomputed, clock.seconds)
 
 
 def _finished(
@@ -203,22 +190,23 @@ def _decided(
     outputs: Mapping[int, Fixed],
     doors: Mapping[Op, Fixed],
     clock: _Clock,
-) -> Decided:
+) -> tuple[Program, Callable[[], Propagated]]:
     """Decide and lower; where layers are alike, one for many of them."""
     sends = Senders(mesh).messages
     folded = fold(graph, fixed, outputs, doors)
     if folded is not None:
-        short = propagate(folded.graph, mesh, *map(folded.of, (fixed, outputs, doors)), sends)
+        said = folded.of(fixed), folded.of(outputs), folded.of(doors)
+        short = propagate(folded.graph, mesh, *said, sends)
         clock.stop("propagate")
         program = unroll(folded, short, *lower_in_parts(folded.graph, short, mesh))
         clock.stop("lower")
         if program is not None:
-            return Decided(program, lambda: propagate(graph, mesh, fixed, outputs, doors, sends))
+            return program, lambda: spread(folded, short, mesh, fixed, outputs, doors, sends)
     propagated = propagate(graph, mesh, fixed, outputs, doors, sends)
     clock.stop("propagate")
     program = lower(graph, propagated, mesh)
     clock.stop("lower")
-    return Decided(program, lambda: propagated)
+    return program, lambda: propagated
 
 
 class _Clock:

@@ -214,7 +214,7 @@ def _compile(
     )
     names = tuple(zip(traced.input_names, graph.inputs, strict=True))
     program = run_passes(replace(lower(graph, propagated, mesh), owned=owned))
-    return Compiled(traced, mesh, graph, propagated, program, names, fixed)
+    return Compiled(traced, mesh, graph, lambda: propagated, program, names, fixed)
 
 
 def _load(program: Program, mesh: Mesh, plan: Plan) -> Callable[[Sequence[Pieces]], tuple[Any, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardlib.folding.folded import Folded, fold
+from shardlib.folding.spreading import spread
 from shardlib.folding.unrolled import unroll
 
-__all__ = ["Folded", "fold", "unroll"]
+__all__ = ["Folded", "fold", "spread", "unroll"]

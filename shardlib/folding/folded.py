@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from shardlib.folding.layers import Item, Layers, layers
+from shardlib.folding.layers import Item, Layers, Place, layers
 from shardlib.graph import Graph, Op, Owns, Rows, Value
 from shardlib.specs.fixed import Fixed
 
 WORTH = 400  # ops that are left out, or it is not worth it
 K = TypeVar("K")
+Layer = int | None  # None: of no layer, or as it is in the short graph
 
 
 @dataclass
@@ -29,9 +30,9 @@ class Folded:
     whole: Graph
     layers: Layers
     graph: Graph = field(init=False)
-    original: dict[Op | Value | int, Op | Value | int] = field(default_factory=dict)
-    short: dict[Op | Value | int, Op | Value | int] = field(default_factory=dict)  # the other way round
-    twins: dict[Value, Op | Value | int] = field(default_factory=dict)  # what stands apart in the whole: what of
+    original: dict[Item, Item] = field(default_factory=dict)
+    short: dict[Item, Any] = field(default_factory=dict)  # the other way round
+    twins: dict[Value, Item] = field(default_factory=dict)  # what stands apart in the whole: what of
 
     def __post_init__(self) -> None:
         whole = self.whole
@@ -58,19 +59,27 @@ class Folded:
         return self.layers.last - 2
 
     @property
+    def kept(self) -> tuple[int, int, int, int]:
+        """The layers of the short graph, as they follow each other."""
+        return self.near - 1, self.near, self.far, self.far + 1
+
+    @property
     def left_out(self) -> range:
         return range(self.near + 1, self.far)
 
-    def layer(self, item: Item) -> int | None:
+    def layer(self, item: Item) -> Layer:
         """The layer of something of the short graph."""
-        theirs = self.original[item]
-        place = self.layers.place(theirs) if isinstance(theirs, Value) else self.layers.places.get(theirs)
+        place = self.place(self.original[item])
         return place and place.layer
+
+    def place(self, item: Item) -> Place | None:
+        """Where something of the whole is."""
+        return self.layers.place(item) if isinstance(item, Value) else self.layers.places.get(item)
 
     def part(self, item: Item) -> Hashable:
         """Which part of its layer something of the short graph is."""
         theirs = self.original[item]
-        place = self.layers.place(theirs) if isinstance(theirs, Value) else self.layers.places[theirs]
+        place = self.place(theirs)
         assert place is not None
         return place.part, theirs.index if isinstance(theirs, Value) else 0
 
@@ -81,22 +90,39 @@ class Folded:
             return self.layers.value(theirs, layer)
         return self.layers.items[self.layers.places[theirs]._replace(layer=layer)]
 
+    def where(self, of: Layer, theirs: Layer, layer: Layer) -> Layer:
+        """The layer, in the whole, of what layer `of` of the short graph has of `theirs`, if `of` is `layer` there."""
+        if layer is None:
+            between: dict[tuple[Layer, Layer], Layer] = {(self.near, self.far): self.near + 1}
+            between[self.far, self.near] = self.far - 1
+            return between.get((of, theirs), theirs)
+        return layer + self.kept.index(theirs) - 1 if theirs in self.kept[:3] else theirs
+
+    def seen(self, x: Any, of: Layer, layer: Layer) -> Any:
+        """What layer `of` of the short graph sees as `x`, in the whole: as it is there (None), or seen from `layer`."""
+        theirs = self.layer(x)
+        to = self.where(of, theirs, layer)
+        return self.original[x] if to == theirs or to is None else self.in_layer(x, to)
+
     def twin(self, like: Value, of: Item) -> Value:
         """A value of the whole that is another in other factors, as `like` is one of the short graph."""
         found = Value(like.name, like.shape, like.dtype, None)
         self.twins[found] = of
         return found
 
-    def stands_for(self, item: Item) -> tuple[Item, int | None]:
+    def stands_for(self, item: Item) -> tuple[Any, Layer]:
         """What of the short graph is something of the whole, or stands for it, then with its layer."""
         if self.stays(item):
             return self.short[item], None
-        place = self.layers.places[item]
+        place = self.place(item)
+        assert place is not None
+        if isinstance(item, Value):
+            return self.short[self.layers.value(item, self.near)], place.layer
         return self.short[self.layers.items[place._replace(layer=self.near)]], place.layer
 
     def stays(self, item: Item) -> bool:
         """Whether something of the whole graph is in the short one."""
-        place = self.layers.places.get(item)
+        place = self.place(item)
         return place is None or place.layer not in self.left_out
 
     def of(self, said: Mapping[K, Fixed]) -> dict[K, Fixed]:
@@ -111,8 +137,8 @@ class Folded:
         """What stands for a value of the whole: where it is left out, for its reader, that of the next layer."""
         place = self.layers.place(value)
         if place is not None and place.layer in self.left_out:
-            assert reader is not None and (of := self.layer(reader)) is not None
-            value = self.layers.value(value, self.far if of == self.near else self.near)
+            assert reader is not None, f"{value} is read in a layer"
+            value = self.layers.value(value, self.far if self.layer(reader) == self.near else self.near)
         if value not in self.short:
             assert value.op is None, f"{value} is made before it is read"
             made = self.short[value] = Value(

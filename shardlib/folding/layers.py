@@ -1,4 +1,4 @@
-"""The layers of a graph: stretches of ops that it repeats, each reading of its neighbours what all others read of theirs.
+"""The layers of a graph: stretches of ops that it repeats, each reading of its neighbours what all others do of theirs.
 
 What a forward pass repeats is a run of ops, as is what the backward pass repeats, and the update of the parameters. A
 layer is an equal part of each: its ops forward and backward, the inputs that they read, the results that they make.
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardlib.graph import Graph, Op, Value
+from shardlib.random.draw import COUNTER
 from shardlib.specs.fixed import Fixed
 
 _LEAST = 6  # layers that a run repeats
@@ -67,11 +68,11 @@ class Layers:
 
 
 class _Run(NamedTuple):
-    """A stretch of ops: from `start` on, `count` times as many as a `period`."""
+    """A stretch of ops: from `start` on, `times` as many as a `period`."""
 
     start: int
     period: int
-    count: int
+    times: int
 
 
 def layers(
@@ -89,7 +90,14 @@ def _look(op: Op) -> Hashable:
     """What ops of alike layers have in common, apart from what they read."""
     owns = None if op.owns is None else (op.owns.factor, op.owns.reads, op.owns.begins)
     made = tuple([r and (r.again, r.is_output, r.constant, r.manual, r.rows and r.rows.dim) for r in op.results])
-    return op.call.key, op.line, op.backward, owns, made
+    return _told(op), op.line, op.backward, owns, made
+
+
+def _told(op: Op) -> Hashable:
+    """What an op is told; each draw of random numbers has its own counter."""
+    if (at := COUNTER.get(op.target)) is None:
+        return op.call.key
+    return replace(op.call, args=(*op.call.args[:at], None, *op.call.args[at + 1 :])).key
 
 
 def _runs(row: np.ndarray[Any, np.dtype[np.int64]]) -> list[_Run]:
@@ -109,8 +117,8 @@ def _runs(row: np.ndarray[Any, np.dtype[np.int64]]) -> list[_Run]:
                 found.append(_Run(before + 1, period, count))
     taken = np.zeros(len(row), dtype=bool)
     runs: list[_Run] = []
-    for run in sorted(found, key=lambda r: (-r.period * r.count, r.period)):
-        stretch = slice(run.start, run.start + run.period * run.count)
+    for run in sorted(found, key=lambda r: (-r.period * r.times, r.period)):
+        stretch = slice(run.start, run.start + run.period * run.times)
         if not taken[stretch].any():
             taken[stretch] = True
             runs.append(run)
@@ -132,7 +140,7 @@ class _Search:
         self.fixed, self.outputs, self.doors = fixed, outputs, doors
         self.at: dict[Op, tuple[int, int, int]] = {}  # run, place in it, repeat
         for r, run in enumerate(runs):
-            for i in range(run.period * run.count):
+            for i in range(run.period * run.times):
                 self.at[graph.ops[run.start + i]] = r, i % run.period, i // run.period
         self.ways: dict[int, tuple[int, int]] = {0: (1, 0)}  # of a run: its repeats are layers `sign * repeat + offset`
         self.inputs: dict[Value, Place] = {}
@@ -148,8 +156,7 @@ class _Search:
         if middle in differing or last - first < _LEAST:
             return None
         places: dict[Item, Place] = {op: self._op(op) for op in self.at if self.at[op][0] in self.ways}
-        places |= self.inputs
-        places = {item: place for item, place in places.items() if first <= place.layer < last}
+        places = {x: place for x, place in [*places.items(), *self.inputs.items()] if first <= place.layer < last}
         found = Layers(places, first, last)
         results = self._results(found)
         return None if results is None else Layers({**places, **results}, first, last)
@@ -162,12 +169,12 @@ class _Search:
     def _ends(self, r: int) -> tuple[int, int]:
         """The layers that a run has."""
         sign, offset = self.ways[r]
-        ends = offset, sign * (self.runs[r].count - 1) + offset
+        ends = offset, sign * (self.runs[r].times - 1) + offset
         return min(ends), max(ends) + 1
 
     def _repeats(self, r: int, q: int) -> Iterator[tuple[int, Op]]:
         run = self.runs[r]
-        for j in range(run.count):
+        for j in range(run.times):
             yield j, self.graph.ops[run.start + j * run.period + q]
 
     # Runs that belong together --------------------------------------------------------------------------------------
@@ -189,8 +196,8 @@ class _Search:
             if not votes:
                 return
             for r, ways in votes.items():
-                (way, n), = ways.most_common(1)
-                if n >= self.runs[r].count // 2:
+                ((way, n),) = ways.most_common(1)
+                if n >= self.runs[r].times // 2:
                     self.ways[r] = way
                     self._take_inputs(r)
             if not votes.keys() & self.ways.keys():

@@ -9,30 +9,28 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from shardlib.folding.folded import Folded
+from shardlib.folding.folded import Folded, Layer
 from shardlib.graph import Op, Value
 from shardlib.lower.lowering import Part
-from shardlib.program.nested import leaves, rebuild
+from shardlib.program.nested import rebuild
 from shardlib.program.steps import Asked, Collective, Compute, Inside, Program, Start, Step, Var, Wait
 from shardlib.propagate import Propagated
+from shardlib.random.draw import COUNTER
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
 _BASE = re.compile(r"^\w+(\.\d+)?")
-
-Layer = int | None  # that of a step, a variable or a value; None: it is of none
-Changed = Callable[[Any], Any]
 
 
 class _For(NamedTuple):
     """A step, and what it is for."""
 
     of: Op | Value | int
-    step: Compute | Start | Wait
+    step: Step
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,6 @@ def unroll(folded: Folded, propagated: Propagated, program: Program, parts: Sequ
 class _Unroller:
     def __init__(self, folded: Folded, propagated: Propagated, program: Program, parts: Sequence[Part]) -> None:
         self.folded, self.program, self.near, self.far = folded, program, folded.near, folded.far
-        self.kept = (self.near - 1, self.near, self.far, self.far + 1)
         self.apart = {twin: key for key, twin in propagated.flood.apart.items()}
         self.blocks = list(_blocks(folded, program, parts))
         self.pairs = dict(_pairs(self.blocks, self.near, self.far))
@@ -69,6 +66,7 @@ class _Unroller:
         self._find_spots()
         self.stays: dict[Step, tuple[bool, ...]] = {}  # of steps of the near layer: which variables are one for all
         self.items = {x.name: x for x in folded.original if not isinstance(x, int)}
+        self.draws = {op.node.args[at]: op for op in folded.graph.ops if (at := COUNTER.get(op.target)) is not None}
         self.made: dict[tuple[Var, Layer], Var] = {}
         self.names: Counter[str] = Counter()
 
@@ -112,7 +110,11 @@ class _Unroller:
     def _same(self, a: _For, b: _For) -> bool:
         """Whether a step of the near layer is the same as one of the far layer, seen from each."""
         mine, theirs = _reads(a.step), _reads(b.step)
-        if self.folded.part(a.of) != self.folded.part(b.of) or len(mine) != len(theirs) or _told(a.step) != _told(b.step):
+        if (
+            self.folded.part(a.of) != self.folded.part(b.of)
+            or len(mine) != len(theirs)
+            or _told(a.step) != _told(b.step)
+        ):
             return False
         stays = [x is y and self._layer(x) not in (self.near, self.far) for x, y in zip(mine, theirs, strict=True)]
         self.stays[a.step] = tuple(stays)
@@ -123,7 +125,7 @@ class _Unroller:
 
     def _moves(self, x: Var, y: Var) -> bool:
         """Whether one variable is for the near layer what another is for the far one."""
-        return self._layer(x) in self.kept[:3] and self._next(x) is y
+        return self._layer(x) in self.folded.kept[:3] and self._next(x) is y
 
     def _are_alike(self, a: Var, b: Var | None) -> bool:
         """Whether two variables have the same form, and stand at the same place."""
@@ -134,22 +136,24 @@ class _Unroller:
     def _next(self, var: Var) -> Var | None:
         """What stands in the next layer of the short graph where a variable does in its own."""
         layer, spot = self.spot.get(var, (None, None))
-        if spot is None or layer not in self.kept[:3]:
+        if spot is None or layer not in self.folded.kept[:3]:
             return None
-        return self.at.get((self.kept[self.kept.index(layer) + 1], spot))
+        return self.at.get((self.folded.kept[self.folded.kept.index(layer) + 1], spot))
 
     def _next_name(self, name: str) -> str:
         """What is called so in the near layer, in the far one."""
         layer = self.folded.layer(self.items[name]) if name in self.items else None
-        if layer not in self.kept[:3]:
+        if layer not in self.folded.kept[:3]:
             return name
-        there = self.folded.in_layer(self.items[name], self.kept[self.kept.index(layer) + 1])
+        there = self.folded.in_layer(self.items[name], self.folded.kept[self.folded.kept.index(layer) + 1])
         return there.name if isinstance(there, Op | Value) else name
 
     def _returns_alike(self, i: int) -> bool:
         if self.folded.layer(i) != self.near:
             return True
-        mine, theirs = (self.program.outputs[self.folded.short[self.folded.in_layer(i, x)]] for x in (self.near, self.far))
+        mine, theirs = (
+            self.program.outputs[self.folded.short[self.folded.in_layer(i, x)]] for x in (self.near, self.far)
+        )
         return isinstance(mine, Var) and isinstance(theirs, Var) and self._moves(mine, theirs)
 
     # The whole program ----------------------------------------------------------------------------------------------
@@ -183,45 +187,36 @@ class _Unroller:
 
         def read(x: Var) -> Var:
             where = self._layer(x)
-            to = where if layer is not None and next(stays) else self._where(of, where, layer)
+            to = where if layer is not None and next(stays) else self.folded.where(of, where, layer)
             return self._var(x, None) if to == where else self._var_in(x, to)
 
         if isinstance(step, Compute):
             args, kwargs = rebuild((step.args, step.kwargs), lambda x: read(x) if isinstance(x, Var) else x)
+            if (at := COUNTER.get(step.target)) is not None:
+                args = _at(args, at, self.folded.seen(self.draws[args[at]], of, layer).node.args[at])
             outs, inside = tuple(v and self._var(v, layer) for v in step.outs), step.inside
             if inside and layer is not None and not isinstance(mine.of, int):
-                op = self._item(mine.of, of, layer)
+                op = self.folded.seen(mine.of, of, layer)
                 inside = op.node.meta.get("modules", ()) if isinstance(op, Op) else inside
             note = _NAME.sub(lambda m: self._name(m[0], of, layer), step.note) if step.note else ""
             return replace(step, args=args, kwargs=kwargs, outs=outs, inside=inside, note=note)
         if isinstance(step, Start):
             return Start(tuple(self._move(c, read(c.source), of, layer) for c in step.moves))
+        assert isinstance(step, Wait), "nothing else is lowered"
         return Wait(tuple(self._var(v, layer) for v in step.outs))
 
     def _move(self, c: Collective, source: Var, of: Layer, layer: Layer) -> Collective:
         because, reason = c.because, _NAME.sub(lambda m: self._name(m[0], of, layer), c.reason)
         if isinstance(because, Inside):
-            because = replace(because, op=self._item(because.op, of, layer))
+            because = replace(because, op=self.folded.seen(because.op, of, layer))
         elif because is not None and because.by is not None:
-            by = self._item(because.by, of, layer)
+            by = self.folded.seen(because.by, of, layer)
             reason = reason.replace(f"output {because.by}", f"output {by}") if isinstance(by, int) else reason
             because = Asked(by)
         return replace(c, source=source, out=self._var(c.out, layer), reason=reason, because=because)
 
-    def _where(self, of: Layer, theirs: Layer, layer: Layer) -> Layer:
-        """The layer, in the whole, of what layer `of` of the short graph has of `theirs`, if `of` is `layer` there."""
-        if layer is None:
-            return {(self.near, self.far): self.near + 1, (self.far, self.near): self.far - 1}.get((of, theirs), theirs)
-        return layer + self.kept.index(theirs) - 1 if theirs in self.kept[:3] else theirs
-
-    def _item(self, x: Any, of: Layer, layer: Layer) -> Any:
-        """An op, a value or the position of a result in the whole graph."""
-        theirs = self.folded.layer(x)
-        to = self._where(of, theirs, layer)
-        return self.folded.original[x] if to == theirs else self.folded.in_layer(x, to)
-
     def _name(self, name: str, of: Layer, layer: Layer) -> str:
-        return self._item(self.items[name], of, layer).name if name in self.items else name
+        return self.folded.seen(self.items[name], of, layer).name if name in self.items else name
 
     def _var_in(self, x: Var, layer: Layer) -> Var:
         """What stands in a layer of the whole where `x` does in its own."""
@@ -236,9 +231,9 @@ class _Unroller:
         of, value = self._layer(x), x.value
         name = self._free(_BASE.sub(lambda m: self._base(m[0], of, layer), x.name))
         if value in self.apart:
-            value = self.folded.twin(value, self._item(self.apart[value], of, layer))
+            value = self.folded.twin(value, self.folded.seen(self.apart[value], of, layer))
         elif value is not None:
-            value = self._item(value, of, layer)
+            value = self.folded.seen(value, of, layer)
         made = self.made[x, layer] = replace(x, name=name, value=value)
         return made
 
@@ -276,27 +271,33 @@ def _pairs(blocks: Sequence[_Block], near: int, far: int) -> Iterator[tuple[int,
         i += 1
 
 
-def _reads(step: Compute | Start | Wait) -> tuple[Var, ...]:
+def _reads(step: Step) -> tuple[Var, ...]:
     if isinstance(step, Compute):
         return step.operands
     return step.sources if isinstance(step, Start) else ()
 
 
-def _made(step: Compute | Start | Wait) -> tuple[Var, ...]:
+def _made(step: Step) -> tuple[Var, ...]:
     """What comes into being with a step, if only in flight."""
     if isinstance(step, Compute):
         return step.made
     return step.outs if isinstance(step, Start) else ()
 
 
-def _note(step: Compute | Start | Wait) -> str:
+def _at(args: tuple[Any, ...], at: int, new: Any) -> tuple[Any, ...]:
+    return (*args[:at], new, *args[at + 1 :])
+
+
+def _note(step: Step) -> str:
     return step.note if isinstance(step, Compute) else ""
 
 
-def _told(step: Compute | Start | Wait) -> Any:
+def _told(step: Step) -> Any:
     """All that a step is told, but for its variables."""
     if isinstance(step, Compute):
         args = rebuild((step.args, step.kwargs), lambda x: Var if isinstance(x, Var) else x)
+        if (at := COUNTER.get(step.target)) is not None:
+            args = _at(args[0], at, None), args[1]
         outs = [v is None for v in step.outs]
         said = step.line, step.backward, step.flops, step.work, step.over, step.copies
         return step.target, args, outs, said

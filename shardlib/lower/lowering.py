@@ -34,7 +34,7 @@ from shardlib.rules.rule import OWNED
 
 
 class Part(NamedTuple):
-    """Steps that follow each other, by their number, and what they are for: an op, an input, a result by its position."""
+    """Steps that follow each other, by their number; and what for: an op, an input, or a result by its position."""
 
     of: Op | Value | int
     steps: int

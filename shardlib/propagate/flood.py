@@ -43,6 +43,8 @@ class Flood:
     # What is fixed in other factors, or other pieces, than its value has: outputs, doors, inputs, constraints' results.
     apart: dict[int | Op | Value, Value] = field(default_factory=dict)
     tight: Mapping[int | Op | Value, frozenset[int]] = field(default_factory=dict)  # dims whose cuts stand in the way
+    loose: Mapping[int | Op | Value, frozenset[int]] = field(default_factory=dict)  # those that were let stand apart
+    met: Mapping[Value, tuple[tuple[Value, int] | None, ...]] = field(default_factory=dict)  # values as inputs met them
     twins: dict[Value, Value] = field(default_factory=dict)  # what stands apart: the value that it is
     same: dict[Leaf, Leaf] = field(default_factory=dict)  # leaves that differ from another's in their pieces only
     moves: dict[Op, set[int]] = field(default_factory=dict)  # dims that a `shard` cuts into other pieces

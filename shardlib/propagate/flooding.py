@@ -41,6 +41,7 @@ def flood(
     that inputs are `met` by have the factors of these, whatever those are of the ops that make them.
     """
     work = _Flooding(graph, fixed, outputs, doors, loose)
+    work.f.met = met
     for value, places in met.items():
         work.raw[value] = [work.dims(p[0])[p[1]] if p else [] for p in places]
     work.write_down()  # first, so that locks hold when rules split dims
@@ -65,7 +66,7 @@ class _Flooding:
         doors: Mapping[Op, Fixed],
         loose: Loose,
     ) -> None:
-        self.f, self.graph, self.fixed, self.loose = Flood(), graph, fixed, loose
+        self.f, self.graph, self.fixed, self.loose = Flood(loose=loose), graph, fixed, loose
         self.raw: dict[Value, list[list[Leaf]]] = {}
         self.labels: dict[Op, dict[str, list[Leaf]]] = {}
         self.owners: dict[Value, list[Leaf]] = {}

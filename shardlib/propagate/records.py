@@ -63,8 +63,7 @@ class Records:
         return End(self.kind[unit], slots, pending=pending)
 
     def of(self, graph: Graph) -> Iterable[tuple[Record, int]]:
-        """What moves between units: each root value, who makes it, and who reads it in which cut; how many it stands for.
-        """
+        """What moves between units: each root value, who makes it, and who reads it in which cut; and how often."""
         f = self.flood
         readers, sources = self._ends(graph)
         merged = self._meeting_sums(graph, sources)

@@ -285,7 +285,7 @@ class Redrawn:
 
     def renumber(self, node: fx.Node) -> None:
         """Give a node that draws a counter of this copy."""
-        if (at := _COUNTER.get(node.target)) is not None:
+        if (at := COUNTER.get(node.target)) is not None:
             old = node.args[at]
             assert isinstance(old, int)
             if old not in self._counters:
@@ -293,7 +293,8 @@ class Redrawn:
             node.update_arg(at, self._counters[old])
 
 
-_COUNTER: dict[Any, int] = {torch.ops.shardlib.draw.default: 2, torch.ops.shardlib.numbered_key.default: 1}
+# Where the counter stands among the arguments of ops that are told one.
+COUNTER: Mapping[Any, int] = {torch.ops.shardlib.draw.default: 2, torch.ops.shardlib.numbered_key.default: 1}
 
 
 @contextmanager
