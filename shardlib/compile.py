@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 from shardlib import graph as graphs
@@ -21,7 +21,7 @@ from shardlib.homes import at_home, fixed_outputs, gradients, placed_anew, sent_
 from shardlib.internals import pytree
 from shardlib.keeping import Keeping
 from shardlib.lines import place
-from shardlib.lower import Senders, lower, lower_in_parts
+from shardlib.lower import Part, Senders, lower_in_parts
 from shardlib.meshes.mesh import Mesh
 from shardlib.normalise import normalise
 from shardlib.owned import mark as mark_owned
@@ -123,7 +123,7 @@ def compile_program(
     mark_owned(graph)
     outputs |= at_home(traced, graph, call, fixed_inputs, placed, mesh)
     clock.stop("rules")
-    program, told = _decided(graph, mesh, fixed, outputs, _doors(graph, mesh), clock)
+    program, _, told = _decided(graph, mesh, fixed, outputs, _doors(graph, mesh), clock)
     program = replace(program, donated=_donated(traced, donate), owned=owned)
     program = program if traced.after.gradients else replace(program, replaced=_replaced(traced, program))
     is_whole = not traced.after.gradients
@@ -190,23 +190,23 @@ def _decided(
     outputs: Mapping[int, Fixed],
     doors: Mapping[Op, Fixed],
     clock: _Clock,
-) -> tuple[Program, Callable[[], Propagated]]:
+) -> tuple[Program, list[Part], Callable[[], Propagated]]:
     """Decide and lower; where layers are alike, one for many of them."""
     sends = Senders(mesh).messages
     folded = fold(graph, fixed, outputs, doors)
+    clock.stop("propagate")
     if folded is not None:
         said = folded.of(fixed), folded.of(outputs), folded.of(doors)
-        short = propagate(folded.graph, mesh, *said, sends)
-        clock.stop("propagate")
-        program = unroll(folded, short, *lower_in_parts(folded.graph, short, mesh))
+        short, parts, decided = _decided(folded.graph, mesh, *said, clock)
+        unrolled = unroll(folded, decided(), short, parts)
         clock.stop("lower")
-        if program is not None:
-            return program, lambda: spread(folded, short, mesh, fixed, outputs, doors, sends)
+        if unrolled is not None:
+            return *unrolled, cache(lambda: spread(folded, decided(), mesh, fixed, outputs, doors, sends))
     propagated = propagate(graph, mesh, fixed, outputs, doors, sends)
     clock.stop("propagate")
-    program = lower(graph, propagated, mesh)
+    program, parts = lower_in_parts(graph, propagated, mesh)
     clock.stop("lower")
-    return program, lambda: propagated
+    return program, parts, lambda: propagated
 
 
 class _Clock:

@@ -130,15 +130,15 @@ class Folded:
         return {mine: said[theirs] for mine, theirs in self.original.items() if theirs in said}  # type: ignore
 
     def _times(self, item: Item) -> int:
-        place = self.layers.places.get(item)
-        return 1 + len(self.left_out) * (place is not None and place.layer == self.near)
+        place, many = self.place(item), 1 if isinstance(item, int) else item.times
+        return many * (1 + len(self.left_out)) if place is not None and place.layer == self.near else many
 
     def _value(self, value: Value, reader: Op | Value | None) -> Value:
         """What stands for a value of the whole: where it is left out, for its reader, that of the next layer."""
         place = self.layers.place(value)
         if place is not None and place.layer in self.left_out:
-            assert reader is not None, f"{value} is read in a layer"
-            value = self.layers.value(value, self.far if self.layer(reader) == self.near else self.near)
+            is_next = reader is not None and self.layer(reader) == self.near
+            value = self.layers.value(value, self.far if is_next else self.near)
         if value not in self.short:
             assert value.op is None, f"{value} is made before it is read"
             made = self.short[value] = Value(
@@ -155,7 +155,8 @@ class Folded:
         self.short[op], self.original[made] = made, op
         made.operands = tuple(self._value(v, made) for v in op.operands)
         for i, v in enumerate(made.operands):
-            v.readers.append((made, i))
+            if self.layer(made) is not None or self.stays(op.operands[i]):  # what is collected of all is read once
+                v.readers.append((made, i))
         if op.owns is not None:
             made.owns = Owns(op.owns.factor, self._value(op.owns.ends, made), op.owns.reads, op.owns.begins)
         made.results = tuple(

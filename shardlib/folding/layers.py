@@ -7,6 +7,7 @@ Backward runs go through the layers the other way round; so layers are told by w
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from shardlib.specs.fixed import Fixed
 
 _LEAST = 6  # layers that a run repeats
 _PERIODS = 256  # lengths of a layer that are tried
+_WIDEST = 4  # repeats of one run that may be a layer of another
 
 Item = Op | Value | int  # an op, an input, or a result by its position
 
@@ -36,7 +38,8 @@ class Place(NamedTuple):
 class Layers:
     """Layers that are alike, from `first` up to `last`, and where everything in them is; nothing else has a place.
 
-    What has a place reads what has none, or of its own layer and the two beside it; only that reads it.
+    What has a place reads what has none, or of its own layer and the two beside it. It is read by such, and by ops that
+    collect it from all layers.
     """
 
     places: Mapping[Item, Place]
@@ -136,24 +139,26 @@ class _Search:
         outputs: Mapping[int, Fixed],
         doors: Mapping[Op, Fixed],
     ) -> None:
-        self.graph, self.runs = graph, runs
+        self.graph, self.runs = graph, [*runs]
         self.fixed, self.outputs, self.doors = fixed, outputs, doors
         self.at: dict[Op, tuple[int, int, int]] = {}  # run, place in it, repeat
         for r, run in enumerate(runs):
-            for i in range(run.period * run.times):
-                self.at[graph.ops[run.start + i]] = r, i % run.period, i // run.period
+            self._place(r, run)
         self.ways: dict[int, tuple[int, int]] = {0: (1, 0)}  # of a run: its repeats are layers `sign * repeat + offset`
         self.inputs: dict[Value, Place] = {}
 
+    def _place(self, r: int, run: _Run) -> None:
+        for i in range(run.period * run.times):
+            self.at[self.graph.ops[run.start + i]] = r, i % run.period, i // run.period
+
     def found(self) -> Layers | None:
         self._join()
-        lows, highs = zip(*map(self._ends, self.ways), strict=True)
-        low, high = max(lows), min(highs)
-        middle = (low + high) // 2
-        differing = [x for x in self._differing(low, high, middle) if low <= x < high]
-        first = max((x + 1 for x in differing if x < middle), default=low)
-        last = min((x for x in differing if x > middle), default=high)
-        if middle in differing or last - first < _LEAST:
+        low, high = self._covered()
+        self.ways = {r: way for r, way in self.ways.items() if self._ends(r)[0] <= low and high <= self._ends(r)[1]}
+        looked_at = (low + (high - low) * n // 4 for n in (2, 1, 3)) if low < high else ()
+        alike = (self._alike(low, high, middle) for middle in looked_at)
+        first, last = next((found for found in alike if found[1] - found[0] >= _LEAST), (0, 0))
+        if first == last:
             return None
         places: dict[Item, Place] = {op: self._op(op) for op in self.at if self.at[op][0] in self.ways}
         places = {x: place for x, place in [*places.items(), *self.inputs.items()] if first <= place.layer < last}
@@ -172,6 +177,18 @@ class _Search:
         ends = offset, sign * (self.runs[r].times - 1) + offset
         return min(ends), max(ends) + 1
 
+    def _covered(self) -> tuple[int, int]:
+        """The longest range of layers of which runs have most."""
+        ends = {r: self._ends(r) for r in self.ways}
+        marks = sorted({end for of in ends.values() for end in of})
+        ranges = [
+            (sum(self.runs[r].period for r, (a, b) in ends.items() if a <= low and high <= b), high - low, low)
+            for low, high in itertools.pairwise(marks)
+            if high - low >= _LEAST
+        ]
+        _, count, low = max(ranges, default=(0, 0, 0))
+        return low, low + count
+
     def _repeats(self, r: int, q: int) -> Iterator[tuple[int, Op]]:
         run = self.runs[r]
         for j in range(run.times):
@@ -183,25 +200,34 @@ class _Search:
         """Find the layers of every run that reads, or is read by, one whose layers are known."""
         self._take_inputs(0)
         while True:
-            votes: dict[int, Counter[tuple[int, int]]] = defaultdict(Counter)
+            met: dict[int, list[tuple[int, int]]] = defaultdict(
+                list
+            )  # repeats of a run, and layers they have to do with
             for op, (r, _, j) in self.at.items():
                 for value in op.operands:
                     here, there = r in self.ways, self._layer(value)
                     source = self.at.get(value.op) if value.op is not None else None
                     if not here and there is not None:
-                        votes[r].update([(1, there - j), (-1, there + j)])
+                        met[r].append((j, there))
                     elif here and there is None and source is not None and source[0] not in self.ways:
-                        mine = self._op(op).layer
-                        votes[source[0]].update([(1, mine - source[2]), (-1, mine + source[2])])
-            if not votes:
+                        met[source[0]].append((source[2], self._op(op).layer))
+            for r, pairs in met.items():
+                widened, phase, way = _way(pairs)
+                self._widen(r, widened, phase)
+                self.ways[r] = way
+                self._take_inputs(r)
+            if not met:
                 return
-            for r, ways in votes.items():
-                ((way, n),) = ways.most_common(1)
-                if n >= self.runs[r].times // 2:
-                    self.ways[r] = way
-                    self._take_inputs(r)
-            if not votes.keys() & self.ways.keys():
-                return
+
+    def _widen(self, r: int, times: int, phase: int) -> None:
+        """Take several repeats of a run as one, the first so many of them left out: where others go layer by layer."""
+        if times == 1:
+            return
+        run = self.runs[r]
+        wide = self.runs[r] = _Run(run.start + phase * run.period, run.period * times, (run.times - phase) // times)
+        for i in range(run.period * run.times):
+            del self.at[self.graph.ops[run.start + i]]
+        self._place(r, wide)
 
     def _layer(self, value: Value) -> int | None:
         if value.op is None:
@@ -220,14 +246,22 @@ class _Search:
 
     # Layers that are alike ------------------------------------------------------------------------------------------
 
+    def _alike(self, low: int, high: int, middle: int) -> tuple[int, int]:
+        """The range of layers around one that are like it."""
+        differing = {*self._differing(low, high, middle)}
+        if middle in differing:
+            return middle, middle
+        first = max((x + 1 for x in differing if x < middle), default=low)
+        return max(first, low), min((x for x in differing if x > middle), default=high)
+
     def _differing(self, low: int, high: int, middle: int) -> Iterator[int]:
-        """The layers in which something is otherwise than in the middle one."""
+        """The layers in which something is otherwise than in one."""
         for r in self.ways:
             for q in range(self.runs[r].period):
                 ops = {self._op(op).layer: op for _, op in self._repeats(r, q)}
                 alike = self._reads(ops[middle], middle)
                 for layer, op in ops.items():
-                    if self._reads(op, layer) != alike or not self._is_closed(op):
+                    if self._reads(op, layer) != alike:
                         yield layer
         parts: dict[Hashable, dict[int, Value]] = defaultdict(dict)
         for value, place in self.inputs.items():
@@ -239,18 +273,18 @@ class _Search:
             alike = self._look(mine[middle])
             yield from {*range(low, high)} - mine.keys()
             for layer, value in mine.items():
-                if self._look(value) != alike or not all(map(self._is_inside, _readers(value))):
+                if self._look(value) != alike:
                     yield layer
 
     def _reads(self, op: Op, layer: int) -> Hashable:
-        """What an op reads, and what its values belong to, as seen from its layer."""
+        """What an op reads, what its values belong to, seen from its layer, and who collects what it makes."""
         made = [r for r in op.results if r is not None]
         ends = [r.rows.ends for r in made if r.rows is not None]
         ends += [] if op.owns is None else [op.owns.ends]
         seen = tuple([self._seen(v, layer) for v in (*op.operands, *ends)])
         likes = tuple([r.like and self._seen(r.like, layer) for r in made])
         said = tuple([_said(self.fixed.get(r)) for r in made]), _said(self.doors.get(op))
-        return seen, likes, said
+        return seen, likes, said, tuple([tuple(self._outside(r)) for r in made])
 
     def _seen(self, value: Value, layer: int) -> Hashable:
         place = self.inputs.get(value) if value.op is None else None
@@ -264,14 +298,12 @@ class _Search:
     def _look(self, value: Value) -> Hashable:
         like = value.like and self._seen(value.like, self.inputs[value].layer)
         said = _said(self.fixed.get(value))
-        return value.shape, value.dtype, value.constant, value.again, value.is_output, like, said, len(value.readers)
+        form = value.shape, value.dtype, value.constant, value.again, value.is_output
+        return form, like, said, len(value.readers), tuple(self._outside(value))
 
-    def _is_closed(self, op: Op) -> bool:
-        """Whether only ops of layers read what an op makes."""
-        return all(self._is_inside(reader) for r in op.results if r is not None for reader, _ in r.readers)
-
-    def _is_inside(self, op: Op) -> bool:
-        return op in self.at and self.at[op][0] in self.ways
+    def _outside(self, value: Value) -> Iterator[Op]:
+        """The ops of no layer that read a value."""
+        return (op for op, _ in value.readers if op not in self.at or self.at[op][0] not in self.ways)
 
     def _results(self, found: Layers) -> dict[Item, Place] | None:
         """The places of the results of a program; None where layers have other ones."""
@@ -289,10 +321,18 @@ class _Search:
         return places if alike else None
 
 
+def _way(pairs: Sequence[tuple[int, int]]) -> tuple[int, int, tuple[int, int]]:
+    """How many repeats of a run are a layer, how many stand in front of the first, and which layers these then are."""
+    votes: Counter[tuple[int, int, tuple[int, int]]] = Counter()
+    for wide in range(1, _WIDEST + 1):
+        for phase in range(wide):
+            for repeat, layer in pairs:
+                at = (repeat - phase) // wide
+                votes[wide, phase, (1, layer - at)] += 1
+                votes[wide, phase, (-1, layer + at)] += 1
+    return max(votes, key=lambda way: (votes[way], -way[0]))
+
+
 def _said(fixed: Fixed | None) -> Hashable:
     """What is fixed, whoever says so."""
     return fixed and (fixed.layout, fixed.names, fixed.open, fixed.exact)
-
-
-def _readers(value: Value) -> list[Op]:
-    return [op for op, _ in value.readers]

@@ -48,8 +48,10 @@ class _Spot(NamedTuple):
     number: int
 
 
-def unroll(folded: Folded, propagated: Propagated, program: Program, parts: Sequence[Part]) -> Program | None:
-    """The program of the whole graph; None where the inner layers of the short one came out differently."""
+def unroll(
+    folded: Folded, propagated: Propagated, program: Program, parts: Sequence[Part]
+) -> tuple[Program, list[Part]] | None:
+    """The program of the whole graph, and what its steps are for; None where the inner layers came out differently."""
     unroller = _Unroller(folded, propagated, program, parts)
     return unroller.written() if unroller.is_steady() else None
 
@@ -101,6 +103,7 @@ class _Unroller:
             and all(self._are_alike(v, self._next(v)) for v in given)
             and all(self._match(near, far) for near, far in self.pairs.values())
             and all(self._returns_alike(i) for i in range(len(self.program.outputs)))
+            and all(self._sees_all(block.layer, mine) for block in self.blocks for mine in block.steps)
         )
 
     def _match(self, near: _Block, far: _Block) -> bool:
@@ -156,21 +159,41 @@ class _Unroller:
         )
         return isinstance(mine, Var) and isinstance(theirs, Var) and self._moves(mine, theirs)
 
+    def _sees_all(self, layer: Layer, mine: _For) -> bool:
+        """Whether a step of an outer layer reads of no inner one but that beside it; and one of no layer of none, or of
+        all of them what its op reads, in order."""
+        read = _reads(mine.step)
+        inner = {self._layer(x) for x in read} & {self.near, self.far}
+        if layer is not None or not inner:
+            first, _, _, last = self.folded.kept
+            return not (self.far in inner and layer == first) and not (self.near in inner and layer == last)
+        of = mine.of
+        return isinstance(of, Op) and isinstance(mine.step, Compute) and [x.value for x in read] == [*of.operands]
+
     # The whole program ----------------------------------------------------------------------------------------------
 
-    def written(self) -> Program:
+    def written(self) -> tuple[Program, list[Part]]:
         """All steps, in the order in which they would have been lowered."""
-        whole, steps = self.folded.whole, list[Step]()
+        whole, steps, parts = self.folded.whole, list[Step](), list[Part]()
+
+        def write(mine: _For, of: Layer, layer: Layer) -> None:
+            steps.append(self._step(mine, of, layer))
+            parts.append(Part(self.folded.seen(mine.of, of, layer), 1))
+
         inputs = tuple(map(self._input, whole.inputs))
         captured = tuple((self._var(v, None), x) for v, x in self.program.captured)
         for at, block in enumerate(self.blocks):
-            steps += [self._step(mine, block.layer, None) for mine in block.steps]
+            for mine in block.steps:
+                write(mine, block.layer, None)
             if at in self.pairs:
                 near, _ = self.pairs[at]
                 order = self.folded.left_out if near is block else reversed(self.folded.left_out)
-                steps += [self._step(mine, self.near, layer) for layer in order for mine in near.steps]
+                for layer in order:
+                    for mine in near.steps:
+                        write(mine, self.near, layer)
         outputs = tuple(map(self._output, range(len(whole.outputs))))
-        return replace(self.program, steps=tuple(steps), inputs=inputs, captured=captured, outputs=outputs)
+        program = replace(self.program, steps=tuple(steps), inputs=inputs, captured=captured, outputs=outputs)
+        return program, parts
 
     def _input(self, value: Value) -> Var:
         mine, layer = self.folded.stands_for(value)
@@ -183,10 +206,15 @@ class _Unroller:
 
     def _step(self, mine: _For, of: Layer, layer: Layer) -> Step:
         """A step for layer `of` of the short graph, in the whole: as it is there (None), or for a layer left out."""
+        collected = self._collected(mine) if of is None else []
         step, stays = mine.step, iter(self.stays[mine.step] if layer is not None else ())
 
         def read(x: Var) -> Var:
             where = self._layer(x)
+            if collected:
+                item = collected.pop(0)
+                there = self.folded.place(item)
+                return self._var(x, None) if there is None or self.folded.stays(item) else self._var_in(x, there.layer)
             to = where if layer is not None and next(stays) else self.folded.where(of, where, layer)
             return self._var(x, None) if to == where else self._var_in(x, to)
 
@@ -204,6 +232,12 @@ class _Unroller:
             return Start(tuple(self._move(c, read(c.source), of, layer) for c in step.moves))
         assert isinstance(step, Wait), "nothing else is lowered"
         return Wait(tuple(self._var(v, layer) for v in step.outs))
+
+    def _collected(self, mine: _For) -> list[Value]:
+        """What a step of no layer reads of all, in the whole."""
+        inner = any(self._layer(x) in (self.near, self.far) for x in _reads(mine.step))
+        op = self.folded.original[mine.of] if inner else None
+        return [*op.operands] if isinstance(op, Op) else []
 
     def _move(self, c: Collective, source: Var, of: Layer, layer: Layer) -> Collective:
         because, reason = c.because, _NAME.sub(lambda m: self._name(m[0], of, layer), c.reason)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardlib.lower.inside import Senders
-from shardlib.lower.lowering import lower, lower_in_parts
+from shardlib.lower.lowering import Part, lower, lower_in_parts
 from shardlib.program.steps import Program
 
-__all__ = ["Program", "Senders", "lower", "lower_in_parts"]
+__all__ = ["Part", "Program", "Senders", "lower", "lower_in_parts"]
