@@ -101,11 +101,12 @@ def jit(
     `remat` says what of the forward pass is made again for the backward one rather than kept: nothing (`"none"`),
     everything but what one layer hands on to the next (`"full"`; a layer is what the program repeats), what is inside
     attention (`"attention"`), or what modules make for themselves, and ops, by names: a module's path or the end of
-    it, its class, an op, `*` for any text. Draws are exact, effects and ops of other libraries run once, nothing is
-    gathered a third time. `memory` is a budget instead (`"72GiB"`, or bytes): the peak of the program that runs is at
-    most that on every device. Which values are kept for it, made again, or wait in the host's memory (where the
-    backward pass is inside, and the schedule names none) is chosen one by one, so that the simulated time on the mesh's
-    machine is short. `torch.utils.checkpoint` inside the function stays what it is.
+    it, its class, an op, `*` for any text. A list takes what any of its words and names says; a module that is called
+    like a word is `"*.attention"`. Draws are exact, effects and ops of other libraries run once, nothing is gathered a
+    third time. `memory` is a budget instead (`"72GiB"`, or bytes): the peak of the program that runs is at most that on
+    every device. Which values are kept for it, made again, or wait in the host's memory (where the backward pass is
+    inside, and the schedule names none) is chosen one by one, so that the simulated time on the mesh's machine is
+    short. `torch.utils.checkpoint` inside the function stays what it is.
 
     Raises `ShardingError` outside any mesh, where specs do not fit, where a budget is exceeded or cannot be met, for
     names of nothing, and for what would leave the trace unseen. Warns `RetraceWarning`, once, of a function that is

@@ -13,7 +13,7 @@ from shardlib.schedule import DEFAULT, Schedule
 from shardlib.sizes import nbytes
 
 Remat = str | tuple[str, ...]
-WORDS = ("none", "full", "attention")  # that are said alone
+WORDS = ("none", "full", "attention")  # that are no names; "none" is said alone
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,18 @@ class Keeping:
         """
         if regather not in WAYS:
             raise ShardingError(f"regather={regather!r} is none of {', '.join(WAYS)}", remedy='regather="always"')
-        names = [remat] if isinstance(remat, str) else list(remat) if isinstance(remat, Sequence) else []
-        if not names or not all(isinstance(name, str) and name.strip() for name in names):
+        names = [remat] if isinstance(remat, str) else [*remat] if isinstance(remat, Sequence) else []
+        faults = [f"{name!r} is no name" for name in names if not (isinstance(name, str) and name.strip())]
+        faults += ["'none' stands alone"] if "none" in names and {*map(repr, names)} != {"'none'"} else []
+        if not names or faults:
             raise ShardingError(
-                f"remat={remat!r} says nothing of what is made again",
-                rule='it is "none", "full", "attention", or names of modules or ops, in which `*` stands for any text',
-                remedy='remat="full", or remat=["mlp", "gelu"]',
+                f"remat={remat!r} does not say what is made again",
+                faults,
+                rule='it is "none", or one or more of "full", "attention", and names of modules or ops, in which `*` '
+                "stands for any text",
+                remedy='remat="full", or remat=["attention", "mlp", "gelu"]',
             )
+        names = [*dict.fromkeys(names)]
         budget = None if memory is None else nbytes(memory, "memory")
         if budget is not None and names != ["none"]:
             raise ShardingError(

@@ -118,6 +118,7 @@ WAYS: list[dict[str, Any]] = [
     {"remat": "full"},
     {"remat": "attention"},
     {"remat": ["MLP", "h.1.attn"]},
+    {"remat": ["attention", "MLP"]},
     {"remat": "gelu"},
     {"memory": 0.7},
 ]
@@ -382,6 +383,29 @@ def test_attention_keeps_no_scores() -> None:
     assert large[1] == []
 
 
+@pytest.mark.parametrize("remat", [["attention", "tanh"], ["tanh", "full"], ["full", "attention", "tanh"]])
+def test_a_list_takes_what_any_of_it_says(remat: list[str]) -> None:
+    def loss(ws: list[Tensor], x: Tensor) -> Tensor:
+        for a, b in zip(ws[::2], ws[1::2], strict=True):
+            y = x @ a
+            x = x + torch.tanh((y @ y.mT).softmax(-1) @ y @ b).square()
+        return x.square().sum()
+
+    ws, x = [*torch.randn(6, 4, 4, dtype=torch.float64)], torch.randn(8, 4, 4, dtype=torch.float64)
+    with Mesh(data=2):
+        plan_of = {}
+        for said in ("none", *remat, remat):
+            step = sl.jit(sl.value_and_grad(loss), in_specs=(None, "b@data ..."), remat=said)
+            plan_of[str(said)] = step.plan(ws, x)
+        value, gradients = step(ws, x)
+    kept = {said: Counter(held(plan)) for said, plan in plan_of.items()}
+    gone = [kept["none"] - kept[said] for said in remat]
+    assert kept["none"] - kept[str(remat)] == functools.reduce(Counter.__or__, gone)
+    assert f"remat={(*remat,)!r}: made again" in str(plan_of[str(remat)])
+    torch.testing.assert_close([g.full_tensor() for g in gradients], torch.func.grad(loss)(ws, x))
+    torch.testing.assert_close(value.full_tensor(), loss(ws, x))
+
+
 @pytest.mark.long
 def test_names_are_of_modules_and_ops() -> None:
     plans = {name: plan_of("tp", {"remat": name}) for name in ("MLP", "h.*.mlp", "mlp", "h.1.mlp", "gelu")}
@@ -644,10 +668,11 @@ def test_a_name_that_is_nearly_one(said: str, near: str) -> None:
 
 
 def test_a_word_in_a_list_is_the_word() -> None:
-    assert sl.jit(_tanhs, remat=["full"]).keeping == sl.jit(_tanhs, remat="full").keeping
-    beside = sl.jit(torch.func.grad(_tanhs), in_specs=(None, "b@data _"), remat=["full", "tanh"])
-    with sl.Mesh(data=2), pytest.raises(ShardingError, match="'full' stands alone"):
-        beside.plan([torch.empty(8, 8)] * 2, torch.empty(4, 8))
+    for said in (["full"], ["full", "full"]):
+        assert sl.jit(_tanhs, remat=said).keeping == sl.jit(_tanhs, remat="full").keeping
+    wrong = sl.jit(torch.func.grad(_tanhs), in_specs=(None, "b@data _"), remat=["full", "tan", "attention", "mm2"])
+    with sl.Mesh(data=2), pytest.raises(ShardingError, match=r"\* 'tan' is none.*\n  \* 'mm2' is none.*\nRule"):
+        wrong.plan([torch.empty(8, 8)] * 2, torch.empty(4, 8))
 
 
 @pytest.mark.long
@@ -704,10 +729,15 @@ def test_units() -> None:
     assert found == [1000, 1024, 1_500_000, 2 << 40, 7]
 
 
-@pytest.mark.parametrize("remat", ["", [], 3, None, [1]])
+@pytest.mark.parametrize("remat", ["", [], 3, None, [1], ["none", "full"], ["mlp", "none"]])
 def test_what_says_nothing(remat: Any) -> None:
-    with pytest.raises(ShardingError, match="says nothing of what is made again"):
+    with pytest.raises(ShardingError, match="does not say what is made again"):
         sl.jit(lambda x: x, remat=remat)
+
+
+def test_all_that_is_wrong_with_a_list_is_told_at_once() -> None:
+    with pytest.raises(ShardingError, match=r"'' is no name\n  \* 3 is no name\n  \* 'none' stands alone"):
+        sl.jit(lambda x: x, remat=["", "mlp", 3, "none"])
 
 
 def test_both_are_refused() -> None:

@@ -52,9 +52,6 @@ def named(crossing: Crossing, names: Sequence[str]) -> set[Var]:
     wrong = []
     for name in names:
         if not any(_fits(name, known) for known in every):
-            if name in WORDS:
-                wrong.append(f"{name!r} stands alone")
-                continue
             words = list(dict.fromkeys((*WORDS, *_short(sorted(every)))))
             near = difflib.get_close_matches(name.replace("*", "").lower(), words, _NEAR, 0.5)
             wrong.append(f"{name!r} is none" + (f"; near it are {', '.join(map(repr, near))}" if near else ""))
@@ -63,8 +60,8 @@ def named(crossing: Crossing, names: Sequence[str]) -> set[Var]:
             "remat names what the forward pass does not make, or does not keep",
             wrong,
             rule="a name is a module's path, or the end of one, its class, or an op whose result the backward pass may "
-            'read; `*` stands for any text; "full" and "attention" stand alone',
-            remedy='remat="h.*.mlp", remat=["LlamaMLP", "gelu"]',
+            'read; `*` stands for any text; "full" and "attention" may stand beside names',
+            remedy='remat="h.*.mlp", remat=["attention", "LlamaMLP", "gelu"]',
         )
     meant = {x for x in every if any(_fits(name, x) for name in names)}
     found = {owner for owner, known in ops.items() if not meant.isdisjoint(known)}

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from shardlib.keeping import Keeping
+from shardlib.keeping import WORDS, Keeping
 from shardlib.machine import Machine
 from shardlib.passes import policies
 from shardlib.passes.budget import Finish, within
@@ -81,13 +81,13 @@ def warn_of_a_higher_peak(name: str, told: Recomputed | None, peak: int) -> None
 
 
 def _by_name(crossing: Crossing, keeping: Keeping) -> set[Var]:
-    if keeping.remat == "full":
-        dropped = policies.full(crossing)
-    elif keeping.remat == "attention":
-        dropped = policies.attention(crossing)
-    else:
-        names = [keeping.remat] if isinstance(keeping.remat, str) else keeping.remat
-        dropped = policies.named(crossing, names)
+    """What any of the words and names gives up."""
+    said = [keeping.remat] if isinstance(keeping.remat, str) else keeping.remat
+    dropped = set[Var]()
+    for word, policy in (("full", policies.full), ("attention", policies.attention)):
+        dropped |= policy(crossing) if word in said else set()
+    if names := [name for name in said if name not in WORDS]:
+        dropped |= policies.named(crossing, names)
     if keeping.regather == "never":
         return dropped - crossing.weights
     return dropped | (crossing.weights - {*crossing.held}) if dropped else dropped
