@@ -79,7 +79,8 @@ def scaling(
 ) -> Scaling:
     """Plan a jitted function on each of `meshes` and simulate it on `machine`; nothing runs.
 
-    What is called alike on meshes of the same axes is traced once, unless it asks for the current mesh.
+    What is called alike on meshes of the same axes is traced once, unless it asks for the current mesh. Arguments of
+    other shapes are other calls: Python may look at sizes, and a trace holds the numbers that were made of them.
 
     `args` are its arguments, the same on every mesh (strong scaling), or a function from a mesh to them (weak scaling:
     more data on more devices); meta tensors will do. `fused` is as in `Plan.simulate`.
