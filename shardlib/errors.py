@@ -48,6 +48,10 @@ class NoStorageError(ShardingError, NotImplementedError):
     """A tensor in pieces is asked for its memory; torch's word for tensors that have none, which libraries expect."""
 
 
+class NoDerivativeError(ShardingError):
+    """A gradient flows through what has none."""
+
+
 class WrittenError(ShardingError, RuntimeError):
     """What a backward pass reads was written to since the forward pass; torch's kind of error for it."""
 

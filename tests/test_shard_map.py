@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -447,6 +448,37 @@ def test_own_mesh() -> None:
     out = shard_map(lambda x: psum(x.sum(), "x"), "_@x", P(), mesh=Mesh(x=2))(torch.ones(4))
     assert float(out) == 4
     assert math.prod(out.mesh.axes.values()) == 2
+
+
+@pytest.mark.parametrize("call", [pmax, pmin])
+@pytest.mark.parametrize("layers", [1, 2], ids=["a scan", "a scan in a scan"])
+def test_a_maximum_in_steps_of_a_scan(call: Callable[..., Tensor], layers: int) -> None:
+    """It runs, though a gradient is followed; who takes one is told."""
+
+    def step(c: Tensor) -> Tensor:
+        e = (c - call(c.amax(0, keepdim=True), "tensor")).exp()
+        out: Tensor = e / sl.psum(e.sum(0, keepdim=True), "tensor") + c
+        return out
+
+    def scanned(c: Tensor, layers: int) -> Tensor:
+        inner = step if layers == 1 else lambda c: scanned(c, layers - 1)
+        out: Tensor = sl.scan(lambda c, _: (inner(c), None), c, None, length=2)[0]
+        return out
+
+    x = torch.randn(4, 4, dtype=torch.float64)
+    with sl.Mesh(data=2, tensor=2):
+        by_hand = sl.shard_map(
+            lambda c: functools.reduce(lambda c, _: step(c), range(2**layers), c), "n@tensor k", "n@tensor k"
+        )
+        mapped = sl.shard_map(lambda c: scanned(c, layers), "n@tensor k", "n@tensor k")
+        for leaf in (x, x.clone().requires_grad_()):
+            torch.testing.assert_close(sl.jit(mapped)(leaf), by_hand(leaf), rtol=0, atol=0)
+        for differentiated in (
+            lambda: mapped(leaf).sum().backward(),
+            lambda: sl.jit(sl.grad(lambda x: mapped(x).sum()))(x),
+        ):
+            with pytest.raises(ShardingError, match=rf"gradient flows through {call.__name__} over 'tensor'"):
+                differentiated()
 
 
 @pytest.mark.parametrize(

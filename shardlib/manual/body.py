@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardlib.errors import ShardingError
+from shardlib.errors import NoDerivativeError, ShardingError
 from shardlib.manual import stacked
 from shardlib.manual.doors import Door, Stack
 from shardlib.meshes.mesh import Mesh
@@ -231,7 +231,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call: Communication = ctx.call
         if call.args[0] in ("max", "min"):
-            raise ShardingError(
+            raise NoDerivativeError(
                 f"a gradient flows through p{call.args[0]} over {', '.join(map(repr, call.axes))}",
                 rule=f"p{call.args[0]} has no derivative: which device holds the {call.args[0]} is not kept",
                 remedy="detach its operand, as a stable softmax does with its maximum",

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 
+from shardlib.errors import NoDerivativeError
 from shardlib.internals import (
     TENSOR_HOOKS,
     allow_saved_hooks,
@@ -49,7 +50,8 @@ def trace_body(
 
     `names` are the leaves' in errors. The first `carried` leaves are what an earlier step returns, which may require a
     gradient; of the others it is known. Raises `ShardingError` for what would be lost: a gradient, a `.grad` that is
-    set. Without `differentiate` it runs under no gradients; `strict` is as in `Body`.
+    set. What has no derivative is refused where somebody goes back through it. Without `differentiate` it runs under no
+    gradients; `strict` is as in `Body`.
     """
     found: list[Any] = []
     made: list[weakref.ref[Tensor]] = []
@@ -77,29 +79,38 @@ def trace_body(
             reads = [*given, *closures.stand_ins]
             if strict and any(getattr(x, kind, None) for x in reads for kind in TENSOR_HOOKS):
                 raise NotOnceError("it hooks what it is given")
+            refused = None
             where = {i: _reached(x, reads) for i, x in enumerate(flat) if x.requires_grad}
             of = [i for i, x in enumerate(reads) if x.requires_grad]
             cts = [alike(flat[i]) for i in where]
-            found.extend([closures, len(flat), where, cts])
             made.extend(weakref.ref(x) for x in list(tracer.tensor_tracker))
             gradients: list[Tensor | None] = [None] * len(reads)
             if where:
-                with closures.passing(cts):  # a checkpoint runs the body again
-                    pulled = torch.autograd.grad(
-                        [flat[i] for i in where], [reads[i] for i in of], cts, allow_unused=True
-                    )
-                for i, x in zip(of, pulled, strict=True):
-                    gradients[i] = x
+                try:
+                    with closures.passing(cts):  # a checkpoint runs the body again
+                        pulled = torch.autograd.grad(
+                            [flat[i] for i in where], [reads[i] for i in of], cts, allow_unused=True
+                        )
+                    for i, x in zip(of, pulled, strict=True):
+                        gradients[i] = x
+                except NoDerivativeError as error:  # it is nobody's matter until somebody goes back
+                    if strict:
+                        raise
+                    refused = error.with_traceback(None)
+            found.extend([closures, len(flat), where, cts, refused])
             return [*flat, *gradients]
 
         gm = make_fx(joint, DECOMPOSITIONS, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
-        closures, results, where, cts = found
+        closures, results, where, cts, refused = found
         for node in gm.graph.nodes:
             node.meta.setdefault("line", line)
             if node.op == "get_attr":
                 node.meta["val"] = getattr(gm, str(node.target))
         functionalise(gm, names, body=True)
-    return replace(_divided(gm, closures, results, where, cts, len(leaves)), made=tuple(made), strict=strict)
+    body = _divided(gm, closures, results, where, cts, len(leaves))
+    if refused is not None:
+        body = replace(body, backward=(), saved=(), refused=refused)
+    return replace(body, made=tuple(made), strict=strict)
 
 
 # What torch says where a stand-in, which requires a gradient, is written to.

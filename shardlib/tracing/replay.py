@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from shardlib.aten.traits import is_view
-from shardlib.errors import ShardingError
+from shardlib.errors import NoDerivativeError
 from shardlib.internals import TransformType, is_wrapped, transforms
 from shardlib.lines import replayed
 from shardlib.tracing.copying import Copy
@@ -33,7 +33,8 @@ class Body:
 
     `forward` are its nodes in order, `backward` those of its gradient, which reads `saved` nodes and `cotangents`;
     `gradients` are by input, None where there is none; `made` are the values of its trace; `strict`: whoever goes back
-    through it in a way that it was not traced for, a second time or from some results only, gets `NotOnceError`.
+    through it in a way that it was not traced for, a second time or from some results only, gets `NotOnceError`;
+    `refused` is what whoever goes back gets, where something inside has no derivative.
     """
 
     arguments: int
@@ -48,6 +49,7 @@ class Body:
     gradients: tuple[fx.Node | None, ...]
     made: tuple[weakref.ref[Tensor], ...]
     strict: bool
+    refused: NoDerivativeError | None = None
 
     @functools.cached_property
     def kept(self) -> frozenset[fx.Node]:
@@ -105,6 +107,8 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         body, copy = ctx.body, ctx.copy
+        if body.refused is not None:
+            raise body.refused
         try:
             saved = ctx.saved_tensors
         except RuntimeError as error:
@@ -147,7 +151,7 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise ShardingError(
+        raise NoDerivativeError(
             "a gradient is taken through the gradient of scan",
             rule="a scanned body is traced with its first derivative",
             remedy="detach() gradients that are only looked at; write the loop in Python, for layer in layers: ..., "

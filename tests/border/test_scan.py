@@ -389,6 +389,28 @@ def test_refused_inside_jit(call: Any, message: str) -> None:
     assert message in str(error.value)
 
 
+def test_the_gradient_of_a_scan_in_the_steps_of_one() -> None:
+    """Steps of gradient descent: nobody goes back through them."""
+
+    def descended(run: Any, c: Tensor, xs: Tensor) -> Tensor:
+        def loss(h: Tensor) -> Tensor:
+            out: Tensor = run(lambda h, x: (torch.tanh(h * x), None), h, xs)[0].square().sum()
+            return out
+
+        def step(h: Tensor, _: Tensor) -> tuple[Tensor, None]:
+            return h - sl.grad(loss)(h), None
+
+        out: Tensor = run(step, c, xs)[0]
+        return out
+
+    expected = descended(_looped, C, X)
+    with Mesh(data=2):
+        found = sl.jit(lambda c, xs: descended(scan, c, xs), in_specs=("k@data", None))
+        torch.testing.assert_close(found(C, X).full_tensor(), expected)
+        with pytest.raises(ShardingError, match="a gradient is taken through the gradient of scan"):
+            sl.jit(sl.grad(lambda c, xs: descended(scan, c, xs).sum())).plan(C, X)
+
+
 W = torch.linspace(-1, 1, 16, dtype=D).view(4, 4)
 BATCHES = torch.linspace(0, 2, L * 8 * 4, dtype=D).view(L, 8, 4)
 
