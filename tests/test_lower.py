@@ -198,6 +198,35 @@ def test_a_pending_sum_passes_what_is_linear_and_stops_before_what_is_not() -> N
     assert names.index("all_reduce") < names.index("aten.tanh.default")
 
 
+ZEROS, INF = torch.tensor([0.0, 2.0, 0.0, 1.0], dtype=torch.float64), float("inf")
+DIVIDED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "div": lambda x, w: (x.sum(0) / ZEROS).sum() + w.sum(),
+    "div, one by one": lambda x, w: x.sum(0) / ZEROS + w.sum(0),
+    "div, by 0": lambda x, w: (x.sum(0) / 0).amax(0) + w.sum(),
+    "addcdiv": lambda x, w: torch.addcdiv(w.sum(0), x.sum(0), ZEROS).sum(),
+    "mul, by inf": lambda x, w: (x.sum(0) * INF).sum() + w.sum(),
+    "gradient of a root": lambda x, w: sl.grad(lambda z: (z.sqrt() @ x.mT).sum())(ZEROS.abs()).sum(),
+    "looked up": lambda x, w: (w[torch.tensor([0, 5, 2])] / ZEROS[:3, None]).sum(0),
+}
+
+
+@pytest.mark.parametrize("fn", DIVIDED.values(), ids=list(DIVIDED))
+def test_what_is_divided_by_zero_is_infinite(fn: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Not NaN, though a device that has nothing to add would make 0 / 0."""
+    x, w = torch.zeros(8, 4, dtype=torch.float64), torch.arange(1.0, 33, dtype=torch.float64).view(8, 4)
+    x[1] = 1
+    with Mesh(a=4):
+        found = sl.jit(fn, in_specs="b@a _")(x, w).full_tensor()
+    torch.testing.assert_close(found, fn(x, w), equal_nan=True)
+
+
+def test_a_sum_passes_division_by_a_number() -> None:
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        return x.sum(0) / 3 + y.sum(0) / 5
+
+    assert kinds(planned(fn, (8, 4), (8, 4), mesh={"a": 2}, in_specs="b@a _", out_specs="_")) == ["all_reduce a"]
+
+
 def test_a_value_is_gathered_once_for_all_its_views() -> None:
     def fn(w: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return x @ w, y @ w.t(), x @ w.reshape(4, 2, 4).flatten(1)

@@ -7,6 +7,7 @@ is linear in a set of operands when sums on exactly these pass through: `f(a + a
 
 from __future__ import annotations
 
+import cmath
 from collections.abc import Iterable
 
 import torch
@@ -77,9 +78,20 @@ def _masked_fill(call: Call) -> Rule:
     return _pointwise(call, [frozenset({0})] if type(value) in (int, float) and value == 0 else [])
 
 
+def _mul(call: Call) -> Rule:
+    """A product with an infinite number is `s * inf` of a sum, and `0 * inf` of its terms."""
+    by = arg(call, 1, "other")
+    infinite = type(by) in (int, float, complex) and not cmath.isfinite(by)
+    return _pointwise(call, [] if infinite else [frozenset({0}), frozenset({1})])
+
+
 def _div(call: Call) -> Rule:
+    """Of a sum, `s / 0` is infinite, and of its terms, `0 / 0` is not: so numbers divide sums, other than 0. What
+    tensors hold, nobody knows."""
     rounds = arg(call, 2, "rounding_mode") is not None
-    return _pointwise(call, [] if rounds else [frozenset({0})])
+    by = arg(call, 1, "other")
+    divides = type(by) in (int, float, complex) and by and not rounds
+    return _pointwise(call, [frozenset({0})] if divides else [])
 
 
 def _log_sigmoid(call: Call) -> Rule:
@@ -104,11 +116,7 @@ LINEAR = {
     "rsub.Tensor": "{0,1}",
     "where.self": "{1,2}",
     "neg": "{0}",
-    "mul.Tensor": "{0} {1}",
-    "mul.Scalar": "{0}",
-    "div.Scalar": "{0}",
     "addcmul": "{0,1} {0,2}",
-    "addcdiv": "{0,1}",
     "lerp.Scalar": "{0,1}",
     "lerp.Tensor": "{0,1}",
 }
@@ -121,8 +129,8 @@ ROWS: dict[str, RuleFn | str] = {
     **{f"{name}_backward": pointwise("{0}") for name in _BENT},
     **{name: pointwise(sets) for name, sets in LINEAR.items()},
     **dict.fromkeys(("add.Tensor", "sub.Tensor", "rsub.Scalar"), _add),
-    "div.Tensor": _div,
-    "div.Tensor_mode": _div,
+    **dict.fromkeys(("mul.Tensor", "mul.Scalar"), _mul),
+    **dict.fromkeys(("div.Tensor", "div.Scalar", "div.Tensor_mode"), _div),
     "_to_copy": _to_copy,
     "copy": _copy,
     **dict.fromkeys(["log_sigmoid_forward", "log_sigmoid_backward"], _log_sigmoid),

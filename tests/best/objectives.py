@@ -93,7 +93,8 @@ GROUPS = (f32(D, 8192), f32(64, 128, D), ints(64, 128), f32(64), f32(64, 128))
 CUT = ("d v@x", "n d", "n")
 PAIRS = 4096
 LOSSES = [
-    Row("label smoothing, vocabulary cut", _smoothed, VOCABULARY, CUT, X, 2 * OF_ROW + reduced(8, 8), 3, out_specs=""),
+    Row("label smoothing, vocabulary cut", _smoothed, VOCABULARY, CUT, X, 2 * OF_ROW + reduced(8, 8), 3, out_specs="",
+        short={"collectives": 1.34}, why="two numbers, each divided by a count that may be 0"),
     Row("gradients with label smoothing, vocabulary cut", sl.grad(_smoothed, (0, 1)), VOCABULARY, CUT, X,
         2 * OF_ROW + reduced(ACT, 8), 3),
     Row("gradients with z-loss, vocabulary cut", sl.grad(_with_z, (0, 1)), VOCABULARY, CUT, X,
