@@ -61,7 +61,24 @@ def _back_and_forth(x: Tensor) -> Tensor:
     return (y * 2).roll(1, 0) + (y + 1).roll(2, 0) * (x / 3).roll(3, 0) - y.roll(-1, 0) * (x - y).roll(-2, 0)
 
 
-PROGRAMS = [_fourth, _mixed, _around, _periodic, _uneven, _products, _flux, _back_and_forth]
+def _enlarged(x: Tensor) -> Tensor:
+    """Of each row of a border, two are made; of three that are read, two are sent."""
+    kernels = [torch.arange(float(n * n), dtype=x.dtype).view(1, 1, n, n) for n in (3, 7)]
+    return sum(
+        F.conv2d(F.interpolate(x[None, None], scale_factor=2, mode=mode), kernel, padding=len(kernel[0, 0]) // 2)
+        for mode, kernel in zip(("nearest", "nearest-exact"), kernels, strict=True)
+    )[0, 0]
+
+
+def _enlarged_again(x: Tensor) -> Tensor:
+    """By three, and by two of what is made of it; rows alone, that are read from one side."""
+    large = F.interpolate(F.relu(F.interpolate(x.mT[None], scale_factor=3)) * 2, scale_factor=2)
+    return F.conv1d(F.pad(large, (2, 0)), torch.arange(3.0, dtype=x.dtype).expand(x.shape[1], 1, 3), groups=x.shape[1])[
+        0
+    ]
+
+
+PROGRAMS = [_fourth, _mixed, _around, _periodic, _uneven, _products, _flux, _back_and_forth, _enlarged, _enlarged_again]
 MESHES = [({"x": 4}, "n@x d"), ({"x": 3, "y": 2}, "n@x d@y"), ({"x": 2, "y": 3}, "n@(y x) d"), ({"x": 4}, "n d@x")]
 
 
@@ -82,7 +99,7 @@ def test_values_and_gradients(program: Callable[[Tensor], Tensor], mesh: dict[st
     ("program", "rows", "messages"),
     [
         *((_fourth, 4, 2), (_mixed, 3, 1), (_around, 2, 2), (_periodic, 4, 4)),
-        *((_products, 4, 2), (_flux, 6, 6), (_back_and_forth, 5, 2)),
+        *((_products, 4, 2), (_flux, 6, 6), (_back_and_forth, 5, 2), (_enlarged, 4, 2), (_enlarged_again, 1, 1)),
     ],
 )
 def test_as_few_messages_as_there_are_ways_to_go(program: Callable[[Tensor], Tensor], rows: int, messages: int) -> None:

@@ -21,6 +21,7 @@ NARROW = _aten.narrow.default
 OR = _aten.logical_or.default
 PAD = _aten.constant_pad_nd.default
 PERMUTE = _aten.permute.default
+REPEAT = _aten.repeat_interleave.self_int
 RESHAPE = _aten.reshape.default
 SELECT = _aten.select.int
 SLICE = _aten.slice.Tensor

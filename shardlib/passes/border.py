@@ -59,6 +59,14 @@ class Border:
             self, sends=sends, ranges=ranges, moves=(*self.moves, *other.moves), parts=(*self.parts, *other.parts)
         )
 
+    def of_repeated(self, root: Var, times: Sequence[int]) -> Border:
+        """What is repeated to make it, of `root`; by dim, so often."""
+        n = times[self.dim]
+        shape = tuple(size // m for size, m in zip(self.shape, times, strict=True))
+        ranges = {i: (low // n, -(-high // n)) for i, (low, high) in self.ranges.items()}
+        part = self.dim, shape, self.sends, ranges
+        return replace(self, root=root, shape=shape, ranges=ranges, parts=(part,))
+
     def is_read_where_it_arrives(self, readers: Sequence[Step], program: Program) -> bool:
         """Whether whoever gets nothing takes nothing of it: the zeros that such devices have mean nothing."""
         (move,), ((at, *_),) = self.moves, self.parts

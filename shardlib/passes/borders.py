@@ -1,6 +1,7 @@
 """Borders of one value are one message: ranges that lie over or beside each other are sent once, as one, and what some
 devices send goes with what others do. So a pad that goes round a ring costs no round of its own. Where the borders of
-what a value is made of, element by element, are there, its own are made of these (`derived`)."""
+what a value is made of, element by element, are there, its own are made of these, and where elements are repeated, of
+those that are (`derived`)."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from shardlib.aten.calls import NARROW, VIEW
+from shardlib.aten.calls import NARROW, REPEAT, VIEW
 from shardlib.passes.border import MOVES, Border, Found, ways_of
-from shardlib.passes.derived import Made, derive, elements, joined
+from shardlib.passes.derived import Made, derive, elements, joined, repeats
 from shardlib.program.steps import Collective, Compute, Program, Start, Step, Var, Wait, reads, swapped, together
 from shardlib.program.sym import Sym
 
@@ -20,7 +22,7 @@ from shardlib.program.sym import Sym
 def share_borders(program: Program) -> Program:
     """The program with as few messages between neighbours as there are ways to go."""
     moves = [c for c in program.collectives if c.kind == "ppermute"]
-    if len(moves) < 2:
+    if not moves:
         return program
     readers: dict[Var, list[Step]] = {}
     for step in program.steps:
@@ -72,6 +74,9 @@ def _arrived(made: Made, names: set[str], parts: Mapping[tuple[Collective, Var],
     if step is None:
         return parts[move, made.value]
     found = {each.value: _arrived(each, names, parts, steps) for each in made.of}
+    if made.cut is not None:
+        (x,) = found.values()
+        return _repeated(made, made.cut, x, names, steps)
     args = [found[x] if isinstance(x, Var) else x for x in step.args]
     out = _new(move.out, f"{move.out.name}.made", names)
     note, flops = "made of borders", float(max(map(elements, made.borders())))
@@ -79,16 +84,36 @@ def _arrived(made: Made, names: set[str], parts: Mapping[tuple[Collective, Var],
     return out
 
 
+def _repeated(made: Made, cut: Border, x: Var, names: set[str], steps: list[Step]) -> Var:
+    """What a message brought, of what is repeated to make it."""
+    assert made.step is not None
+    move, times = made.move, repeats(made.step)
+    (at, shape, sends, ranges), n = cut.parts[0], times[cut.dim]
+    begin = _numbers(move, {dst: ranges[src][0] % n for src, dst in sends.items()})
+    count = _numbers(move, {dst: ranges[src][1] - ranges[src][0] for src, dst in sends.items()})
+    calls: list[tuple[Any, ...]] = [(REPEAT, m, dim) for dim, m in enumerate(times) if m > 1]
+    calls.append((NARROW, cut.dim, begin, count))
+    calls.append((VIEW, [count if d == at else size for d, size in enumerate(shape)]))
+    for target, *args in calls:
+        out = _new(move.out, f"{move.out.name}.made", names)
+        steps.append(Compute(target, (x, *args), {}, (out,), move.line, move.backward, "made of borders"))
+        x = out
+    return x
+
+
+def _numbers(move: Collective, each: Mapping[int, int]) -> Sym | int:
+    """A number by places in the group of a message; 0 where none is said."""
+    numbers = tuple(each.get(i, 0) for i in range(ways_of(move)))
+    return numbers[0] if len({*numbers}) == 1 else Sym("at", (move.axes, numbers))
+
+
 def _message(
     border: Border, names: set[str], other: Mapping[Var, Var], parts: dict[tuple[Collective, Var], Var]
 ) -> Iterator[Step]:
     """One message in place of several, and what of it each of these was."""
     move, ways = border.moves[0], range(ways_of(border.moves[0]))
-    axes, line, backward = move.axes, move.line, move.backward
-
-    def number(each: Mapping[int, int]) -> Sym | int:
-        numbers = tuple(each.get(i, 0) for i in ways)
-        return numbers[0] if len({*numbers}) == 1 else Sym("at", (axes, numbers))
+    line, backward = move.line, move.backward
+    number = partial(_numbers, move)
 
     def call(target: Any, *args: Any, out: Var) -> Step:
         return Compute(

@@ -1,9 +1,11 @@
 """Borders of a value that is made of others, element by element, need not travel where the borders of these do: whoever
 has them makes them there, to the same bits. So squares and products of two images cost no borders beside those of the
-images, and multiples of one value are borders of that."""
+images, and multiples of one value are borders of that. Of a value whose elements are there several times, as of an
+enlarged image, travels each once."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,18 +13,22 @@ from dataclasses import dataclass, replace
 from shardlib.aten.traits import has
 from shardlib.passes.border import Border
 from shardlib.program.steps import Collective, Compute, Var
+from shardlib.rules.resample import repeated
+from shardlib.specs.layout import Dim, Factor
 
 _DEEP = 4  # ops between one border and others
 
 
 @dataclass(frozen=True)
 class Made:
-    """What a message brought, as it is had where it arrives: a border by itself, or an op on those of its operands."""
+    """What a message brought, as it is had where it arrives: a border by itself, or an op on those of its operands; or
+    a range, `cut`, of what their border is, repeated."""
 
     move: Collective
     border: Border | None
     step: Compute | None = None
     of: tuple[Made, ...] = ()
+    cut: Border | None = None
 
     def borders(self) -> Iterator[Border]:
         if self.border is not None:
@@ -45,6 +51,9 @@ class Made:
         if self.border.root not in values:
             return self
         step = steps[self.border.root]
+        if times := repeats(step):
+            of_one = Made(self.move, self.border.of_repeated(step.operands[0], times)).opened(values, steps)
+            return Made(self.move, None, step, (of_one,), self.border)
         of = (Made(self.move, replace(self.border, root=x)).opened(values, steps) for x in dict.fromkeys(step.operands))
         return Made(self.move, None, step, tuple(of))
 
@@ -65,7 +74,7 @@ def joined(borders: Iterable[Border]) -> list[Border]:
 
 def derive(borders: Sequence[Border], steps: Mapping[Var, Compute]) -> list[Made]:
     """How each of these borders is had, in such a way that least is sent."""
-    made, better = [Made(border.moves[0], border) for border in borders], len(borders) > 1
+    made, better = [Made(border.moves[0], border) for border in borders], True
     while better:
         better, of = False, _by_value(made)
         for path in _ways(of.keys(), steps):
@@ -86,7 +95,8 @@ def _by_value(made: Iterable[Made]) -> dict[Var, list[Border]]:
 
 
 def _ways(roots: Collection[Var], steps: Mapping[Var, Compute]) -> list[Collection[Var]]:
-    """Sets of values whose borders may be made instead: of others that are sent, or several of one that is not."""
+    """Sets of values whose borders may be made instead: of others that are sent, or several of one that is not, or of
+    one that repeats another."""
     found, of_one = list[Collection[Var]](), dict[Var, list[list[Var]]]()
     for root in roots:
         if (path := _path(root, {*roots} - {root}, steps)) is not None:
@@ -95,7 +105,8 @@ def _ways(roots: Collection[Var], steps: Mapping[Var, Compute]) -> list[Collecti
         while len(path) < _DEEP and (step := _exact(value, steps)) is not None and len({*step.operands}) == 1:
             path, value = [*path, value], step.operands[0]
             of_one.setdefault(value, []).append(path)
-    return found + [[x for path in paths for x in path] for paths in of_one.values() if len(paths) > 1]
+    several = [[x for path in paths for x in path] for paths in of_one.values()]
+    return found + [path for path in several if len(path) > 1 or repeats(steps[path[0]])]
 
 
 def _path(value: Var, ends: Collection[Var], steps: Mapping[Var, Compute], deep: int = _DEEP) -> list[Var] | None:
@@ -112,9 +123,33 @@ def _path(value: Var, ends: Collection[Var], steps: Mapping[Var, Compute], deep:
     return path
 
 
+def repeats(step: Compute) -> Sequence[int]:
+    """How often, by dim, a step repeats each element of a value that lies as what it makes; empty if it does not."""
+    if len(step.operands) != 1 or len(step.made) != 1:
+        return ()
+    (x,), (value,) = step.operands, step.made
+    op = None if value.value is None else value.value.op
+    times = () if op is None or op.target is not step.target else repeated(op.call)
+    if not times or value.layout is None or x.layout is None:
+        return ()
+    dims = zip(x.layout.dims, value.layout.dims, times, strict=True)
+    return times if all(_in_blocks(*dim) for dim in dims) else ()
+
+
+def _in_blocks(one: Dim, other: Dim, n: int) -> bool:
+    """Whether a device has n elements of a dim for each that it has of another one."""
+    if not any(f.axes for f in (*one, *other)):
+        return True
+    *outer, (last, inner) = itertools.zip_longest(one, other, fillvalue=Factor(1))
+    same = last.axes == inner.axes and tuple(n * k for k in last.pieces) == inner.pieces
+    return same and all(a == b for a, b in outer)
+
+
 def _exact(value: Var, steps: Mapping[Var, Compute]) -> Compute | None:
-    """What makes a value, of others that lie as it does, if that rounds once."""
+    """What makes a value, of others that lie as it does, if that rounds once, or rounds nothing."""
     step = steps.get(value)
+    if step is not None and repeats(step):
+        return step
     if step is None or not has(step.target, "rounds once") or step.kwargs or value.layout is None:
         return None
     plain = len(step.told) == len(step.operands) > 0 and step.outs == (value,) and value.dtype.is_floating_point

@@ -72,6 +72,16 @@ def _nearest(dims: int, *, backward: bool = False) -> RuleFn:
     return rule
 
 
+def repeated(call: Call) -> Sequence[int]:
+    """How many equal elements, side by side, there are in each dim of a call's result of one of its operand; empty
+    where that is not so."""
+    dims = _NEAREST.get(schema_of(call.target).name.partition("::")[2], 0)
+    if not dims or len(call.operands) != 1:
+        return ()
+    _, large, times, said = _grown(call, dims, backward=False)
+    return (1, 1, *times) if all(map(_blocks, times, large[2:])) and all(said) else ()
+
+
 def _grown(call: Call, dims: int, *, backward: bool) -> tuple[Shape, Shape, list[int], list[bool]]:
     """The shape of what is small and of what it becomes; for each dim of space by which whole number it grows (0: by
     none), and whether its scale is what the sizes say."""
@@ -193,8 +203,10 @@ def _affine_grid(call: Call) -> Rule:
     return _plain(f"n _ _ -> n {space} _ | n:size(size.0) {{0}}", "n")(call)
 
 
+_NEAREST = {f"{name}{d}d": d for d in (1, 2, 3) for name in ("upsample_nearest", "_upsample_nearest_exact")}
+
 _FAMILIES: dict[Callable[..., RuleFn], dict[str, tuple[int, ...]]] = {
-    _nearest: {f"{name}{d}d": (d,) for d in (1, 2, 3) for name in ("upsample_nearest", "_upsample_nearest_exact")},
+    _nearest: {name: (dims,) for name, dims in _NEAREST.items()},
     _upsample: {  # and how many elements of a dim one is made of
         "upsample_linear1d": (1, 2),
         "upsample_trilinear3d": (3, 2),

@@ -52,6 +52,10 @@ def _blended(x: Tensor) -> Tensor:
     return F.interpolate(x, scale_factor=2, mode="bilinear")
 
 
+def _grown(x: Tensor, w: Tensor) -> Tensor:
+    return F.conv2d(F.interpolate(x, scale_factor=2), w, padding=1)
+
+
 def _areas(x: Tensor) -> Tensor:
     return F.interpolate(x, scale_factor=2, mode="area")
 
@@ -180,6 +184,8 @@ ROWS = [
     Row("bilinear, twice as large", _blended, (f32(4, 32, 256, 64),), ("b c h@x w",), EIGHT, 2 * 4 * 32 * 64 * 4, 2),
     Row("gradient of bilinear", _grad(_blended), (f32(4, 32, 256, 64),), ("b c h@x w",), EIGHT,
         4 * 4 * 32 * 64 * 4, 4),
+    Row("twice as large, then 3 x 3", _grown, (f32(4, 32, 256, 64), f32(*KERNEL)), ("b c h@x w", "..."), EIGHT,
+        2 * 4 * 32 * 64 * 4, 2),
     Row("areas, twice as large", _areas, (f32(4, 32, 256, 64),), ("b c h@x w",), EIGHT, 0, 0),
     Row("gradient of areas, twice as large", _grad(_areas), (f32(4, 32, 256, 64),), ("b c h@x w",), EIGHT, 0, 0),
     Row("gradient of an image made twice as large by a transposed convolution",

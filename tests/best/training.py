@@ -252,7 +252,7 @@ def _forces(x: Tensor, y: Tensor) -> Tensor:
 EDGES = torch.empty(16 * N, dtype=torch.int64, device="meta")
 FIELDS = [
     Row("U-Net in space", _unet, (f32(4, 8, 64, 64), f32(16, 8, 3, 3), f32(8, 16, 3, 3)),
-        ("n c h@tensor w", "...", "..."), TENSOR, 2 * 4 * 8 * 64 * 4 + 2 * 4 * 16 * 64 * 4, 4),
+        ("n c h@tensor w", "...", "..."), TENSOR, 2 * 4 * 8 * 64 * 4 + 2 * 4 * 16 * 32 * 4, 4),
     Row("FFT mixing, rows cut", _mixing, (torch.empty(N, D, dtype=torch.complex64, device="meta"),), ("n@tensor d",),
         TENSOR, exchanged(N * D * 8, 8), 1),
     Row("two-dim transform, rows cut", torch.fft.fft2, (torch.empty(N, D, dtype=torch.complex64, device="meta"),),
