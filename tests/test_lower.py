@@ -58,6 +58,9 @@ def test_a_sym_knows_its_axes() -> None:
     assert (x.axes, (x * y + 1).axes) == (frozenset([A]), frozenset([A, B]))
     assert [x.eq(3).at(c) for c in COORDS[::3]] == [1, 1, 1, 0]
     assert str(x * 2 - y) == "((size(10@a) * 2) - size(7@b))"
+    both = [tabulate(f, [A, B]) for f in (lambda c: c["a"] // 2, lambda c: c["b"], lambda c: c["a"] * c["b"])]
+    assert [n.axes for n in both] == [{A}, {B}, {A, B}]
+    assert [n.at({"a": 3, "b": 2}) for n in both] == [1, 2, 6]
 
 
 MESH = {"a": 4, "b": 3}

@@ -109,6 +109,17 @@ def test_as_few_messages_as_there_are_ways_to_go(program: Callable[[Tensor], Ten
     assert plan.comm_bytes <= rows * 514 * 4
 
 
+@pytest.mark.parametrize(
+    ("program", "messages", "columns"), [(_fourth, 2, 512), (_products, 2, 512), (_uneven, 1, 512), (_uneven, 1, 510)]
+)
+def test_axes_along_which_nothing_is_sent_change_nothing(
+    program: Callable[[Tensor], Tensor], messages: int, columns: int
+) -> None:
+    with sl.Mesh.abstract(x=8, y=4):
+        plan = sl.jit(program, in_specs=("n@x d@y",)).plan(torch.empty(512, columns, device="meta"))
+    assert len(plan.collectives) == messages
+
+
 def test_what_goes_back_is_of_one_value() -> None:
     """Scaled before it moves, in four ways."""
     with sl.Mesh.abstract(x=8):

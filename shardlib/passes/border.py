@@ -188,14 +188,14 @@ class Found:
     def size(self, v: Var, dim: int, at: Coords) -> int:
         """How much of a dim a device has."""
         if v.layout is not None:
-            if {a.name for f in v.layout.dims[dim] for a in f.axes} <= self.names:
+            if {a.name for f in v.layout.dims[dim] if not f.even for a in f.axes} <= self.names:
                 return int(v.layout.local_shape(at)[dim])
             raise _UnknownError
         if (move := self.sent.get(v)) is not None:
             sizes = {shape[dim] for shape in move.params.get("shapes", ())}
             if len(sizes) > 1:
                 raise _UnknownError
-            return int(*sizes) if sizes else self.size(move.source, dim, at)
+            return self.number(sizes.pop(), at) if sizes else self.size(move.source, dim, at)
         step = self.made.get(v)
         if step is None or step.target not in MOVES:
             raise _UnknownError

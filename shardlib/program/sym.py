@@ -147,14 +147,22 @@ def of_member(n: Any, group: Sequence[Axis], i: int) -> Any:
 
 
 def tabulate(function: Callable[[Coords], Any], axes: Iterable[Axis], group: Sequence[Axis] = ()) -> Any:
-    """`function` of the coordinates along these axes, worked out for all: a Sym, or a number if it is one everywhere.
+    """`function` of the coordinates along these axes, worked out for all: a Sym of those along which it differs, or a
+    number if it is one everywhere.
 
     It is the same for all members of a group along `group`. A Sym of what is no number, a pair for instance, is one to
     go on with, and none for a program.
     """
     axes = apart(axes, group)
-    values = tuple(function(coords) for coords in everywhere(axes, group))
-    return values[0] if len(set(values)) == 1 else Sym("at", (axes, values))
+    values = [function(coords) for coords in everywhere(axes, group)]
+    if len(set(values)) == 1:
+        return values[0]
+    for axis in axes if len(axes) > 1 else ():
+        inner = math.prod(a.size for a in axes[axes.index(axis) + 1 :])
+        first = [i for i in range(len(values)) if i // inner % axis.size == 0]
+        if all(values[i] == values[i + k * inner] for i in first for k in range(axis.size)):
+            axes, values = tuple(a for a in axes if a != axis), [values[i] for i in first]
+    return Sym("at", (axes, tuple(values)))
 
 
 @lru_cache(maxsize=4096)
