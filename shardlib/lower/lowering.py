@@ -6,6 +6,7 @@ pending sum as it is, if it may (`pending`), and is emitted (`emit`).
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 from shardlib.aten.calls import ALIAS
@@ -67,8 +68,9 @@ class Lowering:
 
     def parts(self) -> list[Part]:
         """What the steps are for, in their order."""
-        ends = [*(first for _, first in self._begun[1:]), len(self.builder.steps)]
-        return [Part(of, end - first) for (of, first), end in zip(self._begun, ends, strict=True) if end > first]
+        last = self._begun[-1:] and [(self._begun[-1][0], len(self.builder.steps))]
+        pairs = itertools.pairwise([*self._begun, *last])
+        return [Part(of, end - first) for (of, first), (_, end) in pairs if end > first]
 
     def run(self) -> Program:
         for value in self.graph.inputs:
