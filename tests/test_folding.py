@@ -267,3 +267,17 @@ def test_values_and_gradients() -> None:
         for a, b in zip(mine, theirs, strict=True):
             torch.testing.assert_close(a.full_tensor(), b.full_tensor())
     assert mesh.size == 4
+
+
+def test_constants_of_layers() -> None:
+    """Tensors that layers make of numbers of their own are no part that they have in common."""
+
+    def step(weights: list[Tensor], x: Tensor) -> Tensor:
+        for i, w in enumerate(weights):
+            x = x + torch.relu(x @ w) * torch.tensor([1.0, 0.5 * i])[0] + torch.tensor([i, 2])[1]
+        return x.square().sum()
+
+    weights, x = [torch.eye(8) for _ in range(12)], torch.ones(4, 8)
+    with folding(0), sl.Mesh(data=2):
+        value = sl.jit(step, in_specs=(None, "batch@data _"))(weights, x)
+    torch.testing.assert_close(value.full_tensor(), step(weights, x))

@@ -93,7 +93,7 @@ def _look(op: Op) -> Hashable:
     """What ops of alike layers have in common, apart from what they read."""
     owns = None if op.owns is None else (op.owns.factor, op.owns.reads, op.owns.begins)
     made = tuple([r and (r.again, r.is_output, r.constant, r.manual, r.rows and r.rows.dim) for r in op.results])
-    return _told(op), op.line, op.backward, owns, made
+    return _told(op), op.call.results, op.line, op.backward, owns, made
 
 
 def _told(op: Op) -> Hashable:
@@ -145,7 +145,8 @@ class _Search:
         for r, run in enumerate(runs):
             self._place(r, run)
         self.ways: dict[int, tuple[int, int]] = {0: (1, 0)}  # of a run: its repeats are layers `sign * repeat + offset`
-        self.inputs: dict[Value, Place] = {}
+        self.given = {*graph.inputs}
+        self.inputs: dict[Value, Place] = {}  # those that are of a layer
 
     def _place(self, r: int, run: _Run) -> None:
         for i in range(run.period * run.times):
@@ -160,7 +161,7 @@ class _Search:
         first, last = next((found for found in alike if found[1] - found[0] >= _LEAST), (0, 0))
         if first == last:
             return None
-        places: dict[Item, Place] = {op: self._op(op) for op in self.at if self.at[op][0] in self.ways}
+        places: dict[Item, Place] = {op: self._op(op) for op in self.at if self._is_inside(op)}
         places = {x: place for x, place in [*places.items(), *self.inputs.items()] if first <= place.layer < last}
         found = Layers(places, first, last)
         results = self._results(found)
@@ -200,9 +201,7 @@ class _Search:
         """Find the layers of every run that reads, or is read by, one whose layers are known."""
         self._take_inputs(0)
         while True:
-            met: dict[int, list[tuple[int, int]]] = defaultdict(
-                list
-            )  # repeats of a run, and layers they have to do with
+            met = defaultdict[int, list[tuple[int, int]]](list)  # repeats of runs, and layers they have to do with
             for op, (r, _, j) in self.at.items():
                 for value in op.operands:
                     here, there = r in self.ways, self._layer(value)
@@ -232,7 +231,7 @@ class _Search:
     def _layer(self, value: Value) -> int | None:
         if value.op is None:
             return self.inputs[value].layer if value in self.inputs else None
-        return self._op(value.op).layer if value.op in self.at and self.at[value.op][0] in self.ways else None
+        return self._op(value.op).layer if self._is_inside(value.op) else None
 
     def _take_inputs(self, r: int) -> None:
         """Inputs of which every repeat of a run reads its own are of its layer."""
@@ -240,7 +239,7 @@ class _Search:
             repeats = list(self._repeats(r, q))
             for i in range(len(repeats[0][1].operands)):
                 read = [op.operands[i] for _, op in repeats]
-                if len({*read}) == len(read) and all(v.op is None for v in read):
+                if len({*read}) == len(read) and self.given.issuperset(read):
                     for (_, op), value in zip(repeats, read, strict=True):
                         self.inputs.setdefault(value, Place((r, q, i), self._op(op).layer))
 
@@ -263,6 +262,9 @@ class _Search:
                 for layer, op in ops.items():
                     if self._reads(op, layer) != alike:
                         yield layer
+        for value in (r for op in self.graph.ops if not self._is_inside(op) for r in op.results if r is not None):
+            if value.like in self.inputs:
+                yield self.inputs[value.like].layer
         parts: dict[Hashable, dict[int, Value]] = defaultdict(dict)
         for value, place in self.inputs.items():
             parts[place.part][place.layer] = value
@@ -288,7 +290,7 @@ class _Search:
 
     def _seen(self, value: Value, layer: int) -> Hashable:
         place = self.inputs.get(value) if value.op is None else None
-        if value.op is not None and value.op in self.at and self.at[value.op][0] in self.ways:
+        if value.op is not None and self._is_inside(value.op):
             place = self._op(value.op)
         if place is None:
             return value
@@ -303,7 +305,10 @@ class _Search:
 
     def _outside(self, value: Value) -> Iterator[Op]:
         """The ops of no layer that read a value."""
-        return (op for op, _ in value.readers if op not in self.at or self.at[op][0] not in self.ways)
+        return (op for op, _ in value.readers if not self._is_inside(op))
+
+    def _is_inside(self, op: Op) -> bool:
+        return op in self.at and self.at[op][0] in self.ways
 
     def _results(self, found: Layers) -> dict[Item, Place] | None:
         """The places of the results of a program; None where layers have other ones."""
