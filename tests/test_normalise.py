@@ -56,6 +56,9 @@ def _around(x):
 
 
 SMALL = {
+    "a cache that is empty": (lambda x: torch.cat([x.new_empty(0), x], -2).sin(), ["sin"]),
+    "nothing beside two": (lambda x: torch.cat([x, x[:0], x.sin()]), ["sin", "cat"]),
+    "nothing of another dtype": (lambda x: torch.cat([x.float(), x.new_empty(0)]), ["_to_copy", "empty", "cat"]),
     "a mean that keeps its dims": (lambda x: (x.mean(0), x - x.mean(0, keepdim=True)), ["mean", "reshape", "sub"]),
     "sums of all": (lambda x: x / x.sum() + x.sum((0, 1)).sin(), ["sum", "div", "sin", "add"]),
     "another sum": (lambda x: x.sum(0) + x.sum(-1)[:1], ["sum", "sum", "slice", "add"]),

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
 from shardlib.tracing import once
+from shardlib.tracing import trace as tracing
 
 LAYERS = 5
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(7))
@@ -428,3 +429,34 @@ def test_a_write_between_a_layer_and_its_gradient_is_found() -> None:
         loss(model, X).backward()
     with sl.Mesh(data=2), pytest.raises(RuntimeError, match="modified by an inplace operation"):
         sl.jit(lambda m, x: loss(m, x).backward())(model, X)
+
+
+def test_gradients_of_pieces_are_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place, through the reshape that a view became, in the only trace."""
+    traces: list[int] = []
+    one = tracing._trace
+    monkeypatch.setattr(tracing, "_trace", lambda *args: (traces.append(1), one(*args))[1])
+
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.view(2, 2, 8) * self.weight).sin().view(4, 8)
+
+    def step(model: nn.Module, x: Tensor) -> list[Tensor]:
+        model(x).square().sum().backward()
+        for p in model.parameters():
+            p.grad.mul_(0.5)
+        return [p.grad for p in model.parameters()]
+
+    model = nn.Sequential(*(Weighted() for _ in range(LAYERS)))
+    with pieces(1) as seen, sl.Mesh(data=2):
+        got = sl.jit(step)(model, X)
+    assert seen == ["Weighted"]
+    assert len(traces) == 1
+    for p in model.parameters():
+        p.grad = None
+    for a, b in zip(got, step(model, X), strict=True):
+        torch.testing.assert_close(a.full_tensor(), b)

@@ -113,7 +113,9 @@ def _packed(emit: Emit, value: fx.Node) -> fx.Node:
 _INVERSE: dict[Any, Inverse] = {
     **dict.fromkeys((aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default), _same),
     # `reshape` is what views became in a body that was traced apart.
-    **dict.fromkeys((getattr(aten, x).default for x in ("view", "_unsafe_view", "_reshape_alias", "reshape")), _reshape),
+    **dict.fromkeys(
+        (getattr(aten, x).default for x in ("view", "_unsafe_view", "_reshape_alias", "reshape")), _reshape
+    ),
     aten.unsqueeze.default: _reshape,
     **dict.fromkeys((aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims), _reshape),
     **dict.fromkeys((aten.t.default, aten.transpose.int), _itself),

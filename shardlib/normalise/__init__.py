@@ -26,6 +26,7 @@ from shardlib.normalise.passes import (
     forget_totals,
     free_draws,
     free_scalars,
+    leave_out_empty,
     merge_repeated,
     no_vectors,
     one_permute,
@@ -44,6 +45,7 @@ PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
     hold_claims,  # before anything goes that nobody reads
     free_draws,
     fill_by_masks,
+    leave_out_empty,
     drop_identities,
     free_scalars,
     one_permute,

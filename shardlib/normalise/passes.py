@@ -37,6 +37,17 @@ def drop_identities(gm: fx.GraphModule) -> None:
         node.replace_all_uses_with(source)
 
 
+def leave_out_empty(gm: fx.GraphModule) -> None:
+    """What has no elements is not put beside others (a cache that is empty yet); one tensor alone is copied."""
+    for node in gm.graph.find_nodes(op="call_function", target=aten.cat.default):
+        full = [x for x in node.args[0] if x.meta["val"].numel()]
+        dtypes = {x.meta["val"].dtype for x in full}
+        if 0 < len(full) < len(node.args[0]) and dtypes == {node.meta["val"].dtype}:
+            node.args = (full, *node.args[1:])
+            if len(full) == 1:
+                node.target, node.args, node.kwargs = aten.clone.default, (*full,), {}
+
+
 def free_scalars(gm: fx.GraphModule) -> None:
     """The 1 that a backward pass starts from is a constant: it does not need the loss that it looks like."""
     for node in gm.graph.nodes:
