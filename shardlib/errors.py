@@ -52,6 +52,10 @@ class NoDerivativeError(ShardingError):
     """A gradient flows through what has none."""
 
 
+class TraceAnewError(Exception):
+    """Something has to be put right outside, and then the function is traced anew: no fault of what it does."""
+
+
 class WrittenError(ShardingError, RuntimeError):
     """What a backward pass reads was written to since the forward pass; torch's kind of error for it."""
 

@@ -11,11 +11,12 @@ from typing import Any, NoReturn
 
 import torch
 
+from shardlib.errors import TraceAnewError
 from shardlib.internals import SCALE, SCALE_BEGINS, SCALE_GROWTH
 from shardlib.state import unseen
 
 
-class NoScaleError(Exception):
+class NoScaleError(TraceAnewError):
     """A function asks a scaler that it finds for a scale, and there is none."""
 
     def __init__(self, scaler: Any, device: torch.device) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -213,6 +214,25 @@ def test_autocast_inside() -> None:
     assert out.dtype == bf16
     with torch.autocast("cpu", dtype=bf16):
         torch.testing.assert_close(out.full_tensor(), net().float()(X.float()), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("given", [(f32, f32, bf16), (f32, f32, f32), (torch.float64,) * 3])
+def test_attention_under_autocast(given: tuple[torch.dtype, ...], masked: bool) -> None:
+    """Rotated queries and keys are wider than values, as positions are worked out in full."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 6, 8).to(dtype) for dtype in given)
+    mask = torch.randn(6, 6).to(given[0]) if masked else None
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=bf16):
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    with sl.Mesh(data=2):
+        out = sl.jit(attend, in_specs="batch@data _ _ _")(q, k, v)
+    want = attend(q, k, v)
+    assert out.dtype == want.dtype
+    torch.testing.assert_close(out.full_tensor(), want, rtol=2e-2, atol=2e-2)
 
 
 def test_one_thread_at_a_time_sees_the_casts() -> None:

@@ -112,12 +112,13 @@ def _captured(
     odd = query.shape[-1] != value.shape[-1] or min(query.dim(), key.dim(), value.dim()) < 3
     if odd or not query.is_floating_point() or not 0 <= dropout_p < 1:
         return _SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    query, key, value = map(flex.narrowed, (query, key, value))
+    mask = attn_mask if attn_mask is None else flex.narrowed(attn_mask)
     lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])  # type: ignore[no-untyped-call]
     q, k, v = (x.expand(*lead, *x.shape[-3:]).reshape(-1, *x.shape[-3:]) for x in (query, key, value))
     heads = q.shape[1] if enable_gqa else max(q.shape[1], k.shape[1])
     if not enable_gqa:  # heads broadcast like any other leading dim
         q, k, v = (x.expand(-1, heads, -1, -1) for x in (q, k, v))
-    mask = attn_mask
     if mask is not None and len(lead) != 1 and mask.dim() > 3:
         mask = mask.expand(*lead, *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])
     keep, bias = _sorted(mask)

@@ -68,9 +68,7 @@ def flex_attention(
         (torch.Size([2, 4, 3, 8]), [0.0, 2.0, 4.0, 6.0])
     """
     device = query.device.type
-    if torch.is_autocast_enabled(device):
-        narrow = torch.get_autocast_dtype(device)
-        query, key, value = (x if x.dtype == torch.float64 else x.to(narrow) for x in (query, key, value))
+    query, key, value = map(narrowed, (query, key, value))
     if key.shape[0] != query.shape[0]:
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
     score = None if score_mod is FLEX_IDENTITY else _mapped(score_mod, True, score_mod_other_buffers)
@@ -86,6 +84,14 @@ def flex_attention(
             return _strided_as(query, o), lse / math.log(2), query.new_empty(0)
         wants_lse = bool(kernel_options.get("OUTPUT_LOGSUMEXP", True))
         return _dense(query, key, value, score, keep, scale, wants_lse, wants_max)
+
+
+def narrowed(x: Tensor) -> Tensor:
+    """An operand of attention as autocast has it where it is on."""
+    device = x.device.type
+    if not x.is_floating_point() or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return x
+    return x.to(torch.get_autocast_dtype(device))
 
 
 def _dense(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardlib.errors import TraceAnewError
 from shardlib.lines import is_internal
 
 _GRAD: Any = torch.Tensor.grad  # of the class: what gets and sets it
@@ -21,7 +22,7 @@ ASKED = frozenset({_GET, _GRAD.__set__, _GRAD.__delete__})
 _ZEROING = {inspect.unwrap(of.zero_grad).__code__ for of in (torch.optim.Optimizer, torch.nn.Module)}
 
 
-class LookedAtGradientError(Exception):
+class LookedAtGradientError(TraceAnewError):
     """A function looks at a `.grad` that was hidden from it."""
 
 

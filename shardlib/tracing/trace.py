@@ -26,6 +26,7 @@ from shardlib.calls.numbers import NotExpressionsError, Numbers
 from shardlib.calls.rebound import Watch
 from shardlib.calls.served import Served
 from shardlib.calls.state import State
+from shardlib.errors import TraceAnewError
 from shardlib.internals import IS_PARAMETER, FakeTensor, FakeTensorMode, memory_of, pytree
 from shardlib.lines import Line, LineRecorder
 from shardlib.ops.set_data import OP as SET_DATA
@@ -113,6 +114,8 @@ def trace(
             try:
                 found, tracked, inputs = _trace(*what, given, once, grads)
                 grads.refuse_hidden(call.state.grads)
+            except TraceAnewError:
+                raise
             except Exception:  # a piece was none, or the function's own error: that one comes again without pieces
                 grads.refuse_hidden(call.state.grads)
                 if not once.used or watch is None:
