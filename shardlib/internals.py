@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
+import sys
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -304,6 +305,10 @@ SKIPPED_FILES = "torch._dynamo.trace_rules"  # which `torch.compile` lets alone
 SKIP_RULES = _late(f"{SKIPPED_FILES}._recompile_re", "files of shardlib are added to them")
 COMPILED_VALUES = "torch._dynamo.variables.builder"
 STATIC_INPUT = _late_slot(f"{COMPILED_VALUES}.VariableBuilder.mark_static_input", "placed ones have no address")
+LOADED_BY_FAKES = _late("torch._dynamo.config", "some of it keeps the frames that load it: those of a trace, else")
+SYMBOL_FRAME = _late(
+    "torch.fx.experimental.symbolic_shapes.ShapeEnv._get_user_frame", "a look for the user's line loads torch.export"
+)
 
 
 # --- torch.distributed ------------------------------------------------------------------------------------------------
@@ -326,6 +331,13 @@ def late(name: str) -> Any:
         'empty'
     """
     return pkgutil.resolve_name(name)
+
+
+def symbols() -> Any:
+    """What makes symbols of numbers, for a trace; where they come from, only messages say that nobody sees."""
+    made = late("torch.fx.experimental.symbolic_shapes.ShapeEnv")()
+    setattr(made, SYMBOL_FRAME.rpartition(".")[2], sys._getframe)
+    return made
 
 
 _names.complete(SUPPORTED)

@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
 
 from shardlib.calls.hosted import Hosted
 from shardlib.calls.served import Served, sources
-from shardlib.internals import Source, pytree
+from shardlib.internals import Source, pytree, symbols
 from shardlib.scalar import OPERATIONS, Scalar
 from shardlib.staying import Staying
 
@@ -209,9 +209,8 @@ class Numbers(Staying):
     @cached_property
     def env(self) -> ShapeEnv:
         """Torch's symbols. (Late: most of torch's compiler comes with them, and a call without numbers needs none.)"""
-        from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-        return ShapeEnv()
+        made: ShapeEnv = symbols()
+        return made
 
     def give(self, leaf: int, name: str, value: Any, *, rate: bool = False) -> Any:
         """The number at a leaf of the call."""

@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make
 from shardlib.errors import NoDerivativeError
 from shardlib.internals import (
     TENSOR_HOOKS,
+    FakeTensor,
     allow_saved_hooks,
     forbid_saved_hooks,
     saved_hooks_forbidden,
@@ -33,7 +34,7 @@ from shardlib.tracing.copying import alike
 from shardlib.tracing.decompositions import DECOMPOSITIONS
 from shardlib.tracing.functionalise import body_writes, functionalise
 from shardlib.tracing.replay import Body, NotOnceError
-from shardlib.tracing.tracer import recorded
+from shardlib.tracing.tracer import forget, recorded
 
 
 def trace_body(
@@ -97,20 +98,25 @@ def trace_body(
                     if strict:
                         raise
                     refused = error.with_traceback(None)
-            found.extend([closures, len(flat), where, cts, refused])
+            found.extend([tracer, closures, len(flat), where, cts, refused])
             return [*flat, *gradients]
 
         gm = make_fx(joint, DECOMPOSITIONS, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
-        closures, results, where, cts, refused = found
+        tracer, closures, results, where, cts, refused = found
         for node in gm.graph.nodes:
             node.meta.setdefault("line", line)
             if node.op == "get_attr":
                 node.meta["val"] = getattr(gm, str(node.target))
         functionalise(gm, names, body=True)
-    body = _divided(gm, closures, results, where, cts, len(leaves))
+    body = replace(_divided(gm, closures, results, where, cts, len(leaves)), made=tuple(made), strict=strict)
     if refused is not None:
         body = replace(body, backward=(), saved=(), refused=refused)
-    return replace(body, made=tuple(made), strict=strict)
+    forget(tracer)
+    for node in gm.graph.find_nodes(op="get_attr"):  # of these a copy asks the form alone
+        if isinstance(node.meta["val"], FakeTensor):
+            node.meta["val"] = alike(node.meta["val"])
+            setattr(gm, str(node.target), node.meta["val"])
+    return body
 
 
 # What torch says where a stand-in, which requires a gradient, is written to.

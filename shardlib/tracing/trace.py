@@ -27,7 +27,7 @@ from shardlib.calls.rebound import Watch
 from shardlib.calls.served import Served
 from shardlib.calls.state import State
 from shardlib.errors import TraceAnewError
-from shardlib.internals import IS_PARAMETER, FakeTensor, FakeTensorMode, memory_of, pytree
+from shardlib.internals import IS_PARAMETER, LOADED_BY_FAKES, FakeTensor, FakeTensorMode, late, memory_of, pytree
 from shardlib.lines import Line, LineRecorder
 from shardlib.ops.set_data import OP as SET_DATA
 from shardlib.random.draw import one_program
@@ -66,7 +66,7 @@ from shardlib.tracing.steps import counting
 from shardlib.tracing.switches import switched
 from shardlib.tracing.threads import refuse_nested
 from shardlib.tracing.traced import Traced
-from shardlib.tracing.tracer import called, finish, recorded
+from shardlib.tracing.tracer import called, finish, forget, recorded
 
 
 def trace(
@@ -103,8 +103,8 @@ def trace(
         >>> traced.graph.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)[0].args
         (sin, n)
     """
+    late(LOADED_BY_FAKES)  # now, while no frame holds anything of the trace
     call = flatten_call(fn, args, kwargs or {}, static, state)
-
     what = fn, call, static, device, differentiate, apart, watch
 
     def traced(numbers: Callable[[], Numbers | None]) -> Traced:
@@ -254,7 +254,7 @@ def _trace(
     ):
         inputs = [_fake(x, traced_on, tensors) for x in tensors]
         gm = make_fx(flat, DECOMPOSITIONS, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
-
+    forget(tracers[0])
     output_names, returned, out_tree = result
     refuse_other_default(lines.fallback.function, gm.graph)
     if numbers is not None and not numbers.settle(gm):

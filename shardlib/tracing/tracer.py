@@ -101,6 +101,12 @@ def recorded(lines: LineRecorder) -> Any:
     return tracer
 
 
+def forget(tracer: Any) -> None:
+    """Let the constants go that a tracer, which is done, has met: its graph module has those that it reads. A tracer is
+    in a circle, and who asks what is left of a trace would have to collect garbage first."""
+    tracer.root, tracer.tensor_attrs = torch.nn.Module(), {}
+
+
 def inside(m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a module; what is traced then is inside it."""
     token = modules.set(modules.get().entered(m))

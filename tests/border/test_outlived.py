@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import subprocess
+import sys
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -121,6 +124,36 @@ EXPORTS: dict[str, Callable[[Tensor], Any]] = {
 def test_memory_of_a_trace_is_not_handed_out(export: Callable[[Tensor], Any]) -> None:
     with pytest.raises(ShardingError, match="hands out the memory of a tensor by DLPack"):
         sl.jit(lambda x: export(x) is None)(torch.ones(4))
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.inner(x), 0.5)
+
+
+def test_nothing_of_a_trace_is_in_a_circle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks what outlived it need not collect garbage, which takes as long as planning a small program."""
+    collected: list[int] = []
+    monkeypatch.setattr(gc, "collect", lambda *_: collected.append(1))
+    layers = nn.Sequential(_Layer(), _Layer(), _Layer())
+    sl.jit(lambda x: layers(x) * torch.tensor(2.0)).plan(torch.ones(4, 4))
+    assert not collected
+
+
+def test_the_first_trace_of_a_process_collects_and_loads_little() -> None:
+    code = """if True:
+        import gc, sys, torch, shardlib as sl
+        gc.collect = lambda *_: print("collects")
+        with sl.Mesh(data=2):
+            sl.jit(torch.mul).plan(torch.ones(4), 2.0)
+        print(*{"torch.export._trace", "networkx"} & {*sys.modules})
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("\n", 0), done.stderr
 
 
 @pytest.mark.long
