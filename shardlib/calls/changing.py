@@ -66,6 +66,10 @@ class Changing:
     def anything(self) -> bool:
         return bool(self.numbers or self.holders or self.logs)
 
+    def is_noted(self, container: int) -> bool:
+        """Whether a container counts in another way than by what is in it."""
+        return container in self.holders or container in self.logs
+
     def compare(self, values: Mapping[Place, Any]) -> set[Place]:
         """Places, none of `numbers`, with other numbers than when such a place was last traced; these are noted."""
         was, now = self._seen, {place: x for place, x in values.items() if type(x) in NUMBERS}

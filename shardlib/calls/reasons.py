@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Holdings:
-    """What a snapshot found, place by place; `roots` and `tensors` say what its places are called."""
+    """What a snapshot `told`, place by place; `roots` and `tensors` say what its places are called."""
 
-    held: Mapping[tuple[Any, ...], Sequence[Held]]
+    told: Sequence[tuple[tuple[Any, ...], Any, Held | None]]
     roots: Sequence[str]
     tensors: Sequence[tuple[Any, ...]]
 
@@ -35,8 +35,8 @@ class Holdings:
     def by_name(self) -> Mapping[tuple[Any, ...], Sequence[Held]]:
         """Keys that are tensors are called as these are: their numbers are those of one call."""
         found: dict[tuple[Any, ...], list[Held]] = {}
-        for at, what in self.held.items():
-            found.setdefault(settled(at, self.roots, self.tensors), []).extend(what)
+        for at, value, words in self.told:
+            found.setdefault(settled(at, self.roots, self.tensors), []).append(words or (repr(value), None))
         return found
 
 
@@ -85,7 +85,7 @@ def seen(
     inputs = {
         settled(at, roots, before.places) for i, (_, at) in enumerate(before.numbers.values(), first) if i not in looked
     }
-    held, left = (Holdings(x.held, roots, x.places) for x in (before, after))
+    held, left = (Holdings(x.told, roots, x.places) for x in (before, after))
     return Seen(mesh, modes, call.tree, words, held, left, roots, known, unrepeated, inputs)
 
 

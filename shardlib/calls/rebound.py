@@ -40,7 +40,7 @@ from shardlib.calls.kinds import CONTAINERS, PLAIN
 from shardlib.calls.leaks import Leak, forgotten
 from shardlib.calls.numbers import Numbers, is_given
 from shardlib.calls.parts import Leaf, Part, Rebound, Rest
-from shardlib.calls.snapshot import Snapshot
+from shardlib.calls.snapshot import EMPTY, Snapshot
 from shardlib.calls.state import LENGTH, LONG, State
 from shardlib.errors import ShardingError
 from shardlib.internals import pytree
@@ -65,6 +65,7 @@ class Watch:
         self._after = self.before  # when the function had returned
         self._returned: set[Place | int] = set()  # places, and containers, that have got back what they had since
         self._late: dict[str, None] = {}
+        self.is_still = False  # whether nothing was another when the function had returned
 
     def can_be_given(self, places: Iterable[Place]) -> set[Place]:
         """Those of some places of numbers in which another one can be put."""
@@ -168,8 +169,11 @@ class Watch:
 
     def leaves(self, now: Snapshot) -> bool:
         """Whether what is there `now` stays, to be read as before: nothing is undone, and nothing new is learnt."""
-        learnt = self.numbers or self.holders or self.logs
-        return not (learnt or self.before.numbers or now.leaks or now.caches)
+        if self.numbers or self.holders or self.logs:
+            return False
+        if not (self.before.numbers or now.leaks or now.caches):
+            return True
+        return now.is_like(self.before) and not [*self.changes(now)] and not self.logs
 
     def undo(self, now: Snapshot) -> list[Leak]:
         """Take values of the trace away from whoever holds one `now`; returns those that nobody may have kept."""
@@ -208,6 +212,8 @@ class Watch:
 
         Refuses one that takes some of them away, or adds some, in a way that no call can repeat.
         """
+        if [*map(id, before.tensors)] == [*map(id, after.tensors)]:
+            return False
         was, now = ({id(x): at for x, at in zip(s.tensors, s.names, strict=True)} for s in (before, after))
         if was.keys() != now.keys():
             self.restore()
@@ -218,7 +224,7 @@ class Watch:
                 rule="a jitted function runs once, and is then a program of the tensors that it found",
                 remedy="hold them in attributes, lists and dicts, which each call changes; or pass them as arguments",
             )
-        return list(was) != list(now)
+        return True
 
     def rebound(
         self,
@@ -274,6 +280,7 @@ class Watch:
         for number, items in before.copies.items():
             if number not in after.owners:  # a container that another one stands for now: it is there again
                 refill(before.owners[number], items)
+        self.is_still = not (found or self._left or self.logs) and after.is_like(self.before)
         return found
 
     def _note_late(self) -> None:
@@ -301,6 +308,8 @@ class Watch:
         before, whole = self.before, set()
         for number, items in before.copies.items():
             owner = before.owners[number]
+            if type(owner) in EMPTY and not items and not owner:  # modules have many
+                continue
             if number not in after.owners or not isinstance(owner, list | set | deque | dict):
                 continue
             long = len(items) > LONG or len(owner) > LONG  # then its items are no places
@@ -312,14 +321,16 @@ class Watch:
                 elif is_refilled(owner, items):
                     kind = dict if isinstance(owner, dict) else list
                     yield (number, ALL), owner, kind(owner), kind(items)
-        for place in before.values | after.values:
+        places = [place for place, old in before.values.items() if after.values.get(place, GONE) is not old]
+        places += [place for place in after.values if place not in before.values]
+        for place in places:
             number, key = place
             if number in whole or key is LENGTH or isinstance(key, Item):
                 continue
             if not all(number in world.owners for world in (before, after)):
                 continue
             owner, old, value = before.owners[number], before.values.get(place, GONE), after.values.get(place, GONE)
-            if value is old or is_same(value, old) or isinstance(owner, FIXED):
+            if is_same(value, old) or isinstance(owner, FIXED):
                 continue
             if place in self._tuples and value is self._tuples[place]:
                 continue

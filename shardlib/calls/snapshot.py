@@ -26,8 +26,9 @@ LARGE = 1 << 26  # bytes of an array; larger ones are not copied, so what a func
 
 class Snapshot(State):
     """`found` is what is known of each place, `values` what was there, `called` its name in parts; `owners` are the
-    holders, `copies` their items where they are containers, by their ids. `held` is what a reader is told, under each
-    name; `leaks` are values of a trace, `leaked` whether a number of one is among them."""
+    holders, `copies` their items where they are containers, by their ids. `told` is what a reader is told, by names:
+    plain values as they are, of all else words. `leaks` are values of a trace, `leaked` whether a number of one is
+    among them."""
 
     def __init__(self, own: Any = None, changing: Changing | None = None) -> None:
         super().__init__(own, changing)
@@ -37,7 +38,7 @@ class Snapshot(State):
         self.called: dict[Place, tuple[Any, ...]] = {}
         self.owners: dict[int, Any] = {}
         self.copies: dict[int, Any] = {}
-        self.held: dict[tuple[Any, ...], list[Held]] = {}
+        self.told: list[tuple[tuple[Any, ...], Any, Held | None]] = []
         self.leaks: list[Leak] = []
         self.leaked = False
         self._log = False  # whether one is being read
@@ -49,7 +50,18 @@ class Snapshot(State):
 
     def changed(self, before: Snapshot) -> dict[Place, Facts]:
         """The places that hold something else than before, or are new, with what they hold."""
+        if self is before:
+            return {}
         return {place: now for place, now in self.found.items() if before.found.get(place) != now}
+
+    def is_like(self, before: Snapshot) -> bool:
+        """Whether every place holds what it held, and they are in the same order; a container may have other items."""
+        if self.leaked or self.leaks or self.caches != before.caches or self.found != before.found:
+            return False
+        pairs = zip(self.values.items(), before.values.items(), strict=False)
+        return len(self.values) == len(before.values) and all(
+            place == at and (x is y or type(x) in QUICK) for (place, x), (at, y) in pairs
+        )
 
     def places_of(self, x: Any) -> list[Place]:
         """The places that hold an object."""
@@ -65,7 +77,7 @@ class Snapshot(State):
 
     def is_log(self, container: int) -> bool:
         """Whether the code only appends to what this container is called, wherever it is held."""
-        return bool(names := self._names_of(container)) and self.logs.issuperset(names)
+        return bool(self.logs and (names := self._names_of(container))) and self.logs.issuperset(names)
 
     def grown(self, changed: Iterable[Place]) -> dict[int, Any]:
         """The containers whose lengths are among what the caller has changed, and that the code does not read."""
@@ -105,7 +117,7 @@ class Snapshot(State):
         super()._marks(x, known)
 
     def object(self, x: Any, known: list[Any], leaf: int) -> None:
-        self.held.setdefault((leaf,), []).append(held(x))
+        self.told.append(((leaf,), None, held(x)))
         super().object(x, known, leaf)
 
     def named(self, name: str, x: Any, known: list[Any], holder: Any = None, key: Any = None) -> None:
@@ -113,26 +125,36 @@ class Snapshot(State):
         super().named(name, x, known, holder, key)
 
     def _attribute(self, owner: int, name: Any, x: Any, known: list[Any], depth: int) -> None:
-        start, place = len(known), (owner, name)
+        start, place, at = len(known), (owner, name), self._at
         if (kind := type(x)) in QUICK and not (kind in NUMBERS and place in self.changing.numbers):  # most are
             facts = name, kind, x if kind is not float else x.hex()
             known += facts
             if not self._log:
                 self.found[place] = facts
-            self.values[place], self.called[place] = x, self._at
+            self.values[place], self.called[place] = x, at
             if name is not LENGTH:
-                self.held.setdefault(self._at, []).append((repr(x), None))
+                self.told.append((at, x, None))
+            return
+        if kind in _EMPTY and not x and not self._log and not self.changing.is_noted(id(x)):  # modules have many
+            inner = (number := id(x)), LENGTH
+            known += (name, kind, *_NONE_IN_IT)
+            self.found[place], self.found[inner] = (kind, number), _NONE_IN_IT
+            self.values[place], self.values[inner] = x, 0
+            self.called[place] = self.called[inner] = at
+            self.owners[number], (self.copies[number], words) = x, _EMPTY[kind]
+            self.told.append((at, None, words))
             return
         super()._attribute(owner, name, x, known, depth)
         deep = kind not in PLAIN and (isinstance(x, _DEEP) or is_object(x))
         if not self._log:
             self.found[place] = (type(x), *_who(x)) if deep or kind is MethodType else tuple(known[start:])
-        self.values[place], self.called[place] = x, self._at
-        self.values.update(items(place, x))
+        self.values[place], self.called[place] = x, at
+        if kind is tuple or kind is list:
+            self.values.update(items(place, x))
         if name is not LENGTH:
-            self.held.setdefault(self._at, []).append(held(x))
+            self.told.append((at, None, held(x)))
         if isinstance(x, FakeTensor):
-            self.leaks.append(Leak(self.owners.get(owner), place, self.name(self._at), x))
+            self.leaks.append(Leak(self.owners.get(owner), place, self.name(at), x))
         elif is_cache(x):
             self.caches.append((x, x.cache_info().misses))
 
@@ -168,10 +190,11 @@ def _who(x: Any) -> tuple[int, ...]:
 
 _CHANGING = (list, dict, set, deque)
 _DEEP = (nn.Module, *CONTAINERS)
+EMPTY = OrderedDict, dict, list  # kinds of containers that are often empty
+# What they hold then, and words for it.
+_EMPTY: dict[Any, tuple[Any, Held]] = {kind: (kind(), held(kind())) for kind in (*EMPTY, set)}
+_NONE_IN_IT = (LENGTH, int, 0)
 
 
 def _copied(x: Any) -> Any:
-    kind = type(x)
-    if kind is dict or kind is list:
-        return x.copy()
-    return OrderedDict() if kind is OrderedDict and not x else copy.copy(x)  # modules have many that are empty
+    return x.copy() if type(x) is dict or type(x) is list else copy.copy(x)

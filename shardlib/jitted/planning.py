@@ -68,9 +68,10 @@ class Invocation:
         function: Function, programs: Programs, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Invocation:
         """The call, read, on the current mesh; `own` is the object whose method it is of."""
+        begun = _begun()
         state = State(own, programs.changing)
         key, leaves = function.read_call(current_mesh(), programs, state, args, kwargs)
-        call = Invocation(function, key[0], programs, args, kwargs, state, key, leaves)
+        call = Invocation(function, key[0], programs, args, kwargs, state, key, leaves, read_at=begun)
         if call.state.arrays:
             call.args, call.kwargs = function.with_tensors(args, kwargs)
             call.read()
@@ -78,7 +79,7 @@ class Invocation:
 
     def read(self) -> None:
         """Read it anew."""
-        self.read_at = -2 if compiling.thread else compiling.count
+        self.read_at = _begun()
         self.state = State(self.state.own, self.programs.changing)
         self.key, self.leaves = self._read(self.state)
 
@@ -123,11 +124,13 @@ class Invocation:
             watch.around = self.around
             try:
                 with _undone(watch):
-                    plan, left = self._compile(watch), watch.look()
+                    plan = self._compile(watch)
+                    left = self._left(watch, plan)
                     late = watch.late(left)
                     if left.leaked or keeps_numbers(plan.compiled.traced.outlived):
                         watch.restore()  # a number that stays outside is no number of the trace
-                        plan, left = self._compile(watch, exact=True), watch.look()
+                        plan = self._compile(watch, exact=True)
+                        left = self._left(watch, plan)
                         late = watch.late(left)
             except LookedAtGradientError:
                 programs.changing.grads = True
@@ -143,7 +146,8 @@ class Invocation:
             is_known = watch.learn(programs.changing)
             programs.asks |= plan.compiled.traced.asked
             found = self.state
-            self.read()
+            if left is not watch.before or programs.asks:
+                self.read()
             if not watch.is_moved(name, found, self.state) and is_known:
                 break
             if attempt == _ATTEMPTS:
@@ -170,6 +174,16 @@ class Invocation:
             watch.restore()
         programs.plans.keep(self.key, (plan, self.state.kept), served)
         return plan, self.state.kept
+
+    def _left(self, watch: Watch, plan: Plan) -> Snapshot:
+        """What is there when a function is traced: what was there before, if the function had changed nothing when it
+        returned, and what ran since, hooks of a backward pass aside, has not changed how the call reads."""
+        if watch.is_still and not plan.compiled.traced.after.gradients and not self.programs.changing.anything:
+            key, leaves = self.key, self.leaves
+            self.read()
+            if key == self.key and list(map(id, leaves)) == list(map(id, self.leaves)):
+                return watch.before
+        return watch.look()
 
     def served(self, plan: Plan) -> list[Any]:
         """The leaves with which its program runs, once there is one."""
@@ -233,6 +247,11 @@ class Invocation:
     def _placed(self, leaf: Any) -> Fixed | None:
         """Where a leaf lives by itself."""
         return Fixed.at(leaf.sharding, leaf._form.names) if isinstance(leaf, ShardedTensor) else None
+
+
+def _begun() -> int:
+    """How often somebody has begun to trace, for who reads a call now; -2 while somebody traces."""
+    return -2 if compiling.thread else compiling.count
 
 
 @contextmanager

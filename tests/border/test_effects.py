@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import shardlib as sl
 from shardlib import Mesh, ShardedTensor, ShardingError
 from shardlib.jit import RetraceWarning
+from shardlib.jitted import planning
 from tests.border.oracle import same
 
 ONE = torch.ones(())
@@ -672,6 +673,32 @@ def test_back_through_time(looks: bool) -> None:
         assert s.pair[2] == 4
         grads.append(w.grad)
     assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("meanwhile", [None, "n", "items"])
+def test_what_a_function_leaves_alone_is_looked_at_twice(
+    meanwhile: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it and behind it; where a rule, say, changes something while the program is made, once more."""
+    owner = types.SimpleNamespace(n=2.0, items=[1.0, 2.0], layer=nn.Linear(4, 4))
+    looks: list[Any] = []
+    look, compiled = planning.Invocation.look, planning.compile_program
+
+    def changing(*args: Any, **kwargs: Any) -> Any:
+        made = compiled(*args, **kwargs)
+        if meanwhile == "items":
+            owner.items[1] += 1
+        elif meanwhile:
+            owner.n += 1
+        return made
+
+    monkeypatch.setattr(planning.Invocation, "look", lambda call: looks.append(1) or look(call))
+    monkeypatch.setattr(planning, "compile_program", changing)
+    with torch.no_grad():
+        step = sl.jit(lambda x: x * owner.n * owner.items[1] + owner.layer.bias)
+        step(X)
+        assert len(looks) == (2 if meanwhile is None else 3)
+        same(step(X), X * owner.n * owner.items[1] + owner.layer.bias)
 
 
 class Stateful(nn.Module):
