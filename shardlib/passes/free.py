@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from shardlib.program.steps import Free, Program, Step, Var, last_reads
+from shardlib.program.steps import Free, Program, Step, Var
+from shardlib.program.storage import last_reads
 
 
 def free(program: Program) -> Program:

@@ -17,7 +17,7 @@ from shardlib.errors import ShardingError
 from shardlib.internals import OpOverload, schema_of
 from shardlib.passes.units import units
 from shardlib.program.steps import Collective, Compute, Program, Start, Step, Var, Wait, makes, reads, swapped, together
-from shardlib.program.storage import blurred, handed_on, owners
+from shardlib.program.storage import blurred, handed_on, owners_in
 from shardlib.schedule import DEFAULT, SAVED, Schedule
 
 
@@ -42,7 +42,7 @@ def crossing(forward: Program, own: int, how: Schedule) -> tuple[int, ...]:
     position: fresh results of calls, but those of the last layers, which are read at once."""
     if how.saved is None:
         return ()
-    steps, owner = forward.steps, owners(forward.steps)
+    steps, owner = forward.steps, owners_in(forward)
     kept = {owner.get(v, v) for v in forward.outputs[:own] if isinstance(v, Var)}
     kept |= blurred(steps, owner) | handed_on(steps, owner)
     saved = {v: at for at, v in enumerate(forward.outputs[own:], own)}
@@ -98,7 +98,7 @@ class Saved:
 
 def _saved(program: Program) -> list[Saved]:
     """All of them, in the order in which they are made: fresh results of calls, of which nobody else has the memory."""
-    steps, owner = program.steps, owners(program.steps)
+    steps, owner = program.steps, owners_in(program)
     shown: dict[Var, list[tuple[int, Step]]] = defaultdict(list)  # steps that make what shows a memory
     touched: dict[Var, list[int]] = defaultdict(list)
     for i, step in enumerate(steps):

@@ -15,7 +15,7 @@ from typing import Any
 
 from shardlib.program.inplace import takes
 from shardlib.program.steps import Compute, Copy, Program, Start, Step, Var, reads
-from shardlib.program.storage import blurred, owners
+from shardlib.program.storage import blurred, owners_in
 
 
 def reuse(program: Program) -> Program:
@@ -43,7 +43,7 @@ class _Memory:
 
     @staticmethod
     def of(program: Program) -> _Memory:
-        owner = owners(program.steps)
+        owner = owners_in(program)
         given = program.given - {program.inputs[i] for i in program.donated}
         messages = (v for step in program.steps if isinstance(step, Start) for v in reads(step))
         kept = {owner.get(v, v) for v in (*given, *program.results, *messages)} | blurred(program.steps, owner)

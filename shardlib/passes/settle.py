@@ -23,7 +23,7 @@ from shardlib.passes.reuse import alike
 from shardlib.passes.split import gives, needs
 from shardlib.program.inplace import takes
 from shardlib.program.steps import Compute, Program, Start, Step, Var, Wait, makes, reads
-from shardlib.program.storage import blurred, handed_on, owners
+from shardlib.program.storage import blurred, handed_on, owners_in
 
 _NUMBER = 16  # bytes of one number: a norm, a rate
 
@@ -64,7 +64,7 @@ class _State:
 
     @staticmethod
     def of(program: Program) -> _State:
-        steps, owner = program.steps, owners(program.steps)
+        steps, owner = program.steps, owners_in(program)
         maker: dict[Var, int] = {}
         readers: dict[Var, list[int]] = {}
         touched: dict[Var, list[int]] = {}

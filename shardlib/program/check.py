@@ -6,12 +6,13 @@ what a message carries stays until then; groups are parts of the mesh; a reducti
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from shardlib.program.layouts import message_faults
 from shardlib.program.steps import Collective, Compute, Copy, Free, Program, Start, Step, Var, Wait, makes, reads
-from shardlib.program.storage import handed_on, owners
+from shardlib.program.storage import handed_on, owners_in
 
 _OVER = " was written over by"
 
@@ -22,8 +23,11 @@ class ProgramError(AssertionError):
 
 def check(program: Program) -> Program:
     """The program; raises `ProgramError`, with all faults, where its steps cannot run in this order."""
-    refuse(list(faults(program)))
+    refuse(faults(program))
     return program
+
+
+_RIGHT: weakref.WeakSet[Program] = weakref.WeakSet()  # what was found to have none: all of it is frozen
 
 
 def refuse(faults: Sequence[str]) -> None:
@@ -31,27 +35,39 @@ def refuse(faults: Sequence[str]) -> None:
         raise ProgramError("\n  * ".join(["a program is wrong:", *dict.fromkeys(faults)]))
 
 
-def faults(program: Program) -> Iterator[str]:
+def faults(program: Program) -> list[str]:
+    """What is wrong with the order of its steps; who asks again gets it for nothing."""
+    if program in _RIGHT:
+        return []
+    found = list(_faults(program))
+    if not found:
+        _RIGHT.add(program)
+    return found
+
+
+def _faults(program: Program) -> Iterator[str]:
     """What is read before it is made, or when it is gone; what is made twice; who is in a group; what is pending."""
-    if wrong := list(_nowhere(program)):
+    writers = [s for s in program.steps if isinstance(s, Compute) and s.over]
+    if wrong := list(_nowhere(program, writers)):
         yield from wrong
         return
-    there = dict.fromkeys(program.given, "")  # "", or why it cannot be read any more
+    # "", or why it cannot be read any more, or who wrote over it.
+    there: dict[Var, str | Compute] = dict.fromkeys(program.given, "")
     flying: dict[Var, tuple[Var, ...]] = {}  # what is in flight -> all that began with it
     carried: dict[tuple[Var, ...], tuple[Var, ...]] = {}  # all that began together -> what the messages are of
     held, roots = Counter[Var](), Counter[Var]()  # how many messages are of a value, or of its memory
-    owner = owners(program.steps)
+    owner = owners_in(program)
     fixed = {owner.get(v, v) for v in program.given} - {
         program.inputs[i] for i in (*program.donated, *program.replaced)
     }
-    computed = [s for s in program.steps if isinstance(s, Compute)]
-    shown = {owner.get(v, v): list[Var]() for s in computed if s.over for v in s.overwritten.values()}
+    shown = {owner.get(v, v): list[Var]() for s in writers for v in s.overwritten.values()}
     written, lent = set[Var](), set[Var]()
     if len(there) < len(program.inputs) + len(program.captured):
         yield "an input stands twice"
 
     def missing(var: Var) -> str:
-        return there.get(var, " is in flight" if var in flying else " is not made yet")
+        why = there.get(var, " is in flight" if var in flying else " is not made yet")
+        return f"{_OVER} {said(why)}" if isinstance(why, Compute) else why
 
     def count(sources: Sequence[Var], by: int) -> None:
         for v in sources:
@@ -60,8 +76,15 @@ def faults(program: Program) -> Iterator[str]:
 
     grouped: dict[object, tuple[str, ...]] = {}  # faults of collectives that are alike
     for step in program.steps:
-        for v in reads(step):
-            if there.get(v, v):
+        if isinstance(step, Free):
+            for v in step.vars:
+                why = " is in flight" if held.get(v) else there.get(v, "?")
+                if why and not isinstance(why, Compute):
+                    yield f"{v} is freed, and it{why if held[v] else missing(v)}"
+            there |= dict.fromkeys(step.vars, " is freed")
+            continue
+        for v in step.operands if isinstance(step, Compute) else reads(step):
+            if v not in there or there[v]:
                 yield f"{said(step)} reads {v}, which{missing(v)}"
             if v.host and not (isinstance(step, Start) and step.first.kind == "to_device"):
                 yield f"{said(step)} reads {v}, which is in the host's memory"
@@ -69,15 +92,15 @@ def faults(program: Program) -> Iterator[str]:
             for over in step.overwritten.values() if step.over else ():
                 root = owner.get(over, over)
                 written.add(root)
-                if root in fixed or roots[root] or root in lent:
+                if root in fixed or roots.get(root) or root in lent:
                     yield f"{said(step)} writes over {over}, which others hold"
-                there |= dict.fromkeys((root, over, *shown[root]), f"{_OVER} {said(step)}")
+                there.update((v, step) for v in (root, over, *shown[root]))
                 shown[root].clear()  # it is said of them once
         elif isinstance(step, Start):
             if not step.moves:
                 yield "a message of nothing begins"
                 continue
-            if len({(c.kind, c.axes, c.reduce) for c in step.moves}) > 1:
+            if len(step.moves) > 1 and len({(c.kind, c.axes, c.reduce) for c in step.moves}) > 1:
                 yield f"{said(step)} begins collectives of several kinds or groups together"
             for c in step.moves:
                 key = c.kind, c.axes, c.reduce, id(c.source.layout), id(c.out.layout)
@@ -95,20 +118,13 @@ def faults(program: Program) -> Iterator[str]:
             count(carried.pop(step.outs, ()), -1)
             for v in step.outs:
                 flying.pop(v, None)
-        elif isinstance(step, Copy):
-            if _form(step.out) != _form(step.source):
-                yield f"{said(step)} is another tensor than {step.source}"
-        elif isinstance(step, Free):
-            for v in step.vars:
-                why = " is in flight" if held[v] else missing(v)
-                if why and not why.startswith(_OVER):
-                    yield f"{v} is freed, and it{why}"
-            there |= dict.fromkeys(step.vars, " is freed")
-        for out in makes(step):
+        elif isinstance(step, Copy) and _form(step.out) != _form(step.source):
+            yield f"{said(step)} is another tensor than {step.source}"
+        for out in step.made if isinstance(step, Compute) else makes(step):
             if out in there:
                 yield f"{said(step)} makes {out}, which is there"
             there[out] = ""
-            if (root := owner.get(out, out)) in shown:
+            if shown and (root := owner.get(out, out)) in shown:
                 shown[root].append(out)
     yield from (f"{v} is in flight, and nobody waits for it" for v in flying)
     yield from (f"{v} is a result, and it{why}" for v in program.results if (why := missing(v)))
@@ -118,16 +134,16 @@ def faults(program: Program) -> Iterator[str]:
             yield f"{x} is written over, and {new}, which replaces it, is elsewhere"
 
 
-def _nowhere(program: Program) -> Iterator[str]:
+def _nowhere(program: Program, writers: Sequence[Compute]) -> Iterator[str]:
     """Positions, of inputs, of results and of operands, where nothing is."""
     inputs, outputs = range(len(program.inputs)), range(len(program.outputs))
     if not {*program.donated, *program.replaced} <= {*inputs}:
         yield "an input is given up that is none"
     if not {*program.replaced.values()} <= {*outputs} or (program.owned or 0) > len(outputs):
         yield "a result is spoken of that is none"
-    for step in [s for s in program.steps if isinstance(s, Compute) and s.over]:
-        operands = [x if isinstance(x, Var) else None for x in step.args]
-        if any(k is not None and (k >= len(operands) or operands[k] is None) for k in step.over):
+    for step in writers:
+        n = len(step.args)
+        if any(k is not None and (k >= n or not isinstance(step.args[k], Var)) for k in step.over):
             yield f"{said(step)} writes over an operand that it has not"
 
 

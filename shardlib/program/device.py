@@ -16,7 +16,7 @@ from shardlib.meshes.axis import Coords, position
 from shardlib.meshes.mesh import Mesh
 from shardlib.program.check import ProgramError
 from shardlib.program.nested import rebuild
-from shardlib.program.steps import TIERS, Collective, Compute, Var, reads
+from shardlib.program.steps import TIERS, Collective, Compute, Var
 from shardlib.program.sym import Sym
 from shardlib.scalar import Scalar
 from shardlib.specs.layout import Layout
@@ -58,9 +58,10 @@ class Device:
 
     def held(self, var: Var) -> Local | None:
         """What it holds of a variable: as it was made here, or else as its layout says."""
-        if var not in self.known:
-            self.known[var] = None if var.layout is None else self.piece(var)
-        return self.known[var]
+        x = self.known.get(var)
+        if x is None and var not in self.known:
+            x = self.known[var] = None if var.layout is None else self.piece(var)
+        return x
 
     def piece(self, var: Var) -> Local:
         """What a variable's layout says."""
@@ -73,10 +74,13 @@ class Device:
 
     def compute(self, step: Compute) -> Sequence[Local | None]:
         """What a call makes; None of what nobody knows. Raises what torch refuses it by: one of `REFUSALS`."""
-        operands = [self.held(v) for v in reads(step)]
-        if None in operands or (not operands and _acts(step.target)):
+        if None in [self.held(v) for v in step.operands] or (not step.operands and _acts(step.target)):
             return [None] * len(step.outs)
-        args, kwargs = self.here(step.args), self.here(step.kwargs) if step.kwargs else ()
+        known, here = self.known, self.here
+        args: tuple[Any, ...] = tuple(
+            [x if (kind := type(x)) in _SAME else known[x] if kind is Var else here(x) for x in step.args]
+        )
+        kwargs = here(step.kwargs) if step.kwargs else ()
         key = id(step.target), args, kwargs  # a program keeps what it calls
         if (made := self._made.get(key)) is None:
             made = self._made[key] = makes(step.target, args, kwargs)

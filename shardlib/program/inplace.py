@@ -16,11 +16,16 @@ from shardlib.program.steps import Compute
 
 def takes(step: Compute) -> tuple[tuple[int, ...], ...]:
     """For each result the operands, by position, whose memory it may have, the best first; empty if none has any."""
-    if step.target is ADAM:
+    return _takes(step.target, len(step.outs), bool(step.kwargs))
+
+
+@cache
+def _takes(target: Any, results: int, named: bool) -> tuple[tuple[int, ...], ...]:
+    if target is ADAM:
         return (0,), (2,), (3,), (4,)
-    if len(step.outs) != 1 or in_place_form(step.target) is None:
+    if results != 1 or in_place_form(target) is None:
         return ()
-    return ((0, 1) if has(step.target, "commutes") and not step.kwargs else (0,),)
+    return ((0, 1) if has(target, "commutes") and not named else (0,),)
 
 
 def written(step: Compute, over: tuple[int | None, ...]) -> tuple[Callable[..., Any], list[Any]]:

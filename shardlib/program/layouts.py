@@ -37,15 +37,15 @@ def call_faults(mesh: Mesh, step: Compute) -> Iterator[str]:
     """What is written over has the form of the result. A sum that an operand owes is owed by every result; what a
     result owes comes from what is cut, or owed, of an operand, or from a number that differs by device."""
     told = [a for x in syms(step) for a in x.axes]
-    if not (told or step.over or any(v.layout is not None and v.layout.pending for v in (*step.operands, *step.made))):
-        return
-    if any(mesh.axes.get(a.name) != a.of for a in told):
+    if told and any(mesh.axes.get(a.name) != a.of for a in told):
         yield "reads a number that differs along an axis which is none of the mesh's"
+    may = takes(step) if step.over else ()
     for i, k in enumerate(step.over):
         v, x = step.outs[i], None if k is None or k >= len(step.args) else step.args[k]
-        may = takes(step)[i : i + 1]
-        if isinstance(x, Var) and (v is None or not may or k not in may[0] or not _fits(v, x)):
+        if isinstance(x, Var) and (v is None or i >= len(may) or k not in may[i] or not _fits(v, x)):
             yield f"cannot write {v} over {x}"
+    if not step.owes:
+        return
     layouts = [x for v in step.operands if (x := _layout(v)) is not None]
     if len(layouts) < len(step.operands):
         return
@@ -71,8 +71,9 @@ def _layout(v: Var) -> Layout | None:
 
 def _fits(v: Var, x: Var) -> bool:
     """Whether a value has room in the memory of another, element by element."""
-    shapes = {y.layout.shape for y in (v, x) if y.layout is not None}
-    return v.dtype == x.dtype and len(shapes) < 2
+    if v.layout is None or x.layout is None or v.layout is x.layout:
+        return v.dtype == x.dtype
+    return v.dtype == x.dtype and v.layout.shape == x.layout.shape
 
 
 def _pending(c: Collective, source: Layout, out: Layout) -> Iterator[str]:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_PLAIN = frozenset({int, bool, float, str, type(None)})
+PLAIN = frozenset({int, bool, float, str, type(None)})
+MANY = 16
+
+
+def is_plain(x: tuple[Any, ...] | list[Any]) -> bool:
+    """Whether all that is in it are plain numbers or texts; of sizes, one for each of 512 members, most are equal."""
+    if len(x) > MANY and type(x[0]) is int and x.count(x[0]) == len(x):
+        return True
+    return PLAIN.issuperset(map(type, x))
 
 
 def leaves(x: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
@@ -15,7 +23,7 @@ def leaves(x: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
     elif isinstance(x, dict):
         for y in x.values():
             yield from leaves(y, kind)
-    elif isinstance(x, tuple | list) and not _PLAIN.issuperset(map(type, x)):  # sizes, one for each of 512 members
+    elif isinstance(x, tuple | list) and not is_plain(x):
         for y in x:
             if isinstance(y, kind):
                 yield y
@@ -23,10 +31,21 @@ def leaves(x: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
                 yield from leaves(y, kind)
 
 
+def found(args: tuple[Any, ...], kinds: tuple[type, ...]) -> list[Any]:
+    """The same of arguments, most of which are such themselves, or plain."""
+    every = []
+    for x in args:
+        if (kind := type(x)) in kinds:
+            every.append(x)
+        elif kind not in PLAIN:
+            every += leaves(x, kinds)
+    return every
+
+
 def rebuild(x: Any, change: Callable[[Any], Any]) -> Any:
     """`x` with `change` applied to what stands in nested tuples, lists and dicts, lists of plain numbers excepted."""
     if isinstance(x, tuple | list):
-        return x if _PLAIN.issuperset(map(type, x)) else type(x)(rebuild(y, change) for y in x)
+        return x if is_plain(x) else type(x)(rebuild(y, change) for y in x)
     if isinstance(x, dict):
         return {k: rebuild(v, change) for k, v in x.items()}
     return change(x)

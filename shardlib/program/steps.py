@@ -7,9 +7,8 @@ collective names mesh axes, not ranks. All of it is frozen: a pass makes another
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -18,10 +17,11 @@ import torch
 from shardlib.aten.traits import is_view
 from shardlib.graph import Op, Value
 from shardlib.internals import OpOverload, schema_of
+from shardlib.kept import kept
 from shardlib.lines import Line, Module
 from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
-from shardlib.program.nested import leaves, rebuild
+from shardlib.program.nested import found, leaves, rebuild
 from shardlib.program.sym import Sym
 from shardlib.specs.layout import Layout
 
@@ -42,7 +42,7 @@ class Var:
     shape: tuple[int, ...] | None = None
     host: bool = False
 
-    @cached_property
+    @kept
     def nbytes(self) -> int:
         """Bytes on the fullest device; 0 while nobody knows the shape."""
         if self.layout is not None:
@@ -79,27 +79,27 @@ class Compute:
     copies: bool = False
     inside: tuple[Module, ...] = ()
 
-    @cached_property
+    @kept
     def told(self) -> tuple[Var | Sym, ...]:
         """The variables, and the numbers that differ by device, among its arguments, in order."""
-        return tuple(leaves((self.args, self.kwargs), (Var, Sym)))
+        return tuple(found((*self.args, *self.kwargs.values()) if self.kwargs else self.args, (Var, Sym)))
 
-    @cached_property
+    @kept
     def operands(self) -> tuple[Var, ...]:
         """The variables among its arguments, in order."""
         return tuple([x for x in self.told if isinstance(x, Var)])
 
-    @cached_property
+    @kept
     def made(self) -> tuple[Var, ...]:
         """The results that somebody may read."""
-        return tuple(v for v in self.outs if v is not None)
+        return tuple([v for v in self.outs if v is not None])
 
-    @cached_property
+    @kept
     def overwritten(self) -> dict[Var | None, Var]:
         """The operands whose memory results take, by these."""
         return {out: self.args[k] for out, k in zip(self.outs, self.over, strict=False) if k is not None}
 
-    @cached_property
+    @kept
     def is_pure(self) -> bool:
         """Whether a call does nothing but to make values, the same ones each time; of others' ops nobody knows."""
         if not self.made or not isinstance(self.target, OpOverload):
@@ -107,10 +107,17 @@ class Compute:
         drawn = torch.Tag.nondeterministic_seeded in self.target.tags
         return not drawn and self.target.namespace in _OURS and not schema_of(self.target).is_mutable
 
-    @cached_property
+    @kept
     def shown(self) -> Mapping[Var | None, Var]:
         """The operands whose memory results have, taken or shown, by these."""
-        return dict.fromkeys(self.made, self.operands[0]) if is_view(self.target) else self.overwritten
+        if is_view(self.target):
+            return dict.fromkeys(self.made, self.operands[0])
+        return self.overwritten if self.over else {}
+
+    @kept
+    def owes(self) -> bool:
+        """Whether a sum is pending in what it reads or makes."""
+        return any(v.layout is not None and v.layout.pending for v in (*self.operands, *self.made))
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,12 +176,12 @@ class Start:
     def first(self) -> Collective:
         return self.moves[0]
 
-    @cached_property
+    @kept
     def outs(self) -> tuple[Var, ...]:
         """What is in flight then."""
         return tuple([c.out for c in self.moves])
 
-    @cached_property
+    @kept
     def sources(self) -> tuple[Var, ...]:
         """What is sent."""
         return tuple([c.source for c in self.moves])
@@ -225,17 +232,17 @@ class Program:
     owned: int | None = None
     replaced: Mapping[int, int] = field(default_factory=dict)
 
-    @cached_property
+    @kept
     def collectives(self) -> tuple[Collective, ...]:
         """All between devices, in the order in which they start."""
         return tuple(c for s in self.steps if isinstance(s, Start) for c in s.moves if c.kind not in TIERS)
 
-    @cached_property
+    @kept
     def copied(self) -> tuple[Collective, ...]:
         """All copies between the memory of the device and that of its host, in the order in which they start."""
         return tuple(c for s in self.steps if isinstance(s, Start) for c in s.moves if c.kind in TIERS)
 
-    @cached_property
+    @kept
     def given(self) -> frozenset[Var]:
         """Inputs and captured tensors."""
         return frozenset((*self.inputs, *(v for v, _ in self.captured)))
@@ -312,35 +319,24 @@ def syms(step: Step) -> Iterator[Sym]:
 
 def swapped(step: Step, other: Mapping[Var, Var]) -> Step:
     """The step with other variables in place of some."""
+    known, changes = other.keys(), dict[str, Any]()
 
     def get(v: Var) -> Var:
         return other.get(v, v)
 
     if isinstance(step, Compute):
-        changes: dict[str, Any] = {}
-        if any(v in other for v in step.made):
+        if not known.isdisjoint(step.made):
             changes["outs"] = tuple(v and get(v) for v in step.outs)
-        if any(v in other for v in step.operands):
+        if not known.isdisjoint(step.operands):
             args, kwargs = rebuild((step.args, step.kwargs), lambda x: get(x) if isinstance(x, Var) else x)
             changes |= {"args": args, "kwargs": kwargs}
         return replace(step, **changes) if changes else step
     if isinstance(step, Start):
+        if known.isdisjoint(step.outs) and known.isdisjoint(step.sources):
+            return step
         return Start(tuple(replace(c, source=get(c.source), out=get(c.out)) for c in step.moves))
     if isinstance(step, Wait):
-        return Wait(tuple(map(get, step.outs)))
+        return step if known.isdisjoint(step.outs) else Wait(tuple(map(get, step.outs)))
     if isinstance(step, Free):
-        return Free(tuple(map(get, step.vars)))
+        return step if known.isdisjoint(step.vars) else Free(tuple(map(get, step.vars)))
     return Copy(get(step.source), get(step.out))
-
-
-def last_reads(steps: Iterable[Step]) -> dict[Var, int]:
-    """Where each variable is last read, or made if nobody reads it; what a message carries, until it is waited for."""
-    last: dict[Var, int] = {}
-    flying: dict[Var, tuple[Var, ...]] = {}
-    for i, step in enumerate(steps):
-        last |= dict.fromkeys((*reads(step), *makes(step)), i)
-        if isinstance(step, Start):
-            flying |= dict.fromkeys(step.outs, tuple(reads(step)))
-        elif isinstance(step, Wait):
-            last |= dict.fromkeys((v for out in step.outs for v in flying[out]), i)
-    return last

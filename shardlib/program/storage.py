@@ -7,12 +7,12 @@ value that shows it. What an op allocates inside, and the buffers of collectives
 
 from __future__ import annotations
 
-import math
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from shardlib.aten.traits import may_show
-from shardlib.program.steps import TIERS, Compute, Copy, Free, Program, Start, Step, Var, makes, reads
+from shardlib.program.steps import TIERS, Compute, Copy, Free, Program, Start, Step, Var, Wait, makes, reads
 
 
 def owners(steps: Iterable[Step], *, exact: bool = False) -> dict[Var, Var]:
@@ -23,19 +23,45 @@ def owners(steps: Iterable[Step], *, exact: bool = False) -> dict[Var, Var]:
     """
     owner: dict[Var, Var] = {}
     for step in steps:
-        if isinstance(step, Start):
-            for c in step.moves:
-                alone = c.kind == "ppermute" or math.prod(a.size for a in c.axes) == 1
-                fresh = exact or c.kind in TIERS or not alone
-                owner[c.out] = c.out if fresh else owner.get(c.source, c.source)
-        elif isinstance(step, Compute):
-            shown = {} if exact and step.copies else step.shown
+        if isinstance(step, Compute):
+            if not (shown := step.shown) or (exact and step.copies):
+                for out in step.made:
+                    owner[out] = out
+                continue
             for out in step.made:
                 v = shown.get(out, out)
                 owner[out] = owner.get(v, v)
+        elif isinstance(step, Start):
+            for c in step.moves:
+                alone = c.kind == "ppermute" or all(a.size == 1 for a in c.axes)
+                fresh = exact or c.kind in TIERS or not alone
+                owner[c.out] = c.out if fresh else owner.get(c.source, c.source)
         elif isinstance(step, Copy):
             owner[step.out] = step.out
     return owner
+
+
+_OWNERS: weakref.WeakKeyDictionary[Program, Mapping[Var, Var]] = weakref.WeakKeyDictionary()
+
+
+def owners_in(program: Program) -> Mapping[Var, Var]:
+    """The same of a program, once: passes ask for it, and those who check between them."""
+    if (found := _OWNERS.get(program)) is None:
+        found = _OWNERS[program] = owners(program.steps)
+    return found
+
+
+def last_reads(steps: Iterable[Step]) -> dict[Var, int]:
+    """Where each variable is last read, or made if nobody reads it; what a message carries, until it is waited for."""
+    last: dict[Var, int] = {}
+    flying: dict[Var, tuple[Var, ...]] = {}
+    for i, step in enumerate(steps):
+        last |= dict.fromkeys((*reads(step), *makes(step)), i)
+        if isinstance(step, Start):
+            flying |= dict.fromkeys(step.outs, tuple(reads(step)))
+        elif isinstance(step, Wait):
+            last |= dict.fromkeys((v for out in step.outs for v in flying[out]), i)
+    return last
 
 
 def blurred(steps: Iterable[Step], owner: Mapping[Var, Var]) -> set[Var]:

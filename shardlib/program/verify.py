@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +21,8 @@ from shardlib.program.check import ProgramError, refuse, said
 from shardlib.program.check import faults as order_faults
 from shardlib.program.device import REFUSALS, Device, Local
 from shardlib.program.layouts import call_faults
-from shardlib.program.steps import Collective, Compute, Copy, Program, Start, Step, Var, makes, reads, syms
+from shardlib.program.steps import Collective, Compute, Copy, Free, Program, Start, Step, Var, makes, reads, syms
+from shardlib.specs.layout import Layout
 
 STRICT = False  # whether what torch says of tensors without values is law: it is not always what a kernel makes
 
@@ -44,12 +46,19 @@ def verify(program: Program) -> Program:
 
 def _calls(program: Program) -> Iterator[str]:
     """What calls do to layouts, and two values of one name."""
-    names = dict.fromkeys(program.given)
+    values = set(program.given)
     for step in program.steps:
-        names |= dict.fromkeys(makes(step))
         if isinstance(step, Compute):
-            yield from (f"{said(step)} {fault}" for fault in call_faults(program.mesh, step))
-    yield from (f"%{name} is several values" for name, n in Counter(v.name for v in names).items() if n > 1)
+            values.update(step.made)
+            if step.over or step.owes or len(step.told) > len(step.operands):
+                yield from (f"{said(step)} {fault}" for fault in call_faults(program.mesh, step))
+        elif not isinstance(step, Free):
+            values.update(makes(step))
+    if len({v.name for v in values}) < len(values):
+        names = Counter(
+            v.name for v in dict.fromkeys((*program.given, *chain.from_iterable(map(makes, program.steps))))
+        )
+        yield from (f"%{name} is several values" for name, n in names.items() if n > 1)
 
 
 @dataclass
@@ -65,21 +74,24 @@ class _Differing:
         uneven: dict[int, set[str]] = {}  # by the id of a layout: over which axes its pieces differ
         found = _Differing()
 
-        def differs(v: Var) -> bool:
-            if v.layout is None:
-                return False
-            if (axes := uneven.get(id(v.layout))) is None:
-                axes = uneven[id(v.layout)] = {a.name for f in v.layout.factors if not f.even for a in f.axes}
+        def differs(x: Layout) -> bool:
+            if (axes := uneven.get(id(x))) is None:
+                axes = uneven[id(x)] = {a.name for f in x.factors if not f.even for a in f.axes}
                 found.axes |= axes
             return bool(axes)
 
-        found.vars.update(filter(differs, program.inputs))
+        found.vars.update(v for v in program.inputs if v.layout is not None and differs(v.layout))
         for step in program.steps:
-            made = step.outs if isinstance(step, Start) else makes(step)
-            told = {a.name for s in syms(step) for a in s.axes}
             if isinstance(step, Start):
-                told |= _told(step)
-            uneven_made = [v for v in made if differs(v)]
+                made, told = step.outs, _told(step)
+            elif isinstance(step, Compute):
+                made = step.made
+                told = {a.name for s in syms(step) for a in s.axes} if len(step.told) > len(step.operands) else _NONE
+            elif isinstance(step, Copy):
+                made, told = (step.out,), _NONE
+            else:
+                continue
+            uneven_made = [v for v in made if v.layout is not None and differs(v.layout)]
             if told or uneven_made or not found.vars.isdisjoint(reads(step)):
                 found.axes |= told
                 found.vars.update(uneven_made)
@@ -97,12 +109,18 @@ class _Differing:
 
 def _told(start: Start) -> set[str]:
     """The axes over which a collective is told of sizes that are not those of all its members."""
-    sizes = ((c, x) for c in start.moves for key, x in c.params.items() if key != "pairs")
-    return {a.name for c, x in sizes if not _alike(x) for a in c.axes}
+    told = {a.name for s in syms(start) for a in s.axes}
+    for c in start.moves:
+        if not all(_alike(x) for key, x in c.params.items() if key != "pairs"):
+            told.update(a.name for a in c.axes)
+    return told
 
 
 def _alike(told: Any) -> bool:
-    return not isinstance(told, list | tuple) or (all(x == told[0] for x in told) and all(map(_alike, told[:1])))
+    return not isinstance(told, list | tuple) or not told or (told.count(told[0]) == len(told) and _alike(told[0]))
+
+
+_NONE: set[str] = set()
 
 
 class _Found:
@@ -121,7 +139,8 @@ class _Found:
 
     def said(self, program: Program) -> Program:
         program = replace(program, steps=tuple(map(self._copied, program.steps))) if self.copies else program
-        return program.with_vars({v: replace(v, shape=x.shape, dtype=x.dtype) for v, x in self.sizes.items()})
+        new = {v: x for v, x in self.sizes.items() if (v.shape, v.dtype) != (x.shape, x.dtype)}
+        return program.with_vars({v: replace(v, shape=x.shape, dtype=x.dtype) for v, x in new.items()})
 
     def _copied(self, step: Step) -> Step:
         return replace(step, copies=True) if isinstance(step, Compute) and step in self.copies else step
@@ -166,7 +185,10 @@ class _Run(Device):
                 self.faults.append(f"{where}, {var} is [{var.layout}]: {list(want.shape)}")
             elif STRICT and x is not None and x.dtype != want.dtype and not _differs(step):
                 self.faults.append(f"{said(step)} makes {x.dtype}, {var} is {var.dtype}")
-            x = want if x is None or x.shape != want.shape else Local(x.shape, x.stride, want.dtype)
+            if x is None or x.shape != want.shape:
+                x = want
+            elif x.dtype != want.dtype or not x.own:
+                x = Local(x.shape, x.stride, want.dtype)
         elif x is not None:
             self.found.note(var, x)
         self.hold(var, x)
@@ -178,7 +200,7 @@ class _Run(Device):
             if STRICT or step.note == "reshard":  # no user's op: what torch says of its sizes is law
                 self.faults.append(f"{said(step)} on {self}: {str(error).partition(chr(10))[0]}")
             return [None] * len(step.outs)
-        if made and made[0] is not None and made[0].own and not step.over and is_view(step.target):
+        if made and made[0] is not None and made[0].own and not (step.over or step.copies) and is_view(step.target):
             self.found.copies.add(step)
         return made
 

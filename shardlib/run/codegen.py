@@ -23,7 +23,7 @@ from shardlib.meshes.axis import Axis, Coords, alike, member_coords
 from shardlib.meshes.mesh import Mesh
 from shardlib.program.inplace import written
 from shardlib.program.steps import Collective, Compute, Copy, Free, Program, Start, Step, Var, makes, reads
-from shardlib.program.storage import owners
+from shardlib.program.storage import owners_in
 from shardlib.program.sym import Sym
 from shardlib.program.varying import Primes, primes, varying
 from shardlib.run.callables import callable_of
@@ -70,7 +70,7 @@ class Generator:
         self.lines: list[str] = []
         self.flying: dict[tuple[Var, ...], list[str]] = {}  # what starts together -> how it is waited for
         self._shared = self._shared_reads() if self.varies else {}
-        self._owner = owners(self.program.steps) if self._shared else {}
+        self._owner = owners_in(self.program) if self._shared else {}
         self._segments = 0
 
     def _shared_reads(self) -> dict[Var, float]:
@@ -79,7 +79,7 @@ class Generator:
 
         Up to the next collective one device runs after the other, so that is what others of them may still read.
         """
-        owner = owners(self.program.steps)
+        owner = owners_in(self.program)
         shared: dict[Var, float] = {} if self.share else dict.fromkeys(self.program.inputs, math.inf)
         segment = 0
         for step in self.program.steps:
