@@ -160,10 +160,14 @@ _back = _torch("torch._C._vmapmode_decrement_nesting", "how many such batches ar
 dual_level = _global("torch.autograd.forward_ad._current_level", "whether forward-mode gradients are on")
 
 
-def fake_of(mode: Any, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """A fake tensor of a mode, which no mode sees being made."""
+def fake_of(
+    mode: Any, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device, memory: Any = None, offset: int = 0
+) -> Any:
+    """A fake tensor of a mode, in the memory of another one or in its own, which no mode sees being made."""
     with without_dispatch():
         empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        if memory is not None:
+            empty.set_(memory, offset, shape, stride)
     return FakeTensor(mode, empty, device)
 
 
@@ -306,9 +310,7 @@ SKIP_RULES = _late(f"{SKIPPED_FILES}._recompile_re", "files of shardlib are adde
 COMPILED_VALUES = "torch._dynamo.variables.builder"
 STATIC_INPUT = _late_slot(f"{COMPILED_VALUES}.VariableBuilder.mark_static_input", "placed ones have no address")
 LOADED_BY_FAKES = _late("torch._dynamo.config", "some of it keeps the frames that load it: those of a trace, else")
-SYMBOL_FRAME = _late(
-    "torch.fx.experimental.symbolic_shapes.ShapeEnv._get_user_frame", "a look for the user's line loads torch.export"
-)
+SYMBOL_FRAME = _late("torch.fx.experimental.symbolic_shapes.ShapeEnv._get_user_frame", "asked, it loads torch.export")
 
 
 # --- torch.distributed ------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch import nn
 from torch.func import functional_call, grad, grad_and_value, hessian, jacrev, vmap
 from torch.utils.checkpoint import checkpoint
 
+from shardlib import internals
 from shardlib.errors import ShardingError
 from shardlib.normalise import verify
 from shardlib.ops.constraint import constrain
@@ -525,7 +526,7 @@ def test_an_op_that_was_called_before_is_traced_as_the_first_time(family, monkey
         given = [leaves[i] for i in where]
         other = [x.mT.contiguous().mT if x.dim() > 1 and not x.is_sparse else x for x in given]  # other strides
         with monkeypatch.context() as plain:
-            plain.setattr(repeated, "_is_plain", lambda op: False)
+            plain.setattr(repeated.Repeated, "_key", lambda *_: None)
             expected = [written(call, xs) for xs in (given, other)]
         assert [written(call, xs) for xs in (given, other, given, other)] == expected * 2, name
 
@@ -535,6 +536,44 @@ def test_what_was_traced_before_is_asked_of_nobody(monkeypatch):
     trace(f, (X, X))
     monkeypatch.setattr(repeated.Repeated, "_alone", None)  # asked when an op is new
     trace(f, (X.clone(), X.clone()))
+
+
+VIEWS = {
+    "detach": lambda x: x.detach(),
+    "view": lambda x: x.view(6, 2),
+    "t": lambda x: x.t(),
+    "transpose": lambda x: x.transpose(0, 1),
+    "permute": lambda x: x.permute(1, 0),
+    "expand": lambda x: x[:, None].expand(3, 1, 4),
+    "unsqueeze": lambda x: x.unsqueeze(1),
+    "slice": lambda x: x[1:, ::2],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_a_view_that_was_taken_before_is_in_the_memory_of_its_operand(view, monkeypatch):
+    def where(x):
+        with torch.DisableTorchFunction():  # nobody may ask in a trace
+            return internals.memory_of(x.untyped_storage()), x.storage_offset()
+
+    offset, seen = where(view(torch.zeros(3, 4)))[1], []
+
+    def f(x, y):
+        twice = torch.cat([y, y])
+        for z in (x, y, y.sin(), twice[:3], twice[3:]):
+            memory, first = where(z)
+            seen.append(where(view(z)) == (memory, first + offset))
+        view(twice[3:]).add_(1)
+        return view(x), twice
+
+    monkeypatch.setattr(repeated, "_FORMS", {})
+    args = torch.arange(12.0).view(3, 4), torch.arange(12.0).view(3, 4)
+    with monkeypatch.context() as plain:
+        plain.setattr(repeated.Repeated, "_key", lambda *_: None)
+        expected = written(f, args)
+    assert [written(f, args) for _ in range(3)] == [expected] * 3
+    assert len(seen) == 20
+    assert all(seen)
 
 
 def test_what_is_not_strided_is_refused_each_time():

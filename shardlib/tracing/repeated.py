@@ -1,7 +1,8 @@
 """Ops that are called again on operands of the same form: nobody is asked what they make, in this trace or a later one.
 
 Torch takes half a millisecond for a node: it looks for decompositions, computes the result on fake tensors, notes what
-it knows. Of the second product of two matrices of some shapes all of that is known.
+it knows. Of the second product of two matrices of some shapes all of that is known, and so it is of a view, which is in
+the memory of its operand.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_slot
 
 from shardlib.aten.traits import is_view, may_show
 from shardlib.bounded import Bounded
-from shardlib.internals import SLOT, FakeTensor, OpOverload, fake_like, fake_of, schema_of, set_slot
+from shardlib.internals import SLOT, FakeTensor, OpOverload, fake_of, schema_of, set_slot
 
 Key = tuple[Any, ...]
 # They take every number, and make the same of each: a rate is another one in every call.
@@ -30,11 +31,30 @@ _BY_VALUES = {
 }
 
 
+_aten = torch.ops.aten
+# Views, in the memory of the first operand, of which nothing is known but where they are.
+_VIEWS = frozenset({_aten.detach.default, _aten.view.default, _aten.t.default, _aten.transpose.int})
+_VIEWS |= {_aten.permute.default, _aten.expand.default, _aten.unsqueeze.default, _aten.slice.Tensor}
+
+
 class _Form(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    offset: int
+
+
+def _form(x: Any) -> _Form:
+    return _Form(x.shape, x.stride(), x.dtype, x.fake_device, x.storage_offset())
+
+
+def _made(op: Any, form: _Form, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """What an op makes that makes something of this form."""
+    x = next(x for x in (*args, *kwargs.values()) if type(x) is FakeTensor)
+    memory = args[0].untyped_storage() if op in _VIEWS else None
+    made: Tensor = fake_of(x.fake_mode, *form[:4], memory, form.offset)
+    return made
 
 
 _FORMS: Bounded[Key, _Form | None] = Bounded(1 << 13)  # what ops make; None: it was not one node
@@ -54,13 +74,12 @@ class Repeated:
             return self._asked(op, args, call)
         if (known := _FORMS.get(key)) is not None:
             if (form := self._known.get(key)) is None:
-                mode = next(x.fake_mode for x in (*args, *kwargs.values()) if type(x) is FakeTensor)
-                form = self._known[key] = fake_of(mode, *known)
-            return self._again(op, form, nodes, kwargs)
+                form = self._known[key] = _made(op, known, args, kwargs)
+            return self._again(op, form, _made(op, known, args, kwargs), nodes, kwargs)
         out = call()
         if key not in _FORMS:
             form = self._known[key] = self._alone(op, nodes, out)
-            _FORMS[key] = None if form is None else _Form(form.shape, form.stride(), form.dtype, form.fake_device)
+            _FORMS[key] = None if form is None else _form(form)
         return out
 
     def _asked(self, op: Any, args: Sequence[Any], call: Callable[[], Any]) -> Any:
@@ -79,7 +98,7 @@ class Repeated:
 
     def _key(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], nodes: list[Any]) -> Key | None:
         """The forms of all operands, which join `nodes` as they stand in the graph; None of other than plain calls."""
-        if not _is_plain(op):
+        if not _is_plain(op) and op not in _VIEWS:
             return None
         key: list[Any] = [op, torch.get_default_dtype(), torch.is_inference_mode_enabled(), *kwargs]
         plain = True  # whether no tensor is among the arguments
@@ -91,6 +110,10 @@ class Repeated:
                     return None
                 nodes.append(slot.proxy.node)
                 key += (x.shape, x.stride(), x.dtype, x.fake_device)  # `device` would be an op
+                if op in _VIEWS:
+                    if x.constant is not None or x.is_neg():
+                        return None
+                    key.append(x.storage_offset())
                 plain = False
             elif kind is float and op.overloadpacket.__name__ in _OF_ANY_NUMBER:
                 nodes.append(x)
@@ -115,12 +138,14 @@ class Repeated:
         form = node.meta["val"]
         return form if same and form.layout is torch.strided else None
 
-    def _again(self, op: OpOverload, form: Any, nodes: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    def _again(
+        self, op: OpOverload, form: Any, made: Tensor, nodes: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Tensor:
+        """The node, whose value is of this form, and what was made as its result."""
         count, name = len(nodes) - len(kwargs), op.overloadpacket.__name__
         named = dict(zip(kwargs, nodes[count:], strict=True))
         node = self._tracer.create_node("call_function", op, tuple(nodes[:count]), named, name)
         node.meta["val"] = form
-        made: Tensor = fake_like(form)
         set_slot(made, self._tracer, SLOT(fx.Proxy(node, self._tracer), None))
         return made
 
