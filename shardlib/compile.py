@@ -133,7 +133,8 @@ def compile_program(
     draft = lambda other, memory, moved: finished(memory, other, moved, draft=True)[0]
     program, moved, recomputed = recompute(program, keeping, draft, moves=is_whole)
     program, halves = finished(keeping.memory, program, moved)
-    warn_of_a_higher_peak(traced.name, recomputed, peak_bytes(program))
+    if recomputed is not None:
+        warn_of_a_higher_peak(traced.name, recomputed, peak_bytes(program))
     clock.stop("passes")
     names = tuple(zip(traced.input_names, graph.inputs, strict=True))
     return Compiled(traced, mesh, graph, told, program, names, fixed_inputs, halves, recomputed, clock.seconds)

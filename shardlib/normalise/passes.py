@@ -168,14 +168,14 @@ def merge_repeated(gm: fx.GraphModule) -> None:
     returned = _returned(gm)
     known: dict[Any, fx.Node] = {}
     for node in gm.graph.nodes:
-        if node.op not in ("call_function", "get_attr"):
+        if (op := node.op) not in ("call_function", "get_attr"):
             continue
-        free = node.op == "get_attr" or _is_free(node.target)
+        free = op == "get_attr" or _is_free(node.target)
         if free is None:
             continue
         phase = None if free else bool(node.meta.get("backward"))
-        target = node.target if node.op == "get_attr" else id(node.target)
-        key = (target, phase, _key(node.args), _key(node.kwargs) if node.kwargs else ())
+        target = node.target if op == "get_attr" else id(node.target)
+        key = (target, phase, _key(node.args), _key(kwargs) if (kwargs := node.kwargs) else ())
         first = known.setdefault(key, node)
         if first is not node and not (node in returned and not free):
             node.replace_all_uses_with(first)
@@ -303,15 +303,18 @@ def _is_check(target: Any) -> bool:
     return isinstance(target, OpOverload) and not schema_of(target).returns
 
 
+_SAME = frozenset({int, bool, str, type(None), torch.dtype, torch.device})
+
+
 def _key(value: Any) -> Any:
     """Hashable, and apart wherever 1, 1.0, True or 0.0, -0.0 mean different programs."""
     kind = type(value)
     if kind is fx.Node:
         return value
-    if kind is int or kind is bool or kind is torch.dtype:
+    if kind in _SAME:
         return kind, value
     if isinstance(value, list | tuple):
-        return tuple(map(_key, value))
+        return tuple([(int, x) if type(x) is int else _key(x) for x in value])
     if isinstance(value, dict):
         return tuple([(k, _key(v)) for k, v in sorted(value.items())])
     return kind, repr(value)

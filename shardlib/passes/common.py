@@ -16,7 +16,7 @@ def share_messages(program: Program) -> Program:
     alike, same = Alike(), dict[Var, Var]()
     for step in program.steps:
         if isinstance(step, Compute):
-            if step.is_pure and any(v.layout is None for v in step.made):
+            if any(v.layout is None for v in step.made) and step.is_pure:
                 alike.note(step.outs, step.target, step.args, dict(step.kwargs), step.backward)
         elif isinstance(step, Start):
             for c in (c for c in step.moves if c.source.layout is None):

@@ -68,9 +68,9 @@ def recompute(
     return again, moved, replace(told, moved=len(moved))
 
 
-def warn_of_a_higher_peak(name: str, told: Recomputed | None, peak: int) -> None:
+def warn_of_a_higher_peak(name: str, told: Recomputed, peak: int) -> None:
     """Warn where what is made again by name is in the way: what it is made of is held instead, or all at once."""
-    if told is not None and told.kept_peak is not None and peak > told.kept_peak:
+    if told.kept_peak is not None and peak > told.kept_peak:
         warnings.warn(
             f"{name} with {told.said} holds at most {peak:,} bytes, and without it {told.kept_peak:,}: what the named "
             "values are made of is held instead of them, and all that one step back needs is made at once\n"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from shardlib.internals import OpOverload, schema_of
@@ -81,6 +82,7 @@ def _scores(step: Compute, name: str) -> float:
     return step.flops / (2 * PRODUCTS[name] * q[3]) if q and step.flops else 0.0
 
 
+@cache
 def op_name(target: Any) -> str:
     """The name of an op without namespace, overload and the mark of writing in place."""
     return schema_of(target).name.rpartition("::")[2].rstrip("_") if isinstance(target, OpOverload) else ""
