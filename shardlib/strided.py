@@ -21,7 +21,7 @@ def refuse_others(what: str, found: Iterable[tuple[str, Any]]) -> None:
         Rule: a layout cuts dims into ranges of positions, of numbers as they are
         Remedy: pass a dense tensor: x.to_dense(), or its indices and values as tensors of their own
     """
-    wrong = [(name, x) for name, x in found if isinstance(x, torch.Tensor) and not _is_strided(x)]
+    wrong = [(name, x) for name, x in found if isinstance(x, torch.Tensor) and not is_strided(x)]
     if wrong:
         raise ShardingError(
             f"{what} works on tensors that are not strided",
@@ -31,7 +31,8 @@ def refuse_others(what: str, found: Iterable[tuple[str, Any]]) -> None:
         )
 
 
-def _is_strided(x: torch.Tensor) -> bool:
+def is_strided(x: torch.Tensor) -> bool:
+    """Whether every element of a tensor has its place among dims."""
     return x.layout == torch.strided and not x.is_nested and not x.is_quantized
 
 

@@ -233,7 +233,7 @@ class Ending:
             for hooks, _ in hooks_of(x).values():
                 hooks.clear()  # in place: the history of a result knows the dict, too
         before = set(tracer.graph.nodes)
-        cotangents = [placeholder(tracer, result[i], snapshot=True) for i in outs]
+        cotangents = [placeholder(tracer, self.lifted.mode, result[i], snapshot=True) for i in outs]
         try:
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
                 found = pulled([result[i] for i in outs], list(wanted.values()), [c.value for c in cotangents])

@@ -23,7 +23,7 @@ from shardlib.calls.numbers import is_given
 from shardlib.calls.rebound import Watch
 from shardlib.calls.state import State
 from shardlib.errors import ShardingError
-from shardlib.internals import SLOT, FakeTensor, FakeTensorMode, TorchDispatchMode, pytree, set_slot
+from shardlib.internals import SLOT, FakeTensor, FakeTensorMode, TorchDispatchMode, fake_of, pytree, set_slot
 from shardlib.tensors.above import above
 from shardlib.tensors.tensor import ShardedTensor, typeof
 from shardlib.tracing.carried import Carried
@@ -61,7 +61,7 @@ class Lifted:
     def enter(self, tracer: Any, device: torch.device | str | None) -> None:
         """Make an input of every tensor."""
         for x in self.state.tensors:
-            stand_in = placeholder(tracer, x, device)
+            stand_in = placeholder(tracer, self.mode, x, device)
             self.nodes.append(stand_in.node)
             with disable_proxy_modes_tracing():
                 self._stand_ins[id(x)] = stand_in.value
@@ -144,15 +144,15 @@ class placeholder:
     """
 
     def __init__(
-        self, tracer: Any, x: Tensor, device: torch.device | str | None = None, *, snapshot: bool = False
+        self, tracer: Any, mode: Any, x: Tensor, device: torch.device | str | None = None, *, snapshot: bool = False
     ) -> None:
         with disable_proxy_modes_tracing(), torch.DisableTorchFunction():
             where = device or ("cpu" if x.is_meta else x.device)
-            form: dict[str, Any] = {"size": tuple(x.shape), "stride": x.stride(), "dtype": x.dtype, "device": where}
-            self.value = torch.empty_strided(**form)
+            form = tuple(x.shape), x.stride(), x.dtype, torch.device(where)
+            self.value = fake_of(mode, *form)
             self.proxy = tracer.create_proxy("placeholder", "input", (), {})
             self.node: fx.Node = self.proxy.node
-            self.node.meta["val"] = torch.empty_strided(**form) if snapshot else self.value
+            self.node.meta["val"] = fake_of(mode, *form) if snapshot else self.value
             set_slot(self.value, tracer, SLOT(self.proxy, None))
 
 

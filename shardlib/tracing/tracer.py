@@ -28,7 +28,7 @@ from shardlib.internals import (
 from shardlib.lines import Line, LineRecorder, is_mark, modules
 from shardlib.private import Slot
 from shardlib.state import is_tracing
-from shardlib.strided import refuse_others
+from shardlib.strided import is_strided, refuse_others
 from shardlib.tracing.ending import move_inputs_first
 from shardlib.tracing.known import answer
 from shardlib.tracing.refusals import refuse_ghost, refuse_unseen
@@ -140,7 +140,9 @@ def finish(
     output = graph.output_node()
     returned = iter(output.args[0])  # type: ignore[arg-type]
     output.args = (tuple(next(returned) if isinstance(x, torch.Tensor) else scalar_of(x) for x in leaves),)
-    refuse_others("the traced function", ((f"the result of {n.target}", x) for n in graph.nodes for x in _values(n)))
+    values = [(n, x) for n in graph.nodes for x in _values(n)]
+    if not all(map(is_strided, {id(x): x for _, x in values}.values())):  # nodes that are alike share one
+        refuse_others("the traced function", ((f"the result of {n.target}", x) for n, x in values))
     for node in graph.nodes:
         node.meta.setdefault("line", line)
         node.meta.setdefault("val", None)  # a gradient that nobody asked for
@@ -158,6 +160,7 @@ def finish(
                 node.meta["val"] = mode.from_tensor(constant)
 
 
-def _values(node: fx.Node) -> list[Any]:
+def _values(node: fx.Node) -> list[torch.Tensor]:
     val = node.meta.get("val") if node.op == "call_function" else None
-    return [val] if isinstance(val, torch.Tensor) else [] if val is None else pytree.tree_leaves(val)
+    found = [val] if isinstance(val, torch.Tensor) else [] if val is None else pytree.tree_leaves(val)
+    return [x for x in found if isinstance(x, torch.Tensor)]
