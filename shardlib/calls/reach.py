@@ -124,10 +124,12 @@ class Reach:
     def _function(self, fn: types.FunctionType) -> None:
         name, code = fn.__qualname__, fn.__code__
         self._functions.append((fn, code, fn.__defaults__, fn.__kwdefaults__))
-        for i, x in enumerate(fn.__defaults__ or ()):
-            self._variable(f"default[{i}]", _constant(x), fn, i)
+        parameters, defaults = code.co_varnames[: code.co_argcount], fn.__defaults__ or ()
+        for i, x in enumerate(defaults):
+            at = i + len(parameters) - len(defaults)
+            self._variable(f"default.{parameters[at] if at >= 0 else i}", _constant(x), fn, i)  # read by that name
         for key in (named := fn.__kwdefaults__ or {}):
-            self._variable(f"default[{key!r}]", functools.partial(named.get, key), named, (str, key))
+            self._variable(f"default.{key}", functools.partial(named.get, key), named, (str, key))
         if is_users(fn):
             inside = fn.__dict__
             self._place(f"{name} attributes", inside.__len__, len(inside))

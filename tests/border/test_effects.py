@@ -418,6 +418,19 @@ def test_every_call_has_its_effects(name: str) -> None:
     assert found[0] == found[1]
 
 
+def test_a_default_that_grows_is_read_by_its_parameter() -> None:
+    """By its length: it is no log."""
+    for named in (False, True):
+
+        def fn(x: Tensor, *, seen: list[int] = []) -> Tensor:  # noqa: B006
+            seen.append(1)
+            return x * len(seen)
+
+        step = sl.jit(fn if named else a_default()[0])
+        fn.__kwdefaults__ = {"seen": []}
+        assert [float(step(ONE)) for _ in range(4)] == [1.0, 2.0, 3.0, 4.0]
+
+
 def _plain(x: Any) -> Any:
     """Values without what jit makes of tensors."""
     return torch.utils._pytree.tree_map_only(Tensor, lambda t: round(float(t.detach().sum()), 4), x)
