@@ -120,6 +120,15 @@ class Folded:
             return self.short[self.layers.value(item, self.near)], place.layer
         return self.short[self.layers.items[place._replace(layer=self.near)]], place.layer
 
+    def standing(self, value: Value) -> Value:
+        """What is a value of the whole in the short graph, or stands for it."""
+        if value.op is None or value in self.layers.places:
+            found = self.stands_for(value)[0]
+        else:
+            found = self.stands_for(value.op)[0].results[value.index]
+        assert isinstance(found, Value)
+        return found
+
     def stays(self, item: Item) -> bool:
         """Whether something of the whole graph is in the short one."""
         place = self.place(item)
@@ -160,10 +169,10 @@ class Folded:
         if op.owns is not None:
             made.owns = Owns(op.owns.factor, self._value(op.owns.ends, made), op.owns.reads, op.owns.begins)
         made.results = tuple(
-            r and Value(
+            r and (Value(
                 r.name, r.shape, r.dtype, made, r.index, r.constant, r.manual,
-                is_output=r.is_output, again=r.again, times=made.times,
-            )
+                is_output=r.is_output, again=r.again, times=self._times(r),
+            ) if self.stays(r) else None)
             for r in op.results
         )  # fmt: skip
         for mine, theirs in zip(made.results, op.results, strict=True):

@@ -24,7 +24,7 @@ _LEAST = 6  # layers that a run repeats
 _PERIODS = 256  # lengths of a layer that are tried
 _WIDEST = 4  # repeats of one run that may be a layer of another
 
-Item = Op | Value | int  # an op, an input, or a result by its position
+Item = Op | Value | int  # an op; an input, or what an op hands out to layers; or a result by its position
 
 
 class Place(NamedTuple):
@@ -54,8 +54,8 @@ class Layers:
         return {place: item for item, place in self.places.items()}
 
     def place(self, value: Value) -> Place | None:
-        """That of a value: of the op that makes it, or of an input."""
-        return self.places.get(value if value.op is None else value.op)
+        """That of a value: its own, or that of the op that makes it."""
+        return self.places.get(value) or (self.places.get(value.op) if value.op is not None else None)
 
     def value(self, value: Value, layer: int) -> Value:
         """What stands in another layer where `value` does in its own."""
@@ -146,7 +146,7 @@ class _Search:
             self._place(r, run)
         self.ways: dict[int, tuple[int, int]] = {0: (1, 0)}  # of a run: its repeats are layers `sign * repeat + offset`
         self.given = {*graph.inputs}
-        self.inputs: dict[Value, Place] = {}  # those that are of a layer
+        self.inputs: dict[Value, Place] = {}  # and what ops of no layer hand out, those that are of a layer
 
     def _place(self, r: int, run: _Run) -> None:
         for i in range(run.period * run.times):
@@ -229,9 +229,9 @@ class _Search:
         self._place(r, wide)
 
     def _layer(self, value: Value) -> int | None:
-        if value.op is None:
-            return self.inputs[value].layer if value in self.inputs else None
-        return self._op(value.op).layer if self._is_inside(value.op) else None
+        if value in self.inputs:
+            return self.inputs[value].layer
+        return self._op(value.op).layer if value.op is not None and self._is_inside(value.op) else None
 
     def _take_inputs(self, r: int) -> None:
         """Inputs of which every repeat of a run reads its own are of its layer."""
@@ -239,9 +239,13 @@ class _Search:
             repeats = list(self._repeats(r, q))
             for i in range(len(repeats[0][1].operands)):
                 read = [op.operands[i] for _, op in repeats]
-                if len({*read}) == len(read) and self.given.issuperset(read):
+                if len({*read}) == len(read) and all(map(self._is_given, read)):
                     for (_, op), value in zip(repeats, read, strict=True):
                         self.inputs.setdefault(value, Place((r, q, i), self._op(op).layer))
+
+    def _is_given(self, value: Value) -> bool:
+        """Whether a value may be of one layer though no op of it makes it: an input, or one of several results."""
+        return value in self.given or (value.op is not None and value.op not in self.at and len(value.op.results) > 1)
 
     # Layers that are alike ------------------------------------------------------------------------------------------
 
@@ -289,7 +293,7 @@ class _Search:
         return seen, likes, said, tuple([tuple(self._outside(r)) for r in made])
 
     def _seen(self, value: Value, layer: int) -> Hashable:
-        place = self.inputs.get(value) if value.op is None else None
+        place = self.inputs.get(value)
         if value.op is not None and self._is_inside(value.op):
             place = self._op(value.op)
         if place is None:
@@ -301,7 +305,7 @@ class _Search:
         like = value.like and self._seen(value.like, self.inputs[value].layer)
         said = _said(self.fixed.get(value))
         form = value.shape, value.dtype, value.constant, value.again, value.is_output
-        return form, like, said, len(value.readers), tuple(self._outside(value))
+        return form, like, said, value.op, value.rows, len(value.readers), tuple(self._outside(value))
 
     def _outside(self, value: Value) -> Iterator[Op]:
         """The ops of no layer that read a value."""

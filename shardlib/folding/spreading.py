@@ -49,11 +49,8 @@ def spread(
     units, decider = short.units, short.decider
 
     def stands_for(member: Member) -> Member:
-        if isinstance(member, Value) and member.op is not None:
-            found: Value = folded.stands_for(member.op)[0].results[member.index]
-            return found
-        standing: Member = folded.stands_for(member)[0]
-        return standing
+        found: Member = folded.standing(member) if isinstance(member, Value) else folded.stands_for(member)[0]
+        return found
 
     def start(unit: Unit) -> Order:
         mine = units.unit[stands_for(unit.ops[0] if unit.ops else unit.values[0])]
@@ -82,10 +79,7 @@ def _leaves(folded: Folded, graph: Graph, near: Flood, whole: Flood) -> dict[Lea
             found.update(zip(leaves, near.labels[mine].get(name, ()), strict=False))
     for value in graph.values():
         if value in whole.value:
-            maker = value if value.op is None else value.op
-            mine = folded.stands_for(maker)[0]
-            mine = mine if value.op is None else mine.results[value.index]
-            found.update(zip(whole.leaves(value), near.leaves(mine), strict=False))
+            found.update(zip(whole.leaves(value), near.leaves(folded.standing(value)), strict=False))
     return found
 
 

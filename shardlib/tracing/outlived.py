@@ -9,9 +9,10 @@ from __future__ import annotations
 import gc
 import types
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from shardlib.aten.traits import has
 from shardlib.calls.numbers import is_given
 from shardlib.errors import ShardingError
 from shardlib.internals import FakeTensor, parametrized
@@ -20,12 +21,14 @@ from shardlib.tensors.tensor import typeof
 Refs = Sequence[weakref.ref[Any]]
 
 
-def outlived(tracked: Iterable[Any], inputs: Collection[int]) -> tuple[weakref.ref[Any], ...]:
+def outlived(tracked: Mapping[Any, Any], inputs: Collection[int]) -> tuple[weakref.ref[Any], ...]:
     """The values of a trace, among the tensors that its tracer knows, that are there when it is over.
 
-    `inputs` are the ids of what stands for tensors that were found: its nodes have these.
+    `inputs` are the ids of what stands for tensors that were found: its nodes have these. The call's key, which the
+    history of pieces that draw holds, is shown to nobody.
     """
-    return tuple(weakref.ref(x) for x in list(tracked) if isinstance(x, FakeTensor) and id(x) not in inputs)
+    made = ((x, slot.proxy.node) for x, slot in list(tracked.items()) if isinstance(x, FakeTensor))
+    return tuple(weakref.ref(x) for x, node in made if id(x) not in inputs and not has(node.target, "draws the key"))
 
 
 def keeps_numbers(refs: Refs) -> bool:
