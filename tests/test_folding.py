@@ -213,7 +213,7 @@ ODD = [(Tapped, 20, [2, 5]), (Mixed, 20, [3, 3]), (Pairs, 20, [3]), (Two, 10, [3
     ("model", "layers", "left_out"),
     [
         (Deep, 10, [3]),
-        (Collected, 10, []),
+        (Collected, 10, [2]),
         (Reached, 12, []),
         (Shared, 10, [2]),
         *(pytest.param(*x, marks=pytest.mark.long) for x in ODD),
@@ -267,6 +267,36 @@ def test_values_and_gradients() -> None:
         for a, b in zip(mine, theirs, strict=True):
             torch.testing.assert_close(a.full_tensor(), b.full_tensor())
     assert mesh.size == 4
+
+
+def test_scans() -> None:
+    """Weights of all layers in one tensor each, which are handed out, and whose gradients are collected."""
+
+    def loss(weights: tuple[Tensor, ...], x: Tensor) -> Tensor:
+        def layer(x: Tensor, mine: tuple[Tensor, ...]) -> tuple[Tensor, None]:
+            return x + torch.tanh(sl.shard(x @ mine[0], "_ f@tensor")) @ mine[1], None
+
+        return sl.scan(layer, x, weights)[0].square().mean()
+
+    def step(weights: tuple[Tensor, ...], x: Tensor) -> Any:
+        grads, value = torch.func.grad_and_value(loss)(weights, x)
+        return value, tuple(w - g for w, g in zip(weights, grads, strict=True))
+
+    torch.manual_seed(1)
+    weights, x = (0.3 * torch.randn(10, 8, 16), 0.3 * torch.randn(10, 16, 8)), torch.randn(4, 8)
+    how = (("_ _ f@tensor", "_ f@tensor _"), "batch@data _")
+
+    def plan() -> sl.Plan:
+        with sl.Mesh(data=2, tensor=2):
+            return sl.jit(step, in_specs=how).plan(weights, x)
+
+    assert compare(plan) == [3]
+    with folding(0), sl.Mesh(data=2, tensor=2):
+        value, got = sl.jit(step, in_specs=how)(weights, x)
+    with sl.Mesh(data=1, tensor=1):
+        want, whole = sl.jit(step)(weights, x)
+    for a, b in zip((value, *got), (want, *whole), strict=True):
+        torch.testing.assert_close(a.full_tensor(), b.full_tensor())
 
 
 def test_constants_of_layers() -> None:

@@ -81,7 +81,7 @@ class Folded:
         theirs = self.original[item]
         place = self.place(theirs)
         assert place is not None
-        return place.part, theirs.index if isinstance(theirs, Value) else 0
+        return place.part, theirs.index if isinstance(theirs, Value) and theirs not in self.layers.places else 0
 
     def in_layer(self, item: Item, layer: int) -> Item:
         """What stands in another layer of the whole where something of the short graph does in its own."""
@@ -119,6 +119,11 @@ class Folded:
         if isinstance(item, Value):
             return self.short[self.layers.value(item, self.near)], place.layer
         return self.short[self.layers.items[place._replace(layer=self.near)]], place.layer
+
+    def is_handed_out(self, value: Value | None) -> bool:
+        """Whether an op of no layer makes a value of the short graph for one of them."""
+        theirs = None if value is None else self.original.get(value)
+        return isinstance(theirs, Value) and theirs.op is not None and theirs in self.layers.places
 
     def standing(self, value: Value) -> Value:
         """What is a value of the whole in the short graph, or stands for it."""

@@ -299,7 +299,7 @@ class _Search:
         if place is None:
             return value
         away = place.layer - layer
-        return (place.part, away, value.index) if -1 <= away <= 1 else value
+        return (place.part, away, 0 if value in self.inputs else value.index) if -1 <= away <= 1 else value
 
     def _look(self, value: Value) -> Hashable:
         like = value.like and self._seen(value.like, self.inputs[value].layer)
@@ -322,8 +322,9 @@ class _Search:
         for i, value in enumerate(self.graph.outputs):
             place = found.place(value) if isinstance(value, Value) else None
             if place is not None:
-                part = ("result", place.part, value.index, times[place, value.index])
-                times[place, value.index] += 1
+                index = 0 if value in self.inputs else value.index
+                part = ("result", place.part, index, times[place, index])
+                times[place, index] += 1
                 places[i] = Place(part, place.layer)
                 said[part][place.layer] = _said(self.outputs.get(i))
         alike = all(len(of) == len(found) and len({*of.values()}) == 1 for of in said.values())

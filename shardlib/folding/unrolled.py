@@ -87,7 +87,8 @@ class _Unroller:
         for block in self.blocks:
             for of, step in block.steps:
                 for var in _made(step):
-                    note(var, block.layer, of)
+                    own = var.value if block.layer is None and self.folded.is_handed_out(var.value) else None
+                    note(var, block.layer if own is None else self.folded.layer(own), of if own is None else own)
 
     def _layer(self, var: Var) -> Layer:
         return self.spot[var][0] if var in self.spot else None
@@ -97,7 +98,8 @@ class _Unroller:
     def is_steady(self) -> bool:
         """Whether the near layer came to the same as the far one, each time next to it."""
         inner = sum(block.layer in (self.near, self.far) for block in self.blocks)
-        given = [v for v in self.program.inputs if self._layer(v) == self.near]
+        handed = [v for b in self.blocks if b.layer is None for mine in b.steps for v in _made(mine.step)]
+        given = [v for v in (*self.program.inputs, *handed) if self._layer(v) == self.near]
         return (
             2 * len(self.pairs) == inner
             and all(self._are_alike(v, self._next(v)) for v in given)
@@ -162,12 +164,16 @@ class _Unroller:
     def _sees_all(self, layer: Layer, mine: _For) -> bool:
         """Whether a step of an outer layer reads of no inner one but that beside it; and one of no layer of none, or of
         all of them what its op reads, in order."""
-        read = _reads(mine.step)
+        read, of = _reads(mine.step), mine.of
+        if layer is None and any(self._layer(v) is not None for v in _made(mine.step)):
+            if not (isinstance(of, Op) and isinstance(mine.step, Compute)):
+                return False
+            if [v and v.value for v in mine.step.outs] != [*of.results]:  # it hands out all that it makes
+                return False
         inner = {self._layer(x) for x in read} & {self.near, self.far}
         if layer is not None or not inner:
             first, _, _, last = self.folded.kept
             return not (self.far in inner and layer == first) and not (self.near in inner and layer == last)
-        of = mine.of
         return isinstance(of, Op) and isinstance(mine.step, Compute) and [x.value for x in read] == [*of.operands]
 
     # The whole program ----------------------------------------------------------------------------------------------
@@ -222,7 +228,7 @@ class _Unroller:
             args, kwargs = rebuild((step.args, step.kwargs), lambda x: read(x) if isinstance(x, Var) else x)
             if (at := COUNTER.get(step.target)) is not None:
                 args = _at(args, at, self.folded.seen(self.draws[args[at]], of, layer).node.args[at])
-            outs, inside = tuple(v and self._var(v, layer) for v in step.outs), step.inside
+            outs, inside = self._outs(mine, step, of, layer), step.inside
             if inside and layer is not None and not isinstance(mine.of, int):
                 op = self.folded.seen(mine.of, of, layer)
                 inside = op.node.meta.get("modules", ()) if isinstance(op, Op) else inside
@@ -232,6 +238,21 @@ class _Unroller:
             return Start(tuple(self._move(c, read(c.source), of, layer) for c in step.moves))
         assert isinstance(step, Wait), "nothing else is lowered"
         return Wait(tuple(self._var(v, layer) for v in step.outs))
+
+    def _outs(self, mine: _For, step: Compute, of: Layer, layer: Layer) -> tuple[Var | None, ...]:
+        """The results of a call; one of no layer may hand out some to each."""
+        op = self.folded.original[mine.of]
+        if of is not None or not any(self._layer(v) is not None for v in step.made):
+            return tuple(v and self._var(v, layer) for v in step.outs)
+        assert isinstance(op, Op)
+        outs: list[Var | None] = []
+        for value, out in zip(op.results, step.outs, strict=True):
+            if value is None or self.folded.stays(value):
+                outs.append(out and self._var(out, None))
+            else:
+                like, there = self.folded.stands_for(value)
+                outs.append(self._var(next(v for v in step.made if v.value is like), there))
+        return tuple(outs)
 
     def _collected(self, mine: _For) -> list[Value]:
         """What a step of no layer reads of all, in the whole."""
