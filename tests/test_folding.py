@@ -213,7 +213,7 @@ ODD = [(Tapped, 20, [2, 5]), (Mixed, 20, [3, 3]), (Pairs, 20, [3]), (Two, 10, [3
     ("model", "layers", "left_out"),
     [
         (Deep, 10, [3]),
-        (Collected, 10, [2]),
+        (Collected, 10, []),
         (Reached, 12, []),
         (Shared, 10, [2]),
         *(pytest.param(*x, marks=pytest.mark.long) for x in ODD),
