@@ -311,3 +311,79 @@ def test_constants_of_layers() -> None:
     with folding(0), sl.Mesh(data=2):
         value = sl.jit(step, in_specs=(None, "batch@data _"))(weights, x)
     torch.testing.assert_close(value.full_tensor(), step(weights, x))
+
+
+def _hidden(weights: list[Tensor], x: Tensor) -> list[Tensor]:
+    found = []
+    for w in weights:
+        x = torch.tanh(x @ w)
+        found.append(x)
+    return found
+
+
+COLLECTED: dict[str, Callable[[list[Tensor]], Any]] = {
+    "in order": lambda found: torch.stack(found).softmax(-1),
+    "reversed": lambda found: torch.stack(found[::-1]).softmax(-1),
+    "twice": lambda found: torch.stack([x for x in found for _ in range(2)]).softmax(-1),
+    "both ways": lambda found: torch.cat([x for two in zip(found, found[::-1], strict=True) for x in two], -1),
+    "returned": lambda found: found,
+    "returned reversed": lambda found: {i: x for i, x in enumerate(found[::-1])},
+}
+
+
+@pytest.mark.parametrize("name", COLLECTED)
+def test_what_is_collected_in_a_form_that_the_next_layer_made(name: str) -> None:
+    """A value of one layer is gathered for the next: there its variable stands."""
+
+    def step(weights: list[Tensor], x: Tensor) -> Any:
+        return COLLECTED[name](_hidden(weights, x))
+
+    torch.manual_seed(2)
+    weights, x = [0.4 * torch.randn(8, 8) for _ in range(10)], torch.randn(16, 8)
+    how: dict[str, Any] = {"in_specs": ("_ f@tensor", "b@data _")}
+    if name.startswith("returned"):
+        how["out_specs"] = "b@data _"
+    with folding(0) as seen, sl.Mesh(data=2, tensor=2):
+        got = sl.jit(step, **how)(weights, x)
+    assert seen
+    leaves = torch.utils._pytree.tree_leaves
+    for a, b in zip(leaves(got), leaves(step(weights, x)), strict=True):
+        torch.testing.assert_close(a.full_tensor(), b)
+
+
+def test_two_foldings_in_uneven_pieces() -> None:
+    """What stands apart in the inner one is known to the outer one."""
+
+    def step(weights: list[Tensor], x: Tensor) -> Tensor:
+        for i, w in enumerate(weights):
+            x = (torch.relu if i != 9 else torch.tanh)(x @ w)
+        return x
+
+    torch.manual_seed(4)
+    weights, x = [0.4 * torch.randn(8, 8) for _ in range(22)], torch.randn(16, 8)
+    with folding(0) as seen, sl.Mesh(data=2, tensor=2):
+        jitted = sl.jit(step, in_specs=("e@tensor=[3 5] f@data=[7 1]", "b@data _"))
+        got, plan = jitted(weights, x), jitted.plan(weights, x)
+    assert len(seen) >= 2
+    torch.testing.assert_close(got.full_tensor(), step(weights, x))
+    assert "weights_3" in plan.explain("weights_3").partition(" is ")[0]
+
+
+def test_names_in_reasons() -> None:
+    """Inputs that are called like words of reasons; and who asks for a cut is named in every layer."""
+    names = ["a", "b", "over", "sum", "all", "returned", "e", "needs", "of", "read"]
+
+    def step(x: Tensor, **weights: Tensor) -> Tensor:
+        for name in names:
+            x = torch.tanh(x @ weights[name])
+        return x
+
+    weights = {name: torch.zeros(8, 8) for name in names}
+    told = []
+    for least in (0, float("inf")):
+        with folding(least), sl.Mesh(data=2, tensor=2):
+            plan = sl.jit(step, in_specs=("b@data _", "e@tensor _")).plan(torch.zeros(16, 8), **weights)
+        told.append(
+            ([c.reason for c in plan.compiled.program.collectives], [plan.explain(f"mm_{i}") for i in range(1, 10)])
+        )
+    assert told[0] == told[1]

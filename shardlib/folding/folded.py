@@ -104,9 +104,10 @@ class Folded:
         to = self.where(of, theirs, layer)
         return self.original[x] if to == theirs or to is None else self.in_layer(x, to)
 
-    def twin(self, like: Value, of: Item) -> Value:
-        """A value of the whole that is another in other factors, as `like` is one of the short graph."""
-        found = Value(like.name, like.shape, like.dtype, None)
+    def twin(self, of: Item) -> Value:
+        """A value of the whole in other factors: what stands apart for an input, a constraint, a door or a result."""
+        value = self.whole.outputs[of] if isinstance(of, int) else of.operands[0] if isinstance(of, Op) else of
+        found = Value(value.name, value.shape, value.dtype, None)
         self.twins[found] = of
         return found
 

@@ -42,10 +42,15 @@ def spread(
     whole = flood(graph, fixed, outputs, doors, loose, met)
     whole.sends = partial(sends, whole)
     leaves = _leaves(folded, graph, near, whole)
-    whole.wants = {leaf: near.wants[mine] for leaf, mine in leaves.items() if mine in near.wants}
+    asked = whole.wants
+    whole.wants = {
+        leaf: [next((own for own in asked.get(leaf, ()) if own.axis == want.axis), want) for want in near.wants[mine]]
+        for leaf, mine in leaves.items()
+        if mine in near.wants
+    }
     for twin, key in folded.twins.items():
         seen = whole.apart[key]
-        whole.value[twin], whole.twins[twin] = whole.value[seen], whole.twins[seen]
+        whole.value[twin], whole.twins[twin], whole.copies[twin] = whole.value[seen], whole.twins[seen], key
     units, decider = short.units, short.decider
 
     def stands_for(member: Member) -> Member:

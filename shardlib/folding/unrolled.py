@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -22,8 +22,9 @@ from shardlib.program.steps import Asked, Collective, Compute, Inside, Program, 
 from shardlib.propagate import Propagated
 from shardlib.random.draw import COUNTER
 
-_NAME = re.compile(r"[A-Za-z_][\w.]*")
-_BASE = re.compile(r"^\w+(\.\d+)?")
+# Where reasons and notes name an op or a value: `x is [4@t], mm needs [4]`, `mm needs of x ...`, `part of mm`.
+_NAMED = re.compile(r"(?:^part of |^|, (?=[\w.]+ needs )|(?<= needs of ))([A-Za-z_][\w.]*)")
+_NUMBER = re.compile(r"_\d+$")
 
 
 class _For(NamedTuple):
@@ -59,7 +60,7 @@ def unroll(
 class _Unroller:
     def __init__(self, folded: Folded, propagated: Propagated, program: Program, parts: Sequence[Part]) -> None:
         self.folded, self.program, self.near, self.far = folded, program, folded.near, folded.far
-        self.apart = {twin: key for key, twin in propagated.flood.apart.items()}
+        self.apart = {twin: key for key, twin in propagated.flood.apart.items()} | propagated.flood.copies
         self.blocks = list(_blocks(folded, program, parts))
         self.pairs = dict(_pairs(self.blocks, self.near, self.far))
         self.inputs = dict(zip(folded.graph.inputs, program.inputs, strict=True))
@@ -70,7 +71,9 @@ class _Unroller:
         self.items = {x.name: x for x in folded.original if not isinstance(x, int)}
         self.draws = {op.node.args[at]: op for op in folded.graph.ops if (at := COUNTER.get(op.target)) is not None}
         self.made: dict[tuple[Var, Layer], Var] = {}
-        self.names: Counter[str] = Counter()
+        self.names: dict[str, int] = {}
+        made = (v for block in self.blocks for mine in block.steps for v in _made(mine.step))
+        self.called = {v.name: v for v in (*program.given, *made)}
 
     def _find_spots(self) -> None:
         numbers: Counter[tuple[int, Any]] = Counter()
@@ -123,7 +126,7 @@ class _Unroller:
             return False
         stays = [x is y and self._layer(x) not in (self.near, self.far) for x, y in zip(mine, theirs, strict=True)]
         self.stays[a.step] = tuple(stays)
-        if _NAME.sub(lambda m: self._next_name(m[0]), _note(a.step)) != _note(b.step):
+        if _renamed(_note(a.step), self._next_name) != _note(b.step):
             return False
         moves = all(stay or self._moves(x, y) for x, y, stay in zip(mine, theirs, stays, strict=True))
         return moves and all(map(self._are_alike, _made(a.step), _made(b.step)))
@@ -174,7 +177,12 @@ class _Unroller:
         if layer is not None or not inner:
             first, _, _, last = self.folded.kept
             return not (self.far in inner and layer == first) and not (self.near in inner and layer == last)
-        return isinstance(of, Op) and isinstance(mine.step, Compute) and [x.value for x in read] == [*of.operands]
+        if not (isinstance(of, Op) and isinstance(mine.step, Compute)) or [x.value for x in read] != [*of.operands]:
+            return False
+        found = dict(zip(of.operands, read, strict=True))
+        near = [value for value in found if self.folded.layer(value) == self.near]
+        there = (self.folded.short[self.folded.in_layer(value, self.far)] for value in near)
+        return all(found.get(y) is self._next(found[x]) for x, y in zip(near, there, strict=True))
 
     # The whole program ----------------------------------------------------------------------------------------------
 
@@ -206,9 +214,9 @@ class _Unroller:
         return self._var(self.inputs[mine], layer)
 
     def _output(self, i: int) -> Any:
-        mine, layer = self.folded.stands_for(i)
+        mine, _ = self.folded.stands_for(i)
         x = self.program.outputs[mine]
-        return self._var(x, layer) if isinstance(x, Var) else x
+        return self._beside(x, mine, i) if isinstance(x, Var) else x
 
     def _step(self, mine: _For, of: Layer, layer: Layer) -> Step:
         """A step for layer `of` of the short graph, in the whole: as it is there (None), or for a layer left out."""
@@ -218,11 +226,8 @@ class _Unroller:
         def read(x: Var) -> Var:
             where = self._layer(x)
             if collected:
-                item = collected.pop(0)
-                there = self.folded.place(item)
-                return self._var(x, None) if there is None or self.folded.stays(item) else self._var_in(x, there.layer)
-            to = where if layer is not None and next(stays) else self.folded.where(of, where, layer)
-            return self._var(x, None) if to == where else self._var_in(x, to)
+                return self._beside(x, *collected.pop(0))
+            return self._in(x, where if layer is not None and next(stays) else self.folded.where(of, where, layer))
 
         if isinstance(step, Compute):
             args, kwargs = rebuild((step.args, step.kwargs), lambda x: read(x) if isinstance(x, Var) else x)
@@ -232,7 +237,7 @@ class _Unroller:
             if inside and layer is not None and not isinstance(mine.of, int):
                 op = self.folded.seen(mine.of, of, layer)
                 inside = op.node.meta.get("modules", ()) if isinstance(op, Op) else inside
-            note = _NAME.sub(lambda m: self._name(m[0], of, layer), step.note) if step.note else ""
+            note = _renamed(step.note, lambda name: self._name(name, of, layer))
             return replace(step, args=args, kwargs=kwargs, outs=outs, inside=inside, note=note)
         if isinstance(step, Start):
             return Start(tuple(self._move(c, read(c.source), of, layer) for c in step.moves))
@@ -254,14 +259,16 @@ class _Unroller:
                 outs.append(self._var(next(v for v in step.made if v.value is like), there))
         return tuple(outs)
 
-    def _collected(self, mine: _For) -> list[Value]:
-        """What a step of no layer reads of all, in the whole."""
+    def _collected(self, mine: _For) -> list[tuple[Value, Value]]:
+        """What a step of no layer reads of all, in the short graph and in the whole."""
         inner = any(self._layer(x) in (self.near, self.far) for x in _reads(mine.step))
         op = self.folded.original[mine.of] if inner else None
-        return [*op.operands] if isinstance(op, Op) else []
+        if not (isinstance(op, Op) and isinstance(mine.of, Op)):
+            return []
+        return [*zip(mine.of.operands, op.operands, strict=True)]
 
     def _move(self, c: Collective, source: Var, of: Layer, layer: Layer) -> Collective:
-        because, reason = c.because, _NAME.sub(lambda m: self._name(m[0], of, layer), c.reason)
+        because, reason = c.because, _renamed(c.reason, lambda name: self._name(name, of, layer))
         if isinstance(because, Inside):
             because = replace(because, op=self.folded.seen(because.op, of, layer))
         elif because is not None and because.by is not None:
@@ -273,38 +280,49 @@ class _Unroller:
     def _name(self, name: str, of: Layer, layer: Layer) -> str:
         return self.folded.seen(self.items[name], of, layer).name if name in self.items else name
 
-    def _var_in(self, x: Var, layer: Layer) -> Var:
+    def _beside(self, x: Var, mine: Value | int, theirs: Value | int) -> Var:
+        """What is to something of the whole as a variable is to what stands for that, both of layers, maybe two."""
+        where, of, place = self._layer(x), self.folded.layer(mine), self.folded.place(theirs)
+        if where is None or of is None or place is None:
+            return self._var(x, None)
+        return self._in(x, place.layer + self.folded.kept.index(where) - self.folded.kept.index(of))
+
+    def _in(self, x: Var, layer: Layer) -> Var:
         """What stands in a layer of the whole where `x` does in its own."""
-        assert layer is not None
-        mine = self.at[layer if layer in (self.near, self.far) else self.near, self.spot[x][1]]
-        return self._var(mine, None if layer in (self.near, self.far) else layer)
+        if layer is None or layer == self._layer(x):
+            return self._var(x, None)
+        if layer in self.folded.kept:
+            return self._var(self.at[layer, self.spot[x][1]], None)
+        return self._var(self.at[self.near, self.spot[x][1]], layer)
 
     def _var(self, x: Var, layer: Layer) -> Var:
         """A variable in the whole: as it is (None), or one of the near layer in a layer that is left out."""
         if (known := self.made.get((x, layer))) is not None:
             return known
         of, value = self._layer(x), x.value
-        name = self._free(_BASE.sub(lambda m: self._base(m[0], of, layer), x.name))
-        if value in self.apart:
-            value = self.folded.twin(value, self.folded.seen(self.apart[value], of, layer))
-        elif value is not None:
-            value = self.folded.seen(value, of, layer)
-        made = self.made[x, layer] = replace(x, name=name, value=value)
+        if value is None:
+            name = self._named(_NUMBER.sub("", x.name), of, layer)
+        else:
+            of_twin = value in self.apart
+            theirs = self.folded.seen(self.apart[value] if of_twin else value, of, layer)
+            value = self.folded.twin(theirs) if of_twin else theirs
+            name = value.name
+        made = self.made[x, layer] = replace(x, name=self._free(name), value=value)
         return made
 
-    def _base(self, name: str, of: Layer, layer: Layer) -> str:
-        """The name of a variable, which is called after a value, with a number if it is not the first."""
-        base, _, number = name.rpartition("_") if name not in self.items else (name, "", "")
-        return self._name(base, of, layer) + f"_{number}" * bool(number) if base in self.items else name
+    def _named(self, name: str, of: Layer, layer: Layer) -> str:
+        """The name of a variable that is called after another one, an op or a value: `x.sent`."""
+        head, dot, rest = name.partition(".")
+        if (x := self.called.get(head)) is not None:
+            return self._in(x, self.folded.where(of, self._layer(x), layer)).name + dot + rest
+        while head not in self.items and (shorter := _NUMBER.sub("", head)) != head:
+            head = shorter
+        return self._name(head, of, layer) + dot + rest
 
-    def _free(self, name: str) -> str:
-        """A name that no variable has."""
-        free, n = name, 0
-        while self.names[free]:
-            n += 1
-            free = f"{name}_{n}"
-        self.names[free] += 1
-        return free
+    def _free(self, base: str) -> str:
+        """A name that no variable has, as `Builder` gives them."""
+        n = self.names[base] = self.names.get(base, -1) + 1
+        return base if n == 0 else self._free(f"{base}_{n}")
 
 
 def _blocks(folded: Folded, program: Program, parts: Sequence[Part]) -> Iterator[_Block]:
@@ -341,6 +359,10 @@ def _made(step: Step) -> tuple[Var, ...]:
 
 def _at(args: tuple[Any, ...], at: int, new: Any) -> tuple[Any, ...]:
     return (*args[:at], new, *args[at + 1 :])
+
+
+def _renamed(text: str, name: Callable[[str], str]) -> str:
+    return _NAMED.sub(lambda m: m[0][: m.start(1) - m.start()] + name(m[1]), text) if text else ""
 
 
 def _note(step: Step) -> str:

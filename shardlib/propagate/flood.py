@@ -45,6 +45,7 @@ class Flood:
     tight: Mapping[int | Op | Value, frozenset[int]] = field(default_factory=dict)  # dims whose cuts stand in the way
     loose: Mapping[int | Op | Value, frozenset[int]] = field(default_factory=dict)  # those that were let stand apart
     met: Mapping[Value, tuple[tuple[Value, int] | None, ...]] = field(default_factory=dict)  # values as inputs met them
+    copies: dict[Value, int | Op | Value] = field(default_factory=dict)  # further values for what stands apart
     twins: dict[Value, Value] = field(default_factory=dict)  # what stands apart: the value that it is
     same: dict[Leaf, Leaf] = field(default_factory=dict)  # leaves that differ from another's in their pieces only
     moves: dict[Op, set[int]] = field(default_factory=dict)  # dims that a `shard` cuts into other pieces
