@@ -314,7 +314,9 @@ class _Unroller:
         """The name of a variable that is called after another one, an op or a value: `x.sent`."""
         head, dot, rest = name.partition(".")
         if (x := self.called.get(head)) is not None:
-            return self._in(x, self.folded.where(of, self._layer(x), layer)).name + dot + rest
+            where = self._layer(x)
+            is_one = where is None or (self.near, self.spot[x][1]) not in self.at  # for all layers
+            return self._in(x, where if is_one else self.folded.where(of, where, layer)).name + dot + rest
         while head not in self.items and (shorter := _NUMBER.sub("", head)) != head:
             head = shorter
         return self._name(head, of, layer) + dot + rest
