@@ -301,7 +301,7 @@ class _Unroller:
             return known
         of, value = self._layer(x), x.value
         if value is None:
-            name = self._named(_NUMBER.sub("", x.name), of, layer)
+            name = self._numbered(x.name, of, layer)
         else:
             of_twin = value in self.apart
             theirs = self.folded.seen(self.apart[value] if of_twin else value, of, layer)
@@ -309,6 +309,12 @@ class _Unroller:
             name = value.name
         made = self.made[x, layer] = replace(x, name=self._free(name), value=value)
         return made
+
+    def _numbered(self, name: str, of: Layer, layer: Layer) -> str:
+        """The name of what a local form made; its number, where that tells it from others of its layer or of none."""
+        base = _NUMBER.sub("", name)
+        found = self._named(base, of, layer)
+        return found + name[len(base) :] if of is None or found != base else found
 
     def _named(self, name: str, of: Layer, layer: Layer) -> str:
         """The name of a variable that is called after another one, an op or a value: `x.sent`."""
