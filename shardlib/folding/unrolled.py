@@ -311,21 +311,20 @@ class _Unroller:
         return made
 
     def _numbered(self, name: str, of: Layer, layer: Layer) -> str:
-        """The name of what a local form made; its number, where that tells it from others of its layer or of none."""
+        """The name of what a local form made, after a variable, an op or a value: `x.sent_1`. Its number stays where
+        others of that name are of the same layer, or of none."""
         base = _NUMBER.sub("", name)
-        found = self._named(base, of, layer)
-        return found + name[len(base) :] if of is None or found != base else found
-
-    def _named(self, name: str, of: Layer, layer: Layer) -> str:
-        """The name of a variable that is called after another one, an op or a value: `x.sent`."""
-        head, dot, rest = name.partition(".")
+        head, dot, rest = base.partition(".")
         if (x := self.called.get(head)) is not None:
             where = self._layer(x)
             is_one = where is None or (self.near, self.spot[x][1]) not in self.at  # for all layers
-            return self._in(x, where if is_one else self.folded.where(of, where, layer)).name + dot + rest
-        while head not in self.items and (shorter := _NUMBER.sub("", head)) != head:
-            head = shorter
-        return self._name(head, of, layer) + dot + rest
+            found = self._in(x, where if is_one else self.folded.where(of, where, layer)).name
+        else:
+            while head not in self.items and (shorter := _NUMBER.sub("", head)) != head:
+                head = shorter
+            where = self.folded.layer(self.items[head]) if head in self.items else None
+            found = self._name(head, of, layer)
+        return found + dot + rest + (name[len(base) :] if of is None or where is not None else "")
 
     def _free(self, base: str) -> str:
         """A name that no variable has, as `Builder` gives them."""
