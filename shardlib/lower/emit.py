@@ -91,9 +91,9 @@ def _forbidden(rule: Rule, assignment: Assignment) -> Iterator[str]:
 
 
 def _counted(steps: Sequence[Step], target: Any, flops: float, work: Sym | None, device: Device) -> list[Step]:
-    """The steps of an op's local form, with its arithmetic: on those that call the op itself, if there are such on more
-    than a little, or on those that work on most. What is made of statistics, on every device alike, is little beside
-    that."""
+    """The steps of an op's local form, with its arithmetic: on those that call the op itself on more than a little, or,
+    without any, on those that work on most. What is made of statistics, or of what each device found best, on every
+    device alike, is little beside that."""
 
     def size(step: Compute) -> int:
         found = (device.held(v) for v in (*reads(step), *step.made))
@@ -101,9 +101,7 @@ def _counted(steps: Sequence[Step], target: Any, flops: float, work: Sym | None,
 
     calls = [s for s in steps if isinstance(s, Compute)]
     largest = max(map(size, calls), default=0)
-    own = [s for s in calls if s.target is target]
-    if max(map(size, own), default=0) * _LITTLE < largest:
-        own = []
+    own = [s for s in calls if s.target is target and size(s) * _LITTLE >= largest]
     mine = own or [s for s in calls if size(s) == largest]
     return [
         replace(s, flops=flops / len(mine), work=work) if isinstance(s, Compute) and s in mine else s for s in steps
