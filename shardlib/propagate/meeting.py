@@ -41,7 +41,7 @@ def met(f: Flood, graph: Graph) -> Met:
         for value, names in _operands(op):
             if value.constant or value in found or value in cut:
                 continue
-            if (places := _places(names, known)) and _differs(f, value, places):
+            if (places := _places(names, known)) and _differs(f, value, places) and _may(f, value, places):
                 found[value] = places
     return found
 
@@ -54,6 +54,15 @@ def _places(names: Sequence[str], known: Mapping[str, Place | None]) -> tuple[Pl
 
 def _differs(f: Flood, value: Value, places: Sequence[Place | None]) -> bool:
     return any(p is not None and f.value[value][d] != f.value[p[0]][p[1]] for d, p in enumerate(places))
+
+
+def _may(f: Flood, value: Value, places: Sequence[Place | None]) -> bool:
+    """Whether nobody has said of a value that it is cut in other factors."""
+    if value not in f.fixed:
+        return True
+    dims, whole = f.fixed[value][1].layout.dims, [()]
+    theirs = [f.fixed[p[0]][1].layout.dims[p[1]] if p else dims[d] for d, p in enumerate(places)]
+    return all(a == b or [x.axes for x in a] == whole for a, b in zip(dims, theirs, strict=True))
 
 
 def _is_cut(f: Flood, value: Value) -> bool:

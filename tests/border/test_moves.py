@@ -229,6 +229,14 @@ def test_an_input_that_in_specs_place_elsewhere() -> None:
     assert _kinds(fn, X, in_specs=("b@data _",), data=4) == [("all_to_all", 'x = shard(x, "_ e@data")')]
 
 
+def test_beside_the_argument_that_it_was_placed_from() -> None:
+    """Whose factors it cannot have: a piece ends inside one."""
+    fn = lambda x: shard(x, "_@b=[3 5]") + x
+    with Mesh(b=2):
+        x = torch.arange(8.0)
+        assert torch.equal(sl.jit(fn, in_specs=("(_=4 _=2@b)",))(x).full_tensor(), x + x)
+
+
 def test_a_placed_argument_moves_too() -> None:
     with Mesh(data=4):
         step = sl.jit(lambda x: shard(x, "_ e@data") * 2)
