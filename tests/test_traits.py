@@ -93,7 +93,7 @@ def _measured(part: int, samples: int) -> Recorder:
 @pytest.mark.parametrize("part", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, PARTS))])
 def test_what_ops_share_is_in_the_table(part: int) -> None:
     recorder = _measured(part, samples=1)
-    assert len(recorder.ran) > 60
+    assert len(recorder.ran) > 40, "a part of them is some"
     assert not recorder.unmarked, recorder.unmarked
 
 
