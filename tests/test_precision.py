@@ -68,7 +68,7 @@ SAID = {
 STRATEGIES = ["ddp", "zero1", "zero2", "fsdp"]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", SAID)
 def test_what_is_summed_in_which_dtype(name: str, strategy: str) -> None:

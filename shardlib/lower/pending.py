@@ -86,9 +86,11 @@ class PendingSums:
         for x, axes in assignment.items():
             if axes and op.rule.reduce.get(x[0], "sum") not in ("sum", "none"):
                 return None
+        if has(op.target, "casts terms"):
+            return 0.0  # what it costs to add these up is no reason to add up others
         most = sum(min(x.nbytes, viewed(x).nbytes) for x in (op.operands[i] for i in linear))
         made = sum(r.nbytes for r in op.results if r is not None)
-        if made > most and not has(op.target, "casts terms") and not self._cast_terms(op):
+        if made > most and not self._cast_terms(op):
             return None
         decided = self.p.assignment(op)
         prices: list[float] = []
