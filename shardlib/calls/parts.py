@@ -123,3 +123,8 @@ def rebind(places: Sequence[Rebound], leaves: Sequence[Any], out: Sequence[Any])
         by = place.key[1] if isinstance(place.key, tuple) else None
         key = (place.key[0], leaves[by.at]) if isinstance(by, Leaf) else place.key
         put(place.owner(), key, value, place.among)
+
+
+def itself(x: Any) -> Any:
+    """What refers to an object, with it: `partial(itself, x)` is as a weak reference, and keeps it."""
+    return x

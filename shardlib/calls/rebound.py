@@ -39,7 +39,7 @@ from shardlib.calls.joined import Joined
 from shardlib.calls.kinds import CONTAINERS, PLAIN
 from shardlib.calls.leaks import Leak, forgotten
 from shardlib.calls.numbers import Numbers, is_given
-from shardlib.calls.parts import Leaf, Part, Rebound, Rest
+from shardlib.calls.parts import Leaf, Part, Rebound, Rest, itself
 from shardlib.calls.snapshot import EMPTY, Snapshot
 from shardlib.calls.state import LENGTH, LONG, State
 from shardlib.errors import ShardingError
@@ -270,7 +270,7 @@ class Watch:
             if isinstance(owner, CONTAINERS + (Tensor,)) and not _is_global(owner):
                 self.holders[id(owner)] = owner
             self.numbers.update(changed_numbers(place, old, value))
-            refer = weakref.ref(owner) if owner is before.own else functools.partial(_self, owner)
+            refer = weakref.ref(owner) if owner is before.own else functools.partial(itself, owner)
             same = places.setdefault(id(value), len(found)) if place[1] is not ALL else len(found)
             same = same if same < len(found) else -1
             found.append(Rebound(refer, key, among(owner, place[1]), tree, tuple(filter(None, parts)), same))
@@ -322,19 +322,17 @@ class Watch:
                     kind = dict if isinstance(owner, dict) else list
                     yield (number, ALL), owner, kind(owner), kind(items)
         places = [place for place, old in before.values.items() if after.values.get(place, GONE) is not old]
-        places += [place for place in after.values if place not in before.values]
-        for place in places:
+        for place in (*places, *(place for place in after.values if place not in before.values)):
             number, key = place
             if number in whole or key is LENGTH or isinstance(key, Item):
                 continue
-            if not all(number in world.owners for world in (before, after)):
+            if number not in before.owners or number not in after.owners:
                 continue
             owner, old, value = before.owners[number], before.values.get(place, GONE), after.values.get(place, GONE)
             if is_same(value, old) or isinstance(owner, FIXED):
                 continue
-            if place in self._tuples and value is self._tuples[place]:
-                continue
-            if id(value) in self._cut and self._cut[id(value)] is old:
+            stands = id(value) in self._cut and self._cut[id(value)] is old
+            if stands or (place in self._tuples and value is self._tuples[place]):
                 continue
             if is_given(value) and value.scalar.op is None and value.scalar.leaf == self._leaf.get(place):
                 continue
@@ -345,10 +343,6 @@ class Watch:
 
 def _is_global(owner: Any) -> bool:
     return isinstance(owner, dict) and "__builtins__" in owner
-
-
-def _self(x: Any) -> Any:
-    return x
 
 
 _LEAF = pytree.tree_structure(0)

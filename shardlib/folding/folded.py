@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from shardlib.folding.layers import Item, Layers, Place, layers
 from shardlib.graph import Graph, Op, Owns, Rows, Value
 from shardlib.specs.fixed import Fixed
 
 WORTH = 400  # ops that are left out, or it is not worth it
-K = TypeVar("K")
 Layer = int | None  # None: of no layer, or as it is in the short graph
 
 
@@ -140,9 +139,9 @@ class Folded:
         place = self.place(item)
         return place is None or place.layer not in self.left_out
 
-    def of(self, said: Mapping[K, Fixed]) -> dict[K, Fixed]:
+    def of(self, said: Mapping[Any, Fixed]) -> dict[Any, Fixed]:
         """What is fixed of the whole, of what is left of it."""
-        return {mine: said[theirs] for mine, theirs in self.original.items() if theirs in said}  # type: ignore
+        return {mine: said[theirs] for mine, theirs in self.original.items() if theirs in said}
 
     def _times(self, item: Item) -> int:
         place, many = self.place(item), 1 if isinstance(item, int) else item.times

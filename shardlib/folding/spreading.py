@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from shardlib.folding.folded import Folded, Layer
 from shardlib.graph import Graph, Op, Value
@@ -19,7 +19,6 @@ from shardlib.propagate.units import Unit, build_units
 from shardlib.specs.fixed import Fixed
 
 Member = Op | Value
-T = TypeVar("T")
 
 
 def spread(
