@@ -327,7 +327,7 @@ COLLECTED: dict[str, Callable[[list[Tensor]], Any]] = {
     "twice": lambda found: torch.stack([x for x in found for _ in range(2)]).softmax(-1),
     "both ways": lambda found: torch.cat([x for two in zip(found, found[::-1], strict=True) for x in two], -1),
     "returned": lambda found: found,
-    "returned reversed": lambda found: {i: x for i, x in enumerate(found[::-1])},
+    "returned reversed": lambda found: dict(enumerate(found[::-1])),
 }
 
 

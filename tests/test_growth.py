@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import shardlib as sl
+from shardlib.folding import folded
 
 
 def recurrent(n: int) -> Callable[..., object]:
@@ -54,7 +55,10 @@ def calls(program: Callable[..., object], n: int) -> dict[str, int]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("of", [recurrent, written])
-def test_nothing_is_asked_of_every_pair_of_steps(of: Callable[[int], Callable[..., object]]) -> None:
+def test_nothing_is_asked_of_every_pair_of_steps(
+    of: Callable[[int], Callable[..., object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folded, "WORTH", 0)  # layers are looked for in both
     calls(of(3), 3)  # what is worked out once in a process
     short, long = calls(of(20), 20), calls(of(40), 40)
     assert {name: (short.get(name, 0), n) for name, n in long.items() if n > 400 and n > 2.9 * short.get(name, 0)} == {}
