@@ -114,11 +114,9 @@ def trace(
             try:
                 found, tracked, inputs = _trace(*what, given, once, grads)
                 grads.refuse_hidden(call.state.grads)
-            except TraceAnewError:
-                raise
-            except Exception:  # a piece was none, or the function's own error: that one comes again without pieces
+            except Exception as error:  # a piece was none, or it is the function's own, and comes again without pieces
                 grads.refuse_hidden(call.state.grads)
-                if not once.used or watch is None:
+                if not once.used or watch is None or isinstance(error, TraceAnewError):
                     raise
             else:
                 if not once.refused:
@@ -261,8 +259,7 @@ def _trace(
         raise NotExpressionsError
     inputs_of = (*where, *(len(call.arguments) + i for i in lifted.prune(gm)), *(-1,) * len(ending.cotangents))
     if asked.line is not None:
-        read = ((names[i], call.leaves[i]) for i in inputs_of if i >= 0)
-        refuse_guests(lines.fallback.function, asked.line, read)
+        refuse_guests(lines.fallback.function, asked.line, ((names[i], call.leaves[i]) for i in inputs_of if i >= 0))
     input_names = (*(names[i] for i in inputs_of if i >= 0), *ending.names(output_names))
     with mode:
         finish(gm, input_names, returned, lines.fallback, mode, differentiable=call.state.is_read)
