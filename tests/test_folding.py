@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardlib as sl
+from shardlib import compile as compiling
 from shardlib.folding import folded, unrolled
 from shardlib.program.text import show
 from tests.models import w1, w1_sharded
@@ -387,3 +388,22 @@ def test_names_in_reasons() -> None:
             ([c.reason for c in plan.compiled.program.collectives], [plan.explain(f"mm_{i}") for i in range(1, 10)])
         )
     assert told[0] == told[1]
+
+
+def test_one_layer_costs_what_all_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The estimate of the short graph is that of the whole, so that layers weigh as much beside the rest."""
+    seconds: list[float] = []
+    decide = compiling.propagate
+
+    def noted(*args: Any) -> Any:
+        found = decide(*args)
+        seconds.append(found.decider.seconds)
+        return found
+
+    monkeypatch.setattr(compiling, "propagate", noted)
+    plan = whole_step(Deep, 14, TP)
+    for least in (0, float("inf")):
+        with folding(least):
+            plan()
+    short, whole = seconds
+    assert short == pytest.approx(whole, rel=1e-9)

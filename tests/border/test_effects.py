@@ -422,12 +422,12 @@ def test_a_default_that_grows_is_read_by_its_parameter() -> None:
     """By its length: it is no log."""
     for named in (False, True):
 
-        def fn(x: Tensor, *, seen: list[int] = []) -> Tensor:  # noqa: B006
+        def fn(x: Tensor, *, seen: list[int]) -> Tensor:
             seen.append(1)
             return x * len(seen)
 
-        step = sl.jit(fn if named else a_default()[0])
         fn.__kwdefaults__ = {"seen": []}
+        step = sl.jit(fn if named else a_default()[0])
         assert [float(step(ONE)) for _ in range(4)] == [1.0, 2.0, 3.0, 4.0]
 
 
