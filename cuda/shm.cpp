@@ -24,9 +24,17 @@ uint64_t shm_begin(void* engine, int channel, void* recipe, char* const* tensors
     return static_cast<shm::Engine*>(engine)->begin(channel, *static_cast<Held*>(recipe), tensors, count);
 }
 
-int shm_finish(void* engine, uint64_t ticket, int64_t nanoseconds) {
-    return static_cast<shm::Engine*>(engine)->finish(ticket, nanoseconds);
+// `block`: null, or what all members share now; shm_give gives it back. `base`: its memory.
+int shm_finish(void* engine, uint64_t ticket, int64_t nanoseconds, void** block, char** base) {
+    shm::Mapped* shared = nullptr;
+    const int answer = static_cast<shm::Engine*>(engine)->finish(ticket, nanoseconds, &shared);
+    *block = shared;
+    *base = shared ? shared->base : nullptr;
+    return answer;
 }
+
+void shm_give(void* block) { shm::Blocks::give(static_cast<shm::Mapped*>(block)); }
+int shm_fault(void* engine) { return static_cast<shm::Engine*>(engine)->fault(); }
 
 int shm_stranger(void* engine, uint64_t ticket, uint64_t* signs) {
     return static_cast<shm::Engine*>(engine)->stranger(ticket, signs);

@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "shm_layout.h"
+#include "shm_blocks.h"
 #include "shm_recipe.h"
 
 namespace shm {
@@ -18,6 +18,7 @@ struct Op {
     Sign sign;
     uint64_t staged = 0, reduced = 0, taken = 0;  // rounds
     std::vector<char> got;                        // from whom the round that is being taken has been copied
+    Mapped* block = nullptr;                      // of results that all members share
     bool done = false;
 };
 

@@ -8,6 +8,9 @@
 //   reduce  (all-reduce in two steps) when all have posted: reduce this member's slice into the ring, then `reduced`
 //   take    when the others have: copy what is for this member to its place, then `taken` = round + 1
 //
+// Results that nobody writes over (`shares`) are built once for all members: a round's bytes go where they belong in a
+// block of memory (shm_blocks.h) instead of the ring, and are only waited for.
+//
 // A round's memory is free again when all have taken it. A member's slot for member j is number (j - i - 1) mod n, so
 // that its own slot is the last one, which need not be there.
 //
@@ -31,13 +34,22 @@
 
 namespace shm {
 
-enum Answer : int { kLate, kDone, kOutOfStep };
+enum Answer : int { kLate, kDone, kOutOfStep, kNoMemory };
 
 class Engine {
   public:
     // `asking` are the first four words of the signs of what is begun, as the caller last set them.
     Engine(char* base, size_t bytes, uint64_t* asking)
-        : base_(base), asking_(asking), header_(reinterpret_cast<Header*>(base)), staging_(start(), bytes - start()) {}
+        : base_(base),
+          asking_(asking),
+          header_(reinterpret_cast<Header*>(base)),
+          staging_(start(), bytes - start()),
+          blocks_(header_) {}
+
+    ~Engine() {
+        for (auto& [ticket, op] : ops_)
+            if (op->block) Blocks::give(op->block);
+    }
 
     static size_t start() { return (sizeof(Header) + 4095) / 4096 * 4096; }
 
@@ -74,8 +86,9 @@ class Engine {
         return ticket;
     }
 
-    // Whether the op is done; waits for that at most `patience` nanoseconds.
-    Answer finish(uint64_t ticket, int64_t patience) {
+    // Whether the op is done; waits for that at most `patience` nanoseconds. `block`: what it shares, which the caller
+    // then holds.
+    Answer finish(uint64_t ticket, int64_t patience, Mapped** block) {
         std::unique_lock<std::mutex> hold(mutex_);
         const auto found = ops_.find(ticket);
         if (found == ops_.end()) return kDone;
@@ -83,6 +96,7 @@ class Engine {
         const Member& m = members_[op->channel];
         for (int idle = 0; !push(op.get()); ++idle) {
             if (m.stranger >= 0) return kOutOfStep;
+            if (blocks_.fault) return kNoMemory;
             if (idle < kSpins) {
                 pause(idle);
                 continue;
@@ -100,9 +114,12 @@ class Engine {
             if (op->done) break;
             idle = 0;
         }
+        *block = op->block;
         ops_.erase(ticket);
         return kDone;
     }
+
+    int fault() const { return blocks_.fault; }
 
     // Of a ticket that is out of step: the member that runs something else, and both signs, this member's first.
     int stranger(uint64_t ticket, uint64_t* signs) {
@@ -196,14 +213,18 @@ class Engine {
         Channel& mine = *m.peers[m.me];
         const uint64_t number = op.first + op.staged;
         if (number - m.freed >= kRounds && number - m.all_taken() >= kRounds) return false;
+        if (r.shares && !op.block && !share(m, op)) return false;
         Round round{0, 0, op.sign};
-        if (const size_t needs = stage_bytes(r, op.staged)) {
+        if (op.block) {
+            if (const size_t length = r.length(r.sends[0], op.staged))
+                own_copy(r.sends[0], r.receives[r.me], op, op.staged, length);
+        } else if (const size_t needs = stage_bytes(r, op.staged)) {
             const uint64_t at = staging_.allocate(needs, m, number);
             if (at == kNowhere) return false;
             round.staged = at;
             round.own = at + (r.slots() - 1) * r.slot;
         }
-        for (int j = 0; j < static_cast<int>(r.sends.size()); ++j) {
+        for (int j = 0; !op.block && j < static_cast<int>(r.sends.size()); ++j) {
             const Segment& s = r.sends[j];
             const size_t length = r.length(s, op.staged), from = s.begin + op.staged * r.slot;
             if (length && (r.shared() || j != r.me || r.keeps_own))
@@ -214,6 +235,16 @@ class Engine {
         mine.posted.store(number + 1, std::memory_order_release);
         ++op.staged;
         m.untold = true;
+        return true;
+    }
+
+    // Finds where the results lie, once: in a block that all members share.
+    bool share(Member& m, Op& op) {
+        const Recipe& r = *op.recipe;
+        op.block = blocks_.share(m.bases, m.peers[0]->claims[op.first % kRounds], m.me, op.first, r.shares);
+        if (!op.block) return false;
+        char** outs = op.tensors.data() + op.tensors.size() - r.places.size();
+        for (size_t k = 0; k < r.places.size(); ++k) outs[k] = op.block->base + r.places[k];
         return true;
     }
 
@@ -289,10 +320,12 @@ class Engine {
                 }
                 if (!same(m, op, i, op.taken)) return moved;
                 const size_t from = s.begin + op.taken * r.slot;
-                if (gathers && i == m.me) {
+                if (op.block) {
+                    // it has put it there
+                } else if (gathers && i == m.me) {
                     // reduce_slice has put it there
                 } else if (!gathers && i == m.me && !r.shared() && !r.keeps_own) {
-                    own_copy(r, op, from, length);
+                    own_copy(r.sends[m.me], s, op, op.taken, length);
                 } else {
                     const char* bytes = gathers ? m.bases[i] + peer.rounds[number % kRounds].own
                                                 : source(m, op, i, op.taken);
@@ -306,16 +339,24 @@ class Engine {
         return moved;
     }
 
-    // This member's piece for itself, which is one block of memory and was not staged.
-    void own_copy(const Recipe& r, Op& op, size_t from, size_t length) {
-        const Segment& sent = r.sends[r.me];
-        const size_t shift = sent.begin + op.taken * r.slot;
-        each_part(*sent.stream, shift, shift + length, nullptr, [&](const Piece& p, size_t a, size_t, char*) {
-            const size_t begin = from + (p.start + a - shift), end = from + length;
-            const size_t stop = std::min(end, from + (p.start + p.bytes - shift));
-            unpack(*r.receives[r.me].stream, op.tensors.data(), begin, stop,
-                   op.tensors[p.tensor] + p.offset + a, r.past_caches);
+    // This member's piece for itself, or for all, which was not staged: from where it is to its place in the results.
+    void own_copy(const Segment& sent, const Segment& out, Op& op, uint64_t round, size_t length) {
+        const size_t at = round * op.recipe->slot, shift = sent.begin + at, from = out.begin + at;
+        const bool past_caches = op.recipe->past_caches;
+        alignas(kLine) char tile[kTile];
+        each_part(*sent.stream, shift, shift + length, nullptr, [&](const Piece& p, size_t a, size_t b, char*) {
+            const size_t step = p.contiguous() ? b - a : kTile;
+            for (size_t here = a; here < b; here += step) {
+                const size_t stop = std::min(b, here + step), to = from + (p.start + here - shift);
+                const char* flat = op.tensors[p.tensor] + p.offset + here;
+                if (!p.contiguous()) {
+                    move_piece<true>(p, op.tensors[p.tensor], here, stop, tile, false);
+                    flat = tile;
+                }
+                unpack(*out.stream, op.tensors.data(), to, to + (stop - here), flat, past_caches);
+            }
         });
+        if (past_caches) stream_fence();
     }
 
     bool reduce_round(Member& m, Op& op) {
@@ -393,6 +434,7 @@ class Engine {
     uint64_t* asking_;
     Header* header_;
     Staging staging_;
+    Blocks blocks_;
     std::unordered_map<int, Member> members_;
     std::deque<std::shared_ptr<Op>> unstaged_;
     std::unordered_map<uint64_t, std::shared_ptr<Op>> ops_;

@@ -15,6 +15,7 @@ namespace shm {
 
 constexpr int kChannels = 64;
 constexpr uint64_t kRounds = 64;  // of one channel that one member has posted and others have not taken
+constexpr uint32_t kBlocks = 4096;  // that a process has made and not dropped
 constexpr int kSpins = 20;        // looks, about half a microsecond apart, before a waiting process sleeps
 constexpr uint64_t kNowhere = ~uint64_t{0};
 
@@ -43,7 +44,17 @@ struct Channel {
     alignas(kLine) std::atomic<uint64_t> reduced;
     alignas(kLine) std::atomic<uint64_t> taken;
     alignas(kLine) Round rounds[kRounds];
+    std::atomic<uint64_t> claims[kRounds];  // the first member's: in which block a shared result lies, by first round
 };
+
+// Memory of shared results: a file of the process in whose header this stands.
+struct Block {
+    std::atomic<uint32_t> held;     // members that have not given it back; kNone: there is no file
+    std::atomic<uint32_t> version;  // files that have stood here
+    std::atomic<int32_t> fd;
+    std::atomic<uint64_t> size;
+};
+constexpr uint32_t kNone = ~uint32_t{0};
 
 enum Event : uint32_t { kNews = 1, kRoom = 2 };
 
@@ -51,6 +62,9 @@ struct Header {
     // Whoever sleeps has said in `wants` what for, and sleeps until `rings` changes.
     alignas(kLine) std::atomic<uint32_t> rings;
     std::atomic<uint32_t> wants;
+    int32_t pid;
+    std::atomic<uint32_t> count;  // of blocks that were ever used
+    Block blocks[kBlocks];
     Channel channels[kChannels];
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free,

@@ -25,7 +25,9 @@ struct Recipe {
     uint64_t rounds;  // enough for the longest segment of any member
     bool keeps_own;   // the own slot is staged (its pieces are strided, or all members read one slot)
     bool past_caches;
-    int op;  // which collective it is
+    int op;         // which collective it is
+    size_t shares;  // bytes of results that all members share in one block, or 0
+    std::vector<size_t> places;  // of these results there
     std::vector<Stream> streams;
     std::vector<Segment> sends;     // one for each member, or a single one for all
     std::vector<Segment> receives;  // by member; one only when all contributions are reduced to it
@@ -35,7 +37,7 @@ struct Recipe {
     // The same on all members.
     uint64_t size() const {
         uint64_t mixed = static_cast<uint64_t>(op) * 1024 + static_cast<uint64_t>(how) * 16 + kind;
-        for (uint64_t part : {static_cast<uint64_t>(slot), rounds}) mixed = mixed * 0x9e3779b97f4a7c15 + part;
+        for (uint64_t part : {static_cast<uint64_t>(slot), rounds, static_cast<uint64_t>(shares)}) mixed = mixed * 0x9e3779b97f4a7c15 + part;
         return mixed;
     }
     int place(int owner, int reader) const { return shared() ? 0 : (reader - owner - 1 + n) % n; }
@@ -57,6 +59,9 @@ inline std::shared_ptr<const Recipe> read_recipe(const int64_t* w, int op) {
     r->rounds = *w++;
     r->keeps_own = *w++;
     r->past_caches = *w++;
+    r->shares = *w++;
+    r->places.resize(*w++);
+    for (size_t& place : r->places) place = *w++;
     r->streams.resize(*w++);
     for (Stream& stream : r->streams) {
         stream.resize(*w++);

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import time
+import weakref
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from shardlib.errors import CollectiveError
-from shardlib.ops._results import result
+from shardlib.ops._results import result, views
 from shardlib.ops._segment import PAGE
 from shardlib.ops._streams import COPY, Block, Like, Message
 from shardlib.ranks import order, world
@@ -26,7 +29,7 @@ LOOK_SECONDS = 0.1  # how often a rank that waits looks whether its peers are al
 RECIPES = 1024  # that a channel keeps
 FLYING = 256  # collectives under way, from which on it is looked whether some were forgotten
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ppermute")
-_DONE, _OUT_OF_STEP = 1, 2  # answers of the library; 0: not yet
+_DONE, _OUT_OF_STEP, _NO_MEMORY = 1, 2, 3  # answers of the library; 0: not yet
 
 
 def _ended() -> str:
@@ -39,12 +42,14 @@ def _ended() -> str:
 class Recipe:
     """How a collective runs: its message (None when it moves nothing), and the results that each run of it needs.
 
-    `packed` are the sources that are made contiguous first.
+    `packed` are the sources that are made contiguous first. With `places` all members share one block of memory, in
+    which their results are there.
     """
 
     words: array[int] | None
     outs: tuple[Like, ...]
     packed: frozenset[int] = frozenset()
+    places: tuple[int, ...] = ()
 
 
 class _Loaded:
@@ -91,17 +96,19 @@ class Channel:
         recipe = loaded.recipe
         if recipe.packed:
             sources = [x.contiguous() if i in recipe.packed else x for i, x in enumerate(sources)]
-        outs = [result(shape, dtype) for shape, dtype in loaded.outs]
+        shared = recipe if recipe.places else None
+        outs = [] if shared else [result(shape, dtype) for shape, dtype in loaded.outs]
         if loaded.pointer is None:
             order.ASKING[3] += 1
             return Transfer(self, 0, outs)
         tensors = [*sources, *outs]
-        pointers = (ctypes.c_void_p * len(tensors))(*[x.data_ptr() for x in tensors])
-        ticket = self.library.shm_begin(session.engine, self.number, loaded.pointer, pointers, len(tensors))
-        session.flying[ticket] = tensors
+        pointers = (ctypes.c_void_p * (len(sources) + len(loaded.outs)))(*[x.data_ptr() for x in tensors])
+        ticket = self.library.shm_begin(session.engine, self.number, loaded.pointer, pointers, len(pointers))
+        transfer = Transfer(self, ticket, outs, shared)
+        session.flying[ticket] = tensors, weakref.ref(transfer)
         if len(session.flying) > FLYING:
             self._sweep()
-        return Transfer(self, ticket, outs)
+        return transfer
 
     def meet(self) -> Transfer:
         """Begin to wait until all members are in this turn; a byte is sent, and with it the turn."""
@@ -120,9 +127,20 @@ class Channel:
 
     def _sweep(self) -> None:
         """Forget tensors of collectives that nobody waited for and that are done."""
-        for ticket in [t for t in list(self.session.flying) if self.library.shm_done(self.session.engine, t)]:
-            self.library.shm_finish(self.session.engine, ticket, 0)
-            self.session.flying.pop(ticket, None)  # another thread may have waited for it meanwhile
+        for ticket, (_, transfer) in list(self.session.flying.items()):
+            if (waits := transfer()) is not None and waits.shared is not None:
+                continue  # it will ask where its results are
+            if self.library.shm_done(self.session.engine, ticket):
+                _, block, _ = self.ask(ticket, 0)
+                if block is not None:
+                    self.session.give(block)
+                self.session.flying.pop(ticket, None)  # another thread may have waited for it meanwhile
+
+    def ask(self, ticket: int, patience: int) -> tuple[int, int | None, int | None]:
+        """Wait at most `patience` nanoseconds: the library's answer; and of a shared result its block, and its address."""
+        block, base = ctypes.c_void_p(), ctypes.c_void_p()
+        answer = self.library.shm_finish(self.session.engine, ticket, patience, ctypes.byref(block), ctypes.byref(base))
+        return answer, block.value, base.value
 
     def watch(self, ticket: int, begin: float, look: Callable[[], object]) -> None:
         """Raise `CollectiveError` if a peer is gone, has given up, or is late; `look` finds who is elsewhere."""
@@ -144,6 +162,11 @@ class Channel:
             rank = self.ranks[late] if late >= 0 else session.rank
             self._fail(f"rank {rank} did not come to a collective of {names(self.ranks)} within {seconds:g} s", rank)
 
+    def refuse_size(self) -> NoReturn:
+        """Raise the error for a shared result for which there is no memory."""
+        rank, fault = self.session.rank, self.library.shm_fault(self.session.engine)
+        self._fail(f"rank {rank} has no memory for a result of {names(self.ranks)}: {os.strerror(fault)}", rank)
+
     def refuse_stranger(self, ticket: int) -> NoReturn:
         """Raise the error for a member that is in another collective."""
         words = (ctypes.c_uint64 * 10)()
@@ -164,12 +187,15 @@ class Channel:
 
 
 class Transfer:
-    """A collective under way; its results are there when `finish` returns."""
+    """A collective under way; its results are there when `finish` returns.
 
-    __slots__ = ("channel", "outs", "ticket")
+    `shared` says how results lie in a block of memory that is known only then.
+    """
 
-    def __init__(self, channel: Channel, ticket: int, outs: list[Tensor]) -> None:
-        self.channel, self.ticket, self.outs = channel, ticket, outs
+    __slots__ = ("__weakref__", "channel", "outs", "shared", "ticket")
+
+    def __init__(self, channel: Channel, ticket: int, outs: list[Tensor], shared: Recipe | None = None) -> None:
+        self.channel, self.ticket, self.outs, self.shared = channel, ticket, outs, shared
 
     def finish(self) -> list[Tensor]:
         """Wait, and return the results. Raises `CollectiveError` naming a rank that is dead, gave up or is late."""
@@ -180,12 +206,16 @@ class Transfer:
         while True:
             if session.engine is None:
                 raise CollectiveError(_ended())
-            answer = channel.library.shm_finish(session.engine, self.ticket, patience)
+            answer, block, base = channel.ask(self.ticket, patience)
             if answer == _DONE:
                 session.flying.pop(self.ticket, None)
+                if self.shared is not None and block is not None and base is not None:  # the first time
+                    self.outs = views(base, self.shared.outs, self.shared.places, partial(session.give, block))
                 return self.outs
             if answer == _OUT_OF_STEP:
                 channel.refuse_stranger(self.ticket)
+            if answer == _NO_MEMORY:
+                channel.refuse_size()
             begin, look = begin or time.monotonic(), look or order.Patience()
             channel.watch(self.ticket, begin, look)
 

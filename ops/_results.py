@@ -13,10 +13,12 @@ import math
 import mmap
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+from shardlib.ops._streams import Like
 
 LARGE = 1 << 18  # bytes from which on a result is taken from here
 KEPT = 128 << 20  # bytes of free memory that are kept
@@ -41,6 +43,19 @@ def result(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     array = (ctypes.c_char * nbytes).from_buffer(memory)
     weakref.finalize(array, _give, ctypes.addressof(array), memory).atexit = False
     return torch.frombuffer(array, dtype=dtype, count=count).view(shape)
+
+
+def views(base: int, likes: Sequence[Like], places: Sequence[int], give: Callable[[], None]) -> list[Tensor]:
+    """Contiguous tensors at `places` behind the address `base`; `give` is called when nobody has any of them."""
+    nbytes = max(place + like.nbytes for place, like in zip(places, likes, strict=True))
+    array = (ctypes.c_char * nbytes).from_address(base)
+    weakref.finalize(array, give).atexit = False
+    return [
+        torch.frombuffer(array, dtype=x.dtype, count=math.prod(x.shape), offset=place).view(x.shape)
+        if x.nbytes
+        else torch.empty(x.shape, dtype=x.dtype)
+        for x, place in zip(likes, places, strict=True)
+    ]
 
 
 def _take(size: int) -> mmap.mmap:

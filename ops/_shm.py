@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from shardlib.errors import ShardingError
 from shardlib.ops import _native
-from shardlib.ops._channel import OPS, Channel
+from shardlib.ops._channel import OPS, Channel, Transfer
 from shardlib.ops._choice import wanted
 from shardlib.ops._segment import PAGE, Address, Segment, SegmentError
 from shardlib.ranks import order, world
@@ -40,7 +40,9 @@ class Session:
         self.order.meetings += 1
         self.segments: dict[int, Segment] = {}
         self.channels = 0
-        self.flying: dict[int, object] = {}  # tensors of what is under way, by ticket
+        self.flying: dict[
+            int, tuple[object, weakref.ref[Transfer]]
+        ] = {}  # what is under way, and its tensors, by ticket
         self.library: ctypes.CDLL | None = None
         self.engine: int | None = None
         self.unused = ""
@@ -122,12 +124,18 @@ class Session:
             return f"there are {number} groups of ranks already"
         return Channel(self, number, ranks)
 
-    def close(self) -> None:
-        """Give the memory back. What is under way is lost."""
+    def give(self, block: int) -> None:
+        """Give back a block of a shared result: nobody here reads it any more."""
         if self.engine is not None:
             assert self.library is not None
-            self.library.shm_close_engine(self.engine)
-        self.engine = None
+            self.library.shm_give(block)
+
+    def close(self) -> None:
+        """Give the memory back. What is under way is lost."""
+        engine, self.engine = self.engine, None
+        if engine is not None:
+            assert self.library is not None
+            self.library.shm_close_engine(engine)
         self.flying.clear()
         for segment in self.segments.values():
             segment.close()
@@ -169,7 +177,9 @@ def declare(library: ctypes.CDLL) -> None:
         ("shm_recipe", pointer, (pointer, i32)),
         ("shm_drop_recipe", None, (pointer,)),
         ("shm_begin", u64, (pointer, i32, pointer, pointer, i32)),
-        ("shm_finish", i32, (pointer, u64, ctypes.c_int64)),
+        ("shm_finish", i32, (pointer, u64, ctypes.c_int64, pointer, pointer)),
+        ("shm_give", None, (pointer,)),
+        ("shm_fault", i32, (pointer,)),
         ("shm_stranger", i32, (pointer, u64, pointer)),
         ("shm_done", i32, (pointer, u64)),
         ("shm_lacks", i32, (pointer, u64)),

@@ -184,10 +184,11 @@ class Message:
     def receive(self, stream: int, begin: int = 0, length: int | None = None) -> None:
         self.receives.append((stream, begin, self.lengths[stream] if length is None else length))
 
-    def words(self, result: int, longest: int = 0) -> array[int] | None:
+    def words(self, result: int, longest: int = 0, places: Sequence[int] = ()) -> array[int] | None:
         """The message, of `result` bytes of results on this member; None when no member sends anything.
 
         `longest` are the bytes of the longest segment of any member, where there may be longer ones than this one's.
+        With `places` all members share one block of results, which lie in it there; `result` is its size.
         """
         longest = max(longest, *(segment[2] for segment in (*self.sends, *self.receives)))
         if not longest:
@@ -195,7 +196,9 @@ class Message:
         slot = min(up(longest), max(LINE, ROUND // len(self.sends) // LINE * LINE))
         keeps_own = len(self.sends) == 1 or self.sends[self.me][0] in self.strided
         head = [self.n, self.me, self.how, KINDS[self.kind], slot, -(-longest // slot)]
-        words = array("q", [*head, keeps_own, result >= PAST_CACHES, len(self.streams)])
+        past_caches = result >= PAST_CACHES and not places
+        words = array("q", [*head, keeps_own, past_caches, result if places else 0, len(places), *places])
+        words.append(len(self.streams))
         for stream in self.streams:
             words += stream
         for segments in (self.sends, self.receives):

@@ -6,6 +6,7 @@ out  [..., sum(sizes), ...]    the same on all members, contiguous
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -18,7 +19,8 @@ from shardlib.ops._choice import Choice
 from shardlib.ops._groups import GroupHandle
 from shardlib.ops._pick import NCCL, pick
 from shardlib.ops._pieces import by_dtype, leads, pack, resized, settled
-from shardlib.ops._streams import COPY, Block, Like, Message, dense, likes, prefix, sources
+from shardlib.ops._results import LARGE
+from shardlib.ops._streams import COPY, Block, Like, Message, dense, likes, prefix, sources, up
 from shardlib.ops._wire import Flight, Handle, gather
 
 # Measured on Gloo over the loop-back device, 2 and 4 processes: see `choose`.
@@ -39,9 +41,9 @@ def choose(nbytes: int, even: bool, dtype: torch.dtype, kind: str, transport: st
         >>> print(choose(1 << 22, True, torch.float32, "", "gloo", 4))
         torch/native: a large, even gather: the ring copies less (no shared memory: the members speak over gloo)
         >>> print(choose(1 << 22, True, torch.float32, "", "shm", 4))
-        shm: each member reads the others' parts to their places
+        shm: each member's part is copied to its place
     """
-    shm = Choice("shm", "", "each member reads the others' parts to their places")
+    shm = Choice("shm", "", "each member's part is copied to its place")
     cuda = _cuda_wire.serve("all_gather", nbytes, even, dtype, kind, n)
     return pick("all_gather", transport, why, shm, _over_torch(nbytes, even, transport), cuda)
 
@@ -58,22 +60,29 @@ def _over_torch(nbytes: int, even: bool, transport: str) -> Choice:
     return Choice("torch", "padded", "sizes differ, and the backend gathers equal ones only")
 
 
-def start(x: Tensor, dim: int, sizes: Sequence[int], group: GroupHandle) -> Handle[Tensor]:
-    """Begin to gather `x` along `dim`; `sizes[i]` is member i's size of that dim."""
-    many = start_many([x], [dim], [sizes], group).finish
+def start(x: Tensor, dim: int, sizes: Sequence[int], group: GroupHandle, shared: bool = False) -> Handle[Tensor]:
+    """Begin to gather `x` along `dim`; `sizes[i]` is member i's size of that dim.
+
+    With `shared` nobody ever writes over the result: members that share memory may then all read the same.
+    """
+    many = start_many([x], [dim], [sizes], group, shared).finish
     return Handle(lambda: many()[0])
 
 
 def start_many(
-    xs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[Sequence[int]], group: GroupHandle
+    xs: Sequence[Tensor],
+    dims: Sequence[int],
+    sizes: Sequence[Sequence[int]],
+    group: GroupHandle,
+    shared: bool = False,
 ) -> Handle[list[Tensor]]:
-    """Begin to gather several tensors in one message (one for every dtype among them)."""
+    """Begin to gather several tensors in one message (one for every dtype among them); `shared` as in `start`."""
     if group.size == 1:
         return Handle(lambda: list(xs))
     if group.shm is not None:
         xs = settled(xs)
-        key = ("all_gather", likes(xs), tuple(dims), tuple(map(tuple, sizes)))
-        if flying := group.shm.start(key, lambda: _recipe(list(map(Like.of, xs)), dims, sizes, group), xs):
+        key = ("all_gather", shared, likes(xs), tuple(dims), tuple(map(tuple, sizes)))
+        if flying := group.shm.start(key, lambda: _recipe(list(map(Like.of, xs)), dims, sizes, group, shared), xs):
             return Handle(flying.finish)
     parts: list[tuple[list[int], list[list[int]], Flight | None]] = []
     for which in by_dtype(xs):
@@ -111,9 +120,12 @@ def finish(handle: Handle[Tensor]) -> Tensor:
 
 
 def _recipe(
-    xs: Sequence[Like], dims: Sequence[int], sizes: Sequence[Sequence[int]], group: GroupHandle
+    xs: Sequence[Like], dims: Sequence[int], sizes: Sequence[Sequence[int]], group: GroupHandle, shared: bool
 ) -> Recipe | None:
-    """Each member's tensors are one stream; what arrives is copied to its place in the results."""
+    """Each member's tensors are one stream; what arrives is copied to its place in the results.
+
+    Large results that are `shared` are one for all: each member copies its stream to its places there.
+    """
     outs = [dense(resized(x.shape, dim, sum(of)), x.dtype) for x, dim, of in zip(xs, dims, sizes, strict=True)]
     nbytes, n = sum(out.nbytes for out in outs), group.size
     even = all(len(set(of)) == 1 for of in sizes)
@@ -126,7 +138,11 @@ def _recipe(
         where = zip(outs, dims, sizes, strict=True)
         blocks = (Block(len(xs) + j, out, d, prefix(of, i), of[i]) for j, (out, d, of) in enumerate(where))
         message.receive(message.stream(blocks))
-    return Recipe(message.words(nbytes), tuple(outs), packed)
+    if not shared or nbytes < LARGE:
+        return Recipe(message.words(nbytes), tuple(outs), packed)
+    ends = list(itertools.accumulate(up(out.nbytes) for out in outs))
+    places = (0, *ends[:-1])
+    return Recipe(message.words(ends[-1], places=places), tuple(outs), packed, places)
 
 
 def _unpack(

@@ -18,6 +18,7 @@ import shardlib as sl
 from shardlib import Mesh
 from shardlib.compile import compile_program
 from shardlib.program.steps import Compute, Program, Var, makes
+from shardlib.program.storage import read_only
 from shardlib.run import virtual
 from shardlib.run.callables import callable_of
 from shardlib.run.codegen import Generator
@@ -184,3 +185,26 @@ def test_each_unshared_device_has_memory_of_its_own() -> None:
     for share, apart in ((True, False), (False, True)):
         (one, two) = virtual.load(program, mesh, share=share)([pieces])[0]
         assert (one.data_ptr() != two.data_ptr()) == (apart or len(out.layout.axes if out.layout else ()) > 0)
+
+
+def _whole(x: Tensor) -> Tensor:
+    return sl.shard(x, "_ _")
+
+
+@pytest.mark.parametrize(
+    ("fn", "shared"),
+    [
+        (lambda x: _whole(x) @ x.t(), True),
+        (lambda x: (_whole(x).t().exp() @ x, x.sum()), True),
+        (lambda x: _whole(x), False),  # a result
+        (lambda x: (_whole(x).t()[1:], x), False),  # what shows it is one
+        (lambda x: (_whole(x)[0].sort()[0], torch.exp(_whole(x)[0]).sort()[0]), True),
+        (lambda x: (_whole(x).sort()[0], torch.exp(_whole(x)).sort()[0]), False),  # written over
+        (lambda x: torch.exp(_whole(x)), True),
+    ],
+)
+def test_who_may_read_what_is_gathered_with_others(fn: Callable[..., Any], shared: bool) -> None:
+    program, _ = program_of(fn, torch.randn(4, 4), mesh={"data": 2}, in_specs=("_ _@data",))
+    gathers = {c.out for c in program.collectives if c.kind == "all_gather"}
+    assert gathers
+    assert read_only(program) == (gathers if shared else set())

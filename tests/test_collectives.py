@@ -504,7 +504,7 @@ def test_virtual_meshes_have_no_groups():
         (("all_gather", 100, True, torch.float32, "", "none", 1), "torch: one member"),
         (
             ("all_gather", 100, True, torch.float32, "", "open", 4),
-            "shm: each member reads the others' parts to their places; torch/exchange if the ranks find",
+            "shm: each member's part is copied to its place; torch/exchange if the ranks find",
         ),
         (
             ("all_reduce", 100, True, torch.complex64, "max", "open", 4),

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from shardlib.errors import CollectiveError, ShardingError
 from shardlib.meshes.mesh import Mesh
 from shardlib.ops import _groups, _native, _results, _segment, all_gather, all_reduce
+from shardlib.ops._channel import FLYING
 from shardlib.ops._groups import GroupHandle, group_for
 from shardlib.ops._segment import Address, Segment, SegmentError
 from shardlib.ops._shm import check_same
@@ -398,11 +399,11 @@ def again(port: int) -> list[Any]:
     return [new.transport, mappings() == used, len(_groups._sessions)]
 
 
-def mappings() -> tuple[int, int]:
-    """Shared segments that this process maps, and the files that it holds open for them."""
-    maps = Path("/proc/self/maps").read_text().count("memfd:shardlib")
+def mappings(of: str = "memfd:shardlib") -> tuple[int, int]:
+    """Shared memory that this process maps, and the files that it holds open for it."""
+    maps = Path("/proc/self/maps").read_text().count(of)
     links = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-    return maps, sum("memfd:shardlib" in link for link in links)
+    return maps, sum(of in link for link in links)
 
 
 @pytest.mark.ranks
@@ -429,6 +430,82 @@ def test_a_segment_is_reserved_and_zero_and_its_own(monkeypatch):
 
 
 # Results.
+
+
+def shared_results() -> list[Any]:
+    """What becomes of the blocks of shared gathers."""
+    group, count = group_of(2), 1 << 15
+    x = torch.full((count,), float(dist.get_rank()))
+
+    def start() -> Any:
+        return all_gather.start(x, 0, [count, count], group, shared=True)
+
+    first, second = start().finish(), start().finish()
+    apart = first.data_ptr() != second.data_ptr()
+    part = first[count - 1 : count + 1]
+    dist.barrier()
+    del first, second
+    for i in range(40 + 3 * FLYING):  # all but the last are results that nobody waits for
+        handle = start()
+        if i >= 3 * FLYING:
+            handle.finish()
+    dist.barrier()
+    del handle
+    blocks = mappings("memfd:shardlib-block")
+    assert group.shm is not None
+    group.shm.session.close()
+    return [apart, part.tolist(), blocks[0] <= FLYING + 128, mappings("memfd:shardlib-block")]
+
+
+@pytest.mark.ranks
+@RANKED
+def test_blocks_are_used_again_and_outlive_their_session():
+    with fresh(2) as run:
+        for apart, part, few, (left, files) in run(shared_results):
+            assert apart
+            assert part == [0.0, 1.0]
+            assert few
+            assert (left, files) == (1, 0)  # that of `part`
+
+
+def no_room() -> str:
+    """A rank that may make no file of the size of a block; the other one is told."""
+    group = group_of(2)
+    gathered(group)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    else:
+        time.sleep(0.2)  # the other one comes first, and makes the block
+    x = torch.zeros(1 << 19)
+    with pytest.raises(CollectiveError) as refused:
+        all_gather.start(x, 0, [1 << 19] * 2, group, shared=True).finish()
+    return str(refused.value)
+
+
+@pytest.mark.ranks
+@RANKED
+def test_a_shared_result_without_memory():
+    with fresh(2) as run:
+        mine, theirs = run(no_room)
+    assert theirs == f"rank 1 has no memory for a result of ranks 0 and 1: {os.strerror(errno.EFBIG)}"
+    assert mine == "rank 1 gave up waiting for rank 1"
+
+
+def shared_or_not() -> str:
+    group = group_of(2)
+    gathered(group)
+    x = torch.zeros(1 << 17)
+    with pytest.raises(CollectiveError) as refused:
+        all_gather.start(x, 0, [1 << 17] * 2, group, shared=dist.get_rank() == 0).finish()
+    return str(refused.value)
+
+
+@pytest.mark.ranks
+@RANKED
+def test_ranks_of_which_one_shares_are_out_of_step():
+    with fresh(2) as run:
+        for text in run(shared_or_not):
+            assert "is in another collective of ranks 0 and 1" in text or "gave up" in text
 
 
 def test_memory_of_results_is_used_again_when_nobody_has_them():

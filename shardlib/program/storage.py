@@ -80,6 +80,20 @@ def handed_on(steps: Iterable[Step], owner: Mapping[Var, Var]) -> set[Var]:
     return {owner.get(c.source, c.source) for c in moves if c.kind == "ppermute"}
 
 
+def read_only(program: Program) -> set[Var]:
+    """What is gathered and never written over, nor shown by a result: all devices may read the same memory."""
+    owner = owners_in(program)
+    over = (step.args[k] for step in program.steps if isinstance(step, Compute) for k in step.over if k is not None)
+    seen = {owner.get(v, v) for v in (*program.results, *over)} | blurred(program.steps, owner)
+    return {
+        c.out
+        for step in program.steps
+        if isinstance(step, Start)
+        for c in step.moves
+        if c.kind == "all_gather" and owner.get(c.out) is c.out and c.out not in seen
+    }
+
+
 def alive(program: Program, *, host: bool = False) -> Iterator[int]:
     """Bytes in use on the fullest device, or in its host's memory, while each step runs."""
     return (total for total, _ in _in_use(program, host=host))

@@ -23,7 +23,7 @@ from shardlib.meshes.axis import Axis, Coords, alike, member_coords
 from shardlib.meshes.mesh import Mesh
 from shardlib.program.inplace import written
 from shardlib.program.steps import Collective, Compute, Copy, Free, Program, Start, Step, Var, makes, reads
-from shardlib.program.storage import owners_in
+from shardlib.program.storage import owners_in, read_only
 from shardlib.program.sym import Sym
 from shardlib.program.varying import Primes, primes, varying
 from shardlib.run.callables import callable_of
@@ -72,6 +72,7 @@ class Generator:
         self._shared = self._shared_reads() if self.varies else {}
         self._owner = owners_in(self.program) if self._shared else {}
         self._segments = 0
+        self.read_only = read_only(self.program)
 
     def _shared_reads(self) -> dict[Var, float]:
         """Memory that is read once for several devices, and the last segment in which it is: nothing is written over it

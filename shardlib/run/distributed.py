@@ -68,7 +68,7 @@ def _communicate(g: Generator, start: Start) -> None:
     handle = _groups.group_for(g.program.mesh, first.axes)
     group = g.bind(handle, "group_" + "_".join(map(str, first.axes)))
     counted = _counted if handle.shm is None and handle.size > 1 else lambda start: start
-    reduce = [f"kind={first.reduce!r}"] if first.kind in ("all_reduce", "reduce_scatter") else []
+    more = [f"kind={first.reduce!r}"] if first.kind in ("all_reduce", "reduce_scatter") else []
     if len(bundle) == 1:
         begin = g.bind(_in_range(g, counted(_START[first.kind]), label(bundle)), f"start_{first.kind}")
         args = [sources[0], *(f"{key}={g.literal(value, coords)}" for key, value in first.params.items())]
@@ -79,8 +79,10 @@ def _communicate(g: Generator, start: Start) -> None:
         if first.kind != "all_reduce":
             args += [g.literal([c.params[key] for c in bundle], coords) for key in ("dim", "sizes")]
         left = ", ".join(outs)
+    if first.kind == "all_gather" and all(c.out in g.read_only for c in bundle):
+        more.append("shared=True")
     flying = g.fresh(f"{outs[0]}_flying")
-    g.lines.append(f"{flying} = {begin}({', '.join([*args, f'group={group}', *reduce])})")
+    g.lines.append(f"{flying} = {begin}({', '.join([*args, f'group={group}', *more])})")
     finish = f"{flying}.finish()"
     if g.ranges:
         finish = f"{g.bind(ranged(lambda h: h.finish(), f'wait for {label(bundle)}'), 'finish')}({flying})"

@@ -3,7 +3,7 @@
 All take turns in the same processes, one thread each: Gloo's own collective, shardlib's way over Gloo (which is the
 faster of the two, and what runs without shared memory) and shared memory. A call's time is that of its slowest rank.
 Bytes are those of the whole tensor: an all-gather's result, a reduce-scatter's operand, the sum of all pieces in an
-all-to-all.
+all-to-all. "shared" is an all-gather into one result that all ranks read, which programs use where nothing writes over it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,17 @@ from tests.ranks import run_ranks
 from .timing import Ratio, markdown
 
 SIZES = (1, 1 << 10, 1 << 14, 1 << 17, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
-TARGETS = {"all_gather": 4.0, "reduce_scatter": 6.0}  # from 4 MB up; never below 1 for any size
+GATHERS = ("all_gather", "shared")
+TARGETS = {**dict.fromkeys(GATHERS, 4.0), "reduce_scatter": 6.0}  # from 4 MB up; never below 1 for any size
 Call = Callable[[], object]
 
 
 def _all_gather(x: torch.Tensor, group: GroupHandle) -> Any:
     return all_gather.start(x, 0, [len(x)] * group.size, group)
+
+
+def _shared(x: torch.Tensor, group: GroupHandle) -> Any:
+    return all_gather.start(x, 0, [len(x)] * group.size, group, shared=True)
 
 
 def _reduce_scatter(x: torch.Tensor, group: GroupHandle) -> Any:
@@ -49,6 +54,7 @@ def _ppermute(x: torch.Tensor, group: GroupHandle) -> Any:
 
 OPS: dict[str, Callable[[torch.Tensor, GroupHandle], Any]] = {
     "all_gather": _all_gather,
+    "shared": _shared,
     "reduce_scatter": _reduce_scatter,
     "all_reduce": all_reduce.start,
     "all_to_all": _all_to_all,
@@ -60,7 +66,7 @@ def _native(op: str, x: torch.Tensor, n: int) -> Call:
     """Gloo's own collective with a result of its own; there is none for a ppermute."""
     c10d, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
     calls: dict[str, Call] = {
-        "all_gather": lambda: c10d.all_gather_into_tensor(x, n, name),
+        **dict.fromkeys(GATHERS, lambda: c10d.all_gather_into_tensor(x, n, name)),
         "reduce_scatter": lambda: c10d.reduce_scatter_tensor(x, "sum", n, name),
         "all_reduce": lambda: c10d.all_reduce(x, "sum", name),
         "all_to_all": lambda: c10d.all_to_all_single(x, _parts(len(x), n), _parts(len(x), n), name),
@@ -80,13 +86,15 @@ def measure(op: str, nbytes: int, dtype: torch.dtype, rounds: int) -> dict[str, 
     shm = group_for(mesh, (mesh.axis("x"),))
     assert shm.shm is not None, shm.why
     count = -(-nbytes // dtype.itemsize)
-    count = -(-count // n) if op in ("all_gather", "all_to_all") else count
+    count = -(-count // n) if op in (*GATHERS, "all_to_all") else count
     x = torch.ones(count, dtype=dtype)
     contestants: dict[str, Call] = {
         "over Gloo": functools.partial(_call, op, x, replace(shm, shm=None)),
         "shm": functools.partial(_call, op, x, shm),
     }
-    if op != "ppermute" and (op == "all_gather" or count % n == 0):
+    if op == "shared":
+        contestants["shm, a result each"] = functools.partial(_call, "all_gather", x, shm)
+    if op != "ppermute" and (op in GATHERS or count % n == 0):
         contestants["Gloo"] = _native(op, x, n)
     repeats = max(1 if nbytes > 32 << 20 else 4, min(20, (1 << 17) // nbytes))
     samples: dict[str, list[float]] = {name: [] for name in contestants}
@@ -121,7 +129,8 @@ def row(op: str, n: int, nbytes: int, dtype: torch.dtype, rounds: int) -> list[o
     samples = slowest(run_ranks(measure, n, op, nbytes, dtype, rounds))
     target = TARGETS.get(op, 1.0) if nbytes >= 4 << 20 else 1.0
     cells: list[object] = [op, n, f"{nbytes:,}", *(_ms(samples.get(name)) for name in ("Gloo", "over Gloo", "shm"))]
-    cells += [advantage(samples[name], samples["shm"]) if name in samples else "-" for name in ("Gloo", "over Gloo")]
+    peers = ("Gloo", "over Gloo", "shm, a result each")
+    cells += [advantage(samples[name], samples["shm"]) if name in samples else "-" for name in peers]
     return [*cells, f">= {target:g}x"]
 
 
@@ -142,7 +151,7 @@ def main() -> None:
     dtype = getattr(torch, a.dtype)
     rows = [collectives.row(op, n, nbytes, dtype, a.rounds) for n in a.ranks for op in a.ops for nbytes in a.bytes]
     header = ["collective", "ranks", "bytes", "Gloo ms", "over Gloo ms", "shm ms"]
-    header += ["faster than Gloo (quartiles)", "than over Gloo (quartiles)", "target"]
+    header += ["faster than Gloo (quartiles)", "than over Gloo (quartiles)", "than shm with a result each", "target"]
     print(markdown(f"{a.dtype}, torch {torch.__version__}", header, rows))
 
 

@@ -6,7 +6,8 @@ import functools
 import itertools
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -103,10 +104,12 @@ def group_of(backend: str, axes: Sequence[tuple[str, int, int, int]] | None = No
     return replace(group, channel=None) if backend == "torch" else group
 
 
-def run_op(op: str, x: Tensor, args: tuple[Any, ...], group: GroupHandle) -> Any:
+def run_op(op: str, x: Tensor, args: tuple[Any, ...], group: GroupHandle, shared: bool = False) -> Any:
     if op in ("all_reduce", "reduce_scatter"):
         *head, kind = args
         return OPS[op].start(x, *head, group, kind)
+    if op == "all_gather":
+        return all_gather.start(x, *args, group, shared)
     return OPS[op].start(x, *args, group)
 
 
@@ -152,6 +155,50 @@ LAYOUTS = [
 def test_gather_and_scatter(n, sizes, dim, layout, backend):
     check(gather(dim, sizes, layout=layout), backend)
     check(scatter(dim, sizes, layout=layout), backend)
+
+
+# Gathers into one block that all members read.
+
+
+@contextmanager
+def any_size() -> Iterator[None]:
+    """Results of any bytes are shared meanwhile."""
+    kept, all_gather.LARGE = all_gather.LARGE, 1
+    try:
+        yield
+    finally:
+        all_gather.LARGE = kept
+
+
+def gathered_together(cases: Sequence[Case]) -> tuple[list[Tensor], bool]:
+    """The operands of the cases in one message, and whether they lie in one block."""
+    group = group_of("shm")
+    xs = [shards[group.position] for _, shards, _ in cases]
+    dims, sizes = zip(*(args for _, _, args in cases), strict=True)
+    with any_size():
+        outs = all_gather.start_many(xs, dims, sizes, group, shared=True).finish()
+    at = [x.data_ptr() for x in outs if x.numel()]
+    return [x.clone() for x in outs], max(at) - min(at) < sum(x.nbytes + 64 for x in outs)
+
+
+@pytest.mark.parametrize("layout", ["dense", "reversed", "expanded", "sliced"])
+@pytest.mark.parametrize(("n", "sizes"), [(2, (3, 2)), (2, (0, 4)), (3, (1, 0, 3)), (4, (2, 2, 2, 2))])
+def test_shared_gathers(n, sizes, layout):
+    dtypes = (torch.float32, torch.bfloat16, torch.bool)
+    cases = [gather(dim, sizes, dtype, layout) for dim in range(3) for dtype in dtypes]
+    cases.append(gather(0, [0] * n))
+    for rank, (outs, together) in enumerate(run_ranks(gathered_together, n, cases)):
+        for out, (_, shards, args) in zip(outs, cases, strict=True):
+            same(out, all_gather.reference(shards, *args)[rank])
+        assert together
+
+
+@pytest.mark.long
+def test_a_shared_gather_of_many_rounds():
+    shards = [torch.arange(n, dtype=torch.float32).view(-1, 3).t() for n in (3 << 20, 6, 3 << 18)]
+    case = ("all_gather", shards, (1, [x.shape[1] for x in shards]))
+    for rank, ((out,), _) in enumerate(run_ranks(gathered_together, 3, [case])):
+        same(out, all_gather.reference(shards, *case[2])[rank])
 
 
 @pytest.mark.sampled(3)
@@ -332,13 +379,14 @@ def draw_program(seed: int, count: int) -> list[tuple[int, Case]]:
     return program
 
 
-def many_in_flight(seed: int, count: int) -> None:
+def many_in_flight(seed: int, count: int, shared: bool) -> None:
     """All are started, in one order; each rank waits for them in an order of its own."""
     program = draw_program(seed, count)
     handles = []
     for which, (op, shards, args) in program:
         group = small_group(GROUPS[which])
-        handles.append(run_op(op, shards[group.position], args, group))
+        with any_size():
+            handles.append(run_op(op, shards[group.position], args, group, shared=shared))
     order = list(range(count))
     random.Random(f"{seed} {dist.get_rank()}").shuffle(order)
     for i in order:
@@ -346,9 +394,10 @@ def many_in_flight(seed: int, count: int) -> None:
         same(handles[i].finish(), OPS[op].reference(shards, *args)[small_group(GROUPS[which]).position])
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_many_in_flight_that_do_not_fit(seed):
-    run_ranks(many_in_flight, 4, seed, 60)
+def test_many_in_flight_that_do_not_fit(seed, shared):
+    run_ranks(many_in_flight, 4, seed, 60, shared)
 
 
 def waiting(count: int) -> None:

@@ -1,0 +1,194 @@
+// Blocks: memory in which the members of a channel build one result together, and read it without a copy.
+//
+// The first member that comes to such a collective takes a block that nobody holds, of any member, or makes one, and
+// says so in a claim that the others find. Every member holds it until its tensors there are gone. A process keeps idle
+// blocks of its own for the next result, up to kIdle bytes.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <fcntl.h>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "shm_layout.h"
+
+namespace shm {
+
+constexpr uint64_t kIdle = uint64_t{128} << 20;
+constexpr uint64_t kPage = 4096;
+
+// A claim: the number of the round (40 bits, one more than it), the member (12), and which of its blocks (12).
+struct Claim {
+    uint64_t round;
+    uint32_t member, index;
+
+    static Claim of(uint64_t word) {
+        return {word >> 24, static_cast<uint32_t>(word >> 12 & 0xfff), static_cast<uint32_t>(word & 0xfff)};
+    }
+    uint64_t word() const { return round << 24 | uint64_t{member} << 12 | index; }
+    static uint64_t tag(uint64_t number) { return (number + 1) & ((uint64_t{1} << 40) - 1); }
+};
+static_assert(kBlocks <= 0x1000, "a claim has 12 bits for a block");
+
+// A block as this process sees it.
+struct Mapped {
+    Block* block = nullptr;
+    char* base = nullptr;
+    uint64_t size = 0;
+    uint32_t version = 0;
+    std::atomic<int> held{0};  // by this process
+
+    void unmap() {
+        if (base && !held.load()) munmap(base, size);  // else tensors still read it
+        base = nullptr;
+    }
+};
+
+class Blocks {
+  public:
+    explicit Blocks(Header* own) : own_(own) { own_->pid = getpid(); }
+
+    ~Blocks() {
+        for (auto& [block, mapped] : mapped_) mapped->unmap();
+        for (uint32_t i = 0; i < own_->count.load(); ++i)
+            if (own_->blocks[i].held.load() != kNone) close(own_->blocks[i].fd.load());
+    }
+
+    int fault = 0;  // the errno of what went wrong
+
+    // The block of the result that begins in round `number`, held for this member; null where memory is missing.
+    Mapped* share(const std::vector<char*>& members, std::atomic<uint64_t>& claims, int me, uint64_t number,
+                  uint64_t bytes) {
+        uint64_t word = claims.load(std::memory_order_acquire);
+        if (Claim::of(word).round != Claim::tag(number)) {
+            Claim mine{Claim::tag(number), 0, 0};
+            if (!idle(members, bytes, mine) && !make(static_cast<uint32_t>(members.size()), bytes, me, mine))
+                return nullptr;
+            if (claims.compare_exchange_strong(word, mine.word(), std::memory_order_acq_rel)) {
+                word = mine.word();
+            } else {  // another member was first
+                at(members, mine).held.store(0, std::memory_order_release);
+            }
+        }
+        const Claim claim = Claim::of(word);
+        Mapped* found = map(reinterpret_cast<Header*>(members[claim.member]), at(members, claim));
+        if (found && found->size < bytes) {  // of members that are out of step, who will find that out
+            Claim apart{0, 0, 0};
+            if (!make(1, bytes, me, apart)) return nullptr;
+            found = map(own_, own_->blocks[apart.index]);
+        }
+        if (found) found->held.fetch_add(1);
+        return found;
+    }
+
+    static void give(Mapped* mapped) {
+        mapped->held.fetch_sub(1);
+        mapped->block->held.fetch_sub(1, std::memory_order_acq_rel);
+    }
+
+  private:
+    static Block& at(const std::vector<char*>& members, const Claim& claim) {
+        return reinterpret_cast<Header*>(members[claim.member])->blocks[claim.index];
+    }
+
+    // Takes a block that nobody holds, not much larger than what is needed, for all members.
+    static bool idle(const std::vector<char*>& members, uint64_t bytes, Claim& claim) {
+        for (uint32_t i = 0; i < members.size(); ++i) {
+            Header* header = reinterpret_cast<Header*>(members[i]);
+            const uint32_t count = header->count.load(std::memory_order_acquire);
+            for (uint32_t k = 0; k < count; ++k) {
+                Block& block = header->blocks[k];
+                uint32_t nobody = 0;
+                if (block.held.load(std::memory_order_relaxed) || !fits(block, bytes)) continue;
+                if (!block.held.compare_exchange_strong(nobody, static_cast<uint32_t>(members.size()))) continue;
+                if (fits(block, bytes)) {
+                    claim.member = i;
+                    claim.index = k;
+                    return true;
+                }
+                block.held.store(0, std::memory_order_release);
+            }
+        }
+        return false;
+    }
+
+    static bool fits(const Block& block, uint64_t bytes) {
+        const uint64_t size = block.size.load(std::memory_order_acquire);
+        return size >= bytes && size <= bytes + bytes / 4 + kPage;
+    }
+
+    // A new block of this process, held by `holders`.
+    bool make(uint32_t holders, uint64_t bytes, int me, Claim& claim) {
+        const uint64_t size = (bytes + kPage - 1) / kPage * kPage;
+        drop_idle(size);
+        uint32_t k = 0;
+        const uint32_t count = own_->count.load();
+        while (k < count && own_->blocks[k].held.load() != kNone) ++k;
+        if (k == kBlocks) return fault = EMFILE, false;
+        const int fd = memfd_create("shardlib-block", MFD_CLOEXEC);
+        if (fd < 0) return fault = errno, false;
+        int error;
+        while ((error = posix_fallocate(fd, 0, static_cast<off_t>(size))) == EINTR) {
+        }
+        if (error) {
+            close(fd);
+            return fault = error, false;
+        }
+        Block& block = own_->blocks[k];
+        block.fd.store(fd);
+        block.size.store(size);
+        block.version.fetch_add(1);
+        block.held.store(holders, std::memory_order_release);
+        if (k == count) own_->count.store(count + 1, std::memory_order_release);
+        claim.member = static_cast<uint32_t>(me);
+        claim.index = k;
+        return true;
+    }
+
+    // Drops idle blocks of this process until they and one of `size` bytes may be kept.
+    void drop_idle(uint64_t size) {
+        uint64_t kept = size;
+        for (uint32_t k = own_->count.load(); k-- > 0;) {
+            Block& block = own_->blocks[k];
+            uint32_t nobody = 0;
+            if (block.held.load()) continue;
+            if ((kept += block.size.load()) <= kIdle || !block.held.compare_exchange_strong(nobody, kNone)) continue;
+            kept -= block.size.load();
+            (void)!ftruncate(block.fd.load(), 0);  // others may map it still: its pages go now
+            close(block.fd.load());
+        }
+    }
+
+    Mapped* map(Header* owner, Block& block) {
+        auto& mapped = mapped_[&block];
+        if (!mapped) mapped = std::make_unique<Mapped>();
+        const uint32_t version = block.version.load(std::memory_order_acquire);
+        if (mapped->base && mapped->version == version) return mapped.get();
+        mapped->unmap();
+        int fd = block.fd.load();
+        if (owner != own_) {
+            char path[64];
+            std::snprintf(path, sizeof path, "/proc/%d/fd/%d", owner->pid, fd);
+            fd = open(path, O_RDWR | O_CLOEXEC);
+            if (fd < 0) return fault = errno, nullptr;
+        }
+        const uint64_t size = block.size.load();
+        void* base = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
+        if (owner != own_) close(fd);
+        if (base == MAP_FAILED) return fault = errno, nullptr;
+        mapped->block = &block;
+        mapped->base = static_cast<char*>(base);
+        mapped->size = size;
+        mapped->version = version;
+        return mapped.get();
+    }
+
+    Header* own_;
+    std::unordered_map<Block*, std::unique_ptr<Mapped>> mapped_;
+};
+
+}  // namespace shm
