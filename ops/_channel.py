@@ -137,7 +137,7 @@ class Channel:
                 self.session.flying.pop(ticket, None)  # another thread may have waited for it meanwhile
 
     def ask(self, ticket: int, patience: int) -> tuple[int, int | None, int | None]:
-        """Wait at most `patience` nanoseconds: the library's answer; and of a shared result its block, and its address."""
+        """Wait at most `patience` nanoseconds: the library's answer; of a shared result its block and its address."""
         block, base = ctypes.c_void_p(), ctypes.c_void_p()
         answer = self.library.shm_finish(self.session.engine, ticket, patience, ctypes.byref(block), ctypes.byref(base))
         return answer, block.value, base.value

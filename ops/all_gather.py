@@ -19,12 +19,12 @@ from shardlib.ops._choice import Choice
 from shardlib.ops._groups import GroupHandle
 from shardlib.ops._pick import NCCL, pick
 from shardlib.ops._pieces import by_dtype, leads, pack, resized, settled
-from shardlib.ops._results import LARGE
 from shardlib.ops._streams import COPY, Block, Like, Message, dense, likes, prefix, sources, up
 from shardlib.ops._wire import Flight, Handle, gather
 
 # Measured on Gloo over the loop-back device, 2 and 4 processes: see `choose`.
 _GLOO_EXCHANGE_BYTES = 1 << 20
+SHARED_BYTES = 1 << 19  # of results, from which on one for all members is the faster way
 
 
 def reference(shards: Sequence[Tensor], dim: int, sizes: Sequence[int]) -> list[Tensor]:
@@ -138,7 +138,7 @@ def _recipe(
         where = zip(outs, dims, sizes, strict=True)
         blocks = (Block(len(xs) + j, out, d, prefix(of, i), of[i]) for j, (out, d, of) in enumerate(where))
         message.receive(message.stream(blocks))
-    if not shared or nbytes < LARGE:
+    if not shared or nbytes < SHARED_BYTES:
         return Recipe(message.words(nbytes), tuple(outs), packed)
     ends = list(itertools.accumulate(up(out.nbytes) for out in outs))
     places = (0, *ends[:-1])

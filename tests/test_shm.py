@@ -434,7 +434,7 @@ def test_a_segment_is_reserved_and_zero_and_its_own(monkeypatch):
 
 def shared_results() -> list[Any]:
     """What becomes of the blocks of shared gathers."""
-    group, count = group_of(2), 1 << 15
+    group, count = group_of(2), all_gather.SHARED_BYTES // 8
     x = torch.full((count,), float(dist.get_rank()))
 
     def start() -> Any:

@@ -3,7 +3,7 @@
 All take turns in the same processes, one thread each: Gloo's own collective, shardlib's way over Gloo (which is the
 faster of the two, and what runs without shared memory) and shared memory. A call's time is that of its slowest rank.
 Bytes are those of the whole tensor: an all-gather's result, a reduce-scatter's operand, the sum of all pieces in an
-all-to-all. "shared" is an all-gather into one result that all ranks read, which programs use where nothing writes over it.
+all-to-all. "shared" is an all-gather into one result that all ranks read, as in programs where nothing writes over it.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def measure(op: str, nbytes: int, dtype: torch.dtype, rounds: int) -> dict[str, 
     count = -(-count // n) if op in (*GATHERS, "all_to_all") else count
     x = torch.ones(count, dtype=dtype)
     contestants: dict[str, Call] = {
-        "over Gloo": functools.partial(_call, op, x, replace(shm, shm=None)),
+        "over Gloo": functools.partial(_call, op, x, replace(shm, channel=None)),
         "shm": functools.partial(_call, op, x, shm),
     }
     if op == "shared":

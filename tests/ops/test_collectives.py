@@ -163,11 +163,11 @@ def test_gather_and_scatter(n, sizes, dim, layout, backend):
 @contextmanager
 def any_size() -> Iterator[None]:
     """Results of any bytes are shared meanwhile."""
-    kept, all_gather.LARGE = all_gather.LARGE, 1
+    kept, all_gather.SHARED_BYTES = all_gather.SHARED_BYTES, 1
     try:
         yield
     finally:
-        all_gather.LARGE = kept
+        all_gather.SHARED_BYTES = kept
 
 
 def gathered_together(cases: Sequence[Case]) -> tuple[list[Tensor], bool]:
