@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import shardlib as sl
+from shardlib.eager import together
 from shardlib.rules import foreach
 from shardlib.rules.table import DECOMPOSITIONS
 from shardlib.rules.written import op_named
@@ -136,3 +137,75 @@ def test_a_step_is_skipped_where_a_gradient_was_not_finite(found: float) -> None
         step(mine, my_grads)
     assert same(mine, whole)
     assert same(my_grads, grads)
+
+
+# Outside `jit`: at once where tensors are in the same pieces.
+
+
+def in_pieces() -> list[Tensor]:
+    """Uneven, even, empty and whole pieces."""
+    made = torch.Generator().manual_seed(0)
+    return [torch.rand(shape, generator=made, dtype=F64) + 0.1 for shape in ((5, 3), (4, 4), (2,), ())]
+
+
+SPECS_OF = (sl.P("x"), sl.P("x", None), sl.P("x"), sl.P())
+
+
+def both(fn: Callable[[list[Tensor], list[Tensor]], Any]) -> bool:
+    """Whether a function does the same to sharded lists as to plain ones, and gives the same."""
+
+    def run(place: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
+        xs, ys = place(in_pieces()), place(in_pieces())
+        return [*(fn(xs, ys) or []), *xs, *ys]
+
+    with sl.Mesh(x=4):
+        mine = run(lambda tensors: [sl.shard(x, spec) for x, spec in zip(tensors, SPECS_OF, strict=True)])
+    return same(mine, run(lambda tensors: tensors))
+
+
+SLICES = {"views": lambda xs: [x[1:] for x in xs[:2]], "aliases": lambda xs: [x.detach() for x in xs]}
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda xs, ys: torch._foreach_add(xs, ys, alpha=2),
+        lambda xs, ys: torch._foreach_add_(xs, ys),
+        lambda xs, ys: torch._foreach_mul_(xs, [0.5, 1.0, 2.0, 3.0]),
+        lambda xs, ys: torch._foreach_addcmul_(xs, ys, ys, 0.5),
+        lambda xs, ys: torch._foreach_sqrt(xs),
+        lambda xs, ys: torch._foreach_add_([xs[0], xs[0]], [ys[0], xs[0]]),  # each sees what was written before
+        lambda xs, ys: torch._foreach_add_([xs[0], ys[0]], [ys[0], xs[0]]),
+        lambda xs, ys: torch._foreach_add_(xs, xs),
+        lambda xs, ys: torch._foreach_mul_(SLICES["views"](xs), 2.0),
+        lambda xs, ys: torch._foreach_add_(SLICES["aliases"](xs), ys),
+        lambda xs, ys: torch._foreach_add_(SLICES["aliases"](xs), xs),
+        lambda xs, ys: torch._foreach_norm(xs),
+        lambda xs, ys: torch._foreach_max(xs[:3]),
+        lambda xs, ys: torch._foreach_pow(2.0, xs),
+        lambda xs, ys: torch._foreach_copy_(xs, ys[::-1][::-1]),
+        lambda xs, ys: torch._foreach_mm([xs[1]], [ys[1]]) if hasattr(torch, "_foreach_mm") else None,
+    ],
+)
+def test_lists_outside_jit(fn: Callable[[list[Tensor], list[Tensor]], Any]) -> None:
+    assert both(fn)
+
+
+def test_a_list_in_the_same_pieces_is_one_call_for_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    flat = together._flat
+    monkeypatch.setattr(together, "_flat", lambda results: calls.append(results) or flat(results))
+    with sl.Mesh(x=4):
+        xs = [sl.shard(x, spec) for x, spec in zip(in_pieces(), SPECS_OF, strict=True)]
+        whole = [sl.shard(x, sl.P()) for x in in_pieces()]
+        for scale in (2.0, 3.0):
+            torch._foreach_mul_(xs, scale)
+            torch._foreach_mul_(whole, scale)  # once for all
+        assert len(calls) == 2 * (4 + 1)
+        torch._foreach_add_(xs, whole)  # in other pieces
+        assert len(calls) == 2 * (4 + 1)
+
+
+def test_integers_are_not_cast_outside_jit() -> None:
+    with sl.Mesh(x=2), pytest.raises(RuntimeError, match="can't be cast"):
+        torch._foreach_add_([sl.shard(torch.tensor([1, 2]), "_@x")], 0.5)

@@ -21,6 +21,7 @@ from shardlib.eager import refusals
 from shardlib.eager.forms import FORMS
 from shardlib.eager.prepare import Prepared, whole
 from shardlib.eager.slots import devices_of, tensors_of
+from shardlib.eager.together import is_step, together
 from shardlib.eager.writes import outs_of, through_copies, writer, written_by
 from shardlib.internals import (
     ASKS_IS_VIEW,
@@ -122,7 +123,7 @@ def _writes_to_out(op: Any) -> bool:
 
 
 def _takes_lists(op: Any) -> bool:
-    return bool(schema_of(op).name.startswith("aten::_foreach_"))
+    return bool(schema_of(op).name.startswith("aten::_foreach_")) or (is_step(op) and op in DECOMPOSITIONS)
 
 
 @cache
@@ -180,6 +181,12 @@ def _others(call: Asked) -> Run:
     return run
 
 
+def _lists(call: Asked) -> Run:
+    """On the pieces of all at once, or the ops one by one."""
+    otherwise = _others(call) if is_step(call.op) else _one_by_one(call)
+    return together(call.op, call.args, call.kwargs, call.mesh, otherwise) or otherwise
+
+
 def _one_by_one(call: Asked) -> Run:
     """The ops one by one; they come below autograd, so that nobody else notes that their tensors were written to."""
     op, key, writes = call.op, torch.DispatchKey.CompositeExplicitAutograd, bool(schema_of(call.op).is_mutable)
@@ -232,7 +239,7 @@ WAYS: Sequence[tuple[Callable[[Asked], bool], Callable[[Asked], Run]]] = (
     (lambda c: not isinstance(c.op, OpOverload), lambda c: refusals.operator(c.op, c.tensors)),
     (_has_own_form, _own_form),
     (lambda c: c.op.namespace in PER_RANK, lambda c: refusals.collective(str(c.op), [typeof(x) for x in c.sharded])),
-    (lambda c: _takes_lists(c.op), _one_by_one),
+    (lambda c: _takes_lists(c.op), _lists),
     (_on_several_meshes, lambda c: refusals.meshes(c.op, c.sharded)),
     (_asks_for_shapes, _shapes),
     (lambda c: bool(c.elsewhere), lambda c: refusals.devices(c.op, c.sharded, c.elsewhere)),

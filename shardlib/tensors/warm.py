@@ -23,6 +23,7 @@ Run = Callable[[Any, Any], Any]  # of a call's args and kwargs
 PROGRAMS: Bounded[Any, Run] = Bounded(1 << 14)
 LOOSE: set[int] = set()  # ids of ops whose numbers count by type; ops live as long as the process
 _known: set[Any] = set()
+_LISTS = ("aten::_foreach_", "aten::_fused_")  # what optimisers call, with other step sizes in each step
 
 
 def key_of(op: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
@@ -67,7 +68,7 @@ def learn(op: Any) -> bool:
         return False
     _known.add(op)
     arguments = schema_of(op).arguments
-    pointwise = torch.Tag.pointwise in op.tags or op in FILLS
+    pointwise = torch.Tag.pointwise in op.tags or op in FILLS or schema_of(op).name.startswith(_LISTS)
     sizes = any(str(a.type) in ("int", "SymInt", "List[int]", "Optional[int]") for a in arguments)
     if pointwise and not sizes:
         LOOSE.add(id(op))
