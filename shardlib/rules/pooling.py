@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from shardlib.internals import schema_of
-from shardlib.rules.nonempty import nonempty
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Rule, RuleFn
-from shardlib.rules.space import argument_named, path, result_shape
-from shardlib.rules.stencil import Reach, Stencil
+from shardlib.rules.space import argument_named, result_shape
+from shardlib.rules.stencil import Reach, Stencil, nonempty
 from shardlib.rules.window import Window, each
 
 
@@ -70,12 +68,9 @@ def _copied(call: Call, times: Sequence[int], *, backward: bool) -> Rule:
     out = " ".join(f"(h{k} r{k})" for k in range(len(times)))
     text = f"... c {out}, ... c {x} -> ... c {x}" if backward else f"... c {x} -> ... c {out}"
     notes = " ".join(f"h{k}:local r{k}:whole" for k in range(len(times)))
-    found = pattern(f"{text} | c:local {notes} {{0}}", local=nonempty)(call)
-    if backward:
-        return found
-    labels = found.operands[0][-len(times) :]
-    ints = {(*path(call, 1, "output_size"), k): (n, labels[k]) for k, n in enumerate(times)}
-    return replace(found, ints={**found.ints, **ints})
+    if not backward:
+        notes += "".join(f" (h{k} r{k}):size(output_size.{k})" for k in range(len(times)))
+    return pattern(f"{text} | c:local {notes} {{0}}", local=nonempty)(call)
 
 
 def _beside(call: Call, dims: int, x: str) -> list[str]:

@@ -1,12 +1,16 @@
-"""The local form of ops that read a dim around every element, or in windows, and of gradients of windows.
+"""The local form of ops that read a dim around every element, or in windows, of gradients of these, and of ops that
+refuse empty dims.
 
 Where results read what others have, a device gets it, runs the op on that, and drops what belongs to others. So the op
 does at the ends of the whole dim what it always does there. A gradient goes the other way: the op is run on the
-gradients of a device's own results, with zeros for all else, and what it makes for elements of others goes home.
+gradients of a device's own results, with zeros for all else, and what it makes for elements of others goes home. A
+result that reads, or its gradient, may be a block of elements: `(h r)`, of which `h` is cut. Of what a device has
+nothing, it takes one element of zeros, which results lose.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +20,6 @@ from torch import Tensor
 
 from shardlib.internals import pytree
 from shardlib.rules.halo import Range, extent, fetch_all, give_back, length, overlap, reframe
-from shardlib.rules.nonempty import put
 from shardlib.rules.rule import Labels, Local, Path, Reads
 from shardlib.rules.shards import may_be_empty
 from shardlib.rules.window import Pool, Window
@@ -75,7 +78,7 @@ Run = Callable[[list[Any], dict[str, Any], Mapping[int, int]], Any]
 
 @dataclass(frozen=True)
 class Stencil:
-    """An op whose results read so much, by the factors of results; each factor is a dim of its own wherever it is.
+    """An op whose results read so much, by the factors of results; what is read is a dim of its own wherever it is.
 
     * `back`: it is the gradient of such an op, and operand `like` says by its shape how large the result is.
     * `run`: what runs instead of the op, on its arguments; it is told where dims begin that are not here as a whole.
@@ -99,11 +102,12 @@ class Stencil:
 
     def local(self, local: Local) -> Any:
         here = {f: r for f, r in self.reach.items() if local.axes(f) or local.axes(r.source)}
-        thin = [f for f in local.rule.loose if may_be_empty(local, f)]
+        alike = local.rule.local_factors - self.reach.keys() - self.sources.keys()
+        thin = {f for f in alike if may_be_empty(local, f)}
         run = self.run or (lambda args, kwargs, _: local.call.target(*args, **kwargs))
 
-        def form(*args: Any, **kwargs: Any) -> Any:
-            piece = _Piece(self, here, {f: extent((f,), r.count) for f, r in here.items()}, thin)
+        def form(args: Sequence[Any], kwargs: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
+            piece = _Piece(self, here, {f: extent((f,), r.count) for f, r in here.items()}, thin, sizes)
             flat, tree = pytree.tree_flatten((args, kwargs))
             operands = iter(enumerate(local.rule.operands))
             for i, x in enumerate(flat):
@@ -118,22 +122,27 @@ class Stencil:
             outs = [piece.kept(x, labels) for x, labels in zip(outs, local.rule.results, strict=True)]
             return tuple(outs) if isinstance(found, tuple) else outs[0]
 
-        return local.run(form, *local.args, **local.kwargs)
+        return local.run(form, local.args, local.kwargs, {f: local.size(f) for f in local.rule.sizes})
+
+
+def nonempty(local: Local, **then: Any) -> Any:
+    """The op itself, where a device may have nothing on one element of zeros; it is told `then`, too."""
+    target = local.call.target
+    if not any(may_be_empty(local, f) for f in local.rule.local_factors):
+        return local.op(target, *local.args, **local.kwargs)
+    return Stencil({}, run=lambda args, kwargs, _: target(*args, **kwargs, **then)).local(local)
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """What one device runs the op on, for the results `mine`.
-
-    Of the factors `thin`, of which it may have nothing, it takes one element that means nothing.
-    """
+    """What one device runs the op on, for the results `mine`: of the factors `thin` it may have nothing."""
 
     stencil: Stencil
     here: Mapping[str, Reach]  # those that are cut
     mine: Mapping[str, Range]
-    thin: Sequence[str]
+    thin: Container[str]
+    sizes: Mapping[str, int]  # of all factors, what it has
     begins: dict[int, int] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)
 
     def _wide(self, labels: Labels) -> Iterator[tuple[int, Reach, Range]]:
         """The dims of a tensor that are read, or are gradients of what is."""
@@ -152,10 +161,10 @@ class _Piece:
                 x = _sized(x, dim, length(reach.frame(mine))) if self.stencil.back else reach.fetched(x, dim, mine)
         else:
             for dim, reach, mine in self._windows(labels):
-                x = reframe(x, dim, mine, reach.made(mine))
-        for dim, f in _along(labels, self.thin):
-            n = self.sizes[f] = x.shape[dim]
-            x = reframe(x, dim, (0, n), (0, max(n, 1)))
+                n = self._inside(labels[dim])
+                x = reframe(x, dim, _scaled(mine, n), _scaled(reach.made(mine), n))
+        for dim, _ in _along(labels, self.thin):
+            x = reframe(x, dim, (0, x.shape[dim]), (0, math.prod(map(self._taken, labels[dim]))))
         return x
 
     def kept(self, x: Tensor, labels: Labels) -> Tensor:
@@ -165,18 +174,45 @@ class _Piece:
                 x = reach.given_back(x, dim, mine)
         else:
             for dim, reach, mine in self._windows(labels):
-                x = x.narrow(dim, mine[0] - reach.made(mine)[0], length(mine))
-        for dim, f in _along(labels, self.thin):
-            x = x.narrow(dim, 0, self.sizes[f])
+                n = self._inside(labels[dim])
+                x = x.narrow(dim, (mine[0] - reach.made(mine)[0]) * n, length(mine) * n)
+        for dim, _ in _along(labels, self.thin):
+            x = x.narrow(dim, 0, self._held(labels[dim]))
         return x
 
     def counted(self, ints: Mapping[Path, tuple[int, Sequence[str]]]) -> Iterator[tuple[Path, int]]:
         """Arguments that count what the op gets of a dim, or makes."""
-        for path, (k, factors) in ints.items():
-            read = [length(reach.frame(mine)) for _, reach, mine in self._wide((tuple(factors),))]
-            made = [length(reach.made(mine)) for _, reach, mine in self._windows((tuple(factors),))]
-            for n in (made + read if self.stencil.back else read + made)[-1:]:
-                yield path, k * n
+        return ((path, k * math.prod(map(self._taken, factors))) for path, (k, factors) in ints.items())
+
+    def _held(self, label: Sequence[str]) -> int:
+        """How much the device has of a dim."""
+        return math.prod(self.sizes[f] for f in label)
+
+    def _inside(self, label: Sequence[str]) -> int:
+        """How many elements of a dim there are for one of its major factor."""
+        return self._held(label[1:])
+
+    def _taken(self, factor: str) -> int:
+        """How much the op is given of a factor, or makes."""
+        if factor in self.here:
+            return length(self.here[factor].made(self.mine[factor]))
+        for f, reach in self.here.items():
+            if reach.source == factor:
+                return length(reach.frame(self.mine[f]))
+        n = self.sizes[factor]
+        return max(n, 1) if factor in self.thin else n
+
+
+def put(arguments: Any, path: Path, value: Any) -> None:
+    """Set the argument that sits there."""
+    *outer, last = path
+    for step in outer:
+        arguments = arguments[step]
+    arguments[last] = value
+
+
+def _scaled(r: Range, n: int) -> Range:
+    return r[0] * n, r[1] * n
 
 
 def _sized(x: Tensor, dim: int, n: int) -> Tensor:

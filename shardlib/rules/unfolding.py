@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardlib.rules.lineup import whole
-from shardlib.rules.nonempty import nonempty
 from shardlib.rules.notation import gradient
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Rule, RuleFn
 from shardlib.rules.space import arg, axis, result_shape
+from shardlib.rules.stencil import nonempty
 
 
 def _rule(call: Call, shape: Sequence[int], windows: Sequence[int], first: int, dim: str) -> Rule:
