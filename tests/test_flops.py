@@ -62,8 +62,8 @@ FAMILY: dict[str, Bounds] = {
 PRODUCTS = {"contraction", "convolution", "attention", "grouped"}  # counted below, against torch's counter or by hand
 OTHERS: dict[str, Bounds] = {
     "aten::linalg_cross": (3, 3, _result), "aten::linalg__powsum": (1, 1, _largest),
-    "aten::_trilinear": (3, 15, _largest), "aten::lu_unpack": (1, 1, _largest),
-    "aten::_linalg_check_errors": (1, 1, _largest), "shardlib::scores_backward": (4, 4, _largest),
+    "aten::lu_unpack": (1, 1, _largest), "aten::_linalg_check_errors": (1, 1, _largest),
+    "shardlib::scores_backward": (4, 4, _largest),
     **{f"aten::{name}": (2, 2, lambda call: _numel(call.operands[1].shape))  # a logit for each target
        for name in ("nll_loss_forward", "nll_loss2d_forward")},
     **{f"aten::grid_sampler_{d}d": (2 * 2**d, 2 * 2**d, _result) for d in (2, 3)},

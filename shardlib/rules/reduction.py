@@ -36,12 +36,6 @@ def _extreme(local: Local) -> Any:
     return local.run(form, *local.args, **local.kwargs)
 
 
-def _aminmax(local: Local) -> Any:
-    """Both ends of a row: a pending value can be one kind of reduction only."""
-    rows = Rows.over(local, None if local.call.target is aten._aminmax.default else "dim")
-    return local.run(lambda x: (rows.left(rows.min(x)), rows.left(rows.max(x))), local.args[0])
-
-
 def _truth(kind: str) -> RuleFn:
     """`any` and `all` of a list of dims: only here, an empty list means none of them."""
     reduced, kept = pattern(f"[dim] -> ... | dim:{kind}"), pointwise()
@@ -88,6 +82,12 @@ def _variance(*, root: bool = False, mean: bool = False) -> Callable[..., Any]:
     return form
 
 
+def _both_ends(x: Tensor, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """A pending value can be one kind of reduction only: so these are two."""
+    over = () if dim is None else (dim,)
+    return x.amin(over, keepdim), x.amax(over, keepdim)
+
+
 ROWS: dict[str, RuleFn | str] = {
     "sum": "... -> | ...:sum {0}",
     "sum.dim_IntList": "[dim] -> ... | dim:sum {0}",
@@ -100,9 +100,6 @@ ROWS: dict[str, RuleFn | str] = {
     "amin": pattern("[dim] -> ... | dim:min dim:local", local=_extreme),
     "max": pattern("... -> | ...:max ...:local", local=_extreme),
     "min": pattern("... -> | ...:min ...:local", local=_extreme),
-    "aminmax": pattern("[dim] -> ..., ... | dim:none dim:local", local=_aminmax),
-    "_aminmax": pattern("... -> , | ...:none ...:local", local=_aminmax),
-    "_aminmax.dim": pattern("[dim] -> ..., ... | dim:none dim:local", local=_aminmax),
     "any": "... -> | ...:max",
     **dict.fromkeys(["any.dim", "any.dims"], _truth("max")),
     "all": "... -> | ...:min",
@@ -115,6 +112,7 @@ ROWS: dict[str, RuleFn | str] = {
 }
 
 DECOMPOSED: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(["aminmax", "_aminmax", "_aminmax.dim"], _both_ends),
     "var.correction": _variance(),
     "std.correction": _variance(root=True),
     "var_mean.correction": _variance(mean=True),
