@@ -36,6 +36,8 @@ class Reach:
     frame: Callable[[Range], Range]  # what the op runs on, as the needs count, filled up with zeros
     made: Callable[[Range], Range]  # the results that it makes of that
     window: Window | None = None  # that slides along the source
+    dim: int | None = None  # the dim of operands that is read; None: where the source stands
+    framed: bool = False  # also where nothing cuts it
 
     @staticmethod
     def around(word: str, source: str, size: int, before: int, after: int) -> Reach:
@@ -49,7 +51,7 @@ class Reach:
             return lambda r: overlap((0, size), (reads(r)[0] - turn, reads(r)[1] - turn))
 
         def frame(r: Range) -> Range:
-            return ((reads if rings else need(0))(r)) if length(r) else (r[0], r[0] + 1)
+            return (reads if rings else need(0))(r) if length(r) else _one_at_least(r)
 
         needs = tuple(need(turn) for turn in ((-size, 0, size) if rings else (0,)))
         return Reach(source, size, size, needs, frame, frame)
@@ -59,9 +61,30 @@ class Reach:
         pool = Pool(window, size, count, ceil)
         return Reach(source, size, count, (lambda r: overlap((0, size), pool.need(r)),), pool.frame, pool.made, window)
 
-    def fetched(self, x: Tensor, dim: int, mine: Range) -> Tensor:
+    @staticmethod
+    def sliding(window: Window, source: str, size: int, count: int, *, back: bool, every: bool, **how: Any) -> Reach:
+        """Windows, with zeros where they reach over the ends; `back` says that they are the source, and what they lie
+        over is the results: `every` one of these, or those that some window has. A source of size 1 has no name.
+
+        Kernels refuse to make nothing: where there is nothing, a device has one element that means nothing.
+        """
+
+        def need(r: Range) -> Range:
+            return window.readers(r, size) if back else overlap((0, size), window.reads(r))
+
+        def frame(r: Range) -> Range:
+            if not back:
+                return window.reads(r)
+            return window.over(need(r), r) if every else _one_at_least(need(r))
+
+        def made(r: Range) -> Range:
+            return window.reads(frame(r)) if back else _one_at_least(r)
+
+        return Reach(source, size, count, (need,), frame, made, **how)
+
+    def fetched(self, x: Tensor, dim: int, mine: Range, name: str) -> Tensor:
         """A piece of an operand with all that a range of results reads."""
-        parts = fetch_all(x, dim, (self.source,), [need(mine) for need in self.needs], "input")
+        parts = fetch_all(x, dim, (self.source,) if self.source else (), [need(mine) for need in self.needs], name)
         held = torch.cat(parts, dim) if len(parts) > 1 else parts[0]
         low = self.needs[0](mine)[0] if len(parts) == 1 else self.frame(mine)[0]
         return reframe(held, dim, (low, low + held.shape[dim]), self.frame(mine))
@@ -81,6 +104,7 @@ class Stencil:
     """An op whose results read so much, by the factors of results; what is read is a dim of its own wherever it is.
 
     * `back`: it is the gradient of such an op, and operand `like` says by its shape how large the result is.
+    * `read`: the operand that is read, called `name`; others have what the op makes. None: all are read.
     * `run`: what runs instead of the op, on its arguments; it is told where dims begin that are not here as a whole.
     """
 
@@ -88,10 +112,12 @@ class Stencil:
     back: bool = False
     like: int | None = None
     run: Run | None = None
+    read: int | None = None
+    name: str = "input"
 
     @property
     def sources(self) -> dict[str, str]:
-        return {r.source: f for f, r in self.reach.items()}
+        return {r.source: f for f, r in self.reach.items() if r.source}
 
     @property
     def reads(self) -> dict[str, Reads]:
@@ -101,7 +127,11 @@ class Stencil:
         }
 
     def local(self, local: Local) -> Any:
-        here = {f: r for f, r in self.reach.items() if local.axes(f) or local.axes(r.source)}
+        return local.run(self.form(local), local.args, local.kwargs, {f: local.size(f) for f in local.rule.sizes})
+
+    def form(self, local: Local) -> Callable[..., Any]:
+        """What a device runs, as a function of the op's arguments and of how much it has of every factor."""
+        here = {f: r for f, r in self.reach.items() if r.framed or any(map(local.axes, {f, r.source} - {""}))}
         alike = local.rule.local_factors - self.reach.keys() - self.sources.keys()
         thin = {f for f in alike if may_be_empty(local, f)}
         run = self.run or (lambda args, kwargs, _: local.call.target(*args, **kwargs))
@@ -119,10 +149,11 @@ class Stencil:
                 put(named if isinstance(path[0], str) else given, path, size)
             found = run(given, named, piece.begins)
             outs = list(found) if isinstance(found, tuple) else [found]
-            outs = [piece.kept(x, labels) for x, labels in zip(outs, local.rule.results, strict=True)]
+            made = zip(outs, local.rule.results, strict=True)
+            outs = [None if x is None else piece.kept(x, labels) for x, labels in made]
             return tuple(outs) if isinstance(found, tuple) else outs[0]
 
-        return local.run(form, local.args, local.kwargs, {f: local.size(f) for f in local.rule.sizes})
+        return form
 
 
 def nonempty(local: Local, **then: Any) -> Any:
@@ -146,8 +177,10 @@ class _Piece:
 
     def _wide(self, labels: Labels) -> Iterator[tuple[int, Reach, Range]]:
         """The dims of a tensor that are read, or are gradients of what is."""
-        sources = {r.source: f for f, r in self.here.items()}
-        return ((dim, self.here[sources[f]], self.mine[sources[f]]) for dim, f in _along(labels, sources))
+        for f, reach in self.here.items():
+            for dim, label in enumerate(labels):
+                if dim == reach.dim or (reach.dim is None and reach.source in label):
+                    yield dim, reach, self.mine[f]
 
     def _windows(self, labels: Labels) -> Iterator[tuple[int, Reach, Range]]:
         """The dims of a tensor that read."""
@@ -155,10 +188,11 @@ class _Piece:
 
     def given(self, x: Tensor, at: int, labels: Labels) -> Tensor:
         """An operand as the op gets it."""
-        if at == self.stencil.like or not self.stencil.back:
+        how = self.stencil
+        if at == how.like or (not how.back and how.read in (None, at)):
             for dim, reach, mine in self._wide(labels):
                 self.begins[dim] = reach.frame(mine)[0]
-                x = _sized(x, dim, length(reach.frame(mine))) if self.stencil.back else reach.fetched(x, dim, mine)
+                x = _sized(x, dim, length(reach.frame(mine))) if how.back else reach.fetched(x, dim, mine, how.name)
         else:
             for dim, reach, mine in self._windows(labels):
                 n = self._inside(labels[dim])
@@ -175,7 +209,7 @@ class _Piece:
         else:
             for dim, reach, mine in self._windows(labels):
                 n = self._inside(labels[dim])
-                x = x.narrow(dim, (mine[0] - reach.made(mine)[0]) * n, length(mine) * n)
+                x = reframe(x, dim, _scaled(reach.made(mine), n), _scaled(mine, n))
         for dim, _ in _along(labels, self.thin):
             x = x.narrow(dim, 0, self._held(labels[dim]))
         return x
@@ -209,6 +243,10 @@ def put(arguments: Any, path: Path, value: Any) -> None:
     for step in outer:
         arguments = arguments[step]
     arguments[last] = value
+
+
+def _one_at_least(r: Range) -> Range:
+    return r[0], max(r[1], r[0] + 1)
 
 
 def _scaled(r: Range, n: int) -> Range:
